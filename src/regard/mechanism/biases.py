@@ -1,0 +1,218 @@
+"""Biases: what is added to the scaled scores, before the mask and the softmax.
+
+Like masks they are small frozen descriptions, and they answer for one tile at a time, so that no
+n x n tensor is needed to use them. Gradients reach every tensor they hold.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regard.errors import InputError
+from regard.mechanism.masks import Extent, Tile, check_broadcast, slice_tile
+
+
+class Bias:
+    """What all biases share."""
+
+    __slots__ = ()
+
+    def check(self, extent: Extent) -> None:
+        """Raise InputError where this bias cannot belong to a call of that extent."""
+        raise NotImplementedError
+
+    def tile(self, tile: Tile) -> Tensor:
+        """The numbers for one tile: broadcasts to [batch, heads, q, k]."""
+        raise NotImplementedError
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors held, each of which may ask for a gradient."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Dense(Bias):
+    """A tensor of numbers that broadcasts to [batch, heads, queries, keys]."""
+
+    values: Tensor
+
+    def __post_init__(self) -> None:
+        if not self.values.is_floating_point():
+            raise InputError(
+                f"A bias holds numbers to add to the scores, but got {self.values.dtype}. "
+                "A boolean mask is passed as mask=tensor, True where a query may attend."
+            )
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.values,)
+
+    def check(self, extent: Extent) -> None:
+        check_broadcast(self.values, extent, "bias")
+
+    def tile(self, tile: Tile) -> Tensor:
+        return slice_tile(self.values, tile)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Alibi(Bias):
+    """Minus ``slope * distance``, one slope per head (https://arxiv.org/abs/2108.12409)."""
+
+    slopes: Tensor  # [heads]
+
+    @classmethod
+    def standard(cls, heads: int, device: torch.device | str | None = None) -> Alibi:
+        """The slopes of the paper: a geometric sequence, for any number of heads.
+
+        >>> Alibi.standard(4).slopes.tolist()
+        [0.25, 0.0625, 0.015625, 0.00390625]
+        """
+        if heads < 1:
+            raise InputError(f"Alibi needs at least one head, but got {heads}.")
+        whole = 2 ** math.floor(math.log2(heads))
+        slopes = [2 ** (-8 * (i + 1) / whole) for i in range(whole)]
+        # Heads beyond a power of two take every other slope of the next one.
+        slopes += [2 ** (-8 * (2 * i + 1) / (2 * whole)) for i in range(heads - whole)]
+        return cls(torch.tensor(slopes, device=device))
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.slopes,)
+
+    def check(self, extent: Extent) -> None:
+        if self.slopes.shape != (extent.heads,):
+            raise InputError(
+                f"Alibi needs one slope per head, [{extent.heads}], but got "
+                f"{list(self.slopes.shape)}. Alibi.standard({extent.heads}) gives the paper's."
+            )
+
+    def tile(self, tile: Tile) -> Tensor:
+        distance = (tile.query_positions() - tile.key_positions()).abs()
+        return -self.slopes[:, None, None] * distance
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RelativeBuckets(Bias):
+    """T5's learned number per head and bucket of distances (https://arxiv.org/abs/1910.10683).
+
+    Short distances have a bucket each, longer ones share buckets that widen logarithmically, and
+    all beyond ``max_distance`` share the last. With ``bidirectional`` half of the buckets are for
+    keys after the query; without, those keys share the bucket of distance 0.
+    """
+
+    table: Tensor  # [buckets, heads]
+    bidirectional: bool = True
+    max_distance: int = 128
+
+    def __post_init__(self) -> None:
+        buckets = self.table.shape[0]
+        least = 4 if self.bidirectional else 2
+        if self.table.dim() != 2 or buckets < least or (self.bidirectional and buckets % 2):
+            raise InputError(
+                f"RelativeBuckets needs a table of [buckets, heads] with at least {least} buckets"
+                f"{', an even number' if self.bidirectional else ''}, but got "
+                f"{list(self.table.shape)}."
+            )
+        if self.max_distance <= self._exact:
+            raise InputError(
+                f"RelativeBuckets(max_distance={self.max_distance}) must exceed the "
+                f"{self._exact} distances that have a bucket of their own."
+            )
+
+    @property
+    def _exact(self) -> int:
+        """How many distances have a bucket of their own."""
+        return self.table.shape[0] // (4 if self.bidirectional else 2)
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.table,)
+
+    def check(self, extent: Extent) -> None:
+        if self.table.shape[1] != extent.heads:
+            raise InputError(
+                f"RelativeBuckets has a table for {self.table.shape[1]} heads, but the query has "
+                f"{extent.heads}."
+            )
+
+    def bucket(self, distance: Tensor) -> Tensor:
+        """The bucket of each distance, where a key after its query has a negative distance."""
+        exact, after = self._exact, 0
+        buckets = 2 * exact
+        if self.bidirectional:
+            after = buckets * (distance < 0)
+            distance = distance.abs()
+        else:
+            distance = distance.clamp(min=0)
+        # Float32 throughout: that rounding decides some of the edges in trained checkpoints.
+        ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(
+            self.max_distance / exact
+        )
+        far = exact + (ratio * (buckets - exact)).long()
+        return after + torch.where(distance < exact, distance, far.clamp(max=buckets - 1))
+
+    def tile(self, tile: Tile) -> Tensor:
+        # All distances of a tile lie in one range: look those up once, then spread them out.
+        rows, columns, offset = tile.rows, tile.columns, tile.extent.offset
+        if not rows or not columns:
+            return self.table.new_zeros(1, self.table.shape[1], len(rows), len(columns))
+        least = rows.start + offset - (columns.stop - 1)
+        most = rows.stop - 1 + offset - columns.start
+        by_distance = self.table[
+            self.bucket(torch.arange(least, most + 1, device=self.table.device))
+        ]
+        spread = tile.query_positions() - tile.key_positions() - least
+        return by_distance.t()[:, spread][None]  # [1, heads, q, k]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RelativeContent(Bias):
+    """Transformer-XL's term ``scale * (q_i + v) . r_(i-j)`` (https://arxiv.org/abs/1901.02860).
+
+    ``query`` is ``q + v``, [batch, heads, queries, dim]; ``relative[h, t]`` embeds the distance
+    ``first + t`` in positions from a key to the query after it. Distances beyond either end take
+    the nearest row.
+    """
+
+    query: Tensor  # [batch, heads, queries, dim]
+    relative: Tensor  # [heads or 1, distances, dim]
+    first: int = 0
+    scale: float | None = None
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        return (self.query, self.relative)
+
+    def check(self, extent: Extent) -> None:
+        expected = (extent.batch, extent.heads, extent.queries, self.query.shape[-1])
+        if tuple(self.query.shape) != expected:
+            raise InputError(
+                f"RelativeContent(query=...) must be {list(expected)}, but got "
+                f"{list(self.query.shape)}."
+            )
+        fits = self.relative.dim() == 3 and self.relative.shape[0] in (1, extent.heads)
+        if not fits or self.relative.shape[2] != expected[3] or not self.relative.shape[1]:
+            raise InputError(
+                f"RelativeContent(relative=...) must be [{extent.heads} or 1, distances, "
+                f"{expected[3]}], but got {list(self.relative.shape)}."
+            )
+
+    def tile(self, tile: Tile) -> Tensor:
+        rows, columns, offset = tile.rows, tile.columns, tile.extent.offset
+        query = self.query[:, :, rows.start : rows.stop]
+        if not rows or not columns:
+            return query.new_zeros(1, 1, len(rows), len(columns))
+        last = self.relative.shape[1] - 1
+        # Only the distances that occur in this tile are multiplied, then shifted into place.
+        least = min(max(rows.start + offset - (columns.stop - 1) - self.first, 0), last)
+        most = min(max(rows.stop - 1 + offset - columns.start - self.first, 0), last)
+        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        product = (query * scale) @ self.relative[:, least : most + 1].transpose(-1, -2)
+        distance = tile.query_positions() - tile.key_positions() - self.first
+        index = (distance.clamp(0, last) - least).expand(*product.shape[:3], -1)
+        return product.gather(-1, index)

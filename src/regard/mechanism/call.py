@@ -1,0 +1,135 @@
+"""Call: what one attention call means. Everything is checked here, once."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from regard.errors import InputError
+from regard.mechanism import biases, masks
+from regard.mechanism.biases import Bias
+from regard.mechanism.masks import Extent, Mask
+from regard.mechanism.seeing import See
+
+_LAYOUTS = {2: "[length, dim]", 3: "[batch, length, dim]", 4: "[batch, heads, length, dim]"}
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One attention call, checked, with all tensors as [batch, heads, length, dim]."""
+
+    query: Tensor  # [batch, heads, queries, dim]
+    key: Tensor  # [batch, key heads, keys, dim]
+    value: Tensor  # [batch, key heads, keys, value dim]
+    mask: Mask | None
+    bias: Bias | None
+    scale: float
+    softcap: float | None
+    dropout: float
+    see: See | None
+    extent: Extent
+
+    @property
+    def groups(self) -> int:
+        """How many query heads share one head of keys and values."""
+        return self.extent.heads // max(self.key.shape[1], 1)
+
+    @property
+    def wants_gradient(self) -> bool:
+        """Whether a backward pass may follow."""
+        held = self.bias.tensors if self.bias is not None else ()
+        return torch.is_grad_enabled() and any(
+            tensor.requires_grad for tensor in (self.query, self.key, self.value, *held)
+        )
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to compute: a size is 0."""
+        return not (self.query.numel() and self.key.numel() and self.value.numel())
+
+
+def check(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Mask | Tensor | None,
+    bias: Bias | Tensor | None,
+    scale: float | None,
+    softcap: float | None,
+    dropout: float,
+    see: See | None,
+) -> Call:
+    """The call these arguments mean, or an InputError that says why they mean none."""
+    rank = query.dim()
+    if rank not in _LAYOUTS or key.dim() != rank or value.dim() != rank:
+        raise InputError(
+            "query, key and value must share one layout of "
+            f"{', '.join(_LAYOUTS.values())}, but are {_shapes(query, key, value)}."
+        )
+    if not query.is_floating_point() or not query.dtype == key.dtype == value.dtype:
+        raise InputError(
+            "query, key and value must share one floating-point dtype, but are "
+            f"{query.dtype}, {key.dtype} and {value.dtype}. Convert them with .to(dtype)."
+        )
+    if not query.device == key.device == value.device:
+        raise InputError(
+            "query, key and value must be on one device, but are on "
+            f"{query.device}, {key.device} and {value.device}. Move them with .to(device)."
+        )
+    if rank == 3:  # one head
+        query, key, value = query[:, None], key[:, None], value[:, None]
+    elif rank == 2:
+        query, key, value = query[None, None], key[None, None], value[None, None]
+
+    batch, heads, queries, dim = query.shape
+    _, key_heads, keys, _ = key.shape
+    if key.shape[0] != batch or value.shape[:3] != key.shape[:3] or key.shape[3] != dim or not dim:
+        raise InputError(
+            "query and key must agree in batch and dim, key and value in batch, heads and length, "
+            f"but are {_shapes(query, key, value)}."
+        )
+    if heads != key_heads and (not key_heads or heads % key_heads):
+        raise InputError(
+            f"{heads} query heads cannot be shared evenly among {key_heads} key heads. "
+            "With grouped heads, the first must be a multiple of the second."
+        )
+
+    extent = Extent(batch, heads, queries, keys, query.device)
+    if isinstance(mask, Tensor):
+        mask = masks.Dense(mask)
+    if isinstance(bias, Tensor):
+        bias = biases.Dense(bias)
+    if mask is not None:
+        if not isinstance(mask, Mask):
+            raise InputError(
+                f"mask is a boolean tensor or a mask such as Causal(), not {type(mask).__name__}."
+            )
+        mask.check(extent)
+    if bias is not None:
+        if not isinstance(bias, Bias):
+            raise InputError(
+                f"bias is a tensor or a bias such as Alibi(slopes), not {type(bias).__name__}."
+            )
+        bias.check(extent)
+    if scale is None:
+        scale = dim**-0.5
+    elif not math.isfinite(scale):
+        raise InputError(f"scale must be a finite number, but got {scale}.")
+    if softcap is not None and not 0 < softcap < math.inf:
+        raise InputError(f"softcap must be a finite number above 0, but got {softcap}.")
+    if not 0 <= dropout < 1:
+        raise InputError(f"dropout is a probability from 0 to below 1, but got {dropout}.")
+    if see is not None:
+        if not isinstance(see, See):
+            raise InputError(
+                f"see takes See(...), as in See(entropy=True), not {type(see).__name__}."
+            )
+        see.check(extent)
+    return Call(query, key, value, mask, bias, scale, softcap, dropout, see, extent)
+
+
+def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
+    return f"query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)}"

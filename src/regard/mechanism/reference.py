@@ -1,0 +1,92 @@
+"""The definition of attention: dense, in any dtype, and the oracle of every test.
+
+    scores  = softcap(scale * Q K^T) + bias         softcap(s) = c tanh(s / c), where c is given
+    weights = softmax(scores over the keys that the mask allows)
+    output  = weights V
+
+A query with nothing to attend to has weights 0 and yields zeros. Half precision is computed in
+float32 and rounded once, at the end.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from regard.mechanism.call import Call
+from regard.mechanism.masks import Tile
+from regard.mechanism.seeing import Seen, join, observe
+
+
+def run(call: Call) -> tuple[Tensor, Seen | None]:
+    """Attend, all queries at once."""
+    output, found = attend(call, range(call.extent.queries), range(call.extent.keys))
+    return output, None if call.see is None else join(call.see, [found], call.extent)
+
+
+def attend(call: Call, rows: range, columns: range) -> tuple[Tensor, dict[str, Tensor]]:
+    """The output of some rows, and what was seen of them; plain operations with any gradient.
+
+    ``columns`` are the keys that matter: those outside must be masked for every one of the rows.
+    """
+    tile = Tile(call.extent, rows, columns)
+    allowed = None if call.mask is None else call.mask.tile(tile)
+    raw = scores(call, tile, allowed)  # [b, h, q, k]
+
+    highest = raw.amax(-1, keepdim=True) if columns else raw.new_full((1,), -math.inf)
+    lost = (highest == -math.inf).expand(*raw.shape[:-1], 1)  # nothing to attend to
+    weights = raw.masked_fill(lost, 0).softmax(-1).masked_fill(lost, 0)
+    if allowed is not None:
+        weights = weights.masked_fill(~allowed, 0)  # a NaN row is NaN only where it attends
+
+    dropped = torch.nn.functional.dropout(weights, call.dropout) if call.dropout else weights
+    value = spread(call, call.value)[:, :, columns.start : columns.stop]
+    if allowed is None:
+        output = dropped @ value
+    else:
+        output = dropped @ finite(value)
+        touched = allowed.to(value.dtype) @ (~value.isfinite()).to(value.dtype)
+        output = output.masked_fill(touched > 0, math.nan)
+
+    found = {}
+    if call.see is not None:
+        lse = raw.masked_fill(lost, 0).logsumexp(-1).masked_fill(lost[..., 0], -math.inf)
+        found = observe(call.see, tile, raw, weights, lse)
+    return output.to(call.query.dtype), found
+
+
+def scores(call: Call, tile: Tile, allowed: Tensor | None) -> Tensor:
+    """What enters the softmax, [batch, heads, q, k]: -inf where the mask forbids."""
+    query = call.query[:, :, tile.rows.start : tile.rows.stop].to(compute_dtype(call))
+    key = spread(call, call.key)[:, :, tile.columns.start : tile.columns.stop]
+    if allowed is None:
+        result = (query * call.scale) @ key.transpose(-1, -2)
+    else:
+        # 0 * NaN is NaN: what is not finite must not enter a product with what is masked.
+        result = (finite(query) * call.scale) @ finite(key).transpose(-1, -2)
+        broken = ~query.isfinite().all(-1)[..., :, None] | ~key.isfinite().all(-1)[..., None, :]
+        result = result.masked_fill(broken, math.nan)
+    if call.softcap is not None:
+        result = call.softcap * torch.tanh(result / call.softcap)
+    if call.bias is not None:
+        result = result + call.bias.tile(tile).to(result.dtype)
+    if allowed is not None:
+        result = result.masked_fill(~allowed, -math.inf)
+    return result
+
+
+def spread(call: Call, tensor: Tensor) -> Tensor:
+    """Keys or values in the precision of the computation, one head per head of the query."""
+    return tensor.to(compute_dtype(call)).repeat_interleave(call.groups, dim=1)
+
+
+def compute_dtype(call: Call) -> torch.dtype:
+    """Half precision is computed in float32."""
+    return torch.promote_types(call.query.dtype, torch.float32)
+
+
+def finite(tensor: Tensor) -> Tensor:
+    """The tensor, with 0 for whatever is NaN or infinite."""
+    return torch.where(tensor.isfinite(), tensor, 0)

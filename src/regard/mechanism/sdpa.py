@@ -1,0 +1,236 @@
+"""PyTorch's fused kernels, given each mask in its cheapest exact form.
+
+A mask whose rows are ranges of keys is cut into pieces: runs of queries that share one range need
+no mask at all, only slices; runs whose range grows by one key a query are the causal flag. What is
+left goes over some rows at a time, with a mask for those rows alone.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from regard.mechanism.call import Call
+from regard.mechanism.masks import Causal, Extent, Mask, Tile, hulls
+from regard.mechanism.seeing import Seen
+from regard.mechanism.tiled import all_finite, by_rows
+
+ROWS = 256  # queries that share one mask tensor
+
+
+class Piece(NamedTuple):
+    """A part of a call that one fused call computes."""
+
+    batch: slice
+    rows: range
+    columns: range
+    kind: Literal["full", "causal", "masked"]
+
+
+def refuses(call: Call) -> str | None:
+    if call.see is not None:
+        return "PyTorch's fused kernels do not show their weights."
+    if call.softcap is not None:
+        return "PyTorch's fused kernels have no softcap."
+    if call.empty:
+        return "there is nothing to compute: a size is 0."
+    if call.bias is not None and call.wants_gradient:
+        if any(tensor.requires_grad for tensor in call.bias.tensors):
+            return "PyTorch's fused kernels give a bias no gradient without n x n memory."
+    return None
+
+
+def run(call: Call) -> tuple[Tensor, Seen | None]:
+    extent, mask = call.extent, call.mask
+    if call.bias is None:
+        if mask is None or (isinstance(mask, Causal) and extent.queries == 1):
+            return _fused(call, call.query, call.key, call.value), None
+        if isinstance(mask, Causal) and extent.queries == extent.keys:
+            output = _fused(call, call.query, call.key, call.value, causal=True)
+            return (output, None) if _clean(output) else by_rows(call)
+    pieces = _plan(call)
+    if any(piece.kind == "masked" for piece in pieces) and not all_finite(call):
+        return by_rows(call)
+    rows: list[Tensor] = []  # what is done of the sequences at hand
+    sequences: list[Tensor] = []
+    for piece in pieces:
+        output = _piece(call, piece)
+        if piece.kind == "causal" and not _clean(output):
+            return by_rows(call)
+        rows.append(output)
+        if piece.rows.stop == extent.queries:
+            sequences.append(torch.cat(rows, dim=2) if len(rows) > 1 else output)
+            rows = []
+    return (torch.cat(sequences) if len(sequences) > 1 else sequences[0]), None
+
+
+def _clean(output: Tensor) -> bool:
+    """Whether no NaN went into a causal call, where one key's NaN may have leaked to all queries.
+
+    The last query sees every key, so one row of the output tells. Asking would make a GPU wait,
+    and a compiled graph break: there, nobody asks.
+    """
+    if output.device.type != "cpu" or torch.compiler.is_compiling():
+        return True
+    return bool(output[:, :, -1].sum(dtype=torch.float32).isfinite())
+
+
+def _fused(
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    query, key, value = _plain(query), _plain(key), _plain(value)
+    width, wanted = query.shape[-1], value.shape[-1]
+    if width != wanted and query.device.type == "cpu":
+        # The fused CPU kernel takes one width only; zeros change no score and no output.
+        missing = (0, abs(width - wanted))
+        if width < wanted:
+            query, key = pad(query, missing), pad(key, missing)
+        else:
+            value = pad(value, missing)
+    output = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=call.dropout,
+        is_causal=causal,
+        scale=call.scale,
+        enable_gqa=call.groups > 1,
+    )
+    return output[..., :wanted] if output.shape[-1] != wanted else output
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor in a layout the fused kernels take; stride 0 along the keys has given wrong sums."""
+    _, _, row, last = tensor.stride()
+    return tensor if last == 1 and row else tensor.contiguous()
+
+
+def _piece(call: Call, piece: Piece) -> Tensor:
+    batch, rows, columns, kind = piece
+    query = call.query[batch, :, rows.start : rows.stop]
+    key = call.key[batch, :, columns.start : columns.stop]
+    value = call.value[batch, :, columns.start : columns.stop]
+    if not columns:
+        return query.new_zeros(*query.shape[:3], value.shape[-1])
+    if kind != "masked":
+        return _fused(call, query, key, value, causal=kind == "causal")
+
+    tile = Tile(call.extent, rows, columns)
+    allowed = None if call.mask is None else call.mask.tile(tile)
+    lost = None
+    if allowed is not None:
+        lost = ~allowed.any(-1, keepdim=True)  # [b, h, q, 1]
+        allowed = allowed | lost
+    if call.bias is None:
+        output = _fused(call, query, key, value, mask=allowed)
+    else:
+        bias = call.bias.tile(tile).to(torch.promote_types(query.dtype, torch.float32))
+        if allowed is not None:
+            bias = bias.masked_fill(~allowed, -math.inf)
+        shape = (1, 1, 1, 1)[: 4 - bias.dim()] + tuple(bias.shape)
+        output = _fused(call, query, key, value, mask=bias.reshape(shape))
+    return output if lost is None else output.masked_fill(lost, 0)
+
+
+def _plan(call: Call) -> list[Piece]:
+    """The pieces a call is cut into, in the order of their rows, one sequence after another."""
+    mask, extent = call.mask, call.extent
+    if call.bias is not None or mask is None:
+        return _rows_at_a_time(mask, extent)
+    if mask.static:
+        return _static_plan(mask, extent)
+    return _ranges(mask, extent) or _rows_at_a_time(mask, extent)
+
+
+@lru_cache(maxsize=256)
+def _static_plan(mask: Mask, extent: Extent) -> list[Piece]:
+    return _ranges(mask, extent) or _rows_at_a_time(mask, extent)
+
+
+def _rows_at_a_time(mask: Mask | None, extent: Extent) -> list[Piece]:
+    return [
+        Piece(slice(None), rows, columns, "masked")
+        for rows, columns, _ in hulls(mask, extent, ROWS)
+    ]
+
+
+def _ranges(mask: Mask, extent: Extent) -> list[Piece] | None:
+    """The pieces of a mask whose rows are ranges of keys; None where that does not pay."""
+    on_host = extent if not mask.static else replace(extent, device=torch.device("cpu"))
+    interval = mask.interval(on_host)
+    if not interval.exact:
+        return None
+    ends = [_table(end) for end in (interval.low, interval.high)]
+    if any(end.device.type != "cpu" for end in ends):
+        return None  # reading them would make the GPU wait
+    low, high = (end.clamp(0, extent.keys) for end in ends)
+    low, high = low.masked_fill(low >= high, 0), high.masked_fill(low >= high, 0)
+    sequences = max(len(low), len(high))
+    by_query = low.shape[1] > 1 or high.shape[1] > 1
+    if sequences > 1 and (not by_query or extent.queries <= ROWS):
+        return None  # one small mask beats a call for each sequence
+    low, high = (end.expand(sequences, extent.queries) for end in (low, high))
+    pieces = []
+    for index in range(sequences):
+        batch = slice(None) if sequences == 1 else slice(index, index + 1)
+        pieces += _runs(batch, low[index], high[index])
+    few = len(pieces) <= sequences * (4 + extent.queries // 16)
+    return pieces if few else None
+
+
+def _table(end: int | Tensor) -> Tensor:
+    """One end of an interval as [1 or batch, 1 or queries]."""
+    return torch.full((1, 1), end) if isinstance(end, int) else end
+
+
+def _runs(batch: slice, low: Tensor, high: Tensor) -> list[Piece]:
+    """One sequence, cut into runs of queries whose ranges are equal, or move by equal steps."""
+    queries = len(low)
+    steps = torch.stack((low.diff(), high.diff()), dim=1)  # [q - 1, 2]
+    lasts = (steps[1:] != steps[:-1]).any(1).nonzero()[:, 0].tolist()  # where equal steps end
+    lows, highs, moves = low.tolist(), high.tolist(), steps.tolist()
+    pieces: list[Piece] = []
+    start = 0
+    for last in [*lasts, queries - 2]:
+        count = last + 1 - start  # equal steps from the row at hand on
+        if count < 1:
+            continue
+        step = moves[start]
+        if step == [0, 0]:
+            stop, kind = last + 2, "full"
+        elif step == [0, 1] and highs[start] == lows[start] + 1:
+            stop, kind = last + 2, "causal"
+        elif count == 1:  # a jump to another range
+            stop, kind = start + 1, "full"
+        else:
+            stop, kind = last + 2, "masked"
+        pieces += _cut(batch, range(start, stop), lows, highs, kind)
+        start = stop
+    if start < queries:
+        pieces += _cut(batch, range(start, queries), lows, highs, "full")
+    return pieces
+
+
+def _cut(batch: slice, rows: range, lows: list[int], highs: list[int], kind: str) -> list[Piece]:
+    """A run as pieces: what needs a mask tensor goes some rows at a time."""
+    size = ROWS if kind == "masked" else len(rows)
+    pieces = []
+    for start in range(rows.start, rows.stop, size):
+        part = range(start, min(start + size, rows.stop))
+        open_rows = [row for row in part if lows[row] < highs[row]]
+        columns = range(lows[open_rows[0]], highs[open_rows[-1]]) if open_rows else range(0)
+        pieces.append(Piece(batch, part, columns, kind))  # type: ignore[arg-type]
+    return pieces

@@ -1,0 +1,319 @@
+"""Seeing: what to look at (See), what was seen (Seen), and the definition of every field.
+
+``observe`` is that definition: plain PyTorch on the dense weights of some rows. ``join`` puts the
+rows of several tiles together. Faster ways to the same numbers live in the backends.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from bisect import bisect_left
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from os import PathLike
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from regard.errors import InputError
+from regard.mechanism.masks import Extent, Tile
+
+# Every weight of every head, in one tensor: above this many it is more than anybody looks at.
+MOST_WEIGHTS = 2**28
+
+
+@dataclass(frozen=True, slots=True)
+class See:
+    """What to look at while attention runs; each field of :class:`Seen` is asked for by name.
+
+    >>> See(entropy=True, top=8, map=64)
+    See(entropy, top=8, map=(64, 64))
+    """
+
+    lse: bool = False
+    entropy: bool = False
+    peak: bool = False
+    max_logit: bool = False
+    distance: bool = False
+    received: bool = False
+    top: int = 0
+    rows: Sequence[int] = ()
+    map: int | tuple[int, int] | None = None
+    map_peak: bool = False
+    weights: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rows", tuple(self.rows))
+        if isinstance(self.map, int):
+            object.__setattr__(self, "map", (self.map, self.map))
+        if not isinstance(self.top, int) or self.top < 0:
+            raise InputError(f"See(top=...) is how many keys to keep, but got {self.top!r}.")
+        if self.map is not None and (len(self.grid) != 2 or min(self.grid) < 1):
+            raise InputError(f"See(map=...) is a size or (rows, columns), but got {self.map!r}.")
+        if self.map_peak and self.map is None:
+            raise InputError("See(map_peak=True) needs the grid to use: give map=(rows, columns).")
+        if not self.asked:
+            raise InputError(
+                "See() looks at nothing. Name a field, as in See(entropy=True, received=True)."
+            )
+
+    @property
+    def asked(self) -> list[str]:
+        """The names of the fields asked for."""
+        return [f.name for f in fields(self) if getattr(self, f.name) not in (False, 0, (), None)]
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """The rows and columns of the map."""
+        assert isinstance(self.map, tuple)
+        return self.map
+
+    def check(self, extent: Extent) -> None:
+        for row in self.rows:
+            if not -extent.queries <= row < extent.queries:
+                raise InputError(f"See(rows=...) names row {row} of {extent.queries} queries.")
+        count = extent.batch * extent.heads * extent.queries * extent.keys
+        if self.weights and count > MOST_WEIGHTS:
+            raise InputError(
+                f"See(weights=True) would keep {count:,} weights ({count * 4 / 2**30:.1f} GiB). "
+                "Ask for rows=[...] (some rows, exact) or map=(rows, columns) (all of them, "
+                "pooled) instead."
+            )
+
+    def __repr__(self) -> str:
+        shown = (
+            name if (value := getattr(self, name)) is True else f"{name}={value!r}"
+            for name in self.asked
+        )
+        return f"See({', '.join(shown)})"
+
+
+class Top(NamedTuple):
+    """The largest weights of each query, largest first, and the keys they are on.
+
+    A query that may attend to fewer keys has weight 0 and key -1 in the places left over.
+    """
+
+    weights: Tensor  # [batch, heads, queries, k]
+    keys: Tensor  # [batch, heads, queries, k]
+
+
+@dataclass(slots=True)
+class Seen:
+    """What attention did. Fields not asked for are None."""
+
+    lse: Tensor | None = None  # [b, h, q] log-sum-exp of the scores
+    entropy: Tensor | None = None  # [b, h, q] in nats; 0 where nothing may be attended
+    peak: Tensor | None = None  # [b, h, q] the largest weight
+    max_logit: Tensor | None = None  # [b, h] the largest score that entered a softmax
+    distance: Tensor | None = None  # [b, h, q] mean distance in positions to what is attended
+    received: Tensor | None = None  # [b, h, k] sum over queries of the weight on each key
+    top: Top | None = None  # [b, h, q, k] twice
+    rows: Tensor | None = None  # [b, h, r, k] the rows asked for
+    map: Tensor | None = None  # [b, h, r, c] weight an average query of a bin gives to a bin
+    map_peak: Tensor | None = None  # [b, h, r, c] the largest single weight in a cell
+    weights: Tensor | None = None  # [b, h, q, k] all of them
+    extent: tuple[int, int, int, int] = field(default=(0, 0, 0, 0))  # batch, heads, queries, keys
+
+    def to_dict(self) -> dict[str, Tensor]:
+        """The fields that were seen, by name; ``top`` becomes ``top_weights`` and ``top_keys``."""
+        found: dict[str, Tensor] = {}
+        for name in _FIELDS:
+            value = getattr(self, name)
+            if isinstance(value, Top):
+                found |= {"top_weights": value.weights, "top_keys": value.keys}
+            elif value is not None:
+                found[name] = value
+        return found
+
+    @classmethod
+    def from_dict(cls, tensors: Mapping[str, Tensor], extent: tuple[int, int, int, int]) -> Seen:
+        """The inverse of :meth:`to_dict`."""
+        plain = {name: tensors[name] for name in _FIELDS if name in tensors}
+        top = Top(tensors["top_weights"], tensors["top_keys"]) if "top_keys" in tensors else None
+        return cls(**plain, top=top, extent=extent)  # type: ignore[arg-type]
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write as safetensors."""
+        from safetensors.torch import save_file
+
+        tensors = {name: t.detach().contiguous() for name, t in self.to_dict().items()}
+        save_file(tensors, path, {"regard": "seen", "extent": json.dumps(self.extent)})
+
+    @classmethod
+    def load(cls, path: str | PathLike[str]) -> Seen:
+        """Read what :meth:`save` wrote."""
+        from safetensors import SafetensorError, safe_open
+
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("regard") != "seen":
+                    raise InputError(f"{path} is a safetensors file, but no Seen was saved in it.")
+                tensors = {name: file.get_tensor(name) for name in file.keys()}
+        except FileNotFoundError:
+            raise InputError(f"There is no file {path}.") from None
+        except SafetensorError as error:
+            raise InputError(f"{path} cannot be read as safetensors: {error}.") from None
+        batch, heads, queries, keys = json.loads(metadata["extent"])
+        return cls.from_dict(tensors, (batch, heads, queries, keys))
+
+    def _summary(self) -> Iterator[tuple[str, str, str]]:
+        """One line per field: its name, its shape, its numbers in short."""
+        for name, tensor in self.to_dict().items():
+            shape = " x ".join(map(str, tensor.shape))
+            if name == "top_keys":
+                continue
+            finite = tensor.detach().float()
+            finite = finite[finite.isfinite()]
+            if not finite.numel():
+                yield name, shape, "nothing finite"
+                continue
+            low, mean, high = (finite.min() + 0.0, finite.mean() + 0.0, finite.max() + 0.0)
+            yield name, shape, f"{low:.4g} to {high:.4g}, mean {mean:.4g}"
+
+    def __repr__(self) -> str:
+        batch, heads, queries, keys = self.extent
+        lines = [f"Seen: {batch} x {heads} heads, {queries} queries, {keys} keys"]
+        lines += [f"  {name:<12} {shape:<20} {text}" for name, shape, text in self._summary()]
+        return "\n".join(lines)
+
+    def _repr_html_(self) -> str:
+        batch, heads, queries, keys = self.extent
+        body = "".join(
+            "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>"
+            for line in self._summary()
+        )
+        return (
+            f"<table><caption>Seen: {batch} &times; {heads} heads, {queries} queries, {keys} keys"
+            "</caption><thead><tr><th>field</th><th>shape</th><th>values</th></tr></thead>"
+            f"<tbody>{body}</tbody></table>"
+        )
+
+
+_FIELDS = [f.name for f in fields(Seen) if f.name != "extent"]
+_BY_QUERY = ("lse", "entropy", "peak", "distance", "top_weights", "top_keys", "rows", "weights")
+
+
+def bins(length: int, count: int, device: torch.device) -> Tensor:
+    """The bin of each of ``length`` positions, when they are spread evenly over ``count`` bins."""
+    return torch.arange(length, device=device) * min(count, length) // max(length, 1)
+
+
+def bin_rows(see: See, extent: Extent, rows: range) -> list[tuple[int, range]]:
+    """The bins of the map that some rows fall into, each with its share of those rows."""
+    count = min(see.grid[0], extent.queries)
+    if not rows:
+        return []
+    first, last = (index * count // extent.queries for index in (rows.start, rows.stop - 1))
+    # Bin r holds the rows i with floor(i * count / queries) == r.
+    edges = [-(-r * extent.queries // count) for r in range(first, last + 2)]
+    return [
+        (r, range(max(start, rows.start), min(stop, rows.stop)))
+        for r, (start, stop) in enumerate(pairwise(edges), first)
+    ]
+
+
+def grid_of(see: See, extent: Extent) -> tuple[int, int]:
+    """The map's size: never more bins than there are queries or keys."""
+    return min(see.grid[0], extent.queries), min(see.grid[1], extent.keys)
+
+
+def observe(see: See, tile: Tile, scores: Tensor, weights: Tensor, lse: Tensor) -> dict[str, Tensor]:
+    """Every field asked for, from the scores and weights of a tile: [batch, heads, q, k].
+
+    The tile holds whole rows: outside its columns nothing may be attended. Scores are -inf and
+    weights 0 where the mask forbids. Fields that run over queries (received, map, max_logit) hold
+    what these rows add; ``join`` puts them together.
+    """
+    extent, device = tile.extent, weights.device
+    columns = tile.columns
+    attends = lse > -math.inf  # [b, h, q]
+    found: dict[str, Tensor] = {}
+
+    def all_keys(part: Tensor) -> Tensor:
+        return pad(part, (columns.start, extent.keys - columns.stop))
+
+    if see.lse:
+        found["lse"] = lse
+    if see.entropy:
+        # -sum w log w, where log w = score - lse; masked places hold 0 * (-inf) and count as 0.
+        log_weights = scores - lse.masked_fill(~attends, 0)[..., None]
+        log_weights = log_weights.masked_fill(scores == -math.inf, 0)
+        found["entropy"] = -(weights * log_weights).sum(-1)
+    if see.peak:
+        found["peak"] = weights.amax(-1) if columns else torch.zeros_like(lse)
+    if see.max_logit:
+        empty = scores.new_full(scores.shape[:2], -math.inf)
+        found["max_logit"] = scores.flatten(2).amax(-1) if tile.rows and columns else empty
+    if see.distance:
+        distance = (tile.query_positions() - tile.key_positions()).abs()
+        found["distance"] = (weights * distance).sum(-1)
+    if see.received:
+        found["received"] = all_keys(weights.sum(-2))
+    if see.top:
+        values, keys = weights.topk(min(see.top, len(columns)), dim=-1)
+        keys = (keys + columns.start).masked_fill(scores.gather(-1, keys) == -math.inf, -1)
+        missing = (0, see.top - values.shape[-1])
+        found["top_weights"] = pad(values, missing)
+        found["top_keys"] = pad(keys, missing, value=-1)
+    if see.rows:
+        inside = chosen(see, tile)[1]
+        found["rows"] = all_keys(weights[:, :, inside])
+    if see.map is not None:
+        grid = grid_of(see, extent)
+        row_of = bins(extent.queries, grid[0], device)[tile.rows.start : tile.rows.stop]
+        column_of = bins(extent.keys, grid[1], device)[columns.start : columns.stop]
+        pooled = weights.new_zeros(*weights.shape[:2], grid[0], len(columns))
+        cells = weights.new_zeros(*weights.shape[:2], *grid)
+        found["map"] = cells.index_add(3, column_of, pooled.index_add(2, row_of, weights))
+        count = lse.new_zeros(*lse.shape[:2], grid[0])
+        found["map_count"] = count.index_add(2, row_of, attends.to(lse.dtype))
+        if see.map_peak:
+            largest = pooled.scatter_reduce(2, row_of[:, None].expand_as(weights), weights, "amax")
+            into = column_of.expand_as(largest)
+            found["map_peak"] = cells.scatter_reduce(3, into, largest, "amax")
+    if see.weights:
+        found["weights"] = all_keys(weights)
+    return found
+
+
+def chosen(see: See, tile: Tile) -> tuple[slice, list[int]]:
+    """The tile's rows that were asked for: their places among all of those in order, and in the tile."""
+    asked = sorted(row % tile.extent.queries for row in see.rows)
+    first, last = bisect_left(asked, tile.rows.start), bisect_left(asked, tile.rows.stop)
+    return slice(first, last), [row - tile.rows.start for row in asked[first:last]]
+
+
+def join(see: See, parts: Sequence[Mapping[str, Tensor]], extent: Extent) -> Seen:
+    """Put together what was observed of consecutive tiles of rows."""
+    found: dict[str, Tensor] = {}
+    for name in parts[0]:
+        pieces = [part[name] for part in parts]
+        if name in _BY_QUERY:
+            found[name] = torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
+        elif name in ("max_logit", "map_peak"):
+            found[name] = pieces[0]
+            for piece in pieces[1:]:
+                found[name] = torch.maximum(found[name], piece)
+        else:
+            found[name] = pieces[0]
+            for piece in pieces[1:]:
+                found[name] = found[name] + piece
+    return finish(see, found, extent)
+
+
+def finish(see: See, found: dict[str, Tensor], extent: Extent) -> Seen:
+    """Sums become averages, and chosen rows stand in the order they were asked for."""
+    if "map" in found:
+        found["map"] = found["map"] / found.pop("map_count").clamp(min=1)[..., None]
+    if "rows" in found:
+        asked = [row % extent.queries for row in see.rows]
+        found["rows"] = found["rows"][:, :, [sorted(asked).index(row) for row in asked]]
+    sizes: Any = (extent.batch, extent.heads, extent.queries, extent.keys)
+    return Seen.from_dict(found, sizes)
