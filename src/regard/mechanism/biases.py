@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import InputError
-from regard.mechanism.masks import Extent, Tile, check_broadcast, slice_tile
+from regard.mechanism.geometry import Extent, Tile, check_broadcast, slice_tile
 
 
 class Bias:
@@ -93,7 +93,7 @@ class Alibi(Bias):
 
     def tile(self, tile: Tile) -> Tensor:
         distance = (tile.query_positions() - tile.key_positions()).abs()
-        return -self.slopes[:, None, None] * distance
+        return -_wide(self.slopes)[:, None, None] * distance
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -142,13 +142,10 @@ class RelativeBuckets(Bias):
 
     def bucket(self, distance: Tensor) -> Tensor:
         """The bucket of each distance, where a key after its query has a negative distance."""
-        exact, after = self._exact, 0
+        exact = self._exact
         buckets = 2 * exact
-        if self.bidirectional:
-            after = buckets * (distance < 0)
-            distance = distance.abs()
-        else:
-            distance = distance.clamp(min=0)
+        after = buckets * (distance < 0) * self.bidirectional
+        distance = distance.abs() if self.bidirectional else distance.clamp(min=0)
         # Float32 throughout: that rounding decides some of the edges in trained checkpoints.
         ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(
             self.max_distance / exact
@@ -212,7 +209,13 @@ class RelativeContent(Bias):
         least = min(max(rows.start + offset - (columns.stop - 1) - self.first, 0), last)
         most = min(max(rows.stop - 1 + offset - columns.start - self.first, 0), last)
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        product = (query * scale) @ self.relative[:, least : most + 1].transpose(-1, -2)
+        relative = _wide(self.relative[:, least : most + 1])
+        product = (_wide(query) * scale) @ relative.transpose(-1, -2)
         distance = tile.query_positions() - tile.key_positions() - self.first
         index = (distance.clamp(0, last) - least).expand(*product.shape[:3], -1)
         return product.gather(-1, index)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Half precision as float32: what is computed from it is part of a score."""
+    return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -11,7 +11,8 @@ from torch import Tensor
 from regard.errors import InputError
 from regard.mechanism import biases, masks
 from regard.mechanism.biases import Bias
-from regard.mechanism.masks import Extent, Mask
+from regard.mechanism.geometry import Extent
+from regard.mechanism.masks import Mask
 from regard.mechanism.seeing import See
 
 _LAYOUTS = {2: "[length, dim]", 3: "[batch, length, dim]", 4: "[batch, heads, length, dim]"}

@@ -8,120 +8,19 @@ about itself:
   Prefix, Padding and Segments, and whatever ``&`` makes of them, *are* such ranges, and both ends
   never move backwards from one query to the next. Backends live on this: a range is sliced,
   skipped or compared, where an n x n tensor would have to be read.
-
-Positions are absolute: key ``j`` stands at ``j``, and the last query lines up with the last key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.errors import InputError
-
-
-@dataclass(frozen=True, slots=True)
-class Extent:
-    """How far a call reaches: its sizes, and where its queries stand among its keys."""
-
-    batch: int
-    heads: int
-    queries: int
-    keys: int
-    device: torch.device
-
-    @property
-    def offset(self) -> int:
-        """What turns a query's index into its position: the last query is at the last key."""
-        return self.keys - self.queries
-
-    def positions(self) -> Tensor:
-        """The position of every query, as [1, queries]."""
-        return torch.arange(self.offset, self.keys, device=self.device)[None]
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """A block of the score matrix: some consecutive queries against some consecutive keys."""
-
-    extent: Extent
-    rows: range
-    columns: range
-
-    def query_positions(self) -> Tensor:  # [q, 1]
-        offset = self.extent.offset
-        rows = torch.arange(
-            self.rows.start + offset, self.rows.stop + offset, device=self.extent.device
-        )
-        return rows[:, None]
-
-    def key_positions(self) -> Tensor:  # [k]
-        return torch.arange(self.columns.start, self.columns.stop, device=self.extent.device)
-
-
-class Interval(NamedTuple):
-    """For each query the keys ``low <= j < high``; ends broadcast to [batch, queries].
-
-    ``exact`` says whether that is the whole mask, or only the keys outside which nothing is
-    allowed. An end that is the same for all queries is a plain int or a [batch, 1] tensor.
-    """
-
-    low: int | Tensor
-    high: int | Tensor
-    exact: bool
-
-    def tile(self, tile: Tile) -> Tensor:
-        """Whether each key of the tile lies in its query's range: broadcasts to [b, h, q, k]."""
-        columns = tile.key_positions()
-        low, high = _rows(self.low, tile.rows), _rows(self.high, tile.rows)
-        return (columns >= low) & (columns < high)
-
-
-class Hull(NamedTuple):
-    """Some consecutive rows of a call, and the keys outside which none of them may attend."""
-
-    rows: range
-    columns: range
-    full: bool  # whether every one of these rows may attend to every one of these keys
-
-
-def hulls(mask: Mask | None, extent: Extent, step: int) -> list[Hull]:
-    """The rows of a call, ``step`` at a time, each with the keys that matter to it."""
-    starts = range(0, max(extent.queries, 1), step)
-    blocks = [range(start, min(start + step, extent.queries)) for start in starts]
-    if mask is None:
-        return [Hull(rows, range(extent.keys), True) for rows in blocks]
-    low, high, exact = mask.interval(extent)
-
-    def ends(end: int | Tensor, outer: str) -> tuple[list[int], list[int]]:
-        """The outermost and innermost value of one end over each block of rows."""
-        if isinstance(end, int) or not extent.queries or not end.shape[0]:
-            plain = end if isinstance(end, int) else 0
-            return [plain] * len(blocks), [plain] * len(blocks)
-        flat = [end.amin(0), end.amax(0)]  # over the batch
-        if end.shape[1] == 1:
-            least, most = ([bound.item()] * len(blocks) for bound in flat)
-        else:
-            # Ends never move backwards, so a block's extremes are those of its first and last row.
-            first = [rows.start for rows in blocks]
-            last = [rows.stop - 1 for rows in blocks]
-            least, most = flat[0][first].tolist(), flat[1][last].tolist()
-        return (least, most) if outer == "least" else (most, least)
-
-    low_outer, low_inner = ends(low, "least")
-    high_outer, high_inner = ends(high, "most")
-    found = []
-    for index, rows in enumerate(blocks):
-        start = min(max(low_outer[index], 0), extent.keys)
-        stop = min(max(high_outer[index], start), extent.keys)
-        inside = low_inner[index] <= start and high_inner[index] >= stop
-        found.append(Hull(rows, range(start, stop), exact and inside))
-    return found
+from regard.mechanism.geometry import Extent, Hull, Interval, Tile, check_broadcast, slice_tile
 
 
 class Mask:
@@ -154,6 +53,19 @@ class Mask:
         return True
 
 
+def hulls(mask: Mask | None, extent: Extent, step: int) -> list[Hull]:
+    """The rows of a call, ``step`` at a time, each with the keys that matter to it."""
+    if mask is None:
+        return Interval(0, extent.keys, True).hulls(extent, step)
+    return on_host(mask, extent).hulls(extent, step)
+
+
+def on_host(mask: Mask, extent: Extent) -> Interval:
+    """The mask's ranges where they can be read without waiting for a device, if that can be."""
+    host = replace(extent, device=torch.device("cpu")) if mask.static else extent
+    return mask.interval(host)
+
+
 def _mask(other: object, symbol: str) -> Mask:
     if isinstance(other, Mask):
         return other
@@ -161,15 +73,6 @@ def _mask(other: object, symbol: str) -> Mask:
         f"'{symbol}' joins two masks, but one side is {type(other).__name__}. "
         "Wrap a boolean tensor as masks.Dense(tensor)."
     )
-
-
-def _rows(end: int | Tensor, rows: range) -> int | Tensor:
-    """One end of an interval for some of its queries: [b, 1, q, 1]."""
-    if isinstance(end, int):
-        return end
-    if end.shape[-1] != 1:
-        end = end[:, rows.start : rows.stop]
-    return end[:, None, :, None]
 
 
 def _lengths(lengths: Tensor | Sequence[int] | int, what: str) -> Tensor | tuple[int, ...]:
@@ -194,7 +97,7 @@ def _column(lengths: Tensor | tuple[int, ...], extent: Extent) -> int | Tensor:
     if isinstance(lengths, tuple):
         if len(set(lengths)) == 1:
             return lengths[0]
-        lengths = torch.tensor(lengths)
+        lengths = torch.tensor(lengths, dtype=torch.long)
     return lengths.to(extent.device)[:, None]
 
 
@@ -204,7 +107,7 @@ def _check_lengths(lengths: Tensor | tuple[int, ...], what: str, extent: Extent)
             f"{what} has {len(lengths)} entries for a batch of {extent.batch}. "
             "Give one length per sequence, or one for all."
         )
-    if isinstance(lengths, tuple) and max(lengths) > extent.keys:
+    if isinstance(lengths, tuple) and max(lengths, default=0) > extent.keys:
         raise InputError(
             f"{what} has a length of {max(lengths)}, but there are only {extent.keys} keys."
         )
@@ -240,60 +143,57 @@ class Window(Mask):
         return Interval(low, high, True)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, init=False)
 class Prefix(Mask):
     """Causal, but the first ``length`` keys are open to every query (a prefix language model)."""
 
-    length: Tensor | Sequence[int] | int
+    length: Tensor | tuple[int, ...]
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "length", _lengths(self.length, "Prefix(length)"))
+    def __init__(self, length: Tensor | Sequence[int] | int) -> None:
+        object.__setattr__(self, "length", _lengths(length, "Prefix(length)"))
 
     @property
     def static(self) -> bool:
         return isinstance(self.length, tuple)
 
     def check(self, extent: Extent) -> None:
-        _check_lengths(self.length, "Prefix(length)", extent)  # type: ignore[arg-type]
+        _check_lengths(self.length, "Prefix(length)", extent)
 
     def interval(self, extent: Extent) -> Interval:
-        prefix = _column(self.length, extent)  # type: ignore[arg-type]
-        causal = extent.positions() + 1
-        if isinstance(prefix, int):
-            return Interval(0, causal.clamp(min=prefix), True)
-        return Interval(0, torch.maximum(causal, prefix), True)
+        return Interval(0, _larger(extent.positions() + 1, _column(self.length, extent)), True)
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(frozen=True, slots=True, eq=False, init=False)
 class Padding(Mask):
     """Only the first ``lengths[b]`` keys of sequence ``b`` are real; with ``side="left"``, the last.
 
     It speaks of keys. What a padded *query* yields is not meant to be used.
     """
 
-    lengths: Tensor | Sequence[int] | int
-    side: str = "right"
+    lengths: Tensor | tuple[int, ...]
+    side: str
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", _lengths(self.lengths, "Padding(lengths)"))
-        if self.side not in ("left", "right"):
-            raise InputError(f'Padding(side=...) is "left" or "right", but got {self.side!r}.')
+    def __init__(self, lengths: Tensor | Sequence[int] | int, side: str = "right") -> None:
+        if side not in ("left", "right"):
+            raise InputError(f'Padding(side=...) is "left" or "right", but got {side!r}.')
+        object.__setattr__(self, "lengths", _lengths(lengths, "Padding(lengths)"))
+        object.__setattr__(self, "side", side)
 
     @property
     def static(self) -> bool:
         return isinstance(self.lengths, tuple)
 
     def check(self, extent: Extent) -> None:
-        _check_lengths(self.lengths, "Padding(lengths)", extent)  # type: ignore[arg-type]
+        _check_lengths(self.lengths, "Padding(lengths)", extent)
 
     def interval(self, extent: Extent) -> Interval:
-        length = _column(self.lengths, extent)  # type: ignore[arg-type]
+        length = _column(self.lengths, extent)
         if self.side == "right":
             return Interval(0, length, True)
         return Interval(extent.keys - length, extent.keys, True)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, init=False)
 class Segments(Mask):
     """Sequences packed one after another into a row: a query attends within its own sequence only.
 
@@ -304,18 +204,23 @@ class Segments(Mask):
     Segments(lengths=((3, 2),), keys=None) & Causal()
     """
 
-    lengths: Sequence[int] | Sequence[Sequence[int]]
-    keys: Sequence[int] | Sequence[Sequence[int]] | None = None
+    lengths: tuple[tuple[int, ...], ...]
+    keys: tuple[tuple[int, ...], ...] | None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "lengths", _packing(self.lengths))
-        if self.keys is not None:
-            object.__setattr__(self, "keys", _packing(self.keys))
-            if [len(row) for row in self.lengths] != [len(row) for row in self.keys]:  # type: ignore[arg-type]
-                raise InputError(
-                    "Segments: the queries and the keys are packed from different numbers of "
-                    f"sequences: {self.lengths} and {self.keys}."
-                )
+    def __init__(
+        self,
+        lengths: Sequence[int] | Sequence[Sequence[int]],
+        keys: Sequence[int] | Sequence[Sequence[int]] | None = None,
+    ) -> None:
+        packed = _packing(lengths)
+        across = None if keys is None else _packing(keys)
+        if across is not None and [len(row) for row in packed] != [len(row) for row in across]:
+            raise InputError(
+                "Segments: the queries and the keys are packed from different numbers of "
+                f"sequences: {packed} and {across}."
+            )
+        object.__setattr__(self, "lengths", packed)
+        object.__setattr__(self, "keys", across)
 
     @classmethod
     def from_ids(cls, ids: Tensor) -> Segments:
@@ -335,7 +240,7 @@ class Segments(Mask):
                     f"{names.tolist()}. For a pattern like this pass masks.Dense."
                 )
             rows.append(tuple(counts.tolist()))
-        return cls(tuple(rows))
+        return cls(rows)
 
     def check(self, extent: Extent) -> None:
         sides = [("lengths", self.lengths, extent.keys if self.keys is None else extent.queries)]
@@ -347,41 +252,41 @@ class Segments(Mask):
                     f"Segments({name}=...) packs {len(rows)} rows for a batch of {extent.batch}."
                 )
             for row in rows:
-                if sum(row) != expected:  # type: ignore[arg-type]
+                if sum(row) != expected:
                     raise InputError(
                         f"Segments({name}=...) must add up to {expected} positions, but "
-                        f"{list(row)} is {sum(row)}."  # type: ignore[arg-type]
+                        f"{list(row)} is {sum(row)}."
                     )
 
     def interval(self, extent: Extent) -> Interval:
         lows, highs = [], []
-        for index, row in enumerate(self.lengths):
-            packed = row if self.keys is None else self.keys[index]
-            ends = list(accumulate(packed))  # type: ignore[arg-type]
-            starts = [0, *ends[:-1]]
-            counts = torch.tensor(row)
-            lows.append(torch.tensor(starts).repeat_interleave(counts))
+        for row, across in zip(self.lengths, self.keys or self.lengths, strict=True):
+            ends = list(accumulate(across))
+            counts = torch.tensor(row, dtype=torch.long)
+            lows.append(torch.tensor([0, *ends[:-1]][: len(row)]).repeat_interleave(counts))
             highs.append(torch.tensor(ends).repeat_interleave(counts))
         low, high = torch.stack(lows), torch.stack(highs)
         if self.keys is None:  # one packing for both sides: queries look up their own position
             at = extent.positions().cpu()
-            outside = at < 0
-            at = at.clamp(min=0).expand(len(low), -1)
-            low, high = low.gather(1, at), high.gather(1, at).masked_fill(outside, 0)
+            inside = at.clamp(min=0).expand(len(low), -1)
+            low, high = low.gather(1, inside), high.gather(1, inside).masked_fill(at < 0, 0)
         return Interval(low.to(extent.device), high.to(extent.device), True)
 
 
-def _packing(
-    lengths: Sequence[int] | Sequence[Sequence[int]],
-) -> tuple[tuple[int, ...], ...]:
-    flat = all(isinstance(length, int) for length in lengths)
-    rows = tuple(tuple(row) for row in ([lengths] if flat else lengths))  # type: ignore[arg-type]
+def _packing(lengths: Sequence[int] | Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
+    """Packed lengths as one tuple per row of the batch."""
+    rows: list[Sequence[int]] = []
+    for length in lengths:
+        if isinstance(length, int):
+            rows = [lengths]  # type: ignore[list-item]  # numbers only, as checked below
+            break
+        rows.append(length)
     for length in chain.from_iterable(rows):
         if not isinstance(length, int) or length < 1:
             raise InputError(
                 f"Segments are whole numbers of positions from 1 on, but got {length!r}."
             )
-    return rows
+    return tuple(tuple(row) for row in rows)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -412,34 +317,6 @@ class Dense(Mask):
         return slice_tile(self.allowed, tile)
 
 
-def check_broadcast(tensor: Tensor, extent: Extent, what: str) -> None:
-    expected = (extent.batch, extent.heads, extent.queries, extent.keys)
-    fits = tensor.dim() <= 4 and all(
-        size in (1, want)
-        for size, want in zip(reversed(tensor.shape), reversed(expected), strict=False)
-    )
-    if not fits:
-        raise InputError(
-            f"The {what} of shape {list(tensor.shape)} does not broadcast to "
-            f"[batch, heads, queries, keys] = {list(expected)}."
-        )
-    if tensor.device != extent.device:
-        raise InputError(
-            f"The {what} is on {tensor.device}, but the query is on {extent.device}. "
-            f"Move it: {what}.to({str(extent.device)!r})."
-        )
-
-
-def slice_tile(tensor: Tensor, tile: Tile) -> Tensor:
-    """The part of a broadcastable [batch, heads, queries, keys] tensor that a tile covers."""
-    tensor = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
-    if tensor.shape[2] != 1:
-        tensor = tensor[:, :, tile.rows.start : tile.rows.stop]
-    if tensor.shape[3] != 1:
-        tensor = tensor[:, :, :, tile.columns.start : tile.columns.stop]
-    return tensor
-
-
 class _Joined(Mask):
     __slots__ = ()
     left: Mask
@@ -466,9 +343,7 @@ class And(_Joined):
 
     def interval(self, extent: Extent) -> Interval:
         a, b = self.left.interval(extent), self.right.interval(extent)
-        return Interval(
-            _larger(a.low, b.low), _smaller(a.high, b.high), a.exact and b.exact
-        )
+        return Interval(_larger(a.low, b.low), _smaller(a.high, b.high), a.exact and b.exact)
 
     def tile(self, tile: Tile) -> Tensor:
         return self.left.tile(tile) & self.right.tile(tile)
@@ -488,7 +363,7 @@ class Or(_Joined):
         a, b = self.left.interval(extent), self.right.interval(extent)
         low, high = _smaller(a.low, b.low), _larger(a.high, b.high)
         # Two ranges that both start at the first key join into one; others may leave a gap.
-        joined = isinstance(low, int) and a.low == b.low == 0
+        joined = isinstance(a.low, int) and isinstance(b.low, int) and a.low == b.low == 0
         return Interval(low, high, joined and a.exact and b.exact)
 
     def tile(self, tile: Tile) -> Tensor:

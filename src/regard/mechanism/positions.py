@@ -87,7 +87,7 @@ class Rotary(nn.Module):
             first, second = wide.chunk(2, dim=-1)
             turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         else:
-            first, second = wide.unflatten(-1, (-1, 2)).unbind(-1)
+            first, second = wide[..., 0::2], wide[..., 1::2]
             turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
             turned = turned.flatten(-2)
         return turned.to(x.dtype)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from regard.mechanism.call import Call
-from regard.mechanism.masks import Tile
+from regard.mechanism.geometry import Tile
 from regard.mechanism.seeing import Seen, join, observe
 
 
@@ -47,6 +47,7 @@ def attend(call: Call, rows: range, columns: range) -> tuple[Tensor, dict[str, T
         output = dropped @ value
     else:
         output = dropped @ finite(value)
+        allowed = allowed.expand(*allowed.shape[:-1], len(columns))
         touched = allowed.to(value.dtype) @ (~value.isfinite()).to(value.dtype)
         output = output.masked_fill(touched > 0, math.nan)
 

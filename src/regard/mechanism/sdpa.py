@@ -8,7 +8,6 @@ left goes over some rows at a time, with a mask for those rows alone.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import lru_cache
 from typing import Literal, NamedTuple
 
@@ -17,7 +16,8 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from regard.mechanism.call import Call
-from regard.mechanism.masks import Causal, Extent, Mask, Tile, hulls
+from regard.mechanism.geometry import Extent, Tile
+from regard.mechanism.masks import Causal, Mask, hulls, on_host
 from regard.mechanism.seeing import Seen
 from regard.mechanism.tiled import all_finite, by_rows
 
@@ -53,15 +53,15 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
             return _fused(call, call.query, call.key, call.value), None
         if isinstance(mask, Causal) and extent.queries == extent.keys:
             output = _fused(call, call.query, call.key, call.value, causal=True)
-            return (output, None) if _clean(output) else by_rows(call)
+            return (output, None) if not _may_ask(call) or _clean(output) else by_rows(call)
     pieces = _plan(call)
-    if any(piece.kind == "masked" for piece in pieces) and not all_finite(call):
+    if any(piece.kind == "masked" for piece in pieces) and _may_ask(call) and not all_finite(call):
         return by_rows(call)
     rows: list[Tensor] = []  # what is done of the sequences at hand
     sequences: list[Tensor] = []
     for piece in pieces:
         output = _piece(call, piece)
-        if piece.kind == "causal" and not _clean(output):
+        if piece.kind == "causal" and _may_ask(call) and not _clean(output):
             return by_rows(call)
         rows.append(output)
         if piece.rows.stop == extent.queries:
@@ -70,15 +70,17 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
     return (torch.cat(sequences) if len(sequences) > 1 else sequences[0]), None
 
 
+def _may_ask(call: Call) -> bool:
+    """Whether the numbers themselves may be looked at: it would make a GPU wait, or break a graph."""
+    return call.extent.device.type == "cpu" and not torch.compiler.is_compiling()
+
+
 def _clean(output: Tensor) -> bool:
     """Whether no NaN went into a causal call, where one key's NaN may have leaked to all queries.
 
-    The last query sees every key, so one row of the output tells. Asking would make a GPU wait,
-    and a compiled graph break: there, nobody asks.
+    The last query sees every key, so one row of the output tells.
     """
-    if output.device.type != "cpu" or torch.compiler.is_compiling():
-        return True
-    return bool(output[:, :, -1].sum(dtype=torch.float32).isfinite())
+    return math.isfinite(output.select(2, -1).sum(dtype=torch.float32).item())
 
 
 def _fused(
@@ -91,6 +93,10 @@ def _fused(
     causal: bool = False,
 ) -> Tensor:
     query, key, value = _plain(query), _plain(key), _plain(value)
+    scale = call.scale
+    if scale <= 0:
+        # The causal kernel scales -inf as well: times 0 that is NaN, times less it is +inf.
+        query, scale = query * (-1 if scale else 0), -scale or 1.0
     width, wanted = query.shape[-1], value.shape[-1]
     if width != wanted and query.device.type == "cpu":
         # The fused CPU kernel takes one width only; zeros change no score and no output.
@@ -106,7 +112,7 @@ def _fused(
         attn_mask=mask,
         dropout_p=call.dropout,
         is_causal=causal,
-        scale=call.scale,
+        scale=scale,
         enable_gqa=call.groups > 1,
     )
     return output[..., :wanted] if output.shape[-1] != wanted else output
@@ -148,6 +154,9 @@ def _piece(call: Call, piece: Piece) -> Tensor:
 def _plan(call: Call) -> list[Piece]:
     """The pieces a call is cut into, in the order of their rows, one sequence after another."""
     mask, extent = call.mask, call.extent
+    static = mask is None or mask.static
+    if torch.compiler.is_compiling() or not (static or _may_ask(call)):
+        return [Piece(slice(None), range(extent.queries), range(extent.keys), "masked")]
     if call.bias is not None or mask is None:
         return _rows_at_a_time(mask, extent)
     if mask.static:
@@ -169,14 +178,10 @@ def _rows_at_a_time(mask: Mask | None, extent: Extent) -> list[Piece]:
 
 def _ranges(mask: Mask, extent: Extent) -> list[Piece] | None:
     """The pieces of a mask whose rows are ranges of keys; None where that does not pay."""
-    on_host = extent if not mask.static else replace(extent, device=torch.device("cpu"))
-    interval = mask.interval(on_host)
-    if not interval.exact:
+    *ends, exact = on_host(mask, extent)
+    if not exact:
         return None
-    ends = [_table(end) for end in (interval.low, interval.high)]
-    if any(end.device.type != "cpu" for end in ends):
-        return None  # reading them would make the GPU wait
-    low, high = (end.clamp(0, extent.keys) for end in ends)
+    low, high = (_table(end).clamp(0, extent.keys) for end in ends)
     low, high = low.masked_fill(low >= high, 0), high.masked_fill(low >= high, 0)
     sequences = max(len(low), len(high))
     by_query = low.shape[1] > 1 or high.shape[1] > 1

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from regard.errors import InputError
-from regard.mechanism.masks import Extent, Tile
+from regard.mechanism.geometry import Extent, Tile
 
 # Every weight of every head, in one tensor: above this many it is more than anybody looks at.
 MOST_WEIGHTS = 2**28
@@ -136,7 +136,7 @@ class Seen:
         """The inverse of :meth:`to_dict`."""
         plain = {name: tensors[name] for name in _FIELDS if name in tensors}
         top = Top(tensors["top_weights"], tensors["top_keys"]) if "top_keys" in tensors else None
-        return cls(**plain, top=top, extent=extent)  # type: ignore[arg-type]
+        return cls(**plain, top=top, extent=extent)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write as safetensors."""
@@ -224,7 +224,9 @@ def grid_of(see: See, extent: Extent) -> tuple[int, int]:
     return min(see.grid[0], extent.queries), min(see.grid[1], extent.keys)
 
 
-def observe(see: See, tile: Tile, scores: Tensor, weights: Tensor, lse: Tensor) -> dict[str, Tensor]:
+def observe(
+    see: See, tile: Tile, scores: Tensor, weights: Tensor, lse: Tensor
+) -> dict[str, Tensor]:
     """Every field asked for, from the scores and weights of a tile: [batch, heads, q, k].
 
     The tile holds whole rows: outside its columns nothing may be attended. Scores are -inf and

@@ -11,19 +11,18 @@ and everything there is to see of it is at hand. Two ways to go through the bloc
 from __future__ import annotations
 
 import math
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from regard.mechanism import reference
 from regard.mechanism.call import Call
-from regard.mechanism.masks import Hull, Tile, hulls
+from regard.mechanism.geometry import Tile
+from regard.mechanism.masks import hulls
 from regard.mechanism.seeing import See, Seen, bin_rows, bins, chosen, finish, grid_of, join
 
 ROWS = 128  # queries a block; enough of them for a matrix product to run at full speed
-BLOCK = 2**20  # scores a block of ``stream`` holds, where it can choose: a few MB, near the cores
+BLOCK = 2**19  # scores a block of ``stream`` holds, where it can choose: a few MB, near the cores
 
 
 def run(call: Call) -> tuple[Tensor, Seen | None]:
@@ -34,8 +33,10 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
 
 def all_finite(call: Call) -> bool:
     """Whether query, key and value hold numbers only; a sum is finite only if all its terms are."""
-    total = sum(t.sum(dtype=torch.float32) for t in (call.query, call.key, call.value))
-    return bool(torch.as_tensor(total).isfinite())
+    return all(
+        math.isfinite(tensor.sum(dtype=torch.float32).item())
+        for tensor in (call.query, call.key, call.value)
+    )
 
 
 def by_rows(call: Call) -> tuple[Tensor, Seen | None]:
@@ -62,25 +63,31 @@ def stream(call: Call) -> tuple[Tensor, Seen | None]:
 
 
 class _Stream:
-    """One streamed call: the buffers, and what has been gathered so far."""
+    """One streamed call: the buffers, and what has been gathered so far.
+
+    In a block the scores of a row lose their highest, which is kept, and become powers of e, whose
+    total is kept; a weight is its power over that total. What can wait for the end waits.
+    """
 
     def __init__(self, call: Call) -> None:
-        self.call, self.see = call, call.see
-        extent, self.groups = call.extent, call.groups
-        self.dtype = reference.compute_dtype(call)
-        self.output = call.value.new_empty(
-            extent.batch, extent.heads, extent.queries, call.value.shape[-1]
-        )
-        self.key = call.key.to(self.dtype).transpose(-1, -2)  # [b, g, d, k]
-        self.value = call.value
+        extent, self.call, self.groups = call.extent, call, call.groups
+        self.dtype = dtype = reference.compute_dtype(call)
+        rows = (extent.batch, extent.heads, extent.queries)
+        self.output = call.value.new_empty(*rows, call.value.shape[-1])
+        self.query = call.query.to(dtype) * call.scale
+        self.key = call.key.to(dtype).transpose(-1, -2)  # [b, g, d, k]
+        # Rows that no block reaches have nothing to attend to: no highest, no total.
+        self.highest = call.query.new_full((*rows, 1), -math.inf, dtype=dtype)
+        self.total = call.query.new_zeros(*rows, 1, dtype=dtype)
+        self.found = {} if call.see is None else _room(call, dtype)
+        if call.see is not None and call.see.map is not None:
+            self.column_of = bins(extent.keys, call.see.grid[1], extent.device)
+
         self.hulls = hulls(call.mask, extent, ROWS)
         widest = max(len(hull.columns) for hull in self.hulls)
-        rows = min(ROWS, extent.queries) * self.groups
-        key_heads = call.key.shape[1]
-        self.heads = min(key_heads, max(1, BLOCK // max(rows * widest, 1)))  # key heads a block
-        size = self.heads * rows * widest
-        self.buffers = [call.query.new_empty(size, dtype=self.dtype) for _ in range(2)]
-        self.found = _room(call, self.dtype)
+        size = min(ROWS, extent.queries) * self.groups * widest  # of one key head
+        self.heads = min(call.key.shape[1], max(1, BLOCK // max(size, 1)))
+        self.buffers = [call.query.new_empty(self.heads * size, dtype=dtype) for _ in range(2)]
 
     def run(self) -> tuple[Tensor, Seen | None]:
         call = self.call
@@ -90,139 +97,164 @@ class _Stream:
                 continue
             tile = Tile(call.extent, hull.rows, hull.columns)
             bias = None if call.bias is None else self._grouped(call.bias.tile(tile))
-            closed = None if hull.full or call.mask is None else self._grouped(~call.mask.tile(tile))
+            closed = [(fringe, self._closed(hull.rows, fringe)) for fringe in hull.fringes]
+            select = self._select(hull.rows)
             for batch in range(call.extent.batch):
                 for head in range(0, call.key.shape[1], self.heads):
-                    self._block(hull, tile, batch, slice(head, head + self.heads), bias, closed)
-        return self.output, None if self.see is None else finish(self.see, self.found, call.extent)
+                    heads = slice(head, head + self.heads)
+                    self._block(tile, batch, heads, bias, closed, select)
+        return self.output, None if call.see is None else self._finish(call.see)
+
+    def _closed(self, rows: range, columns: range) -> Tensor:
+        """Where the mask forbids, for the columns where that depends on the row."""
+        assert self.call.mask is not None
+        return self._grouped(~self.call.mask.tile(Tile(self.call.extent, rows, columns)))
 
     def _grouped(self, tensor: Tensor) -> Tensor:
         """[b, h, q, k] with heads split into key heads and the queries' heads that share one."""
         tensor = tensor.expand(*(1,) * (4 - tensor.dim()), *tensor.shape)
-        heads = (1, 1) if tensor.shape[1] == 1 else (-1, self.groups)
-        return tensor.unflatten(1, heads)  # [b, g, r, q, k]
+        batch, heads, *rest = tensor.shape
+        split = (1, 1) if heads == 1 else (heads // self.groups, self.groups)
+        return tensor.reshape(batch, *split, *rest)  # [b, g, r, q, k]
+
+    def _select(self, rows: range) -> Tensor | None:
+        """Which of these rows are summed together: all, or those of each bin of the map."""
+        see = self.call.see
+        if see is None or not (see.received or see.map is not None):
+            return None
+        if see.map is None:
+            return self.total.new_ones(1, 1, len(rows))
+        binned = bin_rows(see, self.call.extent, rows)
+        select = self.total.new_zeros(1, len(binned), len(rows))
+        for place, (_, inside) in enumerate(binned):
+            select[:, place, inside.start - rows.start : inside.stop - rows.start] = 1
+        return select
 
     def _block(
         self,
-        hull: Hull,
         tile: Tile,
         batch: int,
         heads: slice,
         bias: Tensor | None,
-        closed: Tensor | None,
+        closed: list[tuple[range, Tensor]],
+        select: Tensor | None,
     ) -> None:
-        call, groups = self.call, self.groups
-        rows, columns = hull.rows, hull.columns
+        call, groups, rows, columns = self.call, self.groups, tile.rows, tile.columns
         key = self.key[batch, heads, :, columns.start : columns.stop]  # [g, d, k]
         count, width = key.shape[0], len(columns)
-        wide = slice(heads.start * groups, heads.start * groups + count * groups)
-
-        query = call.query[batch, wide, rows.start : rows.stop].to(self.dtype) * call.scale
-        query = query.reshape(count, groups * len(rows), -1)
+        wide = slice(heads.start * groups, (heads.start + count) * groups)
+        place = (batch, wide, slice(rows.start, rows.stop))
         size = count * groups * len(rows) * width
-        scores, powers = (b[:size].view(count, groups * len(rows), width) for b in self.buffers)
-        torch.bmm(query, key, out=scores)
-        split = scores.view(count, groups, len(rows), width)
+
+        # Heads that share a key head are so many more rows of one product.
+        scores, powers = (
+            buffer[:size].view(count, groups * len(rows), width) for buffer in self.buffers
+        )
+        torch.bmm(self.query[place].reshape(count, groups * len(rows), -1), key, out=scores)
         if call.softcap is not None:
             scores.div_(call.softcap).tanh_().mul_(call.softcap)
+        split = scores.view(count, groups, len(rows), width)
         if bias is not None:
             split += _pick(bias, batch, heads)
-        if closed is not None:
-            split.masked_fill_(_pick(closed, batch, heads), -math.inf)
+        fringes = []
+        for fringe, forbidden in closed:
+            part = split[..., fringe.start - columns.start : fringe.stop - columns.start]
+            fringes.append(part.masked_fill_(_pick(forbidden, batch, heads), -math.inf))
 
-        highest = scores.amax(-1, keepdim=True)  # [g, r*q, 1]
-        lost = highest == -math.inf
-        scores.sub_(highest.masked_fill(lost, 0))
+        scores = scores.view(count * groups, len(rows), width)
+        powers = powers.view(count * groups, len(rows), width)
+        highest, total = self.highest[place], self.total[place]  # [h, q, 1]
+        torch.amax(scores, -1, keepdim=True, out=highest)
+        least = torch.finfo(self.dtype).min
+        # Where a row may have nothing to attend to, -inf less -inf must not become NaN.
+        scores.sub_(highest.clamp(min=least) if closed or bias is not None else highest)
         torch.exp(scores, out=powers)
-        total = powers.sum(-1, keepdim=True)
-        inverse = (1 / total).masked_fill_(lost, 0)  # also the largest weight: its power is 1
+        torch.sum(powers, -1, keepdim=True, out=total)
+        inverse = total.clamp(min=1).reciprocal_()  # a total is at least 1, or 0 for such a row
 
-        value = self.value[batch, heads, columns.start : columns.stop]
-        output = torch.bmm(powers.to(value.dtype), value) * inverse
-        split_rows = (count * groups, len(rows))
-        self.output[batch, wide, rows.start : rows.stop] = output.view(*split_rows, -1).to(
-            self.output.dtype
-        )
-        if self.see is not None:
-            place = (batch, wide, slice(rows.start, rows.stop))
-            flat = [t.view(*split_rows, -1) for t in (scores, powers, highest, total, inverse)]
-            self._see(self.see, tile, place, *flat)
+        value = call.value[batch, heads, columns.start : columns.stop]
+        grouped = powers.view(count, groups * len(rows), width)
+        output = torch.bmm(grouped.to(value.dtype), value).view(*scores.shape[:2], -1)
+        self.output[place] = output * inverse
+        if call.see is None:
+            return
+        if select is not None:
+            self._pool(call.see, tile, batch, wide, select * inverse.transpose(1, 2), powers)
+        if call.see.entropy:
+            for part in [split] if bias is not None else fringes:
+                part.clamp_(min=least)  # 0 * (-inf) must count as 0
+            torch.sum(scores.mul_(powers), -1, out=self.found["entropy"][place])
+        self._see(call.see, tile, place, scores, powers, inverse)
+
+    def _pool(
+        self, see: See, tile: Tile, batch: int, heads: slice, select: Tensor, powers: Tensor
+    ) -> None:
+        """Sums over queries, one for each bin of the map."""
+        columns = slice(tile.columns.start, tile.columns.stop)
+        sums = torch.bmm(select, powers)  # [h, bins, k]
+        if see.received:
+            self.found["received"][batch, heads, columns] += sums.sum(1)
+        if see.map is not None:
+            first = bin_rows(see, self.call.extent, tile.rows)[0][0]
+            cells = self.found["map"][batch, heads, first : first + sums.shape[1]]
+            cells.index_add_(2, self.column_of[columns], sums)
 
     def _see(
         self,
         see: See,
         tile: Tile,
         place: tuple[int, slice, slice],
-        scores: Tensor,  # [h, q, k], less the row's highest
-        powers: Tensor,  # [h, q, k], their exponentials
-        highest: Tensor,  # [h, q, 1]
-        total: Tensor,  # [h, q, 1]
+        spare: Tensor,  # [h, q, k], free to write on
+        powers: Tensor,  # [h, q, k]
         inverse: Tensor,  # [h, q, 1]
     ) -> None:
-        found, call = self.found, self.call
-        batch, heads, _ = place
+        """What needs the weights one by one."""
+        found, (batch, heads, _) = self.found, place
         columns = slice(tile.columns.start, tile.columns.stop)
-        if see.lse:
-            found["lse"][place] = (highest + total.log())[..., 0]
-        if see.peak:
-            found["peak"][place] = inverse[..., 0]
-        if see.max_logit:
-            here = found["max_logit"][batch, heads]
-            torch.maximum(here, highest.amax((1, 2)), out=here)
-        if see.received or see.map is not None:
-            self._pool(see, tile, batch, heads, powers, inverse)
-        if see.entropy:
-            if call.mask is not None or call.bias is not None:
-                scores.clamp_(min=torch.finfo(scores.dtype).min)  # 0 * (-inf) must count as 0
-            mean = torch.mul(scores, powers, out=scores).sum(-1, keepdim=True) * inverse
-            found["entropy"][place] = (total.log() - mean).masked_fill_(inverse == 0, 0)[..., 0]
         if see.distance:
             distance = (tile.query_positions() - tile.key_positions()).abs()
-            mean = torch.mul(powers, distance, out=scores).sum(-1, keepdim=True) * inverse
+            mean = torch.mul(powers, distance, out=spare).sum(-1, keepdim=True) * inverse
             found["distance"][place] = mean[..., 0]
-        if see.top or see.rows or see.weights or see.map_peak:
-            powers.mul_(inverse)  # now the weights themselves
+        if not (see.top or see.rows or see.weights or see.map_peak):
+            return
+        weights = powers.mul_(inverse)
         if see.map_peak:
-            column_of = bins(call.extent.keys, see.grid[1], powers.device)[columns]
-            for row, inside in bin_rows(see, call.extent, tile.rows):
-                part = powers[:, inside.start - tile.rows.start : inside.stop - tile.rows.start]
+            for row, inside in bin_rows(see, self.call.extent, tile.rows):
+                part = weights[:, inside.start - tile.rows.start : inside.stop - tile.rows.start]
                 largest = part.amax(1)
                 cells = found["map_peak"][batch, heads, row]
-                cells.scatter_reduce_(1, column_of.expand_as(largest), largest, "amax")
+                into = self.column_of[columns].expand_as(largest)
+                cells.scatter_reduce_(1, into, largest, "amax")
         if see.rows:
-            order, inside = chosen(see, tile)
-            found["rows"][batch, heads, order, columns] = powers[:, inside]
+            order, inside_tile = chosen(see, tile)
+            found["rows"][batch, heads, order, columns] = weights[:, inside_tile]
         if see.top:
-            values, keys = powers.topk(min(see.top, len(tile.columns)), dim=-1)
+            values, keys = weights.topk(min(see.top, len(tile.columns)), dim=-1)
             keys = (keys + columns.start).masked_fill_(values == 0, -1)
             found["top_weights"][place][..., : values.shape[-1]] = values
             found["top_keys"][place][..., : values.shape[-1]] = keys
         if see.weights:
-            found["weights"][place][..., columns] = powers
+            found["weights"][place][..., columns] = weights
 
-    def _pool(
-        self, see: See, tile: Tile, batch: int, heads: slice, powers: Tensor, inverse: Tensor
-    ) -> None:
-        """Sums over queries: one product with a row of 1/total for each bin of the map."""
+    def _finish(self, see: See) -> Seen:
+        """What could wait: fields that follow from each row's highest score and total."""
         found, extent = self.found, self.call.extent
-        columns = slice(tile.columns.start, tile.columns.stop)
-        if see.map is None:
-            inverse = inverse.transpose(1, 2)  # [h, 1, q]
-            found["received"][batch, heads, columns] += torch.bmm(inverse, powers)[:, 0]
-            return
-        binned = bin_rows(see, extent, tile.rows)
-        select = inverse.new_zeros(inverse.shape[0], len(binned), len(tile.rows))
-        for place, (_, inside) in enumerate(binned):
-            part = slice(inside.start - tile.rows.start, inside.stop - tile.rows.start)
-            select[:, place, part] = inverse[:, part, 0]
-        sums = torch.bmm(select, powers)  # [h, bins, k]
-        if see.received:
-            found["received"][batch, heads, columns] += sums.sum(1)
-        column_of = bins(extent.keys, see.grid[1], powers.device)[columns]
-        first, last = binned[0][0], binned[-1][0] + 1
-        found["map"][batch, heads, first:last].index_add_(2, column_of, sums)
-        attends = (select > 0).sum(-1).to(select.dtype)
-        found["map_count"][batch, heads, first:last] += attends
+        highest, total = self.highest[..., 0], self.total[..., 0]
+        lost = total == 0
+        if see.lse:
+            found["lse"] = highest + total.log()
+        if see.peak:
+            found["peak"] = total.reciprocal().masked_fill_(lost, 0)
+        if see.max_logit:
+            found["max_logit"] = highest.amax(-1)
+        if see.entropy:
+            found["entropy"] = (total.log() - found["entropy"] / total).masked_fill_(lost, 0)
+        if see.map is not None:
+            rows = grid_of(see, extent)[0]
+            count = total.new_zeros(*total.shape[:2], rows)
+            row_of = bins(extent.queries, rows, extent.device)
+            found["map_count"] = count.index_add_(2, row_of, (~lost).to(count.dtype))
+        return finish(see, found, extent)
 
 
 def _pick(tensor: Tensor, batch: int, heads: slice) -> Tensor:
@@ -232,33 +264,26 @@ def _pick(tensor: Tensor, batch: int, heads: slice) -> Tensor:
 
 
 def _room(call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Where each field asked for is gathered; what no block touches holds what nothing means."""
+    """Where the fields asked for are gathered; what no block touches holds what nothing means."""
     see, extent = call.see, call.extent
-    if see is None:
-        return {}
-    options: Any = {"device": extent.device, "dtype": dtype}
+    assert see is not None
     b, h, q, k = extent.batch, extent.heads, extent.queries, extent.keys
-    room = {}
-    for name in ("entropy", "peak", "distance"):
-        if getattr(see, name):
-            room[name] = torch.zeros(b, h, q, **options)
-    if see.lse:
-        room["lse"] = torch.full((b, h, q), -math.inf, **options)
-    if see.max_logit:
-        room["max_logit"] = torch.full((b, h), -math.inf, **options)
-    if see.received:
-        room["received"] = torch.zeros(b, h, k, **options)
-    if see.top:
-        room["top_weights"] = torch.zeros(b, h, q, see.top, **options)
-        room["top_keys"] = torch.full((b, h, q, see.top), -1, device=extent.device)
-    if see.rows:
-        room["rows"] = torch.zeros(b, h, len(see.rows), k, **options)
+    shapes: dict[str, tuple[int, ...]] = {
+        "entropy": (b, h, q),
+        "distance": (b, h, q),
+        "received": (b, h, k),
+        "rows": (b, h, len(see.rows), k),
+        "weights": (b, h, q, k),
+    }
+    room = {name: torch.zeros(shapes[name], device=extent.device, dtype=dtype)
+            for name in see.asked if name in shapes}  # fmt: skip
     if see.map is not None:
-        rows, columns = grid_of(see, extent)
-        room["map"] = torch.zeros(b, h, rows, columns, **options)
-        room["map_count"] = torch.zeros(b, h, rows, **options)
+        grid = (b, h, *grid_of(see, extent))
+        room["map"] = torch.zeros(grid, device=extent.device, dtype=dtype)
         if see.map_peak:
-            room["map_peak"] = torch.zeros(b, h, rows, columns, **options)
-    if see.weights:
-        room["weights"] = torch.zeros(b, h, q, k, **options)
+            room["map_peak"] = torch.zeros_like(room["map"])
+    if see.top:
+        top = (b, h, q, see.top)
+        room["top_weights"] = torch.zeros(top, device=extent.device, dtype=dtype)
+        room["top_keys"] = torch.full(top, -1, device=extent.device)
     return room

@@ -1,0 +1,152 @@
+"""Geometry: how far a call reaches, blocks of its score matrix, and ranges of keys.
+
+Positions are absolute: key ``j`` stands at ``j``, and the last query lines up with the last key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.errors import InputError
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """How far a call reaches: its sizes, and where its queries stand among its keys."""
+
+    batch: int
+    heads: int
+    queries: int
+    keys: int
+    device: torch.device
+
+    @property
+    def offset(self) -> int:
+        """What turns a query's index into its position: the last query is at the last key."""
+        return self.keys - self.queries
+
+    def positions(self) -> Tensor:
+        """The position of every query, as [1, queries]."""
+        return torch.arange(self.offset, self.keys, device=self.device)[None]
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A block of the score matrix: some consecutive queries against some consecutive keys."""
+
+    extent: Extent
+    rows: range
+    columns: range
+
+    def query_positions(self) -> Tensor:  # [q, 1]
+        start, stop = (row + self.extent.offset for row in (self.rows.start, self.rows.stop))
+        return torch.arange(start, stop, device=self.extent.device)[:, None]
+
+    def key_positions(self) -> Tensor:  # [k]
+        return torch.arange(self.columns.start, self.columns.stop, device=self.extent.device)
+
+
+class Hull(NamedTuple):
+    """Some consecutive rows of a call, and which keys matter to them."""
+
+    rows: range
+    columns: range  # outside these none of the rows may attend
+    inner: range  # to these each of the rows may attend
+
+    @property
+    def fringes(self) -> list[range]:
+        """The columns where the answer depends on the row."""
+        if not self.inner:
+            return [self.columns] if self.columns else []
+        left = range(self.columns.start, self.inner.start)
+        right = range(self.inner.stop, self.columns.stop)
+        return [fringe for fringe in (left, right) if fringe]
+
+
+class Interval(NamedTuple):
+    """For each query the keys ``low <= j < high``; ends broadcast to [batch, queries].
+
+    ``exact`` says whether that is the whole mask, or only the keys outside which nothing is
+    allowed. Both ends never move backwards from one query to the next. An end that is the same
+    for all queries is a plain int or a [batch, 1] tensor.
+    """
+
+    low: int | Tensor
+    high: int | Tensor
+    exact: bool
+
+    def tile(self, tile: Tile) -> Tensor:
+        """Whether each key of the tile lies in its query's range: broadcasts to [b, h, q, k]."""
+        columns = tile.key_positions()[None]  # [1, k]
+        low, high = _rows(self.low, tile.rows), _rows(self.high, tile.rows)
+        return (columns >= low) & (columns < high)
+
+    def hulls(self, extent: Extent, step: int) -> list[Hull]:
+        """The rows of a call, ``step`` at a time, each with the keys that matter to it."""
+        starts = range(0, max(extent.queries, 1), step)
+        blocks = [range(start, min(start + step, extent.queries)) for start in starts]
+        least_low, most_low = _extremes(self.low, blocks)
+        least_high, most_high = _extremes(self.high, blocks)
+        found = []
+        for index, rows in enumerate(blocks):
+            start = min(max(least_low[index], 0), extent.keys)
+            stop = min(max(most_high[index], start), extent.keys)
+            inner = range(max(most_low[index], start), min(least_high[index], stop))
+            found.append(Hull(rows, range(start, stop), inner if self.exact else range(0)))
+        return found
+
+
+def _rows(end: int | Tensor, rows: range) -> int | Tensor:
+    """One end of an interval for some of its queries: [b, 1, q, 1]."""
+    if isinstance(end, int):
+        return end
+    if end.shape[-1] != 1:
+        end = end[:, rows.start : rows.stop]
+    return end[:, None, :, None]
+
+
+def _extremes(end: int | Tensor, blocks: list[range]) -> tuple[list[int], list[int]]:
+    """The least and the largest value of one end of an interval over each block of rows."""
+    if isinstance(end, int):
+        return [end] * len(blocks), [end] * len(blocks)
+    if not end.numel():
+        return [0] * len(blocks), [0] * len(blocks)
+    least, most = end.amin(0), end.amax(0)  # over the batch
+    if end.shape[1] == 1:
+        return least.tolist() * len(blocks), most.tolist() * len(blocks)
+    # Ends never move backwards, so a block's extremes are those of its first and last row.
+    first, last = [rows.start for rows in blocks], [rows.stop - 1 for rows in blocks]
+    return least[first].tolist(), most[last].tolist()
+
+
+def check_broadcast(tensor: Tensor, extent: Extent, what: str) -> None:
+    """Raise InputError unless the tensor broadcasts to [batch, heads, queries, keys] in place."""
+    expected = (extent.batch, extent.heads, extent.queries, extent.keys)
+    fits = tensor.dim() <= 4 and all(
+        size in (1, want)
+        for size, want in zip(reversed(tensor.shape), reversed(expected), strict=False)
+    )
+    if not fits:
+        raise InputError(
+            f"The {what} of shape {list(tensor.shape)} does not broadcast to "
+            f"[batch, heads, queries, keys] = {list(expected)}."
+        )
+    if tensor.device != extent.device:
+        raise InputError(
+            f"The {what} is on {tensor.device}, but the query is on {extent.device}. "
+            f"Move it: {what}.to({str(extent.device)!r})."
+        )
+
+
+def slice_tile(tensor: Tensor, tile: Tile) -> Tensor:
+    """The part of a broadcastable [batch, heads, queries, keys] tensor that a tile covers."""
+    tensor = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
+    if tensor.shape[2] != 1:
+        tensor = tensor[:, :, tile.rows.start : tile.rows.stop]
+    if tensor.shape[3] != 1:
+        tensor = tensor[:, :, :, tile.columns.start : tile.columns.stop]
+    return tensor
