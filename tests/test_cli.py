@@ -1,0 +1,132 @@
+"""The command line: what it prints, how it fails, and that it fails in one line."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+START = "from regard.cli import main; main()"
+PLAIN = {**os.environ, "COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
+
+
+def regard(*words: str, **settings: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", START, *words],
+        capture_output=True,
+        text=True,
+        env=PLAIN | settings,
+        check=False,
+    )
+
+
+def test_version():
+    from regard import __version__
+
+    assert regard("--version").stdout == f"regard {__version__}\n"
+
+
+def test_explain_shows_the_worked_example():
+    shown = regard("explain")
+    assert shown.returncode == 0
+    assert shown.stderr == ""
+    assert "cat · The = 0.2 × 0.3 + 0.1 × 0.4 = 0.1\n" in shown.stdout
+    assert "within the tolerance" in shown.stdout
+
+
+@pytest.mark.parametrize("columns", [60, 80, 120])
+def test_explain_fits_the_terminal_and_leaves_no_trailing_spaces(columns):
+    sentence = "The cat sat on the mat because it was very tired indeed"
+    shown = regard("explain", sentence, "--heads", "2", COLUMNS=str(columns))
+    lines = shown.stdout.splitlines()
+    assert max(map(len, lines)) <= columns
+    assert all(line == line.rstrip() for line in lines)
+    assert "\x1b" not in shown.stdout
+
+
+def test_explain_follows_the_word_asked_for():
+    shown = regard("explain", "your own sentence", "--heads", "2", "--word", "own", "--causal")
+    assert "Followed closely: own" in shown.stdout
+    assert "3 of 9 scores are removed in every head" in shown.stdout
+
+
+def test_explain_is_coloured_only_where_colour_is_wanted():
+    assert "\x1b[" in regard("explain", FORCE_COLOR="1", NO_COLOR="", TERM="xterm-256color").stdout
+
+
+def test_explain_on_a_terminal_that_cannot_draw():
+    shown = regard("explain", PYTHONIOENCODING="ascii")
+    assert shown.returncode == 0
+    assert "S = Q K?" in shown.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["explain", ""], "There is no word in ''."),
+        (["explain", " ... "], "There is no word in ' ... '."),
+        (["explain", "--word", "caat"], "Did you mean 'cat'?"),
+        (["explain", "--word", "zebra"], "There is no word 'zebra' in 'The cat sat on the mat'."),
+        (["explain", "a b", "--heads", "3"], "Numbers of heads that fit: 1, 2, 4, 8."),
+        (["explain", "a b", "--heads", "0"], "got heads=0"),
+        (["explain", "a b", "--dim", "0"], "got heads=2 and dim=0"),
+        (["explain", "--heads", "2"], "takes no heads"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(words, message):
+    shown = regard(*words)
+    assert shown.returncode == 2
+    assert shown.stdout == ""
+    assert shown.stderr.startswith("regard: ")
+    assert shown.stderr.count("\n") == 1
+    assert message in shown.stderr
+
+
+@pytest.mark.parametrize("words", [["explain", "--nope"], ["nope"], ["explain", "--heads", "x"]])
+def test_wrong_usage_is_status_2_without_a_traceback(words):
+    shown = regard(*words)
+    assert shown.returncode == 2
+    assert "Usage: regard" in shown.stderr
+    assert "Traceback" not in shown.stderr
+
+
+def test_doctor_names_versions_and_every_backend():
+    from regard.mechanism.backends import BACKENDS
+
+    shown = regard("doctor")
+    assert shown.returncode == 0
+    for name in ("regard", "python", "torch", "cpu", *(f"backend {b.name}" for b in BACKENDS)):
+        assert any(line.startswith(name) for line in shown.stdout.splitlines()), name
+
+
+def test_a_closed_pipe_is_quiet():
+    process = subprocess.Popen(
+        [sys.executable, "-c", START, "explain"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=PLAIN,
+    )
+    process.stdout.close()  # nobody reads
+    complaint = process.stderr.read()
+    process.stderr.close()
+    assert process.wait() != 0
+    assert complaint == b""
+
+
+def test_an_interrupt_is_quiet():
+    # It comes in the middle of a command's work: at the moment PyTorch begins to load.
+    start = (
+        "import os, signal, sys\n"
+        "def interrupt(event, details):\n"
+        "    if event == 'import' and details[0] == 'torch':\n"
+        "        os.kill(os.getpid(), signal.SIGINT)\n"
+        "sys.addaudithook(interrupt)\n" + START
+    )
+    shown = subprocess.run(
+        [sys.executable, "-c", start, "explain"], capture_output=True, env=PLAIN, check=False
+    )
+    assert shown.returncode == 128 + signal.SIGINT
+    assert shown.stderr.strip() == b""
