@@ -1,0 +1,345 @@
+"""The layers a Transformer is built from: attention with its projections, feed-forward, and blocks.
+
+Layers take built parts. A block is told how its sublayers are wrapped by being given the wrapping:
+``PreNorm`` or ``PostNorm``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple, overload
+
+from torch import Tensor, nn
+from torch.nn import LayerNorm, RMSNorm
+from torch.nn.functional import linear
+
+from regard.errors import InputError
+from regard.mechanism import attention
+from regard.mechanism.biases import Bias
+from regard.mechanism.cache import Cache, CrossCache
+from regard.mechanism.masks import Mask
+from regard.mechanism.seeing import See, Seen
+
+__all__ = [
+    "Block",
+    "FeedForward",
+    "GatedFeedForward",
+    "Heads",
+    "LayerNorm",
+    "MultiHeadAttention",
+    "PostNorm",
+    "PreNorm",
+    "RMSNorm",
+]
+
+
+class Heads(NamedTuple):
+    """What went on inside one attention layer."""
+
+    query: Tensor  # [batch, heads, queries, head dim]
+    key: Tensor  # [batch, key heads, keys, head dim]
+    value: Tensor  # [batch, key heads, keys, head dim]
+    heads: Tensor  # [batch, heads, queries, head dim]: each head's own output
+    output: Tensor  # [batch, queries, dim]: heads side by side, through the output projection
+    seen: Seen | None
+
+
+class MultiHeadAttention(nn.Module):
+    """Attention with its projections (https://arxiv.org/abs/1706.03762).
+
+    One matrix, ``qkv``, holds the projections to queries, keys and values, in this order. Without
+    a ``context`` the layer attends to its own input; with one, across to the context. ``key_heads``
+    below ``heads`` shares keys and values among groups of heads.
+
+    >>> import torch
+    >>> layer = MultiHeadAttention(dim=8, heads=2)
+    >>> list(layer(torch.zeros(1, 5, 8)).shape)
+    [1, 5, 8]
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        *,
+        key_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
+        scale: float | None = None,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if heads < 1 or (head_dim is None and dim % heads):
+            raise InputError(
+                f"{heads} heads cannot share {dim} dimensions evenly. Choose a divisor of dim, or "
+                "give head_dim."
+            )
+        self.heads = heads
+        self.key_heads = heads if key_heads is None else key_heads
+        if self.key_heads < 1 or heads % self.key_heads:
+            raise InputError(f"{heads} heads cannot be grouped evenly on {key_heads} key heads.")
+        self.head_dim = dim // heads if head_dim is None else head_dim
+        self.scale, self.dropout = scale, dropout
+        width = self.heads + 2 * self.key_heads
+        self.qkv = nn.Linear(dim, width * self.head_dim, bias=bias)
+        self.output = nn.Linear(heads * self.head_dim, dim, bias=bias)
+
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = ...,
+        *,
+        mask: Mask | Tensor | None = ...,
+        bias: Bias | Tensor | None = ...,
+        cache: Cache | CrossCache | None = ...,
+        see: None = ...,
+    ) -> Tensor: ...
+    @overload
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = ...,
+        *,
+        mask: Mask | Tensor | None = ...,
+        bias: Bias | Tensor | None = ...,
+        cache: Cache | CrossCache | None = ...,
+        see: See,
+    ) -> tuple[Tensor, Seen]: ...
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        bias: Bias | Tensor | None = None,
+        cache: Cache | CrossCache | None = None,
+        see: See | None = None,
+    ) -> Tensor | tuple[Tensor, Seen]:
+        """``x`` [batch, queries, dim], after each position attended; with ``see``, and what it did.
+
+        A ``Cache`` puts the past before ``x``; a ``CrossCache`` keeps the projected ``context``.
+        """
+        found = self.read(x, context, mask=mask, bias=bias, cache=cache, see=see)
+        return found.output if found.seen is None else (found.output, found.seen)
+
+    def read(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Mask | Tensor | None = None,
+        bias: Bias | Tensor | None = None,
+        cache: Cache | CrossCache | None = None,
+        see: See | None = None,
+    ) -> Heads:
+        """As :meth:`forward`, with everything on the way: Q, K, V and the output of each head."""
+        if context is None:
+            query, key, value = self.project(x)
+            if isinstance(cache, CrossCache):
+                raise InputError("A CrossCache keeps a projected context: give one, or a Cache.")
+            if cache is not None:
+                key, value = cache.append(key, value)
+        else:
+            query, key, value = self._project_across(x, context, cache)
+
+        # Several queries in a row of the batch may share one context, as the beams of a sentence
+        # do: they become one longer row of queries.
+        batch, queries = query.shape[0], query.shape[2]
+        shared = batch != key.shape[0]
+        if shared:
+            query = query.reshape(key.shape[0], -1, *query.shape[1:]).transpose(1, 2).flatten(2, 3)
+        dropout = self.dropout if self.training else 0.0
+        seen = None
+        if see is None:
+            heads = attention(
+                query, key, value, mask=mask, bias=bias, scale=self.scale, dropout=dropout
+            )
+        else:
+            heads, seen = attention(
+                query, key, value, mask=mask, bias=bias, scale=self.scale, dropout=dropout, see=see
+            )
+        if shared:
+            query, heads = (
+                part.reshape(*part.shape[:2], -1, queries, self.head_dim)
+                .transpose(1, 2)
+                .flatten(0, 1)
+                for part in (query, heads)
+            )
+        return Heads(query, key, value, heads, self.merge(heads), seen)
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries, keys and values of ``x`` [batch, n, dim], each [batch, heads, n, head dim]."""
+        fused = self._split(self.qkv(x))
+        first, last = self.heads, self.heads + self.key_heads
+        return fused[:, :first], fused[:, first:last], fused[:, last:]
+
+    def merge(self, heads: Tensor) -> Tensor:
+        """Heads' outputs [batch, heads, n, head dim] side by side, projected: [batch, n, dim]."""
+        merged: Tensor = self.output(heads.transpose(1, 2).flatten(2))
+        return merged
+
+    def _project_across(
+        self, x: Tensor, context: Tensor, cache: Cache | CrossCache | None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Queries of ``x``; keys and values of ``context``, or those kept of it."""
+        if isinstance(cache, Cache):
+            raise InputError("Across to a context goes a CrossCache; a Cache keeps one's own past.")
+        weight, bias = self.qkv.weight, self.qkv.bias
+        cut = self.heads * self.head_dim
+        query = self._split(linear(x, weight[:cut], None if bias is None else bias[:cut]))
+        if cache is not None and cache.kept is not None:
+            return query, *cache.kept
+        fused = self._split(linear(context, weight[cut:], None if bias is None else bias[cut:]))
+        key, value = fused.chunk(2, dim=1)
+        if cache is not None:
+            # Read at every step: rows of one head lie side by side from here on.
+            key, value = key.contiguous(), value.contiguous()
+            cache.kept = key, value
+        return query, key, value
+
+    def _split(self, flat: Tensor) -> Tensor:
+        """[batch, n, heads * head dim] as [batch, heads, n, head dim]."""
+        return flat.view(*flat.shape[:2], -1, self.head_dim).transpose(1, 2)
+
+
+class FeedForward(nn.Module):
+    """Out to ``inner`` dimensions and back, each position by itself.
+
+    ``activation`` is a built part, as ``nn.ReLU()`` (the default) or ``nn.GELU()``.
+
+    >>> import torch
+    >>> list(FeedForward(8, 32, nn.GELU())(torch.zeros(1, 5, 8)).shape)
+    [1, 5, 8]
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        inner: int,
+        activation: nn.Module | None = None,
+        *,
+        bias: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, inner, bias=bias)
+        self.activation = nn.ReLU() if activation is None else activation
+        self.dropout = nn.Dropout(dropout)
+        self.down = nn.Linear(inner, dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [..., dim]."""
+        result: Tensor = self.down(self.dropout(self.activation(self.up(x))))
+        return result
+
+
+class GatedFeedForward(nn.Module):
+    """As :class:`FeedForward`, where one half of the way out is gated by the other, activated
+    (https://arxiv.org/abs/2002.05202). One matrix, ``up``, holds the gate and then the gated.
+
+    >>> import torch
+    >>> list(GatedFeedForward(8, 32, nn.SiLU())(torch.zeros(1, 5, 8)).shape)
+    [1, 5, 8]
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        inner: int,
+        activation: nn.Module,
+        *,
+        bias: bool = True,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.up = nn.Linear(dim, 2 * inner, bias=bias)
+        self.activation = activation
+        self.dropout = nn.Dropout(dropout)
+        self.down = nn.Linear(inner, dim, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [..., dim]."""
+        gate, gated = self.up(x).chunk(2, dim=-1)
+        result: Tensor = self.down(self.dropout(self.activation(gate) * gated))
+        return result
+
+
+class PreNorm(nn.Module):
+    """Around a sublayer: ``x + dropout(layer(norm(x)))``, as in GPT-2 and T5."""
+
+    def __init__(self, norm: nn.Module, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.dropout = norm, nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        result: Tensor = x + self.dropout(layer(self.norm(x)))
+        return result
+
+
+class PostNorm(nn.Module):
+    """Around a sublayer: ``norm(x + dropout(layer(x)))``, as in the first Transformer and BERT."""
+
+    def __init__(self, norm: nn.Module, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.norm, self.dropout = norm, nn.Dropout(dropout)
+
+    def forward(self, x: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
+        result: Tensor = self.norm(x + self.dropout(layer(x)))
+        return result
+
+
+class Block(nn.Module):
+    """Attention, then maybe attention across to a context, then feed-forward.
+
+    Each comes with what is around it: a :class:`PreNorm` or :class:`PostNorm`.
+
+    >>> import torch
+    >>> block = Block(
+    ...     MultiHeadAttention(8, heads=2), PreNorm(LayerNorm(8)),
+    ...     FeedForward(8, 32), PreNorm(LayerNorm(8)),
+    ... )
+    >>> list(block(torch.zeros(1, 5, 8)).shape)
+    [1, 5, 8]
+    """
+
+    def __init__(
+        self,
+        attention: MultiHeadAttention,
+        around_attention: PreNorm | PostNorm,
+        feed_forward: FeedForward | GatedFeedForward,
+        around_feed_forward: PreNorm | PostNorm,
+        *,
+        cross: MultiHeadAttention | None = None,
+        around_cross: PreNorm | PostNorm | None = None,
+    ) -> None:
+        super().__init__()
+        if (cross is None) != (around_cross is None):
+            raise InputError("Block: cross and around_cross are given together, or neither.")
+        self.attention, self.around_attention = attention, around_attention
+        self.cross, self.around_cross = cross, around_cross
+        self.feed_forward, self.around_feed_forward = feed_forward, around_feed_forward
+
+    def forward(
+        self,
+        x: Tensor,
+        context: Tensor | None = None,
+        *,
+        mask: Mask | None = None,
+        bias: Bias | None = None,
+        cache: Cache | None = None,
+        context_mask: Mask | None = None,
+        cross_cache: CrossCache | None = None,
+    ) -> Tensor:
+        """``x`` [batch, n, dim], where ``cross`` attends to ``context`` [batch, m, dim]."""
+        cross, around_cross = self.cross, self.around_cross
+        if (cross is None) != (context is None):
+            given = "was given a context" if cross is None else "needs a context to attend to"
+            raise InputError(
+                f"This block {'has no' if cross is None else 'has'} cross: it {given}."
+            )
+        x = self.around_attention(x, lambda h: self.attention(h, mask=mask, bias=bias, cache=cache))
+        if cross is not None and around_cross is not None:
+            x = around_cross(x, lambda h: cross(h, context, mask=context_mask, cache=cross_cache))
+        result: Tensor = self.around_feed_forward(x, self.feed_forward)
+        return result

@@ -1,0 +1,140 @@
+"""What attention keeps between steps: keys and values, and Transformer-XL's memory.
+
+Caches are for inference: they write in place, so nothing that needs a gradient may enter them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.errors import InputError
+
+
+class Cache:
+    """The keys and values of one layer so far, in memory taken ahead.
+
+    Appending writes the new ones behind the old and returns views of all of them: the past is not
+    copied. ``room`` is how many positions to take memory for; where it runs out, it doubles.
+
+    >>> cache = Cache(room=8)
+    >>> step = torch.ones(1, 2, 1, 4)  # [batch, heads, length, dim]
+    >>> keys, values = cache.append(step, step)
+    >>> keys, values = cache.append(step, step)
+    >>> list(keys.shape), len(cache)
+    ([1, 2, 2, 4], 2)
+    """
+
+    def __init__(self, room: int = 0) -> None:
+        if room < 0:
+            raise InputError(f"Cache(room=...) counts positions from 0 on, but got {room}.")
+        self._room, self._length = room, 0
+        self._keys: Tensor | None = None  # [batch, heads, room, dim]
+        self._values: Tensor | None = None
+
+    def __len__(self) -> int:
+        """How many positions are kept."""
+        return self._length
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep ``key`` and ``value``, [batch, heads, n, dim]; returns views of all kept so far."""
+        if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+            raise InputError(
+                "A cache writes in place and gives no gradients. Decode under torch.no_grad(), or "
+                "pass the whole sequence at once without a cache."
+            )
+        start = self._length
+        stop = start + key.shape[2]
+        self._keys = self._reserve(self._keys, key, stop)
+        self._values = self._reserve(self._values, value, stop)
+        self._keys[:, :, start:stop] = key
+        self._values[:, :, start:stop] = value
+        self._length = stop
+        return self._keys[:, :, :stop], self._values[:, :, :stop]
+
+    def reorder(self, index: Tensor) -> None:
+        """Let sequence ``i`` go on from where sequence ``index[i]`` stands, as beams do."""
+        if self._keys is None or self._values is None:
+            return
+        if len(index) == self._keys.shape[0]:  # the memory stays: only what is filled moves
+            for kept in (self._keys, self._values):
+                filled = kept[:, :, : self._length]
+                filled.copy_(filled.index_select(0, index))
+        else:
+            self._keys = self._keys.index_select(0, index)
+            self._values = self._values.index_select(0, index)
+
+    def _reserve(self, kept: Tensor | None, new: Tensor, length: int) -> Tensor:
+        """Memory for ``length`` positions like those of ``new``, with what was kept before."""
+        batch, heads, _, dim = new.shape
+        if kept is None:
+            self._room = max(self._room, length)
+            return new.new_empty(batch, heads, self._room, dim)
+        expected = (*kept.shape[:2], kept.shape[3])
+        if (batch, heads, dim) != expected or (new.dtype, new.device) != (kept.dtype, kept.device):
+            raise InputError(
+                f"The cache holds batch, heads and dim {list(expected)} in {kept.dtype} on "
+                f"{kept.device}, but was given {[batch, heads, dim]} in {new.dtype} on "
+                f"{new.device}. Use one cache per layer and per batch."
+            )
+        if length <= kept.shape[2]:
+            return kept
+        self._room = max(length, 2 * kept.shape[2])
+        wider = kept.new_empty(batch, heads, self._room, dim)
+        wider[:, :, : self._length] = kept[:, :, : self._length]
+        return wider
+
+
+class CrossCache:
+    """The keys and values of what a decoder attends across to: projected once, used every step."""
+
+    def __init__(self) -> None:
+        self.kept: tuple[Tensor, Tensor] | None = None  # keys and values, [batch, heads, n, dim]
+
+    def reorder(self, index: Tensor) -> None:
+        """Let sequence ``i`` attend to what sequence ``index[i]`` attended to."""
+        if self.kept is not None:
+            keys, values = self.kept
+            self.kept = keys.index_select(0, index), values.index_select(0, index)
+
+
+class Memory:
+    """The last hidden states a layer read, for the next segment (https://arxiv.org/abs/1901.02860).
+
+    Gradients stop here: what is remembered is attended to, but not trained through.
+
+    >>> memory = Memory(length=3)
+    >>> list(memory.extend(torch.zeros(1, 2, 4)).shape)
+    [1, 2, 4]
+    >>> list(memory.extend(torch.zeros(1, 2, 4)).shape)
+    [1, 4, 4]
+    >>> len(memory)
+    3
+    """
+
+    def __init__(self, length: int) -> None:
+        if length < 0:
+            raise InputError(f"Memory(length=...) counts positions from 0 on, but got {length}.")
+        self.length = length
+        self._kept: Tensor | None = None  # [batch, kept, dim]
+
+    def __len__(self) -> int:
+        """How many positions are remembered."""
+        return 0 if self._kept is None else self._kept.shape[1]
+
+    @property
+    def kept(self) -> Tensor | None:
+        """What is remembered, [batch, kept, dim]."""
+        return self._kept
+
+    def extend(self, hidden: Tensor) -> Tensor:
+        """What is remembered, then ``hidden`` [batch, n, dim]; the last ``length`` are kept."""
+        whole = hidden if self._kept is None else torch.cat((self._kept, hidden), dim=1)
+        first = max(whole.shape[1] - self.length, 0)
+        self._kept = whole[:, first:].detach()
+        return whole
+
+    def reorder(self, index: Tensor) -> None:
+        """Let sequence ``i`` remember what sequence ``index[i]`` remembered."""
+        if self._kept is not None:
+            self._kept = self._kept.index_select(0, index)
