@@ -1,0 +1,331 @@
+"""One picture, drawn as terminal text, PNG, SVG or a single HTML file, all from the same record."""
+
+from __future__ import annotations
+
+import html
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from regard.errors import InputError
+from regard.pictures import terminal, vector
+from regard.pictures.record import Axis, Bars, Cells, Drawing, labels_of, printable, table_of
+from regard.pictures.terminal import Colouring
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    Table = Tensor | Sequence[Sequence[float]]
+
+__all__ = [
+    "Picture", "alignment", "head_grid", "page", "pooled_map", "top_keys", "weight_map",
+]  # fmt: skip
+
+MOST_IN_TABLE = 4096  # numbers that a page also writes out
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A picture: what it shows (``drawing``), and how to draw it.
+
+    >>> picture = weight_map([[1.0, 0.0], [0.25, 0.75]], ["the", "cat"], ["the", "cat"])
+    >>> print(picture.text(width=40, color="none"))
+    Weights
+    query down, key across
+          the   cat
+    the  1.00     .
+    cat   .25   .75
+    <BLANKLINE>
+    0 [ .:-=+*#%@] 1 weight
+    <BLANKLINE>
+    """
+
+    drawing: Drawing
+
+    @property
+    def title(self) -> str:
+        return self.drawing.title
+
+    def text(self, *, width: int = 80, color: Colouring = "truecolor", dark: bool = True) -> str:
+        """For a terminal: ``width`` columns; ``color`` is "truecolor", "256" or "none"."""
+        return terminal.draw(self.drawing, width, color, dark)
+
+    def svg(self) -> str:
+        """As SVG, for light and dark alike; text stays text, and cells say their number."""
+        return vector.svg(vector.lay_out(self.drawing))
+
+    def png(self, path: str | PathLike[str], *, dark: bool = False) -> None:
+        """Write a PNG image, drawn by matplotlib with the letters that its fonts have."""
+        _write(Path(path), vector.png(vector.lay_out(self.drawing), dark=dark))
+
+    def html(self) -> str:
+        """A page of its own that needs nothing else, with the numbers written out."""
+        return page(self.title, [self])
+
+    def save(self, path: str | PathLike[str]) -> None:
+        """Write to a file of the kind its ending says: .png, .svg, .html or .txt."""
+        path = Path(path)
+        match path.suffix.lower():
+            case ".png":
+                self.png(path)
+            case ".svg":
+                _write(path, self.svg().encode())
+            case ".html":
+                _write(path, self.html().encode())
+            case ".txt":
+                _write(path, self.text(width=120, color="none").encode())
+            case other:
+                raise InputError(
+                    f"A picture cannot be saved as {path.name!r}: the ending {other!r} is unknown. "
+                    "Use .png, .svg, .html or .txt."
+                )
+
+    def _repr_html_(self) -> str:
+        return self.svg()
+
+
+def weight_map(
+    weights: Table,
+    queries: Sequence[str],
+    keys: Sequence[str],
+    *,
+    title: str = "Weights",
+    without_first: bool = False,
+) -> Picture:
+    """One head's weights [queries, keys], with the token of each row and column.
+
+    ``without_first`` leaves out the first key, on which many heads rest what they do not need.
+    """
+    values = table_of(weights, "weight_map")
+    rows = labels_of(queries, len(values), "weight_map(queries=...)")
+    columns = labels_of(keys, len(values[0]), "weight_map(keys=...)")
+    caption = ""
+    if without_first:
+        values, caption = _without_first(values, f"The first key, {columns[0]!r}, is")
+        columns = columns[1:]
+    return Picture(
+        Cells(
+            printable(title),
+            values,
+            Axis("query", len(rows), rows),
+            Axis("key", len(columns), columns),
+            "weight",
+            caption,
+        )
+    )
+
+
+def pooled_map(
+    pooled: Table,
+    queries: int,
+    keys: int,
+    *,
+    title: str = "Weights of a long text",
+    first_query: int = 0,
+    first_key: int = 0,
+    without_first: bool = False,
+) -> Picture:
+    """A map of ``queries`` x ``keys`` positions pooled into few cells, as ``Seen.map`` holds it.
+
+    ``first_query`` and ``first_key`` say where a part of a longer text starts. ``without_first``
+    leaves out the first column of cells.
+    """
+    values = table_of(pooled, "pooled_map")
+    if queries < len(values) or keys < len(values[0]):
+        raise InputError(
+            f"pooled_map: {queries} queries and {keys} keys are fewer than the map's "
+            f"{len(values)} x {len(values[0])} cells."
+        )
+    row_axis = Axis("query", len(values), start=first_query, span=queries)
+    start, span, caption = first_key, keys, ""
+    if without_first:
+        taken = math.ceil(keys / len(values[0]))
+        what = f"The first column, keys {first_key:,} to {first_key + taken - 1:,}, is"
+        values, caption = _without_first(values, what)
+        start, span = first_key + taken, keys - taken
+    column_axis = Axis("key", len(values[0]), start=start, span=span)
+    unit = "of an average query's weight"
+    return Picture(Cells(printable(title), values, row_axis, column_axis, unit, caption))
+
+
+def head_grid(
+    values: Table,
+    unit: str,
+    *,
+    title: str,
+    layers: Sequence[str] | None = None,
+    caption: str = "",
+) -> Picture:
+    """One number for each head of each layer, [layers, heads]; nan where a layer has fewer heads.
+
+    Numbers of both signs, such as the difference of two models, are drawn around 0.
+    """
+    table = table_of(values, "head_grid")
+    names = [str(index) for index in range(len(table))] if layers is None else layers
+    rows = labels_of(names, len(table), "head_grid(layers=...)")
+    heads = tuple(str(index) for index in range(len(table[0])))
+    return Picture(
+        Cells(
+            printable(title),
+            table,
+            Axis("layer", len(rows), rows),
+            Axis("head", len(heads), heads),
+            printable(unit),
+            printable(caption),
+        )
+    )
+
+
+def top_keys(
+    weights: Sequence[float] | Tensor,
+    keys: Sequence[str],
+    *,
+    word: str,
+    count: int = 8,
+    without_first: bool = False,
+) -> Picture:
+    """The keys one query attends to most, of its row of weights [keys], as bars.
+
+    ``without_first`` leaves out the first key.
+    """
+    row = table_of([weights.tolist() if hasattr(weights, "tolist") else list(weights)], "top_keys")[
+        0
+    ]
+    labels = labels_of(keys, len(row), "top_keys(keys=...)")
+    if any(not value >= 0 for value in row):
+        raise InputError("top_keys draws weights, which are 0 or more, but some are not.")
+    order = [i for i in range(len(row)) if i or not without_first]
+    order = sorted(order, key=lambda i: -row[i])[:count]
+    if not order:
+        raise InputError(f"top_keys: nothing is left to draw of {len(row)} keys, count={count}.")
+    caption = (
+        f"{len(order)} of {len(row)} keys hold {sum(row[i] for i in order):.1%} of the weight."
+    )
+    if without_first:
+        caption += f" The first key, {labels[0]!r}, is left out: it takes {row[0]:.1%}."
+    return Picture(
+        Bars(
+            f"What {printable(word)!r} attends to",
+            # A word that comes more than once is told apart by its position.
+            tuple(
+                f"{labels[i]} ({i})" if labels.count(labels[i]) > 1 else labels[i] for i in order
+            ),
+            tuple(row[i] for i in order),
+            "weight",
+            caption,
+        )
+    )
+
+
+def alignment(
+    weights: Table,
+    source: Sequence[str],
+    target: Sequence[str],
+    *,
+    title: str = "Alignment",
+    caption: str = "",
+) -> Picture:
+    """Which source words each target word attended to, [target, source]; its best one is marked."""
+    values = table_of(weights, "alignment")
+    rows = labels_of(target, len(values), "alignment(target=...)")
+    columns = labels_of(source, len(values[0]), "alignment(source=...)")
+    best = frozenset(
+        (index, row.index(most))
+        for index, row in enumerate(values)
+        if (most := max((v for v in row if not math.isnan(v)), default=0.0)) > 0
+    )
+    return Picture(
+        Cells(
+            printable(title),
+            values,
+            Axis("target", len(rows), rows),
+            Axis("source", len(columns), columns),
+            "weight",
+            printable(caption),
+            best,
+        )
+    )
+
+
+def page(title: str, pictures: Sequence[Picture]) -> str:
+    """Several pictures in one HTML page that needs no other file and no network."""
+    figures = "".join(
+        f"<figure>{picture.svg()}{_table(picture.drawing)}</figure>" for picture in pictures
+    )
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width,initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
+        '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; '
+        "style-src 'unsafe-inline'; img-src data:\">"
+        f"<title>{html.escape(printable(title))}</title><style>{_PAGE_STYLE}</style></head>"
+        f"<body><main>{figures}</main></body></html>\n"
+    )
+
+
+_PAGE_STYLE = (
+    "body{margin:0;font:14px/1.5 system-ui,sans-serif;background:#fff;color:#1a1c26}"
+    "main{display:flex;flex-wrap:wrap;gap:24px;padding:24px}"
+    "figure{margin:0;max-width:100%}svg{max-width:100%;height:auto;display:block}"
+    "details{margin:4px 20px}summary{cursor:pointer;color:#5e6373}"
+    ".numbers{overflow:auto;max-height:60vh;max-width:100%}"
+    "table{border-collapse:collapse;font:12px ui-monospace,monospace}"
+    "th,td{padding:2px 8px;text-align:right;white-space:pre;border-bottom:1px solid #d6d9e2}"
+    "@media (prefers-color-scheme:dark){body{background:#16171d;color:#e9eaf0}"
+    "summary{color:#a0a3b0}th,td{border-color:#3e414e}}"
+)
+
+
+def _table(drawing: Drawing) -> str:
+    """The numbers of a picture written out, to be opened under it; none of them for a large map."""
+    if isinstance(drawing, Bars):
+        head: tuple[str, ...] = ("", drawing.unit)
+        rows: Sequence[Sequence[float]] = [(value,) for value in drawing.values]
+        names = drawing.labels
+    elif drawing.rows.labels and len(drawing.values) * len(drawing.values[0]) <= MOST_IN_TABLE:
+        head, rows = ("", *drawing.columns.labels), drawing.values
+        names = drawing.rows.labels
+    else:
+        return ""
+    top = "".join(f"<th>{html.escape(name)}</th>" for name in head)
+    body = "".join(
+        f"<tr><th>{html.escape(name)}</th>" + "".join(f"<td>{v:.6g}</td>" for v in row) + "</tr>"
+        for name, row in zip(names, rows, strict=True)
+    )
+    return (
+        '<details><summary>The numbers</summary><div class="numbers"><table><thead><tr>'
+        f"{top}</tr></thead><tbody>{body}</tbody></table></div></details>"
+    )
+
+
+def _without_first(
+    values: tuple[tuple[float, ...], ...], what: str
+) -> tuple[tuple[tuple[float, ...], ...], str]:
+    """The table without its first column, and what to say about it."""
+    if len(values[0]) < 2:
+        raise InputError("There is one column only: leaving out the first leaves nothing to draw.")
+    first = [row[0] for row in values if not math.isnan(row[0])]
+    share = sum(first) / len(first) if first else 0.0
+    said = f"{what} left out: it takes {share:.1%} of the weight on average. The rest is as it was."
+    return tuple(row[1:] for row in values), said
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Write a whole file or none: beside it first, then in its place."""
+    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    try:
+        with beside.open("xb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    except FileNotFoundError:
+        raise InputError(
+            f"There is no folder {str(path.parent)!r} to write {path.name} to."
+        ) from None
+    finally:
+        beside.unlink(missing_ok=True)

@@ -1,0 +1,136 @@
+"""The colours of a picture: one ramp, even in lightness, that starts at the colour of the page.
+
+Shades are computed in OKLCh (https://bottosson.github.io/posts/oklab/), where equal steps look
+equal. On a light page more is darker, on a dark page more is lighter, so that nothing fades into
+the page in both. Numbers of both signs take two hues instead, blue above 0 and orange below.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import cache
+
+Colour = tuple[int, int, int]  # red, green, blue, each 0 to 255
+
+LEVELS = 256
+_STRONGEST = {False: 0.5, True: 0.68}  # beyond this part of the ramp, what is written is paper
+
+
+def roles(dark: bool) -> dict[str, Colour]:
+    """The colours of everything but the data."""
+    if dark:
+        return {
+            "paper": (22, 23, 29),
+            "ink": (233, 234, 240),
+            "muted": (160, 163, 176),
+            "line": (62, 65, 78),
+            "bar": (92, 178, 214),
+        }
+    return {
+        "paper": (255, 255, 255),
+        "ink": (26, 28, 38),
+        "muted": (94, 99, 115),
+        "line": (214, 217, 226),
+        "bar": (38, 110, 168),
+    }
+
+
+@cache
+def ramp(*, dark: bool, signed: bool) -> tuple[Colour, ...]:
+    """All shades, from the least to the most; with ``signed`` the middle one is 0."""
+    if signed:
+        return tuple(_two_sided(2 * i / (LEVELS - 1) - 1, dark) for i in range(LEVELS))
+    steps = (i / (LEVELS - 1) for i in range(LEVELS))
+    # The darkest end is a dark page; on a light one the most is still a colour, not black.
+    return tuple(_one_sided(step if dark else 1 - 0.87 * step) for step in steps)
+
+
+def level(value: float, low: float, high: float) -> int:
+    """The shade of a value on a scale from ``low`` to ``high``."""
+    if high <= low:
+        return LEVELS // 2 if value else 0  # all alike: neither little nor much
+    return round(min(max((value - low) / (high - low), 0), 1) * (LEVELS - 1))
+
+
+def written_on(shade: int, signed: bool) -> str:
+    """The role of what is written on a shade: ink where it is near the page, paper far from it."""
+    step = shade / (LEVELS - 1)
+    strength = abs(2 * step - 1) if signed else step
+    return "paper" if strength > _STRONGEST[signed] else "ink"
+
+
+def hexadecimal(colour: Colour) -> str:
+    return "#{:02x}{:02x}{:02x}".format(*colour)
+
+
+# The same ramps in the numbers of a 256-colour terminal, whose few dark colours want choosing:
+# each step is lighter than the one before, in OKLab as well.
+_UP = (233, 17, 18, 19, 25, 31, 38, 79, 151, 194, 230)
+_BLUE = (24, 25, 32, 39, 75)
+_ORANGE = (94, 130, 166, 172, 215)
+_PALE_BLUE = (153, 75, 32, 25, 24)
+_PALE_ORANGE = (223, 215, 172, 166, 130)
+
+
+def ramp_of_256(*, dark: bool, signed: bool) -> tuple[int, ...]:
+    """All shades as the numbers of a 256-colour terminal."""
+    if not signed:
+        steps = _UP if dark else (231, *_UP[:0:-1])
+    elif dark:
+        steps = (*_ORANGE[::-1], _UP[0], *_BLUE)
+    else:
+        steps = (*_PALE_ORANGE[::-1], 255, *_PALE_BLUE)
+    return tuple(steps[i * len(steps) // LEVELS] for i in range(LEVELS))
+
+
+def nearest_of_256(colour: Colour) -> int:
+    """The number of the nearest colour in the cube of a 256-colour terminal."""
+    steps = (0, 95, 135, 175, 215, 255)
+    red, green, blue = (
+        min(range(6), key=lambda i, c=channel: abs(steps[i] - c))  # type: ignore[misc]
+        for channel in colour
+    )
+    return 16 + 36 * red + 6 * green + blue
+
+
+def _one_sided(step: float) -> Colour:
+    """From the dark end, a deep indigo, over blue and teal to a pale yellow."""
+    lightness = 0.2 + 0.785 * step
+    hue = 282 - 62 * step - 102 * step**2.5
+    chroma = 0.012 + 0.105 * math.sin(math.pi * step) ** 1.1
+    return _oklch(lightness, chroma, hue)
+
+
+def _two_sided(step: float, dark: bool) -> Colour:
+    strength = abs(step)
+    lightness = 0.23 + 0.55 * strength if dark else 0.975 - 0.5 * strength
+    return _oklch(lightness, 0.005 + 0.15 * strength, 248 if step > 0 else 48)
+
+
+def _oklch(lightness: float, chroma: float, hue: float) -> Colour:
+    """A shade in sRGB, with as much of its chroma as a screen can show."""
+    while True:
+        linear = _linear(lightness, chroma, math.radians(hue))
+        if chroma <= 0.002 or all(-0.0005 <= channel <= 1.0005 for channel in linear):
+            break
+        chroma -= 0.002
+    red, green, blue = (_encoded(min(max(channel, 0), 1)) for channel in linear)
+    return red, green, blue
+
+
+def _linear(lightness: float, chroma: float, hue: float) -> tuple[float, float, float]:
+    a, b = chroma * math.cos(hue), chroma * math.sin(hue)
+    long = (lightness + 0.3963377774 * a + 0.2158037573 * b) ** 3
+    medium = (lightness - 0.1055613458 * a - 0.0638541728 * b) ** 3
+    short = (lightness - 0.0894841775 * a - 1.2914855480 * b) ** 3
+    return (
+        4.0767416621 * long - 3.3077115913 * medium + 0.2309699292 * short,
+        -1.2684380046 * long + 2.6097574011 * medium - 0.3413193965 * short,
+        -0.0041960863 * long - 0.7034186147 * medium + 1.7076147010 * short,
+    )
+
+
+def _encoded(channel: float) -> int:
+    """A linear channel as sRGB writes it."""
+    curved = 12.92 * channel if channel <= 0.0031308 else 1.055 * channel ** (1 / 2.4) - 0.055
+    return round(255 * curved)

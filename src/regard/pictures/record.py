@@ -1,0 +1,207 @@
+"""What a picture shows, apart from how it is drawn: cells or bars, their names, their scale."""
+
+from __future__ import annotations
+
+import math
+import unicodedata
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import count
+
+from regard.errors import InputError
+
+MANY = 500  # numbers, of which the largest hundredth may go beyond the end of the colours
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What lies along one side: a name, and a label for each place or the positions covered."""
+
+    name: str
+    places: int
+    labels: tuple[str, ...] = ()  # one for each place; none where places are only positions
+    start: int = 0  # the first position covered
+    span: int = 0  # how many positions are covered, where there are no labels
+
+    def ticks(self, most: int) -> list[tuple[float, str]]:
+        """Round positions to write at the side, at most ``most``: (place, what to write)."""
+        steps = (digit * 10**zeros for zeros in count() for digit in (1, 2, 5))
+        step = next(step for step in steps if self.span <= step * most)
+        first = -(-self.start // step) * step
+        scale = self.places / self.span
+        end = self.start + self.span
+        return [((p - self.start) * scale, f"{p:,}") for p in range(first, end, step)]
+
+
+@dataclass(frozen=True)
+class Cells:
+    """A field of numbers, drawn as shades. NaN is an empty cell."""
+
+    title: str
+    values: tuple[tuple[float, ...], ...]
+    rows: Axis
+    columns: Axis
+    unit: str
+    caption: str = ""
+    marks: frozenset[tuple[int, int]] = frozenset()  # cells to point out
+
+    @cached_property
+    def extremes(self) -> tuple[float, float]:
+        """The least and the largest number there is."""
+        finite = [value for row in self.values for value in row if math.isfinite(value)]
+        return min(finite), max(finite)
+
+    @property
+    def signed(self) -> bool:
+        return self.extremes[0] < 0
+
+    @cached_property
+    def scale(self) -> tuple[float, float]:
+        """The numbers at both ends of the colours; around 0 where there are both signs.
+
+        In a large map a few cells may tower over the rest, as the first queries of a text do, who
+        have few keys to choose from. Then the colours end below them: see ``beyond``.
+        """
+        low, high = self.extremes
+        if low < 0:
+            reach = max(-low, high)
+            return -reach, reach
+        above = sorted(value for row in self.values for value in row if value > low)
+        if len(above) >= MANY:
+            usual = above[int(len(above) * 0.99)]
+            return low, usual if usual - low < (high - low) / 2 else high
+        return low, high
+
+    @property
+    def beyond(self) -> str:
+        """What to say where some numbers lie beyond the end of the colours."""
+        return (
+            f"or more, up to {number(self.extremes[1])}" if self.scale[1] < self.extremes[1] else ""
+        )
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Some numbers with a name each, drawn as bars from 0."""
+
+    title: str
+    labels: tuple[str, ...]
+    values: tuple[float, ...]
+    unit: str
+    caption: str = ""
+
+
+Drawing = Cells | Bars
+
+
+def printable(text: str) -> str:
+    """The text with nothing in it that a terminal, or a reader of XML, would act on."""
+    return "".join(map(_printable, text))
+
+
+def _printable(character: str) -> str:
+    turning = "\u202a" <= character <= "\u202e" or "\u2066" <= character <= "\u2069"
+    if turning or unicodedata.category(character) in ("Cc", "Cs", "Cn", "Zl", "Zp"):
+        return character.encode("unicode_escape").decode()
+    return character
+
+
+def width_of(text: str) -> int:
+    """How many columns of a terminal a text takes."""
+    return sum(
+        0 if unicodedata.category(c) in ("Mn", "Me", "Cf")
+        else 2 if unicodedata.east_asian_width(c) in "WF"
+        else 1
+        for c in text
+    )  # fmt: skip
+
+
+def shorten(text: str, most: int, ellipsis: str = "…") -> str:
+    """The text in at most ``most`` columns; what is left out shows."""
+    if width_of(text) <= most:
+        return text
+    kept, room = "", most - width_of(ellipsis)
+    for character in text:
+        room -= width_of(character)
+        if room < 0:
+            break
+        kept += character
+    return kept + ellipsis
+
+
+def wrap(text: str, most: int) -> list[str]:
+    """The text in lines of at most ``most`` columns, broken at spaces where there are any."""
+    lines: list[str] = []
+    line = ""
+    for word in text.split():
+        joined = f"{line} {word}" if line else word
+        if width_of(joined) <= most:
+            line = joined
+            continue
+        if line:
+            lines.append(line)
+        line = word
+        while width_of(line) > most:
+            part = shorten(line, most, "")
+            lines.append(part)
+            line = line[len(part) :]
+    return [*lines, line] if line else lines
+
+
+def number(value: float) -> str:
+    """A number to read, in three digits."""
+    return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value + 0.0:.3g}"
+
+
+def brief(values: Sequence[Sequence[float]]) -> list[list[str]]:
+    """Numbers to be written inside cells, all with the same decimals; a point stands for 0."""
+    most = max((abs(v) for row in values for v in row if math.isfinite(v)), default=0.0)
+    decimals = 2 if most < 2 else 1 if most < 100 else 0
+
+    def write(value: float) -> str:
+        if not math.isfinite(value):
+            return ""
+        if value == 0:
+            return "."
+        if most >= 10_000:
+            return f"{value:.0e}".replace("e+0", "e")
+        text = f"{value:.{decimals}f}"
+        if not float(text):
+            text = text.lstrip("-")
+        return text.replace("0.", ".", 1) if most <= 1 and abs(value) < 1 else text
+
+    return [[write(value) for value in row] for row in values]
+
+
+def table_of(values: object, what: str) -> tuple[tuple[float, ...], ...]:
+    """Rows of numbers from a tensor or nested lists, checked."""
+    plain = values.tolist() if hasattr(values, "tolist") else values
+    shape = f"of shape {list(values.shape)}" if hasattr(values, "shape") else ""
+    if not isinstance(plain, list | tuple) or not plain:
+        raise InputError(f"{what} needs rows of numbers, but got {shape or repr(values)}.")
+    if not all(isinstance(row, list | tuple) and row for row in plain):
+        raise InputError(
+            f"{what} needs a table, [rows, columns], but got {shape or 'something else'}. "
+            "Pick one batch row and one head, as in seen.weights[0, 3]."
+        )
+    if len({len(row) for row in plain}) > 1 or any(isinstance(v, list) for v in plain[0]):
+        raise InputError(
+            f"{what} needs a table, [rows, columns], with rows of one length, but got "
+            f"{shape or 'rows of ' + ', '.join(str(len(row)) for row in plain)}. "
+            "Pick one batch row and one head, as in seen.weights[0, 3]."
+        )
+    table = tuple(tuple(float(value) for value in row) for row in plain)
+    if not any(math.isfinite(value) for row in table for value in row):
+        raise InputError(f"{what}: there is no finite number to draw.")
+    if any(math.isinf(value) for row in table for value in row):
+        raise InputError(f"{what}: an infinite number cannot be drawn. Pass nan for empty cells.")
+    return table
+
+
+def labels_of(labels: Sequence[str], count: int, what: str) -> tuple[str, ...]:
+    """One label for each place, checked."""
+    if isinstance(labels, str) or len(labels) != count:
+        given = repr(labels) if isinstance(labels, str) else f"{len(labels)} labels"
+        raise InputError(f"{what} needs {count} labels, one for each, but got {given}.")
+    return tuple(printable(str(label)) for label in labels)

@@ -1,0 +1,296 @@
+"""A picture as the text of a terminal: true colour, 256 colours, or plain characters."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Literal, NamedTuple
+
+from regard.errors import InputError
+from regard.pictures.colours import (
+    LEVELS,
+    level,
+    nearest_of_256,
+    ramp,
+    ramp_of_256,
+    roles,
+    written_on,
+)
+from regard.pictures.record import (
+    Axis,
+    Bars,
+    Cells,
+    Drawing,
+    brief,
+    number,
+    shorten,
+    width_of,
+    wrap,
+)
+
+Colouring = Literal["truecolor", "256", "none"]
+PLAIN = " .:-=+*#%@"  # from nothing to most, by ink
+NARROWEST = 40
+TALLEST = 100  # lines of cells
+
+
+class Pen(NamedTuple):
+    """How to colour text. A paint is the part of an escape code that names a colour."""
+
+    color: Colouring
+    dark: bool
+
+    def __call__(self, text: str, front: str | None, back: str | None = None) -> str:
+        if self.color == "none" or not text:
+            return text
+        codes = [f"{on};{paint}" for on, paint in ((38, front), (48, back)) if paint is not None]
+        return f"\x1b[{';'.join(codes)}m{text}\x1b[0m"
+
+    def role(self, name: str) -> str:
+        colour = roles(self.dark)[name]
+        if self.color == "truecolor":
+            return "2;{};{};{}".format(*colour)
+        return f"5;{nearest_of_256(colour)}"
+
+    def palette(self, signed: bool) -> list[str]:
+        """The paints of all shades."""
+        if self.color == "truecolor":
+            return ["2;{};{};{}".format(*rgb) for rgb in ramp(dark=self.dark, signed=signed)]
+        return [f"5;{code}" for code in ramp_of_256(dark=self.dark, signed=signed)]
+
+    def strong(self, text: str) -> str:
+        return text if self.color == "none" else f"\x1b[1m{text}\x1b[0m"
+
+    def muted(self, text: str) -> str:
+        return text if self.color == "none" else f"\x1b[2m{text}\x1b[0m"
+
+    @property
+    def ellipsis(self) -> str:
+        return ".." if self.color == "none" else "…"
+
+
+def draw(drawing: Drawing, width: int, color: Colouring, dark: bool) -> str:
+    """The picture in lines of at most ``width`` columns."""
+    if color not in ("truecolor", "256", "none"):
+        raise InputError(f"color is 'truecolor', '256' or 'none', but got {color!r}.")
+    if width < NARROWEST:
+        raise InputError(f"A picture needs {NARROWEST} columns or more, but got {width}.")
+    pen = Pen(color, dark)
+    body = _cells(drawing, width, pen) if isinstance(drawing, Cells) else _bars(drawing, width, pen)
+    title = [pen.strong(line) for line in wrap(drawing.title, width)]
+    return "\n".join(line.rstrip() for line in [*title, *body]) + "\n"
+
+
+# Cells -----------------------------------------------------------------------------------------
+
+
+def _cells(cells: Cells, width: int, pen: Pen) -> list[str]:
+    scale, signed = cells.scale, cells.signed  # of all the numbers, also of those not drawn singly
+    beside = _label_width(cells.rows, width)
+    room = width - beside - 1
+    shown, note = _fitted(cells, room, pen)
+    count = len(shown.values[0])
+    inside = brief(shown.values)
+    longest = max(len(text) for row in inside for text in row)
+    if any(mark for mark in shown.marks):
+        longest += 1  # for the sign of a mark
+    named = max((width_of(label) for label in shown.columns.labels), default=0)
+    side = min(room // count, max(min(named, 10), longest) + 2)
+    numbered = side > longest and bool(shown.columns.labels and shown.rows.labels)
+    if not numbered:
+        side = min(room // count, 2)
+    halved = side == 1 and pen.color != "none" and not shown.rows.labels
+
+    lines = [pen.muted(f"{cells.rows.name} down, {cells.columns.name} across")]
+    lines += [" " * (beside + 1) + line for line in _header(shown.columns, side, pen)]
+    ticks = {int(place): text for place, text in shown.rows.ticks(8)} if shown.rows.span else {}
+    palette = pen.palette(signed)
+
+    def shade(value: float) -> int | None:
+        return None if math.isnan(value) else level(value, *scale)
+
+    for index in range(0, len(shown.values), 2 if halved else 1):
+        if shown.rows.labels:
+            label = shorten(shown.rows.labels[index], beside, pen.ellipsis)
+        else:
+            label = ticks.get(index, ticks.get(index + 1, "") if halved else "")
+        line = " " * (beside - width_of(label)) + label + " "
+        shades = [shade(value) for value in shown.values[index]]
+        if halved:
+            below = shown.values[index + 1] if index + 1 < len(shown.values) else [math.nan] * count
+            line += _half_blocks(shades, [shade(v) for v in below], palette, pen)
+        else:
+            for column, step in enumerate(shades):
+                text = inside[index][column] if numbered else ""
+                if text and (index, column) in shown.marks:
+                    text = "*" + text
+                line += _cell(text, step, side, signed, palette, pen)
+        lines.append(line)
+    return [*lines, "", *_legend(cells, width, pen), *_notes(cells.caption, note, width, pen)]
+
+
+def _label_width(axis: Axis, width: int) -> int:
+    if axis.labels:
+        return min(max(map(width_of, axis.labels)), max(width // 4, 8))
+    return len(f"{axis.start + axis.span:,}")
+
+
+def _fitted(cells: Cells, room: int, pen: Pen) -> tuple[Cells, str]:
+    """The cells that there is room for, several in one where needed, and a word about that."""
+    rows, columns = len(cells.values), len(cells.values[0])
+    across, down = min(columns, room), min(rows, TALLEST)
+    if not cells.rows.labels and not cells.columns.labels and 2 * columns > room:
+        # A letter is about twice as high as wide; a half block holds two cells, one over another.
+        lines = min(max(round(across * rows / columns / 2), 1), TALLEST)
+        down = min(rows, lines if pen.color == "none" else 2 * lines)
+    if (down, across) == (rows, columns):
+        return cells, ""
+    groups = [[[math.nan] for _ in range(across)] for _ in range(down)]
+    for r, row in enumerate(cells.values):
+        for c, value in enumerate(row):
+            groups[r * down // rows][c * across // columns].append(value)
+    values = tuple(
+        tuple(
+            max((v for v in group if not math.isnan(v)), key=abs, default=math.nan)
+            for group in line
+        )
+        for line in groups
+    )
+    size = f"{math.ceil(rows / down)} x {math.ceil(columns / across)}"
+    note = f"Each cell shows the largest of up to {size} numbers."
+    return (
+        Cells(
+            cells.title,
+            values,
+            _coarser(cells.rows, down),
+            _coarser(cells.columns, across),
+            cells.unit,
+        ),
+        note,
+    )
+
+
+def _coarser(axis: Axis, places: int) -> Axis:
+    if places == axis.places:
+        return axis
+    return Axis(axis.name, places, start=axis.start, span=axis.span or axis.places)
+
+
+def _header(axis: Axis, side: int, pen: Pen) -> list[str]:
+    """What is written over the columns: across where it fits, else downwards, letter by letter."""
+    if not axis.labels or side < 2:  # letters side by side would run into one another
+        axis = axis if axis.span else Axis(axis.name, axis.places, span=axis.places)
+        line = ""
+        for place, text in axis.ticks(max(axis.places * side // 12, 1)):
+            at = int(place) * side
+            if (at >= len(line) + 1 or not line) and at + len(text) <= axis.places * side:
+                line = line.ljust(at) + text
+        return [line]
+    longest = max(map(width_of, axis.labels))
+    if longest < side or side >= 6:
+        words = [shorten(label, side - 1, pen.ellipsis) for label in axis.labels]
+        return ["".join(" " * (side - 1 - width_of(word)) + word + " " for word in words)]
+    if all(label.isdigit() for label in axis.labels):
+        step = -(-(longest + 1) // side)
+        return [
+            "".join(label.rjust(side * step - 1) + " " for label in axis.labels[step - 1 :: step])
+        ]
+    stacks = [_letters(shorten(label, 9, pen.ellipsis), side) for label in axis.labels]
+    tallest = max(map(len, stacks))
+    return [
+        "".join(
+            _centred(
+                stack[line - tallest + len(stack)] if line >= tallest - len(stack) else "", side
+            )
+            for stack in stacks
+        )
+        for line in range(tallest)
+    ]
+
+
+def _letters(text: str, side: int) -> list[str]:
+    """The letters of a text, each with the signs that go over it, as far as a column has room."""
+    letters: list[str] = []
+    for character in text:
+        if width_of(character) == 0 and letters:
+            letters[-1] += character
+        else:
+            letters.append(character if width_of(character) <= side else "?")
+    return letters
+
+
+def _centred(text: str, side: int) -> str:
+    return " " * (side - width_of(text)) + text
+
+
+def _cell(
+    text: str, shade: int | None, side: int, signed: bool, palette: Sequence[str], pen: Pen
+) -> str:
+    if shade is None:
+        return " " * side
+    if pen.color == "none":
+        return text.rjust(side - 1) + " " if text else _plain(shade, signed) * side
+    front = pen.role(written_on(shade, signed))
+    return pen(text.rjust(side - 1) + " " if text else " " * side, front, palette[shade])
+
+
+def _plain(shade: int, signed: bool) -> str:
+    strength = abs(2 * shade - (LEVELS - 1)) if signed else shade
+    return PLAIN[min(strength * len(PLAIN) // LEVELS, len(PLAIN) - 1)]
+
+
+def _half_blocks(
+    above: Sequence[int | None], below: Sequence[int | None], palette: Sequence[str], pen: Pen
+) -> str:
+    line = ""
+    for upper, lower in zip(above, below, strict=True):
+        if upper is None:
+            line += " " if lower is None else pen("▄", palette[lower])
+        else:
+            line += pen("▀", palette[upper], None if lower is None else palette[lower])
+    return line
+
+
+def _legend(cells: Cells, width: int, pen: Pen) -> list[str]:
+    low, high = cells.scale
+    if pen.color == "none":
+        strip = f"[{PLAIN[:0:-1]}{PLAIN}]" if cells.signed else f"[{PLAIN}]"
+    else:
+        palette = pen.palette(cells.signed)
+        steps = min(28, width // 4)
+        strip = "".join(
+            pen(" ", None, palette[i * (LEVELS - 1) // (steps - 1)]) for i in range(steps)
+        )
+    left, right = number(low), number(high)
+    drawn = len(left) + (len(strip) if pen.color == "none" else steps) + len(right) + 3
+    unit = f"{cells.beyond} {cells.unit}".strip()
+    if drawn + width_of(unit) <= width:
+        return [f"{left} {strip} {right} {pen.muted(unit)}"]
+    return [f"{left} {strip} {right}", *map(pen.muted, wrap(unit, width))]
+
+
+def _notes(caption: str, note: str, width: int, pen: Pen) -> list[str]:
+    text = " ".join(part for part in (caption, note) if part)
+    return [pen.muted(line) for line in wrap(text, width)]
+
+
+# Bars ------------------------------------------------------------------------------------------
+
+
+def _bars(bars: Bars, width: int, pen: Pen) -> list[str]:
+    beside = min(max(map(width_of, bars.labels)), width // 3)
+    numbers = [number(value) for value in bars.values]
+    length = min(width - beside - 2 - max(map(len, numbers)), 60)
+    most = max(bars.values)
+    colour = pen.role("bar")
+    lines = []
+    for name, value, text in zip(bars.labels, bars.values, numbers, strict=True):
+        label = shorten(name, beside, pen.ellipsis)
+        halves = round(2 * length * value / most) if most else 0
+        if pen.color == "none":
+            bar = "#" * round(halves / 2)
+        else:
+            bar = pen("━" * (halves // 2) + "╸" * (halves % 2), colour)
+        lines.append(" " * (beside - width_of(label)) + f"{label} {bar} {text}")
+    return [*lines, "", *map(pen.muted, wrap(f"0 to {number(most)} {bars.unit}", width)),
+            *_notes(bars.caption, "", width, pen)]  # fmt: skip
