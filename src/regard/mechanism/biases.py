@@ -110,7 +110,7 @@ class RelativeBuckets(Bias):
     max_distance: int = 128
 
     def __post_init__(self) -> None:
-        buckets = self.table.shape[0]
+        buckets = self.table.shape[0] if self.table.dim() else 0
         least = 4 if self.bidirectional else 2
         if self.table.dim() != 2 or buckets < least or (self.bidirectional and buckets % 2):
             raise InputError(
@@ -160,7 +160,7 @@ class RelativeBuckets(Bias):
             return self.table.new_zeros(1, self.table.shape[1], len(rows), len(columns))
         least = rows.start + offset - (columns.stop - 1)
         most = rows.stop - 1 + offset - columns.start
-        by_distance = self.table[
+        by_distance = _wide(self.table)[
             self.bucket(torch.arange(least, most + 1, device=self.table.device))
         ]
         spread = tile.query_positions() - tile.key_positions() - least

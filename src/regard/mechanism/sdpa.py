@@ -55,6 +55,8 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
             output = _fused(call, call.query, call.key, call.value, causal=True)
             return (output, None) if not _may_ask(call) or _clean(output) else by_rows(call)
     pieces = _plan(call)
+    if not any(piece.columns for piece in pieces):
+        return by_rows(call)  # zeros, but zeros with a gradient
     if any(piece.kind == "masked" for piece in pieces) and _may_ask(call) and not all_finite(call):
         return by_rows(call)
     rows: list[Tensor] = []  # what is done of the sequences at hand
@@ -113,7 +115,7 @@ def _fused(
         dropout_p=call.dropout,
         is_causal=causal,
         scale=scale,
-        enable_gqa=call.groups > 1,
+        enable_gqa=True if call.groups > 1 else False,  # noqa: SIM210 - a SymBool will not do
     )
     return output[..., :wanted] if output.shape[-1] != wanted else output
 

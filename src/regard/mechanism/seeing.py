@@ -259,10 +259,11 @@ def observe(
     if see.received:
         found["received"] = all_keys(weights.sum(-2))
     if see.top:
-        values, keys = weights.topk(min(see.top, len(columns)), dim=-1)
-        keys = (keys + columns.start).masked_fill(scores.gather(-1, keys) == -math.inf, -1)
-        missing = (0, see.top - values.shape[-1])
-        found["top_weights"] = pad(values, missing)
+        # By score: a weight may round to 0 and still be of a key that may be attended.
+        highest, keys = scores.topk(min(see.top, len(columns)), dim=-1)
+        missing = (0, see.top - keys.shape[-1])
+        found["top_weights"] = pad(weights.gather(-1, keys), missing)
+        keys = (keys + columns.start).masked_fill(highest == -math.inf, -1)
         found["top_keys"] = pad(keys, missing, value=-1)
     if see.rows:
         inside = chosen(see, tile)[1]

@@ -76,6 +76,8 @@ class _Stream:
         self.output = call.value.new_empty(*rows, call.value.shape[-1])
         self.query = call.query.to(dtype) * call.scale
         self.key = call.key.to(dtype).transpose(-1, -2)  # [b, g, d, k]
+        # Powers of e are summed before they are divided: a long row's would pass float16's 65,504.
+        self.value = call.value.to(dtype) if call.value.dtype == torch.float16 else call.value
         # Rows that no block reaches have nothing to attend to: no highest, no total.
         self.highest = call.query.new_full((*rows, 1), -math.inf, dtype=dtype)
         self.total = call.query.new_zeros(*rows, 1, dtype=dtype)
@@ -172,7 +174,7 @@ class _Stream:
         torch.sum(powers, -1, keepdim=True, out=total)
         inverse = total.clamp(min=1).reciprocal_()  # a total is at least 1, or 0 for such a row
 
-        value = call.value[batch, heads, columns.start : columns.stop]
+        value = self.value[batch, heads, columns.start : columns.stop]
         grouped = powers.view(count, groups * len(rows), width)
         output = torch.bmm(grouped.to(value.dtype), value).view(*scores.shape[:2], -1)
         self.output[place] = output * inverse
@@ -180,6 +182,8 @@ class _Stream:
             return
         if select is not None:
             self._pool(call.see, tile, batch, wide, select * inverse.transpose(1, 2), powers)
+        if call.see.top:
+            self._top(call.see, tile, place, scores, inverse)
         if call.see.entropy:
             for part in [split] if bias is not None else fringes:
                 part.clamp_(min=least)  # 0 * (-inf) must count as 0
@@ -199,6 +203,20 @@ class _Stream:
             cells = self.found["map"][batch, heads, first : first + sums.shape[1]]
             cells.index_add_(2, self.column_of[columns], sums)
 
+    def _top(
+        self,
+        see: See,
+        tile: Tile,
+        place: tuple[int, slice, slice],
+        scores: Tensor,  # [h, q, k], less the row's highest
+        inverse: Tensor,  # [h, q, 1]
+    ) -> None:
+        """Highest scores have the largest weights, and tell a weight of 0 from a masked key."""
+        values, keys = scores.topk(min(see.top, len(tile.columns)), dim=-1)
+        keys = (keys + tile.columns.start).masked_fill_(values == -math.inf, -1)
+        self.found["top_keys"][place][..., : keys.shape[-1]] = keys
+        self.found["top_weights"][place][..., : keys.shape[-1]] = values.exp_() * inverse
+
     def _see(
         self,
         see: See,
@@ -215,7 +233,7 @@ class _Stream:
             distance = (tile.query_positions() - tile.key_positions()).abs()
             mean = torch.mul(powers, distance, out=spare).sum(-1, keepdim=True) * inverse
             found["distance"][place] = mean[..., 0]
-        if not (see.top or see.rows or see.weights or see.map_peak):
+        if not (see.rows or see.weights or see.map_peak):
             return
         weights = powers.mul_(inverse)
         if see.map_peak:
@@ -228,11 +246,6 @@ class _Stream:
         if see.rows:
             order, inside_tile = chosen(see, tile)
             found["rows"][batch, heads, order, columns] = weights[:, inside_tile]
-        if see.top:
-            values, keys = weights.topk(min(see.top, len(tile.columns)), dim=-1)
-            keys = (keys + columns.start).masked_fill_(values == 0, -1)
-            found["top_weights"][place][..., : values.shape[-1]] = values
-            found["top_keys"][place][..., : values.shape[-1]] = keys
         if see.weights:
             found["weights"][place][..., columns] = weights
 

@@ -1,0 +1,10 @@
+"""What all tests share."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    torch.set_num_threads(1)  # workers share the cores; threads on top of them only wait

@@ -1,0 +1,156 @@
+"""Every error says what is wrong, what was given, and what to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from regard import (
+    Alibi,
+    BackendError,
+    Causal,
+    InputError,
+    Padding,
+    Prefix,
+    RegardError,
+    RelativeBuckets,
+    RelativeContent,
+    See,
+    Segments,
+    Window,
+    attention,
+    biases,
+    masks,
+    why,
+)
+
+X = torch.zeros(2, 4, 5, 3)
+ANY = r"[\s\S]*"
+
+
+def refused(*words: str, **arguments: Any) -> None:
+    """The call is refused, and the message has these words in this order."""
+    inputs = [arguments.pop(name, X) for name in ("query", "key", "value")]
+    with pytest.raises(InputError, match=ANY.join(words)):
+        attention(*inputs, **arguments)
+
+
+def test_kinds_of_errors() -> None:
+    assert issubclass(InputError, RegardError)
+    assert issubclass(InputError, ValueError)
+    assert issubclass(BackendError, RuntimeError)
+
+
+def test_shapes() -> None:
+    refused("one layout of", r"\[2, 4, 5, 3\]", r"\[5, 3\]", key=X[0, 0])
+    refused("one layout of", query=X[None], key=X[None], value=X[None])
+    refused("agree in batch", r"\[1, 4, 5, 3\]", key=X[:1])
+    refused("agree in batch and dim", r"\[2, 4, 5, 2\]", query=X[..., :2])
+    refused("key and value", r"\[2, 4, 4, 3\]", value=X[:, :, :4])
+    refused("agree", query=X[..., :0], key=X[..., :0])
+    refused("4 query heads", "3 key heads", "multiple", key=X[:, :3], value=X[:, :3])
+    refused("4 query heads", "0 key heads", key=X[:, :0], value=X[:, :0])
+
+
+def test_dtypes_and_devices() -> None:
+    refused("floating-point dtype", "float64", r"\.to\(dtype\)", key=X.double())
+    refused("floating-point dtype", "int64", query=X.long(), key=X.long(), value=X.long())
+    refused("one device", "meta", r"\.to\(device\)", key=X.to("meta"))
+
+
+def test_numbers() -> None:
+    refused("scale", "finite", "nan", scale=float("nan"))
+    refused("softcap", "above 0", "-1", softcap=-1.0)
+    refused("softcap", "above 0", "0", softcap=0.0)
+    refused("dropout", "probability", "1.5", dropout=1.5)
+    refused("dropout", "probability", "1", dropout=1.0)
+
+
+def test_mask_arguments() -> None:
+    refused("boolean, True where a query may attend", "float32", "bias=tensor", mask=X[0, 0])
+    refused(r"\[4, 4\]", "does not broadcast", r"\[2, 4, 5, 5\]", mask=torch.ones(4, 4).bool())
+    refused("mask", r"Causal\(\)", "str", mask="causal")
+    refused("mask", r"Causal\(\)", "type", mask=Causal)
+    refused("3 entries for a batch of 2", "one length per sequence", mask=Padding([1, 2, 3]))
+    refused("length of 9", "only 5 keys", mask=Padding([9, 1]))
+    refused("length of 6", "only 5 keys", mask=Prefix(6))
+    refused("add up to 5", r"\[2, 2\] is 4", mask=Segments([2, 2]))
+    refused("packs 3 rows for a batch of 2", mask=Segments([[5]] * 3))
+    refused("only 5 keys", mask=Causal() & ~Padding(9))
+
+
+def test_masks_that_mean_nothing() -> None:
+    causal: Any = Causal()
+    for make, words in (
+        (lambda: Window(-1), r"left.*-1"),
+        (lambda: Window(1, 1.5), r"right.*1\.5"),  # type: ignore[arg-type]
+        (lambda: Padding([-1]), r"lengths.*from 0 on.*-1"),
+        (lambda: Padding(torch.ones(2)), r"whole number.*float32"),
+        (lambda: Padding(torch.ones(2, 3).bool()), r"torch\.bool.*masks\.Dense"),
+        (lambda: Padding(2, "middle"), r'"left" or "right".*middle'),
+        (lambda: Segments([0, 2]), r"from 1 on.*0"),
+        (lambda: Segments([1, 2], [3]), r"different numbers of sequences"),
+        (lambda: Segments.from_ids(torch.zeros(1, 1, 1)), r"\[length\].*\[1, 1, 1\]"),
+        (lambda: causal & torch.ones(2, 2).bool(), r"'&' joins two masks.*masks\.Dense"),
+        (lambda: causal | None, r"'\|' joins two masks.*NoneType"),
+        (lambda: masks.Dense(torch.ones(2, 2)), r"boolean.*float32.*mask\.bool\(\)"),
+    ):
+        with pytest.raises(InputError, match=words):
+            make()
+
+
+def test_bias_arguments() -> None:
+    refused("bias", r"Alibi\(slopes\)", "float", bias=1.0)
+    refused("numbers to add", "bool", "mask=tensor", bias=torch.ones(5, 5).bool())
+    refused("bias", r"\[6, 5\]", "does not broadcast", bias=torch.zeros(6, 5))
+    refused("one slope per head", r"\[4\]", r"\[3\]", "standard", bias=Alibi(torch.ones(3)))
+    refused("table for 3 heads", "4", bias=RelativeBuckets(torch.ones(32, 3)))
+    content = RelativeContent(torch.ones(1, 4, 5, 3), torch.ones(1, 2, 3))
+    refused("query", r"\[2, 4, 5, 3\]", r"\[1, 4, 5, 3\]", bias=content)
+    content = RelativeContent(X, torch.ones(3, 2, 3))
+    refused("relative", "4 or 1, distances, 3", r"\[3, 2, 3\]", bias=content)
+    refused("relative", bias=RelativeContent(X, torch.ones(1, 0, 3)))
+
+
+def test_biases_that_mean_nothing() -> None:
+    with pytest.raises(InputError, match=r"at least one head.*0"):
+        Alibi.standard(0)
+    with pytest.raises(InputError, match=r"even number.*\[5, 2\]"):
+        RelativeBuckets(torch.ones(5, 2))
+    with pytest.raises(InputError, match=r"at least 2 buckets.*\[1, 2\]"):
+        RelativeBuckets(torch.ones(1, 2), bidirectional=False)
+    with pytest.raises(InputError, match=r"max_distance=8.*8 distances"):
+        RelativeBuckets(torch.ones(32, 2), max_distance=8)
+    with pytest.raises(InputError, match="buckets, heads"):
+        RelativeBuckets(torch.ones(()))
+    with pytest.raises(InputError, match="numbers to add"):
+        biases.Dense(torch.ones(2, 2, dtype=torch.long))
+
+
+def test_seeing_arguments() -> None:
+    refused(r"See\(entropy=True\)", "str", see="entropy")
+    refused(r"See\(entropy=True\)", "bool", see=True)
+
+
+def test_backends() -> None:
+    refused("no backend 'flash'", "'auto'", "'tiled'", backend="flash")
+    with pytest.raises(BackendError, match=r"'sdpa' cannot run.*do not show their weights"):
+        attention(X, X, X, see=See(entropy=True), backend="sdpa")
+    with pytest.raises(BackendError, match=r"'sdpa' cannot run.*softcap"):
+        attention(X, X, X, softcap=1.0, backend="sdpa")
+    with pytest.raises(BackendError, match=r"'sdpa' cannot run.*bias no gradient"):
+        attention(X, X, X, bias=torch.zeros(5, 5, requires_grad=True), backend="sdpa")
+
+
+def test_why_lists_every_backend_with_its_answer() -> None:
+    answer = why(X, X, X, see=See(entropy=True))
+    assert answer.chosen == "tiled"
+    assert answer.answers["sdpa"] == "PyTorch's fused kernels do not show their weights."
+    lines = repr(answer).splitlines()
+    assert len(lines) == len(answer.answers)
+    (chosen,) = (line for line in lines if line.startswith("->"))
+    assert "tiled" in chosen
+    assert "can run it" in chosen
+    assert why(X, X, X).chosen == "sdpa"

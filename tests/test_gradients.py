@@ -1,0 +1,168 @@
+"""Gradients, to second order, against finite differences; and the compiled call."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from torch.autograd import gradcheck, gradgradcheck
+
+from regard import (
+    Alibi,
+    Causal,
+    Padding,
+    RelativeBuckets,
+    RelativeContent,
+    See,
+    Segments,
+    Window,
+    attention,
+    biases,
+    masks,
+)
+from regard.mechanism.biases import Bias
+from regard.mechanism.masks import Mask
+
+QUERIES, KEYS, DIM, WIDTH = 3, 4, 2, 3
+
+MASKS: dict[str, Mask | None] = {
+    "none": None,
+    "causal": Causal(),
+    "window": Window(1, 1),
+    "padding": Padding([3, 0]),  # the second sequence has nothing to attend to
+    "segments": Segments([1, 3]) & Causal(),
+    "dense": masks.Dense(
+        torch.tensor([[1, 0, 1, 1], [0, 0, 0, 0], [1, 1, 0, 1]], dtype=torch.bool)
+    ),
+    "joined": ~Window(0, 0) & (Causal() | Padding([2, 1])),
+}
+
+# What makes a bias of the tensors that follow query, key and value, and those tensors' shapes.
+BIASES: dict[str, tuple[Callable[..., Bias], list[tuple[int, ...]]]] = {
+    "dense": (biases.Dense, [(2, 1, QUERIES, KEYS)]),
+    "alibi": (Alibi, [(2,)]),
+    "buckets": (lambda table: RelativeBuckets(table, True, 20), [(8, 2)]),
+    "content": (
+        lambda query, relative: RelativeContent(query, relative, -1),
+        [(2, 2, QUERIES, DIM), (2, 4, DIM)],
+    ),
+}
+
+FIELDS: dict[str, See] = {
+    "lse": See(lse=True),
+    "entropy": See(entropy=True),
+    "received": See(received=True),
+    "rows": See(rows=[2, 0]),
+    "map": See(map=(2, 2)),
+    "distance": See(distance=True),
+    "weights": See(weights=True),
+}
+
+on_both = pytest.mark.parametrize("backend", ["reference", "tiled"])
+
+
+def inputs(*more: tuple[int, ...]) -> list[Tensor]:
+    """Query, key, value with one key head for two query heads, and what a bias needs."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(2, 2, QUERIES, DIM), (2, 1, KEYS, DIM), (2, 1, KEYS, WIDTH), *more]
+    return [
+        torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_()
+        for shape in shapes
+    ]
+
+
+def check(function: Callable[..., Tensor], tensors: list[Tensor]) -> None:
+    """First and second derivatives against differences, along random directions for speed."""
+    assert gradcheck(function, tensors, fast_mode=True)
+    assert gradgradcheck(function, tensors, fast_mode=True)
+
+
+@on_both
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize("softcap", [None, 0.8])
+def test_output(backend: str, mask: str, softcap: float | None) -> None:
+    def output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, mask=MASKS[mask], softcap=softcap, backend=backend)
+
+    check(output, inputs())
+
+
+@on_both
+@pytest.mark.parametrize("bias", BIASES)
+@pytest.mark.parametrize("mask", ["none", "causal", "joined"])
+def test_bias(backend: str, bias: str, mask: str) -> None:
+    make, shapes = BIASES[bias]
+
+    def output(q: Tensor, k: Tensor, v: Tensor, *held: Tensor) -> Tensor:
+        return attention(q, k, v, mask=MASKS[mask], bias=make(*held), backend=backend)
+
+    check(output, inputs(*shapes))
+
+
+@on_both
+@pytest.mark.parametrize("field", FIELDS)
+@pytest.mark.parametrize("mask", ["none", "causal", "joined"])
+def test_seen(backend: str, field: str, mask: str) -> None:
+    make, shapes = BIASES["alibi"]
+
+    def seen(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
+        _, found = attention(
+            q, k, v, mask=MASKS[mask], bias=make(slopes), see=FIELDS[field], backend=backend
+        )
+        value = found.to_dict()[field]
+        return torch.where(value.isfinite(), value, 0)  # lse of nothing is -inf
+
+    # What is seen does not depend on the values, but a graph through them must not break it.
+    check(seen, inputs(*shapes))
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled", "sdpa", "auto"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_query_with_nothing_to_attend_to_has_zero_gradients(backend: str, causal: bool) -> None:
+    query, key, value = inputs()
+    allowed = torch.tensor([True, False, True])[:, None].expand(QUERIES, KEYS)
+    mask = masks.Dense(allowed) & Causal() if causal else masks.Dense(allowed)
+    output = attention(query, key, value, mask=mask, backend=backend)
+    assert (output[:, :, 1] == 0).all()
+    for_query, for_key, for_value = torch.autograd.grad(output.exp().sum(), (query, key, value))
+    assert (for_query[:, :, 1] == 0).all()
+    assert (for_query[:, :, 0] != 0).any()
+    assert all(grad.isfinite().all() for grad in (for_key, for_value))
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled", "sdpa", "auto"])
+def test_where_nobody_may_attend_all_gradients_are_zero(backend: str) -> None:
+    tensors = inputs()
+    output = attention(*tensors, mask=Padding(0), backend=backend)
+    assert (output == 0).all()
+    for grad in torch.autograd.grad(output.sum(), tensors):
+        assert (grad == 0).all()
+
+
+# Inductor needs a C++ compiler; without one the graph is captured and run all the same.
+# Its own use of what PyTorch is about to drop is no failure of ours.
+of_pytorch = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
+COMPILER = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
+
+
+@of_pytorch
+@pytest.mark.parametrize("mask", [None, Causal()], ids=repr)
+@pytest.mark.parametrize("key_heads", [1, 2])
+def test_compiles_to_one_graph(mask: Mask | None, key_heads: int) -> None:
+    query = torch.randn(2, 2, 37, 8)
+    key, value = torch.randn(2, 2, key_heads, 37, 8)
+    compiled = torch.compile(attention, fullgraph=True, backend=COMPILER)
+    expected = attention(query, key, value, mask=mask)
+    torch.testing.assert_close(compiled(query, key, value, mask=mask), expected)
+
+
+@of_pytorch
+def test_compiled_gradients_are_the_same() -> None:
+    tensors = [torch.randn(1, 2, 19, 8, requires_grad=True) for _ in range(3)]
+    compiled = torch.compile(attention, fullgraph=True, backend=COMPILER)
+    wanted = torch.autograd.grad(attention(*tensors, mask=Causal()).square().sum(), tensors)
+    found = torch.autograd.grad(compiled(*tensors, mask=Causal()).square().sum(), tensors)
+    torch.testing.assert_close(found, wanted)
