@@ -63,6 +63,9 @@ def attention(
     evaluating. With ``see`` the result is (output, Seen), seen before dropout, and its fields
     always have the axes [batch, heads, ...].
 
+    ``backend`` is "auto", or the name of one that :func:`why` lists. Gradients of gradients need
+    "tiled" or "reference": fused kernels have none, and say so when asked.
+
     >>> import torch
     >>> from regard import See, Causal, attention
     >>> q = k = v = torch.eye(3)
