@@ -1,7 +1,7 @@
 """The backends, fastest first, and how one of them is chosen.
 
 A backend answers with a reason or None: ``unavailable()`` on this machine, ``refuses(call)`` this
-call. "auto" takes the first with neither. None of them falls back on another, and none catches a bug.
+call. "auto" takes the first with neither. None of them falls back on another, none catches a bug.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from regard.errors import BackendError, InputError
-from regard.mechanism import reference, sdpa, tiled
+from regard.mechanism import fused, reference, sdpa, tiled
 from regard.mechanism.call import Call
 from regard.mechanism.seeing import Seen
 
@@ -30,6 +30,7 @@ def _never(*_: object) -> str | None:
 
 
 BACKENDS = (
+    Backend("triton", fused.unavailable, fused.refuses, fused.run),
     Backend("sdpa", _never, sdpa.refuses, sdpa.run),
     Backend("tiled", _never, _never, tiled.run),
     Backend("reference", _never, _never, reference.run),
@@ -41,7 +42,7 @@ def choose(call: Call, name: str = "auto") -> Backend:
     for backend in BACKENDS:
         if name not in ("auto", backend.name):
             continue
-        reason = backend.unavailable() or backend.refuses(call)
+        reason = backend.refuses(call) or backend.unavailable()  # the call tells sooner
         if reason is None:
             return backend
         if name != "auto":

@@ -1,0 +1,399 @@
+"""The GPU kernels against the definition: on a GPU at real sizes, elsewhere interpreted and small.
+
+Without a GPU every kernel runs in Triton's interpreter, which conftest.py asks for. Its bfloat16 is
+not bfloat16, so float16 stands in for it there.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor
+
+from regard import Causal, Padding, Prefix, See, Segments, Window, attention
+from regard.errors import BackendError, InputError
+from regard.mechanism import fused, masks, reference
+from regard.mechanism.biases import Alibi, Bias, RelativeBuckets, RelativeContent
+from regard.mechanism.call import Call, check
+from regard.mechanism.geometry import Tile
+from regard.mechanism.masks import Mask
+from regard.mechanism.seeing import Seen
+
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("Triton is not installed: it comes for Linux alone.", allow_module_level=True)
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+BATCH, HEADS, KEY_HEADS = 2, 4 if CUDA else 2, 2 if CUDA else 1
+QUERIES, KEYS = (1000, 1100) if CUDA else (70, 90)
+LOW = (torch.bfloat16, torch.float16) if CUDA else (torch.float16,)
+DTYPES = (*LOW, torch.float32)
+
+if not CUDA:
+    from triton.runtime import interpreter
+
+    _patch = interpreter._patch_lang_tensor
+
+    def _with_index(tensor, scope) -> None:  # type: ignore[no-untyped-def]
+        """As Triton has it, but for NumPy 2.4 too: an array of one number is no index there."""
+        _patch(tensor, scope)
+        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+    interpreter._patch_lang_tensor = _with_index
+
+EVERYTHING = See(
+    lse=True, entropy=True, peak=True, max_logit=True, distance=True, received=True,
+    rows=[3, -1, 4, 0], map=(8, 5), map_peak=True,
+)  # fmt: skip
+SMOOTH = ("lse", "entropy", "distance", "received", "rows", "map")  # those with a gradient
+
+
+def run(call: Call) -> tuple[Tensor, Seen | None]:
+    """The kernels on a call; the interpreter is no device that ``refuses`` knows."""
+    assert fused.unsupported(call) is None
+    if CUDA and call.see is not None:
+        assert fused.refuses(call) is None
+    return fused.run(call)
+
+
+def parts(*lengths: float) -> list[int]:
+    """The keys cut into sequences of these shares."""
+    sizes = [max(1, int(KEYS * share)) for share in lengths]
+    return [*sizes, KEYS - sum(sizes)]
+
+
+def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
+    generator = torch.Generator().manual_seed(seed + sum(shape))
+    return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
+
+
+def buckets(bidirectional: bool = True) -> RelativeBuckets:
+    return RelativeBuckets(random(16, HEADS, seed=9), bidirectional, 100 if CUDA else 20)
+
+
+def alibi() -> Alibi:
+    return Alibi.standard(HEADS, device=DEVICE)
+
+
+Structure = tuple[Mask | None, Callable[[], Bias | None], float | None]
+
+
+def no_bias() -> None:
+    return None
+
+
+STRUCTURES: dict[str, Structure] = {
+    "full": (None, no_bias, None),
+    "causal": (Causal(), no_bias, None),
+    "window": (Window(KEYS // 4, KEYS // 9), no_bias, None),
+    "prefix": (Prefix([KEYS // 3, 3]) & Padding([KEYS - 5, KEYS // 2]), no_bias, None),
+    "padding, one sequence empty": (Padding([KEYS, 0]), no_bias, None),
+    "left padding": (Padding([KEYS // 3, KEYS], side="left") & Causal(), no_bias, None),
+    "segments": (Segments([parts(0.4, 0.3), parts(0.01, 0.8)]), no_bias, None),
+    "causal segments": (Segments(parts(0.4, 0.3)) & Causal(), no_bias, None),
+    "alibi": (None, alibi, None),
+    "causal alibi, softcap": (Causal(), alibi, 3.0),
+    "buckets": (None, buckets, None),
+    "causal buckets": (Causal(), lambda: buckets(False), None),
+    "buckets in segments": (Segments(parts(0.5)), buckets, None),
+    "buckets in a window": (Window(KEYS // 2, KEYS // 3), buckets, 2.0),
+    "softcap": (Padding(KEYS - 7), no_bias, 3.0),
+}
+structures = pytest.mark.parametrize("name", STRUCTURES)
+
+
+def make(
+    name: str,
+    see: See | None,
+    *,
+    dtype: torch.dtype = torch.float32,
+    queries: int = QUERIES,
+    keys: int = KEYS,
+    width: int = 32,
+    value_width: int = 48,
+) -> Call:
+    mask, bias, softcap = STRUCTURES[name]
+    query = random(BATCH, HEADS, queries, width, seed=1, dtype=dtype) * 1.5
+    key = random(BATCH, KEY_HEADS, keys, width, seed=2, dtype=dtype)
+    value = random(BATCH, KEY_HEADS, keys, value_width, seed=3, dtype=dtype)
+    return check(query, key, value, mask, bias(), None, softcap, 0.0, see)
+
+
+def double(call: Call) -> Call:
+    return replace(
+        call, query=call.query.double(), key=call.key.double(), value=call.value.double()
+    )
+
+
+def eager(call: Call) -> Tensor:
+    """Attention written plainly, every step in the dtype of the call."""
+    dtype, extent = call.query.dtype, call.extent
+    tile = Tile(extent, range(extent.queries), range(extent.keys))
+    key = call.key.repeat_interleave(call.groups, dim=1)
+    scores = call.query @ key.transpose(-1, -2) * call.scale
+    if call.softcap is not None:
+        scores = call.softcap * torch.tanh(scores / call.softcap)
+    if call.bias is not None:
+        scores = scores + call.bias.tile(tile).to(dtype)
+    if call.mask is not None:
+        scores = scores.masked_fill(~call.mask.tile(tile), -math.inf)
+    weights = scores.softmax(-1).nan_to_num(0)
+    return weights @ call.value.repeat_interleave(call.groups, dim=1)
+
+
+def assert_seen(seen: Seen | None, expected: Seen | None) -> None:
+    assert seen is not None
+    assert expected is not None
+    got, want = seen.to_dict(), expected.to_dict()
+    assert got.keys() == want.keys()
+    for name, tensor in want.items():
+        scale = 1 + tensor[tensor.isfinite()].abs().amax().item()
+        torch.testing.assert_close(
+            got[name].double(), tensor, rtol=0, atol=2e-6 * scale, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+# The interpreter takes its time: there, low precision is tried on some structures only.
+CASES = [
+    (name, dtype)
+    for dtype in DTYPES
+    for name in STRUCTURES
+    if CUDA or dtype == torch.float32 or name in ("causal", "segments", "buckets")
+]
+
+
+@pytest.mark.parametrize(("name", "dtype"), CASES)
+def test_output_and_every_field(name: str, dtype: torch.dtype) -> None:
+    call = make(name, EVERYTHING, dtype=dtype)
+    output, seen = run(call)
+    expected, expected_seen = reference.run(double(call))
+    error = (output - expected).abs().max()
+    assert error <= 2 * (eager(call) - expected).abs().max() + 1e-6
+    assert_seen(seen, expected_seen)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("width", [32, 64, 80, 96, 128, 256])
+def test_every_width(width: int, dtype: torch.dtype) -> None:
+    see = See(lse=True, entropy=True, received=True)
+    size = None if CUDA else 40
+    call = make(
+        "causal", see, dtype=dtype, width=width, value_width=width,
+        queries=size or QUERIES, keys=size or KEYS,
+    )  # fmt: skip
+    output, seen = run(call)
+    expected, expected_seen = reference.run(double(call))
+    error = (output - expected).abs().max()
+    assert error <= 2 * (eager(call) - expected).abs().max() + 1e-6
+    assert_seen(seen, expected_seen)
+
+
+@pytest.mark.parametrize("grid", [(1, 1), (3, 7), (16, 2), (200, 300), (64, 64)])
+@pytest.mark.parametrize("name", ["full", "causal", "causal alibi, softcap", "window"])
+def test_maps_of_any_grid(name: str, grid: tuple[int, int]) -> None:
+    """Bins wider and narrower than a tile, whole and not, on sizes that divide and that do not."""
+    for queries, keys in ((QUERIES, KEYS), (KEYS, KEYS)) if CUDA else ((50, 61), (64, 64)):
+        call = make(name, See(map=grid, map_peak=True), queries=queries, keys=keys)
+        assert_seen(run(call)[1], reference.run(double(call))[1])
+
+
+def test_queries_before_the_first_key_and_a_single_query() -> None:
+    for queries, keys in ((90, 64), (1, 64), (64, 1)):
+        see = See(lse=True, entropy=True, map=4, received=True)
+        call = make("causal", see, queries=queries, keys=keys)
+        output, seen = run(call)
+        expected, expected_seen = reference.run(double(call))
+        torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
+        assert_seen(seen, expected_seen)
+
+
+def gradients(
+    call: Call,
+    attend: Callable[[Call], tuple[Tensor, Seen | None]],
+    dtype: torch.dtype,
+    fields: tuple[str, ...],
+) -> list[Tensor]:
+    """Of one number made from the output and these fields, for every tensor of the call."""
+    query, key, value = (
+        t.detach().to(dtype).requires_grad_() for t in (call.query, call.key, call.value)
+    )
+    leaves, bias = [query, key, value], call.bias
+    if isinstance(bias, Alibi):
+        bias = replace(bias, slopes=bias.slopes.detach().to(dtype).requires_grad_())
+    elif isinstance(bias, RelativeBuckets):
+        bias = replace(bias, table=bias.table.detach().to(dtype).requires_grad_())
+    if bias is not None:
+        leaves += bias.tensors
+    output, seen = attend(replace(call, query=query, key=key, value=value, bias=bias))
+    total = (output * random(*output.shape, seed=5, dtype=dtype)).sum()
+    for name in fields:
+        assert seen is not None
+        tensor = seen.to_dict()[name]
+        tensor = torch.where(tensor.isfinite(), tensor, 0)
+        total = total + (tensor * random(*tensor.shape, seed=6, dtype=tensor.dtype)).sum()
+    return list(torch.autograd.grad(total, leaves))
+
+
+@structures
+def test_gradients_through_every_field(name: str) -> None:
+    call = make(name, EVERYTHING)
+    got = gradients(call, run, torch.float32, SMOOTH)
+    want = gradients(call, reference.run, torch.float64, SMOOTH)
+    for one, other in zip(got, want, strict=True):
+        scale = other.abs().amax().item()
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=2e-5 * scale)
+
+
+@pytest.mark.parametrize("field", SMOOTH)
+def test_gradients_through_one_field(field: str) -> None:
+    call = make("causal", replace(EVERYTHING, peak=False))
+    got = gradients(call, run, torch.float32, (field,))
+    want = gradients(call, reference.run, torch.float64, (field,))
+    for one, other in zip(got, want, strict=True):
+        scale = other.abs().amax().item()
+        torch.testing.assert_close(one.double(), other, rtol=0, atol=2e-5 * scale)
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("width", [64, 128, 256] if CUDA else [64])
+@pytest.mark.parametrize("name", ["full", "causal", "window", "buckets", "causal alibi, softcap"])
+def test_gradients_in_low_precision(name: str, width: int, dtype: torch.dtype) -> None:
+    size = QUERIES if CUDA else 40
+    call = make(
+        name, See(entropy=True), dtype=dtype, queries=size, keys=size, width=width,
+        value_width=width,
+    )  # fmt: skip
+    got = gradients(call, run, dtype, ())
+    want = gradients(call, reference.run, torch.float64, ())
+    plain = gradients(call, lambda call: (eager(call), None), dtype, ())
+    for one, other, rough in zip(got[:3], want[:3], plain[:3], strict=True):
+        error = (one - other).abs().max()
+        assert error <= 3 * (rough - other).abs().max() + 1e-3 * other.abs().max()
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+@pytest.mark.parametrize("mask", [None, Causal()], ids=repr)
+def test_gradients_of_plain_calls_that_are_seen(mask: Mask | None, dtype: torch.dtype) -> None:
+    """With equal heads and widths: on a GPU these are cuDNN's, from our log-sum-exp."""
+    size = QUERIES if CUDA else 40
+    query, key, value = (random(2, 2, size, 64, seed=s, dtype=dtype) for s in range(3))
+    call = check(query, key, value, mask, None, None, None, 0.0, EVERYTHING)
+    got = gradients(call, run, dtype, ())
+    want = gradients(call, reference.run, torch.float64, ())
+    plain = gradients(call, lambda call: (eager(call), None), dtype, ())
+    for one, other, rough in zip(got, want, plain, strict=True):
+        error = (one - other).abs().max()
+        assert error <= 3 * (rough - other).abs().max() + 1e-3 * other.abs().max()
+
+
+def test_a_field_without_a_gradient_says_so() -> None:
+    call = make("causal", See(peak=True), queries=20, keys=20)
+    with pytest.raises(BackendError, match="no gradient through peak"):
+        gradients(call, run, torch.float32, ("peak",))
+
+
+def amid_nan(shape: tuple[int, int, int, int], layout: str) -> Tensor:
+    """Random numbers as a view into a larger tensor that is NaN everywhere else."""
+    batch, heads, length, width = shape
+    if layout == "transposed":  # as projections leave heads: [batch, length, heads, width]
+        return amid_nan((batch, length, heads, width), "sliced").transpose(1, 2)
+    step = 2 if layout == "strided" else 1
+    around = torch.full([step * size + 2 for size in shape], math.nan, device=DEVICE)
+    inner = around[tuple(slice(1, 1 + step * size, step) for size in shape)]
+    inner.copy_(random(*shape))
+    return inner[:1].expand(batch, -1, -1, -1) if layout == "expanded" else inner
+
+
+@pytest.mark.parametrize("layout", ["sliced", "transposed", "strided", "expanded"])
+def test_reads_nothing_outside_its_inputs(layout: str) -> None:
+    """Inputs are views into NaN, and whatever the kernels leave unwritten is NaN."""
+    query, key, value = (
+        amid_nan((2, heads, length, 24), layout) for heads, length in ((4, 45), (2, 53), (2, 53))
+    )
+    call = check(query, key, value, Window(9, 4), None, None, None, 0.0, EVERYTHING)
+    before = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(True)  # fills new memory with NaN
+    try:
+        output, seen = run(call)
+        got = gradients(call, run, torch.float32, SMOOTH)
+    finally:
+        torch.use_deterministic_algorithms(before)
+    expected, expected_seen = reference.run(double(call))
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
+    assert_seen(seen, expected_seen)
+    want = gradients(call, reference.run, torch.float64, SMOOTH)
+    for one, other in zip(got, want, strict=True):
+        assert (one - other).abs().max() <= 2e-5 * other.abs().max()
+
+
+def test_nan_behind_padding_does_not_leak() -> None:
+    keys = 77
+    call = make("full", EVERYTHING, queries=50, keys=keys)
+    call = replace(call, mask=Padding([40, 33]))
+    clean_output, clean = run(call)
+    call.key[0, :, 40:], call.value[0, :, 40:] = math.nan, math.inf
+    call.key[1, :, 33:], call.value[1, :, 33:] = math.nan, math.nan
+    only = replace(EVERYTHING, rows=())
+    output, seen = run(replace(call, see=only))
+    torch.testing.assert_close(output, clean_output, rtol=0, atol=0)
+    assert clean is not None
+    assert seen is not None
+    for name, tensor in seen.to_dict().items():
+        torch.testing.assert_close(tensor, clean.to_dict()[name], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("name", "width"), [("causal", 64), ("full", 128), ("causal alibi, softcap", 64)]
+)
+def test_repeats_are_equal_to_the_bit(name: str, width: int) -> None:
+    size = 2048 if CUDA else 70
+    dtype = torch.bfloat16 if CUDA else torch.float32
+    see = replace(EVERYTHING, rows=())
+    call = make(name, see, dtype=dtype, queries=size, keys=size, width=width, value_width=width)
+    leaves = [t.detach().requires_grad_() for t in (call.query, call.key, call.value)]
+    call = replace(call, query=leaves[0], key=leaves[1], value=leaves[2])
+    upstream = random(BATCH, HEADS, size, width, dtype=dtype), random(BATCH, HEADS, size)
+
+    def everything() -> list[Tensor]:
+        output, seen = run(call)
+        assert seen is not None
+        assert seen.entropy is not None
+        found = torch.autograd.grad((output, seen.entropy), leaves, upstream)
+        return [output.detach(), *seen.to_dict().values(), *found]
+
+    first = everything()
+    for _ in range(250 if CUDA else 1):
+        assert all(map(torch.equal, everything(), first))
+
+
+def test_what_the_kernels_leave_to_others() -> None:
+    """Every refusal has a reason, and a named backend raises it."""
+    x = random(1, 2, 8, 16)
+    mask = torch.ones(8, 8, dtype=torch.bool, device=DEVICE)
+    content = RelativeContent(random(1, 2, 8, 16), random(1, 8, 16))
+
+    def reason(**given: object) -> str:
+        all_given = {
+            "query": x, "key": x, "value": x, "mask": None, "bias": None, "scale": None,
+            "softcap": None, "dropout": 0.0, "see": See(entropy=True),
+        } | given  # fmt: skip
+        return fused.unsupported(check(**all_given)) or "none"  # type: ignore[arg-type]
+
+    assert reason() == "none"
+    assert "one range of keys" in reason(mask=masks.Dense(mask))
+    assert "one range of keys" in reason(mask=~Causal())
+    assert "RelativeContent" in reason(bias=content)
+    assert "dropout" in reason(dropout=0.5)
+    assert "scale" in reason(scale=-1.0)
+    assert "top" in reason(see=See(top=3))
+    assert "rows and map" in reason(see=See(weights=True))
+    assert "float64" in reason(query=x.double(), key=x.double(), value=x.double())
+    wide = random(1, 1, 2, 300)
+    assert "wider than 256" in reason(query=wide, key=wide, value=wide)
+    with pytest.raises((BackendError, InputError), match="triton"):
+        attention(x.double(), x.double(), x.double(), backend="triton")
