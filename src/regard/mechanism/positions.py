@@ -26,8 +26,8 @@ def sinusoidal(
     ``dim``. ``"interleaved"`` is the paper's sin, cos, sin, cos ...; ``"half"`` puts all sines
     before all cosines, as Tensor2Tensor, Marian and Transformer-XL do.
 
-    >>> sinusoidal(2, 4)[1].round(decimals=4).tolist()
-    [0.8414999842643738, 0.5403000116348267, 0.009999999776482582, 0.9998999834060669]
+    >>> [f"{number:.4f}" for number in sinusoidal(2, 4)[1]]
+    ['0.8415', '0.5403', '0.0100', '1.0000']
     """
     if dim < 2 or dim % 2:
         raise InputError(f"Sinusoidal positions come in pairs: dim must be even, but got {dim}.")
