@@ -11,3 +11,7 @@ class InputError(RegardError, ValueError):
 
 class BackendError(RegardError, RuntimeError):
     """The backend asked for cannot run this call; the message is its reason."""
+
+
+class CheckpointError(RegardError, ValueError):
+    """A checkpoint is missing, broken, unsafe, or not of the model it is meant for."""

@@ -26,8 +26,8 @@ def sinusoidal(
     ``dim``. ``"interleaved"`` is the paper's sin, cos, sin, cos ...; ``"half"`` puts all sines
     before all cosines, as Tensor2Tensor, Marian and Transformer-XL do.
 
-    >>> [f"{number:.4f}" for number in sinusoidal(2, 4)[1]]
-    ['0.8415', '0.5403', '0.0100', '1.0000']
+    >>> [f"{number:.2f}" for number in sinusoidal(2, 4)[1]]
+    ['0.84', '0.54', '0.01', '1.00']
     """
     if dim < 2 or dim % 2:
         raise InputError(f"Sinusoidal positions come in pairs: dim must be even, but got {dim}.")
