@@ -60,6 +60,21 @@ def test_reorder_moves_every_sequence_and_later_steps_go_on_from_there() -> None
     assert torch.equal(values, torch.cat((value[index, :, :3], value[:, :, 3:]), dim=2))
 
 
+def test_reordering_again_and_again_keeps_up_with_plain_indexing() -> None:
+    torch.manual_seed(0)
+    cache = Cache()  # memory grows on the way
+    expected = torch.empty(3, 2, 0, 4)
+    for _ in range(20):
+        step = torch.randn(3, 2, 1, 4)
+        keys, values = cache.append(step, -step)
+        expected = torch.cat((expected, step), dim=2)
+        assert torch.equal(keys, expected)
+        assert torch.equal(values, -expected)
+        index = torch.randint(3, (3,))
+        cache.reorder(index)
+        expected = expected[index]
+
+
 @pytest.mark.parametrize("index", [[1], [0, 0, 1, 1, 2, 2]])
 def test_reorder_may_change_how_many_sequences_there_are(index: list[int]) -> None:
     key, value = parts(3)

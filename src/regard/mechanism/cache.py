@@ -15,7 +15,8 @@ class Cache:
     """The keys and values of one layer so far, in memory taken ahead.
 
     Appending writes the new ones behind the old and returns views of all of them: the past is not
-    copied. ``room`` is how many positions to take memory for; where it runs out, it doubles.
+    copied. ``room`` is how many positions to take memory for; where it runs out, it doubles. The
+    views are good until the next call.
 
     >>> cache = Cache(room=8)
     >>> step = torch.ones(1, 2, 1, 4)  # [batch, heads, length, dim]
@@ -31,6 +32,7 @@ class Cache:
         self._room, self._length = room, 0
         self._keys: Tensor | None = None  # [batch, heads, room, dim]
         self._values: Tensor | None = None
+        self._spare: tuple[Tensor, Tensor] | None = None
 
     def __len__(self) -> int:
         """How many positions are kept."""
@@ -56,13 +58,18 @@ class Cache:
         """Let sequence ``i`` go on from where sequence ``index[i]`` stands, as beams do."""
         if self._keys is None or self._values is None:
             return
-        if len(index) == self._keys.shape[0]:  # the memory stays: only what is filled moves
-            for kept in (self._keys, self._values):
-                filled = kept[:, :, : self._length]
-                filled.copy_(filled.index_select(0, index))
-        else:
+        if len(index) != self._keys.shape[0]:
             self._keys = self._keys.index_select(0, index)
             self._values = self._values.index_select(0, index)
+            self._spare = None
+            return
+        # Only what is filled moves, into a second memory that takes the first one's place.
+        kept, spare = (self._keys, self._values), self._spare
+        if spare is None or spare[0].shape != self._keys.shape:
+            spare = torch.empty_like(self._keys), torch.empty_like(self._values)
+        for old, new in zip(kept, spare, strict=True):
+            torch.index_select(old[:, :, : self._length], 0, index, out=new[:, :, : self._length])
+        (self._keys, self._values), self._spare = spare, kept
 
     def _reserve(self, kept: Tensor | None, new: Tensor, length: int) -> Tensor:
         """Memory for ``length`` positions like those of ``new``, with what was kept before."""

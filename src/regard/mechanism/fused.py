@@ -52,6 +52,8 @@ def unavailable() -> str | None:
 
 
 def refuses(call: Call) -> str | None:
+    if torch.compiler.is_compiling():
+        return "torch.compile cannot trace how its kernels are launched."
     if call.query.device.type != "cuda":
         return f"the tensors are on {call.query.device}, and Triton compiles for CUDA devices."
     if call.see is None and call.bias is None and call.softcap is None:
