@@ -1,0 +1,344 @@
+"""Checkpoints on disk: find, read, check, write. Hugging Face's layout, and nothing is unpickled.
+
+Everything a file says of itself (lengths, offsets, names, shapes) is checked against the file
+before memory is taken for it, and nothing outside the checkpoint's folder is opened.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import stat
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import torch
+from torch import Tensor
+
+from regard.errors import CheckpointError, InputError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+
+_MOST_JSON = 32 * 2**20  # bytes; the largest real index is below 10 MB
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where one tensor lies."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int  # in bytes from the start of the file
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checked checkpoint: its config, and where each of its tensors lies."""
+
+    folder: Path
+    config: dict[str, Any]
+    entries: dict[str, Entry]
+
+    def meta(self, key: str) -> Tensor:
+        """A tensor without its numbers."""
+        entry = self.entries[key]
+        return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
+    def read(self, key: str) -> Tensor:
+        """A tensor with its numbers."""
+        entry = self.entries[key]
+        if not entry.length:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        with _opened(entry.file) as file:
+            file.seek(entry.start)
+            raw = bytearray(file.read(entry.length))
+        if len(raw) != entry.length:
+            raise CheckpointError(f"{entry.file} ends within {key}: it changed while being read.")
+        return torch.frombuffer(raw, dtype=entry.dtype).view(entry.shape)
+
+
+def find(name: str | os.PathLike[str]) -> Path:
+    """The folder of a checkpoint: a folder as it stands, or a model of the Hugging Face hub.
+
+    A model of the hub is taken from the local cache where it is there, and downloaded otherwise.
+    """
+    folder = Path(name)
+    if folder.is_dir():
+        return folder
+    text = str(name)
+    plausible = text.count("/") <= 1 and not text.startswith((".", "/", "~"))
+    if not plausible or not all(part.strip(".") for part in text.split("/")):
+        raise CheckpointError(f"There is no folder {text}.")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+        )
+    except ImportError:
+        raise CheckpointError(
+            f"There is no folder {text}. To load a model of that name from the Hugging Face hub, "
+            "install huggingface_hub."
+        ) from None
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.spm"]
+    try:
+        return Path(snapshot_download(text, allow_patterns=wanted, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        pass  # not in the cache: ask the hub
+    try:
+        return Path(snapshot_download(text, allow_patterns=wanted))
+    except RepositoryNotFoundError:
+        raise CheckpointError(
+            f"There is neither a folder {text} nor a model of that name on the Hugging Face hub."
+        ) from None
+    except (
+        LocalEntryNotFoundError,
+        HFValidationError,
+        HfHubHTTPError,
+        OfflineModeIsEnabled,
+        OSError,
+    ) as error:
+        raise CheckpointError(
+            f"There is no folder {text}, no such model in the local cache, and the Hugging "
+            f"Face hub cannot be asked: {_first_line(error)} Go online, or give a folder."
+        ) from None
+
+
+def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
+    """Find a checkpoint and check all that its files say of themselves."""
+    folder = find(name)
+    config = read_json(folder / CONFIG)
+    if (folder / INDEX).exists():
+        return Checkpoint(folder, config, _sharded(folder))
+    if not (folder / WEIGHTS).exists():
+        pickled = sorted(file.name for file in folder.glob("*.bin"))
+        if pickled:
+            raise CheckpointError(
+                f"{folder} holds its weights as {pickled[0]}, a pickle, which runs code when it is "
+                "opened; regard never does. Convert it once, where you trust it, with "
+                "transformers: AutoModel.from_pretrained(folder).save_pretrained(folder)."
+            )
+        raise CheckpointError(f"{folder} holds neither {WEIGHTS} nor {INDEX}.")
+    return Checkpoint(folder, config, _header(folder / WEIGHTS))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON file that holds one object."""
+    return _json(read_bytes(file), file)
+
+
+def read_bytes(file: Path) -> bytes:
+    """A small file, whole; one that is too large for a config or a vocabulary is refused."""
+    with _opened(file) as opened:
+        raw = opened.read(_MOST_JSON + 1)
+    if len(raw) > _MOST_JSON:
+        raise CheckpointError(f"{file} is over {_MOST_JSON // 2**20} MB: too large for what it is.")
+    return raw
+
+
+def write(
+    folder: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    generation: Mapping[str, Any] | None = None,
+    shard_bytes: int = 5 * 2**30,
+) -> None:
+    """Write a checkpoint, in shards where it is larger than ``shard_bytes``.
+
+    Each file is written beside its place and then moved there, so that an interrupted save leaves
+    no broken file under a good name.
+    """
+    from safetensors.torch import save
+
+    folder = Path(folder)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; a checkpoint needs a folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for key, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if filled and filled + size > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][key] = tensor.detach().cpu().contiguous()
+        filled += size
+    count = len(shards)
+    names = (
+        [WEIGHTS]
+        if count == 1
+        else [f"model-{index:05}-of-{count:05}.safetensors" for index in range(1, count + 1)]
+    )
+    for name, shard in zip(names, shards, strict=True):
+        _replace(folder / name, save(shard, {"format": "pt"}))
+    if count > 1:
+        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        _replace(folder / INDEX, _dump(index))
+    # What an earlier save left behind must not be read in place of this one.
+    (folder / (WEIGHTS if count > 1 else INDEX)).unlink(missing_ok=True)
+    _replace(folder / CONFIG, _dump(config))
+    if generation is not None:
+        _replace(folder / GENERATION, _dump(generation))
+
+
+def _replace(file: Path, data: bytes) -> None:
+    beside = file.with_name(file.name + ".part")
+    with beside.open("wb") as opened:
+        opened.write(data)
+        opened.flush()
+        os.fsync(opened.fileno())
+    beside.replace(file)
+
+
+def _dump(value: Mapping[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()
+
+
+@contextmanager
+def _opened(file: Path) -> Iterator[BinaryIO]:
+    """A regular file, opened; a pipe or a device could keep us waiting for ever."""
+    try:
+        if not stat.S_ISREG(file.stat().st_mode):
+            raise CheckpointError(f"{file} is not a regular file.")
+        with file.open("rb") as opened:
+            yield opened
+    except FileNotFoundError:
+        raise CheckpointError(f"There is no file {file}.") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from None
+
+
+def _json(raw: bytes, source: Path | str) -> dict[str, Any]:
+    """One JSON object, in which no key comes twice."""
+
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) != len(pairs):
+            seen: set[str] = set()
+            twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
+            raise CheckpointError(f"{source} has the key {twice!r} twice.")
+        return found
+
+    try:
+        value = json.loads(raw, object_pairs_hook=unique)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"{source} is not readable JSON: {_first_line(error)}") from None
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{source} should hold a JSON object, not {type(value).__name__}.")
+    return value
+
+
+def _header(file: Path) -> dict[str, Entry]:
+    """What a safetensors file says it holds, checked against its size."""
+    with _opened(file) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        first = opened.read(8)
+        length = int.from_bytes(first, "little")
+        if len(first) < 8 or length < 2 or length > min(size - 8, _MOST_JSON):
+            raise CheckpointError(
+                f"{file} is no safetensors file: its header would take {length:,} of its "
+                f"{size:,} bytes."
+            )
+        header = _json(opened.read(length), file)
+    header.pop("__metadata__", None)
+    data = 8 + length
+    entries, spans = {}, []
+    for key, value in header.items():
+        entry = _entry(file, key, value, data, size)
+        entries[key] = entry
+        spans.append((entry.start, entry.start + entry.length, key))
+    end = data
+    for start, stop, key in sorted(spans):
+        if start != end:
+            kind = "overlaps another tensor" if start < end else "leaves a gap before it"
+            raise CheckpointError(f"{file} is broken: {key} {kind}.")
+        end = stop
+    if end != size:
+        raise CheckpointError(f"{file} is broken: {size - end:,} bytes follow its last tensor.")
+    return entries
+
+
+def _entry(file: Path, key: str, value: object, data: int, size: int) -> Entry:
+    """One line of a header."""
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{file} does not say dtype, shape and data_offsets of {key}.")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise CheckpointError(
+            f"{file} holds {key} as {dtype!r}; regard reads {', '.join(_DTYPES)}."
+        )
+    if not _whole(shape) or len(shape) > 8 or not _whole(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{file} gives {key} the shape {shape} and the offsets {offsets}.")
+    start, stop = data + offsets[0], data + offsets[1]
+    length = math.prod(shape) * _DTYPES[dtype].itemsize
+    if not start <= stop <= size or stop - start != length:
+        raise CheckpointError(
+            f"{file} is broken: {key}, {dtype} {shape}, needs {length:,} bytes, but its offsets "
+            f"{offsets} are not that many within the file."
+        )
+    return Entry(file, _DTYPES[dtype], tuple(shape), start, length)
+
+
+def _whole(value: object) -> bool:
+    """Whether a value is a list of whole numbers that fit a file's size."""
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def _sharded(folder: Path) -> dict[str, Entry]:
+    """The entries of all shards that an index names, as the index has them."""
+    index = read_json(folder / INDEX)
+    places = index.get("weight_map")
+    if not isinstance(places, dict):
+        raise CheckpointError(f"{folder / INDEX} has no weight_map.")
+    for key, name in places.items():
+        plain = isinstance(name, str) and name.isascii() and name.isprintable()
+        if not plain or not name.endswith(".safetensors") or "/" in name or "\\" in name:
+            raise CheckpointError(
+                f"{folder / INDEX} puts {key} into {name!r}. A shard is a .safetensors file in the "
+                "same folder."
+            )
+    entries: dict[str, Entry] = {}
+    for name in sorted(set(places.values())):
+        for key, entry in _header(folder / name).items():
+            if places.get(key) != name:
+                raise CheckpointError(f"{folder / name} holds {key}, which the index does not say.")
+            entries[key] = entry
+    missing = sorted(places.keys() - entries.keys())
+    if missing:
+        raise CheckpointError(f"{folder / places[missing[0]]} lacks {missing[0]}.")
+    return entries
+
+
+def _first_line(error: BaseException) -> str:
+    """The first line of another library's message, as one sentence."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0].rstrip(".:") + "."

@@ -1,0 +1,332 @@
+"""BERT (Devlin et al. 2019): an encoder that reads in both directions.
+
+https://arxiv.org/abs/1810.04805
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear, normalize
+
+from regard.errors import InputError
+from regard.layers import Block, FeedForward, LayerNorm, MultiHeadAttention, PostNorm
+from regard.mechanism.masks import Padding
+from regard.mechanism.positions import LearnedPositions
+from regard.models.model import (
+    ACTIVATIONS,
+    Config,
+    ConfigMap,
+    Model,
+    Stack,
+    check_heads,
+    choice,
+    layers,
+    positions,
+    positive,
+    rate,
+    size,
+    token,
+)
+from regard.weights import Drop, Fuse, KeyMap, Rename, Spelling, Step, Tie
+
+
+@dataclass(frozen=True, kw_only=True)
+class BertConfig(Config):
+    """The sizes of a BERT; those of bert-base-uncased by default.
+
+    >>> BertConfig.large().depth
+    24
+    """
+
+    vocabulary: int = size(30522)
+    length: int = size(512)
+    kinds: int = size(2)  # of token: the first and the second sentence
+    dim: int = size(768)
+    depth: int = layers(12)
+    heads: int = size(12)
+    inner: int = size(3072)
+    activation: str = choice("gelu", ACTIVATIONS)
+    dropout: float = rate(0.1)
+    attention_dropout: float = rate(0.1)
+    epsilon: float = positive(1e-12)
+    pad: int | None = token(0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_heads(self.heads, self.dim)
+
+    @classmethod
+    def base(cls) -> BertConfig:
+        """110 million parameters."""
+        return cls()
+
+    @classmethod
+    def large(cls) -> BertConfig:
+        """340 million parameters."""
+        return cls(dim=1024, depth=24, heads=16, inner=4096)
+
+
+class BertEncoder(nn.Module):
+    """What all BERTs share: embeddings and blocks."""
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.tokens = nn.Embedding(config.vocabulary, config.dim)
+        self.places = LearnedPositions(config.length, config.dim)
+        self.kinds = nn.Embedding(config.kinds, config.dim)
+        self.norm = LayerNorm(config.dim, config.epsilon)
+        self.dropout = nn.Dropout(config.dropout)
+        self.stack = Stack([_block(config) for _ in range(config.depth)])
+
+    def forward(
+        self, ids: Tensor, *, kinds: Tensor | None = None, padding: Padding | None = None
+    ) -> Tensor:
+        """The hidden state at each of ``ids`` [batch, n]; ``kinds`` are 0 or 1 for each of them."""
+        length = ids.shape[1]
+        if length > self.config.length:
+            raise InputError(
+                f"This BERT reads at most {self.config.length} tokens, but was given {length}."
+            )
+        if kinds is None:
+            kinds = torch.zeros_like(ids)
+        at = positions(padding, 0, length, ids.device)
+        x = self.norm(self.tokens(ids) + self.places(at) + self.kinds(kinds))
+        result: Tensor = self.stack(self.dropout(x), mask=padding)
+        return result
+
+
+def _block(config: BertConfig) -> Block:
+    return Block(
+        MultiHeadAttention(config.dim, config.heads, dropout=config.attention_dropout),
+        PostNorm(LayerNorm(config.dim, config.epsilon), config.dropout),
+        FeedForward(config.dim, config.inner, ACTIVATIONS[config.activation]()),
+        PostNorm(LayerNorm(config.dim, config.epsilon), config.dropout),
+    )
+
+
+def _initialise(model: nn.Module) -> None:
+    """Normal with 0.02, cut off at two deviations; biases 0 (appendix A.2's released code)."""
+    for name, parameter in model.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif "norm" not in name:
+            nn.init.trunc_normal_(parameter, std=0.02, a=-0.04, b=0.04)
+
+
+class _Bert(Model):
+    """What the heads share: the encoder, and how a BERT is spelled in config.json."""
+
+    config: BertConfig
+
+    spelling = ConfigMap(
+        "bert",
+        {
+            "vocab_size": "vocabulary",
+            "max_position_embeddings": "length",
+            "type_vocab_size": "kinds",
+            "hidden_size": "dim",
+            "num_hidden_layers": "depth",
+            "num_attention_heads": "heads",
+            "intermediate_size": "inner",
+            "hidden_act": "activation",
+            "hidden_dropout_prob": "dropout",
+            "attention_probs_dropout_prob": "attention_dropout",
+            "layer_norm_eps": "epsilon",
+            "pad_token_id": "pad",
+        },
+        fixed={
+            "is_decoder": False,
+            "add_cross_attention": False,
+            "position_embedding_type": "absolute",
+            "tie_word_embeddings": True,
+        },
+    )
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.encoder = BertEncoder(config)
+
+    @classmethod
+    def read_config(cls, raw: Mapping[str, Any]) -> Config:
+        return cls.spelling.read(BertConfig, raw)
+
+
+class Bert(_Bert):
+    """BERT as an encoder, for hidden states and sentence vectors.
+
+    >>> model = Bert(BertConfig(vocabulary=10, dim=8, depth=1, heads=2, inner=16))
+    >>> list(model(torch.tensor([[1, 2, 3]])).shape)
+    [1, 3, 8]
+    """
+
+    architecture = "BertModel"
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.pooler = nn.Linear(config.dim, config.dim)
+        _initialise(self)
+
+    def forward(
+        self, ids: Tensor, *, kinds: Tensor | None = None, padding: Padding | None = None
+    ) -> Tensor:
+        """The hidden state at each of ``ids`` [batch, n]: [batch, n, dim]."""
+        hidden: Tensor = self.encoder(ids, kinds=kinds, padding=padding)
+        return hidden
+
+    def pool(self, hidden: Tensor, padding: Padding | None = None) -> Tensor:
+        """What next-sentence prediction was trained on: the first token, through a layer."""
+        first = hidden[:, 0]
+        if padding is not None and padding.side == "left":
+            lengths = torch.as_tensor(padding.lengths, device=hidden.device)
+            starts = (hidden.shape[1] - lengths).expand(len(hidden))
+            first = hidden[torch.arange(len(hidden), device=hidden.device), starts]
+        pooled: Tensor = self.pooler(first)
+        return pooled.tanh()
+
+    def vectors(
+        self, ids: Tensor, *, kinds: Tensor | None = None, padding: Padding | None = None
+    ) -> Tensor:
+        """One vector of length 1 per sentence, [batch, dim]: the mean over its tokens."""
+        hidden = self(ids, kinds=kinds, padding=padding)
+        if padding is None:
+            return normalize(hidden.mean(1), dim=-1)
+        index = torch.arange(ids.shape[1], device=ids.device)
+        if padding.side == "left":
+            index = index.flip(0)
+        lengths = torch.as_tensor(padding.lengths, device=ids.device)[:, None]
+        real = (index < lengths).to(hidden.dtype)[..., None]  # [batch, n, 1]
+        return normalize((hidden * real).sum(1) / lengths, dim=-1)
+
+    @staticmethod
+    def keys(config: BertConfig) -> KeyMap:
+        return KeyMap(
+            [
+                *_SPELLINGS,
+                Spelling(r"^bert\.", ""),
+                Drop(r"^(cls|qa_outputs)\.", "a head that an encoder has not"),
+                *_encoder_keys(config, ""),
+                Rename("pooler.dense.weight", "pooler.weight"),
+                Rename("pooler.dense.bias", "pooler.bias"),
+            ]
+        )
+
+
+class BertMaskedLM(_Bert):
+    """BERT that fills in masked tokens; the output shares the token embedding.
+
+    >>> model = BertMaskedLM(BertConfig(vocabulary=10, dim=8, depth=1, heads=2, inner=16))
+    >>> list(model(torch.tensor([[1, 2, 3]])).shape)
+    [1, 3, 10]
+    """
+
+    architecture = "BertForMaskedLM"
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.transform = nn.Linear(config.dim, config.dim)
+        self.activation = ACTIVATIONS[config.activation]()
+        self.norm = LayerNorm(config.dim, config.epsilon)
+        self.bias = nn.Parameter(torch.zeros(config.vocabulary))
+        _initialise(self)
+
+    def forward(
+        self, ids: Tensor, *, kinds: Tensor | None = None, padding: Padding | None = None
+    ) -> Tensor:
+        """The logits of what belongs at each of ``ids`` [batch, n]: [batch, n, vocabulary]."""
+        hidden = self.encoder(ids, kinds=kinds, padding=padding)
+        hidden = self.norm(self.activation(self.transform(hidden)))
+        return linear(hidden, self.encoder.tokens.weight, self.bias)
+
+    @staticmethod
+    def keys(config: BertConfig) -> KeyMap:
+        predictions = "cls.predictions"
+        return KeyMap(
+            [
+                *_SPELLINGS,
+                Drop(r"^bert\.pooler\.", "for next-sentence prediction"),
+                Drop(r"^cls\.seq_relationship\.", "for next-sentence prediction"),
+                *_encoder_keys(config, "bert."),
+                Rename(f"{predictions}.transform.dense.weight", "transform.weight"),
+                Rename(f"{predictions}.transform.dense.bias", "transform.bias"),
+                Rename(f"{predictions}.transform.LayerNorm.weight", "norm.weight"),
+                Rename(f"{predictions}.transform.LayerNorm.bias", "norm.bias"),
+                Rename(f"{predictions}.bias", "bias"),
+                Tie(f"{predictions}.decoder.weight", "bert.embeddings.word_embeddings.weight"),
+                Tie(f"{predictions}.decoder.bias", f"{predictions}.bias"),
+            ]
+        )
+
+
+class BertAnswering(_Bert):
+    """BERT that answers from a text: where an answer starts, and where it ends.
+
+    >>> model = BertAnswering(BertConfig(vocabulary=10, dim=8, depth=1, heads=2, inner=16))
+    >>> start, end = model(torch.tensor([[1, 2, 3]]))
+    >>> list(start.shape)
+    [1, 3]
+    """
+
+    architecture = "BertForQuestionAnswering"
+
+    def __init__(self, config: BertConfig) -> None:
+        super().__init__(config)
+        self.ends = nn.Linear(config.dim, 2)
+        _initialise(self)
+
+    def forward(
+        self, ids: Tensor, *, kinds: Tensor | None = None, padding: Padding | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """The logits of each of ``ids`` [batch, n] to be the answer's first, and its last."""
+        start, end = self.ends(self.encoder(ids, kinds=kinds, padding=padding)).unbind(-1)
+        return start, end
+
+    @staticmethod
+    def keys(config: BertConfig) -> KeyMap:
+        return KeyMap(
+            [
+                *_SPELLINGS,
+                Drop(r"^bert\.pooler\.", "for next-sentence prediction"),
+                *_encoder_keys(config, "bert."),
+                Rename("qa_outputs.weight", "ends.weight"),
+                Rename("qa_outputs.bias", "ends.bias"),
+            ]
+        )
+
+
+# ----------------------------------------------------------------------------------- checkpoints
+
+_SPELLINGS = (
+    Spelling(r"LayerNorm\.gamma$", "LayerNorm.weight"),
+    Spelling(r"LayerNorm\.beta$", "LayerNorm.bias"),
+    Drop(r"embeddings\.position_ids$", "0, 1, 2 ..."),
+)
+
+
+def _encoder_keys(config: BertConfig, prefix: str) -> Iterator[Step]:
+    for old, new in (
+        ("word_embeddings.weight", "tokens.weight"),
+        ("position_embeddings.weight", "places.weight"),
+        ("token_type_embeddings.weight", "kinds.weight"),
+        ("LayerNorm.weight", "norm.weight"),
+        ("LayerNorm.bias", "norm.bias"),
+    ):
+        yield Rename(f"{prefix}embeddings.{old}", f"encoder.{new}")
+    for index in range(config.depth):
+        theirs, ours = f"{prefix}encoder.layer.{index}", f"encoder.stack.blocks.{index}"
+        for kind in ("weight", "bias"):
+            parts = (f"{theirs}.attention.self.{part}.{kind}" for part in ("query", "key", "value"))
+            yield Fuse(tuple(parts), f"{ours}.attention.qkv.{kind}")
+            for old, new in (
+                ("attention.output.dense", "attention.output"),
+                ("attention.output.LayerNorm", "around_attention.norm"),
+                ("intermediate.dense", "feed_forward.up"),
+                ("output.dense", "feed_forward.down"),
+                ("output.LayerNorm", "around_feed_forward.norm"),
+            ):
+                yield Rename(f"{theirs}.{old}.{kind}", f"{ours}.{new}.{kind}")

@@ -1,0 +1,249 @@
+"""GPT-2 (Radford et al. 2019): a decoder that predicts the next token.
+
+https://cdn.openai.com/better-language-models/language_models_are_unsupervised_multitask_learners.pdf
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from regard.errors import InputError
+from regard.layers import Block, FeedForward, LayerNorm, MultiHeadAttention, PreNorm
+from regard.mechanism.masks import Causal, Padding
+from regard.mechanism.positions import LearnedPositions
+from regard.models.model import (
+    ACTIVATIONS,
+    Config,
+    ConfigMap,
+    Model,
+    Stack,
+    State,
+    check_heads,
+    choice,
+    layers,
+    optional_size,
+    pad,
+    positions,
+    positive,
+    rate,
+    size,
+    switch,
+    token,
+)
+from regard.weights import Drop, KeyMap, Rename, Spelling, Step, Tie, Transpose
+
+
+@dataclass(frozen=True, kw_only=True)
+class GPT2Config(Config):
+    """The sizes of a GPT-2; those of the smallest by default.
+
+    >>> GPT2Config.medium().dim
+    1024
+    """
+
+    vocabulary: int = size(50257)
+    length: int = size(1024)
+    dim: int = size(768)
+    depth: int = layers(12)
+    heads: int = size(12)
+    inner: int | None = optional_size()  # four times dim, where it is None
+    activation: str = choice("gelu_new", ACTIVATIONS)
+    dropout: float = rate(0.1)
+    embedding_dropout: float = rate(0.1)
+    attention_dropout: float = rate(0.1)
+    epsilon: float = positive(1e-5)
+    scale_by_layer: bool = switch(False)  # divide the scores of layer i, from 1 on, by i
+    begin: int | None = token(50256)
+    end: int | None = token(50256)
+    pad: int | None = token(None)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_heads(self.heads, self.dim)
+
+    @classmethod
+    def small(cls) -> GPT2Config:
+        """124 million parameters."""
+        return cls()
+
+    @classmethod
+    def medium(cls) -> GPT2Config:
+        """355 million parameters."""
+        return cls(dim=1024, depth=24, heads=16)
+
+    @classmethod
+    def large(cls) -> GPT2Config:
+        """774 million parameters."""
+        return cls(dim=1280, depth=36, heads=20)
+
+    @classmethod
+    def xl(cls) -> GPT2Config:
+        """1558 million parameters."""
+        return cls(dim=1600, depth=48, heads=25)
+
+
+class GPT2(Model):
+    """GPT-2 with its language-model head, which shares the token embedding.
+
+    >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2, begin=None, end=None))
+    >>> list(model(torch.tensor([[1, 2, 3]])).shape)
+    [1, 3, 10]
+    """
+
+    config: GPT2Config
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        self.tokens = nn.Embedding(config.vocabulary, config.dim)
+        self.places = LearnedPositions(config.length, config.dim)
+        self.dropout = nn.Dropout(config.embedding_dropout)
+        self.stack = Stack([self._block(index) for index in range(config.depth)])
+        self.norm = LayerNorm(config.dim, config.epsilon)
+        self._initialise()
+
+    def _block(self, index: int) -> Block:
+        config = self.config
+        head_dim = config.dim // config.heads
+        scale = head_dim**-0.5 / (index + 1 if config.scale_by_layer else 1)
+        return Block(
+            MultiHeadAttention(
+                config.dim, config.heads, scale=scale, dropout=config.attention_dropout
+            ),
+            PreNorm(LayerNorm(config.dim, config.epsilon), config.dropout),
+            FeedForward(
+                config.dim, config.inner or 4 * config.dim, ACTIVATIONS[config.activation]()
+            ),
+            PreNorm(LayerNorm(config.dim, config.epsilon), config.dropout),
+        )
+
+    def _initialise(self) -> None:
+        """Normal with 0.02 (positions 0.01), biases 0; what is added to the residual stream is
+        scaled down by the square root of how often that happens (section 2.3).
+        """
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif name.endswith(("output.weight", "down.weight")):
+                nn.init.normal_(parameter, std=0.02 / (2 * self.config.depth) ** 0.5)
+            elif "norm" not in name:
+                nn.init.normal_(parameter, std=0.01 if name == "places.weight" else 0.02)
+
+    def forward(
+        self, ids: Tensor, *, padding: Padding | None = None, state: State | None = None
+    ) -> Tensor:
+        """The logits of the token after each of ``ids`` [batch, n]: [batch, n, vocabulary]."""
+        return linear(self.read(ids, padding=padding, state=state), self.tokens.weight)
+
+    def read(
+        self, ids: Tensor, *, padding: Padding | None = None, state: State | None = None
+    ) -> Tensor:
+        """The hidden state at each of ``ids`` [batch, n]: [batch, n, dim].
+
+        With a ``state`` the ids come after all that went through it before, and its own padding
+        counts.
+        """
+        past = 0 if state is None else len(state)
+        total = past + ids.shape[1]
+        if total > self.config.length:
+            raise InputError(
+                f"This GPT-2 reads at most {self.config.length} tokens, but was given {total}."
+            )
+        if state is not None:
+            if padding is not None:
+                raise InputError("With a state, padding belongs to it: State(pads=...).")
+            padding = state.padding(total)
+        at = positions(padding, past, total, ids.device)
+        x = self.dropout(self.tokens(ids) + self.places(at))
+        mask = Causal() if padding is None else Causal() & padding
+        x = self.stack(x, mask=mask, state=state)
+        result: Tensor = self.norm(x)
+        return result
+
+    def begin(self, prompts: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, State]:
+        """What decoding starts from: the prompts, padded on the left, and an empty state."""
+        ids, padding = pad(prompts, 0, "left", self.config.vocabulary, self.device)
+        pads = None
+        if padding is not None:
+            pads = ids.shape[1] - torch.as_tensor(padding.lengths, device=ids.device)
+        return ids, State(self.config.depth, ids.shape[1] + room, pads=pads)
+
+    def step(self, ids: Tensor, state: State) -> Tensor:
+        """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary]."""
+        return linear(self.read(ids, state=state)[:, -1], self.tokens.weight)
+
+    # --------------------------------------------------------------------------- checkpoints
+
+    architecture = "GPT2LMHeadModel"
+    spelling = ConfigMap(
+        "gpt2",
+        {
+            "vocab_size": "vocabulary",
+            "n_positions": "length",
+            "n_embd": "dim",
+            "n_layer": "depth",
+            "n_head": "heads",
+            "n_inner": "inner",
+            "activation_function": "activation",
+            "resid_pdrop": "dropout",
+            "embd_pdrop": "embedding_dropout",
+            "attn_pdrop": "attention_dropout",
+            "layer_norm_epsilon": "epsilon",
+            "scale_attn_by_inverse_layer_idx": "scale_by_layer",
+            "bos_token_id": "begin",
+            "eos_token_id": "end",
+            "pad_token_id": "pad",
+        },
+        fixed={
+            "scale_attn_weights": True,
+            "add_cross_attention": False,
+            "tie_word_embeddings": True,
+        },
+    )
+
+    @classmethod
+    def read_config(cls, raw: Mapping[str, Any]) -> Config:
+        return cls.spelling.read(GPT2Config, raw)
+
+    def generation(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "bos_token_id": config.begin,
+            "eos_token_id": config.end,
+            "pad_token_id": config.pad,
+        }
+
+    @staticmethod
+    def keys(config: GPT2Config) -> KeyMap:
+        return KeyMap(
+            [
+                Spelling(r"^(?!transformer\.|lm_head\.)", "transformer."),
+                Drop(r"\.attn\.(masked_)?bias$", "the causal mask, as a table"),
+                Rename("transformer.wte.weight", "tokens.weight"),
+                Rename("transformer.wpe.weight", "places.weight"),
+                *(step for index in range(config.depth) for step in _block_keys(index)),
+                Rename("transformer.ln_f.weight", "norm.weight"),
+                Rename("transformer.ln_f.bias", "norm.bias"),
+                Tie("lm_head.weight", "transformer.wte.weight"),
+            ]
+        )
+
+
+def _block_keys(index: int) -> Iterator[Step]:
+    theirs, ours = f"transformer.h.{index}", f"stack.blocks.{index}"
+    for old, new in (
+        ("attn.c_attn", "attention.qkv"),
+        ("attn.c_proj", "attention.output"),
+        ("mlp.c_fc", "feed_forward.up"),
+        ("mlp.c_proj", "feed_forward.down"),
+    ):
+        yield Transpose(f"{theirs}.{old}.weight", f"{ours}.{new}.weight")
+        yield Rename(f"{theirs}.{old}.bias", f"{ours}.{new}.bias")
+    for old, new in (("ln_1", "around_attention.norm"), ("ln_2", "around_feed_forward.norm")):
+        yield Rename(f"{theirs}.{old}.weight", f"{ours}.{new}.weight")
+        yield Rename(f"{theirs}.{old}.bias", f"{ours}.{new}.bias")

@@ -1,0 +1,381 @@
+"""What the models share: configs that are checked, what is kept between steps, and loading."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, ClassVar, Self, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from regard import checkpoints
+from regard.errors import CheckpointError, InputError
+from regard.layers import Block
+from regard.mechanism.biases import Bias
+from regard.mechanism.cache import Cache, CrossCache
+from regard.mechanism.masks import Mask, Padding
+from regard.weights import KeyMap
+
+# ------------------------------------------------------------------------------------- configs
+
+
+def size(default: int, most: int = 2**24) -> Any:
+    """A config's field: a whole number from 1 to ``most``."""
+    return _checked(
+        default, f"a whole number from 1 to {most}", lambda v: type(v) is int and 1 <= v <= most
+    )
+
+
+def optional_size(most: int = 2**24) -> Any:
+    """A config's field: as :func:`size`, or None."""
+    return _checked(
+        None,
+        f"None or a whole number from 1 to {most}",
+        lambda v: v is None or (type(v) is int and 1 <= v <= most),
+    )
+
+
+def layers(default: int) -> Any:
+    """A config's field: how many layers."""
+    return size(default, most=1024)
+
+
+def rate(default: float) -> Any:
+    """A config's field: a probability of dropping."""
+    return _checked(default, "a number from 0 to below 1", lambda v: _number(v) and 0 <= v < 1)
+
+
+def positive(default: float) -> Any:
+    """A config's field: a number above 0."""
+    return _checked(default, "a number above 0", lambda v: _number(v) and 0 < v < 1e6)
+
+
+def switch(default: bool) -> Any:
+    """A config's field: true or false."""
+    return _checked(default, "true or false", lambda v: type(v) is bool)
+
+
+def token(default: int | None) -> Any:
+    """A config's field: the id of a special token, or None."""
+    return _checked(
+        default,
+        "a token's id, or None",
+        lambda v: v is None or (type(v) is int and 0 <= v < 2**31),
+    )
+
+
+def choice(default: str, among: Mapping[str, object]) -> Any:
+    """A config's field: one of some names."""
+    return _checked(
+        default, f"one of {', '.join(among)}", lambda v: isinstance(v, str) and v in among
+    )
+
+
+def _number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(cast(float, value))
+
+
+def _checked(default: object, words: str, accepts: Callable[[Any], bool]) -> Any:
+    return field(default=default, metadata={"words": words, "accepts": accepts})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """The base of every model's config: each field is checked when it is set."""
+
+    def __post_init__(self) -> None:
+        for entry in fields(self):
+            value = getattr(self, entry.name)
+            if "accepts" in entry.metadata and not entry.metadata["accepts"](value):
+                raise InputError(
+                    f"{type(self).__name__}({entry.name}=...) must be {entry.metadata['words']}, "
+                    f"but got {value!r}."
+                )
+
+
+def check_heads(heads: int, dim: int) -> None:
+    """Raise InputError where heads cannot share dimensions evenly."""
+    if dim % heads:
+        raise InputError(f"{heads} heads cannot share {dim} dimensions evenly.")
+
+
+@dataclass(frozen=True)
+class ConfigMap:
+    """How a config is spelled in config.json, both ways.
+
+    ``defaults`` are for files that leave out a key whose default there is not ours. A file whose
+    value differs from one in ``fixed`` describes a model that regard does not have.
+    """
+
+    model_type: str
+    names: Mapping[str, str]  # theirs to ours
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    fixed: Mapping[str, object] = field(default_factory=dict)
+
+    def read(self, kind: type[Config], raw: Mapping[str, Any]) -> Config:
+        for key, value in self.fixed.items():
+            if raw.get(key, value) != value:
+                raise CheckpointError(
+                    f"config.json says {key} = {raw[key]!r}; regard's model has {value!r}."
+                )
+        spelled = {**self.defaults, **raw}
+        found = {ours: spelled[theirs] for theirs, ours in self.names.items() if theirs in spelled}
+        try:
+            return kind(**found)
+        except InputError as error:
+            raise CheckpointError(f"config.json does not describe a model: {error}") from None
+
+    def write(self, config: Config, architecture: str) -> dict[str, Any]:
+        found = {theirs: getattr(config, ours) for theirs, ours in self.names.items()}
+        return {
+            **self.fixed,
+            **found,
+            "model_type": self.model_type,
+            "architectures": [architecture],
+        }
+
+
+ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "gelu": nn.GELU,
+    "gelu_new": lambda: nn.GELU("tanh"),
+    "gelu_pytorch_tanh": lambda: nn.GELU("tanh"),
+    "silu": nn.SiLU,
+    "swish": nn.SiLU,
+    "tanh": nn.Tanh,
+}
+
+# ----------------------------------------------------------------------------- between the steps
+
+
+class State:
+    """What a decoder keeps between steps: the caches of its layers, and what it attends across to.
+
+    Prompts of unequal length are padded on the left; ``pads`` says by how much. ``context`` has one
+    row per sentence, which all beams of the sentence share.
+    """
+
+    def __init__(
+        self,
+        depth: int,
+        room: int = 0,
+        *,
+        pads: Tensor | None = None,
+        context: Tensor | None = None,
+        context_padding: Padding | None = None,
+    ) -> None:
+        self.own = [Cache(room) for _ in range(depth)]
+        self.cross = [CrossCache() for _ in range(depth)]
+        self.pads = pads  # [batch]
+        self.context = context  # [sentences, length, dim]
+        self.context_padding = context_padding
+
+    def __len__(self) -> int:
+        """How many positions went through."""
+        return len(self.own[0])
+
+    def padding(self, keys: int) -> Padding | None:
+        """The padding of the first ``keys`` positions."""
+        return None if self.pads is None else Padding(keys - self.pads, side="left")
+
+    def reorder(self, index: Tensor) -> None:
+        """Let row ``i`` of the batch go on from where row ``index[i]`` stands."""
+        for cache in self.own:
+            cache.reorder(index)
+        if self.pads is not None:
+            self.pads = self.pads.index_select(0, index)
+
+    def keep(self, sentences: Tensor) -> None:
+        """Keep the context of these sentences only, in this order."""
+        for cross in self.cross:
+            cross.reorder(sentences)
+        if self.context is not None:
+            self.context = self.context.index_select(0, sentences)
+        if self.context_padding is not None:
+            lengths = torch.as_tensor(self.context_padding.lengths, device=sentences.device)
+            self.context_padding = Padding(
+                lengths.index_select(0, sentences), self.context_padding.side
+            )
+
+
+def positions(padding: Padding | None, start: int, stop: int, device: torch.device) -> Tensor:
+    """Where tokens ``start`` to ``stop`` of each sequence stand, [1 or batch, n].
+
+    The first real token of a sequence stands at 0. What padding tokens get does not matter.
+    """
+    index = torch.arange(start, stop, device=device)[None]
+    if padding is None or padding.side == "right":
+        return index
+    lengths = torch.as_tensor(padding.lengths, device=device)[:, None]
+    return (index - (stop - lengths)).clamp(min=0)
+
+
+def pad(
+    sequences: Sequence[Sequence[int]],
+    token: int,
+    side: str,
+    vocabulary: int,
+    device: torch.device,
+) -> tuple[Tensor, Padding | None]:
+    """Sequences of ids as one tensor [batch, longest], and the padding where there is any.
+
+    >>> ids, padding = pad([[5, 6], [7]], 0, "left", 10, torch.device("cpu"))
+    >>> ids.tolist(), padding
+    ([[5, 6], [0, 7]], Padding(lengths=(2, 1), side='left'))
+    """
+    lengths = [len(sequence) for sequence in sequences]
+    if not lengths or not min(lengths):
+        raise InputError("Every sequence needs at least one token.")
+    for sequence in sequences:
+        if not 0 <= min(sequence) <= max(sequence) < vocabulary:
+            raise InputError(f"Ids are from 0 to {vocabulary - 1}, but got {list(sequence)}.")
+    longest = max(lengths)
+    rows = []
+    for sequence in sequences:
+        filler = [token] * (longest - len(sequence))
+        rows.append([*filler, *sequence] if side == "left" else [*sequence, *filler])
+    ids = torch.tensor(rows, device=device)
+    return ids, Padding(lengths, side) if min(lengths) < longest else None
+
+
+class Recomputing(nn.Module):
+    """Layers that, where asked, save memory in training by being computed again on the way back."""
+
+    recompute = False
+
+    @property
+    def recomputes(self) -> bool:
+        return self.recompute and self.training and torch.is_grad_enabled()
+
+
+class Stack(Recomputing):
+    """Blocks one after another."""
+
+    def __init__(self, blocks: Sequence[Block]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(blocks)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Mask | None = None,
+        bias: Bias | None = None,
+        context: Tensor | None = None,
+        context_mask: Mask | None = None,
+        state: State | None = None,
+    ) -> Tensor:
+        """``x`` [batch, n, dim] through all blocks."""
+        if self.recomputes:
+            for block in self.blocks:
+                x = checkpoint(
+                    block,
+                    x,
+                    context,
+                    mask=mask,
+                    bias=bias,
+                    context_mask=context_mask,
+                    use_reentrant=False,
+                )
+            return x
+        for index, block in enumerate(self.blocks):
+            x = block(
+                x,
+                context,
+                mask=mask,
+                bias=bias,
+                cache=None if state is None else state.own[index],
+                context_mask=context_mask,
+                cross_cache=None if state is None else state.cross[index],
+            )
+        return x
+
+
+# ------------------------------------------------------------------------------------- the model
+
+
+class Model(nn.Module):
+    """The base of every model: a config, a key map, and with them load and save."""
+
+    spelling: ClassVar[ConfigMap]
+    architecture: ClassVar[str]  # its name in config.json
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.config = config
+
+    @staticmethod
+    def keys(config: Any) -> KeyMap:
+        """How its parameters are spelled in checkpoints."""
+        raise NotImplementedError
+
+    @classmethod
+    def read_config(cls, raw: Mapping[str, Any]) -> Config:
+        """Its config from what config.json says."""
+        raise NotImplementedError
+
+    def write_config(self) -> dict[str, Any]:
+        """Its config as config.json says it."""
+        return self.spelling.write(self.config, self.architecture)
+
+    def generation(self) -> dict[str, Any] | None:
+        """What generation_config.json says, where the model generates."""
+        return None
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    def recompute(self, on: bool = True) -> Self:
+        """Save memory in training by computing each block again on the way back."""
+        for module in self.modules():
+            if isinstance(module, Recomputing):
+                module.recompute = on
+        return self
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        source: checkpoints.Checkpoint,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> Self:
+        """The model, filled from a checkpoint; nothing is read before everything fits."""
+        config = cls.read_config(source.config)
+        keys = cls.keys(config)
+        names = keys.names(source.entries)
+        with torch.device("meta"):
+            model = cls(config)
+        expected = model.state_dict()
+        found = keys.apply(names, source.meta)
+        for name, tensor in found.items():
+            if name in expected and tensor.shape != expected[name].shape:
+                theirs = next(step.reads for step in keys.steps if step.ours == name)
+                raise CheckpointError(
+                    f"{', '.join(theirs)} has shape {list(tensor.shape)} in the checkpoint, but "
+                    f"the config asks for {list(expected[name].shape)}."
+                )
+            if not tensor.is_floating_point():
+                raise CheckpointError(
+                    f"{name} should hold numbers with a point, not {tensor.dtype}."
+                )
+        if found.keys() != expected.keys():
+            odd = sorted(found.keys() ^ expected.keys())
+            raise CheckpointError(f"The key map and the model disagree about {', '.join(odd)}.")
+
+        def read(key: str) -> Tensor:
+            return source.read(key).to(device=device, dtype=dtype)
+
+        model.load_state_dict(keys.apply(names, read), assign=True)
+        return model.eval()
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write config.json and the weights as safetensors, for regard and others to read."""
+        tensors = self.keys(self.config).save(self.state_dict())
+        config = self.write_config()
+        config["dtype"] = str(next(self.parameters()).dtype).removeprefix("torch.")
+        checkpoints.write(folder, config, tensors, self.generation())

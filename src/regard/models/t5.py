@@ -1,0 +1,354 @@
+"""T5 (Raffel et al. 2020): every task as text in, text out; versions 1.0 and 1.1.
+
+https://arxiv.org/abs/1910.10683, and for 1.1 https://arxiv.org/abs/2002.05202
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from regard.errors import CheckpointError
+from regard.layers import (
+    Block,
+    FeedForward,
+    GatedFeedForward,
+    MultiHeadAttention,
+    PreNorm,
+    RMSNorm,
+)
+from regard.mechanism.biases import RelativeBuckets
+from regard.mechanism.masks import Causal, Mask, Padding
+from regard.models.model import (
+    ACTIVATIONS,
+    Config,
+    ConfigMap,
+    Model,
+    Stack,
+    State,
+    choice,
+    layers,
+    optional_size,
+    pad,
+    positive,
+    rate,
+    size,
+    switch,
+    token,
+)
+from regard.weights import Drop, Fuse, KeyMap, Rename, Step, Tie
+
+
+@dataclass(frozen=True, kw_only=True)
+class T5Config(Config):
+    """The sizes of a T5; those of t5-small by default.
+
+    >>> T5Config.v1_1_small().gated
+    True
+    """
+
+    vocabulary: int = size(32128)
+    dim: int = size(512)
+    head_dim: int = size(64)
+    inner: int = size(2048)
+    depth: int = layers(6)
+    decoder_depth: int | None = optional_size(1024)  # as the encoder's, where it is None
+    heads: int = size(8)
+    buckets: int = size(32, most=4096)
+    max_distance: int = size(128)
+    activation: str = choice("relu", ACTIVATIONS)
+    gated: bool = switch(False)
+    tied: bool = switch(True)  # whether the output shares the token embedding
+    dropout: float = rate(0.1)
+    epsilon: float = positive(1e-6)
+    pad: int | None = token(0)
+    end: int | None = token(1)
+    start: int | None = token(0)
+
+    @classmethod
+    def small(cls) -> T5Config:
+        """60 million parameters."""
+        return cls()
+
+    @classmethod
+    def base(cls) -> T5Config:
+        """220 million parameters."""
+        return cls(dim=768, inner=3072, depth=12, heads=12)
+
+    @classmethod
+    def large(cls) -> T5Config:
+        """770 million parameters."""
+        return cls(dim=1024, inner=4096, depth=24, heads=16)
+
+    @classmethod
+    def v1_1_small(cls) -> T5Config:
+        """77 million parameters."""
+        return cls(inner=1024, depth=8, heads=6, activation="gelu_new", gated=True, tied=False)
+
+    @classmethod
+    def v1_1_base(cls) -> T5Config:
+        """250 million parameters."""
+        return cls(
+            dim=768, inner=2048, depth=12, heads=12, activation="gelu_new", gated=True, tied=False
+        )
+
+
+class T5Half(nn.Module):
+    """The encoder or the decoder: blocks that share one table of relative positions."""
+
+    def __init__(self, config: T5Config, depth: int, *, decoder: bool) -> None:
+        super().__init__()
+        self.config, self.decoder = config, decoder
+        self.table = nn.Parameter(torch.empty(config.buckets, config.heads))
+        self.stack = Stack([_block(config, cross=decoder) for _ in range(depth)])
+        self.norm = RMSNorm(config.dim, eps=config.epsilon)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Mask | None,
+        context: Tensor | None = None,
+        context_mask: Mask | None = None,
+        state: State | None = None,
+    ) -> Tensor:
+        """Embedded tokens ``x`` [batch, n, dim] through the blocks."""
+        bias = RelativeBuckets(
+            self.table, bidirectional=not self.decoder, max_distance=self.config.max_distance
+        )
+        x = self.stack(
+            self.dropout(x),
+            mask=mask,
+            bias=bias,
+            context=context,
+            context_mask=context_mask,
+            state=state,
+        )
+        result: Tensor = self.dropout(self.norm(x))
+        return result
+
+
+def _block(config: T5Config, *, cross: bool) -> Block:
+    def attention() -> MultiHeadAttention:
+        return MultiHeadAttention(
+            config.dim,
+            config.heads,
+            head_dim=config.head_dim,
+            bias=False,
+            scale=1.0,  # folded into the initialisation
+            dropout=config.dropout,
+        )
+
+    def around() -> PreNorm:
+        return PreNorm(RMSNorm(config.dim, eps=config.epsilon), config.dropout)
+
+    kind = GatedFeedForward if config.gated else FeedForward
+    activation = ACTIVATIONS[config.activation]()
+    return Block(
+        attention(),
+        around(),
+        kind(config.dim, config.inner, activation, bias=False, dropout=config.dropout),
+        around(),
+        cross=attention() if cross else None,
+        around_cross=around() if cross else None,
+    )
+
+
+class T5(Model):
+    """T5 with its language-model head.
+
+    >>> model = T5(T5Config(vocabulary=10, dim=8, head_dim=4, inner=16, depth=1, heads=2))
+    >>> list(model(torch.tensor([[4, 5, 1]]), torch.tensor([[0, 6]])).shape)
+    [1, 2, 10]
+    """
+
+    config: T5Config
+
+    def __init__(self, config: T5Config) -> None:
+        super().__init__(config)
+        self.tokens = nn.Embedding(config.vocabulary, config.dim)
+        self.encoder = T5Half(config, config.depth, decoder=False)
+        self.decoder = T5Half(config, config.decoder_depth or config.depth, decoder=True)
+        self.head = None if config.tied else nn.Linear(config.dim, config.vocabulary, bias=False)
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """Normal, with deviations that keep variances where no scores are scaled."""
+        config = self.config
+        nn.init.normal_(self.tokens.weight)
+        if self.head is not None:
+            nn.init.normal_(self.head.weight)
+        for half in (self.encoder, self.decoder):
+            nn.init.normal_(half.table, std=config.dim**-0.5)
+        for module in self.modules():
+            if isinstance(module, MultiHeadAttention):
+                nn.init.normal_(module.qkv.weight, std=config.dim**-0.5)
+                width = config.heads * config.head_dim
+                nn.init.normal_(
+                    module.qkv.weight[:width], std=(config.dim * config.head_dim) ** -0.5
+                )
+                nn.init.normal_(module.output.weight, std=width**-0.5)
+            elif isinstance(module, FeedForward | GatedFeedForward):
+                nn.init.normal_(module.up.weight, std=config.dim**-0.5)
+                nn.init.normal_(module.down.weight, std=config.inner**-0.5)
+
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        *,
+        padding: Padding | None = None,
+        target_padding: Padding | None = None,
+    ) -> Tensor:
+        """The logits of the token after each of ``target`` [batch, m], given ``source`` [batch, n].
+
+        ``padding`` is the source's. The result is [batch, m, vocabulary].
+        """
+        context = self.encode(source, padding=padding)
+        mask = Causal() if target_padding is None else Causal() & target_padding
+        hidden = self.decoder(self.tokens(target), mask=mask, context=context, context_mask=padding)
+        return self._logits(hidden)
+
+    def encode(self, source: Tensor, *, padding: Padding | None = None) -> Tensor:
+        """The hidden state at each of ``source`` [batch, n]: [batch, n, dim]."""
+        hidden: Tensor = self.encoder(self.tokens(source), mask=padding)
+        return hidden
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        if self.head is not None:
+            logits: Tensor = self.head(hidden)
+            return logits
+        # The shared embedding has variance 1: scaled down, so that the logits have it too.
+        return linear(hidden * self.config.dim**-0.5, self.tokens.weight)
+
+    def begin(self, sources: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, State]:
+        """What decoding starts from: the start token, and a state that holds the sources."""
+        config = self.config
+        source, padding = pad(sources, 0, "right", config.vocabulary, self.device)
+        state = State(
+            config.decoder_depth or config.depth,
+            room + 1,
+            context=self.encode(source, padding=padding),
+            context_padding=padding,
+        )
+        start = config.start or 0
+        return torch.full((len(sources), 1), start, device=self.device), state
+
+    def step(self, ids: Tensor, state: State) -> Tensor:
+        """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary]."""
+        hidden = self.decoder(
+            self.tokens(ids),
+            mask=Causal(),
+            context=state.context,
+            context_mask=state.context_padding,
+            state=state,
+        )
+        return self._logits(hidden[:, -1])
+
+    # --------------------------------------------------------------------------- checkpoints
+
+    architecture = "T5ForConditionalGeneration"
+    spelling = ConfigMap(
+        "t5",
+        {
+            "vocab_size": "vocabulary",
+            "d_model": "dim",
+            "d_kv": "head_dim",
+            "d_ff": "inner",
+            "num_layers": "depth",
+            "num_decoder_layers": "decoder_depth",
+            "num_heads": "heads",
+            "relative_attention_num_buckets": "buckets",
+            "relative_attention_max_distance": "max_distance",
+            "dropout_rate": "dropout",
+            "layer_norm_epsilon": "epsilon",
+            "pad_token_id": "pad",
+            "eos_token_id": "end",
+            "decoder_start_token_id": "start",
+            "activation": "activation",
+            "gated": "gated",
+            "tied": "tied",
+        },
+    )
+
+    @classmethod
+    def read_config(cls, raw: Mapping[str, Any]) -> Config:
+        form = raw.get("feed_forward_proj", "relu")
+        if not isinstance(form, str):
+            raise CheckpointError(f"config.json says feed_forward_proj = {form!r}, not a name.")
+        gated = form.startswith("gated-")
+        # By "gated-gelu" the first checkpoints of 1.1 meant the approximation by tanh.
+        activation = "gelu_new" if form == "gated-gelu" else form.removeprefix("gated-")
+        # Newer files say "tied" of every T5, and this of the old ones only.
+        tied = raw.get("scale_decoder_outputs", raw.get("tie_word_embeddings", True))
+        return cls.spelling.read(
+            T5Config, {**raw, "activation": activation, "gated": gated, "tied": tied}
+        )
+
+    def write_config(self) -> dict[str, Any]:
+        raw = super().write_config()
+        activation, gated, tied = (raw.pop(name) for name in ("activation", "gated", "tied"))
+        if gated:
+            activation = "gated-gelu" if activation == "gelu_new" else f"gated-{activation}"
+        raw |= {"feed_forward_proj": activation, "tie_word_embeddings": tied}
+        return {**raw, "is_encoder_decoder": True}
+
+    def generation(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "pad_token_id": config.pad,
+            "eos_token_id": config.end,
+            "decoder_start_token_id": config.start,
+        }
+
+    @staticmethod
+    def keys(config: T5Config) -> KeyMap:
+        stray = r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$"
+        head = (
+            Tie("lm_head.weight", "shared.weight")
+            if config.tied
+            else Rename("lm_head.weight", "head.weight", otherwise="shared.weight")
+        )
+        return KeyMap(
+            [
+                Drop(stray, "left over in the first conversions; no layer reads it"),
+                Rename("shared.weight", "tokens.weight"),
+                Tie("encoder.embed_tokens.weight", "shared.weight"),
+                Tie("decoder.embed_tokens.weight", "shared.weight"),
+                head,
+                *_half_keys("encoder", config.depth, config.gated),
+                *_half_keys("decoder", config.decoder_depth or config.depth, config.gated),
+            ]
+        )
+
+
+def _half_keys(half: str, depth: int, gated: bool) -> Iterator[Step]:
+    first = f"{half}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+    yield Rename(first, f"{half}.table")
+    yield Rename(f"{half}.final_layer_norm.weight", f"{half}.norm.weight")
+    attentions = [("SelfAttention", "attention")]
+    if half == "decoder":
+        attentions.append(("EncDecAttention", "cross"))
+    for index in range(depth):
+        theirs, ours = f"{half}.block.{index}.layer", f"{half}.stack.blocks.{index}"
+        for place, (old, new) in enumerate(attentions):
+            parts = tuple(f"{theirs}.{place}.{old}.{part}.weight" for part in "qkv")
+            yield Fuse(parts, f"{ours}.{new}.qkv.weight")
+            yield Rename(f"{theirs}.{place}.{old}.o.weight", f"{ours}.{new}.output.weight")
+            norm = f"{ours}.around_{new}.norm.weight"
+            yield Rename(f"{theirs}.{place}.layer_norm.weight", norm)
+        last = f"{theirs}.{len(attentions)}"
+        dense = f"{last}.DenseReluDense"
+        if gated:
+            parts = (f"{dense}.wi_0.weight", f"{dense}.wi_1.weight")
+            yield Fuse(parts, f"{ours}.feed_forward.up.weight")
+        else:
+            yield Rename(f"{dense}.wi.weight", f"{ours}.feed_forward.up.weight")
+        yield Rename(f"{dense}.wo.weight", f"{ours}.feed_forward.down.weight")
+        yield Rename(f"{last}.layer_norm.weight", f"{ours}.around_feed_forward.norm.weight")

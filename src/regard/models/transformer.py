@@ -1,0 +1,311 @@
+"""The Transformer (Vaswani et al. 2017): an encoder and a decoder, for translation.
+
+https://arxiv.org/abs/1706.03762. Checkpoints are read and written as Marian models.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from regard.errors import InputError
+from regard.layers import Block, FeedForward, LayerNorm, MultiHeadAttention, PostNorm
+from regard.mechanism.masks import Causal, Padding
+from regard.mechanism.positions import sinusoidal
+from regard.models.model import (
+    ACTIVATIONS,
+    Config,
+    ConfigMap,
+    Model,
+    Stack,
+    State,
+    check_heads,
+    choice,
+    layers,
+    pad,
+    positions,
+    rate,
+    size,
+    switch,
+    token,
+)
+from regard.weights import Drop, Fuse, KeyMap, Rename, Step, Tie
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformerConfig(Config):
+    """The sizes of a Transformer; those of the paper's base model by default.
+
+    >>> TransformerConfig.big().heads
+    16
+    """
+
+    vocabulary: int = size(37000)
+    dim: int = size(512)
+    depth: int = layers(6)
+    decoder_depth: int = layers(6)
+    heads: int = size(8)
+    decoder_heads: int = size(8)
+    inner: int = size(2048)
+    decoder_inner: int = size(2048)
+    activation: str = choice("relu", ACTIVATIONS)
+    dropout: float = rate(0.1)
+    attention_dropout: float = rate(0.0)
+    activation_dropout: float = rate(0.0)
+    scale_embedding: bool = switch(True)
+    length: int = size(1024)  # noted in checkpoints; sinusoids go on for ever
+    pad: int | None = token(1)
+    end: int | None = token(0)
+    start: int | None = token(1)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_heads(self.heads, self.dim)
+        check_heads(self.decoder_heads, self.dim)
+        if self.dim % 2:
+            raise InputError(f"TransformerConfig(dim=...) must be even, but got {self.dim}.")
+
+    @classmethod
+    def base(cls) -> TransformerConfig:
+        """65 million parameters."""
+        return cls()
+
+    @classmethod
+    def big(cls) -> TransformerConfig:
+        """213 million parameters."""
+        return cls(
+            dim=1024,
+            heads=16,
+            decoder_heads=16,
+            inner=4096,
+            decoder_inner=4096,
+            dropout=0.3,
+        )
+
+
+class Transformer(Model):
+    """The Transformer, with one embedding for source, target and output.
+
+    >>> model = Transformer(TransformerConfig(vocabulary=10, dim=8, depth=1, decoder_depth=1))
+    >>> list(model(torch.tensor([[4, 5, 0]]), torch.tensor([[1, 6]])).shape)
+    [1, 2, 10]
+    """
+
+    config: TransformerConfig
+
+    def __init__(self, config: TransformerConfig) -> None:
+        super().__init__(config)
+        self.tokens = nn.Embedding(config.vocabulary, config.dim)
+        self.scale = math.sqrt(config.dim) if config.scale_embedding else 1.0
+        self.dropout = nn.Dropout(config.dropout)
+        self.encoder = Stack(
+            [_block(config, config.heads, config.inner, cross=False) for _ in range(config.depth)]
+        )
+        self.decoder = Stack(
+            [
+                _block(config, config.decoder_heads, config.decoder_inner, cross=True)
+                for _ in range(config.decoder_depth)
+            ]
+        )
+        self.register_buffer("output_bias", torch.zeros(1, config.vocabulary))
+        self.output_bias: Tensor
+        self._sinusoids: Tensor | None = None  # [positions, dim], as far as was needed
+        self._initialise()
+
+    def _initialise(self) -> None:
+        """Embeddings normal with dim^-1/2; matrices by Glorot's uniform; biases 0."""
+        for name, parameter in self.named_parameters():
+            if name == "tokens.weight":
+                nn.init.normal_(parameter, std=self.config.dim**-0.5)
+            elif name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif name.endswith("qkv.weight"):
+                for part in parameter.chunk(3):
+                    nn.init.xavier_uniform_(part)
+            elif parameter.dim() == 2:
+                nn.init.xavier_uniform_(parameter)
+
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        *,
+        padding: Padding | None = None,
+        target_padding: Padding | None = None,
+    ) -> Tensor:
+        """The logits of the token after each of ``target`` [batch, m], given ``source`` [batch, n].
+
+        ``padding`` is the source's. The result is [batch, m, vocabulary].
+        """
+        context = self.encode(source, padding=padding)
+        x = self._embed(target, target_padding)
+        mask = Causal() if target_padding is None else Causal() & target_padding
+        return self._logits(self.decoder(x, mask=mask, context=context, context_mask=padding))
+
+    def encode(self, source: Tensor, *, padding: Padding | None = None) -> Tensor:
+        """The hidden state at each of ``source`` [batch, n]: [batch, n, dim]."""
+        hidden: Tensor = self.encoder(self._embed(source, padding), mask=padding)
+        return hidden
+
+    def begin(self, sources: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, State]:
+        """What decoding starts from: the start token, and a state that holds the sources."""
+        config = self.config
+        source, padding = pad(sources, 0, "right", config.vocabulary, self.device)
+        state = State(
+            config.decoder_depth,
+            room + 1,
+            context=self.encode(source, padding=padding),
+            context_padding=padding,
+        )
+        start = config.start if config.start is not None else config.pad or 0
+        return torch.full((len(sources), 1), start, device=self.device), state
+
+    def step(self, ids: Tensor, state: State) -> Tensor:
+        """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary]."""
+        hidden = self.decoder(
+            self._embed(ids, None, past=len(state)),
+            mask=Causal(),
+            context=state.context,
+            context_mask=state.context_padding,
+            state=state,
+        )
+        return self._logits(hidden[:, -1])
+
+    def _embed(self, ids: Tensor, padding: Padding | None, past: int = 0) -> Tensor:
+        stop = past + ids.shape[1]
+        table, weight = self._sinusoids, self.tokens.weight
+        if table is None or len(table) < stop or table.device != ids.device:
+            table = sinusoidal(max(stop, 256), self.config.dim, layout="half", device=ids.device)
+            self._sinusoids = table
+        if padding is None or padding.side == "right":
+            at = table[past:stop].to(weight.dtype)
+        else:
+            at = table[positions(padding, past, stop, ids.device)].to(weight.dtype)
+        result: Tensor = self.dropout(self.tokens(ids) * self.scale + at)
+        return result
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        return linear(hidden, self.tokens.weight, self.output_bias[0])
+
+    # --------------------------------------------------------------------------- checkpoints
+
+    architecture = "MarianMTModel"
+    spelling = ConfigMap(
+        "marian",
+        {
+            "vocab_size": "vocabulary",
+            "d_model": "dim",
+            "encoder_layers": "depth",
+            "decoder_layers": "decoder_depth",
+            "encoder_attention_heads": "heads",
+            "decoder_attention_heads": "decoder_heads",
+            "encoder_ffn_dim": "inner",
+            "decoder_ffn_dim": "decoder_inner",
+            "activation_function": "activation",
+            "dropout": "dropout",
+            "attention_dropout": "attention_dropout",
+            "activation_dropout": "activation_dropout",
+            "scale_embedding": "scale_embedding",
+            "max_position_embeddings": "length",
+            "pad_token_id": "pad",
+            "eos_token_id": "end",
+            "decoder_start_token_id": "start",
+        },
+        defaults={
+            "vocab_size": 58101,
+            "d_model": 1024,
+            "encoder_layers": 12,
+            "decoder_layers": 12,
+            "encoder_attention_heads": 16,
+            "decoder_attention_heads": 16,
+            "encoder_ffn_dim": 4096,
+            "decoder_ffn_dim": 4096,
+            "activation_function": "gelu",
+            "scale_embedding": False,
+            "pad_token_id": 58100,
+            "decoder_start_token_id": 58100,
+        },
+        fixed={
+            "is_decoder": False,
+            "is_encoder_decoder": True,
+            "share_encoder_decoder_embeddings": True,
+            "tie_word_embeddings": True,
+            "normalize_before": False,
+            "normalize_embedding": False,
+            "add_final_layer_norm": False,
+            "static_position_embeddings": True,
+        },
+    )
+
+    @classmethod
+    def read_config(cls, raw: Mapping[str, Any]) -> Config:
+        return cls.spelling.read(TransformerConfig, raw)
+
+    def generation(self) -> dict[str, Any]:
+        config = self.config
+        return {
+            "pad_token_id": config.pad,
+            "eos_token_id": config.end,
+            "decoder_start_token_id": config.start,
+        }
+
+    @staticmethod
+    def keys(config: TransformerConfig) -> KeyMap:
+        shared = "model.shared.weight"
+        return KeyMap(
+            [
+                Drop(r"^model\.(en|de)coder\.embed_positions\.weight$", "sinusoids, as a table"),
+                Rename(shared, "tokens.weight"),
+                Tie("model.encoder.embed_tokens.weight", shared),
+                Tie("model.decoder.embed_tokens.weight", shared),
+                Tie("lm_head.weight", shared),
+                Rename("final_logits_bias", "output_bias"),
+                *_stack_keys("encoder", config.depth),
+                *_stack_keys("decoder", config.decoder_depth),
+            ]
+        )
+
+
+def _block(config: TransformerConfig, heads: int, inner: int, *, cross: bool) -> Block:
+    def attention() -> MultiHeadAttention:
+        return MultiHeadAttention(config.dim, heads, dropout=config.attention_dropout)
+
+    def around() -> PostNorm:
+        return PostNorm(LayerNorm(config.dim), config.dropout)
+
+    activation = ACTIVATIONS[config.activation]()
+    return Block(
+        attention(),
+        around(),
+        FeedForward(config.dim, inner, activation, dropout=config.activation_dropout),
+        around(),
+        cross=attention() if cross else None,
+        around_cross=around() if cross else None,
+    )
+
+
+def _stack_keys(half: str, depth: int) -> Iterator[Step]:
+    attentions = [("self_attn", "attention")]
+    if half == "decoder":
+        attentions.append(("encoder_attn", "cross"))
+    for index in range(depth):
+        theirs, ours = f"model.{half}.layers.{index}", f"{half}.blocks.{index}"
+        for kind in ("weight", "bias"):
+            for old, new in attentions:
+                parts = tuple(f"{theirs}.{old}.{part}_proj.{kind}" for part in "qkv")
+                yield Fuse(parts, f"{ours}.{new}.qkv.{kind}")
+                yield Rename(f"{theirs}.{old}.out_proj.{kind}", f"{ours}.{new}.output.{kind}")
+                norm = f"{ours}.around_{new}.norm.{kind}"
+                yield Rename(f"{theirs}.{old}_layer_norm.{kind}", norm)
+            for old, new in (
+                ("fc1", "feed_forward.up"),
+                ("fc2", "feed_forward.down"),
+                ("final_layer_norm", "around_feed_forward.norm"),
+            ):
+                yield Rename(f"{theirs}.{old}.{kind}", f"{ours}.{new}.{kind}")
