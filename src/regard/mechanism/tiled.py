@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.mechanism import reference
 from regard.mechanism.call import Call
-from regard.mechanism.geometry import Tile
+from regard.mechanism.geometry import Hull, Tile
 from regard.mechanism.masks import hulls
 from regard.mechanism.seeing import See, Seen, bin_rows, bins, chosen, finish, grid_of, join
 
-ROWS = 128  # queries a block; enough of them for a matrix product to run at full speed
+ROWS = 64  # queries a block; enough of them for a matrix product to run at full speed
 BLOCK = 2**19  # scores a block of ``stream`` holds, where it can choose: a few MB, near the cores
 
 
@@ -86,10 +86,16 @@ class _Stream:
             self.column_of = bins(extent.keys, call.see.grid[1], extent.device)
 
         self.hulls = hulls(call.mask, extent, ROWS)
-        widest = max(len(hull.columns) for hull in self.hulls)
-        size = min(ROWS, extent.queries) * self.groups * widest  # of one key head
-        self.heads = min(call.key.shape[1], max(1, BLOCK // max(size, 1)))
-        self.buffers = [call.query.new_empty(self.heads * size, dtype=dtype) for _ in range(2)]
+        largest = max(self._heads(hull) * self._size(hull) for hull in self.hulls)
+        self.buffers = [call.query.new_empty(largest, dtype=dtype) for _ in range(2)]
+
+    def _size(self, hull: Hull) -> int:
+        """How many scores one key head has in these rows."""
+        return self.groups * len(hull.rows) * len(hull.columns)
+
+    def _heads(self, hull: Hull) -> int:
+        """How many key heads make a block."""
+        return min(self.call.key.shape[1], max(1, BLOCK // max(self._size(hull), 1)))
 
     def run(self) -> tuple[Tensor, Seen | None]:
         call = self.call
@@ -102,9 +108,9 @@ class _Stream:
             closed = [(fringe, self._closed(hull.rows, fringe)) for fringe in hull.fringes]
             select = self._select(hull.rows)
             for batch in range(call.extent.batch):
-                for head in range(0, call.key.shape[1], self.heads):
-                    heads = slice(head, head + self.heads)
-                    self._block(tile, batch, heads, bias, closed, select)
+                step = self._heads(hull)
+                for head in range(0, call.key.shape[1], step):
+                    self._block(tile, batch, slice(head, head + step), bias, closed, select)
         return self.output, None if call.see is None else self._finish(call.see)
 
     def _closed(self, rows: range, columns: range) -> Tensor:
