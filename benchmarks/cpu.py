@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from measure import Pair, append, seconds
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
+from measure import Pair, append, seconds
 from regard import Causal, See, Segments, attention
 
 TOKENS, HEADS, DIM = 8192, 8, 64

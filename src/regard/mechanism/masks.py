@@ -165,7 +165,7 @@ class Prefix(Mask):
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
 class Padding(Mask):
-    """Only the first ``lengths[b]`` keys of sequence ``b`` are real; with ``side="left"``, the last.
+    """Only the first ``lengths[b]`` keys of sequence ``b`` are real; with side "left", the last.
 
     It speaks of keys. What a padded *query* yields is not meant to be used.
     """

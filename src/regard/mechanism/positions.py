@@ -35,7 +35,7 @@ def sinusoidal(
         raise InputError(f'layout is "interleaved" or "half", but got {layout!r}.')
     if isinstance(positions, int):
         positions = torch.arange(positions, device=device)
-    # Float64 up to the sine: at position 100,000 float32 angles are already wrong in the third digit.
+    # Float64 up to the sine: at position 100,000 a float32 angle is off in its third decimal.
     frequencies = base ** -(
         torch.arange(0, dim, 2, device=positions.device, dtype=torch.float64) / dim
     )

@@ -73,7 +73,7 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
 
 
 def _may_ask(call: Call) -> bool:
-    """Whether the numbers themselves may be looked at: it would make a GPU wait, or break a graph."""
+    """Whether the numbers may be looked at: it would make a GPU wait, or break a compiled graph."""
     return call.extent.device.type == "cpu" and not torch.compiler.is_compiling()
 
 
@@ -121,7 +121,7 @@ def _fused(
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor in a layout the fused kernels take; stride 0 along the keys has given wrong sums."""
+    """The tensor in a layout the fused kernels take; stride 0 along keys has given wrong sums."""
     _, _, row, last = tensor.stride()
     return tensor if last == 1 and row else tensor.contiguous()
 

@@ -287,7 +287,7 @@ def observe(
 
 
 def chosen(see: See, tile: Tile) -> tuple[slice, list[int]]:
-    """The tile's rows that were asked for: their places among all of those in order, and in the tile."""
+    """The tile's rows that were asked for: their places among all of those, and in the tile."""
     asked = sorted(row % tile.extent.queries for row in see.rows)
     first, last = bisect_left(asked, tile.rows.start), bisect_left(asked, tile.rows.stop)
     return slice(first, last), [row - tile.rows.start for row in asked[first:last]]

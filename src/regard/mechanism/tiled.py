@@ -11,6 +11,7 @@ and everything there is to see of it is at hand. Two ways to go through the bloc
 from __future__ import annotations
 
 import math
+
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
