@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from importlib.metadata import version
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -54,7 +55,7 @@ def _regard(
     pass
 
 
-@app.command()
+@app.command(epilog='Example: regard explain "The cat sat on the mat." --heads 2 --word cat')
 def explain(
     sentence: Annotated[
         str | None,
@@ -83,7 +84,30 @@ def explain(
         print(shown, flush=True)  # plain, and without the spaces that fill a terminal's lines
 
 
-@app.command()
+@app.command(epilog="Example: regard train recipes/tatoeba-en-fr.toml --set data.root=corpus")
+def train(
+    recipe: Annotated[Path, typer.Argument(help="A TOML file; recipes/ has some.")],
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe; repeatable."),
+    ] = None,
+    resume: Annotated[
+        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")
+    ] = False,
+) -> None:
+    """Train a model by a recipe. Ctrl-C saves a checkpoint and leaves."""
+    from regard.training import train as run
+
+    result = run(recipe, resume=resume, overrides=changes or ())
+    if not result.finished:
+        typer.echo(f"Stopped after step {result.step}. Go on with: regard train {recipe} --resume")
+        raise typer.Exit(130)
+    for name, score in result.scores.items():
+        typer.echo(f"{name:<14} {score:.4g}")
+    typer.echo(f"The model is in {result.folder / 'model'}.")
+
+
+@app.command(epilog="Example: regard doctor")
 def doctor() -> None:
     """What regard finds on this machine: versions, devices, and which backends can run."""
     import torch

@@ -1,0 +1,8 @@
+"""Training: recipes, data, the loop, metrics, and checkpoints that survive anything."""
+
+from __future__ import annotations
+
+from regard.training.recipe import Recipe, describe, parse_recipe, read_recipe
+from regard.training.run import Result, train
+
+__all__ = ["Recipe", "Result", "describe", "parse_recipe", "read_recipe", "train"]

@@ -1,0 +1,400 @@
+"""From a recipe to what it names: records, tokenizer, tables, model and objective."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, fields
+from itertools import islice
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from tokenizers.models import BPE
+
+from regard.errors import InputError
+from regard.models import (
+    GPT2,
+    T5,
+    BertAnswering,
+    BertConfig,
+    BertMaskedLM,
+    GPT2Config,
+    Model,
+    T5Config,
+    Transformer,
+    TransformerConfig,
+    TransformerXL,
+    TransformerXLConfig,
+    load,
+)
+from regard.text import Text
+from regard.training import reading
+from regard.training.answering import Answers, Exam, windows
+from regard.training.data import Ragged, Table, cached, content, place
+from regard.training.objectives import (
+    Examine,
+    MaskedTokens,
+    NextToken,
+    NextTokenWithMemory,
+    Objective,
+    Pairs,
+    Spans,
+    Special,
+)
+from regard.training.reading import Bad, Pair, Question, Record, Report
+from regard.training.recipe import RECORDS, Recipe, Source, nearest
+from regard.training.saving import publish
+
+SENTINELS = tuple(f"<extra_id_{n}>" for n in range(100))
+END = "<|endoftext|>"
+
+# ------------------------------------------------------------------------------------- records
+
+
+def records(recipe: Recipe, sources: Sequence[Source], report: Report) -> Iterator[Record]:
+    """The records of some sources, prepared; those of other parts are left out."""
+    for source in sources:
+        for record in _read(recipe, source, report):
+            by = {Pair: 0, Question: 2}.get(type(record))
+            text = record if isinstance(record, str) else cast(str, record[by or 0])
+            low, high = source.part
+            if (low, high) != (0, 1000) and not low <= reading.thousandth(text) < high:
+                continue
+            yield _prepared(record, recipe.data.prepare)
+
+
+def _read(recipe: Recipe, source: Source, report: Report) -> Iterator[Record]:
+    files = _paths(recipe, source.files)
+    columns, names = source.columns, source.fields
+    if source.format == "parallel":
+        return reading.read_parallel(files, _paths(recipe, source.targets), report)
+    if source.format == "tsv":
+        return reading.read_tsv(files, (columns[0], columns[1]), report)
+    if source.format == "jsonl":
+        return reading.read_jsonl(files, (names[0], names[1]), report)
+    if source.format == "questions":
+        return reading.read_questions(files, report)
+    if source.format == "squad":
+        return reading.read_squad(files, report)
+    return reading.read_text(files, report)
+
+
+def _paths(recipe: Recipe, names: Iterable[str]) -> list[Path]:
+    root = Path(recipe.data.root).expanduser()
+    return [root / Path(name).expanduser() for name in names]
+
+
+def _prepared(record: Record, steps: Sequence[str]) -> Record:
+    if not steps or isinstance(record, Question):
+        return record  # the places of answers would no longer be right
+    if isinstance(record, str):
+        return reading.prepare(record, steps)
+    targets = tuple(reading.prepare(target, steps) for target in record.targets)
+    return Pair(reading.prepare(record.source, steps), targets)
+
+
+# ----------------------------------------------------------------------------------- tokenizer
+
+
+def tokenizer(recipe: Recipe, folder: Path) -> Text:
+    """The recipe's tokenizer; one that is trained is kept in ``folder``.
+
+    It must be: training WordPiece or Unigram again gives other ids in another process.
+    """
+    if recipe.tokenizer.start is not None:
+        return Text.load(recipe.tokenizer.start)
+    if recipe.model.start is not None:
+        return Text.load(recipe.model.start)
+    if not folder.exists():
+        for left in folder.parent.glob(f".saving-{folder.name}.*"):  # by a run that was killed
+            shutil.rmtree(left)
+        text = _trained(recipe, _texts(records(recipe, recipe.data.train, Report())))
+        publish(folder, {"tokenizer.json": text.tokenizer.to_str().encode()}, {})
+    return Text.load(folder)
+
+
+def _texts(found: Iterable[Record]) -> Iterator[str]:
+    for record in found:
+        if isinstance(record, str):
+            yield record
+        elif isinstance(record, Pair):
+            yield record.source
+            yield from record.targets
+        else:
+            yield record.question
+            yield record.context
+
+
+def _trained(recipe: Recipe, lines: Iterator[str]) -> Text:
+    kind, size = recipe.tokenizer.kind, recipe.tokenizer.size
+    if kind == "wordpiece":
+        return Text.train_wordpiece(lines, size=size)
+    sentinels = SENTINELS if recipe.model.kind == "t5" else ()
+    if kind == "unigram":
+        special = ("<pad>", "</s>", "<unk>", *sentinels)
+        return Text.train_unigram(lines, size=size, special=special, end=None)
+    special = {"transformer": ("</s>", "<pad>"), "t5": ("<pad>", "</s>", *sentinels)}.get(
+        recipe.model.kind, (END,)
+    )
+    return Text.train_bpe(lines, size=size, special=special)
+
+
+# --------------------------------------------------------------------------------------- tables
+
+
+def _ids(text: Text, lines: Iterable[str]) -> Iterator[list[int]]:
+    """The ids of many lines, some thousand at once, nothing added."""
+    waiting = iter(lines)
+    while some := list(islice(waiting, 8192)):
+        for encoding in text.tokenizer.encode_batch_fast(some, add_special_tokens=False):
+            yield encoding.ids
+
+
+def table(recipe: Recipe, part: str, text: Text) -> tuple[Table, str]:
+    """The token ids of a part of the data, from the cache or made anew, and their SHA-256."""
+    sources: tuple[Source, ...] = getattr(recipe.data, part)
+    key = {
+        "form": 1,
+        "task": recipe.task,
+        "prepare": recipe.data.prepare,
+        "length": recipe.data.length,
+        "dropout": [recipe.tokenizer.dropout, _variants(recipe, part)],
+        "sources": [
+            asdict(source)
+            | {"files": content(_paths(recipe, source.files))}
+            | {"targets": content(_paths(recipe, source.targets))}
+            for source in sources
+        ],
+        "tokenizer": hashlib.sha256(text.tokenizer.to_str().encode()).hexdigest(),
+    }
+    folder = Path(recipe.data.cache).expanduser()
+    found = cached(folder, key, lambda: _table(recipe, part, text))
+    # By content: what was dropped at random would be dropped otherwise if it were made again.
+    digest = hashlib.sha256()
+    for column in found.columns.values():
+        digest.update(column.flat.numpy().tobytes())
+        digest.update(column.starts.numpy().tobytes())
+    return found, digest.hexdigest()
+
+
+def _variants(recipe: Recipe, part: str) -> int:
+    """How many times over a part has all its pairs, each time cut into tokens otherwise."""
+    return recipe.tokenizer.variants if part == "train" and recipe.tokenizer.dropout else 1
+
+
+def _table(recipe: Recipe, part: str, text: Text) -> Table:
+    """Read and tokenised; what could not be used is among the facts."""
+    report = Report()
+    found = records(recipe, getattr(recipe.data, part), report)
+    kind, facts = RECORDS[recipe.task], {}
+    if kind is Pair:
+        facts["variants"] = _variants(recipe, part)
+        pairs = cast(Iterator[Pair], found)
+        columns = _pair_columns(pairs, recipe, text, report, facts["variants"])
+    elif kind is Question:
+        columns = windows(cast(Iterator[Question], found), text, recipe.data.length)
+    else:
+        columns, facts["bytes"] = _text_columns(cast(Iterator[str], found), text)
+    report.check(recipe.data.bad)
+    said: dict[str, Any] = {"report": str(report), "bad": [list(bad) for bad in report.bad]}
+    return Table(columns, said | facts)
+
+
+def _pair_columns(
+    found: Iterator[Pair], recipe: Recipe, text: Text, report: Report, variants: int
+) -> dict[str, Ragged]:
+    """Both sides of all pairs; then of all pairs again, cut otherwise at random, and so on."""
+    most = recipe.data.length - 1
+    kept: list[tuple[str, str]] = []
+    plain: list[tuple[list[int], list[int]]] = []
+    # A pair with several targets is as many examples.
+    rows = ((pair.source, target, report.place) for pair in found for target in pair.targets)
+    while some := list(islice(rows, 8192)):
+        cut = _cut(text, [(source, target) for source, target, _ in some])
+        for (source, target, where), ids in zip(some, cut, strict=True):
+            if max(map(len, ids)) > most:
+                too_long = f"longer than {recipe.data.length} tokens (data.length)"
+                report.bad.append(Bad(*where, too_long))
+            else:
+                kept.append((source, target))
+                plain.append(ids)
+    report.read = len(kept)
+    whole = list(plain)
+    for _ in range(1, variants):
+        with _dropping(text, recipe.tokenizer.dropout):
+            # What is too long when it is cut finer stays as it was.
+            whole += [
+                finer if max(map(len, finer)) <= most else ids
+                for finer, ids in zip(_cut(text, kept), plain, strict=True)
+            ]
+    end = text.id("</s>")
+    return {
+        name: Ragged.of([*ids[side], end] for ids in whole)
+        for side, name in enumerate(("source", "target"))
+    }
+
+
+def _cut(text: Text, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[list[int], list[int]]]:
+    sources, targets = ([pair[side] for pair in pairs] for side in (0, 1))
+    return zip(_ids(text, sources), _ids(text, targets), strict=True)
+
+
+@contextmanager
+def _dropping(text: Text, share: float) -> Iterator[None]:
+    """Within, BPE leaves out merges at random (https://arxiv.org/abs/1910.13267)."""
+    algorithm = text.tokenizer.model
+    if not isinstance(algorithm, BPE):
+        raise InputError(
+            f"tokenizer.dropout is for BPE; this tokenizer is a {type(algorithm).__name__}."
+        )
+    algorithm.dropout = share
+    try:
+        yield
+    finally:
+        algorithm.dropout = None
+
+
+def _text_columns(found: Iterator[str], text: Text) -> tuple[dict[str, Ragged], int]:
+    """One long sequence, each line with its newline, and how many bytes it was."""
+    size = 0
+
+    def lines() -> Iterator[str]:
+        nonlocal size
+        for line in found:
+            size += len(line.encode()) + 1
+            yield line + "\n"
+
+    whole = Ragged.of(_ids(text, lines()))
+    one = Ragged(whole.flat, torch.tensor([0, len(whole.flat)]))
+    return {"text": one}, size
+
+
+# ---------------------------------------------------------------------------------------- model
+
+_CONFIGS: dict[str, type[Any]] = {
+    "transformer": TransformerConfig,
+    "t5": T5Config,
+    "gpt2": GPT2Config,
+    "transformer-xl": TransformerXLConfig,
+    "bert": BertConfig,
+}
+
+
+def _model_kind(recipe: Recipe) -> type[Model]:
+    if recipe.model.kind == "bert":
+        return BertAnswering if recipe.task == "question answering" else BertMaskedLM
+    kinds: dict[str, type[Model]] = {
+        "transformer": Transformer,
+        "t5": T5,
+        "gpt2": GPT2,
+        "transformer-xl": TransformerXL,
+    }
+    return kinds[recipe.model.kind]
+
+
+def model(recipe: Recipe, text: Text) -> Model:
+    """The model to train, anew or from where it starts."""
+    kind, given = _model_kind(recipe), recipe.model.config
+    if recipe.model.start is not None:
+        if given:
+            raise InputError("model.config comes with model.start: leave one of them out.")
+        found = load(recipe.model.start, dtype=torch.float32)
+        if isinstance(found, kind):
+            return found
+        made = kind(found.config)
+        theirs, ours = (getattr(one, "encoder", None) for one in (found, made))
+        if theirs is None or ours is None or type(theirs) is not type(ours):
+            raise InputError(
+                f"{recipe.model.start} is a {type(found).__name__}, which {recipe.task} with "
+                f"{recipe.model.kind} cannot start from."
+            )
+        ours.load_state_dict(theirs.state_dict())
+        return made
+    config = _CONFIGS[recipe.model.kind]
+    nearest("key model.config.", given, [entry.name for entry in fields(config)])
+    sizes = {**_from_text(recipe, text), **given}
+    if "cutoffs" in sizes:
+        sizes["cutoffs"] = tuple(sizes["cutoffs"])
+    return kind(config(**sizes))
+
+
+def _from_text(recipe: Recipe, text: Text) -> dict[str, Any]:
+    """What a config takes from the tokenizer and the data, unless the recipe says otherwise."""
+    sizes: dict[str, Any] = {"vocabulary": len(text)}
+    kind, length = recipe.model.kind, recipe.data.length
+    if kind in ("transformer", "t5"):
+        pad = text.id("<pad>")
+        sizes |= {"pad": pad, "start": pad, "end": text.id("</s>")}
+    elif kind == "bert":
+        sizes |= {"length": length, "pad": text.id("[PAD]")}
+    else:
+        end = text.tokenizer.token_to_id(END)
+        sizes["end"] = end
+        sizes |= {"length": length, "begin": end} if kind == "gpt2" else {"cutoffs": ()}
+    return sizes
+
+
+# ------------------------------------------------------------------------------------ objective
+
+
+def objective(
+    recipe: Recipe,
+    text: Text,
+    made: Model,
+    device: torch.device,
+    parts: dict[str, Table],
+    held_out: str = "valid",
+) -> Objective:
+    """What the recipe's task learns from ``parts["train"]`` and is measured on, ``held_out``."""
+    tokens, length = recipe.batch.tokens, recipe.data.length
+    train = place(parts["train"], device)
+    held = place(parts[held_out], device) if held_out in parts else None
+    if RECORDS[recipe.task] is Pair:
+        special = _special(made)
+        examine = None if held is None else _examine(recipe, held_out, text, held)
+        return Pairs(train, special, tokens, recipe.optimizer.smoothing, examine)
+    if RECORDS[recipe.task] is Question:
+        exam = None if held is None else _exam(recipe, held_out, text, held)
+        return Answers(train, tokens, text.id("[PAD]"), exam)
+    stream = train["text"]
+    if recipe.task == "language modelling":
+        kind = NextTokenWithMemory if recipe.model.kind == "transformer-xl" else NextToken
+        return kind(stream, held, length, tokens)
+    if recipe.task == "masked language modelling":
+        first, last, mask = (text.id(token) for token in ("[CLS]", "[SEP]", "[MASK]"))
+        return MaskedTokens(
+            stream, held, length, tokens, first=first, last=last, mask=mask, vocabulary=len(text)
+        )
+    found = [text.tokenizer.token_to_id(token) for token in SENTINELS]
+    sentinels = [token for token in found if token is not None]
+    return Spans(stream, held, length, tokens, special=_special(made), sentinels=sentinels)
+
+
+def _special(made: Model) -> Special:
+    config = made.config
+    assert isinstance(config, TransformerConfig | T5Config)
+    pad, start, end = config.pad, config.start, config.end
+    if pad is None or start is None or end is None:
+        raise InputError("A model that writes text needs pad, start and end in model.config.")
+    return Special(pad, start, end)
+
+
+def _examine(recipe: Recipe, part: str, text: Text, held: Table) -> Examine:
+    """What Pairs are evaluated on: pairs of equal source are one, with several references."""
+    report = Report()
+    pairs = cast("list[Pair]", list(records(recipe, getattr(recipe.data, part), report)))
+    joined = reading.together(pairs)
+    end = text.id("</s>")
+    prompts = [[*ids, end] for ids in _ids(text, [pair.source for pair in joined])]
+    settings, most = recipe.evaluation, recipe.data.length
+    return Examine(joined, prompts, held, text.decode, settings, most, recipe.batch.tokens)
+
+
+def _exam(recipe: Recipe, part: str, text: Text, held: Table) -> Exam:
+    """What Answers are evaluated on."""
+    found = records(recipe, getattr(recipe.data, part), Report())
+    questions = cast("list[Question]", list(found))
+    return Exam(questions, held, text, recipe.batch.tokens)

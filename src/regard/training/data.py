@@ -1,0 +1,344 @@
+"""Token ids for a device that never waits: cached, mapped, laid on the device, cut into batches.
+
+All sequences lie one after another in one flat array. A batch is some rows of it, gathered by index
+where the array lies; which rows, a plan says, from the seed and the epoch alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from regard.errors import CheckpointError, InputError
+from regard.training.saving import DamageWarning, map_published, publish, withdraw
+
+# ---------------------------------------------------------------------------------- sequences
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Sequences of whole numbers, one after another.
+
+    >>> ragged = Ragged.of([[5, 6, 7], [8]])
+    >>> ragged.gather(torch.tensor([1, 0]), longest=3, pad=0).tolist()
+    [[8, 0, 0], [5, 6, 7]]
+    """
+
+    flat: Tensor  # int32 [total]
+    starts: Tensor  # int64 [rows + 1]: where each begins, and where the last ends
+
+    @classmethod
+    def of(cls, sequences: Iterable[Sequence[int]]) -> Ragged:
+        flat, starts = array("i"), array("q", [0])
+        for sequence in sequences:
+            flat.extend(sequence)
+            starts.append(len(flat))
+        whole = torch.frombuffer(flat, dtype=torch.int32) if flat else torch.empty(0).int()
+        return cls(whole, torch.frombuffer(starts, dtype=torch.int64))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.starts.diff()
+
+    def lengths_of(self, rows: Tensor) -> Tensor:
+        """As ``lengths[rows]``, without those of all others."""
+        return self.starts[rows + 1] - self.starts[rows]
+
+    def to(self, device: torch.device) -> Ragged:
+        return Ragged(self.flat.to(device), self.starts.to(device))
+
+    def gather(self, rows: Tensor, longest: int, pad: int) -> Tensor:
+        """Some rows as [batch, longest], filled up with ``pad``. Nothing waits for the device."""
+        at = torch.arange(longest, device=rows.device)
+        start, stop = self.starts[rows, None], self.starts[rows + 1, None]
+        found = self.flat[(start + at).clamp_(max=len(self.flat) - 1)].long()
+        return found.where(start + at < stop, pad)
+
+    def slices(self, starts: Tensor, length: int) -> Tensor:
+        """Pieces [batch, length] of the flat array, whatever sequences they run over."""
+        at = torch.arange(length, device=starts.device)
+        return self.flat[starts[:, None] + at].long()
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of sequences, all with the same number of rows, and some facts about them."""
+
+    columns: dict[str, Ragged]
+    facts: dict[str, Any]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, column: str) -> Ragged:
+        return self.columns[column]
+
+    @property
+    def lengths(self) -> Tensor:
+        """[rows, columns]."""
+        return torch.stack([column.lengths for column in self.columns.values()], dim=1)
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return sum(
+            part.numel() * part.element_size()
+            for column in self.columns.values()
+            for part in (column.flat, column.starts)
+        )
+
+    def to(self, device: torch.device) -> Table:
+        return Table({name: c.to(device) for name, c in self.columns.items()}, self.facts)
+
+
+def place(table: Table, device: torch.device) -> Table:
+    """The table on the device where it takes at most a quarter of the memory free there."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        if table.size > free // 4:
+            return table
+    return table.to(device)
+
+
+# -------------------------------------------------------------------------------------- cache
+
+
+def content(files: Iterable[Path]) -> list[str]:
+    """The SHA-256 of each of some files."""
+    found = []
+    for file in files:
+        try:
+            with file.open("rb") as opened:
+                found.append(hashlib.file_digest(opened, "sha256").hexdigest())
+        except OSError as error:
+            raise InputError(f"{file} cannot be read: {error.strerror or error}.") from None
+    return found
+
+
+def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], Table]) -> Table:
+    """The table that ``build`` makes, kept in ``folder`` and mapped into memory.
+
+    ``key`` holds all that the table depends on, contents as their SHA-256. A table on the disk that
+    is damaged is built again, with a warning.
+    """
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    at = folder / name
+    if at.exists():
+        try:
+            return _mapped(at)
+        except CheckpointError as error:
+            warnings.warn(f"Tokens are made again: {error}", DamageWarning, stacklevel=2)
+            withdraw(at)
+    table = build()
+    files = {}
+    for column, ragged in table.columns.items():
+        files[f"{column}.flat"] = ragged.flat.numpy().tobytes()
+        files[f"{column}.starts"] = ragged.starts.numpy().tobytes()
+    try:
+        publish(at, files, {"facts": table.facts, "columns": list(table.columns)})
+    except (CheckpointError, InputError):
+        if not at.exists():  # where it does, another process was faster, with the same
+            raise
+    return _mapped(at)
+
+
+def _mapped(folder: Path) -> Table:
+    facts, files = map_published(folder)
+
+    def tensor(name: str, dtype: torch.dtype) -> Tensor:
+        data = files[name]
+        return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+    columns = {
+        name: Ragged(tensor(f"{name}.flat", torch.int32), tensor(f"{name}.starts", torch.int64))
+        for name in facts["columns"]
+    }
+    return Table(columns, facts["facts"])
+
+
+# -------------------------------------------------------------------------------------- plans
+
+
+class Batch(NamedTuple):
+    """Which of an epoch's rows, and their lengths in each column."""
+
+    start: int
+    stop: int
+    longest: tuple[int, ...]
+    even: bool  # whether all are as long as the longest in the first column
+
+
+class Epoch(NamedTuple):
+    """All rows of an epoch in their order, and how they are cut into batches."""
+
+    rows: Tensor  # int64 [rows]
+    batches: list[Batch]
+
+
+class Plan(Protocol):
+    """Which rows come when."""
+
+    def epoch(self, seed: int, number: int) -> Epoch:
+        """The same for the same seed and number."""
+
+
+def generator(*numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """A source of random numbers of its own for each tuple of ``numbers``, as (seed, epoch)."""
+    digest = hashlib.sha256(json.dumps(numbers).encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+class ByLength:
+    """Batches of rows of like length, up to a number of tokens, padding and all columns counted.
+
+    Rows are sorted by their lengths and cut once; an epoch shuffles rows of equal lengths among
+    each other, and the batches.
+
+    >>> plan = ByLength(torch.tensor([[3], [1], [3], [2]]), tokens=6)
+    >>> [batch.longest for batch in plan.epoch(seed=0, number=0).batches]
+    [(2,), (3,)]
+    """
+
+    def __init__(self, lengths: Tensor, tokens: int) -> None:
+        # By the first column, then by the next: equal rank, equal lengths.
+        _, self.rank = torch.unique(lengths, dim=0, return_inverse=True)
+        rows = lengths[self.rank.argsort(stable=True)].tolist()
+        longest_row = max((sum(row) for row in rows), default=0)
+        if longest_row > tokens:
+            raise InputError(
+                f"The longest example has {longest_row} tokens, but a batch has {tokens}. Raise "
+                "batch.tokens or lower data.length."
+            )
+        self.batches: list[Batch] = []
+        start, longest = 0, [0] * lengths.shape[1]
+        for at, row in enumerate(rows):
+            grown = [max(pair) for pair in zip(longest, row, strict=True)]
+            full = (at + 1 - start) * sum(grown) > tokens
+            # Where the first column grows, a batch that is half full ends: without padding there,
+            # attention needs no mask.
+            turns = row[0] > longest[0] and 2 * (at - start) * sum(longest) >= tokens
+            if at > start and (full or turns):
+                self.batches.append(Batch(start, at, tuple(longest), rows[start][0] == longest[0]))
+                start, grown = at, row
+            longest = grown
+        if rows:
+            even = rows[start][0] == longest[0]
+            self.batches.append(Batch(start, len(rows), tuple(longest), even))
+
+    def epoch(self, seed: int, number: int) -> Epoch:
+        random = generator(seed, number)
+        order = torch.randperm(len(self.rank), generator=random)
+        order = order[self.rank[order].argsort(stable=True)]
+        turn = torch.randperm(len(self.batches), generator=random).tolist()
+        return Epoch(order, [self.batches[index] for index in turn])
+
+
+class Turns:
+    """Several plans in turn, one an epoch, each over its own part of a table with ``rows`` rows."""
+
+    def __init__(self, plans: Sequence[Plan], rows: int) -> None:
+        self.plans, self.rows = plans, rows
+
+    def epoch(self, seed: int, number: int) -> Epoch:
+        turn = number % len(self.plans)
+        rows, batches = self.plans[turn].epoch(seed, number)
+        return Epoch(rows + turn * self.rows, batches)
+
+
+class Windows:
+    """Pieces of one long text, ``length`` long, in any order; each epoch cuts at other places.
+
+    What is left over before the first and after the last piece comes in other epochs.
+    """
+
+    def __init__(self, total: int, length: int, rows: int, shuffled: bool = True) -> None:
+        if total < length:
+            raise InputError(f"The text has {total} tokens, but a piece of it has {length}.")
+        self.total, self.length, self.rows, self.shuffled = total, length, rows, shuffled
+
+    def epoch(self, seed: int, number: int) -> Epoch:
+        random = generator(seed, number)
+        room = min(self.length, self.total - self.length + 1)
+        first = int(torch.randint(room, (), generator=random)) if self.shuffled else 0
+        starts = torch.arange(first, self.total - self.length + 1, self.length)
+        if self.shuffled:
+            starts = starts[torch.randperm(len(starts), generator=random)]
+        return Epoch(starts, _even(len(starts), self.rows, self.length))
+
+
+class Lanes:
+    """One long text read by ``rows`` readers side by side, each going on where it stopped."""
+
+    def __init__(self, total: int, length: int, rows: int) -> None:
+        self.rows, self.length = rows, length
+        self.count = (total // rows) // length  # of pieces in a lane
+        self.lane = total // rows
+        if not self.count:
+            raise InputError(f"The text has {total} tokens, too few for {rows} rows of {length}.")
+
+    def epoch(self, seed: int, number: int) -> Epoch:  # noqa: ARG002
+        lanes = torch.arange(self.rows) * self.lane
+        starts = (torch.arange(self.count)[:, None] * self.length + lanes).flatten()
+        return Epoch(starts, _even(len(starts), self.rows, self.length))
+
+
+def _even(count: int, rows: int, length: int) -> list[Batch]:
+    return [Batch(at, min(at + rows, count), (length,), True) for at in range(0, count, rows)]
+
+
+class Rows(NamedTuple):
+    """The rows of the next batch, on the device."""
+
+    rows: Tensor  # int64 [batch]
+    longest: tuple[int, ...]
+    even: bool  # whether all are as long as the longest in the first column
+    first: bool  # of its epoch
+
+
+class Feed:
+    """Batch after batch, epoch after epoch, from wherever its cursor stands.
+
+    >>> feed = Feed(ByLength(torch.tensor([[2], [2], [2]]), tokens=4), 0, torch.device("cpu"))
+    >>> [len(feed.next().rows) for _ in range(3)], feed.cursor
+    ([1, 2, 1], {'epoch': 1, 'batch': 1})
+    """
+
+    def __init__(self, plan: Plan, seed: int, device: torch.device) -> None:
+        self.plan, self.seed, self.device = plan, seed, device
+        self.tokens = 0  # fed so far, padding counted
+        self._open(0, 0)
+
+    @property
+    def cursor(self) -> dict[str, int]:
+        """Where the next batch is."""
+        return {"epoch": self.number, "batch": self.at}
+
+    @cursor.setter
+    def cursor(self, where: Mapping[str, int]) -> None:
+        self._open(where["epoch"], where["batch"])
+
+    def _open(self, number: int, at: int) -> None:
+        epoch = self.plan.epoch(self.seed, number)
+        self.number, self.at, self.batches = number, at, epoch.batches
+        self.rows = epoch.rows.to(self.device)
+
+    def next(self) -> Rows:
+        if self.at == len(self.batches):
+            self._open(self.number + 1, 0)
+        batch = self.batches[self.at]
+        self.at += 1
+        self.tokens += (batch.stop - batch.start) * sum(batch.longest)
+        rows = self.rows[batch.start : batch.stop]
+        return Rows(rows, batch.longest, batch.even, first=self.at == 1)

@@ -1,0 +1,460 @@
+"""The loop: step after step, exact under accumulation, and the same to the bit when resumed.
+
+Nothing in a step waits for the device; losses are fetched only when they are logged.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from regard.errors import CheckpointError, InputError
+from regard.mechanism.seeing import See
+from regard.training.data import Feed, generator
+from regard.training.objectives import Objective, moved
+from regard.training.recipe import Recipe, Schedule, Watching
+from regard.training.saving import Keeper
+from regard.watching import watch
+
+
+class AttentionWarning(UserWarning):
+    """A head has collapsed onto single keys, or its scores blow up."""
+
+
+# ------------------------------------------------------------------------------------- schedules
+
+
+def rate_at(step: int, schedule: Schedule) -> float:
+    """The learning rate of a step, counted from 1.
+
+    >>> schedule = Schedule(steps=100, rate=1.0, warmup=10, shape="inverse-sqrt")
+    >>> rate_at(5, schedule), rate_at(10, schedule), rate_at(40, schedule)
+    (0.5, 1.0, 0.5)
+    """
+    warmup, rate = schedule.warmup, schedule.rate
+    if step < warmup:
+        return rate * step / warmup
+    if schedule.shape == "constant":
+        return rate
+    if schedule.shape == "inverse-sqrt":
+        return rate * math.sqrt(max(warmup, 1) / max(step, 1))
+    done = min((step - warmup) / max(schedule.steps - warmup, 1), 1.0)
+    left = (1 + math.cos(math.pi * done)) / 2 if schedule.shape == "cosine" else 1 - done
+    return rate * (schedule.floor + (1 - schedule.floor) * left)
+
+
+# ---------------------------------------------------------------------------------- randomness
+
+
+def seed_all(seed: int) -> None:
+    """Start every source of random numbers."""
+    random.seed(seed)
+    torch.manual_seed(seed)
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(seed % 2**32)
+
+
+def random_state() -> dict[str, Any]:
+    """The state of every source of random numbers, as a tree to save."""
+    version, numbers, gauss = random.getstate()
+    state: dict[str, Any] = {
+        "python": [version, list(numbers), gauss],
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+    }
+    if "numpy" in sys.modules:
+        name, keys, *rest = sys.modules["numpy"].random.get_state()
+        state["numpy"] = [name, [int(value) for value in keys], *rest]
+    return state
+
+
+def set_random_state(state: Mapping[str, Any]) -> None:
+    """Go on from what :func:`random_state` gave."""
+    version, numbers, gauss = state["python"]
+    random.setstate((version, tuple(numbers), gauss))
+    torch.set_rng_state(state["torch"])
+    if state["cuda"]:
+        if len(state["cuda"]) != torch.cuda.device_count():
+            raise CheckpointError(
+                f"The run had {len(state['cuda'])} GPUs, and there are "
+                f"{torch.cuda.device_count()}: it cannot go on with the same random numbers."
+            )
+        torch.cuda.set_rng_state_all(state["cuda"])
+    if "numpy" in state:
+        import numpy
+
+        name, keys, *rest = state["numpy"]
+        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
+
+
+# ------------------------------------------------------------------------------- interruptions
+
+
+class Interrupted:
+    """Whether SIGTERM or Ctrl-C asked to stop. A second Ctrl-C stops at once."""
+
+    def __init__(self) -> None:
+        self.by: str | None = None
+
+    def __bool__(self) -> bool:
+        return self.by is not None
+
+    def _note(self, number: int, _: FrameType | None) -> None:
+        if self.by is not None and number == signal.SIGINT:
+            raise KeyboardInterrupt
+        self.by = signal.Signals(number).name
+
+
+@contextmanager
+def interruptible() -> Iterator[Interrupted]:
+    """Within, SIGTERM and Ctrl-C are noted and not obeyed; only the main thread can do that."""
+    asked = Interrupted()
+    if threading.current_thread() is not threading.main_thread():
+        yield asked
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.signal(number, asked._note) for number in numbers]
+    try:
+        yield asked
+    finally:
+        for number, handler in zip(numbers, before, strict=True):
+            signal.signal(number, handler)
+
+
+# ---------------------------------------------------------------------------------- the trainer
+
+
+@dataclass
+class Progress:
+    """How far a run has come."""
+
+    step: int = 0
+    best: float | None = None
+    since_best: int = 0  # evaluations
+    scores: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+
+
+Log = Callable[[dict[str, Any]], None]
+
+
+class Trainer:
+    """One model, one objective, and all the state between them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        objective: Objective,
+        feed: Feed,
+        keeper: Keeper,
+        recipe: Recipe,
+        log: Log,
+        fingerprint: Mapping[str, Any],
+    ) -> None:
+        self.model, self.objective, self.feed, self.keeper = model, objective, feed, keeper
+        self.recipe, self.log, self.fingerprint = recipe, log, fingerprint
+        self.device = next(model.parameters()).device
+        self.optimizer = _optimizer(model, recipe, self.device)
+        self.scaler = torch.amp.GradScaler(
+            self.device.type, enabled=recipe.precision == "float16", init_scale=2.0**12
+        )
+        self.ema = (
+            {name: tensor.clone() for name, tensor in model.state_dict().items()}
+            if recipe.optimizer.ema
+            else None
+        )
+        self.progress = Progress()
+        self.warned: set[str] = set()
+
+    # ------------------------------------------------------------------------------- one step
+
+    def step(self) -> tuple[Tensor, Tensor]:
+        """One step; its mean loss and the norm of its gradient, both still on the device."""
+        recipe, number = self.recipe, self.progress.step + 1
+        random = generator(recipe.seed, 1, number, device=self.feed.device)
+        parts = [
+            self.objective.prepare(self.feed.next(), random) for _ in range(recipe.batch.accumulate)
+        ]
+        batches = [moved(part.batch, self.device) for part in parts]
+        # Divided by all targets of the step, not batch by batch: unequal batches count as one.
+        total = torch.as_tensor(sum(part.targets for part in parts), device=self.device)
+        rate = rate_at(number, recipe.schedule)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.optimizer.zero_grad(set_to_none=True)
+        mean = torch.zeros((), device=self.device)
+        for batch in batches:
+            with self.autocast():
+                loss = self.objective.loss(self.model, batch) / total
+            torch.autograd.backward(self.scaler.scale(loss))
+            mean += loss.detach()
+        self.scaler.unscale_(self.optimizer)
+        parameters = list(self.model.parameters())
+        if recipe.optimizer.clip:
+            norm = clip_grad_norm_(parameters, recipe.optimizer.clip)
+        else:
+            norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.ema is not None:
+            self._move_ema(recipe.optimizer.ema)
+        self.progress.step = number
+        if recipe.watching.every and number % recipe.watching.every == 0:
+            self.look(batches[0])
+        return mean, norm
+
+    def autocast(self) -> torch.autocast:
+        kinds = {"bfloat16": torch.bfloat16, "float16": torch.float16}
+        kind = kinds.get(self.recipe.precision)
+        return torch.autocast(self.device.type, dtype=kind, enabled=kind is not None)
+
+    def _move_ema(self, decay: float) -> None:
+        assert self.ema is not None
+        now = self.model.state_dict()
+        # Early on the mean follows faster, or it would be made of the first weights for long.
+        decay = min(decay, self.progress.step / (self.progress.step + 10))
+        for name, mean in self.ema.items():
+            if mean.is_floating_point():
+                mean.lerp_(now[name], 1 - decay)
+            else:
+                mean.copy_(now[name])
+
+    def look(self, batch: Any) -> None:
+        """What attention does on a batch: logged, and warned of where it goes wrong."""
+        before = self.objective.state()
+        watched = watched_model(self.model, self.recipe.watching, self.warned)
+        with watched as found, self.autocast():
+            self.objective.loss(self.model, batch)
+        self.objective.load_state(before)
+        self.log({"step": self.progress.step, "attention": found})
+
+    # -------------------------------------------------------------------------------- all steps
+
+    def run(self, asked: Interrupted, show: Callable[[dict[str, Any]], None]) -> bool:
+        """All steps that are left; whether the run came to its end."""
+        recipe = self.recipe
+        self.model.train()
+        losses: list[Tensor] = []
+        norms: list[Tensor] = []
+        since, seen = time.perf_counter(), self.feed.tokens
+        while not self.finished:
+            if asked:
+                self._interrupt(asked)
+                return False
+            mean, norm = self.step()
+            losses.append(mean)
+            norms.append(norm)
+            last = self.progress.step == recipe.schedule.steps
+            evaluating = self._due(recipe.evaluation.every) or last
+            saving = evaluating or self._due(recipe.saving.every)
+            if len(losses) == 50 or saving:
+                row = self._fetch(losses, norms)
+                now = time.perf_counter()
+                row["tokens_per_second"] = round((self.feed.tokens - seen) / (now - since))
+                self.log(row)
+                show(row)
+                losses, norms = [], []
+                since, seen = now, self.feed.tokens
+            if evaluating:
+                self.evaluate()
+            if saving:
+                self.save()
+                since = time.perf_counter()  # neither counts against the speed of training
+        return True
+
+    @property
+    def finished(self) -> bool:
+        """Whether all steps are done, or for long enough nothing got better."""
+        patience = self.recipe.evaluation.patience
+        tired = bool(patience) and self.progress.since_best >= patience
+        return tired or self.progress.step >= self.recipe.schedule.steps
+
+    def _due(self, every: int) -> bool:
+        return bool(every) and self.progress.step % every == 0
+
+    def _fetch(self, losses: Sequence[Tensor], norms: Sequence[Tensor]) -> dict[str, Any]:
+        mean = float(torch.stack(list(losses)).mean())
+        norm = float(torch.stack(list(norms)).mean())
+        if not math.isfinite(mean):
+            raise InputError(
+                f"The loss is {mean} by step {self.progress.step}. Lower schedule.rate, raise "
+                "schedule.warmup, or set optimizer.clip; then resume from the last checkpoint."
+            )
+        return {
+            "step": self.progress.step,
+            "epoch": self.feed.number,
+            "loss": mean,
+            "gradient": norm if math.isfinite(norm) else None,  # None: float16 overflowed
+            "rate": rate_at(self.progress.step, self.recipe.schedule),
+        }
+
+    def _interrupt(self, asked: Interrupted) -> None:
+        if self.progress.step and self.progress.step not in self.keeper.steps():
+            self.save()
+        self.log({"step": self.progress.step, "interrupted": asked.by})
+
+    # --------------------------------------------------------------------------- evaluation
+
+    def evaluate(self) -> None:
+        """Measure on what is held out, and note whether it got better."""
+        with self.averaged(), torch.no_grad(), self.autocast():
+            self.model.eval()
+            scores = self.objective.evaluate(self.model)
+            self.model.train()
+        progress = self.progress
+        odd = [f"{name} is {value}" for name, value in scores.items() if not math.isfinite(value)]
+        if odd:
+            raise InputError(f"At step {progress.step}, {' and '.join(odd)}.")
+        progress.scores = scores
+        self.log({"step": progress.step, "scores": scores})
+        score = self.score()
+        if score is not None:
+            better = progress.best is None or score > progress.best
+            progress.best = score if better else progress.best
+            progress.since_best = 0 if better else progress.since_best + 1
+
+    def score(self) -> float | None:
+        """The metric that decides, of the last evaluation; higher is better."""
+        metric = self.recipe.evaluation.metric
+        value = self.progress.scores.get(metric)
+        return None if value is None else (-value if metric == "loss" else value)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """Within, the model has the running mean of its weights, where there is one."""
+        if self.ema is None:
+            yield
+            return
+        own = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
+        self.model.load_state_dict(self.ema)
+        try:
+            yield
+        finally:
+            self.model.load_state_dict(own)
+
+    # ------------------------------------------------------------------------------- saving
+
+    def save(self) -> None:
+        """A checkpoint of everything."""
+        every, step = self.recipe.saving.every, self.progress.step
+        measured = self._due(self.recipe.evaluation.every) or step == self.recipe.schedule.steps
+        score = self.score() if measured else None
+        self.keeper.save(step, self.state(), score=score, in_turn=step % every == 0)
+
+    def state(self) -> dict[str, Any]:
+        """All that the rest of the run depends on."""
+        optimizer = self.optimizer.state_dict()
+        return {
+            "model": self.model.state_dict(),
+            "optimizer": {
+                "state": {str(index): value for index, value in optimizer["state"].items()},
+                "groups": optimizer["param_groups"],
+            },
+            "scaler": self.scaler.state_dict(),
+            "random": random_state(),
+            "objective": self.objective.state(),
+            "cursor": self.feed.cursor,
+            "progress": vars(self.progress),
+            "fingerprint": dict(self.fingerprint),
+            **({} if self.ema is None else {"ema": self.ema}),
+        }
+
+    def resume(self) -> bool:
+        """Go on from the newest whole checkpoint; whether there was one."""
+        saved = self.keeper.newest()
+        if saved is None:
+            return False
+        state = saved.state
+        for name, value in self.fingerprint.items():
+            before = state["fingerprint"].get(name)
+            if before != value:
+                raise InputError(
+                    f"{saved.folder} was made with {name} = {before!r}, but now it is {value!r}. "
+                    "A run goes on as it began; to start another one from its weights, set "
+                    "model.start and another output."
+                )
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(
+            {
+                "state": {
+                    int(index): value for index, value in state["optimizer"]["state"].items()
+                },
+                "param_groups": state["optimizer"]["groups"],
+            }
+        )
+        if state["scaler"]:
+            self.scaler.load_state_dict(state["scaler"])
+        if self.ema is not None:
+            self.ema = {name: tensor.to(self.device) for name, tensor in state["ema"].items()}
+        self.objective.load_state(state["objective"])
+        self.feed.cursor = state["cursor"]
+        self.progress = Progress(**state["progress"])
+        set_random_state(state["random"])
+        self.keeper.tidy(saved.step)
+        self.log({"step": saved.step, "resumed": saved.folder.name})
+        return True
+
+
+def _optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.AdamW:
+    """AdamW; biases, norms and other vectors do not decay."""
+    settings = recipe.optimizer
+    if len(settings.betas) != 2 or not all(0 <= beta < 1 for beta in settings.betas):
+        raise InputError(f"optimizer.betas are two numbers from 0 to below 1: {settings.betas}.")
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.AdamW(
+        [
+            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.decay},
+            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+        ],
+        lr=recipe.schedule.rate,
+        betas=(settings.betas[0], settings.betas[1]),
+        eps=settings.epsilon,
+        fused=device.type == "cuda",
+    )
+
+
+@contextmanager
+def watched_model(
+    model: nn.Module, settings: Watching, warned: set[str]
+) -> Iterator[dict[str, dict[str, list[float]]]]:
+    """Within, attention is watched; after, each head's mean entropy and largest score are there.
+
+    Warns once of each head whose entropy is too low or whose scores are too large.
+    """
+    found: dict[str, dict[str, list[float]]] = {}
+    was_training = model.training
+    model.eval()  # no dropout: it would draw from the random numbers of training
+    try:
+        with torch.no_grad(), watch(model, See(entropy=True, max_logit=True)) as watched:
+            yield found
+    finally:
+        model.train(was_training)
+    for layer in watched:
+        seen = watched.of(layer)[-1]
+        assert seen.entropy is not None
+        assert seen.max_logit is not None
+        entropy = seen.entropy.float().mean((0, 2)).tolist()
+        logit = seen.max_logit.float().amax(0).tolist()
+        found[layer] = {"entropy": entropy, "max_logit": logit}
+        for head, (low, high) in enumerate(zip(entropy, logit, strict=True)):
+            for kind, bad, text in (
+                ("entropy", low < settings.entropy, f"has collapsed: its entropy is {low:.4f}"),
+                ("logit", not high < settings.logit, f"blows up: its largest score is {high:.4g}"),
+            ):
+                name = f"{kind} {layer} {head}"
+                if bad and name not in warned:
+                    warned.add(name)
+                    warnings.warn(f"Head {head} of {layer} {text}.", AttentionWarning, stacklevel=3)

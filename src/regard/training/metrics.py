@@ -1,0 +1,189 @@
+"""Scores by which models are compared, each in the form that published figures have.
+
+BLEU and chrF are sacreBLEU's own (an optional package); the others are on this page.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import string
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from regard.errors import InputError
+
+
+def bleu(
+    outputs: Sequence[str], references: Sequence[Sequence[str]], tokenize: str = "13a"
+) -> float:
+    """Corpus BLEU from 0 to 100 (https://aclanthology.org/W18-6319).
+
+    Each output has its own references, and may have more than others have.
+
+    ``tokenize="none"`` takes the words as they are parted by spaces.
+
+    >>> round(bleu(["the cat sat on the mat"], [["the cat sat on a mat", "a cat sat"]]), 2)
+    53.73
+    """
+    metric = _sacrebleu().BLEU(tokenize=tokenize, force=True)
+    score: float = metric.corpus_score(list(outputs), _columns(outputs, references)).score
+    return score
+
+
+def chrf(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> float:
+    """Corpus chrF2 from 0 to 100 (https://aclanthology.org/W15-3049).
+
+    >>> round(chrf(["the cat"], [["the cats"]]), 2)
+    77.57
+    """
+    metric = _sacrebleu().CHRF()
+    score: float = metric.corpus_score(list(outputs), _columns(outputs, references)).score
+    return score
+
+
+def _sacrebleu() -> Any:
+    try:
+        from sacrebleu import metrics
+    except ImportError:
+        raise InputError(
+            "BLEU and chrF are sacreBLEU's: pip install sacrebleu, or choose another "
+            "evaluation.metric."
+        ) from None
+    return metrics
+
+
+def _columns(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[list[str | None]]:
+    """The references as sacreBLEU wants them: the first of each, the second of each, and so on."""
+    _check(outputs, references)
+    most = max(len(some) for some in references)
+    return [[some[n] if n < len(some) else None for some in references] for n in range(most)]
+
+
+def _check(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+    if not outputs or len(outputs) != len(references) or not all(references):
+        raise InputError(
+            f"Each output needs its references: {len(outputs)} outputs, {len(references)} lists "
+            "of references, none of them empty."
+        )
+
+
+# --------------------------------------------------------------------------------------- ROUGE
+
+
+class Rouge(NamedTuple):
+    """F-measures from 0 to 100 (https://aclanthology.org/W04-1013)."""
+
+    one: float  # of words
+    two: float  # of pairs of words
+    longest: float  # of the longest words in common, in order
+
+
+def rouge(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Rouge:
+    """The mean over all outputs of the best F-measure among their references, without stemming.
+
+    >>> rouge(["the cat sat"], [["a cat sat", "dogs"]])
+    Rouge(one=66.66666666666666, two=50.0, longest=66.66666666666666)
+    """
+    _check(outputs, references)
+    sums = [0.0, 0.0, 0.0]
+    for output, some in zip(outputs, references, strict=True):
+        found = _words(output)
+        targets = [_words(reference) for reference in some]
+        for n in (1, 2):
+            sums[n - 1] += max(_overlap(_grams(found, n), _grams(target, n)) for target in targets)
+        sums[2] += max(
+            _f_measure(_in_common(found, target), len(found), len(target)) for target in targets
+        )
+    one, two, longest = (100 * total / len(outputs) for total in sums)
+    return Rouge(one, two, longest)
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9]+", text.lower())
+
+
+def _grams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
+    return Counter(tuple(words[at : at + n]) for at in range(len(words) - n + 1))
+
+
+def _overlap(one: Counter[tuple[str, ...]], other: Counter[tuple[str, ...]]) -> float:
+    return _f_measure((one & other).total(), one.total(), other.total())
+
+
+def _f_measure(common: int, one: int, other: int) -> float:
+    return 2 * common / (one + other) if common else 0.0
+
+
+def _in_common(one: Sequence[str], other: Sequence[str]) -> int:
+    """How many words two texts have in common, in the same order."""
+    row = [0] * (len(other) + 1)
+    for word in one:
+        diagonal = 0
+        for at, beside in enumerate(other, 1):
+            above = row[at]
+            row[at] = diagonal + 1 if word == beside else max(above, row[at - 1])
+            diagonal = above
+    return row[-1]
+
+
+# ------------------------------------------------------------------------------------- answers
+
+
+class Answered(NamedTuple):
+    """From 0 to 100, as SQuAD has it (https://arxiv.org/abs/1606.05250)."""
+
+    exact: float
+    f1: float
+
+
+def answered(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Answered:
+    """How well answers meet theirs; no answer is right where there is no reference.
+
+    Articles, punctuation and case do not count.
+
+    >>> answered(["the Eiffel Tower", "Paris"], [["Eiffel tower"], []])
+    Answered(exact=50.0, f1=50.0)
+    """
+    if not outputs or len(outputs) != len(references):
+        raise InputError(f"{len(outputs)} answers are compared to {len(references)} references.")
+    exact = f1 = 0.0
+    for output, some in zip(outputs, references, strict=True):
+        found = _answer(output)
+        targets = [words for reference in some if (words := _answer(reference))] or [[]]
+        exact += max(found == target for target in targets)
+        f1 += max(_shared(found, target) for target in targets)
+    return Answered(100 * exact / len(outputs), 100 * f1 / len(outputs))
+
+
+def _answer(text: str) -> list[str]:
+    plain = "".join(mark for mark in text.lower() if mark not in string.punctuation)
+    return re.sub(r"\b(a|an|the)\b", " ", plain).split()
+
+
+def _shared(found: list[str], target: list[str]) -> float:
+    if not found or not target:
+        return float(found == target)
+    return _f_measure((Counter(found) & Counter(target)).total(), len(found), len(target))
+
+
+# -------------------------------------------------------------------------------------- losses
+
+
+def perplexity(nats: float, tokens: int) -> float:
+    """How many tokens were in doubt at each place, from the summed loss.
+
+    >>> round(perplexity(10 * math.log(8), 10), 6)
+    8.0
+    """
+    return math.exp(min(nats / tokens, 700.0))  # beyond, a float has no number for it
+
+
+def bits_per_byte(nats: float, size: int) -> float:
+    """The summed loss of a text of ``size`` bytes, in bits a byte: comparable among tokenizers.
+
+    >>> bits_per_byte(16 * math.log(2), 8)
+    2.0
+    """
+    return nats / math.log(2) / size

@@ -1,0 +1,201 @@
+"""One training run, from a recipe to a finished model, whatever comes between."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from regard.errors import InputError
+from regard.models import Model
+from regard.text import Text
+from regard.training import building
+from regard.training.data import Feed, Table
+from regard.training.loop import Trainer, interruptible, seed_all
+from regard.training.recipe import Recipe, read_recipe
+from regard.training.saving import Keeper
+
+# What may change between a run and its resumption: none of it touches the weights.
+_FREE = ("output", "data.root", "data.cache", "data.test", "saving.last", "watching")
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a run came to."""
+
+    folder: Path  # of the run; the finished model lies in "model" there
+    step: int
+    finished: bool  # False: it was interrupted, and can be resumed
+    scores: dict[str, float]  # of the finished model, on test where there is one, else on valid
+
+
+def train(
+    recipe: Recipe | str | os.PathLike[str],
+    *,
+    resume: bool = False,
+    overrides: Sequence[str] | Mapping[str, Any] = (),
+) -> Result:
+    """Train by a recipe, or by the file of one with some keys set: ``["schedule.steps=100"]``.
+
+    Ctrl-C and SIGTERM save a checkpoint and return. ``resume=True`` goes on from the newest whole
+    checkpoint, or starts where there is none; the weights in the end are then, to the bit, those of
+    a run that was never interrupted.
+    """
+    if isinstance(recipe, Recipe):
+        if overrides:
+            raise InputError("Overrides are for recipes in files; set the recipe's own fields.")
+    else:
+        recipe = read_recipe(recipe, overrides)
+    folder = Path(recipe.output).expanduser()
+    keeper = Keeper(folder / "checkpoints", recipe.saving.last)
+    if keeper.steps() and not resume:
+        raise InputError(
+            f"{folder} holds the checkpoints of an earlier run. Resume it, or choose another "
+            "output."
+        )
+    folder.mkdir(parents=True, exist_ok=True)
+    device = _device(recipe.device)
+    with _logged(folder / "log.jsonl") as log:
+        seed_all(recipe.seed)
+        text = building.tokenizer(recipe, folder / "tokenizer")
+        model = building.model(recipe, text).to(device)  # made on the CPU: the same everywhere
+        parts, names = _tables(recipe, text, log)
+        objective = building.objective(recipe, text, model, device, parts)
+        feed = Feed(objective.plan, recipe.seed, objective.device)
+        trainer = Trainer(
+            model, objective, feed, keeper, recipe, log, {**_fixed(recipe), "tokens": names}
+        )
+        if resume:
+            trainer.resume()
+        with interruptible() as asked, _shown(recipe, trainer) as show:
+            finished = trainer.run(asked, show)
+        scores = trainer.progress.scores
+        if finished:
+            scores = _finish(recipe, trainer, text, folder) or scores
+            log({"step": trainer.progress.step, "finished": scores})
+    return Result(folder, trainer.progress.step, finished, scores)
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        name = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise InputError(f"There is no device {name!r}; say cpu, cuda or auto.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise InputError(f"device = {name!r}, but PyTorch finds no GPU here.")
+    return device
+
+
+def _tables(
+    recipe: Recipe, text: Text, log: Callable[[dict[str, Any]], None]
+) -> tuple[dict[str, Table], dict[str, str]]:
+    parts: dict[str, Table] = {}
+    names: dict[str, str] = {}
+    for part in ("train", "valid"):
+        if getattr(recipe.data, part):
+            parts[part], names[part] = building.table(recipe, part, text)
+            log({"data": part, **parts[part].facts})
+    return parts, names
+
+
+def _fixed(recipe: Recipe) -> dict[str, Any]:
+    """All keys of a recipe that its weights depend on, as ``schedule.steps``."""
+    found: dict[str, Any] = {}
+
+    def walk(table: Mapping[str, Any], prefix: str) -> None:
+        for name, value in table.items():
+            whole = prefix + name
+            if whole in _FREE:
+                continue
+            if isinstance(value, dict):
+                walk(value, f"{whole}.")
+            else:
+                found[whole] = json.loads(json.dumps(value))
+
+    walk(asdict(recipe), "")
+    return found
+
+
+def _finish(recipe: Recipe, trainer: Trainer, text: Text, folder: Path) -> dict[str, float]:
+    """Write the finished model; its scores."""
+    keeper, model = trainer.keeper, trainer.model
+    assert isinstance(model, Model)
+    section = "model" if trainer.ema is None else "ema"
+    # Where evaluation.patience ended the run early, there may be fewer.
+    average = min(recipe.saving.average, max(len(keeper.in_turn()), 1))
+    if average > 1:
+        weights = keeper.average(average, section)
+    else:
+        best = keeper.best() if average == 0 else None
+        step = trainer.progress.step if best is None else best
+        weights = keeper.load(step).state[section]
+    model.load_state_dict(weights)
+    model.eval().save(folder / "model")
+    text.save(folder / "model")
+    with torch.no_grad(), trainer.autocast():
+        if recipe.data.test:
+            table, _ = building.table(recipe, "test", text)
+            tested = building.objective(
+                recipe, text, model, trainer.device, {"train": table, "test": table}, "test"
+            )
+            scores = tested.evaluate(model)
+        else:
+            scores = trainer.objective.evaluate(model)
+    (folder / "scores.json").write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
+    return scores
+
+
+# -------------------------------------------------------------------------------- log and display
+
+
+@contextmanager
+def _logged(file: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A log of one JSON object a line, on the disk when it is written."""
+    with file.open("a", encoding="utf-8") as stream:
+
+        def log(row: dict[str, Any]) -> None:
+            stream.write(json.dumps(row) + "\n")
+            stream.flush()
+
+        yield log
+
+
+@contextmanager
+def _shown(recipe: Recipe, trainer: Trainer) -> Iterator[Callable[[dict[str, Any]], None]]:
+    """A line that moves in a terminal, and a line for each report elsewhere."""
+    console = Console(file=sys.stderr)
+    steps = recipe.schedule.steps
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=console,
+        disable=not console.is_terminal,
+    )
+    with bar:
+        task = bar.add_task("starting", total=steps, completed=trainer.progress.step)
+
+        def show(row: dict[str, Any]) -> None:
+            words = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,} tokens/s"
+            if trainer.device.type == "cuda":
+                words += f"  {torch.cuda.max_memory_allocated(trainer.device) / 2**30:.1f} GiB"
+            scored = "".join(f"  {k} {v:.4g}" for k, v in trainer.progress.scores.items())
+            bar.update(task, completed=row["step"], description=words + scored)
+            if not console.is_terminal:
+                console.print(
+                    f"step {row['step']}/{steps}  {words}{scored}", highlight=False, soft_wrap=True
+                )
+
+        yield show

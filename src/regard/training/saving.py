@@ -1,0 +1,448 @@
+"""Training checkpoints that survive anything: whole or not there, and proven whole when read.
+
+A save goes: temporary folder, files synced, manifest with the SHA-256 of each file, synced, rename,
+parent folder synced. A checkpoint is removed only after a newer one was read back. Files are
+safetensors and JSON; nothing is ever unpickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import re
+import shutil
+import warnings
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from regard.errors import CheckpointError, InputError
+
+MANIFEST = "manifest.json"
+STATE = "state.json"
+_TENSORS = ".safetensors"
+_NAME = re.compile(r"step-(\d{10})")
+_TENSOR = "tensor of the file beside"  # the key that stands for a tensor in state.json
+
+
+class DamageWarning(UserWarning):
+    """A checkpoint is damaged, and an older one is used in its place."""
+
+
+class Disk:
+    """The few operations on files that a save consists of; tests make each of them fail."""
+
+    def make_folder(self, folder: Path) -> None:
+        folder.mkdir()
+
+    def create(self, file: Path) -> int:
+        return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+
+    def write(self, handle: int, data: memoryview) -> int:
+        return os.write(handle, data)
+
+    def sync(self, handle: int) -> None:
+        os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        os.close(handle)
+
+    def sync_folder(self, folder: Path) -> None:
+        if os.name == "nt":
+            return  # Windows has no such thing: a rename is on the disk when it returns
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def rename(self, old: Path, new: Path) -> None:
+        old.rename(new)
+
+    def remove(self, folder: Path) -> None:
+        shutil.rmtree(folder)
+
+
+# -------------------------------------------------------------------- folders with a manifest
+
+
+def publish(
+    folder: Path, files: Mapping[str, bytes], facts: Mapping[str, Any], disk: Disk | None = None
+) -> None:
+    """Let a new ``folder`` appear with all its files, or not at all; ``facts`` join its manifest.
+
+    Raises CheckpointError where the disk fails; nothing that was there before is touched.
+    """
+    disk = disk or Disk()
+    if folder.exists():
+        raise InputError(f"{folder} is there already.")
+    # Others may be publishing the same: each in its own folder, and the first one wins.
+    temporary = folder.with_name(f".saving-{folder.name}.{os.getpid()}")
+    try:
+        _make_parents(disk, folder)
+        if temporary.exists():
+            disk.remove(temporary)
+        disk.make_folder(temporary)
+        listed = {}
+        for name, data in files.items():
+            _write(disk, temporary / name, data)
+            listed[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        _write(disk, temporary / MANIFEST, _manifest({**facts, "files": listed}))
+        disk.sync_folder(temporary)
+        disk.rename(temporary, folder)
+        disk.sync_folder(folder.parent)
+    except OSError as error:
+        # The space is wanted back, but the first error is the one to tell of.
+        with suppress(OSError):
+            if temporary.exists():
+                disk.remove(temporary)
+        raise CheckpointError(
+            f"{folder} could not be saved: {error.strerror or error}. What was saved before is "
+            "still there. Make room, or give another folder, and resume."
+        ) from error
+
+
+def withdraw(folder: Path, disk: Disk | None = None) -> None:
+    """Remove a folder in such a way that half of it never stands under its name."""
+    disk = disk or Disk()
+    aside = folder.with_name(f".removing-{folder.name}")
+    try:
+        if aside.exists():
+            disk.remove(aside)
+        disk.rename(folder, aside)
+        disk.remove(aside)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} could not be removed: {error.strerror or error}."
+        ) from error
+
+
+def _make_parents(disk: Disk, folder: Path) -> None:
+    """The folders above one that is to come, each of them on the disk before the next."""
+    if not folder.parent.exists():
+        _make_parents(disk, folder.parent)
+        disk.make_folder(folder.parent)
+        disk.sync_folder(folder.parent.parent)
+
+
+def read_published(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The facts and the files of a folder that :func:`publish` wrote, proven whole.
+
+    Raises CheckpointError where a single bit differs, a file is missing or one is added.
+    """
+    return _proven(folder, _read)
+
+
+def map_published(folder: Path) -> tuple[dict[str, Any], dict[str, memoryview]]:
+    """As :func:`read_published`, but the files are mapped into memory, not read."""
+    return _proven(folder, _map)
+
+
+_Data = TypeVar("_Data", bytes, memoryview)
+
+
+def _proven(folder: Path, get: Callable[[Path], _Data]) -> tuple[dict[str, Any], dict[str, _Data]]:
+    facts = read_facts(folder)
+    listed = facts.pop("files")
+    found = {file.name for file in folder.iterdir()} - {MANIFEST}
+    if found != listed.keys():
+        odd = ", ".join(sorted(found ^ listed.keys()))
+        raise CheckpointError(f"{folder} and its manifest disagree about {odd}.")
+    files = {}
+    for name, entry in listed.items():
+        data = get(folder / name)
+        if len(data) != entry["bytes"]:
+            raise CheckpointError(
+                f"{folder / name} has {len(data):,} bytes, not {entry['bytes']:,}."
+            )
+        if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+            raise CheckpointError(f"{folder / name} differs from what was written: wrong SHA-256.")
+        files[name] = data
+    return facts, files
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What a manifest says, proven to be what was written."""
+    raw = _read(folder / MANIFEST)
+    try:
+        body = json.loads(raw)["body"]
+        whole = _manifest(body) == raw
+    except (ValueError, TypeError, KeyError, RecursionError):
+        whole = False
+    if not whole:
+        raise CheckpointError(f"{folder / MANIFEST} differs from what was written.")
+    result: dict[str, Any] = body
+    return result
+
+
+def _manifest(body: Mapping[str, Any]) -> bytes:
+    text = json.dumps(body, sort_keys=True, allow_nan=False)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return _dump({"body": body, "sha256": digest})
+
+
+def _dump(value: object) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def _write(disk: Disk, file: Path, data: bytes) -> None:
+    handle = disk.create(file)
+    try:
+        rest = memoryview(data)
+        while rest:
+            count = disk.write(handle, rest)
+            if count < 1:
+                raise OSError(f"nothing of {len(rest):,} bytes could be written to {file}")
+            rest = rest[count:]
+        disk.sync(handle)
+    finally:
+        disk.close(handle)
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from None
+
+
+def _map(file: Path) -> memoryview:
+    try:
+        with file.open("rb") as opened:
+            if not os.fstat(opened.fileno()).st_size:
+                return memoryview(b"")  # of nothing there is no map
+            return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY))
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from None
+
+
+# --------------------------------------------------------------------------- trees of tensors
+
+
+def _pack(state: Mapping[str, Any]) -> dict[str, bytes]:
+    """A tree of dicts, lists, numbers, texts and tensors as files: one per section with tensors."""
+    from safetensors.torch import save
+
+    files, plain = {}, {}
+    for section, tree in state.items():
+        tensors: dict[str, Tensor] = {}
+        plain[section] = _take_tensors(tree, section, tensors)
+        if tensors:
+            files[section + _TENSORS] = save(tensors)
+    return {**files, STATE: _dump(plain)}
+
+
+def _take_tensors(tree: Any, path: str, into: dict[str, Tensor]) -> Any:
+    if isinstance(tree, Tensor):
+        into[path] = tree.detach().cpu().contiguous()
+        return {_TENSOR: path}
+    if isinstance(tree, Mapping):
+        if not all(isinstance(key, str) for key in tree):
+            raise InputError(f"The state to save has keys that are no text, at {path}.")
+        return {key: _take_tensors(value, f"{path}/{key}", into) for key, value in tree.items()}
+    if isinstance(tree, list | tuple):
+        return [_take_tensors(value, f"{path}/{n}", into) for n, value in enumerate(tree)]
+    if tree is None or isinstance(tree, bool | int | float | str):
+        return tree
+    raise InputError(f"The state to save has a {type(tree).__name__} at {path}.")
+
+
+def _unpack(files: Mapping[str, bytes]) -> dict[str, Any]:
+    from safetensors.torch import load
+
+    tensors: dict[str, Tensor] = {}
+    for name, data in files.items():
+        if name.endswith(_TENSORS):
+            tensors |= load(data)
+    result: dict[str, Any] = _put_tensors(json.loads(files[STATE]), tensors)
+    return result
+
+
+def _put_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(tree, dict):
+        if tree.keys() == {_TENSOR}:
+            return tensors[tree[_TENSOR]]
+        return {key: _put_tensors(value, tensors) for key, value in tree.items()}
+    if isinstance(tree, list):
+        return [_put_tensors(value, tensors) for value in tree]
+    return tree
+
+
+# ------------------------------------------------------------------------------- the checkpoints
+
+
+@dataclass(frozen=True)
+class Saved:
+    """One checkpoint, read back and proven whole."""
+
+    folder: Path
+    step: int
+    score: float | None
+    state: dict[str, Any]
+
+
+class Keeper:
+    """The checkpoints of one run: it saves them, keeps the ``last`` and the best, finds the newest.
+
+    A ``score`` is better when it is higher. Checkpoints saved out of turn (an interruption) do not
+    count among the last ones, so that a run that was interrupted keeps what an uninterrupted keeps.
+
+    >>> import tempfile, torch
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     keeper = Keeper(folder, last=2)
+    ...     for step in (10, 20, 30):
+    ...         keeper.save(step, {"model": {"weight": torch.full((2,), step)}})
+    ...     keeper.steps(), keeper.newest().state["model"]["weight"].tolist()
+    ([20, 30], [30, 30])
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], last: int = 3, disk: Disk | None = None):
+        if last < 1:
+            raise InputError(f"Keeper(last=...) keeps at least 1 checkpoint, but got {last}.")
+        self.folder, self.last, self.disk = Path(folder), last, disk or Disk()
+
+    def steps(self) -> list[int]:
+        """The steps of all checkpoints in the folder, damaged or not, in order."""
+        if not self.folder.is_dir():
+            return []
+        matches = (_NAME.fullmatch(found.name) for found in self.folder.iterdir())
+        return sorted(int(match[1]) for match in matches if match)
+
+    def save(
+        self,
+        step: int,
+        state: Mapping[str, Any],
+        *,
+        score: float | None = None,
+        in_turn: bool = True,
+    ) -> None:
+        """Save a tree of dicts, lists, numbers, texts and tensors; then drop what is not kept.
+
+        Raises CheckpointError where the disk fails; the checkpoints before are still there then.
+        """
+        if score is not None and not float("-inf") < score < float("inf"):
+            raise InputError(f"A score must be finite, but got {score}.")
+        if step in self.steps():
+            try:
+                self._read_files(step)
+            except CheckpointError:
+                withdraw(self._at(step), self.disk)  # damaged, and done again since
+            else:
+                raise InputError(f"Step {step} is saved in {self.folder} already.")
+        self._clear()
+        facts = {"step": step, "score": score, "in_turn": in_turn}
+        publish(self._at(step), _pack(state), facts, self.disk)
+        self._read_files(step)  # a disk that lies must be found out while the old ones are there
+        self._drop(step)
+
+    def newest(self) -> Saved | None:
+        """The newest checkpoint that is whole, or None where there is none at all.
+
+        Each damaged one on the way gives a DamageWarning; if all are, a CheckpointError is raised.
+        """
+        reasons = []
+        for step in reversed(self.steps()):
+            try:
+                saved = self.load(step)
+            except CheckpointError as error:
+                reasons.append(str(error))
+                continue
+            for reason in reasons:
+                warnings.warn(
+                    f"A damaged checkpoint is passed over: {reason} Going on from step {step}.",
+                    DamageWarning,
+                    stacklevel=2,
+                )
+            return saved
+        if reasons:
+            raise CheckpointError(
+                f"All checkpoints in {self.folder} are damaged. {' '.join(reasons)} To start "
+                "anew, give another folder."
+            )
+        return None
+
+    def load(self, step: int) -> Saved:
+        """The checkpoint of one step."""
+        facts, files = self._read_files(step)
+        return Saved(self._at(step), step, facts["score"], _unpack(files))
+
+    def best(self) -> int | None:
+        """The step with the highest score, the earlier one where two are equal."""
+        scored = [(f["score"], -step) for step, f in self._facts() if f["score"] is not None]
+        return -max(scored)[1] if scored else None
+
+    def in_turn(self) -> list[int]:
+        """The steps of the checkpoints that were saved in turn, in order."""
+        return [step for step, facts in self._facts() if facts["in_turn"]]
+
+    def average(self, count: int, section: str = "model") -> dict[str, Tensor]:
+        """The mean of the tensors of a section over the last ``count`` checkpoints saved in turn.
+
+        Tensors of whole numbers are the newest checkpoint's.
+        """
+        steps = self.in_turn()[-count:]
+        if len(steps) < count:
+            raise InputError(
+                f"{count} checkpoints are to be averaged, but {self.folder} has {len(steps)}. Save "
+                "more often, or keep more."
+            )
+        newest = self.load(steps[-1]).state[section]
+        sums = {name: tensor.double() for name, tensor in newest.items()}
+        for step in steps[:-1]:
+            for name, tensor in self.load(step).state[section].items():
+                sums[name] += tensor
+        return {
+            name: (sums[name] / count).to(tensor.dtype) if tensor.is_floating_point() else tensor
+            for name, tensor in newest.items()
+        }
+
+    def _facts(self) -> list[tuple[int, dict[str, Any]]]:
+        """What the manifests say, of all checkpoints whose manifest is whole."""
+        found = []
+        for step in self.steps():
+            with suppress(CheckpointError):  # newest() tells of it, and nothing here trusts it
+                found.append((step, read_facts(self._at(step))))
+        return found
+
+    def _read_files(self, step: int) -> tuple[dict[str, Any], dict[str, bytes]]:
+        folder = self._at(step)
+        facts, files = read_published(folder)
+        if facts.get("step") != step:
+            raise CheckpointError(f"{folder} holds step {facts.get('step')}: it was renamed.")
+        return facts, files
+
+    def tidy(self, step: int) -> None:
+        """Remove what a save that was cut off has left; ``step``, which is whole, stays."""
+        self._clear()
+        self._drop(step)
+
+    def _clear(self) -> None:
+        """Remove what a save or a removal that was cut off has left."""
+        for pattern in (".saving-*", ".removing-*"):
+            for left in sorted(self.folder.glob(pattern)):
+                try:
+                    self.disk.remove(left)
+                except OSError as error:
+                    raise CheckpointError(
+                        f"{left} could not be removed: {error.strerror or error}."
+                    ) from error
+
+    def _drop(self, whole: int) -> None:
+        """Remove what is neither among the last ones, nor the best, nor the newest.
+
+        ``whole`` was read and is whole: it stays in any case, for the others may be damaged.
+        """
+        steps = self.steps()
+        kept = {*self.in_turn()[-self.last :], steps[-1], self.best(), whole}
+        for step in steps:
+            if step not in kept:
+                withdraw(self._at(step), self.disk)
+
+    def _at(self, step: int) -> Path:
+        return self.folder / f"step-{step:010}"
