@@ -1,4 +1,4 @@
-"""Write what the program itself can say: docs/help.md and the pictures. Run by `make docs`."""
+"""Write what the program itself can say: command line, recipes, pictures. Run by `make docs`."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from rich.console import Console
 from rich.terminal_theme import TerminalTheme
 
 import regard
+from regard.training import describe
 
 DOCS = Path(__file__).parent
-COMMANDS = ([], ["explain"], ["doctor"])
+COMMANDS = ([], ["explain"], ["train"], ["doctor"])
 PLAIN = {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb", "PYTHONUTF8": "1"}
 INK, GREY, BLUE = (40, 44, 52), (110, 115, 125), (40, 90, 200)
 RED, GREEN, YELLOW, PURPLE, CYAN = (
@@ -40,6 +41,23 @@ def help_page() -> str:
     return "".join(parts)
 
 
+def recipe_page() -> str:
+    """Every key of a recipe, as Markdown."""
+    lines = [
+        "# Recipes",
+        "",
+        "What `regard train` reads: a TOML file. `--set key=value` sets any of these keys, and an",
+        "unknown one is refused with the nearest name. Written by `make docs`; a test fails when",
+        "it drifts.",
+        "",
+        "| key | default | meaning |",
+        "|---|---|---|",
+    ]
+    for name, default, meaning in describe():
+        lines.append(f"| `{name}` | {default} | {meaning.replace('|', chr(92) + '|')} |")
+    return "\n".join(lines) + "\n"
+
+
 def picture() -> str:
     """The worked example as an SVG without any outside asset."""
     console = Console(
@@ -54,4 +72,5 @@ def picture() -> str:
 if __name__ == "__main__":
     (DOCS / "images").mkdir(exist_ok=True)
     (DOCS / "help.md").write_text(help_page(), encoding="utf-8")
+    (DOCS / "recipes.md").write_text(recipe_page(), encoding="utf-8")
     (DOCS / "images" / "explain.svg").write_text(picture(), encoding="utf-8")

@@ -99,6 +99,7 @@ def test_what_is_generated_is_up_to_date():
     generate = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/generate.py")))
     advice = "run `make docs`"
     assert (ROOT / "docs/help.md").read_text(encoding="utf-8") == generate.help_page(), advice
+    assert (ROOT / "docs/recipes.md").read_text(encoding="utf-8") == generate.recipe_page(), advice
     shown = (ROOT / "docs/images/explain.svg").read_text(encoding="utf-8")
     # The last digits of the difference to attention() are the machine's.
     difference = re.compile(r"\d\.\de-\d\d")

@@ -23,7 +23,8 @@ from regard.mechanism.masks import hulls
 from regard.mechanism.seeing import See, Seen, bin_rows, bins, chosen, finish, grid_of, join
 
 ROWS = 64  # queries a block; enough of them for a matrix product to run at full speed
-BLOCK = 2**19  # scores a block of ``stream`` holds, where it can choose: a few MB, near the cores
+SMALL = 60.0  # of a score: thousands of powers of e add up to far less than float32 holds
+BLOCK = 2**20  # scores a block of ``stream`` holds, where it can choose: a few MB, near the cores
 
 
 def run(call: Call) -> tuple[Tensor, Seen | None]:
@@ -66,8 +67,9 @@ def stream(call: Call) -> tuple[Tensor, Seen | None]:
 class _Stream:
     """One streamed call: the buffers, and what has been gathered so far.
 
-    In a block the scores of a row lose their highest, which is kept, and become powers of e, whose
-    total is kept; a weight is its power over that total. What can wait for the end waits.
+    In a block the scores of a row become powers of e, and a weight is its power over the row's
+    total. So that no power overflows, a row first loses its highest score, unless queries and keys
+    are too short for any score to be large. What can wait for the end waits.
     """
 
     def __init__(self, call: Call) -> None:
@@ -77,6 +79,8 @@ class _Stream:
         self.output = call.value.new_empty(*rows, call.value.shape[-1])
         self.query = call.query.to(dtype) * call.scale
         self.key = call.key.to(dtype).transpose(-1, -2)  # [b, g, d, k]
+        longest = self.query.norm(dim=-1).max() * self.key.norm(dim=-2).max()
+        self.small = call.bias is None and longest.item() < SMALL
         # Powers of e are summed before they are divided: a long row's would pass float16's 65,504.
         self.value = call.value.to(dtype) if call.value.dtype == torch.float16 else call.value
         # Rows that no block reaches have nothing to attend to: no highest, no total.
@@ -175,11 +179,14 @@ class _Stream:
         highest, total = self.highest[place], self.total[place]  # [h, q, 1]
         torch.amax(scores, -1, keepdim=True, out=highest)
         least = torch.finfo(self.dtype).min
-        # Where a row may have nothing to attend to, -inf less -inf must not become NaN.
-        scores.sub_(highest.clamp(min=least) if closed or bias is not None else highest)
+        if not self.small:
+            # Where a row may have nothing to attend to, -inf less -inf must not become NaN.
+            scores.sub_(highest.clamp(min=least) if closed or bias is not None else highest)
         torch.exp(scores, out=powers)
         torch.sum(powers, -1, keepdim=True, out=total)
-        inverse = total.clamp(min=1).reciprocal_()  # a total is at least 1, or 0 for such a row
+        inverse = total.reciprocal()
+        if closed or bias is not None:
+            inverse.masked_fill_(total == 0, 0)
 
         value = self.value[batch, heads, columns.start : columns.stop]
         grouped = powers.view(count, groups * len(rows), width)
@@ -215,7 +222,7 @@ class _Stream:
         see: See,
         tile: Tile,
         place: tuple[int, slice, slice],
-        scores: Tensor,  # [h, q, k], less the row's highest
+        scores: Tensor,  # [h, q, k], whose powers were taken
         inverse: Tensor,  # [h, q, 1]
     ) -> None:
         """Highest scores have the largest weights, and tell a weight of 0 from a masked key."""
@@ -261,14 +268,16 @@ class _Stream:
         found, extent = self.found, self.call.extent
         highest, total = self.highest[..., 0], self.total[..., 0]
         lost = total == 0
+        taken = torch.zeros_like(highest) if self.small else highest  # from each score of the row
         if see.lse:
-            found["lse"] = highest + total.log()
+            found["lse"] = taken + total.log()
         if see.peak:
-            found["peak"] = total.reciprocal().masked_fill_(lost, 0)
+            found["peak"] = ((highest - taken).exp() / total).masked_fill_(lost, 0)
         if see.max_logit:
             found["max_logit"] = highest.amax(-1)
         if see.entropy:
-            found["entropy"] = (total.log() - found["entropy"] / total).masked_fill_(lost, 0)
+            entropy = total.log() - found["entropy"] / total  # rounding may leave it just below 0
+            found["entropy"] = entropy.clamp_(min=0).masked_fill_(lost, 0)
         if see.map is not None:
             rows = grid_of(see, extent)[0]
             count = total.new_zeros(*total.shape[:2], rows)
