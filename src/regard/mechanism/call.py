@@ -70,12 +70,13 @@ def check(
             "query, key and value must share one layout of "
             f"{', '.join(_LAYOUTS.values())}, but are {_shapes(query, key, value)}."
         )
-    if not query.is_floating_point() or not query.dtype == key.dtype == value.dtype:
+    dtype, device = query.dtype, query.device  # each look at a tensor costs as much as a check
+    if not dtype.is_floating_point or not dtype == key.dtype == value.dtype:
         raise InputError(
             "query, key and value must share one floating-point dtype, but are "
             f"{query.dtype}, {key.dtype} and {value.dtype}. Convert them with .to(dtype)."
         )
-    if not query.device == key.device == value.device:
+    if not device == key.device == value.device:
         raise InputError(
             "query, key and value must be on one device, but are on "
             f"{query.device}, {key.device} and {value.device}. Move them with .to(device)."
@@ -86,8 +87,9 @@ def check(
         query, key, value = query[None, None], key[None, None], value[None, None]
 
     batch, heads, queries, dim = query.shape
-    _, key_heads, keys, _ = key.shape
-    if key.shape[0] != batch or value.shape[:3] != key.shape[:3] or key.shape[3] != dim or not dim:
+    key_batch, key_heads, keys, key_dim = key.shape
+    fits = (key_batch, key_dim) == (batch, dim) and dim > 0
+    if not fits or value.shape[:3] != (batch, key_heads, keys):
         raise InputError(
             "query and key must agree in batch and dim, key and value in batch, heads and length, "
             f"but are {_shapes(query, key, value)}."
@@ -98,7 +100,7 @@ def check(
             "With grouped heads, the first must be a multiple of the second."
         )
 
-    extent = Extent(batch, heads, queries, keys, query.device)
+    extent = Extent(batch, heads, queries, keys, device)
     if isinstance(mask, Tensor):
         mask = masks.Dense(mask)
     if isinstance(bias, Tensor):
