@@ -120,6 +120,8 @@ def test_an_interrupt_is_quiet():
     # It comes in the middle of a command's work: at the moment PyTorch begins to load.
     start = (
         "import os, signal, sys\n"
+        # A shell that runs the tests in the background has them ignore interrupts.
+        "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "def interrupt(event, details):\n"
         "    if event == 'import' and details[0] == 'torch':\n"
         "        os.kill(os.getpid(), signal.SIGINT)\n"

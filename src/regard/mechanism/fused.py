@@ -52,10 +52,10 @@ def unavailable() -> str | None:
 
 
 def refuses(call: Call) -> str | None:
+    if call.extent.device.type != "cuda":
+        return f"the tensors are on {call.extent.device}, and Triton compiles for CUDA devices."
     if torch.compiler.is_compiling():
         return "torch.compile cannot trace how its kernels are launched."
-    if call.query.device.type != "cuda":
-        return f"the tensors are on {call.query.device}, and Triton compiles for CUDA devices."
     if call.see is None and call.bias is None and call.softcap is None:
         plain = call.extent.queries in (1, call.extent.keys)  # causal at one corner, or not at all
         if call.mask is None or (isinstance(call.mask, Causal) and plain):
