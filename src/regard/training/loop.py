@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils import clip_grad_norm_, get_total_norm
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from regard.errors import CheckpointError, InputError
 from regard.mechanism.seeing import See
@@ -167,6 +167,7 @@ class Trainer:
         self.model, self.objective, self.feed, self.keeper = model, objective, feed, keeper
         self.recipe, self.log, self.fingerprint = recipe, log, fingerprint
         self.device = next(model.parameters()).device
+        self.parameters = list(model.parameters())  # walking a model costs more than it seems
         self.optimizer = _optimizer(model, recipe, self.device)
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=recipe.precision == "float16", init_scale=2.0**12
@@ -176,6 +177,10 @@ class Trainer:
             if recipe.optimizer.ema
             else None
         )
+        # What the running mean follows. Weights are loaded in place, so these stay the model's own.
+        pairs = [(mean, model.state_dict()[name]) for name, mean in (self.ema or {}).items()]
+        self.moving = [pair for pair in pairs if pair[0].is_floating_point()]
+        self.copied = [pair for pair in pairs if not pair[0].is_floating_point()]
         self.progress = Progress()
         self.warned: set[str] = set()
 
@@ -190,7 +195,7 @@ class Trainer:
         ]
         batches = [moved(part.batch, self.device) for part in parts]
         # Divided by all targets of the step, not batch by batch: unequal batches count as one.
-        total = torch.as_tensor(sum(part.targets for part in parts), device=self.device)
+        total = moved(sum(part.targets for part in parts), self.device)
         rate = rate_at(number, recipe.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -202,11 +207,10 @@ class Trainer:
             torch.autograd.backward(self.scaler.scale(loss))
             mean += loss.detach()
         self.scaler.unscale_(self.optimizer)
-        parameters = list(self.model.parameters())
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        norm = get_total_norm(gradients)
         if recipe.optimizer.clip:
-            norm = clip_grad_norm_(parameters, recipe.optimizer.clip)
-        else:
-            norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+            clip_grads_with_norm_(self.parameters, recipe.optimizer.clip, norm)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.ema is not None:
@@ -222,21 +226,18 @@ class Trainer:
         return torch.autocast(self.device.type, dtype=kind, enabled=kind is not None)
 
     def _move_ema(self, decay: float) -> None:
-        assert self.ema is not None
-        now = self.model.state_dict()
         # Early on the mean follows faster, or it would be made of the first weights for long.
         decay = min(decay, self.progress.step / (self.progress.step + 10))
-        for name, mean in self.ema.items():
-            if mean.is_floating_point():
-                mean.lerp_(now[name], 1 - decay)
-            else:
-                mean.copy_(now[name])
+        means, now = zip(*self.moving, strict=True)
+        torch._foreach_lerp_(means, now, 1 - decay)
+        for kept, number in self.copied:
+            kept.copy_(number)
 
     def look(self, batch: Any) -> None:
         """What attention does on a batch: logged, and warned of where it goes wrong."""
         before = self.objective.state()
         watched = watched_model(self.model, self.recipe.watching, self.warned)
-        with watched as found, self.autocast():
+        with torch.compiler.set_stance("force_eager"), watched as found, self.autocast():
             self.objective.loss(self.model, batch)
         self.objective.load_state(before)
         self.log({"step": self.progress.step, "attention": found})
@@ -310,7 +311,9 @@ class Trainer:
 
     def evaluate(self) -> None:
         """Measure on what is held out, and note whether it got better."""
-        with self.averaged(), torch.no_grad(), self.autocast():
+        # Decoding has another shape at each token: not worth compiling.
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, self.averaged(), torch.no_grad(), self.autocast():
             self.model.eval()
             scores = self.objective.evaluate(self.model)
             self.model.train()
@@ -397,8 +400,8 @@ class Trainer:
         )
         if state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        if self.ema is not None:
-            self.ema = {name: tensor.to(self.device) for name, tensor in state["ema"].items()}
+        for name, mean in (self.ema or {}).items():
+            mean.copy_(state["ema"][name])
         self.objective.load_state(state["objective"])
         self.feed.cursor = state["cursor"]
         self.progress = Progress(**state["progress"])

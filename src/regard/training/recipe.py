@@ -214,6 +214,7 @@ class Recipe:
     evaluation: Evaluation = key("how well it does", Evaluation)
     saving: Saving = key("what is kept", Saving)
     watching: Watching = key("what attention does", Watching)
+    compile: bool = key("whether torch.compile makes the model faster first", False)
 
     def __post_init__(self) -> None:
         if self.model.kind not in TASKS[self.task]:

@@ -21,7 +21,7 @@ from regard.text import Text
 from regard.training import building
 from regard.training.data import Feed, Table
 from regard.training.loop import Trainer, interruptible, seed_all
-from regard.training.recipe import Recipe, read_recipe
+from regard.training.recipe import RECORDS, Recipe, read_recipe
 from regard.training.saving import Keeper
 
 # What may change between a run and its resumption: none of it touches the weights.
@@ -68,6 +68,10 @@ def train(
         seed_all(recipe.seed)
         text = building.tokenizer(recipe, folder / "tokenizer")
         model = building.model(recipe, text).to(device)  # made on the CPU: the same everywhere
+        if recipe.compile:
+            # Pieces of text have one shape, or two; all else has as many as there are batches. Left
+            # to choose, the compiler goes by what came before, which a resumed run has not seen.
+            model.compile(dynamic=RECORDS[recipe.task] is not str)
         parts, names = _tables(recipe, text, log)
         objective = building.objective(recipe, text, model, device, parts)
         feed = Feed(objective.plan, recipe.seed, objective.device)
