@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from measure import Pair, append, seconds
-from regard import Causal, See, Segments, attention
+from regard import Causal, Segments, attention, why
+from regard.timing import SEEN, eager
 
 TOKENS, HEADS, DIM = 8192, 8, 64
-SEEN = See(entropy=True, peak=True, max_logit=True, received=True, map=64)
 
 
 def tensors(batch: int, length: int, dtype: torch.dtype = torch.float32) -> list[Tensor]:
@@ -97,7 +97,8 @@ def seeing() -> Iterator[dict[str, Any]]:
                     lambda q=q, k=k, v=v, causal=causal: sdpa(q, k, v, is_causal=causal),
                     budget=4,
                 )
-                case = f"{_name(dtype)} n={length} {'causal' if causal else 'full'}"
+                backend = why(q, k, v, mask=mask, see=SEEN).chosen
+                case = f"{_name(dtype)} n={length} {'causal' if causal else 'full'}, {backend}"
                 yield row("seeing, cost / SDPA", case, pair, "<= 2.0", pair.cost)
                 if length <= 4096:
                     pair = seconds(
@@ -105,18 +106,6 @@ def seeing() -> Iterator[dict[str, Any]]:
                         lambda q=q, k=k, v=v, causal=causal: eager(q, k, v, causal),
                     )
                     yield row("seeing, speed / eager weights", case, pair, "> 1", pair.speed)
-
-
-def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, ...]:
-    """The usual way to look: all weights, and the same numbers from them."""
-    scores = q @ k.transpose(-1, -2) * DIM**-0.5
-    if causal:
-        future = torch.ones(scores.shape[-2:], dtype=torch.bool).triu(1)
-        scores = scores.masked_fill(future, -torch.inf)
-    weights = scores.softmax(-1)
-    entropy = torch.special.entr(weights).sum(-1)
-    pooled = weights.unflatten(-1, (64, -1)).sum(-1).unflatten(-2, (64, -1)).mean(-2)
-    return weights @ v, entropy, weights.amax(-1), scores.amax((-1, -2)), weights.sum(-2), pooled
 
 
 def memory() -> Iterator[dict[str, Any]]:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
-import statistics
 import subprocess
-import time
-from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -15,6 +12,9 @@ from typing import Any
 import torch
 
 import regard
+from regard.timing import Pair, seconds
+
+__all__ = ["Pair", "append", "environment", "seconds"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -51,35 +51,3 @@ def append(name: str, rows: list[dict[str, Any]]) -> Path:
         for row in rows:
             file.write(json.dumps({**row, **where}) + "\n")
     return path
-
-
-def seconds(ours: Callable[[], object], peer: Callable[[], object], budget: float = 1.0) -> Pair:
-    """Time two functions in turns, so that what disturbs one disturbs the other."""
-    for function in (ours, peer):
-        function()
-        function()
-    times: tuple[list[float], list[float]] = ([], [])
-    started = time.perf_counter()
-    while time.perf_counter() - started < budget or len(times[0]) < 5:
-        for function, taken in zip((ours, peer), times, strict=True):
-            before = time.perf_counter()
-            function()
-            taken.append(time.perf_counter() - before)
-    return Pair(statistics.median(times[0]), statistics.median(times[1]))
-
-
-class Pair:
-    """Median seconds of ours and of the peer."""
-
-    def __init__(self, ours: float, peer: float) -> None:
-        self.ours, self.peer = ours, peer
-
-    @property
-    def speed(self) -> float:
-        """How many times as fast as the peer: above 1 is a win."""
-        return self.peer / self.ours
-
-    @property
-    def cost(self) -> float:
-        """How many times the peer's time."""
-        return self.ours / self.peer

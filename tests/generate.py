@@ -264,10 +264,14 @@ def sights(draw: Draw, case: Case) -> See:
     names = ("lse", "entropy", "peak", "max_logit", "distance", "received", "weights")
     asked = {name: draw(st.booleans()) for name in names}
     rows = draw(st.lists(st.integers(-queries, queries - 1), max_size=3)) if queries else []
+    pairs = []
+    if queries and case.extent.keys:
+        pair = st.tuples(st.integers(0, queries - 1), st.integers(0, case.extent.keys - 1))
+        pairs = draw(st.lists(pair, max_size=4))
     size = st.sampled_from((1, 2, 3, 7, 64))
     grid = draw(st.none() | st.tuples(size, size))
     peak = grid is not None and draw(st.booleans())
     top = draw(st.sampled_from((0, 1, 3, 300)))
-    if not (any(asked.values()) or rows or grid or top):
+    if not (any(asked.values()) or rows or pairs or grid or top):
         asked["lse"] = True
-    return See(**asked, rows=rows, map=grid, map_peak=peak, top=top)
+    return See(**asked, rows=rows, pairs=pairs, map=grid, map_peak=peak, top=top)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from regard.errors import BackendError, InputError
-from regard.mechanism import fused, reference, sdpa, tiled
+from regard.mechanism import fused, native, reference, sdpa, tiled
 from regard.mechanism.call import Call
 from regard.mechanism.seeing import Seen
 
@@ -32,6 +32,7 @@ def _never(*_: object) -> str | None:
 BACKENDS = (
     Backend("triton", fused.unavailable, fused.refuses, fused.run),
     Backend("sdpa", _never, sdpa.refuses, sdpa.run),
+    Backend("native", native.unavailable, native.refuses, native.run),
     Backend("tiled", _never, _never, tiled.run),
     Backend("reference", _never, _never, reference.run),
 )
@@ -70,4 +71,4 @@ class Why:
 
 
 def why(call: Call) -> Why:
-    return Why({b.name: b.unavailable() or b.refuses(call) for b in BACKENDS})
+    return Why({b.name: b.refuses(call) or b.unavailable() for b in BACKENDS})

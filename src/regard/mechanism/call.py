@@ -88,8 +88,13 @@ def check(
 
     batch, heads, queries, dim = query.shape
     key_batch, key_heads, keys, key_dim = key.shape
-    fits = (key_batch, key_dim) == (batch, dim) and dim > 0
-    if not fits or value.shape[:3] != (batch, key_heads, keys):
+    value_batch, value_heads, values, _ = value.shape
+    if not (
+        batch == key_batch == value_batch
+        and 0 < dim == key_dim
+        and key_heads == value_heads
+        and keys == values
+    ):
         raise InputError(
             "query and key must agree in batch and dim, key and value in batch, heads and length, "
             f"but are {_shapes(query, key, value)}."
@@ -101,17 +106,17 @@ def check(
         )
 
     extent = Extent(batch, heads, queries, keys, device)
-    if isinstance(mask, Tensor):
-        mask = masks.Dense(mask)
-    if isinstance(bias, Tensor):
-        bias = biases.Dense(bias)
     if mask is not None:
+        if isinstance(mask, Tensor):
+            mask = masks.Dense(mask)
         if not isinstance(mask, Mask):
             raise InputError(
                 f"mask is a boolean tensor or a mask such as Causal(), not {type(mask).__name__}."
             )
         mask.check(extent)
     if bias is not None:
+        if isinstance(bias, Tensor):
+            bias = biases.Dense(bias)
         if not isinstance(bias, Bias):
             raise InputError(
                 f"bias is a tensor or a bias such as Alibi(slopes), not {type(bias).__name__}."

@@ -102,7 +102,8 @@ def _fused(
         # The causal kernel scales -inf as well: times 0 that is NaN, times less it is +inf.
         query, scale = query * (-1 if scale else 0), -scale or 1.0
     width, wanted = query.shape[-1], value.shape[-1]
-    if width != wanted and query.device.type == "cpu":
+    padded = width != wanted and query.device.type == "cpu"
+    if padded:
         # The fused CPU kernel takes one width only; zeros change no score and no output.
         missing = (0, abs(width - wanted))
         if width < wanted:
@@ -119,7 +120,7 @@ def _fused(
         scale=scale,
         enable_gqa=True if call.groups > 1 else False,  # noqa: SIM210 - a SymBool will not do
     )
-    return output[..., :wanted] if output.shape[-1] != wanted else output
+    return output[..., :wanted] if padded else output
 
 
 def _plain(tensor: Tensor) -> Tensor:

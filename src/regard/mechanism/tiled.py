@@ -20,7 +20,17 @@ from regard.mechanism import reference
 from regard.mechanism.call import Call
 from regard.mechanism.geometry import Hull, Tile
 from regard.mechanism.masks import hulls
-from regard.mechanism.seeing import See, Seen, bin_rows, bins, chosen, finish, grid_of, join
+from regard.mechanism.seeing import (
+    Pairs,
+    See,
+    Seen,
+    bin_rows,
+    bins,
+    chosen,
+    finish,
+    grid_of,
+    join,
+)
 
 ROWS = 64  # queries a block; enough of them for a matrix product to run at full speed
 SMALL = 60.0  # of a score: thousands of powers of e add up to far less than float32 holds
@@ -247,6 +257,10 @@ class _Stream:
             distance = (tile.query_positions() - tile.key_positions()).abs()
             mean = torch.mul(powers, distance, out=spare).sum(-1, keepdim=True) * inverse
             found["distance"][place] = mean[..., 0]
+        if isinstance(see.pairs, Pairs):
+            places, rows, keys = see.pairs.of(tile)
+            picked = Pairs.pick(powers, rows, keys) * inverse[:, rows, 0]
+            found["pairs"][batch, heads, places] = picked
         if not (see.rows or see.weights or see.map_peak):
             return
         weights = powers.mul_(inverse)
@@ -302,6 +316,7 @@ def _room(call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
         "distance": (b, h, q),
         "received": (b, h, k),
         "rows": (b, h, len(see.rows), k),
+        "pairs": (b, h, len(see.pairs or ())),
         "weights": (b, h, q, k),
     }
     room = {name: torch.zeros(shapes[name], device=extent.device, dtype=dtype)
