@@ -231,7 +231,7 @@ def offline(code: str, cache: Path) -> str:
 
 def test_offline_the_hub_is_an_error_that_says_so(tmp_path: Path) -> None:
     said = offline("import regard; regard.load('gpt2')", tmp_path)
-    assert "CheckpointError: There is no folder gpt2" in said
+    assert "UnknownModelError: There is no folder gpt2" in said
     assert "give a folder" in said
 
 

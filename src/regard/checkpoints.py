@@ -12,19 +12,23 @@ import os
 import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
 
-from regard.errors import CheckpointError, InputError
+from regard import packing, shelf, shipped
+from regard.errors import CheckpointError, InputError, UnknownModelError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
+PACKING = "packing"  # the key of config.json that says that weights are packed, and how
+SHARD = 5 * 2**30  # bytes of a file of weights, as Hugging Face cuts them
 
 _MOST_JSON = 32 * 2**20  # bytes; the largest real index is below 10 MB
 _DTYPES = {
@@ -55,20 +59,39 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checked checkpoint: its config, and where each of its tensors lies."""
+    """A checked checkpoint: its config, and where each of its tensors lies.
+
+    Where weights are packed, everything is read as float32.
+    """
 
     folder: Path
     config: dict[str, Any]
     entries: dict[str, Entry]
+    scales: dict[str, Entry] = field(default_factory=dict)  # of those entries that are packed
 
     def meta(self, key: str) -> Tensor:
         """A tensor without its numbers."""
-        entry = self.entries[key]
-        return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+        found = _meta(self.entries[key])
+        if key in self.scales:
+            shape = packing.shape(found, _meta(self.scales[key]))
+            return torch.empty(shape, device="meta")
+        return self._widened(found)
 
     def read(self, key: str) -> Tensor:
         """A tensor with its numbers."""
-        entry = self.entries[key]
+        found = self._stored(key, self.entries[key])
+        if key in self.scales:
+            scale = self._stored(key + packing.SCALE, self.scales[key])
+            try:
+                return packing.unpack(found, scale)
+            except CheckpointError as error:
+                raise CheckpointError(f"{self.entries[key].file}, {key}: {error}") from None
+        return self._widened(found)
+
+    def _widened(self, tensor: Tensor) -> Tensor:
+        return tensor.float() if self.scales and tensor.is_floating_point() else tensor
+
+    def _stored(self, key: str, entry: Entry) -> Tensor:
         if not entry.length:
             return torch.empty(entry.shape, dtype=entry.dtype)
         with _opened(entry.file) as file:
@@ -79,18 +102,25 @@ class Checkpoint:
         return torch.frombuffer(raw, dtype=entry.dtype).view(entry.shape)
 
 
-def find(name: str | os.PathLike[str]) -> Path:
-    """The folder of a checkpoint: a folder as it stands, or a model of the Hugging Face hub.
+def _meta(entry: Entry) -> Tensor:
+    return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
 
-    A model of the hub is taken from the local cache where it is there, and downloaded otherwise.
+
+def find(name: str | os.PathLike[str]) -> Path:
+    """The folder of a checkpoint: a model that is shipped, a folder, or a model of the hub.
+
+    A folder that has the name of a shipped model is found as ``./name``. A model of the Hugging
+    Face hub is taken from the local cache where it is there, and downloaded otherwise.
     """
+    if isinstance(name, str) and name in shipped.names():
+        return shipped.folder(name)
     folder = Path(name)
     if folder.is_dir():
         return folder
     text = str(name)
     plausible = text.count("/") <= 1 and not text.startswith((".", "/", "~"))
     if not plausible or not all(part.strip(".") for part in text.split("/")):
-        raise CheckpointError(f"There is no folder {text}.")
+        raise UnknownModelError(f"There is no folder {text}.{_near(text)}")
     try:
         from huggingface_hub import snapshot_download
         from huggingface_hub.errors import (
@@ -101,11 +131,11 @@ def find(name: str | os.PathLike[str]) -> Path:
             RepositoryNotFoundError,
         )
     except ImportError:
-        raise CheckpointError(
+        raise UnknownModelError(
             f"There is no folder {text}. To load a model of that name from the Hugging Face hub, "
-            "install huggingface_hub."
+            f"install huggingface_hub.{_near(text)}"
         ) from None
-    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.spm"]
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.spm", "README.md"]
     try:
         return Path(snapshot_download(text, allow_patterns=wanted, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
@@ -113,8 +143,9 @@ def find(name: str | os.PathLike[str]) -> Path:
     try:
         return Path(snapshot_download(text, allow_patterns=wanted))
     except RepositoryNotFoundError:
-        raise CheckpointError(
+        raise UnknownModelError(
             f"There is neither a folder {text} nor a model of that name on the Hugging Face hub."
+            f"{_near(text)}"
         ) from None
     except (
         LocalEntryNotFoundError,
@@ -123,10 +154,21 @@ def find(name: str | os.PathLike[str]) -> Path:
         OfflineModeIsEnabled,
         OSError,
     ) as error:
-        raise CheckpointError(
+        raise UnknownModelError(
             f"There is no folder {text}, no such model in the local cache, and the Hugging "
             f"Face hub cannot be asked: {_first_line(error)} Go online, or give a folder."
+            f"{_near(text)}"
         ) from None
+
+
+def _near(name: str) -> str:
+    """What to say of models whose names are like one that is not known."""
+    known = [model.name for model in shelf.known()]
+    near = get_close_matches(name, known, 3) or get_close_matches(Path(name).name, known, 3)
+    if near:
+        return f" Did you mean {' or '.join(near)}?"
+    here = ", ".join(shipped.names())
+    return f" Shipped models are {here}." if here else ""
 
 
 def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
@@ -134,7 +176,7 @@ def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
     folder = find(name)
     config = read_json(folder / CONFIG)
     if (folder / INDEX).exists():
-        return Checkpoint(folder, config, _sharded(folder))
+        return _paired(folder, config, _sharded(folder))
     if not (folder / WEIGHTS).exists():
         pickled = sorted(file.name for file in folder.glob("*.bin"))
         if pickled:
@@ -144,7 +186,27 @@ def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
                 "transformers: AutoModel.from_pretrained(folder).save_pretrained(folder)."
             )
         raise CheckpointError(f"{folder} holds neither {WEIGHTS} nor {INDEX}.")
-    return Checkpoint(folder, config, _header(folder / WEIGHTS))
+    return _paired(folder, config, _header(folder / WEIGHTS))
+
+
+def _paired(folder: Path, config: dict[str, Any], entries: dict[str, Entry]) -> Checkpoint:
+    """A checkpoint whose packed tensors, where config.json says that there are any, have scales."""
+    if config.get(PACKING) is None:
+        return Checkpoint(folder, config, entries)
+    scales = {
+        key.removesuffix(packing.SCALE): entries.pop(key)
+        for key in list(entries)
+        if key.endswith(packing.SCALE)
+    }
+    for key, scale in scales.items():
+        if key not in entries:
+            raise CheckpointError(f"{scale.file} holds scales of {key}, but not {key}.")
+    if not scales:
+        raise CheckpointError(f"{folder / CONFIG} says that weights are packed, but none are.")
+    found = Checkpoint(folder, config, entries, scales)
+    for key in scales:
+        found.meta(key)  # raises where the two do not fit each other
+    return found
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -166,7 +228,7 @@ def write(
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     generation: Mapping[str, Any] | None = None,
-    shard_bytes: int = 5 * 2**30,
+    shard_bytes: int = SHARD,
 ) -> None:
     """Write a checkpoint, in shards where it is larger than ``shard_bytes``.
 

@@ -2,16 +2,58 @@
 
 
 class RegardError(Exception):
-    """The base of every error regard raises on purpose."""
+    """The base of every error regard raises on purpose.
+
+    >>> from regard import RegardError, Window
+    >>> try:
+    ...     Window(-1)
+    ... except RegardError as error:
+    ...     print(error)
+    Window(left=...) counts keys from 0 on, but got -1.
+    """
 
 
 class InputError(RegardError, ValueError):
-    """The arguments do not fit together, or mean nothing."""
+    """The arguments do not fit together, or mean nothing.
+
+    >>> from regard import Padding
+    >>> Padding([3, 2], side="top")
+    Traceback (most recent call last):
+    regard.errors.InputError: Padding(side=...) is "left" or "right", but got 'top'.
+    """
 
 
 class BackendError(RegardError, RuntimeError):
-    """The backend asked for cannot run this call; the message is its reason."""
+    """The backend asked for cannot run this call; the message is its reason.
+
+    >>> import torch
+    >>> from regard import BackendError, See, attention
+    >>> x = torch.zeros(3, 4)
+    >>> try:
+    ...     attention(x, x, x, see=See(entropy=True), backend="sdpa")
+    ... except BackendError as error:
+    ...     print(str(error).partition(": ")[2])
+    PyTorch's fused kernels do not show their weights.
+    """
 
 
 class CheckpointError(RegardError, ValueError):
-    """A checkpoint is missing, broken, unsafe, or not of the model it is meant for."""
+    """A checkpoint is missing, broken, unsafe, or not of the model it is meant for.
+
+    >>> from regard import load
+    >>> load("./nowhere")  # doctest: +ELLIPSIS
+    Traceback (most recent call last):
+    regard.errors.UnknownModelError: There is no folder ./nowhere...
+    """
+
+
+class UnknownModelError(CheckpointError, InputError):
+    """No model goes by the name given.
+
+    >>> from regard import UnknownModelError, load
+    >>> try:
+    ...     load("./nowhere")
+    ... except UnknownModelError as error:
+    ...     print(str(error)[:30])
+    There is no folder ./nowhere.
+    """

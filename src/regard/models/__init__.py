@@ -62,9 +62,10 @@ def load(
 ) -> Model:
     """The model of a checkpoint in Hugging Face's layout, ready to use (in eval mode).
 
-    ``name`` is a folder, or a model of the Hugging Face hub. Which model it is, the checkpoint
-    says; ``model`` reads it as another, as in ``load("bert-base-uncased", model=Bert)``. Without
-    ``dtype`` the weights keep the precision they are stored in.
+    ``name`` is that of a shipped model, a folder, or a model of the Hugging Face hub. Which model
+    it is, the checkpoint says; ``model`` reads it as another, as in
+    ``load("bert-base-uncased", model=Bert)``. Without ``dtype`` the weights keep the precision they
+    are stored in; packed ones become float32.
 
     >>> import tempfile
     >>> from regard.models import BertConfig

@@ -18,6 +18,7 @@ from regard.layers import Block
 from regard.mechanism.biases import Bias
 from regard.mechanism.cache import Cache, CrossCache
 from regard.mechanism.masks import Mask, Padding
+from regard.packing import Packing, packed
 from regard.weights import KeyMap
 
 # ------------------------------------------------------------------------------------- configs
@@ -155,8 +156,10 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 class State:
     """What a decoder keeps between steps: the caches of its layers, and what it attends across to.
 
-    Prompts of unequal length are padded on the left; ``pads`` says by how much. ``context`` has one
-    row per sentence, which all beams of the sentence share.
+    There is one row per sentence. Its beams are a tree that grows by one node a beam with each
+    step; all nodes lie in one cache, and a beam attends to those it came by. So a beam that goes on
+    from where another stands takes over a row of numbers for the scores, and no key is moved.
+    Prompts of unequal length are padded on the left; ``pads`` says by how much.
     """
 
     def __init__(
@@ -170,31 +173,98 @@ class State:
     ) -> None:
         self.own = [Cache(room) for _ in range(depth)]
         self.cross = [CrossCache() for _ in range(depth)]
-        self.pads = pads  # [batch]
+        self.pads = pads  # [sentences]
         self.context = context  # [sentences, length, dim]
         self.context_padding = context_padding
+        self.context_bias: Tensor | None = None  # [sentences, 1, 1, length], in steps
+        self.beams = 1
+        self._room = room
+        self._trunk: int | None = None  # how many positions are common to all beams, in steps
+        self._bias: Tensor | None = (
+            None  # [sentences, beams, room]: 0 where a beam came by, or -inf
+        )
+
+    @property
+    def nodes(self) -> int:
+        """How many keys each layer keeps for a sentence."""
+        return len(self.own[0])
 
     def __len__(self) -> int:
         """How many positions went through."""
-        return len(self.own[0])
+        trunk = self.nodes if self._trunk is None else self._trunk
+        return trunk + (self.nodes - trunk) // self.beams
+
+    @property
+    def _unborn(self) -> float:
+        """What is added for nodes to come: of several beams, only one will see each."""
+        return -math.inf if self.beams > 1 else 0.0
 
     def padding(self, keys: int) -> Padding | None:
         """The padding of the first ``keys`` positions."""
         return None if self.pads is None else Padding(keys - self.pads, side="left")
 
-    def reorder(self, index: Tensor) -> None:
-        """Let row ``i`` of the batch go on from where row ``index[i]`` stands."""
-        for cache in self.own:
-            cache.reorder(index)
-        if self.pads is not None:
-            self.pads = self.pads.index_select(0, index)
+    def spread(self, beams: int) -> None:
+        """From here on each sentence has so many beams, that all stand where it stands."""
+        if self._trunk is not None:
+            raise InputError("Beams are spread before the first step.")
+        self.beams = beams
+
+    def bias(self, like: Tensor) -> Tensor | None:
+        """What one more step adds to its scores: 0, or -inf for a node that is not to be seen.
+
+        [sentences, 1, beams, nodes] in the dtype of ``like``, or None where all is seen.
+        """
+        if self._trunk is None:
+            self._begin(like)
+        if self._bias is None:
+            return None
+        start, stop = self.nodes, self.nodes + self.beams
+        if stop > self._bias.shape[-1]:
+            wider = torch.full_like(self._bias, self._unborn)
+            self._bias = torch.cat((self._bias, wider), dim=-1)
+        # A new node is seen by its own beam.
+        self._bias[:, :, start:stop].diagonal(dim1=1, dim2=2).zero_()
+        return self._bias[:, None, :, :stop]
+
+    def _begin(self, like: Tensor) -> None:
+        """What the steps need to know of padding and of other beams, as numbers to add."""
+        self._trunk = trunk = self.nodes
+        device = like.device
+        if self.context_padding is not None and self.context is not None:
+            lengths = torch.as_tensor(self.context_padding.lengths, device=device)[:, None]
+            beyond = torch.arange(self.context.shape[1], device=device) >= lengths
+            zeros = like.new_zeros(beyond.shape)
+            self.context_bias = zeros.masked_fill(beyond, -math.inf)[:, None, None]
+        if self.beams > 1 or self.pads is not None:
+            room = max(self._room, trunk + self.beams)
+            self._bias = like.new_full((like.shape[0], self.beams, room), self._unborn)
+            self._bias[:, :, :trunk] = 0
+            if self.pads is not None:
+                padding = torch.arange(trunk, device=device) < self.pads[:, None]
+                self._bias[:, :, :trunk].masked_fill_(padding[:, None], -math.inf)
+
+    def places(self, device: torch.device) -> Tensor:
+        """The position of each node, with those of the step to come: [nodes]."""
+        assert self._trunk is not None
+        trunk = torch.arange(self._trunk, device=device)
+        steps = torch.arange(self._trunk, len(self) + 1, device=device)
+        return torch.cat((trunk, steps.repeat_interleave(self.beams)))
+
+    def follow(self, origins: Tensor) -> None:
+        """Let beam ``i`` of each sentence go on from its beam ``origins[:, i]``."""
+        if self._bias is not None:
+            index = origins[..., None].expand(-1, -1, self._bias.shape[-1])
+            self._bias = self._bias.gather(1, index)
 
     def keep(self, sentences: Tensor) -> None:
-        """Keep the context of these sentences only, in this order."""
-        for cross in self.cross:
+        """Keep these sentences only, in this order."""
+        for own, cross in zip(self.own, self.cross, strict=True):
+            own.reorder(sentences)
             cross.reorder(sentences)
-        if self.context is not None:
-            self.context = self.context.index_select(0, sentences)
+        for name in ("pads", "context", "context_bias", "_bias"):
+            held = getattr(self, name)
+            if held is not None:
+                setattr(self, name, held.index_select(0, sentences))
         if self.context_padding is not None:
             lengths = torch.as_tensor(self.context_padding.lengths, device=sentences.device)
             self.context_padding = Padding(
@@ -242,6 +312,28 @@ def pad(
     return ids, Padding(lengths, side) if min(lengths) < longest else None
 
 
+def encode_by_length(
+    encode: Callable[..., Tensor],
+    sources: Sequence[Sequence[int]],
+    vocabulary: int,
+    device: torch.device,
+) -> tuple[Tensor, Padding | None]:
+    """Hidden states of sources of ids, [batch, longest, dim], and the padding where there is any.
+
+    Some at a time go through the encoder, so that those of like length are padded little.
+    """
+    parts = []
+    for start in range(0, len(sources), 8):
+        some, padding = pad(sources[start : start + 8], 0, "right", vocabulary, device)
+        parts.append(encode(some, padding=padding))
+    lengths = [len(source) for source in sources]
+    if len(parts) == 1:
+        return parts[0], padding
+    longest = max(lengths)
+    widened = [nn.functional.pad(part, (0, 0, 0, longest - part.shape[1])) for part in parts]
+    return torch.cat(widened), Padding(lengths) if min(lengths) < longest else None
+
+
 class Recomputing(nn.Module):
     """Layers that, where asked, save memory in training by being computed again on the way back."""
 
@@ -282,6 +374,8 @@ class Stack(Recomputing):
                     use_reentrant=False,
                 )
             return x
+        if state is not None and state.beams > 1:
+            raise InputError("This state has beams: go on with one token for each, by model.step.")
         for index, block in enumerate(self.blocks):
             x = block(
                 x,
@@ -292,6 +386,16 @@ class Stack(Recomputing):
                 context_mask=context_mask,
                 cross_cache=None if state is None else state.cross[index],
             )
+        return x
+
+    def step(self, x: Tensor, state: State, bias: Tensor | None) -> Tensor:
+        """As :meth:`forward`, for one more step: ``x`` is [sentences, beams, dim].
+
+        ``bias`` is what :meth:`State.bias` gave, maybe with more added to it.
+        """
+        for index, block in enumerate(self.blocks):
+            own, cross = state.own[index], state.cross[index]
+            x = block.step(x, own, bias, cross, state.context_bias)  # type: ignore[operator]
         return x
 
 
@@ -307,6 +411,7 @@ class Model(nn.Module):
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
+        self.head: nn.Module | None = None  # the output layer, where it is one of its own
 
     @staticmethod
     def keys(config: Any) -> KeyMap:
@@ -321,6 +426,10 @@ class Model(nn.Module):
     def write_config(self) -> dict[str, Any]:
         """Its config as config.json says it."""
         return self.spelling.write(self.config, self.architecture)
+
+    def tied(self) -> tuple[Tensor, Tensor | None] | None:
+        """Weights and bias of the output, where it shares the weights of the token embedding."""
+        return None
 
     def generation(self) -> dict[str, Any] | None:
         """What generation_config.json says, where the model generates."""
@@ -373,9 +482,31 @@ class Model(nn.Module):
         model.load_state_dict(keys.apply(names, read), assign=True)
         return model.eval()
 
-    def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write config.json and the weights as safetensors, for regard and others to read."""
-        tensors = self.keys(self.config).save(self.state_dict())
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        packing: Packing | None = None,
+        shard_bytes: int = checkpoints.SHARD,
+    ) -> None:
+        """Write config.json and the weights as safetensors, for regard and others to read.
+
+        ``packing`` makes the files small, for regard alone to read: "int8" or "int4" for all
+        matrices, or by patterns of their names, as ``{"embed": "int8", "": "int4"}``. Weights over
+        ``shard_bytes`` are cut into several files.
+        """
+        with torch.device("meta"):
+            expected = type(self)(self.config).state_dict()
+        held = self.state_dict()
+        if held.keys() != expected.keys():
+            raise InputError(
+                "This model's linear layers were replaced for speed. Save it before arrange() or "
+                "quantize()."
+            )
+        tensors = self.keys(self.config).save(held)
         config = self.write_config()
         config["dtype"] = str(next(self.parameters()).dtype).removeprefix("torch.")
-        checkpoints.write(folder, config, tensors, self.generation())
+        if packing is not None:
+            tensors = packed(tensors, packing)
+            config[checkpoints.PACKING] = packing if isinstance(packing, str) else dict(packing)
+        checkpoints.write(folder, config, tensors, self.generation(), shard_bytes)

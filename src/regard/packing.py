@@ -1,0 +1,125 @@
+"""Packed weights: matrices as small whole numbers with a scale for each row, or part of a row.
+
+``int8`` has one scale a row and numbers from -127 to 127; ``int4`` one for every 32 numbers of a
+row, and numbers from -7 to 7, two in a byte. Scales are float16. A packed tensor ``name`` of a
+checkpoint has its scales beside it, as ``name.scale``, and is stored as int8 or uint8, which says
+which of the two it is.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from regard.errors import CheckpointError, InputError
+
+Kind = Literal["int8", "int4"]
+Packing = Kind | Mapping[str, Kind]  # one for all matrices, or by a pattern that finds their names
+
+SCALE = ".scale"
+GROUP = 32  # numbers of a row that share a scale of int4
+_MOST = {"int8": 127, "int4": 7}
+_STORED = {torch.int8: "int8", torch.uint8: "int4"}
+
+
+def pack(matrix: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
+    """A matrix [rows, columns] as whole numbers and scales; :func:`unpack` is the way back.
+
+    No number moves by more than half its scale, and 0.000008 where scales are as small as that.
+    Packing again what was unpacked changes nothing.
+
+    >>> numbers, scale = pack(torch.tensor([[0.5, -1.0, 0.25], [0.0, 0.0, 0.0]]), "int8")
+    >>> numbers.tolist(), list(scale.shape)
+    ([[64, -127, 32], [0, 0, 0]], [2, 1])
+    """
+    if kind not in _MOST:
+        raise InputError(f'A packing is "int8" or "int4", but got {kind!r}.')
+    if matrix.dim() != 2 or not matrix.is_floating_point() or not matrix.numel():
+        raise InputError(f"Only matrices are packed, not {matrix.dtype} {list(matrix.shape)}.")
+    rows, columns = matrix.shape
+    if kind == "int4" and columns % GROUP:
+        raise InputError(f"int4 packs rows in parts of {GROUP}, which do not make up {columns}.")
+    most = _MOST[kind]
+    parts = matrix.detach().float().view(rows, -1, columns if kind == "int8" else GROUP)
+    scale = parts.abs().amax(-1) / most  # [rows, parts]
+    if not (scale <= torch.finfo(torch.float16).max).all():
+        raise InputError("Weights that are not finite, or over 400,000, cannot be packed.")
+    scale = _rounded_down(scale)
+    steps = scale.float()[..., None]
+    # A scale rounded down leaves the largest number a little above its end.
+    whole = (parts / steps.where(steps > 0, 1)).round().clamp(-most, most)
+    whole = whole.masked_fill(steps == 0, 0).view(rows, columns).to(torch.int8)
+    if kind == "int8":
+        return whole, scale
+    halves = (whole + 8).to(torch.uint8)  # 1 to 15
+    return halves[:, ::2] | halves[:, 1::2] << 4, scale
+
+
+def _rounded_down(scale: Tensor) -> Tensor:
+    """As float16, never above: so the largest number is the last step, packed once or twice."""
+    half = scale.half()
+    return torch.where(half.float() > scale, (half.view(torch.int16) - 1).view(torch.float16), half)
+
+
+def unpack(numbers: Tensor, scale: Tensor) -> Tensor:
+    """The matrix, float32, of what :func:`pack` gave.
+
+    >>> unpack(*pack(torch.tensor([[0.5, -1.0, 0.25]]), "int8")).round(decimals=2).tolist()
+    [[0.5, -1.0, 0.25]]
+    """
+    rows, columns = shape(numbers, scale)
+    if not scale.isfinite().all() or scale.lt(0).any():
+        raise CheckpointError("Packed weights are damaged: a scale is negative or not finite.")
+    if numbers.dtype == torch.uint8:
+        whole = torch.stack((numbers & 15, numbers >> 4), -1).view(rows, columns).to(torch.int8) - 8
+    else:
+        whole = numbers
+    if whole.numel() and whole.min() < -_MOST[_STORED[numbers.dtype]]:
+        raise CheckpointError("Packed weights are damaged: a number is below the least there is.")
+    parts = whole.view(rows, scale.shape[1], -1).float() * scale.float()[..., None]
+    return parts.view(rows, columns)
+
+
+def shape(numbers: Tensor, scale: Tensor) -> tuple[int, int]:
+    """The shape of the matrix that was packed, once numbers and scales fit each other."""
+    kind = _STORED.get(numbers.dtype)
+    if kind is None or numbers.dim() != 2 or scale.dtype != torch.float16:
+        raise CheckpointError(
+            "Packed weights are an int8 or uint8 matrix with float16 scales, not "
+            f"{numbers.dtype} {list(numbers.shape)} with {scale.dtype}."
+        )
+    rows, columns = numbers.shape
+    columns *= 2 if kind == "int4" else 1
+    parts = columns // GROUP if kind == "int4" else 1
+    if scale.shape != (rows, parts) or not columns or (kind == "int4" and columns % GROUP):
+        raise CheckpointError(
+            f"Weights packed as {kind}, {rows} x {columns}, have scales of shape "
+            f"{list(scale.shape)}, not [{rows}, {parts}]."
+        )
+    return rows, columns
+
+
+def packed(tensors: Mapping[str, Tensor], packing: Packing) -> dict[str, Tensor]:
+    """The tensors of a checkpoint as they are stored: matrices packed, all else as float16.
+
+    A matrix is what has 32 rows and columns or more. One whose rows int4 cannot part is int8.
+    """
+    kinds = {"": packing} if isinstance(packing, str) else packing
+    for kind in kinds.values():
+        if kind not in _MOST:
+            raise InputError(f'A packing is "int8" or "int4", but got {kind!r}.')
+    found: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        fitting = [kind for pattern, kind in kinds.items() if re.search(pattern, name)]
+        if not fitting or tensor.dim() != 2 or min(tensor.shape) < GROUP:
+            found[name] = tensor.half()
+            if not found[name].isfinite().all():
+                raise InputError(f"{name} holds numbers that float16 does not have.")
+            continue
+        parted = not tensor.shape[1] % GROUP
+        found[name], found[name + SCALE] = pack(tensor, fitting[0] if parted else "int8")
+    return found

@@ -1,0 +1,201 @@
+"""Completion: what comes after a text, as it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from regard.decoding import Beam, Greedy, How, Sample, generate, stream
+from regard.errors import InputError
+from regard.mechanism.seeing import See
+from regard.models import GPT2, TransformerXL
+from regard.tasks.looking import mean_rows
+from regard.tasks.ready import Name, Ready, one_or_many, ready
+from regard.tasks.records import Attended, Completion
+from regard.tasks.words import Span, pool, spans_of, words
+from regard.watching import watch
+
+USUAL = Sample(temperature=0.8, top_p=0.95)
+MOST_LOOKED_AT = 2**26  # weights that are held to be looked at; 256 MiB
+
+
+@one_or_many
+def complete(
+    texts: list[str],
+    *,
+    model: Name = "books-gpt2",
+    how: How | None = None,
+    length: int = 100,
+    batch: int = 32,
+    look: bool = True,
+    device: torch.device | str | None = None,
+) -> list[Completion]:
+    """What comes after a text, or after each of several: at most ``length`` tokens.
+
+    ``model`` is a GPT-2 or a Transformer-XL: the name of a shipped one, a folder, or a model of the
+    hub. ``how`` is a sample by default, the same one each time for the same seed. ``look`` sees
+    which words before it each new word attended to, over all heads, which takes one more pass; of
+    very long texts it is left out. ::
+
+        regard.complete("Once upon a time", how=regard.Greedy(), length=20).text
+    """
+    one = ready(model, (GPT2, TransformerXL), "complete a text", device)
+    way = USUAL if how is None else how
+    if not all(text.strip() for text in texts):
+        raise InputError("A text to complete is empty. Give some words.")
+    began = perf_counter()
+    prompts = [_prompt(one, text, length) for text in texts]
+    writer: Any = one.model
+    outputs = generate(writer, prompts, way, length=length, stop=_stop(one), batch=batch)
+    seconds = (perf_counter() - began) / max(len(texts), 1)
+    records = []
+    for text, prompt, (best, *_) in zip(texts, prompts, outputs, strict=True):
+        power = way.length_penalty if isinstance(way, Beam) else 0.0
+        chance = best.score * (len(best.ids) + best.stopped) ** power
+        new = _New(text, prompt, best.ids, chance, best.stopped, seconds)
+        records.append(_record(one, new, look))
+    return records
+
+
+def completing(
+    text: str,
+    *,
+    model: Name = "books-gpt2",
+    how: Greedy | Sample | None = None,
+    length: int = 100,
+    look: bool = False,
+    device: torch.device | str | None = None,
+) -> Generator[str, None, Completion]:
+    """As :func:`complete` of one text, piece by piece as it is written.
+
+    What the generator returns at its end is the record. ::
+
+        for piece in regard.completing("Once upon a time"):
+            print(piece, end="", flush=True)
+    """
+    if not text.strip():
+        raise InputError("The text is empty. Give some words.")
+    one = ready(model, (GPT2, TransformerXL), "complete a text", device)
+    return _pieces(one, text, _prompt(one, text, length), how or USUAL, length, look)
+
+
+def _pieces(
+    one: Ready, text: str, prompt: list[int], how: Greedy | Sample, length: int, look: bool
+) -> Generator[str, None, Completion]:
+    began = perf_counter()
+    heard = _Heard(one.model)
+    stop, ids, chance = _stop(one), list[int](), 0.0
+    said = ""
+    for token in stream(heard, prompt, how, length=length, stop=stop):
+        ids.append(token)
+        chance += heard.chance(token)
+        whole = _after(one, prompt, ids)
+        if not whole.endswith("\ufffd"):  # some characters take several tokens
+            yield whole[len(said) :]
+            said = whole
+    stopped = len(ids) < length
+    if stopped:
+        chance += max(heard.chance(token) for token in stop)
+    whole = _after(one, prompt, ids)
+    if whole != said:
+        yield whole[len(said) :]
+    new = _New(text, prompt, ids, chance, stopped, perf_counter() - began)
+    return _record(one, new, look)
+
+
+class _Heard:
+    """A model to decode whose last logits are kept."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.logits = torch.empty(0)
+
+    def begin(self, prompts: Sequence[Sequence[int]], room: int = 0) -> Any:
+        return self.model.begin(prompts, room)
+
+    def step(self, ids: Tensor, state: Any) -> Tensor:
+        self.logits = self.model.step(ids, state)
+        return self.logits
+
+    def chance(self, token: int) -> float:
+        return float(self.logits[0].float().log_softmax(-1)[token])
+
+
+def _prompt(one: Ready, text: str, length: int) -> list[int]:
+    ids = one.text.encode(text, special=False).ids
+    if not ids:
+        raise InputError(f"The text {text[:40]!r} has no token that {one.name} knows.")
+    if isinstance(one.model, GPT2) and len(ids) + length > one.window:
+        raise InputError(
+            f"The text is too long: {len(ids)} tokens and {length} to come are more than the "
+            f"{one.window} that {one.name} reads. Give its last part, or a smaller length."
+        )
+    return ids
+
+
+def _stop(one: Ready) -> tuple[int, ...]:
+    end = one.model.config.end
+    return () if end is None else (end,)
+
+
+def _after(one: Ready, prompt: Sequence[int], ids: Sequence[int]) -> str:
+    """The text of new tokens; the one before them tells whether they begin with a space."""
+    before = prompt[-1:]
+    return one.decode([*before, *ids])[len(one.decode(before)) :]
+
+
+class _New(NamedTuple):
+    """What was written after a prompt."""
+
+    text: str
+    prompt: list[int]
+    ids: list[int]
+    chance: float
+    stopped: bool
+    seconds: float
+
+
+def _record(one: Ready, new: _New, look: bool) -> Completion:
+    tokens = len(new.ids) + new.stopped
+    return Completion(
+        text=_after(one, new.prompt, new.ids),
+        score=new.chance / max(tokens, 1),
+        tokens=tokens,
+        seconds=new.seconds,
+        model=one.name,
+        attended=_attended(one, new) if look else None,
+        prompt=new.text,
+        stopped=new.stopped,
+    )
+
+
+def _attended(one: Ready, new: _New) -> Attended | None:
+    """The words before that each new word attended to as it was written, over all heads.
+
+    The first token is left out: heads rest on it the weight that they do not need.
+    """
+    model, prompt, ids = one.model, new.prompt, new.ids
+    assert isinstance(model, GPT2 | TransformerXL)
+    depth, heads = model.config.depth, model.config.heads
+    total, before = len(prompt) + len(ids), len(new.text)
+    whole = new.text + _after(one, prompt, ids)
+    units = words(whole)
+    queries = [unit for unit in units if unit.end > before]
+    if not queries or len(ids) * total * heads * depth > MOST_LOOKED_AT:
+        return None
+    read = torch.tensor([[*prompt, *ids[:-1]]], device=model.device)
+    rows = range(len(prompt) - 1, total - 1)  # each wrote the token after it
+    with torch.inference_mode(), watch(model, See(rows=rows)) as seen:
+        model.read(read)
+    table = mean_rows(seen)
+    table[:, 0] = 0
+    spans = spans_of(ids, lambda some: _after(one, prompt, some))
+    written = [Span(before + low, before + high) for low, high in spans]
+    keys = [*one.text.encode(new.text, special=False).offsets, *written[:-1]]
+    pooled = pool(table, written, queries, keys, units)
+    where = f"The mean over {depth} layers of {heads} heads, without the first token"
+    return Attended.of((whole, queries), (whole, units), pooled, where, ("new", "before"))

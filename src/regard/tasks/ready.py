@@ -1,0 +1,191 @@
+"""A model ready for use: with its tokenizer, and what its files say about decoding."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache, wraps
+from pathlib import Path
+from time import perf_counter
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+
+import torch
+
+from regard import checkpoints
+from regard.decoding import Beam, Greedy, How, Output, generate
+from regard.errors import CheckpointError, InputError
+from regard.models import T5, Model, Transformer, load
+from regard.text import Text
+
+Name = str | os.PathLike[str]
+
+
+@dataclass(frozen=True, slots=True)
+class Ready:
+    """A model with all that is needed to use it."""
+
+    name: str
+    model: Model
+    text: Text
+    config: Mapping[str, Any]  # config.json as it stands
+    defaults: Mapping[str, Any]  # generation_config.json
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids. A model may have more of them than its tokenizer: those say nothing."""
+        return self.text.decode([one for one in ids if one < len(self.text)])
+
+    def settings(self, task: str | None) -> dict[str, Any]:
+        """What its files say about decoding, for a task that they name."""
+        return {**self.defaults, **(self.tasks.get(task, {}) if task else {})}
+
+    @property
+    def tasks(self) -> dict[str, dict[str, Any]]:
+        """What config.json says about tasks: their prefixes, and how to decode."""
+        found = self.config.get("task_specific_params") or {}
+        if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):
+            raise CheckpointError(f"{self.name}: task_specific_params should hold objects.")
+        return found
+
+    @property
+    def window(self) -> int:
+        """How many tokens it reads at once."""
+        found = getattr(self.model.config, "length", None) or self.config.get("n_positions") or 512
+        if type(found) is not int or found < 8:
+            raise CheckpointError(f"{self.name}: n_positions = {found!r} is no length.")
+        return found
+
+
+def ready(
+    name: Name, kinds: tuple[type[Model], ...], task: str, device: torch.device | str | None = None
+) -> Ready:
+    """A model by its name or folder, loaded once as long as its files stay the same."""
+    folder = checkpoints.find(name)
+    try:
+        stamps = tuple(
+            (file.name, file.stat().st_mtime_ns, file.stat().st_size)
+            for file in sorted(folder.iterdir())
+        )
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from None
+    found = _loaded(folder.resolve(), stamps, str(device or "cpu"))
+    if not isinstance(found.model, kinds):
+        wanted = " or ".join(kind.__name__ for kind in kinds)
+        raise InputError(
+            f"{name} is a {type(found.model).__name__}, which cannot {task}: that takes a {wanted}."
+        )
+    return Ready(str(name), found.model, found.text, found.config, found.defaults)
+
+
+@lru_cache(maxsize=4)
+def _loaded(folder: Path, stamps: object, device: str) -> Ready:
+    del stamps  # of the files: the key under which this is kept
+    # Half precision saves space in files; on a CPU it is slow.
+    model = load(folder, device=device, dtype=torch.float32)
+    generation = folder / checkpoints.GENERATION
+    defaults = checkpoints.read_json(generation) if generation.exists() else {}
+    _silence(model, defaults.get("bad_words_ids"))
+    config = checkpoints.read_json(folder / checkpoints.CONFIG)
+    return Ready(str(folder), model, Text.load(folder), config, defaults)
+
+
+def _silence(model: Model, tokens: object) -> None:
+    """Let a Transformer never write some tokens: Marian's padding has a score, but no meaning."""
+    if not isinstance(model, Transformer) or not isinstance(tokens, list):
+        return
+    for token in tokens:
+        if isinstance(token, list) and len(token) == 1 and type(token[0]) is int:
+            if 0 <= token[0] < model.config.vocabulary:
+                model.output_bias[0, token[0]] = -torch.inf
+
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class OneOrMany(Protocol[P, R]):
+    """A task: of a text it gives a record, of several a list of records."""
+
+    @overload
+    def __call__(self, text: str, /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+    @overload
+    def __call__(
+        self, text: list[str] | tuple[str, ...], /, *args: P.args, **kwargs: P.kwargs
+    ) -> list[R]: ...
+
+
+def one_or_many(run: Callable[Concatenate[list[str], P], list[R]]) -> OneOrMany[P, R]:
+    """What is written for several texts, for one too."""
+
+    @wraps(run)
+    def call(text: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any:
+        if isinstance(text, str):
+            if not text.strip():
+                raise InputError("The text is empty. Give some words.")
+            return run([text], *args, **kwargs)[0]
+        if not isinstance(text, list | tuple) or not all(isinstance(one, str) for one in text):
+            raise InputError(f"Give a text or a list of texts, not {type(text).__name__}.")
+        return run(list(text), *args, **kwargs)
+
+    return cast("OneOrMany[P, R]", call)
+
+
+# ------------------------------------------------------------------------------ text from text
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a model wrote for one source."""
+
+    source: list[int]
+    ids: list[int]
+    text: str
+    chance: float  # the log-probability of all tokens
+    tokens: int  # with the one that ends it
+    seconds: float
+
+
+def decoding(settings: Mapping[str, Any], how: How | None, length: int | None) -> tuple[How, int]:
+    """How to decode and how far: as asked for, else as the settings of a model say."""
+    try:
+        if how is None:
+            beams, repeat = settings.get("num_beams", 4), settings.get("no_repeat_ngram_size", 0)
+            how = Greedy(repeat) if beams == 1 else Beam(
+                beams,
+                float(settings.get("length_penalty", 1.0)),
+                settings.get("early_stopping", False),
+                no_repeat=repeat,
+            )  # fmt: skip
+    except (InputError, TypeError, ValueError) as error:
+        raise CheckpointError(f"generation_config.json cannot be followed: {error}") from None
+    if length is None:
+        length = settings.get("max_new_tokens") or settings.get("max_length") or 256
+        if type(length) is not int or length < 1:
+            raise CheckpointError(f"A model's files give {length!r} as the most to be written.")
+    return how, length
+
+
+def encode(one: Ready, text: str) -> list[int]:
+    """The ids of a source, with the token that ends it."""
+    end = one.model.config.end
+    return [*one.text.encode(text, special=False).ids, *(() if end is None else (end,))]
+
+
+def write(one: Ready, sources: Sequence[str], how: How, length: int, batch: int) -> list[Written]:
+    """What a model of texts to texts writes for each source."""
+    model = one.model
+    assert isinstance(model, Transformer | T5)
+    began = perf_counter()
+    prompts = [encode(one, source) for source in sources]
+    stop = () if model.config.end is None else (model.config.end,)
+    outputs: list[list[Output]] = generate(
+        model, prompts, how, length=length, stop=stop, batch=batch
+    )
+    share = (perf_counter() - began) / max(len(prompts), 1)
+    found = []
+    for prompt, (best, *_) in zip(prompts, outputs, strict=True):
+        tokens = len(best.ids) + best.stopped
+        chance = best.score * (tokens**how.length_penalty if isinstance(how, Beam) else 1)
+        text = one.decode(best.ids)
+        found.append(Written(prompt, best.ids, text, chance, tokens, share))
+    return found

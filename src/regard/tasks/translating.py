@@ -1,0 +1,167 @@
+"""Translation, by sentences, with the words of each sentence aligned."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from itertools import accumulate, chain, pairwise, zip_longest
+
+import torch
+
+from regard.decoding import How
+from regard.errors import InputError
+from regard.models import T5, Transformer
+from regard.tasks.looking import align
+from regard.tasks.looking import look as look_at
+from regard.tasks.ready import Name, Ready, decoding, encode, one_or_many, ready, write
+from regard.tasks.records import Translation
+from regard.tasks.words import sentences
+
+# ISO 639-1, then what else a language may go by.
+_LANGUAGES = """
+ar ara arabic|bg bul bulgarian|ca cat catalan|cs ces cze czech|cy cym wel welsh|da dan danish
+de deu ger german deutsch|el ell gre greek|en eng english|eo epo esperanto|es spa spanish español
+et est estonian|eu eus baq basque|fa fas per persian|fi fin finnish|fr fra fre french français
+ga gle irish|gl glg galician|he heb hebrew|hi hin hindi|hr hrv croatian|hu hun hungarian
+id ind indonesian|is isl ice icelandic|it ita italian italiano|ja jpn japanese|ka kat geo georgian
+ko kor korean|la lat latin|lt lit lithuanian|lv lav latvian|mk mkd mac macedonian|ms msa may malay
+mt mlt maltese|nb nob bokmål|nl nld dut dutch|no nor norwegian|pl pol polish|pt por portuguese
+ro ron rum romanian|ru rus russian|sk slk slo slovak|sl slv slovenian|sq sqi alb albanian
+sr srp serbian|sv swe swedish|sw swa swahili|th tha thai|tr tur turkish|uk ukr ukrainian|ur urd urdu
+vi vie vietnamese|zh zho chi cmn chinese
+"""
+_NAMES = {
+    name: language.split()[0]
+    for language in re.split(r"[|\n]", _LANGUAGES.strip())
+    for name in language.split()
+}
+
+
+@one_or_many
+def translate(
+    texts: list[str],
+    to: str | None = None,
+    *,
+    source: str | None = None,
+    model: Name = "translate",
+    how: How | None = None,
+    length: int | None = None,
+    batch: int = 32,
+    look: bool = True,
+    device: torch.device | str | None = None,
+) -> list[Translation]:
+    """A text, or each of several, in another language.
+
+    ``to`` is the language ("fr", "fra" or "french"), for a model that has more than one; so is
+    ``source``, for one that must be told. ``model`` is a Transformer (Marian, opus-mt) or a T5: the
+    name of a shipped one, a folder, or a model of the hub. ``how`` and ``length`` say how to
+    decode, and how many tokens a sentence may become; by default the model's own files do.
+    ``look`` aligns words, which takes one more pass. Texts are cut into sentences: models of
+    translation have seen little else. An empty one among several stays empty. ::
+
+        regard.translate("The cat sat on the mat.", "fr").text
+    """
+    one = ready(model, (Transformer, T5), "translate", device)
+    prefix, named, task = _prefix(one, to, source)
+    way, most = decoding(one.settings(task), how, length)
+    cut = [sentences(text) for text in texts]
+    parts = [text[a:b] for text, spans in zip(texts, cut, strict=True) for a, b in spans]
+    for part in parts:
+        _check_length(one, prefix + part)
+    written = write(one, [prefix + part for part in parts], way, most, batch)
+    looked = list(look_at(one, prefix, parts, written, batch)) if look else []
+    records = []
+    ends = accumulate((len(spans) for spans in cut), initial=0)
+    for text, spans, (low, high) in zip(texts, cut, pairwise(ends), strict=True):
+        mine = written[low:high]
+        gaps = [text[before.end : after.start] for before, after in pairwise(spans)]
+        joined = "".join(
+            chain.from_iterable(zip_longest((w.text for w in mine), gaps, fillvalue=""))
+        )
+        tokens = sum(w.tokens for w in mine)
+        records.append(
+            Translation(
+                text=joined,
+                score=sum(w.chance for w in mine) / max(tokens, 1),
+                tokens=tokens,
+                seconds=sum(w.seconds for w in mine),
+                model=one.name,
+                attended=align(one, looked[low:high], batch) if look else None,
+                source=text,
+                to=named,
+            )
+        )
+    return records
+
+
+def _check_length(one: Ready, text: str) -> None:
+    count = len(encode(one, text))
+    if count > one.window:
+        raise InputError(
+            f"A sentence of {count} tokens is too long: {one.name} reads {one.window} at most. "
+            f"It begins {text[:40]!r}; break it into shorter ones."
+        )
+
+
+# ----------------------------------------------------------------------------------- languages
+
+
+def _prefix(one: Ready, to: str | None, source: str | None) -> tuple[str, str | None, str | None]:
+    """What comes before a source, the language as the model names it, and the name of the task.
+
+    A Transformer has a tag for each language, such as >>fra<<; a T5 says it in words.
+    """
+    if isinstance(one.model, T5):
+        return _in_words(one, to, source)
+    tags = sorted(t[2:-2] for t in one.text.tokenizer.get_vocab() if re.fullmatch(r">>.+<<", t))
+    if not tags:
+        if to is not None:
+            raise InputError(
+                f"{one.name} translates into one language only, and has no tag for {to!r}: leave "
+                "out the language."
+            )
+        return "", None, None
+    tag = _chosen(one, to, tags)
+    return f">>{tag}<< ", tag, None
+
+
+def _in_words(one: Ready, to: str | None, source: str | None) -> tuple[str, str | None, str | None]:
+    pairs = {
+        (found[1], found[2]): key
+        for key in one.tasks
+        if (found := re.fullmatch(r"translation_(\w+?)_to_(\w+)", key))
+    }
+    if source is not None:
+        pairs = {pair: key for pair, key in pairs.items() if _same(pair[0], source)}
+    if not pairs:
+        origin = "" if source is None else f" from {source!r}"
+        raise InputError(
+            f"{one.name} does not say that it translates{origin}: its config.json would name such "
+            "tasks in task_specific_params."
+        )
+    language = _chosen(one, to, list(dict.fromkeys(target for _, target in pairs)))
+    key = next(key for (_, target), key in pairs.items() if target == language)
+    prefix = one.tasks[key].get("prefix")
+    return (prefix if isinstance(prefix, str) else ""), language, key
+
+
+def _chosen(one: Ready, to: str | None, offered: Sequence[str]) -> str:
+    """The language asked for, as the model names it."""
+    listed = ", ".join(offered)
+    if to is None:
+        if len(offered) == 1:
+            return offered[0]
+        raise InputError(f"{one.name} translates into {listed}. Say which, as to={offered[0]!r}.")
+    for name in offered:
+        if _same(name, to):
+            return name
+    raise InputError(f"{one.name} does not translate into {to!r}. It offers {listed}.")
+
+
+def _same(one: str, other: str) -> bool:
+    """Whether two names are of one language, as "fra" and "French", or "zh" and "cmn_Hans"."""
+    names = [name.casefold().strip("<>") for name in (one, other)]
+    if names[0] == names[1]:
+        return True
+    first, second = (_NAMES.get(name) or _NAMES.get(name.split("_")[0], name) for name in names)
+    return first == second

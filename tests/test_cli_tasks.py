@@ -1,0 +1,274 @@
+"""The commands that use models: what goes in, what comes out, and how what is wrong is told."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import folders
+from regard import Greedy, answer, complete, shipped, summarize, translate
+from regard.cli import main
+from test_cli import PLAIN, START
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("models")
+    folders.translator(place / "translate")
+    folders.summarizer(place / "summarize")
+    folders.answerer(place / "answer")
+    folders.writer(place / "gpt2")
+    return place
+
+
+class Shown:
+    """What a command printed, and how it ended."""
+
+    def __init__(self, status: int, out: str, err: str) -> None:
+        self.status, self.out, self.err = status, out, err
+
+
+@pytest.fixture
+def regard(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path):
+    """The command, within this process: PyTorch is loaded once."""
+
+    def run(*words: object, stdin: bytes = b"") -> Shown:
+        file = tmp_path / "stdin"
+        file.write_bytes(stdin)
+        monkeypatch.setattr(sys, "argv", ["regard", *map(str, words)])
+        monkeypatch.setenv("COLUMNS", "80")
+        monkeypatch.setenv("NO_COLOR", "1")
+        with file.open() as opened:
+            monkeypatch.setattr(sys, "stdin", opened)
+            with pytest.raises(SystemExit) as end:
+                main()
+        out, err = capsys.readouterr()
+        return Shown(end.value.code, out, err)
+
+    return run
+
+
+def test_translate_lines_in_their_order(regard, made: Path, tmp_path: Path) -> None:
+    lines = ["The cat sat.", "", "Nobody had seen the dog of the house.", "Who?"]
+    model = made / "translate"
+    expected = [record.text for record in translate(lines, "fr", model=model, length=6, look=False)]
+    options = ["--to", "fr", "--model", model, "--length", 6]
+    shown = regard("translate", *options, stdin="\r\n".join(lines).encode())
+    assert (shown.status, shown.err) == (0, "")
+    assert shown.out == "\n".join(expected) + "\n"
+    (tmp_path / "lines").write_text("\n".join(lines) + "\n")
+    assert regard("translate", *options, "--file", tmp_path / "lines").out == shown.out
+    assert regard("translate", *options, lines[0], lines[2]).out.splitlines() == [
+        expected[0],
+        expected[2],
+    ]
+
+
+def test_translate_draws_the_alignment_when_asked(regard, made: Path) -> None:
+    options = ["--to", "fr", "--model", made / "translate", "--length", 6, "--beam", 1]
+    sentence = "The cat sat on the mat."
+    found = translate(sentence, "fr", model=made / "translate", length=6, how=Greedy())
+    shown = regard("translate", sentence, *options, "--align")
+    assert shown.out.startswith(f"{found.text}\nAlignment\ntarget down, source across\n")
+    assert found.attended.where.split(",")[0] in shown.out
+    assert "\x1b" not in shown.out
+    assert regard("translate", sentence, *options).out == f"{found.text}\n"
+    record = json.loads(regard("translate", sentence, *options, "--json", "--align").out)
+    assert record["text"] == found.text
+    assert record["attended"]["queries"] == list(found.attended.queries)
+    assert set(record) == {
+        "text", "score", "tokens", "seconds", "model", "attended", "source", "to",
+    }  # fmt: skip
+    assert "attended" not in json.loads(regard("translate", sentence, *options, "--json").out)
+
+
+def test_summarize_takes_documents_whole(regard, made: Path, tmp_path: Path) -> None:
+    options = ["--model", made / "summarize", "--length", 5]
+    (tmp_path / "story").write_text(folders.STORY)
+    found = summarize(folders.STORY, model=made / "summarize", length=5, look=False)
+    shown = regard("summarize", *options, "--file", tmp_path / "story")
+    assert (shown.status, shown.out) == (0, f"{found.text}\n")
+    assert regard("summarize", *options, stdin=folders.STORY.encode()).out == shown.out
+    record = json.loads(regard("summarize", *options, folders.STORY, "--json", "--join").out)
+    assert record["how"] == "joined"
+    assert record["parts"][0]["start"] == 0
+    drawn = regard("summarize", *options, folders.LINES[2], "--attended").out
+    assert "summary down, document across" in drawn
+
+
+def test_answer_says_where(regard, made: Path, tmp_path: Path) -> None:
+    (tmp_path / "story").write_text(folders.STORY)
+    options = ["--model", made / "answer", "--file", tmp_path / "story"]
+    found = answer("Who sat?", folders.STORY, model=made / "answer", threshold=-1e9)
+    shown = regard("answer", "Who sat?", "Where?", *options, "--threshold", "-inf", "--json")
+    first, second = map(json.loads, shown.out.splitlines())
+    assert (first["text"], first["start"]) == (found.text, found.start)
+    assert folders.STORY[first["start"] : first["end"]] == first["text"]
+    assert second["question"] == "Where?"
+    assert regard("answer", "Who?", *options, "--threshold", "inf").out == "No answer.\n"
+    asked = ["answer", "Who sat?", "--model", made / "answer", "--threshold", "-inf"]
+    assert regard(*asked, "--context", folders.STORY).out == f"{found.text}\n"
+    assert "question down, context across" in regard(
+        *asked, "--context", folders.LINES[0], "--attended"
+    ).out  # fmt: skip
+
+
+def test_complete_writes_the_text_on(regard, made: Path) -> None:
+    model = made / "gpt2"
+    found = complete("The cat", model=model, how=Greedy(), length=7)
+    options = ["--model", model, "--temperature", 0, "--length", 7]
+    assert regard("complete", "The cat", *options).out == f"The cat{found.text}\n"
+    record = json.loads(regard("complete", *options, "--json", stdin=b"The cat\n").out)
+    assert record["text"] == found.text
+    assert record["prompt"] == "The cat"
+    drawn = regard("complete", "The cat", *options, "--attended").out
+    assert "new down, before across" in drawn
+    samples = {
+        regard("complete", "The cat", "--model", model, "--length", 9, "--seed", seed).out
+        for seed in (1, 1, 2)
+    }
+    assert len(samples) == 2
+
+
+# ------------------------------------------------------------------------------------ bad input
+
+
+@pytest.mark.parametrize(
+    ("words", "stdin", "message"),
+    [
+        (["translate", "", "--to", "fr"], b"", "The text is empty"),
+        (["translate", "--to", "fr"], b"", "standard input is empty"),
+        (["translate", "--to", "fr"], b" \n\n", "standard input is empty"),
+        (["translate", "--to", "fr"], b"\x89PNG\r\n\x1a\n", "standard input is no text in UTF-8: "),
+        pytest.param(["translate", "--to", "fr"], b"a\0b", "it holds zero bytes", id="zero bytes"),
+        (["translate", "Hello", "--to", "xx"], b"", "does not translate into 'xx'. It offers deu"),
+        (["translate", "Hello", "--to", "fr", "--file", "x"], b"", "--file x, not both"),
+        (["translate", "a " * 300, "--to", "fr"], b"", "too long"),
+        (["translate", "Hello", "--to", "fr", "--beam", "-1"], b"", "from 1 on, but got -1"),
+        (["translate", "Hello", "--to", "fr", "--device", "gpu9"], b"", "no device 'gpu9'"),
+        (["summarize"], b"", "empty"),
+        (["summarize"], b"\xff\xfe", "byte 0 is 0xff"),
+        (["answer", "", "--context", "a"], b"", "empty"),
+        (["answer", "Who?"], b"", "context is empty"),
+        (["answer", "who " * 90, "--context", "a"], b"", "question is too long"),
+        (["answer", "Who?", "--context", "a", "--threshold", "nan"], b"", "not nan"),
+        (["complete", " "], b"", "empty"),
+        (["complete", "the " * 70], b"", "too long"),
+        (["complete", "the", "--temperature", "-1"], b"", "temperature"),
+    ],
+)
+def test_bad_input_is_one_line_and_status_2(regard, made, words, stdin, message) -> None:
+    name = {"complete": "gpt2"}.get(words[0], words[0])
+    shown = regard(*words, "--model", made / name, stdin=stdin)
+    assert shown.status == 2
+    assert shown.out == ""
+    assert shown.err.startswith("regard: ")
+    assert shown.err.count("\n") == 1
+    assert message in shown.err
+
+
+@pytest.mark.parametrize("command", ["translate", "summarize", "complete"])
+def test_files_that_cannot_be_read(regard, made, tmp_path, monkeypatch, command) -> None:
+    options = ["--model", made / {"complete": "gpt2"}.get(command, command)]
+    shown = regard(command, *options, *(["--to", "fr"] * (command == "translate")), "--file", "no")
+    assert (shown.status, shown.err) == (
+        2,
+        "regard: no cannot be read: No such file or directory.\n",
+    )
+    shown = regard(command, *options, "--file", tmp_path)
+    assert shown.status == 2
+    assert "Is a directory" in shown.err
+    (tmp_path / "binary").write_bytes(bytes(range(256)))
+    shown = regard(command, *options, *(["--to", "fr"] * (command == "translate")),
+                   "--file", tmp_path / "binary")  # fmt: skip
+    assert shown.status == 2
+    assert "binary is no text" in shown.err
+    assert shown.err.count("\n") == 1
+
+    def denied(self: Path) -> bytes:  # root may read everything: the system is asked to say no
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", denied)
+    shown = regard(command, *options, "--file", "secret.txt")
+    assert (shown.status, shown.err) == (
+        2,
+        "regard: secret.txt cannot be read: Permission denied.\n",
+    )
+
+
+def test_an_unknown_model_is_answered_with_the_nearest(regard, tmp_path, monkeypatch) -> None:
+    folder = folders.writer(tmp_path / "shelf" / "books-tiny")
+    from test_tasks import CARD
+
+    (folder / "README.md").write_text(CARD)
+    monkeypatch.setattr(shipped, "_HERE", tmp_path / "shelf")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    shown = regard("complete", "The cat", "--model", "bookstiny")
+    assert shown.status == 2
+    assert shown.err.endswith("Did you mean books-tiny?\n")
+    assert shown.err.count("\n") == 1
+    assert regard("complete", "The cat", "--model", "books-tiny", "--length", 3).status == 0
+
+
+def test_a_broken_model_is_one_line_and_status_1(regard, tmp_path) -> None:
+    folder = folders.writer(tmp_path / "gpt2")
+    (folder / "model.safetensors").write_bytes(b"not weights")
+    shown = regard("complete", "The cat", "--model", folder)
+    assert shown.status == 1
+    assert shown.err.startswith("regard: ")
+    assert shown.err.count("\n") == 1
+
+
+def start(*words: object) -> subprocess.Popen[bytes]:
+    handle = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    return subprocess.Popen(
+        [sys.executable, "-c", handle + START, *map(str, words)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=PLAIN,
+    )
+
+
+def test_lines_are_translated_as_they_come_until_an_interrupt(made: Path) -> None:
+    """A line typed is answered before the next one is; Ctrl-C ends it without a word."""
+    process = start("translate", "--to", "fr", "--model", made / "translate", "--length", 3)
+    assert process.stdin
+    assert process.stdout
+    assert process.stderr
+    for line in (b"The cat.\n", b"The dog.\n"):
+        process.stdin.write(line)
+        process.stdin.flush()
+        assert process.stdout.readline().endswith(b"\n")
+    process.send_signal(signal.SIGINT)  # while it waits for a line
+    assert process.wait(300) == 130
+    assert process.stderr.read() == b""
+    for stream in (process.stdin, process.stdout, process.stderr):
+        stream.close()
+
+
+def test_a_closed_pipe_is_quiet(made: Path) -> None:
+    process = start("complete", "--model", made / "gpt2", "--length", 9)
+    assert process.stdin
+    assert process.stdout
+    assert process.stderr
+    process.stdout.close()  # nobody reads
+    process.stdin.write(b"The cat\n" * 3)
+    process.stdin.close()
+    assert process.stderr.read() == b""
+    process.stderr.close()
+    assert process.wait(300) == 1
+
+
+def test_without_standard_input_it_says_so(regard, made, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(sys, "argv", ["regard", "summarize", "--model", str(made / "summarize")])
+    monkeypatch.setattr(sys, "stdin", None)
+    with pytest.raises(SystemExit, match="2"):
+        main()
+    assert "no standard input" in capsys.readouterr().err
