@@ -85,12 +85,30 @@ def test_a_mistake_is_one_line_and_status_2(words, message):
     assert message in shown.stderr
 
 
-@pytest.mark.parametrize("words", [["explain", "--nope"], ["nope"], ["explain", "--heads", "x"]])
-def test_wrong_usage_is_status_2_without_a_traceback(words):
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["explain", "--nope"], "No such option: --nope. See regard explain --help."),
+        (["nope"], "No such command 'nope'. See regard --help."),
+        (["explan"], "Did you mean 'explain'"),
+        (["explain", "--heads", "x"], "Invalid value for '--heads': "),
+        (["answer"], "Missing argument 'question'. See regard answer --help."),
+    ],
+)
+def test_wrong_usage_is_one_line_and_status_2(words, message):
     shown = regard(*words)
     assert shown.returncode == 2
-    assert "Usage: regard" in shown.stderr
-    assert "Traceback" not in shown.stderr
+    assert shown.stdout == ""
+    assert shown.stderr.startswith("regard: ")
+    assert message in shown.stderr
+    assert shown.stderr.count("\n") == 1
+
+
+def test_no_words_at_all_show_the_help():
+    shown = regard()
+    assert shown.returncode == 2
+    assert "Usage: regard" in shown.stdout
+    assert shown.stderr == ""
 
 
 def test_doctor_names_versions_and_every_backend():

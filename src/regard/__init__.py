@@ -11,9 +11,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from regard import pictures
     from regard.decoding import Beam, Greedy, Output, Sample, generate, stream
-    from regard.errors import BackendError, CheckpointError, InputError, RegardError
+    from regard.errors import (
+        BackendError,
+        CheckpointError,
+        InputError,
+        RegardError,
+        UnknownModelError,
+    )
     from regard.explaining import Trace, explain
     from regard.layers import Block, FeedForward, MultiHeadAttention, RMSNorm
+    from regard.looking import look
     from regard.mechanism import attention, biases, masks, why
     from regard.mechanism.biases import Alibi, RelativeBuckets, RelativeContent
     from regard.mechanism.cache import Cache
@@ -34,6 +41,18 @@ if TYPE_CHECKING:
         TransformerXLConfig,
         load,
     )
+    from regard.tasks import (
+        Answer,
+        Attended,
+        Completion,
+        Summary,
+        Translation,
+        answer,
+        complete,
+        completing,
+        summarize,
+        translate,
+    )
     from regard.text import Encoded, Text
     from regard.watching import Watched, watch
 
@@ -41,9 +60,16 @@ __version__ = "0.1.0"
 
 _HOMES = {
     "regard.decoding": ("Beam", "Greedy", "Output", "Sample", "generate", "stream"),
-    "regard.errors": ("BackendError", "CheckpointError", "InputError", "RegardError"),
+    "regard.errors": (
+        "BackendError",
+        "CheckpointError",
+        "InputError",
+        "RegardError",
+        "UnknownModelError",
+    ),
     "regard.explaining": ("Trace", "explain"),
     "regard.layers": ("Block", "FeedForward", "MultiHeadAttention", "RMSNorm"),
+    "regard.looking": ("look",),
     "regard.mechanism": ("attention", "biases", "masks", "why"),
     "regard.mechanism.biases": ("Alibi", "RelativeBuckets", "RelativeContent"),
     "regard.mechanism.cache": ("Cache",),
@@ -64,6 +90,18 @@ _HOMES = {
         "TransformerXLConfig",
         "load",
     ),
+    "regard.tasks": (
+        "Answer",
+        "Attended",
+        "Completion",
+        "Summary",
+        "Translation",
+        "answer",
+        "complete",
+        "completing",
+        "summarize",
+        "translate",
+    ),
     "regard.text": ("Encoded", "Text"),
     "regard.watching": ("Watched", "watch"),
 }
@@ -75,6 +113,8 @@ __all__ = [
     "GPT2",
     "T5",
     "Alibi",
+    "Answer",
+    "Attended",
     "BackendError",
     "Beam",
     "Bert",
@@ -85,6 +125,7 @@ __all__ = [
     "Cache",
     "Causal",
     "CheckpointError",
+    "Completion",
     "Encoded",
     "FeedForward",
     "GPT2Config",
@@ -102,6 +143,7 @@ __all__ = [
     "See",
     "Seen",
     "Segments",
+    "Summary",
     "T5Config",
     "Text",
     "Top",
@@ -110,17 +152,25 @@ __all__ = [
     "TransformerConfig",
     "TransformerXL",
     "TransformerXLConfig",
+    "Translation",
+    "UnknownModelError",
     "Watched",
     "Window",
     "__version__",
+    "answer",
     "attention",
     "biases",
+    "complete",
+    "completing",
     "explain",
     "generate",
     "load",
+    "look",
     "masks",
     "pictures",
     "stream",
+    "summarize",
+    "translate",
     "watch",
     "why",
 ]

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
 import sys
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
 from regard import __version__
-from regard.cli import knowing, making, seeing
+from regard.cli import knowing, making, seeing, using
 from regard.errors import InputError, RegardError
+
+# What Typer raises where a command is used wrongly; it has no public name for all of it.
+_Misuse: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="regard",
     help="Fast attention you can see.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -26,14 +29,28 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without √
     try:
-        app(prog_name="regard")
+        status = app(prog_name="regard", standalone_mode=False)
+        sys.stdout.flush()
+    except _Misuse as error:
+        said = error.format_message().rstrip(".")
+        if said:  # it is empty where help was printed
+            where = error.ctx.command_path if error.ctx else "regard"
+            _complain(f"{said}. See {where} --help.")
+        status = 2
     except RegardError as error:
-        Console(stderr=True, soft_wrap=True).print(
-            f"regard: {error}", markup=False, highlight=False
-        )
-        raise SystemExit(2 if isinstance(error, InputError) else 1) from None
+        _complain(str(error))
+        status = 2 if isinstance(error, InputError) else 1
+    except BrokenPipeError:  # nobody reads on
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
+        status = 1
     except KeyboardInterrupt:
-        raise SystemExit(130) from None
+        status = 130
+    raise SystemExit(status or 0)
+
+
+def _complain(message: str) -> None:
+    line = " ".join(f"regard: {message}".split())
+    Console(stderr=True, soft_wrap=True).print(line, markup=False, highlight=False)
 
 
 def _show_version(wanted: bool) -> None:
@@ -53,9 +70,21 @@ def _regard(
 
 
 _COMMANDS = (
+    (using.translate, 'regard translate "The cat sat on the mat." --to fr'),
+    (using.summarize, "regard summarize --file report.txt"),
+    (using.answer, 'regard answer "Who wrote it?" --file book.txt'),
+    (using.complete, 'regard complete "Once upon a time" --length 60 --seed 7'),
     (seeing.explain, 'regard explain "The cat sat on the mat." --heads 2 --word cat'),
+    (seeing.look, 'regard look answer "The cat sat on the mat." --layer 2 --head 3'),
     (making.train, "regard train recipes/tatoeba-en-fr.toml --set data.root=corpus"),
+    (making.evaluate, "regard evaluate translate --data test.tsv --prefix '>>fra<< '"),
+    (making.convert, "regard convert openai-community/gpt2 gpt2-small --packing int8"),
+    (knowing.models, "regard models translate"),
+    (knowing.bench, "regard bench"),
     (knowing.doctor, "regard doctor"),
 )
 for _command, _example in _COMMANDS:
-    app.command(epilog=f"Example: {_example}")(_command)
+    # As paragraphs: where a docstring's lines end says nothing about a terminal's.
+    _parts = (_command.__doc__ or "").split("\n\n")
+    _help = "\n\n".join(" ".join(part.split()) for part in _parts)
+    app.command(help=_help, epilog=f"Example: {_example}")(_command)

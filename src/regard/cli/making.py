@@ -1,19 +1,29 @@
-"""Commands that make models: train."""
+"""Commands that make models and measure them: train, evaluate, convert."""
 
 from __future__ import annotations
 
+import json
+from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+from regard.cli import sharing
+from regard.errors import InputError
+
+if TYPE_CHECKING:
+    from regard.training.evaluating import Again, Evaluated
+
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe; repeatable."),
+]
 
 
 def train(
     recipe: Annotated[Path, typer.Argument(help="A TOML file; recipes/ has some.")],
-    changes: Annotated[
-        list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe; repeatable."),
-    ] = None,
+    changes: Settings = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")
     ] = False,
@@ -28,3 +38,205 @@ def train(
     for name, score in result.scores.items():
         typer.echo(f"{name:<14} {score:.4g}")
     typer.echo(f"The model is in {result.folder / 'model'}.")
+
+
+# ---------------------------------------------------------------------------------------- evaluate
+
+
+def evaluate(
+    model: Annotated[str, typer.Argument(help="A shipped name, a folder or a hub name.")],
+    data: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--data", metavar="FILE", help="What to measure on; repeatable. Without, its card."
+        ),
+    ] = None,
+    form: Annotated[
+        str | None,
+        typer.Option(
+            "--format",
+            help="tsv, jsonl, parallel, questions, squad or text; by the file's name if not given.",
+            show_default=False,
+        ),
+    ] = None,
+    targets: Annotated[
+        list[str] | None,
+        typer.Option("--targets", metavar="FILE", help="Of parallel text, the other side."),
+    ] = None,
+    columns: Annotated[
+        tuple[int, int], typer.Option(help="Of TSV, the columns of source and target.")
+    ] = (1, 2),
+    fields: Annotated[
+        tuple[str, str], typer.Option(help="Of JSONL, the fields of source and target.")
+    ] = ("source", "target"),
+    part: Annotated[
+        tuple[int, int], typer.Option(help="Which of 1000 parts, by MD5 of the source.")
+    ] = (0, 1000),
+    prefix: Annotated[str, typer.Option(help="What comes before each source.")] = "",
+    metric: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="bleu, chrf, rouge-1, rouge-2, rouge-l; exact, f1; perplexity, bits_per_byte, "
+            "loss. Repeatable; all that fit if not given.",
+            show_default=False,
+        ),
+    ] = None,
+    beam: Annotated[int, typer.Option(min=1, help="Beams of decoding; 1 is greedy.")] = 1,
+    limit: Annotated[int, typer.Option(min=0, help="The most texts; 0 for all.")] = 0,
+    changes: Settings = None,
+    root: Annotated[Path, typer.Option(help="The folder that files are relative to.")] = Path(),
+    device: sharing.Device = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """Measure a model on data, or measure again all that its card says.
+
+    Without --data, every figure of a shipped model's card is measured again; --root is the folder
+    of the data they are about. The exit status is 1 where one differs by more than its tolerance.
+    """
+    if data is None:
+        _card(model, root, device, as_json)
+        return
+    import torch
+
+    from regard.checkpoints import find
+    from regard.models import load
+    from regard.text import Text
+    from regard.training.evaluating import evaluate as measure
+    from regard.training.evaluating import kind_of
+
+    folder = find(model)
+    loaded = load(folder, device=sharing.device(device), dtype=torch.float32)
+    source: dict[str, Any] = {
+        "format": form or _form(data[0], bool(targets), kind_of(loaded).name == "bert"),
+        "files": data,
+        "targets": targets or [],
+        "columns": list(columns),
+        "fields": list(fields),
+        "part": list(part),
+        "prefix": prefix,
+    }
+    settings = [f"evaluation.beam={beam}", f"evaluation.examples={limit}", *(changes or ())]
+    with sharing.progress(Path(data[0]).name) as show:
+        found = measure(
+            loaded,
+            Text.load(folder),
+            [source],
+            metric or (),
+            root=root,
+            settings=settings,
+            progress=show,
+        )
+    _print_scores(model, found, as_json)
+
+
+def _form(file: str, parallel: bool, asks: bool) -> str:
+    """The format of a file by its name."""
+    if parallel:
+        return "parallel"
+    name = Path(file.removesuffix(".gz").removesuffix(".xz"))
+    forms = {".tsv": "tsv", ".txt": "text", ".json": "squad"}
+    forms[".jsonl"] = "questions" if asks else "jsonl"
+    if name.suffix not in forms:
+        raise InputError(f"What {file} holds, its name does not say. Pass --format.")
+    return forms[name.suffix]
+
+
+def _print_scores(model: str, found: Evaluated, as_json: bool) -> None:
+    if as_json:
+        whole = {"model": model, "scores": found.scores, found.unit: found.count}
+        print(json.dumps(whole | {"bad": len(found.report.bad)}))
+        return
+    table = sharing.table("score", "value", numbers=["value"])
+    for name, value in found.scores.items():
+        table.add_row(name, f"{value:.4g}" if abs(value) < 1e-2 else f"{value:.3f}")
+    sharing.show(table)
+    typer.echo(f"over {found.count:,} {found.unit}; {found.report}")
+
+
+def _card(model: str, root: Path, device: str, as_json: bool) -> None:
+    from regard.checkpoints import find
+    from regard.training.evaluating import reproduce
+
+    found: list[Again] = []
+    with sharing.progress(model) as show:
+        for again in reproduce(
+            find(model), root=root, device=sharing.device(device), progress=show
+        ):
+            found.append(again)
+    if as_json:
+        for row in found:
+            said = {"metric": row.score.metric, "data": row.score.data, "card": row.score.value}
+            print(json.dumps(said | {"here": row.value, "agrees": row.agrees}))
+    else:
+        table = sharing.table(
+            "score", "data", "card", "here", "tolerance", "", numbers=["card", "here", "tolerance"]
+        )
+        for row in found:
+            files = ", ".join(name for source in row.score.data for name in source["files"])
+            numbers = (row.score.value, row.value, row.score.tolerance)
+            table.add_row(
+                row.score.metric,
+                files,
+                *(f"{number:.3f}" for number in numbers),
+                "agrees" if row.agrees else "differs",
+            )
+        sharing.show(table)
+    if not all(row.agrees for row in found):
+        raise typer.Exit(1)
+
+
+# ----------------------------------------------------------------------------------------- convert
+
+
+class Precision(StrEnum):
+    """What weights can be stored as."""
+
+    float32 = "float32"
+    float16 = "float16"
+    bfloat16 = "bfloat16"
+
+
+class Packed(StrEnum):
+    """How matrices can be packed."""
+
+    int8 = "int8"
+    int4 = "int4"
+
+
+def convert(
+    source: Annotated[str, typer.Argument(help="A shipped name, a folder or a hub name.")],
+    target: Annotated[Path, typer.Argument(help="The folder to write.")],
+    dtype: Annotated[
+        Precision | None,
+        typer.Option(help="What weights become; as they are if not given.", show_default=False),
+    ] = None,
+    packing: Annotated[
+        Packed | None,
+        typer.Option(help="Pack matrices, for regard alone to read.", show_default=False),
+    ] = None,
+    shard_size: Annotated[
+        int, typer.Option(metavar="MB", min=1, help="The most of a file of weights.")
+    ] = 5120,
+    force: Annotated[
+        bool, typer.Option("--force", help="Replace a checkpoint that is there.")
+    ] = False,
+) -> None:
+    """Write a checkpoint again: in another precision, packed, or in shards.
+
+    Tokenizer and card come along. TARGET is there as a whole or, should anything go wrong, as it
+    was before.
+    """
+    import torch
+
+    from regard.converting import convert as write
+    from regard.shelf import size_of
+
+    made = write(
+        source,
+        target,
+        dtype=None if dtype is None else getattr(torch, dtype.value),
+        packing=None if packing is None else packing.value,
+        shard_bytes=shard_size * 2**20,
+        force=force,
+    )
+    typer.echo(f"{made}: {size_of(made) / 1e6:,.1f} MB")

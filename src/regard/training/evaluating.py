@@ -316,9 +316,24 @@ def reproduce(
     device: torch.device | str | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Again]:
-    """Every figure in the scores.json of a checkpoint, measured again on the files below ``root``.
+    r"""Every figure in the scores.json of a checkpoint, measured again on the files below ``root``.
 
     Figures of the same data and settings come from one measurement.
+
+    >>> import tempfile
+    >>> from regard import GPT2, GPT2Config, Text
+    >>> text = Text.train_bpe(["one two three"], size=260)
+    >>> model = GPT2(GPT2Config(vocabulary=len(text), length=8, dim=8, depth=1, heads=2)).eval()
+    >>> figure = {"metric": "perplexity", "value": 50.0, "tolerance": 0.5, "settings": {}}
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     model.save(folder)
+    ...     text.save(folder)
+    ...     _ = Path(folder, "a.txt").write_text("one two three\n" * 9)
+    ...     figures = [figure | {"data": [{"format": "text", "files": ["a.txt"]}]}]
+    ...     _ = Path(folder, "scores.json").write_text(json.dumps(figures))
+    ...     [again] = reproduce(Path(folder), root=folder)
+    >>> again.score.value, again.value > 200, again.agrees  # it has learned nothing
+    (50.0, True, False)
     """
     together: dict[str, list[Score]] = {}
     for score in read_scores(folder / SCORES):

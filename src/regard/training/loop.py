@@ -198,7 +198,7 @@ class Trainer:
         total = moved(sum(part.targets for part in parts), self.device)
         rate = rate_at(number, recipe.schedule)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["size"]
         self.optimizer.zero_grad(set_to_none=True)
         mean = torch.zeros((), device=self.device)
         for batch in batches:
@@ -411,16 +411,30 @@ class Trainer:
         return True
 
 
+def _size(parameter: Tensor) -> float:
+    """The root mean square of what a parameter starts from, to two digits so that some share it.
+
+    What starts at 0, or next to it, must be able to leave it.
+    """
+    found = float(parameter.detach().double().square().mean().sqrt())
+    return max(float(f"{found:.1e}"), 1e-3)
+
+
 def _optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.AdamW:
     """AdamW; biases, norms and other vectors do not decay."""
     settings = recipe.optimizer
     if len(settings.betas) != 2 or not all(0 <= beta < 1 for beta in settings.betas):
         raise InputError(f"optimizer.betas are two numbers from 0 to below 1: {settings.betas}.")
     parameters = [p for p in model.parameters() if p.requires_grad]
+    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+    for parameter in parameters:
+        decay = settings.decay if parameter.dim() > 1 else 0.0
+        size = _size(parameter) if settings.relative else 1.0
+        groups.setdefault((decay, size), []).append(parameter)
     return torch.optim.AdamW(
         [
-            {"params": [p for p in parameters if p.dim() > 1], "weight_decay": settings.decay},
-            {"params": [p for p in parameters if p.dim() <= 1], "weight_decay": 0.0},
+            {"params": found, "weight_decay": decay, "size": size}
+            for (decay, size), found in groups.items()
         ],
         lr=recipe.schedule.rate,
         betas=(settings.betas[0], settings.betas[1]),

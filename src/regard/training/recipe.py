@@ -156,6 +156,11 @@ class Optimizer:
     decay: float = key("how much weights shrink, matrices only", 0.0, least=0)
     clip: float = key("the largest norm of a gradient; 0 for any", 1.0, least=0)
     smoothing: float = key("label smoothing", 0.0, least=0, most=0.99)
+    relative: bool = key(
+        "let each weight move in proportion to the size of its matrix at the start, as T5's do: "
+        "its matrices start at very unequal sizes",
+        False,
+    )
     ema: float = key("the decay of a running mean of the weights; 0 for none", 0.0, least=0, most=1)
 
 

@@ -1,0 +1,148 @@
+"""The models at hand: those that come with regard, and those in the Hugging Face hub's cache.
+
+Nothing here loads PyTorch: all is read from small files and from the head of large ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from regard import shipped
+from regard.errors import InputError
+
+# What the architectures are for that regard has, by their names in config.json.
+TASKS = {
+    "BertModel": "embedding",
+    "BertForMaskedLM": "masked language modelling",
+    "BertForPreTraining": "masked language modelling",
+    "BertForQuestionAnswering": "question answering",
+    "GPT2LMHeadModel": "language modelling",
+    "MarianMTModel": "translation",
+    "T5ForConditionalGeneration": "text to text",
+    "T5WithLMHeadModel": "text to text",
+    "TransfoXLLMHeadModel": "language modelling",
+}
+_MOST_HEADER = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A model at hand."""
+
+    name: str
+    origin: str  # "shipped" or "cached"
+    folder: Path
+    task: str
+    architecture: str
+    parameters: int | None  # None where no safetensors file says
+    size: int  # in bytes, all files of the folder
+    licence: str  # "" where the card does not say
+
+
+def known() -> list[Known]:
+    """All models at hand that regard can load; those shipped come first.
+
+    >>> all(model.origin in ("shipped", "cached") for model in known())
+    True
+    """
+    return [_shipped(name) for name in shipped.names()] + list(_cached())
+
+
+def one(name: str) -> Known:
+    """The model at hand of a name."""
+    for model in known():
+        if model.name == name:
+            return model
+    names = ", ".join(model.name for model in known()) or "none"
+    raise InputError(f"There is no model {name!r} at hand. There are: {names}.")
+
+
+def places() -> dict[str, Path]:
+    """Where models lie: those shipped, and those cached where the hub's package is installed."""
+    there = {"shipped": Path(shipped.__file__).parent}
+    hub = cache()
+    return there if hub is None else there | {"cached": hub}
+
+
+def _shipped(name: str) -> Known:
+    folder, card = shipped.folder(name), shipped.card(name)
+    size = size_of(folder)
+    facts = (card.task, card.architecture, card.parameters, size, card.licence)
+    return Known(name, "shipped", folder, *facts)
+
+
+def cache() -> Path | None:
+    """Where the Hugging Face hub keeps its models; None where its package is not installed."""
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ImportError:
+        return None
+    return Path(HF_HUB_CACHE)
+
+
+def _cached() -> Iterator[Known]:
+    place = cache()
+    for folder in sorted(place.glob("models--*")) if place else ():
+        snapshot = _newest(folder)
+        config = {} if snapshot is None else _json(snapshot / "config.json")
+        names = config.get("architectures") or [""]
+        if snapshot is None or names[0] not in TASKS:
+            continue
+        card = snapshot / shipped.CARD
+        text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+        facts, _ = shipped.front_matter(text)
+        yield Known(
+            folder.name.removeprefix("models--").replace("--", "/"),
+            "cached",
+            snapshot,
+            TASKS[names[0]],
+            names[0],
+            _parameters(snapshot),
+            size_of(snapshot),
+            facts.get("license", ""),
+        )
+
+
+def _newest(folder: Path) -> Path | None:
+    """The snapshot that loading would take: that of main, or else the last one written."""
+    main = folder / "refs" / "main"
+    if main.is_file():
+        named = folder / "snapshots" / main.read_text(encoding="utf-8").strip()
+        if named.is_dir():
+            return named
+    found = [entry for entry in (folder / "snapshots").glob("*") if entry.is_dir()]
+    return max(found, key=lambda entry: entry.stat().st_mtime, default=None)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}  # a download that was cut short, say
+    return value if isinstance(value, dict) else {}
+
+
+def _parameters(folder: Path) -> int | None:
+    """How many numbers the safetensors files of a folder say they hold."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            raw = opened.read(length) if length <= _MOST_HEADER else b""
+        try:
+            header = json.loads(raw)
+            shapes = [entry["shape"] for key, entry in header.items() if key != "__metadata__"]
+            total += sum(math.prod(shape) for shape in shapes)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+    return total or None
+
+
+def size_of(folder: Path) -> int:
+    """In bytes, all files of a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
