@@ -36,6 +36,7 @@ SHAPES = ("inverse-sqrt", "cosine", "linear", "constant")
 PRECISIONS = ("float32", "bfloat16", "float16")
 METRICS = ("loss", "bleu", "chrf", "rouge-1", "rouge-2", "rouge-l", "exact", "f1")
 TOKENIZERS = ("bpe", "wordpiece", "unigram")
+PARALLEL = ("ddp", "fsdp", "context")
 
 
 def key(
@@ -199,6 +200,11 @@ class Recipe:
     saving: Saving = key("what is kept", Saving)
     watching: Watching = key("what attention does", Watching)
     compile: bool = key("whether torch.compile makes the model faster first", False)
+    parallel: str = key(
+        "what the processes of torchrun share: batches (ddp), weights too (fsdp), or each sequence",
+        "ddp",
+        among=PARALLEL,
+    )
 
     def __post_init__(self) -> None:
         if self.model.kind not in TASKS[self.task]:
@@ -236,6 +242,11 @@ class Recipe:
         dropped = self.tokenizer.dropout
         if dropped and (RECORDS[self.task] is not Pair or dropped >= 1):
             raise InputError("tokenizer.dropout is below 1, and for translation or summarization.")
+        if self.parallel == "context" and self.model.kind != "gpt2":
+            raise InputError(
+                f"parallel = 'context' is for gpt2, which reads from left to right alone, not for "
+                f"{self.model.kind}. Use ddp or fsdp."
+            )
         for step in self.data.prepare:
             if step not in PREPARATIONS:
                 raise InputError(_unknown(f"data.prepare: {step!r}", step, PREPARATIONS))

@@ -19,13 +19,15 @@ from regard.errors import InputError
 from regard.models import Model
 from regard.text import Text
 from regard.training import building
-from regard.training.data import Feed, Table
+from regard.training.crew import Crew, joined, local_device
+from regard.training.data import Feed, Table, generator
 from regard.training.loop import Trainer, interruptible, seed_all
 from regard.training.recipe import RECORDS, Recipe, read_recipe
 from regard.training.saving import Keeper
 
-# What may change between a run and its resumption: none of it touches the weights.
-_FREE = ("output", "data.root", "data.cache", "data.test", "saving.last", "watching")
+# What may change between a run and its resumption: none of it touches the weights, but for the
+# order in which processes add them up.
+_FREE = ("output", "data.root", "data.cache", "data.test", "saving.last", "watching", "parallel")
 
 
 @dataclass(frozen=True)
@@ -55,36 +57,47 @@ def train(
             raise InputError("Overrides are for recipes in files; set the recipe's own fields.")
     else:
         recipe = read_recipe(recipe, overrides)
+    device = local_device(_device(recipe.device))
+    with joined(device) as crew:
+        # torchrun starts all processes again where one has died.
+        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
+        return _train(recipe, device, crew, resume or again)
+
+
+def _train(recipe: Recipe, device: torch.device, crew: Crew, resume: bool) -> Result:
     folder = Path(recipe.output).expanduser()
-    keeper = Keeper(folder / "checkpoints", recipe.saving.last)
-    if keeper.steps() and not resume:
+    keeper = Keeper(folder / "checkpoints", recipe.saving.last, crew=crew)
+    if crew.lead(keeper.steps) and not resume:
         raise InputError(
             f"{folder} holds the checkpoints of an earlier run. Resume it, or choose another "
             "output."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    device = _device(recipe.device)
-    with _logged(folder / "log.jsonl") as log:
+    with _logged(folder / "log.jsonl" if crew.first else Path(os.devnull)) as log:
+        if crew.world > 1:
+            log({"processes": crew.world, "parallel": recipe.parallel})
         seed_all(recipe.seed)
-        text = building.tokenizer(recipe, folder / "tokenizer")
+        text = crew.each(lambda: building.tokenizer(recipe, folder / "tokenizer"))
         model = building.model(recipe, text).to(device)  # made on the CPU: the same everywhere
         if recipe.compile:
             # Pieces of text have one shape, or two; all else has as many as there are batches. Left
             # to choose, the compiler goes by what came before, which a resumed run has not seen.
             model.compile(dynamic=RECORDS[recipe.task] is not str)
-        parts, names = _tables(recipe, text, log)
+        parts, names = crew.each(lambda: _tables(recipe, text, log))
         objective = building.objective(recipe, text, model, device, parts)
         feed = Feed(objective.plan, recipe.seed, objective.device)
         trainer = Trainer(
             model, objective, feed, keeper, recipe, log, {**_fixed(recipe), "tokens": names}
         )
+        if not crew.first:
+            seed_all(int(generator(recipe.seed, 2, crew.rank).initial_seed()))  # other dropout
         if resume:
             trainer.resume()
         with interruptible() as asked, _shown(recipe, trainer) as show:
             finished = trainer.run(asked, show)
         scores = trainer.progress.scores
         if finished:
-            scores = _finish(recipe, trainer, text, folder) or scores
+            scores = crew.lead(lambda: _finish(recipe, trainer, text, folder)) or scores
             log({"step": trainer.progress.step, "finished": scores})
     return Result(folder, trainer.progress.step, finished, scores)
 
@@ -133,7 +146,7 @@ def _fixed(recipe: Recipe) -> dict[str, Any]:
 
 def _finish(recipe: Recipe, trainer: Trainer, text: Text, folder: Path) -> dict[str, float]:
     """Write the finished model; its scores."""
-    keeper, model = trainer.keeper, trainer.model
+    keeper, model = trainer.keeper, trainer.engine.whole.to(trainer.device)
     assert isinstance(model, Model)
     section = "model" if trainer.ema is None else "ema"
     # Where evaluation.patience ended the run early, there may be fewer.
@@ -186,7 +199,7 @@ def _shown(recipe: Recipe, trainer: Trainer) -> Iterator[Callable[[dict[str, Any
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         console=console,
-        disable=not console.is_terminal,
+        disable=not console.is_terminal or not trainer.crew.first,
     )
     with bar:
         task = bar.add_task("starting", total=steps, completed=trainer.progress.step)
@@ -197,7 +210,7 @@ def _shown(recipe: Recipe, trainer: Trainer) -> Iterator[Callable[[dict[str, Any
                 words += f"  {torch.cuda.max_memory_allocated(trainer.device) / 2**30:.1f} GiB"
             scored = "".join(f"  {k} {v:.4g}" for k, v in trainer.progress.scores.items())
             bar.update(task, completed=row["step"], description=words + scored)
-            if not console.is_terminal:
+            if not console.is_terminal and trainer.crew.first:
                 console.print(
                     f"step {row['step']}/{steps}  {words}{scored}", highlight=False, soft_wrap=True
                 )

@@ -1,0 +1,5 @@
+"""``python -m regard``, and with it ``torchrun -m regard``."""
+
+from regard.cli import main
+
+main()
