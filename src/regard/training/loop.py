@@ -176,10 +176,12 @@ class Trainer:
             if recipe.optimizer.ema
             else None
         )
-        # What the running mean follows. Weights are loaded in place, so these stay the model's own.
-        pairs = [(mean, model.state_dict()[name]) for name, mean in (self.ema or {}).items()]
-        self.moving = [pair for pair in pairs if pair[0].is_floating_point()]
-        self.copied = [pair for pair in pairs if not pair[0].is_floating_point()]
+        # What the running mean follows: weights; buffers are copied. All of them are loaded in place,
+        # so these stay the model's own.
+        named, now = dict(model.named_parameters(remove_duplicate=False)), model.state_dict()
+        pairs = {name: (mean, now[name]) for name, mean in (self.ema or {}).items()}
+        self.moving = [pair for name, pair in pairs.items() if name in named]
+        self.copied = [pair for name, pair in pairs.items() if name not in named]
         self.progress = Progress()
         self.warned: set[str] = set()
 
