@@ -176,8 +176,8 @@ class Trainer:
             if recipe.optimizer.ema
             else None
         )
-        # What the running mean follows: weights; buffers are copied. All of them are loaded in place,
-        # so these stay the model's own.
+        # What the running mean follows: weights; buffers are copied. All of them are loaded in
+        # place, so these stay the model's own.
         named, now = dict(model.named_parameters(remove_duplicate=False)), model.state_dict()
         pairs = {name: (mean, now[name]) for name, mean in (self.ema or {}).items()}
         self.moving = [pair for name, pair in pairs.items() if name in named]

@@ -134,9 +134,7 @@ class Replicas(Engine):
 
     def __init__(self, model: nn.Module, objective: Objective, crew: Crew) -> None:
         super().__init__(model, objective, crew)
-        self.together = DistributedDataParallel(
-            self._alone(), broadcast_buffers=False, gradient_as_bucket_view=True
-        )
+        self.together = DistributedDataParallel(self._alone(), gradient_as_bucket_view=True)
         # DDP reads the annotations of a hook, and does not take them as text.
         self.together.register_comm_hook(None, lambda _, bucket: _sum(bucket.buffer()))
 

@@ -38,6 +38,7 @@ class Result:
     step: int
     finished: bool  # False: it was interrupted, and can be resumed
     scores: dict[str, float]  # of the finished model, on test where there is one, else on valid
+    rank: int = 0  # of this process, where several train together
 
 
 def train(
@@ -99,7 +100,7 @@ def _train(recipe: Recipe, device: torch.device, crew: Crew, resume: bool) -> Re
         if finished:
             scores = crew.lead(lambda: _finish(recipe, trainer, text, folder)) or scores
             log({"step": trainer.progress.step, "finished": scores})
-    return Result(folder, trainer.progress.step, finished, scores)
+    return Result(folder, trainer.progress.step, finished, scores, crew.rank)
 
 
 def _device(name: str) -> torch.device:

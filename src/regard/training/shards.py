@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -59,7 +60,9 @@ def read_parts(folder: Path, likes: Mapping[str, Tensor]) -> dict[str, Tensor]:
             tensors[path] = torch.empty_like(likes[path], requires_grad=False)
         else:
             tensors[path] = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-    load(tensors, storage_reader=_Reader(folder), no_dist=True)
+    with warnings.catch_warnings():  # each process reads for itself, and that is meant
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        load(tensors, storage_reader=_Reader(folder), no_dist=True)
     return tensors
 
 
