@@ -13,13 +13,17 @@ from pathlib import Path
 from measure import append
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from crew_killing import killed_and_restarted
+from crew_killing import killed_and_restarted, launched, recipe_to_kill
 
 
 def main(kills: int) -> None:
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as name:
-        row = killed_and_restarted(Path(name), kills, seed=0, steps=20 * kills)
+        folder = Path(name)
+        raw = recipe_to_kill(folder, steps=20 * kills)
+        with launched(raw, folder / "run", restarts=0) as launcher:
+            assert launcher.wait() == 0
+        row = killed_and_restarted(raw, folder / "run", kills, seed=0)
     row["seconds"] = round(time.perf_counter() - began)
     print(row)
     append("ranks", [row])

@@ -15,27 +15,32 @@ from typing import Any
 from training_data import recipe_of, write_data
 
 
-def killed_and_restarted(folder: Path, kills: int, seed: int, steps: int = 40) -> dict[str, Any]:
-    """Train with and without ``kill -9`` of one of two processes; what came of it.
-
-    The moments are drawn from ``seed``; a kill counts when it hit a process that was training.
-    """
-    choose = random.Random(seed)
+def recipe_to_kill(folder: Path, steps: int) -> dict[str, Any]:
+    """With dropout, so that random numbers must be the same again too."""
     write_data(folder)
     raw = recipe_of(folder)
     raw["model"]["config"]["dropout"] = 0.1
     raw["schedule"]["steps"] = steps
     raw["evaluation"] = {"every": 10}
-    alone, killed = folder / "alone", folder / "killed"
-    with _launched(raw, alone, restarts=0) as launcher:
-        assert launcher.wait() == 0, _said(alone)
-    with _launched(raw, killed, restarts=kills) as launcher:
+    return raw
+
+
+def killed_and_restarted(
+    raw: dict[str, Any], undisturbed: Path, kills: int, seed: int
+) -> dict[str, Any]:
+    """Train in two processes with ``kill -9`` of one of them now and then; what came of it.
+
+    ``undisturbed`` is the folder of a run of the same recipe in two processes.
+    """
+    choose = random.Random(seed)
+    killed = undisturbed.with_name("killed")
+    with launched(raw, killed, restarts=kills) as launcher:
         for _ in range(kills):
             _wait_for_a_step(killed / "log.jsonl", launcher)
             time.sleep(choose.uniform(0, 0.3))
             os.kill(choose.choice(_children(launcher.pid)), signal.SIGKILL)
         assert launcher.wait() == 0, _said(killed)
-    expected, found = _bytes_of(alone), _bytes_of(killed)
+    expected, found = _bytes_of(undisturbed), _bytes_of(killed)
     rows = [json.loads(line) for line in (killed / "log.jsonl").read_text().splitlines()]
     return {
         "kills": kills,
@@ -46,7 +51,7 @@ def killed_and_restarted(folder: Path, kills: int, seed: int, steps: int = 40) -
     }
 
 
-def _launched(raw: dict[str, Any], output: Path, restarts: int) -> subprocess.Popen[bytes]:
+def launched(raw: dict[str, Any], output: Path, restarts: int) -> subprocess.Popen[bytes]:
     """``regard train`` under torchrun, as a user types it."""
     recipe = output.with_suffix(".toml")
     whole = raw | {"output": str(output)}

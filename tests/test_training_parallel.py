@@ -17,7 +17,7 @@ from typing import IO, Any
 import pytest
 import torch
 
-from crew_killing import killed_and_restarted
+from crew_killing import killed_and_restarted, recipe_to_kill
 from regard.errors import InputError
 from regard.mechanism.masks import Padding
 from regard.training import parse_recipe
@@ -251,9 +251,9 @@ def test_a_disk_full_for_one_process_loses_nothing_and_is_known_to_all(
 def test_one_process_asked_to_stop_all_save_and_leave(tmp_path: Path, crews: Crews) -> None:
     raw = recipe(tmp_path) | {"parallel": "fsdp"}
     raw["model"]["config"]["dropout"] = 0.1
-    raw["saving"] = {"every": 60, "last": 1}
+    raw["saving"] = {"every": 40, "last": 1}
     raw["evaluation"] = {"every": 0}
-    raw["schedule"]["steps"] = 60
+    raw["schedule"]["steps"] = 40
     expected = bytes_of(crews.train(raw, 2))
     raw["output"] = str(tmp_path / "stopped")
     raw["watching"] = {"every": 1}  # the log tells of every step then
@@ -265,11 +265,15 @@ def test_one_process_asked_to_stop_all_save_and_leave(tmp_path: Path, crews: Cre
     assert crews.wait() == [3, 3], crews.said()[-3000:]
     last = json.loads(log.read_text(encoding="utf-8").splitlines()[-1])
     assert last["interrupted"] == "SIGTERM"
-    assert 0 < last["step"] < 60
+    assert 0 < last["step"] < 40
     crews.train(raw, 2, resume=True)
     assert bytes_of(tmp_path / "stopped") == expected
 
 
-def test_a_process_that_is_killed_starts_again_and_the_end_is_the_same(tmp_path: Path) -> None:
-    found = killed_and_restarted(tmp_path, kills=1, seed=0)
+def test_a_process_that_is_killed_starts_again_and_the_end_is_the_same(
+    tmp_path: Path, crews: Crews
+) -> None:
+    raw = recipe_to_kill(tmp_path, steps=40)
+    undisturbed = crews.train(raw, 2)
+    found = killed_and_restarted(raw, undisturbed, kills=1, seed=0)
     assert found == {"kills": 1, "restarts": 1, "resumed": 1, "steps": 40, "different": []}
