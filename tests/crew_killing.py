@@ -94,9 +94,9 @@ def _children(parent: int) -> list[int]:
 
 
 def _bytes_of(run: Path) -> dict[str, bytes]:
-    """Everything a finished run leaves, but for its log."""
+    """Everything a finished run leaves, but for its log and the picture of it."""
     return {
         str(file.relative_to(run)): file.read_bytes()
         for file in sorted(run.rglob("*"))
-        if file.is_file() and file.name != "log.jsonl"
+        if file.is_file() and file.name not in ("log.jsonl", "run.svg")
     }

@@ -205,6 +205,7 @@ class Recipe:
         "ddp",
         among=PARALLEL,
     )
+    tensorboard: bool = key("whether the log is written for TensorBoard as well", False)
 
     def __post_init__(self) -> None:
         if self.model.kind not in TASKS[self.task]:

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -21,13 +21,18 @@ from regard.text import Text
 from regard.training import building
 from regard.training.crew import Crew, joined, local_device
 from regard.training.data import Feed, Table, generator
+from regard.training.events import Events
 from regard.training.loop import Trainer, interruptible, seed_all
+from regard.training.plot import plot
 from regard.training.recipe import RECORDS, Recipe, read_recipe
 from regard.training.saving import Keeper
 
 # What may change between a run and its resumption: none of it touches the weights, but for the
 # order in which processes add them up.
-_FREE = ("output", "data.root", "data.cache", "data.test", "saving.last", "watching", "parallel")
+_FREE = (
+    "output", "data.root", "data.cache", "data.test", "saving.last", "watching", "parallel",
+    "tensorboard",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -74,7 +79,7 @@ def _train(recipe: Recipe, device: torch.device, crew: Crew, resume: bool) -> Re
             "output."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    with _logged(folder / "log.jsonl" if crew.first else Path(os.devnull)) as log:
+    with _logged(folder, recipe.tensorboard) if crew.first else nullcontext(_unheard) as log:
         if crew.world > 1:
             log({"processes": crew.world, "parallel": recipe.parallel})
         seed_all(recipe.seed)
@@ -100,6 +105,8 @@ def _train(recipe: Recipe, device: torch.device, crew: Crew, resume: bool) -> Re
         if finished:
             scores = crew.lead(lambda: _finish(recipe, trainer, text, folder)) or scores
             log({"step": trainer.progress.step, "finished": scores})
+    if crew.first:
+        (folder / "run.svg").write_text(plot(folder / "log.jsonl"), encoding="utf-8")
     return Result(folder, trainer.progress.step, finished, scores, crew.rank)
 
 
@@ -178,15 +185,23 @@ def _finish(recipe: Recipe, trainer: Trainer, text: Text, folder: Path) -> dict[
 
 
 @contextmanager
-def _logged(file: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _logged(folder: Path, tensorboard: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A log of one JSON object a line, on the disk when it is written."""
-    with file.open("a", encoding="utf-8") as stream:
+    with ExitStack() as opened:
+        stream = opened.enter_context((folder / "log.jsonl").open("a", encoding="utf-8"))
+        events = opened.enter_context(Events(folder / "tensorboard")) if tensorboard else None
 
         def log(row: dict[str, Any]) -> None:
             stream.write(json.dumps(row) + "\n")
             stream.flush()
+            if events is not None:
+                events.add(row)
 
         yield log
+
+
+def _unheard(row: dict[str, Any]) -> None:
+    """The log of all processes but the first."""
 
 
 @contextmanager
