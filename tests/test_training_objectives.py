@@ -244,6 +244,10 @@ def test_a_model_that_knows_every_answer_is_right_every_time(length: int) -> Non
     assert exam.outputs == [*(question.name for question in asked[:-1]), ""]
     assert scores["exact"] == scores["f1"] == 100
     assert scores["loss"] < 0.01
+    always = Exam(asked, table, words, 200, always=True)
+    always(Knows(answers))
+    assert always.outputs[:-1] == exam.outputs[:-1]
+    assert always.outputs[-1]  # some words, where none would be right
 
 
 def test_answers_are_never_outside_the_context() -> None:

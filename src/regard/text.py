@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -112,6 +112,31 @@ class Text:
         """Write tokenizer.json, for regard and others to read."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         self.tokenizer.save(str(Path(folder) / "tokenizer.json"))
+
+    def pruned(self, counts: Mapping[int, int], keep: int) -> Text:
+        """With the ``keep`` most counted tokens of a WordPiece vocabulary only, in their old order.
+
+        Special tokens and single characters stay, so that every text can still be encoded.
+        """
+        model = self.tokenizer.model
+        if not isinstance(model, algorithms.WordPiece):
+            raise InputError(
+                f"Only a WordPiece vocabulary can be pruned, not {type(model).__name__}'s."
+            )
+        vocabulary = self.tokenizer.get_vocab()
+
+        def rank(token: str) -> tuple[bool, int, int]:
+            needed = token in _BERT or len(token.removeprefix("##")) == 1
+            return not needed, -counts.get(vocabulary[token], 0), vocabulary[token]
+
+        kept = sorted(sorted(vocabulary, key=rank)[:keep], key=vocabulary.__getitem__)
+        _check_size(keep, sum(not rank(token)[0] for token in vocabulary))
+        small = {token: index for index, token in enumerate(kept)}
+        tokenizer = Tokenizer(algorithms.WordPiece(small, unk_token="[UNK]"))
+        tokenizer.normalizer = self.tokenizer.normalizer
+        tokenizer.pre_tokenizer = self.tokenizer.pre_tokenizer
+        tokenizer.add_special_tokens(list(_BERT))
+        return type(self)(_as_bert(tokenizer))
 
     # ------------------------------------------------------------------------------- training
 

@@ -68,6 +68,25 @@ def _span(question: Question, offsets: Sequence[tuple[int, int]]) -> tuple[int, 
     return (inside[0], inside[-1]) if inside else None
 
 
+def elsewhere(questions: Iterable[Question], share: float) -> Iterator[Question]:
+    """All questions, and a share of them once more, of a context that says nothing about it.
+
+    That is the one that was read before, mostly of the same article or kind.
+    """
+    here: str | None = None
+    before: str | None = None
+    due = 0.0
+    for question in questions:
+        yield question
+        if question.context != here:
+            here, before = question.context, here
+        due += share
+        answers = [answer.text for answer in question.answers]
+        if due >= 1 and before is not None and not any(answer in before for answer in answers):
+            due -= 1
+            yield question._replace(context=before, answers=())
+
+
 class AnswerBatch(NamedTuple):
     ids: Tensor  # [batch, n]
     kinds: Tensor  # [batch, n]: 1 for the context and what closes it
@@ -130,9 +149,15 @@ class Exam:
     """Questions held out: the loss on their windows, and the answers found in them."""
 
     def __init__(
-        self, questions: Sequence[Question], table: Table, text: Text, tokens: int
+        self,
+        questions: Sequence[Question],
+        table: Table,
+        text: Text,
+        tokens: int,
+        always: bool = False,
     ) -> None:
         self.questions, self.table, self.text, self.tokens = questions, table, text, tokens
+        self.always = always  # whether every question is answered
         self.outputs: list[str] = []  # of the last evaluation
 
     def __call__(self, model: nn.Module) -> dict[str, float]:
@@ -172,7 +197,7 @@ class Exam:
             yield number, (value, first - split + offset, last - split + offset)
 
     def _text(self, number: int, better: float, first: int, last: int) -> str:
-        if better <= 0:
+        if better <= 0 and not self.always:
             return ""
         context = self.questions[number].context
         offsets = self.text.encode(context, special=False).offsets

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import shutil
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, fields
-from itertools import islice
+from dataclasses import asdict, fields, replace
+from itertools import chain, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, cast
 
@@ -32,7 +34,7 @@ from regard.models import (
 )
 from regard.text import Text
 from regard.training import reading
-from regard.training.answering import Answers, Exam, windows
+from regard.training.answering import Answers, Exam, elsewhere, windows
 from regard.training.data import Ragged, Table, cached, content, place
 from regard.training.objectives import (
     Examine,
@@ -63,7 +65,22 @@ def records(recipe: Recipe, sources: Sequence[Source], report: Report) -> Iterat
             low, high = source.part
             if (low, high) != (0, 1000) and not low <= reading.thousandth(text) < high:
                 continue
-            yield _prepared(record, recipe.data.prepare)
+            record = _prepared(record, recipe.data.prepare)
+            if isinstance(record, Pair):
+                yield from _sided(record, source, RECORDS[recipe.task])
+            else:
+                yield record
+
+
+def _sided(pair: Pair, source: Source, kind: type) -> Iterator[Record]:
+    """A pair as the task takes it: turned round, with what comes before it, or its source alone."""
+    if kind is str:
+        yield pair.source
+    elif source.reverse:
+        for target in pair.targets:
+            yield Pair(source.prefix + target, (pair.source,))
+    else:
+        yield Pair(source.prefix + pair.source, pair.targets)
 
 
 def _read(recipe: Recipe, source: Source, report: Report) -> Iterator[Record]:
@@ -104,14 +121,20 @@ def tokenizer(recipe: Recipe, folder: Path) -> Text:
 
     It must be: training WordPiece or Unigram again gives other ids in another process.
     """
-    if recipe.tokenizer.start is not None:
-        return Text.load(recipe.tokenizer.start)
-    if recipe.model.start is not None:
-        return Text.load(recipe.model.start)
+    start = recipe.tokenizer.start or recipe.model.start
+    if start is not None and not recipe.tokenizer.keep:
+        return Text.load(start)
     if not folder.exists():
         for left in folder.parent.glob(f".saving-{folder.name}.*"):  # by a run that was killed
             shutil.rmtree(left)
-        text = _trained(recipe, _texts(records(recipe, recipe.data.train, Report())))
+        lines = _texts(records(recipe, recipe.data.train, Report()))
+        if start is None:
+            text = _trained(recipe, lines)
+        else:
+            whole = Text.load(start)
+            text = whole.pruned(
+                Counter(chain.from_iterable(_ids(whole, lines))), recipe.tokenizer.keep
+            )
         publish(folder, {"tokenizer.json": text.tokenizer.to_str().encode()}, {})
     return Text.load(folder)
 
@@ -129,17 +152,17 @@ def _texts(found: Iterable[Record]) -> Iterator[str]:
 
 
 def _trained(recipe: Recipe, lines: Iterator[str]) -> Text:
-    kind, size = recipe.tokenizer.kind, recipe.tokenizer.size
+    kind, size, own = recipe.tokenizer.kind, recipe.tokenizer.size, recipe.tokenizer.special
     if kind == "wordpiece":
         return Text.train_wordpiece(lines, size=size)
     sentinels = SENTINELS if recipe.model.kind == "t5" else ()
     if kind == "unigram":
-        special = ("<pad>", "</s>", "<unk>", *sentinels)
+        special = ("<pad>", "</s>", "<unk>", *own, *sentinels)
         return Text.train_unigram(lines, size=size, special=special, end=None)
     special = {"transformer": ("</s>", "<pad>"), "t5": ("<pad>", "</s>", *sentinels)}.get(
         recipe.model.kind, (END,)
     )
-    return Text.train_bpe(lines, size=size, special=special)
+    return Text.train_bpe(lines, size=size, special=(*special, *own))
 
 
 # --------------------------------------------------------------------------------------- tables
@@ -162,6 +185,7 @@ def table(recipe: Recipe, part: str, text: Text) -> tuple[Table, str]:
         "prepare": recipe.data.prepare,
         "length": recipe.data.length,
         "dropout": [recipe.tokenizer.dropout, _variants(recipe, part)],
+        "unanswered": _unanswered(recipe, part),
         "sources": [
             asdict(source)
             | {"files": content(_paths(recipe, source.files))}
@@ -185,6 +209,10 @@ def _variants(recipe: Recipe, part: str) -> int:
     return recipe.tokenizer.variants if part == "train" and recipe.tokenizer.dropout else 1
 
 
+def _unanswered(recipe: Recipe, part: str) -> float:
+    return recipe.data.unanswered if part == "train" else 0.0
+
+
 def _table(recipe: Recipe, part: str, text: Text) -> Table:
     """Read and tokenised; what could not be used is among the facts."""
     report = Report()
@@ -195,7 +223,8 @@ def _table(recipe: Recipe, part: str, text: Text) -> Table:
         pairs = cast(Iterator[Pair], found)
         columns = _pair_columns(pairs, recipe, text, report, facts["variants"])
     elif kind is Question:
-        columns = windows(cast(Iterator[Question], found), text, recipe.data.length)
+        questions = elsewhere(cast(Iterator[Question], found), _unanswered(recipe, part))
+        columns = windows(questions, text, recipe.data.length)
     else:
         columns, facts["bytes"] = _text_columns(cast(Iterator[str], found), text)
     report.check(recipe.data.bad)
@@ -302,6 +331,8 @@ def model(recipe: Recipe, text: Text) -> Model:
         if given:
             raise InputError("model.config comes with model.start: leave one of them out.")
         found = load(recipe.model.start, dtype=torch.float32)
+        if recipe.tokenizer.keep:
+            found = _pruned(found, text, Text.load(recipe.tokenizer.start or recipe.model.start))
         if isinstance(found, kind):
             return found
         made = kind(found.config)
@@ -319,6 +350,22 @@ def model(recipe: Recipe, text: Text) -> Model:
     if "cutoffs" in sizes:
         sizes["cutoffs"] = tuple(sizes["cutoffs"])
     return kind(config(**sizes))
+
+
+def _pruned(found: Model, text: Text, whole: Text) -> Model:
+    """A BERT that knows the tokens of ``text`` only, which are some of those of ``whole``."""
+    config = found.config
+    if not isinstance(config, BertConfig):
+        raise InputError(f"tokenizer.keep is for BERT, not for {type(found).__name__}.")
+    tokens = sorted(text.tokenizer.get_vocab().items(), key=itemgetter(1))
+    rows = torch.tensor([whole.id(token) for token, _ in tokens])
+    small = type(found)(replace(config, vocabulary=len(text), pad=text.id("[PAD]")))
+    state = found.state_dict()
+    for name in ("encoder.tokens.weight", "bias"):  # the second of a masked language model
+        if name in state:
+            state[name] = state[name][rows]
+    small.load_state_dict(state)
+    return small
 
 
 def _from_text(recipe: Recipe, text: Text) -> dict[str, Any]:
@@ -397,4 +444,4 @@ def _exam(recipe: Recipe, part: str, text: Text, held: Table) -> Exam:
     """What Answers are evaluated on."""
     found = records(recipe, getattr(recipe.data, part), Report())
     questions = cast("list[Question]", list(found))
-    return Exam(questions, held, text, recipe.batch.tokens)
+    return Exam(questions, held, text, recipe.batch.tokens, recipe.evaluation.always)

@@ -48,8 +48,7 @@ def _sacrebleu() -> Any:
         from sacrebleu import metrics
     except ImportError:
         raise InputError(
-            "BLEU and chrF are sacreBLEU's: pip install sacrebleu, or choose another "
-            "evaluation.metric."
+            "BLEU and chrF are sacreBLEU's: pip install sacrebleu, or choose another metric."
         ) from None
     return metrics
 
@@ -180,7 +179,7 @@ def perplexity(nats: float, tokens: int) -> float:
     return math.exp(min(nats / tokens, 700.0))  # beyond, a float has no number for it
 
 
-def bits_per_byte(nats: float, size: int) -> float:
+def bits_per_byte(nats: float, size: float) -> float:
     """The summed loss of a text of ``size`` bytes, in bits a byte: comparable among tokenizers.
 
     >>> bits_per_byte(16 * math.log(2), 8)

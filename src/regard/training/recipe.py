@@ -67,6 +67,8 @@ class Source:
         "which of 1000 parts, by MD5 of the source: from the first up to below the second",
         (0, 1000),
     )
+    reverse: bool = key("take the target as the source, and the source as the target", False)
+    prefix: str = key("what comes before each source, as the tag of a language", "")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,6 +89,13 @@ class Tokenizer:
     start: str | None = key("a tokenizer to use, a folder or a name; else one is trained", None)
     kind: str = key("what to train", "bpe", among=TOKENIZERS)
     size: int = key("how large a vocabulary to train", 8000, least=16, most=2**20)
+    special: tuple[str, ...] = key("tokens of their own, as the tags of languages", ())
+    keep: int = key(
+        "of a WordPiece vocabulary to start from, how many tokens stay: those that the training "
+        "text has most; 0 for all",
+        0,
+        least=0,
+    )
     dropout: float = key(
         "the share of merges that BPE leaves out at random while pairs are learned", 0.0, least=0
     )
@@ -109,6 +118,12 @@ class Data:
         "pieces",
         256,
         least=2,
+    )
+    unanswered: float = key(
+        "how many questions are asked once more where their answer is not, as a share of all",
+        0.0,
+        least=0,
+        most=1,
     )
     bad: float = key("the largest share of bad lines that is accepted", 0.001, least=0, most=1)
     cache: str = key("where tokenised text is kept", "~/.cache/regard/tokens")
@@ -154,6 +169,7 @@ class Evaluation:
     examples: int = key("how many examples to decode; 0 for all", 0, least=0)
     beam: int = key("the beams of decoding; 1 is greedy", 1, least=1)
     length_penalty: float = key("by what power of the length a beam's score is divided", 1.0)
+    always: bool = key("answer every question, even where no answer seems more likely", False)
     tokenize: str = key("how BLEU parts words: 13a, or none for text that is parted", "13a")
     patience: int = key("stop after this many evaluations without a better one; 0 never", 0)
 
@@ -230,7 +246,7 @@ class Recipe:
         forms = {
             Pair: ("parallel", "tsv", "jsonl"),
             Question: ("questions", "squad"),
-            str: ("text",),
+            str: ("text", "tsv", "jsonl"),
         }
         for source in (*self.data.train, *self.data.valid, *self.data.test):
             fit = forms[RECORDS[self.task]]

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from regard.errors import InputError
 from regard.models import Model
@@ -99,7 +100,7 @@ def _train(recipe: Recipe, device: torch.device, crew: Crew, resume: bool) -> Re
             seed_all(int(generator(recipe.seed, 2, crew.rank).initial_seed()))  # other dropout
         if resume:
             trainer.resume()
-        with interruptible() as asked, _shown(recipe, trainer) as show:
+        with interruptible() as asked, _shown(recipe, trainer) as show, _kernels(recipe):
             finished = trainer.run(asked, show)
         scores = trainer.progress.scores
         if finished:
@@ -120,6 +121,18 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device = {name!r}, but PyTorch finds no GPU here.")
     return device
+
+
+def _kernels(recipe: Recipe) -> AbstractContextManager[None]:
+    """Which of PyTorch's kernels may run attention.
+
+    cuDNN plans anew for each shape, about 0.3 s each time (H200, torch 2.11): where all batches are
+    of other lengths it would do little else. Pieces of text have one shape, or two.
+    """
+    if RECORDS[recipe.task] is str:
+        return nullcontext()
+    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+    return sdpa_kernel(others)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
 
 
 def _tables(
