@@ -31,6 +31,7 @@ HOUSE = (
     "training",
     "service",
     "cli",
+    "__main__",
 )
 
 
