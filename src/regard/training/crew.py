@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, TypeVar, cast
+from uuid import uuid4
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from regard.errors import InputError, RegardError
 
@@ -97,6 +101,7 @@ class Crew:
         return bool(before[0])
 
     def leave(self) -> None:
+        """Wait for the question that nobody has looked at the answer of."""
         if self._asked is not None:
             self._asked[1].wait()
 
@@ -109,12 +114,41 @@ def joined(device: torch.device) -> Iterator[Crew]:
         yield Crew()
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=PATIENCE)
-    crew = Crew(dist.get_rank(), world)
+    store, rank, world = next(rendezvous("env://", timeout=PATIENCE))
+    own = PrefixStore(_name_of_this_start(store, rank, world), store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=PATIENCE)
+    crew = Crew(rank, world)
     yield crew
     # Not where an error ends the run: the others may be dead, and nobody would answer.
     crew.leave()
     dist.destroy_process_group()
+
+
+def _name_of_this_start(store: Any, rank: int, world: int) -> str:
+    """A name that none but the processes of this start know.
+
+    The store outlives them, and addresses of the dead lie there until the living write their own:
+    whoever reads too early waits for a dead process, and counts of restarts differ from machine to
+    machine (https://github.com/pytorch/pytorch/issues/135712). So each process asks under a name
+    nobody had before, and the first answers until all have heard it.
+    """
+    own = uuid4().hex
+    if rank:
+        store.set(f"ask/{rank}", own)
+        name: str = store.get(f"answer/{own}").decode()
+        store.set(f"{name}/{rank}", "heard")
+        return name
+    missing, until = set(range(1, world)), time.monotonic() + PATIENCE.total_seconds()
+    while missing:
+        for other in sorted(missing):
+            if store.check([f"{own}/{other}"]):
+                missing.remove(other)
+            elif store.check([f"ask/{other}"]):
+                store.set(f"answer/{store.get(f'ask/{other}').decode()}", own)
+        if time.monotonic() > until:
+            raise TimeoutError(f"Of {world} processes, {sorted(missing)} did not start.")
+        time.sleep(0.01)
+    return own
 
 
 def local_device(device: torch.device) -> torch.device:

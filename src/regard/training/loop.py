@@ -27,7 +27,7 @@ from regard.errors import CheckpointError, InputError
 from regard.mechanism.seeing import See
 from regard.training.data import Feed, generator
 from regard.training.objectives import Objective, moved
-from regard.training.parallel import cut, engine, interleave
+from regard.training.parallel import cut, engine, interleave, on_each
 from regard.training.recipe import Recipe, Schedule, Watching
 from regard.training.saving import Keeper
 from regard.watching import watch
@@ -362,7 +362,9 @@ class Trainer:
         """All that the rest of the run depends on, of all processes."""
         optimizer = self.optimizer.state_dict()
         random, *others = self.crew.gather(random_state(self.device))
-        objective = interleave(self.crew.gather(self.objective.state()))
+        # Through the host: what a process has on its GPU would come to others on the same GPU.
+        remembered = on_each(self.objective.state(), Tensor.cpu)
+        objective = interleave(self.crew.gather(remembered))
         return {
             "model": self.model.state_dict(),
             "optimizer": {

@@ -8,13 +8,14 @@ processes takes the same step, but for the order in which numbers are added.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
@@ -31,19 +32,24 @@ from regard.training.objectives import Objective
 # --------------------------------------------------------------------------------------- shares
 
 
+def on_each(tree: Any, do: Callable[[Tensor], Tensor]) -> Any:
+    """A tree with ``do(tensor)`` for each of its tensors."""
+    if isinstance(tree, Tensor):
+        return do(tree)
+    if isinstance(tree, Padding):
+        return Padding(do(torch.as_tensor(tree.lengths)), tree.side)
+    if isinstance(tree, Mapping):
+        return {name: on_each(part, do) for name, part in tree.items()}
+    if isinstance(tree, list):
+        return [on_each(part, do) for part in tree]
+    if isinstance(tree, tuple):
+        return type(tree)(*(on_each(part, do) for part in tree))
+    return tree
+
+
 def cut(tree: Any, index: Any) -> Any:
     """A tree with ``tensor[index]`` for each of its tensors: some rows of a batch."""
-    if isinstance(tree, Tensor):
-        return tree[index].contiguous()
-    if isinstance(tree, Padding):
-        return Padding(torch.as_tensor(tree.lengths)[index], tree.side)
-    if isinstance(tree, Mapping):
-        return {name: cut(part, index) for name, part in tree.items()}
-    if isinstance(tree, list):
-        return [cut(part, index) for part in tree]
-    if isinstance(tree, tuple):
-        return type(tree)(*(cut(part, index) for part in tree))
-    return tree
+    return on_each(tree, lambda tensor: tensor[index].contiguous())
 
 
 def interleave(trees: list[Any]) -> Any:
@@ -52,7 +58,7 @@ def interleave(trees: list[Any]) -> Any:
     if isinstance(first, Tensor):
         whole = first.new_empty(sum(map(len, trees)), *first.shape[1:])
         for rank, part in enumerate(trees):
-            whole[rank :: len(trees)] = part.to(whole.device)
+            whole[rank :: len(trees)] = part
         return whole
     if isinstance(first, Mapping):
         return {name: interleave([tree[name] for tree in trees]) for name in first}
@@ -157,11 +163,13 @@ class Shards(Engine):
 
     def __init__(self, model: nn.Module, objective: Objective, crew: Crew) -> None:
         self._whole = copy.deepcopy(model).cpu() if crew.first else model
+        device = next(model.parameters()).device
+        mesh = init_device_mesh(device.type, (crew.world,))
         for module in list(model.modules()):
             if isinstance(module, nn.ModuleList):
                 for block in module:
-                    fully_shard(block)
-        fully_shard(model)
+                    fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh)
         for part in self._parts(model):
             part.set_gradient_divide_factor(1.0)  # a sum, not a mean
             part.set_force_sum_reduction_for_comms(True)  # or 1.0 is multiplied with, on the way

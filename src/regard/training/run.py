@@ -66,9 +66,9 @@ def train(
         recipe = read_recipe(recipe, overrides)
     device = local_device(_device(recipe.device))
     with joined(device) as crew:
-        # torchrun starts all processes again where one has died.
-        again = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-        return _train(recipe, device, crew, resume or again)
+        # torchrun starts all processes again where one has died; only on its machine is it counted.
+        again = crew.gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
+        return _train(recipe, device, crew, resume or any(again))
 
 
 def _train(recipe: Recipe, device: torch.device, crew: Crew, resume: bool) -> Result:
