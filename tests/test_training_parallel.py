@@ -150,6 +150,15 @@ def test_any_number_of_processes_take_the_same_steps(
         assert first == {"processes": world, "parallel": parallel}
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
+def test_compiled_it_takes_the_same_steps(tmp_path: Path, crews: Crews) -> None:
+    raw = recipe(tmp_path, "language modelling", "gpt2")
+    raw["schedule"]["steps"] = 3
+    plain = crews.train(raw, 1)
+    raw |= {"output": str(tmp_path / "compiled"), "compile": True}
+    assert numbers(crews.train(raw, 1)) == pytest.approx(numbers(plain), **SAME)
+
+
 def test_the_steps_are_not_those_of_other_data(tmp_path: Path, crews: Crews) -> None:
     """What the test above would find if a process took the wrong rows, or a mean for a sum."""
     raw = recipe(tmp_path)
@@ -189,6 +198,8 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path, crews: Crews) -> None:
     assert "1 rows are read side by side, but there are 2 processes" in crews.said()
     with pytest.raises(InputError, match=r"parallel = 'context' is for gpt2"):
         parse_recipe(recipe(tmp_path) | {"parallel": "context"})
+    with pytest.raises(InputError, match=r"compile = true is for transformer, gpt2 and bert"):
+        parse_recipe(recipe(tmp_path, "span corruption", "t5") | {"compile": True})
 
 
 # --------------------------------------------------------------------------------- checkpoints

@@ -259,6 +259,11 @@ class Recipe:
         dropped = self.tokenizer.dropout
         if dropped and (RECORDS[self.task] is not Pair or dropped >= 1):
             raise InputError("tokenizer.dropout is below 1, and for translation or summarization.")
+        if self.compile and self.model.kind in ("t5", "transformer-xl"):
+            raise InputError(
+                f"compile = true is for transformer, gpt2 and bert: torch.compile does not come "
+                f"to an end with the biases and memories of a {self.model.kind}."
+            )
         if self.parallel == "context" and self.model.kind != "gpt2":
             raise InputError(
                 f"parallel = 'context' is for gpt2, which reads from left to right alone, not for "
