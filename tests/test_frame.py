@@ -39,6 +39,7 @@ HOUSE = (
     "training",
     "service",
     "cli",
+    "__main__",
 )
 
 

@@ -57,11 +57,11 @@ def log_of(result: Result) -> list[dict[str, Any]]:
 
 
 def bytes_of(run: Path) -> dict[str, bytes]:
-    """Everything a finished run leaves, but for its log and the folder it is in."""
+    """Everything a finished run leaves, but for its log, a picture of it, and where it is."""
     found = {}
     for file in sorted(run.rglob("*")):
         name = str(file.relative_to(run))
-        if file.is_file() and name != "log.jsonl":
+        if file.is_file() and name not in ("log.jsonl", "run.svg"):
             found[name] = file.read_bytes()
     return found
 

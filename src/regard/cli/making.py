@@ -32,6 +32,8 @@ def train(
     from regard.training import train as run
 
     result = run(recipe, resume=resume, overrides=changes or ())
+    if result.rank:  # the first of several processes speaks for all
+        raise typer.Exit(0 if result.finished else 130)
     if not result.finished:
         typer.echo(f"Stopped after step {result.step}. Go on with: regard train {recipe} --resume")
         raise typer.Exit(130)

@@ -20,12 +20,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from regard.errors import CheckpointError, InputError
 from regard.mechanism.seeing import See
 from regard.training.data import Feed, generator
 from regard.training.objectives import Objective, moved
+from regard.training.parallel import cut, engine, interleave, on_each
 from regard.training.recipe import Recipe, Schedule, Watching
 from regard.training.saving import Keeper
 from regard.watching import watch
@@ -68,13 +70,13 @@ def seed_all(seed: int) -> None:
         sys.modules["numpy"].random.seed(seed % 2**32)
 
 
-def random_state() -> dict[str, Any]:
+def random_state(device: torch.device) -> dict[str, Any]:
     """The state of every source of random numbers, as a tree to save."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, list(numbers), gauss],
         "torch": torch.get_rng_state(),
-        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "cuda": [torch.cuda.get_rng_state(device)] if device.type == "cuda" else [],
     }
     if "numpy" in sys.modules:
         name, keys, *rest = sys.modules["numpy"].random.get_state()
@@ -82,18 +84,13 @@ def random_state() -> dict[str, Any]:
     return state
 
 
-def set_random_state(state: Mapping[str, Any]) -> None:
+def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
     """Go on from what :func:`random_state` gave."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])
-    if state["cuda"]:
-        if len(state["cuda"]) != torch.cuda.device_count():
-            raise CheckpointError(
-                f"The run had {len(state['cuda'])} GPUs, and there are "
-                f"{torch.cuda.device_count()}: it cannot go on with the same random numbers."
-            )
-        torch.cuda.set_rng_state_all(state["cuda"])
+    if device.type == "cuda" and state["cuda"]:
+        torch.cuda.set_rng_state(state["cuda"][0], device)
     if "numpy" in state:
         import numpy
 
@@ -164,6 +161,8 @@ class Trainer:
         log: Log,
         fingerprint: Mapping[str, Any],
     ) -> None:
+        self.crew = keeper.crew
+        self.engine = engine(model, objective, self.crew, recipe.parallel)
         self.model, self.objective, self.feed, self.keeper = model, objective, feed, keeper
         self.recipe, self.log, self.fingerprint = recipe, log, fingerprint
         self.device = next(model.parameters()).device
@@ -177,10 +176,12 @@ class Trainer:
             if recipe.optimizer.ema
             else None
         )
-        # What the running mean follows. Weights are loaded in place, so these stay the model's own.
-        pairs = [(mean, model.state_dict()[name]) for name, mean in (self.ema or {}).items()]
-        self.moving = [pair for pair in pairs if pair[0].is_floating_point()]
-        self.copied = [pair for pair in pairs if not pair[0].is_floating_point()]
+        # What the running mean follows: weights; buffers are copied. All of them are loaded in
+        # place, so these stay the model's own.
+        named, now = dict(model.named_parameters(remove_duplicate=False)), model.state_dict()
+        pairs = {name: (mean, now[name]) for name, mean in (self.ema or {}).items()}
+        self.moving = [pair for name, pair in pairs.items() if name in named]
+        self.copied = [pair for name, pair in pairs.items() if name not in named]
         self.progress = Progress()
         self.warned: set[str] = set()
 
@@ -190,34 +191,41 @@ class Trainer:
         """One step; its mean loss and the norm of its gradient, both still on the device."""
         recipe, number = self.recipe, self.progress.step + 1
         random = generator(recipe.seed, 1, number, device=self.feed.device)
-        parts = [
-            self.objective.prepare(self.feed.next(), random) for _ in range(recipe.batch.accumulate)
-        ]
-        batches = [moved(part.batch, self.device) for part in parts]
+        shares, targets = [], []
+        for _ in range(recipe.batch.accumulate):
+            rows = self.feed.next()
+            batch, count = self.objective.prepare(rows, random)
+            share, counts = self.engine.share(batch, len(rows.rows))
+            shares.append((moved(share, self.device), counts))
+            targets.append(count)
         # Divided by all targets of the step, not batch by batch: unequal batches count as one.
-        total = moved(sum(part.targets for part in parts), self.device)
+        total = moved(sum(targets), self.device)
         rate = rate_at(number, recipe.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["size"]
         self.optimizer.zero_grad(set_to_none=True)
         mean = torch.zeros((), device=self.device)
-        for batch in batches:
-            with self.autocast():
-                loss = self.objective.loss(self.model, batch) / total
-            torch.autograd.backward(self.scaler.scale(loss))
+        for done, (share, counts) in enumerate(shares, 1):
+            with self.engine.joining(last=done == len(shares)):
+                with self.autocast():
+                    loss = self.engine.loss(share) / total
+                    loss = loss if counts else 0 * loss
+                torch.autograd.backward(self.scaler.scale(loss))
             mean += loss.detach()
         self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = get_total_norm(gradients)
         if recipe.optimizer.clip:
             clip_grads_with_norm_(self.parameters, recipe.optimizer.clip, norm)
+        if isinstance(norm, DTensor):
+            norm = norm.full_tensor()
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.ema is not None:
             self._move_ema(recipe.optimizer.ema)
         self.progress.step = number
         if recipe.watching.every and number % recipe.watching.every == 0:
-            self.look(batches[0])
+            self.look(shares[0][0])
         return mean, norm
 
     def autocast(self) -> torch.autocast:
@@ -238,7 +246,7 @@ class Trainer:
         before = self.objective.state()
         watched = watched_model(self.model, self.recipe.watching, self.warned)
         with torch.compiler.set_stance("force_eager"), watched as found, self.autocast():
-            self.objective.loss(self.model, batch)
+            self.engine.loss(batch)
         self.objective.load_state(before)
         self.log({"step": self.progress.step, "attention": found})
 
@@ -252,7 +260,7 @@ class Trainer:
         norms: list[Tensor] = []
         since, seen = time.perf_counter(), self.feed.tokens
         while not self.finished:
-            if asked:
+            if self.crew.agree(bool(asked)):
                 self._interrupt(asked)
                 return False
             mean, norm = self.step()
@@ -287,7 +295,7 @@ class Trainer:
         return bool(every) and self.progress.step % every == 0
 
     def _fetch(self, losses: Sequence[Tensor], norms: Sequence[Tensor]) -> dict[str, Any]:
-        mean = float(torch.stack(list(losses)).mean())
+        mean = float(self.crew.total(torch.stack(list(losses))).mean())
         norm = float(torch.stack(list(norms)).mean())
         if not math.isfinite(mean):
             raise InputError(
@@ -303,25 +311,19 @@ class Trainer:
         }
 
     def _interrupt(self, asked: Interrupted) -> None:
-        if self.progress.step and self.progress.step not in self.keeper.steps():
+        step = self.progress.step
+        if step and not self.crew.lead(lambda: step in self.keeper.steps()):
             self.save()
-        self.log({"step": self.progress.step, "interrupted": asked.by})
+        by = next(filter(None, self.crew.gather(asked.by)))  # it may have been another process
+        self.log({"step": step, "interrupted": by})
 
     # --------------------------------------------------------------------------- evaluation
 
     def evaluate(self) -> None:
         """Measure on what is held out, and note whether it got better."""
-        # Decoding has another shape at each token: not worth compiling.
-        eager = torch.compiler.set_stance("force_eager")
-        with eager, self.averaged(), torch.no_grad(), self.autocast():
-            self.model.eval()
-            scores = self.objective.evaluate(self.model)
-            self.model.train()
         progress = self.progress
-        odd = [f"{name} is {value}" for name, value in scores.items() if not math.isfinite(value)]
-        if odd:
-            raise InputError(f"At step {progress.step}, {' and '.join(odd)}.")
-        progress.scores = scores
+        with self.engine.gathered(self.ema) as model:
+            progress.scores = scores = self.crew.lead(lambda: self._measure(model))
         self.log({"step": progress.step, "scores": scores})
         score = self.score()
         if score is not None:
@@ -329,24 +331,23 @@ class Trainer:
             progress.best = score if better else progress.best
             progress.since_best = 0 if better else progress.since_best + 1
 
+    def _measure(self, model: nn.Module) -> dict[str, float]:
+        # Decoding has another shape at each token: not worth compiling.
+        eager = torch.compiler.set_stance("force_eager")
+        with eager, torch.no_grad(), self.autocast():
+            model.eval()
+            scores = self.objective.evaluate(model)
+            model.train()
+        odd = [f"{name} is {value}" for name, value in scores.items() if not math.isfinite(value)]
+        if odd:
+            raise InputError(f"At step {self.progress.step}, {' and '.join(odd)}.")
+        return scores
+
     def score(self) -> float | None:
         """The metric that decides, of the last evaluation; higher is better."""
         metric = self.recipe.evaluation.metric
         value = self.progress.scores.get(metric)
         return None if value is None else (-value if metric == "loss" else value)
-
-    @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Within, the model has the running mean of its weights, where there is one."""
-        if self.ema is None:
-            yield
-            return
-        own = {name: tensor.clone() for name, tensor in self.model.state_dict().items()}
-        self.model.load_state_dict(self.ema)
-        try:
-            yield
-        finally:
-            self.model.load_state_dict(own)
 
     # ------------------------------------------------------------------------------- saving
 
@@ -358,8 +359,12 @@ class Trainer:
         self.keeper.save(step, self.state(), score=score, in_turn=step % every == 0)
 
     def state(self) -> dict[str, Any]:
-        """All that the rest of the run depends on."""
+        """All that the rest of the run depends on, of all processes."""
         optimizer = self.optimizer.state_dict()
+        random, *others = self.crew.gather(random_state(self.device))
+        # Through the host: what a process has on its GPU would come to others on the same GPU.
+        remembered = on_each(self.objective.state(), Tensor.cpu)
+        objective = interleave(self.crew.gather(remembered))
         return {
             "model": self.model.state_dict(),
             "optimizer": {
@@ -367,8 +372,9 @@ class Trainer:
                 "groups": optimizer["param_groups"],
             },
             "scaler": self.scaler.state_dict(),
-            "random": random_state(),
-            "objective": self.objective.state(),
+            "random": random,
+            "others": {str(rank): state for rank, state in enumerate(others, 1)},
+            "objective": objective,
             "cursor": self.feed.cursor,
             "progress": vars(self.progress),
             "fingerprint": dict(self.fingerprint),
@@ -377,7 +383,13 @@ class Trainer:
 
     def resume(self) -> bool:
         """Go on from the newest whole checkpoint; whether there was one."""
-        saved = self.keeper.newest()
+        saved = self.keeper.newest(self._held_in_parts())
+        found = self.crew.gather(None if saved is None else saved.step)
+        if len(set(found)) > 1:
+            raise CheckpointError(
+                f"The newest whole checkpoint in {self.keeper.folder} is at step {found}, read by "
+                "one process after another. All of them need to see the same folder."
+            )
         if saved is None:
             return False
         state = saved.state
@@ -402,13 +414,29 @@ class Trainer:
             self.scaler.load_state_dict(state["scaler"])
         for name, mean in (self.ema or {}).items():
             mean.copy_(state["ema"][name])
-        self.objective.load_state(state["objective"])
+        rows = slice(self.crew.rank, None, self.crew.world)
+        self.objective.load_state(cut(state["objective"], rows))
         self.feed.cursor = state["cursor"]
         self.progress = Progress(**state["progress"])
-        set_random_state(state["random"])
-        self.keeper.tidy(saved.step)
+        if self.crew.first:
+            set_random_state(state["random"], self.device)
+        elif (own := state["others"].get(str(self.crew.rank))) is not None:
+            set_random_state(own, self.device)
+        self.crew.gather(None)  # until all have read it, what is older stays
+        self.crew.lead(lambda: self.keeper.tidy(saved.step))
         self.log({"step": saved.step, "resumed": saved.folder.name})
         return True
+
+    def _held_in_parts(self) -> dict[str, Tensor]:
+        """The tensors of a checkpoint of which this process holds a part, by their place."""
+        places: dict[str, Tensor] = {}
+        for name, tensor in self.model.state_dict().items():
+            places |= {f"model/{name}": tensor, f"ema/{name}": tensor}
+        parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
+        for index, parameter in enumerate(parameters):
+            for name in ("exp_avg", "exp_avg_sq"):
+                places[f"optimizer/state/{index}/{name}"] = parameter
+        return {place: like for place, like in places.items() if isinstance(like, DTensor)}
 
 
 def _size(parameter: Tensor) -> float:

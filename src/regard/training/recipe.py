@@ -36,6 +36,7 @@ SHAPES = ("inverse-sqrt", "cosine", "linear", "constant")
 PRECISIONS = ("float32", "bfloat16", "float16")
 METRICS = ("loss", "bleu", "chrf", "rouge-1", "rouge-2", "rouge-l", "exact", "f1")
 TOKENIZERS = ("bpe", "wordpiece", "unigram")
+PARALLEL = ("ddp", "fsdp", "context")
 
 
 def key(
@@ -220,6 +221,12 @@ class Recipe:
     saving: Saving = key("what is kept", Saving)
     watching: Watching = key("what attention does", Watching)
     compile: bool = key("whether torch.compile makes the model faster first", False)
+    parallel: str = key(
+        "what the processes of torchrun share: batches (ddp), weights too (fsdp), or each sequence",
+        "ddp",
+        among=PARALLEL,
+    )
+    tensorboard: bool = key("whether the log is written for TensorBoard as well", False)
 
     def __post_init__(self) -> None:
         if self.model.kind not in TASKS[self.task]:
@@ -257,6 +264,16 @@ class Recipe:
         dropped = self.tokenizer.dropout
         if dropped and (RECORDS[self.task] is not Pair or dropped >= 1):
             raise InputError("tokenizer.dropout is below 1, and for translation or summarization.")
+        if self.compile and self.model.kind in ("t5", "transformer-xl"):
+            raise InputError(
+                f"compile = true is for transformer, gpt2 and bert: torch.compile does not come "
+                f"to an end with the biases and memories of a {self.model.kind}."
+            )
+        if self.parallel == "context" and self.model.kind != "gpt2":
+            raise InputError(
+                f"parallel = 'context' is for gpt2, which reads from left to right alone, not for "
+                f"{self.model.kind}. Use ddp or fsdp."
+            )
         for step in self.data.prepare:
             if step not in PREPARATIONS:
                 raise InputError(_unknown(f"data.prepare: {step!r}", step, PREPARATIONS))

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +20,20 @@ from regard.errors import InputError
 from regard.models import Model
 from regard.text import Text
 from regard.training import building
-from regard.training.data import Feed, Table
+from regard.training.crew import Crew, joined, local_device
+from regard.training.data import Feed, Table, generator
+from regard.training.events import Events
 from regard.training.loop import Trainer, interruptible, seed_all
+from regard.training.plot import plot
 from regard.training.recipe import RECORDS, Recipe, read_recipe
 from regard.training.saving import Keeper
 
-# What may change between a run and its resumption: none of it touches the weights.
-_FREE = ("output", "data.root", "data.cache", "data.test", "saving.last", "watching")
+# What may change between a run and its resumption: none of it touches the weights, but for the
+# order in which processes add them up.
+_FREE = (
+    "output", "data.root", "data.cache", "data.test", "saving.last", "watching", "parallel",
+    "tensorboard",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -37,6 +44,7 @@ class Result:
     step: int
     finished: bool  # False: it was interrupted, and can be resumed
     scores: dict[str, float]  # of the finished model, on test where there is one, else on valid
+    rank: int = 0  # of this process, where several train together
 
 
 def train(
@@ -56,38 +64,51 @@ def train(
             raise InputError("Overrides are for recipes in files; set the recipe's own fields.")
     else:
         recipe = read_recipe(recipe, overrides)
+    device = local_device(_device(recipe.device))
+    with joined(device) as crew:
+        # torchrun starts all processes again where one has died; only on its machine is it counted.
+        again = crew.gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
+        return _train(recipe, device, crew, resume or any(again))
+
+
+def _train(recipe: Recipe, device: torch.device, crew: Crew, resume: bool) -> Result:
     folder = Path(recipe.output).expanduser()
-    keeper = Keeper(folder / "checkpoints", recipe.saving.last)
-    if keeper.steps() and not resume:
+    keeper = Keeper(folder / "checkpoints", recipe.saving.last, crew=crew)
+    if crew.lead(keeper.steps) and not resume:
         raise InputError(
             f"{folder} holds the checkpoints of an earlier run. Resume it, or choose another "
             "output."
         )
     folder.mkdir(parents=True, exist_ok=True)
-    device = _device(recipe.device)
-    with _logged(folder / "log.jsonl") as log:
+    with _logged(folder, recipe.tensorboard) if crew.first else nullcontext(_unheard) as log:
+        if crew.world > 1:
+            log({"processes": crew.world, "parallel": recipe.parallel})
         seed_all(recipe.seed)
-        text = building.tokenizer(recipe, folder / "tokenizer")
+        text = crew.each(lambda: building.tokenizer(recipe, folder / "tokenizer"))
         model = building.model(recipe, text).to(device)  # made on the CPU: the same everywhere
         if recipe.compile:
             # Pieces of text have one shape, or two; all else has as many as there are batches. Left
             # to choose, the compiler goes by what came before, which a resumed run has not seen.
             model.compile(dynamic=RECORDS[recipe.task] is not str)
-        parts, names = _tables(recipe, text, log)
+        parts, names = crew.each(lambda: _tables(recipe, text, log))
         objective = building.objective(recipe, text, model, device, parts)
         feed = Feed(objective.plan, recipe.seed, objective.device)
         trainer = Trainer(
             model, objective, feed, keeper, recipe, log, {**_fixed(recipe), "tokens": names}
         )
+        if not crew.first:
+            seed_all(int(generator(recipe.seed, 2, crew.rank).initial_seed()))  # other dropout
         if resume:
             trainer.resume()
         with interruptible() as asked, _shown(recipe, trainer) as show, _kernels(recipe):
             finished = trainer.run(asked, show)
         scores = trainer.progress.scores
         if finished:
-            scores = _finish(recipe, trainer, text, folder) or scores
+            scores = crew.lead(lambda: _finish(recipe, trainer, text, folder)) or scores
             log({"step": trainer.progress.step, "finished": scores})
-    return Result(folder, trainer.progress.step, finished, scores)
+    if crew.first:
+        (folder / "run.svg").write_text(plot(folder / "log.jsonl"), encoding="utf-8")
+    return Result(folder, trainer.progress.step, finished, scores, crew.rank)
 
 
 def _device(name: str) -> torch.device:
@@ -146,7 +167,7 @@ def _fixed(recipe: Recipe) -> dict[str, Any]:
 
 def _finish(recipe: Recipe, trainer: Trainer, text: Text, folder: Path) -> dict[str, float]:
     """Write the finished model; its scores."""
-    keeper, model = trainer.keeper, trainer.model
+    keeper, model = trainer.keeper, trainer.engine.whole.to(trainer.device)
     assert isinstance(model, Model)
     section = "model" if trainer.ema is None else "ema"
     # Where evaluation.patience ended the run early, there may be fewer.
@@ -177,15 +198,23 @@ def _finish(recipe: Recipe, trainer: Trainer, text: Text, folder: Path) -> dict[
 
 
 @contextmanager
-def _logged(file: Path) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _logged(folder: Path, tensorboard: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A log of one JSON object a line, on the disk when it is written."""
-    with file.open("a", encoding="utf-8") as stream:
+    with ExitStack() as opened:
+        stream = opened.enter_context((folder / "log.jsonl").open("a", encoding="utf-8"))
+        events = opened.enter_context(Events(folder / "tensorboard")) if tensorboard else None
 
         def log(row: dict[str, Any]) -> None:
             stream.write(json.dumps(row) + "\n")
             stream.flush()
+            if events is not None:
+                events.add(row)
 
         yield log
+
+
+def _unheard(row: dict[str, Any]) -> None:
+    """The log of all processes but the first."""
 
 
 @contextmanager
@@ -199,7 +228,7 @@ def _shown(recipe: Recipe, trainer: Trainer) -> Iterator[Callable[[dict[str, Any
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         console=console,
-        disable=not console.is_terminal,
+        disable=not console.is_terminal or not trainer.crew.first,
     )
     with bar:
         task = bar.add_task("starting", total=steps, completed=trainer.progress.step)
@@ -210,7 +239,7 @@ def _shown(recipe: Recipe, trainer: Trainer) -> Iterator[Callable[[dict[str, Any
                 words += f"  {torch.cuda.max_memory_allocated(trainer.device) / 2**30:.1f} GiB"
             scored = "".join(f"  {k} {v:.4g}" for k, v in trainer.progress.scores.items())
             bar.update(task, completed=row["step"], description=words + scored)
-            if not console.is_terminal:
+            if not console.is_terminal and trainer.crew.first:
                 console.print(
                     f"step {row['step']}/{steps}  {words}{scored}", highlight=False, soft_wrap=True
                 )

@@ -14,21 +14,26 @@ import os
 import re
 import shutil
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from regard.errors import CheckpointError, InputError
+from regard.training.crew import Crew
 
 MANIFEST = "manifest.json"
 STATE = "state.json"
+INDEX = "shards.json"  # where the parts of tensors lie that several processes wrote
 _TENSORS = ".safetensors"
 _NAME = re.compile(r"step-(\d{10})")
 _TENSOR = "tensor of the file beside"  # the key that stands for a tensor in state.json
+_PARTS = "tensor in parts"  # and for one of which each process has written a part
 
 
 class DamageWarning(UserWarning):
@@ -68,15 +73,34 @@ class Disk:
     def remove(self, folder: Path) -> None:
         shutil.rmtree(folder)
 
+    def put(self, file: Path, data: bytes) -> None:
+        """A new file, on the disk when this returns."""
+        handle = self.create(file)
+        try:
+            rest = memoryview(data)
+            while rest:
+                count = self.write(handle, rest)
+                if count < 1:
+                    raise OSError(f"nothing of {len(rest):,} bytes could be written to {file}")
+                rest = rest[count:]
+            self.sync(handle)
+        finally:
+            self.close(handle)
+
 
 # -------------------------------------------------------------------- folders with a manifest
 
 
 def publish(
-    folder: Path, files: Mapping[str, bytes], facts: Mapping[str, Any], disk: Disk | None = None
+    folder: Path,
+    files: Mapping[str, bytes],
+    facts: Mapping[str, Any],
+    disk: Disk | None = None,
+    more: Callable[[Path], dict[str, dict[str, Any]]] | None = None,
 ) -> None:
     """Let a new ``folder`` appear with all its files, or not at all; ``facts`` join its manifest.
 
+    ``more`` writes further files into the folder it is given, and says what the manifest needs.
     Raises CheckpointError where the disk fails; nothing that was there before is touched.
     """
     disk = disk or Disk()
@@ -89,11 +113,11 @@ def publish(
         if temporary.exists():
             disk.remove(temporary)
         disk.make_folder(temporary)
-        listed = {}
+        listed = {} if more is None else more(temporary)
         for name, data in files.items():
-            _write(disk, temporary / name, data)
+            disk.put(temporary / name, data)
             listed[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-        _write(disk, temporary / MANIFEST, _manifest({**facts, "files": listed}))
+        disk.put(temporary / MANIFEST, _manifest({**facts, "files": listed}))
         disk.sync_folder(temporary)
         disk.rename(temporary, folder)
         disk.sync_folder(folder.parent)
@@ -144,7 +168,7 @@ def map_published(folder: Path) -> tuple[dict[str, Any], dict[str, memoryview]]:
     return _proven(folder, _map)
 
 
-_Data = TypeVar("_Data", bytes, memoryview)
+_Data = TypeVar("_Data", bytes, memoryview, bytes | memoryview)
 
 
 def _proven(folder: Path, get: Callable[[Path], _Data]) -> tuple[dict[str, Any], dict[str, _Data]]:
@@ -191,20 +215,6 @@ def _dump(value: object) -> bytes:
     return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
-def _write(disk: Disk, file: Path, data: bytes) -> None:
-    handle = disk.create(file)
-    try:
-        rest = memoryview(data)
-        while rest:
-            count = disk.write(handle, rest)
-            if count < 1:
-                raise OSError(f"nothing of {len(rest):,} bytes could be written to {file}")
-            rest = rest[count:]
-        disk.sync(handle)
-    finally:
-        disk.close(handle)
-
-
 def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
@@ -220,6 +230,11 @@ def _map(file: Path) -> memoryview:
             return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY))
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from None
+
+
+def _read_or_map(file: Path) -> bytes | memoryview:
+    """Parts are mapped: nobody needs all of them in memory."""
+    return _map(file) if file.name.startswith("shards-") else _read(file)
 
 
 # --------------------------------------------------------------------------- trees of tensors
@@ -239,6 +254,8 @@ def _pack(state: Mapping[str, Any]) -> dict[str, bytes]:
 
 
 def _take_tensors(tree: Any, path: str, into: dict[str, Tensor]) -> Any:
+    if isinstance(tree, DTensor):
+        return {_PARTS: path}
     if isinstance(tree, Tensor):
         into[path] = tree.detach().cpu().contiguous()
         return {_TENSOR: path}
@@ -253,21 +270,40 @@ def _take_tensors(tree: Any, path: str, into: dict[str, Tensor]) -> Any:
     raise InputError(f"The state to save has a {type(tree).__name__} at {path}.")
 
 
-def _unpack(files: Mapping[str, bytes]) -> dict[str, Any]:
+def _held_in_parts(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
+    """The tensors of which this process holds only a part, and their places."""
+    if isinstance(tree, DTensor):
+        yield path, tree.detach()
+    elif isinstance(tree, Mapping):
+        for key, value in tree.items():
+            yield from _held_in_parts(value, f"{path}/{key}" if path else key)
+
+
+def _unpack(
+    folder: Path, files: Mapping[str, bytes | memoryview], likes: Mapping[str, Tensor]
+) -> dict[str, Any]:
+    """What :func:`_pack` was given; of tensors in ``likes``, what this process holds of them."""
     from safetensors.torch import load
 
     tensors: dict[str, Tensor] = {}
     for name, data in files.items():
-        if name.endswith(_TENSORS):
+        if isinstance(data, bytes) and name.endswith(_TENSORS):
             tensors |= load(data)
-    result: dict[str, Any] = _put_tensors(json.loads(files[STATE]), tensors)
+    if likes or INDEX in files:
+        from regard.training.shards import parts_of, read_parts
+
+        for path in likes.keys() & tensors.keys():
+            tensors[path] = parts_of(tensors[path], likes[path])
+        if INDEX in files:
+            tensors |= read_parts(folder, likes)
+    result: dict[str, Any] = _put_tensors(json.loads(bytes(files[STATE])), tensors)
     return result
 
 
 def _put_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
     if isinstance(tree, dict):
-        if tree.keys() == {_TENSOR}:
-            return tensors[tree[_TENSOR]]
+        if tree.keys() in ({_TENSOR}, {_PARTS}):
+            return tensors[next(iter(tree.values()))]
         return {key: _put_tensors(value, tensors) for key, value in tree.items()}
     if isinstance(tree, list):
         return [_put_tensors(value, tensors) for value in tree]
@@ -302,10 +338,17 @@ class Keeper:
     ([20, 30], [30, 30])
     """
 
-    def __init__(self, folder: str | os.PathLike[str], last: int = 3, disk: Disk | None = None):
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        last: int = 3,
+        disk: Disk | None = None,
+        crew: Crew | None = None,
+    ) -> None:
         if last < 1:
             raise InputError(f"Keeper(last=...) keeps at least 1 checkpoint, but got {last}.")
-        self.folder, self.last, self.disk = Path(folder), last, disk or Disk()
+        self.folder, self.last = Path(folder), last
+        self.disk, self.crew = disk or Disk(), crew or Crew()
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints in the folder, damaged or not, in order."""
@@ -324,10 +367,24 @@ class Keeper:
     ) -> None:
         """Save a tree of dicts, lists, numbers, texts and tensors; then drop what is not kept.
 
+        Of several processes the first saves, and each writes what it alone holds: DTensors.
         Raises CheckpointError where the disk fails; the checkpoints before are still there then.
         """
         if score is not None and not float("-inf") < score < float("inf"):
             raise InputError(f"A score must be finite, but got {score}.")
+        files = _pack(state) if self.crew.first else {}
+        parts = dict(_held_in_parts(state))
+        more = partial(self._write_parts, parts) if parts else None
+        facts = {"step": step, "score": score, "in_turn": in_turn}
+        self.crew.lead(lambda: self._save(step, files, facts, more), partial(self._follow, parts))
+
+    def _save(
+        self,
+        step: int,
+        files: Mapping[str, bytes],
+        facts: Mapping[str, Any],
+        more: Callable[[Path], dict[str, dict[str, Any]]] | None,
+    ) -> None:
         if step in self.steps():
             try:
                 self._read_files(step)
@@ -336,20 +393,31 @@ class Keeper:
             else:
                 raise InputError(f"Step {step} is saved in {self.folder} already.")
         self._clear()
-        facts = {"step": step, "score": score, "in_turn": in_turn}
-        publish(self._at(step), _pack(state), facts, self.disk)
+        publish(self._at(step), files, facts, self.disk, more)
         self._read_files(step)  # a disk that lies must be found out while the old ones are there
         self._drop(step)
 
-    def newest(self) -> Saved | None:
-        """The newest checkpoint that is whole, or None where there is none at all.
+    def _write_parts(self, parts: Mapping[str, Tensor], folder: Path) -> dict[str, dict[str, Any]]:
+        from regard.training.shards import write_parts
+
+        self.crew.call(folder)
+        return write_parts(parts, folder, self.disk)
+
+    def _follow(self, parts: Mapping[str, Tensor], folder: Path) -> None:
+        from regard.training.shards import write_parts
+
+        with suppress(OSError):  # the first process raises it as well, and tells
+            write_parts(parts, folder, self.disk)
+
+    def newest(self, likes: Mapping[str, Tensor] | None = None) -> Saved | None:
+        """The newest checkpoint that is whole, or None where there is none at all; see ``load``.
 
         Each damaged one on the way gives a DamageWarning; if all are, a CheckpointError is raised.
         """
         reasons = []
         for step in reversed(self.steps()):
             try:
-                saved = self.load(step)
+                saved = self.load(step, likes)
             except CheckpointError as error:
                 reasons.append(str(error))
                 continue
@@ -367,10 +435,15 @@ class Keeper:
             )
         return None
 
-    def load(self, step: int) -> Saved:
-        """The checkpoint of one step."""
+    def load(self, step: int, likes: Mapping[str, Tensor] | None = None) -> Saved:
+        """The checkpoint of one step.
+
+        ``likes`` has DTensors by their place, as ``model/norm.weight``: of these, what is loaded is
+        what this process holds, however many processes saved them. All others are whole.
+        """
         facts, files = self._read_files(step)
-        return Saved(self._at(step), step, facts["score"], _unpack(files))
+        state = _unpack(self._at(step), files, likes or {})
+        return Saved(self._at(step), step, facts["score"], state)
 
     def best(self) -> int | None:
         """The step with the highest score, the earlier one where two are equal."""
@@ -410,9 +483,9 @@ class Keeper:
                 found.append((step, read_facts(self._at(step))))
         return found
 
-    def _read_files(self, step: int) -> tuple[dict[str, Any], dict[str, bytes]]:
+    def _read_files(self, step: int) -> tuple[dict[str, Any], dict[str, bytes | memoryview]]:
         folder = self._at(step)
-        facts, files = read_published(folder)
+        facts, files = _proven(folder, _read_or_map)
         if facts.get("step") != step:
             raise CheckpointError(f"{folder} holds step {facts.get('step')}: it was renamed.")
         return facts, files

@@ -1,0 +1,115 @@
+"""Runs crews of processes, made quickly: PyTorch is imported once, then forked for each of them.
+
+For each line on its input, ``{"do": name, "world": n, ...}``, it forks ``n`` processes as torchrun
+starts them, prints their ids, and when all have ended, their exit statuses.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch._dynamo  # FSDP would import it in every process
+
+from regard.errors import CheckpointError, RegardError
+from regard.training import parse_recipe, train
+from regard.training.crew import joined
+from regard.training.saving import Disk, Keeper
+from regard.training.shards import distribute_tensor
+
+
+def trained(asked: dict[str, Any]) -> int:
+    result = train(parse_recipe(asked["recipe"]), resume=asked["resume"])
+    return 0 if result.finished else 3
+
+
+class Full(Disk):
+    """A disk without room for a certain file."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def create(self, file: Path) -> int:
+        if file.name == self.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().create(file)
+
+
+def saved_on_a_full_disk(asked: dict[str, Any]) -> int:
+    """Save step 1; then step 2, where the disk is full for one file; then step 3."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    with joined(torch.device("cpu")) as crew:
+        mesh = init_device_mesh("cpu", (crew.world,))
+        whole = torch.arange(10.0).reshape(5, 2)  # of an odd number of rows, and one of too few
+        parts = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in (whole, whole[:1])]
+        state = {"model": {"odd": parts[0], "few": parts[1], "plain": whole}}
+        for step in (1, 2, 3):
+            disk = Full(asked["full"]) if step == 2 else Disk()
+            try:
+                Keeper(asked["folder"], disk=disk, crew=crew).save(step, state)
+            except CheckpointError:
+                if step != 2:
+                    raise
+            else:
+                assert step != 2, "it was saved all the same"
+        likes = {"model/odd": parts[0], "model/few": parts[1]}
+        found = Keeper(asked["folder"]).load(3, likes).state["model"]
+        for name, tensor in state["model"].items():
+            assert type(found[name]) is type(tensor)
+            assert torch.equal(found[name], tensor)
+    return 0
+
+
+DO = {"train": trained, "full disk": saved_on_a_full_disk}
+
+
+def done(asked: dict[str, Any]) -> int:
+    status = 1
+    try:
+        status = DO[asked["do"]](asked)
+    except RegardError as error:
+        print(error, file=sys.stderr, flush=True)  # noqa: T201
+        status = 2
+    finally:  # a forked process must not run into the loop of its parent, whatever was raised
+        if status == 1:
+            traceback.print_exc()
+        os._exit(status)
+
+
+def main() -> None:
+    for line in sys.stdin:
+        asked = json.loads(line)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = []
+        for rank in range(asked["world"]):
+            child = os.fork()
+            if not child:
+                os.environ |= {
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(asked["world"]),
+                    "LOCAL_WORLD_SIZE": str(asked["world"]),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                }
+                torch.set_num_threads(1)
+                os._exit(done(asked))
+            children.append(child)
+        print(json.dumps(children), flush=True)  # noqa: T201
+        ended = [os.waitpid(child, 0)[1] for child in children]
+        print(json.dumps([os.waitstatus_to_exitcode(code) for code in ended]), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
