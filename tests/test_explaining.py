@@ -105,7 +105,7 @@ def test_the_traced_output_is_that_of_attention(make):
 
 
 def test_a_difference_beyond_the_tolerance_is_told():
-    told = str(regard.explaining.trace.Agreement("sdpa", difference=1.0, tolerance=1e-5))
+    told = str(regard.explaining.record.Agreement("sdpa", difference=1.0, tolerance=1e-5))
     assert "MORE THAN the tolerance" in told
 
 

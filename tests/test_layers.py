@@ -19,6 +19,7 @@ from regard import (
 )
 from regard.layers import GatedFeedForward, LayerNorm, PostNorm, PreNorm
 from regard.mechanism.cache import CrossCache
+from regard.watching import watch
 
 
 def close(actual: Tensor, expected: Tensor) -> None:
@@ -123,11 +124,54 @@ def test_a_cross_cache_projects_once() -> None:
     close(ours(x, torch.zeros_like(context), cache=cache), ours(x, context))
 
 
-def test_beams_share_the_context_of_their_sentence() -> None:
+def test_a_step_of_beams_is_attention_to_what_each_came_by() -> None:
+    """Two sentences of three beams: nodes lie in one cache, and a bias says which a beam sees."""
     ours, _ = twin()
-    x, context = torch.randn(6, 4, 12), torch.randn(2, 7, 12)
-    apart = ours(x, context.repeat_interleave(3, 0), mask=Padding([5, 5, 5, 7, 7, 7]))
-    close(ours(x, context, mask=Padding([5, 7])), apart)
+    trunk, first, second = torch.randn(2, 4, 12), torch.randn(2, 3, 12), torch.randn(2, 3, 12)
+    origins = torch.tensor([[2, 0, 0], [1, 1, 2]])
+    see = torch.full((2, 1, 3, 10), -torch.inf)
+    see[..., :4] = 0
+    see[:, 0, :, 7:] = torch.eye(3).log()
+    cache = Cache()
+    with torch.no_grad():
+        ours(trunk, mask=Causal(), cache=cache)
+        ours.step(first, cache, None)
+        for sentence, beams in enumerate(origins.tolist()):
+            for beam, origin in enumerate(beams):
+                see[sentence, 0, beam, 4 + origin] = 0
+        found = ours.step(second, cache, see)
+        for sentence, beams in enumerate(origins.tolist()):
+            for beam, origin in enumerate(beams):
+                came_by = torch.cat(
+                    (trunk[sentence], first[sentence, origin, None], second[sentence, beam, None])
+                )
+                close(found[sentence, beam], ours(came_by[None], mask=Causal())[0, -1])
+
+
+def test_a_step_across_is_attention_to_the_context() -> None:
+    ours, _ = twin()
+    x, context = torch.randn(2, 3, 12), torch.randn(2, 7, 12)
+    cache = CrossCache()
+    bias = torch.zeros(2, 1, 1, 7)
+    bias[0, ..., 5:] = -torch.inf
+    with torch.no_grad():
+        expected = ours(x, context, mask=Padding([5, 7]), cache=cache)
+        close(ours.step(x, cache, bias), expected)
+
+
+def test_steps_can_be_watched() -> None:
+    ours, _ = twin()
+    past, x = torch.randn(1, 4, 12), torch.randn(1, 1, 12)
+    bias = torch.tensor([0.0, -torch.inf, 0.5, 0.0, 0.0])[None, None, None]
+    with torch.no_grad():
+        plain, watched_cache = Cache(), Cache()
+        for cache in (plain, watched_cache):
+            ours(past, mask=Causal(), cache=cache)
+        expected = ours.step(x, plain, bias)
+        with watch(ours, See(weights=True)) as watched:
+            close(ours.step(x, watched_cache, bias), expected)
+    [(_, seen)] = watched.calls
+    assert seen.weights[0, :, 0, 1].tolist() == [0, 0, 0]
 
 
 def test_dropout_acts_in_training_only() -> None:

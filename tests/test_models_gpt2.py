@@ -9,7 +9,9 @@ import torch
 import transformers
 
 from regard import GPT2, GPT2Config, InputError, load
+from regard.decoding import Beam, Greedy, Sample, generate
 from regard.models.model import State
+from regard.models.replaying import Replayed
 from tiny import agree, disturb, padded, real, same_files
 
 VARIANTS = {
@@ -172,3 +174,27 @@ def test_too_much_is_refused() -> None:
         model.begin([[40]])
     with pytest.raises(InputError, match="dropout"):
         GPT2Config(dropout=1.0)
+
+
+def test_replayed_steps_give_the_same_tokens(tmp_path: Path) -> None:
+    theirs().save_pretrained(tmp_path)
+    model = load(tmp_path)
+    fast = Replayed(model)
+    for prompt in ([5, 6, 7], [9], [1, 2, 3, 4, 5, 6, 7, 8]):  # one after another in one memory
+        for how in (Greedy(), Sample(seed=2)):
+            length = model.config.length - len(prompt)
+            [[expected]] = generate(model, [prompt], how, length=length)
+            [[found]] = generate(fast, [prompt], how, length=length, batch=1)
+            assert found.ids == expected.ids
+            assert found.score == pytest.approx(expected.score, rel=1e-4)
+
+
+def test_replayed_refuses_what_it_has_no_memory_for(tmp_path: Path) -> None:
+    theirs().save_pretrained(tmp_path)
+    fast = Replayed(load(tmp_path))
+    with pytest.raises(InputError, match="batch=1"):
+        generate(fast, [[1], [2]], length=2)
+    with pytest.raises(InputError, match="beams"):
+        generate(fast, [[1]], Beam(2), length=2)
+    with pytest.raises(InputError, match="at most"):
+        generate(fast, [[1]], length=10**4)

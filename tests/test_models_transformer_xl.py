@@ -319,3 +319,28 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(CheckpointError, match="ties projections"):
         load(tmp_path)
+
+
+PUBLISHED = Path(__file__).parent / "fixtures" / "transformer_xl"
+
+
+@pytest.mark.parametrize("memory", ["empty", "zeros"])
+def test_a_published_checkpoint_gives_its_numbers(memory: str) -> None:
+    """Weights and numbers are of transformers 4.35.2, the last that had the model: see make.py."""
+    model = load(PUBLISHED)
+    expected = load_file(PUBLISHED / "expected.safetensors")
+    memories = model.remember()
+    if memory == "zeros":  # that library begins with a memory of zeros, and attends to them
+        for layer in memories.layers:
+            layer.extend(torch.zeros(2, model.config.memory, model.config.dim))
+    with torch.no_grad():
+        segments = [model(ids, memories=memories) for ids in expected["ids"].split(7, dim=1)]
+    agree(torch.cat(segments, dim=1), expected[memory])
+
+
+def test_a_published_checkpoint_is_saved_as_it_was(tmp_path: Path) -> None:
+    load(PUBLISHED).save(tmp_path)
+    before, after = (load_file(one / "model.safetensors") for one in (PUBLISHED, tmp_path))
+    assert before.keys() - after.keys() == {"transformer.pos_emb.inv_freq"}  # a table of sinusoids
+    for key, tensor in after.items():
+        assert torch.equal(tensor, before[key]), key

@@ -43,6 +43,18 @@ def causal(length: int, seed: int = 0) -> Tensor:
     return scores.masked_fill(torch.ones(length, length).triu(1).bool(), -math.inf).softmax(-1)
 
 
+def several(seed: int = 3) -> Picture:
+    """Six grids in one picture, as an overview has."""
+    generator = torch.Generator().manual_seed(seed)
+    grids = [
+        pictures.head_grid(
+            torch.rand(6, 12, generator=generator) * 10**n, "nats", title=f"Grid {n}"
+        )
+        for n in range(-3, 3)
+    ]
+    return pictures.panels("Six grids", grids, caption="What they are.")
+
+
 @cache
 def every_kind() -> dict[str, Picture]:
     wide = causal(150)
@@ -58,6 +70,18 @@ def every_kind() -> dict[str, Picture]:
             causal(3), ["日本語", "é̂tude", "x"], ["日本語", "b", "c"]
         ),
         "pooled": pictures.pooled_map(wide, 100_000, 100_000),
+        "panels": several(),
+        "comparison": pictures.compare(
+            pictures.weight_map(causal(12), WORDS, WORDS),
+            pictures.weight_map(causal(12, seed=5), WORDS, [*WORDS[:-1], "!"]),
+            names=("head 1", "head 2"),
+        ),
+        "long comparison": pictures.compare(
+            pictures.pooled_map(wide, 150, 150),
+            pictures.pooled_map(causal(150, 3), 150, 150),
+            names=("a", "b"),
+        ),
+        "many panels compared": pictures.compare(several(), several(4), names=("one", "other")),
         "part": pictures.pooled_map(causal(20), 200, 200, first_query=5000, first_key=5000),
         "grid": pictures.head_grid(torch.rand(12, 16) * 4, "nats", title="Entropy"),
         "large grid": pictures.head_grid(torch.rand(80, 64) * 400, "positions", title="Distance"),

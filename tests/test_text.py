@@ -163,10 +163,94 @@ def test_sentencepiece_cuts_as_the_best_of_all_ways(tmp_path: Path) -> None:
     assert text.encode("the xyz").ids.count(text.id("<unk>")) == 1
 
 
-def test_sentencepiece_of_another_kind_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "spiece.model").write_bytes(spiece(kind=2))
-    with pytest.raises(CheckpointError, match="unigram"):
+def marian(folder: Path) -> dict[str, int]:
+    """Marian's files: the pieces of the source, and ids that the target's pieces have too."""
+    tokens = ["</s>", "<unk>", *PIECES, "▁chat", "▁tapis", "é", ">>fra<<", ">>deu<<", "<pad>"]
+    ids = {token: index for index, token in enumerate(tokens)}
+    (folder / "source.spm").write_bytes(spiece())
+    (folder / "vocab.json").write_text(json.dumps(ids))
+    return ids
+
+
+def test_marian_reads_pieces_of_the_source_and_writes_those_of_the_target(tmp_path: Path) -> None:
+    ids = marian(tmp_path)
+    text = Text.load(tmp_path)
+    assert len(text) == len(ids)
+    found = text.encode(">>fra<< the cat chats.")
+    # "▁chat" is a piece too, but not of the source.
+    expected = [">>fra<<", "▁the", "▁cat", "▁", "c", "h", "at", "s", ".", "</s>"]
+    assert found.tokens == expected
+    assert found.ids == [ids[token] for token in expected]
+    assert text.decode([ids["▁chat"], ids["s"], ids["▁tapis"], ids["."], 0]) == "chats tapis."
+    text.save(tmp_path / "again")
+    again = Text.load(tmp_path / "again")
+    assert again.encode("the cats on é").ids == text.encode("the cats on é").ids
+
+
+@pytest.mark.parametrize("ids", [{"</s>": 0, "<unk>": 2}, {"</s>": 0, "<unk>": "1"}, {"</s>": 0}])
+def test_marian_ids_that_are_not_in_order_are_refused(tmp_path: Path, ids) -> None:
+    marian(tmp_path)
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    with pytest.raises(CheckpointError, match=r"vocab\.json"):
         Text.load(tmp_path)
+
+
+def test_sentencepiece_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "spiece.model").write_bytes(spiece(kind=3))
+    with pytest.raises(CheckpointError, match="words or characters"):
+        Text.load(tmp_path)
+
+
+MERGED = ["th", "▁the", "he", "▁t", "at", "▁c", "cat", "▁cat", "in", "ing", "▁s", "ed", "▁th"]
+SINGLE = list("▁thecaindgsmo.")
+
+
+def pairs_model() -> bytes:
+    """A SentencePiece model of byte pairs: scores fall with the order, and there are all bytes."""
+    pieces = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)]
+    pieces += [(f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)]
+    pieces += [(piece, -float(rank), 1) for rank, piece in enumerate([*MERGED, *SINGLE])]
+    raw = b"".join(
+        field(1, field(1, piece.encode()) + field(2, score) + field(3, kind))
+        for piece, score, kind in pieces
+    )
+    return raw + field(2, field(3, 2)) + field(3, field(3, 1) + field(4, 0))
+
+
+def merge(line: str) -> list[str]:
+    """The definition: merge the leftmost pair that makes the best piece, until none makes one."""
+    parts = list("▁" + line.replace(" ", "▁"))
+    while True:
+        made = [
+            (MERGED.index(a + b), at)
+            for at, (a, b) in enumerate(itertools.pairwise(parts))
+            if a + b in MERGED
+        ]
+        if not made:
+            break
+        _, at = min(made)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return [
+        token
+        for part in parts
+        for token in (
+            [part]
+            if part in MERGED or part in SINGLE
+            else [f"<0x{byte:02X}>" for byte in part.encode()]
+        )
+    ]
+
+
+def test_sentencepiece_of_byte_pairs_merges_as_defined(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(pairs_model())
+    text = Text.load(tmp_path)
+    assert len(text) == 3 + 256 + len(MERGED) + len(SINGLE)
+    words = ["the", "cats", "sat", "thing", "heated", "dinged", "Ünï", "日本", "👩", "ma.t"]
+    for line in (" ".join(some) for some in itertools.permutations(words, 2)):
+        for spaced in (line, f"  {line.replace(' ', '   ')} "):
+            found = text.encode(spaced)
+            assert found.tokens == [*merge(spaced), "</s>"]
+            assert text.decode(found.ids) == spaced
 
 
 @pytest.mark.parametrize("train", [Text.train_bpe, Text.train_wordpiece, Text.train_unigram])

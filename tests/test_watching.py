@@ -202,6 +202,20 @@ def test_gradients_flow_to_and_through_what_was_seen() -> None:
     assert gradient.abs().sum() > 0
 
 
+def test_each_is_told_at_once_and_nothing_is_kept() -> None:
+    model = our_gpt2()
+    told: list[tuple[str, tuple[int, ...]]] = []
+    with torch.no_grad():
+        with watch(model, See(entropy=True)) as kept:
+            model(IDS)
+        with watch(
+            model, See(entropy=True), lambda name, seen: told.append((name, seen.extent))
+        ) as w:
+            model(IDS)
+    assert told == [(name, seen.extent) for name, seen in kept.calls]
+    assert len(w) == 0
+
+
 def test_another_thread_is_not_watched() -> None:
     model = our_gpt2()
     plain = model(IDS)
