@@ -5,8 +5,9 @@ PIP = $(BIN)/python -m pip install --quiet
 
 .PHONY: demo test check bench docs
 
-demo: .venv/.ready  ## one attention, step by step
+demo: .venv/.ready  ## one attention, step by step; then a translation, and where its words came from
 	@$(BIN)/regard explain
+	@$(BIN)/regard translate "The cat sat on the mat." --to fr --align
 
 test: .venv/.dev  ## all tests, the examples in docstrings and README included
 	$(BIN)/pytest -q -n 2

@@ -21,7 +21,8 @@ import torch._dynamo  # FSDP would import it in every process
 from regard.errors import CheckpointError, RegardError
 from regard.training import parse_recipe, train
 from regard.training.crew import joined
-from regard.training.saving import Disk, Keeper
+from regard.training.publishing import Disk
+from regard.training.saving import Keeper
 from regard.training.shards import distribute_tensor
 
 

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 from regard.errors import InputError
 from regard.training.data import ByLength, Feed, Lanes, Ragged, Table, Windows, cached, content
+from regard.training.publishing import DamageWarning
 from regard.training.reading import (
     Answer,
     Pair,
@@ -29,7 +30,6 @@ from regard.training.reading import (
     read_text,
     read_tsv,
 )
-from regard.training.saving import DamageWarning
 
 CPU = torch.device("cpu")
 

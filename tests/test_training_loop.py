@@ -26,8 +26,9 @@ from regard.training import Result, building, parse_recipe, train
 from regard.training.data import Batch, Epoch, Feed, Ragged, Table
 from regard.training.loop import AttentionWarning, Trainer, rate_at, seed_all
 from regard.training.objectives import Pairs, Special
+from regard.training.publishing import DamageWarning
 from regard.training.recipe import Recipe, Schedule
-from regard.training.saving import DamageWarning, Keeper
+from regard.training.saving import Keeper
 from training_data import TASKS, recipe_of, write_data
 
 

@@ -24,7 +24,8 @@ from regard.training import parse_recipe
 from regard.training.answering import AnswerBatch
 from regard.training.objectives import PairBatch
 from regard.training.parallel import cut, interleave
-from regard.training.saving import DamageWarning, Keeper
+from regard.training.publishing import DamageWarning
+from regard.training.saving import Keeper
 from training_data import recipe_of, write_data
 
 # Sums of float32 in another order; over 12 steps they were found to differ by 1e-6 at most.

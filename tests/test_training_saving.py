@@ -15,7 +15,8 @@ import pytest
 import torch
 
 from regard.errors import CheckpointError, InputError
-from regard.training.saving import DamageWarning, Disk, Keeper, publish, read_published
+from regard.training.publishing import DamageWarning, Disk, publish, read_published
+from regard.training.saving import Keeper
 
 
 def state_of(step: int) -> dict[str, Any]:

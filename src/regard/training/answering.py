@@ -10,52 +10,36 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from regard.mechanism.masks import Padding
+from regard.tasks import answering as tasks
 from regard.text import Text
 from regard.training import metrics
 from regard.training.data import ByLength, Feed, Plan, Ragged, Rows, Table
 from regard.training.objectives import Prepared, moved
 from regard.training.reading import Question
 
-LONGEST_ANSWER = 30  # tokens
-
-
-class Window(NamedTuple):
-    """[CLS] question [SEP] some of the context [SEP]."""
-
-    ids: list[int]
-    split: int  # where the context starts
-    offset: int  # which token of the context comes first
-    start: int  # of the answer; 0, at [CLS], where this window has none
-    end: int  # its last token
-
 
 def windows(questions: Iterable[Question], text: Text, length: int) -> dict[str, Ragged]:
-    """All windows of all questions as columns; long contexts have several that overlap."""
+    """All windows of all questions as columns; long contexts have several that overlap.
+
+    The facts of a window: which question, where the context starts, which token of the context
+    comes first, and the answer's first and last token; both are 0, at [CLS], where it has none.
+    """
     ids: list[list[int]] = []
     facts: list[list[int]] = []
-    for number, question in enumerate(questions):
-        for window in _windows(question, text, length):
-            ids.append(window.ids)
-            facts.append([number, window.split, window.offset, window.start, window.end])
-    return {"ids": Ragged.of(ids), "facts": Ragged.of(facts)}
-
-
-def _windows(question: Question, text: Text, length: int) -> Iterator[Window]:
     first, last = text.id("[CLS]"), text.id("[SEP]")
-    # A question that leaves no room for the context is cut.
-    asked = text.encode(question.question, special=False).ids[: length // 2]
-    context = text.encode(question.context, special=False)
-    room = length - len(asked) - 3
-    split = len(asked) + 2
-    span = _span(question, context.offsets)
-    for offset in range(0, max(len(context.ids) - room, 0) + room // 2, max(room // 2, 1)):
-        piece = context.ids[offset : offset + room]
-        start = end = 0
-        if span is not None and offset <= span[0] and span[1] < offset + len(piece):
-            start, end = (split + at - offset for at in span)
-        yield Window([first, *asked, last, *piece, last], split, offset, start, end)
-        if offset + room >= len(context.ids):
-            return
+    for number, question in enumerate(questions):
+        # A question that leaves no room for the context is cut.
+        asked = text.encode(question.question, special=False).ids[: length // 2]
+        context = text.encode(question.context, special=False)
+        span = _span(question, context.offsets)
+        for window in tasks.windows(asked, context.ids, length, first=first, last=last):
+            start = end = 0
+            stop = window.offset + len(window.ids) - window.split - 1
+            if span is not None and window.offset <= span[0] and span[1] < stop:
+                start, end = (window.split + at - window.offset for at in span)
+            ids.append(window.ids)
+            facts.append([number, window.split, window.offset, start, end])
+    return {"ids": Ragged.of(ids), "facts": Ragged.of(facts)}
 
 
 def _span(question: Question, offsets: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
@@ -172,29 +156,20 @@ class Exam:
             batch = moved(held.prepare(rows, random).batch, there)
             nats += held.loss(model, batch)
             facts = self.table["facts"].gather(rows.rows, 5, 0)
-            for number, found in self._spans(*held.scores(model, batch), facts):
+            spans = tasks.best_spans(*held.scores(model, batch), batch.possible)
+            for (number, split, offset, *_), better, first, last in zip(
+                facts.tolist(),
+                spans.better.tolist(),
+                spans.first.tolist(),
+                spans.last.tolist(),
+                strict=True,
+            ):
+                found = better, first - split + offset, last - split + offset
                 best[number] = max(best.get(number, found), found)
         self.outputs = [self._text(number, *best[number]) for number in range(len(self.questions))]
         references = [[answer.text for answer in q.answers] for q in self.questions]
         exact, f1 = metrics.answered(self.outputs, references)
         return {"loss": float(nats) / (2 * len(self.table)), "exact": exact, "f1": f1}
-
-    def _spans(
-        self, start: Tensor, end: Tensor, facts: Tensor
-    ) -> Iterator[tuple[int, tuple[float, int, int]]]:
-        """The best span of each window, by how much it is better than none."""
-        length = start.shape[1]
-        whole = start[:, :, None] + end[:, None]  # [batch, first, last]
-        place = torch.arange(length, device=start.device)
-        far = place[None] - place[:, None]
-        allowed = (far >= 0) & (far < LONGEST_ANSWER) & (place > 0)[:, None]
-        scores, at = whole.masked_fill(~allowed, -torch.inf).flatten(1).max(1)
-        better = (scores - whole[:, 0, 0]).tolist()
-        for (number, split, offset, *_), value, index in zip(
-            facts.tolist(), better, at.tolist(), strict=True
-        ):
-            first, last = divmod(index, length)
-            yield number, (value, first - split + offset, last - split + offset)
 
     def _text(self, number: int, better: float, first: int, last: int) -> str:
         if better <= 0 and not self.always:

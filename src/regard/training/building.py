@@ -46,9 +46,9 @@ from regard.training.objectives import (
     Spans,
     Special,
 )
+from regard.training.publishing import publish
 from regard.training.reading import Bad, Pair, Question, Record, Report
 from regard.training.recipe import RECORDS, Recipe, Source, nearest
-from regard.training.saving import publish
 
 SENTINELS = tuple(f"<extra_id_{n}>" for n in range(100))
 END = "<|endoftext|>"

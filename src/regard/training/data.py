@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import CheckpointError, InputError
-from regard.training.saving import DamageWarning, map_published, publish, withdraw
+from regard.training.publishing import DamageWarning, map_published, publish, withdraw
 
 # ---------------------------------------------------------------------------------- sequences
 

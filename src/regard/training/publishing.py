@@ -1,0 +1,223 @@
+"""Folders that are there as a whole, or not at all, and are proven whole when they are read.
+
+A save goes: temporary folder, files synced, manifest with the SHA-256 of each file, synced, rename,
+parent folder synced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import mmap
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from regard.errors import CheckpointError, InputError
+
+MANIFEST = "manifest.json"
+INDEX = "shards.json"  # where the parts of tensors lie that several processes wrote
+
+
+class DamageWarning(UserWarning):
+    """A checkpoint is damaged, and an older one is used in its place."""
+
+
+class Disk:
+    """The few operations on files that a save consists of; tests make each of them fail."""
+
+    def make_folder(self, folder: Path) -> None:
+        folder.mkdir()
+
+    def create(self, file: Path) -> int:
+        return os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+
+    def write(self, handle: int, data: memoryview) -> int:
+        return os.write(handle, data)
+
+    def sync(self, handle: int) -> None:
+        os.fsync(handle)
+
+    def close(self, handle: int) -> None:
+        os.close(handle)
+
+    def sync_folder(self, folder: Path) -> None:
+        if os.name == "nt":
+            return  # Windows has no such thing: a rename is on the disk when it returns
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)
+
+    def rename(self, old: Path, new: Path) -> None:
+        old.rename(new)
+
+    def remove(self, folder: Path) -> None:
+        shutil.rmtree(folder)
+
+    def put(self, file: Path, data: bytes) -> None:
+        """A new file, on the disk when this returns."""
+        handle = self.create(file)
+        try:
+            rest = memoryview(data)
+            while rest:
+                count = self.write(handle, rest)
+                if count < 1:
+                    raise OSError(f"nothing of {len(rest):,} bytes could be written to {file}")
+                rest = rest[count:]
+            self.sync(handle)
+        finally:
+            self.close(handle)
+
+
+# -------------------------------------------------------------------- folders with a manifest
+
+
+def publish(
+    folder: Path,
+    files: Mapping[str, bytes],
+    facts: Mapping[str, Any],
+    disk: Disk | None = None,
+    more: Callable[[Path], dict[str, dict[str, Any]]] | None = None,
+) -> None:
+    """Let a new ``folder`` appear with all its files, or not at all; ``facts`` join its manifest.
+
+    ``more`` writes further files into the folder it is given, and says what the manifest needs.
+    Raises CheckpointError where the disk fails; nothing that was there before is touched.
+    """
+    disk = disk or Disk()
+    if folder.exists():
+        raise InputError(f"{folder} is there already.")
+    # Others may be publishing the same: each in its own folder, and the first one wins.
+    temporary = folder.with_name(f".saving-{folder.name}.{os.getpid()}")
+    try:
+        _make_parents(disk, folder)
+        if temporary.exists():
+            disk.remove(temporary)
+        disk.make_folder(temporary)
+        listed = {} if more is None else more(temporary)
+        for name, data in files.items():
+            disk.put(temporary / name, data)
+            listed[name] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
+        disk.put(temporary / MANIFEST, _manifest({**facts, "files": listed}))
+        disk.sync_folder(temporary)
+        disk.rename(temporary, folder)
+        disk.sync_folder(folder.parent)
+    except OSError as error:
+        # The space is wanted back, but the first error is the one to tell of.
+        with suppress(OSError):
+            if temporary.exists():
+                disk.remove(temporary)
+        raise CheckpointError(
+            f"{folder} could not be saved: {error.strerror or error}. What was saved before is "
+            "still there. Make room, or give another folder, and resume."
+        ) from error
+
+
+def withdraw(folder: Path, disk: Disk | None = None) -> None:
+    """Remove a folder in such a way that half of it never stands under its name."""
+    disk = disk or Disk()
+    aside = folder.with_name(f".removing-{folder.name}")
+    try:
+        if aside.exists():
+            disk.remove(aside)
+        disk.rename(folder, aside)
+        disk.remove(aside)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder} could not be removed: {error.strerror or error}."
+        ) from error
+
+
+def _make_parents(disk: Disk, folder: Path) -> None:
+    """The folders above one that is to come, each of them on the disk before the next."""
+    if not folder.parent.exists():
+        _make_parents(disk, folder.parent)
+        disk.make_folder(folder.parent)
+        disk.sync_folder(folder.parent.parent)
+
+
+def read_published(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
+    """The facts and the files of a folder that :func:`publish` wrote, proven whole.
+
+    Raises CheckpointError where a single bit differs, a file is missing or one is added.
+    """
+    return proven(folder, _read)
+
+
+def map_published(folder: Path) -> tuple[dict[str, Any], dict[str, memoryview]]:
+    """As :func:`read_published`, but the files are mapped into memory, not read."""
+    return proven(folder, _map)
+
+
+_Data = TypeVar("_Data", bytes, memoryview, bytes | memoryview)
+
+
+def proven(folder: Path, get: Callable[[Path], _Data]) -> tuple[dict[str, Any], dict[str, _Data]]:
+    facts = read_facts(folder)
+    listed = facts.pop("files")
+    found = {file.name for file in folder.iterdir()} - {MANIFEST}
+    if found != listed.keys():
+        odd = ", ".join(sorted(found ^ listed.keys()))
+        raise CheckpointError(f"{folder} and its manifest disagree about {odd}.")
+    files = {}
+    for name, entry in listed.items():
+        data = get(folder / name)
+        if len(data) != entry["bytes"]:
+            raise CheckpointError(
+                f"{folder / name} has {len(data):,} bytes, not {entry['bytes']:,}."
+            )
+        if hashlib.sha256(data).hexdigest() != entry["sha256"]:
+            raise CheckpointError(f"{folder / name} differs from what was written: wrong SHA-256.")
+        files[name] = data
+    return facts, files
+
+
+def read_facts(folder: Path) -> dict[str, Any]:
+    """What a manifest says, proven to be what was written."""
+    raw = _read(folder / MANIFEST)
+    try:
+        body = json.loads(raw)["body"]
+        whole = _manifest(body) == raw
+    except (ValueError, TypeError, KeyError, RecursionError):
+        whole = False
+    if not whole:
+        raise CheckpointError(f"{folder / MANIFEST} differs from what was written.")
+    result: dict[str, Any] = body
+    return result
+
+
+def _manifest(body: Mapping[str, Any]) -> bytes:
+    text = json.dumps(body, sort_keys=True, allow_nan=False)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return dump({"body": body, "sha256": digest})
+
+
+def dump(value: object) -> bytes:
+    return (json.dumps(value, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from None
+
+
+def _map(file: Path) -> memoryview:
+    try:
+        with file.open("rb") as opened:
+            if not os.fstat(opened.fileno()).st_size:
+                return memoryview(b"")  # of nothing there is no map
+            return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY))
+    except OSError as error:
+        raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from None
+
+
+def read_or_map(file: Path) -> bytes | memoryview:
+    """Parts are mapped: nobody needs all of them in memory."""
+    return _map(file) if file.name.startswith("shards-") else _read(file)
