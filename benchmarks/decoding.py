@@ -1,108 +1,302 @@
-"""Decoding on this machine's CPU, against transformers, with the same weights in one run.
+"""Decoding on this machine's CPU beside transformers and CTranslate2: same weights, same work.
 
-python benchmarks/decoding.py            all of it, some minutes; appended to results/decoding.jsonl
+python benchmarks/decoding.py                    every case; appended to results/decoding.jsonl
+python benchmarks/decoding.py gpt2 --rounds 3    some cases, fewer rounds
+
+Every contestant is a process of its own, with OMP_NUM_THREADS threads, or two. They take turns, so
+that what disturbs one disturbs all; each says how long it took and the most memory it held while
+decoding. Weights are random, so nothing would stop: outputs have one fixed length on all sides.
+Sources are sorted by length. Needs the extra "bench".
 """
 
 from __future__ import annotations
 
+import argparse
+import json
+import os
 import random
+import re
+import statistics
+import subprocess
+import sys
 import tempfile
-from collections.abc import Iterator
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-from rich.console import Console
-from rich.table import Table
+THREADS = int(os.environ.get("OMP_NUM_THREADS", "2"))
+VOCABULARY, PAD, END = 32000, 31999, 0
+TARGETS = {  # how many times as fast as whom ours should be
+    "base-1": [("float32", "ctranslate2 float32", 0.95), ("best", "ctranslate2 int8", 0.8)],
+    "base-32": [("float32", "ctranslate2 float32", 0.95), ("best", "ctranslate2 int8", 1.0)],
+    "gpt2": [(ours, "transformers float32", 1.5) for ours in ("float32", "best")],
+}
+CONTESTANTS = [
+    *(f"regard {precision}" for precision in ("float32", "bfloat16", "int8")),
+    "transformers float32",
+    *(f"ctranslate2 {precision}" for precision in ("float32", "int8")),
+]
 
-from measure import Pair, append, seconds
-from regard import GPT2, Beam, Transformer, generate, load
 
-PAD, END = 31999, 0
+@dataclass(frozen=True)
+class Case:
+    words: str
+    batch: int
+    new: int  # tokens to generate
+    rounds: int
 
 
-def translation(batch: int, new: int = 32) -> Pair:
-    """Transformer-base, beam 4, sentences of 15 to 35 tokens, sorted by length on both sides."""
+CASES = {
+    "base-1": Case("transformer-base, beam 4, batch 1", 1, 32, 15),
+    "base-32": Case("transformer-base, beam 4, batch 32", 32, 32, 5),
+    "gpt2": Case("GPT-2 124M, greedy, batch 1", 1, 64, 7),
+}
+
+Decode = Callable[[], list[list[int]]]
+
+# ------------------------------------------------------------------------------- the weights
+
+
+def make(folder: Path, case: str) -> None:
+    """A checkpoint with random weights, and the same for CTranslate2 in both precisions."""
+    import ctranslate2
+    import torch
+    import transformers
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     torch.manual_seed(0)
-    reference = transformers.MarianMTModel(
-        transformers.MarianConfig(
-            vocab_size=32000,
-            d_model=512,
-            encoder_layers=6,
-            decoder_layers=6,
-            encoder_attention_heads=8,
-            decoder_attention_heads=8,
-            encoder_ffn_dim=2048,
-            decoder_ffn_dim=2048,
-            activation_function="relu",
-            scale_embedding=True,
-            pad_token_id=PAD,
-            eos_token_id=END,
-            decoder_start_token_id=PAD,
-            forced_eos_token_id=None,
+    if case == "gpt2":
+        reference = transformers.GPT2LMHeadModel(transformers.GPT2Config())
+        tokens = {f"w{index}": index for index in range(50256)} | {"<|endoftext|>": 50256}
+        special = dict.fromkeys(("bos_token", "eos_token", "unk_token"), "<|endoftext|>")
+    else:
+        reference = transformers.MarianMTModel(
+            transformers.MarianConfig(
+                vocab_size=VOCABULARY,
+                d_model=512,
+                encoder_layers=6,
+                decoder_layers=6,
+                encoder_attention_heads=8,
+                decoder_attention_heads=8,
+                encoder_ffn_dim=2048,
+                decoder_ffn_dim=2048,
+                activation_function="relu",
+                scale_embedding=True,
+                pad_token_id=PAD,
+                eos_token_id=END,
+                decoder_start_token_id=PAD,
+                forced_eos_token_id=None,
+            )
         )
-    ).eval()
-    ours = _same(reference)
-    assert isinstance(ours, Transformer)
+        tokens = {"</s>": END, "<unk>": 1, "<pad>": PAD}
+        tokens |= {f"w{index}": index for index in range(2, PAD)}
+        special = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    reference.save_pretrained(folder / "model")
+    words = Tokenizer(WordLevel(tokens, unk_token=special["unk_token"]))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    tokenizer.save_pretrained(folder / "model")
+    for precision in ("float32", "int8"):
+        converter = ctranslate2.converters.TransformersConverter(str(folder / "model"))
+        converter.convert(str(folder / precision), quantization=precision)
+
+
+def prompts(case: str) -> list[list[int]]:
+    """Sources of 15 to 35 tokens, the longest first; for GPT-2 one prompt of 16."""
+    if case == "gpt2":
+        return [list(range(100, 116))]
     rng = random.Random(0)
-    rows = [[rng.randrange(1, 31000) for _ in range(rng.randint(15, 35))] for _ in range(batch)]
-    rows.sort(key=len, reverse=True)
+    rows = [[rng.randrange(2, PAD) for _ in range(rng.randint(15, 35))] for _ in range(32)]
+    return sorted(rows, key=len, reverse=True)[: CASES[case].batch]
+
+
+# ----------------------------------------------------------------------------- the contestants
+
+
+def regard(folder: Path, case: str, precision: str) -> Decode:
+    import torch
+
+    from regard import Beam, Greedy, generate, load
+    from regard.quantizing import arrange, quantize
+
+    torch.set_num_threads(THREADS)
+    dtype = torch.bfloat16 if precision == "bfloat16" else None
+    model = load(folder / "model", dtype=dtype)
+    if precision == "int8":
+        model = quantize(model)
+    elif (case, precision) != ("gpt2", "float32"):  # one row in float32 is best off as it is
+        model = arrange(model)
+    how = Greedy() if case == "gpt2" else Beam(4)
+    rows, new = prompts(case), CASES[case].new
+    return lambda: [found.ids for [found] in generate(model, rows, how, length=new)]  # type: ignore
+
+
+def transformers(folder: Path, case: str, _: str) -> Decode:
+    import torch
+    import transformers
+
+    torch.set_num_threads(THREADS)
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    kind = transformers.GPT2LMHeadModel if case == "gpt2" else transformers.MarianMTModel
+    model = kind.from_pretrained(folder / "model").eval()
+    rows, new = prompts(case), CASES[case].new
     longest = len(rows[0])
     ids = torch.tensor([row + [PAD] * (longest - len(row)) for row in rows])
-    options = {"max_new_tokens": new, "num_beams": 4, "do_sample": False}
-    return seconds(
-        lambda: generate(ours, rows, Beam(4), length=new, stop=[END]),
-        lambda: reference.generate(ids, attention_mask=(ids != PAD).long(), **options),
+    options: dict[str, Any] = {"max_new_tokens": new, "min_new_tokens": new, "do_sample": False}
+    options |= {"pad_token_id": 0, "eos_token_id": None} if case == "gpt2" else {"num_beams": 4}
+    skip = longest if case == "gpt2" else 1
+    options["attention_mask"] = (ids != PAD).long()
+
+    def decode() -> list[list[int]]:
+        found: list[list[int]] = model.generate(ids, **options)[:, skip:].tolist()
+        return found
+
+    return decode
+
+
+def ctranslate2(folder: Path, case: str, precision: str) -> Decode:
+    import ctranslate2
+
+    options = {"compute_type": precision, "intra_threads": THREADS, "inter_threads": 1}
+    new = CASES[case].new
+    rows = [[f"w{token}" for token in row] for row in prompts(case)]
+    if case == "gpt2":
+        writer = ctranslate2.Generator(str(folder / precision), **options)
+        lengths = {"max_length": new, "min_length": new, "include_prompt_in_result": False}
+        return lambda: [found.sequences_ids[0] for found in writer.generate_batch(rows, **lengths)]
+    translator = ctranslate2.Translator(str(folder / precision), **options)
+    lengths = {"max_decoding_length": new, "min_decoding_length": new, "beam_size": 4}
+    return lambda: [
+        [int(token[1:]) for token in found.hypotheses[0]]
+        for found in translator.translate_batch(rows, **lengths)
+    ]
+
+
+def work(folder: Path, case: str, contestant: str) -> None:
+    """A contestant's process: decode once for each line that comes in, and say how it went."""
+    name, precision = contestant.split()
+    decode = {"regard": regard, "transformers": transformers, "ctranslate2": ctranslate2}[name](
+        folder, case, precision
     )
+    decode()
+    print("ready", flush=True)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the most memory held so far
+    for _ in sys.stdin:
+        started = time.perf_counter()
+        found = decode()
+        taken = time.perf_counter() - started
+        most = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
+        assert most is not None
+        print(json.dumps([taken, int(most[1]) / 1024, found]), flush=True)
 
 
-def completion(new: int = 64) -> Pair:
-    """GPT-2 124M, greedy, one prompt of 16 tokens."""
-    torch.manual_seed(0)
-    reference = transformers.GPT2LMHeadModel(transformers.GPT2Config()).eval()
-    ours = _same(reference)
-    assert isinstance(ours, GPT2)
-    prompt = list(range(100, 116))
-    ids = torch.tensor([prompt])
-    options = {"max_new_tokens": new, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    return seconds(
-        lambda: generate(ours, [prompt], length=new),
-        lambda: reference.generate(ids, attention_mask=torch.ones_like(ids), **options),
-    )
+# ----------------------------------------------------------------------------------- the run
 
 
-def _same(reference: transformers.PreTrainedModel) -> torch.nn.Module:
-    """Our model with their weights."""
-    with tempfile.TemporaryDirectory() as folder:
-        reference.save_pretrained(folder)
-        return load(folder)
-
-
-def rows() -> Iterator[dict[str, Any]]:
-    for case, pair in (
-        ("GPT-2 124M, greedy, batch 1", completion()),
-        ("transformer-base, beam 4, batch 1", translation(1)),
-        ("transformer-base, beam 4, batch 32", translation(32)),
-    ):
-        yield {
-            "case": case,
-            "ours_ms": pair.ours * 1e3,
-            "transformers_ms": pair.peer * 1e3,
-            "speed": pair.speed,
+def run(case: str, rounds: int) -> list[dict[str, Any]]:
+    """What every contestant did."""
+    times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
+    last: dict[str, Any] = {}
+    with tempfile.TemporaryDirectory() as name:
+        command = [sys.executable, __file__]
+        subprocess.run([*command, "--make", name, case], check=True, capture_output=True)
+        processes = {}
+        for contestant in CONTESTANTS:
+            processes[contestant] = process = subprocess.Popen(
+                [*command, "--work", name, case, "--as", contestant],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": str(THREADS)},
+            )
+            assert _line(process) == "ready\n"
+        for _ in range(rounds):
+            for contestant, process in processes.items():
+                assert process.stdin is not None
+                process.stdin.write("go\n")
+                process.stdin.flush()
+                last[contestant] = json.loads(_line(process))
+                times[contestant].append(last[contestant][0])
+        for process in processes.values():
+            process.communicate()
+    expected = last["transformers float32"][2]
+    words, count = CASES[case].words, CASES[case].batch * CASES[case].new
+    return [
+        {
+            "case": words,
+            "contestant": contestant,
+            "ms": statistics.median(times[contestant]) * 1e3,
+            "least_ms": min(times[contestant]) * 1e3,
+            "tokens_per_second": count / statistics.median(times[contestant]),
+            "peak_mb": last[contestant][1],
+            "same_tokens": _same(last[contestant][2], expected),
         }
+        for contestant in CONTESTANTS
+    ]
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    assert line, f"{process.args} ended before it was done"
+    return line
+
+
+def _same(found: list[list[int]], expected: list[list[int]]) -> float:
+    """The share of tokens that are those of transformers."""
+    pairs = [
+        (a, b) for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True)
+    ]
+    return sum(a == b for a, b in pairs) / len(pairs)
 
 
 def main() -> None:
-    transformers.logging.set_verbosity_error()
-    transformers.logging.disable_progress_bar()
-    table = Table("case", "ours, ms", "transformers, ms", "speed")
-    found = []
-    for row in rows():
-        found.append(row)
-        numbers = (row["ours_ms"], row["transformers_ms"])
-        table.add_row(row["case"], *(f"{number:,.0f}" for number in numbers), f"{row['speed']:.2f}")
-    Console().print(table)
-    append("decoding", found)
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("cases", nargs="*", default=list(CASES))
+    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--make", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--work", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--as", dest="contestant", help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.make:
+        return make(Path(given.make[0]), given.make[1])
+    if given.work:
+        return work(Path(given.work[0]), given.work[1], given.contestant)
+
+    import torch
+    from rich.console import Console
+    from rich.table import Table
+
+    from measure import append
+
+    torch.set_num_threads(THREADS)  # to be noted with the results
+    for case in given.cases:
+        rows = run(case, given.rounds or CASES[case].rounds)
+        speed = {row["contestant"]: row["tokens_per_second"] for row in rows}
+        table = Table(
+            "contestant", "ms", "tokens/s", "peak MB", "same tokens", title=rows[0]["case"]
+        )
+        for row in rows:
+            numbers = (row["ms"], row["tokens_per_second"], row["peak_mb"])
+            cells = (f"{number:,.0f}" for number in numbers)
+            table.add_row(row["contestant"], *cells, f"{row['same_tokens']:.0%}")
+        Console().print(table)
+        for ours, peer, target in TARGETS[case]:
+            names = [name for name in speed if name.startswith("regard")]
+            best = max(names, key=speed.__getitem__) if ours == "best" else f"regard {ours}"
+            ratio = speed[best] / speed[peer]
+            print(f"{best}: {ratio:.2f} times as fast as {peer}, should be {target} or more")
+            rows.append(
+                {"case": rows[0]["case"], "ours": best, "peer": peer, "speed": ratio,
+                 "target": target}
+            )  # fmt: skip
+        append("decoding", rows)
+    return None
 
 
 if __name__ == "__main__":

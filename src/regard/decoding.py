@@ -1,7 +1,7 @@
 """Decoding: from what a model says comes next to whole sequences. It knows ids only.
 
 What becomes of a prompt depends on the prompt alone, not on the batch it is in. Sequences that are
-done leave the batch; beams share their sentence's encoder states.
+done leave the batch; the beams of a sentence share what it keeps.
 """
 
 from __future__ import annotations
@@ -22,11 +22,14 @@ class Kept(Protocol):
 
     pads: Tensor | None  # [batch]: how many of the first ids of each row are padding
 
-    def reorder(self, index: Tensor) -> None:
-        """Let row ``i`` of the batch go on from where row ``index[i]`` stands."""
+    def spread(self, beams: int) -> None:
+        """From here on each sentence has so many beams, that all stand where it stands."""
+
+    def follow(self, origins: Tensor) -> None:
+        """Let beam ``i`` of each sentence go on from its beam ``origins[:, i]``."""
 
     def keep(self, sentences: Tensor) -> None:
-        """Keep what belongs to these sentences as wholes, whatever the beams do."""
+        """Keep these sentences only, in this order."""
 
 
 S = TypeVar("S", bound=Kept)
@@ -39,7 +42,10 @@ class Decoder(Protocol[S]):
         """The first ids to step over, [batch, n], and the state before them."""
 
     def step(self, ids: Tensor, state: S) -> Tensor:
-        """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary]."""
+        """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary].
+
+        With beams there is a row for each, those of a sentence side by side.
+        """
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,25 +204,27 @@ def _one_by_one(
     stopped = [False] * len(prompts)
     for step in range(length):
         tokens, chances = chooser.choose(model.step(ids, state), live)
-        staying = []
-        for row, (token, chance) in enumerate(zip(tokens.tolist(), chances.tolist(), strict=True)):
-            prompt = live[row]
-            scores[prompt] += chance
-            if token in stop:
-                stopped[prompt] = True
-            else:
-                found[prompt].append(token)
-                staying.append(row)
+        for prompt, token, chance in zip(live, tokens.tolist(), chances.tolist(), strict=True):
+            if not stopped[prompt]:
+                scores[prompt] += chance
+                stopped[prompt] = token in stop
+                if not stopped[prompt]:
+                    found[prompt].append(token)
+        staying = [row for row, prompt in enumerate(live) if not stopped[prompt]]
         if not staying or step + 1 == length:
             break
-        if len(staying) < len(live):
+        if _worth_leaving(len(staying), len(live)):
             index = torch.tensor(staying, device=tokens.device)
-            state.reorder(index)
             state.keep(index)
             tokens = tokens[index]
             live = [live[row] for row in staying]
         ids = tokens[:, None]
     return [Output(*parts) for parts in zip(found, scores, stopped, strict=True)]
+
+
+def _worth_leaving(staying: int, rows: int) -> bool:
+    """Whether so many are done that what is kept of the others is worth moving together."""
+    return 8 * (rows - staying) >= rows
 
 
 def _begun(first: Tensor, state: Kept) -> list[list[int]]:
@@ -236,11 +244,11 @@ class _Chooser:
 
     def choose(self, logits: Tensor, live: Sequence[int]) -> tuple[Tensor, Tensor]:
         """The tokens of rows that belong to the prompts ``live``, and their log-probabilities."""
-        chances = logits.float().log_softmax(-1)
-        scores = chances
+        scores = logits.float()
+        total = scores.logsumexp(-1)
         if self.how.no_repeat:
             past = [self.past[prompt] for prompt in live]
-            scores = _without_repeats(chances.clone(), past, self.how.no_repeat)
+            scores = _without_repeats(scores.clone(), past, self.how.no_repeat)
         if isinstance(self.how, Sample):
             draws = torch.stack([torch.rand((), generator=self.draws[p]) for p in live])
             tokens = _draw(scores, self.how, draws.to(scores.device))
@@ -249,7 +257,7 @@ class _Chooser:
         if self.how.no_repeat:
             for prompt, token in zip(live, tokens.tolist(), strict=True):
                 self.past[prompt].append(token)
-        return tokens, chances.gather(-1, tokens[:, None])[:, 0]
+        return tokens, scores.gather(-1, tokens[:, None])[:, 0] - total
 
 
 def _draw(scores: Tensor, how: Sample, draws: Tensor) -> Tensor:
@@ -283,6 +291,8 @@ def _without_repeats(scores: Tensor, past: Sequence[Sequence[int]], size: int) -
 
 _NEVER = -1e9  # the score of a beam that is not there; finite, so that sums stay numbers
 
+Path = tuple["Path", int] | None  # what a beam came by: all but its last token, and that
+
 
 def _beam(
     model: Decoder[S],
@@ -292,72 +302,110 @@ def _beam(
     stop: Sequence[int],
 ) -> list[list[Output]]:
     """Beam search; every sentence goes its own way, and leaves the batch when it is done."""
-    size = how.size
-    first, state = model.begin(prompts, room=length)
-    device, count, begun = first.device, len(prompts), _begun(first, state)
-    stops = torch.tensor(list(stop), device=device, dtype=torch.long)
-    finished: list[list[Output]] = [[] for _ in prompts]
-    live = list(range(count))  # the sentence each group of beams belongs to
-    scores = torch.full((count, size), _NEVER, device=device)
-    scores[:, 0] = 0  # at first all beams are one
-    found = torch.empty(count, size, 0, dtype=torch.long, device=device)
-
-    logits = model.step(first, state).repeat_interleave(size, 0)
-    state.reorder(torch.arange(count, device=device).repeat_interleave(size))
+    ids, state = model.begin(prompts, room=length * how.size)
+    searches = [_Search(how, length, stop, begun) for begun in _begun(ids, state)]
+    live = list(searches)
+    # Enough candidates for every beam to go on, should all the best ones stop.
+    most = max(2, 1 + len(stop)) * how.size
+    scores = torch.zeros(len(live), 1, device=ids.device)  # at first all beams are one
     for taken in range(1, length + 1):
-        chances = logits.float().log_softmax(-1)
+        logits = model.step(ids, state).float()
+        total = logits.logsumexp(-1, keepdim=True)
         if how.no_repeat:
-            past = [
-                begun[sentence] + beam
-                for sentence, beams in zip(live, found.tolist(), strict=True)
-                for beam in beams
-            ]
-            chances = _without_repeats(chances, past, how.no_repeat)
-        vocabulary = chances.shape[-1]
-        # Enough candidates for every beam to go on, should all the best ones stop.
-        most = min(max(2, 1 + len(stops)) * size, size * vocabulary)
-        total = chances.view(len(live), size, vocabulary) + scores[..., None]
-        values, at = total.flatten(1).topk(most)  # [sentences, candidates]
-        origins, tokens = at // vocabulary, at % vocabulary
-        stopping = torch.isin(tokens, stops)
-        full = taken == length
-        rows = zip(live, values.tolist(), origins.tolist(), tokens.tolist(), strict=True)
-        for row, (sentence, *candidates) in enumerate(rows):
-            ends = stopping[row, :size].tolist()
-            for value, beam, token, end in zip(*candidates, ends, strict=False):
-                if end or full:
-                    ids = found[row, beam].tolist()
-                    output = Output(
-                        ids if end else [*ids, token], value / taken**how.length_penalty, end
-                    )
-                    finished[sentence].append(output)
-            # Sorting keeps the order of equals: what was found first stays first.
-            finished[sentence].sort(key=lambda output: -output.score)
-            del finished[sentence][size:]
-        if full:
-            break
-
-        scores, chosen = values.masked_fill(stopping, 2 * _NEVER).topk(size)
-        origins, tokens = origins.gather(1, chosen), tokens.gather(1, chosen)
-        bests = scores[:, 0].tolist()
-        staying = [
-            row
-            for row, sentence in enumerate(live)
-            if _goes_on(finished[sentence], bests[row], taken, length, how)
-        ]
+            past = [beam for search in live for beam in search.past()]
+            logits = _without_repeats(logits.clone(), past, how.no_repeat)
+        values, tokens = top(logits, min(most, logits.shape[-1]))  # [rows, candidates of each]
+        values = (values - total).view(*scores.shape, -1) + scores[..., None]
+        values, at = values.flatten(1).topk(min(most, values[0].numel()))  # [sentences, candidates]
+        origins = at // tokens.shape[-1]
+        tokens = tokens.view(len(live), -1).gather(1, at)
+        for search, *candidates in zip(
+            live, values.tolist(), origins.tolist(), tokens.tolist(), strict=True
+        ):
+            search.advance(taken, list(zip(*candidates, strict=True)))
+        staying = [row for row, search in enumerate(live) if not search.done]
         if not staying:
             break
-        kept = torch.tensor(staying, device=device)
-        rows_before = kept[:, None] * size + origins[kept]  # [sentences, size]
-        state.reorder(rows_before.flatten())
-        if len(staying) < len(live):
-            state.keep(kept)
+        if taken == 1:
+            state.spread(how.size)
+        if _worth_leaving(len(staying), len(live)):
+            state.keep(torch.tensor(staying, device=ids.device))
             live = [live[row] for row in staying]
-        found = found.flatten(0, 1)[rows_before]
-        found = torch.cat((found, tokens[kept][..., None]), dim=-1)
-        scores = scores[kept]
-        logits = model.step(tokens[kept].view(-1, 1), state)
-    return [outputs[: how.best] for outputs in finished]
+        if taken > 1:
+            state.follow(torch.tensor([search.origins for search in live], device=ids.device))
+        scores = torch.tensor([search.scores for search in live], device=ids.device)
+        ids = torch.tensor([search.tokens for search in live], device=ids.device).view(-1, 1)
+    return [search.finished[: how.best] for search in searches]
+
+
+class _Search:
+    """The search for one sentence: its running beams, and the best it has finished."""
+
+    def __init__(self, how: Beam, length: int, stop: Sequence[int], begun: list[int]) -> None:
+        self.how, self.length, self.stop, self.begun = how, length, frozenset(stop), begun
+        self.paths: list[Path] = [None]
+        self.scores: list[float] = []  # of each beam
+        self.origins: list[int] = []  # the beam before that each goes on from
+        self.tokens: list[int] = []  # with which
+        self.finished: list[Output] = []
+        self.done = False
+
+    def past(self) -> list[list[int]]:
+        """What each beam has so far."""
+        return [self.begun + _ids(path) for path in self.paths]
+
+    def advance(self, taken: int, candidates: Sequence[tuple[float, int, int]]) -> None:
+        """Go on with the best of ``candidates``: scores, beams they come from and next tokens."""
+        if self.done:
+            return
+        how, size, full = self.how, self.how.size, taken == self.length
+        going: list[tuple[float, int, int]] = []
+        for rank, (value, origin, token) in enumerate(candidates):
+            end = token in self.stop
+            if (end or full) and rank < size:
+                ids = _ids(self.paths[origin])
+                score = value / taken**how.length_penalty
+                self.finished.append(Output(ids if end else [*ids, token], score, end))
+            if not end and len(going) < size:
+                going.append((value, origin, token))
+        # Sorting keeps the order of equals: what was found first stays first.
+        self.finished.sort(key=lambda output: -output.score)
+        del self.finished[size:]
+        going += [(2 * _NEVER, 0, 0)] * (size - len(going))
+        self.paths = [(self.paths[origin], token) for _, origin, token in going]
+        self.scores, self.origins, self.tokens = (list(part) for part in zip(*going, strict=True))
+        best = self.scores[0]
+        self.done = full or not _goes_on(self.finished, best, taken, self.length, how)
+
+
+def _ids(path: Path) -> list[int]:
+    found = []
+    while path is not None:
+        path, token = path
+        found.append(token)
+    return found[::-1]
+
+
+def top(scores: Tensor, count: int, width: int = 128) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest of each row and where they are, as ``topk`` but faster on a CPU.
+
+    Rows are cut into parts. The largest of all lie in the parts whose own largest are largest.
+
+    >>> top(torch.arange(1000.0)[None], 2)
+    (tensor([[999., 998.]]), tensor([[999, 998]]))
+    """
+    rows, length = scores.shape
+    parts = length // width
+    if parts < 4 * count or scores.is_cuda:
+        values, at = scores.topk(count)
+        return values, at
+    body = scores[:, : parts * width].view(rows, parts, width)
+    chosen = body.amax(-1).topk(count, sorted=False).indices[..., None]  # [rows, count, 1]
+    index = (chosen * width + torch.arange(width, device=scores.device)).flatten(1)
+    rest = torch.arange(parts * width, length, device=scores.device).expand(rows, -1)
+    index = torch.cat((index, rest), dim=1)
+    values, at = scores.gather(1, index).topk(count)
+    return values, index.gather(1, at)
 
 
 def _goes_on(finished: Sequence[Output], best: float, taken: int, length: int, how: Beam) -> bool:

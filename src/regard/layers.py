@@ -6,12 +6,14 @@ Layers take built parts. A block is told how its sublayers are wrapped by being 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import NamedTuple, overload
 
+import torch
 from torch import Tensor, nn
 from torch.nn import LayerNorm, RMSNorm
-from torch.nn.functional import linear
+from torch.nn.functional import linear, scaled_dot_product_attention
 
 from regard.errors import InputError
 from regard.mechanism import attention
@@ -26,11 +28,22 @@ __all__ = [
     "GatedFeedForward",
     "Heads",
     "LayerNorm",
+    "Linear",
     "MultiHeadAttention",
     "PostNorm",
     "PreNorm",
     "RMSNorm",
 ]
+
+
+class Linear(nn.Linear):
+    """A linear layer, some outputs of which can be had alone."""
+
+    def part(self, x: Tensor, start: int, stop: int) -> Tensor:
+        """The outputs ``start`` to ``stop`` for ``x`` [..., inputs]."""
+        return linear(
+            x, self.weight[start:stop], None if self.bias is None else self.bias[start:stop]
+        )
 
 
 class Heads(NamedTuple):
@@ -81,8 +94,8 @@ class MultiHeadAttention(nn.Module):
         self.head_dim = dim // heads if head_dim is None else head_dim
         self.scale, self.dropout = scale, dropout
         width = self.heads + 2 * self.key_heads
-        self.qkv = nn.Linear(dim, width * self.head_dim, bias=bias)
-        self.output = nn.Linear(heads * self.head_dim, dim, bias=bias)
+        self.qkv = Linear(dim, width * self.head_dim, bias=bias)
+        self.output = Linear(heads * self.head_dim, dim, bias=bias)
 
     @overload
     def forward(
@@ -143,12 +156,6 @@ class MultiHeadAttention(nn.Module):
         else:
             query, key, value = self._project_across(x, context, cache)
 
-        # Several queries in a row of the batch may share one context, as the beams of a sentence
-        # do: they become one longer row of queries.
-        batch, queries = query.shape[0], query.shape[2]
-        shared = batch != key.shape[0]
-        if shared:
-            query = query.reshape(key.shape[0], -1, *query.shape[1:]).transpose(1, 2).flatten(2, 3)
         dropout = self.dropout if self.training else 0.0
         seen = None
         if see is None:
@@ -159,14 +166,32 @@ class MultiHeadAttention(nn.Module):
             heads, seen = attention(
                 query, key, value, mask=mask, bias=bias, scale=self.scale, dropout=dropout, see=see
             )
-        if shared:
-            query, heads = (
-                part.reshape(*part.shape[:2], -1, queries, self.head_dim)
-                .transpose(1, 2)
-                .flatten(0, 1)
-                for part in (query, heads)
-            )
         return Heads(query, key, value, heads, self.merge(heads), seen)
+
+    def step(self, x: Tensor, cache: Cache | CrossCache, bias: Tensor | None) -> Tensor:
+        """As :meth:`forward`, for one more step of decoding, where everything was checked before.
+
+        ``x`` is [batch, queries, dim]: several queries are the beams of one sentence. ``bias``
+        broadcasts to [batch, heads, queries, keys], with -inf where a query may not attend.
+        """
+        if self._forward_pre_hooks:  # somebody watches
+            mask = None if bias is None else bias > -math.inf
+            bias = None if bias is None else bias.clamp(min=torch.finfo(bias.dtype).min)
+            context = x if isinstance(cache, CrossCache) else None  # the cache has what it gave
+            watched: Tensor = self(x, context, mask=mask, bias=bias, cache=cache)
+            return watched
+        if isinstance(cache, CrossCache):
+            assert cache.kept is not None
+            query = self._split(self.qkv.part(x, 0, self.heads * self.head_dim))
+            key, value = cache.kept
+        else:
+            query, key, value = self.project(x)
+            key, value = cache.append(key, value)
+        return self.merge(
+            scaled_dot_product_attention(
+                query, key, value, bias, scale=self.scale, enable_gqa=self.key_heads != self.heads
+            )
+        )
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of ``x`` [batch, n, dim], each [batch, heads, n, head dim]."""
@@ -185,12 +210,11 @@ class MultiHeadAttention(nn.Module):
         """Queries of ``x``; keys and values of ``context``, or those kept of it."""
         if isinstance(cache, Cache):
             raise InputError("Across to a context goes a CrossCache; a Cache keeps one's own past.")
-        weight, bias = self.qkv.weight, self.qkv.bias
         cut = self.heads * self.head_dim
-        query = self._split(linear(x, weight[:cut], None if bias is None else bias[:cut]))
+        query = self._split(self.qkv.part(x, 0, cut))
         if cache is not None and cache.kept is not None:
             return query, *cache.kept
-        fused = self._split(linear(context, weight[cut:], None if bias is None else bias[cut:]))
+        fused = self._split(self.qkv.part(context, cut, self.qkv.out_features))
         key, value = fused.chunk(2, dim=1)
         if cache is not None:
             # Read at every step: rows of one head lie side by side from here on.
@@ -223,14 +247,15 @@ class FeedForward(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.up = nn.Linear(dim, inner, bias=bias)
+        self.up = Linear(dim, inner, bias=bias)
         self.activation = nn.ReLU() if activation is None else activation
         self.dropout = nn.Dropout(dropout)
-        self.down = nn.Linear(inner, dim, bias=bias)
+        self.down = Linear(inner, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., dim]."""
-        result: Tensor = self.down(self.dropout(self.activation(self.up(x))))
+        y = self.activation(self.up(x))
+        result: Tensor = self.down(self.dropout(y) if self.training else y)
         return result
 
 
@@ -253,15 +278,16 @@ class GatedFeedForward(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.up = nn.Linear(dim, 2 * inner, bias=bias)
+        self.up = Linear(dim, 2 * inner, bias=bias)
         self.activation = activation
         self.dropout = nn.Dropout(dropout)
-        self.down = nn.Linear(inner, dim, bias=bias)
+        self.down = Linear(inner, dim, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., dim]."""
         gate, gated = self.up(x).chunk(2, dim=-1)
-        result: Tensor = self.down(self.dropout(self.activation(gate) * gated))
+        y = self.activation(gate) * gated
+        result: Tensor = self.down(self.dropout(y) if self.training else y)
         return result
 
 
@@ -273,8 +299,8 @@ class PreNorm(nn.Module):
         self.norm, self.dropout = norm, nn.Dropout(dropout)
 
     def forward(self, x: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        result: Tensor = x + self.dropout(layer(self.norm(x)))
-        return result
+        y = layer(self.norm(x))
+        return x + (self.dropout(y) if self.training else y)
 
 
 class PostNorm(nn.Module):
@@ -285,7 +311,8 @@ class PostNorm(nn.Module):
         self.norm, self.dropout = norm, nn.Dropout(dropout)
 
     def forward(self, x: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
-        result: Tensor = self.norm(x + self.dropout(layer(x)))
+        y = layer(x)
+        result: Tensor = self.norm(x + (self.dropout(y) if self.training else y))
         return result
 
 
@@ -341,5 +368,21 @@ class Block(nn.Module):
         x = self.around_attention(x, lambda h: self.attention(h, mask=mask, bias=bias, cache=cache))
         if cross is not None and around_cross is not None:
             x = around_cross(x, lambda h: cross(h, context, mask=context_mask, cache=cross_cache))
+        result: Tensor = self.around_feed_forward(x, self.feed_forward)
+        return result
+
+    def step(
+        self,
+        x: Tensor,
+        cache: Cache,
+        bias: Tensor | None,
+        cross_cache: CrossCache,
+        context_bias: Tensor | None,
+    ) -> Tensor:
+        """As :meth:`forward`, for one more step of decoding (see MultiHeadAttention.step)."""
+        x = self.around_attention(x, lambda h: self.attention.step(h, cache, bias))
+        cross, around_cross = self.cross, self.around_cross
+        if cross is not None and around_cross is not None:
+            x = around_cross(x, lambda h: cross.step(h, cross_cache, context_bias))
         result: Tensor = self.around_feed_forward(x, self.feed_forward)
         return result

@@ -1,7 +1,7 @@
 """Text to ids and back: reading and training tokenizers. The work is done by `tokenizers`.
 
 Besides tokenizer.json the older files are read: vocab.txt (BERT), vocab.json with merges.txt
-(GPT-2), and SentencePiece's .model (T5).
+(GPT-2), SentencePiece's .model (T5), and source.spm with vocab.json (Marian).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar
+from typing import Literal, NamedTuple, TypeVar
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers import models as algorithms
@@ -26,7 +26,12 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A text as ids, and where each came from."""
+    """A text as ids, and where each came from.
+
+    >>> text = Text.train_bpe(["low lower lowest"] * 9, size=300)
+    >>> text.encode("lowest low").offsets[-1]  # the last token is the last word
+    (7, 10)
+    """
 
     ids: list[int]
     tokens: list[str]
@@ -103,9 +108,11 @@ class Text:
         for model in ("spiece.model", "sentencepiece.model", "tokenizer.model"):
             if (folder / model).exists():
                 return cls(_sentencepiece(folder / model))
+        if (folder / "source.spm").exists():
+            return cls(_marian(folder))
         raise CheckpointError(
             f"{folder} has no tokenizer: neither tokenizer.json, vocab.txt, vocab.json with "
-            "merges.txt, nor spiece.model."
+            "merges.txt, spiece.model, nor source.spm."
         )
 
     def save(self, folder: str | os.PathLike[str]) -> None:
@@ -301,12 +308,27 @@ def _byte_level(model: algorithms.BPE) -> Tokenizer:
 
 # ----------------------------------------------------------------------------------- SentencePiece
 
-_UNIGRAM = 1
-_UNKNOWN, _CONTROL, _USER, _BYTE = 2, 3, 4, 6  # kinds of pieces
+_UNIGRAM, _PAIRS = 1, 2  # kinds of models
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6  # kinds of pieces
 
 
-def _sentencepiece(file: Path) -> Tokenizer:
-    """SentencePiece's unigram model, with the 100 sentinels that T5 adds behind its pieces."""
+class _Pieces(NamedTuple):
+    """What a SentencePiece model holds."""
+
+    pieces: list[tuple[str, float]]  # with the logarithm of how likely each is
+    kinds: list[int]
+    model: int  # its kind
+    normalizer: normalizers.Normalizer
+    prefix: bool  # whether a space comes before the first word
+
+    def named(self, *kinds: int) -> list[str]:
+        """The pieces of some kinds."""
+        both = zip(self.pieces, self.kinds, strict=True)
+        return [piece for (piece, _), kind in both if kind in kinds]
+
+
+def _read_pieces(file: Path) -> _Pieces:
+    """A SentencePiece model of unigrams or byte pairs."""
     pieces: list[tuple[str, float]] = []
     kinds: list[int] = []
     kind_of_model, charsmap, prefix, single = _UNIGRAM, b"", True, True
@@ -334,24 +356,23 @@ def _sentencepiece(file: Path) -> Tokenizer:
                     prefix = bool(part)
                 elif inner == 4:
                     single = bool(part)
-    if kind_of_model != _UNIGRAM or _BYTE in kinds:
+    if kind_of_model not in (_UNIGRAM, _PAIRS):
         raise CheckpointError(
-            f"{file} is a SentencePiece model that is not a plain unigram model. Convert it to "
-            "tokenizer.json with transformers."
+            f"{file} is a SentencePiece model of words or characters. Those of unigrams and of "
+            "byte pairs are read."
         )
     if kinds.count(_UNKNOWN) != 1:
         raise CheckpointError(f"{file} should have one piece for what is unknown.")
-    tokenizer = _built(
-        lambda: Tokenizer(algorithms.Unigram(pieces, unk_id=kinds.index(_UNKNOWN))), file
-    )
     steps = [_built(lambda: normalizers.Precompiled(charsmap), file)] if charsmap else []
-    tokenizer.normalizer = normalizers.Sequence([*steps, *(_single_spaces() if single else [])])
-    _as_sentencepiece(tokenizer, prefix=prefix)
-    special = [
-        piece
-        for (piece, _), kind in zip(pieces, kinds, strict=True)
-        if kind in (_UNKNOWN, _CONTROL, _USER)
-    ]
+    normalizer = normalizers.Sequence([*steps, *(_single_spaces() if single else [])])
+    return _Pieces(pieces, kinds, kind_of_model, normalizer, prefix)
+
+
+def _sentencepiece(file: Path) -> Tokenizer:
+    """SentencePiece's model, with the 100 sentinels that T5 adds behind its pieces."""
+    found = _read_pieces(file)
+    tokenizer = _unigrams(found, file) if found.model == _UNIGRAM else _merged(found, file)
+    special = found.named(_UNKNOWN, _CONTROL, _USER)
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     if file.name == "spiece.model":
         sentinels = [AddedToken(f"<extra_id_{n}>", normalized=False) for n in range(99, -1, -1)]
@@ -361,15 +382,107 @@ def _sentencepiece(file: Path) -> Tokenizer:
     return tokenizer
 
 
+def _unigrams(found: _Pieces, file: Path) -> Tokenizer:
+    """The likeliest way to cut a text into pieces, and bytes for what is in none."""
+    unknown, fall_back = found.kinds.index(_UNKNOWN), _BYTE in found.kinds
+    tokenizer = _built(
+        lambda: Tokenizer(
+            algorithms.Unigram(found.pieces, unk_id=unknown, byte_fallback=fall_back)
+        ),
+        file,
+    )
+    tokenizer.normalizer = found.normalizer
+    _as_sentencepiece(tokenizer, prefix=found.prefix)
+    if fall_back:
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=_scheme(found.prefix))]
+        )
+    return tokenizer
+
+
+def _merged(found: _Pieces, file: Path) -> Tokenizer:
+    """Neighbours merged into the piece with the highest score, again and again.
+
+    Which pairs those are the model does not say: all that make a piece together.
+    """
+    ids = {piece: index for index, (piece, _) in enumerate(found.pieces)}
+    if len(ids) < len(found.pieces):
+        raise CheckpointError(f"{file} has a piece twice.")
+    whole = set(found.named(_NORMAL, _USER))
+    merges = [
+        (-score, ids[piece[:cut]], ids[piece[cut:]], piece[:cut], piece[cut:])
+        for piece, score in found.pieces
+        if piece in whole
+        for cut in range(1, len(piece))
+        if piece[:cut] in whole and piece[cut:] in whole
+    ]
+    model = _built(
+        lambda: algorithms.BPE(
+            ids,
+            [(left, right) for *_, left, right in sorted(merges)],
+            unk_token=found.pieces[found.kinds.index(_UNKNOWN)][0],
+            fuse_unk=True,
+            byte_fallback=_BYTE in found.kinds,
+        ),
+        file,
+    )
+    tokenizer = Tokenizer(model)
+    # Spaces are characters like others here: a piece may hold several words.
+    marks = [normalizers.Prepend("▁")] if found.prefix else []
+    tokenizer.normalizer = normalizers.Sequence(
+        [found.normalizer, *marks, normalizers.Replace(" ", "▁")]
+    )
+    first = [decoders.Strip(" ", 1, 0)] if found.prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *first]
+    )
+    return tokenizer
+
+
+def _marian(folder: Path) -> Tokenizer:
+    """Marian's: ids by piece for both languages, and how likely those of the source are.
+
+    Pieces of the target alone are there to be written. They are so unlikely that a source is cut
+    into them only where a character of it is in no other piece.
+    """
+    file = folder / "vocab.json"
+    ids = read_json(file)
+    if sorted(ids.values(), key=str) != sorted(range(len(ids)), key=str):
+        raise CheckpointError(f"{file} should give its tokens the ids from 0 to {len(ids) - 1}.")
+    ends = ("</s>", "<unk>", "<pad>")
+    for token in ends:
+        if token not in ids:
+            raise CheckpointError(f"{file} lacks the token {token}.")
+    found = _read_pieces(folder / "source.spm")
+    if found.model != _UNIGRAM:
+        raise CheckpointError(f"{folder / 'source.spm'} should be a model of unigrams.")
+    likely = dict(found.pieces)
+    least = min(likely.values()) - 1000.0
+    pieces = [(piece, likely.get(piece, least)) for piece in sorted(ids, key=ids.__getitem__)]
+    tokenizer = _built(
+        lambda: Tokenizer(algorithms.Unigram(pieces, unk_id=ids["<unk>"])), folder / "source.spm"
+    )
+    tokenizer.normalizer = found.normalizer
+    _as_sentencepiece(tokenizer, prefix=found.prefix)
+    tags = [token for token in ids if token.startswith(">>") and token.endswith("<<")]
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in (*ends, *tags)])
+    _close_with(tokenizer, "</s>")
+    return tokenizer
+
+
 def _single_spaces() -> list[normalizers.Normalizer]:
     """No space at either end, and one between words."""
     return [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
 
 
 def _as_sentencepiece(tokenizer: Tokenizer, *, prefix: bool) -> None:
-    scheme = "always" if prefix else "never"
+    scheme = _scheme(prefix)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+
+
+def _scheme(prefix: bool) -> Literal["always", "never"]:
+    return "always" if prefix else "never"
 
 
 def _close_with(tokenizer: Tokenizer, end: str) -> None:

@@ -32,11 +32,17 @@ class Cache:
         self._room, self._length = room, 0
         self._keys: Tensor | None = None  # [batch, heads, room, dim]
         self._values: Tensor | None = None
-        self._spare: tuple[Tensor, Tensor] | None = None
 
     def __len__(self) -> int:
         """How many positions are kept."""
         return self._length
+
+    @property
+    def kept(self) -> tuple[Tensor, Tensor]:
+        """All keys and values kept so far; there must be some."""
+        if self._keys is None or self._values is None:
+            raise InputError("This cache is empty.")
+        return self._keys[:, :, : self._length], self._values[:, :, : self._length]
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keep ``key`` and ``value``, [batch, heads, n, dim]; returns views of all kept so far."""
@@ -45,31 +51,30 @@ class Cache:
                 "A cache writes in place and gives no gradients. Decode under torch.no_grad(), or "
                 "pass the whole sequence at once without a cache."
             )
-        start = self._length
-        stop = start + key.shape[2]
+        start, new = self._length, key.shape[2]
+        stop = start + new
         self._keys = self._reserve(self._keys, key, stop)
         self._values = self._reserve(self._values, value, stop)
-        self._keys[:, :, start:stop] = key
-        self._values[:, :, start:stop] = value
+        self._keys.narrow(2, start, new).copy_(key)
+        self._values.narrow(2, start, new).copy_(value)
         self._length = stop
-        return self._keys[:, :, :stop], self._values[:, :, :stop]
+        return self._keys.narrow(2, 0, stop), self._values.narrow(2, 0, stop)
 
     def reorder(self, index: Tensor) -> None:
         """Let sequence ``i`` go on from where sequence ``index[i]`` stands, as beams do."""
         if self._keys is None or self._values is None:
             return
-        if len(index) != self._keys.shape[0]:
-            self._keys = self._keys.index_select(0, index)
-            self._values = self._values.index_select(0, index)
-            self._spare = None
-            return
-        # Only what is filled moves, into a second memory that takes the first one's place.
-        kept, spare = (self._keys, self._values), self._spare
-        if spare is None or spare[0].shape != self._keys.shape:
-            spare = torch.empty_like(self._keys), torch.empty_like(self._values)
-        for old, new in zip(kept, spare, strict=True):
-            torch.index_select(old[:, :, : self._length], 0, index, out=new[:, :, : self._length])
-        (self._keys, self._values), self._spare = spare, kept
+        self._keys, self._values = (
+            self._moved(self._keys, index),
+            self._moved(self._values, index),
+        )
+
+    def _moved(self, kept: Tensor, index: Tensor) -> Tensor:
+        """What ``kept`` has at ``index``, in memory of its own; only what is filled is copied."""
+        moved = kept.new_empty(len(index), *kept.shape[1:])
+        filled = slice(self._length)
+        torch.index_select(kept[:, :, filled], 0, index, out=moved[:, :, filled])
+        return moved
 
     def _reserve(self, kept: Tensor | None, new: Tensor, length: int) -> Tensor:
         """Memory for ``length`` positions like those of ``new``, with what was kept before."""
@@ -90,6 +95,24 @@ class Cache:
         wider = kept.new_empty(batch, heads, self._room, dim)
         wider[:, :, : self._length] = kept[:, :, : self._length]
         return wider
+
+
+class FixedCache(Cache):
+    """A cache whose memory never moves, and that is read whole, so that its steps can be replayed.
+
+    Where the next key goes is a number in a tensor that all layers share; what lies behind it is to
+    be hidden by a bias.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, at: Tensor) -> None:
+        super().__init__(keys.shape[2])
+        self.keys, self.values, self.at = keys, values, at  # [batch, heads, room, dim], [1]
+
+    def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Write ``key`` and ``value``, [batch, heads, 1, dim]; returns the whole memory."""
+        self.keys.index_copy_(2, self.at, key)
+        self.values.index_copy_(2, self.at, value)
+        return self.keys, self.values
 
 
 class CrossCache:

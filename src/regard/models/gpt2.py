@@ -138,7 +138,7 @@ class GPT2(Model):
         self, ids: Tensor, *, padding: Padding | None = None, state: State | None = None
     ) -> Tensor:
         """The logits of the token after each of ``ids`` [batch, n]: [batch, n, vocabulary]."""
-        return linear(self.read(ids, padding=padding, state=state), self.tokens.weight)
+        return self.logits(self.read(ids, padding=padding, state=state))
 
     def read(
         self, ids: Tensor, *, padding: Padding | None = None, state: State | None = None
@@ -174,8 +174,32 @@ class GPT2(Model):
         return ids, State(self.config.depth, ids.shape[1] + room, pads=pads)
 
     def step(self, ids: Tensor, state: State) -> Tensor:
-        """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary]."""
-        return linear(self.read(ids, state=state)[:, -1], self.tokens.weight)
+        """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary].
+
+        A state with beams takes one id for each of them.
+        """
+        if ids.shape[1] > 1 or not len(state):
+            return self.logits(self.read(ids, state=state)[:, -1])
+        past = len(state)
+        if past >= self.config.length:
+            raise InputError(f"This GPT-2 reads at most {self.config.length} tokens.")
+        x = self.tokens(ids.view(-1, state.beams))  # [sentences, beams, dim]
+        if state.pads is None:
+            x = x + self.places.weight[past]
+        else:
+            x = x + self.places(past - state.pads)[:, None]
+        x = self.norm(self.stack.step(x, state, state.bias(x)))
+        return self.logits(x.flatten(0, 1))
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits of hidden states [..., dim]: [..., vocabulary]."""
+        if self.head is not None:
+            logits: Tensor = self.head(hidden)
+            return logits
+        return linear(hidden, self.tokens.weight)
+
+    def tied(self) -> tuple[Tensor, Tensor | None]:
+        return self.tokens.weight, None
 
     # --------------------------------------------------------------------------- checkpoints
 

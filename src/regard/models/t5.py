@@ -32,9 +32,9 @@ from regard.models.model import (
     Stack,
     State,
     choice,
+    encode_by_length,
     layers,
     optional_size,
-    pad,
     positive,
     rate,
     size,
@@ -133,6 +133,15 @@ class T5Half(nn.Module):
         result: Tensor = self.dropout(self.norm(x))
         return result
 
+    def step(self, x: Tensor, state: State) -> Tensor:
+        """As :meth:`forward`, for one more step: ``x`` is [sentences, beams, dim]."""
+        seen = state.bias(x)
+        relative = RelativeBuckets(self.table, False, self.config.max_distance)
+        buckets = relative.bucket(len(state) - state.places(x.device))
+        bias = self.table[buckets].T[None, :, None]  # [1, heads, 1, nodes]
+        result: Tensor = self.norm(self.stack.step(x, state, bias if seen is None else bias + seen))
+        return result
+
 
 def _block(config: T5Config, *, cross: bool) -> Block:
     def attention() -> MultiHeadAttention:
@@ -175,14 +184,15 @@ class T5(Model):
         self.tokens = nn.Embedding(config.vocabulary, config.dim)
         self.encoder = T5Half(config, config.depth, decoder=False)
         self.decoder = T5Half(config, config.decoder_depth or config.depth, decoder=True)
-        self.head = None if config.tied else nn.Linear(config.dim, config.vocabulary, bias=False)
+        if not config.tied:
+            self.head = nn.Linear(config.dim, config.vocabulary, bias=False)
         self._initialise()
 
     def _initialise(self) -> None:
         """Normal, with deviations that keep variances where no scores are scaled."""
         config = self.config
         nn.init.normal_(self.tokens.weight)
-        if self.head is not None:
+        if isinstance(self.head, nn.Linear):
             nn.init.normal_(self.head.weight)
         for half in (self.encoder, self.decoder):
             nn.init.normal_(half.table, std=config.dim**-0.5)
@@ -221,35 +231,46 @@ class T5(Model):
         return hidden
 
     def _logits(self, hidden: Tensor) -> Tensor:
+        if self.config.tied:
+            # The shared embedding has variance 1: scaled down, so that the logits have it too.
+            hidden = hidden * self.config.dim**-0.5
         if self.head is not None:
             logits: Tensor = self.head(hidden)
             return logits
-        # The shared embedding has variance 1: scaled down, so that the logits have it too.
-        return linear(hidden * self.config.dim**-0.5, self.tokens.weight)
+        return linear(hidden, self.tokens.weight)
+
+    def tied(self) -> tuple[Tensor, Tensor | None] | None:
+        return (self.tokens.weight, None) if self.config.tied else None
 
     def begin(self, sources: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, State]:
         """What decoding starts from: the start token, and a state that holds the sources."""
         config = self.config
-        source, padding = pad(sources, 0, "right", config.vocabulary, self.device)
+        context, padding = encode_by_length(self.encode, sources, config.vocabulary, self.device)
         state = State(
             config.decoder_depth or config.depth,
             room + 1,
-            context=self.encode(source, padding=padding),
+            context=context,
             context_padding=padding,
         )
         start = config.start or 0
         return torch.full((len(sources), 1), start, device=self.device), state
 
     def step(self, ids: Tensor, state: State) -> Tensor:
-        """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary]."""
-        hidden = self.decoder(
-            self.tokens(ids),
-            mask=Causal(),
-            context=state.context,
-            context_mask=state.context_padding,
-            state=state,
-        )
-        return self._logits(hidden[:, -1])
+        """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary].
+
+        A state with beams takes one id for each of them.
+        """
+        if ids.shape[1] > 1 or not len(state):
+            hidden = self.decoder(
+                self.tokens(ids),
+                mask=Causal(),
+                context=state.context,
+                context_mask=state.context_padding,
+                state=state,
+            )
+            return self._logits(hidden[:, -1])
+        x = self.tokens(ids.view(-1, state.beams))  # [sentences, beams, dim]
+        return self._logits(self.decoder.step(x, state).flatten(0, 1))
 
     # --------------------------------------------------------------------------- checkpoints
 

@@ -27,8 +27,8 @@ from regard.models.model import (
     State,
     check_heads,
     choice,
+    encode_by_length,
     layers,
-    pad,
     positions,
     rate,
     size,
@@ -156,26 +156,32 @@ class Transformer(Model):
     def begin(self, sources: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, State]:
         """What decoding starts from: the start token, and a state that holds the sources."""
         config = self.config
-        source, padding = pad(sources, 0, "right", config.vocabulary, self.device)
+        context, padding = encode_by_length(self.encode, sources, config.vocabulary, self.device)
         state = State(
             config.decoder_depth,
             room + 1,
-            context=self.encode(source, padding=padding),
+            context=context,
             context_padding=padding,
         )
         start = config.start if config.start is not None else config.pad or 0
         return torch.full((len(sources), 1), start, device=self.device), state
 
     def step(self, ids: Tensor, state: State) -> Tensor:
-        """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary]."""
-        hidden = self.decoder(
-            self._embed(ids, None, past=len(state)),
-            mask=Causal(),
-            context=state.context,
-            context_mask=state.context_padding,
-            state=state,
-        )
-        return self._logits(hidden[:, -1])
+        """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary].
+
+        A state with beams takes one id for each of them.
+        """
+        if ids.shape[1] > 1 or not len(state):
+            hidden = self.decoder(
+                self._embed(ids, None, past=len(state)),
+                mask=Causal(),
+                context=state.context,
+                context_mask=state.context_padding,
+                state=state,
+            )
+            return self._logits(hidden[:, -1])
+        x = self._embed(ids, None, past=len(state)).view(-1, state.beams, self.config.dim)
+        return self._logits(self.decoder.step(x, state, state.bias(x)).flatten(0, 1))
 
     def _embed(self, ids: Tensor, padding: Padding | None, past: int = 0) -> Tensor:
         stop = past + ids.shape[1]
@@ -184,14 +190,20 @@ class Transformer(Model):
             table = sinusoidal(max(stop, 256), self.config.dim, layout="half", device=ids.device)
             self._sinusoids = table
         if padding is None or padding.side == "right":
-            at = table[past:stop].to(weight.dtype)
+            at = table[past:stop]
         else:
-            at = table[positions(padding, past, stop, ids.device)].to(weight.dtype)
-        result: Tensor = self.dropout(self.tokens(ids) * self.scale + at)
-        return result
+            at = table[positions(padding, past, stop, ids.device)]
+        x = torch.add(at.to(weight.dtype), self.tokens(ids), alpha=self.scale)
+        return self.dropout(x) if self.training else x
 
     def _logits(self, hidden: Tensor) -> Tensor:
+        if self.head is not None:
+            logits: Tensor = self.head(hidden)
+            return logits
         return linear(hidden, self.tokens.weight, self.output_bias[0])
+
+    def tied(self) -> tuple[Tensor, Tensor | None]:
+        return self.tokens.weight, self.output_bias[0] if self.output_bias.any() else None
 
     # --------------------------------------------------------------------------- checkpoints
 

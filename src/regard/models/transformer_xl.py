@@ -114,13 +114,16 @@ class AdaptiveEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """``ids`` of any shape [...] as [..., dim], scaled by the square root of dim."""
-        result = self.projections[0].new_zeros(*ids.shape, self.config.dim)
-        for band, table, projection in zip(
-            self.config.bands, self.tables, self.projections, strict=True
-        ):
+        first, *others = zip(self.config.bands, self.tables, self.projections, strict=True)
+
+        def within(band: range, table: Tensor, projection: Tensor) -> Tensor:
+            # Ids of other bands get any row: to pick those inside would wait for the device.
+            return linear(table[(ids - band.start).clamp(0, len(band) - 1)], projection)
+
+        result = within(*first)
+        for band, table, projection in others:
             inside = (ids >= band.start) & (ids < band.stop)
-            rows = table[ids[inside] - band.start]
-            result[inside] = linear(rows, projection)
+            result = result.where(~inside[..., None], within(band, table, projection))
         scaled: Tensor = result * self.config.dim**0.5
         return scaled
 
@@ -190,8 +193,9 @@ class RelativeAttention(MultiHeadAttention):
         query, key, value = self.project(whole)
         query = query[:, :, whole.shape[1] - queries :]
         relative = self.relative(distances).view(-1, self.heads, self.head_dim).transpose(0, 1)
-        content = query + self.content_bias[:, None]
-        bias = RelativeContent(query + self.distance_bias[:, None], relative)
+        # Under autocast the parameters stay wider than what they are added to.
+        content = query + self.content_bias[:, None].to(query.dtype)
+        bias = RelativeContent(query + self.distance_bias[:, None].to(query.dtype), relative)
         dropout = self.dropout if self.training else 0.0
         if see is None:
             return self.merge(attention(content, key, value, mask=mask, bias=bias, dropout=dropout))
@@ -238,6 +242,7 @@ class Memories:
         self.layers = [Memory(length) for _ in range(depth)]
         self.read = 0  # how many positions went through
         self.pads = pads  # [batch]
+        self.beams = 1  # rows of each sentence
 
     def __len__(self) -> int:
         """How many positions are remembered."""
@@ -250,8 +255,22 @@ class Memories:
         if self.pads is not None:
             self.pads = self.pads.index_select(0, index)
 
+    def spread(self, beams: int) -> None:
+        """From here on each sentence has so many rows, that all stand where it stands."""
+        self.beams = beams
+        kept = self.layers[0].kept
+        if kept is not None:
+            self.reorder(torch.arange(len(kept), device=kept.device).repeat_interleave(beams))
+
+    def follow(self, origins: Tensor) -> None:
+        """Let beam ``i`` of each sentence go on from its beam ``origins[:, i]``."""
+        first = torch.arange(len(origins), device=origins.device)[:, None] * self.beams
+        self.reorder((first + origins).flatten())
+
     def keep(self, sentences: Tensor) -> None:
-        """There is no context beside the memory: nothing is to be kept apart."""
+        """Keep the rows of these sentences only, in this order."""
+        beams = torch.arange(self.beams, device=sentences.device)
+        self.reorder((sentences[:, None] * self.beams + beams).flatten())
 
 
 class TransformerXL(Model):
