@@ -88,7 +88,7 @@ def test_a_mistake_is_one_line_and_status_2(words, message):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["explain", "--nope"], "No such option: --nope. See regard explain --help."),
+        (["explain", "--zzz"], "No such option: --zzz. See regard explain --help."),
         (["nope"], "No such command 'nope'. See regard --help."),
         (["explan"], "Did you mean 'explain'"),
         (["explain", "--heads", "x"], "Invalid value for '--heads': "),

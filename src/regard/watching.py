@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import html
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from contextvars import ContextVar
 from dataclasses import replace
@@ -32,6 +32,13 @@ class Watched(Mapping[str, Seen | list[Seen]]):
     """What was seen, by the name of the layer: a ``Seen``, or a list where it was called again.
 
     Names are those of ``model.named_modules()``, in the order of their first calls.
+
+    >>> from regard import GPT2, GPT2Config, See, watch
+    >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=2, heads=2)).eval()
+    >>> with watch(model, See(entropy=True)) as watched:
+    ...     _ = model(torch.tensor([[1, 2, 3]]))
+    >>> {name: list(seen.entropy.shape) for name, seen in watched.items()}
+    {'stack.blocks.0.attention': [1, 2, 3], 'stack.blocks.1.attention': [1, 2, 3]}
     """
 
     def __init__(self) -> None:
@@ -103,11 +110,14 @@ class Watched(Mapping[str, Seen | list[Seen]]):
 class _Watcher:
     """One ``with watch(...)``: whom it watches, what it looks at, and what it found."""
 
-    def __init__(self, model: nn.Module, see: See) -> None:
+    def __init__(
+        self, model: nn.Module, see: See, each: Callable[[str, Seen], None] | None
+    ) -> None:
         self.names = {
             module: name or type(module).__name__ for name, module in model.named_modules()
         }
         self.see = replace(see)  # known by its identity: a copy that nobody else can pass
+        self.each = each
         self.watched = Watched()
 
     @property
@@ -115,14 +125,19 @@ class _Watcher:
         return self in _watchers.get()
 
     def record(self, module: nn.Module, seen: Seen) -> None:
-        self.watched._calls.append((self.names[module], seen))
+        if self.each is None:
+            self.watched._calls.append((self.names[module], seen))
+        else:
+            self.each(self.names[module], seen)
 
 
 _watchers: ContextVar[tuple[_Watcher, ...]] = ContextVar("regard_watchers", default=())
 
 
 @contextmanager
-def watch(model: nn.Module, see: See) -> Iterator[Watched]:
+def watch(
+    model: nn.Module, see: See, each: Callable[[str, Seen], None] | None = None
+) -> Iterator[Watched]:
     """Collect what each attention layer of ``model`` does, call by call, while the model runs.
 
     ``model`` is one of ours, any module that holds :class:`MultiHeadAttention`, or a model of the
@@ -130,6 +145,9 @@ def watch(model: nn.Module, see: See) -> Iterator[Watched]:
     the same within rounding; afterwards it is as it was. Run it under ``torch.no_grad()`` where no
     gradient of what was seen is needed. A position of a ``transformers`` model with nothing to
     attend to, such as padding on the left, yields zeros, as everywhere in regard.
+
+    With ``each`` nothing is kept: it is called with the name of a layer and what was seen, call
+    after call, so that a long text's layers need not all be held at once.
 
     >>> import torch
     >>> from regard import See, watch
@@ -147,7 +165,7 @@ def watch(model: nn.Module, see: See) -> Iterator[Watched]:
         raise InputError(f"watch takes a model, a torch.nn.Module, not {type(model).__name__}.")
     if not isinstance(see, See):
         raise InputError(f"watch takes See(...), as in See(entropy=True), not {see!r}.")
-    watcher = _Watcher(model, see)
+    watcher = _Watcher(model, see, each)
     ours = [module for module in watcher.names if isinstance(module, MultiHeadAttention)]
     theirs = _from_transformers(watcher)
     if not ours and not theirs:

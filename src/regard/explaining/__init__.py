@@ -1,23 +1,30 @@
 """Explaining: one attention step by step, in numbers that can be followed by hand.
 
-Here is what can be asked for; ``steps`` computes, ``trace`` is the record of it, ``page`` its look.
+Here is what can be asked for; ``steps`` computes, ``models`` takes its numbers from a loaded model,
+``record`` is what was followed, ``page`` its look, ``trace`` both together.
 """
 
 from __future__ import annotations
 
+import os
 import unicodedata
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
-from typing import overload
+from typing import TYPE_CHECKING, overload
 
 import torch
 from torch import Tensor
 
 from regard.errors import InputError
-from regard.explaining.steps import features, follow, meeting, vectors
-from regard.explaining.trace import Numbers, Step, Trace
+from regard.explaining.record import Numbers, Step
+from regard.explaining.steps import Heads, Output, features, follow, meeting, vectors
+from regard.explaining.trace import Trace
 from regard.mechanism.call import Call, check
 from regard.mechanism.masks import Mask
+
+if TYPE_CHECKING:
+    from regard.models.model import Model
+    from regard.text import Text
 
 __all__ = ["Trace", "explain", "words_of"]
 
@@ -29,6 +36,22 @@ def explain(
     subject: str | None = ...,
     /,
     *,
+    heads: int | None = ...,
+    dim: int | None = ...,
+    seed: int | None = ...,
+    mask: Mask | Tensor | None = ...,
+    word: str | None = ...,
+) -> Trace: ...
+@overload
+def explain(
+    subject: str | None,
+    /,
+    *,
+    model: Model | str | os.PathLike[str] | None,
+    tokenizer: Text | None = ...,
+    layer: str | int | None = ...,
+    head: int | None = ...,
+    target: str | None = ...,
     heads: int | None = ...,
     dim: int | None = ...,
     seed: int | None = ...,
@@ -72,11 +95,19 @@ def explain(
     seed: int | None = None,
     mask: Mask | Tensor | None = None,
     word: str | None = None,
+    model: Model | str | os.PathLike[str] | None = None,
+    tokenizer: Text | None = None,
+    layer: str | int | None = None,
+    head: int | None = None,
+    target: str | None = None,
 ) -> Trace:
-    """Every step of one attention, with its numbers. There are four ways to ask:
+    """Every step of one attention, with its numbers. There are five ways to ask:
 
     - ``explain()``: a worked example that can be checked by hand;
     - ``explain("a sentence", heads=2, dim=8, seed=0)``: random embeddings and matrices;
+    - ``explain("a sentence", model=..., layer=0, head=0)``: the numbers of a model, by its name or
+      folder, or loaded and with its ``tokenizer``; layers are called as :func:`regard.look` does,
+      and ``target`` is what an encoder-decoder is to have written;
     - ``explain(query, key, value, tokens=...)``: as for :func:`regard.attention`, [length, dim] or
       [1, heads, length, dim]; ``key_tokens`` names the keys where they are other words;
     - ``explain(X, weights=(W_Q, W_K, W_V, W_O), heads=1, tokens=...)``: embeddings [length, dim]
@@ -93,6 +124,17 @@ def explain(
     matrices: dict[str, object] = {"key": key, "value": value, "weights": weights}
     names: dict[str, object] = {"tokens": tokens, "key_tokens": key_tokens}
     sizes: dict[str, object] = {"heads": heads, "dim": dim, "seed": seed}
+    places = {"tokenizer": tokenizer, "layer": layer, "head": head, "target": target}
+    if model is not None:
+        from regard.explaining.models import explain_model
+
+        _refuse("A model", matrices | names | sizes | {"mask": mask})
+        if not isinstance(subject, str):
+            raise InputError("A model reads a sentence: give one, such as 'The cat sat.'")
+        return explain_model(model, tokenizer, subject, layer, head, word, target)
+    for name, given_place in places.items():
+        if given_place is not None:
+            raise InputError(f"{name} is that of a model: give the model, too.")
     if subject is None:
         _refuse("The worked example, which is what no sentence means,", matrices | names | sizes)
         return _project(*_example(), mask, "cat" if word is None else word)
@@ -120,10 +162,10 @@ def explain(
         "Queries, keys and values",
         "Q, K, V are given",
         "Each word asks with its query, is found by its key, and hands over its value.",
-        vectors(call, asking, found),
-        meeting(call, asking, found, focus := _find(word, asking)),
+        vectors(call, asking, found, heads_of := Heads.all(call.extent.heads)),
+        meeting(call, asking, found, focus := _find(word, asking), heads_of),
     )
-    return follow(call, (lead,), asking, found, focus, output=None)
+    return follow(call, (lead,), asking, found, focus, None, heads_of)
 
 
 def words_of(sentence: str) -> tuple[str, ...]:
@@ -230,8 +272,14 @@ def _project(
     )
     call = _checked(query, key, value, mask)
     words = _names(tokens, call.extent.queries, "tokens")
-    focus = _find(word, words)
+    focus, named = _find(word, words), Heads.all(heads)
     across = features(into)
+    width = shapes[0][1] // heads
+    cut = (
+        f" Their columns are cut into {heads} heads of {width}: head 1 has columns 1 to {width}."
+        if heads > 1
+        else ""
+    )
     matrices = tuple(
         Numbers(name, matrix.detach(), across, features(matrix.shape[1]))
         for name, matrix in zip(("W_Q", "W_K", "W_V"), weights, strict=False)
@@ -247,13 +295,13 @@ def _project(
             "Queries, keys and values",
             "Q = X W_Q    K = X W_K    V = X W_V",
             "Each word asks with its query, is found by its key, and hands over its value. "
-            "The three matrices W are what a model learns.",
-            matrices + vectors(call, words, words),
-            meeting(call, words, words, focus),
+            f"The three matrices W are what a model learns.{cut}",
+            matrices + vectors(call, words, words, named),
+            meeting(call, words, words, focus, named),
         ),
     )
-    output = weights[3] if len(weights) == 4 else None
-    return follow(call, lead, words, words, focus, output)
+    output = Output(weights[3]) if len(weights) == 4 else None
+    return follow(call, lead, words, words, focus, output, named)
 
 
 def _checked(query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor | None) -> Call:

@@ -19,7 +19,7 @@ from rich.text import Text
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from regard.explaining.trace import Numbers, Step, Trace
+    from regard.explaining.record import Followed, Numbers, Step
 
 INDENT = 3
 GAP = 2  # between two columns of a table
@@ -30,16 +30,16 @@ LABEL = 16  # a longer word is cut
 BLOCKS = " ▏▎▍▌▋▊▉█"
 
 
-def text(trace: Trace) -> str:
+def text(trace: Followed) -> str:
     """The page as plain text, as wide as the terminal."""
     width = min(max(shutil.get_terminal_size().columns, 60), 120)
     console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
     with console.capture() as capture:
-        console.print(trace)
+        console.print(Group(*terminal(trace, width)))
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def terminal(trace: Trace, width: int) -> Iterator[RenderableType]:
+def terminal(trace: Followed, width: int) -> Iterator[RenderableType]:
     """The page, piece by piece, for a terminal of some width."""
     yield Text(f"How attention reads “{' '.join(trace.tokens)}”", style="bold")
     yield Text(f"{trace.title}. Followed closely: {trace.word}", style="dim")
@@ -61,17 +61,17 @@ def terminal(trace: Trace, width: int) -> Iterator[RenderableType]:
     yield Padding(Text(str(trace.agreement)), (0, max(0, width - 80), 0, INDENT))
 
 
-def _shapes(step: Step, trace: Trace) -> str:
+def _shapes(step: Step, trace: Followed) -> str:
     """The shapes of a step's matrices, for the end of its formula."""
     shapes = {
-        symbol: shape[trace.heads == 1 and len(shape) == 3 :]
+        symbol: shape[len(trace.shown) == 1 and len(shape) == 3 :]
         for symbol, shape in step.shapes.items()
         if " " not in symbol
     }
     return ", ".join(f"{symbol} {' × '.join(map(str, shape))}" for symbol, shape in shapes.items())
 
 
-def _pieces(step: Step, trace: Trace, width: int) -> Iterator[RenderableType]:
+def _pieces(step: Step, trace: Followed, width: int) -> Iterator[RenderableType]:
     small: list[tuple[Table, int]] = []  # tables that may stand side by side
     for numbers in step.numbers:
         if numbers.symbol.startswith("W_") and numbers.values.numel() > MOST_WEIGHTS:
@@ -80,7 +80,7 @@ def _pieces(step: Step, trace: Trace, width: int) -> Iterator[RenderableType]:
         if numbers.symbol in ("W_V", "W_O"):
             yield _beside(small, width)
             small = []
-    drawn = step.bars is not None and trace.heads > 1  # then the bars say the same numbers
+    drawn = step.bars is not None and len(trace.shown) > 1  # then the bars say the same numbers
     if small and not drawn:
         yield _beside(small, width)
     if step.notes:
@@ -88,22 +88,22 @@ def _pieces(step: Step, trace: Trace, width: int) -> Iterator[RenderableType]:
     if step.bars is not None:
         yield _bars(step.bars, width)
     per_head = any(numbers.values.dim() == 3 for numbers in step.numbers) or drawn
-    if per_head and trace.heads > MOST_HEADS:
+    if per_head and len(trace.shown) > MOST_HEADS:
         yield Text(f"(heads {MOST_HEADS + 1} to {trace.heads} are not shown)", style="dim")
 
 
-def _tables(numbers: Numbers, trace: Trace, width: int) -> Iterator[tuple[Table, int]]:
+def _tables(numbers: Numbers, trace: Followed, width: int) -> Iterator[tuple[Table, int]]:
     """The tables of a matrix, one per head, each with its width."""
     values = numbers.values
     for head, matrix in enumerate(values[:MOST_HEADS] if values.dim() == 3 else [values]):
         name = numbers.symbol
         if values.dim() == 3 and trace.heads > 1:
-            name += f", head {head + 1}"
+            name += f", {trace.shown[head]}"
         yield _table(name, numbers, matrix, trace, width)
 
 
 def _table(
-    name: str, numbers: Numbers, matrix: Tensor, trace: Trace, width: int
+    name: str, numbers: Numbers, matrix: Tensor, trace: Followed, width: int
 ) -> tuple[Table, int]:
     sums = numbers.symbol == "A"
     asks = numbers.rows == trace.tokens and numbers.symbol not in ("K", "V")
@@ -256,7 +256,7 @@ def _shade(weight: float) -> str:
     return f"{front} on rgb({light[0]},{light[1]},{light[2]})"
 
 
-def html(trace: Trace) -> str:
+def html(trace: Followed) -> str:
     """The page for a notebook: the same steps, all numbers, no script and no outside asset."""
     quote = markup.escape
     parts = [
@@ -271,7 +271,7 @@ def html(trace: Trace) -> str:
             for head, matrix in enumerate(values if values.dim() == 3 else [values]):
                 name = numbers.symbol
                 if values.dim() == 3 and trace.heads > 1:
-                    name += f", head {head + 1}"
+                    name += f", {trace.shown[head]}"
                 parts.append(_html_table(name, numbers, matrix, trace.word))
         parts += [f"<p><i>{quote(note)}</i></p>" for note in step.notes]
     mark = "✓" if trace.agreement.holds else "✗"

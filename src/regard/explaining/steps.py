@@ -6,12 +6,17 @@ Their result is held against :func:`regard.attention`, which computes the same a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from dataclasses import replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.explaining.trace import Agreement, Numbers, Step, Trace
+from regard.explaining.record import Agreement, Numbers, Step
+from regard.explaining.trace import Trace
 from regard.mechanism import attention, why
+from regard.mechanism.biases import Alibi, Bias, RelativeBuckets, RelativeContent
 from regard.mechanism.call import Call
 from regard.mechanism.geometry import Tile
 
@@ -29,13 +34,45 @@ def features(count: int) -> tuple[str, ...]:
     return tuple(str(place + 1) for place in range(count))
 
 
-def vectors(call: Call, asking: tuple[str, ...], found: tuple[str, ...]) -> tuple[Numbers, ...]:
+class Heads(NamedTuple):
+    """The heads of a layer: what they are called, and whose numbers are shown."""
+
+    names: tuple[str, ...]
+    shown: tuple[int, ...]
+
+    @classmethod
+    def all(cls, count: int) -> Heads:
+        return cls(tuple(f"head {head + 1}" for head in range(count)), tuple(range(count)))
+
+    @property
+    def first(self) -> str:
+        """The first of those shown, to follow a number; nothing where there is one head only."""
+        return f", {self.names[self.shown[0]]}" if len(self.names) > 1 else ""
+
+
+class Output(NamedTuple):
+    """What comes after the heads are joined: a matrix [heads * d_v, dim], and what is added."""
+
+    matrix: Tensor
+    bias: Tensor | None = None
+
+    def __call__(self, joined: Tensor) -> Tensor:
+        mixed = joined @ self.matrix.detach().to(joined.dtype)
+        return mixed if self.bias is None else mixed + self.bias.detach().to(joined.dtype)
+
+
+def vectors(
+    call: Call, asking: tuple[str, ...], found: tuple[str, ...], heads: Heads
+) -> tuple[Numbers, ...]:
     """The queries, keys and values of a call, with the words that ask and those that are found."""
     sides = (("Q", call.query, asking), ("K", call.key, found), ("V", call.value, found))
-    return tuple(
-        Numbers(symbol, tensor[0].detach(), words, features(tensor.shape[-1]))
-        for symbol, tensor, words in sides
-    )
+    result = []
+    for symbol, tensor, words in sides:
+        # Where heads share keys and values, those are shown once.
+        own = tensor.shape[1] == len(heads.names)
+        values = tensor[0, list(heads.shown)] if own else tensor[0]
+        result.append(Numbers(symbol, values.detach(), words, features(tensor.shape[-1])))
+    return tuple(result)
 
 
 def _pair(focus: int, asking: tuple[str, ...], found: tuple[str, ...]) -> int:
@@ -45,16 +82,19 @@ def _pair(focus: int, asking: tuple[str, ...], found: tuple[str, ...]) -> int:
 
 
 def meeting(
-    call: Call, asking: tuple[str, ...], found: tuple[str, ...], focus: int
+    call: Call, asking: tuple[str, ...], found: tuple[str, ...], focus: int, heads: Heads
 ) -> tuple[str, ...]:
     """What the followed word and one other bring to their score."""
-    other, head = _pair(focus, asking, found), ", head 1" if call.extent.heads > 1 else ""
+    other, head = _pair(focus, asking, found), heads.shown[0]
+    shared = head // call.groups
     sides = (
-        ("Q", asking[focus], call.query[0, 0, focus]),
-        ("K", found[other], call.key[0, 0, other]),
-        ("V", found[other], call.value[0, 0, other]),
+        ("Q", asking[focus], call.query[0, head, focus]),
+        ("K", found[other], call.key[0, shared, other]),
+        ("V", found[other], call.value[0, shared, other]),
     )
-    return tuple(f"{side} of {word}{head} = {vector(numbers)}" for side, word, numbers in sides)
+    return tuple(
+        f"{side} of {word}{heads.first} = {vector(numbers)}" for side, word, numbers in sides
+    )
 
 
 def number(value: float, decimals: int = 3) -> str:
@@ -77,9 +117,18 @@ def follow(
     asking: tuple[str, ...],
     found: tuple[str, ...],
     focus: int,
-    output: Tensor | None,
+    output: Output | None,
+    heads: Heads,
+    *,
+    subject: str = "",
+    fast: Tensor | None = None,
+    across: bool = False,
 ) -> Trace:
-    """The steps from the dot products on, and what attention() says to the same call."""
+    """The steps from the dot products on, held against the same at once.
+
+    That is ``fast`` [queries, dim], what a model itself made of it, or else attention()'s answer.
+    ``across`` says that queries and keys are of two texts.
+    """
     extent, other = call.extent, _pair(focus, asking, found)
     wide = torch.promote_types(call.query.dtype, torch.float32)
     query = call.query[0].detach().to(wide)  # [heads, queries, d_k]
@@ -87,24 +136,28 @@ def follow(
         tensor[0].detach().to(wide).repeat_interleave(call.groups, 0)
         for tensor in (call.key, call.value)
     )
-    root = math.sqrt(query.shape[-1])
     scores = query @ key.transpose(-1, -2)  # [heads, queries, keys]
-    scaled = scores / root
+    scaled = scores * call.scale
+    everything = Tile(extent, range(extent.queries), range(extent.keys))
+    added = torch.zeros_like(scaled)
+    if call.bias is not None:
+        added = call.bias.tile(everything).detach().to(wide).expand(1, *scores.shape)[0]
     allowed = torch.ones_like(scores, dtype=torch.bool)
     if call.mask is not None:
-        everything = Tile(extent, range(extent.queries), range(extent.keys))
         allowed = call.mask.tile(everything).expand(1, *scores.shape)[0]
-    masked = scaled.masked_fill(~allowed, -math.inf)
-    weights, unscaled = _softmax(scaled, allowed), _softmax(scores, allowed)
+    biased = scaled + added
+    masked = biased.masked_fill(~allowed, -math.inf)
+    weights = _softmax(biased, allowed)
     mixed = weights @ value  # [heads, queries, d_v]
 
-    def grid(symbol: str, values: Tensor) -> Numbers:
-        return Numbers(symbol, values, asking, found)
+    shown, head = list(heads.shown), heads.shown[0]
 
-    word, first = asking[focus], ", head 1" if extent.heads > 1 else ""
-    heads = tuple(f"head {head + 1}" for head in range(extent.heads))
-    bars = Numbers(f"{word} looks at", weights[:, focus].t(), found, heads)
-    both = torch.stack((unscaled[:, focus], weights[:, focus]), dim=1)  # [heads, 2, keys]
+    def grid(symbol: str, values: Tensor) -> Numbers:
+        return Numbers(symbol, values[shown], asking, found)
+
+    word, first = asking[focus], heads.first
+    names = tuple(heads.names[place] for place in shown)
+    bars = Numbers(f"{word} looks at", weights[shown, focus].t(), found, names)
     steps = [
         *lead,
         Step(
@@ -113,69 +166,137 @@ def follow(
             "Every query meets every key: multiply their numbers in pairs and add up. "
             "The better they match, the higher the score.",
             (grid("S", scores),),
-            (f"{word} · {found[other]}{first} = {_dot(query[0, focus], key[0, other])}",),
+            (f"{word} · {found[other]}{first} = {_dot(query[head, focus], key[head, other])}",),
         ),
-        Step(
-            "Scaling",
-            f"S_scaled = S / √d_k = S / √{query.shape[-1]} = S / {number(root)}",
-            "Vectors of more numbers give larger scores. Dividing by the root of how many there "
-            "are keeps the softmax from putting everything on one word, where it stops learning.",
-            (
-                grid("S_scaled", scaled),
-                Numbers(f"weights of {word}", both, ("without scaling", "with scaling"), found),
+        _scaling_step(
+            call.scale,
+            query.shape[-1],
+            grid("S_scaled", scaled),
+            # What the other way of scaling would have made of the same scores.
+            lambda scale: Numbers(
+                f"weights of {word}",
+                torch.stack(
+                    [
+                        _softmax(scores[shown, focus] * each + added[shown, focus], open_to)
+                        for each in (scale, call.scale)
+                        for open_to in [allowed[shown, focus]]
+                    ],
+                    dim=1,
+                ),
+                ("without scaling", "with scaling"),
+                found,
             ),
         ),
-        _mask_step(call, grid("S_masked", masked), allowed),
+    ]
+    if call.bias is not None:
+        steps.append(_bias_step(call.bias, grid("B", added)))
+    steps += [
+        _mask_step(call, grid("S_masked", masked), allowed, across),
         Step(
             "Softmax",
             "A = exp(S_masked) / sum of exp(S_masked) along the row",
             "Each row of scores becomes shares of one word's attention: none below 0, and along "
             "the row, over all keys, they sum to 1.",
             (grid("A", weights),),
-            _share(f"{word} → {found[other]}{first}", masked[0, focus], other),
-            bars if extent.heads == 1 else None,
+            _share(f"{word} → {found[other]}{first}", masked[head, focus], other),
+            bars if len(shown) == 1 else None,
         ),
         Step(
             "Weighted sum",
             "Z = A V",
             "Each word takes from every value as much as its share says. This is how a word comes "
             "to know its context.",
-            (Numbers("Z", mixed, asking, features(value.shape[-1])),),
-            _mixture(f"Z of {word}{first}", found, weights[0, focus], value[0], mixed[0, focus]),
+            (Numbers("Z", mixed[shown], asking, features(value.shape[-1])),),
+            _mixture(
+                f"Z of {word}{first}", found, weights[head, focus], value[head], mixed[head, focus]
+            ),
         ),
     ]
     if extent.heads > 1:
+        last = heads.names[-1].removeprefix("head ")
+        between = "," if extent.heads == 2 else " …"
         steps.append(
             Step(
                 "Heads side by side",
-                "A_1, A_2" if extent.heads == 2 else f"A_1 … A_{extent.heads}",
+                f"A_{heads.names[0].removeprefix('head ')}{between} A_{last}",
                 "Every head has its own matrices, so the same word looks at different words.",
-                (Numbers(f"weights of {word} by head", weights[:, focus], heads, found),),
-                bars=bars,
+                (Numbers(f"weights of {word} by head", weights[:, focus], heads.names, found),),
+                bars=bars if len(shown) > 1 else None,
             )
         )
     result = mixed.transpose(0, 1).flatten(1)  # [queries, heads * d_v]
     if extent.heads > 1 or output is not None:
         joined = result
-        result = joined if output is None else joined @ output.detach().to(wide)
-        steps.append(_output_step(joined, output, result, asking, extent.heads))
+        result = joined if output is None else output(joined)
+        steps.append(_output_step(joined, output, result, asking, heads))
 
     result = result.to(call.query.dtype)
-    fast = attention(call.query, call.key, call.value, mask=call.mask).detach()
-    fast = fast[0].transpose(0, 1).flatten(1)
-    if output is not None:
-        fast = fast @ output.detach()
-    backend = why(call.query, call.key, call.value, mask=call.mask).chosen
+    given = {"mask": call.mask, "bias": call.bias, "scale": call.scale}
+    if fast is None:
+        fast = attention(call.query, call.key, call.value, **given).detach()  # type: ignore[call-overload]
+        fast = fast[0].transpose(0, 1).flatten(1)
+        fast = fast if output is None else output(fast)
+    backend = why(call.query, call.key, call.value, **given).chosen  # type: ignore[arg-type]
     difference = (result - fast).abs().max().item()
     tolerance = TOLERANCES[result.dtype] * max(1.0, result.abs().max().item())
     return Trace(
         asking,
         focus,
         extent.heads,
+        names,
         query.shape[-1],
         tuple(steps),
         result,
-        Agreement(backend, difference, tolerance),
+        Agreement(
+            backend,
+            difference,
+            tolerance,
+            "The model itself" if subject else "regard.attention()",
+        ),
+        subject,
+    )
+
+
+def _scaling_step(
+    scale: float, width: int, scaled: Numbers, against: Callable[[float], Numbers]
+) -> Step:
+    """``against(other)`` has the weights under another scale, above those under this one."""
+    root = math.sqrt(width)
+    if math.isclose(scale * root, 1, rel_tol=1e-6):
+        return Step(
+            "Scaling",
+            f"S_scaled = S / √d_k = S / √{width} = S / {number(root)}",
+            "Vectors of more numbers give larger scores. Dividing by the root of how many there "
+            "are keeps the softmax from putting everything on one word, where it stops learning.",
+            (scaled, against(1.0)),
+        )
+    both = replace(against(1 / root), rows=(f"divided by √{width}", "as it is here"))
+    why_not = (
+        "this one has learned matrices that keep scores small by themselves"
+        if scale == 1
+        else "this one scales in its own way"
+    )
+    return Step(
+        "Scaling",
+        f"S_scaled = S × {number(scale)}",
+        f"Most models divide by √d_k = {number(root)}, for vectors of more numbers give larger "
+        f"scores; {why_not}.",
+        (scaled, both),
+    )
+
+
+def _bias_step(bias: Bias, numbers: Numbers) -> Step:
+    kinds: dict[type[Bias], str] = {
+        Alibi: "less the farther away a key is",
+        RelativeBuckets: "a learned number for each distance between query and key",
+        RelativeContent: "how well the query matches the distance between it and the key",
+    }
+    meaning = kinds.get(type(bias), "what the model adds to the scores")
+    return Step(
+        "Positions",
+        "S_scaled + B",
+        f"The order of words enters here, added to the scores: {meaning}.",
+        (numbers,),
     )
 
 
@@ -192,13 +313,15 @@ def _dot(query: Tensor, key: Tensor) -> str:
     return f"{' + '.join(terms)} = {number((query @ key).item())}"
 
 
-def _mask_step(call: Call, numbers: Numbers, allowed: Tensor) -> Step:
+def _mask_step(call: Call, numbers: Numbers, allowed: Tensor, across: bool) -> Step:
     if call.mask is None:
         return Step(
             "Mask",
-            "none: S_masked = S_scaled",
-            "Every word may look at every word, later ones included. With a causal mask it would "
-            "see only itself and what came before.",
+            f"none: S_masked = S_scaled{' + B' if call.bias is not None else ''}",
+            "Every token of the target may look at the whole source: it is known from the start."
+            if across
+            else "Every word may look at every word, later ones included. With a causal mask it "
+            "would see only itself and what came before.",
         )
     removed, total = int((~allowed).sum()), allowed.numel()
     each = f"{removed} of {total} scores are removed"
@@ -208,7 +331,8 @@ def _mask_step(call: Call, numbers: Numbers, allowed: Tensor) -> Step:
     shown = repr(call.mask)
     return Step(
         "Mask",
-        f"S_masked = S_scaled where {shown if len(shown) <= 40 else 'the mask'} allows, else -∞",
+        f"S_masked = S_scaled{' + B' if call.bias is not None else ''} where "
+        f"{shown if len(shown) <= 40 else 'the mask'} allows, else -∞",
         f"A mask says who may look at whom: {each}. The exponential of -∞ is 0, so a removed pair "
         "gets no share at all.",
         (numbers,),
@@ -223,7 +347,7 @@ def _share(pair: str, scores: Tensor, other: int) -> tuple[str, ...]:
     total, power = powers.sum().item(), powers[other].item()
     return (
         f"{pair} = exp({score:.3f}) / sum of the row = "
-        f"{power:.3f} / {total:.3f} = {power / total:.3f}",
+        f"{number(power)} / {number(total)} = {power / total:.3f}",
     )
 
 
@@ -243,25 +367,38 @@ def _mixture(
 
 
 def _output_step(
-    joined: Tensor, output: Tensor | None, result: Tensor, words: tuple[str, ...], heads: int
+    joined: Tensor, output: Output | None, result: Tensor, words: tuple[str, ...], heads: Heads
 ) -> Step:
-    many = heads > 1
-    names = ", ".join(f"Z_{head}" for head in ((1, 2) if heads == 2 else (1, "…", heads)))
-    left = f"concat({names})" if many else "Z"
+    many = len(heads.names) > 1
+    numbers = [name.removeprefix("head ") for name in heads.names]
+    between = ", " if len(numbers) == 2 else ", …, "
+    left = f"concat(Z_{numbers[0]}{between}Z_{numbers[-1]})" if many else "Z"
     joined_numbers = Numbers("C", joined, words, features(joined.shape[1]))
+    width = joined.shape[1] // len(heads.names)
+    split = (
+        f" Each head filled {width} of the {joined.shape[1]} columns."
+        if many and len(heads.shown) < len(heads.names)
+        else ""
+    )
     if output is None:
         return Step(
             "Concatenation",
             f"C = {left}",
-            "What the heads found is laid side by side, one row per word.",
+            "What the heads found is laid side by side, one row per word." + split,
             (joined_numbers,),
         )
-    matrix = Numbers("W_O", output.detach(), features(output.shape[0]), features(output.shape[1]))
+    plus = "" if output.bias is None else " + b_O"
+    matrix = Numbers(
+        "W_O",
+        output.matrix.detach(),
+        features(output.matrix.shape[0]),
+        features(output.matrix.shape[1]),
+    )
     final = Numbers("Y", result, words, features(result.shape[1]))
     return Step(
         "Concatenation and output projection" if many else "Output projection",
-        f"C = {left}    Y = C W_O" if many else "Y = Z W_O",
-        "What the heads found is laid side by side, and one more learned matrix mixes it."
+        f"C = {left}    Y = C W_O{plus}" if many else f"Y = Z W_O{plus}",
+        f"What the heads found is laid side by side, and one more learned matrix mixes it.{split}"
         if many
         else "With one head there is nothing to lay side by side; one more learned matrix turns "
         "the result into a new embedding of each word.",

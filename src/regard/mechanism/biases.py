@@ -37,7 +37,14 @@ class Bias:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dense(Bias):
-    """A tensor of numbers that broadcasts to [batch, heads, queries, keys]."""
+    """A tensor of numbers that broadcasts to [batch, heads, queries, keys].
+
+    >>> from regard import attention, biases
+    >>> x = torch.eye(2)
+    >>> far = biases.Dense(torch.tensor([[0.0, -1e9], [-1e9, 0.0]]))
+    >>> attention(x, x, x, bias=far).tolist()
+    [[1.0, 0.0], [0.0, 1.0]]
+    """
 
     values: Tensor
 
@@ -103,6 +110,12 @@ class RelativeBuckets(Bias):
     Short distances have a bucket each, longer ones share buckets that widen logarithmically, and
     all beyond ``max_distance`` share the last. With ``bidirectional`` half of the buckets are for
     keys after the query; without, those keys share the bucket of distance 0.
+
+    >>> from regard import RelativeBuckets, attention
+    >>> table = torch.randn(32, 2)  # [buckets, heads]
+    >>> x = torch.randn(1, 2, 5, 8)  # [batch, heads, length, dim]
+    >>> list(attention(x, x, x, bias=RelativeBuckets(table)).shape)
+    [1, 2, 5, 8]
     """
 
     table: Tensor  # [buckets, heads]
@@ -174,6 +187,12 @@ class RelativeContent(Bias):
     ``query`` is ``q + v``, [batch, heads, queries, dim]; ``relative[h, t]`` embeds the distance
     ``first + t`` in positions from a key to the query after it. Distances beyond either end take
     the nearest row.
+
+    >>> from regard import Causal, RelativeContent, attention
+    >>> q, k, v = torch.randn(3, 1, 2, 5, 8)  # each [batch, heads, length, dim]
+    >>> bias = RelativeContent(q, relative=torch.randn(2, 5, 8))  # for the distances 0 to 4
+    >>> list(attention(q, k, v, mask=Causal(), bias=bias).shape)
+    [1, 2, 5, 8]
     """
 
     query: Tensor  # [batch, heads, queries, dim]

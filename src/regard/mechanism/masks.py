@@ -127,7 +127,14 @@ class Causal(Mask):
 
 @dataclass(frozen=True, slots=True)
 class Window(Mask):
-    """A query attends to ``left`` keys before it, to itself, and to ``right`` keys after it."""
+    """A query attends to ``left`` keys before it, to itself, and to ``right`` keys after it.
+
+    >>> from regard import See, Window, attention
+    >>> x = torch.zeros(4, 2)  # [length, dim]; all scores are equal
+    >>> _, seen = attention(x, x, x, mask=Window(1), see=See(weights=True))
+    >>> seen.weights[0, 0].tolist()
+    [[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0], [0.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.5, 0.5]]
+    """
 
     left: int
     right: int = 0
@@ -145,7 +152,14 @@ class Window(Mask):
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
 class Prefix(Mask):
-    """Causal, but the first ``length`` keys are open to every query (a prefix language model)."""
+    """Causal, but the first ``length`` keys are open to every query (a prefix language model).
+
+    >>> from regard import Prefix, See, attention
+    >>> x = torch.zeros(3, 2)  # [length, dim]; all scores are equal
+    >>> _, seen = attention(x, x, x, mask=Prefix(2), see=See(weights=True))
+    >>> (seen.weights[0, 0] > 0).tolist()
+    [[True, True, False], [True, True, False], [True, True, True]]
+    """
 
     length: Tensor | tuple[int, ...]
 
@@ -168,6 +182,12 @@ class Padding(Mask):
     """Only the first ``lengths[b]`` keys of sequence ``b`` are real; with side "left", the last.
 
     It speaks of keys. What a padded *query* yields is not meant to be used.
+
+    >>> from regard import Padding, See, attention
+    >>> x = torch.zeros(2, 1, 3, 4)  # [batch, heads, length, dim]; all scores are equal
+    >>> _, seen = attention(x, x, x, mask=Padding([3, 2]), see=See(received=True))
+    >>> [[round(weight, 2) for weight in row] for row in seen.received[:, 0].tolist()]
+    [[1.0, 1.0, 1.0], [1.5, 1.5, 0.0]]
     """
 
     lengths: Tensor | tuple[int, ...]
@@ -291,7 +311,14 @@ def _packing(lengths: Sequence[int] | Sequence[Sequence[int]]) -> tuple[tuple[in
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dense(Mask):
-    """A boolean tensor that broadcasts to [batch, heads, queries, keys]."""
+    """A boolean tensor that broadcasts to [batch, heads, queries, keys].
+
+    >>> from regard import attention, masks
+    >>> x = torch.eye(2)
+    >>> mask = masks.Dense(torch.tensor([[True, False], [False, False]]))
+    >>> attention(x, x, x, mask=mask).tolist()  # who may attend to nothing gets zeros
+    [[1.0, 0.0], [0.0, 0.0]]
+    """
 
     allowed: Tensor
 

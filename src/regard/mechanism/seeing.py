@@ -27,6 +27,49 @@ from regard.mechanism.geometry import Extent, Tile
 MOST_WEIGHTS = 2**28
 
 
+class Pairs:
+    """Some queries with a key each, in order of the queries so that a tile finds its own."""
+
+    __slots__ = ("keys", "places", "queries")
+
+    def __init__(self, pairs: Sequence[tuple[int, int]] | Tensor) -> None:
+        table = torch.as_tensor(pairs).cpu()
+        if table.dim() != 2 or table.shape[1] != 2 or table.is_floating_point():
+            raise InputError(
+                "See(pairs=...) is a list of (query, key), but got "
+                f"{list(table.shape)} of {table.dtype}."
+            )
+        order = table[:, 0].argsort(stable=True)
+        self.queries, self.keys = table[order].t().contiguous()  # [p] each
+        self.places = order.argsort()  # of each pair, as they were asked for
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+    def __repr__(self) -> str:
+        return f"{len(self)} pairs"
+
+    def of(self, tile: Tile) -> tuple[slice, Tensor, Tensor]:
+        """Those in the tile's rows: their places, and their rows and columns in the tile.
+
+        A column outside of the tile is -1: nothing there may be attended.
+        """
+        ends = torch.tensor([tile.rows.start, tile.rows.stop])
+        first, last = torch.searchsorted(self.queries, ends).tolist()
+        rows = self.queries[first:last] - tile.rows.start
+        keys = self.keys[first:last]
+        inside = (keys >= tile.columns.start) & (keys < tile.columns.stop)
+        columns = torch.where(inside, keys - tile.columns.start, -1)
+        return slice(first, last), rows.to(tile.extent.device), columns.to(tile.extent.device)
+
+    @staticmethod
+    def pick(weights: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
+        """The weights [..., q, k] at some rows and columns, [..., p]; 0 where a column is -1."""
+        if not weights.shape[-1]:
+            return weights.new_zeros(*weights.shape[:-2], len(rows))
+        return weights[..., rows, columns.clamp(min=0)].masked_fill(columns < 0, 0)
+
+
 @dataclass(frozen=True, slots=True)
 class See:
     """What to look at while attention runs; each field of :class:`Seen` is asked for by name.
@@ -43,12 +86,16 @@ class See:
     received: bool = False
     top: int = 0
     rows: Sequence[int] = ()
+    pairs: Pairs | Sequence[tuple[int, int]] | Tensor | None = None
     map: int | tuple[int, int] | None = None
     map_peak: bool = False
     weights: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", tuple(self.rows))
+        if self.pairs is not None and not isinstance(self.pairs, Pairs):
+            chosen_pairs = Pairs(self.pairs) if len(self.pairs) else None
+            object.__setattr__(self, "pairs", chosen_pairs)
         if isinstance(self.map, int):
             object.__setattr__(self, "map", (self.map, self.map))
         if not isinstance(self.top, int) or self.top < 0:
@@ -77,6 +124,15 @@ class See:
         for row in self.rows:
             if not -extent.queries <= row < extent.queries:
                 raise InputError(f"See(rows=...) names row {row} of {extent.queries} queries.")
+        if isinstance(self.pairs, Pairs):
+            for indices, what, most in (
+                (self.pairs.queries, "query", extent.queries),
+                (self.pairs.keys, "key", extent.keys),
+            ):
+                least, largest = (int(end) for end in indices.aminmax())
+                if least < 0 or largest >= most:
+                    wrong = least if least < 0 else largest
+                    raise InputError(f"See(pairs=...) names {what} {wrong}, but there are {most}.")
         count = extent.batch * extent.heads * extent.queries * extent.keys
         if self.weights and count > MOST_WEIGHTS:
             raise InputError(
@@ -97,6 +153,12 @@ class Top(NamedTuple):
     """The largest weights of each query, largest first, and the keys they are on.
 
     A query that may attend to fewer keys has weight 0 and key -1 in the places left over.
+
+    >>> from regard import Causal, See, attention
+    >>> q, k = torch.tensor([[1.0, 0.0]] * 2), torch.tensor([[9.0, 0.0], [0.0, 9.0]])
+    >>> _, seen = attention(q, k, k, mask=Causal(), see=See(top=2))
+    >>> seen.top.keys[0, 0].tolist()
+    [[0, -1], [0, 1]]
     """
 
     weights: Tensor  # [batch, heads, queries, k]
@@ -105,7 +167,14 @@ class Top(NamedTuple):
 
 @dataclass(slots=True)
 class Seen:
-    """What attention did. Fields not asked for are None."""
+    """What attention did. Fields not asked for are None.
+
+    >>> from regard import Causal, See, attention
+    >>> x = torch.zeros(1, 1, 3, 4)  # [batch, heads, length, dim]; all scores are equal
+    >>> _, seen = attention(x, x, x, mask=Causal(), see=See(peak=True))
+    >>> seen.entropy is None, [round(peak, 2) for peak in seen.peak[0, 0].tolist()]
+    (True, [1.0, 0.5, 0.33])
+    """
 
     lse: Tensor | None = None  # [b, h, q] log-sum-exp of the scores
     entropy: Tensor | None = None  # [b, h, q] in nats; 0 where nothing may be attended
@@ -115,6 +184,7 @@ class Seen:
     received: Tensor | None = None  # [b, h, k] sum over queries of the weight on each key
     top: Top | None = None  # [b, h, q, k] twice
     rows: Tensor | None = None  # [b, h, r, k] the rows asked for
+    pairs: Tensor | None = None  # [b, h, p] the weights of the pairs asked for
     map: Tensor | None = None  # [b, h, r, c] weight an average query of a bin gives to a bin
     map_peak: Tensor | None = None  # [b, h, r, c] the largest single weight in a cell
     weights: Tensor | None = None  # [b, h, q, k] all of them
@@ -197,7 +267,17 @@ class Seen:
 
 
 _FIELDS = [f.name for f in fields(Seen) if f.name != "extent"]
-_BY_QUERY = ("lse", "entropy", "peak", "distance", "top_weights", "top_keys", "rows", "weights")
+_BY_QUERY = (
+    "lse",
+    "entropy",
+    "peak",
+    "distance",
+    "top_weights",
+    "top_keys",
+    "rows",
+    "pairs",
+    "weights",
+)
 
 
 def bins(length: int, count: int, device: torch.device) -> Tensor:
@@ -268,6 +348,9 @@ def observe(
     if see.rows:
         inside = chosen(see, tile)[1]
         found["rows"] = all_keys(weights[:, :, inside])
+    if isinstance(see.pairs, Pairs):
+        _, *places = see.pairs.of(tile)
+        found["pairs"] = Pairs.pick(weights, *places)
     if see.map is not None:
         grid = grid_of(see, extent)
         row_of = bins(extent.queries, grid[0], device)[tile.rows.start : tile.rows.stop]
@@ -318,5 +401,7 @@ def finish(see: See, found: dict[str, Tensor], extent: Extent) -> Seen:
     if "rows" in found:
         asked = [row % extent.queries for row in see.rows]
         found["rows"] = found["rows"][:, :, [sorted(asked).index(row) for row in asked]]
+    if isinstance(see.pairs, Pairs):
+        found["pairs"] = found["pairs"][:, :, see.pairs.places.to(extent.device)]
     sizes: Any = (extent.batch, extent.heads, extent.queries, extent.keys)
     return Seen.from_dict(found, sizes)

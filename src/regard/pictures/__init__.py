@@ -6,14 +6,23 @@ import html
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from regard.errors import InputError
 from regard.pictures import terminal, vector
-from regard.pictures.record import Axis, Bars, Cells, Drawing, labels_of, printable, table_of
+from regard.pictures.record import (
+    Axis,
+    Bars,
+    Cells,
+    Drawing,
+    Panels,
+    labels_of,
+    printable,
+    table_of,
+)
 from regard.pictures.terminal import Colouring
 
 if TYPE_CHECKING:
@@ -22,7 +31,8 @@ if TYPE_CHECKING:
     Table = Tensor | Sequence[Sequence[float]]
 
 __all__ = [
-    "Picture", "alignment", "head_grid", "page", "pooled_map", "top_keys", "weight_map",
+    "Picture", "alignment", "compare", "head_grid", "page", "panels", "pooled_map", "top_keys",
+    "weight_map",
 ]  # fmt: skip
 
 MOST_IN_TABLE = 4096  # numbers that a page also writes out
@@ -95,17 +105,30 @@ def weight_map(
     *,
     title: str = "Weights",
     without_first: bool = False,
+    caption: str = "",
 ) -> Picture:
     """One head's weights [queries, keys], with the token of each row and column.
 
     ``without_first`` leaves out the first key, on which many heads rest what they do not need.
+
+    >>> picture = weight_map([[0.9, 0.1], [0.8, 0.2]], ["a", "b"], ["a", "b"], without_first=True)
+    >>> print(picture.text(width=60, color="none").strip())
+    Weights
+    query down, key across
+         b
+    a  .10
+    b  .20
+    <BLANKLINE>
+    0.1 [ .:-=+*#%@] 0.2 weight
+    The first key, 'a', is left out: it takes 85.0% of the
+    weight on average. The rest is as it was.
     """
     values = table_of(weights, "weight_map")
     rows = labels_of(queries, len(values), "weight_map(queries=...)")
     columns = labels_of(keys, len(values[0]), "weight_map(keys=...)")
-    caption = ""
+    said = ""
     if without_first:
-        values, caption = _without_first(values, f"The first key, {columns[0]!r}, is")
+        values, said = _without_first(values, f"The first key, {columns[0]!r}, is")
         columns = columns[1:]
     return Picture(
         Cells(
@@ -114,7 +137,7 @@ def weight_map(
             Axis("query", len(rows), rows),
             Axis("key", len(columns), columns),
             "weight",
-            caption,
+            f"{said} {printable(caption)}".strip(),
         )
     )
 
@@ -128,11 +151,26 @@ def pooled_map(
     first_query: int = 0,
     first_key: int = 0,
     without_first: bool = False,
+    caption: str = "",
 ) -> Picture:
     """A map of ``queries`` x ``keys`` positions pooled into few cells, as ``Seen.map`` holds it.
 
     ``first_query`` and ``first_key`` say where a part of a longer text starts. ``without_first``
     leaves out the first column of cells.
+
+    >>> import torch
+    >>> from regard import See, attention
+    >>> x = torch.zeros(1024, 4)  # all scores are equal
+    >>> _, seen = attention(x, x, x, see=See(map=2))
+    >>> picture = pooled_map(seen.map[0, 0], 1024, 1024)
+    >>> print(picture.text(width=60, color="none").strip())
+    Weights of a long text
+    query down, key across
+          0
+      400 ++++
+    1,000 ++++
+    <BLANKLINE>
+    0.5 [ .:-=+*#%@] 0.5 of an average query's weight
     """
     values = table_of(pooled, "pooled_map")
     if queries < len(values) or keys < len(values[0]):
@@ -141,15 +179,17 @@ def pooled_map(
             f"{len(values)} x {len(values[0])} cells."
         )
     row_axis = Axis("query", len(values), start=first_query, span=queries)
-    start, span, caption = first_key, keys, ""
+    start, span, said = first_key, keys, ""
     if without_first:
         taken = math.ceil(keys / len(values[0]))
         what = f"The first column, keys {first_key:,} to {first_key + taken - 1:,}, is"
-        values, caption = _without_first(values, what)
+        values, said = _without_first(values, what)
         start, span = first_key + taken, keys - taken
     column_axis = Axis("key", len(values[0]), start=start, span=span)
-    unit = "of an average query's weight"
-    return Picture(Cells(printable(title), values, row_axis, column_axis, unit, caption))
+    pooled_anything = queries > len(values) or span > len(values[0])
+    unit = "of an average query's weight" if pooled_anything else "weight"
+    said = f"{said} {printable(caption)}".strip()
+    return Picture(Cells(printable(title), values, row_axis, column_axis, unit, said))
 
 
 def head_grid(
@@ -163,6 +203,16 @@ def head_grid(
     """One number for each head of each layer, [layers, heads]; nan where a layer has fewer heads.
 
     Numbers of both signs, such as the difference of two models, are drawn around 0.
+
+    >>> picture = head_grid([[0.1, 0.7], [0.4, 0.2]], "nats", title="Entropy")
+    >>> print(picture.text(width=60, color="none").strip())
+    Entropy
+    layer down, head across
+         0    1
+    0  .10  .70
+    1  .40  .20
+    <BLANKLINE>
+    0.1 [ .:-=+*#%@] 0.7 nats
     """
     table = table_of(values, "head_grid")
     names = [str(index) for index in range(len(table))] if layers is None else layers
@@ -186,11 +236,21 @@ def top_keys(
     *,
     word: str,
     count: int = 8,
+    title: str = "",
     without_first: bool = False,
 ) -> Picture:
     """The keys one query attends to most, of its row of weights [keys], as bars.
 
     ``without_first`` leaves out the first key.
+
+    >>> picture = top_keys([0.1, 0.6, 0.3], ["the", "cat", "sat"], word="sat", count=2)
+    >>> print(picture.text(width=60, color="none").strip())
+    What 'sat' attends to
+    cat #################################################### 0.6
+    sat ########################## 0.3
+    <BLANKLINE>
+    0 to 0.6 weight
+    2 of 3 keys hold 90.0% of the weight.
     """
     row = table_of([weights.tolist() if hasattr(weights, "tolist") else list(weights)], "top_keys")[
         0
@@ -209,7 +269,7 @@ def top_keys(
         caption += f" The first key, {labels[0]!r}, is left out: it takes {row[0]:.1%}."
     return Picture(
         Bars(
-            f"What {printable(word)!r} attends to",
+            printable(title) or f"What {printable(word)!r} attends to",
             # A word that comes more than once is told apart by its position.
             tuple(
                 f"{labels[i]} ({i})" if labels.count(labels[i]) > 1 else labels[i] for i in order
@@ -229,7 +289,18 @@ def alignment(
     title: str = "Alignment",
     caption: str = "",
 ) -> Picture:
-    """Which source words each target word attended to, [target, source]; its best one is marked."""
+    """Which source words each target word attended to, [target, source]; its best one is marked.
+
+    >>> picture = alignment([[0.9, 0.1], [0.3, 0.7]], ["the", "cat"], ["le", "chat"])
+    >>> print(picture.text(width=60, color="none").strip())
+    Alignment
+    target down, source across
+           the   cat
+      le  *.90   .10
+    chat   .30  *.70
+    <BLANKLINE>
+    0.1 [ .:-=+*#%@] 0.9 weight
+    """
     values = table_of(weights, "alignment")
     rows = labels_of(target, len(values), "alignment(target=...)")
     columns = labels_of(source, len(values[0]), "alignment(source=...)")
@@ -251,8 +322,91 @@ def alignment(
     )
 
 
+def panels(title: str, pictures: Sequence[Picture], *, caption: str = "") -> Picture:
+    """Several maps or grids in one picture, each with its own colours and legend."""
+    parts = tuple(picture.drawing for picture in pictures if isinstance(picture.drawing, Cells))
+    if not parts or len(parts) < len(pictures):
+        raise InputError("panels puts maps and grids side by side, and at least one of them.")
+    return Picture(Panels(printable(title), parts, printable(caption)))
+
+
+def compare(
+    first: Picture, second: Picture, *, names: tuple[str, str], title: str = "", caption: str = ""
+) -> Picture:
+    """Two pictures of one kind, and by how much the second has more (blue) or less (orange).
+
+    Two maps stand beside their difference, in the same colours; of two pictures with several
+    panels the differences alone are drawn.
+    """
+    before, after = (printable(name) for name in names)
+    title = printable(title) or f"{after} against {before}"
+    said = printable(caption)
+    one, other = first.drawing, second.drawing
+    if isinstance(one, Cells) and isinstance(other, Cells):
+        limits = (
+            min(one.scale[0], other.scale[0]),
+            max(one.scale[1], other.scale[1]),
+        )
+        parts = (
+            replace(one, title=before, limits=limits),
+            replace(other, title=after, limits=limits),
+            _difference(one, other, f"{after} less {before}"),
+        )
+        return Picture(Panels(title, parts, said))
+    if isinstance(one, Panels) and isinstance(other, Panels):
+        mine, theirs = ({part.title: part for part in panel.parts} for panel in (one, other))
+        shared = [name for name in mine if name in theirs]
+        said = f"{after} less {before}: above 0 where {after} has more. {said}".strip()
+        return Picture(
+            Panels(
+                title,
+                tuple(_difference(mine[name], theirs[name], name) for name in shared),
+                said,
+            )
+        )
+    raise InputError("compare takes two maps, two grids, or two pictures with several panels.")
+
+
+def _difference(one: Cells, other: Cells, title: str) -> Cells:
+    sizes = [(len(cells.values), len(cells.values[0])) for cells in (one, other)]
+    if sizes[0] != sizes[1]:
+        raise InputError(
+            "A difference needs two of one size, but {} x {} and {} x {} do not match.".format(
+                *sizes[0], *sizes[1]
+            )
+        )
+    values = tuple(
+        tuple(after - before for before, after in zip(*rows, strict=True))
+        for rows in zip(one.values, other.values, strict=True)
+    )
+    return replace(
+        one,
+        title=title,
+        values=values,
+        rows=_both(one.rows, other.rows),
+        columns=_both(one.columns, other.columns),
+        caption="",
+        marks=frozenset(),
+        around_zero=True,
+    )
+
+
+def _both(one: Axis, other: Axis) -> Axis:
+    """One axis for two: where labels differ, both are written."""
+    labels = tuple(
+        before if before == after else f"{before}/{after}"
+        for before, after in zip(one.labels, other.labels, strict=False)
+    )
+    return replace(one, labels=labels)
+
+
 def page(title: str, pictures: Sequence[Picture]) -> str:
-    """Several pictures in one HTML page that needs no other file and no network."""
+    """Several pictures in one HTML page that needs no other file and no network.
+
+    >>> picture = head_grid([[0.1, 0.7], [0.4, 0.2]], "nats", title="Entropy")
+    >>> page("Two heads", [picture, picture]).count("<figure>")
+    2
+    """
     figures = "".join(
         f"<figure>{picture.svg()}{_table(picture.drawing)}</figure>" for picture in pictures
     )
@@ -282,6 +436,8 @@ _PAGE_STYLE = (
 
 def _table(drawing: Drawing) -> str:
     """The numbers of a picture written out, to be opened under it; none of them for a large map."""
+    if isinstance(drawing, Panels):
+        return "".join(map(_table, drawing.parts))
     if isinstance(drawing, Bars):
         head: tuple[str, ...] = ("", drawing.unit)
         rows: Sequence[Sequence[float]] = [(value,) for value in drawing.values]
@@ -297,7 +453,8 @@ def _table(drawing: Drawing) -> str:
         for name, row in zip(names, rows, strict=True)
     )
     return (
-        '<details><summary>The numbers</summary><div class="numbers"><table><thead><tr>'
+        f"<details><summary>The numbers: {html.escape(drawing.title)}</summary>"
+        '<div class="numbers"><table><thead><tr>'
         f"{top}</tr></thead><tbody>{body}</tbody></table></div></details>"
     )
 

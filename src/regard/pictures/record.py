@@ -45,6 +45,8 @@ class Cells:
     unit: str
     caption: str = ""
     marks: frozenset[tuple[int, int]] = frozenset()  # cells to point out
+    limits: tuple[float, float] | None = None  # the ends of the colours, where they are shared
+    around_zero: bool = False  # a difference, which has two sides even where one is empty
 
     @cached_property
     def extremes(self) -> tuple[float, float]:
@@ -54,7 +56,7 @@ class Cells:
 
     @property
     def signed(self) -> bool:
-        return self.extremes[0] < 0
+        return self.around_zero or self.extremes[0] < 0
 
     @cached_property
     def scale(self) -> tuple[float, float]:
@@ -63,10 +65,14 @@ class Cells:
         In a large map a few cells may tower over the rest, as the first queries of a text do, who
         have few keys to choose from. Then the colours end below them: see ``beyond``.
         """
+        if self.limits is not None:
+            return self.limits
         low, high = self.extremes
-        if low < 0:
-            reach = max(-low, high)
+        if self.signed:
+            reach = max(-low, high) or 1.0
             return -reach, reach
+        if low < high / 20:
+            low = 0.0  # as good as none: a round end is easier to read
         above = sorted(value for row in self.values for value in row if value > low)
         if len(above) >= MANY:
             usual = above[int(len(above) * 0.99)]
@@ -92,7 +98,22 @@ class Bars:
     caption: str = ""
 
 
-Drawing = Cells | Bars
+@dataclass(frozen=True)
+class Panels:
+    """Several fields of numbers in one picture, each with its own colours."""
+
+    title: str
+    parts: tuple[Cells, ...]
+    caption: str = ""
+
+    @property
+    def axes(self) -> str:
+        """What lies along the sides, where it is the same for all."""
+        names = {(part.rows.name, part.columns.name) for part in self.parts}
+        return "{} down, {} across".format(*names.pop()) if len(names) == 1 else ""
+
+
+Drawing = Cells | Bars | Panels
 
 
 def printable(text: str) -> str:

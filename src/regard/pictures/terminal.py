@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from typing import Literal, NamedTuple
 
@@ -21,6 +22,7 @@ from regard.pictures.record import (
     Bars,
     Cells,
     Drawing,
+    Panels,
     brief,
     number,
     shorten,
@@ -28,10 +30,14 @@ from regard.pictures.record import (
     wrap,
 )
 
+_ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 Colouring = Literal["truecolor", "256", "none"]
 PLAIN = " .:-=+*#%@"  # from nothing to most, by ink
+BELOW = " 123456789"  # the same below 0
 NARROWEST = 40
 TALLEST = 100  # lines of cells
+SCREEN = 64  # lines; numbers inside cells are not worth more of them
+APART = 3  # columns between panels
 
 
 class Pen(NamedTuple):
@@ -76,7 +82,13 @@ def draw(drawing: Drawing, width: int, color: Colouring, dark: bool) -> str:
     if width < NARROWEST:
         raise InputError(f"A picture needs {NARROWEST} columns or more, but got {width}.")
     pen = Pen(color, dark)
-    body = _cells(drawing, width, pen) if isinstance(drawing, Cells) else _bars(drawing, width, pen)
+    match drawing:
+        case Cells():
+            body = _cells(drawing, width, pen)
+        case Panels():
+            body = _panels(drawing, width, pen)
+        case Bars():
+            body = _bars(drawing, width, pen)
     title = [pen.strong(line) for line in wrap(drawing.title, width)]
     return "\n".join(line.rstrip() for line in [*title, *body]) + "\n"
 
@@ -84,25 +96,43 @@ def draw(drawing: Drawing, width: int, color: Colouring, dark: bool) -> str:
 # Cells -----------------------------------------------------------------------------------------
 
 
-def _cells(cells: Cells, width: int, pen: Pen) -> list[str]:
-    scale, signed = cells.scale, cells.signed  # of all the numbers, also of those not drawn singly
+class _Plan(NamedTuple):
+    """How the cells are drawn: which of them, how wide, and with or without their numbers."""
+
+    shown: Cells
+    note: str  # where several numbers share a cell
+    beside: int  # columns for the labels of rows
+    side: int  # columns of a cell
+    numbered: bool
+
+
+def _plan(cells: Cells, width: int, pen: Pen, numbers: bool = True) -> _Plan:
     beside = _label_width(cells.rows, width)
     room = width - beside - 1
     shown, note = _fitted(cells, room, pen)
     count = len(shown.values[0])
-    inside = brief(shown.values)
-    longest = max(len(text) for row in inside for text in row)
-    if any(mark for mark in shown.marks):
+    longest = max(len(text) for row in brief(shown.values) for text in row)
+    if shown.marks:
         longest += 1  # for the sign of a mark
     named = max((width_of(label) for label in shown.columns.labels), default=0)
     side = min(room // count, max(min(named, 10), longest) + 2)
-    numbered = side > longest and bool(shown.columns.labels and shown.rows.labels)
-    if not numbered:
-        side = min(room // count, 2)
+    numbered = numbers and side > longest and bool(shown.columns.labels and shown.rows.labels)
+    return _Plan(shown, note, beside, side if numbered else min(room // count, 2), numbered)
+
+
+def _cells(cells: Cells, width: int, pen: Pen, *, numbers: bool = True) -> list[str]:
+    drawn = _grid(cells, _plan(cells, width, pen, numbers), width, pen)
+    return [pen.muted(f"{cells.rows.name} down, {cells.columns.name} across"), *drawn]
+
+
+def _grid(cells: Cells, plan: _Plan, width: int, pen: Pen) -> list[str]:
+    """The cells with their labels, the legend and the caption."""
+    scale, signed = cells.scale, cells.signed  # of all the numbers, also of those not drawn singly
+    shown, note, beside, side, numbered = plan
+    count, inside = len(shown.values[0]), brief(shown.values)
     halved = side == 1 and pen.color != "none" and not shown.rows.labels
 
-    lines = [pen.muted(f"{cells.rows.name} down, {cells.columns.name} across")]
-    lines += [" " * (beside + 1) + line for line in _header(shown.columns, side, pen)]
+    lines = [" " * (beside + 1) + line for line in _header(shown.columns, side, pen)]
     ticks = {int(place): text for place, text in shown.rows.ticks(8)} if shown.rows.span else {}
     palette = pen.palette(signed)
 
@@ -129,9 +159,54 @@ def _cells(cells: Cells, width: int, pen: Pen) -> list[str]:
     return [*lines, "", *_legend(cells, width, pen), *_notes(cells.caption, note, width, pen)]
 
 
+def _panels(panels: Panels, width: int, pen: Pen) -> list[str]:
+    """Panels side by side: with their numbers if those fit a screen, else as many as shades fit."""
+
+    def room(across: int) -> int:
+        return (width - APART * (across - 1)) // across
+
+    def plans(across: int, numbers: bool) -> list[_Plan]:
+        return [_plan(part, room(across), pen, numbers) for part in panels.parts]
+
+    def fits(across: int) -> bool:
+        lines = -(-len(panels.parts) // across) * (len(panels.parts[0].values) + 6)
+        return lines <= SCREEN and all(plan.numbered for plan in plans(across, True))
+
+    most = min(len(panels.parts), 3)
+    numbered = next((across for across in range(most, 0, -1) if fits(across)), 0)
+    # A shade wants two columns to be near a square; a map of many cells takes what there is.
+    shaded = next(
+        (a for a in range(most, 1, -1) if all(plan.side == 2 for plan in plans(a, False))), 1
+    )
+    across = numbered or shaded
+    columns = room(across)
+    lines = [pen.muted(panels.axes)] if panels.axes else []
+    for first in range(0, len(panels.parts), across):
+        drawn = [
+            [*map(pen.strong, wrap(part.title, columns)), *_grid(part, plan, columns, pen)]
+            for part, plan in zip(panels.parts, plans(across, bool(numbered)), strict=True)
+        ][first : first + across]
+        if lines:
+            lines.append("")
+        lines += _beside(drawn, columns)
+    return [*lines, *([""] if panels.caption else []), *_notes(panels.caption, "", width, pen)]
+
+
+def _beside(blocks: Sequence[Sequence[str]], columns: int) -> list[str]:
+    """Blocks of lines side by side."""
+    tallest = max(map(len, blocks))
+    return [
+        (" " * APART).join(
+            line + " " * (columns - width_of(_ESCAPES.sub("", line)))
+            for line in (block[index] if index < len(block) else "" for block in blocks)
+        )
+        for index in range(tallest)
+    ]
+
+
 def _label_width(axis: Axis, width: int) -> int:
     if axis.labels:
-        return min(max(map(width_of, axis.labels)), max(width // 4, 8))
+        return min(max(map(width_of, axis.labels)), max(width // 4, 10))
     return len(f"{axis.start + axis.span:,}")
 
 
@@ -235,8 +310,9 @@ def _cell(
 
 
 def _plain(shade: int, signed: bool) -> str:
-    strength = abs(2 * shade - (LEVELS - 1)) if signed else shade
-    return PLAIN[min(strength * len(PLAIN) // LEVELS, len(PLAIN) - 1)]
+    strength = 2 * shade - (LEVELS - 1) if signed else shade
+    signs = PLAIN if strength >= 0 else BELOW
+    return signs[min(abs(strength) * len(signs) // LEVELS, len(signs) - 1)]
 
 
 def _half_blocks(
@@ -252,19 +328,20 @@ def _half_blocks(
 
 
 def _legend(cells: Cells, width: int, pen: Pen) -> list[str]:
-    low, high = cells.scale
+    left, right = (number(end) for end in cells.scale)
+    room = width - len(left) - len(right) - 2
     if pen.color == "none":
-        strip = f"[{PLAIN[:0:-1]}{PLAIN}]" if cells.signed else f"[{PLAIN}]"
+        signs = f"{BELOW[:0:-1]}{PLAIN}" if cells.signed else PLAIN
+        skip = -(-len(signs) // max(room - 2, 1))  # of a narrow panel, some steps only
+        length = len(strip := f"[{signs[::skip]}]")
     else:
         palette = pen.palette(cells.signed)
-        steps = min(28, width // 4)
+        length = min(28, max(width // 4, 6), max(room, 2))
         strip = "".join(
-            pen(" ", None, palette[i * (LEVELS - 1) // (steps - 1)]) for i in range(steps)
+            pen(" ", None, palette[i * (LEVELS - 1) // (length - 1)]) for i in range(length)
         )
-    left, right = number(low), number(high)
-    drawn = len(left) + (len(strip) if pen.color == "none" else steps) + len(right) + 3
     unit = f"{cells.beyond} {cells.unit}".strip()
-    if drawn + width_of(unit) <= width:
+    if length + 1 + width_of(unit) <= room:
         return [f"{left} {strip} {right} {pen.muted(unit)}"]
     return [f"{left} {strip} {right}", *map(pen.muted, wrap(unit, width))]
 

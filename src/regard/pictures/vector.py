@@ -9,16 +9,17 @@ import math
 import struct
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
 from regard.errors import InputError
-from regard.pictures.colours import LEVELS, hexadecimal, level, ramp, roles, written_on
+from regard.pictures.colours import LEVELS, Colour, hexadecimal, level, ramp, roles, written_on
 from regard.pictures.record import (
     Axis,
     Bars,
     Cells,
     Drawing,
+    Panels,
     brief,
     number,
     shorten,
@@ -29,6 +30,7 @@ from regard.pictures.record import (
 MARGIN = 20.0
 PLOT = 640.0  # the longest side of the cells together
 LARGEST = 40.0  # the side of a cell, at most
+WIDEST = 1500.0  # of several panels side by side
 FONT = 12.0
 ADVANCE = 0.602  # the width of a letter of the fixed-width font, as a part of its size
 LONGEST = 16  # letters of a label, at most
@@ -42,7 +44,15 @@ FALLBACKS = (
     "Hiragino Sans", "Microsoft YaHei", "Arial Unicode MS",
 )  # fmt: skip
 
-Paint = str | int  # a role, or a shade of the data
+
+class Shade(NamedTuple):
+    """A shade of the data."""
+
+    level: int
+    signed: bool  # whether the colours are those for two signs
+
+
+Paint = str | Shade  # a role, or the data
 Anchor = Literal["start", "middle", "end"]
 
 
@@ -77,6 +87,7 @@ class Image:
     width: float
     height: float
     shades: Sequence[Sequence[int | None]]
+    signed: bool
 
 
 @dataclass
@@ -85,7 +96,6 @@ class Scene:
 
     title: str
     description: str
-    signed: bool
     width: float = 0.0
     height: float = 0.0
     shapes: list[Box | Words | Image] = field(default_factory=list)
@@ -93,18 +103,26 @@ class Scene:
 
 def lay_out(drawing: Drawing) -> Scene:
     """The shapes of a picture."""
-    return _lay_out_cells(drawing) if isinstance(drawing, Cells) else _lay_out_bars(drawing)
+    match drawing:
+        case Cells():
+            return _lay_out_cells(drawing)
+        case Panels():
+            return _lay_out_panels(drawing)
+        case Bars():
+            return _lay_out_bars(drawing)
 
 
 # Laying out ------------------------------------------------------------------------------------
 
 
-def _lay_out_cells(cells: Cells) -> Scene:
+def _lay_out_cells(
+    cells: Cells, plot: float = PLOT, largest: float = LARGEST, least: float = 380.0
+) -> Scene:
     rows, columns = len(cells.values), len(cells.values[0])
     # Cells are near squares, but a map of few rows is no thread.
-    wide, high = (min(PLOT / count, LARGEST) for count in (columns, rows))
+    wide, high = (min(plot / count, largest) for count in (columns, rows))
     wide, high = min(wide, max(high, 18.0)), min(high, max(wide, 18.0))
-    scene = Scene(cells.title, cells.caption, cells.signed)
+    scene = Scene(cells.title, cells.caption)
     rows_shown = _shown(cells.rows, math.ceil((FONT + 2) / high))
     columns_shown = _shown(cells.columns, math.ceil((FONT + 6) / wide))  # room for a slant
     across, upward = (
@@ -133,9 +151,34 @@ def _lay_out_cells(cells: Cells) -> Scene:
         right = max(right, left + place * wide + width_of(text) * FONT * ADVANCE * 0.71 + 8)
 
     _fill(scene, cells, left, top, wide, high)
-    scene.width = max(right + MARGIN, 380.0)
+    scene.width = max(right + MARGIN, least)
     y = _legend(scene, cells, left, bottom + 18)
     scene.height = _caption(scene, cells.caption, y) + MARGIN
+    return scene
+
+
+def _lay_out_panels(panels: Panels) -> Scene:
+    """Panels in rows of as many as a wide page holds, at most three."""
+    scenes = [
+        _lay_out_cells(part, plot=WIDEST / 3 - 140, largest=32.0, least=260.0)
+        for part in panels.parts
+    ]
+    across = next((count for count in (3, 2) if max(s.width for s in scenes) * count <= WIDEST), 1)
+    across = min(across, len(scenes))
+    widths = [max(scene.width for scene in scenes[start::across]) for start in range(across)]
+    scene = Scene(panels.title, panels.caption)
+    y = _heading(scene, panels.title, sum(widths))
+    for first in range(0, len(scenes), across):
+        row = scenes[first : first + across]
+        x = 0.0
+        for part, width in zip(row, widths, strict=False):
+            scene.shapes += [
+                replace(shape, x=shape.x + x, y=shape.y + y - MARGIN / 2) for shape in part.shapes
+            ]
+            x += width
+        y += max(part.height for part in row) - MARGIN / 2
+    scene.width = max(sum(widths), 380.0)
+    scene.height = _caption(scene, panels.caption, y) + MARGIN
     return scene
 
 
@@ -155,7 +198,9 @@ def _fill(scene: Scene, cells: Cells, left: float, top: float, wide: float, high
     shades = [[None if math.isnan(v) else level(v, low, most) for v in row] for row in cells.values]
     columns = len(shades[0])
     if len(shades) * columns > MOST_SHAPES:
-        scene.shapes.append(Image(left, top, wide * columns, high * len(shades), shades))
+        scene.shapes.append(
+            Image(left, top, wide * columns, high * len(shades), shades, cells.signed)
+        )
         return
     inside = brief(cells.values)
     longest = max(len(text) for row in inside for text in row)
@@ -170,13 +215,12 @@ def _fill(scene: Scene, cells: Cells, left: float, top: float, wide: float, high
             tip += f"{cells.values[r][c]:.6g} {cells.unit}"
             x, y = left + c * wide, top + r * high
             marked = (r, c) in cells.marks
-            boxes.append(Box(x, y, wide - gap, high - gap, shade, tip, marked))
+            paint = Shade(shade, cells.signed)
+            boxes.append(Box(x, y, wide - gap, high - gap, paint, tip, marked))
             if roomy:
-                paint = written_on(shade, scene.signed) if cells.values[r][c] else "muted"
+                ink = written_on(shade, cells.signed) if cells.values[r][c] else "muted"
                 at = (x + (wide - gap) / 2, y + high / 2 + 3.5)
-                words.append(
-                    Words(*at, inside[r][c], paint, 10.5, "middle", mono=True, bold=marked)
-                )
+                words.append(Words(*at, inside[r][c], ink, 10.5, "middle", mono=True, bold=marked))
     boxes.sort(key=lambda box: box.outlined)  # an outline lies over its neighbours
     scene.shapes += [*boxes, *words]
 
@@ -190,7 +234,7 @@ def _name(axis: Axis, index: int) -> str:
 
 
 def _lay_out_bars(bars: Bars) -> Scene:
-    scene = Scene(bars.title, bars.caption, False)
+    scene = Scene(bars.title, bars.caption)
     names = [shorten(label, 2 * LONGEST) for label in bars.labels]
     across = max(map(width_of, names)) * FONT * ADVANCE
     top = _heading(scene, bars.title, across + 420) + 8
@@ -237,7 +281,8 @@ def _legend(scene: Scene, cells: Cells, left: float, y: float) -> float:
         shade = round(index * (LEVELS - 1) / (steps - 1))
         # Each box reaches under the next, so that no seam shows.
         extent = length / steps + (1 if index < steps - 1 else 0)
-        scene.shapes.append(Box(x + index * length / steps, y, extent, 11, shade))
+        paint = Shade(shade, cells.signed)
+        scene.shapes.append(Box(x + index * length / steps, y, extent, 11, paint))
     x += length + 8
     scene.shapes.append(Words(x, y + 10, number(most), "ink", 11, mono=True))
     x += width_of(number(most)) * 11 * ADVANCE + 10
@@ -265,9 +310,7 @@ def svg(scene: Scene) -> str:
         f'viewBox="0 0 {scene.width:.0f} {scene.height:.0f}" role="img" class="regard">'
         f"<title>{html.escape(scene.title)}</title><desc>{html.escape(scene.description)}</desc>"
         f"<style>{_style(scene)}</style>"
-        f'<rect class="paper" {size}/>'
-        + "".join(_svg_shape(shape, scene.signed) for shape in scene.shapes)
-        + "</svg>"
+        f'<rect class="paper" {size}/>' + "".join(map(_svg_shape, scene.shapes)) + "</svg>"
     )
 
 
@@ -286,10 +329,9 @@ def _style(scene: Scene) -> str:
 def _colours(scene: Scene, *, dark: bool) -> str:
     """The rules for light or for dark."""
     boxes = (shape.paint for shape in scene.shapes if isinstance(shape, Box))
-    shades = sorted({paint for paint in boxes if isinstance(paint, int)})
-    colours = {_class(name, False): rgb for name, rgb in roles(dark).items()}
-    of_data = ramp(dark=dark, signed=scene.signed)
-    colours |= {_class(shade, scene.signed): of_data[shade] for shade in shades}
+    shades = sorted({paint for paint in boxes if isinstance(paint, Shade)})
+    colours = dict(roles(dark))
+    colours |= {_class(shade): _colour(shade, dark) for shade in shades}
     rules = [f".regard .{name}{{fill:{hexadecimal(rgb)}}}" for name, rgb in colours.items()]
     rules.append(f".regard .outlined{{stroke:{hexadecimal(roles(dark)['ink'])}}}")
     rules.append(f".regard .{'day' if dark else 'night'}{{display:none}}")
@@ -297,22 +339,27 @@ def _colours(scene: Scene, *, dark: bool) -> str:
     return "".join(rules)
 
 
-def _class(paint: Paint, signed: bool) -> str:
+def _colour(shade: Shade, dark: bool) -> Colour:
+    return ramp(dark=dark, signed=shade.signed)[shade.level]
+
+
+def _class(paint: Paint) -> str:
     """Pictures side by side in one page share their classes, so each name means one colour."""
-    return paint if isinstance(paint, str) else f"{'d' if signed else 's'}{paint}"
+    return paint if isinstance(paint, str) else f"{'d' if paint.signed else 's'}{paint.level}"
 
 
-def _svg_shape(shape: Box | Words | Image, signed: bool) -> str:
+def _svg_shape(shape: Box | Words | Image) -> str:
     if isinstance(shape, Image):
         at = _attributes(x=shape.x, y=shape.y, width=shape.width, height=shape.height)
         return "".join(
-            f'<image class="{name}" {at} preserveAspectRatio="none" href="data:image/png;base64,'
-            f'{base64.b64encode(_png_of(shape.shades, ramp(dark=dark, signed=signed))).decode()}"/>'
+            f'<image class="{name}" {at} preserveAspectRatio="none" '
+            f'href="data:image/png;base64,{base64.b64encode(image).decode()}"/>'
             for name, dark in (("day", False), ("night", True))
+            for image in [_png_of(shape.shades, ramp(dark=dark, signed=shape.signed))]
         )
     if isinstance(shape, Box):
         at = _attributes(x=shape.x, y=shape.y, width=shape.width, height=shape.height)
-        kind = _class(shape.paint, signed) + (" outlined" if shape.outlined else "")
+        kind = _class(shape.paint) + (" outlined" if shape.outlined else "")
         if not shape.tip:
             return f'<rect class="{kind}" {at}/>'
         return f'<rect class="{kind}" {at}><title>{html.escape(shape.tip)}</title></rect>'
@@ -373,9 +420,7 @@ def png(scene: Scene, *, dark: bool) -> bytes:
             "A PNG is drawn by matplotlib, which is not installed: pip install 'regard[pictures]'. "
             "SVG, HTML and text need nothing."
         ) from None
-    paints: dict[Paint, str] = {name: hexadecimal(rgb) for name, rgb in roles(dark).items()}
-    palette = ramp(dark=dark, signed=scene.signed)
-    paints |= {shade: hexadecimal(rgb) for shade, rgb in enumerate(palette)}
+    paints = {name: hexadecimal(rgb) for name, rgb in roles(dark).items()}
     known = set(get_font_names())
     fonts = {
         mono: [name for name in ((MONOSPACED,) if mono else ()) + FALLBACKS if name in known]
@@ -389,7 +434,12 @@ def png(scene: Scene, *, dark: bool) -> bytes:
     axes.add_collection(
         PatchCollection(
             [Rectangle((box.x, box.y), box.width, box.height) for box in boxes],
-            facecolors=[paints[box.paint] for box in boxes],
+            facecolors=[
+                paints[box.paint]
+                if isinstance(box.paint, str)
+                else hexadecimal(_colour(box.paint, dark))
+                for box in boxes
+            ],
             edgecolors=[paints["ink"] if box.outlined else "none" for box in boxes],
             linewidths=[1.5 if box.outlined else 0 for box in boxes],
         )
@@ -404,7 +454,7 @@ def png(scene: Scene, *, dark: bool) -> bytes:
                 weight="bold" if shape.bold else "normal", parse_math=False,
             )  # fmt: skip
         elif isinstance(shape, Image):
-            clear = (0, 0, 0, 0)
+            clear, palette = (0, 0, 0, 0), ramp(dark=dark, signed=shape.signed)
             pixels = [
                 [clear if s is None else (*palette[s], 255) for s in row] for row in shape.shades
             ]
