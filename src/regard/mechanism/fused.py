@@ -82,6 +82,8 @@ def unsupported(call: Call) -> str | None:
     if call.see is not None:
         if call.see.top:
             return "the kernels do not keep the top keys."
+        if call.see.pairs is not None:
+            return "the kernels do not look at single pairs."
         if call.see.weights:
             return "all weights at once are not streamed: rows and map are."
     if call.wants_gradient and torch.are_deterministic_algorithms_enabled():
