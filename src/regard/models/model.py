@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from regard import checkpoints
@@ -402,6 +403,23 @@ class Stack(Recomputing):
 # ------------------------------------------------------------------------------------- the model
 
 
+class _Unfilled(TorchFunctionMode):
+    """Within, nothing is filled with random numbers.
+
+    Without numbers there is nothing to fill, and PyTorch would load its compiler to find out, which
+    takes two seconds.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        del types
+        given = dict(kwargs or {})
+        if getattr(func, "__module__", None) == nn.init.__name__:
+            return given.get("tensor", args[0] if args else None)
+        return func(*args, **given)
+
+
 class Model(nn.Module):
     """The base of every model: a config, a key map, and with them load and save."""
 
@@ -457,7 +475,7 @@ class Model(nn.Module):
         config = cls.read_config(source.config)
         keys = cls.keys(config)
         names = keys.names(source.entries)
-        with torch.device("meta"):
+        with torch.device("meta"), _Unfilled():
             model = cls(config)
         expected = model.state_dict()
         found = keys.apply(names, source.meta)
@@ -495,7 +513,7 @@ class Model(nn.Module):
         matrices, or by patterns of their names, as ``{"embed": "int8", "": "int4"}``. Weights over
         ``shard_bytes`` are cut into several files.
         """
-        with torch.device("meta"):
+        with torch.device("meta"), _Unfilled():
             expected = type(self)(self.config).state_dict()
         held = self.state_dict()
         if held.keys() != expected.keys():
