@@ -6,6 +6,8 @@ import os
 
 import torch
 
+collect_ignore = ["fixtures"]  # what made them needs other versions of everything
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers share the cores; threads on top of them only wait
 

@@ -312,7 +312,6 @@ def test_a_long_text_read_at_once_needs_memory_by_its_length(what: dict[str, obj
 
 def test_what_it_takes_is_told_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(plan, "LONG", 32)
-    monkeypatch.setattr(plan, "MEASURED", 16)
     told: list[Plan] = []
     done: list[tuple[int, int]] = []
 

@@ -54,6 +54,6 @@ class UnknownModelError(CheckpointError, InputError):
     >>> try:
     ...     load("./nowhere")
     ... except UnknownModelError as error:
-    ...     print(str(error)[:30])
+    ...     print(str(error)[:29])
     There is no folder ./nowhere.
     """
