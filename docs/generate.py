@@ -122,7 +122,13 @@ def without_example() -> list[str]:
 
 
 def _place(thing: Any) -> tuple[str, int]:
+    if not _ours(thing):  # wherever the other library is installed, it comes last
+        return "~", 0
     return inspect.getsourcefile(thing) or "", inspect.getsourcelines(thing)[1]
+
+
+def _ours(thing: Any) -> bool:
+    return str(getattr(thing, "__module__", "regard")).partition(".")[0] == "regard"
 
 
 def api_pages() -> dict[str, str]:
@@ -154,6 +160,9 @@ def api_pages() -> dict[str, str]:
 
 
 def _entry(name: str, thing: Any, home: str) -> Iterator[str]:
+    if not _ours(thing):
+        yield from (f"## {name}", "", f"PyTorch's own: `{thing.__module__}.{name}`.", "")
+        return
     yield from (f"## {name}", "", "```python", _signature(f"{home}.{name}", thing), "```", "")
     yield from (_markdown(inspect.getdoc(thing) or ""), "")
     if not inspect.isclass(thing):
