@@ -124,7 +124,8 @@ def without_example() -> list[str]:
 def _place(thing: Any) -> tuple[str, int]:
     if not _ours(thing):  # wherever the other library is installed, it comes last
         return "~", 0
-    return inspect.getsourcefile(thing) or "", inspect.getsourcelines(thing)[1]
+    # By module, not by path: a context manager's function has contextlib's, wherever Python lies.
+    return thing.__module__, inspect.getsourcelines(thing)[1]
 
 
 def _ours(thing: Any) -> bool:
