@@ -38,6 +38,7 @@ from regard.mechanism.call import Call, check
 from regard.mechanism.masks import Mask
 from regard.mechanism.native import building
 from regard.mechanism.seeing import Seen
+from regard.quantizing import Quantized
 
 COMPILER = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
 BATCH, HEADS, KEY_HEADS, QUERIES, KEYS = 2, 4, 2, 251, 333
@@ -382,3 +383,10 @@ def test_it_is_built_once_and_for_any_machine(
     for dtype in (torch.float32, torch.bfloat16):
         for name in ("causal", "buckets in a window"):
             test_the_kernel_says_what_the_definition_says(name, dtype)
+
+    torch.manual_seed(0)
+    weight, bias, x = torch.randn(70, 130), torch.randn(70), torch.randn(20, 130)
+    plain = Quantized(weight, bias)(x)
+    monkeypatch.undo()
+    # Without fused multiply-add an input may be rounded the other way, a step of at most 1/127.
+    torch.testing.assert_close(plain, Quantized(weight, bias)(x), rtol=0, atol=0.1)

@@ -13,6 +13,7 @@ import test_models_t5
 import test_models_transformer
 from regard import InputError, TransformerXL, load
 from regard.decoding import Beam, Greedy, generate
+from regard.mechanism.native import building
 from regard.models import Bert
 from regard.quantizing import Quantized, arrange, quantize
 from test_models_bert import minilm
@@ -113,6 +114,19 @@ def test_rows_of_zeros_give_the_bias_and_nan_stays_nan() -> None:
     assert y[0].tolist() == list(range(20))
     assert y[1].isnan().all()
     assert y[2].isfinite().all()
+
+
+def test_tiny_rows_count_as_zeros_and_huge_ones_do_not_overflow() -> None:
+    layer = Quantized(torch.randn(20, 30), torch.arange(20.0))
+    assert layer(torch.full((1, 30), 1e-40))[0].tolist() == list(range(20))
+    assert layer(torch.full((1, 30), 1e30)).isfinite().all()
+
+
+def test_without_a_compiler_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    test_models_gpt2.theirs().save_pretrained(tmp_path)
+    monkeypatch.setattr(building, "library", lambda: "there is no C++ compiler.")
+    with pytest.raises(InputError, match=r"cannot be had here: there is no C\+\+ compiler"):
+        quantize(load(tmp_path))
 
 
 def test_what_cannot_be_is_refused(tmp_path: Path) -> None:

@@ -20,9 +20,12 @@ from torch.nn.functional import pad
 
 from regard.errors import InputError
 from regard.layers import Block
+from regard.mechanism.native import building
 from regard.models.model import Model
 
 M = TypeVar("M", bound=nn.Module)
+
+PANEL, QUAD, DEPTH = 32, 4, 64  # how linear.cpp takes weights
 
 
 class Arranged(nn.Module):
@@ -47,29 +50,36 @@ class Quantized(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         weight = weight.detach().float()
-        scale = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        whole = (weight / scale[:, None]).round().to(torch.int8)
-        self.weight = torch.ops.onednn.qlinear_prepack(whole, None)
-        self.scale, self.zeros = scale, torch.zeros(len(scale), dtype=torch.int32)
-        self.bias = None if bias is None else bias.detach().float()
-        self.most = torch.tensor(127.0)
-        # For few rows and small weights oneDNN has no fast kernel: they get company.
-        self.least = 16 if min(weight.shape) < 512 else 1
+        self.outputs, inputs = weight.shape
+        self.scale = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        whole = (weight / self.scale[:, None]).round().to(torch.int8)
+        self.sums = whole.sum(1, dtype=torch.int32)
+        whole = pad(whole, (0, -inputs % DEPTH, 0, -self.outputs % PANEL))
+        self.depth = whole.shape[1]
+        panels = whole.view(-1, PANEL, self.depth // QUAD, QUAD).transpose(1, 2)
+        self.weight = panels.contiguous()  # [panels, depth / QUAD, PANEL, QUAD]
+        self.bias = None if bias is None else bias.detach().float().contiguous()
+        library = building.library()
+        assert not isinstance(library, str), library
+        self.linear, self.tiles = library.linear, library.has_tiles()
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., inputs]."""
-        wide = x.float().view(-1, x.shape[-1])
-        rows = len(wide)
-        # A row of zeros is divided by 0 and becomes anything, which at the end is divided by inf.
-        scale = self.most / wide.abs().amax(-1, keepdim=True)
-        whole = (wide * scale).round_().to(torch.int8)
-        if rows < self.least:
-            whole = pad(whole, (0, 0, 0, self.least - rows))
-        y = torch.ops.onednn.qlinear_pointwise(
-            whole, 1.0, 0, self.weight, self.scale, self.zeros, None,
-            1.0, 0, torch.float32, "none", [], "",
-        )[:rows]  # fmt: skip
-        y = y.div_(scale) if self.bias is None else torch.addcdiv(self.bias, y, scale)
+        rows = x.float().reshape(-1, x.shape[-1]).contiguous()
+        y = rows.new_empty(len(rows), self.outputs)
+        self.linear(
+            self.weight.data_ptr(),
+            self.sums.data_ptr(),
+            self.scale.data_ptr(),
+            None if self.bias is None else self.bias.data_ptr(),
+            rows.data_ptr(),
+            y.data_ptr(),
+            *rows.shape,
+            self.outputs,
+            self.depth,
+            torch.get_num_threads(),
+            self.tiles,
+        )
         return y.view(*x.shape[:-1], -1).to(x.dtype)
 
 
@@ -112,11 +122,16 @@ def arrange(model: M) -> M:
             raise InputError(
                 f"arrange takes weights in float32 or bfloat16, but got {parameter.dtype}."
             )
+    if not torch._C._has_mkldnn:
+        raise InputError("This build of PyTorch has no oneDNN, which computes such layers.")
     return _replace(model, Arranged)
 
 
 def quantize(model: M) -> M:
     """Make all linear layers int8; everything between them stays as it is.
+
+    They are computed by a kernel that is built on this machine when first needed, which takes a C++
+    compiler and some seconds.
 
     >>> from regard import GPT2, GPT2Config
     >>> model = GPT2(GPT2Config(vocabulary=10, dim=16, depth=1, heads=2)).eval()
@@ -126,13 +141,13 @@ def quantize(model: M) -> M:
     >>> torch.allclose(before, after, atol=0.02)
     True
     """
+    if isinstance(reason := building.library(), str):
+        raise InputError(f"Layers of int8 need a kernel that cannot be had here: {reason}")
     return _replace(model, Quantized)
 
 
 def _replace(model: M, make: Callable[[Tensor, Tensor | None], nn.Module]) -> M:
     """Put a layer of ``make`` in the place of every linear layer, and of the output."""
-    if not torch._C._has_mkldnn:
-        raise InputError("This build of PyTorch has no oneDNN, which computes such layers.")
     if model.training:
         raise InputError("A model in training keeps its layers. Call model.eval() first.")
     if any(tensor.device.type != "cpu" for tensor in model.parameters()):

@@ -13,7 +13,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-_SOURCES = [Path(__file__).with_name(name) for name in ("seeing.cpp", "products.h")]
+_SOURCES = [Path(__file__).with_name(name) for name in ("seeing.cpp", "linear.cpp", "products.h")]
 _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-Wno-psabi")
 
 
@@ -58,7 +58,7 @@ def library() -> ctypes.CDLL | str:
             folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder) as workshop:
                 fresh = Path(workshop) / built.name
-                _compile([*command, "-o", str(fresh), str(_SOURCES[0])])
+                _compile([*command, "-o", str(fresh), *map(str, _SOURCES[:2])])
                 fresh.replace(built)  # whole, or not at all
         loaded = ctypes.CDLL(str(built))
     except subprocess.SubprocessError as error:
@@ -69,6 +69,8 @@ def library() -> ctypes.CDLL | str:
     task, sizes = ctypes.POINTER(Task), ctypes.POINTER(ctypes.c_int64)
     loaded.sizes.argtypes, loaded.sizes.restype = (task, ctypes.c_int, sizes), None
     loaded.run.argtypes = (task, ctypes.c_int)
+    pointers, counts = [ctypes.c_void_p] * 6, [ctypes.c_int64] * 5
+    loaded.linear.argtypes, loaded.linear.restype = (*pointers, *counts, ctypes.c_int), None
     return loaded
 
 

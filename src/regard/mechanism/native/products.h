@@ -1,11 +1,14 @@
-// Vectors, powers of e, and matrix products: what seeing.cpp is made of.
+// Vectors, powers of e, matrix products and threads: what the kernels are made of.
 //
 // Vectors are those of GCC and Clang, so the compiler chooses the instructions. Only the product in
 // bfloat16 is written for one machine: Intel's tiles (AMX), which multiply it into float32.
 
 #pragma once
 
+#include <omp.h>
+
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -52,6 +55,15 @@ float sum(Floats values) {
 }
 
 int64_t up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
+
+typedef uint16_t BFloat;
+
+BFloat to_bfloat(float value) {
+    uint32_t bits;
+    std::memcpy(&bits, &value, 4);
+    if (std::isnan(value)) return 0x7fc0;
+    return BFloat((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to the nearest, ties to even
+}
 
 // e to the power of x, LOWEST <= x <= 87: 2^n e^r with |r| <= log(2) / 2, to about one unit in the
 // last place. The polynomial is the one of its degree that is off least, by 3.3e-9.
@@ -111,8 +123,6 @@ struct Product<float> {
 };
 
 #ifdef TILES
-typedef uint16_t BFloat;
-
 template <>
 struct Product<BFloat> {
     static constexpr int64_t STRIPE = 32, PANEL = 32, PAIR = 2, DEPTH = 32;
@@ -148,12 +158,7 @@ struct Product<BFloat> {
         _tile_stored(3, c + 16 * c_row + 16, bytes);
     }
 
-    static BFloat narrow(float value) {
-        uint32_t bits;
-        std::memcpy(&bits, &value, 4);
-        if (std::isnan(value)) return 0x7fc0;
-        return BFloat((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to the nearest, ties to even
-    }
+    static BFloat narrow(float value) { return to_bfloat(value); }
 
     static void narrow(Floats values, BFloat *to) {
         const __m256bh halves = _mm512_cvtneps_pbh((__m512)values);
@@ -174,6 +179,9 @@ struct Tiles {
     ~Tiles() { _tile_release(); }
 };
 #endif
+
+// What a thread needs that has no tiles.
+struct Nothing {};
 
 // A matrix [depth, columns] into panels of columns, zeros where it ends before the panel does.
 template <class Element>
@@ -204,6 +212,20 @@ bool finite(const Element *from, int64_t row_step, int64_t rows, int64_t columns
             largest = std::max<Bits>(largest, bits & EXPONENT);
         }
     return largest < EXPONENT;
+}
+
+// ---- threads -----------------------------------------------------------------------------------
+
+// Every unit once, each on the thread that is free first. Which one that is changes no number.
+// OpenMP, because PyTorch has it: threads of our own would compete with its own, which wait awake.
+template <class Start>
+void parallel(int64_t units, int64_t threads, Start start) {
+    std::atomic<int64_t> next{0};
+#pragma omp parallel num_threads(int(threads)) if (threads > 1)
+    {
+        auto run = start(omp_get_thread_num());
+        for (int64_t unit; (unit = next++) < units;) run(unit);
+    }
 }
 
 }  // namespace

@@ -8,8 +8,6 @@
 //     output = powers V / total
 //     sums   = powers / total, added up over rows: received, and the map
 
-#include <omp.h>
-
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -396,20 +394,6 @@ class Worker {
 };
 
 // ---- all threads -------------------------------------------------------------------------------
-
-// Every unit once, each on the thread that is free first. Which one that is changes no number.
-// OpenMP, because PyTorch has it: threads of our own would compete with its own, which wait awake.
-template <class Start>
-void parallel(int64_t units, int64_t threads, Start start) {
-    std::atomic<int64_t> next{0};
-#pragma omp parallel num_threads(int(threads)) if (threads > 1)
-    {
-        auto run = start(omp_get_thread_num());
-        for (int64_t unit; (unit = next++) < units;) run(unit);
-    }
-}
-
-struct Nothing {};
 
 // Packs keys and values, then attends. Returns whether all inputs are finite; if not,
 // it stops there.

@@ -1,0 +1,187 @@
+// y = x W^T + bias with whole numbers: weights of int8 with a scale for each output, inputs made
+// int8 with a scale for each row, products summed in int32. A quarter of the bytes to read, which is
+// what a decoding step waits for; and sums of whole numbers do not depend on their order, so a row
+// comes out the same, bit for bit, whatever stands beside it and on however many threads.
+//
+// Weights lie in panels of 32 outputs, four inputs side by side: what both kinds of instructions for
+// such products take, those of a vector (VNNI) and those of tiles (AMX).
+
+#include "products.h"
+
+#include <vector>
+
+#if defined(__AVX512VNNI__)
+#include <immintrin.h>
+#endif
+#if defined(TILES) && defined(__AMX_INT8__)
+#define BYTE_TILES
+#endif
+
+namespace {
+
+constexpr int64_t PANEL = 32, QUAD = 4;  // as in regard.quantizing
+constexpr int64_t FEW = 4, MANY = 16;    // rows that share a reading; rows from which tiles pay
+constexpr int64_t SHARED = 1 << 18;      // products that are worth a second thread
+constexpr int PARTS = PANEL / LANES;
+
+struct Layer {
+    const int8_t *weight;                  // [panels, depth / QUAD, PANEL, QUAD]
+    const int32_t *sums;                   // of each output's weights [outputs]
+    const float *scale, *bias;             // [outputs]; a bias may be missing
+    const float *x;                        // [rows, inputs]
+    float *y;                              // [rows, outputs]
+    int64_t rows, inputs, outputs, depth;  // the depth is what the inputs are padded to
+    int64_t threads;
+
+    const int8_t *panel(int64_t index) const { return weight + index * depth * PANEL; }
+    int64_t panels() const { return up(outputs, PANEL) / PANEL; }
+};
+
+// The rows as whole numbers, padded with zeros, and what each was divided by.
+struct Rows {
+    std::vector<int8_t> values;  // [rows, depth]
+    std::vector<float> scale;
+
+    Rows(const Layer &layer, int64_t rows) : values(rows * layer.depth), scale(rows) {
+        parallel(layer.rows, layer.rows < MANY ? 1 : layer.threads, [&](int64_t) {
+            return [&](int64_t row) { scale[row] = fill(layer, row); };
+        });
+    }
+
+    float fill(const Layer &layer, int64_t row) {
+        const float *x = layer.x + row * layer.inputs;
+        uint32_t largest = 0;  // sizes compare as their bits do; what is not finite is above all
+        for (int64_t k = 0; k < layer.inputs; ++k) {
+            uint32_t bits;
+            std::memcpy(&bits, x + k, 4);
+            largest = std::max(largest, bits & 0x7fffffff);
+        }
+        float most;
+        std::memcpy(&most, &largest, 4);
+        if (!std::isfinite(most)) return NAN;
+        const float factor = 127 / most;
+        if (!std::isfinite(factor)) return 0;  // next to nothing
+        int8_t *to = values.data() + row * layer.depth;
+        for (int64_t k = 0; k < layer.inputs; ++k)  // 1.5 * 2^23: rounds to a whole number
+            to[k] = int8_t((x[k] * factor + 12582912.0f) - 12582912.0f);
+        return most / 127;
+    }
+};
+
+void finish(const Layer &layer, const int32_t *sums, float scale, int64_t row, int64_t first) {
+    const int64_t count = std::min(PANEL, layer.outputs - first);
+    float *y = layer.y + row * layer.outputs + first;
+    for (int64_t j = 0; j < count; ++j) {
+        const float product = float(sums[j]) * (layer.scale[first + j] * scale);
+        y[j] = layer.bias ? product + layer.bias[first + j] : product;
+    }
+}
+
+#if defined(__AVX512VNNI__)
+// The instruction takes unsigned inputs: they are moved up by 128, and the sums back down.
+constexpr int32_t OFFSET = 128;
+
+Ints multiply(Ints sums, int32_t four, Ints weights) {
+    return (Ints)_mm512_dpbusd_epi32((__m512i)sums, _mm512_set1_epi32(four), (__m512i)weights);
+}
+#else
+constexpr int32_t OFFSET = 0;
+
+Ints multiply(Ints sums, int32_t four, Ints weights) {
+    for (int byte = 0; byte < 4; ++byte) {
+        const int left = 24 - 8 * byte;
+        sums += (weights << left >> 24) * (four << left >> 24);
+    }
+    return sums;
+}
+#endif
+
+// Some rows against one panel: weights go straight from memory into the sums.
+template <int ROWS>
+void few(const Layer &layer, const Rows &rows, int64_t row, int64_t panel) {
+    const int8_t *weight = layer.panel(panel);
+    const int8_t *x = rows.values.data() + row * layer.depth;
+    Ints sums[ROWS][PARTS] = {};
+    for (int64_t k = 0; k < layer.depth; k += QUAD, weight += QUAD * PANEL) {
+        Ints weights[PARTS];
+        std::memcpy(weights, weight, sizeof weights);
+#pragma GCC unroll 4
+        for (int r = 0; r < ROWS; ++r) {
+            uint32_t four;
+            std::memcpy(&four, x + r * layer.depth + k, 4);
+            four ^= OFFSET * 0x01010101u;  // the highest bit of each: 128 more, as unsigned
+#pragma GCC unroll 8
+            for (int part = 0; part < PARTS; ++part)
+                sums[r][part] = multiply(sums[r][part], int32_t(four), weights[part]);
+        }
+    }
+    const int64_t first = panel * PANEL, count = std::min(PANEL, layer.outputs - first);
+    for (int r = 0; r < ROWS && row + r < layer.rows; ++r) {
+        int32_t found[PANEL];
+        std::memcpy(found, sums[r], sizeof found);
+        for (int64_t j = 0; j < count; ++j) found[j] -= OFFSET * layer.sums[first + j];
+        finish(layer, found, rows.scale[row + r], row + r, first);
+    }
+}
+
+void by_rows(const Layer &layer) {
+    const Rows rows(layer, layer.rows == 1 ? 1 : up(layer.rows, FEW));
+    const bool share = layer.rows * layer.depth * layer.outputs >= SHARED;
+    parallel(layer.panels(), share ? layer.threads : 1, [&](int64_t) {
+        return [&](int64_t panel) {
+            if (layer.rows == 1) return few<1>(layer, rows, 0, panel);
+            for (int64_t row = 0; row < layer.rows; row += FEW) few<FEW>(layer, rows, row, panel);
+        };
+    });
+}
+
+#ifdef BYTE_TILES
+// 2 x 2 tiles of 16 x 16 sums; a tile of x or of weights is 16 rows of 64 bytes.
+void by_tiles(const Layer &layer) {
+    constexpr int64_t STRIPE = 32, DEPTH = 64;
+    const Rows rows(layer, up(layer.rows, STRIPE));
+    parallel(layer.panels(), layer.threads, [&](int64_t) {
+        return [&, tiles = Tiles()](int64_t panel) {
+            for (int64_t row = 0; row < layer.rows; row += STRIPE) {
+                const int8_t *x = rows.values.data() + row * layer.depth;
+                const int8_t *weight = layer.panel(panel);
+                _tile_zero(0);
+                _tile_zero(1);
+                _tile_zero(2);
+                _tile_zero(3);
+                for (int64_t k = 0; k < layer.depth; k += DEPTH) {
+                    _tile_loadd(4, x + k, layer.depth);
+                    _tile_loadd(6, weight + k * PANEL, QUAD * PANEL);
+                    _tile_loadd(7, weight + k * PANEL + 64, QUAD * PANEL);
+                    _tile_loadd(5, x + 16 * layer.depth + k, layer.depth);
+                    _tile_dpbssd(0, 4, 6);
+                    _tile_dpbssd(1, 4, 7);
+                    _tile_dpbssd(2, 5, 6);
+                    _tile_dpbssd(3, 5, 7);
+                }
+                int32_t sums[STRIPE * PANEL];
+                _tile_stored(0, sums, 4 * PANEL);
+                _tile_stored(1, sums + 16, 4 * PANEL);
+                _tile_stored(2, sums + 16 * PANEL, 4 * PANEL);
+                _tile_stored(3, sums + 16 * PANEL + 16, 4 * PANEL);
+                const int64_t count = std::min(STRIPE, layer.rows - row);
+                for (int64_t r = 0; r < count; ++r)
+                    finish(layer, sums + r * PANEL, rows.scale[row + r], row + r, panel * PANEL);
+            }
+        };
+    });
+}
+#endif
+
+}  // namespace
+
+extern "C" void linear(const int8_t *weight, const int32_t *sums, const float *scale,
+                       const float *bias, const float *x, float *y, int64_t rows, int64_t inputs,
+                       int64_t outputs, int64_t depth, int64_t threads, int tiles) {
+    const Layer layer{weight, sums, scale, bias, x, y, rows, inputs, outputs, depth, threads};
+#ifdef BYTE_TILES
+    if (tiles && rows >= MANY) return by_tiles(layer);
+#endif
+    (void)tiles;
+    by_rows(layer);
+}
