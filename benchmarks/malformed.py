@@ -1,49 +1,95 @@
-"""Broken checkpoints by the thousand: only our own errors come out, and memory stays bounded.
+"""Broken checkpoints by the thousand: only our own errors come out, memory stays bounded,
+and nothing outside the folder is opened.
 
 python benchmarks/malformed.py 200000        appended to results/malformed.jsonl
 """
 
 from __future__ import annotations
 
+import os
 import random
 import resource
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from measure import append
-from regard import RegardError, load
+from regard import RegardError, Text, load
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import broken
 
 MOST_GROWTH = 200 * 2**20  # bytes over what loading good ones took
 
+_opened: list[str] = []
+_watching = False
+
+
+def _audit(event: str, arguments: tuple[Any, ...]) -> None:
+    if _watching and event == "open" and isinstance(arguments[0], str | bytes | os.PathLike):
+        _opened.append(os.fsdecode(arguments[0]))
+
+
+def refused(read: Callable[[Path], object], target: Path, what: str) -> bool:
+    """Whether reading it raised an error of ours; any other, or a look elsewhere, ends the run."""
+    global _watching  # noqa: PLW0603
+    _opened.clear()
+    _watching = True
+    try:
+        read(target)
+    except RegardError:
+        return True
+    except BaseException as error:
+        raise AssertionError(f"{what} let out {error!r}") from error
+    finally:
+        _watching = False
+        outside = [path for path in _opened if not path.startswith(str(target))]
+        assert not outside, f"{what} opened {outside}"
+    return False
+
+
+def _text(folder: Path) -> None:
+    Text.load(folder).encode("the cat sat on a mat.")
+
 
 def main(count: int) -> None:
     torch.set_num_threads(1)
-    refused = 0
+    sys.addaudithook(_audit)
+    counts = {"model": 0, "tokenizer": 0}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         sources = [folder / "one", folder / "shards"]
         for source, sharded in zip(sources, (False, True), strict=True):
             broken.good(source, sharded=sharded)
             load(source)
+        texts = broken.tokenizers(folder / "tokenizers")
+        for text in texts:
+            _text(text)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         target = folder / "broken"
-        for seed in range(count):
-            broken.broken(sources[seed % 2], target, random.Random(seed))
-            try:
-                load(target)
-            except RegardError:
-                refused += 1
+        for seed in range(count):  # two of three are broken models, the third a broken tokenizer
+            rng = random.Random(seed)
+            if seed % 3 < 2:
+                what = broken.broken(sources[seed % 3], target, rng)
+                counts["model"] += refused(load, target, f"seed {seed} ({what})")
+            else:
+                what = broken.broken_tokenizer(texts, target, rng)
+                counts["tokenizer"] += refused(_text, target, f"seed {seed} ({what})")
             shutil.rmtree(target)
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
     assert grown < MOST_GROWTH, f"memory grew by {grown:,} bytes"
-    row = {"checkpoints": count, "refused": refused, "memory_grown_mb": grown / 2**20}
+    row = {
+        "checkpoints": count,
+        "refused": sum(counts.values()),
+        "refused_models": counts["model"],
+        "refused_tokenizers": counts["tokenizer"],
+        "memory_grown_mb": grown / 2**20,
+    }
     print(row)
     append("malformed", [row])
 

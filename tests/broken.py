@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from regard import GPT2, GPT2Config
+import pieces
+from regard import GPT2, GPT2Config, Text
 from regard.checkpoints import CONFIG, INDEX, WEIGHTS, write
 
 VALUES: list[Any] = [
@@ -142,4 +143,121 @@ def broken(source: Path, target: Path, rng: random.Random) -> str:
     return name
 
 
-__all__ = ["WEIGHTS", "broken", "good", "joined", "split"]
+# -------------------------------------------------------------------------------------- tokenizers
+
+
+def tokenizers(folder: Path) -> list[Path]:
+    """Small tokenizers that load, one of every kind that is read."""
+    lines = ["the cat sat on the mat.", "there is a hat on that cat."] * 20
+    for name, text in {
+        "bpe": Text.train_bpe(lines, size=270),
+        "wordpiece": Text.train_wordpiece(lines, size=60),
+        "unigram": Text.train_unigram(lines, size=40),
+    }.items():
+        text.save(folder / name)
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "on", "m", "##at"]
+    made: dict[str, dict[str, bytes]] = {
+        "bert": {
+            "vocab.txt": "\n".join(words).encode(),
+            "tokenizer_config.json": b'{"do_lower_case": false}',
+        },
+        "gpt2": {
+            "vocab.json": json.dumps(
+                {t: n for n, t in enumerate([*"thecam", "th", "at"])}
+            ).encode(),
+            "merges.txt": b"#version: 0.2\nt h\na t\n",
+        },
+        "t5": {"spiece.model": pieces.model(pieces.unigrams())},
+        "merged": {"tokenizer.model": pieces.model(pieces.unigrams(), 2)},
+    }
+    for name, files in made.items():
+        (folder / name).mkdir()
+        for file, raw in files.items():
+            (folder / name / file).write_bytes(raw)
+    (folder / "marian").mkdir()
+    pieces.marian(folder / "marian")
+    (folder / "marian-two").mkdir()
+    pieces.marian_of_two(folder / "marian-two")
+    return sorted(folder.iterdir())
+
+
+def broken_tokenizer(sources: list[Path], target: Path, rng: random.Random) -> str:
+    """Copy one of some good tokenizers and break it; what was broken comes back."""
+    source = rng.choice(sources)
+    shutil.copytree(source, target)
+    file = rng.choice(sorted(target.iterdir()))
+    raw = file.read_bytes()
+    if rng.random() < 0.4:
+        raw = scratched(raw, rng)
+    elif file.suffix == ".json":
+        raw = json.dumps(grafted(json.loads(raw), rng)).encode()
+    elif file.suffix in (".model", ".spm"):
+        raw = repieced(rng)
+    else:
+        lines = raw.split(b"\n")
+        lines[rng.randrange(len(lines))] = rng.choice(
+            [b"", b" ", b"a b c", b"the", b"\xff", b"x" * 5000]
+        )
+        raw = b"\n".join(lines)
+    file.write_bytes(raw)
+    return f"{source.name}/{file.name}"
+
+
+def scratched(raw: bytes, rng: random.Random) -> bytes:
+    """Bytes with some changed, left out or put in between."""
+    changed = bytearray(raw)
+    for _ in range(rng.randrange(1, 4)):
+        at = rng.randrange(len(changed))
+        kind = rng.randrange(4)
+        if kind == 0:
+            changed[at] = rng.randrange(256)
+        elif kind == 1:
+            del changed[at : at + rng.randrange(1, 30)]
+        elif kind == 2:
+            changed[at:at] = rng.choice(
+                [b"[", b"{", b"null", b"-1", b"9" * 30, b'"', b"\xff", b","]
+            )
+        else:
+            del changed[at:]
+        if not changed:
+            return b""
+    return bytes(changed)
+
+
+def grafted(value: Any, rng: random.Random) -> Any:
+    """A JSON value with something else in one place of it."""
+    if not isinstance(value, dict | list) or not value or rng.random() < 0.05:
+        return rng.choice(VALUES)
+    key: Any = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
+    kind = rng.random()
+    if kind < 0.1:
+        del value[key]
+    elif kind < 0.15 and isinstance(value, list):
+        value.append(value[key])
+    else:
+        value[key] = grafted(value[key], rng)
+    return value
+
+
+def repieced(rng: random.Random) -> bytes:
+    """A SentencePiece model whose fields are well formed and say something odd."""
+    listed = pieces.unigrams()
+    at = rng.randrange(len(listed))
+    text, score, kind = listed[at]
+    change = rng.randrange(5)
+    if change == 0:
+        text = rng.choice(["", "▁", "<unk>", "\ud800", "é" * 300, "a b", "\0"])
+    elif change == 1:
+        score = rng.choice([float("nan"), float("inf"), -float("inf"), 1e38, -1e38, 5.0])
+    elif change == 2:
+        kind = rng.choice([0, 1, 2, 3, 4, 5, 6, 7, 2**40])
+    listed[at] = (text, score, kind)
+    if change == 3:
+        del listed[rng.randrange(len(listed)) :]
+    raw = pieces.model(listed, rng.choice([1, 1, 1, 1, 2, 2, 3, 4, 9]))
+    if change == 4:
+        raw += pieces.field(3, pieces.field(2, rng.randbytes(rng.choice([0, 1, 4, 8, 400]))))
+    return raw
+
+
+__all__ = ["WEIGHTS", "broken", "broken_tokenizer", "good", "joined", "split", "tokenizers"]

@@ -160,3 +160,30 @@ def test_negative_sizes_are_refused() -> None:
         Cache(-1)
     with pytest.raises(InputError, match="length"):
         Memory(-1)
+
+
+def test_others_take_places_and_end_where_all_end() -> None:
+    key, value = parts(6)
+    cache, other = Cache(room=8), Cache()
+    cache.append(key[:, :, :5], value[:, :, :5])
+    other.append(-key[:2, :, :3], -value[:2, :, :3])
+    cache.place(torch.tensor([2, 0]), other, torch.tensor([0, 1]))
+    keys, values = cache.append(key[:, :, 5:], value[:, :, 5:])
+    for found, whole in ((keys, key), (values, value)):
+        assert torch.equal(found[1], whole[1])
+        assert torch.equal(found[2, :, 2:5], -whole[0, :, :3])
+        assert torch.equal(found[0, :, 2:5], -whole[1, :, :3])
+        assert torch.equal(found[0, :, 5], whole[0, :, 5])
+
+
+@given(st.integers(-5, 4))
+def test_a_shift_forgets_or_makes_room(by: int) -> None:
+    key, value = parts(6)
+    cache = Cache()
+    cache.append(key[:, :, :5], value[:, :, :5])
+    cache.shift(by)
+    assert len(cache) == 5 - by
+    keys, values = cache.append(key[:, :, 5:], value[:, :, 5:])
+    for found, whole in ((keys, key), (values, value)):
+        room = torch.zeros(3, 2, max(-by, 0), whole.shape[3])
+        assert torch.equal(found, torch.cat((room, whole[:, :, max(by, 0) :]), dim=2))

@@ -12,10 +12,10 @@ import torch
 import test_models_gpt2
 import test_models_t5
 import test_models_transformer
-from regard import InputError, load
+from regard import GPT2, GPT2Config, InputError, Text, load
 from regard.decoding import Beam, Greedy, Output, Sample, generate, stream
 from test_models_transformer_xl import IDS, tiny
-from tiny import padded
+from tiny import agree, padded
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15], [7, 7], [30, 2, 8, 8, 1]]
 LENGTH = 12
@@ -120,6 +120,147 @@ def test_a_prompt_fares_the_same_alone_or_in_any_batch(pair, how) -> None:
             assert one.stopped == other.stopped
 
 
+def many(count: int, vocabulary: int, longest: int = 9) -> list[list[int]]:
+    """Prompts of all lengths."""
+    rng = random.Random(1)
+    return [
+        [rng.randrange(1, vocabulary) for _ in range(rng.randint(1, longest))] for _ in range(count)
+    ]
+
+
+def alone(model, prompts: list[list[int]], how, **options: Any) -> list[list[Output]]:
+    """What becomes of each prompt by itself."""
+    return [generate(model, [prompt], how, **options)[0] for prompt in prompts]
+
+
+# Where no token comes twice, a stop does, sooner or later.
+@pytest.mark.parametrize(
+    "how", [Greedy(no_repeat=1), Sample(seed=3, temperature=3.0), Beam(3, best=2, no_repeat=1)]
+)
+def test_prompts_that_take_the_places_of_others_fare_as_alone(pair, how) -> None:
+    model, _, stop, _ = pair
+    prompts = many(24, 38)
+    options = {"length": LENGTH, "stop": [stop, 3, 17]}
+    expected = ids_of(alone(model, prompts, how, **options))
+    assert len({len(ids) for [ids, *_] in expected}) > 2
+    for sizes in ({"batch": 4}, {"batch": 10}, {"tokens": 30}):
+        assert ids_of(generate(model, prompts, how, **options, **sizes)) == expected
+
+
+class Watched:
+    """A model that notes how many rows each step has."""
+
+    def __init__(self, model) -> None:
+        self.model, self.rows = model, list[int]()
+
+    def begin(self, prompts, room: int = 0):
+        return self.model.begin(prompts, room)
+
+    def step(self, ids: torch.Tensor, state) -> torch.Tensor:
+        self.rows.append(len(ids))
+        return self.model.step(ids, state)
+
+
+def test_places_are_taken_as_soon_as_they_are_free(pair) -> None:
+    model, _, stop, _ = pair
+    prompts = many(40, 38)
+    watched, how = Watched(model), Greedy(no_repeat=1)
+    found = generate(watched, prompts, how, length=LENGTH, stop=[stop, 3, 17], batch=8)
+    # Each prompt is in one step for each of its tokens, and most steps are full.
+    work = sum(len(output.ids) + output.stopped for [output] in found)
+    assert sum(watched.rows) == work
+    assert 8 * watched.rows.count(8) > 0.8 * work
+
+
+def test_a_budget_of_tokens_makes_batches_of_short_prompts_larger() -> None:
+    watched = Watched(Dice([0.9, 0.1]))
+    prompts = [[1] * 10] * 4 + [[1]] * 40
+    generate(watched, prompts, length=3, batch=16, tokens=20)
+    assert max(watched.rows) == 16
+    assert watched.rows[0] == 2
+
+
+def test_a_sequence_that_is_done_comes_to_no_last_position() -> None:
+    """The longest prompt stops at once; the others go on as far as they could alone."""
+    torch.manual_seed(0)
+    config = GPT2Config(vocabulary=20, length=24, dim=16, depth=2, heads=2, begin=None, end=None)
+    model = GPT2(config).eval()
+    with torch.no_grad():
+        model.tokens.weight.mul_(40)
+    longest = [(3 * n) % 20 for n in range(20)]
+    [[first]] = generate(model, [longest], length=1)
+    [stop] = first.ids
+    # All others go on to the end, so that the longest, which is done, is not worth removing.
+    others = [prompt for prompt in many(60, 20, longest=6) if stop not in ids_alone(model, prompt)]
+    prompts = [longest, *others[:15]]
+    found = generate(model, prompts, length=16, stop=[stop])
+    assert [output.ids for [output] in found] == [[], *(ids_alone(model, p) for p in others[:15])]
+
+
+def ids_alone(model, prompt: list[int]) -> list[int]:
+    [[output]] = generate(model, [prompt], length=16)
+    return output.ids
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("beams", [1, 3])
+def test_a_longer_prompt_finds_a_place_too(pair, beams: int) -> None:
+    """Some steps after others began, a prompt and a source longer than theirs take a place."""
+    model = pair[0]
+
+    def run(state, ids: torch.Tensor, steps: int) -> torch.Tensor:
+        for step in range(steps):
+            logits = model.step((ids + step).repeat_interleave(state.beams, 0), state)
+        return logits.view(len(ids), state.beams, -1)
+
+    longer = [list(range(20, 34)), [5, 6]]
+    ids, state = model.begin([[1, 2], [3, 4], [8, 9]])
+    model.step(ids, state)
+    state.spread(beams)
+    run(state, torch.tensor([[4], [5], [6]]), 2)
+    ids, others = model.begin(longer)
+    model.step(ids, others)
+    others.spread(beams)
+    state.place(torch.tensor([2]), others, torch.tensor([0]))
+    state.place(torch.tensor([0]), others, torch.tensor([1]))
+    found = run(state, torch.tensor([[12], [11], [10]]), 3)
+    for row, prompt, token in ((2, longer[0], 10), (0, longer[1], 12)):
+        ids, by_itself = model.begin([prompt])
+        model.step(ids, by_itself)
+        expected = run(by_itself, torch.tensor([[token]]), 3)[0, 0]
+        for beam in range(beams):
+            agree(found[row, beam], expected)
+    ids, by_itself = model.begin([[3, 4]])
+    model.step(ids, by_itself)
+    run(by_itself, torch.tensor([[5]]), 2)
+    agree(found[1, 0], run(by_itself, torch.tensor([[11]]), 3)[0, 0])
+
+
+@pytest.mark.parametrize("how", [Greedy(), Beam(4)])
+@pytest.mark.parametrize("name", ["translate", "books-gpt2"])
+def test_shipped_models_fare_the_same_alone_or_in_a_batch(name: str, how) -> None:
+    model, text = load(name), Text.load(name)
+    lines = [
+        "The cat sat on the mat.",
+        "I have seen the old house at the end of the road, and nobody lives there any more.",
+        "Yes.",
+        "Where are you going so late at night?",
+        "She opened the door, looked around, and then she closed it again without a word.",
+        "Come in!",
+        "A dog is running through the snow.",
+        "It was the best of times, it was the worst of times.",
+        "Two men are talking.",
+    ]
+    end = () if model.config.end is None else (model.config.end,)
+    tag = (text.id(">>fra<<"),) if name == "translate" else ()
+    encoded = text.encode_all(lines, special=False)
+    tail = end if name == "translate" else ()
+    prompts = [[*tag, *one.ids, *tail] for one in encoded]
+    options = {"length": 24, "stop": [*end, text.encode(".", special=False).ids[-1]]}
+    expected = ids_of(alone(model, prompts, how, **options))
+    assert ids_of(generate(model, prompts, how, batch=3, **options)) == expected
+
+
 def log_probabilities(model, prompt: list[int], ids: list[int]) -> list[float]:
     """The log-probability of each of ``ids``, one whole pass at a time."""
     found = []
@@ -154,9 +295,9 @@ def test_streaming_gives_the_same_tokens(pair) -> None:
 
 def test_the_adaptive_model_decodes_too() -> None:
     model = tiny()
-    prompts = [IDS[:5], IDS[5:7], IDS[3:4]]
+    prompts = [IDS[:5], IDS[5:7], IDS[3:4], *many(9, 12)]
     for how in (Greedy(), Beam(3, best=2), Sample(seed=2)):
-        together = generate(model, prompts, how, length=9, stop=[4])
+        together = generate(model, prompts, how, length=9, stop=[4], batch=4)
         for prompt, expected in zip(prompts, together, strict=True):
             assert ids_of(generate(model, [prompt], how, length=9, stop=[4])) == ids_of([expected])
 
@@ -175,6 +316,10 @@ class Dice:
         def follow(self, origins: torch.Tensor) -> None: ...
 
         def keep(self, sentences: torch.Tensor) -> None: ...
+
+        def rest(self, sentences: torch.Tensor) -> None: ...
+
+        def place(self, sentences: torch.Tensor, others: object, which: object) -> None: ...
 
     def begin(self, prompts, room: int = 0):
         return torch.zeros(len(prompts), 1, dtype=torch.long), self.Nothing()

@@ -135,11 +135,11 @@ def test_a_step_of_beams_is_attention_to_what_each_came_by() -> None:
     cache = Cache()
     with torch.no_grad():
         ours(trunk, mask=Causal(), cache=cache)
-        ours.step(first, cache, None)
+        ours.stepper()(first, cache, None)
         for sentence, beams in enumerate(origins.tolist()):
             for beam, origin in enumerate(beams):
                 see[sentence, 0, beam, 4 + origin] = 0
-        found = ours.step(second, cache, see)
+        found = ours.stepper()(second, cache, see)
         for sentence, beams in enumerate(origins.tolist()):
             for beam, origin in enumerate(beams):
                 came_by = torch.cat(
@@ -156,7 +156,7 @@ def test_a_step_across_is_attention_to_the_context() -> None:
     bias[0, ..., 5:] = -torch.inf
     with torch.no_grad():
         expected = ours(x, context, mask=Padding([5, 7]), cache=cache)
-        close(ours.step(x, cache, bias), expected)
+        close(ours.stepper()(x, cache, bias), expected)
 
 
 def test_steps_can_be_watched() -> None:
@@ -167,9 +167,9 @@ def test_steps_can_be_watched() -> None:
         plain, watched_cache = Cache(), Cache()
         for cache in (plain, watched_cache):
             ours(past, mask=Causal(), cache=cache)
-        expected = ours.step(x, plain, bias)
+        expected = ours.stepper()(x, plain, bias)
         with watch(ours, See(weights=True)) as watched:
-            close(ours.step(x, watched_cache, bias), expected)
+            close(ours.stepper()(x, watched_cache, bias), expected)
     [(_, seen)] = watched.calls
     assert seen.weights[0, :, 0, 1].tolist() == [0, 0, 0]
 

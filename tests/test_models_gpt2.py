@@ -10,8 +10,8 @@ import transformers
 
 from regard import GPT2, GPT2Config, InputError, load
 from regard.decoding import Beam, Greedy, Sample, generate
-from regard.models.model import State
 from regard.models.replaying import Replayed
+from regard.models.state import State
 from tiny import agree, disturb, padded, real, same_files
 
 VARIANTS = {

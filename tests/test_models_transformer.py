@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -9,13 +10,21 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from regard import CheckpointError, Transformer, TransformerConfig, load
+from regard import CheckpointError, InputError, Transformer, TransformerConfig, load
+from regard.quantizing import arrange, quantize
 from tiny import agree, disturb, padded, real, same_files
 
 VARIANTS = {
     "plain": {},
     "scaled, swish": {"scale_embedding": True, "activation_function": "swish"},
     "uneven": {"decoder_layers": 1, "decoder_attention_heads": 2, "decoder_ffn_dim": 20},
+    "two vocabularies": {"share_encoder_decoder_embeddings": False, "decoder_vocab_size": 47},
+    "an output of its own": {
+        "share_encoder_decoder_embeddings": False,
+        "decoder_vocab_size": 47,
+        "tie_word_embeddings": False,
+    },
+    "two tables of one size": {"share_encoder_decoder_embeddings": False},
 }
 ROWS = [[5, 6, 7, 8, 9, 10, 0], [12, 13, 0], [0]]
 TARGETS = [[39, 20, 21, 22], [39, 23], [39, 24, 25]]
@@ -143,17 +152,63 @@ def test_tables_and_copies_of_old_checkpoints_are_known(tmp_path: Path) -> None:
     agree(load(tmp_path)(source, target), reference(source, decoder_input_ids=target).logits)
 
 
-def test_two_vocabularies_are_refused(tmp_path: Path) -> None:
-    theirs(share_encoder_decoder_embeddings=False, tie_word_embeddings=False).save_pretrained(
-        tmp_path
-    )
-    with pytest.raises(CheckpointError, match="share_encoder_decoder_embeddings"):
+@torch.no_grad()
+def test_shared_but_not_tied_is_read_as_transformers_reads_and_wrote_it(tmp_path: Path) -> None:
+    reference = theirs(tie_word_embeddings=False)
+    reference.save_pretrained(tmp_path)
+    source, target = torch.randint(40, (2, 9)), torch.randint(40, (2, 5))
+    expected = reference(source, decoder_input_ids=target).logits
+    ours = load(tmp_path)
+    agree(ours(source, target), expected)
+    ours.save(tmp_path / "ours")
+    again = transformers.MarianMTModel.from_pretrained(tmp_path / "ours").eval()
+    assert torch.equal(again(source, decoder_input_ids=target).logits, expected)
+
+    # Once, such files held one table for both halves.
+    tensors = load_file(tmp_path / "model.safetensors")
+    for half in ("encoder", "decoder"):
+        del tensors[f"model.{half}.embed_tokens.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    for half in (reference.model.encoder, reference.model.decoder):
+        half.embed_tokens.weight.copy_(reference.model.shared.weight)
+    agree(load(tmp_path)(source, target), reference(source, decoder_input_ids=target).logits)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"decoder_vocab_size": -4}, "target_vocabulary"),
+        ({"decoder_vocab_size": "many"}, "target_vocabulary"),
+        ({"tie_word_embeddings": 3}, "tied"),
+        ({"decoder_vocab_size": 41}, "embed_tokens.weight has shape"),
+    ],
+)
+def test_a_config_that_is_not_of_these_tables_is_refused(
+    tmp_path: Path, changes: dict[str, object], words: str
+) -> None:
+    theirs(share_encoder_decoder_embeddings=False).save_pretrained(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+    with pytest.raises(CheckpointError, match=words):
         load(tmp_path)
+    with pytest.raises(InputError, match="target_vocabulary"):
+        TransformerConfig(tied=False)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("make", [arrange, quantize])
+def test_an_output_of_its_own_can_be_made_fast(tmp_path: Path, make) -> None:
+    theirs(**VARIANTS["an output of its own"]).save_pretrained(tmp_path)
+    ours, fast = load(tmp_path), make(load(tmp_path))
+    source, target = torch.randint(40, (2, 9)), torch.randint(40, (2, 5))
+    agree(fast(source, target), ours(source, target), 1e-5 if make is arrange else 0.05)
 
 
 def test_training_drops_and_reaches_every_parameter() -> None:
     torch.manual_seed(0)
-    config = TransformerConfig(vocabulary=40, dim=16, depth=2, decoder_depth=2, inner=24)
+    config = TransformerConfig(
+        vocabulary=40, target_vocabulary=45, tied=False, dim=16, depth=2, decoder_depth=2, inner=24
+    )
     model = Transformer(config).train()
     source, target = torch.randint(40, (2, 9)), torch.randint(40, (2, 5))
     assert not torch.equal(model(source, target), model(source, target))

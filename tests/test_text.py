@@ -5,12 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import random
-import struct
 from pathlib import Path
 
 import pytest
 import transformers
 
+import broken
+from pieces import PIECES, TARGET, Piece, field, marian, marian_of_two, model, unigrams
 from regard import CheckpointError, InputError, RegardError
 from regard.text import Text
 from test_models_bert import minilm
@@ -101,40 +102,6 @@ def test_byte_pairs_lose_nothing() -> None:
         assert text.decode(text.encode(line).ids) == line
 
 
-def field(number: int, value: int | bytes | float) -> bytes:
-    """One field of a protocol-buffer message."""
-    if isinstance(value, float):
-        return bytes([number << 3 | 5]) + struct.pack("<f", value)
-    if isinstance(value, int):
-        return bytes([number << 3]) + varint(value)
-    return bytes([number << 3 | 2]) + varint(len(value)) + value
-
-
-def varint(value: int) -> bytes:
-    found = b""
-    while value > 127:
-        found += bytes([value & 127 | 128])
-        value >>= 7
-    return found + bytes([value])
-
-
-PIECES = {
-    "▁": -3.0, "▁the": -2.0, "▁cat": -4.0, "s": -3.5, "at": -3.6, "▁s": -3.8, "t": -4.2, "h": -5.0,
-    "e": -4.1, "a": -4.5, "c": -5.5, "▁ca": -5.1, "m": -5.2, "▁m": -4.9, "o": -4.4, "n": -4.6,
-    "on": -4.0, "▁on": -3.9, "the": -6.0, ".": -3.0, "ts": -5.8,
-}  # fmt: skip
-
-
-def spiece(kind: int = 1) -> bytes:
-    special = [("<pad>", 0.0, 3), ("</s>", 0.0, 3), ("<unk>", 0.0, 2)]
-    pieces = [*special, *((piece, score, 1) for piece, score in PIECES.items())]
-    raw = b"".join(
-        field(1, field(1, piece.encode()) + field(2, score) + field(3, kind_of_piece))
-        for piece, score, kind_of_piece in pieces
-    )
-    return raw + field(2, field(3, kind)) + field(3, field(3, 1) + field(4, 1))
-
-
 def best(text: str) -> float:
     """The score of the best way to cut a text into pieces: all ways are tried."""
     if not text:
@@ -146,7 +113,7 @@ def best(text: str) -> float:
 
 
 def test_sentencepiece_cuts_as_the_best_of_all_ways(tmp_path: Path) -> None:
-    (tmp_path / "spiece.model").write_bytes(spiece())
+    (tmp_path / "spiece.model").write_bytes(model(unigrams()))
     text = Text.load(tmp_path)
     assert len(text) == 3 + len(PIECES) + 100
     assert text.id("<extra_id_0>") == len(text) - 1
@@ -161,15 +128,6 @@ def test_sentencepiece_cuts_as_the_best_of_all_ways(tmp_path: Path) -> None:
         assert text.decode(found.ids) == " ".join(line)
     assert text.encode("  the   cat ").ids == text.encode("the cat").ids
     assert text.encode("the xyz").ids.count(text.id("<unk>")) == 1
-
-
-def marian(folder: Path) -> dict[str, int]:
-    """Marian's files: the pieces of the source, and ids that the target's pieces have too."""
-    tokens = ["</s>", "<unk>", *PIECES, "▁chat", "▁tapis", "é", ">>fra<<", ">>deu<<", "<pad>"]
-    ids = {token: index for index, token in enumerate(tokens)}
-    (folder / "source.spm").write_bytes(spiece())
-    (folder / "vocab.json").write_text(json.dumps(ids))
-    return ids
 
 
 def test_marian_reads_pieces_of_the_source_and_writes_those_of_the_target(tmp_path: Path) -> None:
@@ -187,6 +145,48 @@ def test_marian_reads_pieces_of_the_source_and_writes_those_of_the_target(tmp_pa
     assert again.encode("the cats on é").ids == text.encode("the cats on é").ids
 
 
+def cut(text: str, pieces: dict[str, float]) -> list[str]:
+    """The best way to cut a text, of all ways."""
+    ways = [([], text, 0.0)] if text else []
+    best: tuple[float, list[str]] = (-1e9, [])
+    while ways:
+        done, left, score = ways.pop()
+        if not left:
+            best = max(best, (score, done))
+        for n in range(1, len(left) + 1):
+            if left[:n] in pieces:
+                ways.append(([*done, left[:n]], left[n:], score + pieces[left[:n]]))
+    return best[1]
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_marian_cuts_each_language_by_its_own_model(tmp_path: Path, separate: bool) -> None:
+    ids, target_ids = marian_of_two(tmp_path)
+    if not separate:  # one file has the ids of both
+        both = dict.fromkeys([*ids, *target_ids])
+        ids = target_ids = {token: index for index, token in enumerate(both)}
+        (tmp_path / "vocab.json").write_text(json.dumps(ids))
+        (tmp_path / "target_vocab.json").unlink()
+    text = Text.load(tmp_path)
+    source = [*cut("▁the▁cats", PIECES), "</s>"]
+    target = [*cut("▁le▁chats", TARGET), "</s>"]
+    assert target == ["▁le", "▁ch", "at", "s", "</s>"]  # likelier than "▁chat", "s"
+    assert text.encode("the cats").tokens == source
+    assert text.encode("the cats").ids == [ids[token] for token in source]
+    found = text.target.encode("le chats")
+    assert found.tokens == target
+    assert found.ids == [target_ids[token] for token in target]
+    assert text.decode(found.ids) == "le chats"
+    assert (len(text), len(text.target)) == (len(ids), len(target_ids))
+
+    text.save(tmp_path / "again")
+    again = Text.load(tmp_path / "again")
+    assert again.encode("the cats").ids == text.encode("the cats").ids
+    assert again.decode(found.ids) == "le chats"
+    Text.train_bpe(corpus(), size=300).save(tmp_path / "again")
+    assert len(Text.load(tmp_path / "again").target) == 300
+
+
 @pytest.mark.parametrize("ids", [{"</s>": 0, "<unk>": 2}, {"</s>": 0, "<unk>": "1"}, {"</s>": 0}])
 def test_marian_ids_that_are_not_in_order_are_refused(tmp_path: Path, ids) -> None:
     marian(tmp_path)
@@ -196,9 +196,25 @@ def test_marian_ids_that_are_not_in_order_are_refused(tmp_path: Path, ids) -> No
 
 
 def test_sentencepiece_of_another_kind_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "spiece.model").write_bytes(spiece(kind=3))
+    (tmp_path / "spiece.model").write_bytes(model(unigrams(), kind=3))
     with pytest.raises(CheckpointError, match="words or characters"):
         Text.load(tmp_path)
+
+
+def test_a_score_that_is_no_float_is_refused(tmp_path: Path) -> None:
+    raw = field(1, field(1, b"a") + field(2, b"abc"))
+    (tmp_path / "spiece.model").write_bytes(raw + model(unigrams()))
+    with pytest.raises(CheckpointError, match="a score has 3 bytes"):
+        Text.load(tmp_path)
+
+
+def test_a_template_that_names_no_token_is_our_error_when_it_is_used(tmp_path: Path) -> None:
+    Text.train_unigram(corpus(), size=100).save(tmp_path)
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    raw["post_processor"]["special_tokens"] = {}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="no tokenizer that can be used"):
+        Text.load(tmp_path).encode("seeing")
 
 
 MERGED = ["th", "▁the", "he", "▁t", "at", "▁c", "cat", "▁cat", "in", "ing", "▁s", "ed", "▁th"]
@@ -207,14 +223,10 @@ SINGLE = list("▁thecaindgsmo.")
 
 def pairs_model() -> bytes:
     """A SentencePiece model of byte pairs: scores fall with the order, and there are all bytes."""
-    pieces = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)]
+    pieces: list[Piece] = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)]
     pieces += [(f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)]
     pieces += [(piece, -float(rank), 1) for rank, piece in enumerate([*MERGED, *SINGLE])]
-    raw = b"".join(
-        field(1, field(1, piece.encode()) + field(2, score) + field(3, kind))
-        for piece, score, kind in pieces
-    )
-    return raw + field(2, field(3, 2)) + field(3, field(3, 1) + field(4, 0))
+    return model(pieces, 2, single=0)
 
 
 def merge(line: str) -> list[str]:
@@ -291,49 +303,15 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         Text.load(tmp_path)
 
 
-def files(folder: Path) -> dict[str, bytes]:
-    """One good file of each kind, small."""
-    Text.train_wordpiece(corpus(), size=60).save(folder / "w")
-    Text.train_unigram(corpus(), size=60).save(folder / "u")
-    return {
-        "w": (folder / "w" / "tokenizer.json").read_bytes(),
-        "u": (folder / "u" / "tokenizer.json").read_bytes(),
-        "s": spiece(),
-    }
-
-
-def mutated(raw: bytes, rng: random.Random) -> bytes:
-    changed = bytearray(raw)
-    for _ in range(rng.randrange(1, 4)):
-        at = rng.randrange(len(changed))
-        kind = rng.randrange(4)
-        if kind == 0:
-            changed[at] = rng.randrange(256)
-        elif kind == 1:
-            del changed[at : at + rng.randrange(1, 30)]
-        elif kind == 2:
-            changed[at:at] = rng.choice(
-                [b"[", b"{", b"null", b"-1", b"9" * 30, b'"', b"\xff", b","]
-            )
-        else:
-            del changed[at:]
-        if not changed:
-            return b""
-    return bytes(changed)
-
-
 def test_broken_tokenizers_raise_our_errors_only(tmp_path: Path) -> None:
-    good = files(tmp_path)
+    good = broken.tokenizers(tmp_path / "good")
     refused = 0
     for seed in range(600):
-        rng = random.Random(seed)
-        kind = rng.choice("wus")
-        folder = tmp_path / f"{seed}"
-        folder.mkdir()
-        name = "spiece.model" if kind == "s" else "tokenizer.json"
-        (folder / name).write_bytes(mutated(good[kind], rng))
+        name = broken.broken_tokenizer(good, tmp_path / f"{seed}", random.Random(seed))
         try:
-            Text.load(folder)
+            Text.load(tmp_path / f"{seed}").encode("the cat sat on a mat.")
         except RegardError:
             refused += 1
+        except BaseException as error:
+            raise AssertionError(f"seed {seed} ({name}) let out {error!r}") from error
     assert refused > 300

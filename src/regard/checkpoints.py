@@ -89,7 +89,8 @@ class Checkpoint:
         return self._widened(found)
 
     def _widened(self, tensor: Tensor) -> Tensor:
-        return tensor.float() if self.scales and tensor.is_floating_point() else tensor
+        packed = self.config.get(PACKING) is not None
+        return tensor.float() if packed and tensor.is_floating_point() else tensor
 
     def _stored(self, key: str, entry: Entry) -> Tensor:
         if not entry.length:
@@ -201,7 +202,9 @@ def _paired(folder: Path, config: dict[str, Any], entries: dict[str, Entry]) -> 
     for key, scale in scales.items():
         if key not in entries:
             raise CheckpointError(f"{scale.file} holds scales of {key}, but not {key}.")
-    if not scales:
+    # A small model may have no matrix that is worth it. What packing leaves it stores as float16.
+    kinds = {entry.dtype for entry in entries.values()}
+    if not scales and not kinds <= {torch.float16, torch.int8, torch.uint8}:
         raise CheckpointError(f"{folder / CONFIG} says that weights are packed, but none are.")
     found = Checkpoint(folder, config, entries, scales)
     for key in scales:

@@ -168,36 +168,53 @@ class MultiHeadAttention(nn.Module):
             )
         return Heads(query, key, value, heads, self.merge(heads), seen)
 
-    def step(self, x: Tensor, cache: Cache | CrossCache, bias: Tensor | None) -> Tensor:
-        """As :meth:`forward`, for one more step of decoding, where everything was checked before.
+    def stepper(self) -> Step:
+        """As :meth:`forward`, for steps of decoding, where everything was checked before.
 
-        ``x`` is [batch, queries, dim]: several queries are the beams of one sentence. ``bias``
-        broadcasts to [batch, heads, queries, keys], with -inf where a query may not attend.
+        What it returns takes ``x`` [batch, queries, dim], of which several queries are the beams
+        of one sentence, a cache, and a bias that broadcasts to [batch, heads, queries, keys], with
+        -inf where a query may not attend. What steps need is looked up once, here.
         """
-        if self._forward_pre_hooks:  # somebody watches
-            mask = None if bias is None else bias > -math.inf
-            bias = None if bias is None else bias.clamp(min=torch.finfo(bias.dtype).min)
-            context = x if isinstance(cache, CrossCache) else None  # the cache has what it gave
-            watched: Tensor = self(x, context, mask=mask, bias=bias, cache=cache)
-            return watched
-        if isinstance(cache, CrossCache):
-            assert cache.kept is not None
-            query = self._split(self.qkv.part(x, 0, self.heads * self.head_dim))
-            key, value = cache.kept
-        else:
-            query, key, value = self.project(x)
-            key, value = cache.append(key, value)
-        return self.merge(
-            scaled_dot_product_attention(
-                query, key, value, bias, scale=self.scale, enable_gqa=self.key_heads != self.heads
+        layer, qkv, output = self.qkv, direct(self.qkv), direct(self.output)
+        heads, dim, scale = self.heads, self.head_dim, self.scale
+        sizes, grouped = (heads, self.key_heads, self.key_heads), heads != self.key_heads
+        watchers = self._forward_pre_hooks
+
+        def step(x: Tensor, cache: Cache | CrossCache, bias: Tensor | None) -> Tensor:
+            if watchers:
+                return self._watched(x, cache, bias)
+            batch, queries, _ = x.shape
+            if isinstance(cache, CrossCache):
+                assert cache.kept is not None
+                key, value = cache.kept
+                query = (
+                    layer.part(x, 0, heads * dim).view(batch, queries, heads, dim).transpose(1, 2)
+                )
+            else:
+                fused = qkv(x).view(batch, queries, -1, dim).transpose(1, 2)
+                query, key, value = fused.split_with_sizes(sizes, 1)
+                key, value = cache.append(key, value)
+            mixed = scaled_dot_product_attention(
+                query, key, value, bias, scale=scale, enable_gqa=grouped
             )
-        )
+            return output(mixed.transpose(1, 2).reshape(batch, queries, -1))
+
+        return step
+
+    def _watched(self, x: Tensor, cache: Cache | CrossCache, bias: Tensor | None) -> Tensor:
+        """A step by way of :meth:`forward`, for somebody who watches."""
+        mask = None if bias is None else bias > -math.inf
+        bias = None if bias is None else bias.clamp(min=torch.finfo(bias.dtype).min)
+        context = x if isinstance(cache, CrossCache) else None  # the cache has what it gave
+        result: Tensor = self(x, context, mask=mask, bias=bias, cache=cache)
+        return result
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of ``x`` [batch, n, dim], each [batch, heads, n, head dim]."""
-        fused = self._split(self.qkv(x))
-        first, last = self.heads, self.heads + self.key_heads
-        return fused[:, :first], fused[:, first:last], fused[:, last:]
+        # Not three slices: the gradient of each would be as large as all three, mostly zeros.
+        sizes = (self.heads, self.key_heads, self.key_heads)
+        query, key, value = self._split(self.qkv(x)).split_with_sizes(sizes, dim=1)
+        return query, key, value
 
     def merge(self, heads: Tensor) -> Tensor:
         """Heads' outputs [batch, heads, n, head dim] side by side, projected: [batch, n, dim]."""
@@ -291,6 +308,32 @@ class GatedFeedForward(nn.Module):
         return result
 
 
+Apply = Callable[[Tensor], Tensor]
+Step = Callable[[Tensor, Cache | CrossCache, Tensor | None], Tensor]
+
+
+def direct(module: nn.Module) -> Apply:
+    """What a module in eval mode does, without what PyTorch looks up and asks at every call."""
+    if module._forward_hooks or module._forward_pre_hooks:
+        return module
+    if type(module) in (Linear, nn.Linear):
+        weight, bias = module.weight, module.bias
+        return lambda x: linear(x, weight, bias)  # type: ignore[arg-type]
+    if type(module) is LayerNorm:
+        shape, gain, shift, epsilon = (
+            list(module.normalized_shape), module.weight, module.bias, module.eps,
+        )  # fmt: skip
+        return lambda x: torch.layer_norm(x, shape, gain, shift, epsilon)
+    if type(module) is FeedForward:
+        up, activation, down = direct(module.up), direct(module.activation), direct(module.down)
+        return lambda x: down(activation(up(x)))
+    return module.forward
+
+
+def _same(x: Tensor) -> Tensor:
+    return x
+
+
 class PreNorm(nn.Module):
     """Around a sublayer: ``x + dropout(layer(norm(x)))``, as in GPT-2 and T5."""
 
@@ -301,6 +344,10 @@ class PreNorm(nn.Module):
     def forward(self, x: Tensor, layer: Callable[[Tensor], Tensor]) -> Tensor:
         y = layer(self.norm(x))
         return x + (self.dropout(y) if self.training else y)
+
+    def sides(self) -> tuple[Apply, Apply]:
+        """What is done before the layer, and after the sum."""
+        return direct(self.norm), _same
 
 
 class PostNorm(nn.Module):
@@ -314,6 +361,10 @@ class PostNorm(nn.Module):
         y = layer(x)
         result: Tensor = self.norm(x + (self.dropout(y) if self.training else y))
         return result
+
+    def sides(self) -> tuple[Apply, Apply]:
+        """What is done before the layer, and after the sum."""
+        return _same, direct(self.norm)
 
 
 class Block(nn.Module):
@@ -371,18 +422,28 @@ class Block(nn.Module):
         result: Tensor = self.around_feed_forward(x, self.feed_forward)
         return result
 
-    def step(
+    def stepper(
         self,
-        x: Tensor,
-        cache: Cache,
-        bias: Tensor | None,
-        cross_cache: CrossCache,
-        context_bias: Tensor | None,
-    ) -> Tensor:
-        """As :meth:`forward`, for one more step of decoding (see MultiHeadAttention.step)."""
-        x = self.around_attention(x, lambda h: self.attention.step(h, cache, bias))
-        cross, around_cross = self.cross, self.around_cross
-        if cross is not None and around_cross is not None:
-            x = around_cross(x, lambda h: cross.step(h, cross_cache, context_bias))
-        result: Tensor = self.around_feed_forward(x, self.feed_forward)
-        return result
+    ) -> Callable[[Tensor, Cache, Tensor | None, CrossCache, Tensor | None], Tensor]:
+        """As :meth:`forward`, for steps of decoding (see MultiHeadAttention.stepper)."""
+        before, after = self.around_attention.sides()
+        before_feed, after_feed = self.around_feed_forward.sides()
+        attend, feed = self.attention.stepper(), direct(self.feed_forward)
+        across: Step | None = None
+        if self.cross is not None and self.around_cross is not None:
+            before_across, after_across = self.around_cross.sides()
+            across = self.cross.stepper()
+
+        def step(
+            x: Tensor,
+            cache: Cache,
+            bias: Tensor | None,
+            cross_cache: CrossCache,
+            context_bias: Tensor | None,
+        ) -> Tensor:
+            x = after(x + attend(before(x), cache, bias))
+            if across is not None:
+                x = after_across(x + across(before_across(x), cross_cache, context_bias))
+            return after_feed(x + feed(before_feed(x)))
+
+        return step

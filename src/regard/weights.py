@@ -154,7 +154,7 @@ class KeyMap:
         }
         kept = {}
         for name, key in spelled.items():
-            if name in needed or name in tied:
+            if name in needed or name in tied or name in optional.values():
                 kept[name] = key
             elif not any(pattern.search(name) for pattern in drops):
                 raise CheckpointError(

@@ -53,12 +53,12 @@ class Cache:
             )
         start, new = self._length, key.shape[2]
         stop = start + new
-        self._keys = self._reserve(self._keys, key, stop)
-        self._values = self._reserve(self._values, value, stop)
-        self._keys.narrow(2, start, new).copy_(key)
-        self._values.narrow(2, start, new).copy_(value)
+        self._keys = keys = self._reserve(self._keys, key, stop)
+        self._values = values = self._reserve(self._values, value, stop)
+        keys.narrow(2, start, new).copy_(key)
+        values.narrow(2, start, new).copy_(value)
         self._length = stop
-        return self._keys.narrow(2, 0, stop), self._values.narrow(2, 0, stop)
+        return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
 
     def reorder(self, index: Tensor) -> None:
         """Let sequence ``i`` go on from where sequence ``index[i]`` stands, as beams do."""
@@ -68,6 +68,31 @@ class Cache:
             self._moved(self._keys, index),
             self._moved(self._values, index),
         )
+
+    def place(self, index: Tensor, other: Cache, which: Tensor) -> None:
+        """Give the places of the sequences ``index`` to those at ``which`` of ``other``.
+
+        They end where all others do; what is before them is left as it is, and is not theirs.
+        """
+        mine, theirs = self.kept, other.kept
+        for kept, new in zip(mine, theirs, strict=True):
+            start = len(self) - len(other)
+            kept[:, :, start:].index_copy_(0, index, new.index_select(0, which))
+
+    def shift(self, by: int) -> None:
+        """Forget the first ``by`` positions; below 0, put as many of zeros before them."""
+        keys, values = self.kept
+        self._length -= by
+        self._keys, self._values = self._shifted(keys, by), self._shifted(values, by)
+
+    def _shifted(self, kept: Tensor, by: int) -> Tensor:
+        batch, heads, _, dim = kept.shape
+        self._room = max(self._room, self._length)
+        moved = kept.new_empty(batch, heads, self._room, dim)
+        gap = max(-by, 0)
+        moved[:, :, :gap] = 0
+        moved[:, :, gap : self._length] = kept[:, :, max(by, 0) :]
+        return moved
 
     def _moved(self, kept: Tensor, index: Tensor) -> Tensor:
         """What ``kept`` has at ``index``, in memory of its own; only what is filled is copied."""
@@ -163,6 +188,20 @@ class Memory:
         first = max(whole.shape[1] - self.length, 0)
         self._kept = whole[:, first:].detach()
         return whole
+
+    def place(self, index: Tensor, other: Memory, which: Tensor) -> None:
+        """Give the places of the sequences ``index`` to those at ``which`` of ``other``.
+
+        All end together.
+        """
+        if self._kept is None or other._kept is None:
+            return
+        width = max(len(self), len(other))
+        mine, theirs = (
+            torch.nn.functional.pad(kept, (0, 0, width - kept.shape[1], 0))
+            for kept in (self._kept, other._kept.index_select(0, which))
+        )
+        self._kept = mine.index_copy(0, index, theirs)
 
     def reorder(self, index: Tensor) -> None:
         """Let sequence ``i`` remember what sequence ``index[i]`` remembered."""

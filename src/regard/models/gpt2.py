@@ -23,7 +23,6 @@ from regard.models.model import (
     ConfigMap,
     Model,
     Stack,
-    State,
     check_heads,
     choice,
     layers,
@@ -36,6 +35,7 @@ from regard.models.model import (
     switch,
     token,
 )
+from regard.models.state import State
 from regard.weights import Drop, KeyMap, Rename, Spelling, Step, Tie, Transpose
 
 
@@ -181,7 +181,7 @@ class GPT2(Model):
         if ids.shape[1] > 1 or not len(state):
             return self.logits(self.read(ids, state=state)[:, -1])
         past = len(state)
-        if past >= self.config.length:
+        if state.longest >= self.config.length:
             raise InputError(f"This GPT-2 reads at most {self.config.length} tokens.")
         x = self.tokens(ids.view(-1, state.beams))  # [sentences, beams, dim]
         if state.pads is None:

@@ -1,4 +1,4 @@
-"""What the models share: configs that are checked, what is kept between steps, and loading."""
+"""What the models share: configs that are checked, stacks of blocks, and loading."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from regard import checkpoints
 from regard.errors import CheckpointError, InputError
 from regard.layers import Block
 from regard.mechanism.biases import Bias
-from regard.mechanism.cache import Cache, CrossCache
 from regard.mechanism.masks import Mask, Padding
+from regard.models.state import State
 from regard.packing import Packing, packed
 from regard.weights import KeyMap
 
@@ -151,126 +151,7 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
     "tanh": nn.Tanh,
 }
 
-# ----------------------------------------------------------------------------- between the steps
-
-
-class State:
-    """What a decoder keeps between steps: the caches of its layers, and what it attends across to.
-
-    There is one row per sentence. Its beams are a tree that grows by one node a beam with each
-    step; all nodes lie in one cache, and a beam attends to those it came by. So a beam that goes on
-    from where another stands takes over a row of numbers for the scores, and no key is moved.
-    Prompts of unequal length are padded on the left; ``pads`` says by how much.
-    """
-
-    def __init__(
-        self,
-        depth: int,
-        room: int = 0,
-        *,
-        pads: Tensor | None = None,
-        context: Tensor | None = None,
-        context_padding: Padding | None = None,
-    ) -> None:
-        self.own = [Cache(room) for _ in range(depth)]
-        self.cross = [CrossCache() for _ in range(depth)]
-        self.pads = pads  # [sentences]
-        self.context = context  # [sentences, length, dim]
-        self.context_padding = context_padding
-        self.context_bias: Tensor | None = None  # [sentences, 1, 1, length], in steps
-        self.beams = 1
-        self._room = room
-        self._trunk: int | None = None  # how many positions are common to all beams, in steps
-        self._bias: Tensor | None = (
-            None  # [sentences, beams, room]: 0 where a beam came by, or -inf
-        )
-
-    @property
-    def nodes(self) -> int:
-        """How many keys each layer keeps for a sentence."""
-        return len(self.own[0])
-
-    def __len__(self) -> int:
-        """How many positions went through."""
-        trunk = self.nodes if self._trunk is None else self._trunk
-        return trunk + (self.nodes - trunk) // self.beams
-
-    @property
-    def _unborn(self) -> float:
-        """What is added for nodes to come: of several beams, only one will see each."""
-        return -math.inf if self.beams > 1 else 0.0
-
-    def padding(self, keys: int) -> Padding | None:
-        """The padding of the first ``keys`` positions."""
-        return None if self.pads is None else Padding(keys - self.pads, side="left")
-
-    def spread(self, beams: int) -> None:
-        """From here on each sentence has so many beams, that all stand where it stands."""
-        if self._trunk is not None:
-            raise InputError("Beams are spread before the first step.")
-        self.beams = beams
-
-    def bias(self, like: Tensor) -> Tensor | None:
-        """What one more step adds to its scores: 0, or -inf for a node that is not to be seen.
-
-        [sentences, 1, beams, nodes] in the dtype of ``like``, or None where all is seen.
-        """
-        if self._trunk is None:
-            self._begin(like)
-        if self._bias is None:
-            return None
-        start, stop = self.nodes, self.nodes + self.beams
-        if stop > self._bias.shape[-1]:
-            wider = torch.full_like(self._bias, self._unborn)
-            self._bias = torch.cat((self._bias, wider), dim=-1)
-        # A new node is seen by its own beam.
-        self._bias[:, :, start:stop].diagonal(dim1=1, dim2=2).zero_()
-        return self._bias[:, None, :, :stop]
-
-    def _begin(self, like: Tensor) -> None:
-        """What the steps need to know of padding and of other beams, as numbers to add."""
-        self._trunk = trunk = self.nodes
-        device = like.device
-        if self.context_padding is not None and self.context is not None:
-            lengths = torch.as_tensor(self.context_padding.lengths, device=device)[:, None]
-            beyond = torch.arange(self.context.shape[1], device=device) >= lengths
-            zeros = like.new_zeros(beyond.shape)
-            self.context_bias = zeros.masked_fill(beyond, -math.inf)[:, None, None]
-        if self.beams > 1 or self.pads is not None:
-            room = max(self._room, trunk + self.beams)
-            self._bias = like.new_full((like.shape[0], self.beams, room), self._unborn)
-            self._bias[:, :, :trunk] = 0
-            if self.pads is not None:
-                padding = torch.arange(trunk, device=device) < self.pads[:, None]
-                self._bias[:, :, :trunk].masked_fill_(padding[:, None], -math.inf)
-
-    def places(self, device: torch.device) -> Tensor:
-        """The position of each node, with those of the step to come: [nodes]."""
-        assert self._trunk is not None
-        trunk = torch.arange(self._trunk, device=device)
-        steps = torch.arange(self._trunk, len(self) + 1, device=device)
-        return torch.cat((trunk, steps.repeat_interleave(self.beams)))
-
-    def follow(self, origins: Tensor) -> None:
-        """Let beam ``i`` of each sentence go on from its beam ``origins[:, i]``."""
-        if self._bias is not None:
-            index = origins[..., None].expand(-1, -1, self._bias.shape[-1])
-            self._bias = self._bias.gather(1, index)
-
-    def keep(self, sentences: Tensor) -> None:
-        """Keep these sentences only, in this order."""
-        for own, cross in zip(self.own, self.cross, strict=True):
-            own.reorder(sentences)
-            cross.reorder(sentences)
-        for name in ("pads", "context", "context_bias", "_bias"):
-            held = getattr(self, name)
-            if held is not None:
-                setattr(self, name, held.index_select(0, sentences))
-        if self.context_padding is not None:
-            lengths = torch.as_tensor(self.context_padding.lengths, device=sentences.device)
-            self.context_padding = Padding(
-                lengths.index_select(0, sentences), self.context_padding.side
-            )
+# ------------------------------------------------------------------------------------- sequences
 
 
 def positions(padding: Padding | None, start: int, stop: int, device: torch.device) -> Tensor:
@@ -394,9 +275,10 @@ class Stack(Recomputing):
 
         ``bias`` is what :meth:`State.bias` gave, maybe with more added to it.
         """
-        for index, block in enumerate(self.blocks):
-            own, cross = state.own[index], state.cross[index]
-            x = block.step(x, own, bias, cross, state.context_bias)  # type: ignore[operator]
+        if state.steppers is None:
+            state.steppers = [cast(Block, block).stepper() for block in self.blocks]
+        for step, own, cross in zip(state.steppers, state.own, state.cross, strict=True):
+            x = step(x, own, bias, cross, state.context_bias)
         return x
 
 
@@ -421,7 +303,18 @@ class _Unfilled(TorchFunctionMode):
 
 
 class Model(nn.Module):
-    """The base of every model: a config, a key map, and with them load and save."""
+    """The base of every model: a config, a key map, and with them load and save.
+
+    >>> import tempfile
+    >>> from regard import GPT2, GPT2Config, load
+    >>> from regard.models import Model
+    >>> model = GPT2(GPT2Config(vocabulary=20, length=16, dim=8, depth=1, heads=2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     model.save(folder)
+    ...     again = load(folder)
+    >>> isinstance(again, Model), again.config == model.config
+    (True, True)
+    """
 
     spelling: ClassVar[ConfigMap]
     architecture: ClassVar[str]  # its name in config.json

@@ -16,7 +16,7 @@ from torch import Tensor
 from regard.errors import InputError
 from regard.mechanism.cache import CrossCache, FixedCache
 from regard.models.gpt2 import GPT2
-from regard.models.model import State
+from regard.models.state import State
 
 LEAST = 128  # keys that the shortest graph attends to; each further one has twice as many
 
@@ -37,6 +37,12 @@ class Run:
 
     def keep(self, sentences: Tensor) -> None:
         """There is one, and it stays."""
+
+    def rest(self, sentences: Tensor) -> None:
+        """There is one, and it is done."""
+
+    def place(self, sentences: Tensor, others: Run, which: Tensor) -> None:  # noqa: ARG002
+        raise InputError("Replayed has no others beside a sequence: begin anew.")
 
 
 class Replayed:

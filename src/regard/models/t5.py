@@ -30,7 +30,6 @@ from regard.models.model import (
     ConfigMap,
     Model,
     Stack,
-    State,
     choice,
     encode_by_length,
     layers,
@@ -41,6 +40,7 @@ from regard.models.model import (
     switch,
     token,
 )
+from regard.models.state import State
 from regard.weights import Drop, Fuse, KeyMap, Rename, Step, Tie
 
 
@@ -261,9 +261,10 @@ class T5(Model):
         A state with beams takes one id for each of them.
         """
         if ids.shape[1] > 1 or not len(state):
+            padding = state.padding(len(state) + ids.shape[1])
             hidden = self.decoder(
                 self.tokens(ids),
-                mask=Causal(),
+                mask=Causal() if padding is None else Causal() & padding,
                 context=state.context,
                 context_mask=state.context_padding,
                 state=state,

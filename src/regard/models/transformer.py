@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from regard.errors import InputError
+from regard.errors import CheckpointError, InputError
 from regard.layers import Block, FeedForward, LayerNorm, MultiHeadAttention, PostNorm
 from regard.mechanism.masks import Causal, Padding
 from regard.mechanism.positions import sinusoidal
@@ -24,17 +24,18 @@ from regard.models.model import (
     ConfigMap,
     Model,
     Stack,
-    State,
     check_heads,
     choice,
     encode_by_length,
     layers,
+    optional_size,
     positions,
     rate,
     size,
     switch,
     token,
 )
+from regard.models.state import State
 from regard.weights import Drop, Fuse, KeyMap, Rename, Step, Tie
 
 
@@ -47,6 +48,8 @@ class TransformerConfig(Config):
     """
 
     vocabulary: int = size(37000)
+    target_vocabulary: int | None = optional_size()  # None shares the source's, and its table
+    tied: bool = switch(True)  # whether the output shares the target's table
     dim: int = size(512)
     depth: int = layers(6)
     decoder_depth: int = layers(6)
@@ -70,6 +73,8 @@ class TransformerConfig(Config):
         check_heads(self.decoder_heads, self.dim)
         if self.dim % 2:
             raise InputError(f"TransformerConfig(dim=...) must be even, but got {self.dim}.")
+        if not self.tied and self.target_vocabulary is None:
+            raise InputError("TransformerConfig(tied=False) needs a target_vocabulary.")
 
     @classmethod
     def base(cls) -> TransformerConfig:
@@ -90,7 +95,7 @@ class TransformerConfig(Config):
 
 
 class Transformer(Model):
-    """The Transformer, with one embedding for source, target and output.
+    """The Transformer, with one table for source, target and output, or with several.
 
     >>> model = Transformer(TransformerConfig(vocabulary=10, dim=8, depth=1, decoder_depth=1))
     >>> list(model(torch.tensor([[4, 5, 0]]), torch.tensor([[1, 6]])).shape)
@@ -102,6 +107,12 @@ class Transformer(Model):
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__(config)
         self.tokens = nn.Embedding(config.vocabulary, config.dim)
+        written = config.target_vocabulary or config.vocabulary
+        self.target_tokens, self.output = None, None
+        if config.target_vocabulary is not None:
+            self.target_tokens = nn.Embedding(written, config.dim)
+        if not config.tied:
+            self.output = nn.Parameter(torch.empty(written, config.dim))
         self.scale = math.sqrt(config.dim) if config.scale_embedding else 1.0
         self.dropout = nn.Dropout(config.dropout)
         self.encoder = Stack(
@@ -113,7 +124,7 @@ class Transformer(Model):
                 for _ in range(config.decoder_depth)
             ]
         )
-        self.register_buffer("output_bias", torch.zeros(1, config.vocabulary))
+        self.register_buffer("output_bias", torch.zeros(1, written))
         self.output_bias: Tensor
         self._sinusoids: Tensor | None = None  # [positions, dim], as far as was needed
         self._initialise()
@@ -121,7 +132,7 @@ class Transformer(Model):
     def _initialise(self) -> None:
         """Embeddings normal with dim^-1/2; matrices by Glorot's uniform; biases 0."""
         for name, parameter in self.named_parameters():
-            if name == "tokens.weight":
+            if name in ("tokens.weight", "target_tokens.weight", "output"):
                 nn.init.normal_(parameter, std=self.config.dim**-0.5)
             elif name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -144,13 +155,13 @@ class Transformer(Model):
         ``padding`` is the source's. The result is [batch, m, vocabulary].
         """
         context = self.encode(source, padding=padding)
-        x = self._embed(target, target_padding)
+        x = self._embed(self.target_tokens or self.tokens, target, target_padding)
         mask = Causal() if target_padding is None else Causal() & target_padding
         return self._logits(self.decoder(x, mask=mask, context=context, context_mask=padding))
 
     def encode(self, source: Tensor, *, padding: Padding | None = None) -> Tensor:
         """The hidden state at each of ``source`` [batch, n]: [batch, n, dim]."""
-        hidden: Tensor = self.encoder(self._embed(source, padding), mask=padding)
+        hidden: Tensor = self.encoder(self._embed(self.tokens, source, padding), mask=padding)
         return hidden
 
     def begin(self, sources: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, State]:
@@ -171,39 +182,56 @@ class Transformer(Model):
 
         A state with beams takes one id for each of them.
         """
-        if ids.shape[1] > 1 or not len(state):
+        past, tokens = len(state), self.target_tokens or self.tokens
+        if ids.shape[1] > 1 or not past:
+            padding = state.padding(past + ids.shape[1])
             hidden = self.decoder(
-                self._embed(ids, None, past=len(state)),
-                mask=Causal(),
+                self._embed(tokens, ids, padding, past),
+                mask=Causal() if padding is None else Causal() & padding,
                 context=state.context,
                 context_mask=state.context_padding,
                 state=state,
             )
             return self._logits(hidden[:, -1])
-        x = self._embed(ids, None, past=len(state)).view(-1, state.beams, self.config.dim)
+        table = self._table(past + 1, ids.device)
+        at = table[past] if state.pads is None else table[past - state.pads][:, None]
+        x = torch.add(
+            at.to(tokens.weight.dtype), tokens(ids.view(-1, state.beams)), alpha=self.scale
+        )
         return self._logits(self.decoder.step(x, state, state.bias(x)).flatten(0, 1))
 
-    def _embed(self, ids: Tensor, padding: Padding | None, past: int = 0) -> Tensor:
+    def _embed(
+        self, tokens: nn.Embedding, ids: Tensor, padding: Padding | None, past: int = 0
+    ) -> Tensor:
         stop = past + ids.shape[1]
-        table, weight = self._sinusoids, self.tokens.weight
-        if table is None or len(table) < stop or table.device != ids.device:
-            table = sinusoidal(max(stop, 256), self.config.dim, layout="half", device=ids.device)
-            self._sinusoids = table
+        table = self._table(stop, ids.device)
         if padding is None or padding.side == "right":
             at = table[past:stop]
         else:
             at = table[positions(padding, past, stop, ids.device)]
-        x = torch.add(at.to(weight.dtype), self.tokens(ids), alpha=self.scale)
+        x = torch.add(at.to(tokens.weight.dtype), tokens(ids), alpha=self.scale)
         return self.dropout(x) if self.training else x
+
+    def _table(self, length: int, device: torch.device) -> Tensor:
+        """The sinusoids of the first positions: [at least length, dim]."""
+        table = self._sinusoids
+        if table is None or len(table) < length or table.device != device:
+            table = sinusoidal(max(length, 256), self.config.dim, layout="half", device=device)
+            self._sinusoids = table
+        return table
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.head is not None:
             logits: Tensor = self.head(hidden)
             return logits
-        return linear(hidden, self.tokens.weight, self.output_bias[0])
+        return linear(hidden, self._output_weight, self.output_bias[0])
+
+    @property
+    def _output_weight(self) -> Tensor:
+        return (self.target_tokens or self.tokens).weight if self.output is None else self.output
 
     def tied(self) -> tuple[Tensor, Tensor | None]:
-        return self.tokens.weight, self.output_bias[0] if self.output_bias.any() else None
+        return self._output_weight, self.output_bias[0] if self.output_bias.any() else None
 
     # --------------------------------------------------------------------------- checkpoints
 
@@ -212,6 +240,8 @@ class Transformer(Model):
         "marian",
         {
             "vocab_size": "vocabulary",
+            "decoder_vocab_size": "target_vocabulary",
+            "tie_word_embeddings": "tied",
             "d_model": "dim",
             "encoder_layers": "depth",
             "decoder_layers": "decoder_depth",
@@ -246,8 +276,6 @@ class Transformer(Model):
         fixed={
             "is_decoder": False,
             "is_encoder_decoder": True,
-            "share_encoder_decoder_embeddings": True,
-            "tie_word_embeddings": True,
             "normalize_before": False,
             "normalize_embedding": False,
             "add_final_layer_norm": False,
@@ -257,7 +285,26 @@ class Transformer(Model):
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> Config:
-        return cls.spelling.read(TransformerConfig, raw)
+        shared, tied = (
+            raw.get(name, True)
+            for name in ("share_encoder_decoder_embeddings", "tie_word_embeddings")
+        )
+        if type(shared) is not bool:
+            raise CheckpointError(
+                f"config.json says share_encoder_decoder_embeddings = {shared!r}, no switch."
+            )
+        own = raw.get("decoder_vocab_size") or raw.get("vocab_size", 58101)
+        # Where the output is not tied, newer files hold a table of each half though they say
+        # "shared"; older ones hold one, which is read for both.
+        target = None if shared and tied else raw.get("vocab_size", 58101) if shared else own
+        return cls.spelling.read(TransformerConfig, {**raw, "decoder_vocab_size": target})
+
+    def write_config(self) -> dict[str, Any]:
+        config = self.config
+        return super().write_config() | {
+            "share_encoder_decoder_embeddings": config.target_vocabulary is None,
+            "decoder_vocab_size": config.target_vocabulary or config.vocabulary,
+        }
 
     def generation(self) -> dict[str, Any]:
         config = self.config
@@ -269,14 +316,10 @@ class Transformer(Model):
 
     @staticmethod
     def keys(config: TransformerConfig) -> KeyMap:
-        shared = "model.shared.weight"
         return KeyMap(
             [
                 Drop(r"^model\.(en|de)coder\.embed_positions\.weight$", "sinusoids, as a table"),
-                Rename(shared, "tokens.weight"),
-                Tie("model.encoder.embed_tokens.weight", shared),
-                Tie("model.decoder.embed_tokens.weight", shared),
-                Tie("lm_head.weight", shared),
+                *_table_keys(config),
                 Rename("final_logits_bias", "output_bias"),
                 *_stack_keys("encoder", config.depth),
                 *_stack_keys("decoder", config.decoder_depth),
@@ -300,6 +343,18 @@ def _block(config: TransformerConfig, heads: int, inner: int, *, cross: bool) ->
         cross=attention() if cross else None,
         around_cross=around() if cross else None,
     )
+
+
+def _table_keys(config: TransformerConfig) -> Iterator[Step | Tie]:
+    shared, head = "model.shared.weight", "lm_head.weight"
+    source, target = (f"model.{half}.embed_tokens.weight" for half in ("encoder", "decoder"))
+    if config.target_vocabulary is None:
+        yield Rename(shared, "tokens.weight")
+        yield from (Tie(copy, shared) for copy in (source, target, head))
+        return
+    yield Rename(source, "tokens.weight", otherwise=shared)
+    yield Rename(target, "target_tokens.weight", otherwise=shared)
+    yield Tie(head, target) if config.tied else Rename(head, "output")
 
 
 def _stack_keys(half: str, depth: int) -> Iterator[Step]:

@@ -269,8 +269,32 @@ class Memories:
 
     def keep(self, sentences: Tensor) -> None:
         """Keep the rows of these sentences only, in this order."""
+        self.reorder(self._rows(sentences))
+
+    def rest(self, sentences: Tensor) -> None:
+        """These sentences are done: nothing is to be done about them."""
+
+    def place(self, sentences: Tensor, others: Memories, which: Tensor) -> None:
+        """Give the places of these sentences to those at ``which`` of ``others``.
+
+        They have as many beams, and read their prompts.
+        """
+        rows, theirs = self._rows(sentences), self._rows(which)
+        for memory, new in zip(self.layers, others.layers, strict=True):
+            memory.place(rows, new, theirs)
+        kept = self.layers[0].kept
+        if self.pads is None and kept is not None:
+            self.pads = torch.zeros(len(kept), dtype=torch.long, device=kept.device)
+        positions = torch.full_like(rows, others.read)
+        if others.pads is not None:
+            positions = positions - others.pads.index_select(0, theirs)
+        if self.pads is not None:
+            self.pads = self.pads.index_copy(0, rows, self.read - positions)
+
+    def _rows(self, sentences: Tensor) -> Tensor:
+        """The rows of all beams of some sentences."""
         beams = torch.arange(self.beams, device=sentences.device)
-        self.reorder((sentences[:, None] * self.beams + beams).flatten())
+        return (sentences[:, None] * self.beams + beams).flatten()
 
 
 class TransformerXL(Model):

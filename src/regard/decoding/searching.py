@@ -1,0 +1,139 @@
+"""Beam search: every sentence goes its own way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from regard.decoding.choosing import without_repeats
+from regard.decoding.ways import Beam, Output
+
+_NEVER = -1e9  # the score of a beam that is not there; finite, so that sums stay numbers
+
+Path = tuple["Path", int] | None  # what a beam came by: all but its last token, and that
+
+
+class Searches:
+    """Picks the best candidates of each sentence."""
+
+    def __init__(self, how: Beam, length: int, stop: Sequence[int]) -> None:
+        self.how, self.length, self.stop = how, length, frozenset(stop)
+        self.beams = how.size
+
+    def begin(self, begun: list[int]) -> Search:
+        """A search that goes on from ``begun``."""
+        return Search(self.how, self.length, self.stop, begun)
+
+    def choose(self, logits: Tensor, searches: Sequence[Search]) -> Tensor:
+        """Let each search go on by one token a beam; those come back, [rows, 1].
+
+        ``logits`` are those of all beams of each search; at first all beams are one.
+        """
+        # Enough candidates for every beam to go on, should all the best ones stop.
+        most = max(2, 1 + len(self.stop)) * self.beams
+        logits = logits.float()
+        scores = torch.tensor([search.scores for search in searches], device=logits.device)
+        total = logits.logsumexp(-1, keepdim=True)
+        if self.how.no_repeat:
+            past = [beam for search in searches for beam in search.past()]
+            logits = without_repeats(logits.clone(), past, self.how.no_repeat)
+        values, tokens = top(logits, min(most, logits.shape[-1]))  # [rows, candidates of each]
+        values = (values - total).view(*scores.shape, -1) + scores[..., None]
+        values, at = values.flatten(1).topk(min(most, values[0].numel()))  # [sentences, candidates]
+        origins = at // tokens.shape[-1]
+        tokens = tokens.view(len(searches), -1).gather(1, at)
+        for search, *candidates in zip(
+            searches, values.tolist(), origins.tolist(), tokens.tolist(), strict=True
+        ):
+            search.advance(list(zip(*candidates, strict=True)))
+        chosen = [search.tokens for search in searches]
+        return torch.tensor(chosen, device=logits.device).view(-1, 1)
+
+
+class Search:
+    """The search for one sentence: its running beams, and the best it has finished."""
+
+    def __init__(self, how: Beam, length: int, stop: frozenset[int], begun: list[int]) -> None:
+        self.how, self.length, self.stop, self.begun = how, length, stop, begun
+        self.taken = 0  # steps
+        self.paths: list[Path] = [None]
+        self.scores: list[float] = [0.0]  # of each beam
+        self.origins: list[int] = [0]  # the beam before that each goes on from
+        self.tokens: list[int] = []  # with which
+        self.finished: list[Output] = []
+        self.done = False
+
+    @property
+    def found(self) -> list[Output]:
+        return self.finished[: self.how.best]
+
+    def past(self) -> list[list[int]]:
+        """What each beam has so far."""
+        return [self.begun + _ids(path) for path in self.paths]
+
+    def advance(self, candidates: Sequence[tuple[float, int, int]]) -> None:
+        """Go on with the best of ``candidates``: scores, beams they come from and next tokens."""
+        if self.done:
+            return
+        self.taken += 1
+        how, size, taken = self.how, self.how.size, self.taken
+        full = taken == self.length
+        going: list[tuple[float, int, int]] = []
+        for rank, (value, origin, token) in enumerate(candidates):
+            end = token in self.stop
+            if (end or full) and rank < size:
+                ids = _ids(self.paths[origin])
+                score = value / taken**how.length_penalty
+                self.finished.append(Output(ids if end else [*ids, token], score, end))
+            if not end and len(going) < size:
+                going.append((value, origin, token))
+        # Sorting keeps the order of equals: what was found first stays first.
+        self.finished.sort(key=lambda output: -output.score)
+        del self.finished[size:]
+        going += [(2 * _NEVER, 0, 0)] * (size - len(going))
+        self.paths = [(self.paths[origin], token) for _, origin, token in going]
+        self.scores, self.origins, self.tokens = (list(part) for part in zip(*going, strict=True))
+        best = self.scores[0]
+        self.done = full or not _goes_on(self.finished, best, taken, self.length, how)
+
+
+def _ids(path: Path) -> list[int]:
+    found = []
+    while path is not None:
+        path, token = path
+        found.append(token)
+    return found[::-1]
+
+
+def top(scores: Tensor, count: int, width: int = 128) -> tuple[Tensor, Tensor]:
+    """The ``count`` largest of each row and where they are, as ``topk`` but faster on a CPU.
+
+    Rows are cut into parts. The largest of all lie in the parts whose own largest are largest.
+
+    >>> top(torch.arange(1000.0)[None], 2)
+    (tensor([[999., 998.]]), tensor([[999, 998]]))
+    """
+    rows, length = scores.shape
+    parts = length // width
+    if parts < 4 * count or scores.is_cuda:
+        values, at = scores.topk(count)
+        return values, at
+    body = scores[:, : parts * width].view(rows, parts, width)
+    chosen = body.amax(-1).topk(count, sorted=False).indices[..., None]  # [rows, count, 1]
+    index = (chosen * width + torch.arange(width, device=scores.device)).flatten(1)
+    rest = torch.arange(parts * width, length, device=scores.device).expand(rows, -1)
+    index = torch.cat((index, rest), dim=1)
+    values, at = scores.gather(1, index).topk(count)
+    return values, index.gather(1, at)
+
+
+def _goes_on(finished: Sequence[Output], best: float, taken: int, length: int, how: Beam) -> bool:
+    """Whether a sentence may still find better than it has."""
+    if len(finished) < how.size:
+        return True
+    if how.early is True:
+        return False
+    longest = length if how.early == "never" and how.length_penalty > 0 else taken
+    return bool(best / longest**how.length_penalty > finished[-1].score)

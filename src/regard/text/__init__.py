@@ -1,0 +1,240 @@
+"""Text to ids and back: reading and training tokenizers. The work is done by `tokenizers`.
+
+Besides tokenizer.json the older files are read: vocab.txt (BERT), vocab.json with merges.txt
+(GPT-2), SentencePiece's .model (T5), and source.spm and target.spm with vocab.json (Marian).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers import models as algorithms
+from tokenizers import trainers as training
+
+from regard.checkpoints import find
+from regard.errors import CheckpointError, InputError
+from regard.text.files import errors_of, read_text
+from regard.text.marian import marian
+from regard.text.sentencepiece import as_sentencepiece, close_with, sentencepiece, single_spaces
+from regard.text.vocabularies import BERT, as_bert, byte_level, byte_pairs, wordpiece
+
+_FILE, _TARGET = "tokenizer.json", "target_tokenizer.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    """A text as ids, and where each came from.
+
+    >>> text = Text.train_bpe(["low lower lowest"] * 9, size=300)
+    >>> text.encode("lowest low").offsets[-1]  # the last token is the last word
+    (7, 10)
+    """
+
+    ids: list[int]
+    tokens: list[str]
+    kinds: list[int]  # 0 for the first text and 1 for the second
+    texts: list[int | None]  # which of the texts each comes from; None where added
+    offsets: list[tuple[int, int]]  # its characters there, from and to
+
+
+class Text:
+    """A tokenizer: text to ids and back.
+
+    Where a model writes in other pieces than it reads, ``target`` is the tokenizer of what it
+    writes, and decodes; otherwise this one is both.
+
+    >>> text = Text.train_bpe(["low lower lowest"] * 9, size=300)
+    >>> encoded = text.encode("lower")
+    >>> text.decode(encoded.ids)
+    'lower'
+    """
+
+    def __init__(self, tokenizer: Tokenizer, target: Tokenizer | None = None) -> None:
+        self.tokenizer = tokenizer
+        self.target = self if target is None else Text(target)
+
+    def __len__(self) -> int:
+        """How many ids there are."""
+        return int(self.tokenizer.get_vocab_size())
+
+    def id(self, token: str) -> int:
+        """The id of a token that must exist, as ``text.id("</s>")``."""
+        found = self.tokenizer.token_to_id(token)
+        if found is None:
+            raise InputError(f"This tokenizer has no token {token!r}.")
+        return int(found)
+
+    def encode(self, text: str, pair: str | None = None, *, special: bool = True) -> Encoded:
+        """The ids of a text, or of two as one; ``special`` adds what the model expects around them.
+
+        ``offsets`` are characters: ``text[start:end]`` is what an id stands for.
+        """
+        _check_text(text)
+        if pair is not None:
+            _check_text(pair)
+        with errors_of("This"):
+            found = self.tokenizer.encode(text, pair, add_special_tokens=special)
+        return Encoded(found.ids, found.tokens, found.type_ids, found.sequence_ids, found.offsets)
+
+    def encode_all(self, texts: Sequence[str], *, special: bool = True) -> list[Encoded]:
+        """As :meth:`encode`, many at once."""
+        for text in texts:
+            _check_text(text)
+        with errors_of("This"):
+            batch = self.tokenizer.encode_batch(list(texts), add_special_tokens=special)
+        return [Encoded(e.ids, e.tokens, e.type_ids, e.sequence_ids, e.offsets) for e in batch]
+
+    def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
+        """The text of ids; special tokens are left out unless asked for."""
+        if self.target is not self:
+            return self.target.decode(ids, special=special)
+        if not all(0 <= one < len(self) for one in ids):
+            raise InputError(f"Ids are from 0 to {len(self) - 1}, but got {list(ids)}.")
+        return str(self.tokenizer.decode(list(ids), skip_special_tokens=not special))
+
+    # ------------------------------------------------------------------------- reading, writing
+
+    @classmethod
+    def load(cls, name: str | os.PathLike[str]) -> Text:
+        """The tokenizer of a checkpoint: a folder, or a model of the Hugging Face hub."""
+        folder = find(name)
+        if (folder / _FILE).exists():
+            target = folder / _TARGET
+            return cls(_read(folder / _FILE), _read(target) if target.exists() else None)
+        if (folder / "vocab.txt").exists():
+            return cls(wordpiece(folder))
+        for vocabulary, merges in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
+            if (folder / merges).exists():
+                return cls(byte_pairs(folder / vocabulary, folder / merges))
+        for model in ("spiece.model", "sentencepiece.model", "tokenizer.model"):
+            if (folder / model).exists():
+                return cls(sentencepiece(folder / model))
+        if (folder / "source.spm").exists():
+            return cls(*marian(folder))
+        raise CheckpointError(
+            f"{folder} has no tokenizer: neither tokenizer.json, vocab.txt, vocab.json with "
+            "merges.txt, spiece.model, nor source.spm."
+        )
+
+    def save(self, folder: str | os.PathLike[str]) -> None:
+        """Write tokenizer.json, for regard and others to read.
+
+        A tokenizer of its own for the target goes into target_tokenizer.json, for regard alone.
+        """
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        self.tokenizer.save(str(Path(folder) / _FILE))
+        if self.target is not self:
+            self.target.tokenizer.save(str(Path(folder) / _TARGET))
+        else:  # what an earlier save left behind must not be read with this one
+            (Path(folder) / _TARGET).unlink(missing_ok=True)
+
+    def pruned(self, counts: Mapping[int, int], keep: int) -> Text:
+        """With the ``keep`` most counted tokens of a WordPiece vocabulary only, in their old order.
+
+        Special tokens and single characters stay, so that every text can still be encoded.
+        """
+        model = self.tokenizer.model
+        if not isinstance(model, algorithms.WordPiece):
+            raise InputError(
+                f"Only a WordPiece vocabulary can be pruned, not {type(model).__name__}'s."
+            )
+        vocabulary = self.tokenizer.get_vocab()
+
+        def rank(token: str) -> tuple[bool, int, int]:
+            needed = token in BERT or len(token.removeprefix("##")) == 1
+            return not needed, -counts.get(vocabulary[token], 0), vocabulary[token]
+
+        kept = sorted(sorted(vocabulary, key=rank)[:keep], key=vocabulary.__getitem__)
+        _check_size(keep, sum(not rank(token)[0] for token in vocabulary))
+        small = {token: index for index, token in enumerate(kept)}
+        tokenizer = Tokenizer(algorithms.WordPiece(small, unk_token="[UNK]"))
+        tokenizer.normalizer = self.tokenizer.normalizer
+        tokenizer.pre_tokenizer = self.tokenizer.pre_tokenizer
+        tokenizer.add_special_tokens(list(BERT))
+        return type(self)(as_bert(tokenizer))
+
+    # ------------------------------------------------------------------------------- training
+
+    @classmethod
+    def train_bpe(
+        cls, lines: Iterable[str], *, size: int, special: Sequence[str] = ("<|endoftext|>",)
+    ) -> Text:
+        """Byte-level byte-pair encoding, as GPT-2's: every text can be encoded."""
+        tokenizer = byte_level(algorithms.BPE())
+        alphabet = pre_tokenizers.ByteLevel.alphabet()
+        _check_size(size, len(alphabet) + len(special))
+        trainer = training.BpeTrainer(
+            vocab_size=size,
+            special_tokens=list(special),
+            initial_alphabet=sorted(alphabet),
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(lines, trainer)
+        return cls(tokenizer)
+
+    @classmethod
+    def train_wordpiece(cls, lines: Iterable[str], *, size: int, lowercase: bool = True) -> Text:
+        """WordPiece, as BERT's, with its special tokens."""
+        _check_size(size, len(BERT))
+        tokenizer = Tokenizer(algorithms.WordPiece(unk_token="[UNK]"))
+        tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
+        tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+        trainer = training.WordPieceTrainer(
+            vocab_size=size, special_tokens=list(BERT), show_progress=False
+        )
+        tokenizer.train_from_iterator(lines, trainer)
+        return cls(as_bert(tokenizer))
+
+    @classmethod
+    def train_unigram(
+        cls,
+        lines: Iterable[str],
+        *,
+        size: int,
+        special: Sequence[str] = ("<pad>", "</s>", "<unk>"),
+        unknown: str = "<unk>",
+        end: str | None = "</s>",
+    ) -> Text:
+        """A unigram model, as SentencePiece trains for T5; ``end`` closes every text."""
+        _check_size(size, len(special) + 1)
+        for token in (unknown, *(() if end is None else (end,))):
+            if token not in special:
+                raise InputError(f"{token!r} must be one of the special tokens {list(special)}.")
+        tokenizer = Tokenizer(algorithms.Unigram())
+        tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), *single_spaces()])
+        as_sentencepiece(tokenizer, prefix=True)
+        trainer = training.UnigramTrainer(
+            vocab_size=size,
+            special_tokens=list(special),
+            unk_token=unknown,
+            show_progress=False,
+        )
+        tokenizer.train_from_iterator(lines, trainer)
+        if end is not None:
+            close_with(tokenizer, end)
+        return cls(tokenizer)
+
+
+def _check_text(text: object) -> None:
+    if not isinstance(text, str):
+        raise InputError(f"A text is a str, but got {type(text).__name__}.")
+    if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
+        raise InputError("The text holds a lone surrogate, which is no character.")
+
+
+def _check_size(size: int, least: int) -> None:
+    if not isinstance(size, int) or size < least:
+        raise InputError(f"size must be a whole number from {least} on, but got {size!r}.")
+
+
+def _read(file: Path) -> Tokenizer:
+    raw = read_text(file)
+    with errors_of(file):
+        tokenizer = Tokenizer.from_str(raw)
+    tokenizer.no_padding()  # a batch is padded by whoever makes one
+    tokenizer.no_truncation()
+    return tokenizer

@@ -1,0 +1,226 @@
+"""SentencePiece's models (.model, .spm): a protocol-buffer message, read field by field."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import models as algorithms
+from tokenizers import processors as templates
+
+from regard.checkpoints import read_bytes
+from regard.errors import CheckpointError
+from regard.text.files import errors_of
+
+UNIGRAM, _PAIRS = 1, 2  # kinds of models
+_NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6  # kinds of pieces
+
+
+class Pieces(NamedTuple):
+    """What a SentencePiece model holds."""
+
+    pieces: list[tuple[str, float]]  # with the logarithm of how likely each is
+    kinds: list[int]
+    model: int  # its kind
+    normalizer: normalizers.Normalizer
+    prefix: bool  # whether a space comes before the first word
+
+    def named(self, *kinds: int) -> list[str]:
+        """The pieces of some kinds."""
+        both = zip(self.pieces, self.kinds, strict=True)
+        return [piece for (piece, _), kind in both if kind in kinds]
+
+
+def read_pieces(file: Path) -> Pieces:
+    """A SentencePiece model of unigrams or byte pairs."""
+    pieces: list[tuple[str, float]] = []
+    kinds: list[int] = []
+    kind_of_model, charsmap, prefix, single = UNIGRAM, b"", True, True
+    for number, value in _fields(read_bytes(file), file):
+        if number == 1:
+            piece, score, kind = "", 0.0, 1
+            for inner, part in _fields(_bytes(value, file), file):
+                if inner == 1:
+                    piece = _string(part, file)
+                elif inner == 2:
+                    score = _float(part, file)
+                elif inner == 3:
+                    kind = _whole(part, file)
+            pieces.append((piece, score))
+            kinds.append(kind)
+        elif number == 2:
+            for inner, part in _fields(_bytes(value, file), file):
+                if inner == 3:
+                    kind_of_model = _whole(part, file)
+        elif number == 3:
+            for inner, part in _fields(_bytes(value, file), file):
+                if inner == 2:
+                    charsmap = _bytes(part, file)
+                elif inner == 3:
+                    prefix = bool(part)
+                elif inner == 4:
+                    single = bool(part)
+    if kind_of_model not in (UNIGRAM, _PAIRS):
+        raise CheckpointError(
+            f"{file} is a SentencePiece model of words or characters. Those of unigrams and of "
+            "byte pairs are read."
+        )
+    if kinds.count(_UNKNOWN) != 1:
+        raise CheckpointError(f"{file} should have one piece for what is unknown.")
+    with errors_of(file):
+        steps = [normalizers.Precompiled(charsmap)] if charsmap else []
+    normalizer = normalizers.Sequence([*steps, *(single_spaces() if single else [])])
+    return Pieces(pieces, kinds, kind_of_model, normalizer, prefix)
+
+
+def sentencepiece(file: Path) -> Tokenizer:
+    """SentencePiece's model, with the 100 sentinels that T5 adds behind its pieces."""
+    found = read_pieces(file)
+    tokenizer = _unigrams(found, file) if found.model == UNIGRAM else _merged(found, file)
+    special = found.named(_UNKNOWN, _CONTROL, _USER)
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    if file.name == "spiece.model":
+        sentinels = [AddedToken(f"<extra_id_{n}>", normalized=False) for n in range(99, -1, -1)]
+        tokenizer.add_special_tokens(sentinels)
+    if "</s>" in special:
+        close_with(tokenizer, "</s>")
+    return tokenizer
+
+
+def _unigrams(found: Pieces, file: Path) -> Tokenizer:
+    """The likeliest way to cut a text into pieces, and bytes for what is in none."""
+    unknown, fall_back = found.kinds.index(_UNKNOWN), _BYTE in found.kinds
+    with errors_of(file):
+        model = algorithms.Unigram(found.pieces, unk_id=unknown, byte_fallback=fall_back)
+    tokenizer = Tokenizer(model)
+    tokenizer.normalizer = found.normalizer
+    as_sentencepiece(tokenizer, prefix=found.prefix)
+    if fall_back:
+        tokenizer.decoder = decoders.Sequence(
+            [decoders.ByteFallback(), decoders.Metaspace(prepend_scheme=_scheme(found.prefix))]
+        )
+    return tokenizer
+
+
+def _merged(found: Pieces, file: Path) -> Tokenizer:
+    """Neighbours merged into the piece with the highest score, again and again.
+
+    Which pairs those are the model does not say: all that make a piece together.
+    """
+    ids = {piece: index for index, (piece, _) in enumerate(found.pieces)}
+    if len(ids) < len(found.pieces):
+        raise CheckpointError(f"{file} has a piece twice.")
+    whole = set(found.named(_NORMAL, _USER))
+    merges = [
+        (-score, ids[piece[:cut]], ids[piece[cut:]], piece[:cut], piece[cut:])
+        for piece, score in found.pieces
+        if piece in whole
+        for cut in range(1, len(piece))
+        if piece[:cut] in whole and piece[cut:] in whole
+    ]
+    with errors_of(file):
+        model = algorithms.BPE(
+            ids,
+            [(left, right) for *_, left, right in sorted(merges)],
+            unk_token=found.pieces[found.kinds.index(_UNKNOWN)][0],
+            fuse_unk=True,
+            byte_fallback=_BYTE in found.kinds,
+        )
+    tokenizer = Tokenizer(model)
+    # Spaces are characters like others here: a piece may hold several words.
+    marks = [normalizers.Prepend("▁")] if found.prefix else []
+    tokenizer.normalizer = normalizers.Sequence(
+        [found.normalizer, *marks, normalizers.Replace(" ", "▁")]
+    )
+    first = [decoders.Strip(" ", 1, 0)] if found.prefix else []
+    tokenizer.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *first]
+    )
+    return tokenizer
+
+
+def single_spaces() -> list[normalizers.Normalizer]:
+    """No space at either end, and one between words."""
+    return [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+
+
+def as_sentencepiece(tokenizer: Tokenizer, *, prefix: bool) -> None:
+    scheme = _scheme(prefix)
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
+    tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
+
+
+def _scheme(prefix: bool) -> Literal["always", "never"]:
+    return "always" if prefix else "never"
+
+
+def close_with(tokenizer: Tokenizer, end: str) -> None:
+    tokenizer.post_processor = templates.TemplateProcessing(
+        single=f"$A {end}",
+        pair=f"$A {end} $B {end}",
+        special_tokens=[(end, tokenizer.token_to_id(end))],
+    )
+
+
+def _fields(raw: bytes, file: Path) -> Iterator[tuple[int, int | bytes]]:
+    """The fields of a protocol-buffer message: their numbers, and whole numbers or bytes."""
+    at = 0
+    while at < len(raw):
+        tag, at = _varint(raw, at, file)
+        number, wire = tag >> 3, tag & 7
+        if wire == 0:
+            value, at = _varint(raw, at, file)
+            yield number, value
+            continue
+        if wire == 2:
+            length, at = _varint(raw, at, file)
+        elif wire in (1, 5):
+            length = 8 if wire == 1 else 4
+        else:
+            raise CheckpointError(f"{file} is no SentencePiece model.")
+        if length > len(raw) - at:
+            raise CheckpointError(f"{file} is no SentencePiece model: it ends within a field.")
+        yield number, raw[at : at + length]
+        at += length
+
+
+def _varint(raw: bytes, at: int, file: Path) -> tuple[int, int]:
+    value = 0
+    for shift in range(0, 70, 7):
+        if at >= len(raw):
+            break
+        byte = raw[at]
+        value |= (byte & 127) << shift
+        at += 1
+        if byte < 128:
+            return value, at
+    raise CheckpointError(f"{file} is no SentencePiece model: a number in it does not end.")
+
+
+def _bytes(value: int | bytes, file: Path) -> bytes:
+    if isinstance(value, int):
+        raise CheckpointError(f"{file} is no SentencePiece model: a field is of another kind.")
+    return value
+
+
+def _whole(value: int | bytes, file: Path) -> int:
+    if isinstance(value, bytes):
+        raise CheckpointError(f"{file} is no SentencePiece model: a field is of another kind.")
+    return value
+
+
+def _string(value: int | bytes, file: Path) -> str:
+    try:
+        return _bytes(value, file).decode()
+    except UnicodeDecodeError:
+        raise CheckpointError(f"{file} holds a piece that is not UTF-8.") from None
+
+
+def _float(value: int | bytes, file: Path) -> float:
+    raw = _bytes(value, file)
+    if len(raw) != 4:
+        raise CheckpointError(f"{file} is no SentencePiece model: a score has {len(raw)} bytes.")
+    return float(struct.unpack("<f", raw)[0])

@@ -1,0 +1,77 @@
+"""Tokenizers of words and of byte pairs: BERT's vocab.txt, GPT-2's vocab.json with merges.txt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import models as algorithms
+from tokenizers import processors as templates
+
+from regard.checkpoints import read_json
+from regard.errors import CheckpointError
+from regard.text.files import errors_of, read_text
+
+BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def wordpiece(folder: Path) -> Tokenizer:
+    """BERT's: vocab.txt has one token a line, and tokenizer_config.json may say "cased"."""
+    file = folder / "vocab.txt"
+    vocabulary: dict[str, int] = {}
+    lines = read_text(file).split("\n")
+    for index, line in enumerate(lines[:-1] if not lines[-1] else lines):
+        token = line.removesuffix("\r")
+        if token in vocabulary:
+            raise CheckpointError(f"{file} has the token {token!r} twice.")
+        vocabulary[token] = index
+    for token in BERT:
+        if token not in vocabulary:
+            raise CheckpointError(f"{file} lacks the token {token}.")
+    options = folder / "tokenizer_config.json"
+    lowercase = read_json(options).get("do_lower_case", True) if options.exists() else True
+    with errors_of(file):
+        tokenizer = Tokenizer(algorithms.WordPiece(vocabulary, unk_token="[UNK]"))
+    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase is not False)
+    tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    tokenizer.add_special_tokens(list(BERT))
+    return as_bert(tokenizer)
+
+
+def as_bert(tokenizer: Tokenizer) -> Tokenizer:
+    tokenizer.decoder = decoders.WordPiece()
+    tokenizer.post_processor = templates.TemplateProcessing(
+        single="[CLS] $A [SEP]",
+        pair="[CLS] $A [SEP] $B:1 [SEP]:1",
+        special_tokens=[(token, tokenizer.token_to_id(token)) for token in ("[CLS]", "[SEP]")],
+    )
+    return tokenizer
+
+
+def byte_pairs(vocabulary: Path, merges: Path) -> Tokenizer:
+    """GPT-2's: ids by token, and the pairs to merge in their order."""
+    ids = read_json(vocabulary)
+    if not all(type(n) is int and 0 <= n < len(ids) for n in ids.values()):
+        raise CheckpointError(f"{vocabulary} should give each token an id below {len(ids)}.")
+    pairs = []
+    for line in read_text(merges).split("\n"):
+        if line.startswith("#version") or not line.strip():
+            continue
+        parts = line.split(" ")
+        if len(parts) != 2:
+            raise CheckpointError(f"{merges} should have two tokens a line, but has {line!r}.")
+        pairs.append((parts[0], parts[1]))
+    with errors_of(vocabulary):
+        tokenizer = byte_level(algorithms.BPE(ids, pairs))
+    end = "<|endoftext|>"
+    if end in ids:
+        tokenizer.add_special_tokens([AddedToken(end, normalized=False)])
+    return tokenizer
+
+
+def byte_level(model: algorithms.BPE) -> Tokenizer:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    tokenizer.post_processor = templates.ByteLevel(trim_offsets=True)
+    return tokenizer
