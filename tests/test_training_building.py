@@ -106,3 +106,16 @@ def test_questions_are_asked_where_their_answer_is_not() -> None:
         assert question.context != own.context
         assert own.answers[0].text not in question.context
     assert list(elsewhere(asked, 0.0)) == asked
+
+
+def test_words_are_what_spaces_part_and_lines_have_an_end(tmp_path: Path) -> None:
+    (tmp_path / "train.txt").write_text(" a <unk> N b \n a a c \n", encoding="utf-8")
+    raw = recipe_of(tmp_path, "language modelling", "gpt2")
+    raw["tokenizer"] = {"kind": "words", "size": 64}
+    recipe = parse_recipe(raw)
+    text = building.tokenizer(recipe, tmp_path / "tokenizer")
+    assert set(text.tokenizer.get_vocab()) == {"<|endoftext|>", "<unk>", "\n", "a", "b", "c", "N"}
+    table, _ = building.table(recipe, "train", text)
+    tokens = [text.tokenizer.id_to_token(int(one)) for one in table["text"].flat]
+    assert tokens == ["a", "<unk>", "N", "b", "\n", "a", "a", "c", "\n"]
+    assert text.encode("a d", special=False).ids == [text.id("a"), text.id("<unk>")]

@@ -23,9 +23,13 @@ from regard.errors import InputError
 from regard.models import Transformer, TransformerConfig
 from regard.text import Text
 from regard.training import Result, building, parse_recipe, train
+from regard.training.chance import seed_all
+from regard.training.crew import Crew
 from regard.training.data import Batch, Epoch, Feed, Ragged, Table
-from regard.training.loop import AttentionWarning, Trainer, rate_at, seed_all
+from regard.training.loop import Pace, Progress, Trainer
+from regard.training.monitoring import AttentionWarning
 from regard.training.objectives import Pairs, Special
+from regard.training.optimizing import rate_at
 from regard.training.publishing import DamageWarning
 from regard.training.recipe import Recipe, Schedule
 from regard.training.saving import Keeper
@@ -465,7 +469,8 @@ def test_a_damaged_checkpoint_is_passed_over_loudly_and_the_end_is_the_same(fold
     weights.write_bytes(weights.read_bytes()[:-1] + b"?")
     with pytest.warns(DamageWarning, match="step-0000000012.*Going on from step 9"):
         result = run(raw, resume=True)
-    assert {"step": 9, "resumed": "step-0000000009"} in log_of(result)
+    resumed = [row for row in log_of(result) if "resumed" in row]
+    assert [(row["step"], row["resumed"]) for row in resumed] == [(9, "step-0000000009")]
     assert bytes_of(result.folder) == whole
 
 
@@ -489,3 +494,67 @@ def test_a_recipe_object_takes_no_overrides(folder: Path) -> None:
         train(recipe, overrides=["seed=1"])
     with pytest.raises(InputError, match="There is no device"):
         train(replace(recipe, device="tpux"))
+
+
+# --------------------------------------------------------------------------------- limited time
+
+
+class Clock:
+    """Time that passes only when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+
+def test_steps_are_planned_by_the_pace_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, progress = Clock(), Progress()
+    monkeypatch.setattr("regard.training.loop.time", clock)
+    pace = Pace(Schedule(steps=10_000, minutes=2.0), progress, Crew())
+    for step, seconds in ((50, 20.0), (100, 30.0)):  # the first 50 are slow
+        progress.step, clock.now = step, 100.0 + seconds
+        pace.plan()
+    assert progress.steps == 100 + 90 * 5  # 90 s are left, at 5 steps a second
+    clock.now, progress.step = 100.0 + 119.0, 500
+    assert pace.due
+    pace.plan()
+    assert 500 <= progress.steps <= 505
+    clock.now = 100.0 + 130.0
+    pace.plan()
+    assert progress.steps == 500  # it is over
+    again = Pace(Schedule(steps=10_000, minutes=2.0), progress, Crew())
+    assert clock.now - again.begun == 130.0  # a resumed run has spent what it spent before
+
+
+def test_a_run_ends_in_time_with_its_rate_at_the_end(folder: Path) -> None:
+    raw = recipe_of(folder)
+    raw["schedule"] |= {"shape": "linear", "steps": 1_000_000, "minutes": 4 / 60}
+    raw["evaluation"]["every"] = 0
+    result = run(raw, saving__every=100)
+    assert result.finished
+    assert 4 < result.step < 1_000_000
+    rows = [row for row in log_of(result) if "rate" in row]
+    assert rows[-1]["step"] == result.step
+    assert rows[-1]["rate"] < 0.05 * raw["schedule"]["rate"]
+    assert [row["seconds"] for row in rows] == sorted(row["seconds"] for row in rows)
+    assert regard.load(result.folder / "model").config.dim == 16
+    resumed = run(raw, resume=True, saving__every=100)
+    assert resumed.step == result.step  # there is no time left
+
+
+def test_while_it_learns_some_examples_are_decoded_and_all_in_the_end(folder: Path) -> None:
+    raw = recipe_of(folder)
+    raw["data"]["test"] = raw["data"]["valid"]
+    raw["evaluation"] = {"every": 6, "metric": "bleu", "examples": 2}
+    some, every = [], []
+    for examples, scores in ((2, some), (0, every)):
+        raw["evaluation"]["examples"] = examples
+        output = str(folder / f"run{examples}")
+        result = run(raw | {"output": output}, schedule__steps=60, evaluation__every=30)
+        scores += [row["scores"] for row in log_of(result) if "scores" in row]
+        scores.append(result.scores)
+    assert some[-1] == every[-1]
+    assert some[:-1] != every[:-1]
+    assert [row["loss"] for row in some] == [row["loss"] for row in every]

@@ -14,7 +14,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from tokenizers.models import BPE
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import BPE, WordLevel
 
 from regard.errors import InputError
 from regard.models import (
@@ -36,6 +37,7 @@ from regard.text import Text
 from regard.training import reading
 from regard.training.answering import Answers, Exam, elsewhere, windows
 from regard.training.data import Ragged, Table, cached, content, place
+from regard.training.huggingface import open_dataset, read_dataset
 from regard.training.objectives import (
     Examine,
     MaskedTokens,
@@ -91,12 +93,23 @@ def _read(recipe: Recipe, source: Source, report: Report) -> Iterator[Record]:
     if source.format == "tsv":
         return reading.read_tsv(files, (columns[0], columns[1]), report)
     if source.format == "jsonl":
-        return reading.read_jsonl(files, (names[0], names[1]), report)
+        one, other = names or ("source", "target")
+        return reading.read_jsonl(files, (one, other), report)
+    if source.format == "dataset":
+        name = source.dataset or ", ".join(source.files)
+        return read_dataset(
+            _dataset(recipe, source), name, RECORDS[recipe.task], source.fields, report
+        )
     if source.format == "questions":
         return reading.read_questions(files, report)
     if source.format == "squad":
         return reading.read_squad(files, report)
     return reading.read_text(files, report)
+
+
+def _dataset(recipe: Recipe, source: Source) -> Any:
+    root, files = Path(recipe.data.root).expanduser(), _paths(recipe, source.files)
+    return open_dataset(source.dataset, files, root, source.subset, source.split)
 
 
 def _paths(recipe: Recipe, names: Iterable[str]) -> list[Path]:
@@ -155,6 +168,8 @@ def _trained(recipe: Recipe, lines: Iterator[str]) -> Text:
     kind, size, own = recipe.tokenizer.kind, recipe.tokenizer.size, recipe.tokenizer.special
     if kind == "wordpiece":
         return Text.train_wordpiece(lines, size=size)
+    if kind == "words":
+        return _words(lines, size, own)
     sentinels = SENTINELS if recipe.model.kind == "t5" else ()
     if kind == "unigram":
         special = ("<pad>", "</s>", "<unk>", *own, *sentinels)
@@ -163,6 +178,20 @@ def _trained(recipe: Recipe, lines: Iterator[str]) -> Text:
         recipe.model.kind, (END,)
     )
     return Text.train_bpe(lines, size=size, special=(*special, *own))
+
+
+def _words(lines: Iterator[str], size: int, own: Sequence[str]) -> Text:
+    """What stands between spaces, and the ends of lines: words as the Penn Treebank has them."""
+    special = (END, "\n", *own)
+    counts = Counter(word for line in lines for word in line.split(" ") if word)
+    for token in (*special, "<unk>"):
+        counts.pop(token, None)
+    words = [word for word, _ in counts.most_common(size - len(special) - 1)]
+    ids = {token: index for index, token in enumerate((*special, "<unk>", *words))}
+    found = Tokenizer(WordLevel(ids, unk_token="<unk>"))
+    found.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    found.add_special_tokens(list(special))
+    return Text(found)
 
 
 # --------------------------------------------------------------------------------------- tables
@@ -190,6 +219,7 @@ def table(recipe: Recipe, part: str, text: Text) -> tuple[Table, str]:
             asdict(source)
             | {"files": content(_paths(recipe, source.files))}
             | {"targets": content(_paths(recipe, source.targets))}
+            | {"dataset": _dataset(recipe, source)._fingerprint if source.dataset else ""}
             for source in sources
         ],
         "tokenizer": hashlib.sha256(text.tokenizer.to_str().encode()).hexdigest(),

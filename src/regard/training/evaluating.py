@@ -56,7 +56,12 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Scores, and what they are over."""
+    """Scores, and what they are over.
+
+    >>> found = Evaluated({"perplexity": 31.5}, 2048, "tokens", Report(read=9))
+    >>> f"{found.scores['perplexity']} over {found.count} {found.unit}"
+    '31.5 over 2048 tokens'
+    """
 
     scores: dict[str, float]
     count: int
@@ -299,7 +304,11 @@ def _lanes(total: int, length: int, rows: int) -> Iterator[tuple[Tensor, int]]:
 
 
 class Again(NamedTuple):
-    """A figure of a card, and the same measured here."""
+    """A figure of a card, and the same measured here.
+
+    >>> Again(Score(metric="bleu", value=31.0, tolerance=0.1, data=[], settings={}), 31.05).agrees
+    True
+    """
 
     score: Score
     value: float

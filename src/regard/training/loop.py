@@ -6,15 +6,12 @@ Nothing in a step waits for the device; losses are fetched only when they are lo
 from __future__ import annotations
 
 import math
-import random
 import signal
-import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import FrameType
 from typing import Any
 
@@ -24,79 +21,16 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from regard.errors import CheckpointError, InputError
-from regard.mechanism.seeing import See
+from regard.training.chance import random_state, set_random_state
+from regard.training.crew import Crew
 from regard.training.data import Feed, generator
+from regard.training.graphs import Replayed, Step
+from regard.training.monitoring import watched_model
 from regard.training.objectives import Objective, moved
+from regard.training.optimizing import adamw, rate_at
 from regard.training.parallel import cut, engine, interleave, on_each
-from regard.training.recipe import Recipe, Schedule, Watching
+from regard.training.recipe import Recipe, Schedule
 from regard.training.saving import Keeper
-from regard.watching import watch
-
-
-class AttentionWarning(UserWarning):
-    """A head has collapsed onto single keys, or its scores blow up."""
-
-
-# ------------------------------------------------------------------------------------- schedules
-
-
-def rate_at(step: int, schedule: Schedule) -> float:
-    """The learning rate of a step, counted from 1.
-
-    >>> schedule = Schedule(steps=100, rate=1.0, warmup=10, shape="inverse-sqrt")
-    >>> rate_at(5, schedule), rate_at(10, schedule), rate_at(40, schedule)
-    (0.5, 1.0, 0.5)
-    """
-    warmup, rate = schedule.warmup, schedule.rate
-    if step < warmup:
-        return rate * step / warmup
-    if schedule.shape == "constant":
-        return rate
-    if schedule.shape == "inverse-sqrt":
-        return rate * math.sqrt(max(warmup, 1) / max(step, 1))
-    done = min((step - warmup) / max(schedule.steps - warmup, 1), 1.0)
-    left = (1 + math.cos(math.pi * done)) / 2 if schedule.shape == "cosine" else 1 - done
-    return rate * (schedule.floor + (1 - schedule.floor) * left)
-
-
-# ---------------------------------------------------------------------------------- randomness
-
-
-def seed_all(seed: int) -> None:
-    """Start every source of random numbers."""
-    random.seed(seed)
-    torch.manual_seed(seed)
-    if "numpy" in sys.modules:
-        sys.modules["numpy"].random.seed(seed % 2**32)
-
-
-def random_state(device: torch.device) -> dict[str, Any]:
-    """The state of every source of random numbers, as a tree to save."""
-    version, numbers, gauss = random.getstate()
-    state: dict[str, Any] = {
-        "python": [version, list(numbers), gauss],
-        "torch": torch.get_rng_state(),
-        "cuda": [torch.cuda.get_rng_state(device)] if device.type == "cuda" else [],
-    }
-    if "numpy" in sys.modules:
-        name, keys, *rest = sys.modules["numpy"].random.get_state()
-        state["numpy"] = [name, [int(value) for value in keys], *rest]
-    return state
-
-
-def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Go on from what :func:`random_state` gave."""
-    version, numbers, gauss = state["python"]
-    random.setstate((version, tuple(numbers), gauss))
-    torch.set_rng_state(state["torch"])
-    if device.type == "cuda" and state["cuda"]:
-        torch.cuda.set_rng_state(state["cuda"][0], device)
-    if "numpy" in state:
-        import numpy
-
-        name, keys, *rest = state["numpy"]
-        numpy.random.set_state((name, numpy.array(keys, dtype=numpy.uint32), *rest))
-
 
 # ------------------------------------------------------------------------------- interruptions
 
@@ -143,6 +77,43 @@ class Progress:
     best: float | None = None
     since_best: int = 0  # evaluations
     scores: dict[str, float] = field(default_factory=dict)  # of the last evaluation
+    # Where schedule.minutes are given: the time spent, and how many steps all of it is enough for.
+    seconds: float = 0.0
+    steps: int | None = None
+
+
+class Pace:
+    """How many steps ``schedule.minutes`` are enough for, told again and again by those so far.
+
+    So the rate falls to its end in time, whatever else the machine does. All processes go by the
+    first one's clock.
+    """
+
+    def __init__(self, schedule: Schedule, progress: Progress, crew: Crew) -> None:
+        self.limit = 60 * schedule.minutes
+        self.most, self.progress, self.crew = schedule.steps, progress, crew
+        self.begun = time.perf_counter() - progress.seconds
+        self.planned = progress.seconds  # when it was planned last
+        self.first: tuple[int, float] | None = None  # step and time after the first, slow steps
+
+    @property
+    def due(self) -> bool:
+        """Whether to plan again before 50 steps are over; several processes could not agree."""
+        if not self.limit or self.crew.world > 1:
+            return False
+        return time.perf_counter() - self.begun > self.planned + self.limit / 50
+
+    def plan(self) -> None:
+        if not self.limit:
+            return
+        now = self.crew.lead(lambda: time.perf_counter() - self.begun)
+        step, self.planned, self.progress.seconds = self.progress.step, now, now
+        if self.first is None:
+            self.first = step, now
+        elif step > self.first[0]:
+            pace = (now - self.first[1]) / (step - self.first[0])
+            left = max(int((self.limit - now) / pace), 0)
+            self.progress.steps = min(step + left, self.most)
 
 
 Log = Callable[[dict[str, Any]], None]
@@ -167,7 +138,7 @@ class Trainer:
         self.recipe, self.log, self.fingerprint = recipe, log, fingerprint
         self.device = next(model.parameters()).device
         self.parameters = list(model.parameters())  # walking a model costs more than it seems
-        self.optimizer = _optimizer(model, recipe, self.device)
+        self.optimizer = adamw(model, recipe, self.device)
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=recipe.precision == "float16", init_scale=2.0**12
         )
@@ -184,6 +155,12 @@ class Trainer:
         self.copied = [pair for name, pair in pairs.items() if name not in named]
         self.progress = Progress()
         self.warned: set[str] = set()
+        self.learn: Step = self._learn
+        self.graphs = recipe.graphs and self.device.type == "cuda"
+        if self.graphs:
+            if self.crew.world > 1:
+                raise InputError("graphs = true is for one process: set graphs = false.")
+            self.learn = Replayed(self._learn, self.device)
 
     # ------------------------------------------------------------------------------- one step
 
@@ -200,18 +177,14 @@ class Trainer:
             targets.append(count)
         # Divided by all targets of the step, not batch by batch: unequal batches count as one.
         total = moved(sum(targets), self.device)
-        rate = rate_at(number, recipe.schedule)
+        rate = rate_at(number, self.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["size"]
-        self.optimizer.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=not self.graphs)
         mean = torch.zeros((), device=self.device)
         for done, (share, counts) in enumerate(shares, 1):
             with self.engine.joining(last=done == len(shares)):
-                with self.autocast():
-                    loss = self.engine.loss(share) / total
-                    loss = loss if counts else 0 * loss
-                torch.autograd.backward(self.scaler.scale(loss))
-            mean += loss.detach()
+                mean += self.learn(share, total if counts else math.inf)
         self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = get_total_norm(gradients)
@@ -227,6 +200,13 @@ class Trainer:
         if recipe.watching.every and number % recipe.watching.every == 0:
             self.look(shares[0][0])
         return mean, norm
+
+    def _learn(self, share: Any, total: Tensor | float) -> Tensor:
+        """Add the gradient of a share's loss, divided by ``total``; that loss."""
+        with self.autocast():
+            loss = self.engine.loss(share) / total
+        torch.autograd.backward(self.scaler.scale(loss))
+        return loss.detach()
 
     def autocast(self) -> torch.autocast:
         kinds = {"bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -259,6 +239,7 @@ class Trainer:
         losses: list[Tensor] = []
         norms: list[Tensor] = []
         since, seen = time.perf_counter(), self.feed.tokens
+        pace = Pace(recipe.schedule, self.progress, self.crew)
         while not self.finished:
             if self.crew.agree(bool(asked)):
                 self._interrupt(asked)
@@ -266,7 +247,9 @@ class Trainer:
             mean, norm = self.step()
             losses.append(mean)
             norms.append(norm)
-            last = self.progress.step == recipe.schedule.steps
+            if len(losses) == 50 or pace.due:
+                pace.plan()
+            last = self.progress.step >= self.schedule.steps
             evaluating = self._due(recipe.evaluation.every) or last
             saving = evaluating or self._due(recipe.saving.every)
             if len(losses) == 50 or saving:
@@ -285,11 +268,17 @@ class Trainer:
         return True
 
     @property
+    def schedule(self) -> Schedule:
+        """The recipe's, with as many steps as there is time for."""
+        schedule, steps = self.recipe.schedule, self.progress.steps
+        return schedule if steps is None else replace(schedule, steps=steps)
+
+    @property
     def finished(self) -> bool:
         """Whether all steps are done, or for long enough nothing got better."""
         patience = self.recipe.evaluation.patience
         tired = bool(patience) and self.progress.since_best >= patience
-        return tired or self.progress.step >= self.recipe.schedule.steps
+        return tired or self.progress.step >= self.schedule.steps
 
     def _due(self, every: int) -> bool:
         return bool(every) and self.progress.step % every == 0
@@ -307,7 +296,7 @@ class Trainer:
             "epoch": self.feed.number,
             "loss": mean,
             "gradient": norm if math.isfinite(norm) else None,  # None: float16 overflowed
-            "rate": rate_at(self.progress.step, self.recipe.schedule),
+            "rate": rate_at(self.progress.step, self.schedule),
         }
 
     def _interrupt(self, asked: Interrupted) -> None:
@@ -354,7 +343,7 @@ class Trainer:
     def save(self) -> None:
         """A checkpoint of everything."""
         every, step = self.recipe.saving.every, self.progress.step
-        measured = self._due(self.recipe.evaluation.every) or step == self.recipe.schedule.steps
+        measured = self._due(self.recipe.evaluation.every) or step >= self.schedule.steps
         score = self.score() if measured else None
         self.keeper.save(step, self.state(), score=score, in_turn=step % every == 0)
 
@@ -437,69 +426,3 @@ class Trainer:
             for name in ("exp_avg", "exp_avg_sq"):
                 places[f"optimizer/state/{index}/{name}"] = parameter
         return {place: like for place, like in places.items() if isinstance(like, DTensor)}
-
-
-def _size(parameter: Tensor) -> float:
-    """The root mean square of what a parameter starts from, to two digits so that some share it.
-
-    What starts at 0, or next to it, must be able to leave it.
-    """
-    found = float(parameter.detach().double().square().mean().sqrt())
-    return max(float(f"{found:.1e}"), 1e-3)
-
-
-def _optimizer(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.AdamW:
-    """AdamW; biases, norms and other vectors do not decay."""
-    settings = recipe.optimizer
-    if len(settings.betas) != 2 or not all(0 <= beta < 1 for beta in settings.betas):
-        raise InputError(f"optimizer.betas are two numbers from 0 to below 1: {settings.betas}.")
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        decay = settings.decay if parameter.dim() > 1 else 0.0
-        size = _size(parameter) if settings.relative else 1.0
-        groups.setdefault((decay, size), []).append(parameter)
-    return torch.optim.AdamW(
-        [
-            {"params": found, "weight_decay": decay, "size": size}
-            for (decay, size), found in groups.items()
-        ],
-        lr=recipe.schedule.rate,
-        betas=(settings.betas[0], settings.betas[1]),
-        eps=settings.epsilon,
-        fused=device.type == "cuda",
-    )
-
-
-@contextmanager
-def watched_model(
-    model: nn.Module, settings: Watching, warned: set[str]
-) -> Iterator[dict[str, dict[str, list[float]]]]:
-    """Within, attention is watched; after, each head's mean entropy and largest score are there.
-
-    Warns once of each head whose entropy is too low or whose scores are too large.
-    """
-    found: dict[str, dict[str, list[float]]] = {}
-    was_training = model.training
-    model.eval()  # no dropout: it would draw from the random numbers of training
-    try:
-        with torch.no_grad(), watch(model, See(entropy=True, max_logit=True)) as watched:
-            yield found
-    finally:
-        model.train(was_training)
-    for layer in watched:
-        seen = watched.of(layer)[-1]
-        assert seen.entropy is not None
-        assert seen.max_logit is not None
-        entropy = seen.entropy.float().mean((0, 2)).tolist()
-        logit = seen.max_logit.float().amax(0).tolist()
-        found[layer] = {"entropy": entropy, "max_logit": logit}
-        for head, (low, high) in enumerate(zip(entropy, logit, strict=True)):
-            for kind, bad, text in (
-                ("entropy", low < settings.entropy, f"has collapsed: its entropy is {low:.4f}"),
-                ("logit", not high < settings.logit, f"blows up: its largest score is {high:.4g}"),
-            ):
-                name = f"{kind} {layer} {head}"
-                if bad and name not in warned:
-                    warned.add(name)
-                    warnings.warn(f"Head {head} of {layer} {text}.", AttentionWarning, stacklevel=3)

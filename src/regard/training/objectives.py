@@ -36,9 +36,11 @@ class Prepared(NamedTuple):
 def moved(batch: Any, device: torch.device) -> Any:
     """A batch on the device; one that is there already as it is."""
     if isinstance(batch, Tensor):
+        if device.type == "cuda" and batch.device.type == "cpu":
+            batch = batch.pin_memory()  # from elsewhere the copy would be waited for
         return batch.to(device, non_blocking=True)
     if isinstance(batch, Padding):
-        return Padding(torch.as_tensor(batch.lengths).to(device), batch.side)
+        return Padding(moved(torch.as_tensor(batch.lengths), device), batch.side)
     if isinstance(batch, tuple):
         return type(batch)(*(moved(part, device) for part in batch))
     return batch

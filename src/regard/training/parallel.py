@@ -24,7 +24,7 @@ from regard.errors import InputError
 from regard.mechanism.cache import Cache
 from regard.mechanism.masks import Padding
 from regard.models import GPT2
-from regard.models.model import State
+from regard.models.state import State
 from regard.training.crew import Crew
 from regard.training.data import Lanes
 from regard.training.objectives import Objective

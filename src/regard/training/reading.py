@@ -64,10 +64,10 @@ class Report:
     bad: list[Bad] = field(default_factory=list)
     place: tuple[str, int] = ("", 0)  # file and line of the record that was read last
 
-    def accept(self, file: Path, line: int) -> None:
+    def accept(self, file: Path | str, line: int) -> None:
         self.read, self.place = self.read + 1, (str(file), line)
 
-    def refuse(self, file: Path, line: int, why: str) -> None:
+    def refuse(self, file: Path | str, line: int, why: str) -> None:
         self.bad.append(Bad(str(file), line, why))
 
     def check(self, most: float) -> None:
@@ -184,20 +184,13 @@ def read_tsv(files: Sequence[Path], columns: tuple[int, int], report: Report) ->
 def read_jsonl(files: Sequence[Path], fields: tuple[str, str], report: Report) -> Iterator[Pair]:
     """One JSON object a line, with a source (a text, or a list of sentences) and its target(s)."""
     for file, number, row in _objects(files, report):
-        source, target = row.get(fields[0]), row.get(fields[1])
-        if isinstance(source, list) and all(isinstance(part, str) for part in source):
-            source = " ".join(source)
-        targets = target if isinstance(target, list) else [target]
-        if not isinstance(source, str) or not all(isinstance(text, str) for text in targets):
-            report.refuse(file, number, f"no text in {fields[0]} or {fields[1]}")
-            continue
-        yield from _pair(source, tuple(targets), file, number, report)
+        yield from pair(row.get(fields[0]), row.get(fields[1]), file, number, report)
 
 
 def read_questions(files: Sequence[Path], report: Report) -> Iterator[Question]:
     """One question a line: JSON with id, question, context and answers, a list of text, start."""
     for file, number, row in _objects(files, report):
-        yield from _question(row, row.get("context"), "start", file, number, report)
+        yield from question(row, row.get("context"), "start", file, number, report)
 
 
 def read_squad(files: Sequence[Path], report: Report) -> Iterator[Question]:
@@ -211,7 +204,7 @@ def read_squad(files: Sequence[Path], report: Report) -> Iterator[Question]:
             except (ValueError, KeyError, TypeError) as error:
                 raise InputError(f"{file} has not the form of SQuAD: {error!r}.") from None
         for number, (row, context) in enumerate(rows, 1):
-            yield from _question(row, context, "answer_start", file, number, report)
+            yield from question(row, context, "answer_start", file, number, report)
 
 
 def _objects(files: Sequence[Path], report: Report) -> Iterator[tuple[Path, int, dict[str, Any]]]:
@@ -227,8 +220,23 @@ def _objects(files: Sequence[Path], report: Report) -> Iterator[tuple[Path, int,
                 report.refuse(file, number, _NOT_UTF8 if line is None else "not a JSON object")
 
 
+def pair(source: Any, target: Any, file: Path | str, number: int, report: Report) -> Iterator[Pair]:
+    """A record of a source (a text, or a list of sentences) and its target(s), or a bad line."""
+    if isinstance(source, list) and all(isinstance(part, str) for part in source):
+        source = " ".join(source)
+    targets = target if isinstance(target, list) else [target]
+    if not isinstance(source, str) or not all(isinstance(text, str) for text in targets):
+        report.refuse(file, number, "a side that is no text")
+        return
+    yield from _pair(source, tuple(targets), file, number, report)
+
+
 def _pair(
-    source: str | None, targets: tuple[str | None, ...], file: Path, number: int, report: Report
+    source: str | None,
+    targets: tuple[str | None, ...],
+    file: Path | str,
+    number: int,
+    report: Report,
 ) -> Iterator[Pair]:
     found = tuple(target for target in targets if target is not None)
     if source is None or len(found) < len(targets):
@@ -240,13 +248,14 @@ def _pair(
         yield Pair(source, found)
 
 
-def _question(
-    row: Any, context: Any, start: str, file: Path, number: int, report: Report
+def question(
+    row: Any, context: Any, start: str, file: Path | str, number: int, report: Report
 ) -> Iterator[Question]:
+    """A record of a question; ``start`` is what the place of an answer is called. Or a bad line."""
     try:
         answers = tuple(Answer(answer["text"], answer[start]) for answer in row["answers"])
-        name, question = row["id"], row["question"]
-        texts = [name, question, context, *(answer.text for answer in answers)]
+        name, asked = row["id"], row["question"]
+        texts = [name, asked, context, *(answer.text for answer in answers)]
     except (KeyError, TypeError):
         report.refuse(file, number, "no id, question or answers")
         return
@@ -257,7 +266,7 @@ def _question(
         report.refuse(file, number, "an answer that is not where it says")
     else:
         report.accept(file, number)
-        yield Question(name, question, context, answers)
+        yield Question(name, asked, context, answers)
 
 
 # ------------------------------------------------------------------------ parts and preparation

@@ -31,11 +31,11 @@ RECORDS: dict[str, type] = {
     "masked language modelling": str,
     "span corruption": str,
 }
-FORMATS = ("parallel", "tsv", "jsonl", "questions", "squad", "text")
+FORMATS = ("parallel", "tsv", "jsonl", "questions", "squad", "text", "dataset")
 SHAPES = ("inverse-sqrt", "cosine", "linear", "constant")
 PRECISIONS = ("float32", "bfloat16", "float16")
 METRICS = ("loss", "bleu", "chrf", "rouge-1", "rouge-2", "rouge-l", "exact", "f1")
-TOKENIZERS = ("bpe", "wordpiece", "unigram")
+TOKENIZERS = ("bpe", "wordpiece", "unigram", "words")
 PARALLEL = ("ddp", "fsdp", "context")
 
 
@@ -62,7 +62,16 @@ class Source:
     files: tuple[str, ...] = key("the files, plain, .gz or .xz; of parallel text, the sources", ())
     targets: tuple[str, ...] = key("of parallel text, the files of the targets", ())
     columns: tuple[int, ...] = key("of TSV, the columns of source and target, from 1", (1, 2))
-    fields: tuple[str, ...] = key("of JSONL, the fields of source and target", ("source", "target"))
+    fields: tuple[str, ...] = key(
+        "of JSONL, the fields of source and target; of a dataset, its columns for these, for text, "
+        "or for question, context and answers; where none are given, that is what they are called",
+        (),
+    )
+    dataset: str = key(
+        "of a Hugging Face dataset that is not in files: its folder, or its name on the hub", ""
+    )
+    subset: str = key("of a dataset on the hub, which of its subsets", "")
+    split: str = key("of a dataset, which split", "train")
     part: tuple[int, ...] = key(
         "which of 1000 parts, by MD5 of the source: from the first up to below the second",
         (0, 1000),
@@ -142,6 +151,12 @@ class Schedule:
     """How fast, and how long."""
 
     steps: int = key("how many steps", least=1)
+    minutes: float = key(
+        "the most minutes for steps and the evaluations between them; the rate then falls to its "
+        "end in time, by as many steps as that is enough for; 0 for any",
+        0.0,
+        least=0,
+    )
     rate: float = key("the highest learning rate", 1e-3, least=0)
     warmup: int = key("over how many steps the rate rises from 0", 0, least=0)
     shape: str = key("how the rate falls after that", "inverse-sqrt", among=SHAPES)
@@ -171,7 +186,7 @@ class Evaluation:
 
     every: int = key("after how many steps; 0 for at the end only", 1000, least=0)
     metric: str = key("which score decides what is best", "loss", among=METRICS)
-    examples: int = key("how many examples to decode; 0 for all", 0, least=0)
+    examples: int = key("how many examples to decode while it learns; 0 for all", 0, least=0)
     beam: int = key("the beams of decoding; 1 is greedy", 1, least=1)
     length_penalty: float = key("by what power of the length a beam's score is divided", 1.0)
     always: bool = key("answer every question, even where no answer seems more likely", False)
@@ -221,6 +236,11 @@ class Recipe:
     saving: Saving = key("what is kept", Saving)
     watching: Watching = key("what attention does", Watching)
     compile: bool = key("whether torch.compile makes the model faster first", False)
+    graphs: bool = key(
+        "whether a GPU replays steps as CUDA graphs, which makes small models faster; for one "
+        "process, and batches that come again in each epoch",
+        False,
+    )
     parallel: str = key(
         "what the processes of torchrun share: batches (ddp), weights too (fsdp), or each sequence",
         "ddp",
@@ -249,16 +269,24 @@ class Recipe:
         if average == 0 and not self.data.valid:
             raise InputError("saving.average = 0 takes the best checkpoint: give data.valid.")
         forms = {
-            Pair: ("parallel", "tsv", "jsonl"),
-            Question: ("questions", "squad"),
-            str: ("text", "tsv", "jsonl"),
+            Pair: ("parallel", "tsv", "jsonl", "dataset"),
+            Question: ("questions", "squad", "dataset"),
+            str: ("text", "tsv", "jsonl", "dataset"),
         }
         for source in (*self.data.train, *self.data.valid, *self.data.test):
             fit = forms[RECORDS[self.task]]
             if source.format not in fit:
                 raise InputError(f"{self.task} reads {' or '.join(fit)}, not {source.format}.")
-            if len(source.columns) != 2 or len(source.fields) != 2 or len(source.part) != 2:
-                raise InputError("columns, fields and part of a data source are two each.")
+            counts = {"columns": len(source.columns), "part": len(source.part)}
+            if source.format == "jsonl" and source.fields:
+                counts["fields"] = len(source.fields)
+            for name, count in counts.items():
+                if count != 2:
+                    raise InputError(f"{name} of a data source are two, but got {count}.")
+            if (source.format == "dataset" and not source.files) != bool(source.dataset):
+                raise InputError(
+                    "format = 'dataset' has either files or a dataset; other formats have files."
+                )
             if min(source.columns) < 1:
                 raise InputError(f"Columns count from 1, but got {list(source.columns)}.")
         dropped = self.tokenizer.dropout
@@ -268,6 +296,13 @@ class Recipe:
             raise InputError(
                 f"compile = true is for transformer, gpt2 and bert: torch.compile does not come "
                 f"to an end with the biases and memories of a {self.model.kind}."
+            )
+        if self.graphs and (
+            self.compile or self.precision == "float16" or self.model.kind == "transformer-xl"
+        ):
+            raise InputError(
+                "graphs = true is not for compile = true, precision = 'float16' or a "
+                "transformer-xl, whose memory grows."
             )
         if self.parallel == "context" and self.model.kind != "gpt2":
             raise InputError(
@@ -282,7 +317,20 @@ class Recipe:
 def read_recipe(
     file: str | os.PathLike[str], overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Recipe:
-    """A recipe from a TOML file, with some keys set otherwise: ``["schedule.steps=100"]``."""
+    """A recipe from a TOML file, with some keys set otherwise: ``["schedule.steps=100"]``.
+
+    >>> import tempfile
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     file = Path(folder, "recipe.toml")
+    ...     _ = file.write_text('''task = "translation"
+    ... output = "run"
+    ... model = {kind = "transformer"}
+    ... data = {train = [{format = "tsv", files = ["a.tsv"]}]}
+    ... schedule = {steps = 5}''')
+    ...     recipe = read_recipe(file, ["schedule.steps=7"])
+    >>> recipe.task, recipe.schedule.steps
+    ('translation', 7)
+    """
     path = Path(file)
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))

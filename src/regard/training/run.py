@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +21,11 @@ from regard.errors import InputError
 from regard.models import Model
 from regard.text import Text
 from regard.training import building
+from regard.training.chance import seed_all
 from regard.training.crew import Crew, joined, local_device
 from regard.training.data import Feed, Table, generator
 from regard.training.events import Events
-from regard.training.loop import Trainer, interruptible, seed_all
+from regard.training.loop import Trainer, interruptible
 from regard.training.plot import plot
 from regard.training.recipe import RECORDS, Recipe, read_recipe
 from regard.training.saving import Keeper
@@ -58,6 +60,22 @@ def train(
     Ctrl-C and SIGTERM save a checkpoint and return. ``resume=True`` goes on from the newest whole
     checkpoint, or starts where there is none; the weights in the end are then, to the bit, those of
     a run that was never interrupted.
+
+    >>> import tempfile
+    >>> from regard.training.recipe import parse_recipe
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     _ = Path(folder, "a.txt").write_text("one two three four. " * 50)
+    ...     recipe = parse_recipe({
+    ...         "task": "language modelling", "output": f"{folder}/run", "device": "cpu",
+    ...         "model": {"kind": "gpt2", "config": {"dim": 8, "depth": 1, "heads": 2}},
+    ...         "tokenizer": {"size": 260}, "schedule": {"steps": 2}, "batch": {"tokens": 64},
+    ...         "data": {
+    ...             "root": folder, "length": 16, "train": [{"format": "text", "files": ["a.txt"]}],
+    ...         },
+    ...     })
+    ...     result = train(recipe)
+    >>> result.step, result.finished
+    (2, True)
     """
     if isinstance(recipe, Recipe):
         if overrides:
@@ -100,7 +118,7 @@ def _train(recipe: Recipe, device: torch.device, crew: Crew, resume: bool) -> Re
             seed_all(int(generator(recipe.seed, 2, crew.rank).initial_seed()))  # other dropout
         if resume:
             trainer.resume()
-        with interruptible() as asked, _shown(recipe, trainer) as show, _kernels(recipe):
+        with interruptible() as asked, _shown(trainer) as show, _kernels(recipe):
             finished = trainer.run(asked, show)
         scores = trainer.progress.scores
         if finished:
@@ -184,8 +202,9 @@ def _finish(recipe: Recipe, trainer: Trainer, text: Text, folder: Path) -> dict[
     with torch.no_grad(), trainer.autocast():
         if recipe.data.test:
             table, _ = building.table(recipe, "test", text)
+            whole = replace(recipe, evaluation=replace(recipe.evaluation, examples=0))
             tested = building.objective(
-                recipe, text, model, trainer.device, {"train": table, "test": table}, "test"
+                whole, text, model, trainer.device, {"train": table, "test": table}, "test"
             )
             scores = tested.evaluate(model)
         else:
@@ -199,12 +218,14 @@ def _finish(recipe: Recipe, trainer: Trainer, text: Text, folder: Path) -> dict[
 
 @contextmanager
 def _logged(folder: Path, tensorboard: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A log of one JSON object a line, on the disk when it is written."""
+    """A log of one JSON object a line, on the disk when it is written, with the seconds so far."""
+    begun = time.perf_counter()
     with ExitStack() as opened:
         stream = opened.enter_context((folder / "log.jsonl").open("a", encoding="utf-8"))
         events = opened.enter_context(Events(folder / "tensorboard")) if tensorboard else None
 
         def log(row: dict[str, Any]) -> None:
+            row = {**row, "seconds": round(time.perf_counter() - begun, 2)}
             stream.write(json.dumps(row) + "\n")
             stream.flush()
             if events is not None:
@@ -218,10 +239,9 @@ def _unheard(row: dict[str, Any]) -> None:
 
 
 @contextmanager
-def _shown(recipe: Recipe, trainer: Trainer) -> Iterator[Callable[[dict[str, Any]], None]]:
+def _shown(trainer: Trainer) -> Iterator[Callable[[dict[str, Any]], None]]:
     """A line that moves in a terminal, and a line for each report elsewhere."""
     console = Console(file=sys.stderr)
-    steps = recipe.schedule.steps
     bar = Progress(
         TextColumn("{task.description}"),
         BarColumn(),
@@ -231,14 +251,17 @@ def _shown(recipe: Recipe, trainer: Trainer) -> Iterator[Callable[[dict[str, Any
         disable=not console.is_terminal or not trainer.crew.first,
     )
     with bar:
-        task = bar.add_task("starting", total=steps, completed=trainer.progress.step)
+        task = bar.add_task(
+            "starting", total=trainer.schedule.steps, completed=trainer.progress.step
+        )
 
         def show(row: dict[str, Any]) -> None:
             words = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,} tokens/s"
             if trainer.device.type == "cuda":
                 words += f"  {torch.cuda.max_memory_allocated(trainer.device) / 2**30:.1f} GiB"
             scored = "".join(f"  {k} {v:.4g}" for k, v in trainer.progress.scores.items())
-            bar.update(task, completed=row["step"], description=words + scored)
+            steps = trainer.schedule.steps
+            bar.update(task, completed=row["step"], total=steps, description=words + scored)
             if not console.is_terminal and trainer.crew.first:
                 console.print(
                     f"step {row['step']}/{steps}  {words}{scored}", highlight=False, soft_wrap=True
