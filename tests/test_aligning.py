@@ -101,16 +101,24 @@ def test_the_head_named_weighs_the_words_that_matter_most(make) -> None:
         effect[:, s] = torch.stack([lost[list(t.places)].sum() for t in targets])
     torch.testing.assert_close(found.effect.double(), effect, rtol=1e-4, atol=1e-5)
 
-    # The heads' weights by words, and how much of them lies where it matters.
+    # The heads' weights by words, as those are written and once they are read, and how much of
+    # them lies where it matters.
     with torch.no_grad(), watch(model, See(weights=True)) as watched:
-        model(torch.tensor([SOURCE]), torch.tensor([[0, *TARGET[:-1]]]))
+        model(torch.tensor([SOURCE]), torch.tensor([[0, *TARGET]]))
     crossing = [seen.weights[0] for name, seen in watched.calls if name.endswith("cross")]
-    joined = join_words(torch.stack(crossing), targets, words)
+    weights = torch.stack(crossing)
     counts = [t for t in range(len(targets)) if effect[t].max() > 0]
-    scores = torch.stack([joined[..., t, int(effect[t].argmax())] for t in counts], -1).mean(-1)
-    torch.testing.assert_close(found.scores.double(), scores, rtol=1e-4, atol=1e-5)
-    assert (found.layer, found.head) == divmod(int(scores.argmax()), scores.shape[1])
-    best = joined[found.layer, found.head]
+    ways, scores = [], []
+    for rows in (weights[:, :, :-1], weights[:, :, 1:]):
+        joined = join_words(rows, targets, words)
+        there = [joined[..., t, int(effect[t].argmax())] for t in counts]
+        ways.append(joined)
+        scores.append(torch.stack(there, -1).mean(-1))
+    table = torch.stack(scores)
+    torch.testing.assert_close(found.scores.double(), table.amax(0), rtol=1e-4, atol=1e-5)
+    way, layer, head = (int(one) for one in torch.unravel_index(table.argmax(), table.shape))
+    assert (found.read, found.layer, found.head) == (bool(way), layer, head)
+    best = ways[way][layer, head]
     torch.testing.assert_close(found.weights.double(), best, rtol=1e-4, atol=1e-5)
     assert found.pairs[0] == ("it", found.source[int(best[0].argmax())])
 
@@ -124,6 +132,7 @@ def test_a_head_asked_for_is_shown_and_the_better_one_named() -> None:
     assert f"Head {best.head} of layer {best.layer} does better" in said
     said = " ".join(best.picture().text(width=100, color="none").split())
     assert f"Head {best.head} of cross-attention layer {best.layer}, the best of 8" in said
+    assert ("once each word is read" if best.read else "as each word is written") in said
 
 
 def test_a_model_aligns_what_it_writes_itself() -> None:

@@ -80,7 +80,7 @@ def test_pictures_are_saved(folder: Path, tmp_path: Path, ending: str, start: by
         (["--word", "mat"], "what 'mat' attends to"),
         (["--layer", "1", "--head", "2", "--rows", "2:5", "--columns", "0:5"], "sat"),
         (["--layer", "1", "--head", "2", "--without-first"], "is left out: it takes"),
-        (["--layer", "1", "--head", "2", "--compare", "head=0.1"], "0.1 less 1.2"),
+        (["--layer", "1", "--head", "2", "--compare", "head=0.1"], "head 0.1 less head 1.2"),
         (["--compare", "text=the dog ran in the house"], "the dog ran in the house less"),
     ],
 )

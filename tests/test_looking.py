@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from regard import InputError, See, look, watch
+from regard import InputError, See, Text, look, watch
 from regard.looking import HeadMap, Overview, Plan, WordKeys, compare, plan
 from regard.looking import heads as heads_module
 from regard.models.model import Model
@@ -329,9 +329,51 @@ def test_what_it_takes_is_told_before_it_starts(monkeypatch: pytest.MonkeyPatch)
         [found] = told
         assert found.seconds > 0
         assert found.memory > len(LONG.split()) * 16 * 8  # its hidden states at the least
-        assert "GiB of memory besides the model" in str(found)
+        assert "10 MiB of memory besides the model" in str(found)
         assert [now for now, _ in done] == sorted(now for now, _ in done)
         assert done[-1][0] == done[-1][1]
+
+
+def test_what_is_told_is_of_what_will_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan, "LONG", 8)
+    told: list[Plan] = []
+    done: list[tuple[int, int]] = []
+    asked = {"before": told.append, "progress": lambda now, of: done.append((now, of))}
+    model = gpt2(length=16)
+    look(model, LONG, tokenizer=tokenizer(), **asked)
+    look(model, LONG, tokenizer=tokenizer(), word="mat", **asked)
+    whole, window = told
+    assert window.tokens == 16 < whole.tokens
+    assert done[-1] == (2, 2)  # two layers of one window
+    # A word that comes late, in a text read at once: the part that is timed does not hold it.
+    late = f"{LONG} cathouse"
+    look(t5(), late, tokenizer=tokenizer(), target="the", word="cathouse", **asked)
+    assert told[-1].tokens == len(tokenizer().encode(late).ids)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "memory", "said"),
+    [
+        (0.2, 2**20, "about 1 second and 10 MiB"),
+        (42.4, 300 * 2**20, "about 42 seconds and 300 MiB"),
+        (400, 1.26 * 2**30, "about 7 minutes and 1.3 GiB"),
+    ],
+)
+def test_a_plan_reads_as_a_sentence(seconds: float, memory: float, said: str) -> None:
+    plan = Plan(100_000, 6, seconds, int(memory))
+    assert (
+        str(plan)
+        == f"100,000 tokens through 6 attention layers: {said} of memory besides the model"
+    )
+
+
+def test_lines_do_not_stand_around_a_text() -> None:
+    """A new line is a token of the text, read once; only special tokens come in every window."""
+    lines = "\n".join([TEXT] * 12)
+    made = Text.train_bpe([lines], size=300, special=("<pad>", "</s>"))
+    reading = read(gpt2(length=16), lines, tokenizer=made)
+    assert reading.tokens.ids == tuple(made.encode(lines).ids)
+    assert len(reading.chunks) == -(-len(reading.tokens) // 16)
 
 
 def test_who_is_told_may_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,3 +137,19 @@ def test_config_and_weights_must_agree_on_packing(tmp_path: Path) -> None:
     edit(tmp_path, packing="int8")
     with pytest.raises(CheckpointError, match="packed, but none are"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize("packing", ["int8", "int4", {"no such name": "int8"}])
+def test_a_model_without_a_matrix_to_pack_loads_again(tmp_path: Path, packing) -> None:
+    torch.manual_seed(0)
+    one = GPT2(GPT2Config(vocabulary=300, length=16, dim=8, depth=1, heads=2)).eval()
+    one.save(tmp_path / "small", packing=packing)
+    stored = load_file(tmp_path / "small" / WEIGHTS)
+    assert {tensor.dtype for tensor in stored.values()} == {torch.float16}
+    other = load(tmp_path / "small")
+    for (name, a), b in zip(one.named_parameters(), other.named_parameters(), strict=True):
+        assert torch.equal(a.half().float(), b[1]), name
+    other.save(tmp_path / "again", packing=packing)
+    assert (tmp_path / "again" / WEIGHTS).read_bytes() == (
+        tmp_path / "small" / WEIGHTS
+    ).read_bytes()

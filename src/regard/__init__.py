@@ -41,6 +41,7 @@ if TYPE_CHECKING:
         TransformerXLConfig,
         load,
     )
+    from regard.quantizing import arrange, quantize
     from regard.tasks import (
         Answer,
         Attended,
@@ -90,6 +91,7 @@ _HOMES = {
         "TransformerXLConfig",
         "load",
     ),
+    "regard.quantizing": ("arrange", "quantize"),
     "regard.tasks": (
         "Answer",
         "Attended",
@@ -158,6 +160,7 @@ __all__ = [
     "Window",
     "__version__",
     "answer",
+    "arrange",
     "attention",
     "biases",
     "complete",
@@ -168,6 +171,7 @@ __all__ = [
     "look",
     "masks",
     "pictures",
+    "quantize",
     "stream",
     "summarize",
     "translate",

@@ -62,6 +62,7 @@ class Tokens:
     ids: tuple[int, ...]
     labels: tuple[str, ...]
     words: tuple[Word, ...]
+    added: tuple[int, ...] = ()  # the places of special tokens, which are not of the text itself
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -89,7 +90,9 @@ def tokens_of(tokenizer: Text, text: str) -> Tokens:
         None if one is None else span
         for one, span in zip(encoded.texts, encoded.offsets, strict=True)
     ]
-    return _named(text, encoded.ids, encoded.tokens, spans)
+    found = _named(text, encoded.ids, encoded.tokens, spans)
+    added = (place for place, one in enumerate(encoded.texts) if one is None)
+    return replace(found, added=tuple(added))
 
 
 def tokens_of_ids(tokenizer: Text, ids: Sequence[int]) -> Tokens:
@@ -295,7 +298,7 @@ class Reading:
     def _inputs(self) -> Tokens:
         """The target as the decoder reads it: one token later."""
         assert self.target is not None
-        start = _start(self.model)
+        start = start_of(self.model)
         name = self.tokenizer.tokenizer.id_to_token(start) or str(start)
         last = len(self.target) - 1
         moved = (
@@ -327,10 +330,8 @@ class Reading:
         no later one depends on it.
         """
         memories = self.model.remember() if isinstance(self.model, TransformerXL) else None
-        for chunk in self.chunks:
+        for chunk in self.needed(ask):
             asked = [(layer, see) for layer in self.layers if (see := ask(layer, chunk))]
-            if not asked and memories is None:
-                continue
             with ExitStack() as stack:
                 for layer, see in asked:
                     stack.enter_context(watch(layer.module, see, _handing(take, layer, chunk)))
@@ -358,12 +359,18 @@ class Reading:
             case Bert() | BertAnswering() | BertMaskedLM():
                 self.model.encoder(row)
 
-    def beginning(self, length: int) -> Reading:
-        """The same of the first ``length`` tokens, or of the first whole chunks that reach it."""
-        if len(self.chunks) == 1:
-            chunks = [Chunk(0, min(length, len(self.tokens)))]
-        else:
-            chunks = [chunk for chunk in self.chunks if chunk.start < length]
+    def needed(self, ask: Callable[[Layer, Chunk], See | None]) -> list[Chunk]:
+        """The chunks that are run for what is asked: a memory depends on all of them."""
+        if isinstance(self.model, TransformerXL):
+            return list(self.chunks)
+        return [
+            chunk
+            for chunk in self.chunks
+            if any(ask(layer, chunk) is not None for layer in self.layers)
+        ]
+
+    def of(self, chunks: Iterable[Chunk]) -> Reading:
+        """The same of other chunks."""
         return replace(self, chunks=tuple(chunks))
 
 
@@ -380,7 +387,7 @@ def _ticking(tick: Callable[[], None]) -> Callable[[object, object, object], Non
     return hook
 
 
-def _start(model: Model) -> int:
+def start_of(model: Model) -> int:
     """The token an encoder-decoder begins to write from."""
     assert isinstance(model, Transformer | T5)
     if isinstance(model, T5) or model.config.start is not None:
@@ -446,10 +453,10 @@ def _chunks(model: Model, tokens: Tokens) -> tuple[Tokens, tuple[Chunk, ...]]:
     if len(tokens) <= size:
         return tokens, (Chunk(0, len(tokens)),)
     # Every window has the special tokens that stand around a text.
-    around = [word.places[0] for word in tokens.words if word.special]
-    before = [place for place in around if place < len(tokens) // 2]
-    after = [place for place in around if place >= len(tokens) // 2]
-    inner = [place for place in range(len(tokens)) if place not in set(around)]
+    around = set(tokens.added)
+    before = [place for place in tokens.added if place < len(tokens) // 2]
+    after = [place for place in tokens.added if place >= len(tokens) // 2]
+    inner = [place for place in range(len(tokens)) if place not in around]
     step = size - len(around)
     parts = [
         [*before, *inner[start : start + step], *after] for start in range(0, len(inner), step)

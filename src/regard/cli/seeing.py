@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NamedTuple
 
@@ -142,7 +144,14 @@ def look(
 
     def one(name: str, document: str, asked: _Asked) -> Look:
         read, tokenizer = load(name, device=place, dtype=torch.float32), Text.load(name)
-        with sharing.progress("Looking") as progress:
+        with ExitStack() as stack:
+            bars: list[Callable[[int, int], None]] = []
+
+            def progress(done: int, total: int) -> None:
+                if not bars:  # only now: a bar that moves would write over the question before
+                    bars.append(stack.enter_context(sharing.progress("Looking")))
+                bars[0](done, total)
+
             return run(
                 read, document, tokenizer=tokenizer, target=target, layer=asked.layer,
                 head=asked.head, word=asked.word, rows=asked.rows, columns=asked.columns,
@@ -160,7 +169,7 @@ def look(
         names = {
             "model": (model, other),
             "text": (_short(document), _short(other)),
-            "head": (f"{layer}.{head}", other),
+            "head": (f"head {layer}.{head}", f"head {other}"),
         }[what]
         found = compare_looks(found, second, names=names)
     if as_json:

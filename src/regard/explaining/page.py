@@ -257,7 +257,10 @@ def _shade(weight: float) -> str:
 
 
 def html(trace: Followed) -> str:
-    """The page for a notebook: the same steps, all numbers, no script and no outside asset."""
+    """The page for a notebook: the same steps, all numbers, no script and no outside asset.
+
+    Wide tables are scrolled by themselves; large matrices W are only multiplied with, as above.
+    """
     quote = markup.escape
     parts = [
         f"<h3>“{quote(' '.join(trace.tokens))}”</h3>",
@@ -268,6 +271,8 @@ def html(trace: Followed) -> str:
         parts.append(f"<p><code>{quote(step.formula)}</code><br>{quote(step.sentence)}</p>")
         for numbers in step.numbers:
             values = numbers.values
+            if numbers.symbol.startswith("W_") and values.numel() > MOST_WEIGHTS:
+                continue
             for head, matrix in enumerate(values if values.dim() == 3 else [values]):
                 name = numbers.symbol
                 if values.dim() == 3 and trace.heads > 1:
@@ -276,7 +281,16 @@ def html(trace: Followed) -> str:
         parts += [f"<p><i>{quote(note)}</i></p>" for note in step.notes]
     mark = "✓" if trace.agreement.holds else "✗"
     parts.append(f"<p>{mark} {quote(str(trace.agreement))}</p>")
-    return f'<div class="regard-trace">{"".join(parts)}</div>'
+    return f'<div class="regard-trace"><style>{_STYLE}</style>{"".join(parts)}</div>'
+
+
+_STYLE = (
+    ".regard-trace{font:14px/1.5 system-ui,sans-serif}"
+    ".regard-trace .numbers{overflow-x:auto;margin:0 0 12px}"
+    ".regard-trace table{border-collapse:collapse;font:12px ui-monospace,monospace}"
+    ".regard-trace th,.regard-trace td{padding:1px 6px;text-align:right;white-space:pre}"
+    ".regard-trace thead th{font-weight:normal;opacity:.7}"
+)
 
 
 def _html_table(name: str, numbers: Numbers, matrix: Tensor, word: str) -> str:
@@ -287,12 +301,13 @@ def _html_table(name: str, numbers: Numbers, matrix: Tensor, word: str) -> str:
         cells = []
         for value in values:
             style = ""
-            if numbers.symbol == "A":
-                style = f' style="background: rgb(20 60 160 / {value:.3f})"'
+            if numbers.symbol == "A" and value:
+                ink = ";color:#fff" if value > 0.45 else ""
+                style = f' style="background:rgb(20 60 160/{value:.3f}){ink}"'
             cells.append(f"<td{style}>{_number(value, decimals)}</td>")
         label = f"<b>{markup.escape(row)}</b>" if row == word else markup.escape(row)
         lines.append(f"<tr><th>{label}</th>{''.join(cells)}</tr>")
     return (
-        f"<table><thead><tr><th>{markup.escape(name)}</th>{head}</tr></thead>"
-        f"<tbody>{''.join(lines)}</tbody></table>"
+        f'<div class="numbers"><table><thead><tr><th>{markup.escape(name)}</th>{head}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
     )

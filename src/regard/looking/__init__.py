@@ -100,7 +100,7 @@ def look(
 
     if before is not None and (plan := estimate(reading, sight)) is not None:
         before(plan)
-    done, total = 0, len(reading.chunks) * len(reading.layers)
+    done, total = 0, len(reading.needed(sight.ask)) * len(reading.layers)
 
     def tick() -> None:
         nonlocal done
@@ -108,6 +108,8 @@ def look(
         if progress is not None:
             progress(min(done, total), total)
 
+    if progress is not None:
+        progress(0, total)
     reading.run(sight.ask, sight.take, tick)
     return sight.result()
 

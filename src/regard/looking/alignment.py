@@ -2,25 +2,28 @@
 
 No head is told to align, and most do not. To find the one that does, each source word is left out
 in turn: where that makes a target word less likely, the target word depends on it. The head that
-aligns best puts the most weight on the words that matter so.
+aligns best puts the most weight on the words that matter so. Many heads attend to where a word
+comes from not as it is written but once it is read, to write the next
+(https://arxiv.org/abs/2004.14837), so each head is tried both ways.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.errors import InputError
-from regard.mechanism.seeing import See, Seen
+from regard.mechanism.seeing import See
 from regard.models import T5, Transformer
 from regard.models.model import pad
 from regard.pictures import Picture, alignment
-from regard.reading import Chunk, Layer, Reading, Tokens, Word, layers_of, tokens_of_ids
+from regard.reading import Tokens, Word, layers_of, start_of, tokens_of_ids
 from regard.text import Text
+from regard.watching import watch
 
 MOST_WORDS = 256  # of a source; longer ones are split into sentences first
 BATCH = 32
@@ -30,9 +33,9 @@ BATCH = 32
 class Alignment:
     """The weights of one head of cross-attention, from whole words to whole words.
 
-    A row holds what the head attended to while the model wrote a target word: its weights on a
-    source word's tokens added up, averaged over the target word's own. What went to special tokens
-    is left out, so a row may add up to less than 1.
+    A row holds what the head attended to while the model wrote a target word, or once it had read
+    it: its weights on a source word's tokens added up, averaged over the target word's own. What
+    went to special tokens is left out, so a row may add up to less than 1.
     """
 
     source: tuple[str, ...]
@@ -41,6 +44,7 @@ class Alignment:
     effect: Tensor  # [target, source]: the log-probability a target word loses without the source's
     layer: int  # of the decoder
     head: int
+    read: bool  # whether rows are those of words once read, rather than as they are written
     scores: Tensor  # [layers, heads]: the mean weight on the source word that matters most
 
     @property
@@ -58,19 +62,16 @@ class Alignment:
         """Target words down, source words across."""
         if without_first:
             raise InputError("An alignment shows words only: what special tokens take is left out.")
+        most = float(self.scores.max())
+        best, better = f", the best of {self.scores.numel()}", ""
+        if self.score < most:
+            layer, head = divmod(int(self.scores.argmax()), self.scores.shape[1])
+            best, better = "", f" Head {head} of layer {layer} does better, with {most:.0%}."
         caption = (
-            f"Head {self.head} of cross-attention layer {self.layer}, the best of "
-            f"{self.scores.numel()}: on average {self.score:.0%} of its weight is on the source "
-            "word without which the target word is least likely."
+            f"Head {self.head} of cross-attention layer {self.layer}{best}: {when(self.read)}, on "
+            f"average {self.score:.0%} of its weight is on the source word without which the "
+            f"target word is least likely.{better}"
         )
-        if self.score < float(self.scores.max()):
-            best = divmod(int(self.scores.argmax()), self.scores.shape[1])
-            caption = (
-                f"Head {self.head} of cross-attention layer {self.layer}: on average "
-                f"{self.score:.0%} of its weight is on the source word without which the target "
-                f"word is least likely. Head {best[1]} of layer {best[0]} does better, with "
-                f"{float(self.scores.max()):.0%}."
-            )
         return alignment(self.weights, self.source, self.target, caption=caption)
 
     def to_dict(self) -> dict[str, Any]:
@@ -83,6 +84,7 @@ class Alignment:
             "effect": self.effect.tolist(),
             "layer": self.layer,
             "head": self.head,
+            "read": self.read,
             "score": self.score,
             "scores": self.scores.tolist(),
             "pairs": [list(pair) for pair in self.pairs],
@@ -117,29 +119,19 @@ def align(
             f"align() takes a source of up to {MOST_WORDS} words, but it has {len(sources)}. "
             "Split it into sentences."
         )
-    found = _cross_weights(model, tokenizer, read, written)  # [layers, heads, target, source]
-    joined = join_words(found, targets, sources)
-    effect = _effect(model, source, target, targets, sources)
-    depends = effect.amax(-1) > 0
-    if not bool(depends.any()):
-        depends = torch.ones_like(depends)
-    matters = effect.argmax(-1)[None, None, :, None].expand(*joined.shape[:3], 1)
-    scores = joined.gather(-1, matters)[..., 0][..., depends].mean(-1)  # [layers, heads]
-    if layer is None or head is None:
-        layer, head = divmod(int(scores.argmax()), scores.shape[1])
-    elif not (0 <= layer < scores.shape[0] and 0 <= head < scores.shape[1]):
-        raise InputError(
-            f"There is no head {head} in layer {layer} of {scores.shape[0]} layers of "
-            f"{scores.shape[1]} heads."
-        )
+    pair = Pair(source, target, _members(read, sources), _members(written, targets))
+    weights = list(cross_weights(model, [source], [target]))
+    chosen = None if layer is None or head is None else (layer, head)
+    found = best_head(model, [pair], weights, chosen=chosen)
     return Alignment(
         tuple(word.label for word in sources),
         tuple(word.label for word in targets),
-        joined[layer, head],
-        effect,
-        layer,
-        head,
-        scores,
+        found.weights[0],
+        found.effects[0],
+        found.layer,
+        found.head,
+        found.read,
+        found.scores,
     )
 
 
@@ -149,6 +141,11 @@ def join_words(weights: Tensor, queries: Sequence[Word], keys: Sequence[Word]) -
     return torch.stack([rows[..., word.places].sum(-1) for word in keys], -1)
 
 
+def when(read: bool) -> str:
+    """In which of the two ways a head aligns, in words."""
+    return "once each word is read" if read else "as each word is written"
+
+
 def _real(tokens: Tokens, side: str) -> list[Word]:
     words = [word for word in tokens.words if not word.special]
     if not words:
@@ -156,50 +153,129 @@ def _real(tokens: Tokens, side: str) -> list[Word]:
     return words
 
 
-def _cross_weights(
-    model: Transformer | T5, tokenizer: Text, source: Tokens, target: Tokens
-) -> Tensor:
-    found: list[Tensor] = []
+def _members(tokens: Tokens, words: Sequence[Word]) -> Tensor:
+    """1 where a token is of a word: [tokens, words]."""
+    found = torch.zeros(len(tokens), len(words))
+    for column, word in enumerate(words):
+        found[list(word.places), column] = 1
+    return found
 
-    def ask(layer: Layer, _: Chunk) -> See | None:
-        return See(weights=True) if layer.across else None
 
-    def take(_layer: Layer, _chunk: Chunk, seen: Seen) -> None:
-        assert seen.weights is not None
-        found.append(seen.weights[0].float().cpu())
+# The best head ----------------------------------------------------------------------------------
 
-    reading = Reading(
-        model, tokenizer, source, (Chunk(0, len(source)),), tuple(layers_of(model)), target
-    )
-    reading.run(ask, take)
-    return torch.stack(found)
+
+class Pair(NamedTuple):
+    """A text and what a model wrote for it: their ids, and which words those make up.
+
+    A token that lies in several words has a share in each; one that lies in none, zeros.
+    """
+
+    source: Sequence[int]
+    target: Sequence[int]  # without the token that starts it
+    sources: Tensor  # [source tokens, source words]
+    targets: Tensor  # [target tokens, target words]
+
+
+class Best(NamedTuple):
+    """A head of cross-attention, and what it shows of each pair."""
+
+    layer: int
+    head: int
+    read: bool  # whether it aligns words once they are read, rather than as they are written
+    weights: list[Tensor]  # [target words, source words]
+    effects: list[Tensor]  # [target words, source words]
+    scores: Tensor  # [layers, heads]
+
+
+def best_head(
+    model: Transformer | T5,
+    pairs: Sequence[Pair],
+    weights: Sequence[Tensor],
+    *,
+    chosen: tuple[int, int] | None = None,
+    batch: int = BATCH,
+) -> Best:
+    """The head that aligns the words of all pairs best, or ``chosen``, in the better of two ways.
+
+    ``weights`` are those that :func:`cross_weights` gives for the pairs.
+    """
+    effects = [_effect(model, pair, batch) for pair in pairs]
+    depends = torch.cat([effect.amax(-1) > 0 for effect in effects])
+    if not bool(depends.any()):
+        depends = torch.ones_like(depends)
+    ways, scores = [], []
+    for rows in (slice(None, -1), slice(1, None)):  # as words are written, and once they are read
+        joined = [
+            _joined(each[:, :, rows], pair) for each, pair in zip(weights, pairs, strict=True)
+        ]
+        there = [
+            each.gather(-1, effect.argmax(-1, keepdim=True).expand(*each.shape[:3], 1))[..., 0]
+            for each, effect in zip(joined, effects, strict=True)
+        ]
+        ways.append(joined)
+        scores.append(torch.cat(there, -1)[..., depends].mean(-1))
+    table = torch.stack(scores)  # [ways, layers, heads]
+    layers, heads = table.shape[1:]
+    layer, head = chosen or divmod(int(table.amax(0).argmax()), heads)
+    if not (0 <= layer < layers and 0 <= head < heads):
+        raise InputError(
+            f"There is no head {head} in layer {layer} of {layers} layers of {heads} heads."
+        )
+    way = int(table[:, layer, head].argmax())
+    shown = [joined[layer, head] for joined in ways[way]]
+    return Best(layer, head, bool(way), shown, effects, table.amax(0))
+
+
+def cross_weights(
+    model: Transformer | T5,
+    sources: Sequence[Sequence[int]],
+    targets: Sequence[Sequence[int]],
+    batch: int = BATCH,
+) -> Iterator[Tensor]:
+    """What each target attends to in its source: [layers, heads, target + 1, source].
+
+    Row i is attended as token i of the target is written; row i + 1 once it is read.
+    """
+    crossing = nn.ModuleList(layer.module for layer in layers_of(model) if layer.across)
+    start, vocabulary, device = start_of(model), model.config.vocabulary, model.device
+    for first in range(0, len(sources), batch):
+        read, written = sources[first : first + batch], targets[first : first + batch]
+        source, padding = pad(read, 0, "right", vocabulary, device)
+        target, _ = pad([[start, *ids] for ids in written], 0, "right", vocabulary, device)
+        with torch.no_grad(), watch(crossing, See(weights=True)) as seen:
+            model(source, target, padding=padding)
+        found = [call.weights for _, call in seen.calls if call.weights is not None]
+        whole = torch.stack(found, 1).float().cpu()  # [batch, layers, heads, q, k]
+        for weights, one, other in zip(whole, read, written, strict=True):
+            yield weights[:, :, : len(other) + 1, : len(one)]
+
+
+def _joined(weights: Tensor, pair: Pair) -> Tensor:
+    """Weights of tokens as weights of words: keys added up by their shares, queries averaged."""
+    rows = (pair.targets > 0).float()
+    rows = rows / rows.sum(0).clamp(min=1)
+    return rows.t() @ weights @ pair.sources
 
 
 @torch.no_grad()
-def _effect(
-    model: Transformer | T5,
-    source: Sequence[int],
-    target: Sequence[int],
-    targets: Sequence[Word],
-    sources: Sequence[Word],
-) -> Tensor:
+def _effect(model: Transformer | T5, pair: Pair, batch: int) -> Tensor:
     """How much less likely each target word is without each source word: [target, source]."""
-    if len(sources) == 1:
-        return torch.ones(len(targets), 1)
-    variants = [list(source)] + [
-        [one for place, one in enumerate(source) if place not in word.places] for word in sources
+    targets, sources = pair.targets > 0, pair.sources > 0
+    if sources.shape[1] == 1:
+        return torch.ones(targets.shape[1], 1)
+    variants = [list(pair.source)] + [
+        [one for one, left_out in zip(pair.source, column, strict=True) if not left_out]
+        for column in sources.t().tolist()
     ]
-    start, _ = model.begin([variants[0]])
-    wanted = torch.tensor([list(target)], device=model.device)
-    inputs = torch.cat((start, wanted[:, :-1].to(start.dtype)), dim=1)
+    vocabulary, device = model.config.vocabulary, model.device
+    written = torch.tensor([list(pair.target)], device=device)
+    read = torch.tensor([[start_of(model), *pair.target[:-1]]], device=device)
     parts = []
-    for first in range(0, len(variants), BATCH):
-        ids, padding = pad(
-            variants[first : first + BATCH], 0, "right", model.config.vocabulary, model.device
-        )
-        logits = model(ids, inputs.expand(len(ids), -1), padding=padding).float()
-        spread = wanted.expand(len(ids), -1)[..., None]
+    for first in range(0, len(variants), batch):
+        some = variants[first : first + batch]
+        ids, padding = pad(some, 0, "right", vocabulary, device)
+        logits = model(ids, read.expand(len(some), -1), padding=padding).float()
+        spread = written.expand(len(some), -1)[..., None]
         parts.append(logits.log_softmax(-1).gather(-1, spread)[..., 0].cpu())
-    likely = torch.cat(parts)  # [variants, target tokens]
-    by_word = torch.stack([likely[:, word.places].sum(-1) for word in targets])
-    return by_word[:, :1] - by_word[:, 1:]
+    likely = torch.cat(parts) @ targets.float()  # [variants, target words]
+    return (likely[:1] - likely[1:]).t()

@@ -83,6 +83,8 @@ class Overview:
             )
         if self.strongest("induction") is None:
             meant.append("No token comes twice, so there is no induction to measure.")
+        if any(layer.startswith("cross") for layer in self.layers):
+            meant.append("Across two texts there is no distance, and no previous token or self.")
         layers = f"{len(self.layers)} layer{'s' * (len(self.layers) != 1)}"
         return panels(
             f"{self.model}: what {layers} of heads do, over {self.tokens:,} tokens",

@@ -258,7 +258,8 @@ def top_keys(
     labels = labels_of(keys, len(row), "top_keys(keys=...)")
     if any(not value >= 0 for value in row):
         raise InputError("top_keys draws weights, which are 0 or more, but some are not.")
-    order = [i for i in range(len(row)) if i or not without_first]
+    # Of keys that may not be attended to there is nothing to draw.
+    order = [i for i, weight in enumerate(row) if weight > 0 and (i or not without_first)]
     order = sorted(order, key=lambda i: -row[i])[:count]
     if not order:
         raise InputError(f"top_keys: nothing is left to draw of {len(row)} keys, count={count}.")
@@ -341,6 +342,7 @@ def compare(
     before, after = (printable(name) for name in names)
     title = printable(title) or f"{after} against {before}"
     said = printable(caption)
+    more = f"{after} less {before}: above 0 where {after} has more."
     one, other = first.drawing, second.drawing
     if isinstance(one, Cells) and isinstance(other, Cells):
         limits = (
@@ -352,18 +354,12 @@ def compare(
             replace(other, title=after, limits=limits),
             _difference(one, other, f"{after} less {before}"),
         )
-        return Picture(Panels(title, parts, said))
+        return Picture(Panels(title, parts, f"{more} {said}".strip()))
     if isinstance(one, Panels) and isinstance(other, Panels):
         mine, theirs = ({part.title: part for part in panel.parts} for panel in (one, other))
         shared = [name for name in mine if name in theirs]
-        said = f"{after} less {before}: above 0 where {after} has more. {said}".strip()
-        return Picture(
-            Panels(
-                title,
-                tuple(_difference(mine[name], theirs[name], name) for name in shared),
-                said,
-            )
-        )
+        differences = tuple(_difference(mine[name], theirs[name], name) for name in shared)
+        return Picture(Panels(title, differences, f"{more} {said}".strip()))
     raise InputError("compare takes two maps, two grids, or two pictures with several panels.")
 
 

@@ -104,7 +104,8 @@ def _one_sided(step: float) -> Colour:
 def _two_sided(step: float, dark: bool) -> Colour:
     strength = abs(step)
     lightness = 0.23 + 0.55 * strength if dark else 0.975 - 0.5 * strength
-    return _oklch(lightness, 0.005 + 0.15 * strength, 248 if step > 0 else 48)
+    # At 0 there is no hue: of two shades in the middle neither may seem more.
+    return _oklch(lightness, 0.155 * strength, 248 if step > 0 else 48)
 
 
 def _oklch(lightness: float, chroma: float, hue: float) -> Colour:

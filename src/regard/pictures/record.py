@@ -79,12 +79,15 @@ class Cells:
             return low, usual if usual - low < (high - low) / 2 else high
         return low, high
 
-    @property
-    def beyond(self) -> str:
-        """What to say where some numbers lie beyond the end of the colours."""
-        return (
-            f"or more, up to {number(self.extremes[1])}" if self.scale[1] < self.extremes[1] else ""
-        )
+    def meaning(self, numbered: bool) -> str:
+        """What the numbers at the ends of the colours are of, for the legend.
+
+        Some may lie beyond the end; and where numbers are written, a point stands for 0.
+        """
+        high = self.extremes[1]
+        said = [f"or more, up to {number(high)}"] if self.scale[1] < high else []
+        point = numbered and any(value == 0 for row in self.values for value in row)
+        return " ".join([*said, self.unit]) + (" (a point is 0)" if point else "")
 
 
 @dataclass(frozen=True)
@@ -178,7 +181,9 @@ def number(value: float) -> str:
 def brief(values: Sequence[Sequence[float]]) -> list[list[str]]:
     """Numbers to be written inside cells, all with the same decimals; a point stands for 0."""
     most = max((abs(v) for row in values for v in row if math.isfinite(v)), default=0.0)
-    decimals = 2 if most < 2 else 1 if most < 100 else 0
+    # A sign takes as much room as a decimal.
+    below = any(v < 0 for row in values for v in row)
+    decimals = 2 if most < (1 if below else 2) else 1 if most < 100 else 0
 
     def write(value: float) -> str:
         if not math.isfinite(value):

@@ -156,7 +156,12 @@ def _grid(cells: Cells, plan: _Plan, width: int, pen: Pen) -> list[str]:
                     text = "*" + text
                 line += _cell(text, step, side, signed, palette, pen)
         lines.append(line)
-    return [*lines, "", *_legend(cells, width, pen), *_notes(cells.caption, note, width, pen)]
+    return [
+        *lines,
+        "",
+        *_legend(cells, width, pen, numbered),
+        *_notes(cells.caption, note, width, pen),
+    ]
 
 
 def _panels(panels: Panels, width: int, pen: Pen) -> list[str]:
@@ -327,7 +332,7 @@ def _half_blocks(
     return line
 
 
-def _legend(cells: Cells, width: int, pen: Pen) -> list[str]:
+def _legend(cells: Cells, width: int, pen: Pen, numbered: bool) -> list[str]:
     left, right = (number(end) for end in cells.scale)
     room = width - len(left) - len(right) - 2
     if pen.color == "none":
@@ -340,7 +345,7 @@ def _legend(cells: Cells, width: int, pen: Pen) -> list[str]:
         strip = "".join(
             pen(" ", None, palette[i * (LEVELS - 1) // (length - 1)]) for i in range(length)
         )
-    unit = f"{cells.beyond} {cells.unit}".strip()
+    unit = cells.meaning(numbered)
     if length + 1 + width_of(unit) <= room:
         return [f"{left} {strip} {right} {pen.muted(unit)}"]
     return [f"{left} {strip} {right}", *map(pen.muted, wrap(unit, width))]

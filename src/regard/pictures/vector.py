@@ -150,9 +150,9 @@ def _lay_out_cells(
         place, text = max(columns_shown, key=lambda n: n[0] * wide + width_of(n[1]) * FONT * 0.43)
         right = max(right, left + place * wide + width_of(text) * FONT * ADVANCE * 0.71 + 8)
 
-    _fill(scene, cells, left, top, wide, high)
+    numbered = _fill(scene, cells, left, top, wide, high)
     scene.width = max(right + MARGIN, least)
-    y = _legend(scene, cells, left, bottom + 18)
+    y = _legend(scene, cells, left, bottom + 18, numbered)
     scene.height = _caption(scene, cells.caption, y) + MARGIN
     return scene
 
@@ -193,7 +193,8 @@ def _shown(axis: Axis, skip: int) -> list[tuple[float, str]]:
     ]
 
 
-def _fill(scene: Scene, cells: Cells, left: float, top: float, wide: float, high: float) -> None:
+def _fill(scene: Scene, cells: Cells, left: float, top: float, wide: float, high: float) -> bool:
+    """Draw the cells; whether there is room for the numbers in them."""
     low, most = cells.scale
     shades = [[None if math.isnan(v) else level(v, low, most) for v in row] for row in cells.values]
     columns = len(shades[0])
@@ -201,7 +202,7 @@ def _fill(scene: Scene, cells: Cells, left: float, top: float, wide: float, high
         scene.shapes.append(
             Image(left, top, wide * columns, high * len(shades), shades, cells.signed)
         )
-        return
+        return False
     inside = brief(cells.values)
     longest = max(len(text) for row in inside for text in row)
     roomy = wide >= longest * 10.5 * ADVANCE + 4 and high >= 18
@@ -223,6 +224,7 @@ def _fill(scene: Scene, cells: Cells, left: float, top: float, wide: float, high
                 words.append(Words(*at, inside[r][c], ink, 10.5, "middle", mono=True, bold=marked))
     boxes.sort(key=lambda box: box.outlined)  # an outline lies over its neighbours
     scene.shapes += [*boxes, *words]
+    return roomy
 
 
 def _name(axis: Axis, index: int) -> str:
@@ -271,7 +273,7 @@ def _axis_name(axis: Axis, x: float, y: float, angle: float) -> Words:
     return Words(x, y, axis.name, "muted", FONT, "middle", angle)
 
 
-def _legend(scene: Scene, cells: Cells, left: float, y: float) -> float:
+def _legend(scene: Scene, cells: Cells, left: float, y: float, numbered: bool) -> float:
     """The colours from least to most, with the numbers at their ends; returns where it ends."""
     low, most = cells.scale
     x, steps, length = left, 64, 168.0
@@ -286,7 +288,7 @@ def _legend(scene: Scene, cells: Cells, left: float, y: float) -> float:
     x += length + 8
     scene.shapes.append(Words(x, y + 10, number(most), "ink", 11, mono=True))
     x += width_of(number(most)) * 11 * ADVANCE + 10
-    unit = f"{cells.beyond} {cells.unit}".strip()
+    unit = cells.meaning(numbered)
     scene.shapes.append(Words(x, y + 10, unit, "muted", 11))
     scene.width = max(scene.width, x + width_of(unit) * 6.4 + MARGIN)
     return y + 18

@@ -15,7 +15,7 @@ from regard.mechanism.seeing import See
 from regard.models import BertAnswering
 from regard.models.model import pad
 from regard.tasks.looking import mean_rows
-from regard.tasks.ready import Name, Ready, one_or_many, ready
+from regard.tasks.ready import Name, Precision, Ready, one_or_many, ready
 from regard.tasks.records import Answer, Attended
 from regard.tasks.words import pool, words
 from regard.text import Encoded
@@ -108,6 +108,7 @@ def answer(
     batch: int = 16,
     look: bool = True,
     device: torch.device | str | None = None,
+    precision: Precision = "float32",
 ) -> list[Answer]:
     """The words of a context that answer a question, or that none do.
 
@@ -115,11 +116,15 @@ def answer(
     name of a shipped one, a folder, or a model of the hub. A context of any length is read in
     windows of ``window`` tokens. An answer must be better than none by more than ``threshold``;
     with ``-math.inf`` there always is one. ``look`` sees which words of the context each word of
-    the question attended to, over all heads, which takes one more pass. ::
+    the question attended to, over all heads, which takes one more pass.
 
-        regard.answer("Who sat?", "The cat sat on the mat.").text
+    >>> found = answer("Who sat on the mat?", "The cat sat on the mat.")
+    >>> found.text, (found.start, found.end)
+    ('The cat', (0, 7))
+    >>> print(answer("Who wrote it?", "The cat sat on the mat."))
+    No answer.
     """
-    one = ready(model, (BertAnswering,), "answer questions", device)
+    one = ready(model, (BertAnswering,), "answer questions", device, precision)
     contexts = [context] * len(questions) if isinstance(context, str) else list(context)
     if len(contexts) != len(questions):
         raise InputError(

@@ -14,7 +14,7 @@ from regard.errors import InputError
 from regard.mechanism.seeing import See
 from regard.models import GPT2, TransformerXL
 from regard.tasks.looking import mean_rows
-from regard.tasks.ready import Name, Ready, one_or_many, ready
+from regard.tasks.ready import Name, Precision, Ready, one_or_many, ready
 from regard.tasks.records import Attended, Completion
 from regard.tasks.words import Span, pool, spans_of, words
 from regard.watching import watch
@@ -33,17 +33,20 @@ def complete(
     batch: int = 32,
     look: bool = True,
     device: torch.device | str | None = None,
+    precision: Precision = "float32",
 ) -> list[Completion]:
     """What comes after a text, or after each of several: at most ``length`` tokens.
 
     ``model`` is a GPT-2 or a Transformer-XL: the name of a shipped one, a folder, or a model of the
     hub. ``how`` is a sample by default, the same one each time for the same seed. ``look`` sees
     which words before it each new word attended to, over all heads, which takes one more pass; of
-    very long texts it is left out. ::
+    very long texts it is left out.
 
-        regard.complete("Once upon a time", how=regard.Greedy(), length=20).text
+    >>> found = complete("Once upon a time", how=Greedy(), length=6)
+    >>> found.tokens, str(found).startswith("Once upon a time")
+    (6, True)
     """
-    one = ready(model, (GPT2, TransformerXL), "complete a text", device)
+    one = ready(model, (GPT2, TransformerXL), "complete a text", device, precision)
     way = USUAL if how is None else how
     if not all(text.strip() for text in texts):
         raise InputError("A text to complete is empty. Give some words.")
@@ -69,17 +72,19 @@ def completing(
     length: int = 100,
     look: bool = False,
     device: torch.device | str | None = None,
+    precision: Precision = "float32",
 ) -> Generator[str, None, Completion]:
     """As :func:`complete` of one text, piece by piece as it is written.
 
-    What the generator returns at its end is the record. ::
+    What the generator returns at its end is the record.
 
-        for piece in regard.completing("Once upon a time"):
-            print(piece, end="", flush=True)
+    >>> pieces = completing("Once upon a time", how=Greedy(), length=6)
+    >>> "".join(pieces) == complete("Once upon a time", how=Greedy(), length=6).text
+    True
     """
     if not text.strip():
         raise InputError("The text is empty. Give some words.")
-    one = ready(model, (GPT2, TransformerXL), "complete a text", device)
+    one = ready(model, (GPT2, TransformerXL), "complete a text", device, precision)
     return _pieces(one, text, _prompt(one, text, length), how or USUAL, length, look)
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache, wraps
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, get_args, overload
 
 import torch
 
@@ -16,9 +16,11 @@ from regard import checkpoints
 from regard.decoding import Beam, Greedy, How, Output, generate
 from regard.errors import CheckpointError, InputError
 from regard.models import T5, Model, Transformer, load
+from regard.quantizing import arrange, quantize
 from regard.text import Text
 
 Name = str | os.PathLike[str]
+Precision = Literal["float32", "bfloat16", "int8"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +59,16 @@ class Ready:
 
 
 def ready(
-    name: Name, kinds: tuple[type[Model], ...], task: str, device: torch.device | str | None = None
+    name: Name,
+    kinds: tuple[type[Model], ...],
+    task: str,
+    device: torch.device | str | None = None,
+    precision: Precision = "float32",
 ) -> Ready:
     """A model by its name or folder, loaded once as long as its files stay the same."""
+    if precision not in get_args(Precision):
+        known = ", ".join(get_args(Precision))
+        raise InputError(f"There is no precision {precision!r}. Give one of {known}.")
     folder = checkpoints.find(name)
     try:
         stamps = tuple(
@@ -68,7 +77,7 @@ def ready(
         )
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from None
-    found = _loaded(folder.resolve(), stamps, str(device or "cpu"))
+    found = _loaded(folder.resolve(), stamps, str(device or "cpu"), precision)
     if not isinstance(found.model, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
         raise InputError(
@@ -78,13 +87,18 @@ def ready(
 
 
 @lru_cache(maxsize=4)
-def _loaded(folder: Path, stamps: object, device: str) -> Ready:
+def _loaded(folder: Path, stamps: object, device: str, precision: Precision) -> Ready:
     del stamps  # of the files: the key under which this is kept
-    # Half precision saves space in files; on a CPU it is slow.
-    model = load(folder, device=device, dtype=torch.float32)
+    # What precision a file has saves space; in which one it is fast depends on the machine.
+    dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
+    model = load(folder, device=device, dtype=dtype)
     generation = folder / checkpoints.GENERATION
     defaults = checkpoints.read_json(generation) if generation.exists() else {}
     _silence(model, defaults.get("bad_words_ids"))
+    if precision == "int8":
+        quantize(model)
+    elif precision == "bfloat16" and model.device.type == "cpu":
+        arrange(model)
     config = checkpoints.read_json(folder / checkpoints.CONFIG)
     return Ready(str(folder), model, Text.load(folder), config, defaults)
 

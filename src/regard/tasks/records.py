@@ -117,7 +117,14 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation(Record):
-    """A translation; ``attended`` has the words of the source that each of its words came from."""
+    """A translation; ``attended`` has the words of the source that each of its words came from.
+
+    >>> print(Translation(
+    ...     text="Le chat", score=-0.1, tokens=3, seconds=0.2, model="translate", source="The cat",
+    ...     to="fra",
+    ... ))
+    Le chat
+    """
 
     source: str
     to: str | None  # the language, as the model names it; None where it has one only
@@ -138,6 +145,12 @@ class Summary(Record):
 
     ``how`` is "whole" for a document that fits the model, "joined" where the summaries of its parts
     follow each other, and "again" where they were summarised once more.
+
+    >>> Summary(
+    ...     text="A cat sat.", score=-0.5, tokens=5, seconds=0.4, model="mine", how="whole",
+    ...     parts=(Part(start=0, end=80, text="A cat sat."),),
+    ... ).to_dict()["parts"]
+    [{'start': 0, 'end': 80, 'text': 'A cat sat.'}]
     """
 
     how: str
@@ -158,6 +171,13 @@ class Answer(Record):
     ``score`` is how much better the answer is than none, a difference of logits; ``probability`` is
     its share among all the answers and none of its part of the context. ``attended`` has the words
     of the context that each word of the question attended to. ``tokens`` were read, not written.
+
+    >>> found = Answer(
+    ...     text="", score=-2.0, tokens=12, seconds=0.1, model="answer", question="Who wrote it?",
+    ...     start=None, end=None, probability=0.1, windows=1,
+    ... )
+    >>> found.answered, str(found)
+    (False, 'No answer.')
     """
 
     question: str
@@ -188,7 +208,14 @@ class Answer(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion(Record):
-    """What comes after a prompt; ``attended`` has the words before that each of its words used."""
+    """What comes after a prompt; ``attended`` has the words before that each of its words used.
+
+    >>> print(Completion(
+    ...     text=" there was", score=-1.5, tokens=2, seconds=0.1, model="books-gpt2",
+    ...     prompt="Once upon a time", stopped=False,
+    ... ))
+    Once upon a time there was
+    """
 
     prompt: str
     stopped: bool  # whether it came to an end, rather than to the length asked for

@@ -12,7 +12,7 @@ from regard.decoding import How
 from regard.errors import InputError
 from regard.models import T5, Transformer
 from regard.tasks.looking import look as look_at
-from regard.tasks.ready import Name, Ready, Written, decoding, one_or_many, ready, write
+from regard.tasks.ready import Name, Precision, Ready, Written, decoding, one_or_many, ready, write
 from regard.tasks.records import Attended, Part, Summary
 from regard.tasks.words import Span, sentences
 
@@ -30,6 +30,7 @@ def summarize(
     batch: int = 8,
     look: bool = True,
     device: torch.device | str | None = None,
+    precision: Precision = "float32",
 ) -> list[Summary]:
     """A summary of a document, or of each of several.
 
@@ -38,11 +39,14 @@ def summarize(
     overlap, and the summaries of the parts are summarised again; with ``join`` they follow each
     other, a line each. ``how`` and ``length`` say how to decode, and how many tokens at most; by
     default the model's own files do. ``look`` sees which sentences each of the summary attended to,
-    over all heads, which takes one more pass. ::
+    over all heads, which takes one more pass.
 
-        regard.summarize(Path("report.txt").read_text()).text
+    >>> text = "The cat sat on the mat. It was warm."
+    >>> found = summarize(text, model="translate", length=20)  # your own: it has learned another
+    >>> found.how, [text[part.start : part.end] for part in found.parts]
+    ('whole', ['The cat sat on the mat. It was warm.'])
     """
-    one = ready(model, (T5, Transformer), "summarize", device)
+    one = ready(model, (T5, Transformer), "summarize", device, precision)
     settings = one.settings(TASK)
     prefix = settings.get("prefix", "")
     way, most = decoding(settings, how, length)
@@ -155,7 +159,7 @@ def _table(
     looked = look_at(going.one, going.prefix, sources, written, going.batch)
     for part, item in zip(parts, looked, strict=True):
         moved = [Span(start - part.start, end - part.start) for start, end in units]
-        rows.append(item.pooled(sentences(item.written.text), moved).mean(0))
+        rows.append(item.pooled(sentences(item.written.text), moved).mean((0, 1)))
     return torch.cat(rows)
 
 

@@ -13,7 +13,7 @@ from regard.errors import InputError
 from regard.models import T5, Transformer
 from regard.tasks.looking import align
 from regard.tasks.looking import look as look_at
-from regard.tasks.ready import Name, Ready, decoding, encode, one_or_many, ready, write
+from regard.tasks.ready import Name, Precision, Ready, decoding, encode, one_or_many, ready, write
 from regard.tasks.records import Translation
 from regard.tasks.words import sentences
 
@@ -49,6 +49,7 @@ def translate(
     batch: int = 32,
     look: bool = True,
     device: torch.device | str | None = None,
+    precision: Precision = "float32",
 ) -> list[Translation]:
     """A text, or each of several, in another language.
 
@@ -57,11 +58,13 @@ def translate(
     name of a shipped one, a folder, or a model of the hub. ``how`` and ``length`` say how to
     decode, and how many tokens a sentence may become; by default the model's own files do.
     ``look`` aligns words, which takes one more pass. Texts are cut into sentences: models of
-    translation have seen little else. An empty one among several stays empty. ::
+    translation have seen little else. An empty one among several stays empty.
 
-        regard.translate("The cat sat on the mat.", "fr").text
+    >>> found = translate("The cat sat on the mat.", "fr")
+    >>> found.text.split()[:2], found.attended.keys[:2]
+    (['Le', 'chat'], ('The', 'cat'))
     """
-    one = ready(model, (Transformer, T5), "translate", device)
+    one = ready(model, (Transformer, T5), "translate", device, precision)
     prefix, named, task = _prefix(one, to, source)
     way, most = decoding(one.settings(task), how, length)
     cut = [sentences(text) for text in texts]
