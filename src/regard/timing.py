@@ -44,6 +44,8 @@ class Pair:
 def seconds(ours: Callable[[], object], peer: Callable[[], object], budget: float = 1.0) -> Pair:
     """Time two functions in turns, so that what disturbs one disturbs the other.
 
+    Each goes first every other time: the second finds the caches as the first left them.
+
     >>> pair = seconds(lambda: sum(range(10000)), lambda: sum(range(100)), budget=0.01)
     >>> min(pair.ours, pair.peer) > 0
     True
@@ -52,12 +54,14 @@ def seconds(ours: Callable[[], object], peer: Callable[[], object], budget: floa
         function()
         function()
     times: tuple[list[float], list[float]] = ([], [])
+    turns = [(ours, times[0]), (peer, times[1])]
     started = time.perf_counter()
     while time.perf_counter() - started < budget or len(times[0]) < 5:
-        for function, taken in zip((ours, peer), times, strict=True):
+        for function, taken in turns:
             before = time.perf_counter()
             function()
             taken.append(time.perf_counter() - before)
+        turns.reverse()
     return Pair(statistics.median(times[0]), statistics.median(times[1]))
 
 

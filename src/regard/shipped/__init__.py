@@ -49,7 +49,11 @@ CARD, SCORES = "README.md", "scores.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What is known of a model that is shipped."""
+    """What is known of a model that is shipped.
+
+    >>> card("books-gpt2").licence
+    'Apache-2.0'
+    """
 
     name: str
     task: str
@@ -66,7 +70,11 @@ class Card:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """A figure of a card, and all it takes to have it again."""
+    """A figure of a card, and all it takes to have it again.
+
+    >>> {score.metric for score in scores("answer")} >= {"exact", "f1"}
+    True
+    """
 
     metric: str
     value: float
@@ -85,7 +93,11 @@ def names() -> list[str]:
 
 
 def folder(name: str) -> Path:
-    """Where a shipped model lies."""
+    """Where a shipped model lies.
+
+    >>> (folder("translate") / "config.json").exists()
+    True
+    """
     known = names()
     if name not in known:
         near = get_close_matches(name, known, 1)
@@ -97,12 +109,20 @@ def folder(name: str) -> Path:
 
 
 def card(name: str) -> Card:
-    """The card of a shipped model."""
+    """The card of a shipped model.
+
+    >>> card("translate").languages
+    'en, fr, de'
+    """
     return read_card(folder(name) / CARD)
 
 
 def scores(name: str) -> list[Score]:
-    """The figures that a shipped model's card has."""
+    """The figures that a shipped model's card has.
+
+    >>> scores("books-gpt2")[0].metric
+    'bits_per_byte'
+    """
     return read_scores(folder(name) / SCORES)
 
 
