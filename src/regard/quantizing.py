@@ -10,6 +10,7 @@ Both work on the model they are given, which can be neither trained nor saved fr
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from itertools import pairwise
 from typing import TypeVar
@@ -50,37 +51,32 @@ class Quantized(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
         weight = weight.detach().float()
-        self.outputs, inputs = weight.shape
-        self.scale = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-        whole = (weight / self.scale[:, None]).round().to(torch.int8)
-        self.sums = whole.sum(1, dtype=torch.int32)
-        whole = pad(whole, (0, -inputs % DEPTH, 0, -self.outputs % PANEL))
-        self.depth = whole.shape[1]
-        panels = whole.view(-1, PANEL, self.depth // QUAD, QUAD).transpose(1, 2)
-        self.weight = panels.contiguous()  # [panels, depth / QUAD, PANEL, QUAD]
-        self.bias = None if bias is None else bias.detach().float().contiguous()
+        self.outputs, self.inputs = weight.shape
+        scale = weight.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
+        whole = (weight / scale[:, None]).round().to(torch.int8)
+        sums = whole.sum(1, dtype=torch.int32)
+        whole = pad(whole, (0, -self.inputs % DEPTH, 0, -self.outputs % PANEL))
+        depth = whole.shape[1]
+        panels = whole.view(-1, PANEL, depth // QUAD, QUAD).transpose(1, 2).contiguous()
+        bias = None if bias is None else bias.detach().float().contiguous()
+        self.kept = (panels, sums, scale, bias)  # the kernel reads them where they lie
+        self.weights = building.Weights(
+            *(None if tensor is None else tensor.data_ptr() for tensor in self.kept),
+            self.inputs, self.outputs, depth,
+        )  # fmt: skip
+        self.address = ctypes.addressof(self.weights)
         library = building.library()
         assert not isinstance(library, str), library
         self.linear, self.tiles = library.linear, library.has_tiles()
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., inputs]."""
-        rows = x.float().reshape(-1, x.shape[-1]).contiguous()
-        y = rows.new_empty(len(rows), self.outputs)
-        self.linear(
-            self.weight.data_ptr(),
-            self.sums.data_ptr(),
-            self.scale.data_ptr(),
-            None if self.bias is None else self.bias.data_ptr(),
-            rows.data_ptr(),
-            y.data_ptr(),
-            *rows.shape,
-            self.outputs,
-            self.depth,
-            torch.get_num_threads(),
-            self.tiles,
-        )
-        return y.view(*x.shape[:-1], -1).to(x.dtype)
+        dtype, rows = x.dtype, x.numel() // self.inputs
+        x = x.to(torch.float32).contiguous()
+        y = torch.empty((*x.shape[:-1], self.outputs), dtype=torch.float32, device="cpu")
+        threads = torch.get_num_threads()
+        self.linear(self.address, x.data_ptr(), y.data_ptr(), rows, threads, self.tiles)
+        return y if dtype is torch.float32 else y.to(dtype)
 
 
 class Parts(nn.Module):

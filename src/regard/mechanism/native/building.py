@@ -38,6 +38,15 @@ class Task(ctypes.Structure):
     ]  # fmt: skip
 
 
+class Weights(ctypes.Structure):
+    """``Weights`` in linear.cpp, field by field."""
+
+    _fields_ = [
+        *[(name, ctypes.c_void_p) for name in ("weight", "sums", "scale", "bias")],
+        *[(name, ctypes.c_int64) for name in ("inputs", "outputs", "depth")],
+    ]
+
+
 @cache
 def library() -> ctypes.CDLL | str:
     """The kernel, built where it is not yet; or the reason why there is none."""
@@ -69,7 +78,7 @@ def library() -> ctypes.CDLL | str:
     task, sizes = ctypes.POINTER(Task), ctypes.POINTER(ctypes.c_int64)
     loaded.sizes.argtypes, loaded.sizes.restype = (task, ctypes.c_int, sizes), None
     loaded.run.argtypes = (task, ctypes.c_int)
-    pointers, counts = [ctypes.c_void_p] * 6, [ctypes.c_int64] * 5
+    pointers, counts = [ctypes.c_void_p] * 3, [ctypes.c_int64] * 2
     loaded.linear.argtypes, loaded.linear.restype = (*pointers, *counts, ctypes.c_int), None
     return loaded
 

@@ -20,29 +20,35 @@
 namespace {
 
 constexpr int64_t PANEL = 32, QUAD = 4;  // as in regard.quantizing
-constexpr int64_t FEW = 4, MANY = 16;    // rows that share a reading; rows from which tiles pay
+constexpr int64_t FEW = 4, MANY = 8;     // rows that share a reading; rows from which tiles pay
 constexpr int64_t SHARED = 1 << 18;      // products that are worth a second thread
 constexpr int PARTS = PANEL / LANES;
 
-struct Layer {
-    const int8_t *weight;                  // [panels, depth / QUAD, PANEL, QUAD]
-    const int32_t *sums;                   // of each output's weights [outputs]
-    const float *scale, *bias;             // [outputs]; a bias may be missing
-    const float *x;                        // [rows, inputs]
-    float *y;                              // [rows, outputs]
-    int64_t rows, inputs, outputs, depth;  // the depth is what the inputs are padded to
-    int64_t threads;
+// What does not change between calls. building.py has the same fields in the same order.
+struct Weights {
+    const int8_t *weight;            // [panels, depth / QUAD, PANEL, QUAD]
+    const int32_t *sums;             // of each output's weights [outputs]
+    const float *scale, *bias;       // [outputs]; a bias may be missing
+    int64_t inputs, outputs, depth;  // the depth is what the inputs are padded to
+};
+
+struct Layer : Weights {
+    const float *x;  // [rows, inputs]
+    float *y;        // [rows, outputs]
+    int64_t rows, threads;
 
     const int8_t *panel(int64_t index) const { return weight + index * depth * PANEL; }
     int64_t panels() const { return up(outputs, PANEL) / PANEL; }
 };
 
-// The rows as whole numbers, padded with zeros, and what each was divided by.
+// The rows as whole numbers, and what each was divided by. Where they are padded weights are 0.
 struct Rows {
     std::vector<int8_t> values;  // [rows, depth]
     std::vector<float> scale;
+    const int8_t offset;  // added to all
 
-    Rows(const Layer &layer, int64_t rows) : values(rows * layer.depth), scale(rows) {
+    Rows(const Layer &layer, int64_t rows, int32_t offset)
+        : values(rows * layer.depth), scale(rows), offset(int8_t(offset)) {
         parallel(layer.rows, layer.rows < MANY ? 1 : layer.threads, [&](int64_t) {
             return [&](int64_t row) { scale[row] = fill(layer, row); };
         });
@@ -63,7 +69,7 @@ struct Rows {
         if (!std::isfinite(factor)) return 0;  // next to nothing
         int8_t *to = values.data() + row * layer.depth;
         for (int64_t k = 0; k < layer.inputs; ++k)  // 1.5 * 2^23: rounds to a whole number
-            to[k] = int8_t((x[k] * factor + 12582912.0f) - 12582912.0f);
+            to[k] = int8_t(int8_t((x[k] * factor + 12582912.0f) - 12582912.0f) + offset);
         return most / 127;
     }
 };
@@ -77,9 +83,16 @@ void finish(const Layer &layer, const int32_t *sums, float scale, int64_t row, i
     }
 }
 
+Ints load_ints(const int8_t *from) {
+    Ints found;
+    std::memcpy(&found, from, sizeof found);
+    return found;
+}
+
+void store_ints(int32_t *to, Ints values) { std::memcpy(to, &values, sizeof values); }
+
 #if defined(__AVX512VNNI__)
-// The instruction takes unsigned inputs: they are moved up by 128, and the sums back down.
-constexpr int32_t OFFSET = 128;
+constexpr int32_t OFFSET = 128;  // the instruction takes unsigned inputs
 
 Ints multiply(Ints sums, int32_t four, Ints weights) {
     return (Ints)_mm512_dpbusd_epi32((__m512i)sums, _mm512_set1_epi32(four), (__m512i)weights);
@@ -103,29 +116,32 @@ void few(const Layer &layer, const Rows &rows, int64_t row, int64_t panel) {
     const int8_t *x = rows.values.data() + row * layer.depth;
     Ints sums[ROWS][PARTS] = {};
     for (int64_t k = 0; k < layer.depth; k += QUAD, weight += QUAD * PANEL) {
-        Ints weights[PARTS];
-        std::memcpy(weights, weight, sizeof weights);
+        int32_t four[ROWS];
 #pragma GCC unroll 4
-        for (int r = 0; r < ROWS; ++r) {
-            uint32_t four;
-            std::memcpy(&four, x + r * layer.depth + k, 4);
-            four ^= OFFSET * 0x01010101u;  // the highest bit of each: 128 more, as unsigned
+        for (int r = 0; r < ROWS; ++r) std::memcpy(four + r, x + r * layer.depth + k, 4);
 #pragma GCC unroll 8
-            for (int part = 0; part < PARTS; ++part)
-                sums[r][part] = multiply(sums[r][part], int32_t(four), weights[part]);
+        for (int part = 0; part < PARTS; ++part) {
+            const Ints weights = load_ints(weight + part * QUAD * LANES);
+#pragma GCC unroll 4
+            for (int r = 0; r < ROWS; ++r)
+                sums[r][part] = multiply(sums[r][part], four[r], weights);
         }
     }
     const int64_t first = panel * PANEL, count = std::min(PANEL, layer.outputs - first);
+    int32_t found[ROWS][PANEL];
+#pragma GCC unroll 4
+    for (int r = 0; r < ROWS; ++r)
+#pragma GCC unroll 8
+        for (int part = 0; part < PARTS; ++part)
+            store_ints(found[r] + part * LANES, sums[r][part]);
     for (int r = 0; r < ROWS && row + r < layer.rows; ++r) {
-        int32_t found[PANEL];
-        std::memcpy(found, sums[r], sizeof found);
-        for (int64_t j = 0; j < count; ++j) found[j] -= OFFSET * layer.sums[first + j];
-        finish(layer, found, rows.scale[row + r], row + r, first);
+        for (int64_t j = 0; j < count; ++j) found[r][j] -= OFFSET * layer.sums[first + j];
+        finish(layer, found[r], rows.scale[row + r], row + r, first);
     }
 }
 
 void by_rows(const Layer &layer) {
-    const Rows rows(layer, layer.rows == 1 ? 1 : up(layer.rows, FEW));
+    const Rows rows(layer, layer.rows == 1 ? 1 : up(layer.rows, FEW), OFFSET);
     const bool share = layer.rows * layer.depth * layer.outputs >= SHARED;
     parallel(layer.panels(), share ? layer.threads : 1, [&](int64_t) {
         return [&](int64_t panel) {
@@ -139,7 +155,7 @@ void by_rows(const Layer &layer) {
 // 2 x 2 tiles of 16 x 16 sums; a tile of x or of weights is 16 rows of 64 bytes.
 void by_tiles(const Layer &layer) {
     constexpr int64_t STRIPE = 32, DEPTH = 64;
-    const Rows rows(layer, up(layer.rows, STRIPE));
+    const Rows rows(layer, up(layer.rows, STRIPE), 0);
     parallel(layer.panels(), layer.threads, [&](int64_t) {
         return [&, tiles = Tiles()](int64_t panel) {
             for (int64_t row = 0; row < layer.rows; row += STRIPE) {
@@ -175,10 +191,9 @@ void by_tiles(const Layer &layer) {
 
 }  // namespace
 
-extern "C" void linear(const int8_t *weight, const int32_t *sums, const float *scale,
-                       const float *bias, const float *x, float *y, int64_t rows, int64_t inputs,
-                       int64_t outputs, int64_t depth, int64_t threads, int tiles) {
-    const Layer layer{weight, sums, scale, bias, x, y, rows, inputs, outputs, depth, threads};
+extern "C" void linear(const Weights *weights, const float *x, float *y, int64_t rows,
+                       int64_t threads, int tiles) {
+    const Layer layer{*weights, x, y, rows, threads};
 #ifdef BYTE_TILES
     if (tiles && rows >= MANY) return by_tiles(layer);
 #endif
