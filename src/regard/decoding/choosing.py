@@ -10,6 +10,8 @@ from torch import Tensor
 
 from regard.decoding.ways import Greedy, Output, Sample
 
+AT_ONCE = 2**18  # scores
+
 
 class Line:
     """One sequence, as far as it got."""
@@ -43,7 +45,7 @@ class Lines:
     def choose(self, logits: Tensor, lines: Sequence[Line]) -> Tensor:
         """Let each line go on by one token; those come back, [rows, 1]."""
         scores = logits.float()
-        total = scores.logsumexp(-1)
+        total = totals(scores)[:, 0]
         if self.how.no_repeat:
             past = [line.past for line in lines]
             scores = without_repeats(scores.clone(), past, self.how.no_repeat)
@@ -64,6 +66,16 @@ class Lines:
                 line.past.append(token)
             line.done = line.stopped or len(line.ids) == self.length
         return tokens
+
+
+def totals(scores: Tensor) -> Tensor:
+    """The log-sum-exp of each row, [rows, 1].
+
+    On a CPU some rows at a time: what is computed on the way stays in the cache, and no step asks
+    the system for memory as large as all scores, only to give it back.
+    """
+    rows = max(1, AT_ONCE // scores.shape[-1]) if scores.device.type == "cpu" else len(scores)
+    return torch.cat([part.logsumexp(-1, keepdim=True) for part in scores.split(rows)])
 
 
 def _draw(scores: Tensor, how: Sample, draws: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from regard.decoding.choosing import without_repeats
+from regard.decoding.choosing import totals, without_repeats
 from regard.decoding.ways import Beam, Output
 
 _NEVER = -1e9  # the score of a beam that is not there; finite, so that sums stay numbers
@@ -35,7 +35,7 @@ class Searches:
         most = max(2, 1 + len(self.stop)) * self.beams
         logits = logits.float()
         scores = torch.tensor([search.scores for search in searches], device=logits.device)
-        total = logits.logsumexp(-1, keepdim=True)
+        total = totals(logits)
         if self.how.no_repeat:
             past = [beam for search in searches for beam in search.past()]
             logits = without_repeats(logits.clone(), past, self.how.no_repeat)

@@ -24,6 +24,8 @@ constexpr int64_t FEW = 4, MANY = 8;     // rows that share a reading; rows from
 constexpr int64_t SHARED = 1 << 18;      // products that are worth a second thread
 constexpr int PARTS = PANEL / LANES;
 
+typedef int8_t Bytes __attribute__((vector_size(LANES)));
+
 // What does not change between calls. building.py has the same fields in the same order.
 struct Weights {
     const int8_t *weight;            // [panels, depth / QUAD, PANEL, QUAD]
@@ -56,21 +58,34 @@ struct Rows {
 
     float fill(const Layer &layer, int64_t row) {
         const float *x = layer.x + row * layer.inputs;
-        uint32_t largest = 0;  // sizes compare as their bits do; what is not finite is above all
-        for (int64_t k = 0; k < layer.inputs; ++k) {
-            uint32_t bits;
-            std::memcpy(&bits, x + k, 4);
-            largest = std::max(largest, bits & 0x7fffffff);
+        const int64_t whole = layer.inputs / LANES * LANES;
+        Ints sizes = {};  // they compare as their bits do; what is not finite is above all
+        for (int64_t k = 0; k < whole; k += LANES) {
+            const Ints bits = (Ints)load(x + k) & 0x7fffffff;
+            sizes = bits > sizes ? bits : sizes;
         }
+        int32_t largest = 0;
+        for (int lane = 0; lane < LANES; ++lane) largest = std::max(largest, sizes[lane]);
         float most;
         std::memcpy(&most, &largest, 4);
+        for (int64_t k = whole; k < layer.inputs; ++k)
+            if (!(std::fabs(x[k]) <= most)) most = std::fabs(x[k]);
         if (!std::isfinite(most)) return NAN;
         const float factor = 127 / most;
         if (!std::isfinite(factor)) return 0;  // next to nothing
         int8_t *to = values.data() + row * layer.depth;
-        for (int64_t k = 0; k < layer.inputs; ++k)  // 1.5 * 2^23: rounds to a whole number
-            to[k] = int8_t(int8_t((x[k] * factor + 12582912.0f) - 12582912.0f) + offset);
+        for (int64_t k = 0; k < whole; k += LANES) {
+            const Bytes found = __builtin_convertvector(nearest(load(x + k) * factor), Bytes);
+            const Bytes moved = found + offset;
+            std::memcpy(to + k, &moved, sizeof moved);
+        }
+        for (int64_t k = whole; k < layer.inputs; ++k)
+            to[k] = int8_t(nearest(Floats{} + x[k] * factor)[0] + offset);
         return most / 127;
+    }
+
+    static Ints nearest(Floats values) {  // 1.5 * 2^23: rounds to a whole number, ties to even
+        return __builtin_convertvector((values + 12582912.0f) - 12582912.0f, Ints);
     }
 };
 
