@@ -105,11 +105,12 @@ def test_a_row_in_int8_does_not_depend_on_the_others() -> None:
         assert torch.equal(layer(x.view(4, 10, width)), whole.view(4, 10, -1))
 
 
-def test_rows_of_zeros_give_the_bias_and_nan_stays_nan() -> None:
+@pytest.mark.parametrize("place", [4, 18])  # in a whole vector, and after the last
+def test_rows_of_zeros_give_the_bias_and_nan_stays_nan(place: int) -> None:
     layer = Quantized(torch.randn(20, 30), torch.arange(20.0))
     x = torch.randn(3, 30)
     x[0] = 0
-    x[1, 4] = torch.nan
+    x[1, place] = torch.nan
     y = layer(x)
     assert y[0].tolist() == list(range(20))
     assert y[1].isnan().all()

@@ -169,4 +169,7 @@ def _replace(model: M, make: Callable[[Tensor, Tensor | None], nn.Module]) -> M:
                 setattr(module, name, Parts(pieces, cuts))
             else:
                 setattr(module, name, make(layer.weight, layer.bias))
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:  # glibc would keep what the old weights held
+        trim(0)
     return model

@@ -75,7 +75,7 @@ def totals(scores: Tensor) -> Tensor:
     the system for memory as large as all scores, only to give it back.
     """
     rows = max(1, AT_ONCE // scores.shape[-1]) if scores.device.type == "cpu" else len(scores)
-    return torch.cat([part.logsumexp(-1, keepdim=True) for part in scores.split(rows)])
+    return torch.cat([part.logsumexp(-1, keepdim=True) for part in torch.split(scores, rows)])
 
 
 def _draw(scores: Tensor, how: Sample, draws: Tensor) -> Tensor:

@@ -66,10 +66,13 @@ struct Rows {
         }
         int32_t largest = 0;
         for (int lane = 0; lane < LANES; ++lane) largest = std::max(largest, sizes[lane]);
+        for (int64_t k = whole; k < layer.inputs; ++k) {
+            int32_t bits;
+            std::memcpy(&bits, x + k, 4);
+            largest = std::max(largest, bits & 0x7fffffff);
+        }
         float most;
         std::memcpy(&most, &largest, 4);
-        for (int64_t k = whole; k < layer.inputs; ++k)
-            if (!(std::fabs(x[k]) <= most)) most = std::fabs(x[k]);
         if (!std::isfinite(most)) return NAN;
         const float factor = 127 / most;
         if (!std::isfinite(factor)) return 0;  // next to nothing
