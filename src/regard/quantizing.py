@@ -11,6 +11,7 @@ Both work on the model they are given, which can be neither trained nor saved fr
 from __future__ import annotations
 
 import ctypes
+import sys
 from collections.abc import Callable
 from itertools import pairwise
 from typing import TypeVar
@@ -169,7 +170,6 @@ def _replace(model: M, make: Callable[[Tensor, Tensor | None], nn.Module]) -> M:
                 setattr(module, name, Parts(pieces, cuts))
             else:
                 setattr(module, name, make(layer.weight, layer.bias))
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:  # glibc would keep what the old weights held
-        trim(0)
+    if sys.platform == "linux":  # where glibc would keep what the old weights held
+        getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
     return model
