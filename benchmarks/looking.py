@@ -1,0 +1,60 @@
+"""A look at a long text: what was announced beside what it took.
+
+python benchmarks/looking.py books-gpt2 BOOK.txt --tokens 100000
+
+Appended to results/looking.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from measure import append
+from regard import Text, load, look
+from regard.looking import Plan
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("model")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--tokens", type=int, default=100_000)
+    given = parser.parse_args()
+    model, tokenizer = load(given.model, dtype=torch.float32), Text.load(given.model)
+    text = given.file.read_text(encoding="utf-8")
+    spans = tokenizer.encode(text, special=False).offsets[: given.tokens]
+    text = text[: spans[-1][1]]
+    look(model, text[:3000], tokenizer=tokenizer)  # what is loaded once does not count
+    found: dict[str, Any] = {}
+
+    def before(plan: Plan) -> None:
+        print(plan, flush=True)
+        found.update(plan=plan, started=time.perf_counter())
+
+    held = _megabytes(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+    look(model, text, tokenizer=tokenizer, before=before)
+    plan: Plan = found["plan"]
+    row = {
+        "model": given.model,
+        "tokens": plan.tokens,
+        "estimated_s": plan.seconds,
+        "measured_s": time.perf_counter() - found["started"],
+        "estimated_mb": _megabytes(plan.memory),
+        "measured_mb": _megabytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) - held,
+    }
+    print(", ".join(f"{name} {value:,.1f}" for name, value in list(row.items())[1:]))
+    append("looking", [row])
+
+
+def _megabytes(number: float) -> float:
+    return number / 2**20
+
+
+if __name__ == "__main__":
+    main()
