@@ -120,7 +120,11 @@ def look(
     ] = None,
     dark: Annotated[
         bool | None,
-        typer.Option("--dark/--light", help="For a page of that kind.", show_default=False),
+        typer.Option(
+            "--dark/--light",
+            help="For a page or terminal of that kind; SVG and HTML suit both.",
+            show_default=False,
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the numbers as JSON.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Start a long run without asking.")] = False,
