@@ -8,7 +8,7 @@ Appended to results/looking.jsonl.
 from __future__ import annotations
 
 import argparse
-import resource
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,8 @@ def main() -> None:
         print(plan, flush=True)
         found.update(plan=plan, started=time.perf_counter())
 
-    held = _megabytes(int(Path("/proc/self/statm").read_text().split()[1]) * 4096)
+    Path("/proc/self/clear_refs").write_text("5")  # forget the most memory held so far
+    held = _held("VmRSS")
     look(model, text, tokenizer=tokenizer, before=before)
     plan: Plan = found["plan"]
     row = {
@@ -45,15 +46,18 @@ def main() -> None:
         "tokens": plan.tokens,
         "estimated_s": plan.seconds,
         "measured_s": time.perf_counter() - found["started"],
-        "estimated_mb": _megabytes(plan.memory),
-        "measured_mb": _megabytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024) - held,
+        "estimated_mb": plan.memory / 2**20,
+        "measured_mb": _held("VmHWM") - held,
     }
     print(", ".join(f"{name} {value:,.1f}" for name, value in list(row.items())[1:]))
     append("looking", [row])
 
 
-def _megabytes(number: float) -> float:
-    return number / 2**20
+def _held(what: str) -> float:
+    """What Linux says of this process, in megabytes."""
+    found = re.search(rf"{what}:\s+(\d+)", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) / 1024
 
 
 if __name__ == "__main__":

@@ -50,7 +50,7 @@ class Picture:
     the  1.00     .
     cat   .25   .75
     <BLANKLINE>
-    0 [ .:-=+*#%@] 1 weight
+    0 [ .:-=+*#%@] 1 weight (a point is 0)
     <BLANKLINE>
     """
 
