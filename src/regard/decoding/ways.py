@@ -35,8 +35,9 @@ class Sample:
     >>> from regard import GPT2, GPT2Config, Sample, generate
     >>> model = GPT2(GPT2Config(vocabulary=20, length=16, dim=8, depth=1, heads=2)).eval()
     >>> how = Sample(temperature=0.8, top_p=0.9, seed=7)
-    >>> [alone] = generate(model, [[3, 1, 4]], how, length=5)
-    >>> alone == generate(model, [[2], [3, 1, 4]], how, length=5)[1]
+    >>> [[alone]] = generate(model, [[3, 1, 4]], how, length=5)
+    >>> _, [beside] = generate(model, [[2], [3, 1, 4]], how, length=5)
+    >>> alone.ids == beside.ids
     True
     """
 
