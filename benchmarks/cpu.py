@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from measure import Pair, append, seconds
+from measure import Pair, append, forget_peak, held, seconds
 from regard import Causal, Segments, attention, why
 from regard.timing import SEEN, eager
 
@@ -121,17 +120,11 @@ def _peak(mask: Causal | None) -> float:
     """Megabytes above inputs and outputs, in a process of its own."""
     q, k, v = tensors(1, 32768)
     attention(q[:, :, :256], k[:, :, :256], v[:, :, :256], mask=mask, see=SEEN)
-    Path("/proc/self/clear_refs").write_text("5")  # the peak is what is held now
-    before = _held("VmRSS")
+    forget_peak()
+    before = held("VmRSS")
     output, seen = attention(q, k, v, mask=mask, see=SEEN)
     returned = sum(t.nbytes for t in (output, *seen.to_dict().values()))
-    return _held("VmHWM") - before - returned / 2**20
-
-
-def _held(what: str) -> float:
-    """What Linux says of this process, in megabytes."""
-    line = next(s for s in Path("/proc/self/status").read_text().splitlines() if what in s)
-    return int(line.split()[1]) / 1024
+    return held("VmHWM") - before - returned / 2**20
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -8,14 +8,13 @@ Appended to results/looking.jsonl.
 from __future__ import annotations
 
 import argparse
-import re
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from measure import append
+from measure import append, forget_peak, held
 from regard import Text, load, look
 from regard.looking import Plan
 
@@ -37,8 +36,8 @@ def main() -> None:
         print(plan, flush=True)
         found.update(plan=plan, started=time.perf_counter())
 
-    Path("/proc/self/clear_refs").write_text("5")  # forget the most memory held so far
-    held = _held("VmRSS")
+    forget_peak()
+    already = held("VmRSS")
     look(model, text, tokenizer=tokenizer, before=before)
     plan: Plan = found["plan"]
     row = {
@@ -47,17 +46,10 @@ def main() -> None:
         "estimated_s": plan.seconds,
         "measured_s": time.perf_counter() - found["started"],
         "estimated_mb": plan.memory / 2**20,
-        "measured_mb": _held("VmHWM") - held,
+        "measured_mb": held("VmHWM") - already,
     }
     print(", ".join(f"{name} {value:,.1f}" for name, value in list(row.items())[1:]))
     append("looking", [row])
-
-
-def _held(what: str) -> float:
-    """What Linux says of this process, in megabytes."""
-    found = re.search(rf"{what}:\s+(\d+)", Path("/proc/self/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import torch
 import regard
 from regard.timing import Pair, seconds
 
-__all__ = ["Pair", "append", "environment", "seconds"]
+__all__ = ["Pair", "append", "environment", "forget_peak", "held", "seconds"]
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -40,6 +40,17 @@ def _processor() -> str:
         if line.startswith("model name"):
             return line.split(":", 1)[1].strip()
     return platform.processor() or platform.machine()
+
+
+def held(what: str) -> float:
+    """What Linux says of this process (VmRSS, or VmHWM for the most so far), in megabytes."""
+    line = next(s for s in Path("/proc/self/status").read_text().splitlines() if what in s)
+    return int(line.split()[1]) / 1024
+
+
+def forget_peak() -> None:
+    """From here on the most memory held is what is held now."""
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def append(name: str, rows: list[dict[str, Any]]) -> Path:
