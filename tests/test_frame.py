@@ -20,6 +20,7 @@ HOUSE = (
     "shipped",
     "shelf",
     "mechanism",
+    "losses",
     "layers",
     "weights",
     "packing",

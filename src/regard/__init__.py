@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from regard.explaining import Trace, explain
     from regard.layers import Block, FeedForward, MultiHeadAttention, RMSNorm
     from regard.looking import look
+    from regard.losses import linear_cross_entropy
     from regard.mechanism import attention, biases, masks, why
     from regard.mechanism.biases import Alibi, RelativeBuckets, RelativeContent
     from regard.mechanism.cache import Cache
@@ -71,6 +72,7 @@ _HOMES = {
     "regard.explaining": ("Trace", "explain"),
     "regard.layers": ("Block", "FeedForward", "MultiHeadAttention", "RMSNorm"),
     "regard.looking": ("look",),
+    "regard.losses": ("linear_cross_entropy",),
     "regard.mechanism": ("attention", "biases", "masks", "why"),
     "regard.mechanism.biases": ("Alibi", "RelativeBuckets", "RelativeContent"),
     "regard.mechanism.cache": ("Cache",),
@@ -167,6 +169,7 @@ __all__ = [
     "completing",
     "explain",
     "generate",
+    "linear_cross_entropy",
     "load",
     "look",
     "masks",

@@ -236,12 +236,24 @@ class BertMaskedLM(_Bert):
         _initialise(self)
 
     def forward(
-        self, ids: Tensor, *, kinds: Tensor | None = None, padding: Padding | None = None
+        self,
+        ids: Tensor,
+        *,
+        kinds: Tensor | None = None,
+        padding: Padding | None = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
-        """The logits of what belongs at each of ``ids`` [batch, n]: [batch, n, vocabulary]."""
+        """The logits of what belongs at each of ``ids`` [batch, n]: [batch, n, vocabulary].
+
+        With ``labels`` [batch, n], what does belong there or -100, it is their summed loss instead,
+        as by :func:`regard.linear_cross_entropy`.
+        """
         hidden = self.encoder(ids, kinds=kinds, padding=padding)
         hidden = self.norm(self.activation(self.transform(hidden)))
-        return linear(hidden, self.encoder.tokens.weight, self.bias)
+        weight = self.encoder.tokens.weight
+        if labels is None:
+            return linear(hidden, weight, self.bias)
+        return self._loss(hidden, weight, labels, 0.0, self.bias)
 
     @staticmethod
     def keys(config: BertConfig) -> KeyMap:

@@ -135,10 +135,23 @@ class GPT2(Model):
                 nn.init.normal_(parameter, std=0.01 if name == "places.weight" else 0.02)
 
     def forward(
-        self, ids: Tensor, *, padding: Padding | None = None, state: State | None = None
+        self,
+        ids: Tensor,
+        *,
+        padding: Padding | None = None,
+        state: State | None = None,
+        labels: Tensor | None = None,
+        smoothing: float = 0.0,
     ) -> Tensor:
-        """The logits of the token after each of ``ids`` [batch, n]: [batch, n, vocabulary]."""
-        return self.logits(self.read(ids, padding=padding, state=state))
+        """The logits of the token after each of ``ids`` [batch, n]: [batch, n, vocabulary].
+
+        With ``labels`` [batch, n], the tokens that do come next, it is their summed loss instead,
+        as by :func:`regard.linear_cross_entropy`.
+        """
+        hidden = self.read(ids, padding=padding, state=state)
+        if labels is None:
+            return self.logits(hidden)
+        return self._loss(hidden, self.tokens.weight, labels, smoothing)
 
     def read(
         self, ids: Tensor, *, padding: Padding | None = None, state: State | None = None

@@ -10,12 +10,14 @@ from typing import Any, ClassVar, Self, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from regard import checkpoints
 from regard.errors import CheckpointError, InputError
 from regard.layers import Block
+from regard.losses import linear_cross_entropy
 from regard.mechanism.biases import Bias
 from regard.mechanism.masks import Mask, Padding
 from regard.models.state import State
@@ -341,6 +343,23 @@ class Model(nn.Module):
     def tied(self) -> tuple[Tensor, Tensor | None] | None:
         """Weights and bias of the output, where it shares the weights of the token embedding."""
         return None
+
+    def _loss(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        smoothing: float,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """The summed loss of ``labels`` at hidden states, given the weights of the output."""
+        if self.head is not None and not isinstance(self.head, nn.Linear):  # quantized
+            logits = self.head(hidden).float().flatten(0, -2)
+            return cross_entropy(
+                logits, labels.flatten(), reduction="sum", label_smoothing=smoothing
+            )
+        loss: Tensor = linear_cross_entropy(hidden, weight, labels, bias=bias, smoothing=smoothing)
+        return loss
 
     def generation(self) -> dict[str, Any] | None:
         """What generation_config.json says, where the model generates."""

@@ -215,25 +215,34 @@ class T5(Model):
         *,
         padding: Padding | None = None,
         target_padding: Padding | None = None,
+        labels: Tensor | None = None,
+        smoothing: float = 0.0,
     ) -> Tensor:
         """The logits of the token after each of ``target`` [batch, m], given ``source`` [batch, n].
 
-        ``padding`` is the source's. The result is [batch, m, vocabulary].
+        ``padding`` is the source's. The result is [batch, m, vocabulary]. With ``labels``
+        [batch, m], the tokens that do come next, it is their summed loss instead, as by
+        :func:`regard.linear_cross_entropy`.
         """
         context = self.encode(source, padding=padding)
         mask = Causal() if target_padding is None else Causal() & target_padding
         hidden = self.decoder(self.tokens(target), mask=mask, context=context, context_mask=padding)
-        return self._logits(hidden)
+        if labels is None:
+            return self._logits(hidden)
+        output = self.head if isinstance(self.head, nn.Linear) else self.tokens
+        return self._loss(self._scaled(hidden), output.weight, labels, smoothing)
 
     def encode(self, source: Tensor, *, padding: Padding | None = None) -> Tensor:
         """The hidden state at each of ``source`` [batch, n]: [batch, n, dim]."""
         hidden: Tensor = self.encoder(self.tokens(source), mask=padding)
         return hidden
 
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        # A shared embedding has variance 1: scaled down, so that the logits have it too.
+        return hidden * self.config.dim**-0.5 if self.config.tied else hidden
+
     def _logits(self, hidden: Tensor) -> Tensor:
-        if self.config.tied:
-            # The shared embedding has variance 1: scaled down, so that the logits have it too.
-            hidden = hidden * self.config.dim**-0.5
+        hidden = self._scaled(hidden)
         if self.head is not None:
             logits: Tensor = self.head(hidden)
             return logits

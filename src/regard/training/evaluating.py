@@ -16,17 +16,17 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 
 from regard.decoding import Beam, Greedy, generate
 from regard.errors import InputError
 from regard.models import GPT2, T5, BertAnswering, Model, Transformer, TransformerXL, load
-from regard.models.transformer_xl import Memories
+from regard.models.state import Memories
 from regard.shipped import SCORES, Score, read_scores
 from regard.text import Text
 from regard.training import building, metrics, reading
 from regard.training.answering import Exam, windows
 from regard.training.data import Ragged, Table
-from regard.training.objectives import token_loss
 from regard.training.reading import Pair, Question, Record, Report
 from regard.training.recipe import Recipe, nearest, parse_recipe
 
@@ -254,7 +254,8 @@ def _told(
             else:
                 memories = memories or remember()
                 told = model(piece[:, :-1], memories=memories)
-            nats += float(token_loss(told, piece[:, 1:]))
+            labels = piece[:, 1:].flatten()
+            nats += float(cross_entropy(told.float().flatten(0, 1), labels, reduction="sum"))
             count += len(starts) * length
             show(count, total)
     # A few tokens may be left that fill no row; then the share of the text that was read counts.

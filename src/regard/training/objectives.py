@@ -12,18 +12,18 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, nll_loss
+from torch.nn.functional import nll_loss
 
 from regard.decoding import Beam, Greedy, generate
 from regard.errors import InputError
+from regard.losses import NOTHING
 from regard.mechanism.masks import Padding
-from regard.models.transformer_xl import Memories, TransformerXL
+from regard.models.state import Memories
+from regard.models.transformer_xl import TransformerXL
 from regard.training import metrics
 from regard.training.data import ByLength, Feed, Lanes, Plan, Ragged, Rows, Table, Turns, Windows
 from regard.training.reading import Pair
 from regard.training.recipe import Evaluation
-
-NOTHING = -100  # the label of what is not to be learned
 
 
 class Prepared(NamedTuple):
@@ -79,17 +79,6 @@ class _Stateless:
 
     def load_state(self, state: Mapping[str, Any]) -> None:
         del state
-
-
-def token_loss(logits: Tensor, labels: Tensor, smoothing: float = 0.0) -> Tensor:
-    """The summed cross-entropy of ``labels`` [batch, n] under ``logits`` [batch, n, vocabulary]."""
-    return cross_entropy(
-        logits.float().flatten(0, 1),
-        labels.flatten(),
-        ignore_index=NOTHING,
-        label_smoothing=smoothing,
-        reduction="sum",
-    )
 
 
 def held_out(
@@ -162,8 +151,15 @@ class Pairs(_Stateless):
         return Prepared(batch, target.lengths_of(rows.rows).sum())
 
     def loss(self, model: nn.Module, batch: PairBatch) -> Tensor:
-        logits = model(batch.source, batch.target, padding=batch.padding)
-        return token_loss(logits, batch.labels, self.smoothing if model.training else 0.0)
+        smoothing = self.smoothing if model.training else 0.0
+        loss: Tensor = model(
+            batch.source,
+            batch.target,
+            padding=batch.padding,
+            labels=batch.labels,
+            smoothing=smoothing,
+        )
+        return loss
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return {} if self.examine is None else self.examine(model, self.special)
@@ -268,7 +264,8 @@ class NextToken(Pieces):
         return Prepared(TextBatch(piece[:, :-1], piece[:, 1:], rows.first), piece[:, 1:].numel())
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Tensor:
-        return token_loss(model(batch.ids), batch.labels)
+        loss: Tensor = model(batch.ids, labels=batch.labels)
+        return loss
 
     def _scores(self, nats: float, count: int, held: Table) -> dict[str, float]:
         # Of a text that whole pieces do not quite cover, the share that they do counts.
@@ -365,7 +362,8 @@ class MaskedTokens(Pieces):
         return Prepared(batch, chosen.sum())
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Tensor:
-        return token_loss(model(batch.ids), batch.labels)
+        loss: Tensor = model(batch.ids, labels=batch.labels)
+        return loss
 
 
 class Spans(Pieces):
@@ -431,7 +429,8 @@ class Spans(Pieces):
         return tokens.gather(1, order.argsort(dim=1, stable=True)[:, :count])
 
     def loss(self, model: nn.Module, batch: PairBatch) -> Tensor:
-        return token_loss(model(batch.source, batch.target, padding=batch.padding), batch.labels)
+        loss: Tensor = model(batch.source, batch.target, padding=batch.padding, labels=batch.labels)
+        return loss
 
 
 def _parts(

@@ -1,0 +1,125 @@
+"""The loss of a language model, without all of its logits in memory.
+
+They are the largest tensor of training: 16,384 tokens of GPT-2 have 0.8 billion logits, written and
+read several times over. Here some rows at a time become logits, then their loss and its gradient,
+and that at once the gradients of what they were made from.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+NOTHING = -100  # a label that does not count
+ROOM = 2**27  # logits at a time
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled, it would hold all logits
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    *,
+    bias: Tensor | None = None,
+    smoothing: float = 0.0,
+) -> Tensor:
+    """The summed cross-entropy of ``labels`` [...] under the logits ``hidden @ weight.T + bias``.
+
+    ``hidden`` is [..., dim], ``weight`` [vocabulary, dim]. Labels that are -100 do not count. With
+    ``smoothing``, that share of each target is spread over the vocabulary. It has a gradient, but
+    not a second one.
+
+    >>> hidden, weight = torch.ones(1, 2, 4), torch.eye(4)
+    >>> round(linear_cross_entropy(hidden, weight, torch.tensor([[3, -100]])).item(), 4)
+    1.3863
+    """
+    kind = hidden.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
+    loss: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
+        hidden.flatten(0, -2), weight, bias, labels.flatten(), smoothing, dtype
+    )
+    return loss
+
+
+class _Chunked(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        labels: Tensor,
+        smoothing: float,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        wanted = _Wanted(*ctx.needs_input_grad[:3])
+        needed = any(wanted)
+        turned, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
+        into_hidden = torch.empty_like(hidden, dtype=dtype) if wanted.hidden else None
+        # Sums over all rows are kept in the weights' own precision.
+        into_weight = torch.zeros_like(weight) if wanted.weight else None
+        into_bias = torch.zeros_like(bias) if wanted.bias and bias is not None else None
+        exact = torch.promote_types(dtype, torch.float32)
+        total = torch.zeros((), dtype=exact, device=hidden.device)
+        size = max(ROOM // len(weight), 1)
+        with torch.autocast(hidden.device.type, enabled=False):
+            for start in range(0, len(hidden), size):
+                rows = slice(start, start + size)
+                states = hidden[rows].to(dtype)
+                logits = torch.nn.functional.linear(states, turned, offset)
+                total += _loss(logits, labels[rows], smoothing, needed)  # now their gradient
+                if into_hidden is not None:
+                    torch.mm(logits, turned, out=into_hidden[rows])
+                if into_weight is not None:
+                    into_weight += logits.T @ states
+                if into_bias is not None:
+                    into_bias += logits.sum(0)
+        ctx.save_for_backward(into_hidden, into_weight, into_bias)
+        ctx.given = hidden.dtype
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
+        hidden, weight, bias = ctx.saved_tensors
+        return (
+            None if hidden is None else (hidden * scale).to(ctx.given),
+            None if weight is None else weight * scale.to(weight.dtype),
+            None if bias is None else bias * scale.to(bias.dtype),
+            None,
+            None,
+            None,
+        )
+
+
+class _Wanted(NamedTuple):
+    """Which gradients."""
+
+    hidden: bool
+    weight: bool
+    bias: bool
+
+
+def _loss(logits: Tensor, labels: Tensor, smoothing: float, gradient: bool) -> Tensor:
+    """The summed loss of logits [rows, vocabulary], which become its gradient if that is wanted."""
+    if logits.is_cuda and logits.dtype != torch.float64 and find_spec("triton") is not None:
+        from regard.mechanism.kernels.softmax import cross_entropy
+
+        return cross_entropy(logits, labels, smoothing, gradient)
+    counts = labels != NOTHING
+    at = labels.where(counts, 0)[:, None]
+    logs = torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
+    told = logs.gather(1, at)[:, 0]
+    share = smoothing / logits.shape[1]
+    losses = -(1 - smoothing) * told
+    if smoothing:
+        losses = losses - share * logs.sum(-1)
+    if gradient:
+        chances = logs.exp_().sub_(share)
+        chances.scatter_add_(1, at, torch.full_like(at, smoothing - 1, dtype=logs.dtype))
+        torch.mul(chances, counts[:, None], out=logits)
+    return losses.where(counts, 0.0).sum()

@@ -1,0 +1,152 @@
+"""The loss without all logits: its numbers and its gradients are those of the definition."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy, linear
+
+from regard import (
+    GPT2,
+    T5,
+    BertConfig,
+    BertMaskedLM,
+    GPT2Config,
+    T5Config,
+    Transformer,
+    TransformerConfig,
+    losses,
+)
+from regard.losses import linear_cross_entropy
+from regard.mechanism.kernels import softmax
+
+CUDA = torch.cuda.is_available()
+DEVICE = "cuda" if CUDA else "cpu"
+LOW = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Both ways of computing a chunk, whatever the device."""
+    if request.param == "triton":
+        monkeypatch.setattr(losses, "_loss", softmax.cross_entropy)
+    elif CUDA:
+        monkeypatch.setattr(losses, "find_spec", lambda _: None)
+    return str(request.param)
+
+
+def made(vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(vocabulary)
+    hidden, weight, bias = (
+        torch.randn(*shape, generator=generator).to(dtype).to(DEVICE).requires_grad_()
+        for shape in ((2, 9, 16), (vocabulary, 16), (vocabulary,))
+    )
+    labels = torch.randint(vocabulary, (2, 9), generator=generator).to(DEVICE)
+    labels[0, 3] = labels[1, 8] = -100
+    return hidden, weight, bias, labels
+
+
+def defined(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor,
+    labels: Tensor,
+    smoothing: float,
+    dtype: torch.dtype,
+) -> list[Tensor]:
+    """The loss and its gradients by the definition, computed in ``dtype``."""
+    given = [tensor.detach().to(dtype).requires_grad_() for tensor in (hidden, weight, bias)]
+    logits = linear(*given).flatten(0, 1)
+    exact = torch.promote_types(dtype, torch.float32)
+    loss = cross_entropy(
+        logits.to(exact), labels.flatten(), reduction="sum", label_smoothing=smoothing
+    )
+    return [loss.detach(), *torch.autograd.grad(loss, given)]
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("vocabulary", [7, 5000])  # within one block of the kernel, and two
+@pytest.mark.parametrize("dtype", [torch.float32, *LOW])
+def test_loss_and_gradients_are_those_of_the_definition(
+    way: str, dtype: torch.dtype, vocabulary: int, smoothing: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(losses, "ROOM", 5 * vocabulary)  # 18 rows are four chunks
+    hidden, weight, bias, labels = made(vocabulary, dtype)
+    loss = linear_cross_entropy(hidden, weight, labels, bias=bias, smoothing=smoothing)
+    found = [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
+    exact = defined(hidden, weight, bias, labels, smoothing, torch.float64)
+    plain = defined(hidden, weight, bias, labels, smoothing, dtype)
+    for index, (ours, truth, theirs) in enumerate(zip(found, exact, plain, strict=True)):
+        floor = 4 * torch.finfo(dtype).eps * truth.abs().max().item()
+        allowed = max((3 if index else 2) * (theirs - truth).abs().max().item(), floor)
+        assert (ours.double() - truth).abs().max().item() <= allowed
+
+
+def test_in_float64_it_is_exact() -> None:
+    hidden, weight, bias, labels = made(50, torch.float64)
+    loss = linear_cross_entropy(hidden, weight, labels, bias=bias, smoothing=0.1)
+    found = [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
+    for ours, truth in zip(
+        found, defined(hidden, weight, bias, labels, 0.1, torch.float64), strict=True
+    ):
+        torch.testing.assert_close(ours, truth)
+
+
+def test_the_gradient_scales_with_what_comes_after(way: str) -> None:
+    hidden, weight, _, labels = made(30, torch.float32)
+    once = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels), (hidden, weight))
+    half = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels) / 2, (hidden, weight))
+    for whole, part in zip(once, half, strict=True):
+        torch.testing.assert_close(whole / 2, part)
+
+
+def test_what_does_not_count_has_no_gradient(way: str) -> None:
+    hidden, weight, _, labels = made(30, torch.float32)
+    loss = linear_cross_entropy(hidden, weight, labels)
+    (gradient,) = torch.autograd.grad(loss, hidden)
+    assert not gradient[labels == -100].any()
+    assert gradient[labels != -100].any(-1).all()
+    nothing = linear_cross_entropy(hidden, weight, torch.full_like(labels, -100))
+    assert nothing == 0
+
+
+def test_under_autocast_it_computes_in_low_precision_and_gives_full_gradients() -> None:
+    hidden, weight, _, labels = made(30, torch.float32)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, labels)
+    into_hidden, into_weight = torch.autograd.grad(loss, (hidden, weight))
+    assert (loss.dtype, into_hidden.dtype, into_weight.dtype) == (torch.float32,) * 3
+    exact = linear_cross_entropy(hidden, weight, labels)
+    assert loss != exact
+    torch.testing.assert_close(loss, exact, rtol=1e-2, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "transformer", "t5", "t5 untied", "bert"])
+def test_models_give_the_loss_of_their_logits(kind: str) -> None:
+    torch.manual_seed(0)
+    ids, labels = torch.randint(3, 20, (2, 6)), torch.randint(3, 20, (2, 6))
+    labels[1, 4] = -100
+    sizes = {"vocabulary": 20, "dim": 8, "depth": 1, "heads": 2}
+    if kind == "gpt2":
+        model, given = GPT2(GPT2Config(**sizes, length=8)), (ids,)
+    elif kind == "transformer":
+        config = TransformerConfig(**sizes, decoder_depth=1, decoder_heads=2, inner=16)
+        model, given = Transformer(config), (ids, ids)
+        model.output_bias.normal_()
+    elif kind == "bert":
+        model, given = BertMaskedLM(BertConfig(**sizes, length=8, inner=16)), (ids,)
+    else:
+        tied = kind == "t5"
+        model, given = T5(T5Config(**sizes, head_dim=4, inner=16, tied=tied)), (ids, ids)
+    model.eval()
+    wanted = cross_entropy(model(*given).flatten(0, 1), labels.flatten(), reduction="sum")
+    found = model(*given, labels=labels)
+    torch.testing.assert_close(found, wanted)
+    for parameter, ours, theirs in zip(
+        model.parameters(),
+        torch.autograd.grad(found, list(model.parameters()), materialize_grads=True),
+        torch.autograd.grad(wanted, list(model.parameters()), materialize_grads=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=str(parameter.shape))
