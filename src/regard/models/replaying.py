@@ -68,6 +68,8 @@ class Replayed:
             ]
             self.ids = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
             self.at = torch.zeros(1, dtype=torch.long, device=weight.device)
+            # A graph reads where it once read: all that it reads lives as long as this object.
+            self.index = torch.arange(config.length, device=weight.device)
         self.replays: dict[int, Callable[[], Tensor]] = {}
 
     def begin(self, prompts: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, Run]:
@@ -116,7 +118,7 @@ class Replayed:
             for keys, values in self.memory
         ]
         state.cross = [CrossCache() for _ in state.own]
-        index = torch.arange(size, device=self.at.device)
+        index = self.index[:size]
 
         def step() -> Tensor:
             x = model.tokens(self.ids) + model.places(self.at)
