@@ -130,7 +130,12 @@ class Transformer(Model):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Embeddings normal with dim^-1/2; matrices by Glorot's uniform; biases 0."""
+        """Embeddings normal with dim^-1/2; matrices by Glorot's uniform; biases 0.
+
+        What a layer adds starts smaller the more layers there are. Without that the decoder learns
+        for long that what the encoder says is noise (https://arxiv.org/abs/1908.11365).
+        """
+        depths = {"encoder": self.config.depth, "decoder": self.config.decoder_depth}
         for name, parameter in self.named_parameters():
             if name in ("tokens.weight", "target_tokens.weight", "output"):
                 nn.init.normal_(parameter, std=self.config.dim**-0.5)
@@ -139,6 +144,9 @@ class Transformer(Model):
             elif name.endswith("qkv.weight"):
                 for part in parameter.chunk(3):
                     nn.init.xavier_uniform_(part)
+            elif name.endswith(("output.weight", "down.weight")):
+                depth = depths[name.split(".")[0]]
+                nn.init.xavier_uniform_(parameter, gain=(2 * depth) ** -0.5)
             elif parameter.dim() == 2:
                 nn.init.xavier_uniform_(parameter)
 
@@ -149,15 +157,22 @@ class Transformer(Model):
         *,
         padding: Padding | None = None,
         target_padding: Padding | None = None,
+        labels: Tensor | None = None,
+        smoothing: float = 0.0,
     ) -> Tensor:
         """The logits of the token after each of ``target`` [batch, m], given ``source`` [batch, n].
 
-        ``padding`` is the source's. The result is [batch, m, vocabulary].
+        ``padding`` is the source's. The result is [batch, m, vocabulary]. With ``labels``
+        [batch, m], the tokens that do come next, it is their summed loss instead, as by
+        :func:`regard.linear_cross_entropy`.
         """
         context = self.encode(source, padding=padding)
         x = self._embed(self.target_tokens or self.tokens, target, target_padding)
         mask = Causal() if target_padding is None else Causal() & target_padding
-        return self._logits(self.decoder(x, mask=mask, context=context, context_mask=padding))
+        hidden = self.decoder(x, mask=mask, context=context, context_mask=padding)
+        if labels is None:
+            return self._logits(hidden)
+        return self._loss(hidden, self._output_weight, labels, smoothing, self.output_bias[0])
 
     def encode(self, source: Tensor, *, padding: Padding | None = None) -> Tensor:
         """The hidden state at each of ``source`` [batch, n]: [batch, n, dim]."""
@@ -216,7 +231,9 @@ class Transformer(Model):
         """The sinusoids of the first positions: [at least length, dim]."""
         table = self._sinusoids
         if table is None or len(table) < length or table.device != device:
-            table = sinusoidal(max(length, 256), self.config.dim, layout="half", device=device)
+            # Long at once: CUDA graphs go on reading the table they were recorded with.
+            length = max(length, min(self.config.length, 4096))
+            table = sinusoidal(length, self.config.dim, layout="half", device=device)
             self._sinusoids = table
         return table
 
