@@ -22,6 +22,7 @@ from regard.mechanism.seeing import Seen
 from regard.mechanism.tiled import all_finite, by_rows
 
 ROWS = 256  # queries that share one mask tensor
+SHORT = 512  # keys up to which a bias with a gradient is n x n on a GPU: no more than its inputs
 
 
 class Piece(NamedTuple):
@@ -41,7 +42,8 @@ def refuses(call: Call) -> str | None:
     if call.empty:
         return "there is nothing to compute: a size is 0."
     if call.bias is not None and call.wants_gradient:
-        if any(tensor.requires_grad for tensor in call.bias.tensors):
+        short = call.extent.device.type == "cuda" and call.extent.keys <= SHORT
+        if not short and any(tensor.requires_grad for tensor in call.bias.tensors):
             return "PyTorch's fused kernels give a bias no gradient without n x n memory."
     return None
 
