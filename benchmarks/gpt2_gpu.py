@@ -1,0 +1,283 @@
+"""GPT-2 124M on a GPU beside transformers, with the same random weights.
+
+python benchmarks/gpt2_gpu.py            decoding, training and trainer; appended to results/
+python benchmarks/gpt2_gpu.py decoding   one of the three
+python benchmarks/gpt2_gpu.py --tiny     a small form of all, on any machine; nothing is kept
+
+Decoding is greedy, batch 1; our steps are CUDA graphs, transformers is as it comes. Training is
+one step (forward, loss, backward, AdamW) in bfloat16 at 1024 tokens, both compiled and both not.
+Trainer is whole runs on the same tokens, `regard train` beside transformers' Trainer, with the
+share of the device's peak that the model's own operations come to.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from measure import append, seconds
+from regard import GPT2, generate, load
+from regard.models.replaying import Replayed
+from regard.text import Text
+from regard.training import train
+
+TINY = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 300}
+
+
+def pair(device: str, dtype: torch.dtype, tiny: bool) -> tuple[GPT2, Any]:
+    """Our GPT-2 and theirs, with the same weights."""
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(**(TINY if tiny else {}))
+    config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
+    reference = transformers.GPT2LMHeadModel(config)
+    with tempfile.TemporaryDirectory() as folder:
+        reference.save_pretrained(folder)
+        ours = load(Path(folder), device=device, dtype=dtype)
+    assert isinstance(ours, GPT2)
+    return ours, reference.to(device=device, dtype=dtype).eval()
+
+
+def wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def waited(function: Callable[[], object]) -> Callable[[], object]:
+    """The function, done when the device is."""
+
+    def run() -> object:
+        result = function()
+        wait()
+        return result
+
+    return run
+
+
+def decoding(device: str, tiny: bool) -> list[dict[str, Any]]:
+    """Greedy, one prompt of 16 tokens and 128 new ones."""
+    new = 16 if tiny else 128
+    prompt = list(range(100, 116))
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        ours, theirs = pair(device, dtype, tiny)
+        fast = Replayed(ours)
+        ids = torch.tensor([prompt], device=device)
+        options = {
+            "max_new_tokens": new,
+            "min_new_tokens": new,
+            "do_sample": False,
+            "pad_token_id": 0,
+            "attention_mask": torch.ones_like(ids),
+        }
+        mine = generate(fast, [prompt], length=new, batch=1)[0][0].ids
+        wanted = theirs.generate(ids, **options)[0, len(prompt) :].tolist()
+        times = seconds(
+            waited(lambda: generate(fast, [prompt], length=new, batch=1)),  # noqa: B023
+            waited(lambda: theirs.generate(ids, **options)),  # noqa: B023
+            budget=0.1 if tiny else 4.0,
+        )
+        plain = seconds(
+            waited(lambda: generate(fast, [prompt], length=new, batch=1)),  # noqa: B023
+            waited(lambda: generate(ours, [prompt], length=new)),  # noqa: B023
+            budget=0.1 if tiny else 1.0,
+        )
+        found.append(
+            {
+                "case": "GPT-2 124M, greedy, batch 1",
+                "dtype": str(dtype).removeprefix("torch."),
+                "ours_tokens_per_second": new / times.ours,
+                "transformers_tokens_per_second": new / times.peer,
+                "speed": times.speed,
+                "graphs_gain": plain.speed,
+                "same_tokens": sum(a == b for a, b in zip(mine, wanted, strict=True)) / new,
+            }
+        )
+    return found
+
+
+def training(device: str, tiny: bool) -> list[dict[str, Any]]:
+    """One step of 1024 tokens a sequence."""
+    batch, length = (2, 32) if tiny else (16, 1024)
+    found = []
+    for compiled in (False, True):
+        ours, theirs = pair(device, torch.float32, tiny)
+        ids = torch.randint(300, (batch, length + 1), device=device)
+        steps = []
+        for model, loss in ((ours, _our_loss), (theirs, _their_loss)):
+            model.train()
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
+            forward = torch.compile(model) if compiled else model
+            steps.append(waited(_step(forward, loss, optimizer, ids, device)))
+        times = seconds(*steps, budget=0.1 if tiny else 5.0)
+        tokens = batch * length
+        found.append(
+            {
+                "case": f"GPT-2 124M, training, batch {batch} x {length}",
+                "compiled": compiled,
+                "ours_tokens_per_second": tokens / times.ours,
+                "transformers_tokens_per_second": tokens / times.peer,
+                "speed": times.speed,
+            }
+        )
+    return found
+
+
+PEAK = 989e12  # bfloat16 operations a second that NVIDIA's H200 datasheet promises
+
+
+def trainer(device: str, tiny: bool) -> list[dict[str, Any]]:
+    """Whole runs, the data and all, on text made of random words; speeds after the first steps."""
+    batch, length, steps = (2, 32, 20) if tiny else (16, 1024, 150)
+    found = []
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        draw = random.Random(0)
+        words = ["".join(draw.choices("etaoinshr", k=draw.randint(2, 8))) for _ in range(3000)]
+        lines = [" ".join(draw.choices(words, k=20)) for _ in range(steps * batch * length // 40)]
+        (folder / "text.txt").write_text("\n".join(lines))
+        ours, _ = pair(device, torch.float32, tiny)
+        ours.save(folder / "start")
+        Text.train_bpe(lines[:2000], size=300 if tiny else 4096).save(folder / "start")
+        sizes = ours.config
+        matrices = sum(p.numel() for p in ours.parameters()) - ours.places.weight.numel()
+        # Forward and backward: 6 for each weight, and half of 12 n d a layer, since it is causal.
+        operations = 6 * matrices + 6 * sizes.depth * sizes.dim * length
+        del ours
+        for compiled in (False, True):
+            mine = _our_run(folder, batch, length, steps, compiled)
+            theirs = _their_run(folder, batch, length, steps, compiled, device)
+            found.append(
+                {
+                    "case": f"GPT-2 124M, whole runs, batch {batch} x {length}",
+                    "compiled": compiled,
+                    "ours_tokens_per_second": mine,
+                    "transformers_tokens_per_second": theirs,
+                    "speed": mine / theirs,
+                    "utilisation": operations * mine / PEAK,
+                }
+            )
+    return found
+
+
+def _our_run(folder: Path, batch: int, length: int, steps: int, compiled: bool) -> float:
+    """Tokens a second of `regard train`, the median of what it logs after a third of the steps."""
+    output = folder / f"ours-{compiled}"
+    recipe = folder / "recipe.toml"
+    recipe.write_text(f"""
+task = "language modelling"
+output = "{output}"
+precision = "bfloat16"
+compile = {str(compiled).lower()}
+model = {{ kind = "gpt2", start = "{folder / "start"}" }}
+batch = {{ tokens = {batch * length} }}
+schedule = {{ steps = {steps}, rate = 1e-4 }}
+saving = {{ every = {steps} }}
+
+[data]
+length = {length}
+root = "{folder}"
+train = [{{ format = "text", files = ["text.txt"] }}]
+""")
+    train(recipe)
+    rows = [json.loads(line) for line in (output / "log.jsonl").read_text().splitlines()]
+    late = [r for r in rows if "tokens_per_second" in r and r["step"] > steps / 3]
+    speeds = sorted(row["tokens_per_second"] for row in late)
+    return float(speeds[len(speeds) // 2])
+
+
+def _their_run(
+    folder: Path, batch: int, length: int, steps: int, compiled: bool, device: str
+) -> float:
+    """Tokens a second of transformers' Trainer, after a third of the steps."""
+    text = Text.load(folder / "start")
+    lines = (folder / "text.txt").read_text().splitlines()
+    ids = [i for row in text.encode_all(lines) for i in row.ids][: steps * batch * length]
+    rows = [ids[at : at + length] for at in range(0, len(ids) - length + 1, length)]
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    marks: dict[int, float] = {}
+
+    class Clock(transformers.TrainerCallback):  # type: ignore[misc]
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
+            if state.global_step in (steps // 3, steps):
+                wait()
+                marks[state.global_step] = time.perf_counter()
+
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder / "start")
+    settings = transformers.TrainingArguments(
+        output_dir=str(folder / "theirs"),
+        per_device_train_batch_size=batch,
+        max_steps=steps,
+        learning_rate=1e-4,
+        bf16=True,
+        use_cpu=device == "cpu",
+        optim="adamw_torch_fused" if device == "cuda" else "adamw_torch",
+        torch_compile=compiled,
+        dataloader_num_workers=0 if device == "cpu" else 2,
+        logging_steps=50,
+        save_strategy="no",
+        report_to=[],
+        disable_tqdm=True,
+    )
+    collate = transformers.default_data_collator
+    transformers.Trainer(
+        model, settings, train_dataset=data, data_collator=collate, callbacks=[Clock()]
+    ).train()
+    return batch * length * (steps - steps // 3) / (marks[steps] - marks[steps // 3])
+
+
+def _our_loss(forward: Any, ids: torch.Tensor) -> torch.Tensor:
+    loss: torch.Tensor = forward(ids[:, :-1], labels=ids[:, 1:])
+    return loss / ids[:, 1:].numel()
+
+
+def _their_loss(forward: Any, ids: torch.Tensor) -> torch.Tensor:
+    ids = ids[:, :-1]  # they shift the labels themselves
+    loss: torch.Tensor = forward(ids, labels=ids, use_cache=False).loss
+    return loss
+
+
+def _step(
+    forward: Any,
+    loss: Callable[[Any, torch.Tensor], torch.Tensor],
+    optimizer: torch.optim.Optimizer,
+    ids: torch.Tensor,
+    device: str,
+) -> Callable[[], None]:
+    def step() -> None:
+        with torch.autocast(device, dtype=torch.bfloat16):
+            result = loss(forward, ids)
+        result.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("parts", nargs="*", default=["decoding", "training", "trainer"])
+    parser.add_argument("--tiny", action="store_true", help="a small form, nothing is kept")
+    given = parser.parse_args()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    for part in given.parts:
+        parts = {"decoding": decoding, "training": training, "trainer": trainer}
+        rows = parts[part](device, given.tiny)
+        for row in rows:
+            print(row)
+        if not given.tiny:
+            append(f"{part}_gpu", rows)
+
+
+if __name__ == "__main__":
+    main()
