@@ -22,7 +22,7 @@ from regard.mechanism.seeing import Seen
 from regard.mechanism.tiled import all_finite, by_rows
 
 ROWS = 256  # queries that share one mask tensor
-SHORT = 512  # keys up to which a bias with a gradient is n x n on a GPU: no more than its inputs
+SHORT = 512  # keys up to which a bias with a gradient may be n x n: no more than the inputs
 
 
 class Piece(NamedTuple):
@@ -41,9 +41,8 @@ def refuses(call: Call) -> str | None:
         return "PyTorch's fused kernels have no softcap."
     if call.empty:
         return "there is nothing to compute: a size is 0."
-    if call.bias is not None and call.wants_gradient:
-        short = call.extent.device.type == "cuda" and call.extent.keys <= SHORT
-        if not short and any(tensor.requires_grad for tensor in call.bias.tensors):
+    if call.bias is not None and call.wants_gradient and call.extent.keys > SHORT:
+        if any(tensor.requires_grad for tensor in call.bias.tensors):
             return "PyTorch's fused kernels give a bias no gradient without n x n memory."
     return None
 
