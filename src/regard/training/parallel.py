@@ -255,11 +255,11 @@ class _Part(nn.Module):
         super().__init__()
         self.model, self.crew = model, crew
 
-    def forward(self, ids: Tensor) -> Tensor:
+    def forward(self, ids: Tensor, *, labels: Tensor) -> Tensor:
         state = State(self.model.config.depth)
         state.own = [_SharedCache(self.crew, ids.shape[1]) for _ in state.own]
-        logits: Tensor = self.model(ids, state=state)
-        return logits
+        loss: Tensor = self.model(ids, state=state, labels=labels)
+        return loss
 
 
 class Context(Replicas):
