@@ -1,4 +1,4 @@
-"""Speed and memory on a GPU: one run, one table; every line is also appended as JSON.
+"""Speed and memory on a GPU: one run, one table; every line is also appended to results/gpu.jsonl.
 
     python benchmarks/gpu.py                  all of it, some minutes
     python benchmarks/gpu.py seeing host     some of it
@@ -9,13 +9,11 @@ same run (cuDNN, flash): 1.00 is as fast, larger is slower, save where a column 
 
 from __future__ import annotations
 
-import json
-import subprocess
 import sys
 import time
-from collections.abc import Callable
-from datetime import UTC, datetime
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -24,11 +22,11 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
+from measure import append, environment
 from regard import Causal, See, Segments, Window, attention
-from regard.mechanism.biases import Alibi, Bias, RelativeBuckets
+from regard.mechanism.biases import Alibi, Bias, RelativeBuckets, RelativeContent
 from regard.mechanism.masks import Mask
 
-RESULTS = Path(__file__).parent / "results" / "gpu.jsonl"
 TOKENS = 32768
 SHAPES = ((64, 32), (128, 16))  # width of a head, heads
 LENGTHS = (512, 2048, 8192, 65536)
@@ -51,28 +49,14 @@ def tensors(length: int, width: int, heads: int, count: int = 3) -> list[Tensor]
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
 
 
-class Report:
-    """Lines for the reader, and the same lines as JSON for the record."""
+Row = dict[str, Any]
 
-    def __init__(self) -> None:
-        commit = subprocess.run(
-            ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-        ).stdout.strip()
-        self.run = {
-            "time": datetime.now(UTC).isoformat(timespec="seconds"),
-            "commit": commit or "unknown",
-            "device": torch.cuda.get_device_name(),
-            "torch": torch.__version__,
-            "triton": triton.__version__,
-        }
-        RESULTS.parent.mkdir(exist_ok=True)
-        print("  ".join(f"{name} {value}" for name, value in self.run.items()))
 
-    def line(self, what: str, cell: str, **numbers: float) -> None:
-        shown = "  ".join(f"{name} {value:.3g}" for name, value in numbers.items())
-        print(f"{what:<9} {cell:<28} {shown}", flush=True)
-        with RESULTS.open("a") as file:
-            file.write(json.dumps(self.run | {"what": what, "cell": cell} | numbers) + "\n")
+def line(what: str, cell: str, **numbers: float) -> Row:
+    """One line, for the reader now and for the record later."""
+    shown = "  ".join(f"{name} {value:.3g}" for name, value in numbers.items())
+    print(f"{what:<9} {cell:<28} {shown}", flush=True)
+    return {"what": what, "cell": cell, "triton": triton.__version__, **numbers}
 
 
 def best_plain(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[float, float]:
@@ -104,7 +88,7 @@ def cells() -> list[tuple[str, int, int, int, bool]]:
     ]
 
 
-def plain_and_seeing(report: Report) -> None:
+def plain_and_seeing() -> Iterator[Row]:
     """Plain calls through attention(), and what seeing adds to them."""
     for cell, length, width, heads, causal in cells():
         query, key, value = tensors(length, width, heads)
@@ -123,20 +107,22 @@ def plain_and_seeing(report: Report) -> None:
         with torch.no_grad():
             ours = median(lambda q=query, k=key, v=value, m=mask: attention(q, k, v, mask=m))
             rows, everything = median(seeing(ROW_FIELDS)), median(seeing(EVERYTHING))
+            top = median(seeing(replace(EVERYTHING, top=8)))
         output = attention(*leaves, mask=mask)
         ours_backward = median(
             lambda o=output, x=leaves, g=grad: torch.autograd.grad(o, x, g, retain_graph=True)
         )
         step = median(training)
         operations = 4 * query.shape[0] * heads * length**2 * width / (2 if causal else 1)
-        report.line(
+        yield line(
             "seeing", cell, forward_ms=forward, tflops=operations / forward / 1e9,
             plain=ours / forward, backward=ours_backward / backward, rows=rows / forward,
-            everything=everything / forward, training=step / (forward + backward),
+            everything=everything / forward, top=top / forward,
+            training=step / (forward + backward),
         )  # fmt: skip
 
 
-def structured(report: Report) -> None:
+def structured() -> Iterator[Row]:
     """Masks and biases inside the kernel, against compiled FlexAttention."""
     length, width, heads = 8192, 64, 32
     query, key, value = tensors(length, width, heads)
@@ -191,13 +177,66 @@ def structured(report: Report) -> None:
             )
             times.append((forward, backward))
         (flex_forward, flex_backward), (forward, backward) = times
-        report.line(
+        yield line(
             "structure", cell, forward_ms=forward, backward_ms=backward,
             faster=flex_forward / forward, faster_backward=flex_backward / backward,
         )  # fmt: skip
 
 
-def memory(report: Report) -> None:
+def transformer_xl() -> Iterator[Row]:
+    """Transformer-XL's term inside the kernel, against a bias of n x n numbers made from it."""
+    batch, heads, length, width = 4, 16, 4096, 64
+    shape = (batch, heads, length, width)
+    query, key, value, second, grad = (
+        torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(5)
+    )
+    relative = torch.randn(heads, length, width, device="cuda", dtype=torch.bfloat16)
+    leaves = [t.requires_grad_() for t in (query, key, value, second, relative)]
+    future = torch.ones(length, length, dtype=torch.bool, device="cuda").triu(1)
+
+    def dense() -> Tensor:
+        product = second @ relative.flip(1).transpose(-1, -2) * width**-0.5
+        padded = torch.nn.functional.pad(product, (1, 0)).view(batch, heads, length + 1, length)
+        bias = padded[:, :, 1:].masked_fill(future, -torch.inf)
+        return scaled_dot_product_attention(query, key, value, attn_mask=bias)
+
+    def ours() -> Tensor:
+        bias = RelativeContent(second, relative)
+        return attention(query, key, value, mask=Causal(), bias=bias, backend="triton")
+
+    times = []
+    for call in (dense, ours):
+        with torch.no_grad():
+            forward = median(call)
+        output = call()
+        backward = median(lambda o=output: torch.autograd.grad(o, leaves, grad, retain_graph=True))
+        times.append((forward, backward))
+    (dense_forward, dense_backward), (forward, backward) = times
+    yield line(
+        "relative", f"n {length} d {width}", forward_ms=forward, backward_ms=backward,
+        faster=dense_forward / forward, faster_backward=dense_backward / backward,
+    )  # fmt: skip
+
+
+def decoding() -> Iterator[Row]:
+    """One query against many keys, plain and while seeing."""
+    for heads, length in ((32, 131072), (8, 131072), (32, 8192)):
+        query = torch.randn(1, heads, 1, 128, device="cuda", dtype=torch.bfloat16)
+        key, value = (
+            torch.randn(1, heads, length, 128, device="cuda", dtype=torch.bfloat16)
+            for _ in range(2)
+        )
+        plain = median(lambda q=query, k=key, v=value: attention(q, k, v))
+        seen = median(lambda q=query, k=key, v=value: attention(q, k, v, see=ROW_FIELDS))
+        top = median(lambda q=query, k=key, v=value: attention(q, k, v, see=See(top=8)))
+        speed = 4 * key.numel() / seen / 1e9
+        yield line(
+            "decoding", f"keys {length} heads {heads}", plain_ms=plain, seeing_ms=seen, top_ms=top,
+            tb_per_s=speed,
+        )  # fmt: skip
+
+
+def memory() -> Iterator[Row]:
     """What seeing takes above inputs and outputs, at lengths where dense weights cannot exist."""
     for length, heads, width in ((131072, 16, 128), (1_000_000, 1, 128)):
         query, key, value = tensors(length, width, heads)
@@ -210,13 +249,13 @@ def memory(report: Report) -> None:
         torch.cuda.synchronize()
         seconds = time.perf_counter() - start
         above = torch.cuda.max_memory_allocated() - before - output.numel() * output.element_size()
-        report.line(
+        yield line(
             "memory", f"n {length} heads {heads} d {width}", seconds=seconds, gib=above / 2**30
         )
         del output, query, key, value
 
 
-def host(report: Report) -> None:
+def host() -> Iterator[Row]:
     """What attention() adds on the host before a plain kernel is launched, in microseconds."""
     query, key, value = tensors(128, 64, 2)
     query, key, value = query[:1], key[:1], value[:1]
@@ -235,12 +274,17 @@ def host(report: Report) -> None:
         direct = microseconds(lambda: scaled_dot_product_attention(query, key, value))
         ours = microseconds(lambda: attention(query, key, value))
         seen = microseconds(lambda: attention(query, key, value, see=ROW_FIELDS))
-    report.line(
-        "host", "n 128", direct_us=direct, ours_us=ours, added_us=ours - direct, see_us=seen
-    )
+    yield line("host", "n 128", direct_us=direct, ours_us=ours, added_us=ours - direct, see_us=seen)
 
 
-PARTS = {"host": host, "memory": memory, "seeing": plain_and_seeing, "structure": structured}
+PARTS = {
+    "host": host,
+    "memory": memory,
+    "seeing": plain_and_seeing,
+    "structure": structured,
+    "relative": transformer_xl,
+    "decoding": decoding,
+}
 
 
 def main(names: list[str]) -> None:
@@ -250,10 +294,10 @@ def main(names: list[str]) -> None:
     if unknown:
         sys.exit(f"There is no part {', '.join(unknown)}. Name some of {', '.join(PARTS)}.")
     torch.manual_seed(0)
-    report = Report()
+    print("  ".join(f"{name} {value}" for name, value in environment().items()))
     for name, part in PARTS.items():
         if not names or name in names:
-            part(report)
+            append("gpu", list(part()))
 
 
 if __name__ == "__main__":

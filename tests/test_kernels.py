@@ -72,20 +72,34 @@ def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Te
     return torch.randn(*shape, generator=generator).to(dtype).to(DEVICE)
 
 
-def buckets(bidirectional: bool = True) -> RelativeBuckets:
+def buckets(queries: int, dtype: torch.dtype, bidirectional: bool = True) -> Bias:
     return RelativeBuckets(random(16, HEADS, seed=9), bidirectional, 100 if CUDA else 20)
 
 
-def alibi() -> Alibi:
+def causal_buckets(queries: int, dtype: torch.dtype) -> Bias:
+    return buckets(queries, dtype, bidirectional=False)
+
+
+def alibi(queries: int, dtype: torch.dtype) -> Bias:
     return Alibi.standard(HEADS, device=DEVICE)
 
 
-Structure = tuple[Mask | None, Callable[[], Bias | None], float | None]
+def content(queries: int, dtype: torch.dtype) -> Bias:
+    """Embeddings for some distances only: those beyond take the nearest."""
+    second = random(BATCH, HEADS, queries, 24, seed=7, dtype=dtype)
+    return RelativeContent(second, random(1, KEYS // 2, 24, seed=8, dtype=dtype), -KEYS // 5)
 
 
-def no_bias() -> None:
+def causal_content(queries: int, dtype: torch.dtype) -> Bias:
+    second = random(BATCH, HEADS, queries, 32, seed=7, dtype=dtype)
+    return RelativeContent(second, random(HEADS, KEYS, 32, seed=8, dtype=dtype), scale=0.1)
+
+
+def no_bias(queries: int, dtype: torch.dtype) -> None:
     return None
 
+
+Structure = tuple[Mask | None, Callable[[int, torch.dtype], Bias | None], float | None]
 
 STRUCTURES: dict[str, Structure] = {
     "full": (None, no_bias, None),
@@ -99,10 +113,13 @@ STRUCTURES: dict[str, Structure] = {
     "alibi": (None, alibi, None),
     "causal alibi, softcap": (Causal(), alibi, 3.0),
     "buckets": (None, buckets, None),
-    "causal buckets": (Causal(), lambda: buckets(False), None),
+    "causal buckets": (Causal(), causal_buckets, None),
     "buckets in segments": (Segments(parts(0.5)), buckets, None),
     "buckets in a window": (Window(KEYS // 2, KEYS // 3), buckets, 2.0),
     "softcap": (Padding(KEYS - 7), no_bias, 3.0),
+    "content": (None, content, None),
+    "causal content": (Causal(), causal_content, None),
+    "content in a window": (Window(KEYS // 3, KEYS // 4), content, 2.0),
 }
 structures = pytest.mark.parametrize("name", STRUCTURES)
 
@@ -121,12 +138,15 @@ def make(
     query = random(BATCH, HEADS, queries, width, seed=1, dtype=dtype) * 1.5
     key = random(BATCH, KEY_HEADS, keys, width, seed=2, dtype=dtype)
     value = random(BATCH, KEY_HEADS, keys, value_width, seed=3, dtype=dtype)
-    return check(query, key, value, mask, bias(), None, softcap, 0.0, see)
+    return check(query, key, value, mask, bias(queries, dtype), None, softcap, 0.0, see)
 
 
 def double(call: Call) -> Call:
+    bias = call.bias
+    if isinstance(bias, RelativeContent):
+        bias = replace(bias, query=bias.query.double(), relative=bias.relative.double())
     return replace(
-        call, query=call.query.double(), key=call.key.double(), value=call.value.double()
+        call, query=call.query.double(), key=call.key.double(), value=call.value.double(), bias=bias
     )
 
 
@@ -163,7 +183,7 @@ CASES = [
     (name, dtype)
     for dtype in DTYPES
     for name in STRUCTURES
-    if CUDA or dtype == torch.float32 or name in ("causal", "segments", "buckets")
+    if CUDA or dtype == torch.float32 or name in ("causal", "segments", "buckets", "causal content")
 ]
 
 
@@ -193,8 +213,15 @@ def test_every_width(width: int, dtype: torch.dtype) -> None:
     assert_seen(seen, expected_seen)
 
 
-@pytest.mark.parametrize("grid", [(1, 1), (3, 7), (16, 2), (200, 300), (64, 64)])
-@pytest.mark.parametrize("name", ["full", "causal", "causal alibi, softcap", "window"])
+GRIDS = [
+    (name, grid)
+    for name in ("full", "causal", "causal alibi, softcap", "window", "causal content")
+    for grid in ((1, 1), (3, 7), (16, 2), (200, 300), (64, 64))
+    if CUDA or name != "causal content" or grid in ((3, 7), (64, 64))
+]
+
+
+@pytest.mark.parametrize(("name", "grid"), GRIDS)
 def test_maps_of_any_grid(name: str, grid: tuple[int, int]) -> None:
     """Bins wider and narrower than a tile, whole and not, on sizes that divide and that do not."""
     for queries, keys in ((QUERIES, KEYS), (KEYS, KEYS)) if CUDA else ((50, 61), (64, 64)):
@@ -209,6 +236,69 @@ def test_queries_before_the_first_key_and_a_single_query() -> None:
         output, seen = run(call)
         expected, expected_seen = reference.run(double(call))
         torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
+        assert_seen(seen, expected_seen)
+
+
+@pytest.mark.parametrize("count", [1, 5, 64])
+@pytest.mark.parametrize(
+    "name",
+    ["full", "causal", "window", "causal segments", "padding, one sequence empty", "buckets",
+     "causal alibi, softcap"],
+)  # fmt: skip
+def test_the_top_keys(name: str, count: int) -> None:
+    """Their weights are the largest of the row, and are those of the keys named."""
+    call = make(name, See(top=count), queries=QUERIES if CUDA else 40)
+    weights = reference.run(replace(double(call), see=See(weights=True)))[1]
+    top = run(call)[1]
+    assert weights is not None
+    assert weights.weights is not None
+    assert top is not None
+    assert top.top is not None
+    largest = weights.weights.topk(count).values
+    torch.testing.assert_close(top.top.weights.double(), largest, rtol=0, atol=2e-6)
+    keys = top.top.keys
+    there = weights.weights.gather(-1, keys.clamp(min=0)).masked_fill(keys < 0, 0)
+    torch.testing.assert_close(there, largest, rtol=0, atol=2e-6)
+    ordered = keys.sort(-1).values
+    assert ((ordered[..., 1:] != ordered[..., :-1]) | (ordered[..., 1:] < 0)).all()
+    attends = (weights.weights > 0).sum(-1, keepdim=True).clamp(max=count)
+    assert ((keys >= 0).sum(-1, keepdim=True) == attends).all()
+
+
+@pytest.mark.parametrize("dtype", LOW, ids=str)
+def test_the_top_keys_in_low_precision(dtype: torch.dtype) -> None:
+    for width in (64, 128):
+        call = make("causal", See(top=8), dtype=dtype, width=width)
+        weights = reference.run(replace(double(call), see=See(weights=True)))[1]
+        top = run(call)[1]
+        assert top is not None
+        assert top.top is not None
+        assert weights is not None
+        assert weights.weights is not None
+        largest = weights.weights.topk(8).values
+        torch.testing.assert_close(top.top.weights.double(), largest, rtol=0, atol=2e-5)
+
+
+def test_of_equal_weights_the_first_keys_are_the_top() -> None:
+    """And more of them than there is room to collect."""
+    call = make("full", See(top=3))
+    _, seen = run(replace(call, query=torch.zeros_like(call.query)))
+    assert seen is not None
+    assert seen.top is not None
+    assert (seen.top.keys == torch.arange(3, device=DEVICE)).all()
+    torch.testing.assert_close(seen.top.weights, torch.full_like(seen.top.weights, 1 / KEYS))
+
+
+@pytest.mark.parametrize("name", ["full", "causal", "window", "causal alibi, softcap"])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_few_queries_share_the_work_on_many_keys(name: str, queries: int) -> None:
+    keys = 70_000 if CUDA else 1300
+    for dtype in (torch.float32, LOW[0]):
+        call = make(name, replace(EVERYTHING, rows=[-1]), dtype=dtype, queries=queries, keys=keys)
+        output, seen = run(call)
+        expected, expected_seen = reference.run(double(call))
+        error = (output - expected).abs().max()
+        assert error <= 2 * (eager(call) - expected).abs().max() + 1e-6
         assert_seen(seen, expected_seen)
 
 
@@ -227,6 +317,9 @@ def gradients(
         bias = replace(bias, slopes=bias.slopes.detach().to(dtype).requires_grad_())
     elif isinstance(bias, RelativeBuckets):
         bias = replace(bias, table=bias.table.detach().to(dtype).requires_grad_())
+    elif isinstance(bias, RelativeContent):
+        second, relative = (t.detach().to(dtype).requires_grad_() for t in bias.tensors)
+        bias = replace(bias, query=second, relative=relative)
     if bias is not None:
         leaves += bias.tensors
     output, seen = attend(replace(call, query=query, key=key, value=value, bias=bias))
@@ -261,7 +354,9 @@ def test_gradients_through_one_field(field: str) -> None:
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 @pytest.mark.parametrize("width", [64, 128, 256] if CUDA else [64])
-@pytest.mark.parametrize("name", ["full", "causal", "window", "buckets", "causal alibi, softcap"])
+@pytest.mark.parametrize(
+    "name", ["full", "causal", "window", "buckets", "causal alibi, softcap", "content"]
+)
 def test_gradients_in_low_precision(name: str, width: int, dtype: torch.dtype) -> None:
     size = QUERIES if CUDA else 40
     call = make(
@@ -289,6 +384,50 @@ def test_gradients_of_plain_calls_that_are_seen(mask: Mask | None, dtype: torch.
     for one, other, rough in zip(got, want, plain, strict=True):
         error = (one - other).abs().max()
         assert error <= 3 * (rough - other).abs().max() + 1e-3 * other.abs().max()
+
+
+@pytest.mark.parametrize(
+    "name", ["full", "window", "causal content", *(["causal", "buckets"] if CUDA else [])]
+)
+def test_compiles_to_one_graph(name: str) -> None:
+    """Output, fields and gradients, as without the compiler."""
+    torch._dynamo.reset()  # each case is a graph of its own
+    see = replace(EVERYTHING, rows=[2], top=0 if "content" in name else 3)
+    call = make(name, see, queries=40, keys=50)
+    compiled = torch.compile(fused.run, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        output, seen = compiled(call)
+        expected, expected_seen = run(call)
+    assert torch.equal(output, expected)
+    assert seen is not None
+    assert expected_seen is not None
+    for field, tensor in expected_seen.to_dict().items():
+        assert torch.equal(seen.to_dict()[field], tensor), field
+    got = gradients(call, compiled, torch.float32, SMOOTH)
+    want = gradients(call, run, torch.float32, SMOOTH)
+    for one, other in zip(got, want, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6 * other.abs().amax().item())
+
+
+if CUDA:
+
+    @pytest.mark.parametrize("name", ["full", "window", "causal content"])
+    def test_is_captured_in_a_cuda_graph(name: str) -> None:
+        see = replace(EVERYTHING, rows=[2], top=0 if "content" in name else 3)
+        call = make(name, see, dtype=torch.bfloat16)
+        expected, expected_seen = run(call)
+        run(call)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output, seen = run(call)
+        output.zero_()
+        graph.replay()
+        assert torch.equal(output, expected)
+        assert seen is not None
+        assert expected_seen is not None
+        for field, tensor in expected_seen.to_dict().items():
+            assert torch.equal(seen.to_dict()[field], tensor), field
 
 
 def test_a_field_without_a_gradient_says_so() -> None:
@@ -375,7 +514,8 @@ def test_what_the_kernels_leave_to_others() -> None:
     """Every refusal has a reason, and a named backend raises it."""
     x = random(1, 2, 8, 16)
     mask = torch.ones(8, 8, dtype=torch.bool, device=DEVICE)
-    content = RelativeContent(random(1, 2, 8, 16), random(1, 8, 16))
+    second = RelativeContent(random(1, 2, 8, 16), random(1, 8, 16))
+    rough = RelativeContent(second.query.half(), second.relative)
 
     def reason(**given: object) -> str:
         all_given = {
@@ -387,10 +527,13 @@ def test_what_the_kernels_leave_to_others() -> None:
     assert reason() == "none"
     assert "one range of keys" in reason(mask=masks.Dense(mask))
     assert "one range of keys" in reason(mask=~Causal())
-    assert "RelativeContent" in reason(bias=content)
+    assert "bias" in reason(bias=random(8, 8))
+    assert "float32" in reason(bias=rough)
+    assert "RelativeContent" in reason(bias=second, see=See(top=2))
     assert "dropout" in reason(dropout=0.5)
     assert "scale" in reason(scale=-1.0)
-    assert "top" in reason(see=See(top=3))
+    assert "at most 64" in reason(see=See(top=65))
+    assert "pairs" in reason(see=See(pairs=[(0, 0)]))
     assert "rows and map" in reason(see=See(weights=True))
     assert "float64" in reason(query=x.double(), key=x.double(), value=x.double())
     wide = random(1, 1, 2, 300)

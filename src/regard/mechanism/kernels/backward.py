@@ -10,36 +10,52 @@ received R and the sums M of the map's cells,
 
 so that every field adds a term to each score's gradient and a number to each row's delta. Only the
 last sum is not at hand after the forward pass. ``deltas`` has delta, and streams that sum.
+
+Gradients of queries, of keys and values, and of Transformer-XL's embeddings of distances each have
+a kernel of their own: a program owns what it sums up, and no two add to one number.
 """
 
 import triton
 import triton.language as tl
 
-from regard.mechanism.kernels.deltas import cells_of, rows_lse
+from regard.mechanism.kernels.deltas import cells_of
 from regard.mechanism.kernels.tiles import (
     ALIBI,
     CAUSAL,
     INTERVAL,
     LN2,
-    PLAIN,
+    LOG2E,
+    RELATIVE,
     TABLE,
     allowed,
+    by_distance,
+    by_keys,
+    by_queries,
+    columns_at,
+    content,
+    embeddings,
+    head_of,
     key_stretches,
     query_stretches,
+    range_of,
+    read,
+    rows_lse,
+    rows_of,
     scores,
+    whose,
 )
 
 
 @triton.jit
 def _gradient(
-    dots, gain, lse, common, entropy, distance, query_at, key_at, side, low, high, keys,
-    scale, softcap, table, reach, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    dots, shift, gain, lse, common, entropy, distance, query_at, key_at, side, low, high, keys,
+    terms, head, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     FREE: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr,
 ):  # fmt: skip
     """The weights of a tile, the gradient of its scores, and that of its products of q and k."""
-    s, slope = scores(
-        dots, query_at, key_at, side, scale, softcap, table, reach, BIAS, SOFTCAP, FREE
-    )
+    s, slope = scores(dots, query_at, key_at, side, terms, head, BIAS, SOFTCAP, FREE)
+    if BIAS == RELATIVE:
+        s += shift
     x = s - lse
     p = tl.exp2(x)
     gain -= common
@@ -60,46 +76,35 @@ def _gradient(
 
 @triton.jit
 def _query_stretch(
-    dq, before, after, q, grad, k_tile, v_tile, k_step, v_step, received, cells, TableGrad,
-    start, stop, first, last, rows, query_at, low, high, lse, common, entropy, distance,
-    queries, keys, side, scale, softcap, table, reach, bins, columns, width, value_width,
-    BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr,
-    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FREE: tl.constexpr, ENTROPY: tl.constexpr,
-    DISTANCE: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr, TRAIN: tl.constexpr,
-    PRECISION: tl.constexpr,
+    dq, du, before, after, q, second, grad, k_tile, v_tile, k_row, v_row, received, cells,
+    table_grad, start, stop, first, last, origin, rows, query_at, low, high, lse, common, entropy,
+    distance, queries, keys, side, terms, relative, head, bins, columns, width, value_width,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr,
+    EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    FREE: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, RECEIVED: tl.constexpr,
+    MAP: tl.constexpr, TRAIN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    near, dims, value_dims = tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BV)
+    near = tl.arange(0, BN)
+    dims, value_dims = tl.arange(0, BD)[:, None], tl.arange(0, BV)[:, None]
     for n in tl.range(start, stop, BN, num_stages=1 if BIAS == TABLE and not FREE else None):
         n = tl.multiple_of(n, BN)
         key_at = n + near
-        if FREE and EVEN:
-            k = tl.load(k_tile + n.to(tl.int64) * k_step)
-            v = tl.load(v_tile + n.to(tl.int64) * v_step)
-        elif FREE:
-            k = tl.load(k_tile + n.to(tl.int64) * k_step, mask=dims[:, None] < width, other=0.0)
-            v = tl.load(
-                v_tile + n.to(tl.int64) * v_step, mask=value_dims[:, None] < value_width, other=0.0
-            )
-        else:
-            seen = ((key_at >= first) & (key_at < last))[None, :]
-            k = tl.load(
-                k_tile + n.to(tl.int64) * k_step, mask=(dims[:, None] < width) & seen, other=0.0
-            )
-            v = tl.load(
-                v_tile + n.to(tl.int64) * v_step,
-                mask=(value_dims[:, None] < value_width) & seen,
-                other=0.0,
-            )
+        seen = ((key_at >= first) & (key_at < last))[None, :]
+        k = read(k_tile + n.to(tl.int64) * k_row, dims, width, seen, EVEN, FREE)
+        v = read(v_tile + n.to(tl.int64) * v_row, value_dims, value_width, seen, EVEN, FREE)
         dots = tl.dot(q, k, input_precision=PRECISION)
         gain = tl.dot(grad, v, input_precision=PRECISION)
         if RECEIVED:
             gain += tl.load(received + key_at, mask=key_at < keys, other=0.0)[None, :]
         if MAP:
             gain += cells_of(cells, rows[:, None], key_at[None, :], queries, keys, bins, columns)
+        shift = 0.0
+        if BIAS == RELATIVE:
+            shift = content(second, relative, head, origin, n, BM, BU, False, PRECISION)
         _, change, inner = _gradient(
-            dots, gain, lse[:, None], common[:, None], entropy[:, None], distance[:, None],
+            dots, shift, gain, lse[:, None], common[:, None], entropy[:, None], distance[:, None],
             query_at[:, None], key_at[None, :], side, low[:, None], high[:, None], keys,
-            scale, softcap, table, reach, KIND, BIAS, SOFTCAP, FREE, ENTROPY, DISTANCE,
+            terms, head, KIND, BIAS, SOFTCAP, FREE, ENTROPY, DISTANCE,
         )  # fmt: skip
         if TRAIN and BIAS == ALIBI:
             apart = tl.abs(query_at[:, None] - key_at[None, :]).to(tl.float32)
@@ -107,50 +112,52 @@ def _query_stretch(
         if TRAIN and BIAS == TABLE:
             if not FREE:
                 apart = query_at[:, None] - key_at[None, :]
-                apart = tl.minimum(tl.maximum(apart, -reach), reach) + reach
-                tl.atomic_add(TableGrad + apart, change, sem="relaxed")
+                apart = tl.minimum(tl.maximum(apart, -terms.reach), terms.reach) + terms.reach
+                tl.atomic_add(table_grad + apart, change, sem="relaxed")
             elif side > 0:
                 before += tl.sum(change, 1)
             else:
                 after += tl.sum(change, 1)
+        if BIAS == RELATIVE:  # back from keys to the distances that ``content`` has multiplied
+            step = tl.arange(0, 2 * BM)[None, :]
+            back = tl.arange(0, BM)[:, None] + (BM - 1) - step
+            there = (back >= 0) & (back < BM)
+            spread = tl.gather(change, tl.minimum(tl.maximum(back, 0), BM - 1), 1)
+            spread = tl.where(there, spread, 0.0)
+            table = embeddings(relative, head, origin - n - (BM - 1), 2 * BM, BU)
+            du = tl.dot(spread.to(table.dtype), tl.trans(table), du, input_precision=PRECISION)
         dq = tl.dot(inner.to(k.dtype), tl.trans(k), dq, input_precision=PRECISION)
-    return dq, before, after
+    return dq, du, before, after
 
 
 @triton.jit(do_not_specialize=["queries", "keys"])
 def by_query(
-    Q, K, V, Grad, Lse, Delta, EntropyGrad, DistanceGrad, ReceivedGrad, MapGrad, QueryGrad,
-    TableGrad, Low, High, Table,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-    d_batch, d_head, d_row, low_batch, high_batch, table_head, heads, groups, queries, keys,
-    width, value_width, scale, softcap, reach, bins, columns,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr,
-    KIND: tl.constexpr,
-    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr,
-    RECEIVED: tl.constexpr, MAP: tl.constexpr, TRAIN: tl.constexpr, PRECISION: tl.constexpr,
+    query, key, value, grad, Lse, Delta, EntropyGrad, DistanceGrad, ReceivedGrad, MapGrad,
+    query_grad, second_grad, TableGrad, ends, terms, relative,
+    heads, groups, queries, keys, width, value_width, bins, columns,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr,
+    EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr,
+    TRAIN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the queries, and with TRAIN that of the bias; a program has some queries."""
     block = tl.num_programs(0) - 1 - tl.program_id(0) if KIND == CAUSAL else tl.program_id(0)
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    batch, head = batch.to(tl.int64), head.to(tl.int64)
-    SIDES: tl.constexpr = BIAS != PLAIN
+    batch, head = whose(heads)
+    SIDES: tl.constexpr = by_distance(BIAS)
     row = block * BM
     offset = keys - queries
     rows = row + tl.arange(0, BM)
-    near, dims, value_dims = tl.arange(0, BN), tl.arange(0, BD), tl.arange(0, BV)
     inside = rows < queries
     query_at = rows + offset
-    there = rows[:, None].to(tl.int64)
-    fits = inside[:, None] & (dims[None, :] < width)
-    q = tl.load(
-        Q + batch * q_batch + head * q_head + there * q_row + dims[None, :], fits, other=0.0
-    )
-    grad_at = Grad + batch * g_batch + head * g_head + there * g_row + value_dims[None, :]
-    grad = tl.load(grad_at, inside[:, None] & (value_dims[None, :] < value_width), other=0.0)
-    k_tile = K + batch * k_batch + (head // groups) * k_head + near[None, :] * k_row + dims[:, None]
-    v_tile = V + batch * v_batch + (head // groups) * v_head
-    v_tile += near[None, :] * v_row + value_dims[:, None]
-    at = tl.program_id(1).to(tl.int64) * queries + rows
+    q = rows_of(query, batch, head, rows, inside, width, BD)
+    its_grad = rows_of(grad, batch, head, rows, inside, value_width, BV)
+    second = q
+    if BIAS == RELATIVE:
+        second = rows_of(relative.query, batch, head, rows, inside, relative.width, BU)
+    k_tile = columns_at(key, batch, head // groups, BN, BD)
+    v_tile = columns_at(value, batch, head // groups, BN, BV)
+    flat = tl.program_id(1).to(tl.int64)
+    at = flat * queries + rows
     lse = rows_lse(Lse + at, inside)
     common = tl.load(Delta + at, inside, other=0.0)
     entropy = common
@@ -161,122 +168,71 @@ def by_query(
         distance = tl.load(DistanceGrad + at, inside, other=0.0)
     received = ReceivedGrad
     if RECEIVED:
-        received += tl.program_id(1).to(tl.int64) * keys
+        received += flat * keys
     cells = MapGrad
     if MAP:
-        cells += tl.program_id(1).to(tl.int64) * bins * columns
-    table = Table
+        cells += flat * bins * columns
     table_grad = TableGrad
-    if BIAS != PLAIN:
-        table += head * table_head
-        if TRAIN and BIAS == TABLE:
-            table_grad += head * table_head
-    low_at, high_at = Low, High
-    low = rows
-    high = rows
-    if KIND == INTERVAL:
-        low_at += batch * low_batch
-        high_at += batch * high_batch
-        low = tl.load(low_at + rows, mask=inside, other=0)
-        high = tl.load(high_at + rows, mask=inside, other=0)
-    start, a, b, c, d, first, stop = key_stretches(
-        low_at,
-        high_at,
-        row,
-        tl.minimum(row + BM, queries) - 1,
-        offset,
-        keys,
-        reach,
-        BN,
-        KIND,
-        SIDES,
-    )
+    if TRAIN and BIAS == TABLE:
+        table_grad += head * terms.table_head
+    low, high = range_of(ends, batch, rows, inside, KIND)
+    last = tl.minimum(row + BM, queries) - 1
+    parts = key_stretches(ends, batch, row, last, offset, keys, terms.reach, BN, KIND, SIDES)
     dq = tl.zeros([BM, BD], tl.float32)
+    du = tl.zeros([BM, BU], tl.float32)
     before = tl.zeros([BM], tl.float32)
     after = tl.zeros([BM], tl.float32)
-    # fmt: off
-    if KIND == INTERVAL:
-        dq, before, after = _query_stretch(
-            dq, before, after, q, grad, k_tile, v_tile, k_row, v_row, received, cells, table_grad,
-            start, a, first, stop, rows, query_at, low, high, lse, common, entropy, distance,
-            queries, keys, 1, scale, softcap, table, reach, bins, columns, width, value_width,
-            BN, BD, BV, EVEN, KIND, BIAS, SOFTCAP, False, ENTROPY, DISTANCE, RECEIVED, MAP, TRAIN,
-            PRECISION,
-        )
-    dq, before, after = _query_stretch(
-        dq, before, after, q, grad, k_tile, v_tile, k_row, v_row, received, cells, table_grad,
-        a, b, first, stop, rows, query_at, low, high, lse, common, entropy, distance,
-        queries, keys, 1, scale, softcap, table, reach, bins, columns, width, value_width,
-        BN, BD, BV, EVEN, KIND, BIAS, SOFTCAP, True, ENTROPY, DISTANCE, RECEIVED, MAP, TRAIN,
-        PRECISION,
+    for PART in tl.static_range(5):
+        if by_keys(PART, KIND, SIDES):
+            dq, du, before, after = _query_stretch(
+                dq, du, before, after, q, second, its_grad, k_tile, v_tile, key.row, value.row,
+                received, cells, table_grad, parts[PART], parts[PART + 1], parts[6], parts[5],
+                row + offset, rows, query_at, low, high, lse, common, entropy, distance, queries,
+                keys, -1 if PART == 3 else 1, terms, relative, head, bins, columns, width,
+                value_width, BM, BN, BD, BV, BU, EVEN, KIND, BIAS, SOFTCAP, PART % 2 == 1, ENTROPY,
+                DISTANCE, RECEIVED, MAP, TRAIN, PRECISION,
+            )  # fmt: skip
+    there = rows[:, None].to(tl.int64)
+    dims, far = tl.arange(0, BD)[None, :], tl.arange(0, BU)[None, :]
+    tl.store(
+        head_of(query_grad, batch, head) + there * query_grad.row + dims,
+        (dq * terms.scale).to(query_grad.data.dtype.element_ty),
+        mask=inside[:, None] & (dims < width),
     )
-    if SIDES and KIND != CAUSAL:
-        dq, before, after = _query_stretch(
-            dq, before, after, q, grad, k_tile, v_tile, k_row, v_row, received, cells, table_grad,
-            b, c, first, stop, rows, query_at, low, high, lse, common, entropy, distance,
-            queries, keys, 1, scale, softcap, table, reach, bins, columns, width, value_width,
-            BN, BD, BV, EVEN, KIND, BIAS, SOFTCAP, False, ENTROPY, DISTANCE, RECEIVED, MAP, TRAIN,
-            PRECISION,
+    if BIAS == RELATIVE:
+        tl.store(
+            head_of(second_grad, batch, head) + there * second_grad.row + far,
+            (du * relative.scale).to(second_grad.data.dtype.element_ty),
+            mask=inside[:, None] & (far < relative.width),
         )
-        dq, before, after = _query_stretch(
-            dq, before, after, q, grad, k_tile, v_tile, k_row, v_row, received, cells, table_grad,
-            c, d, first, stop, rows, query_at, low, high, lse, common, entropy, distance,
-            queries, keys, -1, scale, softcap, table, reach, bins, columns, width, value_width,
-            BN, BD, BV, EVEN, KIND, BIAS, SOFTCAP, True, ENTROPY, DISTANCE, RECEIVED, MAP, TRAIN,
-            PRECISION,
-        )
-    dq, before, after = _query_stretch(
-        dq, before, after, q, grad, k_tile, v_tile, k_row, v_row, received, cells, table_grad,
-        b if KIND == CAUSAL else d, stop, first, stop, rows, query_at, low, high, lse, common,
-        entropy, distance, queries, keys, 1, scale, softcap, table, reach, bins, columns, width,
-        value_width,
-        BN, BD, BV, EVEN, KIND, BIAS, SOFTCAP, False, ENTROPY, DISTANCE, RECEIVED, MAP, TRAIN,
-        PRECISION,
-    )
-    # fmt: on
-    out = QueryGrad + batch * d_batch + head * d_head + there * d_row + dims[None, :]
-    tl.store(out, (dq * scale).to(QueryGrad.dtype.element_ty), mask=fits)
     if TRAIN and BIAS == ALIBI:
         tl.store(TableGrad + at, before, mask=inside)
     if TRAIN and BIAS == TABLE:
-        tl.atomic_add(table_grad + 2 * reach, tl.sum(before, 0), sem="relaxed")
+        tl.atomic_add(table_grad + 2 * terms.reach, tl.sum(before, 0), sem="relaxed")
         tl.atomic_add(table_grad, tl.sum(after, 0), sem="relaxed")
 
 
 @triton.jit
 def _key_stretch(
-    dk, dv, k, v, q_tile, g_tile, q_step, g_step, at, received, cells, Lse, Delta, EntropyGrad,
-    DistanceGrad, low_at, high_at, start, stop, key_at, offset, queries, keys, side, scale, softcap,
-    table, reach, bins, columns, width, value_width,
-    BM: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr,
-    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FREE: tl.constexpr, ENTROPY: tl.constexpr,
-    DISTANCE: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, k, v, q_tile, g_tile, u_tile, q_row, g_row, u_row, at, received, cells, Lse, Delta,
+    EntropyGrad, DistanceGrad, start, stop, origin, key_at, batch, head, offset, queries, keys,
+    side, ends, terms, relative, bins, columns, width, value_width,
+    BM: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr, EVEN: tl.constexpr,
+    KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FREE: tl.constexpr,
+    ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    near, dims, value_dims = tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BV)
+    near = tl.arange(0, BM)
+    dims, value_dims = tl.arange(0, BD)[:, None], tl.arange(0, BV)[:, None]
     for m in tl.range(start, stop, BM, num_stages=1 if BIAS == TABLE and not FREE else None):
         m = tl.multiple_of(m, BM)
         rows = m + near
         inside = rows < queries
         query_at = rows + offset
-        if FREE and EVEN:
-            q = tl.load(q_tile + m.to(tl.int64) * q_step)
-            grad = tl.load(g_tile + m.to(tl.int64) * g_step)
-        elif FREE:
-            q = tl.load(q_tile + m.to(tl.int64) * q_step, mask=dims[:, None] < width, other=0.0)
-            grad = tl.load(
-                g_tile + m.to(tl.int64) * g_step, mask=value_dims[:, None] < value_width, other=0.0
-            )
-        else:
-            q = tl.load(
-                q_tile + m.to(tl.int64) * q_step,
-                mask=(dims[:, None] < width) & inside[None, :],
-                other=0.0,
-            )
-            grad = tl.load(
-                g_tile + m.to(tl.int64) * g_step,
-                mask=(value_dims[:, None] < value_width) & inside[None, :],
-                other=0.0,
-            )
+        q = read(q_tile + m.to(tl.int64) * q_row, dims, width, inside[None, :], EVEN, FREE)
+        grad = read(
+            g_tile + m.to(tl.int64) * g_row, value_dims, value_width, inside[None, :], EVEN, FREE
+        )
         lse = rows_lse(Lse + at + rows, inside)
         common = tl.load(Delta + at + rows, inside, other=0.0)
         entropy = common
@@ -287,19 +243,24 @@ def _key_stretch(
             distance = tl.load(DistanceGrad + at + rows, inside, other=0.0)
         low = rows
         high = rows
-        if KIND == INTERVAL and not FREE:
-            low = tl.load(low_at + rows, mask=inside, other=0)
-            high = tl.load(high_at + rows, mask=inside, other=0)
+        if not FREE:
+            low, high = range_of(ends, batch, rows, inside, KIND)
         dots = tl.dot(k, q, input_precision=PRECISION)  # [keys, queries]
         gain = tl.dot(v, grad, input_precision=PRECISION)
         if RECEIVED:
             gain += received[:, None]
         if MAP:
             gain += cells_of(cells, rows[None, :], key_at[:, None], queries, keys, bins, columns)
+        shift = 0.0
+        if BIAS == RELATIVE:
+            far = tl.arange(0, BU)[:, None]
+            fits = (far < relative.width) & inside[None, :]
+            second = tl.load(u_tile + m.to(tl.int64) * u_row, mask=fits, other=0.0)
+            shift = content(second, relative, head, m + offset, origin, BM, BU, True, PRECISION)
         p, _, inner = _gradient(
-            dots, gain, lse[None, :], common[None, :], entropy[None, :], distance[None, :],
+            dots, shift, gain, lse[None, :], common[None, :], entropy[None, :], distance[None, :],
             query_at[None, :], key_at[:, None], side, low[None, :], high[None, :], keys,
-            scale, softcap, table, reach, KIND, BIAS, SOFTCAP, FREE, ENTROPY, DISTANCE,
+            terms, head, KIND, BIAS, SOFTCAP, FREE, ENTROPY, DISTANCE,
         )  # fmt: skip
         dv = tl.dot(p.to(grad.dtype), tl.trans(grad), dv, input_precision=PRECISION)
         dk = tl.dot(inner.to(q.dtype), tl.trans(q), dk, input_precision=PRECISION)
@@ -308,103 +269,155 @@ def _key_stretch(
 
 @triton.jit(do_not_specialize=["queries", "keys"])
 def by_key(
-    Q, K, V, Grad, Lse, Delta, EntropyGrad, DistanceGrad, ReceivedGrad, MapGrad, KeyGrad,
-    ValueGrad, Bounds, Low, High, Table,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, g_batch, g_head, g_row,
-    dk_batch, dk_head, dk_row, dv_batch, dv_head, dv_row, low_batch, high_batch, bounds_batch,
-    table_head, key_heads, groups, queries, keys, width, value_width, scale, softcap, reach,
-    bins, columns,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr,
-    KIND: tl.constexpr,
-    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr,
-    RECEIVED: tl.constexpr, MAP: tl.constexpr, PRECISION: tl.constexpr,
+    query, key, value, grad, Lse, Delta, EntropyGrad, DistanceGrad, ReceivedGrad, MapGrad,
+    key_grad, value_grad, Bounds, bounds_batch, ends, terms, relative,
+    key_heads, groups, queries, keys, width, value_width, bins, columns,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr,
+    EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradients of keys and values; a program has some keys, for all heads that share them."""
     block = tl.program_id(0)
-    batch, key_head = tl.program_id(1) // key_heads, tl.program_id(1) % key_heads
-    batch, key_head = batch.to(tl.int64), key_head.to(tl.int64)
-    SIDES: tl.constexpr = BIAS != PLAIN
+    batch, key_head = whose(key_heads)
+    SIDES: tl.constexpr = by_distance(BIAS)
     offset = keys - queries
-    key = block * BN
-    last = tl.minimum(key + BN, keys) - 1
-    key_at = key + tl.arange(0, BN)
-    near, dims, value_dims = tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BV)
+    first = block * BN
+    last = tl.minimum(first + BN, keys) - 1
+    key_at = first + tl.arange(0, BN)
     real = key_at < keys
-    there = key_at[:, None].to(tl.int64)
-    fits = real[:, None] & (dims[None, :] < width)
-    value_fits = real[:, None] & (value_dims[None, :] < value_width)
-    k_at = K + batch * k_batch + key_head * k_head + there * k_row + dims[None, :]
-    v_at = V + batch * v_batch + key_head * v_head + there * v_row + value_dims[None, :]
-    k = tl.load(k_at, fits, other=0.0)
-    v = tl.load(v_at, value_fits, other=0.0)
-    low_at, high_at, bounds = Low, High, Bounds
+    k = rows_of(key, batch, key_head, key_at, real, width, BD)
+    v = rows_of(value, batch, key_head, key_at, real, value_width, BV)
+    bounds = Bounds
     if KIND == INTERVAL:
-        low_at += batch * low_batch
-        high_at += batch * high_batch
         bounds += batch * bounds_batch + block * 4
-    start, a, b, c, d, end = query_stretches(
-        bounds, key, last, offset, queries, reach, BM, KIND, SIDES
-    )
+    parts = query_stretches(bounds, first, last, offset, queries, terms.reach, BM, KIND, SIDES)
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BV], tl.float32)
     for group in range(groups):
         head = key_head * groups + group
-        q_tile = Q + batch * q_batch + head * q_head + near[None, :] * q_row + dims[:, None]
-        g_tile = Grad + batch * g_batch + head * g_head + near[None, :] * g_row
-        g_tile += value_dims[:, None]
+        q_tile = columns_at(query, batch, head, BM, BD)
+        g_tile = columns_at(grad, batch, head, BM, BV)
+        u_tile = q_tile
+        if BIAS == RELATIVE:
+            u_tile = columns_at(relative.query, batch, head, BM, BU)
         flat = batch * key_heads * groups + head
-        at = flat * queries
-        table = Table
-        if BIAS != PLAIN:
-            table += head * table_head
         received = key_at
         if RECEIVED:
             received = tl.load(ReceivedGrad + flat * keys + key_at, real, other=0.0)
         cells = MapGrad
         if MAP:
             cells += flat * bins * columns
-        # fmt: off
-        if KIND != 0:
-            dk, dv = _key_stretch(
-                dk, dv, k, v, q_tile, g_tile, q_row, g_row, at, received, cells, Lse, Delta,
-                EntropyGrad, DistanceGrad, low_at, high_at, start, a, key_at, offset, queries,
-                keys, 1, scale, softcap, table, reach, bins, columns, width, value_width,
-                BM, BD, BV, EVEN, KIND, BIAS, SOFTCAP, False, ENTROPY, DISTANCE, RECEIVED, MAP,
-                PRECISION,
-            )
-        if SIDES:
-            if KIND != CAUSAL:
+        for PART in tl.static_range(5):
+            if by_queries(PART, KIND, SIDES):
                 dk, dv = _key_stretch(
-                    dk, dv, k, v, q_tile, g_tile, q_row, g_row, at, received, cells, Lse, Delta,
-                    EntropyGrad, DistanceGrad, low_at, high_at, a, b, key_at, offset, queries,
-                    keys, -1, scale, softcap, table, reach, bins, columns, width, value_width,
-                    BM, BD, BV, EVEN, KIND, BIAS, SOFTCAP, True, ENTROPY, DISTANCE, RECEIVED, MAP,
-                    PRECISION,
-                )
-            dk, dv = _key_stretch(
-                dk, dv, k, v, q_tile, g_tile, q_row, g_row, at, received, cells, Lse, Delta,
-                EntropyGrad, DistanceGrad, low_at, high_at, a if KIND == CAUSAL else b, c, key_at,
-                offset, queries, keys, 1, scale, softcap, table, reach, bins, columns, width,
-                value_width,
-                BM, BD, BV, EVEN, KIND, BIAS, SOFTCAP, False, ENTROPY, DISTANCE, RECEIVED, MAP,
-                PRECISION,
+                    dk, dv, k, v, q_tile, g_tile, u_tile, query.row, grad.row, relative.query.row,
+                    flat * queries, received, cells, Lse, Delta, EntropyGrad, DistanceGrad,
+                    parts[PART], parts[PART + 1], first, key_at, batch, head, offset, queries,
+                    keys, -1 if PART == 1 else 1, ends, terms, relative, bins, columns, width,
+                    value_width, BM, BD, BV, BU, EVEN, KIND, BIAS, SOFTCAP, PART % 2 == 1, ENTROPY,
+                    DISTANCE, RECEIVED, MAP, PRECISION,
+                )  # fmt: skip
+    there = key_at[:, None].to(tl.int64)
+    dims, value_dims = tl.arange(0, BD)[None, :], tl.arange(0, BV)[None, :]
+    tl.store(
+        head_of(key_grad, batch, key_head) + there * key_grad.row + dims,
+        (dk * terms.scale).to(key_grad.data.dtype.element_ty),
+        mask=real[:, None] & (dims < width),
+    )
+    tl.store(
+        head_of(value_grad, batch, key_head) + there * value_grad.row + value_dims,
+        dv.to(value_grad.data.dtype.element_ty),
+        mask=real[:, None] & (value_dims < value_width),
+    )
+
+
+@triton.jit
+def _aligned(product, B: tl.constexpr):
+    """From the keys around B queries, [queries, 2 B], to their distances: [queries, B]."""
+    near = tl.arange(0, B)
+    return tl.gather(product, near[:, None] - near[None, :] + (B - 1), 1)
+
+
+@triton.jit(do_not_specialize=["queries", "keys"])
+def by_far(
+    query, key, value, grad, Lse, Delta, EntropyGrad, DistanceGrad, ReceivedGrad, MapGrad,
+    FarGrad, ends, terms, relative,
+    batches, heads, groups, queries, keys, width, value_width, bins, columns,
+    B: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr, KIND: tl.constexpr,
+    SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, RECEIVED: tl.constexpr,
+    MAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The gradient of Transformer-XL's embeddings; a program has some distances of one head.
+
+    Here the embeddings lie straight, and keys and values are multiplied with too many and shifted.
+    Distances run from 1 - queries, where the first query meets the last key, to keys - 1.
+    """
+    head = tl.program_id(1).to(tl.int64)
+    offset = keys - queries
+    near = tl.arange(0, B)
+    dims, value_dims = tl.arange(0, BD)[:, None], tl.arange(0, BV)[:, None]
+    least = tl.program_id(0) * B - (queries - 1)  # from a key to a query after it
+    far = least + near
+    table = embeddings(relative, head, least, B, BU)
+    total = tl.zeros([B, BU], tl.float32)
+    # Queries at positions that have keys at these distances: 0 <= position - distance < keys.
+    start = tl.maximum(least - offset, 0) // B * B
+    stop = tl.minimum(least + B - 1 + keys - offset, queries)
+    if KIND == CAUSAL and least + B <= 0:
+        stop = 0
+    for index in range(batches * tl.cdiv(tl.maximum(stop - start, 0), B)):
+        steps = tl.cdiv(tl.maximum(stop - start, 0), B)
+        batch = (index // steps).to(tl.int64)
+        row = start + index % steps * B
+        rows = row + near
+        inside = rows < queries
+        query_at = rows + offset
+        flat = batch * heads + head
+        at = flat * queries + rows
+        # The keys at these distances from these queries, and some more: 2 B in a row.
+        around = row + offset - (least + B - 1) + tl.arange(0, 2 * B)
+        real = ((around >= 0) & (around < keys))[None, :]
+        beside = around[None, :].to(tl.int64)
+        k_at = head_of(key, batch, head // groups) + beside * key.row + dims
+        v_at = head_of(value, batch, head // groups) + beside * value.row + value_dims
+        k = tl.load(k_at, mask=real & (dims < width), other=0.0)
+        v = tl.load(v_at, mask=real & (value_dims < value_width), other=0.0)
+        q = rows_of(query, batch, head, rows, inside, width, BD)
+        its_grad = rows_of(grad, batch, head, rows, inside, value_width, BV)
+        second = rows_of(relative.query, batch, head, rows, inside, relative.width, BU)
+        dots = _aligned(tl.dot(q, k, input_precision=PRECISION), B)
+        gain = _aligned(tl.dot(its_grad, v, input_precision=PRECISION), B)
+        key_at = query_at[:, None] - far[None, :]
+        fits = (key_at >= 0) & (key_at < keys) & inside[:, None]
+        if RECEIVED:
+            gain += tl.load(ReceivedGrad + flat * keys + key_at, mask=fits, other=0.0)
+        if MAP:
+            cells = MapGrad + flat * bins * columns
+            gain += cells_of(
+                cells, rows[:, None], tl.maximum(key_at, 0), queries, keys, bins, columns
             )
-        dk, dv = _key_stretch(
-            dk, dv, k, v, q_tile, g_tile, q_row, g_row, at, received, cells, Lse, Delta,
-            EntropyGrad, DistanceGrad, low_at, high_at, c, d, key_at, offset, queries,
-            keys, 1, scale, softcap, table, reach, bins, columns, width, value_width,
-            BM, BD, BV, EVEN, KIND, BIAS, SOFTCAP, True, ENTROPY, DISTANCE, RECEIVED, MAP,
-            PRECISION,
-        )
-        dk, dv = _key_stretch(
-            dk, dv, k, v, q_tile, g_tile, q_row, g_row, at, received, cells, Lse, Delta,
-            EntropyGrad, DistanceGrad, low_at, high_at, d, end, key_at, offset, queries,
-            keys, 1, scale, softcap, table, reach, bins, columns, width, value_width,
-            BM, BD, BV, EVEN, KIND, BIAS, SOFTCAP, False, ENTROPY, DISTANCE, RECEIVED, MAP,
-            PRECISION,
-        )
-        # fmt: on
-    dk_at = KeyGrad + batch * dk_batch + key_head * dk_head + there * dk_row + dims[None, :]
-    dv_at = ValueGrad + batch * dv_batch + key_head * dv_head + there * dv_row + value_dims[None, :]
-    tl.store(dk_at, (dk * scale).to(KeyGrad.dtype.element_ty), mask=fits)
-    tl.store(dv_at, dv.to(ValueGrad.dtype.element_ty), mask=value_fits)
+        shift = tl.dot(second, table, input_precision=PRECISION) * (relative.scale * LOG2E)
+        lse = rows_lse(Lse + at, inside)
+        common = tl.load(Delta + at, inside, other=0.0)
+        entropy = common
+        if ENTROPY:
+            entropy = tl.load(EntropyGrad + at, inside, other=0.0)
+        distance = common
+        if DISTANCE:
+            distance = tl.load(DistanceGrad + at, inside, other=0.0)
+        low, high = range_of(ends, batch, rows, inside, KIND)
+        _, change, _ = _gradient(
+            dots, shift, gain, lse[:, None], common[:, None], entropy[:, None], distance[:, None],
+            query_at[:, None], key_at, 1, low[:, None], high[:, None], keys, terms, head, KIND,
+            RELATIVE, SOFTCAP, False, ENTROPY, DISTANCE,
+        )  # fmt: skip
+        change = tl.where(fits, change, 0.0)
+        total = tl.dot(tl.trans(change.to(second.dtype)), second, total, input_precision=PRECISION)
+    width_at = tl.arange(0, BU)[None, :]
+    place = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * B + near
+    tl.store(
+        FarGrad + place[:, None] * relative.width + width_at,
+        total * relative.scale,
+        mask=width_at < relative.width,
+    )

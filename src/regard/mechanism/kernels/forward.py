@@ -10,6 +10,9 @@ p = 2^x, where x = score - maximum, it keeps
     t = sum of p |i - j|    distance = t / l
 
 which cost one multiplication and addition for each weight. The largest weight is 1 / l.
+
+Where there are too few queries to keep a device busy, several programs share the keys of a block,
+leave what they have kept, and ``merge`` puts it together.
 """
 
 import triton
@@ -17,52 +20,57 @@ import triton.language as tl
 
 from regard.mechanism.kernels.tiles import (
     CAUSAL,
-    INTERVAL,
     LN2,
     LOG2E,
     LOWEST,
     NOTHING,
     PLAIN,
+    RELATIVE,
     TABLE,
     allowed,
+    by_distance,
+    by_keys,
+    columns_at,
+    content,
+    head_of,
     key_stretches,
+    range_of,
+    read,
+    rows_at,
+    rows_of,
     scores,
+    whose,
 )
 
 
 @triton.jit
 def _stretch(
-    acc, l, m, e, t, q, k_tile, v_tile, k_step, v_step, start, stop, first, last,
-    query_at, low, high, keys, side, scale, softcap, table, reach, width, value_width,
-    BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, D_EVEN: tl.constexpr,
-    V_EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-    FREE: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, PRECISION: tl.constexpr,
+    acc, l, m, e, t, q, second, k_tile, v_tile, k_row, v_row, start, stop, first, last, origin,
+    query_at, low, high, keys, side, terms, relative, head, width, value_width,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr,
+    D_EVEN: tl.constexpr, V_EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, FREE: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Go over the keys from ``start`` to ``stop``; ``first`` to ``last`` are those that count."""
     near = tl.arange(0, BN)
-    dims, value_dims = tl.arange(0, BD), tl.arange(0, BV)
+    dims, value_dims = tl.arange(0, BD)[:, None], tl.arange(0, BV)[None, :]
     # What a tile reads of a table of distances is as large as the tile: one in flight is enough.
     for n in tl.range(start, stop, BN, num_stages=1 if BIAS == TABLE and not FREE else None):
         n = tl.multiple_of(n, BN)
         key_at = n + near
-        k_at = k_tile + n.to(tl.int64) * k_step
-        v_at = v_tile + n.to(tl.int64) * v_step
-        if FREE:
-            if D_EVEN:
-                k = tl.load(k_at)
-            else:
-                k = tl.load(k_at, mask=dims[:, None] < width, other=0.0)
-        else:
-            k = tl.load(k_at, mask=(dims[:, None] < width) & (key_at < keys)[None, :], other=0.0)
+        there = (key_at < keys)[None, :]
+        k = read(k_tile + n.to(tl.int64) * k_row, dims, width, there, D_EVEN, FREE)
         dots = tl.dot(q, k, input_precision=PRECISION)  # [BM, BN]
         if FREE and BIAS == PLAIN and not SOFTCAP:
-            higher = tl.maximum(m, tl.max(dots, 1) * (scale * LOG2E))
-            x = dots * (scale * LOG2E) - higher[:, None]
+            higher = tl.maximum(m, tl.max(dots, 1) * (terms.scale * LOG2E))
+            x = dots * (terms.scale * LOG2E) - higher[:, None]
         else:
             s, _slope = scores(
-                dots, query_at[:, None], key_at[None, :], side, scale, softcap, table, reach,
-                BIAS, SOFTCAP, FREE,
-            )  # fmt: skip
+                dots, query_at[:, None], key_at[None, :], side, terms, head, BIAS, SOFTCAP, FREE
+            )
+            if BIAS == RELATIVE:
+                s += content(second, relative, head, origin, n, BM, BU, False, PRECISION)
             if not FREE:
                 may = allowed(
                     query_at[:, None], key_at[None, :], low[:, None], high[:, None], keys, KIND
@@ -86,109 +94,21 @@ def _stretch(
         l = l * shrink + total
         m = higher
         acc = acc * shrink[:, None]
-        if FREE:
-            if V_EVEN:
-                v = tl.load(v_at)
-            else:
-                v = tl.load(v_at, mask=value_dims[None, :] < value_width, other=0.0)
-        else:  # what no query of the block may see is not read, whatever it holds
-            seen = (key_at >= first) & (key_at < last)
-            v = tl.load(v_at, mask=seen[:, None] & (value_dims[None, :] < value_width), other=0.0)
+        # What no query of the block may see is not read, whatever it holds.
+        seen = ((key_at >= first) & (key_at < last))[:, None]
+        v = read(v_tile + n.to(tl.int64) * v_row, value_dims, value_width, seen, V_EVEN, FREE)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
     return acc, l, m, e, t
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
-def forward(
-    Q, K, V, Out, Lse, Entropy, Peak, Highest, Distance, Low, High, Table,
-    q_batch, q_head, q_row, k_batch, k_head, k_row, v_batch, v_head, v_row, o_batch, o_head, o_row,
-    low_batch, high_batch, table_head, heads, groups, queries, keys, width, value_width,
-    scale, softcap, reach,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr,
-    D_EVEN: tl.constexpr, V_EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, PEAK: tl.constexpr, HIGHEST: tl.constexpr,
-    DISTANCE: tl.constexpr, PRECISION: tl.constexpr,
+@triton.jit
+def _finish(
+    acc, l, m, e, t, rows, inside, out, o_row, Lse, Entropy, Peak, Highest, Distance, queries,
+    value_width, BV: tl.constexpr, ENTROPY: tl.constexpr, PEAK: tl.constexpr,
+    HIGHEST: tl.constexpr, DISTANCE: tl.constexpr,
 ):  # fmt: skip
-    # The longest rows of a causal call first, so that no long one is left for the end.
-    block = tl.num_programs(0) - 1 - tl.program_id(0) if KIND == CAUSAL else tl.program_id(0)
-    batch, head = tl.program_id(1) // heads, tl.program_id(1) % heads
-    batch, head = batch.to(tl.int64), head.to(tl.int64)
-    SIDES: tl.constexpr = (BIAS != PLAIN) or DISTANCE
-
-    row = block * BM
-    offset = keys - queries
-    rows = row + tl.arange(0, BM)
-    dims, value_dims, near = tl.arange(0, BD), tl.arange(0, BV), tl.arange(0, BN)
-    inside = rows < queries
-    query_at = rows + offset
-
-    q_tile = (
-        Q + batch * q_batch + head * q_head + rows[:, None].to(tl.int64) * q_row + dims[None, :]
-    )
-    k_tile = K + batch * k_batch + (head // groups) * k_head + near[None, :] * k_row + dims[:, None]
-    v_tile = V + batch * v_batch + (head // groups) * v_head
-    v_tile += near[:, None] * v_row + value_dims[None, :]
-    q = tl.load(q_tile, mask=inside[:, None] & (dims[None, :] < width), other=0.0)
-    table = Table
-    if BIAS != PLAIN:
-        table += head * table_head
-    low_at, high_at = Low, High
-    low = rows
-    high = rows
-    if KIND == INTERVAL:
-        low_at += batch * low_batch
-        high_at += batch * high_batch
-        low = tl.load(low_at + rows, mask=inside, other=0)
-        high = tl.load(high_at + rows, mask=inside, other=0)
-
-    start, a, b, c, d, first, stop = key_stretches(
-        low_at,
-        high_at,
-        row,
-        tl.minimum(row + BM, queries) - 1,
-        offset,
-        keys,
-        reach,
-        BN,
-        KIND,
-        SIDES,
-    )
-    acc = tl.zeros([BM, BV], tl.float32)
-    l = tl.zeros([BM], tl.float32)
-    e = tl.zeros([BM], tl.float32)
-    t = tl.zeros([BM], tl.float32)
-    m = tl.full([BM], LOWEST, tl.float32)
-    # fmt: off
-    if KIND == INTERVAL:
-        acc, l, m, e, t = _stretch(
-            acc, l, m, e, t, q, k_tile, v_tile, k_row, v_row, start, a, first, stop,
-            query_at, low, high, keys, 1.0, scale, softcap, table, reach, width, value_width,
-            BN, BD, BV, D_EVEN, V_EVEN, KIND, BIAS, SOFTCAP, False, ENTROPY, DISTANCE, PRECISION,
-        )
-    acc, l, m, e, t = _stretch(
-        acc, l, m, e, t, q, k_tile, v_tile, k_row, v_row, a, b, first, stop,
-        query_at, low, high, keys, 1.0, scale, softcap, table, reach, width, value_width,
-        BN, BD, BV, D_EVEN, V_EVEN, KIND, BIAS, SOFTCAP, True, ENTROPY, DISTANCE, PRECISION,
-    )
-    if SIDES and KIND != CAUSAL:
-        acc, l, m, e, t = _stretch(
-            acc, l, m, e, t, q, k_tile, v_tile, k_row, v_row, b, c, first, stop,
-            query_at, low, high, keys, 1.0, scale, softcap, table, reach, width, value_width,
-            BN, BD, BV, D_EVEN, V_EVEN, KIND, BIAS, SOFTCAP, False, ENTROPY, DISTANCE, PRECISION,
-        )
-        acc, l, m, e, t = _stretch(
-            acc, l, m, e, t, q, k_tile, v_tile, k_row, v_row, c, d, first, stop,
-            query_at, low, high, keys, -1.0, scale, softcap, table, reach, width, value_width,
-            BN, BD, BV, D_EVEN, V_EVEN, KIND, BIAS, SOFTCAP, True, ENTROPY, DISTANCE, PRECISION,
-        )
-    acc, l, m, e, t = _stretch(
-        acc, l, m, e, t, q, k_tile, v_tile, k_row, v_row, b if KIND == CAUSAL else d, stop,
-        first, stop, query_at, low, high, keys, 1.0, scale, softcap, table, reach, width,
-        value_width,
-        BN, BD, BV, D_EVEN, V_EVEN, KIND, BIAS, SOFTCAP, False, ENTROPY, DISTANCE, PRECISION,
-    )
-    # fmt: on
-
+    """Write what was kept of some rows, once all their keys were seen."""
+    value_dims = tl.arange(0, BV)
     lost = l == 0  # nothing to attend to
     inverse = tl.where(lost, 0.0, 1 / tl.where(lost, 1.0, l))
     length = tl.log2(tl.where(lost, 1.0, l))
@@ -202,11 +122,112 @@ def forward(
         tl.store(Distance + at, t * inverse, mask=inside)
     if HIGHEST:
         highest = tl.max(tl.where(lost | (rows >= queries), float("-inf"), m * LN2), 0)
-        tl.store(Highest + tl.program_id(1) * tl.num_programs(0) + block, highest)
-    out = Out + batch * o_batch + head * o_head + rows[:, None].to(tl.int64) * o_row
-    acc = acc * inverse[:, None]
+        tl.store(Highest + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), highest)
     tl.store(
-        out + value_dims[None, :],
-        acc.to(Out.dtype.element_ty),
+        out + rows[:, None].to(tl.int64) * o_row + value_dims[None, :],
+        (acc * inverse[:, None]).to(out.dtype.element_ty),
         mask=inside[:, None] & (value_dims[None, :] < value_width),
     )
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "splits"])
+def forward(
+    query, key, value, out, Lse, Entropy, Peak, Highest, Distance, Kept, ends, terms, relative,
+    heads, groups, queries, keys, width, value_width, splits,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr,
+    D_EVEN: tl.constexpr, V_EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, PEAK: tl.constexpr, HIGHEST: tl.constexpr,
+    DISTANCE: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # The longest rows of a causal call first, so that no long one is left for the end.
+    block = tl.num_programs(0) - 1 - tl.program_id(0) if KIND == CAUSAL else tl.program_id(0)
+    batch, head = whose(heads)
+    SIDES: tl.constexpr = by_distance(BIAS) or DISTANCE
+
+    row = block * BM
+    offset = keys - queries
+    rows = row + tl.arange(0, BM)
+    inside = rows < queries
+    query_at = rows + offset
+    q = rows_of(query, batch, head, rows, inside, width, BD)
+    second = q
+    if BIAS == RELATIVE:
+        second = rows_of(relative.query, batch, head, rows, inside, relative.width, BU)
+    k_tile = columns_at(key, batch, head // groups, BN, BD)
+    v_tile = rows_at(value, batch, head // groups, BN, BV)
+    low, high = range_of(ends, batch, rows, inside, KIND)
+    last = tl.minimum(row + BM, queries) - 1
+    parts = key_stretches(ends, batch, row, last, offset, keys, terms.reach, BN, KIND, SIDES)
+    begin, end = parts[0], parts[5]
+    if SPLIT:  # this program's share of the keys, in whole tiles
+        share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), BN), splits) * BN
+        begin += tl.program_id(2) * share
+        end = tl.minimum(begin + share, end)
+    acc = tl.zeros([BM, BV], tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    e = tl.zeros([BM], tl.float32)
+    t = tl.zeros([BM], tl.float32)
+    m = tl.full([BM], LOWEST, tl.float32)
+    for PART in tl.static_range(5):
+        if by_keys(PART, KIND, SIDES):
+            start, stop = parts[PART], parts[PART + 1]
+            if SPLIT:
+                start, stop = tl.maximum(start, begin), tl.minimum(stop, end)
+            acc, l, m, e, t = _stretch(
+                acc, l, m, e, t, q, second, k_tile, v_tile, key.row, value.row, start, stop,
+                parts[6], parts[5], row + offset, query_at, low, high, keys,
+                -1.0 if PART == 3 else 1.0, terms, relative, head, width, value_width, BM, BN, BD,
+                BV, BU, D_EVEN, V_EVEN, KIND, BIAS, SOFTCAP, PART % 2 == 1, ENTROPY, DISTANCE,
+                PRECISION,
+            )  # fmt: skip
+    if SPLIT:
+        # Rows of BV + 4 numbers: what was kept of each, the sums of values first.
+        place = (tl.program_id(1) * splits + tl.program_id(2)).to(tl.int64) * queries + rows
+        kept = Kept + place * (BV + 4)
+        tl.store(kept[:, None] + tl.arange(0, BV)[None, :], acc, mask=inside[:, None])
+        tl.store(kept + BV, l, mask=inside)
+        tl.store(kept + BV + 1, m, mask=inside)
+        tl.store(kept + BV + 2, e, mask=inside)
+        tl.store(kept + BV + 3, t, mask=inside)
+    else:
+        _finish(
+            acc, l, m, e, t, rows, inside, head_of(out, batch, head), out.row, Lse, Entropy, Peak,
+            Highest, Distance, queries, value_width, BV, ENTROPY, PEAK, HIGHEST, DISTANCE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["queries", "splits"])
+def merge(
+    Kept, out, Lse, Entropy, Peak, Highest, Distance, heads, queries, value_width, splits,
+    BM: tl.constexpr, BV: tl.constexpr, ENTROPY: tl.constexpr, PEAK: tl.constexpr,
+    HIGHEST: tl.constexpr, DISTANCE: tl.constexpr,
+):  # fmt: skip
+    """Put together what the programs that shared the keys of some rows have kept."""
+    batch, head = whose(heads)
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    inside = rows < queries
+    acc = tl.zeros([BM, BV], tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    e = tl.zeros([BM], tl.float32)
+    t = tl.zeros([BM], tl.float32)
+    m = tl.full([BM], LOWEST, tl.float32)
+    for split in range(splits):
+        place = (tl.program_id(1) * splits + split).to(tl.int64) * queries + rows
+        kept = Kept + place * (BV + 4)
+        more = tl.load(kept[:, None] + tl.arange(0, BV)[None, :], mask=inside[:, None], other=0.0)
+        its_l = tl.load(kept + BV, mask=inside, other=0.0)
+        its_m = tl.load(kept + BV + 1, mask=inside, other=LOWEST)
+        higher = tl.maximum(m, its_m)
+        shrink, its_shrink = tl.exp2(m - higher), tl.exp2(its_m - higher)
+        if ENTROPY:
+            its_e = tl.load(kept + BV + 2, mask=inside, other=0.0)
+            e = (e + (m - higher) * l) * shrink + (its_e + (its_m - higher) * its_l) * its_shrink
+        if DISTANCE:
+            t = t * shrink + tl.load(kept + BV + 3, mask=inside, other=0.0) * its_shrink
+        l = l * shrink + its_l * its_shrink
+        acc = acc * shrink[:, None] + more * its_shrink[:, None]
+        m = higher
+    _finish(
+        acc, l, m, e, t, rows, inside, head_of(out, batch, head), out.row, Lse, Entropy, Peak,
+        Highest, Distance, queries, value_width, BV, ENTROPY, PEAK, HIGHEST, DISTANCE,
+    )  # fmt: skip

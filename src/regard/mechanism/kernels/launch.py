@@ -5,20 +5,36 @@ Tensors are [batch, heads, length, dim], their last axis dense.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
+from torch.nn.functional import pad
 
 from regard.mechanism.kernels import backward as backward_kernels
 from regard.mechanism.kernels import deltas
+from regard.mechanism.kernels import rows as rows_kernels
 from regard.mechanism.kernels.columns import columns as columns_kernel
 from regard.mechanism.kernels.forward import forward as forward_kernel
-from regard.mechanism.kernels.structure import ALIBI, INTERVAL, TABLE, Structure
+from regard.mechanism.kernels.forward import merge as merge_kernel
+from regard.mechanism.kernels.structure import (
+    ALIBI,
+    FULL,
+    INTERVAL,
+    RELATIVE,
+    TABLE,
+    Structure,
+    View,
+)
 
 WARP = 16  # rows of a matrix product that one warp holds
+LANES = 4  # threads that share such a row
+PROGRAMS = 256  # that keep a large device busy: about two for each multiprocessor
+SHARE = 512  # keys that are worth a program of their own
+SCRATCH = 2**28  # bytes for candidates of the top keys; heads take turns where that is too little
 
 
 class Blocks(NamedTuple):
@@ -30,25 +46,37 @@ class Blocks(NamedTuple):
     stages: int
 
 
-def _forward_blocks(query: Tensor, width: int) -> Blocks:
+def _forward_blocks(query: Tensor, width: int, structure: Structure) -> Blocks:
+    if structure.bias == RELATIVE:
+        return _square_blocks(query, width)
     if query.dtype == torch.float32:
         return Blocks(64, 32, 4, 2)
+    if query.shape[2] <= WARP:  # decoding: reading keys and values is all the work
+        return Blocks(WARP, 64, 4, 3 if width <= 128 else 2)
     if width <= 64:
         return Blocks(128, 64, 4, 3)
     return Blocks(128, 128, 8, 3) if width <= 128 else Blocks(128, 64, 8, 2)
 
 
-def _columns_blocks(query: Tensor, width: int, pooled: bool) -> Blocks:
+def _columns_blocks(query: Tensor, width: int, structure: Structure, pooled: bool) -> Blocks:
+    if structure.bias == RELATIVE:
+        return _square_blocks(query, width)
     if query.dtype == torch.float32:
         return Blocks(32, 64, 4, 2)
     if width > 128:
         return Blocks(64, 64, 4, 2)
+    if not pooled:
+        return Blocks(64, 128, 4, 3)
     # A map sums each tile along both axes: fewer keys a thread, fewer sums across threads.
-    return Blocks(128, 64, 4, 3) if pooled else Blocks(64, 128, 4, 3)
+    if query.shape[2] < 1024:
+        return Blocks(64, 64, 4, 3 if width <= 64 else 2)
+    return Blocks(128, 64, 4, 3)
 
 
-def _backward_blocks(query: Tensor, width: int) -> tuple[Blocks, Blocks]:
+def _backward_blocks(query: Tensor, width: int, structure: Structure) -> tuple[Blocks, Blocks]:
     """For the pass by queries, and for the one by keys."""
+    if structure.bias == RELATIVE:  # larger ones spill registers
+        return Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)
     if query.dtype == torch.float32:
         return Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)
     if width <= 64:
@@ -56,6 +84,13 @@ def _backward_blocks(query: Tensor, width: int) -> tuple[Blocks, Blocks]:
     if width <= 128:
         return Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 1)
     return Blocks(64, 32, 8, 1), Blocks(32, 64, 8, 1)
+
+
+def _square_blocks(query: Tensor, width: int) -> Blocks:
+    """For Transformer-XL's term, where a tile has as many distances as queries and keys."""
+    if query.dtype == torch.float32 or width > 128:
+        return Blocks(32, 32, 4, 1)
+    return Blocks(64, 64, 4, 2 if width <= 64 else 1)
 
 
 def _power(width: int) -> int:
@@ -67,16 +102,9 @@ def _precision(tensor: Tensor) -> str:
     return "ieee" if tensor.dtype == torch.float32 else "tf32"
 
 
-def _ends(structure: Structure) -> tuple[int, int]:
-    """The strides of low and high along the batch."""
-    return tuple(  # type: ignore[return-value]
-        0 if end is None or end.shape[0] == 1 else end.stride(0)
-        for end in (structure.low, structure.high)
-    )
-
-
-def _table_step(structure: Structure) -> int:
-    return 0 if structure.table is None else structure.table.stride(0)
+def _far(structure: Structure) -> int:
+    """The width of a tile of Transformer-XL's embeddings."""
+    return _power(structure.relative.width) if structure.bias == RELATIVE else 16
 
 
 def forward(
@@ -85,9 +113,10 @@ def forward(
     """Attend. Always "output" and "lse"; "entropy", "peak", "max_logit", "distance" if wanted."""
     batch, heads, queries, width = query.shape
     keys, value_width = key.shape[2], value.shape[3]
-    blocks = _forward_blocks(query, max(width, value_width))
+    blocks = _forward_blocks(query, max(width, value_width), structure)
     wide = _power(width), _power(value_width)
     count = triton.cdiv(queries, blocks.queries)
+    splits = _splits(count * batch * heads, keys)
     options: Any = {"device": query.device, "dtype": torch.float32}
     found = {
         "output": value.new_empty(batch, heads, queries, value_width),
@@ -96,23 +125,44 @@ def forward(
     for name in ("entropy", "peak", "distance"):
         if name in wanted:
             found[name] = torch.empty(batch, heads, queries, **options)
-    highest = torch.empty(batch, heads, count, **options) if "max_logit" in wanted else None
-    output = found["output"]
-    forward_kernel[count, batch * heads](
-        query, key, value, output, found["lse"], found.get("entropy"), found.get("peak"), highest,
-        found.get("distance"), structure.low, structure.high, structure.table,
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *output.stride()[:3],
-        *_ends(structure), _table_step(structure), heads, heads // key.shape[1], queries, keys,
-        width, value_width, structure.scale, structure.softcap or 0.0, structure.reach,
-        BM=blocks.queries, BN=blocks.keys, BD=wide[0], BV=wide[1], D_EVEN=wide[0] == width,
-        V_EVEN=wide[1] == value_width, KIND=structure.kind, BIAS=structure.bias,
-        SOFTCAP=structure.softcap is not None, ENTROPY="entropy" in wanted, PEAK="peak" in wanted,
-        HIGHEST=highest is not None, DISTANCE="distance" in wanted, PRECISION=_precision(query),
-        num_warps=blocks.warps, num_stages=blocks.stages,
+    if splits > 1:
+        kept = torch.empty(batch * heads * splits * queries, wide[1] + 4, **options)
+        count_merged = triton.cdiv(queries, WARP)
+    else:
+        kept, count_merged = None, count
+    highest = torch.empty(batch, heads, count_merged, **options) if "max_logit" in wanted else None
+    written = (
+        View.of(found["output"]), found["lse"], found.get("entropy"), found.get("peak"), highest,
+        found.get("distance"),
     )  # fmt: skip
+    asked: Any = {
+        "ENTROPY": "entropy" in wanted,
+        "PEAK": "peak" in wanted,
+        "HIGHEST": highest is not None,
+        "DISTANCE": "distance" in wanted,
+    }
+    forward_kernel[count, batch * heads, splits](
+        View.of(query), View.of(key), View.of(value), *written, kept,
+        structure.ends, structure.terms, structure.relative,
+        heads, heads // key.shape[1], queries, keys, width, value_width, splits,
+        BM=blocks.queries, BN=blocks.keys, BD=wide[0], BV=wide[1], BU=_far(structure),
+        D_EVEN=wide[0] == width, V_EVEN=wide[1] == value_width, KIND=structure.kind,
+        BIAS=structure.bias, SOFTCAP=structure.softcap is not None, SPLIT=splits > 1,
+        PRECISION=_precision(query), **asked, num_warps=blocks.warps, num_stages=blocks.stages,
+    )  # fmt: skip
+    if splits > 1:
+        merge_kernel[count_merged, batch * heads](
+            kept, *written, heads, queries, value_width, splits, BM=WARP, BV=wide[1], **asked,
+            num_warps=4,
+        )  # fmt: skip
     if highest is not None:
         found["max_logit"] = highest.amax(-1)
     return found
+
+
+def _splits(programs: int, keys: int) -> int:
+    """Among how many programs a block of queries shares its keys, so that all are busy."""
+    return max(1, min(PROGRAMS // programs, keys // SHARE))
 
 
 class _Cut(NamedTuple):
@@ -125,13 +175,22 @@ class _Cut(NamedTuple):
     blocks: int  # in all
 
 
-def _cut(length: int, bins: int, size: int, least: int) -> _Cut:
-    """Blocks of ``size`` places, or of fewer down to ``least`` where bins are narrower."""
+def _cut(length: int, bins: int, size: int, lanes: int, in_a_row: bool = False) -> _Cut:
+    """Blocks of ``size`` places for several bins; of fewer where there were fewer than ``lanes``.
+
+    With ``in_a_row`` a block's positions follow each other: where bins would leave places empty, it
+    has one bin, or a part of one, whatever its width.
+    """
     if bins == 1:
         return _Cut(1, size, triton.cdiv(length, size), True, triton.cdiv(length, size))
     widest = -(-length // bins)
     width = min(size, triton.next_power_of_2(widest))
-    together, parts = max(least // width, 1), triton.cdiv(widest, width)
+    if in_a_row and length != bins * width:
+        width = size
+    together = size // width if size // width >= lanes else 1
+    if together == 1:
+        width = max(width, size if in_a_row else 16)  # no matrix product is narrower than 16
+    parts = triton.cdiv(widest, width)
     even = length == bins * width * parts
     return _Cut(together, width, parts, even, triton.cdiv(bins, together) * parts)
 
@@ -151,19 +210,22 @@ def columns(
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     pooled = "map" in wanted
-    blocks = _columns_blocks(query, width, pooled)
+    blocks = _columns_blocks(query, width, structure, pooled)
     rows, cols = grid if pooled else (1, 1)
-    across = _cut(keys, cols, blocks.keys, blocks.keys)
-    down = _cut(queries, rows, blocks.queries, 16)  # no matrix product is narrower
+    in_a_row = structure.bias == RELATIVE
+    across = _cut(keys, cols, blocks.keys, 1, in_a_row)
+    down = _cut(queries, rows, blocks.queries, 1 if in_a_row else LANES, in_a_row)
     unit = min(across.width, WARP)  # keys that are summed at once
     units = across.together * across.width // unit  # in a block
     options: Any = {"device": query.device, "dtype": torch.float32}
     found: dict[str, Tensor] = {}
     if "received" in wanted:
         found["received"] = torch.empty(batch, heads, keys, **options)
+    # What no tile covers stays 0; without a mask there is no such cell.
+    new = torch.empty if structure.kind == FULL and across.even else torch.zeros
     for name in ("map", "map_peak"):
         if name in wanted:
-            found[name] = torch.zeros(batch, heads, rows, across.blocks, units, **options)
+            found[name] = new(batch, heads, rows, across.blocks, units, **options)
     bounds = None
     if structure.kind == INTERVAL:
         block = torch.arange(across.blocks, device=query.device)
@@ -175,23 +237,103 @@ def columns(
         bounds = structure.bounds(first, after - 1)
     wide = _power(width)
     columns_kernel[across.blocks, batch * heads](
-        query, key, lse, found.get("received"), found.get("map"), found.get("map_peak"), bounds,
-        structure.low, structure.high, structure.table,
-        *query.stride()[:3], *key.stride()[:3], *_ends(structure),
-        0 if bounds is None or bounds.shape[0] == 1 else bounds.stride(0), _table_step(structure),
-        heads, heads // key.shape[1], queries, keys, width, structure.scale,
-        structure.softcap or 0.0, structure.reach, rows, down.parts, cols, across.parts,
-        G=across.together, W=across.width, H=down.together, U=down.width,
-        X=unit, BD=wide,
-        D_EVEN=wide == width, EVEN=down.even, KIND=structure.kind, BIAS=structure.bias,
-        SOFTCAP=structure.softcap is not None, RECEIVED="received" in wanted, MAP=pooled,
-        MAP_PEAK="map_peak" in wanted, PRECISION=_precision(query),
-        num_warps=blocks.warps, num_stages=blocks.stages,
+        View.of(query), View.of(key), lse, found.get("received"), found.get("map"),
+        found.get("map_peak"), bounds, _batch_step(bounds), structure.ends, structure.terms,
+        structure.relative, heads, heads // key.shape[1], queries, keys, width, rows, down.parts,
+        cols, across.parts,
+        G=across.together, W=across.width, H=down.together, U=down.width, X=unit, BD=wide,
+        BU=_far(structure), D_EVEN=wide == width, EVEN=down.even,
+        FULL_KEYS=across.even and keys % (across.together * across.width) == 0,
+        KIND=structure.kind, BIAS=structure.bias, SOFTCAP=structure.softcap is not None,
+        RECEIVED="received" in wanted, MAP=pooled, MAP_PEAK="map_peak" in wanted,
+        PRECISION=_precision(query), num_warps=blocks.warps, num_stages=blocks.stages,
     )  # fmt: skip
     for name in ("map", "map_peak"):
         if name in found:
             cells = found[name].reshape(batch, heads, rows, -1, across.parts * across.width // unit)
-            found[name] = (cells.sum(4) if name == "map" else cells.amax(4))[..., :cols]
+            if cells.shape[4] > 1:
+                cells = cells.sum(4, keepdim=True) if name == "map" else cells.amax(4, True)
+            found[name] = cells[..., :cols, 0]
+    return found
+
+
+def _batch_step(bounds: Tensor | None) -> int:
+    return 0 if bounds is None or bounds.shape[0] == 1 else bounds.stride(0)
+
+
+def rows(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    structure: Structure,
+    places: Sequence[int],
+    logs: bool = False,
+) -> Tensor:
+    """Some rows of the weights, or their logarithms to base 2: [batch, heads, rows, keys]."""
+    batch, heads, queries, width = query.shape
+    keys, count = key.shape[2], len(places)
+    index = _index(tuple(place % queries for place in places), query.device)
+    found = torch.empty(batch, heads, count, keys, device=query.device, dtype=torch.float32)
+    rows_kernels.rows[triton.cdiv(count, WARP) * triton.cdiv(keys, 64), batch * heads](
+        View.of(query), View.of(key), lse, index, found, structure.ends, structure.terms,
+        heads, heads // key.shape[1], queries, keys, width, count, BM=WARP, BN=64,
+        BD=_power(width), KIND=structure.kind, BIAS=structure.bias,
+        SOFTCAP=structure.softcap is not None, LOGS=logs, PRECISION=_precision(query),
+        num_warps=4,
+    )  # fmt: skip
+    return found
+
+
+@lru_cache(maxsize=64)
+def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept: sending numbers to a device makes it wait, and cannot be captured in a graph."""
+    return torch.tensor(places, dtype=torch.int32, device=device)
+
+
+def top(
+    query: Tensor, key: Tensor, lse: Tensor, structure: Structure, count: int
+) -> dict[str, Tensor]:
+    """The largest weights of each query and their keys: "top_weights" and "top_keys"."""
+    batch, heads, queries, width = query.shape
+    keys = key.shape[2]
+    if queries <= WARP:  # few rows: as many numbers as the keys have
+        logs = rows(query, key, lse, structure, range(queries), logs=True)
+        some = logs.topk(min(count, keys))
+        missing = (0, count - some.indices.shape[-1])
+        chosen = some.indices.masked_fill(some.values == -torch.inf, -1)
+        return {
+            "top_weights": pad(some.values.exp2(), missing),
+            "top_keys": pad(chosen, missing, value=-1),
+        }
+    shape = (batch, heads, queries, count)
+    found = {
+        "top_weights": torch.empty(shape, device=query.device, dtype=torch.float32),
+        "top_keys": torch.empty(shape, device=query.device, dtype=torch.int64),
+    }
+    places = 64 if count <= 16 else 128  # in a tile; each has its own highest score
+    room = max(LANES, triton.next_power_of_2(count))  # for each lane
+    turns = max(1, SCRATCH // (queries * LANES * room * 8))  # heads at a time
+    turns = min(turns, batch * heads)
+    candidates = torch.empty(turns * queries, LANES, room, device=query.device, dtype=torch.int64)
+    reached = torch.empty(turns * queries, LANES, device=query.device, dtype=torch.int32)
+    wide = _power(width)
+    shared: Any = {
+        "BD": wide, "ROOM": room, "KIND": structure.kind, "BIAS": structure.bias,
+        "SOFTCAP": structure.softcap is not None, "PRECISION": _precision(query), "num_warps": 4,
+    }  # fmt: skip
+    block = 32 if query.dtype == torch.float32 or width > 128 else 64
+    for first in range(0, batch * heads, turns):
+        some = min(turns, batch * heads - first)
+        rows_kernels.collect[triton.cdiv(queries, block), some](
+            View.of(query), View.of(key), reached, candidates, structure.ends, structure.terms,
+            heads, heads // key.shape[1], queries, keys, width, count, first,
+            BM=block, BN=places, EVEN=wide == width, num_stages=2, **shared,
+        )  # fmt: skip
+        rows_kernels.pick[triton.cdiv(queries, WARP), some](
+            View.of(query), View.of(key), lse, reached, candidates, *found.values(),
+            structure.ends, structure.terms, heads, heads // key.shape[1], queries, keys, width,
+            count, first, BM=WARP, BN=64, num_stages=1, **shared,
+        )  # fmt: skip
     return found
 
 
@@ -203,14 +345,15 @@ def backward(
     kept: Mapping[str, Tensor],
     grads: Mapping[str, Tensor],
     train_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """The gradients of query, key, value and, if asked for, of the structure's table.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The gradients of query, key, value and, if asked for, of the structure's table and second.
 
     ``kept`` is what the forward pass gave. ``grads`` are those of what it gave, by the same names:
     of "output", "lse", "entropy", "distance", "received" and of the sums in "map", where present.
     """
     batch, heads, queries, width = query.shape
     key_heads, keys, value_width = key.shape[1], key.shape[2], value.shape[3]
+    groups = heads // key_heads
     options: Any = {"device": query.device, "dtype": torch.float32}
     grads = {name: grad.contiguous() for name, grad in grads.items()}
     lse, output = kept["lse"], kept["output"]
@@ -219,65 +362,61 @@ def backward(
         grad = torch.zeros_like(output)
     wide = _power(width), _power(value_width)
     rows, cols = grads["map"].shape[2:] if "map" in grads else (1, 1)
-    by_query, by_key = _backward_blocks(query, max(width, value_width))
-    precision = _precision(query)
-    numbers = (structure.scale, structure.softcap or 0.0, structure.reach)
+    widest = max(width, value_width)
+    by_query, by_key = _backward_blocks(query, widest, structure)
+    views = View.of(query), View.of(key), View.of(value), View.of(grad)
+    parts = structure.ends, structure.terms, structure.relative
     shared: Any = {
+        "BD": wide[0],
+        "BU": _far(structure),
         "KIND": structure.kind,
-        "BIAS": structure.bias,
         "SOFTCAP": structure.softcap is not None,
         "RECEIVED": "received" in grads,
         "MAP": "map" in grads,
-        "PRECISION": precision,
+        "PRECISION": _precision(query),
     }
-    both: Any = {"BD": wide[0], "BV": wide[1], "ENTROPY": "entropy" in grads} | {
-        "DISTANCE": "distance" in grads,
-        "EVEN": wide == (width, value_width),
-    }
+    both: Any = {"BV": wide[1], "ENTROPY": "entropy" in grads, "DISTANCE": "distance" in grads}
+    even: Any = {"EVEN": wide == (width, value_width), "BIAS": structure.bias}
 
     extra = None
     if "received" in grads or "map" in grads:
         extra = torch.empty(batch, heads, queries, **options)
-        blocks = _forward_blocks(query, max(width, value_width))
+        blocks = _forward_blocks(query, widest, structure)
         deltas.expected[triton.cdiv(queries, blocks.queries), batch * heads](
-            query, key, lse, grads.get("received"), grads.get("map"), extra,
-            structure.low, structure.high, structure.table,
-            *query.stride()[:3], *key.stride()[:3], *_ends(structure), _table_step(structure),
-            heads, heads // key_heads, queries, keys, width, *numbers, rows, cols,
-            BM=blocks.queries, BN=blocks.keys, BD=wide[0], **shared,
+            views[0], views[1], lse, grads.get("received"), grads.get("map"), extra, *parts,
+            heads, groups, queries, keys, width, rows, cols,
+            BM=blocks.queries, BN=blocks.keys, BIAS=structure.bias, **shared,
             num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
 
     delta = torch.empty(batch, heads, queries, **options)
     deltas.delta[triton.cdiv(queries, 64), batch * heads](
-        output, grad, lse, grads.get("lse"), kept.get("entropy"), grads.get("entropy"),
-        kept.get("distance"), grads.get("distance"), extra, delta,
-        *output.stride()[:3], *grad.stride()[:3], heads, queries, value_width,
-        BM=64, BV=wide[1], GRAD="output" in grads, LSE="lse" in grads, ENTROPY="entropy" in grads,
-        DISTANCE="distance" in grads, EXTRA=extra is not None, num_warps=4,
+        View.of(output), views[3], lse, grads.get("lse"), kept.get("entropy"),
+        grads.get("entropy"), kept.get("distance"), grads.get("distance"), extra, delta,
+        heads, queries, value_width,
+        BM=64, GRAD="output" in grads, LSE="lse" in grads, EXTRA=extra is not None, **both,
+        num_warps=4,
     )  # fmt: skip
 
-    table_grad = None
+    table_grad, second_grad = None, None
     if train_bias and structure.bias == ALIBI:
         table_grad = torch.empty(batch, heads, queries, **options)
     elif train_bias and structure.bias == TABLE:
         assert structure.table is not None
         table_grad = torch.zeros_like(structure.table)
+    elif structure.second is not None:
+        second_grad = torch.empty_like(structure.second)
     query_grad = torch.empty_like(query)
     key_grad, value_grad = torch.empty_like(key), torch.empty_like(value)
     inputs = (
-        query, key, value, grad, lse, delta, grads.get("entropy"), grads.get("distance"),
-        grads.get("received"), grads.get("map"),
+        *views, lse, delta, grads.get("entropy"), grads.get("distance"), grads.get("received"),
+        grads.get("map"),
     )  # fmt: skip
-    strides = (
-        *query.stride()[:3], *key.stride()[:3], *value.stride()[:3], *grad.stride()[:3],
-    )  # fmt: skip
-    sizes = (heads // key_heads, queries, keys, width, value_width, *numbers, rows, cols)
+    sizes = (groups, queries, keys, width, value_width, rows, cols)
     backward_kernels.by_query[triton.cdiv(queries, by_query.queries), batch * heads](
-        *inputs, query_grad, table_grad, structure.low, structure.high, structure.table,
-        *strides, *query_grad.stride()[:3], *_ends(structure), _table_step(structure), heads,
-        *sizes, BM=by_query.queries, BN=by_query.keys, TRAIN=train_bias, **shared, **both,
-        num_warps=by_query.warps, num_stages=by_query.stages,
+        *inputs, View.of(query_grad), View.of(second_grad), table_grad, *parts, heads, *sizes,
+        BM=by_query.queries, BN=by_query.keys, TRAIN=table_grad is not None, **shared, **both,
+        **even, num_warps=by_query.warps, num_stages=by_query.stages,
     )  # fmt: skip
 
     count, bounds = triton.cdiv(keys, by_key.keys), None
@@ -285,12 +424,36 @@ def backward(
         first = torch.arange(count, device=query.device) * by_key.keys
         bounds = structure.bounds(first, (first + by_key.keys).clamp(max=keys) - 1)
     backward_kernels.by_key[count, batch * key_heads](
-        *inputs, key_grad, value_grad, bounds, structure.low, structure.high, structure.table,
-        *strides, *key_grad.stride()[:3], *value_grad.stride()[:3], *_ends(structure),
-        0 if bounds is None or bounds.shape[0] == 1 else bounds.stride(0), _table_step(structure),
-        key_heads, *sizes, BM=by_key.queries, BN=by_key.keys, **shared, **both,
+        *inputs, View.of(key_grad), View.of(value_grad), bounds, _batch_step(bounds), *parts,
+        key_heads, *sizes, BM=by_key.queries, BN=by_key.keys, **shared, **both, **even,
         num_warps=by_key.warps, num_stages=by_key.stages,
     )  # fmt: skip
+
+    if structure.bias == RELATIVE and train_bias:
+        size = by_key.keys
+        count = triton.cdiv(queries + keys - 1, size)
+        far = torch.empty(heads, count * size, structure.relative.width, **options)
+        backward_kernels.by_far[count, heads](
+            *inputs, far, *parts, batch, heads, *sizes, B=size, **shared, **both,
+            num_warps=by_key.warps, num_stages=1,
+        )  # fmt: skip
+        table_grad = _clamped(far, queries, keys, structure)
     if table_grad is not None and structure.bias == ALIBI:
         table_grad = table_grad.sum((0, 2))[:, None]
-    return query_grad, key_grad, value_grad, table_grad
+    return query_grad, key_grad, value_grad, table_grad, second_grad
+
+
+def _clamped(far: Tensor, queries: int, keys: int, structure: Structure) -> Tensor:
+    """The gradient of each distance from 1 - queries on, as that of the table's rows."""
+    assert structure.table is not None
+    table = structure.table
+    if table.shape[0] == 1:
+        far = far.sum(0, keepdim=True)
+    total = far.new_zeros(table.shape)
+    lead = structure.reach + queries - 1  # the place of the table's first row
+    end = queries + keys - 1
+    low, high = (min(max(place, 0), end) for place in (lead, lead + table.shape[1]))
+    total[:, low - lead : high - lead] = far[:, low:high]
+    total[:, 0] += far[:, :low].sum(1)
+    total[:, -1] += far[:, high:end].sum(1)
+    return total.to(table.dtype)

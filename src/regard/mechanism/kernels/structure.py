@@ -3,23 +3,76 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 # The same numbers as in tiles.py, which cannot be imported without Triton.
 FULL, CAUSAL, INTERVAL = 0, 1, 2
-PLAIN, ALIBI, TABLE = 0, 1, 2
+PLAIN, ALIBI, TABLE, RELATIVE = 0, 1, 2, 3
+
+
+class View(NamedTuple):
+    """A tensor [batch, heads, length, dim] as a kernel takes it: its last axis is dense."""
+
+    data: Tensor | None
+    batch: int = 0
+    head: int = 0
+    row: int = 0
+
+    @classmethod
+    def of(cls, tensor: Tensor | None) -> View:
+        return cls(None) if tensor is None else cls(tensor, *tensor.stride()[:3])
+
+
+class Ends(NamedTuple):
+    """Both ends of each query's range of keys, and their strides along the batch."""
+
+    low: Tensor | None
+    high: Tensor | None
+    low_batch: int
+    high_batch: int
+
+
+class Terms(NamedTuple):
+    """What makes a score of a product: scale, softcap, and a bias by distance."""
+
+    scale: float
+    softcap: float
+    table: Tensor | None
+    table_head: int
+    reach: int
+
+
+class Relative(NamedTuple):
+    """Transformer-XL's term: a second query, and an embedding of each distance."""
+
+    query: View
+    table: Tensor | None
+    head: int
+    row: int
+    first: int  # the distance of the table's first row
+    last: int  # the table's last row
+    scale: float
+    width: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Structure:
-    """A mask as a range of keys for each query, a bias as one row of numbers for each head.
+    """A mask as a range of keys for each query, a bias as some numbers for each head.
 
     ``kind`` is FULL, CAUSAL, or INTERVAL with its ends ``low`` and ``high``, int32 as
-    [1 or batch, queries]. ``bias`` is PLAIN, ALIBI with slopes as [heads, 1], or TABLE with a
-    number for each distance from -reach to reach as [heads, 2 * reach + 1], the ends standing for
-    all beyond. Both are float32 and held in ``table``.
+    [1 or batch, queries]. ``bias`` is
+
+    - PLAIN: there is none;
+    - ALIBI: ``table`` holds slopes as [heads, 1];
+    - TABLE: ``table`` holds a number for each distance from -reach to reach as
+      [heads, 2 * reach + 1], the ends standing for all beyond;
+    - RELATIVE: ``shift * second . table[distance - reach]``, with ``second`` [batch, heads,
+      queries, dim] and ``table`` [heads or 1, distances, dim], both in the dtype of the query.
+
+    Slopes and tables of numbers are float32.
     """
 
     kind: int
@@ -30,6 +83,34 @@ class Structure:
     reach: int
     scale: float
     softcap: float | None
+    second: Tensor | None = None
+    shift: float = 0.0
+
+    @property
+    def ends(self) -> Ends:
+        low, high = self.low, self.high
+        if low is None or high is None:
+            return Ends(None, None, 0, 0)
+        steps = (0 if end.shape[0] == 1 else end.stride(0) for end in (low, high))
+        return Ends(low, high, *steps)
+
+    @property
+    def terms(self) -> Terms:
+        table = self.table if self.bias in (ALIBI, TABLE) else None
+        step = 0 if table is None else table.stride(0)
+        reach = self.reach if self.bias == TABLE else 0
+        return Terms(self.scale, self.softcap or 0.0, table, step, reach)
+
+    @property
+    def relative(self) -> Relative:
+        table, second = self.table, self.second
+        if table is None or second is None:
+            return Relative(View(None), None, 0, 0, 0, 0, 0.0, 0)
+        head = 0 if table.shape[0] == 1 else table.stride(0)
+        return Relative(
+            View.of(second), table, head, table.stride(1), self.reach, table.shape[1] - 1,
+            self.shift, table.shape[2],
+        )  # fmt: skip
 
     def bounds(self, first: Tensor, last: Tensor) -> Tensor:
         """For each block of keys ``first`` to ``last``, the queries that matter to it.

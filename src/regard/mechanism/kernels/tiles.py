@@ -1,4 +1,5 @@
 # mypy: ignore-errors
+# ruff: noqa: RET505 - a branch that is not taken must not be compiled
 """What all kernels share on the device: where tiles begin and end, and what a score is.
 
 A tile has queries along one axis and keys along the other; which is which is the caller's affair,
@@ -12,6 +13,10 @@ queries:
 Free tiles need no comparison and no look at single distances: all their pairs are allowed, and all
 their keys lie on one side of all their queries (``side`` is 1 where the keys come first), beyond
 the reach of a table of distances. The middle stretch exists only where distances matter.
+
+A kernel goes over the stretches in an unrolled loop; those that a kind of call cannot have, as
+``by_keys`` and ``by_queries`` tell, are never compiled. Tensors and numbers that belong together
+arrive together, as the tuples of structure.py.
 """
 
 import triton
@@ -24,12 +29,66 @@ INTERVAL = tl.constexpr(2)
 PLAIN = tl.constexpr(0)  # kinds of bias
 ALIBI = tl.constexpr(1)
 TABLE = tl.constexpr(2)
+RELATIVE = tl.constexpr(3)
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 # Finite stand-ins for -inf: 0 * NOTHING is 0, and NOTHING - LOWEST is still far below any exponent.
 NOTHING = tl.constexpr(-3.0e38)
 LOWEST = tl.constexpr(-1.0e37)
+ABSENT = tl.constexpr(1.0e30)  # a log-sum-exp that leaves no weight, and yet 0 times it is 0
+
+
+@triton.jit
+def whose(heads):
+    """The sequence and the head that a program is for; int64, since strides multiply them."""
+    return (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
+
+
+@triton.jit
+def head_of(view, batch, head):
+    """Where the rows of one head begin."""
+    return view.data + batch * view.batch + head * view.head
+
+
+@triton.jit
+def rows_of(view, batch, head, rows, inside, width, BD: tl.constexpr):
+    """Some rows of one head: [rows, BD], 0 where there is nothing."""
+    dims = tl.arange(0, BD)
+    at = head_of(view, batch, head) + rows[:, None].to(tl.int64) * view.row + dims[None, :]
+    return tl.load(at, mask=inside[:, None] & (dims[None, :] < width), other=0.0)
+
+
+@triton.jit
+def columns_at(view, batch, head, N: tl.constexpr, BD: tl.constexpr):
+    """The places of one head's first N rows, each row a column: [BD, N]."""
+    near, dims = tl.arange(0, N), tl.arange(0, BD)
+    return head_of(view, batch, head) + near[None, :] * view.row + dims[:, None]
+
+
+@triton.jit
+def rows_at(view, batch, head, N: tl.constexpr, BD: tl.constexpr):
+    """The places of one head's first N rows: [N, BD]."""
+    near, dims = tl.arange(0, N), tl.arange(0, BD)
+    return head_of(view, batch, head) + near[:, None] * view.row + dims[None, :]
+
+
+@triton.jit
+def read(at, dims, width, there, EVEN: tl.constexpr, FREE: tl.constexpr):
+    """One tile; a free one is all there, and with EVEN as wide as its place."""
+    if FREE and EVEN:
+        return tl.load(at)
+    elif FREE:
+        return tl.load(at, mask=dims < width, other=0.0)
+    else:
+        return tl.load(at, mask=(dims < width) & there, other=0.0)
+
+
+@triton.jit
+def rows_lse(at, inside):
+    """Base-2 log-sum-exp of some rows; a row that attends to nothing gets no weight."""
+    lse = tl.load(at, mask=inside, other=float("-inf"))
+    return tl.where(lse == float("-inf"), ABSENT, lse * LOG2E)
 
 
 @triton.jit
@@ -46,31 +105,63 @@ def tanh(x):
 
 @triton.jit
 def scores(
-    dots, query_at, key_at, side, scale, softcap, table, reach,
+    dots, query_at, key_at, side, terms, head,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FREE: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 scores of a tile, and what the softcap leaves of a gradient; a head has its table."""
+    """Base-2 scores of a tile, and what the softcap leaves of a gradient."""
     slope = 1.0
     if SOFTCAP:
-        bent = tanh(dots * (scale / softcap))
-        result = bent * (softcap * LOG2E)
+        bent = tanh(dots * (terms.scale / terms.softcap))
+        result = bent * (terms.softcap * LOG2E)
         slope = 1 - bent * bent
     else:
-        result = dots * (scale * LOG2E)
+        result = dots * (terms.scale * LOG2E)
     if BIAS == ALIBI:
         distance = (query_at - key_at).to(tl.float32)
-        steepness = tl.load(table) * LOG2E
+        steepness = tl.load(terms.table + head * terms.table_head) * LOG2E
         if FREE:
             result -= (steepness * side) * distance
         else:
             result -= steepness * tl.abs(distance)
     if BIAS == TABLE:
+        table = terms.table + head * terms.table_head + terms.reach
         if FREE:
-            result += tl.load(table + tl.where(side > 0, 2 * reach, 0)) * LOG2E
+            result += tl.load(table + tl.where(side > 0, terms.reach, -terms.reach)) * LOG2E
         else:
-            distance = tl.minimum(tl.maximum(query_at - key_at, -reach), reach)
-            result += tl.load(table + reach + distance) * LOG2E
+            distance = tl.minimum(tl.maximum(query_at - key_at, -terms.reach), terms.reach)
+            result += tl.load(table + distance) * LOG2E
     return result, slope
+
+
+@triton.jit
+def embeddings(relative, head, nearest, N: tl.constexpr, BU: tl.constexpr):
+    """What Transformer-XL holds for the N distances from ``nearest`` on: [BU, N]."""
+    dims = tl.arange(0, BU)
+    place = tl.maximum(nearest + tl.arange(0, N) - relative.first, 0)
+    place = tl.minimum(place, relative.last)
+    at = relative.table + head * relative.head + place[None, :].to(tl.int64) * relative.row
+    return tl.load(at + dims[:, None], mask=dims[:, None] < relative.width, other=0.0)
+
+
+@triton.jit
+def content(
+    second, relative, head, query_at, key_at, B: tl.constexpr, BU: tl.constexpr,
+    FLIP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Transformer-XL's term for the B queries from ``query_at`` and the B keys from ``key_at``.
+
+    A tile has 2 B - 1 distances. All are multiplied with all queries, and each query takes its own.
+    ``second`` is [B, BU] and the result [queries, keys]; with FLIP [BU, B] and [keys, queries].
+    """
+    near = tl.arange(0, B)
+    table = embeddings(relative, head, query_at - key_at - (B - 1), 2 * B, BU)
+    if FLIP:
+        product = tl.dot(tl.trans(table), second, input_precision=PRECISION)  # [2 B, B]
+        result = tl.gather(product, near[None, :] - near[:, None] + (B - 1), 0)
+    else:
+        product = tl.dot(second, table, input_precision=PRECISION)  # [B, 2 B]
+        result = tl.gather(product, near[:, None] - near[None, :] + (B - 1), 1)
+    return result * (relative.scale * LOG2E)
 
 
 @triton.jit
@@ -84,13 +175,48 @@ def allowed(query_at, key_at, low, high, keys, KIND: tl.constexpr):
 
 
 @triton.jit
+def range_of(ends, batch, rows, inside, KIND: tl.constexpr):
+    """The range of keys of some queries, where ranges are given."""
+    if KIND == INTERVAL:
+        low = tl.load(ends.low + batch * ends.low_batch + rows, mask=inside, other=0)
+        high = tl.load(ends.high + batch * ends.high_batch + rows, mask=inside, other=0)
+        return low, high
+    else:
+        return rows, rows
+
+
+@triton.constexpr_function
+def by_keys(part, kind, sides):
+    """Whether a block of queries can have this stretch of keys."""
+    if part == 0:
+        return kind == INTERVAL
+    return part in (1, 4) or (sides and kind != CAUSAL)
+
+
+@triton.constexpr_function
+def by_queries(part, kind, sides):
+    """Whether a block of keys can have this stretch of queries."""
+    if part == 0:
+        return kind != FULL
+    if part == 1:
+        return sides and kind != CAUSAL
+    return part > 2 or sides
+
+
+@triton.constexpr_function
+def by_distance(bias):
+    """Whether a bias is a matter of single distances, and not of the far ones."""
+    return bias in (ALIBI, TABLE)
+
+
+@triton.jit
 def key_stretches(
-    low, high, row, last, offset, keys, reach, BN: tl.constexpr, KIND: tl.constexpr,
+    ends, batch, row, last, offset, keys, reach, BN: tl.constexpr, KIND: tl.constexpr,
     SIDES: tl.constexpr,
 ):  # fmt: skip
     """The ends of the five stretches of keys for the queries ``row`` to ``last``, tiles of BN.
 
-    Also the first and last + 1 of the keys that any of these queries may attend to.
+    Also the first of the keys that any of these queries may attend to; the last is the last end.
     """
     first, stop = 0, keys
     inner_first, inner_stop = 0, keys
@@ -98,6 +224,7 @@ def key_stretches(
         stop = tl.maximum(last + offset + 1, 0)
         inner_stop = tl.maximum(row + offset + 1, 0)
     if KIND == INTERVAL:  # ends never move backwards from one query to the next
+        low, high = ends.low + batch * ends.low_batch, ends.high + batch * ends.high_batch
         first, inner_first = tl.load(low + row), tl.load(low + last)
         inner_stop, stop = tl.load(high + row), tl.load(high + last)
     start = first // BN * BN
@@ -108,16 +235,13 @@ def key_stretches(
     if SIDES:
         b = tl.minimum(tl.maximum((row + offset - reach + 1) // BN * BN, a), d)
         c = tl.minimum(tl.maximum((last + offset + reach + BN - 1) // BN * BN, b), d)
+        if KIND == CAUSAL:  # nothing is free after a query: one masked stretch to the end
+            c = b
+            d = b
     if KIND == INTERVAL:  # an empty middle must not reach outside
         end = tl.maximum((stop + BN - 1) // BN * BN, start)
         a, b, c, d = tl.minimum(a, end), tl.minimum(b, end), tl.minimum(c, end), tl.minimum(d, end)
-    return start, a, b, c, d, first, stop
-
-
-@triton.jit
-def edge(index, length, bins):
-    """The first of ``length`` positions that falls into a bin, when they are spread evenly."""
-    return ((index.to(tl.int64) * length + bins - 1) // bins).to(tl.int32)
+    return start, a, b, c, d, stop, first
 
 
 @triton.jit
@@ -140,6 +264,13 @@ def query_stretches(
     b = a
     c = a
     if SIDES:
-        b = tl.minimum(tl.maximum((key - reach - offset + 1) // BM * BM, a), d)
+        if KIND != CAUSAL:
+            b = tl.minimum(tl.maximum((key - reach - offset + 1) // BM * BM, a), d)
         c = tl.minimum(tl.maximum((last + reach - offset + BM - 1) // BM * BM, b), d)
     return start, a, b, c, d, end
+
+
+@triton.jit
+def edge(index, length, bins):
+    """The first of ``length`` positions that falls into a bin, when they are spread evenly."""
+    return ((index.to(tl.int64) * length + bins - 1) // bins).to(tl.int32)

@@ -1,0 +1,172 @@
+"""The kernels as one function with a gradient: what is asked for decides which of them run."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from regard.errors import BackendError
+from regard.mechanism.kernels.structure import CAUSAL, FULL, PLAIN, Structure
+
+BY_ROW = ("entropy", "peak", "max_logit", "distance")  # what the forward pass itself can tell
+NAMED = (*BY_ROW, "received", "map", "map_peak", "rows")  # as See names them
+STREAMED = (*NAMED, "top_weights", "top_keys")
+KEPT = ("output", "lse", "entropy", "distance")  # for the backward pass
+# Which keys are highest does not change smoothly, so these have no gradient here.
+ROUGH = ("peak", "max_logit", "map_peak", "top_weights", "rows")
+
+
+class Request(NamedTuple):
+    """What to stream beside the output and lse: some of STREAMED, and the numbers they need."""
+
+    fields: tuple[str, ...] = ()
+    grid: tuple[int, int] = (1, 1)
+    top: int = 0
+    rows: tuple[int, ...] = ()
+
+    @property
+    def names(self) -> list[str]:
+        """What comes back, in order."""
+        return ["output", "lse", *(name for name in STREAMED if name in self.fields)]
+
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, structure: Structure, request: Request
+) -> dict[str, Tensor]:
+    """The output, lse and whatever else is asked for; a map's cells as sums."""
+    tensors = (query, key, value, structure.table, structure.second)
+    wants = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if not wants:
+        return forward(query, key, value, structure, request)
+    found = _Attend.apply(  # type: ignore[no-untyped-call]
+        query, key, value, structure.table, structure.second, structure, request
+    )
+    return dict(zip(request.names, found, strict=True))
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, structure: Structure, request: Request
+) -> dict[str, Tensor]:
+    """The same without a gradient."""
+    from regard.mechanism.kernels import launch
+
+    fields = request.fields
+    if not any(name in fields for name in BY_ROW) and _plain(query, key, value, structure):
+        found = _plain_forward(query, key, value, structure)
+    else:
+        found = launch.forward(query, key, value, structure, fields)
+    lse = found["lse"]
+    if "received" in fields or "map" in fields:
+        found |= launch.columns(query, key, lse, structure, fields, request.grid)
+    if request.top:
+        found |= launch.top(query, key, lse, structure, request.top)
+    if request.rows:
+        found["rows"] = launch.rows(query, key, lse, structure, request.rows)
+    return found
+
+
+def backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    structure: Structure,
+    kept: Mapping[str, Tensor],
+    grads: Mapping[str, Tensor],
+    train_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The gradients of query, key and value, and where there are, of the table and second."""
+    from regard.mechanism.kernels import launch
+
+    if grads.keys() == {"output"} and _plain(query, key, value, structure):
+        return *_plain_backward(grads["output"], query, key, value, structure, kept), None, None
+    return launch.backward(query, key, value, structure, kept, grads, train_bias)
+
+
+class _Attend(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        table: Tensor | None,
+        second: Tensor | None,
+        structure: Structure,
+        request: Request,
+    ) -> tuple[Tensor, ...]:
+        found = forward(query, key, value, structure, request)
+        ctx.structure, ctx.names = structure, request.names
+        ctx.kept = [name for name in KEPT if name in found]
+        ctx.save_for_backward(query, key, value, table, second, *(found[n] for n in ctx.kept))
+        ctx.set_materialize_grads(False)
+        return tuple(found[name] for name in ctx.names)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        query, key, value, table, second, *kept = ctx.saved_tensors
+        given = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
+        for name in ROUGH:
+            if name in given:
+                raise BackendError(
+                    f"The backend 'triton' has no gradient through {name}. "
+                    "Pass backend='tiled', which has them all."
+                )
+        structure = replace(ctx.structure, table=table, second=second)
+        found = dict(zip(ctx.kept, kept, strict=True))
+        train_bias = ctx.needs_input_grad[3]
+        return *backward(query, key, value, structure, found, given, train_bias), None, None
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, structure: Structure) -> bool:
+    """Whether cuDNN has such a call; on Hopper it is faster than our kernels."""
+    square = query.shape[2] == key.shape[2]
+    width = query.shape[3]
+    return (
+        query.is_cuda
+        and torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+        and torch.cuda.get_device_capability(query.device) >= (9, 0)
+        and query.dtype in (torch.float16, torch.bfloat16)
+        and (structure.kind == FULL or (structure.kind == CAUSAL and square))
+        and structure.bias == PLAIN
+        and structure.softcap is None
+        and query.shape[1] == key.shape[1]
+        and not torch.are_deterministic_algorithms_enabled()  # cuDNN's gradients are not
+        and all(0 not in tensor.stride() for tensor in (query, key, value))
+        and width == value.shape[3]
+        and width <= 128
+        and width % 8 == 0
+    )
+
+
+def _plain_forward(
+    query: Tensor, key: Tensor, value: Tensor, structure: Structure
+) -> dict[str, Tensor]:
+    """The output and lse of a plain call by cuDNN."""
+    output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, True, 0.0, structure.kind == CAUSAL, False, scale=structure.scale
+    )
+    return {"output": output, "lse": lse.reshape(query.shape[:3])}
+
+
+def _plain_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    structure: Structure,
+    kept: Mapping[str, Tensor],
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a plain call by cuDNN, from the output and lse of our forward pass."""
+    output, lse = kept["output"], kept["lse"][..., None]
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of no dropout
+    causal = structure.kind == CAUSAL
+    return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
+        grad.contiguous(), query, key, value, output, lse, seed, seed, None, None, None,
+        query.shape[2], key.shape[2], 0.0, causal, scale=structure.scale,
+    )  # fmt: skip

@@ -1,0 +1,222 @@
+# mypy: ignore-errors
+"""Single weights: whole rows that were asked for, and the largest of every row.
+
+The largest k are found in two streams over the keys and no sorting of tiles. The first keeps, for
+each query, the highest score at each place of a tile: one maximum for each score, and of these the
+k-th largest (equal ones count once) is a bar that at least k scores reach. The second collects the
+few scores that reach it. To put those in order is the rest; ties go to the earlier key. Where more
+reach the bar than there is room for (ties, or a pattern that repeats with the tile), ``pick`` goes
+over the row again, once for each place.
+"""
+
+import triton
+import triton.language as tl
+
+from regard.mechanism.kernels.tiles import (
+    LOWEST,
+    NOTHING,
+    TABLE,
+    allowed,
+    by_distance,
+    by_keys,
+    columns_at,
+    key_stretches,
+    range_of,
+    read,
+    rows_lse,
+    rows_of,
+    scores,
+    whose,
+)
+
+MISSING = tl.constexpr(-(2**63))  # ranks behind every score
+HIGHEST = tl.constexpr(2**63 - 1)  # and this before
+LANES = tl.constexpr(4)  # threads that share a row of a product; each has room of its own
+
+
+@triton.jit(do_not_specialize=["queries", "keys"])
+def rows(
+    query, key, Lse, Index, Weights, ends, terms, heads, groups, queries, keys, width, count,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, LOGS: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The weights of the rows in Index, or with LOGS their logarithms to base 2."""
+    batch, head = whose(heads)
+    blocks = tl.cdiv(count, BM)
+    place = tl.program_id(0) % blocks * BM + tl.arange(0, BM)
+    asked = place < count
+    index = tl.load(Index + place, mask=asked, other=0)
+    key_at = tl.program_id(0) // blocks * BN + tl.arange(0, BN)
+    real = key_at < keys
+    query_at = index + keys - queries
+    flat = tl.program_id(1).to(tl.int64)
+    q = rows_of(query, batch, head, index, asked, width, BD)
+    low, high = range_of(ends, batch, index, asked, KIND)
+    may = allowed(query_at[:, None], key_at[None, :], low[:, None], high[:, None], keys, KIND)
+    seen = (tl.max((may & asked[:, None]).to(tl.int32), 0) > 0) & real
+    k = rows_of(key, batch, head // groups, key_at, seen, width, BD)
+    dots = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+    s, _slope = scores(
+        dots, query_at[:, None], key_at[None, :], 1.0, terms, head, BIAS, SOFTCAP, False
+    )
+    lse = rows_lse(Lse + flat * queries + index, asked)
+    if LOGS:
+        result = tl.where(may, s - lse[:, None], float("-inf"))
+    else:
+        result = tl.where(may, tl.exp2(s - lse[:, None]), 0.0)
+    at = Weights + (flat * count + place[:, None]) * keys + key_at[None, :]
+    tl.store(at, result, mask=asked[:, None] & real[None, :])
+
+
+@triton.jit
+def _ranked(s, key_at):
+    """A score and its key as one number that sorts by score, and then the earlier key first."""
+    bits = s.to(tl.int32, bitcast=True)
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - key_at).to(tl.int64)
+
+
+@triton.jit
+def _stretch(
+    best, found, bar, q, k_tile, k_row, start, stop, place, query_at, low, high, keys, side, terms,
+    head, Found, width,
+    BN: tl.constexpr, BD: tl.constexpr, ROOM: tl.constexpr, EVEN: tl.constexpr,
+    KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FREE: tl.constexpr,
+    COLLECT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    near, dims = tl.arange(0, BN), tl.arange(0, BD)[:, None]
+    for n in tl.range(start, stop, BN, num_stages=1 if BIAS == TABLE and not FREE else None):
+        n = tl.multiple_of(n, BN)
+        key_at = n + near
+        k = read(k_tile + n.to(tl.int64) * k_row, dims, width, (key_at < keys)[None, :], EVEN, FREE)
+        dots = tl.dot(q, k, input_precision=PRECISION)
+        s, _slope = scores(
+            dots, query_at[:, None], key_at[None, :], side, terms, head, BIAS, SOFTCAP, FREE
+        )
+        if not FREE:
+            may = allowed(
+                query_at[:, None], key_at[None, :], low[:, None], high[:, None], keys, KIND
+            )
+            s = tl.where(may, s, NOTHING)
+        if COLLECT:
+            # A thread has a cell of each of its rows. Of most cells none reach the bar, of some
+            # one, and rarely more: they are found and kept one by one, within the thread.
+            lane = tl.arange(0, LANES)[None, :]
+            cell = tl.reshape(s, [s.shape[0], BN // (2 * LANES), LANES, 2])
+            column = tl.reshape(near, [1, BN // (2 * LANES), LANES, 2])
+            many = tl.sum(tl.sum((cell >= bar[:, None, None, None]).to(tl.int32), 3), 1)
+            left = tl.max(tl.max(many, 1), 0)
+            while left > 0:
+                value = tl.max(tl.max(cell, 3), 1)  # [BM, LANES]
+                which = tl.where(cell == value[:, None, :, None], column, BN)
+                which = tl.min(tl.min(which, 3), 1)
+                reach = value >= bar[:, None]
+                at = Found + (place[:, None] * LANES + lane) * ROOM + found
+                tl.store(at, _ranked(value, n + which), mask=reach & (found < ROOM))
+                found += reach.to(tl.int32)
+                cell = tl.where(column == which[:, None, :, None], NOTHING, cell)
+                left -= 1
+        else:
+            best = tl.maximum(best, s)
+    return best, found
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "from_head"])
+def collect(
+    query, key, Count, Found, ends, terms, heads, groups, queries, keys, width, count, from_head,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, ROOM: tl.constexpr, EVEN: tl.constexpr,
+    KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Collect the scores of each query that may be among its ``count`` highest."""
+    flat = tl.program_id(1) + from_head
+    batch, head = (flat // heads).to(tl.int64), (flat % heads).to(tl.int64)
+    SIDES: tl.constexpr = by_distance(BIAS)
+    row = tl.program_id(0) * BM
+    offset = keys - queries
+    rows = row + tl.arange(0, BM)
+    inside = rows < queries
+    query_at = rows + offset
+    q = rows_of(query, batch, head, rows, inside, width, BD)
+    k_tile = columns_at(key, batch, head // groups, BN, BD)
+    low, high = range_of(ends, batch, rows, inside, KIND)
+    last = tl.minimum(row + BM, queries) - 1
+    parts = key_stretches(ends, batch, row, last, offset, keys, terms.reach, BN, KIND, SIDES)
+    place = tl.program_id(1).to(tl.int64) * queries + rows
+    best = tl.full([BM, BN], NOTHING, tl.float32)
+    bar = tl.full([BM], NOTHING, tl.float32)
+    found = tl.zeros([BM, LANES], tl.int32)
+    for PASS in tl.static_range(2):
+        for PART in tl.static_range(5):
+            if by_keys(PART, KIND, SIDES):
+                best, found = _stretch(
+                    best, found, bar, q, k_tile, key.row, parts[PART], parts[PART + 1], place,
+                    query_at, low, high, keys, -1.0 if PART == 3 else 1.0, terms, head, Found,
+                    width, BN, BD, ROOM, EVEN, KIND, BIAS, SOFTCAP, PART % 2 == 1,
+                    PASS == 1, PRECISION,
+                )  # fmt: skip
+        if PASS == 0:
+            for _ in range(count):
+                bar = tl.max(best, 1)
+                best = tl.where(best >= bar[:, None], NOTHING, best)
+            # Where too few keys may be attended, all of them reach the bar, and no others.
+            bar = tl.where(inside, tl.maximum(bar, LOWEST), float("inf"))
+    at = Count + place[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    tl.store(at, found, mask=inside[:, None])
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "from_head"])
+def pick(
+    query, key, Lse, Count, Found, Weights, Keys, ends, terms, heads, groups, queries, keys, width,
+    count, from_head,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, ROOM: tl.constexpr, KIND: tl.constexpr,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Of what was collected, the ``count`` highest of each query: their weights and keys."""
+    flat = (tl.program_id(1) + from_head).to(tl.int64)
+    batch, head = flat // heads, flat % heads
+    row = tl.program_id(0) * BM
+    offset = keys - queries
+    rows = row + tl.arange(0, BM)
+    inside = rows < queries
+    query_at = rows + offset
+    place = tl.program_id(1).to(tl.int64) * queries + rows
+    slot = tl.arange(0, LANES * ROOM)[None, :]
+    reached = tl.load(Count + place[:, None] * LANES + slot // ROOM, mask=inside[:, None], other=0)
+    crowded = tl.max(tl.max(reached, 1), 0) > ROOM
+    found = tl.load(
+        Found + place[:, None] * (LANES * ROOM) + slot, mask=slot % ROOM < reached, other=MISSING
+    )
+    lse = rows_lse(Lse + flat * queries + rows, inside)
+    last = tl.minimum(row + BM, queries) - 1
+    parts = key_stretches(ends, batch, row, last, offset, keys, terms.reach, BN, KIND, False)
+    highest = tl.full([BM], HIGHEST, tl.int64)
+    for column in range(count):
+        if crowded:
+            before = highest
+            highest = tl.full([BM], MISSING, tl.int64)
+            q = rows_of(query, batch, head, rows, inside, width, BD)
+            low, high = range_of(ends, batch, rows, inside, KIND)
+            for n in tl.range(parts[0], parts[5], BN, num_stages=1):
+                key_at = n + tl.arange(0, BN)
+                k = rows_of(key, batch, head // groups, key_at, key_at < keys, width, BD)
+                dots = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+                s, _slope = scores(
+                    dots, query_at[:, None], key_at[None, :], 1.0, terms, head, BIAS, SOFTCAP,
+                    False,
+                )  # fmt: skip
+                may = allowed(
+                    query_at[:, None], key_at[None, :], low[:, None], high[:, None], keys, KIND
+                )
+                rank = _ranked(s, key_at[None, :])
+                rank = tl.where(may & (rank < before[:, None]), rank, MISSING)
+                highest = tl.maximum(highest, tl.max(rank, 1))
+        else:
+            highest = tl.max(found, 1)
+            found = tl.where(found >= highest[:, None], MISSING, found)
+        there = highest != MISSING
+        order = (highest >> 32).to(tl.int32)
+        s = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+        at = (flat * queries + rows) * count + column
+        tl.store(Weights + at, tl.where(there, tl.exp2(s - lse), 0.0), mask=inside)
+        chosen = tl.where(there, 0x7FFFFFFF - (highest & 0x7FFFFFFF), -1)
+        tl.store(Keys + at, chosen, mask=inside)
