@@ -1,19 +1,23 @@
 """The GPU kernels against the definition: on a GPU at real sizes, elsewhere interpreted and small.
 
 Without a GPU every kernel runs in Triton's interpreter, which conftest.py asks for. Its bfloat16 is
-not bfloat16, so float16 stands in for it there.
+not bfloat16, so float16 stands in for it there. It takes its time: sizes there just cross the end
+of a tile, and ``interpreted`` picks the cases, so that each structure and each field is tried.
 """
 
 from __future__ import annotations
 
 import importlib.util
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
+from typing import TypeVar
 
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from regard import Causal, Padding, Prefix, See, Segments, Window, attention
 from regard.errors import BackendError, InputError
@@ -27,10 +31,12 @@ from regard.mechanism.seeing import Seen
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed: it comes for Linux alone.", allow_module_level=True)
 
+Case = TypeVar("Case")
+
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 BATCH, HEADS, KEY_HEADS = 2, 4 if CUDA else 2, 2 if CUDA else 1
-QUERIES, KEYS = (1000, 1100) if CUDA else (70, 90)
+QUERIES, KEYS = (1000, 1100) if CUDA else (36, 44)
 LOW = (torch.bfloat16, torch.float16) if CUDA else (torch.float16,)
 DTYPES = (*LOW, torch.float32)
 
@@ -59,6 +65,12 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
     if CUDA and call.see is not None:
         assert fused.refuses(call) is None
     return fused.run(call)
+
+
+def interpreted(all_cases: Sequence[Case], some: Sequence[Case]) -> Sequence[Case]:
+    """All cases on a GPU, and without one some of them."""
+    assert set(some) <= set(all_cases)
+    return all_cases if CUDA else some
 
 
 def parts(*lengths: float) -> list[int]:
@@ -121,7 +133,6 @@ STRUCTURES: dict[str, Structure] = {
     "causal content": (Causal(), causal_content, None),
     "content in a window": (Window(KEYS // 3, KEYS // 4), content, 2.0),
 }
-structures = pytest.mark.parametrize("name", STRUCTURES)
 
 
 def make(
@@ -178,59 +189,81 @@ def assert_seen(seen: Seen | None, expected: Seen | None) -> None:
         )
 
 
-# The interpreter takes its time: there, low precision is tried on some structures only.
-CASES = [
-    (name, dtype)
-    for dtype in DTYPES
-    for name in STRUCTURES
-    if CUDA or dtype == torch.float32 or name in ("causal", "segments", "buckets", "causal content")
-]
+def assert_output(call: Call, output: Tensor, expected: Tensor) -> None:
+    """At most twice the error of plain PyTorch in the same precision."""
+    error = (output - expected).abs().max()
+    assert error <= 2 * (eager(call) - expected).abs().max() + 1e-6
 
 
-@pytest.mark.parametrize(("name", "dtype"), CASES)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    interpreted(
+        list(product(STRUCTURES, DTYPES)),
+        [
+            ("window", torch.float16),
+            ("causal segments", torch.float16),
+            ("buckets", torch.float16),
+            ("causal content", torch.float16),
+        ],
+    ),
+)
 def test_output_and_every_field(name: str, dtype: torch.dtype) -> None:
     call = make(name, EVERYTHING, dtype=dtype)
     output, seen = run(call)
     expected, expected_seen = reference.run(double(call))
-    error = (output - expected).abs().max()
-    assert error <= 2 * (eager(call) - expected).abs().max() + 1e-6
+    assert_output(call, output, expected)
     assert_seen(seen, expected_seen)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("width", [32, 64, 80, 96, 128, 256])
-def test_every_width(width: int, dtype: torch.dtype) -> None:
-    see = See(lse=True, entropy=True, received=True)
-    size = None if CUDA else 40
-    call = make(
-        "causal", see, dtype=dtype, width=width, value_width=width,
-        queries=size or QUERIES, keys=size or KEYS,
-    )  # fmt: skip
+def test_more_queries_than_a_block_has() -> None:
+    size = 2 * QUERIES if CUDA else 70
+    call = make("window", replace(EVERYTHING, map=None, map_peak=False), queries=size, keys=size)
     output, seen = run(call)
     expected, expected_seen = reference.run(double(call))
-    error = (output - expected).abs().max()
-    assert error <= 2 * (eager(call) - expected).abs().max() + 1e-6
+    assert_output(call, output, expected)
     assert_seen(seen, expected_seen)
 
 
-GRIDS = [
-    (name, grid)
-    for name in ("full", "causal", "causal alibi, softcap", "window", "causal content")
-    for grid in ((1, 1), (3, 7), (16, 2), (200, 300), (64, 64))
-    if CUDA or name != "causal content" or grid in ((3, 7), (64, 64))
-]
+@pytest.mark.parametrize(
+    ("width", "dtype"),
+    interpreted(list(product((32, 64, 80, 96, 128, 256), DTYPES)), [(80, torch.float16)]),
+)
+def test_every_width(width: int, dtype: torch.dtype) -> None:
+    see = See(lse=True, entropy=True, received=True)
+    call = make("causal", see, dtype=dtype, width=width, value_width=width)
+    output, seen = run(call)
+    expected, expected_seen = reference.run(double(call))
+    assert_output(call, output, expected)
+    assert_seen(seen, expected_seen)
 
 
-@pytest.mark.parametrize(("name", "grid"), GRIDS)
+@pytest.mark.parametrize(
+    ("name", "grid"),
+    interpreted(
+        list(
+            product(
+                ("full", "causal", "causal alibi, softcap", "window", "causal content"),
+                ((1, 1), (3, 7), (16, 2), (200, 300), (64, 64)),
+            )
+        ),
+        [
+            ("full", (16, 2)),
+            ("causal", (3, 7)),
+            ("window", (1, 1)),
+            ("causal alibi, softcap", (200, 300)),
+            ("causal content", (64, 64)),
+        ],
+    ),
+)
 def test_maps_of_any_grid(name: str, grid: tuple[int, int]) -> None:
     """Bins wider and narrower than a tile, whole and not, on sizes that divide and that do not."""
-    for queries, keys in ((QUERIES, KEYS), (KEYS, KEYS)) if CUDA else ((50, 61), (64, 64)):
+    for queries, keys in ((QUERIES, KEYS), (KEYS, KEYS)) if CUDA else ((35, 41), (64, 64)):
         call = make(name, See(map=grid, map_peak=True), queries=queries, keys=keys)
         assert_seen(run(call)[1], reference.run(double(call))[1])
 
 
 def test_queries_before_the_first_key_and_a_single_query() -> None:
-    for queries, keys in ((90, 64), (1, 64), (64, 1)):
+    for queries, keys in ((50, 34), (1, 34), (34, 1)):
         see = See(lse=True, entropy=True, map=4, received=True)
         call = make("causal", see, queries=queries, keys=keys)
         output, seen = run(call)
@@ -239,22 +272,37 @@ def test_queries_before_the_first_key_and_a_single_query() -> None:
         assert_seen(seen, expected_seen)
 
 
-@pytest.mark.parametrize("count", [1, 5, 64])
 @pytest.mark.parametrize(
-    "name",
-    ["full", "causal", "window", "causal segments", "padding, one sequence empty", "buckets",
-     "causal alibi, softcap"],
-)  # fmt: skip
+    ("name", "count"),
+    interpreted(
+        list(
+            product(
+                (
+                    "full",
+                    "causal",
+                    "window",
+                    "causal segments",
+                    "padding, one sequence empty",
+                    "buckets",
+                    "causal alibi, softcap",
+                ),
+                (1, 5, 64),
+            )
+        ),
+        [("padding, one sequence empty", 5), ("causal alibi, softcap", 64), ("buckets", 1)],
+    ),
+)
 def test_the_top_keys(name: str, count: int) -> None:
     """Their weights are the largest of the row, and are those of the keys named."""
-    call = make(name, See(top=count), queries=QUERIES if CUDA else 40)
+    call = make(name, See(top=count))
     weights = reference.run(replace(double(call), see=See(weights=True)))[1]
     top = run(call)[1]
     assert weights is not None
     assert weights.weights is not None
     assert top is not None
     assert top.top is not None
-    largest = weights.weights.topk(count).values
+    missing = (0, max(count - KEYS, 0))
+    largest = pad(weights.weights, missing).topk(count).values
     torch.testing.assert_close(top.top.weights.double(), largest, rtol=0, atol=2e-6)
     keys = top.top.keys
     there = weights.weights.gather(-1, keys.clamp(min=0)).masked_fill(keys < 0, 0)
@@ -267,7 +315,7 @@ def test_the_top_keys(name: str, count: int) -> None:
 
 @pytest.mark.parametrize("dtype", LOW, ids=str)
 def test_the_top_keys_in_low_precision(dtype: torch.dtype) -> None:
-    for width in (64, 128):
+    for width in (64, 128) if CUDA else (64,):
         call = make("causal", See(top=8), dtype=dtype, width=width)
         weights = reference.run(replace(double(call), see=See(weights=True)))[1]
         top = run(call)[1]
@@ -281,7 +329,7 @@ def test_the_top_keys_in_low_precision(dtype: torch.dtype) -> None:
 
 def test_of_equal_weights_the_first_keys_are_the_top() -> None:
     """And more of them than there is room to collect."""
-    call = make("full", See(top=3))
+    call = make("full", See(top=3), queries=20)
     _, seen = run(replace(call, query=torch.zeros_like(call.query)))
     assert seen is not None
     assert seen.top is not None
@@ -289,17 +337,29 @@ def test_of_equal_weights_the_first_keys_are_the_top() -> None:
     torch.testing.assert_close(seen.top.weights, torch.full_like(seen.top.weights, 1 / KEYS))
 
 
-@pytest.mark.parametrize("name", ["full", "causal", "window", "causal alibi, softcap"])
-@pytest.mark.parametrize("queries", [1, 5])
-def test_few_queries_share_the_work_on_many_keys(name: str, queries: int) -> None:
-    keys = 70_000 if CUDA else 1300
-    for dtype in (torch.float32, LOW[0]):
-        call = make(name, replace(EVERYTHING, rows=[-1]), dtype=dtype, queries=queries, keys=keys)
-        output, seen = run(call)
-        expected, expected_seen = reference.run(double(call))
-        error = (output - expected).abs().max()
-        assert error <= 2 * (eager(call) - expected).abs().max() + 1e-6
-        assert_seen(seen, expected_seen)
+@pytest.mark.parametrize(
+    ("name", "queries", "dtype"),
+    interpreted(
+        list(
+            product(
+                ("full", "causal", "window", "causal alibi, softcap"),
+                (1, 5),
+                (torch.float32, LOW[0]),
+            )
+        ),
+        [("causal alibi, softcap", 1, torch.float32), ("window", 5, torch.float16)],
+    ),
+)
+def test_few_queries_share_the_work_on_many_keys(
+    name: str, queries: int, dtype: torch.dtype
+) -> None:
+    keys = 70_000 if CUDA else 1030
+    see = replace(EVERYTHING, rows=[-1], map=(2, 3))
+    call = make(name, see, dtype=dtype, queries=queries, keys=keys)
+    output, seen = run(call)
+    expected, expected_seen = reference.run(double(call))
+    assert_output(call, output, expected)
+    assert_seen(seen, expected_seen)
 
 
 def gradients(
@@ -307,8 +367,11 @@ def gradients(
     attend: Callable[[Call], tuple[Tensor, Seen | None]],
     dtype: torch.dtype,
     fields: tuple[str, ...],
-) -> list[Tensor]:
-    """Of one number made from the output and these fields, for every tensor of the call."""
+) -> tuple[list[Tensor], Tensor, Seen | None]:
+    """Of one number made from the output and these fields, for every tensor of the call.
+
+    And the output and what was seen.
+    """
     query, key, value = (
         t.detach().to(dtype).requires_grad_() for t in (call.query, call.key, call.value)
     )
@@ -329,71 +392,101 @@ def gradients(
         tensor = seen.to_dict()[name]
         tensor = torch.where(tensor.isfinite(), tensor, 0)
         total = total + (tensor * random(*tensor.shape, seed=6, dtype=tensor.dtype)).sum()
-    return list(torch.autograd.grad(total, leaves))
+    return list(torch.autograd.grad(total, leaves)), output, seen
 
 
-@structures
-def test_gradients_through_every_field(name: str) -> None:
-    call = make(name, EVERYTHING)
-    got = gradients(call, run, torch.float32, SMOOTH)
-    want = gradients(call, reference.run, torch.float64, SMOOTH)
+def assert_gradients(call: Call, fields: tuple[str, ...]) -> None:
+    """With the output and what was seen, against the definition in float64."""
+    got, output, seen = gradients(call, run, torch.float32, fields)
+    want, expected, expected_seen = gradients(call, reference.run, torch.float64, fields)
+    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
+    assert_seen(seen, expected_seen)
     for one, other in zip(got, want, strict=True):
         scale = other.abs().amax().item()
         torch.testing.assert_close(one.double(), other, rtol=0, atol=2e-5 * scale)
 
 
-@pytest.mark.parametrize("field", SMOOTH)
-def test_gradients_through_one_field(field: str) -> None:
-    call = make("causal", replace(EVERYTHING, peak=False))
-    got = gradients(call, run, torch.float32, (field,))
-    want = gradients(call, reference.run, torch.float64, (field,))
-    for one, other in zip(got, want, strict=True):
-        scale = other.abs().amax().item()
-        torch.testing.assert_close(one.double(), other, rtol=0, atol=2e-5 * scale)
-
-
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("width", [64, 128, 256] if CUDA else [64])
 @pytest.mark.parametrize(
-    "name", ["full", "causal", "window", "buckets", "causal alibi, softcap", "content"]
+    "name",
+    interpreted(
+        list(STRUCTURES),
+        [
+            "full",
+            "causal",
+            "prefix",
+            "padding, one sequence empty",
+            "segments",
+            "causal alibi, softcap",
+            "causal buckets",
+            "buckets in a window",
+            "content in a window",
+            "causal content",
+        ],
+    ),
 )
-def test_gradients_in_low_precision(name: str, width: int, dtype: torch.dtype) -> None:
-    size = QUERIES if CUDA else 40
-    call = make(
-        name, See(entropy=True), dtype=dtype, queries=size, keys=size, width=width,
-        value_width=width,
-    )  # fmt: skip
-    got = gradients(call, run, dtype, ())
-    want = gradients(call, reference.run, torch.float64, ())
-    plain = gradients(call, lambda call: (eager(call), None), dtype, ())
-    for one, other, rough in zip(got[:3], want[:3], plain[:3], strict=True):
-        error = (one - other).abs().max()
-        assert error <= 3 * (rough - other).abs().max() + 1e-3 * other.abs().max()
+def test_gradients_through_every_field(name: str) -> None:
+    assert_gradients(make(name, EVERYTHING), SMOOTH)
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-@pytest.mark.parametrize("mask", [None, Causal()], ids=repr)
-def test_gradients_of_plain_calls_that_are_seen(mask: Mask | None, dtype: torch.dtype) -> None:
-    """With equal heads and widths: on a GPU these are cuDNN's, from our log-sum-exp."""
-    size = QUERIES if CUDA else 40
-    query, key, value = (random(2, 2, size, 64, seed=s, dtype=dtype) for s in range(3))
-    call = check(query, key, value, mask, None, None, None, 0.0, EVERYTHING)
-    got = gradients(call, run, dtype, ())
-    want = gradients(call, reference.run, torch.float64, ())
-    plain = gradients(call, lambda call: (eager(call), None), dtype, ())
+@pytest.mark.parametrize("field", interpreted(SMOOTH, ("lse", "received")))
+def test_gradients_through_one_field(field: str) -> None:
+    assert_gradients(make("causal", replace(EVERYTHING, peak=False)), (field,))
+
+
+def assert_low_precision_gradients(call: Call) -> None:
+    """At most three times the error of plain PyTorch in the same precision."""
+    dtype = call.query.dtype
+    got, *_ = gradients(call, run, dtype, ())
+    want, *_ = gradients(call, reference.run, torch.float64, ())
+    plain, *_ = gradients(call, lambda call: (eager(call), None), dtype, ())
     for one, other, rough in zip(got, want, plain, strict=True):
         error = (one - other).abs().max()
         assert error <= 3 * (rough - other).abs().max() + 1e-3 * other.abs().max()
 
 
 @pytest.mark.parametrize(
-    "name", ["full", "window", "causal content", *(["causal", "buckets"] if CUDA else [])]
+    ("name", "width", "dtype"),
+    interpreted(
+        list(
+            product(
+                ("full", "causal", "window", "buckets", "causal alibi, softcap", "content"),
+                (64, 128, 256),
+                LOW,
+            )
+        ),
+        [("buckets", 64, torch.float16), ("content", 64, torch.float16)],
+    ),
+)
+def test_gradients_in_low_precision(name: str, width: int, dtype: torch.dtype) -> None:
+    call = make(
+        name, See(entropy=True), dtype=dtype, queries=QUERIES, keys=QUERIES, width=width,
+        value_width=width,
+    )  # fmt: skip
+    assert_low_precision_gradients(call)
+
+
+@pytest.mark.parametrize(
+    ("mask", "dtype"),
+    [(mask, dtype) for mask in (None, Causal()) for dtype in LOW if CUDA or mask is None],
+)
+def test_gradients_of_plain_calls_that_are_seen(mask: Mask | None, dtype: torch.dtype) -> None:
+    """With equal heads and widths: on a GPU these are cuDNN's, from our log-sum-exp."""
+    query, key, value = (random(2, 2, QUERIES, 64, seed=s, dtype=dtype) for s in range(3))
+    see = replace(EVERYTHING, rows=(), map=None, map_peak=False)
+    assert_low_precision_gradients(check(query, key, value, mask, None, None, None, 0.0, see))
+
+
+@pytest.mark.parametrize(
+    "name",
+    interpreted(
+        ["full", "causal", "window", "buckets", "causal content"], ["window", "causal content"]
+    ),
 )
 def test_compiles_to_one_graph(name: str) -> None:
     """Output, fields and gradients, as without the compiler."""
     torch._dynamo.reset()  # each case is a graph of its own
-    see = replace(EVERYTHING, rows=[2], top=0 if "content" in name else 3)
-    call = make(name, see, queries=40, keys=50)
+    see = replace(EVERYTHING, rows=[2], map=(2, 2), top=0 if "content" in name else 3)
+    call = make(name, see, queries=20, keys=24)
     compiled = torch.compile(fused.run, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         output, seen = compiled(call)
@@ -403,13 +496,26 @@ def test_compiles_to_one_graph(name: str) -> None:
     assert expected_seen is not None
     for field, tensor in expected_seen.to_dict().items():
         assert torch.equal(seen.to_dict()[field], tensor), field
-    got = gradients(call, compiled, torch.float32, SMOOTH)
-    want = gradients(call, run, torch.float32, SMOOTH)
+    got, *_ = gradients(call, compiled, torch.float32, SMOOTH)
+    want, *_ = gradients(call, run, torch.float32, SMOOTH)
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6 * other.abs().amax().item())
 
 
 if CUDA:
+
+    @pytest.mark.parametrize("name", ["buckets", "causal content"])
+    def test_a_bias_takes_no_memory_of_all_pairs(name: str) -> None:
+        size = 8192
+        call = make(name, See(entropy=True), dtype=torch.bfloat16, queries=size, keys=size)
+        leaves = [call.query, call.key, call.value, *(call.bias.tensors if call.bias else ())]
+        for tensor in leaves:
+            tensor.requires_grad_()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        output, _ = run(call)
+        torch.autograd.grad(output, leaves, torch.ones_like(output))
+        assert torch.cuda.max_memory_allocated() - before < size * size
 
     @pytest.mark.parametrize("name", ["full", "window", "causal content"])
     def test_is_captured_in_a_cuda_graph(name: str) -> None:
@@ -448,31 +554,27 @@ def amid_nan(shape: tuple[int, int, int, int], layout: str) -> Tensor:
     return inner[:1].expand(batch, -1, -1, -1) if layout == "expanded" else inner
 
 
-@pytest.mark.parametrize("layout", ["sliced", "transposed", "strided", "expanded"])
+@pytest.mark.parametrize(
+    "layout",
+    interpreted(["sliced", "transposed", "strided", "expanded"], ["transposed", "expanded"]),
+)
 def test_reads_nothing_outside_its_inputs(layout: str) -> None:
     """Inputs are views into NaN, and whatever the kernels leave unwritten is NaN."""
     query, key, value = (
-        amid_nan((2, heads, length, 24), layout) for heads, length in ((4, 45), (2, 53), (2, 53))
+        amid_nan((2, heads, length, 24), layout) for heads, length in ((2, 35), (1, 39), (1, 39))
     )
     call = check(query, key, value, Window(9, 4), None, None, None, 0.0, EVERYTHING)
     before = torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(True)  # fills new memory with NaN
     try:
-        output, seen = run(call)
-        got = gradients(call, run, torch.float32, SMOOTH)
+        assert_gradients(call, SMOOTH)
     finally:
         torch.use_deterministic_algorithms(before)
-    expected, expected_seen = reference.run(double(call))
-    torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
-    assert_seen(seen, expected_seen)
-    want = gradients(call, reference.run, torch.float64, SMOOTH)
-    for one, other in zip(got, want, strict=True):
-        assert (one - other).abs().max() <= 2e-5 * other.abs().max()
 
 
 def test_nan_behind_padding_does_not_leak() -> None:
     keys = 77
-    call = make("full", EVERYTHING, queries=50, keys=keys)
+    call = make("full", EVERYTHING, keys=keys)
     call = replace(call, mask=Padding([40, 33]))
     clean_output, clean = run(call)
     call.key[0, :, 40:], call.value[0, :, 40:] = math.nan, math.inf
@@ -487,15 +589,25 @@ def test_nan_behind_padding_does_not_leak() -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "width"), [("causal", 64), ("full", 128), ("causal alibi, softcap", 64)]
+    ("name", "width"),
+    interpreted(
+        [
+            ("causal", 64),
+            ("full", 128),
+            ("causal alibi, softcap", 64),
+            ("buckets", 64),
+            ("causal content", 64),
+        ],
+        [("buckets", 64)],
+    ),
 )
 def test_repeats_are_equal_to_the_bit(name: str, width: int) -> None:
-    size = 2048 if CUDA else 70
+    size = 2048 if CUDA else KEYS
     dtype = torch.bfloat16 if CUDA else torch.float32
     see = replace(EVERYTHING, rows=())
     call = make(name, see, dtype=dtype, queries=size, keys=size, width=width, value_width=width)
-    leaves = [t.detach().requires_grad_() for t in (call.query, call.key, call.value)]
-    call = replace(call, query=leaves[0], key=leaves[1], value=leaves[2])
+    leaves = [t.requires_grad_() for t in (call.query, call.key, call.value)]
+    leaves += [t.requires_grad_() for t in (call.bias.tensors if call.bias else ())]
     upstream = random(BATCH, HEADS, size, width, dtype=dtype), random(BATCH, HEADS, size)
 
     def everything() -> list[Tensor]:

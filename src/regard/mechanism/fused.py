@@ -14,6 +14,7 @@ from importlib.util import find_spec
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding
 
 from regard.mechanism import reference
 from regard.mechanism.biases import Alibi, RelativeBuckets, RelativeContent
@@ -88,9 +89,6 @@ def unsupported(call: Call) -> str | None:
             return "the kernels do not look at single pairs."
         if call.see.weights:
             return "all weights at once are not streamed: rows and map are."
-    if call.wants_gradient and torch.are_deterministic_algorithms_enabled():
-        if isinstance(call.bias, RelativeBuckets) and call.bias.table.requires_grad:
-            return "the gradient of a table of buckets is not the same in every repeat."
     return None
 
 
@@ -151,8 +149,10 @@ def _structure(call: Call) -> Structure:
         return replace(structure, bias=ALIBI, table=slopes)
     if isinstance(bias, RelativeBuckets):
         reach = bias.max_distance  # from here on all distances share a bucket
-        distances = torch.arange(-reach, reach + 1, device=bias.table.device)
-        table = bias.table[bias.bucket(distances)].t().float().contiguous()
+        given = bias.table.shape[0], bias.bidirectional, reach, bias.table.device
+        keep = not torch.compiler.is_compiling()
+        buckets = _kept_buckets(*given) if keep else _buckets(*given)
+        table = embedding(buckets, bias.table).t().float().contiguous()
         return replace(structure, bias=TABLE, table=table, reach=reach)
     if isinstance(bias, RelativeContent):
         shift = bias.query.shape[-1] ** -0.5 if bias.scale is None else bias.scale
@@ -161,6 +161,16 @@ def _structure(call: Call) -> Structure:
             structure, bias=RELATIVE, table=table, second=second, reach=bias.first, shift=shift
         )
     return structure
+
+
+def _buckets(count: int, bidirectional: bool, reach: int, device: torch.device) -> Tensor:
+    """The bucket of each distance from -reach to reach."""
+    with torch.inference_mode(False):  # what is kept may be used where gradients are
+        rule = RelativeBuckets(torch.empty(count, 1, device=device), bidirectional, reach)
+        return rule.bucket(torch.arange(-reach, reach + 1, device=device))
+
+
+_kept_buckets = lru_cache(maxsize=64)(_buckets)
 
 
 def _lowered(mask: Mask | None, extent: Extent) -> tuple[int, Tensor | None, Tensor | None]:

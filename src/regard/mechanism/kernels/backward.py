@@ -11,8 +11,8 @@ received R and the sums M of the map's cells,
 so that every field adds a term to each score's gradient and a number to each row's delta. Only the
 last sum is not at hand after the forward pass. ``deltas`` has delta, and streams that sum.
 
-Gradients of queries, of keys and values, and of Transformer-XL's embeddings of distances each have
-a kernel of their own: a program owns what it sums up, and no two add to one number.
+Gradients of queries, and of keys and values, each have a kernel of their own: a program owns what
+it sums up, and no two add to one number. ``distances`` has those of what belongs to distances.
 """
 
 import triton
@@ -24,7 +24,6 @@ from regard.mechanism.kernels.tiles import (
     CAUSAL,
     INTERVAL,
     LN2,
-    LOG2E,
     RELATIVE,
     TABLE,
     allowed,
@@ -47,7 +46,7 @@ from regard.mechanism.kernels.tiles import (
 
 
 @triton.jit
-def _gradient(
+def gradient(
     dots, shift, gain, lse, common, entropy, distance, query_at, key_at, side, low, high, keys,
     terms, head, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     FREE: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr,
@@ -77,7 +76,7 @@ def _gradient(
 @triton.jit
 def _query_stretch(
     dq, du, before, after, q, second, grad, k_tile, v_tile, k_row, v_row, received, cells,
-    table_grad, start, stop, first, last, origin, rows, query_at, low, high, lse, common, entropy,
+    start, stop, first, last, origin, rows, query_at, low, high, lse, common, entropy,
     distance, queries, keys, side, terms, relative, head, bins, columns, width, value_width,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr,
     EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
@@ -101,7 +100,7 @@ def _query_stretch(
         shift = 0.0
         if BIAS == RELATIVE:
             shift = content(second, relative, head, origin, n, BM, BU, False, PRECISION)
-        _, change, inner = _gradient(
+        _, change, inner = gradient(
             dots, shift, gain, lse[:, None], common[:, None], entropy[:, None], distance[:, None],
             query_at[:, None], key_at[None, :], side, low[:, None], high[:, None], keys,
             terms, head, KIND, BIAS, SOFTCAP, FREE, ENTROPY, DISTANCE,
@@ -110,10 +109,12 @@ def _query_stretch(
             apart = tl.abs(query_at[:, None] - key_at[None, :]).to(tl.float32)
             before -= tl.sum(change * apart, 1)
         if TRAIN and BIAS == TABLE:
+            # All beyond the reach of the table share its ends; ``distances`` has what is within.
             if not FREE:
                 apart = query_at[:, None] - key_at[None, :]
-                apart = tl.minimum(tl.maximum(apart, -terms.reach), terms.reach) + terms.reach
-                tl.atomic_add(table_grad + apart, change, sem="relaxed")
+                before += tl.sum(tl.where(apart >= terms.reach, change, 0.0), 1)
+                if KIND != CAUSAL:
+                    after += tl.sum(tl.where(apart <= -terms.reach, change, 0.0), 1)
             elif side > 0:
                 before += tl.sum(change, 1)
             else:
@@ -140,7 +141,10 @@ def by_query(
     ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr,
     TRAIN: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the queries, and with TRAIN that of the bias; a program has some queries."""
+    """The gradient of the queries; a program has some of them.
+
+    With TRAIN also of the bias, for each query: of Alibi's slope, or of both ends of a table.
+    """
     block = tl.num_programs(0) - 1 - tl.program_id(0) if KIND == CAUSAL else tl.program_id(0)
     batch, head = whose(heads)
     SIDES: tl.constexpr = by_distance(BIAS)
@@ -172,9 +176,6 @@ def by_query(
     cells = MapGrad
     if MAP:
         cells += flat * bins * columns
-    table_grad = TableGrad
-    if TRAIN and BIAS == TABLE:
-        table_grad += head * terms.table_head
     low, high = range_of(ends, batch, rows, inside, KIND)
     last = tl.minimum(row + BM, queries) - 1
     parts = key_stretches(ends, batch, row, last, offset, keys, terms.reach, BN, KIND, SIDES)
@@ -186,7 +187,7 @@ def by_query(
         if by_keys(PART, KIND, SIDES):
             dq, du, before, after = _query_stretch(
                 dq, du, before, after, q, second, its_grad, k_tile, v_tile, key.row, value.row,
-                received, cells, table_grad, parts[PART], parts[PART + 1], parts[6], parts[5],
+                received, cells, parts[PART], parts[PART + 1], parts[6], parts[5],
                 row + offset, rows, query_at, low, high, lse, common, entropy, distance, queries,
                 keys, -1 if PART == 3 else 1, terms, relative, head, bins, columns, width,
                 value_width, BM, BN, BD, BV, BU, EVEN, KIND, BIAS, SOFTCAP, PART % 2 == 1, ENTROPY,
@@ -205,11 +206,10 @@ def by_query(
             (du * relative.scale).to(second_grad.data.dtype.element_ty),
             mask=inside[:, None] & (far < relative.width),
         )
-    if TRAIN and BIAS == ALIBI:
+    if TRAIN:
         tl.store(TableGrad + at, before, mask=inside)
-    if TRAIN and BIAS == TABLE:
-        tl.atomic_add(table_grad + 2 * terms.reach, tl.sum(before, 0), sem="relaxed")
-        tl.atomic_add(table_grad, tl.sum(after, 0), sem="relaxed")
+        if BIAS == TABLE:
+            tl.store(TableGrad + tl.num_programs(1).to(tl.int64) * queries + at, after, mask=inside)
 
 
 @triton.jit
@@ -257,7 +257,7 @@ def _key_stretch(
             fits = (far < relative.width) & inside[None, :]
             second = tl.load(u_tile + m.to(tl.int64) * u_row, mask=fits, other=0.0)
             shift = content(second, relative, head, m + offset, origin, BM, BU, True, PRECISION)
-        p, _, inner = _gradient(
+        p, _, inner = gradient(
             dots, shift, gain, lse[None, :], common[None, :], entropy[None, :], distance[None, :],
             query_at[None, :], key_at[:, None], side, low[None, :], high[None, :], keys,
             terms, head, KIND, BIAS, SOFTCAP, FREE, ENTROPY, DISTANCE,
@@ -329,95 +329,4 @@ def by_key(
         head_of(value_grad, batch, key_head) + there * value_grad.row + value_dims,
         dv.to(value_grad.data.dtype.element_ty),
         mask=real[:, None] & (value_dims < value_width),
-    )
-
-
-@triton.jit
-def _aligned(product, B: tl.constexpr):
-    """From the keys around B queries, [queries, 2 B], to their distances: [queries, B]."""
-    near = tl.arange(0, B)
-    return tl.gather(product, near[:, None] - near[None, :] + (B - 1), 1)
-
-
-@triton.jit(do_not_specialize=["queries", "keys"])
-def by_far(
-    query, key, value, grad, Lse, Delta, EntropyGrad, DistanceGrad, ReceivedGrad, MapGrad,
-    FarGrad, ends, terms, relative,
-    batches, heads, groups, queries, keys, width, value_width, bins, columns,
-    B: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr, KIND: tl.constexpr,
-    SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, RECEIVED: tl.constexpr,
-    MAP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """The gradient of Transformer-XL's embeddings; a program has some distances of one head.
-
-    Here the embeddings lie straight, and keys and values are multiplied with too many and shifted.
-    Distances run from 1 - queries, where the first query meets the last key, to keys - 1.
-    """
-    head = tl.program_id(1).to(tl.int64)
-    offset = keys - queries
-    near = tl.arange(0, B)
-    dims, value_dims = tl.arange(0, BD)[:, None], tl.arange(0, BV)[:, None]
-    least = tl.program_id(0) * B - (queries - 1)  # from a key to a query after it
-    far = least + near
-    table = embeddings(relative, head, least, B, BU)
-    total = tl.zeros([B, BU], tl.float32)
-    # Queries at positions that have keys at these distances: 0 <= position - distance < keys.
-    start = tl.maximum(least - offset, 0) // B * B
-    stop = tl.minimum(least + B - 1 + keys - offset, queries)
-    if KIND == CAUSAL and least + B <= 0:
-        stop = 0
-    for index in range(batches * tl.cdiv(tl.maximum(stop - start, 0), B)):
-        steps = tl.cdiv(tl.maximum(stop - start, 0), B)
-        batch = (index // steps).to(tl.int64)
-        row = start + index % steps * B
-        rows = row + near
-        inside = rows < queries
-        query_at = rows + offset
-        flat = batch * heads + head
-        at = flat * queries + rows
-        # The keys at these distances from these queries, and some more: 2 B in a row.
-        around = row + offset - (least + B - 1) + tl.arange(0, 2 * B)
-        real = ((around >= 0) & (around < keys))[None, :]
-        beside = around[None, :].to(tl.int64)
-        k_at = head_of(key, batch, head // groups) + beside * key.row + dims
-        v_at = head_of(value, batch, head // groups) + beside * value.row + value_dims
-        k = tl.load(k_at, mask=real & (dims < width), other=0.0)
-        v = tl.load(v_at, mask=real & (value_dims < value_width), other=0.0)
-        q = rows_of(query, batch, head, rows, inside, width, BD)
-        its_grad = rows_of(grad, batch, head, rows, inside, value_width, BV)
-        second = rows_of(relative.query, batch, head, rows, inside, relative.width, BU)
-        dots = _aligned(tl.dot(q, k, input_precision=PRECISION), B)
-        gain = _aligned(tl.dot(its_grad, v, input_precision=PRECISION), B)
-        key_at = query_at[:, None] - far[None, :]
-        fits = (key_at >= 0) & (key_at < keys) & inside[:, None]
-        if RECEIVED:
-            gain += tl.load(ReceivedGrad + flat * keys + key_at, mask=fits, other=0.0)
-        if MAP:
-            cells = MapGrad + flat * bins * columns
-            gain += cells_of(
-                cells, rows[:, None], tl.maximum(key_at, 0), queries, keys, bins, columns
-            )
-        shift = tl.dot(second, table, input_precision=PRECISION) * (relative.scale * LOG2E)
-        lse = rows_lse(Lse + at, inside)
-        common = tl.load(Delta + at, inside, other=0.0)
-        entropy = common
-        if ENTROPY:
-            entropy = tl.load(EntropyGrad + at, inside, other=0.0)
-        distance = common
-        if DISTANCE:
-            distance = tl.load(DistanceGrad + at, inside, other=0.0)
-        low, high = range_of(ends, batch, rows, inside, KIND)
-        _, change, _ = _gradient(
-            dots, shift, gain, lse[:, None], common[:, None], entropy[:, None], distance[:, None],
-            query_at[:, None], key_at, 1, low[:, None], high[:, None], keys, terms, head, KIND,
-            RELATIVE, SOFTCAP, False, ENTROPY, DISTANCE,
-        )  # fmt: skip
-        change = tl.where(fits, change, 0.0)
-        total = tl.dot(tl.trans(change.to(second.dtype)), second, total, input_precision=PRECISION)
-    width_at = tl.arange(0, BU)[None, :]
-    place = (tl.program_id(1) * tl.num_programs(0) + tl.program_id(0)).to(tl.int64) * B + near
-    tl.store(
-        FarGrad + place[:, None] * relative.width + width_at,
-        total * relative.scale,
-        mask=width_at < relative.width,
     )

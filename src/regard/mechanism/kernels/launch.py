@@ -15,13 +15,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from regard.mechanism.kernels import backward as backward_kernels
-from regard.mechanism.kernels import deltas
+from regard.mechanism.kernels import deltas, distances
 from regard.mechanism.kernels import rows as rows_kernels
 from regard.mechanism.kernels.columns import columns as columns_kernel
 from regard.mechanism.kernels.forward import forward as forward_kernel
 from regard.mechanism.kernels.forward import merge as merge_kernel
 from regard.mechanism.kernels.structure import (
     ALIBI,
+    CAUSAL,
     FULL,
     INTERVAL,
     RELATIVE,
@@ -368,7 +369,6 @@ def backward(
     parts = structure.ends, structure.terms, structure.relative
     shared: Any = {
         "BD": wide[0],
-        "BU": _far(structure),
         "KIND": structure.kind,
         "SOFTCAP": structure.softcap is not None,
         "RECEIVED": "received" in grads,
@@ -376,7 +376,9 @@ def backward(
         "PRECISION": _precision(query),
     }
     both: Any = {"BV": wide[1], "ENTROPY": "entropy" in grads, "DISTANCE": "distance" in grads}
-    even: Any = {"EVEN": wide == (width, value_width), "BIAS": structure.bias}
+    even: Any = {
+        "EVEN": wide == (width, value_width), "BIAS": structure.bias, "BU": _far(structure),
+    }  # fmt: skip
 
     extra = None
     if "received" in grads or "map" in grads:
@@ -385,7 +387,7 @@ def backward(
         deltas.expected[triton.cdiv(queries, blocks.queries), batch * heads](
             views[0], views[1], lse, grads.get("received"), grads.get("map"), extra, *parts,
             heads, groups, queries, keys, width, rows, cols,
-            BM=blocks.queries, BN=blocks.keys, BIAS=structure.bias, **shared,
+            BM=blocks.queries, BN=blocks.keys, BU=_far(structure), BIAS=structure.bias, **shared,
             num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
 
@@ -398,14 +400,10 @@ def backward(
         num_warps=4,
     )  # fmt: skip
 
-    table_grad, second_grad = None, None
-    if train_bias and structure.bias == ALIBI:
-        table_grad = torch.empty(batch, heads, queries, **options)
-    elif train_bias and structure.bias == TABLE:
-        assert structure.table is not None
-        table_grad = torch.zeros_like(structure.table)
-    elif structure.second is not None:
-        second_grad = torch.empty_like(structure.second)
+    # For each query the gradient of Alibi's slope, or of a table's two ends.
+    own_bias = train_bias and structure.bias in (ALIBI, TABLE)
+    far_grad = torch.empty(2, batch, heads, queries, **options) if own_bias else None
+    second_grad = None if structure.second is None else torch.empty_like(structure.second)
     query_grad = torch.empty_like(query)
     key_grad, value_grad = torch.empty_like(key), torch.empty_like(value)
     inputs = (
@@ -414,8 +412,8 @@ def backward(
     )  # fmt: skip
     sizes = (groups, queries, keys, width, value_width, rows, cols)
     backward_kernels.by_query[triton.cdiv(queries, by_query.queries), batch * heads](
-        *inputs, View.of(query_grad), View.of(second_grad), table_grad, *parts, heads, *sizes,
-        BM=by_query.queries, BN=by_query.keys, TRAIN=table_grad is not None, **shared, **both,
+        *inputs, View.of(query_grad), View.of(second_grad), far_grad, *parts, heads, *sizes,
+        BM=by_query.queries, BN=by_query.keys, TRAIN=own_bias, **shared, **both,
         **even, num_warps=by_query.warps, num_stages=by_query.stages,
     )  # fmt: skip
 
@@ -429,29 +427,69 @@ def backward(
         num_warps=by_key.warps, num_stages=by_key.stages,
     )  # fmt: skip
 
-    if structure.bias == RELATIVE and train_bias:
-        size = by_key.keys
-        count = triton.cdiv(queries + keys - 1, size)
-        far = torch.empty(heads, count * size, structure.relative.width, **options)
-        backward_kernels.by_far[count, heads](
-            *inputs, far, *parts, batch, heads, *sizes, B=size, **shared, **both,
-            num_warps=by_key.warps, num_stages=1,
-        )  # fmt: skip
-        table_grad = _clamped(far, queries, keys, structure)
-    if table_grad is not None and structure.bias == ALIBI:
-        table_grad = table_grad.sum((0, 2))[:, None]
+    table_grad = None
+    if far_grad is not None and structure.bias == ALIBI:
+        table_grad = far_grad[0].sum((0, 2))[:, None]
+    elif far_grad is not None:
+        table_grad = _by_diagonal(inputs, sizes, structure, shared | both)
+        table_grad[:, -1], table_grad[:, 0] = far_grad.sum((1, 3))
+    elif train_bias and structure.bias == RELATIVE:
+        table_grad = _by_far(inputs, sizes, structure, shared | both)
     return query_grad, key_grad, value_grad, table_grad, second_grad
 
 
-def _clamped(far: Tensor, queries: int, keys: int, structure: Structure) -> Tensor:
-    """The gradient of each distance from 1 - queries on, as that of the table's rows."""
+def _shares(programs: int, tiles: int) -> int:
+    """Among how many programs the tiles of some distances are shared, so that all are busy."""
+    return max(1, min(2 * PROGRAMS // programs, tiles))
+
+
+def _by_diagonal(
+    inputs: tuple[Any, ...], sizes: tuple[int, ...], structure: Structure, options: Any
+) -> Tensor:
+    """The gradient of a table of distances, as the table is, but for what is beyond its reach."""
+    query, reach = inputs[0].data, structure.reach
+    batch, heads, queries, _ = query.shape
+    narrow = query.dtype != torch.float32 and max(options["BD"], options["BV"]) <= 128
+    size = 64 if narrow else 32
+    low = 0 if structure.kind == CAUSAL else max(1 - queries, 1 - reach)
+    high = min(sizes[2], reach) - 1
+    lowest, highest = -((size - 1 - low) // size), (high + size - 1) // size
+    count = highest - lowest + 1
+    shares = _shares(count * heads, batch * triton.cdiv(queries, size))
+    found = torch.empty(heads, shares, count, size, 2 * size, device=query.device)
+    distances.by_diagonal[shares * count, heads](
+        *inputs, found, structure.ends, structure.terms, lowest, count, batch, heads, *sizes,
+        B=size, **options, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    # The distances of neighbouring diagonals overlap by half.
+    sums = found.sum((1, 3))
+    near, far = sums[..., :size].flatten(1), sums[..., size:].flatten(1)
+    total = pad(near, (0, size)) + pad(far, (size, 0))
+    first = lowest * size - (size - 1)
+    return pad(total[:, low - first : high + 1 - first], (reach + low, reach - high))
+
+
+def _by_far(
+    inputs: tuple[Any, ...], sizes: tuple[int, ...], structure: Structure, options: Any
+) -> Tensor:
+    """The gradient of Transformer-XL's embeddings of distances."""
     assert structure.table is not None
-    table = structure.table
-    if table.shape[0] == 1:
-        far = far.sum(0, keepdim=True)
+    query, table = inputs[0].data, structure.table
+    batch, heads, queries, _ = query.shape
+    size, end = 32, queries + sizes[2] - 1
+    count = triton.cdiv(end, size)
+    shares = _shares(count * heads, batch * triton.cdiv(queries, size))
+    far = torch.empty(heads, shares, count * size, table.shape[2], device=query.device)
+    distances.by_far[shares * count, heads](
+        *inputs, far, structure.ends, structure.terms, structure.relative, count, batch, heads,
+        *sizes, B=size, BU=_far(structure), **options, num_warps=4, num_stages=1,
+    )  # fmt: skip
+    far = far.sum((0, 1) if table.shape[0] == 1 else 1).reshape(
+        *table.shape[:1], -1, table.shape[2]
+    )
+    # From each distance since 1 - queries to the table's rows: those beyond go to its ends.
     total = far.new_zeros(table.shape)
     lead = structure.reach + queries - 1  # the place of the table's first row
-    end = queries + keys - 1
     low, high = (min(max(place, 0), end) for place in (lead, lead + table.shape[1]))
     total[:, low - lead : high - lead] = far[:, low:high]
     total[:, 0] += far[:, :low].sum(1)
