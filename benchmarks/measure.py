@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import shutil
 import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,11 +22,14 @@ RESULTS = Path(__file__).parent / "results"
 
 def environment() -> dict[str, Any]:
     """The commit, the machine and the versions a result belongs to."""
-    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
-    done = subprocess.run(git, capture_output=True, text=True, check=False)
+    commit = "unknown"
+    if shutil.which("git") is not None:
+        git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+        done = subprocess.run(git, capture_output=True, text=True, check=False)
+        commit = done.stdout.strip() or commit
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else _processor()
     return {
-        "commit": done.stdout.strip() or "unknown",
+        "commit": commit,
         "date": datetime.now(UTC).strftime("%Y-%m-%dT%H:%MZ"),
         "device": device,
         "threads": torch.get_num_threads(),
