@@ -542,6 +542,15 @@ def test_a_field_without_a_gradient_says_so() -> None:
         gradients(call, run, torch.float32, ("peak",))
 
 
+def test_what_is_kept_in_inference_mode_serves_gradients() -> None:
+    fused._bin_sizes.cache_clear()
+    fused._kept_buckets.cache_clear()
+    call = make("causal buckets", See(map=2), queries=20, keys=20)
+    with torch.inference_mode():
+        run(call)
+    assert_gradients(call, ("map",))
+
+
 def amid_nan(shape: tuple[int, int, int, int], layout: str) -> Tensor:
     """Random numbers as a view into a larger tensor that is NaN everywhere else."""
     batch, heads, length, width = shape
@@ -648,6 +657,8 @@ def test_what_the_kernels_leave_to_others() -> None:
     assert "pairs" in reason(see=See(pairs=[(0, 0)]))
     assert "rows and map" in reason(see=See(weights=True))
     assert "float64" in reason(query=x.double(), key=x.double(), value=x.double())
+    many = x[:1, :1, :1].expand(2**16, -1, -1, -1)
+    assert "65535" in reason(query=many, key=many, value=many)
     wide = random(1, 1, 2, 300)
     assert "wider than 256" in reason(query=wide, key=wide, value=wide)
     with pytest.raises((BackendError, InputError), match="triton"):

@@ -37,6 +37,7 @@ from regard.mechanism.seeing import See, Seen, bins, finish, grid_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = 256  # of a head; beyond it a block no longer fits the registers of a multiprocessor
+HEADS = 2**16 - 1  # of all sequences together: the most programs of a grid's second axis
 MOST = 64  # top keys; a tile has 128 places to find them by
 _TRITON = find_spec("triton") is not None
 
@@ -69,6 +70,8 @@ def unsupported(call: Call) -> str | None:
         return "the kernels have no dropout."
     if max(call.query.shape[-1], call.value.shape[-1]) > WIDEST:
         return f"a head is wider than {WIDEST}."
+    if call.extent.batch * call.extent.heads > HEADS:
+        return f"there are more than {HEADS} sequences times heads."
     if call.scale < 0:
         return "the kernels need a scale that is not below 0."
     if not _ranges(call.mask):
@@ -209,7 +212,8 @@ def _attending(lse: Tensor, structure: Structure, rows: int, extent: Extent) -> 
 
 @lru_cache(maxsize=64)
 def _bin_sizes(length: int, count: int, device: torch.device) -> Tensor:
-    return bins(length, count, device).bincount(minlength=count).to(torch.float32)
+    with torch.inference_mode(False):  # what is kept may be used where gradients are
+        return bins(length, count, device).bincount(minlength=count).to(torch.float32)
 
 
 def _rows(call: Call, see: See) -> Tensor:

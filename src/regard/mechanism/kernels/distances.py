@@ -55,7 +55,7 @@ def _change(
     return tl.where(fits, change, 0.0)
 
 
-@triton.jit(do_not_specialize=["lowest", "batches", "queries", "keys"])
+@triton.jit(do_not_specialize=["lowest", "diagonals", "batches", "queries", "keys"])
 def by_diagonal(
     query, key, value, grad, Lse, Delta, EntropyGrad, DistanceGrad, ReceivedGrad, MapGrad,
     Diagonals, ends, terms, lowest, diagonals, batches, heads, groups, queries, keys, width,
@@ -116,7 +116,7 @@ def _aligned(product, B: tl.constexpr):
     return tl.gather(product, near[:, None] - near[None, :] + (B - 1), 1)
 
 
-@triton.jit(do_not_specialize=["batches", "queries", "keys"])
+@triton.jit(do_not_specialize=["count", "batches", "queries", "keys"])
 def by_far(
     query, key, value, grad, Lse, Delta, EntropyGrad, DistanceGrad, ReceivedGrad, MapGrad,
     FarGrad, ends, terms, relative, count, batches, heads, groups, queries, keys, width,

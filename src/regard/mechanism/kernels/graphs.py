@@ -100,18 +100,31 @@ def _backward_operator(query: Tensor, key: Tensor, value: Tensor, *given: Any) -
         dict(zip(kept_names.split(), kept, strict=True)),
         dict(zip(grad_names.split(), grads, strict=True)), train_bias,
     )  # fmt: skip
-    return [grad for grad in found if grad is not None]
+    held = _held(query, key, value, given)
+    grads = (grad for grad in found if grad is not None)
+    return [_laid_out(grad, tensor) for grad, tensor in zip(grads, held, strict=True)]
 
 
-@_backward_operator.register_fake
-def _(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> list[Tensor]:
+def _held(query: Tensor, key: Tensor, value: Tensor, given: Sequence[Any]) -> list[Tensor]:
+    """The tensors that get a gradient, in order."""
     structure, train_bias = _whole(given[:_PARTS]), given[-1]
     held = [query, key, value]
     if train_bias and structure.table is not None:
         held.append(structure.table)
     if structure.bias == RELATIVE and structure.second is not None:
         held.append(structure.second)
-    return [torch.empty_like(tensor) for tensor in held]
+    return held
+
+
+def _laid_out(grad: Tensor, tensor: Tensor) -> Tensor:
+    """A gradient in the layout that was promised: that of a new tensor like the one it is for."""
+    promised = torch.empty_like(tensor, device="meta").stride()
+    return grad if grad.stride() == promised else torch.empty_like(tensor).copy_(grad)
+
+
+@_backward_operator.register_fake
+def _(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> list[Tensor]:
+    return [torch.empty_like(tensor) for tensor in _held(query, key, value, given)]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
