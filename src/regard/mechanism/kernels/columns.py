@@ -73,19 +73,23 @@ def _places(H: tl.constexpr, U: tl.constexpr, BIAS: tl.constexpr):
 def _binned(
     p, KEYS: tl.constexpr, H: tl.constexpr, U: tl.constexpr, BIAS: tl.constexpr, PEAK: tl.constexpr
 ):
-    """A tile's weights summed, or with PEAK the largest, over the queries of each bin."""
+    """A tile's weights summed, or with PEAK the largest, over the queries of each bin.
+
+    The bins lie along two axes, [KEYS, ., .]: as one they could leave a gap between the threads
+    that share a row, and Triton 3.6 does not sum across a gap.
+    """
     if _dealt(H, U, BIAS):
         parts = tl.reshape(p, [KEYS, H // LANES, U // PAIR, LANES, PAIR])
         if PEAK:
-            return tl.reshape(tl.max(tl.max(parts, 4), 2), [KEYS, H])
+            return tl.max(tl.max(parts, 4), 2)
         else:
-            return tl.reshape(tl.sum(tl.sum(parts, 4), 2), [KEYS, H])
+            return tl.sum(tl.sum(parts, 4), 2)
     else:
         parts = tl.reshape(p, [KEYS, H, U])
         if PEAK:
-            return tl.max(parts, 2)
+            return tl.max(parts, 2)[:, None, :]
         else:
-            return tl.sum(parts, 2)
+            return tl.sum(parts, 2)[:, None, :]
 
 
 @triton.jit
@@ -159,7 +163,7 @@ def _stretch(
             else:
                 sums = _binned(p, G * W, H, U, BIAS, False)
                 if RECEIVED:
-                    received += tl.sum(sums, 1)
+                    received += tl.sum(tl.sum(sums, 1), 1)
                 bin_at = tile * H + tl.arange(0, H)
                 at = bin_at[None, :] * units + unit[:, None]
                 fits = (bin_at < bins)[None, :] & (unit == unit)[:, None]
