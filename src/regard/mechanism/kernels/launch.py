@@ -329,6 +329,7 @@ def top(
             View.of(query), View.of(key), reached, candidates, structure.ends, structure.terms,
             heads, heads // key.shape[1], queries, keys, width, count, first,
             BM=block, BN=places, EVEN=wide == width, num_stages=2, **shared,
+            enable_fp_fusion=False,  # both its passes must round a score alike
         )  # fmt: skip
         rows_kernels.pick[triton.cdiv(queries, WARP), some](
             View.of(query), View.of(key), lse, reached, candidates, *found.values(),

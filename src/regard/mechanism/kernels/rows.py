@@ -4,9 +4,10 @@
 The largest k are found in two streams over the keys and no sorting of tiles. The first keeps, for
 each query, the highest score at each place of a tile: one maximum for each score, and of these the
 k-th largest (equal ones count once) is a bar that at least k scores reach. The second collects the
-few scores that reach it. To put those in order is the rest; ties go to the earlier key. Where more
-reach the bar than there is room for (ties, or a pattern that repeats with the tile), ``pick`` goes
-over the row again, once for each place.
+few scores that reach it; it must round each score as the first did, or what is equal to the bar no
+longer reaches it. To put those in order is the rest; ties go to the earlier key. Where more reach
+the bar than there is room for (ties, or a pattern that repeats with the tile), ``pick`` goes over
+the row again, once for each place.
 """
 
 import triton
