@@ -74,6 +74,14 @@ def gradient(
 
 
 @triton.jit
+def to_distances(change, B: tl.constexpr):
+    """From the keys of a tile [B, B] to its distances, the least first: [B, 2 B]."""
+    back = tl.arange(0, B)[:, None] + (B - 1) - tl.arange(0, 2 * B)[None, :]
+    spread = tl.gather(change, tl.minimum(tl.maximum(back, 0), B - 1), 1)
+    return tl.where((back >= 0) & (back < B), spread, 0.0)
+
+
+@triton.jit
 def _query_stretch(
     dq, du, before, after, q, second, grad, k_tile, v_tile, k_row, v_row, received, cells,
     start, stop, first, last, origin, rows, query_at, low, high, lse, common, entropy,
@@ -120,11 +128,7 @@ def _query_stretch(
             else:
                 after += tl.sum(change, 1)
         if BIAS == RELATIVE:  # back from keys to the distances that ``content`` has multiplied
-            step = tl.arange(0, 2 * BM)[None, :]
-            back = tl.arange(0, BM)[:, None] + (BM - 1) - step
-            there = (back >= 0) & (back < BM)
-            spread = tl.gather(change, tl.minimum(tl.maximum(back, 0), BM - 1), 1)
-            spread = tl.where(there, spread, 0.0)
+            spread = to_distances(change, BM)
             table = embeddings(relative, head, origin - n - (BM - 1), 2 * BM, BU)
             du = tl.dot(spread.to(table.dtype), tl.trans(table), du, input_precision=PRECISION)
         dq = tl.dot(inner.to(k.dtype), tl.trans(k), dq, input_precision=PRECISION)

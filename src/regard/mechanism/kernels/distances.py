@@ -9,7 +9,7 @@ and the few programs that share distances are summed afterwards. No two add to o
 import triton
 import triton.language as tl
 
-from regard.mechanism.kernels.backward import gradient
+from regard.mechanism.kernels.backward import gradient, to_distances
 from regard.mechanism.kernels.deltas import cells_of
 from regard.mechanism.kernels.tiles import (
     CAUSAL,
@@ -67,7 +67,7 @@ def by_diagonal(
     """The gradients of the scores, summed over all tiles of B x B that have the same distances.
 
     Tiles follow the diagonal: on the one with number x, query i and key j of a tile are x B + i - j
-    apart. Each row of the sum is written as [2 B] by distance, and 0 where it has none.
+    apart, from x B - (B - 1) on. A program writes a number for each of these 2 B distances.
     """
     head = tl.program_id(1).to(tl.int64)
     offset = keys - queries
@@ -103,10 +103,8 @@ def by_diagonal(
             MapGrad, ends, terms, queries, keys, bins, columns, KIND, SOFTCAP, ENTROPY, DISTANCE,
             RECEIVED, MAP,
         )  # fmt: skip
-    row = (head * tl.num_programs(0) + tl.program_id(0)) * B + near
-    place = apart + (B - 1)
-    tl.store(Diagonals + row[:, None] * (2 * B) + place, total)
-    tl.store(Diagonals + row[:, None] * (2 * B) + (place + B) % (2 * B), tl.zeros_like(total))
+    place = (head * tl.num_programs(0) + tl.program_id(0)) * (2 * B) + tl.arange(0, 2 * B)
+    tl.store(Diagonals + place, tl.sum(to_distances(total, B), 0))
 
 
 @triton.jit

@@ -457,13 +457,13 @@ def _by_diagonal(
     lowest, highest = -((size - 1 - low) // size), (high + size - 1) // size
     count = highest - lowest + 1
     shares = _shares(count * heads, batch * triton.cdiv(queries, size))
-    found = torch.empty(heads, shares, count, size, 2 * size, device=query.device)
+    found = torch.empty(heads, shares, count, 2 * size, device=query.device)
     distances.by_diagonal[shares * count, heads](
         *inputs, found, structure.ends, structure.terms, lowest, count, batch, heads, *sizes,
         B=size, **options, num_warps=4, num_stages=2,
     )  # fmt: skip
     # The distances of neighbouring diagonals overlap by half.
-    sums = found.sum((1, 3))
+    sums = found.sum(1)
     near, far = sums[..., :size].flatten(1), sums[..., size:].flatten(1)
     total = pad(near, (0, size)) + pad(far, (size, 0))
     first = lowest * size - (size - 1)
