@@ -19,6 +19,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard import Causal, Padding, Prefix, See, Segments, Window, attention
 from regard.errors import BackendError, InputError
@@ -246,7 +247,7 @@ def test_every_width(width: int, dtype: torch.dtype) -> None:
         list(
             product(
                 ("full", "causal", "causal alibi, softcap", "window", "causal content"),
-                ((1, 1), (3, 7), (16, 2), (200, 300), (64, 64)),
+                ((1, 1), (3, 7), (16, 2), (200, 300), (300, 3), (64, 64)),
             )
         ),
         [
@@ -261,7 +262,8 @@ def test_every_width(width: int, dtype: torch.dtype) -> None:
 def test_maps_of_any_grid(name: str, grid: tuple[int, int]) -> None:
     """Bins wider and narrower than a tile, whole and not, on sizes that divide and that do not."""
     for queries, keys in ((QUERIES, KEYS), (KEYS, KEYS)) if CUDA else ((35, 41), (64, 64)):
-        call = make(name, See(map=grid, map_peak=True), queries=queries, keys=keys)
+        see = See(received=True, map=grid, map_peak=True)
+        call = make(name, see, queries=queries, keys=keys)
         assert_seen(run(call)[1], reference.run(double(call))[1])
 
 
@@ -316,10 +318,16 @@ def test_the_top_keys(name: str, count: int) -> None:
     assert ((keys >= 0).sum(-1, keepdim=True) == attends).all()
 
 
-@pytest.mark.parametrize("dtype", LOW, ids=str)
-def test_the_top_keys_in_low_precision(dtype: torch.dtype) -> None:
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    interpreted(
+        list(product(("causal", "buckets", "causal alibi, softcap"), LOW)),
+        [("causal", torch.float16)],
+    ),
+)
+def test_the_top_keys_in_low_precision(name: str, dtype: torch.dtype) -> None:
     for width in (64, 128) if CUDA else (64,):
-        call = make("causal", See(top=8), dtype=dtype, width=width)
+        call = make(name, See(top=8), dtype=dtype, width=width)
         weights = reference.run(replace(double(call), see=See(weights=True)))[1]
         top = run(call)[1]
         assert top is not None
@@ -540,6 +548,28 @@ if CUDA:
         assert expected_seen is not None
         for field, tensor in expected_seen.to_dict().items():
             assert torch.equal(seen.to_dict()[field], tensor), field
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that any operator gives."""
+
+    size = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        made = func(*args, **(kwargs or {}))
+        self.size = max(self.size, made.nbytes if isinstance(made, Tensor) else 0)
+        return made
+
+
+def test_the_gradient_of_a_table_takes_no_more_than_the_output() -> None:
+    call = make("buckets", None)
+    assert call.bias is not None
+    leaves = [tensor.requires_grad_() for tensor in call.bias.tensors]
+    output, _ = run(call)
+    ones = torch.ones_like(output)
+    with Largest() as largest:
+        torch.autograd.grad(output, leaves, ones)
+    assert 0 < largest.size <= output.nbytes
 
 
 def test_a_field_without_a_gradient_says_so() -> None:
