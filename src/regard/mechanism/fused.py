@@ -9,7 +9,6 @@ queries (received, map) needs the final lse, and takes a second pass over the ke
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from importlib.util import find_spec
 
 import torch
@@ -20,6 +19,7 @@ from regard.mechanism import reference
 from regard.mechanism.biases import Alibi, RelativeBuckets, RelativeContent
 from regard.mechanism.call import Call
 from regard.mechanism.geometry import Extent
+from regard.mechanism.keeping import Kept
 from regard.mechanism.kernels import operators
 from regard.mechanism.kernels.operators import NAMED, Request
 from regard.mechanism.kernels.structure import (
@@ -173,7 +173,7 @@ def _buckets(count: int, bidirectional: bool, reach: int, device: torch.device) 
         return rule.bucket(torch.arange(-reach, reach + 1, device=device))
 
 
-_kept_buckets = lru_cache(maxsize=64)(_buckets)
+_kept_buckets = Kept(_buckets)
 
 
 def _lowered(mask: Mask | None, extent: Extent) -> tuple[int, Tensor | None, Tensor | None]:
@@ -197,7 +197,7 @@ def _ends(mask: Mask, extent: Extent) -> tuple[Tensor, Tensor]:
     return table(interval.low), table(interval.high)
 
 
-_kept_ends = lru_cache(maxsize=64)(_ends)
+_kept_ends = Kept(_ends)
 
 
 def _attending(lse: Tensor, structure: Structure, rows: int, extent: Extent) -> Tensor:
@@ -210,7 +210,7 @@ def _attending(lse: Tensor, structure: Structure, rows: int, extent: Extent) -> 
     return count.index_add(2, row_of, (lse > -torch.inf).to(lse.dtype))
 
 
-@lru_cache(maxsize=64)
+@Kept
 def _bin_sizes(length: int, count: int, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # what is kept may be used where gradients are
         return bins(length, count, device).bincount(minlength=count).to(torch.float32)

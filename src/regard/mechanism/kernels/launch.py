@@ -6,7 +6,6 @@ Tensors are [batch, heads, length, dim], their last axis dense.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +13,7 @@ import triton
 from torch import Tensor
 from torch.nn.functional import pad
 
+from regard.mechanism.keeping import Kept
 from regard.mechanism.kernels import backward as backward_kernels
 from regard.mechanism.kernels import deltas, distances
 from regard.mechanism.kernels import rows as rows_kernels
@@ -285,7 +285,7 @@ def rows(
     return found
 
 
-@lru_cache(maxsize=64)
+@Kept
 def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
     """Kept: sending numbers to a device makes it wait, and cannot be captured in a graph."""
     return torch.tensor(places, dtype=torch.int32, device=device)
