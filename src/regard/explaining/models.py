@@ -12,7 +12,7 @@ from regard.errors import InputError
 from regard.explaining.record import Numbers, Step
 from regard.explaining.steps import Heads, Output, features, follow, meeting, vectors
 from regard.explaining.trace import Trace
-from regard.mechanism.biases import Bias, RelativeContent
+from regard.mechanism.biases import Bias
 from regard.mechanism.call import Call, check
 from regard.mechanism.masks import Mask
 from regard.models.model import Model
@@ -89,11 +89,7 @@ def _call(layer: Layer, args: Any, kwargs: dict[str, Any]) -> tuple[Call, tuple[
     bias: Bias | None
     if isinstance(module, RelativeAttention):
         whole, queries, distances, mask = args
-        query, key, value = module.project(whole)
-        query = query[:, :, whole.shape[1] - queries :]
-        relative = module.relative(distances).view(-1, module.heads, module.head_dim)
-        bias = RelativeContent(query + module.distance_bias[:, None], relative.transpose(0, 1))
-        query = query + module.content_bias[:, None]
+        query, key, value, bias = module.parts(whole, queries, distances)
         x = context = whole
     else:
         x, context = args[0], args[1] if len(args) > 1 else kwargs.get("context")

@@ -1,4 +1,4 @@
-"""What a decoder keeps between steps."""
+"""What a decoder keeps between steps: keys and values, or what a Transformer-XL remembers."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import InputError
-from regard.mechanism.cache import Cache, CrossCache
+from regard.mechanism.cache import Cache, CrossCache, Memory
 from regard.mechanism.masks import Padding
 
 
@@ -254,3 +254,65 @@ def _sized(tensor: Tensor, dim: int, width: int) -> Tensor:
         return tensor.narrow(dim, 0, width).contiguous()
     filler = tensor.new_zeros(*tensor.shape[:dim], more, *tensor.shape[dim + 1 :])
     return torch.cat((tensor, filler), dim=dim)
+
+
+class Memories:
+    """What every layer of a Transformer-XL remembers, and the padding before the first segment."""
+
+    def __init__(self, depth: int, length: int, pads: Tensor | None = None) -> None:
+        self.layers = [Memory(length) for _ in range(depth)]
+        self.read = 0  # how many positions went through
+        self.pads = pads  # [batch]
+        self.beams = 1  # rows of each sentence
+
+    def __len__(self) -> int:
+        """How many positions are remembered."""
+        return len(self.layers[0])
+
+    def reorder(self, index: Tensor) -> None:
+        """Let row ``i`` of the batch go on from where row ``index[i]`` stands."""
+        for memory in self.layers:
+            memory.reorder(index)
+        if self.pads is not None:
+            self.pads = self.pads.index_select(0, index)
+
+    def spread(self, beams: int) -> None:
+        """From here on each sentence has so many rows, that all stand where it stands."""
+        self.beams = beams
+        kept = self.layers[0].kept
+        if kept is not None:
+            self.reorder(torch.arange(len(kept), device=kept.device).repeat_interleave(beams))
+
+    def follow(self, origins: Tensor) -> None:
+        """Let beam ``i`` of each sentence go on from its beam ``origins[:, i]``."""
+        first = torch.arange(len(origins), device=origins.device)[:, None] * self.beams
+        self.reorder((first + origins).flatten())
+
+    def keep(self, sentences: Tensor) -> None:
+        """Keep the rows of these sentences only, in this order."""
+        self.reorder(self._rows(sentences))
+
+    def rest(self, sentences: Tensor) -> None:
+        """These sentences are done: nothing is to be done about them."""
+
+    def place(self, sentences: Tensor, others: Memories, which: Tensor) -> None:
+        """Give the places of these sentences to those at ``which`` of ``others``.
+
+        They have as many beams, and read their prompts.
+        """
+        rows, theirs = self._rows(sentences), self._rows(which)
+        for memory, new in zip(self.layers, others.layers, strict=True):
+            memory.place(rows, new, theirs)
+        kept = self.layers[0].kept
+        if self.pads is None and kept is not None:
+            self.pads = torch.zeros(len(kept), dtype=torch.long, device=kept.device)
+        positions = torch.full_like(rows, others.read)
+        if others.pads is not None:
+            positions = positions - others.pads.index_select(0, theirs)
+        if self.pads is not None:
+            self.pads = self.pads.index_copy(0, rows, self.read - positions)
+
+    def _rows(self, sentences: Tensor) -> Tensor:
+        """The rows of all beams of some sentences."""
+        beams = torch.arange(self.beams, device=sentences.device)
+        return (sentences[:, None] * self.beams + beams).flatten()

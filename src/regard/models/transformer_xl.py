@@ -39,6 +39,7 @@ from regard.models.model import (
     switch,
     token,
 )
+from regard.models.state import Memories
 from regard.weights import Drop, KeyMap, Rename, Step, Tie
 
 
@@ -72,9 +73,7 @@ class TransformerXLConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        ends = (0, *self.cutoffs, self.vocabulary)
-        whole = all(type(end) is int for end in ends)
-        if not whole or any(low >= high for low, high in pairwise(ends)):
+        if not all(type(cut) is int for cut in self.cutoffs) or not all(self.bands):
             raise InputError(
                 "TransformerXLConfig(cutoffs=...) must be rising whole numbers from 1 to below the "
                 f"vocabulary of {self.vocabulary}, but got {self.cutoffs!r}."
@@ -190,17 +189,24 @@ class RelativeAttention(MultiHeadAttention):
         ``distances`` [d, dim] are sinusoids of the distances 0, 1 ... d - 1. With ``see``, and
         what was seen.
         """
+        query, key, value, bias = self.parts(whole, queries, distances)
+        dropout = self.dropout if self.training else 0.0
+        if see is None:
+            return self.merge(attention(query, key, value, mask=mask, bias=bias, dropout=dropout))
+        heads, seen = attention(query, key, value, mask=mask, bias=bias, dropout=dropout, see=see)
+        return self.merge(heads), seen
+
+    def parts(
+        self, whole: Tensor, queries: int, distances: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, RelativeContent]:
+        """Queries with u added, keys, values, and what the queries with v add to their scores."""
         query, key, value = self.project(whole)
         query = query[:, :, whole.shape[1] - queries :]
         relative = self.relative(distances).view(-1, self.heads, self.head_dim).transpose(0, 1)
         # Under autocast the parameters stay wider than what they are added to.
         content = query + self.content_bias[:, None].to(query.dtype)
         bias = RelativeContent(query + self.distance_bias[:, None].to(query.dtype), relative)
-        dropout = self.dropout if self.training else 0.0
-        if see is None:
-            return self.merge(attention(content, key, value, mask=mask, bias=bias, dropout=dropout))
-        heads, seen = attention(content, key, value, mask=mask, bias=bias, dropout=dropout, see=see)
-        return self.merge(heads), seen
+        return content, key, value, bias
 
 
 class Layer(nn.Module):
@@ -233,68 +239,6 @@ class Layers(Recomputing, nn.ModuleList):
             else:
                 x = layer(x, whole, distances, mask)
         return x
-
-
-class Memories:
-    """What every layer of a Transformer-XL remembers, and the padding before the first segment."""
-
-    def __init__(self, depth: int, length: int, pads: Tensor | None = None) -> None:
-        self.layers = [Memory(length) for _ in range(depth)]
-        self.read = 0  # how many positions went through
-        self.pads = pads  # [batch]
-        self.beams = 1  # rows of each sentence
-
-    def __len__(self) -> int:
-        """How many positions are remembered."""
-        return len(self.layers[0])
-
-    def reorder(self, index: Tensor) -> None:
-        """Let row ``i`` of the batch go on from where row ``index[i]`` stands."""
-        for memory in self.layers:
-            memory.reorder(index)
-        if self.pads is not None:
-            self.pads = self.pads.index_select(0, index)
-
-    def spread(self, beams: int) -> None:
-        """From here on each sentence has so many rows, that all stand where it stands."""
-        self.beams = beams
-        kept = self.layers[0].kept
-        if kept is not None:
-            self.reorder(torch.arange(len(kept), device=kept.device).repeat_interleave(beams))
-
-    def follow(self, origins: Tensor) -> None:
-        """Let beam ``i`` of each sentence go on from its beam ``origins[:, i]``."""
-        first = torch.arange(len(origins), device=origins.device)[:, None] * self.beams
-        self.reorder((first + origins).flatten())
-
-    def keep(self, sentences: Tensor) -> None:
-        """Keep the rows of these sentences only, in this order."""
-        self.reorder(self._rows(sentences))
-
-    def rest(self, sentences: Tensor) -> None:
-        """These sentences are done: nothing is to be done about them."""
-
-    def place(self, sentences: Tensor, others: Memories, which: Tensor) -> None:
-        """Give the places of these sentences to those at ``which`` of ``others``.
-
-        They have as many beams, and read their prompts.
-        """
-        rows, theirs = self._rows(sentences), self._rows(which)
-        for memory, new in zip(self.layers, others.layers, strict=True):
-            memory.place(rows, new, theirs)
-        kept = self.layers[0].kept
-        if self.pads is None and kept is not None:
-            self.pads = torch.zeros(len(kept), dtype=torch.long, device=kept.device)
-        positions = torch.full_like(rows, others.read)
-        if others.pads is not None:
-            positions = positions - others.pads.index_select(0, theirs)
-        if self.pads is not None:
-            self.pads = self.pads.index_copy(0, rows, self.read - positions)
-
-    def _rows(self, sentences: Tensor) -> Tensor:
-        """The rows of all beams of some sentences."""
-        beams = torch.arange(self.beams, device=sentences.device)
-        return (sentences[:, None] * self.beams + beams).flatten()
 
 
 class TransformerXL(Model):
