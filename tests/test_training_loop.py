@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -484,6 +484,47 @@ def test_a_run_goes_on_only_as_it_began(folder: Path) -> None:
     with (folder / "train.tsv").open("a", encoding="utf-8") as file:
         file.write("a\tb\n")
     with pytest.raises(InputError, match="was made with tokens"):
+        run(raw, resume=True)
+
+
+def older(folder: Path, forget: Callable[[dict[str, Any]], None]) -> None:
+    """The checkpoints of a run as an earlier version would have written them."""
+    keeper = Keeper(folder / "checkpoints", last=9)
+    for step in keeper.steps():
+        saved = keeper.load(step)
+        forget(saved.state)
+        shutil.rmtree(saved.folder)
+        keeper.save(step, saved.state, score=saved.score)
+
+
+def test_a_key_newer_than_a_checkpoint_counts_as_its_default(folder: Path) -> None:
+    raw = recipe_of(folder)
+    whole = run(raw, output=str(folder / "whole")).folder
+    run(raw, schedule__steps=6)
+
+    def forget(state: dict[str, Any]) -> None:
+        fingerprint = state["fingerprint"]
+        fingerprint["schedule.steps"] = 12
+        del fingerprint["graphs"], fingerprint["optimizer.relative"]
+        for source in fingerprint["data.train"]:
+            del source["reverse"], source["dataset"]
+        fingerprint["watching.entropy"] = 3.0  # it may change by now, which once it might not
+        for group in state["optimizer"]["groups"]:
+            del group["size"]
+
+    older(folder / "run", forget)
+    resumed = run(raw, resume=True).folder
+    assert '"resumed": "step-0000000006"' in (resumed / "log.jsonl").read_text()
+    assert bytes_of(resumed / "model") == bytes_of(whole / "model")
+    for settings, words in (
+        ({"optimizer__relative": True}, "optimizer.relative = False, but now it is True"),
+        ({"data__train__0__reverse": True}, "data.train = .* but now it is"),
+        ({"model__config__dropout": 0.3}, "no model.config.dropout, but now it is 0.3"),
+    ):
+        with pytest.raises(InputError, match=words):
+            run(raw, resume=True, **settings)
+    del raw["model"]["config"]["inner"]
+    with pytest.raises(InputError, match=r"model.config.inner = 32, but now it is not given"):
         run(raw, resume=True)
 
 

@@ -24,6 +24,7 @@ from regard.errors import CheckpointError, InputError
 from regard.training.chance import random_state, set_random_state
 from regard.training.crew import Crew
 from regard.training.data import Feed, generator
+from regard.training.fingerprint import difference
 from regard.training.graphs import Replayed, Step
 from regard.training.monitoring import watched_model
 from regard.training.objectives import Objective, moved
@@ -382,21 +383,23 @@ class Trainer:
         if saved is None:
             return False
         state = saved.state
-        for name, value in self.fingerprint.items():
-            before = state["fingerprint"].get(name)
-            if before != value:
-                raise InputError(
-                    f"{saved.folder} was made with {name} = {before!r}, but now it is {value!r}. "
-                    "A run goes on as it began; to start another one from its weights, set "
-                    "model.start and another output."
-                )
+        if (other := difference(state["fingerprint"], self.fingerprint)) is not None:
+            raise InputError(
+                f"{saved.folder} was made with {other}. A run goes on as it began; to start "
+                "another one from its weights, set model.start and another output."
+            )
         self.model.load_state_dict(state["model"])
+        # What an older checkpoint does not say of a group is as it was made just now.
+        made = self.optimizer.state_dict()["param_groups"]
+        groups = [
+            own | theirs for own, theirs in zip(made, state["optimizer"]["groups"], strict=True)
+        ]
         self.optimizer.load_state_dict(
             {
                 "state": {
                     int(index): value for index, value in state["optimizer"]["state"].items()
                 },
-                "param_groups": state["optimizer"]["groups"],
+                "param_groups": groups,
             }
         )
         if state["scaler"]:

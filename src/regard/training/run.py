@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,17 +25,11 @@ from regard.training.chance import seed_all
 from regard.training.crew import Crew, joined, local_device
 from regard.training.data import Feed, Table, generator
 from regard.training.events import Events
+from regard.training.fingerprint import fingerprint
 from regard.training.loop import Trainer, interruptible
 from regard.training.plot import plot
 from regard.training.recipe import RECORDS, Recipe, read_recipe
 from regard.training.saving import Keeper
-
-# What may change between a run and its resumption: none of it touches the weights, but for the
-# order in which processes add them up.
-_FREE = (
-    "output", "data.root", "data.cache", "data.test", "saving.last", "watching", "parallel",
-    "tensorboard",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -111,9 +105,7 @@ def _train(recipe: Recipe, device: torch.device, crew: Crew, resume: bool) -> Re
         parts, names = crew.each(lambda: _tables(recipe, text, log))
         objective = building.objective(recipe, text, model, device, parts)
         feed = Feed(objective.plan, recipe.seed, objective.device)
-        trainer = Trainer(
-            model, objective, feed, keeper, recipe, log, {**_fixed(recipe), "tokens": names}
-        )
+        trainer = Trainer(model, objective, feed, keeper, recipe, log, fingerprint(recipe, names))
         if not crew.first:
             seed_all(int(generator(recipe.seed, 2, crew.rank).initial_seed()))  # other dropout
         if resume:
@@ -163,24 +155,6 @@ def _tables(
             parts[part], names[part] = building.table(recipe, part, text)
             log({"data": part, **parts[part].facts})
     return parts, names
-
-
-def _fixed(recipe: Recipe) -> dict[str, Any]:
-    """All keys of a recipe that its weights depend on, as ``schedule.steps``."""
-    found: dict[str, Any] = {}
-
-    def walk(table: Mapping[str, Any], prefix: str) -> None:
-        for name, value in table.items():
-            whole = prefix + name
-            if whole in _FREE:
-                continue
-            if isinstance(value, dict):
-                walk(value, f"{whole}.")
-            else:
-                found[whole] = json.loads(json.dumps(value))
-
-    walk(asdict(recipe), "")
-    return found
 
 
 def _finish(recipe: Recipe, trainer: Trainer, text: Text, folder: Path) -> dict[str, float]:
