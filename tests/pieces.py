@@ -63,12 +63,14 @@ def marian(folder: Path) -> dict[str, int]:
     return ids
 
 
-def marian_of_two(folder: Path) -> tuple[dict[str, int], dict[str, int]]:
+def marian_of_two(
+    folder: Path, source: Mapping[str, float] = PIECES, target: Mapping[str, float] = TARGET
+) -> tuple[dict[str, int], dict[str, int]]:
     """Marian's files for a vocabulary of each language."""
     both = []
     for side, vocabulary, own in (
-        ("source", "vocab", PIECES),
-        ("target", "target_vocab", TARGET),
+        ("source", "vocab", source),
+        ("target", "target_vocab", target),
     ):
         (folder / f"{side}.spm").write_bytes(model(unigrams(own)))
         ids = {token: index for index, token in enumerate(["</s>", "<unk>", *own, "<pad>"])}

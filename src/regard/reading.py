@@ -32,8 +32,8 @@ from regard.models import (
     load,
 )
 from regard.models.model import Model
+from regard.models.state import Memories
 from regard.models.transformer_xl import Layer as MemoryLayer
-from regard.models.transformer_xl import Memories
 from regard.text import Text
 from regard.watching import watch
 
@@ -96,7 +96,7 @@ def tokens_of(tokenizer: Text, text: str) -> Tokens:
 
 
 def tokens_of_ids(tokenizer: Text, ids: Sequence[int]) -> Tokens:
-    """What a model wrote; words are found in the text it decodes to."""
+    """What ids say to ``tokenizer``; words are found in the text it decodes them to."""
     before, spans = "", list[tuple[int, int] | None]()
     for count in range(1, len(ids) + 1):
         after = tokenizer.decode(ids[:count])
@@ -299,7 +299,7 @@ class Reading:
         """The target as the decoder reads it: one token later."""
         assert self.target is not None
         start = start_of(self.model)
-        name = self.tokenizer.tokenizer.id_to_token(start) or str(start)
+        name = self.tokenizer.target.tokenizer.id_to_token(start) or str(start)
         last = len(self.target) - 1
         moved = (
             word._replace(places=tuple(place + 1 for place in word.places if place < last))
@@ -387,6 +387,12 @@ def _ticking(tick: Callable[[], None]) -> Callable[[object, object, object], Non
     return hook
 
 
+def writes(model: Model) -> int:
+    """How many tokens a model may write; one that translates may read others, and more."""
+    own = model.config.target_vocabulary if isinstance(model, Transformer) else None
+    return own or int(model.config.vocabulary)
+
+
 def start_of(model: Model) -> int:
     """The token an encoder-decoder begins to write from."""
     assert isinstance(model, Transformer | T5)
@@ -413,11 +419,12 @@ def read(
         raise InputError("A model by itself knows ids only. Pass tokenizer=Text.load(...), too.")
     model.eval()
     tokens = tokens_of(tokenizer, text)
-    if len(tokenizer) > model.config.vocabulary:
-        raise InputError(
-            f"The tokenizer has {len(tokenizer)} tokens and the model {model.config.vocabulary}: "
-            "they do not belong together."
-        )
+    for side, known in ((tokenizer, model.config.vocabulary), (tokenizer.target, writes(model))):
+        if len(side) > known:
+            raise InputError(
+                f"The tokenizer has {len(side)} tokens and the model {known}: they do not belong "
+                "together."
+            )
     layers = layers_of(model)
     if not isinstance(model, Transformer | T5):
         if target is not None:
@@ -425,7 +432,7 @@ def read(
         tokens, chunks = _chunks(model, tokens)
         return Reading(model, tokenizer, tokens, chunks, tuple(layers))
     if target is not None:
-        written: Tokens | None = tokens_of(tokenizer, target)
+        written: Tokens | None = tokens_of(tokenizer.target, target)
     elif len(tokens) <= LONGEST_SOURCE:
         written = _write(model, tokenizer, tokens)
     else:
@@ -438,7 +445,7 @@ def _write(model: Transformer | T5, tokenizer: Text, tokens: Tokens) -> Tokens:
     end = model.config.end
     stop = [] if end is None else [end]
     [[output]] = generate(model, [tokens.ids], length=LONGEST_TARGET, stop=stop)
-    return tokens_of_ids(tokenizer, [*output.ids, *(stop if output.stopped else [])])
+    return tokens_of_ids(tokenizer.target, [*output.ids, *(stop if output.stopped else [])])
 
 
 def _chunks(model: Model, tokens: Tokens) -> tuple[Tokens, tuple[Chunk, ...]]:

@@ -21,7 +21,7 @@ from regard.mechanism.seeing import See
 from regard.models import T5, Transformer
 from regard.models.model import pad
 from regard.pictures import Picture, alignment
-from regard.reading import Tokens, Word, layers_of, start_of, tokens_of_ids
+from regard.reading import Tokens, Word, layers_of, start_of, tokens_of_ids, writes
 from regard.text import Text
 from regard.watching import watch
 
@@ -112,7 +112,8 @@ def align(
         raise InputError(f"{type(model).__name__} has no cross-attention to align words by.")
     if (layer is None) != (head is None):
         raise InputError("align() takes layer and head together, or neither.")
-    read, written = tokens_of_ids(tokenizer, source), tokens_of_ids(tokenizer, target)
+    reader = Text(tokenizer.tokenizer)  # by itself, for where there are two the other one decodes
+    read, written = tokens_of_ids(reader, source), tokens_of_ids(tokenizer.target, target)
     sources, targets = _real(read, "source"), _real(written, "target")
     if len(sources) > MOST_WORDS:
         raise InputError(
@@ -237,11 +238,11 @@ def cross_weights(
     Row i is attended as token i of the target is written; row i + 1 once it is read.
     """
     crossing = nn.ModuleList(layer.module for layer in layers_of(model) if layer.across)
-    start, vocabulary, device = start_of(model), model.config.vocabulary, model.device
+    start, device = start_of(model), model.device
     for first in range(0, len(sources), batch):
         read, written = sources[first : first + batch], targets[first : first + batch]
-        source, padding = pad(read, 0, "right", vocabulary, device)
-        target, _ = pad([[start, *ids] for ids in written], 0, "right", vocabulary, device)
+        source, padding = pad(read, 0, "right", model.config.vocabulary, device)
+        target, _ = pad([[start, *ids] for ids in written], 0, "right", writes(model), device)
         with torch.no_grad(), watch(crossing, See(weights=True)) as seen:
             model(source, target, padding=padding)
         found = [call.weights for _, call in seen.calls if call.weights is not None]

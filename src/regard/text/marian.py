@@ -1,4 +1,10 @@
-"""Marian's tokenizers: two SentencePiece models, and the ids of their pieces beside them."""
+"""Marian's tokenizers: two SentencePiece models, and the ids of their pieces beside them.
+
+Texts are cut as they stand. Punctuation is not first made plain by Moses' rules (curly quotes to
+straight ones, dashes to hyphens), as it was for the training of many of these models. transformers
+has that too, where sacremoses is installed, but as ``MarianTokenizer.normalize``, which encoding
+does not call. Who wants it does it before: ``sacremoses.MosesPunctNormalizer("en").normalize``.
+"""
 
 from __future__ import annotations
 

@@ -222,7 +222,8 @@ def table(recipe: Recipe, part: str, text: Text) -> tuple[Table, str]:
             | {"dataset": _dataset(recipe, source)._fingerprint if source.dataset else ""}
             for source in sources
         ],
-        "tokenizer": hashlib.sha256(text.tokenizer.to_str().encode()).hexdigest(),
+        "tokenizer": _digest(text),
+        **({} if text.target is text else {"target tokenizer": _digest(text.target)}),
     }
     folder = Path(recipe.data.cache).expanduser()
     found = cached(folder, key, lambda: _table(recipe, part, text))
@@ -232,6 +233,10 @@ def table(recipe: Recipe, part: str, text: Text) -> tuple[Table, str]:
         digest.update(column.flat.numpy().tobytes())
         digest.update(column.starts.numpy().tobytes())
     return found, digest.hexdigest()
+
+
+def _digest(text: Text) -> str:
+    return hashlib.sha256(text.tokenizer.to_str().encode()).hexdigest()
 
 
 def _variants(recipe: Recipe, part: str) -> int:
@@ -289,31 +294,34 @@ def _pair_columns(
                 finer if max(map(len, finer)) <= most else ids
                 for finer, ids in zip(_cut(text, kept), plain, strict=True)
             ]
-    end = text.id("</s>")
+    ends = {"source": text.id("</s>"), "target": text.target.id("</s>")}
     return {
         name: Ragged.of([*ids[side], end] for ids in whole)
-        for side, name in enumerate(("source", "target"))
+        for side, (name, end) in enumerate(ends.items())
     }
 
 
 def _cut(text: Text, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[list[int], list[int]]]:
     sources, targets = ([pair[side] for pair in pairs] for side in (0, 1))
-    return zip(_ids(text, sources), _ids(text, targets), strict=True)
+    return zip(_ids(text, sources), _ids(text.target, targets), strict=True)
 
 
 @contextmanager
 def _dropping(text: Text, share: float) -> Iterator[None]:
     """Within, BPE leaves out merges at random (https://arxiv.org/abs/1910.13267)."""
-    algorithm = text.tokenizer.model
-    if not isinstance(algorithm, BPE):
-        raise InputError(
-            f"tokenizer.dropout is for BPE; this tokenizer is a {type(algorithm).__name__}."
-        )
-    algorithm.dropout = share
+    algorithms = [one.tokenizer.model for one in (text, text.target)]
+    for algorithm in algorithms:
+        if not isinstance(algorithm, BPE):
+            raise InputError(
+                f"tokenizer.dropout is for BPE; this tokenizer is a {type(algorithm).__name__}."
+            )
     try:
+        for algorithm in algorithms:
+            algorithm.dropout = share
         yield
     finally:
-        algorithm.dropout = None
+        for algorithm in algorithms:
+            algorithm.dropout = None
 
 
 def _text_columns(found: Iterator[str], text: Text) -> tuple[dict[str, Ragged], int]:
@@ -400,6 +408,11 @@ def _pruned(found: Model, text: Text, whole: Text) -> Model:
 
 def _from_text(recipe: Recipe, text: Text) -> dict[str, Any]:
     """What a config takes from the tokenizer and the data, unless the recipe says otherwise."""
+    if text.target.tokenizer.get_vocab() != text.tokenizer.get_vocab():
+        raise InputError(
+            "This tokenizer has a vocabulary for each language, and a new model has one for both. "
+            "Set model.start to the checkpoint it came with, or train a tokenizer."
+        )
     sizes: dict[str, Any] = {"vocabulary": len(text)}
     kind, length = recipe.model.kind, recipe.data.length
     if kind in ("transformer", "t5"):
