@@ -48,6 +48,9 @@ def translator(folder: Path, *, tags: tuple[str, ...] = (">>fra<<", ">>deu<<")) 
     model = Transformer(config)
     with torch.no_grad():  # an even embedding lets everything come out, not the same token for ever
         model.tokens.weight.normal_()
+        for name, weight in model.named_parameters():  # and layers that do more than at the start
+            if name.endswith(("output.weight", "down.weight")):
+                weight.mul_(2)
     model.save(folder)
     text.save(folder)
     return folder

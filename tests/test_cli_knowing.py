@@ -131,6 +131,8 @@ def test_models_shows_a_card(cache):
 
 def test_models_does_not_know_every_name(cache):
     one_line(regard("models", "nothing", HF_HUB_CACHE=str(cache)), "no model 'nothing' at hand")
+    near = regard("models", "answr", HF_HUB_CACHE=str(cache))
+    one_line(near, "no model 'answr' at hand. Did you mean answer? There are: ")
 
 
 @pytest.mark.parametrize("damage", ["config.json", "model.safetensors"])
@@ -178,6 +180,7 @@ def test_evaluate_takes_keys_of_a_recipe(place):
     ("words", "message"),
     [
         (["--data", "text.unknown"], "Pass --format"),
+        (["--data", "pairs.csv"], "CSV is not read: save pairs.csv as TSV"),
         (["--data", "nowhere.txt"], "There is no file"),
         (["--data", "text.txt", "--metric", "bleu"], "There is no score bleu"),
         (["--data", "text.txt", "--device", "nothing"], "has no device 'nothing'"),

@@ -124,6 +124,8 @@ def test_explain_follows_a_model(folder: Path) -> None:
         (["--layer", "0", "--head", "0", "--rows", "5:99"], "must lie within 0:11"),
         (["--compare", "dog"], "--compare is model=NAME, text=TEXT or head=LAYER.HEAD"),
         (["--layer", "0", "--head", "0", "--compare", "head=x"], "is as head=3.7"),
+        (["--compare", "head=0.1"], "is with another head: give --layer and --head, too"),
+        (["--layer", "0", "--compare", "head=0.1"], "give --layer and --head, too"),
         (["--align"], "GPT2 has no cross-attention"),
         (["--word", "matt"], "Did you mean 'mat'?"),
         (["--to", "heads.gif"], "the ending '.gif' is unknown"),

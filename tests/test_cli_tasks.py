@@ -149,12 +149,17 @@ def test_complete_writes_the_text_on(regard, made: Path) -> None:
         (["translate", "Hello", "--to", "xx"], b"", "does not translate into 'xx'. It offers deu"),
         (["translate", "Hello", "--to", "fr", "--file", "x"], b"", "--file x, not both"),
         (["translate", "a " * 300, "--to", "fr"], b"", "too long"),
+        (["translate", "a " * 300, "--to", "fr"], b"", "It begins 'a a a"),
         (["translate", "Hello", "--to", "fr", "--beam", "-1"], b"", "from 1 on, but got -1"),
         (["translate", "Hello", "--to", "fr", "--device", "gpu9"], b"", "no device 'gpu9'"),
         (["summarize"], b"", "empty"),
         (["summarize"], b"\xff\xfe", "byte 0 is 0xff"),
         (["answer", "", "--context", "a"], b"", "empty"),
-        (["answer", "Who?"], b"", "context is empty"),
+        (["answer", "Who?"], b"", "There is no text: standard input is empty"),
+        (["answer", "Who?", "--context", " "], b"", "context is empty"),
+        (["answer", "Who?", "--context", "\u200b"], b"", "has no token that"),
+        (["answer", "\u200b", "--context", "The cat"], b"", "has no token that"),
+        (["translate", "Hello"], b"", "translates into deu, fra. Say which: --to deu, or"),
         (["answer", "who " * 90, "--context", "a"], b"", "question is too long"),
         (["answer", "Who?", "--context", "a", "--threshold", "nan"], b"", "not nan"),
         (["complete", " "], b"", "empty"),
@@ -170,6 +175,74 @@ def test_bad_input_is_one_line_and_status_2(regard, made, words, stdin, message)
     assert shown.err.startswith("regard: ")
     assert shown.err.count("\n") == 1
     assert message in shown.err
+
+
+def test_several_files_are_read_one_after_another(regard, made: Path, tmp_path: Path) -> None:
+    one, two = tmp_path / "one.txt", tmp_path / "two.txt"
+    one.write_bytes(b"The cat sat.\r\n\r\nWho?\r\n")
+    two.write_bytes(b"Nobody had seen the dog.")
+    files = ["--file", one, "--file", two]
+    options = ["--to", "fr", "--model", made / "translate", "--length", 6]
+    found = regard("translate", *options, *files).out
+    assert found == regard("translate", *options, stdin=one.read_bytes() + two.read_bytes()).out
+    assert found.count("\n") == 4
+    options = ["--model", made / "summarize", "--length", 3, "--json"]
+    assert regard("summarize", *options, *files).out.count("\n") == 2
+    options = ["--model", made / "gpt2", "--length", 3, "--json"]
+    prompts = [json.loads(line)["prompt"] for line in
+               regard("complete", *options, *files).out.splitlines()]  # fmt: skip
+    assert prompts == ["The cat sat.", "Who?", "Nobody had seen the dog."]
+    for command in (["answer", "Who?", "--model", made / "answer"], ["look", made / "answer"]):
+        shown = regard(*command, *files)
+        assert shown.status == 2
+        assert shown.err.startswith("regard: Give one file: one text is read at a time, but got ")
+        assert regard(*command, "--file", one).status == 0
+
+
+def test_a_line_ends_where_it_does_on_standard_input(regard, made: Path, tmp_path: Path) -> None:
+    file = tmp_path / "odd.txt"
+    file.write_bytes("The\fcat\x0bsat\x85on\u2028the mat.\n\n\nWho?".encode())
+    options = ["--to", "fr", "--model", made / "translate", "--length", 4, "--json"]
+    sources = [json.loads(line)["source"] for line in
+               regard("translate", *options, "--file", file).out.split("\n")[:-1]]  # fmt: skip
+    assert sources == ["The\fcat\x0bsat\x85on\u2028the mat.", "", "", "Who?"]
+
+
+def test_empty_lines_are_passed_over_where_there_is_nothing_to_complete(regard, made: Path) -> None:
+    options = ["--model", made / "gpt2", "--length", 3, "--json"]
+    shown = regard("complete", *options, stdin=b"\nThe cat\n  \r\n\nWho\n")
+    assert shown.status == 0
+    assert [json.loads(line)["prompt"] for line in shown.out.splitlines()] == ["The cat", "Who"]
+
+
+def test_the_name_of_a_file_is_no_text(regard, made: Path, tmp_path: Path) -> None:
+    file = tmp_path / "report.txt"
+    file.write_text("The cat sat on the mat.")
+    for command in (
+        ["translate", file, "--to", "fr", "--model", made / "translate"],
+        ["summarize", "The cat.", file, "--model", made / "summarize"],
+        ["answer", "Who?", "--context", file, "--model", made / "answer"],
+        ["complete", file, "--model", made / "gpt2"],
+        ["look", made / "answer", file],
+    ):
+        shown = regard(*command)
+        assert (shown.status, shown.err) == (
+            2,
+            f"regard: {file} is a file. To read it, pass --file {file}.\n",
+        )
+    long = f"{'日' * 200}.txt"  # as a name, more bytes than a name may have
+    options = ["--model", made / "gpt2", "--length", 3]
+    assert "is a file" not in regard("complete", long, *options).err
+
+
+@pytest.mark.parametrize("command", ["summarize", "complete", "translate", "answer", "look"])
+def test_an_empty_file_is_named(regard, made: Path, tmp_path: Path, command: str) -> None:
+    file = tmp_path / "empty.txt"
+    file.write_text(" \n")
+    words = [command, *(["Who?"] * (command == "answer"))]
+    words += [made / "answer"] if command == "look" else ["--model", made / "translate"]
+    shown = regard(*words, "--file", file)
+    assert (shown.status, shown.err) == (2, f"regard: {file} is empty. Give some words.\n")
 
 
 @pytest.mark.parametrize("command", ["translate", "summarize", "complete"])
@@ -214,6 +287,33 @@ def test_an_unknown_model_is_answered_with_the_nearest(regard, tmp_path, monkeyp
     assert shown.err.endswith("Did you mean books-tiny?\n")
     assert shown.err.count("\n") == 1
     assert regard("complete", "The cat", "--model", "books-tiny", "--length", 3).status == 0
+
+
+@pytest.mark.parametrize(
+    ("command", "does", "recipe"),
+    [
+        (["translate", "The cat", "--to", "fr"], "translation", "translate"),
+        (["summarize", "The cat"], "summarization", "summarize"),
+        (["answer", "Who?", "--context", "The cat"], "question answering", "answer"),
+        (["complete", "The cat", "--length", 3], "completion", "books-gpt2"),
+    ],
+)
+def test_a_default_that_is_not_shipped_is_said_in_one_line(
+    regard, made: Path, tmp_path, monkeypatch, command, does, recipe
+) -> None:
+    monkeypatch.setattr(shipped, "_HERE", tmp_path / "shelf")
+    monkeypatch.setattr("huggingface_hub.snapshot_download", None)  # nor is the hub asked
+    shown = regard(*command)
+    assert shown.status == 2
+    assert shown.err.startswith(f"regard: No {does} model comes with regard yet. Name one, such as")
+    assert "--model " in shown.err
+    assert shown.err.endswith(f"or train one by recipes/{recipe}.toml.\n")
+    assert shown.err.count("\n") == 1
+    # One that is shipped some day is simply used.
+    folder = made / {"books-gpt2": "gpt2"}.get(recipe, recipe)
+    (tmp_path / "shelf").mkdir()
+    (tmp_path / "shelf" / recipe).symlink_to(folder)
+    assert regard(*command).status == 0
 
 
 def test_a_broken_model_is_one_line_and_status_1(regard, tmp_path) -> None:

@@ -92,9 +92,10 @@ def whole(text: Text) -> torch.Tensor:
     return torch.tensor([text.encode("".join(f"{line}\n" for line in LINES)).ids])
 
 
-def test_a_text_in_one_window_has_the_loss_of_one_call(text, tmp_path):
+@pytest.mark.parametrize("longer", [0, 40])
+def test_a_text_in_one_window_has_the_loss_of_one_call(text, tmp_path, longer):
     ids = whole(text)
-    model = gpt2(text, length=ids.shape[1])
+    model = gpt2(text, length=ids.shape[1] + longer)
     found = evaluate(model, text, [text_file(tmp_path)], root=tmp_path)
     with torch.no_grad():
         nats = float(cross_entropy(model(ids[:, :-1])[0], ids[0, 1:], reduction="sum"))
@@ -256,5 +257,13 @@ def test_data_that_are_missing_are_said_before_anything_is_loaded(text, tmp_path
     card(tmp_path / "model", tmp_path, text)
     (tmp_path / "model" / "model.safetensors").unlink()
     (tmp_path / "text.txt").unlink()
-    with pytest.raises(InputError, match=r"measured on text\.txt, which is not below"):
+    with pytest.raises(InputError, match=r"measured on text\.txt, which is not below the folder '"):
         list(reproduce(tmp_path / "model", root=tmp_path))
+
+
+def test_a_model_without_figures_is_measured_on_data_only(text, tmp_path):
+    gpt2(text).save(tmp_path)
+    with pytest.raises(
+        InputError, match=r"no figures to measure again \(scores.json\). Give --dat"
+    ):
+        list(reproduce(tmp_path, root=tmp_path))

@@ -109,6 +109,7 @@ def test_many_texts_are_those_alone_in_their_order(made: Path) -> None:
     many = translate(texts, "german", model=made / "translate", length=6, batch=2)
     assert [record.source for record in many] == texts
     assert many[1].text == ""
+    assert repr(many[1].seconds) == "0.0"  # as all others, a float
     assert many[1].attended is None
     for text, record in zip(texts, many, strict=True):
         if text:
@@ -125,7 +126,7 @@ def test_many_texts_are_those_alone_in_their_order(made: Path) -> None:
     assert json.loads(json.dumps(long.to_dict()))["attended"]["keys"][1] == "sat"
 
 
-@pytest.mark.parametrize("language", ["fr", "fra", "French", "fre", ">>fra<<"])
+@pytest.mark.parametrize("language", ["fr", "fra", "French", "fre", ">>fra<<", "fr-FR", "fr_CA"])
 def test_a_language_has_many_names(made: Path, language: str) -> None:
     found = translate("The cat.", language, model=made / "translate", length=3, look=False)
     assert found.to == "fra"
@@ -500,6 +501,7 @@ def test_a_model_is_loaded_once_and_again_when_its_files_change(tmp_path: Path) 
         (lambda m: summarize("a", model=m / "answer"), "cannot summarize"),
         (lambda m: answer("", "a", model=m / "answer"), "empty"),
         (lambda m: answer("a", " ", model=m / "answer"), "context is empty"),
+        (lambda m: answer("a", "\u200b", model=m / "answer"), "no token that .*answer knows"),
         (lambda m: answer("who " * 60, "a", model=m / "answer"), "question is too long"),
         (lambda m: answer("a", "a", model=m / "answer", window=65), "8 to 64 tokens, not 65"),
         (lambda m: answer("a", "a", model=m / "gpt2"), "takes a BertAnswering"),

@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,11 @@ def one(name: str) -> Known:
     for model in known():
         if model.name == name:
             return model
-    names = ", ".join(model.name for model in known()) or "none"
-    raise InputError(f"There is no model {name!r} at hand. There are: {names}.")
+    names = [model.name for model in known()]
+    near = get_close_matches(name, names, 1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    there = ", ".join(names) or "none"
+    raise InputError(f"There is no model {name!r} at hand.{hint} There are: {there}.")
 
 
 def places() -> dict[str, Path]:

@@ -136,6 +136,8 @@ def _form(file: str, parallel: bool, asks: bool) -> str:
     if parallel:
         return "parallel"
     name = Path(file.removesuffix(".gz").removesuffix(".xz"))
+    if name.suffix == ".csv":
+        raise InputError(f"CSV is not read: save {file} as TSV, with a tab between its columns.")
     forms = {".tsv": "tsv", ".txt": "text", ".json": "squad"}
     forms[".jsonl"] = "questions" if asks else "jsonl"
     if name.suffix not in forms:

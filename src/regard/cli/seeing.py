@@ -142,8 +142,10 @@ def look(
     from regard.models import load
     from regard.text import Text
 
+    if compare is not None and compare.startswith("head=") and (layer is None or head is None):
+        raise InputError(f"--compare {compare} is with another head: give --layer and --head, too.")
     asked = _Asked(layer, head, word, _range(rows, "--rows"), _range(columns, "--columns"))
-    [document] = using._documents(None if text is None else [text], file)
+    document = using._document(text, file)
     place = sharing.device(device)
 
     def one(name: str, document: str, asked: _Asked) -> Look:

@@ -25,8 +25,15 @@ if TYPE_CHECKING:
 
 AT_ONCE = 256  # lines that are translated together, where they come as fast
 
-File = Annotated[
-    Path | None, typer.Option("--file", help="Read from this file.", show_default=False)
+Files = Annotated[
+    list[Path] | None,
+    typer.Option(
+        "--file", metavar="FILE", help="Read from this file; repeatable.", show_default=False
+    ),
+]
+File = Annotated[  # a list too: of a single one the last would count, and the others silently not
+    list[Path] | None,
+    typer.Option("--file", metavar="FILE", help="Read from this file.", show_default=False),
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print a JSON object a line.")]
 Batch = Annotated[int, typer.Option(help="How many go through the model together.", min=1)]
@@ -57,7 +64,7 @@ def translate(
         typer.Option("--from", help="Out of which, for a T5 that has several.", show_default=False),
     ] = None,
     model: Annotated[str, typer.Option(help=MODEL)] = "translate",
-    file: File = None,
+    file: Files = None,
     align: Annotated[
         bool | None,
         typer.Option(
@@ -102,7 +109,7 @@ def summarize(
         list[str] | None, typer.Argument(help="A document; else standard input.")
     ] = None,
     model: Annotated[str, typer.Option(help=MODEL)] = "summarize",
-    file: File = None,
+    file: Files = None,
     join: Annotated[
         bool,
         typer.Option("--join", help="Of a long document, keep the summaries of all its parts."),
@@ -171,7 +178,7 @@ def answer(
         raise InputError("--threshold is a number, not nan.")
     if context is not None and file is not None:
         raise InputError("Give --context or --file, not both.")
-    [document] = _documents(None if context is None else [context], file)
+    document = _document(context, file)
     records = run(
         question, document, model=model, threshold=threshold, window=window, batch=batch,
         look=attended, device=sharing.device(device), precision=precision,
@@ -195,7 +202,7 @@ def complete(
         list[str] | None, typer.Argument(help="How it begins; else standard input, by lines.")
     ] = None,
     model: Annotated[str, typer.Option(help=MODEL)] = "books-gpt2",
-    file: File = None,
+    file: Files = None,
     length: Annotated[int, typer.Option(help="Tokens to write at most.", min=1)] = 100,
     temperature: Annotated[
         float, typer.Option(help="Below 1 likelier, above 1 wilder; 0 always takes the likeliest.")
@@ -213,11 +220,11 @@ def complete(
     device: sharing.Device = "cpu",
     precision: Precision = "float32",
 ) -> None:
-    """Go on from a text, shown as it is written."""
+    """Go on from a text, shown as it is written. Empty lines are passed over."""
     from regard.tasks import completing
 
     how, place = _drawing(temperature, top_k, top_p, seed, no_repeat), sharing.device(device)
-    for prompt in (line for lines in _lines(text, file) for line in lines):
+    for prompt in (line for lines in _lines(text, file) for line in lines if line.strip()):
         pieces = completing(
             prompt,
             model=model,
@@ -273,32 +280,47 @@ def _drawing(
 # ------------------------------------------------------------------------------------------- input
 
 
-def _documents(texts: Sequence[str] | None, file: Path | None) -> list[str]:
-    """Whole texts: those given, or one file, or all of standard input."""
+def _document(text: str | None, files: Sequence[Path] | None) -> str:
+    """One whole text: the one given, or a file, or all of standard input."""
+    if files and len(files) > 1:
+        names = ", ".join(map(str, files))
+        raise InputError(f"Give one file: one text is read at a time, but got {names}.")
+    return _documents(None if text is None else [text], files)[0]
+
+
+def _documents(texts: Sequence[str] | None, files: Sequence[Path] | None) -> list[str]:
+    """Whole texts: those given, or those of files, or all of standard input."""
     if texts:
-        _check_one_way(file)
+        _check_given(texts, files)
         return list(texts)
-    if file is not None:
-        return [_decoded(_bytes(file), str(file))]
-    return [_decoded(b"".join(_blocks()), "standard input")]
+    if files:
+        return [_filled(_decoded(_bytes(file), str(file)), str(file)) for file in files]
+    whole = _decoded(b"".join(_blocks()), "standard input")
+    return [_filled(whole, "There is no text: standard input")]
 
 
-def _lines(texts: Sequence[str] | None, file: Path | None) -> Iterator[list[str]]:
-    """Texts in lots: those given, or the lines of a file, or of standard input as they come."""
+def _lines(texts: Sequence[str] | None, files: Sequence[Path] | None) -> Iterator[list[str]]:
+    """Texts in lots: those given, or the lines of files, or of standard input as they come."""
     if texts:
-        _check_one_way(file)
+        _check_given(texts, files)
         if not any(text.strip() for text in texts):
             raise InputError("The text is empty. Give some words.")
         yield list(texts)
         return
-    if file is not None:
-        lines = _decoded(_bytes(file), str(file)).splitlines()
-        if not any(line.strip() for line in lines):
-            raise InputError(f"{file} is empty. Give some words.")
+    if not files:
+        yield from _arriving()
+    for file in files or ():
+        # As those of standard input are: not splitlines(), which takes more signs for ends.
+        whole = _filled(_decoded(_bytes(file), str(file)), str(file))
+        lines = [line.removesuffix("\r") for line in whole.removesuffix("\n").split("\n")]
         for start in range(0, len(lines), AT_ONCE):
             yield lines[start : start + AT_ONCE]
-        return
-    yield from _arriving()
+
+
+def _filled(text: str, name: str) -> str:
+    if not text.strip():
+        raise InputError(f"{name} is empty. Give some words.")
+    return text
 
 
 def _arriving() -> Iterator[list[str]]:
@@ -360,9 +382,14 @@ def _blocks() -> Iterator[bytes]:
     return iter(lambda: os.read(number, 2**16), b"")
 
 
-def _check_one_way(file: Path | None) -> None:
-    if file is not None:
-        raise InputError(f"Give a text or --file {file}, not both.")
+def _check_given(texts: Sequence[str], files: Sequence[Path] | None) -> None:
+    """Texts come in one way, and are not the names of files that somebody wants to be read."""
+    if files:
+        raise InputError(f"Give a text or --file {files[0]}, not both.")
+    for text in texts:
+        # Not Path.is_file(), which raises where a text is too long to be a name.
+        if Path(text).suffix and os.path.isfile(text):  # noqa: PTH113
+            raise InputError(f"{text} is a file. To read it, pass --file {text}.")
 
 
 def _bytes(file: Path) -> bytes:
@@ -377,7 +404,7 @@ def _decoded(raw: bytes, name: str) -> str:
         text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         at = f"byte {error.start} is 0x{raw[error.start]:02x}"
-        raise InputError(f"{name} is no text in UTF-8: {at}.") from None
+        raise InputError(f"{name} is no text in UTF-8: {at}. Save it as UTF-8 first.") from None
     if "\0" in text:
         raise InputError(f"{name} is no text: it holds zero bytes.")
     return text

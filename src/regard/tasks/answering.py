@@ -164,6 +164,8 @@ def _answers(
     for text in (*questions, *contexts):
         if text not in read:
             read[text] = one.text.encode(text, special=False)
+            if not read[text].ids:
+                raise InputError(f"The text {text[:40]!r} has no token that {one.name} knows.")
     ends = {"first": one.text.id("[CLS]"), "last": one.text.id("[SEP]")}
     rows = [
         (number, part)

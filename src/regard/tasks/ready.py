@@ -8,19 +8,47 @@ from dataclasses import dataclass
 from functools import lru_cache, wraps
 from pathlib import Path
 from time import perf_counter
-from typing import Any, Concatenate, Literal, ParamSpec, Protocol, TypeVar, cast, get_args, overload
+from typing import (
+    Any,
+    Concatenate,
+    Literal,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeVar,
+    cast,
+    get_args,
+    overload,
+)
 
 import torch
 
-from regard import checkpoints
+from regard import checkpoints, shipped
 from regard.decoding import Beam, Greedy, How, Output, generate
-from regard.errors import CheckpointError, InputError
+from regard.errors import CheckpointError, InputError, UnknownModelError
 from regard.models import T5, Model, Transformer, load
 from regard.quantizing import arrange, quantize
 from regard.text import Text
 
 Name = str | os.PathLike[str]
 Precision = Literal["float32", "bfloat16", "int8"]
+
+
+class _Default(NamedTuple):
+    """A model that is used where none is named, and what can be where it is not shipped."""
+
+    task: str
+    example: str  # on the hub
+    recipe: str
+
+
+_SQUAD = "google-bert/bert-large-uncased-whole-word-masking-finetuned-squad"
+_DEFAULTS = {
+    "translate": _Default("translation", "Helsinki-NLP/opus-mt-en-fr", "translate.toml"),
+    "summarize": _Default("summarization", "google-t5/t5-small", "summarize.toml"),
+    "answer": _Default("question answering", _SQUAD, "answer.toml"),
+    "books-gpt2": _Default("completion", "openai-community/gpt2", "books-gpt2.toml"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +63,7 @@ class Ready:
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of ids. A model may have more of them than its tokenizer: those say nothing."""
-        return self.text.decode([one for one in ids if one < len(self.text)])
+        return self.text.decode([one for one in ids if one < len(self.text.target)])
 
     def settings(self, task: str | None) -> dict[str, Any]:
         """What its files say about decoding, for a task that they name."""
@@ -69,6 +97,7 @@ def ready(
     if precision not in get_args(Precision):
         known = ", ".join(get_args(Precision))
         raise InputError(f"There is no precision {precision!r}. Give one of {known}.")
+    _check_default(name)
     folder = checkpoints.find(name)
     try:
         stamps = tuple(
@@ -84,6 +113,18 @@ def ready(
             f"{name} is a {type(found.model).__name__}, which cannot {task}: that takes a {wanted}."
         )
     return Ready(str(name), found.model, found.text, found.config, found.defaults)
+
+
+def _check_default(name: Name) -> None:
+    """Say what to do where the default of a task is not there: nobody asked for it by its name."""
+    usual = _DEFAULTS.get(str(name))
+    if usual is None or name in shipped.names() or Path(name).is_dir():
+        return
+    raise UnknownModelError(
+        f"No {usual.task} model comes with regard yet. Name one, such as --model {usual.example} "
+        f'of the Hugging Face hub (in Python, model="{usual.example}"), or train one by '
+        f"recipes/{usual.recipe}."
+    )
 
 
 @lru_cache(maxsize=4)
@@ -109,7 +150,7 @@ def _silence(model: Model, tokens: object) -> None:
         return
     for token in tokens:
         if isinstance(token, list) and len(token) == 1 and type(token[0]) is int:
-            if 0 <= token[0] < model.config.vocabulary:
+            if 0 <= token[0] < model.output_bias.shape[1]:
                 model.output_bias[0, token[0]] = -torch.inf
 
 

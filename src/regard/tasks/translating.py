@@ -70,7 +70,7 @@ def translate(
     cut = [sentences(text) for text in texts]
     parts = [text[a:b] for text, spans in zip(texts, cut, strict=True) for a, b in spans]
     for part in parts:
-        _check_length(one, prefix + part)
+        _check_length(one, prefix, part)
     written = write(one, [prefix + part for part in parts], way, most, batch)
     looked = list(look_at(one, prefix, parts, written, batch)) if look else []
     records = []
@@ -87,7 +87,7 @@ def translate(
                 text=joined,
                 score=sum(w.chance for w in mine) / max(tokens, 1),
                 tokens=tokens,
-                seconds=sum(w.seconds for w in mine),
+                seconds=sum((w.seconds for w in mine), 0.0),
                 model=one.name,
                 attended=align(one, looked[low:high], batch) if look else None,
                 source=text,
@@ -97,8 +97,8 @@ def translate(
     return records
 
 
-def _check_length(one: Ready, text: str) -> None:
-    count = len(encode(one, text))
+def _check_length(one: Ready, prefix: str, text: str) -> None:
+    count = len(encode(one, prefix + text))
     if count > one.window:
         raise InputError(
             f"A sentence of {count} tokens is too long: {one.name} reads {one.window} at most. "
@@ -154,7 +154,10 @@ def _chosen(one: Ready, to: str | None, offered: Sequence[str]) -> str:
     if to is None:
         if len(offered) == 1:
             return offered[0]
-        raise InputError(f"{one.name} translates into {listed}. Say which, as to={offered[0]!r}.")
+        raise InputError(
+            f"{one.name} translates into {listed}. Say which: --to {offered[0]}, or in Python "
+            f"to={offered[0]!r}."
+        )
     for name in offered:
         if _same(name, to):
             return name
@@ -162,8 +165,8 @@ def _chosen(one: Ready, to: str | None, offered: Sequence[str]) -> str:
 
 
 def _same(one: str, other: str) -> bool:
-    """Whether two names are of one language, as "fra" and "French", or "zh" and "cmn_Hans"."""
-    names = [name.casefold().strip("<>") for name in (one, other)]
+    """Whether two names are of one language, as "fra" and "French", or "zh-TW" and "cmn_Hans"."""
+    names = [name.casefold().strip("<> ").replace("-", "_") for name in (one, other)]
     if names[0] == names[1]:
         return True
     first, second = (_NAMES.get(name) or _NAMES.get(name.split("_")[0], name) for name in names)

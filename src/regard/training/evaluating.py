@@ -286,7 +286,7 @@ def _remembering(
 
 def _windows(total: int, length: int, rows: int) -> Iterator[tuple[Tensor, int]]:
     """Where pieces start, some at a time, and how long they are; the last is what is left."""
-    whole = torch.arange(0, total - length + 1, length)
+    whole = torch.arange(0, max(total - length + 1, 0), length)
     for at in range(0, len(whole), rows):
         yield whole[at : at + rows], length
     if left := total % length:
@@ -345,6 +345,8 @@ def reproduce(
     >>> again.score.value, again.value > 200, again.agrees  # it has learned nothing
     (50.0, True, False)
     """
+    if not (folder / SCORES).is_file():
+        raise InputError(f"{folder} has no figures to measure again ({SCORES}). Give --data.")
     together: dict[str, list[Score]] = {}
     for score in read_scores(folder / SCORES):
         together.setdefault(json.dumps([score.data, score.settings]), []).append(score)
@@ -365,6 +367,6 @@ def _check_files(root: Path, source: Mapping[str, Any]) -> None:
     for name in (*source.get("files", ()), *source.get("targets", ())):
         if not (root / name).is_file():
             raise InputError(
-                f"The card was measured on {name}, which is not below {root}. Say where it is "
-                "with --root."
+                f"The card was measured on {name}, which is not below the folder {str(root)!r}. "
+                "Say where it is with --root."
             )
