@@ -74,6 +74,11 @@ def run(command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_the_first_command_prints_what_is_shown():
+    index = max(i for i, block in enumerate(BLOCKS) if block.language == "sh")
+    assert run(BLOCKS[index].code.splitlines()[0]).stdout == printed(index)
+
+
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_run(command):
     if command == "make test":
