@@ -171,6 +171,7 @@ def test_initialisation_keeps_variances() -> None:
     assert abs(query.std() - (64 * 16) ** -0.5) < 0.003
     assert abs(key.std() - 64**-0.5) < 0.01
     assert abs(model.tokens.weight.std() - 1) < 0.02
+    assert abs(model.encoder.table.std() - 1) < 0.2  # 128 numbers: as large as scores are
 
 
 def test_presets_have_the_sizes_of_the_paper() -> None:
