@@ -172,8 +172,9 @@ def read_card(file: Path) -> Card:
 
 def read_scores(file: Path) -> list[Score]:
     """The figures of a scores.json."""
+    text = _text(file)
     try:
-        rows = json.loads(_text(file))
+        rows = json.loads(text)
     except ValueError as error:
         raise CheckpointError(f"{file} is not readable JSON: {error}.") from None
     if not isinstance(rows, list):
