@@ -32,7 +32,7 @@ class Kept(Generic[Given, Made]):
 
     def __call__(self, *given: Given.args, **named: Given.kwargs) -> Made:
         key = (given, *named.items())
-        recording = torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing()
+        recording = _is_recording()
         if key in self.found:
             found = self.found[key] = self.found.pop(key)
             if recording:
@@ -44,3 +44,8 @@ class Kept(Generic[Given, Made]):
             if len(self.found) > MOST:
                 del self.found[next(iter(self.found))]
         return found
+
+
+def _is_recording() -> bool:
+    ready: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return ready and torch.cuda.is_current_stream_capturing()
