@@ -25,6 +25,7 @@ from regard import (
     masks,
     why,
 )
+from regard.mechanism import sdpa
 
 X = torch.zeros(2, 4, 5, 3)
 ANY = r"[\s\S]*"
@@ -140,8 +141,9 @@ def test_backends() -> None:
         attention(X, X, X, see=See(entropy=True), backend="sdpa")
     with pytest.raises(BackendError, match=r"'sdpa' cannot run.*softcap"):
         attention(X, X, X, softcap=1.0, backend="sdpa")
+    long, slopes = torch.zeros(1, 1, sdpa.SHORT + 1, 4), torch.ones(1, requires_grad=True)
     with pytest.raises(BackendError, match=r"'sdpa' cannot run.*bias no gradient"):
-        attention(X, X, X, bias=torch.zeros(5, 5, requires_grad=True), backend="sdpa")
+        attention(long, long, long, bias=Alibi(slopes), backend="sdpa")
 
 
 def test_why_lists_every_backend_with_its_answer() -> None:

@@ -579,8 +579,8 @@ def test_a_field_without_a_gradient_says_so() -> None:
 
 
 def test_what_is_kept_in_inference_mode_serves_gradients() -> None:
-    fused._bin_sizes.cache_clear()
-    fused._kept_buckets.cache_clear()
+    fused._bin_sizes.found.clear()
+    fused._kept_buckets.found.clear()
     call = make("causal buckets", See(map=2), queries=20, keys=20)
     with torch.inference_mode():
         run(call)
