@@ -106,16 +106,20 @@ def test_the_walk_sees_imports_inside_functions(tmp_path):
 
 
 def modules_after(code: str) -> set[str]:
-    """The top-level modules that are loaded once some code has run in a fresh Python."""
+    """The modules that are loaded once some code has run in a fresh Python, and their packages."""
     code += "\nimport sys; print('LOADED', *sys.modules)"
     shown = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
     )
     loaded = shown.stdout.rpartition("LOADED")[2].split()
-    return {module.partition(".")[0] for module in loaded}
+    return {module.partition(".")[0] for module in loaded} | set(loaded)
 
 
 HEAVY = {"torch", "transformers", "tokenizers", "fastapi", "matplotlib", "triton", "numpy", "rich"}
+
+
+def test_using_a_model_does_without_the_compiler():
+    assert "torch._dynamo" not in modules_after("import regard.tasks")  # it takes a second
 
 
 def test_import_regard_is_light():

@@ -17,7 +17,6 @@ from torch.utils.checkpoint import checkpoint
 from regard import checkpoints
 from regard.errors import CheckpointError, InputError
 from regard.layers import Block
-from regard.losses import linear_cross_entropy
 from regard.mechanism.biases import Bias
 from regard.mechanism.masks import Mask, Padding
 from regard.models.state import State
@@ -358,6 +357,9 @@ class Model(nn.Module):
             return cross_entropy(
                 logits, labels.flatten(), reduction="sum", label_smoothing=smoothing
             )
+        # Imported here: it brings PyTorch's compiler along, which takes a second to load.
+        from regard.losses import linear_cross_entropy
+
         loss: Tensor = linear_cross_entropy(hidden, weight, labels, bias=bias, smoothing=smoothing)
         return loss
 
