@@ -17,7 +17,7 @@ import json
 import random
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -62,11 +62,10 @@ def waited(function: Callable[[], object]) -> Callable[[], object]:
     return run
 
 
-def decoding(device: str, tiny: bool) -> list[dict[str, Any]]:
+def decoding(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
     """Greedy, one prompt of 16 tokens and 128 new ones."""
     new = 16 if tiny else 128
     prompt = list(range(100, 116))
-    found = []
     for dtype in (torch.float32, torch.bfloat16):
         ours, theirs = pair(device, dtype, tiny)
         fast = Replayed(ours)
@@ -90,24 +89,20 @@ def decoding(device: str, tiny: bool) -> list[dict[str, Any]]:
             waited(lambda: generate(ours, [prompt], length=new)),  # noqa: B023
             budget=0.1 if tiny else 1.0,
         )
-        found.append(
-            {
-                "case": "GPT-2 124M, greedy, batch 1",
-                "dtype": str(dtype).removeprefix("torch."),
-                "ours_tokens_per_second": new / times.ours,
-                "transformers_tokens_per_second": new / times.peer,
-                "speed": times.speed,
-                "graphs_gain": plain.speed,
-                "same_tokens": sum(a == b for a, b in zip(mine, wanted, strict=True)) / new,
-            }
-        )
-    return found
+        yield {
+            "case": "GPT-2 124M, greedy, batch 1",
+            "dtype": str(dtype).removeprefix("torch."),
+            "ours_tokens_per_second": new / times.ours,
+            "transformers_tokens_per_second": new / times.peer,
+            "speed": times.speed,
+            "graphs_gain": plain.speed,
+            "same_tokens": sum(a == b for a, b in zip(mine, wanted, strict=True)) / new,
+        }
 
 
-def training(device: str, tiny: bool) -> list[dict[str, Any]]:
+def training(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
     """One step of 1024 tokens a sequence."""
     batch, length = (2, 32) if tiny else (16, 1024)
-    found = []
     for compiled in (False, True):
         ours, theirs = pair(device, torch.float32, tiny)
         ids = torch.randint(300, (batch, length + 1), device=device)
@@ -119,25 +114,21 @@ def training(device: str, tiny: bool) -> list[dict[str, Any]]:
             steps.append(waited(_step(forward, loss, optimizer, ids, device)))
         times = seconds(*steps, budget=0.1 if tiny else 5.0)
         tokens = batch * length
-        found.append(
-            {
-                "case": f"GPT-2 124M, training, batch {batch} x {length}",
-                "compiled": compiled,
-                "ours_tokens_per_second": tokens / times.ours,
-                "transformers_tokens_per_second": tokens / times.peer,
-                "speed": times.speed,
-            }
-        )
-    return found
+        yield {
+            "case": f"GPT-2 124M, training, batch {batch} x {length}",
+            "compiled": compiled,
+            "ours_tokens_per_second": tokens / times.ours,
+            "transformers_tokens_per_second": tokens / times.peer,
+            "speed": times.speed,
+        }
 
 
 PEAK = 989e12  # bfloat16 operations a second that NVIDIA's H200 datasheet promises
 
 
-def trainer(device: str, tiny: bool) -> list[dict[str, Any]]:
+def trainer(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
     """Whole runs, the data and all, on text made of random words; speeds after the first steps."""
     batch, length, steps = (2, 32, 20) if tiny else (16, 1024, 150)
-    found = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         draw = random.Random(0)
@@ -155,17 +146,14 @@ def trainer(device: str, tiny: bool) -> list[dict[str, Any]]:
         for compiled in (False, True):
             mine = _our_run(folder, batch, length, steps, compiled)
             theirs = _their_run(folder, batch, length, steps, compiled, device)
-            found.append(
-                {
-                    "case": f"GPT-2 124M, whole runs, batch {batch} x {length}",
-                    "compiled": compiled,
-                    "ours_tokens_per_second": mine,
-                    "transformers_tokens_per_second": theirs,
-                    "speed": mine / theirs,
-                    "utilisation": operations * mine / PEAK,
-                }
-            )
-    return found
+            yield {
+                "case": f"GPT-2 124M, whole runs, batch {batch} x {length}",
+                "compiled": compiled,
+                "ours_tokens_per_second": mine,
+                "transformers_tokens_per_second": theirs,
+                "speed": mine / theirs,
+                "utilisation": operations * mine / PEAK,
+            }
 
 
 def _our_run(folder: Path, batch: int, length: int, steps: int, compiled: bool) -> float:
@@ -272,11 +260,10 @@ def main() -> None:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for part in given.parts:
         parts = {"decoding": decoding, "training": training, "trainer": trainer}
-        rows = parts[part](device, given.tiny)
-        for row in rows:
-            print(row)
-        if not given.tiny:
-            append(f"{part}_gpu", rows)
+        for row in parts[part](device, given.tiny):
+            print(row, flush=True)
+            if not given.tiny:
+                append(f"{part}_gpu", [row])
 
 
 if __name__ == "__main__":

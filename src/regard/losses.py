@@ -58,26 +58,29 @@ class _Chunked(torch.autograd.Function):
     ) -> Tensor:
         wanted = _Wanted(*ctx.needs_input_grad[:3])
         needed = any(wanted)
-        turned, offset = weight.to(dtype), None if bias is None else bias.to(dtype)
+        words = len(weight)
+        turned = _aligned(weight, dtype)
+        offset = None if bias is None else _aligned(bias, dtype)
         into_hidden = torch.empty_like(hidden, dtype=dtype) if wanted.hidden else None
         # Sums over all rows are kept in the weights' own precision.
         into_weight = torch.zeros_like(weight) if wanted.weight else None
         into_bias = torch.zeros_like(bias) if wanted.bias and bias is not None else None
         exact = torch.promote_types(dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=hidden.device)
-        size = max(ROOM // len(weight), 1)
+        size = max(ROOM // words, 1)
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), size):
                 rows = slice(start, start + size)
                 states = hidden[rows].to(dtype)
                 logits = torch.nn.functional.linear(states, turned, offset)
-                total += _loss(logits, labels[rows], smoothing, needed)  # now their gradient
+                # Now their gradient; that of what was added is 0, as it came from zeros.
+                total += _loss(logits[:, :words], labels[rows], smoothing, needed)
                 if into_hidden is not None:
                     torch.mm(logits, turned, out=into_hidden[rows])
                 if into_weight is not None:
-                    into_weight += logits.T @ states
+                    into_weight += (logits.T @ states)[:words]
                 if into_bias is not None:
-                    into_bias += logits.sum(0)
+                    into_bias += logits[:, :words].sum(0)
         ctx.save_for_backward(into_hidden, into_weight, into_bias)
         ctx.given = hidden.dtype
         return total
@@ -94,6 +97,18 @@ class _Chunked(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
+    """Weights of the output with zeros for some more words, so that their number is a whole 8.
+
+    Rows of logits then start at whole 16 bytes, as a GPU's matrix units want them; GPT-2 has 50,257
+    words, an odd number.
+    """
+    if len(weight) % 8 == 0:
+        return weight.to(dtype)
+    more = weight.new_zeros(-len(weight) % 8, *weight.shape[1:], dtype=dtype)
+    return torch.cat((weight.to(dtype), more))
 
 
 class _Wanted(NamedTuple):
