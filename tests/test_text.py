@@ -282,6 +282,12 @@ def test_trained_tokenizers_have_their_size_and_go_round(tmp_path: Path, train) 
     assert theirs(line)["input_ids"] == found.ids
 
 
+def test_to_a_unigram_model_newlines_are_spaces() -> None:
+    text = Text.train_unigram([f"{line}\n{line}" for line in corpus()], size=100)
+    assert text.encode("Seeing\n\tthings. ").ids == text.encode("Seeing things.").ids
+    assert not any("\n" in token for token in text.tokenizer.get_vocab())
+
+
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     text = Text.train_bpe(corpus(), size=300)
     with pytest.raises(InputError, match="no token"):

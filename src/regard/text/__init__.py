@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tokenizers import Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
 from tokenizers import models as algorithms
 from tokenizers import trainers as training
 
@@ -19,7 +19,7 @@ from regard.checkpoints import find
 from regard.errors import CheckpointError, InputError
 from regard.text.files import errors_of, read_text
 from regard.text.marian import marian
-from regard.text.sentencepiece import as_sentencepiece, close_with, sentencepiece, single_spaces
+from regard.text.sentencepiece import as_sentencepiece, close_with, sentencepiece
 from regard.text.vocabularies import BERT, as_bert, byte_level, byte_pairs, wordpiece
 
 _FILE, _TARGET = "tokenizer.json", "target_tokenizer.json"
@@ -205,7 +205,10 @@ class Text:
             if token not in special:
                 raise InputError(f"{token!r} must be one of the special tokens {list(special)}.")
         tokenizer = Tokenizer(algorithms.Unigram())
-        tokenizer.normalizer = normalizers.Sequence([normalizers.NFKC(), *single_spaces()])
+        spaces = normalizers.Replace(Regex(r"\s+"), " ")  # newlines and tabs are spaces there too
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.NFKC(), spaces, normalizers.Strip()]
+        )
         as_sentencepiece(tokenizer, prefix=True)
         trainer = training.UnigramTrainer(
             vocab_size=size,
