@@ -19,8 +19,11 @@ import pytest
 import torch
 
 import regard
+from regard.converting import convert
+from regard.decoding import Beam
 from regard.errors import InputError
-from regard.models import Transformer, TransformerConfig
+from regard.models import T5, Transformer, TransformerConfig
+from regard.tasks.ready import decoding, ready
 from regard.text import Text
 from regard.training import Result, building, parse_recipe, train
 from regard.training.chance import seed_all
@@ -105,6 +108,20 @@ def test_what_is_decoded_is_scored(folder: Path, task: str, kind: str, metric: s
     raw["data"]["test"] = raw["data"]["train"]
     result = run(raw, schedule__steps=6, saving__average=0)
     assert 0 <= result.scores[metric] <= 100
+
+
+def test_a_trained_model_is_used_as_it_was_evaluated(folder: Path) -> None:
+    raw = recipe_of(folder, "summarization", "t5")
+    for part in ("train", "valid"):
+        raw["data"][part] = [{**source, "prefix": "shorten: "} for source in raw["data"][part]]
+    way = {"metric": "rouge-1", "beam": 3, "length_penalty": 0.5, "no_repeat": 2}
+    raw["evaluation"] |= way
+    result = run(raw, schedule__steps=2, saving__every=2)
+    used = convert(result.folder / "model", folder / "converted")
+    one = ready(used, (T5,), "summarize")
+    settings = one.settings("summarization")
+    assert settings["prefix"] == "shorten: "
+    assert decoding(settings, None, None)[0] == Beam(3, 0.5, no_repeat=2)
 
 
 def test_a_translation_that_is_easy_is_learned_to_the_end(folder: Path) -> None:

@@ -273,6 +273,11 @@ def write(
         _replace(folder / GENERATION, _dump(generation))
 
 
+def note(file: Path, more: Mapping[str, Any]) -> None:
+    """Let a JSON file of a checkpoint say some more."""
+    _replace(file, _dump({**read_json(file), **more}))
+
+
 def _replace(file: Path, data: bytes) -> None:
     beside = file.with_name(file.name + ".part")
     with beside.open("wb") as opened:

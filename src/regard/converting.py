@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from regard.checkpoints import CONFIG, GENERATION, SHARD, find
+from regard.checkpoints import CONFIG, GENERATION, SHARD, find, note, read_json
 from regard.errors import InputError
 from regard.models import load
 from regard.packing import Packing
@@ -36,6 +36,7 @@ _BESIDE = (
     "source.spm",
     "target.spm",
 )
+_OF_TASKS = ("task_specific_params", "n_positions")  # of config.json, and of no model's config
 
 
 def convert(
@@ -73,6 +74,8 @@ def convert(
         for name in _BESIDE:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, made / name)
+        said = read_json(folder / CONFIG)
+        note(made / CONFIG, {key: said[key] for key in _OF_TASKS if key in said})
         try:
             if goal.exists():
                 goal.rename(old)

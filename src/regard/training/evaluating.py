@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from regard.decoding import Beam, Greedy, generate
+from regard.decoding import generate
 from regard.errors import InputError
 from regard.models import GPT2, T5, BertAnswering, Model, Transformer, TransformerXL, load
 from regard.models.state import Memories
@@ -27,8 +27,9 @@ from regard.text import Text
 from regard.training import building, metrics, reading
 from regard.training.answering import Exam, windows
 from regard.training.data import Ragged, Table
+from regard.training.objectives import way
 from regard.training.reading import Pair, Question, Record, Report
-from regard.training.recipe import Recipe, nearest, parse_recipe
+from regard.training.recipe import WRITTEN, Recipe, nearest, parse_recipe
 
 Settings = Mapping[str, Any] | Sequence[str]  # keys of a recipe: {"evaluation.beam": 4}
 Progress = Callable[[int, int], None]  # how much is done, and of how much
@@ -43,11 +44,10 @@ class Kind(NamedTuple):
     metrics: tuple[str, ...]
 
 
-_WRITTEN = ("bleu", "chrf", "rouge-1", "rouge-2", "rouge-l")
 _TOLD = ("perplexity", "bits_per_byte", "loss")
 KINDS = (
-    Kind(Transformer, "translation", "transformer", _WRITTEN),
-    Kind(T5, "summarization", "t5", _WRITTEN),
+    Kind(Transformer, "translation", "transformer", WRITTEN),
+    Kind(T5, "summarization", "t5", WRITTEN),
     Kind(BertAnswering, "question answering", "bert", ("exact", "f1")),
     Kind(GPT2, "language modelling", "gpt2", _TOLD),
     Kind(TransformerXL, "language modelling", "transformer-xl", _TOLD),
@@ -115,7 +115,7 @@ def evaluate(
     names = tuple(wanted) or kind.metrics
     show = progress or _quiet
     with torch.inference_mode():
-        if kind.metrics is _WRITTEN:
+        if kind.metrics is WRITTEN:
             scores, count, unit = _written(recipe, model, text, records, names, show)
         elif kind.model is BertAnswering:
             scores, count, unit = _answered(recipe, model, text, records, show)
@@ -169,7 +169,6 @@ def _written(
     pairs = reading.together(cast("Sequence[Pair]", records))
     settings = recipe.evaluation
     pairs = pairs[: settings.examples or len(pairs)]
-    how = Beam(settings.beam, settings.length_penalty) if settings.beam > 1 else Greedy()
     end = model.config.end
     prompts = [[*ids, end] for ids in _ids(text, [pair.source for pair in pairs])]
     outputs = [""] * len(pairs)
@@ -181,7 +180,7 @@ def _written(
         found = generate(
             model,
             [prompts[row] for row in rows],
-            how,
+            way(settings),
             length=recipe.data.length,
             stop=[end],
             batch=size,

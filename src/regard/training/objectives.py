@@ -165,6 +165,13 @@ class Pairs(_Stateless):
         return {} if self.examine is None else self.examine(model, self.special)
 
 
+def way(settings: Evaluation) -> Beam | Greedy:
+    """How text is decoded to be scored."""
+    if settings.beam == 1:
+        return Greedy(settings.no_repeat)
+    return Beam(settings.beam, settings.length_penalty, no_repeat=settings.no_repeat)
+
+
 class Examine:
     """Pairs held out: their loss, and what is decoded from their sources against their targets."""
 
@@ -193,10 +200,13 @@ class Examine:
     def _decoded(self, model: Any, special: Special) -> dict[str, float]:
         some = self.settings.examples or len(self.pairs)
         prompts = self.prompts[:some]
-        beam = self.settings.beam
-        how = Beam(beam, self.settings.length_penalty) if beam > 1 else Greedy()
         found = generate(
-            model, prompts, how, length=self.length, stop=[special.end], batch=max(512 // beam, 1)
+            model,
+            prompts,
+            way(self.settings),
+            length=self.length,
+            stop=[special.end],
+            batch=max(512 // self.settings.beam, 1),
         )
         self.outputs = [self.decode(best.ids) for best, *_ in found]
         references = [pair.targets for pair in self.pairs[:some]]

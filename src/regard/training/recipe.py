@@ -34,7 +34,8 @@ RECORDS: dict[str, type] = {
 FORMATS = ("parallel", "tsv", "jsonl", "questions", "squad", "text", "dataset")
 SHAPES = ("inverse-sqrt", "cosine", "linear", "constant")
 PRECISIONS = ("float32", "bfloat16", "float16")
-METRICS = ("loss", "bleu", "chrf", "rouge-1", "rouge-2", "rouge-l", "exact", "f1")
+WRITTEN = ("bleu", "chrf", "rouge-1", "rouge-2", "rouge-l")  # scores of text that a model writes
+METRICS = ("loss", *WRITTEN, "exact", "f1")
 TOKENIZERS = ("bpe", "wordpiece", "unigram", "words")
 PARALLEL = ("ddp", "fsdp", "context")
 
@@ -189,6 +190,7 @@ class Evaluation:
     examples: int = key("how many examples to decode while it learns; 0 for all", 0, least=0)
     beam: int = key("the beams of decoding; 1 is greedy", 1, least=1)
     length_penalty: float = key("by what power of the length a beam's score is divided", 1.0)
+    no_repeat: int = key("no sequence of so many tokens is written twice; 0: all may", 0, least=0)
     always: bool = key("answer every question, even where no answer seems more likely", False)
     tokenize: str = key("how BLEU parts words: 13a, or none for text that is parted", "13a")
     patience: int = key("stop after this many evaluations without a better one; 0 never", 0)

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from regard.checkpoints import CONFIG, GENERATION, note
 from regard.errors import InputError
 from regard.models import Model
 from regard.text import Text
@@ -28,7 +29,7 @@ from regard.training.events import Events
 from regard.training.fingerprint import fingerprint
 from regard.training.loop import Trainer, interruptible
 from regard.training.plot import plot
-from regard.training.recipe import RECORDS, Recipe, read_recipe
+from regard.training.recipe import RECORDS, WRITTEN, Recipe, read_recipe
 from regard.training.saving import Keeper
 
 
@@ -173,6 +174,7 @@ def _finish(recipe: Recipe, trainer: Trainer, text: Text, folder: Path) -> dict[
     model.load_state_dict(weights)
     model.eval().save(folder / "model")
     text.save(folder / "model")
+    _note_use(recipe, folder / "model")
     with torch.no_grad(), trainer.autocast():
         if recipe.data.test:
             table, _ = building.table(recipe, "test", text)
@@ -185,6 +187,21 @@ def _finish(recipe: Recipe, trainer: Trainer, text: Text, folder: Path) -> dict[
             scores = trainer.objective.evaluate(model)
     (folder / "scores.json").write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
     return scores
+
+
+def _note_use(recipe: Recipe, folder: Path) -> None:
+    """Let a model that writes be used as it is evaluated: with its prefix, decoded in that way."""
+    way = recipe.evaluation
+    if way.metric in WRITTEN:
+        how = {
+            "num_beams": way.beam,
+            "length_penalty": way.length_penalty,
+            "no_repeat_ngram_size": way.no_repeat,
+        }
+        note(folder / GENERATION, how)
+    prefixes = {source.prefix for source in recipe.data.test or recipe.data.valid}
+    if recipe.task == "summarization" and len(prefixes) == 1:
+        note(folder / CONFIG, {"task_specific_params": {recipe.task: {"prefix": prefixes.pop()}}})
 
 
 # -------------------------------------------------------------------------------- log and display
