@@ -41,10 +41,9 @@ def summarize(
     default the model's own files do. ``look`` sees which sentences each of the summary attended to,
     over all heads, which takes one more pass.
 
-    >>> text = "The cat sat on the mat. It was warm."
-    >>> found = summarize(text, model="translate", length=20)  # your own: it has learned another
-    >>> found.how, [text[part.start : part.end] for part in found.parts]
-    ('whole', ['The cat sat on the mat. It was warm.'])
+    >>> found = summarize("A small web server written in C. It serves static files and scripts.")
+    >>> found.text, found.how
+    ('small web server written in C', 'whole')
     """
     one = ready(model, (T5, Transformer), "summarize", device, precision)
     settings = one.settings(TASK)
