@@ -22,25 +22,32 @@ MOST = 1024  # graphs; each holds some megabytes
 class _Given(NamedTuple):
     batch: Any
     total: Tensor
+    left: Any
 
 
 class _Recorded(NamedTuple):
     graph: torch.cuda.CUDAGraph
     given: list[Tensor]  # where it reads its input
     result: Tensor  # where it writes its result
+    left: Any  # and what it leaves for the next step
 
 
 class Replayed:
     """A function of a batch and of all targets of its step, to a tensor; one graph for each shape.
 
+    It may read what the step before left, a memory say: ``left`` tells that, ``leave`` sets it.
     What else it reads and writes must stay where it is: weights, and gradients, which are set to
     0 and never to None.
     """
 
     def __init__(
-        self, function: Callable[[Any, Tensor | float], Tensor], device: torch.device
+        self,
+        function: Callable[[Any, Tensor | float], Tensor],
+        device: torch.device,
+        left: Callable[[], Any],
+        leave: Callable[[Any], None],
     ) -> None:
-        self.function, self.device = function, device
+        self.function, self.device, self.left, self.leave = function, device, left, leave
         self.met: set[Any] = set()
         self.recorded: dict[Any, _Recorded] = {}
         self.pool: Any = None  # one for all: what a graph leaves there is not read by others
@@ -50,7 +57,7 @@ class Replayed:
             total = torch.full(
                 (), float(total), device=self.device
             )  # a copy would wait for the device
-        given = _Given(batch, total)
+        given = _Given(batch, total, self.left())
         key = form(given)
         found = self.recorded.get(key)
         if found is None:
@@ -61,15 +68,17 @@ class Replayed:
         for place, tensor in zip(found.given, tensors(given), strict=True):
             place.copy_(tensor)
         found.graph.replay()
+        self.leave(found.left)
         return found.result.clone()
 
     def _record(self, given: _Given) -> _Recorded:
         kept: _Given = on_each(given, Tensor.clone)
         graph = torch.cuda.CUDAGraph()
+        self.leave(kept.left)
         with torch.cuda.graph(graph, pool=self.pool):
-            result = self.function(*kept)
+            result = self.function(kept.batch, kept.total)
         self.pool = graph.pool()
-        return _Recorded(graph, tensors(kept), result)
+        return _Recorded(graph, tensors(kept), result, self.left())
 
 
 def tensors(tree: Any) -> list[Tensor]:

@@ -120,6 +120,11 @@ class Pace:
 Log = Callable[[dict[str, Any]], None]
 
 
+def replays(recipe: Recipe, device: torch.device) -> bool:
+    """Whether steps are replayed: other devices have no graphs, and launch nothing."""
+    return recipe.graphs and device.type == "cuda"
+
+
 class Trainer:
     """One model, one objective, and all the state between them."""
 
@@ -157,11 +162,11 @@ class Trainer:
         self.progress = Progress()
         self.warned: set[str] = set()
         self.learn: Step = self._learn
-        self.graphs = recipe.graphs and self.device.type == "cuda"
+        self.graphs = replays(recipe, self.device)
         if self.graphs:
             if self.crew.world > 1:
                 raise InputError("graphs = true is for one process: set graphs = false.")
-            self.learn = Replayed(self._learn, self.device)
+            self.learn = Replayed(self._learn, self.device, objective.state, objective.load_state)
 
     # ------------------------------------------------------------------------------- one step
 

@@ -18,7 +18,6 @@ from regard.decoding import Beam, Greedy, generate
 from regard.errors import InputError
 from regard.losses import NOTHING
 from regard.mechanism.masks import Padding
-from regard.models.state import Memories
 from regard.models.transformer_xl import TransformerXL
 from regard.training import metrics
 from regard.training.data import ByLength, Feed, Lanes, Plan, Ragged, Rows, Table, Turns, Windows
@@ -288,9 +287,7 @@ class NextTokenWithMemory(NextToken):
     """As :class:`NextToken`, of a model that remembers: pieces follow each other in lanes."""
 
     def __init__(self, text: Ragged, held: Table | None, length: int, tokens: int) -> None:
-        self.memories: Memories | None = None
-        self.kept: list[Tensor] = []  # of a checkpoint, until the model is there to take it
-        self.read = 0
+        self.kept: list[Tensor] = []  # what each layer remembers of the piece before
         super().__init__(text, held, length, tokens)
 
     def _plan(self, text: Ragged, shuffled: bool) -> Plan:
@@ -300,14 +297,12 @@ class NextTokenWithMemory(NextToken):
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Tensor:
         assert isinstance(model, TransformerXL)
-        if batch.first or (self.memories is None and not self.kept):
-            self.memories, self.kept = model.remember(), []
-        elif self.kept:
-            self.memories = model.remember()
-            for memory, kept in zip(self.memories.layers, self.kept, strict=True):
+        memories = model.remember()
+        if self.kept and not batch.first:
+            for memory, kept in zip(memories.layers, self.kept, strict=True):
                 memory.extend(kept.to(batch.ids.device))
-            self.memories.read, self.kept = self.read, []
-        log_probabilities = model(batch.ids, memories=self.memories)
+        log_probabilities = model(batch.ids, memories=memories)
+        self.kept = [memory.kept for memory in memories.layers if memory.kept is not None]
         return nll_loss(
             log_probabilities.float().flatten(0, 1), batch.labels.flatten(), reduction="sum"
         )
@@ -319,13 +314,10 @@ class NextTokenWithMemory(NextToken):
         return scores
 
     def state(self) -> dict[str, Any]:
-        if self.memories is None:
-            return {"kept": self.kept, "read": self.read}
-        kept = [memory.kept for memory in self.memories.layers]
-        return {"kept": kept, "read": self.memories.read}
+        return {"kept": self.kept}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        self.memories, self.kept, self.read = None, state["kept"], state["read"]
+        self.kept = state["kept"]
 
 
 # ------------------------------------------------------------ masked tokens, corrupted spans

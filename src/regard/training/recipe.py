@@ -299,13 +299,8 @@ class Recipe:
                 f"compile = true is for transformer, gpt2 and bert: torch.compile does not come "
                 f"to an end with the biases and memories of a {self.model.kind}."
             )
-        if self.graphs and (
-            self.compile or self.precision == "float16" or self.model.kind == "transformer-xl"
-        ):
-            raise InputError(
-                "graphs = true is not for compile = true, precision = 'float16' or a "
-                "transformer-xl, whose memory grows."
-            )
+        if self.graphs and (self.compile or self.precision == "float16"):
+            raise InputError("graphs = true is not for compile = true or precision = 'float16'.")
         if self.parallel == "context" and self.model.kind != "gpt2":
             raise InputError(
                 f"parallel = 'context' is for gpt2, which reads from left to right alone, not for "
