@@ -27,7 +27,7 @@ from regard.text import Text
 from regard.training import building, metrics, reading
 from regard.training.answering import Exam, windows
 from regard.training.data import Ragged, Table
-from regard.training.objectives import way
+from regard.training.objectives import how_to_decode
 from regard.training.reading import Pair, Question, Record, Report
 from regard.training.recipe import WRITTEN, Recipe, nearest, parse_recipe
 
@@ -180,7 +180,7 @@ def _written(
         found = generate(
             model,
             [prompts[row] for row in rows],
-            way(settings),
+            how_to_decode(settings),
             length=recipe.data.length,
             stop=[end],
             batch=size,

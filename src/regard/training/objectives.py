@@ -164,7 +164,7 @@ class Pairs(_Stateless):
         return {} if self.examine is None else self.examine(model, self.special)
 
 
-def way(settings: Evaluation) -> Beam | Greedy:
+def how_to_decode(settings: Evaluation) -> Beam | Greedy:
     """How text is decoded to be scored."""
     if settings.beam == 1:
         return Greedy(settings.no_repeat)
@@ -202,7 +202,7 @@ class Examine:
         found = generate(
             model,
             prompts,
-            way(self.settings),
+            how_to_decode(self.settings),
             length=self.length,
             stop=[special.end],
             batch=max(512 // self.settings.beam, 1),

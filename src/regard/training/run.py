@@ -191,12 +191,12 @@ def _finish(recipe: Recipe, trainer: Trainer, text: Text, folder: Path) -> dict[
 
 def _note_use(recipe: Recipe, folder: Path) -> None:
     """Let a model that writes be used as it is evaluated: with its prefix, decoded in that way."""
-    way = recipe.evaluation
-    if way.metric in WRITTEN:
+    asked = recipe.evaluation
+    if asked.metric in WRITTEN:
         how = {
-            "num_beams": way.beam,
-            "length_penalty": way.length_penalty,
-            "no_repeat_ngram_size": way.no_repeat,
+            "num_beams": asked.beam,
+            "length_penalty": asked.length_penalty,
+            "no_repeat_ngram_size": asked.no_repeat,
         }
         note(folder / GENERATION, how)
     prefixes = {source.prefix for source in recipe.data.test or recipe.data.valid}
