@@ -71,7 +71,8 @@ def defined(
 def test_loss_and_gradients_are_those_of_the_definition(
     way: str, dtype: torch.dtype, vocabulary: int, smoothing: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(losses, "ROOM", 5 * vocabulary)  # 18 rows are four chunks
+    monkeypatch.setattr(losses, "TILE", 5)  # 18 rows are four chunks
+    monkeypatch.setattr(losses, "ROOM", 4 * vocabulary)
     hidden, weight, bias, labels = made(vocabulary, dtype)
     loss = linear_cross_entropy(hidden, weight, labels, bias=bias, smoothing=smoothing)
     found = [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
@@ -81,6 +82,15 @@ def test_loss_and_gradients_are_those_of_the_definition(
         floor = 4 * torch.finfo(dtype).eps * truth.abs().max().item()
         allowed = max((3 if index else 2) * (theirs - truth).abs().max().item(), floor)
         assert (ours.double() - truth).abs().max().item() <= allowed
+
+
+def test_rows_go_in_equal_shares_of_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(losses, "ROOM", 1000)
+    monkeypatch.setattr(losses, "TILE", 8)
+    assert losses._share(0, 10) == 8
+    assert losses._share(100, 10) == 104  # all at once
+    assert losses._share(101, 10) == 56  # two
+    assert losses._share(16, 10**6) == 8  # no row has room, and yet it goes on
 
 
 def test_in_float64_it_is_exact() -> None:

@@ -15,7 +15,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 NOTHING = -100  # a label that does not count
-ROOM = 2**27  # logits at a time
+ROOM = 6 * 10**8  # bytes of logits at a time
+TILE = 128  # rows of a matrix product that a GPU computes as one
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled, it would hold all logits
@@ -67,7 +68,7 @@ class _Chunked(torch.autograd.Function):
         into_bias = torch.zeros_like(bias) if wanted.bias and bias is not None else None
         exact = torch.promote_types(dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=hidden.device)
-        size = max(ROOM // words, 1)
+        size = _share(len(hidden), len(turned) * turned.element_size())
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), size):
                 rows = slice(start, start + size)
@@ -97,6 +98,12 @@ class _Chunked(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _share(rows: int, each: int) -> int:
+    """How many rows of ``each`` bytes go at a time: as good as equal shares, of whole tiles."""
+    shares = max(-(-rows * each // ROOM), 1)
+    return max(-(-rows // shares // TILE) * TILE, TILE)
 
 
 def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
