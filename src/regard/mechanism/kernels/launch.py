@@ -9,7 +9,6 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 from torch.nn.functional import pad
 
@@ -94,9 +93,18 @@ def _square_blocks(query: Tensor, width: int) -> Blocks:
     return Blocks(64, 64, 4, 2 if width <= 64 else 1)
 
 
+# Triton has these too, at 10 µs a call.
+def _ceil(number: int, by: int) -> int:
+    return -(-number // by)
+
+
+def _next_power(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
 def _power(width: int) -> int:
     """The width of a tile that holds ``width`` numbers; matrix products need at least 16."""
-    return max(16, int(triton.next_power_of_2(width)))
+    return max(16, _next_power(width))
 
 
 def _precision(tensor: Tensor) -> str:
@@ -116,7 +124,7 @@ def forward(
     keys, value_width = key.shape[2], value.shape[3]
     blocks = _forward_blocks(query, max(width, value_width), structure)
     wide = _power(width), _power(value_width)
-    count = triton.cdiv(queries, blocks.queries)
+    count = _ceil(queries, blocks.queries)
     splits = _splits(count * batch * heads, keys)
     options: Any = {"device": query.device, "dtype": torch.float32}
     found = {
@@ -128,7 +136,7 @@ def forward(
             found[name] = torch.empty(batch, heads, queries, **options)
     if splits > 1:
         kept = torch.empty(batch * heads * splits * queries, wide[1] + 4, **options)
-        count_merged = triton.cdiv(queries, WARP)
+        count_merged = _ceil(queries, WARP)
     else:
         kept, count_merged = None, count
     highest = torch.empty(batch, heads, count_merged, **options) if "max_logit" in wanted else None
@@ -157,7 +165,7 @@ def forward(
             num_warps=4,
         )  # fmt: skip
     if highest is not None:
-        found["max_logit"] = highest.amax(-1)
+        found["max_logit"] = highest.amax(-1) if count_merged > 1 else highest[..., 0]
     return found
 
 
@@ -183,17 +191,17 @@ def _cut(length: int, bins: int, size: int, lanes: int, in_a_row: bool = False) 
     has one bin, or a part of one, whatever its width.
     """
     if bins == 1:
-        return _Cut(1, size, triton.cdiv(length, size), True, triton.cdiv(length, size))
+        return _Cut(1, size, _ceil(length, size), True, _ceil(length, size))
     widest = -(-length // bins)
-    width = min(size, triton.next_power_of_2(widest))
+    width = min(size, _next_power(widest))
     if in_a_row and length != bins * width:
         width = size
     together = size // width if size // width >= lanes else 1
     if together == 1:
         width = max(width, size if in_a_row else 16)  # no matrix product is narrower than 16
-    parts = triton.cdiv(widest, width)
+    parts = _ceil(widest, width)
     even = length == bins * width * parts
-    return _Cut(together, width, parts, even, triton.cdiv(bins, together) * parts)
+    return _Cut(together, width, parts, even, _ceil(bins, together) * parts)
 
 
 def columns(
@@ -275,7 +283,7 @@ def rows(
     keys, count = key.shape[2], len(places)
     index = _index(tuple(place % queries for place in places), query.device)
     found = torch.empty(batch, heads, count, keys, device=query.device, dtype=torch.float32)
-    rows_kernels.rows[triton.cdiv(count, WARP) * triton.cdiv(keys, 64), batch * heads](
+    rows_kernels.rows[_ceil(count, WARP) * _ceil(keys, 64), batch * heads](
         View.of(query), View.of(key), lse, index, found, structure.ends, structure.terms,
         heads, heads // key.shape[1], queries, keys, width, count, BM=WARP, BN=64,
         BD=_power(width), KIND=structure.kind, BIAS=structure.bias,
@@ -312,7 +320,7 @@ def top(
         "top_keys": torch.empty(shape, device=query.device, dtype=torch.int64),
     }
     places = 64 if count <= 16 else 128  # in a tile; each has its own highest score
-    room = max(LANES, triton.next_power_of_2(count))  # for each lane
+    room = max(LANES, _next_power(count))  # for each lane
     turns = max(1, SCRATCH // (queries * LANES * room * 8))  # heads at a time
     turns = min(turns, batch * heads)
     candidates = torch.empty(turns * queries, LANES, room, device=query.device, dtype=torch.int64)
@@ -325,13 +333,13 @@ def top(
     block = 32 if query.dtype == torch.float32 or width > 128 else 64
     for first in range(0, batch * heads, turns):
         some = min(turns, batch * heads - first)
-        rows_kernels.collect[triton.cdiv(queries, block), some](
+        rows_kernels.collect[_ceil(queries, block), some](
             View.of(query), View.of(key), reached, candidates, structure.ends, structure.terms,
             heads, heads // key.shape[1], queries, keys, width, count, first,
             BM=block, BN=places, EVEN=wide == width, num_stages=2, **shared,
             enable_fp_fusion=False,  # both its passes must round a score alike
         )  # fmt: skip
-        rows_kernels.pick[triton.cdiv(queries, WARP), some](
+        rows_kernels.pick[_ceil(queries, WARP), some](
             View.of(query), View.of(key), lse, reached, candidates, *found.values(),
             structure.ends, structure.terms, heads, heads // key.shape[1], queries, keys, width,
             count, first, BM=WARP, BN=64, num_stages=1, **shared,
@@ -385,7 +393,7 @@ def backward(
     if "received" in grads or "map" in grads:
         extra = torch.empty(batch, heads, queries, **options)
         blocks = _forward_blocks(query, widest, structure)
-        deltas.expected[triton.cdiv(queries, blocks.queries), batch * heads](
+        deltas.expected[_ceil(queries, blocks.queries), batch * heads](
             views[0], views[1], lse, grads.get("received"), grads.get("map"), extra, *parts,
             heads, groups, queries, keys, width, rows, cols,
             BM=blocks.queries, BN=blocks.keys, BU=_far(structure), BIAS=structure.bias, **shared,
@@ -393,7 +401,7 @@ def backward(
         )  # fmt: skip
 
     delta = torch.empty(batch, heads, queries, **options)
-    deltas.delta[triton.cdiv(queries, 64), batch * heads](
+    deltas.delta[_ceil(queries, 64), batch * heads](
         View.of(output), views[3], lse, grads.get("lse"), kept.get("entropy"),
         grads.get("entropy"), kept.get("distance"), grads.get("distance"), extra, delta,
         heads, queries, value_width,
@@ -412,13 +420,13 @@ def backward(
         grads.get("map"),
     )  # fmt: skip
     sizes = (groups, queries, keys, width, value_width, rows, cols)
-    backward_kernels.by_query[triton.cdiv(queries, by_query.queries), batch * heads](
+    backward_kernels.by_query[_ceil(queries, by_query.queries), batch * heads](
         *inputs, View.of(query_grad), View.of(second_grad), far_grad, *parts, heads, *sizes,
         BM=by_query.queries, BN=by_query.keys, TRAIN=own_bias, **shared, **both,
         **even, num_warps=by_query.warps, num_stages=by_query.stages,
     )  # fmt: skip
 
-    count, bounds = triton.cdiv(keys, by_key.keys), None
+    count, bounds = _ceil(keys, by_key.keys), None
     if structure.kind == INTERVAL:
         first = torch.arange(count, device=query.device) * by_key.keys
         bounds = structure.bounds(first, (first + by_key.keys).clamp(max=keys) - 1)
@@ -456,7 +464,7 @@ def _by_diagonal(
     high = min(sizes[2], reach) - 1
     lowest, highest = -((size - 1 - low) // size), (high + size - 1) // size
     count = highest - lowest + 1
-    shares = _shares(count * heads, batch * triton.cdiv(queries, size))
+    shares = _shares(count * heads, batch * _ceil(queries, size))
     found = torch.empty(heads, shares, count, 2 * size, device=query.device)
     distances.by_diagonal[shares * count, heads](
         *inputs, found, structure.ends, structure.terms, lowest, count, batch, heads, *sizes,
@@ -478,8 +486,8 @@ def _by_far(
     query, table = inputs[0].data, structure.table
     batch, heads, queries, _ = query.shape
     size, end = 32, queries + sizes[2] - 1
-    count = triton.cdiv(end, size)
-    shares = _shares(count * heads, batch * triton.cdiv(queries, size))
+    count = _ceil(end, size)
+    shares = _shares(count * heads, batch * _ceil(queries, size))
     far = torch.empty(heads, shares, count * size, table.shape[2], device=query.device)
     distances.by_far[shares * count, heads](
         *inputs, far, structure.ends, structure.terms, structure.relative, count, batch, heads,
