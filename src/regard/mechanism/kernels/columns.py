@@ -108,20 +108,25 @@ def _stretch(
     slot, within = _places(H, U, BIAS)
     unit = tl.arange(0, G * W // X)
     q_at = head_of(query, batch, head) + dims
+    if EVEN:  # the tile at hand is a step along, and the same for all its places
+        inner = slot * U + within
+        q_at += inner[None, :].to(tl.int64) * query.row
     for tile in tl.range(start, stop, num_stages=1 if BIAS == TABLE and not FREE else None):
         if EVEN:
-            row = tile * (H * U) + slot * U + within
+            first = tile * (H * U)
+            row = first + inner
             real = row < queries
+            tile_at = q_at + first.to(tl.int64) * query.row
         else:
             index = tile // tiles * H + slot
             row = edge(index, queries, bins) + tile % tiles * U + within
             real = (index < bins) & (row < edge(index + 1, queries, bins))
             row = tl.minimum(row, queries - 1)
-        there = row[None, :].to(tl.int64)
+            tile_at = q_at + row[None, :].to(tl.int64) * query.row
         if EVEN and D_EVEN and FREE:
-            q = tl.load(q_at + there * query.row)
+            q = tl.load(tile_at)
         else:
-            q = tl.load(q_at + there * query.row, mask=real[None, :] & (dims < width), other=0.0)
+            q = tl.load(tile_at, mask=real[None, :] & (dims < width), other=0.0)
         lse = tl.load(lse_at + row, mask=real, other=float("inf"))
         # A query that attends to nothing, or is not there, gives nothing: 2^-inf.
         lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
@@ -133,7 +138,7 @@ def _stretch(
         if BIAS == RELATIVE:
             far = tl.arange(0, BU)[:, None]
             second = tl.load(
-                second_at + there * second_row + far,
+                second_at + row[None, :].to(tl.int64) * second_row + far,
                 mask=real[None, :] & (far < relative.width), other=0.0,
             )  # fmt: skip
             s += content(
@@ -155,11 +160,13 @@ def _stretch(
                 sums = tl.sum(p, 1)
                 received += sums
                 pooled = tl.where(fresh, 0.0, pooled) + sums
-                at = tile // tiles * units + unit
-                tl.store(Map + at, tl.sum(tl.reshape(pooled, [G * W // X, X]), 1))
                 if MAP_PEAK:
                     largest = tl.maximum(tl.where(fresh, 0.0, largest), tl.max(p, 1))
-                    tl.store(MapPeak + at, tl.max(tl.reshape(largest, [G * W // X, X]), 1))
+                if (tile % tiles == tiles - 1) | (tile == stop - 1):  # or the last there is
+                    at = tile // tiles * units + unit
+                    tl.store(Map + at, tl.sum(tl.reshape(pooled, [G * W // X, X]), 1))
+                    if MAP_PEAK:
+                        tl.store(MapPeak + at, tl.max(tl.reshape(largest, [G * W // X, X]), 1))
             else:
                 sums = _binned(p, G * W, H, U, BIAS, False)
                 if RECEIVED:
