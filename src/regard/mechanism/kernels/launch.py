@@ -93,6 +93,11 @@ def _square_blocks(query: Tensor, width: int) -> Blocks:
     return Blocks(64, 64, 4, 2 if width <= 64 else 1)
 
 
+def _top_blocks(query: Tensor, width: int, count: int) -> Blocks:
+    places = 64 if count <= 16 else 128  # each has its own highest score
+    return Blocks(32 if query.dtype == torch.float32 or width > 128 else 64, places, 4, 2)
+
+
 # Triton has these too, at 10 µs a call.
 def _ceil(number: int, by: int) -> int:
     return -(-number // by)
@@ -319,7 +324,6 @@ def top(
         "top_weights": torch.empty(shape, device=query.device, dtype=torch.float32),
         "top_keys": torch.empty(shape, device=query.device, dtype=torch.int64),
     }
-    places = 64 if count <= 16 else 128  # in a tile; each has its own highest score
     room = max(LANES, _next_power(count))  # for each lane
     turns = max(1, SCRATCH // (queries * LANES * room * 8))  # heads at a time
     turns = min(turns, batch * heads)
@@ -328,21 +332,22 @@ def top(
     wide = _power(width)
     shared: Any = {
         "BD": wide, "ROOM": room, "KIND": structure.kind, "BIAS": structure.bias,
-        "SOFTCAP": structure.softcap is not None, "PRECISION": _precision(query), "num_warps": 4,
+        "SOFTCAP": structure.softcap is not None, "PRECISION": _precision(query),
     }  # fmt: skip
-    block = 32 if query.dtype == torch.float32 or width > 128 else 64
+    blocks = _top_blocks(query, width, count)
     for first in range(0, batch * heads, turns):
         some = min(turns, batch * heads - first)
-        rows_kernels.collect[_ceil(queries, block), some](
+        rows_kernels.collect[_ceil(queries, blocks.queries), some](
             View.of(query), View.of(key), reached, candidates, structure.ends, structure.terms,
             heads, heads // key.shape[1], queries, keys, width, count, first,
-            BM=block, BN=places, EVEN=wide == width, num_stages=2, **shared,
+            BM=blocks.queries, BN=blocks.keys, EVEN=wide == width, **shared,
+            num_warps=blocks.warps, num_stages=blocks.stages,
             enable_fp_fusion=False,  # both its passes must round a score alike
         )  # fmt: skip
         rows_kernels.pick[_ceil(queries, WARP), some](
             View.of(query), View.of(key), lse, reached, candidates, *found.values(),
             structure.ends, structure.terms, heads, heads // key.shape[1], queries, keys, width,
-            count, first, BM=WARP, BN=64, num_stages=1, **shared,
+            count, first, BM=WARP, BN=64, **shared, num_warps=4, num_stages=1,
         )  # fmt: skip
     return found
 
