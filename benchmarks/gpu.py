@@ -9,10 +9,12 @@ same run (cuDNN, flash): 1.00 is as fast, larger is slower, save where a column 
 
 from __future__ import annotations
 
+import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,25 +30,58 @@ from regard.mechanism.biases import Alibi, Bias, RelativeBuckets, RelativeConten
 from regard.mechanism.masks import Mask
 
 TOKENS = 32768
+PEERS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
 SHAPES = ((64, 32), (128, 16))  # width of a head, heads
 LENGTHS = (512, 2048, 8192, 65536)
 ROW_FIELDS = See(lse=True, entropy=True, peak=True, max_logit=True)
 Rule = Callable[..., Tensor]  # as FlexAttention takes it
+Call = Callable[..., Any]
 EVERYTHING = See(
     lse=True, entropy=True, peak=True, max_logit=True, distance=True, received=True, map=64,
     map_peak=True,
 )  # fmt: skip
 
 
-def median(step: Callable[[], object], budget: int = 60) -> float:
-    """Milliseconds of device time, after warming up."""
-    return float(triton.testing.do_bench(step, warmup=20, rep=budget, return_mode="median"))
+def medians(*steps: Callable[[], object], budget: float = 300.0) -> list[float]:
+    """Milliseconds of device time of each, taken in turns: a device's clock follows its heat.
+
+    The cache is emptied before each turn. About ``budget`` milliseconds go to all of them.
+    """
+    once = 0.0
+    for _ in range(2):  # what compiles does so the first time
+        start = time.perf_counter()
+        for step in steps:
+            step()
+        torch.cuda.synchronize()
+        once = (time.perf_counter() - start) * 1e3
+    cache = torch.empty(2**28, dtype=torch.int8, device="cuda")
+    rounds = min(max(int(budget / once), 5 if once < 1000 else 1), 100)
+    turns = [[_timed(step, cache) for step in steps] for _ in range(rounds)]
+    torch.cuda.synchronize()
+    return [
+        statistics.median(begin.elapsed_time(end) for begin, end in times)
+        for times in zip(*turns, strict=True)
+    ]
+
+
+def _timed(step: Callable[[], object], cache: Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+    cache.zero_()
+    begin.record()
+    step()
+    end.record()
+    return begin, end
 
 
 def tensors(length: int, width: int, heads: int, count: int = 3) -> list[Tensor]:
     batch = max(TOKENS // length, 1)
     shape = (batch, heads, length, width)
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
+
+
+def back(output: Tensor, leaves: list[Tensor], grad: Tensor) -> Callable[[], object]:
+    """The backward pass alone."""
+    return lambda: torch.autograd.grad(output, leaves, grad, retain_graph=True)
 
 
 Row = dict[str, Any]
@@ -59,24 +94,14 @@ def line(what: str, cell: str, **numbers: float) -> Row:
     return {"what": what, "cell": cell, "triton": triton.__version__, **numbers}
 
 
-def best_plain(query: Tensor, key: Tensor, value: Tensor, causal: bool) -> tuple[float, float]:
-    """The fastest of PyTorch's kernels, forward and backward, chosen apart."""
-    grad = torch.randn_like(query)
-    leaves = [t.detach().requires_grad_() for t in (query, key, value)]
-    forward, backward = [], []
-    for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+def fused(backend: SDPBackend, causal: bool) -> Call:
+    """One of PyTorch's own kernels."""
+
+    def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with sdpa_kernel(backend):
-            with torch.no_grad():
-                forward.append(
-                    median(
-                        lambda: scaled_dot_product_attention(query, key, value, is_causal=causal)
-                    )
-                )
-            output = scaled_dot_product_attention(*leaves, is_causal=causal)
-            backward.append(
-                median(lambda o=output: torch.autograd.grad(o, leaves, grad, retain_graph=True))
-            )
-    return min(forward), min(backward)
+            return scaled_dot_product_attention(query, key, value, is_causal=causal)
+
+    return call
 
 
 def cells() -> list[tuple[str, int, int, int, bool]]:
@@ -91,29 +116,26 @@ def cells() -> list[tuple[str, int, int, int, bool]]:
 def plain_and_seeing() -> Iterator[Row]:
     """Plain calls through attention(), and what seeing adds to them."""
     for cell, length, width, heads, causal in cells():
-        query, key, value = tensors(length, width, heads)
-        mask = Causal() if causal else None
-        leaves = [t.detach().requires_grad_() for t in (query, key, value)]
-        grad = torch.randn_like(query)
-        forward, backward = best_plain(query, key, value, causal)
+        given = tensors(length, width, heads)
+        leaves = [t.detach().requires_grad_() for t in given]
+        grad = torch.randn_like(given[0])
+        plain: Call = partial(attention, mask=Causal() if causal else None)
+        peers: list[Call] = [fused(backend, causal) for backend in PEERS]
+        wanted = [ROW_FIELDS, EVERYTHING, replace(EVERYTHING, top=8)]
+        calls: list[Call] = [*peers, plain, *(partial(plain, see=see) for see in wanted)]
+        with torch.no_grad():
+            *theirs, ours, rows, everything, top = medians(*(partial(c, *given) for c in calls))
+        forward = min(theirs)
 
-        def seeing(see: See, query=query, key=key, value=value, mask=mask) -> Callable[[], object]:
-            return lambda: attention(query, key, value, mask=mask, see=see)
-
-        def training(leaves=leaves, mask=mask, grad=grad) -> object:
-            output, _ = attention(*leaves, mask=mask, see=EVERYTHING)
+        def training(leaves=leaves, plain=plain, grad=grad) -> object:  # type: ignore[no-untyped-def]
+            output, _ = plain(*leaves, see=EVERYTHING)
             return torch.autograd.grad(output, leaves, grad)
 
-        with torch.no_grad():
-            ours = median(lambda q=query, k=key, v=value, m=mask: attention(q, k, v, mask=m))
-            rows, everything = median(seeing(ROW_FIELDS)), median(seeing(EVERYTHING))
-            top = median(seeing(replace(EVERYTHING, top=8)))
-        output = attention(*leaves, mask=mask)
-        ours_backward = median(
-            lambda o=output, x=leaves, g=grad: torch.autograd.grad(o, x, g, retain_graph=True)
+        *theirs, ours_backward, step = medians(
+            *(back(call(*leaves), leaves, grad) for call in (*peers, plain)), training
         )
-        step = median(training)
-        operations = 4 * query.shape[0] * heads * length**2 * width / (2 if causal else 1)
+        backward = min(theirs)
+        operations = 4 * given[0].shape[0] * heads * length**2 * width / (2 if causal else 1)
         yield line(
             "seeing", cell, forward_ms=forward, tflops=operations / forward / 1e9,
             plain=ours / forward, backward=ours_backward / backward, rows=rows / forward,
@@ -158,25 +180,19 @@ def structured() -> Iterator[Row]:
     flex = torch.compile(flex_attention, dynamic=False)
     for cell, mask, bias, rule, change in cases:
         # FlexAttention's own choice of blocks does not fit a table that wants a gradient.
-        options = {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2} if bias is buckets else None
+        options: Any = {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2} if bias is buckets else None
         block = create_block_mask(rule, None, None, length, length, device="cuda")
         leaves = [t.detach().requires_grad_() for t in (query, key, value)]
         wanted = [*leaves, table] if bias is buckets else leaves
-        times = []
-        for call in (
-            lambda q, k, v, b=block, c=change, o=options: flex(
-                q, k, v, score_mod=c, block_mask=b, kernel_options=o
-            ),
-            lambda q, k, v, m=mask, b=bias: attention(q, k, v, mask=m, bias=b, backend="triton"),
-        ):
-            with torch.no_grad():
-                forward = median(lambda f=call: f(query, key, value))
-            output = call(*leaves)
-            backward = median(
-                lambda o=output, w=wanted: torch.autograd.grad(o, w, grad, retain_graph=True)
+        theirs = partial(flex, score_mod=change, block_mask=block, kernel_options=options)
+        ours = partial(attention, mask=mask, bias=bias, backend="triton")
+        with torch.no_grad():
+            flex_forward, forward = medians(
+                *(partial(c, query, key, value) for c in (theirs, ours))
             )
-            times.append((forward, backward))
-        (flex_forward, flex_backward), (forward, backward) = times
+        flex_backward, backward = medians(
+            *(back(call(*leaves), wanted, grad) for call in (theirs, ours))
+        )
         yield line(
             "structure", cell, forward_ms=forward, backward_ms=backward,
             faster=flex_forward / forward, faster_backward=flex_backward / backward,
@@ -204,14 +220,9 @@ def transformer_xl() -> Iterator[Row]:
         bias = RelativeContent(second, relative)
         return attention(query, key, value, mask=Causal(), bias=bias, backend="triton")
 
-    times = []
-    for call in (dense, ours):
-        with torch.no_grad():
-            forward = median(call)
-        output = call()
-        backward = median(lambda o=output: torch.autograd.grad(o, leaves, grad, retain_graph=True))
-        times.append((forward, backward))
-    (dense_forward, dense_backward), (forward, backward) = times
+    with torch.no_grad():
+        dense_forward, forward = medians(dense, ours)
+    dense_backward, backward = medians(*(back(call(), leaves, grad) for call in (dense, ours)))
     yield line(
         "relative", f"n {length} d {width}", forward_ms=forward, backward_ms=backward,
         faster=dense_forward / forward, faster_backward=dense_backward / backward,
@@ -238,17 +249,12 @@ def short() -> Iterator[Row]:
             bias = RelativeContent(second, far)
         mask = None if cell == "T5" else Causal()
         leaves = [t.requires_grad_() for t in (query, key, value, *bias.tensors)]
-        times = []
-        for its_bias, wanted in ((None, leaves[:3]), (bias, leaves)):
-            call = lambda b=its_bias, m=mask: attention(query, key, value, mask=m, bias=b)  # noqa: E731, B023
-            with torch.no_grad():
-                forward = median(call)
-            output = call()
-            backward = median(
-                lambda o=output, w=wanted, g=grad: torch.autograd.grad(o, w, g, retain_graph=True)
-            )
-            times.append((forward, backward))
-        (plain, plain_backward), (forward, backward) = times
+        calls = [partial(attention, query, key, value, mask=mask, bias=b) for b in (None, bias)]
+        with torch.no_grad():
+            plain, forward = medians(*calls)
+        plain_backward, backward = medians(
+            back(calls[0](), leaves[:3], grad), back(calls[1](), leaves, grad)
+        )
         yield line(
             "short", f"{cell} {queries} x {keys}", forward_ms=forward, backward_ms=backward,
             forward=forward / plain, backward=backward / plain_backward,
@@ -264,9 +270,10 @@ def decoding() -> Iterator[Row]:
             torch.randn(1, heads, length, 128, device="cuda", dtype=torch.bfloat16)
             for _ in range(2)
         )
-        plain = median(lambda q=query, k=key, v=value: attention(q, k, v))
-        seen = median(lambda q=query, k=key, v=value: attention(q, k, v, see=ROW_FIELDS))
-        top = median(lambda q=query, k=key, v=value: attention(q, k, v, see=See(top=8)))
+        call = partial(attention, query, key, value)
+        plain, seen, top = medians(
+            call, partial(call, see=ROW_FIELDS), partial(call, see=See(top=8))
+        )
         speed = 4 * key.numel() / seen / 1e9
         yield line(
             "decoding", f"keys {length} heads {heads}", plain_ms=plain, seeing_ms=seen, top_ms=top,

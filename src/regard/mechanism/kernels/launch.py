@@ -312,11 +312,11 @@ def top(
     keys = key.shape[2]
     if queries <= WARP:  # few rows: as many numbers as the keys have
         logs = rows(query, key, lse, structure, range(queries), logs=True)
-        some = logs.topk(min(count, keys))
-        missing = (0, count - some.indices.shape[-1])
-        chosen = some.indices.masked_fill(some.values == -torch.inf, -1)
+        best = logs.topk(min(count, keys))
+        missing = (0, count - best.indices.shape[-1])
+        chosen = best.indices.masked_fill(best.values == -torch.inf, -1)
         return {
-            "top_weights": pad(some.values.exp2(), missing),
+            "top_weights": pad(best.values.exp2(), missing),
             "top_keys": pad(chosen, missing, value=-1),
         }
     shape = (batch, heads, queries, count)
