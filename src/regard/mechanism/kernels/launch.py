@@ -313,12 +313,12 @@ def top(
     if queries <= WARP:  # few rows: as many numbers as the keys have
         logs = rows(query, key, lse, structure, range(queries), logs=True)
         best = logs.topk(min(count, keys))
-        missing = (0, count - best.indices.shape[-1])
+        weights = best.values.exp2()
         chosen = best.indices.masked_fill(best.values == -torch.inf, -1)
-        return {
-            "top_weights": pad(best.values.exp2(), missing),
-            "top_keys": pad(chosen, missing, value=-1),
-        }
+        if count > keys:
+            missing = (0, count - keys)
+            weights, chosen = pad(weights, missing), pad(chosen, missing, value=-1)
+        return {"top_weights": weights, "top_keys": chosen}
     shape = (batch, heads, queries, count)
     found = {
         "top_weights": torch.empty(shape, device=query.device, dtype=torch.float32),
