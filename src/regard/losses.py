@@ -74,8 +74,8 @@ class _Chunked(torch.autograd.Function):
                 rows = slice(start, start + size)
                 states = hidden[rows].to(dtype)
                 logits = torch.nn.functional.linear(states, turned, offset)
-                # Now their gradient; that of what was added is 0, as it came from zeros.
-                total += _loss(logits[:, :words], labels[rows], smoothing, needed)
+                total += _loss(logits, words, labels[rows], smoothing, needed)
+                # Now they are their gradient.
                 if into_hidden is not None:
                     torch.mm(logits, turned, out=into_hidden[rows])
                 if into_weight is not None:
@@ -107,14 +107,14 @@ def _share(rows: int, each: int) -> int:
 
 
 def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights of the output with zeros for some more words, so that their number is a whole 8.
+    """Weights of the output with zeros for some more words, so that their number is a whole 16.
 
-    Rows of logits then start at whole 16 bytes, as a GPU's matrix units want them; GPT-2 has 50,257
-    words, an odd number.
+    Rows of logits then start at whole 16 bytes, as a GPU's matrix units want them, and its threads
+    take 16 bytes at once; GPT-2 has 50,257 words, an odd number.
     """
-    if len(weight) % 8 == 0:
+    if len(weight) % 16 == 0:
         return weight.to(dtype)
-    more = weight.new_zeros(-len(weight) % 8, *weight.shape[1:], dtype=dtype)
+    more = weight.new_zeros(-len(weight) % 16, *weight.shape[1:], dtype=dtype)
     return torch.cat((weight.to(dtype), more))
 
 
@@ -126,12 +126,13 @@ class _Wanted(NamedTuple):
     bias: bool
 
 
-def _loss(logits: Tensor, labels: Tensor, smoothing: float, gradient: bool) -> Tensor:
-    """The summed loss of logits [rows, vocabulary], which become its gradient if that is wanted."""
+def _loss(logits: Tensor, words: int, labels: Tensor, smoothing: float, gradient: bool) -> Tensor:
+    """The summed loss of logits [rows, ``words`` or more]; with ``gradient`` they become that."""
     if logits.is_cuda and logits.dtype != torch.float64 and find_spec("triton") is not None:
         from regard.mechanism.kernels.softmax import cross_entropy
 
-        return cross_entropy(logits, labels, smoothing, gradient)
+        return cross_entropy(logits, words, labels, smoothing, gradient)
+    logits = logits[:, :words]  # the gradient of what was added is 0, as it is already
     counts = labels != NOTHING
     at = labels.where(counts, 0)[:, None]
     logs = torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -1,5 +1,9 @@
 # mypy: ignore-errors
-"""The loss of rows of logits and its gradient, in two readings and one writing of them."""
+"""The loss of rows of logits and its gradient, in two readings and one writing of them.
+
+Rows may be wider than the vocabulary: where both their width and the step to the next row are whole
+16s, a thread reads and writes 16 bytes at once. What is beyond the vocabulary counts for nothing.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,8 @@ def _row(
     losses,
     stride,
     smoothing,
-    columns: tl.constexpr,
+    width: tl.constexpr,
+    words: tl.constexpr,
     nothing: tl.constexpr,
     gradient: tl.constexpr,
     block: tl.constexpr,
@@ -30,9 +35,9 @@ def _row(
     if label == nothing:
         tl.store(losses + row, 0.0)
         if gradient:
-            for start in tl.range(0, columns, block):
+            for start in tl.range(0, width, block):
                 here = start + index
-                tl.store(at + here, tl.zeros([block], tl.float32), mask=here < columns)
+                tl.store(at + here, tl.zeros([block], tl.float32), mask=here < width)
     else:
         # Read before all threads meet in a sum, after which it is written over.
         told = tl.load(at + label).to(tl.float32)
@@ -40,40 +45,44 @@ def _row(
         highest = tl.full([block], lowest, tl.float32)  # of each lane by itself
         total = tl.zeros([block], tl.float32)
         plain = tl.zeros([block], tl.float32)
-        for start in tl.range(0, columns, block):
+        for start in tl.range(0, width, block):
             here = start + index
-            inside = here < columns
-            x = tl.load(at + here, mask=inside, other=0.0).to(tl.float32)
-            plain += x
+            inside = here < words
+            x = tl.load(at + here, mask=here < width, other=0.0).to(tl.float32)
+            plain += tl.where(inside, x, 0.0)
             x = tl.where(inside, x, lowest)
-            grown = tl.maximum(highest, x)
-            total = total * tl.exp(highest - grown) + tl.where(inside, tl.exp(x - grown), 0.0)
-            highest = grown
+            # Of the lane's highest and this one, the higher counts 1, the other so much less.
+            less = tl.where(inside, tl.exp(-tl.abs(x - highest)), 0.0)
+            total = tl.where(x > highest, total * less + 1, total + less)
+            highest = tl.maximum(highest, x)
         top = tl.max(highest, axis=0)
         lse = top + tl.log(tl.sum(total * tl.exp(highest - top), axis=0))
-        loss = lse - (1 - smoothing) * told - smoothing / columns * tl.sum(plain, axis=0)
+        loss = lse - (1 - smoothing) * told - smoothing / words * tl.sum(plain, axis=0)
         tl.store(losses + row, loss)
         if gradient:
-            for start in tl.range(0, columns, block):
+            for start in tl.range(0, width, block):
                 here = start + index
-                inside = here < columns
-                x = tl.load(at + here, mask=inside, other=0.0).to(tl.float32)
-                wanted = smoothing / columns + tl.where(here == label, 1 - smoothing, 0.0)
-                tl.store(at + here, tl.exp(x - lse) - wanted, mask=inside)
+                x = tl.load(at + here, mask=here < width, other=0.0).to(tl.float32)
+                wanted = smoothing / words + tl.where(here == label, 1 - smoothing, 0.0)
+                slope = tl.where(here < words, tl.exp(x - lse) - wanted, 0.0)
+                tl.store(at + here, slope, mask=here < width)
 
 
-def cross_entropy(logits: Tensor, labels: Tensor, smoothing: float, gradient: bool) -> Tensor:
-    """The summed loss of logits [rows, vocabulary]; they become its gradient if that is wanted."""
-    rows, columns = logits.shape
+def cross_entropy(
+    logits: Tensor, words: int, labels: Tensor, smoothing: float, gradient: bool
+) -> Tensor:
+    """The summed loss of logits [rows, ``words`` or more]; with ``gradient`` they become that."""
+    rows, width = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)
-    block = min(triton.next_power_of_2(columns), BLOCK)
+    block = min(triton.next_power_of_2(width), BLOCK)
     _row[(rows,)](
         logits,
         labels,
         losses,
         logits.stride(0),
         smoothing,
-        columns=columns,
+        width=width,
+        words=words,
         nothing=-100,
         gradient=gradient,
         block=block,
