@@ -160,8 +160,8 @@ def double(call: Call) -> Call:
     bias = call.bias
     if isinstance(bias, RelativeContent):
         bias = replace(bias, query=bias.query.double(), relative=bias.relative.double())
-    return replace(
-        call, query=call.query.double(), key=call.key.double(), value=call.value.double(), bias=bias
+    return call._replace(
+        query=call.query.double(), key=call.key.double(), value=call.value.double(), bias=bias
     )
 
 
@@ -300,7 +300,7 @@ def test_queries_before_the_first_key_and_a_single_query() -> None:
 def test_the_top_keys(name: str, count: int) -> None:
     """Their weights are the largest of the row, and are those of the keys named."""
     call = make(name, See(top=count))
-    weights = reference.run(replace(double(call), see=See(weights=True)))[1]
+    weights = reference.run(double(call)._replace(see=See(weights=True)))[1]
     top = run(call)[1]
     assert weights is not None
     assert weights.weights is not None
@@ -328,7 +328,7 @@ def test_the_top_keys(name: str, count: int) -> None:
 def test_the_top_keys_in_low_precision(name: str, dtype: torch.dtype) -> None:
     for width in (64, 128) if CUDA else (64,):
         call = make(name, See(top=8), dtype=dtype, width=width)
-        weights = reference.run(replace(double(call), see=See(weights=True)))[1]
+        weights = reference.run(double(call)._replace(see=See(weights=True)))[1]
         top = run(call)[1]
         assert top is not None
         assert top.top is not None
@@ -341,7 +341,7 @@ def test_the_top_keys_in_low_precision(name: str, dtype: torch.dtype) -> None:
 def test_of_equal_weights_the_first_keys_are_the_top() -> None:
     """And more of them than there is room to collect."""
     call = make("full", See(top=3), queries=20)
-    _, seen = run(replace(call, query=torch.zeros_like(call.query)))
+    _, seen = run(call._replace(query=torch.zeros_like(call.query)))
     assert seen is not None
     assert seen.top is not None
     assert (seen.top.keys == torch.arange(3, device=DEVICE)).all()
@@ -396,7 +396,7 @@ def gradients(
         bias = replace(bias, query=second, relative=relative)
     if bias is not None:
         leaves += bias.tensors
-    output, seen = attend(replace(call, query=query, key=key, value=value, bias=bias))
+    output, seen = attend(call._replace(query=query, key=key, value=value, bias=bias))
     total = (output * random(*output.shape, seed=5, dtype=dtype)).sum()
     for name in fields:
         assert seen is not None
@@ -621,12 +621,12 @@ def test_reads_nothing_outside_its_inputs(layout: str) -> None:
 def test_nan_behind_padding_does_not_leak() -> None:
     keys = 77
     call = make("full", EVERYTHING, keys=keys)
-    call = replace(call, mask=Padding([40, 33]))
+    call = call._replace(mask=Padding([40, 33]))
     clean_output, clean = run(call)
     call.key[0, :, 40:], call.value[0, :, 40:] = math.nan, math.inf
     call.key[1, :, 33:], call.value[1, :, 33:] = math.nan, math.nan
     only = replace(EVERYTHING, rows=())
-    output, seen = run(replace(call, see=only))
+    output, seen = run(call._replace(see=only))
     torch.testing.assert_close(output, clean_output, rtol=0, atol=0)
     assert clean is not None
     assert seen is not None

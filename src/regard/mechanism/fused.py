@@ -51,8 +51,9 @@ def unavailable() -> str | None:
 
 
 def refuses(call: Call) -> str | None:
-    if call.extent.device.type != "cuda":
-        return f"the tensors are on {call.extent.device}, and Triton compiles for CUDA devices."
+    device = call.extent.device.type  # a device as text takes as long as a check
+    if device != "cuda":
+        return f"the tensors are on {device}, and Triton compiles for CUDA devices."
     if call.see is None and call.bias is None and call.softcap is None:
         plain = call.extent.queries in (1, call.extent.keys)  # causal at one corner, or not at all
         if call.mask is None or (isinstance(call.mask, Causal) and plain):
@@ -218,7 +219,7 @@ def _bin_sizes(length: int, count: int, device: torch.device) -> Tensor:
 
 def _rows(call: Call, see: See) -> Tensor:
     """The rows asked for: the reference, on these rows alone."""
-    only = replace(call, see=See(weights=True))
+    only = call._replace(see=See(weights=True))
     queries, keys = call.extent.queries, range(call.extent.keys)
     rows: dict[int, Tensor] = {}
     asked = sorted({row % queries for row in see.rows})

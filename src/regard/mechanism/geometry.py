@@ -14,8 +14,7 @@ from torch import Tensor
 from regard.errors import InputError
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
+class Extent(NamedTuple):
     """How far a call reaches: its sizes, and where its queries stand among its keys."""
 
     batch: int

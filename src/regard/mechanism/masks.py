@@ -13,7 +13,7 @@ about itself:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate, chain
 
 import torch
@@ -62,7 +62,7 @@ def hulls(mask: Mask | None, extent: Extent, step: int) -> list[Hull]:
 
 def on_host(mask: Mask, extent: Extent) -> Interval:
     """The mask's ranges where they can be read without waiting for a device, if that can be."""
-    host = replace(extent, device=torch.device("cpu")) if mask.static else extent
+    host = extent._replace(device=torch.device("cpu")) if mask.static else extent
     return mask.interval(host)
 
 
