@@ -17,7 +17,7 @@ from regard import (
     RMSNorm,
     See,
 )
-from regard.layers import GatedFeedForward, LayerNorm, PostNorm, PreNorm
+from regard.layers import GatedFeedForward, LayerNorm, PostNorm, PreNorm, lock_dropout
 from regard.mechanism.cache import CrossCache
 from regard.watching import watch
 
@@ -95,6 +95,20 @@ def test_read_gives_every_part_on_the_way() -> None:
         found.heads.transpose(1, 2).flatten(2) @ ours.output.weight.T + ours.output.bias, expected
     )
     close(found.output, expected)
+
+
+def test_locked_dropout_is_one_for_all_positions() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.25), nn.ReLU()))
+    lock_dropout(model)
+    x = torch.randn(4, 6, 1000).abs()
+    y = model(x)
+    dropped = y == 0
+    close(y[~dropped], x[~dropped] / 0.375)
+    assert (dropped == dropped[:, :1]).all()  # for all positions
+    assert not (dropped == dropped[:1]).all()  # but not for all sequences
+    assert dropped.float().mean().item() == pytest.approx(1 - 0.375, abs=0.02)
+    assert torch.equal(model.eval()(x), x)
 
 
 def test_see_comes_through_forward() -> None:

@@ -205,7 +205,7 @@ def test_every_row_comes_once_an_epoch_within_the_tokens(
     for number in range(2):
         rows, batches = plan.epoch(seed, number)
         seen: Counter[int] = Counter()
-        for start, stop, longest, even in batches:
+        for start, stop, longest, even, _ in batches:
             members = rows[start:stop].tolist()
             seen.update(members)
             assert even == (len({lengths[row][0] for row in members}) == 1)
@@ -230,7 +230,7 @@ def test_padding_is_little_where_lengths_vary() -> None:
     lengths = torch.randint(1, 40, (2000, 2), generator=torch.Generator().manual_seed(0))
     lengths[:, 1] = (lengths[:, 0] + lengths[:, 1] % 5).clamp(min=1)
     batches = ByLength(lengths, 1000).epoch(0, 0).batches
-    padded = sum((stop - start) * sum(longest) for start, stop, longest, _ in batches)
+    padded = sum((stop - start) * sum(longest) for start, stop, longest, *_ in batches)
     assert int(lengths.sum()) / padded > 0.9
 
 
@@ -268,6 +268,9 @@ def test_windows_cover_the_text_and_lanes_go_on() -> None:
     rows, batches = Lanes(103, 10, rows=2).epoch(0, 0)
     assert rows.tolist() == [0, 51, 10, 61, 20, 71, 30, 81, 40, 91]
     assert {batch.stop - batch.start for batch in batches} == {2}
+    assert [batch.first for batch in batches] == [True, False, False, False, False]
+    again = Lanes(103, 10, rows=2, forget=2).epoch(0, 0).batches
+    assert [batch.first for batch in again] == [True, False, True, False, True]
     with pytest.raises(InputError, match="too few for 5 rows"):
         Lanes(20, 5, rows=5)
     with pytest.raises(InputError, match="a piece of it has 30"):

@@ -181,7 +181,7 @@ def stepped(folder: Path, batches: list[list[int]], **settings: Any) -> Trainer:
     )  # fmt: skip
     names = {name.replace("__", "."): value for name, value in settings.items()}
     recipe = parse_recipe(recipe_of(folder), {"batch.accumulate": len(batches), **names})
-    objective = Pairs(table, Special(pad=1, start=1, end=0), 1000, 0.1, None)
+    objective = Pairs(table, Special(pad=1, start=1, end=0), 1000, smoothing=0.1)
     feed = Feed(Fixed(batches, table.lengths), 0, torch.device("cpu"))
     keeper = Keeper(folder / "checkpoints")
     trainer = Trainer(model.train(), objective, feed, keeper, recipe, lambda row: None, {})
@@ -304,7 +304,7 @@ def test_merges_are_dropped_otherwise_each_epoch_and_say_the_same(folder: Path) 
         assert {text.decode(cut) for cut in cuts} == {lines[row].split("\t")[0]}
     assert sum(rows[row] != rows[row + 120] for row in range(120)) > 90
     assert sum(rows[row + 120] != rows[row + 240] for row in range(120)) > 90
-    plan = Pairs(table, Special(pad=1, start=1, end=0), 256, 0.0, None).plan
+    plan = Pairs(table, Special(pad=1, start=1, end=0), 256).plan
     for number in range(4):
         part = number % 3
         assert sorted(plan.epoch(0, number).rows.tolist()) == list(

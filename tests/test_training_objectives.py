@@ -6,10 +6,18 @@ from typing import Any
 
 import pytest
 import torch
+from torch.nn.functional import cross_entropy, kl_div
 
 from regard.errors import InputError
 from regard.mechanism.masks import Padding
-from regard.models import BertAnswering, BertConfig, TransformerXL, TransformerXLConfig
+from regard.models import (
+    BertAnswering,
+    BertConfig,
+    Transformer,
+    TransformerConfig,
+    TransformerXL,
+    TransformerXLConfig,
+)
 from regard.text import Text
 from regard.training.answering import Answers, Exam, windows
 from regard.training.data import Feed, Plan, Ragged, Table
@@ -49,7 +57,7 @@ def test_pairs_are_shifted_padded_and_counted() -> None:
         },
         {},
     )
-    objective = Pairs(table, Special(pad=1, start=2, end=0), 1000, 0.0, None)
+    objective = Pairs(table, Special(pad=1, start=2, end=0), 1000)
     [prepared] = batches(objective, objective.plan, 1)
     batch, rows = prepared.batch, Feed(objective.plan, 0, CPU).next().rows.tolist()
     assert prepared.targets == 8
@@ -62,6 +70,46 @@ def test_pairs_are_shifted_padded_and_counted() -> None:
         assert batch.labels[at].tolist() == target + [NOTHING] * (4 - len(target))
         assert batch.target[at, : len(target)].tolist() == [2, *target[:-1]]
         assert int(batch.target.min()) >= 0
+
+
+def test_two_readings_of_a_pair_are_to_agree() -> None:
+    source, target = [[5, 6, 0], [7, 0]], [[4, 0], [3, 5, 0]]
+    table = Table({"source": Ragged.of(source), "target": Ragged.of(target)}, {})
+    plain, agreeing = (
+        Pairs(table, Special(pad=1, start=2, end=0), 1000, smoothing=0.1, agreement=weight)
+        for weight in (0.0, 5.0)
+    )
+    [(batch, _)] = batches(plain, plain.plan, 1)
+
+    def transformer(dropout: float) -> Transformer:
+        torch.manual_seed(0)
+        sizes = {"dim": 16, "depth": 1, "decoder_depth": 1, "heads": 2, "decoder_heads": 2}
+        inner = {"inner": 32, "decoder_inner": 32}
+        config = TransformerConfig(
+            vocabulary=10, pad=1, start=2, end=0, dropout=dropout, **sizes, **inner
+        )
+        return Transformer(config).train()
+
+    model = transformer(0.0)
+    # Without dropout both readings are one, and nothing is apart.
+    assert agreeing.loss(model, batch).item() == pytest.approx(plain.loss(model, batch).item())
+
+    model = transformer(0.3)
+    torch.manual_seed(1)
+    found = agreeing.loss(model, batch)
+    torch.manual_seed(1)
+    twice = Padding(torch.as_tensor(batch.padding.lengths).repeat(2))
+    logits = model(batch.source.repeat(2, 1), batch.target.repeat(2, 1), padding=twice).double()
+    labels = batch.labels.repeat(2, 1)
+    told = cross_entropy(logits.transpose(1, 2), labels, reduction="sum", label_smoothing=0.1)
+    one, two = logits.log_softmax(-1).chunk(2)
+    there = batch.labels != NOTHING
+    apart = kl_div(one[there], two[there], reduction="sum", log_target=True)
+    apart += kl_div(two[there], one[there], reduction="sum", log_target=True)
+    assert apart > 0.01
+    # As the paper has it: both losses and 5 times the mean divergence; halved, for one pair.
+    assert found.item() == pytest.approx((told + 5 * apart / 2).item() / 2, rel=1e-5)
+    assert agreeing.loss(model.eval(), batch).item() == plain.loss(model, batch).item()
 
 
 def test_spans_and_what_is_left_make_up_the_text_again() -> None:

@@ -103,6 +103,12 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
         read_recipe(tmp_path / "bad.toml")
 
 
+def test_agreement_is_of_two_texts() -> None:
+    raw = least() | {"task": "language modelling", "model": {"kind": "gpt2"}}
+    with pytest.raises(InputError, match="agreement is for translation or summarization"):
+        parse_recipe(raw, ["optimizer.agreement=5", "data.train.0.format=text"])
+
+
 def test_every_key_is_documented() -> None:
     rows = list(describe())
     names = [name for name, _, _ in rows]

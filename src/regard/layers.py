@@ -308,6 +308,33 @@ class GatedFeedForward(nn.Module):
         return result
 
 
+class LockedDropout(nn.Dropout):
+    """Dropout drawn once for all positions of a sequence (https://arxiv.org/abs/1512.05287).
+
+    >>> import torch
+    >>> x = LockedDropout(0.5)(torch.ones(2, 3, 8))
+    >>> bool((x == x[:, :1]).all())
+    True
+    """
+
+    def forward(self, x: Tensor) -> Tensor:
+        """``x`` [..., positions, dim]."""
+        if not self.training:
+            return x
+        return x * super().forward(torch.ones_like(x[..., :1, :]))
+
+
+def lock_dropout(model: nn.Module) -> None:
+    """Make every dropout of a model one that is drawn once for all positions.
+
+    What attention drops of its weights stays as it is.
+    """
+    for module in list(model.modules()):
+        for name, child in module.named_children():
+            if type(child) is nn.Dropout:
+                setattr(module, name, LockedDropout(child.p))
+
+
 Apply = Callable[[Tensor], Tensor]
 Step = Callable[[Tensor, Cache | CrossCache, Tensor | None], Tensor]
 

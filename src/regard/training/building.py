@@ -18,6 +18,7 @@ from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import BPE, WordLevel
 
 from regard.errors import InputError
+from regard.layers import lock_dropout
 from regard.models import (
     GPT2,
     T5,
@@ -364,6 +365,13 @@ def _model_kind(recipe: Recipe) -> type[Model]:
 
 def model(recipe: Recipe, text: Text) -> Model:
     """The model to train, anew or from where it starts."""
+    found = _model(recipe, text)
+    if recipe.model.locked:
+        lock_dropout(found)
+    return found
+
+
+def _model(recipe: Recipe, text: Text) -> Model:
     kind, given = _model_kind(recipe), recipe.model.config
     if recipe.model.start is not None:
         if given:
@@ -445,14 +453,22 @@ def objective(
     if RECORDS[recipe.task] is Pair:
         special = _special(made)
         examine = None if held is None else _examine(recipe, held_out, text, held)
-        return Pairs(train, special, tokens, recipe.optimizer.smoothing, examine)
+        return Pairs(
+            train,
+            special,
+            tokens,
+            smoothing=recipe.optimizer.smoothing,
+            agreement=recipe.optimizer.agreement,
+            examine=examine,
+        )
     if RECORDS[recipe.task] is Question:
         exam = None if held is None else _exam(recipe, held_out, text, held)
         return Answers(train, tokens, text.id("[PAD]"), exam)
     stream = train["text"]
     if recipe.task == "language modelling":
-        kind = NextTokenWithMemory if recipe.model.kind == "transformer-xl" else NextToken
-        return kind(stream, held, length, tokens)
+        if recipe.model.kind == "transformer-xl":
+            return NextTokenWithMemory(stream, held, length, tokens, recipe.data.forget)
+        return NextToken(stream, held, length, tokens)
     if recipe.task == "masked language modelling":
         first, last, mask = (text.id(token) for token in ("[CLS]", "[SEP]", "[MASK]"))
         return MaskedTokens(

@@ -178,6 +178,7 @@ class Batch(NamedTuple):
     stop: int
     longest: tuple[int, ...]
     even: bool  # whether all are as long as the longest in the first column
+    first: bool = True  # whether nothing before them is remembered
 
 
 class Epoch(NamedTuple):
@@ -279,10 +280,13 @@ class Windows:
 
 
 class Lanes:
-    """One long text read by ``rows`` readers side by side, each going on where it stopped."""
+    """One long text read by ``rows`` readers side by side, each going on where it stopped.
 
-    def __init__(self, total: int, length: int, rows: int) -> None:
-        self.rows, self.length = rows, length
+    After every ``forget`` pieces they forget what they have read; with 0, after an epoch.
+    """
+
+    def __init__(self, total: int, length: int, rows: int, forget: int = 0) -> None:
+        self.rows, self.length, self.forget = rows, length, forget
         self.count = (total // rows) // length  # of pieces in a lane
         self.lane = total // rows
         if not self.count:
@@ -291,7 +295,11 @@ class Lanes:
     def epoch(self, seed: int, number: int) -> Epoch:  # noqa: ARG002
         lanes = torch.arange(self.rows) * self.lane
         starts = (torch.arange(self.count)[:, None] * self.length + lanes).flatten()
-        return Epoch(starts, _even(len(starts), self.rows, self.length))
+        batches = _even(len(starts), self.rows, self.length)
+        forget = self.forget or len(batches)
+        return Epoch(
+            starts, [batch._replace(first=at % forget == 0) for at, batch in enumerate(batches)]
+        )
 
 
 def _even(count: int, rows: int, length: int) -> list[Batch]:
@@ -304,7 +312,7 @@ class Rows(NamedTuple):
     rows: Tensor  # int64 [batch]
     longest: tuple[int, ...]
     even: bool  # whether all are as long as the longest in the first column
-    first: bool  # of its epoch
+    first: bool  # whether nothing before them is remembered
 
 
 class Feed:
@@ -341,4 +349,4 @@ class Feed:
         self.at += 1
         self.tokens += (batch.stop - batch.start) * sum(batch.longest)
         rows = self.rows[batch.start : batch.stop]
-        return Rows(rows, batch.longest, batch.even, first=self.at == 1)
+        return Rows(rows, batch.longest, batch.even, batch.first)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import nll_loss
+from torch.nn.functional import cross_entropy, nll_loss
 
 from regard.decoding import Beam, Greedy, generate
 from regard.errors import InputError
@@ -122,9 +122,17 @@ class Pairs(_Stateless):
     """
 
     def __init__(
-        self, table: Table, special: Special, tokens: int, smoothing: float, examine: Examine | None
+        self,
+        table: Table,
+        special: Special,
+        tokens: int,
+        *,
+        smoothing: float = 0.0,
+        agreement: float = 0.0,
+        examine: Examine | None = None,
     ) -> None:
-        self.table, self.special, self.smoothing, self.examine = table, special, smoothing, examine
+        self.table, self.special, self.examine = table, special, examine
+        self.smoothing, self.agreement = smoothing, agreement
         variants = table.facts.get("variants", 1)
         parts = table.lengths.cpu().view(variants, -1, 2)  # [variants, rows, columns]
         self.plan: Plan = Turns([ByLength(part, tokens) for part in parts], parts.shape[1])
@@ -150,6 +158,8 @@ class Pairs(_Stateless):
         return Prepared(batch, target.lengths_of(rows.rows).sum())
 
     def loss(self, model: nn.Module, batch: PairBatch) -> Tensor:
+        if model.training and self.agreement:
+            return self._agreeing(model, batch)
         smoothing = self.smoothing if model.training else 0.0
         loss: Tensor = model(
             batch.source,
@@ -159,6 +169,30 @@ class Pairs(_Stateless):
             smoothing=smoothing,
         )
         return loss
+
+    def _agreeing(self, model: nn.Module, batch: PairBatch) -> Tensor:
+        """The mean loss of two readings, and how far their distributions are apart.
+
+        That is the mean of both divergences, halved as the losses are: with p and q the two,
+        1/4 sum (p - q)(log p - log q) (https://arxiv.org/abs/2106.14448).
+        """
+        source, target, labels = (torch.cat((part, part)) for part in batch[:1] + batch[2:])
+        padding = batch.padding
+        if padding is not None:
+            lengths = torch.as_tensor(padding.lengths)
+            padding = Padding(torch.cat((lengths, lengths)), padding.side)
+        logits: Tensor = model(source, target, padding=padding)
+        logs = logits.float().log_softmax(-1)
+        loss = cross_entropy(
+            logs.flatten(0, 1),
+            labels.flatten(),
+            ignore_index=NOTHING,
+            reduction="sum",
+            label_smoothing=self.smoothing,
+        )
+        one, two = logs.chunk(2)
+        apart = ((one.exp() - two.exp()) * (one - two)).sum(-1).where(batch.labels != NOTHING, 0.0)
+        return loss / 2 + self.agreement / 4 * apart.sum()
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return {} if self.examine is None else self.examine(model, self.special)
@@ -189,7 +223,7 @@ class Examine:
         self.outputs: list[str] = []  # of the last evaluation
 
     def __call__(self, model: Any, special: Special) -> dict[str, float]:
-        held = Pairs(self.table, special, self.tokens, 0.0, None)
+        held = Pairs(self.table, special, self.tokens)
         nats, count = held_out(held, model, held.plan, held.device)
         scores = {"loss": nats / count, "perplexity": metrics.perplexity(nats, count)}
         if self.settings.metric != "loss":
@@ -284,16 +318,22 @@ class NextToken(Pieces):
 
 
 class NextTokenWithMemory(NextToken):
-    """As :class:`NextToken`, of a model that remembers: pieces follow each other in lanes."""
+    """As :class:`NextToken`, of a model that remembers: pieces follow each other in lanes.
 
-    def __init__(self, text: Ragged, held: Table | None, length: int, tokens: int) -> None:
+    After every ``forget`` pieces it begins with an empty memory, as it will when it is used.
+    """
+
+    def __init__(
+        self, text: Ragged, held: Table | None, length: int, tokens: int, forget: int = 0
+    ) -> None:
         self.kept: list[Tensor] = []  # what each layer remembers of the piece before
+        self.forget = forget
         super().__init__(text, held, length, tokens)
 
     def _plan(self, text: Ragged, shuffled: bool) -> Plan:
         total = len(text.flat) - 1
         rows = self.rows if shuffled else max(min(self.rows, total // self.length), 1)
-        return Lanes(total, self.length, rows)
+        return Lanes(total, self.length, rows, self.forget if shuffled else 0)
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Tensor:
         assert isinstance(model, TransformerXL)

@@ -90,6 +90,9 @@ class Model:
     )
     start: str | None = key("a checkpoint to start from, a folder or a name; else anew", None)
     config: dict[str, Any] = key("the sizes, as the fields of the architecture's config", dict)
+    locked: bool = key(
+        "whether dropout is drawn once for all positions of a sequence (variational dropout)", False
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,6 +131,12 @@ class Data:
         "pieces",
         256,
         least=2,
+    )
+    forget: int = key(
+        "of a model that remembers the pieces before, after how many it begins with an empty "
+        "memory, so that it learns to; 0 for once an epoch",
+        16,
+        least=0,
     )
     unanswered: float = key(
         "how many questions are asked once more where their answer is not, as a share of all",
@@ -173,6 +182,12 @@ class Optimizer:
     decay: float = key("how much weights shrink, matrices only", 0.0, least=0)
     clip: float = key("the largest norm of a gradient; 0 for any", 1.0, least=0)
     smoothing: float = key("label smoothing", 0.0, least=0, most=0.99)
+    agreement: float = key(
+        "R-Drop: each pair is read twice, with other dropout, and so strongly the two are to tell "
+        "the same (https://arxiv.org/abs/2106.14448); 0 for reading once",
+        0.0,
+        least=0,
+    )
     relative: bool = key(
         "let each weight move in proportion to the size of its matrix at the start, as T5's do: "
         "its matrices start at very unequal sizes",
@@ -294,6 +309,8 @@ class Recipe:
         dropped = self.tokenizer.dropout
         if dropped and (RECORDS[self.task] is not Pair or dropped >= 1):
             raise InputError("tokenizer.dropout is below 1, and for translation or summarization.")
+        if self.optimizer.agreement and RECORDS[self.task] is not Pair:
+            raise InputError("optimizer.agreement is for translation or summarization.")
         if self.compile and self.model.kind in ("t5", "transformer-xl"):
             raise InputError(
                 f"compile = true is for transformer, gpt2 and bert: torch.compile does not come "
