@@ -586,6 +586,23 @@ def test_steps_are_planned_by_the_pace_so_far(monkeypatch: pytest.MonkeyPatch) -
     assert clock.now - again.begun == 130.0  # a resumed run has spent what it spent before
 
 
+def test_a_slow_second_step_does_not_end_a_run(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock, step = Clock(), Trainer.step
+
+    def timed(self: Trainer) -> Any:
+        clock.now += 12.0 if self.progress.step < 2 else 0.01  # kernels are compiled in two
+        return step(self)
+
+    monkeypatch.setattr("regard.training.loop.time", clock)
+    monkeypatch.setattr(Trainer, "step", timed)
+    raw = recipe_of(folder)
+    raw["schedule"] |= {"steps": 1000, "minutes": 2.0}
+    raw["evaluation"]["every"] = 0
+    assert run(raw, saving__every=1000).step == 1000
+
+
 def test_a_run_ends_in_time_with_its_rate_at_the_end(folder: Path) -> None:
     raw = recipe_of(folder)
     raw["schedule"] |= {"shape": "linear", "steps": 1_000_000, "minutes": 4 / 60}

@@ -253,7 +253,8 @@ class Trainer:
             mean, norm = self.step()
             losses.append(mean)
             norms.append(norm)
-            if len(losses) == 50 or pace.due:
+            # At what seems the end too: slow steps early on may have made it seem near.
+            if len(losses) == 50 or pace.due or self.progress.step >= self.schedule.steps:
                 pace.plan()
             last = self.progress.step >= self.schedule.steps
             evaluating = self._due(recipe.evaluation.every) or last
