@@ -85,12 +85,11 @@ def test_loss_and_gradients_are_those_of_the_definition(
 
 
 def test_rows_go_in_equal_shares_of_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(losses, "ROOM", 1000)
     monkeypatch.setattr(losses, "TILE", 8)
-    assert losses._share(0, 10) == 8
-    assert losses._share(100, 10) == 104  # all at once
-    assert losses._share(101, 10) == 56  # two
-    assert losses._share(16, 10**6) == 8  # no row has room, and yet it goes on
+    assert losses._share(0, 10, 1000) == 8
+    assert losses._share(100, 10, 1000) == 104  # all at once
+    assert losses._share(101, 10, 1000) == 56  # two
+    assert losses._share(16, 10**6, 1000) == 8  # no row has room, and yet it goes on
 
 
 def test_in_float64_it_is_exact() -> None:

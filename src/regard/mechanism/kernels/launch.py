@@ -53,6 +53,9 @@ def _forward_blocks(query: Tensor, width: int, structure: Structure) -> Blocks:
         return Blocks(64, 32, 4, 2)
     if query.shape[2] <= WARP:  # decoding: reading keys and values is all the work
         return Blocks(WARP, 64, 4, 3 if width <= 128 else 2)
+    causal = structure.kind == CAUSAL
+    if query.shape[2] <= 1024 and (width <= 64 and causal or 64 < width <= 128):
+        return Blocks(64, 64, 4, 3)  # short rows: more programs, and less beyond the diagonal
     if width <= 64:
         return Blocks(128, 64, 4, 3)
     return Blocks(128, 128, 8, 3) if width <= 128 else Blocks(128, 64, 8, 2)
@@ -68,7 +71,7 @@ def _columns_blocks(query: Tensor, width: int, structure: Structure, pooled: boo
     if not pooled:
         return Blocks(64, 128, 4, 3)
     # A map sums each tile along both axes: fewer keys a thread, fewer sums across threads.
-    if query.shape[2] < 1024:
+    if query.shape[2] < 1024 and (width > 64 or structure.kind != FULL):
         return Blocks(64, 64, 4, 3 if width <= 64 else 2)
     return Blocks(128, 64, 4, 3)
 
@@ -324,7 +327,8 @@ def top(
         "top_weights": torch.empty(shape, device=query.device, dtype=torch.float32),
         "top_keys": torch.empty(shape, device=query.device, dtype=torch.int64),
     }
-    room = max(LANES, _next_power(count))  # for each lane
+    most = _next_power(count)
+    room = 2 * max(LANES, most)  # for each lane
     turns = max(1, SCRATCH // (queries * LANES * room * 8))  # heads at a time
     turns = min(turns, batch * heads)
     candidates = torch.empty(turns * queries, LANES, room, device=query.device, dtype=torch.int64)
@@ -335,19 +339,24 @@ def top(
         "SOFTCAP": structure.softcap is not None, "PRECISION": _precision(query),
     }  # fmt: skip
     blocks = _top_blocks(query, width, count)
+    inputs = View.of(query), View.of(key)
+    parts = structure.ends, structure.terms
+    sizes = heads, heads // key.shape[1], queries, keys, width, count
     for first in range(0, batch * heads, turns):
         some = min(turns, batch * heads - first)
         rows_kernels.collect[_ceil(queries, blocks.queries), some](
-            View.of(query), View.of(key), reached, candidates, structure.ends, structure.terms,
-            heads, heads // key.shape[1], queries, keys, width, count, first,
+            *inputs, reached, candidates, *parts, *sizes, first,
             BM=blocks.queries, BN=blocks.keys, EVEN=wide == width, **shared,
             num_warps=blocks.warps, num_stages=blocks.stages,
             enable_fp_fusion=False,  # both its passes must round a score alike
         )  # fmt: skip
         rows_kernels.pick[_ceil(queries, WARP), some](
-            View.of(query), View.of(key), lse, reached, candidates, *found.values(),
-            structure.ends, structure.terms, heads, heads // key.shape[1], queries, keys, width,
-            count, first, BM=WARP, BN=64, **shared, num_warps=4, num_stages=1,
+            lse, reached, candidates, *found.values(), queries, count, first,
+            BM=WARP, ROOM=room, COUNT=most, num_warps=4,
+        )  # fmt: skip
+        rows_kernels.search[_ceil(queries, WARP), some](
+            *inputs, lse, reached, *found.values(), *parts, *sizes, first, BM=WARP, BN=64,
+            **shared, num_warps=4, num_stages=1,
         )  # fmt: skip
     return found
 

@@ -6,7 +6,7 @@ each query, the highest score at each place of a tile: one maximum for each scor
 k-th largest (equal ones count once) is a bar that at least k scores reach. The second collects the
 few scores that reach it; it must round each score as the first did, or what is equal to the bar no
 longer reaches it. To put those in order is the rest; ties go to the earlier key. Where more reach
-the bar than there is room for (ties, or a pattern that repeats with the tile), ``pick`` goes over
+the bar than there is room for (ties, or a pattern that repeats with the tile), ``search`` goes over
 the row again, once for each place.
 """
 
@@ -78,6 +78,19 @@ def _ranked(s, key_at):
 
 
 @triton.jit
+def _keep(cell, bar, found, place, n, Found, BN: tl.constexpr, ROOM: tl.constexpr):
+    """Keep the highest of each cell if it reaches the bar; how many each has, and which it was."""
+    column = tl.reshape(tl.arange(0, BN), [1, BN // (2 * LANES), LANES, 2])
+    value = tl.max(tl.max(cell, 3), 1)  # [BM, LANES]
+    which = tl.where(cell == value[:, None, :, None], column, BN)
+    which = tl.min(tl.min(which, 3), 1)
+    reach = value >= bar[:, None]
+    at = Found + (place[:, None] * LANES + tl.arange(0, LANES)[None, :]) * ROOM + found
+    tl.store(at, _ranked(value, n + which), mask=reach & (found < ROOM))
+    return found + reach.to(tl.int32), which
+
+
+@triton.jit
 def _stretch(
     best, found, bar, q, k_tile, k_row, start, stop, place, query_at, low, high, keys, side, terms,
     head, Found, width,
@@ -102,21 +115,16 @@ def _stretch(
         if COLLECT:
             # A thread has a cell of each of its rows. Of most cells none reach the bar, of some
             # one, and rarely more: they are found and kept one by one, within the thread.
-            lane = tl.arange(0, LANES)[None, :]
             cell = tl.reshape(s, [s.shape[0], BN // (2 * LANES), LANES, 2])
-            column = tl.reshape(near, [1, BN // (2 * LANES), LANES, 2])
             many = tl.sum(tl.sum((cell >= bar[:, None, None, None]).to(tl.int32), 3), 1)
             left = tl.max(tl.max(many, 1), 0)
-            while left > 0:
-                value = tl.max(tl.max(cell, 3), 1)  # [BM, LANES]
-                which = tl.where(cell == value[:, None, :, None], column, BN)
-                which = tl.min(tl.min(which, 3), 1)
-                reach = value >= bar[:, None]
-                at = Found + (place[:, None] * LANES + lane) * ROOM + found
-                tl.store(at, _ranked(value, n + which), mask=reach & (found < ROOM))
-                found += reach.to(tl.int32)
-                cell = tl.where(column == which[:, None, :, None], NOTHING, cell)
-                left -= 1
+            if left > 0:
+                found, which = _keep(cell, bar, found, place, n, Found, BN, ROOM)
+                while left > 1:
+                    column = tl.reshape(near, [1, BN // (2 * LANES), LANES, 2])
+                    cell = tl.where(column == which[:, None, :, None], NOTHING, cell)
+                    found, which = _keep(cell, bar, found, place, n, Found, BN, ROOM)
+                    left -= 1
         else:
             best = tl.maximum(best, s)
     return best, found
@@ -165,38 +173,83 @@ def collect(
     tl.store(at, found, mask=inside[:, None])
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "from_head"])
+@triton.jit
+def _highest(
+    Count, Found, place, inside, FEW: tl.constexpr, ROOM: tl.constexpr, COUNT: tl.constexpr
+):
+    """The COUNT highest of what was collected of each row, of FEW a lane at most: [rows, COUNT]."""
+    slot = tl.arange(0, LANES * FEW)[None, :]
+    lane = place[:, None] * LANES + slot // FEW
+    within = slot % FEW
+    reached = tl.load(Count + lane, mask=inside[:, None], other=0)
+    found = tl.load(Found + lane * ROOM + within, mask=within < reached, other=MISSING)
+    highest = tl.full([place.shape[0], COUNT], MISSING, tl.int64)
+    for column in range(COUNT):
+        next_one = tl.max(found, 1)[:, None]
+        highest = tl.where(tl.arange(0, COUNT)[None, :] == column, next_one, highest)
+        found = tl.where(found >= next_one, MISSING, found)
+    return highest
+
+
+@triton.jit
+def _write(highest, lse, at, Weights, Keys, mask):
+    there = highest != MISSING
+    order = (highest >> 32).to(tl.int32)
+    s = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    tl.store(Weights + at, tl.where(there, tl.exp2(s - lse), 0.0), mask=mask)
+    tl.store(Keys + at, tl.where(there, 0x7FFFFFFF - (highest & 0x7FFFFFFF), -1), mask=mask)
+
+
+@triton.jit(do_not_specialize=["queries", "from_head"])
 def pick(
-    query, key, Lse, Count, Found, Weights, Keys, ends, terms, heads, groups, queries, keys, width,
-    count, from_head,
+    Lse, Count, Found, Weights, Keys, queries, count, from_head,
+    BM: tl.constexpr, ROOM: tl.constexpr, COUNT: tl.constexpr,
+):  # fmt: skip
+    """Of what was collected, the ``count`` highest of each query: their weights and keys."""
+    flat = (tl.program_id(1) + from_head).to(tl.int64)
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    inside = rows < queries
+    place = tl.program_id(1).to(tl.int64) * queries + rows
+    lanes = place[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    reached = tl.load(Count + lanes, mask=inside[:, None], other=0)
+    lse = rows_lse(Lse + flat * queries + rows, inside)
+    # Nearly always half of the room is enough.
+    if tl.max(tl.max(reached, 1), 0) <= ROOM // 2:
+        highest = _highest(Count, Found, place, inside, ROOM // 2, ROOM, COUNT)
+    else:
+        highest = _highest(Count, Found, place, inside, ROOM, ROOM, COUNT)
+    column = tl.arange(0, COUNT)[None, :]
+    at = (flat * queries + rows)[:, None] * count + column
+    _write(highest, lse[:, None], at, Weights, Keys, inside[:, None] & (column < count))
+
+
+@triton.jit(do_not_specialize=["queries", "keys", "from_head"])
+def search(
+    query, key, Lse, Count, Weights, Keys, ends, terms, heads, groups, queries, keys, width, count,
+    from_head,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, ROOM: tl.constexpr, KIND: tl.constexpr,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Of what was collected, the ``count`` highest of each query: their weights and keys."""
+    """As ``pick``, of rows that had no room for all: they are gone over once for each place."""
     flat = (tl.program_id(1) + from_head).to(tl.int64)
     batch, head = flat // heads, flat % heads
     row = tl.program_id(0) * BM
     offset = keys - queries
     rows = row + tl.arange(0, BM)
     inside = rows < queries
-    query_at = rows + offset
     place = tl.program_id(1).to(tl.int64) * queries + rows
-    slot = tl.arange(0, LANES * ROOM)[None, :]
-    reached = tl.load(Count + place[:, None] * LANES + slot // ROOM, mask=inside[:, None], other=0)
-    crowded = tl.max(tl.max(reached, 1), 0) > ROOM
-    found = tl.load(
-        Found + place[:, None] * (LANES * ROOM) + slot, mask=slot % ROOM < reached, other=MISSING
-    )
-    lse = rows_lse(Lse + flat * queries + rows, inside)
-    last = tl.minimum(row + BM, queries) - 1
-    parts = key_stretches(ends, batch, row, last, offset, keys, terms.reach, BN, KIND, False)
-    highest = tl.full([BM], HIGHEST, tl.int64)
-    for column in range(count):
-        if crowded:
-            before = highest
+    lanes = place[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    reached = tl.load(Count + lanes, mask=inside[:, None], other=0)
+    if tl.max(tl.max(reached, 1), 0) > ROOM:
+        query_at = rows + offset
+        lse = rows_lse(Lse + flat * queries + rows, inside)
+        last = tl.minimum(row + BM, queries) - 1
+        parts = key_stretches(ends, batch, row, last, offset, keys, terms.reach, BN, KIND, False)
+        q = rows_of(query, batch, head, rows, inside, width, BD)
+        low, high = range_of(ends, batch, rows, inside, KIND)
+        before = tl.full([BM], HIGHEST, tl.int64)
+        for column in range(count):
             highest = tl.full([BM], MISSING, tl.int64)
-            q = rows_of(query, batch, head, rows, inside, width, BD)
-            low, high = range_of(ends, batch, rows, inside, KIND)
             for n in tl.range(parts[0], parts[5], BN, num_stages=1):
                 key_at = n + tl.arange(0, BN)
                 k = rows_of(key, batch, head // groups, key_at, key_at < keys, width, BD)
@@ -211,13 +264,6 @@ def pick(
                 rank = _ranked(s, key_at[None, :])
                 rank = tl.where(may & (rank < before[:, None]), rank, MISSING)
                 highest = tl.maximum(highest, tl.max(rank, 1))
-        else:
-            highest = tl.max(found, 1)
-            found = tl.where(found >= highest[:, None], MISSING, found)
-        there = highest != MISSING
-        order = (highest >> 32).to(tl.int32)
-        s = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-        at = (flat * queries + rows) * count + column
-        tl.store(Weights + at, tl.where(there, tl.exp2(s - lse), 0.0), mask=inside)
-        chosen = tl.where(there, 0x7FFFFFFF - (highest & 0x7FFFFFFF), -1)
-        tl.store(Keys + at, chosen, mask=inside)
+            at = (flat * queries + rows) * count + column
+            _write(highest, lse, at, Weights, Keys, inside)
+            before = highest
