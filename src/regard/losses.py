@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 NOTHING = -100  # a label that does not count
-ROOM = 6 * 10**8  # bytes of logits at a time
+ROOM = 6 * 10**8  # bytes of logits at a time, or more on a large GPU
 TILE = 128  # rows of a matrix product that a GPU computes as one
 
 
@@ -64,11 +64,10 @@ class _Chunked(torch.autograd.Function):
         offset = None if bias is None else _aligned(bias, dtype)
         into_hidden = torch.empty_like(hidden, dtype=dtype) if wanted.hidden else None
         # Sums over all rows are kept in the weights' own precision.
-        into_weight = torch.zeros_like(weight) if wanted.weight else None
-        into_bias = torch.zeros_like(bias) if wanted.bias and bias is not None else None
+        into_weight = into_bias = None
         exact = torch.promote_types(dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=hidden.device)
-        size = _share(len(hidden), len(turned) * turned.element_size())
+        size = _share(len(hidden), len(turned) * turned.element_size(), _room(hidden.device))
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), size):
                 rows = slice(start, start + size)
@@ -78,10 +77,10 @@ class _Chunked(torch.autograd.Function):
                 # Now they are their gradient.
                 if into_hidden is not None:
                     torch.mm(logits, turned, out=into_hidden[rows])
-                if into_weight is not None:
-                    into_weight += (logits.T @ states)[:words]
-                if into_bias is not None:
-                    into_bias += logits[:, :words].sum(0)
+                if wanted.weight:
+                    into_weight = _added((logits.T @ states)[:words], into_weight, weight)
+                if wanted.bias and bias is not None:
+                    into_bias = _added(logits[:, :words].sum(0), into_bias, bias)
         ctx.save_for_backward(into_hidden, into_weight, into_bias)
         ctx.given = hidden.dtype
         return total
@@ -100,9 +99,20 @@ class _Chunked(torch.autograd.Function):
         )
 
 
-def _share(rows: int, each: int) -> int:
+def _added(part: Tensor, so_far: Tensor | None, like: Tensor) -> Tensor:
+    return part.to(like.dtype) if so_far is None else so_far.add_(part)
+
+
+def _room(device: torch.device) -> int:
+    """A small part of a GPU's memory: the fewer shares, the fewer sums over them."""
+    if device.type != "cuda":
+        return ROOM
+    return max(ROOM, torch.cuda.get_device_properties(device).total_memory // 64)
+
+
+def _share(rows: int, each: int, room: int) -> int:
     """How many rows of ``each`` bytes go at a time: as good as equal shares, of whole tiles."""
-    shares = max(-(-rows * each // ROOM), 1)
+    shares = max(-(-rows * each // room), 1)
     return max(-(-rows // shares // TILE) * TILE, TILE)
 
 
