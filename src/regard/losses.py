@@ -124,8 +124,10 @@ def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
     """
     if len(weight) % 16 == 0:
         return weight.to(dtype)
-    more = weight.new_zeros(-len(weight) % 16, *weight.shape[1:], dtype=dtype)
-    return torch.cat((weight.to(dtype), more))
+    words = len(weight)
+    whole = weight.new_empty(words + -words % 16, *weight.shape[1:], dtype=dtype)
+    whole[:words], whole[words:] = weight, 0
+    return whole
 
 
 class _Wanted(NamedTuple):

@@ -53,9 +53,9 @@ def _forward_blocks(query: Tensor, width: int, structure: Structure) -> Blocks:
         return Blocks(64, 32, 4, 2)
     if query.shape[2] <= WARP:  # decoding: reading keys and values is all the work
         return Blocks(WARP, 64, 4, 3 if width <= 128 else 2)
-    causal = structure.kind == CAUSAL
-    if query.shape[2] <= 1024 and (width <= 64 and causal or 64 < width <= 128):
-        return Blocks(64, 64, 4, 3)  # short rows: more programs, and less beyond the diagonal
+    # Short rows: more programs, and less that lies beyond the diagonal.
+    if query.shape[2] <= 1024 and (width > 64 or structure.kind == CAUSAL) and width <= 128:
+        return Blocks(64, 64, 4, 3)
     if width <= 64:
         return Blocks(128, 64, 4, 3)
     return Blocks(128, 128, 8, 3) if width <= 128 else Blocks(128, 64, 8, 2)
