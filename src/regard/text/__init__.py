@@ -126,9 +126,9 @@ class Text:
         A tokenizer of its own for the target goes into target_tokenizer.json, for regard alone.
         """
         Path(folder).mkdir(parents=True, exist_ok=True)
-        self.tokenizer.save(str(Path(folder) / _FILE))
+        self.tokenizer.save(str(Path(folder) / _FILE), pretty=False)
         if self.target is not self:
-            self.target.tokenizer.save(str(Path(folder) / _TARGET))
+            self.target.tokenizer.save(str(Path(folder) / _TARGET), pretty=False)
         else:  # what an earlier save left behind must not be read with this one
             (Path(folder) / _TARGET).unlink(missing_ok=True)
 
