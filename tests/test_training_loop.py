@@ -575,6 +575,9 @@ def test_steps_are_planned_by_the_pace_so_far(monkeypatch: pytest.MonkeyPatch) -
         progress.step, clock.now = step, 100.0 + seconds
         pace.plan()
     assert progress.steps == 100 + 90 * 5  # 90 s are left, at 5 steps a second
+    progress.step, clock.now = 200, 100.0 + 40.0  # and then at 10
+    pace.plan()
+    assert progress.steps == 200 + 80 * 10  # as the later half of all steps went
     clock.now, progress.step = 100.0 + 119.0, 500
     assert pace.due
     pace.plan()

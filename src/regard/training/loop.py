@@ -9,6 +9,7 @@ import math
 import signal
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -86,8 +87,9 @@ class Progress:
 class Pace:
     """How many steps ``schedule.minutes`` are enough for, told again and again by those so far.
 
-    So the rate falls to its end in time, whatever else the machine does. All processes go by the
-    first one's clock.
+    So the rate falls to its end in time, whatever else the machine does. The later half of the
+    steps tells: the first ones are slow, while kernels are compiled and graphs recorded. All
+    processes go by the first one's clock.
     """
 
     def __init__(self, schedule: Schedule, progress: Progress, crew: Crew) -> None:
@@ -95,7 +97,7 @@ class Pace:
         self.most, self.progress, self.crew = schedule.steps, progress, crew
         self.begun = time.perf_counter() - progress.seconds
         self.planned = progress.seconds  # when it was planned last
-        self.first: tuple[int, float] | None = None  # step and time after the first, slow steps
+        self.marks: deque[tuple[int, float]] = deque()  # steps, and when they were done
 
     @property
     def due(self) -> bool:
@@ -109,12 +111,14 @@ class Pace:
             return
         now = self.crew.lead(lambda: time.perf_counter() - self.begun)
         step, self.planned, self.progress.seconds = self.progress.step, now, now
-        if self.first is None:
-            self.first = step, now
-        elif step > self.first[0]:
-            pace = (now - self.first[1]) / (step - self.first[0])
+        while len(self.marks) > 1 and 2 * self.marks[1][0] <= step:
+            self.marks.popleft()
+        if self.marks and step > self.marks[0][0]:
+            then, when = self.marks[0]
+            pace = (now - when) / (step - then)
             left = max(int((self.limit - now) / pace), 0)
             self.progress.steps = min(step + left, self.most)
+        self.marks.append((step, now))
 
 
 Log = Callable[[dict[str, Any]], None]
