@@ -92,6 +92,19 @@ def test_rows_go_in_equal_shares_of_whole_tiles(monkeypatch: pytest.MonkeyPatch)
     assert losses._share(16, 10**6, 1000) == 8  # no row has room, and yet it goes on
 
 
+def test_without_gradients_none_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    within = losses._loss
+    monkeypatch.setattr(losses, "_loss", lambda *given: asked.append(given[-1]) or within(*given))
+    hidden, weight, bias, labels = made(50, torch.float32)
+    parameters = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
+    with torch.no_grad():
+        quiet = linear_cross_entropy(hidden, parameters[0], labels, bias=parameters[1])
+    loud = linear_cross_entropy(hidden, parameters[0], labels, bias=parameters[1])
+    assert asked == [False, True]
+    assert quiet == loud
+
+
 def test_in_float64_it_is_exact() -> None:
     hidden, weight, bias, labels = made(50, torch.float64)
     loss = linear_cross_entropy(hidden, weight, labels, bias=bias, smoothing=0.1)

@@ -38,6 +38,9 @@ def linear_cross_entropy(
     >>> round(linear_cross_entropy(hidden, weight, torch.tensor([[3, -100]])).item(), 4)
     1.3863
     """
+    if not torch.is_grad_enabled():  # a parameter would have its gradient computed all the same
+        hidden, weight = hidden.detach(), weight.detach()
+        bias = None if bias is None else bias.detach()
     kind = hidden.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else hidden.dtype
     loss: Tensor = _Chunked.apply(  # type: ignore[no-untyped-call]
