@@ -233,3 +233,13 @@ def test_presets_have_the_sizes_of_the_paper() -> None:
         big = sum(p.numel() for p in Transformer(TransformerConfig.big()).parameters())
     # The paper gives 65 and 213 million, of which the embedding of 37,000 is the part that varies.
     assert (round(base / 1e6), round(big / 1e6)) == (63, 214)
+
+
+def test_tables_of_places_that_are_outgrown_stay_where_graphs_read_them() -> None:
+    model = Transformer(TransformerConfig(vocabulary=40, dim=8, length=4, depth=1, decoder_depth=1))
+    short = model._table(3, torch.device("cpu"))
+    longer = model._table(5, torch.device("cpu"))
+    assert (len(short), len(longer)) == (4, 8)
+    assert torch.equal(longer[:4], short)
+    assert any(table is short for table in model._sinusoids)
+    assert model._table(8, torch.device("cpu")) is longer

@@ -262,6 +262,23 @@ def test_the_names_are_those_of_the_published_checkpoint(tmp_path: Path) -> None
     assert config["tie_projs"] == [False, True, True]
 
 
+def test_one_band_has_no_empty_parameters_and_reads_those_of_earlier_versions(
+    tmp_path: Path,
+) -> None:
+    model = TransformerXL(TransformerXLConfig(**SIZES | {"cutoffs": ()}))
+    assert all(parameter.numel() for parameter in model.parameters())
+    model.save(tmp_path)
+    file = tmp_path / "model.safetensors"
+    weights = load_file(file)
+    assert not any("cluster" in name for name in weights)
+    width = model.config.widths[0]
+    empty = {"crit.cluster_weight": torch.empty(0, width), "crit.cluster_bias": torch.empty(0)}
+    save_file(weights | empty, file, metadata={"format": "pt"})
+    again = load(tmp_path)
+    ids = torch.tensor([IDS])
+    assert torch.equal(again.eval()(ids), model.eval()(ids))
+
+
 def test_training_drops_stops_at_the_memory_and_reaches_every_parameter() -> None:
     model = TransformerXL(TransformerXLConfig(**SIZES)).train()
     ids = torch.tensor([IDS])

@@ -126,7 +126,7 @@ class Transformer(Model):
         )
         self.register_buffer("output_bias", torch.zeros(1, written))
         self.output_bias: Tensor
-        self._sinusoids: Tensor | None = None  # [positions, dim], as far as was needed
+        self._sinusoids: list[Tensor] = []  # [positions, dim], the last as far as was needed
         self._initialise()
 
     def _initialise(self) -> None:
@@ -229,13 +229,13 @@ class Transformer(Model):
 
     def _table(self, length: int, device: torch.device) -> Tensor:
         """The sinusoids of the first positions: [at least length, dim]."""
-        table = self._sinusoids
-        if table is None or len(table) < length or table.device != device:
-            # Long at once: CUDA graphs go on reading the table they were recorded with.
-            length = max(length, min(self.config.length, 4096))
-            table = sinusoidal(length, self.config.dim, layout="half", device=device)
-            self._sinusoids = table
-        return table
+        tables = self._sinusoids
+        if not tables or len(tables[-1]) < length or tables[-1].device != device:
+            # Longer at once than needed, and what is outgrown stays: CUDA graphs go on reading the
+            # table they were recorded with.
+            length = max(length, 2 * len(tables[-1]) if tables else min(self.config.length, 4096))
+            tables.append(sinusoidal(length, self.config.dim, layout="half", device=device))
+        return tables[-1]
 
     def _logits(self, hidden: Tensor) -> Tensor:
         if self.head is not None:

@@ -139,13 +139,17 @@ class AdaptiveSoftmax(nn.Module):
         bands = len(config.cutoffs)
         self.projection = nn.Parameter(torch.empty(config.dim, config.widths[0]))
         self.biases = nn.ParameterList(torch.zeros(len(band)) for band in config.bands)
-        self.band_weight = nn.Parameter(torch.empty(bands, config.widths[0]))
-        self.band_bias = nn.Parameter(torch.zeros(bands))
+        self.band_weight, self.band_bias = None, None
+        if bands:
+            self.band_weight = nn.Parameter(torch.empty(bands, config.widths[0]))
+            self.band_bias = nn.Parameter(torch.zeros(bands))
 
     def forward(self, hidden: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
         """``hidden`` [..., dim] as log-probabilities [..., vocabulary]."""
-        weight = torch.cat((embedding.tables[0], self.band_weight))
-        bias = torch.cat((self.biases[0], self.band_bias))
+        weight, bias = embedding.tables[0], self.biases[0]
+        if self.band_weight is not None and self.band_bias is not None:
+            weight = torch.cat((weight, self.band_weight))
+            bias = torch.cat((bias, self.band_bias))
         head = linear(hidden @ self.projection, weight, bias).log_softmax(-1)
         first = len(self.config.bands[0])
         parts = [head[..., :first]]
@@ -412,8 +416,7 @@ class TransformerXL(Model):
                 Drop(r"^transformer\.pos_emb\.inv_freq$", "the frequencies of the sinusoids"),
                 *_embedding_keys(len(config.bands)),
                 *(step for index in range(config.depth) for step in _layer_keys(index)),
-                Rename("crit.cluster_weight", "softmax.band_weight"),
-                Rename("crit.cluster_bias", "softmax.band_bias"),
+                *_band_keys(len(config.cutoffs)),
                 Rename("crit.out_projs.0", "softmax.projection"),
             ]
         )
@@ -429,6 +432,14 @@ def _embedding_keys(bands: int) -> Iterator[Step | Tie]:
         yield Tie(f"crit.out_layers.{band}.weight", table)
         if band:
             yield Tie(f"crit.out_projs.{band}", projection)
+
+
+def _band_keys(count: int) -> Iterator[Step | Drop]:
+    if count:
+        yield Rename("crit.cluster_weight", "softmax.band_weight")
+        yield Rename("crit.cluster_bias", "softmax.band_bias")
+    else:
+        yield Drop(r"^crit\.cluster_(weight|bias)$", "empty where there is one band")
 
 
 def _layer_keys(index: int) -> Iterator[Step]:
