@@ -37,7 +37,7 @@ def trained(tmp_path_factory):
     ):
         recipe = recipe_of(folder, task, kind)
         recipe["output"] = str(folder / kind)
-        recipe["evaluation"] |= {"metric": metric, "beam": 2}
+        recipe["evaluation"] |= {"metric": metric} | ({"beam": 2} if kind != "bert" else {})
         result = train(parse_recipe(recipe))
         found[kind] = (result.folder / "model", result.scores)
     return folder, found
@@ -54,7 +54,7 @@ def trained(tmp_path_factory):
 def test_what_training_measured_is_measured_again(trained, kind, source, names):
     root, found = trained
     folder, scores = found[kind]
-    settings = {"evaluation.beam": 2, "data.length": 64}
+    settings = {"data.length": 64} | ({"evaluation.beam": 2} if kind != "bert" else {})
     shown = []
     again = evaluate(
         load(folder),

@@ -165,6 +165,15 @@ def test_masked_tokens_are_a_share_and_fall_eight_one_one() -> None:
     assert shares == pytest.approx([0.8, 0.1, 0.1], abs=0.02)
 
 
+def test_masked_rows_fit_their_batch() -> None:
+    special = {"first": 2, "last": 3, "mask": 4, "vocabulary": 50}
+    objective = MaskedTokens(stream(5000), None, 10, 4096, **special)
+    [prepared] = batches(objective, objective.plan, 1)
+    assert prepared.batch.ids.shape == (409, 10)
+    with pytest.raises(InputError, match=r"data\.length = 2, but"):
+        MaskedTokens(stream(5000), None, 2, 4096, **special)
+
+
 def test_the_next_token_is_the_next_token() -> None:
     objective = NextToken(stream(1000), None, 16, 64)
     for batch, targets in batches(objective, objective.plan, 3):
@@ -288,7 +297,10 @@ def test_a_model_that_knows_every_answer_is_right_every_time(length: int) -> Non
     }
     exam = Exam(asked, table, words, 200)
     objective = Answers(table, 200, words.id("[PAD]"), exam)
-    scores = objective.evaluate(Knows(answers))
+    knows, read = Knows(answers), []
+    knows.register_forward_hook(lambda *_: read.append(1))
+    scores = objective.evaluate(knows)
+    assert len(read) == len(Feed(objective.plan, 0, CPU).batches)  # once each
     assert exam.outputs == [*(question.name for question in asked[:-1]), ""]
     assert scores["exact"] == scores["f1"] == 100
     assert scores["loss"] < 0.01

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +14,7 @@ from regard.tasks import answering as tasks
 from regard.text import Text
 from regard.training import metrics
 from regard.training.data import ByLength, Feed, Plan, Ragged, Rows, Table
-from regard.training.objectives import Prepared, moved
+from regard.training.objectives import Prepared, Stateless, moved
 from regard.training.reading import Question
 
 
@@ -80,7 +80,7 @@ class AnswerBatch(NamedTuple):
     end: Tensor  # [batch]
 
 
-class Answers:
+class Answers(Stateless):
     """The first and last token of an answer are told, or [CLS] where the window has none."""
 
     def __init__(self, table: Table, tokens: int, pad: int, exam: Exam | None) -> None:
@@ -105,7 +105,11 @@ class Answers:
         return Prepared(batch, 2 * len(rows.rows))
 
     def loss(self, model: nn.Module, batch: AnswerBatch) -> Tensor:
-        start, end = self.scores(model, batch)
+        return self.loss_of(self.scores(model, batch), batch)
+
+    def loss_of(self, scores: tuple[Tensor, Tensor], batch: AnswerBatch) -> Tensor:
+        """The loss that :meth:`scores` come to."""
+        start, end = scores
         return cross_entropy(start, batch.start, reduction="sum") + cross_entropy(
             end, batch.end, reduction="sum"
         )
@@ -121,12 +125,6 @@ class Answers:
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return {} if self.exam is None else self.exam(model)
-
-    def state(self) -> dict[str, Any]:
-        return {}
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        del state
 
 
 class Exam:
@@ -154,9 +152,10 @@ class Exam:
         for _ in feed.batches:
             rows = feed.next()
             batch = moved(held.prepare(rows, random).batch, there)
-            nats += held.loss(model, batch)
+            scores = held.scores(model, batch)
+            nats += held.loss_of(scores, batch)
             facts = self.table["facts"].gather(rows.rows, 5, 0)
-            spans = tasks.best_spans(*held.scores(model, batch), batch.possible)
+            spans = tasks.best_spans(*scores, batch.possible)
             for (number, split, offset, *_), better, first, last in zip(
                 facts.tolist(),
                 spans.better.tolist(),

@@ -147,7 +147,7 @@ def tokenizer(recipe: Recipe, folder: Path) -> Text:
         else:
             whole = Text.load(start)
             text = whole.pruned(
-                Counter(chain.from_iterable(_ids(whole, lines))), recipe.tokenizer.keep
+                Counter(chain.from_iterable(token_ids(whole, lines))), recipe.tokenizer.keep
             )
         publish(folder, {"tokenizer.json": text.tokenizer.to_str().encode()}, {})
     return Text.load(folder)
@@ -198,7 +198,7 @@ def _words(lines: Iterator[str], size: int, own: Sequence[str]) -> Text:
 # --------------------------------------------------------------------------------------- tables
 
 
-def _ids(text: Text, lines: Iterable[str]) -> Iterator[list[int]]:
+def token_ids(text: Text, lines: Iterable[str]) -> Iterator[list[int]]:
     """The ids of many lines, some thousand at once, nothing added."""
     waiting = iter(lines)
     while some := list(islice(waiting, 8192)):
@@ -210,7 +210,7 @@ def table(recipe: Recipe, part: str, text: Text) -> tuple[Table, str]:
     """The token ids of a part of the data, from the cache or made anew, and their SHA-256."""
     sources: tuple[Source, ...] = getattr(recipe.data, part)
     key = {
-        "form": 1,
+        "form": 2,
         "task": recipe.task,
         "prepare": recipe.data.prepare,
         "length": recipe.data.length,
@@ -228,6 +228,8 @@ def table(recipe: Recipe, part: str, text: Text) -> tuple[Table, str]:
     }
     folder = Path(recipe.data.cache).expanduser()
     found = cached(folder, key, lambda: _table(recipe, part, text))
+    # A table from the cache may have been made where more was accepted.
+    Report(found.facts["read"], [Bad(*bad) for bad in found.facts["bad"]]).check(recipe.data.bad)
     # By content: what was dropped at random would be dropped otherwise if it were made again.
     digest = hashlib.sha256()
     for column in found.columns.values():
@@ -264,7 +266,11 @@ def _table(recipe: Recipe, part: str, text: Text) -> Table:
     else:
         columns, facts["bytes"] = _text_columns(cast(Iterator[str], found), text)
     report.check(recipe.data.bad)
-    said: dict[str, Any] = {"report": str(report), "bad": [list(bad) for bad in report.bad]}
+    said: dict[str, Any] = {
+        "report": str(report),
+        "read": report.read,
+        "bad": [list(bad) for bad in report.bad],
+    }
     return Table(columns, said | facts)
 
 
@@ -304,7 +310,7 @@ def _pair_columns(
 
 def _cut(text: Text, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[list[int], list[int]]]:
     sources, targets = ([pair[side] for pair in pairs] for side in (0, 1))
-    return zip(_ids(text, sources), _ids(text.target, targets), strict=True)
+    return zip(token_ids(text, sources), token_ids(text.target, targets), strict=True)
 
 
 @contextmanager
@@ -335,7 +341,7 @@ def _text_columns(found: Iterator[str], text: Text) -> tuple[dict[str, Ragged], 
             size += len(line.encode()) + 1
             yield line + "\n"
 
-    whole = Ragged.of(_ids(text, lines()))
+    whole = Ragged.of(token_ids(text, lines()))
     one = Ragged(whole.flat, torch.tensor([0, len(whole.flat)]))
     return {"text": one}, size
 
@@ -494,7 +500,7 @@ def _examine(recipe: Recipe, part: str, text: Text, held: Table) -> Examine:
     pairs = cast("list[Pair]", list(records(recipe, getattr(recipe.data, part), report)))
     joined = reading.together(pairs)
     end = text.id("</s>")
-    prompts = [[*ids, end] for ids in _ids(text, [pair.source for pair in joined])]
+    prompts = [[*ids, end] for ids in token_ids(text, [pair.source for pair in joined])]
     settings, most = recipe.evaluation, recipe.data.length
     return Examine(joined, prompts, held, text.decode, settings, most, recipe.batch.tokens)
 

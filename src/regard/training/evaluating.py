@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -170,7 +169,7 @@ def _written(
     settings = recipe.evaluation
     pairs = pairs[: settings.examples or len(pairs)]
     end = model.config.end
-    prompts = [[*ids, end] for ids in _ids(text, [pair.source for pair in pairs])]
+    prompts = [[*ids, end] for ids in building.token_ids(text, [pair.source for pair in pairs])]
     outputs = [""] * len(pairs)
     # By length, and from the longest on: a guess of the time left is then too long, not too short.
     order = sorted(range(len(pairs)), key=lambda row: -len(prompts[row]))
@@ -198,13 +197,6 @@ def _written(
         rouge = metrics.rouge(outputs, references)
         scores |= zip(("rouge-1", "rouge-2", "rouge-l"), rouge, strict=True)
     return scores, len(pairs), "texts"
-
-
-def _ids(text: Text, lines: Sequence[str]) -> Iterator[list[int]]:
-    waiting = iter(lines)
-    while some := list(islice(waiting, 8192)):
-        for encoding in text.tokenizer.encode_batch_fast(some, add_special_tokens=False):
-            yield encoding.ids
 
 
 # ------------------------------------------------------------------------------------------ answers
@@ -238,7 +230,7 @@ def _told(
 ) -> tuple[dict[str, float], int, str]:
     lines = [f"{line}\n" for line in cast("Sequence[str]", records)]
     size = sum(len(line.encode()) for line in lines)
-    flat = Ragged.of(_ids(text, lines)).flat
+    flat = Ragged.of(building.token_ids(text, lines)).flat
     total = len(flat) - 1  # the first token is told from nothing
     if total < 1:
         raise InputError("The text has a single token: there is nothing to tell from it.")

@@ -107,6 +107,8 @@ def _inside(row: Mapping[str, Any], column: str) -> Any:
 def _listed(answers: Any) -> Any:
     """Answers one by one, where they come as the list of texts and the list of places."""
     if isinstance(answers, Mapping) and {"text", "answer_start"} <= answers.keys():
-        both = zip(answers["text"], answers["answer_start"], strict=True)
-        return [{"text": text, "answer_start": start} for text, start in both]
+        texts, starts = answers["text"], answers["answer_start"]
+        if len(texts) == len(starts):
+            both = zip(texts, starts, strict=True)
+            return [{"text": text, "answer_start": start} for text, start in both]
     return answers

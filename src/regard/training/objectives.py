@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy, nll_loss
+from torch.nn.functional import nll_loss
 
 from regard.decoding import Beam, Greedy, generate
 from regard.errors import InputError
@@ -70,7 +70,7 @@ class Objective(Protocol):
         """Go on from what :meth:`state` gave."""
 
 
-class _Stateless:
+class Stateless:
     """Of objectives whose batches know nothing of each other."""
 
     def state(self) -> dict[str, Any]:
@@ -115,7 +115,7 @@ class Special:
     end: int
 
 
-class Pairs(_Stateless):
+class Pairs(Stateless):
     """A source text becomes a target text; ``table`` has both as ids, each with its end token.
 
     Where the table has all pairs in several variants, each epoch has another one of them.
@@ -183,13 +183,11 @@ class Pairs(_Stateless):
             padding = Padding(torch.cat((lengths, lengths)), padding.side)
         logits: Tensor = model(source, target, padding=padding)
         logs = logits.float().log_softmax(-1)
-        loss = cross_entropy(
-            logs.flatten(0, 1),
-            labels.flatten(),
-            ignore_index=NOTHING,
-            reduction="sum",
-            label_smoothing=self.smoothing,
+        loss = (1 - self.smoothing) * nll_loss(
+            logs.flatten(0, 1), labels.flatten(), ignore_index=NOTHING, reduction="sum"
         )
+        if self.smoothing:
+            loss = loss - self.smoothing * logs.mean(-1).where(labels != NOTHING, 0.0).sum()
         one, two = logs.chunk(2)
         apart = ((one.exp() - two.exp()) * (one - two)).sum(-1).where(batch.labels != NOTHING, 0.0)
         return loss / 2 + self.agreement / 4 * apart.sum()
@@ -261,13 +259,15 @@ class TextBatch(NamedTuple):
     first: bool  # whether nothing comes before
 
 
-class Pieces(_Stateless):
+class Pieces(Stateless):
     """What is learned from pieces of one long text; ``held`` is another text, held out."""
 
     def __init__(self, text: Ragged, held: Table | None, length: int, tokens: int) -> None:
         self.text, self.held, self.length = text, held, length
         self.rows = max(tokens // length, 1)
         self.plan = self._plan(text, shuffled=True)
+        if held is not None:
+            self._plan(held["text"], shuffled=False)  # what is too short is refused at once
 
     def _plan(self, text: Ragged, shuffled: bool) -> Plan:
         return Windows(len(text.flat) - 1, self.length, self.rows, shuffled)
@@ -381,7 +381,9 @@ class MaskedTokens(Pieces):
         vocabulary: int,
     ) -> None:
         self.first, self.last, self.mask, self.vocabulary = first, last, mask, vocabulary
-        super().__init__(text, held, length - 2, tokens)
+        if length < 3:
+            raise InputError(f"data.length = {length}, but [CLS] and [SEP] alone are 2 tokens.")
+        super().__init__(text, held, length - 2, tokens * (length - 2) // length)
 
     def prepare(self, rows: Rows, random: torch.Generator) -> Prepared:
         ids = self.text.slices(rows.rows, rows.longest[0])
