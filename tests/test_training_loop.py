@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 import regard
 from regard.converting import convert
@@ -270,9 +271,43 @@ def test_watching_changes_nothing(folder: Path, task: str, kind: str) -> None:
 
 def test_a_loss_that_is_no_number_stops_before_it_is_saved(folder: Path) -> None:
     raw = recipe_of(folder)
-    with pytest.raises(InputError, match=r"The loss is (nan|inf).*Lower schedule.rate"):
+    with pytest.raises(InputError, match=r"the loss is (nan|inf).*a lower schedule.rate"):
         run(raw, schedule__rate=1e30, optimizer__clip=0.0, saving__every=12, evaluation__every=12)
     assert Keeper(folder / "run" / "checkpoints").steps() == []
+
+
+def test_a_gradient_that_is_no_number_stops_before_it_is_saved(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss, steps = Pairs.loss, iter(range(100))
+
+    def broken(self: Pairs, model: Any, batch: Any) -> Tensor:
+        found = loss(self, model, batch)
+        if next(steps) == 2:  # a finite loss, with an infinite slope
+            found = found + (model.tokens.weight.sum() * 0).sqrt()
+        return found
+
+    monkeypatch.setattr(Pairs, "loss", broken)
+    with pytest.raises(InputError, match=r"By step 3 the loss is [\d.]+ and .* norm (nan|inf)"):
+        run(recipe_of(folder))
+    assert Keeper(folder / "run" / "checkpoints").steps() == []
+
+
+def test_what_is_held_out_is_looked_at_before_the_first_step(folder: Path) -> None:
+    raw = recipe_of(folder, "language modelling", "gpt2")
+    (folder / "valid.txt").write_text("too short", encoding="utf-8")
+    with pytest.raises(InputError, match=r"tokens, but a piece of it has 64"):
+        run(raw, evaluation__every=0)
+    assert "step" not in log_of(Result(folder / "run", 0, False, {}, 0))[-1]
+
+
+def test_a_cached_table_is_not_let_through_by_an_earlier_run(folder: Path) -> None:
+    with (folder / "train.tsv").open("a", encoding="utf-8") as file:
+        file.write("no tab here\n" * 40)
+    raw = recipe_of(folder)
+    run(raw, data__bad=1.0)
+    with pytest.raises(InputError, match=r"25\.00% of the lines are bad"):
+        run(raw, output=str(folder / "second"))
 
 
 def test_bad_lines_are_in_the_log_with_their_places(folder: Path) -> None:
@@ -587,6 +622,17 @@ def test_steps_are_planned_by_the_pace_so_far(monkeypatch: pytest.MonkeyPatch) -
     assert progress.steps == 500  # it is over
     again = Pace(Schedule(steps=10_000, minutes=2.0), progress, Crew())
     assert clock.now - again.begun == 130.0  # a resumed run has spent what it spent before
+
+
+def test_a_resumed_run_forgets_its_slow_first_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, progress = Clock(), Progress(step=20_000, seconds=60.0)
+    monkeypatch.setattr("regard.training.loop.time", clock)
+    pace = Pace(Schedule(steps=10**6, minutes=11.0), progress, Crew())
+    for seconds in (100.0, *(10.0,) * 7):  # of 50 steps each
+        progress.step, clock.now = progress.step + 50, clock.now + seconds
+        pace.plan()
+    assert progress.seconds == 230.0
+    assert progress.steps == 20_400 + 430 * 5
 
 
 def test_a_slow_second_step_does_not_end_a_run(

@@ -130,6 +130,7 @@ def rewound(run: Path, name: str) -> Path:
         ("transformer-xl", "ddp", (2,)),  # what it remembers is shared out too
         ("gpt2", "context", (2, 4)),
         ("gpt2", "fsdp", (2,)),
+        ("transformer-xl", "fsdp", (2,)),
     ],
 )
 def test_any_number_of_processes_take_the_same_steps(
@@ -149,6 +150,16 @@ def test_any_number_of_processes_take_the_same_steps(
         assert scores(together) == pytest.approx(expected, rel=1e-5)
         first = json.loads((together / "log.jsonl").read_text().splitlines()[0])
         assert (first["processes"], first["parallel"]) == (world, parallel)
+
+
+def test_several_processes_end_in_time_however_often_they_save(
+    tmp_path: Path, crews: Crews
+) -> None:
+    raw = recipe(tmp_path)
+    raw["schedule"] |= {"steps": 100_000, "minutes": 0.02}
+    raw["evaluation"]["every"] = 0
+    run = crews.train(raw | {"saving": {"every": 20, "last": 2}}, 2)
+    assert max(numbers(run)) < 10_000
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")

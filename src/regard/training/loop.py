@@ -97,6 +97,7 @@ class Pace:
         self.most, self.progress, self.crew = schedule.steps, progress, crew
         self.begun = time.perf_counter() - progress.seconds
         self.planned = progress.seconds  # when it was planned last
+        self.first = progress.step  # of this process: its first steps are slow again
         self.marks: deque[tuple[int, float]] = deque()  # steps, and when they were done
 
     @property
@@ -106,12 +107,19 @@ class Pace:
             return False
         return time.perf_counter() - self.begun > self.planned + self.limit / 50
 
+    def note(self) -> None:
+        """Note how long it has taken so far."""
+        if self.limit:
+            self.progress.seconds = self.crew.lead(lambda: time.perf_counter() - self.begun)
+
     def plan(self) -> None:
+        """Tell from the steps so far how many there will be."""
         if not self.limit:
             return
-        now = self.crew.lead(lambda: time.perf_counter() - self.begun)
-        step, self.planned, self.progress.seconds = self.progress.step, now, now
-        while len(self.marks) > 1 and 2 * self.marks[1][0] <= step:
+        self.note()
+        step, now = self.progress.step, self.progress.seconds
+        self.planned = now
+        while len(self.marks) > 1 and 2 * (self.marks[1][0] - self.first) <= step - self.first:
             self.marks.popleft()
         if self.marks and step > self.marks[0][0]:
             then, when = self.marks[0]
@@ -252,13 +260,14 @@ class Trainer:
         pace = Pace(recipe.schedule, self.progress, self.crew)
         while not self.finished:
             if self.crew.agree(bool(asked)):
+                pace.note()
                 self._interrupt(asked)
                 return False
             mean, norm = self.step()
             losses.append(mean)
             norms.append(norm)
             # At what seems the end too: slow steps early on may have made it seem near.
-            if len(losses) == 50 or pace.due or self.progress.step >= self.schedule.steps:
+            if self._due(50) or pace.due or self.progress.step >= self.schedule.steps:
                 pace.plan()
             last = self.progress.step >= self.schedule.steps
             evaluating = self._due(recipe.evaluation.every) or last
@@ -274,6 +283,7 @@ class Trainer:
             if evaluating:
                 self.evaluate()
             if saving:
+                pace.note()
                 self.save()
                 since = time.perf_counter()  # neither counts against the speed of training
         return True
@@ -297,10 +307,12 @@ class Trainer:
     def _fetch(self, losses: Sequence[Tensor], norms: Sequence[Tensor]) -> dict[str, Any]:
         mean = float(self.crew.total(torch.stack(list(losses))).mean())
         norm = float(torch.stack(list(norms)).mean())
-        if not math.isfinite(mean):
+        overflows = self.recipe.precision == "float16"  # now and then, and such steps are left out
+        if not math.isfinite(mean) or not (math.isfinite(norm) or overflows):
             raise InputError(
-                f"The loss is {mean} by step {self.progress.step}. Lower schedule.rate, raise "
-                "schedule.warmup, or set optimizer.clip; then resume from the last checkpoint."
+                f"By step {self.progress.step} the loss is {mean} and the gradient's norm {norm}. "
+                "Start again with a lower schedule.rate, more schedule.warmup or a smaller "
+                "optimizer.clip."
             )
         return {
             "step": self.progress.step,
