@@ -109,6 +109,12 @@ def test_locked_dropout_is_one_for_all_positions() -> None:
     assert not (dropped == dropped[:1]).all()  # but not for all sequences
     assert dropped.float().mean().item() == pytest.approx(1 - 0.375, abs=0.02)
     assert torch.equal(model.eval()(x), x)
+    low = model.train()(x.bfloat16())
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.max(), (x / 0.375).bfloat16()[low > 0].max())
+    nothing = nn.Sequential(nn.Dropout(0.0))
+    lock_dropout(nothing)
+    assert nothing(x) is x
 
 
 def test_see_comes_through_forward() -> None:

@@ -103,10 +103,30 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
         read_recipe(tmp_path / "bad.toml")
 
 
-def test_agreement_is_of_two_texts() -> None:
+@pytest.mark.parametrize(
+    ("assignment", "message"),
+    [
+        ("optimizer.agreement=5", "agreement does nothing for language modelling with gpt2; it is"),
+        ("optimizer.smoothing=0.1", "smoothing does nothing for language modelling with gpt2"),
+        ("data.forget=4", "data.forget does nothing for language modelling with gpt2; it is for"),
+        ("data.unanswered=0.2", "it is for question answering. Leave it out."),
+        ("evaluation.beam=4", "evaluation.beam does nothing"),
+        ("evaluation.metric=bleu", "is not measured by bleu (evaluation.metric), but by loss."),
+        ("evaluation.patience=2", "give data.valid"),
+        ("evaluation.patience=-1", "should be at least 0, but got -1"),
+        ("data.train.0.prefix=x", "prefix and reverse of a data source do nothing for language"),
+    ],
+)
+def test_what_would_do_nothing_is_refused(assignment: str, message: str) -> None:
     raw = least() | {"task": "language modelling", "model": {"kind": "gpt2"}}
-    with pytest.raises(InputError, match="agreement is for translation or summarization"):
-        parse_recipe(raw, ["optimizer.agreement=5", "data.train.0.format=text"])
+    with pytest.raises(InputError, match=re.escape(message)):
+        parse_recipe(raw, ["data.train.0.format=text", assignment])
+
+
+def test_locked_dropout_and_parts_of_a_sequence_exclude_each_other() -> None:
+    raw = least() | {"task": "language modelling", "model": {"kind": "gpt2", "locked": True}}
+    with pytest.raises(InputError, match="each process would draw its own"):
+        parse_recipe(raw, ["data.train.0.format=text", "parallel=context"])
 
 
 def test_every_key_is_documented() -> None:

@@ -319,9 +319,10 @@ class LockedDropout(nn.Dropout):
 
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., positions, dim]."""
-        if not self.training:
+        if not (self.training and self.p):
             return x
-        return x * super().forward(torch.ones_like(x[..., :1, :]))
+        drawn = super().forward(torch.ones_like(x[..., :1, :], dtype=torch.float32))
+        return (x * drawn).to(x.dtype)
 
 
 def lock_dropout(model: nn.Module) -> None:

@@ -36,6 +36,25 @@ SHAPES = ("inverse-sqrt", "cosine", "linear", "constant")
 PRECISIONS = ("float32", "bfloat16", "float16")
 WRITTEN = ("bleu", "chrf", "rouge-1", "rouge-2", "rouge-l")  # scores of text that a model writes
 METRICS = ("loss", *WRITTEN, "exact", "f1")
+SCORED: dict[type, tuple[str, ...]] = {
+    Pair: ("loss", *WRITTEN),
+    Question: ("loss", "exact", "f1"),
+    str: ("loss",),
+}
+# Keys that do something for some tasks, or some models, alone.
+ONLY: dict[str, tuple[str, ...]] = {
+    "tokenizer.dropout": ("translation", "summarization"),
+    "data.prepare": tuple(task for task, kind in RECORDS.items() if kind is not Question),
+    "data.unanswered": ("question answering",),
+    "data.forget": ("transformer-xl",),
+    "optimizer.smoothing": ("translation", "summarization"),
+    "optimizer.agreement": ("translation", "summarization"),
+    "evaluation.beam": ("translation", "summarization"),
+    "evaluation.length_penalty": ("translation", "summarization"),
+    "evaluation.no_repeat": ("translation", "summarization"),
+    "evaluation.tokenize": ("translation", "summarization"),
+    "evaluation.always": ("question answering",),
+}
 TOKENIZERS = ("bpe", "wordpiece", "unigram", "words")
 PARALLEL = ("ddp", "fsdp", "context")
 
@@ -135,7 +154,7 @@ class Data:
     forget: int = key(
         "of a model that remembers the pieces before, after how many it begins with an empty "
         "memory, so that it learns to; 0 for once an epoch",
-        16,
+        0,
         least=0,
     )
     unanswered: float = key(
@@ -208,7 +227,9 @@ class Evaluation:
     no_repeat: int = key("no sequence of so many tokens is written twice; 0: all may", 0, least=0)
     always: bool = key("answer every question, even where no answer seems more likely", False)
     tokenize: str = key("how BLEU parts words: 13a, or none for text that is parted", "13a")
-    patience: int = key("stop after this many evaluations without a better one; 0 never", 0)
+    patience: int = key(
+        "stop after this many evaluations without a better one; 0 never", 0, least=0
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -271,6 +292,27 @@ class Recipe:
                 f"{self.task} is learned by {' or '.join(TASKS[self.task])}, not by "
                 f"{self.model.kind} (model.kind)."
             )
+        for name, where in ONLY.items():
+            table, _, entry = name.partition(".")
+            part = getattr(self, table)
+            default = next(field.default for field in fields(part) if field.name == entry)
+            if getattr(part, entry) != default and not {self.task, self.model.kind} & {*where}:
+                raise InputError(
+                    f"{name} does nothing for {self.task} with {self.model.kind}; it is for "
+                    f"{' or '.join(where)}. Leave it out."
+                )
+        metrics = SCORED[RECORDS[self.task]]
+        if self.evaluation.metric not in metrics:
+            raise InputError(
+                f"{self.task} is not measured by {self.evaluation.metric} (evaluation.metric), but "
+                f"by {' or '.join(metrics)}."
+            )
+        if self.evaluation.patience and not self.data.valid:
+            raise InputError("evaluation.patience goes by what is held out: give data.valid.")
+        if self.parallel == "context" and self.model.locked:
+            raise InputError(
+                "model.locked is not for parallel = 'context': each process would draw its own."
+            )
         average = self.saving.average
         if average > self.saving.last:
             raise InputError(
@@ -306,11 +348,10 @@ class Recipe:
                 )
             if min(source.columns) < 1:
                 raise InputError(f"Columns count from 1, but got {list(source.columns)}.")
-        dropped = self.tokenizer.dropout
-        if dropped and (RECORDS[self.task] is not Pair or dropped >= 1):
-            raise InputError("tokenizer.dropout is below 1, and for translation or summarization.")
-        if self.optimizer.agreement and RECORDS[self.task] is not Pair:
-            raise InputError("optimizer.agreement is for translation or summarization.")
+            if RECORDS[self.task] is str and (source.prefix or source.reverse):
+                raise InputError(f"prefix and reverse of a data source do nothing for {self.task}.")
+        if self.tokenizer.dropout >= 1:
+            raise InputError("tokenizer.dropout is below 1.")
         if self.compile and self.model.kind in ("t5", "transformer-xl"):
             raise InputError(
                 f"compile = true is for transformer, gpt2 and bert: torch.compile does not come "
