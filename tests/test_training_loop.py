@@ -301,6 +301,16 @@ def test_what_is_held_out_is_looked_at_before_the_first_step(folder: Path) -> No
     assert "step" not in log_of(Result(folder / "run", 0, False, {}, 0))[-1]
 
 
+def test_a_metric_that_is_not_installed_is_missed_before_the_first_step(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    raw = recipe_of(folder)
+    with pytest.raises(InputError, match="pip install sacrebleu"):
+        run(raw, evaluation__metric="bleu")
+    assert not any("step" in row for row in log_of(Result(folder / "run", 0, False, {}, 0)))
+
+
 def test_a_cached_table_is_not_let_through_by_an_earlier_run(folder: Path) -> None:
     with (folder / "train.tsv").open("a", encoding="utf-8") as file:
         file.write("no tab here\n" * 40)

@@ -43,6 +43,12 @@ def chrf(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     return score
 
 
+def check(metric: str) -> None:
+    """Raise InputError where what computes a metric is not installed."""
+    if metric in ("bleu", "chrf"):
+        _sacrebleu()
+
+
 def _sacrebleu() -> Any:
     try:
         from sacrebleu import metrics
