@@ -104,6 +104,46 @@ def test_wrong_usage_is_one_line_and_status_2(words, message):
     assert shown.stderr.count("\n") == 1
 
 
+def test_a_place_that_cannot_be_written_to_is_one_line(tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    result = regard("convert", "books-gpt2", str(tmp_path / "file" / "model"))
+    assert result.returncode == 1
+    assert result.stderr == f"regard: {tmp_path / 'file'}: File exists.\n"
+
+
+def test_a_run_that_stops_says_how_to_go_on_and_a_start_that_nothing_is_resumed(tmp_path):
+    (tmp_path / "a.txt").write_text("one two three four. " * 200)
+    recipe = tmp_path / "recipe.toml"
+    recipe.write_text(f"""
+task = "language modelling"
+output = "{tmp_path / "run"}"
+device = "cpu"
+model = {{ kind = "gpt2", config = {{ dim = 8, depth = 1, heads = 2 }} }}
+tokenizer = {{ size = 260 }}
+schedule = {{ steps = 5 }}
+data = {{ root = "{tmp_path}", length = 16, train = [{{ format = "text", files = ["a.txt"] }}] }}
+""")
+    words = ["--set", "schedule.steps=1000000", "--set", f"data.cache={tmp_path / 'the cache'}"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "regard", "train", str(recipe), *words, "--resume"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for line in process.stderr:
+        if line.startswith("step 50/"):
+            process.send_signal(signal.SIGINT)
+            break
+        said = line
+    out, _ = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert "There is nothing to resume in" in said
+    assert out.endswith(
+        f"Go on with: regard train {recipe} --set schedule.steps=1000000 "
+        f"--set 'data.cache={tmp_path / 'the cache'}' --resume\n"
+    )
+
+
 def test_no_words_at_all_show_the_help():
     shown = regard()
     assert shown.returncode == 2

@@ -388,6 +388,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         lambda: Beam(2, best=3),
         lambda: Beam(2, early="often"),
         lambda: Greedy(no_repeat=-1),
+        lambda: Beam(length_penalty=-float("inf")),
         lambda: generate(Dice([1.0]), [[0]], length=0),
         lambda: generate(Dice([1.0]), [[0]], length=1, batch=0),
     ):

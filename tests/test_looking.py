@@ -143,7 +143,7 @@ def test_where_no_token_comes_twice_there_is_no_induction() -> None:
     assert isinstance(found, Overview)
     assert found.strongest("induction") is None
     text = found.picture().text(width=80, color="none")
-    assert "No token comes twice" in text
+    assert "No token comes again after another" in text
     assert found.to_dict()["values"]["induction"][0][0] is None
 
 

@@ -75,8 +75,18 @@ def test_too_many_bad_lines_are_an_error_that_shows_them(tmp_path: Path) -> None
     report.check(most=0.25)
     with pytest.raises(InputError, match=r"25\.00% of the lines are bad; .*a\.tsv:2"):
         report.check(most=0.2)
-    with pytest.raises(InputError, match="nothing to learn from"):
+    with pytest.raises(InputError, match=r"There is no text in data\.train"):
         Report().check(most=1)
+
+
+def test_half_a_character_is_a_bad_line(tmp_path: Path) -> None:
+    rows = [r'{"a": "cut \ud83d", "b": "x"}', r'{"a": "whole \ud83d\ude00", "b": "x"}']
+    report = Report()
+    file = write(tmp_path / "a.jsonl", "\n".join(rows).encode())
+    assert list(read_jsonl([file], ("a", "b"), report)) == [Pair("whole \U0001f600", ("x",))]
+    assert [(bad.line, bad.why) for bad in report.bad] == [
+        (1, "half of a character (a lone surrogate)")
+    ]
 
 
 def test_parallel_files_must_end_together(tmp_path: Path) -> None:
@@ -135,7 +145,7 @@ def test_questions_are_read_from_both_forms_and_answers_checked(tmp_path: Path) 
     assert found == [expected, Question("3", "Why?", context, ())]
     assert [(bad.line, bad.why) for bad in report.bad] == [
         (2, "an answer that is not where it says"),
-        (4, "no id, question or answers"),
+        (4, "no id, question or answers with text and answer_start"),
     ]
     row = {"context": context, **good, "answers": [{"text": "1843", "start": 16}]}
     lines = write(tmp_path / "q.jsonl", json.dumps(row).encode())
@@ -273,5 +283,5 @@ def test_windows_cover_the_text_and_lanes_go_on() -> None:
     assert [batch.first for batch in again] == [True, False, True, False, True]
     with pytest.raises(InputError, match="too few for 5 rows"):
         Lanes(20, 5, rows=5)
-    with pytest.raises(InputError, match="a piece of it has 30"):
+    with pytest.raises(InputError, match="too few for a piece of 30"):
         Windows(20, 30, rows=1)

@@ -125,6 +125,28 @@ def test_a_trained_model_is_used_as_it_was_evaluated(folder: Path) -> None:
     assert decoding(settings, None, None)[0] == Beam(3, 0.5, no_repeat=2)
 
 
+@pytest.mark.parametrize("kind", ["transformer", "t5"])
+def test_texts_are_prepared_in_use_as_they_were_in_training(folder: Path, kind: str) -> None:
+    raw = recipe_of(folder, "translation", kind)
+    raw["data"]["prepare"] = ["normalise", "lowercase", "words"]
+    result = run(raw, schedule__steps=2, saving__every=2)
+    model = result.folder / "model"
+    one, two = regard.translate(["The  Cat\u00a0sat.", "the cat sat ."], model=model)
+    assert one.attended is not None
+    assert two.attended is not None
+    assert one.attended.keys == two.attended.keys
+    assert one.text == two.text
+    found = ready(model, (Transformer, T5), "translate")
+    assert found.prepared("A  B.", "translation") == "a b ."
+    assert found.prepared("A  B.", "summarization") == "A  B."
+
+
+def test_a_tokenizer_that_does_not_fit_is_refused(folder: Path) -> None:
+    raw = recipe_of(folder)
+    with pytest.raises(InputError, match="is not for transformer; choose bpe or unigram"):
+        run(raw, tokenizer__kind="wordpiece")
+
+
 def test_a_translation_that_is_easy_is_learned_to_the_end(folder: Path) -> None:
     raw = recipe_of(folder)
     rows = [f"{word}\t{word.upper()}" for word in ("red", "green", "blue", "cat", "dog", "bird")]
@@ -296,7 +318,7 @@ def test_a_gradient_that_is_no_number_stops_before_it_is_saved(
 def test_what_is_held_out_is_looked_at_before_the_first_step(folder: Path) -> None:
     raw = recipe_of(folder, "language modelling", "gpt2")
     (folder / "valid.txt").write_text("too short", encoding="utf-8")
-    with pytest.raises(InputError, match=r"tokens, but a piece of it has 64"):
+    with pytest.raises(InputError, match=r"What is held out is too short: .*\(data\.length\)"):
         run(raw, evaluation__every=0)
     assert "step" not in log_of(Result(folder / "run", 0, False, {}, 0))[-1]
 

@@ -115,6 +115,9 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
         ("evaluation.patience=2", "give data.valid"),
         ("evaluation.patience=-1", "should be at least 0, but got -1"),
         ("data.train.0.prefix=x", "prefix and reverse of a data source do nothing for language"),
+        ("optimizer.ema=1.0", "optimizer.ema is below 1, but got 1.0."),
+        ("schedule.rate=nan", "schedule.rate should be a finite number, but got nan."),
+        ("seed=99999999999999999999", "seed should be at most"),
     ],
 )
 def test_what_would_do_nothing_is_refused(assignment: str, message: str) -> None:

@@ -43,6 +43,10 @@ def main() -> None:
     except BrokenPipeError:  # nobody reads on
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
         status = 1
+    except OSError as error:  # a folder that cannot be written to, a disk that is full
+        where = f"{error.filename}: " if error.filename else ""
+        _complain(f"{where}{error.strerror or error}.")
+        status = 1
     except KeyboardInterrupt:
         status = 130
     raise SystemExit(status or 0)

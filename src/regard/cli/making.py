@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -35,7 +36,9 @@ def train(
     if result.rank:  # the first of several processes speaks for all
         raise typer.Exit(0 if result.finished else 130)
     if not result.finished:
-        typer.echo(f"Stopped after step {result.step}. Go on with: regard train {recipe} --resume")
+        settings = [word for change in changes or () for word in ("--set", change)]
+        again = shlex.join(["regard", "train", str(recipe), *settings, "--resume"])
+        typer.echo(f"Stopped after step {result.step}. Go on with: {again}")
         raise typer.Exit(130)
     for name, score in result.scores.items():
         typer.echo(f"{name:<14} {score:.4g}")

@@ -83,6 +83,10 @@ class Beam:
     def __post_init__(self) -> None:
         at_least("Beam(size=...)", self.size, 1)
         at_least("Beam(no_repeat=...)", self.no_repeat, 0)
+        if not math.isfinite(self.length_penalty):
+            raise InputError(
+                f"Beam(length_penalty=...) must be a finite number, but got {self.length_penalty}."
+            )
         if not 1 <= self.best <= self.size:
             raise InputError(f"Beam(best=...) must be from 1 to {self.size}, but got {self.best}.")
         if self.early not in (True, False, "never"):

@@ -82,7 +82,7 @@ class Overview:
                 )
             )
         if self.strongest("induction") is None:
-            meant.append("No token comes twice, so there is no induction to measure.")
+            meant.append("No token comes again after another: there is no induction to measure.")
         if any(layer.startswith("cross") for layer in self.layers):
             meant.append("Across two texts there is no distance, and no previous token or self.")
         layers = f"{len(self.layers)} layer{'s' * (len(self.layers) != 1)}"

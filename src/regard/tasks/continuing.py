@@ -19,6 +19,7 @@ from regard.tasks.records import Attended, Completion
 from regard.tasks.words import Span, pool, spans_of, words
 from regard.watching import watch
 
+TASK = "language modelling"  # as a recipe names it
 USUAL = Sample(temperature=0.8, top_p=0.95)
 MOST_LOOKED_AT = 2**26  # weights that are held to be looked at; 256 MiB
 
@@ -51,6 +52,7 @@ def complete(
     if not all(text.strip() for text in texts):
         raise InputError("A text to complete is empty. Give some words.")
     began = perf_counter()
+    texts = [one.prepared(text, TASK) for text in texts]
     prompts = [_prompt(one, text, length) for text in texts]
     writer: Any = one.model
     outputs = generate(writer, prompts, way, length=length, stop=_stop(one), batch=batch)
@@ -85,6 +87,7 @@ def completing(
     if not text.strip():
         raise InputError("The text is empty. Give some words.")
     one = ready(model, (GPT2, TransformerXL), "complete a text", device, precision)
+    text = one.prepared(text, TASK)
     return _pieces(one, text, _prompt(one, text, length), how or USUAL, length, look)
 
 

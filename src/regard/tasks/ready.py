@@ -29,6 +29,7 @@ from regard.errors import CheckpointError, InputError, UnknownModelError
 from regard.models import T5, Model, Transformer, load
 from regard.quantizing import arrange, quantize
 from regard.text import Text
+from regard.text.preparing import PREPARATIONS, prepare
 
 Name = str | os.PathLike[str]
 Precision = Literal["float32", "bfloat16", "int8"]
@@ -76,6 +77,13 @@ class Ready:
         if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):
             raise CheckpointError(f"{self.name}: task_specific_params should hold objects.")
         return found
+
+    def prepared(self, text: str, task: str) -> str:
+        """A text as those were that it learned a task from, where its recipe says how."""
+        steps = self.tasks.get(task, {}).get("prepare", [])
+        if not isinstance(steps, list) or not all(step in PREPARATIONS for step in steps):
+            raise CheckpointError(f"{self.name}: texts cannot be prepared by {steps!r}.")
+        return prepare(text, steps)
 
     @property
     def window(self) -> int:

@@ -50,7 +50,7 @@ def summarize(
     prefix = settings.get("prefix", "")
     way, most = decoding(settings, how, length)
     going = _Going(one, prefix if isinstance(prefix, str) else "", way, most, batch, look)
-    return [_summary(going, text, join) for text in texts]
+    return [_summary(going, one.prepared(text, TASK), join) for text in texts]
 
 
 class _Going(NamedTuple):

@@ -17,6 +17,7 @@ from regard.tasks.ready import Name, Precision, Ready, decoding, encode, one_or_
 from regard.tasks.records import Translation
 from regard.tasks.words import sentences
 
+TASK = "translation"  # as a recipe names it
 # ISO 639-1, then what else a language may go by.
 _LANGUAGES = """
 ar ara arabic|bg bul bulgarian|ca cat catalan|cs ces cze czech|cy cym wel welsh|da dan danish
@@ -68,7 +69,11 @@ def translate(
     prefix, named, task = _prefix(one, to, source)
     way, most = decoding(one.settings(task), how, length)
     cut = [sentences(text) for text in texts]
-    parts = [text[a:b] for text, spans in zip(texts, cut, strict=True) for a, b in spans]
+    parts = [
+        one.prepared(text[a:b], TASK)
+        for text, spans in zip(texts, cut, strict=True)
+        for a, b in spans
+    ]
     for part in parts:
         _check_length(one, prefix, part)
     written = write(one, [prefix + part for part in parts], way, most, batch)
@@ -136,6 +141,9 @@ def _in_words(one: Ready, to: str | None, source: str | None) -> tuple[str, str 
     }
     if source is not None:
         pairs = {pair: key for pair, key in pairs.items() if _same(pair[0], source)}
+    if not pairs and TASK in one.tasks and to is None and source is None:
+        prefix = one.tasks[TASK].get("prefix")  # trained by a recipe, for two languages
+        return (prefix if isinstance(prefix, str) else ""), None, TASK
     if not pairs:
         origin = "" if source is None else f" from {source!r}"
         raise InputError(

@@ -35,6 +35,7 @@ from regard.models import (
     load,
 )
 from regard.text import Text
+from regard.text.preparing import prepare
 from regard.training import metrics, reading
 from regard.training.answering import Answers, Exam, elsewhere, windows
 from regard.training.data import Ragged, Table, cached, content, place
@@ -122,9 +123,9 @@ def _prepared(record: Record, steps: Sequence[str]) -> Record:
     if not steps or isinstance(record, Question):
         return record  # the places of answers would no longer be right
     if isinstance(record, str):
-        return reading.prepare(record, steps)
-    targets = tuple(reading.prepare(target, steps) for target in record.targets)
-    return Pair(reading.prepare(record.source, steps), targets)
+        return prepare(record, steps)
+    targets = tuple(prepare(target, steps) for target in record.targets)
+    return Pair(prepare(record.source, steps), targets)
 
 
 # ----------------------------------------------------------------------------------- tokenizer
@@ -165,8 +166,24 @@ def _texts(found: Iterable[Record]) -> Iterator[str]:
             yield record.context
 
 
+# The tokenizers to train that have the tokens a model needs.
+_FITTING: dict[str, tuple[str, ...]] = {
+    "transformer": ("bpe", "unigram"),
+    "t5": ("bpe", "unigram"),
+    "bert": ("wordpiece",),
+    "gpt2": ("bpe", "words"),
+    "transformer-xl": ("bpe", "words"),
+}
+
+
 def _trained(recipe: Recipe, lines: Iterator[str]) -> Text:
     kind, size, own = recipe.tokenizer.kind, recipe.tokenizer.size, recipe.tokenizer.special
+    fitting = _FITTING[recipe.model.kind]
+    if kind not in fitting:
+        raise InputError(
+            f"tokenizer.kind = {kind!r} is not for {recipe.model.kind}; choose "
+            f"{' or '.join(fitting)}."
+        )
     if kind == "wordpiece":
         return Text.train_wordpiece(lines, size=size)
     if kind == "words":
@@ -229,7 +246,9 @@ def table(recipe: Recipe, part: str, text: Text) -> tuple[Table, str]:
     folder = Path(recipe.data.cache).expanduser()
     found = cached(folder, key, lambda: _table(recipe, part, text))
     # A table from the cache may have been made where more was accepted.
-    Report(found.facts["read"], [Bad(*bad) for bad in found.facts["bad"]]).check(recipe.data.bad)
+    Report(found.facts["read"], [Bad(*bad) for bad in found.facts["bad"]]).check(
+        recipe.data.bad, part
+    )
     # By content: what was dropped at random would be dropped otherwise if it were made again.
     digest = hashlib.sha256()
     for column in found.columns.values():
@@ -265,7 +284,7 @@ def _table(recipe: Recipe, part: str, text: Text) -> Table:
         columns = windows(questions, text, recipe.data.length)
     else:
         columns, facts["bytes"] = _text_columns(cast(Iterator[str], found), text)
-    report.check(recipe.data.bad)
+    report.check(recipe.data.bad, part)
     said: dict[str, Any] = {
         "report": str(report),
         "read": report.read,

@@ -266,7 +266,9 @@ class Windows:
 
     def __init__(self, total: int, length: int, rows: int, shuffled: bool = True) -> None:
         if total < length:
-            raise InputError(f"The text has {total} tokens, but a piece of it has {length}.")
+            raise InputError(
+                f"The text has {total + 1} tokens, too few for a piece of {length} (data.length)."
+            )
         self.total, self.length, self.rows, self.shuffled = total, length, rows, shuffled
 
     def epoch(self, seed: int, number: int) -> Epoch:
@@ -290,7 +292,10 @@ class Lanes:
         self.count = (total // rows) // length  # of pieces in a lane
         self.lane = total // rows
         if not self.count:
-            raise InputError(f"The text has {total} tokens, too few for {rows} rows of {length}.")
+            raise InputError(
+                f"The text has {total + 1} tokens, too few for {rows} rows of {length} "
+                "(batch.tokens, data.length)."
+            )
 
     def epoch(self, seed: int, number: int) -> Epoch:  # noqa: ARG002
         lanes = torch.arange(self.rows) * self.lane

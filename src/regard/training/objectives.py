@@ -267,7 +267,10 @@ class Pieces(Stateless):
         self.rows = max(tokens // length, 1)
         self.plan = self._plan(text, shuffled=True)
         if held is not None:
-            self._plan(held["text"], shuffled=False)  # what is too short is refused at once
+            try:  # now, and not after the first thousand steps
+                self._plan(held["text"], shuffled=False)
+            except InputError as error:
+                raise InputError(f"What is held out is too short: {error}") from None
 
     def _plan(self, text: Ragged, shuffled: bool) -> Plan:
         return Windows(len(text.flat) - 1, self.length, self.rows, shuffled)
@@ -312,7 +315,7 @@ class NextToken(Pieces):
 
     def _scores(self, nats: float, count: int, held: Table) -> dict[str, float]:
         # Of a text that whole pieces do not quite cover, the share that they do counts.
-        size = held.facts["bytes"] * count / len(held["text"].flat)
+        size = held.facts["bytes"] * count / (len(held["text"].flat) - 1)
         bits = metrics.bits_per_byte(nats, size)
         return super()._scores(nats, count, held) | {"bits_per_byte": bits}
 

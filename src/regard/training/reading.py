@@ -9,10 +9,9 @@ import gzip
 import hashlib
 import json
 import lzma
-import re
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import zip_longest
@@ -70,11 +69,11 @@ class Report:
     def refuse(self, file: Path | str, line: int, why: str) -> None:
         self.bad.append(Bad(str(file), line, why))
 
-    def check(self, most: float) -> None:
+    def check(self, most: float, part: str = "train") -> None:
         """Raise InputError where more than the share ``most`` of all lines could not be used."""
         total = self.read + len(self.bad)
         if not self.read:
-            raise InputError(f"There is nothing to learn from. {self}")
+            raise InputError(f"There is no text in data.{part}. {self}")
         if len(self.bad) > most * total:
             raise InputError(
                 f"{len(self.bad) / total:.2%} of the lines are bad; at most {most:.2%} are "
@@ -207,6 +206,17 @@ def read_squad(files: Sequence[Path], report: Report) -> Iterator[Question]:
             yield from question(row, context, "answer_start", file, number, report)
 
 
+def _lone(line: str) -> bool:
+    """Whether JSON names half of a pair of surrogates: no text can hold it."""
+    if "\\ud" not in line.lower():
+        return False
+    try:
+        json.dumps(json.loads(line), ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
 def _objects(files: Sequence[Path], report: Report) -> Iterator[tuple[Path, int, dict[str, Any]]]:
     for file in files:
         for number, line in _lines(file):
@@ -214,7 +224,9 @@ def _objects(files: Sequence[Path], report: Report) -> Iterator[tuple[Path, int,
                 row = None if line is None else json.loads(line)
             except (ValueError, RecursionError):
                 row = None
-            if isinstance(row, dict):
+            if isinstance(row, dict) and _lone(line or ""):
+                report.refuse(file, number, "half of a character (a lone surrogate)")
+            elif isinstance(row, dict):
                 yield file, number, row
             else:
                 report.refuse(file, number, _NOT_UTF8 if line is None else "not a JSON object")
@@ -257,7 +269,7 @@ def question(
         name, asked = row["id"], row["question"]
         texts = [name, asked, context, *(answer.text for answer in answers)]
     except (KeyError, TypeError):
-        report.refuse(file, number, "no id, question or answers")
+        report.refuse(file, number, f"no id, question or answers with text and {start}")
         return
     whole = all(type(answer.start) is int and answer.start >= 0 for answer in answers)
     if not whole or not all(isinstance(text, str) and text.strip() for text in texts):
@@ -269,7 +281,7 @@ def question(
         yield Question(name, asked, context, answers)
 
 
-# ------------------------------------------------------------------------ parts and preparation
+# --------------------------------------------------------------------------------------- parts
 
 
 def thousandth(text: str) -> int:
@@ -292,41 +304,3 @@ def together(pairs: Sequence[Pair], most: int = 4) -> list[Pair]:
     for pair in pairs:
         found.setdefault(pair.source, []).extend(pair.targets)
     return [Pair(source, tuple(dict.fromkeys(texts))[:most]) for source, texts in found.items()]
-
-
-_PLAIN = str.maketrans(
-    dict.fromkeys("\u201c\u201d\u201e\u00ab\u00bb", '"')
-    | dict.fromkeys("\u2018\u2019\u201a`", "'")
-    | dict.fromkeys("\u2013\u2014", "-")
-    | dict.fromkeys("\u00a0\u202f", " ")
-    | {"\u2026": "..."}
-)
-_SPACES = re.compile(r"\s+")
-# A number keeps its point, a word its hyphen and apostrophe; all other marks stand alone.
-_WORD = re.compile(r"\d+(?:[.,:]\d+)+|\w+(?:['-]\w+)*|\.\.\.|[^\w\s]")
-
-
-def _normalise(text: str) -> str:
-    return _SPACES.sub(" ", text.translate(_PLAIN)).strip()
-
-
-def _words(text: str) -> str:
-    return " ".join(_WORD.findall(text))
-
-
-PREPARATIONS: dict[str, Callable[[str], str]] = {
-    "normalise": _normalise,  # one kind of quotes, dashes and spaces
-    "lowercase": str.lower,
-    "words": _words,  # words and marks parted by single spaces
-}
-
-
-def prepare(text: str, steps: Sequence[str]) -> str:
-    """A text after some steps of preparation, in their order.
-
-    >>> prepare("Wait… “Now”, 1,000 of them!", ["normalise", "lowercase", "words"])
-    'wait ... " now " , 1,000 of them !'
-    """
-    for step in steps:
-        text = PREPARATIONS[step](text)
-    return text

@@ -8,12 +8,14 @@ import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass
 from difflib import get_close_matches
+from math import isfinite
 from pathlib import Path
 from types import UnionType
 from typing import Any, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from regard.errors import InputError
-from regard.training.reading import PREPARATIONS, Pair, Question
+from regard.text.preparing import PREPARATIONS
+from regard.training.reading import Pair, Question
 
 TASKS = {
     "translation": ("transformer", "t5"),
@@ -78,7 +80,11 @@ def key(
 class Source:
     """Some files of text of one form."""
 
-    format: str = key("how the files are written", among=FORMATS)
+    format: str = key(
+        "how the files are written; questions are one JSON object a line, with id, question, "
+        "context and answers, a list of {text, start}",
+        among=FORMATS,
+    )
     files: tuple[str, ...] = key("the files, plain, .gz or .xz; of parallel text, the sources", ())
     targets: tuple[str, ...] = key("of parallel text, the files of the targets", ())
     columns: tuple[int, ...] = key("of TSV, the columns of source and target, from 1", (1, 2))
@@ -261,7 +267,7 @@ class Recipe:
 
     task: str = key("what is learned", among=tuple(TASKS))
     output: str = key("the folder of the run: checkpoints, log and the finished model")
-    seed: int = key("where all randomness starts", 0, least=0)
+    seed: int = key("where all randomness starts", 0, least=0, most=2**63 - 1)
     device: str = key("cpu, cuda, cuda:1 ...; auto is cuda where there is one", "auto")
     precision: str = key("what is computed in; weights stay float32", "float32", among=PRECISIONS)
     model: Model = key("what is trained")
@@ -350,8 +356,10 @@ class Recipe:
                 raise InputError(f"Columns count from 1, but got {list(source.columns)}.")
             if RECORDS[self.task] is str and (source.prefix or source.reverse):
                 raise InputError(f"prefix and reverse of a data source do nothing for {self.task}.")
-        if self.tokenizer.dropout >= 1:
-            raise InputError("tokenizer.dropout is below 1.")
+        below = {"tokenizer.dropout": self.tokenizer.dropout, "optimizer.ema": self.optimizer.ema}
+        for name, share in below.items():
+            if share >= 1:
+                raise InputError(f"{name} is below 1, but got {share}.")
         if self.compile and self.model.kind in ("t5", "transformer-xl"):
             raise InputError(
                 f"compile = true is for transformer, gpt2 and bert: torch.compile does not come "
@@ -518,6 +526,8 @@ def _value(raw: Any, hint: Any, path: str) -> Any:
     if get_origin(hint) is dict and isinstance(raw, dict):
         return raw
     parts = _parts(hint)
+    if type(raw) is float and not isfinite(raw):
+        raise InputError(f"{path} should be a finite number, but got {raw!r}.")
     if type(raw) in parts:
         return raw
     if float in parts and type(raw) is int:

@@ -29,6 +29,7 @@ from regard.training.events import Events
 from regard.training.fingerprint import fingerprint
 from regard.training.loop import Trainer, interruptible
 from regard.training.plot import plot
+from regard.training.reading import Pair
 from regard.training.recipe import RECORDS, WRITTEN, Recipe, read_recipe
 from regard.training.saving import Keeper
 
@@ -92,6 +93,8 @@ def _train(recipe: Recipe, device: torch.device, crew: Crew, resume: bool) -> Re
             f"{folder} holds the checkpoints of an earlier run. Resume it, or choose another "
             "output."
         )
+    if resume and crew.first and not keeper.steps():
+        _say(f"There is nothing to resume in {folder}: this starts from the beginning.")
     folder.mkdir(parents=True, exist_ok=True)
     with _logged(folder, recipe.tensorboard) if crew.first else nullcontext(_unheard) as log:
         if crew.world > 1:
@@ -104,6 +107,9 @@ def _train(recipe: Recipe, device: torch.device, crew: Crew, resume: bool) -> Re
             # to choose, the compiler goes by what came before, which a resumed run has not seen.
             model.compile(dynamic=RECORDS[recipe.task] is not str)
         parts, names = crew.each(lambda: _tables(recipe, text, log))
+        for name, table in parts.items():
+            if table.facts["bad"] and crew.first:
+                _say(f"data.{name}: {table.facts['report']}")
         objective = building.objective(recipe, text, model, device, parts)
         feed = Feed(objective.plan, recipe.seed, objective.device)
         trainer = Trainer(model, objective, feed, keeper, recipe, log, fingerprint(recipe, names))
@@ -199,9 +205,16 @@ def _note_use(recipe: Recipe, folder: Path) -> None:
             "no_repeat_ngram_size": asked.no_repeat,
         }
         note(folder / GENERATION, how)
+    used: dict[str, Any] = {}
     prefixes = {source.prefix for source in recipe.data.test or recipe.data.valid}
-    if recipe.task == "summarization" and len(prefixes) == 1:
-        note(folder / CONFIG, {"task_specific_params": {recipe.task: {"prefix": prefixes.pop()}}})
+    # A Transformer that translates has tags for languages, which whoever uses it names.
+    tagged = recipe.task == "translation" and recipe.model.kind == "transformer"
+    if len(prefixes) == 1 and RECORDS[recipe.task] is Pair and not tagged:
+        used["prefix"] = prefixes.pop()
+    if recipe.data.prepare:
+        used["prepare"] = list(recipe.data.prepare)
+    if used:
+        note(folder / CONFIG, {"task_specific_params": {recipe.task: used}})
 
 
 # -------------------------------------------------------------------------------- log and display
@@ -227,6 +240,10 @@ def _logged(folder: Path, tensorboard: bool) -> Iterator[Callable[[dict[str, Any
 
 def _unheard(row: dict[str, Any]) -> None:
     """The log of all processes but the first."""
+
+
+def _say(what: str) -> None:
+    Console(file=sys.stderr).print(what, highlight=False, soft_wrap=True, markup=False)
 
 
 @contextmanager
