@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import save_file
 
 import broken
-from regard import GPT2, CheckpointError, InputError, RegardError, load
+from regard import GPT2, CheckpointError, GPT2Config, InputError, RegardError, load
 from regard.checkpoints import CONFIG, INDEX, WEIGHTS, open_checkpoint, write
 from regard.weights import Drop, Fuse, KeyMap, Rename, Spelling, Tie, Transpose
 
@@ -327,3 +327,10 @@ def test_a_thousand_broken_checkpoints_raise_our_errors_only(tmp_path: Path, sha
         outside = [path for path in _opened if not path.startswith(str(target))]
         assert not outside, f"seed {seed} ({name}) opened {outside}"
     assert refused > 300
+
+
+def test_a_run_is_no_model_but_has_one(tmp_path: Path) -> None:
+    tiny = GPT2(GPT2Config(vocabulary=20, length=16, dim=8, depth=1, heads=2))
+    tiny.save(tmp_path / "run" / "model")
+    with pytest.raises(CheckpointError, match=r"is a training run; its model is in .*run/model\."):
+        load(tmp_path / "run")

@@ -503,6 +503,10 @@ def test_a_model_is_loaded_once_and_again_when_its_files_change(tmp_path: Path) 
         (lambda m: answer("a", " ", model=m / "answer"), "context is empty"),
         (lambda m: answer("a", "\u200b", model=m / "answer"), "no token that .*answer knows"),
         (lambda m: answer("who " * 60, "a", model=m / "answer"), "question is too long"),
+        (
+            lambda m: translate(["a", "a " * 200], "fr", model=m / "translate"),
+            r"Text 2: A sentence of \d+ tokens is too long",
+        ),
         (lambda m: answer("a", "a", model=m / "answer", window=65), "8 to 64 tokens, not 65"),
         (lambda m: answer("a", "a", model=m / "gpt2"), "takes a BertAnswering"),
         (lambda m: complete("", model=m / "gpt2"), "empty"),

@@ -117,6 +117,9 @@ def find(name: str | os.PathLike[str]) -> Path:
         return shipped.folder(name)
     folder = Path(name)
     if folder.is_dir():
+        inner = folder / "model"
+        if not (folder / CONFIG).exists() and (inner / CONFIG).is_file():
+            raise UnknownModelError(f"{folder} is a training run; its model is in {inner}.")
         return folder
     text = str(name)
     plausible = text.count("/") <= 1 and not text.startswith((".", "/", "~"))

@@ -74,8 +74,9 @@ def translate(
         for text, spans in zip(texts, cut, strict=True)
         for a, b in spans
     ]
-    for part in parts:
-        _check_length(one, prefix, part)
+    numbers = [number for number, spans in enumerate(cut, 1) for _ in spans]
+    for number, part in zip(numbers, parts, strict=True):
+        _check_length(one, prefix, part, f"Text {number}: " if len(texts) > 1 else "")
     written = write(one, [prefix + part for part in parts], way, most, batch)
     looked = list(look_at(one, prefix, parts, written, batch)) if look else []
     records = []
@@ -102,12 +103,12 @@ def translate(
     return records
 
 
-def _check_length(one: Ready, prefix: str, text: str) -> None:
+def _check_length(one: Ready, prefix: str, text: str, which: str) -> None:
     count = len(encode(one, prefix + text))
     if count > one.window:
         raise InputError(
-            f"A sentence of {count} tokens is too long: {one.name} reads {one.window} at most. "
-            f"It begins {text[:40]!r}; break it into shorter ones."
+            f"{which}A sentence of {count} tokens is too long: {one.name} reads {one.window} at "
+            f"most. It begins {text[:40]!r}; break it into shorter ones."
         )
 
 

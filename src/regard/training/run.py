@@ -267,7 +267,8 @@ def _shown(trainer: Trainer) -> Iterator[Callable[[dict[str, Any]], None]]:
             words = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,} tokens/s"
             if trainer.device.type == "cuda":
                 words += f"  {torch.cuda.max_memory_allocated(trainer.device) / 2**30:.1f} GiB"
-            scored = "".join(f"  {k} {v:.4g}" for k, v in trainer.progress.scores.items())
+            scores = trainer.progress.scores
+            scored = "".join(f"  valid {k} {v:.4g}" for k, v in scores.items())
             steps = trainer.schedule.steps
             bar.update(task, completed=row["step"], total=steps, description=words + scored)
             if not console.is_terminal and trainer.crew.first:
