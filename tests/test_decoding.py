@@ -390,6 +390,8 @@ def test_what_makes_no_sense_is_refused() -> None:
         lambda: Greedy(no_repeat=-1),
         lambda: Beam(length_penalty=-float("inf")),
         lambda: generate(Dice([1.0]), [[0]], length=0),
+        lambda: generate(Dice([1.0]), ["hello"], length=1),
+        lambda: generate(Dice([1.0]), [1, 2], length=1),
         lambda: generate(Dice([1.0]), [[0]], length=1, batch=0),
     ):
         with pytest.raises(InputError):

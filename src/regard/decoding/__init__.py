@@ -14,6 +14,7 @@ from regard.decoding.batches import Decoder, Kept, S, begun_of, run
 from regard.decoding.choosing import Lines
 from regard.decoding.searching import Searches, top
 from regard.decoding.ways import Beam, Greedy, How, Output, Sample, at_least
+from regard.errors import InputError
 
 __all__ = [
     "Beam",
@@ -57,6 +58,12 @@ def generate(
     at_least("generate(batch=...)", batch, 1)
     if tokens is not None:
         at_least("generate(tokens=...)", tokens, 1)
+    for prompt in prompts:
+        if isinstance(prompt, str | int):
+            raise InputError(
+                f"Prompts are lists of token ids, but one is {prompt!r}. Text.encode(...).ids "
+                "makes such a list of a text."
+            )
 
     def capacity(longest: int) -> int:
         return batch if tokens is None else max(min(batch, tokens // max(longest, 1)), 1)

@@ -95,7 +95,8 @@ def check(
         and keys == values
     ):
         raise InputError(
-            "query and key must agree in batch and dim, key and value in batch, heads and length, "
+            "query and key must agree in batch and dim (from 1 on), key and value in batch, heads "
+            "and length, "
             f"but are {_shapes(query, key, value)}."
         )
     if heads != key_heads and (not key_heads or heads % key_heads):
