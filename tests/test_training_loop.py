@@ -145,6 +145,8 @@ def test_a_tokenizer_that_does_not_fit_is_refused(folder: Path) -> None:
     raw = recipe_of(folder)
     with pytest.raises(InputError, match="is not for transformer; choose bpe or unigram"):
         run(raw, tokenizer__kind="wordpiece")
+    with pytest.raises(InputError, match=r"^tokenizer\.size must be a whole number from \d+ on"):
+        run(raw, tokenizer__size=20)
 
 
 def test_a_translation_that_is_easy_is_learned_to_the_end(folder: Path) -> None:

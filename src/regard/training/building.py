@@ -144,7 +144,11 @@ def tokenizer(recipe: Recipe, folder: Path) -> Text:
             shutil.rmtree(left)
         lines = _texts(records(recipe, recipe.data.train, Report()))
         if start is None:
-            text = _trained(recipe, lines)
+            try:
+                text = _trained(recipe, lines)
+            except InputError as error:
+                key = "tokenizer." if str(error).startswith("size ") else ""
+                raise InputError(f"{key}{error}") from None
         else:
             whole = Text.load(start)
             text = whole.pruned(
