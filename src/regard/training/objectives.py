@@ -176,7 +176,9 @@ class Pairs(Stateless):
         That is the mean of both divergences, halved as the losses are: with p and q the two,
         1/4 sum (p - q)(log p - log q) (https://arxiv.org/abs/2106.14448).
         """
-        source, target, labels = (torch.cat((part, part)) for part in batch[:1] + batch[2:])
+        source, target, labels = (
+            torch.cat((part, part)) for part in (batch.source, batch.target, batch.labels)
+        )
         padding = batch.padding
         if padding is not None:
             lengths = torch.as_tensor(padding.lengths)

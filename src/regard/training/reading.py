@@ -206,12 +206,12 @@ def read_squad(files: Sequence[Path], report: Report) -> Iterator[Question]:
             yield from question(row, context, "answer_start", file, number, report)
 
 
-def _lone(line: str) -> bool:
-    """Whether JSON names half of a pair of surrogates: no text can hold it."""
-    if "\\ud" not in line.lower():
+def _halved(row: dict[str, Any], line: str) -> bool:
+    """Whether a JSON object holds half of a pair of surrogates, which no text in UTF-8 can."""
+    if "\\ud" not in line.lower():  # only an escape brings one
         return False
     try:
-        json.dumps(json.loads(line), ensure_ascii=False).encode()
+        json.dumps(row, ensure_ascii=False).encode()
     except UnicodeEncodeError:
         return True
     return False
@@ -224,12 +224,12 @@ def _objects(files: Sequence[Path], report: Report) -> Iterator[tuple[Path, int,
                 row = None if line is None else json.loads(line)
             except (ValueError, RecursionError):
                 row = None
-            if isinstance(row, dict) and _lone(line or ""):
-                report.refuse(file, number, "half of a character (a lone surrogate)")
-            elif isinstance(row, dict):
-                yield file, number, row
-            else:
+            if line is None or not isinstance(row, dict):
                 report.refuse(file, number, _NOT_UTF8 if line is None else "not a JSON object")
+            elif _halved(row, line):
+                report.refuse(file, number, "half of a character (a lone surrogate)")
+            else:
+                yield file, number, row
 
 
 def pair(source: Any, target: Any, file: Path | str, number: int, report: Report) -> Iterator[Pair]:

@@ -43,18 +43,19 @@ SCORED: dict[type, tuple[str, ...]] = {
     Question: ("loss", "exact", "f1"),
     str: ("loss",),
 }
+_PAIRS = tuple(task for task, kind in RECORDS.items() if kind is Pair)
 # Keys that do something for some tasks, or some models, alone.
 ONLY: dict[str, tuple[str, ...]] = {
-    "tokenizer.dropout": ("translation", "summarization"),
+    "tokenizer.dropout": _PAIRS,
     "data.prepare": tuple(task for task, kind in RECORDS.items() if kind is not Question),
     "data.unanswered": ("question answering",),
     "data.forget": ("transformer-xl",),
-    "optimizer.smoothing": ("translation", "summarization"),
-    "optimizer.agreement": ("translation", "summarization"),
-    "evaluation.beam": ("translation", "summarization"),
-    "evaluation.length_penalty": ("translation", "summarization"),
-    "evaluation.no_repeat": ("translation", "summarization"),
-    "evaluation.tokenize": ("translation", "summarization"),
+    "optimizer.smoothing": _PAIRS,
+    "optimizer.agreement": _PAIRS,
+    "evaluation.beam": _PAIRS,
+    "evaluation.length_penalty": _PAIRS,
+    "evaluation.no_repeat": _PAIRS,
+    "evaluation.tokenize": _PAIRS,
     "evaluation.always": ("question answering",),
 }
 TOKENIZERS = ("bpe", "wordpiece", "unigram", "words")
