@@ -291,6 +291,27 @@ def test_training_drops_stops_at_the_memory_and_reaches_every_parameter() -> Non
         assert parameter.grad.abs().sum() > 0, name
 
 
+def test_words_are_dropped_everywhere_or_nowhere() -> None:
+    embedding = TransformerXL(TransformerXLConfig(**SIZES, word_dropout=0.5)).embedding
+    ids = torch.tensor([IDS + IDS[::-1]])
+    torch.manual_seed(0)
+    kept = embedding.train()(ids) / embedding.eval()(ids)
+    agree(kept, kept[..., :1].round().expand_as(kept))  # all of a word or nothing
+    assert set(kept[0, :, 0].round().tolist()) == {0.0, 2.0}
+    agree(kept, kept.flip(1))  # and at every place
+
+
+def test_dropout_has_a_rate_for_each_place(tmp_path: Path) -> None:
+    model = TransformerXL(TransformerXLConfig(**SIZES, dropout=0.2))
+    assert (model.dropout.p, model.last_dropout.p) == (0.2, 0.2)
+    config = TransformerXLConfig(**SIZES, dropout=0.2, embedding_dropout=0.6, output_dropout=0.5)
+    model = TransformerXL(config)
+    assert (model.dropout.p, model.last_dropout.p) == (0.6, 0.5)
+    assert model.layers[0].around_attention.dropout.p == 0.2
+    model.save(tmp_path)
+    assert load(tmp_path).config == config
+
+
 def test_recomputing_gives_the_same_gradients() -> None:
     model = TransformerXL(TransformerXLConfig(**SIZES, dropout=0.0)).train()
     ids = torch.tensor([IDS])

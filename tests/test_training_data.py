@@ -281,6 +281,12 @@ def test_windows_cover_the_text_and_lanes_go_on() -> None:
     assert [batch.first for batch in batches] == [True, False, False, False, False]
     again = Lanes(103, 10, rows=2, forget=2).epoch(0, 0).batches
     assert [batch.first for batch in again] == [True, False, True, False, True]
+    moved = [Lanes(103, 10, rows=2, shifted=True).epoch(0, number)[0] for number in range(9)]
+    assert len({int(rows[0]) for rows in moved}) > 4
+    for rows in moved:
+        assert 0 <= rows[0] < 10
+        assert (rows - rows[0]).tolist() == [0, 51, 10, 61, 20, 71, 30, 81]
+    assert Lanes(19, 10, rows=1, shifted=True).epoch(0, 0)[0].tolist() == [0]  # nowhere to go
     with pytest.raises(InputError, match="too few for 5 rows"):
         Lanes(20, 5, rows=5)
     with pytest.raises(InputError, match="too few for a piece of 30"):

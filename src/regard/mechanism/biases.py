@@ -223,16 +223,30 @@ class RelativeContent(Bias):
         query = self.query[:, :, rows.start : rows.stop]
         if not rows or not columns:
             return query.new_zeros(1, 1, len(rows), len(columns))
-        last = self.relative.shape[1] - 1
-        # Only the distances that occur in this tile are multiplied, then shifted into place.
-        least = min(max(rows.start + offset - (columns.stop - 1) - self.first, 0), last)
-        most = min(max(rows.stop - 1 + offset - columns.start - self.first, 0), last)
+        # Distances of this tile, from its first query and last key to its last query and first key;
+        # a few more, so that there are a whole number of eights: products are faster.
+        most = rows.stop - 1 + offset - columns.start - self.first
+        count = -(-(len(rows) + len(columns) - 1) // 8) * 8
+        relative = _wide(self._between(most - count + 1, most))
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        relative = _wide(self.relative[:, least : most + 1])
-        product = (_wide(query) * scale) @ relative.transpose(-1, -2)
-        distance = tile.query_positions() - tile.key_positions() - self.first
-        index = (distance.clamp(0, last) - least).expand(*product.shape[:3], -1)
-        return product.gather(-1, index)
+        # With distances falling along a row, each row's own begin one place before the last row's:
+        # read again as rows that are one shorter, all begin together.
+        product = (_wide(query) * scale) @ relative.flip(1).transpose(-1, -2)
+        if len(rows) > 1:
+            shifted = product.flatten(2)[..., len(rows) - 1 : -1]
+            product = shifted.view(*product.shape[:3], -1)
+        return product[..., : len(columns)]
+
+    def _between(self, least: int, most: int) -> Tensor:
+        """The embeddings of all distances from ``least`` to ``most``, counted from ``first``."""
+        last = self.relative.shape[1] - 1
+        below, above = min(most, -1) - least + 1, most - max(least, last + 1) + 1
+        parts = [self.relative[:, max(least, 0) : max(most, -1) + 1]]
+        if below > 0:
+            parts.insert(0, self.relative[:, :1].expand(-1, below, -1))
+        if above > 0:
+            parts.append(self.relative[:, -1:].expand(-1, above, -1))
+        return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]
 
 
 def _wide(tensor: Tensor) -> Tensor:

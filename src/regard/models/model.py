@@ -52,6 +52,15 @@ def rate(default: float) -> Any:
     return _checked(default, "a number from 0 to below 1", lambda v: _number(v) and 0 <= v < 1)
 
 
+def optional_rate() -> Any:
+    """A config's field: as :func:`rate`, or None."""
+    return _checked(
+        None,
+        "None or a number from 0 to below 1",
+        lambda v: v is None or (_number(v) and 0 <= v < 1),
+    )
+
+
 def positive(default: float) -> Any:
     """A config's field: a number above 0."""
     return _checked(default, "a number above 0", lambda v: _number(v) and 0 < v < 1e6)

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
+from torch.nn.functional import dropout, linear
 from torch.utils.checkpoint import checkpoint
 
 from regard.errors import CheckpointError, InputError
@@ -31,6 +31,7 @@ from regard.models.model import (
     Model,
     Recomputing,
     layers,
+    optional_rate,
     optional_size,
     pad,
     positive,
@@ -68,6 +69,9 @@ class TransformerXLConfig(Config):
     same_length: bool = switch(True)  # every query attends to ``memory`` positions, no more
     dropout: float = rate(0.1)
     attention_dropout: float = rate(0.0)
+    embedding_dropout: float | None = optional_rate()  # what layers are given; None: as dropout
+    output_dropout: float | None = optional_rate()  # what the softmax is given; None: as dropout
+    word_dropout: float = rate(0.0)  # words of the vocabulary that a batch does without
     epsilon: float = positive(1e-5)
     end: int | None = token(0)
 
@@ -124,6 +128,10 @@ class AdaptiveEmbedding(nn.Module):
             inside = (ids >= band.start) & (ids < band.stop)
             result = result.where(~inside[..., None], within(band, table, projection))
         scaled: Tensor = result * self.config.dim**0.5
+        if self.training and self.config.word_dropout:
+            # A word is there everywhere or nowhere (https://arxiv.org/abs/1512.05287).
+            words = scaled.new_ones(self.config.vocabulary)
+            scaled = scaled * dropout(words, self.config.word_dropout)[ids, None]
         return scaled
 
 
@@ -265,7 +273,9 @@ class TransformerXL(Model):
     def __init__(self, config: TransformerXLConfig) -> None:
         super().__init__(config)
         self.embedding = AdaptiveEmbedding(config)
-        self.dropout = nn.Dropout(config.dropout)
+        first, last = config.embedding_dropout, config.output_dropout
+        self.dropout = nn.Dropout(config.dropout if first is None else first)
+        self.last_dropout = nn.Dropout(config.dropout if last is None else last)
         self.layers = Layers(Layer(config) for _ in range(config.depth))
         self.softmax = AdaptiveSoftmax(config)
         self._initialise()
@@ -279,6 +289,15 @@ class TransformerXL(Model):
                 nn.init.zeros_(parameter)
             else:
                 nn.init.normal_(parameter, std=0.01 if "projection" in name else 0.02)
+
+    def compile(self, *args: Any, **options: Any) -> None:
+        """As of any module, but layer by layer.
+
+        Layers are alike, so the compiler has one to do; over all of them and their memories at
+        once it does not come to an end.
+        """
+        for layer in self.layers:
+            layer.compile(*args, **options)
 
     def remember(self) -> Memories:
         """Empty memories, to be passed with every segment."""
@@ -322,7 +341,7 @@ class TransformerXL(Model):
         distances = sinusoidal(rows, config.dim, layout="half", device=ids.device)
         distances = self.dropout(distances.to(x.dtype))
         x = self.layers(x, distances, mask, None if memories is None else memories.layers)
-        result: Tensor = self.dropout(x)
+        result: Tensor = self.last_dropout(x)
         return result
 
     def begin(
@@ -366,6 +385,9 @@ class TransformerXL(Model):
             "same_length": "same_length",
             "dropout": "dropout",
             "dropatt": "attention_dropout",
+            "embedding_dropout": "embedding_dropout",
+            "output_dropout": "output_dropout",
+            "word_dropout": "word_dropout",
             "layer_norm_epsilon": "epsilon",
             "eos_token_id": "end",
         },

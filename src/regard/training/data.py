@@ -284,21 +284,27 @@ class Windows:
 class Lanes:
     """One long text read by ``rows`` readers side by side, each going on where it stopped.
 
-    After every ``forget`` pieces they forget what they have read; with 0, after an epoch.
+    After every ``forget`` pieces they forget what they have read; with 0, after an epoch. Where
+    pieces are ``shifted``, each epoch cuts the text elsewhere.
     """
 
-    def __init__(self, total: int, length: int, rows: int, forget: int = 0) -> None:
+    def __init__(
+        self, total: int, length: int, rows: int, forget: int = 0, *, shifted: bool = False
+    ) -> None:
         self.rows, self.length, self.forget = rows, length, forget
-        self.count = (total // rows) // length  # of pieces in a lane
         self.lane = total // rows
+        # By how many places pieces move; a lane of one piece would have none left.
+        self.most = length - 1 if shifted and self.lane >= 2 * length else 0
+        self.count = (self.lane - self.most) // length  # of pieces in a lane
         if not self.count:
             raise InputError(
                 f"The text has {total + 1} tokens, too few for {rows} rows of {length} "
                 "(batch.tokens, data.length)."
             )
 
-    def epoch(self, seed: int, number: int) -> Epoch:  # noqa: ARG002
-        lanes = torch.arange(self.rows) * self.lane
+    def epoch(self, seed: int, number: int) -> Epoch:
+        by = torch.randint(self.most + 1, (), generator=generator(seed, number))
+        lanes = torch.arange(self.rows) * self.lane + by
         starts = (torch.arange(self.count)[:, None] * self.length + lanes).flatten()
         batches = _even(len(starts), self.rows, self.length)
         forget = self.forget or len(batches)

@@ -338,7 +338,8 @@ class NextTokenWithMemory(NextToken):
     def _plan(self, text: Ragged, shuffled: bool) -> Plan:
         total = len(text.flat) - 1
         rows = self.rows if shuffled else max(min(self.rows, total // self.length), 1)
-        return Lanes(total, self.length, rows, self.forget if shuffled else 0)
+        forget = self.forget if shuffled else 0
+        return Lanes(total, self.length, rows, forget, shifted=shuffled)
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Tensor:
         assert isinstance(model, TransformerXL)

@@ -361,13 +361,18 @@ class Recipe:
         for name, share in below.items():
             if share >= 1:
                 raise InputError(f"{name} is below 1, but got {share}.")
-        if self.compile and self.model.kind in ("t5", "transformer-xl"):
+        if self.compile and self.model.kind == "t5":
             raise InputError(
-                f"compile = true is for transformer, gpt2 and bert: torch.compile does not come "
-                f"to an end with the biases and memories of a {self.model.kind}."
+                "compile = true is not for t5: torch.compile does not come to an end with its "
+                "biases."
             )
-        if self.graphs and (self.compile or self.precision == "float16"):
-            raise InputError("graphs = true is not for compile = true or precision = 'float16'.")
+        if self.graphs and self.precision == "float16":
+            raise InputError("graphs = true is not for precision = 'float16'.")
+        if self.graphs and self.compile and RECORDS[self.task] is not str:
+            raise InputError(
+                f"graphs = true with compile = true is for pieces of text, all of one length, not "
+                f"for {self.task}."
+            )
         if self.parallel == "context" and self.model.kind != "gpt2":
             raise InputError(
                 f"parallel = 'context' is for gpt2, which reads from left to right alone, not for "
