@@ -293,12 +293,20 @@ def test_training_drops_stops_at_the_memory_and_reaches_every_parameter() -> Non
 
 def test_words_are_dropped_everywhere_or_nowhere() -> None:
     embedding = TransformerXL(TransformerXLConfig(**SIZES, word_dropout=0.5)).embedding
-    ids = torch.tensor([IDS + IDS[::-1]])
+    ids = torch.tensor([[9] + IDS + IDS[::-1]])
     torch.manual_seed(0)
     kept = embedding.train()(ids) / embedding.eval()(ids)
     agree(kept, kept[..., :1].round().expand_as(kept))  # all of a word or nothing
-    assert set(kept[0, :, 0].round().tolist()) == {0.0, 2.0}
-    agree(kept, kept.flip(1))  # and at every place
+    assert set(kept[0, 1:, 0].round().tolist()) == {0.0, 2.0}
+    agree(kept[:, 1:], kept[:, 1:].flip(1))  # and at every place
+    assert kept[0, 0, 0] == 1  # alone, it would be zeros
+
+
+def test_deep_and_with_words_dropped_it_has_gradients() -> None:
+    sizes = SIZES | {"depth": 16}
+    model = TransformerXL(TransformerXLConfig(**sizes, word_dropout=0.9)).train()
+    model(torch.tensor([IDS] * 20)).sum().backward()
+    assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
 def test_dropout_has_a_rate_for_each_place(tmp_path: Path) -> None:

@@ -234,7 +234,7 @@ class RelativeContent(Bias):
         product = (_wide(query) * scale) @ relative.flip(1).transpose(-1, -2)
         if len(rows) > 1:
             shifted = product.flatten(2)[..., len(rows) - 1 : -1]
-            product = shifted.view(*product.shape[:3], -1)
+            product = shifted.view(*product.shape[:3], count - 1)
         return product[..., : len(columns)]
 
     def _between(self, least: int, most: int) -> Tensor:

@@ -129,9 +129,13 @@ class AdaptiveEmbedding(nn.Module):
             result = result.where(~inside[..., None], within(band, table, projection))
         scaled: Tensor = result * self.config.dim**0.5
         if self.training and self.config.word_dropout:
-            # A word is there everywhere or nowhere (https://arxiv.org/abs/1512.05287).
+            # A word is there everywhere or nowhere (https://arxiv.org/abs/1512.05287), but for a
+            # first one: with nothing before it that would be zeros, and the gradient of 16 norms
+            # of zeros is no number.
             words = scaled.new_ones(self.config.vocabulary)
-            scaled = scaled * dropout(words, self.config.word_dropout)[ids, None]
+            kept = dropout(words, self.config.word_dropout)[ids]
+            kept[..., 0] = 1
+            scaled = scaled * kept[..., None]
         return scaled
 
 
