@@ -195,8 +195,9 @@ def test_a_model_that_remembers_reads_lanes_as_one_long_text() -> None:
     text = stream(65)
     model = xl(memory=64)
     pieces = NextTokenWithMemory(text, None, 8, 8)
+    plan = pieces._plan(text, shuffled=False)
     with torch.no_grad():
-        nats, count = held_out(pieces, model, pieces.plan, CPU)
+        nats, count = held_out(pieces, model, plan, CPU)
         ids = text.flat.long()[None]
         chances = model(ids[:, :-1])
         expected = -chances.gather(-1, ids[:, 1:, None]).sum()
