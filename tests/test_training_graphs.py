@@ -42,7 +42,7 @@ def test_all_that_a_graph_reads_is_copied() -> None:
 @pytest.mark.parametrize(
     ("keys", "said"),
     [
-        ({"compile": True}, "with compile = true is for pieces of text, .* not for translation"),
+        ({"compile": True}, "with compile = true is for transformer-xl, not for transformer"),
         ({"precision": "float16"}, "graphs = true is not for precision = 'float16'"),
     ],
 )

@@ -368,10 +368,10 @@ class Recipe:
             )
         if self.graphs and self.precision == "float16":
             raise InputError("graphs = true is not for precision = 'float16'.")
-        if self.graphs and self.compile and RECORDS[self.task] is not str:
+        if self.graphs and self.compile and self.model.kind != "transformer-xl":
             raise InputError(
-                f"graphs = true with compile = true is for pieces of text, all of one length, not "
-                f"for {self.task}."
+                f"graphs = true with compile = true is for transformer-xl, not for "
+                f"{self.model.kind}. Set one of them to false."
             )
         if self.parallel == "context" and self.model.kind != "gpt2":
             raise InputError(
