@@ -152,6 +152,8 @@ def test_languages_that_are_not_there_are_refused_with_those_that_are(made: Path
         translate("The cat.", "ru", model=made / "translate")
     with pytest.raises(InputError, match=r"into deu, fra\. Say which"):
         translate("The cat.", model=made / "translate")
+    with pytest.raises(InputError, match="never told which language it reads: leave out 'en'"):
+        translate("The cat.", "fr", source="en", model=made / "translate")
     with pytest.raises(InputError, match="one language only"):
         translate("The cat.", "fr", model=made / "untagged")
     assert translate("The cat.", model=made / "untagged", length=3).to is None

@@ -122,6 +122,11 @@ def _prefix(one: Ready, to: str | None, source: str | None) -> tuple[str, str | 
     """
     if isinstance(one.model, T5):
         return _in_words(one, to, source)
+    if source is not None:
+        raise InputError(
+            f"{one.name} is never told which language it reads: leave out {source!r}, the language "
+            "to translate from."
+        )
     tags = sorted(t[2:-2] for t in one.text.tokenizer.get_vocab() if re.fullmatch(r">>.+<<", t))
     if not tags:
         if to is not None:
