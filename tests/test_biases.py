@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from fractions import Fraction
 
 import pytest
 import torch
 
-from regard import Alibi, RelativeBuckets, RelativeContent
+from regard import Alibi, RelativeBuckets, RelativeContent, attention
 from regard.mechanism.geometry import Extent, Tile
 
 CPU = torch.device("cpu")
@@ -102,3 +103,19 @@ def test_a_tile_is_a_part_of_the_whole(rows: range, columns: range) -> None:
         expected = bias.tile(whole).expand(2, 2, 9, 9)
         expected = expected[:, :, rows.start : rows.stop, columns.start : columns.stop]
         torch.testing.assert_close(part.expand_as(expected), expected)
+
+
+def test_a_bias_that_is_no_number_stays_with_its_query() -> None:
+    query, key, value = (torch.randn(1, 2, n, 8).bfloat16() for n in (17, 33, 33))
+    bias = torch.zeros(17, 33)
+    bias[3, 5], bias[4] = math.nan, -math.inf
+    for backend in ("reference", "tiled"):
+        lost = attention(query, key, value, bias=bias, backend=backend).isnan().any(-1)
+        assert lost.nonzero()[:, 2].unique().tolist() == [3]
+
+
+def test_relative_content_may_be_more_precise_than_its_embeddings() -> None:
+    query, relative = torch.randn(1, 1, 3, 4).double(), torch.randn(1, 3, 4)
+    tile = Tile(Extent(1, 1, 3, 3, CPU), range(3), range(3))
+    mixed = RelativeContent(query, relative).tile(tile)
+    torch.testing.assert_close(mixed, RelativeContent(query, relative.double()).tile(tile))

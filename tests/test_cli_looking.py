@@ -177,3 +177,21 @@ def test_a_long_run_is_announced_and_where_very_long_asked_for(
         seeing._announce(long, yes=False)
     assert asked == ["Go on?"]
     assert "about 7 minutes and 1.0 GiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--to", "x.pdf"], "the ending '.pdf' is unknown"),
+        (["--to", "nowhere/x.svg"], "There is no folder 'nowhere'"),
+        (["--compare", "foo"], "--compare is model=NAME"),
+        (["--compare", "text=a", "--word", "cat"], "leave out --word"),
+        (["--layer", "0", "--head", "0", "--compare", "head=7"], "head=3.7"),
+        (["--json", "--without-first"], "--without-first is of pictures"),
+    ],
+)
+def test_what_can_be_known_at_once_is_said_at_once(words: list[str], said: str) -> None:
+    """Before there is a model: this one does not exist."""
+    shown = regard("look", "no-such-model", TEXT, *words)
+    assert (shown.returncode, shown.stdout) == (2, "")
+    assert said in " ".join(shown.stderr.split())

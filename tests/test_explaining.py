@@ -258,3 +258,18 @@ def test_gradients_are_left_alone():
 def test_what_means_nothing_is_refused_with_a_reason(ask, message):
     with pytest.raises(InputError, match=message):
         ask()
+
+
+@pytest.mark.parametrize("size", [40, -40])
+def test_scores_beyond_the_exponential_are_worked_out(size):
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 4, 8).abs()
+    lines = str(explain(q * size, k * 40, v))
+    assert "the highest" in lines
+    assert "nan" not in lines
+    assert "inf" not in lines.replace("-inf", "")
+
+
+def test_a_seed_has_64_bits():
+    with pytest.raises(InputError, match="64 bits"):
+        explain("I saw", seed=2**64)

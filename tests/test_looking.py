@@ -407,6 +407,9 @@ def test_short_texts_are_not_measured_first() -> None:
         ({"head": 1}, "give the layer"),
         ({"rows": range(2)}, "give layer and head"),
         ({"layer": 0, "head": 0, "rows": range(2, 99)}, "must lie within 0:11"),
+        ({"layer": 0, "head": 0, "rows": range(0, 6, 2)}, "rows are a range of tokens"),
+        ({"layer": 0, "head": 0, "columns": (1, 3)}, "columns are a range of tokens"),
+        ({"layer": 0, "head": 0, "rows": range(2), "alignment": True}, "leave out rows"),
         ({"word": "catt"}, "Did you mean 'cat'"),
         ({"word": "cat", "alignment": True}, "leave out the word"),
         ({"alignment": True}, "GPT2 has no cross-attention"),
@@ -433,3 +436,39 @@ def test_nothing_is_left_on_the_model() -> None:
     with watch(model, See(entropy=True)):  # and nobody watches any more
         pass
     assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_a_model_in_training_stays_in_training() -> None:
+    model = gpt2().train()
+    model.stack.blocks[0].eval()
+    before = [module.training for module in model.modules()]
+    look(model, TEXT, tokenizer=tokenizer())
+    assert [module.training for module in model.modules()] == before
+
+
+def test_a_model_of_another_library_is_told_what_to_do() -> None:
+    with pytest.raises(InputError, match=r"Linear is no model of regard: .*regard\.watch"):
+        look(torch.nn.Linear(2, 2), TEXT, tokenizer=tokenizer())  # type: ignore[arg-type]
+
+
+def test_a_language_must_be_named_where_a_model_is_told_it() -> None:
+    with pytest.raises(InputError, match=r"begin the text with >>deu<< or .*>>fra<<"):
+        look("translate", "The cat sat.", alignment=True)
+    found = look("translate", ">>fra<< The cat sat.", target="Le chat.", alignment=True)
+    words = found.to_dict()
+    assert found.weights.argmax(-1)[0] == words["source"].index("The")
+
+
+def test_a_map_of_some_hundred_tokens_is_exact_and_has_their_names() -> None:
+    found = look(gpt2(), " ".join([TEXT] * 7)[:300], tokenizer=tokenizer(), layer=0, head=0)
+    count = len(found.rows)
+    assert heads_module.NAMED < count <= heads_module.GRID
+    assert list(found.weights.shape) == [count, count]
+    assert not found.pooled
+    assert len(found.to_dict()["queries"]) == count
+
+
+def test_the_picture_of_a_word_says_how_the_text_was_read() -> None:
+    found = look(gpt2(), " ".join([TEXT] * 30), tokenizer=tokenizer(), word="cat")
+    assert found.notes
+    assert found.notes[0][:20] in " ".join(found.picture().text(color="none").split())

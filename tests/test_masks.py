@@ -142,3 +142,17 @@ def test_masks_of_numbers_are_static_and_those_of_tensors_are_not() -> None:
     assert (Causal() & Padding([1, 2]) | ~Window(1)).static
     assert not Padding(torch.tensor([1, 2])).static
     assert not (Causal() & masks.Dense(torch.ones(2, 2, dtype=torch.bool))).static
+
+
+def test_segments_may_be_tensors() -> None:
+    assert Segments(torch.tensor([2, 3])) == Segments([2, 3])
+    assert Segments(torch.tensor([[2, 3], [4, 1]])) == Segments([[2, 3], [4, 1]])
+    with pytest.raises(InputError, match="whole numbers of positions"):
+        Segments(torch.tensor([2.5, 3.0]))
+
+
+def test_a_tensor_is_wrapped_on_either_side() -> None:
+    tensor = torch.ones(3, 3, dtype=torch.bool)
+    for join in (lambda: tensor & Causal(), lambda: Causal() & tensor, lambda: tensor | Causal()):
+        with pytest.raises(InputError, match=r"Wrap a boolean tensor as masks\.Dense"):
+            join()

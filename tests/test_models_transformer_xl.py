@@ -293,7 +293,7 @@ def test_training_drops_stops_at_the_memory_and_reaches_every_parameter() -> Non
 
 def test_words_are_dropped_everywhere_or_nowhere() -> None:
     embedding = TransformerXL(TransformerXLConfig(**SIZES, word_dropout=0.5)).embedding
-    ids = torch.tensor([[9] + IDS + IDS[::-1]])
+    ids = torch.tensor([[9, *IDS, *IDS[::-1]]])
     torch.manual_seed(0)
     kept = embedding.train()(ids) / embedding.eval()(ids)
     agree(kept, kept[..., :1].round().expand_as(kept))  # all of a word or nothing

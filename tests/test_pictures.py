@@ -522,3 +522,13 @@ def test_the_256_colours_rise_with_the_data() -> None:
         shades = [lightness(rgb(code)) for code in strip]
         assert shades == sorted(shades, reverse=not dark)
     assert rgb(nearest_of_256((94, 176, 250))) == (95, 175, 255)
+
+
+def test_where_a_picture_cannot_go_is_said(tmp_path: Path) -> None:
+    picture = pictures.weight_map([[1.0]], ["a"], ["a"])
+    (tmp_path / "folder.svg").mkdir()
+    for save in (picture.save, picture.png):
+        with pytest.raises(InputError, match=r"folder\.svg' is a folder"):
+            save(tmp_path / "folder.svg")
+        with pytest.raises(InputError, match=r"There is no folder .*none' to write a\.png to"):
+            save(tmp_path / "none" / "a.png")

@@ -135,3 +135,20 @@ def test_a_scale_that_begins_near_nothing_begins_at_nothing() -> None:
     assert isinstance(drawing, Cells)
     assert drawing.scale == (0.0, 0.6)
     assert math.isclose(drawing.extremes[0], 1e-7)
+
+
+def test_two_kinds_of_maps_are_not_compared() -> None:
+    named = pictures.weight_map([[1.0, 0.0], [0.5, 0.5]], ["a", "b"], ["a", "b"])
+    pooled = pictures.pooled_map([[1.0, 0.0], [0.5, 0.5]], 10, 10)
+    with pytest.raises(InputError, match="two of one kind"):
+        pictures.compare(named, pooled, names=("one", "two"))
+
+
+@pytest.mark.parametrize("width", [40, 44, 52, 60])
+def test_long_names_leave_room_in_a_narrow_terminal(width: int) -> None:
+    names = ["remembered", "everything"]
+    one, two = (
+        pictures.weight_map([[1.0, 0.0], w], names, names) for w in ([0.5, 0.5], [0.1, 0.9])
+    )
+    drawn = pictures.compare(one, two, names=("one", "two")).text(width=width, color="none")
+    assert max(map(len, drawn.splitlines())) <= width

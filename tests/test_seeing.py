@@ -133,3 +133,43 @@ def test_see_that_means_nothing_is_refused() -> None:
 def test_see_prints_what_it_asks_for() -> None:
     assert repr(See(entropy=True, top=8, map=64)) == "See(entropy, top=8, map=(64, 64))"
     assert repr(See(rows=[3, -1])) == "See(rows=(3, -1))"
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_autocast_changes_nothing_that_is_seen(backend: str, gradient: bool) -> None:
+    """In bfloat16 a count stops at 256."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 400, 8, requires_grad=gradient).unbind()
+    see = See(entropy=True, distance=True, received=True, map=1)
+    _, plain = attention(q, k, v, mask=Causal(), see=see, backend=backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, seen = attention(q, k, v, mask=Causal(), see=see, backend=backend)
+    assert output.dtype == torch.float32
+    for name, field in seen.to_dict().items():
+        assert torch.equal(field, plain.to_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"map": 8.0}, {"map": (4.5, 4)}, {"map": (4, 4, 4)}, {"map": 0}, {"rows": [1.5]},
+        {"rows": 3}, {"top": True}, {"pairs": [(1, 2), (3,)]},
+    ],
+)  # fmt: skip
+def test_sizes_and_places_are_whole_numbers(asked: dict[str, object]) -> None:
+    with pytest.raises(InputError, match=rf"See\({next(iter(asked))}=...\) is .*, but got"):
+        See(**asked)  # type: ignore[arg-type]
+
+
+def test_a_grid_may_be_a_list_and_rows_may_come_twice() -> None:
+    assert See(map=[2, 3]).map == (2, 3)  # type: ignore[arg-type]
+    x = torch.randn(1, 1, 6, 4)
+    _, seen = attention(x, x, x, see=See(rows=[4, 1, 4, -1], weights=True))
+    assert torch.equal(seen.rows, seen.weights[:, :, [4, 1, 4, 5]])
+
+
+def test_more_rows_than_anybody_looks_at_are_refused() -> None:
+    x = torch.zeros(1, 1, 2**15, 1)
+    with pytest.raises(InputError, match=r"would keep 327,680,000 weights\. Ask for fewer rows"):
+        attention(x, x, x, see=See(rows=range(10_000)))

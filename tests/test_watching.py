@@ -539,3 +539,30 @@ def test_the_record_reads_well() -> None:
     assert "stack.blocks.9" not in watched
     with pytest.raises(KeyError, match=r"stack\.blocks\.0\.attention"):
         watched["stack.blocks.9"]
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+def test_what_was_compiled_before_is_seen(how: str) -> None:
+    model, ids = our_gpt2().eval(), torch.tensor([[1, 2, 3]])
+    runs: Any = model
+    if how == "wrapped":
+        runs = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+    with torch.no_grad():
+        runs(ids)
+        with watch(runs, See(entropy=True)) as watched:
+            runs(ids)
+    assert len(watched) == 2
+
+
+def test_layers_that_are_computed_again_are_refused() -> None:
+    model = hugging_face("GPT2LMHeadModel").train()
+    model.gradient_checkpointing_enable()
+    with (
+        pytest.raises(InputError, match="gradient checkpointing"),
+        watch(model, See(entropy=True)),
+    ):
+        pass
+    with torch.no_grad(), watch(model, See(entropy=True)):  # nothing goes back
+        pass

@@ -7,9 +7,10 @@ Transformer-XL reads segment by segment and remembers; relative positions and si
 from __future__ import annotations
 
 import os
+import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import pairwise
@@ -35,7 +36,7 @@ from regard.models.model import Model
 from regard.models.state import Memories
 from regard.models.transformer_xl import Layer as MemoryLayer
 from regard.text import Text
-from regard.watching import watch
+from regard.watching import uncompiled, watch
 
 SEGMENT = 512  # tokens of a model with memory that has none
 LONGEST_SOURCE = 2048  # tokens; for more of them no target is made unasked
@@ -344,6 +345,10 @@ class Reading:
     @torch.no_grad()
     def forward(self, chunk: Chunk, memories: Memories | None = None) -> None:
         """Run the model over one chunk, for the sake of whoever watches."""
+        with evaluating(self.model), uncompiled():
+            self._forward(chunk, memories)
+
+    def _forward(self, chunk: Chunk, memories: Memories | None) -> None:
         ids = list(self.tokens.ids[chunk.start : chunk.stop])
         row = torch.tensor([ids], device=self.model.device)
         match self.model:
@@ -401,6 +406,18 @@ def start_of(model: Model) -> int:
     return model.config.pad or 0
 
 
+@contextmanager
+def evaluating(model: torch.nn.Module) -> Iterator[None]:
+    """Within, nothing is dropped; after that, every part is as it was before."""
+    training = [module for module in model.modules() if module.training]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+
+
 def read(
     model: Model | str | os.PathLike[str],
     text: str,
@@ -412,12 +429,16 @@ def read(
 
     Where an encoder-decoder has no ``target`` it writes one itself, of a text that is not too long.
     """
+    if not isinstance(model, Model | str | os.PathLike):
+        raise InputError(
+            f"{type(model).__name__} is no model of regard: give its name or its folder (save it "
+            "there first), or look at it with regard.watch(...)."
+        )
     if not isinstance(model, Model):
         tokenizer = Text.load(model) if tokenizer is None else tokenizer
         model = load(model, dtype=torch.float32)
     if tokenizer is None:
         raise InputError("A model by itself knows ids only. Pass tokenizer=Text.load(...), too.")
-    model.eval()
     tokens = tokens_of(tokenizer, text)
     for side, known in ((tokenizer, model.config.vocabulary), (tokenizer.target, writes(model))):
         if len(side) > known:
@@ -425,6 +446,12 @@ def read(
                 f"The tokenizer has {len(side)} tokens and the model {known}: they do not belong "
                 "together."
             )
+    tags = sorted(tag for tag in tokenizer.tokenizer.get_vocab() if re.fullmatch(r">>.+<<", tag))
+    if tags and not text.lstrip().startswith(tuple(tags)):
+        raise InputError(
+            f"This model is told which language to write: begin the text with {' or '.join(tags)}, "
+            f"as in '{tags[0]} {text[:20]}'."
+        )
     layers = layers_of(model)
     if not isinstance(model, Transformer | T5):
         if target is not None:
@@ -444,7 +471,8 @@ def _write(model: Transformer | T5, tokenizer: Text, tokens: Tokens) -> Tokens:
     """What the model makes of a text by itself, greedily, with the end it puts to it."""
     end = model.config.end
     stop = [] if end is None else [end]
-    [[output]] = generate(model, [tokens.ids], length=LONGEST_TARGET, stop=stop)
+    with evaluating(model):
+        [[output]] = generate(model, [tokens.ids], length=LONGEST_TARGET, stop=stop)
     return tokens_of_ids(tokenizer.target, [*output.ids, *(stop if output.stopped else [])])
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import html
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import replace
 from threading import Lock
@@ -184,6 +184,8 @@ def watch(
         _check_reachable(part)
 
     with ExitStack() as stack:
+        if ours:
+            stack.enter_context(uncompiled())
         for module in ours:
             stack.callback(module.register_forward_pre_hook(_ask(watcher), with_kwargs=True).remove)
             stack.callback(module.register_forward_hook(_take(watcher), with_kwargs=True).remove)
@@ -194,6 +196,15 @@ def watch(
         token = _watchers.set((*_watchers.get(), watcher))
         stack.callback(_watchers.reset, token)
         yield watcher.watched
+
+
+@contextmanager
+def uncompiled() -> Iterator[None]:
+    """Within, modules run as they are written: once compiled, they do not see new hooks."""
+    # Only where something may have been compiled: to load the compiler takes seconds.
+    compiled = "torch._dynamo" in sys.modules
+    with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        yield
 
 
 # Our own layers --------------------------------------------------------------------------------
@@ -248,6 +259,11 @@ def _check_reachable(model: Any) -> None:
                 "not through the attention registry of transformers. Where regard has this "
                 "architecture, load it with regard.load(...) and watch that."
             )
+    if model.training and torch.is_grad_enabled() and model.is_gradient_checkpointing:
+        raise InputError(
+            f"{type(model).__name__} computes its layers again on the way back (gradient "
+            "checkpointing), where each call would be seen twice. Turn that off while watching."
+        )
     _refuse_output_attentions(model, (), {"output_attentions": model.config.output_attentions})
 
 

@@ -140,11 +140,21 @@ def look(
     from regard.looking import compare as compare_looks
     from regard.looking import look as run
     from regard.models import load
+    from regard.pictures import savable
     from regard.text import Text
 
     if compare is not None and compare.startswith("head=") and (layer is None or head is None):
         raise InputError(f"--compare {compare} is with another head: give --layer and --head, too.")
     asked = _Asked(layer, head, word, _range(rows, "--rows"), _range(columns, "--columns"))
+    what, other = ("", "") if compare is None else _other(compare)
+    if what and (word is not None or align):
+        raise InputError("--compare is for overviews and maps: leave out --word and --align.")
+    if what == "head":
+        asked.at(other)
+    if without_first and as_json and to is None:
+        raise InputError("--without-first is of pictures; --json has all numbers.")
+    if to is not None:
+        savable(to)
     document = using._document(text, file)
     place = sharing.device(device)
 
@@ -165,8 +175,7 @@ def look(
             )  # fmt: skip
 
     found = one(model, document, asked)
-    if compare is not None:
-        what, other = _other(compare)
+    if what:
         second = {
             "model": lambda: one(other, document, asked),
             "text": lambda: one(model, other, asked),

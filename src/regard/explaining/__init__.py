@@ -215,6 +215,8 @@ def _random(
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """One embedding per distinct word, and four matrices; rounded, so that all digits are shown."""
     _check_heads(heads, dim, "dim")
+    if not -(2**63) <= seed < 2**64:
+        raise InputError(f"A seed has 64 bits, but got {seed}.")
     generator = torch.Generator().manual_seed(seed)
     known = {word: place for place, word in enumerate(dict.fromkeys(map(str.lower, words)))}
     table = torch.randn(len(known), dim, generator=generator).round(decimals=1)

@@ -39,10 +39,16 @@ def explain_model(
     asking, asked = reading.sides(chosen)
     longest = max(len(asking), len(asked))
     if longest > MOST_TOKENS or len(reading.chunks) > 1:
-        most = min(MOST_TOKENS, reading.chunks[0].stop)
+        several = len(reading.chunks) > 1
+        most = min(MOST_TOKENS, reading.chunks[0].stop) if several else MOST_TOKENS
+        wrote = chosen.half == "decoder" and target is None and longest == len(asking)
         raise InputError(
-            f"explain() follows up to {most} tokens of this model, but there are {longest}. Take "
-            "one sentence; regard.look() reads long texts."
+            f"explain() follows up to {most} tokens of this model, but "
+            + (
+                f"it wrote {longest} by itself. Give the target it is to have written."
+                if wrote
+                else f"there are {longest}. Take one sentence; regard.look() reads long texts."
+            )
         )
     words = [each for each in asking.words if not each.special] or list(asking.words)
     followed = words[-1] if word is None else asking.find(word)[0]
@@ -120,6 +126,15 @@ def _lead(
     before = {0: "first embedded", 1: "embedded and went through 1 layer"}.get(
         layer.number, f"embedded and went through {layer.number} layers"
     )
+    stands = (
+        f"{asking.labels[focus]} is number {number} of the vocabulary. Each was {before}; this is "
+        "what then stands for it."
+    )
+    if layer.across:
+        stands = (
+            "each row is what the decoder has after the token before it, and writes this one from; "
+            "it went through this layer's own attention, too."
+        )
     across = Numbers("X_encoder", context, asked.labels, features(into))
     rows = (Numbers("X", x, asking.labels, features(into)), *((across,) if layer.across else ()))
     matrices = f"{into} × {len(heads.names) * width}"
@@ -132,8 +147,7 @@ def _lead(
         Step(
             f"What reaches layer {layer.name}",
             f"X = {into} numbers per token",
-            f"The text is cut into tokens; {asking.labels[focus]} is number {number} of the "
-            f"vocabulary. Each was {before}; this is what then stands for it.",
+            f"The text is cut into tokens; {stands}",
             rows,
         ),
         Step(

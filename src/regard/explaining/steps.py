@@ -343,10 +343,14 @@ def _share(pair: str, scores: Tensor, other: int) -> tuple[str, ...]:
     """One weight, worked out."""
     if scores[other] == -math.inf:
         return (f"{pair} = 0: the mask removed it",)
+    scores, less = scores.double(), ""
+    highest = scores.max().item()
+    if abs(highest) > 80:  # where float32 has no exponential, or none above 0
+        scores, less = scores - highest, f", all less {highest:.3f}, the highest,"
     score, powers = scores[other].item(), scores.exp()
     total, power = powers.sum().item(), powers[other].item()
     return (
-        f"{pair} = exp({score:.3f}) / sum of the row = "
+        f"{pair} = exp({score:.3f}) / sum of the row{less} = "
         f"{number(power)} / {number(total)} = {power / total:.3f}",
     )
 

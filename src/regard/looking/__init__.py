@@ -80,6 +80,8 @@ def look(
         raise InputError(f"Every layer has a head {head}: give the layer, too.")
     if alignment and word is not None:
         raise InputError("An alignment shows every word: leave out the word, or the alignment.")
+    if alignment and (rows is not None or columns is not None):
+        raise InputError("An alignment shows every word: leave out rows and columns.")
     reading = read(model, text, tokenizer=tokenizer, target=target)
     chosen = None if layer is None else reading.layer(layer)
     if alignment:

@@ -16,8 +16,8 @@ from regard.mechanism.seeing import See, Seen
 from regard.pictures import Picture, pooled_map, top_keys, weight_map
 from regard.reading import Chunk, Layer, Reading, Word
 
-NAMED = 64  # tokens a side, up to which a map has a row and a column for each, with their names
-GRID = 256  # cells a side of a longer one
+NAMED = 64  # tokens a side, up to which the picture of a map has their names
+GRID = 256  # cells a side, more of which are pooled
 MOST_EXACT = 2**18  # weights that are looked at one by one
 
 
@@ -102,8 +102,7 @@ class MapSight:
         self.rows = _within(rows, len(asking), "rows")
         self.columns = _within(columns, len(asked), "columns")
         zoomed = rows is not None or columns is not None
-        named = max(len(self.rows), len(self.columns)) <= NAMED
-        self.pooled = not (zoomed or named)
+        self.pooled = not zoomed and max(len(self.rows), len(self.columns)) > GRID
         if not self.pooled and len(self.rows) * len(self.columns) > MOST_EXACT:
             raise InputError(
                 f"{len(self.rows):,} rows of {len(self.columns):,} columns are too many to look at "
@@ -179,7 +178,9 @@ class MapSight:
 def _within(wanted: range | None, count: int, what: str) -> range:
     if wanted is None:
         return range(count)
-    if not 0 <= wanted.start < wanted.stop <= count or wanted.step != 1:
+    if not isinstance(wanted, range) or wanted.step != 1:
+        raise InputError(f"{what} are a range of tokens, as range(3, 9), but got {wanted!r}.")
+    if not 0 <= wanted.start < wanted.stop <= count:
         raise InputError(
             f"{what} {wanted.start}:{wanted.stop} must lie within 0:{count}, the tokens there are."
         )
@@ -215,6 +216,7 @@ class WordKeys:
             count=12,
             title=f"{self.model}: what {self.word!r}{which} attends to, {self.heads}",
             without_first=without_first,
+            caption=" ".join(self.notes),
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import overload
 
+import torch
 from torch import Tensor
 
 from regard.mechanism import backends
@@ -74,7 +75,13 @@ def attention(
     ['1.00', '1.92', '2.88']
     """
     call = check(query, key, value, mask, bias, scale, softcap, dropout, see)
-    output, seen = backends.choose(call, backend).run(call)
+    run = backends.choose(call, backend).run
+    if see is not None and torch.is_autocast_enabled(query.device.type):
+        # What is seen is summed in float32, whatever a model is trained in.
+        with torch.autocast(query.device.type, enabled=False):
+            output, seen = run(call)
+    else:
+        output, seen = run(call)
     if query.dim() == 3:
         output = output[:, 0]
     elif query.dim() == 2:

@@ -227,11 +227,13 @@ class RelativeContent(Bias):
         # a few more, so that there are a whole number of eights: products are faster.
         most = rows.stop - 1 + offset - columns.start - self.first
         count = -(-(len(rows) + len(columns) - 1) // 8) * 8
-        relative = _wide(self._between(most - count + 1, most))
+        relative = self._between(most - count + 1, most)
+        kind = torch.promote_types(query.dtype, relative.dtype)
+        query, relative = _wide(query.to(kind)), _wide(relative.to(kind))
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         # With distances falling along a row, each row's own begin one place before the last row's:
         # read again as rows that are one shorter, all begin together.
-        product = (_wide(query) * scale) @ relative.flip(1).transpose(-1, -2)
+        product = (query * scale) @ relative.flip(1).transpose(-1, -2)
         if len(rows) > 1:
             shifted = product.flatten(2)[..., len(rows) - 1 : -1]
             product = shifted.view(*product.shape[:3], count - 1)

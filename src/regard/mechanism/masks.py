@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +34,12 @@ class Mask:
 
     def __or__(self, other: Mask) -> Mask:
         return Or(self, _mask(other, "|"))
+
+    def __rand__(self, other: Mask) -> Mask:
+        return And(_mask(other, "&"), self)
+
+    def __ror__(self, other: Mask) -> Mask:
+        return Or(_mask(other, "|"), self)
 
     def __invert__(self) -> Mask:
         return Not(self)
@@ -229,8 +236,8 @@ class Segments(Mask):
 
     def __init__(
         self,
-        lengths: Sequence[int] | Sequence[Sequence[int]],
-        keys: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor,
+        keys: Sequence[int] | Sequence[Sequence[int]] | Tensor | None = None,
     ) -> None:
         packed = _packing(lengths)
         across = None if keys is None else _packing(keys)
@@ -293,12 +300,14 @@ class Segments(Mask):
         return Interval(low.to(extent.device), high.to(extent.device), True)
 
 
-def _packing(lengths: Sequence[int] | Sequence[Sequence[int]]) -> tuple[tuple[int, ...], ...]:
-    """Packed lengths as one tuple per row of the batch."""
+def _packing(lengths: Any) -> tuple[tuple[int, ...], ...]:
+    """Packed lengths, numbers or rows of numbers, as one tuple per row of the batch."""
+    if not isinstance(lengths, Sequence):
+        lengths = lengths.tolist() if hasattr(lengths, "tolist") else [lengths]
     rows: list[Sequence[int]] = []
     for length in lengths:
-        if isinstance(length, int):
-            rows = [lengths]  # type: ignore[list-item]  # numbers only, as checked below
+        if not isinstance(length, Sequence):
+            rows = [lengths]  # numbers only, as checked below
             break
         rows.append(length)
     for length in chain.from_iterable(rows):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import html
 import json
 import math
+import operator
 from bisect import bisect_left
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
@@ -33,7 +34,12 @@ class Pairs:
     __slots__ = ("keys", "places", "queries")
 
     def __init__(self, pairs: Sequence[tuple[int, int]] | Tensor) -> None:
-        table = torch.as_tensor(pairs).cpu()
+        try:
+            table = torch.as_tensor(pairs).cpu()
+        except (TypeError, ValueError):
+            raise InputError(
+                f"See(pairs=...) is a list of (query, key), but got {pairs!r}."
+            ) from None
         if table.dim() != 2 or table.shape[1] != 2 or table.is_floating_point():
             raise InputError(
                 "See(pairs=...) is a list of (query, key), but got "
@@ -92,16 +98,20 @@ class See:
     weights: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "rows", tuple(self.rows))
+        object.__setattr__(self, "rows", _whole(self.rows, "rows", "queries"))
         if self.pairs is not None and not isinstance(self.pairs, Pairs):
             chosen_pairs = Pairs(self.pairs) if len(self.pairs) else None
             object.__setattr__(self, "pairs", chosen_pairs)
-        if isinstance(self.map, int):
-            object.__setattr__(self, "map", (self.map, self.map))
-        if not isinstance(self.top, int) or self.top < 0:
+        if type(self.top) is not int or self.top < 0:
             raise InputError(f"See(top=...) is how many keys to keep, but got {self.top!r}.")
-        if self.map is not None and (len(self.grid) != 2 or min(self.grid) < 1):
-            raise InputError(f"See(map=...) is a size or (rows, columns), but got {self.map!r}.")
+        if self.map is not None:
+            sizes = self.map if isinstance(self.map, Sequence) else (self.map, self.map)
+            grid = _whole(sizes, "map", "rows and columns")
+            if len(grid) != 2 or min(grid) < 1:
+                raise InputError(
+                    f"See(map=...) is a size or (rows, columns), but got {self.map!r}."
+                )
+            object.__setattr__(self, "map", grid)
         if self.map_peak and self.map is None:
             raise InputError("See(map_peak=True) needs the grid to use: give map=(rows, columns).")
         if not self.asked:
@@ -133,7 +143,13 @@ class See:
                 if least < 0 or largest >= most:
                     wrong = least if least < 0 else largest
                     raise InputError(f"See(pairs=...) names {what} {wrong}, but there are {most}.")
-        count = extent.batch * extent.heads * extent.queries * extent.keys
+        each = extent.batch * extent.heads * extent.keys
+        if len(self.rows) * each > MOST_WEIGHTS:
+            raise InputError(
+                f"See(rows=...) would keep {len(self.rows) * each:,} weights. Ask for fewer rows, "
+                "or for map=(rows, columns): all of them, pooled."
+            )
+        count = each * extent.queries
         if self.weights and count > MOST_WEIGHTS:
             raise InputError(
                 f"See(weights=True) would keep {count:,} weights ({count * 4 / 2**30:.1f} GiB). "
@@ -147,6 +163,16 @@ class See:
             for name in self.asked
         )
         return f"See({', '.join(shown)})"
+
+
+def _whole(numbers: Any, field: str, what: str) -> tuple[int, ...]:
+    """Whole numbers, as a tuple of them."""
+    try:
+        return tuple(operator.index(number) for number in numbers)
+    except TypeError:
+        raise InputError(
+            f"See({field}=...) is whole numbers of {what}, but got {numbers!r}."
+        ) from None
 
 
 class Top(NamedTuple):
@@ -400,7 +426,9 @@ def finish(see: See, found: dict[str, Tensor], extent: Extent) -> Seen:
         found["map"] = found["map"] / found.pop("map_count").clamp(min=1)[..., None]
     if "rows" in found:
         asked = [row % extent.queries for row in see.rows]
-        found["rows"] = found["rows"][:, :, [sorted(asked).index(row) for row in asked]]
+        # In order and each as often as asked for: any of its places will do.
+        place = {row: index for index, row in enumerate(sorted(asked))}
+        found["rows"] = found["rows"][:, :, [place[row] for row in asked]]
     if isinstance(see.pairs, Pairs):
         found["pairs"] = found["pairs"][:, :, see.pairs.places.to(extent.device)]
     sizes: Any = (extent.batch, extent.heads, extent.queries, extent.keys)

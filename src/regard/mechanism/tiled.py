@@ -44,11 +44,14 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
 
 
 def all_finite(call: Call) -> bool:
-    """Whether query, key and value hold numbers only; a sum is finite only if all its terms are."""
-    return all(
-        math.isfinite(tensor.sum(dtype=torch.float32).item())
-        for tensor in (call.query, call.key, call.value)
-    )
+    """Whether query, key and value hold numbers only; a sum is finite only if all its terms are.
+
+    A bias may be -inf, where it keeps a query from a key.
+    """
+    given = [call.query, call.key, call.value]
+    if call.bias is not None:
+        given += [bias.where(bias != -math.inf, 0) for bias in call.bias.tensors]
+    return all(math.isfinite(tensor.sum(dtype=torch.float32).item()) for tensor in given)
 
 
 def by_rows(call: Call) -> tuple[Tensor, Seen | None]:

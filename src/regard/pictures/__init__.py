@@ -70,7 +70,7 @@ class Picture:
 
     def png(self, path: str | PathLike[str], *, dark: bool = False) -> None:
         """Write a PNG image, drawn by matplotlib with the letters that its fonts have."""
-        _write(Path(path), vector.png(vector.lay_out(self.drawing), dark=dark))
+        _write(_place(path), vector.png(vector.lay_out(self.drawing), dark=dark))
 
     def html(self) -> str:
         """A page of its own that needs nothing else, with the numbers written out."""
@@ -78,7 +78,7 @@ class Picture:
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write to a file of the kind its ending says: .png, .svg, .html or .txt."""
-        path = Path(path)
+        path = savable(path)
         match path.suffix.lower():
             case ".png":
                 self.png(path)
@@ -86,13 +86,8 @@ class Picture:
                 _write(path, self.svg().encode())
             case ".html":
                 _write(path, self.html().encode())
-            case ".txt":
+            case _:
                 _write(path, self.text(width=120, color="none").encode())
-            case other:
-                raise InputError(
-                    f"A picture cannot be saved as {path.name!r}: the ending {other!r} is unknown. "
-                    "Use .png, .svg, .html or .txt."
-                )
 
     def _repr_html_(self) -> str:
         return self.svg()
@@ -238,6 +233,7 @@ def top_keys(
     count: int = 8,
     title: str = "",
     without_first: bool = False,
+    caption: str = "",
 ) -> Picture:
     """The keys one query attends to most, of its row of weights [keys], as bars.
 
@@ -263,11 +259,9 @@ def top_keys(
     order = sorted(order, key=lambda i: -row[i])[:count]
     if not order:
         raise InputError(f"top_keys: nothing is left to draw of {len(row)} keys, count={count}.")
-    caption = (
-        f"{len(order)} of {len(row)} keys hold {sum(row[i] for i in order):.1%} of the weight."
-    )
+    said = f"{len(order)} of {len(row)} keys hold {sum(row[i] for i in order):.1%} of the weight."
     if without_first:
-        caption += f" The first key, {labels[0]!r}, is left out: it takes {row[0]:.1%}."
+        said += f" The first key, {labels[0]!r}, is left out: it takes {row[0]:.1%}."
     return Picture(
         Bars(
             printable(title) or f"What {printable(word)!r} attends to",
@@ -277,7 +271,7 @@ def top_keys(
             ),
             tuple(row[i] for i in order),
             "weight",
-            caption,
+            f"{said} {caption}".strip(),
         )
     )
 
@@ -358,6 +352,11 @@ def compare(
     if isinstance(one, Panels) and isinstance(other, Panels):
         mine, theirs = ({part.title: part for part in panel.parts} for panel in (one, other))
         shared = [name for name in mine if name in theirs]
+        if not shared:
+            raise InputError("compare: the two pictures have no panel in common.")
+        alone = [name for name in (*mine, *theirs) if name not in shared]
+        if alone:
+            said = f"{said} Only one of the two has {', '.join(alone)}.".strip()
         differences = tuple(_difference(mine[name], theirs[name], name) for name in shared)
         return Picture(Panels(title, differences, f"{more} {said}".strip()))
     raise InputError("compare takes two maps, two grids, or two pictures with several panels.")
@@ -365,6 +364,8 @@ def compare(
 
 def _difference(one: Cells, other: Cells, title: str) -> Cells:
     sizes = [(len(cells.values), len(cells.values[0])) for cells in (one, other)]
+    if bool(one.rows.labels) != bool(other.rows.labels):
+        raise InputError("A difference needs two of one kind, but one has a row for each token.")
     if sizes[0] != sizes[1]:
         raise InputError(
             "A difference needs two of one size, but {} x {} and {} x {} do not match.".format(
@@ -467,6 +468,26 @@ def _without_first(
     return tuple(row[1:] for row in values), said
 
 
+def savable(path: str | PathLike[str]) -> Path:
+    """A path that a picture can be written to; what is wrong with another is said."""
+    path = _place(path)
+    if path.suffix.lower() not in (".png", ".svg", ".html", ".txt"):
+        raise InputError(
+            f"A picture cannot be saved as {path.name!r}: the ending {path.suffix!r} is unknown. "
+            "Use .png, .svg, .html or .txt."
+        )
+    return path
+
+
+def _place(path: str | PathLike[str]) -> Path:
+    path = Path(path)
+    if path.is_dir():
+        raise InputError(f"{str(path)!r} is a folder: give the name of a file.")
+    if not path.parent.is_dir():
+        raise InputError(f"There is no folder {str(path.parent)!r} to write {path.name} to.")
+    return path
+
+
 def _write(path: Path, content: bytes) -> None:
     """Write a whole file or none: beside it first, then in its place."""
     beside = path.with_name(f".{path.name}.{os.getpid()}.part")
@@ -476,9 +497,5 @@ def _write(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         beside.replace(path)
-    except FileNotFoundError:
-        raise InputError(
-            f"There is no folder {str(path.parent)!r} to write {path.name} to."
-        ) from None
     finally:
         beside.unlink(missing_ok=True)

@@ -52,7 +52,7 @@ class Cells:
     def extremes(self) -> tuple[float, float]:
         """The least and the largest number there is."""
         finite = [value for row in self.values for value in row if math.isfinite(value)]
-        return min(finite), max(finite)
+        return min(finite, default=0.0), max(finite, default=0.0)
 
     @property
     def signed(self) -> bool:

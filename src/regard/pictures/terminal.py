@@ -211,7 +211,7 @@ def _beside(blocks: Sequence[Sequence[str]], columns: int) -> list[str]:
 
 def _label_width(axis: Axis, width: int) -> int:
     if axis.labels:
-        return min(max(map(width_of, axis.labels)), max(width // 4, 10))
+        return min(max(map(width_of, axis.labels)), max(width // 4, min(10, width // 2)))
     return len(f"{axis.start + axis.span:,}")
 
 
