@@ -578,3 +578,26 @@ def test_an_unknown_name_is_answered_with_the_nearest(shelf: Path, name: str) ->
     assert isinstance(caught.value, CheckpointError)
     with pytest.raises(RegardError, match="Shipped models are translate-tiny"):
         load("/xyz/abc")
+
+
+def test_a_part_of_how_a_model_decodes_is_changed_alone(made: Path) -> None:
+    from regard.tasks.ready import decoding
+
+    own = {"num_beams": 8, "length_penalty": 0.6, "no_repeat_ngram_size": 2}
+    assert decoding(own, {"num_beams": 4}, 9) == (Beam(4, 0.6, no_repeat=2), 9)
+    assert decoding(own, {"length_penalty": 2.0}, 9) == (Beam(8, 2.0, no_repeat=2), 9)
+    assert decoding(own, {"num_beams": 1}, 9) == (Greedy(2), 9)
+    assert decoding(own, {}, 9) == (Beam(8, 0.6, no_repeat=2), 9)
+    with pytest.raises(InputError, match="A length penalty is for beams"):
+        decoding({"num_beams": 1}, {"length_penalty": 2.0}, 9)
+    found = summarize(folders.LINES[0], model=made / "summarize", how={"num_beams": 2}, length=3)
+    assert found.tokens
+
+
+def test_a_text_goes_on_as_far_as_there_is_room(made: Path) -> None:
+    short = complete("The cat", model=made / "gpt2", how=Greedy())
+    assert 0 < short.tokens <= 100
+    with pytest.raises(InputError, match=r"tokens and 5000 to come .* or a smaller length"):
+        complete("The cat", model=made / "gpt2", length=5000)
+    with pytest.raises(InputError, match="Beams are known at their end only"):
+        list(completing("The cat", model=made / "gpt2", how=Beam(2), length=3))

@@ -10,7 +10,7 @@ import torch
 from regard.errors import InputError
 from regard.models import Bert, BertConfig
 from regard.text import Text
-from regard.training import building
+from regard.training import building, train
 from regard.training.answering import elsewhere
 from regard.training.reading import Answer, Pair, Question, Report, thousandth
 from regard.training.recipe import parse_recipe
@@ -119,3 +119,59 @@ def test_words_are_what_spaces_part_and_lines_have_an_end(tmp_path: Path) -> Non
     tokens = [text.tokenizer.id_to_token(int(one)) for one in table["text"].flat]
     assert tokens == ["a", "<unk>", "N", "b", "\n", "a", "a", "c", "\n"]
     assert text.encode("a d", special=False).ids == [text.id("a"), text.id("<unk>")]
+
+
+@pytest.mark.parametrize(
+    ("task", "kind", "other"),
+    [
+        ("language modelling", "gpt2", "transformer-xl"),
+        ("language modelling", "transformer-xl", "gpt2"),
+        ("translation", "transformer", "t5"),
+    ],
+)
+def test_another_architecture_is_nothing_to_start_from(
+    tmp_path: Path, task: str, kind: str, other: str
+) -> None:
+    write_data(tmp_path)
+    theirs = parse_recipe(recipe_of(tmp_path, task, other), {"schedule.steps": 1})
+    train(theirs)
+    raw = recipe_of(tmp_path, task, kind)
+    raw["model"] = {"kind": kind, "start": str(Path(theirs.output) / "model")}
+    raw["output"] = str(tmp_path / "second")
+    with pytest.raises(InputError, match=f"which {task} with {kind} cannot start from"):
+        train(parse_recipe(raw))
+
+
+def test_a_model_must_know_its_tokens(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    raw = recipe_of(tmp_path, "language modelling", "gpt2")
+    with pytest.raises(InputError, match="and the model knows 100: they do not belong together"):
+        train(parse_recipe(raw, {"model.config.vocabulary": 100}))
+    with pytest.raises(InputError, match="rising whole numbers"):
+        train(
+            parse_recipe(
+                recipe_of(tmp_path, "language modelling", "transformer-xl"),
+                {"model.config.cutoffs": 5},
+            )
+        )
+
+
+def test_tags_that_a_tokenizer_does_not_have_are_not_ignored(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    first = parse_recipe(recipe_of(tmp_path), {"schedule.steps": 1})
+    train(first)
+    raw = recipe_of(tmp_path)
+    raw["tokenizer"] = {"start": str(Path(first.output) / "model"), "special": [">>fra<<"]}
+    raw["output"] = str(tmp_path / "second")
+    with pytest.raises(InputError, match=r"has no token '>>fra<<' \(tokenizer\.special\)"):
+        train(parse_recipe(raw))
+
+
+def test_a_text_is_set_with_its_spaces(tmp_path: Path) -> None:
+    raw = recipe_of(tmp_path, "summarization", "t5")
+    assert parse_recipe(raw, ["data.train.0.prefix=say: "]).data.train[0].prefix == "say: "
+
+
+def test_how_bleu_parts_words_is_checked_at_once(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"evaluation\.tokenize .*13a"):
+        parse_recipe(recipe_of(tmp_path), {"evaluation.tokenize": "foo"})

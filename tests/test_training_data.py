@@ -281,12 +281,21 @@ def test_windows_cover_the_text_and_lanes_go_on() -> None:
     assert [batch.first for batch in batches] == [True, False, False, False, False]
     again = Lanes(103, 10, rows=2, forget=2).epoch(0, 0).batches
     assert [batch.first for batch in again] == [True, False, True, False, True]
-    moved = [Lanes(103, 10, rows=2, shifted=True).epoch(0, number)[0] for number in range(9)]
-    assert len({int(rows[0]) for rows in moved}) > 4
-    for rows in moved:
-        assert 0 <= rows[0] < 10
-        assert (rows - rows[0]).tolist() == [0, 51, 10, 61, 20, 71, 30, 81]
-    assert Lanes(19, 10, rows=1, shifted=True).epoch(0, 0)[0].tolist() == [0]  # nowhere to go
+    assert Lanes(10, 10, rows=1, shifted=True).epoch(0, 0)[0].tolist() == [0]  # nowhere to go
+
+
+@pytest.mark.parametrize(("lane", "count"), [(51, 4), (35, 2), (29, 2), (20, 2), (19, 1)])
+def test_lanes_that_are_shifted_read_everything_in_time(lane: int, count: int) -> None:
+    read = set()
+    for number in range(200):
+        rows, batches = Lanes(2 * lane, 10, rows=2, shifted=True).epoch(0, number)
+        assert len(batches) == count  # two pieces wherever there is room: memory is of use
+        assert (rows - rows[0]).tolist() == [r + 10 * at for at in range(count) for r in (0, lane)]
+        read |= {place for start in rows.tolist() for place in range(start, start + 10)}
+    assert read == set(range(2 * lane))
+
+
+def test_texts_that_are_too_short_for_lanes_are_refused() -> None:
     with pytest.raises(InputError, match="too few for 5 rows"):
         Lanes(20, 5, rows=5)
     with pytest.raises(InputError, match="too few for a piece of 30"):

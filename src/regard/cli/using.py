@@ -19,7 +19,7 @@ from regard.cli import sharing
 from regard.errors import InputError
 
 if TYPE_CHECKING:
-    from regard.decoding import Beam, Greedy, Sample
+    from regard.decoding import Greedy, Sample
     from regard.pictures.terminal import Colouring
     from regard.tasks.records import Attended, Completion, Record
 
@@ -74,8 +74,12 @@ def translate(
     ] = None,
     beam: Beams = None,
     length_penalty: Annotated[
-        float, typer.Option(help="With --beam: above 0 it favours longer translations.")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            help="Above 0 it favours longer translations; the model's own if not given.",
+            show_default=False,
+        ),
+    ] = None,
     length: Length = None,
     batch: Batch = 32,
     as_json: Json = False,
@@ -119,8 +123,12 @@ def summarize(
     ] = False,
     beam: Beams = None,
     length_penalty: Annotated[
-        float, typer.Option(help="With --beam: above 0 it favours longer summaries.")
-    ] = 1.0,
+        float | None,
+        typer.Option(
+            help="Above 0 it favours longer summaries; the model's own if not given.",
+            show_default=False,
+        ),
+    ] = None,
     length: Length = None,
     batch: Batch = 8,
     as_json: Json = False,
@@ -203,7 +211,14 @@ def complete(
     ] = None,
     model: Annotated[str, typer.Option(help=MODEL)] = "books-gpt2",
     file: Files = None,
-    length: Annotated[int, typer.Option(help="Tokens to write at most.", min=1)] = 100,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            help="Tokens to write at most; 100, or as many as the model has room for.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
     temperature: Annotated[
         float, typer.Option(help="Below 1 likelier, above 1 wilder; 0 always takes the likeliest.")
     ] = 0.8,
@@ -259,12 +274,10 @@ def _written(prompt: str, pieces: Generator[str, None, Completion], quiet: bool)
 # ---------------------------------------------------------------------------------------- decoding
 
 
-def _searching(beam: int | None, length_penalty: float) -> Beam | Greedy | None:
-    from regard.decoding import Beam, Greedy
-
-    if beam is None:
-        return None
-    return Greedy() if beam == 1 else Beam(beam, length_penalty)
+def _searching(beam: int | None, length_penalty: float | None) -> dict[str, float]:
+    """What is to be other than the model's own files say."""
+    asked = {"num_beams": beam, "length_penalty": length_penalty}
+    return {name: value for name, value in asked.items() if value is not None}
 
 
 def _drawing(

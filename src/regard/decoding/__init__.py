@@ -91,6 +91,8 @@ def stream(
     True
     """
     at_least("stream(length=...)", length, 1)
+    if isinstance(how, Beam):
+        raise InputError("Beams are known at their end only: use generate(), or another way.")
     lines = Lines(Greedy() if how is None else how, length, stop)
     with torch.inference_mode():
         ids, state = model.begin([prompt], room=length)

@@ -77,7 +77,9 @@ class TransformerXLConfig(Config):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not all(type(cut) is int for cut in self.cutoffs) or not all(self.bands):
+        cuts = self.cutoffs
+        whole = isinstance(cuts, tuple) and all(type(cut) is int for cut in cuts)
+        if not whole or not all(self.bands):
             raise InputError(
                 "TransformerXLConfig(cutoffs=...) must be rising whole numbers from 1 to below the "
                 f"vocabulary of {self.vocabulary}, but got {self.cutoffs!r}."

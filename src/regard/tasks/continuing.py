@@ -30,7 +30,7 @@ def complete(
     *,
     model: Name = "books-gpt2",
     how: How | None = None,
-    length: int = 100,
+    length: int | None = None,
     batch: int = 32,
     look: bool = True,
     device: torch.device | str | None = None,
@@ -38,6 +38,7 @@ def complete(
 ) -> list[Completion]:
     """What comes after a text, or after each of several: at most ``length`` tokens.
 
+    By default that is 100, or as many as the model has room for.
     ``model`` is a GPT-2 or a Transformer-XL: the name of a shipped one, a folder, or a model of the
     hub. ``how`` is a sample by default, the same one each time for the same seed. ``look`` sees
     which words before it each new word attended to, over all heads, which takes one more pass; of
@@ -53,7 +54,8 @@ def complete(
         raise InputError("A text to complete is empty. Give some words.")
     began = perf_counter()
     texts = [one.prepared(text, TASK) for text in texts]
-    prompts = [_prompt(one, text, length) for text in texts]
+    prompts = [_prompt(one, text) for text in texts]
+    length = _length(one, prompts, length)
     writer: Any = one.model
     outputs = generate(writer, prompts, way, length=length, stop=_stop(one), batch=batch)
     seconds = (perf_counter() - began) / max(len(texts), 1)
@@ -71,7 +73,7 @@ def completing(
     *,
     model: Name = "books-gpt2",
     how: Greedy | Sample | None = None,
-    length: int = 100,
+    length: int | None = None,
     look: bool = False,
     device: torch.device | str | None = None,
     precision: Precision = "float32",
@@ -88,7 +90,8 @@ def completing(
         raise InputError("The text is empty. Give some words.")
     one = ready(model, (GPT2, TransformerXL), "complete a text", device, precision)
     text = one.prepared(text, TASK)
-    return _pieces(one, text, _prompt(one, text, length), how or USUAL, length, look)
+    prompt = _prompt(one, text)
+    return _pieces(one, text, prompt, how or USUAL, _length(one, [prompt], length), look)
 
 
 def _pieces(
@@ -133,16 +136,27 @@ class _Heard:
         return float(self.logits[0].float().log_softmax(-1)[token])
 
 
-def _prompt(one: Ready, text: str, length: int) -> list[int]:
+def _prompt(one: Ready, text: str) -> list[int]:
     ids = one.text.encode(text, special=False).ids
     if not ids:
         raise InputError(f"The text {text[:40]!r} has no token that {one.name} knows.")
-    if isinstance(one.model, GPT2) and len(ids) + length > one.window:
-        raise InputError(
-            f"The text is too long: {len(ids)} tokens and {length} to come are more than the "
-            f"{one.window} that {one.name} reads. Give its last part, or a smaller length."
-        )
     return ids
+
+
+def _length(one: Ready, prompts: Sequence[Sequence[int]], asked: int | None) -> int:
+    """How many tokens to write: as asked for, if there is room."""
+    usual = 100 if asked is None else asked
+    if not isinstance(one.model, GPT2):
+        return usual
+    longest = max(map(len, prompts), default=0)
+    room = one.window - longest
+    if room < (1 if asked is None else asked):
+        raise InputError(
+            f"The text is too long: {longest} tokens and {usual if asked else 1} to come are more "
+            f"than the {one.window} that {one.name} reads. Give its last part"
+            f"{', or a smaller length' if asked else ''}."
+        )
+    return min(usual, room)
 
 
 def _stop(one: Ready) -> tuple[int, ...]:

@@ -208,8 +208,19 @@ class Written:
     seconds: float
 
 
-def decoding(settings: Mapping[str, Any], how: How | None, length: int | None) -> tuple[How, int]:
-    """How to decode and how far: as asked for, else as the settings of a model say."""
+Way = How | Mapping[str, float]  # whole, or what is other than in a model's own
+
+
+def decoding(settings: Mapping[str, Any], how: Way | None, length: int | None) -> tuple[How, int]:
+    """How to decode and how far: as asked for, else as the settings of a model say.
+
+    Asked for may be a part of it, by the names that such settings have: {"num_beams": 8}.
+    """
+    asked: Mapping[str, float] = {}
+    if isinstance(how, Mapping):
+        settings, asked, how = {**settings, **how}, how, None
+        if "length_penalty" in asked and settings.get("num_beams", 4) == 1:
+            raise InputError("A length penalty is for beams: ask for some of them, too.")
     try:
         if how is None:
             beams, repeat = settings.get("num_beams", 4), settings.get("no_repeat_ngram_size", 0)
@@ -220,6 +231,8 @@ def decoding(settings: Mapping[str, Any], how: How | None, length: int | None) -
                 no_repeat=repeat,
             )  # fmt: skip
     except (InputError, TypeError, ValueError) as error:
+        if asked:
+            raise InputError(str(error)) from None
         raise CheckpointError(f"generation_config.json cannot be followed: {error}") from None
     if length is None:
         length = settings.get("max_new_tokens") or settings.get("max_length") or 256

@@ -12,7 +12,17 @@ from regard.decoding import How
 from regard.errors import InputError
 from regard.models import T5, Transformer
 from regard.tasks.looking import look as look_at
-from regard.tasks.ready import Name, Precision, Ready, Written, decoding, one_or_many, ready, write
+from regard.tasks.ready import (
+    Name,
+    Precision,
+    Ready,
+    Way,
+    Written,
+    decoding,
+    one_or_many,
+    ready,
+    write,
+)
 from regard.tasks.records import Attended, Part, Summary
 from regard.tasks.words import Span, sentences
 
@@ -25,7 +35,7 @@ def summarize(
     *,
     model: Name = "summarize",
     join: bool = False,
-    how: How | None = None,
+    how: Way | None = None,
     length: int | None = None,
     batch: int = 8,
     look: bool = True,

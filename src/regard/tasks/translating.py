@@ -8,12 +8,21 @@ from itertools import accumulate, chain, pairwise, zip_longest
 
 import torch
 
-from regard.decoding import How
 from regard.errors import InputError
 from regard.models import T5, Transformer
 from regard.tasks.looking import align
 from regard.tasks.looking import look as look_at
-from regard.tasks.ready import Name, Precision, Ready, decoding, encode, one_or_many, ready, write
+from regard.tasks.ready import (
+    Name,
+    Precision,
+    Ready,
+    Way,
+    decoding,
+    encode,
+    one_or_many,
+    ready,
+    write,
+)
 from regard.tasks.records import Translation
 from regard.tasks.words import sentences
 
@@ -45,7 +54,7 @@ def translate(
     *,
     source: str | None = None,
     model: Name = "translate",
-    how: How | None = None,
+    how: Way | None = None,
     length: int | None = None,
     batch: int = 32,
     look: bool = True,
@@ -151,6 +160,10 @@ def _in_words(one: Ready, to: str | None, source: str | None) -> tuple[str, str 
         prefix = one.tasks[TASK].get("prefix")  # trained by a recipe, for two languages
         return (prefix if isinstance(prefix, str) else ""), None, TASK
     if not pairs:
+        if TASK in one.tasks:
+            raise InputError(
+                f"{one.name} translates from one language into one other: leave out both."
+            )
         origin = "" if source is None else f" from {source!r}"
         raise InputError(
             f"{one.name} does not say that it translates{origin}: its config.json would name such "

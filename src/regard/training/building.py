@@ -138,7 +138,14 @@ def tokenizer(recipe: Recipe, folder: Path) -> Text:
     """
     start = recipe.tokenizer.start or recipe.model.start
     if start is not None and not recipe.tokenizer.keep:
-        return Text.load(start)
+        found = Text.load(start)
+        known = found.tokenizer.get_vocab()
+        if missing := [token for token in recipe.tokenizer.special if token not in known]:
+            raise InputError(
+                f"The tokenizer of {start} has no token {missing[0]!r} (tokenizer.special): tokens "
+                "of their own are for a tokenizer that is trained."
+            )
+        return found
     if not folder.exists():
         for left in folder.parent.glob(f".saving-{folder.name}.*"):  # by a run that was killed
             shutil.rmtree(left)
@@ -395,6 +402,12 @@ def _model_kind(recipe: Recipe) -> type[Model]:
 def model(recipe: Recipe, text: Text) -> Model:
     """The model to train, anew or from where it starts."""
     found = _model(recipe, text)
+    if len(text) > found.config.vocabulary:
+        raise InputError(
+            f"The tokenizer has {len(text)} tokens, and the model knows {found.config.vocabulary}: "
+            "they do not belong together (model.start and tokenizer.start, or "
+            "model.config.vocabulary)."
+        )
     if recipe.model.locked:
         lock_dropout(found)
     return found
@@ -410,19 +423,19 @@ def _model(recipe: Recipe, text: Text) -> Model:
             found = _pruned(found, text, Text.load(recipe.tokenizer.start or recipe.model.start))
         if isinstance(found, kind):
             return found
-        made = kind(found.config)
-        theirs, ours = (getattr(one, "encoder", None) for one in (found, made))
-        if theirs is None or ours is None or type(theirs) is not type(ours):
+        theirs = getattr(found, "encoder", None)
+        if type(found.config) is not _CONFIGS[recipe.model.kind] or theirs is None:
             raise InputError(
                 f"{recipe.model.start} is a {type(found).__name__}, which {recipe.task} with "
                 f"{recipe.model.kind} cannot start from."
             )
-        ours.load_state_dict(theirs.state_dict())
+        made = kind(found.config)
+        made.get_submodule("encoder").load_state_dict(theirs.state_dict())
         return made
     config = _CONFIGS[recipe.model.kind]
     nearest("key model.config.", given, [entry.name for entry in fields(config)])
     sizes = {**_from_text(recipe, text), **given}
-    if "cutoffs" in sizes:
+    if isinstance(sizes.get("cutoffs"), list):
         sizes["cutoffs"] = tuple(sizes["cutoffs"])
     return kind(config(**sizes))
 

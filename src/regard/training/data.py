@@ -293,9 +293,10 @@ class Lanes:
     ) -> None:
         self.rows, self.length, self.forget = rows, length, forget
         self.lane = total // rows
-        # By how many places pieces move; a lane of one piece would have none left.
-        self.most = length - 1 if shifted and self.lane >= 2 * length else 0
-        self.count = (self.lane - self.most) // length  # of pieces in a lane
+        self.count = self.lane // length  # of pieces in a lane
+        if shifted and self.count > 2:  # of two, the second is all that has a memory
+            self.count = (self.lane - length + 1) // length
+        self.most = self.lane - self.count * length if shifted else 0  # places to move by
         if not self.count:
             raise InputError(
                 f"The text has {total + 1} tokens, too few for {rows} rows of {length} "

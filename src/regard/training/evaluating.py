@@ -26,7 +26,7 @@ from regard.text import Text
 from regard.training import building, metrics, reading
 from regard.training.answering import Exam, windows
 from regard.training.data import Ragged, Table
-from regard.training.objectives import how_to_decode
+from regard.training.objectives import TOKENS, how_to_decode
 from regard.training.reading import Pair, Question, Record, Report
 from regard.training.recipe import WRITTEN, Recipe, nearest, parse_recipe
 
@@ -183,6 +183,7 @@ def _written(
             length=recipe.data.length,
             stop=[end],
             batch=size,
+            tokens=TOKENS,
         )
         for row, (best, *_) in zip(rows, found, strict=True):
             outputs[row] = text.decode(best.ids)

@@ -272,16 +272,18 @@ class Trainer:
             last = self.progress.step >= self.schedule.steps
             evaluating = self._due(recipe.evaluation.every) or last
             saving = evaluating or self._due(recipe.saving.every)
+            row = None
             if len(losses) == 50 or saving:
                 row = self._fetch(losses, norms)
                 now = time.perf_counter()
                 row["tokens_per_second"] = round((self.feed.tokens - seen) / (now - since))
                 self.log(row)
-                show(row)
                 losses, norms = [], []
                 since, seen = now, self.feed.tokens
             if evaluating:
                 self.evaluate()
+            if row is not None:
+                show(row)
             if saving:
                 pace.note()
                 self.save()

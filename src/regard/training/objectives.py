@@ -24,6 +24,8 @@ from regard.training.data import ByLength, Feed, Lanes, Plan, Ragged, Rows, Tabl
 from regard.training.reading import Pair
 from regard.training.recipe import Evaluation
 
+TOKENS = 2**15  # of sources that are decoded at once, padding counted
+
 
 class Prepared(NamedTuple):
     """A batch on the device, and how many targets it has."""
@@ -240,6 +242,7 @@ class Examine:
             length=self.length,
             stop=[special.end],
             batch=max(512 // self.settings.beam, 1),
+            tokens=TOKENS,
         )
         self.outputs = [self.decode(best.ids) for best, *_ in found]
         references = [pair.targets for pair in self.pairs[:some]]

@@ -233,7 +233,11 @@ class Evaluation:
     length_penalty: float = key("by what power of the length a beam's score is divided", 1.0)
     no_repeat: int = key("no sequence of so many tokens is written twice; 0: all may", 0, least=0)
     always: bool = key("answer every question, even where no answer seems more likely", False)
-    tokenize: str = key("how BLEU parts words: 13a, or none for text that is parted", "13a")
+    tokenize: str = key(
+        "how BLEU parts words: 13a, or none for text that is parted",
+        "13a",
+        among=("13a", "intl", "char", "zh", "none"),
+    )
     patience: int = key(
         "stop after this many evaluations without a better one; 0 never", 0, least=0
     )
@@ -471,7 +475,7 @@ def _assignment(text: str) -> tuple[str, Any]:
     try:
         return name.strip(), tomllib.loads(f"value = {value}")["value"]
     except tomllib.TOMLDecodeError:
-        return name.strip(), value.strip()  # a text without quotes
+        return name.strip(), value  # a text without quotes
 
 
 def _copy(tree: Any) -> Any:

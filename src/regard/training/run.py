@@ -181,7 +181,8 @@ def _finish(recipe: Recipe, trainer: Trainer, text: Text, folder: Path) -> dict[
     model.eval().save(folder / "model")
     text.save(folder / "model")
     _note_use(recipe, folder / "model")
-    with torch.no_grad(), trainer.autocast():
+    eager = torch.compiler.set_stance("force_eager")
+    with eager, torch.no_grad(), trainer.autocast():
         if recipe.data.test:
             table, _ = building.table(recipe, "test", text)
             whole = replace(recipe, evaluation=replace(recipe.evaluation, examples=0))
