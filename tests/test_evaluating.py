@@ -9,10 +9,11 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from regard import GPT2, Bert, BertConfig, GPT2Config, InputError, Text, load
-from regard.models import TransformerXL, TransformerXLConfig
+from regard.models import Model, TransformerXL, TransformerXLConfig
 from regard.shipped import SCORES
+from regard.tasks.ready import ready
 from regard.training import evaluate, reproduce, train
-from regard.training.evaluating import KINDS, kind_of
+from regard.training.evaluating import KINDS, kind_of, own_settings
 from regard.training.recipe import parse_recipe
 from training_data import recipe_of, sentences, write_data
 
@@ -267,3 +268,22 @@ def test_a_model_without_figures_is_measured_on_data_only(text, tmp_path):
         InputError, match=r"no figures to measure again \(scores.json\). Give --dat"
     ):
         list(reproduce(tmp_path, root=tmp_path))
+
+
+def test_a_model_is_measured_as_it_is_used() -> None:
+    assert own_settings(ready("summarize", (Model,), "be measured")) == {
+        "prefix": "summarize: ",
+        "evaluation.beam": 8,
+        "evaluation.no_repeat": 2,
+        "evaluation.length_penalty": 0.6,
+    }
+    assert own_settings(ready("books-gpt2", (Model,), "be measured")) == {}
+
+
+def test_it_is_measured_on_texts_prepared_as_it_learned_them(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    raw = recipe_of(tmp_path, "language modelling", "gpt2")
+    raw["data"]["prepare"] = ["lowercase"]
+    train(parse_recipe(raw, {"schedule.steps": 1}))
+    found = own_settings(ready(tmp_path / "run" / "model", (Model,), "be measured"))
+    assert found == {"data.prepare": ["lowercase"]}

@@ -77,7 +77,13 @@ def evaluate(
     part: Annotated[
         tuple[int, int], typer.Option(help="Which of 1000 parts, by MD5 of the source.")
     ] = (0, 1000),
-    prefix: Annotated[str, typer.Option(help="What comes before each source.")] = "",
+    prefix: Annotated[
+        str | None,
+        typer.Option(
+            help="What comes before each source; as the model's files say if not given.",
+            show_default=False,
+        ),
+    ] = None,
     metric: Annotated[
         list[str] | None,
         typer.Option(
@@ -86,7 +92,14 @@ def evaluate(
             show_default=False,
         ),
     ] = None,
-    beam: Annotated[int, typer.Option(min=1, help="Beams of decoding; 1 is greedy.")] = 1,
+    beam: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Beams of decoding, 1 is greedy; as the model's files say if not given.",
+            show_default=False,
+        ),
+    ] = None,
     limit: Annotated[int, typer.Option(min=0, help="The most texts; 0 for all.")] = 0,
     changes: Settings = None,
     root: Annotated[Path, typer.Option(help="The folder that files are relative to.")] = Path(),
@@ -101,30 +114,31 @@ def evaluate(
     if data is None:
         _card(model, root, device, as_json)
         return
-    import torch
-
-    from regard.checkpoints import find
-    from regard.models import load
-    from regard.text import Text
+    from regard.models import Model
+    from regard.tasks.ready import ready
     from regard.training.evaluating import evaluate as measure
-    from regard.training.evaluating import kind_of
+    from regard.training.evaluating import kind_of, own_settings
 
-    folder = find(model)
-    loaded = load(folder, device=sharing.device(device), dtype=torch.float32)
+    one = ready(model, (Model,), "be measured", sharing.device(device))
+    own = own_settings(one)
+    own_prefix = own.pop("prefix", "")
+    if beam is not None:
+        own["evaluation.beam"] = beam
     source: dict[str, Any] = {
-        "format": form or _form(data[0], bool(targets), kind_of(loaded).name == "bert"),
+        "format": form or _form(data[0], bool(targets), kind_of(one.model).name == "bert"),
         "files": data,
         "targets": targets or [],
         "columns": list(columns),
         "fields": list(fields),
         "part": list(part),
-        "prefix": prefix,
+        "prefix": own_prefix if prefix is None else prefix,
     }
-    settings = [f"evaluation.beam={beam}", f"evaluation.examples={limit}", *(changes or ())]
+    said = [f"{name}={json.dumps(value)}" for name, value in own.items()]
+    settings = [*said, f"evaluation.examples={limit}", *(changes or ())]
     with sharing.progress(Path(data[0]).name) as show:
         found = measure(
-            loaded,
-            Text.load(folder),
+            one.model,
+            one.text,
             [source],
             metric or (),
             root=root,

@@ -17,11 +17,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from regard.decoding import generate
+from regard.decoding import Beam, Sample, generate
 from regard.errors import InputError
 from regard.models import GPT2, T5, BertAnswering, Model, Transformer, TransformerXL, load
 from regard.models.state import Memories
 from regard.shipped import SCORES, Score, read_scores
+from regard.tasks.ready import Ready, decoding
 from regard.text import Text
 from regard.training import building, metrics, reading
 from regard.training.answering import Exam, windows
@@ -152,6 +153,28 @@ def _recipe(
         "schedule": {"steps": 1},
     }
     return parse_recipe(raw, settings)
+
+
+def own_settings(one: Ready) -> dict[str, Any]:
+    """What a model's own files say of its use: a prefix, and keys of a recipe.
+
+    So that it is measured as it is used, where nothing else is asked for.
+    """
+    kind, tasks = kind_of(one.model), one.tasks
+    task = kind.task if kind.task in tasks else next(iter(tasks)) if len(tasks) == 1 else None
+    said, found = one.settings(task), dict[str, Any]()
+    if isinstance(said.get("prefix"), str):
+        found["prefix"] = said["prefix"]
+    if said.get("prepare"):
+        found["data.prepare"] = said["prepare"]
+    if kind.metrics is WRITTEN:
+        how, _ = decoding(said, None, None)
+        assert not isinstance(how, Sample)
+        found["evaluation.beam"] = how.size if isinstance(how, Beam) else 1
+        found["evaluation.no_repeat"] = how.no_repeat
+        if isinstance(how, Beam):
+            found["evaluation.length_penalty"] = how.length_penalty
+    return found
 
 
 # ----------------------------------------------------------------------------- text that is written
