@@ -175,3 +175,10 @@ def test_a_text_is_set_with_its_spaces(tmp_path: Path) -> None:
 def test_how_bleu_parts_words_is_checked_at_once(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"evaluation\.tokenize .*13a"):
         parse_recipe(recipe_of(tmp_path), {"evaluation.tokenize": "foo"})
+
+
+def test_texts_longer_than_a_model_reads_are_refused_by_their_key(tmp_path: Path) -> None:
+    write_data(tmp_path)
+    raw = recipe_of(tmp_path, "language modelling", "gpt2")
+    with pytest.raises(InputError, match=r"reads at most 8 tokens, but data\.length is"):
+        train(parse_recipe(raw, {"model.config.length": 8}))

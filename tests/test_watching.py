@@ -541,6 +541,13 @@ def test_the_record_reads_well() -> None:
         watched["stack.blocks.9"]
 
 
+def test_what_was_handed_on_is_told() -> None:
+    model = our_gpt2().eval()
+    with torch.no_grad(), watch(model, See(entropy=True), lambda *_: None) as watched:
+        model(torch.tensor([[1, 2, 3]]))
+    assert repr(watched) == "Watched: 2 calls, each handed on when it was seen"
+
+
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
 def test_what_was_compiled_before_is_seen(how: str) -> None:
     model, ids = our_gpt2().eval(), torch.tensor([[1, 2, 3]])

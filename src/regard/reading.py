@@ -18,6 +18,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from regard import checkpoints
 from regard.decoding import generate
 from regard.errors import InputError
 from regard.layers import Block, MultiHeadAttention
@@ -435,6 +436,7 @@ def read(
             "there first), or look at it with regard.watch(...)."
         )
     if not isinstance(model, Model):
+        check_prefix(model, text)
         tokenizer = Text.load(model) if tokenizer is None else tokenizer
         model = load(model, dtype=torch.float32)
     if tokenizer is None:
@@ -465,6 +467,16 @@ def read(
     else:
         written, layers = None, [layer for layer in layers if layer.half == "encoder"]
     return Reading(model, tokenizer, tokens, (Chunk(0, len(tokens)),), tuple(layers), written)
+
+
+def check_prefix(name: str | os.PathLike[str], text: str) -> None:
+    """Raise where a model's files name one task, and a text does not begin as that task's do."""
+    tasks = checkpoints.read_json(checkpoints.find(name) / checkpoints.CONFIG)
+    found = [one.get("prefix") for one in (tasks.get("task_specific_params") or {}).values()]
+    if len(found) == 1 and found[0] and not text.startswith(found[0].strip()):
+        raise InputError(
+            f"{name} learned from texts that begin with {found[0]!r}: begin this one so, too."
+        )
 
 
 def _write(model: Transformer | T5, tokenizer: Text, tokens: Tokens) -> Tokens:

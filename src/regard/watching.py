@@ -43,6 +43,7 @@ class Watched(Mapping[str, Seen | list[Seen]]):
 
     def __init__(self) -> None:
         self._calls: list[tuple[str, Seen]] = []
+        self._handed = 0  # calls that went to whoever wants each at once
 
     @property
     def calls(self) -> list[tuple[str, Seen]]:
@@ -86,6 +87,8 @@ class Watched(Mapping[str, Seen | list[Seen]]):
     def __repr__(self) -> str:
         head = f"Watched: {self._counts}"
         lines = list(self._summary())
+        if not lines and self._handed:
+            return f"Watched: {self._handed} calls, each handed on when it was seen"
         if not lines:
             return f"{head} (the model has not run)"
         wide, middle = (max(len(line[column]) for line in lines) for column in (0, 1))
@@ -128,6 +131,7 @@ class _Watcher:
         if self.each is None:
             self.watched._calls.append((self.names[module], seen))
         else:
+            self.watched._handed += 1
             self.each(self.names[module], seen)
 
 

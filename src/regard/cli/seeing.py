@@ -141,6 +141,7 @@ def look(
     from regard.looking import look as run
     from regard.models import load
     from regard.pictures import savable
+    from regard.reading import check_prefix
     from regard.text import Text
 
     if compare is not None and compare.startswith("head=") and (layer is None or head is None):
@@ -159,6 +160,7 @@ def look(
     place = sharing.device(device)
 
     def one(name: str, document: str, asked: _Asked) -> Look:
+        check_prefix(name, document)
         read, tokenizer = load(name, device=place, dtype=torch.float32), Text.load(name)
         with ExitStack() as stack:
             bars: list[Callable[[int, int], None]] = []

@@ -408,6 +408,12 @@ def model(recipe: Recipe, text: Text) -> Model:
             "they do not belong together (model.start and tokenizer.start, or "
             "model.config.vocabulary)."
         )
+    longest = getattr(found.config, "length", None)
+    if longest is not None and recipe.data.length > longest:
+        raise InputError(
+            f"The model reads at most {longest} tokens, but data.length is {recipe.data.length}: "
+            "lower it."
+        )
     if recipe.model.locked:
         lock_dropout(found)
     return found
