@@ -126,14 +126,11 @@ def _lead(
     before = {0: "first embedded", 1: "embedded and went through 1 layer"}.get(
         layer.number, f"embedded and went through {layer.number} layers"
     )
-    stands = (
-        f"{asking.labels[focus]} is number {number} of the vocabulary. Each was {before}; this is "
-        "what then stands for it."
-    )
+    stands = f"Each was {before}; this is what then stands for it."
     if layer.across:
         stands = (
-            "each row is what the decoder has after the token before it, and writes this one from; "
-            "it went through this layer's own attention, too."
+            "It is being written: each row is what the decoder has after the token before, and "
+            "writes this one from, this layer's own attention included."
         )
     across = Numbers("X_encoder", context, asked.labels, features(into))
     rows = (Numbers("X", x, asking.labels, features(into)), *((across,) if layer.across else ()))
@@ -147,7 +144,8 @@ def _lead(
         Step(
             f"What reaches layer {layer.name}",
             f"X = {into} numbers per token",
-            f"The text is cut into tokens; {stands}",
+            f"The text is cut into tokens; {asking.labels[focus]} is number {number} of the "
+            f"vocabulary. {stands}",
             rows,
         ),
         Step(

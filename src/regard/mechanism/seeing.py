@@ -426,8 +426,10 @@ def finish(see: See, found: dict[str, Tensor], extent: Extent) -> Seen:
         found["map"] = found["map"] / found.pop("map_count").clamp(min=1)[..., None]
     if "rows" in found:
         asked = [row % extent.queries for row in see.rows]
-        # In order and each as often as asked for: any of its places will do.
-        place = {row: index for index, row in enumerate(sorted(asked))}
+        # In order, and those asked for twice at the first of their places.
+        place: dict[int, int] = {}
+        for index, row in enumerate(sorted(asked)):
+            place.setdefault(row, index)
         found["rows"] = found["rows"][:, :, [place[row] for row in asked]]
     if isinstance(see.pairs, Pairs):
         found["pairs"] = found["pairs"][:, :, see.pairs.places.to(extent.device)]
