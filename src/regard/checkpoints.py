@@ -220,6 +220,14 @@ def read_json(file: Path) -> dict[str, Any]:
     return _json(read_bytes(file), file)
 
 
+def tasks_of(config: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
+    """What a model's config.json says about tasks: their prefixes, and how to decode."""
+    found = config.get("task_specific_params") or {}
+    if not isinstance(found, dict) or not all(isinstance(task, dict) for task in found.values()):
+        raise CheckpointError(f"{name}: task_specific_params should hold objects.")
+    return found
+
+
 def read_bytes(file: Path) -> bytes:
     """A small file, whole; one that is too large for a config or a vocabulary is refused."""
     with _opened(file) as opened:

@@ -448,7 +448,7 @@ def read(
                 f"The tokenizer has {len(side)} tokens and the model {known}: they do not belong "
                 "together."
             )
-    tags = sorted(tag for tag in tokenizer.tokenizer.get_vocab() if re.fullmatch(r">>.+<<", tag))
+    tags = language_tags(tokenizer)
     if tags and not text.lstrip().startswith(tuple(tags)):
         raise InputError(
             f"This model is told which language to write: begin the text with {' or '.join(tags)}, "
@@ -471,12 +471,19 @@ def read(
 
 def check_prefix(name: str | os.PathLike[str], text: str) -> None:
     """Raise where a model's files name one task, and a text does not begin as that task's do."""
-    tasks = checkpoints.read_json(checkpoints.find(name) / checkpoints.CONFIG)
-    found = [one.get("prefix") for one in (tasks.get("task_specific_params") or {}).values()]
-    if len(found) == 1 and found[0] and not text.startswith(found[0].strip()):
+    config = checkpoints.read_json(checkpoints.find(name) / checkpoints.CONFIG)
+    prefixes = [task.get("prefix") for task in checkpoints.tasks_of(config, str(name)).values()]
+    if len(prefixes) != 1 or not isinstance(prefixes[0], str):
+        return
+    if not text.startswith(prefixes[0].strip()):
         raise InputError(
-            f"{name} learned from texts that begin with {found[0]!r}: begin this one so, too."
+            f"{name} learned from texts that begin with {prefixes[0]!r}: begin this one so, too."
         )
+
+
+def language_tags(text: Text) -> list[str]:
+    """The tokens that tell a model which language to write, such as >>fra<<."""
+    return sorted(tag for tag in text.tokenizer.get_vocab() if re.fullmatch(r">>.+<<", tag))
 
 
 def _write(model: Transformer | T5, tokenizer: Text, tokens: Tokens) -> Tokens:

@@ -144,13 +144,15 @@ def look(
     from regard.reading import check_prefix
     from regard.text import Text
 
-    if compare is not None and compare.startswith("head=") and (layer is None or head is None):
-        raise InputError(f"--compare {compare} is with another head: give --layer and --head, too.")
     asked = _Asked(layer, head, word, _range(rows, "--rows"), _range(columns, "--columns"))
     what, other = ("", "") if compare is None else _other(compare)
     if what and (word is not None or align):
         raise InputError("--compare is for overviews and maps: leave out --word and --align.")
     if what == "head":
+        if layer is None or head is None:
+            raise InputError(
+                f"--compare {compare} is with another head: give --layer and --head, too."
+            )
         asked.at(other)
     if without_first and as_json and to is None:
         raise InputError("--without-first is of pictures; --json has all numbers.")

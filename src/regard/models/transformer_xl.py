@@ -132,8 +132,8 @@ class AdaptiveEmbedding(nn.Module):
         scaled: Tensor = result * self.config.dim**0.5
         if self.training and self.config.word_dropout:
             # A word is there everywhere or nowhere (https://arxiv.org/abs/1512.05287), but for a
-            # first one: with nothing before it that would be zeros, and the gradient of 16 norms
-            # of zeros is no number.
+            # first one: with nothing before it that would be zeros, and the gradient of many
+            # norms of zeros is no number.
             words = scaled.new_ones(self.config.vocabulary)
             kept = dropout(words, self.config.word_dropout)[ids]
             kept[..., 0] = 1

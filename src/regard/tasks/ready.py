@@ -73,10 +73,7 @@ class Ready:
     @property
     def tasks(self) -> dict[str, dict[str, Any]]:
         """What config.json says about tasks: their prefixes, and how to decode."""
-        found = self.config.get("task_specific_params") or {}
-        if not isinstance(found, dict) or not all(isinstance(v, dict) for v in found.values()):
-            raise CheckpointError(f"{self.name}: task_specific_params should hold objects.")
-        return found
+        return checkpoints.tasks_of(self.config, self.name)
 
     def prepared(self, text: str, task: str) -> str:
         """A text as those were that it learned a task from, where its recipe says how."""

@@ -10,6 +10,7 @@ import torch
 
 from regard.errors import InputError
 from regard.models import T5, Transformer
+from regard.reading import language_tags
 from regard.tasks.looking import align
 from regard.tasks.looking import look as look_at
 from regard.tasks.ready import (
@@ -136,7 +137,7 @@ def _prefix(one: Ready, to: str | None, source: str | None) -> tuple[str, str | 
             f"{one.name} is never told which language it reads: leave out {source!r}, the language "
             "to translate from."
         )
-    tags = sorted(t[2:-2] for t in one.text.tokenizer.get_vocab() if re.fullmatch(r">>.+<<", t))
+    tags = [tag[2:-2] for tag in language_tags(one.text)]
     if not tags:
         if to is not None:
             raise InputError(
