@@ -21,10 +21,22 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from generate import DTYPES, Case, cases, sights
-from regard import BackendError, See, Seen, attention, why
+from regard import (
+    BackendError,
+    Causal,
+    Padding,
+    Prefix,
+    See,
+    Seen,
+    Segments,
+    Window,
+    attention,
+    why,
+)
 from regard.mechanism import native
 from regard.mechanism.call import check
 from regard.mechanism.geometry import Tile
+from regard.mechanism.masks import Mask
 
 BACKENDS = ("sdpa", "tiled", "auto")
 OUTPUTS, SEEN, GRADIENTS, SEEN_GRADIENTS = 600, 300, 250, 100  # examples, for each dtype
@@ -316,3 +328,48 @@ def test_gradients_of_what_is_seen(dtype: torch.dtype, data: st.DataObject) -> N
         output, seen = run(leaves, backend, see)  # type: ignore[misc]
         for index, grad in enumerate(gradients(leaves, seen_loss(output, seen))):
             close(grad, exact[index], floors[index], f"gradient {index} of {backend}")
+
+
+LENGTHS = [300, 280]
+MORE_ROWS_THAN_SHARE_A_MASK = (
+    (Causal() & Window(left=32) & Padding(LENGTHS), 300),
+    (Prefix([10, 150]), 300),
+    (Causal() & Padding([350, 280]), 350),
+    (Segments([[32] * 9 + [12], [300]]), 300),
+    (Segments([32] * 9 + [12]) & Causal(), 300),
+)
+
+
+@pytest.mark.parametrize(("mask", "keys"), MORE_ROWS_THAN_SHARE_A_MASK, ids=repr)
+def test_pieces_of_each_sequence_have_its_own_mask_and_gradients(mask: Mask, keys: int) -> None:
+    torch.manual_seed(0)
+    tensors = [
+        torch.randn(2, 2, length, 8, dtype=torch.float64, requires_grad=True)
+        for length in (300, keys, keys)
+    ]
+    found, wanted = (attention(*tensors, mask=mask, backend=b) for b in ("sdpa", "reference"))
+    torch.testing.assert_close(found, wanted)
+    toward = torch.randn_like(found)
+    for ours, theirs in zip(
+        torch.autograd.grad(found, tensors, toward),
+        torch.autograd.grad(wanted, tensors, toward),
+        strict=True,
+    ):
+        torch.testing.assert_close(ours, theirs)
+
+
+def test_large_values_do_not_overflow_where_scores_are_small() -> None:
+    x = torch.full((1, 1, 10, 4), 5.0)
+    value = torch.randn(1, 1, 10, 4) * 1e30
+    output, _ = attention(x, x, value, see=See(lse=True), backend="tiled")
+    torch.testing.assert_close(output, attention(x, x, value, backend="reference"))
+
+
+@pytest.mark.parametrize("length", [10, 40])
+def test_a_query_that_is_no_number_yields_none(length: int) -> None:
+    x = torch.randn(1, 1, length, 8)
+    query = x.clone()
+    query[0, 0, 4] = math.nan
+    output = attention(query, x, x)
+    assert output[0, 0, 4].isnan().all()
+    assert output.isnan().sum() == 8

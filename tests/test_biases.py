@@ -36,7 +36,9 @@ def bucket(distance: int, buckets: int, most: int, bidirectional: bool) -> int:
 
 
 @pytest.mark.parametrize("bidirectional", [False, True])
-@pytest.mark.parametrize(("buckets", "most"), [(32, 128), (32, 100), (8, 20), (64, 256)])
+@pytest.mark.parametrize(
+    ("buckets", "most"), [(32, 128), (32, 100), (8, 20), (64, 256), (6, 20), (34, 128)]
+)
 def test_relative_buckets(buckets: int, most: int, bidirectional: bool) -> None:
     bias = RelativeBuckets(torch.zeros(buckets, 1), bidirectional, most)
     distances = range(-300, 301)

@@ -166,3 +166,60 @@ def test_compiled_gradients_are_the_same() -> None:
     wanted = torch.autograd.grad(attention(*tensors, mask=Causal()).square().sum(), tensors)
     found = torch.autograd.grad(compiled(*tensors, mask=Causal()).square().sum(), tensors)
     torch.testing.assert_close(found, wanted)
+
+
+@of_pytorch
+def test_what_is_seen_may_be_part_of_what_is_compiled() -> None:
+    x = torch.randn(1, 2, 70, 8)  # more than a block
+    wanted = attention(x, x, x, see=See(entropy=True))[1].entropy
+
+    def entropy(x: Tensor) -> Tensor:
+        found = attention(x, x, x, see=See(entropy=True))[1].entropy
+        assert found is not None
+        return found * 2
+
+    found = torch.compile(entropy, backend=COMPILER)(x)
+    torch.testing.assert_close(found, 2 * wanted)
+
+
+# ---- torch.func ----------------------------------------------------------------------------------
+
+
+def causal(x: Tensor) -> Tensor:
+    return attention(x, x, x, mask=Causal()).square().sum()
+
+
+def windowed(x: Tensor) -> Tensor:
+    return attention(x, x, x, mask=Causal() & Window(1)).square().sum()
+
+
+def entropy(x: Tensor) -> Tensor:
+    found = attention(x, x, x, mask=Causal(), see=See(entropy=True))[1].entropy
+    assert found is not None
+    return found.sum()
+
+
+not_yet_batched = pytest.mark.filterwarnings("ignore:There is a performance drop")
+
+
+@of_pytorch
+@not_yet_batched
+@pytest.mark.parametrize("function", [causal, windowed, entropy])
+def test_functions_of_attention_can_be_transformed(function: Callable[[Tensor], Tensor]) -> None:
+    x, along = torch.randn(2, 3, 2, 5, 4, dtype=torch.float64)  # 3 samples of [heads, length, dim]
+
+    def one(x: Tensor) -> Tensor:
+        return function(x[None])
+
+    leaf = x[0].clone().requires_grad_()
+    (gradient,) = torch.autograd.grad(one(leaf), leaf)
+    torch.testing.assert_close(torch.func.grad(one)(x[0]), gradient)
+    tangent = torch.func.jvp(one, (x[0],), (along[0],))[1]
+    torch.testing.assert_close(tangent, (gradient * along[0]).sum())
+    torch.testing.assert_close(torch.func.vmap(one)(x), torch.stack([one(part) for part in x]))
+    each = torch.func.vmap(torch.func.grad(one))(x)
+    torch.testing.assert_close(each[0], gradient)
+    # And forward over backward, as for products with a Hessian.
+    _, second = torch.func.jvp(torch.func.grad(one), (x[0],), (along[0],))
+    ahead, behind = (torch.func.grad(one)(x[0] + step * along[0]) for step in (1e-5, -1e-5))
+    torch.testing.assert_close(second, (ahead - behind) / 2e-5, rtol=1e-6, atol=1e-7)

@@ -578,6 +578,14 @@ def test_a_field_without_a_gradient_says_so() -> None:
         gradients(call, run, torch.float32, ("peak",))
 
 
+def test_a_second_gradient_is_refused() -> None:
+    call = make("causal", See(lse=True), queries=20, keys=20)
+    query = call.query.requires_grad_()
+    output, _ = run(call._replace(query=query))
+    with pytest.raises(BackendError, match=r"no gradients of gradients.*'tiled'"):
+        torch.autograd.grad(output.sum(), query, create_graph=True)
+
+
 def test_what_is_kept_in_inference_mode_serves_gradients() -> None:
     fused._bin_sizes.found.clear()
     fused._kept_buckets.found.clear()

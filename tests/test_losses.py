@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy, linear
 from regard import (
     GPT2,
     T5,
+    BackendError,
     BertConfig,
     BertMaskedLM,
     GPT2Config,
@@ -121,6 +122,13 @@ def test_the_gradient_scales_with_what_comes_after(way: str) -> None:
     half = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels) / 2, (hidden, weight))
     for whole, part in zip(once, half, strict=True):
         torch.testing.assert_close(whole / 2, part)
+
+
+def test_a_second_gradient_is_refused() -> None:
+    hidden, weight, _, labels = made(30, torch.float32)
+    loss = linear_cross_entropy(hidden, weight, labels)
+    with pytest.raises(BackendError, match="no gradients of gradients"):
+        torch.autograd.grad(loss, hidden, create_graph=True)
 
 
 def test_what_does_not_count_has_no_gradient(way: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy
 import pytest
 import torch
 from hypothesis import given, settings
@@ -149,6 +150,12 @@ def test_segments_may_be_tensors() -> None:
     assert Segments(torch.tensor([[2, 3], [4, 1]])) == Segments([[2, 3], [4, 1]])
     with pytest.raises(InputError, match="whole numbers of positions"):
         Segments(torch.tensor([2.5, 3.0]))
+
+
+def test_numbers_may_be_numpy_s() -> None:
+    lengths = numpy.array([3, 2])
+    assert repr(Padding(lengths)) == "Padding(lengths=(3, 2), side='right')"
+    assert Window(numpy.int64(3)) == Window(3)
 
 
 def test_a_tensor_is_wrapped_on_either_side() -> None:

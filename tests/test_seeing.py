@@ -9,6 +9,8 @@ import torch
 from safetensors.torch import save_file
 
 from regard import Causal, InputError, See, Seen, attention
+from regard.mechanism.geometry import Extent
+from regard.mechanism.seeing import Joining
 
 EVERYTHING = See(
     lse=True,
@@ -154,7 +156,7 @@ def test_autocast_changes_nothing_that_is_seen(backend: str, gradient: bool) -> 
     "asked",
     [
         {"map": 8.0}, {"map": (4.5, 4)}, {"map": (4, 4, 4)}, {"map": 0}, {"rows": [1.5]},
-        {"rows": 3}, {"top": True}, {"pairs": [(1, 2), (3,)]},
+        {"rows": 3}, {"top": True}, {"top": 1.5}, {"pairs": [(1, 2), (3,)]}, {"pairs": 5},
     ],
 )  # fmt: skip
 def test_sizes_and_places_are_whole_numbers(asked: dict[str, object]) -> None:
@@ -169,7 +171,29 @@ def test_a_grid_may_be_a_list_and_rows_may_come_twice() -> None:
     assert torch.equal(seen.rows, seen.weights[:, :, [4, 1, 4, 5]])
 
 
+def test_pairs_may_come_one_by_one() -> None:
+    x = torch.randn(1, 1, 6, 4)
+    _, seen = attention(x, x, x, see=See(pairs=zip([4, 1], [2, 0], strict=True), weights=True))
+    assert torch.equal(seen.pairs[0, 0], seen.weights[0, 0, [4, 1], [2, 0]])
+
+
+@pytest.mark.parametrize(("asked", "count"), [({"map": 2**15}, 2**30), ({"top": 2**14}, 2**29)])
+def test_more_numbers_than_anybody_looks_at_are_refused(asked: dict[str, int], count: int) -> None:
+    x = torch.zeros(1, 1, 2**15, 1)
+    with pytest.raises(InputError, match=rf"would keep {count:,} numbers\. Ask for fewer"):
+        attention(x, x, x, see=See(**asked))  # type: ignore[arg-type]
+
+
 def test_more_rows_than_anybody_looks_at_are_refused() -> None:
     x = torch.zeros(1, 1, 2**15, 1)
     with pytest.raises(InputError, match=r"would keep 327,680,000 weights\. Ask for fewer rows"):
         attention(x, x, x, see=See(rows=range(10_000)))
+
+
+def test_sums_over_queries_are_added_as_they_come() -> None:
+    """To hold one for each block of queries would be n x n numbers again."""
+    joining = Joining(See(received=True), Extent(1, 1, 6, 4, torch.device("cpu")))
+    for _ in range(3):
+        joining.add({"received": torch.ones(1, 1, 4)})
+        assert len(joining.pieces["received"]) == 1
+    assert joining.seen().received.tolist() == [[[3.0] * 4]]

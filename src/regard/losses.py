@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from regard.errors import BackendError
 
 NOTHING = -100  # a label that does not count
 ROOM = 6 * 10**8  # bytes of logits at a time, or more on a large GPU
@@ -89,8 +90,12 @@ class _Chunked(torch.autograd.Function):
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():  # create_graph: what comes out would be taken for constant
+            raise BackendError(
+                "linear_cross_entropy has no gradients of gradients. torch's cross_entropy of the "
+                "logits has."
+            )
         hidden, weight, bias = ctx.saved_tensors
         return (
             None if hidden is None else (hidden * scale).to(ctx.given),

@@ -65,7 +65,8 @@ def attention(
     always have the axes [batch, heads, ...].
 
     ``backend`` is "auto", or the name of one that :func:`why` lists. Gradients of gradients need
-    "tiled" or "reference": fused kernels have none, and say so when asked.
+    "tiled" or "reference": fused kernels have none, and say so when asked. What torch.func cannot
+    take through a kernel goes to "reference" by itself.
 
     >>> import torch
     >>> from regard import See, Causal, attention

@@ -33,7 +33,7 @@ BACKENDS = (
     Backend("triton", fused.unavailable, fused.refuses, fused.run),
     Backend("sdpa", _never, sdpa.refuses, sdpa.run),
     Backend("native", native.unavailable, native.refuses, native.run),
-    Backend("tiled", _never, _never, tiled.run),
+    Backend("tiled", _never, tiled.refuses, tiled.run),
     Backend("reference", _never, _never, reference.run),
 )
 

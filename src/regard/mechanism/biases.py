@@ -140,7 +140,12 @@ class RelativeBuckets(Bias):
     @property
     def _exact(self) -> int:
         """How many distances have a bucket of their own."""
-        return self.table.shape[0] // (4 if self.bidirectional else 2)
+        return self._one_way // 2
+
+    @property
+    def _one_way(self) -> int:
+        """How many buckets the keys on one side of a query have."""
+        return self.table.shape[0] // (2 if self.bidirectional else 1)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -155,8 +160,7 @@ class RelativeBuckets(Bias):
 
     def bucket(self, distance: Tensor) -> Tensor:
         """The bucket of each distance, where a key after its query has a negative distance."""
-        exact = self._exact
-        buckets = 2 * exact
+        exact, buckets = self._exact, self._one_way
         after = buckets * (distance < 0) * self.bidirectional
         distance = distance.abs() if self.bidirectional else distance.clamp(min=0)
         # Float32 throughout: that rounding decides some of the edges in trained checkpoints.

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
+from torch.autograd import forward_ad
 
 from regard.errors import InputError
 from regard.mechanism import biases, masks
@@ -16,6 +18,10 @@ from regard.mechanism.masks import Mask
 from regard.mechanism.seeing import See
 
 _LAYOUTS = {2: "[length, dim]", 3: "[batch, length, dim]", 4: "[batch, heads, length, dim]"}
+
+
+# Why a backend that is more than plain operations refuses a call that is transformed.
+TRANSFORMED = "torch.func and forward gradients go through plain operations alone."
 
 
 class Call(NamedTuple):  # of the ways to hold ten things the fastest to make
@@ -44,6 +50,18 @@ class Call(NamedTuple):  # of the ways to hold ten things the fastest to make
         return torch.is_grad_enabled() and any(
             tensor.requires_grad for tensor in (self.query, self.key, self.value, *held)
         )
+
+    @property
+    def goes_forward(self) -> bool:
+        """Whether derivatives may travel along with the inputs, as in torch.func.jvp."""
+        return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+
+    @property
+    def transformed(self) -> bool:
+        """Whether torch.func works on the call: then tensors stand for others, or have tangents."""
+        if torch.compiler.is_compiling():
+            return False
+        return self.goes_forward or _functorch.peek_interpreter_stack() is not None
 
     @property
     def empty(self) -> bool:

@@ -17,7 +17,7 @@ from torch.nn.functional import embedding
 
 from regard.mechanism import reference
 from regard.mechanism.biases import Alibi, RelativeBuckets, RelativeContent
-from regard.mechanism.call import Call
+from regard.mechanism.call import TRANSFORMED, Call
 from regard.mechanism.geometry import Extent
 from regard.mechanism.keeping import Kept
 from regard.mechanism.kernels import operators
@@ -69,6 +69,8 @@ def unsupported(call: Call) -> str | None:
         return f"the kernels have no {call.query.dtype}."
     if call.dropout:
         return "the kernels have no dropout."
+    if call.transformed:
+        return TRANSFORMED
     if max(call.query.shape[-1], call.value.shape[-1]) > WIDEST:
         return f"a head is wider than {WIDEST}."
     if call.extent.batch * call.extent.heads > HEADS:

@@ -12,9 +12,10 @@ about itself:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain
+from operator import index
 from typing import Any
 
 import torch
@@ -92,11 +93,16 @@ def _lengths(lengths: Tensor | Sequence[int] | int, what: str) -> Tensor | tuple
                 "masks.Dense(mask[:, None, None, :])."
             )
         return lengths.reshape(-1)
-    numbers = (lengths,) if isinstance(lengths, int) else tuple(lengths)
-    for number in numbers:
-        if not isinstance(number, int) or number < 0:
-            raise InputError(f"{what} must be whole numbers from 0 on, but got {number!r}.")
-    return numbers
+    numbers = tuple(lengths) if isinstance(lengths, Iterable) else (lengths,)
+    return tuple(_count(number, f"{what} must be whole numbers") for number in numbers)
+
+
+def _count(number: Any, what: str) -> int:
+    """A whole number from 0 on, NumPy's among them."""
+    found = number if isinstance(number, int) or not hasattr(number, "__index__") else index(number)
+    if not isinstance(found, int) or found < 0:
+        raise InputError(f"{what} from 0 on, but got {number!r}.")
+    return found
 
 
 def _column(lengths: Tensor | tuple[int, ...], extent: Extent) -> int | Tensor:
@@ -148,8 +154,7 @@ class Window(Mask):
 
     def __post_init__(self) -> None:
         for name, size in (("left", self.left), ("right", self.right)):
-            if not isinstance(size, int) or size < 0:
-                raise InputError(f"Window({name}=...) counts keys from 0 on, but got {size!r}.")
+            object.__setattr__(self, name, _count(size, f"Window({name}=...) counts keys"))
 
     def interval(self, extent: Extent) -> Interval:
         at = extent.positions()
@@ -332,6 +337,11 @@ class Dense(Mask):
     allowed: Tensor
 
     def __post_init__(self) -> None:
+        if not isinstance(self.allowed, Tensor):
+            raise InputError(
+                f"masks.Dense(...) holds a boolean tensor, not {type(self.allowed).__name__}. "
+                "torch.as_tensor(mask) makes one."
+            )
         if self.allowed.dtype != torch.bool:
             raise InputError(
                 f"A mask is boolean, True where a query may attend, but got {self.allowed.dtype}. "

@@ -17,13 +17,17 @@ from torch import Tensor
 
 from regard.mechanism.call import Call
 from regard.mechanism.geometry import Tile
-from regard.mechanism.seeing import Seen, join, observe
+from regard.mechanism.seeing import Joining, Seen, observe
 
 
 def run(call: Call) -> tuple[Tensor, Seen | None]:
     """Attend, all queries at once."""
     output, found = attend(call, range(call.extent.queries), range(call.extent.keys))
-    return output, None if call.see is None else join(call.see, [found], call.extent)
+    if call.see is None:
+        return output, None
+    joining = Joining(call.see, call.extent)
+    joining.add(found)
+    return output, joining.seen()
 
 
 def attend(call: Call, rows: range, columns: range) -> tuple[Tensor, dict[str, Tensor]]:
@@ -42,7 +46,7 @@ def attend(call: Call, rows: range, columns: range) -> tuple[Tensor, dict[str, T
         weights = weights.masked_fill(~allowed, 0)  # a NaN row is NaN only where it attends
 
     dropped = torch.nn.functional.dropout(weights, call.dropout) if call.dropout else weights
-    value = spread(call, call.value)[:, :, columns.start : columns.stop]
+    value = spread(call, call.value[:, :, columns.start : columns.stop])
     if allowed is None:
         output = dropped @ value
     else:
@@ -61,7 +65,7 @@ def attend(call: Call, rows: range, columns: range) -> tuple[Tensor, dict[str, T
 def scores(call: Call, tile: Tile, allowed: Tensor | None) -> Tensor:
     """What enters the softmax, [batch, heads, q, k]: -inf where the mask forbids."""
     query = call.query[:, :, tile.rows.start : tile.rows.stop].to(compute_dtype(call))
-    key = spread(call, call.key)[:, :, tile.columns.start : tile.columns.stop]
+    key = spread(call, call.key[:, :, tile.columns.start : tile.columns.stop])
     if allowed is None:
         result = (query * call.scale) @ key.transpose(-1, -2)
     else:
@@ -80,7 +84,8 @@ def scores(call: Call, tile: Tile, allowed: Tensor | None) -> Tensor:
 
 def spread(call: Call, tensor: Tensor) -> Tensor:
     """Keys or values in the precision of the computation, one head per head of the query."""
-    return tensor.to(compute_dtype(call)).repeat_interleave(call.groups, dim=1)
+    tensor = tensor.to(compute_dtype(call))
+    return tensor if call.groups == 1 else tensor.repeat_interleave(call.groups, dim=1)
 
 
 def compute_dtype(call: Call) -> torch.dtype:

@@ -8,7 +8,9 @@ left goes over some rows at a time, with a mask for those rows alone.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 import torch
@@ -22,6 +24,7 @@ from regard.mechanism.seeing import Seen
 from regard.mechanism.tiled import all_finite, by_rows
 
 ROWS = 256  # queries that share one mask tensor
+VECTOR = 16  # keys; with fewer PyTorch's CPU kernel makes zeros of a query that is NaN
 SHORT = 512  # keys up to which a bias with a gradient may be n x n: no more than the inputs
 
 
@@ -41,6 +44,8 @@ def refuses(call: Call) -> str | None:
         return "PyTorch's fused kernels have no softcap."
     if call.empty:
         return "there is nothing to compute: a size is 0."
+    if call.goes_forward:
+        return "PyTorch's fused kernels have no forward gradient."
     if call.bias is not None and call.wants_gradient and call.extent.keys > SHORT:
         if any(tensor.requires_grad for tensor in call.bias.tensors):
             return "PyTorch's fused kernels give a bias no gradient without n x n memory."
@@ -49,6 +54,8 @@ def refuses(call: Call) -> str | None:
 
 def run(call: Call) -> tuple[Tensor, Seen | None]:
     extent, mask = call.extent, call.mask
+    if extent.keys < VECTOR and _may_ask(call) and not all_finite(call):
+        return by_rows(call)
     if call.bias is None:
         if mask is None or (isinstance(mask, Causal) and extent.queries == 1):
             return _fused(call, call.query, call.key, call.value), None
@@ -60,22 +67,48 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
         return by_rows(call)  # zeros, but zeros with a gradient
     if any(piece.kind == "masked" for piece in pieces) and _may_ask(call) and not all_finite(call):
         return by_rows(call)
-    rows: list[Tensor] = []  # what is done of the sequences at hand
+    given = [(call.query, call.key, call.value)]  # all sequences at once, or one by one
+    if pieces[0].batch != slice(None):
+        ones = [1] * extent.batch
+        given = list(zip(*(tensor.split_with_sizes(ones) for tensor in given[0]), strict=True))
     sequences: list[Tensor] = []
-    for piece in pieces:
-        output = _piece(call, piece)
-        if piece.kind == "causal" and _may_ask(call) and not _clean(output):
+    for (_, group), (query, key, value) in zip(
+        groupby(pieces, lambda piece: piece.batch), given, strict=True
+    ):
+        own = list(group)
+        columns = [piece.columns for piece in own]
+        parts = (_parts(query, [piece.rows for piece in own]), _parts(key, columns))
+        tensors = zip(own, *parts, _parts(value, columns), strict=True)
+        rows = [_piece(call, *each) for each in tensors]
+        causal = (row for piece, row in zip(own, rows, strict=True) if piece.kind == "causal")
+        if _may_ask(call) and not all(map(_clean, causal)):
             return by_rows(call)
-        rows.append(output)
-        if piece.rows.stop == extent.queries:
-            sequences.append(torch.cat(rows, dim=2) if len(rows) > 1 else output)
-            rows = []
+        sequences.append(torch.cat(rows, dim=2) if len(rows) > 1 else rows[0])
     return (torch.cat(sequences) if len(sequences) > 1 else sequences[0]), None
 
 
+def _parts(tensor: Tensor, ranges: Sequence[range]) -> Sequence[Tensor]:
+    """The tensor at each range of its length.
+
+    Where they follow one another it is split, and its gradient put together once; the gradient of
+    each slice would be as long as the whole, and mostly zeros.
+    """
+    sizes, at = [], 0
+    for part in ranges:
+        if part and part.start < at:
+            return [tensor[:, :, part.start : part.stop] for part in ranges]
+        sizes += [part.start - at, len(part)] if part else [0, 0]
+        at = part.stop if part else at
+    return tensor.split_with_sizes([*sizes, tensor.shape[2] - at], dim=2)[1::2]
+
+
 def _may_ask(call: Call) -> bool:
-    """Whether the numbers may be looked at: it would make a GPU wait, or break a compiled graph."""
-    return call.extent.device.type == "cpu" and not torch.compiler.is_compiling()
+    """Whether the numbers may be looked at.
+
+    It would make a GPU wait, break a compiled graph, and under vmap there are none yet.
+    """
+    asking = torch.compiler.is_compiling() or call.transformed
+    return call.extent.device.type == "cpu" and not asking
 
 
 def _clean(output: Tensor) -> bool:
@@ -133,11 +166,8 @@ def _plain(tensor: Tensor) -> Tensor:
     return tensor if last == 1 and row else tensor.contiguous()
 
 
-def _piece(call: Call, piece: Piece) -> Tensor:
+def _piece(call: Call, piece: Piece, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     batch, rows, columns, kind = piece
-    query = call.query[batch, :, rows.start : rows.stop]
-    key = call.key[batch, :, columns.start : columns.stop]
-    value = call.value[batch, :, columns.start : columns.stop]
     if not columns:
         return query.new_zeros(*query.shape[:3], value.shape[-1])
     if kind != "masked":
@@ -147,6 +177,7 @@ def _piece(call: Call, piece: Piece) -> Tensor:
     allowed = None if call.mask is None else call.mask.tile(tile)
     lost = None
     if allowed is not None:
+        allowed = allowed[batch] if allowed.shape[0] > 1 else allowed
         lost = ~allowed.any(-1, keepdim=True)  # [b, h, q, 1]
         allowed = allowed | lost
     if call.bias is None:

@@ -1,7 +1,7 @@
 """Seeing: what to look at (See), what was seen (Seen), and the definition of every field.
 
-``observe`` is that definition: plain PyTorch on the dense weights of some rows. ``join`` puts the
-rows of several tiles together. Faster ways to the same numbers live in the backends.
+``observe`` is that definition: plain PyTorch on the dense weights of some rows. ``Joining`` puts
+the rows of several tiles together. Faster ways to the same numbers live in the backends.
 """
 
 from __future__ import annotations
@@ -100,10 +100,13 @@ class See:
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", _whole(self.rows, "rows", "queries"))
         if self.pairs is not None and not isinstance(self.pairs, Pairs):
-            chosen_pairs = Pairs(self.pairs) if len(self.pairs) else None
+            given = self.pairs if isinstance(self.pairs, Tensor | Sequence) else _listed(self.pairs)
+            chosen_pairs = Pairs(given) if len(given) else None
             object.__setattr__(self, "pairs", chosen_pairs)
-        if type(self.top) is not int or self.top < 0:
+        (top,) = _whole((self.top,), "top", "keys to keep")
+        if isinstance(self.top, bool) or top < 0:
             raise InputError(f"See(top=...) is how many keys to keep, but got {self.top!r}.")
+        object.__setattr__(self, "top", top)
         if self.map is not None:
             sizes = self.map if isinstance(self.map, Sequence) else (self.map, self.map)
             grid = _whole(sizes, "map", "rows and columns")
@@ -149,6 +152,12 @@ class See:
                 f"See(rows=...) would keep {len(self.rows) * each:,} weights. Ask for fewer rows, "
                 "or for map=(rows, columns): all of them, pooled."
             )
+        for name, most in (
+            ("map", math.prod(grid_of(self, extent)) if self.map is not None else 0),
+            ("top", extent.queries * self.top),
+        ):
+            if (kept := extent.batch * extent.heads * most) > MOST_WEIGHTS:
+                raise InputError(f"See({name}=...) would keep {kept:,} numbers. Ask for fewer.")
         count = each * extent.queries
         if self.weights and count > MOST_WEIGHTS:
             raise InputError(
@@ -163,6 +172,13 @@ class See:
             for name in self.asked
         )
         return f"See({', '.join(shown)})"
+
+
+def _listed(pairs: Any) -> list[tuple[int, int]]:
+    try:
+        return list(pairs)
+    except TypeError:
+        raise InputError(f"See(pairs=...) is a list of (query, key), but got {pairs!r}.") from None
 
 
 def _whole(numbers: Any, field: str, what: str) -> tuple[int, ...]:
@@ -337,7 +353,7 @@ def observe(
 
     The tile holds whole rows: outside its columns nothing may be attended. Scores are -inf and
     weights 0 where the mask forbids. Fields that run over queries (received, map, max_logit) hold
-    what these rows add; ``join`` puts them together.
+    what these rows add; :class:`Joining` puts them together.
     """
     extent, device = tile.extent, weights.device
     columns = tile.columns
@@ -402,22 +418,32 @@ def chosen(see: See, tile: Tile) -> tuple[slice, list[int]]:
     return slice(first, last), [row - tile.rows.start for row in asked[first:last]]
 
 
-def join(see: See, parts: Sequence[Mapping[str, Tensor]], extent: Extent) -> Seen:
-    """Put together what was observed of consecutive tiles of rows."""
-    found: dict[str, Tensor] = {}
-    for name in parts[0]:
-        pieces = [part[name] for part in parts]
-        if name in _BY_QUERY:
-            found[name] = torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
-        elif name in ("max_logit", "map_peak"):
-            found[name] = pieces[0]
-            for piece in pieces[1:]:
-                found[name] = torch.maximum(found[name], piece)
-        else:
-            found[name] = pieces[0]
-            for piece in pieces[1:]:
-                found[name] = found[name] + piece
-    return finish(see, found, extent)
+class Joining:
+    """Puts together what is observed of consecutive tiles of rows, as it comes.
+
+    Sums over queries are as long as the keys: to hold one for each tile would be n x n again.
+    """
+
+    def __init__(self, see: See, extent: Extent) -> None:
+        self.see, self.extent = see, extent
+        self.pieces: dict[str, list[Tensor]] = {}
+
+    def add(self, found: Mapping[str, Tensor]) -> None:
+        for name, piece in found.items():
+            pieces = self.pieces.setdefault(name, [])
+            if name in _BY_QUERY or not pieces:
+                pieces.append(piece)
+            elif name in ("max_logit", "map_peak"):
+                pieces[0] = torch.maximum(pieces[0], piece)
+            else:
+                pieces[0] = pieces[0] + piece
+
+    def seen(self) -> Seen:
+        found = {
+            name: torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
+            for name, pieces in self.pieces.items()
+        }
+        return finish(self.see, found, self.extent)
 
 
 def finish(see: See, found: dict[str, Tensor], extent: Extent) -> Seen:

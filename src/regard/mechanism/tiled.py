@@ -17,10 +17,11 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from regard.mechanism import reference
-from regard.mechanism.call import Call
+from regard.mechanism.call import TRANSFORMED, Call
 from regard.mechanism.geometry import Hull, Tile
 from regard.mechanism.masks import hulls
 from regard.mechanism.seeing import (
+    Joining,
     Pairs,
     See,
     Seen,
@@ -29,18 +30,19 @@ from regard.mechanism.seeing import (
     chosen,
     finish,
     grid_of,
-    join,
 )
 
 ROWS = 64  # queries a block; enough of them for a matrix product to run at full speed
-SMALL = 60.0  # of a score: thousands of powers of e add up to far less than float32 holds
+SMALL = 60.0  # thousands of e to this power, a value among them, are far less than float32 holds
 BLOCK = 2**20  # scores a block of ``stream`` holds, where it can choose: a few MB, near the cores
 
 
+def refuses(call: Call) -> str | None:
+    return TRANSFORMED if call.transformed else None
+
+
 def run(call: Call) -> tuple[Tensor, Seen | None]:
-    if call.wants_gradient or call.dropout or call.empty or not all_finite(call):
-        return by_rows(call)
-    return stream(call)
+    return by_rows(call) if call.wants_gradient or call.dropout or call.empty else stream(call)
 
 
 def all_finite(call: Call) -> bool:
@@ -56,7 +58,8 @@ def all_finite(call: Call) -> bool:
 
 def by_rows(call: Call) -> tuple[Tensor, Seen | None]:
     """The reference, some rows at a time; in the backward pass each block is computed again."""
-    outputs, parts = [], []
+    outputs = []
+    joining = None if call.see is None else Joining(call.see, call.extent)
     for rows, columns, _ in hulls(call.mask, call.extent, ROWS):
         if call.wants_gradient:
             output, found = checkpoint(
@@ -66,13 +69,17 @@ def by_rows(call: Call) -> tuple[Tensor, Seen | None]:
         else:
             output, found = reference.attend(call, rows, columns)
         outputs.append(output)
-        parts.append(found)
+        if joining is not None:
+            joining.add(found)
     output = torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
-    return output, None if call.see is None else join(call.see, parts, call.extent)
+    return output, None if joining is None else joining.seen()
 
 
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # it asks for numbers, and writes in place
 def stream(call: Call) -> tuple[Tensor, Seen | None]:
     """All blocks without gradients: two buffers, everything in place."""
+    if not all_finite(call):
+        return by_rows(call)
     with torch.no_grad():
         return _Stream(call).run()
 
@@ -82,7 +89,8 @@ class _Stream:
 
     In a block the scores of a row become powers of e, and a weight is its power over the row's
     total. So that no power overflows, a row first loses its highest score, unless queries and keys
-    are too short for any score to be large. What can wait for the end waits.
+    are too short, and values too small, for any product to be large. What can wait for the end
+    waits.
     """
 
     def __init__(self, call: Call) -> None:
@@ -93,7 +101,8 @@ class _Stream:
         self.query = call.query.to(dtype) * call.scale
         self.key = call.key.to(dtype).transpose(-1, -2)  # [b, g, d, k]
         longest = self.query.norm(dim=-1).max() * self.key.norm(dim=-2).max()
-        self.small = call.bias is None and longest.item() < SMALL
+        largest = max(call.value.abs().max().item(), 1.0)
+        self.small = call.bias is None and longest.item() + math.log(largest) < SMALL
         # Powers of e are summed before they are divided: a long row's would pass float16's 65,504.
         self.value = call.value.to(dtype) if call.value.dtype == torch.float16 else call.value
         # Rows that no block reaches have nothing to attend to: no highest, no total.

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from regard.errors import BackendError
 from regard.mechanism.kernels.structure import CAUSAL, FULL, PLAIN, Structure
@@ -107,8 +106,12 @@ class _Attend(torch.autograd.Function):
         return tuple(found[name] for name in ctx.names)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph: what comes out would be taken for constant
+            raise BackendError(
+                "The backend 'triton' has no gradients of gradients. "
+                "Pass backend='tiled', which has them."
+            )
         query, key, value, table, second, *kept = ctx.saved_tensors
         given = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
         for name in ROUGH:

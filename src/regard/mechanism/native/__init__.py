@@ -12,10 +12,9 @@ from collections.abc import Iterator
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from regard.mechanism.biases import Alibi, Bias, RelativeBuckets
-from regard.mechanism.call import Call
+from regard.mechanism.call import TRANSFORMED, Call
 from regard.mechanism.geometry import Extent
 from regard.mechanism.masks import on_host
 from regard.mechanism.native import building
@@ -52,8 +51,10 @@ def unsupported(call: Call) -> str | None:
         return "there is nothing to compute: a size is 0."
     if call.query.dtype not in DTYPES:
         return f"the kernel has no {call.query.dtype}."
-    if call.wants_gradient or _forward_gradient(call):
+    if call.wants_gradient:
         return "the kernel has no gradients."
+    if call.transformed:
+        return TRANSFORMED
     if call.dropout:
         return "the kernel has no dropout."
     if call.mask is not None and not on_host(call.mask, call.extent).exact:
@@ -61,13 +62,6 @@ def unsupported(call: Call) -> str | None:
     if not isinstance(call.bias, Alibi | RelativeBuckets | None):
         return f"the kernel has no {type(call.bias).__name__} bias."
     return None
-
-
-def _forward_gradient(call: Call) -> bool:
-    """Whether a derivative travels along with the inputs: the kernel would lose it in silence."""
-    tensors = (call.query, call.key, call.value, *(call.bias.tensors if call.bias else ()))
-    duals = (forward_ad.unpack_dual(tensor) for tensor in tensors)  # type: ignore[no-untyped-call]
-    return any(dual.tangent is not None for dual in duals)
 
 
 def run(call: Call) -> tuple[Tensor, Seen | None]:
