@@ -56,6 +56,12 @@ def test_saving_one_file_over_shards_leaves_no_stale_index(shards: Path) -> None
     assert isinstance(load(shards), GPT2)
 
 
+def test_one_file_counts_where_a_stale_index_is_left(folder: Path, shards: Path) -> None:
+    """As transformers leaves it, and reads it."""
+    (folder / INDEX).write_text((shards / INDEX).read_text())
+    assert isinstance(load(folder), GPT2)
+
+
 def test_dtype_and_device_are_as_asked(folder: Path) -> None:
     model = load(folder, dtype=torch.bfloat16, device="cpu")
     assert {p.dtype for p in model.parameters()} == {torch.bfloat16}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ BEAMS = {
     "never": (Beam(4, early="never"), {"early_stopping": "never"}),
     "three": (Beam(4, best=3), {"num_return_sequences": 3}),
     "no repeats": (Beam(4, no_repeat=2), {"no_repeat_ngram_size": 2}),
+    "no shorter": (Beam(4, least=6), {"min_new_tokens": 6}),
     "one": (Beam(1), {}),
 }
 
@@ -93,6 +95,13 @@ def test_greedy_without_repeats_is_that_of_transformers(pair) -> None:
     model, _, stop, _ = pair
     found = generate(model, PROMPTS, Greedy(no_repeat=2), length=LENGTH, stop=[stop])
     assert ids_of(found) == theirs(pair, {"no_repeat_ngram_size": 2})
+
+
+def test_greedy_that_is_no_shorter_is_that_of_transformers(pair) -> None:
+    model, _, stop, _ = pair
+    found = generate(model, PROMPTS, Greedy(least=6), length=LENGTH, stop=[stop])
+    assert ids_of(found) == theirs(pair, {"min_new_tokens": 6})
+    assert min(len(ids) for [ids] in ids_of(found)) >= 6
 
 
 @pytest.mark.parametrize("name", BEAMS)
@@ -344,6 +353,27 @@ def test_samples_come_as_often_as_they_should() -> None:
     expected = [chance / sum(warm) for chance in warm]
     assert drawn(Sample(temperature=2.0), chances) == pytest.approx(expected, abs=0.05)
     assert drawn(Sample(temperature=1e-3), chances) == [0, 1, 0, 0]
+    assert drawn(Sample(temperature=1e-40), chances) == [0, 1, 0, 0]
+    assert drawn(Sample(top_p=1e-300), chances) == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("how", [Greedy(no_repeat=1), Sample(no_repeat=1)])
+def test_where_all_would_repeat_a_sequence_ends(how: Greedy | Sample) -> None:
+    [[output]] = generate(Dice([0.4, 0.3, 0.3]), [[0]], how, length=9)
+    assert sorted(output.ids) == [1, 2]  # it began with 0
+    assert math.isfinite(output.score)
+    assert list(stream(Dice([0.4, 0.3, 0.3]), [0], how, length=9)) == output.ids
+
+
+@pytest.mark.parametrize("how", [Greedy(), Sample()])
+def test_scores_that_are_no_numbers_are_told(how: Greedy | Sample) -> None:
+    with pytest.raises(InputError, match="NaN"):
+        generate(Dice([math.nan, 0.5]), [[0]], how, length=3)
+
+
+def test_what_stops_may_be_a_tensor() -> None:
+    [[output]] = generate(Dice([0.4, 0.6]), [[0]], length=3, stop=torch.tensor([1]))
+    assert output.stopped
 
 
 def test_beam_search_finds_the_best_of_all_sequences() -> None:
@@ -393,6 +423,19 @@ def test_what_makes_no_sense_is_refused() -> None:
         lambda: generate(Dice([1.0]), ["hello"], length=1),
         lambda: generate(Dice([1.0]), [1, 2], length=1),
         lambda: generate(Dice([1.0]), [[0]], length=1, batch=0),
+        lambda: generate(Dice([1.0]), [[0.5]], length=1),
+        lambda: generate(Dice([1.0]), None, length=1),
+        lambda: generate(Dice([1.0]), [[0]], "greedy", length=1),
+        lambda: generate(Dice([1.0]), [[0]], length=1, stop="ab"),
+        lambda: generate(Dice([1.0]), [[0]], length=1, stop=5),
+        lambda: generate(Dice([1.0]), [[0]], length=True),
+        lambda: list(stream(Dice([1.0]), [0], {"beams": 2}, length=1)),
+        lambda: Sample(temperature="1"),
+        lambda: Sample(top_p=None),
+        lambda: Sample(seed=1.5),
+        lambda: Sample(seed=2**64),
+        lambda: Beam(best=None),
+        lambda: Beam(length_penalty=None),
     ):
         with pytest.raises(InputError):
             make()

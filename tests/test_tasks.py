@@ -37,11 +37,12 @@ from regard import (
     summarize,
     translate,
 )
+from regard.converting import convert
 from regard.models.model import pad
 from regard.tasks import completing
 from regard.tasks.answering import LONGEST_ANSWER, best_spans, windows
 from regard.tasks.looking import look
-from regard.tasks.ready import ready, write
+from regard.tasks.ready import SettingWarning, ready, write
 from regard.tasks.words import Span, pool, sentences, sharing, words
 
 
@@ -190,6 +191,43 @@ def test_tokens_that_a_model_must_not_write_are_not_written(tmp_path: Path) -> N
     assert translate("The cat.", "fr", model=folder, length=4).text == ""
     folders.edit(folder, "generation_config.json", bad_words_ids=[[1]])
     assert translate("The cat.", "fr", model=folder, length=4).text != ""
+
+
+def test_older_checkpoints_say_how_to_decode_in_their_config(tmp_path: Path) -> None:
+    folder, other = folders.translator(tmp_path / "marian"), tmp_path / "other"
+    with torch.no_grad():
+        model = load(folder)
+        model.output_bias[0, 1] = 50.0
+    model.save(folder)
+    (folder / "generation_config.json").unlink()
+    folders.edit(folder, bad_words_ids=[[1]], num_beams=2, min_length=4)
+    found = translate("The cat.", "fr", model=folder, length=5)
+    assert found.tokens >= 4
+    said = json.loads((convert(folder, other) / "generation_config.json").read_text())
+    assert said["bad_words_ids"] == [[1]]
+    assert translate("The cat.", "fr", model=other, length=5).text == found.text
+
+
+def test_a_model_may_have_several_tokens_that_end_a_text(made: Path, tmp_path: Path) -> None:
+    folder = convert(made / "gpt2", tmp_path / "gpt2")
+    how = Greedy()
+    written = Text.load(folder).encode(complete("The cat", model=folder, how=how, length=8).text)
+    end = json.loads((folder / "config.json").read_text())["eos_token_id"]
+    folders.edit(folder, "generation_config.json", eos_token_id=[end, written.ids[3]])
+    found = complete("The cat", model=folder, how=how, length=8)
+    assert found.stopped
+    assert found.tokens <= 4
+
+
+def test_what_a_model_asks_for_in_vain_is_told(tmp_path: Path) -> None:
+    folder = folders.summarizer(tmp_path / "t5")
+    folders.edit(folder, "generation_config.json", repetition_penalty=1.3, bad_words_ids=[[5]])
+    with pytest.warns(SettingWarning) as told:
+        summarize(folders.LINES[0], model=folder, length=3)
+    assert [str(one.message).split(" = ")[0] for one in told] == [
+        "t5 asks for repetition_penalty",
+        "t5 asks for bad_words_ids",
+    ]
 
 
 def small_language(random: Random) -> tuple[str, str, list[int]]:
@@ -526,7 +564,7 @@ def test_what_makes_no_sense_is_refused(made: Path, task, words: str) -> None:
 def test_settings_that_cannot_be_followed_are_the_checkpoints_fault(tmp_path: Path) -> None:
     folder = folders.translator(tmp_path / "translate")
     folders.edit(folder, "generation_config.json", num_beams="many")
-    with pytest.raises(CheckpointError, match="generation_config"):
+    with pytest.raises(CheckpointError, match=r"of decoding cannot be followed: .*many"):
         translate("The cat.", "fr", model=folder)
 
 
@@ -588,6 +626,9 @@ def test_a_part_of_how_a_model_decodes_is_changed_alone(made: Path) -> None:
     assert decoding(own, {"length_penalty": 2.0}, 9) == (Beam(8, 2.0, no_repeat=2), 9)
     assert decoding(own, {"num_beams": 1}, 9) == (Greedy(2), 9)
     assert decoding(own, {}, 9) == (Beam(8, 0.6, no_repeat=2), 9)
+    assert decoding(own, {"min_length": 5}, 9) == (Beam(8, 0.6, no_repeat=2, least=4), 9)
+    with pytest.raises(InputError, match=r"has no 'temperature'\. It may have early_stopping"):
+        decoding(own, {"temperature": 0.5}, 9)
     with pytest.raises(InputError, match="A length penalty is for beams"):
         decoding({"num_beams": 1}, {"length_penalty": 2.0}, 9)
     found = summarize(folders.LINES[0], model=made / "summarize", how={"num_beams": 2}, length=3)

@@ -179,9 +179,9 @@ def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
     """Find a checkpoint and check all that its files say of themselves."""
     folder = find(name)
     config = read_json(folder / CONFIG)
-    if (folder / INDEX).exists():
-        return _paired(folder, config, _sharded(folder))
     if not (folder / WEIGHTS).exists():
+        if (folder / INDEX).exists():
+            return _paired(folder, config, _sharded(folder))
         pickled = sorted(file.name for file in folder.glob("*.bin"))
         if pickled:
             raise CheckpointError(
@@ -226,6 +226,21 @@ def tasks_of(config: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
     if not isinstance(found, dict) or not all(isinstance(task, dict) for task in found.values()):
         raise CheckpointError(f"{name}: task_specific_params should hold objects.")
     return found
+
+
+# What older checkpoints say of decoding in config.json itself.
+_OF_DECODING = (
+    "bad_words_ids", "early_stopping", "length_penalty", "max_length", "max_new_tokens",
+    "min_length", "min_new_tokens", "no_repeat_ngram_size", "num_beams", "repetition_penalty",
+)  # fmt: skip
+
+
+def settings_of(folder: Path) -> dict[str, Any]:
+    """What a checkpoint says about decoding, whatever its task."""
+    if (folder / GENERATION).exists():
+        return read_json(folder / GENERATION)
+    config = read_json(folder / CONFIG)
+    return {name: config[name] for name in _OF_DECODING if name in config}
 
 
 def read_bytes(file: Path) -> bytes:

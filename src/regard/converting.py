@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from regard.checkpoints import CONFIG, GENERATION, SHARD, find, note, read_json
+from regard.checkpoints import CONFIG, GENERATION, SHARD, find, note, read_json, settings_of
 from regard.errors import InputError
 from regard.models import load
 from regard.packing import Packing
@@ -74,6 +74,8 @@ def convert(
         for name in _BESIDE:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, made / name)
+        if (made / GENERATION).exists() and not (folder / GENERATION).exists():
+            note(made / GENERATION, settings_of(folder))
         said = read_json(folder / CONFIG)
         note(made / CONFIG, {key: said[key] for key in _OF_TASKS if key in said})
         try:

@@ -2,8 +2,8 @@
 
 ``arrange`` changes where the numbers lie, so that a product need not sort them each time.
 ``quantize`` also makes them int8, a quarter of the memory to read: each output has a scale of its
-own, and so has each input as it comes (https://arxiv.org/abs/2208.07339). What becomes of a row
-depends on that row alone, so a sentence fares the same alone or in a batch.
+own, and so has each input as it comes (https://arxiv.org/abs/2208.07339). What a layer
+makes of a row depends on that row alone, whatever else is in the batch.
 
 Both work on the model they are given, which can be neither trained nor saved from then on.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 from typing import Annotated, Any
 
 import typer
@@ -28,6 +29,7 @@ def main() -> None:
     """The command ``regard``. Mistakes in its use end with one line and status 2."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without √
+    warnings.showwarning = lambda message, *_, **__: _complain(f"warning: {message}")
     try:
         status = app(prog_name="regard", standalone_mode=False)
         sys.stdout.flush()

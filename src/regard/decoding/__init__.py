@@ -1,12 +1,15 @@
 """Decoding: from what a model says comes next to whole sequences. It knows ids only.
 
-What becomes of a prompt depends on the prompt alone, not on the batch it is in. Sequences that are
+What becomes of a prompt depends on the prompt alone, not on the batch it is in, but for how sums
+are rounded there. Sequences that are
 done leave the batch, and others take their places; the beams of a sentence share what it keeps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from operator import index
+from typing import Any
 
 import torch
 
@@ -53,26 +56,23 @@ def generate(
     >>> len(first.ids), len(second.ids)
     (5, 5)
     """
-    how = Greedy() if how is None else how
+    how = _way(how)
     at_least("generate(length=...)", length, 1)
     at_least("generate(batch=...)", batch, 1)
     if tokens is not None:
         at_least("generate(tokens=...)", tokens, 1)
-    for prompt in prompts:
-        if isinstance(prompt, str | int):
-            raise InputError(
-                f"Prompts are lists of token ids, but one is {prompt!r}. Text.encode(...).ids "
-                "makes such a list of a text."
-            )
+    if not isinstance(prompts, Iterable):
+        raise InputError(f"generate() takes a list of prompts, but got {prompts!r}.")
+    begun, ends = [_prompt(prompt) for prompt in prompts], _stop(stop)
 
     def capacity(longest: int) -> int:
         return batch if tokens is None else max(min(batch, tokens // max(longest, 1)), 1)
 
     with torch.inference_mode():
         if isinstance(how, Beam):
-            searches = Searches(how, length, stop)
-            return run(model, prompts, searches, length * how.size, capacity)
-        return run(model, prompts, Lines(how, length, stop), length, capacity)
+            searches = Searches(how, length, ends)
+            return run(model, begun, searches, length * how.size, capacity)
+        return run(model, begun, Lines(how, length, ends), length, capacity)
 
 
 def stream(
@@ -91,14 +91,42 @@ def stream(
     True
     """
     at_least("stream(length=...)", length, 1)
-    if isinstance(how, Beam):
+    chosen = _way(how)
+    if isinstance(chosen, Beam):
         raise InputError("Beams are known at their end only: use generate(), or another way.")
-    lines = Lines(Greedy() if how is None else how, length, stop)
+    lines = Lines(chosen, length, _stop(stop))
     with torch.inference_mode():
-        ids, state = model.begin([prompt], room=length)
+        ids, state = model.begin([_prompt(prompt)], room=length)
         [line] = [lines.begin(begun) for begun in begun_of(ids, state)]
+    told = 0
     while not line.done:
         with torch.inference_mode():
             ids = lines.choose(model.step(ids, state), [line])
-        if not line.stopped:
-            yield line.ids[-1]
+        if len(line.ids) > told:
+            yield line.ids[told]
+            told += 1
+
+
+def _way(how: How | None) -> How:
+    if how is None:
+        return Greedy()
+    if not isinstance(how, How):
+        raise InputError(f"how is Greedy(), Sample(...) or Beam(...), but got {how!r}.")
+    return how
+
+
+def _prompt(prompt: Any) -> list[int]:
+    try:
+        return [index(token) for token in prompt]
+    except TypeError:
+        raise InputError(
+            f"Prompts are lists of token ids, but one is {prompt!r}. Text.encode(...).ids "
+            "makes such a list of a text."
+        ) from None
+
+
+def _stop(stop: Any) -> frozenset[int]:
+    try:
+        return frozenset(index(token) for token in stop)
+    except TypeError:
+        raise InputError(f"stop=... is a list of token ids, but got {stop!r}.") from None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
 from regard.decoding.ways import Greedy, Output, Sample
+from regard.errors import InputError
 
 AT_ONCE = 2**18  # scores
 
@@ -35,8 +36,8 @@ class Lines:
 
     beams = 1
 
-    def __init__(self, how: Greedy | Sample, length: int, stop: Sequence[int]) -> None:
-        self.how, self.length, self.stop = how, length, frozenset(stop)
+    def __init__(self, how: Greedy | Sample, length: int, stop: frozenset[int]) -> None:
+        self.how, self.length, self.stop = how, length, stop
 
     def begin(self, begun: list[int]) -> Line:
         """A line that goes on from ``begun``."""
@@ -49,6 +50,8 @@ class Lines:
         if self.how.no_repeat:
             past = [line.past for line in lines]
             scores = without_repeats(scores.clone(), past, self.how.no_repeat)
+        short = [row for row, line in enumerate(lines) if len(line.ids) < self.how.least]
+        scores = without_stops(scores, short, self.stop)
         if isinstance(self.how, Sample):
             draws = torch.stack([torch.rand((), generator=line.draws) for line in lines])
             tokens = _draw(scores, self.how, draws.to(scores.device))[:, None]
@@ -58,6 +61,14 @@ class Lines:
         chances = best[:, 0] - total
         for line, token, chance in zip(lines, tokens[:, 0].tolist(), chances.tolist(), strict=True):
             if line.done:
+                continue
+            if math.isnan(chance):
+                raise InputError(
+                    "The model's scores are not numbers (NaN), so no token can be chosen. Its "
+                    "weights may be damaged, or too large for their precision."
+                )
+            if chance == -math.inf:  # whatever may follow would repeat something
+                line.done = True
                 continue
             line.score += chance
             line.stopped = token in self.stop
@@ -80,7 +91,10 @@ def totals(scores: Tensor) -> Tensor:
 
 def _draw(scores: Tensor, how: Sample, draws: Tensor) -> Tensor:
     """One token for each row, where its number in ``draws`` falls among the probabilities."""
-    values, tokens = (scores / how.temperature).sort(dim=-1, descending=True, stable=True)
+    # Off the largest, so that no temperature makes it infinite.
+    largest = scores.amax(-1, keepdim=True)
+    cooled = (scores - largest.where(largest > -math.inf, 0)) / how.temperature
+    values, tokens = cooled.sort(dim=-1, descending=True, stable=True)
     if how.top_k:
         values, tokens = values[:, : how.top_k], tokens[:, : how.top_k]
     shares = values.softmax(-1)
@@ -88,7 +102,7 @@ def _draw(scores: Tensor, how: Sample, draws: Tensor) -> Tensor:
     shares = shares.masked_fill(before >= how.top_p, 0)
     reached = shares.cumsum(-1)
     at = (reached < draws[:, None] * reached[:, -1:]).sum(-1)
-    last = (shares > 0).sum(-1) - 1
+    last = ((shares > 0).sum(-1) - 1).clamp(min=0)
     drawn: Tensor = tokens.gather(-1, torch.minimum(at, last)[:, None])[:, 0]
     return drawn
 
@@ -104,4 +118,14 @@ def without_repeats(scores: Tensor, past: Sequence[Sequence[int]], size: int) ->
         ]
         if taken:
             scores[row, taken] = -math.inf
+    return scores
+
+
+def without_stops(scores: Tensor, rows: Sequence[int], stop: Iterable[int]) -> Tensor:
+    """``scores`` with -inf for tokens that stop, in rows that are too short to."""
+    stops = [token for token in stop if 0 <= token < scores.shape[-1]]
+    if not rows or not stops:
+        return scores
+    scores = scores.clone()
+    scores[torch.tensor(rows)[:, None], torch.tensor(stops)] = -math.inf
     return scores

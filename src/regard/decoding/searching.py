@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from regard.decoding.choosing import totals, without_repeats
+from regard.decoding.choosing import totals, without_repeats, without_stops
 from regard.decoding.ways import Beam, Output
 
 _NEVER = -1e9  # the score of a beam that is not there; finite, so that sums stay numbers
@@ -18,8 +18,8 @@ Path = tuple["Path", int] | None  # what a beam came by: all but its last token,
 class Searches:
     """Picks the best candidates of each sentence."""
 
-    def __init__(self, how: Beam, length: int, stop: Sequence[int]) -> None:
-        self.how, self.length, self.stop = how, length, frozenset(stop)
+    def __init__(self, how: Beam, length: int, stop: frozenset[int]) -> None:
+        self.how, self.length, self.stop = how, length, stop
         self.beams = how.size
 
     def begin(self, begun: list[int]) -> Search:
@@ -39,6 +39,12 @@ class Searches:
         if self.how.no_repeat:
             past = [beam for search in searches for beam in search.past()]
             logits = without_repeats(logits.clone(), past, self.how.no_repeat)
+        short = [
+            row
+            for row, search in enumerate(s for s in searches for _ in s.paths)
+            if search.taken < self.how.least
+        ]
+        logits = without_stops(logits, short, self.stop)
         values, tokens = top(logits, min(most, logits.shape[-1]))  # [rows, candidates of each]
         values = (values - total).view(*scores.shape, -1) + scores[..., None]
         values, at = values.flatten(1).topk(min(most, values[0].numel()))  # [sentences, candidates]

@@ -57,7 +57,7 @@ def complete(
     prompts = [_prompt(one, text) for text in texts]
     length = _length(one, prompts, length)
     writer: Any = one.model
-    outputs = generate(writer, prompts, way, length=length, stop=_stop(one), batch=batch)
+    outputs = generate(writer, prompts, way, length=length, stop=one.ends, batch=batch)
     seconds = (perf_counter() - began) / max(len(texts), 1)
     records = []
     for text, prompt, (best, *_) in zip(texts, prompts, outputs, strict=True):
@@ -86,6 +86,8 @@ def completing(
     >>> "".join(pieces) == complete("Once upon a time", how=Greedy(), length=6).text
     True
     """
+    if not isinstance(text, str):
+        raise InputError(f"Give one text to go on from, not {type(text).__name__}.")
     if not text.strip():
         raise InputError("The text is empty. Give some words.")
     one = ready(model, (GPT2, TransformerXL), "complete a text", device, precision)
@@ -99,7 +101,7 @@ def _pieces(
 ) -> Generator[str, None, Completion]:
     began = perf_counter()
     heard = _Heard(one.model)
-    stop, ids, chance = _stop(one), list[int](), 0.0
+    stop, ids, chance = one.ends, list[int](), 0.0
     said = ""
     for token in stream(heard, prompt, how, length=length, stop=stop):
         ids.append(token)
@@ -157,11 +159,6 @@ def _length(one: Ready, prompts: Sequence[Sequence[int]], asked: int | None) -> 
             f"{', or a smaller length' if asked else ''}."
         )
     return min(usual, room)
-
-
-def _stop(one: Ready) -> tuple[int, ...]:
-    end = one.model.config.end
-    return () if end is None else (end,)
 
 
 def _after(one: Ready, prompt: Sequence[int], ids: Sequence[int]) -> str:

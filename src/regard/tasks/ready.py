@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, wraps
@@ -83,6 +84,16 @@ class Ready:
         return prepare(text, steps)
 
     @property
+    def ends(self) -> list[int]:
+        """The tokens that end what it writes."""
+        said = self.defaults.get("eos_token_id")
+        said = self.model.config.end if said is None else said
+        found = said if isinstance(said, list) else [] if said is None else [said]
+        if not all(type(token) is int for token in found):
+            raise CheckpointError(f"{self.name}: eos_token_id = {said!r} is no token.")
+        return found
+
+    @property
     def window(self) -> int:
         """How many tokens it reads at once."""
         found = getattr(self.model.config, "length", None) or self.config.get("n_positions") or 512
@@ -138,15 +149,48 @@ def _loaded(folder: Path, stamps: object, device: str, precision: Precision) -> 
     # What precision a file has saves space; in which one it is fast depends on the machine.
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     model = load(folder, device=device, dtype=dtype)
-    generation = folder / checkpoints.GENERATION
-    defaults = checkpoints.read_json(generation) if generation.exists() else {}
+    defaults = checkpoints.settings_of(folder)
     _silence(model, defaults.get("bad_words_ids"))
+    for name in _not_followed(model, defaults):
+        warnings.warn(
+            f"{folder.name} asks for {name} = {defaults[name]!r}, which regard does not follow.",
+            SettingWarning,
+            stacklevel=2,
+        )
     if precision == "int8":
         quantize(model)
     elif precision == "bfloat16" and model.device.type == "cpu":
         arrange(model)
     config = checkpoints.read_json(folder / checkpoints.CONFIG)
     return Ready(str(folder), model, Text.load(folder), config, defaults)
+
+
+class SettingWarning(UserWarning):
+    """A model's files ask for a way to decode that regard does not have."""
+
+
+# Settings that would change what is written, and the values by which they do not.
+_NEUTRAL: dict[str, tuple[object, ...]] = {
+    "repetition_penalty": (1.0,),
+    "encoder_no_repeat_ngram_size": (0,),
+    "forced_bos_token_id": (),
+    "suppress_tokens": ([],),
+    "begin_suppress_tokens": ([],),
+    "sequence_bias": ({},),
+}
+
+
+def _not_followed(model: Model, settings: Mapping[str, Any]) -> list[str]:
+    found = [
+        name
+        for name, neutral in _NEUTRAL.items()
+        if settings.get(name) is not None and settings[name] not in neutral
+    ]
+    words = settings.get("bad_words_ids")
+    single = isinstance(words, list) and all(isinstance(w, list) and len(w) == 1 for w in words)
+    if words and not (single and isinstance(model, Transformer)):
+        found.append("bad_words_ids")
+    return found
 
 
 def _silence(model: Model, tokens: object) -> None:
@@ -183,8 +227,10 @@ def one_or_many(run: Callable[Concatenate[list[str], P], list[R]]) -> OneOrMany[
             if not text.strip():
                 raise InputError("The text is empty. Give some words.")
             return run([text], *args, **kwargs)[0]
-        if not isinstance(text, list | tuple) or not all(isinstance(one, str) for one in text):
+        if not isinstance(text, list | tuple):
             raise InputError(f"Give a text or a list of texts, not {type(text).__name__}.")
+        if wrong := [one for one in text if not isinstance(one, str)]:
+            raise InputError(f"Give a list of texts; one of them is {wrong[0]!r}.")
         return run(list(text), *args, **kwargs)
 
     return cast("OneOrMany[P, R]", call)
@@ -206,6 +252,10 @@ class Written:
 
 
 Way = How | Mapping[str, float]  # whole, or what is other than in a model's own
+_PARTS = {
+    "num_beams", "length_penalty", "early_stopping", "no_repeat_ngram_size", "min_length",
+    "min_new_tokens",
+}  # fmt: skip
 
 
 def decoding(settings: Mapping[str, Any], how: Way | None, length: int | None) -> tuple[How, int]:
@@ -213,24 +263,36 @@ def decoding(settings: Mapping[str, Any], how: Way | None, length: int | None) -
 
     Asked for may be a part of it, by the names that such settings have: {"num_beams": 8}.
     """
+    settings = {name: value for name, value in settings.items() if value is not None}
     asked: Mapping[str, float] = {}
     if isinstance(how, Mapping):
         settings, asked, how = {**settings, **how}, how, None
+        if unknown := asked.keys() - _PARTS:
+            raise InputError(
+                f"how={{...}} has no {min(unknown)!r}. It may have {', '.join(sorted(_PARTS))}."
+            )
         if "length_penalty" in asked and settings.get("num_beams", 4) == 1:
             raise InputError("A length penalty is for beams: ask for some of them, too.")
     try:
         if how is None:
             beams, repeat = settings.get("num_beams", 4), settings.get("no_repeat_ngram_size", 0)
-            how = Greedy(repeat) if beams == 1 else Beam(
+            # Of the two ways to say how short it may be, one counts the token it starts from.
+            least = max(settings.get("min_new_tokens", 0), settings.get("min_length", 0) - 1)
+            how = Greedy(repeat, least) if beams == 1 else Beam(
                 beams,
-                float(settings.get("length_penalty", 1.0)),
+                settings.get("length_penalty", 1.0),
                 settings.get("early_stopping", False),
                 no_repeat=repeat,
+                least=least,
             )  # fmt: skip
-    except (InputError, TypeError, ValueError) as error:
+    except (InputError, TypeError) as error:
         if asked:
             raise InputError(str(error)) from None
-        raise CheckpointError(f"generation_config.json cannot be followed: {error}") from None
+        raise CheckpointError(
+            f"What the model's files say of decoding cannot be followed: {error}"
+        ) from None
+    if not isinstance(how, How):
+        raise InputError(f"how is Greedy(), Sample(...), Beam(...) or a part, but got {how!r}.")
     if length is None:
         length = settings.get("max_new_tokens") or settings.get("max_length") or 256
         if type(length) is not int or length < 1:
@@ -250,9 +312,8 @@ def write(one: Ready, sources: Sequence[str], how: How, length: int, batch: int)
     assert isinstance(model, Transformer | T5)
     began = perf_counter()
     prompts = [encode(one, source) for source in sources]
-    stop = () if model.config.end is None else (model.config.end,)
     outputs: list[list[Output]] = generate(
-        model, prompts, how, length=length, stop=stop, batch=batch
+        model, prompts, how, length=length, stop=one.ends, batch=batch
     )
     share = (perf_counter() - began) / max(len(prompts), 1)
     found = []

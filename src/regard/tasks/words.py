@@ -22,11 +22,13 @@ _CLOSING, _OPENING = "\"'\u2019\u201d»)\\]", "\"'\u2018\u201c«(\\[¿¡"
 _WORD = re.compile(
     "\\b(?i:[cdjlmnst]|qu|lorsqu|puisqu)['\u2019](?=\\w)|\\w+(?:['\u2019.-]\\w+)*|[^\\w\\s]"
 )
-_END = re.compile(rf"[.!?…]+[{_CLOSING}]*\s+(?=[{_OPENING}]*[^\W_a-zß-öø-ÿ])|\n\s*")
+# A run of ends is tried from its first sign alone: from each, a long one would take for ever.
+_END = re.compile(rf"(?<![.!?…])[.!?…]+[{_CLOSING}]*\s+(?=[{_OPENING}]*[^\W_a-zß-öø-ÿ])|\n\s*")
 # What a full stop follows without ending anything: short titles, and single letters.
 _SHORT = re.compile(
     rf"(?:^|[\s{_OPENING}])(?:\w|Mrs?|Ms|Dr|St|Prof|Mme|Mlle|Sgt|Capt|Gen|Nr|vs|e\.g|i\.e|z\.B)\.$"
 )
+LONGEST = 16  # characters, more than any of these has
 
 
 def words(text: str) -> list[Span]:
@@ -49,11 +51,15 @@ def sentences(text: str) -> list[Span]:
     found: list[Span] = []
     start = len(text) - len(text.lstrip())
     for end in _END.finditer(text):
-        before = text[start : end.end()].rstrip()
-        if not before or ("\n" not in end.group() and _SHORT.search(before)):
+        sign = end.group().rstrip()
+        stop = end.start() + len(sign)
+        # A title is short; all that is before it would be read again for each.
+        near = text[max(start, stop - LONGEST) : stop]
+        if "\n" not in end.group() and _SHORT.search(near):
             continue
-        found.append(Span(start, start + len(before)))
-        start = end.end()
+        if before := text[start:stop].rstrip():
+            found.append(Span(start, start + len(before)))
+            start = end.end()
     rest = text[start:].rstrip()
     return [*found, Span(start, start + len(rest))] if rest else found
 
