@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import transformers
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
 import broken
 from pieces import PIECES, TARGET, Piece, field, marian, marian_of_two, model, unigrams
@@ -64,6 +66,28 @@ def test_case_is_kept_where_the_config_says_so(tmp_path: Path) -> None:
     assert Text.load(tmp_path).encode("Cat").tokens == ["[CLS]", "Cat", "[SEP]"]
 
 
+VOCABULARY = "[PAD] [UNK] [CLS] [SEP] [MASK] cafe café uber über naive 中 文 中文 the ##s".replace(
+    " ", "\n"
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strip_accents": False},
+        {"do_lower_case": False, "strip_accents": True},
+        {"tokenize_chinese_chars": False},
+        {"added_tokens_decoder": {"15": {"content": "<user>", "special": True}}},
+    ],
+)
+def test_options_of_a_vocab_txt_are_followed(tmp_path: Path, options: dict[str, object]) -> None:
+    (tmp_path / "vocab.txt").write_text(VOCABULARY + "\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    text, theirs = Text.load(tmp_path), transformers.BertTokenizer.from_pretrained(tmp_path)
+    for line in ("Über café 中文", "naïve cafes", "the<user>the"):
+        assert text.encode(line).ids == theirs(line)["input_ids"]
+
+
 def test_pairs_say_where_each_token_comes_from() -> None:
     text = Text.load(minilm())
     question, passage = "Who sat?", "The cat sat on the mat."
@@ -94,6 +118,31 @@ def test_byte_pairs_are_those_of_transformers(tmp_path: Path, names: tuple[str, 
         assert ids == theirs(line)["input_ids"]
         assert ids == trained.encode(line).ids
         assert text.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "added"),
+    [
+        ({"add_prefix_space": True}, {}),
+        ({}, {"<pad>": 400, "<user>": 401}),
+        ({"added_tokens_decoder": {"400": {"content": "<pad>", "special": True}}}, {}),
+    ],
+)
+def test_options_of_byte_pairs_are_followed(
+    tmp_path: Path, options: dict[str, object], added: dict[str, int]
+) -> None:
+    trained = Text.train_bpe(corpus(), size=400)
+    model = json.loads(trained.tokenizer.to_str())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    (tmp_path / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in model["merges"]))
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+    text, theirs = Text.load(tmp_path), transformers.GPT2Tokenizer.from_pretrained(tmp_path)
+    for line in ("the cat", "<pad>the<user>", "a<|endoftext|>b"):
+        assert text.encode(line).ids == theirs(line)["input_ids"]
+    (tmp_path / "added_tokens.json").write_text('{"<far>": 9000}')
+    with pytest.raises(CheckpointError, match="'<far>' should be 9000, but would be 40"):
+        Text.load(tmp_path)
 
 
 def test_byte_pairs_lose_nothing() -> None:
@@ -128,6 +177,16 @@ def test_sentencepiece_cuts_as_the_best_of_all_ways(tmp_path: Path) -> None:
         assert text.decode(found.ids) == " ".join(line)
     assert text.encode("  the   cat ").ids == text.encode("the cat").ids
     assert text.encode("the xyz").ids.count(text.id("<unk>")) == 1
+
+
+def test_sentencepiece_has_as_many_sentinels_as_its_config_says(tmp_path: Path) -> None:
+    (tmp_path / "spiece.model").write_bytes(model([*unigrams(), ("\n", 0.0, 4)]))
+    usual = Text.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"extra_ids": 0}')
+    text = Text.load(tmp_path)
+    assert len(usual) - 100 == len(text) == len(unigrams()) + 1
+    # What a user defined is part of the text.
+    assert text.decode(text.encode("the\ncat").ids).split("\n") == ["the", " cat"]
 
 
 def test_marian_reads_pieces_of_the_source_and_writes_those_of_the_target(tmp_path: Path) -> None:
@@ -278,8 +337,15 @@ def test_trained_tokenizers_have_their_size_and_go_round(tmp_path: Path, train) 
     text.save(tmp_path)
     again = Text.load(tmp_path)
     assert [e.ids for e in again.encode_all(corpus())] == [e.ids for e in text.encode_all(corpus())]
-    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
-    assert theirs(line)["input_ids"] == found.ids
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for odd in (line, "ﬁne ① text"):
+        assert theirs(odd)["input_ids"] == text.encode(odd).ids
+
+
+def test_ids_may_have_gaps() -> None:
+    text = Text(Tokenizer(WordLevel({"a": 0, "<unk>": 1, "b": 5}, unk_token="<unk>")))
+    assert len(text) == 6
+    assert text.decode(text.encode("b").ids) == "b"
 
 
 def test_to_a_unigram_model_newlines_are_spaces() -> None:
@@ -300,6 +366,18 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         text.encode(3)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="from 257"):
         Text.train_bpe(corpus(), size=10)
+    with pytest.raises(InputError, match="to 16777216"):
+        Text.train_bpe(corpus(), size=10**12)
+    with pytest.raises(InputError, match="trained on this"):
+        Text.train_unigram(["abc def"] * 9, size=4)
+    for ids in (["a"], [1.5], 5):
+        with pytest.raises(InputError, match="Ids are whole numbers"):
+            text.decode(ids)
+    for lines in ("abc", 5):
+        with pytest.raises(InputError, match="Give a list of texts"):
+            text.encode_all(lines)
+        with pytest.raises(InputError, match="Give a list of texts"):
+            Text.train_wordpiece(lines, size=300)
     with pytest.raises(InputError, match="special tokens"):
         Text.train_unigram(corpus(), size=100, end="<end>")
     with pytest.raises(CheckpointError, match="no tokenizer"):

@@ -13,6 +13,7 @@ from regard.checkpoints import CONFIG, GENERATION, SHARD, find, note, read_json,
 from regard.errors import InputError
 from regard.models import load
 from regard.packing import Packing
+from regard.text import describe
 
 # What lies beside the weights and belongs to them: tokenizers of every age, and cards.
 _BESIDE = (
@@ -74,6 +75,8 @@ def convert(
         for name in _BESIDE:
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, made / name)
+        if (made / "tokenizer.json").exists():
+            describe(made)
         if (made / GENERATION).exists() and not (folder / GENERATION).exists():
             note(made / GENERATION, settings_of(folder))
         said = read_json(folder / CONFIG)

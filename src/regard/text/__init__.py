@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from operator import index
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
@@ -17,12 +18,13 @@ from tokenizers import trainers as training
 
 from regard.checkpoints import find
 from regard.errors import CheckpointError, InputError
-from regard.text.files import errors_of, read_text
+from regard.text.files import OPTIONS, add_tokens, errors_of, read_text
 from regard.text.marian import marian
 from regard.text.sentencepiece import as_sentencepiece, close_with, sentencepiece
 from regard.text.vocabularies import BERT, as_bert, byte_level, byte_pairs, wordpiece
 
 _FILE, _TARGET = "tokenizer.json", "target_tokenizer.json"
+MOST = 2**24  # tokens of a vocabulary; for many more there would be no memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,15 +57,19 @@ class Text:
 
     def __init__(self, tokenizer: Tokenizer, target: Tokenizer | None = None) -> None:
         self.tokenizer = tokenizer
+        self._counted = (0, 0)  # tokens, and one more than their largest id
         self.target = self if target is None else Text(target)
 
     def __len__(self) -> int:
-        """How many ids there are."""
-        return int(self.tokenizer.get_vocab_size())
+        """How many ids there are, those between that no token has among them."""
+        count = self.tokenizer.get_vocab_size()
+        if count != self._counted[0]:
+            self._counted = count, 1 + max(self.tokenizer.get_vocab().values())
+        return self._counted[1]
 
     def id(self, token: str) -> int:
         """The id of a token that must exist, as ``text.id("</s>")``."""
-        found = self.tokenizer.token_to_id(token)
+        found = self.tokenizer.token_to_id(token) if isinstance(token, str) else None
         if found is None:
             raise InputError(f"This tokenizer has no token {token!r}.")
         return int(found)
@@ -82,6 +88,7 @@ class Text:
 
     def encode_all(self, texts: Sequence[str], *, special: bool = True) -> list[Encoded]:
         """As :meth:`encode`, many at once."""
+        _check_lines(texts)
         for text in texts:
             _check_text(text)
         with errors_of("This"):
@@ -92,9 +99,13 @@ class Text:
         """The text of ids; special tokens are left out unless asked for."""
         if self.target is not self:
             return self.target.decode(ids, special=special)
-        if not all(0 <= one < len(self) for one in ids):
-            raise InputError(f"Ids are from 0 to {len(self) - 1}, but got {list(ids)}.")
-        return str(self.tokenizer.decode(list(ids), skip_special_tokens=not special))
+        try:
+            given = [index(one) for one in ids]
+        except TypeError:
+            raise InputError(f"Ids are whole numbers, but got {ids!r}.") from None
+        if given and not 0 <= min(given) <= max(given) < len(self):
+            raise InputError(f"Ids are from 0 to {len(self) - 1}, but got {given}.")
+        return str(self.tokenizer.decode(given, skip_special_tokens=not special))
 
     # ------------------------------------------------------------------------- reading, writing
 
@@ -106,13 +117,14 @@ class Text:
             target = folder / _TARGET
             return cls(_read(folder / _FILE), _read(target) if target.exists() else None)
         if (folder / "vocab.txt").exists():
-            return cls(wordpiece(folder))
+            return cls(add_tokens(wordpiece(folder), folder))
         for vocabulary, merges in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
             if (folder / merges).exists():
-                return cls(byte_pairs(folder / vocabulary, folder / merges))
+                found = byte_pairs(folder / vocabulary, folder / merges)
+                return cls(add_tokens(found, folder))
         for model in ("spiece.model", "sentencepiece.model", "tokenizer.model"):
             if (folder / model).exists():
-                return cls(sentencepiece(folder / model))
+                return cls(add_tokens(sentencepiece(folder / model), folder))
         if (folder / "source.spm").exists():
             return cls(*marian(folder))
         raise CheckpointError(
@@ -123,9 +135,11 @@ class Text:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write tokenizer.json, for regard and others to read.
 
-        A tokenizer of its own for the target goes into target_tokenizer.json, for regard alone.
+        Where there is none yet, tokenizer_config.json tells others how. A tokenizer of its own for
+        the target goes into target_tokenizer.json, for regard alone.
         """
         Path(folder).mkdir(parents=True, exist_ok=True)
+        describe(Path(folder))
         self.tokenizer.save(str(Path(folder) / _FILE), pretty=False)
         if self.target is not self:
             self.target.tokenizer.save(str(Path(folder) / _TARGET), pretty=False)
@@ -164,6 +178,7 @@ class Text:
         cls, lines: Iterable[str], *, size: int, special: Sequence[str] = ("<|endoftext|>",)
     ) -> Text:
         """Byte-level byte-pair encoding, as GPT-2's: every text can be encoded."""
+        _check_lines(lines)
         tokenizer = byte_level(algorithms.BPE())
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         _check_size(size, len(alphabet) + len(special))
@@ -173,12 +188,13 @@ class Text:
             initial_alphabet=sorted(alphabet),
             show_progress=False,
         )
-        tokenizer.train_from_iterator(lines, trainer)
+        _train(tokenizer, lines, trainer)
         return cls(tokenizer)
 
     @classmethod
     def train_wordpiece(cls, lines: Iterable[str], *, size: int, lowercase: bool = True) -> Text:
         """WordPiece, as BERT's, with its special tokens."""
+        _check_lines(lines)
         _check_size(size, len(BERT))
         tokenizer = Tokenizer(algorithms.WordPiece(unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
@@ -186,7 +202,7 @@ class Text:
         trainer = training.WordPieceTrainer(
             vocab_size=size, special_tokens=list(BERT), show_progress=False
         )
-        tokenizer.train_from_iterator(lines, trainer)
+        _train(tokenizer, lines, trainer)
         return cls(as_bert(tokenizer))
 
     @classmethod
@@ -200,6 +216,7 @@ class Text:
         end: str | None = "</s>",
     ) -> Text:
         """A unigram model, as SentencePiece trains for T5; ``end`` closes every text."""
+        _check_lines(lines)
         _check_size(size, len(special) + 1)
         for token in (unknown, *(() if end is None else (end,))):
             if token not in special:
@@ -216,10 +233,31 @@ class Text:
             unk_token=unknown,
             show_progress=False,
         )
-        tokenizer.train_from_iterator(lines, trainer)
+        _train(tokenizer, lines, trainer)
         if end is not None:
             close_with(tokenizer, end)
         return cls(tokenizer)
+
+
+def describe(folder: Path) -> None:
+    """Say to others that tokenizer.json is all there is, where nothing says otherwise."""
+    if not (folder / OPTIONS).exists():
+        (folder / OPTIONS).write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
+
+
+def _train(tokenizer: Tokenizer, lines: Iterable[str], trainer: training.Trainer) -> None:
+    try:
+        tokenizer.train_from_iterator(lines, trainer)
+    except Exception as error:
+        # What `tokenizers` itself raises is bare; what reading the lines raises is not ours to say.
+        if type(error) not in (Exception, TypeError, ValueError):
+            raise
+        raise InputError(f"No tokenizer can be trained on this: {error}") from None
+
+
+def _check_lines(lines: object) -> None:
+    if isinstance(lines, str | bytes) or not isinstance(lines, Iterable):
+        raise InputError(f"Give a list of texts, not {type(lines).__name__}.")
 
 
 def _check_text(text: object) -> None:
@@ -230,8 +268,8 @@ def _check_text(text: object) -> None:
 
 
 def _check_size(size: int, least: int) -> None:
-    if not isinstance(size, int) or size < least:
-        raise InputError(f"size must be a whole number from {least} on, but got {size!r}.")
+    if type(size) is not int or not least <= size <= MOST:
+        raise InputError(f"size must be a whole number from {least} to {MOST}, but got {size!r}.")
 
 
 def _read(file: Path) -> Tokenizer:

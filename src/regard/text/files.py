@@ -5,9 +5,60 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
-from regard.checkpoints import read_bytes
+from tokenizers import AddedToken, Tokenizer
+
+from regard.checkpoints import read_bytes, read_json
 from regard.errors import CheckpointError
+
+OPTIONS = "tokenizer_config.json"
+
+
+def options_of(folder: Path) -> dict[str, Any]:
+    """What tokenizer_config.json says, where there is one."""
+    return read_json(folder / OPTIONS) if (folder / OPTIONS).exists() else {}
+
+
+def add_tokens(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
+    """With the tokens that were added to a vocabulary later, which stand in files of their own."""
+    found: dict[int, AddedToken] = {}
+    older = folder / "added_tokens.json"
+    for name, number in (read_json(older) if older.exists() else {}).items():
+        found[_number(number, name, older)] = AddedToken(name, normalized=False)
+    told = options_of(folder).get("added_tokens_decoder") or {}
+    for number, said in told.items() if isinstance(told, dict) else ():
+        token = said.get("content") if isinstance(said, dict) else said
+        if not isinstance(token, str):
+            raise CheckpointError(f"{folder / OPTIONS}: added_tokens_decoder has {said!r}.")
+        known = said if isinstance(said, dict) else {}
+        kinds = ("lstrip", "rstrip", "normalized", "single_word", "special")
+        found[_number(number, token, folder / OPTIONS)] = AddedToken(
+            token, **{name: known.get(name) is True for name in kinds}
+        )
+    for number, added in sorted(found.items()):
+        known_as = tokenizer.token_to_id(added.content)
+        if known_as not in (None, number) or (known_as is None and number != _size(tokenizer)):
+            raise CheckpointError(
+                f"{folder}: the added token {added.content!r} should be {number}, but would be "
+                f"{_size(tokenizer) if known_as is None else known_as}."
+            )
+        if added.special:
+            tokenizer.add_special_tokens([added])
+        else:
+            tokenizer.add_tokens([added])
+    return tokenizer
+
+
+def _size(tokenizer: Tokenizer) -> int:
+    return int(tokenizer.get_vocab_size())
+
+
+def _number(given: object, token: str, file: Path) -> int:
+    text = str(given)
+    if not text.isdecimal() or len(text) > 9:
+        raise CheckpointError(f"{file} gives the token {token!r} the id {given!r}.")
+    return int(text)
 
 
 def read_text(file: Path) -> str:

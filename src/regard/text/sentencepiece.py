@@ -13,7 +13,7 @@ from tokenizers import processors as templates
 
 from regard.checkpoints import read_bytes
 from regard.errors import CheckpointError
-from regard.text.files import errors_of
+from regard.text.files import OPTIONS, errors_of, options_of
 
 UNIGRAM, _PAIRS = 1, 2  # kinds of models
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6  # kinds of pieces
@@ -77,13 +77,18 @@ def read_pieces(file: Path) -> Pieces:
 
 
 def sentencepiece(file: Path) -> Tokenizer:
-    """SentencePiece's model, with the 100 sentinels that T5 adds behind its pieces."""
+    """SentencePiece's model, with the sentinels that T5 adds behind its pieces, usually 100."""
     found = read_pieces(file)
     tokenizer = _unigrams(found, file) if found.model == UNIGRAM else _merged(found, file)
-    special = found.named(_UNKNOWN, _CONTROL, _USER)
+    special = found.named(_UNKNOWN, _CONTROL)
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in found.named(_USER)])
     if file.name == "spiece.model":
-        sentinels = [AddedToken(f"<extra_id_{n}>", normalized=False) for n in range(99, -1, -1)]
+        count = options_of(file.parent).get("extra_ids", 100)
+        if type(count) is not int or not 0 <= count <= 10_000:
+            raise CheckpointError(f"{file.parent / OPTIONS} says extra_ids = {count!r}.")
+        numbers = range(count - 1, -1, -1)
+        sentinels = [AddedToken(f"<extra_id_{n}>", normalized=False) for n in numbers]
         tokenizer.add_special_tokens(sentinels)
     if "</s>" in special:
         close_with(tokenizer, "</s>")

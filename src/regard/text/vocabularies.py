@@ -10,13 +10,13 @@ from tokenizers import processors as templates
 
 from regard.checkpoints import read_json
 from regard.errors import CheckpointError
-from regard.text.files import errors_of, read_text
+from regard.text.files import errors_of, options_of, read_text
 
 BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def wordpiece(folder: Path) -> Tokenizer:
-    """BERT's: vocab.txt has one token a line, and tokenizer_config.json may say "cased"."""
+    """BERT's: vocab.txt has one token a line, and tokenizer_config.json may say more."""
     file = folder / "vocab.txt"
     vocabulary: dict[str, int] = {}
     lines = read_text(file).split("\n")
@@ -28,11 +28,15 @@ def wordpiece(folder: Path) -> Tokenizer:
     for token in BERT:
         if token not in vocabulary:
             raise CheckpointError(f"{file} lacks the token {token}.")
-    options = folder / "tokenizer_config.json"
-    lowercase = read_json(options).get("do_lower_case", True) if options.exists() else True
+    options = options_of(folder)
+    accents = options.get("strip_accents")
     with errors_of(file):
         tokenizer = Tokenizer(algorithms.WordPiece(vocabulary, unk_token="[UNK]"))
-    tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase is not False)
+    tokenizer.normalizer = normalizers.BertNormalizer(
+        handle_chinese_chars=options.get("tokenize_chinese_chars") is not False,
+        strip_accents=accents if isinstance(accents, bool) else None,
+        lowercase=options.get("do_lower_case") is not False,
+    )
     tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
     tokenizer.add_special_tokens(list(BERT))
     return as_bert(tokenizer)
@@ -62,16 +66,18 @@ def byte_pairs(vocabulary: Path, merges: Path) -> Tokenizer:
             raise CheckpointError(f"{merges} should have two tokens a line, but has {line!r}.")
         pairs.append((parts[0], parts[1]))
     with errors_of(vocabulary):
-        tokenizer = byte_level(algorithms.BPE(ids, pairs))
+        prefix = options_of(vocabulary.parent).get("add_prefix_space") is True
+        tokenizer = byte_level(algorithms.BPE(ids, pairs), prefix=prefix)
     end = "<|endoftext|>"
     if end in ids:
         tokenizer.add_special_tokens([AddedToken(end, normalized=False)])
     return tokenizer
 
 
-def byte_level(model: algorithms.BPE) -> Tokenizer:
+def byte_level(model: algorithms.BPE, *, prefix: bool = False) -> Tokenizer:
+    """``prefix``: whether a space comes before the first word."""
     tokenizer = Tokenizer(model)
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = templates.ByteLevel(trim_offsets=True)
+    tokenizer.post_processor = templates.ByteLevel(add_prefix_space=prefix, trim_offsets=True)
     return tokenizer
