@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 import broken
 from regard import GPT2, CheckpointError, GPT2Config, InputError, RegardError, load
 from regard.checkpoints import CONFIG, INDEX, WEIGHTS, open_checkpoint, write
+from regard.converting import convert
 from regard.weights import Drop, Fuse, KeyMap, Rename, Spelling, Tie, Transpose
 
 
@@ -209,6 +210,27 @@ def test_a_pickle_is_refused_with_what_to_do(folder: Path) -> None:
     (folder / "pytorch_model.bin").write_bytes(b"cos\nsystem\n(S'exit 1'\ntR.")
     with pytest.raises(CheckpointError, match="save_pretrained"):
         load(folder)
+
+
+def test_arguments_of_another_kind_are_refused(folder: Path, tmp_path: Path) -> None:
+    model = load(folder)
+    for make, words in (
+        (lambda: load(None), "named by a text or a path, not None"),
+        (lambda: load(""), "not ''"),
+        (lambda: load(folder, dtype="float16"), "floating-point dtype"),
+        (lambda: load(folder, dtype=torch.int8), "floating-point dtype"),
+        (lambda: load(folder, model="Bert"), "a class such as Bert"),
+        (lambda: load(folder, device="bogus"), "not 'bogus'"),
+        (lambda: model.save(None), "to a folder, not to None"),
+        (lambda: model.save(tmp_path / "a", packing=5), "but got 5"),
+        (lambda: model.save(tmp_path / "a", packing={"(": "int8"}), "patterns of names"),
+        (lambda: model.save(tmp_path / "a", shard_bytes=None), "a number of bytes, not None"),
+        (lambda: convert(folder, ""), "not to ''"),
+        (lambda: model(torch.tensor([1, 2])), r"\[batch, n\], but got .* \[2\]"),
+        (lambda: model(torch.ones(1, 2)), "whole numbers"),
+    ):
+        with pytest.raises(InputError, match=words):
+            make()
 
 
 def test_what_is_not_there_is_said(folder: Path, tmp_path: Path) -> None:

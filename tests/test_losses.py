@@ -14,6 +14,7 @@ from regard import (
     BertConfig,
     BertMaskedLM,
     GPT2Config,
+    InputError,
     T5Config,
     Transformer,
     TransformerConfig,
@@ -122,6 +123,12 @@ def test_the_gradient_scales_with_what_comes_after(way: str) -> None:
     half = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels) / 2, (hidden, weight))
     for whole, part in zip(once, half, strict=True):
         torch.testing.assert_close(whole / 2, part)
+
+
+def test_smoothing_is_a_share() -> None:
+    hidden, weight, _, labels = made(30, torch.float32)
+    with pytest.raises(InputError, match="from 0 to below 1"):
+        linear_cross_entropy(hidden, weight, labels, smoothing=2.0)
 
 
 def test_a_second_gradient_is_refused() -> None:

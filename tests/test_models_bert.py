@@ -10,6 +10,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from folders import edit
 from regard import Bert, BertAnswering, BertConfig, BertMaskedLM, CheckpointError, Padding, load
 from tiny import agree, disturb, padded, real, same_files
 
@@ -121,6 +122,37 @@ def test_the_pooler_is_that_of_transformers(tmp_path: Path, side: str) -> None:
     found = ours.pool(ours(ids, padding=padding), padding)
     for index, row in enumerate(ROWS):
         agree(found[index], reference(torch.tensor([row])).pooler_output[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_a_sentence_with_no_tokens_is_0_and_harms_no_other(side: str) -> None:
+    model = Bert(BertConfig(vocabulary=10, dim=8, depth=1, heads=2, inner=16)).eval()
+    ids, padding = torch.tensor([[1, 2, 3], [0, 0, 0]]), Padding([3, 0], side)
+    assert not model.vectors(ids, padding=padding)[1].any()
+    agree(model.vectors(ids, padding=padding)[0], model.vectors(ids[:1])[0])
+    agree(model.pool(model(ids, padding=padding), padding)[0], model.pool(model(ids[:1]))[0])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name", ["encoder", "answering"])
+def test_what_has_no_output_for_words_need_not_tie_it(tmp_path: Path, name: str) -> None:
+    theirs, _ = HEADS[name]
+    theirs(config()).save_pretrained(tmp_path)
+    edit(tmp_path, tie_word_embeddings=False)
+    load(tmp_path)
+    transformers.BertForMaskedLM(config()).save_pretrained(tmp_path)
+    edit(tmp_path, tie_word_embeddings=False)
+    with pytest.raises(CheckpointError, match="tie_word_embeddings"):
+        load(tmp_path)
+
+
+@torch.no_grad()
+def test_the_encoder_of_a_classifier_is_read(tmp_path: Path) -> None:
+    reference = disturb(transformers.BertForSequenceClassification(config()))
+    reference.save_pretrained(tmp_path)
+    ids = torch.randint(40, (2, 9))
+    agree(load(tmp_path, model=Bert)(ids), reference.bert(ids).last_hidden_state)
 
 
 def test_positions_of_another_kind_are_refused(tmp_path: Path) -> None:

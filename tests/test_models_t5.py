@@ -10,7 +10,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from regard import T5, CheckpointError, T5Config, load
+from regard import T5, CheckpointError, InputError, T5Config, load
 from tiny import agree, disturb, padded, real, same_files
 
 VARIANTS = {
@@ -19,6 +19,7 @@ VARIANTS = {
     "gated silu": {"feed_forward_proj": "gated-silu"},
     "shallow decoder": {"num_decoder_layers": 1},
     "few buckets": {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 12},
+    "odd halves": {"relative_attention_num_buckets": 6, "relative_attention_max_distance": 12},
 }
 ROWS = [[5, 6, 7, 8, 9, 10, 1], [12, 13, 1], [1]]
 TARGETS = [[0, 20, 21, 22], [0, 23], [0, 24, 25]]
@@ -162,6 +163,16 @@ def test_recomputing_gives_the_same_gradients() -> None:
     model.recompute()(source, target).logsumexp(-1).sum().backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(parameter.grad, expected[name])
+
+
+def test_configs_that_files_cannot_say_are_refused() -> None:
+    for changes, words in (
+        ({"gated": True, "activation": "gelu"}, "gelu_new"),
+        ({"buckets": 5}, "an even number"),
+        ({"buckets": 32, "max_distance": 16}, "below max_distance"),
+    ):
+        with pytest.raises(InputError, match=words):
+            T5Config(**changes)
 
 
 def test_initialisation_keeps_variances() -> None:

@@ -113,6 +113,8 @@ def find(name: str | os.PathLike[str]) -> Path:
     A folder that has the name of a shipped model is found as ``./name``. A model of the Hugging
     Face hub is taken from the local cache where it is there, and downloaded otherwise.
     """
+    if not isinstance(name, str | os.PathLike) or not str(name):
+        raise UnknownModelError(f"A model is named by a text or a path, not {name!r}.")
     if isinstance(name, str) and name in shipped.names():
         return shipped.folder(name)
     folder = Path(name)
@@ -266,6 +268,8 @@ def write(
     """
     from safetensors.torch import save
 
+    if not isinstance(folder, str | os.PathLike) or not str(folder):
+        raise InputError(f"A checkpoint is written to a folder, not to {folder!r}.")
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; a checkpoint needs a folder.")

@@ -64,6 +64,8 @@ def convert(
     """
     if dtype is not None and packing is not None:
         raise InputError("A packing says how weights are stored: leave dtype out.")
+    if not isinstance(target, str | os.PathLike) or not str(target):
+        raise InputError(f"A checkpoint is written to a folder, not to {target!r}.")
     folder, goal = find(source), Path(target)
     _check_goal(goal, force)
     model = load(folder, dtype=dtype if packing is None else torch.float32)

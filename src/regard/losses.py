@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.errors import BackendError
+from regard.errors import BackendError, InputError
 
 NOTHING = -100  # a label that does not count
 ROOM = 6 * 10**8  # bytes of logits at a time, or more on a large GPU
@@ -39,6 +39,8 @@ def linear_cross_entropy(
     >>> round(linear_cross_entropy(hidden, weight, torch.tensor([[3, -100]])).item(), 4)
     1.3863
     """
+    if not 0 <= smoothing < 1:
+        raise InputError(f"smoothing is a share from 0 to below 1, but got {smoothing!r}.")
     if not torch.is_grad_enabled():  # a parameter would have its gradient computed all the same
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()

@@ -108,10 +108,14 @@ def packed(tensors: Mapping[str, Tensor], packing: Packing) -> dict[str, Tensor]
 
     A matrix is what has 32 rows and columns or more. One whose rows int4 cannot part is int8.
     """
-    kinds = {"": packing} if isinstance(packing, str) else packing
-    for kind in kinds.values():
-        if kind not in _MOST:
+    kinds = packing if isinstance(packing, Mapping) else {"": packing}
+    for pattern, kind in kinds.items():
+        if kind not in ("int8", "int4"):
             raise InputError(f'A packing is "int8" or "int4", but got {kind!r}.')
+        try:
+            re.compile(pattern)
+        except (re.error, TypeError) as error:
+            raise InputError(f"A packing has patterns of names, not {pattern!r}: {error}") from None
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         fitting = [kind for pattern, kind in kinds.items() if re.search(pattern, name)]

@@ -7,7 +7,7 @@ import os
 import torch
 
 from regard.checkpoints import open_checkpoint
-from regard.errors import CheckpointError
+from regard.errors import CheckpointError, InputError
 from regard.models.bert import Bert, BertAnswering, BertConfig, BertMaskedLM
 from regard.models.gpt2 import GPT2, GPT2Config
 from regard.models.model import Model
@@ -74,6 +74,14 @@ def load(
     ...     type(load(folder)).__name__
     'Bert'
     """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InputError(f"load(dtype=...) is a floating-point dtype of torch, not {dtype!r}.")
+    if model is not None and not (isinstance(model, type) and issubclass(model, Model)):
+        raise InputError(f"load(model=...) is a class such as Bert, not {model!r}.")
+    try:
+        torch.device("cpu" if device is None else device)
+    except (RuntimeError, TypeError):
+        raise InputError(f"load(device=...) is as 'cpu' or 'cuda:0', not {device!r}.") from None
     source = open_checkpoint(name)
     if model is None:
         model = _model_of(source.config)

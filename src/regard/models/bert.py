@@ -6,7 +6,7 @@ https://arxiv.org/abs/1810.04805
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -24,6 +24,7 @@ from regard.models.model import (
     Model,
     Stack,
     check_heads,
+    check_ids,
     choice,
     layers,
     positions,
@@ -88,6 +89,7 @@ class BertEncoder(nn.Module):
         self, ids: Tensor, *, kinds: Tensor | None = None, padding: Padding | None = None
     ) -> Tensor:
         """The hidden state at each of ``ids`` [batch, n]; ``kinds`` are 0 or 1 for each of them."""
+        check_ids(ids)
         length = ids.shape[1]
         if length > self.config.length:
             raise InputError(
@@ -144,7 +146,6 @@ class _Bert(Model):
             "is_decoder": False,
             "add_cross_attention": False,
             "position_embedding_type": "absolute",
-            "tie_word_embeddings": True,
         },
     )
 
@@ -184,7 +185,7 @@ class Bert(_Bert):
         first = hidden[:, 0]
         if padding is not None and padding.side == "left":
             lengths = torch.as_tensor(padding.lengths, device=hidden.device)
-            starts = (hidden.shape[1] - lengths).expand(len(hidden))
+            starts = (hidden.shape[1] - lengths.clamp(min=1)).expand(len(hidden))
             first = hidden[torch.arange(len(hidden), device=hidden.device), starts]
         pooled: Tensor = self.pooler(first)
         return pooled.tanh()
@@ -192,7 +193,10 @@ class Bert(_Bert):
     def vectors(
         self, ids: Tensor, *, kinds: Tensor | None = None, padding: Padding | None = None
     ) -> Tensor:
-        """One vector of length 1 per sentence, [batch, dim]: the mean over its tokens."""
+        """One vector of length 1 per sentence, [batch, dim]: the mean over its tokens.
+
+        That of a sentence with no tokens is 0.
+        """
         hidden = self(ids, kinds=kinds, padding=padding)
         if padding is None:
             return normalize(hidden.mean(1), dim=-1)
@@ -201,7 +205,7 @@ class Bert(_Bert):
             index = index.flip(0)
         lengths = torch.as_tensor(padding.lengths, device=ids.device)[:, None]
         real = (index < lengths).to(hidden.dtype)[..., None]  # [batch, n, 1]
-        return normalize((hidden * real).sum(1) / lengths, dim=-1)
+        return normalize((hidden * real).sum(1) / lengths.clamp(min=1), dim=-1)
 
     @staticmethod
     def keys(config: BertConfig) -> KeyMap:
@@ -209,7 +213,7 @@ class Bert(_Bert):
             [
                 *_SPELLINGS,
                 Spelling(r"^bert\.", ""),
-                Drop(r"^(cls|qa_outputs)\.", "a head that an encoder has not"),
+                Drop(r"^(cls|qa_outputs|classifier)\.", "a head that an encoder has not"),
                 *_encoder_keys(config, ""),
                 Rename("pooler.dense.weight", "pooler.weight"),
                 Rename("pooler.dense.bias", "pooler.bias"),
@@ -226,6 +230,7 @@ class BertMaskedLM(_Bert):
     """
 
     architecture = "BertForMaskedLM"
+    spelling = replace(_Bert.spelling, fixed={**_Bert.spelling.fixed, "tie_word_embeddings": True})
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)

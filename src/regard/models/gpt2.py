@@ -24,6 +24,7 @@ from regard.models.model import (
     Model,
     Stack,
     check_heads,
+    check_ids,
     choice,
     layers,
     optional_size,
@@ -161,6 +162,7 @@ class GPT2(Model):
         With a ``state`` the ids come after all that went through it before, and its own padding
         counts.
         """
+        check_ids(ids)
         past = 0 if state is None else len(state)
         total = past + ids.shape[1]
         if total > self.config.length:

@@ -164,6 +164,15 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 # ------------------------------------------------------------------------------------- sequences
 
 
+def check_ids(ids: Tensor) -> None:
+    """Raise InputError where ids are not [batch, n] whole numbers."""
+    if ids.dim() != 2 or ids.is_floating_point():
+        raise InputError(
+            f"Ids are whole numbers, [batch, n], but got {ids.dtype} of shape {list(ids.shape)}. "
+            "One text of them is ids[None]."
+        )
+
+
 def positions(padding: Padding | None, start: int, stop: int, device: torch.device) -> Tensor:
     """Where tokens ``start`` to ``stop`` of each sequence stand, [1 or batch, n].
 
@@ -436,6 +445,8 @@ class Model(nn.Module):
         matrices, or by patterns of their names, as ``{"embed": "int8", "": "int4"}``. Weights over
         ``shard_bytes`` are cut into several files.
         """
+        if type(shard_bytes) is not int or shard_bytes < 1:
+            raise InputError(f"save(shard_bytes=...) is a number of bytes, not {shard_bytes!r}.")
         with torch.device("meta"), _Unfilled():
             expected = type(self)(self.config).state_dict()
         held = self.state_dict()

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from regard.errors import CheckpointError
+from regard.errors import CheckpointError, InputError
 from regard.layers import (
     Block,
     FeedForward,
@@ -30,6 +30,7 @@ from regard.models.model import (
     ConfigMap,
     Model,
     Stack,
+    check_ids,
     choice,
     encode_by_length,
     layers,
@@ -69,6 +70,19 @@ class T5Config(Config):
     pad: int | None = token(0)
     end: int | None = token(1)
     start: int | None = token(0)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.buckets < 4 or self.buckets % 2 or self.max_distance <= self.buckets // 2:
+            raise InputError(
+                "T5Config(buckets=...) must be an even number from 4 on, half of it below "
+                f"max_distance, but got {self.buckets} and {self.max_distance}."
+            )
+        if self.gated and self.activation == "gelu":
+            raise InputError(
+                'T5Config(gated=True, activation="gelu") is a T5 whose files would say gelu_new: '
+                'that is what they mean by "gated-gelu". Take activation="gelu_new".'
+            )
 
     @classmethod
     def small(cls) -> T5Config:
@@ -226,6 +240,7 @@ class T5(Model):
         [batch, m], the tokens that do come next, it is their summed loss instead, as by
         :func:`regard.linear_cross_entropy`.
         """
+        check_ids(target)
         context = self.encode(source, padding=padding)
         mask = Causal() if target_padding is None else Causal() & target_padding
         hidden = self.decoder(self.tokens(target), mask=mask, context=context, context_mask=padding)
@@ -236,6 +251,7 @@ class T5(Model):
 
     def encode(self, source: Tensor, *, padding: Padding | None = None) -> Tensor:
         """The hidden state at each of ``source`` [batch, n]: [batch, n, dim]."""
+        check_ids(source)
         hidden: Tensor = self.encoder(self.tokens(source), mask=padding)
         return hidden
 

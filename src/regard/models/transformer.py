@@ -25,6 +25,7 @@ from regard.models.model import (
     Model,
     Stack,
     check_heads,
+    check_ids,
     choice,
     encode_by_length,
     layers,
@@ -218,6 +219,7 @@ class Transformer(Model):
     def _embed(
         self, tokens: nn.Embedding, ids: Tensor, padding: Padding | None, past: int = 0
     ) -> Tensor:
+        check_ids(ids)
         stop = past + ids.shape[1]
         table = self._table(stop, ids.device)
         if padding is None or padding.side == "right":

@@ -30,6 +30,7 @@ from regard.models.model import (
     ConfigMap,
     Model,
     Recomputing,
+    check_ids,
     layers,
     optional_rate,
     optional_size,
@@ -325,6 +326,7 @@ class TransformerXL(Model):
         self, ids: Tensor, *, memories: Memories | None = None, padding: Padding | None = None
     ) -> Tensor:
         """The hidden state at each of ``ids`` [batch, n]: [batch, n, dim]."""
+        check_ids(ids)
         config = self.config
         queries = ids.shape[1]
         keys = queries + (0 if memories is None else len(memories))

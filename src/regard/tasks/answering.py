@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from time import perf_counter
 from typing import NamedTuple
@@ -9,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard.decoding.ways import at_least
 from regard.errors import InputError
 from regard.mechanism.masks import Padding
 from regard.mechanism.seeing import See
@@ -125,7 +127,12 @@ def answer(
     No answer.
     """
     one = ready(model, (BertAnswering,), "answer questions", device, precision)
-    contexts = [context] * len(questions) if isinstance(context, str) else list(context)
+    at_least("answer(batch=...)", batch, 1)
+    if not isinstance(threshold, int | float) or math.isnan(threshold):
+        raise InputError(f"answer(threshold=...) is a number, not {threshold!r}.")
+    contexts = [context] * len(questions) if isinstance(context, str) else context
+    if not isinstance(contexts, Sequence) or not all(isinstance(one, str) for one in contexts):
+        raise InputError(f"The context is a text, or a list of texts, but got {context!r}.")
     if len(contexts) != len(questions):
         raise InputError(
             f"Questions have one context or one each: {len(questions)} of them, but "

@@ -194,7 +194,7 @@ def _chosen(one: Ready, to: str | None, offered: Sequence[str]) -> str:
 
 def _same(one: str, other: str) -> bool:
     """Whether two names are of one language, as "fra" and "French", or "zh-TW" and "cmn_Hans"."""
-    names = [name.casefold().strip("<> ").replace("-", "_") for name in (one, other)]
+    names = [str(name).casefold().strip("<> ").replace("-", "_") for name in (one, other)]
     if names[0] == names[1]:
         return True
     first, second = (_NAMES.get(name) or _NAMES.get(name.split("_")[0], name) for name in names)
