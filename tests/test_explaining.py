@@ -247,6 +247,8 @@ def test_gradients_are_left_alone():
         (lambda: explain(*torch.ones(3, 2, 4, 2)), "follows one sequence"),
         (lambda: explain(*torch.ones(3, 0, 2)), "at least one word"),
         (lambda: explain(*torch.full((3, 2, 2), math.nan)), "needs finite numbers"),
+        (lambda: explain(*torch.full((3, 2, 2), 1e30)), r"larger than torch.float32 holds.*double"),
+        (lambda: explain("a b", dim=10**5), "dim=100000 is more than anybody reads"),
         (lambda: explain(*torch.ones(3, 2000, 2)), "too many to read"),
         (lambda: explain(torch.ones(2, 2), weights=[torch.ones(2, 2)]), "but got 1"),
         (lambda: explain(torch.ones(2, 2), weights=[torch.ones(3, 2)] * 3), r"\[3, 2\]"),

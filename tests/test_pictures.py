@@ -23,6 +23,7 @@ from regard import InputError, pictures
 from regard.pictures import Picture
 from regard.pictures.colours import LEVELS, level, nearest_of_256, ramp, ramp_of_256, roles
 from regard.pictures.record import Cells, printable, shorten, width_of
+from regard.pictures.vector import FontWarning
 
 SVG = "{http://www.w3.org/2000/svg}"
 WORDS = ["The", "cat", "sat", "on", "the", "mat", "because", "it", "was", "very", "tired", "."]
@@ -469,6 +470,18 @@ def test_png_has_the_size_of_the_svg_and_its_colours(name: str, tmp_path: Path) 
             palette = ramp(dark=dark, signed=drawing.signed)
             strongest = level(drawing.extremes[1], *drawing.scale)
             assert palette[strongest] in colours
+
+
+def test_letters_that_no_font_has_are_told_once(tmp_path: Path) -> None:
+    picture = pictures.top_keys([0.6, 0.4], ["\ue123\ue124", "\ue125"], word="a")
+    with pytest.warns(FontWarning) as told:
+        picture.png(tmp_path / "picture.png")
+    assert len(told) == 1
+
+
+def test_a_caption_may_hold_anything() -> None:
+    picture = pictures.top_keys([0.6, 0.4], ["a", "b"], word="a", caption="\x1b[31mhi")
+    ElementTree.fromstring(picture.svg())
 
 
 def test_without_matplotlib_a_png_is_refused_and_the_rest_is_drawn(

@@ -55,6 +55,8 @@ def convert(
     card and generation settings come along. ``target`` is there as a whole or not at all; one that
     is there already is replaced only with ``force``, and only where it holds a checkpoint.
 
+    >>> import tempfile
+    >>> from pathlib import Path
     >>> from regard import GPT2, GPT2Config, load
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     one, other = Path(folder, "one"), Path(folder, "other")

@@ -252,6 +252,7 @@ class FeedForward(nn.Module):
     ``activation`` is a built part, as ``nn.ReLU()`` (the default) or ``nn.GELU()``.
 
     >>> import torch
+    >>> from torch import nn
     >>> list(FeedForward(8, 32, nn.GELU())(torch.zeros(1, 5, 8)).shape)
     [1, 5, 8]
     """
@@ -283,6 +284,7 @@ class GatedFeedForward(nn.Module):
     (https://arxiv.org/abs/2002.05202). One matrix, ``up``, holds the gate and then the gated.
 
     >>> import torch
+    >>> from torch import nn
     >>> list(GatedFeedForward(8, 32, nn.SiLU())(torch.zeros(1, 5, 8)).shape)
     [1, 5, 8]
     """

@@ -69,13 +69,16 @@ def evaluate(
         typer.Option("--targets", metavar="FILE", help="Of parallel text, the other side."),
     ] = None,
     columns: Annotated[
-        tuple[int, int], typer.Option(help="Of TSV, the columns of source and target.")
+        tuple[int, int],
+        typer.Option(metavar="A B", help="Of TSV, the columns of source and target."),
     ] = (1, 2),
     fields: Annotated[
-        tuple[str, str], typer.Option(help="Of JSONL, the fields of source and target.")
+        tuple[str, str],
+        typer.Option(metavar="A B", help="Of JSONL, the fields of source and target."),
     ] = ("source", "target"),
     part: Annotated[
-        tuple[int, int], typer.Option(help="Which of 1000 parts, by MD5 of the source.")
+        tuple[int, int],
+        typer.Option(metavar="A B", help="Of 1000 parts by MD5 of the source, from A to below B."),
     ] = (0, 1000),
     prefix: Annotated[
         str | None,

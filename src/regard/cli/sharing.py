@@ -30,7 +30,8 @@ def device(name: str) -> torch.device:
         found = torch.device(name)
         torch.empty(0, device=found)
     except (RuntimeError, AssertionError):  # the second of a PyTorch built without CUDA
-        raise InputError(f"PyTorch has no device {name!r} here. Say cpu, cuda or auto.") from None
+        offered = "cpu, cuda or auto" if torch.cuda.is_available() else "cpu or auto"
+        raise InputError(f"PyTorch has no device {name!r} here. Say {offered}.") from None
     return found
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Trace", "explain", "words_of"]
 
+WIDEST = 4096  # of a made-up embedding
 MOST_SCORES = 2**20  # of more than this, nobody reads the numbers one by one
 
 
@@ -215,6 +216,8 @@ def _random(
 ) -> tuple[Tensor, Sequence[Tensor]]:
     """One embedding per distinct word, and four matrices; rounded, so that all digits are shown."""
     _check_heads(heads, dim, "dim")
+    if dim > WIDEST:
+        raise InputError(f"dim={dim} is more than anybody reads: {WIDEST} is the most.")
     if not -(2**63) <= seed < 2**64:
         raise InputError(f"A seed has 64 bits, but got {seed}.")
     generator = torch.Generator().manual_seed(seed)

@@ -13,6 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from regard.errors import InputError
 from regard.explaining.record import Agreement, Numbers, Step
 from regard.explaining.trace import Trace
 from regard.mechanism import attention, why
@@ -137,6 +138,11 @@ def follow(
         for tensor in (call.key, call.value)
     )
     scores = query @ key.transpose(-1, -2)  # [heads, queries, keys]
+    if not scores.isfinite().all():
+        raise InputError(
+            f"Some products of queries and keys are larger than {wide} holds. Explain smaller "
+            "numbers, or the same as float64: q.double()."
+        )
     scaled = scores * call.scale
     everything = Tile(extent, range(extent.queries), range(extent.keys))
     added = torch.zeros_like(scaled)

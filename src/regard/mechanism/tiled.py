@@ -11,6 +11,7 @@ and everything there is to see of it is at hand. Two ways to go through the bloc
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -42,7 +43,12 @@ def refuses(call: Call) -> str | None:
 
 
 def run(call: Call) -> tuple[Tensor, Seen | None]:
-    return by_rows(call) if call.wants_gradient or call.dropout or call.empty else stream(call)
+    if call.wants_gradient or call.dropout or call.empty:
+        return by_rows(call)
+    if torch.compiler.is_compiling():  # it asks for numbers and writes in place: left as it is
+        eager: Callable[[Call], tuple[Tensor, Seen | None]] = torch.compiler.disable(stream)  # type: ignore[no-untyped-call]
+        return eager(call)
+    return stream(call)
 
 
 def all_finite(call: Call) -> bool:
@@ -75,7 +81,6 @@ def by_rows(call: Call) -> tuple[Tensor, Seen | None]:
     return output, None if joining is None else joining.seen()
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # it asks for numbers, and writes in place
 def stream(call: Call) -> tuple[Tensor, Seen | None]:
     """All blocks without gradients: two buffers, everything in place."""
     if not all_finite(call):

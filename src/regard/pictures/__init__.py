@@ -271,7 +271,7 @@ def top_keys(
             ),
             tuple(row[i] for i in order),
             "weight",
-            f"{said} {caption}".strip(),
+            f"{said} {printable(caption)}".strip(),
         )
     )
 

@@ -6,7 +6,9 @@ import base64
 import html
 import io
 import math
+import re
 import struct
+import warnings
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -406,6 +408,13 @@ def _png_of(shades: Sequence[Sequence[int | None]], palette: Sequence[tuple[int,
     )
 
 
+MISSING = "Glyph .* missing from font"  # as matplotlib says it
+
+
+class FontWarning(UserWarning):
+    """Letters of a picture are in no font that is installed."""
+
+
 # PNG -------------------------------------------------------------------------------------------
 
 
@@ -468,5 +477,17 @@ def png(scene: Scene, *, dark: bool) -> bytes:
             axes.set(xlim=(0, scene.width), ylim=(scene.height, 0))
     written = io.BytesIO()
     FigureCanvasAgg(figure)  # without pyplot, which keeps figures and is not for threads
-    figure.savefig(written, format="png", metadata={"Software": None})
+    with warnings.catch_warnings(record=True) as said:
+        warnings.filterwarnings("always", MISSING, UserWarning)
+        figure.savefig(written, format="png", metadata={"Software": None})
+    for one in said:
+        if not re.match(MISSING, str(one.message)):
+            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
+    if any(re.match(MISSING, str(one.message)) for one in said):  # one a letter, and a font
+        warnings.warn(
+            "No font installed here has some of these letters: boxes stand for them. An .svg or "
+            ".html leaves fonts to whoever shows it.",
+            FontWarning,
+            stacklevel=2,
+        )
     return written.getvalue()

@@ -129,6 +129,11 @@ def _parts(going: _Going, text: str, units: Sequence[Span]) -> list[Span]:
     """
     encode = going.one.text.encode
     room = going.one.window - len(encode(going.prefix, special=False).ids) - 1
+    if room < 1:
+        raise InputError(
+            f"The prefix {going.prefix[:40]!r} leaves no room for a text: {going.one.name} reads "
+            f"{going.one.window} tokens at most."
+        )
     pieces: list[tuple[Span, int]] = []  # with how many tokens each has
     for unit in units:
         offsets = encode(text[unit.start : unit.end], special=False).offsets
