@@ -145,7 +145,9 @@ def test_a_tokenizer_that_does_not_fit_is_refused(folder: Path) -> None:
     raw = recipe_of(folder)
     with pytest.raises(InputError, match="is not for transformer; choose bpe or unigram"):
         run(raw, tokenizer__kind="wordpiece")
-    with pytest.raises(InputError, match=r"^tokenizer\.size must be a whole number from \d+ to \d+"):
+    with pytest.raises(
+        InputError, match=r"^tokenizer\.size must be a whole number from \d+ to \d+"
+    ):
         run(raw, tokenizer__size=20)
 
 

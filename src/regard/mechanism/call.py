@@ -54,7 +54,7 @@ class Call(NamedTuple):  # of the ways to hold ten things the fastest to make
     @property
     def goes_forward(self) -> bool:
         """Whether derivatives may travel along with the inputs, as in torch.func.jvp."""
-        return not torch.compiler.is_compiling() and forward_ad._current_level >= 0
+        return forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
 
     @property
     def transformed(self) -> bool:

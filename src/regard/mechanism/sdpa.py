@@ -54,8 +54,9 @@ def refuses(call: Call) -> str | None:
 
 def run(call: Call) -> tuple[Tensor, Seen | None]:
     extent, mask = call.extent, call.mask
-    if extent.keys < VECTOR and _may_ask(call) and not all_finite(call):
-        return by_rows(call)
+    if extent.keys < VECTOR and _may_ask(call):
+        if not math.isfinite(call.query.sum(dtype=torch.float32).item()):
+            return by_rows(call)
     if call.bias is None:
         if mask is None or (isinstance(mask, Causal) and extent.queries == 1):
             return _fused(call, call.query, call.key, call.value), None
@@ -107,8 +108,9 @@ def _may_ask(call: Call) -> bool:
 
     It would make a GPU wait, break a compiled graph, and under vmap there are none yet.
     """
-    asking = torch.compiler.is_compiling() or call.transformed
-    return call.extent.device.type == "cpu" and not asking
+    if call.extent.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return not call.transformed
 
 
 def _clean(output: Tensor) -> bool:
