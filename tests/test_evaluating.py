@@ -275,6 +275,7 @@ def test_a_model_is_measured_as_it_is_used() -> None:
         "prefix": "summarize: ",
         "evaluation.beam": 8,
         "evaluation.no_repeat": 2,
+        "evaluation.least": 0,
         "evaluation.length_penalty": 0.6,
     }
     assert own_settings(ready("books-gpt2", (Model,), "be measured")) == {}

@@ -115,14 +115,14 @@ def test_a_trained_model_is_used_as_it_was_evaluated(folder: Path) -> None:
     raw = recipe_of(folder, "summarization", "t5")
     for part in ("train", "valid"):
         raw["data"][part] = [{**source, "prefix": "shorten: "} for source in raw["data"][part]]
-    way = {"metric": "rouge-1", "beam": 3, "length_penalty": 0.5, "no_repeat": 2}
+    way = {"metric": "rouge-1", "beam": 3, "length_penalty": 0.5, "no_repeat": 2, "least": 3}
     raw["evaluation"] |= way
     result = run(raw, schedule__steps=2, saving__every=2)
     used = convert(result.folder / "model", folder / "converted")
     one = ready(used, (T5,), "summarize")
     settings = one.settings("summarization")
     assert settings["prefix"] == "shorten: "
-    assert decoding(settings, None, None)[0] == Beam(3, 0.5, no_repeat=2)
+    assert decoding(settings, None, None)[0] == Beam(3, 0.5, no_repeat=2, least=3)
 
 
 @pytest.mark.parametrize("kind", ["transformer", "t5"])

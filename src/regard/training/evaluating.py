@@ -172,6 +172,7 @@ def own_settings(one: Ready) -> dict[str, Any]:
         assert not isinstance(how, Sample)
         found["evaluation.beam"] = how.size if isinstance(how, Beam) else 1
         found["evaluation.no_repeat"] = how.no_repeat
+        found["evaluation.least"] = how.least
         if isinstance(how, Beam):
             found["evaluation.length_penalty"] = how.length_penalty
     return found

@@ -203,8 +203,13 @@ class Pairs(Stateless):
 def how_to_decode(settings: Evaluation) -> Beam | Greedy:
     """How text is decoded to be scored."""
     if settings.beam == 1:
-        return Greedy(settings.no_repeat)
-    return Beam(settings.beam, settings.length_penalty, no_repeat=settings.no_repeat)
+        return Greedy(settings.no_repeat, settings.least)
+    return Beam(
+        settings.beam,
+        settings.length_penalty,
+        no_repeat=settings.no_repeat,
+        least=settings.least,
+    )
 
 
 class Examine:

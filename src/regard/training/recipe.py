@@ -55,6 +55,7 @@ ONLY: dict[str, tuple[str, ...]] = {
     "evaluation.beam": _PAIRS,
     "evaluation.length_penalty": _PAIRS,
     "evaluation.no_repeat": _PAIRS,
+    "evaluation.least": _PAIRS,
     "evaluation.tokenize": _PAIRS,
     "evaluation.always": ("question answering",),
 }
@@ -232,6 +233,7 @@ class Evaluation:
     beam: int = key("the beams of decoding; 1 is greedy", 1, least=1)
     length_penalty: float = key("by what power of the length a beam's score is divided", 1.0)
     no_repeat: int = key("no sequence of so many tokens is written twice; 0: all may", 0, least=0)
+    least: int = key("how many tokens are written before one that ends a text", 0, least=0)
     always: bool = key("answer every question, even where no answer seems more likely", False)
     tokenize: str = key(
         "how BLEU parts words: 13a, or none for text that is parted",

@@ -204,6 +204,7 @@ def _note_use(recipe: Recipe, folder: Path) -> None:
             "num_beams": asked.beam,
             "length_penalty": asked.length_penalty,
             "no_repeat_ngram_size": asked.no_repeat,
+            "min_new_tokens": asked.least,
         }
         note(folder / GENERATION, how)
     used: dict[str, Any] = {}
