@@ -638,6 +638,9 @@ def test_a_part_of_how_a_model_decodes_is_changed_alone(made: Path) -> None:
     assert decoding(own, {"min_length": 5}, 9) == (Beam(8, 0.6, no_repeat=2, least=4), 9)
     with pytest.raises(InputError, match=r"has no 'temperature'\. It may have early_stopping"):
         decoding(own, {"temperature": 0.5}, 9)
+    assert decoding({**own, "max_new_tokens": 7}, {"max_length": 20}, None)[1] == 20
+    with pytest.raises(CheckpointError, match=r"min_length must be a whole number .* '5'"):
+        decoding({**own, "min_length": "5"}, None, 9)
     with pytest.raises(InputError, match="A length penalty is for beams"):
         decoding({"num_beams": 1}, {"length_penalty": 2.0}, 9)
     found = summarize(folders.LINES[0], model=made / "summarize", how={"num_beams": 2}, length=3)

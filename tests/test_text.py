@@ -337,9 +337,23 @@ def test_trained_tokenizers_have_their_size_and_go_round(tmp_path: Path, train) 
     text.save(tmp_path)
     again = Text.load(tmp_path)
     assert [e.ids for e in again.encode_all(corpus())] == [e.ids for e in text.encode_all(corpus())]
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    assert theirs(line)["input_ids"] == found.ids
+
+
+@pytest.mark.parametrize("kind", ["marian", "t5", "bert", "gpt2"])
+def test_what_we_save_opens_elsewhere(tmp_path: Path, kind: str) -> None:
+    train = {"bert": Text.train_wordpiece, "gpt2": Text.train_bpe}.get(kind, Text.train_unigram)
+    text = train(corpus(), size=300)
+    text.save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    for odd in (line, "ﬁne ① text"):
-        assert theirs(odd)["input_ids"] == text.encode(odd).ids
+    for line in ("Seeing likeness unlooked.", "ﬁne ① text"):
+        assert theirs(line)["input_ids"] == text.encode(line).ids
+    assert theirs.eos_token == {"bert": None, "gpt2": "<|endoftext|>"}.get(kind, "</s>")
+    assert theirs.pad_token == {"bert": "[PAD]", "gpt2": None}.get(kind, "<pad>")
+    if kind == "bert":
+        assert set(theirs("a", "b")["token_type_ids"]) == {0, 1}
 
 
 def test_ids_may_have_gaps() -> None:

@@ -13,7 +13,7 @@ from regard.checkpoints import CONFIG, GENERATION, SHARD, find, note, read_json,
 from regard.errors import InputError
 from regard.models import load
 from regard.packing import Packing
-from regard.text import describe
+from regard.text import Text
 
 # What lies beside the weights and belongs to them: tokenizers of every age, and cards.
 _BESIDE = (
@@ -80,7 +80,7 @@ def convert(
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, made / name)
         if (made / "tokenizer.json").exists():
-            describe(made)
+            Text.load(made).describe(made)
         if (made / GENERATION).exists() and not (folder / GENERATION).exists():
             note(made / GENERATION, settings_of(folder))
         said = read_json(folder / CONFIG)

@@ -21,7 +21,7 @@ class Line:
 
     def __init__(self, begun: list[int], seed: int | None) -> None:
         self.past = begun  # with what it began with
-        self.draws = None if seed is None else torch.Generator().manual_seed(seed)
+        self.draws = None if seed is None else torch.Generator().manual_seed(int(seed))
         self.ids: list[int] = []
         self.score = 0.0
         self.stopped = self.done = False
@@ -62,11 +62,7 @@ class Lines:
         for line, token, chance in zip(lines, tokens[:, 0].tolist(), chances.tolist(), strict=True):
             if line.done:
                 continue
-            if math.isnan(chance):
-                raise InputError(
-                    "The model's scores are not numbers (NaN), so no token can be chosen. Its "
-                    "weights may be damaged, or too large for their precision."
-                )
+            check_chance(chance)
             if chance == -math.inf:  # whatever may follow would repeat something
                 line.done = True
                 continue
@@ -77,6 +73,14 @@ class Lines:
                 line.past.append(token)
             line.done = line.stopped or len(line.ids) == self.length
         return tokens
+
+
+def check_chance(chance: float) -> None:
+    if math.isnan(chance):
+        raise InputError(
+            "The model's scores are not numbers (NaN), so no token can be chosen. Its weights may "
+            "be damaged, or too large for their precision."
+        )
 
 
 def totals(scores: Tensor) -> Tensor:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from regard.decoding.choosing import totals, without_repeats, without_stops
+from regard.decoding.choosing import check_chance, totals, without_repeats, without_stops
 from regard.decoding.ways import Beam, Output
 
 _NEVER = -1e9  # the score of a beam that is not there; finite, so that sums stay numbers
@@ -53,6 +54,7 @@ class Searches:
         for search, *candidates in zip(
             searches, values.tolist(), origins.tolist(), tokens.tolist(), strict=True
         ):
+            check_chance(candidates[0][0])
             search.advance(list(zip(*candidates, strict=True)))
         chosen = [search.tokens for search in searches]
         return torch.tensor(chosen, device=logits.device).view(-1, 1)
@@ -83,6 +85,10 @@ class Search:
         """Go on with the best of ``candidates``: scores, beams they come from and next tokens."""
         if self.done:
             return
+        candidates = [candidate for candidate in candidates if candidate[0] > -math.inf]
+        if not candidates:  # whatever may follow would repeat something
+            self._end()
+            return
         self.taken += 1
         how, size, taken = self.how, self.how.size, self.taken
         full = taken == self.length
@@ -103,6 +109,16 @@ class Search:
         self.scores, self.origins, self.tokens = (list(part) for part in zip(*going, strict=True))
         best = self.scores[0]
         self.done = full or not _goes_on(self.finished, best, taken, self.length, how)
+
+    def _end(self) -> None:
+        """Take the running beams as they are."""
+        for path, score in zip(self.paths, self.scores, strict=True):
+            if score > _NEVER:
+                length = max(self.taken, 1) ** self.how.length_penalty
+                self.finished.append(Output(_ids(path), score / length, False))
+        self.finished.sort(key=lambda output: -output.score)
+        del self.finished[self.how.size :]
+        self.done = True
 
 
 def _ids(path: Path) -> list[int]:

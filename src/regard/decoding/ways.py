@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from numbers import Integral, Real
+from typing import Any, Literal
 
 from regard.errors import InputError
 
@@ -59,7 +60,7 @@ class Sample:
             )
         if not (is_number(self.top_p) and 0 < self.top_p <= 1):
             raise InputError(f"Sample(top_p=...) must be above 0, up to 1, but got {self.top_p!r}.")
-        if type(self.seed) is not int or not -(2**63) <= self.seed < 2**64:
+        if not is_whole(self.seed) or not -(2**63) <= self.seed < 2**64:
             raise InputError(
                 f"Sample(seed=...) is a whole number of 64 bits, but got {self.seed!r}."
             )
@@ -125,10 +126,18 @@ class Output:
     stopped: bool  # whether a stop token ended it, rather than the length
 
 
-def is_number(value: object) -> bool:
-    return isinstance(value, int | float) and math.isfinite(value)
+def is_number(value: Any) -> bool:
+    """Whether it is a finite number, NumPy's among them."""
+    try:
+        return isinstance(value, Real) and math.isfinite(float(value))
+    except OverflowError:
+        return False
 
 
-def at_least(what: str, value: int, least: int) -> None:
-    if type(value) is not int or value < least:
+def is_whole(value: Any) -> bool:
+    return isinstance(value, Integral) and not isinstance(value, bool)
+
+
+def at_least(what: str, value: Any, least: int) -> None:
+    if not is_whole(value) or value < least:
         raise InputError(f"{what} must be a whole number from {least} on, but got {value!r}.")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from itertools import groupby
 from typing import Literal, NamedTuple
 
 import torch
@@ -69,14 +68,15 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
     if any(piece.kind == "masked" for piece in pieces) and _may_ask(call) and not all_finite(call):
         return by_rows(call)
     given = [(call.query, call.key, call.value)]  # all sequences at once, or one by one
+    groups = [pieces]
     if pieces[0].batch != slice(None):
         ones = [1] * extent.batch
         given = list(zip(*(tensor.split_with_sizes(ones) for tensor in given[0]), strict=True))
+        groups = [[] for _ in ones]
+        for piece in pieces:
+            groups[piece.batch.start].append(piece)
     sequences: list[Tensor] = []
-    for (_, group), (query, key, value) in zip(
-        groupby(pieces, lambda piece: piece.batch), given, strict=True
-    ):
-        own = list(group)
+    for own, (query, key, value) in zip(groups, given, strict=True):
         columns = [piece.columns for piece in own]
         parts = (_parts(query, [piece.rows for piece in own]), _parts(key, columns))
         tensors = zip(own, *parts, _parts(value, columns), strict=True)

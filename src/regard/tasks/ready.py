@@ -26,6 +26,7 @@ import torch
 
 from regard import checkpoints, shipped
 from regard.decoding import Beam, Greedy, How, Output, generate
+from regard.decoding.ways import at_least
 from regard.errors import CheckpointError, InputError, UnknownModelError
 from regard.models import T5, Model, Transformer, load
 from regard.quantizing import arrange, quantize
@@ -254,7 +255,7 @@ class Written:
 Way = How | Mapping[str, float]  # whole, or what is other than in a model's own
 _PARTS = {
     "num_beams", "length_penalty", "early_stopping", "no_repeat_ngram_size", "min_length",
-    "min_new_tokens",
+    "min_new_tokens", "max_length", "max_new_tokens",
 }  # fmt: skip
 
 
@@ -269,15 +270,21 @@ def decoding(settings: Mapping[str, Any], how: Way | None, length: int | None) -
         settings, asked, how = {**settings, **how}, how, None
         if unknown := asked.keys() - _PARTS:
             raise InputError(
-                f"how={{...}} has no {min(unknown)!r}. It may have {', '.join(sorted(_PARTS))}."
+                f"how={{...}} has no {min(map(str, unknown))!r}. It may have "
+                f"{', '.join(sorted(_PARTS))}."
             )
+        if length is None:
+            length = asked.get("max_new_tokens", asked.get("max_length"))  # type: ignore[assignment]
         if "length_penalty" in asked and settings.get("num_beams", 4) == 1:
             raise InputError("A length penalty is for beams: ask for some of them, too.")
     try:
         if how is None:
             beams, repeat = settings.get("num_beams", 4), settings.get("no_repeat_ngram_size", 0)
             # Of the two ways to say how short it may be, one counts the token it starts from.
-            least = max(settings.get("min_new_tokens", 0), settings.get("min_length", 0) - 1)
+            new, all_in = (settings.get(name, 0) for name in ("min_new_tokens", "min_length"))
+            at_least("min_new_tokens", new, 0)
+            at_least("min_length", all_in, 0)
+            least = max(new, all_in - 1)
             how = Greedy(repeat, least) if beams == 1 else Beam(
                 beams,
                 settings.get("length_penalty", 1.0),

@@ -6,6 +6,7 @@ Besides tokenizer.json the older files are read: vocab.txt (BERT), vocab.json wi
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -135,16 +136,32 @@ class Text:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write tokenizer.json, for regard and others to read.
 
-        Where there is none yet, tokenizer_config.json tells others how. A tokenizer of its own for
-        the target goes into target_tokenizer.json, for regard alone.
+        Where others could not guess how, tokenizer_config.json tells them (:meth:`describe`). A
+        tokenizer of its own for the target goes into target_tokenizer.json, for regard alone.
         """
         Path(folder).mkdir(parents=True, exist_ok=True)
-        describe(Path(folder))
+        self.describe(Path(folder))
         self.tokenizer.save(str(Path(folder) / _FILE), pretty=False)
         if self.target is not self:
             self.target.tokenizer.save(str(Path(folder) / _TARGET), pretty=False)
         else:  # what an earlier save left behind must not be read with this one
             (Path(folder) / _TARGET).unlink(missing_ok=True)
+
+    def describe(self, folder: Path) -> None:
+        """Say in tokenizer_config.json that tokenizer.json is all there is.
+
+        By the kind of a model transformers knows BERT's and GPT-2's, which have what it expects.
+        Of T5 and Marian it expects SentencePiece's files, which a tokenizer of ours has not.
+        """
+        roles = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+        known = {
+            role: token
+            for role, token in roles.items()
+            if self.tokenizer.token_to_id(token) is not None
+        }
+        if "eos_token" in known and not (folder / OPTIONS).exists():
+            told = {"tokenizer_class": "PreTrainedTokenizerFast", **known}
+            (folder / OPTIONS).write_text(json.dumps(told, indent=2) + "\n")
 
     def pruned(self, counts: Mapping[int, int], keep: int) -> Text:
         """With the ``keep`` most counted tokens of a WordPiece vocabulary only, in their old order.
@@ -237,12 +254,6 @@ class Text:
         if end is not None:
             close_with(tokenizer, end)
         return cls(tokenizer)
-
-
-def describe(folder: Path) -> None:
-    """Say to others that tokenizer.json is all there is, where nothing says otherwise."""
-    if not (folder / OPTIONS).exists():
-        (folder / OPTIONS).write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}\n')
 
 
 def _train(tokenizer: Tokenizer, lines: Iterable[str], trainer: training.Trainer) -> None:
