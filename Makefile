@@ -20,7 +20,7 @@ check: .venv/.dev  ## layout, lint and types
 bench: .venv/.dev  ## speed on this machine, appended to benchmarks/results
 	$(BIN)/python benchmarks/cpu.py
 
-docs: .venv/.dev  ## write again what is generated: docs/help.md, docs/images
+docs: .venv/.dev  ## write again what is generated: docs/help.md, recipes.md, api, images
 	$(BIN)/python docs/generate.py
 
 # hatchling comes first, so that the build uses the version that constraints.txt names.

@@ -15,7 +15,7 @@ from rich.table import Table
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from measure import Pair, append, forget_peak, held, seconds
+from measure import Pair, append, described, forget_peak, held, seconds
 from regard import Causal, Segments, attention, why
 from regard.timing import SEEN, eager
 
@@ -149,4 +149,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    described(__doc__).parse_args()
     main()

@@ -12,7 +12,6 @@ share of the device's peak that the model's own operations come to.
 
 from __future__ import annotations
 
-import argparse
 import json
 import random
 import tempfile
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 import transformers
 
-from measure import append, seconds
+from measure import append, described, seconds
 from regard import GPT2, generate, load
 from regard.models.replaying import Replayed
 from regard.text import Text
@@ -251,7 +250,7 @@ def _step(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser = described(__doc__)
     parser.add_argument("parts", nargs="*", default=["decoding", "training", "trainer"])
     parser.add_argument("--tiny", action="store_true", help="a small form, nothing is kept")
     given = parser.parse_args()

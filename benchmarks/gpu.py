@@ -24,7 +24,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from measure import append, environment
+from measure import append, described, environment
 from regard import Causal, See, Segments, Window, attention
 from regard.mechanism.biases import Alibi, Bias, RelativeBuckets, RelativeContent
 from regard.mechanism.masks import Mask
@@ -333,12 +333,16 @@ PARTS = {
 }
 
 
-def main(names: list[str]) -> None:
+def main() -> None:
+    options = described(__doc__)
+    options.add_argument(
+        "parts", nargs="*", help=f"some of {', '.join(PARTS)}; all if none is named"
+    )
+    names = options.parse_args().parts
+    if unknown := set(names) - set(PARTS):
+        options.error(f"There is no part {', '.join(unknown)}. Name some of {', '.join(PARTS)}.")
     if not torch.cuda.is_available():
         sys.exit("benchmarks/gpu.py measures a CUDA device, and there is none here.")
-    unknown = set(names) - set(PARTS)
-    if unknown:
-        sys.exit(f"There is no part {', '.join(unknown)}. Name some of {', '.join(PARTS)}.")
     torch.manual_seed(0)
     print("  ".join(f"{name} {value}" for name, value in environment().items()))
     for name, part in PARTS.items():
@@ -348,4 +352,4 @@ def main(names: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main()

@@ -7,20 +7,19 @@ Appended to results/looking.jsonl.
 
 from __future__ import annotations
 
-import argparse
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from measure import append, forget_peak, held
+from measure import append, described, forget_peak, held
 from regard import Text, load, look
 from regard.looking import Plan
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser = described(__doc__)
     parser.add_argument("model")
     parser.add_argument("file", type=Path)
     parser.add_argument("--tokens", type=int, default=100_000)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from measure import append
+from measure import append, described
 from regard import RegardError, Text, load
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
@@ -95,4 +95,6 @@ def main(count: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 2000)
+    options = described(__doc__)
+    options.add_argument("count", type=int, nargs="?", default=2000, help="how many")
+    main(options.parse_args().count)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import platform
 import shutil
@@ -15,9 +16,14 @@ import torch
 import regard
 from regard.timing import Pair, seconds
 
-__all__ = ["Pair", "append", "environment", "forget_peak", "held", "seconds"]
+__all__ = ["Pair", "append", "described", "environment", "forget_peak", "held", "seconds"]
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def described(doc: str | None) -> argparse.ArgumentParser:
+    """A parser of arguments that says of a benchmark what its first line says."""
+    return argparse.ArgumentParser(description=(doc or "").split("\n", maxsplit=1)[0])
 
 
 def environment() -> dict[str, Any]:

@@ -8,7 +8,6 @@ parts of 1,000, by MD5 of the source, are taken. Appended to results/precisions.
 
 from __future__ import annotations
 
-import argparse
 import lzma
 import time
 from hashlib import md5
@@ -19,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from sacrebleu.metrics import BLEU, CHRF
 
-from measure import append
+from measure import append, described
 from regard import translate
 from regard.tasks.ready import Precision
 
@@ -36,7 +35,7 @@ def read(path: Path, first: int, last: int, limit: int) -> dict[str, list[str]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser = described(__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--part", type=int, nargs=2, default=(0, 20))
     parser.add_argument("--limit", type=int, default=500)

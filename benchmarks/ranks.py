@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from measure import append
+from measure import append, described
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from crew_killing import killed_and_restarted, launched, recipe_to_kill
@@ -31,4 +31,6 @@ def main(kills: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 20)
+    options = described(__doc__)
+    options.add_argument("count", type=int, nargs="?", default=20, help="how many")
+    main(options.parse_args().count)

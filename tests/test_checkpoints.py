@@ -220,7 +220,7 @@ def test_arguments_of_another_kind_are_refused(folder: Path, tmp_path: Path) -> 
         (lambda: load(folder, dtype="float16"), "floating-point dtype"),
         (lambda: load(folder, dtype=torch.int8), "floating-point dtype"),
         (lambda: load(folder, model="Bert"), "a class such as Bert"),
-        (lambda: load(folder, device="bogus"), "not 'bogus'"),
+        (lambda: load(folder, device="bogus"), "no device 'bogus'"),
         (lambda: model.save(None), "to a folder, not to None"),
         (lambda: model.save(tmp_path / "a", packing=5), "but got 5"),
         (lambda: model.save(tmp_path / "a", packing={"(": "int8"}), "patterns of names"),
@@ -228,6 +228,8 @@ def test_arguments_of_another_kind_are_refused(folder: Path, tmp_path: Path) -> 
         (lambda: convert(folder, ""), "not to ''"),
         (lambda: model(torch.tensor([1, 2])), r"\[batch, n\], but got .* \[2\]"),
         (lambda: model(torch.ones(1, 2)), "whole numbers"),
+        (lambda: model(torch.ones(1, 2).bool()), "whole numbers"),
+        (lambda: model([[1, 2]]), "a tensor"),
     ):
         with pytest.raises(InputError, match=words):
             make()

@@ -190,3 +190,16 @@ def test_an_interrupt_is_quiet():
     )
     assert shown.returncode == 128 + signal.SIGINT
     assert shown.stderr.strip() == b""
+
+
+def test_a_warning_is_one_line_above_a_progress_bar(capsys):
+    from rich.console import Console
+    from rich.progress import Progress
+
+    from regard.cli import _warn
+
+    with Progress(console=Console(stderr=True, force_terminal=True, width=60)) as shown:
+        shown.add_task("learning", total=2)
+        _warn(UserWarning("Head 3 of\nlayer 1 collapsed."))
+    # The line of the bar is cleared first.
+    assert "\x1b[2Kregard: warning: Head 3 of layer 1 collapsed.\n" in capsys.readouterr().err

@@ -88,6 +88,7 @@ def test_masks_that_mean_nothing() -> None:
         (lambda: Window(-1), r"left.*-1"),
         (lambda: Window(1, 1.5), r"right.*1\.5"),  # type: ignore[arg-type]
         (lambda: Padding([-1]), r"lengths.*from 0 on.*-1"),
+        (lambda: Padding([torch.tensor(1.5)]), r"lengths.*from 0 on.*1\.5"),
         (lambda: Padding(torch.ones(2)), r"whole number.*float32"),
         (lambda: Padding(torch.ones(2, 3).bool()), r"torch\.bool.*masks\.Dense"),
         (lambda: Padding(2, "middle"), r'"left" or "right".*middle'),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -288,3 +289,13 @@ def test_it_is_measured_on_texts_prepared_as_it_learned_them(tmp_path: Path) -> 
     train(parse_recipe(raw, {"schedule.steps": 1}))
     found = own_settings(ready(tmp_path / "run" / "model", (Model,), "be measured"))
     assert found == {"data.prepare": ["lowercase"]}
+
+
+def test_a_score_that_is_not_installed_is_missed_before_all_is_decoded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "sacrebleu", None)
+    one = ready("translate", (Model,), "be measured")
+    data = [{"format": "tsv", "files": ["nowhere.tsv"]}]  # told before it is looked for
+    with pytest.raises(InputError, match=r"regard\[training\]"):
+        evaluate(one.model, one.text, data, root=tmp_path)

@@ -78,13 +78,15 @@ VOCABULARY = "[PAD] [UNK] [CLS] [SEP] [MASK] cafe café uber über naive 中 文
         {"do_lower_case": False, "strip_accents": True},
         {"tokenize_chinese_chars": False},
         {"added_tokens_decoder": {"15": {"content": "<user>", "special": True}}},
+        {},
     ],
 )
 def test_options_of_a_vocab_txt_are_followed(tmp_path: Path, options: dict[str, object]) -> None:
     (tmp_path / "vocab.txt").write_text(VOCABULARY + "\n")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    (tmp_path / "added_tokens.json").write_text('{"Bar": 15}')  # counts where nothing newer is
     text, theirs = Text.load(tmp_path), transformers.BertTokenizer.from_pretrained(tmp_path)
-    for line in ("Über café 中文", "naïve cafes", "the<user>the"):
+    for line in ("Über café 中文", "naïve cafes", "the<user>the bar Bar"):
         assert text.encode(line).ids == theirs(line)["input_ids"]
 
 
@@ -134,12 +136,14 @@ def test_options_of_byte_pairs_are_followed(
     trained = Text.train_bpe(corpus(), size=400)
     model = json.loads(trained.tokenizer.to_str())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
-    (tmp_path / "merges.txt").write_text("".join(f"{a} {b}\n" for a, b in model["merges"]))
+    merges = "".join(f"{a} {b}\n" for a, b in model["merges"])
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + merges)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
     (tmp_path / "added_tokens.json").write_text(json.dumps(added))
     text, theirs = Text.load(tmp_path), transformers.GPT2Tokenizer.from_pretrained(tmp_path)
     for line in ("the cat", "<pad>the<user>", "a<|endoftext|>b"):
         assert text.encode(line).ids == theirs(line)["input_ids"]
+    (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "added_tokens.json").write_text('{"<far>": 9000}')
     with pytest.raises(CheckpointError, match="'<far>' should be 9000, but would be 40"):
         Text.load(tmp_path)

@@ -27,7 +27,7 @@ from regard import (
 )
 from regard import GPT2Config as OurGPT2Config
 from regard import TransformerConfig as OurTransformerConfig
-from regard.watching import Watched
+from regard.watching import Watched, _attend
 
 ALL = See(lse=True, entropy=True, distance=True, received=True, top=2, weights=True)
 IDS = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
@@ -573,3 +573,16 @@ def test_layers_that_are_computed_again_are_refused() -> None:
         pass
     with torch.no_grad(), watch(model, See(entropy=True)):  # nothing goes back
         pass
+
+
+@pytest.mark.parametrize(
+    "flags", [{"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True}]
+)
+def test_a_scale_that_is_not_told_is_refused(flags: dict[str, bool]) -> None:
+    """As transformers before 5 calls a GPT-2, whose layers know it alone."""
+    module = nn.Module()
+    for name, value in flags.items():
+        setattr(module, name, value)
+    x = torch.randn(1, 2, 3, 4)
+    with pytest.raises(InputError, match="Update transformers to 5"):
+        _attend(module, x, x, x, None)

@@ -259,7 +259,7 @@ def write(
     config: Mapping[str, Any],
     tensors: Mapping[str, Tensor],
     generation: Mapping[str, Any] | None = None,
-    shard_bytes: int = SHARD,
+    shard_bytes: float = SHARD,
 ) -> None:
     """Write a checkpoint, in shards where it is larger than ``shard_bytes``.
 

@@ -46,7 +46,7 @@ def convert(
     *,
     dtype: torch.dtype | None = None,
     packing: Packing | None = None,
-    shard_bytes: int = SHARD,
+    shard_bytes: float = SHARD,
     force: bool = False,
 ) -> Path:
     """Write the checkpoint ``source`` again as the folder ``target``, as :meth:`Model.save` does.

@@ -450,9 +450,10 @@ def read(
             )
     tags = language_tags(tokenizer)
     if tags and not text.lstrip().startswith(tuple(tags)):
+        shortened = text if len(text) <= 30 else f"{text[:30]}…"
         raise InputError(
             f"This model is told which language to write: begin the text with {' or '.join(tags)}, "
-            f"as in '{tags[0]} {text[:20]}'."
+            f"as in '{tags[0]} {shortened}'."
         )
     layers = layers_of(model)
     if not isinstance(model, Transformer | T5):

@@ -366,6 +366,13 @@ def _attend(
     for name, meaning in _UNKNOWN.items():
         if others.get(name) is not None:
             raise InputError(f"{type(module).__name__} uses {meaning}, which cannot be watched.")
+    unscaled = getattr(module, "scale_attn_weights", True) is False
+    by_layer = getattr(module, "scale_attn_by_inverse_layer_idx", False)
+    if scaling is None and (unscaled or by_layer):  # transformers before 5, which leaves it out
+        raise InputError(
+            f"{type(module).__name__} scales its scores in a way that this version of transformers "
+            "does not tell. Update transformers to 5, or load the model with regard.load."
+        )
     queries, keys = query.shape[2], key.shape[2]
     mask, bias = _mask_and_bias(attention_mask, position_bias, keys)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal

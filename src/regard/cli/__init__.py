@@ -29,7 +29,7 @@ def main() -> None:
     """The command ``regard``. Mistakes in its use end with one line and status 2."""
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without √
-    warnings.showwarning = lambda message, *_, **__: _complain(f"warning: {message}")
+    warnings.showwarning = _warn
     try:
         status = app(prog_name="regard", standalone_mode=False)
         sys.stdout.flush()
@@ -57,6 +57,11 @@ def main() -> None:
 def _complain(message: str) -> None:
     line = " ".join(f"regard: {message}".split())
     Console(stderr=True, soft_wrap=True).print(line, markup=False, highlight=False)
+
+
+def _warn(message: Warning | str, *_: object, **__: object) -> None:
+    # By way of sys.stderr: a progress bar stands there, and moves aside.
+    print(" ".join(f"regard: warning: {message}".split()), file=sys.stderr)
 
 
 def _show_version(wanted: bool) -> None:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 OPTIONAL = {
     "matplotlib": "pictures as PNG",
     "sacrebleu": "BLEU and chrF",
+    "datasets": "Hugging Face datasets in recipes",
     "transformers": "watch() on its models",
     "huggingface_hub": "models by their hub names",
     "triton": "the GPU kernels",

@@ -23,7 +23,7 @@ Settings = Annotated[
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A TOML file; recipes/ has some.")],
+    recipe: Annotated[Path, typer.Argument(help="A TOML file; the source has some in recipes/.")],
     changes: Settings = None,
     resume: Annotated[
         bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")

@@ -226,7 +226,7 @@ def complete(
     top_p: Annotated[float, typer.Option(help="Draw within this share of probability.")] = 0.95,
     seed: Annotated[int, typer.Option(help="Of what is drawn.")] = 0,
     no_repeat: Annotated[
-        int, typer.Option(help="Let no run of so many tokens come twice; 0 does.", min=0)
+        int, typer.Option(help="Let no run of so many tokens come twice; 0 allows it.", min=0)
     ] = 0,
     attended: Annotated[
         bool, typer.Option("--attended", help="Draw which words were attended to.")

@@ -21,7 +21,9 @@ _LAYOUTS = {2: "[length, dim]", 3: "[batch, length, dim]", 4: "[batch, heads, le
 
 
 # Why a backend that is more than plain operations refuses a call that is transformed.
-TRANSFORMED = "torch.func and forward gradients go through plain operations alone."
+TRANSFORMED = (
+    "torch.func and forward gradients go through plain operations alone: those of 'reference'."
+)
 
 
 class Call(NamedTuple):  # of the ways to hold ten things the fastest to make

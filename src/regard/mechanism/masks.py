@@ -99,9 +99,14 @@ def _lengths(lengths: Tensor | Sequence[int] | int, what: str) -> Tensor | tuple
 
 def _count(number: Any, what: str) -> int:
     """A whole number from 0 on, NumPy's among them."""
-    found = number if isinstance(number, int) or not hasattr(number, "__index__") else index(number)
-    if not isinstance(found, int) or found < 0:
+    if not isinstance(number, int):
+        try:
+            number = index(number)
+        except TypeError:
+            raise InputError(f"{what} from 0 on, but got {number!r}.") from None
+    if number < 0:
         raise InputError(f"{what} from 0 on, but got {number!r}.")
+    found: int = number
     return found
 
 

@@ -103,7 +103,7 @@ class See:
             given = self.pairs if isinstance(self.pairs, Tensor | Sequence) else _listed(self.pairs)
             chosen_pairs = Pairs(given) if len(given) else None
             object.__setattr__(self, "pairs", chosen_pairs)
-        (top,) = _whole((self.top,), "top", "keys to keep")
+        top = operator.index(self.top) if hasattr(self.top, "__index__") else -1
         if isinstance(self.top, bool) or top < 0:
             raise InputError(f"See(top=...) is how many keys to keep, but got {self.top!r}.")
         object.__setattr__(self, "top", top)

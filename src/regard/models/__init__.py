@@ -79,9 +79,9 @@ def load(
     if model is not None and not (isinstance(model, type) and issubclass(model, Model)):
         raise InputError(f"load(model=...) is a class such as Bert, not {model!r}.")
     try:
-        torch.device("cpu" if device is None else device)
-    except (RuntimeError, TypeError):
-        raise InputError(f"load(device=...) is as 'cpu' or 'cuda:0', not {device!r}.") from None
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError):  # the last of a PyTorch without CUDA
+        raise InputError(f"PyTorch has no device {device!r} here.") from None
     source = open_checkpoint(name)
     if model is None:
         model = _model_of(source.config)

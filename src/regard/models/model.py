@@ -166,7 +166,9 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 def check_ids(ids: Tensor) -> None:
     """Raise InputError where ids are not [batch, n] whole numbers."""
-    if ids.dim() != 2 or ids.is_floating_point():
+    if not isinstance(ids, Tensor):
+        raise InputError(f"Ids are a tensor, [batch, n], but got {type(ids).__name__}.")
+    if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         raise InputError(
             f"Ids are whole numbers, [batch, n], but got {ids.dtype} of shape {list(ids.shape)}. "
             "One text of them is ids[None]."
@@ -437,7 +439,7 @@ class Model(nn.Module):
         folder: str | os.PathLike[str],
         *,
         packing: Packing | None = None,
-        shard_bytes: int = checkpoints.SHARD,
+        shard_bytes: float = checkpoints.SHARD,
     ) -> None:
         """Write config.json and the weights as safetensors, for regard and others to read.
 
@@ -445,7 +447,7 @@ class Model(nn.Module):
         matrices, or by patterns of their names, as ``{"embed": "int8", "": "int4"}``. Weights over
         ``shard_bytes`` are cut into several files.
         """
-        if type(shard_bytes) is not int or shard_bytes < 1:
+        if not isinstance(shard_bytes, int | float) or not shard_bytes >= 1:
             raise InputError(f"save(shard_bytes=...) is a number of bytes, not {shard_bytes!r}.")
         with torch.device("meta"), _Unfilled():
             expected = type(self)(self.config).state_dict()

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from regard.decoding.ways import at_least
+from regard.decoding.ways import at_least, is_number
 from regard.errors import InputError
 from regard.mechanism.masks import Padding
 from regard.mechanism.seeing import See
@@ -128,17 +128,22 @@ def answer(
     """
     one = ready(model, (BertAnswering,), "answer questions", device, precision)
     at_least("answer(batch=...)", batch, 1)
-    if not isinstance(threshold, int | float) or math.isnan(threshold):
+    if not (is_number(threshold) or threshold in (-math.inf, math.inf)):
         raise InputError(f"answer(threshold=...) is a number, not {threshold!r}.")
-    contexts = [context] * len(questions) if isinstance(context, str) else context
-    if not isinstance(contexts, Sequence) or not all(isinstance(one, str) for one in contexts):
-        raise InputError(f"The context is a text, or a list of texts, but got {context!r}.")
+    contexts = [context] * len(questions) if isinstance(context, str) else _listed(context)
     if len(contexts) != len(questions):
         raise InputError(
             f"Questions have one context or one each: {len(questions)} of them, but "
             f"{len(contexts)} contexts."
         )
     return _answers(one, questions, contexts, threshold, window, batch, look)
+
+
+def _listed(contexts: Any) -> list[str]:
+    found = list(contexts) if isinstance(contexts, Iterable) else [contexts]
+    if wrong := [one for one in found if not isinstance(one, str)]:
+        raise InputError(f"The context is a text, or a list of texts, but got {wrong[0]!r}.")
+    return found
 
 
 class _Found(NamedTuple):

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache, wraps
+from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import (
@@ -152,9 +153,11 @@ def _loaded(folder: Path, stamps: object, device: str, precision: Precision) -> 
     model = load(folder, device=device, dtype=dtype)
     defaults = checkpoints.settings_of(folder)
     _silence(model, defaults.get("bad_words_ids"))
-    for name in _not_followed(model, defaults):
+    config = checkpoints.read_json(folder / checkpoints.CONFIG)
+    asked = [defaults, *checkpoints.tasks_of(config, folder.name).values()]
+    for name, value in chain.from_iterable(_not_followed(model, said) for said in asked):
         warnings.warn(
-            f"{folder.name} asks for {name} = {defaults[name]!r}, which regard does not follow.",
+            f"{folder.name} asks for {name} = {value!r}, which regard does not follow.",
             SettingWarning,
             stacklevel=2,
         )
@@ -162,7 +165,6 @@ def _loaded(folder: Path, stamps: object, device: str, precision: Precision) -> 
         quantize(model)
     elif precision == "bfloat16" and model.device.type == "cpu":
         arrange(model)
-    config = checkpoints.read_json(folder / checkpoints.CONFIG)
     return Ready(str(folder), model, Text.load(folder), config, defaults)
 
 
@@ -181,17 +183,24 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
 }
 
 
-def _not_followed(model: Model, settings: Mapping[str, Any]) -> list[str]:
-    found = [
-        name
-        for name, neutral in _NEUTRAL.items()
-        if settings.get(name) is not None and settings[name] not in neutral
-    ]
+# What is followed of them where a text is written for another, and not where one goes on.
+_OF_PAIRS: dict[str, tuple[object, ...]] = {
+    "num_beams": (1,),
+    "no_repeat_ngram_size": (0,),
+    "min_length": (0,),
+    "min_new_tokens": (0,),
+}
+
+
+def _not_followed(model: Model, settings: Mapping[str, Any]) -> Iterator[tuple[str, object]]:
+    pairs = isinstance(model, Transformer | T5)
+    for name, neutral in (_NEUTRAL if pairs else _NEUTRAL | _OF_PAIRS).items():
+        if settings.get(name) is not None and settings[name] not in neutral:
+            yield name, settings[name]
     words = settings.get("bad_words_ids")
     single = isinstance(words, list) and all(isinstance(w, list) and len(w) == 1 for w in words)
     if words and not (single and isinstance(model, Transformer)):
-        found.append("bad_words_ids")
-    return found
+        yield "bad_words_ids", words
 
 
 def _silence(model: Model, tokens: object) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
 from pathlib import Path
@@ -90,10 +90,11 @@ class Text:
     def encode_all(self, texts: Sequence[str], *, special: bool = True) -> list[Encoded]:
         """As :meth:`encode`, many at once."""
         _check_lines(texts)
+        texts = list(texts)
         for text in texts:
             _check_text(text)
         with errors_of("This"):
-            batch = self.tokenizer.encode_batch(list(texts), add_special_tokens=special)
+            batch = self.tokenizer.encode_batch(texts, add_special_tokens=special)
         return [Encoded(e.ids, e.tokens, e.type_ids, e.sequence_ids, e.offsets) for e in batch]
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
@@ -257,11 +258,15 @@ class Text:
 
 
 def _train(tokenizer: Tokenizer, lines: Iterable[str], trainer: training.Trainer) -> None:
+    def texts() -> Iterator[str]:
+        for line in lines:
+            _check_text(line)
+            yield line
+
     try:
-        tokenizer.train_from_iterator(lines, trainer)
+        tokenizer.train_from_iterator(texts(), trainer)
     except Exception as error:
-        # What `tokenizers` itself raises is bare; what reading the lines raises is not ours to say.
-        if type(error) not in (Exception, TypeError, ValueError):
+        if type(error) is not Exception:  # what reading the lines raised
             raise
         raise InputError(f"No tokenizer can be trained on this: {error}") from None
 

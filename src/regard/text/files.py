@@ -24,18 +24,19 @@ def add_tokens(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
     """With the tokens that were added to a vocabulary later, which stand in files of their own."""
     found: dict[int, AddedToken] = {}
     older = folder / "added_tokens.json"
-    for name, number in (read_json(older) if older.exists() else {}).items():
-        found[_number(number, name, older)] = AddedToken(name, normalized=False)
     told = options_of(folder).get("added_tokens_decoder") or {}
+    if older.exists() and not told:
+        for name, number in read_json(older).items():
+            found[_number(number, name, older)] = AddedToken(name, normalized=True)
     for number, said in told.items() if isinstance(told, dict) else ():
         token = said.get("content") if isinstance(said, dict) else said
         if not isinstance(token, str):
             raise CheckpointError(f"{folder / OPTIONS}: added_tokens_decoder has {said!r}.")
         known = said if isinstance(said, dict) else {}
-        kinds = ("lstrip", "rstrip", "normalized", "single_word", "special")
-        found[_number(number, token, folder / OPTIONS)] = AddedToken(
-            token, **{name: known.get(name) is True for name in kinds}
-        )
+        kinds = ("lstrip", "rstrip", "single_word", "special")
+        flags = {name: known.get(name) is True for name in kinds}
+        flags["normalized"] = known.get("normalized", not flags["special"]) is True
+        found[_number(number, token, folder / OPTIONS)] = AddedToken(token, **flags)
     for number, added in sorted(found.items()):
         known_as = tokenizer.token_to_id(added.content)
         if known_as not in (None, number) or (known_as is None and number != _size(tokenizer)):

@@ -36,7 +36,7 @@ from regard.models import (
 )
 from regard.text import Text
 from regard.text.preparing import prepare
-from regard.training import metrics, reading
+from regard.training import reading
 from regard.training.answering import Answers, Exam, elsewhere, windows
 from regard.training.data import Ragged, Table, cached, content, place
 from regard.training.huggingface import open_dataset, read_dataset
@@ -538,7 +538,6 @@ def _special(made: Model) -> Special:
 
 def _examine(recipe: Recipe, part: str, text: Text, held: Table) -> Examine:
     """What Pairs are evaluated on: pairs of equal source are one, with several references."""
-    metrics.check(recipe.evaluation.metric)  # now, and not after the first thousand steps
     report = Report()
     pairs = cast("list[Pair]", list(records(recipe, getattr(recipe.data, part), report)))
     joined = reading.together(pairs)

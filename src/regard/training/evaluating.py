@@ -106,13 +106,15 @@ def evaluate(
     """
     kind = kind_of(model)
     nearest("score ", dict.fromkeys(wanted), kind.metrics)
+    names = tuple(wanted) or kind.metrics
+    for name in names:
+        metrics.check(name)
     recipe = _recipe(kind, model, data, root, settings)
     report = Report()
     records = list(building.records(recipe, recipe.data.test, report))
     if not records:
         raise InputError(f"There is nothing to evaluate on. {report}")
     report.check(recipe.data.bad)
-    names = tuple(wanted) or kind.metrics
     show = progress or _quiet
     with torch.inference_mode():
         if kind.metrics is WRITTEN:
@@ -384,5 +386,5 @@ def _check_files(root: Path, source: Mapping[str, Any]) -> None:
         if not (root / name).is_file():
             raise InputError(
                 f"The card was measured on {name}, which is not below the folder {str(root)!r}. "
-                "Say where it is with --root."
+                "Say where it is with --root; docs/data.md says where it comes from."
             )

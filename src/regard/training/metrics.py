@@ -54,7 +54,8 @@ def _sacrebleu() -> Any:
         from sacrebleu import metrics
     except ImportError:
         raise InputError(
-            "BLEU and chrF are sacreBLEU's: pip install sacrebleu, or choose another metric."
+            "BLEU and chrF are sacreBLEU's: pip install 'regard[training]', or choose another "
+            "metric."
         ) from None
     return metrics
 

@@ -21,7 +21,7 @@ from regard.checkpoints import CONFIG, GENERATION, note
 from regard.errors import InputError
 from regard.models import Model
 from regard.text import Text
-from regard.training import building
+from regard.training import building, metrics
 from regard.training.chance import seed_all
 from regard.training.crew import Crew, joined, local_device
 from regard.training.data import Feed, Table, generator
@@ -95,6 +95,7 @@ def _train(recipe: Recipe, device: torch.device, crew: Crew, resume: bool) -> Re
         )
     if resume and crew.first and not keeper.steps():
         _say(f"There is nothing to resume in {folder}: this starts from the beginning.")
+    metrics.check(recipe.evaluation.metric)  # now, and not after the first thousand steps
     folder.mkdir(parents=True, exist_ok=True)
     with _logged(folder, recipe.tensorboard) if crew.first else nullcontext(_unheard) as log:
         if crew.world > 1:
