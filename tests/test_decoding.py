@@ -17,7 +17,7 @@ import test_models_transformer
 from regard import GPT2, GPT2Config, InputError, Text, load
 from regard.decoding import Beam, Greedy, Output, Sample, generate, stream
 from test_models_transformer_xl import IDS, tiny
-from tiny import agree, padded
+from tiny import FIVE, agree, padded
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15], [7, 7], [30, 2, 8, 8, 1]]
 LENGTH = 12
@@ -89,7 +89,8 @@ def test_greedy_is_that_of_transformers(pair) -> None:
     model, _, stop, _ = pair
     found = generate(model, PROMPTS, length=LENGTH, stop=[stop])
     assert ids_of(found) == theirs(pair, {})
-    assert len({len(ids) for [ids] in ids_of(found)}) > 1
+    if FIVE:  # before, weights are drawn otherwise
+        assert len({len(ids) for [ids] in ids_of(found)}) > 1
 
 
 def test_greedy_without_repeats_is_that_of_transformers(pair) -> None:

@@ -85,7 +85,7 @@ def test_options_of_a_vocab_txt_are_followed(tmp_path: Path, options: dict[str, 
     (tmp_path / "vocab.txt").write_text(VOCABULARY + "\n")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
     (tmp_path / "added_tokens.json").write_text('{"Bar": 15}')  # counts where nothing newer is
-    text, theirs = Text.load(tmp_path), transformers.BertTokenizer.from_pretrained(tmp_path)
+    text, theirs = Text.load(tmp_path), transformers.BertTokenizerFast.from_pretrained(tmp_path)
     for line in ("Über café 中文", "naïve cafes", "the<user>the bar Bar"):
         assert text.encode(line).ids == theirs(line)["input_ids"]
 
@@ -140,7 +140,7 @@ def test_options_of_byte_pairs_are_followed(
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + merges)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
     (tmp_path / "added_tokens.json").write_text(json.dumps(added))
-    text, theirs = Text.load(tmp_path), transformers.GPT2Tokenizer.from_pretrained(tmp_path)
+    text, theirs = Text.load(tmp_path), transformers.GPT2TokenizerFast.from_pretrained(tmp_path)
     for line in ("the cat", "<pad>the<user>", "a<|endoftext|>b"):
         assert text.encode(line).ids == theirs(line)["input_ids"]
     (tmp_path / "tokenizer_config.json").write_text("{}")

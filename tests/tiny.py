@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
@@ -12,6 +13,12 @@ from torch import Tensor
 from regard import Padding
 
 transformers.logging.disable_progress_bar()
+FIVE = int(transformers.__version__.partition(".")[0]) >= 5
+
+
+def of_five(why: str) -> pytest.MarkDecorator:
+    """For what transformers does right, or lets be seen, from 5 on; 4.57 is supported too."""
+    return pytest.mark.skipif(not FIVE, reason=f"transformers before 5 {why}")
 
 
 def disturb(model: torch.nn.Module) -> torch.nn.Module:

@@ -145,8 +145,9 @@ def watch(
     """Collect what each attention layer of ``model`` does, call by call, while the model runs.
 
     ``model`` is one of ours, any module that holds :class:`MultiHeadAttention`, or a model of the
-    ``transformers`` library whose attention goes through that library's registry. Its output stays
-    the same within rounding; afterwards it is as it was. Run it under ``torch.no_grad()`` where no
+    ``transformers`` library, 4.57 or later, whose attention goes through that library's registry:
+    before 5 that of BERT and T5 does not, which is told. Its output stays the same within rounding;
+    afterwards it is as it was. Run it under ``torch.no_grad()`` where no
     gradient of what was seen is needed. A position of a ``transformers`` model with nothing to
     attend to, such as padding on the left, yields zeros, as everywhere in regard.
 
