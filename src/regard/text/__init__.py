@@ -28,6 +28,10 @@ _FILE, _TARGET = "tokenizer.json", "target_tokenizer.json"
 MOST = 2**24  # tokens of a vocabulary; for many more there would be no memory
 
 
+class SizeError(InputError):
+    """A vocabulary cannot have the size asked for."""
+
+
 @dataclass(frozen=True, slots=True)
 class Encoded:
     """A text as ids, and where each came from.
@@ -285,7 +289,7 @@ def _check_text(text: object) -> None:
 
 def _check_size(size: int, least: int) -> None:
     if type(size) is not int or not least <= size <= MOST:
-        raise InputError(f"size must be a whole number from {least} to {MOST}, but got {size!r}.")
+        raise SizeError(f"size must be a whole number from {least} to {MOST}, but got {size!r}.")
 
 
 def _read(file: Path) -> Tokenizer:

@@ -34,7 +34,7 @@ from regard.models import (
     TransformerXLConfig,
     load,
 )
-from regard.text import Text
+from regard.text import SizeError, Text
 from regard.text.preparing import prepare
 from regard.training import reading
 from regard.training.answering import Answers, Exam, elsewhere, windows
@@ -153,9 +153,8 @@ def tokenizer(recipe: Recipe, folder: Path) -> Text:
         if start is None:
             try:
                 text = _trained(recipe, lines)
-            except InputError as error:
-                key = "tokenizer." if str(error).startswith("size ") else ""
-                raise InputError(f"{key}{error}") from None
+            except SizeError as error:
+                raise InputError(f"tokenizer.{error}") from None
         else:
             whole = Text.load(start)
             text = whole.pruned(
