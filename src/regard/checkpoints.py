@@ -254,6 +254,13 @@ def read_bytes(file: Path) -> bytes:
     return raw
 
 
+def place_for(folder: str | os.PathLike[str]) -> Path:
+    """Where to write a checkpoint, or an InputError where that is no place."""
+    if not isinstance(folder, str | os.PathLike) or not str(folder):
+        raise InputError(f"A checkpoint is written to a folder, not to {folder!r}.")
+    return Path(folder)
+
+
 def write(
     folder: str | os.PathLike[str],
     config: Mapping[str, Any],
@@ -268,9 +275,7 @@ def write(
     """
     from safetensors.torch import save
 
-    if not isinstance(folder, str | os.PathLike) or not str(folder):
-        raise InputError(f"A checkpoint is written to a folder, not to {folder!r}.")
-    folder = Path(folder)
+    folder = place_for(folder)
     if folder.exists() and not folder.is_dir():
         raise InputError(f"{folder} is a file; a checkpoint needs a folder.")
     folder.mkdir(parents=True, exist_ok=True)

@@ -9,7 +9,16 @@ from pathlib import Path
 
 import torch
 
-from regard.checkpoints import CONFIG, GENERATION, SHARD, find, note, read_json, settings_of
+from regard.checkpoints import (
+    CONFIG,
+    GENERATION,
+    SHARD,
+    find,
+    note,
+    place_for,
+    read_json,
+    settings_of,
+)
 from regard.errors import InputError
 from regard.models import load
 from regard.packing import Packing
@@ -66,9 +75,7 @@ def convert(
     """
     if dtype is not None and packing is not None:
         raise InputError("A packing says how weights are stored: leave dtype out.")
-    if not isinstance(target, str | os.PathLike) or not str(target):
-        raise InputError(f"A checkpoint is written to a folder, not to {target!r}.")
-    folder, goal = find(source), Path(target)
+    folder, goal = find(source), place_for(target)
     _check_goal(goal, force)
     model = load(folder, dtype=dtype if packing is None else torch.float32)
     goal.parent.mkdir(parents=True, exist_ok=True)

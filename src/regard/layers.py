@@ -241,9 +241,8 @@ class MultiHeadAttention(nn.Module):
 
     def _split(self, flat: Tensor) -> Tensor:
         """[batch, n, heads * head dim] as [batch, heads, n, head dim]."""
-        return flat.view(*flat.shape[:2], flat.shape[-1] // self.head_dim, self.head_dim).transpose(
-            1, 2
-        )
+        heads = flat.shape[-1] // self.head_dim  # not -1: nothing has no shape to guess
+        return flat.view(*flat.shape[:2], heads, self.head_dim).transpose(1, 2)
 
 
 class FeedForward(nn.Module):

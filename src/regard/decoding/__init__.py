@@ -1,8 +1,8 @@
 """Decoding: from what a model says comes next to whole sequences. It knows ids only.
 
 What becomes of a prompt depends on the prompt alone, not on the batch it is in, but for how sums
-are rounded there. Sequences that are
-done leave the batch, and others take their places; the beams of a sentence share what it keeps.
+are rounded there. Sequences that are done leave the batch, and others take their places; the beams
+of a sentence share what it keeps.
 """
 
 from __future__ import annotations

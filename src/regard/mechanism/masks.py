@@ -99,14 +99,12 @@ def _lengths(lengths: Tensor | Sequence[int] | int, what: str) -> Tensor | tuple
 
 def _count(number: Any, what: str) -> int:
     """A whole number from 0 on, NumPy's among them."""
-    if not isinstance(number, int):
-        try:
-            number = index(number)
-        except TypeError:
-            raise InputError(f"{what} from 0 on, but got {number!r}.") from None
-    if number < 0:
+    try:
+        found = number if isinstance(number, int) else index(number)
+    except TypeError:
+        found = -1
+    if found < 0:
         raise InputError(f"{what} from 0 on, but got {number!r}.")
-    found: int = number
     return found
 
 

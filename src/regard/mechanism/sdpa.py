@@ -78,9 +78,9 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
     sequences: list[Tensor] = []
     for own, (query, key, value) in zip(groups, given, strict=True):
         columns = [piece.columns for piece in own]
-        parts = (_parts(query, [piece.rows for piece in own]), _parts(key, columns))
-        tensors = zip(own, *parts, _parts(value, columns), strict=True)
-        rows = [_piece(call, *each) for each in tensors]
+        queries = _parts(query, [piece.rows for piece in own])
+        parts = zip(own, queries, _parts(key, columns), _parts(value, columns), strict=True)
+        rows = [_piece(call, *part) for part in parts]
         causal = (row for piece, row in zip(own, rows, strict=True) if piece.kind == "causal")
         if _may_ask(call) and not all(map(_clean, causal)):
             return by_rows(call)
