@@ -156,6 +156,7 @@ def test_complete_writes_the_text_on(regard, made: Path) -> None:
         (["summarize"], b"\xff\xfe", "byte 0 is 0xff"),
         (["answer", "", "--context", "a"], b"", "empty"),
         (["answer", "Who?"], b"", "There is no text: standard input is empty"),
+        (["answer", "Who?", "Ann."], b"", "Give a text to look in, with --context or --file."),
         (["answer", "Who?", "--context", " "], b"", "context is empty"),
         (["answer", "Who?", "--context", "\u200b"], b"", "has no token that"),
         (["answer", "\u200b", "--context", "The cat"], b"", "has no token that"),

@@ -149,6 +149,25 @@ def test_a_memory_that_holds_all_is_as_one_call_and_a_shorter_one_is_not(text, t
     assert abs(short.scores["loss"] - loss) > 1e-4
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("kind", ["gpt2", "xl"])
+@pytest.mark.parametrize(("length", "context"), [(16, 12), (16, 15), (500, 400)])
+def test_with_a_context_each_token_is_told_once_from_so_many(text, tmp_path, kind, length, context):
+    ids = whole(text)[0]
+    model = gpt2(text, length=500) if kind == "gpt2" else xl(text, memory=8)
+    settings = {"data.length": length, "data.context": context, "batch.tokens": 64}
+    settings["evaluation.temperature"] = 1.5
+    found = evaluate(model, text, [text_file(tmp_path)], root=tmp_path, settings=settings)
+    total, new = len(ids) - 1, length - context
+    nats = 0.0
+    for at in range(total):  # which piece tells it: the first that has it behind its context
+        start = 0 if at < context else (at - context) // new * new
+        told = model(ids[None, start : at + 1])[0, -1] / 1.5
+        nats += float(cross_entropy(told, ids[at + 1], reduction="sum"))
+    assert found.count == total
+    assert found.scores["loss"] == pytest.approx(nats / total, rel=1e-5)
+
+
 def test_lanes_tell_each_token_once(text, tmp_path):
     model = xl(text, memory=8)
     settings = {"data.length": 16, "batch.tokens": 64}

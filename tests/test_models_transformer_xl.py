@@ -24,6 +24,7 @@ from regard import (
     TransformerXLConfig,
     load,
 )
+from regard.layers import lock_dropout
 from regard.watching import watch
 from tiny import agree, disturb, same_files
 
@@ -309,10 +310,45 @@ def test_deep_and_with_words_dropped_it_has_gradients() -> None:
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 
 
+@torch.no_grad()
+def test_the_loss_is_of_the_last_tokens_and_of_an_output_that_is_not_calm() -> None:
+    model, ids = tiny(), torch.tensor([IDS, IDS[::-1]])
+    labels = ids[:, 4:].clone()
+    labels[0, 2] = -100  # does not count
+    told = model(ids)[:, 4:]
+    counted = labels >= 0
+    expected = -told[counted].gather(-1, labels[counted][:, None]).sum()
+    agree(model(ids, labels=labels), expected)
+    hidden = model.read(ids)[:, 4:]
+    size = 20 * 0.5 * hidden.square().mean()
+    change = 20 * 2 * (hidden[:, 1:] - hidden[:, :-1]).square().mean()
+    agree(model(ids, labels=labels, activation=0.5, slowness=2), expected + size + change)
+
+
+@torch.no_grad()
+def test_dropout_of_projections_is_drawn_for_queries_keys_values_and_distances() -> None:
+    model = tiny(dropout=0.0, projection_dropout=0.5).train()
+    layer = model.layers[0].attention
+    lock_dropout(model)
+    x, distances = torch.randn(2, 5, 12), torch.randn(5, 12)
+    dropped = layer.parts(x, 5, distances)
+    plain = layer.eval().parts(x, 5, distances)
+    for found, whole in zip(dropped[1:3], plain[1:3], strict=True):  # keys and values
+        kept = found / whole
+        assert set(kept.round().unique().tolist()) == {0.0, 2.0}
+        agree(kept, kept[:, :, :1].expand_as(kept))  # at all positions the same
+    bias = layer.content_bias[:, None]
+    assert set(((dropped[0] - bias) / (plain[0] - bias)).round().unique().tolist()) == {0.0, 2.0}
+    kept = dropped[3].relative / plain[3].relative
+    assert set(kept.round().unique().tolist()) == {0.0, 2.0}
+
+
 def test_dropout_has_a_rate_for_each_place(tmp_path: Path) -> None:
     model = TransformerXL(TransformerXLConfig(**SIZES, dropout=0.2))
     assert (model.dropout.p, model.last_dropout.p) == (0.2, 0.2)
-    config = TransformerXLConfig(**SIZES, dropout=0.2, embedding_dropout=0.6, output_dropout=0.5)
+    config = TransformerXLConfig(
+        **SIZES, dropout=0.2, embedding_dropout=0.6, output_dropout=0.5, projection_dropout=0.3
+    )
     model = TransformerXL(config)
     assert (model.dropout.p, model.last_dropout.p) == (0.6, 0.5)
     assert model.layers[0].around_attention.dropout.p == 0.2
@@ -356,6 +392,9 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         TransformerXLConfig(cutoffs=(5, 3))
     with pytest.raises(InputError, match="shrink"):
         TransformerXLConfig(embedding_dim=8)
+    for sizes in ({}, {"cutoffs": (), "embedding_dim": 512}):
+        with pytest.raises(InputError, match="shrink=1"):
+            TransformerXLConfig(shrink=1, **sizes)
     model = tiny()
     with pytest.raises(InputError, match="belongs to them"):
         model(torch.tensor([IDS]), memories=model.remember(), padding=Padding(3))
@@ -371,10 +410,11 @@ PUBLISHED = Path(__file__).parent / "fixtures" / "transformer_xl"
 
 
 @pytest.mark.parametrize("memory", ["empty", "zeros"])
-def test_a_published_checkpoint_gives_its_numbers(memory: str) -> None:
+@pytest.mark.parametrize("vocabulary", ["bands", "whole"])
+def test_a_published_checkpoint_gives_its_numbers(vocabulary: str, memory: str) -> None:
     """Weights and numbers are of transformers 4.35.2, the last that had the model: see make.py."""
-    model = load(PUBLISHED)
-    expected = load_file(PUBLISHED / "expected.safetensors")
+    model = load(PUBLISHED / vocabulary)
+    expected = load_file(PUBLISHED / vocabulary / "expected.safetensors")
     memories = model.remember()
     if memory == "zeros":  # that library begins with a memory of zeros, and attends to them
         for layer in memories.layers:
@@ -384,9 +424,11 @@ def test_a_published_checkpoint_gives_its_numbers(memory: str) -> None:
     agree(torch.cat(segments, dim=1), expected[memory])
 
 
-def test_a_published_checkpoint_is_saved_as_it_was(tmp_path: Path) -> None:
-    load(PUBLISHED).save(tmp_path)
-    before, after = (load_file(one / "model.safetensors") for one in (PUBLISHED, tmp_path))
+@pytest.mark.parametrize("vocabulary", ["bands", "whole"])
+def test_a_published_checkpoint_is_saved_as_it_was(vocabulary: str, tmp_path: Path) -> None:
+    load(PUBLISHED / vocabulary).save(tmp_path)
+    folders = (PUBLISHED / vocabulary, tmp_path)
+    before, after = (load_file(folder / "model.safetensors") for folder in folders)
     assert before.keys() - after.keys() == {"transformer.pos_emb.inv_freq"}  # a table of sinusoids
     for key, tensor in after.items():
         assert torch.equal(tensor, before[key]), key

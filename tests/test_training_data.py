@@ -269,12 +269,12 @@ def test_rows_are_gathered_as_they_are() -> None:
 
 def test_windows_cover_the_text_and_lanes_go_on() -> None:
     for number in range(5):
-        rows, batches = Windows(103, 10, rows=4).epoch(0, number)
+        rows, batches = Windows(103, 10, rows=1).epoch(0, number)
         starts = sorted(rows.tolist())
         assert all(later - start == 10 for start, later in pairwise(starts))
         assert starts[0] < 10
         assert 93 - 10 < starts[-1] <= 93
-        assert [batch.stop - batch.start for batch in batches][:2] == [4, 4]
+        assert len(batches) == len(starts)
     rows, batches = Lanes(103, 10, rows=2).epoch(0, 0)
     assert rows.tolist() == [0, 51, 10, 61, 20, 71, 30, 81, 40, 91]
     assert {batch.stop - batch.start for batch in batches} == {2}
@@ -282,6 +282,36 @@ def test_windows_cover_the_text_and_lanes_go_on() -> None:
     again = Lanes(103, 10, rows=2, forget=2).epoch(0, 0).batches
     assert [batch.first for batch in again] == [True, False, True, False, True]
     assert Lanes(10, 10, rows=1, shifted=True).epoch(0, 0)[0].tolist() == [0]  # nowhere to go
+
+
+def test_windows_in_any_order_fill_their_batches_and_leave_out_others_each_time() -> None:
+    plan, read = Windows(103, 10, rows=4), set()
+    for number in range(50):
+        rows, batches = plan.epoch(0, number)
+        assert [batch.stop - batch.start for batch in batches] == [4, 4]
+        read |= {place for start in rows.tolist() for place in range(start, start + 10)}
+    assert read == set(range(103))
+    rows, batches = Windows(103, 10, rows=4, shuffled=False).epoch(0, 0)
+    assert [batch.stop - batch.start for batch in batches] == [4, 4, 2]  # all is measured
+    rows, batches = Windows(33, 10, rows=4).epoch(0, 0)
+    assert [batch.stop - batch.start for batch in batches] == [len(rows)]  # less than one batch
+
+
+def test_a_cursor_behind_the_end_of_an_epoch_goes_on_with_the_next() -> None:
+    feed = Feed(Windows(103, 10, rows=4), 0, torch.device("cpu"))
+    feed.cursor = {"epoch": 0, "batch": len(feed.batches) + 1}  # of a plan with one batch more
+    feed.next()
+    assert feed.cursor == {"epoch": 1, "batch": 1}
+
+
+def test_windows_overlap_by_their_context() -> None:
+    rows, batches = Windows(103, 10, rows=1, shuffled=False, context=7).epoch(0, 0)
+    assert rows.tolist() == list(range(0, 94, 3))
+    assert {batch.longest for batch in batches} == {(10,)}
+    firsts = {
+        min(Windows(103, 10, 1, context=7).epoch(0, number)[0].tolist()) for number in range(50)
+    }
+    assert firsts == {0, 1, 2}
 
 
 @pytest.mark.parametrize(("lane", "count"), [(51, 4), (35, 2), (29, 2), (20, 2), (19, 1)])

@@ -23,7 +23,15 @@ import regard
 from regard.converting import convert
 from regard.decoding import Beam
 from regard.errors import InputError
-from regard.models import T5, Transformer, TransformerConfig
+from regard.models import (
+    GPT2,
+    T5,
+    GPT2Config,
+    Transformer,
+    TransformerConfig,
+    TransformerXL,
+    TransformerXLConfig,
+)
 from regard.tasks.ready import decoding, ready
 from regard.text import Text
 from regard.training import Result, building, parse_recipe, train
@@ -33,7 +41,7 @@ from regard.training.data import Batch, Epoch, Feed, Ragged, Table
 from regard.training.loop import Pace, Progress, Trainer
 from regard.training.monitoring import AttentionWarning
 from regard.training.objectives import Pairs, Special
-from regard.training.optimizing import rate_at
+from regard.training.optimizing import adamw, rate_at
 from regard.training.publishing import DamageWarning
 from regard.training.recipe import Recipe, Schedule
 from regard.training.saving import Keeper
@@ -238,6 +246,20 @@ def test_gradients_are_clipped_and_matrices_alone_decay(folder: Path) -> None:
     assert decays == {True: 0.5, False: 0.0}
 
 
+def test_embeddings_may_move_at_a_rate_of_their_own(folder: Path) -> None:
+    names = {"optimizer.embedding_rate": 2.0}
+    recipe = parse_recipe(recipe_of(folder, "language modelling", "transformer-xl"), names)
+    sizes = {"vocabulary": 20, "cutoffs": (8,), **recipe.model.config}
+    for model, table in (
+        (TransformerXL(TransformerXLConfig(**sizes)), "embedding.tables."),
+        (GPT2(GPT2Config(vocabulary=20, dim=16, depth=1, heads=2)), "tokens.weight"),
+    ):
+        optimizer = adamw(model, recipe, torch.device("cpu"))
+        sizes = {p: group["size"] for group in optimizer.param_groups for p in group["params"]}
+        for name, parameter in model.named_parameters():
+            assert sizes[parameter] == (2.0 if name.startswith(table) else 1.0), name
+
+
 def test_rates_rise_and_fall_as_they_should() -> None:
     cosine = Schedule(steps=110, rate=2.0, warmup=10, shape="cosine", floor=0.1)
     assert [rate_at(step, cosine) for step in (1, 5, 10)] == [0.2, 1.0, 2.0]
@@ -402,6 +424,13 @@ def test_starting_from_a_model(folder: Path) -> None:
         run(raw, output=str(folder / "other"))
 
 
+def test_a_run_whose_data_are_missing_leaves_no_folder_behind(folder: Path) -> None:
+    recipe = parse_recipe(recipe_of(folder), {"data.train.0.files": ["nowhere.tsv"]})
+    with pytest.raises(InputError, match=r"nowhere\.tsv"):
+        train(recipe)
+    assert not (folder / "run").exists()
+
+
 def test_unknown_sizes_are_refused_with_the_nearest(folder: Path) -> None:
     raw = recipe_of(folder)
     raw["model"]["config"]["dropuot"] = 0.1
@@ -477,6 +506,25 @@ def wait_for_a_step(log: Path, seconds: float) -> None:
         if b'"loss"' in new or b'"finished"' in new:
             return
         time.sleep(0.002)
+
+
+def test_a_transformer_xl_with_a_context_and_all_its_dropout_resumes_to_the_byte(
+    folder: Path,
+) -> None:
+    raw = recipe_of(folder, "language modelling", "transformer-xl")
+    raw["model"] |= {"locked": True}
+    raw["model"]["config"] |= {"shrink": 1, "projection_dropout": 0.2, "word_dropout": 0.2}
+    raw["data"] |= {"length": 32, "context": 20}
+    raw["optimizer"] |= {"activation": 0.2, "slowness": 0.1, "embedding_rate": 2.0, "ema": 0.9}
+    raw["evaluation"] |= {"temperature": 1.1}
+    whole = run(raw)
+    losses = [row["loss"] for row in log_of(whole) if "loss" in row]
+    assert losses[-1] < losses[0]
+    expected = bytes_of(folder / "run")
+    shutil.rmtree(folder / "run" / "checkpoints" / "step-0000000012")
+    shutil.rmtree(folder / "run" / "model")
+    run(raw, resume=True)
+    assert bytes_of(folder / "run") == expected
 
 
 @pytest.mark.parametrize("kind", ["transformer", "transformer-xl", "bert"])

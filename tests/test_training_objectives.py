@@ -11,8 +11,10 @@ from torch.nn.functional import cross_entropy, kl_div
 from regard.errors import InputError
 from regard.mechanism.masks import Padding
 from regard.models import (
+    GPT2,
     BertAnswering,
     BertConfig,
+    GPT2Config,
     Transformer,
     TransformerConfig,
     TransformerXL,
@@ -26,6 +28,7 @@ from regard.training.objectives import (
     MaskedTokens,
     NextToken,
     NextTokenWithMemory,
+    NextTokenXL,
     PairBatch,
     Pairs,
     Spans,
@@ -191,6 +194,22 @@ def xl(memory: int) -> TransformerXL:
     ).eval()  # fmt: skip
 
 
+def gpt2() -> GPT2:
+    torch.manual_seed(0)
+    return GPT2(
+        GPT2Config(
+            vocabulary=50,
+            length=16,
+            dim=16,
+            depth=2,
+            heads=2,
+            dropout=0.0,
+            attention_dropout=0.0,
+            embedding_dropout=0.0,
+        )
+    ).eval()
+
+
 def test_a_model_that_remembers_reads_lanes_as_one_long_text() -> None:
     text = stream(65)
     model = xl(memory=64)
@@ -203,6 +222,51 @@ def test_a_model_that_remembers_reads_lanes_as_one_long_text() -> None:
         expected = -chances.gather(-1, ids[:, 1:, None]).sum()
     assert count == 64
     assert nats == pytest.approx(float(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "xl"])
+def test_of_a_piece_the_context_is_read_and_the_rest_is_told(kind: str) -> None:
+    model = xl(memory=8) if kind == "xl" else gpt2()
+    text = stream(41)
+    pieces = (NextTokenXL if kind == "xl" else NextToken)(text, None, 8, 16, context=5)
+    plan = pieces._plan(text, shuffled=False)
+    with torch.no_grad():
+        nats, count = held_out(pieces, model, plan, CPU)
+        ids = text.flat.long()
+        expected = 0.0
+        for start in range(0, 33, 3):
+            piece = ids[None, start : start + 9]
+            told = model(piece[:, :-1]).log_softmax(-1)[0, 5:]
+            expected -= float(told.gather(-1, piece[0, 6:, None]).sum())
+    assert count == 33
+    assert nats == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "xl", "memory"])
+def test_what_is_held_out_is_told_at_a_temperature(kind: str) -> None:
+    model = gpt2() if kind == "gpt2" else xl(memory=8)
+    pieces = {"gpt2": NextToken, "xl": NextTokenXL, "memory": NextTokenWithMemory}[kind](
+        stream(41), None, 8, 8, temperature=2.0
+    )
+    [(batch, _)] = batches(pieces, pieces.plan, 1)
+    logits = model(batch.ids)[0]
+    expected = cross_entropy(logits / 2, batch.labels[0], reduction="sum")
+    torch.testing.assert_close(pieces.loss(model, batch), expected)
+    cool = cross_entropy(logits, batch.labels[0], reduction="sum")
+    torch.testing.assert_close(pieces.loss(model.train(), batch), cool)  # but learned at 1
+
+
+def test_an_output_that_is_to_be_calm_costs_what_it_is_not() -> None:
+    model, text = xl(memory=8), stream(41)
+    calm = {"activation": 0.5, "slowness": 2.0}
+    pieces = NextTokenXL(text, None, 8, 16, context=5, calm=calm)
+    [(batch, count)] = batches(pieces, pieces.plan, 1)
+    plain = pieces.loss(model, batch)  # measured, it counts for nothing
+    hidden = model.read(batch.ids)[:, 5:]
+    learning = pieces.loss(model.train(), batch)  # it has no dropout
+    size, change = hidden.square().mean(), hidden.diff(dim=1).square().mean()
+    assert count == 2 * 3
+    torch.testing.assert_close(learning, plain + count * (0.5 * size + 2 * change))
 
 
 def test_memories_are_saved_and_taken_up_again() -> None:

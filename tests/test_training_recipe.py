@@ -109,6 +109,8 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
         ("optimizer.agreement=5", "agreement does nothing for language modelling with gpt2; it is"),
         ("optimizer.smoothing=0.1", "smoothing does nothing for language modelling with gpt2"),
         ("data.forget=4", "data.forget does nothing for language modelling with gpt2; it is for"),
+        ("optimizer.slowness=1", "slowness does nothing for language modelling with gpt2; it is"),
+        ("data.context=256", "data.context = 256 leaves nothing to tell of pieces of 256 tokens"),
         ("data.unanswered=0.2", "it is for question answering. Leave it out."),
         ("evaluation.beam=4", "evaluation.beam does nothing"),
         ("evaluation.metric=bleu", "is not measured by bleu (evaluation.metric), but by loss."),
@@ -124,6 +126,18 @@ def test_what_would_do_nothing_is_refused(assignment: str, message: str) -> None
     raw = least() | {"task": "language modelling", "model": {"kind": "gpt2"}}
     with pytest.raises(InputError, match=re.escape(message)):
         parse_recipe(raw, ["data.train.0.format=text", assignment])
+
+
+def test_a_context_is_for_language_models_without_memory_in_one_piece() -> None:
+    context = ["data.train.0.format=text", "data.context=8"]
+    with pytest.raises(InputError, match=r"data\.context does nothing for translation"):
+        parse_recipe(least(), ["data.context=8"])
+    raw = least() | {"task": "language modelling", "model": {"kind": "transformer-xl"}}
+    with pytest.raises(InputError, match=r"data\.forget is for a memory"):
+        parse_recipe(raw, [*context, "data.forget=2"])
+    raw["model"] = {"kind": "gpt2"}
+    with pytest.raises(InputError, match="not for parallel = 'context'"):
+        parse_recipe(raw, [*context, "parallel=context"])
 
 
 def test_locked_dropout_and_parts_of_a_sequence_exclude_each_other() -> None:

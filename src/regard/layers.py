@@ -211,9 +211,13 @@ class MultiHeadAttention(nn.Module):
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of ``x`` [batch, n, dim], each [batch, heads, n, head dim]."""
+        return self._parted(self.qkv(x))
+
+    def _parted(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """What ``qkv`` gives, [batch, n, all heads], as queries, keys and values."""
         # Not three slices: the gradient of each would be as large as all three, mostly zeros.
         sizes = (self.heads, self.key_heads, self.key_heads)
-        query, key, value = self._split(self.qkv(x)).split_with_sizes(sizes, dim=1)
+        query, key, value = self._split(flat).split_with_sizes(sizes, dim=1)
         return query, key, value
 
     def merge(self, heads: Tensor) -> Tensor:

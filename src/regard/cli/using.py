@@ -186,7 +186,7 @@ def answer(
         raise InputError("--threshold is a number, not nan.")
     if context is not None and file is not None:
         raise InputError("Give --context or --file, not both.")
-    document = _document(context, file)
+    document = _document(context, file, "a text to look in, with --context or --file")
     records = run(
         question, document, model=model, threshold=threshold, window=window, batch=batch,
         look=attended, device=sharing.device(device), precision=precision,
@@ -293,15 +293,17 @@ def _drawing(
 # ------------------------------------------------------------------------------------------- input
 
 
-def _document(text: str | None, files: Sequence[Path] | None) -> str:
+def _document(text: str | None, files: Sequence[Path] | None, wanted: str = "some words") -> str:
     """One whole text: the one given, or a file, or all of standard input."""
     if files and len(files) > 1:
         names = ", ".join(map(str, files))
         raise InputError(f"Give one file: one text is read at a time, but got {names}.")
-    return _documents(None if text is None else [text], files)[0]
+    return _documents(None if text is None else [text], files, wanted)[0]
 
 
-def _documents(texts: Sequence[str] | None, files: Sequence[Path] | None) -> list[str]:
+def _documents(
+    texts: Sequence[str] | None, files: Sequence[Path] | None, wanted: str = "some words"
+) -> list[str]:
     """Whole texts: those given, or those of files, or all of standard input."""
     if texts:
         _check_given(texts, files)
@@ -309,7 +311,7 @@ def _documents(texts: Sequence[str] | None, files: Sequence[Path] | None) -> lis
     if files:
         return [_filled(_decoded(_bytes(file), str(file)), str(file)) for file in files]
     whole = _decoded(b"".join(_blocks()), "standard input")
-    return [_filled(whole, "There is no text: standard input")]
+    return [_filled(whole, "There is no text: standard input", wanted)]
 
 
 def _lines(texts: Sequence[str] | None, files: Sequence[Path] | None) -> Iterator[list[str]]:
@@ -330,9 +332,9 @@ def _lines(texts: Sequence[str] | None, files: Sequence[Path] | None) -> Iterato
             yield lines[start : start + AT_ONCE]
 
 
-def _filled(text: str, name: str) -> str:
+def _filled(text: str, name: str, wanted: str = "some words") -> str:
     if not text.strip():
-        raise InputError(f"{name} is empty. Give some words.")
+        raise InputError(f"{name} is empty. Give {wanted}.")
     return text
 
 

@@ -146,13 +146,14 @@ class GPT2(Model):
     ) -> Tensor:
         """The logits of the token after each of ``ids`` [batch, n]: [batch, n, vocabulary].
 
-        With ``labels`` [batch, n], the tokens that do come next, it is their summed loss instead,
-        as by :func:`regard.linear_cross_entropy`.
+        With ``labels`` [batch, m], the tokens that do come after each of the last m, it is their
+        summed loss instead, as by :func:`regard.linear_cross_entropy`.
         """
         hidden = self.read(ids, padding=padding, state=state)
         if labels is None:
             return self.logits(hidden)
-        return self._loss(hidden, self.tokens.weight, labels, smoothing)
+        last = hidden[:, hidden.shape[1] - labels.shape[1] :]
+        return self._loss(last, self.tokens.weight, labels, smoothing)
 
     def read(
         self, ids: Tensor, *, padding: Padding | None = None, state: State | None = None

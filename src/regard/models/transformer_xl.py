@@ -14,11 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import dropout, linear
+from torch.nn.functional import dropout, linear, nll_loss
 from torch.utils.checkpoint import checkpoint
 
 from regard.errors import CheckpointError, InputError
 from regard.layers import FeedForward, LayerNorm, MultiHeadAttention, PostNorm
+from regard.losses import NOTHING
 from regard.mechanism import attention
 from regard.mechanism.biases import RelativeContent
 from regard.mechanism.cache import Memory
@@ -50,7 +51,8 @@ class TransformerXLConfig(Config):
     """The sizes of a Transformer-XL; those of transfo-xl-wt103 by default.
 
     ``cutoffs`` are where the vocabulary is cut, most frequent words first; words behind the i-th
-    cut have embeddings ``shrink ** i`` times narrower.
+    cut have embeddings ``shrink ** i`` times narrower. With ``shrink`` 1, which is for a vocabulary
+    that is not cut, embeddings are as wide as the model and are not projected.
 
     >>> TransformerXLConfig().widths
     (1024, 256, 64, 16)
@@ -70,6 +72,7 @@ class TransformerXLConfig(Config):
     same_length: bool = switch(True)  # every query attends to ``memory`` positions, no more
     dropout: float = rate(0.1)
     attention_dropout: float = rate(0.0)
+    projection_dropout: float = rate(0.0)  # of queries, keys, values, and distances as keys
     embedding_dropout: float | None = optional_rate()  # what layers are given; None: as dropout
     output_dropout: float | None = optional_rate()  # what the softmax is given; None: as dropout
     word_dropout: float = rate(0.0)  # words of the vocabulary that a batch does without
@@ -84,6 +87,11 @@ class TransformerXLConfig(Config):
             raise InputError(
                 "TransformerXLConfig(cutoffs=...) must be rising whole numbers from 1 to below the "
                 f"vocabulary of {self.vocabulary}, but got {self.cutoffs!r}."
+            )
+        if self.shrink == 1 and (cuts or self.embedding_dim != self.dim):
+            raise InputError(
+                "TransformerXLConfig(shrink=1) is for cutoffs=() and embedding_dim as dim, but got "
+                f"cutoffs={cuts} and {self.embedding_dim} for {self.dim}."
             )
         if not self.widths[-1]:
             raise InputError(
@@ -107,6 +115,11 @@ class TransformerXLConfig(Config):
         """The width of the embeddings of each band."""
         return tuple(self.embedding_dim // self.shrink**i for i in range(len(self.cutoffs) + 1))
 
+    @property
+    def projected(self) -> bool:
+        """Whether there are matrices between embeddings and the model's width."""
+        return self.shrink > 1
+
 
 class AdaptiveEmbedding(nn.Module):
     """An embedding for each band of the vocabulary, each projected to the model's width."""
@@ -116,10 +129,27 @@ class AdaptiveEmbedding(nn.Module):
         self.config = config
         sizes = list(zip(config.bands, config.widths, strict=True))
         self.tables = nn.ParameterList(torch.empty(len(band), width) for band, width in sizes)
-        self.projections = nn.ParameterList(torch.empty(config.dim, width) for _, width in sizes)
+        self.projections = nn.ParameterList(
+            torch.empty(config.dim, width) for _, width in sizes if config.projected
+        )
 
     def forward(self, ids: Tensor) -> Tensor:
         """``ids`` of any shape [...] as [..., dim], scaled by the square root of dim."""
+        scaled: Tensor = self._rows(ids) * self.config.dim**0.5
+        if self.training and self.config.word_dropout:
+            # A word is there everywhere or nowhere (https://arxiv.org/abs/1512.05287), but for a
+            # first one: with nothing before it that would be zeros, and the gradient of many
+            # norms of zeros is no number.
+            words = scaled.new_ones(self.config.vocabulary)
+            kept = dropout(words, self.config.word_dropout)[ids]
+            kept[..., 0] = 1
+            scaled = scaled * kept[..., None]
+        return scaled
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        if not self.config.projected:
+            row: Tensor = self.tables[0][ids]
+            return row
         first, *others = zip(self.config.bands, self.tables, self.projections, strict=True)
 
         def within(band: range, table: Tensor, projection: Tensor) -> Tensor:
@@ -130,16 +160,7 @@ class AdaptiveEmbedding(nn.Module):
         for band, table, projection in others:
             inside = (ids >= band.start) & (ids < band.stop)
             result = result.where(~inside[..., None], within(band, table, projection))
-        scaled: Tensor = result * self.config.dim**0.5
-        if self.training and self.config.word_dropout:
-            # A word is there everywhere or nowhere (https://arxiv.org/abs/1512.05287), but for a
-            # first one: with nothing before it that would be zeros, and the gradient of many
-            # norms of zeros is no number.
-            words = scaled.new_ones(self.config.vocabulary)
-            kept = dropout(words, self.config.word_dropout)[ids]
-            kept[..., 0] = 1
-            scaled = scaled * kept[..., None]
-        return scaled
+        return result
 
 
 class AdaptiveSoftmax(nn.Module):
@@ -152,7 +173,9 @@ class AdaptiveSoftmax(nn.Module):
         super().__init__()
         self.config = config
         bands = len(config.cutoffs)
-        self.projection = nn.Parameter(torch.empty(config.dim, config.widths[0]))
+        self.projection = None
+        if config.projected:
+            self.projection = nn.Parameter(torch.empty(config.dim, config.widths[0]))
         self.biases = nn.ParameterList(torch.zeros(len(band)) for band in config.bands)
         self.band_weight, self.band_bias = None, None
         if bands:
@@ -165,7 +188,8 @@ class AdaptiveSoftmax(nn.Module):
         if self.band_weight is not None and self.band_bias is not None:
             weight = torch.cat((weight, self.band_weight))
             bias = torch.cat((bias, self.band_bias))
-        head = linear(hidden @ self.projection, weight, bias).log_softmax(-1)
+        narrow = hidden if self.projection is None else hidden @ self.projection
+        head = linear(narrow, weight, bias).log_softmax(-1)
         first = len(self.config.bands[0])
         parts = [head[..., :first]]
         for index in range(1, len(self.config.bands)):
@@ -193,6 +217,7 @@ class RelativeAttention(MultiHeadAttention):
         self.relative = nn.Linear(config.dim, config.heads * config.head_dim, bias=False)
         self.content_bias = nn.Parameter(torch.empty(config.heads, config.head_dim))  # u
         self.distance_bias = nn.Parameter(torch.empty(config.heads, config.head_dim))  # v
+        self.projection_dropout = nn.Dropout(config.projection_dropout)
 
     def forward(  # type: ignore[override]
         self,
@@ -219,9 +244,10 @@ class RelativeAttention(MultiHeadAttention):
         self, whole: Tensor, queries: int, distances: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, RelativeContent]:
         """Queries with u added, keys, values, and what the queries with v add to their scores."""
-        query, key, value = self.project(whole)
+        query, key, value = self._parted(self.projection_dropout(self.qkv(whole)))
         query = query[:, :, whole.shape[1] - queries :]
-        relative = self.relative(distances).view(-1, self.heads, self.head_dim).transpose(0, 1)
+        relative = self.projection_dropout(self.relative(distances))
+        relative = relative.view(-1, self.heads, self.head_dim).transpose(0, 1)
         # Under autocast the parameters stay wider than what they are added to.
         content = query + self.content_bias[:, None].to(query.dtype)
         bias = RelativeContent(query + self.distance_bias[:, None].to(query.dtype), relative)
@@ -311,15 +337,42 @@ class TransformerXL(Model):
         return Memories(self.config.depth, self.config.memory)
 
     def forward(
-        self, ids: Tensor, *, memories: Memories | None = None, padding: Padding | None = None
+        self,
+        ids: Tensor,
+        *,
+        memories: Memories | None = None,
+        padding: Padding | None = None,
+        labels: Tensor | None = None,
+        activation: float = 0.0,
+        slowness: float = 0.0,
     ) -> Tensor:
         """The log-probabilities of the token after each of ``ids`` [batch, n].
 
         The result is [batch, n, vocabulary]. With ``memories`` the ids come after all that went
         through them before, and their own padding counts.
+
+        With ``labels`` [batch, m], the tokens that do come after each of the last m, it is their
+        summed loss instead. Then what the last layer gives there is to be small, and to change
+        little from one position to the next, as strongly as ``activation`` and ``slowness`` say:
+        the mean squares of it, before dropout, and of its changes are added once for each label
+        (after section 4.6 of https://arxiv.org/abs/1708.02182).
         """
         hidden = self.read(ids, memories=memories, padding=padding)
-        log_probabilities: Tensor = self.softmax(hidden, self.embedding)
+        if labels is None:
+            return self.logits(hidden)
+        last = hidden[:, hidden.shape[1] - labels.shape[1] :]
+        told = self.logits(last).float().flatten(0, 1)
+        loss = nll_loss(told, labels.flatten(), ignore_index=NOTHING, reduction="sum")
+        if activation:
+            loss = loss + activation * labels.numel() * last.float().square().mean()
+        if slowness and last.shape[1] > 1:
+            change = last.float().diff(dim=1)
+            loss = loss + slowness * labels.numel() * change.square().mean()
+        return loss
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The log-probabilities of the token after each of ``hidden`` [..., dim]."""
+        log_probabilities: Tensor = self.softmax(self.last_dropout(hidden), self.embedding)
         return log_probabilities
 
     def read(
@@ -348,8 +401,9 @@ class TransformerXL(Model):
         rows = keys if config.furthest is None else min(keys, config.furthest + 1)
         distances = sinusoidal(rows, config.dim, layout="half", device=ids.device)
         distances = self.dropout(distances.to(x.dtype))
-        x = self.layers(x, distances, mask, None if memories is None else memories.layers)
-        result: Tensor = self.last_dropout(x)
+        result: Tensor = self.layers(
+            x, distances, mask, None if memories is None else memories.layers
+        )
         return result
 
     def begin(
@@ -369,9 +423,7 @@ class TransformerXL(Model):
 
     def step(self, ids: Tensor, state: Memories) -> Tensor:
         """The log-probabilities after the last of ``ids`` [batch, n]: [batch, vocabulary]."""
-        hidden = self.read(ids, memories=state)[:, -1]
-        log_probabilities: Tensor = self.softmax(hidden, self.embedding)
-        return log_probabilities
+        return self.logits(self.read(ids, memories=state)[:, -1])
 
     # --------------------------------------------------------------------------- checkpoints
 
@@ -393,6 +445,7 @@ class TransformerXL(Model):
             "same_length": "same_length",
             "dropout": "dropout",
             "dropatt": "attention_dropout",
+            "projection_dropout": "projection_dropout",
             "embedding_dropout": "embedding_dropout",
             "output_dropout": "output_dropout",
             "word_dropout": "word_dropout",
@@ -422,7 +475,7 @@ class TransformerXL(Model):
         config = cls.spelling.read(TransformerXLConfig, found)
         assert isinstance(config, TransformerXLConfig)
         ties = raw.get("tie_projs", [False] + [True] * len(config.cutoffs))
-        if ties != [False] + [True] * len(config.cutoffs) or config.shrink == 1:
+        if config.projected and ties != [False] + [True] * len(config.cutoffs):
             raise CheckpointError(
                 "config.json ties projections in a way regard's Transformer-XL does not: it has "
                 "its own for the first band of the vocabulary and shares the others."
@@ -444,20 +497,21 @@ class TransformerXL(Model):
         return KeyMap(
             [
                 Drop(r"^transformer\.pos_emb\.inv_freq$", "the frequencies of the sinusoids"),
-                *_embedding_keys(len(config.bands)),
+                *_embedding_keys(config),
                 *(step for index in range(config.depth) for step in _layer_keys(index)),
                 *_band_keys(len(config.cutoffs)),
-                Rename("crit.out_projs.0", "softmax.projection"),
+                *([Rename("crit.out_projs.0", "softmax.projection")] * config.projected),
             ]
         )
 
 
-def _embedding_keys(bands: int) -> Iterator[Step | Tie]:
-    for band in range(bands):
+def _embedding_keys(config: TransformerXLConfig) -> Iterator[Step | Tie]:
+    for band in range(len(config.bands)):
         table = f"transformer.word_emb.emb_layers.{band}.weight"
         projection = f"transformer.word_emb.emb_projs.{band}"
         yield Rename(table, f"embedding.tables.{band}")
-        yield Rename(projection, f"embedding.projections.{band}")
+        if config.projected:
+            yield Rename(projection, f"embedding.projections.{band}")
         yield Rename(f"crit.out_layers.{band}.bias", f"softmax.biases.{band}")
         yield Tie(f"crit.out_layers.{band}.weight", table)
         if band:

@@ -45,6 +45,7 @@ from regard.training.objectives import (
     MaskedTokens,
     NextToken,
     NextTokenWithMemory,
+    NextTokenXL,
     Objective,
     Pairs,
     Spans,
@@ -513,9 +514,7 @@ def objective(
         return Answers(train, tokens, text.id("[PAD]"), exam)
     stream = train["text"]
     if recipe.task == "language modelling":
-        if recipe.model.kind == "transformer-xl":
-            return NextTokenWithMemory(stream, held, length, tokens, recipe.data.forget)
-        return NextToken(stream, held, length, tokens)
+        return _next_token(recipe, stream, held)
     if recipe.task == "masked language modelling":
         first, last, mask = (text.id(token) for token in ("[CLS]", "[SEP]", "[MASK]"))
         return MaskedTokens(
@@ -524,6 +523,18 @@ def objective(
     found = [text.tokenizer.token_to_id(token) for token in SENTINELS]
     sentinels = [token for token in found if token is not None]
     return Spans(stream, held, length, tokens, special=_special(made), sentinels=sentinels)
+
+
+def _next_token(recipe: Recipe, stream: Ragged, held: Table | None) -> Objective:
+    data, rules = recipe.data, recipe.optimizer
+    pieces = (stream, held, data.length, recipe.batch.tokens)
+    temperature = recipe.evaluation.temperature
+    if recipe.model.kind == "gpt2":
+        return NextToken(*pieces, context=data.context, temperature=temperature)
+    calm = {"activation": rules.activation, "slowness": rules.slowness}
+    if data.context:
+        return NextTokenXL(*pieces, calm=calm, context=data.context, temperature=temperature)
+    return NextTokenWithMemory(*pieces, forget=data.forget, calm=calm, temperature=temperature)
 
 
 def _special(made: Model) -> Special:

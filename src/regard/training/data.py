@@ -261,23 +261,29 @@ class Turns:
 class Windows:
     """Pieces of one long text, ``length`` long, in any order; each epoch cuts at other places.
 
-    What is left over before the first and after the last piece comes in other epochs.
+    What is left over before the first piece, after the last and beside full batches comes in other
+    epochs. Each piece begins with the last ``context`` tokens of the one before.
     """
 
-    def __init__(self, total: int, length: int, rows: int, shuffled: bool = True) -> None:
+    def __init__(
+        self, total: int, length: int, rows: int, shuffled: bool = True, context: int = 0
+    ) -> None:
         if total < length:
             raise InputError(
                 f"The text has {total + 1} tokens, too few for a piece of {length} (data.length)."
             )
         self.total, self.length, self.rows, self.shuffled = total, length, rows, shuffled
+        self.stride = length - context
 
     def epoch(self, seed: int, number: int) -> Epoch:
         random = generator(seed, number)
-        room = min(self.length, self.total - self.length + 1)
+        room = min(self.stride, self.total - self.length + 1)
         first = int(torch.randint(room, (), generator=random)) if self.shuffled else 0
-        starts = torch.arange(first, self.total - self.length + 1, self.length)
+        starts = torch.arange(first, self.total - self.length + 1, self.stride)
         if self.shuffled:
             starts = starts[torch.randperm(len(starts), generator=random)]
+            # A batch of another size would need kernels and a graph of its own.
+            starts = starts[: len(starts) // self.rows * self.rows or len(starts)]
         return Epoch(starts, _even(len(starts), self.rows, self.length))
 
 
@@ -355,7 +361,7 @@ class Feed:
         self.rows = epoch.rows.to(self.device)
 
     def next(self) -> Rows:
-        if self.at == len(self.batches):
+        if self.at >= len(self.batches):
             self._open(self.number + 1, 0)
         batch = self.batches[self.at]
         self.at += 1

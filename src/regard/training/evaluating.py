@@ -91,8 +91,8 @@ def evaluate(
     r"""The scores of a model on some data sources, as a recipe has them, with files below ``root``.
 
     ``wanted`` are names of scores; without any, all that the model can have. ``settings`` are keys
-    of a recipe: ``data.length``, ``data.prepare``, ``batch.tokens``, those of ``evaluation``, and
-    for a Transformer-XL ``model.config.memory``.
+    of a recipe: ``data.length``, ``data.context``, ``data.prepare``, ``batch.tokens``, those of
+    ``evaluation``, and for a Transformer-XL ``model.config.memory``.
 
     >>> import tempfile
     >>> from regard import GPT2, GPT2Config, Text
@@ -253,34 +253,35 @@ def _answered(
 
 
 def _told(
-    recipe: Recipe, model: Model, text: Text, records: Sequence[Record], show: Progress
+    recipe: Recipe, model: Any, text: Text, records: Sequence[Record], show: Progress
 ) -> tuple[dict[str, float], int, str]:
     lines = [f"{line}\n" for line in cast("Sequence[str]", records)]
-    size = sum(len(line.encode()) for line in lines)
+    whole = sum(len(line.encode()) for line in lines)
     flat = Ragged.of(building.token_ids(text, lines)).flat
     total = len(flat) - 1  # the first token is told from nothing
     if total < 1:
         raise InputError("The text has a single token: there is nothing to tell from it.")
-    rows = max(recipe.batch.tokens // recipe.data.length, 1)
+    length, context = recipe.data.length, recipe.data.context
+    rows = max(recipe.batch.tokens // length, 1)
     with _remembering(model, recipe.model.config) as remember:
-        pieces = _lanes if remember else _windows
-        nats, count, memories = 0.0, 0, None
-        for starts, length in pieces(total, recipe.data.length, rows):
-            piece = flat[starts[:, None] + torch.arange(length + 1)].long().to(model.device)
-            if remember is None:
-                told = model(piece[:, :-1])
-            else:
-                memories = memories or remember()
-                told = model(piece[:, :-1], memories=memories)
-            labels = piece[:, 1:].flatten()
-            nats += float(cross_entropy(told.float().flatten(0, 1), labels, reduction="sum"))
-            count += len(starts) * length
+        if remember is None or context:
+            pieces, given = _windows(total, length, rows, context), {}
+        else:
+            pieces, given = _lanes(total, length, rows), {"memories": remember()}
+        nats, count = 0.0, 0
+        for starts, size, last in pieces:
+            piece = flat[starts[:, None] + torch.arange(size + 1)].long().to(model.device)
+            read, labels = piece[:, :-1], piece[:, -last:].flatten()
+            hidden = model.read(read, **given)[:, -last:]
+            told = model.logits(hidden).float().flatten(0, 1) / recipe.evaluation.temperature
+            nats += float(cross_entropy(told, labels, reduction="sum"))
+            count += len(starts) * last
             show(count, total)
     # A few tokens may be left that fill no row; then the share of the text that was read counts.
     scores = {
         "loss": nats / count,
         "perplexity": metrics.perplexity(nats, count),
-        "bits_per_byte": metrics.bits_per_byte(nats, size * count / total),
+        "bits_per_byte": metrics.bits_per_byte(nats, whole * count / total),
     }
     return scores, count, "tokens"
 
@@ -302,21 +303,30 @@ def _remembering(
         model.config = before
 
 
-def _windows(total: int, length: int, rows: int) -> Iterator[tuple[Tensor, int]]:
-    """Where pieces start, some at a time, and how long they are; the last is what is left."""
-    whole = torch.arange(0, max(total - length + 1, 0), length)
+Piece = tuple[Tensor, int, int]  # where some pieces start, how long they are, how much is told
+
+
+def _windows(total: int, length: int, rows: int, context: int) -> Iterator[Piece]:
+    """Some pieces at a time: each begins with ``context`` tokens that were told before."""
+    if context:
+        first = min(context, total)
+        yield torch.tensor([0]), first, first
+    new = length - context
+    whole = torch.arange(0, max(total - length + 1, 0), new)
     for at in range(0, len(whole), rows):
-        yield whole[at : at + rows], length
-    if left := total % length:
-        yield torch.tensor([total - left]), left
+        yield whole[at : at + rows], length, new
+    left = max(total - context, 0) % new
+    if left:
+        yield torch.tensor([total - context - left]), context + left, left
 
 
-def _lanes(total: int, length: int, rows: int) -> Iterator[tuple[Tensor, int]]:
+def _lanes(total: int, length: int, rows: int) -> Iterator[Piece]:
     """As :func:`_windows`, of readers side by side that each go on where they stopped."""
     rows = max(min(rows, total // length), 1)
     lane = total // rows
     for at in range(0, lane, length):
-        yield torch.arange(rows) * lane + at, min(length, lane - at)
+        size = min(length, lane - at)
+        yield torch.arange(rows) * lane + at, size, size
 
 
 # -------------------------------------------------------------------------------- figures of cards

@@ -12,12 +12,13 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import nll_loss
+from torch.nn.functional import cross_entropy, nll_loss
 
 from regard.decoding import Beam, Greedy, generate
 from regard.errors import InputError
 from regard.losses import NOTHING
 from regard.mechanism.masks import Padding
+from regard.models.gpt2 import GPT2
 from regard.models.transformer_xl import TransformerXL
 from regard.training import metrics
 from regard.training.data import ByLength, Feed, Lanes, Plan, Ragged, Rows, Table, Turns, Windows
@@ -265,7 +266,7 @@ class Examine:
 
 class TextBatch(NamedTuple):
     ids: Tensor  # [batch, n]
-    labels: Tensor  # [batch, n]
+    labels: Tensor  # [batch, n], or fewer: those of the last ids
     first: bool  # whether nothing comes before
 
 
@@ -312,16 +313,46 @@ class Pieces(Stateless):
 
 
 class NextToken(Pieces):
-    """Each token is told from those before it in its piece."""
+    """Each token is told from those before it in its piece.
+
+    The first ``context`` of a piece are only read: the piece before tells them, and those of the
+    first piece are not told. What is held out is told at a ``temperature``.
+    """
+
+    def __init__(
+        self,
+        text: Ragged,
+        held: Table | None,
+        length: int,
+        tokens: int,
+        *,
+        context: int = 0,
+        temperature: float = 1.0,
+    ) -> None:
+        self.context, self.temperature = context, temperature
+        super().__init__(text, held, length, tokens)
+
+    def _plan(self, text: Ragged, shuffled: bool) -> Plan:
+        return Windows(len(text.flat) - 1, self.length, self.rows, shuffled, self.context)
 
     def prepare(self, rows: Rows, random: torch.Generator) -> Prepared:
         del random
         piece = self.text.slices(rows.rows, rows.longest[0] + 1)
-        return Prepared(TextBatch(piece[:, :-1], piece[:, 1:], rows.first), piece[:, 1:].numel())
+        labels = piece[:, 1 + self.context :]
+        return Prepared(TextBatch(piece[:, :-1], labels, rows.first), labels.numel())
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Tensor:
-        loss: Tensor = model(batch.ids, labels=batch.labels)
-        return loss
+        return self._loss(model, batch)
+
+    def _loss(self, model: nn.Module, batch: TextBatch, **more: Any) -> Tensor:
+        """With what else the model's forward pass takes."""
+        if model.training or self.temperature == 1:
+            loss: Tensor = model(batch.ids, labels=batch.labels, **more)
+            return loss
+        assert isinstance(model, GPT2 | TransformerXL)
+        hidden = model.read(batch.ids, **more)[:, self.context :]
+        told = model.logits(hidden).float() / self.temperature
+        return cross_entropy(told.flatten(0, 1), batch.labels.flatten(), reduction="sum")
 
     def _scores(self, nats: float, count: int, held: Table) -> dict[str, float]:
         # Of a text that whole pieces do not quite cover, the share that they do counts.
@@ -330,18 +361,49 @@ class NextToken(Pieces):
         return super()._scores(nats, count, held) | {"bits_per_byte": bits}
 
 
-class NextTokenWithMemory(NextToken):
-    """As :class:`NextToken`, of a model that remembers: pieces follow each other in lanes.
+class NextTokenXL(NextToken):
+    """As :class:`NextToken`, of a Transformer-XL that makes no use of its memory.
+
+    ``calm`` is how strongly what its last layer gives is to be calm while it learns: the
+    ``activation`` and the ``slowness`` that its forward pass takes.
+    """
+
+    def __init__(
+        self,
+        text: Ragged,
+        held: Table | None,
+        length: int,
+        tokens: int,
+        *,
+        calm: Mapping[str, float] | None = None,
+        **settings: Any,
+    ) -> None:
+        self.calm = calm or {}
+        super().__init__(text, held, length, tokens, **settings)
+
+    def _loss(self, model: nn.Module, batch: TextBatch, **more: Any) -> Tensor:
+        return super()._loss(model, batch, **more, **(self.calm if model.training else {}))
+
+
+class NextTokenWithMemory(NextTokenXL):
+    """As :class:`NextTokenXL`, with memory: pieces follow each other in lanes.
 
     After every ``forget`` pieces it begins with an empty memory, as it will when it is used.
     """
 
     def __init__(
-        self, text: Ragged, held: Table | None, length: int, tokens: int, forget: int = 0
+        self,
+        text: Ragged,
+        held: Table | None,
+        length: int,
+        tokens: int,
+        *,
+        forget: int = 0,
+        **settings: Any,
     ) -> None:
         self.kept: list[Tensor] = []  # what each layer remembers of the piece before
         self.forget = forget
-        super().__init__(text, held, length, tokens)
+        super().__init__(text, held, length, tokens, **settings)
 
     def _plan(self, text: Ragged, shuffled: bool) -> Plan:
         total = len(text.flat) - 1
@@ -355,11 +417,9 @@ class NextTokenWithMemory(NextToken):
         if self.kept and not batch.first:
             for memory, kept in zip(memories.layers, self.kept, strict=True):
                 memory.extend(kept.to(batch.ids.device))
-        log_probabilities = model(batch.ids, memories=memories)
+        loss = self._loss(model, batch, memories=memories)
         self.kept = [memory.kept for memory in memories.layers if memory.kept is not None]
-        return nll_loss(
-            log_probabilities.float().flatten(0, 1), batch.labels.flatten(), reduction="sum"
-        )
+        return loss
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         before = self.state()

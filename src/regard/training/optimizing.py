@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import InputError
+from regard.models.transformer_xl import AdaptiveEmbedding
 from regard.training.recipe import Recipe, Schedule
 
 
@@ -45,10 +46,17 @@ def adamw(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim
     if len(settings.betas) != 2 or not all(0 <= beta < 1 for beta in settings.betas):
         raise InputError(f"optimizer.betas are two numbers from 0 to below 1: {settings.betas}.")
     parameters = [p for p in model.parameters() if p.requires_grad]
+    tables: set[Tensor] = set()
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            tables.add(module.weight)
+        elif isinstance(module, AdaptiveEmbedding):
+            tables.update(module.tables)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
     for parameter in parameters:
         decay = settings.decay if parameter.dim() > 1 else 0.0
         size = _size(parameter) if settings.relative else 1.0
+        size *= settings.embedding_rate if parameter in tables else 1.0
         groups.setdefault((decay, size), []).append(parameter)
     return torch.optim.AdamW(
         [

@@ -49,14 +49,18 @@ ONLY: dict[str, tuple[str, ...]] = {
     "tokenizer.dropout": _PAIRS,
     "data.prepare": tuple(task for task, kind in RECORDS.items() if kind is not Question),
     "data.unanswered": ("question answering",),
+    "data.context": ("language modelling",),
     "data.forget": ("transformer-xl",),
     "optimizer.smoothing": _PAIRS,
     "optimizer.agreement": _PAIRS,
+    "optimizer.activation": ("transformer-xl",),
+    "optimizer.slowness": ("transformer-xl",),
     "evaluation.beam": _PAIRS,
     "evaluation.length_penalty": _PAIRS,
     "evaluation.no_repeat": _PAIRS,
     "evaluation.least": _PAIRS,
     "evaluation.tokenize": _PAIRS,
+    "evaluation.temperature": ("language modelling",),
     "evaluation.always": ("question answering",),
 }
 TOKENIZERS = ("bpe", "wordpiece", "unigram", "words")
@@ -159,6 +163,12 @@ class Data:
         256,
         least=2,
     )
+    context: int = key(
+        "of language models, how many tokens at the start of a piece are read only, and told by "
+        "the piece before: pieces overlap by so many, and a Transformer-XL does without its memory",
+        0,
+        least=0,
+    )
     forget: int = key(
         "of a model that remembers the pieces before, after how many it begins with an empty "
         "memory, so that it learns to; 0 for once an epoch",
@@ -215,6 +225,22 @@ class Optimizer:
         0.0,
         least=0,
     )
+    activation: float = key(
+        "how strongly what the last layer gives is to be small (AR, "
+        "https://arxiv.org/abs/1708.02182), as a part of the loss that is shown",
+        0.0,
+        least=0,
+    )
+    slowness: float = key(
+        "how strongly that is to change little from one position to the next (TAR, the same)",
+        0.0,
+        least=0,
+    )
+    embedding_rate: float = key(
+        "by what the rate of embedding tables is multiplied; learned positions are not among them",
+        1.0,
+        least=0,
+    )
     relative: bool = key(
         "let each weight move in proportion to the size of its matrix at the start, as T5's do: "
         "its matrices start at very unequal sizes",
@@ -234,6 +260,12 @@ class Evaluation:
     length_penalty: float = key("by what power of the length a beam's score is divided", 1.0)
     no_repeat: int = key("no sequence of so many tokens is written twice; 0: all may", 0, least=0)
     least: int = key("how many tokens are written before one that ends a text", 0, least=0)
+    temperature: float = key(
+        "by what a language model's scores of tokens are divided before their softmax; above 1 for "
+        "one that is too sure, as after learning by heart",
+        1.0,
+        least=0.01,
+    )
     always: bool = key("answer every question, even where no answer seems more likely", False)
     tokenize: str = key(
         "how BLEU parts words: 13a, or none for text that is parted",
@@ -384,6 +416,18 @@ class Recipe:
                 f"parallel = 'context' is for gpt2, which reads from left to right alone, not for "
                 f"{self.model.kind}. Use ddp or fsdp."
             )
+        if self.data.context >= self.data.length:
+            raise InputError(
+                f"data.context = {self.data.context} leaves nothing to tell of pieces of "
+                f"{self.data.length} tokens (data.length)."
+            )
+        if self.data.context and self.data.forget:
+            raise InputError(
+                "data.forget is for a memory, which data.context does without: leave one of them "
+                "out."
+            )
+        if self.data.context and self.parallel == "context":
+            raise InputError("data.context is not for parallel = 'context': use ddp or fsdp.")
         for step in self.data.prepare:
             if step not in PREPARATIONS:
                 raise InputError(_unknown(f"data.prepare: {step!r}", step, PREPARATIONS))

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -225,10 +225,15 @@ def _note_use(recipe: Recipe, folder: Path) -> None:
 
 @contextmanager
 def _logged(folder: Path, tensorboard: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A log of one JSON object a line, on the disk when it is written, with the seconds so far."""
+    """A log of one JSON object a line, on the disk when it is written, with the seconds so far.
+
+    A run that ends before its first row leaves no folder behind.
+    """
     begun = time.perf_counter()
+    file = folder / "log.jsonl"
     with ExitStack() as opened:
-        stream = opened.enter_context((folder / "log.jsonl").open("a", encoding="utf-8"))
+        opened.callback(_remove_empty, file)  # when it is closed
+        stream = opened.enter_context(file.open("a", encoding="utf-8"))
         events = opened.enter_context(Events(folder / "tensorboard")) if tensorboard else None
 
         def log(row: dict[str, Any]) -> None:
@@ -239,6 +244,13 @@ def _logged(folder: Path, tensorboard: bool) -> Iterator[Callable[[dict[str, Any
                 events.add(row)
 
         yield log
+
+
+def _remove_empty(file: Path) -> None:
+    if not file.stat().st_size:
+        file.unlink()
+        with suppress(OSError):  # something else is there
+            file.parent.rmdir()
 
 
 def _unheard(row: dict[str, Any]) -> None:
