@@ -28,7 +28,6 @@ from regard.training.objectives import (
     MaskedTokens,
     NextToken,
     NextTokenWithMemory,
-    NextTokenXL,
     PairBatch,
     Pairs,
     Spans,
@@ -228,7 +227,7 @@ def test_a_model_that_remembers_reads_lanes_as_one_long_text() -> None:
 def test_of_a_piece_the_context_is_read_and_the_rest_is_told(kind: str) -> None:
     model = xl(memory=8) if kind == "xl" else gpt2()
     text = stream(41)
-    pieces = (NextTokenXL if kind == "xl" else NextToken)(text, None, 8, 16, context=5)
+    pieces = NextToken(text, None, 8, 16, context=5)
     plan = pieces._plan(text, shuffled=False)
     with torch.no_grad():
         nats, count = held_out(pieces, model, plan, CPU)
@@ -245,7 +244,7 @@ def test_of_a_piece_the_context_is_read_and_the_rest_is_told(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["gpt2", "xl", "memory"])
 def test_what_is_held_out_is_told_at_a_temperature(kind: str) -> None:
     model = gpt2() if kind == "gpt2" else xl(memory=8)
-    pieces = {"gpt2": NextToken, "xl": NextTokenXL, "memory": NextTokenWithMemory}[kind](
+    pieces = (NextTokenWithMemory if kind == "memory" else NextToken)(
         stream(41), None, 8, 8, temperature=2.0
     )
     [(batch, _)] = batches(pieces, pieces.plan, 1)
@@ -259,7 +258,7 @@ def test_what_is_held_out_is_told_at_a_temperature(kind: str) -> None:
 def test_an_output_that_is_to_be_calm_costs_what_it_is_not() -> None:
     model, text = xl(memory=8), stream(41)
     calm = {"activation": 0.5, "slowness": 2.0}
-    pieces = NextTokenXL(text, None, 8, 16, context=5, calm=calm)
+    pieces = NextToken(text, None, 8, 16, context=5, calm=calm)
     [(batch, count)] = batches(pieces, pieces.plan, 1)
     plain = pieces.loss(model, batch)  # measured, it counts for nothing
     hidden = model.read(batch.ids)[:, 5:]

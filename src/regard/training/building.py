@@ -45,7 +45,6 @@ from regard.training.objectives import (
     MaskedTokens,
     NextToken,
     NextTokenWithMemory,
-    NextTokenXL,
     Objective,
     Pairs,
     Spans,
@@ -526,15 +525,13 @@ def objective(
 
 
 def _next_token(recipe: Recipe, stream: Ragged, held: Table | None) -> Objective:
-    data, rules = recipe.data, recipe.optimizer
-    pieces = (stream, held, data.length, recipe.batch.tokens)
-    temperature = recipe.evaluation.temperature
-    if recipe.model.kind == "gpt2":
-        return NextToken(*pieces, context=data.context, temperature=temperature)
-    calm = {"activation": rules.activation, "slowness": rules.slowness}
-    if data.context:
-        return NextTokenXL(*pieces, calm=calm, context=data.context, temperature=temperature)
-    return NextTokenWithMemory(*pieces, forget=data.forget, calm=calm, temperature=temperature)
+    data, pieces = recipe.data, (stream, held, recipe.data.length, recipe.batch.tokens)
+    asked = {"activation": recipe.optimizer.activation, "slowness": recipe.optimizer.slowness}
+    calm = {name: strength for name, strength in asked.items() if strength}
+    warm = recipe.evaluation.temperature
+    if recipe.model.kind == "transformer-xl" and not data.context:
+        return NextTokenWithMemory(*pieces, forget=data.forget, temperature=warm, calm=calm)
+    return NextToken(*pieces, context=data.context, temperature=warm, calm=calm)
 
 
 def _special(made: Model) -> Special:

@@ -316,7 +316,8 @@ class NextToken(Pieces):
     """Each token is told from those before it in its piece.
 
     The first ``context`` of a piece are only read: the piece before tells them, and those of the
-    first piece are not told. What is held out is told at a ``temperature``.
+    first piece are not told. What is held out is told at a ``temperature``. ``calm`` is what keeps
+    a Transformer-XL's output calm while it learns: the ``activation`` and ``slowness`` it takes.
     """
 
     def __init__(
@@ -328,8 +329,9 @@ class NextToken(Pieces):
         *,
         context: int = 0,
         temperature: float = 1.0,
+        calm: Mapping[str, float] | None = None,
     ) -> None:
-        self.context, self.temperature = context, temperature
+        self.context, self.temperature, self.calm = context, temperature, calm or {}
         super().__init__(text, held, length, tokens)
 
     def _plan(self, text: Ragged, shuffled: bool) -> Plan:
@@ -344,13 +346,13 @@ class NextToken(Pieces):
     def loss(self, model: nn.Module, batch: TextBatch) -> Tensor:
         return self._loss(model, batch)
 
-    def _loss(self, model: nn.Module, batch: TextBatch, **more: Any) -> Tensor:
-        """With what else the model's forward pass takes."""
+    def _loss(self, model: nn.Module, batch: TextBatch, **remembered: Any) -> Tensor:
         if model.training or self.temperature == 1:
-            loss: Tensor = model(batch.ids, labels=batch.labels, **more)
+            calm = self.calm if model.training else {}
+            loss: Tensor = model(batch.ids, labels=batch.labels, **remembered, **calm)
             return loss
         assert isinstance(model, GPT2 | TransformerXL)
-        hidden = model.read(batch.ids, **more)[:, self.context :]
+        hidden = model.read(batch.ids, **remembered)[:, self.context :]
         told = model.logits(hidden).float() / self.temperature
         return cross_entropy(told.flatten(0, 1), batch.labels.flatten(), reduction="sum")
 
@@ -361,32 +363,8 @@ class NextToken(Pieces):
         return super()._scores(nats, count, held) | {"bits_per_byte": bits}
 
 
-class NextTokenXL(NextToken):
-    """As :class:`NextToken`, of a Transformer-XL that makes no use of its memory.
-
-    ``calm`` is how strongly what its last layer gives is to be calm while it learns: the
-    ``activation`` and the ``slowness`` that its forward pass takes.
-    """
-
-    def __init__(
-        self,
-        text: Ragged,
-        held: Table | None,
-        length: int,
-        tokens: int,
-        *,
-        calm: Mapping[str, float] | None = None,
-        **settings: Any,
-    ) -> None:
-        self.calm = calm or {}
-        super().__init__(text, held, length, tokens, **settings)
-
-    def _loss(self, model: nn.Module, batch: TextBatch, **more: Any) -> Tensor:
-        return super()._loss(model, batch, **more, **(self.calm if model.training else {}))
-
-
-class NextTokenWithMemory(NextTokenXL):
-    """As :class:`NextTokenXL`, with memory: pieces follow each other in lanes.
+class NextTokenWithMemory(NextToken):
+    """As :class:`NextToken`, of a model that remembers: pieces follow each other in lanes.
 
     After every ``forget`` pieces it begins with an empty memory, as it will when it is used.
     """
@@ -399,11 +377,12 @@ class NextTokenWithMemory(NextTokenXL):
         tokens: int,
         *,
         forget: int = 0,
-        **settings: Any,
+        temperature: float = 1.0,
+        calm: Mapping[str, float] | None = None,
     ) -> None:
         self.kept: list[Tensor] = []  # what each layer remembers of the piece before
         self.forget = forget
-        super().__init__(text, held, length, tokens, **settings)
+        super().__init__(text, held, length, tokens, temperature=temperature, calm=calm)
 
     def _plan(self, text: Ragged, shuffled: bool) -> Plan:
         total = len(text.flat) - 1
