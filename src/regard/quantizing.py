@@ -121,6 +121,9 @@ def arrange(model: M) -> M:
             )
     if not torch._C._has_mkldnn:
         raise InputError("This build of PyTorch has no oneDNN, which computes such layers.")
+    half = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
+    if half and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        raise InputError("This processor does not compute in bfloat16. Take float32 or int8.")
     return _replace(model, Arranged)
 
 

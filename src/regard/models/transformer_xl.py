@@ -19,7 +19,6 @@ from torch.utils.checkpoint import checkpoint
 
 from regard.errors import CheckpointError, InputError
 from regard.layers import FeedForward, LayerNorm, MultiHeadAttention, PostNorm
-from regard.losses import NOTHING
 from regard.mechanism import attention
 from regard.mechanism.biases import RelativeContent
 from regard.mechanism.cache import Memory
@@ -362,7 +361,7 @@ class TransformerXL(Model):
             return self.logits(hidden)
         last = hidden[:, hidden.shape[1] - labels.shape[1] :]
         told = self.logits(last).float().flatten(0, 1)
-        loss = nll_loss(told, labels.flatten(), ignore_index=NOTHING, reduction="sum")
+        loss = nll_loss(told, labels.flatten(), reduction="sum")
         if activation:
             loss = loss + activation * labels.numel() * last.float().square().mean()
         if slowness and last.shape[1] > 1:
