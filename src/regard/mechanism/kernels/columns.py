@@ -2,6 +2,8 @@
 # ruff: noqa: RET505 - a branch that is not taken must not be compiled
 """What keys receive, and the map of the weights: sums over queries, from the final log-sum-exp.
 
+That arrives as ``Drop``: base 2 and with a minus, so that a weight is 2 ^ (score + drop).
+
 One program is one block of keys of one head, and streams over the queries. Its tiles are K Q^T, so
 that sums over queries run along the registers of a thread, and no two programs add to one number:
 no atomics, and every repeat gives the same bits.
@@ -22,7 +24,6 @@ import triton.language as tl
 
 from regard.mechanism.kernels.tiles import (
     INTERVAL,
-    LOG2E,
     RELATIVE,
     TABLE,
     allowed,
@@ -94,7 +95,7 @@ def _binned(
 
 @triton.jit
 def _stretch(
-    received, pooled, largest, k, query, second_at, second_row, lse_at, Map, MapPeak, start, stop,
+    received, pooled, largest, k, query, second_at, second_row, drop_at, Map, MapPeak, start, stop,
     key_at, valid, side, batch, head, ends, terms, relative, offset, queries, keys, bins, tiles,
     units, width,
     G: tl.constexpr, W: tl.constexpr, H: tl.constexpr, U: tl.constexpr, X: tl.constexpr,
@@ -127,9 +128,8 @@ def _stretch(
             q = tl.load(tile_at)
         else:
             q = tl.load(tile_at, mask=real[None, :] & (dims < width), other=0.0)
-        lse = tl.load(lse_at + row, mask=real, other=float("inf"))
-        # A query that attends to nothing, or is not there, gives nothing: 2^-inf.
-        lse = tl.where(lse == float("-inf"), float("inf"), lse * LOG2E)
+        # A query that is not there gives nothing: 2^-inf. One that attends to nothing is masked.
+        drop = tl.load(drop_at + row, mask=real, other=float("-inf"))
         dots = tl.dot(k, q, input_precision=PRECISION)  # [keys, queries]
         query_at = row + offset
         s, _slope = scores(
@@ -145,7 +145,7 @@ def _stretch(
                 second, relative, head, tl.min(query_at, 0), tl.min(key_at, 0), H * U, BU, True,
                 PRECISION,
             )  # fmt: skip
-        p = tl.exp2(s - lse[None, :])
+        p = tl.exp2(s + drop[None, :])
         if not FREE:
             low, high = range_of(ends, batch, row, real, KIND)
             may = allowed(
@@ -186,7 +186,7 @@ def _stretch(
 
 @triton.jit(do_not_specialize=["queries", "keys"])
 def columns(
-    query, key, Lse, Received, Map, MapPeak, Bounds, bounds_batch, ends, terms, relative,
+    query, key, Drop, Received, Map, MapPeak, Bounds, bounds_batch, ends, terms, relative,
     heads, groups, queries, keys, width, bins, tiles, columns, parts,
     G: tl.constexpr, W: tl.constexpr, H: tl.constexpr, U: tl.constexpr, X: tl.constexpr,
     BD: tl.constexpr, BU: tl.constexpr, D_EVEN: tl.constexpr, EVEN: tl.constexpr,
@@ -216,8 +216,8 @@ def columns(
 
     k = rows_of(key, batch, head // groups, tl.minimum(key_at, keys - 1), valid, width, BD)
     flat = tl.program_id(1).to(tl.int64)
-    lse_at = Lse + flat * queries
-    second_at = lse_at
+    drop_at = Drop + flat * queries
+    second_at = drop_at
     if BIAS == RELATIVE:
         second_at = head_of(relative.query, batch, head)
     bounds = Bounds
@@ -243,7 +243,7 @@ def columns(
                 if by_queries(PART, KIND, SIDES):
                     received, pooled, largest = _stretch(
                         received, pooled, largest, k, query, second_at, relative.query.row,
-                        lse_at, map_at, peak_at, ends_at[PART] // (H * U),
+                        drop_at, map_at, peak_at, ends_at[PART] // (H * U),
                         ends_at[PART + 1] // (H * U), key_at, valid,
                         -1.0 if PART == 1 else 1.0, batch, head, ends, terms, relative, offset,
                         queries, keys, bins, tiles, units, width, G, W, H, U, X, BD, BU, D_EVEN,
@@ -263,7 +263,7 @@ def columns(
                 stop,
             )
             received, pooled, largest = _stretch(
-                received, pooled, largest, k, query, second_at, relative.query.row, lse_at,
+                received, pooled, largest, k, query, second_at, relative.query.row, drop_at,
                 map_at, peak_at, start, stop, key_at, valid, 1.0, batch, head, ends, terms,
                 relative, offset, queries, keys, bins, tiles, units, width, G, W, H, U, X, BD, BU,
                 D_EVEN, EVEN, FULL_KEYS, KIND, BIAS, SOFTCAP, False, RECEIVED, MAP, MAP_PEAK,

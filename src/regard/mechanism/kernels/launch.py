@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from regard.mechanism.keeping import Kept
 from regard.mechanism.kernels import backward as backward_kernels
-from regard.mechanism.kernels import deltas, distances
+from regard.mechanism.kernels import deltas, distances, specialised
 from regard.mechanism.kernels import rows as rows_kernels
 from regard.mechanism.kernels.columns import columns as columns_kernel
 from regard.mechanism.kernels.forward import forward as forward_kernel
@@ -30,6 +30,7 @@ from regard.mechanism.kernels.structure import (
     View,
 )
 
+LOG2E = specialised.LOG2E
 WARP = 16  # rows of a matrix product that one warp holds
 LANES = 4  # threads that share such a row
 PROGRAMS = 256  # that keep a large device busy: about two for each multiprocessor
@@ -128,6 +129,8 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, structure: Structure, wanted: Collection[str]
 ) -> dict[str, Tensor]:
     """Attend. Always "output" and "lse"; "entropy", "peak", "max_logit", "distance" if wanted."""
+    if specialised.attends(query, key, value, structure, wanted):
+        return specialised.forward(query, key, value, structure, wanted)
     batch, heads, queries, width = query.shape
     keys, value_width = key.shape[2], value.shape[3]
     blocks = _forward_blocks(query, max(width, value_width), structure)
@@ -227,6 +230,8 @@ def columns(
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     pooled = "map" in wanted
+    if specialised.receives(query, key, structure, grid if pooled else None):
+        return specialised.columns(query, key, lse, structure, wanted, grid if pooled else None)
     blocks = _columns_blocks(query, width, structure, pooled)
     rows, cols = grid if pooled else (1, 1)
     in_a_row = structure.bias == RELATIVE
@@ -254,7 +259,7 @@ def columns(
         bounds = structure.bounds(first, after - 1)
     wide = _power(width)
     columns_kernel[across.blocks, batch * heads](
-        View.of(query), View.of(key), lse, found.get("received"), found.get("map"),
+        View.of(query), View.of(key), lse * -LOG2E, found.get("received"), found.get("map"),
         found.get("map_peak"), bounds, _batch_step(bounds), structure.ends, structure.terms,
         structure.relative, heads, heads // key.shape[1], queries, keys, width, rows, down.parts,
         cols, across.parts,

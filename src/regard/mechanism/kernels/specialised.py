@@ -1,0 +1,243 @@
+"""Launching the kernels of hopper.py: which calls they take, and how those are handed over."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from functools import cache, reduce
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+from torch.nn.functional import pad
+
+from regard.mechanism.kernels.structure import CAUSAL, FULL, PLAIN, Structure, View
+
+GLUON = "3.6."  # Gluon is young: each release of Triton may change it, and has to be tried
+LOG2E = 1.4426950408889634
+ROWS = 64  # as in hopper.py
+BLOCK = 128
+LANES, PAIR = 4, 2
+TEAMS = 4  # groups of warps that share the queries
+STAGES = {64: 4, 128: 2}  # tiles of keys and of values that are loaded ahead
+QUERY_STAGES = {64: 4, 128: 3}  # tiles of queries, in the second pass
+FEWEST = 256  # queries: below, most of a block would be empty
+SHORT = {
+    64: 1024,
+    128: FEWEST,
+}  # causal queries, by width: below, the blocks of forward.py are faster
+
+
+@cache
+def _processors(device: torch.device) -> int:
+    """How many multiprocessors a Hopper has; 0 where the kernels cannot run."""
+    if device.type != "cuda" or not triton.__version__.startswith(GLUON):
+        return 0
+    properties = torch.cuda.get_device_properties(device)
+    return properties.multi_processor_count if (properties.major, properties.minor) == (9, 0) else 0
+
+
+@cache
+def _kernels() -> Any:
+    from regard.mechanism.kernels import hopper
+
+    return hopper
+
+
+def _fits(structure: Structure, *tensors: Tensor) -> bool:
+    """Whether the copy engine can read these tensors, and the kernels know their structure."""
+    query, key = tensors[:2]
+    return (
+        structure.kind in (FULL, CAUSAL)
+        and structure.bias == PLAIN
+        and structure.softcap is None
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and FEWEST <= query.shape[2] <= key.shape[2]
+        and all(tensor.shape[3] in (64, 128) for tensor in tensors)
+        and len({tensor.shape[3] for tensor in tensors}) == 1
+        and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+        and all(step % 8 == 0 for tensor in tensors for step in tensor.stride()[:3])
+        and _processors(query.device) > 0
+    )
+
+
+def _described(tensor: Tensor, rows: int) -> Any:
+    """A tensor as the copy engine takes it: tiles of some rows of one head."""
+    return _tiles(tensor, tensor.shape, tensor.stride(), (1, 1, rows, tensor.shape[3]))
+
+
+def _tiles(tensor: Tensor, shape: Any, strides: Any, block: tuple[int, ...]) -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+    from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
+    return TensorDescriptor(tensor, list(shape), list(strides), list(block), layout)
+
+
+def _pairs(blocks: int, structure: Structure) -> int:
+    """Items of work of a head: under a causal mask a long and a short block make one."""
+    return -(-blocks // 2) if structure.kind == CAUSAL else blocks
+
+
+def attends(
+    query: Tensor, key: Tensor, value: Tensor, structure: Structure, wanted: Collection[str]
+) -> bool:
+    """Whether ``forward`` takes a call."""
+    if not _fits(structure, query, key, value):
+        return False
+    batch, heads, queries, _ = query.shape
+    if batch * heads * -(-queries // BLOCK) < _processors(query.device):
+        return False  # too few blocks to keep the device busy: launch.forward shares out their keys
+    if structure.kind == CAUSAL and queries < SHORT[query.shape[3]]:
+        return False  # most of what a block has would lie beyond the diagonal
+    # Distances without a mask start on the diagonal: a last tile that is not full has no turn.
+    return structure.kind == CAUSAL or "distance" not in wanted or key.shape[2] % BLOCK == 0
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, structure: Structure, wanted: Collection[str]
+) -> dict[str, Tensor]:
+    """Attend, as ``launch.forward``."""
+    batch, heads, queries, width = query.shape
+    keys = key.shape[2]
+    blocks = -(-queries // BLOCK)
+    pairs = _pairs(blocks, structure)
+    items = pairs * batch * heads
+    options: Any = {"device": query.device, "dtype": torch.float32}
+    found = {
+        "output": value.new_empty(batch, heads, queries, width),
+        "lse": torch.empty(batch, heads, queries, **options),
+    }
+    for name in ("entropy", "peak", "distance"):
+        if name in wanted:
+            found[name] = torch.empty(batch, heads, queries, **options)
+    highest = None
+    if "max_logit" in wanted:
+        highest = torch.empty(batch, heads, blocks * (BLOCK // ROWS), **options)
+    _kernels().forward[(min(items, _processors(query.device)),)](
+        _described(query, BLOCK), _described(key, BLOCK), _described(value, BLOCK),
+        View.of(found["output"]), found["lse"], found.get("entropy"), found.get("peak"), highest,
+        found.get("distance"), items, pairs, blocks, heads, heads // key.shape[1],
+        queries, keys, structure.scale * LOG2E,
+        D=width, STAGES=STAGES[width], CAUSAL=structure.kind == CAUSAL,
+        ENTROPY="entropy" in wanted, PEAK="peak" in wanted, HIGHEST=highest is not None,
+        DISTANCE="distance" in wanted, num_warps=4,
+    )  # fmt: skip
+    if highest is not None:
+        found["max_logit"] = highest.amax(-1)
+    return found
+
+
+class Dealt(NamedTuple):
+    """Where queries lie that are dealt out to bins: steps along the outermost axis."""
+
+    batch: int = 0
+    head: int = 0
+    inner: int = 0  # and along the innermost, where heads lie beside each other
+
+
+class _Bins(NamedTuple):
+    """How a map's bins lie in the tiles."""
+
+    a_tile: int = 1  # bins of queries
+    tiles: int = 1  # tiles a bin of queries
+    unit: int = 16  # keys that are summed at once
+    dealt: Dealt | None = None
+
+
+def _bins(query: Tensor, keys: int, grid: tuple[int, int]) -> _Bins | None:
+    """None where bins and tiles do not fit."""
+    rows, columns = grid
+    _, heads, queries, width = query.shape
+    if queries % rows or keys % columns:
+        return None
+    high, wide = queries // rows, keys // columns
+    unit = 16 if wide % 16 == 0 else 8
+    if wide % unit or (unit == 8 and wide != 8):
+        return None
+    if high % BLOCK == 0:
+        return _Bins(1, high // BLOCK, unit)
+    if queries % BLOCK or high not in (8, 16, 32, 64):
+        return None
+    together = BLOCK // high
+    if together < LANES:
+        return _Bins(together, 1, unit)
+    groups = queries // (LANES * high)  # a head has
+    step = query.stride()
+    if step[1] == queries * step[2] and step[0] == heads * step[1]:
+        return _Bins(together, 1, unit, Dealt(heads * groups, groups, 0))
+    if step[1] == width and step[0] == queries * step[2]:
+        return _Bins(together, 1, unit, Dealt(groups, 0, width))
+    return None
+
+
+def _dealt_tiles(query: Tensor, bins: _Bins) -> Any:
+    """The queries in the order in which a tile holds them: [groups, turns, lanes, pairs, width]."""
+    assert bins.dealt is not None
+    batch, heads, queries, width = query.shape
+    high = BLOCK // bins.a_tile
+    row = query.stride(2)
+    beside = bins.dealt.inner > 0
+    groups = (batch if beside else batch * heads) * queries // (LANES * high)
+    shape = (groups, high // PAIR, LANES, PAIR, heads * width if beside else width)
+    strides = (LANES * high * row, PAIR * row, high * row, row, 1)
+    block = (bins.a_tile // LANES, high // PAIR, LANES, PAIR, width)
+    return _tiles(query, shape, strides, block)
+
+
+def receives(
+    query: Tensor, key: Tensor, structure: Structure, grid: tuple[int, int] | None
+) -> bool:
+    """Whether ``columns`` takes a call; ``grid`` is that of a map, where one is wanted."""
+    if not _fits(structure, query, key):
+        return False
+    return grid is None or _bins(query, key.shape[2], grid) is not None
+
+
+def columns(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    structure: Structure,
+    wanted: Collection[str],
+    grid: tuple[int, int] | None,
+) -> dict[str, Tensor]:
+    """Sums over queries, as ``launch.columns``."""
+    batch, heads, queries, width = query.shape
+    keys = key.shape[2]
+    tiles = -(-queries // BLOCK)
+    bins = _bins(query, keys, grid) if grid else _Bins(tiles=tiles)
+    assert bins is not None
+    rows, cols = grid or (1, 1)
+    blocks = -(-keys // (TEAMS * ROWS))
+    pairs = _pairs(blocks, structure)
+    items = pairs * batch * heads
+    options: Any = {"device": query.device, "dtype": torch.float32}
+    found: dict[str, Tensor] = {}
+    if "received" in wanted:
+        found["received"] = torch.empty(batch, heads, keys, **options)
+    new = torch.empty if structure.kind == FULL else torch.zeros  # what no tile covers stays 0
+    for name in ("map", "map_peak"):
+        if name in wanted:
+            found[name] = new(batch, heads, rows, blocks * TEAMS * ROWS // bins.unit, **options)
+    drop = lse * -LOG2E
+    if queries % BLOCK:
+        drop = pad(drop, (0, -queries % BLOCK), value=-torch.inf)
+    _kernels().columns[(min(items, _processors(query.device)),)](
+        _described(query, BLOCK) if bins.dealt is None else _dealt_tiles(query, bins),
+        _described(key, ROWS), bins.dealt or Dealt(), drop, found.get("received"),
+        found.get("map"), found.get("map_peak"), items, pairs, blocks, heads,
+        heads // key.shape[1], queries, keys, tiles, bins.tiles, rows, structure.scale * LOG2E,
+        D=width, STAGES=QUERY_STAGES[width], BINS=bins.a_tile, UNIT=bins.unit,
+        LONG=bins.tiles > 1 or grid is None, CAUSAL=structure.kind == CAUSAL,
+        RECEIVED="received" in wanted, MAP="map" in wanted, MAP_PEAK="map_peak" in wanted,
+        num_warps=4,
+    )  # fmt: skip
+    for name, join in (("map", torch.add), ("map_peak", torch.maximum)):
+        if name in found:
+            cells = found[name][..., : keys // bins.unit].reshape(batch, heads, rows, cols, -1)
+            if cells.shape[-1] <= 4:  # so few at a time are no work for a reduction
+                found[name] = reduce(join, cells.unbind(-1))
+            else:
+                found[name] = cells.sum(-1) if name == "map" else cells.amax(-1)
+    return found

@@ -1,0 +1,420 @@
+"""An interpreter for the Gluon of our Hopper kernels: Triton has none for it.
+
+``load`` gives a module of such kernels whose functions run as they stand, in Python, on tensors of
+the CPU. Layouts mean nothing here. What does is who waits for whom, so that is taken at its worst:
+
+- a tile's place holds NaN from the moment its copy is asked for until somebody waits for it, and so
+  does shared memory that nothing was written to;
+- an asynchronous product is made when it is waited for, no sooner, and has no value before;
+- the roles of a program run as threads; when all of them wait, that is an error, and no hang;
+- a load or store outside of a tensor is an error.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class Layout:
+    """Any layout; none is looked at."""
+
+    def __init__(self, *arguments: Any) -> None:
+        self.arguments = arguments
+
+
+def _raw(value: Any) -> Any:
+    return value.data if isinstance(value, Block) else value
+
+
+class Block:
+    """A tensor of a kernel, or a number of it."""
+
+    def __init__(self, data: Any) -> None:
+        self.data: Tensor = torch.as_tensor(data)
+
+    shape = property(lambda self: list(self.data.shape))
+    dtype = property(lambda self: self.data.dtype)
+    type = property(lambda self: SimpleNamespace(layout=Layout()))
+
+    def to(self, dtype: torch.dtype) -> Block:
+        return Block(self.data.to(dtype))
+
+    def __getitem__(self, key: Any) -> Block:
+        return Block(self.data[key])
+
+    def __index__(self) -> int:
+        return int(self.data.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.data.item())
+
+    def __hash__(self) -> int:
+        return id(self)
+
+    def _with(self, other: Any, rule: Callable[..., Any], swapped: bool = False) -> Block:
+        pair = (_raw(other), self.data) if swapped else (self.data, _raw(other))
+        return Block(rule(*(torch.as_tensor(side) for side in pair)))
+
+    def __truediv__(self, other: Any) -> Block:
+        return self._with(other, torch.true_divide)
+
+    def __floordiv__(self, other: Any) -> Block:  # towards zero, as the machine does
+        return self._with(other, lambda a, b: torch.div(a, b, rounding_mode="trunc"))
+
+    def __rfloordiv__(self, other: Any) -> Block:
+        return self._with(other, lambda a, b: torch.div(a, b, rounding_mode="trunc"), True)
+
+
+_RULES: dict[str, Callable[..., Any]] = {
+    "add": torch.add, "sub": torch.sub, "mul": torch.mul, "mod": torch.fmod,
+    "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
+}  # fmt: skip
+for _name, _rule in _RULES.items():
+    setattr(Block, f"__{_name}__", lambda self, other, rule=_rule: self._with(other, rule))
+    setattr(Block, f"__r{_name}__", lambda self, other, rule=_rule: self._with(other, rule, True))
+for _name in ("eq", "ne", "lt", "le", "gt", "ge"):
+    _rule = getattr(torch, _name)
+    setattr(Block, f"__{_name}__", lambda self, other, rule=_rule: self._with(other, rule))
+Block.__rtruediv__ = lambda self, other: self._with(other, torch.true_divide, True)  # type: ignore[attr-defined]
+
+
+class Pointer:
+    """Places in a tensor, counted in its elements."""
+
+    def __init__(self, tensor: Tensor, at: Any = 0) -> None:
+        assert tensor.is_contiguous()
+        self.tensor, self.at = tensor, torch.as_tensor(at)
+        self.dtype = SimpleNamespace(element_ty=tensor.dtype)
+
+    def __add__(self, other: Any) -> Pointer:
+        return Pointer(self.tensor, self.at + _raw(other))
+
+
+class Shared:
+    """Shared memory, or a part of it."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    def index(self, place: Any) -> Shared:
+        return Shared(self.data[int(_raw(place))])
+
+    def reshape(self, shape: list[int]) -> Shared:
+        return Shared(self.data.view(shape))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.data.permute(order))
+
+    def slice(self, start: int, length: int) -> Shared:
+        return Shared(self.data.narrow(0, start, length))
+
+
+class Descriptor:
+    """A tensor as the copy engine sees it."""
+
+    def __init__(self, given: Any) -> None:
+        self.view = given.base.as_strided(given.shape, given.strides)
+        self.block_shape, self.layout, self.dtype = given.block_shape, Layout(), given.base.dtype
+
+    def read(self, start: list[int]) -> Tensor:
+        """One tile; what lies outside of the tensor is 0."""
+        found = torch.zeros(self.block_shape, dtype=self.dtype)
+        spans = list(zip(start, self.block_shape, self.view.shape, strict=True))
+        here = tuple(slice(0, max(0, min(size, whole - at))) for at, size, whole in spans)
+        there = tuple(slice(at, at + size) for at, size, _ in spans)
+        found[here] = self.view[there]
+        return found
+
+
+class _Barrier:
+    def __init__(self, count: int) -> None:
+        self.count = self.missing = count
+        self.bytes = 0
+        self.phase = 0
+        self.copies: list[Callable[[], int]] = []
+
+    def settle(self) -> None:
+        if self.missing == 0 and self.bytes == 0:
+            self.phase += 1
+            self.missing = self.count
+
+
+class _Product:
+    """An asynchronous product; its value once it was waited for."""
+
+    def __init__(self, make: Callable[[], Tensor]) -> None:
+        self.make = make
+        self.value: Block | None = None
+
+
+class _Machine:
+    """The program at hand: its shared memory, its barriers, and who waits."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.local = threading.local()
+        self.start((0,), (1,))
+
+    def start(self, program: tuple[int, ...], grid: tuple[int, ...]) -> None:
+        self.program, self.grid = program, grid
+        self.barriers: dict[int, _Barrier] = {}
+        self.roles = self.waiting = 0
+        self.failed: BaseException | None = None
+
+    def tell(self) -> None:
+        """Something changed: whoever waits looks again, and counts as waiting anew if it must."""
+        self.waiting = 0
+        self.changed.notify_all()
+
+    def barrier(self, place: Shared) -> _Barrier:
+        return self.barriers[place.data.data_ptr()]
+
+    def wait(self, place: Shared, phase: int) -> None:
+        with self.changed:
+            barrier = self.barrier(place)
+            while barrier.phase % 2 == phase:
+                if self.failed is not None:
+                    raise RuntimeError("another role failed") from self.failed
+                if barrier.copies:
+                    for copy in barrier.copies:
+                        barrier.bytes -= copy()
+                    barrier.copies.clear()
+                    barrier.settle()
+                    self.tell()
+                    continue
+                self.waiting += 1
+                if self.waiting == self.roles:
+                    self.failed = RuntimeError("all roles of a program wait: none will go on")
+                    self.tell()
+                    raise self.failed
+                self.changed.wait()
+
+    def together(self, roles: list[tuple[Any, tuple[Any, ...]]]) -> None:
+        def play(role: Any, arguments: tuple[Any, ...]) -> None:
+            self.local.products = []
+            try:
+                role(*arguments)
+            except BaseException as error:  # noqa: BLE001 - handed on below
+                with self.changed:
+                    self.failed = self.failed or error
+            finally:
+                with self.changed:
+                    self.roles -= 1
+                    self.tell()
+
+        threads = [threading.Thread(target=play, args=role) for role in roles]
+        self.roles = len(threads)
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if self.failed is not None:
+            raise self.failed
+
+
+_machine = _Machine()
+
+
+def _init(place: Shared, count: int) -> None:
+    _machine.barriers[place.data.data_ptr()] = _Barrier(count)
+
+
+def _arrive(place: Shared, count: int = 1) -> None:
+    with _machine.changed:
+        barrier = _machine.barrier(place)
+        barrier.missing -= count
+        assert barrier.missing >= 0, "more arrive at a barrier than it counts"
+        barrier.settle()
+        _machine.tell()
+
+
+def _expect(place: Shared, size: int) -> None:
+    with _machine.changed:
+        barrier = _machine.barrier(place)
+        barrier.bytes += size
+        barrier.missing -= 1
+        _machine.tell()
+
+
+def _copy(descriptor: Descriptor, start: list[Any], place: Shared, target: Shared) -> None:
+    at = [int(_raw(one)) for one in start]
+    with _machine.changed:
+        target.data.fill_(torch.nan)
+
+        def copy() -> int:
+            target.data.copy_(descriptor.read(at))
+            return target.data.numel() * target.data.element_size()
+
+        _machine.barrier(place).copies.append(copy)
+        _machine.tell()
+
+
+def _multiply(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
+    assert is_async
+    assert isinstance(acc, Block), "an accumulator that is still in flight"
+
+    def make() -> Tensor:
+        product = a.data.float() @ b.data.float()
+        return product + acc.data if use_acc else product
+
+    product = _Product(make)
+    _machine.local.products.append(product)
+    return product
+
+
+def _finish(left: int, deps: list[Any]) -> Any:
+    waiting = _machine.local.products
+    while len(waiting) > left:
+        product = waiting.pop(0)
+        product.value = Block(product.make())
+    found = []
+    for one in deps:
+        value = one.value if isinstance(one, _Product) else one
+        assert value is not None, "a product is used that was not waited for"
+        found.append(value)
+    return found[0] if len(found) == 1 else tuple(found)
+
+
+def _chosen(pointer: Pointer, mask: Any) -> tuple[Tensor, Tensor]:
+    at, may = torch.broadcast_tensors(pointer.at, torch.as_tensor(_raw(mask)))
+    inside = (at >= 0) & (at < pointer.tensor.numel())
+    assert bool((inside | ~may).all()), "a place outside of its tensor"
+    return at, may
+
+
+def _load(pointer: Pointer, mask: Any = True, other: float = 0.0) -> Block:
+    at, may = _chosen(pointer, mask)
+    values = pointer.tensor.view(-1)[torch.where(may, at, 0)]
+    return Block(torch.where(may, values, torch.tensor(other, dtype=values.dtype)))
+
+
+def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:
+    at, may = _chosen(pointer, mask)
+    values = torch.as_tensor(_raw(value)).expand(at.shape)
+    pointer.tensor.view(-1)[at[may]] = values[may].to(pointer.tensor.dtype)
+
+
+def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+    if dtype.is_floating_point:
+        return Shared(torch.full(shape, torch.nan, dtype=dtype))
+    return Shared(torch.zeros(shape, dtype=dtype))
+
+
+def _multiple(value: Block, of: int) -> Block:
+    assert int(value) % of == 0
+    return value
+
+
+def _apply(rule: Callable[..., Any]) -> Callable[..., Block]:
+    return lambda *values: Block(rule(*(torch.as_tensor(_raw(value)) for value in values)))
+
+
+class _Kernel:
+    """A function of a kernel: called by another one, or launched on a grid."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, *arguments: Any) -> Any:
+        return self.function(*arguments)
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
+            for program in range(grid[0]):
+                _machine.start((program,), grid)
+                self.function(*map(_given, arguments), **constants)
+
+        return launch
+
+
+def _given(value: Any) -> Any:
+    """An argument as a kernel gets it."""
+    if hasattr(value, "block_shape"):
+        return Descriptor(value)
+    if isinstance(value, Tensor):
+        return Pointer(value)
+    if isinstance(value, tuple):
+        return type(value)(*map(_given, value))
+    return value if value is None else Block(value)
+
+
+def _jit(function: Any = None, **_options: Any) -> Any:
+    return _Kernel if function is None else _Kernel(function)
+
+
+def _language() -> SimpleNamespace:
+    layouts = ("NVMMADistributedLayout", "SliceLayout", "DotOperandLayout", "BlockedLayout")
+    return SimpleNamespace(
+        **dict.fromkeys(layouts, Layout),
+        float32=torch.float32, int64=torch.int64, int32=torch.int32,
+        constexpr=lambda value: value,
+        program_id=lambda axis: Block(_machine.program[axis]),
+        num_programs=lambda axis: Block(_machine.grid[axis]),
+        static_range=range,
+        arange=lambda start, end, layout: Block(torch.arange(start, end)),
+        zeros=lambda shape, dtype, layout: Block(torch.zeros(shape, dtype=dtype)),
+        full=lambda shape, value, dtype, layout: Block(torch.full(shape, value, dtype=dtype)),
+        where=_apply(torch.where), maximum=_apply(torch.maximum), minimum=_apply(torch.minimum),
+        exp2=_apply(torch.exp2), log2=_apply(torch.log2), abs=_apply(torch.abs),
+        sum=lambda value, axis: Block(value.data.sum(axis)),
+        max=lambda value, axis: Block(value.data.amax(axis)),
+        reshape=lambda value, shape: Block(value.data.reshape(shape)),
+        permute=lambda value, order: Block(value.data.permute(order)),
+        convert_layout=lambda value, layout: value,
+        multiple_of=_multiple, load=_load, store=_store, allocate_shared_memory=_allocate,
+        warp_specialize=lambda roles, warps, registers: _machine.together(roles),
+    )  # fmt: skip
+
+
+@contextmanager
+def _in_place_of_gluon() -> Iterator[None]:
+    barrier = SimpleNamespace(
+        MBarrierLayout=Layout, init=_init, arrive=_arrive, expect=_expect,
+        wait=lambda place, phase: _machine.wait(place, int(_raw(phase))),
+    )  # fmt: skip
+    hopper = ModuleType("hopper")
+    hopper.__dict__.update(
+        mbarrier=barrier, tma=SimpleNamespace(async_copy_global_to_shared=_copy),
+        fence_async_shared=lambda: None, warpgroup_mma=_multiply, warpgroup_mma_wait=_finish,
+    )  # fmt: skip
+    nvidia, gluon, experimental = ModuleType("nvidia"), ModuleType("gluon"), ModuleType("exp")
+    nvidia.__dict__.update(hopper=hopper)
+    gluon.__dict__.update(jit=_jit, constexpr_function=lambda f: f, language=_language())
+    experimental.__dict__.update(gluon=gluon)
+    root = "triton.experimental"
+    names = {
+        root: experimental, f"{root}.gluon": gluon,
+        f"{root}.gluon.language": ModuleType("language"),
+        f"{root}.gluon.language.nvidia": nvidia, f"{root}.gluon.language.nvidia.hopper": hopper,
+    }  # fmt: skip
+    kept = {name: sys.modules.get(name) for name in names}
+    sys.modules.update(names)
+    try:
+        yield
+    finally:
+        for name, module in kept.items():
+            if module is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = module
+
+
+def load(path: Path) -> ModuleType:
+    """The kernels of a file, to be run here."""
+    spec = importlib.util.spec_from_file_location(f"{path.stem}_on_cpu", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    with _in_place_of_gluon():
+        spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,245 @@
+"""The kernels for Hopper against the definition: on one as it is, elsewhere by gluon_on_cpu.py.
+
+On a Hopper test_kernels.py runs them too, wherever they take a call; here are the shapes that make
+them go round: more blocks than programs, bins of every kind, ends that do not fill a tile.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import gluon_on_cpu
+from regard import Causal, See, attention
+from regard.mechanism.kernels import structure as described
+
+triton = pytest.importorskip("triton", reason="Triton is not installed: it comes for Linux.")
+
+from regard.mechanism.kernels import launch, specialised  # noqa: E402
+
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda" if CUDA else "cpu")
+DTYPES = (torch.bfloat16, torch.float16) if CUDA else (torch.float16,)
+ROWS = ("lse", "entropy", "peak", "max_logit", "distance")
+
+
+@pytest.fixture(autouse=True)
+def _hopper(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
+    if not CUDA:
+        kernels = gluon_on_cpu.load(Path(specialised.__file__).with_name("hopper.py"))
+        monkeypatch.setattr(specialised, "_kernels", lambda: kernels)
+    elif not specialised._processors(DEVICE):
+        pytest.skip("These kernels are for Hopper and one version of Triton alone.")
+    monkeypatch.setattr(
+        specialised, "SHORT", {64: 256, 128: 256}
+    )  # as much as they can, not should
+    if "repeats" not in request.node.name:  # few programs, so that each has several blocks
+        monkeypatch.setattr(specialised, "_processors", lambda device: 3)
+
+
+def random(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE)
+
+
+def headed(batch: int, heads: int, length: int, width: int, seed: int) -> Tensor:
+    return random(batch, heads, length, width, seed=seed)
+
+
+def beside(batch: int, heads: int, length: int, width: int, seed: int) -> Tensor:
+    """As models have it: heads of a position beside each other."""
+    return random(batch, length, heads, width, seed=seed).transpose(1, 2)
+
+
+def inputs(
+    lengths: tuple[int, int], width: int, heads: tuple[int, int] = (2, 1), layout=headed, batch=2
+) -> list[Tensor]:  # type: ignore[no-untyped-def]
+    queries, keys = lengths
+    shapes = ((heads[0], queries), (heads[1], keys), (heads[1], keys))
+    return [layout(batch, *shape, width, seed) for seed, shape in enumerate(shapes)]
+
+
+def definition(tensors: list[Tensor], causal: bool, see: See):  # type: ignore[no-untyped-def]
+    return attention(*tensors, mask=Causal() if causal else None, see=see, backend="reference")
+
+
+def structure(causal: bool, width: int) -> described.Structure:
+    kind = described.CAUSAL if causal else described.FULL
+    return described.Structure(kind, None, None, described.PLAIN, None, 0, width**-0.5, None)
+
+
+def close(name: str, found: Tensor, exact: Tensor, plain: Tensor) -> None:
+    """At most twice as far off as PyTorch in the same precision; float32 has its own rounding."""
+    error, allowed = (found.double() - exact).abs().max(), (plain.double() - exact).abs().max()
+    least = 4e-6 * exact.abs().max()
+    assert error <= 2 * allowed + least, f"{name} is off by {error:.2e}; PyTorch by {allowed:.2e}"
+
+
+def check(tensors: list[Tensor], causal: bool, see: See, found: dict[str, Tensor]) -> None:
+    exact_output, exact = definition([t.double() for t in tensors], causal, see)
+    plain_output, plain = definition(tensors, causal, see)
+    for name, value in found.items():
+        if name == "output":
+            close(name, value, exact_output, plain_output)
+        else:
+            close(name, value, getattr(exact, name), getattr(plain, name))
+
+
+LENGTHS = [(256, 256), (384, 384), (257, 300), (256, 512), (520, 520)]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width", "causal", "dtype"), [*product(LENGTHS, (64, 128), (False, True), DTYPES)]
+)
+def test_forward_is_the_definition(lengths, width, causal, dtype) -> None:
+    tensors = [t.to(dtype) for t in inputs(lengths, width)]
+    wanted = set(ROWS)
+    if not causal and lengths[1] % 128:
+        wanted -= {"distance"}
+    assert specialised.attends(*tensors, structure(causal, width), wanted)
+    found = launch.forward(*tensors, structure(causal, width), wanted)
+    see = See(**dict.fromkeys(ROWS, True))
+    check(tensors, causal, see, found)
+
+
+def test_forward_reads_heads_that_lie_beside_each_other_and_many_blocks() -> None:
+    tensors = [t.to(DTYPES[0]) for t in inputs((512, 512), 64, (4, 2), beside)]
+    for causal in (False, True):
+        found = launch.forward(*tensors, structure(causal, 64), set(ROWS))
+        check(tensors, causal, See(**dict.fromkeys(ROWS, True)), found)
+
+
+def test_forward_gives_what_is_asked_for_and_no_more() -> None:
+    tensors = [t.to(DTYPES[0]) for t in inputs((256, 256), 64)]
+    found = launch.forward(*tensors, structure(True, 64), {"peak"})
+    assert set(found) == {"output", "lse", "peak"}
+
+
+# A map's bins in tiles of 128 queries, and its columns in units of 16 keys or 8.
+GRIDS = [
+    ((256, 256), (2, 16)),  # a tile a bin
+    ((512, 512), (2, 4)),  # two tiles
+    ((256, 384), (4, 24)),  # two bins a tile
+    ((256, 256), (8, 8)),  # four, whose queries are dealt out
+    ((256, 512), (16, 32)),
+    ((512, 512), (64, 64)),  # sixteen, and columns of 8 keys
+]
+
+
+@pytest.mark.parametrize(
+    ("grid", "width", "causal", "layout"),
+    [*product(GRIDS, (64, 128), (False, True), (headed, beside))],
+)
+def test_columns_are_the_definition(grid, width, causal, layout) -> None:
+    lengths, cells = grid
+    query, key, value = (t.to(DTYPES[0]) for t in inputs(lengths, width, layout=layout))
+    see = See(lse=True, received=True, map=cells, map_peak=True)
+    _, exact = definition([query.double(), key.double(), value.double()], causal, see)
+    wanted = {"received", "map", "map_peak"}
+    assert specialised.receives(query, key, structure(causal, width), cells)
+    found = launch.columns(query, key, exact.lse.float(), structure(causal, width), wanted, cells)
+    found["map"] = found["map"] / (lengths[0] // cells[0])
+    check([query, key, value], causal, see, found)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width", "causal"), [*product([*LENGTHS, (1000, 1300)], (64, 128), (False, True))]
+)
+def test_what_keys_receive_needs_no_bins(lengths, width, causal) -> None:
+    query, key, value = (t.to(DTYPES[0]) for t in inputs(lengths, width))
+    _, exact = definition([query.double(), key.double(), value.double()], causal, See(lse=True))
+    assert specialised.receives(query, key, structure(causal, width), None)
+    found = launch.columns(query, key, exact.lse.float(), structure(causal, width), {"received"})
+    check([query, key, value], causal, See(received=True), found)
+
+
+def test_calls_that_do_not_fit_are_left_to_others() -> None:
+    plain = structure(False, 64)
+    query, key, value = (t.to(torch.float16) for t in inputs((256, 256), 64))
+    assert specialised.attends(query, key, value, plain, ())
+    assert not specialised.attends(query, key[:, :, :200], value[:, :, :200], plain, ())
+    assert not specialised.attends(query[:, :, :200], key, value, plain, ())  # too few queries
+    assert not specialised.attends(query.float(), key.float(), value.float(), plain, ())
+    assert not specialised.attends(query, key, value[..., :32], plain, ())
+    assert not specialised.attends(query[..., 4:], key[..., 4:], value[..., 4:], plain, ())
+    one = [t[:1, :1] for t in (query, key, value)]
+    assert not specialised.attends(*one, plain, ())  # too few blocks
+    odd = [t.to(torch.float16) for t in inputs((256, 300), 64)]
+    assert not specialised.attends(*odd, plain, {"distance"})
+    assert specialised.attends(*odd, plain, {"entropy"})
+    for grid in ((3, 4), (2, 3), (64, 64), (2, 64)):
+        assert not specialised.receives(query, key, plain, grid)
+    turned = query.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not specialised.receives(turned, key, plain, (8, 8))  # no order to deal them out in
+    assert specialised.receives(turned, key, plain, (2, 16))
+
+
+COMPILED = """
+from triton import compile
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon._runtime import GluonASTSource
+from regard.mechanism.kernels import hopper
+from regard.mechanism.kernels.specialised import Dealt
+from regard.mechanism.kernels.structure import View
+
+
+def tiles(*block):
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
+    return f"tensordesc<bf16{list(block)},{layout!r}>"
+
+
+def build(kernel, given, **constants):
+    names = [name for name in kernel.arg_names if name not in constants]
+    kinds = {"out": View("*bf16", "i64", "i64", "i32"), "dealt": Dealt("i32", "i32", "i32")}
+    kinds |= dict(c="fp32") | {n: "*fp32" for n in names if n[0].isupper()} | given
+    signature = {name: kinds.get(name, "i32") for name in names}
+    signature |= dict.fromkeys(constants, "constexpr")
+    source = GluonASTSource(kernel, signature, constexprs=constants, attrs={})
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert "wgmma" in made.asm["ptx"] and made.metadata.shared <= 232448, made.metadata.shared
+
+
+whole = tiles(1, 1, 128, 128)
+seen = dict.fromkeys(("ENTROPY", "PEAK", "HIGHEST", "DISTANCE"), True)
+build(hopper.forward, dict(q_desc=whole, k_desc=whole, v_desc=whole), D=128, STAGES=2, CAUSAL=True,
+      **seen)
+build(hopper.columns, dict(q_desc=tiles(4, 4, 4, 2, 128), k_desc=tiles(1, 1, 64, 128)), D=128,
+      STAGES=3, BINS=16, UNIT=8, LONG=False, CAUSAL=True, RECEIVED=True, MAP=True, MAP_PEAK=True)
+"""
+
+
+@pytest.mark.skipif(
+    not triton.__version__.startswith(specialised.GLUON), reason="Gluon is another one here."
+)
+def test_they_compile_for_a_hopper_where_there_is_none() -> None:
+    """As far as ptxas; what the interpreter here takes for granted, such as layouts, must fit."""
+    surroundings = os.environ | {"TRITON_INTERPRET": "0"}
+    subprocess.run([sys.executable, "-c", COMPILED], check=True, env=surroundings)
+
+
+@pytest.mark.skipif(not CUDA, reason="Repeats tell something on a GPU alone.")
+@pytest.mark.parametrize(("causal", "width"), [*product((False, True), (64, 128))])
+@pytest.mark.parametrize("lengths", [(512, 512), (1000, 1300), (2048, 2048), (8192, 8192)])
+def test_repeats_are_equal_to_the_bit(lengths, width, causal) -> None:
+    shape = {"heads": (16, 4), "batch": max(2, 16384 // lengths[0])}
+    query, key, value = (t.to(torch.bfloat16) for t in inputs(lengths, width, **shape))
+    form = structure(causal, width)
+    rows = set(ROWS) - ({"distance"} if lengths[1] % 128 else set())
+    even = lengths[0] % 512 == 0
+    wanted = {"received", "map", "map_peak"} if even else {"received"}
+
+    def once() -> dict[str, Tensor]:
+        found = launch.forward(query, key, value, form, rows)
+        return found | launch.columns(query, key, found["lse"], form, wanted, (64, 64))
+
+    first = once()
+    for _ in range(250):
+        for name, value_again in once().items():
+            assert torch.equal(first[name], value_again), name
