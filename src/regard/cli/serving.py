@@ -26,9 +26,12 @@ def serve(
     Models are loaded when they are first asked for, and kept. Requests wait for each other. It is
     for this machine alone unless --host says otherwise. Needs pip install 'regard[server]'.
     """
+    from regard.service import listen
     from regard.service import serve as run
 
-    run(host, port, models=model or (), device=str(sharing.device(device)), started=_say)
+    with listen(host, port) as listening:
+        place = str(sharing.device(device))
+        run(listening, host, models=model or (), device=place, started=_say)
 
 
 def _say(address: str) -> None:

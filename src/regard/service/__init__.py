@@ -11,64 +11,26 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
 from types import FrameType
 
 from regard.errors import InputError
 
-PATIENCE = 2.0  # seconds that requests have to end once the server is told to
+PATIENCE = 2  # seconds that requests have to end once the server is told to
 
 
-def serve(
-    host: str,
-    port: int,
-    *,
-    models: Sequence[str] = (),
-    device: str = "cpu",
-    started: Callable[[str], None] = lambda _: None,
-) -> None:
-    """Serve until a signal ends it. ``started`` is told the address, once it can be asked.
+def listen(host: str, port: int) -> socket.socket:
+    """A socket for :func:`serve`, or what is in its way; 0 is a port that is free.
 
-    ``models`` are loaded at once; they may be folders. Port 0 is one that is free.
+    It is the first thing to do: what is missing shows before PyTorch is loaded.
     """
-    try:
-        import fastapi  # noqa: F401
-        import uvicorn
-    except ImportError as error:
-        raise InputError(
-            f"The server needs {error.name}, which is not installed: pip install 'regard[server]'."
-        ) from None
-    listening = _listen(host, port)
-    with listening:
-        from regard.service.app import build
-        from regard.service.models import Models
-        from regard.service.worker import Worker
-
-        worker = Worker()
-        app = build(Models(models, device), worker, host)
-
-        class Server(uvicorn.Server):
-            def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-                worker.close()
-                super().handle_exit(sig, frame)
-
-        # What goes wrong in here is logged here; uvicorn would say it twice.
-        config = uvicorn.Config(
-            app,
-            log_config=None,
-            log_level="critical",
-            access_log=False,
-            server_header=False,
-            timeout_graceful_shutdown=int(PATIENCE),
-        )
-        started(_address(host, listening))
-        with suppress(KeyboardInterrupt):  # how such a program ends
-            Server(config).run(sockets=[listening])
-    if worker.busy:
-        os._exit(0)  # nothing can interrupt PyTorch, and nothing is left to be written
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    """A socket that takes connections, or what is in its way."""
+    for name in ("fastapi", "uvicorn"):
+        try:
+            import_module(name)
+        except ImportError:
+            raise InputError(
+                f"The server needs {name}, which is not installed: pip install 'regard[server]'."
+            ) from None
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError):
@@ -87,6 +49,49 @@ def _listen(host: str, port: int) -> socket.socket:
     return listening
 
 
+def serve(
+    listening: socket.socket,
+    host: str,
+    *,
+    models: Sequence[str] = (),
+    device: str = "cpu",
+    started: Callable[[str], None] = lambda _: None,
+) -> None:
+    """Serve until a signal ends it. ``started`` is told the address, once it can be asked.
+
+    ``models`` are loaded at once; they may be folders.
+    """
+    import uvicorn
+
+    from regard.service.app import build
+    from regard.service.models import Models
+    from regard.service.worker import Worker
+
+    worker = Worker()
+    app = build(Models(models, device), worker, host)
+
+    class Server(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            worker.close()
+            super().handle_exit(sig, frame)
+
+    # What goes wrong in the application is logged there; uvicorn would say it twice.
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        log_level="critical",
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=PATIENCE,
+    )
+    port = listening.getsockname()[1]
+    started(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    with suppress(KeyboardInterrupt):  # how such a program ends
+        Server(config).run(sockets=[listening])
+    if worker.busy:
+        os._exit(0)  # nothing can interrupt PyTorch, and nothing is left to be written
+
+
 def _refused(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
         return f"Port {port} of {host} is in use. Take another one: --port {port + 1}."
@@ -95,8 +100,3 @@ def _refused(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRNOTAVAIL:
         return f"{host} is no address of this machine. Say --host 127.0.0.1."
     return f"Nothing can be served at port {port} of {host}: {error.strerror or error}."
-
-
-def _address(host: str, listening: socket.socket) -> str:
-    port = listening.getsockname()[1]
-    return f"http://{f'[{host}]' if ':' in host else host}:{port}"

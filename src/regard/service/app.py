@@ -43,12 +43,13 @@ def build(models: Models, worker: Worker, host: str = "127.0.0.1") -> FastAPI:
     _serve_page(app)
 
     @app.get("/health", summary="Whether it runs, and how many requests are in work or in line.")
-    async def health() -> dict[str, Any]:
-        return {"status": "ok", "version": __version__, "waiting": worker.waiting}
+    async def health() -> Response:
+        found = {"status": "ok", "version": __version__, "waiting": worker.waiting}
+        return _said(_json(found))
 
     @app.get("/models", summary="The models, what each can do, its size and its licence.")
-    async def known() -> dict[str, Any]:
-        return await asyncio.to_thread(models.to_dict)
+    async def known() -> Response:
+        return _said(_json(await asyncio.to_thread(models.to_dict)))
 
     async def answered(request: Request, asked: asking.Asked) -> Response:
         def job(going: Going) -> bytes:

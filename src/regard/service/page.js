@@ -135,7 +135,7 @@ function linked({ asking, asked, names, weights, label, hint = HINT, table = nul
     const otherNames = back ? names.asking : names.asked;
     const top = Math.max(...row, 0);
     row.forEach((weight, j) => {
-      if (weight > 0.02 * top && weight > 0.001) {
+      if (weight > 0.05 * top) {
         others[j].classList.add("lit");
         shade(others[j], weight, top);
       }
@@ -149,7 +149,7 @@ function linked({ asking, asked, names, weights, label, hint = HINT, table = nul
       make("span", {}, make("b", {}, (back ? names.asked : names.asking)[index]),
         back ? " was looked at by" : " looked at"),
       ...best.filter((j) => row[j] >= 0.005).map((j) => make("span", { class: "key" },
-        make("span", {}, otherNames[j]), share(make("i", { "aria-hidden": "true" }), row[j]),
+        make("span", {}, otherNames[j]), share(make("i", { "aria-hidden": "true" }), row[j] / top),
         make("span", { class: "number" }, row[j].toFixed(2)))),
     );
   }
@@ -424,7 +424,7 @@ const VIEWS = {
           facts(trace.subject, counted(trace.tokens.length, trace.subject ? "token" : "word"), heads,
             `queries and keys of ${trace.dim} numbers`),
           make("p", { class: "name follow" }, "Followed closely"),
-          make("div", { class: "bar chosen" }, make("div", { class: "chips" }, ...chips))),
+          make("div", { class: "chips chosen" }, ...chips)),
         make("ol", { class: "steps" }, ...trace.steps.map((step, i) => stepOf(step, i + 1, trace))),
         make("div", { class: "card check" },
           make("h3", {}, trace.agreement.holds ? "✓ Check" : "✗ Check"),
@@ -437,7 +437,7 @@ const VIEWS = {
 };
 
 const told = (record, extra = "") =>
-  facts(extra, `score ${record.score.toFixed(2)}`, counted(record.tokens, "token"), seconds(record.seconds), record.model);
+  facts(extra, `score ${record.score.toFixed(2).replace("-", "−")}`, counted(record.tokens, "token"), seconds(record.seconds), record.model);
 
 function overviewCards(overview) {
   const panels = Object.entries(overview.values).map(([name, rows]) => {
@@ -456,7 +456,7 @@ function overviewCards(overview) {
       }, measure.unit === "of the weight" ? brief(value) : value.toFixed(value < 10 ? 2 : 0)), value, top)))));
     const heads = make("tr", {}, make("td"), ...rows[0].map((_, j) => make("th", { scope: "col" }, String(j))));
     return make("section", { class: "card measure" }, make("h3", {}, measure.title),
-      make("p", {}, `${measure.meaning}, ${measure.unit === "of the weight" ? "share of the weight" : `in ${measure.unit}`}`),
+      make("p", {}, `${measure.meaning[0].toUpperCase()}${measure.meaning.slice(1)}, ${measure.unit === "of the weight" ? "share of the weight" : `in ${measure.unit}`}`),
       make("div", { class: "scroll" }, make("table", {}, make("thead", {}, heads), make("tbody", {}, ...body))));
   });
   return make("div", {},
@@ -676,20 +676,24 @@ function go(view, said) {
   else location.hash = address;
 }
 
-/** Shows what the address asks for. */
-function arrive(again = false) {
+/** Shows the part of the page that the address names, and tells what it asks of it. */
+function turn() {
   const [name, query] = location.hash.slice(1).split(/\?(.*)/s);
-  if (name === "main") return;
   const view = name in VIEWS ? name : "translate";
   for (const section of document.querySelectorAll("main > section")) section.hidden = section.dataset.view !== view;
   for (const link of document.querySelectorAll("nav a")) {
     const here = link.getAttribute("href").split("?")[0] === `#${view}`;
-    if (here) {
-      link.setAttribute("aria-current", "page");
-      link.scrollIntoView({ block: "nearest", inline: "nearest" });
-    } else link.removeAttribute("aria-current");
+    if (here) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
   }
   document.title = `${view[0].toUpperCase()}${view.slice(1)} · regard`;
+  return [view, query];
+}
+
+/** Shows what the address asks for. */
+function arrive(again = false) {
+  if (location.hash === "#main") return;
+  const [view, query] = turn();
   if (query === undefined) {
     if (view === "explain" && !shown.explain) run(view); // it needs no model, and nothing to be typed
     return;
@@ -741,6 +745,7 @@ async function run(view) {
 
 async function start() {
   document.getElementById("version").textContent = KNOWN.version;
+  turn();
   try {
     models = (await (await fetch("/models")).json()).models;
   } catch {
@@ -772,6 +777,7 @@ async function start() {
     });
   }
   addEventListener("hashchange", () => arrive());
+  document.getElementById("main").removeAttribute("aria-busy");
   arrive();
 }
 

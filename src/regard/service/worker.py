@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
-from typing import TypeVar
+from typing import Any, TypeVar
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class Worker:
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="models")
-        self._open: set[Going] = set()  # in work or in line
+        self._open: dict[Going, asyncio.Future[Any] | None] = {}  # in work or in line
         self._closed = False
         self._working = False
 
@@ -56,10 +56,12 @@ class Worker:
         return self._working
 
     def close(self) -> None:
-        """Begin nothing more, and end what can be ended."""
+        """Begin nothing more, end what can be ended, and let nobody wait for the rest."""
         self._closed = True
-        for going in tuple(self._open):
+        for going, waiting in tuple(self._open.items()):
             going.end()
+            if waiting is not None:
+                waiting.get_loop().call_soon_threadsafe(waiting.cancel)
         self._pool.shutdown(wait=False, cancel_futures=True)
 
     async def run(self, job: Callable[[Going], T]) -> T:
@@ -75,14 +77,17 @@ class Worker:
                 self._working = False
 
         try:
-            return await asyncio.wrap_future(self._pool.submit(work))
+            waiting = asyncio.wrap_future(self._pool.submit(work))
+            self._open[going] = waiting
+            return await waiting
         except (_Gone, asyncio.CancelledError):
-            if self._closed:
+            task = asyncio.current_task()
+            if self._closed and task is not None and not task.cancelling():
                 raise Busy("The server is closing.") from None
             raise
         finally:
             going.end()
-            self._open.discard(going)
+            del self._open[going]
 
     async def each(self, job: Callable[[Going], Iterator[T]]) -> AsyncIterator[T]:
         """What a job yields, as it does."""
@@ -115,5 +120,5 @@ class Worker:
         if len(self._open) >= MOST_WAITING:
             raise Busy(f"{len(self._open)} requests are waiting already. Ask again in a while.")
         going = Going()
-        self._open.add(going)
+        self._open[going] = None
         return going
