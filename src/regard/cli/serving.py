@@ -21,10 +21,10 @@ def serve(
     ] = None,
     device: sharing.Device = "cpu",
 ) -> None:
-    """A web page and an HTTP API: translate, summarize, answer, complete, look and explain.
+    r"""A web page and an HTTP API: translate, summarize, answer, complete, look and explain.
 
     Models are loaded when they are first asked for, and kept. Requests wait for each other. It is
-    for this machine alone unless --host says otherwise. Needs pip install 'regard[server]'.
+    for this machine alone unless --host says otherwise. Needs pip install 'regard\[server]'.
     """
     from regard.service import listen
     from regard.service import serve as run

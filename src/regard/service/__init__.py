@@ -84,8 +84,7 @@ def serve(
         server_header=False,
         timeout_graceful_shutdown=PATIENCE,
     )
-    port = listening.getsockname()[1]
-    started(f"http://{f'[{host}]' if ':' in host else host}:{port}")
+    started(_address(host, listening.getsockname()[1]))
     with suppress(KeyboardInterrupt):  # how such a program ends
         Server(config).run(sockets=[listening])
     if worker.busy:
@@ -100,3 +99,9 @@ def _refused(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRNOTAVAIL:
         return f"{host} is no address of this machine. Say --host 127.0.0.1."
     return f"Nothing can be served at port {port} of {host}: {error.strerror or error}."
+
+
+def _address(host: str, port: int) -> str:
+    """How a browser on this machine gets there."""
+    name = "localhost" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"http://{name}:{port}"

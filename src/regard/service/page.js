@@ -4,9 +4,8 @@
 
 const KNOWN = JSON.parse(document.getElementById("known").textContent);
 const SHADES = 64; // of /colours.css
+const LITTLE = 0.005; // less than this is 0.00, and not worth a word
 const MOST_CELLS = 4096; // of a table; beyond this a picture is shown
-const HINT = "Point at a word, or move through the words with the arrow keys.";
-const POINT = "Point at a token, or move through the tokens with the arrow keys.";
 
 // ------------------------------------------------------------------------------------- elements
 
@@ -65,7 +64,7 @@ function placesOf(text, units) {
 
 /** A text as an element, with a span for each of its units; `marked` is a part of it to underline,
     and what is before `quiet` is said more quietly. */
-function textOf(text, units, { marked = null, quiet = 0 } = {}) {
+function textOf(text, units = [], { marked = null, quiet = 0 } = {}) {
   const long = text.length > 240;
   const element = make("p", { class: long ? "text long" : "text" });
   const spans = units.map((unit) => make("span", { class: "unit" }, unit));
@@ -108,11 +107,20 @@ function chipsOf(tokens) {
   return { element: make("p", { class: "chips" }, ...spans), spans };
 }
 
-// ---------------------------------------------------------------------- who looked at what
+/** Scrolls a long text, and nothing else, to where an element is. */
+function reveal(element) {
+  const pane = element?.closest(".pane.long");
+  if (!pane) return;
+  const [inner, outer] = [element.getBoundingClientRect(), pane.getBoundingClientRect()];
+  if (inner.top >= outer.top && inner.bottom <= outer.bottom) return;
+  pane.scrollTop += (inner.top + inner.bottom - outer.top - outer.bottom) / 2;
+}
+
+// --------------------------------------------------------------------------- who looked at what
 
 /** Lets one point at units: those they looked at are lit, and said below.
     `asking` and `asked` are lists of spans, `weights` is [asking][asked]. */
-function linked({ asking, asked, names, weights, label, hint = HINT, table = null, both = true }) {
+function linked({ asking, asked, names, weights, label, hint, table = null, both = true }) {
   const said = make("p", { class: "looked", role: "status" }, hint);
   const column = (j) => weights.map((row) => row[j]);
   const all = new Set([...asking, ...asked]);
@@ -135,7 +143,7 @@ function linked({ asking, asked, names, weights, label, hint = HINT, table = nul
     const otherNames = back ? names.asking : names.asked;
     const top = Math.max(...row, 0);
     row.forEach((weight, j) => {
-      if (weight > 0.05 * top) {
+      if (weight > 0.05 * top && top >= LITTLE) {
         others[j].classList.add("lit");
         shade(others[j], weight, top);
       }
@@ -145,13 +153,14 @@ function linked({ asking, asked, names, weights, label, hint = HINT, table = nul
     if (choice === pinned) here.setAttribute("aria-pressed", "true");
     if (!back) table?.here(index);
     const best = row.map((_, j) => j).sort((a, b) => row[b] - row[a]).slice(0, 3);
+    reveal(others[best[0]]);
+    const keys = best.filter((j) => row[j] >= LITTLE).map((j) => make("span", { class: "key" },
+      make("span", {}, otherNames[j]), share(make("i", { "aria-hidden": "true" }), row[j] / top),
+      make("span", { class: "number" }, row[j].toFixed(2))));
     said.replaceChildren(
       make("span", {}, make("b", {}, (back ? names.asked : names.asking)[index]),
         back ? " was looked at by" : " looked at"),
-      ...best.filter((j) => row[j] >= 0.005).map((j) => make("span", { class: "key" },
-        make("span", {}, otherNames[j]), share(make("i", { "aria-hidden": "true" }), row[j] / top),
-        make("span", { class: "number" }, row[j].toFixed(2)))),
-    );
+      ...(keys.length ? keys : ["hardly anything"]));
   }
 
   function offer(spans, back) {
@@ -198,25 +207,29 @@ function weightTable(queries, keys, weights, { mark = false, out = false } = {})
   const top = most(out ? weights.map((row) => row.slice(1)) : weights);
   const tall = keys.length > 12 || keys.some((key) => key.length > 8);
   const short = (name) => (name.length > 40 ? `${name.slice(0, 39)}…` : name);
+
+  function cellOf(weight, i, j, best) {
+    const title = `${queries[i]} → ${keys[j]}: ${weight.toPrecision(3)}`;
+    if (out && j === 0) return make("td", { class: "out", title }, brief(weight));
+    const marked = mark && j === best && weight > 0;
+    return shade(make("td", { class: marked ? "best" : null, title }, brief(weight)), weight, top);
+  }
+
   const rows = weights.map((row, i) => {
     const best = row.indexOf(Math.max(...row));
-    return make("tr", {},
-      make("th", { scope: "row", title: queries[i] }, short(queries[i])),
-      ...row.map((weight, j) => {
-        const gone = out && j === 0;
-        const cell = make("td", { class: gone ? "out" : mark && j === best && weight > 0 ? "best" : null,
-          title: `${queries[i]} → ${keys[j]}: ${weight.toPrecision(3)}` }, brief(weight));
-        return gone ? cell : shade(cell, weight, top);
-      }));
+    const name = make("th", { scope: "row", title: queries[i] }, short(queries[i]));
+    return make("tr", {}, name, ...row.map((weight, j) => cellOf(weight, i, j, best)));
   });
-  const head = make("tr", {}, make("td"), ...keys.map((key) =>
-    make("th", { scope: "col", class: tall ? "tall" : null, title: key }, make("span", {}, short(key)))));
-  const table = make("table", { class: "map" }, make("thead", {}, head), make("tbody", {}, ...rows));
-  const ramp = make("i", { "aria-hidden": "true" },
-    ...Array.from({ length: 16 }, (_, i) => shade(make("b"), i, 15)));
+  const kind = tall ? "tall" : null;
+  const heads = keys.map((key) =>
+    make("th", { scope: "col", class: kind, title: key }, make("span", {}, short(key))));
+  const ramp = Array.from({ length: 16 }, (_, i) => shade(make("b"), i, 15));
   const element = make("div", {},
-    make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Weights" }, table),
-    make("div", { class: "scale" }, "0", ramp, `${Number(top.toPrecision(3))} weight`));
+    make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Weights" },
+      make("table", { class: "map" },
+        make("thead", {}, make("tr", {}, make("td"), ...heads)), make("tbody", {}, ...rows))),
+    make("div", { class: "scale" }, "0", make("i", { "aria-hidden": "true" }, ...ramp),
+      `${Number(top.toPrecision(3))} weight`));
   return {
     element,
     here: (index) => rows.forEach((row, i) => row.classList.toggle("here", i === index)),
@@ -229,17 +242,19 @@ function weightTable(queries, keys, weights, { mark = false, out = false } = {})
 
 /** The card with the weights of a record, or with its picture where they are many. */
 function weightsCard(attended, title, svg) {
-  const many = attended.queries.length * attended.keys.length > MOST_CELLS;
-  const table = many ? null : weightTable(attended.queries, attended.keys, attended.weights, { mark: true });
-  const rest = 1 - attended.weights.flat().reduce((a, b) => a + b, 0) / attended.weights.length;
-  const said = `${attended.where}. ${Math.round(Math.max(rest, 0) * 100)}% of the weight is on what is no word.`;
-  const [down, across] = attended.sides;
-  return {
-    table,
-    card: make("section", { class: "card", "aria-label": title },
-      make("h3", {}, title), make("p", { class: "name" }, `${down} down, ${across} across`),
-      many ? pictureOf(svg, title) : table.element, make("p", { class: "caption" }, said)),
-  };
+  const { queries, keys, weights, where, sides: [down, across] } = attended;
+  const many = queries.length * keys.length > MOST_CELLS;
+  const table = many ? null : weightTable(queries, keys, weights, { mark: true });
+  const rest = 1 - weights.flat().reduce((a, b) => a + b, 0) / weights.length;
+  const percent = Math.round(Math.max(rest, 0) * 100);
+  const card = make("section", { class: "card", "aria-label": title });
+  if (many) card.append(pictureOf(svg, title)); // which says the rest itself
+  else {
+    card.append(make("h3", {}, title), make("p", { class: "name" }, `${down} down, ${across} across`),
+      table.element, make("p", { class: "caption" },
+        `${where}. ${percent}% of the weight is on what is no word.`));
+  }
+  return { card, table };
 }
 
 function pictureOf(svg, title) {
@@ -247,44 +262,61 @@ function pictureOf(svg, title) {
   return make("img", { class: "picture", src: source, alt: title });
 }
 
+/** A text under its name; long ones scroll by themselves, so that two can be seen at once. */
+function paneOf(name, text) {
+  const long = text.element.classList.contains("long");
+  return make("div", { class: long ? "pane long" : "pane" },
+    make("p", { class: "name" }, name), text.element);
+}
+
+/** Two texts, and what the units of the first looked at in the second. */
+function pairOf(record, [askingName, asking], [askedName, asked], { title, kind = "Words" }) {
+  const { attended } = record;
+  const panes = [paneOf(askingName, asking), paneOf(askedName, asked)];
+  const aside = panes.every((pane) => pane.classList.contains("long"));
+  const pair = make("div", { class: aside ? "pair aside" : "pair" }, ...panes);
+  if (!attended) return { parts: [pair], cards: [] };
+  const { card, table } = weightsCard(attended, title, record.svg);
+  const one = kind.toLowerCase().slice(0, -1);
+  const said = linked({
+    asking: asking.spans, asked: asked.spans, weights: attended.weights, table,
+    names: { asking: attended.queries, asked: attended.keys },
+    label: [askingName, askedName].map((name) => `${kind} of the ${name.toLowerCase()}`),
+    hint: `Point at a ${one}, or move through the ${one}s with the arrow keys.`,
+  });
+  return { parts: [pair, said], cards: [card] };
+}
+
 /** How to have the same elsewhere: the picture as a file, and the request from a terminal. */
-function more(view, path, body, svg) {
-  const { svg: _, stream: __, ...asked } = body;
-  const json = JSON.stringify(asked).replaceAll("'", "'\\''");
-  const line = `curl -s --json '${json}' ${location.origin}${path}`;
+function more(view, body, svg) {
+  const json = JSON.stringify(body).replaceAll("'", "'\\''");
+  const line = `curl -s --json '${json}' ${location.origin}/${view}`;
   const file = svg && URL.createObjectURL(new Blob([svg], { type: "image/svg+xml" }));
   return make("div", { class: "more" },
     svg ? make("a", { href: file, download: `${view}.svg` }, "Save the picture (SVG)") : null,
     make("details", {}, make("summary", {}, "The same from a terminal"), make("pre", {}, line)));
 }
 
+function told(record, extra = "") {
+  const score = `score ${record.score.toFixed(2).replace("-", "−")}`;
+  const tokens = counted(record.tokens, "token");
+  return facts(extra, score, tokens, seconds(record.seconds), record.model);
+}
+
 // ---------------------------------------------------------------------------------------- views
 
-/** Each view: what its button does while it runs, and how its record is shown. `run` is given what
-    the form says and a signal, and puts what it finds into `out`. */
+/** Each view: what it is doing while it runs, and `run`, which is given what the form says and a
+    signal, and puts what it finds into `out`. */
 const VIEWS = {
   translate: {
     doing: "Translating",
     async run(body, signal, out) {
       const record = await ask("/translate", { ...body, svg: true }, signal);
-      const { attended } = record;
-      const target = textOf(record.text, attended?.queries ?? []);
-      const source = textOf(record.source, attended?.keys ?? []);
-      const cards = [];
-      const card = make("div", { class: "card" },
-        make("p", { class: "name" }, "Translation"), target.element,
-        make("p", { class: "name" }, "Source"), source.element);
-      if (attended) {
-        const weights = weightsCard(attended, "Alignment", record.svg);
-        card.append(linked({
-          asking: target.spans, asked: source.spans, weights: attended.weights, table: weights.table,
-          names: { asking: attended.queries, asked: attended.keys },
-          label: ["Words of the translation", "Words of the source"],
-        }));
-        cards.push(weights.card);
-      }
-      card.append(told(record));
-      out.replaceChildren(card, ...cards, more("translate", "/translate", body, record.svg));
+      const { parts, cards } = pairOf(record,
+        ["Translation", textOf(record.text, record.attended?.queries)],
+        ["Source", textOf(record.source, record.attended?.keys)], { title: "Alignment" });
+      out.replaceChildren(make("div", { class: "card" }, ...parts, told(record)), ...cards,
+        more("translate", body, record.svg));
     },
   },
 
@@ -292,27 +324,14 @@ const VIEWS = {
     doing: "Summarizing",
     async run(body, signal, out) {
       const record = await ask("/summarize", { ...body, svg: true }, signal);
-      const { attended } = record;
-      const summary = textOf(record.text, attended?.queries ?? []);
-      const document = textOf(body.text, attended?.keys ?? []);
-      const cards = [];
-      const card = make("div", { class: "card" },
-        make("p", { class: "name" }, "Summary"), summary.element,
-        make("p", { class: "name" }, "Document"), document.element);
-      if (attended) {
-        const weights = weightsCard(attended, "Where it comes from", record.svg);
-        card.append(linked({
-          asking: summary.spans, asked: document.spans, weights: attended.weights, table: weights.table,
-          names: { asking: attended.queries, asked: attended.keys },
-          label: ["Sentences of the summary", "Sentences of the document"],
-          hint: "Point at a sentence, or move through the sentences with the arrow keys.",
-        }));
-        cards.push(weights.card);
-      }
-      const parts = record.how === "whole" ? "" : `${counted(record.parts.length, "part")}, ${
-        record.how === "again" ? "summarized once more" : "joined"}`;
-      card.append(told(record, parts));
-      out.replaceChildren(card, ...cards, more("summarize", "/summarize", body, record.svg));
+      const { parts, cards } = pairOf(record,
+        ["Summary", textOf(record.text, record.attended?.queries)],
+        ["Document", textOf(body.text, record.attended?.keys)],
+        { title: "Where it comes from", kind: "Sentences" });
+      const again = record.how === "again" ? "summarized once more" : "joined";
+      const how = record.how === "whole" ? "" : `${counted(record.parts.length, "part")}, ${again}`;
+      out.replaceChildren(make("div", { class: "card" }, ...parts, told(record, how)), ...cards,
+        more("summarize", body, record.svg));
     },
   },
 
@@ -320,31 +339,23 @@ const VIEWS = {
     doing: "Answering",
     async run(body, signal, out) {
       const record = await ask("/answer", { ...body, svg: true }, signal);
-      const { attended } = record;
       // The record counts letters; this language counts halves of some.
       const upTo = (count) => Array.from(body.context).slice(0, count).join("").length;
       const marked = record.answered ? [upTo(record.start), upTo(record.end)] : null;
-      const question = textOf(record.question, attended?.queries ?? []);
-      const context = textOf(body.context, attended?.keys ?? [], { marked });
-      const cards = [];
-      const card = make("div", { class: "card" },
-        make("p", { class: "name" }, "Answer"),
-        make("p", { class: record.answered ? "text found" : "text prompt" },
-          record.answered ? record.text : "No answer in this context."),
-        make("p", { class: "name" }, "Question"), question.element,
-        make("p", { class: "name" }, "Context"), context.element);
-      if (attended) {
-        const weights = weightsCard(attended, "What the question attended to", record.svg);
-        card.append(linked({
-          asking: question.spans, asked: context.spans, weights: attended.weights, table: weights.table,
-          names: { asking: attended.queries, asked: attended.keys },
-          label: ["Words of the question", "Words of the context"],
-        }));
-        cards.push(weights.card);
-      }
-      card.append(facts(`probability ${record.probability.toFixed(2)}`,
-        record.windows > 1 ? counted(record.windows, "window") : "", seconds(record.seconds), record.model));
-      out.replaceChildren(card, ...cards, more("answer", "/answer", body, record.svg));
+      const { parts, cards } = pairOf(record,
+        ["Question", textOf(record.question, record.attended?.queries)],
+        ["Context", textOf(body.context, record.attended?.keys, { marked })],
+        { title: "What the question attended to" });
+      const found = record.answered
+        ? make("p", { class: "text found" }, record.text)
+        : make("p", { class: "text prompt" }, "No answer in this context.");
+      const windows = record.windows > 1 ? counted(record.windows, "window") : "";
+      out.replaceChildren(
+        make("div", { class: "card" }, make("p", { class: "name" }, "Answer"), found, ...parts,
+          facts(`probability ${record.probability.toFixed(2)}`, windows, seconds(record.seconds),
+            record.model)),
+        ...cards, more("answer", body, record.svg));
+      reveal(out.querySelector("mark"));
     },
   },
 
@@ -365,25 +376,24 @@ const VIEWS = {
         written.classList.remove("caret");
         growing.removeAttribute("aria-busy");
       }
+      const end = told(record, record.stopped ? "it came to an end" : "");
       const { attended } = record;
-      const whole = record.prompt + record.text;
-      const text = textOf(whole, attended?.keys ?? [], { quiet: record.prompt.length });
-      if (!attended) text.element.replaceChildren(make("span", { class: "prompt" }, record.prompt), record.text);
-      const cards = [];
-      const card = make("div", { class: "card" }, text.element);
-      if (attended) {
-        const weights = weightsCard(attended, "What was attended to", record.svg);
-        card.append(linked({
-          asking: text.spans.slice(-attended.queries.length), asked: text.spans,
-          weights: attended.weights, table: weights.table, both: false,
-          names: { asking: attended.queries, asked: attended.keys },
-          label: ["The text; its new words can be pointed at"],
-          hint: "Point at a new word, or move through them with the arrow keys.",
-        }));
-        cards.push(weights.card);
+      if (!attended) {
+        out.firstChild.append(end);
+        return;
       }
-      card.append(told(record, record.stopped ? "it came to an end" : ""));
-      out.replaceChildren(card, ...cards, more("complete", "/complete", body, record.svg));
+      const quiet = record.prompt.length;
+      const text = textOf(record.prompt + record.text, attended.keys, { quiet });
+      const { card, table } = weightsCard(attended, "What was attended to", record.svg);
+      const said = linked({
+        asking: text.spans.slice(-attended.queries.length), asked: text.spans,
+        weights: attended.weights, table, both: false,
+        names: { asking: attended.queries, asked: attended.keys },
+        label: ["The text; its new words can be pointed at"],
+        hint: "Point at a new word, or move through them with the arrow keys.",
+      });
+      out.replaceChildren(make("div", { class: "card" }, text.element, said, end), card,
+        more("complete", body, record.svg));
     },
   },
 
@@ -395,7 +405,7 @@ const VIEWS = {
       if (this.key !== key || !out.firstChild) {
         this.key = null;
         const overview = await ask("/look", whole, signal);
-        out.replaceChildren(overviewCards(overview), make("div", { class: "head" }));
+        out.replaceChildren(overviewOf(overview), make("div", { class: "head" }));
         this.key = key;
       }
       const chosen = layer === undefined ? null : `${layer}.${head}`;
@@ -403,9 +413,12 @@ const VIEWS = {
         button.setAttribute("aria-pressed", String(button.dataset.head === chosen));
       }
       const place = out.querySelector(".head");
-      if (chosen === null) return place.replaceChildren();
+      if (chosen === null) {
+        place.replaceChildren();
+        return;
+      }
       const map = await ask("/look", { ...body, svg: true }, signal);
-      place.replaceChildren(...headCards(map), more("look", "/look", body, map.svg));
+      place.replaceChildren(headCard(map), more("look", body, map.svg));
       place.firstChild.scrollIntoView({ block: "nearest" });
     },
   },
@@ -414,87 +427,89 @@ const VIEWS = {
     doing: "Explaining",
     async run(body, signal, out) {
       const trace = await ask("/explain", body, signal);
-      const chips = trace.tokens.map((token) => make("button", { type: "button", class: "quiet",
-        "aria-pressed": String(token === trace.word),
-        onclick: () => go("explain", { ...read(formOf("explain")), word: token }) }, token));
-      const heads = counted(trace.heads, "head");
+      const follow = (word) => go("explain", { ...read(formOf("explain")), word });
+      const words = trace.tokens.map((token) => make("button", {
+        type: "button", class: "quiet", "aria-pressed": String(token === trace.word),
+        onclick: () => follow(token),
+      }, token));
       out.replaceChildren(
         make("div", { class: "card" },
           make("h3", {}, `How attention reads “${trace.tokens.join(" ")}”`),
-          facts(trace.subject, counted(trace.tokens.length, trace.subject ? "token" : "word"), heads,
-            `queries and keys of ${trace.dim} numbers`),
+          facts(trace.subject, counted(trace.tokens.length, trace.subject ? "token" : "word"),
+            counted(trace.heads, "head"), `queries and keys of ${trace.dim} numbers`),
           make("p", { class: "name follow" }, "Followed closely"),
-          make("div", { class: "chips chosen" }, ...chips)),
+          make("div", { class: "chips chosen" }, ...words)),
         make("ol", { class: "steps" }, ...trace.steps.map((step, i) => stepOf(step, i + 1, trace))),
-        make("div", { class: "card check" },
-          make("h3", {}, trace.agreement.holds ? "✓ Check" : "✗ Check"),
-          make("p", { class: "says" }, `${trace.subject ? "The model itself" : "regard.attention()"} computes all of this at once (here with “${
-            trace.agreement.backend}”). Largest difference: ${trace.agreement.difference.toExponential(1)}, ${
-            trace.agreement.holds ? "within" : "MORE THAN"} the tolerance of ${trace.agreement.tolerance.toExponential(1)}.`)),
-        more("explain", "/explain", body, null));
+        checkOf(trace), more("explain", body, null));
     },
   },
 };
 
-const told = (record, extra = "") =>
-  facts(extra, `score ${record.score.toFixed(2).replace("-", "−")}`, counted(record.tokens, "token"), seconds(record.seconds), record.model);
-
-function overviewCards(overview) {
-  const panels = Object.entries(overview.values).map(([name, rows]) => {
-    const top = most(rows);
-    const measure = KNOWN.measures[name];
-    const measured = rows.some((row) => row.some((value) => value !== null));
-    if (!measured) {
-      return make("section", { class: "card measure" }, make("h3", {}, measure.title),
-        make("p", {}, `Nothing here to measure ${measure.meaning}.`));
-    }
-    const body = rows.map((row, i) => make("tr", {}, make("th", { scope: "row" }, overview.layers[i]),
-      ...row.map((value, j) => make("td", {}, value === null ? "" : shade(make("button", {
-        type: "button", "aria-pressed": "false", "data-head": `${overview.layers[i]}.${j}`,
-        "aria-label": `Layer ${overview.layers[i]}, head ${j}: ${value.toPrecision(3)} ${measure.unit}. See its map.`,
-        onclick: () => go("look", { ...read(formOf("look")), layer: overview.layers[i], head: String(j) }),
-      }, measure.unit === "of the weight" ? brief(value) : value.toFixed(value < 10 ? 2 : 0)), value, top)))));
-    const heads = make("tr", {}, make("td"), ...rows[0].map((_, j) => make("th", { scope: "col" }, String(j))));
-    return make("section", { class: "card measure" }, make("h3", {}, measure.title),
-      make("p", {}, `${measure.meaning[0].toUpperCase()}${measure.meaning.slice(1)}, ${measure.unit === "of the weight" ? "share of the weight" : `in ${measure.unit}`}`),
-      make("div", { class: "scroll" }, make("table", {}, make("thead", {}, heads), make("tbody", {}, ...body))));
-  });
-  return make("div", {},
-    make("p", { class: "facts" }, [`${overview.model}, ${counted(overview.tokens, "token")}: layers down, heads across.`,
-      ...overview.notes].join(" ")),
+function overviewOf(overview) {
+  const { model, tokens, layers, values, notes } = overview;
+  const what = `${model}, ${counted(tokens, "token")}: layers down, heads across.`;
+  const panels = Object.entries(values).map(([name, rows]) =>
+    measureOf(KNOWN.measures[name], layers, rows));
+  return make("div", {}, make("p", { class: "facts" }, [what, ...notes].join(" ")),
     make("div", { class: "measures" }, ...panels));
 }
 
-function headCards(map) {
+function measureOf({ title, unit, meaning }, layers, rows) {
+  const heading = make("h3", {}, title);
+  const said = meaning[0].toUpperCase() + meaning.slice(1);
+  if (!rows.flat().some((value) => value !== null)) {
+    return make("section", { class: "card measure" }, heading,
+      make("p", {}, `${said}: of this text there is nothing to measure.`));
+  }
+  const part = unit === "of the weight";
+  const top = most(rows);
+  const headOf = (value, i, j) => shade(make("button", {
+    type: "button", "aria-pressed": "false", "data-head": `${layers[i]}.${j}`,
+    "aria-label": `Layer ${layers[i]}, head ${j}: ${value.toPrecision(3)} ${unit}. See its map.`,
+    onclick: () => go("look", { ...read(formOf("look")), layer: layers[i], head: String(j) }),
+  }, part ? brief(value) : value.toFixed(value < 10 ? 2 : 0)), value, top);
+  const body = rows.map((row, i) => make("tr", {}, make("th", { scope: "row" }, layers[i]),
+    ...row.map((value, j) => make("td", {}, value === null ? "" : headOf(value, i, j)))));
+  const heads = rows[0].map((_, j) => make("th", { scope: "col" }, String(j)));
+  return make("section", { class: "card measure" }, heading,
+    make("p", {}, `${said}, ${part ? "share of the weight" : `in ${unit}`}`),
+    make("div", { class: "scroll" }, make("table", {},
+      make("thead", {}, make("tr", {}, make("td"), ...heads)), make("tbody", {}, ...body))));
+}
+
+function headCard(map) {
   const title = `${map.model}: layer ${map.layer}, head ${map.head}`;
+  const holder = make("section", { class: "card", "aria-label": title });
   if (map.pooled || map.queries.length * map.keys.length > MOST_CELLS) {
-    return [make("section", { class: "card", "aria-label": title }, pictureOf(map.svg, title))];
+    holder.append(pictureOf(map.svg, title));
+    return holder;
   }
   const across = map.layer.startsWith("cross");
-  const holder = make("section", { class: "card", "aria-label": title });
   const tick = make("input", { type: "checkbox", onchange: () => draw() });
   function draw() {
     const out = tick.checked;
-    const weights = out ? map.weights.map((row) => [0, ...row.slice(1)]) : map.weights;
     const table = weightTable(map.queries, map.keys, map.weights, { out });
     const asking = chipsOf(map.queries);
     const asked = across ? chipsOf(map.keys) : asking;
     const said = linked({
-      asking: asking.spans, asked: asked.spans, weights, table, both: across, hint: POINT,
-      names: { asking: map.queries, asked: map.keys }, label: ["Tokens that ask", "Tokens that are asked"],
+      asking: asking.spans, asked: asked.spans, table, both: across,
+      weights: out ? map.weights.map((row) => [0, ...row.slice(1)]) : map.weights,
+      names: { asking: map.queries, asked: map.keys },
+      label: ["Tokens that ask", "Tokens that are asked"],
+      hint: "Point at a token, or move through the tokens with the arrow keys.",
     });
-    const tokens = across
-      ? [make("p", { class: "name" }, "Written"), asking.element, make("p", { class: "name" }, "Read"), asked.element]
-      : [asking.element];
+    const name = (text) => make("p", { class: "name" }, text);
+    const both = [name("Written"), asking.element, name("Read"), asked.element];
     holder.replaceChildren(
       make("div", { class: "bar" }, make("h3", {}, title),
         make("label", { class: "tick" }, tick, "Leave out the first token")),
-      make("p", { class: "name" }, "query down, key across"),
-      ...tokens, said, table.element,
+      name("query down, key across"),
+      ...(across ? both : [asking.element]),
+      said, table.element,
       ...(map.notes.length ? [make("p", { class: "caption" }, map.notes.join(" "))] : []));
   }
   draw();
-  return [holder];
+  return holder;
 }
 
 // -------------------------------------------------------------------------------------- explain
@@ -502,60 +517,79 @@ function headCards(map) {
 const MOST_HEADS = 4;
 const MOST_WEIGHTS = 16; // of a matrix W that is shown; larger ones are only multiplied with
 const MOST_FEATURES = 8; // columns that are no words
-const MOST_ROWS = 24;
+const MOST_WORDS = 24; // rows, and columns that are words
 
 function stepOf(step, number, trace) {
   const focus = trace.tokens.indexOf(trace.word);
   const tables = [];
   let bars = null;
   for (const numbers of step.numbers) {
+    const { symbol, values, columns } = numbers;
     const deep = numbers.shape.length === 3;
-    if (numbers.symbol.startsWith("W_") && numbers.values.flat().length > MOST_WEIGHTS) continue;
-    (deep ? numbers.values.slice(0, MOST_HEADS) : [numbers.values]).forEach((matrix, head) => {
-      const name = deep && trace.heads > 1 ? `${numbers.symbol}, ${trace.shown[head]}` : numbers.symbol;
+    if (symbol.startsWith("W_") && values.flat().length > MOST_WEIGHTS) continue;
+    (deep ? values.slice(0, MOST_HEADS) : [values]).forEach((matrix, head) => {
+      const name = deep && trace.heads > 1 ? `${symbol}, ${trace.shown[head]}` : symbol;
       tables.push(numbersTable(name, numbers, matrix, trace, focus));
     });
-    if (numbers.symbol === "A" && trace.shown.length === 1) {
-      bars = barsOf(`${trace.word} looks at`, numbers.columns, numbers.values[0][focus]);
+    if (symbol === "A" && trace.shown.length === 1) {
+      bars = barsOf(`${trace.word} looks at`, columns, values[0][focus]);
     }
   }
-  const notes = step.notes.length ? make("pre", {}, step.notes.join("\n")) : null;
   return make("li", { class: "card" },
     make("h3", {}, make("span", { "aria-hidden": "true" }, String(number)), step.name),
     make("p", { class: "formula" }, step.formula), make("p", { class: "says" }, step.sentence),
-    tables.length ? make("div", { class: "tables" }, ...tables) : null, notes, bars);
+    tables.length ? make("div", { class: "tables" }, ...tables) : null,
+    step.notes.length ? make("pre", {}, step.notes.join("\n")) : null, bars);
 }
 
 function numbersTable(name, numbers, matrix, trace, focus) {
-  const words = numbers.columns.length === trace.tokens.length || numbers.symbol.startsWith("weights of");
-  const kept = words ? MOST_ROWS : MOST_FEATURES;
-  const asks = numbers.rows.length === trace.tokens.length && !["K", "V"].includes(numbers.symbol);
-  const cut = numbers.columns.length > kept;
-  const decimals = [0, 1, 2].find((count) => matrix.flat().every((value) =>
-    value === null || Math.abs(value * 10 ** count - Math.round(value * 10 ** count)) < 1e-4)) ?? 3;
-  const weights = numbers.symbol === "A";
-  const rows = matrix.slice(0, MOST_ROWS).map((row, i) => make("tr", { class: asks && i === focus ? "followed" : null },
-    make("th", { scope: "row" }, numbers.rows[i]),
-    ...row.slice(0, kept).map((value) => {
-      const cell = make("td", {}, value === null ? "−∞" : value.toFixed(decimals).replace("-", "−"));
+  const { symbol, rows, columns } = numbers;
+  const count = trace.tokens.length;
+  const weights = symbol === "A";
+  const asks = rows.length === count && !["K", "V"].includes(symbol);
+  const wide = columns.length === count || symbol.startsWith("weights of");
+  const kept = wide ? MOST_WORDS : MOST_FEATURES;
+  const cut = columns.length > kept;
+  // As few decimals as say all there is to say.
+  const whole = (value) => Math.abs(value - Math.round(value)) < 1e-4;
+  const exact = (digits) => matrix.flat().every((value) => whole((value ?? 0) * 10 ** digits));
+  const digits = [0, 1, 2].find(exact) ?? 3;
+  const body = matrix.slice(0, MOST_WORDS).map((row, i) => {
+    const cells = row.slice(0, kept).map((value) => {
+      const text = value === null ? "−∞" : value.toFixed(digits).replace("-", "−");
+      const cell = make("td", {}, text);
       return weights ? shade(cell, value ?? 0, 1) : cell;
-    }),
-    cut ? make("td", {}, "…") : null));
-  const left = matrix.length - rows.length;
-  const head = make("tr", {}, make("td"),
-    ...numbers.columns.slice(0, kept).map((column) => make("th", { scope: "col" }, column)), cut ? make("th", {}, "…") : null);
-  const shape = `${matrix.length} × ${numbers.columns.length}`;
-  return make("div", {}, make("div", { class: "scroll" }, make("table", { class: weights ? "map" : "plain" },
-    make("caption", {}, name, make("span", { class: "name" }, `  ${shape}${left > 0 ? `, ${left} rows not shown` : ""}`)),
-    make("thead", {}, head), make("tbody", {}, ...rows))));
+    });
+    return make("tr", { class: asks && i === focus ? "followed" : null },
+      make("th", { scope: "row" }, rows[i]), ...cells, cut ? make("td", {}, "…") : null);
+  });
+  const heads = columns.slice(0, kept).map((column) => make("th", { scope: "col" }, column));
+  const left = matrix.length - body.length;
+  const rest = left > 0 ? `, ${left} rows not shown` : "";
+  const shape = `  ${matrix.length} × ${columns.length}${rest}`;
+  return make("div", {}, make("div", { class: "scroll" },
+    make("table", { class: weights ? "map" : "plain" },
+      make("caption", {}, name, make("span", { class: "name" }, shape)),
+      make("thead", {}, make("tr", {}, make("td"), ...heads, cut ? make("th", {}, "…") : null)),
+      make("tbody", {}, ...body))));
 }
 
 function barsOf(title, names, values) {
-  const top = Math.max(...values.map((value) => value ?? 0));
+  const weights = values.map((value) => value ?? 0);
+  const top = Math.max(...weights);
   return make("div", {}, make("p", { class: "name follow" }, title),
     make("div", { class: "bars" }, ...names.flatMap((name, i) => [
-      make("span", {}, name), make("span", {}, (values[i] ?? 0).toFixed(3)),
-      share(make("i", { "aria-hidden": "true" }), (values[i] ?? 0) / top)])));
+      make("span", {}, name), make("span", {}, weights[i].toFixed(3)),
+      share(make("i", { "aria-hidden": "true" }), weights[i] / top)])));
+}
+
+function checkOf({ subject, agreement: { backend, difference, tolerance, holds } }) {
+  const whose = subject ? "The model itself" : "regard.attention()";
+  const size = (value) => value.toExponential(1);
+  return make("div", { class: "card check" }, make("h3", {}, holds ? "✓ Check" : "✗ Check"),
+    make("p", { class: "says" }, `${whose} computes all of this at once (here with “${backend}”). `
+      + `Largest difference: ${size(difference)}, ${holds ? "within" : "MORE THAN"} the tolerance `
+      + `of ${size(tolerance)}.`));
 }
 
 // --------------------------------------------------------------------------------------- asking
@@ -564,7 +598,8 @@ async function post(path, body, signal) {
   let response;
   try {
     response = await fetch(path, {
-      method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal,
+      method: "POST", headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(body), signal,
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
@@ -632,9 +667,10 @@ function fill(form, said) {
   }
 }
 
-/** What a link asks for is asked for, though it be no choice here: the server says what is wrong. */
+/** What a link asks for is asked for, be it a choice here or not: the server says what is wrong. */
 function choose(select, value) {
-  if (![...select.options].some((option) => option.value === value)) select.append(make("option", { value }, value));
+  const offered = [...select.options].some((option) => option.value === value);
+  if (!offered) select.append(make("option", { value }, value));
   select.value = value;
 }
 
@@ -649,7 +685,8 @@ function adapt(form) {
     const languages = model?.languages ?? [];
     const names = new Intl.DisplayNames(["en"], { type: "language" });
     const before = select.value || "fr";
-    select.replaceChildren(...languages.map((one) => make("option", { value: one }, names.of(one))));
+    const options = languages.map((one) => make("option", { value: one }, names.of(one)));
+    select.replaceChildren(...options);
     if (languages.includes(before)) select.value = before;
     for (const [field, shown] of [[select, languages.length > 0], [input, !languages.length]]) {
       field.hidden = field.disabled = !shown;
@@ -680,7 +717,9 @@ function go(view, said) {
 function turn() {
   const [name, query] = location.hash.slice(1).split(/\?(.*)/s);
   const view = name in VIEWS ? name : "translate";
-  for (const section of document.querySelectorAll("main > section")) section.hidden = section.dataset.view !== view;
+  for (const section of document.querySelectorAll("main > section")) {
+    section.hidden = section.dataset.view !== view;
+  }
   for (const link of document.querySelectorAll("nav a")) {
     const here = link.getAttribute("href").split("?")[0] === `#${view}`;
     if (here) link.setAttribute("aria-current", "page");
@@ -695,7 +734,7 @@ function arrive(again = false) {
   if (location.hash === "#main") return;
   const [view, query] = turn();
   if (query === undefined) {
-    if (view === "explain" && !shown.explain) run(view); // it needs no model, and nothing to be typed
+    if (view === "explain" && !shown.explain) run(view); // it needs no model and no words
     return;
   }
   if (!again && shown[view] === location.hash) return;
@@ -711,7 +750,9 @@ async function run(view) {
   const control = new AbortController();
   const began = performance.now();
   const passed = make("span", { "aria-hidden": "true" });
-  const tick = setInterval(() => (passed.textContent = seconds(Math.round((performance.now() - began) / 1000))), 1000);
+  const tick = setInterval(() => {
+    passed.textContent = `${Math.round((performance.now() - began) / 1000)} s`;
+  }, 1000);
   const stop = () => {
     control.abort();
     clearInterval(tick);
@@ -724,7 +765,8 @@ async function run(view) {
     make("button", { type: "button", class: "quiet", onclick: stop }, "Stop")));
   section.setAttribute("aria-busy", "true");
   const address = location.hash;
-  document.querySelector(`nav a[href^="#${view}"]`).href = address.includes("?") ? address : `#${view}`;
+  const link = document.querySelector(`nav a[href^="#${view}"]`);
+  link.href = address.includes("?") ? address : `#${view}`;
   try {
     await VIEWS[view].run(bodyOf(read(formOf(view))), control.signal, out);
     shown[view] = address;
@@ -755,9 +797,11 @@ async function start() {
     const form = formOf(view);
     const able = models.filter((model) => model.can.includes(view));
     for (const model of able) {
-      const size = model.parameters ? `, ${(model.parameters / 1e6).toFixed(1)} M parameters` : "";
-      const option = make("option", { value: model.name, title: `${model.architecture}${size}, ${model.licence || "licence unknown"}` },
-        view === "look" || view === "explain" ? `${model.name} (${model.architecture.split(" ")[0]})` : model.name);
+      const size = model.parameters ? `${(model.parameters / 1e6).toFixed(1)} M parameters` : "";
+      const about = [model.architecture, size, model.licence].filter(Boolean).join(", ");
+      const any = view === "look" || view === "explain";
+      const kind = any ? ` (${model.architecture.split(" ")[0]})` : "";
+      const option = make("option", { value: model.name, title: about }, model.name + kind);
       option.defaultSelected = view === "look" && model.name === "books-gpt2";
       form.elements.model.append(option);
     }
@@ -766,7 +810,8 @@ async function start() {
     form.elements.model.addEventListener("change", () => adapt(form));
     form.addEventListener("input", (event) => {
       // Another text or model has other heads and other words.
-      if (event.target.type !== "hidden") for (const field of form.querySelectorAll("[type=hidden]")) field.value = "";
+      if (event.target.type === "hidden") return;
+      for (const field of form.querySelectorAll("[type=hidden]")) field.value = "";
     });
     form.addEventListener("submit", (event) => {
       event.preventDefault();
