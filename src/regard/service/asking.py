@@ -25,7 +25,9 @@ Document = Annotated[str, Field(max_length=50_000)]
 Name = Annotated[str, Field(max_length=500)]
 Few = Annotated[str, Field(max_length=300)]
 Beams = Annotated[int | None, Field(ge=1, le=16, description="Beams to keep; 1 is greedy.")]
-Penalty = Annotated[float | None, Field(description="Above 0 it favours longer texts.")]
+Penalty = Annotated[
+    float | None, Field(ge=-10, le=10, description="Above 0 it favours longer texts.")
+]
 Length = Annotated[int | None, Field(ge=1, le=1000, description="Tokens to write at most.")]
 Looks = Annotated[bool, Field(description="See what was attended to, in one more pass.")]
 Svg = Annotated[bool, Field(description="Add a picture of it to the record, as SVG.")]
