@@ -3,13 +3,13 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --quiet
 
-.PHONY: demo test check bench docs
+.PHONY: demo test check bench docs browser
 
 demo: .venv/.ready  ## one attention, step by step; then a translation, and where its words came from
 	@$(BIN)/regard explain
 	@$(BIN)/regard translate "The cat sat on the mat." --to fr --align
 
-test: .venv/.dev  ## all tests, the examples in docstrings and README included
+test: .venv/.dev browser  ## all tests, the examples in docstrings and README included
 	$(BIN)/pytest -q -n 2
 
 check: .venv/.dev  ## layout, lint and types
@@ -19,6 +19,13 @@ check: .venv/.dev  ## layout, lint and types
 
 bench: .venv/.dev  ## speed on this machine, appended to benchmarks/results
 	$(BIN)/python benchmarks/cpu.py
+
+# The page is tested in it. CHROMIUM may name one that is elsewhere.
+browser:  ## Debian's Chromium, where no browser of its kind is found
+	@for name in "$$CHROMIUM" chromium chromium-browser google-chrome chrome; do \
+		command -v "$$name" >/dev/null && exit 0; done; \
+	SUDO=$$(test "$$(id -u)" = 0 || echo sudo); \
+	$$SUDO apt-get update -qq && $$SUDO apt-get install -qq --no-install-recommends chromium
 
 docs: .venv/.dev  ## write again what is generated: docs/help.md, recipes.md, api, images
 	$(BIN)/python docs/generate.py

@@ -36,7 +36,7 @@ class Known:
     """A model at hand."""
 
     name: str
-    origin: str  # "shipped" or "cached"
+    origin: str  # "shipped", "cached" or "folder"
     folder: Path
     task: str
     architecture: str
@@ -66,6 +66,14 @@ def one(name: str) -> Known:
     raise InputError(f"There is no model {name!r} at hand.{hint} There are: {there}.")
 
 
+def at(folder: Path, name: str) -> Known:
+    """The model of a folder of one's own."""
+    found = _described(folder, name, "folder")
+    if found is None:
+        raise InputError(f"{folder} holds no model that regard knows: see its config.json.")
+    return found
+
+
 def places() -> dict[str, Path]:
     """Where models lie: those shipped, and those cached where the hub's package is installed."""
     there = {"shipped": Path(shipped.__file__).parent}
@@ -92,24 +100,30 @@ def cache() -> Path | None:
 def _cached() -> Iterator[Known]:
     place = cache()
     for folder in sorted(place.glob("models--*")) if place else ():
-        snapshot = _newest(folder)
-        config = {} if snapshot is None else _json(snapshot / "config.json")
-        names = config.get("architectures") or [""]
-        if snapshot is None or names[0] not in TASKS:
-            continue
-        card = snapshot / shipped.CARD
-        text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-        facts, _ = shipped.front_matter(text)
-        yield Known(
-            folder.name.removeprefix("models--").replace("--", "/"),
-            "cached",
-            snapshot,
-            TASKS[names[0]],
-            names[0],
-            _parameters(snapshot),
-            size_of(snapshot),
-            facts.get("license", ""),
-        )
+        snapshot, name = _newest(folder), folder.name.removeprefix("models--").replace("--", "/")
+        found = None if snapshot is None else _described(snapshot, name, "cached")
+        if found is not None:
+            yield found
+
+
+def _described(folder: Path, name: str, origin: str) -> Known | None:
+    """What the files of a folder say of its model; None where it is not one of ours."""
+    names = _json(folder / "config.json").get("architectures") or [""]
+    if names[0] not in TASKS:
+        return None
+    card = folder / shipped.CARD
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    facts, _ = shipped.front_matter(text)
+    return Known(
+        name,
+        origin,
+        folder,
+        TASKS[names[0]],
+        names[0],
+        _parameters(folder),
+        size_of(folder),
+        facts.get("license", ""),
+    )
 
 
 def _newest(folder: Path) -> Path | None:

@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from regard import __version__
-from regard.cli import knowing, making, seeing, using
+from regard.cli import knowing, making, seeing, serving, using
 from regard.errors import InputError, RegardError
 
 # What Typer raises where a command is used wrongly; it has no public name for all of it.
@@ -87,6 +87,7 @@ _COMMANDS = (
     (using.complete, 'regard complete "Once upon a time" --length 60 --seed 7'),
     (seeing.explain, 'regard explain "The cat sat on the mat." --heads 2 --word cat'),
     (seeing.look, 'regard look answer "The cat sat on the mat." --layer 2 --head 3'),
+    (serving.serve, "regard serve --port 8000 --model translate"),
     (making.train, "regard train recipes/tatoeba-en-fr.toml --set data.root=corpus"),
     (making.evaluate, "regard evaluate translate --data test.tsv --prefix '>>fra<< '"),
     (making.convert, "regard convert openai-community/gpt2 gpt2-small --packing int8"),

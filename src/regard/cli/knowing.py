@@ -21,6 +21,8 @@ OPTIONAL = {
     "matplotlib": "pictures as PNG",
     "sacrebleu": "BLEU and chrF",
     "datasets": "Hugging Face datasets in recipes",
+    "fastapi": "regard serve",
+    "uvicorn": "regard serve",
     "transformers": "watch() on its models",
     "huggingface_hub": "models by their hub names",
     "triton": "the GPU kernels",

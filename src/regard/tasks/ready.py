@@ -145,7 +145,7 @@ def _check_default(name: Name) -> None:
     )
 
 
-@lru_cache(maxsize=4)
+@lru_cache(maxsize=8)  # those that come along, and some
 def _loaded(folder: Path, stamps: object, device: str, precision: Precision) -> Ready:
     del stamps  # of the files: the key under which this is kept
     # What precision a file has saves space; in which one it is fast depends on the machine.

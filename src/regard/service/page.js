@@ -1,0 +1,829 @@
+"use strict";
+
+// What is shown is text, never markup: elements are made here, and their words are set as text.
+
+const KNOWN = JSON.parse(document.getElementById("known").textContent);
+const SHADES = 64; // of /colours.css
+const LITTLE = 0.005; // less than this is 0.00, and not worth a word
+const MOST_CELLS = 4096; // of a table; beyond this a picture is shown
+
+// ------------------------------------------------------------------------------------- elements
+
+function make(tag, attributes = {}, ...children) {
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes)) {
+    if (name.startsWith("on")) element.addEventListener(name.slice(2), value);
+    else if (value === true) element.setAttribute(name, "");
+    else if (value !== false && value != null) element.setAttribute(name, value);
+  }
+  element.append(...children.filter((child) => child != null));
+  return element;
+}
+
+function shade(element, value, most) {
+  const step = most > 0 ? Math.min(Math.max(value / most, 0), 1) : 0;
+  const number = Math.round(step * (SHADES - 1));
+  element.style.setProperty("--shade", `var(--s${number})`);
+  element.style.setProperty("--on", `var(--o${number})`);
+  return element;
+}
+
+function share(element, value) {
+  element.style.setProperty("--share", value);
+  return element;
+}
+
+/** A weight in two digits, as pictures in a terminal have it: .94, 1.00, and a point for 0. */
+function brief(value) {
+  if (value == null) return "";
+  const text = value.toFixed(2);
+  return text === "0.00" ? "." : text.replace(/^0/, "");
+}
+
+const most = (rows) => rows.flat().reduce((a, b) => Math.max(a, b ?? 0), 0);
+const facts = (...parts) => make("p", { class: "facts" }, parts.filter(Boolean).join(" · "));
+const seconds = (value) => `${value < 10 ? value.toFixed(2) : Math.round(value)} s`;
+const counted = (count, name) => `${count.toLocaleString("en")} ${name}${count === 1 ? "" : "s"}`;
+
+// ------------------------------------------------------------------------------ words in a text
+
+/** Where units (words, sentences) stand in a text, in order; null where they are not all there.
+    They hold all of its letters between the first and the last, so blank space can be left out. */
+function placesOf(text, units) {
+  const bare = (one) => one.replace(/\s+/g, "");
+  const at = [];
+  for (let i = 0; i < text.length; i++) if (!/\s/.test(text[i])) at.push(i);
+  let next = bare(text).indexOf(bare(units.join("")));
+  if (next < 0 || !units.length) return null;
+  return units.map((unit) => {
+    const first = next;
+    next += bare(unit).length;
+    return [at[first], at[next - 1] + 1];
+  });
+}
+
+/** A text as an element, with a span for each of its units; `marked` is a part of it to underline,
+    and what is before `quiet` is said more quietly. */
+function textOf(text, units = [], { marked = null, quiet = 0 } = {}) {
+  const long = text.length > 240;
+  const element = make("p", { class: long ? "text long" : "text" });
+  const spans = units.map((unit) => make("span", { class: "unit" }, unit));
+  const places = placesOf(text, units);
+  if (!places) {
+    element.append(...spans.flatMap((span) => [span, " "]));
+    return { element, spans };
+  }
+  let mark = null;
+  const put = (node, start, end) => {
+    let home = element;
+    if (marked && start < marked[1] && end > marked[0]) {
+      if (!mark) element.append((mark = make("mark")));
+      home = mark;
+    }
+    if (end <= quiet) node.classList?.add("prompt");
+    home.append(node);
+  };
+  let done = 0;
+  const between = (end) => {
+    if (end <= done) return;
+    // Blank space on an edge of what is marked is not of it.
+    const inside = marked && done >= marked[0] && end <= marked[1];
+    if (inside) put(document.createTextNode(text.slice(done, end)), done, end);
+    else element.append(document.createTextNode(text.slice(done, end)));
+  };
+  places.forEach(([start, end], index) => {
+    between(start);
+    spans[index].textContent = text.slice(start, end);
+    put(spans[index], start, end);
+    done = end;
+  });
+  between(text.length);
+  return { element, spans };
+}
+
+/** Tokens, each by itself. */
+function chipsOf(tokens) {
+  const spans = tokens.map((token) => make("span", { class: "unit" }, token));
+  return { element: make("p", { class: "chips" }, ...spans), spans };
+}
+
+/** Scrolls a long text, and nothing else, to where an element is. */
+function reveal(element) {
+  const pane = element?.closest(".pane.long");
+  if (!pane) return;
+  const [inner, outer] = [element.getBoundingClientRect(), pane.getBoundingClientRect()];
+  if (inner.top >= outer.top && inner.bottom <= outer.bottom) return;
+  pane.scrollTop += (inner.top + inner.bottom - outer.top - outer.bottom) / 2;
+}
+
+// --------------------------------------------------------------------------- who looked at what
+
+/** Lets one point at units: those they looked at are lit, and said below.
+    `asking` and `asked` are lists of spans, `weights` is [asking][asked]. */
+function linked({ asking, asked, names, weights, label, hint, table = null, both = true }) {
+  const said = make("p", { class: "looked", role: "status" }, hint);
+  const column = (j) => weights.map((row) => row[j]);
+  const all = new Set([...asking, ...asked]);
+  let pinned = null;
+
+  function clear() {
+    for (const span of all) {
+      span.classList.remove("lit", "here");
+      if (span.hasAttribute("aria-pressed")) span.setAttribute("aria-pressed", "false");
+    }
+    table?.here(null);
+  }
+
+  function show(choice) {
+    clear();
+    if (!choice) return said.replaceChildren(hint);
+    const { index, back } = choice;
+    const row = back ? column(index) : weights[index];
+    const others = back ? asking : asked;
+    const otherNames = back ? names.asking : names.asked;
+    const top = Math.max(...row, 0);
+    row.forEach((weight, j) => {
+      if (weight > 0.05 * top && top >= LITTLE) {
+        others[j].classList.add("lit");
+        shade(others[j], weight, top);
+      }
+    });
+    const here = (back ? asked : asking)[index];
+    here.classList.add("here");
+    if (choice === pinned) here.setAttribute("aria-pressed", "true");
+    if (!back) table?.here(index);
+    const best = row.map((_, j) => j).sort((a, b) => row[b] - row[a]).slice(0, 3);
+    reveal(others[best[0]]);
+    const keys = best.filter((j) => row[j] >= LITTLE).map((j) => make("span", { class: "key" },
+      make("span", {}, otherNames[j]), share(make("i", { "aria-hidden": "true" }), row[j] / top),
+      make("span", { class: "number" }, row[j].toFixed(2))));
+    said.replaceChildren(
+      make("span", {}, make("b", {}, (back ? names.asked : names.asking)[index]),
+        back ? " was looked at by" : " looked at"),
+      ...(keys.length ? keys : ["hardly anything"]));
+  }
+
+  function offer(spans, back) {
+    spans.forEach((span, index) => {
+      const choice = { index, back };
+      span.tabIndex = index ? -1 : 0;
+      span.setAttribute("role", "button");
+      span.setAttribute("aria-pressed", "false");
+      span.addEventListener("mouseenter", () => show(choice));
+      span.addEventListener("mouseleave", () => show(pinned));
+      span.addEventListener("focus", () => show(choice));
+      span.addEventListener("blur", () => show(pinned));
+      const pin = () => {
+        pinned = pinned?.index === index && pinned.back === back ? null : choice;
+        show(pinned ?? choice);
+      };
+      span.addEventListener("click", pin);
+      span.addEventListener("keydown", (event) => {
+        const last = spans.length - 1;
+        const to = { ArrowRight: Math.min(index + 1, last), ArrowLeft: Math.max(index - 1, 0),
+          Home: 0, End: last }[event.key];
+        if (to !== undefined) {
+          span.tabIndex = -1;
+          spans[to].tabIndex = 0;
+          spans[to].focus();
+        } else if (event.key === "Enter" || event.key === " ") pin();
+        else if (event.key === "Escape") show((pinned = null));
+        else return;
+        event.preventDefault();
+      });
+    });
+    spans[0]?.parentElement.closest("p")?.setAttribute("role", "group");
+    spans[0]?.parentElement.closest("p")?.setAttribute("aria-label", label[back ? 1 : 0]);
+  }
+
+  offer(asking, false);
+  if (both) offer(asked, true);
+  table?.point((index) => show(index === null ? pinned : { index, back: false }));
+  return said;
+}
+
+/** Weights as a table in colours; `out` leaves the first column out of it. */
+function weightTable(queries, keys, weights, { mark = false, out = false } = {}) {
+  const top = most(out ? weights.map((row) => row.slice(1)) : weights);
+  const tall = keys.length > 12 || keys.some((key) => key.length > 8);
+  const short = (name) => (name.length > 40 ? `${name.slice(0, 39)}…` : name);
+
+  function cellOf(weight, i, j, best) {
+    const title = `${queries[i]} → ${keys[j]}: ${weight.toPrecision(3)}`;
+    if (out && j === 0) return make("td", { class: "out", title }, brief(weight));
+    const marked = mark && j === best && weight > 0;
+    return shade(make("td", { class: marked ? "best" : null, title }, brief(weight)), weight, top);
+  }
+
+  const rows = weights.map((row, i) => {
+    const best = row.indexOf(Math.max(...row));
+    const name = make("th", { scope: "row", title: queries[i] }, short(queries[i]));
+    return make("tr", {}, name, ...row.map((weight, j) => cellOf(weight, i, j, best)));
+  });
+  const kind = tall ? "tall" : null;
+  const heads = keys.map((key) =>
+    make("th", { scope: "col", class: kind, title: key }, make("span", {}, short(key))));
+  const ramp = Array.from({ length: 16 }, (_, i) => shade(make("b"), i, 15));
+  const element = make("div", {},
+    make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Weights" },
+      make("table", { class: "map" },
+        make("thead", {}, make("tr", {}, make("td"), ...heads)), make("tbody", {}, ...rows))),
+    make("div", { class: "scale" }, "0", make("i", { "aria-hidden": "true" }, ...ramp),
+      `${Number(top.toPrecision(3))} weight`));
+  return {
+    element,
+    here: (index) => rows.forEach((row, i) => row.classList.toggle("here", i === index)),
+    point: (tell) => rows.forEach((row, i) => {
+      row.addEventListener("mouseenter", () => tell(i));
+      row.addEventListener("mouseleave", () => tell(null));
+    }),
+  };
+}
+
+/** The card with the weights of a record, or with its picture where they are many. */
+function weightsCard(attended, title, svg) {
+  const { queries, keys, weights, where, sides: [down, across] } = attended;
+  const many = queries.length * keys.length > MOST_CELLS;
+  const table = many ? null : weightTable(queries, keys, weights, { mark: true });
+  const rest = 1 - weights.flat().reduce((a, b) => a + b, 0) / weights.length;
+  const percent = Math.round(Math.max(rest, 0) * 100);
+  const card = make("section", { class: "card", "aria-label": title });
+  if (many) card.append(pictureOf(svg, title)); // which says the rest itself
+  else {
+    card.append(make("h3", {}, title), make("p", { class: "name" }, `${down} down, ${across} across`),
+      table.element, make("p", { class: "caption" },
+        `${where}. ${percent}% of the weight is on what is no word.`));
+  }
+  return { card, table };
+}
+
+function pictureOf(svg, title) {
+  const source = `data:image/svg+xml;charset=utf-8,${encodeURIComponent(svg)}`;
+  return make("img", { class: "picture", src: source, alt: title });
+}
+
+/** A text under its name; long ones scroll by themselves, so that two can be seen at once. */
+function paneOf(name, text) {
+  const long = text.element.classList.contains("long");
+  return make("div", { class: long ? "pane long" : "pane" },
+    make("p", { class: "name" }, name), text.element);
+}
+
+/** Two texts, and what the units of the first looked at in the second. */
+function pairOf(record, [askingName, asking], [askedName, asked], { title, kind = "Words" }) {
+  const { attended } = record;
+  const panes = [paneOf(askingName, asking), paneOf(askedName, asked)];
+  const aside = panes.every((pane) => pane.classList.contains("long"));
+  const pair = make("div", { class: aside ? "pair aside" : "pair" }, ...panes);
+  if (!attended) return { parts: [pair], cards: [] };
+  const { card, table } = weightsCard(attended, title, record.svg);
+  const one = kind.toLowerCase().slice(0, -1);
+  const said = linked({
+    asking: asking.spans, asked: asked.spans, weights: attended.weights, table,
+    names: { asking: attended.queries, asked: attended.keys },
+    label: [askingName, askedName].map((name) => `${kind} of the ${name.toLowerCase()}`),
+    hint: `Point at a ${one}, or move through the ${one}s with the arrow keys.`,
+  });
+  return { parts: [pair, said], cards: [card] };
+}
+
+/** How to have the same elsewhere: the picture as a file, and the request from a terminal. */
+function more(view, body, svg) {
+  const json = JSON.stringify(body).replaceAll("'", "'\\''");
+  const line = `curl -s --json '${json}' ${location.origin}/${view}`;
+  const file = svg && URL.createObjectURL(new Blob([svg], { type: "image/svg+xml" }));
+  return make("div", { class: "more" },
+    svg ? make("a", { href: file, download: `${view}.svg` }, "Save the picture (SVG)") : null,
+    make("details", {}, make("summary", {}, "The same from a terminal"), make("pre", {}, line)));
+}
+
+function told(record, extra = "") {
+  const score = `score ${record.score.toFixed(2).replace("-", "−")}`;
+  const tokens = counted(record.tokens, "token");
+  return facts(extra, score, tokens, seconds(record.seconds), record.model);
+}
+
+// ---------------------------------------------------------------------------------------- views
+
+/** Each view: what it is doing while it runs, and `run`, which is given what the form says and a
+    signal, and puts what it finds into `out`. */
+const VIEWS = {
+  translate: {
+    doing: "Translating",
+    async run(body, signal, out) {
+      const record = await ask("/translate", { ...body, svg: true }, signal);
+      const { parts, cards } = pairOf(record,
+        ["Translation", textOf(record.text, record.attended?.queries)],
+        ["Source", textOf(record.source, record.attended?.keys)], { title: "Alignment" });
+      out.replaceChildren(make("div", { class: "card" }, ...parts, told(record)), ...cards,
+        more("translate", body, record.svg));
+    },
+  },
+
+  summarize: {
+    doing: "Summarizing",
+    async run(body, signal, out) {
+      const record = await ask("/summarize", { ...body, svg: true }, signal);
+      const { parts, cards } = pairOf(record,
+        ["Summary", textOf(record.text, record.attended?.queries)],
+        ["Document", textOf(body.text, record.attended?.keys)],
+        { title: "Where it comes from", kind: "Sentences" });
+      const again = record.how === "again" ? "summarized once more" : "joined";
+      const how = record.how === "whole" ? "" : `${counted(record.parts.length, "part")}, ${again}`;
+      out.replaceChildren(make("div", { class: "card" }, ...parts, told(record, how)), ...cards,
+        more("summarize", body, record.svg));
+    },
+  },
+
+  answer: {
+    doing: "Answering",
+    async run(body, signal, out) {
+      const record = await ask("/answer", { ...body, svg: true }, signal);
+      // The record counts letters; this language counts halves of some.
+      const upTo = (count) => Array.from(body.context).slice(0, count).join("").length;
+      const marked = record.answered ? [upTo(record.start), upTo(record.end)] : null;
+      const { parts, cards } = pairOf(record,
+        ["Question", textOf(record.question, record.attended?.queries)],
+        ["Context", textOf(body.context, record.attended?.keys, { marked })],
+        { title: "What the question attended to" });
+      const found = record.answered
+        ? make("p", { class: "text found" }, record.text)
+        : make("p", { class: "text prompt" }, "No answer in this context.");
+      const windows = record.windows > 1 ? counted(record.windows, "window") : "";
+      out.replaceChildren(
+        make("div", { class: "card" }, make("p", { class: "name" }, "Answer"), found, ...parts,
+          facts(`probability ${record.probability.toFixed(2)}`, windows, seconds(record.seconds),
+            record.model)),
+        ...cards, more("answer", body, record.svg));
+      reveal(out.querySelector("mark"));
+    },
+  },
+
+  complete: {
+    doing: "Writing",
+    async run(body, signal, out) {
+      const written = make("span", { class: "caret" });
+      const growing = make("p", { class: "text", "aria-busy": "true" },
+        make("span", { class: "prompt" }, body.text), written);
+      out.replaceChildren(make("div", { class: "card" }, growing));
+      let record = null;
+      try {
+        for await (const line of lines("/complete", { ...body, stream: true, svg: true }, signal)) {
+          if (line.piece !== undefined) written.append(line.piece);
+          record = line.record ?? record;
+        }
+      } finally {
+        written.classList.remove("caret");
+        growing.removeAttribute("aria-busy");
+      }
+      const end = told(record, record.stopped ? "it came to an end" : "");
+      const { attended } = record;
+      if (!attended) {
+        out.firstChild.append(end);
+        return;
+      }
+      const quiet = record.prompt.length;
+      const text = textOf(record.prompt + record.text, attended.keys, { quiet });
+      const { card, table } = weightsCard(attended, "What was attended to", record.svg);
+      const said = linked({
+        asking: text.spans.slice(-attended.queries.length), asked: text.spans,
+        weights: attended.weights, table, both: false,
+        names: { asking: attended.queries, asked: attended.keys },
+        label: ["The text; its new words can be pointed at"],
+        hint: "Point at a new word, or move through them with the arrow keys.",
+      });
+      out.replaceChildren(make("div", { class: "card" }, text.element, said, end), card,
+        more("complete", body, record.svg));
+    },
+  },
+
+  look: {
+    doing: "Looking",
+    async run(body, signal, out) {
+      const { layer, head, ...whole } = body;
+      const key = JSON.stringify(whole);
+      if (this.key !== key || !out.firstChild) {
+        this.key = null;
+        const overview = await ask("/look", whole, signal);
+        out.replaceChildren(overviewOf(overview), make("div", { class: "head" }));
+        this.key = key;
+      }
+      const chosen = layer === undefined ? null : `${layer}.${head}`;
+      for (const button of out.querySelectorAll(".measure button")) {
+        button.setAttribute("aria-pressed", String(button.dataset.head === chosen));
+      }
+      const place = out.querySelector(".head");
+      if (chosen === null) {
+        place.replaceChildren();
+        return;
+      }
+      const map = await ask("/look", { ...body, svg: true }, signal);
+      place.replaceChildren(headCard(map), more("look", body, map.svg));
+      place.firstChild.scrollIntoView({ block: "nearest" });
+    },
+  },
+
+  explain: {
+    doing: "Explaining",
+    async run(body, signal, out) {
+      const trace = await ask("/explain", body, signal);
+      const follow = (word) => go("explain", { ...read(formOf("explain")), word });
+      const words = trace.tokens.map((token) => make("button", {
+        type: "button", class: "quiet", "aria-pressed": String(token === trace.word),
+        onclick: () => follow(token),
+      }, token));
+      out.replaceChildren(
+        make("div", { class: "card" },
+          make("h3", {}, `How attention reads “${trace.tokens.join(" ")}”`),
+          facts(trace.subject, counted(trace.tokens.length, trace.subject ? "token" : "word"),
+            counted(trace.heads, "head"), `queries and keys of ${trace.dim} numbers`),
+          make("p", { class: "name follow" }, "Followed closely"),
+          make("div", { class: "chips chosen" }, ...words)),
+        make("ol", { class: "steps" }, ...trace.steps.map((step, i) => stepOf(step, i + 1, trace))),
+        checkOf(trace), more("explain", body, null));
+    },
+  },
+};
+
+function overviewOf(overview) {
+  const { model, tokens, layers, values, notes } = overview;
+  const what = `${model}, ${counted(tokens, "token")}: layers down, heads across.`;
+  const panels = Object.entries(values).map(([name, rows]) =>
+    measureOf(KNOWN.measures[name], layers, rows));
+  return make("div", {}, make("p", { class: "facts" }, [what, ...notes].join(" ")),
+    make("div", { class: "measures" }, ...panels));
+}
+
+function measureOf({ title, unit, meaning }, layers, rows) {
+  const heading = make("h3", {}, title);
+  const said = meaning[0].toUpperCase() + meaning.slice(1);
+  if (!rows.flat().some((value) => value !== null)) {
+    return make("section", { class: "card measure" }, heading,
+      make("p", {}, `${said}: of this text there is nothing to measure.`));
+  }
+  const part = unit === "of the weight";
+  const top = most(rows);
+  const headOf = (value, i, j) => shade(make("button", {
+    type: "button", "aria-pressed": "false", "data-head": `${layers[i]}.${j}`,
+    "aria-label": `Layer ${layers[i]}, head ${j}: ${value.toPrecision(3)} ${unit}. See its map.`,
+    onclick: () => go("look", { ...read(formOf("look")), layer: layers[i], head: String(j) }),
+  }, part ? brief(value) : value.toFixed(value < 10 ? 2 : 0)), value, top);
+  const body = rows.map((row, i) => make("tr", {}, make("th", { scope: "row" }, layers[i]),
+    ...row.map((value, j) => make("td", {}, value === null ? "" : headOf(value, i, j)))));
+  const heads = rows[0].map((_, j) => make("th", { scope: "col" }, String(j)));
+  return make("section", { class: "card measure" }, heading,
+    make("p", {}, `${said}, ${part ? "share of the weight" : `in ${unit}`}`),
+    make("div", { class: "scroll" }, make("table", {},
+      make("thead", {}, make("tr", {}, make("td"), ...heads)), make("tbody", {}, ...body))));
+}
+
+function headCard(map) {
+  const title = `${map.model}: layer ${map.layer}, head ${map.head}`;
+  const holder = make("section", { class: "card", "aria-label": title });
+  if (map.pooled || map.queries.length * map.keys.length > MOST_CELLS) {
+    holder.append(pictureOf(map.svg, title));
+    return holder;
+  }
+  const across = map.layer.startsWith("cross");
+  const tick = make("input", { type: "checkbox", onchange: () => draw() });
+  function draw() {
+    const out = tick.checked;
+    const table = weightTable(map.queries, map.keys, map.weights, { out });
+    const asking = chipsOf(map.queries);
+    const asked = across ? chipsOf(map.keys) : asking;
+    const said = linked({
+      asking: asking.spans, asked: asked.spans, table, both: across,
+      weights: out ? map.weights.map((row) => [0, ...row.slice(1)]) : map.weights,
+      names: { asking: map.queries, asked: map.keys },
+      label: ["Tokens that ask", "Tokens that are asked"],
+      hint: "Point at a token, or move through the tokens with the arrow keys.",
+    });
+    const name = (text) => make("p", { class: "name" }, text);
+    const both = [name("Written"), asking.element, name("Read"), asked.element];
+    holder.replaceChildren(
+      make("div", { class: "bar" }, make("h3", {}, title),
+        make("label", { class: "tick" }, tick, "Leave out the first token")),
+      name("query down, key across"),
+      ...(across ? both : [asking.element]),
+      said, table.element,
+      ...(map.notes.length ? [make("p", { class: "caption" }, map.notes.join(" "))] : []));
+  }
+  draw();
+  return holder;
+}
+
+// -------------------------------------------------------------------------------------- explain
+
+const MOST_HEADS = 4;
+const MOST_WEIGHTS = 16; // of a matrix W that is shown; larger ones are only multiplied with
+const MOST_FEATURES = 8; // columns that are no words
+const MOST_WORDS = 24; // rows, and columns that are words
+
+function stepOf(step, number, trace) {
+  const focus = trace.tokens.indexOf(trace.word);
+  const tables = [];
+  let bars = null;
+  for (const numbers of step.numbers) {
+    const { symbol, values, columns } = numbers;
+    const deep = numbers.shape.length === 3;
+    if (symbol.startsWith("W_") && values.flat().length > MOST_WEIGHTS) continue;
+    (deep ? values.slice(0, MOST_HEADS) : [values]).forEach((matrix, head) => {
+      const name = deep && trace.heads > 1 ? `${symbol}, ${trace.shown[head]}` : symbol;
+      tables.push(numbersTable(name, numbers, matrix, trace, focus));
+    });
+    if (symbol === "A" && trace.shown.length === 1) {
+      bars = barsOf(`${trace.word} looks at`, columns, values[0][focus]);
+    }
+  }
+  return make("li", { class: "card" },
+    make("h3", {}, make("span", { "aria-hidden": "true" }, String(number)), step.name),
+    make("p", { class: "formula" }, step.formula), make("p", { class: "says" }, step.sentence),
+    tables.length ? make("div", { class: "tables" }, ...tables) : null,
+    step.notes.length ? make("pre", {}, step.notes.join("\n")) : null, bars);
+}
+
+function numbersTable(name, numbers, matrix, trace, focus) {
+  const { symbol, rows, columns } = numbers;
+  const count = trace.tokens.length;
+  const weights = symbol === "A";
+  const asks = rows.length === count && !["K", "V"].includes(symbol);
+  const wide = columns.length === count || symbol.startsWith("weights of");
+  const kept = wide ? MOST_WORDS : MOST_FEATURES;
+  const cut = columns.length > kept;
+  // As few decimals as say all there is to say.
+  const whole = (value) => Math.abs(value - Math.round(value)) < 1e-4;
+  const exact = (digits) => matrix.flat().every((value) => whole((value ?? 0) * 10 ** digits));
+  const digits = [0, 1, 2].find(exact) ?? 3;
+  const body = matrix.slice(0, MOST_WORDS).map((row, i) => {
+    const cells = row.slice(0, kept).map((value) => {
+      const text = value === null ? "−∞" : value.toFixed(digits).replace("-", "−");
+      const cell = make("td", {}, text);
+      return weights ? shade(cell, value ?? 0, 1) : cell;
+    });
+    return make("tr", { class: asks && i === focus ? "followed" : null },
+      make("th", { scope: "row" }, rows[i]), ...cells, cut ? make("td", {}, "…") : null);
+  });
+  const heads = columns.slice(0, kept).map((column) => make("th", { scope: "col" }, column));
+  const left = matrix.length - body.length;
+  const rest = left > 0 ? `, ${left} rows not shown` : "";
+  const shape = `  ${matrix.length} × ${columns.length}${rest}`;
+  return make("div", {}, make("div", { class: "scroll" },
+    make("table", { class: weights ? "map" : "plain" },
+      make("caption", {}, name, make("span", { class: "name" }, shape)),
+      make("thead", {}, make("tr", {}, make("td"), ...heads, cut ? make("th", {}, "…") : null)),
+      make("tbody", {}, ...body))));
+}
+
+function barsOf(title, names, values) {
+  const weights = values.map((value) => value ?? 0);
+  const top = Math.max(...weights);
+  return make("div", {}, make("p", { class: "name follow" }, title),
+    make("div", { class: "bars" }, ...names.flatMap((name, i) => [
+      make("span", {}, name), make("span", {}, weights[i].toFixed(3)),
+      share(make("i", { "aria-hidden": "true" }), weights[i] / top)])));
+}
+
+function checkOf({ subject, agreement: { backend, difference, tolerance, holds } }) {
+  const whose = subject ? "The model itself" : "regard.attention()";
+  const size = (value) => value.toExponential(1);
+  return make("div", { class: "card check" }, make("h3", {}, holds ? "✓ Check" : "✗ Check"),
+    make("p", { class: "says" }, `${whose} computes all of this at once (here with “${backend}”). `
+      + `Largest difference: ${size(difference)}, ${holds ? "within" : "MORE THAN"} the tolerance `
+      + `of ${size(tolerance)}.`));
+}
+
+// --------------------------------------------------------------------------------------- asking
+
+async function post(path, body, signal) {
+  let response;
+  try {
+    response = await fetch(path, {
+      method: "POST", headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(body), signal,
+    });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new Error("The server does not answer. Is regard serve still running?");
+  }
+  if (response.ok) return response;
+  const said = await response.json().catch(() => null);
+  throw new Error(said?.error?.message ?? `The server answered with status ${response.status}.`);
+}
+
+const ask = async (path, body, signal) => (await post(path, body, signal)).json();
+
+/** What a path streams: a JSON object a line. */
+async function* lines(path, body, signal) {
+  const stream = (await post(path, body, signal)).body.pipeThrough(new TextDecoderStream());
+  const reader = stream.getReader();
+  let rest = "";
+  for (;;) {
+    const { done, value } = await reader.read();
+    if (done) break;
+    const parts = (rest + value).split("\n");
+    rest = parts.pop();
+    for (const part of parts) {
+      const line = JSON.parse(part);
+      if (line.error) throw new Error(line.error.message);
+      yield line;
+    }
+  }
+  if (rest) throw new Error("The server stopped in the middle. Is regard serve still running?");
+}
+
+// ------------------------------------------------------------------------- forms and the address
+
+const sectionOf = (view) => document.querySelector(`[data-view=${view}]`);
+const formOf = (view) => sectionOf(view).querySelector("form");
+
+/** What a form says, as texts by name; what is empty or of no use now is left out. */
+function read(form) {
+  const said = {};
+  for (const field of form.elements) {
+    if (!field.name || field.disabled) continue;
+    const value = field.type === "checkbox" ? (field.checked ? "true" : "") : field.value;
+    if (value !== "") said[field.name] = value;
+  }
+  return said;
+}
+
+/** The same as the server takes it. */
+function bodyOf(said) {
+  const numbers = ["length", "temperature", "seed", "head", "heads"];
+  return Object.fromEntries(Object.entries(said).map(([name, value]) =>
+    [name, numbers.includes(name) ? Number(value) : name === "causal" ? true : value]));
+}
+
+function fill(form, said) {
+  form.reset();
+  for (const field of form.elements) if (field.type === "hidden") field.value = "";
+  if (form.elements.model && said.model !== undefined) choose(form.elements.model, said.model);
+  adapt(form);
+  for (const field of form.elements) {
+    if (!field.name || !(field.name in said) || field.disabled) continue;
+    if (field.type === "checkbox") field.checked = said[field.name] === "true";
+    else if (field.tagName === "SELECT") choose(field, said[field.name]);
+    else field.value = said[field.name];
+  }
+}
+
+/** What a link asks for is asked for, be it a choice here or not: the server says what is wrong. */
+function choose(select, value) {
+  const offered = [...select.options].some((option) => option.value === value);
+  if (!offered) select.append(make("option", { value }, value));
+  select.value = value;
+}
+
+let models = [];
+
+/** Shows the fields that go with the model chosen. */
+function adapt(form) {
+  const view = form.closest("section").dataset.view;
+  const model = models.find((one) => one.name === form.elements.model.value);
+  if (view === "translate") {
+    const [select, input] = form.querySelectorAll("[name=to]");
+    const languages = model?.languages ?? [];
+    const names = new Intl.DisplayNames(["en"], { type: "language" });
+    const before = select.value || "fr";
+    const options = languages.map((one) => make("option", { value: one }, names.of(one)));
+    select.replaceChildren(...options);
+    if (languages.includes(before)) select.value = before;
+    for (const [field, shown] of [[select, languages.length > 0], [input, !languages.length]]) {
+      field.hidden = field.disabled = !shown;
+    }
+  }
+  if (view === "explain") {
+    const made = form.elements.model.value === "";
+    for (const [name, shown] of [[".of-model", !made], [".of-nobody", made]]) {
+      for (const label of form.querySelectorAll(name)) {
+        label.hidden = !shown;
+        label.querySelector("input").disabled = !shown;
+      }
+    }
+    form.elements.sentence.required = !made;
+  }
+}
+
+const running = {}; // by view: how to stop what runs
+const shown = {}; // by view: the address of what is shown
+
+function go(view, said) {
+  const address = `#${view}?${new URLSearchParams(said)}`;
+  if (location.hash === address) arrive(true);
+  else location.hash = address;
+}
+
+/** Shows the part of the page that the address names, and tells what it asks of it. */
+function turn() {
+  const [name, query] = location.hash.slice(1).split(/\?(.*)/s);
+  const view = name in VIEWS ? name : "translate";
+  for (const section of document.querySelectorAll("main > section")) {
+    section.hidden = section.dataset.view !== view;
+  }
+  for (const link of document.querySelectorAll("nav a")) {
+    const here = link.getAttribute("href").split("?")[0] === `#${view}`;
+    if (here) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+  document.title = `${view[0].toUpperCase()}${view.slice(1)} · regard`;
+  return [view, query];
+}
+
+/** Shows what the address asks for. */
+function arrive(again = false) {
+  if (location.hash === "#main") return;
+  const [view, query] = turn();
+  if (query === undefined) {
+    if (view === "explain" && !shown.explain) run(view); // it needs no model and no words
+    return;
+  }
+  if (!again && shown[view] === location.hash) return;
+  fill(formOf(view), Object.fromEntries(new URLSearchParams(query)));
+  run(view);
+}
+
+async function run(view) {
+  running[view]?.();
+  const section = sectionOf(view);
+  const state = section.querySelector(".state");
+  const out = section.querySelector(".result");
+  const control = new AbortController();
+  const began = performance.now();
+  const passed = make("span", { "aria-hidden": "true" });
+  const tick = setInterval(() => {
+    passed.textContent = `${Math.round((performance.now() - began) / 1000)} s`;
+  }, 1000);
+  const stop = () => {
+    control.abort();
+    clearInterval(tick);
+    state.replaceChildren();
+    delete running[view];
+  };
+  running[view] = stop;
+  state.replaceChildren(make("div", { class: "busy", role: "status" }, `${VIEWS[view].doing} …`,
+    make("progress", { "aria-label": VIEWS[view].doing }), passed,
+    make("button", { type: "button", class: "quiet", onclick: stop }, "Stop")));
+  section.setAttribute("aria-busy", "true");
+  const address = location.hash;
+  const link = document.querySelector(`nav a[href^="#${view}"]`);
+  link.href = address.includes("?") ? address : `#${view}`;
+  try {
+    await VIEWS[view].run(bodyOf(read(formOf(view))), control.signal, out);
+    shown[view] = address;
+    if (running[view] === stop) stop();
+  } catch (error) {
+    delete shown[view];
+    if (error.name === "AbortError") return;
+    stop();
+    if (view !== "complete" && view !== "look") out.replaceChildren();
+    state.replaceChildren(make("p", { class: "error", role: "alert" }, error.message));
+  } finally {
+    clearInterval(tick);
+    if (!running[view]) section.removeAttribute("aria-busy");
+  }
+}
+
+// ---------------------------------------------------------------------------------------- start
+
+async function start() {
+  document.getElementById("version").textContent = KNOWN.version;
+  turn();
+  try {
+    models = (await (await fetch("/models")).json()).models;
+  } catch {
+    models = []; // each request says that the server does not answer
+  }
+  for (const view of Object.keys(VIEWS)) {
+    const form = formOf(view);
+    const able = models.filter((model) => model.can.includes(view));
+    for (const model of able) {
+      const size = model.parameters ? `${(model.parameters / 1e6).toFixed(1)} M parameters` : "";
+      const about = [model.architecture, size, model.licence].filter(Boolean).join(", ");
+      const any = view === "look" || view === "explain";
+      const kind = any ? ` (${model.architecture.split(" ")[0]})` : "";
+      const option = make("option", { value: model.name, title: about }, model.name + kind);
+      option.defaultSelected = view === "look" && model.name === "books-gpt2";
+      form.elements.model.append(option);
+    }
+    form.reset();
+    adapt(form);
+    form.elements.model.addEventListener("change", () => adapt(form));
+    form.addEventListener("input", (event) => {
+      // Another text or model has other heads and other words.
+      if (event.target.type === "hidden") return;
+      for (const field of form.querySelectorAll("[type=hidden]")) field.value = "";
+    });
+    form.addEventListener("submit", (event) => {
+      event.preventDefault();
+      go(view, read(form));
+    });
+    form.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
+    });
+  }
+  addEventListener("hashchange", () => arrive());
+  document.getElementById("main").removeAttribute("aria-busy");
+  arrive();
+}
+
+start();

@@ -1,0 +1,178 @@
+"""A real browser, driven over its DevTools protocol: clicks, keys and what is then on the page."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from websockets.sync.client import ClientConnection, connect
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
+PATIENCE = 30.0  # seconds that anything may take
+KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "Enter": 13, "Escape": 27, "Tab": 9}
+
+
+class Page:
+    """The one page of a browser, with what went wrong in it, and whom it asked."""
+
+    def __init__(self, socket: ClientConnection) -> None:
+        self._socket, self._number = socket, 0
+        self.errors: list[str] = []
+        self.asked: list[str] = []
+        for part in ("Page", "Runtime", "Network", "Log"):
+            self._call(f"{part}.enable")
+
+    def _call(self, method: str, **parameters: Any) -> dict[str, Any]:
+        self._number += 1
+        self._socket.send(json.dumps({"id": self._number, "method": method, "params": parameters}))
+        while True:
+            message = json.loads(self._socket.recv(timeout=PATIENCE))
+            if message.get("id") == self._number:
+                assert "error" not in message, message["error"]
+                return message["result"]
+            self._note(message)
+
+    def _note(self, message: dict[str, Any]) -> None:
+        about = message.get("params", {})
+        match message.get("method"):
+            case "Runtime.exceptionThrown":
+                self.errors.append(str(about["exceptionDetails"]))
+            case "Log.entryAdded" if about["entry"]["level"] == "error":
+                self.errors.append(about["entry"]["text"])
+            case "Network.requestWillBeSent":
+                self.asked.append(about["request"]["url"])
+
+    def open(self, address: str) -> None:
+        # By way of an empty page: another hash alone would not load it anew.
+        self._call("Page.navigate", url="about:blank")
+        self._call("Page.navigate", url=address)
+        self.wait(
+            "document.readyState === 'complete' && !document.querySelector('main[aria-busy]')"
+        )
+
+    def says(self, code: str) -> Any:
+        """What some JavaScript is worth."""
+        found = self._call(
+            "Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in found, found
+        return found["result"].get("value")
+
+    def wait(self, code: str) -> None:
+        """Until some JavaScript is true."""
+        end = time.monotonic() + PATIENCE
+        while not self.says(f"Boolean({code})"):
+            assert time.monotonic() < end, f"never: {code}; on the page: {self.text('body')}"
+            time.sleep(0.02)
+
+    def text(self, selector: str) -> str:
+        """The words that are seen of the first element that fits."""
+        return self.says(f"document.querySelector({json.dumps(selector)})?.innerText")
+
+    def texts(self, selector: str) -> list[str]:
+        return self.says(
+            f"[...document.querySelectorAll({json.dumps(selector)})].map((e) => e.textContent)"
+        )
+
+    def point(self, selector: str, number: int = 0) -> None:
+        """Move the mouse to the middle of the ``number``-th element that fits."""
+        self._call("Input.dispatchMouseEvent", type="mouseMoved", **self._middle(selector, number))
+
+    def click(self, selector: str, number: int = 0) -> None:
+        place = self._middle(selector, number)
+        self._call("Input.dispatchMouseEvent", type="mouseMoved", **place)
+        for kind in ("mousePressed", "mouseReleased"):
+            self._call("Input.dispatchMouseEvent", type=kind, button="left", clickCount=1, **place)
+
+    def _middle(self, selector: str, number: int) -> dict[str, float]:
+        found = self.says(
+            f"(() => {{ const e = document.querySelectorAll({json.dumps(selector)})[{number}];"
+            "if (!e) return null; e.scrollIntoView({block: 'center'});"
+            "const r = e.getClientRects()[0];"
+            "return {x: r.x + r.width / 2, y: r.y + r.height / 2}; })()"
+        )
+        assert found, f"There is no {selector} number {number} on the page."
+        return found
+
+    def type(self, selector: str, text: str) -> None:
+        """Write into a field, in place of what is there."""
+        self.click(selector)
+        self.says(f"document.querySelector({json.dumps(selector)}).select()")
+        self._call("Input.insertText", text=text)
+
+    def press(self, key: str) -> None:
+        for kind in ("keyDown", "keyUp"):
+            self._call(
+                "Input.dispatchKeyEvent",
+                type=kind,
+                key=key,
+                code=key,
+                windowsVirtualKeyCode=KEYS[key],
+                text="\r" if key == "Enter" and kind == "keyDown" else "",
+            )
+
+    def look_as(self, *, width: int, height: int = 900, dark: bool = False) -> None:
+        """Be a screen of some size, light or dark."""
+        self._call(
+            "Emulation.setDeviceMetricsOverride",
+            width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
+        )  # fmt: skip
+        scheme = {"name": "prefers-color-scheme", "value": "dark" if dark else "light"}
+        self._call("Emulation.setEmulatedMedia", features=[scheme])
+
+    def save_into(self, folder: Path) -> None:
+        """Where what is downloaded goes."""
+        self._call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
+
+    def shot(self, file: Path, *, whole: bool = True) -> None:
+        """What it looks like, as a PNG image."""
+        found = self._call("Page.captureScreenshot", captureBeyondViewport=whole)
+        file.write_bytes(base64.b64decode(found["data"]))
+
+
+def program() -> str:
+    """Where the browser is."""
+    named = os.environ.get("CHROMIUM")
+    found = named or next(filter(None, map(shutil.which, NAMES)), None)
+    if found is None:
+        raise RuntimeError("The page is tested in Chromium, which is missing. Run: make browser")
+    return found
+
+
+@contextmanager
+def browser(folder: Path) -> Iterator[Page]:
+    """A browser with a profile of its own in ``folder``, which ends with the block."""
+    words = [
+        program(), "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
+        "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking",
+        "--remote-debugging-port=0", f"--user-data-dir={folder}", "about:blank",
+    ]  # fmt: skip
+    log = folder / "log"
+    with log.open("wb") as said:
+        process = subprocess.Popen(words, stdout=said, stderr=said)
+    try:
+        port = folder / "DevToolsActivePort"
+        end = time.monotonic() + PATIENCE
+        while not (port.is_file() and port.read_text().count("\n")):
+            assert process.poll() is None, log.read_text()
+            assert time.monotonic() < end, log.read_text()
+            time.sleep(0.05)
+        number, path = port.read_text().split()
+        with connect(f"ws://127.0.0.1:{number}{path}", max_size=None) as control:
+            control.send(json.dumps({"id": 1, "method": "Target.getTargets"}))
+            found = json.loads(control.recv(timeout=PATIENCE))["result"]["targetInfos"]
+            target = next(one["targetId"] for one in found if one["type"] == "page")
+            address = f"ws://127.0.0.1:{number}/devtools/page/{target}"
+            with connect(address, max_size=None) as socket:
+                yield Page(socket)
+    finally:
+        process.terminate()
+        process.wait(PATIENCE)
