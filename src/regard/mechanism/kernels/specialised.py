@@ -19,7 +19,7 @@ ROWS = 64  # as in hopper.py
 BLOCK = 128
 LANES, PAIR = 4, 2
 TEAMS = 4  # groups of warps that share the queries
-STAGES = {64: 4, 128: 2}  # tiles of keys and of values that are loaded ahead
+STAGES = 2  # tiles of keys and of values that are loaded ahead
 QUERY_STAGES = {64: 4, 128: 3}  # tiles of queries, in the second pass
 FEWEST = 256  # queries: below, most of a block would be empty
 SHORT = {
@@ -119,7 +119,7 @@ def forward(
         View.of(found["output"]), found["lse"], found.get("entropy"), found.get("peak"), highest,
         found.get("distance"), items, pairs, blocks, heads, heads // key.shape[1],
         queries, keys, structure.scale * LOG2E,
-        D=width, STAGES=STAGES[width], CAUSAL=structure.kind == CAUSAL,
+        D=width, STAGES=STAGES, CAUSAL=structure.kind == CAUSAL,
         ENTROPY="entropy" in wanted, PEAK="peak" in wanted, HIGHEST=highest is not None,
         DISTANCE="distance" in wanted, num_warps=4,
     )  # fmt: skip
