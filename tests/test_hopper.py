@@ -65,13 +65,15 @@ def inputs(
     return [layout(batch, *shape, width, seed) for seed, shape in enumerate(shapes)]
 
 
-def definition(tensors: list[Tensor], causal: bool, see: See):  # type: ignore[no-untyped-def]
-    return attention(*tensors, mask=Causal() if causal else None, see=see, backend="reference")
+def definition(tensors: list[Tensor], causal: bool, see: See, scale: float | None = None):  # type: ignore[no-untyped-def]
+    mask = Causal() if causal else None
+    return attention(*tensors, mask=mask, scale=scale, see=see, backend="reference")
 
 
-def structure(causal: bool, width: int) -> described.Structure:
+def structure(causal: bool, width: int, scale: float | None = None) -> described.Structure:
     kind = described.CAUSAL if causal else described.FULL
-    return described.Structure(kind, None, None, described.PLAIN, None, 0, width**-0.5, None)
+    scale = width**-0.5 if scale is None else scale
+    return described.Structure(kind, None, None, described.PLAIN, None, 0, scale, None)
 
 
 def close(name: str, found: Tensor, exact: Tensor, plain: Tensor) -> None:
@@ -81,9 +83,15 @@ def close(name: str, found: Tensor, exact: Tensor, plain: Tensor) -> None:
     assert error <= 2 * allowed + least, f"{name} is off by {error:.2e}; PyTorch by {allowed:.2e}"
 
 
-def check(tensors: list[Tensor], causal: bool, see: See, found: dict[str, Tensor]) -> None:
-    exact_output, exact = definition([t.double() for t in tensors], causal, see)
-    plain_output, plain = definition(tensors, causal, see)
+def check(
+    tensors: list[Tensor],
+    causal: bool,
+    see: See,
+    found: dict[str, Tensor],
+    scale: float | None = None,
+) -> None:
+    exact_output, exact = definition([t.double() for t in tensors], causal, see, scale)
+    plain_output, plain = definition(tensors, causal, see, scale)
     for name, value in found.items():
         if name == "output":
             close(name, value, exact_output, plain_output)
@@ -113,6 +121,13 @@ def test_forward_reads_heads_that_lie_beside_each_other_and_many_blocks() -> Non
     for causal in (False, True):
         found = launch.forward(*tensors, structure(causal, 64), set(ROWS))
         check(tensors, causal, See(**dict.fromkeys(ROWS, True)), found)
+
+
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 3.0])
+def test_forward_masks_at_any_scale(scale: float) -> None:
+    tensors = [t.to(DTYPES[0]) for t in inputs((256, 300), 64)]
+    found = launch.forward(*tensors, structure(True, 64, scale), set(ROWS))
+    check(tensors, True, See(**dict.fromkeys(ROWS, True)), found, scale)
 
 
 def test_forward_gives_what_is_asked_for_and_no_more() -> None:

@@ -163,12 +163,15 @@ def _weigh(
     known = turn // PAIR * (LANES * PAIR) + turn % PAIR
     lane = gl.arange(0, LANES, _along(layout, 3, 1))[None, :, None] * PAIR
     ahead = query_at[:, None, None] - key
-    if not FREE:
+    if FREE:
+        higher = gl.maximum(m, gl.max(gl.max(s, 2), 1) * c)
+        x = s * c - higher[:, None, None]
+    else:
+        s = gl.where(known < keys - key - lane, s * c, NOTHING)
         if CAUSAL:
             s = gl.where(known <= ahead - lane, s, NOTHING)
-        s = gl.where(known < keys - key - lane, s, NOTHING)
-    higher = gl.maximum(m, gl.max(gl.max(s, 2), 1) * c)
-    x = s * c - higher[:, None, None]
+        higher = gl.maximum(m, gl.max(gl.max(s, 2), 1))
+        x = s - higher[:, None, None]
     p = gl.exp2(x)
     shrink = gl.exp2(m - higher)
     whole = gl.sum(p, 2)
