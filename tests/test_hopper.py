@@ -1,7 +1,8 @@
 """The kernels for Hopper against the definition: on one as it is, elsewhere by gluon_on_cpu.py.
 
-On a Hopper test_kernels.py runs them too, wherever they take a call; here are the shapes that make
-them go round: more blocks than programs, bins of every kind, ends that do not fill a tile.
+The shapes make them go round: more blocks than programs, bins of every kind, ends that do not fill
+a tile. What test_kernels.py has for all kernels (captured and compiled calls, gradients) has sizes
+that these leave to others.
 """
 
 from __future__ import annotations
@@ -123,11 +124,13 @@ def test_forward_reads_heads_that_lie_beside_each_other_and_many_blocks() -> Non
         check(tensors, causal, See(**dict.fromkeys(ROWS, True)), found)
 
 
-@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 3.0])
-def test_forward_masks_at_any_scale(scale: float) -> None:
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1 / 64, 1.0, 3.0])
+def test_forward_masks_at_any_scale(scale: float, causal: bool) -> None:
     tensors = [t.to(DTYPES[0]) for t in inputs((256, 300), 64)]
-    found = launch.forward(*tensors, structure(True, 64, scale), set(ROWS))
-    check(tensors, True, See(**dict.fromkeys(ROWS, True)), found, scale)
+    wanted = set(ROWS) if causal else set(ROWS) - {"distance"}
+    found = launch.forward(*tensors, structure(causal, 64, scale), wanted)
+    check(tensors, causal, See(**dict.fromkeys(ROWS, True)), found, scale)
 
 
 def test_forward_gives_what_is_asked_for_and_no_more() -> None:
@@ -185,6 +188,9 @@ def test_calls_that_do_not_fit_are_left_to_others() -> None:
     assert not specialised.attends(query[..., 4:], key[..., 4:], value[..., 4:], plain, ())
     one = [t[:1, :1] for t in (query, key, value)]
     assert not specialised.attends(*one, plain, ())  # too few blocks
+    assert not specialised.receives(*one[:2], plain, None)
+    assert not specialised.attends(query, key.expand(2, 4, -1, -1), value, plain, ())  # no stride
+    assert not specialised.receives(query, key[:1].expand(2, -1, -1, -1), plain, None)
     odd = [t.to(torch.float16) for t in inputs((256, 300), 64)]
     assert not specialised.attends(*odd, plain, {"distance"})
     assert specialised.attends(*odd, plain, {"entropy"})

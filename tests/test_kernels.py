@@ -267,6 +267,20 @@ def test_maps_of_any_grid(name: str, grid: tuple[int, int]) -> None:
         assert_seen(run(call)[1], reference.run(double(call))[1])
 
 
+def test_a_query_that_a_bias_leaves_nothing_gives_nothing() -> None:
+    """With -inf on oneself the first query of a causal call has nothing to attend to."""
+    table = random(16, HEADS, seed=9).index_fill(0, torch.tensor([0], device=DEVICE), -torch.inf)
+    tensors = [random(BATCH, HEADS, QUERIES, 32, seed=seed) for seed in range(3)]
+    call = check(
+        *tensors, Causal(), RelativeBuckets(table, False, 20), None, None, 0.0, See(received=True)
+    )
+    _, seen = run(call)
+    _, exact = reference.run(double(call))
+    assert seen is not None
+    assert exact is not None
+    torch.testing.assert_close(seen.received.double(), exact.received, rtol=1e-4, atol=1e-5)
+
+
 def test_queries_before_the_first_key_and_a_single_query() -> None:
     for queries, keys in ((50, 34), (1, 34), (34, 1)):
         see = See(lse=True, entropy=True, map=4, received=True)

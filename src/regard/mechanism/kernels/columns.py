@@ -128,7 +128,7 @@ def _stretch(
             q = tl.load(tile_at)
         else:
             q = tl.load(tile_at, mask=real[None, :] & (dims < width), other=0.0)
-        # A query that is not there gives nothing: 2^-inf. One that attends to nothing is masked.
+        # A query that attends to nothing, or is not there, gives nothing: 2^-inf.
         drop = tl.load(drop_at + row, mask=real, other=float("-inf"))
         dots = tl.dot(k, q, input_precision=PRECISION)  # [keys, queries]
         query_at = row + offset
@@ -224,7 +224,7 @@ def columns(
     if KIND == INTERVAL:
         bounds += batch * bounds_batch + block * 4
     map_at, peak_at = Map, MapPeak
-    units = tl.num_programs(0) * (G * W // X)
+    units = (tl.num_programs(0) * (G * W // X)).to(tl.int64)
     if MAP:
         cell = flat * bins * units + block * (G * W // X)
         map_at += cell

@@ -257,9 +257,11 @@ def columns(
         if across.together == 1:
             after = torch.minimum(first + across.width, after)
         bounds = structure.bounds(first, after - 1)
+    # Where nothing has a weight, be it by a mask or by a bias of -inf, nothing is given either.
+    drop = torch.where(lse == -torch.inf, lse, lse * -LOG2E)
     wide = _power(width)
     columns_kernel[across.blocks, batch * heads](
-        View.of(query), View.of(key), lse * -LOG2E, found.get("received"), found.get("map"),
+        View.of(query), View.of(key), drop, found.get("received"), found.get("map"),
         found.get("map_peak"), bounds, _batch_step(bounds), structure.ends, structure.terms,
         structure.relative, heads, heads // key.shape[1], queries, keys, width, rows, down.parts,
         cols, across.parts,

@@ -22,10 +22,8 @@ TEAMS = 4  # groups of warps that share the queries
 STAGES = 2  # tiles of keys and of values that are loaded ahead
 QUERY_STAGES = {64: 4, 128: 3}  # tiles of queries, in the second pass
 FEWEST = 256  # queries: below, most of a block would be empty
-SHORT = {
-    64: 1024,
-    128: FEWEST,
-}  # causal queries, by width: below, the blocks of forward.py are faster
+# Causal queries, by width: below, forward.py is faster.
+SHORT = {64: 1024, 128: FEWEST}
 
 
 @cache
@@ -56,7 +54,7 @@ def _fits(structure: Structure, *tensors: Tensor) -> bool:
         and all(tensor.shape[3] in (64, 128) for tensor in tensors)
         and len({tensor.shape[3] for tensor in tensors}) == 1
         and all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
-        and all(step % 8 == 0 for tensor in tensors for step in tensor.stride()[:3])
+        and all(step > 0 and step % 8 == 0 for tensor in tensors for step in tensor.stride()[:3])
         and _processors(query.device) > 0
     )
 
@@ -86,8 +84,9 @@ def attends(
     if not _fits(structure, query, key, value):
         return False
     batch, heads, queries, _ = query.shape
-    if batch * heads * -(-queries // BLOCK) < _processors(query.device):
-        return False  # too few blocks to keep the device busy: launch.forward shares out their keys
+    items = batch * heads * _pairs(-(-queries // BLOCK), structure)
+    if items < _processors(query.device):
+        return False  # too few to keep the device busy: launch.forward shares out their keys
     if structure.kind == CAUSAL and queries < SHORT[query.shape[3]]:
         return False  # most of what a block has would lie beyond the diagonal
     # Distances without a mask start on the diagonal: a last tile that is not full has no turn.
@@ -155,6 +154,8 @@ def _bins(query: Tensor, keys: int, grid: tuple[int, int]) -> _Bins | None:
     unit = 16 if wide % 16 == 0 else 8
     if wide % unit or (unit == 8 and wide != 8):
         return None
+    if rows * keys // unit > 2**30:  # places in a head's map are counted in 32 bits
+        return None
     if high % BLOCK == 0:
         return _Bins(1, high // BLOCK, unit)
     if queries % BLOCK or high not in (8, 16, 32, 64):
@@ -191,6 +192,10 @@ def receives(
     """Whether ``columns`` takes a call; ``grid`` is that of a map, where one is wanted."""
     if not _fits(structure, query, key):
         return False
+    batch, heads = query.shape[:2]
+    items = batch * heads * _pairs(-(-key.shape[2] // (TEAMS * ROWS)), structure)
+    if items < _processors(query.device):
+        return False  # launch.columns has smaller blocks, and more of them
     return grid is None or _bins(query, key.shape[2], grid) is not None
 
 
