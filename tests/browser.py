@@ -66,9 +66,9 @@ class Page:
         assert "exceptionDetails" not in found, found
         return found["result"].get("value")
 
-    def wait(self, code: str) -> None:
+    def wait(self, code: str, seconds: float = PATIENCE) -> None:
         """Until some JavaScript is true."""
-        end = time.monotonic() + PATIENCE
+        end = time.monotonic() + seconds
         while not self.says(f"Boolean({code})"):
             assert time.monotonic() < end, f"never: {code}; on the page: {self.text('body')}"
             time.sleep(0.02)

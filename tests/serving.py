@@ -1,14 +1,23 @@
-"""A server as a user starts it: a process of its own, at a port that is free."""
+"""A server as a user starts it, in a process of its own and at a free port; and patience."""
 
 from __future__ import annotations
 
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from test_cli import PLAIN, START
+
+
+def until(so: Callable[[], object], seconds: float = 30) -> None:
+    """Wait for something to be so."""
+    end = time.monotonic() + seconds
+    while not so():
+        assert time.monotonic() < end, f"not within {seconds} seconds"
+        time.sleep(0.02)
 
 
 @contextmanager

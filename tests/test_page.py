@@ -13,7 +13,7 @@ import pytest
 
 import regard
 from browser import Page, browser
-from serving import serving
+from serving import serving, until
 
 CAT = "The cat sat on the mat."
 VIEWS = ("translate", "summarize", "answer", "complete", "look", "explain")
@@ -99,8 +99,7 @@ def test_a_picture_and_a_request_to_take_along(page: Page, address: str, tmp_pat
     page.save_into(tmp_path)
     page.click("a[download]")
     saved = tmp_path / "translate.svg"
-    while not saved.is_file():
-        page.wait("true")
+    until(saved.is_file)
     expected = regard.translate("It's a cat.", "fr").attended.picture("Alignment").svg()
     assert saved.read_text(encoding="utf-8") == expected
     page.click(of("translate", "summary"))
@@ -178,8 +177,39 @@ def test_it_can_be_stopped(page: Page, address: str) -> None:
     page.wait("document.querySelector('.caret')?.textContent.length > 20")
     page.click(of("complete", ".busy button"))
     page.wait("!document.querySelector('.busy') && !document.querySelector('.caret')")
-    page.wait("fetch('/health').then((r) => r.json()).then((found) => found.waiting === 0)")
-    assert page.text(of("complete", ".text")).startswith("Once")
+    # All 1,000 tokens would take it several times as long.
+    idle = "fetch('/health').then((r) => r.json()).then((found) => found.waiting === 0)"
+    page.wait(idle, seconds=5)
+    written = page.text(of("complete", ".text"))
+    assert written.startswith("Once")
+    page.click("nav a[href^='#explain']")
+    done(page, "explain")
+    page.click("nav a[href^='#complete']")  # coming back begins nothing anew
+    assert page.text(of("complete", ".text")) == written
+    page.wait(idle, seconds=5)
+
+
+def test_an_address_that_means_nothing_is_the_first_view(page: Page, address: str) -> None:
+    for name in ("nowhere", "constructor", "__proto__", "toString?text=a"):
+        page.open(f"{address}/#{name}")
+        page.wait("!document.querySelector('[data-view=translate]').hidden")
+
+
+def test_the_way_to_the_content_keeps_the_address(page: Page, address: str) -> None:
+    page.open(f"{address}/#explain")
+    done(page, "explain")
+    page.says("document.querySelector('.skip').click()")
+    assert page.says("location.hash") == "#explain"
+    assert page.says("document.activeElement.id") == "main"
+
+
+def test_what_cannot_be_looked_at_leaves_no_heads_of_another(page: Page, address: str) -> None:
+    page.open(f"{address}/#look?{urlencode({'model': 'books-gpt2', 'text': 'The cat sat.'})}")
+    done(page, "look")
+    page.open(f"{address}/#look?{urlencode({'model': 'nobody', 'text': 'The cat sat.'})}")
+    page.wait("document.querySelector('[data-view=look] .error')")
+    assert not page.texts(of("look", ".measure"))
+    page.errors.clear()  # the browser has noted the status, which was to be expected
 
 
 def test_all_heads_and_then_one(page: Page, address: str) -> None:

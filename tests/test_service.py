@@ -24,12 +24,13 @@ from fastapi.testclient import TestClient
 
 import folders
 import regard
+from regard import shelf
 from regard.looking import look
 from regard.service.app import build
 from regard.service.gate import MOST_BYTES
 from regard.service.models import Models
 from regard.service.worker import MOST_WAITING, Busy, Going, Worker
-from serving import serving
+from serving import serving, until
 from test_cli import PLAIN, START
 from test_cli import regard as command
 
@@ -343,6 +344,47 @@ def test_nothing_served_comes_from_elsewhere(client: TestClient) -> None:
         assert client.head(path).status_code == 200
 
 
+@pytest.mark.parametrize("origin", ["http://[", "http://evil.example", "null", ""])
+def test_other_origins_are_refused_however_they_are_written(
+    client: TestClient, origin: str
+) -> None:
+    assert client.get("/health", headers={"Origin": origin}).status_code == 403
+
+
+@pytest.mark.parametrize("host", ["evil@127.0.0.1", "127.0.0.1#x", "127.0.0.1/x", "["])
+def test_hosts_that_are_no_hosts_are_refused(client: TestClient, host: str) -> None:
+    assert client.get("/health", headers={"Host": host}).status_code == 403
+
+
+def test_odd_things_in_the_cache_are_passed_over(
+    client: TestClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd = {
+        "broken": '["GPT2LMHeadModel"]',
+        "nested": '[["x"]]',
+        "number": "5",
+        "object": '{"a": 1}',
+    }
+    for name, architectures in odd.items():
+        folder = tmp_path / f"models--acme--{name}"
+        snapshot = folder / "snapshots" / "abc"
+        snapshot.mkdir(parents=True)
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("abc")
+        (snapshot / "config.json").write_text(f'{{"architectures": {architectures}}}')
+        (snapshot / "model.safetensors").symlink_to("nowhere")
+    # Nothing that a request names may be looked for at the hub: without a main it would be.
+    (tmp_path / "models--acme--part" / "snapshots" / "abc").mkdir(parents=True)
+    config = tmp_path / "models--acme--part" / "snapshots" / "abc" / "config.json"
+    config.write_text('{"architectures": ["GPT2LMHeadModel"]}')
+    monkeypatch.setattr(shelf, "cache", lambda: tmp_path)
+    names = [model["name"] for model in client.get("/models").json()["models"]]
+    assert "translate" in names
+    assert not any(name.startswith("acme/") for name in names)
+    answer = client.post("/complete", json={"text": "a", "model": "acme/part"})
+    assert answer.status_code == 404
+
+
 def test_the_api_describes_itself(client: TestClient) -> None:
     paths = client.get("/openapi.json").json()["paths"]
     tasks = ("translate", "summarize", "answer", "complete", "look", "explain")
@@ -378,6 +420,25 @@ def test_jobs_run_one_after_another_while_the_loop_goes_on() -> None:
         return seen
 
     assert asyncio.run(go()) == ["first begins", "first ends", "second"]
+
+
+def test_what_nobody_waits_for_counts_until_it_ends() -> None:
+    async def go() -> None:
+        worker, begun, may_end = Worker(), threading.Event(), threading.Event()
+
+        def job(_: Going) -> None:
+            begun.set()
+            assert may_end.wait(30)
+
+        asking = asyncio.create_task(worker.run(job))
+        await asyncio.to_thread(begun.wait, 30)
+        asking.cancel()
+        await asyncio.gather(asking, return_exceptions=True)
+        assert worker.waiting == 1
+        may_end.set()
+        await asyncio.to_thread(until, lambda: worker.waiting == 0)
+
+    asyncio.run(go())
 
 
 def test_who_leaves_is_left_out() -> None:
@@ -515,8 +576,8 @@ def test_a_completion_ends_when_its_reader_goes(served: str) -> None:
         while b'{"piece"' not in said:
             said += asking.recv(4096)
         assert json.loads(fetched(f"{served}/health"))["waiting"] == 1
-    while json.loads(fetched(f"{served}/health"))["waiting"]:
-        pass  # the length would take it much longer than this may
+    # All 1,000 tokens would take it several times as long.
+    until(lambda: not json.loads(fetched(f"{served}/health"))["waiting"], seconds=5)
 
 
 def test_ctrl_c_ends_it_without_a_word() -> None:
@@ -533,8 +594,7 @@ def test_ctrl_c_ends_it_though_a_model_runs() -> None:
     with serving() as (address, process):
         ask = threading.Thread(target=lambda: said.append(fetched(f"{address}/translate", body)))
         ask.start()
-        while not json.loads(fetched(f"{address}/health"))["waiting"]:
-            pass
+        until(lambda: json.loads(fetched(f"{address}/health"))["waiting"])
         process.send_signal(signal.SIGINT)
         out, err = process.communicate(timeout=60)
         ask.join(60)

@@ -100,15 +100,21 @@ def cache() -> Path | None:
 def _cached() -> Iterator[Known]:
     place = cache()
     for folder in sorted(place.glob("models--*")) if place else ():
-        snapshot, name = _newest(folder), folder.name.removeprefix("models--").replace("--", "/")
-        found = None if snapshot is None else _described(snapshot, name, "cached")
+        name = folder.name.removeprefix("models--").replace("--", "/")
+        try:
+            snapshot = _current(folder)
+            found = None if snapshot is None else _described(snapshot, name, "cached")
+        except OSError:
+            continue  # a file that is gone, or not ours to read
         if found is not None:
             yield found
 
 
 def _described(folder: Path, name: str, origin: str) -> Known | None:
     """What the files of a folder say of its model; None where it is not one of ours."""
-    names = _json(folder / "config.json").get("architectures") or [""]
+    names = _json(folder / "config.json").get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        return None
     if names[0] not in TASKS:
         return None
     card = folder / shipped.CARD
@@ -126,15 +132,13 @@ def _described(folder: Path, name: str, origin: str) -> Known | None:
     )
 
 
-def _newest(folder: Path) -> Path | None:
-    """The snapshot that loading would take: that of main, or else the last one written."""
+def _current(folder: Path) -> Path | None:
+    """The snapshot that loading takes without asking the hub: that of main."""
     main = folder / "refs" / "main"
-    if main.is_file():
-        named = folder / "snapshots" / main.read_text(encoding="utf-8").strip()
-        if named.is_dir():
-            return named
-    found = [entry for entry in (folder / "snapshots").glob("*") if entry.is_dir()]
-    return max(found, key=lambda entry: entry.stat().st_mtime, default=None)
+    if not main.is_file():
+        return None
+    named = folder / "snapshots" / main.read_text(encoding="utf-8").strip()
+    return named if named.is_dir() else None
 
 
 def _json(file: Path) -> dict[str, Any]:

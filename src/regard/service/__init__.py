@@ -71,6 +71,10 @@ def serve(
     app = build(Models(models, device), worker, host)
 
     class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            started(_address(host, listening.getsockname()[1]))
+
         def handle_exit(self, sig: int, frame: FrameType | None) -> None:
             worker.close()
             super().handle_exit(sig, frame)
@@ -84,7 +88,6 @@ def serve(
         server_header=False,
         timeout_graceful_shutdown=PATIENCE,
     )
-    started(_address(host, listening.getsockname()[1]))
     with suppress(KeyboardInterrupt):  # how such a program ends
         Server(config).run(sockets=[listening])
     if worker.busy:

@@ -188,7 +188,7 @@ def _answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def broken(request: Request, error: Exception) -> Response:
-        LOG.error("%s %s failed", request.method, request.url.path, exc_info=error)
+        LOG.error("%s %r failed", request.method, request.url.path, exc_info=error)
         message = "This is a bug of the server. Its log says more."
         return _said(_json(_told("Bug", message)), 500)
 

@@ -1,7 +1,7 @@
 """What may be asked of the server: one class for each path, which says what is taken and runs it.
 
-Lengths are limited so that no request keeps others waiting for minutes; Python and the command line
-have no such limits.
+Lengths are limited, so that no request keeps others waiting for long: most take less than a second,
+the longest some minutes. Python and the command line have no such limits.
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ from regard.tasks import answer, completing, summarize, translate
 from regard.tasks.records import Completion, Record
 
 Document = Annotated[str, Field(max_length=50_000)]
+Looked = Annotated[str, Field(max_length=10_000)]  # it takes the square of the tokens
 Name = Annotated[str, Field(max_length=500)]
 Few = Annotated[str, Field(max_length=300)]
-Beams = Annotated[int | None, Field(ge=1, le=16, description="Beams to keep; 1 is greedy.")]
+Beams = Annotated[int | None, Field(ge=1, le=8, description="Beams to keep; 1 is greedy.")]
 Penalty = Annotated[
     float | None, Field(ge=-10, le=10, description="Above 0 it favours longer texts.")
 ]
@@ -166,9 +167,9 @@ class Look(Asked):
     """
 
     model: Name
-    text: Document
+    text: Looked
     target: Annotated[
-        Document | None, Field(description="What an encoder-decoder is to have written.")
+        Looked | None, Field(description="What an encoder-decoder is to have written.")
     ] = None
     layer: Annotated[Name | int | None, Field(description="Of the head to see.")] = None
     head: Annotated[int | None, Field(description="Of the layer, from 0 on.")] = None

@@ -39,6 +39,8 @@ class Models:
 
     def name(self, asked: str) -> str:
         """The name itself, where there is such a model."""
+        if asked in self._given or asked in shipped.names():
+            return asked  # without a look at all that is cached
         names = [model.name for model in self.all()]
         if asked in names:
             return asked

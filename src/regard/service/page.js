@@ -66,7 +66,7 @@ function placesOf(text, units) {
     and what is before `quiet` is said more quietly. */
 function textOf(text, units = [], { marked = null, quiet = 0 } = {}) {
   const long = text.length > 240;
-  const element = make("p", { class: long ? "text long" : "text" });
+  const element = make("p", { class: long ? "text long" : "text", dir: "auto" });
   const spans = units.map((unit) => make("span", { class: "unit" }, unit));
   const places = placesOf(text, units);
   if (!places) {
@@ -347,7 +347,7 @@ const VIEWS = {
         ["Context", textOf(body.context, record.attended?.keys, { marked })],
         { title: "What the question attended to" });
       const found = record.answered
-        ? make("p", { class: "text found" }, record.text)
+        ? make("p", { class: "text found", dir: "auto" }, record.text)
         : make("p", { class: "text prompt" }, "No answer in this context.");
       const windows = record.windows > 1 ? counted(record.windows, "window") : "";
       out.replaceChildren(
@@ -363,7 +363,7 @@ const VIEWS = {
     doing: "Writing",
     async run(body, signal, out) {
       const written = make("span", { class: "caret" });
-      const growing = make("p", { class: "text", "aria-busy": "true" },
+      const growing = make("p", { class: "text", dir: "auto", "aria-busy": "true" },
         make("span", { class: "prompt" }, body.text), written);
       out.replaceChildren(make("div", { class: "card" }, growing));
       let record = null;
@@ -376,6 +376,7 @@ const VIEWS = {
         written.classList.remove("caret");
         growing.removeAttribute("aria-busy");
       }
+      if (record === null) throw new Error(BROKEN);
       const end = told(record, record.stopped ? "it came to an end" : "");
       const { attended } = record;
       if (!attended) {
@@ -612,13 +613,17 @@ async function post(path, body, signal) {
 
 const ask = async (path, body, signal) => (await post(path, body, signal)).json();
 
+const BROKEN = "The server stopped in the middle. Is regard serve still running?";
+
 /** What a path streams: a JSON object a line. */
 async function* lines(path, body, signal) {
   const stream = (await post(path, body, signal)).body.pipeThrough(new TextDecoderStream());
   const reader = stream.getReader();
   let rest = "";
   for (;;) {
-    const { done, value } = await reader.read();
+    const { done, value } = await reader.read().catch((error) => {
+      throw error.name === "AbortError" ? error : new Error(BROKEN);
+    });
     if (done) break;
     const parts = (rest + value).split("\n");
     rest = parts.pop();
@@ -628,7 +633,7 @@ async function* lines(path, body, signal) {
       yield line;
     }
   }
-  if (rest) throw new Error("The server stopped in the middle. Is regard serve still running?");
+  if (rest) throw new Error(BROKEN);
 }
 
 // ------------------------------------------------------------------------- forms and the address
@@ -716,7 +721,7 @@ function go(view, said) {
 /** Shows the part of the page that the address names, and tells what it asks of it. */
 function turn() {
   const [name, query] = location.hash.slice(1).split(/\?(.*)/s);
-  const view = name in VIEWS ? name : "translate";
+  const view = Object.hasOwn(VIEWS, name) ? name : "translate";
   for (const section of document.querySelectorAll("main > section")) {
     section.hidden = section.dataset.view !== view;
   }
@@ -731,7 +736,6 @@ function turn() {
 
 /** Shows what the address asks for. */
 function arrive(again = false) {
-  if (location.hash === "#main") return;
   const [view, query] = turn();
   if (query === undefined) {
     if (view === "explain" && !shown.explain) run(view); // it needs no model and no words
@@ -765,17 +769,18 @@ async function run(view) {
     make("button", { type: "button", class: "quiet", onclick: stop }, "Stop")));
   section.setAttribute("aria-busy", "true");
   const address = location.hash;
+  shown[view] = address; // what runs, or was stopped, is not begun again by coming back
   const link = document.querySelector(`nav a[href^="#${view}"]`);
   link.href = address.includes("?") ? address : `#${view}`;
   try {
     await VIEWS[view].run(bodyOf(read(formOf(view))), control.signal, out);
-    shown[view] = address;
     if (running[view] === stop) stop();
   } catch (error) {
-    delete shown[view];
     if (error.name === "AbortError") return;
+    delete shown[view];
     stop();
-    if (view !== "complete" && view !== "look") out.replaceChildren();
+    // What was written stays, and so do all heads where only one could not be seen.
+    if (view !== "complete" && !(view === "look" && VIEWS.look.key)) out.replaceChildren();
     state.replaceChildren(make("p", { class: "error", role: "alert" }, error.message));
   } finally {
     clearInterval(tick);
@@ -821,6 +826,10 @@ async function start() {
       if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) form.requestSubmit();
     });
   }
+  document.querySelector(".skip").addEventListener("click", (event) => {
+    event.preventDefault(); // the address says what is shown
+    document.getElementById("main").focus();
+  });
   addEventListener("hashchange", () => arrive());
   document.getElementById("main").removeAttribute("aria-busy");
   arrive();

@@ -77,8 +77,16 @@ class Worker:
                 self._working = False
 
         try:
-            waiting = asyncio.wrap_future(self._pool.submit(work))
+            working = self._pool.submit(work)
+        except RuntimeError:
+            del self._open[going]
+            raise Busy("The server is closing.") from None
+        # What nobody waits for any more may still be in work.
+        working.add_done_callback(lambda _: self._open.pop(going, None))
+        waiting = asyncio.wrap_future(working)
+        if going in self._open:
             self._open[going] = waiting
+        try:
             return await waiting
         except (_Gone, asyncio.CancelledError):
             task = asyncio.current_task()
@@ -87,7 +95,6 @@ class Worker:
             raise
         finally:
             going.end()
-            del self._open[going]
 
     async def each(self, job: Callable[[Going], Iterator[T]]) -> AsyncIterator[T]:
         """What a job yields, as it does."""
