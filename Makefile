@@ -10,7 +10,7 @@ demo: .venv/.ready  ## one attention, step by step; then a translation, and wher
 	@$(BIN)/regard translate "The cat sat on the mat." --to fr --align
 
 test: .venv/.dev browser  ## all tests, the examples in docstrings and README included
-	$(BIN)/pytest -q -n 2
+	$(BIN)/pytest -q -n 2 -rs
 
 check: .venv/.dev  ## layout, lint and types
 	$(BIN)/ruff format --check
@@ -26,7 +26,7 @@ browser:  ## Debian's Chromium, where no browser of its kind is found
 		command -v "$$name" >/dev/null && exit 0; done; \
 	SUDO=$$(test "$$(id -u)" = 0 || echo sudo); \
 	{ $$SUDO apt-get update -qq && $$SUDO apt-get install -qq --no-install-recommends chromium; } || \
-	echo "No browser could be installed: the tests of the page will fail and say so." >&2
+	echo "No browser could be installed: the tests of the page are left out, and say so at the end." >&2
 
 docs: .venv/.dev  ## write again what is generated: docs/help.md, recipes.md, api, images
 	$(BIN)/python docs/generate.py
