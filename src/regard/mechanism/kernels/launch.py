@@ -24,13 +24,14 @@ from regard.mechanism.kernels.structure import (
     CAUSAL,
     FULL,
     INTERVAL,
+    LOG2E,
     RELATIVE,
     TABLE,
     Structure,
     View,
+    outputs,
 )
 
-LOG2E = specialised.LOG2E
 WARP = 16  # rows of a matrix product that one warp holds
 LANES = 4  # threads that share such a row
 PROGRAMS = 256  # that keep a large device busy: about two for each multiprocessor
@@ -138,13 +139,7 @@ def forward(
     count = _ceil(queries, blocks.queries)
     splits = _splits(count * batch * heads, keys)
     options: Any = {"device": query.device, "dtype": torch.float32}
-    found = {
-        "output": value.new_empty(batch, heads, queries, value_width),
-        "lse": torch.empty(batch, heads, queries, **options),
-    }
-    for name in ("entropy", "peak", "distance"):
-        if name in wanted:
-            found[name] = torch.empty(batch, heads, queries, **options)
+    found = outputs(query, value, wanted)
     if splits > 1:
         kept = torch.empty(batch * heads * splits * queries, wide[1] + 4, **options)
         count_merged = _ceil(queries, WARP)

@@ -11,10 +11,17 @@ import triton
 from torch import Tensor
 from torch.nn.functional import pad
 
-from regard.mechanism.kernels.structure import CAUSAL, FULL, PLAIN, Structure, View
+from regard.mechanism.kernels.structure import (
+    CAUSAL,
+    FULL,
+    LOG2E,
+    PLAIN,
+    Structure,
+    View,
+    outputs,
+)
 
 GLUON = "3.6."  # Gluon is young: each release of Triton may change it, and has to be tried
-LOG2E = 1.4426950408889634
 ROWS = 64  # as in hopper.py
 BLOCK = 128
 LANES, PAIR = 4, 2
@@ -102,17 +109,10 @@ def forward(
     blocks = -(-queries // BLOCK)
     pairs = _pairs(blocks, structure)
     items = pairs * batch * heads
-    options: Any = {"device": query.device, "dtype": torch.float32}
-    found = {
-        "output": value.new_empty(batch, heads, queries, width),
-        "lse": torch.empty(batch, heads, queries, **options),
-    }
-    for name in ("entropy", "peak", "distance"):
-        if name in wanted:
-            found[name] = torch.empty(batch, heads, queries, **options)
+    found = outputs(query, value, wanted)
     highest = None
     if "max_logit" in wanted:
-        highest = torch.empty(batch, heads, blocks * (BLOCK // ROWS), **options)
+        highest = found["lse"].new_empty(batch, heads, blocks * (BLOCK // ROWS))
     _kernels().forward[(min(items, _processors(query.device)),)](
         _described(query, BLOCK), _described(key, BLOCK), _described(value, BLOCK),
         View.of(found["output"]), found["lse"], found.get("entropy"), found.get("peak"), highest,

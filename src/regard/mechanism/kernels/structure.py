@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -11,6 +12,18 @@ from torch import Tensor
 # The same numbers as in tiles.py, which cannot be imported without Triton.
 FULL, CAUSAL, INTERVAL = 0, 1, 2
 PLAIN, ALIBI, TABLE, RELATIVE = 0, 1, 2, 3
+
+
+LOG2E = 1.4426950408889634
+
+
+def outputs(query: Tensor, value: Tensor, wanted: Collection[str]) -> dict[str, Tensor]:
+    """Room for what a forward pass writes: "output", "lse", and what is wanted for each query."""
+    found = {"output": value.new_empty(*query.shape[:3], value.shape[3])}
+    for name in ("lse", "entropy", "peak", "distance"):
+        if name == "lse" or name in wanted:
+            found[name] = query.new_empty(query.shape[:3], dtype=torch.float32)
+    return found
 
 
 class View(NamedTuple):
