@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from importlib.util import find_spec
 
 import torch
 
@@ -14,3 +15,14 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 if not torch.cuda.is_available():
     # Without a GPU our kernels run in Triton's interpreter, and Triton asks once: when imported.
     os.environ["TRITON_INTERPRET"] = "1"
+    if find_spec("triton"):
+        from triton.runtime import interpreter
+
+        _patch = interpreter._patch_lang_tensor
+
+        def _with_index(tensor, scope) -> None:  # type: ignore[no-untyped-def]
+            """As Triton has it, but for NumPy 2.4 too: an array of one number is no index there."""
+            _patch(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
+
+        interpreter._patch_lang_tensor = _with_index

@@ -46,8 +46,8 @@ class Block:
     dtype = property(lambda self: self.data.dtype)
     type = property(lambda self: SimpleNamespace(layout=Layout()))
 
-    def to(self, dtype: torch.dtype) -> Block:
-        return Block(self.data.to(dtype))
+    def to(self, dtype: torch.dtype, bitcast: bool = False) -> Block:
+        return Block(self.data.view(dtype) if bitcast else self.data.to(dtype))
 
     def __getitem__(self, key: Any) -> Block:
         return Block(self.data[key])
@@ -64,6 +64,9 @@ class Block:
     def _with(self, other: Any, rule: Callable[..., Any], swapped: bool = False) -> Block:
         pair = (_raw(other), self.data) if swapped else (self.data, _raw(other))
         return Block(rule(*(torch.as_tensor(side) for side in pair)))
+
+    def __neg__(self) -> Block:
+        return Block(-self.data)
 
     def __truediv__(self, other: Any) -> Block:
         return self._with(other, torch.true_divide)
@@ -98,6 +101,9 @@ class Pointer:
 
     def __add__(self, other: Any) -> Pointer:
         return Pointer(self.tensor, self.at + _raw(other))
+
+    def __getitem__(self, key: Any) -> Pointer:
+        return Pointer(self.tensor, self.at[key])
 
 
 class Shared:
@@ -361,7 +367,7 @@ def _language() -> SimpleNamespace:
         program_id=lambda axis: Block(_machine.program[axis]),
         num_programs=lambda axis: Block(_machine.grid[axis]),
         static_range=range,
-        arange=lambda start, end, layout: Block(torch.arange(start, end)),
+        arange=lambda start, end, layout: Block(torch.arange(start, end, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout: Block(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, value, dtype, layout: Block(torch.full(shape, value, dtype=dtype)),
         where=_apply(torch.where), maximum=_apply(torch.maximum), minimum=_apply(torch.minimum),
@@ -370,6 +376,7 @@ def _language() -> SimpleNamespace:
         max=lambda value, axis: Block(value.data.amax(axis)),
         reshape=lambda value, shape: Block(value.data.reshape(shape)),
         permute=lambda value, order: Block(value.data.permute(order)),
+        split=lambda value: tuple(map(Block, value.data.unbind(-1))),
         convert_layout=lambda value, layout: value,
         multiple_of=_multiple, load=_load, store=_store, allocate_shared_memory=_allocate,
         warp_specialize=lambda roles, warps, registers: _machine.together(roles),

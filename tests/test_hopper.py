@@ -177,6 +177,55 @@ def test_what_keys_receive_needs_no_bins(lengths, width, causal) -> None:
     check([query, key, value], causal, See(received=True), found)
 
 
+def highest(
+    tensors: list[Tensor], causal: bool, count: int, found: dict[str, Tensor] | None = None
+) -> dict[str, Tensor]:
+    """The top keys from what the forward pass tells."""
+    query, key, value = tensors
+    form = structure(causal, query.shape[3])
+    assert specialised.collects(query, key, value, form, (), count)
+    found = found or launch.forward(query, key, value, form, {"heights"})
+    return launch.top(query, key, found["lse"], form, count, found["heights"])
+
+
+@pytest.mark.parametrize(
+    ("lengths", "width", "causal"), [*product(LENGTHS, (64, 128), (False, True))]
+)
+def test_top_keys_are_the_definition(lengths, width, causal) -> None:
+    tensors = [t.to(DTYPES[0]) for t in inputs(lengths, width)]
+    found = highest(tensors, causal, 8)
+    _, exact = definition([t.double() for t in tensors], causal, See(top=8, weights=True))
+    close("top_weights", found["top_weights"], exact.top.weights, exact.top.weights)
+    # Where two weights are all but equal, either order will do.
+    chosen = found["top_keys"]
+    assert torch.equal(chosen < 0, exact.top.keys < 0)
+    weights = exact.weights.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, 0.0)
+    assert (weights - exact.top.weights).abs().max() < 1e-6
+    assert all(len(set(row)) == len(row) for row in chosen[chosen[..., -1] >= 0].tolist())
+
+
+def test_top_keys_one_by_one_for_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = [t.to(DTYPES[0]) for t in inputs((256, 300), 64, (4, 2), beside)]
+    whole = highest(tensors, True, 3)
+    monkeypatch.setattr(launch, "SCRATCH", 3 * 256 * 4 * 16 * 16)
+    for name, parts in highest(tensors, True, 3).items():
+        assert torch.equal(parts, whole[name])
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_top_keys_that_do_not_fit_are_searched_for(causal: bool) -> None:
+    """Equal keys: more reach the bar than there is room for."""
+    query, key, value = (t.to(DTYPES[0]) for t in inputs((256, 512), 64))
+    key[:, :, 64:] = key[:, :, :1]
+    tensors = [query, key, value]
+    found = highest(tensors, causal, 8)
+    _, exact = definition([t.double() for t in tensors], causal, See(weights=True))
+    best = (exact.weights * 1e9).round().sort(dim=-1, descending=True, stable=True).indices[..., :8]
+    assert torch.equal(found["top_keys"], best)  # of equal ones the earlier
+    weights = exact.weights.gather(-1, best)
+    close("top_weights", found["top_weights"], weights, weights)
+
+
 def test_calls_that_do_not_fit_are_left_to_others() -> None:
     plain = structure(False, 64)
     query, key, value = (t.to(torch.float16) for t in inputs((256, 256), 64))
@@ -194,6 +243,11 @@ def test_calls_that_do_not_fit_are_left_to_others() -> None:
     odd = [t.to(torch.float16) for t in inputs((256, 300), 64)]
     assert not specialised.attends(*odd, plain, {"distance"})
     assert specialised.attends(*odd, plain, {"entropy"})
+    given = query, key, value
+    assert specialised.collects(*given, plain, {"entropy"}, 8)
+    assert not specialised.collects(*given, plain, (), 9)
+    assert not specialised.collects(*given, structure(False, 64, 0.0), (), 8)  # all are equal
+    assert not specialised.collects(*one, plain, (), 8)
     for grid in ((3, 4), (2, 3), (64, 64), (2, 64)):
         assert not specialised.receives(query, key, plain, grid)
     turned = query.transpose(0, 1).contiguous().transpose(0, 1)
@@ -228,11 +282,14 @@ def build(kernel, given, **constants):
 
 
 whole = tiles(1, 1, 128, 128)
-seen = dict.fromkeys(("ENTROPY", "PEAK", "HIGHEST", "DISTANCE"), True)
+seen = dict.fromkeys(("ENTROPY", "PEAK", "HIGHEST", "DISTANCE", "HEIGHTS"), True)
 build(hopper.forward, dict(q_desc=whole, k_desc=whole, v_desc=whole), D=128, STAGES=2, CAUSAL=True,
       **seen)
 build(hopper.columns, dict(q_desc=tiles(4, 4, 4, 2, 128), k_desc=tiles(1, 1, 64, 128)), D=128,
-      STAGES=3, BINS=16, UNIT=8, LONG=False, CAUSAL=True, RECEIVED=True, MAP=True, MAP_PEAK=True)
+      STAGES=3, BINS=16, UNIT=8, LONG=False, CAUSAL=True, EVEN=False, RECEIVED=True, MAP=True,
+      MAP_PEAK=True)
+build(hopper.collect, dict(q_desc=tiles(1, 1, 64, 128), k_desc=whole, Count="*i32"), D=128,
+      STAGES=3, CAUSAL=True, EVEN=False)
 """
 
 
@@ -257,8 +314,9 @@ def test_repeats_are_equal_to_the_bit(lengths, width, causal) -> None:
     wanted = {"received", "map", "map_peak"} if even else {"received"}
 
     def once() -> dict[str, Tensor]:
-        found = launch.forward(query, key, value, form, rows)
-        return found | launch.columns(query, key, found["lse"], form, wanted, (64, 64))
+        found = launch.forward(query, key, value, form, rows | {"heights"})
+        found |= launch.columns(query, key, found["lse"], form, wanted, (64, 64))
+        return found | highest([query, key, value], causal, 8, found)
 
     first = once()
     for _ in range(250):

@@ -44,17 +44,6 @@ DTYPES = (*LOW, torch.float32)
 
 if CUDA:  # cuBLAS asks for it where PyTorch is to be deterministic, before its first product
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-else:
-    from triton.runtime import interpreter
-
-    _patch = interpreter._patch_lang_tensor
-
-    def _with_index(tensor, scope) -> None:  # type: ignore[no-untyped-def]
-        """As Triton has it, but for NumPy 2.4 too: an array of one number is no index there."""
-        _patch(tensor, scope)
-        scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
-
-    interpreter._patch_lang_tensor = _with_index
 
 EVERYTHING = See(
     lse=True, entropy=True, peak=True, max_logit=True, distance=True, received=True,

@@ -1,9 +1,10 @@
 # mypy: ignore-errors
 # ruff: noqa: E741
-"""The forward pass and the second pass for Hopper, where groups of warps have roles.
+"""The passes over all scores for Hopper, where groups of warps have roles.
 
-The same sums as in forward.py and columns.py, for calls without a bias that have no mask or are
-causal. One warp loads: it asks the copy engine for tiles, as many ahead as there is room for.
+The same as in forward.py, columns.py and (``collect``) rows.py, for calls without a bias that have
+no mask or are causal. One warp loads: it asks the copy engine for tiles, as many ahead as there is
+room for.
 Groups of four warps multiply and weigh, each its own 64 rows: while one takes exponentials, the
 products of another are under way. A tile's place in a ring has two barriers: ``full`` once it is
 loaded, ``empty`` once all groups are through with it; a barrier's phase changes each time round.
@@ -29,6 +30,10 @@ BLOCK = gl.constexpr(128)  # ROWS * GROUPS queries of a block; keys, and later q
 TEAMS = gl.constexpr(4)  # groups of warps that share the queries there, each with keys of its own
 LANES = gl.constexpr(4)  # threads that share a row
 PAIR = gl.constexpr(2)  # neighbours in a row that one thread holds
+GROUPED = gl.constexpr(4)  # sets of its scores of which a thread keeps the highest
+ROOM = gl.constexpr(16)  # pairs of a row that a thread can collect
+SURE = gl.constexpr(4)  # and how many it stores before it looks whether there is still room
+RECORD = gl.constexpr(4)  # numbers that one takes: both scores, the first key, and nothing
 
 
 @gluon.constexpr_function
@@ -87,13 +92,12 @@ def _halves(item, pairs, blocks, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _block(item, half, pairs, blocks, heads, CAUSAL: gl.constexpr):
-    """The sequence, the head, and which block of it."""
-    flat = item // pairs
+def _block(item, half, pairs, blocks, CAUSAL: gl.constexpr):
+    """Which of all heads, and which block of it."""
     block = item % pairs
     if CAUSAL:
         block = gl.where(half == 0, blocks - 1 - block, block)
-    return flat // heads, flat % heads, block
+    return item // pairs, block
 
 
 @gluon.jit
@@ -123,7 +127,8 @@ def _load(
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         for half in range(_halves(item, pairs, blocks, CAUSAL)):
-            batch, head, block = _block(item, half, pairs, blocks, heads, CAUSAL)
+            flat, block = _block(item, half, pairs, blocks, CAUSAL)
+            batch, head = flat // heads, flat % heads
             row = block * BLOCK
             stop = _tiles(row, keys, offset, CAUSAL)
             _fill(q_ring, turn, 2, q_desc, [batch, head, row, 0], BLOCK * D * 2)
@@ -152,9 +157,16 @@ def _by_keys(parts):
 
 
 @gluon.jit
+def _by_height(s):
+    """The highest of every fourth score of a lane: 16 of a row, none of neighbouring keys."""
+    return gl.max(gl.reshape(s, [ROWS, LANES, s.shape[2] // GROUPED, GROUPED]), 2)
+
+
+@gluon.jit
 def _weigh(
-    s, l, m, e, t, c, query_at, key, keys,
+    s, l, m, e, t, h, c, query_at, key, keys,
     CAUSAL: gl.constexpr, FREE: gl.constexpr, ENTROPY: gl.constexpr, DISTANCE: gl.constexpr,
+    HEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """The weights of a tile, and the running sums with them; see forward.py."""
     # A key's place in the tile: a part that is known beforehand, and the lane's own.
@@ -164,12 +176,19 @@ def _weigh(
     lane = gl.arange(0, LANES, _along(layout, 3, 1))[None, :, None] * PAIR
     ahead = query_at[:, None, None] - key
     if FREE:
-        higher = gl.maximum(m, gl.max(gl.max(s, 2), 1) * c)
+        high = _by_height(s)
+        if HEIGHTS:
+            h = gl.maximum(h, high)
+        highest = gl.convert_layout(gl.max(gl.max(high, 2), 1), m.type.layout)
+        higher = gl.maximum(m, highest * c)
         x = s * c - higher[:, None, None]
     else:
-        s = gl.where(known < keys - key - lane, s * c, NOTHING)
+        seen = known < keys - key - lane
         if CAUSAL:
-            s = gl.where(known <= ahead - lane, s, NOTHING)
+            seen = seen & (known <= ahead - lane)
+        if HEIGHTS:
+            h = gl.maximum(h, _by_height(gl.where(seen, s, NOTHING)))
+        s = gl.where(seen, s * c, NOTHING)
         higher = gl.maximum(m, gl.max(gl.max(s, 2), 1))
         x = s - higher[:, None, None]
     p = gl.exp2(x)
@@ -188,18 +207,19 @@ def _weigh(
             apart = gl.abs((ahead - lane).to(gl.float32) - known.to(gl.float32))
             t = t * shrink + gl.sum(gl.sum(p * apart, 2), 1)
     l = l * shrink + total
-    return p, l, higher, e, t, shrink
+    return p, l, higher, e, t, h, shrink
 
 
 @gluon.jit
 def _attend(
     shared,
     PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, AROUND: gl.constexpr, ENTROPY: gl.constexpr, PEAK: gl.constexpr,
-    HIGHEST: gl.constexpr, DISTANCE: gl.constexpr,
+    CAUSAL: gl.constexpr, AROUND: gl.constexpr, EVEN: gl.constexpr, ENTROPY: gl.constexpr,
+    PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, HEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 queries of every block, two tiles of keys at a time."""
-    q_ring, k_ring, v_ring, out, Lse, Entropy, Peak, Highest, Distance, work, sizes = shared
+    q_ring, k_ring, v_ring, out, Lse, seen, work, sizes = shared
+    Entropy, Peak, Highest, Distance, Heights = seen
     items, pairs, blocks, heads = work
     queries, keys, offset, c = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -209,26 +229,29 @@ def _attend(
     dtype: gl.constexpr = out.data.dtype.element_ty
     none = gl.zeros([ROWS, BLOCK], gl.float32, s_layout)
     of_rows: gl.constexpr = _along(_by_lanes(none).type.layout, 3, 0)
+    of_heights: gl.constexpr = _by_height(_by_lanes(none)).type.layout
     step = 0
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         for half in range(_halves(item, pairs, blocks, CAUSAL)):
-            batch, head, block = _block(item, half, pairs, blocks, heads, CAUSAL)
+            flat, block = _block(item, half, pairs, blocks, CAUSAL)
+            batch, head = flat // heads, flat % heads
             row = block * BLOCK
             stop = _tiles(row, keys, offset, CAUSAL)
             rows = row + PART * ROWS + gl.arange(0, ROWS, of_rows)
             query_at = rows + offset
             # Tiles in which some pair is masked, or lies on another side than the rest.
             careful = 1
-            if CAUSAL:
+            if CAUSAL and not EVEN:
                 careful = gl.maximum(stop - (row + PART * ROWS + offset + 1) // BLOCK, 1)
-            elif AROUND:
+            elif AROUND and not EVEN:
                 careful = gl.minimum(stop, 1 + ((row + offset) % BLOCK != 0).to(gl.int32))
             o = gl.zeros([ROWS, D], gl.float32, o_layout)
             l = gl.zeros([ROWS], gl.float32, of_rows)
             e = gl.zeros([ROWS], gl.float32, of_rows)
             t = gl.zeros([ROWS], gl.float32, of_rows)
             m = gl.full([ROWS], LOWEST, gl.float32, of_rows)
+            h = gl.full([ROWS, LANES, GROUPED], NOTHING, gl.float32, of_heights)
 
             q = _await(q_ring, turn, 2).reshape([BLOCK, D]).slice(PART * ROWS, ROWS)
             k = _await(k_ring, step, STAGES).reshape([BLOCK, D]).permute((1, 0))
@@ -236,11 +259,12 @@ def _attend(
             s = hopper.warpgroup_mma_wait(0, deps=[s])
             _release(k_ring, step, STAGES)
             key = _tile_at(0, stop, row, offset, AROUND)
-            p, l, m, e, t, shrink = _weigh(
-                _by_lanes(s), l, m, e, t, c, query_at, key, keys, CAUSAL, False, ENTROPY, DISTANCE
-            )
+            p, l, m, e, t, h, shrink = _weigh(
+                _by_lanes(s), l, m, e, t, h, c, query_at, key, keys, CAUSAL, False, ENTROPY,
+                DISTANCE, HEIGHTS,
+            )  # fmt: skip
             for FREE in gl.static_range(2):
-                if FREE or CAUSAL or AROUND:
+                if FREE or ((CAUSAL or AROUND) and not EVEN):
                     start, end = (careful, stop) if FREE else (1, careful)
                     for i in range(start, end):
                         # This tile's scores, and the last tile's values while its weights are made.
@@ -250,13 +274,14 @@ def _attend(
                         v = _await(v_ring, step + i - 1, STAGES).reshape([BLOCK, D])
                         o = hopper.warpgroup_mma(weights, v, o, is_async=True)
                         s = hopper.warpgroup_mma_wait(1, deps=[s])
-                        _release(k_ring, step + i, STAGES)
                         key = _tile_at(i, stop, row, offset, AROUND)
-                        p, l, m, e, t, shrink = _weigh(
-                            _by_lanes(s), l, m, e, t, c, query_at, key, keys, CAUSAL, FREE == 1,
-                            ENTROPY, DISTANCE,
+                        p, l, m, e, t, h, shrink = _weigh(
+                            _by_lanes(s), l, m, e, t, h, c, query_at, key, keys, CAUSAL,
+                            FREE == 1, ENTROPY, DISTANCE, HEIGHTS,
                         )  # fmt: skip
                         o, weights = hopper.warpgroup_mma_wait(0, deps=[o, weights])
+                        # Both at once: the warps of a group wait for each other to release.
+                        _release(k_ring, step + i, STAGES)
                         _release(v_ring, step + i - 1, STAGES)
                         o = o * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
             _release(q_ring, turn, 2)
@@ -278,6 +303,13 @@ def _attend(
                 gl.store(Peak + at, inverse, mask=inside)
             if DISTANCE:
                 gl.store(Distance + at, t * inverse, mask=inside)
+            if HEIGHTS:
+                lane = gl.arange(0, LANES, _along(of_heights, 3, 1))[None, :, None]
+                group = gl.arange(0, GROUPED, _along(of_heights, 3, 2))[None, None, :]
+                height_at = gl.convert_layout(at, _along(of_heights, 3, 0))[:, None, None]
+                whose = gl.convert_layout(inside, _along(of_heights, 3, 0))[:, None, None]
+                height_at = (height_at * LANES + lane) * GROUPED + group
+                gl.store(Heights + height_at, h, mask=whose)
             if HIGHEST:
                 highest = gl.max(gl.where(inside, m * LN2, float("-inf")), 0)
                 place = ((batch * heads + head) * blocks + block) * GROUPS + PART
@@ -297,12 +329,13 @@ def _attend(
 
 @gluon.jit(do_not_specialize=["items", "pairs", "blocks", "queries", "keys"])
 def forward(
-    q_desc, k_desc, v_desc, out, Lse, Entropy, Peak, Highest, Distance, items, pairs, blocks,
-    heads, groups, queries, keys, c,
-    D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    q_desc, k_desc, v_desc, out, Lse, Entropy, Peak, Highest, Distance, Heights, items, pairs,
+    blocks, heads, groups, queries, keys, c,
+    D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr,
+    HEIGHTS: gl.constexpr,
 ):  # fmt: skip
-    """Attend; see forward.py."""
+    """Attend; see forward.py. ``Heights`` are for ``collect``."""
     # |i - j| has two signs along a row: those tiles come first in which both occur.
     AROUND: gl.constexpr = DISTANCE and not CAUSAL
     dtype: gl.constexpr = q_desc.dtype
@@ -316,35 +349,23 @@ def forward(
     hopper.fence_async_shared()
     work = items, pairs, blocks, heads
     sizes = queries, keys, offset, c
-    shared = q_ring, k_ring, v_ring, out, Lse, Entropy, Peak, Highest, Distance, work, sizes
+    seen = Entropy, Peak, Highest, Distance, Heights
+    shared = q_ring, k_ring, v_ring, out, Lse, seen, work, sizes
     loader = q_ring, k_ring, v_ring, q_desc, k_desc, v_desc, work, groups, keys, offset
     gl.warp_specialize(
         [
             (_attend, (
-                shared, 0, D, STAGES, CAUSAL, AROUND, ENTROPY, PEAK, HIGHEST, DISTANCE,
+                shared, 0, D, STAGES, CAUSAL, AROUND, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE,
+                HEIGHTS,
             )),
             (_attend, (
-                shared, 1, D, STAGES, CAUSAL, AROUND, ENTROPY, PEAK, HIGHEST, DISTANCE,
+                shared, 1, D, STAGES, CAUSAL, AROUND, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE,
+                HEIGHTS,
             )),
             (_load, (loader, D, STAGES, CAUSAL, AROUND)),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip
-
-
-@gluon.jit
-def _places(BINS: gl.constexpr, layout: gl.constexpr):
-    """The queries of a tile, in the order in which it holds them.
-
-    Where a tile has four bins or more, its queries are dealt out to them as in columns.py.
-    """
-    place = gl.arange(0, BLOCK, layout)
-    if BINS >= LANES:
-        U: gl.constexpr = BLOCK // BINS
-        lane = place // PAIR % LANES
-        turn = place // (PAIR * LANES)
-        place = (turn // (U // PAIR) * LANES + lane) * U + turn % (U // PAIR) * PAIR + place % PAIR
-    return place
 
 
 @gluon.jit
@@ -398,6 +419,37 @@ def _put(Cells, at, units, sums, UNIT: gl.constexpr, BINS: gl.constexpr, LARGEST
 
 
 @gluon.jit
+def _end_bin(
+    received, pooled, largest, Map, MapPeak, at, units,
+    UNIT: gl.constexpr, BINS: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
+):  # fmt: skip
+    """Write what bins got, and add it to what keys receive in all: [keys, LANES]."""
+    if MAP:
+        _put(Map, at, units, pooled, UNIT, BINS, False)
+        if MAP_PEAK:
+            _put(MapPeak, at, units, largest, UNIT, BINS, True)
+    return received + gl.sum(pooled, 1)
+
+
+@gluon.jit
+def _fill_teams(ring, turn, desc, batch, head, row, D: gl.constexpr):
+    """Have the rows of a block loaded, those of each team as a tile."""
+    slot = turn % 2
+    mbarrier.wait(ring[2].index(slot), (turn // 2 & 1) ^ 1)
+    full = ring[1].index(slot)
+    mbarrier.expect(full, TEAMS * ROWS * D * 2)
+    for part in gl.static_range(TEAMS):
+        tile = ring[0].index(slot * TEAMS + part)
+        tma.async_copy_global_to_shared(desc, [batch, head, row + part * ROWS, 0], full, tile)
+
+
+@gluon.jit
+def _await_team(ring, turn, PART: gl.constexpr, D: gl.constexpr):
+    mbarrier.wait(ring[1].index(turn % 2), turn // 2 & 1)
+    return ring[0].index(turn % 2 * TEAMS + PART).reshape([ROWS, D])
+
+
+@gluon.jit
 def _load_columns(
     loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAUSAL: gl.constexpr,
 ):  # fmt: skip
@@ -407,16 +459,10 @@ def _load_columns(
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         for half in range(_halves(item, pairs, blocks, CAUSAL)):
-            batch, head, block = _block(item, half, pairs, blocks, heads, CAUSAL)
+            flat, block = _block(item, half, pairs, blocks, CAUSAL)
+            batch, head = flat // heads, flat % heads
             key = block * (TEAMS * ROWS)
-            slot = turn % 2
-            mbarrier.wait(k_ring[2].index(slot), (turn // 2 & 1) ^ 1)
-            full = k_ring[1].index(slot)
-            mbarrier.expect(full, TEAMS * ROWS * D * 2)
-            for part in gl.static_range(TEAMS):
-                at = [batch, head // groups, key + part * ROWS, 0]
-                tile = k_ring[0].index(slot * TEAMS + part)
-                tma.async_copy_global_to_shared(k_desc, at, full, tile)
+            _fill_teams(k_ring, turn, k_desc, batch, head // groups, key, D)
             start = 0
             if CAUSAL:
                 start = gl.maximum(key - offset, 0) // BLOCK
@@ -432,21 +478,19 @@ def _load_columns(
 
 
 @gluon.jit
-def _sums(
-    k, q_ring, step, drop_at, c, first, masked,
-    D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAUSAL: gl.constexpr,
-    PEAK: gl.constexpr,
-):  # fmt: skip
-    """Of one tile what each key gets, and the largest weight: [keys, ., LANES]."""
+def _product(rows, ring, step, D: gl.constexpr, STAGES: gl.constexpr):
+    """The scores of a team's rows and the next tile, on their way."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     zeros = gl.zeros([ROWS, BLOCK], gl.float32, layout)
-    drop = gl.load(drop_at)  # on its way during the product
-    q = _await(q_ring, step, STAGES).reshape([BLOCK, D]).permute((1, 0))
-    s = hopper.warpgroup_mma(k, q, zeros, use_acc=False, is_async=True)
-    s = hopper.warpgroup_mma_wait(0, deps=[s])
-    _release(q_ring, step, STAGES)
+    tile = _await(ring, step, STAGES).reshape([BLOCK, D]).permute((1, 0))
+    return hopper.warpgroup_mma(rows, tile, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _sums(s, drop, c, first, masked, BINS: gl.constexpr, MASK: gl.constexpr, PEAK: gl.constexpr):
+    """Of one tile what each key gets, and the largest weight: [keys, ., LANES]."""
     parts = _by_bins(gl.exp2(s * c + drop[None, :]), BINS)
-    if CAUSAL:
+    if MASK:
         if masked:
             parts = _causal(parts, first, BINS)
     sums = gl.sum(gl.sum(parts, 4), 2)
@@ -460,78 +504,91 @@ def _sums(
 def _receive(
     shared,
     PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
-    UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, RECEIVED: gl.constexpr,
-    MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
+    UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
+    RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 keys of every block of keys, and all queries."""
     k_ring, q_ring, Drop, Received, Map, MapPeak, work, sizes = shared
     items, pairs, blocks, heads = work
     keys, offset, tiles, per_bin, bins, c = sizes
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    of_queries: gl.constexpr = gl.SliceLayout(0, layout)
     zeros = gl.zeros([ROWS, BLOCK], gl.float32, layout)
     none = gl.sum(gl.sum(_by_bins(zeros, BINS), 4), 2)  # [keys, ., LANES]
-    places = _places(BINS, of_queries)
     step = 0
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         for half in range(_halves(item, pairs, blocks, CAUSAL)):
-            batch, head, block = _block(item, half, pairs, blocks, heads, CAUSAL)
+            flat, block = _block(item, half, pairs, blocks, CAUSAL)
+            batch, head = flat // heads, flat % heads
             flat = (batch * heads + head).to(gl.int64)
             first = block * (TEAMS * ROWS) + PART * ROWS
-            key_at = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+            key_at = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)) - offset
             units = blocks * (TEAMS * ROWS // UNIT)
             cell = flat * bins * units + block * (TEAMS * ROWS // UNIT)
             cell += PART * (ROWS // UNIT)
-            drop_at = Drop + flat * tiles * BLOCK + places
-            # Before ``start`` no query sees these keys, and from the tile ``free`` on all do.
+            drop_at = Drop + flat * tiles * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+            # Before the tile ``start`` no query sees these keys, and from ``free`` on all do.
             begin, start, free = 0, 0, 0
             if CAUSAL:
                 begin = gl.maximum(block * (TEAMS * ROWS) - offset, 0) // BLOCK
-                start = gl.minimum(gl.maximum(first - offset, 0) // BLOCK, tiles)
+                start = gl.minimum(gl.maximum(first - offset, 0) // BLOCK, tiles - 1)
                 free = gl.maximum(first + ROWS - 1 - offset + BLOCK - 1, 0) // BLOCK
-            mbarrier.wait(k_ring[1].index(turn % 2), turn // 2 & 1)
-            k = k_ring[0].index(turn % 2 * TEAMS + PART).reshape([ROWS, D])
+            k = _await_team(k_ring, turn, PART, D)
             for tile in range(begin, start):
                 _await(q_ring, step + tile - begin, STAGES)
                 _release(q_ring, step + tile - begin, STAGES)
+            step += start - begin
+            # The first tile by itself: where queries and keys end EVEN, no other is masked.
+            drop = gl.load(drop_at + start * BLOCK)
+            s = hopper.warpgroup_mma_wait(0, deps=[_product(k, q_ring, step, D, STAGES)])
+            pooled, largest = _sums(
+                s, drop, c, key_at - start * BLOCK, True, BINS, CAUSAL, MAP_PEAK
+            )
             received = gl.sum(none, 1)
-            # One loop for masked and other tiles: of two, ptxas took the second's first operand
-            # from the first, even where that had no turn.
-            if LONG:  # a bin has several tiles
-                for index in range(start // per_bin, (tiles + per_bin - 1) // per_bin):
-                    pooled = none
-                    largest = none
-                    first_tile = gl.maximum(index * per_bin, start)
-                    for tile in range(first_tile, gl.minimum((index + 1) * per_bin, tiles)):
-                        sums, peaks = _sums(
-                            k, q_ring, step + tile - begin, drop_at + tile * BLOCK, c,
-                            key_at - offset - tile * BLOCK, tile < free, D, STAGES, BINS, CAUSAL,
+            if not LONG:
+                at = cell + start * BINS * units
+                received = _end_bin(
+                    received, pooled, largest, Map, MapPeak, at, units, UNIT, BINS, MAP, MAP_PEAK
+                )
+            next_bin = (start // per_bin + 1) * per_bin
+            for tile in range(start + 1, tiles):
+                if LONG:  # a bin has several tiles
+                    if tile == next_bin:
+                        at = cell + (tile // per_bin - 1) * units
+                        received = _end_bin(
+                            received, pooled, largest, Map, MapPeak, at, units, UNIT, BINS, MAP,
                             MAP_PEAK,
                         )  # fmt: skip
-                        pooled += sums
-                        largest = gl.maximum(largest, peaks)
-                    received += gl.sum(pooled, 1)
-                    if MAP:
-                        at = cell + index * units
-                        _put(Map, at, units, pooled, UNIT, BINS, False)
-                        if MAP_PEAK:
-                            _put(MapPeak, at, units, largest, UNIT, BINS, True)
-            else:
-                for tile in range(start, tiles):
-                    pooled, largest = _sums(
-                        k, q_ring, step + tile - begin, drop_at + tile * BLOCK, c,
-                        key_at - offset - tile * BLOCK, tile < free, D, STAGES, BINS, CAUSAL,
-                        MAP_PEAK,
-                    )  # fmt: skip
-                    received += gl.sum(pooled, 1)
+                        pooled = none
+                        largest = none
+                        next_bin += per_bin
+                # Not sooner: the warps of a group wait for each other to release, and here they
+                # do so anyway for the product.
+                _release(q_ring, step, STAGES)
+                step += 1
+                drop = gl.load(drop_at + tile * BLOCK)  # on its way during the product
+                s = hopper.warpgroup_mma_wait(0, deps=[_product(k, q_ring, step, D, STAGES)])
+                sums, peaks = _sums(
+                    s, drop, c, key_at - tile * BLOCK, tile < free, BINS, CAUSAL and not EVEN,
+                    MAP_PEAK,
+                )  # fmt: skip
+                if LONG:
+                    pooled += sums
+                    largest = gl.maximum(largest, peaks)
+                else:
                     at = cell + tile * BINS * units
-                    _put(Map, at, units, pooled, UNIT, BINS, False)
-                    if MAP_PEAK:
-                        _put(MapPeak, at, units, largest, UNIT, BINS, True)
+                    received = _end_bin(
+                        received, sums, peaks, Map, MapPeak, at, units, UNIT, BINS, MAP, MAP_PEAK
+                    )
+            _release(q_ring, step, STAGES)
             _release(k_ring, turn, 2)
-            step += tiles - begin
+            step += 1
             turn += 1
+            if LONG:
+                at = cell + (tiles - 1) // per_bin * units
+                received = _end_bin(
+                    received, pooled, largest, Map, MapPeak, at, units, UNIT, BINS, MAP, MAP_PEAK
+                )
             if RECEIVED:
                 received = gl.sum(received, 1)
                 at = first + gl.arange(0, ROWS, received.type.layout)
@@ -545,8 +602,8 @@ def columns(
     q_desc, k_desc, dealt, Drop, Received, Map, MapPeak, items, pairs, blocks, heads, groups,
     queries, keys, tiles, per_bin, bins, c,
     D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, UNIT: gl.constexpr,
-    LONG: gl.constexpr, CAUSAL: gl.constexpr, RECEIVED: gl.constexpr, MAP: gl.constexpr,
-    MAP_PEAK: gl.constexpr,
+    LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, RECEIVED: gl.constexpr,
+    MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
 ):  # fmt: skip
     """Sums over queries; see columns.py.
 
@@ -567,18 +624,215 @@ def columns(
     gl.warp_specialize(
         [
             (_receive, (
-                shared, 0, D, STAGES, BINS, UNIT, LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK,
+                shared, 0, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
             )),
             (_receive, (
-                shared, 1, D, STAGES, BINS, UNIT, LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK,
+                shared, 1, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
             )),
             (_receive, (
-                shared, 2, D, STAGES, BINS, UNIT, LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK,
+                shared, 2, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
             )),
             (_receive, (
-                shared, 3, D, STAGES, BINS, UNIT, LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK,
+                shared, 3, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
             )),
             (_load_columns, (loader, D, STAGES, BINS, CAUSAL)),
+        ],
+        [4, 4, 4, 1], [112, 112, 112, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _load_collect(loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+    q_ring, k_ring, q_desc, k_desc, work, groups, offset, tiles, from_head = loader
+    items, pairs, blocks, heads = work
+    step = 0
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        for half in range(_halves(item, pairs, blocks, CAUSAL)):
+            flat, block = _block(item, half, pairs, blocks, CAUSAL)
+            batch, head = (flat + from_head) // heads, (flat + from_head) % heads
+            row = block * (TEAMS * ROWS)
+            _fill_teams(q_ring, turn, q_desc, batch, head, row, D)
+            stop = _last_tile(row + (TEAMS - 1) * ROWS, offset, tiles, CAUSAL) + 1
+            for i in range(stop):
+                place = [batch, head // groups, (stop - 1 - i) * BLOCK, 0]
+                _fill(k_ring, step, STAGES, k_desc, place, BLOCK * D * 2)
+                step += 1
+            turn += 1
+
+
+@gluon.jit
+def _last_tile(row, offset, tiles, CAUSAL: gl.constexpr):
+    """Of the keys that the 64 queries from a row on see."""
+    if CAUSAL:
+        return gl.minimum(tiles - 1, (row + ROWS - 1 + offset) // BLOCK)
+    return tiles - 1
+
+
+@gluon.jit
+def _unseen(s, query_at, key, keys, CAUSAL: gl.constexpr):
+    """Scores by lanes, lowered where a query may not see the key."""
+    layout: gl.constexpr = s.type.layout
+    turn = gl.arange(0, s.shape[2], _along(layout, 3, 2))[None, None, :]
+    known = turn // PAIR * (LANES * PAIR) + turn % PAIR
+    lane = gl.arange(0, LANES, _along(layout, 3, 1))[None, :, None] * PAIR
+    s = gl.where(known < keys - key - lane, s, NOTHING)
+    if CAUSAL:
+        s = gl.where(known <= query_at[:, None, None] - key - lane, s, NOTHING)
+    return s
+
+
+@gluon.jit
+def _in_pairs(s):
+    """Scores by lanes, and by neighbours: [ROWS, LANES, ., PAIR]."""
+    return gl.reshape(s, [ROWS, LANES, s.shape[2] // PAIR, PAIR])
+
+
+@gluon.jit
+def _keep_pair(pairs, bar, found, room, key):
+    both = gl.reshape(pairs, [ROWS, LANES, PAIR])
+    whole: gl.constexpr = gl.SliceLayout(2, both.type.layout)
+    reaches = gl.convert_layout(gl.max(both, 2), found.type.layout) >= bar
+    slot = room + found
+    near = gl.arange(0, PAIR, _along(both.type.layout, 3, 2))[None, None, :]
+    there = gl.convert_layout(slot, whole)[:, :, None] + near
+    gl.store(there, both, mask=gl.convert_layout(reaches, whole)[:, :, None])
+    gl.store(slot + PAIR, key.to(gl.float32, bitcast=True), mask=reaches)
+    return gl.where(reaches, found + RECORD, found)
+
+
+@gluon.jit
+def _keep(pairs, bar, found, room, key, FIRST: gl.constexpr):
+    """Store those of a thread's pairs of neighbours of which one reaches the bar, and their keys.
+
+    ``pairs`` is [rows, LANES, ., PAIR], ``found`` how many numbers are stored: [rows, LANES].
+    Where there might be no more room, nothing is stored.
+    """
+    N: gl.constexpr = pairs.shape[2]
+    if N == SURE:
+        bar = gl.where(found <= (ROOM - SURE) * RECORD, bar, float("inf"))
+    if N > 1:
+        halves = gl.permute(gl.reshape(pairs, [ROWS, LANES, 2, N // 2, PAIR]), (0, 1, 3, 4, 2))
+        near, far = gl.split(halves)
+        found = _keep(near, bar, found, room, key, FIRST)
+        found = _keep(far, bar, found, room, key, FIRST + N // 2)
+    else:
+        found = _keep_pair(pairs, bar, found, room, key + FIRST * (LANES * PAIR))
+    return found
+
+
+@gluon.jit
+def _collect(
+    shared,
+    PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    EVEN: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: its 64 queries of every block, and the keys they see, the last first."""
+    q_ring, k_ring, Heights, Count, Found, work, sizes = shared
+    items, pairs, blocks, _heads = work
+    queries, keys, offset, tiles, count = sizes
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    none = _by_lanes(gl.zeros([ROWS, BLOCK], gl.float32, layout))
+    of_heights: gl.constexpr = _by_height(none).type.layout
+    of_lanes: gl.constexpr = gl.max(none, 2).type.layout
+    of_rows: gl.constexpr = _along(none.type.layout, 3, 0)
+    lane = gl.arange(0, LANES, gl.SliceLayout(0, of_lanes))[None, :]
+    step = 0
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        for half in range(_halves(item, pairs, blocks, CAUSAL)):
+            flat, block = _block(item, half, pairs, blocks, CAUSAL)
+            row = block * (TEAMS * ROWS) + PART * ROWS
+            first = flat.to(gl.int64) * queries
+            query_at = row + gl.arange(0, ROWS, of_rows) + offset
+            # The bar: of the highest of each set the count-th, where equal ones count once. As
+            # many scores reach it; a little lower, should products differ in their last bit.
+            rows = row + gl.arange(0, ROWS, _along(of_heights, 3, 0))
+            group = gl.arange(0, GROUPED, _along(of_heights, 3, 2))[None, None, :]
+            height_at = (first + rows[:, None, None]) * (LANES * GROUPED) + group
+            mine = gl.arange(0, LANES, _along(of_heights, 3, 1))[None, :, None] * GROUPED
+            inside = (rows < queries)[:, None, None]
+            h = gl.load(Heights + height_at + mine, mask=inside, other=NOTHING)
+            top = gl.max(gl.max(h, 2), 1)
+            for _ in range(1, count):
+                h = gl.where(h >= top[:, None, None], NOTHING, h)
+                top = gl.max(gl.max(h, 2), 1)
+            top = gl.maximum(top - gl.abs(top) * 1e-6, LOWEST)
+            bar = gl.convert_layout(
+                gl.where(rows < queries, top, float("inf")), gl.SliceLayout(1, of_lanes)
+            )[:, None]
+            mine = row + gl.arange(0, ROWS, gl.SliceLayout(1, of_lanes))
+            place = (first + mine[:, None]) * LANES + lane
+            room = Found + place * (ROOM * RECORD)
+            found = gl.zeros([ROWS, LANES], gl.int32, of_lanes)
+            last = _last_tile(row, offset, tiles, CAUSAL)
+            q = _await_team(q_ring, turn, PART, D)
+            ahead = _last_tile(row + (TEAMS - 1 - PART) * ROWS, offset, tiles, CAUSAL) - last
+            for i in range(ahead):
+                _await(k_ring, step + i, STAGES)
+                _release(k_ring, step + i, STAGES)
+            step += ahead
+            s = hopper.warpgroup_mma_wait(0, deps=[_product(q, k_ring, step, D, STAGES)])
+            key = last * BLOCK
+            scores = _unseen(_by_lanes(s), query_at, key, keys, CAUSAL)
+            found = _keep(_in_pairs(scores), bar, found, room, key + lane * PAIR, 0)
+            for tile in range(1, last + 1):
+                key = (last - tile) * BLOCK
+                _release(k_ring, step, STAGES)
+                step += 1
+                s = hopper.warpgroup_mma_wait(0, deps=[_product(q, k_ring, step, D, STAGES)])
+                scores = _by_lanes(s)
+                if CAUSAL and not EVEN:
+                    scores = _unseen(scores, query_at, key, keys, True)
+                found = _keep(_in_pairs(scores), bar, found, room, key + lane * PAIR, 0)
+            _release(k_ring, step, STAGES)
+            _release(q_ring, turn, 2)
+            step += 1
+            turn += 1
+            # Where some may be missing, more are told than there is room for.
+            found = gl.where(found <= (ROOM - SURE) * RECORD, found // RECORD, ROOM + 1)
+            gl.store(Count + place, found, mask=(mine < queries)[:, None])
+
+
+@gluon.jit(
+    do_not_specialize=[
+        "items",
+        "pairs",
+        "blocks",
+        "queries",
+        "keys",
+        "tiles",
+        "count",
+        "from_head",
+    ]
+)
+def collect(
+    q_desc, k_desc, Heights, Count, Found, items, pairs, blocks, heads, groups, queries, keys,
+    tiles, count, from_head,
+    D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
+):  # fmt: skip
+    """Collect the scores of each query that may be among its ``count`` highest; see rows.py.
+
+    ``Heights`` are what the forward pass found highest in 16 sets of a query's keys.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    offset = keys - queries
+    q_ring = _ring(dtype, 2 * TEAMS, q_desc)
+    k_ring = _ring(dtype, STAGES, k_desc)
+    _open(q_ring, 2, TEAMS)
+    _open(k_ring, STAGES, TEAMS)
+    hopper.fence_async_shared()
+    work = items, pairs, blocks, heads
+    sizes = queries, keys, offset, tiles, count
+    shared = q_ring, k_ring, Heights, Count, Found, work, sizes
+    loader = q_ring, k_ring, q_desc, k_desc, work, groups, offset, tiles, from_head
+    gl.warp_specialize(
+        [
+            (_collect, (shared, 0, D, STAGES, CAUSAL, EVEN)),
+            (_collect, (shared, 1, D, STAGES, CAUSAL, EVEN)),
+            (_collect, (shared, 2, D, STAGES, CAUSAL, EVEN)),
+            (_collect, (shared, 3, D, STAGES, CAUSAL, EVEN)),
+            (_load_collect, (loader, D, STAGES, CAUSAL)),
         ],
         [4, 4, 4, 1], [112, 112, 112, 24],
     )  # fmt: skip

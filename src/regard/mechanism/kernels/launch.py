@@ -32,11 +32,12 @@ from regard.mechanism.kernels.structure import (
     outputs,
 )
 
+collects = specialised.collects  # whether ``forward`` can tell "heights"
 WARP = 16  # rows of a matrix product that one warp holds
 LANES = 4  # threads that share such a row
 PROGRAMS = 256  # that keep a large device busy: about two for each multiprocessor
 SHARE = 512  # keys that are worth a program of their own
-SCRATCH = 2**28  # bytes for candidates of the top keys; heads take turns where that is too little
+SCRATCH = 2**29  # bytes for candidates of the top keys; heads take turns where that is too little
 
 
 class Blocks(NamedTuple):
@@ -129,7 +130,10 @@ def _far(structure: Structure) -> int:
 def forward(
     query: Tensor, key: Tensor, value: Tensor, structure: Structure, wanted: Collection[str]
 ) -> dict[str, Tensor]:
-    """Attend. Always "output" and "lse"; "entropy", "peak", "max_logit", "distance" if wanted."""
+    """Attend. Always "output" and "lse"; "entropy", "peak", "max_logit", "distance" if wanted.
+
+    And where ``specialised.collects``, "heights" if wanted, for ``top``.
+    """
     if specialised.attends(query, key, value, structure, wanted):
         return specialised.forward(query, key, value, structure, wanted)
     batch, heads, queries, width = query.shape
@@ -310,9 +314,17 @@ def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def top(
-    query: Tensor, key: Tensor, lse: Tensor, structure: Structure, count: int
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    structure: Structure,
+    count: int,
+    heights: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """The largest weights of each query and their keys: "top_weights" and "top_keys"."""
+    """The largest weights of each query and their keys: "top_weights" and "top_keys".
+
+    ``heights`` are what ``forward`` told of them, where it did.
+    """
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     if queries <= WARP:  # few rows: as many numbers as the keys have
@@ -329,11 +341,12 @@ def top(
         "top_weights": torch.empty(shape, device=query.device, dtype=torch.float32),
         "top_keys": torch.empty(shape, device=query.device, dtype=torch.int64),
     }
+    pairs = heights is not None
     most = _next_power(count)
-    room = 2 * max(LANES, most)  # for each lane
-    turns = max(1, SCRATCH // (queries * LANES * room * 8))  # heads at a time
+    room = specialised.ROOM if pairs else 2 * max(LANES, most)  # for each lane
+    each = specialised.RECORD * 4 if pairs else 8  # bytes
+    turns = max(1, SCRATCH // (queries * LANES * room * each))  # heads at a time
     turns = min(turns, batch * heads)
-    candidates = torch.empty(turns * queries, LANES, room, device=query.device, dtype=torch.int64)
     reached = torch.empty(turns * queries, LANES, device=query.device, dtype=torch.int32)
     wide = _power(width)
     shared: Any = {
@@ -344,21 +357,29 @@ def top(
     inputs = View.of(query), View.of(key)
     parts = structure.ends, structure.terms
     sizes = heads, heads // key.shape[1], queries, keys, width, count
+    candidates = torch.empty(
+        turns * queries, LANES, room * each, device=query.device, dtype=torch.uint8
+    ).view(torch.float32 if pairs else torch.int64)
     for first in range(0, batch * heads, turns):
         some = min(turns, batch * heads - first)
-        rows_kernels.collect[_ceil(queries, blocks.queries), some](
-            *inputs, reached, candidates, *parts, *sizes, first,
-            BM=blocks.queries, BN=blocks.keys, EVEN=wide == width, **shared,
-            num_warps=blocks.warps, num_stages=blocks.stages,
-            enable_fp_fusion=False,  # both its passes must round a score alike
-        )  # fmt: skip
+        if heights is not None:
+            specialised.collect(
+                query, key, heights, structure, count, first, some, reached, candidates
+            )
+        else:
+            rows_kernels.collect[_ceil(queries, blocks.queries), some](
+                *inputs, reached, candidates, *parts, *sizes, first,
+                BM=blocks.queries, BN=blocks.keys, EVEN=wide == width, **shared,
+                num_warps=blocks.warps, num_stages=blocks.stages,
+                enable_fp_fusion=False,  # both its passes must round a score alike
+            )  # fmt: skip
         rows_kernels.pick[_ceil(queries, WARP), some](
             lse, reached, candidates, *found.values(), queries, count, first,
-            BM=WARP, ROOM=room, COUNT=most, num_warps=4,
+            structure.scale * LOG2E, BM=WARP, ROOM=room, COUNT=most, PAIRS=pairs, num_warps=4,
         )  # fmt: skip
         rows_kernels.search[_ceil(queries, WARP), some](
             *inputs, lse, reached, *found.values(), *parts, *sizes, first, BM=WARP, BN=64,
-            **shared, num_warps=4, num_stages=1,
+            COUNT=most, **shared, num_warps=4, num_stages=1,
         )  # fmt: skip
     return found
 

@@ -55,15 +55,17 @@ def forward(
     from regard.mechanism.kernels import launch
 
     fields = request.fields
-    if not any(name in fields for name in BY_ROW) and _plain(query, key, value, structure):
+    if request.top and launch.collects(query, key, value, structure, fields, request.top):
+        fields = (*fields, "heights")
+    if not any(n in fields for n in (*BY_ROW, "heights")) and _plain(query, key, value, structure):
         found = _plain_forward(query, key, value, structure)
     else:
         found = launch.forward(query, key, value, structure, fields)
-    lse = found["lse"]
+    lse, heights = found["lse"], found.pop("heights", None)
     if "received" in fields or "map" in fields:
         found |= launch.columns(query, key, lse, structure, fields, request.grid)
     if request.top:
-        found |= launch.top(query, key, lse, structure, request.top)
+        found |= launch.top(query, key, lse, structure, request.top, heights)
     if request.rows:
         found["rows"] = launch.rows(query, key, lse, structure, request.rows)
     return found

@@ -7,7 +7,7 @@ k-th largest (equal ones count once) is a bar that at least k scores reach. The 
 few scores that reach it; it must round each score as the first did, or what is equal to the bar no
 longer reaches it. To put those in order is the rest; ties go to the earlier key. Where more reach
 the bar than there is room for (ties, or a pattern that repeats with the tile), ``search`` goes over
-the row again, once for each place.
+the row again.
 """
 
 import triton
@@ -174,21 +174,40 @@ def collect(
 
 
 @triton.jit
-def _highest(
-    Count, Found, place, inside, FEW: tl.constexpr, ROOM: tl.constexpr, COUNT: tl.constexpr
-):
-    """The COUNT highest of what was collected of each row, of FEW a lane at most: [rows, COUNT]."""
-    slot = tl.arange(0, LANES * FEW)[None, :]
-    lane = place[:, None] * LANES + slot // FEW
-    within = slot % FEW
-    reached = tl.load(Count + lane, mask=inside[:, None], other=0)
-    found = tl.load(Found + lane * ROOM + within, mask=within < reached, other=MISSING)
-    highest = tl.full([place.shape[0], COUNT], MISSING, tl.int64)
+def _in_order(found, COUNT: tl.constexpr):
+    """The COUNT highest of each row, the highest first: [rows, COUNT]."""
+    highest = tl.full([found.shape[0], COUNT], MISSING, tl.int64)
     for column in range(COUNT):
         next_one = tl.max(found, 1)[:, None]
         highest = tl.where(tl.arange(0, COUNT)[None, :] == column, next_one, highest)
         found = tl.where(found >= next_one, MISSING, found)
     return highest
+
+
+@triton.jit
+def _highest(
+    Found, place, ends, factor,
+    SLOTS: tl.constexpr, ROOM: tl.constexpr, COUNT: tl.constexpr, PAIRS: tl.constexpr,
+):  # fmt: skip
+    """The COUNT highest of what was collected of each row: [rows, COUNT].
+
+    ``ends`` says how many the first lane has, the first two, three and all: at most SLOTS.
+    """
+    A: tl.constexpr = 2 if PAIRS else 1
+    slot = tl.arange(0, SLOTS * A)[None, :]
+    number = slot // A
+    first, second, third = ends[0][:, None], ends[1][:, None], ends[2][:, None]
+    lane = tl.where(number < first, 0, tl.where(number < second, 1, tl.where(number < third, 2, 3)))
+    before = tl.where(lane == 0, 0, tl.where(lane == 1, first, tl.where(lane == 2, second, third)))
+    at = (place[:, None] * LANES + lane) * ROOM + number - before
+    there = number < ends[3][:, None]
+    if PAIRS:  # as hopper.py collects them: two neighbours, and where they are
+        s = tl.load(Found + at * 4 + slot % 2, mask=there, other=NOTHING)
+        key = tl.load(Found + at * 4 + 2, mask=there, other=0.0).to(tl.int32, bitcast=True)
+        found = tl.where(s > LOWEST, _ranked(s * factor, key + slot % 2), MISSING)
+    else:
+        found = tl.load(Found + at, mask=there, other=MISSING)
+    return _in_order(found, COUNT)
 
 
 @triton.jit
@@ -200,24 +219,38 @@ def _write(highest, lse, at, Weights, Keys, mask):
     tl.store(Keys + at, tl.where(there, 0x7FFFFFFF - (highest & 0x7FFFFFFF), -1), mask=mask)
 
 
+@triton.jit
+def _reached(Count, place, lane, inside, ROOM: tl.constexpr):
+    return tl.minimum(tl.load(Count + place * LANES + lane, mask=inside, other=0), ROOM)
+
+
 @triton.jit(do_not_specialize=["queries", "from_head"])
 def pick(
-    Lse, Count, Found, Weights, Keys, queries, count, from_head,
-    BM: tl.constexpr, ROOM: tl.constexpr, COUNT: tl.constexpr,
+    Lse, Count, Found, Weights, Keys, queries, count, from_head, factor,
+    BM: tl.constexpr, ROOM: tl.constexpr, COUNT: tl.constexpr, PAIRS: tl.constexpr,
 ):  # fmt: skip
-    """Of what was collected, the ``count`` highest of each query: their weights and keys."""
+    """Of what was collected, the ``count`` highest of each query: their weights and keys.
+
+    Scores in PAIRS are as the product gave them, to be multiplied by ``factor``.
+    """
     flat = (tl.program_id(1) + from_head).to(tl.int64)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = rows < queries
     place = tl.program_id(1).to(tl.int64) * queries + rows
-    lanes = place[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    reached = tl.load(Count + lanes, mask=inside[:, None], other=0)
+    FEW: tl.constexpr = 2 * COUNT if COUNT >= 8 else 16
     lse = rows_lse(Lse + flat * queries + rows, inside)
-    # Nearly always half of the room is enough.
-    if tl.max(tl.max(reached, 1), 0) <= ROOM // 2:
-        highest = _highest(Count, Found, place, inside, ROOM // 2, ROOM, COUNT)
+    first = _reached(Count, place, 0, inside, ROOM)
+    second = first + _reached(Count, place, 1, inside, ROOM)
+    third = second + _reached(Count, place, 2, inside, ROOM)
+    ends = first, second, third, third + _reached(Count, place, 3, inside, ROOM)
+    # Mostly few more than COUNT were collected.
+    most = tl.max(ends[3], 0)
+    if most <= FEW:
+        highest = _highest(Found, place, ends, factor, FEW, ROOM, COUNT, PAIRS)
+    elif most <= 2 * FEW:
+        highest = _highest(Found, place, ends, factor, 2 * FEW, ROOM, COUNT, PAIRS)
     else:
-        highest = _highest(Count, Found, place, inside, ROOM, ROOM, COUNT)
+        highest = _highest(Found, place, ends, factor, LANES * ROOM, ROOM, COUNT, PAIRS)
     column = tl.arange(0, COUNT)[None, :]
     at = (flat * queries + rows)[:, None] * count + column
     _write(highest, lse[:, None], at, Weights, Keys, inside[:, None] & (column < count))
@@ -227,10 +260,11 @@ def pick(
 def search(
     query, key, Lse, Count, Weights, Keys, ends, terms, heads, groups, queries, keys, width, count,
     from_head,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, ROOM: tl.constexpr, KIND: tl.constexpr,
-    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, ROOM: tl.constexpr,
+    COUNT: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As ``pick``, of rows that had no room for all: they are gone over once for each place."""
+    """As ``pick``, of rows that had no room for all: these are gone over once more."""
     flat = (tl.program_id(1) + from_head).to(tl.int64)
     batch, head = flat // heads, flat % heads
     row = tl.program_id(0) * BM
@@ -247,23 +281,31 @@ def search(
         parts = key_stretches(ends, batch, row, last, offset, keys, terms.reach, BN, KIND, False)
         q = rows_of(query, batch, head, rows, inside, width, BD)
         low, high = range_of(ends, batch, rows, inside, KIND)
-        before = tl.full([BM], HIGHEST, tl.int64)
-        for column in range(count):
-            highest = tl.full([BM], MISSING, tl.int64)
-            for n in tl.range(parts[0], parts[5], BN, num_stages=1):
-                key_at = n + tl.arange(0, BN)
-                k = rows_of(key, batch, head // groups, key_at, key_at < keys, width, BD)
-                dots = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-                s, _slope = scores(
-                    dots, query_at[:, None], key_at[None, :], 1.0, terms, head, BIAS, SOFTCAP,
-                    False,
-                )  # fmt: skip
-                may = allowed(
-                    query_at[:, None], key_at[None, :], low[:, None], high[:, None], keys, KIND
-                )
-                rank = _ranked(s, key_at[None, :])
-                rank = tl.where(may & (rank < before[:, None]), rank, MISSING)
-                highest = tl.maximum(highest, tl.max(rank, 1))
-            at = (flat * queries + rows) * count + column
-            _write(highest, lse, at, Weights, Keys, inside)
-            before = highest
+        # The highest so far in no order; what is not asked for is never the lowest of them.
+        column = tl.arange(0, COUNT)[None, :]
+        best = tl.zeros([BM, COUNT], tl.int64) + tl.where(column < count, MISSING, HIGHEST)
+        lowest = tl.full([BM], MISSING, tl.int64)
+        for n in range(parts[0], parts[5], BN):
+            key_at = n + tl.arange(0, BN)
+            k = rows_of(key, batch, head // groups, key_at, key_at < keys, width, BD)
+            dots = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+            s, _slope = scores(
+                dots, query_at[:, None], key_at[None, :], 1.0, terms, head, BIAS, SOFTCAP, False
+            )
+            may = allowed(
+                query_at[:, None], key_at[None, :], low[:, None], high[:, None], keys, KIND
+            )
+            rank = tl.where(may, _ranked(s, key_at[None, :]), MISSING)
+            left = tl.max(tl.max((rank > lowest[:, None]).to(tl.int32), 1), 0)
+            while left > 0:
+                top = tl.max(rank, 1)
+                which = tl.min(tl.where(best == lowest[:, None], column, COUNT), 1)
+                replaced = (column == which[:, None]) & (top > lowest)[:, None]
+                best = tl.where(replaced, top[:, None], best)
+                rank = tl.where(rank >= top[:, None], MISSING, rank)
+                lowest = tl.min(best, 1)
+                left = tl.max(tl.max((rank > lowest[:, None]).to(tl.int32), 1), 0)
+        highest = _in_order(tl.where(column < count, best, MISSING), COUNT)
+        at = (flat * queries + rows)[:, None] * count + column
+        mask = inside[:, None] & (column < count)
+        _write(highest, lse[:, None], at, Weights, Keys, mask)

@@ -25,9 +25,11 @@ GLUON = "3.6."  # Gluon is young: each release of Triton may change it, and has 
 ROWS = 64  # as in hopper.py
 BLOCK = 128
 LANES, PAIR = 4, 2
+GROUPED = 4  # sets of keys a lane has, of which each has a highest score
+ROOM, RECORD = 16, 4  # pairs of scores a lane can collect, and numbers each takes
 TEAMS = 4  # groups of warps that share the queries
 STAGES = 2  # tiles of keys and of values that are loaded ahead
-QUERY_STAGES = {64: 4, 128: 3}  # tiles of queries, in the second pass
+TILE_STAGES = {64: 4, 128: 3}  # tiles of queries in the second pass, of keys for the top ones
 FEWEST = 256  # queries: below, most of a block would be empty
 # Causal queries, by width: below, forward.py is faster.
 SHORT = {64: 1024, 128: FEWEST}
@@ -113,14 +115,17 @@ def forward(
     highest = None
     if "max_logit" in wanted:
         highest = found["lse"].new_empty(batch, heads, blocks * (BLOCK // ROWS))
+    if "heights" in wanted:
+        found["heights"] = found["lse"].new_empty(batch, heads, queries, LANES * GROUPED)
     _kernels().forward[(min(items, _processors(query.device)),)](
         _described(query, BLOCK), _described(key, BLOCK), _described(value, BLOCK),
         View.of(found["output"]), found["lse"], found.get("entropy"), found.get("peak"), highest,
-        found.get("distance"), items, pairs, blocks, heads, heads // key.shape[1],
-        queries, keys, structure.scale * LOG2E,
+        found.get("distance"), found.get("heights"), items, pairs, blocks, heads,
+        heads // key.shape[1], queries, keys, structure.scale * LOG2E,
         D=width, STAGES=STAGES, CAUSAL=structure.kind == CAUSAL,
-        ENTROPY="entropy" in wanted, PEAK="peak" in wanted, HIGHEST=highest is not None,
-        DISTANCE="distance" in wanted, num_warps=4,
+        EVEN=(keys - queries) % BLOCK == 0, ENTROPY="entropy" in wanted, PEAK="peak" in wanted,
+        HIGHEST=highest is not None, DISTANCE="distance" in wanted, HEIGHTS="heights" in wanted,
+        num_warps=4,
     )  # fmt: skip
     if highest is not None:
         found["max_logit"] = highest.amax(-1)
@@ -186,6 +191,21 @@ def _dealt_tiles(query: Tensor, bins: _Bins) -> Any:
     return _tiles(query, shape, strides, block)
 
 
+def _drop(lse: Tensor, bins: _Bins) -> Tensor:
+    """What a query's scores lose before they are weights, base 2, in the order of its tile."""
+    if missing := -lse.shape[2] % BLOCK:
+        return pad(lse * -LOG2E, (0, missing), value=-torch.inf)
+    if bins.dealt is None:
+        return lse * -LOG2E
+    high = BLOCK // bins.a_tile
+    drop = torch.empty_like(lse)
+    shape = (-1, high // PAIR, LANES, PAIR)
+    torch.mul(
+        lse.reshape(-1, LANES, high // PAIR, PAIR).transpose(1, 2), -LOG2E, out=drop.view(shape)
+    )
+    return drop
+
+
 def receives(
     query: Tensor, key: Tensor, structure: Structure, grid: tuple[int, int] | None
 ) -> bool:
@@ -225,18 +245,16 @@ def columns(
     for name in ("map", "map_peak"):
         if name in wanted:
             found[name] = new(batch, heads, rows, blocks * TEAMS * ROWS // bins.unit, **options)
-    drop = lse * -LOG2E
-    if queries % BLOCK:
-        drop = pad(drop, (0, -queries % BLOCK), value=-torch.inf)
+    drop = _drop(lse, bins)
     _kernels().columns[(min(items, _processors(query.device)),)](
         _described(query, BLOCK) if bins.dealt is None else _dealt_tiles(query, bins),
         _described(key, ROWS), bins.dealt or Dealt(), drop, found.get("received"),
         found.get("map"), found.get("map_peak"), items, pairs, blocks, heads,
         heads // key.shape[1], queries, keys, tiles, bins.tiles, rows, structure.scale * LOG2E,
-        D=width, STAGES=QUERY_STAGES[width], BINS=bins.a_tile, UNIT=bins.unit,
+        D=width, STAGES=TILE_STAGES[width], BINS=bins.a_tile, UNIT=bins.unit,
         LONG=bins.tiles > 1 or grid is None, CAUSAL=structure.kind == CAUSAL,
-        RECEIVED="received" in wanted, MAP="map" in wanted, MAP_PEAK="map_peak" in wanted,
-        num_warps=4,
+        EVEN=(keys - queries) % ROWS == 0, RECEIVED="received" in wanted, MAP="map" in wanted,
+        MAP_PEAK="map_peak" in wanted, num_warps=4,
     )  # fmt: skip
     for name, join in (("map", torch.add), ("map_peak", torch.maximum)):
         if name in found:
@@ -246,3 +264,46 @@ def columns(
             else:
                 found[name] = cells.sum(-1) if name == "map" else cells.amax(-1)
     return found
+
+
+def collects(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    structure: Structure,
+    wanted: Collection[str],
+    count: int,
+) -> bool:
+    """Whether ``forward`` tells "heights", and ``collect`` finds so many top keys with them."""
+    if count > LANES * GROUPED // 2 or structure.scale <= 0:
+        return False  # half of the sets' heights: many more scores would reach the bar
+    if not attends(query, key, value, structure, wanted):
+        return False
+    batch, heads, queries, _ = query.shape
+    items = batch * heads * _pairs(-(-queries // (TEAMS * ROWS)), structure)
+    return items >= _processors(query.device)
+
+
+def collect(
+    query: Tensor,
+    key: Tensor,
+    heights: Tensor,
+    structure: Structure,
+    count: int,
+    first: int,
+    some: int,
+    reached: Tensor,
+    candidates: Tensor,
+) -> None:
+    """Collect candidates for the top keys, as rows.collect, of ``some`` heads from ``first`` on."""
+    _, heads, queries, width = query.shape
+    keys = key.shape[2]
+    blocks = -(-queries // (TEAMS * ROWS))
+    pairs = _pairs(blocks, structure)
+    items = pairs * some
+    _kernels().collect[(min(items, _processors(query.device)),)](
+        _described(query, ROWS), _described(key, BLOCK), heights.flatten(0, 1)[first:], reached,
+        candidates, items, pairs, blocks, heads, heads // key.shape[1], queries, keys,
+        -(-keys // BLOCK), count, first, D=width, STAGES=TILE_STAGES[width],
+        CAUSAL=structure.kind == CAUSAL, EVEN=(keys - queries) % ROWS == 0, num_warps=4,
+    )  # fmt: skip
