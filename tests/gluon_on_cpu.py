@@ -374,6 +374,7 @@ def _language() -> SimpleNamespace:
         exp2=_apply(torch.exp2), log2=_apply(torch.log2), abs=_apply(torch.abs),
         sum=lambda value, axis: Block(value.data.sum(axis)),
         max=lambda value, axis: Block(value.data.amax(axis)),
+        min=lambda value, axis: Block(value.data.amin(axis)),
         reshape=lambda value, shape: Block(value.data.reshape(shape)),
         permute=lambda value, order: Block(value.data.permute(order)),
         split=lambda value: tuple(map(Block, value.data.unbind(-1))),

@@ -1,8 +1,7 @@
 """The kernels for Hopper against the definition: on one as it is, elsewhere by gluon_on_cpu.py.
 
 The shapes make them go round: more blocks than programs, bins of every kind, ends that do not fill
-a tile. What test_kernels.py has for all kernels (captured and compiled calls, gradients) has sizes
-that these leave to others.
+a tile.
 """
 
 from __future__ import annotations
@@ -207,7 +206,7 @@ def test_top_keys_are_the_definition(lengths, width, causal) -> None:
 def test_top_keys_one_by_one_for_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [t.to(DTYPES[0]) for t in inputs((256, 300), 64, (4, 2), beside)]
     whole = highest(tensors, True, 3)
-    monkeypatch.setattr(launch, "SCRATCH", 3 * 256 * 4 * 16 * 16)
+    monkeypatch.setattr(launch, "SCRATCH", 3 * 256 * 4 * 16 * 24)
     for name, parts in highest(tensors, True, 3).items():
         assert torch.equal(parts, whole[name])
 
@@ -277,19 +276,22 @@ def build(kernel, given, **constants):
     signature = {name: kinds.get(name, "i32") for name in names}
     signature |= dict.fromkeys(constants, "constexpr")
     source = GluonASTSource(kernel, signature, constexprs=constants, attrs={})
-    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    assert "wgmma" in made.asm["ptx"] and made.metadata.shared <= 232448, made.metadata.shared
+    warps = 1 if kernel is hopper.pick else 4
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    assert ("wgmma" in made.asm["ptx"]) == (warps == 4)
+    assert made.metadata.shared <= 232448, made.metadata.shared
 
 
 whole = tiles(1, 1, 128, 128)
 seen = dict.fromkeys(("ENTROPY", "PEAK", "HIGHEST", "DISTANCE", "HEIGHTS"), True)
 build(hopper.forward, dict(q_desc=whole, k_desc=whole, v_desc=whole), D=128, STAGES=2, CAUSAL=True,
-      **seen)
+      EVEN=False, **seen)
 build(hopper.columns, dict(q_desc=tiles(4, 4, 4, 2, 128), k_desc=tiles(1, 1, 64, 128)), D=128,
       STAGES=3, BINS=16, UNIT=8, LONG=False, CAUSAL=True, EVEN=False, RECEIVED=True, MAP=True,
       MAP_PEAK=True)
 build(hopper.collect, dict(q_desc=tiles(1, 1, 64, 128), k_desc=whole, Count="*i32"), D=128,
       STAGES=3, CAUSAL=True, EVEN=False)
+build(hopper.pick, dict(Count="*i32", Keys="*i64"), COUNT=8)
 """
 
 
@@ -300,6 +302,54 @@ def test_they_compile_for_a_hopper_where_there_is_none() -> None:
     """As far as ptxas; what the interpreter here takes for granted, such as layouts, must fit."""
     surroundings = os.environ | {"TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-c", COMPILED], check=True, env=surroundings)
+
+
+ALL = See(
+    lse=True, entropy=True, peak=True, max_logit=True, distance=True, received=True, map=8,
+    map_peak=True, top=4,
+)  # fmt: skip
+
+
+def looked_at(*tensors: Tensor, causal: bool, backend: str = "triton") -> dict[str, Tensor]:
+    mask = Causal() if causal else None
+    output, seen = attention(*tensors, mask=mask, see=ALL, backend=backend)
+    return {"output": output} | seen.to_dict()
+
+
+@pytest.mark.skipif(not CUDA, reason="attention() takes these kernels on a GPU alone.")
+@pytest.mark.parametrize("causal", [False, True])
+def test_calls_are_captured_and_compiled_and_have_gradients(causal: bool) -> None:
+    tensors = [t.bfloat16() for t in inputs((512, 512), 64, (4, 2))]
+    form = structure(causal, 64)
+    assert specialised.collects(*tensors, form, ROWS, 4)
+    assert specialised.receives(*tensors[:2], form, (8, 8))
+    expected = looked_at(*tensors, causal=causal)
+
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = looked_at(*tensors, causal=causal)
+    captured["output"].zero_()
+    graph.replay()
+    compiled = torch.compile(looked_at, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        from_graph = compiled(*tensors, causal=causal)
+    for name, tensor in expected.items():
+        assert torch.equal(captured[name], tensor), name
+        assert torch.equal(from_graph[name], tensor), name
+
+    def gradients(dtype: torch.dtype, backend: str) -> list[Tensor]:
+        leaves = [t.to(dtype).requires_grad_() for t in tensors]
+        found = looked_at(*leaves, causal=causal, backend=backend)
+        smooth = ("output", "lse", "entropy", "distance", "received", "map")
+        up = [random(*found[name].shape, seed=at) for at, name in enumerate(smooth)]
+        loss = sum((found[n].double() * u.double()).sum() for n, u in zip(smooth, up, strict=True))
+        return list(torch.autograd.grad(loss, leaves))
+
+    exact = gradients(torch.float64, "reference")
+    plain = gradients(torch.bfloat16, "reference")
+    for got, true, low in zip(gradients(torch.bfloat16, "triton"), exact, plain, strict=True):
+        assert (got - true).abs().max() <= 3 * (low - true).abs().max()
 
 
 @pytest.mark.skipif(not CUDA, reason="Repeats tell something on a GPU alone.")

@@ -148,7 +148,9 @@ def _dense(tensor: Tensor) -> Tensor:
 
 def _structure(call: Call) -> Structure:
     kind, low, high = _lowered(call.mask, call.extent)
-    structure = Structure(kind, low, high, PLAIN, None, 0, call.scale, call.softcap)
+    structure = Structure(
+        kind, low, high, PLAIN, None, 0, call.scale, call.softcap, longest=_longest(call.mask)
+    )
     bias = call.bias
     if isinstance(bias, Alibi):
         slopes = bias.slopes.float()[:, None].contiguous()
@@ -186,6 +188,14 @@ def _lowered(mask: Mask | None, extent: Extent) -> tuple[int, Tensor | None, Ten
         return CAUSAL, None, None
     keep = mask.static and not torch.compiler.is_compiling()
     return INTERVAL, *(_kept_ends(mask, extent) if keep else _ends(mask, extent))
+
+
+def _longest(mask: Mask | None) -> int:
+    """The most keys a query sees, where a mask says so; else 0."""
+    if isinstance(mask, And):
+        both = _longest(mask.left), _longest(mask.right)
+        return min(both) or max(both)
+    return mask.left + 1 + mask.right if isinstance(mask, Window) else 0
 
 
 def _ends(mask: Mask, extent: Extent) -> tuple[Tensor, Tensor]:

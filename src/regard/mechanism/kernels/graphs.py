@@ -20,10 +20,10 @@ from regard.mechanism.kernels.structure import RELATIVE, Structure
 
 _STRUCTURE = (
     "Tensor? low, Tensor? high, Tensor? table, Tensor? second, int kind, int bias, SymInt reach, "
-    "float scale, float? softcap, float shift"
+    "float scale, float? softcap, float shift, SymInt longest"
 )
 _INPUTS = f"Tensor query, Tensor key, Tensor value, {_STRUCTURE}"
-_PARTS = 10  # of a structure
+_PARTS = 11  # of a structure
 _INPUT_COUNT = 3 + _PARTS + 5
 
 
@@ -43,12 +43,13 @@ def _flat(structure: Structure) -> tuple[Any, ...]:
     s = structure
     return (
         s.low, s.high, s.table, s.second, s.kind, s.bias, s.reach, s.scale, s.softcap, s.shift,
+        s.longest,
     )  # fmt: skip
 
 
 def _whole(parts: Sequence[Any]) -> Structure:
-    low, high, table, second, kind, bias, reach, scale, softcap, shift = parts
-    return Structure(kind, low, high, bias, table, reach, scale, softcap, second, shift)
+    low, high, table, second, kind, bias, reach, scale, softcap, shift, longest = parts
+    return Structure(kind, low, high, bias, table, reach, scale, softcap, second, shift, longest)
 
 
 @torch.library.custom_op(

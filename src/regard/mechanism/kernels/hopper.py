@@ -31,9 +31,12 @@ TEAMS = gl.constexpr(4)  # groups of warps that share the queries there, each wi
 LANES = gl.constexpr(4)  # threads that share a row
 PAIR = gl.constexpr(2)  # neighbours in a row that one thread holds
 GROUPED = gl.constexpr(4)  # sets of its scores of which a thread keeps the highest
-ROOM = gl.constexpr(16)  # pairs of a row that a thread can collect
-SURE = gl.constexpr(4)  # and how many it stores before it looks whether there is still room
-RECORD = gl.constexpr(4)  # numbers that one takes: both scores, the first key, and nothing
+ROOM = gl.constexpr(16)  # scores of a row that a thread can collect, each with three others
+SURE = gl.constexpr(4)  # how many it stores before it looks whether there is still room
+RECORD = gl.constexpr(6)  # numbers that one takes: two pairs, the first key, and nothing
+FOUR = gl.constexpr(4)  # scores of a record
+MOST = gl.constexpr(32)  # records of a row that are put in order
+PICKED = gl.constexpr(8)  # rows of a warp that puts them in order
 
 
 @gluon.constexpr_function
@@ -183,9 +186,10 @@ def _weigh(
         higher = gl.maximum(m, highest * c)
         x = s * c - higher[:, None, None]
     else:
-        seen = known < keys - key - lane
-        if CAUSAL:
-            seen = seen & (known <= ahead - lane)
+        if CAUSAL:  # no query sees beyond the last key
+            seen = known <= ahead - lane
+        else:
+            seen = known < keys - key - lane
         if HEIGHTS:
             h = gl.maximum(h, _by_height(gl.where(seen, s, NOTHING)))
         s = gl.where(seen, s * c, NOTHING)
@@ -193,20 +197,20 @@ def _weigh(
         x = s - higher[:, None, None]
     p = gl.exp2(x)
     shrink = gl.exp2(m - higher)
-    whole = gl.sum(p, 2)
-    total = gl.sum(whole, 1)
+    smaller = shrink[:, None]
+    whole = gl.sum(p, 2)  # the sums are a lane's own until all tiles are through
     if ENTROPY:
-        e = (e + (m - higher) * l) * shrink + gl.sum(gl.sum(p * x, 2), 1)
+        e = (e + (m - higher)[:, None] * l) * smaller + gl.sum(p * x, 2)
     if DISTANCE:
         if FREE or CAUSAL:  # all keys with a weight lie on one side
             inside = gl.sum(p * known.to(gl.float32), 2)
             mine = gl.arange(0, LANES, gl.SliceLayout(0, whole.type.layout)) * PAIR
-            inside += whole * mine.to(gl.float32)[None, :]
-            t = t * shrink + gl.abs((query_at - key).to(gl.float32) * total - gl.sum(inside, 1))
+            away = (query_at - key)[:, None] - mine[None, :]
+            t = t * smaller + gl.abs(away.to(gl.float32) * whole - inside)
         else:
             apart = gl.abs((ahead - lane).to(gl.float32) - known.to(gl.float32))
-            t = t * shrink + gl.sum(gl.sum(p * apart, 2), 1)
-    l = l * shrink + total
+            t = t * smaller + gl.sum(p * apart, 2)
+    l = l * smaller + whole
     return p, l, higher, e, t, h, shrink
 
 
@@ -229,6 +233,7 @@ def _attend(
     dtype: gl.constexpr = out.data.dtype.element_ty
     none = gl.zeros([ROWS, BLOCK], gl.float32, s_layout)
     of_rows: gl.constexpr = _along(_by_lanes(none).type.layout, 3, 0)
+    of_lanes: gl.constexpr = gl.SliceLayout(2, _by_lanes(none).type.layout)
     of_heights: gl.constexpr = _by_height(_by_lanes(none)).type.layout
     step = 0
     turn = 0
@@ -247,9 +252,9 @@ def _attend(
             elif AROUND and not EVEN:
                 careful = gl.minimum(stop, 1 + ((row + offset) % BLOCK != 0).to(gl.int32))
             o = gl.zeros([ROWS, D], gl.float32, o_layout)
-            l = gl.zeros([ROWS], gl.float32, of_rows)
-            e = gl.zeros([ROWS], gl.float32, of_rows)
-            t = gl.zeros([ROWS], gl.float32, of_rows)
+            l = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
+            e = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
+            t = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
             m = gl.full([ROWS], LOWEST, gl.float32, of_rows)
             h = gl.full([ROWS, LANES, GROUPED], NOTHING, gl.float32, of_heights)
 
@@ -292,6 +297,7 @@ def _attend(
             o = hopper.warpgroup_mma(weights, v, o, is_async=True)
 
             # Every query attends to something here, so l is at least 1.
+            l, e, t = gl.sum(l, 1), gl.sum(e, 1), gl.sum(t, 1)
             inside = rows < queries
             inverse = 1 / l
             length = gl.log2(l)
@@ -676,10 +682,10 @@ def _unseen(s, query_at, key, keys, CAUSAL: gl.constexpr):
     turn = gl.arange(0, s.shape[2], _along(layout, 3, 2))[None, None, :]
     known = turn // PAIR * (LANES * PAIR) + turn % PAIR
     lane = gl.arange(0, LANES, _along(layout, 3, 1))[None, :, None] * PAIR
-    s = gl.where(known < keys - key - lane, s, NOTHING)
-    if CAUSAL:
-        s = gl.where(known <= query_at[:, None, None] - key - lane, s, NOTHING)
-    return s
+    if CAUSAL:  # none sees beyond the last key
+        return gl.where(known <= query_at[:, None, None] - key - lane, s, NOTHING)
+    else:  # noqa: RET505 - Gluon follows both ways
+        return gl.where(known < keys - key - lane, s, NOTHING)
 
 
 @gluon.jit
@@ -689,35 +695,39 @@ def _in_pairs(s):
 
 
 @gluon.jit
-def _keep_pair(pairs, bar, found, room, key):
-    both = gl.reshape(pairs, [ROWS, LANES, PAIR])
-    whole: gl.constexpr = gl.SliceLayout(2, both.type.layout)
-    reaches = gl.convert_layout(gl.max(both, 2), found.type.layout) >= bar
-    slot = room + found
-    near = gl.arange(0, PAIR, _along(both.type.layout, 3, 2))[None, None, :]
-    there = gl.convert_layout(slot, whole)[:, :, None] + near
-    gl.store(there, both, mask=gl.convert_layout(reaches, whole)[:, :, None])
-    gl.store(slot + PAIR, key.to(gl.float32, bitcast=True), mask=reaches)
-    return gl.where(reaches, found + RECORD, found)
+def _store_pair(pair, slot, reaches):
+    layout: gl.constexpr = pair.type.layout
+    near = gl.arange(0, PAIR, _along(layout, 3, 2))[None, None, :]
+    slot = gl.convert_layout(slot, gl.SliceLayout(2, layout))[:, :, None]
+    reaches = gl.convert_layout(reaches, gl.SliceLayout(2, layout))[:, :, None]
+    gl.store(slot + near, pair, mask=reaches)
 
 
 @gluon.jit
 def _keep(pairs, bar, found, room, key, FIRST: gl.constexpr):
-    """Store those of a thread's pairs of neighbours of which one reaches the bar, and their keys.
+    """Store those of a thread's scores that reach the bar, with three others each, and their key.
 
     ``pairs`` is [rows, LANES, ., PAIR], ``found`` how many numbers are stored: [rows, LANES].
     Where there might be no more room, nothing is stored.
     """
     N: gl.constexpr = pairs.shape[2]
-    if N == SURE:
+    if N == 2 * SURE:
         bar = gl.where(found <= (ROOM - SURE) * RECORD, bar, float("inf"))
-    if N > 1:
-        halves = gl.permute(gl.reshape(pairs, [ROWS, LANES, 2, N // 2, PAIR]), (0, 1, 3, 4, 2))
-        near, far = gl.split(halves)
+    halves = gl.permute(gl.reshape(pairs, [ROWS, LANES, 2, N // 2, PAIR]), (0, 1, 3, 4, 2))
+    near, far = gl.split(halves)
+    if N > 2:
         found = _keep(near, bar, found, room, key, FIRST)
         found = _keep(far, bar, found, room, key, FIRST + N // 2)
     else:
-        found = _keep_pair(pairs, bar, found, room, key + FIRST * (LANES * PAIR))
+        near, far = gl.reshape(near, [ROWS, LANES, PAIR]), gl.reshape(far, [ROWS, LANES, PAIR])
+        high = gl.maximum(gl.max(near, 2), gl.max(far, 2))
+        reaches = gl.convert_layout(high, found.type.layout) >= bar
+        slot = room + found
+        _store_pair(near, slot, reaches)
+        _store_pair(far, slot + PAIR, reaches)
+        which = key + FIRST * (LANES * PAIR)
+        gl.store(slot + 2 * PAIR, which.to(gl.float32, bitcast=True), mask=reaches)
+        found = gl.where(reaches, found + RECORD, found)
     return found
 
 
@@ -836,3 +846,56 @@ def collect(
         ],
         [4, 4, 4, 1], [112, 112, 112, 24],
     )  # fmt: skip
+
+
+@gluon.jit
+def _reached(Count, row, lane, inside):
+    return gl.minimum(gl.load(Count + row * LANES + lane, mask=inside, other=0), ROOM)
+
+
+@gluon.jit
+def _order(Found, Lse, Weights, Keys, row, rows, c, ends, SLOTS: gl.constexpr, COUNT: gl.constexpr):
+    """Write the COUNT highest of what was collected, in order; four threads share a row."""
+    layout: gl.constexpr = gl.BlockedLayout([1, SLOTS], [PICKED, LANES], [1, 1], [1, 0])
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    row = gl.convert_layout(row, of_rows)
+    inside = row < rows
+    first = gl.convert_layout(ends[0], of_rows)[:, None]
+    second = gl.convert_layout(ends[1], of_rows)[:, None]
+    third = gl.convert_layout(ends[2], of_rows)[:, None]
+    last = gl.convert_layout(ends[3], of_rows)[:, None]
+    entry = gl.arange(0, FOUR * SLOTS, gl.SliceLayout(0, layout))[None, :]
+    number = entry // FOUR
+    lane = gl.where(number < first, 0, gl.where(number < second, 1, gl.where(number < third, 2, 3)))
+    before = gl.where(number < first, 0, gl.where(number < second, first, second))
+    before = gl.where(number < third, before, third)
+    at = ((row[:, None] * LANES + lane) * ROOM + number - before) * RECORD
+    there = number < last
+    s = gl.load(Found + at + entry % FOUR, mask=there, other=NOTHING)
+    key = gl.load(Found + at + FOUR, mask=there, other=0.0).to(gl.int32, bitcast=True)
+    key += entry // PAIR % 2 * (LANES * PAIR) + entry % PAIR
+    lse = gl.load(Lse + row, mask=inside, other=0.0) * (1 / LN2)
+    for place in range(COUNT):
+        top = gl.max(s, 1)
+        which = gl.min(gl.where(s == top[:, None], key, 0x7FFFFFFF), 1)
+        real = top > LOWEST
+        weight = gl.where(real, gl.exp2(top * c - lse), 0.0)
+        gl.store(Weights + row * COUNT + place, weight, mask=inside)
+        gl.store(Keys + row * COUNT + place, gl.where(real, which, -1).to(gl.int64), mask=inside)
+        s = gl.where((s == top[:, None]) & (key == which[:, None]), NOTHING, s)
+
+
+@gluon.jit(do_not_specialize=["rows"])
+def pick(Count, Found, Lse, Weights, Keys, rows, c, COUNT: gl.constexpr):
+    """Of what was collected, the COUNT highest of each query: their weights and keys."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    row = gl.program_id(0).to(gl.int64) * PICKED + gl.arange(0, PICKED, layout)
+    inside = row < rows
+    first = _reached(Count, row, 0, inside)
+    second = first + _reached(Count, row, 1, inside)
+    third = second + _reached(Count, row, 2, inside)
+    ends = first, second, third, third + _reached(Count, row, 3, inside)
+    if gl.max(ends[3], 0) <= MOST // 2:
+        _order(Found, Lse, Weights, Keys, row, rows, c, ends, MOST // 2, COUNT)
+    else:
+        _order(Found, Lse, Weights, Keys, row, rows, c, ends, MOST, COUNT)

@@ -36,6 +36,7 @@ collects = specialised.collects  # whether ``forward`` can tell "heights"
 WARP = 16  # rows of a matrix product that one warp holds
 LANES = 4  # threads that share such a row
 PROGRAMS = 256  # that keep a large device busy: about two for each multiprocessor
+NEAR = 2048  # keys of a query: beyond, the ends of its range hardly matter
 SHARE = 512  # keys that are worth a program of their own
 SCRATCH = 2**29  # bytes for candidates of the top keys; heads take turns where that is too little
 
@@ -56,8 +57,10 @@ def _forward_blocks(query: Tensor, width: int, structure: Structure) -> Blocks:
         return Blocks(64, 32, 4, 2)
     if query.shape[2] <= WARP:  # decoding: reading keys and values is all the work
         return Blocks(WARP, 64, 4, 3 if width <= 128 else 2)
-    # Short rows: more programs, and less that lies beyond the diagonal.
+    # Short rows: more programs, and less that lies beyond the diagonal, or outside of a window.
     if query.shape[2] <= 1024 and (width > 64 or structure.kind == CAUSAL) and width <= 128:
+        return Blocks(64, 64, 4, 3)
+    if width <= 64 and 0 < structure.longest <= NEAR:
         return Blocks(64, 64, 4, 3)
     if width <= 64:
         return Blocks(128, 64, 4, 3)
@@ -341,13 +344,18 @@ def top(
         "top_weights": torch.empty(shape, device=query.device, dtype=torch.float32),
         "top_keys": torch.empty(shape, device=query.device, dtype=torch.int64),
     }
-    pairs = heights is not None
-    most = _next_power(count)
-    room = specialised.ROOM if pairs else 2 * max(LANES, most)  # for each lane
-    each = specialised.RECORD * 4 if pairs else 8  # bytes
+    places = _next_power(count)
+    most = 4 * max(8, places)  # of a row that are put in order
+    room = 2 * max(LANES, places)  # for each lane
+    each = 8  # bytes
+    if heights is not None:
+        most, room, each = specialised.MOST, specialised.ROOM, 4 * specialised.RECORD
     turns = max(1, SCRATCH // (queries * LANES * room * each))  # heads at a time
     turns = min(turns, batch * heads)
     reached = torch.empty(turns * queries, LANES, device=query.device, dtype=torch.int32)
+    candidates = torch.empty(
+        turns * queries, LANES, room * each // 8, device=query.device, dtype=torch.int64
+    )
     wide = _power(width)
     shared: Any = {
         "BD": wide, "ROOM": room, "KIND": structure.kind, "BIAS": structure.bias,
@@ -357,14 +365,11 @@ def top(
     inputs = View.of(query), View.of(key)
     parts = structure.ends, structure.terms
     sizes = heads, heads // key.shape[1], queries, keys, width, count
-    candidates = torch.empty(
-        turns * queries, LANES, room * each, device=query.device, dtype=torch.uint8
-    ).view(torch.float32 if pairs else torch.int64)
     for first in range(0, batch * heads, turns):
         some = min(turns, batch * heads - first)
         if heights is not None:
-            specialised.collect(
-                query, key, heights, structure, count, first, some, reached, candidates
+            specialised.top(
+                query, key, lse, heights, structure, count, first, some, reached, candidates, found
             )
         else:
             rows_kernels.collect[_ceil(queries, blocks.queries), some](
@@ -373,13 +378,13 @@ def top(
                 num_warps=blocks.warps, num_stages=blocks.stages,
                 enable_fp_fusion=False,  # both its passes must round a score alike
             )  # fmt: skip
-        rows_kernels.pick[_ceil(queries, WARP), some](
-            lse, reached, candidates, *found.values(), queries, count, first,
-            structure.scale * LOG2E, BM=WARP, ROOM=room, COUNT=most, PAIRS=pairs, num_warps=4,
-        )  # fmt: skip
+            rows_kernels.pick[_ceil(queries, WARP), some](
+                lse, reached, candidates, *found.values(), queries, count, first,
+                BM=WARP, ROOM=room, MOST=most, COUNT=places, num_warps=4,
+            )  # fmt: skip
         rows_kernels.search[_ceil(queries, WARP), some](
             *inputs, lse, reached, *found.values(), *parts, *sizes, first, BM=WARP, BN=64,
-            COUNT=most, **shared, num_warps=4, num_stages=1,
+            MOST=most, COUNT=places, **shared, num_warps=4, num_stages=1,
         )  # fmt: skip
     return found
 

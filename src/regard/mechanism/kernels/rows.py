@@ -174,49 +174,50 @@ def collect(
 
 
 @triton.jit
-def _in_order(found, COUNT: tl.constexpr):
-    """The COUNT highest of each row, the highest first: [rows, COUNT]."""
-    highest = tl.full([found.shape[0], COUNT], MISSING, tl.int64)
-    for column in range(COUNT):
-        next_one = tl.max(found, 1)[:, None]
-        highest = tl.where(tl.arange(0, COUNT)[None, :] == column, next_one, highest)
-        found = tl.where(found >= next_one, MISSING, found)
-    return highest
+def _unranked(rank):
+    """The score and the key of a rank."""
+    order = (rank >> 32).to(tl.int32)
+    s = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+    s = tl.where(rank == MISSING, NOTHING, s)
+    return s, (0x7FFFFFFF - (rank & 0x7FFFFFFF)).to(tl.int32)
 
 
 @triton.jit
-def _highest(
-    Found, place, ends, factor,
-    SLOTS: tl.constexpr, ROOM: tl.constexpr, COUNT: tl.constexpr, PAIRS: tl.constexpr,
-):  # fmt: skip
-    """The COUNT highest of what was collected of each row: [rows, COUNT].
+def _highest(Found, place, ends, SLOTS: tl.constexpr, ROOM: tl.constexpr, COUNT: tl.constexpr):
+    """The COUNT highest of what was collected of each row, in order; see ``_in_order``.
 
     ``ends`` says how many the first lane has, the first two, three and all: at most SLOTS.
     """
-    A: tl.constexpr = 2 if PAIRS else 1
-    slot = tl.arange(0, SLOTS * A)[None, :]
-    number = slot // A
+    slot = tl.arange(0, SLOTS)[None, :]
     first, second, third = ends[0][:, None], ends[1][:, None], ends[2][:, None]
-    lane = tl.where(number < first, 0, tl.where(number < second, 1, tl.where(number < third, 2, 3)))
+    lane = tl.where(slot < first, 0, tl.where(slot < second, 1, tl.where(slot < third, 2, 3)))
     before = tl.where(lane == 0, 0, tl.where(lane == 1, first, tl.where(lane == 2, second, third)))
-    at = (place[:, None] * LANES + lane) * ROOM + number - before
-    there = number < ends[3][:, None]
-    if PAIRS:  # as hopper.py collects them: two neighbours, and where they are
-        s = tl.load(Found + at * 4 + slot % 2, mask=there, other=NOTHING)
-        key = tl.load(Found + at * 4 + 2, mask=there, other=0.0).to(tl.int32, bitcast=True)
-        found = tl.where(s > LOWEST, _ranked(s * factor, key + slot % 2), MISSING)
-    else:
-        found = tl.load(Found + at, mask=there, other=MISSING)
-    return _in_order(found, COUNT)
+    at = (place[:, None] * LANES + lane) * ROOM + slot - before
+    found = tl.load(Found + at, mask=slot < ends[3][:, None], other=MISSING)
+    s, key = _unranked(found)
+    return _in_order(s, key, COUNT)
 
 
 @triton.jit
-def _write(highest, lse, at, Weights, Keys, mask):
-    there = highest != MISSING
-    order = (highest >> 32).to(tl.int32)
-    s = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+def _in_order(s, key, COUNT: tl.constexpr):
+    """The COUNT highest of each row and their keys, [rows, COUNT]: of equal ones the earlier."""
+    column = tl.arange(0, COUNT)[None, :]
+    highest = tl.full([s.shape[0], COUNT], NOTHING, tl.float32)
+    keys = tl.full([s.shape[0], COUNT], -1, tl.int32)
+    for place in range(COUNT):
+        top = tl.max(s, 1)[:, None]
+        first = tl.min(tl.where(s == top, key, 0x7FFFFFFF), 1)[:, None]
+        highest = tl.where(column == place, top, highest)
+        keys = tl.where(column == place, first, keys)
+        s = tl.where((s == top) & (key == first), NOTHING, s)
+    return highest, keys
+
+
+@triton.jit
+def _write(s, key, lse, at, Weights, Keys, mask):
+    there = s > LOWEST
     tl.store(Weights + at, tl.where(there, tl.exp2(s - lse), 0.0), mask=mask)
-    tl.store(Keys + at, tl.where(there, 0x7FFFFFFF - (highest & 0x7FFFFFFF), -1), mask=mask)
+    tl.store(Keys + at, tl.where(there, key, -1).to(tl.int64), mask=mask)
 
 
 @triton.jit
@@ -226,45 +227,39 @@ def _reached(Count, place, lane, inside, ROOM: tl.constexpr):
 
 @triton.jit(do_not_specialize=["queries", "from_head"])
 def pick(
-    Lse, Count, Found, Weights, Keys, queries, count, from_head, factor,
-    BM: tl.constexpr, ROOM: tl.constexpr, COUNT: tl.constexpr, PAIRS: tl.constexpr,
+    Lse, Count, Found, Weights, Keys, queries, count, from_head,
+    BM: tl.constexpr, ROOM: tl.constexpr, MOST: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Of what was collected, the ``count`` highest of each query: their weights and keys.
-
-    Scores in PAIRS are as the product gave them, to be multiplied by ``factor``.
-    """
+    """Of what was collected, the ``count`` highest of each query: their weights and keys."""
     flat = (tl.program_id(1) + from_head).to(tl.int64)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = rows < queries
     place = tl.program_id(1).to(tl.int64) * queries + rows
-    FEW: tl.constexpr = 2 * COUNT if COUNT >= 8 else 16
     lse = rows_lse(Lse + flat * queries + rows, inside)
     first = _reached(Count, place, 0, inside, ROOM)
     second = first + _reached(Count, place, 1, inside, ROOM)
     third = second + _reached(Count, place, 2, inside, ROOM)
     ends = first, second, third, third + _reached(Count, place, 3, inside, ROOM)
-    # Mostly few more than COUNT were collected.
-    most = tl.max(ends[3], 0)
-    if most <= FEW:
-        highest = _highest(Found, place, ends, factor, FEW, ROOM, COUNT, PAIRS)
-    elif most <= 2 * FEW:
-        highest = _highest(Found, place, ends, factor, 2 * FEW, ROOM, COUNT, PAIRS)
+    # Mostly few more than COUNT were collected. What is more than MOST is left to ``search``: to
+    # be ready for it takes registers from all.
+    if tl.max(ends[3], 0) <= MOST // 2:
+        s, keys = _highest(Found, place, ends, MOST // 2, ROOM, COUNT)
     else:
-        highest = _highest(Found, place, ends, factor, LANES * ROOM, ROOM, COUNT, PAIRS)
+        s, keys = _highest(Found, place, ends, MOST, ROOM, COUNT)
     column = tl.arange(0, COUNT)[None, :]
     at = (flat * queries + rows)[:, None] * count + column
-    _write(highest, lse[:, None], at, Weights, Keys, inside[:, None] & (column < count))
+    _write(s, keys, lse[:, None], at, Weights, Keys, inside[:, None] & (column < count))
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "from_head"])
 def search(
     query, key, Lse, Count, Weights, Keys, ends, terms, heads, groups, queries, keys, width, count,
     from_head,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, ROOM: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, ROOM: tl.constexpr, MOST: tl.constexpr,
     COUNT: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As ``pick``, of rows that had no room for all: these are gone over once more."""
+    """As ``pick``, of rows that had no room for all or too many: they are gone over once more."""
     flat = (tl.program_id(1) + from_head).to(tl.int64)
     batch, head = flat // heads, flat % heads
     row = tl.program_id(0) * BM
@@ -274,7 +269,7 @@ def search(
     place = tl.program_id(1).to(tl.int64) * queries + rows
     lanes = place[:, None] * LANES + tl.arange(0, LANES)[None, :]
     reached = tl.load(Count + lanes, mask=inside[:, None], other=0)
-    if tl.max(tl.max(reached, 1), 0) > ROOM:
+    if (tl.max(tl.max(reached, 1), 0) > ROOM) | (tl.max(tl.sum(reached, 1), 0) > MOST):
         query_at = rows + offset
         lse = rows_lse(Lse + flat * queries + rows, inside)
         last = tl.minimum(row + BM, queries) - 1
@@ -305,7 +300,8 @@ def search(
                 rank = tl.where(rank >= top[:, None], MISSING, rank)
                 lowest = tl.min(best, 1)
                 left = tl.max(tl.max((rank > lowest[:, None]).to(tl.int32), 1), 0)
-        highest = _in_order(tl.where(column < count, best, MISSING), COUNT)
+        s, found = _unranked(tl.where(column < count, best, MISSING))
+        s, found = _in_order(s, found, COUNT)
         at = (flat * queries + rows)[:, None] * count + column
         mask = inside[:, None] & (column < count)
-        _write(highest, lse[:, None], at, Weights, Keys, mask)
+        _write(s, found, lse[:, None], at, Weights, Keys, mask)

@@ -26,7 +26,8 @@ ROWS = 64  # as in hopper.py
 BLOCK = 128
 LANES, PAIR = 4, 2
 GROUPED = 4  # sets of keys a lane has, of which each has a highest score
-ROOM, RECORD = 16, 4  # pairs of scores a lane can collect, and numbers each takes
+ROOM, RECORD = 16, 6  # fours of scores a lane can collect, and numbers each takes
+MOST, PICKED = 32, 8  # fours of a row that are put in order, and rows at a time
 TEAMS = 4  # groups of warps that share the queries
 STAGES = 2  # tiles of keys and of values that are loaded ahead
 TILE_STAGES = {64: 4, 128: 3}  # tiles of queries in the second pass, of keys for the top ones
@@ -284,9 +285,10 @@ def collects(
     return items >= _processors(query.device)
 
 
-def collect(
+def top(
     query: Tensor,
     key: Tensor,
+    lse: Tensor,
     heights: Tensor,
     structure: Structure,
     count: int,
@@ -294,16 +296,23 @@ def collect(
     some: int,
     reached: Tensor,
     candidates: Tensor,
+    found: dict[str, Tensor],
 ) -> None:
-    """Collect candidates for the top keys, as rows.collect, of ``some`` heads from ``first`` on."""
+    """The top keys of ``some`` heads from ``first`` on, but for rows that rows.search goes over."""
     _, heads, queries, width = query.shape
     keys = key.shape[2]
     blocks = -(-queries // (TEAMS * ROWS))
     pairs = _pairs(blocks, structure)
     items = pairs * some
+    records = candidates.view(torch.float32)
     _kernels().collect[(min(items, _processors(query.device)),)](
         _described(query, ROWS), _described(key, BLOCK), heights.flatten(0, 1)[first:], reached,
-        candidates, items, pairs, blocks, heads, heads // key.shape[1], queries, keys,
+        records, items, pairs, blocks, heads, heads // key.shape[1], queries, keys,
         -(-keys // BLOCK), count, first, D=width, STAGES=TILE_STAGES[width],
         CAUSAL=structure.kind == CAUSAL, EVEN=(keys - queries) % ROWS == 0, num_warps=4,
+    )  # fmt: skip
+    results = (found[name].flatten(0, 1)[first:] for name in ("top_weights", "top_keys"))
+    _kernels().pick[(-(-queries * some // PICKED),)](
+        reached, records, lse.flatten(0, 1)[first:], *results, queries * some,
+        structure.scale * LOG2E, COUNT=count, num_warps=1,
     )  # fmt: skip

@@ -76,7 +76,8 @@ class Structure:
     """A mask as a range of keys for each query, a bias as some numbers for each head.
 
     ``kind`` is FULL, CAUSAL, or INTERVAL with its ends ``low`` and ``high``, int32 as
-    [1 or batch, queries]. ``bias`` is
+    [1 or batch, queries]; ``longest`` is the most keys a query sees, if a mask says so, or 0.
+    ``bias`` is
 
     - PLAIN: there is none;
     - ALIBI: ``table`` holds slopes as [heads, 1];
@@ -98,6 +99,7 @@ class Structure:
     softcap: float | None
     second: Tensor | None = None
     shift: float = 0.0
+    longest: int = 0
 
     @property
     def ends(self) -> Ends:
