@@ -113,9 +113,11 @@ def cells() -> list[tuple[str, int, int, int, bool]]:
     ]
 
 
-def plain_and_seeing() -> Iterator[Row]:
+def plain_and_seeing(only: str = "") -> Iterator[Row]:
     """Plain calls through attention(), and what seeing adds to them."""
     for cell, length, width, heads, causal in cells():
+        if only not in cell:
+            continue
         given = tensors(length, width, heads)
         leaves = [t.detach().requires_grad_() for t in given]
         grad = torch.randn_like(given[0])
@@ -144,7 +146,7 @@ def plain_and_seeing() -> Iterator[Row]:
         )  # fmt: skip
 
 
-def structured() -> Iterator[Row]:
+def structured(only: str = "") -> Iterator[Row]:
     """Masks and biases inside the kernel, against compiled FlexAttention."""
     length, width, heads = 8192, 64, 32
     query, key, value = tensors(length, width, heads)
@@ -179,6 +181,8 @@ def structured() -> Iterator[Row]:
     ]
     flex = torch.compile(flex_attention, dynamic=False)
     for cell, mask, bias, rule, change in cases:
+        if only not in cell:
+            continue
         # FlexAttention's own choice of blocks does not fit a table that wants a gradient.
         options: Any = {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2} if bias is buckets else None
         block = create_block_mask(rule, None, None, length, length, device="cuda")
@@ -338,7 +342,11 @@ def main() -> None:
     options.add_argument(
         "parts", nargs="*", help=f"some of {', '.join(PARTS)}; all if none is named"
     )
-    names = options.parse_args().parts
+    options.add_argument(
+        "--cell", default="", metavar="TEXT", help="of seeing and structure only cells named so"
+    )
+    given = options.parse_args()
+    names = given.parts
     if unknown := set(names) - set(PARTS):
         options.error(f"There is no part {', '.join(unknown)}. Name some of {', '.join(PARTS)}.")
     if not torch.cuda.is_available():
@@ -347,7 +355,8 @@ def main() -> None:
     print("  ".join(f"{name} {value}" for name, value in environment().items()))
     for name, part in PARTS.items():
         if not names or name in names:
-            for row in part():  # what was measured is kept, whatever comes after it
+            rows = part(given.cell) if part in (plain_and_seeing, structured) else part()
+            for row in rows:  # what was measured is kept, whatever comes after it
                 append("gpu", [row])
 
 
