@@ -33,7 +33,7 @@ STAGES = 2  # tiles of keys and of values that are loaded ahead
 TILE_STAGES = {64: 4, 128: 3}  # tiles of queries in the second pass, of keys for the top ones
 FEWEST = 256  # queries: below, most of a block would be empty
 # Causal queries, by width: below, forward.py is faster.
-SHORT = {64: 1024, 128: FEWEST}
+SHORT = {64: FEWEST, 128: FEWEST}
 
 
 @cache
