@@ -1,6 +1,6 @@
 """An interpreter for the Gluon of our Hopper kernels: Triton has none for it.
 
-``load`` gives a module of such kernels whose functions run as they stand, in Python, on tensors of
+``load`` gives a package of such kernels whose functions run as they stand, in Python, on tensors of
 the CPU. Layouts mean nothing here. What does is who waits for whom, so that is taken at its worst:
 
 - a tile's place holds NaN from the moment its copy is asked for until somebody waits for it, and so
@@ -12,12 +12,11 @@ the CPU. Layouts mean nothing here. What does is who waits for whom, so that is 
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -417,12 +416,16 @@ def _in_place_of_gluon() -> Iterator[None]:
                 sys.modules[name] = module
 
 
-def load(path: Path) -> ModuleType:
-    """The kernels of a file, to be run here."""
-    spec = importlib.util.spec_from_file_location(f"{path.stem}_on_cpu", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+def load(package: str) -> ModuleType:
+    """A package of kernels, imported anew to be run here."""
+    kept = _taken_out(package)
     with _in_place_of_gluon():
-        spec.loader.exec_module(module)
-    return module
+        found = importlib.import_module(package)
+    _taken_out(package)
+    sys.modules.update(kept)
+    return found
+
+
+def _taken_out(package: str) -> dict[str, ModuleType]:
+    names = [name for name in sys.modules if name == package or name.startswith(package + ".")]
+    return {name: sys.modules.pop(name) for name in names}

@@ -10,7 +10,6 @@ import os
 import subprocess
 import sys
 from itertools import product
-from pathlib import Path
 
 import pytest
 import torch
@@ -33,7 +32,7 @@ ROWS = ("lse", "entropy", "peak", "max_logit", "distance")
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if not CUDA:
-        kernels = gluon_on_cpu.load(Path(specialised.__file__).with_name("hopper.py"))
+        kernels = gluon_on_cpu.load("regard.mechanism.kernels.hopper")
         monkeypatch.setattr(specialised, "_kernels", lambda: kernels)
     elif not specialised._processors(DEVICE):
         pytest.skip("These kernels are for Hopper and one version of Triton alone.")

@@ -1,4 +1,4 @@
-"""Launching the kernels of hopper.py: which calls they take, and how those are handed over."""
+"""Launching the kernels for Hopper: which calls they take, and how those are handed over."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from regard.mechanism.kernels.structure import (
 )
 
 GLUON = "3.6."  # Gluon is young: each release of Triton may change it, and has to be tried
-ROWS = 64  # as in hopper.py
+ROWS = 64  # as in hopper/
 BLOCK = 128
 LANES, PAIR = 4, 2
 GROUPED = 4  # sets of keys a lane has, of which each has a highest score

@@ -1,0 +1,13 @@
+"""The passes over all scores for Hopper, where groups of warps have roles.
+
+The same as in forward.py, columns.py and, for the top keys, rows.py, for calls without a bias that
+have no mask or are causal. Triton decides itself what each warp does, and not so well: these are
+written in Gluon, its lower language (https://triton-lang.org/main/gluon). Nothing but a Hopper runs
+them.
+"""
+
+from regard.mechanism.kernels.hopper.attend import forward
+from regard.mechanism.kernels.hopper.receive import columns
+from regard.mechanism.kernels.hopper.top import collect, pick
+
+__all__ = ["collect", "columns", "forward", "pick"]

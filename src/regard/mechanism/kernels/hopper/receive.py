@@ -1,0 +1,274 @@
+# mypy: ignore-errors
+"""Sums over queries; see columns.py.
+
+Four groups of warps have 64 keys each, and all go over the queries.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+
+from regard.mechanism.kernels.hopper.roles import (
+    BLOCK,
+    LANES,
+    PAIR,
+    ROWS,
+    TEAMS,
+    along,
+    await_team,
+    await_tile,
+    block_of,
+    fill,
+    fill_teams,
+    halves_of,
+    open_ring,
+    product,
+    release,
+    ring_of,
+)
+
+
+@gluon.jit
+def _by_bins(p, BINS: gl.constexpr):
+    """The weights of a tile as [keys, groups of bins, ., LANES, PAIR].
+
+    What a bin has lies along . and PAIR, and with fewer than four bins a tile along LANES too.
+    """
+    A: gl.constexpr = BINS // LANES if BINS >= LANES else BINS
+    return gl.reshape(p, [ROWS, A, BLOCK // (A * LANES * PAIR), LANES, PAIR])
+
+
+@gluon.jit
+def _causal(parts, first, BINS: gl.constexpr):
+    """What keys get of the queries that may see them: from the place ``first`` in the tile on."""
+    A: gl.constexpr = parts.shape[1]
+    T: gl.constexpr = parts.shape[2]
+    layout: gl.constexpr = parts.type.layout
+    group = gl.arange(0, A, along(layout, 5, 1))[None, :, None, None, None]
+    turn = gl.arange(0, T, along(layout, 5, 2))[None, None, :, None, None]
+    lane = gl.arange(0, LANES, along(layout, 5, 3))[None, None, None, :, None]
+    place = gl.arange(0, PAIR, along(layout, 5, 4))[None, None, None, None, :]
+    first = gl.convert_layout(first, along(layout, 5, 0))[:, None, None, None, None]
+    # A thread compares numbers known beforehand with one of its own.
+    if BINS >= LANES:
+        known = group * (BLOCK // A) + turn * PAIR + place
+        mine = first - lane * (BLOCK // BINS)
+    else:
+        known = group * (BLOCK // A) + turn * (LANES * PAIR) + place
+        mine = first - lane * PAIR
+    return gl.where(known >= mine, parts, 0.0)
+
+
+@gluon.jit
+def _put(Cells, at, units, sums, UNIT: gl.constexpr, BINS: gl.constexpr, LARGEST: gl.constexpr):
+    """Write a tile's share of the map: over UNIT keys each, and over lanes that share a bin."""
+    A: gl.constexpr = sums.shape[1]
+    cells = gl.reshape(sums, [ROWS // UNIT, UNIT, A, LANES])
+    if LARGEST:
+        cells = gl.max(cells, 1)
+        if BINS < LANES:
+            cells = gl.max(cells, 2)
+    else:
+        cells = gl.sum(cells, 1)
+        if BINS < LANES:
+            cells = gl.sum(cells, 2)
+    cells = gl.reshape(cells, [ROWS // UNIT, BINS])
+    unit = gl.arange(0, ROWS // UNIT, gl.SliceLayout(1, cells.type.layout))
+    bin_at = gl.arange(0, BINS, gl.SliceLayout(0, cells.type.layout))
+    gl.store(Cells + at + bin_at[None, :] * units + unit[:, None], cells)
+
+
+@gluon.jit
+def _end_bin(
+    received, pooled, largest, Map, MapPeak, at, units,
+    UNIT: gl.constexpr, BINS: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
+):  # fmt: skip
+    """Write what bins got, and add it to what keys receive in all: [keys, LANES]."""
+    if MAP:
+        _put(Map, at, units, pooled, UNIT, BINS, False)
+        if MAP_PEAK:
+            _put(MapPeak, at, units, largest, UNIT, BINS, True)
+    return received + gl.sum(pooled, 1)
+
+
+@gluon.jit
+def _load_columns(
+    loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    k_ring, q_ring, k_desc, q_desc, dealt, work, groups, offset, tiles = loader
+    items, pairs, blocks, heads = work
+    step = 0
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        for half in range(halves_of(item, pairs, blocks, CAUSAL)):
+            flat, block = block_of(item, half, pairs, blocks, CAUSAL)
+            batch, head = flat // heads, flat % heads
+            key = block * (TEAMS * ROWS)
+            fill_teams(k_ring, turn, k_desc, batch, head // groups, key, D)
+            start = 0
+            if CAUSAL:
+                start = gl.maximum(key - offset, 0) // BLOCK
+            for i in range(start, tiles):
+                if BINS >= LANES:
+                    outer = batch * dealt.batch + head * dealt.head + i * (BINS // LANES)
+                    place = [outer, 0, 0, 0, head * dealt.inner]
+                else:
+                    place = [batch, head, i * BLOCK, 0]
+                fill(q_ring, step, STAGES, q_desc, place, BLOCK * D * 2)
+                step += 1
+            turn += 1
+
+
+@gluon.jit
+def _sums(s, drop, c, first, masked, BINS: gl.constexpr, MASK: gl.constexpr, PEAK: gl.constexpr):
+    """Of one tile what each key gets, and the largest weight: [keys, ., LANES]."""
+    parts = _by_bins(gl.exp2(s * c + drop[None, :]), BINS)
+    if MASK:
+        if masked:
+            parts = _causal(parts, first, BINS)
+    sums = gl.sum(gl.sum(parts, 4), 2)
+    peaks = sums
+    if PEAK:
+        peaks = gl.max(gl.max(parts, 4), 2)
+    return sums, peaks
+
+
+@gluon.jit
+def _receive(
+    shared,
+    PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
+    UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
+    RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: its 64 keys of every block of keys, and all queries."""
+    k_ring, q_ring, Drop, Received, Map, MapPeak, work, sizes = shared
+    items, pairs, blocks, heads = work
+    keys, offset, tiles, per_bin, bins, c = sizes
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    zeros = gl.zeros([ROWS, BLOCK], gl.float32, layout)
+    none = gl.sum(gl.sum(_by_bins(zeros, BINS), 4), 2)  # [keys, ., LANES]
+    step = 0
+    turn = 0
+    for item in range(gl.program_id(0), items, gl.num_programs(0)):
+        for half in range(halves_of(item, pairs, blocks, CAUSAL)):
+            flat, block = block_of(item, half, pairs, blocks, CAUSAL)
+            batch, head = flat // heads, flat % heads
+            flat = (batch * heads + head).to(gl.int64)
+            first = block * (TEAMS * ROWS) + PART * ROWS
+            key_at = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)) - offset
+            units = blocks * (TEAMS * ROWS // UNIT)
+            cell = flat * bins * units + block * (TEAMS * ROWS // UNIT)
+            cell += PART * (ROWS // UNIT)
+            drop_at = Drop + flat * tiles * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+            # Before the tile ``start`` no query sees these keys, and from ``free`` on all do.
+            begin, start, free = 0, 0, 0
+            if CAUSAL:
+                begin = gl.maximum(block * (TEAMS * ROWS) - offset, 0) // BLOCK
+                start = gl.minimum(gl.maximum(first - offset, 0) // BLOCK, tiles - 1)
+                free = gl.maximum(first + ROWS - 1 - offset + BLOCK - 1, 0) // BLOCK
+            k = await_team(k_ring, turn, PART, D)
+            for tile in range(begin, start):
+                await_tile(q_ring, step + tile - begin, STAGES)
+                release(q_ring, step + tile - begin, STAGES)
+            step += start - begin
+            # The first tile by itself: where queries and keys end EVEN, no other is masked.
+            drop = gl.load(drop_at + start * BLOCK)
+            s = hopper.warpgroup_mma_wait(0, deps=[product(k, q_ring, step, D, STAGES)])
+            pooled, largest = _sums(
+                s, drop, c, key_at - start * BLOCK, True, BINS, CAUSAL, MAP_PEAK
+            )
+            received = gl.sum(none, 1)
+            if not LONG:
+                at = cell + start * BINS * units
+                received = _end_bin(
+                    received, pooled, largest, Map, MapPeak, at, units, UNIT, BINS, MAP, MAP_PEAK
+                )
+            next_bin = (start // per_bin + 1) * per_bin
+            for tile in range(start + 1, tiles):
+                if LONG:  # a bin has several tiles
+                    if tile == next_bin:
+                        at = cell + (tile // per_bin - 1) * units
+                        received = _end_bin(
+                            received, pooled, largest, Map, MapPeak, at, units, UNIT, BINS, MAP,
+                            MAP_PEAK,
+                        )  # fmt: skip
+                        pooled = none
+                        largest = none
+                        next_bin += per_bin
+                # Not sooner: the warps of a group wait for each other to release, and here they
+                # do so anyway for the product.
+                release(q_ring, step, STAGES)
+                step += 1
+                drop = gl.load(drop_at + tile * BLOCK)  # on its way during the product
+                s = hopper.warpgroup_mma_wait(0, deps=[product(k, q_ring, step, D, STAGES)])
+                sums, peaks = _sums(
+                    s, drop, c, key_at - tile * BLOCK, tile < free, BINS, CAUSAL and not EVEN,
+                    MAP_PEAK,
+                )  # fmt: skip
+                if LONG:
+                    pooled += sums
+                    largest = gl.maximum(largest, peaks)
+                else:
+                    at = cell + tile * BINS * units
+                    received = _end_bin(
+                        received, sums, peaks, Map, MapPeak, at, units, UNIT, BINS, MAP, MAP_PEAK
+                    )
+            release(q_ring, step, STAGES)
+            release(k_ring, turn, 2)
+            step += 1
+            turn += 1
+            if LONG:
+                at = cell + (tiles - 1) // per_bin * units
+                received = _end_bin(
+                    received, pooled, largest, Map, MapPeak, at, units, UNIT, BINS, MAP, MAP_PEAK
+                )
+            if RECEIVED:
+                received = gl.sum(received, 1)
+                at = first + gl.arange(0, ROWS, received.type.layout)
+                gl.store(Received + flat * keys + at, received, mask=at < keys)
+
+
+@gluon.jit(
+    do_not_specialize=["items", "pairs", "blocks", "queries", "keys", "tiles", "per_bin", "bins"]
+)
+def columns(
+    q_desc, k_desc, dealt, Drop, Received, Map, MapPeak, items, pairs, blocks, heads, groups,
+    queries, keys, tiles, per_bin, bins, c,
+    D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, UNIT: gl.constexpr,
+    LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, RECEIVED: gl.constexpr,
+    MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
+):  # fmt: skip
+    """Sums over queries; see columns.py.
+
+    ``Drop`` is the log-sum-exp, base 2 and with a minus, and -inf to the end of the last tile: a
+    query that is not there gives nothing.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    offset = keys - queries
+    k_ring = ring_of(dtype, 2 * TEAMS, k_desc)
+    q_ring = ring_of(dtype, STAGES, q_desc)
+    open_ring(k_ring, 2, TEAMS)
+    open_ring(q_ring, STAGES, TEAMS)
+    hopper.fence_async_shared()
+    work = items, pairs, blocks, heads
+    sizes = keys, offset, tiles, per_bin, bins, c
+    shared = k_ring, q_ring, Drop, Received, Map, MapPeak, work, sizes
+    loader = k_ring, q_ring, k_desc, q_desc, dealt, work, groups, offset, tiles
+    gl.warp_specialize(
+        [
+            (_receive, (
+                shared, 0, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
+            )),
+            (_receive, (
+                shared, 1, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
+            )),
+            (_receive, (
+                shared, 2, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
+            )),
+            (_receive, (
+                shared, 3, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
+            )),
+            (_load_columns, (loader, D, STAGES, BINS, CAUSAL)),
+        ],
+        [4, 4, 4, 1], [112, 112, 112, 24],
+    )  # fmt: skip

@@ -1,0 +1,131 @@
+# mypy: ignore-errors
+"""What the kernels for Hopper share: rings of tiles, blocks of work, and who holds what.
+
+One warp loads: it asks the copy engine for tiles, as many ahead as there is room for. Groups of
+four warps multiply and weigh, each its own 64 rows: while one takes exponentials, the products of
+another are under way. A tile's place in a ring has two barriers: ``full`` once it is loaded,
+``empty`` once all groups are through with it; a barrier's phase changes each time round.
+
+There are as many programs as multiprocessors, and each has one item of work after another. Of a
+causal head an item is a long block and the short one that makes up for it.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+LN2 = gl.constexpr(0.6931471805599453)
+NOTHING = gl.constexpr(-3.0e38)  # as in tiles.py
+LOWEST = gl.constexpr(-1.0e37)
+ROWS = gl.constexpr(64)  # of a product that a group of four warps holds
+BLOCK = gl.constexpr(128)  # rows of a tile
+TEAMS = gl.constexpr(4)  # groups of warps that share tiles, each with ROWS rows of its own
+LANES = gl.constexpr(4)  # threads that share a row
+PAIR = gl.constexpr(2)  # neighbours in a row that one thread holds
+GROUPED = gl.constexpr(4)  # sets of its scores of which a thread keeps the highest
+
+
+@gluon.constexpr_function
+def along(layout, rank, axis):
+    """The layout of a vector along one axis of a tensor."""
+    for other in reversed(range(rank)):
+        if other != axis:
+            layout = gl.SliceLayout(other, layout)
+    return layout
+
+
+@gluon.jit
+def ring_of(dtype: gl.constexpr, STAGES: gl.constexpr, desc):
+    """Room for some tiles, and the barriers of each: full, and empty."""
+    tiles = gl.allocate_shared_memory(dtype, [STAGES] + desc.block_shape, desc.layout)  # noqa: RUF005
+    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+    return tiles, full, empty
+
+
+@gluon.jit
+def open_ring(ring, STAGES: gl.constexpr, READERS: gl.constexpr):
+    for slot in gl.static_range(STAGES):
+        mbarrier.init(ring[1].index(slot), count=1)
+        mbarrier.init(ring[2].index(slot), count=READERS)
+
+
+@gluon.jit
+def fill(ring, step, STAGES: gl.constexpr, desc, at, BYTES: gl.constexpr):
+    """Have a tile loaded once its place is free: the ``step``-th that goes through a ring."""
+    slot = step % STAGES
+    mbarrier.wait(ring[2].index(slot), (step // STAGES & 1) ^ 1)
+    full = ring[1].index(slot)
+    mbarrier.expect(full, BYTES)
+    tma.async_copy_global_to_shared(desc, at, full, ring[0].index(slot))
+
+
+@gluon.jit
+def await_tile(ring, step, STAGES: gl.constexpr):
+    """The place of a tile, once it is loaded."""
+    mbarrier.wait(ring[1].index(step % STAGES), step // STAGES & 1)
+    return ring[0].index(step % STAGES)
+
+
+@gluon.jit
+def release(ring, step, STAGES: gl.constexpr):
+    mbarrier.arrive(ring[2].index(step % STAGES), count=1)
+
+
+@gluon.jit
+def halves_of(item, pairs, blocks, CAUSAL: gl.constexpr):
+    """How many blocks an item of work has."""
+    if CAUSAL:
+        return gl.where(item % pairs * 2 + 1 == blocks, 1, 2)
+    return 1
+
+
+@gluon.jit
+def block_of(item, half, pairs, blocks, CAUSAL: gl.constexpr):
+    """Which of all heads, and which block of it."""
+    block = item % pairs
+    if CAUSAL:
+        block = gl.where(half == 0, blocks - 1 - block, block)
+    return item // pairs, block
+
+
+@gluon.jit
+def by_lanes(tile):
+    """A tile of scores as [ROWS, LANES, .]: a thread has one lane of a row, all of it."""
+    N: gl.constexpr = tile.shape[1]
+    parts = gl.reshape(tile, [ROWS, N // (LANES * PAIR), LANES, PAIR])
+    return gl.reshape(gl.permute(parts, (0, 2, 1, 3)), [ROWS, LANES, N // LANES])
+
+
+@gluon.jit
+def by_height(s):
+    """The highest of every fourth score of a lane: 16 of a row, none of neighbouring keys."""
+    return gl.max(gl.reshape(s, [ROWS, LANES, s.shape[2] // GROUPED, GROUPED]), 2)
+
+
+@gluon.jit
+def fill_teams(ring, turn, desc, batch, head, row, D: gl.constexpr):
+    """Have the rows of a block loaded, those of each team as a tile."""
+    slot = turn % 2
+    mbarrier.wait(ring[2].index(slot), (turn // 2 & 1) ^ 1)
+    full = ring[1].index(slot)
+    mbarrier.expect(full, TEAMS * ROWS * D * 2)
+    for part in gl.static_range(TEAMS):
+        tile = ring[0].index(slot * TEAMS + part)
+        tma.async_copy_global_to_shared(desc, [batch, head, row + part * ROWS, 0], full, tile)
+
+
+@gluon.jit
+def await_team(ring, turn, PART: gl.constexpr, D: gl.constexpr):
+    mbarrier.wait(ring[1].index(turn % 2), turn // 2 & 1)
+    return ring[0].index(turn % 2 * TEAMS + PART).reshape([ROWS, D])
+
+
+@gluon.jit
+def product(rows, ring, step, D: gl.constexpr, STAGES: gl.constexpr):
+    """The scores of a team's rows and the next tile, on their way."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    zeros = gl.zeros([ROWS, BLOCK], gl.float32, layout)
+    tile = await_tile(ring, step, STAGES).reshape([BLOCK, D]).permute((1, 0))
+    return hopper.warpgroup_mma(rows, tile, zeros, use_acc=False, is_async=True)
