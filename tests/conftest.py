@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 
@@ -20,7 +21,7 @@ if not torch.cuda.is_available():
 
         _patch = interpreter._patch_lang_tensor
 
-        def _with_index(tensor, scope) -> None:  # type: ignore[no-untyped-def]
+        def _with_index(tensor: Any, scope: Any) -> None:
             """As Triton has it, but for NumPy 2.4 too: an array of one number is no index there."""
             _patch(tensor, scope)
             scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())

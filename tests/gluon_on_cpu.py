@@ -64,9 +64,6 @@ class Block:
         pair = (_raw(other), self.data) if swapped else (self.data, _raw(other))
         return Block(rule(*(torch.as_tensor(side) for side in pair)))
 
-    def __neg__(self) -> Block:
-        return Block(-self.data)
-
     def __truediv__(self, other: Any) -> Block:
         return self._with(other, torch.true_divide)
 
@@ -315,11 +312,6 @@ def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
     return Shared(torch.zeros(shape, dtype=dtype))
 
 
-def _multiple(value: Block, of: int) -> Block:
-    assert int(value) % of == 0
-    return value
-
-
 def _apply(rule: Callable[..., Any]) -> Callable[..., Block]:
     return lambda *values: Block(rule(*(torch.as_tensor(_raw(value)) for value in values)))
 
@@ -378,7 +370,7 @@ def _language() -> SimpleNamespace:
         permute=lambda value, order: Block(value.data.permute(order)),
         split=lambda value: tuple(map(Block, value.data.unbind(-1))),
         convert_layout=lambda value, layout: value,
-        multiple_of=_multiple, load=_load, store=_store, allocate_shared_memory=_allocate,
+        load=_load, store=_store, allocate_shared_memory=_allocate,
         warp_specialize=lambda roles, warps, registers: _machine.together(roles),
     )  # fmt: skip
 

@@ -36,9 +36,6 @@ def _hopper(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
         monkeypatch.setattr(specialised, "_kernels", lambda: kernels)
     elif not specialised._processors(DEVICE):
         pytest.skip("These kernels are for Hopper and one version of Triton alone.")
-    monkeypatch.setattr(
-        specialised, "SHORT", {64: 256, 128: 256}
-    )  # as much as they can, not should
     if "repeats" not in request.node.name:  # few programs, so that each has several blocks
         monkeypatch.setattr(specialised, "_processors", lambda device: 3)
 
@@ -98,7 +95,7 @@ def check(
             close(name, value, getattr(exact, name), getattr(plain, name))
 
 
-LENGTHS = [(256, 256), (384, 384), (257, 300), (256, 512), (520, 520)]
+LENGTHS = [(256, 256), (384, 384), (257, 300), (256, 320), (256, 512), (520, 520)]
 
 
 @pytest.mark.parametrize(
@@ -187,12 +184,16 @@ def highest(
 
 
 @pytest.mark.parametrize(
-    ("lengths", "width", "causal"), [*product(LENGTHS, (64, 128), (False, True))]
+    ("lengths", "width", "causal", "count"),
+    [
+        *product(LENGTHS, (64, 128), (False, True), (8,)),
+        *product(LENGTHS[2:3], (64,), (True,), (1, 5)),
+    ],
 )
-def test_top_keys_are_the_definition(lengths, width, causal) -> None:
+def test_top_keys_are_the_definition(lengths, width, causal, count) -> None:
     tensors = [t.to(DTYPES[0]) for t in inputs(lengths, width)]
-    found = highest(tensors, causal, 8)
-    _, exact = definition([t.double() for t in tensors], causal, See(top=8, weights=True))
+    found = highest(tensors, causal, count)
+    _, exact = definition([t.double() for t in tensors], causal, See(top=count, weights=True))
     close("top_weights", found["top_weights"], exact.top.weights, exact.top.weights)
     # Where two weights are all but equal, either order will do.
     chosen = found["top_keys"]
@@ -205,7 +206,8 @@ def test_top_keys_are_the_definition(lengths, width, causal) -> None:
 def test_top_keys_one_by_one_for_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     tensors = [t.to(DTYPES[0]) for t in inputs((256, 300), 64, (4, 2), beside)]
     whole = highest(tensors, True, 3)
-    monkeypatch.setattr(launch, "SCRATCH", 3 * 256 * 4 * 16 * 24)
+    each = specialised.LANES * specialised.ROOM * specialised.RECORD * 4
+    monkeypatch.setattr(launch, "SCRATCH", 3 * 256 * each)
     for name, parts in highest(tensors, True, 3).items():
         assert torch.equal(parts, whole[name])
 
@@ -222,6 +224,81 @@ def test_top_keys_that_do_not_fit_are_searched_for(causal: bool) -> None:
     assert torch.equal(found["top_keys"], best)  # of equal ones the earlier
     weights = exact.weights.gather(-1, best)
     close("top_weights", found["top_weights"], weights, weights)
+
+
+# How many candidates each lane of a row has, below, at and beyond what there is room for.
+CROWDS = [
+    (12, 12, 0, 0), (13, 12, 0, 0), (8, 8, 8, 8), (9, 8, 8, 8), (12, 12, 12, 12), (0, 0, 12, 13),
+    (17, 8, 4, 4), (4, 4, 4, 4), (0, 13, 0, 12), (4, 17, 12, 4),
+]  # fmt: skip
+
+
+def crowded(crowd: tuple[int, ...], keys: int, seed: int) -> Tensor:
+    """Scores of which so many reach the bar, in as many cells of 16 keys for each lane."""
+    chance = torch.Generator().manual_seed(seed)
+    scores = -1 - torch.randint(0, 4096, (keys,), generator=chance) / 1024
+    high = 1 + torch.randperm(1024, generator=chance)[: sum(crowd)].sort().values / 1024
+    lowest, others = high[0], high[1:][torch.randperm(sum(crowd) - 1, generator=chance)].tolist()
+    lanes = [lane for lane, many in enumerate(crowd) if many]
+    for lane in lanes:
+        # Eight sets have such a score. The bar is the lowest, which has a set to itself.
+        sets = [0, 1, 8, 9][: 8 // len(lanes)]
+        cells = torch.randperm(keys // 16, generator=chance)[: crowd[lane]].tolist()
+        if lane == lanes[0]:
+            scores[16 * cells.pop() + 2 * lane + sets.pop()] = lowest
+        for at, cell in enumerate(cells):
+            scores[16 * cell + 2 * lane + sets[at % len(sets)]] = others.pop()
+    return scores
+
+
+def test_room_for_top_keys_ends_where_it_should() -> None:
+    keys, queries, width = 512, 256, 64
+    whose = torch.arange(queries) % width  # a query looks at one column of the keys
+    column = [crowded(CROWDS[at % len(CROWDS)], keys, at) for at in range(width)]
+    key = torch.stack(column, -1).expand(2, 2, -1, -1).to(DEVICE, DTYPES[0]).contiguous()
+    query = 8.0 * torch.nn.functional.one_hot(whose, width)
+    query = query.expand(2, 2, -1, -1).to(DEVICE, DTYPES[0]).contiguous()
+    tensors = [query, key, torch.randn_like(key)]
+    found = launch.forward(*tensors, structure(False, width), {"heights"})
+    picked = highest(tensors, False, 8, found)
+    scores = (query.double() @ key.double().mT)[0, 0]
+    best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :8]
+    assert torch.equal(picked["top_keys"], best.expand_as(picked["top_keys"]))
+
+    room, record = specialised.ROOM, specialised.RECORD
+    reached = torch.empty(4 * queries, 4, device=DEVICE, dtype=torch.int32)
+    records = torch.empty(4 * queries, 4, room * record, device=DEVICE)
+    specialised.top(
+        query, key, found["lse"], found["heights"], structure(False, width), 8, 0, 4, reached,
+        records.view(torch.int64), picked,
+    )  # fmt: skip
+    expected = torch.tensor([CROWDS[column % len(CROWDS)] for column in whose.tolist()])
+    expected = torch.where(expected <= 12, expected, room + 1).to(reached)
+    assert torch.equal(reached, expected.repeat(4, 1))
+    # Whatever fits is as the product gave it, also beside a lane that had too many.
+    stored = records.view(4 * queries, 4, room, record)
+    for row, lane in (expected.repeat(4, 1) <= 12).nonzero().tolist():
+        some = stored[row, lane, : expected[row % queries, lane]]
+        first = some[:, 4:5].contiguous().view(torch.int32).long()
+        at = first + torch.tensor([0, 1, 8, 9], device=DEVICE)
+        assert torch.equal(some[:, :4].double(), scores[row % queries][at])
+
+
+def test_both_sides_agree_on_sizes() -> None:
+    kernels = gluon_on_cpu.load("regard.mechanism.kernels.hopper")
+    shared, top = kernels.roles, kernels.top
+    for name in ("ROWS", "BLOCK", "LANES", "PAIR", "TEAMS"):
+        assert getattr(shared, name) == getattr(specialised, name), name
+    for name in ("ROOM", "RECORD", "MOST", "PICKED"):
+        assert getattr(top, name) == getattr(specialised, name), name
+    assert shared.LANES * shared.GROUPED == specialised.SETS
+
+
+def test_top_keys_of_very_long_calls_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    given = [t.to(DTYPES[0]) for t in inputs((256, 256), 64)]
+    assert launch.collects(*given, structure(False, 64), (), 8)
+    monkeypatch.setattr(launch, "SCRATCH", 2**18)
+    assert not launch.collects(*given, structure(False, 64), (), 8)
 
 
 def test_calls_that_do_not_fit_are_left_to_others() -> None:
@@ -288,6 +365,11 @@ build(hopper.forward, dict(q_desc=whole, k_desc=whole, v_desc=whole), D=128, STA
 build(hopper.columns, dict(q_desc=tiles(4, 4, 4, 2, 128), k_desc=tiles(1, 1, 64, 128)), D=128,
       STAGES=3, BINS=16, UNIT=8, LONG=False, CAUSAL=True, EVEN=False, RECEIVED=True, MAP=True,
       MAP_PEAK=True)
+build(hopper.columns, dict(q_desc=tiles(1, 1, 128, 64), k_desc=tiles(1, 1, 64, 64)), D=64, STAGES=4,
+      BINS=1, UNIT=16, LONG=True, CAUSAL=False, EVEN=True, RECEIVED=True, MAP=True, MAP_PEAK=True)
+narrow = tiles(1, 1, 128, 64)
+build(hopper.forward, dict(q_desc=narrow, k_desc=narrow, v_desc=narrow), D=64, STAGES=2,
+      CAUSAL=False, EVEN=True, **seen)
 build(hopper.collect, dict(q_desc=tiles(1, 1, 64, 128), k_desc=whole, Count="*i32"), D=128,
       STAGES=3, CAUSAL=True, EVEN=False)
 build(hopper.pick, dict(Count="*i32", Keys="*i64"), COUNT=8)

@@ -564,6 +564,15 @@ class Largest(TorchDispatchMode):
         return made
 
 
+def test_windows_say_how_many_keys_a_query_sees_at_most() -> None:
+    longest = fused._longest
+    assert longest(Window(3, 5)) == 9
+    assert longest(Causal() & Window(3)) == 4
+    assert longest(Window(8, 8) & Window(3)) == 4
+    assert longest(Causal()) == 0 == longest(None)
+    assert longest(Window(2**63)) < 2**63  # as large as an operator takes
+
+
 def test_the_gradient_of_a_table_takes_no_more_than_the_output() -> None:
     call = make("buckets", None)
     assert call.bias is not None

@@ -195,7 +195,7 @@ def _longest(mask: Mask | None) -> int:
     if isinstance(mask, And):
         both = _longest(mask.left), _longest(mask.right)
         return min(both) or max(both)
-    return mask.left + 1 + mask.right if isinstance(mask, Window) else 0
+    return min(mask.left + 1 + mask.right, 2**31) if isinstance(mask, Window) else 0
 
 
 def _ends(mask: Mask, extent: Extent) -> tuple[Tensor, Tensor]:

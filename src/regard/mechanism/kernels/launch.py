@@ -32,13 +32,12 @@ from regard.mechanism.kernels.structure import (
     outputs,
 )
 
-collects = specialised.collects  # whether ``forward`` can tell "heights"
 WARP = 16  # rows of a matrix product that one warp holds
 LANES = 4  # threads that share such a row
 PROGRAMS = 256  # that keep a large device busy: about two for each multiprocessor
 NEAR = 2048  # keys of a query: beyond, the ends of its range hardly matter
 SHARE = 512  # keys that are worth a program of their own
-SCRATCH = 2**29  # bytes for candidates of the top keys; heads take turns where that is too little
+SCRATCH = 2**29  # bytes for candidates of the top keys: heads take turns, one or more at a time
 
 
 class Blocks(NamedTuple):
@@ -308,6 +307,23 @@ def rows(
         num_warps=4,
     )  # fmt: skip
     return found
+
+
+def collects(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    structure: Structure,
+    wanted: Collection[str],
+    count: int,
+) -> bool:
+    """Whether ``forward`` should tell "heights", so that ``top`` has less to do."""
+    room = specialised.ROOM * specialised.RECORD  # numbers of 4 bytes
+    return (
+        specialised.collects(query, key, value, structure, wanted, count)
+        and query[..., 0].numel() * specialised.SETS * 4 <= SCRATCH
+        and query.shape[2] * LANES * room * 4 <= SCRATCH
+    )
 
 
 @Kept

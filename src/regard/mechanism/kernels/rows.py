@@ -6,8 +6,8 @@ each query, the highest score at each place of a tile: one maximum for each scor
 k-th largest (equal ones count once) is a bar that at least k scores reach. The second collects the
 few scores that reach it; it must round each score as the first did, or what is equal to the bar no
 longer reaches it. To put those in order is the rest; ties go to the earlier key. Where more reach
-the bar than there is room for (ties, or a pattern that repeats with the tile), ``search`` goes over
-the row again.
+the bar than there is room for, or than ``pick`` takes (ties, or a pattern that repeats with the
+tile), ``search`` goes over the row again.
 """
 
 import triton

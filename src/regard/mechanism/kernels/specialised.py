@@ -25,15 +25,13 @@ GLUON = "3.6."  # Gluon is young: each release of Triton may change it, and has 
 ROWS = 64  # as in hopper/
 BLOCK = 128
 LANES, PAIR = 4, 2
-GROUPED = 4  # sets of keys a lane has, of which each has a highest score
+SETS = 16  # of a query's keys, of which each has a highest score
 ROOM, RECORD = 16, 6  # fours of scores a lane can collect, and numbers each takes
 MOST, PICKED = 32, 8  # fours of a row that are put in order, and rows at a time
-TEAMS = 4  # groups of warps that share the queries
+TEAMS = 4  # groups of warps that share tiles
 STAGES = 2  # tiles of keys and of values that are loaded ahead
 TILE_STAGES = {64: 4, 128: 3}  # tiles of queries in the second pass, of keys for the top ones
 FEWEST = 256  # queries: below, most of a block would be empty
-# Causal queries, by width: below, forward.py is faster.
-SHORT = {64: FEWEST, 128: FEWEST}
 
 
 @cache
@@ -97,8 +95,6 @@ def attends(
     items = batch * heads * _pairs(-(-queries // BLOCK), structure)
     if items < _processors(query.device):
         return False  # too few to keep the device busy: launch.forward shares out their keys
-    if structure.kind == CAUSAL and queries < SHORT[query.shape[3]]:
-        return False  # most of what a block has would lie beyond the diagonal
     # Distances without a mask start on the diagonal: a last tile that is not full has no turn.
     return structure.kind == CAUSAL or "distance" not in wanted or key.shape[2] % BLOCK == 0
 
@@ -117,7 +113,7 @@ def forward(
     if "max_logit" in wanted:
         highest = found["lse"].new_empty(batch, heads, blocks * (BLOCK // ROWS))
     if "heights" in wanted:
-        found["heights"] = found["lse"].new_empty(batch, heads, queries, LANES * GROUPED)
+        found["heights"] = found["lse"].new_empty(batch, heads, queries, SETS)
     _kernels().forward[(min(items, _processors(query.device)),)](
         _described(query, BLOCK), _described(key, BLOCK), _described(value, BLOCK),
         View.of(found["output"]), found["lse"], found.get("entropy"), found.get("peak"), highest,
@@ -199,7 +195,7 @@ def _drop(lse: Tensor, bins: _Bins) -> Tensor:
     if bins.dealt is None:
         return lse * -LOG2E
     high = BLOCK // bins.a_tile
-    drop = torch.empty_like(lse)
+    drop = torch.empty(lse.shape, device=lse.device)
     shape = (-1, high // PAIR, LANES, PAIR)
     torch.mul(
         lse.reshape(-1, LANES, high // PAIR, PAIR).transpose(1, 2), -LOG2E, out=drop.view(shape)
@@ -275,8 +271,8 @@ def collects(
     wanted: Collection[str],
     count: int,
 ) -> bool:
-    """Whether ``forward`` tells "heights", and ``collect`` finds so many top keys with them."""
-    if count > LANES * GROUPED // 2 or structure.scale <= 0:
+    """Whether ``forward`` can tell "heights", and ``top`` finds so many keys with them."""
+    if count > SETS // 2 or structure.scale <= 0:
         return False  # half of the sets' heights: many more scores would reach the bar
     if not attends(query, key, value, structure, wanted):
         return False

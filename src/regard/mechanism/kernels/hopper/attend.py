@@ -218,7 +218,7 @@ def _attend(
             inside = rows < queries
             inverse = 1 / l
             length = gl.log2(l)
-            at = (batch * heads + head).to(gl.int64) * queries + rows
+            at = flat.to(gl.int64) * queries + rows
             gl.store(Lse + at, (m + length) * LN2, mask=inside)
             if ENTROPY:
                 gl.store(Entropy + at, (length - e * inverse) * LN2, mask=inside)
@@ -235,7 +235,7 @@ def _attend(
                 gl.store(Heights + height_at, h, mask=whose)
             if HIGHEST:
                 highest = gl.max(gl.where(inside, m * LN2, float("-inf")), 0)
-                place = ((batch * heads + head) * blocks + block) * GROUPS + PART
+                place = (flat * blocks + block) * GROUPS + PART
                 gl.store(Highest + place, highest)
             o, weights = hopper.warpgroup_mma_wait(0, deps=[o, weights])
             release(v_ring, step - 1, STAGES)

@@ -142,7 +142,7 @@ def _receive(
 ):  # fmt: skip
     """One group of warps: its 64 keys of every block of keys, and all queries."""
     k_ring, q_ring, Drop, Received, Map, MapPeak, work, sizes = shared
-    items, pairs, blocks, heads = work
+    items, pairs, blocks, _heads = work
     keys, offset, tiles, per_bin, bins, c = sizes
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     zeros = gl.zeros([ROWS, BLOCK], gl.float32, layout)
@@ -152,8 +152,7 @@ def _receive(
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
         for half in range(halves_of(item, pairs, blocks, CAUSAL)):
             flat, block = block_of(item, half, pairs, blocks, CAUSAL)
-            batch, head = flat // heads, flat % heads
-            flat = (batch * heads + head).to(gl.int64)
+            flat = flat.to(gl.int64)
             first = block * (TEAMS * ROWS) + PART * ROWS
             key_at = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)) - offset
             units = blocks * (TEAMS * ROWS // UNIT)
@@ -177,7 +176,7 @@ def _receive(
             pooled, largest = _sums(
                 s, drop, c, key_at - start * BLOCK, True, BINS, CAUSAL, MAP_PEAK
             )
-            received = gl.sum(none, 1)
+            received = gl.sum(none, 1)  # nothing yet
             if not LONG:
                 at = cell + start * BINS * units
                 received = _end_bin(
@@ -240,8 +239,8 @@ def columns(
 ):  # fmt: skip
     """Sums over queries; see columns.py.
 
-    ``Drop`` is the log-sum-exp, base 2 and with a minus, and -inf to the end of the last tile: a
-    query that is not there gives nothing.
+    ``Drop`` is the log-sum-exp, base 2 and with a minus, in the order in which a tile holds its
+    queries, and -inf to the end of the last tile: a query that is not there gives nothing.
     """
     dtype: gl.constexpr = q_desc.dtype
     offset = keys - queries

@@ -100,7 +100,7 @@ def by_lanes(tile):
 
 @gluon.jit
 def by_height(s):
-    """The highest of every fourth score of a lane: 16 of a row, none of neighbouring keys."""
+    """The highest of every fourth score of a lane: the sets are the keys modulo 16."""
     return gl.max(gl.reshape(s, [ROWS, LANES, s.shape[2] // GROUPED, GROUPED]), 2)
 
 

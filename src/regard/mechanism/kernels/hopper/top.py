@@ -34,9 +34,9 @@ from regard.mechanism.kernels.hopper.roles import (
     ring_of,
 )
 
-ROOM = gl.constexpr(16)  # scores of a row that a thread can collect, each with three others
-SURE = gl.constexpr(4)  # how many it stores before it looks whether there is still room
-RECORD = gl.constexpr(6)  # numbers that one takes: two pairs, the first key, and nothing
+ROOM = gl.constexpr(16)  # records of a row that a thread can collect
+SURE = gl.constexpr(4)  # how many it may store before it looks for room: it stops with fewer left
+RECORD = gl.constexpr(6)  # numbers of one: two pairs of scores, the first key, and nothing
 FOUR = gl.constexpr(4)  # scores of a record
 MOST = gl.constexpr(32)  # records of a row that are put in order
 PICKED = gl.constexpr(8)  # rows of a warp that puts them in order
@@ -99,31 +99,31 @@ def _store_pair(pair, slot, reaches):
 
 
 @gluon.jit
-def _keep(pairs, bar, found, room, key, FIRST: gl.constexpr):
+def _keep(pairs, bar, used, room, key, FIRST: gl.constexpr):
     """Store those of a thread's scores that reach the bar, with three others each, and their key.
 
-    ``pairs`` is [rows, LANES, ., PAIR], ``found`` how many numbers are stored: [rows, LANES].
+    ``pairs`` is [rows, LANES, ., PAIR], ``used`` how many numbers were stored: [rows, LANES].
     Where there might be no more room, nothing is stored.
     """
     N: gl.constexpr = pairs.shape[2]
     if N == 2 * SURE:
-        bar = gl.where(found <= (ROOM - SURE) * RECORD, bar, float("inf"))
+        bar = gl.where(used <= (ROOM - SURE) * RECORD, bar, float("inf"))
     halves = gl.permute(gl.reshape(pairs, [ROWS, LANES, 2, N // 2, PAIR]), (0, 1, 3, 4, 2))
     near, far = gl.split(halves)
     if N > 2:
-        found = _keep(near, bar, found, room, key, FIRST)
-        found = _keep(far, bar, found, room, key, FIRST + N // 2)
+        used = _keep(near, bar, used, room, key, FIRST)
+        used = _keep(far, bar, used, room, key, FIRST + N // 2)
     else:
         near, far = gl.reshape(near, [ROWS, LANES, PAIR]), gl.reshape(far, [ROWS, LANES, PAIR])
         high = gl.maximum(gl.max(near, 2), gl.max(far, 2))
-        reaches = gl.convert_layout(high, found.type.layout) >= bar
-        slot = room + found
+        reaches = gl.convert_layout(high, used.type.layout) >= bar
+        slot = room + used
         _store_pair(near, slot, reaches)
         _store_pair(far, slot + PAIR, reaches)
         which = key + FIRST * (LANES * PAIR)
         gl.store(slot + 2 * PAIR, which.to(gl.float32, bitcast=True), mask=reaches)
-        found = gl.where(reaches, found + RECORD, found)
-    return found
+        used = gl.where(reaches, used + RECORD, used)
+    return used
 
 
 @gluon.jit
@@ -169,7 +169,7 @@ def _collect(
             mine = row + gl.arange(0, ROWS, gl.SliceLayout(1, of_lanes))
             place = (first + mine[:, None]) * LANES + lane
             room = Found + place * (ROOM * RECORD)
-            found = gl.zeros([ROWS, LANES], gl.int32, of_lanes)
+            used = gl.zeros([ROWS, LANES], gl.int32, of_lanes)
             last = _last_tile(row, offset, tiles, CAUSAL)
             q = await_team(q_ring, turn, PART, D)
             ahead = _last_tile(row + (TEAMS - 1 - PART) * ROWS, offset, tiles, CAUSAL) - last
@@ -180,7 +180,7 @@ def _collect(
             s = hopper.warpgroup_mma_wait(0, deps=[product(q, k_ring, step, D, STAGES)])
             key = last * BLOCK
             scores = _unseen(by_lanes(s), query_at, key, keys, CAUSAL)
-            found = _keep(_in_pairs(scores), bar, found, room, key + lane * PAIR, 0)
+            used = _keep(_in_pairs(scores), bar, used, room, key + lane * PAIR, 0)
             for tile in range(1, last + 1):
                 key = (last - tile) * BLOCK
                 release(k_ring, step, STAGES)
@@ -189,14 +189,14 @@ def _collect(
                 scores = by_lanes(s)
                 if CAUSAL and not EVEN:
                     scores = _unseen(scores, query_at, key, keys, True)
-                found = _keep(_in_pairs(scores), bar, found, room, key + lane * PAIR, 0)
+                used = _keep(_in_pairs(scores), bar, used, room, key + lane * PAIR, 0)
             release(k_ring, step, STAGES)
             release(q_ring, turn, 2)
             step += 1
             turn += 1
             # Where some may be missing, more are told than there is room for.
-            found = gl.where(found <= (ROOM - SURE) * RECORD, found // RECORD, ROOM + 1)
-            gl.store(Count + place, found, mask=(mine < queries)[:, None])
+            records = gl.where(used <= (ROOM - SURE) * RECORD, used // RECORD, ROOM + 1)
+            gl.store(Count + place, records, mask=(mine < queries)[:, None])
 
 
 @gluon.jit(
