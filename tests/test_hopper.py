@@ -253,7 +253,8 @@ def crowded(crowd: tuple[int, ...], keys: int, seed: int) -> Tensor:
 
 def test_room_for_top_keys_ends_where_it_should() -> None:
     keys, queries, width = 512, 256, 64
-    whose = torch.arange(queries) % width  # a query looks at one column of the keys
+    # A query looks at one column of the keys; those that are searched together are of one kind.
+    whose = torch.arange(queries) // 16
     column = [crowded(CROWDS[at % len(CROWDS)], keys, at) for at in range(width)]
     key = torch.stack(column, -1).expand(2, 2, -1, -1).to(DEVICE, DTYPES[0]).contiguous()
     query = 8.0 * torch.nn.functional.one_hot(whose, width)
@@ -280,6 +281,7 @@ def test_room_for_top_keys_ends_where_it_should() -> None:
     for row, lane in (expected.repeat(4, 1) <= 12).nonzero().tolist():
         some = stored[row, lane, : expected[row % queries, lane]]
         first = some[:, 4:5].contiguous().view(torch.int32).long()
+        assert (first % 16 == 2 * lane).all()
         at = first + torch.tensor([0, 1, 8, 9], device=DEVICE)
         assert torch.equal(some[:, :4].double(), scores[row % queries][at])
 
