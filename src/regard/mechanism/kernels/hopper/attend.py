@@ -26,7 +26,8 @@ from regard.mechanism.kernels.hopper.roles import (
     by_lanes,
     fill,
     halves_of,
-    open_ring,
+    may_see,
+    places_in,
     release,
     ring_of,
 )
@@ -89,12 +90,7 @@ def _weigh(
     HEIGHTS: gl.constexpr,
 ):  # fmt: skip
     """The weights of a tile, and the running sums with them; see forward.py."""
-    # A key's place in the tile: a part that is known beforehand, and the lane's own.
-    layout: gl.constexpr = s.type.layout
-    turn = gl.arange(0, s.shape[2], along(layout, 3, 2))[None, None, :]
-    known = turn // PAIR * (LANES * PAIR) + turn % PAIR
-    lane = gl.arange(0, LANES, along(layout, 3, 1))[None, :, None] * PAIR
-    ahead = query_at[:, None, None] - key
+    known, lane = places_in(s)
     if FREE:
         high = by_height(s)
         if HEIGHTS:
@@ -103,10 +99,7 @@ def _weigh(
         higher = gl.maximum(m, highest * c)
         x = s * c - higher[:, None, None]
     else:
-        if CAUSAL:  # no query sees beyond the last key
-            seen = known <= ahead - lane
-        else:
-            seen = known < keys - key - lane
+        seen = may_see(s, query_at, key, keys, CAUSAL)
         if HEIGHTS:
             h = gl.maximum(h, by_height(gl.where(seen, s, NOTHING)))
         s = gl.where(seen, s * c, NOTHING)
@@ -125,7 +118,8 @@ def _weigh(
             away = (query_at - key)[:, None] - mine[None, :]
             t = t * smaller + gl.abs(away.to(gl.float32) * whole - inside)
         else:
-            apart = gl.abs((ahead - lane).to(gl.float32) - known.to(gl.float32))
+            ahead = query_at[:, None, None] - key - lane
+            apart = gl.abs(ahead.to(gl.float32) - known.to(gl.float32))
             t = t * smaller + gl.sum(p * apart, 2)
     l = l * smaller + whole
     return p, l, higher, e, t, h, shrink
@@ -261,14 +255,10 @@ def forward(
     """Attend; see forward.py. ``Heights`` are for ``collect``."""
     # |i - j| has two signs along a row: those tiles come first in which both occur.
     AROUND: gl.constexpr = DISTANCE and not CAUSAL
-    dtype: gl.constexpr = q_desc.dtype
     offset = keys - queries
-    q_ring = ring_of(dtype, 2, q_desc)
-    k_ring = ring_of(dtype, STAGES, k_desc)
-    v_ring = ring_of(dtype, STAGES, v_desc)
-    open_ring(q_ring, 2, GROUPS)
-    open_ring(k_ring, STAGES, GROUPS)
-    open_ring(v_ring, STAGES, GROUPS)
+    q_ring = ring_of(q_desc, 2, 2, GROUPS)
+    k_ring = ring_of(k_desc, STAGES, STAGES, GROUPS)
+    v_ring = ring_of(v_desc, STAGES, STAGES, GROUPS)
     hopper.fence_async_shared()
     work = items, pairs, blocks, heads
     sizes = queries, keys, offset, c

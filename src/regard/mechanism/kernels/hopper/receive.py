@@ -21,7 +21,6 @@ from regard.mechanism.kernels.hopper.roles import (
     fill,
     fill_teams,
     halves_of,
-    open_ring,
     product,
     release,
     ring_of,
@@ -242,12 +241,9 @@ def columns(
     ``Drop`` is the log-sum-exp, base 2 and with a minus, in the order in which a tile holds its
     queries, and -inf to the end of the last tile: a query that is not there gives nothing.
     """
-    dtype: gl.constexpr = q_desc.dtype
     offset = keys - queries
-    k_ring = ring_of(dtype, 2 * TEAMS, k_desc)
-    q_ring = ring_of(dtype, STAGES, q_desc)
-    open_ring(k_ring, 2, TEAMS)
-    open_ring(q_ring, STAGES, TEAMS)
+    k_ring = ring_of(k_desc, 2 * TEAMS, 2, TEAMS)
+    q_ring = ring_of(q_desc, STAGES, STAGES, TEAMS)
     hopper.fence_async_shared()
     work = items, pairs, blocks, heads
     sizes = keys, offset, tiles, per_bin, bins, c

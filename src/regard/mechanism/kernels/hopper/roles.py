@@ -36,19 +36,15 @@ def along(layout, rank, axis):
 
 
 @gluon.jit
-def ring_of(dtype: gl.constexpr, STAGES: gl.constexpr, desc):
-    """Room for some tiles, and the barriers of each: full, and empty."""
-    tiles = gl.allocate_shared_memory(dtype, [STAGES] + desc.block_shape, desc.layout)  # noqa: RUF005
-    full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
+def ring_of(desc, TILES: gl.constexpr, SLOTS: gl.constexpr, READERS: gl.constexpr):
+    """Room for some tiles, and barriers for as many places: full, and empty for all readers."""
+    tiles = gl.allocate_shared_memory(desc.dtype, [TILES] + desc.block_shape, desc.layout)  # noqa: RUF005
+    full = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [TILES, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=READERS)
     return tiles, full, empty
-
-
-@gluon.jit
-def open_ring(ring, STAGES: gl.constexpr, READERS: gl.constexpr):
-    for slot in gl.static_range(STAGES):
-        mbarrier.init(ring[1].index(slot), count=1)
-        mbarrier.init(ring[2].index(slot), count=READERS)
 
 
 @gluon.jit
@@ -96,6 +92,26 @@ def by_lanes(tile):
     N: gl.constexpr = tile.shape[1]
     parts = gl.reshape(tile, [ROWS, N // (LANES * PAIR), LANES, PAIR])
     return gl.reshape(gl.permute(parts, (0, 2, 1, 3)), [ROWS, LANES, N // LANES])
+
+
+@gluon.jit
+def places_in(s):
+    """Where in a tile the keys of scores by lanes lie: a part known beforehand, and the lane's."""
+    layout: gl.constexpr = s.type.layout
+    turn = gl.arange(0, s.shape[2], along(layout, 3, 2))[None, None, :]
+    lane = gl.arange(0, LANES, along(layout, 3, 1))[None, :, None]
+    return turn // PAIR * (LANES * PAIR) + turn % PAIR, lane * PAIR
+
+
+@gluon.jit
+def may_see(s, query_at, key, keys, CAUSAL: gl.constexpr):
+    """Which of a tile's scores by lanes count, where ``key`` is its first key."""
+    known, lane = places_in(s)
+    if CAUSAL:  # no query sees beyond the last key
+        may = known <= query_at[:, None, None] - key - lane
+    else:
+        may = known < keys - key - lane
+    return may
 
 
 @gluon.jit

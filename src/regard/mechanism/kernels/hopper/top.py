@@ -28,7 +28,7 @@ from regard.mechanism.kernels.hopper.roles import (
     fill,
     fill_teams,
     halves_of,
-    open_ring,
+    may_see,
     product,
     release,
     ring_of,
@@ -68,19 +68,6 @@ def _last_tile(row, offset, tiles, CAUSAL: gl.constexpr):
     if CAUSAL:
         return gl.minimum(tiles - 1, (row + ROWS - 1 + offset) // BLOCK)
     return tiles - 1
-
-
-@gluon.jit
-def _unseen(s, query_at, key, keys, CAUSAL: gl.constexpr):
-    """Scores by lanes, lowered where a query may not see the key."""
-    layout: gl.constexpr = s.type.layout
-    turn = gl.arange(0, s.shape[2], along(layout, 3, 2))[None, None, :]
-    known = turn // PAIR * (LANES * PAIR) + turn % PAIR
-    lane = gl.arange(0, LANES, along(layout, 3, 1))[None, :, None] * PAIR
-    if CAUSAL:  # none sees beyond the last key
-        return gl.where(known <= query_at[:, None, None] - key - lane, s, NOTHING)
-    else:  # noqa: RET505 - Gluon follows both ways
-        return gl.where(known < keys - key - lane, s, NOTHING)
 
 
 @gluon.jit
@@ -179,7 +166,9 @@ def _collect(
             step += ahead
             s = hopper.warpgroup_mma_wait(0, deps=[product(q, k_ring, step, D, STAGES)])
             key = last * BLOCK
-            scores = _unseen(by_lanes(s), query_at, key, keys, CAUSAL)
+            scores = by_lanes(s)
+            seen = may_see(scores, query_at, key, keys, CAUSAL)
+            scores = gl.where(seen, scores, NOTHING)
             used = _keep(_in_pairs(scores), bar, used, room, key + lane * PAIR, 0)
             for tile in range(1, last + 1):
                 key = (last - tile) * BLOCK
@@ -188,7 +177,8 @@ def _collect(
                 s = hopper.warpgroup_mma_wait(0, deps=[product(q, k_ring, step, D, STAGES)])
                 scores = by_lanes(s)
                 if CAUSAL and not EVEN:
-                    scores = _unseen(scores, query_at, key, keys, True)
+                    seen = may_see(scores, query_at, key, keys, CAUSAL)
+                    scores = gl.where(seen, scores, NOTHING)
                 used = _keep(_in_pairs(scores), bar, used, room, key + lane * PAIR, 0)
             release(k_ring, step, STAGES)
             release(q_ring, turn, 2)
@@ -220,12 +210,9 @@ def collect(
 
     ``Heights`` are what the forward pass found highest in 16 sets of a query's keys.
     """
-    dtype: gl.constexpr = q_desc.dtype
     offset = keys - queries
-    q_ring = ring_of(dtype, 2 * TEAMS, q_desc)
-    k_ring = ring_of(dtype, STAGES, k_desc)
-    open_ring(q_ring, 2, TEAMS)
-    open_ring(k_ring, STAGES, TEAMS)
+    q_ring = ring_of(q_desc, 2 * TEAMS, 2, TEAMS)
+    k_ring = ring_of(k_desc, STAGES, STAGES, TEAMS)
     hopper.fence_async_shared()
     work = items, pairs, blocks, heads
     sizes = queries, keys, offset, tiles, count
