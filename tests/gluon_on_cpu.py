@@ -350,10 +350,13 @@ def _jit(function: Any = None, **_options: Any) -> Any:
 
 
 def _language() -> SimpleNamespace:
-    layouts = ("NVMMADistributedLayout", "SliceLayout", "DotOperandLayout", "BlockedLayout")
+    layouts = (
+        "NVMMADistributedLayout", "DistributedLinearLayout", "SliceLayout", "DotOperandLayout",
+        "BlockedLayout",
+    )  # fmt: skip
     return SimpleNamespace(
         **dict.fromkeys(layouts, Layout),
-        float32=torch.float32, int64=torch.int64, int32=torch.int32,
+        float32=torch.float32, int64=torch.int64, int32=torch.int32, int8=torch.int8,
         constexpr=lambda value: value,
         program_id=lambda axis: Block(_machine.program[axis]),
         num_programs=lambda axis: Block(_machine.grid[axis]),
@@ -370,7 +373,7 @@ def _language() -> SimpleNamespace:
         permute=lambda value, order: Block(value.data.permute(order)),
         split=lambda value: tuple(map(Block, value.data.unbind(-1))),
         convert_layout=lambda value, layout: value,
-        load=_load, store=_store, allocate_shared_memory=_allocate,
+        load=_load, store=_store, thread_barrier=lambda: None, allocate_shared_memory=_allocate,
         warp_specialize=lambda roles, warps, registers: _machine.together(roles),
     )  # fmt: skip
 

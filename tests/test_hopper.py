@@ -179,8 +179,8 @@ def highest(
     query, key, value = tensors
     form = structure(causal, query.shape[3])
     assert specialised.collects(query, key, value, form, (), count)
-    found = found or launch.forward(query, key, value, form, {"heights"})
-    return launch.top(query, key, found["lse"], form, count, found["heights"])
+    found = found or launch.forward(query, key, value, form, (), count)
+    return launch.top(query, key, found["lse"], form, count, found["bar"])
 
 
 @pytest.mark.parametrize(
@@ -203,15 +203,6 @@ def test_top_keys_are_the_definition(lengths, width, causal, count) -> None:
     assert all(len(set(row)) == len(row) for row in chosen[chosen[..., -1] >= 0].tolist())
 
 
-def test_top_keys_one_by_one_for_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    tensors = [t.to(DTYPES[0]) for t in inputs((256, 300), 64, (4, 2), beside)]
-    whole = highest(tensors, True, 3)
-    each = specialised.LANES * specialised.ROOM * specialised.RECORD * 4
-    monkeypatch.setattr(launch, "SCRATCH", 3 * 256 * each)
-    for name, parts in highest(tensors, True, 3).items():
-        assert torch.equal(parts, whole[name])
-
-
 @pytest.mark.parametrize("causal", [False, True])
 def test_top_keys_that_do_not_fit_are_searched_for(causal: bool) -> None:
     """Equal keys: more reach the bar than there is room for."""
@@ -226,10 +217,12 @@ def test_top_keys_that_do_not_fit_are_searched_for(causal: bool) -> None:
     close("top_weights", found["top_weights"], weights, weights)
 
 
-# How many candidates each lane of a row has, below, at and beyond what there is room for.
+# How many candidates each lane of a row has, below, at and beyond what there is room for, and what
+# is put in order at a time.
+FIT = 20
 CROWDS = [
-    (12, 12, 0, 0), (13, 12, 0, 0), (8, 8, 8, 8), (9, 8, 8, 8), (12, 12, 12, 12), (0, 0, 12, 13),
-    (17, 8, 4, 4), (4, 4, 4, 4), (0, 13, 0, 12), (4, 17, 12, 4),
+    (20, 20, 0, 0), (21, 20, 0, 0), (4, 4, 4, 4), (5, 4, 4, 4), (8, 8, 8, 8), (9, 8, 8, 8),
+    (20, 20, 20, 20), (0, 0, 20, 21), (25, 8, 4, 4), (0, 21, 0, 20), (2, 2, 2, 2),
 ]  # fmt: skip
 
 
@@ -252,55 +245,40 @@ def crowded(crowd: tuple[int, ...], keys: int, seed: int) -> Tensor:
 
 
 def test_room_for_top_keys_ends_where_it_should() -> None:
-    keys, queries, width = 512, 256, 64
-    # A query looks at one column of the keys; those that are searched together are of one kind.
-    whose = torch.arange(queries) // 16
+    keys, queries, width = 512, 256, 128
+    # A query looks at one column of the keys.
+    whose = torch.arange(queries) % width
     column = [crowded(CROWDS[at % len(CROWDS)], keys, at) for at in range(width)]
     key = torch.stack(column, -1).expand(2, 2, -1, -1).to(DEVICE, DTYPES[0]).contiguous()
     query = 8.0 * torch.nn.functional.one_hot(whose, width)
     query = query.expand(2, 2, -1, -1).to(DEVICE, DTYPES[0]).contiguous()
     tensors = [query, key, torch.randn_like(key)]
-    found = launch.forward(*tensors, structure(False, width), {"heights"})
+    form = structure(False, width)
+    found = launch.forward(*tensors, form, (), 8)
     picked = highest(tensors, False, 8, found)
     scores = (query.double() @ key.double().mT)[0, 0]
     best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :8]
     assert torch.equal(picked["top_keys"], best.expand_as(picked["top_keys"]))
 
-    room, record = specialised.ROOM, specialised.RECORD
-    reached = torch.empty(4 * queries, 4, device=DEVICE, dtype=torch.int32)
-    records = torch.empty(4 * queries, 4, room * record, device=DEVICE)
-    specialised.top(
-        query, key, found["lse"], found["heights"], structure(False, width), 8, 0, 4, reached,
-        records.view(torch.int64), picked,
-    )  # fmt: skip
-    expected = torch.tensor([CROWDS[column % len(CROWDS)] for column in whose.tolist()])
-    expected = torch.where(expected <= 12, expected, room + 1).to(reached)
-    assert torch.equal(reached, expected.repeat(4, 1))
-    # Whatever fits is as the product gave it, also beside a lane that had too many.
-    stored = records.view(4 * queries, 4, room, record)
-    for row, lane in (expected.repeat(4, 1) <= 12).nonzero().tolist():
-        some = stored[row, lane, : expected[row % queries, lane]]
-        first = some[:, 4:5].contiguous().view(torch.int32).long()
-        assert (first % 16 == 2 * lane).all()
-        at = first + torch.tensor([0, 1, 8, 9], device=DEVICE)
-        assert torch.equal(some[:, :4].double(), scores[row % queries][at])
+    # Without the search: who is left to it, and nobody else, has something missing.
+    left = torch.full((2, 2, queries), 7, device=DEVICE, dtype=torch.int8)
+    some = {name: torch.full_like(tensor, -7) for name, tensor in picked.items()}
+    specialised.top(query, key, found["lse"], found["bar"], form, 8, some, left)
+    crowd = torch.tensor([CROWDS[at % len(CROWDS)] for at in whose.tolist()], device=DEVICE)
+    expected = (crowd > FIT).any(1)
+    assert torch.equal(left, expected.to(torch.int8).expand_as(left))
+    for name, tensor in some.items():
+        assert torch.equal(tensor[:, :, ~expected], picked[name][:, :, ~expected]), name
 
 
 def test_both_sides_agree_on_sizes() -> None:
     kernels = gluon_on_cpu.load("regard.mechanism.kernels.hopper")
-    shared, top = kernels.roles, kernels.top
+    shared, choose = kernels.roles, kernels.choose
     for name in ("ROWS", "BLOCK", "LANES", "PAIR", "TEAMS"):
         assert getattr(shared, name) == getattr(specialised, name), name
-    for name in ("ROOM", "RECORD", "MOST", "PICKED"):
-        assert getattr(top, name) == getattr(specialised, name), name
-    assert shared.LANES * shared.GROUPED == specialised.SETS
-
-
-def test_top_keys_of_very_long_calls_take_no_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    given = [t.to(DTYPES[0]) for t in inputs((256, 256), 64)]
-    assert launch.collects(*given, structure(False, 64), (), 8)
-    monkeypatch.setattr(launch, "SCRATCH", 2**18)
-    assert not launch.collects(*given, structure(False, 64), (), 8)
+    for name in ("ROOM", "RECORD", "PLACES"):
+        assert getattr(choose, name) == getattr(specialised, name), name
+    assert choose.ROOM - choose.SURE == FIT
 
 
 def test_calls_that_do_not_fit_are_left_to_others() -> None:
@@ -354,14 +332,13 @@ def build(kernel, given, **constants):
     signature = {name: kinds.get(name, "i32") for name in names}
     signature |= dict.fromkeys(constants, "constexpr")
     source = GluonASTSource(kernel, signature, constexprs=constants, attrs={})
-    warps = 1 if kernel is hopper.pick else 4
-    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-    assert ("wgmma" in made.asm["ptx"]) == (warps == 4)
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert "wgmma" in made.asm["ptx"]
     assert made.metadata.shared <= 232448, made.metadata.shared
 
 
 whole = tiles(1, 1, 128, 128)
-seen = dict.fromkeys(("ENTROPY", "PEAK", "HIGHEST", "DISTANCE", "HEIGHTS"), True)
+seen = dict.fromkeys(("ENTROPY", "PEAK", "HIGHEST", "DISTANCE", "BAR"), True)
 build(hopper.forward, dict(q_desc=whole, k_desc=whole, v_desc=whole), D=128, STAGES=2, CAUSAL=True,
       EVEN=False, **seen)
 build(hopper.columns, dict(q_desc=tiles(4, 4, 4, 2, 128), k_desc=tiles(1, 1, 64, 128)), D=128,
@@ -372,9 +349,8 @@ build(hopper.columns, dict(q_desc=tiles(1, 1, 128, 64), k_desc=tiles(1, 1, 64, 6
 narrow = tiles(1, 1, 128, 64)
 build(hopper.forward, dict(q_desc=narrow, k_desc=narrow, v_desc=narrow), D=64, STAGES=2,
       CAUSAL=False, EVEN=True, **seen)
-build(hopper.collect, dict(q_desc=tiles(1, 1, 64, 128), k_desc=whole, Count="*i32"), D=128,
+build(hopper.top, dict(q_desc=tiles(1, 1, 64, 128), k_desc=whole, Left="*i8", Keys="*i64"), D=128,
       STAGES=3, CAUSAL=True, EVEN=False)
-build(hopper.pick, dict(Count="*i32", Keys="*i64"), COUNT=8)
 """
 
 
@@ -447,7 +423,7 @@ def test_repeats_are_equal_to_the_bit(lengths, width, causal) -> None:
     wanted = {"received", "map", "map_peak"} if even else {"received"}
 
     def once() -> dict[str, Tensor]:
-        found = launch.forward(query, key, value, form, rows | {"heights"})
+        found = launch.forward(query, key, value, form, rows, 8)
         found |= launch.columns(query, key, found["lse"], form, wanted, (64, 64))
         return found | highest([query, key, value], causal, 8, found)
 

@@ -351,6 +351,41 @@ def test_of_equal_weights_the_first_keys_are_the_top() -> None:
     torch.testing.assert_close(seen.top.weights, torch.full_like(seen.top.weights, 1 / KEYS))
 
 
+def test_rows_that_are_searched_leave_their_neighbours_alone() -> None:
+    """Every third query finds all keys equal: too many for the room of those rows alone."""
+    call = make("full", See(top=3), queries=20)
+    found = run(call)[1]
+    query = call.query.clone()
+    query[:, :, ::3] = 0
+    searched = run(call._replace(query=query))[1]
+    assert found is not None
+    assert found.top is not None
+    assert searched is not None
+    assert searched.top is not None
+    others = torch.arange(20, device=DEVICE) % 3 > 0
+    assert (searched.top.keys[:, :, ::3] == torch.arange(3, device=DEVICE)).all()
+    assert torch.equal(searched.top.keys[:, :, others], found.top.keys[:, :, others])
+    assert torch.equal(searched.top.weights[:, :, others], found.top.weights[:, :, others])
+
+
+def test_top_keys_of_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    from regard.mechanism.kernels import launch
+
+    call = make("causal", See(top=3))
+    whole = run(call)[1]
+    batch, heads, queries, _ = call.query.shape
+    each = queries * launch.LANES * 8 * 8  # a head's candidates
+    assert batch * heads > 3
+    monkeypatch.setattr(launch, "SCRATCH", 3 * each)
+    parts = run(call)[1]
+    assert whole is not None
+    assert whole.top is not None
+    assert parts is not None
+    assert parts.top is not None
+    assert torch.equal(parts.top.keys, whole.top.keys)
+    assert torch.equal(parts.top.weights, whole.top.weights)
+
+
 @pytest.mark.parametrize(
     ("name", "queries", "dtype"),
     interpreted(

@@ -37,6 +37,7 @@ LANES = 4  # threads that share such a row
 PROGRAMS = 256  # that keep a large device busy: about two for each multiprocessor
 NEAR = 2048  # keys of a query: beyond, the ends of its range hardly matter
 SHARE = 512  # keys that are worth a program of their own
+LOOKED = 256  # rows of which a program sees whether some are left to search
 SCRATCH = 2**29  # bytes for candidates of the top keys: heads take turns, one or more at a time
 
 
@@ -130,14 +131,19 @@ def _far(structure: Structure) -> int:
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, structure: Structure, wanted: Collection[str]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    structure: Structure,
+    wanted: Collection[str],
+    count: int = 0,
 ) -> dict[str, Tensor]:
     """Attend. Always "output" and "lse"; "entropy", "peak", "max_logit", "distance" if wanted.
 
-    And where ``specialised.collects``, "heights" if wanted, for ``top``.
+    And where ``specialised.collects`` so many, for ``top`` a "bar" that as many scores reach.
     """
     if specialised.attends(query, key, value, structure, wanted):
-        return specialised.forward(query, key, value, structure, wanted)
+        return specialised.forward(query, key, value, structure, wanted, count)
     batch, heads, queries, width = query.shape
     keys, value_width = key.shape[2], value.shape[3]
     blocks = _forward_blocks(query, max(width, value_width), structure)
@@ -309,23 +315,6 @@ def rows(
     return found
 
 
-def collects(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    structure: Structure,
-    wanted: Collection[str],
-    count: int,
-) -> bool:
-    """Whether ``forward`` should tell "heights", so that ``top`` has less to do."""
-    room = specialised.ROOM * specialised.RECORD  # numbers of 4 bytes
-    return (
-        specialised.collects(query, key, value, structure, wanted, count)
-        and query[..., 0].numel() * specialised.SETS * 4 <= SCRATCH
-        and query.shape[2] * LANES * room * 4 <= SCRATCH
-    )
-
-
 @Kept
 def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
     """Kept: sending numbers to a device makes it wait, and cannot be captured in a graph."""
@@ -338,11 +327,11 @@ def top(
     lse: Tensor,
     structure: Structure,
     count: int,
-    heights: Tensor | None = None,
+    bar: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """The largest weights of each query and their keys: "top_weights" and "top_keys".
 
-    ``heights`` are what ``forward`` told of them, where it did.
+    ``bar`` is what ``forward`` told of them, where it did.
     """
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
@@ -360,49 +349,56 @@ def top(
         "top_weights": torch.empty(shape, device=query.device, dtype=torch.float32),
         "top_keys": torch.empty(shape, device=query.device, dtype=torch.int64),
     }
+    left = torch.empty(batch, heads, queries, device=query.device, dtype=torch.int8)
+    if bar is not None:
+        specialised.top(query, key, lse, bar, structure, count, found, left)
+    else:
+        _collect(query, key, lse, structure, count, found, left)
+    low = query.dtype != torch.float32
+    rows_kernels.search[_ceil(queries, LOOKED), batch * heads](
+        View.of(query), View.of(key), lse, left, *found.values(), structure.ends, structure.terms,
+        heads, heads // key.shape[1], queries, keys, width, count, ROWS=LOOKED, BM=WARP, BN=64,
+        BD=_power(width), COUNT=_next_power(count), KIND=structure.kind, BIAS=structure.bias,
+        SOFTCAP=structure.softcap is not None, PRECISION=_precision(query),
+        num_warps=1 if low else 4, num_stages=2 if low else 1,
+    )  # fmt: skip
+    return found
+
+
+def _collect(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    structure: Structure,
+    count: int,
+    found: dict[str, Tensor],
+    left: Tensor,
+) -> None:
+    """The top keys, but for rows that are ``left`` to ``search``."""
+    batch, heads, queries, width = query.shape
     places = _next_power(count)
     most = 4 * max(8, places)  # of a row that are put in order
     room = 2 * max(LANES, places)  # for each lane
-    each = 8  # bytes
-    if heights is not None:
-        most, room, each = specialised.MOST, specialised.ROOM, 4 * specialised.RECORD
-    turns = max(1, SCRATCH // (queries * LANES * room * each))  # heads at a time
+    turns = max(1, SCRATCH // (queries * LANES * room * 8))  # heads at a time
     turns = min(turns, batch * heads)
     reached = torch.empty(turns * queries, LANES, device=query.device, dtype=torch.int32)
-    candidates = torch.empty(
-        turns * queries, LANES, room * each // 8, device=query.device, dtype=torch.int64
-    )
+    candidates = torch.empty(turns * queries, LANES, room, device=query.device, dtype=torch.int64)
     wide = _power(width)
-    shared: Any = {
-        "BD": wide, "ROOM": room, "KIND": structure.kind, "BIAS": structure.bias,
-        "SOFTCAP": structure.softcap is not None, "PRECISION": _precision(query),
-    }  # fmt: skip
     blocks = _top_blocks(query, width, count)
-    inputs = View.of(query), View.of(key)
-    parts = structure.ends, structure.terms
-    sizes = heads, heads // key.shape[1], queries, keys, width, count
     for first in range(0, batch * heads, turns):
         some = min(turns, batch * heads - first)
-        if heights is not None:
-            specialised.top(
-                query, key, lse, heights, structure, count, first, some, reached, candidates, found
-            )
-        else:
-            rows_kernels.collect[_ceil(queries, blocks.queries), some](
-                *inputs, reached, candidates, *parts, *sizes, first,
-                BM=blocks.queries, BN=blocks.keys, EVEN=wide == width, **shared,
-                num_warps=blocks.warps, num_stages=blocks.stages,
-                enable_fp_fusion=False,  # both its passes must round a score alike
-            )  # fmt: skip
-            rows_kernels.pick[_ceil(queries, WARP), some](
-                lse, reached, candidates, *found.values(), queries, count, first,
-                BM=WARP, ROOM=room, MOST=most, COUNT=places, num_warps=4,
-            )  # fmt: skip
-        rows_kernels.search[_ceil(queries, WARP), some](
-            *inputs, lse, reached, *found.values(), *parts, *sizes, first, BM=WARP, BN=64,
-            MOST=most, COUNT=places, **shared, num_warps=4, num_stages=1,
+        rows_kernels.collect[_ceil(queries, blocks.queries), some](
+            View.of(query), View.of(key), reached, candidates, structure.ends, structure.terms,
+            heads, heads // key.shape[1], queries, key.shape[2], width, count, first,
+            BM=blocks.queries, BN=blocks.keys, BD=wide, ROOM=room, EVEN=wide == width,
+            KIND=structure.kind, BIAS=structure.bias, SOFTCAP=structure.softcap is not None,
+            PRECISION=_precision(query), num_warps=blocks.warps, num_stages=blocks.stages,
+            enable_fp_fusion=False,  # both its passes must round a score alike
         )  # fmt: skip
-    return found
+        rows_kernels.pick[_ceil(queries, WARP), some](
+            lse, reached, candidates, left, *found.values(), queries, count, first,
+            BM=WARP, ROOM=room, MOST=most, COUNT=places, num_warps=4,
+        )  # fmt: skip
 
 
 def backward(

@@ -52,20 +52,21 @@ def forward(
     query: Tensor, key: Tensor, value: Tensor, structure: Structure, request: Request
 ) -> dict[str, Tensor]:
     """The same without a gradient."""
-    from regard.mechanism.kernels import launch
+    from regard.mechanism.kernels import launch, specialised
 
     fields = request.fields
-    if request.top and launch.collects(query, key, value, structure, fields, request.top):
-        fields = (*fields, "heights")
-    if not any(n in fields for n in (*BY_ROW, "heights")) and _plain(query, key, value, structure):
+    count = request.top
+    if not specialised.collects(query, key, value, structure, fields, count):
+        count = 0
+    if not count and not any(n in fields for n in BY_ROW) and _plain(query, key, value, structure):
         found = _plain_forward(query, key, value, structure)
     else:
-        found = launch.forward(query, key, value, structure, fields)
-    lse, heights = found["lse"], found.pop("heights", None)
+        found = launch.forward(query, key, value, structure, fields, count)
+    lse, bar = found["lse"], found.pop("bar", None)
     if "received" in fields or "map" in fields:
         found |= launch.columns(query, key, lse, structure, fields, request.grid)
     if request.top:
-        found |= launch.top(query, key, lse, structure, request.top, heights)
+        found |= launch.top(query, key, lse, structure, request.top, bar)
     if request.rows:
         found["rows"] = launch.rows(query, key, lse, structure, request.rows)
     return found

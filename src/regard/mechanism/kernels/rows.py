@@ -220,26 +220,31 @@ def _write(s, key, lse, at, Weights, Keys, mask):
     tl.store(Keys + at, tl.where(there, key, -1).to(tl.int64), mask=mask)
 
 
-@triton.jit
-def _reached(Count, place, lane, inside, ROOM: tl.constexpr):
-    return tl.minimum(tl.load(Count + place * LANES + lane, mask=inside, other=0), ROOM)
-
-
 @triton.jit(do_not_specialize=["queries", "from_head"])
 def pick(
-    Lse, Count, Found, Weights, Keys, queries, count, from_head,
+    Lse, Count, Found, Left, Weights, Keys, queries, count, from_head,
     BM: tl.constexpr, ROOM: tl.constexpr, MOST: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Of what was collected, the ``count`` highest of each query: their weights and keys."""
+    """Of what was collected, the ``count`` highest of each query: their weights and keys.
+
+    ``Left`` tells the rows that had no room for all, or too many: those are for ``search``.
+    """
     flat = (tl.program_id(1) + from_head).to(tl.int64)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = rows < queries
     place = tl.program_id(1).to(tl.int64) * queries + rows
     lse = rows_lse(Lse + flat * queries + rows, inside)
-    first = _reached(Count, place, 0, inside, ROOM)
-    second = first + _reached(Count, place, 1, inside, ROOM)
-    third = second + _reached(Count, place, 2, inside, ROOM)
-    ends = first, second, third, third + _reached(Count, place, 3, inside, ROOM)
+    first = tl.load(Count + place * LANES, mask=inside, other=0)
+    second = tl.load(Count + place * LANES + 1, mask=inside, other=0)
+    third = tl.load(Count + place * LANES + 2, mask=inside, other=0)
+    fourth = tl.load(Count + place * LANES + 3, mask=inside, other=0)
+    most = tl.maximum(tl.maximum(first, second), tl.maximum(third, fourth))
+    left = (most > ROOM) | (first + second + third + fourth > MOST)
+    tl.store(Left + flat * queries + rows, left, mask=inside)
+    first = tl.minimum(first, ROOM)
+    second = first + tl.minimum(second, ROOM)
+    third = second + tl.minimum(third, ROOM)
+    ends = first, second, third, third + tl.minimum(fourth, ROOM)
     # Mostly few more than COUNT were collected. What is more than MOST is left to ``search``: to
     # be ready for it takes registers from all.
     if tl.max(ends[3], 0) <= MOST // 2:
@@ -251,57 +256,77 @@ def pick(
     _write(s, keys, lse[:, None], at, Weights, Keys, inside[:, None] & (column < count))
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "from_head"])
-def search(
-    query, key, Lse, Count, Weights, Keys, ends, terms, heads, groups, queries, keys, width, count,
-    from_head,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, ROOM: tl.constexpr, MOST: tl.constexpr,
-    COUNT: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+@triton.jit
+def _left(Left, row, queries, ROWS: tl.constexpr):
+    rows = row + tl.arange(0, ROWS)
+    return tl.load(Left + rows, mask=rows < queries, other=0).to(tl.int32)
+
+
+@triton.jit
+def _search(
+    query, key, Lse, Weights, Keys, ends, terms, batch, head, flat, groups, row, left, queries,
+    keys, width, count,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, KIND: tl.constexpr,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As ``pick``, of rows that had no room for all or too many: they are gone over once more."""
-    flat = (tl.program_id(1) + from_head).to(tl.int64)
-    batch, head = flat // heads, flat % heads
-    row = tl.program_id(0) * BM
+    """The highest of those rows of a block that were left."""
     offset = keys - queries
     rows = row + tl.arange(0, BM)
     inside = rows < queries
-    place = tl.program_id(1).to(tl.int64) * queries + rows
-    lanes = place[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    reached = tl.load(Count + lanes, mask=inside[:, None], other=0)
-    if (tl.max(tl.max(reached, 1), 0) > ROOM) | (tl.max(tl.sum(reached, 1), 0) > MOST):
-        query_at = rows + offset
-        lse = rows_lse(Lse + flat * queries + rows, inside)
-        last = tl.minimum(row + BM, queries) - 1
-        parts = key_stretches(ends, batch, row, last, offset, keys, terms.reach, BN, KIND, False)
-        q = rows_of(query, batch, head, rows, inside, width, BD)
-        low, high = range_of(ends, batch, rows, inside, KIND)
-        # The highest so far in no order; what is not asked for is never the lowest of them.
-        column = tl.arange(0, COUNT)[None, :]
-        best = tl.zeros([BM, COUNT], tl.int64) + tl.where(column < count, MISSING, HIGHEST)
-        lowest = tl.full([BM], MISSING, tl.int64)
-        for n in range(parts[0], parts[5], BN):
-            key_at = n + tl.arange(0, BN)
-            k = rows_of(key, batch, head // groups, key_at, key_at < keys, width, BD)
-            dots = tl.dot(q, tl.trans(k), input_precision=PRECISION)
-            s, _slope = scores(
-                dots, query_at[:, None], key_at[None, :], 1.0, terms, head, BIAS, SOFTCAP, False
-            )
-            may = allowed(
-                query_at[:, None], key_at[None, :], low[:, None], high[:, None], keys, KIND
-            )
-            rank = tl.where(may, _ranked(s, key_at[None, :]), MISSING)
-            left = tl.max(tl.max((rank > lowest[:, None]).to(tl.int32), 1), 0)
-            while left > 0:
-                top = tl.max(rank, 1)
-                which = tl.min(tl.where(best == lowest[:, None], column, COUNT), 1)
-                replaced = (column == which[:, None]) & (top > lowest)[:, None]
-                best = tl.where(replaced, top[:, None], best)
-                rank = tl.where(rank >= top[:, None], MISSING, rank)
-                lowest = tl.min(best, 1)
-                left = tl.max(tl.max((rank > lowest[:, None]).to(tl.int32), 1), 0)
-        s, found = _unranked(tl.where(column < count, best, MISSING))
-        s, found = _in_order(s, found, COUNT)
-        at = (flat * queries + rows)[:, None] * count + column
-        mask = inside[:, None] & (column < count)
-        _write(s, found, lse[:, None], at, Weights, Keys, mask)
+    query_at = rows + offset
+    lse = rows_lse(Lse + flat * queries + rows, inside)
+    last = tl.minimum(row + BM, queries) - 1
+    parts = key_stretches(ends, batch, row, last, offset, keys, terms.reach, BN, KIND, False)
+    q = rows_of(query, batch, head, rows, inside, width, BD)
+    low, high = range_of(ends, batch, rows, inside, KIND)
+    # The highest so far in no order; what is not asked for is never the lowest of them.
+    column = tl.arange(0, COUNT)[None, :]
+    best = tl.zeros([BM, COUNT], tl.int64) + tl.where(column < count, MISSING, HIGHEST)
+    lowest = tl.full([BM], MISSING, tl.int64)
+    for n in range(parts[0], parts[5], BN):
+        key_at = n + tl.arange(0, BN)
+        k = rows_of(key, batch, head // groups, key_at, key_at < keys, width, BD)
+        dots = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        s, _slope = scores(
+            dots, query_at[:, None], key_at[None, :], 1.0, terms, head, BIAS, SOFTCAP, False
+        )
+        may = allowed(query_at[:, None], key_at[None, :], low[:, None], high[:, None], keys, KIND)
+        rank = tl.where(may & left[:, None], _ranked(s, key_at[None, :]), MISSING)
+        more = tl.max(tl.max((rank > lowest[:, None]).to(tl.int32), 1), 0)
+        while more > 0:
+            top = tl.max(rank, 1)
+            which = tl.min(tl.where(best == lowest[:, None], column, COUNT), 1)
+            replaced = (column == which[:, None]) & (top > lowest)[:, None]
+            best = tl.where(replaced, top[:, None], best)
+            rank = tl.where(rank >= top[:, None], MISSING, rank)
+            lowest = tl.min(best, 1)
+            more = tl.max(tl.max((rank > lowest[:, None]).to(tl.int32), 1), 0)
+    s, found = _unranked(tl.where(column < count, best, MISSING))
+    s, found = _in_order(s, found, COUNT)
+    at = (flat * queries + rows)[:, None] * count + column
+    mask = left[:, None] & (column < count)
+    _write(s, found, lse[:, None], at, Weights, Keys, mask)
+
+
+@triton.jit(do_not_specialize=["queries", "keys"])
+def search(
+    query, key, Lse, Left, Weights, Keys, ends, terms, heads, groups, queries, keys, width, count,
+    ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr,
+    KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As ``pick``, of the rows that were left: they are gone over once more.
+
+    Nearly always there are none, so a program looks at many rows at once.
+    """
+    batch, head = whose(heads)
+    flat = tl.program_id(1).to(tl.int64)
+    start = tl.program_id(0) * ROWS
+    if tl.max(_left(Left + flat * queries, start, queries, ROWS), 0) > 0:
+        for row in range(start, tl.minimum(start + ROWS, queries), BM):
+            left = _left(Left + flat * queries, row, queries, BM)
+            if tl.max(left, 0) > 0:
+                _search(
+                    query, key, Lse, Weights, Keys, ends, terms, batch, head, flat, groups, row,
+                    left > 0, queries, keys, width, count, BM, BN, BD, COUNT, KIND, BIAS, SOFTCAP,
+                    PRECISION,
+                )  # fmt: skip

@@ -25,9 +25,8 @@ GLUON = "3.6."  # Gluon is young: each release of Triton may change it, and has 
 ROWS = 64  # as in hopper/
 BLOCK = 128
 LANES, PAIR = 4, 2
-SETS = 16  # of a query's keys, of which each has a highest score
-ROOM, RECORD = 16, 6  # fours of scores a lane can collect, and numbers each takes
-MOST, PICKED = 32, 8  # fours of a row that are put in order, and rows at a time
+PLACES = 8  # top keys that can be asked for
+ROOM, RECORD = 24, 8  # fours of scores a lane can collect, and numbers each takes
 TEAMS = 4  # groups of warps that share tiles
 STAGES = 2  # tiles of keys and of values that are loaded ahead
 TILE_STAGES = {64: 4, 128: 3}  # tiles of queries in the second pass, of keys for the top ones
@@ -100,7 +99,12 @@ def attends(
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, structure: Structure, wanted: Collection[str]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    structure: Structure,
+    wanted: Collection[str],
+    count: int,
 ) -> dict[str, Tensor]:
     """Attend, as ``launch.forward``."""
     batch, heads, queries, width = query.shape
@@ -112,16 +116,16 @@ def forward(
     highest = None
     if "max_logit" in wanted:
         highest = found["lse"].new_empty(batch, heads, blocks * (BLOCK // ROWS))
-    if "heights" in wanted:
-        found["heights"] = found["lse"].new_empty(batch, heads, queries, SETS)
+    if count:
+        found["bar"] = torch.empty_like(found["lse"])
     _kernels().forward[(min(items, _processors(query.device)),)](
         _described(query, BLOCK), _described(key, BLOCK), _described(value, BLOCK),
         View.of(found["output"]), found["lse"], found.get("entropy"), found.get("peak"), highest,
-        found.get("distance"), found.get("heights"), items, pairs, blocks, heads,
-        heads // key.shape[1], queries, keys, structure.scale * LOG2E,
+        found.get("distance"), found.get("bar"), items, pairs, blocks, heads,
+        heads // key.shape[1], queries, keys, count, structure.scale * LOG2E,
         D=width, STAGES=STAGES, CAUSAL=structure.kind == CAUSAL,
         EVEN=(keys - queries) % BLOCK == 0, ENTROPY="entropy" in wanted, PEAK="peak" in wanted,
-        HIGHEST=highest is not None, DISTANCE="distance" in wanted, HEIGHTS="heights" in wanted,
+        HIGHEST=highest is not None, DISTANCE="distance" in wanted, BAR=count > 0,
         num_warps=4,
     )  # fmt: skip
     if highest is not None:
@@ -271,9 +275,9 @@ def collects(
     wanted: Collection[str],
     count: int,
 ) -> bool:
-    """Whether ``forward`` can tell "heights", and ``top`` finds so many keys with them."""
-    if count > SETS // 2 or structure.scale <= 0:
-        return False  # half of the sets' heights: many more scores would reach the bar
+    """Whether ``forward`` can tell the bar of so many keys, and ``top`` find them with it."""
+    if not 0 < count <= PLACES or structure.scale <= 0:
+        return False
     if not attends(query, key, value, structure, wanted):
         return False
     batch, heads, queries, _ = query.shape
@@ -285,30 +289,23 @@ def top(
     query: Tensor,
     key: Tensor,
     lse: Tensor,
-    heights: Tensor,
+    bar: Tensor,
     structure: Structure,
     count: int,
-    first: int,
-    some: int,
-    reached: Tensor,
-    candidates: Tensor,
     found: dict[str, Tensor],
+    left: Tensor,
 ) -> None:
-    """The top keys of ``some`` heads from ``first`` on, but for rows that rows.search goes over."""
-    _, heads, queries, width = query.shape
+    """The top keys, but for rows that are ``left`` to rows.search."""
+    batch, heads, queries, width = query.shape
     keys = key.shape[2]
     blocks = -(-queries // (TEAMS * ROWS))
     pairs = _pairs(blocks, structure)
-    items = pairs * some
-    records = candidates.view(torch.float32)
-    _kernels().collect[(min(items, _processors(query.device)),)](
-        _described(query, ROWS), _described(key, BLOCK), heights.flatten(0, 1)[first:], reached,
-        records, items, pairs, blocks, heads, heads // key.shape[1], queries, keys,
-        -(-keys // BLOCK), count, first, D=width, STAGES=TILE_STAGES[width],
+    items = pairs * batch * heads
+    programs = min(items, _processors(query.device))
+    room = lse.new_empty(programs * TEAMS * ROWS, LANES, ROOM, RECORD)
+    _kernels().top[(programs,)](
+        _described(query, ROWS), _described(key, BLOCK), bar, lse, room, left, *found.values(),
+        items, pairs, blocks, heads, heads // key.shape[1], queries, keys, -(-keys // BLOCK),
+        count, structure.scale * LOG2E, D=width, STAGES=TILE_STAGES[width],
         CAUSAL=structure.kind == CAUSAL, EVEN=(keys - queries) % ROWS == 0, num_warps=4,
-    )  # fmt: skip
-    results = (found[name].flatten(0, 1)[first:] for name in ("top_weights", "top_keys"))
-    _kernels().pick[(-(-queries * some // PICKED),)](
-        reached, records, lse.flatten(0, 1)[first:], *results, queries * some,
-        structure.scale * LOG2E, COUNT=count, num_warps=1,
     )  # fmt: skip

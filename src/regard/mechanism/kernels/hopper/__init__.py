@@ -7,7 +7,7 @@ them.
 """
 
 from regard.mechanism.kernels.hopper.attend import forward
+from regard.mechanism.kernels.hopper.choose import top
 from regard.mechanism.kernels.hopper.receive import columns
-from regard.mechanism.kernels.hopper.top import collect, pick
 
-__all__ = ["collect", "columns", "forward", "pick"]
+__all__ = ["columns", "forward", "top"]

@@ -12,7 +12,6 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from regard.mechanism.kernels.hopper.roles import (
     BLOCK,
-    GROUPED,
     LANES,
     LN2,
     LOWEST,
@@ -22,7 +21,6 @@ from regard.mechanism.kernels.hopper.roles import (
     along,
     await_tile,
     block_of,
-    by_height,
     by_lanes,
     fill,
     halves_of,
@@ -33,6 +31,12 @@ from regard.mechanism.kernels.hopper.roles import (
 )
 
 GROUPS = gl.constexpr(2)  # of warps that attend: ROWS queries each, BLOCK together
+
+
+@gluon.jit
+def _by_height(s, SETS: gl.constexpr):
+    """The highest of each of some sets of a lane's scores: neighbours are in different ones."""
+    return gl.max(gl.reshape(s, [ROWS, LANES, s.shape[2] // SETS, SETS]), 2)
 
 
 @gluon.jit
@@ -84,36 +88,50 @@ def _by_keys(parts):
 
 
 @gluon.jit
+def _sum(x, PARTS: gl.constexpr):
+    """A lane's sum: of as many sums, so that fewer additions wait for each other."""
+    if PARTS == 1:
+        found = gl.sum(x, 2)
+    else:
+        parts = gl.reshape(x, [ROWS, LANES, PARTS, x.shape[2] // PARTS])
+        found = gl.convert_layout(gl.sum(gl.sum(parts, 3), 2), gl.SliceLayout(2, x.type.layout))
+    return found
+
+
+@gluon.jit
 def _weigh(
     s, l, m, e, t, h, c, query_at, key, keys,
-    CAUSAL: gl.constexpr, FREE: gl.constexpr, ENTROPY: gl.constexpr, DISTANCE: gl.constexpr,
-    HEIGHTS: gl.constexpr,
+    D: gl.constexpr, CAUSAL: gl.constexpr, FREE: gl.constexpr, ENTROPY: gl.constexpr,
+    DISTANCE: gl.constexpr, BAR: gl.constexpr,
 ):  # fmt: skip
     """The weights of a tile, and the running sums with them; see forward.py."""
+    SETS: gl.constexpr = h.shape[2]
+    PARTS: gl.constexpr = 4 if DISTANCE and (D == 64 or BAR) else 1  # which is best was measured
     known, lane = places_in(s)
     if FREE:
-        high = by_height(s)
-        if HEIGHTS:
+        high = _by_height(s, SETS)
+        if BAR:
             h = gl.maximum(h, high)
         highest = gl.convert_layout(gl.max(gl.max(high, 2), 1), m.type.layout)
         higher = gl.maximum(m, highest * c)
         x = s * c - higher[:, None, None]
     else:
         seen = may_see(s, query_at, key, keys, CAUSAL)
-        if HEIGHTS:
-            h = gl.maximum(h, by_height(gl.where(seen, s, NOTHING)))
+        if BAR:
+            h = gl.maximum(h, _by_height(gl.where(seen, s, NOTHING), SETS))
         s = gl.where(seen, s * c, NOTHING)
         higher = gl.maximum(m, gl.max(gl.max(s, 2), 1))
         x = s - higher[:, None, None]
     p = gl.exp2(x)
     shrink = gl.exp2(m - higher)
     smaller = shrink[:, None]
-    whole = gl.sum(p, 2)  # the sums are a lane's own until all tiles are through
+    # The sums are a lane's own until all tiles are through.
+    whole = _sum(p, 1 if D == 64 and BAR else PARTS)
     if ENTROPY:
-        e = (e + (m - higher)[:, None] * l) * smaller + gl.sum(p * x, 2)
+        e = (e + (m - higher)[:, None] * l) * smaller + _sum(p * x, PARTS)
     if DISTANCE:
         if FREE or CAUSAL:  # all keys with a weight lie on one side
-            inside = gl.sum(p * known.to(gl.float32), 2)
+            inside = _sum(p * known.to(gl.float32), PARTS)
             mine = gl.arange(0, LANES, gl.SliceLayout(0, whole.type.layout)) * PAIR
             away = (query_at - key)[:, None] - mine[None, :]
             t = t * smaller + gl.abs(away.to(gl.float32) * whole - inside)
@@ -126,17 +144,30 @@ def _weigh(
 
 
 @gluon.jit
+def _bar(h, count):
+    """Of the highest of each set the count-th, where equal ones count once: as many reach it.
+
+    A little lower, should products differ in their last bit.
+    """
+    top = gl.max(gl.max(h, 2), 1)
+    for _ in range(1, count):
+        h = gl.where(h >= top[:, None, None], NOTHING, h)
+        top = gl.max(gl.max(h, 2), 1)
+    return gl.maximum(top - gl.abs(top) * 1e-6, LOWEST)
+
+
+@gluon.jit
 def _attend(
     shared,
     PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, AROUND: gl.constexpr, EVEN: gl.constexpr, ENTROPY: gl.constexpr,
-    PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, HEIGHTS: gl.constexpr,
+    PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, BAR: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 queries of every block, two tiles of keys at a time."""
     q_ring, k_ring, v_ring, out, Lse, seen, work, sizes = shared
-    Entropy, Peak, Highest, Distance, Heights = seen
+    Entropy, Peak, Highest, Distance, Bar = seen
     items, pairs, blocks, heads = work
-    queries, keys, offset, c = sizes
+    queries, keys, offset, count, c = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -145,7 +176,8 @@ def _attend(
     none = gl.zeros([ROWS, BLOCK], gl.float32, s_layout)
     of_rows: gl.constexpr = along(by_lanes(none).type.layout, 3, 0)
     of_lanes: gl.constexpr = gl.SliceLayout(2, by_lanes(none).type.layout)
-    of_heights: gl.constexpr = by_height(by_lanes(none)).type.layout
+    SETS: gl.constexpr = 512 // D  # more make a closer bar, and take registers
+    of_heights: gl.constexpr = _by_height(by_lanes(none), SETS).type.layout
     step = 0
     turn = 0
     for item in range(gl.program_id(0), items, gl.num_programs(0)):
@@ -167,7 +199,7 @@ def _attend(
             e = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
             t = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
             m = gl.full([ROWS], LOWEST, gl.float32, of_rows)
-            h = gl.full([ROWS, LANES, GROUPED], NOTHING, gl.float32, of_heights)
+            h = gl.full([ROWS, LANES, SETS], NOTHING, gl.float32, of_heights)
 
             q = await_tile(q_ring, turn, 2).reshape([BLOCK, D]).slice(PART * ROWS, ROWS)
             k = await_tile(k_ring, step, STAGES).reshape([BLOCK, D]).permute((1, 0))
@@ -176,8 +208,8 @@ def _attend(
             release(k_ring, step, STAGES)
             key = _tile_at(0, stop, row, offset, AROUND)
             p, l, m, e, t, h, shrink = _weigh(
-                by_lanes(s), l, m, e, t, h, c, query_at, key, keys, CAUSAL, False, ENTROPY,
-                DISTANCE, HEIGHTS,
+                by_lanes(s), l, m, e, t, h, c, query_at, key, keys, D, CAUSAL, False, ENTROPY,
+                DISTANCE, BAR,
             )  # fmt: skip
             for FREE in gl.static_range(2):
                 if FREE or ((CAUSAL or AROUND) and not EVEN):
@@ -192,9 +224,12 @@ def _attend(
                         s = hopper.warpgroup_mma_wait(1, deps=[s])
                         key = _tile_at(i, stop, row, offset, AROUND)
                         p, l, m, e, t, h, shrink = _weigh(
-                            by_lanes(s), l, m, e, t, h, c, query_at, key, keys, CAUSAL,
-                            FREE == 1, ENTROPY, DISTANCE, HEIGHTS,
+                            by_lanes(s), l, m, e, t, h, c, query_at, key, keys, D, CAUSAL,
+                            FREE == 1, ENTROPY, DISTANCE, BAR,
                         )  # fmt: skip
+                        # Once more, for what is there: ptxas moves the wait for the values before
+                        # the exponentials otherwise, but not across a branch.
+                        await_tile(v_ring, step + i - 1, STAGES)
                         o, weights = hopper.warpgroup_mma_wait(0, deps=[o, weights])
                         # Both at once: the warps of a group wait for each other to release.
                         release(k_ring, step + i, STAGES)
@@ -220,13 +255,8 @@ def _attend(
                 gl.store(Peak + at, inverse, mask=inside)
             if DISTANCE:
                 gl.store(Distance + at, t * inverse, mask=inside)
-            if HEIGHTS:
-                lane = gl.arange(0, LANES, along(of_heights, 3, 1))[None, :, None]
-                group = gl.arange(0, GROUPED, along(of_heights, 3, 2))[None, None, :]
-                height_at = gl.convert_layout(at, along(of_heights, 3, 0))[:, None, None]
-                whose = gl.convert_layout(inside, along(of_heights, 3, 0))[:, None, None]
-                height_at = (height_at * LANES + lane) * GROUPED + group
-                gl.store(Heights + height_at, h, mask=whose)
+            if BAR:
+                gl.store(Bar + at, gl.convert_layout(_bar(h, count), of_rows), mask=inside)
             if HIGHEST:
                 highest = gl.max(gl.where(inside, m * LN2, float("-inf")), 0)
                 place = (flat * blocks + block) * GROUPS + PART
@@ -244,15 +274,15 @@ def _attend(
             )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=["items", "pairs", "blocks", "queries", "keys"])
+@gluon.jit(do_not_specialize=["items", "pairs", "blocks", "queries", "keys", "count"])
 def forward(
-    q_desc, k_desc, v_desc, out, Lse, Entropy, Peak, Highest, Distance, Heights, items, pairs,
-    blocks, heads, groups, queries, keys, c,
+    q_desc, k_desc, v_desc, out, Lse, Entropy, Peak, Highest, Distance, Bar, items, pairs, blocks,
+    heads, groups, queries, keys, count, c,
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr,
-    HEIGHTS: gl.constexpr,
+    BAR: gl.constexpr,
 ):  # fmt: skip
-    """Attend; see forward.py. ``Heights`` are for ``collect``."""
+    """Attend; see forward.py. ``Bar``: a score that ``count`` of a query's reach; for ``top``."""
     # |i - j| has two signs along a row: those tiles come first in which both occur.
     AROUND: gl.constexpr = DISTANCE and not CAUSAL
     offset = keys - queries
@@ -261,19 +291,19 @@ def forward(
     v_ring = ring_of(v_desc, STAGES, STAGES, GROUPS)
     hopper.fence_async_shared()
     work = items, pairs, blocks, heads
-    sizes = queries, keys, offset, c
-    seen = Entropy, Peak, Highest, Distance, Heights
+    sizes = queries, keys, offset, count, c
+    seen = Entropy, Peak, Highest, Distance, Bar
     shared = q_ring, k_ring, v_ring, out, Lse, seen, work, sizes
     loader = q_ring, k_ring, v_ring, q_desc, k_desc, v_desc, work, groups, keys, offset
     gl.warp_specialize(
         [
             (_attend, (
                 shared, 0, D, STAGES, CAUSAL, AROUND, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE,
-                HEIGHTS,
+                BAR,
             )),
             (_attend, (
                 shared, 1, D, STAGES, CAUSAL, AROUND, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE,
-                HEIGHTS,
+                BAR,
             )),
             (_load, (loader, D, STAGES, CAUSAL, AROUND)),
         ],

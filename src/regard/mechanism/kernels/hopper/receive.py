@@ -128,7 +128,13 @@ def _sums(s, drop, c, first, masked, BINS: gl.constexpr, MASK: gl.constexpr, PEA
     sums = gl.sum(gl.sum(parts, 4), 2)
     peaks = sums
     if PEAK:
-        peaks = gl.max(gl.max(parts, 4), 2)
+        # As integers, whose order is that of numbers from 0 on: of those three are compared at
+        # once, where they come one after the other.
+        A: gl.constexpr = parts.shape[1]
+        T: gl.constexpr = parts.shape[2]
+        row = gl.reshape(gl.permute(parts, (0, 1, 3, 2, 4)), [ROWS, A, LANES, T * PAIR])
+        peaks = gl.max(row.to(gl.int32, bitcast=True), 3).to(gl.float32, bitcast=True)
+        peaks = gl.convert_layout(peaks, sums.type.layout)
     return sums, peaks
 
 

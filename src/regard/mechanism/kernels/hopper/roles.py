@@ -23,7 +23,6 @@ BLOCK = gl.constexpr(128)  # rows of a tile
 TEAMS = gl.constexpr(4)  # groups of warps that share tiles, each with ROWS rows of its own
 LANES = gl.constexpr(4)  # threads that share a row
 PAIR = gl.constexpr(2)  # neighbours in a row that one thread holds
-GROUPED = gl.constexpr(4)  # sets of its scores of which a thread keeps the highest
 
 
 @gluon.constexpr_function
@@ -112,12 +111,6 @@ def may_see(s, query_at, key, keys, CAUSAL: gl.constexpr):
     else:
         may = known < keys - key - lane
     return may
-
-
-@gluon.jit
-def by_height(s):
-    """The highest of every fourth score of a lane: the sets are the keys modulo 16."""
-    return gl.max(gl.reshape(s, [ROWS, LANES, s.shape[2] // GROUPED, GROUPED]), 2)
 
 
 @gluon.jit
