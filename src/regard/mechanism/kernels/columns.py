@@ -41,6 +41,7 @@ from regard.mechanism.kernels.tiles import (
 
 LANES = tl.constexpr(4)  # threads that share a row of a product
 PAIR = tl.constexpr(2)  # neighbours in a row that one thread holds
+TEAM, TILE = tl.constexpr(64), tl.constexpr(128)  # keys and queries of a product in hopper/
 
 
 @triton.jit
@@ -271,3 +272,29 @@ def columns(
             )  # fmt: skip
         if RECEIVED:
             tl.store(Received + flat * keys + key_at, received, mask=valid)
+
+
+@triton.jit(do_not_specialize=["count", "units", "each", "high", "offset", "tiles"])
+def pool(
+    Cells, Peaks, Map, MapPeak, count, rows, columns, units, each, high, offset, tiles,
+    UNIT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr,
+    PEAK: tl.constexpr,
+):  # fmt: skip
+    """A map of what the kernels for Hopper leave: sums over UNIT keys, ``each`` of them a cell.
+
+    Under a causal mask nothing was written where no query of a tile sees a key of a team.
+    """
+    cell = tl.program_id(0) * BC + tl.arange(0, BC)
+    inside = cell < count
+    column = cell % columns * each
+    unit = column[:, None] + tl.arange(0, BK)[None, :]
+    there = inside[:, None] & (tl.arange(0, BK) < each)[None, :]
+    if CAUSAL:
+        first = tl.minimum(tl.maximum(unit * UNIT // TEAM * TEAM - offset, 0) // TILE, tiles - 1)
+        last = ((cell // columns % rows + 1) * high - 1) // TILE
+        there &= last[:, None] >= first
+    at = (cell // columns).to(tl.int64)[:, None] * units + unit
+    tl.store(Map + cell, tl.sum(tl.load(Cells + at, mask=there, other=0.0), 1), mask=inside)
+    if PEAK:
+        peaks = tl.load(Peaks + at, mask=there, other=0.0)
+        tl.store(MapPeak + cell, tl.max(peaks, 1), mask=inside)

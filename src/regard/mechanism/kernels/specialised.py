@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from functools import cache, reduce
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 from torch.nn.functional import pad
 
+from regard.mechanism.kernels.columns import pool
 from regard.mechanism.kernels.structure import (
     CAUSAL,
     FULL,
@@ -30,6 +31,7 @@ ROOM, RECORD = 24, 8  # fours of scores a lane can collect, and numbers each tak
 TEAMS = 4  # groups of warps that share tiles
 STAGES = 2  # tiles of keys and of values that are loaded ahead
 TILE_STAGES = {64: 4, 128: 3}  # tiles of queries in the second pass, of keys for the top ones
+POOLED = 2048  # numbers a program makes a map's cells of
 FEWEST = 256  # queries: below, most of a block would be empty
 
 
@@ -217,7 +219,10 @@ def receives(
     items = batch * heads * _pairs(-(-key.shape[2] // (TEAMS * ROWS)), structure)
     if items < _processors(query.device):
         return False  # launch.columns has smaller blocks, and more of them
-    return grid is None or _bins(query, key.shape[2], grid) is not None
+    if grid is None:
+        return True
+    cells = batch * heads * grid[0] * grid[1]
+    return cells < 2**31 and _bins(query, key.shape[2], grid) is not None
 
 
 def columns(
@@ -242,10 +247,10 @@ def columns(
     found: dict[str, Tensor] = {}
     if "received" in wanted:
         found["received"] = torch.empty(batch, heads, keys, **options)
-    new = torch.empty if structure.kind == FULL else torch.zeros  # what no tile covers stays 0
+    units = blocks * TEAMS * ROWS // bins.unit  # of a row of the map
     for name in ("map", "map_peak"):
         if name in wanted:
-            found[name] = new(batch, heads, rows, blocks * TEAMS * ROWS // bins.unit, **options)
+            found[name] = torch.empty(batch, heads, rows, units, **options)
     drop = _drop(lse, bins)
     _kernels().columns[(min(items, _processors(query.device)),)](
         _described(query, BLOCK) if bins.dealt is None else _dealt_tiles(query, bins),
@@ -257,13 +262,20 @@ def columns(
         EVEN=(keys - queries) % ROWS == 0, RECEIVED="received" in wanted, MAP="map" in wanted,
         MAP_PEAK="map_peak" in wanted, num_warps=4,
     )  # fmt: skip
-    for name, join in (("map", torch.add), ("map_peak", torch.maximum)):
-        if name in found:
-            cells = found[name][..., : keys // bins.unit].reshape(batch, heads, rows, cols, -1)
-            if cells.shape[-1] <= 4:  # so few at a time are no work for a reduction
-                found[name] = reduce(join, cells.unbind(-1))
-            else:
-                found[name] = cells.sum(-1) if name == "map" else cells.amax(-1)
+    each = keys // cols // bins.unit
+    if "map" in wanted and (each > 1 or units > cols or structure.kind == CAUSAL):
+        cells, peaks = found["map"], found.get("map_peak")
+        for name in ("map", "map_peak"):
+            if name in wanted:
+                found[name] = torch.empty(batch, heads, rows, cols, **options)
+        wide = 1 << (each - 1).bit_length()
+        some = max(1, POOLED // wide)
+        count = found["map"].numel()
+        pool[(-(-count // some),)](
+            cells, peaks, found["map"], found.get("map_peak"), count, rows, cols, units, each,
+            queries // rows, keys - queries, tiles, UNIT=bins.unit, BC=some, BK=wide,
+            CAUSAL=structure.kind == CAUSAL, PEAK=peaks is not None, num_warps=4,
+        )  # fmt: skip
     return found
 
 

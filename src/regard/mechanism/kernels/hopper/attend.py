@@ -87,6 +87,18 @@ def _by_keys(parts):
     return gl.reshape(gl.permute(tile, (0, 2, 1, 3)), [ROWS, LANES * N])
 
 
+@gluon.constexpr_function
+def _parts(D, CAUSAL, DISTANCE, BAR):
+    """How many parts a tile's sums have: of weights, for entropy and distance. By measurement."""
+    if not DISTANCE:
+        return 1, 1, 1
+    if D == 64:
+        return 1 if BAR else 4, 4, 4
+    if BAR:
+        return 4, 4, 4
+    return (1, 1, 1) if CAUSAL else (4, 1, 4)
+
+
 @gluon.jit
 def _sum(x, PARTS: gl.constexpr):
     """A lane's sum: of as many sums, so that fewer additions wait for each other."""
@@ -106,7 +118,7 @@ def _weigh(
 ):  # fmt: skip
     """The weights of a tile, and the running sums with them; see forward.py."""
     SETS: gl.constexpr = h.shape[2]
-    PARTS: gl.constexpr = 4 if DISTANCE and (D == 64 or BAR) else 1  # which is best was measured
+    PARTS: gl.constexpr = _parts(D, CAUSAL, DISTANCE, BAR)
     known, lane = places_in(s)
     if FREE:
         high = _by_height(s, SETS)
@@ -126,12 +138,12 @@ def _weigh(
     shrink = gl.exp2(m - higher)
     smaller = shrink[:, None]
     # The sums are a lane's own until all tiles are through.
-    whole = _sum(p, 1 if D == 64 and BAR else PARTS)
+    whole = _sum(p, PARTS[0])
     if ENTROPY:
-        e = (e + (m - higher)[:, None] * l) * smaller + _sum(p * x, PARTS)
+        e = (e + (m - higher)[:, None] * l) * smaller + _sum(p * x, PARTS[1])
     if DISTANCE:
         if FREE or CAUSAL:  # all keys with a weight lie on one side
-            inside = _sum(p * known.to(gl.float32), PARTS)
+            inside = _sum(p * known.to(gl.float32), PARTS[2])
             mine = gl.arange(0, LANES, gl.SliceLayout(0, whole.type.layout)) * PAIR
             away = (query_at - key)[:, None] - mine[None, :]
             t = t * smaller + gl.abs(away.to(gl.float32) * whole - inside)
