@@ -248,9 +248,12 @@ def columns(
     if "received" in wanted:
         found["received"] = torch.empty(batch, heads, keys, **options)
     units = blocks * TEAMS * ROWS // bins.unit  # of a row of the map
+    each = keys // cols // bins.unit  # of them a cell
+    # Where a unit is a cell, what no tile covers must be 0; elsewhere ``pool`` knows it.
+    new = torch.zeros if each == 1 and structure.kind == CAUSAL else torch.empty
     for name in ("map", "map_peak"):
         if name in wanted:
-            found[name] = torch.empty(batch, heads, rows, units, **options)
+            found[name] = new(batch, heads, rows, units, **options)
     drop = _drop(lse, bins)
     _kernels().columns[(min(items, _processors(query.device)),)](
         _described(query, BLOCK) if bins.dealt is None else _dealt_tiles(query, bins),
@@ -262,19 +265,18 @@ def columns(
         EVEN=(keys - queries) % ROWS == 0, RECEIVED="received" in wanted, MAP="map" in wanted,
         MAP_PEAK="map_peak" in wanted, num_warps=4,
     )  # fmt: skip
-    each = keys // cols // bins.unit
-    if "map" in wanted and (each > 1 or units > cols or structure.kind == CAUSAL):
-        cells, peaks = found["map"], found.get("map_peak")
-        for name in ("map", "map_peak"):
-            if name in wanted:
-                found[name] = torch.empty(batch, heads, rows, cols, **options)
+    maps = {name: found[name] for name in ("map", "map_peak") if name in wanted}
+    if each == 1:
+        return found | {name: cells[..., :cols].contiguous() for name, cells in maps.items()}
+    if maps:
+        found |= {name: torch.empty(batch, heads, rows, cols, **options) for name in maps}
         wide = 1 << (each - 1).bit_length()
         some = max(1, POOLED // wide)
         count = found["map"].numel()
         pool[(-(-count // some),)](
-            cells, peaks, found["map"], found.get("map_peak"), count, rows, cols, units, each,
-            queries // rows, keys - queries, tiles, UNIT=bins.unit, BC=some, BK=wide,
-            CAUSAL=structure.kind == CAUSAL, PEAK=peaks is not None, num_warps=4,
+            maps["map"], maps.get("map_peak"), found["map"], found.get("map_peak"), count, rows,
+            cols, units, each, queries // rows, keys - queries, tiles, UNIT=bins.unit, BC=some,
+            BK=wide, CAUSAL=structure.kind == CAUSAL, PEAK="map_peak" in wanted, num_warps=4,
         )  # fmt: skip
     return found
 
