@@ -1,8 +1,8 @@
 # mypy: ignore-errors
 """The highest weights of each query; see rows.py for the way they are found.
 
-Here the forward pass has told the highest scores in 16 sets of a query's keys, so one stream over
-the keys is enough to collect what may be among the highest.
+Here the forward pass has told the bar, so one stream over the keys collects what may be among the
+highest. What a block collects is put in order at its end, while it is still in the cache.
 """
 
 from triton.experimental import gluon
