@@ -8,6 +8,8 @@ the CPU. Layouts mean nothing here. What does is who waits for whom, so that is 
 - an asynchronous product is made when it is waited for, no sooner, and has no value before;
 - the roles of a program run as threads; when all of them wait, that is an error, and no hang;
 - a load or store outside of a tensor is an error.
+
+A role runs as one: what its own threads have to wait for among each other, only a GPU can tell.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from regard.mechanism.kernels import structure as described
 triton = pytest.importorskip("triton", reason="Triton is not installed: it comes for Linux.")
 
 from regard.mechanism.kernels import launch, specialised  # noqa: E402
+from regard.mechanism.kernels.columns import TEAM, TILE  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -152,6 +153,10 @@ GRIDS = [
     ((256, 256), (8, 8)),  # four, whose queries are dealt out
     ((256, 512), (16, 32)),
     ((512, 512), (64, 64)),  # sixteen, and columns of 8 keys
+    ((256, 320), (2, 5)),  # and more keys than queries, columns of several units
+    ((256, 512), (4, 8)),
+    ((512, 640), (2, 5)),
+    ((256, 2048), (2, 1)),  # a column that is pooled in steps
 ]
 
 
@@ -231,6 +236,19 @@ def test_top_keys_that_do_not_fit_are_searched_for(causal: bool) -> None:
     close("top_weights", found["top_weights"], weights, weights)
 
 
+@pytest.mark.parametrize("row", [100, 255])
+def test_infinite_scores_stay_in_their_row(row: int) -> None:
+    query, key, value = (t.to(DTYPES[0]) for t in inputs((256, 1024), 64))
+    plain = highest([query, key, value], False, 8)
+    query = query.clone()
+    query[0, 0, row, 0] = torch.inf
+    found = highest([query, key, value], False, 8)
+    others = torch.ones(query.shape[:3], dtype=torch.bool, device=DEVICE)
+    others[0, 0, row] = False
+    for name, tensor in found.items():
+        assert torch.equal(tensor[others], plain[name][others]), name
+
+
 # How many candidates each lane of a row has, below, at and beyond what there is room for, and what
 # is put in order at a time.
 FIT = 20
@@ -293,6 +311,7 @@ def test_both_sides_agree_on_sizes() -> None:
     for name in ("ROOM", "RECORD", "PLACES"):
         assert getattr(choose, name) == getattr(specialised, name), name
     assert choose.ROOM - choose.SURE == FIT
+    assert (TEAM.value, TILE.value) == (specialised.ROWS, specialised.BLOCK)
 
 
 def test_calls_that_do_not_fit_are_left_to_others() -> None:
@@ -365,6 +384,8 @@ build(hopper.forward, dict(q_desc=narrow, k_desc=narrow, v_desc=narrow), D=64, S
       CAUSAL=False, EVEN=True, **seen)
 build(hopper.top, dict(q_desc=tiles(1, 1, 64, 128), k_desc=whole, Left="*i8", Keys="*i64"), D=128,
       STAGES=3, CAUSAL=True, EVEN=False)
+build(hopper.top, dict(q_desc=tiles(1, 1, 64, 64), k_desc=narrow, Left="*i8", Keys="*i64"), D=64,
+      STAGES=4, CAUSAL=False, EVEN=True)
 """
 
 

@@ -274,9 +274,9 @@ def columns(
             tl.store(Received + flat * keys + key_at, received, mask=valid)
 
 
-@triton.jit(do_not_specialize=["count", "units", "each", "high", "offset", "tiles"])
+@triton.jit(do_not_specialize=["count", "units", "each", "high", "offset"])
 def pool(
-    Cells, Peaks, Map, MapPeak, count, rows, columns, units, each, high, offset, tiles,
+    Cells, Peaks, Map, MapPeak, count, rows, columns, units, each, high, offset,
     UNIT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr,
     PEAK: tl.constexpr,
 ):  # fmt: skip
@@ -286,15 +286,20 @@ def pool(
     """
     cell = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = cell < count
-    column = cell % columns * each
-    unit = column[:, None] + tl.arange(0, BK)[None, :]
-    there = inside[:, None] & (tl.arange(0, BK) < each)[None, :]
-    if CAUSAL:
-        first = tl.minimum(tl.maximum(unit * UNIT // TEAM * TEAM - offset, 0) // TILE, tiles - 1)
-        last = ((cell // columns % rows + 1) * high - 1) // TILE
-        there &= last[:, None] >= first
-    at = (cell // columns).to(tl.int64)[:, None] * units + unit
-    tl.store(Map + cell, tl.sum(tl.load(Cells + at, mask=there, other=0.0), 1), mask=inside)
+    row = cell // columns
+    sums = tl.zeros([BC], tl.float32)
+    highest = tl.zeros([BC], tl.float32)
+    for start in range(0, each, BK):
+        step = start + tl.arange(0, BK)[None, :]
+        unit = (cell % columns * each)[:, None] + step
+        there = inside[:, None] & (step < each)
+        if CAUSAL:
+            first = tl.maximum(unit * UNIT // TEAM * TEAM - offset, 0) // TILE
+            there &= ((row % rows + 1) * high - 1)[:, None] // TILE >= first
+        at = row.to(tl.int64)[:, None] * units + unit
+        sums += tl.sum(tl.load(Cells + at, mask=there, other=0.0), 1)
+        if PEAK:
+            highest = tl.maximum(highest, tl.max(tl.load(Peaks + at, mask=there, other=0.0), 1))
+    tl.store(Map + cell, sums, mask=inside)
     if PEAK:
-        peaks = tl.load(Peaks + at, mask=there, other=0.0)
-        tl.store(MapPeak + cell, tl.max(peaks, 1), mask=inside)
+        tl.store(MapPeak + cell, highest, mask=inside)

@@ -37,7 +37,7 @@ LANES = 4  # threads that share such a row
 PROGRAMS = 256  # that keep a large device busy: about two for each multiprocessor
 NEAR = 2048  # keys of a query: beyond, the ends of its range hardly matter
 SHARE = 512  # keys that are worth a program of their own
-LOOKED = 256  # rows of which a program sees whether some are left to search
+LOOKED = 64  # rows of which a program sees whether some are left to search
 SCRATCH = 2**29  # bytes for candidates of the top keys: heads take turns, one or more at a time
 
 
@@ -354,13 +354,12 @@ def top(
         specialised.top(query, key, lse, bar, structure, count, found, left)
     else:
         _collect(query, key, lse, structure, count, found, left)
-    low = query.dtype != torch.float32
     rows_kernels.search[_ceil(queries, LOOKED), batch * heads](
         View.of(query), View.of(key), lse, left, *found.values(), structure.ends, structure.terms,
         heads, heads // key.shape[1], queries, keys, width, count, ROWS=LOOKED, BM=WARP, BN=64,
         BD=_power(width), COUNT=_next_power(count), KIND=structure.kind, BIAS=structure.bias,
         SOFTCAP=structure.softcap is not None, PRECISION=_precision(query),
-        num_warps=1 if low else 4, num_stages=2 if low else 1,
+        num_warps=4, num_stages=1,
     )  # fmt: skip
     return found
 

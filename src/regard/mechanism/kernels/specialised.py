@@ -31,7 +31,7 @@ ROOM, RECORD = 24, 8  # fours of scores a lane can collect, and numbers each tak
 TEAMS = 4  # groups of warps that share tiles
 STAGES = 2  # tiles of keys and of values that are loaded ahead
 TILE_STAGES = {64: 4, 128: 3}  # tiles of queries in the second pass, of keys for the top ones
-POOLED = 2048  # numbers a program makes a map's cells of
+POOLED = 2048  # numbers of which a program makes a map's cells at a time
 FEWEST = 256  # queries: below, most of a block would be empty
 
 
@@ -270,12 +270,12 @@ def columns(
         return found | {name: cells[..., :cols].contiguous() for name, cells in maps.items()}
     if maps:
         found |= {name: torch.empty(batch, heads, rows, cols, **options) for name in maps}
-        wide = 1 << (each - 1).bit_length()
-        some = max(1, POOLED // wide)
+        wide = min(64, 1 << (each - 1).bit_length())
+        some = POOLED // wide
         count = found["map"].numel()
         pool[(-(-count // some),)](
             maps["map"], maps.get("map_peak"), found["map"], found.get("map_peak"), count, rows,
-            cols, units, each, queries // rows, keys - queries, tiles, UNIT=bins.unit, BC=some,
+            cols, units, each, queries // rows, keys - queries, UNIT=bins.unit, BC=some,
             BK=wide, CAUSAL=structure.kind == CAUSAL, PEAK="map_peak" in wanted, num_warps=4,
         )  # fmt: skip
     return found

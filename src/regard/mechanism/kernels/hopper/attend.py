@@ -81,7 +81,7 @@ def _load(
 
 @gluon.jit
 def _by_keys(parts):
-    """As it was before ``_by_lanes``."""
+    """As it was before ``by_lanes``."""
     N: gl.constexpr = parts.shape[2]
     tile = gl.reshape(parts, [ROWS, LANES, N // PAIR, PAIR])
     return gl.reshape(gl.permute(tile, (0, 2, 1, 3)), [ROWS, LANES * N])

@@ -93,7 +93,7 @@ def _keep(pairs, bar, used, room, key, FIRST: gl.constexpr):
     """
     N: gl.constexpr = pairs.shape[2]
     if N == 2 * SURE:
-        bar = gl.where(used <= (ROOM - SURE) * RECORD, bar, float("inf"))
+        bar = gl.where(used <= (ROOM - SURE) * RECORD, bar, float("nan"))  # which none reaches
     halves = gl.permute(gl.reshape(pairs, [ROWS, LANES, 2, N // 2, PAIR]), (0, 1, 3, 4, 2))
     near, far = gl.split(halves)
     if N > 2:
@@ -210,7 +210,7 @@ def _find(
             first = flat.to(gl.int64) * queries
             query_at = row + gl.arange(0, ROWS, of_rows) + offset
             rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, of_lanes))
-            bar = gl.load(Bar + first + rows, mask=rows < queries, other=float("inf"))[:, None]
+            bar = gl.load(Bar + first + rows, mask=rows < queries, other=float("nan"))[:, None]
             used = gl.zeros([ROWS, LANES], gl.int32, of_lanes)
             last = _last_tile(row, offset, tiles, CAUSAL)
             q = await_team(q_ring, turn, PART, D)
