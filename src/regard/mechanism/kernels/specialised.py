@@ -81,9 +81,28 @@ def _tiles(tensor: Tensor, shape: Any, strides: Any, block: tuple[int, ...]) -> 
     return TensorDescriptor(tensor, list(shape), list(strides), list(block), layout)
 
 
-def _pairs(blocks: int, structure: Structure) -> int:
-    """Items of work of a head: under a causal mask a long and a short block make one."""
-    return -(-blocks // 2) if structure.kind == CAUSAL else blocks
+class _Work(NamedTuple):
+    """How a call is dealt out to programs, as the kernels take it."""
+
+    items: int
+    pairs: int  # items of a head: under a causal mask a long and a short block make one
+    blocks: int  # of a head
+
+
+def _work(query: Tensor, length: int, rows: int, structure: Structure) -> _Work:
+    """Of the queries or keys of all heads, so many rows a block."""
+    blocks = -(-length // rows)
+    pairs = -(-blocks // 2) if structure.kind == CAUSAL else blocks
+    return _Work(query.shape[0] * query.shape[1] * pairs, pairs, blocks)
+
+
+def _programs(query: Tensor, work: _Work) -> int:
+    return min(work.items, _processors(query.device))
+
+
+def _busy(query: Tensor, work: _Work) -> bool:
+    """Whether a call keeps the device busy."""
+    return work.items >= _processors(query.device)
 
 
 def attends(
@@ -92,10 +111,8 @@ def attends(
     """Whether ``forward`` takes a call."""
     if not _fits(structure, query, key, value):
         return False
-    batch, heads, queries, _ = query.shape
-    items = batch * heads * _pairs(-(-queries // BLOCK), structure)
-    if items < _processors(query.device):
-        return False  # too few to keep the device busy: launch.forward shares out their keys
+    if not _busy(query, _work(query, query.shape[2], BLOCK, structure)):
+        return False  # launch.forward shares out the keys of few blocks
     # Distances without a mask start on the diagonal: a last tile that is not full has no turn.
     return structure.kind == CAUSAL or "distance" not in wanted or key.shape[2] % BLOCK == 0
 
@@ -111,19 +128,17 @@ def forward(
     """Attend, as ``launch.forward``."""
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
-    blocks = -(-queries // BLOCK)
-    pairs = _pairs(blocks, structure)
-    items = pairs * batch * heads
+    work = _work(query, queries, BLOCK, structure)
     found = outputs(query, value, wanted)
     highest = None
     if "max_logit" in wanted:
-        highest = found["lse"].new_empty(batch, heads, blocks * (BLOCK // ROWS))
+        highest = found["lse"].new_empty(batch, heads, work.blocks * (BLOCK // ROWS))
     if count:
         found["bar"] = torch.empty_like(found["lse"])
-    _kernels().forward[(min(items, _processors(query.device)),)](
+    _kernels().forward[(_programs(query, work),)](
         _described(query, BLOCK), _described(key, BLOCK), _described(value, BLOCK),
         View.of(found["output"]), found["lse"], found.get("entropy"), found.get("peak"), highest,
-        found.get("distance"), found.get("bar"), items, pairs, blocks, heads,
+        found.get("distance"), found.get("bar"), *work, heads,
         heads // key.shape[1], queries, keys, count, structure.scale * LOG2E,
         D=width, STAGES=STAGES, CAUSAL=structure.kind == CAUSAL,
         EVEN=(keys - queries) % BLOCK == 0, ENTROPY="entropy" in wanted, PEAK="peak" in wanted,
@@ -215,13 +230,11 @@ def receives(
     """Whether ``columns`` takes a call; ``grid`` is that of a map, where one is wanted."""
     if not _fits(structure, query, key):
         return False
-    batch, heads = query.shape[:2]
-    items = batch * heads * _pairs(-(-key.shape[2] // (TEAMS * ROWS)), structure)
-    if items < _processors(query.device):
+    if not _busy(query, _work(query, key.shape[2], TEAMS * ROWS, structure)):
         return False  # launch.columns has smaller blocks, and more of them
     if grid is None:
         return True
-    cells = batch * heads * grid[0] * grid[1]
+    cells = query.shape[0] * query.shape[1] * grid[0] * grid[1]
     return cells < 2**31 and _bins(query, key.shape[2], grid) is not None
 
 
@@ -240,14 +253,12 @@ def columns(
     bins = _bins(query, keys, grid) if grid else _Bins(tiles=tiles)
     assert bins is not None
     rows, cols = grid or (1, 1)
-    blocks = -(-keys // (TEAMS * ROWS))
-    pairs = _pairs(blocks, structure)
-    items = pairs * batch * heads
+    work = _work(query, keys, TEAMS * ROWS, structure)
     options: Any = {"device": query.device, "dtype": torch.float32}
     found: dict[str, Tensor] = {}
     if "received" in wanted:
         found["received"] = torch.empty(batch, heads, keys, **options)
-    units = blocks * TEAMS * ROWS // bins.unit  # of a row of the map
+    units = work.blocks * TEAMS * ROWS // bins.unit  # of a row of the map
     each = keys // cols // bins.unit  # of them a cell
     # Where a unit is a cell, what no tile covers must be 0; elsewhere ``pool`` knows it.
     new = torch.zeros if each == 1 and structure.kind == CAUSAL else torch.empty
@@ -255,10 +266,10 @@ def columns(
         if name in wanted:
             found[name] = new(batch, heads, rows, units, **options)
     drop = _drop(lse, bins)
-    _kernels().columns[(min(items, _processors(query.device)),)](
+    _kernels().columns[(_programs(query, work),)](
         _described(query, BLOCK) if bins.dealt is None else _dealt_tiles(query, bins),
         _described(key, ROWS), bins.dealt or Dealt(), drop, found.get("received"),
-        found.get("map"), found.get("map_peak"), items, pairs, blocks, heads,
+        found.get("map"), found.get("map_peak"), *work, heads,
         heads // key.shape[1], queries, keys, tiles, bins.tiles, rows, structure.scale * LOG2E,
         D=width, STAGES=TILE_STAGES[width], BINS=bins.a_tile, UNIT=bins.unit,
         LONG=bins.tiles > 1 or grid is None, CAUSAL=structure.kind == CAUSAL,
@@ -294,9 +305,7 @@ def collects(
         return False
     if not attends(query, key, value, structure, wanted):
         return False
-    batch, heads, queries, _ = query.shape
-    items = batch * heads * _pairs(-(-queries // (TEAMS * ROWS)), structure)
-    return items >= _processors(query.device)
+    return _busy(query, _work(query, query.shape[2], TEAMS * ROWS, structure))
 
 
 def top(
@@ -310,16 +319,14 @@ def top(
     left: Tensor,
 ) -> None:
     """The top keys, but for rows that are ``left`` to rows.search."""
-    batch, heads, queries, width = query.shape
+    _, heads, queries, width = query.shape
     keys = key.shape[2]
-    blocks = -(-queries // (TEAMS * ROWS))
-    pairs = _pairs(blocks, structure)
-    items = pairs * batch * heads
-    programs = min(items, _processors(query.device))
+    work = _work(query, queries, TEAMS * ROWS, structure)
+    programs = _programs(query, work)
     room = lse.new_empty(programs * TEAMS * ROWS, LANES, ROOM, RECORD)
     _kernels().top[(programs,)](
         _described(query, ROWS), _described(key, BLOCK), bar, lse, room, left, *found.values(),
-        items, pairs, blocks, heads, heads // key.shape[1], queries, keys, -(-keys // BLOCK),
+        *work, heads, heads // key.shape[1], queries, keys, -(-keys // BLOCK),
         count, structure.scale * LOG2E, D=width, STAGES=TILE_STAGES[width],
         CAUSAL=structure.kind == CAUSAL, EVEN=(keys - queries) % ROWS == 0, num_warps=4,
     )  # fmt: skip
