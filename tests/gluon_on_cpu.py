@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -329,8 +330,8 @@ class _Kernel:
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
         def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
-            for program in range(grid[0]):
-                _machine.start((program,), grid)
+            for program in product(*map(range, grid)):
+                _machine.start(program, grid)
                 self.function(*map(_given, arguments), **constants)
 
         return launch

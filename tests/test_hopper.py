@@ -40,6 +40,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
         pytest.skip("These kernels are for Hopper and one version of Triton alone.")
     if "repeats" not in request.node.name:  # few programs, so that each has several blocks
         monkeypatch.setattr(specialised, "_processors", lambda device: 3)
+        monkeypatch.setattr(specialised, "WORTH", 0)  # and share what is left in the end
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -128,6 +129,44 @@ def test_forward_reads_heads_that_lie_beside_each_other_and_many_blocks() -> Non
     for causal in (False, True):
         found = launch.forward(*tensors, structure(causal, 64), set(ROWS))
         check(tensors, causal, See(**dict.fromkeys(ROWS, True)), found)
+
+
+@pytest.mark.usefixtures("memory_of_nan")
+@pytest.mark.parametrize(
+    ("lengths", "grid", "causal", "programs"),
+    [
+        ((640, 640), (5, 5), False, 3),
+        ((640, 640), (5, 5), True, 5),
+        ((300, 900), None, False, 5),
+        ((300, 900), None, True, 3),
+        ((1024, 1280), (4, 5), False, 3),
+        ((1024, 1280), (4, 5), True, 7),
+    ],
+)
+def test_programs_share_the_last_items(lengths, grid, causal, programs, monkeypatch) -> None:
+    """Wherever shares begin and end: in one block, in two, with whole ones between."""
+    monkeypatch.setattr(specialised, "_processors", lambda device: programs)
+    tensors = [t.to(DTYPES[0]) for t in inputs(lengths, 64)]
+    form = structure(causal, 64)
+    rows = set(ROWS) - ({"distance"} if lengths[1] % 128 else set())
+    columns = {"received", "map", "map_peak"} if grid else {"received"}
+    see = See(**dict.fromkeys(ROWS, True), received=True, map=grid, map_peak=grid is not None)
+    sharing, dealt = specialised._sharing, []
+    for more in (0, 1, 2):
+
+        def shared(work: described.Work, length: int, more: int = more) -> described.Work:
+            work = sharing(work, length)
+            dealt.append(work._replace(share=work.share + more))
+            return dealt[-1]
+
+        monkeypatch.setattr(specialised, "_sharing", shared)
+        found = launch.forward(*tensors, form, rows, 8)
+        found |= launch.columns(*tensors[:2], found["lse"], form, columns, grid or (1, 1))
+        del found["bar"]
+        if grid:
+            found["map"] /= lengths[0] // grid[0]
+        check(tensors, causal, see, found)
+    assert any(work.cut for work in dealt)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -365,23 +404,28 @@ def build(kernel, given, **constants):
     signature = {name: kinds.get(name, "i32") for name in names}
     signature |= dict.fromkeys(constants, "constexpr")
     source = GluonASTSource(kernel, signature, constexprs=constants, attrs={})
-    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
-    assert "wgmma" in made.asm["ptx"]
+    warps = constants["D"] // 8 if kernel is hopper.join else 4
+    made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
+    assert ("wgmma" in made.asm["ptx"]) == ("STAGES" in constants)
     assert made.metadata.shared <= 232448, made.metadata.shared
 
 
 whole = tiles(1, 1, 128, 128)
 seen = dict.fromkeys(("ENTROPY", "PEAK", "HIGHEST", "DISTANCE", "BAR"), True)
 build(hopper.forward, dict(q_desc=whole, k_desc=whole, v_desc=whole), D=128, STAGES=2, CAUSAL=True,
-      EVEN=False, **seen)
+      EVEN=False, CUT=True, **seen)
+build(hopper.join, {}, D=128, CAUSAL=True, **seen)
 build(hopper.columns, dict(q_desc=tiles(4, 4, 4, 2, 128), k_desc=tiles(1, 1, 64, 128)), D=128,
       STAGES=3, BINS=16, UNIT=8, LONG=False, CAUSAL=True, EVEN=False, RECEIVED=True, MAP=True,
-      MAP_PEAK=True)
+      MAP_PEAK=True, CUT=False)
 build(hopper.columns, dict(q_desc=tiles(1, 1, 128, 64), k_desc=tiles(1, 1, 64, 64)), D=64, STAGES=4,
-      BINS=1, UNIT=16, LONG=True, CAUSAL=False, EVEN=True, RECEIVED=True, MAP=True, MAP_PEAK=True)
+      BINS=1, UNIT=16, LONG=True, CAUSAL=False, EVEN=True, RECEIVED=True, MAP=True, MAP_PEAK=True,
+      CUT=True)
+build(hopper.add, {}, CAUSAL=False)
 narrow = tiles(1, 1, 128, 64)
 build(hopper.forward, dict(q_desc=narrow, k_desc=narrow, v_desc=narrow), D=64, STAGES=2,
-      CAUSAL=False, EVEN=True, **seen)
+      CAUSAL=False, EVEN=True, CUT=False, **seen)
+build(hopper.join, {}, D=64, CAUSAL=False, **seen)
 build(hopper.top, dict(q_desc=tiles(1, 1, 64, 128), k_desc=whole, Left="*i8", Keys="*i64"), D=128,
       STAGES=3, CAUSAL=True, EVEN=False)
 build(hopper.top, dict(q_desc=tiles(1, 1, 64, 64), k_desc=narrow, Left="*i8", Keys="*i64"), D=64,

@@ -17,8 +17,10 @@ from regard.mechanism.kernels.structure import (
     FULL,
     LOG2E,
     PLAIN,
+    Sizes,
     Structure,
     View,
+    Work,
     outputs,
 )
 
@@ -31,6 +33,8 @@ ROOM, RECORD = 24, 8  # fours of scores a lane can collect, and numbers each tak
 TEAMS = 4  # groups of warps that share tiles
 STAGES = 2  # tiles of keys and of values that are loaded ahead
 TILE_STAGES = {64: 4, 128: 3}  # tiles of queries in the second pass, of keys for the top ones
+WORTH = 24  # steps of a program: where fewer are saved, the last items are not cut
+PARTS = 7  # shares that a block is long at most: so no more than JOINED programs have some of it
 POOLED = 2048  # numbers of which a program makes a map's cells at a time
 FEWEST = 256  # queries: below, most of a block would be empty
 
@@ -81,26 +85,25 @@ def _tiles(tensor: Tensor, shape: Any, strides: Any, block: tuple[int, ...]) -> 
     return TensorDescriptor(tensor, list(shape), list(strides), list(block), layout)
 
 
-class _Work(NamedTuple):
-    """How a call is dealt out to programs, as the kernels take it."""
-
-    items: int
-    pairs: int  # items of a head: under a causal mask a long and a short block make one
-    blocks: int  # of a head
-
-
-def _work(query: Tensor, length: int, rows: int, structure: Structure) -> _Work:
+def _work(query: Tensor, key: Tensor, length: int, rows: int, structure: Structure) -> Work:
     """Of the queries or keys of all heads, so many rows a block."""
+    batch, heads = query.shape[:2]
     blocks = -(-length // rows)
     pairs = -(-blocks // 2) if structure.kind == CAUSAL else blocks
-    return _Work(query.shape[0] * query.shape[1] * pairs, pairs, blocks)
+    items = batch * heads * pairs
+    programs = min(items, _processors(query.device))
+    return Work(items, pairs, blocks, heads, heads // key.shape[1], programs)
 
 
-def _programs(query: Tensor, work: _Work) -> int:
-    return min(work.items, _processors(query.device))
+def _sharing(work: Work, length: int) -> Work:
+    """With the last items cut into shares, where that is worth it; an item has so many steps."""
+    rest, share = work.items % work.programs, length
+    if (work.programs - rest) * length > WORTH * work.programs:
+        share = max(-(-rest * length // work.programs), -(-length // PARTS))
+    return work._replace(length=length, share=share)
 
 
-def _busy(query: Tensor, work: _Work) -> bool:
+def _busy(query: Tensor, work: Work) -> bool:
     """Whether a call keeps the device busy."""
     return work.items >= _processors(query.device)
 
@@ -111,7 +114,7 @@ def attends(
     """Whether ``forward`` takes a call."""
     if not _fits(structure, query, key, value):
         return False
-    if not _busy(query, _work(query, query.shape[2], BLOCK, structure)):
+    if not _busy(query, _work(query, key, query.shape[2], BLOCK, structure)):
         return False  # launch.forward shares out the keys of few blocks
     # Distances without a mask start on the diagonal: a last tile that is not full has no turn.
     return structure.kind == CAUSAL or "distance" not in wanted or key.shape[2] % BLOCK == 0
@@ -128,23 +131,41 @@ def forward(
     """Attend, as ``launch.forward``."""
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
-    work = _work(query, queries, BLOCK, structure)
+    causal = structure.kind == CAUSAL
+    work = _work(query, key, queries, BLOCK, structure)
+    # A long block and a short one have a tile each on the diagonal, and all of those before.
+    ahead = -(-(keys - queries) // BLOCK)
+    work = _sharing(work, work.blocks + 1 + 2 * ahead if causal else -(-keys // BLOCK))
     found = outputs(query, value, wanted)
     highest = None
     if "max_logit" in wanted:
         highest = found["lse"].new_empty(batch, heads, work.blocks * (BLOCK // ROWS))
     if count:
         found["bar"] = torch.empty_like(found["lse"])
-    _kernels().forward[(_programs(query, work),)](
-        _described(query, BLOCK), _described(key, BLOCK), _described(value, BLOCK),
+    tiles = _described(query, BLOCK), _described(key, BLOCK), _described(value, BLOCK)
+    written = (
         View.of(found["output"]), found["lse"], found.get("entropy"), found.get("peak"), highest,
-        found.get("distance"), found.get("bar"), *work, heads,
-        heads // key.shape[1], queries, keys, count, structure.scale * LOG2E,
-        D=width, STAGES=STAGES, CAUSAL=structure.kind == CAUSAL,
-        EVEN=(keys - queries) % BLOCK == 0, ENTROPY="entropy" in wanted, PEAK="peak" in wanted,
-        HIGHEST=highest is not None, DISTANCE="distance" in wanted, BAR=count > 0,
-        num_warps=4,
+        found.get("distance"), found.get("bar"),
     )  # fmt: skip
+    sizes = queries, keys, count
+    asked: Any = {
+        "D": width, "CAUSAL": causal, "ENTROPY": "entropy" in wanted, "PEAK": "peak" in wanted,
+        "HIGHEST": highest is not None, "DISTANCE": "distance" in wanted, "BAR": count > 0,
+    }  # fmt: skip
+    given: Any = asked | {
+        "c": structure.scale * LOG2E, "STAGES": STAGES, "EVEN": (keys - queries) % BLOCK == 0,
+    }  # fmt: skip
+    _kernels().forward[(work.programs,)](
+        *tiles, *written, None, *work.whole, *sizes, **given, CUT=False, num_warps=4
+    )
+    if work.cut:  # of each program two blocks, with what _size in hopper/attend.py counts
+        kept = found["lse"].new_empty(work.programs, 2, BLOCK, width + 4 + LANES * 512 // width)
+        _kernels().forward[(work.programs,)](
+            *tiles, *written, kept, *work, *sizes, **given, CUT=True, num_warps=4
+        )
+        _kernels().join[(work.cut * (2 if causal else 1), BLOCK // ROWS)](
+            *written, kept, *work, *sizes, **asked, num_warps=width // 8
+        )
     if highest is not None:
         found["max_logit"] = highest.amax(-1)
     return found
@@ -230,7 +251,7 @@ def receives(
     """Whether ``columns`` takes a call; ``grid`` is that of a map, where one is wanted."""
     if not _fits(structure, query, key):
         return False
-    if not _busy(query, _work(query, key.shape[2], TEAMS * ROWS, structure)):
+    if not _busy(query, _work(query, key, key.shape[2], TEAMS * ROWS, structure)):
         return False  # launch.columns has smaller blocks, and more of them
     if grid is None:
         return True
@@ -253,7 +274,12 @@ def columns(
     bins = _bins(query, keys, grid) if grid else _Bins(tiles=tiles)
     assert bins is not None
     rows, cols = grid or (1, 1)
-    work = _work(query, keys, TEAMS * ROWS, structure)
+    causal = structure.kind == CAUSAL
+    work = _work(query, key, keys, TEAMS * ROWS, structure)
+    # Before the diagonal a block of keys has no tiles, the less so the later its first query is.
+    ahead = -(-(keys - queries) // BLOCK)
+    without = max(TEAMS * ROWS // BLOCK * (work.blocks - 1) - 2 * ahead, 0)
+    work = _sharing(work, 2 * tiles - without if causal else tiles)
     options: Any = {"device": query.device, "dtype": torch.float32}
     found: dict[str, Tensor] = {}
     if "received" in wanted:
@@ -261,21 +287,36 @@ def columns(
     units = work.blocks * TEAMS * ROWS // bins.unit  # of a row of the map
     each = keys // cols // bins.unit  # of them a cell
     # Where a unit is a cell, what no tile covers must be 0; elsewhere ``pool`` knows it.
-    new = torch.zeros if each == 1 and structure.kind == CAUSAL else torch.empty
+    new = torch.zeros if each == 1 and causal else torch.empty
     for name in ("map", "map_peak"):
         if name in wanted:
             found[name] = new(batch, heads, rows, units, **options)
-    drop = _drop(lse, bins)
-    _kernels().columns[(_programs(query, work),)](
+    sizes = Sizes(
+        keys, keys - queries, tiles, bins.tiles, rows, bins.tiles if "map" in wanted else 1
+    )
+    read = (
         _described(query, BLOCK) if bins.dealt is None else _dealt_tiles(query, bins),
-        _described(key, ROWS), bins.dealt or Dealt(), drop, found.get("received"),
-        found.get("map"), found.get("map_peak"), *work, heads,
-        heads // key.shape[1], queries, keys, tiles, bins.tiles, rows, structure.scale * LOG2E,
-        D=width, STAGES=TILE_STAGES[width], BINS=bins.a_tile, UNIT=bins.unit,
-        LONG=bins.tiles > 1 or grid is None, CAUSAL=structure.kind == CAUSAL,
-        EVEN=(keys - queries) % ROWS == 0, RECEIVED="received" in wanted, MAP="map" in wanted,
-        MAP_PEAK="map_peak" in wanted, num_warps=4,
+        _described(key, ROWS), bins.dealt or Dealt(), _drop(lse, bins), found.get("received"),
     )  # fmt: skip
+    written = found.get("map"), found.get("map_peak")
+    given: Any = {
+        "c": structure.scale * LOG2E, "D": width, "STAGES": TILE_STAGES[width],
+        "BINS": bins.a_tile, "UNIT": bins.unit, "LONG": bins.tiles > 1 or grid is None,
+        "CAUSAL": causal, "EVEN": (keys - queries) % ROWS == 0, "RECEIVED": "received" in wanted,
+        "MAP": "map" in wanted, "MAP_PEAK": "map_peak" in wanted,
+    }  # fmt: skip
+    _kernels().columns[(work.programs,)](
+        *read, None, *written, *work.whole, *sizes, **given, CUT=False, num_warps=4
+    )
+    if work.cut:
+        kept = torch.empty(work.programs, 2, TEAMS * ROWS, **options)
+        _kernels().columns[(work.programs,)](
+            *read, kept, *written, *work, *sizes, **given, CUT=True, num_warps=4
+        )
+        if "received" in wanted:
+            _kernels().add[(work.cut * (2 if causal else 1),)](
+                found["received"], kept, *work, *sizes, CAUSAL=causal, num_warps=4
+            )
     maps = {name: found[name] for name in ("map", "map_peak") if name in wanted}
     if each == 1:
         return found | {name: cells[..., :cols].contiguous() for name, cells in maps.items()}
@@ -287,7 +328,7 @@ def columns(
         pool[(-(-count // some),)](
             maps["map"], maps.get("map_peak"), found["map"], found.get("map_peak"), count, rows,
             cols, units, each, queries // rows, keys - queries, UNIT=bins.unit, BC=some,
-            BK=wide, CAUSAL=structure.kind == CAUSAL, PEAK="map_peak" in wanted, num_warps=4,
+            BK=wide, CAUSAL=causal, PEAK="map_peak" in wanted, num_warps=4,
         )  # fmt: skip
     return found
 
@@ -305,7 +346,7 @@ def collects(
         return False
     if not attends(query, key, value, structure, wanted):
         return False
-    return _busy(query, _work(query, query.shape[2], TEAMS * ROWS, structure))
+    return _busy(query, _work(query, key, query.shape[2], TEAMS * ROWS, structure))
 
 
 def top(
@@ -319,14 +360,13 @@ def top(
     left: Tensor,
 ) -> None:
     """The top keys, but for rows that are ``left`` to rows.search."""
-    _, heads, queries, width = query.shape
+    queries, width = query.shape[2:]
     keys = key.shape[2]
-    work = _work(query, queries, TEAMS * ROWS, structure)
-    programs = _programs(query, work)
-    room = lse.new_empty(programs * TEAMS * ROWS, LANES, ROOM, RECORD)
-    _kernels().top[(programs,)](
+    work = _work(query, key, queries, TEAMS * ROWS, structure)
+    room = lse.new_empty(work.programs * TEAMS * ROWS, LANES, ROOM, RECORD)
+    _kernels().top[(work.programs,)](
         _described(query, ROWS), _described(key, BLOCK), bar, lse, room, left, *found.values(),
-        *work, heads, heads // key.shape[1], queries, keys, -(-keys // BLOCK),
-        count, structure.scale * LOG2E, D=width, STAGES=TILE_STAGES[width],
-        CAUSAL=structure.kind == CAUSAL, EVEN=(keys - queries) % ROWS == 0, num_warps=4,
+        *work, queries, keys, -(-keys // BLOCK), count, structure.scale * LOG2E, D=width,
+        STAGES=TILE_STAGES[width], CAUSAL=structure.kind == CAUSAL,
+        EVEN=(keys - queries) % ROWS == 0, num_warps=4,
     )  # fmt: skip

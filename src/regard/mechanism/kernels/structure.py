@@ -71,6 +71,40 @@ class Relative(NamedTuple):
     width: int
 
 
+class Work(NamedTuple):
+    """How the kernels for Hopper deal out a call to programs; see hopper/roles.py."""
+
+    items: int
+    pairs: int  # items of a head: under a causal mask a long and a short block make one
+    blocks: int  # of a head
+    heads: int
+    groups: int  # heads that share keys
+    programs: int
+    length: int = 1  # steps of an item: tiles it goes over
+    share: int = 1  # steps that a program has of the last items, which are fewer than programs
+
+    @property
+    def cut(self) -> int:
+        """How many items are cut."""
+        return self.items % self.programs if self.share < self.length else 0
+
+    @property
+    def whole(self) -> Work:
+        """The items that are not."""
+        return self._replace(items=self.items - self.cut)
+
+
+class Sizes(NamedTuple):
+    """What the second pass for Hopper has to know of a call."""
+
+    keys: int
+    offset: int  # of the first query
+    tiles: int  # of queries
+    per_bin: int  # tiles a bin of the map has
+    bins: int
+    whole: int  # tiles that are not cut
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Structure:
     """A mask as a range of keys for each query, a bias as some numbers for each head.

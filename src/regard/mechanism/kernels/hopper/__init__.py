@@ -6,8 +6,8 @@ written in Gluon, its lower language (https://triton-lang.org/main/gluon). Nothi
 them.
 """
 
-from regard.mechanism.kernels.hopper.attend import forward
+from regard.mechanism.kernels.hopper.attend import forward, join
 from regard.mechanism.kernels.hopper.choose import top
-from regard.mechanism.kernels.hopper.receive import columns
+from regard.mechanism.kernels.hopper.receive import add, columns
 
-__all__ = ["columns", "forward", "top"]
+__all__ = ["add", "columns", "forward", "join", "top"]

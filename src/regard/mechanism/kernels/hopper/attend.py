@@ -12,6 +12,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from regard.mechanism.kernels.hopper.roles import (
     BLOCK,
+    CHANGING,
     LANES,
     LN2,
     LOWEST,
@@ -20,17 +21,24 @@ from regard.mechanism.kernels.hopper.roles import (
     ROWS,
     along,
     await_tile,
+    block_before,
     block_of,
     by_lanes,
     fill,
+    first_cut,
     halves_of,
+    item_of,
     may_see,
     places_in,
     release,
     ring_of,
+    turns_of,
+    within,
 )
+from regard.mechanism.kernels.structure import Work
 
 GROUPS = gl.constexpr(2)  # of warps that attend: ROWS queries each, BLOCK together
+JOINED = gl.constexpr(8)  # programs that can share a block
 
 
 @gluon.jit
@@ -40,11 +48,23 @@ def _by_height(s, SETS: gl.constexpr):
 
 
 @gluon.jit
-def _tiles(row, keys, offset, CAUSAL: gl.constexpr):
+def _tiles(block, keys, offset, CAUSAL: gl.constexpr):
     """How many tiles of keys a block of queries has."""
     if CAUSAL:
-        keys = gl.minimum(keys, row + BLOCK + offset)
+        keys = gl.minimum(keys, (block + 1) * BLOCK + offset)
     return (keys + BLOCK - 1) // BLOCK
+
+
+@gluon.jit
+def _steps(half, block, low, high, work, keys, offset, CAUSAL: gl.constexpr, CUT: gl.constexpr):
+    """From which tile to which a program has a block, and how many the block has."""
+    stop = _tiles(block, keys, offset, CAUSAL)
+    first, last = 0, stop
+    if CUT:
+        before = block_before(half, block, work, CAUSAL)
+        steps = gl.where(before < 0, 0, _tiles(before, keys, offset, CAUSAL))
+        first, last = within(low, high, steps, stop)
+    return first, last, stop
 
 
 @gluon.jit
@@ -59,24 +79,26 @@ def _tile_at(i, stop, row, offset, AROUND: gl.constexpr):
 @gluon.jit
 def _load(
     loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr,
+    CUT: gl.constexpr,
 ):  # fmt: skip
-    q_ring, k_ring, v_ring, q_desc, k_desc, v_desc, work, groups, keys, offset = loader
-    items, pairs, blocks, heads = work
+    q_ring, k_ring, v_ring, q_desc, k_desc, v_desc, work, keys, offset = loader
     step = 0
     turn = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        for half in range(halves_of(item, pairs, blocks, CAUSAL)):
-            flat, block = block_of(item, half, pairs, blocks, CAUSAL)
-            batch, head = flat // heads, flat % heads
+    for number in range(turns_of(work, CUT)):
+        item, low, high = item_of(number, work, CUT)
+        for half in range(halves_of(item, work, CAUSAL)):
+            flat, block = block_of(item, half, work, CAUSAL)
+            batch, head = flat // work.heads, flat % work.heads
             row = block * BLOCK
-            stop = _tiles(row, keys, offset, CAUSAL)
-            fill(q_ring, turn, 2, q_desc, [batch, head, row, 0], BLOCK * D * 2)
-            for i in range(stop):
-                at = [batch, head // groups, _tile_at(i, stop, row, offset, AROUND), 0]
-                fill(k_ring, step, STAGES, k_desc, at, BLOCK * D * 2)
-                fill(v_ring, step, STAGES, v_desc, at, BLOCK * D * 2)
-                step += 1
-            turn += 1
+            first, last, stop = _steps(half, block, low, high, work, keys, offset, CAUSAL, CUT)
+            if not CUT or first < last:
+                fill(q_ring, turn, 2, q_desc, [batch, head, row, 0], BLOCK * D * 2)
+                for i in range(first, last):
+                    at = [batch, head // work.groups, _tile_at(i, stop, row, offset, AROUND), 0]
+                    fill(k_ring, step, STAGES, k_desc, at, BLOCK * D * 2)
+                    fill(v_ring, step, STAGES, v_desc, at, BLOCK * D * 2)
+                    step += 1
+                turn += 1
 
 
 @gluon.jit
@@ -169,132 +191,218 @@ def _bar(h, count):
 
 
 @gluon.jit
-def _attend(
-    shared,
+def _tell(
+    l, m, e, t, bar, seen, flat, row, queries,
+    ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr,
+    BAR: gl.constexpr,
+):  # fmt: skip
+    """Write what is known of 64 rows when all tiles are through; 1 / l is left for their output."""
+    Lse, Entropy, Peak, Highest, Distance, Bar = seen
+    rows = row + gl.arange(0, ROWS, m.type.layout)
+    inside = rows < queries
+    at = flat.to(gl.int64) * queries + rows
+    # Every query attends to something here, so l is at least 1.
+    inverse = 1 / l
+    length = gl.log2(l)
+    gl.store(Lse + at, (m + length) * LN2, mask=inside)
+    if ENTROPY:
+        gl.store(Entropy + at, (length - e * inverse) * LN2, mask=inside)
+    if PEAK:
+        gl.store(Peak + at, inverse, mask=inside)
+    if DISTANCE:
+        gl.store(Distance + at, t * inverse, mask=inside)
+    if BAR:
+        gl.store(Bar + at, gl.convert_layout(bar, m.type.layout), mask=inside)
+    if HIGHEST:
+        halves = (queries + BLOCK - 1) // BLOCK * GROUPS
+        highest = gl.max(gl.where(inside, m * LN2, float("-inf")), 0)
+        gl.store(Highest + flat * halves + row // ROWS, highest)
+    return inverse
+
+
+@gluon.jit
+def _write(out, flat, row, o, heads, queries, WARPS: gl.constexpr):
+    """The output of 64 rows."""
+    D: gl.constexpr = o.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
+    o = gl.convert_layout(o.to(out.data.dtype.element_ty), layout)
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    dims = gl.arange(0, D, gl.SliceLayout(0, layout))
+    batch, head = (flat // heads).to(gl.int64), (flat % heads).to(gl.int64)
+    first = out.data + batch * out.batch + head * out.head
+    at = first + rows[:, None].to(gl.int64) * out.row + dims[None, :]
+    gl.store(at, o, mask=(rows < queries)[:, None])
+
+
+@gluon.constexpr_function
+def _size(D):
+    """Numbers that are kept of a row: its output so far, four sums, and its sets' highest."""
+    return D + 4 + 4 * (512 // D)
+
+
+@gluon.jit
+def _place_of(Kept, program, first, part, D: gl.constexpr):
+    """Where a program keeps what it has of a block that is cut: of two such at most.
+
+    One may begin before its share does, and one may end after it.
+    """
+    slot = program * 2 + gl.where(first > 0, 0, 1)
+    return Kept + (slot * BLOCK + part * ROWS).to(gl.int64) * _size(D)
+
+
+@gluon.jit
+def _attend_block(
+    shared, flat, block, first, last, stop, step, turn,
     PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, AROUND: gl.constexpr, EVEN: gl.constexpr, ENTROPY: gl.constexpr,
     PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, BAR: gl.constexpr,
+    CUT: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: its 64 queries of every block, two tiles of keys at a time."""
-    q_ring, k_ring, v_ring, out, Lse, seen, work, sizes = shared
-    Entropy, Peak, Highest, Distance, Bar = seen
-    items, pairs, blocks, heads = work
+    """Attend to tiles ``first`` to ``last`` of the ``stop`` that a block has.
+
+    They are the ``step``-th and following in their rings, the queries the ``turn``-th in theirs.
+    """
+    q_ring, k_ring, v_ring, out, seen, Kept, work, sizes = shared
     queries, keys, offset, count, c = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    stored: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     dtype: gl.constexpr = out.data.dtype.element_ty
     none = gl.zeros([ROWS, BLOCK], gl.float32, s_layout)
     of_rows: gl.constexpr = along(by_lanes(none).type.layout, 3, 0)
     of_lanes: gl.constexpr = gl.SliceLayout(2, by_lanes(none).type.layout)
     SETS: gl.constexpr = 512 // D  # more make a closer bar, and take registers
     of_heights: gl.constexpr = _by_height(by_lanes(none), SETS).type.layout
+    row = block * BLOCK
+    rows = row + PART * ROWS + gl.arange(0, ROWS, of_rows)
+    query_at = rows + offset
+    # Tiles in which some pair is masked, or lies on another side than the rest.
+    careful = first + 1
+    if CAUSAL and not EVEN:
+        careful = gl.maximum(stop - (row + PART * ROWS + offset + 1) // BLOCK, careful)
+    elif AROUND and not EVEN:
+        careful = gl.maximum(1 + ((row + offset) % BLOCK != 0).to(gl.int32), careful)
+    careful = gl.minimum(careful, last)
+    o = gl.zeros([ROWS, D], gl.float32, o_layout)
+    l = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
+    e = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
+    t = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
+    m = gl.full([ROWS], LOWEST, gl.float32, of_rows)
+    h = gl.full([ROWS, LANES, SETS], NOTHING, gl.float32, of_heights)
+
+    q = await_tile(q_ring, turn, 2).reshape([BLOCK, D]).slice(PART * ROWS, ROWS)
+    k = await_tile(k_ring, step, STAGES).reshape([BLOCK, D]).permute((1, 0))
+    s = hopper.warpgroup_mma(q, k, none, use_acc=False, is_async=True)
+    s = hopper.warpgroup_mma_wait(0, deps=[s])
+    release(k_ring, step, STAGES)
+    key = _tile_at(first, stop, row, offset, AROUND)
+    p, l, m, e, t, h, shrink = _weigh(
+        by_lanes(s), l, m, e, t, h, c, query_at, key, keys, D, CAUSAL, False, ENTROPY,
+        DISTANCE, BAR,
+    )  # fmt: skip
+    at = step - first  # where the block's tiles begin, were they all there
+    for FREE in gl.static_range(2):
+        if FREE or ((CAUSAL or AROUND) and not EVEN):
+            start, end = (careful, last) if FREE else (first + 1, careful)
+            for i in range(start, end):
+                # This tile's scores, and the last tile's values while its weights are made.
+                k = await_tile(k_ring, at + i, STAGES).reshape([BLOCK, D]).permute((1, 0))
+                s = hopper.warpgroup_mma(q, k, none, use_acc=False, is_async=True)
+                weights = gl.convert_layout(_by_keys(p).to(dtype), operand)
+                v = await_tile(v_ring, at + i - 1, STAGES).reshape([BLOCK, D])
+                o = hopper.warpgroup_mma(weights, v, o, is_async=True)
+                s = hopper.warpgroup_mma_wait(1, deps=[s])
+                key = _tile_at(i, stop, row, offset, AROUND)
+                p, l, m, e, t, h, shrink = _weigh(
+                    by_lanes(s), l, m, e, t, h, c, query_at, key, keys, D, CAUSAL,
+                    FREE == 1, ENTROPY, DISTANCE, BAR,
+                )  # fmt: skip
+                # Once more, for what is there: ptxas moves the wait for the values before
+                # the exponentials otherwise, but not across a branch.
+                await_tile(v_ring, at + i - 1, STAGES)
+                o, weights = hopper.warpgroup_mma_wait(0, deps=[o, weights])
+                # Both at once: the warps of a group wait for each other to release.
+                release(k_ring, at + i, STAGES)
+                release(v_ring, at + i - 1, STAGES)
+                o = o * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
+    release(q_ring, turn, 2)
+    weights = gl.convert_layout(_by_keys(p).to(dtype), operand)
+    v = await_tile(v_ring, at + last - 1, STAGES).reshape([BLOCK, D])
+    o = hopper.warpgroup_mma(weights, v, o, is_async=True)
+
+    l, e, t = gl.sum(l, 1), gl.sum(e, 1), gl.sum(t, 1)
+    if not CUT or last - first == stop:
+        bar = m
+        if BAR:
+            bar = _bar(h, count)
+        inverse = _tell(
+            l, m, e, t, bar, seen, flat, row + PART * ROWS, queries,
+            ENTROPY, PEAK, HIGHEST, DISTANCE, BAR,
+        )  # fmt: skip
+        whole, _ = hopper.warpgroup_mma_wait(0, deps=[o, weights])
+        release(v_ring, at + last - 1, STAGES)
+        whole = whole * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None]
+        _write(out, flat, row + PART * ROWS, whole, work.heads, queries, 4)
+    else:
+        kept = _place_of(Kept, gl.program_id(0), first, PART, D)
+        sums = kept + gl.arange(0, ROWS, of_rows) * _size(D) + D
+        gl.store(sums, l)
+        gl.store(sums + 1, m)
+        gl.store(sums + 2, e)
+        gl.store(sums + 3, t)
+        if BAR:
+            its_row = gl.arange(0, ROWS, along(of_heights, 3, 0))[:, None, None]
+            its_lane = gl.arange(0, LANES, along(of_heights, 3, 1))[None, :, None]
+            its_set = gl.arange(0, SETS, along(of_heights, 3, 2))[None, None, :]
+            its_place = its_set + its_row * _size(D) + (D + 4) + its_lane * SETS
+            gl.store(kept + its_place, h)
+        some, _ = hopper.warpgroup_mma_wait(0, deps=[o, weights])
+        release(v_ring, at + last - 1, STAGES)
+        at_rows = gl.arange(0, ROWS, gl.SliceLayout(1, o_layout))[:, None] * _size(D)
+        at_dims = gl.arange(0, D, gl.SliceLayout(0, o_layout))[None, :]
+        gl.store(kept + at_rows + at_dims, some)
+
+
+@gluon.jit
+def _attend(
+    shared,
+    PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
+    CAUSAL: gl.constexpr, AROUND: gl.constexpr, EVEN: gl.constexpr, ENTROPY: gl.constexpr,
+    PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, BAR: gl.constexpr,
+    CUT: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: its 64 queries of every block, two tiles of keys at a time."""
+    work, sizes = shared[6], shared[7]
+    _queries, keys, offset, _count, _c = sizes
     step = 0
     turn = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        for half in range(halves_of(item, pairs, blocks, CAUSAL)):
-            flat, block = block_of(item, half, pairs, blocks, CAUSAL)
-            batch, head = flat // heads, flat % heads
-            row = block * BLOCK
-            stop = _tiles(row, keys, offset, CAUSAL)
-            rows = row + PART * ROWS + gl.arange(0, ROWS, of_rows)
-            query_at = rows + offset
-            # Tiles in which some pair is masked, or lies on another side than the rest.
-            careful = 1
-            if CAUSAL and not EVEN:
-                careful = gl.maximum(stop - (row + PART * ROWS + offset + 1) // BLOCK, 1)
-            elif AROUND and not EVEN:
-                careful = gl.minimum(stop, 1 + ((row + offset) % BLOCK != 0).to(gl.int32))
-            o = gl.zeros([ROWS, D], gl.float32, o_layout)
-            l = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
-            e = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
-            t = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
-            m = gl.full([ROWS], LOWEST, gl.float32, of_rows)
-            h = gl.full([ROWS, LANES, SETS], NOTHING, gl.float32, of_heights)
-
-            q = await_tile(q_ring, turn, 2).reshape([BLOCK, D]).slice(PART * ROWS, ROWS)
-            k = await_tile(k_ring, step, STAGES).reshape([BLOCK, D]).permute((1, 0))
-            s = hopper.warpgroup_mma(q, k, none, use_acc=False, is_async=True)
-            s = hopper.warpgroup_mma_wait(0, deps=[s])
-            release(k_ring, step, STAGES)
-            key = _tile_at(0, stop, row, offset, AROUND)
-            p, l, m, e, t, h, shrink = _weigh(
-                by_lanes(s), l, m, e, t, h, c, query_at, key, keys, D, CAUSAL, False, ENTROPY,
-                DISTANCE, BAR,
-            )  # fmt: skip
-            for FREE in gl.static_range(2):
-                if FREE or ((CAUSAL or AROUND) and not EVEN):
-                    start, end = (careful, stop) if FREE else (1, careful)
-                    for i in range(start, end):
-                        # This tile's scores, and the last tile's values while its weights are made.
-                        k = await_tile(k_ring, step + i, STAGES).reshape([BLOCK, D]).permute((1, 0))
-                        s = hopper.warpgroup_mma(q, k, none, use_acc=False, is_async=True)
-                        weights = gl.convert_layout(_by_keys(p).to(dtype), operand)
-                        v = await_tile(v_ring, step + i - 1, STAGES).reshape([BLOCK, D])
-                        o = hopper.warpgroup_mma(weights, v, o, is_async=True)
-                        s = hopper.warpgroup_mma_wait(1, deps=[s])
-                        key = _tile_at(i, stop, row, offset, AROUND)
-                        p, l, m, e, t, h, shrink = _weigh(
-                            by_lanes(s), l, m, e, t, h, c, query_at, key, keys, D, CAUSAL,
-                            FREE == 1, ENTROPY, DISTANCE, BAR,
-                        )  # fmt: skip
-                        # Once more, for what is there: ptxas moves the wait for the values before
-                        # the exponentials otherwise, but not across a branch.
-                        await_tile(v_ring, step + i - 1, STAGES)
-                        o, weights = hopper.warpgroup_mma_wait(0, deps=[o, weights])
-                        # Both at once: the warps of a group wait for each other to release.
-                        release(k_ring, step + i, STAGES)
-                        release(v_ring, step + i - 1, STAGES)
-                        o = o * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
-            release(q_ring, turn, 2)
-            step += stop
-            turn += 1
-            weights = gl.convert_layout(_by_keys(p).to(dtype), operand)
-            v = await_tile(v_ring, step - 1, STAGES).reshape([BLOCK, D])
-            o = hopper.warpgroup_mma(weights, v, o, is_async=True)
-
-            # Every query attends to something here, so l is at least 1.
-            l, e, t = gl.sum(l, 1), gl.sum(e, 1), gl.sum(t, 1)
-            inside = rows < queries
-            inverse = 1 / l
-            length = gl.log2(l)
-            at = flat.to(gl.int64) * queries + rows
-            gl.store(Lse + at, (m + length) * LN2, mask=inside)
-            if ENTROPY:
-                gl.store(Entropy + at, (length - e * inverse) * LN2, mask=inside)
-            if PEAK:
-                gl.store(Peak + at, inverse, mask=inside)
-            if DISTANCE:
-                gl.store(Distance + at, t * inverse, mask=inside)
-            if BAR:
-                gl.store(Bar + at, gl.convert_layout(_bar(h, count), of_rows), mask=inside)
-            if HIGHEST:
-                highest = gl.max(gl.where(inside, m * LN2, float("-inf")), 0)
-                place = (flat * blocks + block) * GROUPS + PART
-                gl.store(Highest + place, highest)
-            o, weights = hopper.warpgroup_mma_wait(0, deps=[o, weights])
-            release(v_ring, step - 1, STAGES)
-            o = o * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None]
-            o = gl.convert_layout(o.to(dtype), stored)
-            rows_at = row + PART * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, stored))
-            dims = gl.arange(0, D, gl.SliceLayout(0, stored))
-            first = out.data + batch.to(gl.int64) * out.batch + head.to(gl.int64) * out.head
-            gl.store(
-                first + rows_at[:, None].to(gl.int64) * out.row + dims[None, :],
-                o, mask=(rows_at < queries)[:, None],
-            )  # fmt: skip
+    for number in range(turns_of(work, CUT)):
+        item, low, high = item_of(number, work, CUT)
+        for half in range(halves_of(item, work, CAUSAL)):
+            flat, block = block_of(item, half, work, CAUSAL)
+            first, last, stop = _steps(half, block, low, high, work, keys, offset, CAUSAL, CUT)
+            if not CUT or first < last:
+                _attend_block(
+                    shared, flat, block, first, last, stop, step, turn, PART, D, STAGES, CAUSAL,
+                    AROUND, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, CUT,
+                )  # fmt: skip
+                step += last - first
+                turn += 1
 
 
-@gluon.jit(do_not_specialize=["items", "pairs", "blocks", "queries", "keys", "count"])
+@gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "count"])
 def forward(
-    q_desc, k_desc, v_desc, out, Lse, Entropy, Peak, Highest, Distance, Bar, items, pairs, blocks,
-    heads, groups, queries, keys, count, c,
+    q_desc, k_desc, v_desc, out, Lse, Entropy, Peak, Highest, Distance, Bar, Kept,
+    items, pairs, blocks, heads, groups, programs, length, share, queries, keys, count, c,
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr,
-    BAR: gl.constexpr,
+    BAR: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
-    """Attend; see forward.py. ``Bar``: a score that ``count`` of a query's reach; for ``top``."""
+    """Attend; see forward.py. ``Bar``: a score that ``count`` of a query's reach; for ``top``.
+
+    Of items that are CUT, programs leave in ``Kept`` what they have of a block, for ``join``.
+    """
+    work = Work(items, pairs, blocks, heads, groups, programs, length, share)
     # |i - j| has two signs along a row: those tiles come first in which both occur.
     AROUND: gl.constexpr = DISTANCE and not CAUSAL
     offset = keys - queries
@@ -302,22 +410,87 @@ def forward(
     k_ring = ring_of(k_desc, STAGES, STAGES, GROUPS)
     v_ring = ring_of(v_desc, STAGES, STAGES, GROUPS)
     hopper.fence_async_shared()
-    work = items, pairs, blocks, heads
     sizes = queries, keys, offset, count, c
-    seen = Entropy, Peak, Highest, Distance, Bar
-    shared = q_ring, k_ring, v_ring, out, Lse, seen, work, sizes
-    loader = q_ring, k_ring, v_ring, q_desc, k_desc, v_desc, work, groups, keys, offset
+    seen = Lse, Entropy, Peak, Highest, Distance, Bar
+    shared = q_ring, k_ring, v_ring, out, seen, Kept, work, sizes
+    loader = q_ring, k_ring, v_ring, q_desc, k_desc, v_desc, work, keys, offset
     gl.warp_specialize(
         [
             (_attend, (
                 shared, 0, D, STAGES, CAUSAL, AROUND, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE,
-                BAR,
+                BAR, CUT,
             )),
             (_attend, (
                 shared, 1, D, STAGES, CAUSAL, AROUND, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE,
-                BAR,
+                BAR, CUT,
             )),
-            (_load, (loader, D, STAGES, CAUSAL, AROUND)),
+            (_load, (loader, D, STAGES, CAUSAL, AROUND, CUT)),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "count"])
+def join(
+    out, Lse, Entropy, Peak, Highest, Distance, Bar, Kept,
+    items, pairs, blocks, heads, groups, programs, length, share, queries, keys, count,
+    D: gl.constexpr, CAUSAL: gl.constexpr, ENTROPY: gl.constexpr, PEAK: gl.constexpr,
+    HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, BAR: gl.constexpr,
+):  # fmt: skip
+    """Put together a block that programs of ``forward`` have shared, JOINED at most: 64 rows each.
+
+    A thread has the same number of all programs, so that all are on their way at once.
+    """
+    work = Work(items, pairs, blocks, heads, groups, programs, length, share)
+    SETS: gl.constexpr = 512 // D
+    WARPS: gl.constexpr = D // 8
+    layout: gl.constexpr = gl.BlockedLayout(
+        [JOINED, 1, 4], [1, 128 // D, D // 4], [1, WARPS, 1], [2, 1, 0]
+    )
+    of_rows: gl.constexpr = gl.SliceLayout(2, layout)
+    of_sets: gl.constexpr = gl.BlockedLayout(
+        [JOINED, 1, SETS], [1, 8, LANES], [1, WARPS, 1], [2, 1, 0]
+    )
+    half = gl.program_id(0) % 2 if CAUSAL else 0
+    number = gl.program_id(0) // 2 if CAUSAL else gl.program_id(0)  # of the items that are cut
+    part = gl.program_id(1)
+    item = first_cut(work) + number
+    flat, block = block_of(item, half, work, CAUSAL)
+    before = block_before(half, block, work, CAUSAL)
+    offset = keys - queries
+    start = number * work.length
+    start += gl.where(before < 0, 0, _tiles(before, keys, offset, CAUSAL))
+    one = start // work.share
+    other = (start + _tiles(block, keys, offset, CAUSAL) - 1) // work.share
+    if (before != block) & (one < other):
+        program = one + gl.arange(0, JOINED, gl.SliceLayout(1, of_rows))
+        rows = gl.arange(0, ROWS, gl.SliceLayout(0, of_rows))
+        mine = (program <= other)[:, None] & (rows < ROWS)[None, :]
+        kept = _place_of(Kept, program, program - one, part, D)[:, None] + rows[None, :] * _size(D)
+        its_m = gl.load(kept + (D + 1), mask=mine, other=LOWEST)
+        m = gl.max(its_m, 0)
+        shrink = gl.exp2(its_m - m[None, :])
+        its_l = gl.load(kept + D, mask=mine, other=0.0)
+        l = gl.sum(its_l * shrink, 0)
+        e, t, bar = l, l, l
+        if ENTROPY:
+            its_e = gl.load(kept + (D + 2), mask=mine, other=0.0)
+            e = gl.sum((its_e + (its_m - m[None, :]) * its_l) * shrink, 0)
+        if DISTANCE:
+            t = gl.sum(gl.load(kept + (D + 3), mask=mine, other=0.0) * shrink, 0)
+        if BAR:
+            sets = gl.arange(0, LANES * SETS, along(of_sets, 3, 2))[None, None, :]
+            at = gl.convert_layout(kept, gl.SliceLayout(2, of_sets))[:, :, None] + (D + 4) + sets
+            mask = gl.convert_layout(mine, gl.SliceLayout(2, of_sets))[:, :, None]
+            h = gl.max(gl.load(at, mask=mask, other=NOTHING), 0)
+            bar = _bar(gl.reshape(h, [ROWS, LANES, SETS]), count)
+        dims = gl.arange(0, D, along(layout, 3, 2))
+        o = gl.load(kept[:, :, None] + dims[None, None, :], mask=mine[:, :, None], other=0.0)
+        o = gl.sum(o * shrink[:, :, None], 0)
+        row = block * BLOCK + part * ROWS
+        inverse = _tell(
+            l, m, e, t, bar, (Lse, Entropy, Peak, Highest, Distance, Bar), flat, row, queries,
+            ENTROPY, PEAK, HIGHEST, DISTANCE, BAR,
+        )  # fmt: skip
+        inverse = gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout))
+        _write(out, flat, row, o * inverse[:, None], work.heads, queries, WARPS)

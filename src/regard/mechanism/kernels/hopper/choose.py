@@ -11,6 +11,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from regard.mechanism.kernels.hopper.roles import (
     BLOCK,
+    CHANGING,
     LANES,
     LN2,
     LOWEST,
@@ -26,11 +27,14 @@ from regard.mechanism.kernels.hopper.roles import (
     fill,
     fill_teams,
     halves_of,
+    item_of,
     may_see,
     product,
     release,
     ring_of,
+    turns_of,
 )
+from regard.mechanism.kernels.structure import Work
 
 ROOM = gl.constexpr(24)  # records of a row that a thread can collect
 SURE = gl.constexpr(4)  # how many it may store before it looks for room: it stops with fewer left
@@ -43,19 +47,19 @@ PLACES = gl.constexpr(8)  # of a row that can be asked for
 
 @gluon.jit
 def _load_keys(loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
-    q_ring, k_ring, q_desc, k_desc, work, groups, offset, tiles = loader
-    items, pairs, blocks, heads = work
+    q_ring, k_ring, q_desc, k_desc, work, offset, tiles = loader
     step = 0
     turn = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        for half in range(halves_of(item, pairs, blocks, CAUSAL)):
-            flat, block = block_of(item, half, pairs, blocks, CAUSAL)
-            batch, head = flat // heads, flat % heads
+    for number in range(turns_of(work, False)):
+        item, _low, _high = item_of(number, work, False)
+        for half in range(halves_of(item, work, CAUSAL)):
+            flat, block = block_of(item, half, work, CAUSAL)
+            batch, head = flat // work.heads, flat % work.heads
             row = block * (TEAMS * ROWS)
             fill_teams(q_ring, turn, q_desc, batch, head, row, D)
             stop = _last_tile(row + (TEAMS - 1) * ROWS, offset, tiles, CAUSAL) + 1
             for i in range(stop):
-                place = [batch, head // groups, (stop - 1 - i) * BLOCK, 0]
+                place = [batch, head // work.groups, (stop - 1 - i) * BLOCK, 0]
                 fill(k_ring, step, STAGES, k_desc, place, BLOCK * D * 2)
                 step += 1
             turn += 1
@@ -190,7 +194,6 @@ def _find(
 ):  # fmt: skip
     """One group of warps: its 64 queries of every block, and the keys they see, the last first."""
     q_ring, k_ring, Bar, Lse, Found, Left, Weights, Keys, work, sizes = shared
-    items, pairs, blocks, _heads = work
     queries, keys, offset, tiles, count, c = sizes
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     none = by_lanes(gl.zeros([ROWS, BLOCK], gl.float32, layout))
@@ -203,9 +206,10 @@ def _find(
     room = Found + (here[:, None] * LANES + lane) * (ROOM * RECORD)
     step = 0
     turn = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        for half in range(halves_of(item, pairs, blocks, CAUSAL)):
-            flat, block = block_of(item, half, pairs, blocks, CAUSAL)
+    for number in range(turns_of(work, False)):
+        item, _low, _high = item_of(number, work, False)
+        for half in range(halves_of(item, work, CAUSAL)):
+            flat, block = block_of(item, half, work, CAUSAL)
             row = block * (TEAMS * ROWS) + PART * ROWS
             first = flat.to(gl.int64) * queries
             query_at = row + gl.arange(0, ROWS, of_rows) + offset
@@ -257,10 +261,10 @@ def _find(
             gl.store(Keys + at, gl.where(real, chosen, -1).to(gl.int64), mask=mask)
 
 
-@gluon.jit(do_not_specialize=["items", "pairs", "blocks", "queries", "keys", "tiles"])
+@gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "tiles"])
 def top(
-    q_desc, k_desc, Bar, Lse, Found, Left, Weights, Keys, items, pairs, blocks, heads, groups,
-    queries, keys, tiles, count, c,
+    q_desc, k_desc, Bar, Lse, Found, Left, Weights, Keys,
+    items, pairs, blocks, heads, groups, programs, length, share, queries, keys, tiles, count, c,
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """The ``count`` highest weights of each query and their keys; see rows.py.
@@ -268,14 +272,14 @@ def top(
     ``Bar`` is a score that as many of a query's reach. ``Found`` is room for what reaches it, of
     one block for each program. ``Left`` tells rows that had not enough of it.
     """
+    work = Work(items, pairs, blocks, heads, groups, programs, length, share)
     offset = keys - queries
     q_ring = ring_of(q_desc, 2 * TEAMS, 2, TEAMS)
     k_ring = ring_of(k_desc, STAGES, STAGES, TEAMS)
     hopper.fence_async_shared()
-    work = items, pairs, blocks, heads
     sizes = queries, keys, offset, tiles, count, c
     shared = q_ring, k_ring, Bar, Lse, Found, Left, Weights, Keys, work, sizes
-    loader = q_ring, k_ring, q_desc, k_desc, work, groups, offset, tiles
+    loader = q_ring, k_ring, q_desc, k_desc, work, offset, tiles
     gl.warp_specialize(
         [
             (_find, (shared, 0, D, STAGES, CAUSAL, EVEN)),

@@ -10,6 +10,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 
 from regard.mechanism.kernels.hopper.roles import (
     BLOCK,
+    CHANGING,
     LANES,
     PAIR,
     ROWS,
@@ -17,14 +18,20 @@ from regard.mechanism.kernels.hopper.roles import (
     along,
     await_team,
     await_tile,
+    block_before,
     block_of,
     fill,
     fill_teams,
+    first_cut,
     halves_of,
+    item_of,
     product,
     release,
     ring_of,
+    turns_of,
+    within,
 )
+from regard.mechanism.kernels.structure import Sizes, Work
 
 
 @gluon.jit
@@ -91,31 +98,55 @@ def _end_bin(
 
 
 @gluon.jit
+def _begin(block, sizes, CAUSAL: gl.constexpr):
+    """The first tile of queries that see some key of a block."""
+    if CAUSAL:
+        return gl.maximum(block * (TEAMS * ROWS) - sizes.offset, 0) // BLOCK
+    return 0
+
+
+@gluon.jit
+def _stretch(half, block, low, high, work, sizes, CAUSAL: gl.constexpr, CUT: gl.constexpr):
+    """From which tile to which a program goes over a block; bins of the map are not cut."""
+    begin = _begin(block, sizes, CAUSAL)
+    end = sizes.tiles
+    if CUT:
+        before = block_before(half, block, work, CAUSAL)
+        steps = gl.where(before < 0, 0, end - _begin(before, sizes, CAUSAL))
+        first, last = within(low, high, steps, end - begin)
+        start = (begin + first + sizes.whole - 1) // sizes.whole * sizes.whole
+        stop = (begin + last + sizes.whole - 1) // sizes.whole * sizes.whole
+        end = gl.where(last == 0, begin, gl.minimum(stop, end))
+        begin = gl.where(first == 0, begin, start)
+    return begin, end
+
+
+@gluon.jit
 def _load_columns(
     loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAUSAL: gl.constexpr,
+    CUT: gl.constexpr,
 ):  # fmt: skip
-    k_ring, q_ring, k_desc, q_desc, dealt, work, groups, offset, tiles = loader
-    items, pairs, blocks, heads = work
+    k_ring, q_ring, k_desc, q_desc, dealt, work, sizes = loader
     step = 0
     turn = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        for half in range(halves_of(item, pairs, blocks, CAUSAL)):
-            flat, block = block_of(item, half, pairs, blocks, CAUSAL)
-            batch, head = flat // heads, flat % heads
-            key = block * (TEAMS * ROWS)
-            fill_teams(k_ring, turn, k_desc, batch, head // groups, key, D)
-            start = 0
-            if CAUSAL:
-                start = gl.maximum(key - offset, 0) // BLOCK
-            for i in range(start, tiles):
-                if BINS >= LANES:
-                    outer = batch * dealt.batch + head * dealt.head + i * (BINS // LANES)
-                    place = [outer, 0, 0, 0, head * dealt.inner]
-                else:
-                    place = [batch, head, i * BLOCK, 0]
-                fill(q_ring, step, STAGES, q_desc, place, BLOCK * D * 2)
-                step += 1
-            turn += 1
+    for number in range(turns_of(work, CUT)):
+        item, low, high = item_of(number, work, CUT)
+        for half in range(halves_of(item, work, CAUSAL)):
+            flat, block = block_of(item, half, work, CAUSAL)
+            batch, head = flat // work.heads, flat % work.heads
+            begin, end = _stretch(half, block, low, high, work, sizes, CAUSAL, CUT)
+            if not CUT or begin < end:
+                key = block * (TEAMS * ROWS)
+                fill_teams(k_ring, turn, k_desc, batch, head // work.groups, key, D)
+                for i in range(begin, end):
+                    if BINS >= LANES:
+                        outer = batch * dealt.batch + head * dealt.head + i * (BINS // LANES)
+                        place = [outer, 0, 0, 0, head * dealt.inner]
+                    else:
+                        place = [batch, head, i * BLOCK, 0]
+                    fill(q_ring, step, STAGES, q_desc, place, BLOCK * D * 2)
+                    step += 1
+                turn += 1
 
 
 @gluon.jit
@@ -139,137 +170,225 @@ def _sums(s, drop, c, first, masked, BINS: gl.constexpr, MASK: gl.constexpr, PEA
 
 
 @gluon.jit
+def _slot_of(program, begins):
+    """Where a program leaves what keys receive from it of a block that is cut; see attend.py."""
+    return (program * 2 + gl.where(begins, 1, 0)) * (TEAMS * ROWS)
+
+
+@gluon.jit
+def _receive_block(
+    shared, flat, block, begin, end, step, turn,
+    PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
+    UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
+    RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr, CUT: gl.constexpr,
+):  # fmt: skip
+    """What the 64 keys get of the queries in tiles ``begin`` to ``end``; see attend.py."""
+    k_ring, q_ring, Drop, Received, Kept, Map, MapPeak, work, sizes, c = shared
+    tiles, per_bin, bins = sizes.tiles, sizes.per_bin, sizes.bins
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    zeros = gl.zeros([ROWS, BLOCK], gl.float32, layout)
+    none = gl.sum(gl.sum(_by_bins(zeros, BINS), 4), 2)  # [keys, ., LANES]
+    head = flat.to(gl.int64)
+    first = block * (TEAMS * ROWS) + PART * ROWS
+    key_at = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)) - sizes.offset
+    units = work.blocks * (TEAMS * ROWS // UNIT)
+    cell = head * bins * units + block * (TEAMS * ROWS // UNIT)
+    cell += PART * (ROWS // UNIT)
+    drop_at = Drop + head * tiles * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+    # Before the tile ``start`` no query sees these keys, and from ``free`` on all do.
+    start, free = begin, 0
+    if CAUSAL:
+        start = gl.maximum(gl.maximum(first - sizes.offset, 0) // BLOCK, begin)
+        start = gl.minimum(start, end - 1)
+        free = gl.maximum(first + ROWS - 1 - sizes.offset + BLOCK - 1, 0) // BLOCK
+    k = await_team(k_ring, turn, PART, D)
+    for tile in range(begin, start):
+        await_tile(q_ring, step + tile - begin, STAGES)
+        release(q_ring, step + tile - begin, STAGES)
+    step += start - begin
+    # The first tile by itself: where queries and keys end EVEN, no other is masked.
+    drop = gl.load(drop_at + start * BLOCK)
+    s = hopper.warpgroup_mma_wait(0, deps=[product(k, q_ring, step, D, STAGES)])
+    pooled, largest = _sums(s, drop, c, key_at - start * BLOCK, True, BINS, CAUSAL, MAP_PEAK)
+    received = gl.sum(none, 1)  # nothing yet
+    if not LONG:
+        at = cell + start * BINS * units
+        received = _end_bin(
+            received,
+            pooled,
+            largest,
+            Map,
+            MapPeak,
+            at,
+            units,
+            UNIT,
+            BINS,
+            MAP,
+            MAP_PEAK,
+        )
+    next_bin = (start // per_bin + 1) * per_bin
+    for tile in range(start + 1, end):
+        if LONG:  # a bin has several tiles
+            if tile == next_bin:
+                at = cell + (tile // per_bin - 1) * units
+                received = _end_bin(
+                    received, pooled, largest, Map, MapPeak, at, units, UNIT, BINS, MAP,
+                    MAP_PEAK,
+                )  # fmt: skip
+                pooled = none
+                largest = none
+                next_bin += per_bin
+        # Not sooner: the warps of a group wait for each other to release, and here they
+        # do so anyway for the product.
+        release(q_ring, step, STAGES)
+        step += 1
+        drop = gl.load(drop_at + tile * BLOCK)  # on its way during the product
+        s = hopper.warpgroup_mma_wait(0, deps=[product(k, q_ring, step, D, STAGES)])
+        sums, peaks = _sums(
+            s, drop, c, key_at - tile * BLOCK, tile < free, BINS, CAUSAL and not EVEN,
+            MAP_PEAK,
+        )  # fmt: skip
+        if LONG:
+            pooled += sums
+            largest = gl.maximum(largest, peaks)
+        else:
+            at = cell + tile * BINS * units
+            received = _end_bin(
+                received,
+                sums,
+                peaks,
+                Map,
+                MapPeak,
+                at,
+                units,
+                UNIT,
+                BINS,
+                MAP,
+                MAP_PEAK,
+            )
+    release(q_ring, step, STAGES)
+    release(k_ring, turn, 2)
+    if LONG:
+        at = cell + (end - 1) // per_bin * units
+        received = _end_bin(
+            received,
+            pooled,
+            largest,
+            Map,
+            MapPeak,
+            at,
+            units,
+            UNIT,
+            BINS,
+            MAP,
+            MAP_PEAK,
+        )
+    if RECEIVED:
+        received = gl.sum(received, 1)
+        at = first + gl.arange(0, ROWS, received.type.layout)
+        begins = begin == _begin(block, sizes, CAUSAL)
+        if not CUT or (begins & (end == tiles)):
+            gl.store(Received + head * sizes.keys + at, received, mask=at < sizes.keys)
+        else:
+            slot = Kept + _slot_of(gl.program_id(0), begins)
+            gl.store(slot + (at - first) + PART * ROWS, received)
+
+
+@gluon.jit
 def _receive(
     shared,
     PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
     UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
-    RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
+    RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 keys of every block of keys, and all queries."""
-    k_ring, q_ring, Drop, Received, Map, MapPeak, work, sizes = shared
-    items, pairs, blocks, _heads = work
-    keys, offset, tiles, per_bin, bins, c = sizes
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    zeros = gl.zeros([ROWS, BLOCK], gl.float32, layout)
-    none = gl.sum(gl.sum(_by_bins(zeros, BINS), 4), 2)  # [keys, ., LANES]
+    work, sizes = shared[7], shared[8]
     step = 0
     turn = 0
-    for item in range(gl.program_id(0), items, gl.num_programs(0)):
-        for half in range(halves_of(item, pairs, blocks, CAUSAL)):
-            flat, block = block_of(item, half, pairs, blocks, CAUSAL)
-            flat = flat.to(gl.int64)
-            first = block * (TEAMS * ROWS) + PART * ROWS
-            key_at = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)) - offset
-            units = blocks * (TEAMS * ROWS // UNIT)
-            cell = flat * bins * units + block * (TEAMS * ROWS // UNIT)
-            cell += PART * (ROWS // UNIT)
-            drop_at = Drop + flat * tiles * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
-            # Before the tile ``start`` no query sees these keys, and from ``free`` on all do.
-            begin, start, free = 0, 0, 0
-            if CAUSAL:
-                begin = gl.maximum(block * (TEAMS * ROWS) - offset, 0) // BLOCK
-                start = gl.minimum(gl.maximum(first - offset, 0) // BLOCK, tiles - 1)
-                free = gl.maximum(first + ROWS - 1 - offset + BLOCK - 1, 0) // BLOCK
-            k = await_team(k_ring, turn, PART, D)
-            for tile in range(begin, start):
-                await_tile(q_ring, step + tile - begin, STAGES)
-                release(q_ring, step + tile - begin, STAGES)
-            step += start - begin
-            # The first tile by itself: where queries and keys end EVEN, no other is masked.
-            drop = gl.load(drop_at + start * BLOCK)
-            s = hopper.warpgroup_mma_wait(0, deps=[product(k, q_ring, step, D, STAGES)])
-            pooled, largest = _sums(
-                s, drop, c, key_at - start * BLOCK, True, BINS, CAUSAL, MAP_PEAK
-            )
-            received = gl.sum(none, 1)  # nothing yet
-            if not LONG:
-                at = cell + start * BINS * units
-                received = _end_bin(
-                    received, pooled, largest, Map, MapPeak, at, units, UNIT, BINS, MAP, MAP_PEAK
-                )
-            next_bin = (start // per_bin + 1) * per_bin
-            for tile in range(start + 1, tiles):
-                if LONG:  # a bin has several tiles
-                    if tile == next_bin:
-                        at = cell + (tile // per_bin - 1) * units
-                        received = _end_bin(
-                            received, pooled, largest, Map, MapPeak, at, units, UNIT, BINS, MAP,
-                            MAP_PEAK,
-                        )  # fmt: skip
-                        pooled = none
-                        largest = none
-                        next_bin += per_bin
-                # Not sooner: the warps of a group wait for each other to release, and here they
-                # do so anyway for the product.
-                release(q_ring, step, STAGES)
-                step += 1
-                drop = gl.load(drop_at + tile * BLOCK)  # on its way during the product
-                s = hopper.warpgroup_mma_wait(0, deps=[product(k, q_ring, step, D, STAGES)])
-                sums, peaks = _sums(
-                    s, drop, c, key_at - tile * BLOCK, tile < free, BINS, CAUSAL and not EVEN,
-                    MAP_PEAK,
+    for number in range(turns_of(work, CUT)):
+        item, low, high = item_of(number, work, CUT)
+        for half in range(halves_of(item, work, CAUSAL)):
+            flat, block = block_of(item, half, work, CAUSAL)
+            begin, end = _stretch(half, block, low, high, work, sizes, CAUSAL, CUT)
+            if not CUT or begin < end:
+                _receive_block(
+                    shared, flat, block, begin, end, step, turn, PART, D, STAGES, BINS, UNIT, LONG,
+                    CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK, CUT,
                 )  # fmt: skip
-                if LONG:
-                    pooled += sums
-                    largest = gl.maximum(largest, peaks)
-                else:
-                    at = cell + tile * BINS * units
-                    received = _end_bin(
-                        received, sums, peaks, Map, MapPeak, at, units, UNIT, BINS, MAP, MAP_PEAK
-                    )
-            release(q_ring, step, STAGES)
-            release(k_ring, turn, 2)
-            step += 1
-            turn += 1
-            if LONG:
-                at = cell + (tiles - 1) // per_bin * units
-                received = _end_bin(
-                    received, pooled, largest, Map, MapPeak, at, units, UNIT, BINS, MAP, MAP_PEAK
-                )
-            if RECEIVED:
-                received = gl.sum(received, 1)
-                at = first + gl.arange(0, ROWS, received.type.layout)
-                gl.store(Received + flat * keys + at, received, mask=at < keys)
+                step += end - begin
+                turn += 1
 
 
-@gluon.jit(
-    do_not_specialize=["items", "pairs", "blocks", "queries", "keys", "tiles", "per_bin", "bins"]
-)
+@gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])
 def columns(
-    q_desc, k_desc, dealt, Drop, Received, Map, MapPeak, items, pairs, blocks, heads, groups,
-    queries, keys, tiles, per_bin, bins, c,
+    q_desc, k_desc, dealt, Drop, Received, Kept, Map, MapPeak,
+    items, pairs, blocks, heads, groups, programs, length, share,
+    keys, offset, tiles, per_bin, bins, whole, c,
     D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, UNIT: gl.constexpr,
     LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, RECEIVED: gl.constexpr,
-    MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
+    MAP: gl.constexpr, MAP_PEAK: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """Sums over queries; see columns.py.
 
     ``Drop`` is the log-sum-exp, base 2 and with a minus, in the order in which a tile holds its
     queries, and -inf to the end of the last tile: a query that is not there gives nothing.
+    Of items that are CUT, programs leave in ``Kept`` what they have of a block, for ``add``.
     """
-    offset = keys - queries
+    work = Work(items, pairs, blocks, heads, groups, programs, length, share)
+    sizes = Sizes(keys, offset, tiles, per_bin, bins, whole)
     k_ring = ring_of(k_desc, 2 * TEAMS, 2, TEAMS)
     q_ring = ring_of(q_desc, STAGES, STAGES, TEAMS)
     hopper.fence_async_shared()
-    work = items, pairs, blocks, heads
-    sizes = keys, offset, tiles, per_bin, bins, c
-    shared = k_ring, q_ring, Drop, Received, Map, MapPeak, work, sizes
-    loader = k_ring, q_ring, k_desc, q_desc, dealt, work, groups, offset, tiles
+    shared = k_ring, q_ring, Drop, Received, Kept, Map, MapPeak, work, sizes, c
+    loader = k_ring, q_ring, k_desc, q_desc, dealt, work, sizes
     gl.warp_specialize(
         [
             (_receive, (
-                shared, 0, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
+                shared, 0, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK, CUT,
             )),
             (_receive, (
-                shared, 1, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
+                shared, 1, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK, CUT,
             )),
             (_receive, (
-                shared, 2, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
+                shared, 2, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK, CUT,
             )),
             (_receive, (
-                shared, 3, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
+                shared, 3, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK, CUT,
             )),
-            (_load_columns, (loader, D, STAGES, BINS, CAUSAL)),
+            (_load_columns, (loader, D, STAGES, BINS, CAUSAL, CUT)),
         ],
         [4, 4, 4, 1], [112, 112, 112, 24],
     )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])
+def add(
+    Received, Kept, items, pairs, blocks, heads, groups, programs, length, share,
+    keys, offset, tiles, per_bin, bins, whole, CAUSAL: gl.constexpr,
+):  # fmt: skip
+    """What the keys of a block receive in all, where programs of ``columns`` have shared it."""
+    work = Work(items, pairs, blocks, heads, groups, programs, length, share)
+    sizes = Sizes(keys, offset, tiles, per_bin, bins, whole)
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    half = gl.program_id(0) % 2 if CAUSAL else 0
+    number = gl.program_id(0) // 2 if CAUSAL else gl.program_id(0)  # of the items that are cut
+    item = first_cut(work) + number
+    flat, block = block_of(item, half, work, CAUSAL)
+    before = block_before(half, block, work, CAUSAL)
+    first = _begin(block, sizes, CAUSAL)
+    start = number * work.length
+    start += gl.where(before < 0, 0, sizes.tiles - _begin(before, sizes, CAUSAL))
+    last = (start + sizes.tiles - first - 1) // work.share
+    at = gl.arange(0, TEAMS * ROWS, layout)
+    received = gl.zeros([TEAMS * ROWS], gl.float32, layout)
+    parts = 0
+    for program in range(start // work.share, last + 1):
+        low = gl.maximum(program * work.share - number * work.length, 0)
+        high = gl.minimum((program + 1) * work.share - number * work.length, work.length)
+        begin, end = _stretch(half, block, low, high, work, sizes, CAUSAL, True)
+        if (begin < end) & (end - begin < sizes.tiles - first):
+            received += gl.load(Kept + _slot_of(program, begin == first) + at)
+            parts += 1
+    if (before != block) & (parts > 0):
+        at += block * (TEAMS * ROWS)
+        gl.store(Received + flat.to(gl.int64) * sizes.keys + at, received, mask=at < sizes.keys)

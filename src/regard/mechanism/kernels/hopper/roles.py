@@ -7,7 +7,9 @@ another are under way. A tile's place in a ring has two barriers: ``full`` once 
 ``empty`` once all groups are through with it; a barrier's phase changes each time round.
 
 There are as many programs as multiprocessors, and each has one item of work after another. Of a
-causal head an item is a long block and the short one that makes up for it.
+causal head an item is a long block and the short one that makes up for it. In the end there may be
+fewer items left than programs: in a launch of their own these are cut into steps, tiles that go
+through the ring, and every program has a share of those. Small kernels put the parts together.
 """
 
 from triton.experimental import gluon
@@ -15,6 +17,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from regard.mechanism.kernels.structure import Work
+
+# No kernel is compiled anew for these. Heads are few, and most calls have no groups to divide by.
+CHANGING = [name for name in Work._fields if name not in ("heads", "groups")]
 LN2 = gl.constexpr(0.6931471805599453)
 NOTHING = gl.constexpr(-3.0e38)  # as in tiles.py
 LOWEST = gl.constexpr(-1.0e37)
@@ -69,20 +75,74 @@ def release(ring, step, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def halves_of(item, pairs, blocks, CAUSAL: gl.constexpr):
+def share_of(work):
+    """Which steps of the last items a program has, counted through all of them."""
+    steps = work.items % work.programs * work.length
+    start = gl.minimum(gl.program_id(0) * work.share, steps)
+    return start, gl.minimum(start + work.share, steps)
+
+
+@gluon.jit
+def turns_of(work, CUT: gl.constexpr):
+    """How many items a program has, or, of those that are CUT, has parts of."""
+    if CUT:
+        start, end = share_of(work)
+        turns = gl.where(start < end, (end - 1) // work.length - start // work.length + 1, 0)
+    else:
+        turns = (work.items - gl.program_id(0) + work.programs - 1) // work.programs
+    return turns
+
+
+@gluon.jit
+def item_of(number, work, CUT: gl.constexpr):
+    """One of a program's items, and from which of its steps to which they are the program's."""
+    if CUT:
+        start, end = share_of(work)
+        which = start // work.length + number
+        item = first_cut(work) + which
+        low = gl.maximum(start - which * work.length, 0)
+        high = gl.minimum(end - which * work.length, work.length)
+    else:
+        item, low, high = number * work.programs + gl.program_id(0), 0, work.length
+    return item, low, high
+
+
+@gluon.jit
+def first_cut(work):
+    return work.items // work.programs * work.programs
+
+
+@gluon.jit
+def halves_of(item, work, CAUSAL: gl.constexpr):
     """How many blocks an item of work has."""
     if CAUSAL:
-        return gl.where(item % pairs * 2 + 1 == blocks, 1, 2)
+        return gl.where(item % work.pairs * 2 + 1 == work.blocks, 1, 2)
     return 1
 
 
 @gluon.jit
-def block_of(item, half, pairs, blocks, CAUSAL: gl.constexpr):
+def block_of(item, half, work, CAUSAL: gl.constexpr):
     """Which of all heads, and which block of it."""
-    block = item % pairs
+    block = item % work.pairs
     if CAUSAL:
-        block = gl.where(half == 0, blocks - 1 - block, block)
-    return item // pairs, block
+        block = gl.where(half == 0, work.blocks - 1 - block, block)
+    return item // work.pairs, block
+
+
+@gluon.jit
+def block_before(half, block, work, CAUSAL: gl.constexpr):
+    """The block before one in its item, or -1."""
+    before = -1
+    if CAUSAL:
+        before = gl.where(half == 0, -1, work.blocks - 1 - block)
+    return before
+
+
+@gluon.jit
+def within(low, high, before, steps):
+    """Which of a block's own steps lie there, where ``before`` are those of its item before it."""
+    first = gl.minimum(gl.maximum(low - before, 0), steps)
+    return first, gl.minimum(gl.maximum(high - before, 0), steps)
 
 
 @gluon.jit
