@@ -154,8 +154,8 @@ def test_programs_share_the_last_items(lengths, grid, causal, programs, monkeypa
     sharing, dealt = specialised._sharing, []
     for more in (0, 1, 2):
 
-        def shared(work: described.Work, length: int, more: int = more) -> described.Work:
-            work = sharing(work, length)
+        def shared(*given, more: int = more) -> described.Work:  # type: ignore[no-untyped-def]
+            work = sharing(*given)
             dealt.append(work._replace(share=work.share + more))
             return dealt[-1]
 
@@ -167,6 +167,21 @@ def test_programs_share_the_last_items(lengths, grid, causal, programs, monkeypa
             found["map"] /= lengths[0] // grid[0]
         check(tensors, causal, see, found)
     assert any(work.cut for work in dealt)
+
+
+@pytest.mark.usefixtures("memory_of_nan")
+@pytest.mark.parametrize("width", [64, 128])
+def test_as_many_programs_share_a_block_as_can(width, monkeypatch) -> None:
+    monkeypatch.setattr(specialised, "_processors", lambda device: 14)
+    tensors = [t.to(DTYPES[0]) for t in inputs((256, 2560), width, (8, 4), batch=1)]
+    work = specialised._work(*tensors[:2], 256, 128, structure(False, width))
+    work = specialised._sharing(work, 2560 // 128)
+    assert (work.cut, work.share) == (2, 3)  # the last block begins after 20 steps, in a share
+    found = launch.forward(*tensors, structure(False, width), set(ROWS), 8)
+    monkeypatch.setattr(specialised, "WORTH", 10**9)
+    uncut = launch.forward(*tensors, structure(False, width), set(ROWS), 8)
+    assert torch.equal(found.pop("bar"), uncut["bar"])
+    check(tensors, False, See(**dict.fromkeys(ROWS, True)), found)
 
 
 @pytest.mark.parametrize("causal", [False, True])
@@ -350,6 +365,10 @@ def test_both_sides_agree_on_sizes() -> None:
     for name in ("ROOM", "RECORD", "PLACES"):
         assert getattr(choose, name) == getattr(specialised, name), name
     assert choose.ROOM - choose.SURE == FIT
+    attend = kernels.attend
+    assert attend.JOINED == specialised.PARTS + 1  # a share may begin inside of a block
+    for width in (64, 128):
+        assert attend._size(width) == specialised._kept_of_a_row(width)
     assert (TEAM.value, TILE.value) == (specialised.ROWS, specialised.BLOCK)
 
 
@@ -421,10 +440,16 @@ build(hopper.columns, dict(q_desc=tiles(4, 4, 4, 2, 128), k_desc=tiles(1, 1, 64,
 build(hopper.columns, dict(q_desc=tiles(1, 1, 128, 64), k_desc=tiles(1, 1, 64, 64)), D=64, STAGES=4,
       BINS=1, UNIT=16, LONG=True, CAUSAL=False, EVEN=True, RECEIVED=True, MAP=True, MAP_PEAK=True,
       CUT=True)
-build(hopper.add, {}, CAUSAL=False)
+build(hopper.columns, dict(q_desc=tiles(1, 1, 128, 128), k_desc=tiles(1, 1, 64, 128)), D=128,
+      STAGES=3, BINS=1, UNIT=16, LONG=False, CAUSAL=True, EVEN=True, RECEIVED=True, MAP=True,
+      MAP_PEAK=True, CUT=True)
+for causal in (False, True):
+    build(hopper.add, {}, CAUSAL=causal)
 narrow = tiles(1, 1, 128, 64)
 build(hopper.forward, dict(q_desc=narrow, k_desc=narrow, v_desc=narrow), D=64, STAGES=2,
-      CAUSAL=False, EVEN=True, CUT=False, **seen)
+      CAUSAL=False, EVEN=True, CUT=False, Kept=None, **seen)
+build(hopper.forward, dict(q_desc=narrow, k_desc=narrow, v_desc=narrow), D=64, STAGES=2,
+      CAUSAL=False, EVEN=True, CUT=True, **seen)
 build(hopper.join, {}, D=64, CAUSAL=False, **seen)
 build(hopper.top, dict(q_desc=tiles(1, 1, 64, 128), k_desc=whole, Left="*i8", Keys="*i64"), D=128,
       STAGES=3, CAUSAL=True, EVEN=False)

@@ -33,7 +33,7 @@ ROOM, RECORD = 24, 8  # fours of scores a lane can collect, and numbers each tak
 TEAMS = 4  # groups of warps that share tiles
 STAGES = 2  # tiles of keys and of values that are loaded ahead
 TILE_STAGES = {64: 4, 128: 3}  # tiles of queries in the second pass, of keys for the top ones
-WORTH = 24  # steps of a program: where fewer are saved, the last items are not cut
+WORTH = 24  # steps: where the longest program saves no more, the last items are not cut
 PARTS = 7  # shares that a block is long at most: so no more than JOINED programs have some of it
 POOLED = 2048  # numbers of which a program makes a map's cells at a time
 FEWEST = 256  # queries: below, most of a block would be empty
@@ -95,11 +95,15 @@ def _work(query: Tensor, key: Tensor, length: int, rows: int, structure: Structu
     return Work(items, pairs, blocks, heads, heads // key.shape[1], programs)
 
 
-def _sharing(work: Work, length: int) -> Work:
-    """With the last items cut into shares, where that is worth it; an item has so many steps."""
-    rest, share = work.items % work.programs, length
-    if (work.programs - rest) * length > WORTH * work.programs:
-        share = max(-(-rest * length // work.programs), -(-length // PARTS))
+def _sharing(work: Work, length: int, together: int = 1) -> Work:
+    """With the last items cut into shares, where that saves enough.
+
+    An item has ``length`` steps at most, and is not cut between those that are ``together``.
+    """
+    share = max(-(-(work.items % work.programs) * length // work.programs), -(-length // PARTS))
+    share = -(-share // together) * together
+    if length - share - (together - 1) <= WORTH:
+        share = length
     return work._replace(length=length, share=share)
 
 
@@ -118,6 +122,11 @@ def attends(
         return False  # launch.forward shares out the keys of few blocks
     # Distances without a mask start on the diagonal: a last tile that is not full has no turn.
     return structure.kind == CAUSAL or "distance" not in wanted or key.shape[2] % BLOCK == 0
+
+
+def _kept_of_a_row(width: int) -> int:
+    """Numbers of a row that a program keeps of each of the two blocks it may have a part of."""
+    return width + 4 + LANES * 512 // width
 
 
 def forward(
@@ -158,8 +167,8 @@ def forward(
     _kernels().forward[(work.programs,)](
         *tiles, *written, None, *work.whole, *sizes, **given, CUT=False, num_warps=4
     )
-    if work.cut:  # of each program two blocks, with what _size in hopper/attend.py counts
-        kept = found["lse"].new_empty(work.programs, 2, BLOCK, width + 4 + LANES * 512 // width)
+    if work.cut:
+        kept = found["lse"].new_empty(work.programs, 2, BLOCK, _kept_of_a_row(width))
         _kernels().forward[(work.programs,)](
             *tiles, *written, kept, *work, *sizes, **given, CUT=True, num_warps=4
         )
@@ -276,10 +285,11 @@ def columns(
     rows, cols = grid or (1, 1)
     causal = structure.kind == CAUSAL
     work = _work(query, key, keys, TEAMS * ROWS, structure)
-    # Before the diagonal a block of keys has no tiles, the less so the later its first query is.
+    # A block of keys begins at the tile of the first query that sees it.
     ahead = -(-(keys - queries) // BLOCK)
     without = max(TEAMS * ROWS // BLOCK * (work.blocks - 1) - 2 * ahead, 0)
-    work = _sharing(work, 2 * tiles - without if causal else tiles)
+    together = bins.tiles if "map" in wanted else 1
+    work = _sharing(work, 2 * tiles - without if causal else tiles, together)
     options: Any = {"device": query.device, "dtype": torch.float32}
     found: dict[str, Tensor] = {}
     if "received" in wanted:
@@ -291,9 +301,7 @@ def columns(
     for name in ("map", "map_peak"):
         if name in wanted:
             found[name] = new(batch, heads, rows, units, **options)
-    sizes = Sizes(
-        keys, keys - queries, tiles, bins.tiles, rows, bins.tiles if "map" in wanted else 1
-    )
+    sizes = Sizes(keys, keys - queries, tiles, bins.tiles, rows, together)
     read = (
         _described(query, BLOCK) if bins.dealt is None else _dealt_tiles(query, bins),
         _described(key, ROWS), bins.dealt or Dealt(), _drop(lse, bins), found.get("received"),

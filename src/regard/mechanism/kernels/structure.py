@@ -80,7 +80,7 @@ class Work(NamedTuple):
     heads: int
     groups: int  # heads that share keys
     programs: int
-    length: int = 1  # steps of an item: tiles it goes over
+    length: int = 1  # steps that an item has at most: tiles it goes over
     share: int = 1  # steps that a program has of the last items, which are fewer than programs
 
     @property
@@ -102,7 +102,7 @@ class Sizes(NamedTuple):
     tiles: int  # of queries
     per_bin: int  # tiles a bin of the map has
     bins: int
-    whole: int  # tiles that are not cut
+    together: int  # tiles between which no block is cut
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -114,8 +114,8 @@ def _stretch(half, block, low, high, work, sizes, CAUSAL: gl.constexpr, CUT: gl.
         before = block_before(half, block, work, CAUSAL)
         steps = gl.where(before < 0, 0, end - _begin(before, sizes, CAUSAL))
         first, last = within(low, high, steps, end - begin)
-        start = (begin + first + sizes.whole - 1) // sizes.whole * sizes.whole
-        stop = (begin + last + sizes.whole - 1) // sizes.whole * sizes.whole
+        start = (begin + first + sizes.together - 1) // sizes.together * sizes.together
+        stop = (begin + last + sizes.together - 1) // sizes.together * sizes.together
         end = gl.where(last == 0, begin, gl.minimum(stop, end))
         begin = gl.where(first == 0, begin, start)
     return begin, end
@@ -214,18 +214,8 @@ def _receive_block(
     if not LONG:
         at = cell + start * BINS * units
         received = _end_bin(
-            received,
-            pooled,
-            largest,
-            Map,
-            MapPeak,
-            at,
-            units,
-            UNIT,
-            BINS,
-            MAP,
-            MAP_PEAK,
-        )
+            received, pooled, largest, Map, MapPeak, at, units, UNIT, BINS, MAP, MAP_PEAK,
+        )  # fmt: skip
     next_bin = (start // per_bin + 1) * per_bin
     for tile in range(start + 1, end):
         if LONG:  # a bin has several tiles
@@ -254,35 +244,15 @@ def _receive_block(
         else:
             at = cell + tile * BINS * units
             received = _end_bin(
-                received,
-                sums,
-                peaks,
-                Map,
-                MapPeak,
-                at,
-                units,
-                UNIT,
-                BINS,
-                MAP,
-                MAP_PEAK,
-            )
+                received, sums, peaks, Map, MapPeak, at, units, UNIT, BINS, MAP, MAP_PEAK,
+            )  # fmt: skip
     release(q_ring, step, STAGES)
     release(k_ring, turn, 2)
     if LONG:
         at = cell + (end - 1) // per_bin * units
         received = _end_bin(
-            received,
-            pooled,
-            largest,
-            Map,
-            MapPeak,
-            at,
-            units,
-            UNIT,
-            BINS,
-            MAP,
-            MAP_PEAK,
-        )
+            received, pooled, largest, Map, MapPeak, at, units, UNIT, BINS, MAP, MAP_PEAK,
+        )  # fmt: skip
     if RECEIVED:
         received = gl.sum(received, 1)
         at = first + gl.arange(0, ROWS, received.type.layout)
@@ -323,7 +293,7 @@ def _receive(
 def columns(
     q_desc, k_desc, dealt, Drop, Received, Kept, Map, MapPeak,
     items, pairs, blocks, heads, groups, programs, length, share,
-    keys, offset, tiles, per_bin, bins, whole, c,
+    keys, offset, tiles, per_bin, bins, together, c,
     D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, UNIT: gl.constexpr,
     LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, RECEIVED: gl.constexpr,
     MAP: gl.constexpr, MAP_PEAK: gl.constexpr, CUT: gl.constexpr,
@@ -335,7 +305,7 @@ def columns(
     Of items that are CUT, programs leave in ``Kept`` what they have of a block, for ``add``.
     """
     work = Work(items, pairs, blocks, heads, groups, programs, length, share)
-    sizes = Sizes(keys, offset, tiles, per_bin, bins, whole)
+    sizes = Sizes(keys, offset, tiles, per_bin, bins, together)
     k_ring = ring_of(k_desc, 2 * TEAMS, 2, TEAMS)
     q_ring = ring_of(q_desc, STAGES, STAGES, TEAMS)
     hopper.fence_async_shared()
@@ -364,11 +334,11 @@ def columns(
 @gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])
 def add(
     Received, Kept, items, pairs, blocks, heads, groups, programs, length, share,
-    keys, offset, tiles, per_bin, bins, whole, CAUSAL: gl.constexpr,
+    keys, offset, tiles, per_bin, bins, together, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """What the keys of a block receive in all, where programs of ``columns`` have shared it."""
     work = Work(items, pairs, blocks, heads, groups, programs, length, share)
-    sizes = Sizes(keys, offset, tiles, per_bin, bins, whole)
+    sizes = Sizes(keys, offset, tiles, per_bin, bins, together)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     half = gl.program_id(0) % 2 if CAUSAL else 0
     number = gl.program_id(0) // 2 if CAUSAL else gl.program_id(0)  # of the items that are cut
@@ -379,16 +349,18 @@ def add(
     start = number * work.length
     start += gl.where(before < 0, 0, sizes.tiles - _begin(before, sizes, CAUSAL))
     last = (start + sizes.tiles - first - 1) // work.share
-    at = gl.arange(0, TEAMS * ROWS, layout)
-    received = gl.zeros([TEAMS * ROWS], gl.float32, layout)
-    parts = 0
-    for program in range(start // work.share, last + 1):
-        low = gl.maximum(program * work.share - number * work.length, 0)
-        high = gl.minimum((program + 1) * work.share - number * work.length, work.length)
-        begin, end = _stretch(half, block, low, high, work, sizes, CAUSAL, True)
-        if (begin < end) & (end - begin < sizes.tiles - first):
-            received += gl.load(Kept + _slot_of(program, begin == first) + at)
-            parts += 1
-    if (before != block) & (parts > 0):
-        at += block * (TEAMS * ROWS)
-        gl.store(Received + flat.to(gl.int64) * sizes.keys + at, received, mask=at < sizes.keys)
+    if before != block:  # else it is its own counterpart, and there is no second half
+        at = gl.arange(0, TEAMS * ROWS, layout)
+        received = gl.zeros([TEAMS * ROWS], gl.float32, layout)
+        parts = 0
+        for program in range(start // work.share, last + 1):
+            low = gl.maximum(program * work.share - number * work.length, 0)
+            high = gl.minimum((program + 1) * work.share - number * work.length, work.length)
+            begin, end = _stretch(half, block, low, high, work, sizes, CAUSAL, True)
+            if (begin < end) & (end - begin < sizes.tiles - first):
+                received += gl.load(Kept + _slot_of(program, begin == first) + at)
+                parts += 1
+        if parts > 0:
+            key = block * (TEAMS * ROWS) + at
+            place = flat.to(gl.int64) * sizes.keys + key
+            gl.store(Received + place, received, mask=key < sizes.keys)

@@ -109,6 +109,7 @@ def item_of(number, work, CUT: gl.constexpr):
 
 @gluon.jit
 def first_cut(work):
+    """The first of the items that are cut: those after the last full round."""
     return work.items // work.programs * work.programs
 
 
