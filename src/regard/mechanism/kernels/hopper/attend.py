@@ -22,16 +22,17 @@ from regard.mechanism.kernels.hopper.roles import (
     along,
     await_tile,
     block_before,
+    block_cut,
     block_of,
     by_lanes,
     fill,
-    first_cut,
     halves_of,
     item_of,
     may_see,
     places_in,
     release,
     ring_of,
+    slot_of,
     turns_of,
     within,
 )
@@ -242,11 +243,8 @@ def _size(D):
 
 @gluon.jit
 def _place_of(Kept, program, first, part, D: gl.constexpr):
-    """Where a program keeps what it has of a block that is cut: of two such at most.
-
-    One may begin before its share does, and one may end after it.
-    """
-    slot = program * 2 + gl.where(first > 0, 0, 1)
+    """Where a program keeps its part of a block, of which ``first`` is its first tile."""
+    slot = slot_of(program, first == 0)
     return Kept + (slot * BLOCK + part * ROWS).to(gl.int64) * _size(D)
 
 
@@ -451,12 +449,8 @@ def join(
     of_sets: gl.constexpr = gl.BlockedLayout(
         [JOINED, 1, SETS], [1, 8, LANES], [1, WARPS, 1], [2, 1, 0]
     )
-    half = gl.program_id(0) % 2 if CAUSAL else 0
-    number = gl.program_id(0) // 2 if CAUSAL else gl.program_id(0)  # of the items that are cut
+    number, _half, flat, block, before = block_cut(work, CAUSAL)
     part = gl.program_id(1)
-    item = first_cut(work) + number
-    flat, block = block_of(item, half, work, CAUSAL)
-    before = block_before(half, block, work, CAUSAL)
     offset = keys - queries
     start = number * work.length
     start += gl.where(before < 0, 0, _tiles(before, keys, offset, CAUSAL))

@@ -19,15 +19,16 @@ from regard.mechanism.kernels.hopper.roles import (
     await_team,
     await_tile,
     block_before,
+    block_cut,
     block_of,
     fill,
     fill_teams,
-    first_cut,
     halves_of,
     item_of,
     product,
     release,
     ring_of,
+    slot_of,
     turns_of,
     within,
 )
@@ -170,9 +171,9 @@ def _sums(s, drop, c, first, masked, BINS: gl.constexpr, MASK: gl.constexpr, PEA
 
 
 @gluon.jit
-def _slot_of(program, begins):
-    """Where a program leaves what keys receive from it of a block that is cut; see attend.py."""
-    return (program * 2 + gl.where(begins, 1, 0)) * (TEAMS * ROWS)
+def _place_of(Kept, program, begins):
+    """Where a program keeps what keys receive from its part of a block."""
+    return Kept + slot_of(program, begins) * (TEAMS * ROWS)
 
 
 @gluon.jit
@@ -260,8 +261,8 @@ def _receive_block(
         if not CUT or (begins & (end == tiles)):
             gl.store(Received + head * sizes.keys + at, received, mask=at < sizes.keys)
         else:
-            slot = Kept + _slot_of(gl.program_id(0), begins)
-            gl.store(slot + (at - first) + PART * ROWS, received)
+            kept = _place_of(Kept, gl.program_id(0), begins)
+            gl.store(kept + (at - first) + PART * ROWS, received)
 
 
 @gluon.jit
@@ -340,11 +341,7 @@ def add(
     work = Work(items, pairs, blocks, heads, groups, programs, length, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    half = gl.program_id(0) % 2 if CAUSAL else 0
-    number = gl.program_id(0) // 2 if CAUSAL else gl.program_id(0)  # of the items that are cut
-    item = first_cut(work) + number
-    flat, block = block_of(item, half, work, CAUSAL)
-    before = block_before(half, block, work, CAUSAL)
+    number, half, flat, block, before = block_cut(work, CAUSAL)
     first = _begin(block, sizes, CAUSAL)
     start = number * work.length
     start += gl.where(before < 0, 0, sizes.tiles - _begin(before, sizes, CAUSAL))
@@ -358,7 +355,7 @@ def add(
             high = gl.minimum((program + 1) * work.share - number * work.length, work.length)
             begin, end = _stretch(half, block, low, high, work, sizes, CAUSAL, True)
             if (begin < end) & (end - begin < sizes.tiles - first):
-                received += gl.load(Kept + _slot_of(program, begin == first) + at)
+                received += gl.load(_place_of(Kept, program, begin == first) + at)
                 parts += 1
         if parts > 0:
             key = block * (TEAMS * ROWS) + at

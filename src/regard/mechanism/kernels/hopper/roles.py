@@ -140,6 +140,27 @@ def block_before(half, block, work, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
+def block_cut(work, CAUSAL: gl.constexpr):
+    """The block of a program that puts parts together: its item among those that are cut.
+
+    Which half of it, of which of all heads, which block of it, and which one is before it, or -1.
+    """
+    half = gl.program_id(0) % 2 if CAUSAL else 0
+    number = gl.program_id(0) // 2 if CAUSAL else gl.program_id(0)
+    flat, block = block_of(first_cut(work) + number, half, work, CAUSAL)
+    return number, half, flat, block, block_before(half, block, work, CAUSAL)
+
+
+@gluon.jit
+def slot_of(program, begins):
+    """Where a program leaves what it has of a block that is cut: of two such at most.
+
+    One may begin before its share does, and one begins in it and ends after it.
+    """
+    return program * 2 + gl.where(begins, 1, 0)
+
+
+@gluon.jit
 def within(low, high, before, steps):
     """Which of a block's own steps lie there, where ``before`` are those of its item before it."""
     first = gl.minimum(gl.maximum(low - before, 0), steps)
