@@ -19,6 +19,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import reduce
 from itertools import product
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -80,6 +81,7 @@ class Block:
 _RULES: dict[str, Callable[..., Any]] = {
     "add": torch.add, "sub": torch.sub, "mul": torch.mul, "mod": torch.fmod,
     "and": torch.bitwise_and, "or": torch.bitwise_or, "xor": torch.bitwise_xor,
+    "lshift": torch.bitwise_left_shift, "rshift": torch.bitwise_right_shift,
 }  # fmt: skip
 for _name, _rule in _RULES.items():
     setattr(Block, f"__{_name}__", lambda self, other, rule=_rule: self._with(other, rule))
@@ -319,6 +321,11 @@ def _apply(rule: Callable[..., Any]) -> Callable[..., Block]:
     return lambda *values: Block(rule(*(torch.as_tensor(_raw(value)) for value in values)))
 
 
+def _reduce(values: tuple[Block, ...], axis: int, rule: Callable[..., Any]) -> Any:
+    places = zip(*(map(Block, value.data.unbind(axis)) for value in values), strict=True)
+    return reduce(lambda some, more: rule(*some, *more), places)
+
+
 class _Kernel:
     """A function of a kernel: called by another one, or launched on a grid."""
 
@@ -367,11 +374,13 @@ def _language() -> SimpleNamespace:
         arange=lambda start, end, layout: Block(torch.arange(start, end, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout: Block(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, value, dtype, layout: Block(torch.full(shape, value, dtype=dtype)),
+        full_like=lambda given, value: Block(torch.full_like(given.data, value)),
         where=_apply(torch.where), maximum=_apply(torch.maximum), minimum=_apply(torch.minimum),
         exp2=_apply(torch.exp2), log2=_apply(torch.log2), abs=_apply(torch.abs),
         sum=lambda value, axis: Block(value.data.sum(axis)),
         max=lambda value, axis: Block(value.data.amax(axis)),
         min=lambda value, axis: Block(value.data.amin(axis)),
+        reduce=_reduce,
         reshape=lambda value, shape: Block(value.data.reshape(shape)),
         permute=lambda value, order: Block(value.data.permute(order)),
         split=lambda value: tuple(map(Block, value.data.unbind(-1))),

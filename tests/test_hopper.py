@@ -141,6 +141,8 @@ def test_forward_reads_heads_that_lie_beside_each_other_and_many_blocks() -> Non
         ((300, 900), None, True, 3),
         ((1024, 1280), (4, 5), False, 3),
         ((1024, 1280), (4, 5), True, 7),
+        ((1024, 1024), (64, 64), True, 5),  # zeros where nothing is seen
+        ((1024, 1024), (4, 64), True, 5),
     ],
 )
 def test_programs_share_the_last_items(lengths, grid, causal, programs, monkeypatch) -> None:
@@ -160,11 +162,10 @@ def test_programs_share_the_last_items(lengths, grid, causal, programs, monkeypa
             return dealt[-1]
 
         monkeypatch.setattr(specialised, "_sharing", shared)
-        found = launch.forward(*tensors, form, rows, 8)
-        found |= launch.columns(*tensors[:2], found["lse"], form, columns, grid or (1, 1))
-        del found["bar"]
-        if grid:
-            found["map"] /= lengths[0] // grid[0]
+        cells = grid or (1, 1)
+        found = launch.forward(*tensors, form, rows | columns, 8, cells)
+        drop, _ = found.pop("drop"), found.pop("bar")
+        found |= launch.columns(*tensors[:2], found["lse"], form, columns, cells, drop)
         check(tensors, causal, see, found)
     assert any(work.cut for work in dealt)
 
@@ -203,6 +204,7 @@ def test_forward_gives_what_is_asked_for_and_no_more() -> None:
 GRIDS = [
     ((256, 256), (2, 16)),  # a tile a bin
     ((512, 512), (2, 4)),  # two tiles
+    ((512, 512), (2, 32)),  # and columns of one unit
     ((256, 384), (4, 24)),  # two bins a tile
     ((256, 256), (8, 8)),  # four, whose queries are dealt out
     ((256, 512), (16, 32)),
@@ -227,8 +229,19 @@ def test_columns_are_the_definition(grid, width, causal, layout) -> None:
     wanted = {"received", "map", "map_peak"}
     assert specialised.receives(query, key, structure(causal, width), cells)
     found = launch.columns(query, key, exact.lse.float(), structure(causal, width), wanted, cells)
-    found["map"] = found["map"] / (lengths[0] // cells[0])
     check([query, key, value], causal, see, found)
+
+
+@pytest.mark.usefixtures("memory_of_nan")
+@pytest.mark.parametrize(
+    ("lengths", "grid"), [*GRIDS[:1], *GRIDS[4:7], ((257, 300), None), ((384, 384), None)]
+)
+def test_forward_leaves_what_columns_would_make(lengths, grid) -> None:
+    tensors = [t.to(DTYPES[0]) for t in inputs(lengths, 64)]
+    fields = {"received"} if grid is None else {"map"}
+    found = launch.forward(*tensors, structure(True, 64), fields, 0, grid or (1, 1))
+    expected = specialised._drop(found["lse"], specialised._bins(tensors[0], lengths[1], grid))
+    torch.testing.assert_close(found["drop"].flatten(), expected.flatten(), rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.usefixtures("memory_of_nan")
@@ -288,6 +301,35 @@ def test_top_keys_that_do_not_fit_are_searched_for(causal: bool) -> None:
     assert torch.equal(found["top_keys"], best)  # of equal ones the earlier
     weights = exact.weights.gather(-1, best)
     close("top_weights", found["top_weights"], weights, weights)
+
+
+@pytest.mark.parametrize("sets", [4, 8])
+def test_the_eight_highest_are_put_in_order(sets: int) -> None:
+    order = gluon_on_cpu.load("regard.mechanism.kernels.hopper").order
+    numbers = torch.randint(-40, 40, (64, 4, sets)).float()  # some of them equal
+    found = order.eight_highest(gluon_on_cpu.Block(numbers))
+    expected = numbers.flatten(1).sort(dim=1, descending=True).values[:, :8]
+    assert torch.equal(torch.stack([one.data for one in found], 1), expected)
+
+
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("alike", [range(10), range(7, 9), range(0)])
+def test_top_keys_are_in_order_however_close(alike: range, dense: bool) -> None:
+    """Some differ by one part in a million, or lie side by side: a thread then has four of them."""
+    keys, queries, width = 512, 256, 64
+    chance = torch.Generator().manual_seed(0)
+    key = torch.zeros(keys, width)
+    places = torch.randperm(16 if dense else keys, generator=chance)[:10]
+    coarse = torch.tensor([16 if at in alike else 24 - at for at in range(10)])
+    key[places, 0] = coarse + 8.0 * (coarse > 16) - 8.0 * (coarse < 16)
+    key[places, 1] = torch.randperm(10, generator=chance) / 8.0
+    query = torch.zeros(queries, width)
+    query[:, 0], query[:, 1] = 1.0, 2.0**-14
+    tensors = [t.expand(2, 2, -1, -1).to(DEVICE, DTYPES[0]).contiguous() for t in (query, key, key)]
+    found = highest(tensors, False, 8)
+    scores = (query[0].double() @ key.double().T)[places]
+    best = places[scores.argsort(descending=True)][:8].to(DEVICE)
+    assert torch.equal(found["top_keys"], best.expand_as(found["top_keys"]))
 
 
 @pytest.mark.parametrize("row", [100, 255])
@@ -430,19 +472,19 @@ def build(kernel, given, **constants):
 
 
 whole = tiles(1, 1, 128, 128)
-seen = dict.fromkeys(("ENTROPY", "PEAK", "HIGHEST", "DISTANCE", "BAR"), True)
+seen = dict.fromkeys(("ENTROPY", "PEAK", "HIGHEST", "DISTANCE", "BAR", "DROP"), True)
 build(hopper.forward, dict(q_desc=whole, k_desc=whole, v_desc=whole), D=128, STAGES=2, CAUSAL=True,
       EVEN=False, CUT=True, **seen)
 build(hopper.join, {}, D=128, CAUSAL=True, **seen)
 build(hopper.columns, dict(q_desc=tiles(4, 4, 4, 2, 128), k_desc=tiles(1, 1, 64, 128)), D=128,
       STAGES=3, BINS=16, UNIT=8, LONG=False, CAUSAL=True, EVEN=False, RECEIVED=True, MAP=True,
-      MAP_PEAK=True, CUT=False)
+      MAP_PEAK=True, DONE=True, CUT=False)
 build(hopper.columns, dict(q_desc=tiles(1, 1, 128, 64), k_desc=tiles(1, 1, 64, 64)), D=64, STAGES=4,
       BINS=1, UNIT=16, LONG=True, CAUSAL=False, EVEN=True, RECEIVED=True, MAP=True, MAP_PEAK=True,
-      CUT=True)
+      DONE=False, CUT=True)
 build(hopper.columns, dict(q_desc=tiles(1, 1, 128, 128), k_desc=tiles(1, 1, 64, 128)), D=128,
       STAGES=3, BINS=1, UNIT=16, LONG=False, CAUSAL=True, EVEN=True, RECEIVED=True, MAP=True,
-      MAP_PEAK=True, CUT=True)
+      MAP_PEAK=True, DONE=True, CUT=True)
 for causal in (False, True):
     build(hopper.add, {}, CAUSAL=causal)
 narrow = tiles(1, 1, 128, 64)
@@ -527,8 +569,8 @@ def test_repeats_are_equal_to_the_bit(lengths, width, causal) -> None:
     wanted = {"received", "map", "map_peak"} if even else {"received"}
 
     def once() -> dict[str, Tensor]:
-        found = launch.forward(query, key, value, form, rows, 8)
-        found |= launch.columns(query, key, found["lse"], form, wanted, (64, 64))
+        found = launch.forward(query, key, value, form, rows | wanted, 8, (64, 64))
+        found |= launch.columns(query, key, found["lse"], form, wanted, (64, 64), found["drop"])
         return found | highest([query, key, value], causal, 8, found)
 
     first = once()

@@ -33,7 +33,7 @@ from regard.mechanism.kernels.structure import (
     Structure,
 )
 from regard.mechanism.masks import And, Causal, Mask, Padding, Prefix, Segments, Window
-from regard.mechanism.seeing import See, Seen, bins, finish, grid_of
+from regard.mechanism.seeing import See, Seen, finish, grid_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = 256  # of a head; beyond it a block no longer fits the registers of a multiprocessor
@@ -121,9 +121,7 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
     grid = (1, 1) if see.map is None else grid_of(see, extent)
     rows = () if plain_rows else tuple(see.rows)
     found = _attend(query, key, value, structure, Request(tuple(wanted), grid, see.top, rows))
-    output, lse = found.pop("output"), found["lse"]
-    if see.map is not None:
-        found["map_count"] = _attending(lse, structure, grid[0], extent)
+    output = found.pop("output")
     if not see.lse:
         del found["lse"]
     in_order = found.pop("rows", None)  # as they were asked for, so nothing is left to finish
@@ -211,22 +209,6 @@ def _ends(mask: Mask, extent: Extent) -> tuple[Tensor, Tensor]:
 
 
 _kept_ends = Kept(_ends)
-
-
-def _attending(lse: Tensor, structure: Structure, rows: int, extent: Extent) -> Tensor:
-    """How many queries of each of the map's bins attend to anything: broadcasts to [b, h, rows]."""
-    all_attend = structure.kind == FULL or (structure.kind == CAUSAL and extent.offset >= 0)
-    if all_attend and not torch.compiler.is_compiling():
-        return _bin_sizes(extent.queries, rows, lse.device)
-    count = lse.new_zeros(*lse.shape[:2], rows)
-    row_of = bins(extent.queries, rows, lse.device)
-    return count.index_add(2, row_of, (lse > -torch.inf).to(lse.dtype))
-
-
-@Kept
-def _bin_sizes(length: int, count: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # what is kept may be used where gradients are
-        return bins(length, count, device).bincount(minlength=count).to(torch.float32)
 
 
 def _rows(call: Call, see: See) -> Tensor:

@@ -274,21 +274,24 @@ def columns(
             tl.store(Received + flat * keys + key_at, received, mask=valid)
 
 
-@triton.jit(do_not_specialize=["count", "units", "each", "high", "offset"])
+@triton.jit(do_not_specialize=["count", "each", "high", "offset"])
 def pool(
     Cells, Peaks, Map, MapPeak, count, rows, columns, units, each, high, offset,
-    UNIT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr, CAUSAL: tl.constexpr,
-    PEAK: tl.constexpr,
+    PARTS: tl.constexpr, UNIT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    EVEN: tl.constexpr, CAUSAL: tl.constexpr, PEAK: tl.constexpr,
 ):  # fmt: skip
     """A map of what the kernels for Hopper leave: sums over UNIT keys, ``each`` of them a cell.
 
-    Under a causal mask nothing was written where no query of a tile sees a key of a team.
+    A bin has ``high`` queries, in PARTS. EVEN: a cell has BK units, and a thread can read some at
+    once. Under a causal mask nothing was written where no query of a tile sees a key of a team.
     """
     cell = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = cell < count
     row = cell // columns
     sums = tl.zeros([BC], tl.float32)
     highest = tl.zeros([BC], tl.float32)
+    if EVEN:
+        each = BK
     for start in range(0, each, BK):
         step = start + tl.arange(0, BK)[None, :]
         unit = (cell % columns * each)[:, None] + step
@@ -296,10 +299,11 @@ def pool(
         if CAUSAL:
             first = tl.maximum(unit * UNIT // TEAM * TEAM - offset, 0) // TILE
             there &= ((row % rows + 1) * high - 1)[:, None] // TILE >= first
-        at = row.to(tl.int64)[:, None] * units + unit
-        sums += tl.sum(tl.load(Cells + at, mask=there, other=0.0), 1)
-        if PEAK:
-            highest = tl.maximum(highest, tl.max(tl.load(Peaks + at, mask=there, other=0.0), 1))
-    tl.store(Map + cell, sums, mask=inside)
+        for part in tl.static_range(PARTS):
+            at = (row.to(tl.int64) * PARTS + part)[:, None] * units + unit
+            sums += tl.sum(tl.load(Cells + at, mask=there, other=0.0), 1)
+            if PEAK:
+                highest = tl.maximum(highest, tl.max(tl.load(Peaks + at, mask=there, other=0.0), 1))
+    tl.store(Map + cell, sums / high, mask=inside)
     if PEAK:
         tl.store(MapPeak + cell, highest, mask=inside)

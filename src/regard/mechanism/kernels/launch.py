@@ -31,13 +31,17 @@ from regard.mechanism.kernels.structure import (
     View,
     outputs,
 )
+from regard.mechanism.seeing import bins
 
 WARP = 16  # rows of a matrix product that one warp holds
 LANES = 4  # threads that share such a row
 PROGRAMS = 256  # that keep a large device busy: about two for each multiprocessor
 NEAR = 2048  # keys of a query: beyond, the ends of its range hardly matter
 SHARE = 512  # keys that are worth a program of their own
-LOOKED = 64  # rows of which a program sees whether some are left to search
+LOOKED = (
+    64  # rows of which a program sees whether some are left to search; of MANY eight times that
+)
+MANY = 2**18
 SCRATCH = 2**29  # bytes for candidates of the top keys: heads take turns, one or more at a time
 
 
@@ -137,13 +141,15 @@ def forward(
     structure: Structure,
     wanted: Collection[str],
     count: int = 0,
+    grid: tuple[int, int] = (1, 1),
 ) -> dict[str, Tensor]:
     """Attend. Always "output" and "lse"; "entropy", "peak", "max_logit", "distance" if wanted.
 
-    And where ``specialised.collects`` so many, for ``top`` a "bar" that as many scores reach.
+    And where ``specialised.collects`` so many, for ``top`` a "bar" that as many scores reach; where
+    it ``receives`` what is wanted in a ``grid`` of bins, for ``columns`` what that calls "drop".
     """
     if specialised.attends(query, key, value, structure, wanted):
-        return specialised.forward(query, key, value, structure, wanted, count)
+        return specialised.forward(query, key, value, structure, wanted, count, grid)
     batch, heads, queries, width = query.shape
     keys, value_width = key.shape[2], value.shape[3]
     blocks = _forward_blocks(query, max(width, value_width), structure)
@@ -229,16 +235,18 @@ def columns(
     structure: Structure,
     wanted: Collection[str],
     grid: tuple[int, int] = (1, 1),
+    drop: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Sums over queries of the weights: "received", and in a grid of bins "map" and "map_peak".
+    """What keys get over all queries: "received", and in a grid of bins "map" and "map_peak".
 
-    A map's cells are sums too, not yet divided by the number of queries in a bin.
+    ``drop`` is what ``forward`` left for this, where it did.
     """
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     pooled = "map" in wanted
     if specialised.receives(query, key, structure, grid if pooled else None):
-        return specialised.columns(query, key, lse, structure, wanted, grid if pooled else None)
+        grid_or_none = grid if pooled else None
+        return specialised.columns(query, key, lse, structure, wanted, grid_or_none, drop)
     blocks = _columns_blocks(query, width, structure, pooled)
     rows, cols = grid if pooled else (1, 1)
     in_a_row = structure.bias == RELATIVE
@@ -285,7 +293,29 @@ def columns(
             if cells.shape[4] > 1:
                 cells = cells.sum(4, keepdim=True) if name == "map" else cells.amax(4, True)
             found[name] = cells[..., :cols, 0]
+    if pooled:
+        found["map"] = found["map"] / _attending(lse, structure, rows, keys)[..., None]
     return found
+
+
+def _attending(lse: Tensor, structure: Structure, rows: int, keys: int) -> Tensor:
+    """How many queries of each of a map's bins attend to anything: broadcasts to [b, h, rows].
+
+    1 where none does, since it is to be divided by.
+    """
+    queries = lse.shape[2]
+    if structure.kind == FULL or (structure.kind == CAUSAL and keys >= queries):
+        return _bin_sizes(queries, rows, lse.device)
+    count = lse.new_zeros(*lse.shape[:2], rows)
+    row_of = bins(queries, rows, lse.device)
+    return count.index_add(2, row_of, (lse > -torch.inf).to(lse.dtype)).clamp(min=1)
+
+
+@Kept
+def _bin_sizes(length: int, count: int, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):  # what is kept may be used where gradients are
+        sizes = bins(length, count, device).bincount(minlength=count)
+        return sizes.to(torch.float32).clamp(min=1)
 
 
 def _batch_step(bounds: Tensor | None) -> int:
@@ -354,9 +384,10 @@ def top(
         specialised.top(query, key, lse, bar, structure, count, found, left)
     else:
         _collect(query, key, lse, structure, count, found, left)
-    rows_kernels.search[_ceil(queries, LOOKED), batch * heads](
+    looked = LOOKED if batch * heads * queries < MANY else 8 * LOOKED
+    rows_kernels.search[_ceil(queries, looked), batch * heads](
         View.of(query), View.of(key), lse, left, *found.values(), structure.ends, structure.terms,
-        heads, heads // key.shape[1], queries, keys, width, count, ROWS=LOOKED, BM=WARP, BN=64,
+        heads, heads // key.shape[1], queries, keys, width, count, ROWS=looked, BM=WARP, BN=64,
         BD=_power(width), COUNT=_next_power(count), KIND=structure.kind, BIAS=structure.bias,
         SOFTCAP=structure.softcap is not None, PRECISION=_precision(query),
         num_warps=4, num_stages=1,
@@ -412,7 +443,7 @@ def backward(
     """The gradients of query, key, value and, if asked for, of the structure's table and second.
 
     ``kept`` is what the forward pass gave. ``grads`` are those of what it gave, by the same names:
-    of "output", "lse", "entropy", "distance", "received" and of the sums in "map", where present.
+    of "output", "lse", "entropy", "distance", "received" and "map", where present.
     """
     batch, heads, queries, width = query.shape
     key_heads, keys, value_width = key.shape[1], key.shape[2], value.shape[3]
@@ -424,7 +455,11 @@ def backward(
     if grad is None:
         grad = torch.zeros_like(output)
     wide = _power(width), _power(value_width)
-    rows, cols = grads["map"].shape[2:] if "map" in grads else (1, 1)
+    rows, cols = 1, 1
+    if "map" in grads:
+        rows, cols = grads["map"].shape[2:]
+        attending = _attending(lse, structure, rows, keys)
+        grads["map"] = grads["map"] / attending[..., None]
     widest = max(width, value_width)
     by_query, by_key = _backward_blocks(query, widest, structure)
     views = View.of(query), View.of(key), View.of(value), View.of(grad)

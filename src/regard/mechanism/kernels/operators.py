@@ -37,7 +37,7 @@ class Request(NamedTuple):
 def attend(
     query: Tensor, key: Tensor, value: Tensor, structure: Structure, request: Request
 ) -> dict[str, Tensor]:
-    """The output, lse and whatever else is asked for; a map's cells as sums."""
+    """The output, lse and whatever else is asked for."""
     tensors = (query, key, value, structure.table, structure.second)
     wants = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if not wants:
@@ -61,10 +61,10 @@ def forward(
     if not count and not any(n in fields for n in BY_ROW) and _plain(query, key, value, structure):
         found = _plain_forward(query, key, value, structure)
     else:
-        found = launch.forward(query, key, value, structure, fields, count)
-    lse, bar = found["lse"], found.pop("bar", None)
+        found = launch.forward(query, key, value, structure, fields, count, request.grid)
+    lse, bar, drop = found["lse"], found.pop("bar", None), found.pop("drop", None)
     if "received" in fields or "map" in fields:
-        found |= launch.columns(query, key, lse, structure, fields, request.grid)
+        found |= launch.columns(query, key, lse, structure, fields, request.grid, drop)
     if request.top:
         found |= launch.top(query, key, lse, structure, request.top, bar)
     if request.rows:

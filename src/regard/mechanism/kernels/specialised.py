@@ -136,6 +136,7 @@ def forward(
     structure: Structure,
     wanted: Collection[str],
     count: int,
+    grid: tuple[int, int],
 ) -> dict[str, Tensor]:
     """Attend, as ``launch.forward``."""
     batch, heads, queries, width = query.shape
@@ -151,15 +152,23 @@ def forward(
         highest = found["lse"].new_empty(batch, heads, work.blocks * (BLOCK // ROWS))
     if count:
         found["bar"] = torch.empty_like(found["lse"])
+    dealt = PAIR
+    if "received" in wanted or "map" in wanted:
+        pooled = grid if "map" in wanted else None
+        if receives(query, key, structure, pooled):
+            found["drop"] = found["lse"].new_empty(batch, heads, work.blocks * BLOCK)
+            bins = _bins(query, keys, pooled)
+            dealt = PAIR if bins is None else _dealt_rows(bins)
     tiles = _described(query, BLOCK), _described(key, BLOCK), _described(value, BLOCK)
     written = (
         View.of(found["output"]), found["lse"], found.get("entropy"), found.get("peak"), highest,
-        found.get("distance"), found.get("bar"),
+        found.get("distance"), found.get("bar"), found.get("drop"),
     )  # fmt: skip
-    sizes = queries, keys, count
+    sizes = queries, keys, dealt.bit_length() - 1, count
     asked: Any = {
         "D": width, "CAUSAL": causal, "ENTROPY": "entropy" in wanted, "PEAK": "peak" in wanted,
         "HIGHEST": highest is not None, "DISTANCE": "distance" in wanted, "BAR": count > 0,
+        "DROP": "drop" in found,
     }  # fmt: skip
     given: Any = asked | {
         "c": structure.scale * LOG2E, "STAGES": STAGES, "EVEN": (keys - queries) % BLOCK == 0,
@@ -195,34 +204,37 @@ class _Bins(NamedTuple):
     tiles: int = 1  # tiles a bin of queries
     unit: int = 16  # keys that are summed at once
     dealt: Dealt | None = None
+    parts: int = 1  # a bin is taken for so many, which ``pool`` puts together
 
 
-def _bins(query: Tensor, keys: int, grid: tuple[int, int]) -> _Bins | None:
-    """None where bins and tiles do not fit."""
-    rows, columns = grid
+def _bins(query: Tensor, keys: int, grid: tuple[int, int] | None) -> _Bins | None:
+    """None where bins and tiles do not fit; one bin of queries where there is no grid."""
     _, heads, queries, width = query.shape
+    if grid is None:
+        return _Bins(tiles=-(-queries // BLOCK))
+    rows, columns = grid
     if queries % rows or keys % columns:
         return None
     high, wide = queries // rows, keys // columns
     unit = 16 if wide % 16 == 0 else 8
     if wide % unit or (unit == 8 and wide != 8):
         return None
-    if rows * keys // unit > 2**30:  # places in a head's map are counted in 32 bits
+    if rows * keys // unit > 2**29:  # places in a head's map are counted in 32 bits
         return None
     if high % BLOCK == 0:
         return _Bins(1, high // BLOCK, unit)
     if queries % BLOCK or high not in (8, 16, 32, 64):
         return None
-    together = BLOCK // high
-    if together < LANES:
-        return _Bins(together, 1, unit)
-    groups = queries // (LANES * high)  # a head has
+    together = max(BLOCK // high, LANES)  # each lane has bins of its own
+    groups = queries // (LANES * BLOCK // together)  # a head has
     step = query.stride()
     if step[1] == queries * step[2] and step[0] == heads * step[1]:
-        return _Bins(together, 1, unit, Dealt(heads * groups, groups, 0))
-    if step[1] == width and step[0] == queries * step[2]:
-        return _Bins(together, 1, unit, Dealt(groups, 0, width))
-    return None
+        dealt = Dealt(heads * groups, groups, 0)
+    elif step[1] == width and step[0] == queries * step[2]:
+        dealt = Dealt(groups, 0, width)
+    else:
+        return None
+    return _Bins(together, 1, unit, dealt, together * high // BLOCK)
 
 
 def _dealt_tiles(query: Tensor, bins: _Bins) -> Any:
@@ -239,19 +251,19 @@ def _dealt_tiles(query: Tensor, bins: _Bins) -> Any:
     return _tiles(query, shape, strides, block)
 
 
+def _dealt_rows(bins: _Bins) -> int:
+    """How many of LANES bins that a tile deals out each has; pairs in turns are the plain order."""
+    return PAIR if bins.dealt is None else BLOCK // bins.a_tile
+
+
 def _drop(lse: Tensor, bins: _Bins) -> Tensor:
     """What a query's scores lose before they are weights, base 2, in the order of its tile."""
     if missing := -lse.shape[2] % BLOCK:
         return pad(lse * -LOG2E, (0, missing), value=-torch.inf)
     if bins.dealt is None:
         return lse * -LOG2E
-    high = BLOCK // bins.a_tile
-    drop = torch.empty(lse.shape, device=lse.device)
-    shape = (-1, high // PAIR, LANES, PAIR)
-    torch.mul(
-        lse.reshape(-1, LANES, high // PAIR, PAIR).transpose(1, 2), -LOG2E, out=drop.view(shape)
-    )
-    return drop
+    turns = _dealt_rows(bins) // PAIR
+    return (lse * -LOG2E).reshape(-1, LANES, turns, PAIR).transpose(1, 2).contiguous()
 
 
 def receives(
@@ -262,9 +274,8 @@ def receives(
         return False
     if not _busy(query, _work(query, key, key.shape[2], TEAMS * ROWS, structure)):
         return False  # launch.columns has smaller blocks, and more of them
-    if grid is None:
-        return True
-    cells = query.shape[0] * query.shape[1] * grid[0] * grid[1]
+    rows, cols = grid or (1, 1)
+    cells = query.shape[0] * query.shape[1] * rows * cols
     return cells < 2**31 and _bins(query, key.shape[2], grid) is not None
 
 
@@ -275,12 +286,13 @@ def columns(
     structure: Structure,
     wanted: Collection[str],
     grid: tuple[int, int] | None,
+    drop: Tensor | None,
 ) -> dict[str, Tensor]:
-    """Sums over queries, as ``launch.columns``."""
+    """What keys get over all queries, as ``launch.columns``."""
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     tiles = -(-queries // BLOCK)
-    bins = _bins(query, keys, grid) if grid else _Bins(tiles=tiles)
+    bins = _bins(query, keys, grid)
     assert bins is not None
     rows, cols = grid or (1, 1)
     causal = structure.kind == CAUSAL
@@ -294,24 +306,25 @@ def columns(
     found: dict[str, Tensor] = {}
     if "received" in wanted:
         found["received"] = torch.empty(batch, heads, keys, **options)
+    kept_rows = rows * bins.parts
     units = work.blocks * TEAMS * ROWS // bins.unit  # of a row of the map
     each = keys // cols // bins.unit  # of them a cell
-    # Where a unit is a cell, what no tile covers must be 0; elsewhere ``pool`` knows it.
-    new = torch.zeros if each == 1 and causal else torch.empty
+    done = each * bins.parts == 1  # then there is nothing to pool
     for name in ("map", "map_peak"):
         if name in wanted:
-            found[name] = new(batch, heads, rows, units, **options)
-    sizes = Sizes(keys, keys - queries, tiles, bins.tiles, rows, together)
+            found[name] = torch.empty(batch, heads, kept_rows, units, **options)
+    sizes = Sizes(keys, keys - queries, tiles, bins.tiles, kept_rows, together)
     read = (
         _described(query, BLOCK) if bins.dealt is None else _dealt_tiles(query, bins),
-        _described(key, ROWS), bins.dealt or Dealt(), _drop(lse, bins), found.get("received"),
+        _described(key, ROWS), bins.dealt or Dealt(),
+        _drop(lse, bins) if drop is None else drop, found.get("received"),
     )  # fmt: skip
     written = found.get("map"), found.get("map_peak")
     given: Any = {
         "c": structure.scale * LOG2E, "D": width, "STAGES": TILE_STAGES[width],
         "BINS": bins.a_tile, "UNIT": bins.unit, "LONG": bins.tiles > 1 or grid is None,
         "CAUSAL": causal, "EVEN": (keys - queries) % ROWS == 0, "RECEIVED": "received" in wanted,
-        "MAP": "map" in wanted, "MAP_PEAK": "map_peak" in wanted,
+        "MAP": "map" in wanted, "MAP_PEAK": "map_peak" in wanted, "DONE": done,
     }  # fmt: skip
     _kernels().columns[(work.programs,)](
         *read, None, *written, *work.whole, *sizes, **given, CUT=False, num_warps=4
@@ -326,7 +339,7 @@ def columns(
                 found["received"], kept, *work, *sizes, CAUSAL=causal, num_warps=4
             )
     maps = {name: found[name] for name in ("map", "map_peak") if name in wanted}
-    if each == 1:
+    if done:
         return found | {name: cells[..., :cols].contiguous() for name, cells in maps.items()}
     if maps:
         found |= {name: torch.empty(batch, heads, rows, cols, **options) for name in maps}
@@ -335,8 +348,9 @@ def columns(
         count = found["map"].numel()
         pool[(-(-count // some),)](
             maps["map"], maps.get("map_peak"), found["map"], found.get("map_peak"), count, rows,
-            cols, units, each, queries // rows, keys - queries, UNIT=bins.unit, BC=some,
-            BK=wide, CAUSAL=causal, PEAK="map_peak" in wanted, num_warps=4,
+            cols, units, each, queries // rows, keys - queries, PARTS=bins.parts, UNIT=bins.unit,
+            BC=some, BK=wide, EVEN=each == wide, CAUSAL=causal, PEAK="map_peak" in wanted,
+            num_warps=4,
         )  # fmt: skip
     return found
 

@@ -10,6 +10,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
+from regard.mechanism.kernels.hopper.order import eight_highest
 from regard.mechanism.kernels.hopper.roles import (
     BLOCK,
     CHANGING,
@@ -114,12 +115,10 @@ def _by_keys(parts):
 def _parts(D, CAUSAL, DISTANCE, BAR):
     """How many parts a tile's sums have: of weights, for entropy and distance. By measurement."""
     if not DISTANCE:
-        return 1, 1, 1
+        return (1, 1, 1) if D == 128 or CAUSAL else (4, 1, 1)
     if D == 64:
-        return 1 if BAR else 4, 4, 4
-    if BAR:
-        return 4, 4, 4
-    return (1, 1, 1) if CAUSAL else (4, 1, 4)
+        return (1, 4, 4) if BAR and not CAUSAL else (4, 4, 1)
+    return (4, 1, 1) if BAR and not CAUSAL else (4, 1, 4)
 
 
 @gluon.jit
@@ -180,25 +179,25 @@ def _weigh(
 
 @gluon.jit
 def _bar(h, count):
-    """Of the highest of each set the count-th, where equal ones count once: as many reach it.
+    """Of the highest of each set the count-th: as many scores reach it.
 
     A little lower, should products differ in their last bit.
     """
-    top = gl.max(gl.max(h, 2), 1)
-    for _ in range(1, count):
-        h = gl.where(h >= top[:, None, None], NOTHING, h)
-        top = gl.max(gl.max(h, 2), 1)
-    return gl.maximum(top - gl.abs(top) * 1e-6, LOWEST)
+    highest = eight_highest(h)
+    bar = highest[0]
+    for i in gl.static_range(1, 8):
+        bar = gl.where(count > i, highest[i], bar)
+    return gl.maximum(bar - gl.abs(bar) * 1e-6, LOWEST)
 
 
 @gluon.jit
 def _tell(
-    l, m, e, t, bar, seen, flat, row, queries,
+    l, m, e, t, bar, seen, flat, row, queries, bits,
     ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr,
-    BAR: gl.constexpr,
+    BAR: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
     """Write what is known of 64 rows when all tiles are through; 1 / l is left for their output."""
-    Lse, Entropy, Peak, Highest, Distance, Bar = seen
+    Lse, Entropy, Peak, Highest, Distance, Bar, Drop = seen
     rows = row + gl.arange(0, ROWS, m.type.layout)
     inside = rows < queries
     at = flat.to(gl.int64) * queries + rows
@@ -214,8 +213,15 @@ def _tell(
         gl.store(Distance + at, t * inverse, mask=inside)
     if BAR:
         gl.store(Bar + at, gl.convert_layout(bar, m.type.layout), mask=inside)
+    blocks = (queries + BLOCK - 1) // BLOCK
+    if DROP:  # in the order in which a tile of the second pass holds its queries
+        dealt = (1 << bits) - 1  # a bin's queries, of which each lane has a pair at a time
+        place = (rows >> bits + 2 << bits + 2) + (rows & dealt) // PAIR * (LANES * PAIR)
+        place += (rows >> bits & LANES - 1) * PAIR + rows % PAIR
+        drop = gl.where(inside, 0.0 - (m + length), float("-inf"))
+        gl.store(Drop + flat.to(gl.int64) * (blocks * BLOCK) + place, drop)
     if HIGHEST:
-        halves = (queries + BLOCK - 1) // BLOCK * GROUPS
+        halves = blocks * GROUPS
         highest = gl.max(gl.where(inside, m * LN2, float("-inf")), 0)
         gl.store(Highest + flat * halves + row // ROWS, highest)
     return inverse
@@ -254,14 +260,14 @@ def _attend_block(
     PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, AROUND: gl.constexpr, EVEN: gl.constexpr, ENTROPY: gl.constexpr,
     PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, BAR: gl.constexpr,
-    CUT: gl.constexpr,
+    DROP: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """Attend to tiles ``first`` to ``last`` of the ``stop`` that a block has.
 
     They are the ``step``-th and following in their rings, the queries the ``turn``-th in theirs.
     """
     q_ring, k_ring, v_ring, out, seen, Kept, work, sizes = shared
-    queries, keys, offset, count, c = sizes
+    queries, keys, offset, bits, count, c = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -334,8 +340,8 @@ def _attend_block(
         if BAR:
             bar = _bar(h, count)
         inverse = _tell(
-            l, m, e, t, bar, seen, flat, row + PART * ROWS, queries,
-            ENTROPY, PEAK, HIGHEST, DISTANCE, BAR,
+            l, m, e, t, bar, seen, flat, row + PART * ROWS, queries, bits,
+            ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP,
         )  # fmt: skip
         whole, _ = hopper.warpgroup_mma_wait(0, deps=[o, weights])
         release(v_ring, at + last - 1, STAGES)
@@ -367,11 +373,11 @@ def _attend(
     PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, AROUND: gl.constexpr, EVEN: gl.constexpr, ENTROPY: gl.constexpr,
     PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, BAR: gl.constexpr,
-    CUT: gl.constexpr,
+    DROP: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 queries of every block, two tiles of keys at a time."""
     work, sizes = shared[6], shared[7]
-    _queries, keys, offset, _count, _c = sizes
+    _queries, keys, offset, _bits, _count, _c = sizes
     step = 0
     turn = 0
     for number in range(turns_of(work, CUT)):
@@ -382,22 +388,23 @@ def _attend(
             if not CUT or first < last:
                 _attend_block(
                     shared, flat, block, first, last, stop, step, turn, PART, D, STAGES, CAUSAL,
-                    AROUND, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, CUT,
+                    AROUND, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP, CUT,
                 )  # fmt: skip
                 step += last - first
                 turn += 1
 
 
-@gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "count"])
+@gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "bits", "count"])
 def forward(
-    q_desc, k_desc, v_desc, out, Lse, Entropy, Peak, Highest, Distance, Bar, Kept,
-    items, pairs, blocks, heads, groups, programs, length, share, queries, keys, count, c,
+    q_desc, k_desc, v_desc, out, Lse, Entropy, Peak, Highest, Distance, Bar, Drop, Kept,
+    items, pairs, blocks, heads, groups, programs, length, share, queries, keys, bits, count, c,
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr,
-    BAR: gl.constexpr, CUT: gl.constexpr,
+    BAR: gl.constexpr, DROP: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """Attend; see forward.py. ``Bar``: a score that ``count`` of a query's reach; for ``top``.
 
+    ``Drop`` is for ``columns``, whose lanes have a bin of 2**bits queries each dealt out to them.
     Of items that are CUT, programs leave in ``Kept`` what they have of a block, for ``join``.
     """
     work = Work(items, pairs, blocks, heads, groups, programs, length, share)
@@ -408,19 +415,19 @@ def forward(
     k_ring = ring_of(k_desc, STAGES, STAGES, GROUPS)
     v_ring = ring_of(v_desc, STAGES, STAGES, GROUPS)
     hopper.fence_async_shared()
-    sizes = queries, keys, offset, count, c
-    seen = Lse, Entropy, Peak, Highest, Distance, Bar
+    sizes = queries, keys, offset, bits, count, c
+    seen = Lse, Entropy, Peak, Highest, Distance, Bar, Drop
     shared = q_ring, k_ring, v_ring, out, seen, Kept, work, sizes
     loader = q_ring, k_ring, v_ring, q_desc, k_desc, v_desc, work, keys, offset
     gl.warp_specialize(
         [
             (_attend, (
                 shared, 0, D, STAGES, CAUSAL, AROUND, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE,
-                BAR, CUT,
+                BAR, DROP, CUT,
             )),
             (_attend, (
                 shared, 1, D, STAGES, CAUSAL, AROUND, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE,
-                BAR, CUT,
+                BAR, DROP, CUT,
             )),
             (_load, (loader, D, STAGES, CAUSAL, AROUND, CUT)),
         ],
@@ -428,12 +435,12 @@ def forward(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "count"])
+@gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "bits", "count"])
 def join(
-    out, Lse, Entropy, Peak, Highest, Distance, Bar, Kept,
-    items, pairs, blocks, heads, groups, programs, length, share, queries, keys, count,
+    out, Lse, Entropy, Peak, Highest, Distance, Bar, Drop, Kept,
+    items, pairs, blocks, heads, groups, programs, length, share, queries, keys, bits, count,
     D: gl.constexpr, CAUSAL: gl.constexpr, ENTROPY: gl.constexpr, PEAK: gl.constexpr,
-    HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, BAR: gl.constexpr,
+    HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, BAR: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
     """Put together a block that programs of ``forward`` have shared, JOINED at most: 64 rows each.
 
@@ -482,9 +489,10 @@ def join(
         o = gl.load(kept[:, :, None] + dims[None, None, :], mask=mine[:, :, None], other=0.0)
         o = gl.sum(o * shrink[:, :, None], 0)
         row = block * BLOCK + part * ROWS
+        seen = Lse, Entropy, Peak, Highest, Distance, Bar, Drop
         inverse = _tell(
-            l, m, e, t, bar, (Lse, Entropy, Peak, Highest, Distance, Bar), flat, row, queries,
-            ENTROPY, PEAK, HIGHEST, DISTANCE, BAR,
+            l, m, e, t, bar, seen, flat, row, queries, bits,
+            ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP,
         )  # fmt: skip
         inverse = gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout))
         _write(out, flat, row, o * inverse[:, None], work.heads, queries, WARPS)

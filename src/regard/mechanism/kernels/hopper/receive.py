@@ -67,8 +67,14 @@ def _causal(parts, first, BINS: gl.constexpr):
 
 
 @gluon.jit
-def _put(Cells, at, units, sums, UNIT: gl.constexpr, BINS: gl.constexpr, LARGEST: gl.constexpr):
-    """Write a tile's share of the map: over UNIT keys each, and over lanes that share a bin."""
+def _put(
+    Cells, at, units, sums, part, UNIT: gl.constexpr, BINS: gl.constexpr, LARGEST: gl.constexpr,
+    DONE: gl.constexpr,
+):  # fmt: skip
+    """Write a tile's share of the map: over UNIT keys each, and over lanes that share a bin.
+
+    DONE: those are a cell, whose sum is an average once it is taken in ``part``.
+    """
     A: gl.constexpr = sums.shape[1]
     cells = gl.reshape(sums, [ROWS // UNIT, UNIT, A, LANES])
     if LARGEST:
@@ -79,6 +85,8 @@ def _put(Cells, at, units, sums, UNIT: gl.constexpr, BINS: gl.constexpr, LARGEST
         cells = gl.sum(cells, 1)
         if BINS < LANES:
             cells = gl.sum(cells, 2)
+        if DONE:
+            cells = cells * part
     cells = gl.reshape(cells, [ROWS // UNIT, BINS])
     unit = gl.arange(0, ROWS // UNIT, gl.SliceLayout(1, cells.type.layout))
     bin_at = gl.arange(0, BINS, gl.SliceLayout(0, cells.type.layout))
@@ -87,15 +95,27 @@ def _put(Cells, at, units, sums, UNIT: gl.constexpr, BINS: gl.constexpr, LARGEST
 
 @gluon.jit
 def _end_bin(
-    received, pooled, largest, Map, MapPeak, at, units,
+    received, pooled, largest, cells, at,
     UNIT: gl.constexpr, BINS: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
+    DONE: gl.constexpr,
 ):  # fmt: skip
     """Write what bins got, and add it to what keys receive in all: [keys, LANES]."""
+    Map, MapPeak, units, part = cells
     if MAP:
-        _put(Map, at, units, pooled, UNIT, BINS, False)
+        _put(Map, at, units, pooled, part, UNIT, BINS, False, DONE)
         if MAP_PEAK:
-            _put(MapPeak, at, units, largest, UNIT, BINS, True)
+            _put(MapPeak, at, units, largest, part, UNIT, BINS, True, DONE)
     return received + gl.sum(pooled, 1)
+
+
+@gluon.jit
+def _put_nothing(Cells, at, units, UNIT: gl.constexpr, BINS: gl.constexpr):
+    """Write zeros instead."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, 4], [0, 1])
+    unit = gl.arange(0, ROWS // UNIT, gl.SliceLayout(1, layout))
+    bin_at = gl.arange(0, BINS, gl.SliceLayout(0, layout))
+    nothing = gl.zeros([ROWS // UNIT, BINS], gl.float32, layout)
+    gl.store(Cells + at + bin_at[None, :] * units + unit[:, None], nothing)
 
 
 @gluon.jit
@@ -181,7 +201,8 @@ def _receive_block(
     shared, flat, block, begin, end, step, turn,
     PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
     UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
-    RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr, CUT: gl.constexpr,
+    RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
+    CUT: gl.constexpr,
 ):  # fmt: skip
     """What the 64 keys get of the queries in tiles ``begin`` to ``end``; see attend.py."""
     k_ring, q_ring, Drop, Received, Kept, Map, MapPeak, work, sizes, c = shared
@@ -202,6 +223,13 @@ def _receive_block(
         start = gl.maximum(gl.maximum(first - sizes.offset, 0) // BLOCK, begin)
         start = gl.minimum(start, end - 1)
         free = gl.maximum(first + ROWS - 1 - sizes.offset + BLOCK - 1, 0) // BLOCK
+    begins = begin == _begin(block, sizes, CAUSAL)
+    if MAP and DONE and CAUSAL:
+        for row in range(gl.where(begins, 0, begin) // per_bin, start // per_bin):
+            _put_nothing(Map, cell + row * BINS * units, units, UNIT, BINS)
+            if MAP_PEAK:
+                _put_nothing(MapPeak, cell + row * BINS * units, units, UNIT, BINS)
+    cells = Map, MapPeak, units, BINS / (per_bin * BLOCK)
     k = await_team(k_ring, turn, PART, D)
     for tile in range(begin, start):
         await_tile(q_ring, step + tile - begin, STAGES)
@@ -215,7 +243,7 @@ def _receive_block(
     if not LONG:
         at = cell + start * BINS * units
         received = _end_bin(
-            received, pooled, largest, Map, MapPeak, at, units, UNIT, BINS, MAP, MAP_PEAK,
+            received, pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE,
         )  # fmt: skip
     next_bin = (start // per_bin + 1) * per_bin
     for tile in range(start + 1, end):
@@ -223,8 +251,7 @@ def _receive_block(
             if tile == next_bin:
                 at = cell + (tile // per_bin - 1) * units
                 received = _end_bin(
-                    received, pooled, largest, Map, MapPeak, at, units, UNIT, BINS, MAP,
-                    MAP_PEAK,
+                    received, pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE,
                 )  # fmt: skip
                 pooled = none
                 largest = none
@@ -245,19 +272,18 @@ def _receive_block(
         else:
             at = cell + tile * BINS * units
             received = _end_bin(
-                received, sums, peaks, Map, MapPeak, at, units, UNIT, BINS, MAP, MAP_PEAK,
+                received, sums, peaks, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE,
             )  # fmt: skip
     release(q_ring, step, STAGES)
     release(k_ring, turn, 2)
     if LONG:
         at = cell + (end - 1) // per_bin * units
         received = _end_bin(
-            received, pooled, largest, Map, MapPeak, at, units, UNIT, BINS, MAP, MAP_PEAK,
+            received, pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE,
         )  # fmt: skip
     if RECEIVED:
         received = gl.sum(received, 1)
         at = first + gl.arange(0, ROWS, received.type.layout)
-        begins = begin == _begin(block, sizes, CAUSAL)
         if not CUT or (begins & (end == tiles)):
             gl.store(Received + head * sizes.keys + at, received, mask=at < sizes.keys)
         else:
@@ -270,7 +296,8 @@ def _receive(
     shared,
     PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
     UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
-    RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr, CUT: gl.constexpr,
+    RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
+    CUT: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 keys of every block of keys, and all queries."""
     work, sizes = shared[7], shared[8]
@@ -284,7 +311,7 @@ def _receive(
             if not CUT or begin < end:
                 _receive_block(
                     shared, flat, block, begin, end, step, turn, PART, D, STAGES, BINS, UNIT, LONG,
-                    CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK, CUT,
+                    CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK, DONE, CUT,
                 )  # fmt: skip
                 step += end - begin
                 turn += 1
@@ -297,7 +324,7 @@ def columns(
     keys, offset, tiles, per_bin, bins, together, c,
     D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, UNIT: gl.constexpr,
     LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, RECEIVED: gl.constexpr,
-    MAP: gl.constexpr, MAP_PEAK: gl.constexpr, CUT: gl.constexpr,
+    MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """Sums over queries; see columns.py.
 
@@ -315,16 +342,20 @@ def columns(
     gl.warp_specialize(
         [
             (_receive, (
-                shared, 0, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK, CUT,
+                shared, 0, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
+                DONE, CUT,
             )),
             (_receive, (
-                shared, 1, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK, CUT,
+                shared, 1, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
+                DONE, CUT,
             )),
             (_receive, (
-                shared, 2, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK, CUT,
+                shared, 2, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
+                DONE, CUT,
             )),
             (_receive, (
-                shared, 3, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK, CUT,
+                shared, 3, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
+                DONE, CUT,
             )),
             (_load_columns, (loader, D, STAGES, BINS, CAUSAL, CUT)),
         ],

@@ -1,0 +1,84 @@
+# mypy: ignore-errors
+# ruff: noqa: E741
+"""The eight highest of a row's numbers, by networks of comparisons (Batcher, 1968).
+
+A thread puts its own in order without a branch. Of two such lists, its own and another thread's,
+the higher half takes one comparison a place, and a few to put it in order: so the threads of a row
+agree on eight numbers at once.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from regard.mechanism.kernels.hopper.roles import NOTHING
+
+
+@gluon.jit
+def _listed(x):
+    """[rows, lanes, .] as a list of [rows, lanes]."""
+    ROWS: gl.constexpr = x.shape[0]
+    LANES: gl.constexpr = x.shape[1]
+    N: gl.constexpr = x.shape[2]
+    if N == 1:
+        found = (gl.reshape(x, [ROWS, LANES]),)
+    else:
+        near, far = gl.split(gl.permute(gl.reshape(x, [ROWS, LANES, 2, N // 2]), (0, 1, 3, 2)))
+        found = _listed(near) + _listed(far)
+    return found
+
+
+@gluon.jit
+def _merged(x, y):
+    """Two lists that are in order as one."""
+    N: gl.constexpr = len(x)
+    if N == 1:
+        found = (gl.maximum(x[0], y[0]), gl.minimum(x[0], y[0]))
+    else:
+        even, odd = _merged(x[::2], y[::2]), _merged(x[1::2], y[1::2])
+        found = even[:1]
+        for i in gl.static_range(N - 1):
+            found += (gl.maximum(odd[i], even[i + 1]), gl.minimum(odd[i], even[i + 1]))
+        found += odd[N - 1 :]
+    return found
+
+
+@gluon.jit
+def _in_order(x):
+    """The highest first."""
+    N: gl.constexpr = len(x)
+    found = x
+    if N > 1:
+        found = _merged(_in_order(x[: N // 2]), _in_order(x[N // 2 :]))
+    return found
+
+
+@gluon.jit
+def _settled(x):
+    """In order what rises and then falls, or falls and then rises."""
+    N: gl.constexpr = len(x)
+    found = x
+    if N > 1:
+        high, low = (), ()
+        for i in gl.static_range(N // 2):
+            high += (gl.maximum(x[i], x[i + N // 2]),)
+            low += (gl.minimum(x[i], x[i + N // 2]),)
+        found = _settled(high) + _settled(low)
+    return found
+
+
+@gluon.jit
+def _higher(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p):
+    """Of two lists of eight that are in order the higher half, in order."""
+    high = gl.maximum(a, p), gl.maximum(b, o), gl.maximum(c, n), gl.maximum(d, m)
+    high += gl.maximum(e, l), gl.maximum(f, k), gl.maximum(g, j), gl.maximum(h, i)
+    return _settled(high)
+
+
+@gluon.jit
+def eight_highest(x):
+    """Of each row, in order: a list of [rows] from [rows, lanes, 4 or 8]."""
+    mine = _in_order(_listed(x))
+    if x.shape[2] == 4:
+        none = gl.full_like(mine[0], NOTHING)
+        mine += (none, none, none, none)
+    return gl.reduce(mine, 1, _higher)
