@@ -78,11 +78,16 @@ def _described(tensor: Tensor, rows: int) -> Any:
 
 
 def _tiles(tensor: Tensor, shape: Any, strides: Any, block: tuple[int, ...]) -> Any:
-    from triton.experimental.gluon.language import NVMMASharedLayout
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=len(block))
-    return TensorDescriptor(tensor, list(shape), list(strides), list(block), layout)
+    return TensorDescriptor(tensor, list(shape), list(strides), list(block), _layout(len(block)))
+
+
+@cache
+def _layout(rank: int) -> Any:
+    from triton.experimental.gluon.language import NVMMASharedLayout
+
+    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
 
 
 def _work(query: Tensor, key: Tensor, length: int, rows: int, structure: Structure) -> Work:
