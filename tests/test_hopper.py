@@ -143,6 +143,7 @@ def test_forward_reads_heads_that_lie_beside_each_other_and_many_blocks() -> Non
         ((1024, 1280), (4, 5), True, 7),
         ((1024, 1024), (64, 64), True, 5),  # zeros where nothing is seen
         ((1024, 1024), (4, 64), True, 5),
+        ((1024, 1024), (16, 16), True, 5),  # bins in two parts
     ],
 )
 def test_programs_share_the_last_items(lengths, grid, causal, programs, monkeypatch) -> None:
@@ -205,7 +206,7 @@ GRIDS = [
     ((256, 256), (2, 16)),  # a tile a bin
     ((512, 512), (2, 4)),  # two tiles
     ((512, 512), (2, 32)),  # and columns of one unit
-    ((256, 384), (4, 24)),  # two bins a tile
+    ((256, 384), (4, 24)),  # two bins a tile, each in two parts
     ((256, 256), (8, 8)),  # four, whose queries are dealt out
     ((256, 512), (16, 32)),
     ((512, 512), (64, 64)),  # sixteen, and columns of 8 keys
@@ -441,6 +442,7 @@ def test_calls_that_do_not_fit_are_left_to_others() -> None:
     turned = query.transpose(0, 1).contiguous().transpose(0, 1)
     assert not specialised.receives(turned, key, plain, (8, 8))  # no order to deal them out in
     assert specialised.receives(turned, key, plain, (2, 16))
+    assert specialised.receives(turned, key, plain, (4, 16))
 
 
 COMPILED = """

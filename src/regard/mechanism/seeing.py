@@ -447,7 +447,7 @@ class Joining:
 
 
 def finish(see: See, found: dict[str, Tensor], extent: Extent) -> Seen:
-    """Sums become averages, and chosen rows stand in the order they were asked for."""
+    """Sums with a count become averages, and chosen rows stand in the order they were asked for."""
     if "map_count" in found:
         found["map"] = found["map"] / found.pop("map_count").clamp(min=1)[..., None]
     if "rows" in found:

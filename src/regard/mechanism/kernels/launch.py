@@ -38,10 +38,8 @@ LANES = 4  # threads that share such a row
 PROGRAMS = 256  # that keep a large device busy: about two for each multiprocessor
 NEAR = 2048  # keys of a query: beyond, the ends of its range hardly matter
 SHARE = 512  # keys that are worth a program of their own
-LOOKED = (
-    64  # rows of which a program sees whether some are left to search; of MANY eight times that
-)
-MANY = 2**18
+LOOKED = 64  # rows of which a program sees whether some are left to search
+MANY = 2**18  # rows: of as many it looks at eight times LOOKED
 SCRATCH = 2**29  # bytes for candidates of the top keys: heads take turns, one or more at a time
 
 
@@ -244,9 +242,9 @@ def columns(
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     pooled = "map" in wanted
-    if specialised.receives(query, key, structure, grid if pooled else None):
-        grid_or_none = grid if pooled else None
-        return specialised.columns(query, key, lse, structure, wanted, grid_or_none, drop)
+    into = grid if pooled else None
+    if specialised.receives(query, key, structure, into):
+        return specialised.columns(query, key, lse, structure, wanted, into, drop)
     blocks = _columns_blocks(query, width, structure, pooled)
     rows, cols = grid if pooled else (1, 1)
     in_a_row = structure.bias == RELATIVE
@@ -294,28 +292,24 @@ def columns(
                 cells = cells.sum(4, keepdim=True) if name == "map" else cells.amax(4, True)
             found[name] = cells[..., :cols, 0]
     if pooled:
-        found["map"] = found["map"] / _attending(lse, structure, rows, keys)[..., None]
+        found["map"] = _averages(found["map"], lse, structure, keys)
     return found
 
 
-def _attending(lse: Tensor, structure: Structure, rows: int, keys: int) -> Tensor:
-    """How many queries of each of a map's bins attend to anything: broadcasts to [b, h, rows].
-
-    1 where none does, since it is to be divided by.
-    """
-    queries = lse.shape[2]
-    if structure.kind == FULL or (structure.kind == CAUSAL and keys >= queries):
-        return _bin_sizes(queries, rows, lse.device)
-    count = lse.new_zeros(*lse.shape[:2], rows)
-    row_of = bins(queries, rows, lse.device)
-    return count.index_add(2, row_of, (lse > -torch.inf).to(lse.dtype)).clamp(min=1)
-
-
-@Kept
-def _bin_sizes(length: int, count: int, device: torch.device) -> Tensor:
-    with torch.inference_mode(False):  # what is kept may be used where gradients are
-        sizes = bins(length, count, device).bincount(minlength=count)
-        return sizes.to(torch.float32).clamp(min=1)
+def _averages(cells: Tensor, lse: Tensor, structure: Structure, keys: int) -> Tensor:
+    """Sums over a map's bins, divided by how many queries of each attend to anything."""
+    queries, rows = lse.shape[2], cells.shape[2]
+    sees = structure.kind == FULL or (structure.kind == CAUSAL and keys >= queries)
+    if not sees or structure.bias == TABLE:  # which may have -inf
+        count = lse.new_zeros(*lse.shape[:2], rows)
+        row_of = bins(queries, rows, lse.device)
+        count = count.index_add(2, row_of, (lse > -torch.inf).to(lse.dtype)).clamp(min=1)
+    elif queries % rows == 0:
+        return cells / (queries // rows)
+    else:
+        edges = -(torch.arange(rows + 1, device=lse.device) * -queries // rows)
+        count = edges.diff()
+    return cells / count[..., None]
 
 
 def _batch_step(bounds: Tensor | None) -> int:
@@ -458,8 +452,7 @@ def backward(
     rows, cols = 1, 1
     if "map" in grads:
         rows, cols = grads["map"].shape[2:]
-        attending = _attending(lse, structure, rows, keys)
-        grads["map"] = grads["map"] / attending[..., None]
+        grads["map"] = _averages(grads["map"], lse, structure, keys)
     widest = max(width, value_width)
     by_query, by_key = _backward_blocks(query, widest, structure)
     views = View.of(query), View.of(key), View.of(value), View.of(grad)

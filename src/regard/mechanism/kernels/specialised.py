@@ -157,19 +157,18 @@ def forward(
         highest = found["lse"].new_empty(batch, heads, work.blocks * (BLOCK // ROWS))
     if count:
         found["bar"] = torch.empty_like(found["lse"])
-    dealt = PAIR
+    high = PAIR
     if "received" in wanted or "map" in wanted:
         pooled = grid if "map" in wanted else None
         if receives(query, key, structure, pooled):
             found["drop"] = found["lse"].new_empty(batch, heads, work.blocks * BLOCK)
-            bins = _bins(query, keys, pooled)
-            dealt = PAIR if bins is None else _dealt_rows(bins)
+            high = _dealt_rows(_bins(query, keys, pooled))
     tiles = _described(query, BLOCK), _described(key, BLOCK), _described(value, BLOCK)
     written = (
         View.of(found["output"]), found["lse"], found.get("entropy"), found.get("peak"), highest,
         found.get("distance"), found.get("bar"), found.get("drop"),
     )  # fmt: skip
-    sizes = queries, keys, dealt.bit_length() - 1, count
+    sizes = queries, keys, high.bit_length() - 1, count
     asked: Any = {
         "D": width, "CAUSAL": causal, "ENTROPY": "entropy" in wanted, "PEAK": "peak" in wanted,
         "HIGHEST": highest is not None, "DISTANCE": "distance" in wanted, "BAR": count > 0,
@@ -205,7 +204,7 @@ class Dealt(NamedTuple):
 class _Bins(NamedTuple):
     """How a map's bins lie in the tiles."""
 
-    a_tile: int = 1  # bins of queries
+    a_tile: int = 1  # bins of queries, or parts of them
     tiles: int = 1  # tiles a bin of queries
     unit: int = 16  # keys that are summed at once
     dealt: Dealt | None = None
@@ -238,7 +237,7 @@ def _bins(query: Tensor, keys: int, grid: tuple[int, int] | None) -> _Bins | Non
     elif step[1] == width and step[0] == queries * step[2]:
         dealt = Dealt(groups, 0, width)
     else:
-        return None
+        return _Bins(BLOCK // high, 1, unit) if BLOCK // high < LANES else None
     return _Bins(together, 1, unit, dealt, together * high // BLOCK)
 
 
@@ -256,9 +255,9 @@ def _dealt_tiles(query: Tensor, bins: _Bins) -> Any:
     return _tiles(query, shape, strides, block)
 
 
-def _dealt_rows(bins: _Bins) -> int:
+def _dealt_rows(bins: _Bins | None) -> int:
     """How many of LANES bins that a tile deals out each has; pairs in turns are the plain order."""
-    return PAIR if bins.dealt is None else BLOCK // bins.a_tile
+    return PAIR if bins is None or bins.dealt is None else BLOCK // bins.a_tile
 
 
 def _drop(lse: Tensor, bins: _Bins) -> Tensor:

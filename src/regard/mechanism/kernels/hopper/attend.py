@@ -215,8 +215,8 @@ def _tell(
         gl.store(Bar + at, gl.convert_layout(bar, m.type.layout), mask=inside)
     blocks = (queries + BLOCK - 1) // BLOCK
     if DROP:  # in the order in which a tile of the second pass holds its queries
-        dealt = (1 << bits) - 1  # a bin's queries, of which each lane has a pair at a time
-        place = (rows >> bits + 2 << bits + 2) + (rows & dealt) // PAIR * (LANES * PAIR)
+        in_bin = rows & (1 << bits) - 1  # of which its lane has a pair in every eight places
+        place = (rows >> bits + 2 << bits + 2) + in_bin // PAIR * (LANES * PAIR)
         place += (rows >> bits & LANES - 1) * PAIR + rows % PAIR
         drop = gl.where(inside, 0.0 - (m + length), float("-inf"))
         gl.store(Drop + flat.to(gl.int64) * (blocks * BLOCK) + place, drop)

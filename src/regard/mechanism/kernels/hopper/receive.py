@@ -39,7 +39,7 @@ from regard.mechanism.kernels.structure import Sizes, Work
 def _by_bins(p, BINS: gl.constexpr):
     """The weights of a tile as [keys, groups of bins, ., LANES, PAIR].
 
-    What a bin has lies along . and PAIR, and with fewer than four bins a tile along LANES too.
+    What a bin has lies along . and PAIR, and with one or two bins a tile along LANES too.
     """
     A: gl.constexpr = BINS // LANES if BINS >= LANES else BINS
     return gl.reshape(p, [ROWS, A, BLOCK // (A * LANES * PAIR), LANES, PAIR])
@@ -68,12 +68,12 @@ def _causal(parts, first, BINS: gl.constexpr):
 
 @gluon.jit
 def _put(
-    Cells, at, units, sums, part, UNIT: gl.constexpr, BINS: gl.constexpr, LARGEST: gl.constexpr,
-    DONE: gl.constexpr,
+    Cells, at, units, sums, per_query,
+    UNIT: gl.constexpr, BINS: gl.constexpr, LARGEST: gl.constexpr, DONE: gl.constexpr,
 ):  # fmt: skip
     """Write a tile's share of the map: over UNIT keys each, and over lanes that share a bin.
 
-    DONE: those are a cell, whose sum is an average once it is taken in ``part``.
+    DONE: those are a cell, whose sum is an average once it is multiplied by ``per_query``.
     """
     A: gl.constexpr = sums.shape[1]
     cells = gl.reshape(sums, [ROWS // UNIT, UNIT, A, LANES])
@@ -86,7 +86,7 @@ def _put(
         if BINS < LANES:
             cells = gl.sum(cells, 2)
         if DONE:
-            cells = cells * part
+            cells = cells * per_query
     cells = gl.reshape(cells, [ROWS // UNIT, BINS])
     unit = gl.arange(0, ROWS // UNIT, gl.SliceLayout(1, cells.type.layout))
     bin_at = gl.arange(0, BINS, gl.SliceLayout(0, cells.type.layout))
@@ -100,11 +100,11 @@ def _end_bin(
     DONE: gl.constexpr,
 ):  # fmt: skip
     """Write what bins got, and add it to what keys receive in all: [keys, LANES]."""
-    Map, MapPeak, units, part = cells
+    Map, MapPeak, units, per_query = cells
     if MAP:
-        _put(Map, at, units, pooled, part, UNIT, BINS, False, DONE)
+        _put(Map, at, units, pooled, per_query, UNIT, BINS, False, DONE)
         if MAP_PEAK:
-            _put(MapPeak, at, units, largest, part, UNIT, BINS, True, DONE)
+            _put(MapPeak, at, units, largest, per_query, UNIT, BINS, True, DONE)
     return received + gl.sum(pooled, 1)
 
 
@@ -331,6 +331,7 @@ def columns(
     ``Drop`` is the log-sum-exp, base 2 and with a minus, in the order in which a tile holds its
     queries, and -inf to the end of the last tile: a query that is not there gives nothing.
     Of items that are CUT, programs leave in ``Kept`` what they have of a block, for ``add``.
+    Maps are sums over UNIT keys; DONE: these are cells, averages, and 0 where no query sees a key.
     """
     work = Work(items, pairs, blocks, heads, groups, programs, length, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together)
