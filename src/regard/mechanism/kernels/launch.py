@@ -243,7 +243,7 @@ def columns(
     keys = key.shape[2]
     pooled = "map" in wanted
     into = grid if pooled else None
-    if specialised.receives(query, key, structure, into):
+    if drop is not None or specialised.receives(query, key, structure, into):
         return specialised.columns(query, key, lse, structure, wanted, into, drop)
     blocks = _columns_blocks(query, width, structure, pooled)
     rows, cols = grid if pooled else (1, 1)

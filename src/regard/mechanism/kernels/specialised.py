@@ -159,10 +159,10 @@ def forward(
         found["bar"] = torch.empty_like(found["lse"])
     high = PAIR
     if "received" in wanted or "map" in wanted:
-        pooled = grid if "map" in wanted else None
-        if receives(query, key, structure, pooled):
+        bins = _second_pass(query, key, structure, grid if "map" in wanted else None)
+        if bins is not None:
             found["drop"] = found["lse"].new_empty(batch, heads, work.blocks * BLOCK)
-            high = _dealt_rows(_bins(query, keys, pooled))
+            high = _dealt_rows(bins)
     tiles = _described(query, BLOCK), _described(key, BLOCK), _described(value, BLOCK)
     written = (
         View.of(found["output"]), found["lse"], found.get("entropy"), found.get("peak"), highest,
@@ -255,9 +255,9 @@ def _dealt_tiles(query: Tensor, bins: _Bins) -> Any:
     return _tiles(query, shape, strides, block)
 
 
-def _dealt_rows(bins: _Bins | None) -> int:
+def _dealt_rows(bins: _Bins) -> int:
     """How many of LANES bins that a tile deals out each has; pairs in turns are the plain order."""
-    return PAIR if bins is None or bins.dealt is None else BLOCK // bins.a_tile
+    return PAIR if bins.dealt is None else BLOCK // bins.a_tile
 
 
 def _drop(lse: Tensor, bins: _Bins) -> Tensor:
@@ -274,13 +274,21 @@ def receives(
     query: Tensor, key: Tensor, structure: Structure, grid: tuple[int, int] | None
 ) -> bool:
     """Whether ``columns`` takes a call; ``grid`` is that of a map, where one is wanted."""
+    return _second_pass(query, key, structure, grid) is not None
+
+
+def _second_pass(
+    query: Tensor, key: Tensor, structure: Structure, grid: tuple[int, int] | None
+) -> _Bins | None:
+    """The bins with which ``columns`` takes a call; None where it does not."""
     if not _fits(structure, query, key):
-        return False
+        return None
     if not _busy(query, _work(query, key, key.shape[2], TEAMS * ROWS, structure)):
-        return False  # launch.columns has smaller blocks, and more of them
+        return None  # launch.columns has smaller blocks, and more of them
     rows, cols = grid or (1, 1)
-    cells = query.shape[0] * query.shape[1] * rows * cols
-    return cells < 2**31 and _bins(query, key.shape[2], grid) is not None
+    if query.shape[0] * query.shape[1] * rows * cols >= 2**31:
+        return None
+    return _bins(query, key.shape[2], grid)
 
 
 def columns(
