@@ -94,18 +94,17 @@ def _put(
 
 
 @gluon.jit
-def _end_bin(
-    received, pooled, largest, cells, at,
+def _put_bins(
+    pooled, largest, cells, at,
     UNIT: gl.constexpr, BINS: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
     DONE: gl.constexpr,
 ):  # fmt: skip
-    """Write what bins got, and add it to what keys receive in all: [keys, LANES]."""
+    """Write what bins have: [keys, ., LANES]."""
     Map, MapPeak, units, per_query = cells
     if MAP:
         _put(Map, at, units, pooled, per_query, UNIT, BINS, False, DONE)
         if MAP_PEAK:
             _put(MapPeak, at, units, largest, per_query, UNIT, BINS, True, DONE)
-    return received + gl.sum(pooled, 1)
 
 
 @gluon.jit
@@ -208,8 +207,6 @@ def _receive_block(
     k_ring, q_ring, Drop, Received, Kept, Map, MapPeak, work, sizes, c = shared
     tiles, per_bin, bins = sizes.tiles, sizes.per_bin, sizes.bins
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    zeros = gl.zeros([ROWS, BLOCK], gl.float32, layout)
-    none = gl.sum(gl.sum(_by_bins(zeros, BINS), 4), 2)  # [keys, ., LANES]
     head = flat.to(gl.int64)
     first = block * (TEAMS * ROWS) + PART * ROWS
     key_at = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)) - sizes.offset
@@ -239,23 +236,12 @@ def _receive_block(
     drop = gl.load(drop_at + start * BLOCK)
     s = hopper.warpgroup_mma_wait(0, deps=[product(k, q_ring, step, D, STAGES)])
     pooled, largest = _sums(s, drop, c, key_at - start * BLOCK, True, BINS, CAUSAL, MAP_PEAK)
-    received = gl.sum(none, 1)  # nothing yet
-    if not LONG:
-        at = cell + start * BINS * units
-        received = _end_bin(
-            received, pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE,
-        )  # fmt: skip
-    next_bin = (start // per_bin + 1) * per_bin
+    now = start // per_bin if LONG else start * BINS
+    next_bin = (now + 1) * per_bin
+    at = cell + now * units
+    _put_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
+    received = gl.sum(pooled, 1)  # [keys, LANES]
     for tile in range(start + 1, end):
-        if LONG:  # a bin has several tiles
-            if tile == next_bin:
-                at = cell + (tile // per_bin - 1) * units
-                received = _end_bin(
-                    received, pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE,
-                )  # fmt: skip
-                pooled = none
-                largest = none
-                next_bin += per_bin
         # Not sooner: the warps of a group wait for each other to release, and here they
         # do so anyway for the product.
         release(q_ring, step, STAGES)
@@ -266,21 +252,18 @@ def _receive_block(
             s, drop, c, key_at - tile * BLOCK, tile < free, BINS, CAUSAL and not EVEN,
             MAP_PEAK,
         )  # fmt: skip
-        if LONG:
-            pooled += sums
-            largest = gl.maximum(largest, peaks)
+        if LONG:  # a bin has several tiles, and what it has so far is written after each
+            fresh = tile == next_bin
+            pooled = gl.where(fresh, 0.0, pooled) + sums
+            largest = gl.maximum(gl.where(fresh, 0.0, largest), peaks)
+            next_bin += gl.where(fresh, per_bin, 0)
+            at += gl.where(fresh, units, 0)
         else:
-            at = cell + tile * BINS * units
-            received = _end_bin(
-                received, sums, peaks, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE,
-            )  # fmt: skip
+            pooled, largest, at = sums, peaks, cell + tile * BINS * units
+        _put_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
+        received += gl.sum(sums, 1)
     release(q_ring, step, STAGES)
     release(k_ring, turn, 2)
-    if LONG:
-        at = cell + (end - 1) // per_bin * units
-        received = _end_bin(
-            received, pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE,
-        )  # fmt: skip
     if RECEIVED:
         received = gl.sum(received, 1)
         at = first + gl.arange(0, ROWS, received.type.layout)
