@@ -32,7 +32,7 @@ PLACES = 8  # top keys that can be asked for
 ROOM, RECORD = 24, 8  # fours of scores a lane can collect, and numbers each takes
 TEAMS = 4  # groups of warps that share tiles
 STAGES = 2  # tiles of keys and of values that are loaded ahead
-TILE_STAGES = {64: 4, 128: 3}  # tiles of queries in the second pass, of keys for the top ones
+TILE_STAGES = {64: 8, 128: 3}  # tiles of queries in the second pass, of keys for the top ones
 WORTH = 24  # steps: where the longest program saves no more, the last items are not cut
 PARTS = 7  # shares that a block is long at most: so no more than JOINED programs have some of it
 POOLED = 2048  # numbers of which a program makes a map's cells at a time
@@ -174,8 +174,9 @@ def forward(
         "HIGHEST": highest is not None, "DISTANCE": "distance" in wanted, "BAR": count > 0,
         "DROP": "drop" in found,
     }  # fmt: skip
+    apart = keys - queries if causal or "distance" in wanted else keys
     given: Any = asked | {
-        "c": structure.scale * LOG2E, "STAGES": STAGES, "EVEN": (keys - queries) % BLOCK == 0,
+        "c": structure.scale * LOG2E, "STAGES": STAGES, "EVEN": apart % BLOCK == 0,
     }  # fmt: skip
     _kernels().forward[(work.programs,)](
         *tiles, *written, None, *work.whole, *sizes, **given, CUT=False, num_warps=4
@@ -396,11 +397,12 @@ def top(
     """The top keys, but for rows that are ``left`` to rows.search."""
     queries, width = query.shape[2:]
     keys = key.shape[2]
+    causal = structure.kind == CAUSAL
     work = _work(query, key, queries, TEAMS * ROWS, structure)
     room = lse.new_empty(work.programs * TEAMS * ROWS, LANES, ROOM, RECORD)
     _kernels().top[(work.programs,)](
         _described(query, ROWS), _described(key, BLOCK), bar, lse, room, left, *found.values(),
         *work, queries, keys, -(-keys // BLOCK), count, structure.scale * LOG2E, D=width,
-        STAGES=TILE_STAGES[width], CAUSAL=structure.kind == CAUSAL,
-        EVEN=(keys - queries) % ROWS == 0, num_warps=4,
+        STAGES=TILE_STAGES[width], CAUSAL=causal,
+        EVEN=(keys - queries) % ROWS == 0 if causal else keys % BLOCK == 0, num_warps=4,
     )  # fmt: skip

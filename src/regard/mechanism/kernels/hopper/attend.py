@@ -135,27 +135,30 @@ def _sum(x, PARTS: gl.constexpr):
 @gluon.jit
 def _weigh(
     s, l, m, e, t, h, c, query_at, key, keys,
-    D: gl.constexpr, CAUSAL: gl.constexpr, FREE: gl.constexpr, ENTROPY: gl.constexpr,
-    DISTANCE: gl.constexpr, BAR: gl.constexpr,
+    D: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, FREE: gl.constexpr,
+    ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, BAR: gl.constexpr,
 ):  # fmt: skip
-    """The weights of a tile, and the running sums with them; see forward.py."""
+    """The weights of a tile, and the running sums with them; see forward.py.
+
+    MASKED: some pair may be; FREE: none is, and all keys lie on one side of all queries.
+    """
     SETS: gl.constexpr = h.shape[2]
     PARTS: gl.constexpr = _parts(D, CAUSAL, DISTANCE, BAR)
     known, lane = places_in(s)
-    if FREE:
-        high = _by_height(s, SETS)
-        if BAR:
-            h = gl.maximum(h, high)
-        highest = gl.convert_layout(gl.max(gl.max(high, 2), 1), m.type.layout)
-        higher = gl.maximum(m, highest * c)
-        x = s * c - higher[:, None, None]
-    else:
+    if MASKED:
         seen = may_see(s, query_at, key, keys, CAUSAL)
         if BAR:
             h = gl.maximum(h, _by_height(gl.where(seen, s, NOTHING), SETS))
         s = gl.where(seen, s * c, NOTHING)
         higher = gl.maximum(m, gl.max(gl.max(s, 2), 1))
         x = s - higher[:, None, None]
+    else:
+        high = _by_height(s, SETS)
+        if BAR:
+            h = gl.maximum(h, high)
+        highest = gl.convert_layout(gl.max(gl.max(high, 2), 1), m.type.layout)
+        higher = gl.maximum(m, highest * c)
+        x = s * c - higher[:, None, None]
     p = gl.exp2(x)
     shrink = gl.exp2(m - higher)
     smaller = shrink[:, None]
@@ -301,8 +304,8 @@ def _attend_block(
     release(k_ring, step, STAGES)
     key = _tile_at(first, stop, row, offset, AROUND)
     p, l, m, e, t, h, shrink = _weigh(
-        by_lanes(s), l, m, e, t, h, c, query_at, key, keys, D, CAUSAL, False, ENTROPY,
-        DISTANCE, BAR,
+        by_lanes(s), l, m, e, t, h, c, query_at, key, keys, D, CAUSAL,
+        CAUSAL or not (AROUND or EVEN), False, ENTROPY, DISTANCE, BAR,
     )  # fmt: skip
     at = step - first  # where the block's tiles begin, were they all there
     for FREE in gl.static_range(2):
@@ -319,7 +322,7 @@ def _attend_block(
                 key = _tile_at(i, stop, row, offset, AROUND)
                 p, l, m, e, t, h, shrink = _weigh(
                     by_lanes(s), l, m, e, t, h, c, query_at, key, keys, D, CAUSAL,
-                    FREE == 1, ENTROPY, DISTANCE, BAR,
+                    CAUSAL and FREE == 0, FREE == 1, ENTROPY, DISTANCE, BAR,
                 )  # fmt: skip
                 # Once more, for what is there: ptxas moves the wait for the values before
                 # the exponentials otherwise, but not across a branch.
@@ -406,6 +409,8 @@ def forward(
 
     ``Drop`` is for ``columns``, whose lanes have a bin of 2**bits queries each dealt out to them.
     Of items that are CUT, programs leave in ``Kept`` what they have of a block, for ``join``.
+    EVEN: queries and keys end a multiple of tiles apart; without a mask and distances: keys fill
+    their tiles, as they do wherever distances are asked for without a mask.
     """
     work = Work(items, pairs, blocks, heads, groups, programs, length, share)
     # |i - j| has two signs along a row: those tiles come first in which both occur.

@@ -226,8 +226,9 @@ def _find(
             s = hopper.warpgroup_mma_wait(0, deps=[product(q, k_ring, step, D, STAGES)])
             key = last * BLOCK
             scores = by_lanes(s)
-            seen = may_see(scores, query_at, key, keys, CAUSAL)
-            scores = gl.where(seen, scores, NOTHING)
+            if CAUSAL or not EVEN:
+                seen = may_see(scores, query_at, key, keys, CAUSAL)
+                scores = gl.where(seen, scores, NOTHING)
             used = _keep(_in_pairs(scores), bar, used, room, key + lane * PAIR, 0)
             for tile in range(1, last + 1):
                 key = (last - tile) * BLOCK
@@ -270,7 +271,8 @@ def top(
     """The ``count`` highest weights of each query and their keys; see rows.py.
 
     ``Bar`` is a score that as many of a query's reach. ``Found`` is room for what reaches it, of
-    one block for each program. ``Left`` tells rows that had not enough of it.
+    one block for each program. ``Left`` tells rows that had not enough of it. EVEN: queries and
+    keys end a multiple of 64 apart; without a mask: keys fill their tiles.
     """
     work = Work(items, pairs, blocks, heads, groups, programs, length, share)
     offset = keys - queries
