@@ -384,6 +384,7 @@ def _language() -> SimpleNamespace:
         reshape=lambda value, shape: Block(value.data.reshape(shape)),
         permute=lambda value, order: Block(value.data.permute(order)),
         split=lambda value: tuple(map(Block, value.data.unbind(-1))),
+        join=lambda one, other: Block(torch.stack((one.data, other.data), -1)),
         convert_layout=lambda value, layout: value,
         load=_load, store=_store, thread_barrier=lambda: None, allocate_shared_memory=_allocate,
         warp_specialize=lambda roles, warps, registers: _machine.together(roles),

@@ -481,7 +481,7 @@ build(hopper.join, {}, D=128, CAUSAL=True, **seen)
 build(hopper.columns, dict(q_desc=tiles(4, 4, 4, 2, 128), k_desc=tiles(1, 1, 64, 128)), D=128,
       STAGES=3, BINS=16, UNIT=8, LONG=False, CAUSAL=True, EVEN=False, RECEIVED=True, MAP=True,
       MAP_PEAK=True, DONE=True, CUT=False)
-build(hopper.columns, dict(q_desc=tiles(1, 1, 128, 64), k_desc=tiles(1, 1, 64, 64)), D=64, STAGES=4,
+build(hopper.columns, dict(q_desc=tiles(1, 1, 128, 64), k_desc=tiles(1, 1, 64, 64)), D=64, STAGES=8,
       BINS=1, UNIT=16, LONG=True, CAUSAL=False, EVEN=True, RECEIVED=True, MAP=True, MAP_PEAK=True,
       DONE=False, CUT=True)
 build(hopper.columns, dict(q_desc=tiles(1, 1, 128, 128), k_desc=tiles(1, 1, 64, 128)), D=128,
@@ -491,14 +491,14 @@ for causal in (False, True):
     build(hopper.add, {}, CAUSAL=causal)
 narrow = tiles(1, 1, 128, 64)
 build(hopper.forward, dict(q_desc=narrow, k_desc=narrow, v_desc=narrow), D=64, STAGES=2,
-      CAUSAL=False, EVEN=True, CUT=False, Kept=None, **seen)
+      CAUSAL=True, EVEN=True, CUT=False, Kept=None, **seen)
 build(hopper.forward, dict(q_desc=narrow, k_desc=narrow, v_desc=narrow), D=64, STAGES=2,
       CAUSAL=False, EVEN=True, CUT=True, **seen)
 build(hopper.join, {}, D=64, CAUSAL=False, **seen)
 build(hopper.top, dict(q_desc=tiles(1, 1, 64, 128), k_desc=whole, Left="*i8", Keys="*i64"), D=128,
       STAGES=3, CAUSAL=True, EVEN=False)
 build(hopper.top, dict(q_desc=tiles(1, 1, 64, 64), k_desc=narrow, Left="*i8", Keys="*i64"), D=64,
-      STAGES=4, CAUSAL=False, EVEN=True)
+      STAGES=8, CAUSAL=False, EVEN=True)
 """
 
 

@@ -115,43 +115,64 @@ def _by_keys(parts):
 def _parts(D, CAUSAL, DISTANCE, BAR):
     """How many parts a tile's sums have: of weights, for entropy and distance. By measurement."""
     if not DISTANCE:
-        return (1, 1, 1) if D == 128 or CAUSAL else (4, 1, 1)
+        return (1, 1, 1) if D == 128 or CAUSAL else (1, 4, 1)
     if D == 64:
-        return (1, 4, 4) if BAR and not CAUSAL else (4, 4, 1)
+        if BAR:
+            return (4, 1, 4) if CAUSAL else (4, 4, 1)
+        return (4, 4, 1) if CAUSAL else (1, 4, 4)
     return (4, 1, 1) if BAR and not CAUSAL else (4, 1, 4)
 
 
 @gluon.jit
-def _sum(x, PARTS: gl.constexpr):
+def _sum(x, PARTS: gl.constexpr, of_lanes: gl.constexpr):
     """A lane's sum: of as many sums, so that fewer additions wait for each other."""
     if PARTS == 1:
         found = gl.sum(x, 2)
     else:
-        parts = gl.reshape(x, [ROWS, LANES, PARTS, x.shape[2] // PARTS])
-        found = gl.convert_layout(gl.sum(gl.sum(parts, 3), 2), gl.SliceLayout(2, x.type.layout))
-    return found
+        found = gl.sum(gl.sum(gl.reshape(x, [ROWS, LANES, PARTS, x.shape[2] // PARTS]), 3), 2)
+    return gl.convert_layout(found, of_lanes)
+
+
+@gluon.jit
+def _halves(s):
+    """Scores by lanes of a tile's first keys, and of its last."""
+    N: gl.constexpr = s.shape[2]
+    return gl.split(gl.permute(gl.reshape(s, [ROWS, LANES, 2, N // 2]), (0, 1, 3, 2)))
+
+
+@gluon.jit
+def _in_front(p, s):
+    """Weights of the first keys, and none for the others, as ``s`` are."""
+    halves = gl.permute(gl.join(p, gl.full_like(p, 0.0)), (0, 1, 3, 2))
+    return gl.convert_layout(gl.reshape(halves, s.shape), s.type.layout)
 
 
 @gluon.jit
 def _weigh(
     s, l, m, e, t, h, c, query_at, key, keys,
-    D: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, FREE: gl.constexpr,
-    ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, BAR: gl.constexpr,
+    D: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, SEEN: gl.constexpr,
+    FREE: gl.constexpr, ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, BAR: gl.constexpr,
 ):  # fmt: skip
     """The weights of a tile, and the running sums with them; see forward.py.
 
-    MASKED: some pair may be; FREE: none is, and all keys lie on one side of all queries.
+    MASKED: some pair may be, though not of the first SEEN keys; FREE: none is, and all keys lie on
+    one side of all queries. ``s`` may have fewer keys than a tile.
     """
     SETS: gl.constexpr = h.shape[2]
     PARTS: gl.constexpr = _parts(D, CAUSAL, DISTANCE, BAR)
+    of_rows: gl.constexpr = along(s.type.layout, 3, 0)
     known, lane = places_in(s)
     if MASKED:
-        seen = may_see(s, query_at, key, keys, CAUSAL)
+        seen = may_see(s, gl.convert_layout(query_at, of_rows), key, keys, CAUSAL)
+        if SEEN > 0:
+            seen = seen | (known < SEEN)
         if BAR:
-            h = gl.maximum(h, _by_height(gl.where(seen, s, NOTHING), SETS))
+            high = _by_height(gl.where(seen, s, NOTHING), SETS)
+            h = gl.maximum(h, gl.convert_layout(high, h.type.layout))
         s = gl.where(seen, s * c, NOTHING)
-        higher = gl.maximum(m, gl.max(gl.max(s, 2), 1))
-        x = s - higher[:, None, None]
+        highest = gl.convert_layout(gl.max(gl.max(s, 2), 1), m.type.layout)
+        higher = gl.maximum(m, highest)
+        x = s - gl.convert_layout(higher, of_rows)[:, None, None]
     else:
         high = _by_height(s, SETS)
         if BAR:
@@ -163,13 +184,14 @@ def _weigh(
     shrink = gl.exp2(m - higher)
     smaller = shrink[:, None]
     # The sums are a lane's own until all tiles are through.
-    whole = _sum(p, PARTS[0])
+    of_lanes: gl.constexpr = l.type.layout
+    whole = _sum(p, PARTS[0], of_lanes)
     if ENTROPY:
-        e = (e + (m - higher)[:, None] * l) * smaller + _sum(p * x, PARTS[1])
+        e = (e + (m - higher)[:, None] * l) * smaller + _sum(p * x, PARTS[1], of_lanes)
     if DISTANCE:
         if FREE or CAUSAL:  # all keys with a weight lie on one side
-            inside = _sum(p * known.to(gl.float32), PARTS[2])
-            mine = gl.arange(0, LANES, gl.SliceLayout(0, whole.type.layout)) * PAIR
+            inside = _sum(p * known.to(gl.float32), PARTS[2], of_lanes)
+            mine = gl.arange(0, LANES, gl.SliceLayout(0, of_lanes)) * PAIR
             away = (query_at - key)[:, None] - mine[None, :]
             t = t * smaller + gl.abs(away.to(gl.float32) * whole - inside)
         else:
@@ -303,10 +325,20 @@ def _attend_block(
     s = hopper.warpgroup_mma_wait(0, deps=[s])
     release(k_ring, step, STAGES)
     key = _tile_at(first, stop, row, offset, AROUND)
+    scores = by_lanes(s)
+    # On the diagonal the first group's queries see none of the last keys, the second's all of the
+    # first.
+    DIAGONAL: gl.constexpr = CAUSAL and EVEN and not CUT
+    SEEN: gl.constexpr = PART * ROWS if DIAGONAL else 0
+    now = scores
+    if DIAGONAL and PART == 0:
+        now, _ = _halves(scores)
     p, l, m, e, t, h, shrink = _weigh(
-        by_lanes(s), l, m, e, t, h, c, query_at, key, keys, D, CAUSAL,
-        CAUSAL or not (AROUND or EVEN), False, ENTROPY, DISTANCE, BAR,
+        now, l, m, e, t, h, c, query_at, key, keys, D, CAUSAL,
+        CAUSAL or not (AROUND or EVEN), SEEN, False, ENTROPY, DISTANCE, BAR,
     )  # fmt: skip
+    if DIAGONAL and PART == 0:
+        p = _in_front(p, scores)
     at = step - first  # where the block's tiles begin, were they all there
     for FREE in gl.static_range(2):
         if FREE or ((CAUSAL or AROUND) and not EVEN):
@@ -322,7 +354,7 @@ def _attend_block(
                 key = _tile_at(i, stop, row, offset, AROUND)
                 p, l, m, e, t, h, shrink = _weigh(
                     by_lanes(s), l, m, e, t, h, c, query_at, key, keys, D, CAUSAL,
-                    CAUSAL and FREE == 0, FREE == 1, ENTROPY, DISTANCE, BAR,
+                    CAUSAL and FREE == 0, 0, FREE == 1, ENTROPY, DISTANCE, BAR,
                 )  # fmt: skip
                 # Once more, for what is there: ptxas moves the wait for the values before
                 # the exponentials otherwise, but not across a branch.
