@@ -28,6 +28,7 @@ from regard.mechanism.kernels.hopper.roles import (
     by_lanes,
     fill,
     halves_of,
+    in_two,
     item_of,
     may_see,
     places_in,
@@ -131,13 +132,6 @@ def _sum(x, PARTS: gl.constexpr, of_lanes: gl.constexpr):
     else:
         found = gl.sum(gl.sum(gl.reshape(x, [ROWS, LANES, PARTS, x.shape[2] // PARTS]), 3), 2)
     return gl.convert_layout(found, of_lanes)
-
-
-@gluon.jit
-def _halves(s):
-    """Scores by lanes of a tile's first keys, and of its last."""
-    N: gl.constexpr = s.shape[2]
-    return gl.split(gl.permute(gl.reshape(s, [ROWS, LANES, 2, N // 2]), (0, 1, 3, 2)))
 
 
 @gluon.jit
@@ -330,11 +324,11 @@ def _attend_block(
     # first.
     DIAGONAL: gl.constexpr = CAUSAL and EVEN and not CUT
     SEEN: gl.constexpr = PART * ROWS if DIAGONAL else 0
-    now = scores
+    seeable = scores
     if DIAGONAL and PART == 0:
-        now, _ = _halves(scores)
+        seeable, _ = in_two(scores)
     p, l, m, e, t, h, shrink = _weigh(
-        now, l, m, e, t, h, c, query_at, key, keys, D, CAUSAL,
+        seeable, l, m, e, t, h, c, query_at, key, keys, D, CAUSAL,
         CAUSAL or not (AROUND or EVEN), SEEN, False, ENTROPY, DISTANCE, BAR,
     )  # fmt: skip
     if DIAGONAL and PART == 0:

@@ -10,19 +10,16 @@ agree on eight numbers at once.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from regard.mechanism.kernels.hopper.roles import NOTHING
+from regard.mechanism.kernels.hopper.roles import NOTHING, in_two
 
 
 @gluon.jit
 def _listed(x):
     """[rows, lanes, .] as a list of [rows, lanes]."""
-    ROWS: gl.constexpr = x.shape[0]
-    LANES: gl.constexpr = x.shape[1]
-    N: gl.constexpr = x.shape[2]
-    if N == 1:
-        found = (gl.reshape(x, [ROWS, LANES]),)
+    if x.shape[2] == 1:
+        found = (gl.reshape(x, [x.shape[0], x.shape[1]]),)
     else:
-        near, far = gl.split(gl.permute(gl.reshape(x, [ROWS, LANES, 2, N // 2]), (0, 1, 3, 2)))
+        near, far = in_two(x)
         found = _listed(near) + _listed(far)
     return found
 

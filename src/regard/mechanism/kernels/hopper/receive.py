@@ -236,9 +236,9 @@ def _receive_block(
     drop = gl.load(drop_at + start * BLOCK)
     s = hopper.warpgroup_mma_wait(0, deps=[product(k, q_ring, step, D, STAGES)])
     pooled, largest = _sums(s, drop, c, key_at - start * BLOCK, True, BINS, CAUSAL, MAP_PEAK)
-    now = start // per_bin if LONG else start * BINS
-    next_bin = (now + 1) * per_bin
-    at = cell + now * units
+    map_row = start // per_bin if LONG else start * BINS
+    next_bin = (map_row + 1) * per_bin
+    at = cell + map_row * units
     _put_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
     received = gl.sum(pooled, 1)  # [keys, LANES]
     for tile in range(start + 1, end):
@@ -252,7 +252,7 @@ def _receive_block(
             s, drop, c, key_at - tile * BLOCK, tile < free, BINS, CAUSAL and not EVEN,
             MAP_PEAK,
         )  # fmt: skip
-        if LONG:  # a bin has several tiles, and what it has so far is written after each
+        if LONG:  # a bin has several tiles: written after each, faster than a branch at its end
             fresh = tile == next_bin
             pooled = gl.where(fresh, 0.0, pooled) + sums
             largest = gl.maximum(gl.where(fresh, 0.0, largest), peaks)

@@ -176,6 +176,14 @@ def by_lanes(tile):
 
 
 @gluon.jit
+def in_two(parts):
+    """What lanes have, [rows, LANES, .], as its first half and its last."""
+    N: gl.constexpr = parts.shape[2]
+    halves = gl.reshape(parts, [parts.shape[0], parts.shape[1], 2, N // 2])
+    return gl.split(gl.permute(halves, (0, 1, 3, 2)))
+
+
+@gluon.jit
 def places_in(s):
     """Where in a tile the keys of scores by lanes lie: a part known beforehand, and the lane's."""
     layout: gl.constexpr = s.type.layout
