@@ -29,6 +29,7 @@ from regard.mechanism.kernels.hopper.roles import (
     halves_of,
     item_of,
     may_see,
+    part_of,
     product,
     release,
     ring_of,
@@ -210,15 +211,16 @@ def _find(
         item, _low, _high = item_of(number, work, False)
         for half in range(halves_of(item, work, CAUSAL)):
             flat, block = block_of(item, half, work, CAUSAL)
-            row = block * (TEAMS * ROWS) + PART * ROWS
+            part = part_of(half, PART, CAUSAL)
+            row = block * (TEAMS * ROWS) + part * ROWS
             first = flat.to(gl.int64) * queries
             query_at = row + gl.arange(0, ROWS, of_rows) + offset
             rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, of_lanes))
             bar = gl.load(Bar + first + rows, mask=rows < queries, other=float("nan"))[:, None]
             used = gl.zeros([ROWS, LANES], gl.int32, of_lanes)
             last = _last_tile(row, offset, tiles, CAUSAL)
-            q = await_team(q_ring, turn, PART, D)
-            ahead = _last_tile(row + (TEAMS - 1 - PART) * ROWS, offset, tiles, CAUSAL) - last
+            q = await_team(q_ring, turn, part, D)
+            ahead = _last_tile(row + (TEAMS - 1 - part) * ROWS, offset, tiles, CAUSAL) - last
             for i in range(ahead):
                 await_tile(k_ring, step + i, STAGES)
                 release(k_ring, step + i, STAGES)

@@ -25,6 +25,7 @@ from regard.mechanism.kernels.hopper.roles import (
     fill_teams,
     halves_of,
     item_of,
+    part_of,
     product,
     release,
     ring_of,
@@ -197,8 +198,8 @@ def _place_of(Kept, program, begins):
 
 @gluon.jit
 def _receive_block(
-    shared, flat, block, begin, end, step, turn,
-    PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
+    shared, flat, block, part, begin, end, step, turn,
+    D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
     UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
     CUT: gl.constexpr,
@@ -208,11 +209,11 @@ def _receive_block(
     tiles, per_bin, bins = sizes.tiles, sizes.per_bin, sizes.bins
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     head = flat.to(gl.int64)
-    first = block * (TEAMS * ROWS) + PART * ROWS
+    first = block * (TEAMS * ROWS) + part * ROWS
     key_at = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)) - sizes.offset
     units = work.blocks * (TEAMS * ROWS // UNIT)
     cell = head * bins * units + block * (TEAMS * ROWS // UNIT)
-    cell += PART * (ROWS // UNIT)
+    cell += part * (ROWS // UNIT)
     drop_at = Drop + head * tiles * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
     # Before the tile ``start`` no query sees these keys, and from ``free`` on all do.
     start, free = begin, 0
@@ -227,7 +228,7 @@ def _receive_block(
             if MAP_PEAK:
                 _put_nothing(MapPeak, cell + row * BINS * units, units, UNIT, BINS)
     cells = Map, MapPeak, units, BINS / (per_bin * BLOCK)
-    k = await_team(k_ring, turn, PART, D)
+    k = await_team(k_ring, turn, part, D)
     for tile in range(begin, start):
         await_tile(q_ring, step + tile - begin, STAGES)
         release(q_ring, step + tile - begin, STAGES)
@@ -271,7 +272,7 @@ def _receive_block(
             gl.store(Received + head * sizes.keys + at, received, mask=at < sizes.keys)
         else:
             kept = _place_of(Kept, gl.program_id(0), begins)
-            gl.store(kept + (at - first) + PART * ROWS, received)
+            gl.store(kept + (at - block * (TEAMS * ROWS)), received)
 
 
 @gluon.jit
@@ -292,8 +293,9 @@ def _receive(
             flat, block = block_of(item, half, work, CAUSAL)
             begin, end = _stretch(half, block, low, high, work, sizes, CAUSAL, CUT)
             if not CUT or begin < end:
+                part = part_of(half, PART, CAUSAL)
                 _receive_block(
-                    shared, flat, block, begin, end, step, turn, PART, D, STAGES, BINS, UNIT, LONG,
+                    shared, flat, block, part, begin, end, step, turn, D, STAGES, BINS, UNIT, LONG,
                     CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK, DONE, CUT,
                 )  # fmt: skip
                 step += end - begin

@@ -131,6 +131,18 @@ def block_of(item, half, work, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
+def part_of(half, PART: gl.constexpr, CAUSAL: gl.constexpr):
+    """Which ROWS of a block are a team's.
+
+    Under a causal mask those at one end have a tile more than those at the other. In an item's
+    second block a team is at the other end, so that all teams have as many.
+    """
+    if CAUSAL:
+        return gl.where(half == 0, PART, TEAMS - 1 - PART)
+    return PART
+
+
+@gluon.jit
 def block_before(half, block, work, CAUSAL: gl.constexpr):
     """The block before one in its item, or -1."""
     before = -1
@@ -216,9 +228,9 @@ def fill_teams(ring, turn, desc, batch, head, row, D: gl.constexpr):
 
 
 @gluon.jit
-def await_team(ring, turn, PART: gl.constexpr, D: gl.constexpr):
+def await_team(ring, turn, part, D: gl.constexpr):
     mbarrier.wait(ring[1].index(turn % 2), turn // 2 & 1)
-    return ring[0].index(turn % 2 * TEAMS + PART).reshape([ROWS, D])
+    return ring[0].index(turn % 2 * TEAMS + part).reshape([ROWS, D])
 
 
 @gluon.jit
