@@ -67,6 +67,48 @@ def _causal(parts, first, BINS: gl.constexpr):
     return gl.where(known >= mine, parts, 0.0)
 
 
+@gluon.constexpr_function
+def _exchanged(rows, parts, lanes):
+    """[warps, 2, rows, parts, 2, lanes], where a thread has both rows, and one part of two.
+
+    It had both parts, and one row of two: so it gives one number of two away, and gets one.
+    """
+    bits = [2**i for i in range(5)]
+    return gl.DistributedLinearLayout(
+        [[0, 1, 0, 0, 0, 0], *[[0, 0, 0, bit, 0, 0] for bit in bits if bit < parts]],
+        [
+            *[[0, 0, 0, 0, 0, bit] for bit in bits if bit < LANES],
+            *[[0, 0, bit, 0, 0, 0] for bit in bits if bit < rows],
+            [0, 0, 0, 0, 1, 0],
+            *[[0, 0, 0, 0, 0, bit] for bit in reversed(bits) if LANES <= bit < lanes],
+        ],
+        [[1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]],
+        [],
+        [ROWS // 16, 2, rows, parts, 2, lanes],
+    )
+
+
+@gluon.jit
+def _over_rows(x, LARGEST: gl.constexpr):
+    """Of [warps, rows, parts, lanes] what all rows of a warp have: [warps, parts * lanes].
+
+    While a thread has several parts it hands half of them on, and goes on with the others.
+    """
+    WARPS: gl.constexpr = x.shape[0]
+    R: gl.constexpr = x.shape[1] // 2
+    P: gl.constexpr = x.shape[2] // 2
+    N: gl.constexpr = x.shape[3]
+    if R > 0 and P > 0:
+        pairs = gl.reshape(x, [WARPS, 2, R, P, 2, N])
+        pairs = gl.convert_layout(pairs, _exchanged(R, P, N))
+        half = gl.max(pairs, 1) if LARGEST else gl.sum(pairs, 1)
+        found = _over_rows(gl.reshape(half, [WARPS, R, P, 2 * N]), LARGEST)
+    else:
+        found = gl.max(x, 1) if LARGEST else gl.sum(x, 1)
+        found = gl.reshape(found, [WARPS, x.shape[2] * N])
+    return found
+
+
 @gluon.jit
 def _put(
     Cells, at, units, sums, per_query,
@@ -77,18 +119,17 @@ def _put(
     DONE: those are a cell, whose sum is an average once it is multiplied by ``per_query``.
     """
     A: gl.constexpr = sums.shape[1]
-    cells = gl.reshape(sums, [ROWS // UNIT, UNIT, A, LANES])
-    if LARGEST:
-        cells = gl.max(cells, 1)
-        if BINS < LANES:
-            cells = gl.max(cells, 2)
+    if BINS >= LANES:
+        cells = gl.reshape(sums, [ROWS // 16, 16 // UNIT, UNIT // 8, 8, A, LANES])
+        cells = gl.max(cells, 2) if LARGEST else gl.sum(cells, 2)
+        cells = gl.permute(cells, (0, 2, 1, 3, 4))
+        cells = _over_rows(gl.reshape(cells, [ROWS // 16, 8, 16 // UNIT * A, LANES]), LARGEST)
+        cells = gl.reshape(cells, [ROWS // UNIT, BINS])
     else:
-        cells = gl.sum(cells, 1)
-        if BINS < LANES:
-            cells = gl.sum(cells, 2)
-        if DONE:
-            cells = cells * per_query
-    cells = gl.reshape(cells, [ROWS // UNIT, BINS])
+        cells = gl.reshape(sums, [ROWS // UNIT, UNIT, A, LANES])
+        cells = gl.max(gl.max(cells, 1), 2) if LARGEST else gl.sum(gl.sum(cells, 1), 2)
+    if DONE and not LARGEST:
+        cells = cells * per_query
     unit = gl.arange(0, ROWS // UNIT, gl.SliceLayout(1, cells.type.layout))
     bin_at = gl.arange(0, BINS, gl.SliceLayout(0, cells.type.layout))
     gl.store(Cells + at + bin_at[None, :] * units + unit[:, None], cells)
