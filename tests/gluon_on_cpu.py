@@ -370,7 +370,7 @@ def _language() -> SimpleNamespace:
         constexpr=lambda value: value,
         program_id=lambda axis: Block(_machine.program[axis]),
         num_programs=lambda axis: Block(_machine.grid[axis]),
-        static_range=range,
+        static_range=range, to_tensor=Block,
         arange=lambda start, end, layout: Block(torch.arange(start, end, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout: Block(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, value, dtype, layout: Block(torch.full(shape, value, dtype=dtype)),

@@ -9,6 +9,7 @@ scores and the last one's values are multiplied.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from regard.mechanism.kernels.hopper.order import eight_highest
 from regard.mechanism.kernels.hopper.roles import (
@@ -21,12 +22,15 @@ from regard.mechanism.kernels.hopper.roles import (
     PAIR,
     ROWS,
     along,
+    await_room,
     await_tile,
     block_before,
     block_cut,
     block_of,
     by_lanes,
     fill,
+    first_place,
+    following,
     halves_of,
     in_two,
     item_of,
@@ -80,13 +84,29 @@ def _tile_at(i, stop, row, offset, AROUND: gl.constexpr):
 
 
 @gluon.jit
+def _load_pair(ring, values, place, k_desc, v_desc, k_at, v_at, D: gl.constexpr):
+    """Have a tile of keys and one of values loaded once their place is free."""
+    keys, full = await_room(ring, place)
+    mbarrier.expect(full, 2 * BLOCK * D * 2)
+    tma.async_copy_global_to_shared(k_desc, [k_at[0], k_at[1], k_at[2], 0], full, keys)
+    values = values.index(place[0])
+    tma.async_copy_global_to_shared(v_desc, [v_at[0], v_at[1], v_at[2], 0], full, values)
+
+
+@gluon.jit
 def _load(
     loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr,
     CUT: gl.constexpr,
 ):  # fmt: skip
-    q_ring, k_ring, v_ring, q_desc, k_desc, v_desc, work, keys, offset = loader
-    step = 0
-    turn = 0
+    """Load keys, and next to them the values of the tile before, which are needed with them.
+
+    The first values are nobody's, and so are the last keys.
+    """
+    q_ring, ring, values, q_desc, k_desc, v_desc, work, keys, offset = loader
+    place = first_place()
+    q_place = first_place()
+    before = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    tiles = 0
     for number in range(turns_of(work, CUT)):
         item, low, high = item_of(number, work, CUT)
         for half in range(halves_of(item, work, CAUSAL)):
@@ -95,13 +115,16 @@ def _load(
             row = block * BLOCK
             first, last, stop = _steps(half, block, low, high, work, keys, offset, CAUSAL, CUT)
             if not CUT or first < last:
-                fill(q_ring, turn, 2, q_desc, [batch, head, row, 0], BLOCK * D * 2)
+                fill(q_ring, q_place, q_desc, [batch, head, row, 0], BLOCK * D * 2)
+                q_place = following(q_place, 2)
                 for i in range(first, last):
-                    at = [batch, head // work.groups, _tile_at(i, stop, row, offset, AROUND), 0]
-                    fill(k_ring, step, STAGES, k_desc, at, BLOCK * D * 2)
-                    fill(v_ring, step, STAGES, v_desc, at, BLOCK * D * 2)
-                    step += 1
-                turn += 1
+                    at = batch, head // work.groups, _tile_at(i, stop, row, offset, AROUND)
+                    _load_pair(ring, values, place, k_desc, v_desc, at, before, D)
+                    place = following(place, STAGES)
+                    before = at
+                    tiles += 1
+    if tiles > 0:
+        _load_pair(ring, values, place, k_desc, v_desc, before, before, D)
 
 
 @gluon.jit
@@ -116,12 +139,12 @@ def _by_keys(parts):
 def _parts(D, CAUSAL, DISTANCE, BAR):
     """How many parts a tile's sums have: of weights, for entropy and distance. By measurement."""
     if not DISTANCE:
-        return (1, 1, 1) if D == 128 or CAUSAL else (1, 4, 1)
+        return (1, 4, 1) if D == 64 and CAUSAL else (1, 1, 1)
+    if BAR:
+        return (1, 4, 4) if CAUSAL else (4, 1, 4)
     if D == 64:
-        if BAR:
-            return (4, 1, 4) if CAUSAL else (4, 4, 1)
-        return (4, 4, 1) if CAUSAL else (1, 4, 4)
-    return (4, 1, 1) if BAR and not CAUSAL else (4, 1, 4)
+        return (4, 4, 4) if CAUSAL else (1, 4, 4)
+    return (4, 1, 4) if CAUSAL else (1, 1, 1)
 
 
 @gluon.jit
@@ -275,7 +298,7 @@ def _place_of(Kept, program, first, part, D: gl.constexpr):
 
 @gluon.jit
 def _attend_block(
-    shared, flat, block, first, last, stop, step, turn,
+    shared, flat, block, first, last, stop, place, q_place,
     PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     CAUSAL: gl.constexpr, AROUND: gl.constexpr, EVEN: gl.constexpr, ENTROPY: gl.constexpr,
     PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, BAR: gl.constexpr,
@@ -283,9 +306,10 @@ def _attend_block(
 ):  # fmt: skip
     """Attend to tiles ``first`` to ``last`` of the ``stop`` that a block has.
 
-    They are the ``step``-th and following in their rings, the queries the ``turn``-th in theirs.
+    ``place`` is that of the first one's keys. The last one's values share theirs with the keys
+    that come next: that one is returned, and is not released yet.
     """
-    q_ring, k_ring, v_ring, out, seen, Kept, work, sizes = shared
+    q_ring, ring, values, out, seen, Kept, work, sizes = shared
     queries, keys, offset, bits, count, c = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -313,11 +337,12 @@ def _attend_block(
     m = gl.full([ROWS], LOWEST, gl.float32, of_rows)
     h = gl.full([ROWS, LANES, SETS], NOTHING, gl.float32, of_heights)
 
-    q = await_tile(q_ring, turn, 2).reshape([BLOCK, D]).slice(PART * ROWS, ROWS)
-    k = await_tile(k_ring, step, STAGES).reshape([BLOCK, D]).permute((1, 0))
+    q = await_tile(q_ring, q_place).reshape([BLOCK, D]).slice(PART * ROWS, ROWS)
+    k = await_tile(ring, place).reshape([BLOCK, D]).permute((1, 0))
     s = hopper.warpgroup_mma(q, k, none, use_acc=False, is_async=True)
     s = hopper.warpgroup_mma_wait(0, deps=[s])
-    release(k_ring, step, STAGES)
+    release(ring, place)
+    place = following(place, STAGES)
     key = _tile_at(first, stop, row, offset, AROUND)
     scores = by_lanes(s)
     # On the diagonal the first group's queries see none of the last keys, the second's all of the
@@ -333,16 +358,15 @@ def _attend_block(
     )  # fmt: skip
     if DIAGONAL and PART == 0:
         p = _in_front(p, scores)
-    at = step - first  # where the block's tiles begin, were they all there
     for FREE in gl.static_range(2):
         if FREE or ((CAUSAL or AROUND) and not EVEN):
             start, end = (careful, last) if FREE else (first + 1, careful)
             for i in range(start, end):
                 # This tile's scores, and the last tile's values while its weights are made.
-                k = await_tile(k_ring, at + i, STAGES).reshape([BLOCK, D]).permute((1, 0))
+                k = await_tile(ring, place).reshape([BLOCK, D]).permute((1, 0))
                 s = hopper.warpgroup_mma(q, k, none, use_acc=False, is_async=True)
                 weights = gl.convert_layout(_by_keys(p).to(dtype), operand)
-                v = await_tile(v_ring, at + i - 1, STAGES).reshape([BLOCK, D])
+                v = values.index(place[0]).reshape([BLOCK, D])
                 o = hopper.warpgroup_mma(weights, v, o, is_async=True)
                 s = hopper.warpgroup_mma_wait(1, deps=[s])
                 key = _tile_at(i, stop, row, offset, AROUND)
@@ -350,17 +374,17 @@ def _attend_block(
                     by_lanes(s), l, m, e, t, h, c, query_at, key, keys, D, CAUSAL,
                     CAUSAL and FREE == 0, 0, FREE == 1, ENTROPY, DISTANCE, BAR,
                 )  # fmt: skip
-                # Once more, for what is there: ptxas moves the wait for the values before
-                # the exponentials otherwise, but not across a branch.
-                await_tile(v_ring, at + i - 1, STAGES)
+                # For what has long been there: ptxas moves the wait for the product before the
+                # exponentials otherwise, but not across a branch.
+                await_tile(q_ring, q_place)
                 o, weights = hopper.warpgroup_mma_wait(0, deps=[o, weights])
-                # Both at once: the warps of a group wait for each other to release.
-                release(k_ring, at + i, STAGES)
-                release(v_ring, at + i - 1, STAGES)
+                release(ring, place)
+                place = following(place, STAGES)
                 o = o * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
-    release(q_ring, turn, 2)
+    release(q_ring, q_place)
     weights = gl.convert_layout(_by_keys(p).to(dtype), operand)
-    v = await_tile(v_ring, at + last - 1, STAGES).reshape([BLOCK, D])
+    await_tile(ring, place)
+    v = values.index(place[0]).reshape([BLOCK, D])
     o = hopper.warpgroup_mma(weights, v, o, is_async=True)
 
     l, e, t = gl.sum(l, 1), gl.sum(e, 1), gl.sum(t, 1)
@@ -373,7 +397,6 @@ def _attend_block(
             ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP,
         )  # fmt: skip
         whole, _ = hopper.warpgroup_mma_wait(0, deps=[o, weights])
-        release(v_ring, at + last - 1, STAGES)
         whole = whole * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None]
         _write(out, flat, row + PART * ROWS, whole, work.heads, queries, 4)
     else:
@@ -390,10 +413,10 @@ def _attend_block(
             its_place = its_set + its_row * _size(D) + (D + 4) + its_lane * SETS
             gl.store(kept + its_place, h)
         some, _ = hopper.warpgroup_mma_wait(0, deps=[o, weights])
-        release(v_ring, at + last - 1, STAGES)
         at_rows = gl.arange(0, ROWS, gl.SliceLayout(1, o_layout))[:, None] * _size(D)
         at_dims = gl.arange(0, D, gl.SliceLayout(0, o_layout))[None, :]
         gl.store(kept + at_rows + at_dims, some)
+    return place
 
 
 @gluon.jit
@@ -407,20 +430,19 @@ def _attend(
     """One group of warps: its 64 queries of every block, two tiles of keys at a time."""
     work, sizes = shared[6], shared[7]
     _queries, keys, offset, _bits, _count, _c = sizes
-    step = 0
-    turn = 0
+    place = first_place()
+    q_place = first_place()
     for number in range(turns_of(work, CUT)):
         item, low, high = item_of(number, work, CUT)
         for half in range(halves_of(item, work, CAUSAL)):
             flat, block = block_of(item, half, work, CAUSAL)
             first, last, stop = _steps(half, block, low, high, work, keys, offset, CAUSAL, CUT)
             if not CUT or first < last:
-                _attend_block(
-                    shared, flat, block, first, last, stop, step, turn, PART, D, STAGES, CAUSAL,
-                    AROUND, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP, CUT,
+                place = _attend_block(
+                    shared, flat, block, first, last, stop, place, q_place, PART, D, STAGES,
+                    CAUSAL, AROUND, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP, CUT,
                 )  # fmt: skip
-                step += last - first
-                turn += 1
+                q_place = following(q_place, 2)
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "bits", "count"])
@@ -443,13 +465,13 @@ def forward(
     AROUND: gl.constexpr = DISTANCE and not CAUSAL
     offset = keys - queries
     q_ring = ring_of(q_desc, 2, 2, GROUPS)
-    k_ring = ring_of(k_desc, STAGES, STAGES, GROUPS)
-    v_ring = ring_of(v_desc, STAGES, STAGES, GROUPS)
+    ring = ring_of(k_desc, STAGES, STAGES, GROUPS)
+    values = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
     hopper.fence_async_shared()
     sizes = queries, keys, offset, bits, count, c
     seen = Lse, Entropy, Peak, Highest, Distance, Bar, Drop
-    shared = q_ring, k_ring, v_ring, out, seen, Kept, work, sizes
-    loader = q_ring, k_ring, v_ring, q_desc, k_desc, v_desc, work, keys, offset
+    shared = q_ring, ring, values, out, seen, Kept, work, sizes
+    loader = q_ring, ring, values, q_desc, k_desc, v_desc, work, keys, offset
     gl.warp_specialize(
         [
             (_attend, (

@@ -26,6 +26,8 @@ from regard.mechanism.kernels.hopper.roles import (
     by_lanes,
     fill,
     fill_teams,
+    first_place,
+    following,
     halves_of,
     item_of,
     may_see,
@@ -49,21 +51,21 @@ PLACES = gl.constexpr(8)  # of a row that can be asked for
 @gluon.jit
 def _load_keys(loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     q_ring, k_ring, q_desc, k_desc, work, offset, tiles = loader
-    step = 0
-    turn = 0
+    place = first_place()
+    q_place = first_place()
     for number in range(turns_of(work, False)):
         item, _low, _high = item_of(number, work, False)
         for half in range(halves_of(item, work, CAUSAL)):
             flat, block = block_of(item, half, work, CAUSAL)
             batch, head = flat // work.heads, flat % work.heads
             row = block * (TEAMS * ROWS)
-            fill_teams(q_ring, turn, q_desc, batch, head, row, D)
+            fill_teams(q_ring, q_place, q_desc, batch, head, row, D)
             stop = _last_tile(row + (TEAMS - 1) * ROWS, offset, tiles, CAUSAL) + 1
             for i in range(stop):
-                place = [batch, head // work.groups, (stop - 1 - i) * BLOCK, 0]
-                fill(k_ring, step, STAGES, k_desc, place, BLOCK * D * 2)
-                step += 1
-            turn += 1
+                at = [batch, head // work.groups, (stop - 1 - i) * BLOCK, 0]
+                fill(k_ring, place, k_desc, at, BLOCK * D * 2)
+                place = following(place, STAGES)
+            q_place = following(q_place, 2)
 
 
 @gluon.jit
@@ -205,8 +207,8 @@ def _find(
     here = gl.program_id(0) * (TEAMS * ROWS) + PART * ROWS
     here += gl.arange(0, ROWS, gl.SliceLayout(1, of_lanes))
     room = Found + (here[:, None] * LANES + lane) * (ROOM * RECORD)
-    step = 0
-    turn = 0
+    place = first_place()
+    q_place = first_place()
     for number in range(turns_of(work, False)):
         item, _low, _high = item_of(number, work, False)
         for half in range(halves_of(item, work, CAUSAL)):
@@ -219,13 +221,13 @@ def _find(
             bar = gl.load(Bar + first + rows, mask=rows < queries, other=float("nan"))[:, None]
             used = gl.zeros([ROWS, LANES], gl.int32, of_lanes)
             last = _last_tile(row, offset, tiles, CAUSAL)
-            q = await_team(q_ring, turn, part, D)
+            q = await_team(q_ring, q_place, part, D)
             ahead = _last_tile(row + (TEAMS - 1 - part) * ROWS, offset, tiles, CAUSAL) - last
-            for i in range(ahead):
-                await_tile(k_ring, step + i, STAGES)
-                release(k_ring, step + i, STAGES)
-            step += ahead
-            s = hopper.warpgroup_mma_wait(0, deps=[product(q, k_ring, step, D, STAGES)])
+            for _ in range(ahead):
+                await_tile(k_ring, place)
+                release(k_ring, place)
+                place = following(place, STAGES)
+            s = hopper.warpgroup_mma_wait(0, deps=[product(q, k_ring, place, D)])
             key = last * BLOCK
             scores = by_lanes(s)
             if CAUSAL or not EVEN:
@@ -234,32 +236,32 @@ def _find(
             used = _keep(_in_pairs(scores), bar, used, room, key + lane * PAIR, 0)
             for tile in range(1, last + 1):
                 key = (last - tile) * BLOCK
-                release(k_ring, step, STAGES)
-                step += 1
-                s = hopper.warpgroup_mma_wait(0, deps=[product(q, k_ring, step, D, STAGES)])
+                release(k_ring, place)
+                place = following(place, STAGES)
+                s = hopper.warpgroup_mma_wait(0, deps=[product(q, k_ring, place, D)])
                 scores = by_lanes(s)
                 if CAUSAL and not EVEN:
                     seen = may_see(scores, query_at, key, keys, CAUSAL)
                     scores = gl.where(seen, scores, NOTHING)
                 used = _keep(_in_pairs(scores), bar, used, room, key + lane * PAIR, 0)
-            release(k_ring, step, STAGES)
-            release(q_ring, turn, 2)
-            step += 1
-            turn += 1
+            release(k_ring, place)
+            release(q_ring, q_place)
+            place = following(place, STAGES)
+            q_place = following(q_place, 2)
 
             records = used // RECORD
             full = gl.max(records, 1) > ROOM - SURE
             gl.store(Left + first + rows, full.to(gl.int8), mask=rows < queries)
+            rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, of_places))
+            lse = gl.load(Lse + first + rows, mask=rows < queries, other=0.0) * (1 / LN2)
             gl.thread_barrier()  # what the threads of a row stored, all of them read
             highest, chosen = _order(Found, here, records, count)
             gl.thread_barrier()  # and before the next block's are stored
-            rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, of_places))
-            place = gl.arange(0, PLACES, gl.SliceLayout(0, of_places))[None, :]
-            lse = gl.load(Lse + first + rows, mask=rows < queries, other=0.0) * (1 / LN2)
+            rank = gl.arange(0, PLACES, gl.SliceLayout(0, of_places))[None, :]
             real = highest > LOWEST
             weights = gl.where(real, gl.exp2(highest * c - lse[:, None]), 0.0)
-            at = (first + rows)[:, None] * count + place
-            mask = (rows < queries)[:, None] & (place < count)
+            at = (first + rows)[:, None] * count + rank
+            mask = (rows < queries)[:, None] & (rank < count)
             gl.store(Weights + at, weights, mask=mask)
             gl.store(Keys + at, gl.where(real, chosen, -1).to(gl.int64), mask=mask)
 

@@ -23,6 +23,8 @@ from regard.mechanism.kernels.hopper.roles import (
     block_of,
     fill,
     fill_teams,
+    first_place,
+    following,
     halves_of,
     item_of,
     part_of,
@@ -34,6 +36,8 @@ from regard.mechanism.kernels.hopper.roles import (
     within,
 )
 from regard.mechanism.kernels.structure import Sizes, Work
+
+BAND = gl.constexpr(16)  # rows of a product that a warp holds: a thread has two, 8 apart
 
 
 @gluon.jit
@@ -84,7 +88,7 @@ def _exchanged(rows, parts, lanes):
         ],
         [[1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]],
         [],
-        [ROWS // 16, 2, rows, parts, 2, lanes],
+        [ROWS // BAND, 2, rows, parts, 2, lanes],
     )
 
 
@@ -120,10 +124,11 @@ def _put(
     """
     A: gl.constexpr = sums.shape[1]
     if BINS >= LANES:
-        cells = gl.reshape(sums, [ROWS // 16, 16 // UNIT, UNIT // 8, 8, A, LANES])
+        cells = gl.reshape(sums, [ROWS // BAND, BAND // UNIT, UNIT // 8, 8, A, LANES])
         cells = gl.max(cells, 2) if LARGEST else gl.sum(cells, 2)
         cells = gl.permute(cells, (0, 2, 1, 3, 4))
-        cells = _over_rows(gl.reshape(cells, [ROWS // 16, 8, 16 // UNIT * A, LANES]), LARGEST)
+        cells = gl.reshape(cells, [ROWS // BAND, 8, BAND // UNIT * A, LANES])
+        cells = _over_rows(cells, LARGEST)
         cells = gl.reshape(cells, [ROWS // UNIT, BINS])
     else:
         cells = gl.reshape(sums, [ROWS // UNIT, UNIT, A, LANES])
@@ -189,8 +194,8 @@ def _load_columns(
     CUT: gl.constexpr,
 ):  # fmt: skip
     k_ring, q_ring, k_desc, q_desc, dealt, work, sizes = loader
-    step = 0
-    turn = 0
+    place = first_place()
+    team_place = first_place()
     for number in range(turns_of(work, CUT)):
         item, low, high = item_of(number, work, CUT)
         for half in range(halves_of(item, work, CAUSAL)):
@@ -199,16 +204,16 @@ def _load_columns(
             begin, end = _stretch(half, block, low, high, work, sizes, CAUSAL, CUT)
             if not CUT or begin < end:
                 key = block * (TEAMS * ROWS)
-                fill_teams(k_ring, turn, k_desc, batch, head // work.groups, key, D)
+                fill_teams(k_ring, team_place, k_desc, batch, head // work.groups, key, D)
                 for i in range(begin, end):
                     if BINS >= LANES:
                         outer = batch * dealt.batch + head * dealt.head + i * (BINS // LANES)
-                        place = [outer, 0, 0, 0, head * dealt.inner]
+                        at = [outer, 0, 0, 0, head * dealt.inner]
                     else:
-                        place = [batch, head, i * BLOCK, 0]
-                    fill(q_ring, step, STAGES, q_desc, place, BLOCK * D * 2)
-                    step += 1
-                turn += 1
+                        at = [batch, head, i * BLOCK, 0]
+                    fill(q_ring, place, q_desc, at, BLOCK * D * 2)
+                    place = following(place, STAGES)
+                team_place = following(team_place, 2)
 
 
 @gluon.jit
@@ -239,7 +244,7 @@ def _place_of(Kept, program, begins):
 
 @gluon.jit
 def _receive_block(
-    shared, flat, block, part, begin, end, step, turn,
+    shared, flat, block, part, begin, end, place, team_place,
     D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
     UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
@@ -269,14 +274,14 @@ def _receive_block(
             if MAP_PEAK:
                 _put_nothing(MapPeak, cell + row * BINS * units, units, UNIT, BINS)
     cells = Map, MapPeak, units, BINS / (per_bin * BLOCK)
-    k = await_team(k_ring, turn, part, D)
-    for tile in range(begin, start):
-        await_tile(q_ring, step + tile - begin, STAGES)
-        release(q_ring, step + tile - begin, STAGES)
-    step += start - begin
+    k = await_team(k_ring, team_place, part, D)
+    for _ in range(begin, start):
+        await_tile(q_ring, place)
+        release(q_ring, place)
+        place = following(place, STAGES)
     # The first tile by itself: where queries and keys end EVEN, no other is masked.
     drop = gl.load(drop_at + start * BLOCK)
-    s = hopper.warpgroup_mma_wait(0, deps=[product(k, q_ring, step, D, STAGES)])
+    s = hopper.warpgroup_mma_wait(0, deps=[product(k, q_ring, place, D)])
     pooled, largest = _sums(s, drop, c, key_at - start * BLOCK, True, BINS, CAUSAL, MAP_PEAK)
     map_row = start // per_bin if LONG else start * BINS
     next_bin = (map_row + 1) * per_bin
@@ -286,10 +291,10 @@ def _receive_block(
     for tile in range(start + 1, end):
         # Not sooner: the warps of a group wait for each other to release, and here they
         # do so anyway for the product.
-        release(q_ring, step, STAGES)
-        step += 1
+        release(q_ring, place)
+        place = following(place, STAGES)
         drop = gl.load(drop_at + tile * BLOCK)  # on its way during the product
-        s = hopper.warpgroup_mma_wait(0, deps=[product(k, q_ring, step, D, STAGES)])
+        s = hopper.warpgroup_mma_wait(0, deps=[product(k, q_ring, place, D)])
         sums, peaks = _sums(
             s, drop, c, key_at - tile * BLOCK, tile < free, BINS, CAUSAL and not EVEN,
             MAP_PEAK,
@@ -304,8 +309,8 @@ def _receive_block(
             pooled, largest, at = sums, peaks, cell + tile * BINS * units
         _put_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
         received += gl.sum(sums, 1)
-    release(q_ring, step, STAGES)
-    release(k_ring, turn, 2)
+    release(q_ring, place)
+    release(k_ring, team_place)
     if RECEIVED:
         received = gl.sum(received, 1)
         at = first + gl.arange(0, ROWS, received.type.layout)
@@ -314,6 +319,7 @@ def _receive_block(
         else:
             kept = _place_of(Kept, gl.program_id(0), begins)
             gl.store(kept + (at - block * (TEAMS * ROWS)), received)
+    return following(place, STAGES)
 
 
 @gluon.jit
@@ -326,8 +332,8 @@ def _receive(
 ):  # fmt: skip
     """One group of warps: its 64 keys of every block of keys, and all queries."""
     work, sizes = shared[7], shared[8]
-    step = 0
-    turn = 0
+    place = first_place()
+    team_place = first_place()
     for number in range(turns_of(work, CUT)):
         item, low, high = item_of(number, work, CUT)
         for half in range(halves_of(item, work, CAUSAL)):
@@ -335,12 +341,11 @@ def _receive(
             begin, end = _stretch(half, block, low, high, work, sizes, CAUSAL, CUT)
             if not CUT or begin < end:
                 part = part_of(half, PART, CAUSAL)
-                _receive_block(
-                    shared, flat, block, part, begin, end, step, turn, D, STAGES, BINS, UNIT, LONG,
-                    CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK, DONE, CUT,
+                place = _receive_block(
+                    shared, flat, block, part, begin, end, place, team_place, D, STAGES, BINS,
+                    UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK, DONE, CUT,
                 )  # fmt: skip
-                step += end - begin
-                turn += 1
+                team_place = following(team_place, 2)
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])

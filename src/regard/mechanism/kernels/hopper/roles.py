@@ -53,25 +53,46 @@ def ring_of(desc, TILES: gl.constexpr, SLOTS: gl.constexpr, READERS: gl.constexp
 
 
 @gluon.jit
-def fill(ring, step, STAGES: gl.constexpr, desc, at, BYTES: gl.constexpr):
-    """Have a tile loaded once its place is free: the ``step``-th that goes through a ring."""
-    slot = step % STAGES
-    mbarrier.wait(ring[2].index(slot), (step // STAGES & 1) ^ 1)
-    full = ring[1].index(slot)
+def first_place():
+    """Where a ring begins; see ``following``."""
+    return gl.to_tensor(0), gl.to_tensor(0)
+
+
+@gluon.jit
+def following(place, STAGES: gl.constexpr):
+    """The place after one in a ring: its number, and whether that is an odd time round."""
+    slot, odd = place
+    last = slot == STAGES - 1
+    return gl.where(last, 0, slot + 1), gl.where(last, odd ^ 1, odd)
+
+
+@gluon.jit
+def await_room(ring, place):
+    """A tile's place and its barrier, once all readers are through with what was there."""
+    slot, odd = place
+    mbarrier.wait(ring[2].index(slot), odd ^ 1)
+    return ring[0].index(slot), ring[1].index(slot)
+
+
+@gluon.jit
+def fill(ring, place, desc, at, BYTES: gl.constexpr):
+    """Have a tile loaded once its place is free."""
+    tile, full = await_room(ring, place)
     mbarrier.expect(full, BYTES)
-    tma.async_copy_global_to_shared(desc, at, full, ring[0].index(slot))
+    tma.async_copy_global_to_shared(desc, at, full, tile)
 
 
 @gluon.jit
-def await_tile(ring, step, STAGES: gl.constexpr):
-    """The place of a tile, once it is loaded."""
-    mbarrier.wait(ring[1].index(step % STAGES), step // STAGES & 1)
-    return ring[0].index(step % STAGES)
+def await_tile(ring, place):
+    """A tile, once it is loaded."""
+    slot, odd = place
+    mbarrier.wait(ring[1].index(slot), odd)
+    return ring[0].index(slot)
 
 
 @gluon.jit
-def release(ring, step, STAGES: gl.constexpr):
-    mbarrier.arrive(ring[2].index(step % STAGES), count=1)
+def release(ring, place):
+    mbarrier.arrive(ring[2].index(place[0]), count=1)
 
 
 @gluon.jit
@@ -216,27 +237,27 @@ def may_see(s, query_at, key, keys, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def fill_teams(ring, turn, desc, batch, head, row, D: gl.constexpr):
+def fill_teams(ring, place, desc, batch, head, row, D: gl.constexpr):
     """Have the rows of a block loaded, those of each team as a tile."""
-    slot = turn % 2
-    mbarrier.wait(ring[2].index(slot), (turn // 2 & 1) ^ 1)
-    full = ring[1].index(slot)
+    _, full = await_room(ring, place)
     mbarrier.expect(full, TEAMS * ROWS * D * 2)
     for part in gl.static_range(TEAMS):
-        tile = ring[0].index(slot * TEAMS + part)
+        tile = ring[0].index(place[0] * TEAMS + part)
         tma.async_copy_global_to_shared(desc, [batch, head, row + part * ROWS, 0], full, tile)
 
 
 @gluon.jit
-def await_team(ring, turn, part, D: gl.constexpr):
-    mbarrier.wait(ring[1].index(turn % 2), turn // 2 & 1)
-    return ring[0].index(turn % 2 * TEAMS + part).reshape([ROWS, D])
+def await_team(ring, place, part, D: gl.constexpr):
+    """The rows of a team, once they are loaded."""
+    slot, odd = place
+    mbarrier.wait(ring[1].index(slot), odd)
+    return ring[0].index(slot * TEAMS + part).reshape([ROWS, D])
 
 
 @gluon.jit
-def product(rows, ring, step, D: gl.constexpr, STAGES: gl.constexpr):
-    """The scores of a team's rows and the next tile, on their way."""
+def product(rows, ring, place, D: gl.constexpr):
+    """The scores of a team's rows and a tile, on their way."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     zeros = gl.zeros([ROWS, BLOCK], gl.float32, layout)
-    tile = await_tile(ring, step, STAGES).reshape([BLOCK, D]).permute((1, 0))
+    tile = await_tile(ring, place).reshape([BLOCK, D]).permute((1, 0))
     return hopper.warpgroup_mma(rows, tile, zeros, use_acc=False, is_async=True)
