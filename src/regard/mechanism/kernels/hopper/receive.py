@@ -274,13 +274,13 @@ def _receive_block(
             if MAP_PEAK:
                 _put_nothing(MapPeak, cell + row * BINS * units, units, UNIT, BINS)
     cells = Map, MapPeak, units, BINS / (per_bin * BLOCK)
+    drop = gl.load(drop_at + start * BLOCK)
     k = await_team(k_ring, team_place, part, D)
     for _ in range(begin, start):
         await_tile(q_ring, place)
         release(q_ring, place)
         place = following(place, STAGES)
     # The first tile by itself: where queries and keys end EVEN, no other is masked.
-    drop = gl.load(drop_at + start * BLOCK)
     s = hopper.warpgroup_mma_wait(0, deps=[product(k, q_ring, place, D)])
     pooled, largest = _sums(s, drop, c, key_at - start * BLOCK, True, BINS, CAUSAL, MAP_PEAK)
     map_row = start // per_bin if LONG else start * BINS
@@ -289,11 +289,11 @@ def _receive_block(
     _put_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
     received = gl.sum(pooled, 1)  # [keys, LANES]
     for tile in range(start + 1, end):
+        drop = gl.load(drop_at + tile * BLOCK)  # here, so that no warp waits for others first
         # Not sooner: the warps of a group wait for each other to release, and here they
         # do so anyway for the product.
         release(q_ring, place)
         place = following(place, STAGES)
-        drop = gl.load(drop_at + tile * BLOCK)  # on its way during the product
         s = hopper.warpgroup_mma_wait(0, deps=[product(k, q_ring, place, D)])
         sums, peaks = _sums(
             s, drop, c, key_at - tile * BLOCK, tile < free, BINS, CAUSAL and not EVEN,
