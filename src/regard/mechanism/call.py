@@ -26,7 +26,7 @@ TRANSFORMED = (
 )
 
 
-class Call(NamedTuple):  # of the ways to hold ten things the fastest to make
+class Call(NamedTuple):  # of the ways to hold so many things the fastest to make
     """One attention call, checked, with all tensors as [batch, heads, length, dim]."""
 
     query: Tensor  # [batch, heads, queries, dim]
@@ -39,11 +39,7 @@ class Call(NamedTuple):  # of the ways to hold ten things the fastest to make
     dropout: float
     see: See | None
     extent: Extent
-
-    @property
-    def groups(self) -> int:
-        """How many query heads share one head of keys and values."""
-        return self.extent.heads // max(self.key.shape[1], 1)
+    groups: int  # query heads that share one head of keys and values
 
     @property
     def wants_gradient(self) -> bool:
@@ -68,7 +64,7 @@ class Call(NamedTuple):  # of the ways to hold ten things the fastest to make
     @property
     def empty(self) -> bool:
         """Whether there is nothing to compute: a size is 0."""
-        return not (self.query.numel() and self.key.numel() and self.value.numel())
+        return not (self.extent.heads and self.extent.queries and self.value.numel())
 
 
 def check(
@@ -156,7 +152,8 @@ def check(
                 f"see takes See(...), as in See(entropy=True), not {type(see).__name__}."
             )
         see.check(extent)
-    return Call(query, key, value, mask, bias, scale, softcap, dropout, see, extent)
+    groups = heads // (key_heads or 1)
+    return Call(query, key, value, mask, bias, scale, softcap, dropout, see, extent, groups)
 
 
 def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
