@@ -93,6 +93,12 @@ def _exchanged(rows, parts, lanes):
 
 
 @gluon.jit
+def _over(x, axis: gl.constexpr, LARGEST: gl.constexpr):
+    """The LARGEST along an axis, or the sum."""
+    return gl.max(x, axis) if LARGEST else gl.sum(x, axis)
+
+
+@gluon.jit
 def _over_rows(x, LARGEST: gl.constexpr):
     """Of [warps, rows, parts, lanes] what all rows of a warp have: [warps, parts * lanes].
 
@@ -105,11 +111,10 @@ def _over_rows(x, LARGEST: gl.constexpr):
     if R > 0 and P > 0:
         pairs = gl.reshape(x, [WARPS, 2, R, P, 2, N])
         pairs = gl.convert_layout(pairs, _exchanged(R, P, N))
-        half = gl.max(pairs, 1) if LARGEST else gl.sum(pairs, 1)
-        found = _over_rows(gl.reshape(half, [WARPS, R, P, 2 * N]), LARGEST)
+        half = gl.reshape(_over(pairs, 1, LARGEST), [WARPS, R, P, 2 * N])
+        found = _over_rows(half, LARGEST)
     else:
-        found = gl.max(x, 1) if LARGEST else gl.sum(x, 1)
-        found = gl.reshape(found, [WARPS, x.shape[2] * N])
+        found = gl.reshape(_over(x, 1, LARGEST), [WARPS, x.shape[2] * N])
     return found
 
 
@@ -125,14 +130,13 @@ def _put(
     A: gl.constexpr = sums.shape[1]
     if BINS >= LANES:
         cells = gl.reshape(sums, [ROWS // BAND, BAND // UNIT, UNIT // 8, 8, A, LANES])
-        cells = gl.max(cells, 2) if LARGEST else gl.sum(cells, 2)
-        cells = gl.permute(cells, (0, 2, 1, 3, 4))
+        cells = gl.permute(_over(cells, 2, LARGEST), (0, 2, 1, 3, 4))
         cells = gl.reshape(cells, [ROWS // BAND, 8, BAND // UNIT * A, LANES])
         cells = _over_rows(cells, LARGEST)
         cells = gl.reshape(cells, [ROWS // UNIT, BINS])
     else:
         cells = gl.reshape(sums, [ROWS // UNIT, UNIT, A, LANES])
-        cells = gl.max(gl.max(cells, 1), 2) if LARGEST else gl.sum(gl.sum(cells, 1), 2)
+        cells = _over(_over(cells, 1, LARGEST), 2, LARGEST)
     if DONE and not LARGEST:
         cells = cells * per_query
     unit = gl.arange(0, ROWS // UNIT, gl.SliceLayout(1, cells.type.layout))
@@ -289,9 +293,9 @@ def _receive_block(
     _put_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
     received = gl.sum(pooled, 1)  # [keys, LANES]
     for tile in range(start + 1, end):
-        drop = gl.load(drop_at + tile * BLOCK)  # here, so that no warp waits for others first
-        # Not sooner: the warps of a group wait for each other to release, and here they
-        # do so anyway for the product.
+        drop = gl.load(drop_at + tile * BLOCK)
+        # Not before the tile is through: the warps of a group wait for each other to release, and
+        # here they do so anyway for the product. What is loaded after that wait comes too late.
         release(q_ring, place)
         place = following(place, STAGES)
         s = hopper.warpgroup_mma_wait(0, deps=[product(k, q_ring, place, D)])
