@@ -106,6 +106,12 @@ class Pointer:
     def __getitem__(self, key: Any) -> Pointer:
         return Pointer(self.tensor, self.at[key])
 
+    def to(self, dtype: torch.dtype) -> Pointer:
+        """The same places, counted in elements of another size."""
+        bytes_at = self.at * self.tensor.element_size()
+        assert not bool((bytes_at % dtype.itemsize).any()), "a place between two elements"
+        return Pointer(self.tensor.view(-1).view(dtype), bytes_at // dtype.itemsize)
+
 
 class Shared:
     """Shared memory, or a part of it."""
@@ -367,6 +373,7 @@ def _language() -> SimpleNamespace:
     return SimpleNamespace(
         **dict.fromkeys(layouts, Layout),
         float32=torch.float32, int64=torch.int64, int32=torch.int32, int8=torch.int8,
+        uint32=torch.int64, pointer_type=lambda dtype: dtype,  # no place is below 0
         constexpr=lambda value: value,
         program_id=lambda axis: Block(_machine.program[axis]),
         num_programs=lambda axis: Block(_machine.grid[axis]),

@@ -348,10 +348,10 @@ def test_infinite_scores_stay_in_their_row(row: int) -> None:
 
 # How many candidates each lane of a row has, below, at and beyond what there is room for, and what
 # is put in order at a time.
-FIT = 20
+FIT = 36
 CROWDS = [
-    (20, 20, 0, 0), (21, 20, 0, 0), (4, 4, 4, 4), (5, 4, 4, 4), (8, 8, 8, 8), (9, 8, 8, 8),
-    (20, 20, 20, 20), (0, 0, 20, 21), (25, 8, 4, 4), (0, 21, 0, 20), (2, 2, 2, 2),
+    (36, 36, 0, 0), (37, 36, 0, 0), (8, 8, 8, 8), (9, 8, 8, 8), (16, 16, 16, 16), (17, 16, 16, 16),
+    (36, 36, 36, 20), (0, 0, 36, 37), (41, 8, 4, 4), (0, 37, 0, 36), (2, 2, 2, 2),
 ]  # fmt: skip
 
 
@@ -374,9 +374,11 @@ def crowded(crowd: tuple[int, ...], keys: int, seed: int) -> Tensor:
 
 
 def test_room_for_top_keys_ends_where_it_should() -> None:
-    keys, queries, width = 512, 256, 128
-    # A query looks at one column of the keys.
-    whose = torch.arange(queries) % width
+    keys, queries, width = 1024, 256, 128
+    # A query looks at one column of the keys: at first the same as the query eight rows below, with
+    # which it shares room, then another.
+    row = torch.arange(queries)
+    whose = torch.where(row < 128, row // 16 * 8 + row % 8, row % width)
     column = [crowded(CROWDS[at % len(CROWDS)], keys, at) for at in range(width)]
     key = torch.stack(column, -1).expand(2, 2, -1, -1).to(DEVICE, DTYPES[0]).contiguous()
     query = 8.0 * torch.nn.functional.one_hot(whose, width)
@@ -393,7 +395,10 @@ def test_room_for_top_keys_ends_where_it_should() -> None:
     left = torch.full((2, 2, queries), 7, device=DEVICE, dtype=torch.int8)
     some = {name: torch.full_like(tensor, -7) for name, tensor in picked.items()}
     specialised.top(query, key, found["lse"], found["bar"], form, 8, some, left)
-    crowd = torch.tensor([CROWDS[at % len(CROWDS)] for at in whose.tolist()], device=DEVICE)
+    reach = scores >= found["bar"][0, 0, :, None]
+    both = reach.view(queries // 16, 2, 8, keys // 8, 4, 2).any(1, keepdim=True).any(-1)
+    crowd = both.sum(3).expand(-1, 2, -1, -1).reshape(queries, 4)  # what each lane of two rows has
+    assert {FIT, FIT + 1} <= set(crowd.amax(1).tolist())
     expected = (crowd > FIT).any(1)
     assert torch.equal(left, expected.to(torch.int8).expand_as(left))
     for name, tensor in some.items():

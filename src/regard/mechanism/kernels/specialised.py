@@ -29,7 +29,7 @@ ROWS = 64  # as in hopper/
 BLOCK = 128
 LANES, PAIR = 4, 2
 PLACES = 8  # top keys that can be asked for
-ROOM, RECORD = 24, 8  # fours of scores a lane can collect, and numbers each takes
+ROOM, RECORD = 40, 8  # fours of scores a lane can collect of two rows, and numbers each takes
 TEAMS = 4  # groups of warps that share tiles
 STAGES = 2  # tiles of keys and of values that are loaded ahead
 TILE_STAGES = {64: 8, 128: 3}  # tiles of queries in the second pass, of keys for the top ones
@@ -399,7 +399,7 @@ def top(
     keys = key.shape[2]
     causal = structure.kind == CAUSAL
     work = _work(query, key, queries, TEAMS * ROWS, structure)
-    room = lse.new_empty(work.programs * TEAMS * ROWS, LANES, ROOM, RECORD)
+    room = lse.new_empty(work.programs * TEAMS * ROWS // 2, LANES, ROOM, RECORD)
     _kernels().top[(work.programs,)](
         _described(query, ROWS), _described(key, BLOCK), bar, lse, room, left, *found.values(),
         *work, queries, keys, -(-keys // BLOCK), count, structure.scale * LOG2E, D=width,

@@ -140,11 +140,13 @@ def _parts(D, CAUSAL, DISTANCE, BAR):
     """How many parts a tile's sums have: of weights, for entropy and distance. By measurement."""
     if not DISTANCE:
         return (1, 4, 1) if D == 64 and CAUSAL else (1, 1, 1)
+    if BAR and (D == 64) != CAUSAL:
+        return (2, 4, 1)
     if BAR:
         return (1, 4, 4) if CAUSAL else (4, 1, 4)
     if D == 64:
-        return (4, 4, 4) if CAUSAL else (1, 4, 4)
-    return (4, 1, 4) if CAUSAL else (1, 1, 1)
+        return (1, 2, 2)
+    return (1, 4, 2) if CAUSAL else (1, 1, 1)
 
 
 @gluon.jit

@@ -10,6 +10,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from regard.mechanism.kernels.hopper.roles import (
+    BAND,
     BLOCK,
     CHANGING,
     LANES,
@@ -39,12 +40,14 @@ from regard.mechanism.kernels.hopper.roles import (
 )
 from regard.mechanism.kernels.structure import Work
 
-ROOM = gl.constexpr(24)  # records of a row that a thread can collect
+ROOM = gl.constexpr(40)  # records of two rows that a thread can collect
 SURE = gl.constexpr(4)  # how many it may store before it looks for room: it stops with fewer left
-RECORD = gl.constexpr(8)  # numbers of one: two pairs of scores, the first key, and nothing
+RECORD = gl.constexpr(8)  # numbers of one: a pair of scores of each row, the first key, and nothing
+SIZE = gl.constexpr(RECORD * 4)  # bytes of one
 FOUR = gl.constexpr(4)  # scores of a record
+BOTH = gl.constexpr(ROWS // 2)  # pairs of rows: a thread has some of each of its two
 BEYOND = gl.constexpr(0x7FFFFFFF)  # every key
-SLOTS = gl.constexpr(16)  # records of a row that are put in order at a time
+SLOTS = gl.constexpr(32)  # records of two rows that are put in order at a time
 PLACES = gl.constexpr(8)  # of a row that can be asked for
 
 
@@ -77,81 +80,111 @@ def _last_tile(row, offset, tiles, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _in_pairs(s):
-    """Scores by lanes, and by neighbours: [ROWS, LANES, ., PAIR]."""
-    return gl.reshape(s, [ROWS, LANES, s.shape[2] // PAIR, PAIR])
+def _in_fours(s):
+    """Scores by lanes, of two rows side by side as a thread holds them: [BOTH, LANES, ., FOUR]."""
+    N: gl.constexpr = s.shape[2] // PAIR
+    parts = gl.reshape(s, [ROWS // BAND, 2, BAND // 2, LANES, N, PAIR])
+    return gl.reshape(gl.permute(parts, (0, 2, 3, 4, 1, 5)), [BOTH, LANES, N, FOUR])
 
 
 @gluon.jit
-def _store_pair(pair, slot, reaches):
-    layout: gl.constexpr = pair.type.layout
-    near = gl.arange(0, PAIR, along(layout, 3, 2))[None, None, :]
-    slot = gl.convert_layout(slot, gl.SliceLayout(2, layout))[:, :, None]
-    reaches = gl.convert_layout(reaches, gl.SliceLayout(2, layout))[:, :, None]
-    gl.store(slot + near, pair, mask=reaches)
+def _in_rows(x, COUNT: gl.constexpr, EACH: gl.constexpr):
+    """[BOTH, ., both rows, .] as [ROWS, ., .]."""
+    parts = gl.permute(gl.reshape(x, [ROWS // BAND, BAND // 2, COUNT, 2, EACH]), (0, 3, 1, 2, 4))
+    return gl.reshape(parts, [ROWS, COUNT, EACH])
 
 
 @gluon.jit
-def _keep(pairs, bar, used, room, key, FIRST: gl.constexpr):
-    """Store those of a thread's scores that reach the bar, with three others each, and their key.
+def _of_both(x):
+    """What each row has, as what the one and the other row of two have: [BOTH, 1]."""
+    parts = gl.permute(gl.reshape(x, [ROWS // BAND, 2, BAND // 2]), (0, 2, 1))
+    one, other = gl.split(gl.reshape(parts, [BOTH, 2]))
+    return one[:, None], other[:, None]
 
-    ``pairs`` is [rows, LANES, ., PAIR], ``used`` how many numbers were stored: [rows, LANES].
-    Where there might be no more room, nothing is stored.
+
+@gluon.jit
+def _keep(fours, bars, at, last, room, key, FIRST: gl.constexpr):
+    """Store the fours of a thread in which a score reaches its row's bar, and their first key.
+
+    ``fours`` is [BOTH, LANES, ., FOUR]. ``at`` is the thread's next place in ``room``, [BOTH,
+    LANES]: in bytes and without a sign, so that an address is one addition. Beyond ``last`` there
+    might be no room for the next SURE, and nothing is stored.
     """
-    N: gl.constexpr = pairs.shape[2]
-    if N == 2 * SURE:
-        bar = gl.where(used <= (ROOM - SURE) * RECORD, bar, float("nan"))  # which none reaches
-    halves = gl.permute(gl.reshape(pairs, [ROWS, LANES, 2, N // 2, PAIR]), (0, 1, 3, 4, 2))
-    near, far = gl.split(halves)
-    if N > 2:
-        used = _keep(near, bar, used, room, key, FIRST)
-        used = _keep(far, bar, used, room, key, FIRST + N // 2)
+    N: gl.constexpr = fours.shape[2]
+    if N == SURE:
+        free = at <= last
+        none = float("nan")  # which no score reaches
+        bars = gl.where(free, bars[0], none), gl.where(free, bars[1], none)
+    if N > 1:
+        halves = gl.reshape(fours, [BOTH, LANES, 2, N // 2, FOUR])
+        near, far = gl.split(gl.permute(halves, (0, 1, 3, 4, 2)))
+        at = _keep(near, bars, at, last, room, key, FIRST)
+        at = _keep(far, bars, at, last, room, key, FIRST + N // 2)
     else:
-        near, far = gl.reshape(near, [ROWS, LANES, PAIR]), gl.reshape(far, [ROWS, LANES, PAIR])
-        high = gl.maximum(gl.max(near, 2), gl.max(far, 2))
-        reaches = gl.convert_layout(high, used.type.layout) >= bar
-        slot = room + used
-        _store_pair(near, slot, reaches)
-        _store_pair(far, slot + PAIR, reaches)
+        of_lanes: gl.constexpr = at.type.layout
+        one, other = gl.split(gl.max(gl.reshape(fours, [BOTH, LANES, 2, PAIR]), 3))
+        reaches = gl.convert_layout(one, of_lanes) >= bars[0]
+        reaches = reaches | (gl.convert_layout(other, of_lanes) >= bars[1])
+        slot = (room + at.to(gl.uint32)).to(gl.pointer_type(gl.float32))
         which = key + FIRST * (LANES * PAIR)
-        gl.store(slot + 2 * PAIR, which.to(gl.float32, bitcast=True), mask=reaches)
-        used = gl.where(reaches, used + RECORD, used)
-    return used
+        gl.store(slot + FOUR, which.to(gl.float32, bitcast=True), mask=reaches)
+        four = gl.reshape(fours, [BOTH, LANES, FOUR])
+        of_fours: gl.constexpr = gl.SliceLayout(2, four.type.layout)
+        slots = gl.convert_layout(slot, of_fours)[:, :, None]
+        slots += gl.arange(0, FOUR, along(four.type.layout, 3, 2))[None, None, :]
+        gl.store(slots, four, mask=gl.convert_layout(reaches, of_fours)[:, :, None])
+        at = gl.where(reaches, at + SIZE, at)
+    return at
 
 
 @gluon.constexpr_function
-def _records(slots):
-    """Records of rows, [ROWS, slots, FOUR]: a thread has a share of the two rows it multiplies."""
+def _records():
+    """Records of two rows, [BOTH, SLOTS, FOUR]: a thread has a share of the rows it multiplies."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
+        [[0, 8, 0], [0, 16, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[8, 0, 0], [16, 0, 0]],
+        [],
+        [32, 32, 4],
+    )
+
+
+@gluon.constexpr_function
+def _of_rows(slots):
+    """The same of each row: [ROWS, slots, PAIR]."""
     share = slots // 4
     return gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], *[[0, slot, 0] for slot in (1, 2, 4) if slot < share], [8, 0, 0]],
+        [[0, 0, 1], *[[0, slot, 0] for slot in (1, 2, 4) if slot < share], [8, 0, 0]],
         [[0, share, 0], [0, 2 * share, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         [[16, 0, 0], [32, 0, 0]],
         [],
-        [64, slots, 4],
+        [64, slots, 2],
     )
 
 
 @gluon.jit
-def _order(Found, row, records, count):
+def _order(Found, both, records, count):
     """The ``count`` highest of what was collected and their keys, in order: [ROWS, PLACES].
 
-    ``records`` says how many each thread has: [ROWS, LANES].
+    ``records`` says how many each thread has: [BOTH, LANES].
     """
-    layout: gl.constexpr = _records(SLOTS)
+    layout: gl.constexpr = _records()
+    by_rows: gl.constexpr = _of_rows(SLOTS)
     of_slots: gl.constexpr = gl.SliceLayout(2, layout)
-    of_places: gl.constexpr = gl.SliceLayout(2, _records(PLACES))
-    of_rows: gl.constexpr = gl.SliceLayout(1, of_slots)
+    of_places: gl.constexpr = gl.SliceLayout(2, _of_rows(PLACES))
+    of_slots_of_rows: gl.constexpr = gl.SliceLayout(2, by_rows)
+    of_rows: gl.constexpr = gl.SliceLayout(1, of_slots_of_rows)
+    of_both: gl.constexpr = gl.SliceLayout(1, of_slots)
     thread = gl.arange(0, LANES, gl.SliceLayout(0, records.type.layout))[None, :]
     first = gl.sum(gl.where(thread < 1, records, 0), 1)
     second = gl.sum(gl.where(thread < 2, records, 0), 1)
     third = gl.sum(gl.where(thread < 3, records, 0), 1)
     last = gl.sum(records, 1)
     most = gl.max(last, 0)
-    first, second = gl.convert_layout(first, of_rows), gl.convert_layout(second, of_rows)
-    third, last = gl.convert_layout(third, of_rows), gl.convert_layout(last, of_rows)
+    first, second = gl.convert_layout(first, of_both), gl.convert_layout(second, of_both)
+    third, last = gl.convert_layout(third, of_both), gl.convert_layout(last, of_both)
     first, second, third, last = first[:, None], second[:, None], third[:, None], last[:, None]
-    row = gl.convert_layout(row, of_rows)[:, None]
+    both = gl.convert_layout(both, of_both)[:, None]
     four = gl.arange(0, FOUR, along(layout, 3, 2))[None, None, :]
     place = gl.arange(0, PLACES, gl.SliceLayout(0, of_places))[None, :]
     highest = gl.full([ROWS, PLACES], NOTHING, gl.float32, of_places)
@@ -159,32 +192,39 @@ def _order(Found, row, records, count):
     # Nearly all rows have no more than SLOTS; where some have, theirs compete with the best so far.
     for start in range(0, most, SLOTS):
         number = start + gl.arange(0, SLOTS, gl.SliceLayout(0, of_slots))[None, :]
-        lane = gl.where(number < second, 1, gl.where(number < third, 2, 3))
-        lane = gl.where(number < first, 0, lane)
-        before = gl.where(number < second, first, gl.where(number < third, second, third))
-        before = gl.where(number < first, 0, before)
-        at = Found + ((row * LANES + lane) * ROOM + number - before) * RECORD
+        skip = gl.where(number < third, 2 * ROOM - second, 3 * ROOM - third)
+        skip = gl.where(number < second, ROOM - first, skip)
+        skip = gl.where(number < first, 0, skip)
+        at = Found + (both * (LANES * ROOM) + number + skip) * RECORD
         there = number < last
         s = gl.load(at[:, :, None] + four, mask=there[:, :, None], other=NOTHING)
+        near, far = gl.split(gl.convert_layout(_in_rows(s, SLOTS, PAIR), by_rows))
         key = gl.load(at + FOUR, mask=there, other=0.0).to(gl.int32, bitcast=True)
-        key = key[:, :, None] + (four // PAIR * (LANES * PAIR) + four % PAIR)
+        key = gl.reshape(_in_rows(gl.join(key, key), SLOTS, 1), [ROWS, SLOTS])
+        # Of each pair the higher one, its key, and the other one until it is its turn.
+        key = gl.convert_layout(key, of_slots_of_rows)
+        key = gl.where(near >= far, key, key + 1)
+        s, other = gl.maximum(near, far), gl.minimum(near, far)
         rest, rest_keys = highest, chosen
         for i in range(count):
-            mine = gl.max(gl.reshape(gl.max(s, 2), [ROWS, LANES, SLOTS // LANES]), 2)
+            mine = gl.max(gl.reshape(s, [ROWS, LANES, SLOTS // LANES]), 2)
             also = gl.max(gl.reshape(rest, [ROWS, LANES, PLACES // LANES]), 2)
             top = gl.max(gl.maximum(mine, gl.convert_layout(also, mine.type.layout)), 1)
-            of_new = gl.convert_layout(top, of_rows)[:, None, None]
+            of_new = gl.convert_layout(top, of_rows)[:, None]
             of_old = gl.convert_layout(top, gl.SliceLayout(1, of_places))[:, None]
             highest = gl.where(place == i, of_old, highest)
-            mine = gl.min(gl.where(s == of_new, key, BEYOND), 2)
+            mine = gl.where(s == of_new, key, BEYOND)
             mine = gl.min(gl.reshape(mine, [ROWS, LANES, SLOTS // LANES]), 2)
             also = gl.where(rest == of_old, rest_keys, BEYOND)
             also = gl.min(gl.reshape(also, [ROWS, LANES, PLACES // LANES]), 2)
             which = gl.min(gl.minimum(mine, gl.convert_layout(also, mine.type.layout)), 1)
-            of_new = gl.convert_layout(which, of_rows)[:, None, None]
+            of_new = gl.convert_layout(which, of_rows)[:, None]
             of_old = gl.convert_layout(which, gl.SliceLayout(1, of_places))[:, None]
             chosen = gl.where(place == i, of_old, chosen)
-            s = gl.where(key == of_new, NOTHING, s)
+            taken = key == of_new
+            s = gl.where(taken, other, s)
+            other = gl.where(taken, NOTHING, other)
+            key = gl.where(taken, key ^ 1, key)
             rest = gl.where(rest_keys == of_old, NOTHING, rest)
     return highest, chosen
 
@@ -200,13 +240,15 @@ def _find(
     queries, keys, offset, tiles, count, c = sizes
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     none = by_lanes(gl.zeros([ROWS, BLOCK], gl.float32, layout))
-    of_lanes: gl.constexpr = gl.max(none, 2).type.layout
+    of_lanes: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, _in_fours(none).type.layout))
     of_rows: gl.constexpr = along(none.type.layout, 3, 0)
-    of_places: gl.constexpr = gl.SliceLayout(2, _records(PLACES))
+    of_places: gl.constexpr = gl.SliceLayout(2, _of_rows(PLACES))
     lane = gl.arange(0, LANES, gl.SliceLayout(0, of_lanes))[None, :]
-    here = gl.program_id(0) * (TEAMS * ROWS) + PART * ROWS
-    here += gl.arange(0, ROWS, gl.SliceLayout(1, of_lanes))
-    room = Found + (here[:, None] * LANES + lane) * (ROOM * RECORD)
+    here = gl.program_id(0) * (TEAMS * BOTH) + PART * BOTH
+    here += gl.arange(0, BOTH, gl.SliceLayout(1, of_lanes))
+    room = Found.to(gl.pointer_type(gl.int8))
+    mine = (here[:, None] * LANES + lane) * (ROOM * SIZE)
+    full = mine + (ROOM - SURE) * SIZE
     place = first_place()
     q_place = first_place()
     for number in range(turns_of(work, False)):
@@ -216,42 +258,44 @@ def _find(
             part = part_of(half, PART, CAUSAL)
             row = block * (TEAMS * ROWS) + part * ROWS
             first = flat.to(gl.int64) * queries
-            query_at = row + gl.arange(0, ROWS, of_rows) + offset
-            rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, of_lanes))
-            bar = gl.load(Bar + first + rows, mask=rows < queries, other=float("nan"))[:, None]
-            used = gl.zeros([ROWS, LANES], gl.int32, of_lanes)
+            rows = row + gl.arange(0, ROWS, of_rows)
+            query_at = rows + offset
+            bars = _of_both(gl.load(Bar + first + rows, mask=rows < queries, other=float("nan")))
+            bars = gl.convert_layout(bars[0], of_lanes), gl.convert_layout(bars[1], of_lanes)
+            at = mine
             last = _last_tile(row, offset, tiles, CAUSAL)
+            careful = last + 1 if CAUSAL and not EVEN else 1  # tiles in which some pair is masked
             q = await_team(q_ring, q_place, part, D)
             ahead = _last_tile(row + (TEAMS - 1 - part) * ROWS, offset, tiles, CAUSAL) - last
             for _ in range(ahead):
                 await_tile(k_ring, place)
                 release(k_ring, place)
                 place = following(place, STAGES)
-            s = hopper.warpgroup_mma_wait(0, deps=[product(q, k_ring, place, D)])
-            key = last * BLOCK
-            scores = by_lanes(s)
-            if CAUSAL or not EVEN:
-                seen = may_see(scores, query_at, key, keys, CAUSAL)
-                scores = gl.where(seen, scores, NOTHING)
-            used = _keep(_in_pairs(scores), bar, used, room, key + lane * PAIR, 0)
-            for tile in range(1, last + 1):
-                key = (last - tile) * BLOCK
-                release(k_ring, place)
-                place = following(place, STAGES)
+            # One loop for all tiles: the first by itself is a fifth more code, and takes longer.
+            for tile in range(last + 1):
+                if tile > 0:
+                    release(k_ring, place)
+                    place = following(place, STAGES)
                 s = hopper.warpgroup_mma_wait(0, deps=[product(q, k_ring, place, D)])
+                key = (last - tile) * BLOCK
                 scores = by_lanes(s)
-                if CAUSAL and not EVEN:
-                    seen = may_see(scores, query_at, key, keys, CAUSAL)
-                    scores = gl.where(seen, scores, NOTHING)
-                used = _keep(_in_pairs(scores), bar, used, room, key + lane * PAIR, 0)
+                if CAUSAL or not EVEN:
+                    if tile < careful:
+                        seen = may_see(scores, query_at, key, keys, CAUSAL)
+                        scores = gl.where(seen, scores, NOTHING)
+                at = _keep(_in_fours(scores), bars, at, full, room, key + lane * PAIR, 0)
             release(k_ring, place)
             release(q_ring, q_place)
             place = following(place, STAGES)
             q_place = following(q_place, 2)
 
-            records = used // RECORD
-            full = gl.max(records, 1) > ROOM - SURE
-            gl.store(Left + first + rows, full.to(gl.int8), mask=rows < queries)
+            records = (at - mine) // SIZE
+            left = (gl.max(records, 1) > ROOM - SURE).to(gl.int8)[:, None]
+            one, other = _of_both(rows)
+            one = gl.convert_layout(one, left.type.layout)
+            other = gl.convert_layout(other, left.type.layout)
+            gl.store(Left + first + one, left, mask=one < queries)
+            gl.store(Left + first + other, left, mask=other < queries)
             rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, of_places))
             lse = gl.load(Lse + first + rows, mask=rows < queries, other=0.0) * (1 / LN2)
             gl.thread_barrier()  # what the threads of a row stored, all of them read
@@ -260,10 +304,10 @@ def _find(
             rank = gl.arange(0, PLACES, gl.SliceLayout(0, of_places))[None, :]
             real = highest > LOWEST
             weights = gl.where(real, gl.exp2(highest * c - lse[:, None]), 0.0)
-            at = (first + rows)[:, None] * count + rank
+            to = (first + rows)[:, None] * count + rank
             mask = (rows < queries)[:, None] & (rank < count)
-            gl.store(Weights + at, weights, mask=mask)
-            gl.store(Keys + at, gl.where(real, chosen, -1).to(gl.int64), mask=mask)
+            gl.store(Weights + to, weights, mask=mask)
+            gl.store(Keys + to, gl.where(real, chosen, -1).to(gl.int64), mask=mask)
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "tiles"])

@@ -9,6 +9,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
 from regard.mechanism.kernels.hopper.roles import (
+    BAND,
     BLOCK,
     CHANGING,
     LANES,
@@ -36,8 +37,6 @@ from regard.mechanism.kernels.hopper.roles import (
     within,
 )
 from regard.mechanism.kernels.structure import Sizes, Work
-
-BAND = gl.constexpr(16)  # rows of a product that a warp holds: a thread has two, 8 apart
 
 
 @gluon.jit
@@ -165,7 +164,7 @@ def _put_nothing(Cells, at, units, UNIT: gl.constexpr, BINS: gl.constexpr):
     unit = gl.arange(0, ROWS // UNIT, gl.SliceLayout(1, layout))
     bin_at = gl.arange(0, BINS, gl.SliceLayout(0, layout))
     nothing = gl.zeros([ROWS // UNIT, BINS], gl.float32, layout)
-    gl.store(Cells + at + bin_at[None, :] * units + unit[:, None], nothing)
+    gl.store(Cells + (at + bin_at[None, :] * units + unit[:, None]), nothing)  # in 32 bits
 
 
 @gluon.jit
@@ -274,9 +273,9 @@ def _receive_block(
     begins = begin == _begin(block, sizes, CAUSAL)
     if MAP and DONE and CAUSAL:
         for row in range(gl.where(begins, 0, begin) // per_bin, start // per_bin):
-            _put_nothing(Map, cell + row * BINS * units, units, UNIT, BINS)
+            _put_nothing(Map + cell, row * BINS * units, units, UNIT, BINS)
             if MAP_PEAK:
-                _put_nothing(MapPeak, cell + row * BINS * units, units, UNIT, BINS)
+                _put_nothing(MapPeak + cell, row * BINS * units, units, UNIT, BINS)
     cells = Map, MapPeak, units, BINS / (per_bin * BLOCK)
     drop = gl.load(drop_at + start * BLOCK)
     k = await_team(k_ring, team_place, part, D)

@@ -25,6 +25,7 @@ LN2 = gl.constexpr(0.6931471805599453)
 NOTHING = gl.constexpr(-3.0e38)  # as in tiles.py
 LOWEST = gl.constexpr(-1.0e37)
 ROWS = gl.constexpr(64)  # of a product that a group of four warps holds
+BAND = gl.constexpr(16)  # rows of those that a warp holds: a thread has two, 8 apart
 BLOCK = gl.constexpr(128)  # rows of a tile
 TEAMS = gl.constexpr(4)  # groups of warps that share tiles, each with ROWS rows of its own
 LANES = gl.constexpr(4)  # threads that share a row
