@@ -83,10 +83,8 @@ def attention(
             output, seen = run(call)
     else:
         output, seen = run(call)
-    if query.dim() == 3:
-        output = output[:, 0]
-    elif query.dim() == 2:
-        output = output[0, 0]
+    if call.query is not query:  # it was given without heads
+        output = output[:, 0] if query.dim() == 3 else output[0, 0]
     if seen is None:
         return output
     return output, seen

@@ -79,13 +79,14 @@ def check(
     see: See | None,
 ) -> Call:
     """The call these arguments mean, or an InputError that says why they mean none."""
-    rank = query.dim()
-    if rank not in _LAYOUTS or key.dim() != rank or value.dim() != rank:
+    query_shape, key_shape, value_shape = query.shape, key.shape, value.shape
+    rank = len(query_shape)  # each look at a tensor costs as much as a check
+    if rank not in _LAYOUTS or len(key_shape) != rank or len(value_shape) != rank:
         raise InputError(
             "query, key and value must share one layout of "
             f"{', '.join(_LAYOUTS.values())}, but are {_shapes(query, key, value)}."
         )
-    dtype, device = query.dtype, query.device  # each look at a tensor costs as much as a check
+    dtype, device = query.dtype, query.device
     if not dtype.is_floating_point or not dtype == key.dtype == value.dtype:
         raise InputError(
             "query, key and value must share one floating-point dtype, but are "
@@ -96,14 +97,14 @@ def check(
             "query, key and value must be on one device, but are on "
             f"{query.device}, {key.device} and {value.device}. Move them with .to(device)."
         )
-    if rank == 3:  # one head
-        query, key, value = query[:, None], key[:, None], value[:, None]
-    elif rank == 2:
-        query, key, value = query[None, None], key[None, None], value[None, None]
+    if rank < 4:
+        at = (slice(None), None) if rank == 3 else (None, None)  # one head
+        query, key, value = query[at], key[at], value[at]
+        query_shape, key_shape, value_shape = query.shape, key.shape, value.shape
 
-    batch, heads, queries, dim = query.shape
-    key_batch, key_heads, keys, key_dim = key.shape
-    value_batch, value_heads, values, _ = value.shape
+    batch, heads, queries, dim = query_shape
+    key_batch, key_heads, keys, key_dim = key_shape
+    value_batch, value_heads, values, _ = value_shape
     if not (
         batch == key_batch == value_batch
         and 0 < dim == key_dim
