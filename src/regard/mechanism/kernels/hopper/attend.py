@@ -225,13 +225,14 @@ def _weigh(
 def _bar(h, count):
     """Of the highest of each set the count-th: as many scores reach it.
 
-    A little lower, should products differ in their last bit.
+    A little lower, should products differ in their last bit. NaN where it is infinite.
     """
     highest = eight_highest(h)
     bar = highest[0]
     for i in gl.static_range(1, 8):
         bar = gl.where(count > i, highest[i], bar)
-    return gl.maximum(bar - gl.abs(bar) * 1e-6, LOWEST)
+    lower = bar - gl.abs(bar) * 1e-6
+    return gl.where(lower < LOWEST, LOWEST, lower)
 
 
 @gluon.jit

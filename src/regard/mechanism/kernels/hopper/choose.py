@@ -290,12 +290,13 @@ def _find(
             q_place = following(q_place, 2)
 
             records = (at - mine) // SIZE
-            left = (gl.max(records, 1) > ROOM - SURE).to(gl.int8)[:, None]
+            # No score reaches a bar that is NaN: such a row takes no room from the other one.
+            left = (gl.max(records, 1) > ROOM - SURE)[:, None]
             one, other = _of_both(rows)
-            one = gl.convert_layout(one, left.type.layout)
-            other = gl.convert_layout(other, left.type.layout)
-            gl.store(Left + first + one, left, mask=one < queries)
-            gl.store(Left + first + other, left, mask=other < queries)
+            one, other = gl.convert_layout(one, of_lanes), gl.convert_layout(other, of_lanes)
+            lost, other_lost = left | (bars[0] != bars[0]), left | (bars[1] != bars[1])
+            gl.store(Left + first + one, lost.to(gl.int8), mask=one < queries)
+            gl.store(Left + first + other, other_lost.to(gl.int8), mask=other < queries)
             rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, of_places))
             lse = gl.load(Lse + first + rows, mask=rows < queries, other=0.0) * (1 / LN2)
             gl.thread_barrier()  # what the threads of a row stored, all of them read
