@@ -382,7 +382,8 @@ def _language() -> SimpleNamespace:
         zeros=lambda shape, dtype, layout: Block(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, value, dtype, layout: Block(torch.full(shape, value, dtype=dtype)),
         full_like=lambda given, value: Block(torch.full_like(given.data, value)),
-        where=_apply(torch.where), maximum=_apply(torch.maximum), minimum=_apply(torch.minimum),
+        where=_apply(torch.where),
+        maximum=_apply(torch.fmax), minimum=_apply(torch.fmin),  # of a number and NaN the number
         exp2=_apply(torch.exp2), log2=_apply(torch.log2), abs=_apply(torch.abs),
         sum=lambda value, axis: Block(value.data.sum(axis)),
         max=lambda value, axis: Block(value.data.amax(axis)),

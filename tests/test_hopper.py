@@ -345,6 +345,13 @@ def test_infinite_scores_stay_in_their_row(row: int) -> None:
     for name, tensor in found.items():
         assert torch.equal(tensor[others], plain[name][others]), name
 
+    # Nor does the row with which it shares room have to be searched again.
+    form = structure(False, 64)
+    told = launch.forward(query, key, value, form, (), 8)
+    left = torch.empty(query.shape[:3], device=DEVICE, dtype=torch.int8)
+    specialised.top(query, key, told["lse"], told["bar"], form, 8, found, left)
+    assert torch.equal(left == 0, others)
+
 
 # How many candidates each lane of a row has, below, at and beyond what there is room for, and what
 # is put in order at a time.
