@@ -157,3 +157,9 @@ def test_why_lists_every_backend_with_its_answer() -> None:
     assert "tiled" in chosen
     assert "can run it" in chosen
     assert why(X, X, X).chosen == "sdpa"
+
+
+def test_shapes_are_told_as_they_were_given():
+    query, key = torch.zeros(2, 3, 4), torch.zeros(2, 3, 5)
+    with pytest.raises(InputError, match=r"query \[2, 3, 4\], key \[2, 3, 5\] and value"):
+        attention(query, key, key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -79,12 +80,12 @@ def check(
     see: See | None,
 ) -> Call:
     """The call these arguments mean, or an InputError that says why they mean none."""
-    query_shape, key_shape, value_shape = query.shape, key.shape, value.shape
+    query_shape, key_shape, value_shape = given = query.shape, key.shape, value.shape
     rank = len(query_shape)  # each look at a tensor costs as much as a check
     if rank not in _LAYOUTS or len(key_shape) != rank or len(value_shape) != rank:
         raise InputError(
             "query, key and value must share one layout of "
-            f"{', '.join(_LAYOUTS.values())}, but are {_shapes(query, key, value)}."
+            f"{', '.join(_LAYOUTS.values())}, but are {_listed(*given)}."
         )
     dtype, device = query.dtype, query.device
     if not dtype.is_floating_point or not dtype == key.dtype == value.dtype:
@@ -114,7 +115,7 @@ def check(
         raise InputError(
             "query and key must agree in batch and dim (from 1 on), key and value in batch, heads "
             "and length, "
-            f"but are {_shapes(query, key, value)}."
+            f"but are {_listed(*given)}."
         )
     if heads != key_heads and (not key_heads or heads % key_heads):
         raise InputError(
@@ -157,5 +158,5 @@ def check(
     return Call(query, key, value, mask, bias, scale, softcap, dropout, see, extent, groups)
 
 
-def _shapes(query: Tensor, key: Tensor, value: Tensor) -> str:
-    return f"query {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)}"
+def _listed(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> str:
+    return f"query {list(query)}, key {list(key)} and value {list(value)}"
