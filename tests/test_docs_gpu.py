@@ -1,0 +1,24 @@
+"""docs/gpu.md: its table is what benchmarks/gpu.py measured last."""
+
+import json
+import re
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+COLUMNS = ("plain", "backward", "rows", "everything", "top", "training")
+
+
+def test_the_table_is_the_newest_run():
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    lines = (ROOT / "benchmarks/results/gpu.jsonl").read_text(encoding="utf-8").splitlines()
+    rows = [row for row in map(json.loads, lines) if row["what"] == "seeing"]
+    newest = [row for row in rows if row["commit"] == rows[-1]["commit"]]
+    shown = re.findall(r"^\| (\d+) \| (\d+) \| (full|causal) \| (.+) \|$", page, re.MULTILINE)
+    table = {f"d {d} n {n} {kind}": numbers.split(" | ") for d, n, kind, numbers in shown}
+    assert table.keys() == {row["cell"] for row in newest}
+    assert len(table) == 16
+    for row in newest:
+        for name, text in zip(COLUMNS, table[row["cell"]], strict=True):
+            digits = len(text.partition(".")[2])
+            assert text == f"{row[name]:.{digits}f}", (row["cell"], name)
+    assert f"at commit {rows[-1]['commit']}, with which the table above was measured" in page
