@@ -332,6 +332,48 @@ def _reduce(values: tuple[Block, ...], axis: int, rule: Callable[..., Any]) -> A
     return reduce(lambda some, more: rule(*some, *more), places)
 
 
+PTX: dict[str, Callable[..., Tensor]] = {
+    "mov.f32": lambda a: a,
+    "mul.f32": torch.mul,
+    "setp.ne.u32": torch.ne,
+    "setp.neu.f32": torch.ne,
+    "setp.neu.or.f32": lambda a, b, p: (a != b) | p,
+    "selp.u32": lambda a, b, p: torch.where(p, a, b),
+    "vote.sync.any.pred": lambda p, mask: p.any().expand_as(p),
+}
+
+
+def _assemble(
+    code: str, constraints: str, given: list[Block], dtype: torch.dtype, is_pure: bool, pack: int
+) -> Block:
+    """What PTX makes of some tensors, ``pack`` numbers at a time. All threads are one warp."""
+    tensors = torch.broadcast_tensors(*(block.data for block in given))
+    registers = dict.fromkeys((f"${i}" for i in range(pack)), torch.empty(0))
+    inputs = (column for tensor in tensors for column in tensor.reshape(-1, pack).unbind(1))
+    registers |= {f"${pack + i}": column for i, column in enumerate(inputs)}
+    assert constraints.count(",") + 1 == len(registers)
+
+    def value(name: str) -> Tensor:
+        if name.startswith("0f"):
+            return torch.tensor(int(name[2:], 16)).to(torch.int32).view(torch.float32)
+        return registers[name] if name in registers else torch.tensor(int(name, 0))
+
+    lines, label, rest = code.strip("{} ").partition(" DONE:")
+    assert not rest.strip()
+    for line in filter(None, map(str.strip, lines.split(";"))):
+        if line.startswith("@!"):
+            guard = registers[line[2:].split()[0]]
+            assert line.endswith("bra DONE") and label and guard.all() == guard.any()
+            if not guard.any():
+                break
+        elif not line.startswith(".reg"):
+            name, operands = line.split(maxsplit=1)
+            to, *sources = operands.split(", ")
+            registers[to] = PTX[name](*map(value, sources))
+    found = torch.stack([registers[f"${i}"] for i in range(pack)], 1)
+    return Block(found.reshape(tensors[0].shape).to(dtype))
+
+
 class _Kernel:
     """A function of a kernel: called by another one, or launched on a grid."""
 
@@ -394,6 +436,7 @@ def _language() -> SimpleNamespace:
         split=lambda value: tuple(map(Block, value.data.unbind(-1))),
         join=lambda one, other: Block(torch.stack((one.data, other.data), -1)),
         convert_layout=lambda value, layout: value,
+        inline_asm_elementwise=_assemble,
         load=_load, store=_store, thread_barrier=lambda: None, allocate_shared_memory=_allocate,
         warp_specialize=lambda roles, warps, registers: _machine.together(roles),
     )  # fmt: skip

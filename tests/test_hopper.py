@@ -186,13 +186,33 @@ def test_as_many_programs_share_a_block_as_can(width, monkeypatch) -> None:
     check(tensors, False, See(**dict.fromkeys(ROWS, True)), found)
 
 
+@pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1 / 64, 1.0, 3.0])
-def test_forward_masks_at_any_scale(scale: float, causal: bool) -> None:
-    tensors = [t.to(DTYPES[0]) for t in inputs((256, 300), 64)]
+def test_forward_masks_at_any_scale(scale: float, causal: bool, width: int) -> None:
+    tensors = [t.to(DTYPES[0]) for t in inputs((256, 300), width)]
     wanted = set(ROWS) if causal else set(ROWS) - {"distance"}
-    found = launch.forward(*tensors, structure(causal, 64, scale), wanted)
+    found = launch.forward(*tensors, structure(causal, width, scale), wanted)
     check(tensors, causal, See(**dict.fromkeys(ROWS, True)), found, scale)
+
+
+@pytest.mark.usefixtures("memory_of_nan")
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("steps", [(0.0, 0.0), (2.0, 0.0), (9.0, 0.0), (0.0, 9.0), (3.0, 300.0)])
+def test_forward_follows_scores_that_rise(steps: tuple[float, float], causal: bool) -> None:
+    """From tile to tile, in the order they are taken: by less than weights leave room for, or more.
+
+    Some queries see their scores rise, and others theirs fall.
+    """
+    query, key, value = inputs((512, 512), 128)
+    query[..., 0] = torch.linspace(-1, 1, 512, device=DEVICE)
+    key[..., 0] = 0
+    for tile, step in enumerate((0.0, steps[0], sum(steps), 2 * sum(steps))):
+        at = 3 - tile if causal else tile
+        key[:, :, 128 * at : 128 * (at + 1), 0] = step * 128**0.5
+    tensors = [t.to(DTYPES[0]) for t in (query, key, value)]
+    found = launch.forward(*tensors, structure(causal, 128), set(ROWS))
+    check(tensors, causal, See(**dict.fromkeys(ROWS, True)), found)
 
 
 def test_forward_gives_what_is_asked_for_and_no_more() -> None:

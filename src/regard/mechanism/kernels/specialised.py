@@ -131,7 +131,7 @@ def attends(
 
 def _kept_of_a_row(width: int) -> int:
     """Numbers of a row that a program keeps of each of the two blocks it may have a part of."""
-    return width + 4 + LANES * 512 // width
+    return width + 5 + LANES * 512 // width
 
 
 def forward(

@@ -46,6 +46,7 @@ from regard.mechanism.kernels.structure import Work
 
 GROUPS = gl.constexpr(2)  # of warps that attend: ROWS queries each, BLOCK together
 JOINED = gl.constexpr(8)  # programs that can share a block
+SLACK = gl.constexpr(8.0)  # by which a score may be above what weights are relative to, base 2
 
 
 @gluon.jit
@@ -140,13 +141,13 @@ def _parts(D, CAUSAL, DISTANCE, BAR):
     """How many parts a tile's sums have: of weights, for entropy and distance. By measurement."""
     if not DISTANCE:
         return (1, 4, 1) if D == 64 and CAUSAL else (1, 1, 1)
-    if BAR and (D == 64) != CAUSAL:
-        return (2, 4, 1)
-    if BAR:
-        return (1, 4, 4) if CAUSAL else (4, 1, 4)
+    if D == 64 and BAR:
+        return (1, 4, 4) if CAUSAL else (2, 4, 1)
     if D == 64:
         return (1, 2, 2)
-    return (1, 4, 2) if CAUSAL else (1, 1, 1)
+    if BAR:
+        return (4, 4, 1) if CAUSAL else (4, 4, 2)
+    return (1, 2, 2) if CAUSAL else (1, 1, 2)
 
 
 @gluon.jit
@@ -166,9 +167,54 @@ def _in_front(p, s):
     return gl.convert_layout(gl.reshape(halves, s.shape), s.type.layout)
 
 
+@gluon.constexpr_function
+def _lazily(D):
+    """Whether the output so far is made smaller only when it must be.
+
+    At 64 its 32 multiplications take no time, but a branch around them does.
+    """
+    return D == 128
+
+
+@gluon.constexpr_function
+def _where_told(count):
+    """PTX: so many numbers times as many factors, if a flag is set: a warp has the same one."""
+    lines = [f"setp.ne.u32 p, ${3 * count}, 0;"]
+    lines += [f"mov.f32 ${i}, ${count + i};" for i in range(count)]
+    lines += ["@!p bra DONE;"]
+    lines += [f"mul.f32 ${i}, ${i}, ${2 * count + i};" for i in range(count)]
+    return "{ .reg .pred p; " + " ".join(lines) + " DONE: }"
+
+
+@gluon.constexpr_function
+def _operands(count):
+    return ",".join(["=f"] * count + ["f"] * (2 * count) + ["r"] * count)
+
+
+@gluon.jit
+def shrunk(o, shrink, LAZY: gl.constexpr):
+    """The output so far, relative to another score. LAZY: untouched where a warp has only ones."""
+    of_rows: gl.constexpr = gl.SliceLayout(1, o.type.layout)
+    if LAZY:
+        N: gl.constexpr = o.shape[1] // 2  # of a thread, which has two rows
+        some = gl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.neu.f32 p, $2, 0f3F800000; setp.neu.or.f32 p, $3, 0f3F800000, p; "
+            "vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; selp.u32 $1, 1, 0, p; }",
+            "=r,=r,f,f", [shrink], gl.int32, is_pure=True, pack=2,
+        )  # fmt: skip
+        by, some = gl.convert_layout(shrink, of_rows), gl.convert_layout(some, of_rows)
+        found = gl.inline_asm_elementwise(
+            _where_told(N), _operands(N), [o, by[:, None], some[:, None]], gl.float32,
+            is_pure=True, pack=N,
+        )  # fmt: skip
+    else:
+        found = o * gl.convert_layout(shrink, of_rows)[:, None]
+    return found
+
+
 @gluon.jit
 def _weigh(
-    s, l, m, e, t, h, c, query_at, key, keys,
+    s, l, m, top, e, t, h, c, query_at, key, keys,
     D: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, SEEN: gl.constexpr,
     FREE: gl.constexpr, ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, BAR: gl.constexpr,
 ):  # fmt: skip
@@ -179,6 +225,7 @@ def _weigh(
     """
     SETS: gl.constexpr = h.shape[2]
     PARTS: gl.constexpr = _parts(D, CAUSAL, DISTANCE, BAR)
+    LAZY: gl.constexpr = _lazily(D)
     of_rows: gl.constexpr = along(s.type.layout, 3, 0)
     known, lane = places_in(s)
     if MASKED:
@@ -190,14 +237,20 @@ def _weigh(
             h = gl.maximum(h, gl.convert_layout(high, h.type.layout))
         s = gl.where(seen, s * c, NOTHING)
         highest = gl.convert_layout(gl.max(gl.max(s, 2), 1), m.type.layout)
-        higher = gl.maximum(m, highest)
-        x = s - gl.convert_layout(higher, of_rows)[:, None, None]
     else:
         high = _by_height(s, SETS)
         if BAR:
             h = gl.maximum(h, high)
-        highest = gl.convert_layout(gl.max(gl.max(high, 2), 1), m.type.layout)
-        higher = gl.maximum(m, highest * c)
+        highest = gl.convert_layout(gl.max(gl.max(high, 2), 1), m.type.layout) * c
+    if LAZY:  # relative to what they were, unless one is much higher
+        top = gl.maximum(top, highest)
+        higher = gl.where(highest > m + SLACK, highest, m)
+    else:
+        higher = gl.maximum(m, highest)
+        top = higher
+    if MASKED:
+        x = s - gl.convert_layout(higher, of_rows)[:, None, None]
+    else:
         x = s * c - higher[:, None, None]
     p = gl.exp2(x)
     shrink = gl.exp2(m - higher)
@@ -218,7 +271,7 @@ def _weigh(
             apart = gl.abs(ahead.to(gl.float32) - known.to(gl.float32))
             t = t * smaller + gl.sum(p * apart, 2)
     l = l * smaller + whole
-    return p, l, higher, e, t, h, shrink
+    return p, l, higher, top, e, t, h, shrink
 
 
 @gluon.jit
@@ -237,11 +290,11 @@ def _bar(h, count):
 
 @gluon.jit
 def _tell(
-    l, m, e, t, bar, seen, flat, row, queries, bits,
-    ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr,
-    BAR: gl.constexpr, DROP: gl.constexpr,
+    l, m, top, e, t, bar, seen, flat, row, queries, bits,
+    D: gl.constexpr, ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr,
+    DISTANCE: gl.constexpr, BAR: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
-    """Write what is known of 64 rows when all tiles are through; 1 / l is left for their output."""
+    """Write what is known of 64 rows when all tiles are through."""
     Lse, Entropy, Peak, Highest, Distance, Bar, Drop = seen
     rows = row + gl.arange(0, ROWS, m.type.layout)
     inside = rows < queries
@@ -253,7 +306,8 @@ def _tell(
     if ENTROPY:
         gl.store(Entropy + at, (length - e * inverse) * LN2, mask=inside)
     if PEAK:
-        gl.store(Peak + at, inverse, mask=inside)
+        peak = inverse * gl.exp2(top - m) if _lazily(D) else inverse
+        gl.store(Peak + at, peak, mask=inside)
     if DISTANCE:
         gl.store(Distance + at, t * inverse, mask=inside)
     if BAR:
@@ -267,9 +321,20 @@ def _tell(
         gl.store(Drop + flat.to(gl.int64) * (blocks * BLOCK) + place, drop)
     if HIGHEST:
         halves = blocks * GROUPS
-        highest = gl.max(gl.where(inside, m * LN2, float("-inf")), 0)
+        highest = gl.max(gl.where(inside, top * LN2, float("-inf")), 0)
         gl.store(Highest + flat * halves + row // ROWS, highest)
-    return inverse
+
+
+@gluon.jit
+def _rounded(l, m, top, dtype: gl.constexpr, D: gl.constexpr):
+    """The sum of weights, the largest of them rounded as it was for the output.
+
+    Where that one is nearly all there is, the output then has no error of it. It is 1 if not lazy.
+    """
+    if _lazily(D):
+        largest = gl.exp2(top - m)
+        l += largest.to(dtype).to(gl.float32) - largest
+    return l
 
 
 @gluon.jit
@@ -288,8 +353,8 @@ def _write(out, flat, row, o, heads, queries, WARPS: gl.constexpr):
 
 @gluon.constexpr_function
 def _size(D):
-    """Numbers that are kept of a row: its output so far, four sums, and its sets' highest."""
-    return D + 4 + 4 * (512 // D)
+    """Numbers that are kept of a row: its output so far, five numbers, and its sets' highest."""
+    return D + 5 + 4 * (512 // D)
 
 
 @gluon.jit
@@ -338,6 +403,7 @@ def _attend_block(
     e = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
     t = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
     m = gl.full([ROWS], LOWEST, gl.float32, of_rows)
+    top = m
     h = gl.full([ROWS, LANES, SETS], NOTHING, gl.float32, of_heights)
 
     q = await_tile(q_ring, q_place).reshape([BLOCK, D]).slice(PART * ROWS, ROWS)
@@ -355,8 +421,8 @@ def _attend_block(
     seeable = scores
     if DIAGONAL and PART == 0:
         seeable, _ = in_two(scores)
-    p, l, m, e, t, h, shrink = _weigh(
-        seeable, l, m, e, t, h, c, query_at, key, keys, D, CAUSAL,
+    p, l, m, top, e, t, h, shrink = _weigh(
+        seeable, l, m, top, e, t, h, c, query_at, key, keys, D, CAUSAL,
         CAUSAL or not (AROUND or EVEN), SEEN, False, ENTROPY, DISTANCE, BAR,
     )  # fmt: skip
     if DIAGONAL and PART == 0:
@@ -373,8 +439,8 @@ def _attend_block(
                 o = hopper.warpgroup_mma(weights, v, o, is_async=True)
                 s = hopper.warpgroup_mma_wait(1, deps=[s])
                 key = _tile_at(i, stop, row, offset, AROUND)
-                p, l, m, e, t, h, shrink = _weigh(
-                    by_lanes(s), l, m, e, t, h, c, query_at, key, keys, D, CAUSAL,
+                p, l, m, top, e, t, h, shrink = _weigh(
+                    by_lanes(s), l, m, top, e, t, h, c, query_at, key, keys, D, CAUSAL,
                     CAUSAL and FREE == 0, 0, FREE == 1, ENTROPY, DISTANCE, BAR,
                 )  # fmt: skip
                 # For what has long been there: ptxas moves the wait for the product before the
@@ -383,7 +449,7 @@ def _attend_block(
                 o, weights = hopper.warpgroup_mma_wait(0, deps=[o, weights])
                 release(ring, place)
                 place = following(place, STAGES)
-                o = o * gl.convert_layout(shrink, gl.SliceLayout(1, o_layout))[:, None]
+                o = shrunk(o, shrink, _lazily(D))
     release(q_ring, q_place)
     weights = gl.convert_layout(_by_keys(p).to(dtype), operand)
     await_tile(ring, place)
@@ -395,10 +461,11 @@ def _attend_block(
         bar = m
         if BAR:
             bar = _bar(h, count)
-        inverse = _tell(
-            l, m, e, t, bar, seen, flat, row + PART * ROWS, queries, bits,
-            ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP,
+        _tell(
+            l, m, top, e, t, bar, seen, flat, row + PART * ROWS, queries, bits,
+            D, ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP,
         )  # fmt: skip
+        inverse = 1 / _rounded(l, m, top, dtype, D)
         whole, _ = hopper.warpgroup_mma_wait(0, deps=[o, weights])
         whole = whole * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None]
         _write(out, flat, row + PART * ROWS, whole, work.heads, queries, 4)
@@ -409,11 +476,12 @@ def _attend_block(
         gl.store(sums + 1, m)
         gl.store(sums + 2, e)
         gl.store(sums + 3, t)
+        gl.store(sums + 4, top)
         if BAR:
             its_row = gl.arange(0, ROWS, along(of_heights, 3, 0))[:, None, None]
             its_lane = gl.arange(0, LANES, along(of_heights, 3, 1))[None, :, None]
             its_set = gl.arange(0, SETS, along(of_heights, 3, 2))[None, None, :]
-            its_place = its_set + its_row * _size(D) + (D + 4) + its_lane * SETS
+            its_place = its_set + its_row * _size(D) + (D + 5) + its_lane * SETS
             gl.store(kept + its_place, h)
         some, _ = hopper.warpgroup_mma_wait(0, deps=[o, weights])
         at_rows = gl.arange(0, ROWS, gl.SliceLayout(1, o_layout))[:, None] * _size(D)
@@ -526,6 +594,8 @@ def join(
         kept = _place_of(Kept, program, program - one, part, D)[:, None] + rows[None, :] * _size(D)
         its_m = gl.load(kept + (D + 1), mask=mine, other=LOWEST)
         m = gl.max(its_m, 0)
+        its_top = gl.load(kept + (D + 4), mask=mine, other=LOWEST)
+        top = gl.max(its_top, 0)
         shrink = gl.exp2(its_m - m[None, :])
         its_l = gl.load(kept + D, mask=mine, other=0.0)
         l = gl.sum(its_l * shrink, 0)
@@ -537,7 +607,7 @@ def join(
             t = gl.sum(gl.load(kept + (D + 3), mask=mine, other=0.0) * shrink, 0)
         if BAR:
             sets = gl.arange(0, LANES * SETS, along(of_sets, 3, 2))[None, None, :]
-            at = gl.convert_layout(kept, gl.SliceLayout(2, of_sets))[:, :, None] + (D + 4) + sets
+            at = gl.convert_layout(kept, gl.SliceLayout(2, of_sets))[:, :, None] + (D + 5) + sets
             mask = gl.convert_layout(mine, gl.SliceLayout(2, of_sets))[:, :, None]
             h = gl.max(gl.load(at, mask=mask, other=NOTHING), 0)
             bar = _bar(gl.reshape(h, [ROWS, LANES, SETS]), count)
@@ -546,9 +616,11 @@ def join(
         o = gl.sum(o * shrink[:, :, None], 0)
         row = block * BLOCK + part * ROWS
         seen = Lse, Entropy, Peak, Highest, Distance, Bar, Drop
-        inverse = _tell(
-            l, m, e, t, bar, seen, flat, row, queries, bits,
-            ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP,
+        _tell(
+            l, m, top, e, t, bar, seen, flat, row, queries, bits,
+            D, ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP,
         )  # fmt: skip
+        rounded = _rounded(its_l, its_m, its_top, out.data.dtype.element_ty, D)
+        inverse = 1 / gl.sum(rounded * shrink, 0)
         inverse = gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout))
         _write(out, flat, row, o * inverse[:, None], work.heads, queries, WARPS)
