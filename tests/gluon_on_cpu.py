@@ -128,6 +128,9 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(order))
 
+    def load(self, layout: Any) -> Block:
+        return Block(self.data.clone())
+
     def slice(self, start: int, length: int) -> Shared:
         return Shared(self.data.narrow(0, start, length))
 

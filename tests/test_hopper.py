@@ -254,14 +254,16 @@ def test_columns_are_the_definition(grid, width, causal, layout) -> None:
 
 
 @pytest.mark.usefixtures("memory_of_nan")
+@pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize(
     ("lengths", "grid"), [*GRIDS[:1], *GRIDS[4:7], ((257, 300), None), ((384, 384), None)]
 )
-def test_forward_leaves_what_columns_would_make(lengths, grid) -> None:
-    tensors = [t.to(DTYPES[0]) for t in inputs(lengths, 64)]
+def test_forward_leaves_what_columns_would_make(lengths, grid, width) -> None:
+    tensors = [t.to(DTYPES[0]) for t in inputs(lengths, width)]
     fields = {"received"} if grid is None else {"map"}
-    found = launch.forward(*tensors, structure(True, 64), fields, 0, grid or (1, 1))
-    expected = specialised._drop(found["lse"], specialised._bins(tensors[0], lengths[1], grid))
+    found = launch.forward(*tensors, structure(True, width), fields, 0, grid or (1, 1))
+    bins = specialised._bins(tensors[0], lengths[1], grid)
+    expected = specialised._drop(found["lse"], bins, width)
     torch.testing.assert_close(found["drop"].flatten(), expected.flatten(), rtol=1e-6, atol=1e-6)
 
 
@@ -492,6 +494,10 @@ def tiles(*block):
     return f"tensordesc<bf16{list(block)},{layout!r}>"
 
 
+flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
+drop = f"tensordesc<fp32[1, 128],{flat!r}>"
+
+
 def build(kernel, given, **constants):
     names = [name for name in kernel.arg_names if name not in constants]
     kinds = {"out": View("*bf16", "i64", "i64", "i32"), "dealt": Dealt("i32", "i32", "i32")}
@@ -510,14 +516,17 @@ seen = dict.fromkeys(("ENTROPY", "PEAK", "HIGHEST", "DISTANCE", "BAR", "DROP"), 
 build(hopper.forward, dict(q_desc=whole, k_desc=whole, v_desc=whole), D=128, STAGES=2, CAUSAL=True,
       EVEN=False, CUT=True, **seen)
 build(hopper.join, {}, D=128, CAUSAL=True, **seen)
-build(hopper.columns, dict(q_desc=tiles(4, 4, 4, 2, 128), k_desc=tiles(1, 1, 64, 128)), D=128,
-      STAGES=3, BINS=16, UNIT=8, LONG=False, CAUSAL=True, EVEN=False, RECEIVED=True, MAP=True,
+build(hopper.columns,
+      dict(q_desc=tiles(4, 4, 4, 2, 128), k_desc=tiles(1, 1, 64, 128), drop="*fp32"), D=128, STAGES=3,
+      BINS=16, UNIT=8, LONG=False, CAUSAL=True, EVEN=False, RECEIVED=True, MAP=True,
       MAP_PEAK=True, DONE=True, CUT=False)
-build(hopper.columns, dict(q_desc=tiles(1, 1, 128, 64), k_desc=tiles(1, 1, 64, 64)), D=64, STAGES=8,
+build(hopper.columns,
+      dict(q_desc=tiles(1, 1, 128, 64), k_desc=tiles(1, 1, 64, 64), drop=drop), D=64, STAGES=8,
       BINS=1, UNIT=16, LONG=True, CAUSAL=False, EVEN=True, RECEIVED=True, MAP=True, MAP_PEAK=True,
       DONE=False, CUT=True)
-build(hopper.columns, dict(q_desc=tiles(1, 1, 128, 128), k_desc=tiles(1, 1, 64, 128)), D=128,
-      STAGES=3, BINS=1, UNIT=16, LONG=False, CAUSAL=True, EVEN=True, RECEIVED=True, MAP=True,
+build(hopper.columns,
+      dict(q_desc=tiles(1, 1, 128, 128), k_desc=tiles(1, 1, 64, 128), drop="*fp32"), D=128, STAGES=3,
+      BINS=1, UNIT=16, LONG=False, CAUSAL=True, EVEN=True, RECEIVED=True, MAP=True,
       MAP_PEAK=True, DONE=True, CUT=True)
 for causal in (False, True):
     build(hopper.add, {}, CAUSAL=causal)

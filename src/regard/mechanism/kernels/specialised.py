@@ -26,11 +26,12 @@ from regard.mechanism.kernels.structure import (
 
 GLUON = "3.6."  # Gluon is young: each release of Triton may change it, and has to be tried
 ROWS = 64  # as in hopper/
-BLOCK = 128
+BAND, BLOCK = 16, 128
 LANES, PAIR = 4, 2
 PLACES = 8  # top keys that can be asked for
 ROOM, RECORD = 40, 8  # fours of scores a lane can collect of two rows, and numbers each takes
 TEAMS = 4  # groups of warps that share tiles
+CARRIED = 64  # width at which the second pass has what queries lose copied with them
 STAGES = 2  # tiles of keys and of values that are loaded ahead
 TILE_STAGES = {64: 8, 128: 3}  # tiles of queries in the second pass, of keys for the top ones
 WORTH = 24  # steps: where the longest program saves no more, the last items are not cut
@@ -77,17 +78,26 @@ def _described(tensor: Tensor, rows: int) -> Any:
     return _tiles(tensor, tensor.shape, tensor.stride(), (1, 1, rows, tensor.shape[3]))
 
 
+def _described_rows(drop: Tensor) -> Any:
+    """A number for each query as it takes them: a row for each tile."""
+    rows = drop.view(-1, BLOCK)
+    return _tiles(rows, rows.shape, rows.stride(), (1, BLOCK))
+
+
 def _tiles(tensor: Tensor, shape: Any, strides: Any, block: tuple[int, ...]) -> Any:
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    return TensorDescriptor(tensor, list(shape), list(strides), list(block), _layout(len(block)))
+    layout = _layout(len(block), tensor.element_size())
+    return TensorDescriptor(tensor, list(shape), list(strides), list(block), layout)
 
 
 @cache
-def _layout(rank: int) -> Any:
+def _layout(rank: int, size: int) -> Any:
+    """In shared memory: matrices as products want them, and float32 as it comes."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
-    return NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=rank)
+    swizzled = 128 if size == 2 else 0
+    return NVMMASharedLayout(swizzle_byte_width=swizzled, element_bitwidth=size * 8, rank=rank)
 
 
 def _work(query: Tensor, key: Tensor, length: int, rows: int, structure: Structure) -> Work:
@@ -154,7 +164,7 @@ def forward(
     found = outputs(query, value, wanted)
     highest = None
     if "max_logit" in wanted:
-        highest = found["lse"].new_empty(batch, heads, work.blocks * (BLOCK // ROWS))
+        highest = found["lse"].new_empty(batch, heads, work.blocks * (BLOCK // BAND))
     if count:
         found["bar"] = torch.empty_like(found["lse"])
     high = PAIR
@@ -261,14 +271,15 @@ def _dealt_rows(bins: _Bins) -> int:
     return PAIR if bins.dealt is None else BLOCK // bins.a_tile
 
 
-def _drop(lse: Tensor, bins: _Bins) -> Tensor:
+def _drop(lse: Tensor, bins: _Bins, width: int) -> Tensor:
     """What a query's scores lose before they are weights, base 2, in the order of its tile."""
-    if missing := -lse.shape[2] % BLOCK:
-        return pad(lse * -LOG2E, (0, missing), value=-torch.inf)
-    if bins.dealt is None:
-        return lse * -LOG2E
-    turns = _dealt_rows(bins) // PAIR
-    return (lse * -LOG2E).reshape(-1, LANES, turns, PAIR).transpose(1, 2).contiguous()
+    drop = pad(lse * -LOG2E, (0, -lse.shape[2] % BLOCK), value=-torch.inf)
+    if bins.dealt is not None:
+        turns = _dealt_rows(bins) // PAIR
+        drop = drop.reshape(-1, LANES, turns, PAIR).transpose(1, 2)
+    if width == CARRIED:
+        drop = drop.reshape(-1, 2, LANES, PAIR).transpose(1, 2)
+    return drop.contiguous()
 
 
 def receives(
@@ -327,10 +338,11 @@ def columns(
         if name in wanted:
             found[name] = torch.empty(batch, heads, kept_rows, units, **options)
     sizes = Sizes(keys, keys - queries, tiles, bins.tiles, kept_rows, together)
+    drop = _drop(lse, bins, width) if drop is None else drop
     read = (
         _described(query, BLOCK) if bins.dealt is None else _dealt_tiles(query, bins),
-        _described(key, ROWS), bins.dealt or Dealt(),
-        _drop(lse, bins) if drop is None else drop, found.get("received"),
+        _described(key, ROWS), _described_rows(drop) if width == CARRIED else drop,
+        bins.dealt or Dealt(), found.get("received"),
     )  # fmt: skip
     written = found.get("map"), found.get("map_peak")
     given: Any = {

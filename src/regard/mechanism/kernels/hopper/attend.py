@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from regard.mechanism.kernels.hopper.order import eight_highest
 from regard.mechanism.kernels.hopper.roles import (
+    BAND,
     BLOCK,
     CHANGING,
     LANES,
@@ -28,6 +29,7 @@ from regard.mechanism.kernels.hopper.roles import (
     block_cut,
     block_of,
     by_lanes,
+    carried,
     fill,
     first_place,
     following,
@@ -139,15 +141,13 @@ def _by_keys(parts):
 @gluon.constexpr_function
 def _parts(D, CAUSAL, DISTANCE, BAR):
     """How many parts a tile's sums have: of weights, for entropy and distance. By measurement."""
+    if D == 128:
+        return ((2, 4, 4) if BAR else (1, 1, 2)) if DISTANCE else (1, 4, 1)
     if not DISTANCE:
-        return (1, 4, 1) if D == 64 and CAUSAL else (1, 1, 1)
-    if D == 64 and BAR:
-        return (1, 4, 4) if CAUSAL else (2, 4, 1)
-    if D == 64:
-        return (1, 2, 2)
+        return (1, 4, 1) if CAUSAL else (1, 1, 1)
     if BAR:
-        return (4, 4, 1) if CAUSAL else (4, 4, 2)
-    return (1, 2, 2) if CAUSAL else (1, 1, 2)
+        return (1, 4, 4) if CAUSAL else (2, 4, 1)
+    return (1, 2, 2)
 
 
 @gluon.jit
@@ -317,12 +317,16 @@ def _tell(
         in_bin = rows & (1 << bits) - 1  # of which its lane has a pair in every eight places
         place = (rows >> bits + 2 << bits + 2) + in_bin // PAIR * (LANES * PAIR)
         place += (rows >> bits & LANES - 1) * PAIR + rows % PAIR
+        if carried(D):  # and a lane's next pair beside it, to be read by fours
+            place = place & -16 | (place & 6) << 1 | place >> 2 & 2 | place & 1
         drop = gl.where(inside, 0.0 - (m + length), float("-inf"))
         gl.store(Drop + flat.to(gl.int64) * (blocks * BLOCK) + place, drop)
     if HIGHEST:
-        halves = blocks * GROUPS
-        highest = gl.max(gl.where(inside, top * LN2, float("-inf")), 0)
-        gl.store(Highest + flat * halves + row // ROWS, highest)
+        # Of a warp's rows, and not of all, so that no warp waits for another.
+        highest = gl.reshape(gl.where(inside, top * LN2, float("-inf")), [ROWS // BAND, BAND])
+        highest = gl.max(highest, 1)
+        band = row // BAND + gl.arange(0, ROWS // BAND, highest.type.layout)
+        gl.store(Highest + flat * (blocks * (BLOCK // BAND)) + band, highest)
 
 
 @gluon.jit

@@ -7,6 +7,7 @@ Four groups of warps have 64 keys each, and all go over the queries.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from regard.mechanism.kernels.hopper.roles import (
     BAND,
@@ -17,12 +18,13 @@ from regard.mechanism.kernels.hopper.roles import (
     ROWS,
     TEAMS,
     along,
+    await_room,
     await_team,
     await_tile,
     block_before,
     block_cut,
     block_of,
-    fill,
+    carried,
     fill_teams,
     first_place,
     following,
@@ -196,7 +198,8 @@ def _load_columns(
     loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAUSAL: gl.constexpr,
     CUT: gl.constexpr,
 ):  # fmt: skip
-    k_ring, q_ring, k_desc, q_desc, dealt, work, sizes = loader
+    k_ring, q_ring, drops, k_desc, q_desc, drop, dealt, work, sizes = loader
+    CARRIED: gl.constexpr = carried(D)
     place = first_place()
     team_place = first_place()
     for number in range(turns_of(work, CUT)):
@@ -214,7 +217,12 @@ def _load_columns(
                         at = [outer, 0, 0, 0, head * dealt.inner]
                     else:
                         at = [batch, head, i * BLOCK, 0]
-                    fill(q_ring, place, q_desc, at, BLOCK * D * 2)
+                    tile, full = await_room(q_ring, place)
+                    mbarrier.expect(full, BLOCK * (D * 2 + (4 if CARRIED else 0)))
+                    tma.async_copy_global_to_shared(q_desc, at, full, tile)
+                    if CARRIED:
+                        at = [flat * sizes.tiles + i, 0]
+                        tma.async_copy_global_to_shared(drop, at, full, drops.index(place[0]))
                     place = following(place, STAGES)
                 team_place = following(team_place, 2)
 
@@ -240,6 +248,18 @@ def _sums(s, drop, c, first, masked, BINS: gl.constexpr, MASK: gl.constexpr, PEA
 
 
 @gluon.jit
+def _read(drops, place, layout: gl.constexpr):
+    """What a tile's queries lose, where it was copied with them: by fours, see attend.py."""
+    stored: gl.constexpr = gl.DistributedLinearLayout(
+        [[1], [2], [16], [32], [64]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [128]
+    )
+    drop = drops.index(place[0]).reshape([BLOCK]).load(stored)
+    drop = gl.reshape(drop, [BLOCK // (LANES * 2 * PAIR), LANES, 2, PAIR])
+    drop = gl.reshape(gl.permute(drop, (0, 2, 1, 3)), [BLOCK])
+    return gl.convert_layout(drop, gl.SliceLayout(0, layout))
+
+
+@gluon.jit
 def _place_of(Kept, program, begins):
     """Where a program keeps what keys receive from its part of a block."""
     return Kept + slot_of(program, begins) * (TEAMS * ROWS)
@@ -254,7 +274,8 @@ def _receive_block(
     CUT: gl.constexpr,
 ):  # fmt: skip
     """What the 64 keys get of the queries in tiles ``begin`` to ``end``; see attend.py."""
-    k_ring, q_ring, Drop, Received, Kept, Map, MapPeak, work, sizes, c = shared
+    k_ring, q_ring, drops, Received, Kept, Map, MapPeak, work, sizes, c = shared
+    CARRIED: gl.constexpr = carried(D)
     tiles, per_bin, bins = sizes.tiles, sizes.per_bin, sizes.bins
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     head = flat.to(gl.int64)
@@ -263,7 +284,6 @@ def _receive_block(
     units = work.blocks * (TEAMS * ROWS // UNIT)
     cell = head * bins * units + block * (TEAMS * ROWS // UNIT)
     cell += part * (ROWS // UNIT)
-    drop_at = Drop + head * tiles * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
     # Before the tile ``start`` no query sees these keys, and from ``free`` on all do.
     start, free = begin, 0
     if CAUSAL:
@@ -277,14 +297,19 @@ def _receive_block(
             if MAP_PEAK:
                 _put_nothing(MapPeak + cell, row * BINS * units, units, UNIT, BINS)
     cells = Map, MapPeak, units, BINS / (per_bin * BLOCK)
-    drop = gl.load(drop_at + start * BLOCK)
+    if not CARRIED:
+        drop_at = drops + head * tiles * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+        drop = gl.load(drop_at + start * BLOCK)
     k = await_team(k_ring, team_place, part, D)
     for _ in range(begin, start):
         await_tile(q_ring, place)
         release(q_ring, place)
         place = following(place, STAGES)
     # The first tile by itself: where queries and keys end EVEN, no other is masked.
-    s = hopper.warpgroup_mma_wait(0, deps=[product(k, q_ring, place, D)])
+    s = product(k, q_ring, place, D)
+    if CARRIED:
+        drop = _read(drops, place, layout)
+    s = hopper.warpgroup_mma_wait(0, deps=[s])
     pooled, largest = _sums(s, drop, c, key_at - start * BLOCK, True, BINS, CAUSAL, MAP_PEAK)
     map_row = start // per_bin if LONG else start * BINS
     next_bin = (map_row + 1) * per_bin
@@ -292,12 +317,16 @@ def _receive_block(
     _put_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
     received = gl.sum(pooled, 1)  # [keys, LANES]
     for tile in range(start + 1, end):
-        drop = gl.load(drop_at + tile * BLOCK)
+        if not CARRIED:
+            drop = gl.load(drop_at + tile * BLOCK)
         # Not before the tile is through: the warps of a group wait for each other to release, and
         # here they do so anyway for the product. What is loaded after that wait comes too late.
         release(q_ring, place)
         place = following(place, STAGES)
-        s = hopper.warpgroup_mma_wait(0, deps=[product(k, q_ring, place, D)])
+        s = product(k, q_ring, place, D)
+        if CARRIED:
+            drop = _read(drops, place, layout)
+        s = hopper.warpgroup_mma_wait(0, deps=[s])
         sums, peaks = _sums(
             s, drop, c, key_at - tile * BLOCK, tile < free, BINS, CAUSAL and not EVEN,
             MAP_PEAK,
@@ -353,7 +382,7 @@ def _receive(
 
 @gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])
 def columns(
-    q_desc, k_desc, dealt, Drop, Received, Kept, Map, MapPeak,
+    q_desc, k_desc, drop, dealt, Received, Kept, Map, MapPeak,
     items, pairs, blocks, heads, groups, programs, length, share,
     keys, offset, tiles, per_bin, bins, together, c,
     D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, UNIT: gl.constexpr,
@@ -362,8 +391,9 @@ def columns(
 ):  # fmt: skip
     """Sums over queries; see columns.py.
 
-    ``Drop`` is the log-sum-exp, base 2 and with a minus, in the order in which a tile holds its
-    queries, and -inf to the end of the last tile: a query that is not there gives nothing.
+    ``drop`` is the log-sum-exp, base 2 and with a minus, in the order in which a tile holds its
+    queries, and -inf to the end of the last tile: a query that is not there gives nothing. Where
+    it is ``carried`` it is described for the copy engine, else a pointer.
     Of items that are CUT, programs leave in ``Kept`` what they have of a block, for ``add``.
     Maps are sums over UNIT keys; DONE: these are cells, averages, and 0 where no query sees a key.
     """
@@ -371,9 +401,12 @@ def columns(
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together)
     k_ring = ring_of(k_desc, 2 * TEAMS, 2, TEAMS)
     q_ring = ring_of(q_desc, STAGES, STAGES, TEAMS)
+    drops = drop
+    if carried(D):
+        drops = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK], drop.layout)
     hopper.fence_async_shared()
-    shared = k_ring, q_ring, Drop, Received, Kept, Map, MapPeak, work, sizes, c
-    loader = k_ring, q_ring, k_desc, q_desc, dealt, work, sizes
+    shared = k_ring, q_ring, drops, Received, Kept, Map, MapPeak, work, sizes, c
+    loader = k_ring, q_ring, drops, k_desc, q_desc, drop, dealt, work, sizes
     gl.warp_specialize(
         [
             (_receive, (

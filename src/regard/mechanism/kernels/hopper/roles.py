@@ -41,6 +41,15 @@ def along(layout, rank, axis):
     return layout
 
 
+@gluon.constexpr_function
+def carried(D):
+    """Whether the second pass has what queries lose copied to shared memory with them.
+
+    At 128 the products keep that memory busy, and it is faster to read it from the cache.
+    """
+    return D == 64
+
+
 @gluon.jit
 def ring_of(desc, TILES: gl.constexpr, SLOTS: gl.constexpr, READERS: gl.constexpr):
     """Room for some tiles, and barriers for as many places: full, and empty for all readers."""
