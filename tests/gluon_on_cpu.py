@@ -366,7 +366,9 @@ def _assemble(
     for line in filter(None, map(str.strip, lines.split(";"))):
         if line.startswith("@!"):
             guard = registers[line[2:].split()[0]]
-            assert line.endswith("bra DONE") and label and guard.all() == guard.any()
+            assert label
+            assert line.endswith("bra DONE")
+            assert guard.all() == guard.any()
             if not guard.any():
                 break
         elif not line.startswith(".reg"):

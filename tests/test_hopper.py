@@ -517,16 +517,16 @@ build(hopper.forward, dict(q_desc=whole, k_desc=whole, v_desc=whole), D=128, STA
       EVEN=False, CUT=True, **seen)
 build(hopper.join, {}, D=128, CAUSAL=True, **seen)
 build(hopper.columns,
-      dict(q_desc=tiles(4, 4, 4, 2, 128), k_desc=tiles(1, 1, 64, 128), drop="*fp32"), D=128, STAGES=3,
-      BINS=16, UNIT=8, LONG=False, CAUSAL=True, EVEN=False, RECEIVED=True, MAP=True,
+      dict(q_desc=tiles(4, 4, 4, 2, 128), k_desc=tiles(1, 1, 64, 128), drop="*fp32"), D=128,
+      STAGES=3, BINS=16, UNIT=8, LONG=False, CAUSAL=True, EVEN=False, RECEIVED=True, MAP=True,
       MAP_PEAK=True, DONE=True, CUT=False)
 build(hopper.columns,
       dict(q_desc=tiles(1, 1, 128, 64), k_desc=tiles(1, 1, 64, 64), drop=drop), D=64, STAGES=8,
       BINS=1, UNIT=16, LONG=True, CAUSAL=False, EVEN=True, RECEIVED=True, MAP=True, MAP_PEAK=True,
       DONE=False, CUT=True)
 build(hopper.columns,
-      dict(q_desc=tiles(1, 1, 128, 128), k_desc=tiles(1, 1, 64, 128), drop="*fp32"), D=128, STAGES=3,
-      BINS=1, UNIT=16, LONG=False, CAUSAL=True, EVEN=True, RECEIVED=True, MAP=True,
+      dict(q_desc=tiles(1, 1, 128, 128), k_desc=tiles(1, 1, 64, 128), drop="*fp32"), D=128,
+      STAGES=3, BINS=1, UNIT=16, LONG=False, CAUSAL=True, EVEN=True, RECEIVED=True, MAP=True,
       MAP_PEAK=True, DONE=True, CUT=True)
 for causal in (False, True):
     build(hopper.add, {}, CAUSAL=causal)
