@@ -26,7 +26,7 @@ from regard.mechanism.kernels.structure import (
 
 GLUON = "3.6."  # Gluon is young: each release of Triton may change it, and has to be tried
 ROWS = 64  # as in hopper/
-BAND, BLOCK = 16, 128
+BLOCK = 128
 LANES, PAIR = 4, 2
 PLACES = 8  # top keys that can be asked for
 ROOM, RECORD = 40, 8  # fours of scores a lane can collect of two rows, and numbers each takes
@@ -164,7 +164,7 @@ def forward(
     found = outputs(query, value, wanted)
     highest = None
     if "max_logit" in wanted:
-        highest = found["lse"].new_empty(batch, heads, work.blocks * (BLOCK // BAND))
+        highest = found["lse"].new_empty(batch, heads, work.blocks * (BLOCK // ROWS))
     if count:
         found["bar"] = torch.empty_like(found["lse"])
     high = PAIR

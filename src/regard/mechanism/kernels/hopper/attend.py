@@ -13,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from regard.mechanism.kernels.hopper.order import eight_highest
 from regard.mechanism.kernels.hopper.roles import (
-    BAND,
     BLOCK,
     CHANGING,
     LANES,
@@ -142,7 +141,7 @@ def _by_keys(parts):
 def _parts(D, CAUSAL, DISTANCE, BAR):
     """How many parts a tile's sums have: of weights, for entropy and distance. By measurement."""
     if D == 128:
-        return ((2, 4, 4) if BAR else (1, 1, 2)) if DISTANCE else (1, 4, 1)
+        return ((4, 4, 1) if BAR else (1, 1, 2)) if DISTANCE else (1, 4, 1)
     if not DISTANCE:
         return (1, 4, 1) if CAUSAL else (1, 1, 1)
     if BAR:
@@ -322,11 +321,9 @@ def _tell(
         drop = gl.where(inside, 0.0 - (m + length), float("-inf"))
         gl.store(Drop + flat.to(gl.int64) * (blocks * BLOCK) + place, drop)
     if HIGHEST:
-        # Of a warp's rows, and not of all, so that no warp waits for another.
-        highest = gl.reshape(gl.where(inside, top * LN2, float("-inf")), [ROWS // BAND, BAND])
-        highest = gl.max(highest, 1)
-        band = row // BAND + gl.arange(0, ROWS // BAND, highest.type.layout)
-        gl.store(Highest + flat * (blocks * (BLOCK // BAND)) + band, highest)
+        halves = blocks * GROUPS
+        highest = gl.max(gl.where(inside, top * LN2, float("-inf")), 0)
+        gl.store(Highest + flat * halves + row // ROWS, highest)
 
 
 @gluon.jit
