@@ -27,6 +27,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from measure import append, described, environment
 from regard import Causal, See, Segments, Window, attention
 from regard.mechanism.biases import Alibi, Bias, RelativeBuckets, RelativeContent
+from regard.mechanism.kernels import launch
+from regard.mechanism.kernels import structure as described_as
 from regard.mechanism.masks import Mask
 
 TOKENS = 32768
@@ -143,6 +145,41 @@ def plain_and_seeing(only: str = "") -> Iterator[Row]:
             plain=ours / forward, backward=ours_backward / backward, rows=rows / forward,
             everything=everything / forward, top=top / forward,
             training=step / (forward + backward),
+        )  # fmt: skip
+
+
+def passes(only: str = "") -> Iterator[Row]:
+    """The passes of a call that sees, each by itself.
+
+    The forward pass with rows of statistics, with what everything needs, and with the bar of the
+    top keys too; the second pass with its map; and the top keys.
+    """
+    rows, columns = {"entropy", "peak", "max_logit"}, {"received", "map", "map_peak"}
+    for cell, length, width, heads, causal in cells():
+        if only not in cell:
+            continue
+        query, key, value = given = tensors(length, width, heads)
+        kind = described_as.CAUSAL if causal else described_as.FULL
+        form = described_as.Structure(
+            kind, None, None, described_as.PLAIN, None, 0, width**-0.5, None
+        )
+        attend = partial(launch.forward, *given, form)
+        wanted = rows | columns | {"distance"}
+        with torch.no_grad():
+            found = attend(wanted, 8, (64, 64))
+            lse, bar, drop = found["lse"], found.get("bar"), found.get("drop")
+            *theirs, some, everything, with_bar, second, top = medians(
+                *(partial(fused(backend, causal), *given) for backend in PEERS),
+                partial(attend, rows), partial(attend, wanted, 0, (64, 64)),
+                partial(attend, wanted, 8, (64, 64)),
+                partial(launch.columns, query, key, lse, form, columns, (64, 64), drop),
+                partial(launch.top, query, key, lse, form, 8, bar),
+            )  # fmt: skip
+        forward = min(theirs)
+        yield line(
+            "passes", cell, forward_ms=forward, rows=some / forward,
+            everything=everything / forward, bar=with_bar / forward, second=second / forward,
+            top=top / forward,
         )  # fmt: skip
 
 
@@ -333,6 +370,7 @@ PARTS = {
     "relative": transformer_xl,
     "decoding": decoding,
     "seeing": plain_and_seeing,
+    "passes": passes,
     "structure": structured,
 }
 
@@ -343,7 +381,10 @@ def main() -> None:
         "parts", nargs="*", help=f"some of {', '.join(PARTS)}; all if none is named"
     )
     options.add_argument(
-        "--cell", default="", metavar="TEXT", help="of seeing and structure only cells named so"
+        "--cell",
+        default="",
+        metavar="TEXT",
+        help="of seeing, passes and structure only cells named so",
     )
     given = options.parse_args()
     names = given.parts
@@ -355,7 +396,8 @@ def main() -> None:
     print("  ".join(f"{name} {value}" for name, value in environment().items()))
     for name, part in PARTS.items():
         if not names or name in names:
-            rows = part(given.cell) if part in (plain_and_seeing, structured) else part()
+            named = (plain_and_seeing, passes, structured)
+            rows = part(given.cell) if part in named else part()
             for row in rows:  # what was measured is kept, whatever comes after it
                 append("gpu", [row])
 
