@@ -158,7 +158,7 @@ def passes(only: str = "") -> Iterator[Row]:
     for cell, length, width, heads, causal in cells():
         if only not in cell:
             continue
-        query, key, value = given = tensors(length, width, heads)
+        query, key, _ = given = tensors(length, width, heads)
         kind = described_as.CAUSAL if causal else described_as.FULL
         form = described_as.Structure(
             kind, None, None, described_as.PLAIN, None, 0, width**-0.5, None
