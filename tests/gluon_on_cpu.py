@@ -9,6 +9,8 @@ the CPU. Layouts mean nothing here. What does is who waits for whom, so that is 
 - the roles of a program run as threads; when all of them wait, that is an error, and no hang;
 - a load or store outside of a tensor is an error.
 
+A product that is added to something is not rounded before: the compiler makes one instruction of it.
+
 A role runs as one: what its own threads have to wait for among each other, only a GPU can tell.
 """
 
@@ -44,6 +46,7 @@ class Block:
 
     def __init__(self, data: Any) -> None:
         self.data: Tensor = torch.as_tensor(data)
+        self.exact: Tensor | None = None  # of a product: what it is before it is rounded
 
     shape = property(lambda self: list(self.data.shape))
     dtype = property(lambda self: self.data.dtype)
@@ -65,8 +68,17 @@ class Block:
         return id(self)
 
     def _with(self, other: Any, rule: Callable[..., Any], swapped: bool = False) -> Block:
-        pair = (_raw(other), self.data) if swapped else (self.data, _raw(other))
-        return Block(rule(*(torch.as_tensor(side) for side in pair)))
+        sides = [other, self] if swapped else [self, other]
+        one, two = (torch.as_tensor(_raw(side)) for side in sides)
+        exact = [side.exact if isinstance(side, Block) else None for side in sides]
+        if rule in (torch.add, torch.sub) and exact != [None, None]:  # the compiler fuses these
+            one = one.double() if exact[0] is None else exact[0]
+            two = two.double() if exact[1] is None or exact[0] is not None else exact[1]
+            return Block(rule(one, two).float())
+        found = Block(rule(one, two))
+        if rule is torch.mul and found.data.dtype == torch.float32:
+            found.exact = one.double() * two.double()
+        return found
 
     def __truediv__(self, other: Any) -> Block:
         return self._with(other, torch.true_divide)
@@ -431,6 +443,7 @@ def _language() -> SimpleNamespace:
         full_like=lambda given, value: Block(torch.full_like(given.data, value)),
         where=_apply(torch.where),
         maximum=_apply(torch.fmax), minimum=_apply(torch.fmin),  # of a number and NaN the number
+        fma=_apply(lambda a, b, c: (a.double() * b.double() + c.double()).float()),
         exp2=_apply(torch.exp2), log2=_apply(torch.log2), abs=_apply(torch.abs),
         sum=lambda value, axis: Block(value.data.sum(axis)),
         max=lambda value, axis: Block(value.data.amax(axis)),

@@ -196,6 +196,14 @@ def test_forward_masks_at_any_scale(scale: float, causal: bool, width: int) -> N
     check(tensors, causal, See(**dict.fromkeys(ROWS, True)), found, scale)
 
 
+def test_forward_is_exact_where_one_weight_is_nearly_all() -> None:
+    """That weight is rounded for the output, and its rounding is taken out again, in every row."""
+    query, key, value = (t.bfloat16() for t in inputs((1024, 1024), 128, (8, 2)))
+    tensors = [query * 1.5, key, value.sign() * 1.9]  # just below 2 an error shows most
+    found = launch.forward(*tensors, structure(False, 128, 1.0), {"peak"})
+    check(tensors, False, See(lse=True, peak=True), found, 1.0)
+
+
 @pytest.mark.usefixtures("memory_of_nan")
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("steps", [(0.0, 0.0), (2.0, 0.0), (9.0, 0.0), (0.0, 9.0), (3.0, 300.0)])

@@ -240,13 +240,14 @@ def _weigh(
         high = _by_height(s, SETS)
         if BAR:
             h = gl.maximum(h, high)
-        highest = gl.convert_layout(gl.max(gl.max(high, 2), 1), m.type.layout) * c
-    if LAZY:  # relative to what they were, unless one is much higher
-        top = gl.maximum(top, highest)
+        highest = gl.convert_layout(gl.max(gl.max(high, 2), 1), m.type.layout)
+        if LAZY:
+            top = gl.maximum(top, highest)
+        highest = highest * c
+    if LAZY and not MASKED:  # relative to what they were, unless one is much higher
         higher = gl.where(highest > m + SLACK, highest, m)
     else:
         higher = gl.maximum(m, highest)
-        top = higher
     if MASKED:
         x = s - gl.convert_layout(higher, of_rows)[:, None, None]
     else:
@@ -289,11 +290,14 @@ def _bar(h, count):
 
 @gluon.jit
 def _tell(
-    l, m, top, e, t, bar, seen, flat, row, queries, bits,
+    l, m, above, e, t, bar, seen, flat, row, queries, bits,
     D: gl.constexpr, ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr,
     DISTANCE: gl.constexpr, BAR: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
-    """Write what is known of 64 rows when all tiles are through."""
+    """Write what is known of 64 rows when all tiles are through.
+
+    ``above``: by how much the highest score is above what weights are relative to; 0 if not lazy.
+    """
     Lse, Entropy, Peak, Highest, Distance, Bar, Drop = seen
     rows = row + gl.arange(0, ROWS, m.type.layout)
     inside = rows < queries
@@ -305,7 +309,7 @@ def _tell(
     if ENTROPY:
         gl.store(Entropy + at, (length - e * inverse) * LN2, mask=inside)
     if PEAK:
-        peak = inverse * gl.exp2(top - m) if _lazily(D) else inverse
+        peak = inverse * gl.exp2(above) if _lazily(D) else inverse
         gl.store(Peak + at, peak, mask=inside)
     if DISTANCE:
         gl.store(Distance + at, t * inverse, mask=inside)
@@ -322,18 +326,19 @@ def _tell(
         gl.store(Drop + flat.to(gl.int64) * (blocks * BLOCK) + place, drop)
     if HIGHEST:
         halves = blocks * GROUPS
-        highest = gl.max(gl.where(inside, top * LN2, float("-inf")), 0)
+        highest = (m + above if _lazily(D) else m) * LN2
+        highest = gl.max(gl.where(inside, highest, float("-inf")), 0)
         gl.store(Highest + flat * halves + row // ROWS, highest)
 
 
 @gluon.jit
-def _rounded(l, m, top, dtype: gl.constexpr, D: gl.constexpr):
+def _rounded(l, above, dtype: gl.constexpr, D: gl.constexpr):
     """The sum of weights, the largest of them rounded as it was for the output.
 
-    Where that one is nearly all there is, the output then has no error of it. It is 1 if not lazy.
+    Where that one is nearly all there is, the output then has no error of it.
     """
     if _lazily(D):
-        largest = gl.exp2(top - m)
+        largest = gl.exp2(above)
         l += largest.to(dtype).to(gl.float32) - largest
     return l
 
@@ -404,7 +409,7 @@ def _attend_block(
     e = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
     t = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
     m = gl.full([ROWS], LOWEST, gl.float32, of_rows)
-    top = m
+    top = gl.full([ROWS], float("-inf"), gl.float32, of_rows)  # of tiles that are not masked
     h = gl.full([ROWS, LANES, SETS], NOTHING, gl.float32, of_heights)
 
     q = await_tile(q_ring, q_place).reshape([BLOCK, D]).slice(PART * ROWS, ROWS)
@@ -458,15 +463,18 @@ def _attend_block(
     o = hopper.warpgroup_mma(weights, v, o, is_async=True)
 
     l, e, t = gl.sum(l, 1), gl.sum(e, 1), gl.sum(t, 1)
+    above = m
+    if _lazily(D):  # just as its weight was made, or the rounding of that would be another one
+        above = gl.maximum(gl.fma(top, c, 0.0 - m), 0.0)
     if not CUT or last - first == stop:
         bar = m
         if BAR:
             bar = _bar(h, count)
         _tell(
-            l, m, top, e, t, bar, seen, flat, row + PART * ROWS, queries, bits,
+            l, m, above, e, t, bar, seen, flat, row + PART * ROWS, queries, bits,
             D, ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP,
         )  # fmt: skip
-        inverse = 1 / _rounded(l, m, top, dtype, D)
+        inverse = 1 / _rounded(l, above, dtype, D)
         whole, _ = hopper.warpgroup_mma_wait(0, deps=[o, weights])
         whole = whole * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None]
         _write(out, flat, row + PART * ROWS, whole, work.heads, queries, 4)
@@ -477,7 +485,7 @@ def _attend_block(
         gl.store(sums + 1, m)
         gl.store(sums + 2, e)
         gl.store(sums + 3, t)
-        gl.store(sums + 4, top)
+        gl.store(sums + 4, above)
         if BAR:
             its_row = gl.arange(0, ROWS, along(of_heights, 3, 0))[:, None, None]
             its_lane = gl.arange(0, LANES, along(of_heights, 3, 1))[None, :, None]
@@ -595,11 +603,11 @@ def join(
         kept = _place_of(Kept, program, program - one, part, D)[:, None] + rows[None, :] * _size(D)
         its_m = gl.load(kept + (D + 1), mask=mine, other=LOWEST)
         m = gl.max(its_m, 0)
-        its_top = gl.load(kept + (D + 4), mask=mine, other=LOWEST)
-        top = gl.max(its_top, 0)
         shrink = gl.exp2(its_m - m[None, :])
         its_l = gl.load(kept + D, mask=mine, other=0.0)
         l = gl.sum(its_l * shrink, 0)
+        its_above = gl.load(kept + (D + 4), mask=mine, other=0.0)
+        above = gl.max(its_m + its_above, 0) - m
         e, t, bar = l, l, l
         if ENTROPY:
             its_e = gl.load(kept + (D + 2), mask=mine, other=0.0)
@@ -618,10 +626,10 @@ def join(
         row = block * BLOCK + part * ROWS
         seen = Lse, Entropy, Peak, Highest, Distance, Bar, Drop
         _tell(
-            l, m, top, e, t, bar, seen, flat, row, queries, bits,
+            l, m, above, e, t, bar, seen, flat, row, queries, bits,
             D, ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP,
         )  # fmt: skip
-        rounded = _rounded(its_l, its_m, its_top, out.data.dtype.element_ty, D)
+        rounded = _rounded(its_l, its_above, out.data.dtype.element_ty, D)
         inverse = 1 / gl.sum(rounded * shrink, 0)
         inverse = gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout))
         _write(out, flat, row, o * inverse[:, None], work.heads, queries, WARPS)
