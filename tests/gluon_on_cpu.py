@@ -9,7 +9,8 @@ the CPU. Layouts mean nothing here. What does is who waits for whom, so that is 
 - the roles of a program run as threads; when all of them wait, that is an error, and no hang;
 - a load or store outside of a tensor is an error.
 
-A product that is added to something is not rounded before: the compiler makes one instruction of it.
+A product that is added to something is not rounded before: the compiler makes both one
+instruction.
 
 A role runs as one: what its own threads have to wait for among each other, only a GPU can tell.
 """
