@@ -187,11 +187,12 @@ def _where_told(count):
 
 @gluon.constexpr_function
 def _operands(count):
+    """The registers of that: results, numbers, factors, and flags."""
     return ",".join(["=f"] * count + ["f"] * (2 * count) + ["r"] * count)
 
 
 @gluon.jit
-def shrunk(o, shrink, LAZY: gl.constexpr):
+def _shrunk(o, shrink, LAZY: gl.constexpr):
     """The output so far, relative to another score. LAZY: untouched where a warp has only ones."""
     of_rows: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     if LAZY:
@@ -220,7 +221,8 @@ def _weigh(
     """The weights of a tile, and the running sums with them; see forward.py.
 
     MASKED: some pair may be, though not of the first SEEN keys; FREE: none is, and all keys lie on
-    one side of all queries. ``s`` may have fewer keys than a tile.
+    one side of all queries. ``s`` may have fewer keys than a tile. ``top`` is the highest score of
+    tiles that are not masked, where that may be above ``m``.
     """
     SETS: gl.constexpr = h.shape[2]
     PARTS: gl.constexpr = _parts(D, CAUSAL, DISTANCE, BAR)
@@ -455,7 +457,7 @@ def _attend_block(
                 o, weights = hopper.warpgroup_mma_wait(0, deps=[o, weights])
                 release(ring, place)
                 place = following(place, STAGES)
-                o = shrunk(o, shrink, _lazily(D))
+                o = _shrunk(o, shrink, _lazily(D))
     release(q_ring, q_place)
     weights = gl.convert_layout(_by_keys(p).to(dtype), operand)
     await_tile(ring, place)
