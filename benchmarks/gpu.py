@@ -28,7 +28,7 @@ from measure import append, described, environment
 from regard import Causal, See, Segments, Window, attention
 from regard.mechanism.biases import Alibi, Bias, RelativeBuckets, RelativeContent
 from regard.mechanism.kernels import launch
-from regard.mechanism.kernels import structure as described_as
+from regard.mechanism.kernels.structure import CAUSAL, FULL, PLAIN, Structure
 from regard.mechanism.masks import Mask
 
 TOKENS = 32768
@@ -159,10 +159,8 @@ def passes(only: str = "") -> Iterator[Row]:
         if only not in cell:
             continue
         query, key, _ = given = tensors(length, width, heads)
-        kind = described_as.CAUSAL if causal else described_as.FULL
-        form = described_as.Structure(
-            kind, None, None, described_as.PLAIN, None, 0, width**-0.5, None
-        )
+        kind = CAUSAL if causal else FULL
+        form = Structure(kind, None, None, PLAIN, None, 0, width**-0.5, None)
         attend = partial(launch.forward, *given, form)
         wanted = rows | columns | {"distance"}
         with torch.no_grad():
@@ -373,6 +371,7 @@ PARTS = {
     "passes": passes,
     "structure": structured,
 }
+BY_CELLS = (plain_and_seeing, passes, structured)
 
 
 def main() -> None:
@@ -396,8 +395,7 @@ def main() -> None:
     print("  ".join(f"{name} {value}" for name, value in environment().items()))
     for name, part in PARTS.items():
         if not names or name in names:
-            named = (plain_and_seeing, passes, structured)
-            rows = part(given.cell) if part in named else part()
+            rows = part(given.cell) if part in BY_CELLS else part()
             for row in rows:  # what was measured is kept, whatever comes after it
                 append("gpu", [row])
 

@@ -465,7 +465,7 @@ def _attend_block(
     o = hopper.warpgroup_mma(weights, v, o, is_async=True)
 
     l, e, t = gl.sum(l, 1), gl.sum(e, 1), gl.sum(t, 1)
-    above = m
+    above = gl.full_like(m, 0.0)
     if _lazily(D):  # just as its weight was made, or the rounding of that would be another one
         above = gl.maximum(gl.fma(top, c, 0.0 - m), 0.0)
     if not CUT or last - first == stop:

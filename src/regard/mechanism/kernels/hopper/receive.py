@@ -248,7 +248,7 @@ def _sums(s, drop, c, first, masked, BINS: gl.constexpr, MASK: gl.constexpr, PEA
 
 
 @gluon.jit
-def _read(drops, place, layout: gl.constexpr):
+def _carried_with(drops, place, layout: gl.constexpr):
     """What a tile's queries lose, where it was copied with them: by fours, see attend.py."""
     stored: gl.constexpr = gl.DistributedLinearLayout(
         [[1], [2], [16], [32], [64]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [128]
@@ -308,7 +308,7 @@ def _receive_block(
     # The first tile by itself: where queries and keys end EVEN, no other is masked.
     s = product(k, q_ring, place, D)
     if CARRIED:
-        drop = _read(drops, place, layout)
+        drop = _carried_with(drops, place, layout)
     s = hopper.warpgroup_mma_wait(0, deps=[s])
     pooled, largest = _sums(s, drop, c, key_at - start * BLOCK, True, BINS, CAUSAL, MAP_PEAK)
     map_row = start // per_bin if LONG else start * BINS
@@ -325,7 +325,7 @@ def _receive_block(
         place = following(place, STAGES)
         s = product(k, q_ring, place, D)
         if CARRIED:
-            drop = _read(drops, place, layout)
+            drop = _carried_with(drops, place, layout)
         s = hopper.warpgroup_mma_wait(0, deps=[s])
         sums, peaks = _sums(
             s, drop, c, key_at - tile * BLOCK, tile < free, BINS, CAUSAL and not EVEN,
