@@ -34,8 +34,8 @@ from torch import Tensor
 class Layout:
     """Any layout; none is looked at."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        self.arguments = arguments, named
 
 
 def _raw(value: Any) -> Any:
@@ -109,7 +109,6 @@ class Pointer:
     """Places in a tensor, counted in its elements."""
 
     def __init__(self, tensor: Tensor, at: Any = 0) -> None:
-        assert tensor.is_contiguous()
         self.tensor, self.at = tensor, torch.as_tensor(at)
         self.dtype = SimpleNamespace(element_ty=tensor.dtype)
 
@@ -144,6 +143,9 @@ class Shared:
     def load(self, layout: Any) -> Block:
         return Block(self.data.clone())
 
+    def store(self, value: Block) -> None:
+        self.data.copy_(value.data)
+
     def slice(self, start: int, length: int) -> Shared:
         return Shared(self.data.narrow(0, start, length))
 
@@ -152,7 +154,7 @@ class Descriptor:
     """A tensor as the copy engine sees it."""
 
     def __init__(self, given: Any) -> None:
-        self.view = given.base.as_strided(given.shape, given.strides)
+        self.view = given.base.detach().as_strided(given.shape, given.strides)
         self.block_shape, self.layout, self.dtype = given.block_shape, Layout(), given.base.dtype
 
     def read(self, start: list[int]) -> Tensor:
@@ -333,6 +335,12 @@ def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:
     pointer.tensor.view(-1)[at[may]] = values[may].to(pointer.tensor.dtype)
 
 
+def _add(pointer: Pointer, value: Block, sem: str) -> None:
+    at, may = _chosen(pointer, True)
+    with _machine.changed:
+        pointer.tensor.view(-1).index_add_(0, at[may], value.data[may])
+
+
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
     if dtype.is_floating_point:
         return Shared(torch.full(shape, torch.nan, dtype=dtype))
@@ -414,8 +422,12 @@ def _given(value: Any) -> Any:
     """An argument as a kernel gets it."""
     if hasattr(value, "block_shape"):
         return Descriptor(value)
-    if isinstance(value, Tensor):
-        return Pointer(value)
+    if isinstance(value, Tensor):  # axes may be in any order, but without gaps
+        last = sum(
+            (size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True)
+        )
+        assert last == value.numel() - 1
+        return Pointer(value.detach().as_strided((value.numel(),), (1,)))
     if isinstance(value, tuple):
         return type(value)(*map(_given, value))
     return value if value is None else Block(value)
@@ -428,7 +440,7 @@ def _jit(function: Any = None, **_options: Any) -> Any:
 def _language() -> SimpleNamespace:
     layouts = (
         "NVMMADistributedLayout", "DistributedLinearLayout", "SliceLayout", "DotOperandLayout",
-        "BlockedLayout",
+        "BlockedLayout", "NVMMASharedLayout",
     )  # fmt: skip
     return SimpleNamespace(
         **dict.fromkeys(layouts, Layout),
@@ -441,6 +453,7 @@ def _language() -> SimpleNamespace:
         arange=lambda start, end, layout: Block(torch.arange(start, end, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout: Block(torch.zeros(shape, dtype=dtype)),
         full=lambda shape, value, dtype, layout: Block(torch.full(shape, value, dtype=dtype)),
+        zeros_like=lambda given: Block(torch.zeros_like(given.data)),
         full_like=lambda given, value: Block(torch.full_like(given.data, value)),
         where=_apply(torch.where),
         maximum=_apply(torch.fmax), minimum=_apply(torch.fmin),  # of a number and NaN the number
@@ -456,7 +469,8 @@ def _language() -> SimpleNamespace:
         join=lambda one, other: Block(torch.stack((one.data, other.data), -1)),
         convert_layout=lambda value, layout: value,
         inline_asm_elementwise=_assemble,
-        load=_load, store=_store, thread_barrier=lambda: None, allocate_shared_memory=_allocate,
+        load=_load, store=_store, atomic_add=_add, thread_barrier=lambda: None,
+        allocate_shared_memory=_allocate,
         warp_specialize=lambda roles, warps, registers: _machine.together(roles),
     )  # fmt: skip
 

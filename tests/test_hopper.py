@@ -18,11 +18,12 @@ from torch import Tensor
 
 import gluon_on_cpu
 from regard import Causal, See, attention
+from regard.errors import BackendError
 from regard.mechanism.kernels import structure as described
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: it comes for Linux.")
 
-from regard.mechanism.kernels import launch, specialised  # noqa: E402
+from regard.mechanism.kernels import launch, operators, specialised  # noqa: E402
 from regard.mechanism.kernels.columns import TEAM, TILE  # noqa: E402
 
 CUDA = torch.cuda.is_available()
@@ -287,6 +288,151 @@ def test_what_keys_receive_needs_no_bins(lengths, width, causal) -> None:
     check([query, key, value], causal, See(received=True), found)
 
 
+def differentiated(
+    tensors: list[Tensor], grad: Tensor, causal: bool, grid: tuple[int, int] | None
+) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """Gradients, and what keys get, both from the backward pass."""
+    form = structure(causal, 64)
+    wanted = {"received"} if grid is None else {"received", "map", "map_peak"}
+    assert specialised.differentiates(*tensors, form, grid)
+    left = launch.forward(*tensors, form, wanted, 0, grid or (1, 1))
+    found = specialised.room(*tensors[:2], wanted, grid)
+    grads = specialised.backward(
+        *tensors, left["output"], grad, left["drop"], form, found, grid
+    )  # fmt: skip
+    return grads, found
+
+
+def close_gradients(
+    tensors: list[Tensor], grad: Tensor, causal: bool, found: tuple[Tensor, ...]
+) -> None:
+    """At most three times as far off as plain PyTorch in the same precision."""
+
+    def plain(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        query, key, value = leaves = [t.detach().to(dtype).requires_grad_() for t in tensors]
+        scores = query @ key.transpose(2, 3) * query.shape[3] ** -0.5
+        if causal:
+            seen = torch.ones_like(scores, dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+            scores = scores.masked_fill(~seen, -torch.inf)
+        return torch.autograd.grad(scores.softmax(-1) @ value, leaves, grad.to(dtype))
+
+    exact, rough = plain(torch.float64), plain(grad.dtype)
+    for name, got, true, low in zip(("query", "key", "value"), found, exact, rough, strict=True):
+        error, allowed = (got - true).abs().max(), (low - true).abs().max()
+        assert error <= 3 * allowed, f"{name} is off by {error:.2e}; PyTorch by {allowed:.2e}"
+
+
+@pytest.mark.usefixtures("memory_of_nan")
+@pytest.mark.parametrize(
+    ("lengths", "grid", "causal", "layout", "dtype"),
+    [
+        *(
+            (*grid, *rest)
+            for grid, *rest in product(GRIDS, (False, True), (headed, beside), DTYPES)
+        ),
+        *product(LENGTHS, (None,), (False, True), (headed,), DTYPES[:1]),
+    ],
+)
+def test_backward_is_the_definition(lengths, grid, causal, layout, dtype) -> None:
+    tensors = [t.to(dtype) for t in inputs(lengths, 64, (2, 2), layout)]
+    grad = headed(2, 2, lengths[0], 64, 7).to(dtype)  # whatever the layout of the queries
+    grads, found = differentiated(tensors, grad, causal, grid)
+    see = See(received=True) if grid is None else See(received=True, map=grid, map_peak=True)
+    check(tensors, causal, see, found)
+    close_gradients(tensors, grad, causal, grads)
+
+
+@pytest.mark.usefixtures("memory_of_nan")
+def test_backward_takes_a_gradient_that_is_one_number() -> None:
+    """As that of a sum: the copy engine cannot read it as it is."""
+    tensors = [t.to(DTYPES[0]) for t in inputs((256, 256), 64, (2, 2))]
+    one = torch.ones((), dtype=DTYPES[0], device=DEVICE).expand(2, 2, 256, 64)
+    for grid in (None, (8, 8)):
+        found, _ = differentiated(tensors, one, True, grid)
+        expected, _ = differentiated(tensors, one.contiguous(), True, grid)
+        for got, true in zip(found[1:], expected[1:], strict=True):
+            assert torch.equal(got, true)
+
+
+@pytest.fixture
+def taken_for_plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Calls for which cuDNN would have a backward pass, there or not."""
+    if not CUDA:
+        monkeypatch.setattr(operators, "_plain", lambda *tensors: True)
+
+
+def owing(
+    causal: bool, grid: tuple[int, int] = (8, 8)
+) -> tuple[list[Tensor], dict[str, Tensor], operators.Owed]:
+    leaves = [t.to(DTYPES[0]).requires_grad_() for t in inputs((256, 256), 64, (2, 2))]
+    request = operators.Request(("entropy", "received", "map", "map_peak"), grid)
+    found, owed = operators.attend(*leaves, structure(causal, 64), request)
+    return leaves, found, owed
+
+
+@pytest.mark.usefixtures("taken_for_plain")
+@pytest.mark.parametrize("causal", [False, True])
+def test_what_keys_get_is_owed_until_somebody_looks_or_the_backward_pass_has_it(causal) -> None:
+    leaves, looked_at_first, owed = owing(causal)
+    assert set(owed.room) == {"received", "map", "map_peak"}
+    owed.settle()
+    assert not owed.room
+    assert not owed.given
+    see = See(received=True, map=8, map_peak=True)
+    names = ("received", "map", "map_peak")
+    check(leaves, causal, see, {name: looked_at_first[name].detach() for name in names})
+
+    leaves, found, owed = owing(causal)
+    grad = torch.ones_like(found["output"])
+    got = torch.autograd.grad(found["output"], leaves, grad, retain_graph=True)
+    assert not owed.room
+    for name in names:
+        torch.testing.assert_close(found[name], looked_at_first[name], rtol=1e-5, atol=1e-6)
+    close_gradients(leaves, grad, causal, got)
+
+
+@pytest.mark.usefixtures("taken_for_plain")
+def test_what_is_owed_has_a_gradient_and_goes_with_others() -> None:
+    see = See(received=True, map=8, map_peak=True, entropy=True)
+    leaves, found, owed = owing(True)
+    owed.settle()
+    loss = found["received"].square().sum() + found["entropy"].sum() + found["map"].square().sum()
+    got = torch.autograd.grad(loss, leaves[:2])
+
+    def true(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        given = [t.detach().to(dtype).requires_grad_() for t in leaves]
+        _, seen = definition(given, True, see)
+        loss = seen.received.square().sum() + seen.entropy.sum() + seen.map.square().sum()
+        return torch.autograd.grad(loss, given[:2])
+
+    for one, exact, plain in zip(got, true(torch.float64), true(DTYPES[0]), strict=True):
+        assert (one - exact).abs().max() <= 3 * (plain - exact).abs().max()
+
+    leaves, found, owed = owing(True)
+    torch.autograd.grad(found["entropy"].sum(), leaves[:2])  # another kernel, which does not pay
+    assert owed.room
+    owed.settle()
+    check(leaves, True, see, {"received": found["received"].detach()})
+
+
+@pytest.mark.usefixtures("taken_for_plain")
+def test_what_is_owed_cannot_be_told_of_queries_that_have_changed() -> None:
+    leaves, _, owed = owing(True)
+    with torch.no_grad():
+        leaves[0].zero_()
+    with pytest.raises(BackendError, match="received, map, map_peak: not known yet, and query or"):
+        owed.settle()
+
+
+@pytest.mark.usefixtures("taken_for_plain")
+def test_what_is_owed_holds_no_graph() -> None:
+    """A node that held what it gives out would never be freed."""
+    _, found, owed = owing(True)
+    held = [*owed.room.values(), *owed.given[:-1]]
+    assert all(tensor.grad_fn is None for tensor in held)
+    assert found["received"].grad_fn is not None
+
+
 def highest(
     tensors: list[Tensor], causal: bool, count: int, found: dict[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
@@ -548,6 +694,15 @@ build(hopper.top, dict(q_desc=tiles(1, 1, 64, 128), k_desc=whole, Left="*i8", Ke
       STAGES=3, CAUSAL=True, EVEN=False)
 build(hopper.top, dict(q_desc=tiles(1, 1, 64, 64), k_desc=narrow, Left="*i8", Keys="*i64"), D=64,
       STAGES=8, CAUSAL=False, EVEN=True)
+view = View("*bf16", "i64", "i64", "i32")
+dealt = tiles(1, 16, 4, 2, 64)
+described = dict(q_desc=dealt, grad_desc=dealt, k_desc=narrow, v_desc=narrow, drop_desc=drop,
+                 delta_desc=drop, grad_dealt=Dealt("i32", "i32", "i32"), key_grad=view,
+                 value_grad=view, scale="fp32")
+build(hopper.backward, described, D=64, STAGES=2, BINS=4, UNIT=16, LONG=False, CAUSAL=True,
+      RECEIVED=True, MAP=True, MAP_PEAK=True, DONE=False)
+build(hopper.prepare, dict(grad=view), D=64)
+build(hopper.gather, dict(query_grad=view, scale="fp32"), D=64)
 """
 
 

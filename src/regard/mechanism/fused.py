@@ -33,7 +33,7 @@ from regard.mechanism.kernels.structure import (
     Structure,
 )
 from regard.mechanism.masks import And, Causal, Mask, Padding, Prefix, Segments, Window
-from regard.mechanism.seeing import See, Seen, finish, grid_of
+from regard.mechanism.seeing import Owing, See, Seen, finish, grid_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = 256  # of a head; beyond it a block no longer fits the registers of a multiprocessor
@@ -110,7 +110,7 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
     structure = _structure(call)
     query, key, value = _dense(call.query), _dense(call.key), _dense(call.value)
     if see is None:
-        return _attend(query, key, value, structure, Request())["output"], None
+        return _attend(query, key, value, structure, Request())[0]["output"], None
     wanted = [name for name in NAMED if getattr(see, name)]
     # Single rows have a gradient as plain PyTorch only.
     plain_rows = bool(see.rows) and (call.wants_gradient or structure.bias == RELATIVE)
@@ -120,23 +120,26 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
         wanted += ["top_weights", "top_keys"]
     grid = (1, 1) if see.map is None else grid_of(see, extent)
     rows = () if plain_rows else tuple(see.rows)
-    found = _attend(query, key, value, structure, Request(tuple(wanted), grid, see.top, rows))
+    request = Request(tuple(wanted), grid, see.top, rows)
+    found, owed = _attend(query, key, value, structure, request)
     output = found.pop("output")
     if not see.lse:
         del found["lse"]
     in_order = found.pop("rows", None)  # as they were asked for, so nothing is left to finish
     seen = finish(see, found, extent)
+    if owed is not None and owed.room:
+        seen = Owing.of(seen, owed.settle)
     seen.rows = _rows(call, see) if plain_rows else in_order
     return output, seen
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, structure: Structure, request: Request
-) -> dict[str, Tensor]:
+) -> tuple[dict[str, Tensor], operators.Owed | None]:
     if torch.compiler.is_compiling():
         from regard.mechanism.kernels import graphs  # registers an operator, which takes a while
 
-        return graphs.attend(query, key, value, structure, request)
+        return graphs.attend(query, key, value, structure, request), None
     return operators.attend(query, key, value, structure, request)
 
 

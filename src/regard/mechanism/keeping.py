@@ -32,7 +32,7 @@ class Kept(Generic[Given, Made]):
 
     def __call__(self, *given: Given.args, **named: Given.kwargs) -> Made:
         key = (given, *named.items())
-        recording = _is_recording()
+        recording = is_recording()
         if key in self.found:
             found = self.found[key] = self.found.pop(key)
             if recording:
@@ -46,6 +46,7 @@ class Kept(Generic[Given, Made]):
         return found
 
 
-def _is_recording() -> bool:
+def is_recording() -> bool:
+    """Whether what runs now goes into a CUDA graph."""
     ready: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return ready and torch.cuda.is_current_stream_capturing()

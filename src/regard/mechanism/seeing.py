@@ -11,7 +11,7 @@ import json
 import math
 import operator
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
 from os import PathLike
@@ -308,7 +308,31 @@ class Seen:
         )
 
 
+class Owing(Seen):
+    """A Seen some of whose fields have no numbers yet, until somebody looks at one of them."""
+
+    __slots__ = ("settle",)
+
+    def __init__(self, settle: Callable[[], None] | None = None, **given: Any) -> None:
+        self.settle = settle
+        super().__init__(**given)
+
+    @classmethod
+    def of(cls, seen: Seen, settle: Callable[[], None]) -> Owing:
+        """``settle`` is called before a field is read that sums over queries."""
+        return cls(settle, **{f.name: getattr(seen, f.name) for f in fields(seen)})
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in _OVER_QUERIES and (settle := self.settle) is not None:
+            settle()
+        return object.__getattribute__(self, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Seen.from_dict, (self.to_dict(), self.extent)
+
+
 _FIELDS = [f.name for f in fields(Seen) if f.name != "extent"]
+_OVER_QUERIES = ("received", "map", "map_peak")
 _BY_QUERY = (
     "lse",
     "entropy",

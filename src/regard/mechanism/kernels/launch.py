@@ -244,7 +244,9 @@ def columns(
     pooled = "map" in wanted
     into = grid if pooled else None
     if drop is not None or specialised.receives(query, key, structure, into):
-        return specialised.columns(query, key, lse, structure, wanted, into, drop)
+        room = specialised.room(query, key, wanted, into)
+        specialised.columns(query, key, lse, structure, room, into, drop)
+        return room
     blocks = _columns_blocks(query, width, structure, pooled)
     rows, cols = grid if pooled else (1, 1)
     in_a_row = structure.bias == RELATIVE

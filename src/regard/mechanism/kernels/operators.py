@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from regard.errors import BackendError
+from regard.mechanism.keeping import is_recording
 from regard.mechanism.kernels.structure import CAUSAL, FULL, PLAIN, Structure
 
+OVER_QUERIES = ("received", "map", "map_peak")  # what needs the final lse
 BY_ROW = ("entropy", "peak", "max_logit", "distance")  # what the forward pass itself can tell
-NAMED = (*BY_ROW, "received", "map", "map_peak", "rows")  # as See names them
+NAMED = (*BY_ROW, *OVER_QUERIES, "rows")  # as See names them
 STREAMED = (*NAMED, "top_weights", "top_keys")
 KEPT = ("output", "lse", "entropy", "distance")  # for the backward pass
 # Which keys are highest does not change smoothly, so these have no gradient here.
@@ -34,24 +36,71 @@ class Request(NamedTuple):
         return ["output", "lse", *(name for name in STREAMED if name in self.fields)]
 
 
+class Owed:
+    """What keys get, where the backward pass will have it for next to nothing.
+
+    Until then there is room for it and nothing in it; whoever looks before has ``settle`` called,
+    which takes a pass of its own over queries and keys.
+    """
+
+    def __init__(self) -> None:
+        self.room: dict[str, Tensor] = {}  # empty once it is settled
+        self.given: tuple[Any, ...] = ()
+        self.versions: list[int] = []
+        self.grid: tuple[int, int] | None = None
+
+    def owe(self, room: dict[str, Tensor], grid: tuple[int, int] | None, *given: Any) -> None:
+        """``given`` are query, key, lse, what it leaves for a second pass, and a structure."""
+        # Not the tensors themselves: what a node of the graph gives out, it must not hold.
+        self.room = {name: tensor.detach() for name, tensor in room.items()}
+        self.given = *(tensor.detach() for tensor in given[:-1]), given[-1]
+        self.versions = [tensor._version for tensor in given[:2]]
+        self.grid = grid
+
+    def settle(self) -> None:
+        if not self.room:
+            return
+        from regard.mechanism.kernels import specialised
+
+        query, key, lse, drop, structure = self.given
+        if [query._version, key._version] != self.versions:
+            names = ", ".join(self.room)
+            raise BackendError(
+                f"{names}: not known yet, and query or key was changed in place since. Look at "
+                "what was seen before that, or after the backward pass."
+            )
+        with torch.no_grad():
+            specialised.columns(query, key, lse, structure, self.room, self.grid, drop)
+        self.settled()
+
+    def settled(self) -> None:
+        self.room, self.given = {}, ()
+
+
 def attend(
     query: Tensor, key: Tensor, value: Tensor, structure: Structure, request: Request
-) -> dict[str, Tensor]:
-    """The output, lse and whatever else is asked for."""
+) -> tuple[dict[str, Tensor], Owed]:
+    """The output, lse and whatever else is asked for; and what of it is only owed as yet."""
+    owed = Owed()
     tensors = (query, key, value, structure.table, structure.second)
     wants = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if not wants:
-        return forward(query, key, value, structure, request)
+        return forward(query, key, value, structure, request), owed
     found = _Attend.apply(  # type: ignore[no-untyped-call]
-        query, key, value, structure.table, structure.second, structure, request
+        query, key, value, structure.table, structure.second, structure, request, owed
     )
-    return dict(zip(request.names, found, strict=True))
+    return dict(zip(request.names, found, strict=True)), owed
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, structure: Structure, request: Request
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    structure: Structure,
+    request: Request,
+    owed: Owed | None = None,
 ) -> dict[str, Tensor]:
-    """The same without a gradient."""
+    """The same without a gradient. Some of it may be left ``owed``, where that is given."""
     from regard.mechanism.kernels import launch, specialised
 
     fields = request.fields
@@ -64,7 +113,19 @@ def forward(
         found = launch.forward(query, key, value, structure, fields, count, request.grid)
     lse, bar, drop = found["lse"], found.pop("bar", None), found.pop("drop", None)
     if "received" in fields or "map" in fields:
-        found |= launch.columns(query, key, lse, structure, fields, request.grid, drop)
+        grid = request.grid if "map" in fields else None
+        if (
+            owed is not None
+            and drop is not None
+            and not is_recording()  # a replay would owe it again
+            and _plain(query, key, value, structure)
+            and specialised.differentiates(query, key, value, structure, grid)
+        ):
+            room = specialised.room(query, key, fields, grid)
+            owed.owe(room, grid, query, key, lse, drop, structure)
+            found |= room
+        else:
+            found |= launch.columns(query, key, lse, structure, fields, request.grid, drop)
     if request.top:
         found |= launch.top(query, key, lse, structure, request.top, bar)
     if request.rows:
@@ -80,11 +141,20 @@ def backward(
     kept: Mapping[str, Tensor],
     grads: Mapping[str, Tensor],
     train_bias: bool,
+    owed: Owed | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
     """The gradients of query, key and value, and where there are, of the table and second."""
-    from regard.mechanism.kernels import launch
+    from regard.mechanism.kernels import launch, specialised
 
     if grads.keys() == {"output"} and _plain(query, key, value, structure):
+        if owed is not None and owed.room:
+            drop = owed.given[3]
+            found = specialised.backward(
+                query, key, value, kept["output"], grads["output"], drop, structure, owed.room,
+                owed.grid,
+            )  # fmt: skip
+            owed.settled()
+            return *found, None, None
         return *_plain_backward(grads["output"], query, key, value, structure, kept), None, None
     return launch.backward(query, key, value, structure, kept, grads, train_bias)
 
@@ -100,9 +170,10 @@ class _Attend(torch.autograd.Function):
         second: Tensor | None,
         structure: Structure,
         request: Request,
+        owed: Owed,
     ) -> tuple[Tensor, ...]:
-        found = forward(query, key, value, structure, request)
-        ctx.structure, ctx.names = structure, request.names
+        found = forward(query, key, value, structure, request, owed)
+        ctx.structure, ctx.names, ctx.owed = structure, request.names, owed
         ctx.kept = [name for name in KEPT if name in found]
         ctx.save_for_backward(query, key, value, table, second, *(found[n] for n in ctx.kept))
         ctx.set_materialize_grads(False)
@@ -126,7 +197,8 @@ class _Attend(torch.autograd.Function):
         structure = replace(ctx.structure, table=table, second=second)
         found = dict(zip(ctx.kept, kept, strict=True))
         train_bias = ctx.needs_input_grad[3]
-        return *backward(query, key, value, structure, found, given, train_bias), None, None
+        grads = backward(query, key, value, structure, found, given, train_bias, ctx.owed)
+        return *grads, None, None, None
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, structure: Structure) -> bool:

@@ -266,6 +266,11 @@ def _dealt_tiles(query: Tensor, bins: _Bins) -> Any:
     return _tiles(query, shape, strides, block)
 
 
+def _query_tiles(query: Tensor, bins: _Bins) -> Any:
+    """Tiles of queries, dealt out where bins want it."""
+    return _described(query, BLOCK) if bins.dealt is None else _dealt_tiles(query, bins)
+
+
 def _dealt_rows(bins: _Bins) -> int:
     """How many of LANES bins that a tile deals out each has; pairs in turns are the plain order."""
     return PAIR if bins.dealt is None else BLOCK // bins.a_tile
@@ -303,81 +308,185 @@ def _second_pass(
     return _bins(query, key.shape[2], grid)
 
 
+class _Receiving(NamedTuple):
+    """What ``columns`` and ``backward`` need alike to tell what keys get."""
+
+    bins: _Bins
+    work: Work
+    sizes: Sizes
+    units: dict[str, Tensor]  # maps as kernels write them: of some keys each, to be pooled
+    given: dict[str, Any]
+
+
+def room(
+    query: Tensor, key: Tensor, wanted: Collection[str], grid: tuple[int, int] | None
+) -> dict[str, Tensor]:
+    """Room for what ``columns`` and ``backward`` find."""
+    batch, heads = query.shape[:2]
+    shapes = {"received": (key.shape[2],), "map": grid or (), "map_peak": grid or ()}
+    return {
+        name: query.new_empty(batch, heads, *shape, dtype=torch.float32)
+        for name, shape in shapes.items()
+        if name in wanted
+    }
+
+
+def _receiving(
+    query: Tensor,
+    key: Tensor,
+    structure: Structure,
+    found: dict[str, Tensor],
+    grid: tuple[int, int] | None,
+    block: int,
+) -> _Receiving:
+    """For blocks of so many keys."""
+    batch, heads, queries, width = query.shape
+    keys = key.shape[2]
+    bins = _bins(query, keys, grid)
+    assert bins is not None
+    rows, cols = grid or (1, 1)
+    work = _work(query, key, keys, block, structure)
+    tiles = -(-queries // BLOCK)
+    kept_rows = rows * bins.parts
+    count = work.blocks * block // bins.unit  # units of a row of the map
+    done = keys // cols // bins.unit * bins.parts == 1  # then there is nothing to pool
+    units = {name: cells for name, cells in found.items() if name != "received"}
+    if not done or count > cols:
+        units = {
+            name: cells.new_empty(batch, heads, kept_rows, count) for name, cells in units.items()
+        }
+    sizes = Sizes(
+        keys, keys - queries, tiles, bins.tiles, kept_rows, bins.tiles if "map" in found else 1
+    )
+    given: Any = {
+        "c": structure.scale * LOG2E, "D": width, "BINS": bins.a_tile, "UNIT": bins.unit,
+        "LONG": bins.tiles > 1 or grid is None, "CAUSAL": structure.kind == CAUSAL,
+        "RECEIVED": "received" in found, "MAP": "map" in found, "MAP_PEAK": "map_peak" in found,
+        "DONE": done,
+    }  # fmt: skip
+    return _Receiving(bins, work, sizes, units, given)
+
+
+def _pool(
+    receiving: _Receiving, found: dict[str, Tensor], queries: int, grid: tuple[int, int] | None
+) -> None:
+    """Make a map's cells of its units."""
+    bins, _, sizes, units, given = receiving
+    rows, cols = grid or (1, 1)
+    if given["DONE"]:
+        for name, cells in units.items():
+            if cells is not found[name]:
+                found[name].copy_(cells[..., :cols])
+    elif units:
+        each = sizes.keys // cols // bins.unit  # units a cell
+        wide = min(64, 1 << (each - 1).bit_length())
+        some = POOLED // wide
+        count = found["map"].numel()
+        pool[(-(-count // some),)](
+            units["map"], units.get("map_peak"), found["map"], found.get("map_peak"), count, rows,
+            cols, units["map"].shape[3], each, queries // rows, sizes.offset, PARTS=bins.parts,
+            UNIT=bins.unit, BC=some, BK=wide, EVEN=each == wide, CAUSAL=given["CAUSAL"],
+            PEAK="map_peak" in units, num_warps=4,
+        )  # fmt: skip
+
+
 def columns(
     query: Tensor,
     key: Tensor,
     lse: Tensor,
     structure: Structure,
-    wanted: Collection[str],
+    found: dict[str, Tensor],
     grid: tuple[int, int] | None,
     drop: Tensor | None,
-) -> dict[str, Tensor]:
-    """What keys get over all queries, as ``launch.columns``."""
-    batch, heads, queries, width = query.shape
-    keys = key.shape[2]
-    tiles = -(-queries // BLOCK)
-    bins = _bins(query, keys, grid)
-    assert bins is not None
-    rows, cols = grid or (1, 1)
-    causal = structure.kind == CAUSAL
-    work = _work(query, key, keys, TEAMS * ROWS, structure)
+) -> None:
+    """What keys get over all queries, as ``launch.columns``, into the ``room`` for it."""
+    queries, width = query.shape[2:]
+    receiving = _receiving(query, key, structure, found, grid, TEAMS * ROWS)
+    bins, work, sizes, units, given = receiving
+    causal = given["CAUSAL"]
     # A block of keys begins at the tile of the first query that sees it.
-    ahead = -(-(keys - queries) // BLOCK)
+    ahead = -(-sizes.offset // BLOCK)
     without = max(TEAMS * ROWS // BLOCK * (work.blocks - 1) - 2 * ahead, 0)
-    together = bins.tiles if "map" in wanted else 1
-    work = _sharing(work, 2 * tiles - without if causal else tiles, together)
-    options: Any = {"device": query.device, "dtype": torch.float32}
-    found: dict[str, Tensor] = {}
-    if "received" in wanted:
-        found["received"] = torch.empty(batch, heads, keys, **options)
-    kept_rows = rows * bins.parts
-    units = work.blocks * TEAMS * ROWS // bins.unit  # of a row of the map
-    each = keys // cols // bins.unit  # of them a cell
-    done = each * bins.parts == 1  # then there is nothing to pool
-    for name in ("map", "map_peak"):
-        if name in wanted:
-            found[name] = torch.empty(batch, heads, kept_rows, units, **options)
-    sizes = Sizes(keys, keys - queries, tiles, bins.tiles, kept_rows, together)
+    work = _sharing(work, 2 * sizes.tiles - without if causal else sizes.tiles, sizes.together)
     drop = _drop(lse, bins, width) if drop is None else drop
     read = (
-        _described(query, BLOCK) if bins.dealt is None else _dealt_tiles(query, bins),
-        _described(key, ROWS), _described_rows(drop) if width == CARRIED else drop,
-        bins.dealt or Dealt(), found.get("received"),
+        _query_tiles(query, bins), _described(key, ROWS),
+        _described_rows(drop) if width == CARRIED else drop, bins.dealt or Dealt(),
+        found.get("received"),
     )  # fmt: skip
-    written = found.get("map"), found.get("map_peak")
-    given: Any = {
-        "c": structure.scale * LOG2E, "D": width, "STAGES": TILE_STAGES[width],
-        "BINS": bins.a_tile, "UNIT": bins.unit, "LONG": bins.tiles > 1 or grid is None,
-        "CAUSAL": causal, "EVEN": (keys - queries) % ROWS == 0, "RECEIVED": "received" in wanted,
-        "MAP": "map" in wanted, "MAP_PEAK": "map_peak" in wanted, "DONE": done,
-    }  # fmt: skip
+    written = units.get("map"), units.get("map_peak")
+    given |= {"STAGES": TILE_STAGES[width], "EVEN": sizes.offset % ROWS == 0}
     _kernels().columns[(work.programs,)](
         *read, None, *written, *work.whole, *sizes, **given, CUT=False, num_warps=4
     )
     if work.cut:
-        kept = torch.empty(work.programs, 2, TEAMS * ROWS, **options)
+        kept = drop.new_empty(work.programs, 2, TEAMS * ROWS)
         _kernels().columns[(work.programs,)](
             *read, kept, *written, *work, *sizes, **given, CUT=True, num_warps=4
         )
-        if "received" in wanted:
+        if "received" in found:
             _kernels().add[(work.cut * (2 if causal else 1),)](
                 found["received"], kept, *work, *sizes, CAUSAL=causal, num_warps=4
             )
-    maps = {name: found[name] for name in ("map", "map_peak") if name in wanted}
-    if done:
-        return found | {name: cells[..., :cols].contiguous() for name, cells in maps.items()}
-    if maps:
-        found |= {name: torch.empty(batch, heads, rows, cols, **options) for name in maps}
-        wide = min(64, 1 << (each - 1).bit_length())
-        some = POOLED // wide
-        count = found["map"].numel()
-        pool[(-(-count // some),)](
-            maps["map"], maps.get("map_peak"), found["map"], found.get("map_peak"), count, rows,
-            cols, units, each, queries // rows, keys - queries, PARTS=bins.parts, UNIT=bins.unit,
-            BC=some, BK=wide, EVEN=each == wide, CAUSAL=causal, PEAK="map_peak" in wanted,
-            num_warps=4,
-        )  # fmt: skip
-    return found
+    _pool(receiving, found, queries, grid)
+
+
+def differentiates(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    structure: Structure,
+    grid: tuple[int, int] | None,
+) -> bool:
+    """Whether ``backward`` takes a call; ``grid`` is that of a map, where one is wanted."""
+    return (
+        query.shape[3] == CARRIED
+        and query.shape[1] == key.shape[1]
+        and _fits(structure, query, key, value)
+        and receives(query, key, structure, grid)
+    )
+
+
+def backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    grad: Tensor,
+    drop: Tensor,
+    structure: Structure,
+    found: dict[str, Tensor],
+    grid: tuple[int, int] | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of a plain call, and on the way what keys get, as ``columns``."""
+    batch, heads, queries, width = query.shape
+    receiving = _receiving(query, key, structure, found, grid, BLOCK)
+    bins, work, sizes, units, given = receiving
+    grad_bins = _bins(grad, key.shape[2], grid) if _fits(structure, grad, key) else None
+    if grad_bins is None or grad_bins._replace(dealt=bins.dealt) != bins:
+        grad = grad.contiguous()
+        grad_bins = _bins(grad, key.shape[2], grid)
+        assert grad_bins is not None
+    bits = _dealt_rows(bins).bit_length() - 1
+    sums = drop.new_empty(batch, heads, sizes.tiles * BLOCK, width)
+    delta = torch.empty_like(drop)
+    halves = sizes.tiles * BLOCK // ROWS, batch * heads
+    _kernels().prepare[halves](
+        View.of(output), View.of(grad), delta, sums, heads, queries, bits, D=width, num_warps=4
+    )
+    grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    _kernels().backward[(work.programs,)](
+        _query_tiles(query, bins), _query_tiles(grad, grad_bins), _described(key, BLOCK),
+        _described(value, BLOCK), _described_rows(drop), _described_rows(delta),
+        bins.dealt or Dealt(), grad_bins.dealt or Dealt(), sums, View.of(grads[1]),
+        View.of(grads[2]), found.get("received"), units.get("map"), units.get("map_peak"),
+        *work, *sizes, **given, scale=structure.scale, STAGES=STAGES, num_warps=4,
+    )  # fmt: skip
+    _kernels().gather[halves](
+        sums, View.of(grads[0]), heads, queries, bits, structure.scale, D=width, num_warps=4
+    )
+    _pool(receiving, found, queries, grid)
+    return grads
 
 
 def collects(

@@ -8,6 +8,7 @@ them.
 
 from regard.mechanism.kernels.hopper.attend import forward, join
 from regard.mechanism.kernels.hopper.choose import top
+from regard.mechanism.kernels.hopper.differentiate import backward, gather, prepare
 from regard.mechanism.kernels.hopper.receive import add, columns
 
-__all__ = ["add", "columns", "forward", "join", "top"]
+__all__ = ["add", "backward", "columns", "forward", "gather", "join", "prepare", "top"]

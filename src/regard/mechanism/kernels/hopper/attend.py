@@ -141,7 +141,7 @@ def _by_keys(parts):
 def _parts(D, CAUSAL, DISTANCE, BAR):
     """How many parts a tile's sums have: of weights, for entropy and distance. By measurement."""
     if D == 128:
-        return ((4, 4, 1) if BAR else (1, 1, 2)) if DISTANCE else (1, 4, 1)
+        return ((4, 4, 1) if BAR else (2, 1, 2)) if DISTANCE else (1, 1, 1)
     if not DISTANCE:
         return (1, 4, 1) if CAUSAL else (1, 1, 1)
     if BAR:

@@ -146,7 +146,7 @@ def _put(
 
 
 @gluon.jit
-def _put_bins(
+def put_bins(
     pooled, largest, cells, at,
     UNIT: gl.constexpr, BINS: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
     DONE: gl.constexpr,
@@ -160,7 +160,7 @@ def _put_bins(
 
 
 @gluon.jit
-def _put_nothing(Cells, at, units, UNIT: gl.constexpr, BINS: gl.constexpr):
+def put_nothing(Cells, at, units, UNIT: gl.constexpr, BINS: gl.constexpr):
     """Write zeros instead."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, 4], [0, 1])
     unit = gl.arange(0, ROWS // UNIT, gl.SliceLayout(1, layout))
@@ -228,12 +228,18 @@ def _load_columns(
 
 
 @gluon.jit
-def _sums(s, drop, c, first, masked, BINS: gl.constexpr, MASK: gl.constexpr, PEAK: gl.constexpr):
-    """Of one tile what each key gets, and the largest weight: [keys, ., LANES]."""
-    parts = _by_bins(gl.exp2(s * c + drop[None, :]), BINS)
+def weights_of(s, drop, c, first, masked, BINS: gl.constexpr, MASK: gl.constexpr):
+    """The weights of one tile, by bins; 0 before a key's ``first`` query where some is masked."""
+    parts = _by_bins(gl.exp2(s * c + drop), BINS)
     if MASK:
         if masked:
             parts = _causal(parts, first, BINS)
+    return parts
+
+
+@gluon.jit
+def sums_of(parts, PEAK: gl.constexpr):
+    """Of a tile's weights what each key gets, and the largest: [keys, ., LANES]."""
     sums = gl.sum(gl.sum(parts, 4), 2)
     peaks = sums
     if PEAK:
@@ -248,7 +254,7 @@ def _sums(s, drop, c, first, masked, BINS: gl.constexpr, MASK: gl.constexpr, PEA
 
 
 @gluon.jit
-def _carried_with(drops, place, layout: gl.constexpr):
+def carried_with(drops, place, layout: gl.constexpr):
     """What a tile's queries lose, where it was copied with them: by fours, see attend.py."""
     stored: gl.constexpr = gl.DistributedLinearLayout(
         [[1], [2], [16], [32], [64]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [128]
@@ -293,9 +299,9 @@ def _receive_block(
     begins = begin == _begin(block, sizes, CAUSAL)
     if MAP and DONE and CAUSAL:
         for row in range(gl.where(begins, 0, begin) // per_bin, start // per_bin):
-            _put_nothing(Map + cell, row * BINS * units, units, UNIT, BINS)
+            put_nothing(Map + cell, row * BINS * units, units, UNIT, BINS)
             if MAP_PEAK:
-                _put_nothing(MapPeak + cell, row * BINS * units, units, UNIT, BINS)
+                put_nothing(MapPeak + cell, row * BINS * units, units, UNIT, BINS)
     cells = Map, MapPeak, units, BINS / (per_bin * BLOCK)
     if not CARRIED:
         drop_at = drops + head * tiles * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
@@ -308,13 +314,14 @@ def _receive_block(
     # The first tile by itself: where queries and keys end EVEN, no other is masked.
     s = product(k, q_ring, place, D)
     if CARRIED:
-        drop = _carried_with(drops, place, layout)
+        drop = carried_with(drops, place, layout)
     s = hopper.warpgroup_mma_wait(0, deps=[s])
-    pooled, largest = _sums(s, drop, c, key_at - start * BLOCK, True, BINS, CAUSAL, MAP_PEAK)
+    parts = weights_of(s, drop[None, :], c, key_at - start * BLOCK, True, BINS, CAUSAL)
+    pooled, largest = sums_of(parts, MAP_PEAK)
     map_row = start // per_bin if LONG else start * BINS
     next_bin = (map_row + 1) * per_bin
     at = cell + map_row * units
-    _put_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
+    put_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
     received = gl.sum(pooled, 1)  # [keys, LANES]
     for tile in range(start + 1, end):
         if not CARRIED:
@@ -325,12 +332,12 @@ def _receive_block(
         place = following(place, STAGES)
         s = product(k, q_ring, place, D)
         if CARRIED:
-            drop = _carried_with(drops, place, layout)
+            drop = carried_with(drops, place, layout)
         s = hopper.warpgroup_mma_wait(0, deps=[s])
-        sums, peaks = _sums(
-            s, drop, c, key_at - tile * BLOCK, tile < free, BINS, CAUSAL and not EVEN,
-            MAP_PEAK,
-        )  # fmt: skip
+        parts = weights_of(
+            s, drop[None, :], c, key_at - tile * BLOCK, tile < free, BINS, CAUSAL and not EVEN
+        )
+        sums, peaks = sums_of(parts, MAP_PEAK)
         if LONG:  # a bin has several tiles: written after each, faster than a branch at its end
             fresh = tile == next_bin
             pooled = gl.where(fresh, 0.0, pooled) + sums
@@ -339,7 +346,7 @@ def _receive_block(
             at += gl.where(fresh, units, 0)
         else:
             pooled, largest, at = sums, peaks, cell + tile * BINS * units
-        _put_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
+        put_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
         received += gl.sum(sums, 1)
     release(q_ring, place)
     release(k_ring, team_place)

@@ -1,0 +1,376 @@
+# mypy: ignore-errors
+"""The backward pass of a plain call, and on its way what keys get; see backward.py and columns.py.
+
+Weights are made anew here, so their sums over queries cost little more than the sums. Two groups of
+warps have 64 keys each, and go over the queries together: the gradient of a query is a product of
+both groups' gradients of scores, which they hand each other in shared memory, one tile late so that
+neither waits. Programs add to the gradients of queries in float32, in the order in which a product
+leaves them in registers, and ``gather`` puts them in order.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from regard.mechanism.kernels.hopper.receive import (
+    carried_with,
+    put_bins,
+    put_nothing,
+    sums_of,
+    weights_of,
+)
+from regard.mechanism.kernels.hopper.roles import (
+    BLOCK,
+    CHANGING,
+    LANES,
+    PAIR,
+    ROWS,
+    await_room,
+    await_tile,
+    block_of,
+    first_place,
+    following,
+    halves_of,
+    item_of,
+    release,
+    ring_of,
+    turns_of,
+)
+from regard.mechanism.kernels.structure import Sizes, Work
+
+GROUPS = gl.constexpr(2)  # of warps: ROWS keys each, BLOCK together
+HANDED = gl.constexpr(2)  # tiles of gradients of scores that are under way
+
+
+@gluon.jit
+def _begin(block, sizes, CAUSAL: gl.constexpr):
+    """The first tile of queries that see some key of a block."""
+    if CAUSAL:
+        return gl.maximum(block * BLOCK - sizes.offset, 0) // BLOCK
+    return 0
+
+
+@gluon.jit
+def _tile_at(batch, head, i, dealt, BINS: gl.constexpr):
+    """Where the i-th tile of queries lies, in the order of bins if they are dealt out."""
+    if BINS >= LANES:
+        outer = batch * dealt.batch + head * dealt.head + i * (BINS // LANES)
+        at = [outer, 0, 0, 0, head * dealt.inner]
+    else:
+        at = [batch, head, i * BLOCK, 0]
+    return at
+
+
+@gluon.jit
+def _load(loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAUSAL: gl.constexpr):
+    rings, described, work, sizes = loader
+    key_ring, values, query_ring, grads, drops, deltas = rings
+    q_desc, grad_desc, k_desc, v_desc, drop_desc, delta_desc, dealt, grad_dealt = described
+    place = first_place()
+    block_place = first_place()
+    for number in range(turns_of(work, False)):
+        item, _low, _high = item_of(number, work, False)
+        for half in range(halves_of(item, work, CAUSAL)):
+            flat, block = block_of(item, half, work, CAUSAL)
+            batch, head = flat // work.heads, flat % work.heads
+            keys, loaded = await_room(key_ring, block_place)
+            mbarrier.expect(loaded, 2 * BLOCK * D * 2)
+            key_at = [batch, head, block * BLOCK, 0]
+            tma.async_copy_global_to_shared(k_desc, key_at, loaded, keys)
+            tma.async_copy_global_to_shared(v_desc, key_at, loaded, values.index(block_place[0]))
+            for i in range(_begin(block, sizes, CAUSAL), sizes.tiles):
+                tile, full = await_room(query_ring, place)
+                mbarrier.expect(full, BLOCK * (2 * D * 2 + 2 * 4))
+                at = _tile_at(batch, head, i, dealt, BINS)
+                tma.async_copy_global_to_shared(q_desc, at, full, tile)
+                grad_at = _tile_at(batch, head, i, grad_dealt, BINS)
+                tma.async_copy_global_to_shared(grad_desc, grad_at, full, grads.index(place[0]))
+                row = [flat * sizes.tiles + i, 0]
+                tma.async_copy_global_to_shared(drop_desc, row, full, drops.index(place[0]))
+                tma.async_copy_global_to_shared(delta_desc, row, full, deltas.index(place[0]))
+                place = following(place, STAGES)
+            block_place = following(block_place, 2)
+
+
+@gluon.constexpr_function
+def _left(D):
+    """Of 64 rows of a product [D // 8, 512]: in the order in which threads hold them."""
+    columns = [2**i for i in range(20) if 2**i < D // 8]
+    return gl.DistributedLinearLayout(
+        [[0, 1], [0, 2], *[[bit, 0] for bit in columns]],
+        [[0, 4], [0, 8], [0, 16], [0, 32], [0, 64]],
+        [[0, 128], [0, 256]],
+        [],
+        [D // 8, 512],
+    )
+
+
+@gluon.jit
+def _as_left(x):
+    """A product of 64 rows as ``_left``: by eight columns; then warp, row, lane, and its four."""
+    D: gl.constexpr = x.shape[1]
+    parts = gl.reshape(x, [4, 2, 8, D // 8, LANES, PAIR])  # a thread has rows 8 apart
+    parts = gl.reshape(gl.permute(parts, (3, 0, 2, 4, 1, 5)), [D // 8, 512])
+    return gl.convert_layout(parts, _left(D))
+
+
+@gluon.jit
+def _left_at(D: gl.constexpr):
+    eight = gl.arange(0, D // 8, gl.SliceLayout(1, _left(D)))
+    its = gl.arange(0, 512, gl.SliceLayout(0, _left(D)))
+    return eight[:, None] * 512 + its[None, :]
+
+
+@gluon.jit
+def _add_queries(QueryGrad, at, x):
+    gl.atomic_add(QueryGrad + at + _left_at(x.shape[1]), _as_left(x), sem="relaxed")
+
+
+@gluon.jit
+def _write(out, flat, row, x, heads, keys):
+    """The gradient of 64 keys or values."""
+    D: gl.constexpr = x.shape[1]
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    x = gl.convert_layout(x.to(out.data.dtype.element_ty), layout)
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    dims = gl.arange(0, D, gl.SliceLayout(0, layout))
+    batch, head = (flat // heads).to(gl.int64), (flat % heads).to(gl.int64)
+    at = out.data + batch * out.batch + head * out.head
+    at = at + rows[:, None].to(gl.int64) * out.row + dims[None, :]
+    gl.store(at, x, mask=(rows < keys)[:, None])
+
+
+@gluon.jit
+def _differentiate_block(
+    shared, flat, block, place, block_place, handed,
+    PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
+    UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, RECEIVED: gl.constexpr,
+    MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
+):  # fmt: skip
+    """The gradients of 64 keys, and their share in those of all queries that see them."""
+    rings, score_ring, written, work, sizes, c, scale = shared
+    key_ring, values, query_ring, grads, drops, deltas = rings
+    QueryGrad, key_grad, value_grad, Received, Map, MapPeak = written
+    dtype: gl.constexpr = key_grad.data.dtype.element_ty
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    operand: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
+    none = gl.zeros([ROWS, BLOCK], gl.float32, s_layout)
+    nothing = gl.zeros([ROWS, D], gl.float32, o_layout)
+    k_grad = gl.zeros([ROWS, D], gl.float32, o_layout)
+    v_grad = gl.zeros([ROWS, D], gl.float32, o_layout)
+    begin, end = _begin(block, sizes, CAUSAL), sizes.tiles
+    head = flat.to(gl.int64)
+    first = block * BLOCK + PART * ROWS
+    key_at = first + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout)) - sizes.offset
+    free = begin
+    if CAUSAL:
+        free = gl.maximum(first + ROWS - 1 - sizes.offset + BLOCK - 1, 0) // BLOCK
+    units = work.blocks * (BLOCK // UNIT)
+    cell = head * sizes.bins * units + block * (BLOCK // UNIT) + PART * (ROWS // UNIT)
+    if MAP and DONE and CAUSAL:
+        for row in range(begin // sizes.per_bin):
+            put_nothing(Map + cell, row * BINS * units, units, UNIT, BINS)
+            if MAP_PEAK:
+                put_nothing(MapPeak + cell, row * BINS * units, units, UNIT, BINS)
+    cells = Map, MapPeak, units, BINS / (sizes.per_bin * BLOCK)
+    query_at = (head * sizes.tiles + begin) * (BLOCK * D) + PART * (ROWS * D)
+    map_row = begin // sizes.per_bin if LONG else begin * BINS
+    next_bin = (map_row + 1) * sizes.per_bin
+    at = cell + map_row * units
+
+    k_all = await_tile(key_ring, block_place).reshape([BLOCK, D])
+    k = k_all.slice(PART * ROWS, ROWS)
+    v = values.index(block_place[0]).reshape([BLOCK, D]).slice(PART * ROWS, ROWS)
+    sums_like, _ = sums_of(weights_of(none, none, c, key_at, False, BINS, False), MAP_PEAK)
+    pooled, largest = gl.zeros_like(sums_like), gl.zeros_like(sums_like)
+    received = gl.sum(pooled, 1)
+    before = first_place()  # any but ``handed`` itself: Triton takes a name for that for unchanged
+    for tile in range(begin, end):
+        q = await_tile(query_ring, place).reshape([BLOCK, D])
+        grad = grads.index(place[0]).reshape([BLOCK, D])
+        s = hopper.warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
+        p_grad = hopper.warpgroup_mma(v, grad.permute((1, 0)), none, use_acc=False, is_async=True)
+        s = hopper.warpgroup_mma_wait(1, deps=[s])
+        drop = carried_with(drops, place, s_layout)
+        parts = weights_of(s, drop[None, :], c, key_at - tile * BLOCK, tile < free, BINS, CAUSAL)
+        sums, peaks = sums_of(parts, MAP_PEAK)
+        if LONG:
+            fresh = tile == next_bin
+            pooled = gl.where(fresh, 0.0, pooled) + sums
+            largest = gl.maximum(gl.where(fresh, 0.0, largest), peaks)
+            next_bin += gl.where(fresh, sizes.per_bin, 0)
+            at += gl.where(fresh, units, 0)
+        else:
+            pooled, largest = sums, peaks
+        put_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
+        received += gl.sum(sums, 1)
+        if not LONG:
+            at += BINS * units
+        p = gl.convert_layout(gl.reshape(parts, [ROWS, BLOCK]), s_layout)
+        await_tile(key_ring, block_place)  # see attend.py
+        p_grad = hopper.warpgroup_mma_wait(0, deps=[p_grad])
+        delta = carried_with(deltas, place, s_layout)
+        s_grad = (p * (p_grad + delta[None, :])).to(dtype)
+        weights = gl.convert_layout(p.to(dtype), operand)
+        v_grad = hopper.warpgroup_mma(weights, grad, v_grad, is_async=True)
+        changes = gl.convert_layout(s_grad, operand)
+        k_grad = hopper.warpgroup_mma(changes, q, k_grad, is_async=True)
+        room, full = await_room(score_ring, handed)
+        room.slice(PART * ROWS, ROWS).store(s_grad)
+        hopper.fence_async_shared()
+        mbarrier.arrive(full, count=1)
+        if tile > begin:
+            theirs = await_tile(score_ring, before).permute((1, 0)).slice(PART * ROWS, ROWS)
+            q_grad = hopper.warpgroup_mma(theirs, k_all, nothing, use_acc=False, is_async=True)
+            q_grad = hopper.warpgroup_mma_wait(0, deps=[q_grad])
+            release(score_ring, before)
+            _add_queries(QueryGrad, query_at, q_grad)
+            query_at += BLOCK * D
+        v_grad, k_grad, weights, changes = hopper.warpgroup_mma_wait(
+            0, deps=[v_grad, k_grad, weights, changes]
+        )
+        release(query_ring, place)
+        place = following(place, STAGES)
+        before = handed
+        handed = following(handed, HANDED)
+    theirs = await_tile(score_ring, before).permute((1, 0)).slice(PART * ROWS, ROWS)
+    q_grad = hopper.warpgroup_mma(theirs, k_all, nothing, use_acc=False, is_async=True)
+    q_grad = hopper.warpgroup_mma_wait(0, deps=[q_grad])
+    release(score_ring, before)
+    release(key_ring, block_place)
+    _add_queries(QueryGrad, query_at, q_grad)
+    _write(key_grad, flat, first, k_grad * scale, work.heads, sizes.keys)
+    _write(value_grad, flat, first, v_grad, work.heads, sizes.keys)
+    if RECEIVED:
+        received = gl.sum(received, 1)
+        its_key = first + gl.arange(0, ROWS, received.type.layout)
+        gl.store(Received + head * sizes.keys + its_key, received, mask=its_key < sizes.keys)
+    return place, handed
+
+
+@gluon.jit
+def _differentiate(
+    shared,
+    PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
+    UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, RECEIVED: gl.constexpr,
+    MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
+):  # fmt: skip
+    """One group of warps: its 64 keys of every block of keys, and all queries."""
+    work = shared[3]
+    place = first_place()
+    block_place = first_place()
+    handed = first_place()
+    for number in range(turns_of(work, False)):
+        item, _low, _high = item_of(number, work, False)
+        for half in range(halves_of(item, work, CAUSAL)):
+            flat, block = block_of(item, half, work, CAUSAL)
+            place, handed = _differentiate_block(
+                shared, flat, block, place, block_place, handed, PART, D, STAGES, BINS, UNIT,
+                LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK, DONE,
+            )  # fmt: skip
+            block_place = following(block_place, 2)
+
+
+@gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])
+def backward(
+    q_desc, grad_desc, k_desc, v_desc, drop_desc, delta_desc, dealt, grad_dealt,
+    QueryGrad, key_grad, value_grad, Received, Map, MapPeak,
+    items, pairs, blocks, heads, groups, programs, length, share,
+    keys, offset, tiles, per_bin, bins, together, c, scale,
+    D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, UNIT: gl.constexpr,
+    LONG: gl.constexpr, CAUSAL: gl.constexpr, RECEIVED: gl.constexpr, MAP: gl.constexpr,
+    MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
+):  # fmt: skip
+    """Gradients, and what keys get over all queries, as ``columns`` tells it."""
+    work = Work(items, pairs, blocks, heads, groups, programs, length, share)
+    sizes = Sizes(keys, offset, tiles, per_bin, bins, together)
+    key_ring = ring_of(k_desc, 2, 2, GROUPS)
+    values = gl.allocate_shared_memory(v_desc.dtype, [2] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
+    query_ring = ring_of(q_desc, STAGES, STAGES, GROUPS)
+    grads = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005
+    drops = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK], drop_desc.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK], drop_desc.layout)
+    scores: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    handed = gl.allocate_shared_memory(q_desc.dtype, [HANDED, BLOCK, BLOCK], scores)
+    full = gl.allocate_shared_memory(gl.int64, [HANDED, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [HANDED, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(HANDED):
+        mbarrier.init(full.index(slot), count=GROUPS)
+        mbarrier.init(empty.index(slot), count=GROUPS)
+    hopper.fence_async_shared()
+    rings = key_ring, values, query_ring, grads, drops, deltas
+    score_ring = handed, full, empty
+    written = QueryGrad, key_grad, value_grad, Received, Map, MapPeak
+    described = q_desc, grad_desc, k_desc, v_desc, drop_desc, delta_desc, dealt, grad_dealt
+    shared = rings, score_ring, written, work, sizes, c, scale
+    gl.warp_specialize(
+        [
+            (_differentiate, (
+                shared, 0, D, STAGES, BINS, UNIT, LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK,
+                DONE,
+            )),
+            (_differentiate, (
+                shared, 1, D, STAGES, BINS, UNIT, LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK,
+                DONE,
+            )),
+            (_load, ((rings, described, work, sizes), D, STAGES, BINS, CAUSAL)),
+        ],
+        [4, 1], [240, 24],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _row_of(place, bits):
+    """Which query is at a place, where lanes have bins of 2**bits dealt out to them."""
+    within = place & (LANES << bits) - 1
+    lane, turn = within // PAIR % LANES, within // (LANES * PAIR)
+    return place - within + (lane << bits) + turn * PAIR + place % PAIR
+
+
+@gluon.jit(do_not_specialize=["heads", "queries", "bits"])
+def prepare(out, grad, Delta, QueryGrad, heads, queries, bits, D: gl.constexpr):
+    """What the gradients of a row have in common, negated, in the order of ``Drop``; and zeros.
+
+    A program has ROWS places of a tile.
+    """
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    of_rows: gl.constexpr = gl.SliceLayout(1, layout)
+    flat, part = gl.program_id(1), gl.program_id(0)
+    first = part * ROWS
+    place = first + gl.arange(0, ROWS, of_rows)
+    rows = _row_of(place, bits)
+    inside = rows < queries
+    dims = gl.arange(0, D, gl.SliceLayout(0, layout))
+    batch, head = (flat // heads).to(gl.int64), (flat % heads).to(gl.int64)
+    at = batch * out.batch + head * out.head + rows[:, None].to(gl.int64) * out.row + dims[None, :]
+    its_output = gl.load(out.data + at, mask=inside[:, None], other=0.0)
+    at = batch * grad.batch + head * grad.head + rows[:, None].to(gl.int64) * grad.row
+    its_grad = gl.load(grad.data + at + dims[None, :], mask=inside[:, None], other=0.0)
+    delta = gl.sum(its_output.to(gl.float32) * its_grad.to(gl.float32), 1)
+    kept = place & -16 | (place & 6) << 1 | place >> 2 & 2 | place & 1
+    tiles = (queries + BLOCK - 1) // BLOCK
+    gl.store(Delta + flat.to(gl.int64) * (tiles * BLOCK) + kept, 0.0 - delta)
+    zeros = gl.zeros([D // 8, 512], gl.float32, _left(D))
+    start = (flat.to(gl.int64) * tiles * BLOCK + first) * D
+    gl.store(QueryGrad + start + _left_at(D), zeros)
+
+
+@gluon.jit(do_not_specialize=["heads", "queries", "bits"])
+def gather(QueryGrad, query_grad, heads, queries, bits, scale, D: gl.constexpr):
+    """The gradients of queries as they were asked for: of ROWS places of a tile."""
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
+    flat, part = gl.program_id(1), gl.program_id(0)
+    tiles = (queries + BLOCK - 1) // BLOCK
+    start = (flat.to(gl.int64) * tiles * BLOCK + part * ROWS) * D
+    x = gl.load(QueryGrad + start + _left_at(D)) * scale
+    x = gl.reshape(x.to(query_grad.data.dtype.element_ty), [D // 8, 4, 8, LANES, 2, PAIR])
+    x = gl.reshape(gl.permute(x, (1, 4, 2, 0, 3, 5)), [ROWS, D])
+    x = gl.convert_layout(x, layout)
+    rows = _row_of(part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), bits)
+    dims = gl.arange(0, D, gl.SliceLayout(0, layout))
+    batch, head = (flat // heads).to(gl.int64), (flat % heads).to(gl.int64)
+    at = query_grad.data + batch * query_grad.batch + head * query_grad.head
+    at = at + rows[:, None].to(gl.int64) * query_grad.row + dims[None, :]
+    gl.store(at, x, mask=(rows < queries)[:, None])
