@@ -146,8 +146,8 @@ class Shared:
     def store(self, value: Block) -> None:
         self.data.copy_(value.data)
 
-    def slice(self, start: int, length: int) -> Shared:
-        return Shared(self.data.narrow(0, start, length))
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.data.narrow(dim, start, length))
 
 
 class Descriptor:

@@ -78,10 +78,10 @@ def _described(tensor: Tensor, rows: int) -> Any:
     return _tiles(tensor, tensor.shape, tensor.stride(), (1, 1, rows, tensor.shape[3]))
 
 
-def _described_rows(drop: Tensor) -> Any:
-    """A number for each query as it takes them: a row for each tile."""
-    rows = drop.view(-1, BLOCK)
-    return _tiles(rows, rows.shape, rows.stride(), (1, BLOCK))
+def _described_rows(drop: Tensor, count: int = BLOCK) -> Any:
+    """A number for each query as it takes them: a row for so many."""
+    rows = drop.view(-1, count)
+    return _tiles(rows, rows.shape, rows.stride(), (1, count))
 
 
 def _tiles(tensor: Tensor, shape: Any, strides: Any, block: tuple[int, ...]) -> Any:
@@ -252,8 +252,11 @@ def _bins(query: Tensor, keys: int, grid: tuple[int, int] | None) -> _Bins | Non
     return _Bins(together, 1, unit, dealt, together * high // BLOCK)
 
 
-def _dealt_tiles(query: Tensor, bins: _Bins) -> Any:
-    """The queries in the order in which a tile holds them: [groups, turns, lanes, pairs, width]."""
+def _dealt_tiles(query: Tensor, bins: _Bins, steps: int) -> Any:
+    """The queries in the order in which a tile holds them: [groups, turns, lanes, pairs, width].
+
+    Or one of its steps: these have some of its groups, or where it is one, some of the turns.
+    """
     assert bins.dealt is not None
     batch, heads, queries, width = query.shape
     high = BLOCK // bins.a_tile
@@ -262,13 +265,17 @@ def _dealt_tiles(query: Tensor, bins: _Bins) -> Any:
     groups = (batch if beside else batch * heads) * queries // (LANES * high)
     shape = (groups, high // PAIR, LANES, PAIR, heads * width if beside else width)
     strides = (LANES * high * row, PAIR * row, high * row, row, 1)
-    block = (bins.a_tile // LANES, high // PAIR, LANES, PAIR, width)
+    together = bins.a_tile // LANES
+    turns = high // PAIR if together >= steps else high // PAIR // steps
+    block = (max(together // steps, 1), turns, LANES, PAIR, width)
     return _tiles(query, shape, strides, block)
 
 
-def _query_tiles(query: Tensor, bins: _Bins) -> Any:
-    """Tiles of queries, dealt out where bins want it."""
-    return _described(query, BLOCK) if bins.dealt is None else _dealt_tiles(query, bins)
+def _query_tiles(query: Tensor, bins: _Bins, steps: int = 1) -> Any:
+    """Tiles of queries, or steps of them, dealt out where bins want it."""
+    if bins.dealt is None:
+        return _described(query, BLOCK // steps)
+    return _dealt_tiles(query, bins, steps)
 
 
 def _dealt_rows(bins: _Bins) -> int:
@@ -440,8 +447,7 @@ def differentiates(
 ) -> bool:
     """Whether ``backward`` takes a call; ``grid`` is that of a map, where one is wanted."""
     return (
-        query.shape[3] == CARRIED
-        and query.shape[1] == key.shape[1]
+        query.shape[1] == key.shape[1]
         and _fits(structure, query, key, value)
         and receives(query, key, structure, grid)
     )
@@ -470,14 +476,18 @@ def backward(
     bits = _dealt_rows(bins).bit_length() - 1
     sums = drop.new_empty(batch, heads, sizes.tiles * BLOCK, width)
     delta = torch.empty_like(drop)
+    drops = drop if width == CARRIED else torch.empty_like(drop)
     halves = sizes.tiles * BLOCK // ROWS, batch * heads
     _kernels().prepare[halves](
-        View.of(output), View.of(grad), delta, sums, heads, queries, bits, D=width, num_warps=4
-    )
+        View.of(output), View.of(grad), drop, drops, delta, sums, heads, queries, bits, D=width,
+        num_warps=4,
+    )  # fmt: skip
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    steps = width // CARRIED  # a tile
     _kernels().backward[(work.programs,)](
-        _query_tiles(query, bins), _query_tiles(grad, grad_bins), _described(key, BLOCK),
-        _described(value, BLOCK), _described_rows(drop), _described_rows(delta),
+        _query_tiles(query, bins, steps), _query_tiles(grad, grad_bins, steps),
+        _described(key, BLOCK), _described(value, BLOCK),
+        _described_rows(drops, BLOCK // steps), _described_rows(delta, BLOCK // steps),
         bins.dealt or Dealt(), grad_bins.dealt or Dealt(), sums, View.of(grads[1]),
         View.of(grads[2]), found.get("received"), units.get("map"), units.get("map_peak"),
         *work, *sizes, **given, scale=structure.scale, STAGES=STAGES, num_warps=4,

@@ -27,6 +27,7 @@ from regard.mechanism.kernels.hopper.roles import (
     block_before,
     block_cut,
     block_of,
+    by_fours,
     by_lanes,
     carried,
     fill,
@@ -322,8 +323,8 @@ def _tell(
         in_bin = rows & (1 << bits) - 1  # of which its lane has a pair in every eight places
         place = (rows >> bits + 2 << bits + 2) + in_bin // PAIR * (LANES * PAIR)
         place += (rows >> bits & LANES - 1) * PAIR + rows % PAIR
-        if carried(D):  # and a lane's next pair beside it, to be read by fours
-            place = place & -16 | (place & 6) << 1 | place >> 2 & 2 | place & 1
+        if carried(D):
+            place = by_fours(place)
         drop = gl.where(inside, 0.0 - (m + length), float("-inf"))
         gl.store(Drop + flat.to(gl.int64) * (blocks * BLOCK) + place, drop)
     if HIGHEST:

@@ -3,9 +3,12 @@
 
 Weights are made anew here, so their sums over queries cost little more than the sums. Two groups of
 warps have 64 keys each, and go over the queries together: the gradient of a query is a product of
-both groups' gradients of scores, which they hand each other in shared memory, one tile late so that
+both groups' gradients of scores, which they hand each other in shared memory, one step late so that
 neither waits. Programs add to the gradients of queries in float32, in the order in which a product
 leaves them in registers, and ``gather`` puts them in order.
+
+A step is a tile of queries at a width of 64, and half of one at 128: its scores, their gradients,
+and the gradients of keys and values so far are what registers hold.
 """
 
 from triton.experimental import gluon
@@ -29,6 +32,8 @@ from regard.mechanism.kernels.hopper.roles import (
     await_room,
     await_tile,
     block_of,
+    by_fours,
+    carried,
     first_place,
     following,
     halves_of,
@@ -40,25 +45,45 @@ from regard.mechanism.kernels.hopper.roles import (
 from regard.mechanism.kernels.structure import Sizes, Work
 
 GROUPS = gl.constexpr(2)  # of warps: ROWS keys each, BLOCK together
-HANDED = gl.constexpr(2)  # tiles of gradients of scores that are under way
+HANDED = gl.constexpr(2)  # steps whose gradients of scores are under way
+
+
+@gluon.constexpr_function
+def _queries(D):
+    """Queries a step."""
+    return 8192 // D
+
+
+@gluon.constexpr_function
+def _in_part(D, BINS):
+    """Whether a step has a part of the queries of each of a tile's BINS, or of one bin; or all.
+
+    Half a tile may have half of the bins: not if there is one, or if lanes have one each.
+    """
+    return D > 64 and BINS in (1, 4)
 
 
 @gluon.jit
 def _begin(block, sizes, CAUSAL: gl.constexpr):
-    """The first tile of queries that see some key of a block."""
+    """The first tile of queries that see some key of a block; a tile may be several steps."""
     if CAUSAL:
         return gl.maximum(block * BLOCK - sizes.offset, 0) // BLOCK
     return 0
 
 
 @gluon.jit
-def _tile_at(batch, head, i, dealt, BINS: gl.constexpr):
-    """Where the i-th tile of queries lies, in the order of bins if they are dealt out."""
+def _step_at(batch, head, i, dealt, D: gl.constexpr, BINS: gl.constexpr):
+    """Where the queries of the i-th step lie, in the order of bins if they are dealt out."""
+    STEPS: gl.constexpr = BLOCK // _queries(D)
     if BINS >= LANES:
-        outer = batch * dealt.batch + head * dealt.head + i * (BINS // LANES)
-        at = [outer, 0, 0, 0, head * dealt.inner]
+        first = batch * dealt.batch + head * dealt.head
+        if _in_part(D, BINS):
+            turns: gl.constexpr = BLOCK // (STEPS * LANES * PAIR)
+            at = [first + i // STEPS, i % STEPS * turns, 0, 0, head * dealt.inner]
+        else:
+            at = [first + i * (BINS // (STEPS * LANES)), 0, 0, 0, head * dealt.inner]
     else:
-        at = [batch, head, i * BLOCK, 0]
+        at = [batch, head, i * _queries(D), 0]
     return at
 
 
@@ -66,6 +91,7 @@ def _tile_at(batch, head, i, dealt, BINS: gl.constexpr):
 def _load(loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAUSAL: gl.constexpr):
     rings, described, work, sizes = loader
     key_ring, values, query_ring, grads, drops, deltas = rings
+    STEPS: gl.constexpr = BLOCK // _queries(D)
     q_desc, grad_desc, k_desc, v_desc, drop_desc, delta_desc, dealt, grad_dealt = described
     place = first_place()
     block_place = first_place()
@@ -79,14 +105,14 @@ def _load(loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAU
             key_at = [batch, head, block * BLOCK, 0]
             tma.async_copy_global_to_shared(k_desc, key_at, loaded, keys)
             tma.async_copy_global_to_shared(v_desc, key_at, loaded, values.index(block_place[0]))
-            for i in range(_begin(block, sizes, CAUSAL), sizes.tiles):
+            for i in range(_begin(block, sizes, CAUSAL) * STEPS, sizes.tiles * STEPS):
                 tile, full = await_room(query_ring, place)
-                mbarrier.expect(full, BLOCK * (2 * D * 2 + 2 * 4))
-                at = _tile_at(batch, head, i, dealt, BINS)
+                mbarrier.expect(full, _queries(D) * (2 * D * 2 + 2 * 4))
+                at = _step_at(batch, head, i, dealt, D, BINS)
                 tma.async_copy_global_to_shared(q_desc, at, full, tile)
-                grad_at = _tile_at(batch, head, i, grad_dealt, BINS)
+                grad_at = _step_at(batch, head, i, grad_dealt, D, BINS)
                 tma.async_copy_global_to_shared(grad_desc, grad_at, full, grads.index(place[0]))
-                row = [flat * sizes.tiles + i, 0]
+                row = [flat * sizes.tiles * STEPS + i, 0]
                 tma.async_copy_global_to_shared(drop_desc, row, full, drops.index(place[0]))
                 tma.async_copy_global_to_shared(delta_desc, row, full, deltas.index(place[0]))
                 place = following(place, STAGES)
@@ -128,11 +154,28 @@ def _add_queries(QueryGrad, at, x):
 
 
 @gluon.jit
+def _product_of_both(score_ring, place, keys, nothing, PART: gl.constexpr, D: gl.constexpr):
+    """A group's share of the gradients of a step's queries, [64, 64], from both groups' scores.
+
+    Half of the queries, where there are 128; else half of the width.
+    """
+    changes = await_tile(score_ring, place).permute((1, 0))
+    if D == 64:
+        changes = changes.slice(PART * ROWS, ROWS)
+    else:
+        keys = keys.slice(PART * 64, 64, 1)
+    found = hopper.warpgroup_mma(changes, keys, nothing, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma_wait(0, deps=[found])
+
+
+@gluon.jit
 def _write(out, flat, row, x, heads, keys):
     """The gradient of 64 keys or values."""
     D: gl.constexpr = x.shape[1]
-    layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
-    x = gl.convert_layout(x.to(out.data.dtype.element_ty), layout)
+    x = x.to(out.data.dtype.element_ty)
+    if D == 64:  # else there is no shared memory left to change the layout
+        x = gl.convert_layout(x, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+    layout: gl.constexpr = x.type.layout
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))
     batch, head = (flat // heads).to(gl.int64), (flat % heads).to(gl.int64)
@@ -153,65 +196,77 @@ def _differentiate_block(
     key_ring, values, query_ring, grads, drops, deltas = rings
     QueryGrad, key_grad, value_grad, Received, Map, MapPeak = written
     dtype: gl.constexpr = key_grad.data.dtype.element_ty
-    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    QUERIES: gl.constexpr = _queries(D)
+    STEPS: gl.constexpr = BLOCK // QUERIES
+    s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, QUERIES, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    q_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    none = gl.zeros([ROWS, BLOCK], gl.float32, s_layout)
-    nothing = gl.zeros([ROWS, D], gl.float32, o_layout)
+    none = gl.zeros([ROWS, QUERIES], gl.float32, s_layout)
+    nothing = gl.zeros([ROWS, 64], gl.float32, q_layout)
     k_grad = gl.zeros([ROWS, D], gl.float32, o_layout)
     v_grad = gl.zeros([ROWS, D], gl.float32, o_layout)
-    begin, end = _begin(block, sizes, CAUSAL), sizes.tiles
     head = flat.to(gl.int64)
     first = block * BLOCK + PART * ROWS
     key_at = first + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout)) - sizes.offset
+    begin, end = _begin(block, sizes, CAUSAL) * STEPS, sizes.tiles * STEPS
     free = begin
     if CAUSAL:
-        free = gl.maximum(first + ROWS - 1 - sizes.offset + BLOCK - 1, 0) // BLOCK
+        free = gl.maximum(first + ROWS - 1 - sizes.offset + BLOCK - 1, 0) // BLOCK * STEPS
+    PART_OF_BINS: gl.constexpr = _in_part(D, BINS)
+    HIGH: gl.constexpr = BLOCK // BINS
+    STEP_BINS: gl.constexpr = BINS if PART_OF_BINS else BINS // STEPS
+    LONGER: gl.constexpr = LONG or PART_OF_BINS  # a bin has several steps
+    per_bin = sizes.per_bin * STEPS if LONGER else 1
     units = work.blocks * (BLOCK // UNIT)
     cell = head * sizes.bins * units + block * (BLOCK // UNIT) + PART * (ROWS // UNIT)
     if MAP and DONE and CAUSAL:
-        for row in range(begin // sizes.per_bin):
-            put_nothing(Map + cell, row * BINS * units, units, UNIT, BINS)
+        for row in range(begin // per_bin):
+            put_nothing(Map + cell, row * STEP_BINS * units, units, UNIT, STEP_BINS)
             if MAP_PEAK:
-                put_nothing(MapPeak + cell, row * BINS * units, units, UNIT, BINS)
-    cells = Map, MapPeak, units, BINS / (sizes.per_bin * BLOCK)
-    query_at = (head * sizes.tiles + begin) * (BLOCK * D) + PART * (ROWS * D)
-    map_row = begin // sizes.per_bin if LONG else begin * BINS
-    next_bin = (map_row + 1) * sizes.per_bin
-    at = cell + map_row * units
+                put_nothing(MapPeak + cell, row * STEP_BINS * units, units, UNIT, STEP_BINS)
+    cells = Map, MapPeak, units, 1 / (sizes.per_bin * HIGH)
+    query_at = (head * end + begin) * (QUERIES * D) + PART * (ROWS * 64)
+    next_bin = (begin // per_bin + 1) * per_bin
+    at = cell + begin // per_bin * STEP_BINS * units
 
     k_all = await_tile(key_ring, block_place).reshape([BLOCK, D])
     k = k_all.slice(PART * ROWS, ROWS)
     v = values.index(block_place[0]).reshape([BLOCK, D]).slice(PART * ROWS, ROWS)
-    sums_like, _ = sums_of(weights_of(none, none, c, key_at, False, BINS, False), MAP_PEAK)
-    pooled, largest = gl.zeros_like(sums_like), gl.zeros_like(sums_like)
+    like, _ = sums_of(weights_of(none, none, c, key_at, False, STEP_BINS, HIGH, False), MAP_PEAK)
+    pooled, largest = gl.zeros_like(like), gl.zeros_like(like)
     received = gl.sum(pooled, 1)
     before = first_place()  # any but ``handed`` itself: Triton takes a name for that for unchanged
-    for tile in range(begin, end):
-        q = await_tile(query_ring, place).reshape([BLOCK, D])
-        grad = grads.index(place[0]).reshape([BLOCK, D])
+    for step in range(begin, end):
+        q = await_tile(query_ring, place).reshape([QUERIES, D])
+        grad = grads.index(place[0]).reshape([QUERIES, D])
         s = hopper.warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
         p_grad = hopper.warpgroup_mma(v, grad.permute((1, 0)), none, use_acc=False, is_async=True)
         s = hopper.warpgroup_mma_wait(1, deps=[s])
-        drop = carried_with(drops, place, s_layout)
-        parts = weights_of(s, drop[None, :], c, key_at - tile * BLOCK, tile < free, BINS, CAUSAL)
+        drop = carried_with(drops, place, QUERIES, s_layout)
+        first_query = step * QUERIES
+        if PART_OF_BINS and BINS == LANES:  # each lane's is further on in its bin
+            first_query = step // STEPS * BLOCK + step % STEPS * (HIGH // STEPS)
+        parts = weights_of(
+            s, drop[None, :], c, key_at - first_query, step < free, STEP_BINS, HIGH, CAUSAL
+        )
         sums, peaks = sums_of(parts, MAP_PEAK)
-        if LONG:
-            fresh = tile == next_bin
+        if LONGER:
+            fresh = step == next_bin
             pooled = gl.where(fresh, 0.0, pooled) + sums
             largest = gl.maximum(gl.where(fresh, 0.0, largest), peaks)
-            next_bin += gl.where(fresh, sizes.per_bin, 0)
-            at += gl.where(fresh, units, 0)
+            next_bin += gl.where(fresh, per_bin, 0)
+            at += gl.where(fresh, STEP_BINS * units, 0)
         else:
             pooled, largest = sums, peaks
-        put_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
+        put_bins(pooled, largest, cells, at, UNIT, STEP_BINS, MAP, MAP_PEAK, DONE)
         received += gl.sum(sums, 1)
-        if not LONG:
-            at += BINS * units
-        p = gl.convert_layout(gl.reshape(parts, [ROWS, BLOCK]), s_layout)
+        if not LONGER:
+            at += STEP_BINS * units
+        p = gl.convert_layout(gl.reshape(parts, [ROWS, QUERIES]), s_layout)
         await_tile(key_ring, block_place)  # see attend.py
         p_grad = hopper.warpgroup_mma_wait(0, deps=[p_grad])
-        delta = carried_with(deltas, place, s_layout)
+        delta = carried_with(deltas, place, QUERIES, s_layout)
         s_grad = (p * (p_grad + delta[None, :])).to(dtype)
         weights = gl.convert_layout(p.to(dtype), operand)
         v_grad = hopper.warpgroup_mma(weights, grad, v_grad, is_async=True)
@@ -221,13 +276,11 @@ def _differentiate_block(
         room.slice(PART * ROWS, ROWS).store(s_grad)
         hopper.fence_async_shared()
         mbarrier.arrive(full, count=1)
-        if tile > begin:
-            theirs = await_tile(score_ring, before).permute((1, 0)).slice(PART * ROWS, ROWS)
-            q_grad = hopper.warpgroup_mma(theirs, k_all, nothing, use_acc=False, is_async=True)
-            q_grad = hopper.warpgroup_mma_wait(0, deps=[q_grad])
+        if step > begin:
+            q_grad = _product_of_both(score_ring, before, k_all, nothing, PART, D)
             release(score_ring, before)
             _add_queries(QueryGrad, query_at, q_grad)
-            query_at += BLOCK * D
+            query_at += QUERIES * D
         v_grad, k_grad, weights, changes = hopper.warpgroup_mma_wait(
             0, deps=[v_grad, k_grad, weights, changes]
         )
@@ -235,9 +288,7 @@ def _differentiate_block(
         place = following(place, STAGES)
         before = handed
         handed = following(handed, HANDED)
-    theirs = await_tile(score_ring, before).permute((1, 0)).slice(PART * ROWS, ROWS)
-    q_grad = hopper.warpgroup_mma(theirs, k_all, nothing, use_acc=False, is_async=True)
-    q_grad = hopper.warpgroup_mma_wait(0, deps=[q_grad])
+    q_grad = _product_of_both(score_ring, before, k_all, nothing, PART, D)
     release(score_ring, before)
     release(key_ring, block_place)
     _add_queries(QueryGrad, query_at, q_grad)
@@ -286,14 +337,15 @@ def backward(
     """Gradients, and what keys get over all queries, as ``columns`` tells it."""
     work = Work(items, pairs, blocks, heads, groups, programs, length, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together)
+    QUERIES: gl.constexpr = _queries(D)
     key_ring = ring_of(k_desc, 2, 2, GROUPS)
     values = gl.allocate_shared_memory(v_desc.dtype, [2] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
     query_ring = ring_of(q_desc, STAGES, STAGES, GROUPS)
     grads = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005
-    drops = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK], drop_desc.layout)
-    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK], drop_desc.layout)
+    drops = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], drop_desc.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], drop_desc.layout)
     scores: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    handed = gl.allocate_shared_memory(q_desc.dtype, [HANDED, BLOCK, BLOCK], scores)
+    handed = gl.allocate_shared_memory(q_desc.dtype, [HANDED, BLOCK, QUERIES], scores)
     full = gl.allocate_shared_memory(gl.int64, [HANDED, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [HANDED, 1], mbarrier.MBarrierLayout())
     for slot in gl.static_range(HANDED):
@@ -330,10 +382,10 @@ def _row_of(place, bits):
 
 
 @gluon.jit(do_not_specialize=["heads", "queries", "bits"])
-def prepare(out, grad, Delta, QueryGrad, heads, queries, bits, D: gl.constexpr):
-    """What the gradients of a row have in common, negated, in the order of ``Drop``; and zeros.
+def prepare(out, grad, Drop, Drops, Delta, QueryGrad, heads, queries, bits, D: gl.constexpr):
+    """What the gradients of a row have in common, negated, to be read by fours; and zeros.
 
-    A program has ROWS places of a tile.
+    So is ``Drop``, where it is not yet. A program has ROWS places of a tile.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -349,11 +401,13 @@ def prepare(out, grad, Delta, QueryGrad, heads, queries, bits, D: gl.constexpr):
     at = batch * grad.batch + head * grad.head + rows[:, None].to(gl.int64) * grad.row
     its_grad = gl.load(grad.data + at + dims[None, :], mask=inside[:, None], other=0.0)
     delta = gl.sum(its_output.to(gl.float32) * its_grad.to(gl.float32), 1)
-    kept = place & -16 | (place & 6) << 1 | place >> 2 & 2 | place & 1
     tiles = (queries + BLOCK - 1) // BLOCK
-    gl.store(Delta + flat.to(gl.int64) * (tiles * BLOCK) + kept, 0.0 - delta)
+    tile = flat.to(gl.int64) * (tiles * BLOCK)
+    gl.store(Delta + tile + by_fours(place), 0.0 - delta)
+    if not carried(D):
+        gl.store(Drops + tile + by_fours(place), gl.load(Drop + tile + place))
     zeros = gl.zeros([D // 8, 512], gl.float32, _left(D))
-    start = (flat.to(gl.int64) * tiles * BLOCK + first) * D
+    start = (tile + first) * D
     gl.store(QueryGrad + start + _left_at(D), zeros)
 
 

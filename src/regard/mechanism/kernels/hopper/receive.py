@@ -48,11 +48,11 @@ def _by_bins(p, BINS: gl.constexpr):
     What a bin has lies along . and PAIR, and with one or two bins a tile along LANES too.
     """
     A: gl.constexpr = BINS // LANES if BINS >= LANES else BINS
-    return gl.reshape(p, [ROWS, A, BLOCK // (A * LANES * PAIR), LANES, PAIR])
+    return gl.reshape(p, [ROWS, A, p.shape[1] // (A * LANES * PAIR), LANES, PAIR])
 
 
 @gluon.jit
-def _causal(parts, first, BINS: gl.constexpr):
+def _causal(parts, first, BINS: gl.constexpr, HIGH: gl.constexpr):
     """What keys get of the queries that may see them: from the place ``first`` in the tile on."""
     A: gl.constexpr = parts.shape[1]
     T: gl.constexpr = parts.shape[2]
@@ -64,10 +64,10 @@ def _causal(parts, first, BINS: gl.constexpr):
     first = gl.convert_layout(first, along(layout, 5, 0))[:, None, None, None, None]
     # A thread compares numbers known beforehand with one of its own.
     if BINS >= LANES:
-        known = group * (BLOCK // A) + turn * PAIR + place
-        mine = first - lane * (BLOCK // BINS)
+        known = group * (LANES * HIGH) + turn * PAIR + place
+        mine = first - lane * HIGH
     else:
-        known = group * (BLOCK // A) + turn * (LANES * PAIR) + place
+        known = group * HIGH + turn * (LANES * PAIR) + place
         mine = first - lane * PAIR
     return gl.where(known >= mine, parts, 0.0)
 
@@ -228,12 +228,17 @@ def _load_columns(
 
 
 @gluon.jit
-def weights_of(s, drop, c, first, masked, BINS: gl.constexpr, MASK: gl.constexpr):
-    """The weights of one tile, by bins; 0 before a key's ``first`` query where some is masked."""
+def weights_of(
+    s, drop, c, first, masked, BINS: gl.constexpr, HIGH: gl.constexpr, MASK: gl.constexpr
+):  # fmt: skip
+    """The weights of a tile, or of half of one, whose bins have HIGH queries there; by bins.
+
+    Where some are masked, 0 before a key's ``first`` query.
+    """
     parts = _by_bins(gl.exp2(s * c + drop), BINS)
     if MASK:
         if masked:
-            parts = _causal(parts, first, BINS)
+            parts = _causal(parts, first, BINS, HIGH)
     return parts
 
 
@@ -253,16 +258,22 @@ def sums_of(parts, PEAK: gl.constexpr):
     return sums, peaks
 
 
-@gluon.jit
-def carried_with(drops, place, layout: gl.constexpr):
-    """What a tile's queries lose, where it was copied with them: by fours, see attend.py."""
-    stored: gl.constexpr = gl.DistributedLinearLayout(
-        [[1], [2], [16], [32], [64]], [[4], [8], [0], [0], [0]], [[0], [0]], [], [128]
+@gluon.constexpr_function
+def _fours(count):
+    """A number for each of some queries: a lane has four in sixteen, and all rows have the same."""
+    more = [[bit] for bit in (16, 32, 64) if bit < count]
+    return gl.DistributedLinearLayout(
+        [[1], [2], *more], [[4], [8], [0], [0], [0]], [[0], [0]], [], [count]
     )
-    drop = drops.index(place[0]).reshape([BLOCK]).load(stored)
-    drop = gl.reshape(drop, [BLOCK // (LANES * 2 * PAIR), LANES, 2, PAIR])
-    drop = gl.reshape(gl.permute(drop, (0, 2, 1, 3)), [BLOCK])
-    return gl.convert_layout(drop, gl.SliceLayout(0, layout))
+
+
+@gluon.jit
+def carried_with(rows, place, COUNT: gl.constexpr, layout: gl.constexpr):
+    """Numbers that were copied with COUNT queries, one of each, ``by_fours``."""
+    found = rows.index(place[0]).reshape([COUNT]).load(_fours(COUNT))
+    found = gl.reshape(found, [COUNT // (LANES * 2 * PAIR), LANES, 2, PAIR])
+    found = gl.reshape(gl.permute(found, (0, 2, 1, 3)), [COUNT])
+    return gl.convert_layout(found, gl.SliceLayout(0, layout))
 
 
 @gluon.jit
@@ -314,9 +325,10 @@ def _receive_block(
     # The first tile by itself: where queries and keys end EVEN, no other is masked.
     s = product(k, q_ring, place, D)
     if CARRIED:
-        drop = carried_with(drops, place, layout)
+        drop = carried_with(drops, place, BLOCK, layout)
     s = hopper.warpgroup_mma_wait(0, deps=[s])
-    parts = weights_of(s, drop[None, :], c, key_at - start * BLOCK, True, BINS, CAUSAL)
+    HIGH: gl.constexpr = BLOCK // BINS
+    parts = weights_of(s, drop[None, :], c, key_at - start * BLOCK, True, BINS, HIGH, CAUSAL)
     pooled, largest = sums_of(parts, MAP_PEAK)
     map_row = start // per_bin if LONG else start * BINS
     next_bin = (map_row + 1) * per_bin
@@ -332,11 +344,12 @@ def _receive_block(
         place = following(place, STAGES)
         s = product(k, q_ring, place, D)
         if CARRIED:
-            drop = carried_with(drops, place, layout)
+            drop = carried_with(drops, place, BLOCK, layout)
         s = hopper.warpgroup_mma_wait(0, deps=[s])
         parts = weights_of(
-            s, drop[None, :], c, key_at - tile * BLOCK, tile < free, BINS, CAUSAL and not EVEN
-        )
+            s, drop[None, :], c, key_at - tile * BLOCK, tile < free, BINS, HIGH,
+            CAUSAL and not EVEN,
+        )  # fmt: skip
         sums, peaks = sums_of(parts, MAP_PEAK)
         if LONG:  # a bin has several tiles: written after each, faster than a branch at its end
             fresh = tile == next_bin

@@ -51,6 +51,12 @@ def carried(D):
 
 
 @gluon.jit
+def by_fours(place):
+    """The place in a tile's row of numbers where a lane finds its next pair beside each."""
+    return place & -16 | (place & 6) << 1 | place >> 2 & 2 | place & 1
+
+
+@gluon.jit
 def ring_of(desc, TILES: gl.constexpr, SLOTS: gl.constexpr, READERS: gl.constexpr):
     """Room for some tiles, and barriers for as many places: full, and empty for all readers."""
     tiles = gl.allocate_shared_memory(desc.dtype, [TILES] + desc.block_shape, desc.layout)  # noqa: RUF005
