@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from measure import append, described, environment
 from regard import Causal, See, Segments, Window, attention
 from regard.mechanism.biases import Alibi, Bias, RelativeBuckets, RelativeContent
-from regard.mechanism.kernels import launch
+from regard.mechanism.kernels import launch, operators, specialised
 from regard.mechanism.kernels.structure import CAUSAL, FULL, PLAIN, Structure
 from regard.mechanism.masks import Mask
 
@@ -132,8 +132,9 @@ def plain_and_seeing(only: str = "") -> Iterator[Row]:
         forward = min(theirs)
 
         def training(leaves=leaves, plain=plain, grad=grad) -> object:  # type: ignore[no-untyped-def]
-            output, _ = plain(*leaves, see=EVERYTHING)
-            return torch.autograd.grad(output, leaves, grad)
+            output, seen = plain(*leaves, see=EVERYTHING)
+            grads = torch.autograd.grad(output, leaves, grad)
+            return grads, seen.to_dict()  # looked at afterwards, as one does who trains
 
         *theirs, ours_backward, step = medians(
             *(back(call(*leaves), leaves, grad) for call in (*peers, plain)), training
@@ -152,20 +153,28 @@ def passes(only: str = "") -> Iterator[Row]:
     """The passes of a call that sees, each by itself.
 
     The forward pass with rows of statistics, with what everything needs, and with the bar of the
-    top keys too; the second pass with its map; and the top keys.
+    top keys too; the second pass with its map; and the top keys. Of the backward pass of our own
+    the share in the time of cuDNN's: with what the second pass tells, and without.
     """
     rows, columns = {"entropy", "peak", "max_logit"}, {"received", "map", "map_peak"}
     for cell, length, width, heads, causal in cells():
         if only not in cell:
             continue
         query, key, _ = given = tensors(length, width, heads)
+        grad = torch.randn_like(query)
         kind = CAUSAL if causal else FULL
         form = Structure(kind, None, None, PLAIN, None, 0, width**-0.5, None)
         attend = partial(launch.forward, *given, form)
         wanted = rows | columns | {"distance"}
         with torch.no_grad():
             found = attend(wanted, 8, (64, 64))
-            lse, bar, drop = found["lse"], found.get("bar"), found.get("drop")
+            lse, bar, drop = found["lse"], found.get("bar"), found["drop"]
+
+            def differentiate(fields, found=found, given=given, grad=grad, form=form):  # type: ignore[no-untyped-def]
+                room = specialised.room(*given[:2], fields, (64, 64))
+                kept = found["output"], grad, found["drop"]
+                return specialised.backward(*given, *kept, form, room, (64, 64))
+
             *theirs, some, everything, with_bar, second, top = medians(
                 *(partial(fused(backend, causal), *given) for backend in PEERS),
                 partial(attend, rows), partial(attend, wanted, 0, (64, 64)),
@@ -173,11 +182,15 @@ def passes(only: str = "") -> Iterator[Row]:
                 partial(launch.columns, query, key, lse, form, columns, (64, 64), drop),
                 partial(launch.top, query, key, lse, form, 8, bar),
             )  # fmt: skip
+            cudnn, seeing, bare = medians(
+                partial(operators.backward, *given, form, found, {"output": grad}, False),
+                partial(differentiate, columns), partial(differentiate, ()),
+            )  # fmt: skip
         forward = min(theirs)
         yield line(
             "passes", cell, forward_ms=forward, rows=some / forward,
             everything=everything / forward, bar=with_bar / forward, second=second / forward,
-            top=top / forward,
+            top=top / forward, backward_ms=cudnn, backward=seeing / cudnn, bare=bare / cudnn,
         )  # fmt: skip
 
 

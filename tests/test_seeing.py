@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from safetensors.torch import save_file
 
 from regard import Causal, InputError, See, Seen, attention
 from regard.mechanism.geometry import Extent
-from regard.mechanism.seeing import Joining
+from regard.mechanism.seeing import Joining, Owing
 
 EVERYTHING = See(
     lse=True,
@@ -197,3 +200,42 @@ def test_sums_over_queries_are_added_as_they_come() -> None:
         joining.add({"received": torch.ones(1, 1, 4)})
         assert len(joining.pieces["received"]) == 1
     assert joining.seen().received.tolist() == [[[3.0] * 4]]
+
+
+def owing() -> tuple[Owing, list[str]]:
+    """A Seen whose map and received are made when somebody looks, and who looked."""
+    room, looks = torch.full((1, 1, 3), torch.nan), []
+
+    def settle() -> None:
+        looks.append("looked")
+        room.fill_(0.5)
+
+    known = Seen(entropy=torch.ones(1, 1, 3), received=room, extent=(1, 1, 3, 3))
+    return Owing.of(known, settle), looks
+
+
+def test_what_is_owed_is_settled_when_somebody_looks_at_it() -> None:
+    seen, looks = owing()
+    assert seen.entropy is not None
+    assert seen.extent == (1, 1, 3, 3)
+    assert seen.peak is None
+    assert not looks
+    assert seen.received is not None
+    assert seen.received.tolist() == [[[0.5] * 3]]
+    assert looks
+
+
+def test_what_is_owed_is_there_wherever_a_seen_goes(tmp_path: Path) -> None:
+    seen, _ = owing()
+    assert "received     1 x 1 x 3            0.5 to 0.5, mean 0.5" in repr(seen)
+    for other in (copy.copy, pickle_and_back, replace):
+        again = other(owing()[0])
+        assert again.received.tolist() == [[[0.5] * 3]]
+        assert again.extent == (1, 1, 3, 3)
+    owing()[0].save(tmp_path / "seen.safetensors")
+    assert Seen.load(tmp_path / "seen.safetensors").received.tolist() == [[[0.5] * 3]]
+
+
+def pickle_and_back(seen: Seen) -> Seen:
+    again: Seen = pickle.loads(pickle.dumps(seen))
+    return again

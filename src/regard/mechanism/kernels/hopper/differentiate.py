@@ -55,6 +55,18 @@ def _queries(D):
 
 
 @gluon.constexpr_function
+def _slots(D):
+    """Blocks of keys and values there is room for; one takes fewer registers. By measurement."""
+    return 2 if D == 64 else 1
+
+
+@gluon.constexpr_function
+def _at_its_end(D, BINS, CAUSAL):
+    """Whether a bin of several steps is written at its end, or after each. By measurement."""
+    return D == 128 and (BINS == 4 or not CAUSAL)
+
+
+@gluon.constexpr_function
 def _in_part(D, BINS):
     """Whether a step has a part of the queries of each of a tile's BINS, or of one bin; or all.
 
@@ -116,7 +128,7 @@ def _load(loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAU
                 tma.async_copy_global_to_shared(drop_desc, row, full, drops.index(place[0]))
                 tma.async_copy_global_to_shared(delta_desc, row, full, deltas.index(place[0]))
                 place = following(place, STAGES)
-            block_place = following(block_place, 2)
+            block_place = following(block_place, _slots(D))
 
 
 @gluon.constexpr_function
@@ -173,7 +185,7 @@ def _write(out, flat, row, x, heads, keys):
     """The gradient of 64 keys or values."""
     D: gl.constexpr = x.shape[1]
     x = x.to(out.data.dtype.element_ty)
-    if D == 64:  # else there is no shared memory left to change the layout
+    if D == 64:  # whole rows; at 128 what a thread has, for which there always is room
         x = gl.convert_layout(x, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
     layout: gl.constexpr = x.type.layout
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -259,7 +271,11 @@ def _differentiate_block(
             at += gl.where(fresh, STEP_BINS * units, 0)
         else:
             pooled, largest = sums, peaks
-        put_bins(pooled, largest, cells, at, UNIT, STEP_BINS, MAP, MAP_PEAK, DONE)
+        if LONGER and _at_its_end(D, BINS, CAUSAL):
+            if step + 1 == next_bin:
+                put_bins(pooled, largest, cells, at, UNIT, STEP_BINS, MAP, MAP_PEAK, DONE)
+        else:
+            put_bins(pooled, largest, cells, at, UNIT, STEP_BINS, MAP, MAP_PEAK, DONE)
         received += gl.sum(sums, 1)
         if not LONGER:
             at += STEP_BINS * units
@@ -321,7 +337,7 @@ def _differentiate(
                 shared, flat, block, place, block_place, handed, PART, D, STAGES, BINS, UNIT,
                 LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK, DONE,
             )  # fmt: skip
-            block_place = following(block_place, 2)
+            block_place = following(block_place, _slots(D))
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])
@@ -338,8 +354,9 @@ def backward(
     work = Work(items, pairs, blocks, heads, groups, programs, length, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together)
     QUERIES: gl.constexpr = _queries(D)
-    key_ring = ring_of(k_desc, 2, 2, GROUPS)
-    values = gl.allocate_shared_memory(v_desc.dtype, [2] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
+    SLOTS: gl.constexpr = _slots(D)
+    key_ring = ring_of(k_desc, SLOTS, SLOTS, GROUPS)
+    values = gl.allocate_shared_memory(v_desc.dtype, [SLOTS] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
     query_ring = ring_of(q_desc, STAGES, STAGES, GROUPS)
     grads = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005
     drops = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], drop_desc.layout)
