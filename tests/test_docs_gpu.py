@@ -32,6 +32,7 @@ def test_the_table_is_the_newest_run():
         ),
         ("everything", 1, "everything but the top keys {} to {} times"),
         ("top", 1, "the top 8 of each query {} to {} times"),
+        ("training", 2, "everything but the top keys takes {} to {} times one that sees nothing"),
     ):
         told = [f"{end(row[name] for row in long):.{digits}f}" for end in (min, max)]
         assert words.format(*told) in readme, (name, told)

@@ -725,7 +725,7 @@ wide = tiles(1, 1, 64, 128)
 short = drop.replace("128", "64")
 described |= dict(q_desc=wide, grad_desc=wide, k_desc=whole, v_desc=whole, drop_desc=short,
                   delta_desc=short)
-build(hopper.backward, described, D=128, STAGES=2, BINS=1, UNIT=16, LONG=True, CAUSAL=False,
+build(hopper.backward, described, D=128, STAGES=3, BINS=1, UNIT=16, LONG=True, CAUSAL=False,
       RECEIVED=True, MAP=True, MAP_PEAK=True, DONE=False)
 build(hopper.prepare, dict(grad=view), D=128)
 build(hopper.gather, dict(query_grad=view, scale="fp32"), D=128)

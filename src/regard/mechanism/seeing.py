@@ -211,6 +211,9 @@ class Top(NamedTuple):
 class Seen:
     """What attention did. Fields not asked for are None.
 
+    On a GPU, where gradients are to come, what sums over queries (``received``, ``map``,
+    ``map_peak``) may get its numbers from the backward pass, or as soon as it is read.
+
     >>> from regard import Causal, See, attention
     >>> x = torch.zeros(1, 1, 3, 4)  # [batch, heads, length, dim]; all scores are equal
     >>> _, seen = attention(x, x, x, mask=Causal(), see=See(peak=True))

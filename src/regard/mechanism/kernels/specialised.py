@@ -34,6 +34,7 @@ TEAMS = 4  # groups of warps that share tiles
 CARRIED = 64  # width at which the second pass has what queries lose copied with them
 STAGES = 2  # tiles of keys and of values that are loaded ahead
 TILE_STAGES = {64: 8, 128: 3}  # tiles of queries in the second pass, of keys for the top ones
+STEP_STAGES = {64: 2, 128: 3}  # steps of queries in the backward pass
 WORTH = 24  # steps: where the longest program saves no more, the last items are not cut
 PARTS = 7  # shares that a block is long at most: so no more than JOINED programs have some of it
 POOLED = 2048  # numbers of which a program makes a map's cells at a time
@@ -495,7 +496,8 @@ def backward(
         _described_rows(drops, BLOCK // steps), _described_rows(delta, BLOCK // steps),
         bins.dealt or Dealt(), grad_bins.dealt or Dealt(), sums, View.of(grads[1]),
         View.of(grads[2]), found.get("received"), units.get("map"), units.get("map_peak"),
-        *work, *sizes, **given, scale=structure.scale, STAGES=STAGES, num_warps=4,
+        *work, *sizes, **given, scale=structure.scale, STAGES=STEP_STAGES[width],
+        num_warps=4,
     )  # fmt: skip
     _kernels().gather[halves](
         sums, View.of(grads[0]), heads, queries, bits, structure.scale, D=width, num_warps=4

@@ -1,9 +1,9 @@
 """The passes over all scores for Hopper, where groups of warps have roles.
 
-The same as in forward.py, columns.py and, for the top keys, rows.py, for calls without a bias that
-have no mask or are causal. Triton decides itself what each warp does, and not so well: these are
-written in Gluon, its lower language (https://triton-lang.org/main/gluon). Nothing but a Hopper runs
-them.
+The same as in forward.py, columns.py, backward.py and, for the top keys, rows.py, for calls without
+a bias that have no mask or are causal. Triton decides itself what each warp does, and not so well:
+these are written in Gluon, its lower language (https://triton-lang.org/main/gluon). Nothing but a
+Hopper runs them.
 """
 
 from regard.mechanism.kernels.hopper.attend import forward, join
