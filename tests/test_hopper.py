@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from itertools import product
 
 import pytest
@@ -17,14 +18,18 @@ import torch
 from torch import Tensor
 
 import gluon_on_cpu
-from regard import Causal, See, attention
+from regard import Causal, See, Seen, attention
 from regard.errors import BackendError
+from regard.mechanism.call import check as arguments
 from regard.mechanism.kernels import structure as described
+from regard.mechanism.seeing import Owing
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: it comes for Linux.")
 
+from regard.mechanism import fused  # noqa: E402
 from regard.mechanism.kernels import launch, operators, specialised  # noqa: E402
 from regard.mechanism.kernels.columns import TEAM, TILE  # noqa: E402
+from regard.mechanism.kernels.operators import Owed  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -44,6 +49,7 @@ def _hopper(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
     if "repeats" not in request.node.name:  # few programs, so that each has several blocks
         monkeypatch.setattr(specialised, "_processors", lambda device: 3)
         monkeypatch.setattr(specialised, "WORTH", 0)  # and share what is left in the end
+        monkeypatch.setattr(specialised, "SHORTEST", dict.fromkeys((64, 128), 256))
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -57,6 +63,11 @@ def headed(batch: int, heads: int, length: int, width: int, seed: int) -> Tensor
 def beside(batch: int, heads: int, length: int, width: int, seed: int) -> Tensor:
     """As models have it: heads of a position beside each other."""
     return random(batch, length, heads, width, seed=seed).transpose(1, 2)
+
+
+def among_others(batch: int, heads: int, length: int, width: int, seed: int) -> Tensor:
+    """As some models have it: a head's query, key and value beside each other."""
+    return random(batch, length, heads, 3 * width, seed=seed)[..., :width].transpose(1, 2)
 
 
 def inputs(
@@ -296,7 +307,7 @@ def differentiated(
     """Gradients, and what keys get, both from the backward pass."""
     form = structure(causal, tensors[0].shape[3])
     wanted = {"received"} if grid is None else {"received", "map", "map_peak"}
-    assert specialised.differentiates(*tensors, form, grid) or tensors[0].shape[3] == 128
+    assert specialised.differentiates(*tensors, form, grid)
     left = launch.forward(*tensors, form, wanted, 0, grid or (1, 1))
     found = specialised.room(*tensors[:2], wanted, grid)
     grads = specialised.backward(
@@ -350,7 +361,9 @@ def close_gradients(
     [
         *((*grid, True, beside, *rest) for grid, *rest in product(GRIDS, (64, 128), DTYPES)),
         *((*grid, False, headed, *rest) for grid, *rest in product(GRIDS[::3], (64, 128), DTYPES)),
-        *product(LENGTHS[1:4], (None,), (False, True), (headed,), (64, 128), DTYPES),
+        *product(LENGTHS[1:2], (None,), (False, True), (headed,), (64, 128), DTYPES),
+        *product(LENGTHS[2:4], (None,), (True,), (headed,), (64, 128), DTYPES),
+        *product(LENGTHS[:1], ((4, 32),), (False, True), (among_others,), (64, 128), DTYPES),
     ],
 )
 def test_backward_is_the_definition(lengths, grid, causal, layout, width, dtype) -> None:
@@ -363,15 +376,30 @@ def test_backward_is_the_definition(lengths, grid, causal, layout, width, dtype)
 
 
 @pytest.mark.usefixtures("memory_of_nan")
-def test_backward_takes_a_gradient_that_is_one_number() -> None:
-    """As that of a sum: the copy engine cannot read it as it is."""
-    tensors = [t.to(DTYPES[0]) for t in inputs((256, 256), 64, (2, 2))]
-    one = torch.ones((), dtype=DTYPES[0], device=DEVICE).expand(2, 2, 256, 64)
-    for grid in (None, (8, 8)):
-        found, _ = differentiated(tensors, one, True, grid)
-        expected, _ = differentiated(tensors, one.contiguous(), True, grid)
+@pytest.mark.parametrize(
+    ("layout", "grid"),
+    [(headed, None), (headed, (4, 32)), (headed, (8, 8)), (among_others, (4, 32))],
+)
+def test_backward_takes_gradients_that_lie_anyhow(layout, grid) -> None:
+    """As that of a sum, which is one number, or of a part of something: few can be copied so."""
+    tensors = [t.to(DTYPES[0]) for t in inputs((256, 256), 64, (2, 2), layout)]
+    grad = headed(2, 2, 256, 64, 7).to(DTYPES[0])
+    expected, _ = differentiated(tensors, grad, True, grid)
+    whole = torch.stack((grad, grad), -1)
+    shifted = torch.cat((grad.new_zeros(3), grad.flatten()))[3:].view(grad.shape)
+    for same in (whole[..., 1], shifted, grad.transpose(1, 2).contiguous().transpose(1, 2)):
+        found, _ = differentiated(tensors, same, True, grid)
         for got, true in zip(found[1:], expected[1:], strict=True):
             assert torch.equal(got, true)
+    one = torch.ones((), dtype=DTYPES[0], device=DEVICE).expand(2, 2, 256, 64)
+    found, _ = differentiated(tensors, one, True, grid)
+    close_gradients(tensors, one, True, found)
+
+
+def test_backward_leaves_keys_that_need_a_mask_to_others() -> None:
+    tensors = [t.to(DTYPES[0]) for t in inputs((300, 300), 64, (2, 2))]
+    assert specialised.differentiates(*tensors, structure(True, 64), None)
+    assert not specialised.differentiates(*tensors, structure(False, 64), None)
 
 
 @pytest.fixture
@@ -381,32 +409,35 @@ def taken_for_plain(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(operators, "_plain", lambda *tensors: True)
 
 
-def owing(
-    causal: bool, grid: tuple[int, int] = (8, 8)
-) -> tuple[list[Tensor], dict[str, Tensor], operators.Owed]:
+NAMES = ("received", "map", "map_peak")
+
+
+def owing(causal: bool) -> tuple[list[Tensor], dict[str, Tensor], Callable[[], None], Owed]:
     leaves = [t.to(DTYPES[0]).requires_grad_() for t in inputs((256, 256), 64, (2, 2))]
-    request = operators.Request(("entropy", "received", "map", "map_peak"), grid)
-    found, owed = operators.attend(*leaves, structure(causal, 64), request)
-    return leaves, found, owed
+    request = operators.Request(("entropy", *NAMES), (8, 8))
+    # Of the leaves something is made, as of weights: so it can be changed in place.
+    found, settle = operators.attend(*(t.clone() for t in leaves), structure(causal, 64), request)
+    assert settle is not None
+    owed: Owed = found["map"].grad_fn.owed  # type: ignore[union-attr]
+    assert set(owed.room) == set(NAMES)
+    return leaves, found, settle, owed
 
 
 @pytest.mark.usefixtures("taken_for_plain")
 @pytest.mark.parametrize("causal", [False, True])
 def test_what_keys_get_is_owed_until_somebody_looks_or_the_backward_pass_has_it(causal) -> None:
-    leaves, looked_at_first, owed = owing(causal)
-    assert set(owed.room) == {"received", "map", "map_peak"}
-    owed.settle()
+    leaves, looked_at_first, settle, owed = owing(causal)
+    settle()
     assert not owed.room
-    assert not owed.given
     see = See(received=True, map=8, map_peak=True)
-    names = ("received", "map", "map_peak")
-    check(leaves, causal, see, {name: looked_at_first[name].detach() for name in names})
+    check(leaves, causal, see, {name: looked_at_first[name].detach() for name in NAMES})
 
-    leaves, found, owed = owing(causal)
+    leaves, found, settle, owed = owing(causal)
     grad = torch.ones_like(found["output"])
-    got = torch.autograd.grad(found["output"], leaves, grad, retain_graph=True)
+    got = torch.autograd.grad(found["output"], leaves, grad)
     assert not owed.room
-    for name in names:
+    settle()  # nothing is left to do, and the graph is gone
+    for name in NAMES:
         torch.testing.assert_close(found[name], looked_at_first[name], rtol=1e-5, atol=1e-6)
     close_gradients(leaves, grad, causal, got)
 
@@ -414,8 +445,8 @@ def test_what_keys_get_is_owed_until_somebody_looks_or_the_backward_pass_has_it(
 @pytest.mark.usefixtures("taken_for_plain")
 def test_what_is_owed_has_a_gradient_and_goes_with_others() -> None:
     see = See(received=True, map=8, map_peak=True, entropy=True)
-    leaves, found, owed = owing(True)
-    owed.settle()
+    leaves, found, settle, owed = owing(True)
+    settle()
     loss = found["received"].square().sum() + found["entropy"].sum() + found["map"].square().sum()
     got = torch.autograd.grad(loss, leaves[:2])
 
@@ -428,29 +459,66 @@ def test_what_is_owed_has_a_gradient_and_goes_with_others() -> None:
     for one, exact, plain in zip(got, true(torch.float64), true(DTYPES[0]), strict=True):
         assert (one - exact).abs().max() <= 3 * (plain - exact).abs().max()
 
-    leaves, found, owed = owing(True)
-    torch.autograd.grad(found["entropy"].sum(), leaves[:2])  # another kernel, which does not pay
-    assert owed.room
-    owed.settle()
+    leaves, found, settle, owed = owing(True)
+    torch.autograd.grad(found["entropy"].sum(), leaves[:2])  # by another kernel
+    assert not owed.room
     check(leaves, True, see, {"received": found["received"].detach()})
 
 
 @pytest.mark.usefixtures("taken_for_plain")
 def test_what_is_owed_cannot_be_told_of_queries_that_have_changed() -> None:
-    leaves, _, owed = owing(True)
-    with torch.no_grad():
-        leaves[0].zero_()
-    with pytest.raises(BackendError, match="received, map, map_peak: not known yet, and query or"):
-        owed.settle()
+    leaves = [t.to(DTYPES[0]).requires_grad_() for t in inputs((256, 256), 64, (2, 2))]
+    query, key, value = (t.clone() for t in leaves)
+    _, settle = operators.attend(
+        query, key, value, structure(True, 64), operators.Request(("entropy", "received"))
+    )
+    query.mul_(2)
+    with pytest.raises(BackendError, match="received: not known yet, and query or key was changed"):
+        settle()
+
+
+@pytest.mark.usefixtures("taken_for_plain")
+def test_what_is_owed_goes_by_queries_that_come_back_in_another_layout() -> None:
+    """As where saved tensors are moved to the CPU and back."""
+    leaves = [
+        t.to(DTYPES[0]).requires_grad_() for t in inputs((256, 256), 64, (2, 2), among_others)
+    ]
+    request = operators.Request(("entropy", "received", "map"), (4, 4))
+    form = structure(True, 64)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.contiguous()):
+        found, _ = operators.attend(*leaves, form, request)
+    grad = torch.ones_like(found["output"])
+    got = torch.autograd.grad(found["output"], leaves, grad)
+    see = See(received=True, map=4)
+    check(leaves, True, see, {name: found[name].detach() for name in ("received", "map")})
+    close_gradients(leaves, grad, True, got)
 
 
 @pytest.mark.usefixtures("taken_for_plain")
 def test_what_is_owed_holds_no_graph() -> None:
     """A node that held what it gives out would never be freed."""
-    _, found, owed = owing(True)
-    held = [*owed.room.values(), *owed.given[:-1]]
-    assert all(tensor.grad_fn is None for tensor in held)
-    assert found["received"].grad_fn is not None
+    _, found, _, owed = owing(True)
+    assert owed.drop is not None
+    assert all(tensor.grad_fn is None for tensor in (*owed.room.values(), owed.drop))
+    gone = weakref.ref(owed)
+    del owed, found, _
+    assert gone() is None
+
+
+@pytest.mark.usefixtures("taken_for_plain")
+def test_a_call_with_gradients_gives_a_seen_that_owes() -> None:
+    leaves = [t.to(DTYPES[0]).requires_grad_() for t in inputs((256, 256), 64, (2, 2))]
+    see = See(entropy=True, received=True, map=8)
+    call = arguments(*leaves, Causal(), None, None, None, 0.0, see)
+    output, seen = fused.run(call)
+    assert isinstance(seen, Owing)
+    owed = output.grad_fn.owed  # type: ignore[union-attr]
+    check(leaves, True, see, {"entropy": seen.entropy.detach()})
+    assert owed.room
+    check(leaves, True, see, {"received": seen.received.detach(), "map": seen.map.detach()})
+    assert not owed.room
+    with torch.no_grad():
+        assert type(fused.run(call)[1]) is Seen
 
 
 def highest(

@@ -3,11 +3,13 @@
 A mask that is a range of keys for each query, and a bias that depends on the distance alone, go
 into the kernel as they are: two numbers a query, some numbers a head. What depends on one query's
 row of weights (lse, entropy, peak, distance) comes out of the forward pass itself; what sums over
-queries (received, map) needs the final lse, and takes a second pass over the keys.
+queries (received, map) needs the final lse, and takes a second pass over the keys, or comes out of
+the backward pass.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.util import find_spec
 
@@ -121,21 +123,21 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
     grid = (1, 1) if see.map is None else grid_of(see, extent)
     rows = () if plain_rows else tuple(see.rows)
     request = Request(tuple(wanted), grid, see.top, rows)
-    found, owed = _attend(query, key, value, structure, request)
+    found, settle = _attend(query, key, value, structure, request)
     output = found.pop("output")
     if not see.lse:
         del found["lse"]
     in_order = found.pop("rows", None)  # as they were asked for, so nothing is left to finish
     seen = finish(see, found, extent)
-    if owed is not None and owed.room:
-        seen = Owing.of(seen, owed.settle)
+    if settle is not None:
+        seen = Owing.of(seen, settle)
     seen.rows = _rows(call, see) if plain_rows else in_order
     return output, seen
 
 
 def _attend(
     query: Tensor, key: Tensor, value: Tensor, structure: Structure, request: Request
-) -> tuple[dict[str, Tensor], operators.Owed | None]:
+) -> tuple[dict[str, Tensor], Callable[[], None] | None]:
     if torch.compiler.is_compiling():
         from regard.mechanism.kernels import graphs  # registers an operator, which takes a while
 

@@ -24,6 +24,7 @@ from torch.nn.functional import pad
 from regard.errors import InputError
 from regard.mechanism.geometry import Extent, Tile
 
+OVER_QUERIES = ("received", "map", "map_peak")  # fields that need every row's final lse
 # Every weight of every head, in one tensor: above this many it is more than anybody looks at.
 MOST_WEIGHTS = 2**28
 
@@ -326,7 +327,7 @@ class Owing(Seen):
         return cls(settle, **{f.name: getattr(seen, f.name) for f in fields(seen)})
 
     def __getattribute__(self, name: str) -> Any:
-        if name in _OVER_QUERIES and (settle := self.settle) is not None:
+        if name in OVER_QUERIES and (settle := self.settle) is not None:
             settle()
         return object.__getattribute__(self, name)
 
@@ -335,7 +336,6 @@ class Owing(Seen):
 
 
 _FIELDS = [f.name for f in fields(Seen) if f.name != "extent"]
-_OVER_QUERIES = ("received", "map", "map_peak")
 _BY_QUERY = (
     "lse",
     "entropy",

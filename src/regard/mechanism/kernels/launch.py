@@ -244,9 +244,10 @@ def columns(
     pooled = "map" in wanted
     into = grid if pooled else None
     if drop is not None or specialised.receives(query, key, structure, into):
-        room = specialised.room(query, key, wanted, into)
-        specialised.columns(query, key, lse, structure, room, into, drop)
-        return room
+        found = specialised.room(query, key, wanted, into)
+        drop = specialised.drop_of(query, key, lse, into) if drop is None else drop
+        specialised.columns(query, key, structure, found, into, drop)
+        return found
     blocks = _columns_blocks(query, width, structure, pooled)
     rows, cols = grid if pooled else (1, 1)
     in_a_row = structure.bias == RELATIVE
@@ -255,7 +256,7 @@ def columns(
     unit = min(across.width, WARP)  # keys that are summed at once
     units = across.together * across.width // unit  # in a block
     options: Any = {"device": query.device, "dtype": torch.float32}
-    found: dict[str, Tensor] = {}
+    found = {}
     if "received" in wanted:
         found["received"] = torch.empty(batch, heads, keys, **options)
     # What no tile covers stays 0; without a mask there is no such cell.

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -12,8 +13,8 @@ from torch import Tensor
 from regard.errors import BackendError
 from regard.mechanism.keeping import is_recording
 from regard.mechanism.kernels.structure import CAUSAL, FULL, PLAIN, Structure
+from regard.mechanism.seeing import OVER_QUERIES
 
-OVER_QUERIES = ("received", "map", "map_peak")  # what needs the final lse
 BY_ROW = ("entropy", "peak", "max_logit", "distance")  # what the forward pass itself can tell
 NAMED = (*BY_ROW, *OVER_QUERIES, "rows")  # as See names them
 STREAMED = (*NAMED, "top_weights", "top_keys")
@@ -39,57 +40,78 @@ class Request(NamedTuple):
 class Owed:
     """What keys get, where the backward pass will have it for next to nothing.
 
-    Until then there is room for it and nothing in it; whoever looks before has ``settle`` called,
-    which takes a pass of its own over queries and keys.
+    Until then there is room for it and nothing in it; whoever looks before has it settled, which
+    takes a pass of its own over queries and keys. Those are the graph's to keep: here is what else
+    that takes.
     """
 
     def __init__(self) -> None:
         self.room: dict[str, Tensor] = {}  # empty once it is settled
-        self.given: tuple[Any, ...] = ()
-        self.versions: list[int] = []
         self.grid: tuple[int, int] | None = None
+        self.drop: Tensor | None = None
+        self.strides: tuple[int, ...] = ()
 
-    def owe(self, room: dict[str, Tensor], grid: tuple[int, int] | None, *given: Any) -> None:
-        """``given`` are query, key, lse, what it leaves for a second pass, and a structure."""
+    def owe(
+        self, room: dict[str, Tensor], grid: tuple[int, int] | None, query: Tensor, drop: Tensor
+    ) -> None:
+        """``drop`` is what the forward pass left for a second one, for these queries."""
         # Not the tensors themselves: what a node of the graph gives out, it must not hold.
         self.room = {name: tensor.detach() for name, tensor in room.items()}
-        self.given = *(tensor.detach() for tensor in given[:-1]), given[-1]
-        self.versions = [tensor._version for tensor in given[:2]]
-        self.grid = grid
+        self.grid, self.drop, self.strides = grid, drop, query.stride()
 
-    def settle(self) -> None:
-        if not self.room:
-            return
+    def left(self, query: Tensor, key: Tensor, lse: Tensor) -> Tensor:
+        """``drop``, made anew where a hook has given back queries that lie otherwise."""
         from regard.mechanism.kernels import specialised
 
-        query, key, lse, drop, structure = self.given
-        if [query._version, key._version] != self.versions:
-            names = ", ".join(self.room)
-            raise BackendError(
-                f"{names}: not known yet, and query or key was changed in place since. Look at "
-                "what was seen before that, or after the backward pass."
-            )
-        with torch.no_grad():
-            specialised.columns(query, key, lse, structure, self.room, self.grid, drop)
+        if self.drop is not None and query.stride() == self.strides:
+            return self.drop
+        return specialised.drop_of(query, key, lse, self.grid)
+
+    def settle(self, query: Tensor, key: Tensor, lse: Tensor, structure: Structure) -> None:
+        from regard.mechanism.kernels import specialised
+
+        with torch.no_grad(), torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
+            drop = self.left(query, key, lse)
+            specialised.columns(query, key, structure, self.room, self.grid, drop)
         self.settled()
 
     def settled(self) -> None:
-        self.room, self.given = {}, ()
+        if not is_recording():  # else there is nothing in it until that is replayed
+            self.room = {}
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, structure: Structure, request: Request
-) -> tuple[dict[str, Tensor], Owed]:
-    """The output, lse and whatever else is asked for; and what of it is only owed as yet."""
-    owed = Owed()
+) -> tuple[dict[str, Tensor], Callable[[], None] | None]:
+    """The output, lse and whatever else is asked for.
+
+    And where some of OVER_QUERIES is only owed, what to call before it is read.
+    """
     tensors = (query, key, value, structure.table, structure.second)
     wants = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if not wants:
-        return forward(query, key, value, structure, request), owed
-    found = _Attend.apply(  # type: ignore[no-untyped-call]
+        return forward(query, key, value, structure, request), None
+    owed = Owed()
+    given = _Attend.apply(  # type: ignore[no-untyped-call]
         query, key, value, structure.table, structure.second, structure, request, owed
     )
-    return dict(zip(request.names, found, strict=True)), owed
+    found = dict(zip(request.names, given, strict=True))
+    return found, partial(_settle, owed, found[next(iter(owed.room))]) if owed.room else None
+
+
+def _settle(owed: Owed, one: Tensor) -> None:
+    """Make what is owed now, of what the graph holds; ``one`` is of that."""
+    if not owed.room:
+        return
+    node: Any = one.grad_fn
+    try:
+        query, key, _, _, _, *kept = node.saved_tensors
+    except RuntimeError as error:
+        raise BackendError(
+            f"{', '.join(owed.room)}: not known yet, and query or key was changed in place since, "
+            "or the graph is gone. Read what was seen before that."
+        ) from error
+    owed.settle(query, key, kept[node.kept.index("lse")], node.structure)
 
 
 def forward(
@@ -122,7 +144,7 @@ def forward(
             and specialised.differentiates(query, key, value, structure, grid)
         ):
             room = specialised.room(query, key, fields, grid)
-            owed.owe(room, grid, query, key, lse, drop, structure)
+            owed.owe(room, grid, query, drop)
             found |= room
         else:
             found |= launch.columns(query, key, lse, structure, fields, request.grid, drop)
@@ -148,7 +170,7 @@ def backward(
 
     if grads.keys() == {"output"} and _plain(query, key, value, structure):
         if owed is not None and owed.room:
-            drop = owed.given[3]
+            drop = owed.left(query, key, kept["lse"])
             found = specialised.backward(
                 query, key, value, kept["output"], grads["output"], drop, structure, owed.room,
                 owed.grid,
@@ -156,6 +178,8 @@ def backward(
             owed.settled()
             return *found, None, None
         return *_plain_backward(grads["output"], query, key, value, structure, kept), None, None
+    if owed is not None and owed.room:  # queries and keys may be gone when this is done
+        owed.settle(query, key, kept["lse"], structure)
     return launch.backward(query, key, value, structure, kept, grads, train_bias)
 
 

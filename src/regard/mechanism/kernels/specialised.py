@@ -296,6 +296,13 @@ def _drop(lse: Tensor, bins: _Bins, width: int) -> Tensor:
     return drop.contiguous()
 
 
+def drop_of(query: Tensor, key: Tensor, lse: Tensor, grid: tuple[int, int] | None) -> Tensor:
+    """What ``forward`` leaves for ``columns`` and ``backward``, where it was not these kernels'."""
+    bins = _bins(query, key.shape[2], grid)
+    assert bins is not None
+    return _drop(lse, bins, query.shape[3])
+
+
 def receives(
     query: Tensor, key: Tensor, structure: Structure, grid: tuple[int, int] | None
 ) -> bool:
@@ -402,11 +409,10 @@ def _pool(
 def columns(
     query: Tensor,
     key: Tensor,
-    lse: Tensor,
     structure: Structure,
     found: dict[str, Tensor],
     grid: tuple[int, int] | None,
-    drop: Tensor | None,
+    drop: Tensor,
 ) -> None:
     """What keys get over all queries, as ``launch.columns``, into the ``room`` for it."""
     queries, width = query.shape[2:]
@@ -417,7 +423,6 @@ def columns(
     ahead = -(-sizes.offset // BLOCK)
     without = max(TEAMS * ROWS // BLOCK * (work.blocks - 1) - 2 * ahead, 0)
     work = _sharing(work, 2 * sizes.tiles - without if causal else sizes.tiles, sizes.together)
-    drop = _drop(lse, bins, width) if drop is None else drop
     read = (
         _query_tiles(query, bins), _described(key, ROWS),
         _described_rows(drop) if width == CARRIED else drop, bins.dealt or Dealt(),
@@ -449,14 +454,32 @@ def differentiates(
 ) -> bool:
     """Whether ``backward`` takes a call; ``grid`` is that of a map, where one is wanted.
 
-    It takes them where it is faster than cuDNN's with a second pass before it. By measurement.
+    It takes them where it is faster than cuDNN's with a second pass before it, by measurement.
+    Beyond the last key there is no mask, save in a causal call.
     """
     return (
         _fits(structure, query, key, value)
+        and (structure.kind == CAUSAL or key.shape[2] % BLOCK == 0)
         and query.shape[2] >= SHORTEST[query.shape[3]]
         and query.shape[1] == key.shape[1]
         and receives(query, key, structure, grid)
     )
+
+
+def _as_queries(
+    grad: Tensor, key: Tensor, structure: Structure, bins: _Bins, grid: tuple[int, int] | None
+) -> tuple[Tensor, _Bins]:
+    """The output's gradient so that it can be read as the queries are, and its bins."""
+    if grad.stride(3) == 1 and _fits(structure, grad, key):
+        if bins.dealt is None:
+            return grad, bins
+        its_own = _bins(grad, key.shape[2], grid)
+        if its_own is not None and its_own.dealt is not None:
+            return grad, its_own
+    grad = grad.clone(memory_format=torch.contiguous_format)  # it may start anywhere
+    its_own = bins if bins.dealt is None else _bins(grad, key.shape[2], grid)
+    assert its_own is not None
+    return grad, its_own
 
 
 def backward(
@@ -474,11 +497,7 @@ def backward(
     batch, heads, queries, width = query.shape
     receiving = _receiving(query, key, structure, found, grid, BLOCK)
     bins, work, sizes, units, given = receiving
-    grad_bins = _bins(grad, key.shape[2], grid) if _fits(structure, grad, key) else None
-    if grad_bins is None or grad_bins._replace(dealt=bins.dealt) != bins:
-        grad = grad.contiguous()
-        grad_bins = _bins(grad, key.shape[2], grid)
-        assert grad_bins is not None
+    grad, grad_bins = _as_queries(grad, key, structure, bins, grid)
     bits = _dealt_rows(bins).bit_length() - 1
     sums = drop.new_empty(batch, heads, sizes.tiles * BLOCK, width)
     delta = torch.empty_like(drop)
@@ -489,7 +508,7 @@ def backward(
         num_warps=4,
     )  # fmt: skip
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    steps = width // CARRIED  # a tile
+    steps = width // 64  # a tile
     _kernels().backward[(work.programs,)](
         _query_tiles(query, bins, steps), _query_tiles(grad, grad_bins, steps),
         _described(key, BLOCK), _described(value, BLOCK),

@@ -95,7 +95,7 @@ class Work(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """What the second pass for Hopper has to know of a call."""
+    """What the passes by keys for Hopper have to know of a call."""
 
     keys: int
     offset: int  # of the first query
