@@ -478,20 +478,15 @@ def test_what_is_owed_cannot_be_told_of_queries_that_have_changed() -> None:
 
 
 @pytest.mark.usefixtures("taken_for_plain")
-def test_what_is_owed_goes_by_queries_that_come_back_in_another_layout() -> None:
-    """As where saved tensors are moved to the CPU and back."""
-    leaves = [
-        t.to(DTYPES[0]).requires_grad_() for t in inputs((256, 256), 64, (2, 2), among_others)
-    ]
-    request = operators.Request(("entropy", "received", "map"), (4, 4))
-    form = structure(True, 64)
-    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t.contiguous()):
-        found, _ = operators.attend(*leaves, form, request)
-    grad = torch.ones_like(found["output"])
-    got = torch.autograd.grad(found["output"], leaves, grad)
-    see = See(received=True, map=4)
-    check(leaves, True, see, {name: found[name].detach() for name in ("received", "map")})
-    close_gradients(leaves, grad, True, got)
+def test_nothing_is_owed_of_what_hooks_keep() -> None:
+    """A checkpoint would compute its region again for every tensor somebody looks at."""
+    leaves = [t.to(DTYPES[0]).requires_grad_() for t in inputs((256, 256), 64, (2, 2))]
+    request = operators.Request(("entropy", *NAMES), (8, 8))
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
+        found, settle = operators.attend(*leaves, structure(True, 64), request)
+    assert settle is None
+    see = See(received=True, map=8, map_peak=True)
+    check(leaves, True, see, {name: found[name].detach() for name in NAMES})
 
 
 @pytest.mark.usefixtures("taken_for_plain")

@@ -48,31 +48,19 @@ class Owed:
     def __init__(self) -> None:
         self.room: dict[str, Tensor] = {}  # empty once it is settled
         self.grid: tuple[int, int] | None = None
-        self.drop: Tensor | None = None
-        self.strides: tuple[int, ...] = ()
+        self.drop: Any = None
 
-    def owe(
-        self, room: dict[str, Tensor], grid: tuple[int, int] | None, query: Tensor, drop: Tensor
-    ) -> None:
-        """``drop`` is what the forward pass left for a second one, for these queries."""
+    def owe(self, room: dict[str, Tensor], grid: tuple[int, int] | None, drop: Tensor) -> None:
+        """``drop`` is what the forward pass left for a second one."""
         # Not the tensors themselves: what a node of the graph gives out, it must not hold.
         self.room = {name: tensor.detach() for name, tensor in room.items()}
-        self.grid, self.drop, self.strides = grid, drop, query.stride()
+        self.grid, self.drop = grid, drop
 
-    def left(self, query: Tensor, key: Tensor, lse: Tensor) -> Tensor:
-        """``drop``, made anew where a hook has given back queries that lie otherwise."""
-        from regard.mechanism.kernels import specialised
-
-        if self.drop is not None and query.stride() == self.strides:
-            return self.drop
-        return specialised.drop_of(query, key, lse, self.grid)
-
-    def settle(self, query: Tensor, key: Tensor, lse: Tensor, structure: Structure) -> None:
+    def settle(self, query: Tensor, key: Tensor, structure: Structure) -> None:
         from regard.mechanism.kernels import specialised
 
         with torch.no_grad(), torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-            drop = self.left(query, key, lse)
-            specialised.columns(query, key, structure, self.room, self.grid, drop)
+            specialised.columns(query, key, structure, self.room, self.grid, self.drop)
         self.settled()
 
     def settled(self) -> None:
@@ -105,13 +93,13 @@ def _settle(owed: Owed, one: Tensor) -> None:
         return
     node: Any = one.grad_fn
     try:
-        query, key, _, _, _, *kept = node.saved_tensors
+        query, key, *_ = node.saved_tensors
     except RuntimeError as error:
         raise BackendError(
             f"{', '.join(owed.room)}: not known yet, and query or key was changed in place since, "
             "or the graph is gone. Read what was seen before that."
         ) from error
-    owed.settle(query, key, kept[node.kept.index("lse")], node.structure)
+    owed.settle(query, key, node.structure)
 
 
 def forward(
@@ -140,11 +128,12 @@ def forward(
             owed is not None
             and drop is not None
             and not is_recording()  # a replay would owe it again
+            and not _kept_by_hooks()
             and _plain(query, key, value, structure)
             and specialised.differentiates(query, key, value, structure, grid)
         ):
             room = specialised.room(query, key, fields, grid)
-            owed.owe(room, grid, query, drop)
+            owed.owe(room, grid, drop)
             found |= room
         else:
             found |= launch.columns(query, key, lse, structure, fields, request.grid, drop)
@@ -170,16 +159,15 @@ def backward(
 
     if grads.keys() == {"output"} and _plain(query, key, value, structure):
         if owed is not None and owed.room:
-            drop = owed.left(query, key, kept["lse"])
             found = specialised.backward(
-                query, key, value, kept["output"], grads["output"], drop, structure, owed.room,
-                owed.grid,
+                query, key, value, kept["output"], grads["output"], owed.drop, structure,
+                owed.room, owed.grid,
             )  # fmt: skip
             owed.settled()
             return *found, None, None
         return *_plain_backward(grads["output"], query, key, value, structure, kept), None, None
     if owed is not None and owed.room:  # queries and keys may be gone when this is done
-        owed.settle(query, key, kept["lse"], structure)
+        owed.settle(query, key, structure)
     return launch.backward(query, key, value, structure, kept, grads, train_bias)
 
 
@@ -223,6 +211,11 @@ class _Attend(torch.autograd.Function):
         train_bias = ctx.needs_input_grad[3]
         grads = backward(query, key, value, structure, found, given, train_bias, ctx.owed)
         return *grads, None, None, None
+
+
+def _kept_by_hooks() -> bool:
+    """Whether what a graph saves goes elsewhere, as with checkpoints: dear to get back."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _plain(query: Tensor, key: Tensor, value: Tensor, structure: Structure) -> bool:
