@@ -512,6 +512,8 @@ def test_a_call_with_gradients_gives_a_seen_that_owes() -> None:
     assert owed.room
     check(leaves, True, see, {"received": seen.received.detach(), "map": seen.map.detach()})
     assert not owed.room
+    seen.received.div_(2)  # another node's from here on
+    assert seen.map is not None
     with torch.no_grad():
         assert type(fused.run(call)[1]) is Seen
 

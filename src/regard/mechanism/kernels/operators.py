@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -37,6 +37,7 @@ class Request(NamedTuple):
         return ["output", "lse", *(name for name in STREAMED if name in self.fields)]
 
 
+@dataclass
 class Owed:
     """What keys get, where the backward pass will have it for next to nothing.
 
@@ -45,16 +46,9 @@ class Owed:
     that takes.
     """
 
-    def __init__(self) -> None:
-        self.room: dict[str, Tensor] = {}  # empty once it is settled
-        self.grid: tuple[int, int] | None = None
-        self.drop: Any = None
-
-    def owe(self, room: dict[str, Tensor], grid: tuple[int, int] | None, drop: Tensor) -> None:
-        """``drop`` is what the forward pass left for a second one."""
-        # Not the tensors themselves: what a node of the graph gives out, it must not hold.
-        self.room = {name: tensor.detach() for name, tensor in room.items()}
-        self.grid, self.drop = grid, drop
+    room: dict[str, Tensor]  # empty once it is settled
+    grid: tuple[int, int] | None
+    drop: Tensor  # what the forward pass left for a second one
 
     def settle(self, query: Tensor, key: Tensor, structure: Structure) -> None:
         from regard.mechanism.kernels import specialised
@@ -79,17 +73,17 @@ def attend(
     wants = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
     if not wants:
         return forward(query, key, value, structure, request), None
-    owed = Owed()
     given = _Attend.apply(  # type: ignore[no-untyped-call]
-        query, key, value, structure.table, structure.second, structure, request, owed
+        query, key, value, structure.table, structure.second, structure, request
     )
     found = dict(zip(request.names, given, strict=True))
-    return found, partial(_settle, owed, found[next(iter(owed.room))]) if owed.room else None
+    owed = given[0].grad_fn.owed
+    return found, partial(_settle, owed, found[next(iter(owed.room))]) if owed else None
 
 
 def _settle(owed: Owed, one: Tensor) -> None:
     """Make what is owed now, of what the graph holds; ``one`` is of that."""
-    if not owed.room:
+    if not owed.room:  # once it was read, it may have been changed, and be another node's
         return
     node: Any = one.grad_fn
     try:
@@ -108,9 +102,12 @@ def forward(
     value: Tensor,
     structure: Structure,
     request: Request,
-    owed: Owed | None = None,
+    owing: bool = False,
 ) -> dict[str, Tensor]:
-    """The same without a gradient. Some of it may be left ``owed``, where that is given."""
+    """The same without a gradient.
+
+    If ``owing``, what the backward pass can tell may be room alone, and "drop" comes with it.
+    """
     from regard.mechanism.kernels import launch, specialised
 
     fields = request.fields
@@ -125,16 +122,14 @@ def forward(
     if "received" in fields or "map" in fields:
         grid = request.grid if "map" in fields else None
         if (
-            owed is not None
+            owing
             and drop is not None
             and not is_recording()  # a replay would owe it again
             and not _kept_by_hooks()
             and _plain(query, key, value, structure)
             and specialised.differentiates(query, key, value, structure, grid)
         ):
-            room = specialised.room(query, key, fields, grid)
-            owed.owe(room, grid, drop)
-            found |= room
+            found |= specialised.room(query, key, fields, grid) | {"drop": drop}
         else:
             found |= launch.columns(query, key, lse, structure, fields, request.grid, drop)
     if request.top:
@@ -182,10 +177,13 @@ class _Attend(torch.autograd.Function):
         second: Tensor | None,
         structure: Structure,
         request: Request,
-        owed: Owed,
     ) -> tuple[Tensor, ...]:
-        found = forward(query, key, value, structure, request, owed)
-        ctx.structure, ctx.names, ctx.owed = structure, request.names, owed
+        found = forward(query, key, value, structure, request, owing=True)
+        ctx.structure, ctx.names, ctx.owed = structure, request.names, None
+        if (drop := found.pop("drop", None)) is not None:
+            # Not the tensors themselves: what a node of the graph gives out, it must not hold.
+            room = {name: found[name].detach() for name in OVER_QUERIES if name in found}
+            ctx.owed = Owed(room, request.grid if "map" in found else None, drop)
         ctx.kept = [name for name in KEPT if name in found]
         ctx.save_for_backward(query, key, value, table, second, *(found[n] for n in ctx.kept))
         ctx.set_materialize_grads(False)
@@ -210,7 +208,7 @@ class _Attend(torch.autograd.Function):
         found = dict(zip(ctx.kept, kept, strict=True))
         train_bias = ctx.needs_input_grad[3]
         grads = backward(query, key, value, structure, found, given, train_bias, ctx.owed)
-        return *grads, None, None, None
+        return *grads, None, None
 
 
 def _kept_by_hooks() -> bool:

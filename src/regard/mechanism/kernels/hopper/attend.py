@@ -38,6 +38,7 @@ from regard.mechanism.kernels.hopper.roles import (
     item_of,
     may_see,
     places_in,
+    places_of,
     release,
     ring_of,
     slot_of,
@@ -354,10 +355,7 @@ def _write(out, flat, row, o, heads, queries, WARPS: gl.constexpr):
     o = gl.convert_layout(o.to(out.data.dtype.element_ty), layout)
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))
-    batch, head = (flat // heads).to(gl.int64), (flat % heads).to(gl.int64)
-    first = out.data + batch * out.batch + head * out.head
-    at = first + rows[:, None].to(gl.int64) * out.row + dims[None, :]
-    gl.store(at, o, mask=(rows < queries)[:, None])
+    gl.store(places_of(out, flat, rows, dims, heads), o, mask=(rows < queries)[:, None])
 
 
 @gluon.constexpr_function

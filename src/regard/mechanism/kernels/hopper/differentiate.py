@@ -17,7 +17,9 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from regard.mechanism.kernels.hopper.receive import (
+    begin_of,
     carried_with,
+    longer,
     put_bins,
     put_nothing,
     sums_of,
@@ -38,6 +40,7 @@ from regard.mechanism.kernels.hopper.roles import (
     following,
     halves_of,
     item_of,
+    places_of,
     release,
     ring_of,
     turns_of,
@@ -76,11 +79,9 @@ def _in_part(D, BINS):
 
 
 @gluon.jit
-def _begin(block, sizes, CAUSAL: gl.constexpr):
-    """The first tile of queries that see some key of a block; a tile may be several steps."""
-    if CAUSAL:
-        return gl.maximum(block * BLOCK - sizes.offset, 0) // BLOCK
-    return 0
+def _begin(block, sizes, CAUSAL: gl.constexpr, D: gl.constexpr):
+    """The first step whose queries see some key of a block."""
+    return begin_of(block, sizes, CAUSAL, BLOCK) * (BLOCK // _queries(D))
 
 
 @gluon.jit
@@ -117,7 +118,7 @@ def _load(loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAU
             key_at = [batch, head, block * BLOCK, 0]
             tma.async_copy_global_to_shared(k_desc, key_at, loaded, keys)
             tma.async_copy_global_to_shared(v_desc, key_at, loaded, values.index(block_place[0]))
-            for i in range(_begin(block, sizes, CAUSAL) * STEPS, sizes.tiles * STEPS):
+            for i in range(_begin(block, sizes, CAUSAL, D), sizes.tiles * STEPS):
                 tile, full = await_room(query_ring, place)
                 mbarrier.expect(full, _queries(D) * (2 * D * 2 + 2 * 4))
                 at = _step_at(batch, head, i, dealt, D, BINS)
@@ -190,10 +191,7 @@ def _write(out, flat, row, x, heads, keys):
     layout: gl.constexpr = x.type.layout
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))
-    batch, head = (flat // heads).to(gl.int64), (flat % heads).to(gl.int64)
-    at = out.data + batch * out.batch + head * out.head
-    at = at + rows[:, None].to(gl.int64) * out.row + dims[None, :]
-    gl.store(at, x, mask=(rows < keys)[:, None])
+    gl.store(places_of(out, flat, rows, dims, heads), x, mask=(rows < keys)[:, None])
 
 
 @gluon.jit
@@ -221,7 +219,7 @@ def _differentiate_block(
     head = flat.to(gl.int64)
     first = block * BLOCK + PART * ROWS
     key_at = first + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout)) - sizes.offset
-    begin, end = _begin(block, sizes, CAUSAL) * STEPS, sizes.tiles * STEPS
+    begin, end = _begin(block, sizes, CAUSAL, D), sizes.tiles * STEPS
     free = begin
     if CAUSAL:
         free = gl.maximum(first + ROWS - 1 - sizes.offset + BLOCK - 1, 0) // BLOCK * STEPS
@@ -264,11 +262,9 @@ def _differentiate_block(
         )
         sums, peaks = sums_of(parts, MAP_PEAK)
         if LONGER:
-            fresh = step == next_bin
-            pooled = gl.where(fresh, 0.0, pooled) + sums
-            largest = gl.maximum(gl.where(fresh, 0.0, largest), peaks)
-            next_bin += gl.where(fresh, per_bin, 0)
-            at += gl.where(fresh, STEP_BINS * units, 0)
+            pooled, largest, next_bin, at = longer(
+                pooled, largest, sums, peaks, step, next_bin, at, per_bin, STEP_BINS * units
+            )
         else:
             pooled, largest = sums, peaks
         if LONGER and _at_its_end(D, BINS, CAUSAL):
@@ -412,11 +408,10 @@ def prepare(out, grad, Drop, Drops, Delta, QueryGrad, heads, queries, bits, D: g
     rows = _row_of(place, bits)
     inside = rows < queries
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))
-    batch, head = (flat // heads).to(gl.int64), (flat % heads).to(gl.int64)
-    at = batch * out.batch + head * out.head + rows[:, None].to(gl.int64) * out.row + dims[None, :]
-    its_output = gl.load(out.data + at, mask=inside[:, None], other=0.0)
-    at = batch * grad.batch + head * grad.head + rows[:, None].to(gl.int64) * grad.row
-    its_grad = gl.load(grad.data + at + dims[None, :], mask=inside[:, None], other=0.0)
+    at = places_of(out, flat, rows, dims, heads)
+    its_output = gl.load(at, mask=inside[:, None], other=0.0)
+    at = places_of(grad, flat, rows, dims, heads)
+    its_grad = gl.load(at, mask=inside[:, None], other=0.0)
     delta = gl.sum(its_output.to(gl.float32) * its_grad.to(gl.float32), 1)
     tiles = (queries + BLOCK - 1) // BLOCK
     tile = flat.to(gl.int64) * (tiles * BLOCK)
@@ -441,7 +436,5 @@ def gather(QueryGrad, query_grad, heads, queries, bits, scale, D: gl.constexpr):
     x = gl.convert_layout(x, layout)
     rows = _row_of(part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), bits)
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))
-    batch, head = (flat // heads).to(gl.int64), (flat % heads).to(gl.int64)
-    at = query_grad.data + batch * query_grad.batch + head * query_grad.head
-    at = at + rows[:, None].to(gl.int64) * query_grad.row + dims[None, :]
+    at = places_of(query_grad, flat, rows, dims, heads)
     gl.store(at, x, mask=(rows < queries)[:, None])

@@ -160,6 +160,18 @@ def put_bins(
 
 
 @gluon.jit
+def longer(pooled, largest, sums, peaks, here, next_bin, at, per_bin, units):
+    """What bins of several tiles, or steps, have with this one: with it they begin, or go on.
+
+    And where the next ones begin, and these are written.
+    """
+    fresh = here == next_bin
+    pooled = gl.where(fresh, 0.0, pooled) + sums
+    largest = gl.maximum(gl.where(fresh, 0.0, largest), peaks)
+    return pooled, largest, next_bin + gl.where(fresh, per_bin, 0), at + gl.where(fresh, units, 0)
+
+
+@gluon.jit
 def put_nothing(Cells, at, units, UNIT: gl.constexpr, BINS: gl.constexpr):
     """Write zeros instead."""
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, 4], [0, 1])
@@ -170,11 +182,16 @@ def put_nothing(Cells, at, units, UNIT: gl.constexpr, BINS: gl.constexpr):
 
 
 @gluon.jit
-def _begin(block, sizes, CAUSAL: gl.constexpr):
-    """The first tile of queries that see some key of a block."""
+def begin_of(block, sizes, CAUSAL: gl.constexpr, KEYS: gl.constexpr):
+    """The first tile of queries that see some key of a block of KEYS."""
     if CAUSAL:
-        return gl.maximum(block * (TEAMS * ROWS) - sizes.offset, 0) // BLOCK
+        return gl.maximum(block * KEYS - sizes.offset, 0) // BLOCK
     return 0
+
+
+@gluon.jit
+def _begin(block, sizes, CAUSAL: gl.constexpr):
+    return begin_of(block, sizes, CAUSAL, TEAMS * ROWS)
 
 
 @gluon.jit
@@ -352,11 +369,9 @@ def _receive_block(
         )  # fmt: skip
         sums, peaks = sums_of(parts, MAP_PEAK)
         if LONG:  # a bin has several tiles: written after each, faster than a branch at its end
-            fresh = tile == next_bin
-            pooled = gl.where(fresh, 0.0, pooled) + sums
-            largest = gl.maximum(gl.where(fresh, 0.0, largest), peaks)
-            next_bin += gl.where(fresh, per_bin, 0)
-            at += gl.where(fresh, units, 0)
+            pooled, largest, next_bin, at = longer(
+                pooled, largest, sums, peaks, tile, next_bin, at, per_bin, units
+            )
         else:
             pooled, largest, at = sums, peaks, cell + tile * BINS * units
         put_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)

@@ -253,6 +253,14 @@ def may_see(s, query_at, key, keys, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
+def places_of(view, flat, rows, dims, heads):
+    """Where some rows of one of all heads lie."""
+    batch, head = (flat // heads).to(gl.int64), (flat % heads).to(gl.int64)
+    first = view.data + batch * view.batch + head * view.head
+    return first + rows[:, None].to(gl.int64) * view.row + dims[None, :]
+
+
+@gluon.jit
 def fill_teams(ring, place, desc, batch, head, row, D: gl.constexpr):
     """Have the rows of a block loaded, those of each team as a tile."""
     _, full = await_room(ring, place)
