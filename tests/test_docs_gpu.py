@@ -36,3 +36,16 @@ def test_the_table_is_the_newest_run():
     ):
         told = [f"{end(row[name] for row in long):.{digits}f}" for end in (min, max)]
         assert words.format(*told) in readme, (name, told)
+
+
+def test_the_backward_passes_are_the_newest_run():
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    lines = (ROOT / "benchmarks/results/gpu.jsonl").read_text(encoding="utf-8").splitlines()
+    newest = {row["cell"]: row for row in map(json.loads, lines) if row["what"] == "passes"}
+    shown = re.findall(r"^\| (\d+) \| (\S+; alone .+) \|$", page, re.MULTILINE)
+    assert len(shown) == 4
+    kinds = [f"d {width} n {{}} {kind}" for width in (64, 128) for kind in ("full", "causal")]
+    for length, numbers in shown:
+        for kind, text in zip(kinds, numbers.split(" | "), strict=True):
+            row = newest[kind.format(length)]
+            assert text == f"{row['backward']:.2f}; alone {row['bare']:.2f}", row["cell"]
