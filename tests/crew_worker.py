@@ -13,14 +13,19 @@ import socket
 import sys
 import traceback
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch._dynamo  # FSDP would import it in every process
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard.errors import CheckpointError, RegardError
 from regard.training import parse_recipe, train
 from regard.training.crew import joined
+from regard.training.objectives import Objective
+from regard.training.parallel import Shards
 from regard.training.publishing import Disk
 from regard.training.saving import Keeper
 from regard.training.shards import distribute_tensor
@@ -29,6 +34,46 @@ from regard.training.shards import distribute_tensor
 def trained(asked: dict[str, Any]) -> int:
     result = train(parse_recipe(asked["recipe"]), resume=asked["resume"])
     return 0 if result.finished else 3
+
+
+class Collectives(TorchDispatchMode):
+    """Within, the names of what processes do together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what its shards do is seen then
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def trained_and_told(asked: dict[str, Any]) -> int:
+    """Train, and leave the names of all collectives in a file of each process."""
+    with Collectives() as collectives:
+        status = trained(asked)
+    told = Path(asked["folder"]) / f"told-{os.environ['RANK']}.json"
+    told.write_text(json.dumps(sorted(collectives.names)), encoding="utf-8")
+    return status
+
+
+def gathered_whole(asked: dict[str, Any]) -> int:
+    """Share out weights whose rows cannot be shared evenly, and bring them together again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with joined(torch.device("cpu")) as crew:
+        engine = Shards(model, cast(Objective, None), crew)
+        weights = {name: part * 2 for name, part in model.state_dict().items()}
+        for factor, given in ((1, None), (2, weights)):
+            with engine.gathered(given) as whole:
+                if crew.first:
+                    for name, tensor in whole.state_dict().items():
+                        assert torch.equal(tensor, factor * expected[name]), name
+    return 0
 
 
 class Full(Disk):
@@ -70,7 +115,12 @@ def saved_on_a_full_disk(asked: dict[str, Any]) -> int:
     return 0
 
 
-DO = {"train": trained, "full disk": saved_on_a_full_disk}
+DO = {
+    "train": trained,
+    "train and tell": trained_and_told,
+    "gather": gathered_whole,
+    "full disk": saved_on_a_full_disk,
+}
 
 
 def done(asked: dict[str, Any]) -> int:

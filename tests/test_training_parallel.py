@@ -215,6 +215,23 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path, crews: Crews) -> None:
         parse_recipe(recipe(tmp_path, "span corruption", "t5") | {"compile": True})
 
 
+@pytest.mark.parametrize("world", [2, 4])
+def test_uneven_shards_are_gathered_whole(crews: Crews, world: int) -> None:
+    crews.start("gather", world)
+    assert crews.wait() == [0] * world, crews.said()[-3000:]
+
+
+def test_shards_do_nothing_together_that_gloo_may_die_of(tmp_path: Path, crews: Crews) -> None:
+    """An all-gather by DTensor has a name too long for the string that gloo's threads share."""
+    raw = recipe(tmp_path) | {"parallel": "fsdp"}
+    crews.start("train and tell", 2, recipe=raw, resume=False, folder=str(tmp_path))
+    assert crews.wait() == [0, 0], crews.said()[-3000:]
+    for rank in range(2):
+        names = json.loads((tmp_path / f"told-{rank}.json").read_text(encoding="utf-8"))
+        assert {"_allgather_base_.default", "gather_.default", "all_reduce.default"} <= set(names)
+        assert not [name for name in names if "coalesced" in name or "into_tensor" in name]
+
+
 # --------------------------------------------------------------------------------- checkpoints
 
 

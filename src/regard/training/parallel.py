@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
 from regard.errors import InputError
@@ -194,15 +194,33 @@ class Shards(Engine):
         device = next(self.model.parameters()).device
         found = {}
         for name, tensor in (weights or self.model.state_dict()).items():
-            full = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-            if self.crew.first:
-                found[name] = full.cpu()
+            whole = self._gather(tensor) if isinstance(tensor, DTensor) else tensor
+            if whole is not None:
+                found[name] = whole.cpu()
         if self.crew.first:
             self._whole.load_state_dict(found)
             self._whole.to(device)
         yield self._whole
         if self.crew.first:
             self._whole.cpu()
+
+    def _gather(self, shards: DTensor) -> Tensor | None:
+        """All rows of a weight, for the first process; the others only give theirs.
+
+        Not by ``full_tensor()``: gloo notes the name of what it has done last in a string that its
+        two threads share. A name of up to 15 letters, as that of a gather, fits into the string; a
+        longer one, as that of the coalesced all-gather behind ``full_tensor()``, is memory that
+        both may free, and now and then a process dies of it (docs/log.md).
+        """
+        assert shards.placements == (Shard(0),)
+        own = shards.to_local()
+        even = own.new_zeros(-(-len(shards) // self.crew.world), *own.shape[1:])
+        even[: len(own)] = own
+        parts = (
+            [torch.empty_like(even) for _ in range(self.crew.world)] if self.crew.first else None
+        )
+        dist.gather(even, parts)
+        return torch.cat(parts)[: len(shards)] if parts else None
 
 
 # ----------------------------------------------------------------------------- long sequences
