@@ -31,8 +31,6 @@ from regard.mechanism.kernels.tiles import (
     by_keys,
     by_queries,
     columns_at,
-    content,
-    embeddings,
     head_of,
     key_stretches,
     query_stretches,
@@ -41,6 +39,7 @@ from regard.mechanism.kernels.tiles import (
     rows_lse,
     rows_of,
     scores,
+    shift_at,
     whose,
 )
 
@@ -74,22 +73,14 @@ def gradient(
 
 
 @triton.jit
-def to_distances(change, B: tl.constexpr):
-    """From the keys of a tile [B, B] to its distances, the least first: [B, 2 B]."""
-    back = tl.arange(0, B)[:, None] + (B - 1) - tl.arange(0, 2 * B)[None, :]
-    spread = tl.gather(change, tl.minimum(tl.maximum(back, 0), B - 1), 1)
-    return tl.where((back >= 0) & (back < B), spread, 0.0)
-
-
-@triton.jit
 def _query_stretch(
-    dq, du, before, after, q, second, grad, k_tile, v_tile, k_row, v_row, received, cells,
-    start, stop, first, last, origin, rows, query_at, low, high, lse, common, entropy,
-    distance, queries, keys, side, terms, relative, head, bins, columns, width, value_width,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr,
-    EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-    FREE: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, RECEIVED: tl.constexpr,
-    MAP: tl.constexpr, TRAIN: tl.constexpr, PRECISION: tl.constexpr,
+    dq, before, after, q, grad, k_tile, v_tile, k_row, v_row, received, cells, start, stop, first,
+    last, rows, query_at, low, high, lse, common, entropy, distance, queries, keys, side, terms,
+    head, bins, columns, width, value_width,
+    BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FREE: tl.constexpr, ENTROPY: tl.constexpr,
+    DISTANCE: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr, TRAIN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     near = tl.arange(0, BN)
     dims, value_dims = tl.arange(0, BD)[:, None], tl.arange(0, BV)[:, None]
@@ -105,11 +96,8 @@ def _query_stretch(
             gain += tl.load(received + key_at, mask=key_at < keys, other=0.0)[None, :]
         if MAP:
             gain += cells_of(cells, rows[:, None], key_at[None, :], queries, keys, bins, columns)
-        shift = 0.0
-        if BIAS == RELATIVE:
-            shift = content(second, relative, head, origin, n, BM, BU, False, PRECISION)
         _, change, inner = gradient(
-            dots, shift, gain, lse[:, None], common[:, None], entropy[:, None], distance[:, None],
+            dots, 0.0, gain, lse[:, None], common[:, None], entropy[:, None], distance[:, None],
             query_at[:, None], key_at[None, :], side, low[:, None], high[:, None], keys,
             terms, head, KIND, BIAS, SOFTCAP, FREE, ENTROPY, DISTANCE,
         )  # fmt: skip
@@ -127,27 +115,24 @@ def _query_stretch(
                 before += tl.sum(change, 1)
             else:
                 after += tl.sum(change, 1)
-        if BIAS == RELATIVE:  # back from keys to the distances that ``content`` has multiplied
-            spread = to_distances(change, BM)
-            table = embeddings(relative, head, origin - n - (BM - 1), 2 * BM, BU)
-            du = tl.dot(spread.to(table.dtype), tl.trans(table), du, input_precision=PRECISION)
         dq = tl.dot(inner.to(k.dtype), tl.trans(k), dq, input_precision=PRECISION)
-    return dq, du, before, after
+    return dq, before, after
 
 
 @triton.jit(do_not_specialize=["queries", "keys"])
 def by_query(
     query, key, value, grad, Lse, Delta, EntropyGrad, DistanceGrad, ReceivedGrad, MapGrad,
-    query_grad, second_grad, TableGrad, ends, terms, relative,
-    heads, groups, queries, keys, width, value_width, bins, columns,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr,
-    EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-    ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr,
-    TRAIN: tl.constexpr, PRECISION: tl.constexpr,
+    query_grad, TableGrad, ends, terms, heads, groups, queries, keys, width, value_width, bins,
+    columns,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr,
+    KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr,
+    DISTANCE: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr, TRAIN: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The gradient of the queries; a program has some of them.
 
-    With TRAIN also of the bias, for each query: of Alibi's slope, or of both ends of a table.
+    With TRAIN also of the bias, for each query: of Alibi's slope, or of both ends of a table. Under
+    Transformer-XL's term ``distances`` has all of it.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0) if KIND == CAUSAL else tl.program_id(0)
     batch, head = whose(heads)
@@ -159,9 +144,6 @@ def by_query(
     query_at = rows + offset
     q = rows_of(query, batch, head, rows, inside, width, BD)
     its_grad = rows_of(grad, batch, head, rows, inside, value_width, BV)
-    second = q
-    if BIAS == RELATIVE:
-        second = rows_of(relative.query, batch, head, rows, inside, relative.width, BU)
     k_tile = columns_at(key, batch, head // groups, BN, BD)
     v_tile = columns_at(value, batch, head // groups, BN, BV)
     flat = tl.program_id(1).to(tl.int64)
@@ -184,32 +166,24 @@ def by_query(
     last = tl.minimum(row + BM, queries) - 1
     parts = key_stretches(ends, batch, row, last, offset, keys, terms.reach, BN, KIND, SIDES)
     dq = tl.zeros([BM, BD], tl.float32)
-    du = tl.zeros([BM, BU], tl.float32)
     before = tl.zeros([BM], tl.float32)
     after = tl.zeros([BM], tl.float32)
     for PART in tl.static_range(5):
         if by_keys(PART, KIND, SIDES):
-            dq, du, before, after = _query_stretch(
-                dq, du, before, after, q, second, its_grad, k_tile, v_tile, key.row, value.row,
-                received, cells, parts[PART], parts[PART + 1], parts[6], parts[5],
-                row + offset, rows, query_at, low, high, lse, common, entropy, distance, queries,
-                keys, -1 if PART == 3 else 1, terms, relative, head, bins, columns, width,
-                value_width, BM, BN, BD, BV, BU, EVEN, KIND, BIAS, SOFTCAP, PART % 2 == 1, ENTROPY,
-                DISTANCE, RECEIVED, MAP, TRAIN, PRECISION,
+            dq, before, after = _query_stretch(
+                dq, before, after, q, its_grad, k_tile, v_tile, key.row, value.row, received, cells,
+                parts[PART], parts[PART + 1], parts[6], parts[5], rows, query_at, low, high, lse,
+                common, entropy, distance, queries, keys, -1 if PART == 3 else 1, terms, head, bins,
+                columns, width, value_width, BN, BD, BV, EVEN, KIND, BIAS, SOFTCAP, PART % 2 == 1,
+                ENTROPY, DISTANCE, RECEIVED, MAP, TRAIN, PRECISION,
             )  # fmt: skip
     there = rows[:, None].to(tl.int64)
-    dims, far = tl.arange(0, BD)[None, :], tl.arange(0, BU)[None, :]
+    dims = tl.arange(0, BD)[None, :]
     tl.store(
         head_of(query_grad, batch, head) + there * query_grad.row + dims,
         (dq * terms.scale).to(query_grad.data.dtype.element_ty),
         mask=inside[:, None] & (dims < width),
     )
-    if BIAS == RELATIVE:
-        tl.store(
-            head_of(second_grad, batch, head) + there * second_grad.row + far,
-            (du * relative.scale).to(second_grad.data.dtype.element_ty),
-            mask=inside[:, None] & (far < relative.width),
-        )
     if TRAIN:
         tl.store(TableGrad + at, before, mask=inside)
         if BIAS == TABLE:
@@ -218,17 +192,16 @@ def by_query(
 
 @triton.jit
 def _key_stretch(
-    dk, dv, k, v, q_tile, g_tile, u_tile, q_row, g_row, u_row, at, received, cells, Lse, Delta,
-    EntropyGrad, DistanceGrad, start, stop, origin, key_at, batch, head, offset, queries, keys,
-    side, ends, terms, relative, bins, columns, width, value_width,
-    BM: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr, EVEN: tl.constexpr,
-    KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FREE: tl.constexpr,
-    ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    dk, dv, k, v, q_tile, g_tile, q_row, g_row, at, received, cells, Lse, Delta, EntropyGrad,
+    DistanceGrad, start, stop, key_at, batch, head, offset, queries, keys, side, ends, terms,
+    shifted, changes, inners, step, origin, bins, columns, width, value_width,
+    BM: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr,
+    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FREE: tl.constexpr, ENTROPY: tl.constexpr,
+    DISTANCE: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     near = tl.arange(0, BM)
     dims, value_dims = tl.arange(0, BD)[:, None], tl.arange(0, BV)[:, None]
-    for m in tl.range(start, stop, BM, num_stages=1 if BIAS == TABLE and not FREE else None):
+    for m in tl.range(start, stop, BM, num_stages=1 if BIAS >= TABLE and not FREE else None):
         m = tl.multiple_of(m, BM)
         rows = m + near
         inside = rows < queries
@@ -257,41 +230,53 @@ def _key_stretch(
             gain += cells_of(cells, rows[None, :], key_at[:, None], queries, keys, bins, columns)
         shift = 0.0
         if BIAS == RELATIVE:
-            far = tl.arange(0, BU)[:, None]
-            fits = (far < relative.width) & inside[None, :]
-            second = tl.load(u_tile + m.to(tl.int64) * u_row, mask=fits, other=0.0)
-            shift = content(second, relative, head, m + offset, origin, BM, BU, True, PRECISION)
-        p, _, inner = gradient(
+            past = (m - origin).to(tl.int64) * step
+            if FREE:
+                shift = tl.load(shifted + past)
+            else:
+                shift = tl.load(shifted + past, mask=inside[None, :], other=0.0)
+        p, change, inner = gradient(
             dots, shift, gain, lse[None, :], common[None, :], entropy[None, :], distance[None, :],
             query_at[None, :], key_at[:, None], side, low[None, :], high[None, :], keys,
             terms, head, KIND, BIAS, SOFTCAP, FREE, ENTROPY, DISTANCE,
         )  # fmt: skip
+        if BIAS == RELATIVE:  # what ``distances`` makes the other gradients of
+            there = None if FREE else inside[None, :]
+            tl.store(changes + past, change.to(q.dtype), mask=there)
+            if SOFTCAP:
+                tl.store(inners + past, inner.to(q.dtype), mask=there)
         dv = tl.dot(p.to(grad.dtype), tl.trans(grad), dv, input_precision=PRECISION)
         dk = tl.dot(inner.to(q.dtype), tl.trans(q), dk, input_precision=PRECISION)
     return dk, dv
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit(do_not_specialize=["sequence", "origin", "until", "queries", "keys"])
 def by_key(
     query, key, value, grad, Lse, Delta, EntropyGrad, DistanceGrad, ReceivedGrad, MapGrad,
-    key_grad, value_grad, Bounds, bounds_batch, ends, terms, relative,
-    key_heads, groups, queries, keys, width, value_width, bins, columns,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr,
-    EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-    ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr,
+    key_grad, value_grad, Bounds, bounds_batch, ends, terms, shifted, changes, inners, sequence,
+    origin, until, key_heads, groups, queries, keys, width, value_width, bins, columns,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, EVEN: tl.constexpr,
+    KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr,
+    DISTANCE: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr, ADD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of keys and values; a program has some keys, for all heads that share them."""
+    """The gradients of keys and values; a program has some keys, for all heads that share them.
+
+    Under Transformer-XL's term for the queries from ``origin`` to ``until``, and it leaves the
+    ``changes`` of their scores; with ADD it adds to what other queries gave.
+    """
     block = tl.program_id(0)
     batch, key_head = whose(key_heads)
+    if BIAS == RELATIVE:
+        batch += sequence
     SIDES: tl.constexpr = by_distance(BIAS)
     offset = keys - queries
     first = block * BN
     last = tl.minimum(first + BN, keys) - 1
     key_at = first + tl.arange(0, BN)
     real = key_at < keys
-    k = rows_of(key, batch, key_head, key_at, real, width, BD)
-    v = rows_of(value, batch, key_head, key_at, real, value_width, BV)
+    k = rows_of(key, batch, key_head, key_at, real, width, BD, EVEN)
+    v = rows_of(value, batch, key_head, key_at, real, value_width, BV, EVEN)
     bounds = Bounds
     if KIND == INTERVAL:
         bounds += batch * bounds_batch + block * 4
@@ -302,10 +287,13 @@ def by_key(
         head = key_head * groups + group
         q_tile = columns_at(query, batch, head, BM, BD)
         g_tile = columns_at(grad, batch, head, BM, BV)
-        u_tile = q_tile
-        if BIAS == RELATIVE:
-            u_tile = columns_at(relative.query, batch, head, BM, BU)
         flat = batch * key_heads * groups + head
+        its_shifts, its_changes, its_inners = q_tile, q_tile, q_tile
+        if BIAS == RELATIVE:
+            near, its_batch = tl.arange(0, BM)[None, :], batch - sequence
+            its_shifts = shift_at(shifted, its_batch, head, near, key_at[:, None])
+            its_changes = shift_at(changes, its_batch, head, near, key_at[:, None])
+            its_inners = shift_at(inners, its_batch, head, near, key_at[:, None])
         received = key_at
         if RECEIVED:
             received = tl.load(ReceivedGrad + flat * keys + key_at, real, other=0.0)
@@ -314,23 +302,27 @@ def by_key(
             cells += flat * bins * columns
         for PART in tl.static_range(5):
             if by_queries(PART, KIND, SIDES):
+                start, stop = parts[PART], parts[PART + 1]
+                if BIAS == RELATIVE:
+                    start, stop = tl.maximum(start, origin), tl.minimum(stop, until)
                 dk, dv = _key_stretch(
-                    dk, dv, k, v, q_tile, g_tile, u_tile, query.row, grad.row, relative.query.row,
-                    flat * queries, received, cells, Lse, Delta, EntropyGrad, DistanceGrad,
-                    parts[PART], parts[PART + 1], first, key_at, batch, head, offset, queries,
-                    keys, -1 if PART == 1 else 1, ends, terms, relative, bins, columns, width,
-                    value_width, BM, BD, BV, BU, EVEN, KIND, BIAS, SOFTCAP, PART % 2 == 1, ENTROPY,
-                    DISTANCE, RECEIVED, MAP, PRECISION,
+                    dk, dv, k, v, q_tile, g_tile, query.row, grad.row, flat * queries, received,
+                    cells, Lse, Delta, EntropyGrad, DistanceGrad, start, stop, key_at, batch, head,
+                    offset, queries, keys, -1 if PART == 1 else 1, ends, terms, its_shifts,
+                    its_changes, its_inners, shifted.row, origin, bins, columns, width, value_width,
+                    BM, BD, BV, EVEN, KIND, BIAS, SOFTCAP, PART % 2 == 1, ENTROPY, DISTANCE,
+                    RECEIVED, MAP, PRECISION,
                 )  # fmt: skip
     there = key_at[:, None].to(tl.int64)
     dims, value_dims = tl.arange(0, BD)[None, :], tl.arange(0, BV)[None, :]
-    tl.store(
-        head_of(key_grad, batch, key_head) + there * key_grad.row + dims,
-        (dk * terms.scale).to(key_grad.data.dtype.element_ty),
-        mask=real[:, None] & (dims < width),
-    )
-    tl.store(
-        head_of(value_grad, batch, key_head) + there * value_grad.row + value_dims,
-        dv.to(value_grad.data.dtype.element_ty),
-        mask=real[:, None] & (value_dims < value_width),
-    )
+    k_at = head_of(key_grad, batch, key_head) + there * key_grad.row + dims
+    v_at = head_of(value_grad, batch, key_head) + there * value_grad.row + value_dims
+    k_there, v_there = real[:, None], real[:, None]
+    if not EVEN:
+        k_there, v_there = k_there & (dims < width), v_there & (value_dims < value_width)
+    dk *= terms.scale
+    if ADD:
+        dk += tl.load(k_at, mask=k_there, other=0.0)
+        dv += tl.load(v_at, mask=v_there, other=0.0)
+    tl.store(k_at, dk.to(key_grad.data.dtype.element_ty), mask=k_there)
+    tl.store(v_at, dv.to(value_grad.data.dtype.element_ty), mask=v_there)

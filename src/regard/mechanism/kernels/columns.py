@@ -29,13 +29,13 @@ from regard.mechanism.kernels.tiles import (
     allowed,
     by_distance,
     by_queries,
-    content,
     edge,
     head_of,
     query_stretches,
     range_of,
     rows_of,
     scores,
+    shifts,
     whose,
 )
 
@@ -54,16 +54,16 @@ def _tile_of(query, queries, bins, tiles, H: tl.constexpr, U: tl.constexpr, EVEN
 
 
 @triton.constexpr_function
-def _dealt(H, U, BIAS):
-    """Whether the queries of a tile are dealt out by bins; some biases need them in a row."""
-    return H % LANES.value == 0 and U % PAIR.value == 0 and BIAS != RELATIVE
+def _dealt(H, U):
+    """Whether the queries of a tile are dealt out by bins."""
+    return H % LANES.value == 0 and U % PAIR.value == 0
 
 
 @triton.jit
-def _places(H: tl.constexpr, U: tl.constexpr, BIAS: tl.constexpr):
+def _places(H: tl.constexpr, U: tl.constexpr):
     """For each place in a tile the bin and which of its queries."""
     place = tl.arange(0, H * U)
-    if _dealt(H, U, BIAS):
+    if _dealt(H, U):
         lane = place // PAIR % LANES
         turn = place // (PAIR * LANES)
         return turn // (U // PAIR) * LANES + lane, turn % (U // PAIR) * PAIR + place % PAIR
@@ -72,15 +72,13 @@ def _places(H: tl.constexpr, U: tl.constexpr, BIAS: tl.constexpr):
 
 
 @triton.jit
-def _binned(
-    p, KEYS: tl.constexpr, H: tl.constexpr, U: tl.constexpr, BIAS: tl.constexpr, PEAK: tl.constexpr
-):
+def _binned(p, KEYS: tl.constexpr, H: tl.constexpr, U: tl.constexpr, PEAK: tl.constexpr):
     """A tile's weights summed, or with PEAK the largest, over the queries of each bin.
 
     The bins lie along two axes, [KEYS, ., .]: as one they could leave a gap between the threads
     that share a row, and Triton 3.6 does not sum across a gap.
     """
-    if _dealt(H, U, BIAS):
+    if _dealt(H, U):
         parts = tl.reshape(p, [KEYS, H // LANES, U // PAIR, LANES, PAIR])
         if PEAK:
             return tl.max(tl.max(parts, 4), 2)
@@ -96,18 +94,17 @@ def _binned(
 
 @triton.jit
 def _stretch(
-    received, pooled, largest, k, query, second_at, second_row, drop_at, Map, MapPeak, start, stop,
-    key_at, valid, side, batch, head, ends, terms, relative, offset, queries, keys, bins, tiles,
+    received, pooled, largest, k, query, drop_at, Map, MapPeak, start, stop, key_at, valid, side,
+    batch, head, ends, terms, shifted, its_batch, origin, until, offset, queries, keys, bins, tiles,
     units, width,
     G: tl.constexpr, W: tl.constexpr, H: tl.constexpr, U: tl.constexpr, X: tl.constexpr,
-    BD: tl.constexpr, BU: tl.constexpr, D_EVEN: tl.constexpr, EVEN: tl.constexpr,
-    FULL_KEYS: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-    FREE: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr, MAP_PEAK: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BD: tl.constexpr, D_EVEN: tl.constexpr, EVEN: tl.constexpr, FULL_KEYS: tl.constexpr,
+    KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FREE: tl.constexpr,
+    RECEIVED: tl.constexpr, MAP: tl.constexpr, MAP_PEAK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Go over the tiles from ``start`` to ``stop``."""
     dims = tl.arange(0, BD)[:, None]
-    slot, within = _places(H, U, BIAS)
+    slot, within = _places(H, U)
     unit = tl.arange(0, G * W // X)
     q_at = head_of(query, batch, head) + dims
     if EVEN:  # the tile at hand is a step along, and the same for all its places
@@ -129,6 +126,8 @@ def _stretch(
             q = tl.load(tile_at)
         else:
             q = tl.load(tile_at, mask=real[None, :] & (dims < width), other=0.0)
+        if BIAS == RELATIVE:
+            real &= (row >= origin) & (row < until)
         # A query that attends to nothing, or is not there, gives nothing: 2^-inf.
         drop = tl.load(drop_at + row, mask=real, other=float("-inf"))
         dots = tl.dot(k, q, input_precision=PRECISION)  # [keys, queries]
@@ -136,19 +135,19 @@ def _stretch(
         s, _slope = scores(
             dots, query_at[None, :], key_at[:, None], side, terms, head, BIAS, SOFTCAP, FREE
         )
-        if BIAS == RELATIVE:
-            far = tl.arange(0, BU)[:, None]
-            second = tl.load(
-                second_at + row[None, :].to(tl.int64) * second_row + far,
-                mask=real[None, :] & (far < relative.width), other=0.0,
-            )  # fmt: skip
-            s += content(
-                second, relative, head, tl.min(query_at, 0), tl.min(key_at, 0), H * U, BU, True,
-                PRECISION,
-            )  # fmt: skip
-        p = tl.exp2(s + drop[None, :])
+        low, high = row, row
         if not FREE:
             low, high = range_of(ends, batch, row, real, KIND)
+        if BIAS == RELATIVE:
+            there = real[None, :] & valid[:, None]
+            if not FREE:
+                there &= allowed(
+                    query_at[None, :], key_at[:, None], low[None, :], high[None, :], keys, KIND
+                )
+            its_row = (row - origin)[None, :]
+            s += shifts(shifted, its_batch, head, its_row, there, key_at[:, None])
+        p = tl.exp2(s + drop[None, :])
+        if not FREE:
             may = allowed(
                 query_at[None, :], key_at[:, None], low[None, :], high[None, :], keys, KIND
             )
@@ -169,7 +168,7 @@ def _stretch(
                     if MAP_PEAK:
                         tl.store(MapPeak + at, tl.max(tl.reshape(largest, [G * W // X, X]), 1))
             else:
-                sums = _binned(p, G * W, H, U, BIAS, False)
+                sums = _binned(p, G * W, H, U, False)
                 if RECEIVED:
                     received += tl.sum(tl.sum(sums, 1), 1)
                 bin_at = tile * H + tl.arange(0, H)
@@ -178,23 +177,26 @@ def _stretch(
                 cells = tl.reshape(sums, [G * W // X, X, H])
                 tl.store(Map + at, tl.sum(cells, 1), mask=fits)
                 if MAP_PEAK:
-                    cells = tl.reshape(_binned(p, G * W, H, U, BIAS, True), [G * W // X, X, H])
+                    cells = tl.reshape(_binned(p, G * W, H, U, True), [G * W // X, X, H])
                     tl.store(MapPeak + at, tl.max(cells, 1), mask=fits)
         else:
             received += tl.sum(p, 1)
     return received, pooled, largest
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit(do_not_specialize=["sequence", "origin", "until", "queries", "keys"])
 def columns(
-    query, key, Drop, Received, Map, MapPeak, Bounds, bounds_batch, ends, terms, relative,
-    heads, groups, queries, keys, width, bins, tiles, columns, parts,
+    query, key, Drop, Received, Map, MapPeak, Bounds, bounds_batch, ends, terms, shifted,
+    sequence, origin, until, heads, groups, queries, keys, width, bins, tiles, columns, parts,
     G: tl.constexpr, W: tl.constexpr, H: tl.constexpr, U: tl.constexpr, X: tl.constexpr,
-    BD: tl.constexpr, BU: tl.constexpr, D_EVEN: tl.constexpr, EVEN: tl.constexpr,
-    FULL_KEYS: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-    RECEIVED: tl.constexpr, MAP: tl.constexpr, MAP_PEAK: tl.constexpr, PRECISION: tl.constexpr,
+    BD: tl.constexpr, D_EVEN: tl.constexpr, EVEN: tl.constexpr, FULL_KEYS: tl.constexpr,
+    KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, RECEIVED: tl.constexpr,
+    MAP: tl.constexpr, MAP_PEAK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
+    """What some keys get; under Transformer-XL's term of the queries ``origin`` to ``until``."""
     batch, head = whose(heads)
+    if BIAS == RELATIVE:
+        batch += sequence
     SIDES: tl.constexpr = by_distance(BIAS)
     offset = keys - queries
 
@@ -216,11 +218,8 @@ def columns(
             last = tl.minimum(first + W - 1, last)
 
     k = rows_of(key, batch, head // groups, tl.minimum(key_at, keys - 1), valid, width, BD)
-    flat = tl.program_id(1).to(tl.int64)
+    flat = batch * heads + head
     drop_at = Drop + flat * queries
-    second_at = drop_at
-    if BIAS == RELATIVE:
-        second_at = head_of(relative.query, batch, head)
     bounds = Bounds
     if KIND == INTERVAL:
         bounds += batch * bounds_batch + block * 4
@@ -242,14 +241,16 @@ def columns(
             )
             for PART in tl.static_range(5):
                 if by_queries(PART, KIND, SIDES):
+                    start, stop = ends_at[PART] // (H * U), ends_at[PART + 1] // (H * U)
+                    if BIAS == RELATIVE:
+                        start = tl.maximum(start, origin // (H * U))
+                        stop = tl.minimum(stop, tl.cdiv(until, H * U))
                     received, pooled, largest = _stretch(
-                        received, pooled, largest, k, query, second_at, relative.query.row,
-                        drop_at, map_at, peak_at, ends_at[PART] // (H * U),
-                        ends_at[PART + 1] // (H * U), key_at, valid,
-                        -1.0 if PART == 1 else 1.0, batch, head, ends, terms, relative, offset,
-                        queries, keys, bins, tiles, units, width, G, W, H, U, X, BD, BU, D_EVEN,
-                        EVEN, FULL_KEYS, KIND, BIAS, SOFTCAP, PART % 2 == 1, RECEIVED, MAP,
-                        MAP_PEAK, PRECISION,
+                        received, pooled, largest, k, query, drop_at, map_at, peak_at, start, stop,
+                        key_at, valid, -1.0 if PART == 1 else 1.0, batch, head, ends, terms,
+                        shifted, batch - sequence, origin, until, offset, queries, keys, bins,
+                        tiles, units, width, G, W, H, U, X, BD, D_EVEN, EVEN, FULL_KEYS, KIND, BIAS,
+                        SOFTCAP, PART % 2 == 1, RECEIVED, MAP, MAP_PEAK, PRECISION,
                     )  # fmt: skip
         else:  # every tile may have empty places: all of them are masked
             ends_at = query_stretches(
@@ -263,12 +264,16 @@ def columns(
                 _tile_of(tl.minimum(ends_at[0], queries - 1), queries, bins, tiles, H, U, EVEN),
                 stop,
             )
+            if BIAS == RELATIVE:
+                begin = _tile_of(origin, queries, bins, tiles, H, U, EVEN)
+                start = tl.maximum(start, begin)
+                stop = tl.minimum(stop, _tile_of(until - 1, queries, bins, tiles, H, U, EVEN) + 1)
             received, pooled, largest = _stretch(
-                received, pooled, largest, k, query, second_at, relative.query.row, drop_at,
-                map_at, peak_at, start, stop, key_at, valid, 1.0, batch, head, ends, terms,
-                relative, offset, queries, keys, bins, tiles, units, width, G, W, H, U, X, BD, BU,
-                D_EVEN, EVEN, FULL_KEYS, KIND, BIAS, SOFTCAP, False, RECEIVED, MAP, MAP_PEAK,
-                PRECISION,
+                received, pooled, largest, k, query, drop_at, map_at, peak_at, start, stop, key_at,
+                valid, 1.0, batch, head, ends, terms, shifted, batch - sequence, origin,
+                until, offset, queries, keys, bins,
+                tiles, units, width, G, W, H, U, X, BD, D_EVEN, EVEN, FULL_KEYS, KIND, BIAS,
+                SOFTCAP, False, RECEIVED, MAP, MAP_PEAK, PRECISION,
             )  # fmt: skip
         if RECEIVED:
             tl.store(Received + flat * keys + key_at, received, mask=valid)

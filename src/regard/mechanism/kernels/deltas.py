@@ -9,12 +9,12 @@ from regard.mechanism.kernels.tiles import (
     TABLE,
     allowed,
     columns_at,
-    content,
     key_stretches,
     range_of,
     rows_lse,
     rows_of,
     scores,
+    shifts,
     whose,
 )
 
@@ -57,28 +57,27 @@ def delta(
     tl.store(Delta + at, tl.where(lost, 0.0, sums), mask=inside)
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit(do_not_specialize=["sequence", "origin", "queries", "keys"])
 def expected(
-    query, key, Lse, ReceivedGrad, MapGrad, Extra, ends, terms, relative,
+    query, key, Lse, ReceivedGrad, MapGrad, Extra, ends, terms, shifted, sequence, origin,
     heads, groups, queries, keys, width, bins, columns,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, KIND: tl.constexpr,
-    BIAS: tl.constexpr, SOFTCAP: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
+    SOFTCAP: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """For each query the gradient of received and map that its weights expect."""
     batch, head = whose(heads)
     row = tl.program_id(0) * BM
+    if BIAS == RELATIVE:
+        row += origin
+        batch += sequence
     offset = keys - queries
     rows = row + tl.arange(0, BM)
     dims, near = tl.arange(0, BD)[:, None], tl.arange(0, BN)
     inside = rows < queries
     query_at = rows + offset
     q = rows_of(query, batch, head, rows, inside, width, BD)
-    second = q
-    if BIAS == RELATIVE:
-        second = rows_of(relative.query, batch, head, rows, inside, relative.width, BU)
     k_tile = columns_at(key, batch, head // groups, BN, BD)
-    flat = tl.program_id(1).to(tl.int64)
+    flat = batch * heads + head
     lse = rows_lse(Lse + flat * queries + rows, inside)
     low, high = range_of(ends, batch, rows, inside, KIND)
     last = tl.minimum(row + BM, queries) - 1
@@ -95,10 +94,11 @@ def expected(
         s, _slope = scores(
             dots, query_at[:, None], key_at[None, :], 1.0, terms, head, BIAS, SOFTCAP, False
         )
-        if BIAS == RELATIVE:
-            s += content(second, relative, head, row + offset, n, BM, BU, False, PRECISION)
-        p = tl.exp2(s - lse[:, None])
         may = allowed(query_at[:, None], key_at[None, :], low[:, None], high[:, None], keys, KIND)
+        if BIAS == RELATIVE:
+            its_row = (rows - origin)[:, None]
+            s += shifts(shifted, batch - sequence, head, its_row, inside[:, None], key_at[None, :])
+        p = tl.exp2(s - lse[:, None])
         p = tl.where(may, p, 0.0)
         gain = tl.zeros([BM, BN], tl.float32)
         if RECEIVED:

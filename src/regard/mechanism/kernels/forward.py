@@ -31,7 +31,6 @@ from regard.mechanism.kernels.tiles import (
     by_distance,
     by_keys,
     columns_at,
-    content,
     head_of,
     key_stretches,
     range_of,
@@ -39,18 +38,18 @@ from regard.mechanism.kernels.tiles import (
     rows_at,
     rows_of,
     scores,
+    shifts,
     whose,
 )
 
 
 @triton.jit
 def _stretch(
-    acc, l, m, e, t, q, second, k_tile, v_tile, k_row, v_row, start, stop, first, last, origin,
-    query_at, low, high, keys, side, terms, relative, head, width, value_width,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr,
-    D_EVEN: tl.constexpr, V_EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr, FREE: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr,
-    PRECISION: tl.constexpr,
+    acc, l, m, e, t, q, k_tile, v_tile, k_row, v_row, start, stop, first, last, rows, query_at,
+    low, high, queries, keys, side, terms, shifted, its_batch, its_row, head, width, value_width,
+    BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, D_EVEN: tl.constexpr,
+    V_EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    FREE: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Go over the keys from ``start`` to ``stop``; ``first`` to ``last`` are those that count."""
     near = tl.arange(0, BN)
@@ -70,7 +69,10 @@ def _stretch(
                 dots, query_at[:, None], key_at[None, :], side, terms, head, BIAS, SOFTCAP, FREE
             )
             if BIAS == RELATIVE:
-                s += content(second, relative, head, origin, n, BM, BU, False, PRECISION)
+                s += shifts(
+                    shifted, its_batch, head, its_row[:, None], (rows < queries)[:, None],
+                    key_at[None, :],
+                )  # fmt: skip
             if not FREE:
                 may = allowed(
                     query_at[:, None], key_at[None, :], low[:, None], high[:, None], keys, KIND
@@ -103,16 +105,16 @@ def _stretch(
 
 @triton.jit
 def _finish(
-    acc, l, m, e, t, rows, inside, out, o_row, Lse, Entropy, Peak, Highest, Distance, queries,
-    value_width, BV: tl.constexpr, ENTROPY: tl.constexpr, PEAK: tl.constexpr,
+    acc, l, m, e, t, rows, inside, flat, place, out, o_row, Lse, Entropy, Peak, Highest, Distance,
+    queries, value_width, BV: tl.constexpr, ENTROPY: tl.constexpr, PEAK: tl.constexpr,
     HIGHEST: tl.constexpr, DISTANCE: tl.constexpr,
 ):  # fmt: skip
-    """Write what was kept of some rows, once all their keys were seen."""
+    """Write what was kept of some rows, which are the block ``place`` of all heads' blocks."""
     value_dims = tl.arange(0, BV)
     lost = l == 0  # nothing to attend to
     inverse = tl.where(lost, 0.0, 1 / tl.where(lost, 1.0, l))
     length = tl.log2(tl.where(lost, 1.0, l))
-    at = tl.program_id(1).to(tl.int64) * queries + rows
+    at = flat * queries + rows
     tl.store(Lse + at, tl.where(lost, float("-inf"), (m + length) * LN2), mask=inside)
     if ENTROPY:
         tl.store(Entropy + at, (length - e * inverse) * LN2, mask=inside)
@@ -122,7 +124,7 @@ def _finish(
         tl.store(Distance + at, t * inverse, mask=inside)
     if HIGHEST:
         highest = tl.max(tl.where(lost | (rows >= queries), float("-inf"), m * LN2), 0)
-        tl.store(Highest + tl.program_id(1) * tl.num_programs(0) + tl.program_id(0), highest)
+        tl.store(Highest + place, highest)
     tl.store(
         out + rows[:, None].to(tl.int64) * o_row + value_dims[None, :],
         (acc * inverse[:, None]).to(out.dtype.element_ty),
@@ -130,18 +132,22 @@ def _finish(
     )
 
 
-@triton.jit(do_not_specialize=["queries", "keys", "splits"])
+@triton.jit(do_not_specialize=["sequence", "origin", "queries", "keys", "splits"])
 def forward(
-    query, key, value, out, Lse, Entropy, Peak, Highest, Distance, Kept, ends, terms, relative,
-    heads, groups, queries, keys, width, value_width, splits,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, BU: tl.constexpr,
-    D_EVEN: tl.constexpr, V_EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
-    SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, PEAK: tl.constexpr, HIGHEST: tl.constexpr,
-    DISTANCE: tl.constexpr, SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+    query, key, value, out, Lse, Entropy, Peak, Highest, Distance, Kept, ends, terms, shifted,
+    sequence, origin, heads, groups, queries, keys, width, value_width, splits,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, D_EVEN: tl.constexpr,
+    V_EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr, PEAK: tl.constexpr, HIGHEST: tl.constexpr, DISTANCE: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     # The longest rows of a causal call first, so that no long one is left for the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if KIND == CAUSAL else tl.program_id(0)
     batch, head = whose(heads)
+    if BIAS == RELATIVE:  # some queries, from ``origin`` on, of some sequences
+        block += origin // BM
+        batch += sequence
+    flat = batch * heads + head
     SIDES: tl.constexpr = by_distance(BIAS) or DISTANCE
 
     row = block * BM
@@ -150,9 +156,6 @@ def forward(
     inside = rows < queries
     query_at = rows + offset
     q = rows_of(query, batch, head, rows, inside, width, BD)
-    second = q
-    if BIAS == RELATIVE:
-        second = rows_of(relative.query, batch, head, rows, inside, relative.width, BU)
     k_tile = columns_at(key, batch, head // groups, BN, BD)
     v_tile = rows_at(value, batch, head // groups, BN, BV)
     low, high = range_of(ends, batch, rows, inside, KIND)
@@ -174,15 +177,15 @@ def forward(
             if SPLIT:
                 start, stop = tl.maximum(start, begin), tl.minimum(stop, end)
             acc, l, m, e, t = _stretch(
-                acc, l, m, e, t, q, second, k_tile, v_tile, key.row, value.row, start, stop,
-                parts[6], parts[5], row + offset, query_at, low, high, keys,
-                -1.0 if PART == 3 else 1.0, terms, relative, head, width, value_width, BM, BN, BD,
-                BV, BU, D_EVEN, V_EVEN, KIND, BIAS, SOFTCAP, PART % 2 == 1, ENTROPY, DISTANCE,
+                acc, l, m, e, t, q, k_tile, v_tile, key.row, value.row, start, stop, parts[6],
+                parts[5], rows, query_at, low, high, queries, keys, -1.0 if PART == 3 else 1.0,
+                terms, shifted, batch - sequence, rows - origin, head, width, value_width, BN, BD,
+                BV, D_EVEN, V_EVEN, KIND, BIAS, SOFTCAP, PART % 2 == 1, ENTROPY, DISTANCE,
                 PRECISION,
             )  # fmt: skip
     if SPLIT:
         # Rows of BV + 4 numbers: what was kept of each, the sums of values first.
-        place = (tl.program_id(1) * splits + tl.program_id(2)).to(tl.int64) * queries + rows
+        place = (flat * splits + tl.program_id(2)) * queries + rows
         kept = Kept + place * (BV + 4)
         tl.store(kept[:, None] + tl.arange(0, BV)[None, :], acc, mask=inside[:, None])
         tl.store(kept + BV, l, mask=inside)
@@ -190,9 +193,11 @@ def forward(
         tl.store(kept + BV + 2, e, mask=inside)
         tl.store(kept + BV + 3, t, mask=inside)
     else:
+        place = flat * tl.cdiv(queries, BM) + block
         _finish(
-            acc, l, m, e, t, rows, inside, head_of(out, batch, head), out.row, Lse, Entropy, Peak,
-            Highest, Distance, queries, value_width, BV, ENTROPY, PEAK, HIGHEST, DISTANCE,
+            acc, l, m, e, t, rows, inside, flat, place, head_of(out, batch, head), out.row, Lse,
+            Entropy, Peak, Highest, Distance, queries, value_width, BV, ENTROPY, PEAK, HIGHEST,
+            DISTANCE,
         )  # fmt: skip
 
 
@@ -227,7 +232,10 @@ def merge(
         l = l * shrink + its_l * its_shrink
         acc = acc * shrink[:, None] + more * its_shrink[:, None]
         m = higher
+    flat = tl.program_id(1).to(tl.int64)
+    place = flat * tl.num_programs(0) + tl.program_id(0)
     _finish(
-        acc, l, m, e, t, rows, inside, head_of(out, batch, head), out.row, Lse, Entropy, Peak,
-        Highest, Distance, queries, value_width, BV, ENTROPY, PEAK, HIGHEST, DISTANCE,
+        acc, l, m, e, t, rows, inside, flat, place, head_of(out, batch, head), out.row, Lse,
+        Entropy, Peak, Highest, Distance, queries, value_width, BV, ENTROPY, PEAK, HIGHEST,
+        DISTANCE,
     )  # fmt: skip

@@ -5,7 +5,7 @@ Tensors are [batch, heads, length, dim], their last axis dense.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from regard.mechanism.keeping import Kept
 from regard.mechanism.kernels import backward as backward_kernels
-from regard.mechanism.kernels import deltas, distances, specialised
+from regard.mechanism.kernels import deltas, distances, relative, specialised
 from regard.mechanism.kernels import rows as rows_kernels
 from regard.mechanism.kernels.columns import columns as columns_kernel
 from regard.mechanism.kernels.forward import forward as forward_kernel
@@ -53,12 +53,12 @@ class Blocks(NamedTuple):
 
 
 def _forward_blocks(query: Tensor, width: int, structure: Structure) -> Blocks:
-    if structure.bias == RELATIVE:
-        return _square_blocks(query, width)
     if query.dtype == torch.float32:
         return Blocks(64, 32, 4, 2)
     if query.shape[2] <= WARP:  # decoding: reading keys and values is all the work
         return Blocks(WARP, 64, 4, 3 if width <= 128 else 2)
+    if structure.bias == RELATIVE:  # what is read of the term is larger than keys and values
+        return Blocks(64, 64, 4, 2)
     # Short rows: more programs, and less that lies beyond the diagonal, or outside of a window.
     if query.shape[2] <= 1024 and (width > 64 or structure.kind == CAUSAL) and width <= 128:
         return Blocks(64, 64, 4, 3)
@@ -70,8 +70,6 @@ def _forward_blocks(query: Tensor, width: int, structure: Structure) -> Blocks:
 
 
 def _columns_blocks(query: Tensor, width: int, structure: Structure, pooled: bool) -> Blocks:
-    if structure.bias == RELATIVE:
-        return _square_blocks(query, width)
     if query.dtype == torch.float32:
         return Blocks(32, 64, 4, 2)
     if width > 128:
@@ -86,22 +84,14 @@ def _columns_blocks(query: Tensor, width: int, structure: Structure, pooled: boo
 
 def _backward_blocks(query: Tensor, width: int, structure: Structure) -> tuple[Blocks, Blocks]:
     """For the pass by queries, and for the one by keys."""
-    if structure.bias == RELATIVE:  # larger ones spill registers
-        return Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)
     if query.dtype == torch.float32:
         return Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)
+    termed = structure.bias == RELATIVE  # what is read of the term is larger than queries
     if width <= 64:
-        return Blocks(64, 64, 4, 3), Blocks(32, 128, 4, 1)
+        return Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 1) if termed else Blocks(32, 128, 4, 1)
     if width <= 128:
-        return Blocks(128, 64, 8, 3), Blocks(64, 128, 8, 1)
+        return Blocks(128, 64, 8, 3), Blocks(32 if termed else 64, 128, 8, 1)
     return Blocks(64, 32, 8, 1), Blocks(32, 64, 8, 1)
-
-
-def _square_blocks(query: Tensor, width: int) -> Blocks:
-    """For Transformer-XL's term, where a tile has as many distances as queries and keys."""
-    if query.dtype == torch.float32 or width > 128:
-        return Blocks(32, 32, 4, 1)
-    return Blocks(64, 64, 4, 2 if width <= 64 else 1)
 
 
 def _top_blocks(query: Tensor, width: int, count: int) -> Blocks:
@@ -125,11 +115,6 @@ def _power(width: int) -> int:
 
 def _precision(tensor: Tensor) -> str:
     return "ieee" if tensor.dtype == torch.float32 else "tf32"
-
-
-def _far(structure: Structure) -> int:
-    """The width of a tile of Transformer-XL's embeddings."""
-    return _power(structure.relative.width) if structure.bias == RELATIVE else 16
 
 
 def forward(
@@ -172,15 +157,17 @@ def forward(
         "HIGHEST": highest is not None,
         "DISTANCE": "distance" in wanted,
     }
-    forward_kernel[count, batch * heads, splits](
-        View.of(query), View.of(key), View.of(value), *written, kept,
-        structure.ends, structure.terms, structure.relative,
-        heads, heads // key.shape[1], queries, keys, width, value_width, splits,
-        BM=blocks.queries, BN=blocks.keys, BD=wide[0], BV=wide[1], BU=_far(structure),
-        D_EVEN=wide[0] == width, V_EVEN=wide[1] == value_width, KIND=structure.kind,
-        BIAS=structure.bias, SOFTCAP=structure.softcap is not None, SPLIT=splits > 1,
-        PRECISION=_precision(query), **asked, num_warps=blocks.warps, num_stages=blocks.stages,
-    )  # fmt: skip
+    for part, shifted in _parts(query, keys, structure):
+        count = _ceil(part.stop - part.start, blocks.queries)
+        forward_kernel[count, part.sequences * heads, splits](
+            View.of(query), View.of(key), View.of(value), *written, kept,
+            structure.ends, structure.terms, shifted, part.sequence, part.start,
+            heads, heads // key.shape[1], queries, keys, width, value_width, splits,
+            BM=blocks.queries, BN=blocks.keys, BD=wide[0], BV=wide[1], D_EVEN=wide[0] == width,
+            V_EVEN=wide[1] == value_width, KIND=structure.kind, BIAS=structure.bias,
+            SOFTCAP=structure.softcap is not None, SPLIT=splits > 1, PRECISION=_precision(query),
+            **asked, num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
     if splits > 1:
         merge_kernel[count_merged, batch * heads](
             kept, *written, heads, queries, value_width, splits, BM=WARP, BV=wide[1], **asked,
@@ -189,6 +176,15 @@ def forward(
     if highest is not None:
         found["max_logit"] = highest.amax(-1) if count_merged > 1 else highest[..., 0]
     return found
+
+
+def _parts(query: Tensor, keys: int, structure: Structure) -> Iterator[tuple[relative.Part, View]]:
+    """All of a call; under Transformer-XL's term some of it at a time, with that."""
+    if structure.bias != RELATIVE:
+        yield relative.Part(0, query.shape[0], 0, query.shape[2], keys), View(None)
+        return
+    for part in relative.parts(query, keys, structure.kind):
+        yield part, relative.shifted(structure, part, query.shape[2], keys)
 
 
 def _splits(programs: int, keys: int) -> int:
@@ -206,21 +202,15 @@ class _Cut(NamedTuple):
     blocks: int  # in all
 
 
-def _cut(length: int, bins: int, size: int, lanes: int, in_a_row: bool = False) -> _Cut:
-    """Blocks of ``size`` places for several bins; of fewer where there were fewer than ``lanes``.
-
-    With ``in_a_row`` a block's positions follow each other: where bins would leave places empty, it
-    has one bin, or a part of one, whatever its width.
-    """
+def _cut(length: int, bins: int, size: int, lanes: int) -> _Cut:
+    """Blocks of ``size`` places for several bins; for one if there were fewer than ``lanes``."""
     if bins == 1:
         return _Cut(1, size, _ceil(length, size), True, _ceil(length, size))
     widest = -(-length // bins)
     width = min(size, _next_power(widest))
-    if in_a_row and length != bins * width:
-        width = size
     together = size // width if size // width >= lanes else 1
     if together == 1:
-        width = max(width, size if in_a_row else 16)  # no matrix product is narrower than 16
+        width = max(width, 16)  # no matrix product is narrower than 16
     parts = _ceil(widest, width)
     even = length == bins * width * parts
     return _Cut(together, width, parts, even, _ceil(bins, together) * parts)
@@ -250,25 +240,16 @@ def columns(
         return found
     blocks = _columns_blocks(query, width, structure, pooled)
     rows, cols = grid if pooled else (1, 1)
-    in_a_row = structure.bias == RELATIVE
-    across = _cut(keys, cols, blocks.keys, 1, in_a_row)
-    down = _cut(queries, rows, blocks.queries, 1 if in_a_row else LANES, in_a_row)
+    across = _cut(keys, cols, blocks.keys, 1)
+    down = _cut(queries, rows, blocks.queries, LANES)
     unit = min(across.width, WARP)  # keys that are summed at once
     units = across.together * across.width // unit  # in a block
     options: Any = {"device": query.device, "dtype": torch.float32}
-    found = {}
-    if "received" in wanted:
-        found["received"] = torch.empty(batch, heads, keys, **options)
-    # What no tile covers stays 0; without a mask there is no such cell.
-    new = torch.empty if structure.kind == FULL and across.even else torch.zeros
-    for name in ("map", "map_peak"):
-        if name in wanted:
-            found[name] = new(batch, heads, rows, across.blocks, units, **options)
     bounds = None
     if structure.kind == INTERVAL:
         block = torch.arange(across.blocks, device=query.device)
-        column, part = block // across.parts * across.together, block % across.parts
-        first = -(-column * keys // cols) + part * across.width
+        column = block // across.parts * across.together
+        first = -(-column * keys // cols) + block % across.parts * across.width
         after = -(-(column + across.together).clamp(max=cols) * keys // cols)
         if across.together == 1:
             after = torch.minimum(first + across.width, after)
@@ -276,24 +257,36 @@ def columns(
     # Where nothing has a weight, be it by a mask or by a bias of -inf, nothing is given either.
     drop = torch.where(lse == -torch.inf, lse, lse * -LOG2E)
     wide = _power(width)
-    columns_kernel[across.blocks, batch * heads](
-        View.of(query), View.of(key), drop, found.get("received"), found.get("map"),
-        found.get("map_peak"), bounds, _batch_step(bounds), structure.ends, structure.terms,
-        structure.relative, heads, heads // key.shape[1], queries, keys, width, rows, down.parts,
-        cols, across.parts,
-        G=across.together, W=across.width, H=down.together, U=down.width, X=unit, BD=wide,
-        BU=_far(structure), D_EVEN=wide == width, EVEN=down.even,
-        FULL_KEYS=across.even and keys % (across.together * across.width) == 0,
-        KIND=structure.kind, BIAS=structure.bias, SOFTCAP=structure.softcap is not None,
-        RECEIVED="received" in wanted, MAP=pooled, MAP_PEAK="map_peak" in wanted,
-        PRECISION=_precision(query), num_warps=blocks.warps, num_stages=blocks.stages,
-    )  # fmt: skip
+    cells = batch, heads, rows, across.blocks, units
+    shapes = {"received": (batch, heads, keys), "map": cells, "map_peak": cells}
+    # What no tile covers stays 0; without a mask there is no such cell.
+    covered = structure.kind == FULL and across.even and structure.bias != RELATIVE
+    new = torch.empty if covered else torch.zeros
+    found = {}
+    for part, shifted in _parts(query, keys, structure):
+        some = {name: new(shape, **options) for name, shape in shapes.items() if name in wanted}
+        columns_kernel[across.blocks, part.sequences * heads](
+            View.of(query), View.of(key), drop, some.get("received"), some.get("map"),
+            some.get("map_peak"), bounds, _batch_step(bounds), structure.ends, structure.terms,
+            shifted, part.sequence, part.start, part.stop, heads, heads // key.shape[1], queries,
+            keys, width, rows, down.parts, cols, across.parts, G=across.together, W=across.width,
+            H=down.together, U=down.width, X=unit, BD=wide, D_EVEN=wide == width, EVEN=down.even,
+            FULL_KEYS=across.even and keys % (across.together * across.width) == 0,
+            KIND=structure.kind, BIAS=structure.bias, SOFTCAP=structure.softcap is not None,
+            RECEIVED="received" in wanted, MAP=pooled, MAP_PEAK="map_peak" in wanted,
+            PRECISION=_precision(query), num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
+        for name, tensor in some.items():
+            join = torch.maximum if name == "map_peak" else torch.add
+            found[name] = join(found[name], tensor) if name in found else tensor
     for name in ("map", "map_peak"):
         if name in found:
-            cells = found[name].reshape(batch, heads, rows, -1, across.parts * across.width // unit)
-            if cells.shape[4] > 1:
-                cells = cells.sum(4, keepdim=True) if name == "map" else cells.amax(4, True)
-            found[name] = cells[..., :cols, 0]
+            pieces = found[name].reshape(
+                batch, heads, rows, -1, across.parts * across.width // unit
+            )
+            if pieces.shape[4] > 1:
+                pieces = pieces.sum(4, keepdim=True) if name == "map" else pieces.amax(4, True)
+            found[name] = pieces[..., :cols, 0]
     if pooled:
         found["map"] = _averages(found["map"], lse, structure, keys)
     return found
@@ -459,7 +452,6 @@ def backward(
     widest = max(width, value_width)
     by_query, by_key = _backward_blocks(query, widest, structure)
     views = View.of(query), View.of(key), View.of(value), View.of(grad)
-    parts = structure.ends, structure.terms, structure.relative
     shared: Any = {
         "BD": wide[0],
         "KIND": structure.kind,
@@ -469,20 +461,21 @@ def backward(
         "PRECISION": _precision(query),
     }
     both: Any = {"BV": wide[1], "ENTROPY": "entropy" in grads, "DISTANCE": "distance" in grads}
-    even: Any = {
-        "EVEN": wide == (width, value_width), "BIAS": structure.bias, "BU": _far(structure),
-    }  # fmt: skip
+    even: Any = {"EVEN": wide == (width, value_width), "BIAS": structure.bias}
 
     extra = None
     if "received" in grads or "map" in grads:
         extra = torch.empty(batch, heads, queries, **options)
         blocks = _forward_blocks(query, widest, structure)
-        deltas.expected[_ceil(queries, blocks.queries), batch * heads](
-            views[0], views[1], lse, grads.get("received"), grads.get("map"), extra, *parts,
-            heads, groups, queries, keys, width, rows, cols,
-            BM=blocks.queries, BN=blocks.keys, BU=_far(structure), BIAS=structure.bias, **shared,
-            num_warps=blocks.warps, num_stages=blocks.stages,
-        )  # fmt: skip
+        for part, shifted in _parts(query, keys, structure):
+            deltas.expected[
+                _ceil(part.stop - part.start, blocks.queries), part.sequences * heads
+            ](
+                views[0], views[1], lse, grads.get("received"), grads.get("map"), extra,
+                structure.ends, structure.terms, shifted, part.sequence, part.start, heads, groups,
+                queries, keys, width, rows, cols, BM=blocks.queries, BN=blocks.keys,
+                BIAS=structure.bias, **shared, num_warps=blocks.warps, num_stages=blocks.stages,
+            )  # fmt: skip
 
     delta = torch.empty(batch, heads, queries, **options)
     deltas.delta[_ceil(queries, 64), batch * heads](
@@ -496,39 +489,58 @@ def backward(
     # For each query the gradient of Alibi's slope, or of a table's two ends.
     own_bias = train_bias and structure.bias in (ALIBI, TABLE)
     far_grad = torch.empty(2, batch, heads, queries, **options) if own_bias else None
-    second_grad = None if structure.second is None else torch.empty_like(structure.second)
-    query_grad = torch.empty_like(query)
+    table_grad = None
     key_grad, value_grad = torch.empty_like(key), torch.empty_like(value)
     inputs = (
         *views, lse, delta, grads.get("entropy"), grads.get("distance"), grads.get("received"),
         grads.get("map"),
     )  # fmt: skip
     sizes = (groups, queries, keys, width, value_width, rows, cols)
-    backward_kernels.by_query[_ceil(queries, by_query.queries), batch * heads](
-        *inputs, View.of(query_grad), View.of(second_grad), far_grad, *parts, heads, *sizes,
-        BM=by_query.queries, BN=by_query.keys, TRAIN=own_bias, **shared, **both,
-        **even, num_warps=by_query.warps, num_stages=by_query.stages,
-    )  # fmt: skip
+    termed = None
+    if structure.bias == RELATIVE:
+        termed = relative.Gradients(query, key, structure, train_bias)
+        query_grad = termed.query
+    else:
+        query_grad = torch.empty_like(query)
+        backward_kernels.by_query[_ceil(queries, by_query.queries), batch * heads](
+            *inputs, View.of(query_grad), far_grad, structure.ends, structure.terms, heads, *sizes,
+            BM=by_query.queries, BN=by_query.keys, TRAIN=own_bias, **shared, **both,
+            **even, num_warps=by_query.warps, num_stages=by_query.stages,
+        )  # fmt: skip
 
-    count, bounds = _ceil(keys, by_key.keys), None
+    bounds = None
     if structure.kind == INTERVAL:
-        first = torch.arange(count, device=query.device) * by_key.keys
+        first = torch.arange(_ceil(keys, by_key.keys), device=query.device) * by_key.keys
         bounds = structure.bounds(first, (first + by_key.keys).clamp(max=keys) - 1)
-    backward_kernels.by_key[count, batch * key_heads](
-        *inputs, View.of(key_grad), View.of(value_grad), bounds, _batch_step(bounds), *parts,
-        key_heads, *sizes, BM=by_key.queries, BN=by_key.keys, **shared, **both, **even,
-        num_warps=by_key.warps, num_stages=by_key.stages,
-    )  # fmt: skip
+    for part, shifted in _parts(query, keys, structure):
+        changes = inners = View(None)
+        add = part.stop - part.start < queries  # other parts have the other queries
+        if termed is not None:
+            changes = inners = part.room(heads, device=query.device, dtype=query.dtype)
+            if structure.softcap is not None:
+                inners = part.room(heads, device=query.device, dtype=query.dtype)
+        if add and part.sequence == part.start == 0:
+            key_grad, value_grad = (torch.zeros(tensor.shape, **options) for tensor in (key, value))
+        backward_kernels.by_key[_ceil(part.keys, by_key.keys), part.sequences * key_heads](
+            *inputs, View.of(key_grad), View.of(value_grad), bounds, _batch_step(bounds),
+            structure.ends, structure.terms, shifted, changes, inners, part.sequence, part.start,
+            part.stop, key_heads, *sizes, BM=by_key.queries, BN=by_key.keys, ADD=add, **shared,
+            **both, **even, num_warps=by_key.warps, num_stages=by_key.stages,
+        )  # fmt: skip
+        if termed is not None:
+            termed.add(part, changes, inners)
 
-    table_grad = None
     if far_grad is not None and structure.bias == ALIBI:
         table_grad = far_grad[0].sum((0, 2))[:, None]
     elif far_grad is not None:
         table_grad = _by_diagonal(inputs, sizes, structure, shared | both)
         table_grad[:, -1], table_grad[:, 0] = far_grad.sum((1, 3))
-    elif train_bias and structure.bias == RELATIVE:
-        table_grad = _by_far(inputs, sizes, structure, shared | both)
-    return query_grad, key_grad, value_grad, table_grad, second_grad
+    elif termed is not None:
+        table_grad = termed.table
+    second_grad = None if termed is None else termed.second
+    return (
+        query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), table_grad, second_grad,
+    )  # fmt: skip
 
 
 def _shares(programs: int, tiles: int) -> int:
@@ -560,31 +572,3 @@ def _by_diagonal(
     total = pad(near, (0, size)) + pad(far, (size, 0))
     first = lowest * size - (size - 1)
     return pad(total[:, low - first : high + 1 - first], (reach + low, reach - high))
-
-
-def _by_far(
-    inputs: tuple[Any, ...], sizes: tuple[int, ...], structure: Structure, options: Any
-) -> Tensor:
-    """The gradient of Transformer-XL's embeddings of distances."""
-    assert structure.table is not None
-    query, table = inputs[0].data, structure.table
-    batch, heads, queries, _ = query.shape
-    size, end = 32, queries + sizes[2] - 1
-    count = _ceil(end, size)
-    shares = _shares(count * heads, batch * _ceil(queries, size))
-    far = torch.empty(heads, shares, count * size, table.shape[2], device=query.device)
-    distances.by_far[shares * count, heads](
-        *inputs, far, structure.ends, structure.terms, structure.relative, count, batch, heads,
-        *sizes, B=size, BU=_far(structure), **options, num_warps=4, num_stages=1,
-    )  # fmt: skip
-    far = far.sum((0, 1) if table.shape[0] == 1 else 1).reshape(
-        *table.shape[:1], -1, table.shape[2]
-    )
-    # From each distance since 1 - queries to the table's rows: those beyond go to its ends.
-    total = far.new_zeros(table.shape)
-    lead = structure.reach + queries - 1  # the place of the table's first row
-    low, high = (min(max(place, 0), end) for place in (lead, lead + table.shape[1]))
-    total[:, low - lead : high - lead] = far[:, low:high]
-    total[:, 0] += far[:, :low].sum(1)
-    total[:, -1] += far[:, high:end].sum(1)
-    return total.to(table.dtype)

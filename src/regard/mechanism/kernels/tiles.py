@@ -52,11 +52,14 @@ def head_of(view, batch, head):
 
 
 @triton.jit
-def rows_of(view, batch, head, rows, inside, width, BD: tl.constexpr):
-    """Some rows of one head: [rows, BD], 0 where there is nothing."""
-    dims = tl.arange(0, BD)
-    at = head_of(view, batch, head) + rows[:, None].to(tl.int64) * view.row + dims[None, :]
-    return tl.load(at, mask=inside[:, None] & (dims[None, :] < width), other=0.0)
+def rows_of(view, batch, head, rows, inside, width, BD: tl.constexpr, EVEN: tl.constexpr = False):
+    """Some rows of one head: [rows, BD], 0 where there is nothing; with EVEN all BD are there."""
+    dims = tl.arange(0, BD)[None, :]
+    at = head_of(view, batch, head) + rows[:, None].to(tl.int64) * view.row + dims
+    there = inside[:, None]
+    if not EVEN:  # numbers one by one
+        there = there & (dims < width)
+    return tl.load(at, mask=there, other=0.0)
 
 
 @triton.jit
@@ -78,6 +81,8 @@ def read(at, dims, width, there, EVEN: tl.constexpr, FREE: tl.constexpr):
     """One tile; a free one is all there, and with EVEN as wide as its place."""
     if FREE and EVEN:
         return tl.load(at)
+    elif EVEN:
+        return tl.load(at, mask=there, other=0.0)
     elif FREE:
         return tl.load(at, mask=dims < width, other=0.0)
     else:
@@ -134,34 +139,9 @@ def scores(
 
 
 @triton.jit
-def embeddings(relative, head, nearest, N: tl.constexpr, BU: tl.constexpr):
-    """What Transformer-XL holds for the N distances from ``nearest`` on: [BU, N]."""
-    dims = tl.arange(0, BU)
-    place = tl.maximum(nearest + tl.arange(0, N) - relative.first, 0)
-    place = tl.minimum(place, relative.last)
-    at = relative.table + head * relative.head + place[None, :].to(tl.int64) * relative.row
-    return tl.load(at + dims[:, None], mask=dims[:, None] < relative.width, other=0.0)
-
-
-@triton.jit
-def content(
-    second, relative, head, query_at, key_at, B: tl.constexpr, BU: tl.constexpr,
-    FLIP: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Transformer-XL's term for the B queries from ``query_at`` and the B keys from ``key_at``.
-
-    A tile has 2 B - 1 distances. All are multiplied with all queries, and each query takes its own.
-    ``second`` is [B, BU] and the result [queries, keys]; with FLIP [BU, B] and [keys, queries].
-    """
-    near = tl.arange(0, B)
-    table = embeddings(relative, head, query_at - key_at - (B - 1), 2 * B, BU)
-    if FLIP:
-        product = tl.dot(tl.trans(table), second, input_precision=PRECISION)  # [2 B, B]
-        result = tl.gather(product, near[None, :] - near[:, None] + (B - 1), 0)
-    else:
-        product = tl.dot(second, table, input_precision=PRECISION)  # [B, 2 B]
-        result = tl.gather(product, near[:, None] - near[None, :] + (B - 1), 1)
-    return result * (relative.scale * LOG2E)
+def shift_at(shifted, batch, head, rows, key_at):
+    """Where the numbers of these rows and keys lie, which are shaped to broadcast."""
+    return head_of(shifted, batch, head) + rows.to(tl.int64) * shifted.row + key_at
 
 
 @triton.jit
@@ -172,6 +152,12 @@ def allowed(query_at, key_at, low, high, keys, KIND: tl.constexpr):
     if KIND == INTERVAL:
         return (key_at >= low) & (key_at < high)
     return (key_at < keys) & (query_at == query_at)
+
+
+@triton.jit
+def shifts(shifted, batch, head, rows, inside, key_at):
+    """What lies there for a tile's rows and keys, 0 where there is nothing."""
+    return tl.load(shift_at(shifted, batch, head, rows, key_at), mask=inside, other=0.0)
 
 
 @triton.jit
