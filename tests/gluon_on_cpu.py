@@ -515,6 +515,12 @@ def load(package: str) -> ModuleType:
         found = importlib.import_module(package)
     _taken_out(package)
     sys.modules.update(kept)
+    # An import leaves what it found with the package above, where the next one would find it.
+    above, _, name = package.rpartition(".")
+    if package in kept:
+        setattr(sys.modules[above], name, kept[package])
+    else:
+        delattr(sys.modules[above], name)
     return found
 
 

@@ -46,10 +46,10 @@ def _hopper(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
         monkeypatch.setattr(specialised, "_kernels", lambda: kernels)
     elif not specialised._processors(DEVICE):
         pytest.skip("These kernels are for Hopper and one version of Triton alone.")
+    monkeypatch.setattr(specialised, "SHORTEST", dict.fromkeys((64, 128), 256))
     if "repeats" not in request.node.name:  # few programs, so that each has several blocks
         monkeypatch.setattr(specialised, "_processors", lambda device: 3)
         monkeypatch.setattr(specialised, "WORTH", 0)  # and share what is left in the end
-        monkeypatch.setattr(specialised, "SHORTEST", dict.fromkeys((64, 128), 256))
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -671,6 +671,16 @@ def test_room_for_top_keys_ends_where_it_should() -> None:
     assert torch.equal(left, expected.to(torch.int8).expand_as(left))
     for name, tensor in some.items():
         assert torch.equal(tensor[:, :, ~expected], picked[name][:, :, ~expected]), name
+
+
+def test_what_runs_here_does_not_take_the_place_of_the_kernels() -> None:
+    """On a GPU some tests read them here, and others run them there, in any order."""
+    from regard.mechanism import kernels
+
+    before = sys.modules.get("regard.mechanism.kernels.hopper")
+    assert gluon_on_cpu.load("regard.mechanism.kernels.hopper") is not before
+    assert sys.modules.get("regard.mechanism.kernels.hopper") is before
+    assert getattr(kernels, "hopper", None) is before
 
 
 def test_both_sides_agree_on_sizes() -> None:
