@@ -12,7 +12,8 @@ so that every field adds a term to each score's gradient and a number to each ro
 last sum is not at hand after the forward pass. ``deltas`` has delta, and streams that sum.
 
 Gradients of queries, and of keys and values, each have a kernel of their own: a program owns what
-it sums up, and no two add to one number. ``distances`` has those of what belongs to distances.
+it sums up, and no two add to one number. ``distances`` has that of a table of biases, and ``askew``
+those of Transformer-XL's queries and embeddings.
 """
 
 import triton
@@ -132,7 +133,7 @@ def by_query(
     """The gradient of the queries; a program has some of them.
 
     With TRAIN also of the bias, for each query: of Alibi's slope, or of both ends of a table. Under
-    Transformer-XL's term ``distances`` has all of it.
+    Transformer-XL's term ``askew`` has all of it.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0) if KIND == CAUSAL else tl.program_id(0)
     batch, head = whose(heads)
@@ -240,7 +241,7 @@ def _key_stretch(
             query_at[None, :], key_at[:, None], side, low[None, :], high[None, :], keys,
             terms, head, KIND, BIAS, SOFTCAP, FREE, ENTROPY, DISTANCE,
         )  # fmt: skip
-        if BIAS == RELATIVE:  # what ``distances`` makes the other gradients of
+        if BIAS == RELATIVE:  # what ``askew`` makes the other gradients of
             there = None if FREE else inside[None, :]
             tl.store(changes + past, change.to(q.dtype), mask=there)
             if SOFTCAP:

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.mechanism.kernels import distances
+from regard.mechanism.kernels import askew
 from regard.mechanism.kernels.structure import CAUSAL, Structure, View
 
 SCRATCH = 2**29  # bytes for the term; a backward pass has half as much again, for gradients
@@ -82,7 +82,7 @@ def shifted(structure: Structure, part: Part, queries: int, keys: int) -> View:
     exact = second.dtype == torch.float32
     some = 32 if exact or wide > 128 else BLOCK
     squares = -(-(part.stop - part.start) // BLOCK)
-    distances.spread[4 * squares, part.sequences * heads, -(-(room.row + BLOCK) // some)](
+    askew.spread[4 * squares, part.sequences * heads, -(-(room.row + BLOCK) // some)](
         room, structure.ends, structure.relative, heads, queries, keys, part.sequence, part.start,
         part.stop, BN=some, BU=wide, BLOCK=BLOCK, EVEN=wide == second.shape[3],
         KIND=structure.kind, PRECISION="ieee" if exact else "tf32", num_warps=4, num_stages=1,
@@ -129,14 +129,14 @@ class Gradients:
         }  # fmt: skip
         blocks = -(-(part.stop - part.start) // self.block)
         fits = not self.exact and wide <= 64  # four programs, in what a multiprocessor has
-        distances.to_queries[blocks, part.sequences * heads](
+        askew.to_queries[blocks, part.sequences * heads](
             View.of(self.key), changes, inner, View.of(self.query), View.of(self.second),
             structure.ends, relative, structure.scale, part.sequence, part.start, heads,
             heads // self.key.shape[1], queries, keys, width, BD=_power(width), **both,
             num_stages=1 if self.exact else 3,
         )  # fmt: skip
         if self.far is not None:
-            distances.to_embeddings[self.blocks, heads, self.far.shape[0]](
+            askew.to_embeddings[self.blocks, heads, self.far.shape[0]](
                 changes, self.far, structure.ends, relative, self.nearest, part.sequence,
                 part.sequences, part.start, part.stop, queries, keys, **both,
                 num_stages=1 if self.exact else 2, maxnreg=128 if fits else None,
