@@ -10,10 +10,11 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import product
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 import torch
@@ -393,6 +394,15 @@ def test_transformer_xl_some_queries_at_a_time(name: str, monkeypatch: pytest.Mo
 
     queries, keys = (1000, 1100) if CUDA else (70, 76)
     monkeypatch.setattr(relative, "BLOCK", 64)  # of which a float32 call's blocks are parts too
+    whole, made = relative.room, []
+
+    def counted(*given: Any) -> Tensor:
+        """One at a time for the term, and in a backward pass one for gradients."""
+        made.append(weakref.ref(found := whole(*given)))
+        assert sum(one() is not None for one in made) <= 2
+        return found
+
+    monkeypatch.setattr(relative, "room", counted)
     call = make(name, replace(EVERYTHING, map=(3, 5)), queries=queries, keys=keys)
     heads = call.query.shape[1]
     second = random(BATCH, heads, queries, 24, seed=7)
@@ -400,7 +410,7 @@ def test_transformer_xl_some_queries_at_a_time(name: str, monkeypatch: pytest.Mo
     one = 4 * heads * queries * -(-keys // 64) * 64  # sequence
     for room, count in ((2 * one - 1, BATCH), (1, BATCH * -(-queries // 64))):
         monkeypatch.setattr(relative, "SCRATCH", room)
-        assert len(list(relative.parts(call.query, keys, 0))) == count
+        assert len(relative.parts(call.query, keys, 0)) == count
         assert_gradients(call, SMOOTH)
 
 
@@ -779,6 +789,8 @@ def test_what_the_kernels_leave_to_others() -> None:
     assert "float64" in reason(query=x.double(), key=x.double(), value=x.double())
     many = x[:1, :1, :1].expand(2**16, -1, -1, -1)
     assert "65535" in reason(query=many, key=many, value=many)
+    long = x[:, :, :1].expand(-1, -1, 2**20 + 1, -1)
+    assert "1,048,576" in reason(key=long, value=long, bias=second)
     wide = random(1, 1, 2, 300)
     assert "wider than 256" in reason(query=wide, key=wide, value=wide)
     with pytest.raises((BackendError, InputError), match="triton"):

@@ -40,6 +40,7 @@ from regard.mechanism.seeing import Owing, See, Seen, finish, grid_of
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = 256  # of a head; beyond it a block no longer fits the registers of a multiprocessor
 HEADS = 2**16 - 1  # of all sequences together: the most programs of a grid's second axis
+FARTHEST = 2**20  # keys under RelativeContent: its distances are a grid's third axis
 MOST = 64  # top keys; a tile has 128 places to find them by
 _TRITON = find_spec("triton") is not None
 
@@ -88,6 +89,8 @@ def unsupported(call: Call) -> str | None:
             return f"the kernels need RelativeContent in the query's own {call.query.dtype}."
         if call.bias.query.shape[-1] > WIDEST:
             return f"RelativeContent is wider than {WIDEST}."
+        if call.extent.keys > FARTHEST:
+            return f"RelativeContent has more than {FARTHEST:,} keys."
         if call.see is not None and call.see.top:
             return "the kernels do not find the top keys under RelativeContent."
     if call.see is not None:

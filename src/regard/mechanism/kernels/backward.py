@@ -276,12 +276,14 @@ def by_key(
     last = tl.minimum(first + BN, keys) - 1
     key_at = first + tl.arange(0, BN)
     real = key_at < keys
-    k = rows_of(key, batch, key_head, key_at, real, width, BD, EVEN)
-    v = rows_of(value, batch, key_head, key_at, real, value_width, BV, EVEN)
     bounds = Bounds
     if KIND == INTERVAL:
         bounds += batch * bounds_batch + block * 4
     parts = query_stretches(bounds, first, last, offset, queries, terms.reach, BM, KIND, SIDES)
+    if ADD:  # what gets nothing of these queries is left as it is
+        real &= (parts[0] < until) & (parts[5] > origin)
+    k = rows_of(key, batch, key_head, key_at, real, width, BD, EVEN)
+    v = rows_of(value, batch, key_head, key_at, real, value_width, BV, EVEN)
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BV], tl.float32)
     for group in range(groups):

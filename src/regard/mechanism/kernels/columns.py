@@ -135,23 +135,18 @@ def _stretch(
         s, _slope = scores(
             dots, query_at[None, :], key_at[:, None], side, terms, head, BIAS, SOFTCAP, FREE
         )
-        low, high = row, row
+        may = real[None, :]
         if not FREE:
             low, high = range_of(ends, batch, row, real, KIND)
+            may &= allowed(
+                query_at[None, :], key_at[:, None], low[None, :], high[None, :], keys, KIND
+            )
         if BIAS == RELATIVE:
-            there = real[None, :] & valid[:, None]
-            if not FREE:
-                there &= allowed(
-                    query_at[None, :], key_at[:, None], low[None, :], high[None, :], keys, KIND
-                )
-            its_row = (row - origin)[None, :]
+            its_row, there = (row - origin)[None, :], may & valid[:, None]
             s += shifts(shifted, its_batch, head, its_row, there, key_at[:, None])
         p = tl.exp2(s + drop[None, :])
         if not FREE:
-            may = allowed(
-                query_at[None, :], key_at[:, None], low[None, :], high[None, :], keys, KIND
-            )
-            p = tl.where(may & real[None, :], p, 0.0)
+            p = tl.where(may, p, 0.0)
         if MAP and not FULL_KEYS:
             p = tl.where(valid[:, None], p, 0.0)
         if MAP:

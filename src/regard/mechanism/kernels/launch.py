@@ -29,7 +29,10 @@ from regard.mechanism.kernels.structure import (
     TABLE,
     Structure,
     View,
+    ceil,
+    next_power,
     outputs,
+    power,
 )
 from regard.mechanism.seeing import bins
 
@@ -99,20 +102,6 @@ def _top_blocks(query: Tensor, width: int, count: int) -> Blocks:
     return Blocks(32 if query.dtype == torch.float32 or width > 128 else 64, places, 4, 2)
 
 
-# Triton has these too, at 10 µs a call.
-def _ceil(number: int, by: int) -> int:
-    return -(-number // by)
-
-
-def _next_power(number: int) -> int:
-    return 1 << (number - 1).bit_length()
-
-
-def _power(width: int) -> int:
-    """The width of a tile that holds ``width`` numbers; matrix products need at least 16."""
-    return max(16, _next_power(width))
-
-
 def _precision(tensor: Tensor) -> str:
     return "ieee" if tensor.dtype == torch.float32 else "tf32"
 
@@ -136,14 +125,14 @@ def forward(
     batch, heads, queries, width = query.shape
     keys, value_width = key.shape[2], value.shape[3]
     blocks = _forward_blocks(query, max(width, value_width), structure)
-    wide = _power(width), _power(value_width)
-    count = _ceil(queries, blocks.queries)
+    wide = power(width), power(value_width)
+    count = ceil(queries, blocks.queries)
     splits = _splits(count * batch * heads, keys)
     options: Any = {"device": query.device, "dtype": torch.float32}
     found = outputs(query, value, wanted)
     if splits > 1:
         kept = torch.empty(batch * heads * splits * queries, wide[1] + 4, **options)
-        count_merged = _ceil(queries, WARP)
+        count_merged = ceil(queries, WARP)
     else:
         kept, count_merged = None, count
     highest = torch.empty(batch, heads, count_merged, **options) if "max_logit" in wanted else None
@@ -158,7 +147,7 @@ def forward(
         "DISTANCE": "distance" in wanted,
     }
     for part, shifted in _parts(query, keys, structure):
-        count = _ceil(part.stop - part.start, blocks.queries)
+        count = ceil(part.stop - part.start, blocks.queries)
         forward_kernel[count, part.sequences * heads, splits](
             View.of(query), View.of(key), View.of(value), *written, kept,
             structure.ends, structure.terms, shifted, part.sequence, part.start,
@@ -183,8 +172,10 @@ def _parts(query: Tensor, keys: int, structure: Structure) -> Iterator[tuple[rel
     if structure.bias != RELATIVE:
         yield relative.Part(0, query.shape[0], 0, query.shape[2], keys), View(None)
         return
-    for part in relative.parts(query, keys, structure.kind):
-        yield part, relative.shifted(structure, part, query.shape[2], keys)
+    parts = relative.parts(query, keys, structure.kind)
+    room = relative.room(query, parts, torch.float32)
+    for part in parts:
+        yield part, relative.shifted(structure, part, query.shape[2], keys, room)
 
 
 def _splits(programs: int, keys: int) -> int:
@@ -205,15 +196,15 @@ class _Cut(NamedTuple):
 def _cut(length: int, bins: int, size: int, lanes: int) -> _Cut:
     """Blocks of ``size`` places for several bins; for one if there were fewer than ``lanes``."""
     if bins == 1:
-        return _Cut(1, size, _ceil(length, size), True, _ceil(length, size))
+        return _Cut(1, size, ceil(length, size), True, ceil(length, size))
     widest = -(-length // bins)
-    width = min(size, _next_power(widest))
+    width = min(size, next_power(widest))
     together = size // width if size // width >= lanes else 1
     if together == 1:
         width = max(width, 16)  # no matrix product is narrower than 16
-    parts = _ceil(widest, width)
+    parts = ceil(widest, width)
     even = length == bins * width * parts
-    return _Cut(together, width, parts, even, _ceil(bins, together) * parts)
+    return _Cut(together, width, parts, even, ceil(bins, together) * parts)
 
 
 def columns(
@@ -256,7 +247,7 @@ def columns(
         bounds = structure.bounds(first, after - 1)
     # Where nothing has a weight, be it by a mask or by a bias of -inf, nothing is given either.
     drop = torch.where(lse == -torch.inf, lse, lse * -LOG2E)
-    wide = _power(width)
+    wide = power(width)
     cells = batch, heads, rows, across.blocks, units
     shapes = {"received": (batch, heads, keys), "map": cells, "map_peak": cells}
     # What no tile covers stays 0; without a mask there is no such cell.
@@ -325,10 +316,10 @@ def rows(
     keys, count = key.shape[2], len(places)
     index = _index(tuple(place % queries for place in places), query.device)
     found = torch.empty(batch, heads, count, keys, device=query.device, dtype=torch.float32)
-    rows_kernels.rows[_ceil(count, WARP) * _ceil(keys, 64), batch * heads](
+    rows_kernels.rows[ceil(count, WARP) * ceil(keys, 64), batch * heads](
         View.of(query), View.of(key), lse, index, found, structure.ends, structure.terms,
         heads, heads // key.shape[1], queries, keys, width, count, BM=WARP, BN=64,
-        BD=_power(width), KIND=structure.kind, BIAS=structure.bias,
+        BD=power(width), KIND=structure.kind, BIAS=structure.bias,
         SOFTCAP=structure.softcap is not None, LOGS=logs, PRECISION=_precision(query),
         num_warps=4,
     )  # fmt: skip
@@ -375,10 +366,10 @@ def top(
     else:
         _collect(query, key, lse, structure, count, found, left)
     looked = LOOKED if batch * heads * queries < MANY else 8 * LOOKED
-    rows_kernels.search[_ceil(queries, looked), batch * heads](
+    rows_kernels.search[ceil(queries, looked), batch * heads](
         View.of(query), View.of(key), lse, left, *found.values(), structure.ends, structure.terms,
         heads, heads // key.shape[1], queries, keys, width, count, ROWS=looked, BM=WARP, BN=64,
-        BD=_power(width), COUNT=_next_power(count), KIND=structure.kind, BIAS=structure.bias,
+        BD=power(width), COUNT=next_power(count), KIND=structure.kind, BIAS=structure.bias,
         SOFTCAP=structure.softcap is not None, PRECISION=_precision(query),
         num_warps=4, num_stages=1,
     )  # fmt: skip
@@ -396,18 +387,18 @@ def _collect(
 ) -> None:
     """The top keys, but for rows that are ``left`` to ``search``."""
     batch, heads, queries, width = query.shape
-    places = _next_power(count)
+    places = next_power(count)
     most = 4 * max(8, places)  # of a row that are put in order
     room = 2 * max(LANES, places)  # for each lane
     turns = max(1, SCRATCH // (queries * LANES * room * 8))  # heads at a time
     turns = min(turns, batch * heads)
     reached = torch.empty(turns * queries, LANES, device=query.device, dtype=torch.int32)
     candidates = torch.empty(turns * queries, LANES, room, device=query.device, dtype=torch.int64)
-    wide = _power(width)
+    wide = power(width)
     blocks = _top_blocks(query, width, count)
     for first in range(0, batch * heads, turns):
         some = min(turns, batch * heads - first)
-        rows_kernels.collect[_ceil(queries, blocks.queries), some](
+        rows_kernels.collect[ceil(queries, blocks.queries), some](
             View.of(query), View.of(key), reached, candidates, structure.ends, structure.terms,
             heads, heads // key.shape[1], queries, key.shape[2], width, count, first,
             BM=blocks.queries, BN=blocks.keys, BD=wide, ROOM=room, EVEN=wide == width,
@@ -415,7 +406,7 @@ def _collect(
             PRECISION=_precision(query), num_warps=blocks.warps, num_stages=blocks.stages,
             enable_fp_fusion=False,  # both its passes must round a score alike
         )  # fmt: skip
-        rows_kernels.pick[_ceil(queries, WARP), some](
+        rows_kernels.pick[ceil(queries, WARP), some](
             lse, reached, candidates, left, *found.values(), queries, count, first,
             BM=WARP, ROOM=room, MOST=most, COUNT=places, num_warps=4,
         )  # fmt: skip
@@ -444,7 +435,7 @@ def backward(
     grad = grads.get("output")
     if grad is None:
         grad = torch.zeros_like(output)
-    wide = _power(width), _power(value_width)
+    wide = power(width), power(value_width)
     rows, cols = 1, 1
     if "map" in grads:
         rows, cols = grads["map"].shape[2:]
@@ -465,20 +456,10 @@ def backward(
 
     extra = None
     if "received" in grads or "map" in grads:
-        extra = torch.empty(batch, heads, queries, **options)
         blocks = _forward_blocks(query, widest, structure)
-        for part, shifted in _parts(query, keys, structure):
-            deltas.expected[
-                _ceil(part.stop - part.start, blocks.queries), part.sequences * heads
-            ](
-                views[0], views[1], lse, grads.get("received"), grads.get("map"), extra,
-                structure.ends, structure.terms, shifted, part.sequence, part.start, heads, groups,
-                queries, keys, width, rows, cols, BM=blocks.queries, BN=blocks.keys,
-                BIAS=structure.bias, **shared, num_warps=blocks.warps, num_stages=blocks.stages,
-            )  # fmt: skip
-
+        extra = _expected(query, key, lse, grads, structure, (rows, cols), blocks, shared)
     delta = torch.empty(batch, heads, queries, **options)
-    deltas.delta[_ceil(queries, 64), batch * heads](
+    deltas.delta[ceil(queries, 64), batch * heads](
         View.of(output), views[3], lse, grads.get("lse"), kept.get("entropy"),
         grads.get("entropy"), kept.get("distance"), grads.get("distance"), extra, delta,
         heads, queries, value_width,
@@ -502,7 +483,7 @@ def backward(
         query_grad = termed.query
     else:
         query_grad = torch.empty_like(query)
-        backward_kernels.by_query[_ceil(queries, by_query.queries), batch * heads](
+        backward_kernels.by_query[ceil(queries, by_query.queries), batch * heads](
             *inputs, View.of(query_grad), far_grad, structure.ends, structure.terms, heads, *sizes,
             BM=by_query.queries, BN=by_query.keys, TRAIN=own_bias, **shared, **both,
             **even, num_warps=by_query.warps, num_stages=by_query.stages,
@@ -510,25 +491,21 @@ def backward(
 
     bounds = None
     if structure.kind == INTERVAL:
-        first = torch.arange(_ceil(keys, by_key.keys), device=query.device) * by_key.keys
+        first = torch.arange(ceil(keys, by_key.keys), device=query.device) * by_key.keys
         bounds = structure.bounds(first, (first + by_key.keys).clamp(max=keys) - 1)
     for part, shifted in _parts(query, keys, structure):
-        changes = inners = View(None)
+        changes, inners = (View(None), View(None)) if termed is None else termed.rooms(part)
         add = part.stop - part.start < queries  # other parts have the other queries
-        if termed is not None:
-            changes = inners = part.room(heads, device=query.device, dtype=query.dtype)
-            if structure.softcap is not None:
-                inners = part.room(heads, device=query.device, dtype=query.dtype)
         if add and part.sequence == part.start == 0:
             key_grad, value_grad = (torch.zeros(tensor.shape, **options) for tensor in (key, value))
-        backward_kernels.by_key[_ceil(part.keys, by_key.keys), part.sequences * key_heads](
+        backward_kernels.by_key[ceil(part.keys, by_key.keys), part.sequences * key_heads](
             *inputs, View.of(key_grad), View.of(value_grad), bounds, _batch_step(bounds),
             structure.ends, structure.terms, shifted, changes, inners, part.sequence, part.start,
             part.stop, key_heads, *sizes, BM=by_key.queries, BN=by_key.keys, ADD=add, **shared,
             **both, **even, num_warps=by_key.warps, num_stages=by_key.stages,
         )  # fmt: skip
         if termed is not None:
-            termed.add(part, changes, inners)
+            termed.add(part)
 
     if far_grad is not None and structure.bias == ALIBI:
         table_grad = far_grad[0].sum((0, 2))[:, None]
@@ -541,6 +518,30 @@ def backward(
     return (
         query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), table_grad, second_grad,
     )  # fmt: skip
+
+
+def _expected(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    grads: Mapping[str, Tensor],
+    structure: Structure,
+    grid: tuple[int, int],
+    blocks: Blocks,
+    shared: Any,
+) -> Tensor:
+    """What the gradients of what keys get, and of the map, add to each row's delta."""
+    _, heads, queries, width = query.shape
+    keys = key.shape[2]
+    extra = torch.empty_like(lse)
+    for part, shifted in _parts(query, keys, structure):
+        deltas.expected[ceil(part.stop - part.start, blocks.queries), part.sequences * heads](
+            View.of(query), View.of(key), lse, grads.get("received"), grads.get("map"), extra,
+            structure.ends, structure.terms, shifted, part.sequence, part.start, heads,
+            heads // key.shape[1], queries, keys, width, *grid, BM=blocks.queries, BN=blocks.keys,
+            BIAS=structure.bias, **shared, num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
+    return extra
 
 
 def _shares(programs: int, tiles: int) -> int:
@@ -560,7 +561,7 @@ def _by_diagonal(
     high = min(sizes[2], reach) - 1
     lowest, highest = -((size - 1 - low) // size), (high + size - 1) // size
     count = highest - lowest + 1
-    shares = _shares(count * heads, batch * _ceil(queries, size))
+    shares = _shares(count * heads, batch * ceil(queries, size))
     found = torch.empty(heads, shares, count, 2 * size, device=query.device)
     distances.by_diagonal[shares * count, heads](
         *inputs, found, structure.ends, structure.terms, lowest, count, batch, heads, *sizes,

@@ -15,16 +15,18 @@ of scores. There is room for some queries at a time, whatever the length.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.mechanism.kernels import askew
-from regard.mechanism.kernels.structure import CAUSAL, Structure, View
+from regard.mechanism.kernels.structure import CAUSAL, Structure, View, ceil, power
 
-SCRATCH = 2**29  # bytes for the term; a backward pass has half as much again, for gradients
+# Bytes for the term, or what BLOCK queries take if that is more. A backward pass has room for as
+# many gradients too, in the dtype of queries; with a softcap for two of each.
+SCRATCH = 2**29
 BLOCK = 128  # a multiple of what kernels have of queries or keys at a time
 PROGRAMS = 1024  # that share distances, where there are few of them
 
@@ -38,61 +40,63 @@ class Part(NamedTuple):
     stop: int
     keys: int  # those up to here matter to them
 
-    def room(self, heads: int, **options: Any) -> View:
-        """For a number for each of its queries and keys; rows are aligned."""
-        rows, step = self.stop - self.start, _up(self.keys, BLOCK)
-        data = torch.empty(self.sequences * heads * rows * step, **options)
-        return View(data, heads * rows * step, rows * step, step)
+    def view(self, room: Tensor, heads: int) -> View:
+        """A number for each of its queries and keys; rows are aligned."""
+        rows, step = self.stop - self.start, _up(self.keys)
+        return View(room, heads * rows * step, rows * step, step)
 
 
-def _up(number: int, to: int) -> int:
-    return -(-number // to) * to
+def _up(keys: int) -> int:
+    return ceil(keys, BLOCK) * BLOCK
 
 
-def parts(query: Tensor, keys: int, kind: int) -> Iterator[Part]:
+def room(query: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
+    """For any of these parts, one after the other."""
+    most = max(part.sequences * (part.stop - part.start) * _up(part.keys) for part in parts)
+    return query.new_empty(query.shape[1] * most, dtype=dtype)
+
+
+def parts(query: Tensor, keys: int, kind: int) -> list[Part]:
     """What there is room for at a time: several sequences, or some queries of one."""
     batch, heads, queries, _ = query.shape
-    room = SCRATCH // (4 * heads)
-    together = max(1, room // (queries * _up(keys, BLOCK)))
-    together = -(-batch // -(-batch // together))  # about the same number each time
+    most = SCRATCH // (4 * heads)
+    together = max(1, most // (queries * _up(keys)))
+    together = ceil(batch, ceil(batch, together))  # about the same number each time
 
     def seen(stop: int) -> int:
         return max(keys - queries + stop, 0) if kind == CAUSAL else keys
 
+    found = []
     for sequence in range(0, batch, together):
         start = 0
         while start < queries:
             stop = min(start + BLOCK, queries)
             while stop < queries:
                 more = min(stop + BLOCK, queries)
-                if (more - start) * _up(seen(more), BLOCK) > room:
+                if (more - start) * _up(seen(more)) > most:
                     break
                 stop = more
-            yield Part(sequence, min(together, batch - sequence), start, stop, seen(stop))
+            found.append(Part(sequence, min(together, batch - sequence), start, stop, seen(stop)))
             start = stop
+    return found
 
 
-def shifted(structure: Structure, part: Part, queries: int, keys: int) -> View:
+def shifted(structure: Structure, part: Part, queries: int, keys: int, room: Tensor) -> View:
     """The term of a part's queries, base 2, as a number for each of their keys."""
     second = structure.second
     assert second is not None
-    heads = second.shape[1]
-    room = part.room(heads, device=second.device, dtype=torch.float32)
-    wide = _power(second.shape[3])
+    heads, width = second.shape[1], second.shape[3]
+    found = part.view(room, heads)
+    wide = power(width)
     exact = second.dtype == torch.float32
     some = 32 if exact or wide > 128 else BLOCK
-    squares = -(-(part.stop - part.start) // BLOCK)
-    askew.spread[4 * squares, part.sequences * heads, -(-(room.row + BLOCK) // some)](
-        room, structure.ends, structure.relative, heads, queries, keys, part.sequence, part.start,
-        part.stop, BN=some, BU=wide, BLOCK=BLOCK, EVEN=wide == second.shape[3],
-        KIND=structure.kind, PRECISION="ieee" if exact else "tf32", num_warps=4, num_stages=1,
+    squares = ceil(part.stop - part.start, BLOCK)
+    askew.spread[4 * squares, part.sequences * heads, ceil(found.row + BLOCK, some)](
+        found, structure.ends, structure.relative, heads, queries, keys, part.sequence, part.start,
+        part.stop, BN=some, BU=wide, BLOCK=BLOCK, EVEN=wide == width, KIND=structure.kind,
+        PRECISION="ieee" if exact else "tf32", num_warps=4, num_stages=1,
     )  # fmt: skip
-    return room
-
-
-def _power(number: int) -> int:
-    """Places for so many; matrix products need at least 16."""
-    return max(16, 1 << (number - 1).bit_length())
+    return found
 
 
 class Gradients:
@@ -110,29 +114,39 @@ class Gradients:
         batch, heads, queries, _ = query.shape
         # Embeddings get something of each sequence: programs that share them sum up by themselves.
         self.nearest = 0 if structure.kind == CAUSAL else 1 - queries
-        self.blocks = -(-(key.shape[2] - self.nearest) // self.block)
+        self.blocks = ceil(key.shape[2] - self.nearest, self.block)
         shares = max(1, min(PROGRAMS // (self.blocks * heads), batch))
         self.far = None
         if train:
             shape = shares, heads, self.blocks * self.block, second.shape[3]
             self.far = query.new_zeros(shape, dtype=torch.float32)
+        all_parts = parts(query, key.shape[2], structure.kind)
+        self.changes = self.inners = room(query, all_parts, query.dtype)
+        if structure.softcap is not None:
+            self.inners = torch.empty_like(self.changes)
 
-    def add(self, part: Part, changes: View, inner: View) -> None:
-        """With the gradients of a part's scores, and of its products of queries and keys."""
+    def rooms(self, part: Part) -> tuple[View, View]:
+        """For the gradients of a part's scores, and of its products of queries and keys."""
+        heads = self.query.shape[1]
+        return part.view(self.changes, heads), part.view(self.inners, heads)
+
+    def add(self, part: Part) -> None:
+        """What a part leaves in its rooms."""
         structure, relative = self.structure, self.structure.relative
         _, heads, queries, width = self.query.shape
-        keys, wide = self.key.shape[2], _power(relative.width)
+        keys, wide = self.key.shape[2], power(relative.width)
+        changes, inners = self.rooms(part)
         both: Any = {
             "BM": self.block, "BN": self.block, "BU": wide,
-            "EVEN": (wide, _power(width)) == (relative.width, width), "KIND": structure.kind,
+            "EVEN": (wide, power(width)) == (relative.width, width), "KIND": structure.kind,
             "PRECISION": "ieee" if self.exact else "tf32", "num_warps": 4,
         }  # fmt: skip
-        blocks = -(-(part.stop - part.start) // self.block)
+        blocks = ceil(part.stop - part.start, self.block)
         fits = not self.exact and wide <= 64  # four programs, in what a multiprocessor has
         askew.to_queries[blocks, part.sequences * heads](
-            View.of(self.key), changes, inner, View.of(self.query), View.of(self.second),
+            View.of(self.key), changes, inners, View.of(self.query), View.of(self.second),
             structure.ends, relative, structure.scale, part.sequence, part.start, heads,
-            heads // self.key.shape[1], queries, keys, width, BD=_power(width), **both,
+            heads // self.key.shape[1], queries, keys, width, BD=power(width), **both,
             num_stages=1 if self.exact else 3,
         )  # fmt: skip
         if self.far is not None:

@@ -17,6 +17,21 @@ PLAIN, ALIBI, TABLE, RELATIVE = 0, 1, 2, 3
 LOG2E = 1.4426950408889634
 
 
+# Triton has these too, at 10 µs a call.
+def ceil(number: int, by: int) -> int:
+    """How many pieces of one size hold a number."""
+    return -(-number // by)
+
+
+def next_power(number: int) -> int:
+    return 1 << (number - 1).bit_length()
+
+
+def power(width: int) -> int:
+    """The width of a tile that holds ``width`` numbers; matrix products need at least 16."""
+    return max(16, next_power(width))
+
+
 def outputs(query: Tensor, value: Tensor, wanted: Collection[str]) -> dict[str, Tensor]:
     """Room for what a forward pass writes: "output", "lse", and what is wanted for each query."""
     found = {"output": value.new_empty(*query.shape[:3], value.shape[3])}
