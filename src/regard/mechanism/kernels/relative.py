@@ -89,7 +89,7 @@ def shifted(structure: Structure, part: Part, queries: int, keys: int, room: Ten
     found = part.view(room, heads)
     wide = power(width)
     exact = second.dtype == torch.float32
-    some = 32 if exact or wide > 128 else BLOCK
+    some = max(32, min((4096 if exact else 16384) // wide, BLOCK))  # more would not fit registers
     squares = ceil(part.stop - part.start, BLOCK)
     askew.spread[4 * squares, part.sequences * heads, ceil(found.row + BLOCK, some)](
         found, structure.ends, structure.relative, heads, queries, keys, part.sequence, part.start,
