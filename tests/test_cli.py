@@ -90,7 +90,7 @@ def test_a_mistake_is_one_line_and_status_2(words, message):
     [
         (["explain", "--zzz"], "No such option: --zzz. See regard explain --help."),
         (["nope"], "No such command 'nope'. See regard --help."),
-        (["explan"], "Did you mean 'explain'"),
+        (["explan"], "Did you mean 'explain'? See regard --help."),
         (["explain", "--heads", "x"], "Invalid value for '--heads': "),
         (["answer"], "Missing argument 'question'. See regard answer --help."),
     ],

@@ -37,7 +37,7 @@ def main() -> None:
         said = error.format_message().rstrip(".")
         if said:  # it is empty where help was printed
             where = error.ctx.command_path if error.ctx else "regard"
-            _complain(f"{said}. See {where} --help.")
+            _complain(f"{said}{'' if said.endswith('?') else '.'} See {where} --help.")
         status = 2
     except RegardError as error:
         _complain(str(error))
