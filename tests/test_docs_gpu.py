@@ -49,3 +49,27 @@ def test_the_backward_passes_are_the_newest_run():
         for kind, text in zip(kinds, numbers.split(" | "), strict=True):
             row = newest[kind.format(length)]
             assert text == f"{row['backward']:.2f}; alone {row['bare']:.2f}", row["cell"]
+
+
+def test_what_biases_cost_is_the_newest_run():
+    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
+    lines = (ROOT / "benchmarks/results/gpu.jsonl").read_text(encoding="utf-8").splitlines()
+    newest = {(row["what"], row["cell"]): row for row in map(json.loads, lines)}
+    row = newest["relative", "n 4096 d 64"]
+    assert (
+        f"| forward {row['forward_ms']:.2f} ms, {row['faster']:.1f}x as fast as a bias of n x n "
+        f"numbers; backward {row['backward_ms']:.2f} ms, {row['faster_backward']:.1f}x as fast |"
+    ) in page
+    for cell, name in (
+        ("Window(1024)", "Window(1024)"),
+        ("Segments of 1024", "Segments of 1024"),
+        ("Alibi", "Alibi"),
+        ("T5 buckets, table gradient", "T5's buckets, with the gradient of their table"),
+    ):
+        row = newest["structure", cell]
+        shown = re.search(rf"^\| {re.escape(name)} \| (.+) \|$", page, re.MULTILINE)
+        assert shown, name
+        told = [float(text) for text in re.findall(r"[\d.]+", shown[1])]
+        kept = [row[key] for key in ("forward_ms", "backward_ms", "faster", "faster_backward")]
+        for text, number in zip(told, kept, strict=True):
+            assert abs(text - number) <= 0.006 * number, (name, text, number)
