@@ -71,7 +71,7 @@ def spread(
 
 
 @triton.jit
-def apart(distance, key_at, low, high, keys, KIND: tl.constexpr):
+def may_attend(distance, key_at, low, high, keys, KIND: tl.constexpr):
     """Whether queries may attend to the keys that are so far from them: [queries, distances]."""
     if KIND == CAUSAL:
         return (distance >= 0)[None, :] & (key_at >= 0)
@@ -126,7 +126,7 @@ def to_queries(
         distance = row + offset - key_at
         table = embeddings(relative, head, distance, BU, EVEN)
         its_key = key_at[None, :] + near[:, None]
-        may = there & apart(distance, its_key, low, high, keys, KIND)
+        may = there & may_attend(distance, its_key, low, high, keys, KIND)
         part = askew(changes, its_batch, head, row - origin, its_key, may)
         second = tl.dot(part, table, second, input_precision=PRECISION)
     its_row, dims = rows[:, None].to(tl.int64), tl.arange(0, BD)[None, :]
@@ -167,7 +167,9 @@ def to_embeddings(
         inside = rows < until
         low, high = range_of(ends, batch, rows, inside, KIND)
         key_at = (rows + offset)[:, None] - distance[None, :]
-        may = inside[:, None] & apart(distance, key_at, low[:, None], high[:, None], keys, KIND)
+        may = inside[:, None] & may_attend(
+            distance, key_at, low[:, None], high[:, None], keys, KIND
+        )
         row = start + index % steps * BM - origin
         part = askew(changes, its_batch, head, row, key_at, may)
         second = rows_of(relative.query, batch, head, rows, inside, relative.width, BU, EVEN)
