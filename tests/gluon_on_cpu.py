@@ -18,6 +18,7 @@ A role runs as one: what its own threads have to wait for among each other, only
 from __future__ import annotations
 
 import importlib
+import struct
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -166,6 +167,13 @@ class Descriptor:
         found[here] = self.view[there]
         return found
 
+    def write(self, start: list[int], tile: Tensor) -> None:
+        """One tile; what lies outside of the tensor is left out."""
+        spans = list(zip(start, self.block_shape, self.view.shape, strict=True))
+        here = tuple(slice(0, max(0, min(size, whole - at))) for at, size, whole in spans)
+        there = tuple(slice(at, at + size) for at, size, _ in spans)
+        self.view[there] = tile[here]
+
 
 class _Barrier:
     def __init__(self, count: int) -> None:
@@ -233,8 +241,10 @@ class _Machine:
     def together(self, roles: list[tuple[Any, tuple[Any, ...]]]) -> None:
         def play(role: Any, arguments: tuple[Any, ...]) -> None:
             self.local.products = []
+            self.local.stores = []
             try:
                 role(*arguments)
+                assert not self.local.stores, "a tile may be gone before the copy engine had it"
             except BaseException as error:  # noqa: BLE001 - handed on below
                 with self.changed:
                     self.failed = self.failed or error
@@ -288,6 +298,18 @@ def _copy(descriptor: Descriptor, start: list[Any], place: Shared, target: Share
 
         _machine.barrier(place).copies.append(copy)
         _machine.tell()
+
+
+def _send(descriptor: Descriptor, start: list[Any], source: Shared) -> None:
+    at = [int(_raw(one)) for one in start]
+    _machine.local.stores.append(lambda: descriptor.write(at, source.data))
+
+
+def _sent(left: int) -> None:
+    """Wait for tiles to be read: they are read now, and no sooner."""
+    stores = _machine.local.stores
+    while len(stores) > left:
+        stores.pop(0)()
 
 
 def _multiply(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
@@ -358,7 +380,13 @@ def _reduce(values: tuple[Block, ...], axis: int, rule: Callable[..., Any]) -> A
 
 PTX: dict[str, Callable[..., Tensor]] = {
     "mov.f32": lambda a: a,
+    "mov.b32": lambda a: a,
+    "add.ftz.f32": torch.add,
+    "xor.b32": torch.bitwise_xor,
+    "setp.eq.s32": torch.eq,
     "mul.f32": torch.mul,
+    "rcp.approx.ftz.f32": torch.reciprocal,
+    "lg2.approx.ftz.f32": torch.log2,
     "setp.ne.u32": torch.ne,
     "setp.neu.f32": torch.ne,
     "setp.neu.or.f32": lambda a, b, p: (a != b) | p,
@@ -368,18 +396,20 @@ PTX: dict[str, Callable[..., Tensor]] = {
 
 
 def _assemble(
-    code: str, constraints: str, given: list[Block], dtype: torch.dtype, is_pure: bool, pack: int
-) -> Block:
+    code: str, constraints: str, given: list[Block], dtype: Any, is_pure: bool, pack: int
+) -> Any:
     """What PTX makes of some tensors, ``pack`` numbers at a time. All threads are one warp."""
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
+    results = pack * len(dtypes)
     tensors = torch.broadcast_tensors(*(block.data for block in given))
-    registers = dict.fromkeys((f"${i}" for i in range(pack)), torch.empty(0))
+    registers = dict.fromkeys((f"${i}" for i in range(results)), torch.empty(0))
     inputs = (column for tensor in tensors for column in tensor.reshape(-1, pack).unbind(1))
-    registers |= {f"${pack + i}": column for i, column in enumerate(inputs)}
+    registers |= {f"${results + i}": column for i, column in enumerate(inputs)}
     assert constraints.count(",") + 1 == len(registers)
 
     def value(name: str) -> Tensor:
         if name.startswith("0f"):
-            return torch.tensor(int(name[2:], 16)).to(torch.int32).view(torch.float32)
+            return torch.tensor(struct.unpack(">f", bytes.fromhex(name[2:]))[0])
         return registers[name] if name in registers else torch.tensor(int(name, 0))
 
     lines, label, rest = code.strip("{} ").partition(" DONE:")
@@ -393,11 +423,18 @@ def _assemble(
             if not guard.any():
                 break
         elif not line.startswith(".reg"):
-            name, operands = line.split(maxsplit=1)
+            guarded = line.startswith("@p ")
+            name, operands = line.removeprefix("@p ").split(maxsplit=1)
             to, *sources = operands.split(", ")
-            registers[to] = PTX[name](*map(value, sources))
-    found = torch.stack([registers[f"${i}"] for i in range(pack)], 1)
-    return Block(found.reshape(tensors[0].shape).to(dtype))
+            found = PTX[name](*map(value, sources))
+            registers[to] = torch.where(registers["p"], found, registers[to]) if guarded else found
+    columns = [registers[f"${i}"] for i in range(results)]
+    parts = [torch.stack(columns[i : i + pack], 1) for i in range(0, results, pack)]
+    blocks = [
+        Block(part.reshape(tensors[0].shape).to(kind))
+        for part, kind in zip(parts, dtypes, strict=True)
+    ]
+    return tuple(blocks) if isinstance(dtype, tuple) else blocks[0]
 
 
 class _Kernel:
@@ -483,7 +520,10 @@ def _in_place_of_gluon() -> Iterator[None]:
     )  # fmt: skip
     hopper = ModuleType("hopper")
     hopper.__dict__.update(
-        mbarrier=barrier, tma=SimpleNamespace(async_copy_global_to_shared=_copy),
+        mbarrier=barrier,
+        tma=SimpleNamespace(
+            async_copy_global_to_shared=_copy, async_copy_shared_to_global=_send, store_wait=_sent
+        ),
         fence_async_shared=lambda: None, warpgroup_mma=_multiply, warpgroup_mma_wait=_finish,
     )  # fmt: skip
     nvidia, gluon, experimental = ModuleType("nvidia"), ModuleType("gluon"), ModuleType("exp")

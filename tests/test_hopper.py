@@ -252,6 +252,7 @@ GRIDS = [
     ((256, 256), (8, 8)),  # four, whose queries are dealt out
     ((256, 512), (16, 32)),
     ((512, 512), (64, 64)),  # sixteen, and columns of 8 keys
+    ((384, 384), (24, 24)),  # eight, and a block that is half beyond the last key
     ((256, 320), (2, 5)),  # and more keys than queries, columns of several units
     ((256, 512), (4, 8)),
     ((512, 640), (2, 5)),
@@ -750,7 +751,8 @@ drop = f"tensordesc<fp32[1, 128],{flat!r}>"
 def build(kernel, given, **constants):
     names = [name for name in kernel.arg_names if name not in constants]
     kinds = {"out": View("*bf16", "i64", "i64", "i32"), "dealt": Dealt("i32", "i32", "i32")}
-    kinds |= dict(c="fp32") | {n: "*fp32" for n in names if n[0].isupper()} | given
+    kinds |= dict(c="fp32") | {n: "*fp32" for n in names if n[0].isupper()}
+    kinds |= dict(Out="*bf16") | given
     signature = {name: kinds.get(name, "i32") for name in names}
     signature |= dict.fromkeys(constants, "constexpr")
     source = GluonASTSource(kernel, signature, constexprs=constants, attrs={})
@@ -762,28 +764,32 @@ def build(kernel, given, **constants):
 
 whole = tiles(1, 1, 128, 128)
 seen = dict.fromkeys(("ENTROPY", "PEAK", "HIGHEST", "DISTANCE", "BAR", "DROP"), True)
-build(hopper.forward, dict(q_desc=whole, k_desc=whole, v_desc=whole), D=128, STAGES=2, CAUSAL=True,
-      EVEN=False, CUT=True, **seen)
+described = dict(q_desc=whole, k_desc=whole, v_desc=whole, out_desc=tiles(1, 64, 128))
+build(hopper.forward, described, D=128, STAGES=2, CAUSAL=True, EVEN=False, CUT=True, **seen)
 build(hopper.join, {}, D=128, CAUSAL=True, **seen)
 build(hopper.columns,
       dict(q_desc=tiles(4, 4, 4, 2, 128), k_desc=tiles(1, 1, 64, 128), drop="*fp32"), D=128,
-      STAGES=3, BINS=16, UNIT=8, LONG=False, CAUSAL=True, EVEN=False, RECEIVED=True, MAP=True,
-      MAP_PEAK=True, DONE=True, CUT=False)
+      STAGES=3, BINS=16, UNIT=8, LONG=False, CAUSAL=True, EVEN=True, DIAGONAL=True, RECEIVED=True,
+      MAP=True, MAP_PEAK=True, DONE=True, CUT=False)
 build(hopper.columns,
       dict(q_desc=tiles(1, 1, 128, 64), k_desc=tiles(1, 1, 64, 64), drop=drop), D=64, STAGES=8,
-      BINS=1, UNIT=16, LONG=True, CAUSAL=False, EVEN=True, RECEIVED=True, MAP=True, MAP_PEAK=True,
-      DONE=False, CUT=True)
+      BINS=1, UNIT=16, LONG=True, CAUSAL=False, EVEN=True, DIAGONAL=False, RECEIVED=True, MAP=True,
+      MAP_PEAK=True, DONE=False, CUT=True)
 build(hopper.columns,
       dict(q_desc=tiles(1, 1, 128, 128), k_desc=tiles(1, 1, 64, 128), drop="*fp32"), D=128,
-      STAGES=3, BINS=1, UNIT=16, LONG=False, CAUSAL=True, EVEN=True, RECEIVED=True, MAP=True,
-      MAP_PEAK=True, DONE=True, CUT=True)
+      STAGES=3, BINS=1, UNIT=16, LONG=False, CAUSAL=True, EVEN=True, DIAGONAL=False, RECEIVED=True,
+      MAP=True, MAP_PEAK=True, DONE=True, CUT=True)
+build(hopper.columns,
+      dict(q_desc=tiles(2, 8, 4, 2, 64), k_desc=tiles(1, 1, 64, 64), drop=drop), D=64, STAGES=8,
+      BINS=8, UNIT=16, LONG=False, CAUSAL=True, EVEN=False, DIAGONAL=False, RECEIVED=True,
+      MAP=True, MAP_PEAK=True, DONE=True, CUT=False)
 for causal in (False, True):
     build(hopper.add, {}, CAUSAL=causal)
 narrow = tiles(1, 1, 128, 64)
-build(hopper.forward, dict(q_desc=narrow, k_desc=narrow, v_desc=narrow), D=64, STAGES=2,
-      CAUSAL=True, EVEN=True, CUT=False, Kept=None, **seen)
-build(hopper.forward, dict(q_desc=narrow, k_desc=narrow, v_desc=narrow), D=64, STAGES=2,
-      CAUSAL=False, EVEN=True, CUT=True, **seen)
+described = dict(q_desc=narrow, k_desc=narrow, v_desc=narrow, out_desc=tiles(1, 64, 64))
+build(hopper.forward, described, D=64, STAGES=2, CAUSAL=True, EVEN=True, CUT=False, Kept=None,
+      **seen)
+build(hopper.forward, described, D=64, STAGES=2, CAUSAL=False, EVEN=True, CUT=True, **seen)
 build(hopper.join, {}, D=64, CAUSAL=False, **seen)
 build(hopper.top, dict(q_desc=tiles(1, 1, 64, 128), k_desc=whole, Left="*i8", Keys="*i64"), D=128,
       STAGES=3, CAUSAL=True, EVEN=False)

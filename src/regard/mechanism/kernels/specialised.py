@@ -26,6 +26,7 @@ from regard.mechanism.kernels.structure import (
 
 GLUON = "3.6."  # Gluon is young: each release of Triton may change it, and has to be tried
 ROWS = 64  # as in hopper/
+BAND = 16
 BLOCK = 128
 LANES, PAIR = 4, 2
 PLACES = 8  # top keys that can be asked for
@@ -109,7 +110,8 @@ def _work(query: Tensor, key: Tensor, length: int, rows: int, structure: Structu
     pairs = -(-blocks // 2) if structure.kind == CAUSAL else blocks
     items = batch * heads * pairs
     programs = min(items, _processors(query.device))
-    return Work(items, pairs, blocks, heads, heads // key.shape[1], programs)
+    groups = heads // key.shape[1]
+    return Work(items, pairs, blocks, heads, groups, programs, *divmod(programs, pairs))
 
 
 def _sharing(work: Work, length: int, together: int = 1) -> Work:
@@ -166,7 +168,7 @@ def forward(
     found = outputs(query, value, wanted)
     highest = None
     if "max_logit" in wanted:
-        highest = found["lse"].new_empty(batch, heads, work.blocks * (BLOCK // ROWS))
+        highest = found["lse"].new_empty(batch, heads, work.blocks * (BLOCK // BAND))
     if count:
         found["bar"] = torch.empty_like(found["lse"])
     high = PAIR
@@ -176,8 +178,10 @@ def forward(
             found["drop"] = found["lse"].new_empty(batch, heads, work.blocks * BLOCK)
             high = _dealt_rows(bins)
     tiles = _described(query, BLOCK), _described(key, BLOCK), _described(value, BLOCK)
+    output = found["output"].view(batch * heads, queries, width)
+    sent = _tiles(output, output.shape, output.stride(), (1, ROWS, width))
     written = (
-        View.of(found["output"]), found["lse"], found.get("entropy"), found.get("peak"), highest,
+        found["lse"], found.get("entropy"), found.get("peak"), highest,
         found.get("distance"), found.get("bar"), found.get("drop"),
     )  # fmt: skip
     sizes = queries, keys, high.bit_length() - 1, count
@@ -191,15 +195,15 @@ def forward(
         "c": structure.scale * LOG2E, "STAGES": STAGES, "EVEN": apart % BLOCK == 0,
     }  # fmt: skip
     _kernels().forward[(work.programs,)](
-        *tiles, *written, None, *work.whole, *sizes, **given, CUT=False, num_warps=4
+        *tiles, sent, *written, None, *work.whole, *sizes, **given, CUT=False, num_warps=4
     )
     if work.cut:
         kept = found["lse"].new_empty(work.programs, 2, BLOCK, _kept_of_a_row(width))
         _kernels().forward[(work.programs,)](
-            *tiles, *written, kept, *work, *sizes, **given, CUT=True, num_warps=4
+            *tiles, sent, *written, kept, *work, *sizes, **given, CUT=True, num_warps=4
         )
         _kernels().join[(work.cut * (2 if causal else 1), BLOCK // ROWS)](
-            *written, kept, *work, *sizes, **asked, num_warps=width // 8
+            output, *written, kept, *work, *sizes, **asked, num_warps=width // 8
         )
     if highest is not None:
         found["max_logit"] = highest.amax(-1)
@@ -430,13 +434,15 @@ def columns(
     )  # fmt: skip
     written = units.get("map"), units.get("map_peak")
     given |= {"STAGES": TILE_STAGES[width], "EVEN": sizes.offset % ROWS == 0}
+    diagonal = causal and sizes.offset == 0 and bins.a_tile >= 2 * LANES
     _kernels().columns[(work.programs,)](
-        *read, None, *written, *work.whole, *sizes, **given, CUT=False, num_warps=4
-    )
+        *read, None, *written, *work.whole, *sizes, **given, DIAGONAL=diagonal, CUT=False,
+        num_warps=4,
+    )  # fmt: skip
     if work.cut:
         kept = drop.new_empty(work.programs, 2, TEAMS * ROWS)
         _kernels().columns[(work.programs,)](
-            *read, kept, *written, *work, *sizes, **given, CUT=True, num_warps=4
+            *read, kept, *written, *work, *sizes, **given, DIAGONAL=False, CUT=True, num_warps=4
         )
         if "received" in found:
             _kernels().add[(work.cut * (2 if causal else 1),)](

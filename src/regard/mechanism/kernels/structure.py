@@ -95,6 +95,8 @@ class Work(NamedTuple):
     heads: int
     groups: int  # heads that share keys
     programs: int
+    heads_on: int  # from one of a program's items to the next: so many heads,
+    items_on: int  # and so many items
     length: int = 1  # steps that an item has at most: tiles it goes over
     share: int = 1  # steps that a program has of the last items, which are fewer than programs
 

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from regard.mechanism.kernels.hopper.order import eight_highest
 from regard.mechanism.kernels.hopper.roles import (
+    BAND,
     BLOCK,
     CHANGING,
     LANES,
@@ -31,19 +32,22 @@ from regard.mechanism.kernels.hopper.roles import (
     by_lanes,
     carried,
     fill,
+    first_item,
     first_place,
     following,
     halves_of,
     in_two,
-    item_of,
     may_see,
+    next_item,
     places_in,
-    places_of,
     release,
     ring_of,
     slot_of,
+    stride_of,
     turns_of,
+    wide,
     within,
+    within_item,
 )
 from regard.mechanism.kernels.structure import Work
 
@@ -111,8 +115,9 @@ def _load(
     q_place = first_place()
     before = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     tiles = 0
+    item, stride = first_item(work, CUT), stride_of(work, CUT)
     for number in range(turns_of(work, CUT)):
-        item, low, high = item_of(number, work, CUT)
+        low, high = within_item(number, work, CUT)
         for half in range(halves_of(item, work, CAUSAL)):
             flat, block = block_of(item, half, work, CAUSAL)
             batch, head = flat // work.heads, flat % work.heads
@@ -127,6 +132,7 @@ def _load(
                     place = following(place, STAGES)
                     before = at
                     tiles += 1
+        item = next_item(item, stride, work)
     if tiles > 0:
         _load_pair(ring, values, place, k_desc, v_desc, before, before, D)
 
@@ -143,12 +149,14 @@ def _by_keys(parts):
 def _parts(D, CAUSAL, DISTANCE, BAR):
     """How many parts a tile's sums have: of weights, for entropy and distance. By measurement."""
     if D == 128:
-        return ((4, 4, 1) if BAR else (2, 1, 2)) if DISTANCE else (1, 1, 1)
-    if not DISTANCE:
-        return (1, 4, 1) if CAUSAL else (1, 1, 1)
+        if BAR:
+            return 4, 4, 1
+        return ((4, 2, 1) if DISTANCE else (2, 4, 1)) if CAUSAL else (2, 1, 1)
     if BAR:
-        return (1, 4, 4) if CAUSAL else (2, 4, 1)
-    return (1, 2, 2)
+        return (1, 1, 1) if CAUSAL else (2, 2, 1)
+    if DISTANCE:
+        return (2, 2, 1) if CAUSAL else (1, 4, 4)
+    return (1, 1, 1) if CAUSAL else (1, 4, 1)
 
 
 @gluon.jit
@@ -293,22 +301,38 @@ def _bar(h, count):
 
 
 @gluon.jit
+def _inverse(x):
+    """1 / x of an x that is far from 0 and infinity: one instruction, a division has eight."""
+    return gl.inline_asm_elementwise(
+        "{ rcp.approx.ftz.f32 $0, $1; }", "=f,f", [x], gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
+def _log2(x):
+    """Of an x that is 1 or more: off by 2e-7 up to 2, then by its last bit or two."""
+    return gl.inline_asm_elementwise(
+        "{ lg2.approx.ftz.f32 $0, $1; }", "=f,f", [x], gl.float32, is_pure=True, pack=1
+    )
+
+
+@gluon.jit
 def _tell(
-    l, m, above, e, t, bar, seen, flat, row, queries, bits,
+    l, m, above, e, t, bar, seen, flat, block, part, queries, bits,
     D: gl.constexpr, ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr,
     DISTANCE: gl.constexpr, BAR: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
-    """Write what is known of 64 rows when all tiles are through.
+    """Write what is known of 64 rows, one part of a block, when all tiles are through.
 
     ``above``: by how much the highest score is above what weights are relative to; 0 if not lazy.
     """
     Lse, Entropy, Peak, Highest, Distance, Bar, Drop = seen
-    rows = row + gl.arange(0, ROWS, m.type.layout)
-    inside = rows < queries
-    at = flat.to(gl.int64) * queries + rows
+    here = part * ROWS + gl.arange(0, ROWS, m.type.layout)
+    inside = here < queries - block * BLOCK
+    at = wide(flat, queries) + block * BLOCK + here
     # Every query attends to something here, so l is at least 1.
-    inverse = 1 / l
-    length = gl.log2(l)
+    inverse = _inverse(l)
+    length = _log2(l)
     gl.store(Lse + at, (m + length) * LN2, mask=inside)
     if ENTROPY:
         gl.store(Entropy + at, (length - e * inverse) * LN2, mask=inside)
@@ -319,20 +343,22 @@ def _tell(
         gl.store(Distance + at, t * inverse, mask=inside)
     if BAR:
         gl.store(Bar + at, gl.convert_layout(bar, m.type.layout), mask=inside)
-    blocks = (queries + BLOCK - 1) // BLOCK
+    block_at = flat * ((queries + BLOCK - 1) // BLOCK) + block
     if DROP:  # in the order in which a tile of the second pass holds its queries
-        in_bin = rows & (1 << bits) - 1  # of which its lane has a pair in every eight places
-        place = (rows >> bits + 2 << bits + 2) + in_bin // PAIR * (LANES * PAIR)
-        place += (rows >> bits & LANES - 1) * PAIR + rows % PAIR
+        in_bin = here & (1 << bits) - 1  # of which its lane has a pair in every eight places
+        place = (here >> bits + 2 << bits + 2) + in_bin // PAIR * (LANES * PAIR)
+        place += (here >> bits & LANES - 1) * PAIR + here % PAIR
         if carried(D):
             place = by_fours(place)
         drop = gl.where(inside, 0.0 - (m + length), float("-inf"))
-        gl.store(Drop + flat.to(gl.int64) * (blocks * BLOCK) + place, drop)
-    if HIGHEST:
-        halves = blocks * GROUPS
+        gl.store(Drop + block_at.to(gl.int64) * BLOCK + place, drop)
+    if HIGHEST:  # of a warp's rows: others would have to be waited for
+        BANDS: gl.constexpr = ROWS // BAND
         highest = (m + above if _lazily(D) else m) * LN2
-        highest = gl.max(gl.where(inside, highest, float("-inf")), 0)
-        gl.store(Highest + flat * halves + row // ROWS, highest)
+        highest = gl.where(inside, highest, float("-inf"))
+        highest = gl.max(gl.reshape(highest, [BANDS, BAND]), 1)
+        band = part * BANDS + gl.arange(0, BANDS, highest.type.layout)
+        gl.store(Highest + block_at * (BLOCK // BAND) + band, highest)
 
 
 @gluon.jit
@@ -348,14 +374,24 @@ def _rounded(l, above, dtype: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _write(out, flat, row, o, heads, queries, WARPS: gl.constexpr):
+def _send(tile, desc, flat, row, o):
+    """The output of 64 rows, by the copy engine."""
+    tma.store_wait(0)  # the last block's has long left
+    tile.reshape([o.shape[0], o.shape[1]]).store(o.to(desc.dtype))
+    hopper.fence_async_shared()
+    tma.async_copy_shared_to_global(desc, [flat, row, 0], tile)
+
+
+@gluon.jit
+def _write(Out, flat, row, o, queries, WARPS: gl.constexpr):
     """The output of 64 rows."""
     D: gl.constexpr = o.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
-    o = gl.convert_layout(o.to(out.data.dtype.element_ty), layout)
-    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
-    dims = gl.arange(0, D, gl.SliceLayout(0, layout))
-    gl.store(places_of(out, flat, rows, dims, heads), o, mask=(rows < queries)[:, None])
+    o = gl.convert_layout(o.to(Out.dtype.element_ty), layout)
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
+    dims = gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
+    first = Out + (wide(flat, queries) + row) * D
+    gl.store(first + (rows * D + dims), o, mask=rows < queries - row)
 
 
 @gluon.constexpr_function
@@ -384,12 +420,12 @@ def _attend_block(
     ``place`` is that of the first one's keys. The last one's values share theirs with the keys
     that come next: that one is returned, and is not released yet.
     """
-    q_ring, ring, values, out, seen, Kept, work, sizes = shared
+    q_ring, ring, values, outs, out_desc, seen, Kept, _work, sizes = shared
     queries, keys, offset, bits, count, c = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
-    dtype: gl.constexpr = out.data.dtype.element_ty
+    dtype: gl.constexpr = out_desc.dtype
     none = gl.zeros([ROWS, BLOCK], gl.float32, s_layout)
     of_rows: gl.constexpr = along(by_lanes(none).type.layout, 3, 0)
     of_lanes: gl.constexpr = gl.SliceLayout(2, by_lanes(none).type.layout)
@@ -472,13 +508,13 @@ def _attend_block(
         if BAR:
             bar = _bar(h, count)
         _tell(
-            l, m, above, e, t, bar, seen, flat, row + PART * ROWS, queries, bits,
+            l, m, above, e, t, bar, seen, flat, block, PART, queries, bits,
             D, ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP,
         )  # fmt: skip
-        inverse = 1 / _rounded(l, above, dtype, D)
+        inverse = _inverse(_rounded(l, above, dtype, D))
         whole, _ = hopper.warpgroup_mma_wait(0, deps=[o, weights])
         whole = whole * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None]
-        _write(out, flat, row + PART * ROWS, whole, work.heads, queries, 4)
+        _send(outs.index(PART), out_desc, flat, row + PART * ROWS, whole)
     else:
         kept = _place_of(Kept, gl.program_id(0), first, PART, D)
         sums = kept + gl.arange(0, ROWS, of_rows) * _size(D) + D
@@ -509,12 +545,13 @@ def _attend(
     DROP: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 queries of every block, two tiles of keys at a time."""
-    work, sizes = shared[6], shared[7]
+    work, sizes = shared[7], shared[8]
     _queries, keys, offset, _bits, _count, _c = sizes
     place = first_place()
     q_place = first_place()
+    item, stride = first_item(work, CUT), stride_of(work, CUT)
     for number in range(turns_of(work, CUT)):
-        item, low, high = item_of(number, work, CUT)
+        low, high = within_item(number, work, CUT)
         for half in range(halves_of(item, work, CAUSAL)):
             flat, block = block_of(item, half, work, CAUSAL)
             first, last, stop = _steps(half, block, low, high, work, keys, offset, CAUSAL, CUT)
@@ -524,12 +561,15 @@ def _attend(
                     CAUSAL, AROUND, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP, CUT,
                 )  # fmt: skip
                 q_place = following(q_place, 2)
+        item = next_item(item, stride, work)
+    tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "bits", "count"])
 def forward(
-    q_desc, k_desc, v_desc, out, Lse, Entropy, Peak, Highest, Distance, Bar, Drop, Kept,
-    items, pairs, blocks, heads, groups, programs, length, share, queries, keys, bits, count, c,
+    q_desc, k_desc, v_desc, out_desc, Lse, Entropy, Peak, Highest, Distance, Bar, Drop, Kept,
+    items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share,
+    queries, keys, bits, count, c,
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr,
     BAR: gl.constexpr, DROP: gl.constexpr, CUT: gl.constexpr,
@@ -541,17 +581,18 @@ def forward(
     EVEN: queries and keys end a multiple of tiles apart; without a mask and distances: keys fill
     their tiles, as they do wherever distances are asked for without a mask.
     """
-    work = Work(items, pairs, blocks, heads, groups, programs, length, share)
+    work = Work(items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share)
     # |i - j| has two signs along a row: those tiles come first in which both occur.
     AROUND: gl.constexpr = DISTANCE and not CAUSAL
     offset = keys - queries
     q_ring = ring_of(q_desc, 2, 2, GROUPS)
     ring = ring_of(k_desc, STAGES, STAGES, GROUPS)
     values = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
+    outs = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 1, ROWS, D], out_desc.layout)
     hopper.fence_async_shared()
     sizes = queries, keys, offset, bits, count, c
     seen = Lse, Entropy, Peak, Highest, Distance, Bar, Drop
-    shared = q_ring, ring, values, out, seen, Kept, work, sizes
+    shared = q_ring, ring, values, outs, out_desc, seen, Kept, work, sizes
     loader = q_ring, ring, values, q_desc, k_desc, v_desc, work, keys, offset
     gl.warp_specialize(
         [
@@ -571,8 +612,9 @@ def forward(
 
 @gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "bits", "count"])
 def join(
-    out, Lse, Entropy, Peak, Highest, Distance, Bar, Drop, Kept,
-    items, pairs, blocks, heads, groups, programs, length, share, queries, keys, bits, count,
+    Out, Lse, Entropy, Peak, Highest, Distance, Bar, Drop, Kept,
+    items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share,
+    queries, keys, bits, count,
     D: gl.constexpr, CAUSAL: gl.constexpr, ENTROPY: gl.constexpr, PEAK: gl.constexpr,
     HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, BAR: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
@@ -580,7 +622,7 @@ def join(
 
     A thread has the same number of all programs, so that all are on their way at once.
     """
-    work = Work(items, pairs, blocks, heads, groups, programs, length, share)
+    work = Work(items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share)
     SETS: gl.constexpr = 512 // D
     WARPS: gl.constexpr = D // 8
     layout: gl.constexpr = gl.BlockedLayout(
@@ -624,13 +666,12 @@ def join(
         dims = gl.arange(0, D, along(layout, 3, 2))
         o = gl.load(kept[:, :, None] + dims[None, None, :], mask=mine[:, :, None], other=0.0)
         o = gl.sum(o * shrink[:, :, None], 0)
-        row = block * BLOCK + part * ROWS
         seen = Lse, Entropy, Peak, Highest, Distance, Bar, Drop
         _tell(
-            l, m, above, e, t, bar, seen, flat, row, queries, bits,
+            l, m, above, e, t, bar, seen, flat, block, part, queries, bits,
             D, ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP,
         )  # fmt: skip
-        rounded = _rounded(its_l, its_above, out.data.dtype.element_ty, D)
-        inverse = 1 / gl.sum(rounded * shrink, 0)
+        rounded = _rounded(its_l, its_above, Out.dtype.element_ty, D)
+        inverse = _inverse(gl.sum(rounded * shrink, 0))
         inverse = gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout))
-        _write(out, flat, row, o * inverse[:, None], work.heads, queries, WARPS)
+        _write(Out, flat, block * BLOCK + part * ROWS, o * inverse[:, None], queries, WARPS)

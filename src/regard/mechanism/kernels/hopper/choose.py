@@ -27,16 +27,19 @@ from regard.mechanism.kernels.hopper.roles import (
     by_lanes,
     fill,
     fill_teams,
+    first_item,
     first_place,
     following,
     halves_of,
-    item_of,
     may_see,
+    next_item,
     part_of,
     product,
     release,
     ring_of,
+    stride_of,
     turns_of,
+    wide,
 )
 from regard.mechanism.kernels.structure import Work
 
@@ -56,8 +59,8 @@ def _load_keys(loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constex
     q_ring, k_ring, q_desc, k_desc, work, offset, tiles = loader
     place = first_place()
     q_place = first_place()
-    for number in range(turns_of(work, False)):
-        item, _low, _high = item_of(number, work, False)
+    item, stride = first_item(work, False), stride_of(work, False)
+    for _ in range(turns_of(work, False)):
         for half in range(halves_of(item, work, CAUSAL)):
             flat, block = block_of(item, half, work, CAUSAL)
             batch, head = flat // work.heads, flat % work.heads
@@ -69,6 +72,7 @@ def _load_keys(loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constex
                 fill(k_ring, place, k_desc, at, BLOCK * D * 2)
                 place = following(place, STAGES)
             q_place = following(q_place, 2)
+        item = next_item(item, stride, work)
 
 
 @gluon.jit
@@ -251,13 +255,13 @@ def _find(
     full = mine + (ROOM - SURE) * SIZE
     place = first_place()
     q_place = first_place()
-    for number in range(turns_of(work, False)):
-        item, _low, _high = item_of(number, work, False)
+    item, stride = first_item(work, False), stride_of(work, False)
+    for _ in range(turns_of(work, False)):
         for half in range(halves_of(item, work, CAUSAL)):
             flat, block = block_of(item, half, work, CAUSAL)
             part = part_of(half, PART, CAUSAL)
             row = block * (TEAMS * ROWS) + part * ROWS
-            first = flat.to(gl.int64) * queries
+            first = wide(flat, queries)
             rows = row + gl.arange(0, ROWS, of_rows)
             query_at = rows + offset
             bars = _of_both(gl.load(Bar + first + rows, mask=rows < queries, other=float("nan")))
@@ -309,12 +313,14 @@ def _find(
             mask = (rows < queries)[:, None] & (rank < count)
             gl.store(Weights + to, weights, mask=mask)
             gl.store(Keys + to, gl.where(real, chosen, -1).to(gl.int64), mask=mask)
+        item = next_item(item, stride, work)
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "tiles"])
 def top(
     q_desc, k_desc, Bar, Lse, Found, Left, Weights, Keys,
-    items, pairs, blocks, heads, groups, programs, length, share, queries, keys, tiles, count, c,
+    items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share,
+    queries, keys, tiles, count, c,
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """The ``count`` highest weights of each query and their keys; see rows.py.
@@ -323,7 +329,7 @@ def top(
     one block for each program. ``Left`` tells rows that had not enough of it. EVEN: queries and
     keys end a multiple of 64 apart; without a mask: keys fill their tiles.
     """
-    work = Work(items, pairs, blocks, heads, groups, programs, length, share)
+    work = Work(items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share)
     offset = keys - queries
     q_ring = ring_of(q_desc, 2 * TEAMS, 2, TEAMS)
     k_ring = ring_of(k_desc, STAGES, STAGES, TEAMS)

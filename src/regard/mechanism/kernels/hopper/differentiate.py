@@ -36,13 +36,15 @@ from regard.mechanism.kernels.hopper.roles import (
     block_of,
     by_fours,
     carried,
+    first_item,
     first_place,
     following,
     halves_of,
-    item_of,
+    next_item,
     places_of,
     release,
     ring_of,
+    stride_of,
     turns_of,
 )
 from regard.mechanism.kernels.structure import Sizes, Work
@@ -108,8 +110,8 @@ def _load(loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAU
     q_desc, grad_desc, k_desc, v_desc, drop_desc, delta_desc, dealt, grad_dealt = described
     place = first_place()
     block_place = first_place()
-    for number in range(turns_of(work, False)):
-        item, _low, _high = item_of(number, work, False)
+    item, stride = first_item(work, False), stride_of(work, False)
+    for _ in range(turns_of(work, False)):
         for half in range(halves_of(item, work, CAUSAL)):
             flat, block = block_of(item, half, work, CAUSAL)
             batch, head = flat // work.heads, flat % work.heads
@@ -130,6 +132,7 @@ def _load(loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAU
                 tma.async_copy_global_to_shared(delta_desc, row, full, deltas.index(place[0]))
                 place = following(place, STAGES)
             block_place = following(block_place, _slots(D))
+        item = next_item(item, stride, work)
 
 
 @gluon.constexpr_function
@@ -325,8 +328,8 @@ def _differentiate(
     place = first_place()
     block_place = first_place()
     handed = first_place()
-    for number in range(turns_of(work, False)):
-        item, _low, _high = item_of(number, work, False)
+    item, stride = first_item(work, False), stride_of(work, False)
+    for _ in range(turns_of(work, False)):
         for half in range(halves_of(item, work, CAUSAL)):
             flat, block = block_of(item, half, work, CAUSAL)
             place, handed = _differentiate_block(
@@ -334,20 +337,21 @@ def _differentiate(
                 LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK, DONE,
             )  # fmt: skip
             block_place = following(block_place, _slots(D))
+        item = next_item(item, stride, work)
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])
 def backward(
     q_desc, grad_desc, k_desc, v_desc, drop_desc, delta_desc, dealt, grad_dealt,
     QueryGrad, key_grad, value_grad, Received, Map, MapPeak,
-    items, pairs, blocks, heads, groups, programs, length, share,
+    items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share,
     keys, offset, tiles, per_bin, bins, together, c, scale,
     D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, UNIT: gl.constexpr,
     LONG: gl.constexpr, CAUSAL: gl.constexpr, RECEIVED: gl.constexpr, MAP: gl.constexpr,
     MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
 ):  # fmt: skip
     """Gradients, and what keys get over all queries, as ``columns`` tells it."""
-    work = Work(items, pairs, blocks, heads, groups, programs, length, share)
+    work = Work(items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together)
     QUERIES: gl.constexpr = _queries(D)
     SLOTS: gl.constexpr = _slots(D)

@@ -26,17 +26,21 @@ from regard.mechanism.kernels.hopper.roles import (
     block_of,
     carried,
     fill_teams,
+    first_item,
     first_place,
     following,
     halves_of,
-    item_of,
+    next_item,
     part_of,
     product,
     release,
     ring_of,
     slot_of,
+    stride_of,
     turns_of,
+    wide,
     within,
+    within_item,
 )
 from regard.mechanism.kernels.structure import Sizes, Work
 
@@ -219,8 +223,9 @@ def _load_columns(
     CARRIED: gl.constexpr = carried(D)
     place = first_place()
     team_place = first_place()
+    item, stride = first_item(work, CUT), stride_of(work, CUT)
     for number in range(turns_of(work, CUT)):
-        item, low, high = item_of(number, work, CUT)
+        low, high = within_item(number, work, CUT)
         for half in range(halves_of(item, work, CAUSAL)):
             flat, block = block_of(item, half, work, CAUSAL)
             batch, head = flat // work.heads, flat % work.heads
@@ -242,6 +247,7 @@ def _load_columns(
                         tma.async_copy_global_to_shared(drop, at, full, drops.index(place[0]))
                     place = following(place, STAGES)
                 team_place = following(team_place, 2)
+        item = next_item(item, stride, work)
 
 
 @gluon.jit
@@ -300,23 +306,59 @@ def _place_of(Kept, program, begins):
 
 
 @gluon.jit
+def _in_two(tile):
+    """The first and the last queries of a tile whose halves have bins of their own."""
+    halves = gl.reshape(tile, [tile.shape[0], 2, tile.shape[1] // 2])
+    return gl.split(gl.permute(halves, (0, 2, 1)))
+
+
+@gluon.jit
+def _in_one(near, far, layout: gl.constexpr):
+    """What the bins of a tile have, of what those of its halves have."""
+    bins = gl.permute(gl.join(near, far), (0, 3, 1, 2))
+    bins = gl.reshape(bins, [near.shape[0], 2 * near.shape[1], near.shape[2]])
+    return gl.convert_layout(bins, layout)
+
+
+@gluon.jit
+def _sums_on_diagonal(
+    s, drop, c, first, layout: gl.constexpr,
+    LATER: gl.constexpr, BINS: gl.constexpr, PEAK: gl.constexpr,
+):  # fmt: skip
+    """``sums_of`` a tile on the diagonal, for its first 64 keys or, LATER, its last.
+
+    All of the last queries see the first keys, and none of the first ones the last keys.
+    """
+    HIGH: gl.constexpr = BLOCK // BINS
+    near, far = _in_two(s * c + drop)
+    far = _by_bins(gl.exp2(far), BINS // 2)
+    if LATER:
+        far = _causal(far, first - BLOCK // 2, BINS // 2, HIGH)
+    sums, peaks = sums_of(far, PEAK)
+    early, early_peaks = gl.full_like(sums, 0.0), gl.full_like(peaks, 0.0)
+    if not LATER:
+        near = _causal(_by_bins(gl.exp2(near), BINS // 2), first, BINS // 2, HIGH)
+        early, early_peaks = sums_of(near, PEAK)
+    return _in_one(early, sums, layout), _in_one(early_peaks, peaks, layout)
+
+
+@gluon.jit
 def _receive_block(
     shared, flat, block, part, begin, end, place, team_place,
-    D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
+    PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
     UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
-    RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
-    CUT: gl.constexpr,
+    DIAGONAL: gl.constexpr, RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
+    DONE: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """What the 64 keys get of the queries in tiles ``begin`` to ``end``; see attend.py."""
     k_ring, q_ring, drops, Received, Kept, Map, MapPeak, work, sizes, c = shared
     CARRIED: gl.constexpr = carried(D)
     tiles, per_bin, bins = sizes.tiles, sizes.per_bin, sizes.bins
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    head = flat.to(gl.int64)
     first = block * (TEAMS * ROWS) + part * ROWS
     key_at = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)) - sizes.offset
     units = work.blocks * (TEAMS * ROWS // UNIT)
-    cell = head * bins * units + block * (TEAMS * ROWS // UNIT)
+    cell = wide(flat * bins, units) + block * (TEAMS * ROWS // UNIT)
     cell += part * (ROWS // UNIT)
     # Before the tile ``start`` no query sees these keys, and from ``free`` on all do.
     start, free = begin, 0
@@ -326,13 +368,20 @@ def _receive_block(
         free = gl.maximum(first + ROWS - 1 - sizes.offset + BLOCK - 1, 0) // BLOCK
     begins = begin == _begin(block, sizes, CAUSAL)
     if MAP and DONE and CAUSAL:
-        for row in range(gl.where(begins, 0, begin) // per_bin, start // per_bin):
-            put_nothing(Map + cell, row * BINS * units, units, UNIT, BINS)
+        unseen, row = gl.where(begins, 0, begin), start
+        if LONG:
+            unseen, row = unseen // per_bin, row // per_bin
+        for i in range(unseen, row):
+            put_nothing(Map + cell, i * BINS * units, units, UNIT, BINS)
             if MAP_PEAK:
-                put_nothing(MapPeak + cell, row * BINS * units, units, UNIT, BINS)
-    cells = Map, MapPeak, units, BINS / (per_bin * BLOCK)
+                put_nothing(MapPeak + cell, i * BINS * units, units, UNIT, BINS)
+    per_query = BINS / BLOCK
+    if LONG:
+        per_query = BINS / (per_bin * BLOCK)
+    cells = Map, MapPeak, units, per_query
     if not CARRIED:
-        drop_at = drops + head * tiles * BLOCK + gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+        drop_at = drops + (flat * tiles).to(gl.int64) * BLOCK
+        drop_at += gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
         drop = gl.load(drop_at + start * BLOCK)
     k = await_team(k_ring, team_place, part, D)
     for _ in range(begin, start):
@@ -345,8 +394,15 @@ def _receive_block(
         drop = carried_with(drops, place, BLOCK, layout)
     s = hopper.warpgroup_mma_wait(0, deps=[s])
     HIGH: gl.constexpr = BLOCK // BINS
-    parts = weights_of(s, drop[None, :], c, key_at - start * BLOCK, True, BINS, HIGH, CAUSAL)
-    pooled, largest = sums_of(parts, MAP_PEAK)
+    here = key_at - start * BLOCK
+    of_bins: gl.constexpr = sums_of(_by_bins(s, BINS), False)[0].type.layout
+    if DIAGONAL:
+        pooled, largest = _sums_on_diagonal(
+            s, drop[None, :], c, here, of_bins, PART % 2 == 1, BINS, MAP_PEAK
+        )
+    else:
+        parts = weights_of(s, drop[None, :], c, here, True, BINS, HIGH, CAUSAL)
+        pooled, largest = sums_of(parts, MAP_PEAK)
     map_row = start // per_bin if LONG else start * BINS
     next_bin = (map_row + 1) * per_bin
     at = cell + map_row * units
@@ -382,7 +438,7 @@ def _receive_block(
         received = gl.sum(received, 1)
         at = first + gl.arange(0, ROWS, received.type.layout)
         if not CUT or (begins & (end == tiles)):
-            gl.store(Received + head * sizes.keys + at, received, mask=at < sizes.keys)
+            gl.store(Received + wide(flat, sizes.keys) + at, received, mask=at < sizes.keys)
         else:
             kept = _place_of(Kept, gl.program_id(0), begins)
             gl.store(kept + (at - block * (TEAMS * ROWS)), received)
@@ -394,35 +450,38 @@ def _receive(
     shared,
     PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
     UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
-    RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
-    CUT: gl.constexpr,
+    DIAGONAL: gl.constexpr, RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
+    DONE: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 keys of every block of keys, and all queries."""
     work, sizes = shared[7], shared[8]
     place = first_place()
     team_place = first_place()
+    item, stride = first_item(work, CUT), stride_of(work, CUT)
     for number in range(turns_of(work, CUT)):
-        item, low, high = item_of(number, work, CUT)
+        low, high = within_item(number, work, CUT)
         for half in range(halves_of(item, work, CAUSAL)):
             flat, block = block_of(item, half, work, CAUSAL)
             begin, end = _stretch(half, block, low, high, work, sizes, CAUSAL, CUT)
             if not CUT or begin < end:
                 part = part_of(half, PART, CAUSAL)
                 place = _receive_block(
-                    shared, flat, block, part, begin, end, place, team_place, D, STAGES, BINS,
-                    UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK, DONE, CUT,
+                    shared, flat, block, part, begin, end, place, team_place, PART, D, STAGES,
+                    BINS, UNIT, LONG, CAUSAL, EVEN, DIAGONAL, RECEIVED, MAP, MAP_PEAK, DONE, CUT,
                 )  # fmt: skip
                 team_place = following(team_place, 2)
+        item = next_item(item, stride, work)
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])
 def columns(
     q_desc, k_desc, drop, dealt, Received, Kept, Map, MapPeak,
-    items, pairs, blocks, heads, groups, programs, length, share,
+    items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share,
     keys, offset, tiles, per_bin, bins, together, c,
     D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, UNIT: gl.constexpr,
-    LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, RECEIVED: gl.constexpr,
-    MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr, CUT: gl.constexpr,
+    LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, DIAGONAL: gl.constexpr,
+    RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
+    CUT: gl.constexpr,
 ):  # fmt: skip
     """Sums over queries; see columns.py.
 
@@ -430,9 +489,10 @@ def columns(
     queries, and -inf to the end of the last tile: a query that is not there gives nothing. Where
     it is ``carried`` it is described for the copy engine, else a pointer.
     Of items that are CUT, programs leave in ``Kept`` what they have of a block, for ``add``.
+    DIAGONAL: there are as many keys as queries, and the halves of a tile have bins of their own.
     Maps are sums over UNIT keys; DONE: these are cells, averages, and 0 where no query sees a key.
     """
-    work = Work(items, pairs, blocks, heads, groups, programs, length, share)
+    work = Work(items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together)
     k_ring = ring_of(k_desc, 2 * TEAMS, 2, TEAMS)
     q_ring = ring_of(q_desc, STAGES, STAGES, TEAMS)
@@ -445,20 +505,20 @@ def columns(
     gl.warp_specialize(
         [
             (_receive, (
-                shared, 0, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
-                DONE, CUT,
+                shared, 0, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, DIAGONAL, RECEIVED, MAP,
+                MAP_PEAK, DONE, CUT,
             )),
             (_receive, (
-                shared, 1, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
-                DONE, CUT,
+                shared, 1, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, DIAGONAL, RECEIVED, MAP,
+                MAP_PEAK, DONE, CUT,
             )),
             (_receive, (
-                shared, 2, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
-                DONE, CUT,
+                shared, 2, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, DIAGONAL, RECEIVED, MAP,
+                MAP_PEAK, DONE, CUT,
             )),
             (_receive, (
-                shared, 3, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, RECEIVED, MAP, MAP_PEAK,
-                DONE, CUT,
+                shared, 3, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, DIAGONAL, RECEIVED, MAP,
+                MAP_PEAK, DONE, CUT,
             )),
             (_load_columns, (loader, D, STAGES, BINS, CAUSAL, CUT)),
         ],
@@ -468,11 +528,12 @@ def columns(
 
 @gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])
 def add(
-    Received, Kept, items, pairs, blocks, heads, groups, programs, length, share,
+    Received, Kept,
+    items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share,
     keys, offset, tiles, per_bin, bins, together, CAUSAL: gl.constexpr,
 ):  # fmt: skip
     """What the keys of a block receive in all, where programs of ``columns`` have shared it."""
-    work = Work(items, pairs, blocks, heads, groups, programs, length, share)
+    work = Work(items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     number, half, flat, block, before = block_cut(work, CAUSAL)
@@ -493,5 +554,5 @@ def add(
                 parts += 1
         if parts > 0:
             key = block * (TEAMS * ROWS) + at
-            place = flat.to(gl.int64) * sizes.keys + key
+            place = wide(flat, sizes.keys) + key
             gl.store(Received + place, received, mask=key < sizes.keys)

@@ -131,17 +131,41 @@ def turns_of(work, CUT: gl.constexpr):
 
 
 @gluon.jit
-def item_of(number, work, CUT: gl.constexpr):
-    """One of a program's items, and from which of its steps to which they are the program's."""
+def within_item(number, work, CUT: gl.constexpr):
+    """From which step to which one of a program's items is its own."""
+    low, high = 0, work.length
     if CUT:
         start, end = share_of(work)
-        which = start // work.length + number
-        item = first_cut(work) + which
-        low = gl.maximum(start - which * work.length, 0)
-        high = gl.minimum(end - which * work.length, work.length)
+        before = (start // work.length + number) * work.length
+        low = gl.maximum(start - before, 0)
+        high = gl.minimum(end - before, work.length)
+    return low, high
+
+
+@gluon.jit
+def first_item(work, CUT: gl.constexpr):
+    """The first of a program's items: which of all heads, and which item of that one."""
+    if CUT:
+        item = first_cut(work) + share_of(work)[0] // work.length
     else:
-        item, low, high = number * work.programs + gl.program_id(0), 0, work.length
-    return item, low, high
+        item = gl.program_id(0)
+    return item // work.pairs, item % work.pairs
+
+
+@gluon.jit
+def stride_of(work, CUT: gl.constexpr):
+    """How far it is from one of a program's items to the next: in heads, and in items."""
+    if CUT:
+        return 1 // work.pairs, 1 % work.pairs
+    return work.heads_on, work.items_on
+
+
+@gluon.jit
+def next_item(item, stride, work):
+    """The item after one. To divide each one's number takes as long as a tenth of a short block."""
+    flat, pair = item[0] + stride[0], item[1] + stride[1]
+    beyond = pair >= work.pairs
+    return gl.where(beyond, flat + 1, flat), gl.where(beyond, pair - work.pairs, pair)
 
 
 @gluon.jit
@@ -154,28 +178,28 @@ def first_cut(work):
 def halves_of(item, work, CAUSAL: gl.constexpr):
     """How many blocks an item of work has."""
     if CAUSAL:
-        return gl.where(item % work.pairs * 2 + 1 == work.blocks, 1, 2)
+        return gl.where(item[1] * 2 + 1 == work.blocks, 1, 2)
     return 1
 
 
 @gluon.jit
 def block_of(item, half, work, CAUSAL: gl.constexpr):
     """Which of all heads, and which block of it."""
-    block = item % work.pairs
+    flat, block = item
     if CAUSAL:
         block = gl.where(half == 0, work.blocks - 1 - block, block)
-    return item // work.pairs, block
+    return flat, block
 
 
 @gluon.jit
 def part_of(half, PART: gl.constexpr, CAUSAL: gl.constexpr):
     """Which ROWS of a block are a team's.
 
-    Under a causal mask those at one end have a tile more than those at the other. In an item's
-    second block a team is at the other end, so that all teams have as many.
+    Under a causal mask those in one half have a tile more than those in the other. In an item's
+    second block a team is in the other half, so that all teams have as many.
     """
     if CAUSAL:
-        return gl.where(half == 0, PART, TEAMS - 1 - PART)
+        return gl.where(half == 0, PART, PART ^ TEAMS // 2)
     return PART
 
 
@@ -196,7 +220,8 @@ def block_cut(work, CAUSAL: gl.constexpr):
     """
     half = gl.program_id(0) % 2 if CAUSAL else 0
     number = gl.program_id(0) // 2 if CAUSAL else gl.program_id(0)
-    flat, block = block_of(first_cut(work) + number, half, work, CAUSAL)
+    item = first_cut(work) + number
+    flat, block = block_of((item // work.pairs, item % work.pairs), half, work, CAUSAL)
     return number, half, flat, block, block_before(half, block, work, CAUSAL)
 
 
@@ -250,6 +275,12 @@ def may_see(s, query_at, key, keys, CAUSAL: gl.constexpr):
     else:
         may = known < keys - key - lane
     return may
+
+
+@gluon.jit
+def wide(one, other):
+    """The product of two numbers in 64 bits: not negative, so that it is one instruction."""
+    return one.to(gl.uint32).to(gl.int64) * other.to(gl.uint32).to(gl.int64)
 
 
 @gluon.jit
