@@ -567,5 +567,5 @@ def top(
         _described(query, ROWS), _described(key, BLOCK), bar, lse, room, left, *found.values(),
         *work, queries, keys, -(-keys // BLOCK), count, structure.scale * LOG2E, D=width,
         STAGES=TILE_STAGES[width], CAUSAL=causal,
-        EVEN=(keys - queries) % ROWS == 0 if causal else keys % BLOCK == 0, num_warps=4,
+        EVEN=(keys - queries if causal else keys) % BLOCK == 0, num_warps=4,
     )  # fmt: skip

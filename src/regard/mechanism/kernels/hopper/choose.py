@@ -34,6 +34,7 @@ from regard.mechanism.kernels.hopper.roles import (
     may_see,
     next_item,
     part_of,
+    places_in,
     product,
     release,
     ring_of,
@@ -167,6 +168,30 @@ def _of_rows(slots):
 
 
 @gluon.jit
+def _without(s, other, key, which):
+    """Pairs where the one with a certain key was taken: the other is then the higher one.
+
+    As an addition, of nothing, it takes a unit that has nothing to do; all else here compares and
+    selects. The compiler would take two instructions for the key.
+    """
+    return gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.eq.s32 p, $5, $6; mov.f32 $0, $3; mov.f32 $1, $4; mov.b32 $2, $5; "
+        "@p add.ftz.f32 $0, $4, 0f80000000; @p mov.f32 $1, 0fFF61B1E6; @p xor.b32 $2, $5, 1; }",
+        "=f,=f,=r,f,f,r,r", [s, other, key, which], (gl.float32, gl.float32, gl.int32),
+        is_pure=True, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _in_slots(x, layout: gl.constexpr):
+    """What a row's places hold, two to a lane, four times: so many slots a lane has."""
+    two = gl.reshape(x, [ROWS, LANES, PLACES // LANES])
+    four = gl.join(two, two)
+    eight = gl.permute(gl.join(four, four), (0, 1, 3, 4, 2))
+    return gl.convert_layout(gl.reshape(eight, [ROWS, SLOTS]), layout)
+
+
+@gluon.jit
 def _order(Found, both, records, count):
     """The ``count`` highest of what was collected and their keys, in order: [ROWS, PLACES].
 
@@ -193,14 +218,20 @@ def _order(Found, both, records, count):
     place = gl.arange(0, PLACES, gl.SliceLayout(0, of_places))[None, :]
     highest = gl.full([ROWS, PLACES], NOTHING, gl.float32, of_places)
     chosen = gl.full([ROWS, PLACES], -1, gl.int32, of_places)
-    # Nearly all rows have no more than SLOTS; where some have, theirs compete with the best so far.
-    for start in range(0, most, SLOTS):
-        number = start + gl.arange(0, SLOTS, gl.SliceLayout(0, of_slots))[None, :]
+    # Nearly all rows have no more than SLOTS. Where some have, the best so far then take the last
+    # places of each lane, and compete with those that come.
+    LAST: gl.constexpr = (SLOTS - PLACES) // LANES
+    slot = gl.arange(0, SLOTS, gl.SliceLayout(0, of_slots))[None, :]
+    turn = gl.arange(0, SLOTS, gl.SliceLayout(0, of_slots_of_rows))[None, :] % (SLOTS // LANES)
+    for begin in range(0, gl.maximum(most - PLACES, gl.minimum(most, 1)), SLOTS - PLACES):
+        again = begin > 0
+        number = gl.where(again, begin + PLACES + slot // (SLOTS // LANES) * LAST, begin)
+        number += gl.where(again, slot % (SLOTS // LANES), slot)
         skip = gl.where(number < third, 2 * ROOM - second, 3 * ROOM - third)
         skip = gl.where(number < second, ROOM - first, skip)
         skip = gl.where(number < first, 0, skip)
         at = Found + (both * (LANES * ROOM) + number + skip) * RECORD
-        there = number < last
+        there = (number < last) & ((slot % (SLOTS // LANES) < LAST) | (begin == 0))
         s = gl.load(at[:, :, None] + four, mask=there[:, :, None], other=NOTHING)
         near, far = gl.split(gl.convert_layout(_in_rows(s, SLOTS, PAIR), by_rows))
         key = gl.load(at + FOUR, mask=there, other=0.0).to(gl.int32, bitcast=True)
@@ -209,27 +240,22 @@ def _order(Found, both, records, count):
         key = gl.convert_layout(key, of_slots_of_rows)
         key = gl.where(near >= far, key, key + 1)
         s, other = gl.maximum(near, far), gl.minimum(near, far)
-        rest, rest_keys = highest, chosen
+        if again:
+            old = turn >= LAST
+            s = gl.where(old, _in_slots(highest, of_slots_of_rows), s)
+            other = gl.where(old, NOTHING, other)
+            key = gl.where(old, _in_slots(chosen, of_slots_of_rows), key)
         for i in range(count):
             mine = gl.max(gl.reshape(s, [ROWS, LANES, SLOTS // LANES]), 2)
-            also = gl.max(gl.reshape(rest, [ROWS, LANES, PLACES // LANES]), 2)
-            top = gl.max(gl.maximum(mine, gl.convert_layout(also, mine.type.layout)), 1)
-            of_new = gl.convert_layout(top, of_rows)[:, None]
-            of_old = gl.convert_layout(top, gl.SliceLayout(1, of_places))[:, None]
-            highest = gl.where(place == i, of_old, highest)
-            mine = gl.where(s == of_new, key, BEYOND)
+            top = gl.max(mine, 1)
+            of_place = gl.convert_layout(top, gl.SliceLayout(1, of_places))[:, None]
+            highest = gl.where(place == i, of_place, highest)
+            mine = gl.where(s == gl.convert_layout(top, of_rows)[:, None], key, BEYOND)
             mine = gl.min(gl.reshape(mine, [ROWS, LANES, SLOTS // LANES]), 2)
-            also = gl.where(rest == of_old, rest_keys, BEYOND)
-            also = gl.min(gl.reshape(also, [ROWS, LANES, PLACES // LANES]), 2)
-            which = gl.min(gl.minimum(mine, gl.convert_layout(also, mine.type.layout)), 1)
-            of_new = gl.convert_layout(which, of_rows)[:, None]
-            of_old = gl.convert_layout(which, gl.SliceLayout(1, of_places))[:, None]
-            chosen = gl.where(place == i, of_old, chosen)
-            taken = key == of_new
-            s = gl.where(taken, other, s)
-            other = gl.where(taken, NOTHING, other)
-            key = gl.where(taken, key ^ 1, key)
-            rest = gl.where(rest_keys == of_old, NOTHING, rest)
+            which = gl.min(mine, 1)
+            of_place = gl.convert_layout(which, gl.SliceLayout(1, of_places))[:, None]
+            chosen = gl.where(place == i, of_place, chosen)
+            s, other, key = _without(s, other, key, gl.convert_layout(which, of_rows)[:, None])
     return highest, chosen
 
 
@@ -286,6 +312,9 @@ def _find(
                 if CAUSAL or not EVEN:
                     if tile < careful:
                         seen = may_see(scores, query_at, key, keys, CAUSAL)
+                        if CAUSAL and EVEN:  # on the diagonal, as in attend.py
+                            near = places_in(scores)[0] < ROWS
+                            seen = seen | near if PART % 2 else seen & near
                         scores = gl.where(seen, scores, NOTHING)
                 at = _keep(_in_fours(scores), bars, at, full, room, key + lane * PAIR, 0)
             release(k_ring, place)
@@ -327,7 +356,7 @@ def top(
 
     ``Bar`` is a score that as many of a query's reach. ``Found`` is room for what reaches it, of
     one block for each program. ``Left`` tells rows that had not enough of it. EVEN: queries and
-    keys end a multiple of 64 apart; without a mask: keys fill their tiles.
+    keys end a multiple of tiles apart; without a mask: keys fill their tiles.
     """
     work = Work(items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share)
     offset = keys - queries
