@@ -151,11 +151,13 @@ def _parts(D, CAUSAL, DISTANCE, BAR):
     if D == 128:
         if BAR:
             return 4, 4, 1
-        return ((4, 2, 1) if DISTANCE else (2, 4, 1)) if CAUSAL else (2, 1, 1)
+        if DISTANCE:
+            return (2, 1, 1) if CAUSAL else (1, 1, 2)
+        return (2, 4, 1) if CAUSAL else (2, 1, 1)
     if BAR:
         return (1, 1, 1) if CAUSAL else (2, 2, 1)
     if DISTANCE:
-        return (2, 2, 1) if CAUSAL else (1, 4, 4)
+        return (1, 2, 2) if CAUSAL else (1, 2, 1)
     return (1, 1, 1) if CAUSAL else (1, 4, 1)
 
 
