@@ -36,15 +36,13 @@ from regard.mechanism.kernels.hopper.roles import (
     block_of,
     by_fours,
     carried,
-    first_item,
     first_place,
     following,
     halves_of,
-    next_item,
+    item_at,
     places_of,
     release,
     ring_of,
-    stride_of,
     turns_of,
 )
 from regard.mechanism.kernels.structure import Sizes, Work
@@ -110,8 +108,8 @@ def _load(loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAU
     q_desc, grad_desc, k_desc, v_desc, drop_desc, delta_desc, dealt, grad_dealt = described
     place = first_place()
     block_place = first_place()
-    item, stride = first_item(work, False), stride_of(work, False)
-    for _ in range(turns_of(work, False)):
+    for number in range(turns_of(work, False)):
+        item = item_at(number, work)
         for half in range(halves_of(item, work, CAUSAL)):
             flat, block = block_of(item, half, work, CAUSAL)
             batch, head = flat // work.heads, flat % work.heads
@@ -132,7 +130,6 @@ def _load(loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAU
                 tma.async_copy_global_to_shared(delta_desc, row, full, deltas.index(place[0]))
                 place = following(place, STAGES)
             block_place = following(block_place, _slots(D))
-        item = next_item(item, stride, work)
 
 
 @gluon.constexpr_function
@@ -328,8 +325,8 @@ def _differentiate(
     place = first_place()
     block_place = first_place()
     handed = first_place()
-    item, stride = first_item(work, False), stride_of(work, False)
-    for _ in range(turns_of(work, False)):
+    for number in range(turns_of(work, False)):
+        item = item_at(number, work)
         for half in range(halves_of(item, work, CAUSAL)):
             flat, block = block_of(item, half, work, CAUSAL)
             place, handed = _differentiate_block(
@@ -337,7 +334,6 @@ def _differentiate(
                 LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK, DONE,
             )  # fmt: skip
             block_place = following(block_place, _slots(D))
-        item = next_item(item, stride, work)
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])

@@ -153,6 +153,13 @@ def first_item(work, CUT: gl.constexpr):
 
 
 @gluon.jit
+def item_at(number, work):
+    """One of a program's items, where there are no registers to count on from the last one."""
+    item = number * work.programs + gl.program_id(0)
+    return item // work.pairs, item % work.pairs
+
+
+@gluon.jit
 def stride_of(work, CUT: gl.constexpr):
     """How far it is from one of a program's items to the next: in heads, and in items."""
     if CUT:
