@@ -642,6 +642,43 @@ def crowded(crowd: tuple[int, ...], keys: int, seed: int) -> Tensor:
     return scores
 
 
+@pytest.mark.parametrize("count", [8, 3])
+@pytest.mark.parametrize("most", [0, 1, 31, 32, 33, 56, 57, 80, 81, 160])
+def test_what_was_collected_is_put_in_order(most: int, count: int) -> None:
+    """So many records that two rows have at most: 32 are looked at first, and 24 at a time then."""
+    choose = gluon_on_cpu.load("regard.mechanism.kernels.hopper").choose
+    chance = torch.Generator().manual_seed(most)
+    room, lanes, pairs = choose.ROOM, choose.LANES, choose.BOTH
+    whose = torch.stack([torch.randperm(lanes * room, generator=chance) for _ in range(pairs)])
+    shares = torch.randint(most + 1, (pairs, 1), generator=chance)
+    shares[7] = most
+    records = (whose < shares).view(pairs, lanes, room).sum(2)
+    there = torch.arange(room) < records[..., None]
+    scores = torch.randint(40, (pairs, lanes, room, 2, 2), generator=chance).float()  # some equal
+    keys = 2 * torch.stack([torch.randperm(500, generator=chance)[: lanes * room] for _ in whose])
+    keys = keys.view(pairs, lanes, room).int()
+    found = torch.full((pairs, lanes, room, choose.RECORD), torch.nan)
+    found[..., :4] = torch.where(there[..., None], scores.flatten(3), torch.nan)
+    found[..., 4] = torch.where(there, keys.view(torch.float32), torch.nan)
+    given = (
+        gluon_on_cpu.Pointer(found.flatten()),
+        *map(gluon_on_cpu.Block, (torch.arange(pairs), records, count)),
+    )
+    highest, chosen = (block.data[:, :count] for block in choose._order(*given))
+    for pair, which in product(range(pairs), range(2)):
+        row = pair // 8 * 16 + pair % 8 + 8 * which
+        mine = there[pair]
+        rivals = sorted(
+            (-score, int(key) + at)
+            for both, key in zip(scores[pair, mine][:, which], keys[pair, mine], strict=True)
+            for at, score in enumerate(both.tolist())
+        )[:count]
+        real = len(rivals)
+        assert highest[row, :real].tolist() == [-score for score, _ in rivals]
+        assert chosen[row, :real].tolist() == [key for _, key in rivals]
+        assert (highest[row, real:] < choose.LOWEST).all()
+
+
 def test_room_for_top_keys_ends_where_it_should() -> None:
     keys, queries, width = 1024, 256, 128
     # A query looks at one column of the keys: at first the same as the query eight rows below, with
@@ -687,7 +724,7 @@ def test_what_runs_here_does_not_take_the_place_of_the_kernels() -> None:
 def test_both_sides_agree_on_sizes() -> None:
     kernels = gluon_on_cpu.load("regard.mechanism.kernels.hopper")
     shared, choose = kernels.roles, kernels.choose
-    for name in ("ROWS", "BLOCK", "LANES", "PAIR", "TEAMS"):
+    for name in ("ROWS", "BAND", "BLOCK", "LANES", "PAIR", "TEAMS"):
         assert getattr(shared, name) == getattr(specialised, name), name
     for name in ("ROOM", "RECORD", "PLACES"):
         assert getattr(choose, name) == getattr(specialised, name), name
@@ -781,8 +818,12 @@ build(hopper.columns,
       MAP=True, MAP_PEAK=True, DONE=True, CUT=True)
 build(hopper.columns,
       dict(q_desc=tiles(2, 8, 4, 2, 64), k_desc=tiles(1, 1, 64, 64), drop=drop), D=64, STAGES=8,
-      BINS=8, UNIT=16, LONG=False, CAUSAL=True, EVEN=False, DIAGONAL=False, RECEIVED=True,
+      BINS=8, UNIT=16, LONG=False, CAUSAL=True, EVEN=True, DIAGONAL=True, RECEIVED=True,
       MAP=True, MAP_PEAK=True, DONE=True, CUT=False)
+build(hopper.columns,
+      dict(q_desc=tiles(1, 1, 128, 64), k_desc=tiles(1, 1, 64, 64), drop=drop), D=64, STAGES=8,
+      BINS=1, UNIT=16, LONG=True, CAUSAL=True, EVEN=False, DIAGONAL=False, RECEIVED=True, MAP=True,
+      MAP_PEAK=True, DONE=False, CUT=False)
 for causal in (False, True):
     build(hopper.add, {}, CAUSAL=causal)
 narrow = tiles(1, 1, 128, 64)

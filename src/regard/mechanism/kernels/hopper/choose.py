@@ -177,7 +177,7 @@ def _without(s, other, key, which):
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.eq.s32 p, $5, $6; mov.f32 $0, $3; mov.f32 $1, $4; mov.b32 $2, $5; "
         "@p add.ftz.f32 $0, $4, 0f80000000; @p mov.f32 $1, 0fFF61B1E6; @p xor.b32 $2, $5, 1; }",
-        "=f,=f,=r,f,f,r,r", [s, other, key, which], (gl.float32, gl.float32, gl.int32),
+        "=&f,=&f,=&r,f,f,r,r", [s, other, key, which], (gl.float32, gl.float32, gl.int32),
         is_pure=True, pack=1,
     )  # fmt: skip
 
@@ -294,7 +294,9 @@ def _find(
             bars = gl.convert_layout(bars[0], of_lanes), gl.convert_layout(bars[1], of_lanes)
             at = mine
             last = _last_tile(row, offset, tiles, CAUSAL)
-            careful = last + 1 if CAUSAL and not EVEN else 1  # tiles in which some pair is masked
+            careful = 1  # tiles in which some pair is masked
+            if CAUSAL and not EVEN:
+                careful = last + 1 - (row + offset + 1) // BLOCK
             q = await_team(q_ring, q_place, part, D)
             ahead = _last_tile(row + (TEAMS - 1 - part) * ROWS, offset, tiles, CAUSAL) - last
             for _ in range(ahead):

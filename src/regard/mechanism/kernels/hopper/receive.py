@@ -489,7 +489,8 @@ def columns(
     queries, and -inf to the end of the last tile: a query that is not there gives nothing. Where
     it is ``carried`` it is described for the copy engine, else a pointer.
     Of items that are CUT, programs leave in ``Kept`` what they have of a block, for ``add``.
-    DIAGONAL: there are as many keys as queries, and the halves of a tile have bins of their own.
+    DIAGONAL: each block's first tile is on the diagonal of a causal mask, and the halves of a tile
+    have bins of their own. (Blocks beyond the last key have another; what they give is not read.)
     Maps are sums over UNIT keys; DONE: these are cells, averages, and 0 where no query sees a key.
     """
     work = Work(items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share)

@@ -169,7 +169,7 @@ def stride_of(work, CUT: gl.constexpr):
 
 @gluon.jit
 def next_item(item, stride, work):
-    """The item after one. To divide each one's number takes as long as a tenth of a short block."""
+    """The item after one. To divide for each took some fifty instructions a block."""
     flat, pair = item[0] + stride[0], item[1] + stride[1]
     beyond = pair >= work.pairs
     return gl.where(beyond, flat + 1, flat), gl.where(beyond, pair - work.pairs, pair)
@@ -202,8 +202,9 @@ def block_of(item, half, work, CAUSAL: gl.constexpr):
 def part_of(half, PART: gl.constexpr, CAUSAL: gl.constexpr):
     """Which ROWS of a block are a team's.
 
-    Under a causal mask those in one half have a tile more than those in the other. In an item's
-    second block a team is in the other half, so that all teams have as many.
+    Under a causal mask those in one half have a tile more than those in the other, where queries
+    and keys end a multiple of tiles apart. In an item's second block a team is in the other half,
+    so that all teams have as many.
     """
     if CAUSAL:
         return gl.where(half == 0, PART, PART ^ TEAMS // 2)
