@@ -172,7 +172,7 @@ def _without(s, other, key, which):
     """Pairs where the one with a certain key was taken: the other is then the higher one.
 
     As an addition, of nothing, it takes a unit that has nothing to do; all else here compares and
-    selects. The compiler would take two instructions for the key.
+    selects. The compiler would take two instructions for the key. 0fFF61B1E6 is NOTHING.
     """
     return gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.eq.s32 p, $5, $6; mov.f32 $0, $3; mov.f32 $1, $4; mov.b32 $2, $5; "
@@ -220,18 +220,19 @@ def _order(Found, both, records, count):
     chosen = gl.full([ROWS, PLACES], -1, gl.int32, of_places)
     # Nearly all rows have no more than SLOTS. Where some have, the best so far then take the last
     # places of each lane, and compete with those that come.
-    LAST: gl.constexpr = (SLOTS - PLACES) // LANES
+    EACH: gl.constexpr = SLOTS // LANES
+    NEW: gl.constexpr = (SLOTS - PLACES) // LANES
     slot = gl.arange(0, SLOTS, gl.SliceLayout(0, of_slots))[None, :]
-    turn = gl.arange(0, SLOTS, gl.SliceLayout(0, of_slots_of_rows))[None, :] % (SLOTS // LANES)
+    turn = gl.arange(0, SLOTS, gl.SliceLayout(0, of_slots_of_rows))[None, :] % EACH
     for begin in range(0, gl.maximum(most - PLACES, gl.minimum(most, 1)), SLOTS - PLACES):
         again = begin > 0
-        number = gl.where(again, begin + PLACES + slot // (SLOTS // LANES) * LAST, begin)
-        number += gl.where(again, slot % (SLOTS // LANES), slot)
+        number = gl.where(again, begin + PLACES + slot // EACH * NEW, begin)
+        number += gl.where(again, slot % EACH, slot)
         skip = gl.where(number < third, 2 * ROOM - second, 3 * ROOM - third)
         skip = gl.where(number < second, ROOM - first, skip)
         skip = gl.where(number < first, 0, skip)
         at = Found + (both * (LANES * ROOM) + number + skip) * RECORD
-        there = (number < last) & ((slot % (SLOTS // LANES) < LAST) | (begin == 0))
+        there = (number < last) & ((slot % EACH < NEW) | (begin == 0))
         s = gl.load(at[:, :, None] + four, mask=there[:, :, None], other=NOTHING)
         near, far = gl.split(gl.convert_layout(_in_rows(s, SLOTS, PAIR), by_rows))
         key = gl.load(at + FOUR, mask=there, other=0.0).to(gl.int32, bitcast=True)
@@ -241,17 +242,17 @@ def _order(Found, both, records, count):
         key = gl.where(near >= far, key, key + 1)
         s, other = gl.maximum(near, far), gl.minimum(near, far)
         if again:
-            old = turn >= LAST
+            old = turn >= NEW
             s = gl.where(old, _in_slots(highest, of_slots_of_rows), s)
             other = gl.where(old, NOTHING, other)
             key = gl.where(old, _in_slots(chosen, of_slots_of_rows), key)
         for i in range(count):
-            mine = gl.max(gl.reshape(s, [ROWS, LANES, SLOTS // LANES]), 2)
+            mine = gl.max(gl.reshape(s, [ROWS, LANES, EACH]), 2)
             top = gl.max(mine, 1)
             of_place = gl.convert_layout(top, gl.SliceLayout(1, of_places))[:, None]
             highest = gl.where(place == i, of_place, highest)
             mine = gl.where(s == gl.convert_layout(top, of_rows)[:, None], key, BEYOND)
-            mine = gl.min(gl.reshape(mine, [ROWS, LANES, SLOTS // LANES]), 2)
+            mine = gl.min(gl.reshape(mine, [ROWS, LANES, EACH]), 2)
             which = gl.min(mine, 1)
             of_place = gl.convert_layout(which, gl.SliceLayout(1, of_places))[:, None]
             chosen = gl.where(place == i, of_place, chosen)

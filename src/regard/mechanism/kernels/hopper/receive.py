@@ -306,14 +306,14 @@ def _place_of(Kept, program, begins):
 
 
 @gluon.jit
-def _in_two(tile):
+def _halves(tile):
     """The first and the last queries of a tile whose halves have bins of their own."""
     halves = gl.reshape(tile, [tile.shape[0], 2, tile.shape[1] // 2])
     return gl.split(gl.permute(halves, (0, 2, 1)))
 
 
 @gluon.jit
-def _in_one(near, far, layout: gl.constexpr):
+def _whole(near, far, layout: gl.constexpr):
     """What the bins of a tile have, of what those of its halves have."""
     bins = gl.permute(gl.join(near, far), (0, 3, 1, 2))
     bins = gl.reshape(bins, [near.shape[0], 2 * near.shape[1], near.shape[2]])
@@ -330,7 +330,7 @@ def _sums_on_diagonal(
     All of the last queries see the first keys, and none of the first ones the last keys.
     """
     HIGH: gl.constexpr = BLOCK // BINS
-    near, far = _in_two(s * c + drop)
+    near, far = _halves(s * c + drop)
     far = _by_bins(gl.exp2(far), BINS // 2)
     if LATER:
         far = _causal(far, first - BLOCK // 2, BINS // 2, HIGH)
@@ -339,7 +339,7 @@ def _sums_on_diagonal(
     if not LATER:
         near = _causal(_by_bins(gl.exp2(near), BINS // 2), first, BINS // 2, HIGH)
         early, early_peaks = sums_of(near, PEAK)
-    return _in_one(early, sums, layout), _in_one(early_peaks, peaks, layout)
+    return _whole(early, sums, layout), _whole(early_peaks, peaks, layout)
 
 
 @gluon.jit

@@ -143,20 +143,25 @@ def within_item(number, work, CUT: gl.constexpr):
 
 
 @gluon.jit
+def _located(item, work):
+    """Which of all heads has an item, counted through all of them, and which of its own it is."""
+    return item // work.pairs, item % work.pairs
+
+
+@gluon.jit
 def first_item(work, CUT: gl.constexpr):
-    """The first of a program's items: which of all heads, and which item of that one."""
+    """The first of a program's items, as ``_located``."""
     if CUT:
         item = first_cut(work) + share_of(work)[0] // work.length
     else:
         item = gl.program_id(0)
-    return item // work.pairs, item % work.pairs
+    return _located(item, work)
 
 
 @gluon.jit
 def item_at(number, work):
     """One of a program's items, where there are no registers to count on from the last one."""
-    item = number * work.programs + gl.program_id(0)
-    return item // work.pairs, item % work.pairs
+    return _located(number * work.programs + gl.program_id(0), work)
 
 
 @gluon.jit
@@ -228,8 +233,8 @@ def block_cut(work, CAUSAL: gl.constexpr):
     """
     half = gl.program_id(0) % 2 if CAUSAL else 0
     number = gl.program_id(0) // 2 if CAUSAL else gl.program_id(0)
-    item = first_cut(work) + number
-    flat, block = block_of((item // work.pairs, item % work.pairs), half, work, CAUSAL)
+    item = _located(first_cut(work) + number, work)
+    flat, block = block_of(item, half, work, CAUSAL)
     return number, half, flat, block, block_before(half, block, work, CAUSAL)
 
 
