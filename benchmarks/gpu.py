@@ -9,6 +9,7 @@ same run (cuDNN, flash): 1.00 is as fast, larger is slower, save where a column 
 
 from __future__ import annotations
 
+import random
 import statistics
 import sys
 import time
@@ -48,7 +49,9 @@ def medians(*steps: Callable[[], object], budget: float = 300.0) -> list[float]:
     """Milliseconds of device time of each, taken in turns: a device's clock follows its heat.
 
     The cache is emptied before each turn. The device sleeps while the host asks for a round of
-    turns, so that it never waits within one. About ``budget`` milliseconds go to all of them.
+    turns, so that it never waits within one. What comes first then runs on a rested device, and
+    what ran before counts, so each round has another order. About ``budget`` milliseconds go to all
+    of them.
     """
     once = asked = 0.0
     for _ in range(2):  # what compiles does so the first time
@@ -60,15 +63,14 @@ def medians(*steps: Callable[[], object], budget: float = 300.0) -> list[float]:
         once = (time.perf_counter() - start) * 1e3
     cache = torch.empty(2**28, dtype=torch.int8, device="cuda")
     rounds = min(max(int(budget / once), 5 if once < 1000 else 1), 100)
-    turns = []
+    chance = random.Random(0)
+    turns: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in steps]
     for _ in range(rounds):
         torch.cuda._sleep(int(asked * 3e9))  # cycles; a second has less than 2e9
-        turns.append([_timed(step, cache) for step in steps])
+        for at in chance.sample(range(len(steps)), len(steps)):
+            turns[at].append(_timed(steps[at], cache))
     torch.cuda.synchronize()
-    return [
-        statistics.median(begin.elapsed_time(end) for begin, end in times)
-        for times in zip(*turns, strict=True)
-    ]
+    return [statistics.median(a.elapsed_time(z) for a, z in times) for times in turns]
 
 
 def _timed(step: Callable[[], object], cache: Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:

@@ -18,6 +18,7 @@ A role runs as one: what its own threads have to wait for among each other, only
 from __future__ import annotations
 
 import importlib
+import re
 import struct
 import sys
 import threading
@@ -209,6 +210,29 @@ class _Machine:
         self.barriers: dict[int, _Barrier] = {}
         self.roles = self.waiting = 0
         self.failed: BaseException | None = None
+        self.memory = torch.full((2**14,), torch.nan).view(torch.int32)  # what PTX reserves
+        self.reserved = 0
+
+    def reserve(self, size: int) -> Tensor:
+        """Where so many bytes begin."""
+        with self.changed:
+            self.reserved += size
+            assert self.reserved <= 4 * len(self.memory)
+            return torch.tensor(self.reserved - size, dtype=torch.int32)
+
+    def _words(self, places: Tensor, guard: Tensor | None) -> tuple[Tensor, Tensor]:
+        may = torch.tensor(True) if guard is None else guard
+        places, may = torch.broadcast_tensors(places, may)
+        assert ((places >= 0) & (places < self.reserved) & (places % 4 == 0))[may].all()
+        return places // 4, may
+
+    def read(self, places: Tensor, guard: Tensor | None) -> Tensor:
+        words, may = self._words(places, guard)
+        return torch.where(may, self.memory[torch.where(may, words, 0)], 0)
+
+    def write(self, places: Tensor, what: Tensor, guard: Tensor | None) -> None:
+        words, may = self._words(places, guard)
+        self.memory[words[may]] = what.expand(words.shape)[may]
 
     def tell(self) -> None:
         """Something changed: whoever waits looks again, and counts as waiting anew if it must."""
@@ -378,63 +402,138 @@ def _reduce(values: tuple[Block, ...], axis: int, rule: Callable[..., Any]) -> A
     return reduce(lambda some, more: rule(*some, *more), places)
 
 
+def _leading_zeros(number: Tensor) -> Tensor:
+    unsigned = number.long() & 0xFFFFFFFF
+    return 32 - sum((unsigned >> bit > 0).int() for bit in range(32))
+
+
+def _reversed(number: Tensor) -> Tensor:
+    bits = [((number.long() >> bit) & 1) << (31 - bit) for bit in range(32)]
+    return _in_32_bits(sum(bits[1:], bits[0]))
+
+
+def _in_32_bits(number: Tensor) -> Tensor:
+    return ((number.long() + 2**31) % 2**32 - 2**31).int()
+
+
 PTX: dict[str, Callable[..., Tensor]] = {
-    "mov.f32": lambda a: a,
-    "mov.b32": lambda a: a,
-    "add.ftz.f32": torch.add,
-    "xor.b32": torch.bitwise_xor,
-    "setp.eq.s32": torch.eq,
-    "mul.f32": torch.mul,
-    "rcp.approx.ftz.f32": torch.reciprocal,
-    "lg2.approx.ftz.f32": torch.log2,
-    "setp.ne.u32": torch.ne,
-    "setp.neu.f32": torch.ne,
-    "setp.neu.or.f32": lambda a, b, p: (a != b) | p,
-    "selp.u32": lambda a, b, p: torch.where(p, a, b),
-    "vote.sync.any.pred": lambda p, mask: p.any().expand_as(p),
+    "mov": lambda a: a,
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "mad.lo": lambda a, b, c: _in_32_bits(a.long() * b.long() + c.long()),
+    "min": torch.minimum,
+    "max": torch.maximum,
+    "and": torch.bitwise_and,
+    "or": torch.bitwise_or,
+    "xor": torch.bitwise_xor,
+    "brev": _reversed,
+    "clz": _leading_zeros,
+    "rcp.approx": torch.reciprocal,
+    "lg2.approx": torch.log2,
+    "setp.eq": torch.eq,
+    "setp.ne": torch.ne,
+    "setp.lt": torch.lt,
+    "setp.ge": torch.ge,
+    "setp.ge.and": lambda a, b, p: (a >= b) & p,
+    "setp.neu": torch.ne,
+    "setp.neu.or": lambda a, b, p: (a != b) | p,
+    "selp": lambda a, b, p: torch.where(p, a, b),
+    "vote.sync.any": lambda p, _lanes: p.any().expand_as(p),
 }
 
 
-def _assemble(
-    code: str, constraints: str, given: list[Block], dtype: Any, is_pure: bool, pack: int
-) -> Any:
-    """What PTX makes of some tensors, ``pack`` numbers at a time. All threads are one warp."""
+class _Assembly:
+    """PTX, run for all elements of some tensors at once. All of them are one warp's."""
+
+    def __init__(self, code: str) -> None:
+        self.registers: dict[str, Tensor] = {}
+        self.lines: list[str] = []
+        self.labels: dict[str, int] = {}
+        for line in filter(None, map(str.strip, code.strip().strip("{}").split(";"))):
+            while found := re.match(r"(\w+):\s*", line):
+                self.labels[found[1]] = len(self.lines)
+                line = line[found.end() :]
+            if line:
+                self.lines.append(line)
+
+    def value(self, name: str, kind: str) -> Tensor:
+        """A register or a number, as ``kind`` reads it."""
+        if name.startswith("0f"):
+            found = torch.tensor(struct.unpack(">f", bytes.fromhex(name[2:]))[0])
+        elif name in self.registers:
+            found = self.registers[name]
+        else:
+            found = _in_32_bits(torch.tensor(int(name, 0)))
+        if found.dtype == torch.bool:
+            return found
+        return found.view(torch.float32 if kind == "f32" else torch.int32)
+
+    def set(self, name: str, found: Tensor, guard: Tensor | None) -> None:
+        if guard is not None:
+            before = self.registers.get(name, torch.zeros_like(found))
+            before = before if found.dtype == torch.bool else before.view(found.dtype)
+            found = torch.where(guard, found, before)
+        self.registers[name] = found
+
+    def run(self) -> None:
+        at = 0
+        while at < len(self.lines):
+            line, guard = self.lines[at], None
+            at += 1
+            if found := re.match(r"@(!?)(\w+)\s+", line):
+                guard = self.registers[found[2]] ^ bool(found[1])
+                line = line[found.end() :]
+            name, *operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,{}\[\]]+", line)
+            if name == "bra":
+                assert guard is None or guard.all() == guard.any()
+                if guard is None or guard.all():
+                    at = self.labels[operands[0]]
+            elif name == ".shared":
+                self.registers[operands[3]] = _machine.reserve(int(operands[4].strip("[]")))
+            elif name not in (".reg", "bar.warp.sync"):
+                self.step(name, operands, guard)
+
+    def step(self, name: str, operands: list[str], guard: Tensor | None) -> None:
+        name, _, kind = name.replace(".ftz", "").rpartition(".")
+        if name.partition(".")[0] in ("ld", "st"):
+            where, what = operands[::-1] if name.startswith("ld") else operands
+            base, _, apart = where.strip("[]").partition("+")
+            names = re.findall(r"[^\s,{}]+", what)
+            places = self.value(base, "s32").long() + int(apart or 0)
+            for i, register in enumerate(names):
+                if name.startswith("ld"):
+                    self.set(register, _machine.read(places + 4 * i, guard), guard)
+                else:
+                    _machine.write(places + 4 * i, self.value(register, "s32"), guard)
+        else:
+            to, *sources = operands
+            self.set(to, PTX[name](*(self.value(source, kind) for source in sources)), guard)
+
+
+def _assemble(code: str, constraints: str, given: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
+    """What PTX makes of some tensors, ``pack`` numbers at a time."""
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     results = pack * len(dtypes)
-    tensors = torch.broadcast_tensors(*(block.data for block in given))
-    registers = dict.fromkeys((f"${i}" for i in range(results)), torch.empty(0))
-    inputs = (column for tensor in tensors for column in tensor.reshape(-1, pack).unbind(1))
-    registers |= {f"${results + i}": column for i, column in enumerate(inputs)}
-    assert constraints.count(",") + 1 == len(registers)
-
-    def value(name: str) -> Tensor:
-        if name.startswith("0f"):
-            return torch.tensor(struct.unpack(">f", bytes.fromhex(name[2:]))[0])
-        return registers[name] if name in registers else torch.tensor(int(name, 0))
-
-    lines, label, rest = code.strip("{} ").partition(" DONE:")
-    assert not rest.strip()
-    for line in filter(None, map(str.strip, lines.split(";"))):
-        if line.startswith("@!"):
-            guard = registers[line[2:].split()[0]]
-            assert label
-            assert line.endswith("bra DONE")
-            assert guard.all() == guard.any()
-            if not guard.any():
-                break
-        elif not line.startswith(".reg"):
-            guarded = line.startswith("@p ")
-            name, operands = line.removeprefix("@p ").split(maxsplit=1)
-            to, *sources = operands.split(", ")
-            found = PTX[name](*map(value, sources))
-            registers[to] = torch.where(registers["p"], found, registers[to]) if guarded else found
-    columns = [registers[f"${i}"] for i in range(results)]
-    parts = [torch.stack(columns[i : i + pack], 1) for i in range(0, results, pack)]
-    blocks = [
-        Block(part.reshape(tensors[0].shape).to(kind))
-        for part, kind in zip(parts, dtypes, strict=True)
-    ]
-    return tuple(blocks) if isinstance(dtype, tuple) else blocks[0]
+    numbers = (torch.as_tensor(_raw(block)) for block in given)
+    tensors = torch.broadcast_tensors(
+        *(n.float() if n.dtype.is_floating_point else _in_32_bits(n) for n in numbers)
+    )
+    columns = [column for tensor in tensors for column in tensor.reshape(-1, pack).unbind(1)]
+    kinds = constraints.split(",")
+    assert len(kinds) == results + len(columns)
+    assembly = _Assembly(code)
+    for i, column in enumerate(columns):
+        assembly.registers[f"${results + i}"] = column.contiguous()
+        if kinds[results + i].isdigit():  # the register of a result
+            assembly.registers[f"${kinds[results + i]}"] = column.contiguous()
+    assembly.run()
+    found = []
+    for i, kind in enumerate(dtypes):
+        parts = [assembly.registers[f"${i * pack + j}"] for j in range(pack)]
+        whole = torch.stack([part.broadcast_to(columns[0].shape) for part in parts], 1)
+        found.append(Block(whole.reshape(tensors[0].shape).view(kind)))
+    return tuple(found) if isinstance(dtype, tuple) else found[0]
 
 
 class _Kernel:

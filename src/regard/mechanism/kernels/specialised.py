@@ -30,11 +30,12 @@ BAND = 16
 BLOCK = 128
 LANES, PAIR = 4, 2
 PLACES = 8  # top keys that can be asked for
-ROOM, RECORD = 40, 8  # fours of scores a lane can collect of two rows, and numbers each takes
+SETS = 8  # of a lane's scores, of each of which the highest is kept
 TEAMS = 4  # groups of warps that share tiles
 CARRIED = 64  # width at which the second pass has what queries lose copied with them
 STAGES = 2  # tiles of keys and of values that are loaded ahead
-TILE_STAGES = {64: 8, 128: 3}  # tiles of queries in the second pass, of keys for the top ones
+TILE_STAGES = {64: 8, 128: 3}  # tiles of queries in the second pass
+KEY_STAGES = {64: 6, 128: 3}  # of keys for the top ones
 STEP_STAGES = {64: 2, 128: 3}  # steps of queries in the backward pass
 WORTH = 24  # steps: where the longest program saves no more, the last items are not cut
 PARTS = 7  # shares that a block is long at most: so no more than JOINED programs have some of it
@@ -145,7 +146,7 @@ def attends(
 
 def _kept_of_a_row(width: int) -> int:
     """Numbers of a row that a program keeps of each of the two blocks it may have a part of."""
-    return width + 5 + LANES * 512 // width
+    return width + 5 + LANES * SETS
 
 
 def forward(
@@ -184,7 +185,7 @@ def forward(
         found["lse"], found.get("entropy"), found.get("peak"), highest,
         found.get("distance"), found.get("bar"), found.get("drop"),
     )  # fmt: skip
-    sizes = queries, keys, high.bit_length() - 1, count
+    sizes = queries, keys, high.bit_length() - 1
     asked: Any = {
         "D": width, "CAUSAL": causal, "ENTROPY": "entropy" in wanted, "PEAK": "peak" in wanted,
         "HIGHEST": highest is not None, "DISTANCE": "distance" in wanted, "BAR": count > 0,
@@ -562,10 +563,9 @@ def top(
     keys = key.shape[2]
     causal = structure.kind == CAUSAL
     work = _work(query, key, queries, TEAMS * ROWS, structure)
-    room = lse.new_empty(work.programs * TEAMS * ROWS // 2, LANES, ROOM, RECORD)
     _kernels().top[(work.programs,)](
-        _described(query, ROWS), _described(key, BLOCK), bar, lse, room, left, *found.values(),
+        _described(query, ROWS), _described(key, BLOCK), bar, lse, left, *found.values(),
         *work, queries, keys, -(-keys // BLOCK), count, structure.scale * LOG2E, D=width,
-        STAGES=TILE_STAGES[width], CAUSAL=causal,
+        STAGES=KEY_STAGES[width], CAUSAL=causal,
         EVEN=(keys - queries if causal else keys) % BLOCK == 0, num_warps=4,
     )  # fmt: skip

@@ -11,7 +11,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from regard.mechanism.kernels.hopper.order import eight_highest
+from regard.mechanism.kernels.hopper.order import eighth_highest
 from regard.mechanism.kernels.hopper.roles import (
     BAND,
     BLOCK,
@@ -52,6 +52,7 @@ from regard.mechanism.kernels.hopper.roles import (
 from regard.mechanism.kernels.structure import Work
 
 GROUPS = gl.constexpr(2)  # of warps that attend: ROWS queries each, BLOCK together
+SETS = gl.constexpr(8)  # of a lane's scores, of each of which the highest is known for the bar
 JOINED = gl.constexpr(8)  # programs that can share a block
 SLACK = gl.constexpr(8.0)  # by which a score may be above what weights are relative to, base 2
 
@@ -236,7 +237,6 @@ def _weigh(
     one side of all queries. ``s`` may have fewer keys than a tile. ``top`` is the highest score of
     tiles that are not masked, where that may be above ``m``.
     """
-    SETS: gl.constexpr = h.shape[2]
     PARTS: gl.constexpr = _parts(D, CAUSAL, DISTANCE, BAR)
     LAZY: gl.constexpr = _lazily(D)
     of_rows: gl.constexpr = along(s.type.layout, 3, 0)
@@ -245,13 +245,16 @@ def _weigh(
         seen = may_see(s, gl.convert_layout(query_at, of_rows), key, keys, CAUSAL)
         if SEEN > 0:
             seen = seen | (known < SEEN)
-        if BAR:
-            high = _by_height(gl.where(seen, s, NOTHING), SETS)
-            h = gl.maximum(h, gl.convert_layout(high, h.type.layout))
         s = gl.where(seen, s * c, NOTHING)
-        highest = gl.convert_layout(gl.max(gl.max(s, 2), 1), m.type.layout)
+        if BAR:  # which may be a little lower, and c is not negative
+            high = _by_height(s, h.shape[2])
+            h = gl.maximum(h, gl.convert_layout(high, h.type.layout) * _inverse(c))
+            highest = gl.max(gl.max(high, 2), 1)
+        else:
+            highest = gl.max(gl.max(s, 2), 1)
+        highest = gl.convert_layout(highest, m.type.layout)
     else:
-        high = _by_height(s, SETS)
+        high = _by_height(s, h.shape[2])
         if BAR:
             h = gl.maximum(h, high)
         highest = gl.convert_layout(gl.max(gl.max(high, 2), 1), m.type.layout)
@@ -289,15 +292,12 @@ def _weigh(
 
 
 @gluon.jit
-def _bar(h, count):
-    """Of the highest of each set the count-th: as many scores reach it.
+def _bar(h):
+    """Of the highest of each set the eighth: as many scores reach it.
 
     A little lower, should products differ in their last bit. NaN where it is infinite.
     """
-    highest = eight_highest(h)
-    bar = highest[0]
-    for i in gl.static_range(1, 8):
-        bar = gl.where(count > i, highest[i], bar)
+    bar = eighth_highest(h)
     lower = bar - gl.abs(bar) * 1e-6
     return gl.where(lower < LOWEST, LOWEST, lower)
 
@@ -399,7 +399,7 @@ def _write(Out, flat, row, o, queries, WARPS: gl.constexpr):
 @gluon.constexpr_function
 def _size(D):
     """Numbers that are kept of a row: its output so far, five numbers, and its sets' highest."""
-    return D + 5 + 4 * (512 // D)
+    return D + 5 + LANES * SETS
 
 
 @gluon.jit
@@ -423,7 +423,7 @@ def _attend_block(
     that come next: that one is returned, and is not released yet.
     """
     q_ring, ring, values, outs, out_desc, seen, Kept, _work, sizes = shared
-    queries, keys, offset, bits, count, c = sizes
+    queries, keys, offset, bits, c = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
@@ -431,8 +431,9 @@ def _attend_block(
     none = gl.zeros([ROWS, BLOCK], gl.float32, s_layout)
     of_rows: gl.constexpr = along(by_lanes(none).type.layout, 3, 0)
     of_lanes: gl.constexpr = gl.SliceLayout(2, by_lanes(none).type.layout)
-    SETS: gl.constexpr = 512 // D  # more make a closer bar, and take registers
-    of_heights: gl.constexpr = _by_height(by_lanes(none), SETS).type.layout
+    # Without a bar only the highest of all is wanted, in the order that is the fastest.
+    HEIGHTS: gl.constexpr = SETS if BAR else 512 // D
+    of_heights: gl.constexpr = _by_height(by_lanes(none), HEIGHTS).type.layout
     row = block * BLOCK
     rows = row + PART * ROWS + gl.arange(0, ROWS, of_rows)
     query_at = rows + offset
@@ -449,7 +450,7 @@ def _attend_block(
     t = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
     m = gl.full([ROWS], LOWEST, gl.float32, of_rows)
     top = gl.full([ROWS], float("-inf"), gl.float32, of_rows)  # of tiles that are not masked
-    h = gl.full([ROWS, LANES, SETS], NOTHING, gl.float32, of_heights)
+    h = gl.full([ROWS, LANES, HEIGHTS], NOTHING, gl.float32, of_heights)
 
     q = await_tile(q_ring, q_place).reshape([BLOCK, D]).slice(PART * ROWS, ROWS)
     k = await_tile(ring, place).reshape([BLOCK, D]).permute((1, 0))
@@ -508,7 +509,7 @@ def _attend_block(
     if not CUT or last - first == stop:
         bar = m
         if BAR:
-            bar = _bar(h, count)
+            bar = _bar(h)
         _tell(
             l, m, above, e, t, bar, seen, flat, block, PART, queries, bits,
             D, ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP,
@@ -548,7 +549,7 @@ def _attend(
 ):  # fmt: skip
     """One group of warps: its 64 queries of every block, two tiles of keys at a time."""
     work, sizes = shared[7], shared[8]
-    _queries, keys, offset, _bits, _count, _c = sizes
+    _queries, keys, offset, _bits, _c = sizes
     place = first_place()
     q_place = first_place()
     item, stride = first_item(work, CUT), stride_of(work, CUT)
@@ -567,16 +568,16 @@ def _attend(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "bits", "count"])
+@gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "bits"])
 def forward(
     q_desc, k_desc, v_desc, out_desc, Lse, Entropy, Peak, Highest, Distance, Bar, Drop, Kept,
     items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share,
-    queries, keys, bits, count, c,
+    queries, keys, bits, c,
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr,
     BAR: gl.constexpr, DROP: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
-    """Attend; see forward.py. ``Bar``: a score that ``count`` of a query's reach; for ``top``.
+    """Attend; see forward.py. ``Bar``: a score that eight of a query's reach; for ``top``.
 
     ``Drop`` is for ``columns``, whose lanes have a bin of 2**bits queries each dealt out to them.
     Of items that are CUT, programs leave in ``Kept`` what they have of a block, for ``join``.
@@ -592,7 +593,7 @@ def forward(
     values = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
     outs = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 1, ROWS, D], out_desc.layout)
     hopper.fence_async_shared()
-    sizes = queries, keys, offset, bits, count, c
+    sizes = queries, keys, offset, bits, c
     seen = Lse, Entropy, Peak, Highest, Distance, Bar, Drop
     shared = q_ring, ring, values, outs, out_desc, seen, Kept, work, sizes
     loader = q_ring, ring, values, q_desc, k_desc, v_desc, work, keys, offset
@@ -612,11 +613,11 @@ def forward(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "bits", "count"])
+@gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "bits"])
 def join(
     Out, Lse, Entropy, Peak, Highest, Distance, Bar, Drop, Kept,
     items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share,
-    queries, keys, bits, count,
+    queries, keys, bits,
     D: gl.constexpr, CAUSAL: gl.constexpr, ENTROPY: gl.constexpr, PEAK: gl.constexpr,
     HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, BAR: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
@@ -625,7 +626,6 @@ def join(
     A thread has the same number of all programs, so that all are on their way at once.
     """
     work = Work(items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share)
-    SETS: gl.constexpr = 512 // D
     WARPS: gl.constexpr = D // 8
     layout: gl.constexpr = gl.BlockedLayout(
         [JOINED, 1, 4], [1, 128 // D, D // 4], [1, WARPS, 1], [2, 1, 0]
@@ -664,7 +664,7 @@ def join(
             at = gl.convert_layout(kept, gl.SliceLayout(2, of_sets))[:, :, None] + (D + 5) + sets
             mask = gl.convert_layout(mine, gl.SliceLayout(2, of_sets))[:, :, None]
             h = gl.max(gl.load(at, mask=mask, other=NOTHING), 0)
-            bar = _bar(gl.reshape(h, [ROWS, LANES, SETS]), count)
+            bar = _bar(gl.reshape(h, [ROWS, LANES, SETS]))
         dims = gl.arange(0, D, along(layout, 3, 2))
         o = gl.load(kept[:, :, None] + dims[None, None, :], mask=mine[:, :, None], other=0.0)
         o = gl.sum(o * shrink[:, :, None], 0)

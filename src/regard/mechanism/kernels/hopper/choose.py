@@ -2,7 +2,12 @@
 """The highest weights of each query; see rows.py for the way they are found.
 
 Here the forward pass has told the bar, so one stream over the keys collects what may be among the
-highest. What a block collects is put in order at its end, while it is still in the cache.
+highest. All of it stays in shared memory: a thread has slots for what it finds, and at the end of a
+block they become a list for each row. A score's place among the highest is then the number of those
+in its list that come before it, which all threads count at once.
+
+Gluon has no shared memory in which a thread may go where it likes. So this is PTX, one instruction
+or a few at a time.
 """
 
 from triton.experimental import gluon
@@ -44,20 +49,29 @@ from regard.mechanism.kernels.hopper.roles import (
 )
 from regard.mechanism.kernels.structure import Work
 
-ROOM = gl.constexpr(40)  # records of two rows that a thread can collect
-SURE = gl.constexpr(4)  # how many it may store before it looks for room: it stops with fewer left
-RECORD = gl.constexpr(8)  # numbers of one: a pair of scores of each row, the first key, and nothing
-SIZE = gl.constexpr(RECORD * 4)  # bytes of one
-FOUR = gl.constexpr(4)  # scores of a record
 BOTH = gl.constexpr(ROWS // 2)  # pairs of rows: a thread has some of each of its two
-BEYOND = gl.constexpr(0x7FFFFFFF)  # every key
-SLOTS = gl.constexpr(32)  # records of two rows that are put in order at a time
+FOUR = gl.constexpr(4)  # scores that it has side by side: a pair of each row
+ENTRY = gl.constexpr(8)  # bytes of a score and its key, or of a pair of scores
+SLOTS = gl.constexpr(12)  # of a thread, which both rows fill from either end
+ROOM = gl.constexpr(SLOTS * ENTRY)  # bytes of them
+LISTED = gl.constexpr(16)  # scores of a row that can be put in order, half of them by each thread
+LIST = gl.constexpr(176)  # bytes from one row's list to the next; its length is after it
+LENGTH = gl.constexpr(LISTED * ENTRY)
 PLACES = gl.constexpr(8)  # of a row that can be asked for
+AGAINST = gl.constexpr(8)  # others with which they are compared at once
+LOST = gl.constexpr(63)  # what a thread is said to have that had no room: more than any list has
+
+
+@gluon.constexpr_function
+def _ahead(D):
+    """Blocks of queries that there is room for."""
+    return 128 // D
 
 
 @gluon.jit
 def _load_keys(loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     q_ring, k_ring, q_desc, k_desc, work, offset, tiles = loader
+    QUERIES: gl.constexpr = _ahead(D)
     place = first_place()
     q_place = first_place()
     item, stride = first_item(work, False), stride_of(work, False)
@@ -72,7 +86,7 @@ def _load_keys(loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constex
                 at = [batch, head // work.groups, (stop - 1 - i) * BLOCK, 0]
                 fill(k_ring, place, k_desc, at, BLOCK * D * 2)
                 place = following(place, STAGES)
-            q_place = following(q_place, 2)
+            q_place = following(q_place, QUERIES)
         item = next_item(item, stride, work)
 
 
@@ -93,13 +107,6 @@ def _in_fours(s):
 
 
 @gluon.jit
-def _in_rows(x, COUNT: gl.constexpr, EACH: gl.constexpr):
-    """[BOTH, ., both rows, .] as [ROWS, ., .]."""
-    parts = gl.permute(gl.reshape(x, [ROWS // BAND, BAND // 2, COUNT, 2, EACH]), (0, 3, 1, 2, 4))
-    return gl.reshape(parts, [ROWS, COUNT, EACH])
-
-
-@gluon.jit
 def _of_both(x):
     """What each row has, as what the one and the other row of two have: [BOTH, 1]."""
     parts = gl.permute(gl.reshape(x, [ROWS // BAND, 2, BAND // 2]), (0, 2, 1))
@@ -107,157 +114,323 @@ def _of_both(x):
     return one[:, None], other[:, None]
 
 
-@gluon.jit
-def _keep(fours, bars, at, last, room, key, FIRST: gl.constexpr):
-    """Store the fours of a thread in which a score reaches its row's bar, and their first key.
+@gluon.constexpr_function
+def _keeping(number):
+    """PTX: of two pairs of scores, one of each row, those kept of which one reaches its row's bar.
 
-    ``fours`` is [BOTH, LANES, ., FOUR]. ``at`` is the thread's next place in ``room``, [BOTH,
-    LANES]: in bytes and without a sign, so that an address is one addition. Beyond ``last`` there
-    might be no room for the next SURE, and nothing is stored.
+    The one row fills a thread's slots from the first on, the other from the last. Given are the
+    pairs, bars, the next slot of each row, what tells which pairs of a tile were kept, and the
+    last and the first slot, on which the next ones stay.
+    """
+    bit = f"0f{0x3F800000 + (number << 23):08X}"
+    lines = [".reg .pred p;", ".reg .f32 high;"]
+    for row in range(2):
+        near, far, at, kept = f"${4 + 2 * row}", f"${5 + 2 * row}", f"${row}", f"${2 + row}"
+        lines += [
+            f"max.f32 high, {near}, {far};",
+            f"setp.ge.f32 p, high, ${8 + row};",
+            f"@p st.shared.v2.f32 [{at}], {{{near}, {far}}};",
+            f"@p add.s32 {at}, {at}, {8 - 16 * row};",
+            f"{'max' if row else 'min'}.s32 {at}, {at}, ${14 + row};",
+            f"@p add.f32 {kept}, {kept}, {bit};",
+        ]
+    return "{ " + " ".join(lines) + " }"
+
+
+@gluon.jit
+def _keep(fours, bars, at, kept, ends, FIRST: gl.constexpr):
+    """Keep the pairs of a thread in which a score reaches its row's bar, [BOTH, LANES, ., FOUR].
+
+    The next slots, and which pairs of the tile were kept: bits of a number beyond 2**23.
     """
     N: gl.constexpr = fours.shape[2]
-    if N == SURE:
-        free = at <= last
-        none = float("nan")  # which no score reaches
-        bars = gl.where(free, bars[0], none), gl.where(free, bars[1], none)
     if N > 1:
         halves = gl.reshape(fours, [BOTH, LANES, 2, N // 2, FOUR])
         near, far = gl.split(gl.permute(halves, (0, 1, 3, 4, 2)))
-        at = _keep(near, bars, at, last, room, key, FIRST)
-        at = _keep(far, bars, at, last, room, key, FIRST + N // 2)
+        at, kept = _keep(near, bars, at, kept, ends, FIRST)
+        at, kept = _keep(far, bars, at, kept, ends, FIRST + N // 2)
     else:
-        of_lanes: gl.constexpr = at.type.layout
-        one, other = gl.split(gl.max(gl.reshape(fours, [BOTH, LANES, 2, PAIR]), 3))
-        reaches = gl.convert_layout(one, of_lanes) >= bars[0]
-        reaches = reaches | (gl.convert_layout(other, of_lanes) >= bars[1])
-        slot = (room + at.to(gl.uint32)).to(gl.pointer_type(gl.float32))
-        which = key + FIRST * (LANES * PAIR)
-        gl.store(slot + FOUR, which.to(gl.float32, bitcast=True), mask=reaches)
-        four = gl.reshape(fours, [BOTH, LANES, FOUR])
-        of_fours: gl.constexpr = gl.SliceLayout(2, four.type.layout)
-        slots = gl.convert_layout(slot, of_fours)[:, :, None]
-        slots += gl.arange(0, FOUR, along(four.type.layout, 3, 2))[None, None, :]
-        gl.store(slots, four, mask=gl.convert_layout(reaches, of_fours)[:, :, None])
-        at = gl.where(reaches, at + SIZE, at)
-    return at
+        of_lanes: gl.constexpr = at[0].type.layout
+        first, second = gl.split(gl.reshape(fours, [BOTH, LANES, 2, PAIR]))
+        one, other = gl.split(first)
+        next_one, next_other = gl.split(second)
+        found = gl.inline_asm_elementwise(
+            _keeping(FIRST), "=&r,=&r,=&f,=&f,f,f,f,f,f,f,0,1,2,3,r,r",
+            [
+                gl.convert_layout(one, of_lanes), gl.convert_layout(next_one, of_lanes),
+                gl.convert_layout(other, of_lanes), gl.convert_layout(next_other, of_lanes),
+                bars[0], bars[1], at[0], at[1], kept[0], kept[1], ends[0], ends[1],
+            ],
+            (gl.int32, gl.int32, gl.float32, gl.float32), is_pure=False, pack=1,
+        )  # fmt: skip
+        at, kept = (found[0], found[1]), (found[2], found[3])
+    return at, kept
 
 
 @gluon.constexpr_function
-def _records():
-    """Records of two rows, [BOTH, SLOTS, FOUR]: a thread has a share of the rows it multiplies."""
-    return gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 1, 0], [0, 2, 0], [0, 4, 0]],
-        [[0, 8, 0], [0, 16, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[8, 0, 0], [16, 0, 0]],
-        [],
-        [32, 32, 4],
-    )
+def _telling():
+    """PTX: what was kept of a tile made entries: a score that reaches the bar, and its key.
+
+    Where both of a pair do, the second becomes an entry of its own. Given are which pairs were kept
+    of each row ($2, $3), the slot of the first of them ($4, $5), bars ($6, $7), the thread's first
+    key of the tile ($8), the next slots ($0, $1), and the last and the first slot ($11, $12). A
+    warp goes on as long as one of its threads has a pair left, of either row.
+    """
+    lines = [
+        ".reg .pred p<2>, q, here, there;", ".reg .b32 left<2>, slot<2>, bit, key, next;",
+        ".reg .f32 near, far, high;",
+        "and.b32 left0, $2, 65535;", "and.b32 left1, $3, 65535;",
+        "mov.b32 slot0, $4;", "mov.b32 slot1, $5;",
+        "LOOP:",
+        "setp.ne.u32 p0, left0, 0;", "setp.ne.u32 p1, left1, 0;", "or.pred q, p0, p1;",
+        "vote.sync.any.pred q, q, -1;", "@!q bra DONE;",
+    ]  # fmt: skip
+    for row in range(2):
+        end = "max" if row else "min"
+        lines += [
+            f"brev.b32 bit, left{row};", "clz.b32 bit, bit;",
+            f"add.s32 next, left{row}, -1;", f"and.b32 left{row}, left{row}, next;",
+            "mad.lo.s32 key, bit, 8, $8;", "add.s32 next, key, 1;",
+            f"@p{row} ld.shared.v2.f32 {{near, far}}, [slot{row}];",
+            f"setp.ge.and.f32 here, near, ${6 + row}, p{row};",
+            f"setp.ge.and.f32 there, far, ${6 + row}, here;",
+            "selp.f32 high, near, far, here;", "selp.b32 key, key, next, here;",
+            f"@p{row} st.shared.v2.b32 [slot{row}], {{high, key}};",
+            f"@there st.shared.v2.b32 [${row}], {{far, next}};",
+            f"selp.b32 bit, {8 - 16 * row}, 0, there;", f"add.s32 ${row}, ${row}, bit;",
+            f"{end}.s32 ${row}, ${row}, ${11 + row};",
+            f"add.s32 slot{row}, slot{row}, {8 - 16 * row};",
+            f"{end}.s32 slot{row}, slot{row}, ${11 + row};",
+        ]  # fmt: skip
+    return "{ " + " ".join([*lines, "bra LOOP;", "DONE:"]) + " }"
+
+
+@gluon.jit
+def _tell_keys(at, kept, since, bars, key, ends):
+    """Put keys beside the scores that were kept of a tile, from the slots ``since`` on."""
+    return gl.inline_asm_elementwise(
+        _telling(), "=&r,=&r,f,f,r,r,f,f,r,0,1,r,r",
+        [
+            kept[0], kept[1], since[0], since[1], bars[0], bars[1], key, at[0], at[1],
+            ends[0], ends[1],
+        ],
+        (gl.int32, gl.int32), is_pure=False, pack=1,
+    )  # fmt: skip
 
 
 @gluon.constexpr_function
-def _of_rows(slots):
-    """The same of each row: [ROWS, slots, PAIR]."""
-    share = slots // 4
-    return gl.DistributedLinearLayout(
-        [[0, 0, 1], *[[0, slot, 0] for slot in (1, 2, 4) if slot < share], [8, 0, 0]],
-        [[0, share, 0], [0, 2 * share, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]],
-        [],
-        [64, slots, 2],
+def _reserving(size):
+    """PTX: so many bytes of shared memory, and where they begin."""
+    return f"{{ .shared .align 16 .b8 lists[{size}]; mov.u32 $0, lists; add.u32 $0, $0, $1; }}"
+
+
+@gluon.jit
+def _lists():
+    """Where a team's slots begin in shared memory, and its lists. All teams' are 48 KiB at most."""
+    return gl.inline_asm_elementwise(
+        _reserving(BOTH * LANES * ROOM), "=r,r", [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def _without(s, other, key, which):
-    """Pairs where the one with a certain key was taken: the other is then the higher one.
-
-    As an addition, of nothing, it takes a unit that has nothing to do; all else here compares and
-    selects. The compiler would take two instructions for the key. 0fFF61B1E6 is NOTHING.
-    """
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.eq.s32 p, $5, $6; mov.f32 $0, $3; mov.f32 $1, $4; mov.b32 $2, $5; "
-        "@p add.ftz.f32 $0, $4, 0f80000000; @p mov.f32 $1, 0fFF61B1E6; @p xor.b32 $2, $5, 1; }",
-        "=&f,=&f,=&r,f,f,r,r", [s, other, key, which], (gl.float32, gl.float32, gl.int32),
-        is_pure=True, pack=1,
+def _in_step():
+    """Have the threads of a warp see what each of them wrote: its rows' lists are its own."""
+    gl.inline_asm_elementwise(
+        "{ bar.warp.sync -1; mov.b32 $0, $1; }", "=r,r", [gl.to_tensor(0)], gl.int32,
+        is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def _in_slots(x, layout: gl.constexpr):
-    """What a row's places hold, two to a lane, four times: so many slots a lane has."""
-    two = gl.reshape(x, [ROWS, LANES, PLACES // LANES])
-    four = gl.join(two, two)
-    eight = gl.permute(gl.join(four, four), (0, 1, 3, 4, 2))
-    return gl.convert_layout(gl.reshape(eight, [ROWS, SLOTS]), layout)
+def _read(at):
+    """A number from shared memory."""
+    return gl.inline_asm_elementwise(
+        "{ ld.shared.b32 $0, [$1]; }", "=r,r", [at], gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
-def _order(Found, both, records, count):
-    """The ``count`` highest of what was collected and their keys, in order: [ROWS, PLACES].
+def _entries(at):
+    """Scores and keys from shared memory, two at a time."""
+    s, key = gl.inline_asm_elementwise(
+        "{ ld.shared.v4.b32 {$0, $2, $1, $3}, [$4]; }", "=r,=r,=r,=r,r,r", [at],
+        (gl.int32, gl.int32), is_pure=False, pack=2,
+    )  # fmt: skip
+    return s.to(gl.float32, bitcast=True), key
 
-    ``records`` says how many each thread has: [BOTH, LANES].
+
+@gluon.jit
+def _write(at, what):
+    """Numbers to shared memory."""
+    gl.inline_asm_elementwise(
+        "{ st.shared.b32 [$1], $2; mov.b32 $0, $2; }", "=r,r,r", [at, what], gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _clear(at):
+    """Entries of nothing to shared memory, two at a time."""
+    gl.inline_asm_elementwise(
+        "{ .reg .b32 x; mov.b32 x, 0fFF61B1E6; st.shared.v4.b32 [$2], {x, x, x, x}; "
+        "mov.b32 $0, x; mov.b32 $1, x; }",
+        "=r,=r,r,r", [at], gl.int32, is_pure=False, pack=2,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _put(at, number, below, s, key):
+    """Entries to shared memory, where a number is below another."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; mov.b32 $0, $5; setp.lt.s32 p, $2, $3; "
+        "@p st.shared.v2.b32 [$1], {$4, $5}; }",
+        "=r,r,r,r,f,r", [at, number, below, s, key], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _list_of(lists, row):
+    """Where rows have their lists: a warp's rows in the slots of its threads."""
+    return lists + row // BAND * (BAND // 2 * LANES * ROOM) + row % BAND * LIST
+
+
+@gluon.constexpr_function
+def _of_threads():
+    """[BOTH, LANES, FOUR]: numbers of each thread's own, as it holds its rows in a product."""
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2]],
+        [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
+        [[8, 0, 0], [16, 0, 0]],
+        [],
+        [32, 4, 4],
+    )
+
+
+@gluon.jit
+def _summed(hits, by):
+    """How many the lanes before have of a row, and all of them.
+
+    Each lane's are a byte of one number, ``by`` bits from its end.
     """
-    layout: gl.constexpr = _records()
-    by_rows: gl.constexpr = _of_rows(SLOTS)
-    of_slots: gl.constexpr = gl.SliceLayout(2, layout)
-    of_places: gl.constexpr = gl.SliceLayout(2, _of_rows(PLACES))
-    of_slots_of_rows: gl.constexpr = gl.SliceLayout(2, by_rows)
-    of_rows: gl.constexpr = gl.SliceLayout(1, of_slots_of_rows)
-    of_both: gl.constexpr = gl.SliceLayout(1, of_slots)
-    thread = gl.arange(0, LANES, gl.SliceLayout(0, records.type.layout))[None, :]
-    first = gl.sum(gl.where(thread < 1, records, 0), 1)
-    second = gl.sum(gl.where(thread < 2, records, 0), 1)
-    third = gl.sum(gl.where(thread < 3, records, 0), 1)
-    last = gl.sum(records, 1)
-    most = gl.max(last, 0)
-    first, second = gl.convert_layout(first, of_both), gl.convert_layout(second, of_both)
-    third, last = gl.convert_layout(third, of_both), gl.convert_layout(last, of_both)
-    first, second, third, last = first[:, None], second[:, None], third[:, None], last[:, None]
-    both = gl.convert_layout(both, of_both)[:, None]
-    four = gl.arange(0, FOUR, along(layout, 3, 2))[None, None, :]
-    place = gl.arange(0, PLACES, gl.SliceLayout(0, of_places))[None, :]
-    highest = gl.full([ROWS, PLACES], NOTHING, gl.float32, of_places)
-    chosen = gl.full([ROWS, PLACES], -1, gl.int32, of_places)
-    # Nearly all rows have no more than SLOTS. Where some have, the best so far then take the last
-    # places of each lane, and compete with those that come.
-    EACH: gl.constexpr = SLOTS // LANES
-    NEW: gl.constexpr = (SLOTS - PLACES) // LANES
-    slot = gl.arange(0, SLOTS, gl.SliceLayout(0, of_slots))[None, :]
-    turn = gl.arange(0, SLOTS, gl.SliceLayout(0, of_slots_of_rows))[None, :] % EACH
-    for begin in range(0, gl.maximum(most - PLACES, gl.minimum(most, 1)), SLOTS - PLACES):
-        again = begin > 0
-        number = gl.where(again, begin + PLACES + slot // EACH * NEW, begin)
-        number += gl.where(again, slot % EACH, slot)
-        skip = gl.where(number < third, 2 * ROOM - second, 3 * ROOM - third)
-        skip = gl.where(number < second, ROOM - first, skip)
-        skip = gl.where(number < first, 0, skip)
-        at = Found + (both * (LANES * ROOM) + number + skip) * RECORD
-        there = (number < last) & ((slot % EACH < NEW) | (begin == 0))
-        s = gl.load(at[:, :, None] + four, mask=there[:, :, None], other=NOTHING)
-        near, far = gl.split(gl.convert_layout(_in_rows(s, SLOTS, PAIR), by_rows))
-        key = gl.load(at + FOUR, mask=there, other=0.0).to(gl.int32, bitcast=True)
-        key = gl.reshape(_in_rows(gl.join(key, key), SLOTS, 1), [ROWS, SLOTS])
-        # Of each pair the higher one, its key, and the other one until it is its turn.
-        key = gl.convert_layout(key, of_slots_of_rows)
-        key = gl.where(near >= far, key, key + 1)
-        s, other = gl.maximum(near, far), gl.minimum(near, far)
-        if again:
-            old = turn >= NEW
-            s = gl.where(old, _in_slots(highest, of_slots_of_rows), s)
-            other = gl.where(old, NOTHING, other)
-            key = gl.where(old, _in_slots(chosen, of_slots_of_rows), key)
-        for i in range(count):
-            mine = gl.max(gl.reshape(s, [ROWS, LANES, EACH]), 2)
-            top = gl.max(mine, 1)
-            of_place = gl.convert_layout(top, gl.SliceLayout(1, of_places))[:, None]
-            highest = gl.where(place == i, of_place, highest)
-            mine = gl.where(s == gl.convert_layout(top, of_rows)[:, None], key, BEYOND)
-            mine = gl.min(gl.reshape(mine, [ROWS, LANES, EACH]), 2)
-            which = gl.min(mine, 1)
-            of_place = gl.convert_layout(which, gl.SliceLayout(1, of_places))[:, None]
-            chosen = gl.where(place == i, of_place, chosen)
-            s, other, key = _without(s, other, key, gl.convert_layout(which, of_rows)[:, None])
-    return highest, chosen
+    hits = gl.sum(hits << by, 1)[:, None]
+    return (hits * 0x01010100 >> by) & 0xFF, (hits * 0x01010101 >> 24) & 0xFF
+
+
+@gluon.jit
+def _list(slots, at, bars, lists):
+    """Make a list of each row of what its threads have in their slots."""
+    layout: gl.constexpr = _of_threads()
+    of_threads: gl.constexpr = gl.SliceLayout(2, layout)
+    both = gl.arange(0, BOTH, gl.SliceLayout(1, of_threads))[:, None]
+    by = gl.arange(0, LANES, gl.SliceLayout(0, of_threads))[None, :] * 8
+    slots = gl.convert_layout(slots, of_threads)
+    one = (gl.convert_layout(at[0], of_threads) - slots) // ENTRY
+    other = SLOTS - 1 - (gl.convert_layout(at[1], of_threads) - slots) // ENTRY
+    lost = (one + other > SLOTS) | (gl.maximum(one, other) == SLOTS - 1)
+    before, length = _summed(gl.where(lost, LOST, one), by)
+    other_before, other_length = _summed(gl.where(lost, LOST, other), by)
+    one = gl.where(length > LISTED, 0, one)
+    other = gl.where(other_length > LISTED, 0, other)
+    number = gl.arange(0, FOUR, along(layout, 3, 2))[None, None, :]
+    scores, keys = (), ()
+    for i in gl.static_range(SLOTS // FOUR):
+        s, key = _entries(slots[:, :, None] + (number + i * FOUR) * ENTRY)
+        scores += (s,)
+        keys += (key,)
+    begin = _list_of(lists, both // (BAND // 2) * BAND + both % (BAND // 2))
+    other_begin = begin + BAND // 2 * LIST
+    to = (begin + before * ENTRY)[:, :, None]
+    other_to = (other_begin + other_before * ENTRY)[:, :, None]
+    _in_step()  # from here on the slots are lists
+    _clear(_places(lists, LISTED))
+    _in_step()
+    for i in gl.static_range(SLOTS // FOUR):
+        slot = number + i * FOUR
+        _put(to + slot * ENTRY, slot, one[:, :, None], scores[i], keys[i])
+        slot = SLOTS - 1 - slot
+        _put(other_to + slot * ENTRY, slot, other[:, :, None], scores[i], keys[i])
+    bars = gl.convert_layout(bars[0], of_threads), gl.convert_layout(bars[1], of_threads)
+    _write(begin + LENGTH, gl.where(bars[0] == bars[0], length, LOST))
+    _write(other_begin + LENGTH, gl.where(bars[1] == bars[1], other_length, LOST))
+    _in_step()
+
+
+@gluon.constexpr_function
+def _by_pairs(many):
+    """[ROWS, many, AGAINST]: the rows of a warp as in a product, two threads a row."""
+    half = many // 2
+    return gl.DistributedLinearLayout(
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], *[[0, bit, 0] for bit in (1, 2, 4) if bit < half]],
+        [[0, half, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0], [8, 0, 0]],
+        [[16, 0, 0], [32, 0, 0]],
+        [],
+        [64, many, 8],
+    )
+
+
+@gluon.jit
+def _places(lists, N: gl.constexpr):
+    """Where the first N entries of each list lie."""
+    layout: gl.constexpr = gl.SliceLayout(2, _by_pairs(N))
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    number = gl.arange(0, N, gl.SliceLayout(0, layout))
+    return _list_of(lists, row)[:, None] + (number * ENTRY)[None, :]
+
+
+@gluon.jit
+def _ranks(lists, EXACT: gl.constexpr):
+    """How many of a list come before each of it: higher ones, and of equal ones earlier keys.
+
+    The latter only if EXACT.
+    """
+    of_others: gl.constexpr = gl.SliceLayout(1, _by_pairs(LISTED))
+    at = _places(lists, LISTED)
+    s, key = _entries(at)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, of_others))
+    number = gl.arange(0, AGAINST, gl.SliceLayout(0, of_others))
+    others_at = _list_of(lists, row)[:, None] + (number * ENTRY)[None, :]
+    # As numbers beyond 2**23, whose last bits are the rank: the unit that adds these is free.
+    rank = gl.full([ROWS, LISTED], 8388608.0, gl.float32, at.type.layout)
+    for _ in range(LISTED // AGAINST):
+        other, its_key = _entries(others_at)
+        before = other[:, None, :] > s[:, :, None]
+        if EXACT:
+            equal = other[:, None, :] == s[:, :, None]
+            before = before | (equal & (its_key[:, None, :] < key[:, :, None]))
+        rank += gl.sum(before.to(gl.float32), 2)
+        others_at += AGAINST * ENTRY
+    return rank.to(gl.int32, bitcast=True) - 0x4B000000
+
+
+@gluon.jit
+def _order(lists, lse, Left, Weights, Keys, first, rows_left, count, c):
+    """Write the ``count`` highest of each list, of the rows from ``first`` on."""
+    rank = _ranks(lists, False)
+    of_rows: gl.constexpr = gl.SliceLayout(1, rank.type.layout)
+    row = gl.arange(0, ROWS, of_rows)
+    length = _read(_list_of(lists, row) + LENGTH)
+    # Where no scores are equal, ranks are 0, 1 and so on, and the length for what is empty.
+    expected = length * (length - 1) // 2 + (LISTED - length) * length
+    ties = (gl.sum(rank, 1) != expected) & (length <= LISTED)
+    if gl.max(ties.to(gl.int32), 0) > 0:
+        rank = _ranks(lists, True)
+    at = _places(lists, LISTED)
+    s, key = _entries(at)
+    _in_step()
+    _put(_list_of(lists, row)[:, None] + rank * ENTRY, rank, PLACES, s, key)
+    _in_step()
+    at = _places(lists, PLACES)
+    s, key = _entries(at)
+    _in_step()  # from here on the lists are slots again
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, at.type.layout))
+    place = gl.arange(0, PLACES, gl.SliceLayout(0, at.type.layout))[None, :]
+    real = s > LOWEST
+    weights = gl.where(real, gl.exp2(s * c - lse[:, None]), 0.0)
+    to = rows[:, None] * count + place
+    mask = (rows < rows_left)[:, None] & (place < count)
+    gl.store(Weights + first * count + to, weights, mask=mask)
+    gl.store(Keys + first * count + to, gl.where(real, key, -1).to(gl.int64), mask=mask)
+    gl.store(Left + first + row, (length > LISTED).to(gl.int8), mask=row < rows_left)
 
 
 @gluon.jit
@@ -267,19 +440,20 @@ def _find(
     EVEN: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 queries of every block, and the keys they see, the last first."""
-    q_ring, k_ring, Bar, Lse, Found, Left, Weights, Keys, work, sizes = shared
+    q_ring, k_ring, Bar, Lse, Left, Weights, Keys, work, sizes = shared
     queries, keys, offset, tiles, count, c = sizes
+    QUERIES: gl.constexpr = _ahead(D)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     none = by_lanes(gl.zeros([ROWS, BLOCK], gl.float32, layout))
     of_lanes: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, _in_fours(none).type.layout))
     of_rows: gl.constexpr = along(none.type.layout, 3, 0)
-    of_places: gl.constexpr = gl.SliceLayout(2, _of_rows(PLACES))
+    of_places: gl.constexpr = along(_by_pairs(PLACES), 3, 0)
     lane = gl.arange(0, LANES, gl.SliceLayout(0, of_lanes))[None, :]
-    here = gl.program_id(0) * (TEAMS * BOTH) + PART * BOTH
-    here += gl.arange(0, BOTH, gl.SliceLayout(1, of_lanes))
-    room = Found.to(gl.pointer_type(gl.int8))
-    mine = (here[:, None] * LANES + lane) * (ROOM * SIZE)
-    full = mine + (ROOM - SURE) * SIZE
+    both = gl.arange(0, BOTH, gl.SliceLayout(1, of_lanes))[:, None]
+    lists = _lists()
+    slots = lists + (both * LANES + lane) * ROOM
+    ends = slots + (ROOM - ENTRY), slots
+    nothing = gl.full([BOTH, LANES], 8388608.0, gl.float32, of_lanes)
     place = first_place()
     q_place = first_place()
     item, stride = first_item(work, False), stride_of(work, False)
@@ -291,9 +465,11 @@ def _find(
             first = wide(flat, queries)
             rows = row + gl.arange(0, ROWS, of_rows)
             query_at = rows + offset
+            at_end = row + gl.arange(0, ROWS, of_places)
+            lse = gl.load(Lse + first + at_end, mask=at_end < queries, other=0.0) * (1 / LN2)
             bars = _of_both(gl.load(Bar + first + rows, mask=rows < queries, other=float("nan")))
             bars = gl.convert_layout(bars[0], of_lanes), gl.convert_layout(bars[1], of_lanes)
-            at = mine
+            at = ends[1], ends[0]
             last = _last_tile(row, offset, tiles, CAUSAL)
             careful = 1  # tiles in which some pair is masked
             if CAUSAL and not EVEN:
@@ -319,55 +495,39 @@ def _find(
                             near = places_in(scores)[0] < ROWS
                             seen = seen | near if PART % 2 else seen & near
                         scores = gl.where(seen, scores, NOTHING)
-                at = _keep(_in_fours(scores), bars, at, full, room, key + lane * PAIR, 0)
+                since = at
+                at, kept = _keep(_in_fours(scores), bars, at, (nothing, nothing), ends, 0)
+                at = _tell_keys(at, kept, since, bars, key + lane * PAIR, ends)
             release(k_ring, place)
             release(q_ring, q_place)
             place = following(place, STAGES)
-            q_place = following(q_place, 2)
+            q_place = following(q_place, QUERIES)
 
-            records = (at - mine) // SIZE
-            # No score reaches a bar that is NaN: such a row takes no room from the other one.
-            left = (gl.max(records, 1) > ROOM - SURE)[:, None]
-            one, other = _of_both(rows)
-            one, other = gl.convert_layout(one, of_lanes), gl.convert_layout(other, of_lanes)
-            lost, other_lost = left | (bars[0] != bars[0]), left | (bars[1] != bars[1])
-            gl.store(Left + first + one, lost.to(gl.int8), mask=one < queries)
-            gl.store(Left + first + other, other_lost.to(gl.int8), mask=other < queries)
-            rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, of_places))
-            lse = gl.load(Lse + first + rows, mask=rows < queries, other=0.0) * (1 / LN2)
-            gl.thread_barrier()  # what the threads of a row stored, all of them read
-            highest, chosen = _order(Found, here, records, count)
-            gl.thread_barrier()  # and before the next block's are stored
-            rank = gl.arange(0, PLACES, gl.SliceLayout(0, of_places))[None, :]
-            real = highest > LOWEST
-            weights = gl.where(real, gl.exp2(highest * c - lse[:, None]), 0.0)
-            to = (first + rows)[:, None] * count + rank
-            mask = (rows < queries)[:, None] & (rank < count)
-            gl.store(Weights + to, weights, mask=mask)
-            gl.store(Keys + to, gl.where(real, chosen, -1).to(gl.int64), mask=mask)
+            _list(slots, at, bars, lists)
+            _order(lists, lse, Left, Weights, Keys, first + row, queries - row, count, c)
         item = next_item(item, stride, work)
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "tiles"])
 def top(
-    q_desc, k_desc, Bar, Lse, Found, Left, Weights, Keys,
+    q_desc, k_desc, Bar, Lse, Left, Weights, Keys,
     items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share,
     queries, keys, tiles, count, c,
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
 ):  # fmt: skip
     """The ``count`` highest weights of each query and their keys; see rows.py.
 
-    ``Bar`` is a score that as many of a query's reach. ``Found`` is room for what reaches it, of
-    one block for each program. ``Left`` tells rows that had not enough of it. EVEN: queries and
-    keys end a multiple of tiles apart; without a mask: keys fill their tiles.
+    ``Bar`` is a score that eight of a query's reach, or all it has. ``Left`` tells rows of which
+    more reach it than there is room for. EVEN: queries and keys end a multiple of tiles apart;
+    without a mask: keys fill their tiles.
     """
     work = Work(items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share)
     offset = keys - queries
-    q_ring = ring_of(q_desc, 2 * TEAMS, 2, TEAMS)
+    q_ring = ring_of(q_desc, _ahead(D) * TEAMS, _ahead(D), TEAMS)
     k_ring = ring_of(k_desc, STAGES, STAGES, TEAMS)
     hopper.fence_async_shared()
     sizes = queries, keys, offset, tiles, count, c
-    shared = q_ring, k_ring, Bar, Lse, Found, Left, Weights, Keys, work, sizes
+    shared = q_ring, k_ring, Bar, Lse, Left, Weights, Keys, work, sizes
     loader = q_ring, k_ring, q_desc, k_desc, work, offset, tiles
     gl.warp_specialize(
         [

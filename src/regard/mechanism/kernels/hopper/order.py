@@ -1,16 +1,16 @@
 # mypy: ignore-errors
 # ruff: noqa: E741
-"""The eight highest of a row's numbers, by networks of comparisons (Batcher, 1968).
+"""The eighth highest of a row's numbers, by networks of comparisons (Batcher, 1968).
 
 A thread puts its own in order without a branch. Of two such lists, its own and another thread's,
-the higher half takes one comparison a place, and a few to put it in order: so the threads of a row
-agree on eight numbers at once.
+the higher half takes one comparison a place, and a few to put it in order; of that and the other
+two threads' only the lowest is wanted.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from regard.mechanism.kernels.hopper.roles import NOTHING, in_two
+from regard.mechanism.kernels.hopper.roles import in_two
 
 
 @gluon.jit
@@ -65,17 +65,21 @@ def _settled(x):
 
 @gluon.jit
 def _higher(a, b, c, d, e, f, g, h, i, j, k, l, m, n, o, p):
-    """Of two lists of eight that are in order the higher half, in order."""
+    """Of two lists of eight that are in order the higher half."""
     high = gl.maximum(a, p), gl.maximum(b, o), gl.maximum(c, n), gl.maximum(d, m)
     high += gl.maximum(e, l), gl.maximum(f, k), gl.maximum(g, j), gl.maximum(h, i)
-    return _settled(high)
+    return high
 
 
 @gluon.jit
-def eight_highest(x):
-    """Of each row, in order: a list of [rows] from [rows, lanes, 4 or 8]."""
+def eighth_highest(x):
+    """Of each row: [rows] from [rows, 4 lanes, 8]."""
     mine = _in_order(_listed(x))
-    if x.shape[2] == 4:
-        none = gl.full_like(mine[0], NOTHING)
-        mine += (none, none, none, none)
-    return gl.reduce(mine, 1, _higher)
+    pairs = ()
+    for i in gl.static_range(8):
+        pairs += (gl.reshape(mine[i], [x.shape[0], 2, 2]),)
+    high = gl.reduce(_settled(gl.reduce(pairs, 2, _higher)), 1, _higher)
+    lowest = high[0]
+    for i in gl.static_range(1, 8):
+        lowest = gl.minimum(lowest, high[i])
+    return lowest
