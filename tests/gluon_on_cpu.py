@@ -18,6 +18,7 @@ A role runs as one: what its own threads have to wait for among each other, only
 from __future__ import annotations
 
 import importlib
+import math
 import re
 import struct
 import sys
@@ -210,21 +211,19 @@ class _Machine:
         self.barriers: dict[int, _Barrier] = {}
         self.roles = self.waiting = 0
         self.failed: BaseException | None = None
-        self.memory = torch.full((2**14,), torch.nan).view(torch.int32)  # what PTX reserves
-        self.reserved = 0
-
-    def reserve(self, size: int) -> Tensor:
-        """Where so many bytes begin."""
-        with self.changed:
-            self.reserved += size
-            assert self.reserved <= 4 * len(self.memory)
-            return torch.tensor(self.reserved - size, dtype=torch.int32)
+        self.sizes: list[int] = []  # of buffers, in bytes
+        self.memory = torch.empty(0, dtype=torch.int32)  # the one that PTX goes about in
 
     def _words(self, places: Tensor, guard: Tensor | None) -> tuple[Tensor, Tensor]:
         may = torch.tensor(True) if guard is None else guard
         places, may = torch.broadcast_tensors(places, may)
-        assert ((places >= 0) & (places < self.reserved) & (places % 4 == 0))[may].all()
+        places = places - self.before()
+        assert ((places >= 0) & (places < 4 * len(self.memory)) & (places % 4 == 0))[may].all()
         return places // 4, may
+
+    def before(self) -> int:
+        """How far its memory is from the start of all: larger buffers come first."""
+        return sum(size for size in self.sizes if size > 4 * len(self.memory))
 
     def read(self, places: Tensor, guard: Tensor | None) -> Tensor:
         words, may = self._words(places, guard)
@@ -388,8 +387,12 @@ def _add(pointer: Pointer, value: Block, sem: str) -> None:
 
 
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+    _machine.sizes.append(math.prod(shape) * dtype.itemsize)
     if dtype.is_floating_point:
         return Shared(torch.full(shape, torch.nan, dtype=dtype))
+    if dtype == torch.int32:
+        _machine.memory = torch.full((math.prod(shape),), torch.nan).view(dtype)
+        return Shared(_machine.memory.view(shape))
     return Shared(torch.zeros(shape, dtype=dtype))
 
 
@@ -447,7 +450,7 @@ class _Assembly:
     """PTX, run for all elements of some tensors at once. All of them are one warp's."""
 
     def __init__(self, code: str) -> None:
-        self.registers: dict[str, Tensor] = {}
+        self.registers = {"global_smem": torch.tensor(0, dtype=torch.int32)}
         self.lines: list[str] = []
         self.labels: dict[str, int] = {}
         for line in filter(None, map(str.strip, code.strip().strip("{}").split(";"))):
@@ -489,8 +492,6 @@ class _Assembly:
                 assert guard is None or guard.all() == guard.any()
                 if guard is None or guard.all():
                     at = self.labels[operands[0]]
-            elif name == ".shared":
-                self.registers[operands[3]] = _machine.reserve(int(operands[4].strip("[]")))
             elif name not in (".reg", "bar.warp.sync"):
                 self.step(name, operands, guard)
 
@@ -576,7 +577,7 @@ def _jit(function: Any = None, **_options: Any) -> Any:
 def _language() -> SimpleNamespace:
     layouts = (
         "NVMMADistributedLayout", "DistributedLinearLayout", "SliceLayout", "DotOperandLayout",
-        "BlockedLayout", "NVMMASharedLayout",
+        "BlockedLayout", "NVMMASharedLayout", "SwizzledSharedLayout",
     )  # fmt: skip
     return SimpleNamespace(
         **dict.fromkeys(layouts, Layout),

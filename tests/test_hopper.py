@@ -615,8 +615,8 @@ def test_infinite_scores_stay_in_their_row(row: int) -> None:
 
 # How many candidates each lane of a row has, at and beyond what a thread or a list has room for.
 CROWDS = [
-    (2, 2, 2, 2), (6, 2, 2, 2), (2, 7, 2, 2), (4, 4, 4, 4), (4, 5, 4, 4), (6, 6, 0, 0),
-    (0, 7, 0, 6), (8, 0, 0, 0), (0, 0, 10, 6), (0, 11, 0, 5), (10, 10, 10, 10), (20, 20, 0, 0),
+    (2, 2, 2, 2), (7, 2, 2, 2), (2, 8, 2, 2), (4, 4, 4, 4), (4, 5, 4, 4), (7, 7, 0, 0),
+    (0, 8, 0, 7), (8, 0, 0, 0), (12, 0, 0, 4), (0, 13, 0, 4), (10, 10, 10, 10), (20, 20, 0, 0),
 ]  # fmt: skip
 
 

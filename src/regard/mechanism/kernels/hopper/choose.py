@@ -52,8 +52,9 @@ from regard.mechanism.kernels.structure import Work
 BOTH = gl.constexpr(ROWS // 2)  # pairs of rows: a thread has some of each of its two
 FOUR = gl.constexpr(4)  # scores that it has side by side: a pair of each row
 ENTRY = gl.constexpr(8)  # bytes of a score and its key, or of a pair of scores
-SLOTS = gl.constexpr(12)  # of a thread, which both rows fill from either end
+SLOTS = gl.constexpr(14)  # of a thread, which both rows fill from either end
 ROOM = gl.constexpr(SLOTS * ENTRY)  # bytes of them
+THREADS = gl.constexpr(BOTH * LANES)  # of a team
 LISTED = gl.constexpr(16)  # scores of a row that can be put in order, half of them by each thread
 LIST = gl.constexpr(176)  # bytes from one row's list to the next; its length is after it
 LENGTH = gl.constexpr(LISTED * ENTRY)
@@ -218,18 +219,31 @@ def _tell_keys(at, kept, since, bars, key, ends):
     )  # fmt: skip
 
 
-@gluon.constexpr_function
-def _reserving(size):
-    """PTX: so many bytes of shared memory, and where they begin."""
-    return f"{{ .shared .align 16 .b8 lists[{size}]; mov.u32 $0, lists; add.u32 $0, $0, $1; }}"
+@gluon.jit
+def _marked(room, PART: gl.constexpr):
+    """Write numbers that begin a team's room."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    marks = gl.arange(0, 2 * THREADS, layout) + PART
+    room.index(PART * SLOTS).store(marks)
+    return marks
 
 
 @gluon.jit
-def _lists():
-    """Where a team's slots begin in shared memory, and its lists. All teams' are 48 KiB at most."""
-    return gl.inline_asm_elementwise(
-        _reserving(BOTH * LANES * ROOM), "=r,r", [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1
-    )
+def _lists(room, PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+    """Where a team's room begins, for its slots and its lists, and whether it does.
+
+    Triton puts larger buffers first, so what is loaded of keys and queries is before it.
+    """
+    BEFORE: gl.constexpr = (STAGES * BLOCK + _ahead(D) * TEAMS * ROWS) * D * 2
+    lists = gl.inline_asm_elementwise(
+        "{ mov.u32 $0, global_smem; add.u32 $0, $0, $1; }", "=r,r",
+        [gl.to_tensor(BEFORE + PART * (THREADS * ROOM))], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    marks = _marked(room, PART)
+    gl.thread_barrier()
+    same = _read(lists + (marks - PART) * 4) == marks
+    gl.thread_barrier()
+    return lists, gl.min(same.to(gl.int32), 0) > 0
 
 
 @gluon.jit
@@ -333,8 +347,9 @@ def _list(slots, at, bars, lists):
     other = gl.where(other_length > LISTED, 0, other)
     number = gl.arange(0, FOUR, along(layout, 3, 2))[None, None, :]
     scores, keys = (), ()
-    for i in gl.static_range(SLOTS // FOUR):
-        s, key = _entries(slots[:, :, None] + (number + i * FOUR) * ENTRY)
+    for i in gl.static_range(SLOTS // FOUR + 1):  # the last two are nobody's
+        slot = gl.minimum(number + i * FOUR, SLOTS - 1) // 2 * 2
+        s, key = _entries(slots[:, :, None] + slot * ENTRY)
         scores += (s,)
         keys += (key,)
     begin = _list_of(lists, both // (BAND // 2) * BAND + both % (BAND // 2))
@@ -344,10 +359,10 @@ def _list(slots, at, bars, lists):
     _in_step()  # from here on the slots are lists
     _clear(_places(lists, LISTED))
     _in_step()
-    for i in gl.static_range(SLOTS // FOUR):
+    for i in gl.static_range(SLOTS // FOUR + 1):
         slot = number + i * FOUR
         _put(to + slot * ENTRY, slot, one[:, :, None], scores[i], keys[i])
-        slot = SLOTS - 1 - slot
+        slot = (SLOTS - 1 - slot) & LOST
         _put(other_to + slot * ENTRY, slot, other[:, :, None], scores[i], keys[i])
     bars = gl.convert_layout(bars[0], of_threads), gl.convert_layout(bars[1], of_threads)
     _write(begin + LENGTH, gl.where(bars[0] == bars[0], length, LOST))
@@ -440,7 +455,7 @@ def _find(
     EVEN: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 queries of every block, and the keys they see, the last first."""
-    q_ring, k_ring, Bar, Lse, Left, Weights, Keys, work, sizes = shared
+    q_ring, k_ring, room, Bar, Lse, Left, Weights, Keys, work, sizes = shared
     queries, keys, offset, tiles, count, c = sizes
     QUERIES: gl.constexpr = _ahead(D)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -450,7 +465,7 @@ def _find(
     of_places: gl.constexpr = along(_by_pairs(PLACES), 3, 0)
     lane = gl.arange(0, LANES, gl.SliceLayout(0, of_lanes))[None, :]
     both = gl.arange(0, BOTH, gl.SliceLayout(1, of_lanes))[:, None]
-    lists = _lists()
+    lists, found = _lists(room, PART, D, STAGES)
     slots = lists + (both * LANES + lane) * ROOM
     ends = slots + (ROOM - ENTRY), slots
     nothing = gl.full([BOTH, LANES], 8388608.0, gl.float32, of_lanes)
@@ -467,7 +482,8 @@ def _find(
             query_at = rows + offset
             at_end = row + gl.arange(0, ROWS, of_places)
             lse = gl.load(Lse + first + at_end, mask=at_end < queries, other=0.0) * (1 / LN2)
-            bars = _of_both(gl.load(Bar + first + rows, mask=rows < queries, other=float("nan")))
+            told = (rows < queries) & found
+            bars = _of_both(gl.load(Bar + first + rows, mask=told, other=float("nan")))
             bars = gl.convert_layout(bars[0], of_lanes), gl.convert_layout(bars[1], of_lanes)
             at = ends[1], ends[0]
             last = _last_tile(row, offset, tiles, CAUSAL)
@@ -503,9 +519,13 @@ def _find(
             place = following(place, STAGES)
             q_place = following(q_place, QUERIES)
 
-            _list(slots, at, bars, lists)
-            _order(lists, lse, Left, Weights, Keys, first + row, queries - row, count, c)
+            if found:
+                _list(slots, at, bars, lists)
+                _order(lists, lse, Left, Weights, Keys, first + row, queries - row, count, c)
+            else:
+                gl.store(Left + first + rows, 1, mask=rows < queries)
         item = next_item(item, stride, work)
+    _marked(room, PART)  # until here it is in use
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "tiles"])
@@ -525,9 +545,11 @@ def top(
     offset = keys - queries
     q_ring = ring_of(q_desc, _ahead(D) * TEAMS, _ahead(D), TEAMS)
     k_ring = ring_of(k_desc, STAGES, STAGES, TEAMS)
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    room = gl.allocate_shared_memory(gl.int32, [TEAMS * SLOTS, 2 * THREADS], plain)
     hopper.fence_async_shared()
     sizes = queries, keys, offset, tiles, count, c
-    shared = q_ring, k_ring, Bar, Lse, Left, Weights, Keys, work, sizes
+    shared = q_ring, k_ring, room, Bar, Lse, Left, Weights, Keys, work, sizes
     loader = q_ring, k_ring, q_desc, k_desc, work, offset, tiles
     gl.warp_specialize(
         [
