@@ -361,14 +361,16 @@ def top(
         "top_keys": torch.empty(shape, device=query.device, dtype=torch.int64),
     }
     left = torch.empty(batch, heads, queries, device=query.device, dtype=torch.int8)
+    wide = 64
     if bar is not None:
         specialised.top(query, key, lse, bar, structure, count, found, left)
+        wide = 16384 // width  # some row is left in most calls, and all others wait for it
     else:
         _collect(query, key, lse, structure, count, found, left)
     looked = LOOKED if batch * heads * queries < MANY else 8 * LOOKED
     rows_kernels.search[ceil(queries, looked), batch * heads](
         View.of(query), View.of(key), lse, left, *found.values(), structure.ends, structure.terms,
-        heads, heads // key.shape[1], queries, keys, width, count, ROWS=looked, BM=WARP, BN=64,
+        heads, heads // key.shape[1], queries, keys, width, count, ROWS=looked, BM=WARP, BN=wide,
         BD=power(width), COUNT=next_power(count), KIND=structure.kind, BIAS=structure.bias,
         SOFTCAP=structure.softcap is not None, PRECISION=_precision(query),
         num_warps=4, num_stages=1,
