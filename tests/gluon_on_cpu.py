@@ -25,10 +25,10 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import reduce
+from functools import cache, reduce
 from itertools import product
 from types import ModuleType, SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -214,24 +214,29 @@ class _Machine:
         self.sizes: list[int] = []  # of buffers, in bytes
         self.memory = torch.empty(0, dtype=torch.int32)  # the one that PTX goes about in
 
-    def _words(self, places: Tensor, guard: Tensor | None) -> tuple[Tensor, Tensor]:
-        may = torch.tensor(True) if guard is None else guard
-        places, may = torch.broadcast_tensors(places, may)
-        places = places - self.before()
-        assert ((places >= 0) & (places < 4 * len(self.memory)) & (places % 4 == 0))[may].all()
-        return places // 4, may
+    def _words(self, places: Tensor) -> Tensor:
+        words = (places - self.before()) >> 2
+        assert int(words.min()) >= 0
+        assert int(words.max()) < len(self.memory)
+        return words
+
+    def read(self, places: Tensor, guard: Tensor | None) -> Tensor:
+        if guard is None:
+            return self.memory[self._words(places)]
+        found = torch.zeros(guard.shape, dtype=torch.int32)
+        if guard.any():
+            found[guard] = self.memory[self._words(places[guard])]
+        return found
+
+    def write(self, places: Tensor, what: Tensor, guard: Tensor | None) -> None:
+        if guard is None:
+            self.memory[self._words(places)] = what
+        elif guard.any():
+            self.memory[self._words(places[guard])] = what.expand(guard.shape)[guard]
 
     def before(self) -> int:
         """How far its memory is from the start of all: larger buffers come first."""
         return sum(size for size in self.sizes if size > 4 * len(self.memory))
-
-    def read(self, places: Tensor, guard: Tensor | None) -> Tensor:
-        words, may = self._words(places, guard)
-        return torch.where(may, self.memory[torch.where(may, words, 0)], 0)
-
-    def write(self, places: Tensor, what: Tensor, guard: Tensor | None) -> None:
-        words, may = self._words(places, guard)
-        self.memory[words[may]] = what.expand(words.shape)[may]
 
     def tell(self) -> None:
         """Something changed: whoever waits looks again, and counts as waiting anew if it must."""
@@ -266,7 +271,10 @@ class _Machine:
             self.local.products = []
             self.local.stores = []
             try:
-                role(*arguments)
+                with (
+                    self.changed
+                ):  # one at a time, until it waits: they would only hinder each other
+                    role(*arguments)
                 assert not self.local.stores, "a tile may be gone before the copy engine had it"
             except BaseException as error:  # noqa: BLE001 - handed on below
                 with self.changed:
@@ -406,17 +414,28 @@ def _reduce(values: tuple[Block, ...], axis: int, rule: Callable[..., Any]) -> A
 
 
 def _leading_zeros(number: Tensor) -> Tensor:
-    unsigned = number.long() & 0xFFFFFFFF
-    return 32 - sum((unsigned >> bit > 0).int() for bit in range(32))
+    return 32 - torch.frexp((number.long() & 0xFFFFFFFF).double()).exponent
 
 
 def _reversed(number: Tensor) -> Tensor:
-    bits = [((number.long() >> bit) & 1) << (31 - bit) for bit in range(32)]
-    return _in_32_bits(sum(bits[1:], bits[0]))
+    found = number.long() & 0xFFFFFFFF
+    for step, these in (
+        (16, 0xFFFF),
+        (8, 0xFF00FF),
+        (4, 0xF0F0F0F),
+        (2, 0x33333333),
+        (1, 0x55555555),
+    ):
+        found = (found >> step & these) | (found & these) << step
+    return _in_32_bits(found)
 
 
 def _in_32_bits(number: Tensor) -> Tensor:
     return ((number.long() + 2**31) % 2**32 - 2**31).int()
+
+
+def _as_32_bits(number: Tensor) -> Tensor:
+    return number.float() if number.dtype.is_floating_point else _in_32_bits(number)
 
 
 PTX: dict[str, Callable[..., Tensor]] = {
@@ -446,19 +465,42 @@ PTX: dict[str, Callable[..., Tensor]] = {
 }
 
 
+class _Line(NamedTuple):
+    """An instruction of PTX: who does it, if not all, what, of which kind, and to what."""
+
+    guard: str
+    unless: bool
+    name: str
+    kind: str
+    operands: list[str]
+
+
+@cache
+def _parsed(code: str) -> tuple[list[_Line], dict[str, int]]:
+    """The lines of some PTX, and where its labels are."""
+    lines: list[_Line] = []
+    labels: dict[str, int] = {}
+    for line in filter(None, map(str.strip, code.strip().strip("{}").split(";"))):
+        while found := re.match(r"(\w+):\s*", line):
+            labels[found[1]] = len(lines)
+            line = line[found.end() :]
+        if line and not line.startswith((".reg", "bar.warp.sync")):
+            guard = re.match(r"@(!?)(\w+)\s+", line)
+            text = line[guard.end() :] if guard else line
+            whole, *operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,{}\[\]]+", text)
+            name, _, kind = whole.replace(".ftz", "").rpartition(".")
+            lines.append(
+                _Line(guard[2] if guard else "", bool(guard and guard[1]), name, kind, operands)
+            )
+    return lines, labels
+
+
 class _Assembly:
     """PTX, run for all elements of some tensors at once. All of them are one warp's."""
 
     def __init__(self, code: str) -> None:
         self.registers = {"global_smem": torch.tensor(0, dtype=torch.int32)}
-        self.lines: list[str] = []
-        self.labels: dict[str, int] = {}
-        for line in filter(None, map(str.strip, code.strip().strip("{}").split(";"))):
-            while found := re.match(r"(\w+):\s*", line):
-                self.labels[found[1]] = len(self.lines)
-                line = line[found.end() :]
-            if line:
-                self.lines.append(line)
+        self.lines, self.labels = _parsed(code)
 
     def value(self, name: str, kind: str) -> Tensor:
         """A register or a number, as ``kind`` reads it."""
@@ -482,34 +524,30 @@ class _Assembly:
     def run(self) -> None:
         at = 0
         while at < len(self.lines):
-            line, guard = self.lines[at], None
+            line = self.lines[at]
             at += 1
-            if found := re.match(r"@(!?)(\w+)\s+", line):
-                guard = self.registers[found[2]] ^ bool(found[1])
-                line = line[found.end() :]
-            name, *operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,{}\[\]]+", line)
-            if name == "bra":
+            guard = self.registers[line.guard] ^ line.unless if line.guard else None
+            if line.kind == "bra":
                 assert guard is None or guard.all() == guard.any()
                 if guard is None or guard.all():
-                    at = self.labels[operands[0]]
-            elif name not in (".reg", "bar.warp.sync"):
-                self.step(name, operands, guard)
+                    at = self.labels[line.operands[0]]
+            elif line.name.startswith(("ld.", "st.")):
+                self.move(line, guard)
+            else:
+                to, *sources = line.operands
+                values = (self.value(source, line.kind) for source in sources)
+                self.set(to, PTX[line.name](*values), guard)
 
-    def step(self, name: str, operands: list[str], guard: Tensor | None) -> None:
-        name, _, kind = name.replace(".ftz", "").rpartition(".")
-        if name.partition(".")[0] in ("ld", "st"):
-            where, what = operands[::-1] if name.startswith("ld") else operands
-            base, _, apart = where.strip("[]").partition("+")
-            names = re.findall(r"[^\s,{}]+", what)
-            places = self.value(base, "s32").long() + int(apart or 0)
-            for i, register in enumerate(names):
-                if name.startswith("ld"):
-                    self.set(register, _machine.read(places + 4 * i, guard), guard)
-                else:
-                    _machine.write(places + 4 * i, self.value(register, "s32"), guard)
-        else:
-            to, *sources = operands
-            self.set(to, PTX[name](*(self.value(source, kind) for source in sources)), guard)
+    def move(self, line: _Line, guard: Tensor | None) -> None:
+        """Read or write shared memory."""
+        loads = line.name.startswith("ld.")
+        where, what = line.operands[::-1] if loads else line.operands
+        place = self.value(where.strip("[]"), "s32").long()
+        for i, register in enumerate(re.findall(r"[^\s,{}]+", what)):
+            if loads:
+                self.set(register, _machine.read(place + 4 * i, guard), guard)
+            else:
+                _machine.write(place + 4 * i, self.value(register, "s32"), guard)
 
 
 def _assemble(code: str, constraints: str, given: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
@@ -518,7 +556,7 @@ def _assemble(code: str, constraints: str, given: Any, dtype: Any, is_pure: bool
     results = pack * len(dtypes)
     numbers = (torch.as_tensor(_raw(block)) for block in given)
     tensors = torch.broadcast_tensors(
-        *(n.float() if n.dtype.is_floating_point else _in_32_bits(n) for n in numbers)
+        *(n if n.dtype in (torch.int32, torch.float32) else _as_32_bits(n) for n in numbers)
     )
     columns = [column for tensor in tensors for column in tensor.reshape(-1, pack).unbind(1)]
     kinds = constraints.split(",")
