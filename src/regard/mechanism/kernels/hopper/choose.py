@@ -60,6 +60,7 @@ LIST = gl.constexpr(176)  # bytes from one row's list to the next; its length is
 LENGTH = gl.constexpr(LISTED * ENTRY)
 PLACES = gl.constexpr(8)  # of a row that can be asked for
 AGAINST = gl.constexpr(8)  # others with which they are compared at once
+COUNTED = gl.constexpr(8388608.0)  # 2**23: what is added to it up to 2**23 is its last bits
 LOST = gl.constexpr(63)  # what a thread is said to have that had no room: more than any list has
 
 
@@ -220,7 +221,7 @@ def _tell_keys(at, kept, since, bars, key, ends):
 
 
 @gluon.jit
-def _marked(room, PART: gl.constexpr):
+def _mark(room, PART: gl.constexpr):
     """Write numbers that begin a team's room."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     marks = gl.arange(0, 2 * THREADS, layout) + PART
@@ -239,7 +240,7 @@ def _lists(room, PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
         "{ mov.u32 $0, global_smem; add.u32 $0, $0, $1; }", "=r,r",
         [gl.to_tensor(BEFORE + PART * (THREADS * ROOM))], gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    marks = _marked(room, PART)
+    marks = _mark(room, PART)
     gl.thread_barrier()
     same = _read(lists + (marks - PART) * 4) == marks
     gl.thread_barrier()
@@ -284,7 +285,7 @@ def _write(at, what):
 
 @gluon.jit
 def _clear(at):
-    """Entries of nothing to shared memory, two at a time."""
+    """Entries of nothing to shared memory, two at a time. 0fFF61B1E6 is NOTHING."""
     gl.inline_asm_elementwise(
         "{ .reg .b32 x; mov.b32 x, 0fFF61B1E6; st.shared.v4.b32 [$2], {x, x, x, x}; "
         "mov.b32 $0, x; mov.b32 $1, x; }",
@@ -362,7 +363,7 @@ def _list(slots, at, bars, lists):
     for i in gl.static_range(SLOTS // FOUR + 1):
         slot = number + i * FOUR
         _put(to + slot * ENTRY, slot, one[:, :, None], scores[i], keys[i])
-        slot = (SLOTS - 1 - slot) & LOST
+        slot = (SLOTS - 1 - slot) & LOST  # from the other end; below 0 is beyond all
         _put(other_to + slot * ENTRY, slot, other[:, :, None], scores[i], keys[i])
     bars = gl.convert_layout(bars[0], of_threads), gl.convert_layout(bars[1], of_threads)
     _write(begin + LENGTH, gl.where(bars[0] == bars[0], length, LOST))
@@ -404,8 +405,8 @@ def _ranks(lists, EXACT: gl.constexpr):
     row = gl.arange(0, ROWS, gl.SliceLayout(1, of_others))
     number = gl.arange(0, AGAINST, gl.SliceLayout(0, of_others))
     others_at = _list_of(lists, row)[:, None] + (number * ENTRY)[None, :]
-    # As numbers beyond 2**23, whose last bits are the rank: the unit that adds these is free.
-    rank = gl.full([ROWS, LISTED], 8388608.0, gl.float32, at.type.layout)
+    # Ranks are numbers beyond 2**23: the unit that adds these is free.
+    rank = gl.full([ROWS, LISTED], COUNTED, gl.float32, at.type.layout)
     for _ in range(LISTED // AGAINST):
         other, its_key = _entries(others_at)
         before = other[:, None, :] > s[:, :, None]
@@ -414,7 +415,7 @@ def _ranks(lists, EXACT: gl.constexpr):
             before = before | (equal & (its_key[:, None, :] < key[:, :, None]))
         rank += gl.sum(before.to(gl.float32), 2)
         others_at += AGAINST * ENTRY
-    return rank.to(gl.int32, bitcast=True) - 0x4B000000
+    return rank.to(gl.int32, bitcast=True) - 0x4B000000  # the bits of COUNTED
 
 
 @gluon.jit
@@ -468,7 +469,7 @@ def _find(
     lists, found = _lists(room, PART, D, STAGES)
     slots = lists + (both * LANES + lane) * ROOM
     ends = slots + (ROOM - ENTRY), slots
-    nothing = gl.full([BOTH, LANES], 8388608.0, gl.float32, of_lanes)
+    nothing = gl.full([BOTH, LANES], COUNTED, gl.float32, of_lanes)
     place = first_place()
     q_place = first_place()
     item, stride = first_item(work, False), stride_of(work, False)
@@ -525,7 +526,7 @@ def _find(
             else:
                 gl.store(Left + first + rows, 1, mask=rows < queries)
         item = next_item(item, stride, work)
-    _marked(room, PART)  # until here it is in use
+    _mark(room, PART)  # until here it is in use
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "tiles"])
