@@ -42,7 +42,8 @@ PROGRAMS = 256  # that keep a large device busy: about two for each multiprocess
 NEAR = 2048  # keys of a query: beyond, the ends of its range hardly matter
 SHARE = 512  # keys that are worth a program of their own
 LOOKED = 64  # rows of which a program sees whether some are left to search
-MANY = 2**18  # rows: of as many it looks at eight times LOOKED
+MANY = 2**18  # rows: of as many it looks at LOOKED * 32
+TILE = 2**14  # numbers of keys that it has at a time for a row by itself
 SCRATCH = 2**29  # bytes for candidates of the top keys: heads take turns, one or more at a time
 
 
@@ -361,19 +362,18 @@ def top(
         "top_keys": torch.empty(shape, device=query.device, dtype=torch.int64),
     }
     left = torch.empty(batch, heads, queries, device=query.device, dtype=torch.int8)
-    wide = 64
     if bar is not None:
         specialised.top(query, key, lse, bar, structure, count, found, left)
-        wide = 16384 // width  # some row is left in most calls, and all others wait for it
     else:
         _collect(query, key, lse, structure, count, found, left)
-    looked = LOOKED if batch * heads * queries < MANY else 8 * LOOKED
-    rows_kernels.search[ceil(queries, looked), batch * heads](
+    wide = power(width)
+    looked = LOOKED if left.numel() < MANY else 32 * LOOKED
+    rows_kernels.search[(ceil(left.numel(), looked),)](
         View.of(query), View.of(key), lse, left, *found.values(), structure.ends, structure.terms,
-        heads, heads // key.shape[1], queries, keys, width, count, ROWS=looked, BM=WARP, BN=wide,
-        BD=power(width), COUNT=next_power(count), KIND=structure.kind, BIAS=structure.bias,
-        SOFTCAP=structure.softcap is not None, PRECISION=_precision(query),
-        num_warps=4, num_stages=1,
+        left.numel(), heads, heads // key.shape[1], queries, keys, width, count,
+        LOOKED=looked, BM=WARP, BN=TILE // wide, BD=wide, COUNT=next_power(count),
+        KIND=structure.kind, BIAS=structure.bias, SOFTCAP=structure.softcap is not None,
+        PRECISION=_precision(query), num_warps=8, num_stages=1,
     )  # fmt: skip
     return found
 

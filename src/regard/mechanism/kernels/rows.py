@@ -31,8 +31,9 @@ from regard.mechanism.kernels.tiles import (
 )
 
 MISSING = tl.constexpr(-(2**63))  # ranks behind every score
-HIGHEST = tl.constexpr(2**63 - 1)  # and this before
+HIGHEST = tl.constexpr(2**31 - 1)  # more than any key
 LANES = tl.constexpr(4)  # threads that share a row of a product; each has room of its own
+FEW = tl.constexpr(16)  # rows of those that a program looks at that are searched one by one
 
 
 @triton.jit(do_not_specialize=["queries", "keys"])
@@ -257,22 +258,19 @@ def pick(
 
 
 @triton.jit
-def _left(Left, row, queries, ROWS: tl.constexpr):
-    rows = row + tl.arange(0, ROWS)
-    return tl.load(Left + rows, mask=rows < queries, other=0).to(tl.int32)
-
-
-@triton.jit
 def _search(
-    query, key, Lse, Weights, Keys, ends, terms, batch, head, flat, groups, row, left, queries,
+    query, key, Lse, Left, Weights, Keys, ends, terms, flat, row, until, heads, groups, queries,
     keys, width, count,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, KIND: tl.constexpr,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The highest of those rows of a block that were left."""
+    """The highest of those of BM rows, but ``until`` one, that were left."""
+    batch, head = (flat // heads).to(tl.int64), (flat % heads).to(tl.int64)
+    flat = flat.to(tl.int64)
     offset = keys - queries
     rows = row + tl.arange(0, BM)
     inside = rows < queries
+    left = tl.load(Left + flat * queries + rows, mask=rows < until, other=0) > 0
     query_at = rows + offset
     lse = rows_lse(Lse + flat * queries + rows, inside)
     last = tl.minimum(row + BM, queries) - 1
@@ -281,52 +279,68 @@ def _search(
     low, high = range_of(ends, batch, rows, inside, KIND)
     # The highest so far in no order; what is not asked for is never the lowest of them.
     column = tl.arange(0, COUNT)[None, :]
-    best = tl.zeros([BM, COUNT], tl.int64) + tl.where(column < count, MISSING, HIGHEST)
-    lowest = tl.full([BM], MISSING, tl.int64)
+    best = tl.zeros([BM, COUNT], tl.float32) + tl.where(column < count, NOTHING, float("inf"))
+    found = tl.zeros([BM, COUNT], tl.int32) - 1 - column
+    lowest = tl.full([BM], NOTHING, tl.float32)
     for n in range(parts[0], parts[5], BN):
         key_at = n + tl.arange(0, BN)
         k = rows_of(key, batch, head // groups, key_at, key_at < keys, width, BD)
-        dots = tl.dot(q, tl.trans(k), input_precision=PRECISION)
+        if BM == 1:
+            dots = tl.sum(k.to(tl.float32) * q.to(tl.float32), 1)[None, :]
+        else:
+            dots = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         s, _slope = scores(
             dots, query_at[:, None], key_at[None, :], 1.0, terms, head, BIAS, SOFTCAP, False
         )
         may = allowed(query_at[:, None], key_at[None, :], low[:, None], high[:, None], keys, KIND)
-        rank = tl.where(may & left[:, None], _ranked(s, key_at[None, :]), MISSING)
-        more = tl.max(tl.max((rank > lowest[:, None]).to(tl.int32), 1), 0)
-        while more > 0:
-            top = tl.max(rank, 1)
-            which = tl.min(tl.where(best == lowest[:, None], column, COUNT), 1)
-            replaced = (column == which[:, None]) & (top > lowest)[:, None]
+        s = tl.where(may & left[:, None], s, NOTHING)
+        top = tl.max(s, 1)
+        while tl.max((top > lowest).to(tl.int32), 0) > 0:
+            # The first of the highest takes the place of the last of the lowest.
+            chosen = tl.min(tl.where(s == top[:, None], key_at[None, :], HIGHEST), 1)
+            latest = tl.max(tl.where(best == lowest[:, None], found, -HIGHEST), 1)
+            replaced = (found == latest[:, None]) & (top > lowest)[:, None]
             best = tl.where(replaced, top[:, None], best)
-            rank = tl.where(rank >= top[:, None], MISSING, rank)
+            found = tl.where(replaced, chosen[:, None], found)
+            s = tl.where(key_at[None, :] == chosen[:, None], NOTHING, s)
             lowest = tl.min(best, 1)
-            more = tl.max(tl.max((rank > lowest[:, None]).to(tl.int32), 1), 0)
-    s, found = _unranked(tl.where(column < count, best, MISSING))
-    s, found = _in_order(s, found, COUNT)
+            top = tl.max(s, 1)
+    s, found = _in_order(tl.where(column < count, best, NOTHING), found, COUNT)
     at = (flat * queries + rows)[:, None] * count + column
     mask = left[:, None] & (column < count)
     _write(s, found, lse[:, None], at, Weights, Keys, mask)
 
 
-@triton.jit(do_not_specialize=["queries", "keys"])
+@triton.jit(do_not_specialize=["rows", "queries", "keys"])
 def search(
-    query, key, Lse, Left, Weights, Keys, ends, terms, heads, groups, queries, keys, width, count,
-    ROWS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr,
-    KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    query, key, Lse, Left, Weights, Keys, ends, terms, rows, heads, groups, queries, keys, width,
+    count,
+    LOOKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
+    COUNT: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As ``pick``, of the rows that were left: they are gone over once more.
 
-    Nearly always there are none, so a program looks at many rows at once.
+    Nearly always there are none or very few, and all wait for them. So a program looks at many of
+    all heads' ``rows`` at once, and those that are left almost alone are faster by themselves.
     """
-    batch, head = whose(heads)
-    flat = tl.program_id(1).to(tl.int64)
-    start = tl.program_id(0) * ROWS
-    if tl.max(_left(Left + flat * queries, start, queries, ROWS), 0) > 0:
-        for row in range(start, tl.minimum(start + ROWS, queries), BM):
-            left = _left(Left + flat * queries, row, queries, BM)
-            if tl.max(left, 0) > 0:
-                _search(
-                    query, key, Lse, Weights, Keys, ends, terms, batch, head, flat, groups, row,
-                    left > 0, queries, keys, width, count, BM, BN, BD, COUNT, KIND, BIAS, SOFTCAP,
-                    PRECISION,
-                )  # fmt: skip
+    start = tl.program_id(0) * LOOKED
+    place = tl.arange(0, LOOKED)
+    left = tl.load(Left + start + place, mask=place < rows - start, other=0) > 0
+    at = tl.min(tl.where(left, place, LOOKED), 0)
+    many = tl.sum(left.to(tl.int32), 0) > FEW
+    while at < LOOKED:
+        flat, row = (start + at) // queries, (start + at) % queries
+        until = tl.minimum(row + LOOKED - at, queries)  # what comes then is another program's
+        if many:
+            _search(
+                query, key, Lse, Left, Weights, Keys, ends, terms, flat, row, until, heads, groups,
+                queries, keys, width, count, BM, 64, BD, COUNT, KIND, BIAS, SOFTCAP, PRECISION,
+            )  # fmt: skip
+        else:
+            _search(
+                query, key, Lse, Left, Weights, Keys, ends, terms, flat, row, until, heads, groups,
+                queries, keys, width, count, 1, BN, BD, COUNT, KIND, BIAS, SOFTCAP, PRECISION,
+            )  # fmt: skip
+        at += tl.where(many, tl.minimum(BM, queries - row), 1)
+        at = tl.min(tl.where(left & (place >= at), place, LOOKED), 0)
