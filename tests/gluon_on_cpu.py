@@ -413,21 +413,33 @@ def _reduce(values: tuple[Block, ...], axis: int, rule: Callable[..., Any]) -> A
     return reduce(lambda some, more: rule(*some, *more), places)
 
 
-def _leading_zeros(number: Tensor) -> Tensor:
-    return 32 - torch.frexp((number.long() & 0xFFFFFFFF).double()).exponent
+def _highest_bit(number: Tensor) -> Tensor:
+    """Its place, and -1 of 0."""
+    return torch.frexp((number.long() & 0xFFFFFFFF).double()).exponent.int() - 1
 
 
-def _reversed(number: Tensor) -> Tensor:
-    found = number.long() & 0xFFFFFFFF
-    for step, these in (
-        (16, 0xFFFF),
-        (8, 0xFF00FF),
-        (4, 0xF0F0F0F),
-        (2, 0x33333333),
-        (1, 0x55555555),
-    ):
-        found = (found >> step & these) | (found & these) << step
+def _permuted(low: Tensor, high: Tensor, chosen: Tensor) -> Tensor:
+    """Four of the eight bytes of two numbers."""
+    both = (low.long() & 0xFFFFFFFF, high.long() & 0xFFFFFFFF)
+    found = torch.zeros_like(both[0] + both[1])
+    for i in range(4):
+        byte = int(chosen) >> 4 * i & 7
+        found |= (both[byte // 4] >> 8 * (byte % 4) & 0xFF) << 8 * i
     return _in_32_bits(found)
+
+
+def _halves(number: Tensor) -> Tensor:
+    """The two numbers of 16 bits in one of 32, as bfloat16."""
+    return number.contiguous().view(torch.bfloat16).view(*number.shape, 2)
+
+
+def _of_halves(halves: Tensor) -> Tensor:
+    return halves.contiguous().view(torch.int32).squeeze(-1)
+
+
+def _from_lane(value: Tensor, away: Tensor, _last: Tensor, _members: Tensor) -> Tensor:
+    """Of another lane: the elements of a tensor are those of threads, one after the other."""
+    return value[torch.arange(len(value)) ^ int(away)]
 
 
 def _in_32_bits(number: Tensor) -> Tensor:
@@ -444,13 +456,20 @@ PTX: dict[str, Callable[..., Tensor]] = {
     "sub": torch.sub,
     "mul": torch.mul,
     "mad.lo": lambda a, b, c: _in_32_bits(a.long() * b.long() + c.long()),
+    "abs": torch.abs,
+    "fma.rn": lambda a, b, c: (a.double() * b.double() + c.double()).float(),
     "min": torch.minimum,
     "max": torch.maximum,
+    "min.bf16x2": lambda a, b: _of_halves(torch.fmin(_halves(a), _halves(b))),
+    "max.bf16x2": lambda a, b: _of_halves(torch.fmax(_halves(a), _halves(b))),
+    "cvt.rn.bf16x2": lambda high, low: _of_halves(torch.stack([low, high], -1).bfloat16()),
+    "shfl.sync.bfly": _from_lane,
     "and": torch.bitwise_and,
     "or": torch.bitwise_or,
     "xor": torch.bitwise_xor,
-    "brev": _reversed,
-    "clz": _leading_zeros,
+    "shl": lambda a, b: torch.where((b < 0) | (b > 31), 0, _in_32_bits(a.long() << (b & 31))),
+    "bfind": _highest_bit,
+    "prmt": _permuted,
     "rcp.approx": torch.reciprocal,
     "lg2.approx": torch.log2,
     "setp.eq": torch.eq,
@@ -458,6 +477,7 @@ PTX: dict[str, Callable[..., Tensor]] = {
     "setp.lt": torch.lt,
     "setp.ge": torch.ge,
     "setp.ge.and": lambda a, b, p: (a >= b) & p,
+    "setp.ge.or": lambda a, b, p: (a >= b) | p,
     "setp.neu": torch.ne,
     "setp.neu.or": lambda a, b, p: (a != b) | p,
     "selp": lambda a, b, p: torch.where(p, a, b),
@@ -536,7 +556,8 @@ class _Assembly:
             else:
                 to, *sources = line.operands
                 values = (self.value(source, line.kind) for source in sources)
-                self.set(to, PTX[line.name](*values), guard)
+                rule = PTX.get(f"{line.name}.{line.kind}") or PTX[line.name]
+                self.set(to, rule(*values), guard)
 
     def move(self, line: _Line, guard: Tensor | None) -> None:
         """Read or write shared memory."""

@@ -196,7 +196,9 @@ def test_as_many_programs_share_a_block_as_can(width, monkeypatch) -> None:
     found = launch.forward(*tensors, structure(False, width), set(ROWS), 8)
     monkeypatch.setattr(specialised, "WORTH", 10**9)
     uncut = launch.forward(*tensors, structure(False, width), set(ROWS), 8)
-    assert torch.equal(found.pop("bar"), uncut["bar"])
+    # Each is rounded relative to another score that is near a row's highest.
+    apart = (found.pop("bar") - uncut["bar"]).abs()
+    assert (apart <= 0.02 * (found["lse"].max() / width**-0.5 - uncut["bar"])).all()
     check(tensors, False, See(**dict.fromkeys(ROWS, True)), found)
 
 
@@ -566,11 +568,17 @@ def test_top_keys_that_do_not_fit_are_searched_for(causal: bool) -> None:
     close("top_weights", found["top_weights"], weights, weights)
 
 
-def test_the_eighth_highest_is_found() -> None:
+@pytest.mark.parametrize("near", [-3.0, 0.0, 2.0])
+def test_the_eighth_highest_is_nearly_found(near: float) -> None:
     order = gluon_on_cpu.load("regard.mechanism.kernels.hopper").order
-    numbers = torch.randint(-40, 40, (64, 4, 8)).float()  # some of them equal
-    found = order.eighth_highest(gluon_on_cpu.Block(numbers))
-    assert torch.equal(found.data, numbers.flatten(1).sort(dim=1, descending=True).values[:, 7])
+    numbers = torch.randint(-40, 40, (64, 4, 8)).float() - 1000  # some of them equal
+    numbers = torch.where(torch.rand_like(numbers) < 0.3, numbers, numbers + torch.rand(64, 4, 8))
+    eighth = numbers.flatten(1).sort(dim=1, descending=True).values[:, 7, None]
+    reference = numbers.amax((1, 2)) + near
+    found = order.eighth_highest(*map(gluon_on_cpu.Block, (numbers, reference))).data
+    assert found.shape == (64, 4)
+    assert (found <= eighth).all()
+    assert (eighth - found <= 1e-4 + 0.016 * (eighth - reference[:, None]).abs()).all()
 
 
 @pytest.mark.parametrize("dense", [False, True])
@@ -615,8 +623,9 @@ def test_infinite_scores_stay_in_their_row(row: int) -> None:
 
 # How many candidates each lane of a row has, at and beyond what a thread or a list has room for.
 CROWDS = [
-    (2, 2, 2, 2), (7, 2, 2, 2), (2, 8, 2, 2), (4, 4, 4, 4), (4, 5, 4, 4), (7, 7, 0, 0),
-    (0, 8, 0, 7), (8, 0, 0, 0), (12, 0, 0, 4), (0, 13, 0, 4), (10, 10, 10, 10), (20, 20, 0, 0),
+    (2, 2, 2, 2), (9, 2, 2, 2), (2, 10, 2, 2), (4, 4, 4, 4), (4, 5, 4, 4), (9, 9, 0, 0),
+    (0, 10, 0, 9), (10, 0, 0, 0), (16, 0, 0, 4), (0, 17, 0, 4), (10, 10, 10, 10), (20, 20, 0, 0),
+    (8, 8, 8, 0), (7, 7, 7, 7), (7, 7, 8, 7),
 ]  # fmt: skip
 
 
@@ -667,9 +676,10 @@ def test_room_for_top_keys_ends_where_it_should() -> None:
     many, more = both.sum(1, keepdim=True), both.amax(1, keepdim=True)
     assert {choose.SLOTS, choose.SLOTS + 1} <= set(many.flatten().tolist())
     assert {choose.SLOTS - 2, choose.SLOTS - 1} <= set(more.flatten().tolist())
-    assert {choose.LISTED, choose.LISTED + 1} <= set(lanes.sum(1).tolist())
+    lengths = {choose.LISTED, choose.LISTED + 1, choose.MOST, choose.MOST + 1}
+    assert lengths <= set(lanes.sum(1).tolist())
     lost = ((many > choose.SLOTS) | (more > choose.SLOTS - 2)).any(3)  # of two rows
-    expected = lost.expand(-1, 2, -1).reshape(queries) | (lanes.sum(1) > choose.LISTED)
+    expected = lost.expand(-1, 2, -1).reshape(queries) | (lanes.sum(1) > choose.MOST)
     assert torch.equal(left, expected.to(torch.int8).expand_as(left))
     for name, tensor in some.items():
         assert torch.equal(tensor[:, :, ~expected], picked[name][:, :, ~expected]), name
@@ -785,7 +795,7 @@ def build(kernel, given, **constants):
     assert ("wgmma" in made.asm["ptx"]) == ("STAGES" in constants)
     assert made.metadata.shared <= 232448, made.metadata.shared
     if kernel is hopper.top:  # it knows where each team's room begins
-        for at in (163840, 178176, 192512, 206848):
+        for at in (18432, 36864, 55296, 73728):  # the first one's is 0, and the last no one's
             assert f"@global_smem, i32 {at})" in made.asm["llir"], at
 
 
@@ -823,9 +833,9 @@ build(hopper.forward, described, D=64, STAGES=2, CAUSAL=True, EVEN=True, CUT=Fal
 build(hopper.forward, described, D=64, STAGES=2, CAUSAL=False, EVEN=True, CUT=True, **seen)
 build(hopper.join, {}, D=64, CAUSAL=False, **seen)
 build(hopper.top, dict(q_desc=tiles(1, 1, 64, 128), k_desc=whole, Left="*i8", Keys="*i64"), D=128,
-      STAGES=3, CAUSAL=True, EVEN=False)
+      STAGES=2, CAUSAL=True, EVEN=False, COUNT=3)
 build(hopper.top, dict(q_desc=tiles(1, 1, 64, 64), k_desc=narrow, Left="*i8", Keys="*i64"), D=64,
-      STAGES=6, CAUSAL=False, EVEN=True)
+      STAGES=4, CAUSAL=False, EVEN=True, COUNT=8)
 view = View("*bf16", "i64", "i64", "i32")
 dealt = tiles(1, 16, 4, 2, 64)
 described = dict(q_desc=dealt, grad_desc=dealt, k_desc=narrow, v_desc=narrow, drop_desc=drop,

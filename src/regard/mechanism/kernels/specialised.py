@@ -35,7 +35,7 @@ TEAMS = 4  # groups of warps that share tiles
 CARRIED = 64  # width at which the second pass has what queries lose copied with them
 STAGES = 2  # tiles of keys and of values that are loaded ahead
 TILE_STAGES = {64: 8, 128: 3}  # tiles of queries in the second pass
-KEY_STAGES = {64: 6, 128: 3}  # of keys for the top ones
+KEY_STAGES = {64: 4, 128: 2}  # of keys for the top ones
 STEP_STAGES = {64: 2, 128: 3}  # steps of queries in the backward pass
 WORTH = 24  # steps: where the longest program saves no more, the last items are not cut
 PARTS = 7  # shares that a block is long at most: so no more than JOINED programs have some of it
@@ -565,7 +565,7 @@ def top(
     work = _work(query, key, queries, TEAMS * ROWS, structure)
     _kernels().top[(work.programs,)](
         _described(query, ROWS), _described(key, BLOCK), bar, lse, left, *found.values(),
-        *work, queries, keys, -(-keys // BLOCK), count, structure.scale * LOG2E, D=width,
+        *work, queries, keys, -(-keys // BLOCK), structure.scale * LOG2E, D=width,
         STAGES=KEY_STAGES[width], CAUSAL=causal,
-        EVEN=(keys - queries if causal else keys) % BLOCK == 0, num_warps=4,
+        EVEN=(keys - queries if causal else keys) % BLOCK == 0, COUNT=count, num_warps=4,
     )  # fmt: skip

@@ -151,12 +151,12 @@ def _parts(D, CAUSAL, DISTANCE, BAR):
     """How many parts a tile's sums have: of weights, for entropy and distance. By measurement."""
     if D == 128:
         if BAR:
-            return 4, 4, 1
+            return (2, 1, 2) if CAUSAL else (4, 4, 1)
         if DISTANCE:
             return (2, 1, 1) if CAUSAL else (1, 1, 2)
         return (2, 4, 1) if CAUSAL else (2, 1, 1)
     if BAR:
-        return (1, 1, 1) if CAUSAL else (2, 2, 1)
+        return (2, 1, 1) if CAUSAL else (2, 1, 2)
     if DISTANCE:
         return (1, 2, 2) if CAUSAL else (1, 2, 1)
     return (1, 1, 1) if CAUSAL else (1, 4, 1)
@@ -292,12 +292,12 @@ def _weigh(
 
 
 @gluon.jit
-def _bar(h):
-    """Of the highest of each set the eighth: as many scores reach it.
+def _bar(h, near, WARPS: gl.constexpr = 4):
+    """Of the highest of each set hardly less than the eighth: as many scores reach it.
 
     A little lower, should products differ in their last bit. NaN where it is infinite.
     """
-    bar = eighth_highest(h)
+    bar = eighth_highest(h, near, WARPS)
     lower = bar - gl.abs(bar) * 1e-6
     return gl.where(lower < LOWEST, LOWEST, lower)
 
@@ -344,7 +344,11 @@ def _tell(
     if DISTANCE:
         gl.store(Distance + at, t * inverse, mask=inside)
     if BAR:
-        gl.store(Bar + at, gl.convert_layout(bar, m.type.layout), mask=inside)
+        of_rows: gl.constexpr = gl.SliceLayout(1, bar.type.layout)
+        lane = gl.arange(0, LANES, gl.SliceLayout(0, bar.type.layout))[None, :]
+        its_at = gl.convert_layout(at, of_rows)[:, None] + lane
+        mask = gl.convert_layout(inside, of_rows)[:, None] & (lane == 0)
+        gl.store(Bar + its_at, bar, mask=mask)
     block_at = flat * ((queries + BLOCK - 1) // BLOCK) + block
     if DROP:  # in the order in which a tile of the second pass holds its queries
         in_bin = here & (1 << bits) - 1  # of which its lane has a pair in every eight places
@@ -509,7 +513,7 @@ def _attend_block(
     if not CUT or last - first == stop:
         bar = m
         if BAR:
-            bar = _bar(h)
+            bar = _bar(h, m * _inverse(c))
         _tell(
             l, m, above, e, t, bar, seen, flat, block, PART, queries, bits,
             D, ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP,
@@ -664,7 +668,7 @@ def join(
             at = gl.convert_layout(kept, gl.SliceLayout(2, of_sets))[:, :, None] + (D + 5) + sets
             mask = gl.convert_layout(mine, gl.SliceLayout(2, of_sets))[:, :, None]
             h = gl.max(gl.load(at, mask=mask, other=NOTHING), 0)
-            bar = _bar(gl.reshape(h, [ROWS, LANES, SETS]))
+            bar = _bar(gl.reshape(h, [ROWS, LANES, SETS]), gl.max(h, 1), WARPS)
         dims = gl.arange(0, D, along(layout, 3, 2))
         o = gl.load(kept[:, :, None] + dims[None, None, :], mask=mine[:, :, None], other=0.0)
         o = gl.sum(o * shrink[:, :, None], 0)

@@ -17,6 +17,7 @@ from triton.experimental.gluon.language.nvidia import hopper
 from regard.mechanism.kernels.hopper.roles import (
     BAND,
     BLOCK,
+    BOTH,
     CHANGING,
     LANES,
     LN2,
@@ -38,6 +39,7 @@ from regard.mechanism.kernels.hopper.roles import (
     halves_of,
     may_see,
     next_item,
+    of_both,
     part_of,
     places_in,
     product,
@@ -49,15 +51,17 @@ from regard.mechanism.kernels.hopper.roles import (
 )
 from regard.mechanism.kernels.structure import Work
 
-BOTH = gl.constexpr(ROWS // 2)  # pairs of rows: a thread has some of each of its two
+THREADS = gl.constexpr(BOTH * LANES)  # of a team
 FOUR = gl.constexpr(4)  # scores that it has side by side: a pair of each row
 ENTRY = gl.constexpr(8)  # bytes of a score and its key, or of a pair of scores
-SLOTS = gl.constexpr(14)  # of a thread, which both rows fill from either end
-ROOM = gl.constexpr(SLOTS * ENTRY)  # bytes of them
-THREADS = gl.constexpr(BOTH * LANES)  # of a team
-LISTED = gl.constexpr(16)  # scores of a row that can be put in order, half of them by each thread
-LIST = gl.constexpr(176)  # bytes from one row's list to the next; its length is after it
-LENGTH = gl.constexpr(LISTED * ENTRY)
+SLOTS = gl.constexpr(18)  # of a thread, which both rows fill from either end
+SPAN = gl.constexpr(SLOTS * ENTRY)  # bytes of them
+ROOM = gl.constexpr(32 * SPAN)  # bytes of a warp's
+LISTED = gl.constexpr(16)  # scores of a row that are put in order, half of them by each thread
+MOST = gl.constexpr(28)  # that can be, if need be
+EVER = gl.constexpr(32)  # entries of which no list has more
+LIST = gl.constexpr(240)  # bytes from one row's list to the next; its length is after it
+LENGTH = gl.constexpr(MOST * ENTRY)
 PLACES = gl.constexpr(8)  # of a row that can be asked for
 AGAINST = gl.constexpr(8)  # others with which they are compared at once
 COUNTED = gl.constexpr(8388608.0)  # 2**23: what is added to it up to 2**23 is its last bits
@@ -108,14 +112,6 @@ def _in_fours(s):
     return gl.reshape(gl.permute(parts, (0, 2, 3, 4, 1, 5)), [BOTH, LANES, N, FOUR])
 
 
-@gluon.jit
-def _of_both(x):
-    """What each row has, as what the one and the other row of two have: [BOTH, 1]."""
-    parts = gl.permute(gl.reshape(x, [ROWS // BAND, 2, BAND // 2]), (0, 2, 1))
-    one, other = gl.split(gl.reshape(parts, [BOTH, 2]))
-    return one[:, None], other[:, None]
-
-
 @gluon.constexpr_function
 def _keeping(number):
     """PTX: of two pairs of scores, one of each row, those kept of which one reaches its row's bar.
@@ -143,14 +139,15 @@ def _keeping(number):
 def _keep(fours, bars, at, kept, ends, FIRST: gl.constexpr):
     """Keep the pairs of a thread in which a score reaches its row's bar, [BOTH, LANES, ., FOUR].
 
-    The next slots, and which pairs of the tile were kept: bits of a number beyond 2**23.
+    The last pair is first. The next slots, and which pairs of the tile were kept: bits of a number
+    beyond 2**23.
     """
     N: gl.constexpr = fours.shape[2]
     if N > 1:
         halves = gl.reshape(fours, [BOTH, LANES, 2, N // 2, FOUR])
         near, far = gl.split(gl.permute(halves, (0, 1, 3, 4, 2)))
-        at, kept = _keep(near, bars, at, kept, ends, FIRST)
         at, kept = _keep(far, bars, at, kept, ends, FIRST + N // 2)
+        at, kept = _keep(near, bars, at, kept, ends, FIRST)
     else:
         of_lanes: gl.constexpr = at[0].type.layout
         first, second = gl.split(gl.reshape(fours, [BOTH, LANES, 2, PAIR]))
@@ -171,50 +168,51 @@ def _keep(fours, bars, at, kept, ends, FIRST: gl.constexpr):
 
 @gluon.constexpr_function
 def _telling():
-    """PTX: what was kept of a tile made entries: a score that reaches the bar, and its key.
+    """PTX: what was kept of two tiles made entries: a score that reaches the bar, and its key.
 
     Where both of a pair do, the second becomes an entry of its own. Given are which pairs were kept
-    of each row ($2, $3), the slot of the first of them ($4, $5), bars ($6, $7), the thread's first
-    key of the tile ($8), the next slots ($0, $1), and the last and the first slot ($11, $12). A
-    warp goes on as long as one of its threads has a pair left, of either row.
+    of each row, of the nearer tile ($2, $3) and of the one after it ($4, $5), the slot of the first
+    of them ($6, $7), bars ($8, $9), the thread's first key of the nearer tile ($10), the next slots
+    ($0, $1), and the last and the first slot ($13, $14). A warp goes on as long as one of its
+    threads has a pair left, of either row.
     """
     lines = [
         ".reg .pred p<2>, q, here, there;", ".reg .b32 left<2>, slot<2>, bit, key, next;",
         ".reg .f32 near, far, high;",
-        "and.b32 left0, $2, 65535;", "and.b32 left1, $3, 65535;",
-        "mov.b32 slot0, $4;", "mov.b32 slot1, $5;",
+        "prmt.b32 left0, $2, $4, 0x5410;", "prmt.b32 left1, $3, $5, 0x5410;",
+        "mov.b32 slot0, $6;", "mov.b32 slot1, $7;",
         "LOOP:",
         "setp.ne.u32 p0, left0, 0;", "setp.ne.u32 p1, left1, 0;", "or.pred q, p0, p1;",
         "vote.sync.any.pred q, q, -1;", "@!q bra DONE;",
     ]  # fmt: skip
     for row in range(2):
-        end = "max" if row else "min"
+        end, on = ("max", -8) if row else ("min", 8)
         lines += [
-            f"brev.b32 bit, left{row};", "clz.b32 bit, bit;",
-            f"add.s32 next, left{row}, -1;", f"and.b32 left{row}, left{row}, next;",
-            "mad.lo.s32 key, bit, 8, $8;", "add.s32 next, key, 1;",
+            f"bfind.u32 bit, left{row};", "shl.b32 next, 1, bit;",
+            f"xor.b32 left{row}, left{row}, next;",
+            "mad.lo.s32 key, bit, 8, $10;", "add.s32 next, key, 1;",
             f"@p{row} ld.shared.v2.f32 {{near, far}}, [slot{row}];",
-            f"setp.ge.and.f32 here, near, ${6 + row}, p{row};",
-            f"setp.ge.and.f32 there, far, ${6 + row}, here;",
+            f"setp.ge.and.f32 here, near, ${8 + row}, p{row};",
+            f"setp.ge.and.f32 there, far, ${8 + row}, here;",
             "selp.f32 high, near, far, here;", "selp.b32 key, key, next, here;",
             f"@p{row} st.shared.v2.b32 [slot{row}], {{high, key}};",
             f"@there st.shared.v2.b32 [${row}], {{far, next}};",
-            f"selp.b32 bit, {8 - 16 * row}, 0, there;", f"add.s32 ${row}, ${row}, bit;",
-            f"{end}.s32 ${row}, ${row}, ${11 + row};",
-            f"add.s32 slot{row}, slot{row}, {8 - 16 * row};",
-            f"{end}.s32 slot{row}, slot{row}, ${11 + row};",
+            f"selp.b32 bit, {on}, 0, there;", f"add.s32 ${row}, ${row}, bit;",
+            f"{end}.s32 ${row}, ${row}, ${13 + row};",
+            f"add.s32 slot{row}, slot{row}, {on};",
+            f"{end}.s32 slot{row}, slot{row}, ${13 + row};",
         ]  # fmt: skip
     return "{ " + " ".join([*lines, "bra LOOP;", "DONE:"]) + " }"
 
 
 @gluon.jit
-def _tell_keys(at, kept, since, bars, key, ends):
-    """Put keys beside the scores that were kept of a tile, from the slots ``since`` on."""
+def _tell_keys(at, kept, before, since, bars, key, ends):
+    """Put keys beside the scores that were kept of a tile and the one before it."""
     return gl.inline_asm_elementwise(
-        _telling(), "=&r,=&r,f,f,r,r,f,f,r,0,1,r,r",
+        _telling(), "=&r,=&r,f,f,f,f,r,r,f,f,r,0,1,r,r",
         [
-            kept[0], kept[1], since[0], since[1], bars[0], bars[1], key, at[0], at[1],
-            ends[0], ends[1],
+            kept[0], kept[1], before[0], before[1], since[0], since[1], bars[0], bars[1], key,
+            at[0], at[1], ends[0], ends[1],
         ],
         (gl.int32, gl.int32), is_pure=False, pack=1,
     )  # fmt: skip
@@ -230,21 +228,28 @@ def _mark(room, PART: gl.constexpr):
 
 
 @gluon.jit
-def _lists(room, PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr):
+def _lists(room, PART: gl.constexpr):
     """Where a team's room begins, for its slots and its lists, and whether it does.
 
-    Triton puts larger buffers first, so what is loaded of keys and queries is before it.
+    Triton puts the largest buffer first, and that is this one.
     """
-    BEFORE: gl.constexpr = (STAGES * BLOCK + _ahead(D) * TEAMS * ROWS) * D * 2
     lists = gl.inline_asm_elementwise(
         "{ mov.u32 $0, global_smem; add.u32 $0, $0, $1; }", "=r,r",
-        [gl.to_tensor(BEFORE + PART * (THREADS * ROOM))], gl.int32, is_pure=False, pack=1,
+        [gl.to_tensor(PART * (THREADS * SPAN))], gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
     marks = _mark(room, PART)
     gl.thread_barrier()
     same = _read(lists + (marks - PART) * 4) == marks
     gl.thread_barrier()
     return lists, gl.min(same.to(gl.int32), 0) > 0
+
+
+@gluon.jit
+def _known_here(x):
+    """As if it were not known before: what follows from it is not kept for all blocks."""
+    return gl.inline_asm_elementwise(
+        "{ mov.b32 $0, $1; }", "=r,r", [x], gl.int32, is_pure=False, pack=1
+    )
 
 
 @gluon.jit
@@ -265,10 +270,20 @@ def _read(at):
 
 
 @gluon.jit
-def _entries(at):
-    """Scores and keys from shared memory, two at a time."""
+def _entry(at):
+    """A score and its key from shared memory."""
     s, key = gl.inline_asm_elementwise(
-        "{ ld.shared.v4.b32 {$0, $2, $1, $3}, [$4]; }", "=r,=r,=r,=r,r,r", [at],
+        "{ ld.shared.v2.b32 {$0, $1}, [$2]; }", "=r,=r,r", [at], (gl.int32, gl.int32),
+        is_pure=False, pack=1,
+    )  # fmt: skip
+    return s.to(gl.float32, bitcast=True), key
+
+
+@gluon.jit
+def _entries(at):
+    """Scores and keys from shared memory, two at a time even where only scores are wanted."""
+    s, key = gl.inline_asm_elementwise(
+        "{ ld.volatile.shared.v4.b32 {$0, $2, $1, $3}, [$4]; }", "=r,=r,=r,=r,r,r", [at],
         (gl.int32, gl.int32), is_pure=False, pack=2,
     )  # fmt: skip
     return s.to(gl.float32, bitcast=True), key
@@ -304,20 +319,32 @@ def _put(at, number, below, s, key):
 
 
 @gluon.jit
+def _put_either(slot, end, begin, to, other_to, s, key):
+    """What is in slots before an end or from a beginning on, to one or the other list."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p, q; .reg .b32 at; mov.b32 $0, $7; setp.lt.s32 p, $1, $2; "
+        "setp.ge.or.s32 q, $1, $3, p; selp.b32 at, $4, $5, p; mad.lo.s32 at, $1, 8, at; "
+        "@q st.shared.v2.b32 [at], {$6, $7}; }",
+        "=r,r,r,r,r,r,f,r", [slot, end, begin, to, other_to, s, key], gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def _list_of(lists, row):
     """Where rows have their lists: a warp's rows in the slots of its threads."""
-    return lists + row // BAND * (BAND // 2 * LANES * ROOM) + row % BAND * LIST
+    return lists + row // BAND * ROOM + row % BAND * LIST
 
 
 @gluon.constexpr_function
 def _of_threads():
-    """[BOTH, LANES, FOUR]: numbers of each thread's own, as it holds its rows in a product."""
+    """[BOTH, LANES, PAIR]: numbers of each thread's own, as it holds its rows in a product."""
     return gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2]],
+        [[0, 0, 1]],
         [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
         [[8, 0, 0], [16, 0, 0]],
         [],
-        [32, 4, 4],
+        [32, 4, 2],
     )
 
 
@@ -344,27 +371,27 @@ def _list(slots, at, bars, lists):
     lost = (one + other > SLOTS) | (gl.maximum(one, other) == SLOTS - 1)
     before, length = _summed(gl.where(lost, LOST, one), by)
     other_before, other_length = _summed(gl.where(lost, LOST, other), by)
-    one = gl.where(length > LISTED, 0, one)
-    other = gl.where(other_length > LISTED, 0, other)
-    number = gl.arange(0, FOUR, along(layout, 3, 2))[None, None, :]
+    one = gl.where(length > MOST, 0, one)
+    other = gl.where(other_length > MOST, 0, other)
+    number = gl.arange(0, PAIR, along(layout, 3, 2))[None, None, :]
     scores, keys = (), ()
-    for i in gl.static_range(SLOTS // FOUR + 1):  # the last two are nobody's
-        slot = gl.minimum(number + i * FOUR, SLOTS - 1) // 2 * 2
-        s, key = _entries(slots[:, :, None] + slot * ENTRY)
+    for i in gl.static_range(SLOTS // PAIR):
+        s, key = _entries(slots[:, :, None] + (number + i * PAIR) * ENTRY)
         scores += (s,)
         keys += (key,)
     begin = _list_of(lists, both // (BAND // 2) * BAND + both % (BAND // 2))
     other_begin = begin + BAND // 2 * LIST
-    to = (begin + before * ENTRY)[:, :, None]
-    other_to = (other_begin + other_before * ENTRY)[:, :, None]
+    to = begin + before * ENTRY
+    other_to = other_begin + (other_before + other - SLOTS) * ENTRY
     _in_step()  # from here on the slots are lists
     _clear(_places(lists, LISTED))
     _in_step()
-    for i in gl.static_range(SLOTS // FOUR + 1):
-        slot = number + i * FOUR
-        _put(to + slot * ENTRY, slot, one[:, :, None], scores[i], keys[i])
-        slot = (SLOTS - 1 - slot) & LOST  # from the other end; below 0 is beyond all
-        _put(other_to + slot * ENTRY, slot, other[:, :, None], scores[i], keys[i])
+    for i in gl.static_range(SLOTS // PAIR):
+        slot = number + i * PAIR
+        _put_either(
+            slot, one[:, :, None], (SLOTS - other)[:, :, None], to[:, :, None],
+            other_to[:, :, None], scores[i], keys[i],
+        )  # fmt: skip
     bars = gl.convert_layout(bars[0], of_threads), gl.convert_layout(bars[1], of_threads)
     _write(begin + LENGTH, gl.where(bars[0] == bars[0], length, LOST))
     _write(other_begin + LENGTH, gl.where(bars[1] == bars[1], other_length, LOST))
@@ -376,7 +403,7 @@ def _by_pairs(many):
     """[ROWS, many, AGAINST]: the rows of a warp as in a product, two threads a row."""
     half = many // 2
     return gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4], *[[0, bit, 0] for bit in (1, 2, 4) if bit < half]],
+        [[0, 0, 1], [0, 0, 2], [0, 0, 4], *[[0, bit, 0] for bit in (1, 2, 4, 8) if bit < half]],
         [[0, half, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0], [8, 0, 0]],
         [[16, 0, 0], [32, 0, 0]],
         [],
@@ -394,11 +421,8 @@ def _places(lists, N: gl.constexpr):
 
 
 @gluon.jit
-def _ranks(lists, EXACT: gl.constexpr):
-    """How many of a list come before each of it: higher ones, and of equal ones earlier keys.
-
-    The latter only if EXACT.
-    """
+def _ranks(lists):
+    """How many of a list come before each of its first LISTED, if none are equal, and these."""
     of_others: gl.constexpr = gl.SliceLayout(1, _by_pairs(LISTED))
     at = _places(lists, LISTED)
     s, key = _entries(at)
@@ -407,57 +431,84 @@ def _ranks(lists, EXACT: gl.constexpr):
     others_at = _list_of(lists, row)[:, None] + (number * ENTRY)[None, :]
     # Ranks are numbers beyond 2**23: the unit that adds these is free.
     rank = gl.full([ROWS, LISTED], COUNTED, gl.float32, at.type.layout)
-    for _ in range(LISTED // AGAINST):
-        other, its_key = _entries(others_at)
-        before = other[:, None, :] > s[:, :, None]
-        if EXACT:
-            equal = other[:, None, :] == s[:, :, None]
-            before = before | (equal & (its_key[:, None, :] < key[:, :, None]))
-        rank += gl.sum(before.to(gl.float32), 2)
+    # A loop that stays one: each team has its own copy of all this, and the cache is small.
+    for _ in range(_known_here(gl.to_tensor(LISTED // AGAINST))):
+        other, _key = _entries(others_at)
+        rank += gl.sum((other[:, None, :] > s[:, :, None]).to(gl.float32), 2)
         others_at += AGAINST * ENTRY
-    return rank.to(gl.int32, bitcast=True) - 0x4B000000  # the bits of COUNTED
+    return rank.to(gl.int32, bitcast=True) - 0x4B000000, s, key  # the bits of COUNTED
 
 
 @gluon.jit
-def _order(lists, lse, Left, Weights, Keys, first, rows_left, count, c):
-    """Write the ``count`` highest of each list, of the rows from ``first`` on."""
-    rank = _ranks(lists, False)
-    of_rows: gl.constexpr = gl.SliceLayout(1, rank.type.layout)
-    row = gl.arange(0, ROWS, of_rows)
-    length = _read(_list_of(lists, row) + LENGTH)
+def _order_all(lists, longest):
+    """As ``_order``, of lists of any length, and of equal scores earlier keys first.
+
+    Rarely needed, so that short code is more than fast code: all of it should stay in the cache.
+    """
+    lists = _known_here(lists)
+    at = _places(lists, EVER)
+    s, key = _entries(at)
+    begin = _list_of(lists, gl.arange(0, ROWS, gl.SliceLayout(1, at.type.layout)))
+    length = _read(begin + LENGTH)
+    rank = gl.where(at < (begin + length * ENTRY)[:, None], 0, EVER)
+    for i in range(longest):
+        other, its_key = _entry(begin + i * ENTRY)
+        before = (other[:, None] == s) & (its_key[:, None] < key)
+        before = (before | (other[:, None] > s)) & (i < length)[:, None]
+        rank += before.to(gl.int32)
+    _in_step()
+    _clear(_places(lists, PLACES))
+    _in_step()
+    _put(begin[:, None] + rank * ENTRY, rank, PLACES, s, key)
+
+
+@gluon.jit
+def _order(lists):
+    """Bring the highest of each list to its beginning, in order. How long the lists were."""
+    rank, s, key = _ranks(lists)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, rank.type.layout))
+    begin = _list_of(lists, row)
+    length = _read(begin + LENGTH)
     # Where no scores are equal, ranks are 0, 1 and so on, and the length for what is empty.
     expected = length * (length - 1) // 2 + (LISTED - length) * length
-    ties = (gl.sum(rank, 1) != expected) & (length <= LISTED)
-    if gl.max(ties.to(gl.int32), 0) > 0:
-        rank = _ranks(lists, True)
-    at = _places(lists, LISTED)
-    s, key = _entries(at)
+    fits = (gl.sum(rank, 1) == expected) & (length <= LISTED)
+    longest = gl.max(gl.where(fits | (length > MOST), 0, length), 0)
+    if longest > 0:
+        _order_all(lists, longest)
+    else:
+        _in_step()
+        _put(begin[:, None] + rank * ENTRY, rank, PLACES, s, key)
     _in_step()
-    _put(_list_of(lists, row)[:, None] + rank * ENTRY, rank, PLACES, s, key)
-    _in_step()
+    return length
+
+
+@gluon.jit
+def _tell(lists, length, lse, Left, Weights, Keys, first, rows_left, c, COUNT: gl.constexpr):
+    """Write the COUNT highest of each list, of the rows from ``first`` on."""
     at = _places(lists, PLACES)
     s, key = _entries(at)
     _in_step()  # from here on the lists are slots again
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, at.type.layout))
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, at.type.layout))
     place = gl.arange(0, PLACES, gl.SliceLayout(0, at.type.layout))[None, :]
     real = s > LOWEST
     weights = gl.where(real, gl.exp2(s * c - lse[:, None]), 0.0)
-    to = rows[:, None] * count + place
-    mask = (rows < rows_left)[:, None] & (place < count)
-    gl.store(Weights + first * count + to, weights, mask=mask)
-    gl.store(Keys + first * count + to, gl.where(real, key, -1).to(gl.int64), mask=mask)
-    gl.store(Left + first + row, (length > LISTED).to(gl.int8), mask=row < rows_left)
+    to = row[:, None] * COUNT + place
+    mask = (row < rows_left)[:, None] & (place < COUNT)
+    gl.store(Weights + first * COUNT + to, weights, mask=mask)
+    gl.store(Keys + first * COUNT + to, gl.where(real, key, -1).to(gl.int64), mask=mask)
+    row = gl.arange(0, ROWS, length.type.layout)
+    gl.store(Left + first + row, (length > MOST).to(gl.int8), mask=row < rows_left)
 
 
 @gluon.jit
 def _find(
     shared,
     PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN: gl.constexpr,
+    EVEN: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 queries of every block, and the keys they see, the last first."""
     q_ring, k_ring, room, Bar, Lse, Left, Weights, Keys, work, sizes = shared
-    queries, keys, offset, tiles, count, c = sizes
+    queries, keys, offset, tiles, c = sizes
     QUERIES: gl.constexpr = _ahead(D)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     none = by_lanes(gl.zeros([ROWS, BLOCK], gl.float32, layout))
@@ -466,9 +517,9 @@ def _find(
     of_places: gl.constexpr = along(_by_pairs(PLACES), 3, 0)
     lane = gl.arange(0, LANES, gl.SliceLayout(0, of_lanes))[None, :]
     both = gl.arange(0, BOTH, gl.SliceLayout(1, of_lanes))[:, None]
-    lists, found = _lists(room, PART, D, STAGES)
-    slots = lists + (both * LANES + lane) * ROOM
-    ends = slots + (ROOM - ENTRY), slots
+    lists, found = _lists(room, PART)
+    slots = lists + (both * LANES + lane) * SPAN
+    ends = slots + (SPAN - ENTRY), slots
     nothing = gl.full([BOTH, LANES], COUNTED, gl.float32, of_lanes)
     place = first_place()
     q_place = first_place()
@@ -481,12 +532,12 @@ def _find(
             first = wide(flat, queries)
             rows = row + gl.arange(0, ROWS, of_rows)
             query_at = rows + offset
-            at_end = row + gl.arange(0, ROWS, of_places)
-            lse = gl.load(Lse + first + at_end, mask=at_end < queries, other=0.0) * (1 / LN2)
             told = (rows < queries) & found
-            bars = _of_both(gl.load(Bar + first + rows, mask=told, other=float("nan")))
+            bars = of_both(gl.load(Bar + first + rows, mask=told, other=float("nan")))
             bars = gl.convert_layout(bars[0], of_lanes), gl.convert_layout(bars[1], of_lanes)
             at = ends[1], ends[0]
+            since = at
+            before = nothing, nothing  # of the last tile, if its keys are not told yet
             last = _last_tile(row, offset, tiles, CAUSAL)
             careful = 1  # tiles in which some pair is masked
             if CAUSAL and not EVEN:
@@ -512,17 +563,24 @@ def _find(
                             near = places_in(scores)[0] < ROWS
                             seen = seen | near if PART % 2 else seen & near
                         scores = gl.where(seen, scores, NOTHING)
-                since = at
                 at, kept = _keep(_in_fours(scores), bars, at, (nothing, nothing), ends, 0)
-                at = _tell_keys(at, kept, since, bars, key + lane * PAIR, ends)
+                if (tile % 2 == 1) | (tile == last):
+                    at = _tell_keys(at, kept, before, since, bars, key + lane * PAIR, ends)
+                    since = at
+                    kept = nothing, nothing
+                before = kept
             release(k_ring, place)
             release(q_ring, q_place)
             place = following(place, STAGES)
             q_place = following(q_place, QUERIES)
 
             if found:
-                _list(slots, at, bars, lists)
-                _order(lists, lse, Left, Weights, Keys, first + row, queries - row, count, c)
+                here = _known_here(lists)
+                at_end = row + gl.arange(0, ROWS, of_places)
+                lse = gl.load(Lse + first + at_end, mask=at_end < queries, other=0.0) * (1 / LN2)
+                _list(slots, at, bars, here)
+                length = _order(here)
+                _tell(here, length, lse, Left, Weights, Keys, first + row, queries - row, c, COUNT)
             else:
                 gl.store(Left + first + rows, 1, mask=rows < queries)
         item = next_item(item, stride, work)
@@ -533,10 +591,11 @@ def _find(
 def top(
     q_desc, k_desc, Bar, Lse, Left, Weights, Keys,
     items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share,
-    queries, keys, tiles, count, c,
+    queries, keys, tiles, c,
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
+    COUNT: gl.constexpr,
 ):  # fmt: skip
-    """The ``count`` highest weights of each query and their keys; see rows.py.
+    """The COUNT highest weights of each query and their keys; see rows.py.
 
     ``Bar`` is a score that eight of a query's reach, or all it has. ``Left`` tells rows of which
     more reach it than there is room for. EVEN: queries and keys end a multiple of tiles apart;
@@ -549,15 +608,15 @@ def top(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     room = gl.allocate_shared_memory(gl.int32, [TEAMS * SLOTS, 2 * THREADS], plain)
     hopper.fence_async_shared()
-    sizes = queries, keys, offset, tiles, count, c
+    sizes = queries, keys, offset, tiles, c
     shared = q_ring, k_ring, room, Bar, Lse, Left, Weights, Keys, work, sizes
     loader = q_ring, k_ring, q_desc, k_desc, work, offset, tiles
     gl.warp_specialize(
         [
-            (_find, (shared, 0, D, STAGES, CAUSAL, EVEN)),
-            (_find, (shared, 1, D, STAGES, CAUSAL, EVEN)),
-            (_find, (shared, 2, D, STAGES, CAUSAL, EVEN)),
-            (_find, (shared, 3, D, STAGES, CAUSAL, EVEN)),
+            (_find, (shared, 0, D, STAGES, CAUSAL, EVEN, COUNT)),
+            (_find, (shared, 1, D, STAGES, CAUSAL, EVEN, COUNT)),
+            (_find, (shared, 2, D, STAGES, CAUSAL, EVEN, COUNT)),
+            (_find, (shared, 3, D, STAGES, CAUSAL, EVEN, COUNT)),
             (_load_keys, (loader, D, STAGES, CAUSAL)),
         ],
         [4, 4, 4, 1], [112, 112, 112, 24],

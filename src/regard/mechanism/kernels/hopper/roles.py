@@ -26,6 +26,7 @@ NOTHING = gl.constexpr(-3.0e38)  # as in tiles.py
 LOWEST = gl.constexpr(-1.0e37)
 ROWS = gl.constexpr(64)  # of a product that a group of four warps holds
 BAND = gl.constexpr(16)  # rows of those that a warp holds: a thread has two, 8 apart
+BOTH = gl.constexpr(ROWS // 2)  # pairs of such rows
 BLOCK = gl.constexpr(128)  # rows of a tile
 TEAMS = gl.constexpr(4)  # groups of warps that share tiles, each with ROWS rows of its own
 LANES = gl.constexpr(4)  # threads that share a row
@@ -260,6 +261,14 @@ def by_lanes(tile):
     N: gl.constexpr = tile.shape[1]
     parts = gl.reshape(tile, [ROWS, N // (LANES * PAIR), LANES, PAIR])
     return gl.reshape(gl.permute(parts, (0, 2, 1, 3)), [ROWS, LANES, N // LANES])
+
+
+@gluon.jit
+def of_both(x):
+    """What each row has, as what the one and the other row of two have: [BOTH, 1]."""
+    parts = gl.permute(gl.reshape(x, [ROWS // BAND, 2, BAND // 2]), (0, 2, 1))
+    one, other = gl.split(gl.reshape(parts, [BOTH, 2]))
+    return one[:, None], other[:, None]
 
 
 @gluon.jit
