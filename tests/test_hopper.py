@@ -670,19 +670,21 @@ def test_room_for_top_keys_ends_where_it_should() -> None:
     left = torch.full((2, 2, queries), 7, device=DEVICE, dtype=torch.int8)
     some = {name: torch.full_like(tensor, -7) for name, tensor in picked.items()}
     specialised.top(query, key, found["lse"], found["bar"], form, 8, some, left)
-    reach = scores >= found["bar"][0, 0, :, None]
-    lanes = reach.view(queries, keys // 8, 4, 2).sum((1, 3))
-    both = lanes.view(queries // 16, 2, 8, 4)
+    rows = 4 * queries  # of all heads: their bars are not the same in all bits
+    reach = scores.expand(4, -1, -1) >= found["bar"].view(4, queries, 1)
+    lanes = reach.view(rows, keys // 8, 4, 2).sum((1, 3))
+    both = lanes.view(rows // 16, 2, 8, 4)
     many, more = both.sum(1, keepdim=True), both.amax(1, keepdim=True)
     assert {choose.SLOTS, choose.SLOTS + 1} <= set(many.flatten().tolist())
     assert {choose.SLOTS - 2, choose.SLOTS - 1} <= set(more.flatten().tolist())
     lengths = {choose.LISTED, choose.LISTED + 1, choose.MOST, choose.MOST + 1}
     assert lengths <= set(lanes.sum(1).tolist())
     lost = ((many > choose.SLOTS) | (more > choose.SLOTS - 2)).any(3)  # of two rows
-    expected = lost.expand(-1, 2, -1).reshape(queries) | (lanes.sum(1) > choose.MOST)
-    assert torch.equal(left, expected.to(torch.int8).expand_as(left))
+    expected = lost.expand(-1, 2, -1).reshape(rows) | (lanes.sum(1) > choose.MOST)
+    expected = expected.view_as(left)
+    assert torch.equal(left, expected.to(torch.int8))
     for name, tensor in some.items():
-        assert torch.equal(tensor[:, :, ~expected], picked[name][:, :, ~expected]), name
+        assert torch.equal(tensor[~expected], picked[name][~expected]), name
 
 
 def test_equal_scores_are_put_in_the_order_of_their_keys() -> None:
