@@ -352,19 +352,36 @@ def test_of_equal_weights_the_first_keys_are_the_top() -> None:
     torch.testing.assert_close(seen.top.weights, torch.full_like(seen.top.weights, 1 / KEYS))
 
 
-def test_rows_that_are_searched_leave_their_neighbours_alone() -> None:
-    """Every third query finds all keys equal: too many for the room of those rows alone."""
+@pytest.mark.parametrize("every", [3, 11])
+def test_rows_that_are_searched_leave_their_neighbours_alone(every: int) -> None:
+    """Some queries find all keys but two equal: too many for the room of those rows alone.
+
+    If there are many of them they are searched together, and else one by one.
+    """
     call = make("full", See(top=3), queries=20)
-    found = run(call)[1]
+    key = call.key.clone()
+    key[..., 0] = 0
+    key[:, :, 7, 0], key[:, :, KEYS - 2, 0] = 1, 2
     query = call.query.clone()
-    query[:, :, ::3] = 0
-    searched = run(call._replace(query=query))[1]
+    query[:, :, ::every] = 0
+    query[:, :, ::every, 0] = 1
+    found = run(call._replace(key=key))[1]
+    searched = run(call._replace(query=query, key=key))[1]
     assert found is not None
     assert found.top is not None
     assert searched is not None
     assert searched.top is not None
-    others = torch.arange(20, device=DEVICE) % 3 > 0
-    assert (searched.top.keys[:, :, ::3] == torch.arange(3, device=DEVICE)).all()
+    others = torch.arange(20, device=DEVICE) % every > 0
+    highest = torch.tensor([KEYS - 2, 7, 0], device=DEVICE)
+    assert (searched.top.keys[:, :, ::every] == highest).all()
+    rest = torch.tensor([2.0, 1.0, 0.0], device=DEVICE) * query.shape[-1] ** -0.5
+    weights = rest.exp() / (rest.exp().sum() + KEYS - 3)
+    torch.testing.assert_close(
+        searched.top.weights[:, :, ::every],
+        weights.expand_as(searched.top.weights[:, :, ::every]),
+        rtol=0,
+        atol=2e-5,
+    )
     assert torch.equal(searched.top.keys[:, :, others], found.top.keys[:, :, others])
     assert torch.equal(searched.top.weights[:, :, others], found.top.weights[:, :, others])
 

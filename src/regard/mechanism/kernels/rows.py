@@ -264,7 +264,7 @@ def _search(
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, KIND: tl.constexpr,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The highest of those of BM rows, but ``until`` one, that were left."""
+    """The highest of those of BM rows that were left; from ``until`` on none is this program's."""
     batch, head = (flat // heads).to(tl.int64), (flat % heads).to(tl.int64)
     flat = flat.to(tl.int64)
     offset = keys - queries
@@ -331,7 +331,7 @@ def search(
     many = tl.sum(left.to(tl.int32), 0) > FEW
     while at < LOOKED:
         flat, row = (start + at) // queries, (start + at) % queries
-        until = tl.minimum(row + LOOKED - at, queries)  # what comes then is another program's
+        until = tl.minimum(row + LOOKED - at, queries)
         if many:
             _search(
                 query, key, Lse, Left, Weights, Keys, ends, terms, flat, row, until, heads, groups,
