@@ -34,6 +34,7 @@ MISSING = tl.constexpr(-(2**63))  # ranks behind every score
 HIGHEST = tl.constexpr(2**31 - 1)  # more than any key
 LANES = tl.constexpr(4)  # threads that share a row of a product; each has room of its own
 FEW = tl.constexpr(16)  # rows of those that a program looks at that are searched one by one
+NARROW = tl.constexpr(64)  # keys at a time where more rows are searched together
 
 
 @triton.jit(do_not_specialize=["queries", "keys"])
@@ -335,7 +336,8 @@ def search(
         if many:
             _search(
                 query, key, Lse, Left, Weights, Keys, ends, terms, flat, row, until, heads, groups,
-                queries, keys, width, count, BM, 64, BD, COUNT, KIND, BIAS, SOFTCAP, PRECISION,
+                queries, keys, width, count, BM, NARROW, BD, COUNT, KIND, BIAS, SOFTCAP,
+                PRECISION,
             )  # fmt: skip
         else:
             _search(
