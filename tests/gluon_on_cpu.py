@@ -388,10 +388,20 @@ def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:
     pointer.tensor.view(-1)[at[may]] = values[may].to(pointer.tensor.dtype)
 
 
-def _add(pointer: Pointer, value: Block, sem: str) -> None:
+def _add(pointer: Pointer, value: Any, sem: str) -> Block:
+    """What was there before; places are different ones where that is looked at."""
+    at, may = _chosen(pointer, True)
+    numbers = torch.as_tensor(_raw(value), dtype=pointer.tensor.dtype).expand(at.shape)
+    with _machine.changed:
+        before = pointer.tensor.view(-1)[at].clone()
+        pointer.tensor.view(-1).index_add_(0, at[may], numbers[may])
+    return Block(before)
+
+
+def _highest(pointer: Pointer, value: Block, sem: str) -> None:
     at, may = _chosen(pointer, True)
     with _machine.changed:
-        pointer.tensor.view(-1).index_add_(0, at[may], value.data[may])
+        pointer.tensor.view(-1).scatter_reduce_(0, at[may].long(), value.data[may], "amax")
 
 
 def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
@@ -402,6 +412,10 @@ def _allocate(dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
         _machine.memory = torch.full((math.prod(shape),), torch.nan).view(dtype)
         return Shared(_machine.memory.view(shape))
     return Shared(torch.zeros(shape, dtype=dtype))
+
+
+def _full(shape: list[int], value: Any, dtype: torch.dtype, layout: Any) -> Block:
+    return Block(torch.as_tensor(_raw(value), dtype=dtype).expand(shape))
 
 
 def _apply(rule: Callable[..., Any]) -> Callable[..., Block]:
@@ -464,6 +478,7 @@ PTX: dict[str, Callable[..., Tensor]] = {
     "max.bf16x2": lambda a, b: _of_halves(torch.fmax(_halves(a), _halves(b))),
     "cvt.rn.bf16x2": lambda high, low: _of_halves(torch.stack([low, high], -1).bfloat16()),
     "shfl.sync.bfly": _from_lane,
+    "shfl.sync.idx": lambda value, _lane, _last, _members: value,  # of what all lanes have
     "and": torch.bitwise_and,
     "or": torch.bitwise_or,
     "xor": torch.bitwise_xor,
@@ -504,7 +519,7 @@ def _parsed(code: str) -> tuple[list[_Line], dict[str, int]]:
         while found := re.match(r"(\w+):\s*", line):
             labels[found[1]] = len(lines)
             line = line[found.end() :]
-        if line and not line.startswith((".reg", "bar.warp.sync")):
+        if line and not line.startswith((".reg", "bar.warp.sync", "griddepcontrol")):
             guard = re.match(r"@(!?)(\w+)\s+", line)
             text = line[guard.end() :] if guard else line
             whole, *operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,{}\[\]]+", text)
@@ -606,7 +621,9 @@ class _Kernel:
         return self.function(*arguments)
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def launch(*arguments: Any, num_warps: int, **constants: Any) -> None:
+        def launch(
+            *arguments: Any, num_warps: int, launch_pdl: bool = False, **constants: Any
+        ) -> None:
             for program in product(*map(range, grid)):
                 _machine.start(program, grid)
                 self.function(*map(_given, arguments), **constants)
@@ -648,7 +665,7 @@ def _language() -> SimpleNamespace:
         static_range=range, to_tensor=Block,
         arange=lambda start, end, layout: Block(torch.arange(start, end, dtype=torch.int32)),
         zeros=lambda shape, dtype, layout: Block(torch.zeros(shape, dtype=dtype)),
-        full=lambda shape, value, dtype, layout: Block(torch.full(shape, value, dtype=dtype)),
+        full=_full,
         zeros_like=lambda given: Block(torch.zeros_like(given.data)),
         full_like=lambda given, value: Block(torch.full_like(given.data, value)),
         where=_apply(torch.where),
@@ -665,7 +682,7 @@ def _language() -> SimpleNamespace:
         join=lambda one, other: Block(torch.stack((one.data, other.data), -1)),
         convert_layout=lambda value, layout: value,
         inline_asm_elementwise=_assemble,
-        load=_load, store=_store, atomic_add=_add, thread_barrier=lambda: None,
+        load=_load, store=_store, atomic_add=_add, atomic_max=_highest, thread_barrier=lambda: None,
         allocate_shared_memory=_allocate,
         warp_specialize=lambda roles, warps, registers: _machine.together(roles),
     )  # fmt: skip

@@ -161,7 +161,10 @@ def test_forward_reads_heads_that_lie_beside_each_other_and_many_blocks() -> Non
     ],
 )
 def test_programs_share_the_last_items(lengths, grid, causal, programs, monkeypatch) -> None:
-    """Wherever shares begin and end: in one block, in two, with whole ones between."""
+    """Wherever shares begin and end: in one block, in two, with whole ones between.
+
+    Blocks of a causal call are not shared: the last ones are dealt out singly.
+    """
     monkeypatch.setattr(specialised, "_processors", lambda device: programs)
     tensors = [t.to(DTYPES[0]) for t in inputs(lengths, 64)]
     form = structure(causal, 64)
@@ -169,7 +172,7 @@ def test_programs_share_the_last_items(lengths, grid, causal, programs, monkeypa
     columns = {"received", "map", "map_peak"} if grid else {"received"}
     see = See(**dict.fromkeys(ROWS, True), received=True, map=grid, map_peak=grid is not None)
     sharing, dealt = specialised._sharing, []
-    for more in (0, 1, 2):
+    for more in (0,) if causal else (0, 1, 2):
 
         def shared(*given, more: int = more) -> described.Work:  # type: ignore[no-untyped-def]
             work = sharing(*given)
@@ -179,10 +182,32 @@ def test_programs_share_the_last_items(lengths, grid, causal, programs, monkeypa
         monkeypatch.setattr(specialised, "_sharing", shared)
         cells = grid or (1, 1)
         found = launch.forward(*tensors, form, rows | columns, 8, cells)
-        drop, _ = found.pop("drop"), found.pop("bar")
+        drop, _, _ = (found.pop(name) for name in ("drop", "bar", "drawn"))
         found |= launch.columns(*tensors[:2], found["lse"], form, columns, cells, drop)
         check(tensors, causal, see, found)
-    assert any(work.cut for work in dealt)
+    assert any(work.cut for work in dealt) != causal
+
+
+@pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize(("causal", "blocks"), [(False, 3), (True, 1), (True, 4), (True, 5)])
+def test_every_block_is_dealt_out_once(causal, blocks, by_keys) -> None:
+    """And under a causal mask those at the end are the short ones."""
+    roles = gluon_on_cpu.load("regard.mechanism.kernels.hopper").roles
+    heads, programs = 6, 5
+    a_head = -(-blocks // 2) if causal else blocks
+    singly = programs if causal and blocks % 2 == 0 else 0
+    work = described.Work(heads * a_head, blocks, heads, 1, programs, singly)
+    dealt = []
+    for number in range(work.items + work.singly):
+        item = roles.item_at(gluon_on_cpu.Block(number), work, causal, by_keys, False)
+        for half in range(int(item[2])):
+            flat, block = roles.block_of(item, half, work)
+            dealt.append((int(flat), int(block)))
+    assert sorted(dealt) == [(flat, block) for flat in range(heads) for block in range(blocks)]
+    assert dealt[0][0] == (heads - 1 if by_keys else 0)
+    if singly:
+        lengths = [blocks - block if by_keys else block + 1 for _, block in dealt[-2 * singly :]]
+        assert min(lengths[:singly]) > max(lengths[singly:])
 
 
 @pytest.mark.usefixtures("memory_of_nan")
@@ -197,6 +222,7 @@ def test_as_many_programs_share_a_block_as_can(width, monkeypatch) -> None:
     monkeypatch.setattr(specialised, "WORTH", 10**9)
     uncut = launch.forward(*tensors, structure(False, width), set(ROWS), 8)
     # Each is rounded relative to another score that is near a row's highest.
+    assert found.pop("drawn").dtype == torch.int32
     apart = (found.pop("bar") - uncut["bar"]).abs()
     assert (apart <= 0.02 * (found["lse"].max() / width**-0.5 - uncut["bar"])).all()
     check(tensors, False, See(**dict.fromkeys(ROWS, True)), found)
@@ -623,8 +649,8 @@ def test_infinite_scores_stay_in_their_row(row: int) -> None:
 
 # How many candidates each lane of a row has, at and beyond what a thread or a list has room for.
 CROWDS = [
-    (2, 2, 2, 2), (9, 2, 2, 2), (2, 10, 2, 2), (4, 4, 4, 4), (4, 5, 4, 4), (9, 9, 0, 0),
-    (0, 10, 0, 9), (10, 0, 0, 0), (16, 0, 0, 4), (0, 17, 0, 4), (10, 10, 10, 10), (20, 20, 0, 0),
+    (2, 2, 2, 2), (9, 2, 2, 2), (2, 10, 2, 2), (4, 4, 4, 4), (4, 5, 4, 4), (11, 11, 0, 0),
+    (0, 12, 0, 11), (12, 0, 0, 0), (20, 0, 0, 4), (0, 21, 0, 4), (10, 10, 10, 10), (20, 20, 0, 0),
     (8, 8, 8, 0), (7, 7, 7, 7), (7, 7, 8, 7),
 ]  # fmt: skip
 
@@ -788,7 +814,7 @@ def build(kernel, given, **constants):
     names = [name for name in kernel.arg_names if name not in constants]
     kinds = {"out": View("*bf16", "i64", "i64", "i32"), "dealt": Dealt("i32", "i32", "i32")}
     kinds |= dict(c="fp32") | {n: "*fp32" for n in names if n[0].isupper()}
-    kinds |= dict(Out="*bf16") | given
+    kinds |= dict(Out="*bf16", Drawn="*i32") | given
     signature = {name: kinds.get(name, "i32") for name in names}
     signature |= dict.fromkeys(constants, "constexpr")
     source = GluonASTSource(kernel, signature, constexprs=constants, attrs={})
@@ -797,15 +823,18 @@ def build(kernel, given, **constants):
     assert ("wgmma" in made.asm["ptx"]) == ("STAGES" in constants)
     assert made.metadata.shared <= 232448, made.metadata.shared
     if kernel is hopper.top:  # it knows where each team's room begins
-        for at in (18432, 36864, 55296, 73728):  # the first one's is 0, and the last no one's
+        for at in (22528, 45056, 67584, 90112):  # the first one's is 0, and the last no one's
             assert f"@global_smem, i32 {at})" in made.asm["llir"], at
 
 
 whole = tiles(1, 1, 128, 128)
 seen = dict.fromkeys(("ENTROPY", "PEAK", "HIGHEST", "DISTANCE", "BAR", "DROP"), True)
 described = dict(q_desc=whole, k_desc=whole, v_desc=whole, out_desc=tiles(1, 64, 128))
-build(hopper.forward, described, D=128, STAGES=2, CAUSAL=True, EVEN=False, CUT=True, **seen)
-build(hopper.join, {}, D=128, CAUSAL=True, **seen)
+build(hopper.forward, described, D=128, STAGES=2, CAUSAL=True, EVEN=False, CUT=False, Kept=None,
+      **seen)
+build(hopper.forward, described, D=128, STAGES=2, CAUSAL=False, EVEN=True, CUT=True, Drawn=None,
+      **seen)
+build(hopper.join, {}, D=128, **seen)
 build(hopper.columns,
       dict(q_desc=tiles(4, 4, 4, 2, 128), k_desc=tiles(1, 1, 64, 128), drop="*fp32"), D=128,
       STAGES=3, BINS=16, UNIT=8, LONG=False, CAUSAL=True, EVEN=True, DIAGONAL=True, RECEIVED=True,
@@ -813,11 +842,11 @@ build(hopper.columns,
 build(hopper.columns,
       dict(q_desc=tiles(1, 1, 128, 64), k_desc=tiles(1, 1, 64, 64), drop=drop), D=64, STAGES=8,
       BINS=1, UNIT=16, LONG=True, CAUSAL=False, EVEN=True, DIAGONAL=False, RECEIVED=True, MAP=True,
-      MAP_PEAK=True, DONE=False, CUT=True)
+      MAP_PEAK=True, DONE=False, CUT=True, Drawn=None)
 build(hopper.columns,
       dict(q_desc=tiles(1, 1, 128, 128), k_desc=tiles(1, 1, 64, 128), drop="*fp32"), D=128,
       STAGES=3, BINS=1, UNIT=16, LONG=False, CAUSAL=True, EVEN=True, DIAGONAL=False, RECEIVED=True,
-      MAP=True, MAP_PEAK=True, DONE=True, CUT=True)
+      MAP=True, MAP_PEAK=True, DONE=True, CUT=False)
 build(hopper.columns,
       dict(q_desc=tiles(2, 8, 4, 2, 64), k_desc=tiles(1, 1, 64, 64), drop=drop), D=64, STAGES=8,
       BINS=8, UNIT=16, LONG=False, CAUSAL=True, EVEN=True, DIAGONAL=True, RECEIVED=True,
@@ -826,14 +855,14 @@ build(hopper.columns,
       dict(q_desc=tiles(1, 1, 128, 64), k_desc=tiles(1, 1, 64, 64), drop=drop), D=64, STAGES=8,
       BINS=1, UNIT=16, LONG=True, CAUSAL=True, EVEN=False, DIAGONAL=False, RECEIVED=True, MAP=True,
       MAP_PEAK=True, DONE=False, CUT=False)
-for causal in (False, True):
-    build(hopper.add, {}, CAUSAL=causal)
+build(hopper.add, {})
 narrow = tiles(1, 1, 128, 64)
 described = dict(q_desc=narrow, k_desc=narrow, v_desc=narrow, out_desc=tiles(1, 64, 64))
 build(hopper.forward, described, D=64, STAGES=2, CAUSAL=True, EVEN=True, CUT=False, Kept=None,
       **seen)
-build(hopper.forward, described, D=64, STAGES=2, CAUSAL=False, EVEN=True, CUT=True, **seen)
-build(hopper.join, {}, D=64, CAUSAL=False, **seen)
+build(hopper.forward, described, D=64, STAGES=2, CAUSAL=False, EVEN=True, CUT=True, Drawn=None,
+      **seen)
+build(hopper.join, {}, D=64, **seen)
 build(hopper.top, dict(q_desc=tiles(1, 1, 64, 128), k_desc=whole, Left="*i8", Keys="*i64"), D=128,
       STAGES=2, CAUSAL=True, EVEN=False, COUNT=3)
 build(hopper.top, dict(q_desc=tiles(1, 1, 64, 64), k_desc=narrow, Left="*i8", Keys="*i64"), D=64,

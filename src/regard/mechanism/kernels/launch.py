@@ -120,6 +120,7 @@ def forward(
 
     And where ``specialised.collects`` so many, for ``top`` a "bar" that as many scores reach; where
     it ``receives`` what is wanted in a ``grid`` of bins, for ``columns`` what that calls "drop".
+    Both then need "drawn" too.
     """
     if specialised.attends(query, key, value, structure, wanted):
         return specialised.forward(query, key, value, structure, wanted, count, grid)
@@ -216,10 +217,11 @@ def columns(
     wanted: Collection[str],
     grid: tuple[int, int] = (1, 1),
     drop: Tensor | None = None,
+    drawn: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """What keys get over all queries: "received", and in a grid of bins "map" and "map_peak".
 
-    ``drop`` is what ``forward`` left for this, where it did.
+    ``drop`` and ``drawn`` are what ``forward`` left for this, where it did.
     """
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
@@ -228,7 +230,7 @@ def columns(
     if drop is not None or specialised.receives(query, key, structure, into):
         found = specialised.room(query, key, wanted, into)
         drop = specialised.drop_of(query, key, lse, into) if drop is None else drop
-        specialised.columns(query, key, structure, found, into, drop)
+        specialised.columns(query, key, structure, found, into, drop, drawn)
         return found
     blocks = _columns_blocks(query, width, structure, pooled)
     rows, cols = grid if pooled else (1, 1)
@@ -340,10 +342,11 @@ def top(
     structure: Structure,
     count: int,
     bar: Tensor | None = None,
+    drawn: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """The largest weights of each query and their keys: "top_weights" and "top_keys".
 
-    ``bar`` is what ``forward`` told of them, where it did.
+    ``bar`` and ``drawn`` are what ``forward`` left for this, where it did.
     """
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
@@ -363,7 +366,7 @@ def top(
     }
     left = torch.empty(batch, heads, queries, device=query.device, dtype=torch.int8)
     if bar is not None:
-        specialised.top(query, key, lse, bar, structure, count, found, left)
+        specialised.top(query, key, lse, bar, structure, count, found, left, drawn)
     else:
         _collect(query, key, lse, structure, count, found, left)
     wide = power(width)

@@ -118,7 +118,7 @@ def forward(
         found = _plain_forward(query, key, value, structure)
     else:
         found = launch.forward(query, key, value, structure, fields, count, request.grid)
-    lse, bar, drop = found["lse"], found.pop("bar", None), found.pop("drop", None)
+    lse, bar, drop, drawn = found["lse"], *(found.pop(n, None) for n in ("bar", "drop", "drawn"))
     if "received" in fields or "map" in fields:
         grid = request.grid if "map" in fields else None
         if (
@@ -131,9 +131,9 @@ def forward(
         ):
             found |= specialised.room(query, key, fields, grid) | {"drop": drop}
         else:
-            found |= launch.columns(query, key, lse, structure, fields, request.grid, drop)
+            found |= launch.columns(query, key, lse, structure, fields, request.grid, drop, drawn)
     if request.top:
-        found |= launch.top(query, key, lse, structure, request.top, bar)
+        found |= launch.top(query, key, lse, structure, request.top, bar, drawn)
     if request.rows:
         found["rows"] = launch.rows(query, key, lse, structure, request.rows)
     return found

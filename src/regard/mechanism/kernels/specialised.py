@@ -41,6 +41,8 @@ WORTH = 24  # steps: where the longest program saves no more, the last items are
 PARTS = 7  # shares that a block is long at most: so no more than JOINED programs have some of it
 POOLED = 2048  # numbers of which a program makes a map's cells at a time
 SHORTEST = {64: 256, 128: 2048}  # queries with which ``backward`` is the faster way
+LAUNCHES = 3  # that draw items: of the forward pass, the second one, and for the top keys
+EARLY: Any = {"num_warps": 4, "launch_pdl": True}  # programs may come before the last launch ends
 FEWEST = 256  # queries: below, most of a block would be empty
 
 
@@ -108,23 +110,28 @@ def _work(query: Tensor, key: Tensor, length: int, rows: int, structure: Structu
     """Of the queries or keys of all heads, so many rows a block."""
     batch, heads = query.shape[:2]
     blocks = -(-length // rows)
-    pairs = -(-blocks // 2) if structure.kind == CAUSAL else blocks
-    items = batch * heads * pairs
+    causal = structure.kind == CAUSAL
+    items = batch * heads * (-(-blocks // 2) if causal else blocks)
     programs = min(items, _processors(query.device))
-    groups = heads // key.shape[1]
-    return Work(items, pairs, blocks, heads, groups, programs, *divmod(programs, pairs))
+    singly = programs if causal and blocks % 2 == 0 else 0  # an odd one has no counterpart
+    return Work(items, blocks, heads, heads // key.shape[1], programs, singly)
 
 
 def _sharing(work: Work, length: int, together: int = 1) -> Work:
-    """With the last items cut into shares, where that saves enough.
+    """With the last items cut into shares, where that saves enough; none of a causal call.
 
-    An item has ``length`` steps at most, and is not cut between those that are ``together``.
+    An item has ``length`` steps, and is not cut between those that are ``together``.
     """
     share = max(-(-(work.items % work.programs) * length // work.programs), -(-length // PARTS))
     share = -(-share // together) * together
     if length - share - (together - 1) <= WORTH:
         share = length
     return work._replace(length=length, share=share)
+
+
+def _undrawn(query: Tensor, count: int = 1) -> Tensor:
+    """For each of some launches how many items were drawn: none, counted from the bits of -inf."""
+    return torch.full((count,), -torch.inf, device=query.device).view(torch.int32)
 
 
 def _busy(query: Tensor, work: Work) -> bool:
@@ -163,13 +170,14 @@ def forward(
     keys = key.shape[2]
     causal = structure.kind == CAUSAL
     work = _work(query, key, queries, BLOCK, structure)
-    # A long block and a short one have a tile each on the diagonal, and all of those before.
-    ahead = -(-(keys - queries) // BLOCK)
-    work = _sharing(work, work.blocks + 1 + 2 * ahead if causal else -(-keys // BLOCK))
+    if not causal:
+        work = _sharing(work, -(-keys // BLOCK))
     found = outputs(query, value, wanted)
-    highest = None
+    # What is drawn here, and by the passes after it; one launch for it and the highest scores.
+    fresh = _undrawn(query, LAUNCHES + batch * heads)
+    drawn = fresh[:LAUNCHES]
     if "max_logit" in wanted:
-        highest = found["lse"].new_empty(batch, heads, work.blocks * (BLOCK // BAND))
+        found["max_logit"] = fresh[LAUNCHES:].view(torch.float32).view(batch, heads)
     if count:
         found["bar"] = torch.empty_like(found["lse"])
     high = PAIR
@@ -178,36 +186,39 @@ def forward(
         if bins is not None:
             found["drop"] = found["lse"].new_empty(batch, heads, work.blocks * BLOCK)
             high = _dealt_rows(bins)
+    if count or "drop" in found:
+        found["drawn"] = drawn
     tiles = _described(query, BLOCK), _described(key, BLOCK), _described(value, BLOCK)
     output = found["output"].view(batch * heads, queries, width)
     sent = _tiles(output, output.shape, output.stride(), (1, ROWS, width))
     written = (
-        found["lse"], found.get("entropy"), found.get("peak"), highest,
-        found.get("distance"), found.get("bar"), found.get("drop"),
+        found["lse"], found.get("entropy"), found.get("peak"),
+        found.get("max_logit"), found.get("distance"), found.get("bar"), found.get("drop"),
     )  # fmt: skip
-    sizes = queries, keys, high.bit_length() - 1
+    bits = high.bit_length() - 1
     asked: Any = {
-        "D": width, "CAUSAL": causal, "ENTROPY": "entropy" in wanted, "PEAK": "peak" in wanted,
-        "HIGHEST": highest is not None, "DISTANCE": "distance" in wanted, "BAR": count > 0,
+        "D": width, "ENTROPY": "entropy" in wanted, "PEAK": "peak" in wanted,
+        "HIGHEST": "max_logit" in wanted, "DISTANCE": "distance" in wanted, "BAR": count > 0,
         "DROP": "drop" in found,
     }  # fmt: skip
     apart = keys - queries if causal or "distance" in wanted else keys
     given: Any = asked | {
-        "c": structure.scale * LOG2E, "STAGES": STAGES, "EVEN": apart % BLOCK == 0,
+        "c": structure.scale * LOG2E, "STAGES": STAGES, "CAUSAL": causal,
+        "EVEN": apart % BLOCK == 0,
     }  # fmt: skip
     _kernels().forward[(work.programs,)](
-        *tiles, sent, *written, None, *work.whole, *sizes, **given, CUT=False, num_warps=4
-    )
+        *tiles, sent, *written, None, drawn, *work.whole, queries, keys, bits, **given,
+        CUT=False, **EARLY,
+    )  # fmt: skip
     if work.cut:
         kept = found["lse"].new_empty(work.programs, 2, BLOCK, _kept_of_a_row(width))
         _kernels().forward[(work.programs,)](
-            *tiles, sent, *written, kept, *work, *sizes, **given, CUT=True, num_warps=4
+            *tiles, sent, *written, kept, None, *work, queries, keys, bits, **given,
+            CUT=True, **EARLY,
+        )  # fmt: skip
+        _kernels().join[(work.cut, BLOCK // ROWS)](
+            output, *written, kept, *work, queries, bits, **asked, num_warps=width // 8
         )
-        _kernels().join[(work.cut * (2 if causal else 1), BLOCK // ROWS)](
-            output, *written, kept, *work, *sizes, **asked, num_warps=width // 8
-        )
-    if highest is not None:
-        found["max_logit"] = highest.amax(-1)
     return found
 
 
@@ -418,16 +429,18 @@ def columns(
     found: dict[str, Tensor],
     grid: tuple[int, int] | None,
     drop: Tensor,
+    drawn: Tensor | None = None,
 ) -> None:
-    """What keys get over all queries, as ``launch.columns``, into the ``room`` for it."""
+    """What keys get over all queries, as ``launch.columns``, into the ``room`` for it.
+
+    ``drop`` and ``drawn`` are what ``forward`` left.
+    """
     queries, width = query.shape[2:]
     receiving = _receiving(query, key, structure, found, grid, TEAMS * ROWS)
     bins, work, sizes, units, given = receiving
     causal = given["CAUSAL"]
-    # A block of keys begins at the tile of the first query that sees it.
-    ahead = -(-sizes.offset // BLOCK)
-    without = max(TEAMS * ROWS // BLOCK * (work.blocks - 1) - 2 * ahead, 0)
-    work = _sharing(work, 2 * sizes.tiles - without if causal else sizes.tiles, sizes.together)
+    if not causal:
+        work = _sharing(work, sizes.tiles, sizes.together)
     read = (
         _query_tiles(query, bins), _described(key, ROWS),
         _described_rows(drop) if width == CARRIED else drop, bins.dealt or Dealt(),
@@ -436,19 +449,19 @@ def columns(
     written = units.get("map"), units.get("map_peak")
     given |= {"STAGES": TILE_STAGES[width], "EVEN": sizes.offset % ROWS == 0}
     diagonal = causal and sizes.offset == 0 and bins.a_tile >= 2 * LANES
+    drawn = _undrawn(query) if drawn is None else drawn[1:]
     _kernels().columns[(work.programs,)](
-        *read, None, *written, *work.whole, *sizes, **given, DIAGONAL=diagonal, CUT=False,
-        num_warps=4,
+        *read, None, *written, drawn, *work.whole, *sizes, **given, DIAGONAL=diagonal, CUT=False,
+        **EARLY,
     )  # fmt: skip
     if work.cut:
         kept = drop.new_empty(work.programs, 2, TEAMS * ROWS)
         _kernels().columns[(work.programs,)](
-            *read, kept, *written, *work, *sizes, **given, DIAGONAL=False, CUT=True, num_warps=4
-        )
+            *read, kept, *written, None, *work, *sizes, **given, DIAGONAL=False, CUT=True,
+            **EARLY,
+        )  # fmt: skip
         if "received" in found:
-            _kernels().add[(work.cut * (2 if causal else 1),)](
-                found["received"], kept, *work, *sizes, CAUSAL=causal, num_warps=4
-            )
+            _kernels().add[(work.cut,)](found["received"], kept, *work, *sizes, num_warps=4)
     _pool(receiving, found, queries, grid)
 
 
@@ -508,11 +521,12 @@ def backward(
     bits = _dealt_rows(bins).bit_length() - 1
     sums = drop.new_empty(batch, heads, sizes.tiles * BLOCK, width)
     delta = torch.empty_like(drop)
+    drawn = torch.empty(1, dtype=torch.int32, device=query.device)
     drops = drop if width == CARRIED else torch.empty_like(drop)
     halves = sizes.tiles * BLOCK // ROWS, batch * heads
     _kernels().prepare[halves](
-        View.of(output), View.of(grad), drop, drops, delta, sums, heads, queries, bits, D=width,
-        num_warps=4,
+        View.of(output), View.of(grad), drop, drops, delta, sums, drawn, heads, queries, bits,
+        D=width, num_warps=4,
     )  # fmt: skip
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     steps = width // 64  # a tile
@@ -521,7 +535,7 @@ def backward(
         _described(key, BLOCK), _described(value, BLOCK),
         _described_rows(drops, BLOCK // steps), _described_rows(delta, BLOCK // steps),
         bins.dealt or Dealt(), grad_bins.dealt or Dealt(), sums, View.of(grads[1]),
-        View.of(grads[2]), found.get("received"), units.get("map"), units.get("map_peak"),
+        View.of(grads[2]), found.get("received"), units.get("map"), units.get("map_peak"), drawn,
         *work, *sizes, **given, scale=structure.scale, STAGES=STEP_STAGES[width],
         num_warps=4,
     )  # fmt: skip
@@ -557,15 +571,20 @@ def top(
     count: int,
     found: dict[str, Tensor],
     left: Tensor,
+    drawn: Tensor | None = None,
 ) -> None:
-    """The top keys, but for rows that are ``left`` to rows.search."""
+    """The top keys, but for rows that are ``left`` to rows.search.
+
+    ``bar`` and ``drawn`` are what ``forward`` left.
+    """
     queries, width = query.shape[2:]
     keys = key.shape[2]
     causal = structure.kind == CAUSAL
     work = _work(query, key, queries, TEAMS * ROWS, structure)
+    drawn = _undrawn(query) if drawn is None else drawn[2:]
     _kernels().top[(work.programs,)](
-        _described(query, ROWS), _described(key, BLOCK), bar, lse, left, *found.values(),
+        _described(query, ROWS), _described(key, BLOCK), bar, lse, left, *found.values(), drawn,
         *work, queries, keys, -(-keys // BLOCK), structure.scale * LOG2E, D=width,
         STAGES=KEY_STAGES[width], CAUSAL=causal,
-        EVEN=(keys - queries if causal else keys) % BLOCK == 0, COUNT=count, num_warps=4,
+        EVEN=(keys - queries if causal else keys) % BLOCK == 0, COUNT=count, **EARLY,
     )  # fmt: skip

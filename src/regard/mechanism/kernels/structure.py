@@ -89,15 +89,13 @@ class Relative(NamedTuple):
 class Work(NamedTuple):
     """How the kernels for Hopper deal out a call to programs; see hopper/roles.py."""
 
-    items: int
-    pairs: int  # items of a head: under a causal mask a long and a short block make one
+    items: int  # blocks of all heads; under a causal mask a long and a short one together
     blocks: int  # of a head
     heads: int
     groups: int  # heads that share keys
     programs: int
-    heads_on: int  # from one of a program's items to the next: so many heads,
-    items_on: int  # and so many items
-    length: int = 1  # steps that an item has at most: tiles it goes over
+    singly: int  # of the last items, the blocks of which are dealt out one by one
+    length: int = 1  # steps that an item has: tiles it goes over
     share: int = 1  # steps that a program has of the last items, which are fewer than programs
 
     @property

@@ -23,31 +23,33 @@ from regard.mechanism.kernels.hopper.roles import (
     PAIR,
     ROWS,
     along,
+    await_launches,
     await_room,
     await_tile,
-    block_before,
-    block_cut,
     block_of,
+    block_told,
     by_fours,
     by_lanes,
     carried,
-    fill,
-    first_item,
+    end_of,
+    first_cut,
+    first_numbers,
     first_place,
+    first_told,
     following,
-    halves_of,
     in_two,
+    item_at,
     may_see,
-    next_item,
+    next_number,
+    next_told,
     places_in,
     release,
     ring_of,
+    slips_of,
     slot_of,
-    stride_of,
-    turns_of,
+    tell_next,
     wide,
-    within,
-    within_item,
+    within_cut,
 )
 from regard.mechanism.kernels.structure import Work
 
@@ -72,14 +74,12 @@ def _tiles(block, keys, offset, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _steps(half, block, low, high, work, keys, offset, CAUSAL: gl.constexpr, CUT: gl.constexpr):
+def _steps(number, block, work, keys, offset, CAUSAL: gl.constexpr, CUT: gl.constexpr):
     """From which tile to which a program has a block, and how many the block has."""
     stop = _tiles(block, keys, offset, CAUSAL)
     first, last = 0, stop
     if CUT:
-        before = block_before(half, block, work, CAUSAL)
-        steps = gl.where(before < 0, 0, _tiles(before, keys, offset, CAUSAL))
-        first, last = within(low, high, steps, stop)
+        first, last = within_cut(gl.program_id(0), number - first_cut(work), work)
     return first, last, stop
 
 
@@ -111,29 +111,31 @@ def _load(
 
     The first values are nobody's, and so are the last keys.
     """
-    q_ring, ring, values, q_desc, k_desc, v_desc, work, keys, offset = loader
+    q_ring, slips, Drawn, ring, values, q_desc, k_desc, v_desc, work, keys, offset = loader
     place = first_place()
     q_place = first_place()
     before = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     tiles = 0
-    item, stride = first_item(work, CUT), stride_of(work, CUT)
-    for number in range(turns_of(work, CUT)):
-        low, high = within_item(number, work, CUT)
-        for half in range(halves_of(item, work, CAUSAL)):
-            flat, block = block_of(item, half, work, CAUSAL)
+    number, after = first_numbers(work, CUT)
+    while number < end_of(work, CUT):
+        item = item_at(number, work, CAUSAL, False, CUT)
+        for half in range(item[2]):
+            flat, block = block_of(item, half, work)
             batch, head = flat // work.heads, flat % work.heads
             row = block * BLOCK
-            first, last, stop = _steps(half, block, low, high, work, keys, offset, CAUSAL, CUT)
-            if not CUT or first < last:
-                fill(q_ring, q_place, q_desc, [batch, head, row, 0], BLOCK * D * 2)
-                q_place = following(q_place, 2)
-                for i in range(first, last):
-                    at = batch, head // work.groups, _tile_at(i, stop, row, offset, AROUND)
-                    _load_pair(ring, values, place, k_desc, v_desc, at, before, D)
-                    place = following(place, STAGES)
-                    before = at
-                    tiles += 1
-        item = next_item(item, stride, work)
+            first, last, stop = _steps(number, block, work, keys, offset, CAUSAL, CUT)
+            rows, full = await_room(q_ring, q_place)
+            tell_next(slips, q_place, item, half, after, work, CAUSAL, False, CUT)
+            mbarrier.expect(full, BLOCK * D * 2)
+            tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], full, rows)
+            q_place = following(q_place, 2)
+            for i in range(first, last):
+                at = batch, head // work.groups, _tile_at(i, stop, row, offset, AROUND)
+                _load_pair(ring, values, place, k_desc, v_desc, at, before, D)
+                place = following(place, STAGES)
+                before = at
+                tiles += 1
+        number, after = after, next_number(after, Drawn, work, CUT)
     if tiles > 0:
         _load_pair(ring, values, place, k_desc, v_desc, before, before, D)
 
@@ -363,8 +365,8 @@ def _tell(
         highest = (m + above if _lazily(D) else m) * LN2
         highest = gl.where(inside, highest, float("-inf"))
         highest = gl.max(gl.reshape(highest, [BANDS, BAND]), 1)
-        band = part * BANDS + gl.arange(0, BANDS, highest.type.layout)
-        gl.store(Highest + block_at * (BLOCK // BAND) + band, highest)
+        its_head = flat + gl.arange(0, BANDS, highest.type.layout) * 0
+        gl.atomic_max(Highest + its_head, highest, sem="relaxed")
 
 
 @gluon.jit
@@ -426,7 +428,7 @@ def _attend_block(
     ``place`` is that of the first one's keys. The last one's values share theirs with the keys
     that come next: that one is returned, and is not released yet.
     """
-    q_ring, ring, values, outs, out_desc, seen, Kept, _work, sizes = shared
+    q_ring, slips, ring, values, outs, out_desc, seen, Kept, _work, sizes = shared
     queries, keys, offset, bits, c = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
@@ -466,7 +468,7 @@ def _attend_block(
     scores = by_lanes(s)
     # On the diagonal the first group's queries see none of the last keys, the second's all of the
     # first.
-    DIAGONAL: gl.constexpr = CAUSAL and EVEN and not CUT
+    DIAGONAL: gl.constexpr = CAUSAL and EVEN
     SEEN: gl.constexpr = PART * ROWS if DIAGONAL else 0
     seeable = scores
     if DIAGONAL and PART == 0:
@@ -500,6 +502,7 @@ def _attend_block(
                 release(ring, place)
                 place = following(place, STAGES)
                 o = _shrunk(o, shrink, _lazily(D))
+    told = next_told(slips, q_place)
     release(q_ring, q_place)
     weights = gl.convert_layout(_by_keys(p).to(dtype), operand)
     await_tile(ring, place)
@@ -540,7 +543,7 @@ def _attend_block(
         at_rows = gl.arange(0, ROWS, gl.SliceLayout(1, o_layout))[:, None] * _size(D)
         at_dims = gl.arange(0, D, gl.SliceLayout(0, o_layout))[None, :]
         gl.store(kept + at_rows + at_dims, some)
-    return place
+    return place, told
 
 
 @gluon.jit
@@ -552,30 +555,28 @@ def _attend(
     DROP: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 queries of every block, two tiles of keys at a time."""
-    work, sizes = shared[7], shared[8]
+    work, sizes = shared[8], shared[9]
     _queries, keys, offset, _bits, _c = sizes
     place = first_place()
     q_place = first_place()
-    item, stride = first_item(work, CUT), stride_of(work, CUT)
-    for number in range(turns_of(work, CUT)):
-        low, high = within_item(number, work, CUT)
-        for half in range(halves_of(item, work, CAUSAL)):
-            flat, block = block_of(item, half, work, CAUSAL)
-            first, last, stop = _steps(half, block, low, high, work, keys, offset, CAUSAL, CUT)
-            if not CUT or first < last:
-                place = _attend_block(
-                    shared, flat, block, first, last, stop, place, q_place, PART, D, STAGES,
-                    CAUSAL, AROUND, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP, CUT,
-                )  # fmt: skip
-                q_place = following(q_place, 2)
-        item = next_item(item, stride, work)
+    told = first_told(work, CAUSAL, False, CUT)
+    number, _ = first_numbers(work, CUT)
+    while told[0] >= 0:
+        flat, block, _half = block_told(told)
+        first, last, stop = _steps(number, block, work, keys, offset, CAUSAL, CUT)
+        place, told = _attend_block(
+            shared, flat, block, first, last, stop, place, q_place, PART, D, STAGES,
+            CAUSAL, AROUND, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP, CUT,
+        )  # fmt: skip
+        q_place = following(q_place, 2)
+        number += 1  # where they are CUT; else they are anybody's
     tma.store_wait(0)
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "bits"])
 def forward(
-    q_desc, k_desc, v_desc, out_desc, Lse, Entropy, Peak, Highest, Distance, Bar, Drop, Kept,
-    items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share,
+    q_desc, k_desc, v_desc, out_desc, Lse, Entropy, Peak, Highest, Distance, Bar, Drop, Kept, Drawn,
+    items, blocks, heads, groups, programs, singly, length, share,
     queries, keys, bits, c,
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr,
@@ -588,19 +589,21 @@ def forward(
     EVEN: queries and keys end a multiple of tiles apart; without a mask and distances: keys fill
     their tiles, as they do wherever distances are asked for without a mask.
     """
-    work = Work(items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share)
+    work = Work(items, blocks, heads, groups, programs, singly, length, share)
     # |i - j| has two signs along a row: those tiles come first in which both occur.
     AROUND: gl.constexpr = DISTANCE and not CAUSAL
     offset = keys - queries
     q_ring = ring_of(q_desc, 2, 2, GROUPS)
+    slips = slips_of(2)
     ring = ring_of(k_desc, STAGES, STAGES, GROUPS)
     values = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
     outs = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 1, ROWS, D], out_desc.layout)
     hopper.fence_async_shared()
+    await_launches()
     sizes = queries, keys, offset, bits, c
     seen = Lse, Entropy, Peak, Highest, Distance, Bar, Drop
-    shared = q_ring, ring, values, outs, out_desc, seen, Kept, work, sizes
-    loader = q_ring, ring, values, q_desc, k_desc, v_desc, work, keys, offset
+    shared = q_ring, slips, ring, values, outs, out_desc, seen, Kept, work, sizes
+    loader = q_ring, slips, Drawn, ring, values, q_desc, k_desc, v_desc, work, keys, offset
     gl.warp_specialize(
         [
             (_attend, (
@@ -617,19 +620,19 @@ def forward(
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "bits"])
+@gluon.jit(do_not_specialize=[*CHANGING, "queries", "bits"])
 def join(
     Out, Lse, Entropy, Peak, Highest, Distance, Bar, Drop, Kept,
-    items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share,
-    queries, keys, bits,
-    D: gl.constexpr, CAUSAL: gl.constexpr, ENTROPY: gl.constexpr, PEAK: gl.constexpr,
-    HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, BAR: gl.constexpr, DROP: gl.constexpr,
+    items, blocks, heads, groups, programs, singly, length, share,
+    queries, bits,
+    D: gl.constexpr, ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr,
+    DISTANCE: gl.constexpr, BAR: gl.constexpr, DROP: gl.constexpr,
 ):  # fmt: skip
     """Put together a block that programs of ``forward`` have shared, JOINED at most: 64 rows each.
 
     A thread has the same number of all programs, so that all are on their way at once.
     """
-    work = Work(items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share)
+    work = Work(items, blocks, heads, groups, programs, singly, length, share)
     WARPS: gl.constexpr = D // 8
     layout: gl.constexpr = gl.BlockedLayout(
         [JOINED, 1, 4], [1, 128 // D, D // 4], [1, WARPS, 1], [2, 1, 0]
@@ -638,14 +641,12 @@ def join(
     of_sets: gl.constexpr = gl.BlockedLayout(
         [JOINED, 1, SETS], [1, 8, LANES], [1, WARPS, 1], [2, 1, 0]
     )
-    number, _half, flat, block, before = block_cut(work, CAUSAL)
-    part = gl.program_id(1)
-    offset = keys - queries
+    number, part = gl.program_id(0), gl.program_id(1)
+    flat, block, _ = item_at(first_cut(work) + number, work, False, False, True)
     start = number * work.length
-    start += gl.where(before < 0, 0, _tiles(before, keys, offset, CAUSAL))
     one = start // work.share
-    other = (start + _tiles(block, keys, offset, CAUSAL) - 1) // work.share
-    if (before != block) & (one < other):
+    other = (start + work.length - 1) // work.share
+    if one < other:
         program = one + gl.arange(0, JOINED, gl.SliceLayout(1, of_rows))
         rows = gl.arange(0, ROWS, gl.SliceLayout(0, of_rows))
         mine = (program <= other)[:, None] & (rows < ROWS)[None, :]

@@ -27,26 +27,32 @@ from regard.mechanism.kernels.hopper.roles import (
     ROWS,
     TEAMS,
     along,
+    await_launches,
+    await_room,
     await_team,
     await_tile,
     block_of,
+    block_told,
     by_lanes,
+    end_of,
     fill,
     fill_teams,
-    first_item,
+    first_numbers,
     first_place,
+    first_told,
     following,
-    halves_of,
+    item_at,
     may_see,
-    next_item,
+    next_number,
+    next_told,
     of_both,
     part_of,
     places_in,
     product,
     release,
     ring_of,
-    stride_of,
-    turns_of,
+    slips_of,
+    tell_next,
     wide,
 )
 from regard.mechanism.kernels.structure import Work
@@ -54,7 +60,7 @@ from regard.mechanism.kernels.structure import Work
 THREADS = gl.constexpr(BOTH * LANES)  # of a team
 FOUR = gl.constexpr(4)  # scores that it has side by side: a pair of each row
 ENTRY = gl.constexpr(8)  # bytes of a score and its key, or of a pair of scores
-SLOTS = gl.constexpr(18)  # of a thread, which both rows fill from either end
+SLOTS = gl.constexpr(22)  # of a thread, which both rows fill from either end
 SPAN = gl.constexpr(SLOTS * ENTRY)  # bytes of them
 ROOM = gl.constexpr(32 * SPAN)  # bytes of a warp's
 LISTED = gl.constexpr(16)  # scores of a row that are put in order, half of them by each thread
@@ -76,16 +82,19 @@ def _ahead(D):
 
 @gluon.jit
 def _load_keys(loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
-    q_ring, k_ring, q_desc, k_desc, work, offset, tiles = loader
+    q_ring, slips, Drawn, k_ring, q_desc, k_desc, work, offset, tiles = loader
     QUERIES: gl.constexpr = _ahead(D)
     place = first_place()
     q_place = first_place()
-    item, stride = first_item(work, False), stride_of(work, False)
-    for _ in range(turns_of(work, False)):
-        for half in range(halves_of(item, work, CAUSAL)):
-            flat, block = block_of(item, half, work, CAUSAL)
+    number, after = first_numbers(work, False)
+    while number < end_of(work, False):
+        item = item_at(number, work, CAUSAL, False, False)
+        for half in range(item[2]):
+            flat, block = block_of(item, half, work)
             batch, head = flat // work.heads, flat % work.heads
             row = block * (TEAMS * ROWS)
+            await_room(q_ring, q_place)
+            tell_next(slips, q_place, item, half, after, work, CAUSAL, False, False)
             fill_teams(q_ring, q_place, q_desc, batch, head, row, D)
             stop = _last_tile(row + (TEAMS - 1) * ROWS, offset, tiles, CAUSAL) + 1
             for i in range(stop):
@@ -93,7 +102,7 @@ def _load_keys(loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constex
                 fill(k_ring, place, k_desc, at, BLOCK * D * 2)
                 place = following(place, STAGES)
             q_place = following(q_place, QUERIES)
-        item = next_item(item, stride, work)
+        number, after = after, next_number(after, Drawn, work, False)
 
 
 @gluon.jit
@@ -507,7 +516,7 @@ def _find(
     EVEN: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 queries of every block, and the keys they see, the last first."""
-    q_ring, k_ring, room, Bar, Lse, Left, Weights, Keys, work, sizes = shared
+    q_ring, slips, k_ring, room, Bar, Lse, Left, Weights, Keys, work, sizes = shared
     queries, keys, offset, tiles, c = sizes
     QUERIES: gl.constexpr = _ahead(D)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -523,74 +532,73 @@ def _find(
     nothing = gl.full([BOTH, LANES], COUNTED, gl.float32, of_lanes)
     place = first_place()
     q_place = first_place()
-    item, stride = first_item(work, False), stride_of(work, False)
-    for _ in range(turns_of(work, False)):
-        for half in range(halves_of(item, work, CAUSAL)):
-            flat, block = block_of(item, half, work, CAUSAL)
-            part = part_of(half, PART, CAUSAL)
-            row = block * (TEAMS * ROWS) + part * ROWS
-            first = wide(flat, queries)
-            rows = row + gl.arange(0, ROWS, of_rows)
-            query_at = rows + offset
-            told = (rows < queries) & found
-            bars = of_both(gl.load(Bar + first + rows, mask=told, other=float("nan")))
-            bars = gl.convert_layout(bars[0], of_lanes), gl.convert_layout(bars[1], of_lanes)
-            at = ends[1], ends[0]
-            since = at
-            before = nothing, nothing  # of the last tile, if its keys are not told yet
-            last = _last_tile(row, offset, tiles, CAUSAL)
-            careful = 1  # tiles in which some pair is masked
-            if CAUSAL and not EVEN:
-                careful = last + 1 - (row + offset + 1) // BLOCK
-            q = await_team(q_ring, q_place, part, D)
-            ahead = _last_tile(row + (TEAMS - 1 - part) * ROWS, offset, tiles, CAUSAL) - last
-            for _ in range(ahead):
-                await_tile(k_ring, place)
+    told = first_told(work, CAUSAL, False, False)
+    while told[0] >= 0:
+        flat, block, half = block_told(told)
+        part = part_of(half, PART, CAUSAL)
+        row = block * (TEAMS * ROWS) + part * ROWS
+        first = wide(flat, queries)
+        rows = row + gl.arange(0, ROWS, of_rows)
+        query_at = rows + offset
+        inside = (rows < queries) & found
+        bars = of_both(gl.load(Bar + first + rows, mask=inside, other=float("nan")))
+        bars = gl.convert_layout(bars[0], of_lanes), gl.convert_layout(bars[1], of_lanes)
+        at = ends[1], ends[0]
+        since = at
+        before = nothing, nothing  # of the last tile, if its keys are not told yet
+        last = _last_tile(row, offset, tiles, CAUSAL)
+        careful = 1  # tiles in which some pair is masked
+        if CAUSAL and not EVEN:
+            careful = last + 1 - (row + offset + 1) // BLOCK
+        q = await_team(q_ring, q_place, part, D)
+        ahead = _last_tile(row + (TEAMS - 1 - part) * ROWS, offset, tiles, CAUSAL) - last
+        for _ in range(ahead):
+            await_tile(k_ring, place)
+            release(k_ring, place)
+            place = following(place, STAGES)
+        # One loop for all tiles: the first by itself is a fifth more code, and takes longer.
+        for tile in range(last + 1):
+            if tile > 0:
                 release(k_ring, place)
                 place = following(place, STAGES)
-            # One loop for all tiles: the first by itself is a fifth more code, and takes longer.
-            for tile in range(last + 1):
-                if tile > 0:
-                    release(k_ring, place)
-                    place = following(place, STAGES)
-                s = hopper.warpgroup_mma_wait(0, deps=[product(q, k_ring, place, D)])
-                key = (last - tile) * BLOCK
-                scores = by_lanes(s)
-                if CAUSAL or not EVEN:
-                    if tile < careful:
-                        seen = may_see(scores, query_at, key, keys, CAUSAL)
-                        if CAUSAL and EVEN:  # on the diagonal, as in attend.py
-                            near = places_in(scores)[0] < ROWS
-                            seen = seen | near if PART % 2 else seen & near
-                        scores = gl.where(seen, scores, NOTHING)
-                at, kept = _keep(_in_fours(scores), bars, at, (nothing, nothing), ends, 0)
-                if (tile % 2 == 1) | (tile == last):
-                    at = _tell_keys(at, kept, before, since, bars, key + lane * PAIR, ends)
-                    since = at
-                    kept = nothing, nothing
-                before = kept
-            release(k_ring, place)
-            release(q_ring, q_place)
-            place = following(place, STAGES)
-            q_place = following(q_place, QUERIES)
+            s = hopper.warpgroup_mma_wait(0, deps=[product(q, k_ring, place, D)])
+            key = (last - tile) * BLOCK
+            scores = by_lanes(s)
+            if CAUSAL or not EVEN:
+                if tile < careful:
+                    seen = may_see(scores, query_at, key, keys, CAUSAL)
+                    if CAUSAL and EVEN:  # on the diagonal, as in attend.py
+                        near = places_in(scores)[0] < ROWS
+                        seen = seen | near if PART % 2 else seen & near
+                    scores = gl.where(seen, scores, NOTHING)
+            at, kept = _keep(_in_fours(scores), bars, at, (nothing, nothing), ends, 0)
+            if (tile % 2 == 1) | (tile == last):
+                at = _tell_keys(at, kept, before, since, bars, key + lane * PAIR, ends)
+                since = at
+                kept = nothing, nothing
+            before = kept
+        release(k_ring, place)
+        told = next_told(slips, q_place)
+        release(q_ring, q_place)
+        place = following(place, STAGES)
+        q_place = following(q_place, QUERIES)
 
-            if found:
-                here = _known_here(lists)
-                at_end = row + gl.arange(0, ROWS, of_places)
-                lse = gl.load(Lse + first + at_end, mask=at_end < queries, other=0.0) * (1 / LN2)
-                _list(slots, at, bars, here)
-                length = _order(here)
-                _tell(here, length, lse, Left, Weights, Keys, first + row, queries - row, c, COUNT)
-            else:
-                gl.store(Left + first + rows, 1, mask=rows < queries)
-        item = next_item(item, stride, work)
+        if found:
+            here = _known_here(lists)
+            at_end = row + gl.arange(0, ROWS, of_places)
+            lse = gl.load(Lse + first + at_end, mask=at_end < queries, other=0.0) * (1 / LN2)
+            _list(slots, at, bars, here)
+            length = _order(here)
+            _tell(here, length, lse, Left, Weights, Keys, first + row, queries - row, c, COUNT)
+        else:
+            gl.store(Left + first + rows, 1, mask=rows < queries)
     _mark(room, PART)  # until here it is in use
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "tiles"])
 def top(
-    q_desc, k_desc, Bar, Lse, Left, Weights, Keys,
-    items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share,
+    q_desc, k_desc, Bar, Lse, Left, Weights, Keys, Drawn,
+    items, blocks, heads, groups, programs, singly, length, share,
     queries, keys, tiles, c,
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     COUNT: gl.constexpr,
@@ -601,16 +609,18 @@ def top(
     more reach it than there is room for. EVEN: queries and keys end a multiple of tiles apart;
     without a mask: keys fill their tiles.
     """
-    work = Work(items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share)
+    work = Work(items, blocks, heads, groups, programs, singly, length, share)
     offset = keys - queries
     q_ring = ring_of(q_desc, _ahead(D) * TEAMS, _ahead(D), TEAMS)
+    slips = slips_of(_ahead(D))
     k_ring = ring_of(k_desc, STAGES, STAGES, TEAMS)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     room = gl.allocate_shared_memory(gl.int32, [TEAMS * SLOTS, 2 * THREADS], plain)
     hopper.fence_async_shared()
+    await_launches()
     sizes = queries, keys, offset, tiles, c
-    shared = q_ring, k_ring, room, Bar, Lse, Left, Weights, Keys, work, sizes
-    loader = q_ring, k_ring, q_desc, k_desc, work, offset, tiles
+    shared = q_ring, slips, k_ring, room, Bar, Lse, Left, Weights, Keys, work, sizes
+    loader = q_ring, slips, Drawn, k_ring, q_desc, k_desc, work, offset, tiles
     gl.warp_specialize(
         [
             (_find, (shared, 0, D, STAGES, CAUSAL, EVEN, COUNT)),

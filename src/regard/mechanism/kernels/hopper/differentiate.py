@@ -31,19 +31,26 @@ from regard.mechanism.kernels.hopper.roles import (
     LANES,
     PAIR,
     ROWS,
+    UNDRAWN,
     await_room,
     await_tile,
     block_of,
+    block_told,
     by_fours,
     carried,
+    end_of,
+    first_numbers,
     first_place,
+    first_told,
     following,
-    halves_of,
     item_at,
+    next_number,
+    next_told,
     places_of,
     release,
     ring_of,
-    turns_of,
+    slips_of,
+    tell_next,
 )
 from regard.mechanism.kernels.structure import Sizes, Work
 
@@ -102,18 +109,20 @@ def _step_at(batch, head, i, dealt, D: gl.constexpr, BINS: gl.constexpr):
 
 @gluon.jit
 def _load(loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAUSAL: gl.constexpr):
-    rings, described, work, sizes = loader
+    rings, slips, Drawn, described, work, sizes = loader
     key_ring, values, query_ring, grads, drops, deltas = rings
     STEPS: gl.constexpr = BLOCK // _queries(D)
     q_desc, grad_desc, k_desc, v_desc, drop_desc, delta_desc, dealt, grad_dealt = described
     place = first_place()
     block_place = first_place()
-    for number in range(turns_of(work, False)):
-        item = item_at(number, work)
-        for half in range(halves_of(item, work, CAUSAL)):
-            flat, block = block_of(item, half, work, CAUSAL)
+    number, after = first_numbers(work, False)
+    while number < end_of(work, False):
+        item = item_at(number, work, CAUSAL, True, False)
+        for half in range(item[2]):
+            flat, block = block_of(item, half, work)
             batch, head = flat // work.heads, flat % work.heads
             keys, loaded = await_room(key_ring, block_place)
+            tell_next(slips, block_place, item, half, after, work, CAUSAL, True, False)
             mbarrier.expect(loaded, 2 * BLOCK * D * 2)
             key_at = [batch, head, block * BLOCK, 0]
             tma.async_copy_global_to_shared(k_desc, key_at, loaded, keys)
@@ -130,6 +139,7 @@ def _load(loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAU
                 tma.async_copy_global_to_shared(delta_desc, row, full, deltas.index(place[0]))
                 place = following(place, STAGES)
             block_place = following(block_place, _slots(D))
+        number, after = after, next_number(after, Drawn, work, False)
 
 
 @gluon.constexpr_function
@@ -202,7 +212,7 @@ def _differentiate_block(
     MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
 ):  # fmt: skip
     """The gradients of 64 keys, and their share in those of all queries that see them."""
-    rings, score_ring, written, work, sizes, c, scale = shared
+    rings, slips, score_ring, written, work, sizes, c, scale = shared
     key_ring, values, query_ring, grads, drops, deltas = rings
     QueryGrad, key_grad, value_grad, Received, Map, MapPeak = written
     dtype: gl.constexpr = key_grad.data.dtype.element_ty
@@ -302,6 +312,7 @@ def _differentiate_block(
         handed = following(handed, HANDED)
     q_grad = _product_of_both(score_ring, before, k_all, nothing, PART, D)
     release(score_ring, before)
+    told = next_told(slips, block_place)
     release(key_ring, block_place)
     _add_queries(QueryGrad, query_at, q_grad)
     _write(key_grad, flat, first, k_grad * scale, work.heads, sizes.keys)
@@ -310,7 +321,7 @@ def _differentiate_block(
         received = gl.sum(received, 1)
         its_key = first + gl.arange(0, ROWS, received.type.layout)
         gl.store(Received + head * sizes.keys + its_key, received, mask=its_key < sizes.keys)
-    return place, handed
+    return place, handed, told
 
 
 @gluon.jit
@@ -321,37 +332,37 @@ def _differentiate(
     MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 keys of every block of keys, and all queries."""
-    work = shared[3]
+    work = shared[4]
     place = first_place()
     block_place = first_place()
     handed = first_place()
-    for number in range(turns_of(work, False)):
-        item = item_at(number, work)
-        for half in range(halves_of(item, work, CAUSAL)):
-            flat, block = block_of(item, half, work, CAUSAL)
-            place, handed = _differentiate_block(
-                shared, flat, block, place, block_place, handed, PART, D, STAGES, BINS, UNIT,
-                LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK, DONE,
-            )  # fmt: skip
-            block_place = following(block_place, _slots(D))
+    told = first_told(work, CAUSAL, True, False)
+    while told[0] >= 0:
+        flat, block, _half = block_told(told)
+        place, handed, told = _differentiate_block(
+            shared, flat, block, place, block_place, handed, PART, D, STAGES, BINS, UNIT,
+            LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK, DONE,
+        )  # fmt: skip
+        block_place = following(block_place, _slots(D))
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])
 def backward(
     q_desc, grad_desc, k_desc, v_desc, drop_desc, delta_desc, dealt, grad_dealt,
-    QueryGrad, key_grad, value_grad, Received, Map, MapPeak,
-    items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share,
+    QueryGrad, key_grad, value_grad, Received, Map, MapPeak, Drawn,
+    items, blocks, heads, groups, programs, singly, length, share,
     keys, offset, tiles, per_bin, bins, together, c, scale,
     D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, UNIT: gl.constexpr,
     LONG: gl.constexpr, CAUSAL: gl.constexpr, RECEIVED: gl.constexpr, MAP: gl.constexpr,
     MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
 ):  # fmt: skip
     """Gradients, and what keys get over all queries, as ``columns`` tells it."""
-    work = Work(items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share)
+    work = Work(items, blocks, heads, groups, programs, singly, length, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together)
     QUERIES: gl.constexpr = _queries(D)
     SLOTS: gl.constexpr = _slots(D)
     key_ring = ring_of(k_desc, SLOTS, SLOTS, GROUPS)
+    slips = slips_of(SLOTS)
     values = gl.allocate_shared_memory(v_desc.dtype, [SLOTS] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
     query_ring = ring_of(q_desc, STAGES, STAGES, GROUPS)
     grads = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005
@@ -369,7 +380,7 @@ def backward(
     score_ring = handed, full, empty
     written = QueryGrad, key_grad, value_grad, Received, Map, MapPeak
     described = q_desc, grad_desc, k_desc, v_desc, drop_desc, delta_desc, dealt, grad_dealt
-    shared = rings, score_ring, written, work, sizes, c, scale
+    shared = rings, slips, score_ring, written, work, sizes, c, scale
     gl.warp_specialize(
         [
             (_differentiate, (
@@ -380,7 +391,7 @@ def backward(
                 shared, 1, D, STAGES, BINS, UNIT, LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK,
                 DONE,
             )),
-            (_load, ((rings, described, work, sizes), D, STAGES, BINS, CAUSAL)),
+            (_load, ((rings, slips, Drawn, described, work, sizes), D, STAGES, BINS, CAUSAL)),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip
@@ -395,8 +406,10 @@ def _row_of(place, bits):
 
 
 @gluon.jit(do_not_specialize=["heads", "queries", "bits"])
-def prepare(out, grad, Drop, Drops, Delta, QueryGrad, heads, queries, bits, D: gl.constexpr):
+def prepare(out, grad, Drop, Drops, Delta, QueryGrad, Drawn, heads, queries, bits, D: gl.constexpr):
     """What the gradients of a row have in common, negated, to be read by fours; and zeros.
+
+    And no items are drawn yet.
 
     So is ``Drop``, where it is not yet. A program has ROWS places of a tile.
     """
@@ -418,6 +431,8 @@ def prepare(out, grad, Drop, Drops, Delta, QueryGrad, heads, queries, bits, D: g
     gl.store(Delta + tile + by_fours(place), 0.0 - delta)
     if not carried(D):
         gl.store(Drops + tile + by_fours(place), gl.load(Drop + tile + place))
+    if (flat == 0) & (part == 0):
+        gl.store(Drawn, UNDRAWN)
     zeros = gl.zeros([D // 8, 512], gl.float32, _left(D))
     start = (tile + first) * D
     gl.store(QueryGrad + start + _left_at(D), zeros)

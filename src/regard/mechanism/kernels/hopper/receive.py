@@ -18,29 +18,32 @@ from regard.mechanism.kernels.hopper.roles import (
     ROWS,
     TEAMS,
     along,
+    await_launches,
     await_room,
     await_team,
     await_tile,
-    block_before,
-    block_cut,
     block_of,
+    block_told,
     carried,
+    end_of,
     fill_teams,
-    first_item,
+    first_cut,
+    first_numbers,
     first_place,
+    first_told,
     following,
-    halves_of,
-    next_item,
+    item_at,
+    next_number,
+    next_told,
     part_of,
     product,
     release,
     ring_of,
+    slips_of,
     slot_of,
-    stride_of,
-    turns_of,
+    tell_next,
     wide,
-    within,
-    within_item,
+    within_cut,
 )
 from regard.mechanism.kernels.structure import Sizes, Work
 
@@ -199,18 +202,14 @@ def _begin(block, sizes, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def _stretch(half, block, low, high, work, sizes, CAUSAL: gl.constexpr, CUT: gl.constexpr):
+def _stretch(program, number, block, work, sizes, CAUSAL: gl.constexpr, CUT: gl.constexpr):
     """From which tile to which a program goes over a block; bins of the map are not cut."""
-    begin = _begin(block, sizes, CAUSAL)
-    end = sizes.tiles
+    begin, end = _begin(block, sizes, CAUSAL), sizes.tiles
     if CUT:
-        before = block_before(half, block, work, CAUSAL)
-        steps = gl.where(before < 0, 0, end - _begin(before, sizes, CAUSAL))
-        first, last = within(low, high, steps, end - begin)
-        start = (begin + first + sizes.together - 1) // sizes.together * sizes.together
-        stop = (begin + last + sizes.together - 1) // sizes.together * sizes.together
-        end = gl.where(last == 0, begin, gl.minimum(stop, end))
-        begin = gl.where(first == 0, begin, start)
+        first, last = within_cut(program, number - first_cut(work), work)
+        begin = (first + sizes.together - 1) // sizes.together * sizes.together
+        stop = (last + sizes.together - 1) // sizes.together * sizes.together
+        end = gl.minimum(stop, end)
     return begin, end
 
 
@@ -219,19 +218,21 @@ def _load_columns(
     loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAUSAL: gl.constexpr,
     CUT: gl.constexpr,
 ):  # fmt: skip
-    k_ring, q_ring, drops, k_desc, q_desc, drop, dealt, work, sizes = loader
+    k_ring, slips, Drawn, q_ring, drops, k_desc, q_desc, drop, dealt, work, sizes = loader
     CARRIED: gl.constexpr = carried(D)
     place = first_place()
     team_place = first_place()
-    item, stride = first_item(work, CUT), stride_of(work, CUT)
-    for number in range(turns_of(work, CUT)):
-        low, high = within_item(number, work, CUT)
-        for half in range(halves_of(item, work, CAUSAL)):
-            flat, block = block_of(item, half, work, CAUSAL)
+    number, after = first_numbers(work, CUT)
+    while number < end_of(work, CUT):
+        item = item_at(number, work, CAUSAL, True, CUT)
+        for half in range(item[2]):
+            flat, block = block_of(item, half, work)
             batch, head = flat // work.heads, flat % work.heads
-            begin, end = _stretch(half, block, low, high, work, sizes, CAUSAL, CUT)
+            begin, end = _stretch(gl.program_id(0), number, block, work, sizes, CAUSAL, CUT)
             if not CUT or begin < end:
                 key = block * (TEAMS * ROWS)
+                await_room(k_ring, team_place)
+                tell_next(slips, team_place, item, half, after, work, CAUSAL, True, CUT)
                 fill_teams(k_ring, team_place, k_desc, batch, head // work.groups, key, D)
                 for i in range(begin, end):
                     if BINS >= LANES:
@@ -247,7 +248,7 @@ def _load_columns(
                         tma.async_copy_global_to_shared(drop, at, full, drops.index(place[0]))
                     place = following(place, STAGES)
                 team_place = following(team_place, 2)
-        item = next_item(item, stride, work)
+        number, after = after, next_number(after, Drawn, work, CUT)
 
 
 @gluon.jit
@@ -351,7 +352,7 @@ def _receive_block(
     DONE: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """What the 64 keys get of the queries in tiles ``begin`` to ``end``; see attend.py."""
-    k_ring, q_ring, drops, Received, Kept, Map, MapPeak, work, sizes, c = shared
+    k_ring, slips, q_ring, drops, Received, Kept, Map, MapPeak, work, sizes, c = shared
     CARRIED: gl.constexpr = carried(D)
     tiles, per_bin, bins = sizes.tiles, sizes.per_bin, sizes.bins
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -433,6 +434,7 @@ def _receive_block(
         put_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
         received += gl.sum(sums, 1)
     release(q_ring, place)
+    told = next_told(slips, team_place)
     release(k_ring, team_place)
     if RECEIVED:
         received = gl.sum(received, 1)
@@ -442,7 +444,7 @@ def _receive_block(
         else:
             kept = _place_of(Kept, gl.program_id(0), begins)
             gl.store(kept + (at - block * (TEAMS * ROWS)), received)
-    return following(place, STAGES)
+    return following(place, STAGES), told
 
 
 @gluon.jit
@@ -454,29 +456,31 @@ def _receive(
     DONE: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 keys of every block of keys, and all queries."""
-    work, sizes = shared[7], shared[8]
+    work, sizes = shared[8], shared[9]
     place = first_place()
     team_place = first_place()
-    item, stride = first_item(work, CUT), stride_of(work, CUT)
-    for number in range(turns_of(work, CUT)):
-        low, high = within_item(number, work, CUT)
-        for half in range(halves_of(item, work, CAUSAL)):
-            flat, block = block_of(item, half, work, CAUSAL)
-            begin, end = _stretch(half, block, low, high, work, sizes, CAUSAL, CUT)
-            if not CUT or begin < end:
-                part = part_of(half, PART, CAUSAL)
-                place = _receive_block(
-                    shared, flat, block, part, begin, end, place, team_place, PART, D, STAGES,
-                    BINS, UNIT, LONG, CAUSAL, EVEN, DIAGONAL, RECEIVED, MAP, MAP_PEAK, DONE, CUT,
-                )  # fmt: skip
-                team_place = following(team_place, 2)
-        item = next_item(item, stride, work)
+    told = first_told(work, CAUSAL, True, CUT)
+    number, _ = first_numbers(work, CUT)
+    while told[0] >= 0:
+        flat, block, half = block_told(told)
+        part = part_of(half, PART, CAUSAL)
+        begin, end = _stretch(gl.program_id(0), number, block, work, sizes, CAUSAL, CUT)
+        if not CUT or begin < end:
+            place, told = _receive_block(
+                shared, flat, block, part, begin, end, place, team_place, PART, D, STAGES,
+                BINS, UNIT, LONG, CAUSAL, EVEN, DIAGONAL, RECEIVED, MAP, MAP_PEAK, DONE, CUT,
+            )  # fmt: skip
+            team_place = following(team_place, 2)
+        number += 1
+        if CUT:  # the next one, if any; of some nothing is loaded, and so no word is left
+            flat, block, _ = item_at(number, work, CAUSAL, True, CUT)
+            told = gl.where(number < end_of(work, CUT), flat, -1), 2 * block
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])
 def columns(
-    q_desc, k_desc, drop, dealt, Received, Kept, Map, MapPeak,
-    items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share,
+    q_desc, k_desc, drop, dealt, Received, Kept, Map, MapPeak, Drawn,
+    items, blocks, heads, groups, programs, singly, length, share,
     keys, offset, tiles, per_bin, bins, together, c,
     D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, UNIT: gl.constexpr,
     LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, DIAGONAL: gl.constexpr,
@@ -493,16 +497,18 @@ def columns(
     have bins of their own. (Blocks beyond the last key have another; what they give is not read.)
     Maps are sums over UNIT keys; DONE: these are cells, averages, and 0 where no query sees a key.
     """
-    work = Work(items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share)
+    work = Work(items, blocks, heads, groups, programs, singly, length, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together)
     k_ring = ring_of(k_desc, 2 * TEAMS, 2, TEAMS)
+    slips = slips_of(2)
     q_ring = ring_of(q_desc, STAGES, STAGES, TEAMS)
     drops = drop
     if carried(D):
         drops = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK], drop.layout)
     hopper.fence_async_shared()
-    shared = k_ring, q_ring, drops, Received, Kept, Map, MapPeak, work, sizes, c
-    loader = k_ring, q_ring, drops, k_desc, q_desc, drop, dealt, work, sizes
+    await_launches()
+    shared = k_ring, slips, q_ring, drops, Received, Kept, Map, MapPeak, work, sizes, c
+    loader = k_ring, slips, Drawn, q_ring, drops, k_desc, q_desc, drop, dealt, work, sizes
     gl.warp_specialize(
         [
             (_receive, (
@@ -530,30 +536,25 @@ def columns(
 @gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])
 def add(
     Received, Kept,
-    items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share,
-    keys, offset, tiles, per_bin, bins, together, CAUSAL: gl.constexpr,
+    items, blocks, heads, groups, programs, singly, length, share,
+    keys, offset, tiles, per_bin, bins, together,
 ):  # fmt: skip
     """What the keys of a block receive in all, where programs of ``columns`` have shared it."""
-    work = Work(items, pairs, blocks, heads, groups, programs, heads_on, items_on, length, share)
+    work = Work(items, blocks, heads, groups, programs, singly, length, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    number, half, flat, block, before = block_cut(work, CAUSAL)
-    first = _begin(block, sizes, CAUSAL)
+    number = gl.program_id(0)
+    flat, block, _ = item_at(first_cut(work) + number, work, False, True, True)
     start = number * work.length
-    start += gl.where(before < 0, 0, sizes.tiles - _begin(before, sizes, CAUSAL))
-    last = (start + sizes.tiles - first - 1) // work.share
-    if before != block:  # else it is its own counterpart, and there is no second half
-        at = gl.arange(0, TEAMS * ROWS, layout)
-        received = gl.zeros([TEAMS * ROWS], gl.float32, layout)
-        parts = 0
-        for program in range(start // work.share, last + 1):
-            low = gl.maximum(program * work.share - number * work.length, 0)
-            high = gl.minimum((program + 1) * work.share - number * work.length, work.length)
-            begin, end = _stretch(half, block, low, high, work, sizes, CAUSAL, True)
-            if (begin < end) & (end - begin < sizes.tiles - first):
-                received += gl.load(_place_of(Kept, program, begin == first) + at)
-                parts += 1
-        if parts > 0:
-            key = block * (TEAMS * ROWS) + at
-            place = wide(flat, sizes.keys) + key
-            gl.store(Received + place, received, mask=key < sizes.keys)
+    at = gl.arange(0, TEAMS * ROWS, layout)
+    received = gl.zeros([TEAMS * ROWS], gl.float32, layout)
+    parts = 0
+    for program in range(start // work.share, (start + work.length - 1) // work.share + 1):
+        begin, end = _stretch(program, first_cut(work) + number, block, work, sizes, False, True)
+        if (begin < end) & (end - begin < sizes.tiles):
+            received += gl.load(_place_of(Kept, program, begin == 0) + at)
+            parts += 1
+    if parts > 0:
+        key = block * (TEAMS * ROWS) + at
+        place = wide(flat, sizes.keys) + key
+        gl.store(Received + place, received, mask=key < sizes.keys)

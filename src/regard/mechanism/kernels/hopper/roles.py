@@ -6,10 +6,13 @@ four warps multiply and weigh, each its own 64 rows: while one takes exponential
 another are under way. A tile's place in a ring has two barriers: ``full`` once it is loaded,
 ``empty`` once all groups are through with it; a barrier's phase changes each time round.
 
-There are as many programs as multiprocessors, and each has one item of work after another. Of a
-causal head an item is a long block and the short one that makes up for it. In the end there may be
-fewer items left than programs: in a launch of their own these are cut into steps, tiles that go
-through the ring, and every program has a share of those. Small kernels put the parts together.
+There are as many programs as multiprocessors, and each has one item of work after another. Its
+loading warp draws the number of the next one but one, so that a program that is slower has fewer,
+and leaves word of it to the others. Of a causal head an item is a long block and the short one that
+makes up for it; the last ones are handed out one by one, the short ones at the end. Without a mask
+there may be fewer items left than programs: in a launch of their own these are cut into steps,
+tiles that go through the ring, and every program has a share of those. Small kernels put the parts
+together.
 """
 
 from triton.experimental import gluon
@@ -30,6 +33,7 @@ BOTH = gl.constexpr(ROWS // 2)  # pairs of such rows
 BLOCK = gl.constexpr(128)  # rows of a tile
 TEAMS = gl.constexpr(4)  # groups of warps that share tiles, each with ROWS rows of its own
 LANES = gl.constexpr(4)  # threads that share a row
+UNDRAWN = gl.constexpr(-8388608)  # from where items are counted: the bits of -inf
 PAIR = gl.constexpr(2)  # neighbours in a row that one thread holds
 
 
@@ -113,72 +117,28 @@ def release(ring, place):
 
 
 @gluon.jit
-def share_of(work):
+def await_launches():
+    """Let the next launch begin as programs end, and wait for all of those before this one."""
+    gl.inline_asm_elementwise(
+        "{ griddepcontrol.launch_dependents; griddepcontrol.wait; mov.b32 $0, $1; }", "=r,r",
+        [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _share(program, work):
     """Which steps of the last items a program has, counted through all of them."""
     steps = work.items % work.programs * work.length
-    start = gl.minimum(gl.program_id(0) * work.share, steps)
+    start = gl.minimum(program * work.share, steps)
     return start, gl.minimum(start + work.share, steps)
 
 
 @gluon.jit
-def turns_of(work, CUT: gl.constexpr):
-    """How many items a program has, or, of those that are CUT, has parts of."""
-    if CUT:
-        start, end = share_of(work)
-        turns = gl.where(start < end, (end - 1) // work.length - start // work.length + 1, 0)
-    else:
-        turns = (work.items - gl.program_id(0) + work.programs - 1) // work.programs
-    return turns
-
-
-@gluon.jit
-def within_item(number, work, CUT: gl.constexpr):
-    """From which step to which one of a program's items is its own."""
-    low, high = 0, work.length
-    if CUT:
-        start, end = share_of(work)
-        before = (start // work.length + number) * work.length
-        low = gl.maximum(start - before, 0)
-        high = gl.minimum(end - before, work.length)
-    return low, high
-
-
-@gluon.jit
-def _located(item, work):
-    """Which of all heads has an item, counted through all of them, and which of its own it is."""
-    return item // work.pairs, item % work.pairs
-
-
-@gluon.jit
-def first_item(work, CUT: gl.constexpr):
-    """The first of a program's items, as ``_located``."""
-    if CUT:
-        item = first_cut(work) + share_of(work)[0] // work.length
-    else:
-        item = gl.program_id(0)
-    return _located(item, work)
-
-
-@gluon.jit
-def item_at(number, work):
-    """One of a program's items, where there are no registers to count on from the last one."""
-    return _located(number * work.programs + gl.program_id(0), work)
-
-
-@gluon.jit
-def stride_of(work, CUT: gl.constexpr):
-    """How far it is from one of a program's items to the next: in heads, and in items."""
-    if CUT:
-        return 1 // work.pairs, 1 % work.pairs
-    return work.heads_on, work.items_on
-
-
-@gluon.jit
-def next_item(item, stride, work):
-    """The item after one. To divide for each took some fifty instructions a block."""
-    flat, pair = item[0] + stride[0], item[1] + stride[1]
-    beyond = pair >= work.pairs
-    return gl.where(beyond, flat + 1, flat), gl.where(beyond, pair - work.pairs, pair)
+def within_cut(program, number, work):
+    """From which step to which one of the items that are cut is a program's own."""
+    start, end = _share(program, work)
+    before = number * work.length
+    return gl.maximum(start - before, 0), gl.minimum(end - before, work.length)
 
 
 @gluon.jit
@@ -188,20 +148,124 @@ def first_cut(work):
 
 
 @gluon.jit
-def halves_of(item, work, CAUSAL: gl.constexpr):
-    """How many blocks an item of work has."""
-    if CAUSAL:
-        return gl.where(item[1] * 2 + 1 == work.blocks, 1, 2)
-    return 1
+def first_numbers(work, CUT: gl.constexpr):
+    """The number of a program's first item, and of its second one."""
+    if CUT:
+        number = first_cut(work) + _share(gl.program_id(0), work)[0] // work.length
+        after = number + 1
+    else:
+        number = gl.program_id(0)
+        after = number + work.programs
+    return number, after
 
 
 @gluon.jit
-def block_of(item, half, work, CAUSAL: gl.constexpr):
-    """Which of all heads, and which block of it."""
-    flat, block = item
+def next_number(after, Drawn, work, CUT: gl.constexpr):
+    """The number of the item after the next: who comes first has the first that is left."""
+    if CUT:
+        found = after + 1
+    else:
+        found = 2 * work.programs + gl.atomic_add(Drawn, 1, sem="relaxed") - UNDRAWN
+    return found
+
+
+@gluon.jit
+def end_of(work, CUT: gl.constexpr):
+    """The number after that of a program's last item."""
+    if CUT:
+        start, end = _share(gl.program_id(0), work)
+        found = first_cut(work) + gl.where(start < end, (end - 1) // work.length + 1, 0)
+    else:
+        found = work.items + work.singly
+    return found
+
+
+@gluon.jit
+def item_at(number, work, CAUSAL: gl.constexpr, KEYS: gl.constexpr, CUT: gl.constexpr):
+    """Which of all heads has an item, its first block, and how many blocks it has.
+
+    Under a causal mask an item is a long block and the short one that makes up for it: of queries
+    the long ones are the last. Of the last items all long blocks come first, then the short ones.
+    The passes over blocks of KEYS start where others end: what these read last is in the cache.
+    """
+    later = number - work.items
     if CAUSAL:
-        block = gl.where(half == 0, work.blocks - 1 - block, block)
-    return flat, block
+        number = gl.where(later < 0, number, work.items - 1 - later)
+    alone = number >= work.items - work.singly
+    if KEYS and not CUT:
+        number = work.items - 1 - number
+    if CAUSAL:
+        pairs = (work.blocks + 1) // 2
+        flat, block = number // pairs, number % pairs
+        count = gl.where(alone | (2 * block + 1 == work.blocks), 1, 2)
+        block = gl.where((later < 0) == KEYS, block, work.blocks - 1 - block)
+    else:
+        flat, block = number // work.blocks, number % work.blocks
+        count = 1
+    return flat, block, count
+
+
+@gluon.jit
+def block_of(item, half, work):
+    """Which of all heads, and which block of it."""
+    flat, block, _ = item
+    return flat, gl.where(half == 0, block, work.blocks - 1 - block)
+
+
+@gluon.jit
+def slips_of(SLOTS: gl.constexpr):
+    """Room for word of what comes next, beside each place for what is loaded of a block."""
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    return gl.allocate_shared_memory(gl.int64, [SLOTS, 1], plain)
+
+
+@gluon.jit
+def tell_next(
+    slips, place, item, half, after, work,
+    CAUSAL: gl.constexpr, KEYS: gl.constexpr, CUT: gl.constexpr,
+):  # fmt: skip
+    """Leave word of the next block, before what is loaded of this one is under way."""
+    flat, block, _ = item_at(after, work, CAUSAL, KEYS, CUT)
+    flat = gl.where(after < end_of(work, CUT), flat, -1)
+    its_half = half + 1
+    if its_half < item[2]:
+        flat, block = block_of(item, its_half, work)
+    else:
+        its_half = 0
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
+    both = flat.to(gl.int64) << 32 | (2 * block + its_half).to(gl.int64)
+    slips.index(place[0]).store(gl.full([1], both, gl.int64, layout))
+
+
+@gluon.jit
+def first_told(work, CAUSAL: gl.constexpr, KEYS: gl.constexpr, CUT: gl.constexpr):
+    """The first of a program's blocks, as ``next_told``."""
+    number, _ = first_numbers(work, CUT)
+    flat, block, _ = item_at(number, work, CAUSAL, KEYS, CUT)
+    return gl.where(number < end_of(work, CUT), flat, -1), 2 * block
+
+
+@gluon.jit
+def next_told(slips, place):
+    """The next block, once what was loaded of this one is there; see ``block_told``."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
+    both = gl.max(slips.index(place[0]).load(layout), 0)
+    return _the_same((both >> 32).to(gl.int32)), _the_same(both.to(gl.int32))
+
+
+@gluon.jit
+def block_told(told):
+    """Which of all heads, below 0 if no block is left, which block, and which half of its item."""
+    flat, both = told
+    return flat, both >> 1, both & 1
+
+
+@gluon.jit
+def _the_same(x):
+    """A number that all threads of a warp have, so that the compiler knows it."""
+    return gl.inline_asm_elementwise(
+        "{ shfl.sync.idx.b32 $0, $1, 0, 31, -1; }", "=r,r", [x], gl.int32, is_pure=True, pack=1
+    )
 
 
 @gluon.jit
@@ -213,30 +277,8 @@ def part_of(half, PART: gl.constexpr, CAUSAL: gl.constexpr):
     so that all teams have as many.
     """
     if CAUSAL:
-        return gl.where(half == 0, PART, PART ^ TEAMS // 2)
+        return PART ^ half * (TEAMS // 2)
     return PART
-
-
-@gluon.jit
-def block_before(half, block, work, CAUSAL: gl.constexpr):
-    """The block before one in its item, or -1."""
-    before = -1
-    if CAUSAL:
-        before = gl.where(half == 0, -1, work.blocks - 1 - block)
-    return before
-
-
-@gluon.jit
-def block_cut(work, CAUSAL: gl.constexpr):
-    """The block of a program that puts parts together: its item among those that are cut.
-
-    Which half of it, of which of all heads, which block of it, and which one is before it, or -1.
-    """
-    half = gl.program_id(0) % 2 if CAUSAL else 0
-    number = gl.program_id(0) // 2 if CAUSAL else gl.program_id(0)
-    item = _located(first_cut(work) + number, work)
-    flat, block = block_of(item, half, work, CAUSAL)
-    return number, half, flat, block, block_before(half, block, work, CAUSAL)
 
 
 @gluon.jit
@@ -246,13 +288,6 @@ def slot_of(program, begins):
     One may begin before its share does, and one begins in it and ends after it.
     """
     return program * 2 + gl.where(begins, 1, 0)
-
-
-@gluon.jit
-def within(low, high, before, steps):
-    """Which of a block's own steps lie there, where ``before`` are those of its item before it."""
-    first = gl.minimum(gl.maximum(low - before, 0), steps)
-    return first, gl.minimum(gl.maximum(high - before, 0), steps)
 
 
 @gluon.jit
