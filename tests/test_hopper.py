@@ -714,20 +714,25 @@ def test_room_for_top_keys_ends_where_it_should() -> None:
 
 
 def test_equal_scores_are_put_in_the_order_of_their_keys() -> None:
-    """Few of them: what is compared again, and not searched for."""
+    """Few of them: what is compared again, and not searched for. Other rows have longer lists."""
     keys, queries, width = 512, 256, 64
     chance = torch.Generator().manual_seed(0)
-    scores = torch.randint(0, 64, (keys,), generator=chance) / 64 - 4
+    scores = torch.randint(0, 64, (keys, 2), generator=chance) / 64 - 4
     high = torch.randperm(keys, generator=chance)[:11]
-    scores[high] = torch.tensor([8.0, 7, 7, 7, 6, 5, 5, 4, 3, 3, 3])
+    scores[high, 0] = torch.tensor([8.0, 7, 7, 7, 6, 5, 5, 4, 3, 3, 3])
+    # Eight sets have two high scores each: keys that are 32 apart share one.
+    high = torch.cat([torch.arange(8) + 32 * at for at in (9, 2)])
+    scores[high, 1] = torch.tensor([2.0, 4, 6, 8, 10, 12, 14, 16, 1, 3, 5, 7, 9, 11, 13, 15])
     key = torch.zeros(2, 2, keys, width)
-    key[..., 0] = scores
+    key[..., :2] = scores
     query = torch.zeros(2, 2, queries, width)
-    query[..., 0] = 1.0
+    whose = (torch.arange(queries) % 3 > 0).long()
+    query[:, :, torch.arange(queries), whose] = 1.0
     tensors = [t.to(DEVICE, DTYPES[0]) for t in (query, key, key)]
-    best = scores.sort(descending=True, stable=True).indices[:8].to(DEVICE)
+    best = scores.sort(dim=0, descending=True, stable=True).indices[:8, whose].T.to(DEVICE)
     form = structure(False, width)
     told = launch.forward(*tensors, form, (), 8)
+    assert (scores[:, 1] >= told["bar"][0, 0, 1].cpu()).sum() == 15
     found = {
         "top_weights": torch.empty(2, 2, queries, 8, device=DEVICE),
         "top_keys": torch.empty(2, 2, queries, 8, device=DEVICE, dtype=torch.int64),

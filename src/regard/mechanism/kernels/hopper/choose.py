@@ -483,7 +483,7 @@ def _order(lists):
     fits = (gl.sum(rank, 1) == expected) & (length <= LISTED)
     longest = gl.max(gl.where(fits | (length > MOST), 0, length), 0)
     if longest > 0:
-        _order_all(lists, longest)
+        _order_all(lists, gl.maximum(longest, LISTED))  # no others are longer than that
     else:
         _in_step()
         _put(begin[:, None] + rank * ENTRY, rank, PLACES, s, key)
