@@ -756,13 +756,14 @@ def test_what_runs_here_does_not_take_the_place_of_the_kernels() -> None:
 def test_both_sides_agree_on_sizes() -> None:
     kernels = gluon_on_cpu.load("regard.mechanism.kernels.hopper")
     shared, choose = kernels.roles, kernels.choose
-    for name in ("ROWS", "BAND", "BLOCK", "LANES", "PAIR", "TEAMS"):
+    for name in ("ROWS", "BLOCK", "LANES", "PAIR", "TEAMS"):
         assert getattr(shared, name) == getattr(specialised, name), name
     assert choose.PLACES == specialised.PLACES
     attend = kernels.attend
     assert attend.JOINED == specialised.PARTS + 1  # a share may begin inside of a block
     for width in (64, 128):
         assert attend._size(width) == specialised._kept_of_a_row(width)
+        assert kernels.differentiate._draws(width) == (width == specialised.DRAWING)
     assert (TEAM.value, TILE.value) == (specialised.ROWS, specialised.BLOCK)
 
 
@@ -945,6 +946,22 @@ def test_calls_are_captured_and_compiled_and_have_gradients(causal: bool) -> Non
     plain = gradients(torch.bfloat16, "reference")
     for got, true, low in zip(gradients(torch.bfloat16, "triton"), exact, plain, strict=True):
         assert (got - true).abs().max() <= 3 * (low - true).abs().max()
+
+
+@pytest.mark.skipif(not CUDA, reason="Half a million rows take hours elsewhere.")
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_no_row_of_many_has_other_top_keys(width, causal) -> None:
+    """What happens to one in a hundred thousand happens here."""
+    tensors = [t.to(DTYPES[0]) for t in inputs((512, 512), width, (16, 16), batch=64)]
+    _, seen = attention(*tensors, mask=Causal() if causal else None, see=See(top=8))
+    scores = tensors[0].float() @ tensors[1].float().mT * width**-0.5
+    if causal:
+        scores.masked_fill_(torch.ones(512, 512, device=DEVICE).triu(1) > 0, -torch.inf)
+    weights = scores.softmax(-1)
+    torch.testing.assert_close(seen.top.weights, weights.topk(8).values, rtol=1e-4, atol=1e-6)
+    told = weights.gather(-1, seen.top.keys.clamp(min=0)).masked_fill(seen.top.keys < 0, 0.0)
+    torch.testing.assert_close(seen.top.weights, told, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.skipif(not CUDA, reason="Repeats tell something on a GPU alone.")

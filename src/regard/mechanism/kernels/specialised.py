@@ -26,7 +26,6 @@ from regard.mechanism.kernels.structure import (
 
 GLUON = "3.6."  # Gluon is young: each release of Triton may change it, and has to be tried
 ROWS = 64  # as in hopper/
-BAND = 16
 BLOCK = 128
 LANES, PAIR = 4, 2
 PLACES = 8  # top keys that can be asked for
@@ -43,6 +42,7 @@ POOLED = 2048  # numbers of which a program makes a map's cells at a time
 SHORTEST = {64: 256, 128: 2048}  # queries with which ``backward`` is the faster way
 LAUNCHES = 3  # that draw items: of the forward pass, the second one, and for the top keys
 EARLY: Any = {"num_warps": 4, "launch_pdl": True}  # programs may come before the last launch ends
+DRAWING = 64  # width at which the backward pass draws items; else each program has its own, whole
 FEWEST = 256  # queries: below, most of a block would be empty
 
 
@@ -517,6 +517,8 @@ def backward(
     batch, heads, queries, width = query.shape
     receiving = _receiving(query, key, structure, found, grid, BLOCK)
     bins, work, sizes, units, given = receiving
+    if width != DRAWING:
+        work = work._replace(singly=0)
     grad, grad_bins = _as_queries(grad, key, structure, bins, grid)
     bits = _dealt_rows(bins).bit_length() - 1
     sums = drop.new_empty(batch, heads, sizes.tiles * BLOCK, width)

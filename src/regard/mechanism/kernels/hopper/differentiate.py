@@ -71,6 +71,12 @@ def _slots(D):
 
 
 @gluon.constexpr_function
+def _draws(D):
+    """Whether programs draw their items; at 128 there are no registers for what they are told."""
+    return D == 64
+
+
+@gluon.constexpr_function
 def _at_its_end(D, BINS, CAUSAL):
     """Whether a bin of several steps is written at its end, or after each. By measurement."""
     return D == 128 and (BINS == 4 or not CAUSAL)
@@ -117,12 +123,13 @@ def _load(loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAU
     block_place = first_place()
     number, after = first_numbers(work, False)
     while number < end_of(work, False):
-        item = item_at(number, work, CAUSAL, True, False)
+        item = item_at(number, work, CAUSAL, _draws(D), False)
         for half in range(item[2]):
             flat, block = block_of(item, half, work)
             batch, head = flat // work.heads, flat % work.heads
             keys, loaded = await_room(key_ring, block_place)
-            tell_next(slips, block_place, item, half, after, work, CAUSAL, True, False)
+            if _draws(D):
+                tell_next(slips, block_place, item, half, after, work, CAUSAL, True, False)
             mbarrier.expect(loaded, 2 * BLOCK * D * 2)
             key_at = [batch, head, block * BLOCK, 0]
             tma.async_copy_global_to_shared(k_desc, key_at, loaded, keys)
@@ -139,7 +146,10 @@ def _load(loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAU
                 tma.async_copy_global_to_shared(delta_desc, row, full, deltas.index(place[0]))
                 place = following(place, STAGES)
             block_place = following(block_place, _slots(D))
-        number, after = after, next_number(after, Drawn, work, False)
+        if _draws(D):
+            number, after = after, next_number(after, Drawn, work, False)
+        else:
+            number += work.programs
 
 
 @gluon.constexpr_function
@@ -312,7 +322,7 @@ def _differentiate_block(
         handed = following(handed, HANDED)
     q_grad = _product_of_both(score_ring, before, k_all, nothing, PART, D)
     release(score_ring, before)
-    told = next_told(slips, block_place)
+    told = next_told(slips, block_place) if _draws(D) else (0, 0)
     release(key_ring, block_place)
     _add_queries(QueryGrad, query_at, q_grad)
     _write(key_grad, flat, first, k_grad * scale, work.heads, sizes.keys)
@@ -336,14 +346,25 @@ def _differentiate(
     place = first_place()
     block_place = first_place()
     handed = first_place()
-    told = first_told(work, CAUSAL, True, False)
-    while told[0] >= 0:
-        flat, block, _half = block_told(told)
-        place, handed, told = _differentiate_block(
-            shared, flat, block, place, block_place, handed, PART, D, STAGES, BINS, UNIT,
-            LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK, DONE,
-        )  # fmt: skip
-        block_place = following(block_place, _slots(D))
+    if _draws(D):
+        told = first_told(work, CAUSAL, True, False)
+        while told[0] >= 0:
+            flat, block, _half = block_told(told)
+            place, handed, told = _differentiate_block(
+                shared, flat, block, place, block_place, handed, PART, D, STAGES, BINS, UNIT,
+                LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK, DONE,
+            )  # fmt: skip
+            block_place = following(block_place, _slots(D))
+    else:
+        for number in range(gl.program_id(0), work.items, work.programs):
+            item = item_at(number, work, CAUSAL, False, False)
+            for half in range(item[2]):
+                flat, block = block_of(item, half, work)
+                place, handed, _told = _differentiate_block(
+                    shared, flat, block, place, block_place, handed, PART, D, STAGES, BINS, UNIT,
+                    LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK, DONE,
+                )  # fmt: skip
+                block_place = following(block_place, _slots(D))
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])
