@@ -265,6 +265,18 @@ def test_forward_follows_scores_that_rise(steps: tuple[float, float], causal: bo
     check(tensors, causal, See(**dict.fromkeys(ROWS, True)), found)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_counters_are_the_same_whatever_the_default_dtype(dtype: torch.dtype) -> None:
+    roles = gluon_on_cpu.load("regard.mechanism.kernels.hopper").roles
+    torch.set_default_dtype(dtype)
+    try:
+        drawn = specialised._undrawn(torch.empty(0), 3)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert drawn.tolist() == [roles.UNDRAWN] * 3
+    assert drawn.dtype == torch.int32
+
+
 def test_forward_gives_what_is_asked_for_and_no_more() -> None:
     tensors = [t.to(DTYPES[0]) for t in inputs((256, 256), 64)]
     found = launch.forward(*tensors, structure(True, 64), {"peak"})

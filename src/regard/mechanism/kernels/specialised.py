@@ -131,7 +131,8 @@ def _sharing(work: Work, length: int, together: int = 1) -> Work:
 
 def _undrawn(query: Tensor, count: int = 1) -> Tensor:
     """For each of some launches how many items were drawn: none, counted from the bits of -inf."""
-    return torch.full((count,), -torch.inf, device=query.device).view(torch.int32)
+    fresh = torch.full((count,), -torch.inf, device=query.device, dtype=torch.float32)
+    return fresh.view(torch.int32)
 
 
 def _busy(query: Tensor, work: Work) -> bool:
