@@ -430,9 +430,8 @@ def _row_of(place, bits):
 def prepare(out, grad, Drop, Drops, Delta, QueryGrad, Drawn, heads, queries, bits, D: gl.constexpr):
     """What the gradients of a row have in common, negated, to be read by fours; and zeros.
 
-    And no items are drawn yet.
-
-    So is ``Drop``, where it is not yet. A program has ROWS places of a tile.
+    So is ``Drop``, where it is not yet. A program has ROWS places of a tile. Of items none is drawn
+    after this.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)

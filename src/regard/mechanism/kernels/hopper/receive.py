@@ -42,6 +42,7 @@ from regard.mechanism.kernels.hopper.roles import (
     slips_of,
     slot_of,
     tell_next,
+    told_of,
     wide,
     within_cut,
 )
@@ -473,8 +474,7 @@ def _receive(
             team_place = following(team_place, 2)
         number += 1
         if CUT:  # the next one, if any; of some nothing is loaded, and so no word is left
-            flat, block, _ = item_at(number, work, CAUSAL, True, CUT)
-            told = gl.where(number < end_of(work, CUT), flat, -1), 2 * block
+            told = told_of(number, work, CAUSAL, True, CUT)
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])

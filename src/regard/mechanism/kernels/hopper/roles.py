@@ -213,6 +213,13 @@ def block_of(item, half, work):
 
 
 @gluon.jit
+def told_of(number, work, CAUSAL: gl.constexpr, KEYS: gl.constexpr, CUT: gl.constexpr):
+    """The first block of an item, as ``block_told`` takes it."""
+    flat, block, _ = item_at(number, work, CAUSAL, KEYS, CUT)
+    return gl.where(number < end_of(work, CUT), flat, -1), 2 * block
+
+
+@gluon.jit
 def slips_of(SLOTS: gl.constexpr):
     """Room for word of what comes next, beside each place for what is loaded of a block."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
@@ -225,24 +232,19 @@ def tell_next(
     CAUSAL: gl.constexpr, KEYS: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """Leave word of the next block, before what is loaded of this one is under way."""
-    flat, block, _ = item_at(after, work, CAUSAL, KEYS, CUT)
-    flat = gl.where(after < end_of(work, CUT), flat, -1)
-    its_half = half + 1
-    if its_half < item[2]:
-        flat, block = block_of(item, its_half, work)
-    else:
-        its_half = 0
+    flat, both = told_of(after, work, CAUSAL, KEYS, CUT)
+    if half + 1 < item[2]:
+        flat, block = block_of(item, half + 1, work)
+        both = 2 * block + half + 1
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
-    both = flat.to(gl.int64) << 32 | (2 * block + its_half).to(gl.int64)
+    both = flat.to(gl.int64) << 32 | both.to(gl.int64)
     slips.index(place[0]).store(gl.full([1], both, gl.int64, layout))
 
 
 @gluon.jit
 def first_told(work, CAUSAL: gl.constexpr, KEYS: gl.constexpr, CUT: gl.constexpr):
     """The first of a program's blocks, as ``next_told``."""
-    number, _ = first_numbers(work, CUT)
-    flat, block, _ = item_at(number, work, CAUSAL, KEYS, CUT)
-    return gl.where(number < end_of(work, CUT), flat, -1), 2 * block
+    return told_of(first_numbers(work, CUT)[0], work, CAUSAL, KEYS, CUT)
 
 
 @gluon.jit
@@ -350,8 +352,8 @@ def places_of(view, flat, rows, dims, heads):
 
 @gluon.jit
 def fill_teams(ring, place, desc, batch, head, row, D: gl.constexpr):
-    """Have the rows of a block loaded, those of each team as a tile."""
-    _, full = await_room(ring, place)
+    """Have the rows of a block loaded, for which there is room, those of each team as a tile."""
+    full = ring[1].index(place[0])
     mbarrier.expect(full, TEAMS * ROWS * D * 2)
     for part in gl.static_range(TEAMS):
         tile = ring[0].index(place[0] * TEAMS + part)
