@@ -37,6 +37,7 @@ from regard.mechanism.kernels.hopper.roles import (
     first_place,
     first_told,
     following,
+    here_to_stay,
     in_two,
     item_at,
     may_see,
@@ -155,7 +156,7 @@ def _parts(D, CAUSAL, DISTANCE, BAR):
         if BAR:
             return (2, 1, 2) if CAUSAL else (4, 4, 1)
         if DISTANCE:
-            return (2, 1, 1) if CAUSAL else (1, 1, 2)
+            return (4, 2, 1)
         return (2, 4, 1) if CAUSAL else (2, 1, 1)
     if BAR:
         return (2, 1, 1) if CAUSAL else (2, 1, 2)
@@ -508,6 +509,8 @@ def _attend_block(
     await_tile(ring, place)
     v = values.index(place[0]).reshape([BLOCK, D])
     o = hopper.warpgroup_mma(weights, v, o, is_async=True)
+    if D == 128:  # at 64 it begins soon enough
+        here_to_stay(place[0])
 
     l, e, t = gl.sum(l, 1), gl.sum(e, 1), gl.sum(t, 1)
     above = gl.full_like(m, 0.0)

@@ -271,6 +271,19 @@ def _the_same(x):
 
 
 @gluon.jit
+def here_to_stay(x):
+    """What comes before stays before: ptxas begins products late and waits for them early.
+
+    But not across a branch. This is one, never taken: ``x`` is not negative.
+    """
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; setp.ge.s32 p, $1, 0; AGAIN: @p bra ON; nanosleep.u32 32; bra AGAIN; "
+        "ON: mov.b32 $0, $1; }",
+        "=r,r", [x], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
 def part_of(half, PART: gl.constexpr, CAUSAL: gl.constexpr):
     """Which ROWS of a block are a team's.
 
