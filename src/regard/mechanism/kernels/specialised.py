@@ -389,8 +389,9 @@ def _receiving(
             name: cells.new_empty(batch, heads, kept_rows, count) for name, cells in units.items()
         }
     sizes = Sizes(
-        keys, keys - queries, tiles, bins.tiles, kept_rows, bins.tiles if "map" in found else 1
-    )
+        keys, keys - queries, tiles, bins.tiles, kept_rows,
+        bins.tiles if "map" in found else 1, count,
+    )  # fmt: skip
     given: Any = {
         "c": structure.scale * LOG2E, "D": width, "BINS": bins.a_tile, "UNIT": bins.unit,
         "LONG": bins.tiles > 1 or grid is None, "CAUSAL": structure.kind == CAUSAL,

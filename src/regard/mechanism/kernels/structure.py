@@ -118,6 +118,7 @@ class Sizes(NamedTuple):
     per_bin: int  # tiles a bin of the map has
     bins: int
     together: int  # tiles between which no block is cut
+    units: int  # of keys in a row of the map
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -248,7 +248,7 @@ def _differentiate_block(
     STEP_BINS: gl.constexpr = BINS if PART_OF_BINS else BINS // STEPS
     LONGER: gl.constexpr = LONG or PART_OF_BINS  # a bin has several steps
     per_bin = sizes.per_bin * STEPS if LONGER else 1
-    units = work.blocks * (BLOCK // UNIT)
+    units = work.blocks * (BLOCK // UNIT)  # sizes.units, with fewer spilled numbers
     cell = head * sizes.bins * units + block * (BLOCK // UNIT) + PART * (ROWS // UNIT)
     if MAP and DONE and CAUSAL:
         for row in range(begin // per_bin):
@@ -372,14 +372,14 @@ def backward(
     q_desc, grad_desc, k_desc, v_desc, drop_desc, delta_desc, dealt, grad_dealt,
     QueryGrad, key_grad, value_grad, Received, Map, MapPeak, Drawn,
     items, blocks, heads, groups, programs, singly, length, share,
-    keys, offset, tiles, per_bin, bins, together, c, scale,
+    keys, offset, tiles, per_bin, bins, together, units, c, scale,
     D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, UNIT: gl.constexpr,
     LONG: gl.constexpr, CAUSAL: gl.constexpr, RECEIVED: gl.constexpr, MAP: gl.constexpr,
     MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
 ):  # fmt: skip
     """Gradients, and what keys get over all queries, as ``columns`` tells it."""
     work = Work(items, blocks, heads, groups, programs, singly, length, share)
-    sizes = Sizes(keys, offset, tiles, per_bin, bins, together)
+    sizes = Sizes(keys, offset, tiles, per_bin, bins, together, units)
     QUERIES: gl.constexpr = _queries(D)
     SLOTS: gl.constexpr = _slots(D)
     key_ring = ring_of(k_desc, SLOTS, SLOTS, GROUPS)

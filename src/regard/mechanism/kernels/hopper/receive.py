@@ -353,13 +353,17 @@ def _receive_block(
     DONE: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """What the 64 keys get of the queries in tiles ``begin`` to ``end``; see attend.py."""
-    k_ring, slips, q_ring, drops, Received, Kept, Map, MapPeak, work, sizes, c = shared
+    k_ring, slips, q_ring, drops, Received, Kept, Map, MapPeak, _work, sizes, c = shared
     CARRIED: gl.constexpr = carried(D)
-    tiles, per_bin, bins = sizes.tiles, sizes.per_bin, sizes.bins
+    # 0, but the compiler does not know: else what follows from it is made before all blocks, and
+    # kept in memory, from where it comes late.
+    here = block >> 30 if CAUSAL and D == 128 else 0
+    end += here
+    tiles, per_bin, bins = sizes.tiles + here, sizes.per_bin, sizes.bins
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     first = block * (TEAMS * ROWS) + part * ROWS
     key_at = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)) - sizes.offset
-    units = work.blocks * (TEAMS * ROWS // UNIT)
+    units = sizes.units
     cell = wide(flat * bins, units) + block * (TEAMS * ROWS // UNIT)
     cell += part * (ROWS // UNIT)
     # Before the tile ``start`` no query sees these keys, and from ``free`` on all do.
@@ -374,9 +378,9 @@ def _receive_block(
         if LONG:
             unseen, row = unseen // per_bin, row // per_bin
         for i in range(unseen, row):
-            put_nothing(Map + cell, i * BINS * units, units, UNIT, BINS)
+            put_nothing(Map + cell, i * BINS * units, units + here, UNIT, BINS)
             if MAP_PEAK:
-                put_nothing(MapPeak + cell, i * BINS * units, units, UNIT, BINS)
+                put_nothing(MapPeak + cell, i * BINS * units, units + here, UNIT, BINS)
     per_query = BINS / BLOCK
     if LONG:
         per_query = BINS / (per_bin * BLOCK)
@@ -481,7 +485,7 @@ def _receive(
 def columns(
     q_desc, k_desc, drop, dealt, Received, Kept, Map, MapPeak, Drawn,
     items, blocks, heads, groups, programs, singly, length, share,
-    keys, offset, tiles, per_bin, bins, together, c,
+    keys, offset, tiles, per_bin, bins, together, units, c,
     D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, UNIT: gl.constexpr,
     LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, DIAGONAL: gl.constexpr,
     RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
@@ -498,7 +502,7 @@ def columns(
     Maps are sums over UNIT keys; DONE: these are cells, averages, and 0 where no query sees a key.
     """
     work = Work(items, blocks, heads, groups, programs, singly, length, share)
-    sizes = Sizes(keys, offset, tiles, per_bin, bins, together)
+    sizes = Sizes(keys, offset, tiles, per_bin, bins, together, units)
     k_ring = ring_of(k_desc, 2 * TEAMS, 2, TEAMS)
     slips = slips_of(2)
     q_ring = ring_of(q_desc, STAGES, STAGES, TEAMS)
@@ -537,11 +541,11 @@ def columns(
 def add(
     Received, Kept,
     items, blocks, heads, groups, programs, singly, length, share,
-    keys, offset, tiles, per_bin, bins, together,
+    keys, offset, tiles, per_bin, bins, together, units,
 ):  # fmt: skip
     """What the keys of a block receive in all, where programs of ``columns`` have shared it."""
     work = Work(items, blocks, heads, groups, programs, singly, length, share)
-    sizes = Sizes(keys, offset, tiles, per_bin, bins, together)
+    sizes = Sizes(keys, offset, tiles, per_bin, bins, together, units)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     number = gl.program_id(0)
     flat, block, _ = item_at(first_cut(work) + number, work, False, True, True)
