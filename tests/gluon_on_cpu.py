@@ -427,19 +427,32 @@ def _reduce(values: tuple[Block, ...], axis: int, rule: Callable[..., Any]) -> A
     return reduce(lambda some, more: rule(*some, *more), places)
 
 
+def _unsigned(number: Tensor) -> Tensor:
+    return number.long() & 0xFFFFFFFF
+
+
 def _highest_bit(number: Tensor) -> Tensor:
     """Its place, and -1 of 0."""
-    return torch.frexp((number.long() & 0xFFFFFFFF).double()).exponent.int() - 1
+    return torch.frexp(_unsigned(number).double()).exponent.int() - 1
 
 
 def _permuted(low: Tensor, high: Tensor, chosen: Tensor) -> Tensor:
     """Four of the eight bytes of two numbers."""
-    both = (low.long() & 0xFFFFFFFF, high.long() & 0xFFFFFFFF)
+    both = _unsigned(low), _unsigned(high)
     found = torch.zeros_like(both[0] + both[1])
     for i in range(4):
         byte = int(chosen) >> 4 * i & 7
         found |= (both[byte // 4] >> 8 * (byte % 4) & 0xFF) << 8 * i
     return _in_32_bits(found)
+
+
+def _by_table(a: Tensor, b: Tensor, c: Tensor, table: Tensor) -> Tensor:
+    """Bit by bit what a table has for three bits."""
+    found = torch.zeros_like(a | b | c)
+    for i in range(8):
+        if int(table) >> i & 1:
+            found |= (a if i & 4 else ~a) & (b if i & 2 else ~b) & (c if i & 1 else ~c)
+    return found
 
 
 def _halves(number: Tensor) -> Tensor:
@@ -485,13 +498,21 @@ PTX: dict[str, Callable[..., Tensor]] = {
     "shl": lambda a, b: torch.where((b < 0) | (b > 31), 0, _in_32_bits(a.long() << (b & 31))),
     "bfind": _highest_bit,
     "prmt": _permuted,
+    "lop3": _by_table,
     "rcp.approx": torch.reciprocal,
     "lg2.approx": torch.log2,
     "setp.eq": torch.eq,
     "setp.ne": torch.ne,
     "setp.lt": torch.lt,
+    "setp.eq.and": lambda a, b, p: (a == b) & p,
+    "setp.lt.and": lambda a, b, p: (a < b) & p,
+    "setp.lt.and.u32": lambda a, b, p: (_unsigned(a) < _unsigned(b)) & p,
+    "setp.le": torch.le,
+    "setp.gt": torch.gt,
+    "setp.gt.and": lambda a, b, p: (a > b) & p,
     "setp.ge": torch.ge,
     "setp.ge.and": lambda a, b, p: (a >= b) & p,
+    "setp.gt.or": lambda a, b, p: (a > b) | p,
     "setp.ge.or": lambda a, b, p: (a >= b) | p,
     "setp.neu": torch.ne,
     "setp.neu.or": lambda a, b, p: (a != b) | p,
@@ -578,7 +599,8 @@ class _Assembly:
         """Read or write shared memory."""
         loads = line.name.startswith("ld.")
         where, what = line.operands[::-1] if loads else line.operands
-        place = self.value(where.strip("[]"), "s32").long()
+        first, _, on = where.strip("[]").partition("+")
+        place = self.value(first, "s32").long() + int(on or 0)
         for i, register in enumerate(re.findall(r"[^\s,{}]+", what)):
             if loads:
                 self.set(register, _machine.read(place + 4 * i, guard), guard)

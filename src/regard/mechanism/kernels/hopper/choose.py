@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 
+from regard.mechanism.kernels.hopper.order import eight_highest
 from regard.mechanism.kernels.hopper.roles import (
     BAND,
     BLOCK,
@@ -41,6 +42,7 @@ from regard.mechanism.kernels.hopper.roles import (
     first_place,
     first_told,
     following,
+    in_two,
     item_at,
     may_see,
     next_number,
@@ -58,18 +60,19 @@ from regard.mechanism.kernels.hopper.roles import (
 from regard.mechanism.kernels.structure import Work
 
 THREADS = gl.constexpr(BOTH * LANES)  # of a team
+PAIRS = gl.constexpr(BLOCK // (LANES * PAIR))  # of a row's scores in a tile that it has
 FOUR = gl.constexpr(4)  # scores that it has side by side: a pair of each row
 ENTRY = gl.constexpr(8)  # bytes of a score and its key, or of a pair of scores
 SLOTS = gl.constexpr(22)  # of a thread, which both rows fill from either end
+SPARE = gl.constexpr(4)  # of them are not a row's own: it is held back once for so many pairs
+OFTEN = gl.constexpr(8)  # of them are nearly always enough for a row
 SPAN = gl.constexpr(SLOTS * ENTRY)  # bytes of them
 ROOM = gl.constexpr(32 * SPAN)  # bytes of a warp's
 LISTED = gl.constexpr(16)  # scores of a row that are put in order, half of them by each thread
 MOST = gl.constexpr(28)  # that can be, if need be
-EVER = gl.constexpr(32)  # entries of which no list has more
 LIST = gl.constexpr(240)  # bytes from one row's list to the next; its length is after it
 LENGTH = gl.constexpr(MOST * ENTRY)
 PLACES = gl.constexpr(8)  # of a row that can be asked for
-AGAINST = gl.constexpr(8)  # others with which they are compared at once
 COUNTED = gl.constexpr(8388608.0)  # 2**23: what is added to it up to 2**23 is its last bits
 LOST = gl.constexpr(63)  # what a thread is said to have that had no room: more than any list has
 
@@ -122,12 +125,12 @@ def _in_fours(s):
 
 
 @gluon.constexpr_function
-def _keeping(number):
+def _keeping(number, spare):
     """PTX: of two pairs of scores, one of each row, those kept of which one reaches its row's bar.
 
     The one row fills a thread's slots from the first on, the other from the last. Given are the
     pairs, bars, the next slot of each row, what tells which pairs of a tile were kept, and the
-    last and the first slot, on which the next ones stay.
+    slots on which the next ones stay at last: they are held back after ``spare`` pairs.
     """
     bit = f"0f{0x3F800000 + (number << 23):08X}"
     lines = [".reg .pred p;", ".reg .f32 high;"]
@@ -138,9 +141,10 @@ def _keeping(number):
             f"setp.ge.f32 p, high, ${8 + row};",
             f"@p st.shared.v2.f32 [{at}], {{{near}, {far}}};",
             f"@p add.s32 {at}, {at}, {8 - 16 * row};",
-            f"{'max' if row else 'min'}.s32 {at}, {at}, ${14 + row};",
             f"@p add.f32 {kept}, {kept}, {bit};",
         ]
+        if number % spare == 0:
+            lines += [f"{'max' if row else 'min'}.s32 {at}, {at}, ${14 + row};"]
     return "{ " + " ".join(lines) + " }"
 
 
@@ -163,7 +167,7 @@ def _keep(fours, bars, at, kept, ends, FIRST: gl.constexpr):
         one, other = gl.split(first)
         next_one, next_other = gl.split(second)
         found = gl.inline_asm_elementwise(
-            _keeping(FIRST), "=&r,=&r,=&f,=&f,f,f,f,f,f,f,0,1,2,3,r,r",
+            _keeping(FIRST, SPARE), "=&r,=&r,=&f,=&f,f,f,f,f,f,f,0,1,2,3,r,r",
             [
                 gl.convert_layout(one, of_lanes), gl.convert_layout(next_one, of_lanes),
                 gl.convert_layout(other, of_lanes), gl.convert_layout(next_other, of_lanes),
@@ -182,35 +186,42 @@ def _telling():
     Where both of a pair do, the second becomes an entry of its own. Given are which pairs were kept
     of each row, of the nearer tile ($2, $3) and of the one after it ($4, $5), the slot of the first
     of them ($6, $7), bars ($8, $9), the thread's first key of the nearer tile ($10), the next slots
-    ($0, $1), and the last and the first slot ($13, $14). A warp goes on as long as one of its
-    threads has a pair left, of either row.
+    ($0, $1), and where these stay at last ($13, $14); what is there is lost, and not told. A warp
+    goes on as long as one of its threads has a pair left, of either row.
     """
+    names = "left", "slot", "bit", "key", "next"
     lines = [
-        ".reg .pred p<2>, q, here, there;", ".reg .b32 left<2>, slot<2>, bit, key, next;",
-        ".reg .f32 near, far, high;",
+        ".reg .pred p<2>, q, here<2>, there<2>;",
+        f".reg .b32 {', '.join(f'{name}<2>' for name in names)};",
+        ".reg .f32 near<2>, far<2>, high<2>;",
         "prmt.b32 left0, $2, $4, 0x5410;", "prmt.b32 left1, $3, $5, 0x5410;",
+        "setp.ne.s32 p0, $0, $13;", "setp.ne.s32 p1, $1, $14;",
+        "selp.b32 left0, left0, 0, p0;", "selp.b32 left1, left1, 0, p1;",
         "mov.b32 slot0, $6;", "mov.b32 slot1, $7;",
         "LOOP:",
         "setp.ne.u32 p0, left0, 0;", "setp.ne.u32 p1, left1, 0;", "or.pred q, p0, p1;",
         "vote.sync.any.pred q, q, -1;", "@!q bra DONE;",
     ]  # fmt: skip
-    for row in range(2):
-        end, on = ("max", -8) if row else ("min", 8)
-        lines += [
-            f"bfind.u32 bit, left{row};", "shl.b32 next, 1, bit;",
-            f"xor.b32 left{row}, left{row}, next;",
-            "mad.lo.s32 key, bit, 8, $10;", "add.s32 next, key, 1;",
-            f"@p{row} ld.shared.v2.f32 {{near, far}}, [slot{row}];",
-            f"setp.ge.and.f32 here, near, ${8 + row}, p{row};",
-            f"setp.ge.and.f32 there, far, ${8 + row}, here;",
-            "selp.f32 high, near, far, here;", "selp.b32 key, key, next, here;",
-            f"@p{row} st.shared.v2.b32 [slot{row}], {{high, key}};",
-            f"@there st.shared.v2.b32 [${row}], {{far, next}};",
-            f"selp.b32 bit, {on}, 0, there;", f"add.s32 ${row}, ${row}, bit;",
+    of_rows = [
+        [
+            f"@p{row} ld.shared.v2.f32 {{near{row}, far{row}}}, [slot{row}];",
+            f"bfind.u32 bit{row}, left{row};", f"shl.b32 next{row}, 1, bit{row};",
+            f"xor.b32 left{row}, left{row}, next{row};",
+            f"mad.lo.s32 key{row}, bit{row}, 8, $10;", f"add.s32 next{row}, key{row}, 1;",
+            f"setp.ge.and.f32 here{row}, near{row}, ${8 + row}, p{row};",
+            f"setp.ge.and.f32 there{row}, far{row}, ${8 + row}, here{row};",
+            f"selp.f32 high{row}, near{row}, far{row}, here{row};",
+            f"selp.b32 key{row}, key{row}, next{row}, here{row};",
+            f"@p{row} st.shared.v2.b32 [slot{row}], {{high{row}, key{row}}};",
+            f"@there{row} st.shared.v2.b32 [${row}], {{far{row}, next{row}}};",
+            f"@there{row} add.s32 ${row}, ${row}, {on};",
             f"{end}.s32 ${row}, ${row}, ${13 + row};",
             f"add.s32 slot{row}, slot{row}, {on};",
-            f"{end}.s32 slot{row}, slot{row}, ${13 + row};",
-        ]  # fmt: skip
+        ]
+        for row, end, on in ((0, "min", 8), (1, "max", -8))
+    ]  # fmt: skip
+    # Line by line of both rows: what is loaded for both is waited for once.
+    lines += [line for both in zip(*of_rows, strict=True) for line in both]
     return "{ " + " ".join([*lines, "bra LOOP;", "DONE:"]) + " }"
 
 
@@ -307,36 +318,42 @@ def _write(at, what):
     )  # fmt: skip
 
 
-@gluon.jit
-def _clear(at):
-    """Entries of nothing to shared memory, two at a time. 0fFF61B1E6 is NOTHING."""
-    gl.inline_asm_elementwise(
-        "{ .reg .b32 x; mov.b32 x, 0fFF61B1E6; st.shared.v4.b32 [$2], {x, x, x, x}; "
-        "mov.b32 $0, x; mov.b32 $1, x; }",
-        "=r,=r,r,r", [at], gl.int32, is_pure=False, pack=2,
-    )  # fmt: skip
+@gluon.constexpr_function
+def _listing(slots, most, often, listed):
+    """PTX: what a thread has in its slots to the lists of its rows, which lie in the same place.
 
+    $1: the first slot. $2, $3: how many the one row has from there on, and the other from the last
+    one down. $4, $5: where the first slot would go in their lists. $6: half of a list, which is
+    cleared before. A row has ``most`` at most, and rarely more than ``often``: only if one of a
+    warp does are all slots looked at.
+    """
 
-@gluon.jit
-def _put(at, number, below, s, key):
-    """Entries to shared memory, where a number is below another."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; mov.b32 $0, $5; setp.lt.s32 p, $2, $3; "
-        "@p st.shared.v2.b32 [$1], {$4, $5}; }",
-        "=r,r,r,r,f,r", [at, number, below, s, key], gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    def moved(count):  # of either row
+        chosen = [i for i in range(slots) if min(i, slots - 1 - i) < count]
+        lines = [
+            f"ld.shared.v4.b32 {{s{i}, key{i}, s{i + 1}, key{i + 1}}}, [$1+{i * 8}];"
+            for i in chosen[::2]
+        ]
+        lines += ["bar.warp.sync -1;"]  # from here on the slots are lists
+        lines += [f"st.shared.v4.b32 [$6+{i * 16}], {{x, x, x, x}};" for i in range(listed // 4)]
+        lines += ["bar.warp.sync -1;"]
+        for i in chosen:
+            for number, row in ((i, 0), (slots - 1 - i, 1)):
+                if number < count:
+                    lines += [
+                        f"setp.gt.s32 p, ${2 + row}, {number};",
+                        f"@p st.shared.v2.b32 [${4 + row}+{i * 8}], {{s{i}, key{i}}};",
+                    ]
+        return lines
 
-
-@gluon.jit
-def _put_either(slot, end, begin, to, other_to, s, key):
-    """What is in slots before an end or from a beginning on, to one or the other list."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p, q; .reg .b32 at; mov.b32 $0, $7; setp.lt.s32 p, $1, $2; "
-        "setp.ge.or.s32 q, $1, $3, p; selp.b32 at, $4, $5, p; mad.lo.s32 at, $1, 8, at; "
-        "@q st.shared.v2.b32 [at], {$6, $7}; }",
-        "=r,r,r,r,r,r,f,r", [slot, end, begin, to, other_to, s, key], gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+    lines = [
+        f".reg .pred p; .reg .b32 x, s<{slots}>, key<{slots}>;",
+        "mov.b32 $0, $1;", "mov.b32 x, 0fFF61B1E6;",  # NOTHING
+        f"setp.gt.s32 p, $2, {often};", f"setp.gt.or.s32 p, $3, {often}, p;",
+        "vote.sync.any.pred p, p, -1;",
+        "@p bra ALL;", *moved(often), "bra DONE;", "ALL:", *moved(most), "DONE:",
+    ]  # fmt: skip
+    return "{ " + " ".join(lines) + " }"
 
 
 @gluon.jit
@@ -377,30 +394,20 @@ def _list(slots, at, bars, lists):
     slots = gl.convert_layout(slots, of_threads)
     one = (gl.convert_layout(at[0], of_threads) - slots) // ENTRY
     other = SLOTS - 1 - (gl.convert_layout(at[1], of_threads) - slots) // ENTRY
-    lost = (one + other > SLOTS) | (gl.maximum(one, other) == SLOTS - 1)
+    lost = (one + other > SLOTS) | (gl.maximum(one, other) >= SLOTS - SPARE)
     before, length = _summed(gl.where(lost, LOST, one), by)
     other_before, other_length = _summed(gl.where(lost, LOST, other), by)
     one = gl.where(length > MOST, 0, one)
     other = gl.where(other_length > MOST, 0, other)
-    number = gl.arange(0, PAIR, along(layout, 3, 2))[None, None, :]
-    scores, keys = (), ()
-    for i in gl.static_range(SLOTS // PAIR):
-        s, key = _entries(slots[:, :, None] + (number + i * PAIR) * ENTRY)
-        scores += (s,)
-        keys += (key,)
     begin = _list_of(lists, both // (BAND // 2) * BAND + both % (BAND // 2))
     other_begin = begin + BAND // 2 * LIST
     to = begin + before * ENTRY
     other_to = other_begin + (other_before + other - SLOTS) * ENTRY
-    _in_step()  # from here on the slots are lists
-    _clear(_places(lists, LISTED))
-    _in_step()
-    for i in gl.static_range(SLOTS // PAIR):
-        slot = number + i * PAIR
-        _put_either(
-            slot, one[:, :, None], (SLOTS - other)[:, :, None], to[:, :, None],
-            other_to[:, :, None], scores[i], keys[i],
-        )  # fmt: skip
+    half = begin + (by // 16) * (BAND // 2 * LIST) + (by // 8) % 2 * (LISTED // 2 * ENTRY)
+    gl.inline_asm_elementwise(
+        _listing(SLOTS, SLOTS - SPARE - 1, OFTEN, LISTED), "=r,r,r,r,r,r,r",
+        [slots, one, other, to, other_to, half], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
     bars = gl.convert_layout(bars[0], of_threads), gl.convert_layout(bars[1], of_threads)
     _write(begin + LENGTH, gl.where(bars[0] == bars[0], length, LOST))
     _write(other_begin + LENGTH, gl.where(bars[1] == bars[1], other_length, LOST))
@@ -409,93 +416,95 @@ def _list(slots, at, bars, lists):
 
 @gluon.constexpr_function
 def _by_pairs(many):
-    """[ROWS, many, AGAINST]: the rows of a warp as in a product, two threads a row."""
+    """[ROWS, many]: the rows of a warp as in a product, two threads a row."""
     half = many // 2
     return gl.DistributedLinearLayout(
-        [[0, 0, 1], [0, 0, 2], [0, 0, 4], *[[0, bit, 0] for bit in (1, 2, 4, 8) if bit < half]],
-        [[0, half, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0], [8, 0, 0]],
-        [[16, 0, 0], [32, 0, 0]],
+        [[0, bit] for bit in (1, 2, 4, 8) if bit < half],
+        [[0, half], [1, 0], [2, 0], [4, 0], [8, 0]],
+        [[16, 0], [32, 0]],
         [],
-        [64, many, 8],
+        [64, many],
     )
 
 
 @gluon.jit
 def _places(lists, N: gl.constexpr):
     """Where the first N entries of each list lie."""
-    layout: gl.constexpr = gl.SliceLayout(2, _by_pairs(N))
+    layout: gl.constexpr = _by_pairs(N)
     row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     number = gl.arange(0, N, gl.SliceLayout(0, layout))
     return _list_of(lists, row)[:, None] + (number * ENTRY)[None, :]
 
 
-@gluon.jit
-def _ranks(lists):
-    """How many of a list come before each of its first LISTED, if none are equal, and these."""
-    of_others: gl.constexpr = gl.SliceLayout(1, _by_pairs(LISTED))
-    at = _places(lists, LISTED)
-    s, key = _entries(at)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, of_others))
-    number = gl.arange(0, AGAINST, gl.SliceLayout(0, of_others))
-    others_at = _list_of(lists, row)[:, None] + (number * ENTRY)[None, :]
-    # Ranks are numbers beyond 2**23: the unit that adds these is free.
-    rank = gl.full([ROWS, LISTED], COUNTED, gl.float32, at.type.layout)
-    # A loop that stays one: each team has its own copy of all this, and the cache is small.
-    for _ in range(_known_here(gl.to_tensor(LISTED // AGAINST))):
-        other, _key = _entries(others_at)
-        rank += gl.sum((other[:, None, :] > s[:, :, None]).to(gl.float32), 2)
-        others_at += AGAINST * ENTRY
-    return rank.to(gl.int32, bitcast=True) - 0x4B000000, s, key  # the bits of COUNTED
+@gluon.constexpr_function
+def _ordering(listed, most):
+    """PTX: the eight highest of a list of any length, of equal scores earlier keys first.
 
-
-@gluon.jit
-def _order_all(lists, longest):
-    """As ``_order``, of lists of any length, and of equal scores earlier keys first.
-
-    Rarely needed, so that short code is more than fast code: all of it should stay in the cache.
+    Of two threads each goes through every second entry, and counts those that come before it.
+    Rarely needed, and so as short as can be: only for rows whose list is longer than ``listed``
+    ($4), but not than ``most``, or was found to need it ($5). A warp goes on until all of those are
+    through. $1: the list, $2: where the highest go, $3: 8 for the second thread. $0: whether they
+    did, for both.
     """
-    lists = _known_here(lists)
-    at = _places(lists, EVER)
-    s, key = _entries(at)
-    begin = _list_of(lists, gl.arange(0, ROWS, gl.SliceLayout(1, at.type.layout)))
-    length = _read(begin + LENGTH)
-    rank = gl.where(at < (begin + length * ENTRY)[:, None], 0, EVER)
-    for i in range(longest):
-        other, its_key = _entry(begin + i * ENTRY)
-        before = (other[:, None] == s) & (its_key[:, None] < key)
-        before = (before | (other[:, None] > s)) & (i < length)[:, None]
-        rank += before.to(gl.int32)
-    _in_step()
-    _clear(_places(lists, PLACES))
-    _in_step()
-    _put(begin[:, None] + rank * ENTRY, rank, PLACES, s, key)
+    lines = [
+        ".reg .pred p, q, r, equal;", ".reg .f32 s, its_s;",
+        ".reg .b32 x, at, end, key, rank, other, its_key;",
+        f"setp.gt.s32 p, $4, {listed};", "selp.b32 x, 1, $5, p;",
+        f"setp.gt.s32 p, $4, {most};", "selp.b32 x, 0, x, p;",
+        "shfl.sync.bfly.b32 other, x, 1, 31, -1;", "or.b32 $0, x, other;",
+        "setp.ne.s32 p, $0, 0;", "vote.sync.any.pred q, p, -1;", "@!q bra DONE;",
+        "mad.lo.s32 at, $3, 4, $2;", "mov.b32 x, 0fFF61B1E6;",  # NOTHING
+        "st.shared.v4.b32 [at], {x, x, x, x};", "st.shared.v4.b32 [at+16], {x, x, x, x};",
+        "bar.warp.sync -1;",
+        "mad.lo.s32 end, $4, 8, $1;", "selp.b32 end, end, $1, p;", "add.s32 at, $1, $3;",
+        "NEXT:",
+        "setp.lt.s32 p, at, end;", "vote.sync.any.pred q, p, -1;", "@!q bra ORDERED;",
+        "@p ld.shared.v2.b32 {s, key}, [at];", "mov.b32 rank, 0;", "mov.b32 other, $1;",
+        "COMPARE:",
+        "setp.lt.and.s32 r, other, end, p;", "vote.sync.any.pred q, r, -1;", "@!q bra RANKED;",
+        "@r ld.shared.v2.b32 {its_s, its_key}, [other];",
+        "setp.eq.and.f32 equal, its_s, s, r;", "setp.lt.and.s32 equal, its_key, key, equal;",
+        "setp.gt.and.f32 r, its_s, s, r;", "or.pred r, r, equal;",
+        "@r add.s32 rank, rank, 1;", "add.s32 other, other, 8;", "bra COMPARE;",
+        "RANKED:",
+        "setp.lt.and.s32 r, rank, 8, p;", "mad.lo.s32 other, rank, 8, $2;",
+        "@r st.shared.v2.b32 [other], {s, key};", "add.s32 at, at, 16;", "bra NEXT;",
+        "ORDERED:", "bar.warp.sync -1;",
+        "DONE:",
+    ]  # fmt: skip
+    return "{ " + " ".join(lines) + " }"
 
 
 @gluon.jit
 def _order(lists):
-    """Bring the highest of each list to its beginning, in order. How long the lists were."""
-    rank, s, key = _ranks(lists)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, rank.type.layout))
+    """Where the highest of each list are, in order, and how long the lists were."""
+    s, _key = _entries(_places(lists, LISTED))
+    place, near = eight_highest(gl.reshape(s, [ROWS, 2, LISTED // 2]))
+    of_two: gl.constexpr = near.type.layout
+    of_found: gl.constexpr = gl.SliceLayout(2, place.type.layout)
+    row = gl.arange(0, ROWS, gl.SliceLayout(1, of_two))
+    second = gl.arange(0, 2, gl.SliceLayout(0, of_two))[None, :]
     begin = _list_of(lists, row)
+    room = lists + row // BAND * ROOM + BAND * LIST + row % BAND * (PLACES * ENTRY)  # not a list's
     length = _read(begin + LENGTH)
-    # Where no scores are equal, ranks are 0, 1 and so on, and the length for what is empty.
-    expected = length * (length - 1) // 2 + (LISTED - length) * length
-    fits = (gl.sum(rank, 1) == expected) & (length <= LISTED)
-    longest = gl.max(gl.where(fits | (length > MOST), 0, length), 0)
-    if longest > 0:
-        _order_all(lists, gl.maximum(longest, LISTED))  # no others are longer than that
-    else:
-        _in_step()
-        _put(begin[:, None] + rank * ENTRY, rank, PLACES, s, key)
-    _in_step()
-    return length
+    again = gl.inline_asm_elementwise(
+        _ordering(LISTED, MOST), "=&r,r,r,r,r,r",
+        [begin[:, None], room[:, None], second * ENTRY, length[:, None], near], gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+    begin = gl.convert_layout(gl.where(again > 0, room[:, None], begin[:, None]), of_found)
+    again = gl.convert_layout(again, of_found)[:, :, None]
+    second = gl.convert_layout(second, of_found)[:, :, None]
+    number = gl.arange(0, PLACES // 2, along(place.type.layout, 3, 2))[None, None, :]
+    place = gl.where(again > 0, second * (PLACES // 2) + number, place)
+    found = gl.reshape(begin[:, :, None] + place * ENTRY, [ROWS, PLACES])
+    return gl.convert_layout(found, _by_pairs(PLACES)), length
 
 
 @gluon.jit
-def _tell(lists, length, lse, Left, Weights, Keys, first, rows_left, c, COUNT: gl.constexpr):
+def _tell(at, length, lse, Left, Weights, Keys, first, rows_left, c, COUNT: gl.constexpr):
     """Write the COUNT highest of each list, of the rows from ``first`` on."""
-    at = _places(lists, PLACES)
-    s, key = _entries(at)
+    s, key = _entry(at)
     _in_step()  # from here on the lists are slots again
     row = gl.arange(0, ROWS, gl.SliceLayout(1, at.type.layout))
     place = gl.arange(0, PLACES, gl.SliceLayout(0, at.type.layout))[None, :]
@@ -523,12 +532,13 @@ def _find(
     none = by_lanes(gl.zeros([ROWS, BLOCK], gl.float32, layout))
     of_lanes: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, _in_fours(none).type.layout))
     of_rows: gl.constexpr = along(none.type.layout, 3, 0)
-    of_places: gl.constexpr = along(_by_pairs(PLACES), 3, 0)
+    of_places: gl.constexpr = gl.SliceLayout(1, _by_pairs(PLACES))
     lane = gl.arange(0, LANES, gl.SliceLayout(0, of_lanes))[None, :]
     both = gl.arange(0, BOTH, gl.SliceLayout(1, of_lanes))[:, None]
     lists, found = _lists(room, PART)
     slots = lists + (both * LANES + lane) * SPAN
-    ends = slots + (SPAN - ENTRY), slots
+    begins = slots, slots + (SPAN - ENTRY)
+    ends = slots + (SLOTS - SPARE) * ENTRY, slots + (SPARE - 1) * ENTRY
     nothing = gl.full([BOTH, LANES], COUNTED, gl.float32, of_lanes)
     place = first_place()
     q_place = first_place()
@@ -543,7 +553,7 @@ def _find(
         inside = (rows < queries) & found
         bars = of_both(gl.load(Bar + first + rows, mask=inside, other=float("nan")))
         bars = gl.convert_layout(bars[0], of_lanes), gl.convert_layout(bars[1], of_lanes)
-        at = ends[1], ends[0]
+        at = begins
         since = at
         before = nothing, nothing  # of the last tile, if its keys are not told yet
         last = _last_tile(row, offset, tiles, CAUSAL)
@@ -558,29 +568,36 @@ def _find(
             place = following(place, STAGES)
         # One loop for all tiles: the first by itself is a fifth more code, and takes longer.
         for tile in range(last + 1):
-            if tile > 0:
-                release(k_ring, place)
-                place = following(place, STAGES)
             s = hopper.warpgroup_mma_wait(0, deps=[product(q, k_ring, place, D)])
+            release(k_ring, place)  # here the warps of a team are together anyway
+            place = following(place, STAGES)
+            if tile == last:
+                told = next_told(slips, q_place)
+                release(q_ring, q_place)
             key = (last - tile) * BLOCK
             scores = by_lanes(s)
-            if CAUSAL or not EVEN:
+            kept = nothing, nothing
+            if CAUSAL and EVEN and PART % 2 == 0:  # on the diagonal, as in attend.py
+                near, far = in_two(scores)
                 if tile < careful:
-                    seen = may_see(scores, query_at, key, keys, CAUSAL)
-                    if CAUSAL and EVEN:  # on the diagonal, as in attend.py
-                        near = places_in(scores)[0] < ROWS
-                        seen = seen | near if PART % 2 else seen & near
-                    scores = gl.where(seen, scores, NOTHING)
-            at, kept = _keep(_in_fours(scores), bars, at, (nothing, nothing), ends, 0)
+                    rows_near = gl.convert_layout(query_at, along(near.type.layout, 3, 0))
+                    near = gl.where(may_see(near, rows_near, key, keys, CAUSAL), near, NOTHING)
+                else:
+                    at, kept = _keep(_in_fours(far), bars, at, kept, ends, PAIRS // 2)
+                at, kept = _keep(_in_fours(near), bars, at, kept, ends, 0)
+            else:
+                if CAUSAL or not EVEN:
+                    if tile < careful:
+                        seen = may_see(scores, query_at, key, keys, CAUSAL)
+                        if EVEN:
+                            seen = seen | (places_in(scores)[0] < ROWS)
+                        scores = gl.where(seen, scores, NOTHING)
+                at, kept = _keep(_in_fours(scores), bars, at, kept, ends, 0)
             if (tile % 2 == 1) | (tile == last):
                 at = _tell_keys(at, kept, before, since, bars, key + lane * PAIR, ends)
                 since = at
                 kept = nothing, nothing
             before = kept
-        release(k_ring, place)
-        told = next_told(slips, q_place)
-        release(q_ring, q_place)
-        place = following(place, STAGES)
         q_place = following(q_place, QUERIES)
 
         if found:
@@ -588,8 +605,8 @@ def _find(
             at_end = row + gl.arange(0, ROWS, of_places)
             lse = gl.load(Lse + first + at_end, mask=at_end < queries, other=0.0) * (1 / LN2)
             _list(slots, at, bars, here)
-            length = _order(here)
-            _tell(here, length, lse, Left, Weights, Keys, first + row, queries - row, c, COUNT)
+            places, length = _order(here)
+            _tell(places, length, lse, Left, Weights, Keys, first + row, queries - row, c, COUNT)
         else:
             gl.store(Left + first + rows, 1, mask=rows < queries)
     _mark(room, PART)  # until here it is in use
