@@ -7,11 +7,15 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from hypothesis import settings
 
 collect_ignore = ["fixtures"]  # what made them needs other versions of everything
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers share the cores; threads on top of them only wait
+
+settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
+settings.load_profile("untimed")
 
 if not torch.cuda.is_available():
     # Without a GPU our kernels run in Triton's interpreter, and Triton asks once: when imported.

@@ -53,7 +53,6 @@ def examples(count: int) -> settings:
     checks = (HealthCheck.too_slow, HealthCheck.data_too_large)
     return settings(
         max_examples=count,
-        deadline=None,
         derandomize=True,
         database=None,
         report_multiple_bugs=False,

@@ -15,7 +15,7 @@ from regard.mechanism.geometry import Extent, Tile
 from regard.mechanism.masks import Mask, hulls
 
 CPU = torch.device("cpu")
-generated = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+generated = settings(max_examples=200, derandomize=True, database=None)
 sizes = st.sampled_from((1, 2, 3, 5, 17))
 extents = st.builds(Extent, st.sampled_from((1, 2, 3)), st.just(2), sizes, sizes, st.just(CPU))
 
