@@ -3,8 +3,7 @@
 
 Here the forward pass has told the bar, so one stream over the keys collects what may be among the
 highest. All of it stays in shared memory: a thread has slots for what it finds, and at the end of a
-block they become a list for each row. A score's place among the highest is then the number of those
-in its list that come before it, which all threads count at once.
+block they become a list for each row, which two threads put in order by a network of comparisons.
 
 Gluon has no shared memory in which a thread may go where it likes. So this is PTX, one instruction
 or a few at a time.
@@ -364,13 +363,13 @@ def _list_of(lists, row):
 
 @gluon.constexpr_function
 def _of_threads():
-    """[BOTH, LANES, PAIR]: numbers of each thread's own, as it holds its rows in a product."""
+    """[BOTH, LANES]: a number of each thread's own, as it holds its rows in a product."""
     return gl.DistributedLinearLayout(
-        [[0, 0, 1]],
-        [[0, 1, 0], [0, 2, 0], [1, 0, 0], [2, 0, 0], [4, 0, 0]],
-        [[8, 0, 0], [16, 0, 0]],
         [],
-        [32, 4, 2],
+        [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
+        [[8, 0], [16, 0]],
+        [],
+        [32, 4],
     )
 
 
@@ -387,8 +386,7 @@ def _summed(hits, by):
 @gluon.jit
 def _list(slots, at, bars, lists):
     """Make a list of each row of what its threads have in their slots."""
-    layout: gl.constexpr = _of_threads()
-    of_threads: gl.constexpr = gl.SliceLayout(2, layout)
+    of_threads: gl.constexpr = _of_threads()
     both = gl.arange(0, BOTH, gl.SliceLayout(1, of_threads))[:, None]
     by = gl.arange(0, LANES, gl.SliceLayout(0, of_threads))[None, :] * 8
     slots = gl.convert_layout(slots, of_threads)
