@@ -343,10 +343,12 @@ def top(
     count: int,
     bar: Tensor | None = None,
     drawn: Tensor | None = None,
+    followed: bool = False,
 ) -> dict[str, Tensor]:
     """The largest weights of each query and their keys: "top_weights" and "top_keys".
 
-    ``bar`` and ``drawn`` are what ``forward`` left for this, where it did.
+    ``bar`` and ``drawn`` are what ``forward`` left for this, where it did, ``followed`` by another
+    pass.
     """
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
@@ -366,9 +368,10 @@ def top(
     }
     left = torch.empty(batch, heads, queries, device=query.device, dtype=torch.int8)
     if bar is not None:
-        specialised.top(query, key, lse, bar, structure, count, found, left, drawn)
+        specialised.top(query, key, lse, bar, structure, count, found, left, drawn, followed)
     else:
         _collect(query, key, lse, structure, count, found, left)
+    early = {"launch_pdl": True} if bar is not None and query.is_cuda else {}
     wide = power(width)
     looked = LOOKED if left.numel() < MANY else 32 * LOOKED
     rows_kernels.search[(ceil(left.numel(), looked),)](
@@ -376,7 +379,7 @@ def top(
         left.numel(), heads, heads // key.shape[1], queries, keys, width, count,
         LOOKED=looked, BM=WARP, BN=TILE // wide, BD=wide, COUNT=next_power(count),
         KIND=structure.kind, BIAS=structure.bias, SOFTCAP=structure.softcap is not None,
-        PRECISION=_precision(query), num_warps=8, num_stages=1,
+        PRECISION=_precision(query), EARLY=bool(early), num_warps=8, num_stages=1, **early,
     )  # fmt: skip
     return found
 

@@ -119,6 +119,7 @@ def forward(
     else:
         found = launch.forward(query, key, value, structure, fields, count, request.grid)
     lse, bar, drop, drawn = found["lse"], *(found.pop(n, None) for n in ("bar", "drop", "drawn"))
+    followed = False  # by another pass
     if "received" in fields or "map" in fields:
         grid = request.grid if "map" in fields else None
         if (
@@ -132,8 +133,9 @@ def forward(
             found |= specialised.room(query, key, fields, grid) | {"drop": drop}
         else:
             found |= launch.columns(query, key, lse, structure, fields, request.grid, drop, drawn)
+            followed = True
     if request.top:
-        found |= launch.top(query, key, lse, structure, request.top, bar, drawn)
+        found |= launch.top(query, key, lse, structure, request.top, bar, drawn, followed)
     if request.rows:
         found["rows"] = launch.rows(query, key, lse, structure, request.rows)
     return found

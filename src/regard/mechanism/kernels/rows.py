@@ -12,6 +12,7 @@ tile), ``search`` goes over the row again.
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_wait
 
 from regard.mechanism.kernels.tiles import (
     LOWEST,
@@ -318,13 +319,15 @@ def search(
     count,
     LOOKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     COUNT: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """As ``pick``, of the rows that were left: they are gone over once more.
 
     Nearly always there are none or very few, and all wait for them. So a program looks at many of
     all heads' ``rows`` at once, and those that are left almost alone are faster by themselves.
     """
+    if EARLY:  # it may have begun before the launch that leaves them has ended
+        gdc_wait()
     start = tl.program_id(0) * LOOKED
     place = tl.arange(0, LOOKED)
     left = tl.load(Left + start + place, mask=place < rows - start, other=0) > 0

@@ -131,8 +131,9 @@ def _sharing(work: Work, length: int, together: int = 1) -> Work:
 
 def _undrawn(query: Tensor, count: int = 1) -> Tensor:
     """For each of some launches how many items were drawn: none, counted from the bits of -inf."""
-    fresh = torch.full((count,), -torch.inf, device=query.device, dtype=torch.float32)
-    return fresh.view(torch.int32)
+    fresh = torch.empty(count, device=query.device, dtype=torch.int32)
+    _kernels().undrawn[(-(-count // 128),)](fresh, count, WARPS=4, num_warps=4)
+    return fresh
 
 
 def _busy(query: Tensor, work: Work) -> bool:
@@ -576,19 +577,21 @@ def top(
     found: dict[str, Tensor],
     left: Tensor,
     drawn: Tensor | None = None,
+    followed: bool = False,
 ) -> None:
     """The top keys, but for rows that are ``left`` to rows.search.
 
-    ``bar`` and ``drawn`` are what ``forward`` left.
+    ``bar`` and ``drawn`` are what ``forward`` left, ``followed`` by another launch.
     """
     queries, width = query.shape[2:]
+    ready = followed or drawn is None
     keys = key.shape[2]
     causal = structure.kind == CAUSAL
     work = _work(query, key, queries, TEAMS * ROWS, structure)
     drawn = _undrawn(query) if drawn is None else drawn[2:]
     _kernels().top[(work.programs,)](
         _described(query, ROWS), _described(key, BLOCK), bar, lse, left, *found.values(), drawn,
-        *work, queries, keys, -(-keys // BLOCK), structure.scale * LOG2E, D=width,
+        *work, queries, keys, -(-keys // BLOCK), int(ready), structure.scale * LOG2E, D=width,
         STAGES=KEY_STAGES[width], CAUSAL=causal,
         EVEN=(keys - queries if causal else keys) % BLOCK == 0, COUNT=count, **EARLY,
     )  # fmt: skip

@@ -10,5 +10,6 @@ from regard.mechanism.kernels.hopper.attend import forward, join
 from regard.mechanism.kernels.hopper.choose import top
 from regard.mechanism.kernels.hopper.differentiate import backward, gather, prepare
 from regard.mechanism.kernels.hopper.receive import add, columns
+from regard.mechanism.kernels.hopper.roles import undrawn
 
-__all__ = ["add", "backward", "columns", "forward", "gather", "join", "prepare", "top"]
+__all__ = ["add", "backward", "columns", "forward", "gather", "join", "prepare", "top", "undrawn"]

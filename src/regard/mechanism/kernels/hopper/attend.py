@@ -23,7 +23,7 @@ from regard.mechanism.kernels.hopper.roles import (
     PAIR,
     ROWS,
     along,
-    await_launches,
+    await_launch,
     await_room,
     await_tile,
     block_of,
@@ -564,6 +564,7 @@ def _attend(
     q_place = first_place()
     told = first_told(work, CAUSAL, False, CUT)
     number, _ = first_numbers(work, CUT)
+    await_launch()
     while told[0] >= 0:
         flat, block, _half = block_told(told)
         first, last, stop = _steps(number, block, work, keys, offset, CAUSAL, CUT)
@@ -602,7 +603,6 @@ def forward(
     values = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
     outs = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 1, ROWS, D], out_desc.layout)
     hopper.fence_async_shared()
-    await_launches()
     sizes = queries, keys, offset, bits, c
     seen = Lse, Entropy, Peak, Highest, Distance, Bar, Drop
     shared = q_ring, slips, ring, values, outs, out_desc, seen, Kept, work, sizes

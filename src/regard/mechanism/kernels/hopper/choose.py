@@ -27,7 +27,7 @@ from regard.mechanism.kernels.hopper.roles import (
     ROWS,
     TEAMS,
     along,
-    await_launches,
+    await_launch,
     await_room,
     await_team,
     await_tile,
@@ -523,7 +523,7 @@ def _find(
     EVEN: gl.constexpr, COUNT: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 queries of every block, and the keys they see, the last first."""
-    q_ring, slips, k_ring, room, Bar, Lse, Left, Weights, Keys, work, sizes = shared
+    q_ring, slips, k_ring, room, Bar, Lse, Left, Weights, Keys, ready, work, sizes = shared
     queries, keys, offset, tiles, c = sizes
     QUERIES: gl.constexpr = _ahead(D)
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
@@ -541,6 +541,8 @@ def _find(
     place = first_place()
     q_place = first_place()
     told = first_told(work, CAUSAL, False, False)
+    if ready == 0:
+        await_launch()
     while told[0] >= 0:
         flat, block, half = block_told(told)
         part = part_of(half, PART, CAUSAL)
@@ -598,6 +600,7 @@ def _find(
             before = kept
         q_place = following(q_place, QUERIES)
 
+        await_launch()  # whose memory may be what is written
         if found:
             here = _known_here(lists)
             at_end = row + gl.arange(0, ROWS, of_places)
@@ -610,18 +613,19 @@ def _find(
     _mark(room, PART)  # until here it is in use
 
 
-@gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "tiles"])
+@gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "tiles", "ready"])
 def top(
     q_desc, k_desc, Bar, Lse, Left, Weights, Keys, Drawn,
     items, blocks, heads, groups, programs, singly, length, share,
-    queries, keys, tiles, c,
+    queries, keys, tiles, ready, c,
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     COUNT: gl.constexpr,
 ):  # fmt: skip
     """The COUNT highest weights of each query and their keys; see rows.py.
 
     ``Bar`` is a score that eight of a query's reach, or all it has. ``Left`` tells rows of which
-    more reach it than there is room for. EVEN: queries and keys end a multiple of tiles apart;
+    more reach it than there is room for. ``ready``: ``Bar`` and ``Lse`` are not of the launch before
+    this one. EVEN: queries and keys end a multiple of tiles apart;
     without a mask: keys fill their tiles.
     """
     work = Work(items, blocks, heads, groups, programs, singly, length, share)
@@ -632,9 +636,8 @@ def top(
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     room = gl.allocate_shared_memory(gl.int32, [TEAMS * SLOTS, 2 * THREADS], plain)
     hopper.fence_async_shared()
-    await_launches()
     sizes = queries, keys, offset, tiles, c
-    shared = q_ring, slips, k_ring, room, Bar, Lse, Left, Weights, Keys, work, sizes
+    shared = q_ring, slips, k_ring, room, Bar, Lse, Left, Weights, Keys, ready, work, sizes
     loader = q_ring, slips, Drawn, k_ring, q_desc, k_desc, work, offset, tiles
     gl.warp_specialize(
         [

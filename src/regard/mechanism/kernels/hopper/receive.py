@@ -18,7 +18,7 @@ from regard.mechanism.kernels.hopper.roles import (
     ROWS,
     TEAMS,
     along,
-    await_launches,
+    await_launch,
     await_room,
     await_team,
     await_tile,
@@ -245,6 +245,7 @@ def _load_columns(
                     mbarrier.expect(full, BLOCK * (D * 2 + (4 if CARRIED else 0)))
                     tma.async_copy_global_to_shared(q_desc, at, full, tile)
                     if CARRIED:
+                        await_launch()  # of the forward pass
                         at = [flat * sizes.tiles + i, 0]
                         tma.async_copy_global_to_shared(drop, at, full, drops.index(place[0]))
                     place = following(place, STAGES)
@@ -466,6 +467,7 @@ def _receive(
     team_place = first_place()
     told = first_told(work, CAUSAL, True, CUT)
     number, _ = first_numbers(work, CUT)
+    await_launch()
     while told[0] >= 0:
         flat, block, half = block_told(told)
         part = part_of(half, PART, CAUSAL)
@@ -510,7 +512,6 @@ def columns(
     if carried(D):
         drops = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK], drop.layout)
     hopper.fence_async_shared()
-    await_launches()
     shared = k_ring, slips, q_ring, drops, Received, Kept, Map, MapPeak, work, sizes, c
     loader = k_ring, slips, Drawn, q_ring, drops, k_desc, q_desc, drop, dealt, work, sizes
     gl.warp_specialize(

@@ -117,12 +117,28 @@ def release(ring, place):
 
 
 @gluon.jit
-def await_launches():
-    """Let the next launch begin as programs end, and wait for all of those before this one."""
+def await_launch():
+    """Wait for the launch before this one, and let the next one begin as programs end.
+
+    When a launch begins, all programs of the one before have passed this: what was launched before
+    that one has ended, and can be read at once.
+    """
     gl.inline_asm_elementwise(
-        "{ griddepcontrol.launch_dependents; griddepcontrol.wait; mov.b32 $0, $1; }", "=r,r",
+        "{ griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1; }", "=r,r",
         [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
+
+
+@gluon.jit(do_not_specialize=["count"])
+def undrawn(Fresh, count, WARPS: gl.constexpr):
+    """Nothing drawn yet, so many times. The next launch may begin at once, and wait for it."""
+    gl.inline_asm_elementwise(
+        "{ griddepcontrol.launch_dependents; mov.b32 $0, $1; }", "=r,r",
+        [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    at = gl.program_id(0) * (32 * WARPS) + gl.arange(0, 32 * WARPS, layout)
+    gl.store(Fresh + at, UNDRAWN, mask=at < count)
 
 
 @gluon.jit
@@ -165,6 +181,7 @@ def next_number(after, Drawn, work, CUT: gl.constexpr):
     if CUT:
         found = after + 1
     else:
+        await_launch()  # it may be what begins the count
         found = 2 * work.programs + gl.atomic_add(Drawn, 1, sem="relaxed") - UNDRAWN
     return found
 
