@@ -376,7 +376,7 @@ def _chosen(pointer: Pointer, mask: Any) -> tuple[Tensor, Tensor]:
     return at, may
 
 
-def _load(pointer: Pointer, mask: Any = True, other: float = 0.0) -> Block:
+def _load(pointer: Pointer, mask: Any = True, other: float = 0.0, volatile: bool = False) -> Block:
     at, may = _chosen(pointer, mask)
     values = pointer.tensor.view(-1)[torch.where(may, at, 0)]
     return Block(torch.where(may, values, torch.tensor(other, dtype=values.dtype)))
@@ -516,6 +516,7 @@ PTX: dict[str, Callable[..., Tensor]] = {
     "setp.neu.or": lambda a, b, p: (a != b) | p,
     "selp": lambda a, b, p: torch.where(p, a, b),
     "vote.sync.any": lambda p, _lanes: p.any().expand_as(p),
+    "vote.sync.all": lambda p, _lanes: p.all().expand_as(p),
 }
 
 
@@ -538,7 +539,7 @@ def _parsed(code: str) -> tuple[list[_Line], dict[str, int]]:
         while found := re.match(r"(\w+):\s*", line):
             labels[found[1]] = len(lines)
             line = line[found.end() :]
-        if line and not line.startswith((".reg", "bar.warp.sync", "griddepcontrol")):
+        if line and not line.startswith((".reg", "bar.warp.sync", "griddepcontrol", "fence")):
             guard = re.match(r"@(!?)(\w+)\s+", line)
             text = line[guard.end() :] if guard else line
             whole, *operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^\s,{}\[\]]+", text)

@@ -189,11 +189,12 @@ def test_programs_share_the_last_items(lengths, grid, causal, programs, monkeypa
 
 
 @pytest.mark.parametrize("by_keys", [False, True])
+@pytest.mark.parametrize("programs", [2, 5])
 @pytest.mark.parametrize(("causal", "blocks"), [(False, 3), (True, 1), (True, 4), (True, 5)])
-def test_every_block_is_dealt_out_once(causal, blocks, by_keys) -> None:
+def test_every_block_is_dealt_out_once(causal, blocks, programs, by_keys) -> None:
     """And under a causal mask those at the end are the short ones."""
     roles = gluon_on_cpu.load("regard.mechanism.kernels.hopper").roles
-    heads, programs = 6, 5
+    heads = 6
     a_head = -(-blocks // 2) if causal else blocks
     singly = programs if causal and blocks % 2 == 0 else 0
     work = described.Work(heads * a_head, blocks, heads, 1, programs, singly)
@@ -204,10 +205,32 @@ def test_every_block_is_dealt_out_once(causal, blocks, by_keys) -> None:
             flat, block = roles.block_of(item, half, work)
             dealt.append((int(flat), int(block)))
     assert sorted(dealt) == [(flat, block) for flat in range(heads) for block in range(blocks)]
-    assert dealt[0][0] == (heads - 1 if by_keys else 0)
+    middle = not causal and work.items >= 4 * programs
+    assert dealt[0][0] == ((heads // 2 if middle else heads - 1) if by_keys else 0)
     if singly:
         lengths = [blocks - block if by_keys else block + 1 for _, block in dealt[-2 * singly :]]
         assert min(lengths[:singly]) > max(lengths[singly:])
+
+
+@pytest.mark.usefixtures("memory_of_nan")
+@pytest.mark.parametrize("width", [64, 128])
+def test_the_second_pass_begins_with_heads_of_which_all_is_told(width) -> None:
+    programs = specialised._processors(DEVICE)
+    heads = 8 * programs
+    tensors = [t.to(DTYPES[0]) for t in inputs((256, 256), width, (heads, heads), batch=1)]
+    form, columns = structure(False, width), {"received", "map", "map_peak"}
+    early = specialised._begins_with(*tensors[:2], form)
+    assert len(early) == programs
+    alone = launch.forward(*tensors, form, set(ROWS) | columns, 0, (16, 16))
+    lse, drop, drawn = (alone[name] for name in ("lse", "drop", "drawn"))
+    told = (drawn[specialised.LAUNCHES :] - drawn[1]).tolist()
+    assert told == [2 if head in early else 0 for head in range(heads)]
+    expected = launch.columns(*tensors[:2], lse, form, columns, (16, 16), drop)
+    for count in (2, 1):  # of which all is told, and of which the last is waited for
+        drawn[specialised.LAUNCHES + early.start :][: len(early)] = drawn[1] + count
+        found = launch.columns(*tensors[:2], lse, form, columns, (16, 16), drop, drawn.clone())
+        for name in columns:
+            assert torch.equal(found[name], expected[name]), name
 
 
 @pytest.mark.usefixtures("memory_of_nan")

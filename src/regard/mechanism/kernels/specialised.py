@@ -175,11 +175,6 @@ def forward(
     if not causal:
         work = _sharing(work, -(-keys // BLOCK))
     found = outputs(query, value, wanted)
-    # What is drawn here, and by the passes after it; one launch for it and the highest scores.
-    fresh = _undrawn(query, LAUNCHES + batch * heads)
-    drawn = fresh[:LAUNCHES]
-    if "max_logit" in wanted:
-        found["max_logit"] = fresh[LAUNCHES:].view(torch.float32).view(batch, heads)
     if count:
         found["bar"] = torch.empty_like(found["lse"])
     high = PAIR
@@ -188,6 +183,15 @@ def forward(
         if bins is not None:
             found["drop"] = found["lse"].new_empty(batch, heads, work.blocks * BLOCK)
             high = _dealt_rows(bins)
+    # What is drawn here and by the passes after it, what the second one may begin with, and the
+    # highest scores: one launch.
+    early = _begins_with(query, key, structure) if "drop" in found else range(0)
+    told = batch * heads if early else 0
+    fresh = _undrawn(query, LAUNCHES + told + batch * heads)
+    drawn, highest = fresh[: LAUNCHES + told], fresh[LAUNCHES + told :]
+    counts = drawn, drawn[LAUNCHES:] if early else None, early.start, early.stop
+    if "max_logit" in wanted:
+        found["max_logit"] = highest.view(torch.float32).view(batch, heads)
     if count or "drop" in found:
         found["drawn"] = drawn
     tiles = _described(query, BLOCK), _described(key, BLOCK), _described(value, BLOCK)
@@ -209,19 +213,31 @@ def forward(
         "EVEN": apart % BLOCK == 0,
     }  # fmt: skip
     _kernels().forward[(work.programs,)](
-        *tiles, sent, *written, None, drawn, *work.whole, queries, keys, bits, **given,
+        *tiles, sent, *written, None, *counts, *work.whole, queries, keys, bits, **given,
         CUT=False, **EARLY,
     )  # fmt: skip
     if work.cut:
         kept = found["lse"].new_empty(work.programs, 2, BLOCK, _kept_of_a_row(width))
         _kernels().forward[(work.programs,)](
-            *tiles, sent, *written, kept, None, *work, queries, keys, bits, **given,
+            *tiles, sent, *written, kept, None, None, 0, 0, *work, queries, keys, bits, **given,
             CUT=True, **EARLY,
         )  # fmt: skip
         _kernels().join[(work.cut, BLOCK // ROWS)](
             output, *written, kept, *work, queries, bits, **asked, num_warps=width // 8
         )
     return found
+
+
+def _begins_with(query: Tensor, key: Tensor, structure: Structure) -> range:
+    """Of all heads those with which the second pass begins, before the forward pass has ended.
+
+    None of a causal call: its last blocks are short, and soon waited for.
+    """
+    work = _work(query, key, key.shape[2], TEAMS * ROWS, structure)
+    if structure.kind == CAUSAL or work.items < 4 * work.programs:
+        return range(0)
+    half = work.items // 2  # as in hopper/roles.py
+    return range(half // work.blocks, (half + work.programs - 1) // work.blocks + 1)
 
 
 class Dealt(NamedTuple):
@@ -452,15 +468,16 @@ def columns(
     written = units.get("map"), units.get("map_peak")
     given |= {"STAGES": TILE_STAGES[width], "EVEN": sizes.offset % ROWS == 0}
     diagonal = causal and sizes.offset == 0 and bins.a_tile >= 2 * LANES
+    done = drawn[LAUNCHES:] if drawn is not None and len(drawn) > LAUNCHES else None
     drawn = _undrawn(query) if drawn is None else drawn[1:]
     _kernels().columns[(work.programs,)](
-        *read, None, *written, drawn, *work.whole, *sizes, **given, DIAGONAL=diagonal, CUT=False,
-        **EARLY,
+        *read, None, *written, drawn, done, *work.whole, *sizes, **given, DIAGONAL=diagonal,
+        CUT=False, **EARLY,
     )  # fmt: skip
     if work.cut:
         kept = drop.new_empty(work.programs, 2, TEAMS * ROWS)
         _kernels().columns[(work.programs,)](
-            *read, kept, *written, None, *work, *sizes, **given, DIAGONAL=False, CUT=True,
+            *read, kept, *written, None, None, *work, *sizes, **given, DIAGONAL=False, CUT=True,
             **EARLY,
         )  # fmt: skip
         if "received" in found:

@@ -48,6 +48,7 @@ from regard.mechanism.kernels.hopper.roles import (
     ring_of,
     slips_of,
     slot_of,
+    tell_done,
     tell_next,
     wide,
     within_cut,
@@ -112,10 +113,12 @@ def _load(
 
     The first values are nobody's, and so are the last keys.
     """
-    q_ring, slips, Drawn, ring, values, q_desc, k_desc, v_desc, work, keys, offset = loader
+    q_ring, slips, counts, ring, values, q_desc, k_desc, v_desc, work, keys, offset = loader
+    Drawn, Done, begin, end = counts
     place = first_place()
     q_place = first_place()
     before = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
+    third, second, latest = gl.to_tensor(-1), gl.to_tensor(-1), gl.to_tensor(-1)
     tiles = 0
     number, after = first_numbers(work, CUT)
     while number < end_of(work, CUT):
@@ -130,6 +133,9 @@ def _load(
             mbarrier.expect(full, BLOCK * D * 2)
             tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], full, rows)
             q_place = following(q_place, 2)
+            if Done is not None:  # there was room, so all of the third block before this is told
+                tell_done(Done, third, begin, end)
+                third, second, latest = second, latest, flat
             for i in range(first, last):
                 at = batch, head // work.groups, _tile_at(i, stop, row, offset, AROUND)
                 _load_pair(ring, values, place, k_desc, v_desc, at, before, D)
@@ -558,7 +564,7 @@ def _attend(
     DROP: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 queries of every block, two tiles of keys at a time."""
-    work, sizes = shared[8], shared[9]
+    work, sizes = shared[8:]
     _queries, keys, offset, _bits, _c = sizes
     place = first_place()
     q_place = first_place()
@@ -577,10 +583,10 @@ def _attend(
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "bits"])
+@gluon.jit(do_not_specialize=[*CHANGING, "begin", "end", "queries", "keys", "bits"])
 def forward(
     q_desc, k_desc, v_desc, out_desc, Lse, Entropy, Peak, Highest, Distance, Bar, Drop, Kept, Drawn,
-    items, blocks, heads, groups, programs, singly, length, share,
+    Done, begin, end, items, blocks, heads, groups, programs, singly, length, share,
     queries, keys, bits, c,
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr,
@@ -606,7 +612,8 @@ def forward(
     sizes = queries, keys, offset, bits, c
     seen = Lse, Entropy, Peak, Highest, Distance, Bar, Drop
     shared = q_ring, slips, ring, values, outs, out_desc, seen, Kept, work, sizes
-    loader = q_ring, slips, Drawn, ring, values, q_desc, k_desc, v_desc, work, keys, offset
+    counts = Drawn, Done, begin, end
+    loader = q_ring, slips, counts, ring, values, q_desc, k_desc, v_desc, work, keys, offset
     gl.warp_specialize(
         [
             (_attend, (

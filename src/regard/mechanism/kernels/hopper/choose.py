@@ -624,9 +624,9 @@ def top(
     """The COUNT highest weights of each query and their keys; see rows.py.
 
     ``Bar`` is a score that eight of a query's reach, or all it has. ``Left`` tells rows of which
-    more reach it than there is room for. ``ready``: ``Bar`` and ``Lse`` are not of the launch before
-    this one. EVEN: queries and keys end a multiple of tiles apart;
-    without a mask: keys fill their tiles.
+    more reach it than there is room for. ``ready``: another launch was between the one that told
+    ``Bar`` and ``Lse`` and this one. EVEN: queries and keys end a multiple of tiles apart; without
+    a mask: keys fill their tiles.
     """
     work = Work(items, blocks, heads, groups, programs, singly, length, share)
     offset = keys - queries

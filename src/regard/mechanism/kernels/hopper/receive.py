@@ -32,6 +32,7 @@ from regard.mechanism.kernels.hopper.roles import (
     first_place,
     first_told,
     following,
+    is_done,
     item_at,
     next_number,
     next_told,
@@ -219,11 +220,14 @@ def _load_columns(
     loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAUSAL: gl.constexpr,
     CUT: gl.constexpr,
 ):  # fmt: skip
-    k_ring, slips, Drawn, q_ring, drops, k_desc, q_desc, drop, dealt, work, sizes = loader
+    k_ring, slips, Drawn, Done, q_ring, drops, k_desc, q_desc, drop, dealt, work, sizes = loader
     CARRIED: gl.constexpr = carried(D)
     place = first_place()
     team_place = first_place()
     number, after = first_numbers(work, CUT)
+    early = gl.to_tensor(False)
+    if Done is not None and CARRIED:  # what is told of the first item's queries is there
+        early = is_done(Done, item_at(number, work, CAUSAL, True, CUT)[0], sizes.tiles)
     while number < end_of(work, CUT):
         item = item_at(number, work, CAUSAL, True, CUT)
         for half in range(item[2]):
@@ -245,11 +249,13 @@ def _load_columns(
                     mbarrier.expect(full, BLOCK * (D * 2 + (4 if CARRIED else 0)))
                     tma.async_copy_global_to_shared(q_desc, at, full, tile)
                     if CARRIED:
-                        await_launch()  # of the forward pass
+                        if not early:
+                            await_launch()
                         at = [flat * sizes.tiles + i, 0]
                         tma.async_copy_global_to_shared(drop, at, full, drops.index(place[0]))
                     place = following(place, STAGES)
                 team_place = following(team_place, 2)
+        early = gl.to_tensor(False)
         number, after = after, next_number(after, Drawn, work, CUT)
 
 
@@ -354,7 +360,7 @@ def _receive_block(
     DONE: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """What the 64 keys get of the queries in tiles ``begin`` to ``end``; see attend.py."""
-    k_ring, slips, q_ring, drops, Received, Kept, Map, MapPeak, _work, sizes, c = shared
+    k_ring, slips, q_ring, drops, Received, Kept, Map, MapPeak, _, _, sizes, c, _ = shared
     CARRIED: gl.constexpr = carried(D)
     # 0, but the compiler does not know: else what follows from it is made before all blocks, and
     # kept in memory, from where it comes late.
@@ -462,12 +468,16 @@ def _receive(
     DONE: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """One group of warps: its 64 keys of every block of keys, and all queries."""
-    work, sizes = shared[8], shared[9]
+    Done, work, sizes, _c, told = shared[8:]
     place = first_place()
     team_place = first_place()
-    told = first_told(work, CAUSAL, True, CUT)
     number, _ = first_numbers(work, CUT)
-    await_launch()
+    CARRIED: gl.constexpr = carried(D)
+    early = Done is not None  # where it is carried, the loader waits for what is told of queries
+    if early and not CARRIED:
+        early = is_done(Done, told[0], sizes.tiles)
+    if not early:
+        await_launch()
     while told[0] >= 0:
         flat, block, half = block_told(told)
         part = part_of(half, PART, CAUSAL)
@@ -478,6 +488,8 @@ def _receive(
                 BINS, UNIT, LONG, CAUSAL, EVEN, DIAGONAL, RECEIVED, MAP, MAP_PEAK, DONE, CUT,
             )  # fmt: skip
             team_place = following(team_place, 2)
+        if Done is not None and not CARRIED:  # only the first block may be early
+            await_launch()
         number += 1
         if CUT:  # the next one, if any; of some nothing is loaded, and so no word is left
             told = told_of(number, work, CAUSAL, True, CUT)
@@ -486,7 +498,7 @@ def _receive(
 @gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])
 def columns(
     q_desc, k_desc, drop, dealt, Received, Kept, Map, MapPeak, Drawn,
-    items, blocks, heads, groups, programs, singly, length, share,
+    Done, items, blocks, heads, groups, programs, singly, length, share,
     keys, offset, tiles, per_bin, bins, together, units, c,
     D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, UNIT: gl.constexpr,
     LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, DIAGONAL: gl.constexpr,
@@ -512,8 +524,9 @@ def columns(
     if carried(D):
         drops = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK], drop.layout)
     hopper.fence_async_shared()
-    shared = k_ring, slips, q_ring, drops, Received, Kept, Map, MapPeak, work, sizes, c
-    loader = k_ring, slips, Drawn, q_ring, drops, k_desc, q_desc, drop, dealt, work, sizes
+    told = first_told(work, CAUSAL, True, CUT)
+    shared = k_ring, slips, q_ring, drops, Received, Kept, Map, MapPeak, Done, work, sizes, c, told
+    loader = k_ring, slips, Drawn, Done, q_ring, drops, k_desc, q_desc, drop, dealt, work, sizes
     gl.warp_specialize(
         [
             (_receive, (

@@ -129,9 +129,28 @@ def await_launch():
     )  # fmt: skip
 
 
+@gluon.jit
+def tell_done(Done, flat, begin, end):
+    """Count a block of which all is told that the second pass needs, of heads it begins with."""
+    if (flat >= begin) & (flat < end):
+        gl.atomic_add(Done + flat, 1, sem="release")
+
+
+@gluon.jit
+def is_done(Done, flat, blocks):
+    """Whether so many are told of a head. Then what is told can be read, by copies too."""
+    all_of_them = gl.inline_asm_elementwise(
+        "{ .reg .pred p; fence.acq_rel.gpu; fence.proxy.async.global; setp.eq.s32 p, $1, $2; "
+        "vote.sync.all.pred p, p, -1; selp.b32 $0, 1, 0, p; }",
+        "=r,r,r", [gl.load(Done + flat, volatile=True), UNDRAWN + blocks], gl.int32,
+        is_pure=False, pack=1,
+    )  # fmt: skip
+    return all_of_them > 0
+
+
 @gluon.jit(do_not_specialize=["count"])
 def undrawn(Fresh, count, WARPS: gl.constexpr):
-    """Nothing drawn yet, so many times. The next launch may begin at once, and wait for it."""
+    """So many counts, begun. The next launch may begin at once, and wait for it."""
     gl.inline_asm_elementwise(
         "{ griddepcontrol.launch_dependents; mov.b32 $0, $1; }", "=r,r",
         [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1,
@@ -198,19 +217,32 @@ def end_of(work, CUT: gl.constexpr):
 
 
 @gluon.jit
+def _from_the_middle(number, work):
+    """The last item first, but before it one of the middle for each program, if there are enough.
+
+    These are told ``begin`` and ``end`` of by specialised.py, as the heads to begin with.
+    """
+    half, late = work.items // 2, work.items - 1 - number
+    found = gl.where(late < half, late, late + work.programs)
+    found = gl.where(number < work.programs, half + work.programs - 1 - number, found)
+    return gl.where(work.items < 4 * work.programs, late, found)
+
+
+@gluon.jit
 def item_at(number, work, CAUSAL: gl.constexpr, KEYS: gl.constexpr, CUT: gl.constexpr):
     """Which of all heads has an item, its first block, and how many blocks it has.
 
     Under a causal mask an item is a long block and the short one that makes up for it: of queries
     the long ones are the last. Of the last items all long blocks come first, then the short ones.
     The passes over blocks of KEYS start where others end: what these read last is in the cache.
+    Without a mask the very first are from the middle, so that they need not wait for the last.
     """
     later = number - work.items
     if CAUSAL:
         number = gl.where(later < 0, number, work.items - 1 - later)
     alone = number >= work.items - work.singly
     if KEYS and not CUT:
-        number = work.items - 1 - number
+        number = work.items - 1 - number if CAUSAL else _from_the_middle(number, work)
     if CAUSAL:
         pairs = (work.blocks + 1) // 2
         flat, block = number // pairs, number % pairs
