@@ -12,7 +12,9 @@ the CPU. Layouts mean nothing here. What does is who waits for whom, so that is 
 A product that is added to something is not rounded before: the compiler makes both one
 instruction.
 
-A role runs as one: what its own threads have to wait for among each other, only a GPU can tell.
+A role runs as one: what its own threads have to wait for among each other, only a GPU can tell. Of
+a role that several groups of four warps share each runs by itself, with its own rows: there HELD is
+what one of them holds.
 """
 
 from __future__ import annotations
@@ -143,6 +145,11 @@ class Shared:
     def permute(self, order: tuple[int, ...]) -> Shared:
         return Shared(self.data.permute(order))
 
+    dtype = property(lambda self: self.data.dtype)
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
+        return Shared(self.data.view(-1).view(dtype).view(shape))
+
     def load(self, layout: Any) -> Block:
         return Block(self.data.clone())
 
@@ -206,8 +213,8 @@ class _Machine:
         self.local = threading.local()
         self.start((0,), (1,))
 
-    def start(self, program: tuple[int, ...], grid: tuple[int, ...]) -> None:
-        self.program, self.grid = program, grid
+    def start(self, program: tuple[int, ...], grid: tuple[int, ...], warps: int = 4) -> None:
+        self.program, self.grid, self.groups = program, grid, warps // 4
         self.barriers: dict[int, _Barrier] = {}
         self.roles = self.waiting = 0
         self.failed: BaseException | None = None
@@ -243,10 +250,13 @@ class _Machine:
         self.waiting = 0
         self.changed.notify_all()
 
-    def barrier(self, place: Shared) -> _Barrier:
-        return self.barriers[place.data.data_ptr()]
+    def barrier(self, place: Shared | Tensor) -> _Barrier:
+        """The one in some shared memory, or at a place as PTX has it."""
+        if isinstance(place, Shared):
+            return self.barriers[place.data.data_ptr()]
+        return self.barriers[self.memory.data_ptr() + int(place) - self.before()]
 
-    def wait(self, place: Shared, phase: int) -> None:
+    def wait(self, place: Shared | Tensor, phase: int) -> None:
         with self.changed:
             barrier = self.barrier(place)
             while barrier.phase % 2 == phase:
@@ -267,7 +277,8 @@ class _Machine:
                 self.changed.wait()
 
     def together(self, roles: list[tuple[Any, tuple[Any, ...]]]) -> None:
-        def play(role: Any, arguments: tuple[Any, ...]) -> None:
+        def play(group: int, role: Any, arguments: tuple[Any, ...]) -> None:
+            self.local.group = group
             self.local.products = []
             self.local.stores = []
             try:
@@ -284,7 +295,9 @@ class _Machine:
                     self.roles -= 1
                     self.tell()
 
-        threads = [threading.Thread(target=play, args=role) for role in roles]
+        shared = [(group, *roles[0]) for group in range(self.groups)]
+        alone = [(0, *role) for role in roles[1:]]
+        threads = [threading.Thread(target=play, args=role) for role in shared + alone]
         self.roles = len(threads)
         for thread in threads:
             thread.start()
@@ -301,7 +314,7 @@ def _init(place: Shared, count: int) -> None:
     _machine.barriers[place.data.data_ptr()] = _Barrier(count)
 
 
-def _arrive(place: Shared, count: int = 1) -> None:
+def _arrive(place: Shared | Tensor, count: int = 1) -> None:
     with _machine.changed:
         barrier = _machine.barrier(place)
         barrier.missing -= count
@@ -345,11 +358,12 @@ def _sent(left: int) -> None:
 
 def _multiply(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
     assert is_async
-    assert isinstance(acc, Block), "an accumulator that is still in flight"
+    going_on = any(acc is product for product in _machine.local.products[-1:])
+    assert going_on or isinstance(acc, Block), "an accumulator that is still in flight"
 
     def make() -> Tensor:
         product = a.data.float() @ b.data.float()
-        return product + acc.data if use_acc else product
+        return product + (acc.value if going_on else acc).data if use_acc else product
 
     product = _Product(make)
     _machine.local.products.append(product)
@@ -496,6 +510,7 @@ PTX: dict[str, Callable[..., Tensor]] = {
     "or": torch.bitwise_or,
     "xor": torch.bitwise_xor,
     "shl": lambda a, b: torch.where((b < 0) | (b > 31), 0, _in_32_bits(a.long() << (b & 31))),
+    "shr": lambda a, b: _in_32_bits(_unsigned(a) >> b),
     "bfind": _highest_bit,
     "prmt": _permuted,
     "lop3": _by_table,
@@ -554,7 +569,9 @@ class _Assembly:
     """PTX, run for all elements of some tensors at once. All of them are one warp's."""
 
     def __init__(self, code: str) -> None:
-        self.registers = {"global_smem": torch.tensor(0, dtype=torch.int32)}
+        group = getattr(_machine.local, "group", 0)
+        first = {"global_smem": 0, "%laneid": 0, "%tid.x": 128 * group}
+        self.registers = {name: torch.tensor(at, dtype=torch.int32) for name, at in first.items()}
         self.lines, self.labels = _parsed(code)
 
     def value(self, name: str, kind: str) -> Tensor:
@@ -588,11 +605,23 @@ class _Assembly:
                     at = self.labels[line.operands[0]]
             elif line.name.startswith(("ld.", "st.")):
                 self.move(line, guard)
+            elif line.name.startswith("mbarrier"):
+                self.meet(line)
             else:
                 to, *sources = line.operands
                 values = (self.value(source, line.kind) for source in sources)
                 rule = PTX.get(f"{line.name}.{line.kind}") or PTX[line.name]
                 self.set(to, rule(*values), guard)
+
+    def meet(self, line: _Line) -> None:
+        """Wait at a barrier, or arrive there: each of four warps does."""
+        to, where, *phase = line.operands
+        place = self.value(where.strip("[]"), "s32")
+        if phase:
+            _machine.wait(place, int(self.value(phase[0], "s32")))
+            self.set(to, torch.tensor(True), None)
+        else:
+            _arrive(place, 4)
 
     def move(self, line: _Line, guard: Tensor | None) -> None:
         """Read or write shared memory."""
@@ -646,7 +675,7 @@ class _Kernel:
             *arguments: Any, num_warps: int, launch_pdl: bool = False, **constants: Any
         ) -> None:
             for program in product(*map(range, grid)):
-                _machine.start(program, grid)
+                _machine.start(program, grid, num_warps)
                 self.function(*map(_given, arguments), **constants)
 
         return launch
@@ -750,7 +779,9 @@ def load(package: str) -> ModuleType:
     kept = _taken_out(package)
     with _in_place_of_gluon():
         found = importlib.import_module(package)
-    _taken_out(package)
+    for module in _taken_out(package).values():
+        if hasattr(module, "HELD"):
+            module.HELD = module.ROWS
     sys.modules.update(kept)
     # An import leaves what it found with the package above, where the next one would find it.
     above, _, name = package.rpartition(".")

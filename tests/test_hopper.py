@@ -770,6 +770,18 @@ def test_room_for_top_keys_ends_where_it_should() -> None:
         assert torch.equal(tensor[~expected], picked[name][~expected]), name
 
 
+@pytest.mark.skipif(CUDA, reason="There it is where it should be.")
+@pytest.mark.parametrize("causal", [False, True])
+def test_all_rows_are_searched_where_shared_memory_begins_otherwise(causal, monkeypatch) -> None:
+    choose, elsewhere = specialised._kernels().choose, gluon_on_cpu.Block(False)
+    begins = choose._begins
+    monkeypatch.setattr(choose, "_begins", lambda room: (begins(room)[0], elsewhere))
+    tensors = [t.to(DTYPES[0]) for t in inputs((700, 700), 64)]
+    found = highest(tensors, causal, 8)
+    _, exact = definition([t.double() for t in tensors], causal, See(top=8))
+    close("top_weights", found["top_weights"], exact.top.weights, exact.top.weights)
+
+
 def test_equal_scores_are_put_in_the_order_of_their_keys() -> None:
     """Few of them: what is compared again, and not searched for. Other rows have longer lists."""
     keys, queries, width = 512, 256, 64
@@ -815,7 +827,7 @@ def test_both_sides_agree_on_sizes() -> None:
     shared, choose = kernels.roles, kernels.choose
     for name in ("ROWS", "BLOCK", "LANES", "PAIR", "TEAMS"):
         assert getattr(shared, name) == getattr(specialised, name), name
-    assert choose.PLACES == specialised.PLACES
+    assert (choose.PLACES, choose.STRIP) == (specialised.PLACES, specialised.STRIP)
     attend = kernels.attend
     assert attend.JOINED == specialised.PARTS + 1  # a share may begin inside of a block
     for width in (64, 128):
@@ -877,17 +889,19 @@ def build(kernel, given, **constants):
     names = [name for name in kernel.arg_names if name not in constants]
     kinds = {"out": View("*bf16", "i64", "i64", "i32"), "dealt": Dealt("i32", "i32", "i32")}
     kinds |= dict(c="fp32") | {n: "*fp32" for n in names if n[0].isupper()}
-    kinds |= dict(Out="*bf16", Drawn="*i32") | given
+    kinds |= dict(Out="*bf16", Drawn="*i32", Done="*i32") | given
     signature = {name: kinds.get(name, "i32") for name in names}
     signature |= dict.fromkeys(constants, "constexpr")
     source = GluonASTSource(kernel, signature, constexprs=constants, attrs={})
-    warps = constants["D"] // 8 if kernel is hopper.join else 4
+    warps = {hopper.join: constants.get("D", 0) // 8, hopper.top: 16}.get(kernel, 4)
     made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     assert ("wgmma" in made.asm["ptx"]) == ("STAGES" in constants)
     assert made.metadata.shared <= 232448, made.metadata.shared
-    if kernel is hopper.top:  # it knows where each team's room begins
-        for at in (22528, 45056, 67584, 90112):  # the first one's is 0, and the last no one's
+    if kernel is hopper.top:  # its barriers are after 88 lines, and no team waits for another
+        for at in range(90112, 90112 + 4 * 1024, 1024):
             assert f"@global_smem, i32 {at})" in made.asm["llir"], at
+        roles = made.asm["ptx"].split("barrier.sync", 1)[1]
+        assert roles.count("bar.sync") == 1  # in the end
 
 
 whole = tiles(1, 1, 128, 128)
@@ -926,7 +940,7 @@ build(hopper.forward, described, D=64, STAGES=2, CAUSAL=True, EVEN=True, CUT=Fal
 build(hopper.forward, described, D=64, STAGES=2, CAUSAL=False, EVEN=True, CUT=True, Drawn=None,
       **seen)
 build(hopper.join, {}, D=64, **seen)
-build(hopper.top, dict(q_desc=tiles(1, 1, 64, 128), k_desc=whole, Left="*i8", Keys="*i64"), D=128,
+build(hopper.top, dict(q_desc=tiles(1, 1, 64, 64), k_desc=narrow, Left="*i8", Keys="*i64"), D=128,
       STAGES=2, CAUSAL=True, EVEN=False, COUNT=3)
 build(hopper.top, dict(q_desc=tiles(1, 1, 64, 64), k_desc=narrow, Left="*i8", Keys="*i64"), D=64,
       STAGES=4, CAUSAL=False, EVEN=True, COUNT=8)

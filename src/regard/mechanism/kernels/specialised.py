@@ -32,6 +32,7 @@ PLACES = 8  # top keys that can be asked for
 SETS = 8  # of a lane's scores, of each of which the highest is kept
 TEAMS = 4  # groups of warps that share tiles
 CARRIED = 64  # width at which the second pass has what queries lose copied with them
+STRIP = 64  # columns of a tile for the top keys
 STAGES = 2  # tiles of keys and of values that are loaded ahead
 TILE_STAGES = {64: 8, 128: 3}  # tiles of queries in the second pass
 KEY_STAGES = {64: 4, 128: 2}  # of keys for the top ones
@@ -79,9 +80,10 @@ def _fits(structure: Structure, *tensors: Tensor) -> bool:
     )
 
 
-def _described(tensor: Tensor, rows: int) -> Any:
-    """A tensor as the copy engine takes it: tiles of some rows of one head."""
-    return _tiles(tensor, tensor.shape, tensor.stride(), (1, 1, rows, tensor.shape[3]))
+def _described(tensor: Tensor, rows: int, columns: int | None = None) -> Any:
+    """A tensor as the copy engine takes it: tiles of some rows of one head, or of their columns."""
+    block = (1, 1, rows, columns or tensor.shape[3])
+    return _tiles(tensor, tensor.shape, tensor.stride(), block)
 
 
 def _described_rows(drop: Tensor, count: int = BLOCK) -> Any:
@@ -607,8 +609,10 @@ def top(
     work = _work(query, key, queries, TEAMS * ROWS, structure)
     drawn = _undrawn(query) if drawn is None else drawn[2:]
     _kernels().top[(work.programs,)](
-        _described(query, ROWS), _described(key, BLOCK), bar, lse, left, *found.values(), drawn,
+        _described(query, ROWS, STRIP), _described(key, BLOCK, STRIP), bar, lse, left,
+        *found.values(), drawn,
         *work, queries, keys, -(-keys // BLOCK), int(ready), structure.scale * LOG2E, D=width,
         STAGES=KEY_STAGES[width], CAUSAL=causal,
-        EVEN=(keys - queries if causal else keys) % BLOCK == 0, COUNT=count, **EARLY,
+        EVEN=(keys - queries if causal else keys) % BLOCK == 0, COUNT=count,
+        **(EARLY | {"num_warps": 4 * TEAMS}),
     )  # fmt: skip

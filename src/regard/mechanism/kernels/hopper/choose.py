@@ -7,17 +7,23 @@ block they become a list for each row, which two threads put in order by a netwo
 
 Gluon has no shared memory in which a thread may go where it likes. So this is PTX, one instruction
 or a few at a time.
+
+All teams are one role here, and hold their rows as one tensor. So there is one copy of the code
+instead of four, and it stays in the instruction cache. But a team is to go on when it can, and may
+have fewer tiles than another: nothing here is waited for by all of them. What differs between teams
+is made of ``_team()``, a number that Triton takes for the same everywhere; and barriers are waited
+for and arrived at in PTX, where Triton would have all warps wait for each other.
 """
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from regard.mechanism.kernels.hopper.order import eight_highest
 from regard.mechanism.kernels.hopper.roles import (
     BAND,
     BLOCK,
-    BOTH,
     CHANGING,
     LANES,
     LN2,
@@ -29,14 +35,10 @@ from regard.mechanism.kernels.hopper.roles import (
     along,
     await_launch,
     await_room,
-    await_team,
-    await_tile,
     block_of,
     block_told,
     by_lanes,
     end_of,
-    fill,
-    fill_teams,
     first_numbers,
     first_place,
     first_told,
@@ -45,20 +47,17 @@ from regard.mechanism.kernels.hopper.roles import (
     item_at,
     may_see,
     next_number,
-    next_told,
     of_both,
     part_of,
-    places_in,
-    product,
-    release,
-    ring_of,
-    slips_of,
     tell_next,
+    the_same,
     wide,
 )
 from regard.mechanism.kernels.structure import Work
 
-THREADS = gl.constexpr(BOTH * LANES)  # of a team
+HELD = gl.constexpr(TEAMS * ROWS)  # rows of one tensor: those of all teams
+THREADS = gl.constexpr(ROWS // 2 * LANES)  # of a team: each has two rows
+STRIP = gl.constexpr(64)  # columns of queries and keys that are loaded as a tile
 PAIRS = gl.constexpr(BLOCK // (LANES * PAIR))  # of a row's scores in a tile that it has
 FOUR = gl.constexpr(4)  # scores that it has side by side: a pair of each row
 ENTRY = gl.constexpr(8)  # bytes of a score and its key, or of a pair of scores
@@ -72,6 +71,9 @@ MOST = gl.constexpr(28)  # that can be, if need be
 LIST = gl.constexpr(240)  # bytes from one row's list to the next; its length is after it
 LENGTH = gl.constexpr(MOST * ENTRY)
 PLACES = gl.constexpr(8)  # of a row that can be asked for
+LINE = gl.constexpr(2 * THREADS * 4)  # bytes of a line of shared memory
+LINES = gl.constexpr(TEAMS * SLOTS)  # for slots and lists; for what follows there is one each
+Q_FULL, K_FULL, SLIPS, MARKS = (gl.constexpr(TEAMS * SLOTS + i) for i in (0, 2, 4, 5))
 COUNTED = gl.constexpr(8388608.0)  # 2**23: what is added to it up to 2**23 is its last bits
 LOST = gl.constexpr(63)  # what a thread is said to have that had no room: more than any list has
 
@@ -83,13 +85,39 @@ def _ahead(D):
 
 
 @gluon.jit
+def _fill_queries(
+    ring, place, desc, batch, head, row, half, D: gl.constexpr, CAUSAL: gl.constexpr
+):  # fmt: skip
+    """Have the queries of a block loaded, for which there is room: strip by strip, by teams."""
+    full = ring[1].index(place[0])
+    mbarrier.expect(full, TEAMS * ROWS * D * 2)
+    for strip in gl.static_range(D // STRIP):
+        for team in gl.static_range(TEAMS):
+            at = [batch, head, row + part_of(half, team, CAUSAL) * ROWS, strip * STRIP]
+            tile = ring[0].index((place[0] * (D // STRIP) + strip) * TEAMS + team)
+            tma.async_copy_global_to_shared(desc, at, full, tile)
+
+
+@gluon.jit
+def _fill_keys(ring, place, desc, batch, head, key, D: gl.constexpr):
+    """Have a tile of keys loaded once its place is free, strip by strip."""
+    _, full = await_room(ring, place)
+    mbarrier.expect(full, BLOCK * D * 2)
+    for strip in gl.static_range(D // STRIP):
+        at = [batch, head, key, strip * STRIP]
+        tile = ring[0].index(place[0] * (D // STRIP) + strip)
+        tma.async_copy_global_to_shared(desc, at, full, tile)
+
+
+@gluon.jit
 def _load_keys(loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
-    q_ring, slips, Drawn, k_ring, q_desc, k_desc, work, offset, tiles = loader
+    q_ring, slips, Drawn, k_ring, q_desc, k_desc, work, offset, tiles, found = loader
     QUERIES: gl.constexpr = _ahead(D)
     place = first_place()
     q_place = first_place()
     number, after = first_numbers(work, False)
-    while number < end_of(work, False):
+    end = gl.where(found, end_of(work, False), 0)
+    while number < end:
         item = item_at(number, work, CAUSAL, False, False)
         for half in range(item[2]):
             flat, block = block_of(item, half, work)
@@ -97,11 +125,11 @@ def _load_keys(loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constex
             row = block * (TEAMS * ROWS)
             await_room(q_ring, q_place)
             tell_next(slips, q_place, item, half, after, work, CAUSAL, False, False)
-            fill_teams(q_ring, q_place, q_desc, batch, head, row, D)
+            _fill_queries(q_ring, q_place, q_desc, batch, head, row, half, D, CAUSAL)
             stop = _last_tile(row + (TEAMS - 1) * ROWS, offset, tiles, CAUSAL) + 1
             for i in range(stop):
-                at = [batch, head // work.groups, (stop - 1 - i) * BLOCK, 0]
-                fill(k_ring, place, k_desc, at, BLOCK * D * 2)
+                key = (stop - 1 - i) * BLOCK
+                _fill_keys(k_ring, place, k_desc, batch, head // work.groups, key, D)
                 place = following(place, STAGES)
             q_place = following(q_place, QUERIES)
         number, after = after, next_number(after, Drawn, work, False)
@@ -117,10 +145,10 @@ def _last_tile(row, offset, tiles, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _in_fours(s):
-    """Scores by lanes, of two rows side by side as a thread holds them: [BOTH, LANES, ., FOUR]."""
+    """Scores by lanes, of two rows side by side as a thread holds them: [., LANES, ., FOUR]."""
     N: gl.constexpr = s.shape[2] // PAIR
-    parts = gl.reshape(s, [ROWS // BAND, 2, BAND // 2, LANES, N, PAIR])
-    return gl.reshape(gl.permute(parts, (0, 2, 3, 4, 1, 5)), [BOTH, LANES, N, FOUR])
+    parts = gl.reshape(s, [HELD // BAND, 2, BAND // 2, LANES, N, PAIR])
+    return gl.reshape(gl.permute(parts, (0, 2, 3, 4, 1, 5)), [HELD // 2, LANES, N, FOUR])
 
 
 @gluon.constexpr_function
@@ -149,20 +177,20 @@ def _keeping(number, spare):
 
 @gluon.jit
 def _keep(fours, bars, at, kept, ends, FIRST: gl.constexpr):
-    """Keep the pairs of a thread in which a score reaches its row's bar, [BOTH, LANES, ., FOUR].
+    """Keep the pairs of a thread in which a score reaches its row's bar, [., LANES, ., FOUR].
 
     The last pair is first. The next slots, and which pairs of the tile were kept: bits of a number
     beyond 2**23.
     """
     N: gl.constexpr = fours.shape[2]
     if N > 1:
-        halves = gl.reshape(fours, [BOTH, LANES, 2, N // 2, FOUR])
+        halves = gl.reshape(fours, [HELD // 2, LANES, 2, N // 2, FOUR])
         near, far = gl.split(gl.permute(halves, (0, 1, 3, 4, 2)))
         at, kept = _keep(far, bars, at, kept, ends, FIRST + N // 2)
         at, kept = _keep(near, bars, at, kept, ends, FIRST)
     else:
         of_lanes: gl.constexpr = at[0].type.layout
-        first, second = gl.split(gl.reshape(fours, [BOTH, LANES, 2, PAIR]))
+        first, second = gl.split(gl.reshape(fours, [HELD // 2, LANES, 2, PAIR]))
         one, other = gl.split(first)
         next_one, next_other = gl.split(second)
         found = gl.inline_asm_elementwise(
@@ -238,29 +266,98 @@ def _tell_keys(at, kept, before, since, bars, key, ends):
 
 
 @gluon.jit
-def _mark(room, PART: gl.constexpr):
-    """Write numbers that begin a team's room."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    marks = gl.arange(0, 2 * THREADS, layout) + PART
-    room.index(PART * SLOTS).store(marks)
+def _mark(room):
+    """Write numbers to a line of shared memory."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [HELD // BAND], [0])
+    marks = gl.arange(0, 2 * THREADS, layout)
+    room.index(MARKS).store(marks)
     return marks
 
 
 @gluon.jit
-def _lists(room, PART: gl.constexpr):
-    """Where a team's room begins, for its slots and its lists, and whether it does.
+def _begins(room):
+    """Where shared memory begins, and whether the room does there.
 
     Triton puts the largest buffer first, and that is this one.
     """
-    lists = gl.inline_asm_elementwise(
-        "{ mov.u32 $0, global_smem; add.u32 $0, $0, $1; }", "=r,r",
-        [gl.to_tensor(PART * (THREADS * SPAN))], gl.int32, is_pure=False, pack=1,
+    begin = gl.inline_asm_elementwise(
+        "{ mov.u32 $0, global_smem; add.u32 $0, $0, $1; }", "=r,r", [gl.to_tensor(0)], gl.int32,
+        is_pure=False, pack=1,
     )  # fmt: skip
-    marks = _mark(room, PART)
+    marks = _mark(room)
     gl.thread_barrier()
-    same = _read(lists + (marks - PART) * 4) == marks
-    gl.thread_barrier()
-    return lists, gl.min(same.to(gl.int32), 0) > 0
+    same = _read(begin + MARKS * LINE + marks * 4) == marks
+    return begin, gl.min(same.to(gl.int32), 0) > 0
+
+
+@gluon.jit
+def _ring_in(
+    room, desc, TILES: gl.constexpr, SLOTS: gl.constexpr, FULL: gl.constexpr, begin
+):  # fmt: skip
+    """As ``ring_of``, with barriers in two lines of the room, and where the first begins."""
+    tiles = gl.allocate_shared_memory(desc.dtype, [TILES] + desc.block_shape, desc.layout)  # noqa: RUF005
+    kind: gl.constexpr = mbarrier.MBarrierLayout()
+    full = room.index(FULL)._reinterpret(gl.int64, [LINE // 8, 1], kind)
+    empty = room.index(FULL + 1)._reinterpret(gl.int64, [LINE // 8, 1], kind)
+    for slot in gl.static_range(SLOTS):
+        mbarrier.init(full.index(slot), count=1)
+        mbarrier.init(empty.index(slot), count=TEAMS * 4)  # each warp arrives by itself
+    return tiles, full, empty, begin + FULL * LINE
+
+
+@gluon.jit
+def _await(ring, place):
+    """As ``await_tile``, each warp by itself."""
+    slot, odd = place
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared.b64 p, [$1], $2; @!p bra AGAIN; "
+        "mov.b32 $0, $1; }",
+        "=r,r,r", [ring[3] + slot * 8, odd], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _release(ring, place):
+    """As ``release``, each warp by itself."""
+    gl.inline_asm_elementwise(
+        "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
+        "bar.warp.sync -1; @p mbarrier.arrive.shared.b64 _, [$1]; mov.b32 $0, $1; }",
+        "=r,r", [ring[3] + (LINE + place[0] * 8)], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@gluon.jit
+def _next_told(begin, place):
+    """As ``next_told``."""
+    both, flat = _read_two(begin + (SLIPS * LINE + place[0] * 8))
+    return the_same(flat), the_same(both)
+
+
+@gluon.jit
+def _team():
+    """Which team a thread is of."""
+    team = gl.inline_asm_elementwise(
+        "{ mov.u32 $0, %tid.x; shr.u32 $0, $0, 7; add.u32 $0, $0, $1; }", "=r,r",
+        [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+    return the_same(team)
+
+
+@gluon.jit
+def _scores(q_ring, q_place, k_ring, place, mine, D: gl.constexpr):
+    """Of all teams' rows and a tile, when they are there."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [HELD // BAND, 1], [16, BLOCK, 16])
+    kind: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
+    VIEWS: gl.constexpr = TEAMS * ROWS // HELD
+    STRIPS: gl.constexpr = D // STRIP
+    shape: gl.constexpr = [_ahead(D) * STRIPS * VIEWS, HELD, STRIP]
+    queries = q_ring[0]._reinterpret(q_ring[0].dtype, shape, kind)
+    s = gl.zeros([HELD, BLOCK], gl.float32, layout)
+    for strip in gl.static_range(STRIPS):
+        q = queries.index((q_place[0] * STRIPS + strip) * VIEWS + mine)
+        k = k_ring[0].index(place[0] * STRIPS + strip).reshape([BLOCK, STRIP]).permute((1, 0))
+        s = hopper.warpgroup_mma(q, k, s, use_acc=strip > 0, is_async=True)
+    return hopper.warpgroup_mma_wait(0, deps=[s])
 
 
 @gluon.jit
@@ -289,13 +386,12 @@ def _read(at):
 
 
 @gluon.jit
-def _entry(at):
-    """A score and its key from shared memory."""
-    s, key = gl.inline_asm_elementwise(
+def _read_two(at):
+    """Two numbers from shared memory."""
+    return gl.inline_asm_elementwise(
         "{ ld.shared.v2.b32 {$0, $1}, [$2]; }", "=r,=r,r", [at], (gl.int32, gl.int32),
         is_pure=False, pack=1,
     )  # fmt: skip
-    return s.to(gl.float32, bitcast=True), key
 
 
 @gluon.jit
@@ -363,13 +459,13 @@ def _list_of(lists, row):
 
 @gluon.constexpr_function
 def _of_threads():
-    """[BOTH, LANES]: a number of each thread's own, as it holds its rows in a product."""
+    """[HELD // 2, LANES]: a number of each thread's own, as it holds its rows in a product."""
     return gl.DistributedLinearLayout(
         [],
         [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
-        [[8, 0], [16, 0]],
+        [[8, 0], [16, 0], [32, 0], [64, 0]],
         [],
-        [32, 4],
+        [128, 4],
     )
 
 
@@ -387,7 +483,7 @@ def _summed(hits, by):
 def _list(slots, at, bars, lists):
     """Make a list of each row of what its threads have in their slots."""
     of_threads: gl.constexpr = _of_threads()
-    both = gl.arange(0, BOTH, gl.SliceLayout(1, of_threads))[:, None]
+    both = gl.arange(0, HELD // 2, gl.SliceLayout(1, of_threads))[:, None]
     by = gl.arange(0, LANES, gl.SliceLayout(0, of_threads))[None, :] * 8
     slots = gl.convert_layout(slots, of_threads)
     one = (gl.convert_layout(at[0], of_threads) - slots) // ENTRY
@@ -414,14 +510,14 @@ def _list(slots, at, bars, lists):
 
 @gluon.constexpr_function
 def _by_pairs(many):
-    """[ROWS, many]: the rows of a warp as in a product, two threads a row."""
+    """[HELD, many]: the rows of a warp as in a product, two threads a row."""
     half = many // 2
     return gl.DistributedLinearLayout(
         [[0, bit] for bit in (1, 2, 4, 8) if bit < half],
         [[0, half], [1, 0], [2, 0], [4, 0], [8, 0]],
-        [[16, 0], [32, 0]],
+        [[16, 0], [32, 0], [64, 0], [128, 0]],
         [],
-        [64, many],
+        [256, many],
     )
 
 
@@ -429,7 +525,7 @@ def _by_pairs(many):
 def _places(lists, N: gl.constexpr):
     """Where the first N entries of each list lie."""
     layout: gl.constexpr = _by_pairs(N)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    row = gl.arange(0, HELD, gl.SliceLayout(1, layout))
     number = gl.arange(0, N, gl.SliceLayout(0, layout))
     return _list_of(lists, row)[:, None] + (number * ENTRY)[None, :]
 
@@ -477,10 +573,10 @@ def _ordering(listed, most):
 def _order(lists):
     """Where the highest of each list are, in order, and how long the lists were."""
     s, _key = _entries(_places(lists, LISTED))
-    place, near = eight_highest(gl.reshape(s, [ROWS, 2, LISTED // 2]))
+    place, near = eight_highest(gl.reshape(s, [HELD, 2, LISTED // 2]))
     of_two: gl.constexpr = near.type.layout
     of_found: gl.constexpr = gl.SliceLayout(2, place.type.layout)
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, of_two))
+    row = gl.arange(0, HELD, gl.SliceLayout(1, of_two))
     second = gl.arange(0, 2, gl.SliceLayout(0, of_two))[None, :]
     begin = _list_of(lists, row)
     room = lists + row // BAND * ROOM + BAND * LIST + row % BAND * (PLACES * ENTRY)  # not a list's
@@ -495,16 +591,17 @@ def _order(lists):
     second = gl.convert_layout(second, of_found)[:, :, None]
     number = gl.arange(0, PLACES // 2, along(place.type.layout, 3, 2))[None, None, :]
     place = gl.where(again > 0, second * (PLACES // 2) + number, place)
-    found = gl.reshape(begin[:, :, None] + place * ENTRY, [ROWS, PLACES])
+    found = gl.reshape(begin[:, :, None] + place * ENTRY, [HELD, PLACES])
     return gl.convert_layout(found, _by_pairs(PLACES)), length
 
 
 @gluon.jit
 def _tell(at, length, lse, Left, Weights, Keys, first, rows_left, c, COUNT: gl.constexpr):
-    """Write the COUNT highest of each list, of the rows from ``first`` on."""
-    s, key = _entry(at)
+    """Write the COUNT highest of each list, of a team's rows from ``first`` on."""
+    s, key = _read_two(at)
+    s = s.to(gl.float32, bitcast=True)
     _in_step()  # from here on the lists are slots again
-    row = gl.arange(0, ROWS, gl.SliceLayout(1, at.type.layout))
+    row = gl.arange(0, HELD, gl.SliceLayout(1, at.type.layout)) % ROWS
     place = gl.arange(0, PLACES, gl.SliceLayout(0, at.type.layout))[None, :]
     real = s > LOWEST
     weights = gl.where(real, gl.exp2(s * c - lse[:, None]), 0.0)
@@ -512,46 +609,64 @@ def _tell(at, length, lse, Left, Weights, Keys, first, rows_left, c, COUNT: gl.c
     mask = (row < rows_left)[:, None] & (place < COUNT)
     gl.store(Weights + first * COUNT + to, weights, mask=mask)
     gl.store(Keys + first * COUNT + to, gl.where(real, key, -1).to(gl.int64), mask=mask)
-    row = gl.arange(0, ROWS, length.type.layout)
+    row = gl.arange(0, HELD, length.type.layout) % ROWS
     gl.store(Left + first + row, (length > MOST).to(gl.int8), mask=row < rows_left)
+
+
+@gluon.jit
+def _leave_all(Left, queries, work, CAUSAL: gl.constexpr):
+    """Leave all rows of a program's blocks to rows.search."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [HELD // BAND], [0])
+    for number in range(gl.program_id(0), end_of(work, False), work.programs):
+        item = item_at(number, work, CAUSAL, False, False)
+        for half in range(item[2]):
+            flat, block = block_of(item, half, work)
+            for first in gl.static_range(0, TEAMS * ROWS, HELD):
+                row = block * (TEAMS * ROWS) + first + gl.arange(0, HELD, layout)
+                gl.store(Left + wide(flat, queries) + row, 1, mask=row < queries)
 
 
 @gluon.jit
 def _find(
     shared,
-    PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
-    EVEN: gl.constexpr, COUNT: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
+    COUNT: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: its 64 queries of every block, and the keys they see, the last first."""
-    q_ring, slips, k_ring, room, Bar, Lse, Left, Weights, Keys, ready, work, sizes = shared
+    """All teams: the 64 queries of each in every block, and the keys they see, the last first."""
+    q_ring, k_ring, room, begin, found, Bar, Lse, Left, Weights, Keys, ready, work, sizes = shared
     queries, keys, offset, tiles, c = sizes
-    QUERIES: gl.constexpr = _ahead(D)
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    none = by_lanes(gl.zeros([ROWS, BLOCK], gl.float32, layout))
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [HELD // BAND, 1], [16, BLOCK, 16])
+    none = by_lanes(gl.zeros([HELD, BLOCK], gl.float32, layout))
     of_lanes: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, _in_fours(none).type.layout))
     of_rows: gl.constexpr = along(none.type.layout, 3, 0)
     of_places: gl.constexpr = gl.SliceLayout(1, _by_pairs(PLACES))
     lane = gl.arange(0, LANES, gl.SliceLayout(0, of_lanes))[None, :]
-    both = gl.arange(0, BOTH, gl.SliceLayout(1, of_lanes))[:, None]
-    lists, found = _lists(room, PART)
+    both = gl.arange(0, HELD // 2, gl.SliceLayout(1, of_lanes))[:, None]
+    team = _team()
+    mine = (
+        team if HELD == ROWS else 0
+    )  # a role of its own, as in the interpreter, has its own place
+    lists = begin + mine * (HELD // BAND * ROOM)
     slots = lists + (both * LANES + lane) * SPAN
     begins = slots, slots + (SPAN - ENTRY)
     ends = slots + (SLOTS - SPARE) * ENTRY, slots + (SPARE - 1) * ENTRY
-    nothing = gl.full([BOTH, LANES], COUNTED, gl.float32, of_lanes)
+    nothing = gl.full([HELD // 2, LANES], COUNTED, gl.float32, of_lanes)
     place = first_place()
     q_place = first_place()
     told = first_told(work, CAUSAL, False, False)
+    if not found:
+        _leave_all(Left, queries, work, CAUSAL)
+        told = gl.to_tensor(-1), told[1]
     if ready == 0:
         await_launch()
     while told[0] >= 0:
         flat, block, half = block_told(told)
-        part = part_of(half, PART, CAUSAL)
+        part = part_of(half, team, CAUSAL)
         row = block * (TEAMS * ROWS) + part * ROWS
         first = wide(flat, queries)
-        rows = row + gl.arange(0, ROWS, of_rows)
+        rows = row + gl.arange(0, HELD, of_rows) % ROWS
         query_at = rows + offset
-        inside = (rows < queries) & found
-        bars = of_both(gl.load(Bar + first + rows, mask=inside, other=float("nan")))
+        bars = of_both(gl.load(Bar + first + rows, mask=rows < queries, other=float("nan")))
         bars = gl.convert_layout(bars[0], of_lanes), gl.convert_layout(bars[1], of_lanes)
         at = begins
         since = at
@@ -560,37 +675,38 @@ def _find(
         careful = 1  # tiles in which some pair is masked
         if CAUSAL and not EVEN:
             careful = last + 1 - (row + offset + 1) // BLOCK
-        q = await_team(q_ring, q_place, part, D)
+        _await(q_ring, q_place)
         ahead = _last_tile(row + (TEAMS - 1 - part) * ROWS, offset, tiles, CAUSAL) - last
         for _ in range(ahead):
-            await_tile(k_ring, place)
-            release(k_ring, place)
+            _await(k_ring, place)
+            _release(k_ring, place)
             place = following(place, STAGES)
         # One loop for all tiles: the first by itself is a fifth more code, and takes longer.
         for tile in range(last + 1):
-            s = hopper.warpgroup_mma_wait(0, deps=[product(q, k_ring, place, D)])
-            release(k_ring, place)  # here the warps of a team are together anyway
+            _await(k_ring, place)
+            s = _scores(q_ring, q_place, k_ring, place, mine, D)
+            _release(k_ring, place)
             place = following(place, STAGES)
             if tile == last:
-                told = next_told(slips, q_place)
-                release(q_ring, q_place)
+                told = _next_told(begin, q_place)
+                _release(q_ring, q_place)
             key = (last - tile) * BLOCK
             scores = by_lanes(s)
             kept = nothing, nothing
-            if CAUSAL and EVEN and PART % 2 == 0:  # on the diagonal, as in attend.py
+            if CAUSAL and EVEN:
                 near, far = in_two(scores)
                 if tile < careful:
-                    rows_near = gl.convert_layout(query_at, along(near.type.layout, 3, 0))
-                    near = gl.where(may_see(near, rows_near, key, keys, CAUSAL), near, NOTHING)
-                else:
+                    at_half = gl.convert_layout(query_at, along(near.type.layout, 3, 0))
+                    near = gl.where(may_see(near, at_half, key, keys, CAUSAL), near, NOTHING)
+                    beyond = key + BLOCK // 2
+                    far = gl.where(may_see(far, at_half, beyond, keys, CAUSAL), far, NOTHING)
+                if (tile >= careful) | (team % 2 == 1):  # on the diagonal the others see none of it
                     at, kept = _keep(_in_fours(far), bars, at, kept, ends, PAIRS // 2)
                 at, kept = _keep(_in_fours(near), bars, at, kept, ends, 0)
             else:
                 if CAUSAL or not EVEN:
                     if tile < careful:
                         seen = may_see(scores, query_at, key, keys, CAUSAL)
-                        if EVEN:
-                            seen = seen | (places_in(scores)[0] < ROWS)
                         scores = gl.where(seen, scores, NOTHING)
                 at, kept = _keep(_in_fours(scores), bars, at, kept, ends, 0)
             if (tile % 2 == 1) | (tile == last):
@@ -598,19 +714,16 @@ def _find(
                 since = at
                 kept = nothing, nothing
             before = kept
-        q_place = following(q_place, QUERIES)
+        q_place = following(q_place, _ahead(D))
 
         await_launch()  # whose memory may be what is written
-        if found:
-            here = _known_here(lists)
-            at_end = row + gl.arange(0, ROWS, of_places)
-            lse = gl.load(Lse + first + at_end, mask=at_end < queries, other=0.0) * (1 / LN2)
-            _list(slots, at, bars, here)
-            places, length = _order(here)
-            _tell(places, length, lse, Left, Weights, Keys, first + row, queries - row, c, COUNT)
-        else:
-            gl.store(Left + first + rows, 1, mask=rows < queries)
-    _mark(room, PART)  # until here it is in use
+        here = _known_here(lists)
+        at_end = row + gl.arange(0, HELD, of_places) % ROWS
+        lse = gl.load(Lse + first + at_end, mask=at_end < queries, other=0.0) * (1 / LN2)
+        _list(slots, at, bars, here)
+        places, length = _order(here)
+        _tell(places, length, lse, Left, Weights, Keys, first + row, queries - row, c, COUNT)
+    _mark(room)  # until here it is in use
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "tiles", "ready"])
@@ -630,22 +743,23 @@ def top(
     """
     work = Work(items, blocks, heads, groups, programs, singly, length, share)
     offset = keys - queries
-    q_ring = ring_of(q_desc, _ahead(D) * TEAMS, _ahead(D), TEAMS)
-    slips = slips_of(_ahead(D))
-    k_ring = ring_of(k_desc, STAGES, STAGES, TEAMS)
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    room = gl.allocate_shared_memory(gl.int32, [TEAMS * SLOTS, 2 * THREADS], plain)
+    room = gl.allocate_shared_memory(gl.int32, [MARKS + 1, 2 * THREADS], plain)
+    begin, found = _begins(room)
+    STRIPS: gl.constexpr = D // STRIP
+    q_ring = _ring_in(room, q_desc, _ahead(D) * STRIPS * TEAMS, _ahead(D), Q_FULL, begin)
+    k_ring = _ring_in(room, k_desc, STAGES * STRIPS, STAGES, K_FULL, begin)
+    slips = room.index(SLIPS)._reinterpret(gl.int64, [LINE // 8, 1], plain)
     hopper.fence_async_shared()
     sizes = queries, keys, offset, tiles, c
-    shared = q_ring, slips, k_ring, room, Bar, Lse, Left, Weights, Keys, ready, work, sizes
-    loader = q_ring, slips, Drawn, k_ring, q_desc, k_desc, work, offset, tiles
+    shared = (
+        q_ring, k_ring, room, begin, found, Bar, Lse, Left, Weights, Keys, ready, work, sizes,
+    )  # fmt: skip
+    loader = q_ring, slips, Drawn, k_ring, q_desc, k_desc, work, offset, tiles, found
     gl.warp_specialize(
         [
-            (_find, (shared, 0, D, STAGES, CAUSAL, EVEN, COUNT)),
-            (_find, (shared, 1, D, STAGES, CAUSAL, EVEN, COUNT)),
-            (_find, (shared, 2, D, STAGES, CAUSAL, EVEN, COUNT)),
-            (_find, (shared, 3, D, STAGES, CAUSAL, EVEN, COUNT)),
+            (_find, (shared, D, STAGES, CAUSAL, EVEN, COUNT)),
             (_load_keys, (loader, D, STAGES, CAUSAL)),
         ],
-        [4, 4, 4, 1], [112, 112, 112, 24],
+        [1], [24],
     )  # fmt: skip

@@ -15,7 +15,6 @@ from triton.experimental.gluon import language as gl
 
 from regard.mechanism.kernels.hopper.roles import (
     BAND,
-    BOTH,
     LANES,
     ROWS,
     along,
@@ -159,7 +158,9 @@ def eighth_highest(x, near, WARPS: gl.constexpr = 4):
     layout: gl.constexpr = _as_in_product(WARPS)
     near = gl.convert_layout(near, along(layout, 3, 0))
     parts = gl.reshape(gl.convert_layout(x, layout), [ROWS // BAND, 2, BAND // 2, LANES, COUNT])
-    one, other = gl.split(gl.reshape(gl.permute(parts, (0, 2, 3, 4, 1)), [BOTH, LANES, COUNT, 2]))
+    one, other = gl.split(
+        gl.reshape(gl.permute(parts, (0, 2, 3, 4, 1)), [ROWS // 2, LANES, COUNT, 2])
+    )
     numbers = _listed(one) + _listed(other)
     of_lanes: gl.constexpr = numbers[0].type.layout
     near_one, near_other = of_both(near)
@@ -174,19 +175,19 @@ def eighth_highest(x, near, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def eight_highest(x):
-    """The places of the eight highest of sixteen numbers, [ROWS, 2, COUNT], in order.
+    """The places of the eight highest of sixteen numbers, [rows, 2, COUNT], in order.
 
     A thread has COUNT of the numbers and its neighbour the others, and likewise of the places, in
-    [ROWS, 2, .]. And whether some of a row were too near to each other to know: [ROWS, 2], of
+    [rows, 2, .]. And whether some of a row were too near to each other to know: [rows, 2], of
     either or of both.
     """
     numbers = _listed(x)
     layout: gl.constexpr = numbers[0].type.layout
     neighbour = gl.arange(0, 2, gl.SliceLayout(0, layout))[None, :]
-    numbers += (gl.full([ROWS, 2], -2 * COUNT, gl.int32, layout) + neighbour * COUNT,)
+    numbers += (gl.full([x.shape[0], 2], -2 * COUNT, gl.int32, layout) + neighbour * COUNT,)
     one, two, three, four, near = gl.inline_asm_elementwise(
         _highest(COUNT), "=&r,=&r,=&r,=&r,=&r,f,f,f,f,f,f,f,f,r", numbers,
         (gl.int32, gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
     found = gl.permute(gl.join(gl.join(one, two), gl.join(three, four)), (0, 1, 3, 2))
-    return gl.reshape(found, [ROWS, 2, COUNT // 2]) & (2 * COUNT - 1), near
+    return gl.reshape(found, [x.shape[0], 2, COUNT // 2]) & (2 * COUNT - 1), near

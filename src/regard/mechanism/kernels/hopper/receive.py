@@ -20,13 +20,11 @@ from regard.mechanism.kernels.hopper.roles import (
     along,
     await_launch,
     await_room,
-    await_team,
     await_tile,
     block_of,
     block_told,
     carried,
     end_of,
-    fill_teams,
     first_cut,
     first_numbers,
     first_place,
@@ -37,7 +35,6 @@ from regard.mechanism.kernels.hopper.roles import (
     next_number,
     next_told,
     part_of,
-    product,
     release,
     ring_of,
     slips_of,
@@ -216,6 +213,33 @@ def _stretch(program, number, block, work, sizes, CAUSAL: gl.constexpr, CUT: gl.
 
 
 @gluon.jit
+def _fill_teams(ring, place, desc, batch, head, row, D: gl.constexpr):
+    """Have the rows of a block loaded, for which there is room, those of each team as a tile."""
+    full = ring[1].index(place[0])
+    mbarrier.expect(full, TEAMS * ROWS * D * 2)
+    for part in gl.static_range(TEAMS):
+        tile = ring[0].index(place[0] * TEAMS + part)
+        tma.async_copy_global_to_shared(desc, [batch, head, row + part * ROWS, 0], full, tile)
+
+
+@gluon.jit
+def _await_team(ring, place, part, D: gl.constexpr):
+    """The rows of a team, once they are loaded."""
+    slot, odd = place
+    mbarrier.wait(ring[1].index(slot), odd)
+    return ring[0].index(slot * TEAMS + part).reshape([ROWS, D])
+
+
+@gluon.jit
+def _product(rows, ring, place, D: gl.constexpr):
+    """The scores of a team's rows and a tile, on their way."""
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    zeros = gl.zeros([ROWS, BLOCK], gl.float32, layout)
+    tile = await_tile(ring, place).reshape([BLOCK, D]).permute((1, 0))
+    return hopper.warpgroup_mma(rows, tile, zeros, use_acc=False, is_async=True)
+
+
+@gluon.jit
 def _load_columns(
     loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAUSAL: gl.constexpr,
     CUT: gl.constexpr,
@@ -238,7 +262,7 @@ def _load_columns(
                 key = block * (TEAMS * ROWS)
                 await_room(k_ring, team_place)
                 tell_next(slips, team_place, item, half, after, work, CAUSAL, True, CUT)
-                fill_teams(k_ring, team_place, k_desc, batch, head // work.groups, key, D)
+                _fill_teams(k_ring, team_place, k_desc, batch, head // work.groups, key, D)
                 for i in range(begin, end):
                     if BINS >= LANES:
                         outer = batch * dealt.batch + head * dealt.head + i * (BINS // LANES)
@@ -396,13 +420,13 @@ def _receive_block(
         drop_at = drops + (flat * tiles).to(gl.int64) * BLOCK
         drop_at += gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
         drop = gl.load(drop_at + start * BLOCK)
-    k = await_team(k_ring, team_place, part, D)
+    k = _await_team(k_ring, team_place, part, D)
     for _ in range(begin, start):
         await_tile(q_ring, place)
         release(q_ring, place)
         place = following(place, STAGES)
     # The first tile by itself: where queries and keys end EVEN, no other is masked.
-    s = product(k, q_ring, place, D)
+    s = _product(k, q_ring, place, D)
     if CARRIED:
         drop = carried_with(drops, place, BLOCK, layout)
     s = hopper.warpgroup_mma_wait(0, deps=[s])
@@ -428,7 +452,7 @@ def _receive_block(
         # here they do so anyway for the product. What is loaded after that wait comes too late.
         release(q_ring, place)
         place = following(place, STAGES)
-        s = product(k, q_ring, place, D)
+        s = _product(k, q_ring, place, D)
         if CARRIED:
             drop = carried_with(drops, place, BLOCK, layout)
         s = hopper.warpgroup_mma_wait(0, deps=[s])

@@ -17,8 +17,7 @@ together.
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia import hopper
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from regard.mechanism.kernels.structure import Work
 
@@ -29,7 +28,6 @@ NOTHING = gl.constexpr(-3.0e38)  # as in tiles.py
 LOWEST = gl.constexpr(-1.0e37)
 ROWS = gl.constexpr(64)  # of a product that a group of four warps holds
 BAND = gl.constexpr(16)  # rows of those that a warp holds: a thread has two, 8 apart
-BOTH = gl.constexpr(ROWS // 2)  # pairs of such rows
 BLOCK = gl.constexpr(128)  # rows of a tile
 TEAMS = gl.constexpr(4)  # groups of warps that share tiles, each with ROWS rows of its own
 LANES = gl.constexpr(4)  # threads that share a row
@@ -93,14 +91,6 @@ def await_room(ring, place):
     slot, odd = place
     mbarrier.wait(ring[2].index(slot), odd ^ 1)
     return ring[0].index(slot), ring[1].index(slot)
-
-
-@gluon.jit
-def fill(ring, place, desc, at, BYTES: gl.constexpr):
-    """Have a tile loaded once its place is free."""
-    tile, full = await_room(ring, place)
-    mbarrier.expect(full, BYTES)
-    tma.async_copy_global_to_shared(desc, at, full, tile)
 
 
 @gluon.jit
@@ -301,7 +291,7 @@ def next_told(slips, place):
     """The next block, once what was loaded of this one is there; see ``block_told``."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     both = gl.max(slips.index(place[0]).load(layout), 0)
-    return _the_same((both >> 32).to(gl.int32)), _the_same(both.to(gl.int32))
+    return the_same((both >> 32).to(gl.int32)), the_same(both.to(gl.int32))
 
 
 @gluon.jit
@@ -312,7 +302,7 @@ def block_told(told):
 
 
 @gluon.jit
-def _the_same(x):
+def the_same(x):
     """A number that all threads of a warp have, so that the compiler knows it."""
     return gl.inline_asm_elementwise(
         "{ shfl.sync.idx.b32 $0, $1, 0, 31, -1; }", "=r,r", [x], gl.int32, is_pure=True, pack=1
@@ -356,17 +346,19 @@ def slot_of(program, begins):
 
 @gluon.jit
 def by_lanes(tile):
-    """A tile of scores as [ROWS, LANES, .]: a thread has one lane of a row, all of it."""
+    """A tile of scores as [rows, LANES, .]: a thread has one lane of a row, all of it."""
+    R: gl.constexpr = tile.shape[0]
     N: gl.constexpr = tile.shape[1]
-    parts = gl.reshape(tile, [ROWS, N // (LANES * PAIR), LANES, PAIR])
-    return gl.reshape(gl.permute(parts, (0, 2, 1, 3)), [ROWS, LANES, N // LANES])
+    parts = gl.reshape(tile, [R, N // (LANES * PAIR), LANES, PAIR])
+    return gl.reshape(gl.permute(parts, (0, 2, 1, 3)), [R, LANES, N // LANES])
 
 
 @gluon.jit
 def of_both(x):
-    """What each row has, as what the one and the other row of two have: [BOTH, 1]."""
-    parts = gl.permute(gl.reshape(x, [ROWS // BAND, 2, BAND // 2]), (0, 2, 1))
-    one, other = gl.split(gl.reshape(parts, [BOTH, 2]))
+    """What each row has, as what the one and the other row of two have: [rows // 2, 1]."""
+    R: gl.constexpr = x.shape[0]
+    parts = gl.permute(gl.reshape(x, [R // BAND, 2, BAND // 2]), (0, 2, 1))
+    one, other = gl.split(gl.reshape(parts, [R // 2, 2]))
     return one[:, None], other[:, None]
 
 
@@ -410,30 +402,3 @@ def places_of(view, flat, rows, dims, heads):
     batch, head = (flat // heads).to(gl.int64), (flat % heads).to(gl.int64)
     first = view.data + batch * view.batch + head * view.head
     return first + rows[:, None].to(gl.int64) * view.row + dims[None, :]
-
-
-@gluon.jit
-def fill_teams(ring, place, desc, batch, head, row, D: gl.constexpr):
-    """Have the rows of a block loaded, for which there is room, those of each team as a tile."""
-    full = ring[1].index(place[0])
-    mbarrier.expect(full, TEAMS * ROWS * D * 2)
-    for part in gl.static_range(TEAMS):
-        tile = ring[0].index(place[0] * TEAMS + part)
-        tma.async_copy_global_to_shared(desc, [batch, head, row + part * ROWS, 0], full, tile)
-
-
-@gluon.jit
-def await_team(ring, place, part, D: gl.constexpr):
-    """The rows of a team, once they are loaded."""
-    slot, odd = place
-    mbarrier.wait(ring[1].index(slot), odd)
-    return ring[0].index(slot * TEAMS + part).reshape([ROWS, D])
-
-
-@gluon.jit
-def product(rows, ring, place, D: gl.constexpr):
-    """The scores of a team's rows and a tile, on their way."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    zeros = gl.zeros([ROWS, BLOCK], gl.float32, layout)
-    tile = await_tile(ring, place).reshape([BLOCK, D]).permute((1, 0))
-    return hopper.warpgroup_mma(rows, tile, zeros, use_acc=False, is_async=True)
