@@ -293,7 +293,7 @@ def test_counters_are_the_same_whatever_the_default_dtype(dtype: torch.dtype) ->
     roles = gluon_on_cpu.load("regard.mechanism.kernels.hopper").roles
     torch.set_default_dtype(dtype)
     try:
-        drawn = specialised._undrawn(torch.empty(0), 3)
+        drawn = specialised._undrawn(torch.empty(0, device=DEVICE), 3)
     finally:
         torch.set_default_dtype(torch.float32)
     assert drawn.tolist() == [roles.UNDRAWN] * 3
@@ -907,38 +907,46 @@ def build(kernel, given, **constants):
 whole = tiles(1, 1, 128, 128)
 seen = dict.fromkeys(("ENTROPY", "PEAK", "HIGHEST", "DISTANCE", "BAR", "DROP"), True)
 described = dict(q_desc=whole, k_desc=whole, v_desc=whole, out_desc=tiles(1, 64, 128))
-build(hopper.forward, described, D=128, STAGES=2, CAUSAL=True, EVEN=False, CUT=False, Kept=None,
-      **seen)
-build(hopper.forward, described, D=128, STAGES=2, CAUSAL=False, EVEN=True, CUT=True, Drawn=None,
-      **seen)
+build(hopper.forward, described, D=128, STAGES=2, CAUSAL=True, EVEN=False, CUT=False, Done=None,
+      Kept=None, **seen)
+build(hopper.forward, described, D=128, STAGES=2, CAUSAL=False, EVEN=True, CUT=True, Done=None,
+      Drawn=None, **seen)
 build(hopper.join, {}, D=128, **seen)
 build(hopper.columns,
       dict(q_desc=tiles(4, 4, 4, 2, 128), k_desc=tiles(1, 1, 64, 128), drop="*fp32"), D=128,
       STAGES=3, BINS=16, UNIT=8, LONG=False, CAUSAL=True, EVEN=True, DIAGONAL=True, RECEIVED=True,
-      MAP=True, MAP_PEAK=True, DONE=True, CUT=False)
+      MAP=True, MAP_PEAK=True, DONE=True, CUT=False, Done=None)
 build(hopper.columns,
       dict(q_desc=tiles(1, 1, 128, 64), k_desc=tiles(1, 1, 64, 64), drop=drop), D=64, STAGES=8,
       BINS=1, UNIT=16, LONG=True, CAUSAL=False, EVEN=True, DIAGONAL=False, RECEIVED=True, MAP=True,
-      MAP_PEAK=True, DONE=False, CUT=True, Drawn=None)
+      MAP_PEAK=True, DONE=False, CUT=True, Done=None, Drawn=None)
 build(hopper.columns,
       dict(q_desc=tiles(1, 1, 128, 128), k_desc=tiles(1, 1, 64, 128), drop="*fp32"), D=128,
       STAGES=3, BINS=1, UNIT=16, LONG=False, CAUSAL=True, EVEN=True, DIAGONAL=False, RECEIVED=True,
-      MAP=True, MAP_PEAK=True, DONE=True, CUT=False)
+      MAP=True, MAP_PEAK=True, DONE=True, CUT=False, Done=None)
 build(hopper.columns,
       dict(q_desc=tiles(2, 8, 4, 2, 64), k_desc=tiles(1, 1, 64, 64), drop=drop), D=64, STAGES=8,
       BINS=8, UNIT=16, LONG=False, CAUSAL=True, EVEN=True, DIAGONAL=True, RECEIVED=True,
-      MAP=True, MAP_PEAK=True, DONE=True, CUT=False)
+      MAP=True, MAP_PEAK=True, DONE=True, CUT=False, Done=None)
+for width, kind in ((64, drop), (128, "*fp32")):  # and begin before the forward pass has ended
+    build(hopper.columns,
+          dict(q_desc=tiles(1, 1, 128, width), k_desc=tiles(1, 1, 64, width), drop=kind), D=width,
+          STAGES=2, BINS=1, UNIT=16, LONG=False, CAUSAL=False, EVEN=True, DIAGONAL=False,
+          RECEIVED=True, MAP=True, MAP_PEAK=True, DONE=True, CUT=False)
 build(hopper.columns,
       dict(q_desc=tiles(1, 1, 128, 64), k_desc=tiles(1, 1, 64, 64), drop=drop), D=64, STAGES=8,
       BINS=1, UNIT=16, LONG=True, CAUSAL=True, EVEN=False, DIAGONAL=False, RECEIVED=True, MAP=True,
-      MAP_PEAK=True, DONE=False, CUT=False)
+      MAP_PEAK=True, DONE=False, CUT=False, Done=None)
 build(hopper.add, {})
+build(hopper.undrawn, dict(Fresh="*i32"), WARPS=4)
 narrow = tiles(1, 1, 128, 64)
 described = dict(q_desc=narrow, k_desc=narrow, v_desc=narrow, out_desc=tiles(1, 64, 64))
-build(hopper.forward, described, D=64, STAGES=2, CAUSAL=True, EVEN=True, CUT=False, Kept=None,
+build(hopper.forward, described, D=64, STAGES=2, CAUSAL=False, EVEN=True, CUT=False, Kept=None,
       **seen)
-build(hopper.forward, described, D=64, STAGES=2, CAUSAL=False, EVEN=True, CUT=True, Drawn=None,
-      **seen)
+build(hopper.forward, described, D=64, STAGES=2, CAUSAL=True, EVEN=True, CUT=False, Done=None,
+      Kept=None, **seen)
+build(hopper.forward, described, D=64, STAGES=2, CAUSAL=False, EVEN=True, CUT=True, Done=None,
+      Drawn=None, **seen)
 build(hopper.join, {}, D=64, **seen)
 build(hopper.top, dict(q_desc=tiles(1, 1, 64, 64), k_desc=narrow, Left="*i8", Keys="*i64"), D=128,
       STAGES=2, CAUSAL=True, EVEN=False, COUNT=3)

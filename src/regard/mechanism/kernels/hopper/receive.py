@@ -497,11 +497,11 @@ def _receive(
     team_place = first_place()
     number, _ = first_numbers(work, CUT)
     CARRIED: gl.constexpr = carried(D)
-    early = Done is not None  # where it is carried, the loader waits for what is told of queries
-    if early and not CARRIED:
-        early = is_done(Done, told[0], sizes.tiles)
-    if not early:
+    if Done is None:
         await_launch()
+    elif not CARRIED:  # else the loader waits for what is told of queries
+        if not is_done(Done, told[0], sizes.tiles):
+            await_launch()
     while told[0] >= 0:
         flat, block, half = block_told(told)
         part = part_of(half, PART, CAUSAL)
