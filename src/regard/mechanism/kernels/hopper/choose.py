@@ -72,7 +72,8 @@ LIST = gl.constexpr(240)  # bytes from one row's list to the next; its length is
 LENGTH = gl.constexpr(MOST * ENTRY)
 PLACES = gl.constexpr(8)  # of a row that can be asked for
 LINE = gl.constexpr(2 * THREADS * 4)  # bytes of a line of shared memory
-LINES = gl.constexpr(TEAMS * SLOTS)  # for slots and lists; for what follows there is one each
+# The first lines are slots and lists. Then each ring has two for its barriers, ``full`` and
+# ``empty``, word of what comes next has one, and so has what shows where the lines begin.
 Q_FULL, K_FULL, SLIPS, MARKS = (gl.constexpr(TEAMS * SLOTS + i) for i in (0, 2, 4, 5))
 COUNTED = gl.constexpr(8388608.0)  # 2**23: what is added to it up to 2**23 is its last bits
 LOST = gl.constexpr(63)  # what a thread is said to have that had no room: more than any list has
@@ -654,11 +655,11 @@ def _find(
     place = first_place()
     q_place = first_place()
     told = first_told(work, CAUSAL, False, False)
+    if (ready == 0) | (not found):
+        await_launch()
     if not found:
         _leave_all(Left, queries, work, CAUSAL)
         told = gl.to_tensor(-1), told[1]
-    if ready == 0:
-        await_launch()
     while told[0] >= 0:
         flat, block, half = block_told(told)
         part = part_of(half, team, CAUSAL)
