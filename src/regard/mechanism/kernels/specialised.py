@@ -132,7 +132,7 @@ def _sharing(work: Work, length: int, together: int = 1) -> Work:
 
 
 def _undrawn(query: Tensor, count: int = 1) -> Tensor:
-    """For each of some launches how many items were drawn: none, counted from the bits of -inf."""
+    """Some counts, begun: from the bits of -inf, which are also where a highest score begins."""
     fresh = torch.empty(count, device=query.device, dtype=torch.int32)
     _kernels().undrawn[(-(-count // 128),)](fresh, count, WARPS=4, num_warps=4)
     return fresh
@@ -238,7 +238,7 @@ def _begins_with(query: Tensor, key: Tensor, structure: Structure) -> range:
     work = _work(query, key, key.shape[2], TEAMS * ROWS, structure)
     if structure.kind == CAUSAL or work.items < 4 * work.programs:
         return range(0)
-    half = work.items // 2  # as in hopper/roles.py
+    half = work.items // 2  # as _from_the_middle in hopper/roles.py
     return range(half // work.blocks, (half + work.programs - 1) // work.blocks + 1)
 
 
@@ -610,9 +610,8 @@ def top(
     drawn = _undrawn(query) if drawn is None else drawn[2:]
     _kernels().top[(work.programs,)](
         _described(query, ROWS, STRIP), _described(key, BLOCK, STRIP), bar, lse, left,
-        *found.values(), drawn,
-        *work, queries, keys, -(-keys // BLOCK), int(ready), structure.scale * LOG2E, D=width,
-        STAGES=KEY_STAGES[width], CAUSAL=causal,
+        *found.values(), drawn, *work, queries, keys, -(-keys // BLOCK), int(ready),
+        structure.scale * LOG2E, D=width, STAGES=KEY_STAGES[width], CAUSAL=causal,
         EVEN=(keys - queries if causal else keys) % BLOCK == 0, COUNT=count,
         **(EARLY | {"num_warps": 4 * TEAMS}),
     )  # fmt: skip

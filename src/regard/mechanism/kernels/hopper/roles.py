@@ -210,7 +210,7 @@ def end_of(work, CUT: gl.constexpr):
 def _from_the_middle(number, work):
     """The last item first, but before it one of the middle for each program, if there are enough.
 
-    These are told ``begin`` and ``end`` of by specialised.py, as the heads to begin with.
+    Which heads those of the middle belong to, ``specialised._begins_with`` tells the forward pass.
     """
     half, late = work.items // 2, work.items - 1 - number
     found = gl.where(late < half, late, late + work.programs)
