@@ -150,8 +150,8 @@ def double(call: Call) -> Call:
     bias = call.bias
     if isinstance(bias, RelativeContent):
         bias = replace(bias, query=bias.query.double(), relative=bias.relative.double())
-    return call._replace(
-        query=call.query.double(), key=call.key.double(), value=call.value.double(), bias=bias
+    return replace(
+        call, query=call.query.double(), key=call.key.double(), value=call.value.double(), bias=bias
     )
 
 
@@ -304,7 +304,7 @@ def test_queries_before_the_first_key_and_a_single_query() -> None:
 def test_the_top_keys(name: str, count: int) -> None:
     """Their weights are the largest of the row, and are those of the keys named."""
     call = make(name, See(top=count))
-    weights = reference.run(double(call)._replace(see=See(weights=True)))[1]
+    weights = reference.run(replace(double(call), see=See(weights=True)))[1]
     top = run(call)[1]
     assert weights is not None
     assert weights.weights is not None
@@ -332,7 +332,7 @@ def test_the_top_keys(name: str, count: int) -> None:
 def test_the_top_keys_in_low_precision(name: str, dtype: torch.dtype) -> None:
     for width in (64, 128) if CUDA else (64,):
         call = make(name, See(top=8), dtype=dtype, width=width)
-        weights = reference.run(double(call)._replace(see=See(weights=True)))[1]
+        weights = reference.run(replace(double(call), see=See(weights=True)))[1]
         top = run(call)[1]
         assert top is not None
         assert top.top is not None
@@ -345,7 +345,7 @@ def test_the_top_keys_in_low_precision(name: str, dtype: torch.dtype) -> None:
 def test_of_equal_weights_the_first_keys_are_the_top() -> None:
     """And more of them than there is room to collect."""
     call = make("full", See(top=3), queries=20)
-    _, seen = run(call._replace(query=torch.zeros_like(call.query)))
+    _, seen = run(replace(call, query=torch.zeros_like(call.query)))
     assert seen is not None
     assert seen.top is not None
     assert (seen.top.keys == torch.arange(3, device=DEVICE)).all()
@@ -365,8 +365,8 @@ def test_rows_that_are_searched_leave_their_neighbours_alone(every: int) -> None
     query = call.query.clone()
     query[:, :, ::every] = 0
     query[:, :, ::every, 0] = 1
-    found = run(call._replace(key=key))[1]
-    searched = run(call._replace(query=query, key=key))[1]
+    found = run(replace(call, key=key))[1]
+    searched = run(replace(call, query=query, key=key))[1]
     assert found is not None
     assert found.top is not None
     assert searched is not None
@@ -423,7 +423,7 @@ def test_transformer_xl_some_queries_at_a_time(name: str, monkeypatch: pytest.Mo
     call = make(name, replace(EVERYTHING, map=(3, 5)), queries=queries, keys=keys)
     heads = call.query.shape[1]
     second = random(BATCH, heads, queries, 24, seed=7)
-    call = call._replace(bias=RelativeContent(second, random(heads, 60, 24, seed=8), -20))
+    call = replace(call, bias=RelativeContent(second, random(heads, 60, 24, seed=8), -20))
     one = 4 * heads * queries * -(-keys // 64) * 64  # sequence
     for room, count in ((2 * one - 1, BATCH), (1, BATCH * -(-queries // 64))):
         monkeypatch.setattr(relative, "SCRATCH", room)
@@ -479,7 +479,7 @@ def gradients(
         bias = replace(bias, query=second, relative=relative)
     if bias is not None:
         leaves += bias.tensors
-    output, seen = attend(call._replace(query=query, key=key, value=value, bias=bias))
+    output, seen = attend(replace(call, query=query, key=key, value=value, bias=bias))
     total = (output * random(*output.shape, seed=5, dtype=dtype)).sum()
     for name in fields:
         assert seen is not None
@@ -679,7 +679,7 @@ def test_a_field_without_a_gradient_says_so() -> None:
 def test_a_second_gradient_is_refused() -> None:
     call = make("causal", See(lse=True), queries=20, keys=20)
     query = call.query.requires_grad_()
-    output, _ = run(call._replace(query=query))
+    output, _ = run(replace(call, query=query))
     with pytest.raises(BackendError, match=r"no gradients of gradients.*'tiled'"):
         torch.autograd.grad(output.sum(), query, create_graph=True)
 
@@ -728,7 +728,7 @@ def test_reads_nothing_outside_its_inputs(layout: str) -> None:
 def test_nan_behind_padding_does_not_leak(name: str) -> None:
     only = replace(EVERYTHING, rows=())
     call = make(name, only, keys=77)
-    call = call._replace(mask=Padding([40, 33]))
+    call = replace(call, mask=Padding([40, 33]))
     leaves = [t.requires_grad_() for t in (call.query, *(call.bias.tensors if call.bias else ()))]
 
     def once() -> tuple[Tensor, ...]:

@@ -110,7 +110,7 @@ def make(
 def exactly(call: Call) -> tuple[Tensor, Seen]:
     """What the definition says in float64."""
     inputs = {name: getattr(call, name).double() for name in ("query", "key", "value")}
-    output, seen = reference.run(call._replace(**inputs))
+    output, seen = reference.run(replace(call, **inputs))
     assert seen is not None
     return output, seen
 
@@ -244,7 +244,7 @@ def test_what_is_not_finite_reaches_only_those_who_attend_to_it(bad: float) -> N
 def test_a_bias_that_is_not_finite_stays_behind_the_mask() -> None:
     table = random(8, HEADS)
     table[4:] = math.nan  # the buckets of keys after the query
-    call = make("causal")._replace(bias=RelativeBuckets(table, max_distance=100))
+    call = replace(make("causal"), bias=RelativeBuckets(table, max_distance=100))
     output, seen = run(call)
     assert output.isfinite().all()
     assert seen.received is not None

@@ -54,12 +54,13 @@ def unavailable() -> str | None:
 
 
 def refuses(call: Call) -> str | None:
-    device = call.extent.device.type  # a device as text takes as long as a check
-    if device != "cuda":
-        return f"the tensors are on {device}, and Triton compiles for CUDA devices."
+    if not call.query.is_cuda:
+        return "the tensors are not on a CUDA device, which Triton compiles for."
     if call.see is None and call.bias is None and call.softcap is None:
-        plain = call.extent.queries in (1, call.extent.keys)  # causal at one corner, or not at all
-        if call.mask is None or (isinstance(call.mask, Causal) and plain):
+        # Causal at one corner, or not at all.
+        if call.mask is None or (
+            isinstance(call.mask, Causal) and call.extent.queries in (1, call.extent.keys)
+        ):
             return "PyTorch's own kernel is faster for a plain call."
     return unsupported(call)
 
@@ -221,7 +222,7 @@ _kept_ends = Kept(_ends)
 
 def _rows(call: Call, see: See) -> Tensor:
     """The rows asked for: the reference, on these rows alone."""
-    only = call._replace(see=See(weights=True))
+    only = replace(call, see=See(weights=True))
     queries, keys = call.extent.queries, range(call.extent.keys)
     rows: dict[int, Tensor] = {}
     asked = sorted({row % queries for row in see.rows})

@@ -140,8 +140,7 @@ def _fused(
     if scale <= 0:
         # The causal kernel scales -inf as well: times 0 that is NaN, times less it is +inf.
         query, scale = query * (-1 if scale else 0), -scale or 1.0
-    width, wanted = query.shape[-1], value.shape[-1]
-    padded = width != wanted and query.device.type == "cpu"
+    padded = query.is_cpu and (width := query.shape[-1]) != (wanted := value.shape[-1])
     if padded:
         # The fused CPU kernel takes one width only; zeros change no score and no output.
         missing = (0, abs(width - wanted))
@@ -153,9 +152,9 @@ def _fused(
         query,
         key,
         value,
-        attn_mask=mask,
-        dropout_p=call.dropout,
-        is_causal=causal,
+        mask,
+        call.dropout,
+        causal,
         scale=scale,
         enable_gqa=True if call.groups > 1 else False,  # noqa: SIM210 - a SymBool will not do
     )
