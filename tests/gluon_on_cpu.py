@@ -42,6 +42,8 @@ class Layout:
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self.arguments = arguments, named
 
+    warps_per_cta = property(lambda self: self.arguments[0][1])
+
 
 def _raw(value: Any) -> Any:
     return value.data if isinstance(value, Block) else value
@@ -146,6 +148,7 @@ class Shared:
         return Shared(self.data.permute(order))
 
     dtype = property(lambda self: self.data.dtype)
+    shape = property(lambda self: list(self.data.shape))
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Shared:
         return Shared(self.data.view(-1).view(dtype).view(shape))
@@ -239,7 +242,9 @@ class _Machine:
         if guard is None:
             self.memory[self._words(places)] = what
         elif guard.any():
-            self.memory[self._words(places[guard])] = what.expand(guard.shape)[guard]
+            self.memory[self._words(places.expand(guard.shape)[guard])] = what.expand(guard.shape)[
+                guard
+            ]
 
     def before(self) -> int:
         """How far its memory is from the start of all: larger buffers come first."""

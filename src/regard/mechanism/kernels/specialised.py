@@ -32,7 +32,7 @@ PLACES = 8  # top keys that can be asked for
 SETS = 8  # of a lane's scores, of each of which the highest is kept
 TEAMS = 4  # groups of warps that share tiles
 CARRIED = 64  # width at which the second pass has what queries lose copied with them
-STRIP = 64  # columns of a tile for the top keys
+STRIP = 64  # columns of a tile where all teams are one role
 STAGES = 2  # tiles of keys and of values that are loaded ahead
 TILE_STAGES = {64: 8, 128: 3}  # tiles of queries in the second pass
 KEY_STAGES = {64: 4, 128: 2}  # of keys for the top ones
@@ -43,6 +43,7 @@ POOLED = 2048  # numbers of which a program makes a map's cells at a time
 SHORTEST = {64: 256, 128: 2048}  # queries with which ``backward`` is the faster way
 LAUNCHES = 3  # that draw items: of the forward pass, the second one, and for the top keys
 EARLY: Any = {"num_warps": 4, "launch_pdl": True}  # programs may come before the last launch ends
+ALL_TEAMS: Any = EARLY | {"num_warps": 4 * TEAMS}  # as one role
 DRAWING = 64  # width at which the backward pass draws items; else each program has its own, whole
 FEWEST = 256  # queries: below, most of a block would be empty
 
@@ -290,7 +291,7 @@ def _bins(query: Tensor, keys: int, grid: tuple[int, int] | None) -> _Bins | Non
     return _Bins(together, 1, unit, dealt, together * high // BLOCK)
 
 
-def _dealt_tiles(query: Tensor, bins: _Bins, steps: int) -> Any:
+def _dealt_tiles(query: Tensor, bins: _Bins, steps: int, strip: int | None) -> Any:
     """The queries in the order in which a tile holds them: [groups, turns, lanes, pairs, width].
 
     Or one of its steps: these have some of its groups, or where it is one, some of the turns.
@@ -305,15 +306,15 @@ def _dealt_tiles(query: Tensor, bins: _Bins, steps: int) -> Any:
     strides = (LANES * high * row, PAIR * row, high * row, row, 1)
     together = bins.a_tile // LANES
     turns = high // PAIR if together >= steps else high // PAIR // steps
-    block = (max(together // steps, 1), turns, LANES, PAIR, width)
+    block = (max(together // steps, 1), turns, LANES, PAIR, strip or width)
     return _tiles(query, shape, strides, block)
 
 
-def _query_tiles(query: Tensor, bins: _Bins, steps: int = 1) -> Any:
+def _query_tiles(query: Tensor, bins: _Bins, steps: int = 1, strip: int | None = None) -> Any:
     """Tiles of queries, or steps of them, dealt out where bins want it."""
     if bins.dealt is None:
-        return _described(query, BLOCK // steps)
-    return _dealt_tiles(query, bins, steps)
+        return _described(query, BLOCK // steps, strip)
+    return _dealt_tiles(query, bins, steps, strip)
 
 
 def _dealt_rows(bins: _Bins) -> int:
@@ -463,7 +464,7 @@ def columns(
     if not causal:
         work = _sharing(work, sizes.tiles, sizes.together)
     read = (
-        _query_tiles(query, bins), _described(key, ROWS),
+        _query_tiles(query, bins, strip=STRIP), _described(key, ROWS, STRIP),
         _described_rows(drop) if width == CARRIED else drop, bins.dealt or Dealt(),
         found.get("received"),
     )  # fmt: skip
@@ -474,13 +475,13 @@ def columns(
     drawn = _undrawn(query) if drawn is None else drawn[1:]
     _kernels().columns[(work.programs,)](
         *read, None, *written, drawn, done, *work.whole, *sizes, **given, DIAGONAL=diagonal,
-        CUT=False, **EARLY,
+        CUT=False, **ALL_TEAMS,
     )  # fmt: skip
     if work.cut:
         kept = drop.new_empty(work.programs, 2, TEAMS * ROWS)
         _kernels().columns[(work.programs,)](
             *read, kept, *written, None, None, *work, *sizes, **given, DIAGONAL=False, CUT=True,
-            **EARLY,
+            **ALL_TEAMS,
         )  # fmt: skip
         if "received" in found:
             _kernels().add[(work.cut,)](found["received"], kept, *work, *sizes, num_warps=4)
@@ -613,5 +614,5 @@ def top(
         *found.values(), drawn, *work, queries, keys, -(-keys // BLOCK), int(ready),
         structure.scale * LOG2E, D=width, STAGES=KEY_STAGES[width], CAUSAL=causal,
         EVEN=(keys - queries if causal else keys) % BLOCK == 0, COUNT=count,
-        **(EARLY | {"num_warps": 4 * TEAMS}),
+        **ALL_TEAMS,
     )  # fmt: skip

@@ -8,11 +8,7 @@ block they become a list for each row, which two threads put in order by a netwo
 Gluon has no shared memory in which a thread may go where it likes. So this is PTX, one instruction
 or a few at a time.
 
-All teams are one role here, and hold their rows as one tensor. So there is one copy of the code
-instead of four, and it stays in the instruction cache. But a team is to go on when it can, and may
-have fewer tiles than another: nothing here is waited for by all of them. What differs between teams
-is made of ``_team()``, a number that Triton takes for the same everywhere; and barriers are waited
-for and arrived at in PTX, where Triton would have all warps wait for each other.
+All teams are one role; see together.py.
 """
 
 from triton.experimental import gluon
@@ -50,14 +46,29 @@ from regard.mechanism.kernels.hopper.roles import (
     of_both,
     part_of,
     tell_next,
-    the_same,
     wide,
+)
+from regard.mechanism.kernels.hopper.together import (
+    HELD,
+    STRIP,
+    await_alone,
+    fill_rows,
+    is_there,
+    mark,
+    own_place,
+    read,
+    read_two,
+    release_alone,
+    ring_in,
+    room_after,
+    scores,
+    slips_in,
+    team_of_thread,
+    told_alone,
 )
 from regard.mechanism.kernels.structure import Work
 
-HELD = gl.constexpr(TEAMS * ROWS)  # rows of one tensor: those of all teams
 THREADS = gl.constexpr(ROWS // 2 * LANES)  # of a team: each has two rows
-STRIP = gl.constexpr(64)  # columns of queries and keys that are loaded as a tile
 PAIRS = gl.constexpr(BLOCK // (LANES * PAIR))  # of a row's scores in a tile that it has
 FOUR = gl.constexpr(4)  # scores that it has side by side: a pair of each row
 ENTRY = gl.constexpr(8)  # bytes of a score and its key, or of a pair of scores
@@ -71,9 +82,8 @@ MOST = gl.constexpr(28)  # that can be, if need be
 LIST = gl.constexpr(240)  # bytes from one row's list to the next; its length is after it
 LENGTH = gl.constexpr(MOST * ENTRY)
 PLACES = gl.constexpr(8)  # of a row that can be asked for
-LINE = gl.constexpr(2 * THREADS * 4)  # bytes of a line of shared memory
-# The first lines are slots and lists. Then each ring has two for its barriers, ``full`` and
-# ``empty``, word of what comes next has one, and so has what shows where the lines begin.
+# The first lines of the room, which is the largest buffer, are slots and lists. Then each ring has
+# two for its barriers, word of what comes next has one, and so has what shows where they are.
 Q_FULL, K_FULL, SLIPS, MARKS = (gl.constexpr(TEAMS * SLOTS + i) for i in (0, 2, 4, 5))
 COUNTED = gl.constexpr(8388608.0)  # 2**23: what is added to it up to 2**23 is its last bits
 LOST = gl.constexpr(63)  # what a thread is said to have that had no room: more than any list has
@@ -83,20 +93,6 @@ LOST = gl.constexpr(63)  # what a thread is said to have that had no room: more 
 def _ahead(D):
     """Blocks of queries that there is room for."""
     return 128 // D
-
-
-@gluon.jit
-def _fill_queries(
-    ring, place, desc, batch, head, row, half, D: gl.constexpr, CAUSAL: gl.constexpr
-):  # fmt: skip
-    """Have the queries of a block loaded, for which there is room: strip by strip, by teams."""
-    full = ring[1].index(place[0])
-    mbarrier.expect(full, TEAMS * ROWS * D * 2)
-    for strip in gl.static_range(D // STRIP):
-        for team in gl.static_range(TEAMS):
-            at = [batch, head, row + part_of(half, team, CAUSAL) * ROWS, strip * STRIP]
-            tile = ring[0].index((place[0] * (D // STRIP) + strip) * TEAMS + team)
-            tma.async_copy_global_to_shared(desc, at, full, tile)
 
 
 @gluon.jit
@@ -126,7 +122,7 @@ def _load_keys(loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constex
             row = block * (TEAMS * ROWS)
             await_room(q_ring, q_place)
             tell_next(slips, q_place, item, half, after, work, CAUSAL, False, False)
-            _fill_queries(q_ring, q_place, q_desc, batch, head, row, half, D, CAUSAL)
+            fill_rows(q_ring, q_place, q_desc, batch, head, row, half, D, CAUSAL)
             stop = _last_tile(row + (TEAMS - 1) * ROWS, offset, tiles, CAUSAL) + 1
             for i in range(stop):
                 key = (stop - 1 - i) * BLOCK
@@ -267,101 +263,6 @@ def _tell_keys(at, kept, before, since, bars, key, ends):
 
 
 @gluon.jit
-def _mark(room):
-    """Write numbers to a line of shared memory."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [HELD // BAND], [0])
-    marks = gl.arange(0, 2 * THREADS, layout)
-    room.index(MARKS).store(marks)
-    return marks
-
-
-@gluon.jit
-def _begins(room):
-    """Where shared memory begins, and whether the room does there.
-
-    Triton puts the largest buffer first, and that is this one.
-    """
-    begin = gl.inline_asm_elementwise(
-        "{ mov.u32 $0, global_smem; add.u32 $0, $0, $1; }", "=r,r", [gl.to_tensor(0)], gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-    marks = _mark(room)
-    gl.thread_barrier()
-    same = _read(begin + MARKS * LINE + marks * 4) == marks
-    return begin, gl.min(same.to(gl.int32), 0) > 0
-
-
-@gluon.jit
-def _ring_in(
-    room, desc, TILES: gl.constexpr, SLOTS: gl.constexpr, FULL: gl.constexpr, begin
-):  # fmt: skip
-    """As ``ring_of``, with barriers in two lines of the room, and where the first begins."""
-    tiles = gl.allocate_shared_memory(desc.dtype, [TILES] + desc.block_shape, desc.layout)  # noqa: RUF005
-    kind: gl.constexpr = mbarrier.MBarrierLayout()
-    full = room.index(FULL)._reinterpret(gl.int64, [LINE // 8, 1], kind)
-    empty = room.index(FULL + 1)._reinterpret(gl.int64, [LINE // 8, 1], kind)
-    for slot in gl.static_range(SLOTS):
-        mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=TEAMS * 4)  # each warp arrives by itself
-    return tiles, full, empty, begin + FULL * LINE
-
-
-@gluon.jit
-def _await(ring, place):
-    """As ``await_tile``, each warp by itself."""
-    slot, odd = place
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared.b64 p, [$1], $2; @!p bra AGAIN; "
-        "mov.b32 $0, $1; }",
-        "=r,r,r", [ring[3] + slot * 8, odd], gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _release(ring, place):
-    """As ``release``, each warp by itself."""
-    gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
-        "bar.warp.sync -1; @p mbarrier.arrive.shared.b64 _, [$1]; mov.b32 $0, $1; }",
-        "=r,r", [ring[3] + (LINE + place[0] * 8)], gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _next_told(begin, place):
-    """As ``next_told``."""
-    both, flat = _read_two(begin + (SLIPS * LINE + place[0] * 8))
-    return the_same(flat), the_same(both)
-
-
-@gluon.jit
-def _team():
-    """Which team a thread is of."""
-    team = gl.inline_asm_elementwise(
-        "{ mov.u32 $0, %tid.x; shr.u32 $0, $0, 7; add.u32 $0, $0, $1; }", "=r,r",
-        [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
-    return the_same(team)
-
-
-@gluon.jit
-def _scores(q_ring, q_place, k_ring, place, mine, D: gl.constexpr):
-    """Of all teams' rows and a tile, when they are there."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [HELD // BAND, 1], [16, BLOCK, 16])
-    kind: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    VIEWS: gl.constexpr = TEAMS * ROWS // HELD
-    STRIPS: gl.constexpr = D // STRIP
-    shape: gl.constexpr = [_ahead(D) * STRIPS * VIEWS, HELD, STRIP]
-    queries = q_ring[0]._reinterpret(q_ring[0].dtype, shape, kind)
-    s = gl.zeros([HELD, BLOCK], gl.float32, layout)
-    for strip in gl.static_range(STRIPS):
-        q = queries.index((q_place[0] * STRIPS + strip) * VIEWS + mine)
-        k = k_ring[0].index(place[0] * STRIPS + strip).reshape([BLOCK, STRIP]).permute((1, 0))
-        s = hopper.warpgroup_mma(q, k, s, use_acc=strip > 0, is_async=True)
-    return hopper.warpgroup_mma_wait(0, deps=[s])
-
-
-@gluon.jit
 def _known_here(x):
     """As if it were not known before: what follows from it is not kept for all blocks."""
     return gl.inline_asm_elementwise(
@@ -374,23 +275,6 @@ def _in_step():
     """Have the threads of a warp see what each of them wrote: its rows' lists are its own."""
     gl.inline_asm_elementwise(
         "{ bar.warp.sync -1; mov.b32 $0, $1; }", "=r,r", [gl.to_tensor(0)], gl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@gluon.jit
-def _read(at):
-    """A number from shared memory."""
-    return gl.inline_asm_elementwise(
-        "{ ld.shared.b32 $0, [$1]; }", "=r,r", [at], gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _read_two(at):
-    """Two numbers from shared memory."""
-    return gl.inline_asm_elementwise(
-        "{ ld.shared.v2.b32 {$0, $1}, [$2]; }", "=r,=r,r", [at], (gl.int32, gl.int32),
         is_pure=False, pack=1,
     )  # fmt: skip
 
@@ -581,7 +465,7 @@ def _order(lists):
     second = gl.arange(0, 2, gl.SliceLayout(0, of_two))[None, :]
     begin = _list_of(lists, row)
     room = lists + row // BAND * ROOM + BAND * LIST + row % BAND * (PLACES * ENTRY)  # not a list's
-    length = _read(begin + LENGTH)
+    length = read(begin + LENGTH)
     again = gl.inline_asm_elementwise(
         _ordering(LISTED, MOST), "=&r,r,r,r,r,r",
         [begin[:, None], room[:, None], second * ENTRY, length[:, None], near], gl.int32,
@@ -599,7 +483,7 @@ def _order(lists):
 @gluon.jit
 def _tell(at, length, lse, Left, Weights, Keys, first, rows_left, c, COUNT: gl.constexpr):
     """Write the COUNT highest of each list, of a team's rows from ``first`` on."""
-    s, key = _read_two(at)
+    s, key = read_two(at)
     s = s.to(gl.float32, bitcast=True)
     _in_step()  # from here on the lists are slots again
     row = gl.arange(0, HELD, gl.SliceLayout(1, at.type.layout)) % ROWS
@@ -643,10 +527,8 @@ def _find(
     of_places: gl.constexpr = gl.SliceLayout(1, _by_pairs(PLACES))
     lane = gl.arange(0, LANES, gl.SliceLayout(0, of_lanes))[None, :]
     both = gl.arange(0, HELD // 2, gl.SliceLayout(1, of_lanes))[:, None]
-    team = _team()
-    mine = (
-        team if HELD == ROWS else 0
-    )  # a role of its own, as in the interpreter, has its own place
+    team = team_of_thread()
+    mine = own_place(team)
     lists = begin + mine * (HELD // BAND * ROOM)
     slots = lists + (both * LANES + lane) * SPAN
     begins = slots, slots + (SPAN - ENTRY)
@@ -676,26 +558,27 @@ def _find(
         careful = 1  # tiles in which some pair is masked
         if CAUSAL and not EVEN:
             careful = last + 1 - (row + offset + 1) // BLOCK
-        _await(q_ring, q_place)
+        await_alone(q_ring, q_place)
         ahead = _last_tile(row + (TEAMS - 1 - part) * ROWS, offset, tiles, CAUSAL) - last
         for _ in range(ahead):
-            _await(k_ring, place)
-            _release(k_ring, place)
+            await_alone(k_ring, place)
+            release_alone(k_ring, place)
             place = following(place, STAGES)
         # One loop for all tiles: the first by itself is a fifth more code, and takes longer.
         for tile in range(last + 1):
-            _await(k_ring, place)
-            s = _scores(q_ring, q_place, k_ring, place, mine, D)
-            _release(k_ring, place)
+            await_alone(k_ring, place)
+            s = scores(q_ring, q_place, k_ring, place, mine, _ahead(D), D)
+            s = hopper.warpgroup_mma_wait(0, deps=[s])
+            release_alone(k_ring, place)
             place = following(place, STAGES)
             if tile == last:
-                told = _next_told(begin, q_place)
-                _release(q_ring, q_place)
+                told = told_alone(begin + SLIPS * (2 * THREADS * 4), q_place)
+                release_alone(q_ring, q_place)
             key = (last - tile) * BLOCK
-            scores = by_lanes(s)
+            by_lane = by_lanes(s)
             kept = nothing, nothing
             if CAUSAL and EVEN:
-                near, far = in_two(scores)
+                near, far = in_two(by_lane)
                 if tile < careful:
                     at_half = gl.convert_layout(query_at, along(near.type.layout, 3, 0))
                     near = gl.where(may_see(near, at_half, key, keys, CAUSAL), near, NOTHING)
@@ -707,9 +590,9 @@ def _find(
             else:
                 if CAUSAL or not EVEN:
                     if tile < careful:
-                        seen = may_see(scores, query_at, key, keys, CAUSAL)
-                        scores = gl.where(seen, scores, NOTHING)
-                at, kept = _keep(_in_fours(scores), bars, at, kept, ends, 0)
+                        seen = may_see(by_lane, query_at, key, keys, CAUSAL)
+                        by_lane = gl.where(seen, by_lane, NOTHING)
+                at, kept = _keep(_in_fours(by_lane), bars, at, kept, ends, 0)
             if (tile % 2 == 1) | (tile == last):
                 at = _tell_keys(at, kept, before, since, bars, key + lane * PAIR, ends)
                 since = at
@@ -724,7 +607,7 @@ def _find(
         _list(slots, at, bars, here)
         places, length = _order(here)
         _tell(places, length, lse, Left, Weights, Keys, first + row, queries - row, c, COUNT)
-    _mark(room)  # until here it is in use
+    mark(room, MARKS)  # until here it is in use
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "tiles", "ready"])
@@ -746,11 +629,12 @@ def top(
     offset = keys - queries
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     room = gl.allocate_shared_memory(gl.int32, [MARKS + 1, 2 * THREADS], plain)
-    begin, found = _begins(room)
+    begin = room_after(0)
+    found = is_there(room, begin, MARKS)
     STRIPS: gl.constexpr = D // STRIP
-    q_ring = _ring_in(room, q_desc, _ahead(D) * STRIPS * TEAMS, _ahead(D), Q_FULL, begin)
-    k_ring = _ring_in(room, k_desc, STAGES * STRIPS, STAGES, K_FULL, begin)
-    slips = room.index(SLIPS)._reinterpret(gl.int64, [LINE // 8, 1], plain)
+    q_ring = ring_in(room, q_desc, _ahead(D) * STRIPS * TEAMS, _ahead(D), Q_FULL, begin)
+    k_ring = ring_in(room, k_desc, STAGES * STRIPS, STAGES, K_FULL, begin)
+    slips = slips_in(room, SLIPS)
     hopper.fence_async_shared()
     sizes = queries, keys, offset, tiles, c
     shared = (

@@ -252,9 +252,9 @@ def _differentiate_block(
     cell = head * sizes.bins * units + block * (BLOCK // UNIT) + PART * (ROWS // UNIT)
     if MAP and DONE and CAUSAL:
         for row in range(begin // per_bin):
-            put_nothing(Map + cell, row * STEP_BINS * units, units, UNIT, STEP_BINS)
+            put_nothing(Map + cell, row * STEP_BINS * units, units, ROWS, UNIT, STEP_BINS)
             if MAP_PEAK:
-                put_nothing(MapPeak + cell, row * STEP_BINS * units, units, UNIT, STEP_BINS)
+                put_nothing(MapPeak + cell, row * STEP_BINS * units, units, ROWS, UNIT, STEP_BINS)
     cells = Map, MapPeak, units, 1 / (sizes.per_bin * HIGH)
     query_at = (head * end + begin) * (QUERIES * D) + PART * (ROWS * 64)
     next_bin = (begin // per_bin + 1) * per_bin

@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 """Sums over queries; see columns.py.
 
-Four groups of warps have 64 keys each, and all go over the queries.
+Four groups of warps have 64 keys each, and all go over the queries. They are one role; see
+together.py.
 """
 
 from triton.experimental import gluon
@@ -20,7 +21,6 @@ from regard.mechanism.kernels.hopper.roles import (
     along,
     await_launch,
     await_room,
-    await_tile,
     block_of,
     block_told,
     carried,
@@ -33,18 +33,35 @@ from regard.mechanism.kernels.hopper.roles import (
     is_done,
     item_at,
     next_number,
-    next_told,
     part_of,
-    release,
-    ring_of,
-    slips_of,
     slot_of,
     tell_next,
     told_of,
     wide,
     within_cut,
 )
+from regard.mechanism.kernels.hopper.together import (
+    HELD,
+    STRIP,
+    await_alone,
+    fill_rows,
+    is_there,
+    must_be,
+    own_place,
+    release_alone,
+    ring_in,
+    room_after,
+    scores,
+    slips_in,
+    team_of_thread,
+    told_alone,
+)
 from regard.mechanism.kernels.structure import Sizes, Work
+
+# Lines of the room: each ring has two for its barriers, word of what comes next has one, and so has
+# what shows where they are.
+K_FULL, Q_FULL, SLIPS, MARKS = (gl.constexpr(at) for at in (0, 2, 4, 5))
+WIDTH = gl.constexpr(32)  # numbers of a line
 
 
 @gluon.jit
@@ -54,7 +71,7 @@ def _by_bins(p, BINS: gl.constexpr):
     What a bin has lies along . and PAIR, and with one or two bins a tile along LANES too.
     """
     A: gl.constexpr = BINS // LANES if BINS >= LANES else BINS
-    return gl.reshape(p, [ROWS, A, p.shape[1] // (A * LANES * PAIR), LANES, PAIR])
+    return gl.reshape(p, [p.shape[0], A, p.shape[1] // (A * LANES * PAIR), LANES, PAIR])
 
 
 @gluon.jit
@@ -79,7 +96,7 @@ def _causal(parts, first, BINS: gl.constexpr, HIGH: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _exchanged(rows, parts, lanes):
+def _exchanged(warps, rows, parts, lanes):
     """[warps, 2, rows, parts, 2, lanes], where a thread has both rows, and one part of two.
 
     It had both parts, and one row of two: so it gives one number of two away, and gets one.
@@ -93,9 +110,9 @@ def _exchanged(rows, parts, lanes):
             [0, 0, 0, 0, 1, 0],
             *[[0, 0, 0, 0, 0, bit] for bit in reversed(bits) if LANES <= bit < lanes],
         ],
-        [[1, 0, 0, 0, 0, 0], [2, 0, 0, 0, 0, 0]],
+        [[bit, 0, 0, 0, 0, 0] for bit in bits if bit < warps],
         [],
-        [ROWS // BAND, 2, rows, parts, 2, lanes],
+        [warps, 2, rows, parts, 2, lanes],
     )
 
 
@@ -117,7 +134,7 @@ def _over_rows(x, LARGEST: gl.constexpr):
     N: gl.constexpr = x.shape[3]
     if R > 0 and P > 0:
         pairs = gl.reshape(x, [WARPS, 2, R, P, 2, N])
-        pairs = gl.convert_layout(pairs, _exchanged(R, P, N))
+        pairs = gl.convert_layout(pairs, _exchanged(WARPS, R, P, N))
         half = gl.reshape(_over(pairs, 1, LARGEST), [WARPS, R, P, 2 * N])
         found = _over_rows(half, LARGEST)
     else:
@@ -135,18 +152,19 @@ def _put(
     DONE: those are a cell, whose sum is an average once it is multiplied by ``per_query``.
     """
     A: gl.constexpr = sums.shape[1]
+    R: gl.constexpr = sums.shape[0]
     if BINS >= LANES:
-        cells = gl.reshape(sums, [ROWS // BAND, BAND // UNIT, UNIT // 8, 8, A, LANES])
+        cells = gl.reshape(sums, [R // BAND, BAND // UNIT, UNIT // 8, 8, A, LANES])
         cells = gl.permute(_over(cells, 2, LARGEST), (0, 2, 1, 3, 4))
-        cells = gl.reshape(cells, [ROWS // BAND, 8, BAND // UNIT * A, LANES])
+        cells = gl.reshape(cells, [R // BAND, 8, BAND // UNIT * A, LANES])
         cells = _over_rows(cells, LARGEST)
-        cells = gl.reshape(cells, [ROWS // UNIT, BINS])
+        cells = gl.reshape(cells, [R // UNIT, BINS])
     else:
-        cells = gl.reshape(sums, [ROWS // UNIT, UNIT, A, LANES])
+        cells = gl.reshape(sums, [R // UNIT, UNIT, A, LANES])
         cells = _over(_over(cells, 1, LARGEST), 2, LARGEST)
     if DONE and not LARGEST:
         cells = cells * per_query
-    unit = gl.arange(0, ROWS // UNIT, gl.SliceLayout(1, cells.type.layout))
+    unit = gl.arange(0, R // UNIT, gl.SliceLayout(1, cells.type.layout)) % (ROWS // UNIT)
     bin_at = gl.arange(0, BINS, gl.SliceLayout(0, cells.type.layout))
     gl.store(Cells + at + bin_at[None, :] * units + unit[:, None], cells)
 
@@ -178,12 +196,14 @@ def longer(pooled, largest, sums, peaks, here, next_bin, at, per_bin, units):
 
 
 @gluon.jit
-def put_nothing(Cells, at, units, UNIT: gl.constexpr, BINS: gl.constexpr):
-    """Write zeros instead."""
-    layout: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [1, 4], [0, 1])
-    unit = gl.arange(0, ROWS // UNIT, gl.SliceLayout(1, layout))
+def put_nothing(Cells, at, units, R: gl.constexpr, UNIT: gl.constexpr, BINS: gl.constexpr):
+    """Write zeros instead, for R keys."""
+    layout: gl.constexpr = gl.BlockedLayout(  # each team has units of its own
+        [1, 1], [ROWS // UNIT, 32 * UNIT // ROWS], [R // ROWS, 4], [1, 0]
+    )
+    unit = gl.arange(0, R // UNIT, gl.SliceLayout(1, layout)) % (ROWS // UNIT)
     bin_at = gl.arange(0, BINS, gl.SliceLayout(0, layout))
-    nothing = gl.zeros([ROWS // UNIT, BINS], gl.float32, layout)
+    nothing = gl.zeros([R // UNIT, BINS], gl.float32, layout)
     gl.store(Cells + (at + bin_at[None, :] * units + unit[:, None]), nothing)  # in 32 bits
 
 
@@ -213,33 +233,6 @@ def _stretch(program, number, block, work, sizes, CAUSAL: gl.constexpr, CUT: gl.
 
 
 @gluon.jit
-def _fill_teams(ring, place, desc, batch, head, row, D: gl.constexpr):
-    """Have the rows of a block loaded, for which there is room, those of each team as a tile."""
-    full = ring[1].index(place[0])
-    mbarrier.expect(full, TEAMS * ROWS * D * 2)
-    for part in gl.static_range(TEAMS):
-        tile = ring[0].index(place[0] * TEAMS + part)
-        tma.async_copy_global_to_shared(desc, [batch, head, row + part * ROWS, 0], full, tile)
-
-
-@gluon.jit
-def _await_team(ring, place, part, D: gl.constexpr):
-    """The rows of a team, once they are loaded."""
-    slot, odd = place
-    mbarrier.wait(ring[1].index(slot), odd)
-    return ring[0].index(slot * TEAMS + part).reshape([ROWS, D])
-
-
-@gluon.jit
-def _product(rows, ring, place, D: gl.constexpr):
-    """The scores of a team's rows and a tile, on their way."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
-    zeros = gl.zeros([ROWS, BLOCK], gl.float32, layout)
-    tile = await_tile(ring, place).reshape([BLOCK, D]).permute((1, 0))
-    return hopper.warpgroup_mma(rows, tile, zeros, use_acc=False, is_async=True)
-
-
-@gluon.jit
 def _load_columns(
     loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAUSAL: gl.constexpr,
     CUT: gl.constexpr,
@@ -262,16 +255,20 @@ def _load_columns(
                 key = block * (TEAMS * ROWS)
                 await_room(k_ring, team_place)
                 tell_next(slips, team_place, item, half, after, work, CAUSAL, True, CUT)
-                _fill_teams(k_ring, team_place, k_desc, batch, head // work.groups, key, D)
+                fill_rows(
+                    k_ring, team_place, k_desc, batch, head // work.groups, key, half, D, CAUSAL
+                )  # fmt: skip
                 for i in range(begin, end):
-                    if BINS >= LANES:
-                        outer = batch * dealt.batch + head * dealt.head + i * (BINS // LANES)
-                        at = [outer, 0, 0, 0, head * dealt.inner]
-                    else:
-                        at = [batch, head, i * BLOCK, 0]
-                    tile, full = await_room(q_ring, place)
+                    _, full = await_room(q_ring, place)
                     mbarrier.expect(full, BLOCK * (D * 2 + (4 if CARRIED else 0)))
-                    tma.async_copy_global_to_shared(q_desc, at, full, tile)
+                    for strip in gl.static_range(D // STRIP):
+                        if BINS >= LANES:
+                            outer = batch * dealt.batch + head * dealt.head + i * (BINS // LANES)
+                            at = [outer, 0, 0, 0, head * dealt.inner + strip * STRIP]
+                        else:
+                            at = [batch, head, i * BLOCK, strip * STRIP]
+                        tile = q_ring[0].index(place[0] * (D // STRIP) + strip)
+                        tma.async_copy_global_to_shared(q_desc, at, full, tile)
                     if CARRIED:
                         if not early:
                             await_launch()
@@ -308,25 +305,25 @@ def sums_of(parts, PEAK: gl.constexpr):
         # once, where they come one after the other.
         A: gl.constexpr = parts.shape[1]
         T: gl.constexpr = parts.shape[2]
-        row = gl.reshape(gl.permute(parts, (0, 1, 3, 2, 4)), [ROWS, A, LANES, T * PAIR])
+        row = gl.reshape(gl.permute(parts, (0, 1, 3, 2, 4)), [parts.shape[0], A, LANES, T * PAIR])
         peaks = gl.max(row.to(gl.int32, bitcast=True), 3).to(gl.float32, bitcast=True)
         peaks = gl.convert_layout(peaks, sums.type.layout)
     return sums, peaks
 
 
 @gluon.constexpr_function
-def _fours(count):
+def _fours(count, warps):
     """A number for each of some queries: a lane has four in sixteen, and all rows have the same."""
     more = [[bit] for bit in (16, 32, 64) if bit < count]
     return gl.DistributedLinearLayout(
-        [[1], [2], *more], [[4], [8], [0], [0], [0]], [[0], [0]], [], [count]
+        [[1], [2], *more], [[4], [8], [0], [0], [0]], [[0]] * (warps.bit_length() - 1), [], [count]
     )
 
 
 @gluon.jit
 def carried_with(rows, place, COUNT: gl.constexpr, layout: gl.constexpr):
     """Numbers that were copied with COUNT queries, one of each, ``by_fours``."""
-    found = rows.index(place[0]).reshape([COUNT]).load(_fours(COUNT))
+    found = rows.index(place[0]).reshape([COUNT]).load(_fours(COUNT, layout.warps_per_cta[0]))
     found = gl.reshape(found, [COUNT // (LANES * 2 * PAIR), LANES, 2, PAIR])
     found = gl.reshape(gl.permute(found, (0, 2, 1, 3)), [COUNT])
     return gl.convert_layout(found, gl.SliceLayout(0, layout))
@@ -355,45 +352,38 @@ def _whole(near, far, layout: gl.constexpr):
 
 @gluon.jit
 def _sums_on_diagonal(
-    s, drop, c, first, layout: gl.constexpr,
-    LATER: gl.constexpr, BINS: gl.constexpr, PEAK: gl.constexpr,
+    s, drop, c, first, later, layout: gl.constexpr, BINS: gl.constexpr, PEAK: gl.constexpr
 ):  # fmt: skip
-    """``sums_of`` a tile on the diagonal, for its first 64 keys or, LATER, its last.
+    """``sums_of`` a tile on the diagonal, for its first 64 keys or, if ``later``, its last.
 
     All of the last queries see the first keys, and none of the first ones the last keys.
     """
     HIGH: gl.constexpr = BLOCK // BINS
     near, far = _halves(s * c + drop)
-    far = _by_bins(gl.exp2(far), BINS // 2)
-    if LATER:
-        far = _causal(far, first - BLOCK // 2, BINS // 2, HIGH)
+    far = _causal(_by_bins(gl.exp2(far), BINS // 2), first - BLOCK // 2, BINS // 2, HIGH)
     sums, peaks = sums_of(far, PEAK)
     early, early_peaks = gl.full_like(sums, 0.0), gl.full_like(peaks, 0.0)
-    if not LATER:
-        near = _causal(_by_bins(gl.exp2(near), BINS // 2), first, BINS // 2, HIGH)
-        early, early_peaks = sums_of(near, PEAK)
+    if later == 0:
+        parts = _causal(_by_bins(gl.exp2(near), BINS // 2), first, BINS // 2, HIGH)
+        early, early_peaks = sums_of(parts, PEAK)
     return _whole(early, sums, layout), _whole(early_peaks, peaks, layout)
 
 
 @gluon.jit
 def _receive_block(
-    shared, flat, block, part, begin, end, place, team_place,
-    PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
+    shared, flat, block, part, begin, end, place, team_place, team,
+    D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
     UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     DIAGONAL: gl.constexpr, RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
     DONE: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """What the 64 keys get of the queries in tiles ``begin`` to ``end``; see attend.py."""
-    k_ring, slips, q_ring, drops, Received, Kept, Map, MapPeak, _, _, sizes, c, _ = shared
+    k_ring, told_at, q_ring, drops, Received, Kept, Map, MapPeak, _, _, sizes, c, _ = shared
     CARRIED: gl.constexpr = carried(D)
-    # 0, but the compiler does not know: else what follows from it is made before all blocks, and
-    # kept in memory, from where it comes late.
-    here = block >> 30 if CAUSAL and D == 128 else 0
-    end += here
-    tiles, per_bin, bins = sizes.tiles + here, sizes.per_bin, sizes.bins
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
+    tiles, per_bin, bins = sizes.tiles, sizes.per_bin, sizes.bins
+    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [HELD // BAND, 1], [16, BLOCK, 16])
     first = block * (TEAMS * ROWS) + part * ROWS
-    key_at = first + gl.arange(0, ROWS, gl.SliceLayout(1, layout)) - sizes.offset
+    key_at = first + gl.arange(0, HELD, gl.SliceLayout(1, layout)) % ROWS - sizes.offset
     units = sizes.units
     cell = wide(flat * bins, units) + block * (TEAMS * ROWS // UNIT)
     cell += part * (ROWS // UNIT)
@@ -409,9 +399,9 @@ def _receive_block(
         if LONG:
             unseen, row = unseen // per_bin, row // per_bin
         for i in range(unseen, row):
-            put_nothing(Map + cell, i * BINS * units, units + here, UNIT, BINS)
+            put_nothing(Map + cell, i * BINS * units, units, HELD, UNIT, BINS)
             if MAP_PEAK:
-                put_nothing(MapPeak + cell, i * BINS * units, units + here, UNIT, BINS)
+                put_nothing(MapPeak + cell, i * BINS * units, units, HELD, UNIT, BINS)
     per_query = BINS / BLOCK
     if LONG:
         per_query = BINS / (per_bin * BLOCK)
@@ -420,13 +410,15 @@ def _receive_block(
         drop_at = drops + (flat * tiles).to(gl.int64) * BLOCK
         drop_at += gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
         drop = gl.load(drop_at + start * BLOCK)
-    k = _await_team(k_ring, team_place, part, D)
+    mine = own_place(team)
+    await_alone(k_ring, team_place)
     for _ in range(begin, start):
-        await_tile(q_ring, place)
-        release(q_ring, place)
+        await_alone(q_ring, place)
+        release_alone(q_ring, place)
         place = following(place, STAGES)
     # The first tile by itself: where queries and keys end EVEN, no other is masked.
-    s = _product(k, q_ring, place, D)
+    await_alone(q_ring, place)
+    s = scores(k_ring, team_place, q_ring, place, mine, 2, D)
     if CARRIED:
         drop = carried_with(drops, place, BLOCK, layout)
     s = hopper.warpgroup_mma_wait(0, deps=[s])
@@ -435,7 +427,7 @@ def _receive_block(
     of_bins: gl.constexpr = sums_of(_by_bins(s, BINS), False)[0].type.layout
     if DIAGONAL:
         pooled, largest = _sums_on_diagonal(
-            s, drop[None, :], c, here, of_bins, PART % 2 == 1, BINS, MAP_PEAK
+            s, drop[None, :], c, here, team % 2, of_bins, BINS, MAP_PEAK
         )
     else:
         parts = weights_of(s, drop[None, :], c, here, True, BINS, HIGH, CAUSAL)
@@ -448,11 +440,12 @@ def _receive_block(
     for tile in range(start + 1, end):
         if not CARRIED:
             drop = gl.load(drop_at + tile * BLOCK)
-        # Not before the tile is through: the warps of a group wait for each other to release, and
-        # here they do so anyway for the product. What is loaded after that wait comes too late.
-        release(q_ring, place)
+        # Not before the tile is through: what goes with it is read by then. What is loaded after
+        # the wait for the product comes too late.
+        release_alone(q_ring, place)
         place = following(place, STAGES)
-        s = _product(k, q_ring, place, D)
+        await_alone(q_ring, place)
+        s = scores(k_ring, team_place, q_ring, place, mine, 2, D)
         if CARRIED:
             drop = carried_with(drops, place, BLOCK, layout)
         s = hopper.warpgroup_mma_wait(0, deps=[s])
@@ -469,12 +462,12 @@ def _receive_block(
             pooled, largest, at = sums, peaks, cell + tile * BINS * units
         put_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
         received += gl.sum(sums, 1)
-    release(q_ring, place)
-    told = next_told(slips, team_place)
-    release(k_ring, team_place)
+    release_alone(q_ring, place)
+    told = told_alone(told_at, team_place)
+    release_alone(k_ring, team_place)
     if RECEIVED:
         received = gl.sum(received, 1)
-        at = first + gl.arange(0, ROWS, received.type.layout)
+        at = first + gl.arange(0, HELD, received.type.layout) % ROWS
         if not CUT or (begins & (end == tiles)):
             gl.store(Received + wide(flat, sizes.keys) + at, received, mask=at < sizes.keys)
         else:
@@ -486,13 +479,14 @@ def _receive_block(
 @gluon.jit
 def _receive(
     shared,
-    PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
+    D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
     UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     DIAGONAL: gl.constexpr, RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
     DONE: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: its 64 keys of every block of keys, and all queries."""
+    """All teams: the 64 keys of each in every block of keys, and all queries."""
     Done, work, sizes, _c, told = shared[8:]
+    team = team_of_thread()
     place = first_place()
     team_place = first_place()
     number, _ = first_numbers(work, CUT)
@@ -504,11 +498,11 @@ def _receive(
             await_launch()
     while told[0] >= 0:
         flat, block, half = block_told(told)
-        part = part_of(half, PART, CAUSAL)
+        part = part_of(half, team, CAUSAL)
         begin, end = _stretch(gl.program_id(0), number, block, work, sizes, CAUSAL, CUT)
         if not CUT or begin < end:
             place, told = _receive_block(
-                shared, flat, block, part, begin, end, place, team_place, PART, D, STAGES,
+                shared, flat, block, part, begin, end, place, team_place, team, D, STAGES,
                 BINS, UNIT, LONG, CAUSAL, EVEN, DIAGONAL, RECEIVED, MAP, MAP_PEAK, DONE, CUT,
             )  # fmt: skip
             team_place = following(team_place, 2)
@@ -541,37 +535,35 @@ def columns(
     """
     work = Work(items, blocks, heads, groups, programs, singly, length, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together, units)
-    k_ring = ring_of(k_desc, 2 * TEAMS, 2, TEAMS)
-    slips = slips_of(2)
-    q_ring = ring_of(q_desc, STAGES, STAGES, TEAMS)
+    STRIPS: gl.constexpr = D // STRIP
+    CARRIED: gl.constexpr = carried(D)
+    BEFORE: gl.constexpr = (2 * TEAMS * ROWS + STAGES * BLOCK) * D * 2  # bytes of both rings
+    plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    room = gl.allocate_shared_memory(gl.int32, [MARKS + 1, WIDTH], plain)
+    begin = room_after(BEFORE + (STAGES * BLOCK * 4 if CARRIED else 0))
+    k_ring = ring_in(room, k_desc, 2 * STRIPS * TEAMS, 2, K_FULL, begin)
+    q_ring = ring_in(room, q_desc, STAGES * STRIPS, STAGES, Q_FULL, begin)
+    slips = slips_in(room, SLIPS)
     drops = drop
-    if carried(D):
+    if CARRIED:
         drops = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK], drop.layout)
+    must_be(is_there(room, begin, MARKS))
     hopper.fence_async_shared()
     told = first_told(work, CAUSAL, True, CUT)
-    shared = k_ring, slips, q_ring, drops, Received, Kept, Map, MapPeak, Done, work, sizes, c, told
+    told_at = begin + SLIPS * (WIDTH * 4)
+    shared = (
+        k_ring, told_at, q_ring, drops, Received, Kept, Map, MapPeak, Done, work, sizes, c, told,
+    )  # fmt: skip
     loader = k_ring, slips, Drawn, Done, q_ring, drops, k_desc, q_desc, drop, dealt, work, sizes
     gl.warp_specialize(
         [
             (_receive, (
-                shared, 0, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, DIAGONAL, RECEIVED, MAP,
-                MAP_PEAK, DONE, CUT,
-            )),
-            (_receive, (
-                shared, 1, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, DIAGONAL, RECEIVED, MAP,
-                MAP_PEAK, DONE, CUT,
-            )),
-            (_receive, (
-                shared, 2, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, DIAGONAL, RECEIVED, MAP,
-                MAP_PEAK, DONE, CUT,
-            )),
-            (_receive, (
-                shared, 3, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, DIAGONAL, RECEIVED, MAP,
+                shared, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, DIAGONAL, RECEIVED, MAP,
                 MAP_PEAK, DONE, CUT,
             )),
             (_load_columns, (loader, D, STAGES, BINS, CAUSAL, CUT)),
         ],
-        [4, 4, 4, 1], [112, 112, 112, 24],
+        [1], [24],
     )  # fmt: skip
 
 
