@@ -242,9 +242,8 @@ class _Machine:
         if guard is None:
             self.memory[self._words(places)] = what
         elif guard.any():
-            self.memory[self._words(places.expand(guard.shape)[guard])] = what.expand(guard.shape)[
-                guard
-            ]
+            places, what = (given.expand(guard.shape)[guard] for given in (places, what))
+            self.memory[self._words(places)] = what
 
     def before(self) -> int:
         """How far its memory is from the start of all: larger buffers come first."""

@@ -41,7 +41,7 @@ BACKENDS = (
 def choose(call: Call, name: str = "auto") -> Backend:
     """The backend to run a call on: the one named, or the first that can."""
     for backend in BACKENDS:
-        if name != "auto" and name != backend.name:  # noqa: PLR1714 - this is asked at each call
+        if name not in ("auto", backend.name):
             continue
         reason = backend.refuses(call) or backend.unavailable()  # the call tells sooner
         if reason is None:

@@ -50,7 +50,10 @@ from regard.mechanism.kernels.hopper.roles import (
 )
 from regard.mechanism.kernels.hopper.together import (
     HELD,
+    LINES,
+    OWN,
     STRIP,
+    TILES,
     await_alone,
     fill_rows,
     is_there,
@@ -82,9 +85,6 @@ MOST = gl.constexpr(28)  # that can be, if need be
 LIST = gl.constexpr(240)  # bytes from one row's list to the next; its length is after it
 LENGTH = gl.constexpr(MOST * ENTRY)
 PLACES = gl.constexpr(8)  # of a row that can be asked for
-# The first lines of the room, which is the largest buffer, are slots and lists. Then each ring has
-# two for its barriers, word of what comes next has one, and so has what shows where they are.
-Q_FULL, K_FULL, SLIPS, MARKS = (gl.constexpr(TEAMS * SLOTS + i) for i in (0, 2, 4, 5))
 COUNTED = gl.constexpr(8388608.0)  # 2**23: what is added to it up to 2**23 is its last bits
 LOST = gl.constexpr(63)  # what a thread is said to have that had no room: more than any list has
 
@@ -518,7 +518,8 @@ def _find(
     COUNT: gl.constexpr,
 ):  # fmt: skip
     """All teams: the 64 queries of each in every block, and the keys they see, the last first."""
-    q_ring, k_ring, room, begin, found, Bar, Lse, Left, Weights, Keys, ready, work, sizes = shared
+    q_ring, k_ring, slips_at, room, begin, found = shared[:6]
+    Bar, Lse, Left, Weights, Keys, ready, work, sizes = shared[6:]
     queries, keys, offset, tiles, c = sizes
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [HELD // BAND, 1], [16, BLOCK, 16])
     none = by_lanes(gl.zeros([HELD, BLOCK], gl.float32, layout))
@@ -572,7 +573,7 @@ def _find(
             release_alone(k_ring, place)
             place = following(place, STAGES)
             if tile == last:
-                told = told_alone(begin + SLIPS * (2 * THREADS * 4), q_place)
+                told = told_alone(slips_at, q_place)
                 release_alone(q_ring, q_place)
             key = (last - tile) * BLOCK
             by_lane = by_lanes(s)
@@ -607,7 +608,7 @@ def _find(
         _list(slots, at, bars, here)
         places, length = _order(here)
         _tell(places, length, lse, Left, Weights, Keys, first + row, queries - row, c, COUNT)
-    mark(room, MARKS)  # until here it is in use
+    mark(room)  # until here it is in use
 
 
 @gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "tiles", "ready"])
@@ -628,17 +629,19 @@ def top(
     work = Work(items, blocks, heads, groups, programs, singly, length, share)
     offset = keys - queries
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    room = gl.allocate_shared_memory(gl.int32, [MARKS + 1, 2 * THREADS], plain)
+    # Slots and lists, and what is after them: the largest buffer.
+    room = gl.allocate_shared_memory(gl.int32, [TEAMS * SLOTS + LINES, 2 * THREADS], plain)
     begin = room_after(0)
-    found = is_there(room, begin, MARKS)
+    found = is_there(room, begin)
     STRIPS: gl.constexpr = D // STRIP
-    q_ring = ring_in(room, q_desc, _ahead(D) * STRIPS * TEAMS, _ahead(D), Q_FULL, begin)
-    k_ring = ring_in(room, k_desc, STAGES * STRIPS, STAGES, K_FULL, begin)
-    slips = slips_in(room, SLIPS)
+    q_ring = ring_in(room, begin, q_desc, _ahead(D) * STRIPS * TEAMS, _ahead(D), OWN)
+    k_ring = ring_in(room, begin, k_desc, STAGES * STRIPS, STAGES, TILES)
+    slips, slips_at = slips_in(room, begin)
     hopper.fence_async_shared()
     sizes = queries, keys, offset, tiles, c
     shared = (
-        q_ring, k_ring, room, begin, found, Bar, Lse, Left, Weights, Keys, ready, work, sizes,
+        q_ring, k_ring, slips_at, room, begin, found, Bar, Lse, Left, Weights, Keys, ready, work,
+        sizes,
     )  # fmt: skip
     loader = q_ring, slips, Drawn, k_ring, q_desc, k_desc, work, offset, tiles, found
     gl.warp_specialize(

@@ -42,11 +42,14 @@ from regard.mechanism.kernels.hopper.roles import (
 )
 from regard.mechanism.kernels.hopper.together import (
     HELD,
+    LINES,
+    OWN,
     STRIP,
+    TILES,
     await_alone,
+    fail_unless,
     fill_rows,
     is_there,
-    must_be,
     own_place,
     release_alone,
     ring_in,
@@ -57,11 +60,6 @@ from regard.mechanism.kernels.hopper.together import (
     told_alone,
 )
 from regard.mechanism.kernels.structure import Sizes, Work
-
-# Lines of the room: each ring has two for its barriers, word of what comes next has one, and so has
-# what shows where they are.
-K_FULL, Q_FULL, SLIPS, MARKS = (gl.constexpr(at) for at in (0, 2, 4, 5))
-WIDTH = gl.constexpr(32)  # numbers of a line
 
 
 @gluon.jit
@@ -378,7 +376,7 @@ def _receive_block(
     DONE: gl.constexpr, CUT: gl.constexpr,
 ):  # fmt: skip
     """What the 64 keys get of the queries in tiles ``begin`` to ``end``; see attend.py."""
-    k_ring, told_at, q_ring, drops, Received, Kept, Map, MapPeak, _, _, sizes, c, _ = shared
+    k_ring, slips_at, q_ring, drops, Received, Kept, Map, MapPeak, _, _, sizes, c, _ = shared
     CARRIED: gl.constexpr = carried(D)
     tiles, per_bin, bins = sizes.tiles, sizes.per_bin, sizes.bins
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [HELD // BAND, 1], [16, BLOCK, 16])
@@ -463,7 +461,7 @@ def _receive_block(
         put_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
         received += gl.sum(sums, 1)
     release_alone(q_ring, place)
-    told = told_alone(told_at, team_place)
+    told = told_alone(slips_at, team_place)
     release_alone(k_ring, team_place)
     if RECEIVED:
         received = gl.sum(received, 1)
@@ -539,20 +537,19 @@ def columns(
     CARRIED: gl.constexpr = carried(D)
     BEFORE: gl.constexpr = (2 * TEAMS * ROWS + STAGES * BLOCK) * D * 2  # bytes of both rings
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    room = gl.allocate_shared_memory(gl.int32, [MARKS + 1, WIDTH], plain)
+    room = gl.allocate_shared_memory(gl.int32, [LINES, 32], plain)
     begin = room_after(BEFORE + (STAGES * BLOCK * 4 if CARRIED else 0))
-    k_ring = ring_in(room, k_desc, 2 * STRIPS * TEAMS, 2, K_FULL, begin)
-    q_ring = ring_in(room, q_desc, STAGES * STRIPS, STAGES, Q_FULL, begin)
-    slips = slips_in(room, SLIPS)
+    k_ring = ring_in(room, begin, k_desc, 2 * STRIPS * TEAMS, 2, OWN)
+    q_ring = ring_in(room, begin, q_desc, STAGES * STRIPS, STAGES, TILES)
+    slips, slips_at = slips_in(room, begin)
     drops = drop
     if CARRIED:
         drops = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK], drop.layout)
-    must_be(is_there(room, begin, MARKS))
+    fail_unless(is_there(room, begin))
     hopper.fence_async_shared()
     told = first_told(work, CAUSAL, True, CUT)
-    told_at = begin + SLIPS * (WIDTH * 4)
     shared = (
-        k_ring, told_at, q_ring, drops, Received, Kept, Map, MapPeak, Done, work, sizes, c, told,
+        k_ring, slips_at, q_ring, drops, Received, Kept, Map, MapPeak, Done, work, sizes, c, told,
     )  # fmt: skip
     loader = k_ring, slips, Drawn, Done, q_ring, drops, k_desc, q_desc, drop, dealt, work, sizes
     gl.warp_specialize(

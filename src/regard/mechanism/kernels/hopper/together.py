@@ -7,8 +7,9 @@ them. What differs between teams is made of ``team_of_thread()``, a number that 
 same everywhere; and barriers are waited for and arrived at in PTX, each warp by itself, where
 Triton would have all warps wait for each other.
 
-PTX has to know where barriers are, and Triton does not tell. They are in lines of a buffer that is
-a ``room``, and Triton puts larger buffers before smaller ones. That is looked up at the start.
+PTX has to know where barriers are, and Triton does not tell. They are in lines of a buffer of
+numbers, a ``room``, and Triton puts larger buffers before smaller ones. That is looked up at the
+start.
 """
 
 from triton.experimental import gluon
@@ -20,6 +21,9 @@ from regard.mechanism.kernels.hopper.roles import BAND, BLOCK, ROWS, TEAMS, part
 
 HELD = gl.constexpr(TEAMS * ROWS)  # rows of one tensor: those of all teams
 STRIP = gl.constexpr(64)  # columns of rows that are loaded as a tile
+# The last LINES of a room: the ring of a block's own rows has two for its barriers, so has that of
+# tiles, word of what comes next has one, and so has what shows where they are.
+OWN, TILES, SLIPS, MARKS, LINES = (gl.constexpr(at) for at in (0, 2, 4, 5, 6))
 
 
 @gluon.jit
@@ -48,26 +52,38 @@ def room_after(BEFORE: gl.constexpr):
     )  # fmt: skip
 
 
+@gluon.constexpr_function
+def _line(room, number):
+    """Which line of a room one of the last is."""
+    return room.shape[0] - LINES + number
+
+
+@gluon.constexpr_function
+def _bytes_before(room, number):
+    """How far from a room's begin that line is."""
+    return _line(room, number) * room.shape[1] * 4
+
+
 @gluon.jit
-def mark(room, LINE: gl.constexpr):
+def mark(room):
     """Write numbers to a line of a room."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [HELD // BAND], [0])
     marks = gl.arange(0, room.shape[1], layout)
-    room.index(LINE).store(marks)
+    room.index(_line(room, MARKS)).store(marks)
     return marks
 
 
 @gluon.jit
-def is_there(room, begin, LINE: gl.constexpr):
-    """Whether a room begins there, by what is written to a line of it."""
-    marks = mark(room, LINE)
+def is_there(room, begin):
+    """Whether a room begins there, by what is written to it."""
+    marks = mark(room)
     gl.thread_barrier()
-    same = read(begin + (LINE * room.shape[1] + marks) * 4) == marks
+    same = read(begin + _bytes_before(room, MARKS) + marks * 4) == marks
     return gl.min(same.to(gl.int32), 0) > 0
 
 
 @gluon.jit
-def must_be(true):
+def fail_unless(true):
     """Have the launch fail where that is not so, by writing to no memory at all.
 
     A trap would be the plain way; with one ptxas waits for every product by itself.
@@ -81,18 +97,19 @@ def must_be(true):
 
 @gluon.jit
 def ring_in(
-    room, desc, TILES: gl.constexpr, SLOTS: gl.constexpr, FULL: gl.constexpr, begin
+    room, begin, desc, COUNT: gl.constexpr, SLOTS: gl.constexpr, FULL: gl.constexpr
 ):  # fmt: skip
-    """As ``ring_of``, with barriers in two lines of a room, from FULL on, and where these are."""
-    tiles = gl.allocate_shared_memory(desc.dtype, [TILES] + desc.block_shape, desc.layout)  # noqa: RUF005
+    """As ``ring_of``, with barriers in two lines of a room, OWN or TILES, and where these are."""
+    tiles = gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_shape, desc.layout)  # noqa: RUF005
     kind: gl.constexpr = mbarrier.MBarrierLayout()
-    LINE: gl.constexpr = room.shape[1] * 4  # bytes
-    full = room.index(FULL)._reinterpret(gl.int64, [LINE // 8, 1], kind)
-    empty = room.index(FULL + 1)._reinterpret(gl.int64, [LINE // 8, 1], kind)
+    shape: gl.constexpr = [room.shape[1] // 2, 1]
+    full = room.index(_line(room, FULL))._reinterpret(gl.int64, shape, kind)
+    empty = room.index(_line(room, FULL + 1))._reinterpret(gl.int64, shape, kind)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
         mbarrier.init(empty.index(slot), count=TEAMS * 4)  # each warp arrives by itself
-    return tiles, full, empty, begin + FULL * LINE, begin + (FULL + 1) * LINE
+    full_at, empty_at = begin + _bytes_before(room, FULL), begin + _bytes_before(room, FULL + 1)
+    return tiles, full, empty, full_at, empty_at
 
 
 @gluon.jit
@@ -117,10 +134,11 @@ def release_alone(ring, place):
 
 
 @gluon.jit
-def slips_in(room, LINE: gl.constexpr):
-    """As ``slips_of``, in a line of a room."""
+def slips_in(room, begin):
+    """As ``slips_of``, in a line of a room, and where these are."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    return room.index(LINE)._reinterpret(gl.int64, [room.shape[1] // 2, 1], plain)
+    slips = room.index(_line(room, SLIPS))._reinterpret(gl.int64, [room.shape[1] // 2, 1], plain)
+    return slips, begin + _bytes_before(room, SLIPS)
 
 
 @gluon.jit
@@ -142,7 +160,7 @@ def team_of_thread():
 
 @gluon.jit
 def own_place(team):
-    """Where a role finds its rows among those of all teams: one of several, after those before."""
+    """Which of the tensors of HELD rows a role has: if one is a team's, as in tests, its own."""
     return team if HELD == ROWS else 0
 
 
