@@ -17,7 +17,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from measure import Pair, append, described, forget_peak, held, seconds
 from regard import Causal, Segments, attention, why
-from regard.timing import SEEN, eager
+from regard.evaluation.speed import SEEN, eager
 
 TOKENS, HEADS, DIM = 8192, 8, 64
 

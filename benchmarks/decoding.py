@@ -121,7 +121,7 @@ def regard(folder: Path, case: str, precision: str) -> Decode:
     import torch
 
     from regard import Beam, Greedy, generate, load
-    from regard.quantizing import arrange, quantize
+    from regard.models.quantization import arrange, quantize
 
     torch.set_num_threads(THREADS)
     dtype = torch.bfloat16 if precision == "bfloat16" else None

@@ -25,9 +25,9 @@ import transformers
 
 from measure import append, described, seconds
 from regard import GPT2, generate, load
-from regard.models.replaying import Replayed
-from regard.text import Text
-from regard.training import train
+from regard.models.gpt2_graphs import Replayed
+from regard.text.tokenizer import Text
+from regard.training.run import train
 
 TINY = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 300}
 

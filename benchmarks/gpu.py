@@ -27,9 +27,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from measure import append, described, environment
 from regard import Causal, See, Segments, Window, attention
+from regard.kernels.hopper import launch as hopper_launch
+from regard.kernels.plan import CAUSAL, FULL, PLAIN, Structure
+from regard.kernels.triton import launch
 from regard.mechanism.biases import Alibi, Bias, RelativeBuckets, RelativeContent
-from regard.mechanism.kernels import launch, operators, specialised
-from regard.mechanism.kernels.structure import CAUSAL, FULL, PLAIN, Structure
 from regard.mechanism.masks import Mask
 
 TOKENS = 32768
@@ -178,9 +179,9 @@ def passes(only: str = "") -> Iterator[Row]:
             lse, bar, drop = found["lse"], found.get("bar"), found["drop"]
 
             def differentiate(fields, found=found, given=given, grad=grad, form=form):  # type: ignore[no-untyped-def]
-                room = specialised.room(*given[:2], fields, (64, 64))
+                room = hopper_launch.room(*given[:2], fields, (64, 64))
                 kept = found["output"], grad, found["drop"]
-                return specialised.backward(*given, *kept, form, room, (64, 64))
+                return hopper_launch.backward(*given, *kept, form, room, (64, 64))
 
             *theirs, some, everything, with_bar, second, top = medians(
                 *(partial(fused(backend, causal), *given) for backend in PEERS),
@@ -190,7 +191,7 @@ def passes(only: str = "") -> Iterator[Row]:
                 partial(launch.top, query, key, lse, form, 8, bar),
             )  # fmt: skip
             cudnn, seeing, bare = medians(
-                partial(operators.backward, *given, form, found, {"output": grad}, False),
+                partial(passes.backward, *given, form, found, {"output": grad}, False),
                 partial(differentiate, columns), partial(differentiate, ()),
             )  # fmt: skip
         forward = min(theirs)

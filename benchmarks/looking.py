@@ -15,7 +15,7 @@ import torch
 
 from measure import append, described, forget_peak, held
 from regard import Text, load, look
-from regard.looking import Plan
+from regard.interpret.cost import Plan
 
 
 def main() -> None:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 import regard
-from regard.timing import Pair, seconds
+from regard.evaluation.speed import Pair, seconds
 
 __all__ = ["Pair", "append", "described", "environment", "forget_peak", "held", "seconds"]
 

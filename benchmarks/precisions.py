@@ -20,7 +20,7 @@ from sacrebleu.metrics import BLEU, CHRF
 
 from measure import append, described
 from regard import translate
-from regard.tasks.ready import Precision
+from regard.models.bundle import Precision
 
 
 def read(path: Path, first: int, last: int, limit: int) -> dict[str, list[str]]:

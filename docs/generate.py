@@ -21,7 +21,7 @@ from rich.terminal_theme import TerminalTheme
 
 import regard
 from regard.cli import app
-from regard.training import describe
+from regard.training.recipe import describe
 
 DOCS = Path(__file__).parent
 PLAIN = {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb", "PYTHONUTF8": "1"}
@@ -84,15 +84,15 @@ BESIDE = {
     "regard.mechanism.masks": ("Dense",),
     "regard.mechanism.biases": ("Dense",),
     "regard.models": ("Model",),
-    "regard.pictures": (
+    "regard.pictures.figures": (
         "Picture", "weight_map", "pooled_map", "head_grid", "top_keys", "alignment", "page",
     ),
     "regard.training": (
         "train", "Result", "read_recipe", "parse_recipe", "evaluate", "Evaluated", "reproduce",
         "Again",
     ),
-    "regard.converting": ("convert",),
-    "regard.shipped": ("names", "folder", "card", "scores", "Card", "Score"),
+    "regard.models.conversion": ("convert",),
+    "regard.checkpoints.cards": ("names", "folder", "card", "scores", "Card", "Score"),
 }  # fmt: skip
 
 

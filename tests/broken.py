@@ -12,7 +12,8 @@ import torch
 
 import pieces
 from regard import GPT2, GPT2Config, Text
-from regard.checkpoints import CONFIG, INDEX, WEIGHTS, write
+from regard.checkpoints.files import CONFIG
+from regard.checkpoints.tensors import INDEX, WEIGHTS, write
 
 VALUES: list[Any] = [
     None, True, False, -1, 0, 1, 2, 3, 7, 2**31, 2**63, 10**30, 1e308, -0.5, float("nan"),

@@ -21,12 +21,13 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from regard.checkpoints.folders import Disk
 from regard.errors import CheckpointError, RegardError
-from regard.training import parse_recipe, train
-from regard.training.crew import joined
 from regard.training.objectives import Objective
 from regard.training.parallel import Shards
-from regard.training.publishing import Disk
+from regard.training.processes import joined
+from regard.training.recipe import parse_recipe
+from regard.training.run import train
 from regard.training.saving import Keeper
 from regard.training.shards import distribute_tensor
 

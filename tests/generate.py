@@ -15,8 +15,8 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard import See, masks
-from regard.mechanism import biases
+from regard import See
+from regard.mechanism import biases, masks
 from regard.mechanism.biases import Alibi, Bias, RelativeBuckets, RelativeContent
 from regard.mechanism.geometry import Extent, Tile
 from regard.mechanism.masks import Causal, Mask, Padding, Prefix, Segments, Window

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor
 
 from regard import InputError, See, Text, watch
-from regard.looking import align, look
-from regard.looking.alignment import join_words
-from regard.reading import Word, tokens_of, tokens_of_ids
+from regard.interpret.looking import look
+from regard.interpret.pooling import join_words
+from regard.interpret.word_alignment import align
+from regard.text.words import Word, tokens_of, tokens_of_ids
 from small import TEXT, gpt2, t5, tokenizer, translator
 
 SOURCE = tokenizer().encode("the cathouse sat, on the mat").ids

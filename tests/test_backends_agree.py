@@ -33,7 +33,7 @@ from regard import (
     attention,
     why,
 )
-from regard.mechanism import native
+from regard.mechanism.backends import cpu as cpu_backend
 from regard.mechanism.call import check
 from regard.mechanism.geometry import Tile
 from regard.mechanism.masks import Mask
@@ -206,9 +206,9 @@ def kernel(case: Case, see: See) -> tuple[Tensor, Any] | None:
     None where it cannot run the call; test_native.py fails where it should be there and is not.
     """
     call = check(case.query, case.key, case.value, **case.arguments, dropout=0.0, see=see)  # type: ignore[arg-type]
-    if native.unsupported(call) or native.unavailable():
+    if cpu_backend.unsupported(call) or cpu_backend.unavailable():
         return None
-    output, seen = native.run(call)
+    output, seen = cpu_backend.run(call)
     return output.reshape(*case.query.shape[:-1], output.shape[-1]), seen
 
 

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard import Cache, InputError
-from regard.mechanism.cache import CrossCache, Memory
+from regard.layers.cache import CrossCache, Memory
 
 
 def parts(length: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -16,9 +16,10 @@ from safetensors.torch import save_file
 
 import broken
 from regard import GPT2, CheckpointError, GPT2Config, InputError, RegardError, load
-from regard.checkpoints import CONFIG, INDEX, WEIGHTS, open_checkpoint, write
-from regard.converting import convert
-from regard.weights import Drop, Fuse, KeyMap, Rename, Spelling, Tie, Transpose
+from regard.checkpoints.files import CONFIG
+from regard.checkpoints.keymap import Drop, Fuse, KeyMap, Rename, Spelling, Tie, Transpose
+from regard.checkpoints.tensors import INDEX, WEIGHTS, open_checkpoint, write
+from regard.models.conversion import convert
 
 
 @pytest.fixture

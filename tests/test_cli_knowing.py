@@ -13,9 +13,9 @@ import torch
 from safetensors.torch import load_file
 
 from regard import GPT2, GPT2Config, InputError, Text, load
+from regard.checkpoints.cards import SCORES
 from regard.cli import main
-from regard.converting import convert
-from regard.shipped import SCORES
+from regard.models.conversion import convert
 from training_data import sentences
 
 START = "from regard.cli import main; main()"

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from regard.cli import seeing
-from regard.looking import Plan
+from regard.cli import interpret
+from regard.interpret.cost import Plan
 from small import TEXT, gpt2, tokenizer, translator
 
 START = "from regard.cli import main; main()"
@@ -167,14 +167,14 @@ def test_a_long_run_is_announced_and_where_very_long_asked_for(
         return False
 
     monkeypatch.setattr("typer.confirm", confirm)
-    seeing._announce(Plan(100_000, 6, 40, 2**30), yes=False)
+    interpret._announce(Plan(100_000, 6, 40, 2**30), yes=False)
     assert "100,000 tokens through 6 attention layers" in capsys.readouterr().err
     assert not asked
     long = Plan(100_000, 6, 400, 2**30)
-    seeing._announce(long, yes=True)
+    interpret._announce(long, yes=True)
     assert not asked
-    with pytest.raises(seeing.typer.Exit):
-        seeing._announce(long, yes=False)
+    with pytest.raises(interpret.typer.Exit):
+        interpret._announce(long, yes=False)
     assert asked == ["Go on?"]
     assert "about 7 minutes and 1.0 GiB" in capsys.readouterr().err
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 import folders
-from regard import Greedy, answer, complete, shipped, summarize, translate
+from regard import Greedy, answer, complete, summarize, translate
+from regard.checkpoints import cards
 from regard.cli import main
 from test_cli import PLAIN, START
 
@@ -280,7 +281,7 @@ def test_an_unknown_model_is_answered_with_the_nearest(regard, tmp_path, monkeyp
     from test_tasks import CARD
 
     (folder / "README.md").write_text(CARD)
-    monkeypatch.setattr(shipped, "_HERE", tmp_path / "shelf")
+    monkeypatch.setattr(cards, "SHIPPED", tmp_path / "shelf")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     shown = regard("complete", "The cat", "--model", "bookstiny")
@@ -302,7 +303,7 @@ def test_an_unknown_model_is_answered_with_the_nearest(regard, tmp_path, monkeyp
 def test_a_default_that_is_not_shipped_is_said_in_one_line(
     regard, made: Path, tmp_path, monkeypatch, command, does, recipe
 ) -> None:
-    monkeypatch.setattr(shipped, "_HERE", tmp_path / "shelf")
+    monkeypatch.setattr(cards, "SHIPPED", tmp_path / "shelf")
     monkeypatch.setattr("huggingface_hub.snapshot_download", None)  # nor is the hub asked
     shown = regard(*command)
     assert shown.status == 2

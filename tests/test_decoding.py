@@ -15,7 +15,8 @@ import test_models_gpt2
 import test_models_t5
 import test_models_transformer
 from regard import GPT2, GPT2Config, InputError, Text, load
-from regard.decoding import Beam, Greedy, Output, Sample, generate, stream
+from regard.decoding.generation import generate, stream
+from regard.decoding.strategies import Beam, Greedy, Output, Sample
 from test_models_transformer_xl import IDS, tiny
 from tiny import FIVE, agree, padded
 

@@ -21,11 +21,10 @@ from regard import (
     Segments,
     Window,
     attention,
-    biases,
-    masks,
     why,
 )
-from regard.mechanism import sdpa
+from regard.mechanism import biases, masks
+from regard.mechanism.backends import sdpa
 
 X = torch.zeros(2, 4, 5, 3)
 ANY = r"[\s\S]*"

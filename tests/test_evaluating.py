@@ -10,12 +10,15 @@ import torch
 from torch.nn.functional import cross_entropy
 
 from regard import GPT2, Bert, BertConfig, GPT2Config, InputError, Text, load
-from regard.models import Model, TransformerXL, TransformerXLConfig
-from regard.shipped import SCORES
-from regard.tasks.ready import ready
-from regard.training import evaluate, reproduce, train
-from regard.training.evaluating import KINDS, kind_of, own_settings
+from regard.checkpoints.cards import SCORES
+from regard.evaluation.measuring import SCORES_OF_TASK, evaluate, own_settings, scored_row
+from regard.evaluation.reproduction import reproduce
+from regard.models.bundle import ready
+from regard.models.model import Model
+from regard.models.registry import TRAINABLE
+from regard.models.transformer_xl import TransformerXL, TransformerXLConfig
 from regard.training.recipe import parse_recipe
+from regard.training.run import train
 from training_data import recipe_of, sentences, write_data
 
 LINES = sentences(40, seed=3)
@@ -211,21 +214,23 @@ def test_mistakes_are_said(text, tmp_path, wanted, settings, source, message):
 
 def test_a_model_without_scores_of_its_own_is_refused():
     model = Bert(BertConfig(vocabulary=10, dim=8, depth=1, heads=2, inner=16))
-    with pytest.raises(InputError, match="A Bert has no scores of its own"):
-        kind_of(model)
+    with pytest.raises(InputError, match="A Bert has no scores"):
+        scored_row(model)
 
 
-def test_every_kind_has_a_task_that_recipes_know():
-    for kind in KINDS:
-        parse_recipe(
-            {
-                "task": kind.task,
-                "output": "",
-                "model": {"kind": kind.name},
-                "data": {"train": []},
-                "schedule": {"steps": 1},
-            }
-        )
+def test_each_architecture_has_a_task_that_recipes_know():
+    assert SCORES_OF_TASK.keys() <= TRAINABLE.keys()
+    for task, names in TRAINABLE.items():
+        for name in names:
+            parse_recipe(
+                {
+                    "task": task,
+                    "output": "",
+                    "model": {"kind": name},
+                    "data": {"train": []},
+                    "schedule": {"steps": 1},
+                }
+            )
 
 
 # -------------------------------------------------------------------------------- figures of cards

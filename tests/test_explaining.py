@@ -8,8 +8,9 @@ import torch
 from rich.cells import cell_len
 
 import regard
-from regard import Causal, InputError, Padding, Window, explain, masks
-from regard.explaining import words_of
+from regard import Causal, InputError, Padding, Window, explain
+from regard.interpret.explaining.inputs import words_of
+from regard.mechanism import masks
 
 SENTENCE = "The cat sat on the mat."
 
@@ -105,7 +106,7 @@ def test_the_traced_output_is_that_of_attention(make):
 
 
 def test_a_difference_beyond_the_tolerance_is_told():
-    told = str(regard.explaining.record.Agreement("sdpa", difference=1.0, tolerance=1e-5))
+    told = str(regard.interpret.explaining.record.Agreement("sdpa", difference=1.0, tolerance=1e-5))
     assert "MORE THAN the tolerance" in told
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from regard import InputError, See, explain, watch
-from regard.reading import read
+from regard.interpret.runs import read
 from small import TEXT, gpt2, t5, tokenizer, translator, xl
 from test_models_bert import minilm
 

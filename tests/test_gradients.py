@@ -20,9 +20,8 @@ from regard import (
     Segments,
     Window,
     attention,
-    biases,
-    masks,
 )
+from regard.mechanism import biases, masks
 from regard.mechanism.biases import Bias
 from regard.mechanism.masks import Mask
 

@@ -21,15 +21,16 @@ import gluon_on_cpu
 from regard import Causal, See, Seen, attention
 from regard.errors import BackendError
 from regard.mechanism.call import check as arguments
-from regard.mechanism.kernels import structure as described
 from regard.mechanism.seeing import Owing
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: it comes for Linux.")
 
-from regard.mechanism import fused  # noqa: E402
-from regard.mechanism.kernels import launch, operators, specialised  # noqa: E402
-from regard.mechanism.kernels.columns import TEAM, TILE  # noqa: E402
-from regard.mechanism.kernels.operators import Owed  # noqa: E402
+from regard.kernels import autograd, passes, plan  # noqa: E402
+from regard.kernels.hopper import launch as hopper_launch  # noqa: E402
+from regard.kernels.passes import Owed  # noqa: E402
+from regard.kernels.triton import launch  # noqa: E402
+from regard.kernels.triton.columns import TEAM, TILE  # noqa: E402
+from regard.mechanism.backends import triton as triton_backend  # noqa: E402
 
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
@@ -42,14 +43,14 @@ pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
 @pytest.fixture(autouse=True)
 def _hopper(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     if not CUDA:
-        kernels = gluon_on_cpu.load("regard.mechanism.kernels.hopper")
-        monkeypatch.setattr(specialised, "_kernels", lambda: kernels)
-    elif not specialised._processors(DEVICE):
+        kernels = gluon_on_cpu.load("regard.kernels.hopper")
+        monkeypatch.setattr(hopper_launch, "_kernels", lambda: kernels)
+    elif not hopper_launch._processors(DEVICE):
         pytest.skip("These kernels are for Hopper and one version of Triton alone.")
-    monkeypatch.setattr(specialised, "SHORTEST", dict.fromkeys((64, 128), 256))
+    monkeypatch.setattr(hopper_launch, "SHORTEST", dict.fromkeys((64, 128), 256))
     if "repeats" not in request.node.name:  # few programs, so that each has several blocks
-        monkeypatch.setattr(specialised, "_processors", lambda device: 3)
-        monkeypatch.setattr(specialised, "WORTH", 0)  # and share what is left in the end
+        monkeypatch.setattr(hopper_launch, "_processors", lambda device: 3)
+        monkeypatch.setattr(hopper_launch, "WORTH", 0)  # and share what is left in the end
 
 
 def random(*shape: int, seed: int) -> Tensor:
@@ -83,10 +84,10 @@ def definition(tensors: list[Tensor], causal: bool, see: See, scale: float | Non
     return attention(*tensors, mask=mask, scale=scale, see=see, backend="reference")
 
 
-def structure(causal: bool, width: int, scale: float | None = None) -> described.Structure:
-    kind = described.CAUSAL if causal else described.FULL
+def structure(causal: bool, width: int, scale: float | None = None) -> plan.Structure:
+    kind = plan.CAUSAL if causal else plan.FULL
     scale = width**-0.5 if scale is None else scale
-    return described.Structure(kind, None, None, described.PLAIN, None, 0, scale, None)
+    return plan.Structure(kind, None, None, plan.PLAIN, None, 0, scale, None)
 
 
 def close(name: str, found: Tensor, exact: Tensor, plain: Tensor) -> None:
@@ -132,7 +133,7 @@ def test_forward_is_the_definition(lengths, width, causal, dtype) -> None:
     wanted = set(ROWS)
     if not causal and lengths[1] % 128:
         wanted -= {"distance"}
-    assert specialised.attends(*tensors, structure(causal, width), wanted)
+    assert hopper_launch.attends(*tensors, structure(causal, width), wanted)
     found = launch.forward(*tensors, structure(causal, width), wanted)
     see = See(**dict.fromkeys(ROWS, True))
     check(tensors, causal, see, found)
@@ -165,21 +166,21 @@ def test_programs_share_the_last_items(lengths, grid, causal, programs, monkeypa
 
     Blocks of a causal call are not shared: the last ones are dealt out singly.
     """
-    monkeypatch.setattr(specialised, "_processors", lambda device: programs)
+    monkeypatch.setattr(hopper_launch, "_processors", lambda device: programs)
     tensors = [t.to(DTYPES[0]) for t in inputs(lengths, 64)]
     form = structure(causal, 64)
     rows = set(ROWS) - ({"distance"} if lengths[1] % 128 else set())
     columns = {"received", "map", "map_peak"} if grid else {"received"}
     see = See(**dict.fromkeys(ROWS, True), received=True, map=grid, map_peak=grid is not None)
-    sharing, dealt = specialised._sharing, []
+    sharing, dealt = hopper_launch._sharing, []
     for more in (0,) if causal else (0, 1, 2):
 
-        def shared(*given, more: int = more) -> described.Work:  # type: ignore[no-untyped-def]
+        def shared(*given, more: int = more) -> plan.Work:  # type: ignore[no-untyped-def]
             work = sharing(*given)
             dealt.append(work._replace(share=work.share + more))
             return dealt[-1]
 
-        monkeypatch.setattr(specialised, "_sharing", shared)
+        monkeypatch.setattr(hopper_launch, "_sharing", shared)
         cells = grid or (1, 1)
         found = launch.forward(*tensors, form, rows | columns, 8, cells)
         drop, _, _ = (found.pop(name) for name in ("drop", "bar", "drawn"))
@@ -193,11 +194,11 @@ def test_programs_share_the_last_items(lengths, grid, causal, programs, monkeypa
 @pytest.mark.parametrize(("causal", "blocks"), [(False, 3), (True, 1), (True, 4), (True, 5)])
 def test_every_block_is_dealt_out_once(causal, blocks, programs, by_keys) -> None:
     """And under a causal mask those at the end are the short ones."""
-    roles = gluon_on_cpu.load("regard.mechanism.kernels.hopper").roles
+    roles = gluon_on_cpu.load("regard.kernels.hopper").roles
     heads = 6
     a_head = -(-blocks // 2) if causal else blocks
     singly = programs if causal and blocks % 2 == 0 else 0
-    work = described.Work(heads * a_head, blocks, heads, 1, programs, singly)
+    work = plan.Work(heads * a_head, blocks, heads, 1, programs, singly)
     dealt = []
     for number in range(work.items + work.singly):
         item = roles.item_at(gluon_on_cpu.Block(number), work, causal, by_keys, False)
@@ -215,19 +216,19 @@ def test_every_block_is_dealt_out_once(causal, blocks, programs, by_keys) -> Non
 @pytest.mark.usefixtures("memory_of_nan")
 @pytest.mark.parametrize("width", [64, 128])
 def test_the_second_pass_begins_with_heads_of_which_all_is_told(width) -> None:
-    programs = specialised._processors(DEVICE)
+    programs = hopper_launch._processors(DEVICE)
     heads = 8 * programs
     tensors = [t.to(DTYPES[0]) for t in inputs((256, 256), width, (heads, heads), batch=1)]
     form, columns = structure(False, width), {"received", "map", "map_peak"}
-    early = specialised._begins_with(*tensors[:2], form)
+    early = hopper_launch._begins_with(*tensors[:2], form)
     assert len(early) == programs
     alone = launch.forward(*tensors, form, set(ROWS) | columns, 0, (16, 16))
     lse, drop, drawn = (alone[name] for name in ("lse", "drop", "drawn"))
-    told = (drawn[specialised.LAUNCHES :] - drawn[1]).tolist()
+    told = (drawn[hopper_launch.LAUNCHES :] - drawn[1]).tolist()
     assert told == [2 if head in early else 0 for head in range(heads)]
     expected = launch.columns(*tensors[:2], lse, form, columns, (16, 16), drop)
     for count in (2, 1):  # of which all is told, and of which the last is waited for
-        drawn[specialised.LAUNCHES + early.start :][: len(early)] = drawn[1] + count
+        drawn[hopper_launch.LAUNCHES + early.start :][: len(early)] = drawn[1] + count
         found = launch.columns(*tensors[:2], lse, form, columns, (16, 16), drop, drawn.clone())
         for name in columns:
             assert torch.equal(found[name], expected[name]), name
@@ -236,13 +237,13 @@ def test_the_second_pass_begins_with_heads_of_which_all_is_told(width) -> None:
 @pytest.mark.usefixtures("memory_of_nan")
 @pytest.mark.parametrize("width", [64, 128])
 def test_as_many_programs_share_a_block_as_can(width, monkeypatch) -> None:
-    monkeypatch.setattr(specialised, "_processors", lambda device: 14)
+    monkeypatch.setattr(hopper_launch, "_processors", lambda device: 14)
     tensors = [t.to(DTYPES[0]) for t in inputs((256, 2560), width, (8, 4), batch=1)]
-    work = specialised._work(*tensors[:2], 256, 128, structure(False, width))
-    work = specialised._sharing(work, 2560 // 128)
+    work = hopper_launch._work(*tensors[:2], 256, 128, structure(False, width))
+    work = hopper_launch._sharing(work, 2560 // 128)
     assert (work.cut, work.share) == (2, 3)  # the last block begins after 20 steps, in a share
     found = launch.forward(*tensors, structure(False, width), set(ROWS), 8)
-    monkeypatch.setattr(specialised, "WORTH", 10**9)
+    monkeypatch.setattr(hopper_launch, "WORTH", 10**9)
     uncut = launch.forward(*tensors, structure(False, width), set(ROWS), 8)
     # Each is rounded relative to another score that is near a row's highest.
     assert found.pop("drawn").dtype == torch.int32
@@ -290,10 +291,10 @@ def test_forward_follows_scores_that_rise(steps: tuple[float, float], causal: bo
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_counters_are_the_same_whatever_the_default_dtype(dtype: torch.dtype) -> None:
-    roles = gluon_on_cpu.load("regard.mechanism.kernels.hopper").roles
+    roles = gluon_on_cpu.load("regard.kernels.hopper").roles
     torch.set_default_dtype(dtype)
     try:
-        drawn = specialised._undrawn(torch.empty(0, device=DEVICE), 3)
+        drawn = hopper_launch._undrawn(torch.empty(0, device=DEVICE), 3)
     finally:
         torch.set_default_dtype(torch.float32)
     assert drawn.tolist() == [roles.UNDRAWN] * 3
@@ -334,7 +335,7 @@ def test_columns_are_the_definition(grid, width, causal, layout) -> None:
     see = See(lse=True, received=True, map=cells, map_peak=True)
     _, exact = definition([query.double(), key.double(), value.double()], causal, see)
     wanted = {"received", "map", "map_peak"}
-    assert specialised.receives(query, key, structure(causal, width), cells)
+    assert hopper_launch.receives(query, key, structure(causal, width), cells)
     found = launch.columns(query, key, exact.lse.float(), structure(causal, width), wanted, cells)
     check([query, key, value], causal, see, found)
 
@@ -348,8 +349,8 @@ def test_forward_leaves_what_columns_would_make(lengths, grid, width) -> None:
     tensors = [t.to(DTYPES[0]) for t in inputs(lengths, width)]
     fields = {"received"} if grid is None else {"map"}
     found = launch.forward(*tensors, structure(True, width), fields, 0, grid or (1, 1))
-    bins = specialised._bins(tensors[0], lengths[1], grid)
-    expected = specialised._drop(found["lse"], bins, width)
+    bins = hopper_launch._bins(tensors[0], lengths[1], grid)
+    expected = hopper_launch._drop(found["lse"], bins, width)
     torch.testing.assert_close(found["drop"].flatten(), expected.flatten(), rtol=1e-6, atol=1e-6)
 
 
@@ -360,7 +361,7 @@ def test_forward_leaves_what_columns_would_make(lengths, grid, width) -> None:
 def test_what_keys_receive_needs_no_bins(lengths, width, causal) -> None:
     query, key, value = (t.to(DTYPES[0]) for t in inputs(lengths, width))
     _, exact = definition([query.double(), key.double(), value.double()], causal, See(lse=True))
-    assert specialised.receives(query, key, structure(causal, width), None)
+    assert hopper_launch.receives(query, key, structure(causal, width), None)
     found = launch.columns(query, key, exact.lse.float(), structure(causal, width), {"received"})
     check([query, key, value], causal, See(received=True), found)
 
@@ -371,10 +372,10 @@ def differentiated(
     """Gradients, and what keys get, both from the backward pass."""
     form = structure(causal, tensors[0].shape[3])
     wanted = {"received"} if grid is None else {"received", "map", "map_peak"}
-    assert specialised.differentiates(*tensors, form, grid)
+    assert hopper_launch.differentiates(*tensors, form, grid)
     left = launch.forward(*tensors, form, wanted, 0, grid or (1, 1))
-    found = specialised.room(*tensors[:2], wanted, grid)
-    grads = specialised.backward(
+    found = hopper_launch.room(*tensors[:2], wanted, grid)
+    grads = hopper_launch.backward(
         *tensors, left["output"], grad, left["drop"], form, found, grid
     )  # fmt: skip
     return grads, found
@@ -462,15 +463,15 @@ def test_backward_takes_gradients_that_lie_anyhow(layout, grid) -> None:
 
 def test_backward_leaves_keys_that_need_a_mask_to_others() -> None:
     tensors = [t.to(DTYPES[0]) for t in inputs((300, 300), 64, (2, 2))]
-    assert specialised.differentiates(*tensors, structure(True, 64), None)
-    assert not specialised.differentiates(*tensors, structure(False, 64), None)
+    assert hopper_launch.differentiates(*tensors, structure(True, 64), None)
+    assert not hopper_launch.differentiates(*tensors, structure(False, 64), None)
 
 
 @pytest.fixture
 def taken_for_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """Calls for which cuDNN would have a backward pass, there or not."""
     if not CUDA:
-        monkeypatch.setattr(operators, "_plain", lambda *tensors: True)
+        monkeypatch.setattr(passes, "_plain", lambda *tensors: True)
 
 
 NAMES = ("received", "map", "map_peak")
@@ -478,9 +479,9 @@ NAMES = ("received", "map", "map_peak")
 
 def owing(causal: bool) -> tuple[list[Tensor], dict[str, Tensor], Callable[[], None], Owed]:
     leaves = [t.to(DTYPES[0]).requires_grad_() for t in inputs((256, 256), 64, (2, 2))]
-    request = operators.Request(("entropy", *NAMES), (8, 8))
+    request = plan.Request(("entropy", *NAMES), (8, 8))
     # Of the leaves something is made, as of weights: so it can be changed in place.
-    found, settle = operators.attend(*(t.clone() for t in leaves), structure(causal, 64), request)
+    found, settle = autograd.attend(*(t.clone() for t in leaves), structure(causal, 64), request)
     assert settle is not None
     owed: Owed = found["map"].grad_fn.owed  # type: ignore[union-attr]
     assert set(owed.room) == set(NAMES)
@@ -533,8 +534,8 @@ def test_what_is_owed_has_a_gradient_and_goes_with_others() -> None:
 def test_what_is_owed_cannot_be_told_of_queries_that_have_changed() -> None:
     leaves = [t.to(DTYPES[0]).requires_grad_() for t in inputs((256, 256), 64, (2, 2))]
     query, key, value = (t.clone() for t in leaves)
-    _, settle = operators.attend(
-        query, key, value, structure(True, 64), operators.Request(("entropy", "received"))
+    _, settle = autograd.attend(
+        query, key, value, structure(True, 64), plan.Request(("entropy", "received"))
     )
     query.mul_(2)
     with pytest.raises(BackendError, match="received: not known yet, and query or key was changed"):
@@ -545,9 +546,9 @@ def test_what_is_owed_cannot_be_told_of_queries_that_have_changed() -> None:
 def test_nothing_is_owed_of_what_hooks_keep() -> None:
     """A checkpoint would compute its region again for every tensor somebody looks at."""
     leaves = [t.to(DTYPES[0]).requires_grad_() for t in inputs((256, 256), 64, (2, 2))]
-    request = operators.Request(("entropy", *NAMES), (8, 8))
+    request = plan.Request(("entropy", *NAMES), (8, 8))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
-        found, settle = operators.attend(*leaves, structure(True, 64), request)
+        found, settle = autograd.attend(*leaves, structure(True, 64), request)
     assert settle is None
     see = See(received=True, map=8, map_peak=True)
     check(leaves, True, see, {name: found[name].detach() for name in NAMES})
@@ -569,7 +570,7 @@ def test_a_call_with_gradients_gives_a_seen_that_owes() -> None:
     leaves = [t.to(DTYPES[0]).requires_grad_() for t in inputs((256, 256), 64, (2, 2))]
     see = See(entropy=True, received=True, map=8)
     call = arguments(*leaves, Causal(), None, None, None, 0.0, see)
-    output, seen = fused.run(call)
+    output, seen = triton_backend.run(call)
     assert isinstance(seen, Owing)
     owed = output.grad_fn.owed  # type: ignore[union-attr]
     check(leaves, True, see, {"entropy": seen.entropy.detach()})
@@ -579,7 +580,7 @@ def test_a_call_with_gradients_gives_a_seen_that_owes() -> None:
     seen.received.div_(2)  # another node's from here on
     assert seen.map is not None
     with torch.no_grad():
-        assert type(fused.run(call)[1]) is Seen
+        assert type(triton_backend.run(call)[1]) is Seen
 
 
 def highest(
@@ -588,7 +589,7 @@ def highest(
     """The top keys from what the forward pass tells."""
     query, key, value = tensors
     form = structure(causal, query.shape[3])
-    assert specialised.collects(query, key, value, form, (), count)
+    assert hopper_launch.collects(query, key, value, form, (), count)
     found = found or launch.forward(query, key, value, form, (), count)
     return launch.top(query, key, found["lse"], form, count, found["bar"])
 
@@ -631,7 +632,7 @@ def test_top_keys_that_do_not_fit_are_searched_for(causal: bool) -> None:
 
 @pytest.mark.parametrize("near", [-3.0, 0.0, 2.0])
 def test_the_eighth_highest_is_nearly_found(near: float) -> None:
-    order = gluon_on_cpu.load("regard.mechanism.kernels.hopper").order
+    order = gluon_on_cpu.load("regard.kernels.hopper").order
     numbers = torch.randint(-40, 40, (64, 4, 8)).float() - 1000  # some of them equal
     numbers = torch.where(torch.rand_like(numbers) < 0.3, numbers, numbers + torch.rand(64, 4, 8))
     eighth = numbers.flatten(1).sort(dim=1, descending=True).values[:, 7, None]
@@ -644,7 +645,7 @@ def test_the_eighth_highest_is_nearly_found(near: float) -> None:
 
 @pytest.mark.parametrize("real", [16, 9, 8, 3, 0])
 def test_the_eight_highest_are_found_unless_some_are_too_near(real: int) -> None:
-    order = gluon_on_cpu.load("regard.mechanism.kernels.hopper").order
+    order = gluon_on_cpu.load("regard.kernels.hopper").order
     numbers = torch.randn(64, 16)
     numbers[:, real:] = -3.0e38  # what is not there
     numbers = numbers[torch.arange(64)[:, None], torch.rand(64, 16).argsort(1)]
@@ -699,7 +700,7 @@ def test_infinite_scores_stay_in_their_row(row: int) -> None:
     form = structure(False, 64)
     told = launch.forward(query, key, value, form, (), 8)
     left = torch.empty(query.shape[:3], device=DEVICE, dtype=torch.int8)
-    specialised.top(query, key, told["lse"], told["bar"], form, 8, found, left)
+    hopper_launch.top(query, key, told["lse"], told["bar"], form, 8, found, left)
     assert torch.equal(left == 0, others)
 
 
@@ -730,7 +731,7 @@ def crowded(crowd: tuple[int, ...], keys: int, seed: int) -> Tensor:
 
 
 def test_room_for_top_keys_ends_where_it_should() -> None:
-    choose = gluon_on_cpu.load("regard.mechanism.kernels.hopper").choose
+    choose = gluon_on_cpu.load("regard.kernels.hopper").choose
     keys, queries, width = 1024, 256, 128
     # A query looks at one column of the keys: at first the same as the query eight rows below, with
     # which it shares room, then another.
@@ -751,7 +752,7 @@ def test_room_for_top_keys_ends_where_it_should() -> None:
     # Without the search: who is left to it, and nobody else, has something missing.
     left = torch.full((2, 2, queries), 7, device=DEVICE, dtype=torch.int8)
     some = {name: torch.full_like(tensor, -7) for name, tensor in picked.items()}
-    specialised.top(query, key, found["lse"], found["bar"], form, 8, some, left)
+    hopper_launch.top(query, key, found["lse"], found["bar"], form, 8, some, left)
     rows = 4 * queries  # of all heads: their bars are not the same in all bits
     reach = scores.expand(4, -1, -1) >= found["bar"].view(4, queries, 1)
     lanes = reach.view(rows, keys // 8, 4, 2).sum((1, 3))
@@ -773,7 +774,7 @@ def test_room_for_top_keys_ends_where_it_should() -> None:
 @pytest.mark.skipif(CUDA, reason="There it is where it should be.")
 @pytest.mark.parametrize("causal", [False, True])
 def test_all_rows_are_searched_where_shared_memory_begins_otherwise(causal, monkeypatch) -> None:
-    choose, elsewhere = specialised._kernels().choose, gluon_on_cpu.Block(False)
+    choose, elsewhere = hopper_launch._kernels().choose, gluon_on_cpu.Block(False)
     monkeypatch.setattr(choose, "is_there", lambda *_given: elsewhere)
     query, key, value = (t.to(DTYPES[0]) for t in inputs((700, 700), 64))
     form = structure(causal, 64)
@@ -783,14 +784,14 @@ def test_all_rows_are_searched_where_shared_memory_begins_otherwise(causal, monk
         "top_keys": torch.full((2, 2, 700, 8), 7),
     }
     left = torch.full((2, 2, 700), 7, dtype=torch.int8)
-    specialised.top(query, key, told["lse"], told["bar"], form, 8, found, left)
+    hopper_launch.top(query, key, told["lse"], told["bar"], form, 8, found, left)
     assert left.eq(1).all()
     assert all(tensor.eq(7).all() for tensor in found.values())
 
 
 @pytest.mark.skipif(CUDA, reason="There it is where it should be.")
 def test_the_second_pass_fails_where_shared_memory_begins_otherwise(monkeypatch) -> None:
-    receive, elsewhere = specialised._kernels().receive, gluon_on_cpu.Block(False)
+    receive, elsewhere = hopper_launch._kernels().receive, gluon_on_cpu.Block(False)
     monkeypatch.setattr(receive, "is_there", lambda *_given: elsewhere)
     query, key, _ = (t.to(DTYPES[0]) for t in inputs((700, 700), 64))
     lse = torch.zeros(query.shape[:3])
@@ -823,63 +824,63 @@ def test_equal_scores_are_put_in_the_order_of_their_keys() -> None:
         "top_keys": torch.empty(2, 2, queries, 8, device=DEVICE, dtype=torch.int64),
     }
     left = torch.empty(2, 2, queries, device=DEVICE, dtype=torch.int8)
-    specialised.top(*tensors[:2], told["lse"], told["bar"], form, 8, found, left)
+    hopper_launch.top(*tensors[:2], told["lse"], told["bar"], form, 8, found, left)
     assert not left.any()
     assert torch.equal(found["top_keys"], best.expand_as(found["top_keys"]))
 
 
 def test_what_runs_here_does_not_take_the_place_of_the_kernels() -> None:
     """On a GPU some tests read them here, and others run them there, in any order."""
-    from regard.mechanism import kernels
+    from regard import kernels
 
-    before = sys.modules.get("regard.mechanism.kernels.hopper")
-    assert gluon_on_cpu.load("regard.mechanism.kernels.hopper") is not before
-    assert sys.modules.get("regard.mechanism.kernels.hopper") is before
+    before = sys.modules.get("regard.kernels.hopper")
+    assert gluon_on_cpu.load("regard.kernels.hopper") is not before
+    assert sys.modules.get("regard.kernels.hopper") is before
     assert getattr(kernels, "hopper", None) is before
 
 
 def test_both_sides_agree_on_sizes() -> None:
-    kernels = gluon_on_cpu.load("regard.mechanism.kernels.hopper")
+    kernels = gluon_on_cpu.load("regard.kernels.hopper")
     shared, choose = kernels.roles, kernels.choose
     for name in ("ROWS", "BLOCK", "LANES", "PAIR", "TEAMS"):
-        assert getattr(shared, name) == getattr(specialised, name), name
-    assert (choose.PLACES, kernels.together.STRIP) == (specialised.PLACES, specialised.STRIP)
+        assert getattr(shared, name) == getattr(hopper_launch, name), name
+    assert (choose.PLACES, kernels.together.STRIP) == (hopper_launch.PLACES, hopper_launch.STRIP)
     attend = kernels.attend
-    assert attend.JOINED == specialised.PARTS + 1  # a share may begin inside of a block
+    assert attend.JOINED == hopper_launch.PARTS + 1  # a share may begin inside of a block
     for width in (64, 128):
-        assert attend._size(width) == specialised._kept_of_a_row(width)
-        assert kernels.differentiate._draws(width) == (width == specialised.DRAWING)
-    assert (TEAM.value, TILE.value) == (specialised.ROWS, specialised.BLOCK)
+        assert attend._size(width) == hopper_launch._kept_of_a_row(width)
+        assert kernels.differentiate._draws(width) == (width == hopper_launch.DRAWING)
+    assert (TEAM.value, TILE.value) == (hopper_launch.ROWS, hopper_launch.BLOCK)
 
 
 def test_calls_that_do_not_fit_are_left_to_others() -> None:
     plain = structure(False, 64)
     query, key, value = (t.to(torch.float16) for t in inputs((256, 256), 64))
-    assert specialised.attends(query, key, value, plain, ())
-    assert not specialised.attends(query, key[:, :, :200], value[:, :, :200], plain, ())
-    assert not specialised.attends(query[:, :, :200], key, value, plain, ())  # too few queries
-    assert not specialised.attends(query.float(), key.float(), value.float(), plain, ())
-    assert not specialised.attends(query, key, value[..., :32], plain, ())
-    assert not specialised.attends(query[..., 4:], key[..., 4:], value[..., 4:], plain, ())
+    assert hopper_launch.attends(query, key, value, plain, ())
+    assert not hopper_launch.attends(query, key[:, :, :200], value[:, :, :200], plain, ())
+    assert not hopper_launch.attends(query[:, :, :200], key, value, plain, ())  # too few queries
+    assert not hopper_launch.attends(query.float(), key.float(), value.float(), plain, ())
+    assert not hopper_launch.attends(query, key, value[..., :32], plain, ())
+    assert not hopper_launch.attends(query[..., 4:], key[..., 4:], value[..., 4:], plain, ())
     one = [t[:1, :1] for t in (query, key, value)]
-    assert not specialised.attends(*one, plain, ())  # too few blocks
-    assert not specialised.receives(*one[:2], plain, None)
-    assert not specialised.attends(query, key.expand(2, 4, -1, -1), value, plain, ())  # no stride
-    assert not specialised.receives(query, key[:1].expand(2, -1, -1, -1), plain, None)
+    assert not hopper_launch.attends(*one, plain, ())  # too few blocks
+    assert not hopper_launch.receives(*one[:2], plain, None)
+    assert not hopper_launch.attends(query, key.expand(2, 4, -1, -1), value, plain, ())  # no stride
+    assert not hopper_launch.receives(query, key[:1].expand(2, -1, -1, -1), plain, None)
     odd = [t.to(torch.float16) for t in inputs((256, 300), 64)]
-    assert not specialised.attends(*odd, plain, {"distance"})
-    assert specialised.attends(*odd, plain, {"entropy"})
+    assert not hopper_launch.attends(*odd, plain, {"distance"})
+    assert hopper_launch.attends(*odd, plain, {"entropy"})
     given = query, key, value
-    assert specialised.collects(*given, plain, {"entropy"}, 8)
-    assert not specialised.collects(*given, plain, (), 9)
-    assert not specialised.collects(*given, structure(False, 64, 0.0), (), 8)  # all are equal
-    assert not specialised.collects(*one, plain, (), 8)
+    assert hopper_launch.collects(*given, plain, {"entropy"}, 8)
+    assert not hopper_launch.collects(*given, plain, (), 9)
+    assert not hopper_launch.collects(*given, structure(False, 64, 0.0), (), 8)  # all are equal
+    assert not hopper_launch.collects(*one, plain, (), 8)
     for grid in ((3, 4), (2, 3), (64, 64), (2, 64)):
-        assert not specialised.receives(query, key, plain, grid)
+        assert not hopper_launch.receives(query, key, plain, grid)
     turned = query.transpose(0, 1).contiguous().transpose(0, 1)
-    assert not specialised.receives(turned, key, plain, (8, 8))  # no order to deal them out in
-    assert specialised.receives(turned, key, plain, (2, 16))
-    assert specialised.receives(turned, key, plain, (4, 16))
+    assert not hopper_launch.receives(turned, key, plain, (8, 8))  # no order to deal them out in
+    assert hopper_launch.receives(turned, key, plain, (2, 16))
+    assert hopper_launch.receives(turned, key, plain, (4, 16))
 
 
 COMPILED = """
@@ -887,9 +888,9 @@ from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
-from regard.mechanism.kernels import hopper
-from regard.mechanism.kernels.specialised import Dealt
-from regard.mechanism.kernels.structure import View
+from regard.kernels import hopper
+from regard.kernels.hopper.launch import Dealt
+from regard.kernels.plan import View
 
 
 def tiles(*block):
@@ -993,7 +994,7 @@ build(hopper.gather, dict(query_grad=view, scale="fp32"), D=128)
 
 
 @pytest.mark.skipif(
-    not triton.__version__.startswith(specialised.GLUON), reason="Gluon is another one here."
+    not triton.__version__.startswith(hopper_launch.GLUON), reason="Gluon is another one here."
 )
 def test_they_compile_for_a_hopper_where_there_is_none() -> None:
     """As far as ptxas; what the interpreter here takes for granted, such as layouts, must fit."""
@@ -1018,8 +1019,8 @@ def looked_at(*tensors: Tensor, causal: bool, backend: str = "triton") -> dict[s
 def test_calls_are_captured_and_compiled_and_have_gradients(causal: bool) -> None:
     tensors = [t.bfloat16() for t in inputs((512, 512), 64, (4, 2))]
     form = structure(causal, 64)
-    assert specialised.collects(*tensors, form, ROWS, 4)
-    assert specialised.receives(*tensors[:2], form, (8, 8))
+    assert hopper_launch.collects(*tensors, form, ROWS, 4)
+    assert hopper_launch.receives(*tensors[:2], form, (8, 8))
     expected = looked_at(*tensors, causal=causal)
 
     torch.cuda.synchronize()

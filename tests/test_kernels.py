@@ -24,7 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard import Causal, Padding, Prefix, See, Segments, Window, attention
 from regard.errors import BackendError, InputError
-from regard.mechanism import fused, masks, reference
+from regard.mechanism import masks
+from regard.mechanism.backends import lowering, reference
+from regard.mechanism.backends import triton as triton_backend
 from regard.mechanism.biases import Alibi, Bias, RelativeBuckets, RelativeContent
 from regard.mechanism.call import Call, check
 from regard.mechanism.geometry import Tile
@@ -55,10 +57,10 @@ SMOOTH = ("lse", "entropy", "distance", "received", "rows", "map")  # those with
 
 def run(call: Call) -> tuple[Tensor, Seen | None]:
     """The kernels on a call; the interpreter is no device that ``refuses`` knows."""
-    assert fused.unsupported(call) is None
+    assert triton_backend.unsupported(call) is None
     if CUDA and call.see is not None:
-        assert fused.refuses(call) is None
-    return fused.run(call)
+        assert triton_backend.refuses(call) is None
+    return triton_backend.run(call)
 
 
 def interpreted(all_cases: Sequence[Case], some: Sequence[Case]) -> Sequence[Case]:
@@ -387,7 +389,7 @@ def test_rows_that_are_searched_leave_their_neighbours_alone(every: int) -> None
 
 
 def test_top_keys_of_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    from regard.mechanism.kernels import launch
+    from regard.kernels.triton import launch
 
     call = make("causal", See(top=3))
     whole = run(call)[1]
@@ -407,7 +409,7 @@ def test_top_keys_of_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("name", interpreted(("full", "causal", "window"), ("full", "window")))
 def test_transformer_xl_some_queries_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What there is room for is a matter of memory, and not of what comes out."""
-    from regard.mechanism.kernels import relative
+    from regard.kernels.triton import relative
 
     queries, keys = (1000, 1100) if CUDA else (70, 76)
     monkeypatch.setattr(relative, "BLOCK", 64)  # of which a float32 call's blocks are parts too
@@ -584,7 +586,7 @@ def test_compiles_to_one_graph(name: str) -> None:
     torch._dynamo.reset()  # each case is a graph of its own
     see = replace(EVERYTHING, rows=[2], map=(2, 2), top=0 if "content" in name else 3)
     call = make(name, see, queries=20, keys=24)
-    compiled = torch.compile(fused.run, backend="aot_eager", fullgraph=True)
+    compiled = torch.compile(triton_backend.run, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         output, seen = compiled(call)
         expected, expected_seen = run(call)
@@ -605,7 +607,7 @@ if CUDA:
     def test_a_bias_takes_no_memory_of_all_pairs(
         name: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        from regard.mechanism.kernels import relative
+        from regard.kernels.triton import relative
 
         monkeypatch.setattr(relative, "SCRATCH", 2**24)  # all that Transformer-XL's term may have
         size = 8192
@@ -651,7 +653,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_windows_say_how_many_keys_a_query_sees_at_most() -> None:
-    longest = fused._longest
+    longest = lowering._longest
     assert longest(Window(3, 5)) == 9
     assert longest(Causal() & Window(3)) == 4
     assert longest(Window(8, 8) & Window(3)) == 4
@@ -685,7 +687,7 @@ def test_a_second_gradient_is_refused() -> None:
 
 
 def test_what_is_kept_in_inference_mode_serves_gradients() -> None:
-    fused._kept_buckets.found.clear()
+    lowering._kept_buckets.found.clear()
     call = make("causal buckets", See(map=2), queries=20, keys=20)
     with torch.inference_mode():
         run(call)
@@ -790,7 +792,7 @@ def test_what_the_kernels_leave_to_others() -> None:
             "query": x, "key": x, "value": x, "mask": None, "bias": None, "scale": None,
             "softcap": None, "dropout": 0.0, "see": See(entropy=True),
         } | given  # fmt: skip
-        return fused.unsupported(check(**all_given)) or "none"  # type: ignore[arg-type]
+        return triton_backend.unsupported(check(**all_given)) or "none"  # type: ignore[arg-type]
 
     assert reason() == "none"
     assert "one range of keys" in reason(mask=masks.Dense(mask))

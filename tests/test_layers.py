@@ -17,9 +17,9 @@ from regard import (
     RMSNorm,
     See,
 )
-from regard.layers import GatedFeedForward, LayerNorm, PostNorm, PreNorm, lock_dropout
-from regard.mechanism.cache import CrossCache
-from regard.watching import watch
+from regard.interpret.watching import watch
+from regard.layers.cache import CrossCache
+from regard.layers.modules import GatedFeedForward, LayerNorm, PostNorm, PreNorm, lock_dropout
 
 
 def close(actual: Tensor, expected: Tensor) -> None:

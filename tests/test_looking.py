@@ -11,10 +11,14 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from regard import InputError, See, Text, look, watch
-from regard.looking import HeadMap, Overview, Plan, WordKeys, compare, plan
-from regard.looking import heads as heads_module
+from regard.interpret import cost
+from regard.interpret import heads as heads_module
+from regard.interpret.comparison import compare
+from regard.interpret.cost import Plan
+from regard.interpret.heads import HeadMap, WordKeys
+from regard.interpret.overview import Overview
+from regard.interpret.runs import Reading, read
 from regard.models.model import Model
-from regard.reading import Reading, read
 from small import TEXT, gpt2, t5, tokenizer, translator, waves, xl
 from test_models_bert import minilm
 
@@ -311,7 +315,7 @@ def test_a_long_text_read_at_once_needs_memory_by_its_length(what: dict[str, obj
 
 
 def test_what_it_takes_is_told_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "LONG", 32)
+    monkeypatch.setattr(cost, "LONG", 32)
     told: list[Plan] = []
     done: list[tuple[int, int]] = []
 
@@ -335,7 +339,7 @@ def test_what_it_takes_is_told_before_it_starts(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_told_is_of_what_will_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "LONG", 8)
+    monkeypatch.setattr(cost, "LONG", 8)
     told: list[Plan] = []
     done: list[tuple[int, int]] = []
     asked = {"before": told.append, "progress": lambda now, of: done.append((now, of))}
@@ -360,9 +364,9 @@ def test_what_is_told_is_of_what_will_be_read(monkeypatch: pytest.MonkeyPatch) -
     ],
 )
 def test_a_plan_reads_as_a_sentence(seconds: float, memory: float, said: str) -> None:
-    plan = Plan(100_000, 6, seconds, int(memory))
+    estimate = Plan(100_000, 6, seconds, int(memory))
     assert (
-        str(plan)
+        str(estimate)
         == f"100,000 tokens through 6 attention layers: {said} of memory besides the model"
     )
 
@@ -377,7 +381,7 @@ def test_lines_do_not_stand_around_a_text() -> None:
 
 
 def test_who_is_told_may_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan, "LONG", 32)
+    monkeypatch.setattr(cost, "LONG", 32)
 
     def refuse(_: Plan) -> None:
         raise KeyboardInterrupt

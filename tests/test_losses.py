@@ -18,10 +18,10 @@ from regard import (
     T5Config,
     Transformer,
     TransformerConfig,
-    losses,
 )
-from regard.losses import linear_cross_entropy
-from regard.mechanism.kernels import softmax
+from regard.kernels.triton import softmax
+from regard.layers import losses
+from regard.layers.losses import linear_cross_entropy
 
 CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from generate import any_mask, mask_leaves
-from regard import Causal, InputError, Padding, Prefix, Segments, Window, masks
+from regard import Causal, InputError, Padding, Prefix, Segments, Window
+from regard.mechanism import masks
 from regard.mechanism.geometry import Extent, Tile
 from regard.mechanism.masks import Mask, hulls
 

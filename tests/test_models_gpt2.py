@@ -9,9 +9,10 @@ import torch
 import transformers
 
 from regard import GPT2, GPT2Config, InputError, load
-from regard.decoding import Beam, Greedy, Sample, generate
-from regard.models.replaying import Replayed
-from regard.models.state import State
+from regard.decoding.generation import generate
+from regard.decoding.state import State
+from regard.decoding.strategies import Beam, Greedy, Sample
+from regard.models.gpt2_graphs import Replayed
 from tiny import FIVE, agree, disturb, padded, real, same_files
 
 VARIANTS = {

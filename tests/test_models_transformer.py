@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from regard import CheckpointError, InputError, Transformer, TransformerConfig, load
-from regard.quantizing import arrange, quantize
+from regard.models.quantization import arrange, quantize
 from tiny import agree, disturb, of_five, padded, real, same_files
 
 VARIANTS = {

@@ -24,8 +24,8 @@ from regard import (
     TransformerXLConfig,
     load,
 )
-from regard.layers import lock_dropout
-from regard.watching import watch
+from regard.interpret.watching import watch
+from regard.layers.modules import lock_dropout
 from tiny import agree, disturb, same_files
 
 SIZES = {

@@ -29,16 +29,17 @@ from regard import (
     Segments,
     Window,
     attention,
-    masks,
     why,
 )
-from regard.mechanism import biases, native, reference, tiled
+from regard.kernels.cpu import build
+from regard.layers.linear import Quantized
+from regard.mechanism import biases, masks
+from regard.mechanism.backends import cpu as cpu_backend
+from regard.mechanism.backends import reference, tiled
 from regard.mechanism.biases import Bias
 from regard.mechanism.call import TRANSFORMED, Call, check
 from regard.mechanism.masks import Mask
-from regard.mechanism.native import building
 from regard.mechanism.seeing import Seen
-from regard.quantizing import Quantized
 
 COMPILER = next((name for name in ("g++", "clang++", "c++") if shutil.which(name)), None)
 BATCH, HEADS, KEY_HEADS, QUERIES, KEYS = 2, 4, 2, 251, 333
@@ -51,7 +52,7 @@ if COMPILER is None or sys.platform != "linux":
 
 
 def test_where_there_is_a_compiler_there_is_the_kernel() -> None:
-    assert native.unavailable() is None
+    assert cpu_backend.unavailable() is None
 
 
 EVERYTHING = See(
@@ -85,7 +86,7 @@ STRUCTURES: dict[str, Structure] = {
     "capped": (Padding(KEYS - 7), no_bias, 3.0),
 }
 structures = pytest.mark.parametrize("name", STRUCTURES)
-every_dtype = pytest.mark.parametrize("dtype", native.DTYPES, ids=lambda dtype: str(dtype)[6:])
+every_dtype = pytest.mark.parametrize("dtype", cpu_backend.DTYPES, ids=lambda dtype: str(dtype)[6:])
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -116,8 +117,8 @@ def exactly(call: Call) -> tuple[Tensor, Seen]:
 
 
 def run(call: Call) -> tuple[Tensor, Seen]:
-    assert native.unsupported(call) is None
-    output, seen = native.run(call)
+    assert cpu_backend.unsupported(call) is None
+    output, seen = cpu_backend.run(call)
     assert seen is not None
     assert output.dtype == call.query.dtype
     return output, seen
@@ -301,7 +302,7 @@ def test_it_refuses_what_it_cannot_do_and_says_why() -> None:
     assert "no Dense bias" in reason(bias=biases.Dense(torch.zeros(1024, 1024)))
     nothing = random(1, 1, 0, 8)
     call = check(nothing, x, x, None, None, None, None, 0.0, see)
-    assert "nothing to compute" in str(native.unsupported(call))
+    assert "nothing to compute" in str(cpu_backend.unsupported(call))
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own way there
@@ -322,15 +323,15 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "regard"
 
 
-def build() -> ctypes.CDLL | str:
+def build_again() -> ctypes.CDLL | str:
     """As on a fresh start: what this process has built already is forgotten."""
-    return building.library.__wrapped__()
+    return build.library.__wrapped__()
 
 
 def test_without_a_compiler(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert build() == (
+    assert build_again() == (
         "there is no C++ compiler (g++, clang++, or what CXX names) to build the kernel."
     )
 
@@ -342,12 +343,12 @@ def test_a_compiler_that_fails(
     broken.write_text("#!/bin/sh\necho 'fatal: no such machine' >&2\nexit 3\n")
     broken.chmod(0o755)
     monkeypatch.setenv("CXX", str(broken))
-    reason = build()
+    reason = build_again()
     assert isinstance(reason, str)
     assert "could not be built" in reason
     assert "fatal: no such machine" in reason
     monkeypatch.setenv("CXX", str(tmp_path / "nowhere"))
-    reason = build()
+    reason = build_again()
     assert isinstance(reason, str)
     assert "nowhere" in reason
 
@@ -355,7 +356,7 @@ def test_a_compiler_that_fails(
 def test_a_cache_folder_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
-    reason = build()
+    reason = build_again()
     assert isinstance(reason, str)
     assert "could not be built, kept or loaded" in reason
 
@@ -366,20 +367,20 @@ def test_it_is_built_once_and_for_any_machine(
     """Built for a machine without wide vectors or tiles, it says the same."""
     log, wrapper = tmp_path / "log", tmp_path / "c++"
     wrapper.write_text(
-        f'#!/bin/sh\ncase "$*" in *seeing.cpp*) echo built >> {log};; esac\n'
+        f'#!/bin/sh\ncase "$*" in *attention.cpp*) echo built >> {log};; esac\n'
         'for word; do shift; [ "$word" = -march=native ] || set -- "$@" "$word"; done\n'
         f'exec {COMPILER} "$@"\n'
     )
     wrapper.chmod(0o755)
     monkeypatch.setenv("CXX", str(wrapper))
-    library = build()
+    library = build_again()
     assert not isinstance(library, str), library
-    assert not isinstance(build(), str)
+    assert not isinstance(build_again(), str)
     assert log.read_text() == "built\n"
     assert len(list(shelf.iterdir())) == 1
     assert library.has_tiles() == 0
 
-    monkeypatch.setattr(building, "library", lambda: library)
+    monkeypatch.setattr(build, "library", lambda: library)
     for dtype in (torch.float32, torch.bfloat16):
         for name in ("causal", "buckets in a window"):
             test_the_kernel_says_what_the_definition_says(name, dtype)

@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 
 from folders import edit
 from regard import GPT2, CheckpointError, GPT2Config, InputError, load
-from regard.checkpoints import WEIGHTS
-from regard.packing import pack, packed, unpack
+from regard.checkpoints.packing import pack, packed, unpack
+from regard.checkpoints.tensors import WEIGHTS
 
 
 @pytest.mark.parametrize("kind", ["int8", "int4"])

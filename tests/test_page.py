@@ -318,12 +318,12 @@ def test_every_field_has_a_name(page: Page, address: str) -> None:
 
 def test_its_colours_are_those_of_pictures() -> None:
     from regard.pictures.colours import hexadecimal, ramp, roles
-    from regard.service.app import SHADES, _colours
+    from regard.server.app import SHADES, _colours
 
     light, dark = _colours().splitlines()
     for css, night in ((light, False), (dark, True)):
         assert f"--ink:{hexadecimal(roles(night)['ink'])};" in css
         assert f"--s{SHADES - 1}:{hexadecimal(ramp(dark=night, signed=False)[-1])};" in css
-    script = (Path(regard.__file__).parent / "service/page.js").read_text(encoding="utf-8")
+    script = (Path(regard.__file__).parent / "server/web/page.js").read_text(encoding="utf-8")
     assert re.search(r"SHADES = (\d+)", script)[1] == str(SHADES)
     assert "innerHTML" not in script

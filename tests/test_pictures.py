@@ -19,9 +19,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from regard import InputError, pictures
-from regard.pictures import Picture
+from regard import InputError
+from regard.pictures import figures
 from regard.pictures.colours import LEVELS, level, nearest_of_256, ramp, ramp_of_256, roles
+from regard.pictures.figures import Picture
 from regard.pictures.record import Cells, printable, shorten, width_of
 from regard.pictures.vector import FontWarning
 
@@ -48,12 +49,10 @@ def several(seed: int = 3) -> Picture:
     """Six grids in one picture, as an overview has."""
     generator = torch.Generator().manual_seed(seed)
     grids = [
-        pictures.head_grid(
-            torch.rand(6, 12, generator=generator) * 10**n, "nats", title=f"Grid {n}"
-        )
+        figures.head_grid(torch.rand(6, 12, generator=generator) * 10**n, "nats", title=f"Grid {n}")
         for n in range(-3, 3)
     ]
-    return pictures.panels("Six grids", grids, caption="What they are.")
+    return figures.panels("Six grids", grids, caption="What they are.")
 
 
 @cache
@@ -63,33 +62,33 @@ def every_kind() -> dict[str, Picture]:
     holes = torch.rand(3, 4, generator=torch.Generator().manual_seed(2))
     holes[2, 3] = math.nan
     return {
-        "weights": pictures.weight_map(causal(12), WORDS, WORDS, title="Layer 3, head 5"),
-        "sink": pictures.weight_map(causal(12), WORDS, WORDS, without_first=True),
-        "many": pictures.weight_map(wide, [f"w{i}" for i in range(150)], ["w"] * 150),
-        "hostile": pictures.weight_map(causal(7), HOSTILE, HOSTILE, title="<b>&\x1b[0m"),
-        "wide letters": pictures.weight_map(
+        "weights": figures.weight_map(causal(12), WORDS, WORDS, title="Layer 3, head 5"),
+        "sink": figures.weight_map(causal(12), WORDS, WORDS, without_first=True),
+        "many": figures.weight_map(wide, [f"w{i}" for i in range(150)], ["w"] * 150),
+        "hostile": figures.weight_map(causal(7), HOSTILE, HOSTILE, title="<b>&\x1b[0m"),
+        "wide letters": figures.weight_map(
             causal(3), ["日本語", "é̂tude", "x"], ["日本語", "b", "c"]
         ),
-        "pooled": pictures.pooled_map(wide, 100_000, 100_000),
+        "pooled": figures.pooled_map(wide, 100_000, 100_000),
         "panels": several(),
-        "comparison": pictures.compare(
-            pictures.weight_map(causal(12), WORDS, WORDS),
-            pictures.weight_map(causal(12, seed=5), WORDS, [*WORDS[:-1], "!"]),
+        "comparison": figures.compare(
+            figures.weight_map(causal(12), WORDS, WORDS),
+            figures.weight_map(causal(12, seed=5), WORDS, [*WORDS[:-1], "!"]),
             names=("head 1", "head 2"),
         ),
-        "long comparison": pictures.compare(
-            pictures.pooled_map(wide, 150, 150),
-            pictures.pooled_map(causal(150, 3), 150, 150),
+        "long comparison": figures.compare(
+            figures.pooled_map(wide, 150, 150),
+            figures.pooled_map(causal(150, 3), 150, 150),
             names=("a", "b"),
         ),
-        "many panels compared": pictures.compare(several(), several(4), names=("one", "other")),
-        "part": pictures.pooled_map(causal(20), 200, 200, first_query=5000, first_key=5000),
-        "grid": pictures.head_grid(torch.rand(12, 16) * 4, "nats", title="Entropy"),
-        "large grid": pictures.head_grid(torch.rand(80, 64) * 400, "positions", title="Distance"),
-        "difference": pictures.head_grid(signed, "nats", title="Entropy, trained minus random"),
-        "holes": pictures.head_grid(holes, "weight", title="Fewer heads"),
-        "top": pictures.top_keys(causal(12)[8], WORDS, word="was"),
-        "alignment": pictures.alignment(causal(9), WORDS[:9], WORDS[3:], caption="Layer 5"),
+        "many panels compared": figures.compare(several(), several(4), names=("one", "other")),
+        "part": figures.pooled_map(causal(20), 200, 200, first_query=5000, first_key=5000),
+        "grid": figures.head_grid(torch.rand(12, 16) * 4, "nats", title="Entropy"),
+        "large grid": figures.head_grid(torch.rand(80, 64) * 400, "positions", title="Distance"),
+        "difference": figures.head_grid(signed, "nats", title="Entropy, trained minus random"),
+        "holes": figures.head_grid(holes, "weight", title="Fewer heads"),
+        "top": figures.top_keys(causal(12)[8], WORDS, word="was"),
+        "alignment": figures.alignment(causal(9), WORDS[:9], WORDS[3:], caption="Layer 5"),
     }
 
 
@@ -121,7 +120,7 @@ def tips(root: ElementTree.Element) -> dict[str, float]:
 def test_the_numbers_of_the_svg_are_the_data() -> None:
     weights = causal(12)
     labels = [f"{word}{i}" for i, word in enumerate(WORDS)]
-    found = tips(parsed(pictures.weight_map(weights, labels, labels)))
+    found = tips(parsed(figures.weight_map(weights, labels, labels)))
     assert len(found) == 144
     for q, query in enumerate(labels):
         for k, key in enumerate(labels):
@@ -132,7 +131,7 @@ def test_the_numbers_of_the_svg_are_the_data() -> None:
 
 def test_the_numbers_of_the_plain_text_are_the_data() -> None:
     weights = causal(5)
-    text = pictures.weight_map(weights, WORDS[:5], WORDS[:5]).text(width=80, color="none")
+    text = figures.weight_map(weights, WORDS[:5], WORDS[:5]).text(width=80, color="none")
     rows = [line.split() for line in text.splitlines()[3:8]]
     assert [row[0] for row in rows] == WORDS[:5]
     for q, row in enumerate(rows):
@@ -171,7 +170,7 @@ def test_the_legend_holds_the_ends_of_the_colours(name: str) -> None:
 
 def test_the_scale_is_that_of_the_data() -> None:
     def scale(values: object) -> tuple[float, float]:
-        drawing = pictures.head_grid(values, "x", title="t").drawing  # type: ignore[arg-type]
+        drawing = figures.head_grid(values, "x", title="t").drawing  # type: ignore[arg-type]
         assert isinstance(drawing, Cells)
         return drawing.scale
 
@@ -184,7 +183,7 @@ def test_a_few_towering_numbers_do_not_hide_the_rest_and_are_told() -> None:
     values = torch.full((40, 40), 0.01)
     values[0, 0] = 1.0
     values[1:, 1:] += 0.01 * torch.rand(39, 39, generator=torch.Generator().manual_seed(0))
-    picture = pictures.pooled_map(values, 4000, 4000)
+    picture = figures.pooled_map(values, 4000, 4000)
     drawing = picture.drawing
     assert isinstance(drawing, Cells)
     assert drawing.scale[1] < 0.021
@@ -194,15 +193,15 @@ def test_a_few_towering_numbers_do_not_hide_the_rest_and_are_told() -> None:
 
 def test_what_is_left_out_is_said_with_its_share() -> None:
     weights = torch.tensor([[0.9, 0.1], [0.5, 0.5]])
-    picture = pictures.weight_map(weights, ["a", "b"], ["<s>", "b"], without_first=True)
+    picture = figures.weight_map(weights, ["a", "b"], ["<s>", "b"], without_first=True)
     said = "The first key, '<s>', is left out: it takes 70.0% of the weight on average."
     assert said in picture.text(width=120, color="none")
     assert said in " ".join(texts(parsed(picture)))
     assert tips(parsed(picture)) == pytest.approx({"query a, key b": 0.1, "query b, key b": 0.5})
 
-    pooled = pictures.pooled_map(weights, 100, 100, without_first=True)
+    pooled = figures.pooled_map(weights, 100, 100, without_first=True)
     assert "keys 0 to 49, is left out: it takes 70.0%" in pooled.text(width=120, color="none")
-    bars = pictures.top_keys([0.6, 0.3, 0.1], ["<s>", "b", "c"], word="c", without_first=True)
+    bars = figures.top_keys([0.6, 0.3, 0.1], ["<s>", "b", "c"], word="c", without_first=True)
     said = (
         "2 of 3 keys hold 40.0% of the weight. The first key, '<s>', is left out: it takes 60.0%."
     )
@@ -211,7 +210,7 @@ def test_what_is_left_out_is_said_with_its_share() -> None:
 
 def test_bars_are_the_largest_weights_in_order() -> None:
     row = [0.1, 0.4, 0.05, 0.25, 0.2]
-    picture = pictures.top_keys(row, ["a", "b", "c", "d", "b"], word="x", count=3)
+    picture = figures.top_keys(row, ["a", "b", "c", "d", "b"], word="x", count=3)
     lines = picture.text(width=60, color="none").splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["b", "d", "b"]
     assert [line.split()[-1] for line in lines[1:4]] == ["0.4", "0.25", "0.2"]
@@ -225,7 +224,7 @@ def test_bars_are_the_largest_weights_in_order() -> None:
 
 def test_the_best_source_of_each_target_is_marked() -> None:
     weights = [[0.7, 0.2, 0.1], [0.1, 0.3, 0.6]]
-    picture = pictures.alignment(weights, ["the", "cat", "sat"], ["die", "saß"])
+    picture = figures.alignment(weights, ["the", "cat", "sat"], ["die", "saß"])
     lines = picture.text(width=80, color="none").splitlines()
     assert lines[3].split() == ["die", "*.70", ".20", ".10"]
     assert lines[4].split() == ["saß", ".10", ".30", "*.60"]
@@ -237,7 +236,7 @@ def test_the_best_source_of_each_target_is_marked() -> None:
 def test_an_image_holds_the_shade_of_every_cell() -> None:
     values = causal(100)
     values[3, 50] = math.nan
-    picture = pictures.pooled_map(values, 1000, 1000)
+    picture = figures.pooled_map(values, 1000, 1000)
     drawing = picture.drawing
     assert isinstance(drawing, Cells)
     image = next(parsed(picture).iter(f"{SVG}image"))
@@ -257,7 +256,7 @@ def test_an_image_holds_the_shade_of_every_cell() -> None:
 def test_pooling_for_a_narrow_terminal_keeps_the_largest() -> None:
     values = torch.zeros(200, 200)
     values[150, 60] = 1.0
-    lines = pictures.pooled_map(values, 200, 200).text(width=60, color="none").splitlines()
+    lines = figures.pooled_map(values, 200, 200).text(width=60, color="none").splitlines()
     assert sum(line.count("@") for line in lines if "[" not in line) == 1
     assert "Each cell shows the largest of up to" in lines[-1]
 
@@ -322,7 +321,7 @@ def test_svg_and_html_need_no_network(name: str) -> None:
 
 def test_labels_that_are_too_long_or_too_many_give_way() -> None:
     long = ["short", "internationalization-of-everything"]
-    root = parsed(pictures.weight_map([[0.5, 0.5], [0.1, 0.9]], long, long))
+    root = parsed(figures.weight_map([[0.5, 0.5], [0.1, 0.9]], long, long))
     assert "internationaliz…" in texts(root)
     assert "query short, key internationalization-of-everything" in tips(root)
     many = texts(parsed(every_kind()["many"]))
@@ -333,7 +332,7 @@ def test_labels_that_are_too_long_or_too_many_give_way() -> None:
 
 def test_a_page_of_several_pictures_has_all_of_them_and_their_numbers() -> None:
     kinds = every_kind()
-    page = pictures.page("Two of them", [kinds["grid"], kinds["top"]])
+    page = figures.page("Two of them", [kinds["grid"], kinds["top"]])
     assert page.count("<svg") == page.count("</svg>") == 2
     assert page.count("<table>") == 2
 
@@ -375,7 +374,7 @@ def test_tokens_are_text_everywhere() -> None:
 @settings(max_examples=60)
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=4), st.text(max_size=20))
 def test_any_text_is_a_label(labels: list[str], title: str) -> None:
-    picture = pictures.weight_map([[0.5] * len(labels)] * len(labels), labels, labels, title=title)
+    picture = figures.weight_map([[0.5] * len(labels)] * len(labels), labels, labels, title=title)
     ElementTree.fromstring(picture.svg())
     plain = picture.text(width=60, color="none")
     assert all(width_of(line) <= 60 for line in plain.split("\n"))
@@ -393,18 +392,18 @@ def test_printable_and_shorten() -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: pictures.weight_map(torch.rand(1, 2, 2), ["a"], ["b"]), r"\[0, 3\]"),
-        (lambda: pictures.weight_map(torch.rand(2), ["a"], ["b"]), "needs a table"),
-        (lambda: pictures.weight_map([[0.5], [0.1, 0.2]], ["a", "b"], ["c"]), "one length"),
-        (lambda: pictures.weight_map([[0.5]], ["a", "b"], ["c"]), "needs 1 labels.*2 labels"),
-        (lambda: pictures.weight_map([[0.5]], "a", ["c"]), "'a'"),
-        (lambda: pictures.weight_map([], [], []), "rows of numbers"),
-        (lambda: pictures.head_grid([[math.nan]], "x", title="t"), "no finite number"),
-        (lambda: pictures.head_grid([[math.inf, 1]], "x", title="t"), "infinite"),
-        (lambda: pictures.pooled_map([[0.5, 0.5]], 1, 1), "fewer than"),
-        (lambda: pictures.top_keys([-0.1, 0.2], ["a", "b"], word="a"), "0 or more"),
-        (lambda: pictures.top_keys([1.0], ["a"], word="a", without_first=True), "nothing is left"),
-        (lambda: pictures.weight_map([[1.0]], ["a"], ["a"], without_first=True), "one column"),
+        (lambda: figures.weight_map(torch.rand(1, 2, 2), ["a"], ["b"]), r"\[0, 3\]"),
+        (lambda: figures.weight_map(torch.rand(2), ["a"], ["b"]), "needs a table"),
+        (lambda: figures.weight_map([[0.5], [0.1, 0.2]], ["a", "b"], ["c"]), "one length"),
+        (lambda: figures.weight_map([[0.5]], ["a", "b"], ["c"]), "needs 1 labels.*2 labels"),
+        (lambda: figures.weight_map([[0.5]], "a", ["c"]), "'a'"),
+        (lambda: figures.weight_map([], [], []), "rows of numbers"),
+        (lambda: figures.head_grid([[math.nan]], "x", title="t"), "no finite number"),
+        (lambda: figures.head_grid([[math.inf, 1]], "x", title="t"), "infinite"),
+        (lambda: figures.pooled_map([[0.5, 0.5]], 1, 1), "fewer than"),
+        (lambda: figures.top_keys([-0.1, 0.2], ["a", "b"], word="a"), "0 or more"),
+        (lambda: figures.top_keys([1.0], ["a"], word="a", without_first=True), "nothing is left"),
+        (lambda: figures.weight_map([[1.0]], ["a"], ["a"], without_first=True), "one column"),
         (lambda: every_kind()["grid"].text(width=10), "40 columns"),
         (lambda: every_kind()["grid"].text(color="red"), "'truecolor', '256' or 'none'"),
     ],
@@ -473,14 +472,14 @@ def test_png_has_the_size_of_the_svg_and_its_colours(name: str, tmp_path: Path) 
 
 
 def test_letters_that_no_font_has_are_told_once(tmp_path: Path) -> None:
-    picture = pictures.top_keys([0.6, 0.4], ["\ue123\ue124", "\ue125"], word="a")
+    picture = figures.top_keys([0.6, 0.4], ["\ue123\ue124", "\ue125"], word="a")
     with pytest.warns(FontWarning) as told:
         picture.png(tmp_path / "picture.png")
     assert len(told) == 1
 
 
 def test_a_caption_may_hold_anything() -> None:
-    picture = pictures.top_keys([0.6, 0.4], ["a", "b"], word="a", caption="\x1b[31mhi")
+    picture = figures.top_keys([0.6, 0.4], ["a", "b"], word="a", caption="\x1b[31mhi")
     ElementTree.fromstring(picture.svg())
 
 
@@ -538,7 +537,7 @@ def test_the_256_colours_rise_with_the_data() -> None:
 
 
 def test_where_a_picture_cannot_go_is_said(tmp_path: Path) -> None:
-    picture = pictures.weight_map([[1.0]], ["a"], ["a"])
+    picture = figures.weight_map([[1.0]], ["a"], ["a"])
     (tmp_path / "folder.svg").mkdir()
     for save in (picture.save, picture.png):
         with pytest.raises(InputError, match=r"folder\.svg' is a folder"):

@@ -8,9 +8,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from regard import InputError, pictures
-from regard.pictures import Picture
+from regard import InputError
+from regard.pictures import figures
 from regard.pictures.colours import LEVELS, level
+from regard.pictures.figures import Picture
 from regard.pictures.record import Cells, Panels
 
 FIRST = [[1.0, 0.0], [0.25, 0.75]]
@@ -19,11 +20,11 @@ WORDS = ["the", "cat"]
 
 
 def maps() -> tuple[Picture, Picture]:
-    return pictures.weight_map(FIRST, WORDS, WORDS), pictures.weight_map(SECOND, WORDS, WORDS)
+    return figures.weight_map(FIRST, WORDS, WORDS), figures.weight_map(SECOND, WORDS, WORDS)
 
 
 def test_two_maps_stand_beside_their_difference_in_the_same_colours() -> None:
-    drawing = pictures.compare(*maps(), names=("a", "b")).drawing
+    drawing = figures.compare(*maps(), names=("a", "b")).drawing
     assert isinstance(drawing, Panels)
     one, other, difference = drawing.parts
     assert [part.title for part in drawing.parts] == ["a", "b", "b less a"]
@@ -35,7 +36,7 @@ def test_two_maps_stand_beside_their_difference_in_the_same_colours() -> None:
 
 def test_a_difference_that_is_nothing_is_drawn_as_nothing() -> None:
     first, _ = maps()
-    drawing = pictures.compare(first, first, names=("a", "a again")).drawing
+    drawing = figures.compare(first, first, names=("a", "a again")).drawing
     assert isinstance(drawing, Panels)
     difference = drawing.parts[2]
     assert difference.signed
@@ -47,8 +48,8 @@ def test_a_difference_shows_its_sign_without_colours_and_without_numbers() -> No
     more, less = torch.zeros(2, size, size)
     more[0, 0], less[0, 1] = 0.9, 0.9
     names = [f"w{i}" for i in range(size)]
-    picture = pictures.compare(
-        pictures.weight_map(more, names, names), pictures.weight_map(less, names, names),
+    picture = figures.compare(
+        figures.weight_map(more, names, names), figures.weight_map(less, names, names),
         names=("a", "b"),
     )  # fmt: skip
     lines = picture.text(width=80, color="none").splitlines()
@@ -61,20 +62,20 @@ def test_a_difference_shows_its_sign_without_colours_and_without_numbers() -> No
 
 def test_labels_that_differ_are_both_written() -> None:
     first, _ = maps()
-    other = pictures.weight_map(SECOND, WORDS, ["the", "dog"])
-    drawing = pictures.compare(first, other, names=("a", "b")).drawing
+    other = figures.weight_map(SECOND, WORDS, ["the", "dog"])
+    drawing = figures.compare(first, other, names=("a", "b")).drawing
     assert isinstance(drawing, Panels)
     assert drawing.parts[2].columns.labels == ("the", "cat/dog")
 
 
 def test_of_several_panels_the_differences_are_drawn() -> None:
     def overview(shift: float) -> Picture:
-        return pictures.panels(
+        return figures.panels(
             "Heads",
-            [pictures.head_grid(torch.eye(2) + shift, "nats", title=name) for name in ("a", "b")],
+            [figures.head_grid(torch.eye(2) + shift, "nats", title=name) for name in ("a", "b")],
         )
 
-    drawing = pictures.compare(overview(0), overview(0.5), names=("x", "y")).drawing
+    drawing = figures.compare(overview(0), overview(0.5), names=("x", "y")).drawing
     assert isinstance(drawing, Panels)
     assert [part.title for part in drawing.parts] == ["a", "b"]
     assert all(value == 0.5 for part in drawing.parts for row in part.values for value in row)
@@ -83,10 +84,10 @@ def test_of_several_panels_the_differences_are_drawn() -> None:
 
 def test_panels_have_a_legend_each_in_every_form() -> None:
     grids = [
-        pictures.head_grid([[0.1, 0.9]], "nats", title="Entropy"),
-        pictures.head_grid([[3.0, 40.0]], "tokens", title="Distance"),
+        figures.head_grid([[0.1, 0.9]], "nats", title="Entropy"),
+        figures.head_grid([[3.0, 40.0]], "tokens", title="Distance"),
     ]
-    picture = pictures.panels("Heads", grids, caption="Two measures.")
+    picture = figures.panels("Heads", grids, caption="Two measures.")
     plain = picture.text(width=80, color="none")
     assert plain.count("[ .:-=+*#%@]") == 2
     assert "Two measures." in plain
@@ -103,8 +104,8 @@ def test_panels_have_a_legend_each_in_every_form() -> None:
 def test_panels_take_numbers_where_a_screen_has_room_and_shades_where_not() -> None:
     def drawn(layers: int, width: int) -> str:
         values = torch.linspace(0.1, 0.9, layers * 12).view(layers, 12)
-        grids = [pictures.head_grid(values, "nats", title=f"Grid {n}") for n in range(6)]
-        return pictures.panels("Heads", grids).text(width=width, color="none")
+        grids = [figures.head_grid(values, "nats", title=f"Grid {n}") for n in range(6)]
+        return figures.panels("Heads", grids).text(width=width, color="none")
 
     assert ".10" in drawn(2, 80)
     assert ".10" not in drawn(24, 80)
@@ -114,41 +115,39 @@ def test_panels_take_numbers_where_a_screen_has_room_and_shades_where_not() -> N
 @pytest.mark.parametrize(
     ("first", "second", "message"),
     [
-        (maps()[0], pictures.weight_map([[0.5]], ["a"], ["a"]), "2 x 2 and 1 x 1"),
-        (maps()[0], pictures.top_keys([0.5, 0.5], WORDS, word="cat"), "two maps"),
+        (maps()[0], figures.weight_map([[0.5]], ["a"], ["a"]), "2 x 2 and 1 x 1"),
+        (maps()[0], figures.top_keys([0.5, 0.5], WORDS, word="cat"), "two maps"),
     ],
 )
 def test_what_cannot_be_compared_is_refused(first: Picture, second: Picture, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        pictures.compare(first, second, names=("a", "b"))
+        figures.compare(first, second, names=("a", "b"))
 
 
 def test_panels_are_of_cells() -> None:
     with pytest.raises(InputError, match="at least one"):
-        pictures.panels("Nothing", [])
+        figures.panels("Nothing", [])
     with pytest.raises(InputError, match="maps and grids"):
-        pictures.panels("Bars", [pictures.top_keys([0.5, 0.5], WORDS, word="cat")])
+        figures.panels("Bars", [figures.top_keys([0.5, 0.5], WORDS, word="cat")])
 
 
 def test_a_scale_that_begins_near_nothing_begins_at_nothing() -> None:
-    drawing = pictures.weight_map([[1e-7, 0.6], [0.3, 0.5]], WORDS, WORDS).drawing
+    drawing = figures.weight_map([[1e-7, 0.6], [0.3, 0.5]], WORDS, WORDS).drawing
     assert isinstance(drawing, Cells)
     assert drawing.scale == (0.0, 0.6)
     assert math.isclose(drawing.extremes[0], 1e-7)
 
 
 def test_two_kinds_of_maps_are_not_compared() -> None:
-    named = pictures.weight_map([[1.0, 0.0], [0.5, 0.5]], ["a", "b"], ["a", "b"])
-    pooled = pictures.pooled_map([[1.0, 0.0], [0.5, 0.5]], 10, 10)
+    named = figures.weight_map([[1.0, 0.0], [0.5, 0.5]], ["a", "b"], ["a", "b"])
+    pooled = figures.pooled_map([[1.0, 0.0], [0.5, 0.5]], 10, 10)
     with pytest.raises(InputError, match="two of one kind"):
-        pictures.compare(named, pooled, names=("one", "two"))
+        figures.compare(named, pooled, names=("one", "two"))
 
 
 @pytest.mark.parametrize("width", [40, 44, 52, 60])
 def test_long_names_leave_room_in_a_narrow_terminal(width: int) -> None:
     names = ["remembered", "everything"]
-    one, two = (
-        pictures.weight_map([[1.0, 0.0], w], names, names) for w in ([0.5, 0.5], [0.1, 0.9])
-    )
-    drawn = pictures.compare(one, two, names=("one", "two")).text(width=width, color="none")
+    one, two = (figures.weight_map([[1.0, 0.0], w], names, names) for w in ([0.5, 0.5], [0.1, 0.9]))
+    drawn = figures.compare(one, two, names=("one", "two")).text(width=width, color="none")
     assert max(map(len, drawn.splitlines())) <= width

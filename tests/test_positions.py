@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from regard import InputError
-from regard.mechanism.positions import Layout, LearnedPositions, Rotary, sinusoidal
+from regard.layers.positions import Layout, LearnedPositions, Rotary, sinusoidal
 
 
 def scalar(position: int, index: int, dim: int, layout: str, base: float) -> float:

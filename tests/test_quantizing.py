@@ -12,10 +12,12 @@ import test_models_gpt2
 import test_models_t5
 import test_models_transformer
 from regard import InputError, TransformerXL, load
-from regard.decoding import Beam, Greedy, generate
-from regard.mechanism.native import building
-from regard.models import Bert
-from regard.quantizing import Quantized, arrange, quantize
+from regard.decoding.generation import generate
+from regard.decoding.strategies import Beam, Greedy
+from regard.kernels.cpu import build
+from regard.layers.linear import Quantized
+from regard.models.bert import Bert
+from regard.models.quantization import arrange, quantize
 from test_models_bert import minilm
 from test_models_transformer_xl import tiny
 from tiny import agree
@@ -125,7 +127,7 @@ def test_tiny_rows_count_as_zeros_and_huge_ones_do_not_overflow() -> None:
 
 def test_without_a_compiler_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     test_models_gpt2.theirs().save_pretrained(tmp_path)
-    monkeypatch.setattr(building, "library", lambda: "there is no C++ compiler.")
+    monkeypatch.setattr(build, "library", lambda: "there is no C++ compiler.")
     with pytest.raises(InputError, match=r"cannot be had here: there is no C\+\+ compiler"):
         quantize(load(tmp_path))
 

@@ -24,12 +24,12 @@ from fastapi.testclient import TestClient
 
 import folders
 import regard
-from regard import shelf
-from regard.looking import look
-from regard.service.app import build
-from regard.service.gate import MOST_BYTES
-from regard.service.models import Models
-from regard.service.worker import MOST_WAITING, Busy, Going, Worker
+from regard.checkpoints import hub
+from regard.interpret.looking import look
+from regard.server.app import build
+from regard.server.middleware import MOST_BYTES
+from regard.server.pool import Models
+from regard.server.worker import MOST_WAITING, Busy, Going, Worker
 from serving import serving, until
 from test_cli import PLAIN, START
 from test_cli import regard as command
@@ -68,7 +68,7 @@ def test_models_say_what_they_can_do_and_not_where_they_lie(client: TestClient) 
     found = {model["name"]: model for model in client.get("/models").json()["models"]}
     assert found["translate"]["can"] == ["translate", "look", "explain"]
     assert found["translate"]["languages"] == ["en", "fr", "de"]
-    assert found["translate"]["licence"] == regard.shipped.card("translate").licence
+    assert found["translate"]["licence"] == regard.checkpoints.cards.card("translate").licence
     assert found["books-xl"]["can"] == ["complete", "look", "explain"]
     assert all("folder" not in model for model in found.values())
 
@@ -319,7 +319,7 @@ def test_a_bug_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
 
     app = build(Broken(), Worker())
     client = TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
-    with caplog.at_level(logging.ERROR, "regard.service"):
+    with caplog.at_level(logging.ERROR, "regard.server"):
         answer = client.post("/translate", json={"text": "a", "to": "fr"})
     assert told(answer, 500) == "This is a bug of the server. Its log says more."
     assert "secret" not in answer.text
@@ -377,7 +377,7 @@ def test_odd_things_in_the_cache_are_passed_over(
     (tmp_path / "models--acme--part" / "snapshots" / "abc").mkdir(parents=True)
     config = tmp_path / "models--acme--part" / "snapshots" / "abc" / "config.json"
     config.write_text('{"architectures": ["GPT2LMHeadModel"]}')
-    monkeypatch.setattr(shelf, "cache", lambda: tmp_path)
+    monkeypatch.setattr(hub, "cache_folder", lambda: tmp_path)
     names = [model["name"] for model in client.get("/models").json()["models"]]
     assert "translate" in names
     assert not any(name.startswith("acme/") for name in names)

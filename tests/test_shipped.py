@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from regard import shelf, shipped
+from regard.checkpoints import cards
 from regard.errors import CheckpointError, InputError
-from regard.models import ARCHITECTURES
-from regard.training.evaluating import KINDS
+from regard.evaluation.measuring import SCORES_OF_TASK
 
 CARD = """---
 name: small
@@ -35,14 +34,14 @@ FIGURE = {
 }
 
 
-def written(folder: Path, text: str, name: str = shipped.CARD) -> Path:
+def written(folder: Path, text: str, name: str = cards.CARD) -> Path:
     file = folder / name
     file.write_text(text, encoding="utf-8")
     return file
 
 
 def test_a_card_is_read(tmp_path):
-    card = shipped.read_card(written(tmp_path, CARD))
+    card = cards.read_card(written(tmp_path, CARD))
     assert (card.name, card.licence, card.parameters) == ("small", "CC0-1.0", 1234)
     assert card.trained_on == "CPU, 1 minute, seed 0"
     assert card.text == "# small\n\nA model.\n"
@@ -59,11 +58,11 @@ def test_a_card_is_read(tmp_path):
 )
 def test_a_card_that_lacks_something_is_refused(tmp_path, old, new, message):
     with pytest.raises(CheckpointError, match=message):
-        shipped.read_card(written(tmp_path, CARD.replace(old, new, 1)))
+        cards.read_card(written(tmp_path, CARD.replace(old, new, 1)))
 
 
 def test_front_matter_of_other_cards_is_read_as_far_as_it_is_simple():
-    facts, text = shipped.front_matter(
+    facts, text = cards.front_matter(
         "---\nlicense: apache-2.0\nlanguage:\n- en\n- 'fr'\nmodel-index:\n- name: x\n  results:\n"
         "  - task: y\ntags: []\n---\nHello."
     )
@@ -74,11 +73,11 @@ def test_front_matter_of_other_cards_is_read_as_far_as_it_is_simple():
 
 @pytest.mark.parametrize("text", ["", "Hello.\n---\na: b\n---\n", "---\na: b\n"])
 def test_without_front_matter_all_is_text(text):
-    assert shipped.front_matter(text) == ({}, text)
+    assert cards.front_matter(text) == ({}, text)
 
 
 def test_scores_are_read(tmp_path):
-    [score] = shipped.read_scores(written(tmp_path, json.dumps([FIGURE]), shipped.SCORES))
+    [score] = cards.read_scores(written(tmp_path, json.dumps([FIGURE]), cards.SCORES))
     assert score.value == 8.5
     assert score.data[0]["files"] == ["a.txt"]
 
@@ -98,26 +97,22 @@ def test_scores_are_read(tmp_path):
 )
 def test_scores_of_another_form_are_refused(tmp_path, rows):
     with pytest.raises(CheckpointError):
-        shipped.read_scores(written(tmp_path, json.dumps(rows), shipped.SCORES))
+        cards.read_scores(written(tmp_path, json.dumps(rows), cards.SCORES))
 
 
 def test_an_unknown_name_is_an_error_that_names_those_known():
     with pytest.raises(InputError, match="There is no shipped model 'nothing'"):
-        shipped.folder("nothing")
+        cards.folder("nothing")
 
 
 def test_what_is_shipped_is_whole():
     """Each has its card, named as its folder is, and scores that this architecture can have."""
-    metrics = {name for kind in KINDS for name in kind.metrics}
-    for name in shipped.names():
-        card = shipped.card(name)
+    metrics = {name for names in SCORES_OF_TASK.values() for name in names}
+    for name in cards.names():
+        card = cards.card(name)
         assert card.name == name
-        scores = shipped.scores(name)
+        scores = cards.scores(name)
         assert scores, f"{name} has no scores"
         assert {score.metric for score in scores} <= metrics
         for file in ("tokenizer.json", "model.safetensors"):
-            assert (shipped.folder(name) / file).is_file(), f"{name} has no {file}"
-
-
-def test_the_shelf_knows_the_task_of_every_architecture():
-    assert shelf.TASKS.keys() == ARCHITECTURES.keys()
+            assert (cards.folder(name) / file).is_file(), f"{name} has no {file}"

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from regard import explain, look
-from regard.looking import compare
+from regard.interpret.comparison import compare
 from small import TEXT, gpt2, t5, tokenizer, translator
 
 FOLDER = Path(__file__).parent / "snapshots"

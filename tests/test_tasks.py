@@ -33,17 +33,21 @@ from regard import (
     complete,
     generate,
     load,
-    shipped,
     summarize,
     translate,
 )
-from regard.converting import convert
+from regard.checkpoints import cards
+from regard.decoding.settings import SettingWarning
+from regard.decoding.spans import LONGEST_ANSWER, best_spans
+from regard.interpret.pooling import pool, sharing
+from regard.models.bundle import ready
+from regard.models.conversion import convert
 from regard.models.model import pad
-from regard.tasks import completing
-from regard.tasks.answering import LONGEST_ANSWER, best_spans, windows
-from regard.tasks.looking import look
-from regard.tasks.ready import SettingWarning, ready, write
-from regard.tasks.words import Span, pool, sentences, sharing, words
+from regard.tasks.attended import look
+from regard.tasks.completion import completing
+from regard.tasks.writing import write
+from regard.text.windows import windows
+from regard.text.words import Span, sentences, words
 
 
 @pytest.fixture(scope="module")
@@ -608,7 +612,7 @@ def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A shelf of shipped models with one on it, and no hub to ask."""
     folder = folders.translator(tmp_path / "shelf" / "translate-tiny")
     (folder / "README.md").write_text(CARD)
-    monkeypatch.setattr(shipped, "_HERE", tmp_path / "shelf")
+    monkeypatch.setattr(cards, "SHIPPED", tmp_path / "shelf")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     return folder
@@ -636,7 +640,7 @@ def test_an_unknown_name_is_answered_with_the_nearest(shelf: Path, name: str) ->
 
 
 def test_a_part_of_how_a_model_decodes_is_changed_alone(made: Path) -> None:
-    from regard.tasks.ready import decoding
+    from regard.decoding.settings import decoding
 
     own = {"num_beams": 8, "length_penalty": 0.6, "no_repeat_ngram_size": 2}
     assert decoding(own, {"num_beams": 4}, 9) == (Beam(4, 0.6, no_repeat=2), 9)

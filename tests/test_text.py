@@ -15,7 +15,7 @@ from tokenizers.models import WordLevel
 import broken
 from pieces import PIECES, TARGET, Piece, field, marian, marian_of_two, model, unigrams
 from regard import CheckpointError, InputError, RegardError
-from regard.text import Text
+from regard.text.tokenizer import Text
 from test_models_bert import minilm
 
 LINES = [

@@ -7,13 +7,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from regard.data import encoding, sources
+from regard.data.encoding import elsewhere
+from regard.data.readers import thousandth
+from regard.data.records import Answer, Pair, Question, Report
 from regard.errors import InputError
-from regard.models import Bert, BertConfig
-from regard.text import Text
-from regard.training import building, train
-from regard.training.answering import elsewhere
-from regard.training.reading import Answer, Pair, Question, Report, thousandth
+from regard.models.bert import Bert, BertConfig
+from regard.text.tokenizer import Text
+from regard.training import building, tokenizing
 from regard.training.recipe import parse_recipe
+from regard.training.run import train
 from training_data import recipe_of, sentences, write_data
 
 
@@ -22,7 +25,7 @@ def found(folder: Path, **source: object) -> list[object]:
     raw = recipe_of(folder)
     raw["data"]["train"][0] |= source
     recipe = parse_recipe(raw)
-    return list(building.records(recipe, recipe.data.train, Report()))
+    return list(sources.records(recipe, recipe.data.train, Report()))
 
 
 def test_pairs_are_turned_round_after_they_are_parted(tmp_path: Path) -> None:
@@ -38,7 +41,7 @@ def test_text_can_be_the_sources_of_pairs(tmp_path: Path) -> None:
     raw = recipe_of(tmp_path, "span corruption", "t5")
     raw["data"]["train"] = [{"format": "tsv", "files": ["train.tsv"]}]
     recipe = parse_recipe(raw)
-    assert list(building.records(recipe, recipe.data.train, Report())) == sentences(120)
+    assert list(sources.records(recipe, recipe.data.train, Report())) == sentences(120)
 
 
 def test_tags_are_tokens_of_their_own(tmp_path: Path) -> None:
@@ -47,8 +50,8 @@ def test_tags_are_tokens_of_their_own(tmp_path: Path) -> None:
     raw["tokenizer"]["special"] = [">>fra<<"]
     raw["data"]["train"][0]["prefix"] = ">>fra<< "
     recipe = parse_recipe(raw)
-    text = building.tokenizer(recipe, tmp_path / "tokenizer")
-    table, _ = building.table(recipe, "train", text)
+    text = tokenizing.tokenizer(recipe, tmp_path / "tokenizer")
+    table, _ = encoding.table(recipe, "train", text)
     starts = table["source"].starts[:-1]
     assert (table["source"].flat[starts] == text.id(">>fra<<")).all()
     assert not (table["target"].flat == text.id(">>fra<<")).any()
@@ -72,7 +75,7 @@ def test_a_pruned_bert_knows_what_the_whole_one_knew(tmp_path: Path, bert: Path)
     raw["model"] = {"kind": "bert", "start": str(bert)}
     raw["tokenizer"] = {"keep": 74}
     recipe = parse_recipe(raw)
-    whole, text = Text.load(bert), building.tokenizer(recipe, tmp_path / "tokenizer")
+    whole, text = Text.load(bert), tokenizing.tokenizer(recipe, tmp_path / "tokenizer")
     assert len(text) == 74 < len(whole)
     assert whole.tokenizer.token_to_id("overlook") is not None
     assert text.tokenizer.token_to_id("overlook") is None
@@ -113,9 +116,9 @@ def test_words_are_what_spaces_part_and_lines_have_an_end(tmp_path: Path) -> Non
     raw = recipe_of(tmp_path, "language modelling", "gpt2")
     raw["tokenizer"] = {"kind": "words", "size": 64}
     recipe = parse_recipe(raw)
-    text = building.tokenizer(recipe, tmp_path / "tokenizer")
+    text = tokenizing.tokenizer(recipe, tmp_path / "tokenizer")
     assert set(text.tokenizer.get_vocab()) == {"<|endoftext|>", "<unk>", "\n", "a", "b", "c", "N"}
-    table, _ = building.table(recipe, "train", text)
+    table, _ = encoding.table(recipe, "train", text)
     tokens = [text.tokenizer.id_to_token(int(one)) for one in table["text"].flat]
     assert tokens == ["a", "<unk>", "N", "b", "\n", "a", "a", "c", "\n"]
     assert text.encode("a d", special=False).ids == [text.id("a"), text.id("<unk>")]

@@ -15,14 +15,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard.errors import InputError
-from regard.training.data import ByLength, Feed, Lanes, Ragged, Table, Windows, cached, content
-from regard.training.publishing import DamageWarning
-from regard.training.reading import (
-    Answer,
-    Pair,
-    Question,
-    Report,
+from regard.checkpoints.folders import DamageWarning
+from regard.data.batches import ByLength, Feed, Lanes, Windows
+from regard.data.readers import (
     read_jsonl,
     read_parallel,
     read_questions,
@@ -30,6 +25,9 @@ from regard.training.reading import (
     read_text,
     read_tsv,
 )
+from regard.data.records import Answer, Pair, Question, Report
+from regard.data.tables import Ragged, Table, cached, content
+from regard.errors import InputError
 
 CPU = torch.device("cpu")
 

@@ -15,9 +15,11 @@ from torch.utils._pytree import tree_leaves
 
 from regard.errors import InputError
 from regard.mechanism.masks import Padding
-from regard.training import loop, parse_recipe, train
+from regard.training import loop
 from regard.training.graphs import _Given, form, tensors
 from regard.training.objectives import PairBatch
+from regard.training.recipe import parse_recipe
+from regard.training.run import train
 from training_data import recipe_of, write_data
 
 

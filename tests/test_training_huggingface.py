@@ -10,9 +10,12 @@ from typing import Any
 import datasets
 import pytest
 
+from regard.data import encoding, sources
+from regard.data.records import Answer, Pair, Question, Record, Report
 from regard.errors import InputError
-from regard.training import building, parse_recipe, train
-from regard.training.reading import Answer, Pair, Question, Record, Report
+from regard.training import tokenizing
+from regard.training.recipe import parse_recipe
+from regard.training.run import train
 from training_data import recipe_of, sentences, write_data
 
 
@@ -28,7 +31,7 @@ def found(folder: Path, task: str, kind: str, **source: Any) -> tuple[list[Recor
     raw = recipe_of(folder, task, kind)
     raw["data"]["train"] = [{"format": "dataset", **source}]
     recipe, report = parse_recipe(raw), Report()
-    return list(building.records(recipe, recipe.data.train, report)), report
+    return list(sources.records(recipe, recipe.data.train, report)), report
 
 
 def translations() -> datasets.Dataset:
@@ -113,8 +116,8 @@ def test_a_model_is_trained_from_datasets_and_other_data_have_another_cache(tmp_
         raw["output"] = str(tmp_path / f"run{count}")
         recipe = parse_recipe(raw, {"schedule.steps": 3})
         assert train(recipe).finished
-        text = building.tokenizer(recipe, tmp_path / f"run{count}" / "tokenizer")
-        assert len(building.table(recipe, "train", text)[0]) == count
+        text = tokenizing.tokenizer(recipe, tmp_path / f"run{count}" / "tokenizer")
+        assert len(encoding.table(recipe, "train", text)[0]) == count
 
 
 @pytest.mark.parametrize(

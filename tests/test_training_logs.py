@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
 
-from regard.training import parse_recipe, train
-from regard.training.events import Events, crc32c
-from regard.training.plot import draw, panels, ticks
+from regard.pictures.charts import draw, ticks
+from regard.training.curves import panels
+from regard.training.recipe import parse_recipe
+from regard.training.run import train
+from regard.training.tensorboard import Events, crc32c
 from training_data import recipe_of, write_data
 
 SVG = "{http://www.w3.org/2000/svg}"

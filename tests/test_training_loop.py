@@ -20,31 +20,30 @@ import torch
 from torch import Tensor
 
 import regard
-from regard.converting import convert
-from regard.decoding import Beam
+from regard.checkpoints.folders import DamageWarning
+from regard.data import encoding
+from regard.data.batches import Batch, Epoch, Feed
+from regard.data.tables import Ragged, Table
+from regard.decoding.settings import decoding
+from regard.decoding.strategies import Beam
 from regard.errors import InputError
-from regard.models import (
-    GPT2,
-    T5,
-    GPT2Config,
-    Transformer,
-    TransformerConfig,
-    TransformerXL,
-    TransformerXLConfig,
-)
-from regard.tasks.ready import decoding, ready
-from regard.text import Text
-from regard.training import Result, building, parse_recipe, train
-from regard.training.chance import seed_all
-from regard.training.crew import Crew
-from regard.training.data import Batch, Epoch, Feed, Ragged, Table
+from regard.models.bundle import ready
+from regard.models.conversion import convert
+from regard.models.gpt2 import GPT2, GPT2Config
+from regard.models.t5 import T5
+from regard.models.transformer import Transformer, TransformerConfig
+from regard.models.transformer_xl import TransformerXL, TransformerXLConfig
+from regard.text.tokenizer import Text
+from regard.training import tokenizing
+from regard.training.attention_log import AttentionWarning
 from regard.training.loop import Pace, Progress, Trainer
-from regard.training.monitoring import AttentionWarning
 from regard.training.objectives import Pairs, Special
-from regard.training.optimizing import adamw, rate_at
-from regard.training.publishing import DamageWarning
-from regard.training.recipe import Recipe, Schedule
+from regard.training.optimizer import adamw, rate_at
+from regard.training.processes import Crew
+from regard.training.recipe import Recipe, Schedule, parse_recipe
+from regard.training.run import Result, train
 from regard.training.saving import Keeper
+from regard.training.seeds import seed_all
 from training_data import TASKS, recipe_of, write_data
 
 
@@ -384,10 +383,10 @@ def test_merges_are_dropped_otherwise_each_epoch_and_say_the_same(folder: Path) 
     raw = recipe_of(folder)
     raw["tokenizer"] |= {"dropout": 0.5, "variants": 3}
     recipe = parse_recipe(raw)
-    text = building.tokenizer(recipe, folder / "tokenizer")
-    table, digest = building.table(recipe, "train", text)
+    text = tokenizing.tokenizer(recipe, folder / "tokenizer")
+    table, digest = encoding.table(recipe, "train", text)
     assert len(table) == 3 * 120
-    assert building.table(recipe, "train", text)[1] == digest
+    assert encoding.table(recipe, "train", text)[1] == digest
     source = table["source"]
     flat, starts = source.flat.tolist(), source.starts.tolist()
     rows = [flat[starts[n] : starts[n + 1]] for n in range(360)]
@@ -403,11 +402,11 @@ def test_merges_are_dropped_otherwise_each_epoch_and_say_the_same(folder: Path) 
         assert sorted(plan.epoch(0, number).rows.tolist()) == list(
             range(120 * part, 120 * part + 120)
         )
-    assert len(building.table(recipe, "valid", text)[0]) == 16
+    assert len(encoding.table(recipe, "valid", text)[0]) == 16
     raw["tokenizer"]["kind"] = "unigram"
-    unigram = building.tokenizer(parse_recipe(raw), folder / "unigram")
+    unigram = tokenizing.tokenizer(parse_recipe(raw), folder / "unigram")
     with pytest.raises(InputError, match=r"for BPE; this tokenizer is a Unigram"):
-        building.table(parse_recipe(raw), "train", unigram)
+        encoding.table(parse_recipe(raw), "train", unigram)
 
 
 def test_starting_from_a_model(folder: Path) -> None:

@@ -8,23 +8,20 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy, kl_div
 
+from regard.data.batches import Feed, Plan
+from regard.data.encoding import window_columns
+from regard.data.records import Answer, Question
+from regard.data.tables import Ragged, Table
 from regard.errors import InputError
+from regard.layers.losses import NOTHING
 from regard.mechanism.masks import Padding
-from regard.models import (
-    GPT2,
-    BertAnswering,
-    BertConfig,
-    GPT2Config,
-    Transformer,
-    TransformerConfig,
-    TransformerXL,
-    TransformerXLConfig,
-)
-from regard.text import Text
-from regard.training.answering import Answers, Exam, windows
-from regard.training.data import Feed, Plan, Ragged, Table
+from regard.models.bert import BertAnswering, BertConfig
+from regard.models.gpt2 import GPT2, GPT2Config
+from regard.models.transformer import Transformer, TransformerConfig
+from regard.models.transformer_xl import TransformerXL, TransformerXLConfig
+from regard.text.tokenizer import Text
+from regard.training.answers import Answers, Exam
 from regard.training.objectives import (
-    NOTHING,
     MaskedTokens,
     NextToken,
     NextTokenWithMemory,
@@ -36,7 +33,6 @@ from regard.training.objectives import (
     held_out,
     moved,
 )
-from regard.training.reading import Answer, Question
 
 CPU = torch.device("cpu")
 
@@ -302,7 +298,7 @@ def questions() -> list[Question]:
 @pytest.mark.parametrize("length", [16, 24, 64])
 def test_answers_are_where_the_windows_say(length: int) -> None:
     words, asked = text(), questions()
-    columns = windows(asked, words, length)
+    columns = window_columns(asked, words, length)
     flat, starts = columns["ids"].flat.tolist(), columns["ids"].starts.tolist()
     facts = columns["facts"].gather(torch.arange(len(starts) - 1), 5, 0).tolist()
     found: dict[int, set[str]] = {number: set() for number in range(len(asked))}
@@ -352,7 +348,7 @@ def test_a_model_that_knows_every_answer_is_right_every_time(length: int) -> Non
         for n, question in enumerate(asked, 1)
     ]
     asked.append(questions()[-1])
-    table = Table(windows(asked, words, length), {})
+    table = Table(window_columns(asked, words, length), {})
     ids, facts = table["ids"], table["facts"].gather(torch.arange(len(table)), 5, 0).tolist()
     starts, flat = ids.starts.tolist(), ids.flat.tolist()
     answers = {
@@ -376,7 +372,7 @@ def test_a_model_that_knows_every_answer_is_right_every_time(length: int) -> Non
 
 def test_answers_are_never_outside_the_context() -> None:
     words, asked = text(), questions()
-    table = Table(windows(asked, words, 24), {})
+    table = Table(window_columns(asked, words, 24), {})
     objective = Answers(table, 100, words.id("[PAD]"), None)
     model = BertAnswering(BertConfig(vocabulary=len(words), dim=8, depth=1, heads=2, inner=16))
     for batch, targets in batches(objective, objective.plan, 3):

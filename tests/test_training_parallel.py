@@ -18,13 +18,13 @@ import pytest
 import torch
 
 from crew_killing import killed_and_restarted, recipe_to_kill
+from regard.checkpoints.folders import DamageWarning
 from regard.errors import InputError
 from regard.mechanism.masks import Padding
-from regard.training import parse_recipe
-from regard.training.answering import AnswerBatch
+from regard.training.answers import AnswerBatch
 from regard.training.objectives import PairBatch
 from regard.training.parallel import cut, interleave
-from regard.training.publishing import DamageWarning
+from regard.training.recipe import parse_recipe
 from regard.training.saving import Keeper
 from training_data import recipe_of, write_data
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from regard.errors import InputError
-from regard.training.metrics import answered, bleu, chrf, rouge
+from regard.evaluation.metrics import answered, bleu, chrf, rouge
 from regard.training.recipe import Recipe, describe, parse_recipe, read_recipe
 
 RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))

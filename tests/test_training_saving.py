@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 
+from regard.checkpoints.folders import DamageWarning, Disk, publish, read_published
 from regard.errors import CheckpointError, InputError
-from regard.training.publishing import DamageWarning, Disk, publish, read_published
 from regard.training.saving import Keeper
 
 

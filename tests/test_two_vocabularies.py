@@ -11,12 +11,14 @@ import torch
 
 from pieces import PIECES, TARGET, marian_of_two
 from regard import InputError, Text, Transformer, TransformerConfig, explain, look, translate
-from regard.converting import convert
-from regard.looking import align
-from regard.reading import read
-from regard.tasks.ready import ready
-from regard.training import building, train
+from regard.data import encoding
+from regard.interpret.runs import read
+from regard.interpret.word_alignment import align
+from regard.models.bundle import ready
+from regard.models.conversion import convert
+from regard.training import building, tokenizing
 from regard.training.recipe import parse_recipe
+from regard.training.run import train
 from small import waves
 from training_data import recipe_of
 
@@ -158,7 +160,7 @@ def recipe_from(made: Made, folder: Path) -> dict:
 def test_training_cuts_each_side_by_its_own(made: Made, tmp_path: Path) -> None:
     raw = recipe_from(made, tmp_path)
     recipe = parse_recipe(raw)
-    table, _ = building.table(recipe, "train", building.tokenizer(recipe, tmp_path / "none"))
+    table, _ = encoding.table(recipe, "train", tokenizing.tokenizer(recipe, tmp_path / "none"))
     for column, text, line in (
         ("source", made.text, made.source),
         ("target", made.text.target, made.target),
@@ -167,7 +169,7 @@ def test_training_cuts_each_side_by_its_own(made: Made, tmp_path: Path) -> None:
         assert table[column].flat[first].tolist() == text.encode(line).ids
     # The same source with another way to write is another table.
     other = Text(made.text.tokenizer, made.text.tokenizer)
-    changed, _ = building.table(recipe, "train", other)
+    changed, _ = encoding.table(recipe, "train", other)
     assert not torch.equal(changed["target"].flat, table["target"].flat)
 
 
@@ -183,4 +185,4 @@ def test_a_new_model_has_one_vocabulary(made: Made, tmp_path: Path) -> None:
     raw["tokenizer"] = {"start": str(made.folder)}
     recipe = parse_recipe(raw)
     with pytest.raises(InputError, match="a vocabulary for each language"):
-        building.model(recipe, building.tokenizer(recipe, tmp_path / "none"))
+        building.model(recipe, tokenizing.tokenizer(recipe, tmp_path / "none"))

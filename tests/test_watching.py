@@ -27,7 +27,8 @@ from regard import (
 )
 from regard import GPT2Config as OurGPT2Config
 from regard import TransformerConfig as OurTransformerConfig
-from regard.watching import Watched, _attend
+from regard.interpret.adapters.huggingface import _attend
+from regard.interpret.watched import Watched
 from tiny import of_five
 
 ALL = See(lse=True, entropy=True, distance=True, received=True, top=2, weights=True)

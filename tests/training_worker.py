@@ -12,7 +12,8 @@ import sys
 
 import torch
 
-from regard.training import parse_recipe, train
+from regard.training.recipe import parse_recipe
+from regard.training.run import train
 
 
 def main() -> None:

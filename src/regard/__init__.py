@@ -1,6 +1,6 @@
 """regard: fast attention you can see.
 
-The public names, each loaded on first use, so that ``import regard`` costs nothing.
+The public names, each loaded on first use, so that ``import regard`` loads nothing heavy.
 """
 
 from __future__ import annotations
@@ -8,60 +8,87 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:
-    from regard import pictures
-    from regard.decoding import Beam, Greedy, Output, Sample, generate, stream
-    from regard.errors import (
-        BackendError,
-        CheckpointError,
-        InputError,
-        RegardError,
-        UnknownModelError,
-    )
-    from regard.explaining import Trace, explain
-    from regard.layers import Block, FeedForward, MultiHeadAttention, RMSNorm
-    from regard.looking import look
-    from regard.losses import linear_cross_entropy
-    from regard.mechanism import attention, biases, masks, why
-    from regard.mechanism.biases import Alibi, RelativeBuckets, RelativeContent
-    from regard.mechanism.cache import Cache
-    from regard.mechanism.masks import Causal, Padding, Prefix, Segments, Window
-    from regard.mechanism.seeing import See, Seen, Top
-    from regard.models import (
-        GPT2,
-        T5,
-        Bert,
-        BertAnswering,
-        BertConfig,
-        BertMaskedLM,
-        GPT2Config,
-        T5Config,
-        Transformer,
-        TransformerConfig,
-        TransformerXL,
-        TransformerXLConfig,
-        load,
-    )
-    from regard.quantizing import arrange, quantize
-    from regard.tasks import (
-        Answer,
-        Attended,
-        Completion,
-        Summary,
-        Translation,
-        answer,
-        complete,
-        completing,
-        summarize,
-        translate,
-    )
-    from regard.text import Encoded, Text
-    from regard.watching import Watched, watch
+if TYPE_CHECKING:  # type checkers and editors read this list, and a test compares it with _HOMES
+    from regard import pictures as pictures
+    from regard.decoding.generation import generate as generate
+    from regard.decoding.generation import stream as stream
+    from regard.decoding.strategies import Beam as Beam
+    from regard.decoding.strategies import Greedy as Greedy
+    from regard.decoding.strategies import Output as Output
+    from regard.decoding.strategies import Sample as Sample
+    from regard.errors import BackendError as BackendError
+    from regard.errors import CheckpointError as CheckpointError
+    from regard.errors import InputError as InputError
+    from regard.errors import RegardError as RegardError
+    from regard.errors import UnknownModelError as UnknownModelError
+    from regard.interpret.explaining.inputs import explain as explain
+    from regard.interpret.explaining.trace import Trace as Trace
+    from regard.interpret.looking import look as look
+    from regard.interpret.watched import Watched as Watched
+    from regard.interpret.watching import watch as watch
+    from regard.layers.cache import Cache as Cache
+    from regard.layers.losses import linear_cross_entropy as linear_cross_entropy
+    from regard.layers.modules import Block as Block
+    from regard.layers.modules import FeedForward as FeedForward
+    from regard.layers.modules import MultiHeadAttention as MultiHeadAttention
+    from regard.layers.modules import RMSNorm as RMSNorm
+    from regard.mechanism import biases as biases
+    from regard.mechanism import masks as masks
+    from regard.mechanism.biases import Alibi as Alibi
+    from regard.mechanism.biases import RelativeBuckets as RelativeBuckets
+    from regard.mechanism.biases import RelativeContent as RelativeContent
+    from regard.mechanism.functional import attention as attention
+    from regard.mechanism.functional import why as why
+    from regard.mechanism.masks import Causal as Causal
+    from regard.mechanism.masks import Padding as Padding
+    from regard.mechanism.masks import Prefix as Prefix
+    from regard.mechanism.masks import Segments as Segments
+    from regard.mechanism.masks import Window as Window
+    from regard.mechanism.seeing import See as See
+    from regard.mechanism.seeing import Seen as Seen
+    from regard.mechanism.seeing import Top as Top
+    from regard.models.bert import Bert as Bert
+    from regard.models.bert import BertAnswering as BertAnswering
+    from regard.models.bert import BertConfig as BertConfig
+    from regard.models.bert import BertMaskedLM as BertMaskedLM
+    from regard.models.gpt2 import GPT2 as GPT2
+    from regard.models.gpt2 import GPT2Config as GPT2Config
+    from regard.models.loading import load as load
+    from regard.models.quantization import arrange as arrange
+    from regard.models.quantization import quantize as quantize
+    from regard.models.t5 import T5 as T5
+    from regard.models.t5 import T5Config as T5Config
+    from regard.models.transformer import Transformer as Transformer
+    from regard.models.transformer import TransformerConfig as TransformerConfig
+    from regard.models.transformer_xl import TransformerXL as TransformerXL
+    from regard.models.transformer_xl import TransformerXLConfig as TransformerXLConfig
+    from regard.pictures import figures as figures
+    from regard.tasks.completion import complete as complete
+    from regard.tasks.completion import completing as completing
+    from regard.tasks.question_answering import answer as answer
+    from regard.tasks.records import Answer as Answer
+    from regard.tasks.records import Attended as Attended
+    from regard.tasks.records import Completion as Completion
+    from regard.tasks.records import Summary as Summary
+    from regard.tasks.records import Translation as Translation
+    from regard.tasks.summarization import summarize as summarize
+    from regard.tasks.translation import translate as translate
+    from regard.text.tokenizer import Encoded as Encoded
+    from regard.text.tokenizer import Text as Text
 
 __version__ = "0.1.0"
 
 _HOMES = {
-    "regard.decoding": ("Beam", "Greedy", "Output", "Sample", "generate", "stream"),
+    "regard.decoding.generation": (
+        "generate",
+        "stream",
+    ),
+    "regard.decoding.strategies": (
+        "Beam",
+        "Greedy",
+        "Output",
+        "Sample",
+    ),
     "regard.errors": (
         "BackendError",
         "CheckpointError",
@@ -69,123 +96,104 @@ _HOMES = {
         "RegardError",
         "UnknownModelError",
     ),
-    "regard.explaining": ("Trace", "explain"),
-    "regard.layers": ("Block", "FeedForward", "MultiHeadAttention", "RMSNorm"),
-    "regard.looking": ("look",),
-    "regard.losses": ("linear_cross_entropy",),
-    "regard.mechanism": ("attention", "biases", "masks", "why"),
-    "regard.mechanism.biases": ("Alibi", "RelativeBuckets", "RelativeContent"),
-    "regard.mechanism.cache": ("Cache",),
-    "regard.mechanism.masks": ("Causal", "Padding", "Prefix", "Segments", "Window"),
-    "regard.mechanism.seeing": ("See", "Seen", "Top"),
-    "regard.models": (
-        "GPT2",
-        "T5",
+    "regard.interpret.explaining.inputs": ("explain",),
+    "regard.interpret.explaining.trace": ("Trace",),
+    "regard.interpret.looking": ("look",),
+    "regard.interpret.watched": ("Watched",),
+    "regard.interpret.watching": ("watch",),
+    "regard.layers.cache": ("Cache",),
+    "regard.layers.losses": ("linear_cross_entropy",),
+    "regard.layers.modules": (
+        "Block",
+        "FeedForward",
+        "MultiHeadAttention",
+        "RMSNorm",
+    ),
+    "regard.mechanism": (
+        "biases",
+        "masks",
+    ),
+    "regard.mechanism.biases": (
+        "Alibi",
+        "RelativeBuckets",
+        "RelativeContent",
+    ),
+    "regard.mechanism.functional": (
+        "attention",
+        "why",
+    ),
+    "regard.mechanism.masks": (
+        "Causal",
+        "Padding",
+        "Prefix",
+        "Segments",
+        "Window",
+    ),
+    "regard.mechanism.seeing": (
+        "See",
+        "Seen",
+        "Top",
+    ),
+    "regard.models.bert": (
         "Bert",
         "BertAnswering",
         "BertConfig",
         "BertMaskedLM",
+    ),
+    "regard.models.gpt2": (
+        "GPT2",
         "GPT2Config",
+    ),
+    "regard.models.loading": ("load",),
+    "regard.models.quantization": (
+        "arrange",
+        "quantize",
+    ),
+    "regard.models.t5": (
+        "T5",
         "T5Config",
+    ),
+    "regard.models.transformer": (
         "Transformer",
         "TransformerConfig",
+    ),
+    "regard.models.transformer_xl": (
         "TransformerXL",
         "TransformerXLConfig",
-        "load",
     ),
-    "regard.quantizing": ("arrange", "quantize"),
-    "regard.tasks": (
+    "regard.pictures": ("figures",),
+    "regard.tasks.completion": (
+        "complete",
+        "completing",
+    ),
+    "regard.tasks.question_answering": ("answer",),
+    "regard.tasks.records": (
         "Answer",
         "Attended",
         "Completion",
         "Summary",
         "Translation",
-        "answer",
-        "complete",
-        "completing",
-        "summarize",
-        "translate",
     ),
-    "regard.text": ("Encoded", "Text"),
-    "regard.watching": ("Watched", "watch"),
+    "regard.tasks.summarization": ("summarize",),
+    "regard.tasks.translation": ("translate",),
+    "regard.text.tokenizer": (
+        "Encoded",
+        "Text",
+    ),
 }
-_MODULES = ("pictures",)  # public as a whole
+_MODULES = {
+    "biases": "regard.mechanism.biases",
+    "masks": "regard.mechanism.masks",
+    "pictures": "regard.pictures",
+}
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 
-# Spelled out, because type checkers and editors read it without running anything.
-__all__ = [
-    "GPT2",
-    "T5",
-    "Alibi",
-    "Answer",
-    "Attended",
-    "BackendError",
-    "Beam",
-    "Bert",
-    "BertAnswering",
-    "BertConfig",
-    "BertMaskedLM",
-    "Block",
-    "Cache",
-    "Causal",
-    "CheckpointError",
-    "Completion",
-    "Encoded",
-    "FeedForward",
-    "GPT2Config",
-    "Greedy",
-    "InputError",
-    "MultiHeadAttention",
-    "Output",
-    "Padding",
-    "Prefix",
-    "RMSNorm",
-    "RegardError",
-    "RelativeBuckets",
-    "RelativeContent",
-    "Sample",
-    "See",
-    "Seen",
-    "Segments",
-    "Summary",
-    "T5Config",
-    "Text",
-    "Top",
-    "Trace",
-    "Transformer",
-    "TransformerConfig",
-    "TransformerXL",
-    "TransformerXLConfig",
-    "Translation",
-    "UnknownModelError",
-    "Watched",
-    "Window",
-    "__version__",
-    "answer",
-    "arrange",
-    "attention",
-    "biases",
-    "complete",
-    "completing",
-    "explain",
-    "generate",
-    "linear_cross_entropy",
-    "load",
-    "look",
-    "masks",
-    "pictures",
-    "quantize",
-    "stream",
-    "summarize",
-    "translate",
-    "watch",
-    "why",
-]
+__all__ = ["__version__", *sorted([*_HOME, *_MODULES])]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
     if name in _MODULES:
-        return import_module(f"regard.{name}")
+        return import_module(_MODULES[name])
     if name not in _HOME:
         raise AttributeError(f"module 'regard' has no attribute {name!r}")
     value = getattr(import_module(_HOME[name]), name)

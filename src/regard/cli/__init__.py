@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from regard import __version__
-from regard.cli import knowing, making, seeing, serving, using
+from regard.cli import evaluation, info, interpret, server, tasks, training
 from regard.errors import InputError, RegardError
 
 # What Typer raises where a command is used wrongly; it has no public name for all of it.
@@ -81,19 +81,19 @@ def _regard(
 
 
 _COMMANDS = (
-    (using.translate, 'regard translate "The cat sat on the mat." --to fr'),
-    (using.summarize, "regard summarize --file report.txt"),
-    (using.answer, 'regard answer "Who wrote it?" --file book.txt'),
-    (using.complete, 'regard complete "Once upon a time" --length 60 --seed 7'),
-    (seeing.explain, 'regard explain "The cat sat on the mat." --heads 2 --word cat'),
-    (seeing.look, 'regard look answer "The cat sat on the mat." --layer 2 --head 3'),
-    (serving.serve, "regard serve --port 8000 --model translate"),
-    (making.train, "regard train recipes/tatoeba-en-fr.toml --set data.root=corpus"),
-    (making.evaluate, "regard evaluate translate --data test.tsv --prefix '>>fra<< '"),
-    (making.convert, "regard convert openai-community/gpt2 gpt2-small --packing int8"),
-    (knowing.models, "regard models translate"),
-    (knowing.bench, "regard bench"),
-    (knowing.doctor, "regard doctor"),
+    (tasks.translate, 'regard translate "The cat sat on the mat." --to fr'),
+    (tasks.summarize, "regard summarize --file report.txt"),
+    (tasks.answer, 'regard answer "Who wrote it?" --file book.txt'),
+    (tasks.complete, 'regard complete "Once upon a time" --length 60 --seed 7'),
+    (interpret.explain, 'regard explain "The cat sat on the mat." --heads 2 --word cat'),
+    (interpret.look, 'regard look answer "The cat sat on the mat." --layer 2 --head 3'),
+    (server.serve, "regard serve --port 8000 --model translate"),
+    (training.train, "regard train recipes/tatoeba-en-fr.toml --set data.root=corpus"),
+    (evaluation.evaluate, "regard evaluate translate --data test.tsv --prefix '>>fra<< '"),
+    (training.convert, "regard convert openai-community/gpt2 gpt2-small --packing int8"),
+    (info.models, "regard models translate"),
+    (info.bench, "regard bench"),
+    (info.doctor, "regard doctor"),
 )
 for _command, _example in _COMMANDS:
     # As paragraphs: where a docstring's lines end says nothing about a terminal's.

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from regard.decoding.ways import Greedy, Output, Sample
+from regard.decoding.strategies import Greedy, Output, Sample
 from regard.errors import InputError
 
 AT_ONCE = 2**18  # scores

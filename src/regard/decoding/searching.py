@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.decoding.choosing import check_chance, totals, without_repeats, without_stops
-from regard.decoding.ways import Beam, Output
+from regard.decoding.strategies import Beam, Output
 
 _NEVER = -1e9  # the score of a beam that is not there; finite, so that sums stay numbers
 

@@ -22,9 +22,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from regard.errors import InputError
+from regard.kernels.plan import OVER_QUERIES, bins
 from regard.mechanism.geometry import Extent, Tile
 
-OVER_QUERIES = ("received", "map", "map_peak")  # fields that need every row's final lse
 # Every weight of every head, in one tensor: above this many it is more than anybody looks at.
 MOST_WEIGHTS = 2**28
 
@@ -347,11 +347,6 @@ _BY_QUERY = (
     "pairs",
     "weights",
 )
-
-
-def bins(length: int, count: int, device: torch.device) -> Tensor:
-    """The bin of each of ``length`` positions, when they are spread evenly over ``count`` bins."""
-    return torch.arange(length, device=device) * min(count, length) // max(length, 1)
 
 
 def bin_rows(see: See, extent: Extent, rows: range) -> list[tuple[int, range]]:

@@ -13,10 +13,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear, normalize
 
+from regard.checkpoints.keymap import Drop, Fuse, KeyMap, Rename, Spelling, Step, Tie
 from regard.errors import InputError
-from regard.layers import Block, FeedForward, LayerNorm, MultiHeadAttention, PostNorm
+from regard.layers.modules import Block, FeedForward, LayerNorm, MultiHeadAttention, PostNorm
+from regard.layers.positions import LearnedPositions
 from regard.mechanism.masks import Padding
-from regard.mechanism.positions import LearnedPositions
 from regard.models.model import (
     ACTIVATIONS,
     Config,
@@ -33,7 +34,6 @@ from regard.models.model import (
     size,
     token,
 )
-from regard.weights import Drop, Fuse, KeyMap, Rename, Spelling, Step, Tie
 
 
 @dataclass(frozen=True, kw_only=True)

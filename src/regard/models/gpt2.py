@@ -13,10 +13,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from regard.checkpoints.keymap import Drop, KeyMap, Rename, Spelling, Step, Tie, Transpose
+from regard.decoding.state import State
 from regard.errors import InputError
-from regard.layers import Block, FeedForward, LayerNorm, MultiHeadAttention, PreNorm
+from regard.layers.modules import Block, FeedForward, LayerNorm, MultiHeadAttention, PreNorm
+from regard.layers.positions import LearnedPositions
 from regard.mechanism.masks import Causal, Padding
-from regard.mechanism.positions import LearnedPositions
 from regard.models.model import (
     ACTIVATIONS,
     Config,
@@ -36,8 +38,6 @@ from regard.models.model import (
     switch,
     token,
 )
-from regard.models.state import State
-from regard.weights import Drop, KeyMap, Rename, Spelling, Step, Tie, Transpose
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Self, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
@@ -14,14 +14,14 @@ from torch.nn.functional import cross_entropy
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
-from regard import checkpoints
+from regard.checkpoints import tensors as files
+from regard.checkpoints.keymap import KeyMap
+from regard.checkpoints.packing import Packing, packed
+from regard.decoding.state import State
 from regard.errors import CheckpointError, InputError
-from regard.layers import Block
+from regard.layers.modules import Block, MultiHeadAttention
 from regard.mechanism.biases import Bias
 from regard.mechanism.masks import Mask, Padding
-from regard.models.state import State
-from regard.packing import Packing, packed
-from regard.weights import KeyMap
 
 # ------------------------------------------------------------------------------------- configs
 
@@ -323,12 +323,37 @@ class _Unfilled(TorchFunctionMode):
         return func(*args, **given)
 
 
+class AttentionLayer(NamedTuple):
+    """One attention layer of a model."""
+
+    half: Literal["", "encoder", "decoder"]  # "" where the model has one stack
+    number: int
+    across: bool  # whether the decoder attends to the encoder here
+    module: MultiHeadAttention
+
+    @property
+    def name(self) -> str:
+        """Such as "3", or of an encoder-decoder "encoder.3", "decoder.3" or "cross.3"."""
+        if not self.half:
+            return str(self.number)
+        return f"{'cross' if self.across else self.half}.{self.number}"
+
+
+def self_attention(
+    half: Literal["", "encoder", "decoder"], module: nn.Module
+) -> list[AttentionLayer]:
+    """The self-attention layers inside ``module``, in order."""
+    parts = (getattr(block, "attention", None) for block in module.modules())
+    own = [part for part in parts if isinstance(part, MultiHeadAttention)]
+    return [AttentionLayer(half, index, False, part) for index, part in enumerate(own)]
+
+
 class Model(nn.Module):
     """The base of every model: a config, a key map, and with them load and save.
 
     >>> import tempfile
     >>> from regard import GPT2, GPT2Config, load
-    >>> from regard.models import Model
+    >>> from regard.models.model import Model
     >>> model = GPT2(GPT2Config(vocabulary=20, length=16, dim=8, depth=1, heads=2))
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     model.save(folder)
@@ -378,7 +403,7 @@ class Model(nn.Module):
                 logits, labels.flatten(), reduction="sum", label_smoothing=smoothing
             )
         # Imported here: it brings PyTorch's compiler along, which takes a second to load.
-        from regard.losses import linear_cross_entropy
+        from regard.layers.losses import linear_cross_entropy
 
         loss: Tensor = linear_cross_entropy(hidden, weight, labels, bias=bias, smoothing=smoothing)
         return loss
@@ -386,6 +411,21 @@ class Model(nn.Module):
     def generation(self) -> dict[str, Any] | None:
         """What generation_config.json says, where the model generates."""
         return None
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        """The attention layers, in order.
+
+        >>> from regard import T5, T5Config
+        >>> model = T5(T5Config(vocabulary=10, dim=8, head_dim=4, inner=16, depth=1, heads=2))
+        >>> [layer.name for layer in model.attention_layers()]
+        ['encoder.0', 'decoder.0', 'cross.0']
+        """
+        return self_attention("", self)
+
+    @property
+    def output_vocabulary(self) -> int:
+        """How many tokens the model can write."""
+        return int(self.config.vocabulary)
 
     @property
     def device(self) -> torch.device:
@@ -401,7 +441,7 @@ class Model(nn.Module):
     @classmethod
     def from_checkpoint(
         cls,
-        source: checkpoints.Checkpoint,
+        source: files.Checkpoint,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Self:
@@ -439,7 +479,7 @@ class Model(nn.Module):
         folder: str | os.PathLike[str],
         *,
         packing: Packing | None = None,
-        shard_bytes: float = checkpoints.SHARD,
+        shard_bytes: float = files.SHARD,
     ) -> None:
         """Write config.json and the weights as safetensors, for regard and others to read.
 
@@ -462,5 +502,24 @@ class Model(nn.Module):
         config["dtype"] = str(next(self.parameters()).dtype).removeprefix("torch.")
         if packing is not None:
             tensors = packed(tensors, packing)
-            config[checkpoints.PACKING] = packing if isinstance(packing, str) else dict(packing)
-        checkpoints.write(folder, config, tensors, self.generation(), shard_bytes)
+            config[files.PACKING] = packing if isinstance(packing, str) else dict(packing)
+        files.write(folder, config, tensors, self.generation(), shard_bytes)
+
+
+class EncoderDecoder(Model):
+    """A model that reads a source and writes a target."""
+
+    @property
+    def start_token(self) -> int:
+        """The token before the first one the decoder writes."""
+        raise NotImplementedError
+
+    def attention_layers(self) -> list[AttentionLayer]:
+        encoder, decoder = self.get_submodule("encoder"), self.get_submodule("decoder")
+        crossing = (getattr(block, "cross", None) for block in decoder.modules())
+        cross = [part for part in crossing if isinstance(part, MultiHeadAttention)]
+        return [
+            *self_attention("encoder", encoder),
+            *self_attention("decoder", decoder),
+            *(AttentionLayer("decoder", i, True, part) for i, part in enumerate(cross)),
+        ]

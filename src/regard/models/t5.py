@@ -13,8 +13,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from regard.checkpoints.keymap import Drop, Fuse, KeyMap, Rename, Step, Tie
+from regard.decoding.state import State
 from regard.errors import CheckpointError, InputError
-from regard.layers import (
+from regard.layers.modules import (
     Block,
     FeedForward,
     GatedFeedForward,
@@ -28,7 +30,7 @@ from regard.models.model import (
     ACTIVATIONS,
     Config,
     ConfigMap,
-    Model,
+    EncoderDecoder,
     Stack,
     check_ids,
     choice,
@@ -41,8 +43,6 @@ from regard.models.model import (
     switch,
     token,
 )
-from regard.models.state import State
-from regard.weights import Drop, Fuse, KeyMap, Rename, Step, Tie
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +183,7 @@ def _block(config: T5Config, *, cross: bool) -> Block:
     )
 
 
-class T5(Model):
+class T5(EncoderDecoder):
     """T5 with its language-model head.
 
     >>> model = T5(T5Config(vocabulary=10, dim=8, head_dim=4, inner=16, depth=1, heads=2))
@@ -266,6 +266,10 @@ class T5(Model):
             return logits
         return linear(hidden, self.tokens.weight)
 
+    @property
+    def start_token(self) -> int:
+        return self.config.start or 0
+
     def tied(self) -> tuple[Tensor, Tensor | None] | None:
         return (self.tokens.weight, None) if self.config.tied else None
 
@@ -279,8 +283,7 @@ class T5(Model):
             context=context,
             context_padding=padding,
         )
-        start = config.start or 0
-        return torch.full((len(sources), 1), start, device=self.device), state
+        return torch.full((len(sources), 1), self.start_token, device=self.device), state
 
     def step(self, ids: Tensor, state: State) -> Tensor:
         """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary].

@@ -14,15 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
+from regard.checkpoints.keymap import Drop, Fuse, KeyMap, Rename, Step, Tie
+from regard.decoding.state import State
 from regard.errors import CheckpointError, InputError
-from regard.layers import Block, FeedForward, LayerNorm, MultiHeadAttention, PostNorm
+from regard.layers.modules import Block, FeedForward, LayerNorm, MultiHeadAttention, PostNorm
+from regard.layers.positions import sinusoidal
 from regard.mechanism.masks import Causal, Padding
-from regard.mechanism.positions import sinusoidal
 from regard.models.model import (
     ACTIVATIONS,
     Config,
     ConfigMap,
-    Model,
+    EncoderDecoder,
     Stack,
     check_heads,
     check_ids,
@@ -36,8 +38,6 @@ from regard.models.model import (
     switch,
     token,
 )
-from regard.models.state import State
-from regard.weights import Drop, Fuse, KeyMap, Rename, Step, Tie
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +95,7 @@ class TransformerConfig(Config):
         )
 
 
-class Transformer(Model):
+class Transformer(EncoderDecoder):
     """The Transformer, with one table for source, target and output, or with several.
 
     >>> model = Transformer(TransformerConfig(vocabulary=10, dim=8, depth=1, decoder_depth=1))
@@ -190,8 +190,7 @@ class Transformer(Model):
             context=context,
             context_padding=padding,
         )
-        start = config.start if config.start is not None else config.pad or 0
-        return torch.full((len(sources), 1), start, device=self.device), state
+        return torch.full((len(sources), 1), self.start_token, device=self.device), state
 
     def step(self, ids: Tensor, state: State) -> Tensor:
         """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary].
@@ -248,6 +247,15 @@ class Transformer(Model):
     @property
     def _output_weight(self) -> Tensor:
         return (self.target_tokens or self.tokens).weight if self.output is None else self.output
+
+    @property
+    def start_token(self) -> int:
+        config = self.config
+        return config.start if config.start is not None else config.pad or 0
+
+    @property
+    def output_vocabulary(self) -> int:
+        return self.config.target_vocabulary or self.config.vocabulary
 
     def tied(self) -> tuple[Tensor, Tensor | None]:
         return self._output_weight, self.output_bias[0] if self.output_bias.any() else None

@@ -17,13 +17,15 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear, nll_loss
 from torch.utils.checkpoint import checkpoint
 
+from regard.checkpoints.keymap import Drop, KeyMap, Rename, Step, Tie
+from regard.decoding.state import Memories
 from regard.errors import CheckpointError, InputError
-from regard.layers import FeedForward, LayerNorm, MultiHeadAttention, PostNorm
-from regard.mechanism import attention
+from regard.layers.cache import Memory
+from regard.layers.modules import FeedForward, LayerNorm, MultiHeadAttention, PostNorm
+from regard.layers.positions import sinusoidal
 from regard.mechanism.biases import RelativeContent
-from regard.mechanism.cache import Memory
+from regard.mechanism.functional import attention
 from regard.mechanism.masks import Causal, Mask, Padding, Window
-from regard.mechanism.positions import sinusoidal
 from regard.mechanism.seeing import See, Seen
 from regard.models.model import (
     Config,
@@ -41,8 +43,6 @@ from regard.models.model import (
     switch,
     token,
 )
-from regard.models.state import Memories
-from regard.weights import Drop, KeyMap, Rename, Step, Tie
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch import Tensor
 
-from regard.pictures import Picture, alignment
+from regard.pictures.figures import Picture, alignment
 from regard.pictures.record import Cells
-from regard.tasks.words import Span
+from regard.text.words import Span
 
 
 @dataclass(frozen=True, slots=True)

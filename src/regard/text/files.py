@@ -9,7 +9,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Tokenizer
 
-from regard.checkpoints import read_bytes, read_json
+from regard.checkpoints.files import read_bytes, read_json
 from regard.errors import CheckpointError
 
 OPTIONS = "tokenizer_config.json"

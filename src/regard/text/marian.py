@@ -13,7 +13,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Tokenizer
 from tokenizers import models as algorithms
 
-from regard.checkpoints import read_json
+from regard.checkpoints.files import read_json
 from regard.errors import CheckpointError
 from regard.text.files import errors_of
 from regard.text.sentencepiece import UNIGRAM, as_sentencepiece, close_with, read_pieces

@@ -11,7 +11,7 @@ from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_
 from tokenizers import models as algorithms
 from tokenizers import processors as templates
 
-from regard.checkpoints import read_bytes
+from regard.checkpoints.files import read_bytes
 from regard.errors import CheckpointError
 from regard.text.files import OPTIONS, errors_of, options_of
 

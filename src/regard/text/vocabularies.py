@@ -8,7 +8,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokeniz
 from tokenizers import models as algorithms
 from tokenizers import processors as templates
 
-from regard.checkpoints import read_json
+from regard.checkpoints.files import read_json
 from regard.errors import CheckpointError
 from regard.text.files import errors_of, options_of, read_text
 

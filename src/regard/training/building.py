@@ -2,44 +2,28 @@
 
 from __future__ import annotations
 
-import hashlib
-import shutil
-from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict, fields, replace
-from itertools import chain, islice
+from dataclasses import fields, replace
 from operator import itemgetter
-from pathlib import Path
 from typing import Any, cast
 
 import torch
-from tokenizers import Tokenizer, pre_tokenizers
-from tokenizers.models import BPE, WordLevel
 
+from regard.data import readers
+from regard.data.encoding import token_ids
+from regard.data.records import Pair, Question, Report
+from regard.data.schema import nearest
+from regard.data.sources import RECORDS, records
+from regard.data.tables import Ragged, Table, place
 from regard.errors import InputError
-from regard.layers import lock_dropout
-from regard.models import (
-    GPT2,
-    T5,
-    BertAnswering,
-    BertConfig,
-    BertMaskedLM,
-    GPT2Config,
-    Model,
-    T5Config,
-    Transformer,
-    TransformerConfig,
-    TransformerXL,
-    TransformerXLConfig,
-    load,
-)
-from regard.text import SizeError, Text
-from regard.text.preparing import prepare
-from regard.training import reading
-from regard.training.answering import Answers, Exam, elsewhere, windows
-from regard.training.data import Ragged, Table, cached, content, place
-from regard.training.huggingface import open_dataset, read_dataset
+from regard.layers.modules import lock_dropout
+from regard.models.bert import BertConfig
+from regard.models.loading import load
+from regard.models.model import Model
+from regard.models.registry import trained
+from regard.models.t5 import T5Config
+from regard.models.transformer import TransformerConfig
+from regard.text.tokenizer import END_OF_TEXT, Text
+from regard.training.answers import Answers, Exam
 from regard.training.objectives import (
     Examine,
     MaskedTokens,
@@ -50,352 +34,19 @@ from regard.training.objectives import (
     Spans,
     Special,
 )
-from regard.training.publishing import publish
-from regard.training.reading import Bad, Pair, Question, Record, Report
-from regard.training.recipe import RECORDS, Recipe, Source, nearest
-
-SENTINELS = tuple(f"<extra_id_{n}>" for n in range(100))
-END = "<|endoftext|>"
+from regard.training.recipe import Recipe
+from regard.training.tokenizing import SENTINELS
 
 # ------------------------------------------------------------------------------------- records
-
-
-def records(recipe: Recipe, sources: Sequence[Source], report: Report) -> Iterator[Record]:
-    """The records of some sources, prepared; those of other parts are left out."""
-    for source in sources:
-        for record in _read(recipe, source, report):
-            by = {Pair: 0, Question: 2}.get(type(record))
-            text = record if isinstance(record, str) else cast(str, record[by or 0])
-            low, high = source.part
-            if (low, high) != (0, 1000) and not low <= reading.thousandth(text) < high:
-                continue
-            record = _prepared(record, recipe.data.prepare)
-            if isinstance(record, Pair):
-                yield from _sided(record, source, RECORDS[recipe.task])
-            else:
-                yield record
-
-
-def _sided(pair: Pair, source: Source, kind: type) -> Iterator[Record]:
-    """A pair as the task takes it: turned round, with what comes before it, or its source alone."""
-    if kind is str:
-        yield pair.source
-    elif source.reverse:
-        for target in pair.targets:
-            yield Pair(source.prefix + target, (pair.source,))
-    else:
-        yield Pair(source.prefix + pair.source, pair.targets)
-
-
-def _read(recipe: Recipe, source: Source, report: Report) -> Iterator[Record]:
-    files = _paths(recipe, source.files)
-    columns, names = source.columns, source.fields
-    if source.format == "parallel":
-        return reading.read_parallel(files, _paths(recipe, source.targets), report)
-    if source.format == "tsv":
-        return reading.read_tsv(files, (columns[0], columns[1]), report)
-    if source.format == "jsonl":
-        one, other = names or ("source", "target")
-        return reading.read_jsonl(files, (one, other), report)
-    if source.format == "dataset":
-        name = source.dataset or ", ".join(source.files)
-        return read_dataset(
-            _dataset(recipe, source), name, RECORDS[recipe.task], source.fields, report
-        )
-    if source.format == "questions":
-        return reading.read_questions(files, report)
-    if source.format == "squad":
-        return reading.read_squad(files, report)
-    return reading.read_text(files, report)
-
-
-def _dataset(recipe: Recipe, source: Source) -> Any:
-    root, files = Path(recipe.data.root).expanduser(), _paths(recipe, source.files)
-    return open_dataset(source.dataset, files, root, source.subset, source.split)
-
-
-def _paths(recipe: Recipe, names: Iterable[str]) -> list[Path]:
-    root = Path(recipe.data.root).expanduser()
-    return [root / Path(name).expanduser() for name in names]
-
-
-def _prepared(record: Record, steps: Sequence[str]) -> Record:
-    if not steps or isinstance(record, Question):
-        return record  # the places of answers would no longer be right
-    if isinstance(record, str):
-        return prepare(record, steps)
-    targets = tuple(prepare(target, steps) for target in record.targets)
-    return Pair(prepare(record.source, steps), targets)
 
 
 # ----------------------------------------------------------------------------------- tokenizer
 
 
-def tokenizer(recipe: Recipe, folder: Path) -> Text:
-    """The recipe's tokenizer; one that is trained is kept in ``folder``.
-
-    It must be: training WordPiece or Unigram again gives other ids in another process.
-    """
-    start = recipe.tokenizer.start or recipe.model.start
-    if start is not None and not recipe.tokenizer.keep:
-        found = Text.load(start)
-        known = found.tokenizer.get_vocab()
-        if missing := [token for token in recipe.tokenizer.special if token not in known]:
-            raise InputError(
-                f"The tokenizer of {start} has no token {missing[0]!r} (tokenizer.special): tokens "
-                "of their own are for a tokenizer that is trained."
-            )
-        return found
-    if not folder.exists():
-        for left in folder.parent.glob(f".saving-{folder.name}.*"):  # by a run that was killed
-            shutil.rmtree(left)
-        lines = _texts(records(recipe, recipe.data.train, Report()))
-        if start is None:
-            try:
-                text = _trained(recipe, lines)
-            except SizeError as error:
-                raise InputError(f"tokenizer.{error}") from None
-        else:
-            whole = Text.load(start)
-            text = whole.pruned(
-                Counter(chain.from_iterable(token_ids(whole, lines))), recipe.tokenizer.keep
-            )
-        publish(folder, {"tokenizer.json": text.tokenizer.to_str().encode()}, {})
-    return Text.load(folder)
-
-
-def _texts(found: Iterable[Record]) -> Iterator[str]:
-    for record in found:
-        if isinstance(record, str):
-            yield record
-        elif isinstance(record, Pair):
-            yield record.source
-            yield from record.targets
-        else:
-            yield record.question
-            yield record.context
-
-
-# The tokenizers to train that have the tokens a model needs.
-_FITTING: dict[str, tuple[str, ...]] = {
-    "transformer": ("bpe", "unigram"),
-    "t5": ("bpe", "unigram"),
-    "bert": ("wordpiece",),
-    "gpt2": ("bpe", "words"),
-    "transformer-xl": ("bpe", "words"),
-}
-
-
-def _trained(recipe: Recipe, lines: Iterator[str]) -> Text:
-    kind, size, own = recipe.tokenizer.kind, recipe.tokenizer.size, recipe.tokenizer.special
-    fitting = _FITTING[recipe.model.kind]
-    if kind not in fitting:
-        raise InputError(
-            f"tokenizer.kind = {kind!r} is not for {recipe.model.kind}; choose "
-            f"{' or '.join(fitting)}."
-        )
-    if kind == "wordpiece":
-        return Text.train_wordpiece(lines, size=size)
-    if kind == "words":
-        return _words(lines, size, own)
-    sentinels = SENTINELS if recipe.model.kind == "t5" else ()
-    if kind == "unigram":
-        special = ("<pad>", "</s>", "<unk>", *own, *sentinels)
-        return Text.train_unigram(lines, size=size, special=special, end=None)
-    special = {"transformer": ("</s>", "<pad>"), "t5": ("<pad>", "</s>", *sentinels)}.get(
-        recipe.model.kind, (END,)
-    )
-    return Text.train_bpe(lines, size=size, special=(*special, *own))
-
-
-def _words(lines: Iterator[str], size: int, own: Sequence[str]) -> Text:
-    """What stands between spaces, and the ends of lines: words as the Penn Treebank has them."""
-    special = (END, "\n", *own)
-    counts = Counter(word for line in lines for word in line.split(" ") if word)
-    for token in (*special, "<unk>"):
-        counts.pop(token, None)
-    words = [word for word, _ in counts.most_common(size - len(special) - 1)]
-    ids = {token: index for index, token in enumerate((*special, "<unk>", *words))}
-    found = Tokenizer(WordLevel(ids, unk_token="<unk>"))
-    found.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-    found.add_special_tokens(list(special))
-    return Text(found)
-
-
 # --------------------------------------------------------------------------------------- tables
 
 
-def token_ids(text: Text, lines: Iterable[str]) -> Iterator[list[int]]:
-    """The ids of many lines, some thousand at once, nothing added."""
-    waiting = iter(lines)
-    while some := list(islice(waiting, 8192)):
-        for encoding in text.tokenizer.encode_batch_fast(some, add_special_tokens=False):
-            yield encoding.ids
-
-
-def table(recipe: Recipe, part: str, text: Text) -> tuple[Table, str]:
-    """The token ids of a part of the data, from the cache or made anew, and their SHA-256."""
-    sources: tuple[Source, ...] = getattr(recipe.data, part)
-    key = {
-        "form": 2,
-        "task": recipe.task,
-        "prepare": recipe.data.prepare,
-        "length": recipe.data.length,
-        "dropout": [recipe.tokenizer.dropout, _variants(recipe, part)],
-        "unanswered": _unanswered(recipe, part),
-        "sources": [
-            asdict(source)
-            | {"files": content(_paths(recipe, source.files))}
-            | {"targets": content(_paths(recipe, source.targets))}
-            | {"dataset": _dataset(recipe, source)._fingerprint if source.dataset else ""}
-            for source in sources
-        ],
-        "tokenizer": _digest(text),
-        **({} if text.target is text else {"target tokenizer": _digest(text.target)}),
-    }
-    folder = Path(recipe.data.cache).expanduser()
-    found = cached(folder, key, lambda: _table(recipe, part, text))
-    # A table from the cache may have been made where more was accepted.
-    Report(found.facts["read"], [Bad(*bad) for bad in found.facts["bad"]]).check(
-        recipe.data.bad, part
-    )
-    # By content: what was dropped at random would be dropped otherwise if it were made again.
-    digest = hashlib.sha256()
-    for column in found.columns.values():
-        digest.update(column.flat.numpy().tobytes())
-        digest.update(column.starts.numpy().tobytes())
-    return found, digest.hexdigest()
-
-
-def _digest(text: Text) -> str:
-    return hashlib.sha256(text.tokenizer.to_str().encode()).hexdigest()
-
-
-def _variants(recipe: Recipe, part: str) -> int:
-    """How many times over a part has all its pairs, each time cut into tokens otherwise."""
-    return recipe.tokenizer.variants if part == "train" and recipe.tokenizer.dropout else 1
-
-
-def _unanswered(recipe: Recipe, part: str) -> float:
-    return recipe.data.unanswered if part == "train" else 0.0
-
-
-def _table(recipe: Recipe, part: str, text: Text) -> Table:
-    """Read and tokenised; what could not be used is among the facts."""
-    report = Report()
-    found = records(recipe, getattr(recipe.data, part), report)
-    kind, facts = RECORDS[recipe.task], {}
-    if kind is Pair:
-        facts["variants"] = _variants(recipe, part)
-        pairs = cast(Iterator[Pair], found)
-        columns = _pair_columns(pairs, recipe, text, report, facts["variants"])
-    elif kind is Question:
-        questions = elsewhere(cast(Iterator[Question], found), _unanswered(recipe, part))
-        columns = windows(questions, text, recipe.data.length)
-    else:
-        columns, facts["bytes"] = _text_columns(cast(Iterator[str], found), text)
-    report.check(recipe.data.bad, part)
-    said: dict[str, Any] = {
-        "report": str(report),
-        "read": report.read,
-        "bad": [list(bad) for bad in report.bad],
-    }
-    return Table(columns, said | facts)
-
-
-def _pair_columns(
-    found: Iterator[Pair], recipe: Recipe, text: Text, report: Report, variants: int
-) -> dict[str, Ragged]:
-    """Both sides of all pairs; then of all pairs again, cut otherwise at random, and so on."""
-    most = recipe.data.length - 1
-    kept: list[tuple[str, str]] = []
-    plain: list[tuple[list[int], list[int]]] = []
-    # A pair with several targets is as many examples.
-    rows = ((pair.source, target, report.place) for pair in found for target in pair.targets)
-    while some := list(islice(rows, 8192)):
-        cut = _cut(text, [(source, target) for source, target, _ in some])
-        for (source, target, where), ids in zip(some, cut, strict=True):
-            if max(map(len, ids)) > most:
-                too_long = f"longer than {recipe.data.length} tokens (data.length)"
-                report.bad.append(Bad(*where, too_long))
-            else:
-                kept.append((source, target))
-                plain.append(ids)
-    report.read = len(kept)
-    whole = list(plain)
-    for _ in range(1, variants):
-        with _dropping(text, recipe.tokenizer.dropout):
-            # What is too long when it is cut finer stays as it was.
-            whole += [
-                finer if max(map(len, finer)) <= most else ids
-                for finer, ids in zip(_cut(text, kept), plain, strict=True)
-            ]
-    ends = {"source": text.id("</s>"), "target": text.target.id("</s>")}
-    return {
-        name: Ragged.of([*ids[side], end] for ids in whole)
-        for side, (name, end) in enumerate(ends.items())
-    }
-
-
-def _cut(text: Text, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[list[int], list[int]]]:
-    sources, targets = ([pair[side] for pair in pairs] for side in (0, 1))
-    return zip(token_ids(text, sources), token_ids(text.target, targets), strict=True)
-
-
-@contextmanager
-def _dropping(text: Text, share: float) -> Iterator[None]:
-    """Within, BPE leaves out merges at random (https://arxiv.org/abs/1910.13267)."""
-    algorithms = [one.tokenizer.model for one in (text, text.target)]
-    for algorithm in algorithms:
-        if not isinstance(algorithm, BPE):
-            raise InputError(
-                f"tokenizer.dropout is for BPE; this tokenizer is a {type(algorithm).__name__}."
-            )
-    try:
-        for algorithm in algorithms:
-            algorithm.dropout = share
-        yield
-    finally:
-        for algorithm in algorithms:
-            algorithm.dropout = None
-
-
-def _text_columns(found: Iterator[str], text: Text) -> tuple[dict[str, Ragged], int]:
-    """One long sequence, each line with its newline, and how many bytes it was."""
-    size = 0
-
-    def lines() -> Iterator[str]:
-        nonlocal size
-        for line in found:
-            size += len(line.encode()) + 1
-            yield line + "\n"
-
-    whole = Ragged.of(token_ids(text, lines()))
-    one = Ragged(whole.flat, torch.tensor([0, len(whole.flat)]))
-    return {"text": one}, size
-
-
 # ---------------------------------------------------------------------------------------- model
-
-_CONFIGS: dict[str, type[Any]] = {
-    "transformer": TransformerConfig,
-    "t5": T5Config,
-    "gpt2": GPT2Config,
-    "transformer-xl": TransformerXLConfig,
-    "bert": BertConfig,
-}
-
-
-def _model_kind(recipe: Recipe) -> type[Model]:
-    if recipe.model.kind == "bert":
-        return BertAnswering if recipe.task == "question answering" else BertMaskedLM
-    kinds: dict[str, type[Model]] = {
-        "transformer": Transformer,
-        "t5": T5,
-        "gpt2": GPT2,
-        "transformer-xl": TransformerXL,
-    }
-    return kinds[recipe.model.kind]
 
 
 def model(recipe: Recipe, text: Text) -> Model:
@@ -419,7 +70,8 @@ def model(recipe: Recipe, text: Text) -> Model:
 
 
 def _model(recipe: Recipe, text: Text) -> Model:
-    kind, given = _model_kind(recipe), recipe.model.config
+    row, given = trained(recipe.model.kind, recipe.task), recipe.model.config
+    kind, config = row.model_class(), row.config_class()
     if recipe.model.start is not None:
         if given:
             raise InputError("model.config comes with model.start: leave one of them out.")
@@ -429,7 +81,7 @@ def _model(recipe: Recipe, text: Text) -> Model:
         if isinstance(found, kind):
             return found
         theirs = getattr(found, "encoder", None)
-        if type(found.config) is not _CONFIGS[recipe.model.kind] or theirs is None:
+        if type(found.config) is not config or theirs is None:
             raise InputError(
                 f"{recipe.model.start} is a {type(found).__name__}, which {recipe.task} with "
                 f"{recipe.model.kind} cannot start from."
@@ -437,7 +89,6 @@ def _model(recipe: Recipe, text: Text) -> Model:
         made = kind(found.config)
         made.get_submodule("encoder").load_state_dict(theirs.state_dict())
         return made
-    config = _CONFIGS[recipe.model.kind]
     nearest("key model.config.", given, [entry.name for entry in fields(config)])
     sizes = {**_from_text(recipe, text), **given}
     if isinstance(sizes.get("cutoffs"), list):
@@ -476,7 +127,7 @@ def _from_text(recipe: Recipe, text: Text) -> dict[str, Any]:
     elif kind == "bert":
         sizes |= {"length": length, "pad": text.id("[PAD]")}
     else:
-        end = text.tokenizer.token_to_id(END)
+        end = text.tokenizer.token_to_id(END_OF_TEXT)
         sizes["end"] = end
         sizes |= {"length": length, "begin": end} if kind == "gpt2" else {"cutoffs": ()}
     return sizes
@@ -547,7 +198,7 @@ def _examine(recipe: Recipe, part: str, text: Text, held: Table) -> Examine:
     """What Pairs are evaluated on: pairs of equal source are one, with several references."""
     report = Report()
     pairs = cast("list[Pair]", list(records(recipe, getattr(recipe.data, part), report)))
-    joined = reading.together(pairs)
+    joined = readers.together(pairs)
     end = text.id("</s>")
     prompts = [[*ids, end] for ids in token_ids(text, [pair.source for pair in joined])]
     settings, most = recipe.evaluation, recipe.data.length

@@ -21,18 +21,18 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
+from regard.data.batches import Feed, generator
 from regard.errors import CheckpointError, InputError
-from regard.training.chance import random_state, set_random_state
-from regard.training.crew import Crew
-from regard.training.data import Feed, generator
-from regard.training.fingerprint import difference
+from regard.training.attention_log import watched_model
+from regard.training.fingerprints import difference
 from regard.training.graphs import Replayed, Step
-from regard.training.monitoring import watched_model
 from regard.training.objectives import Objective, moved
-from regard.training.optimizing import adamw, rate_at
+from regard.training.optimizer import adamw, rate_at
 from regard.training.parallel import cut, engine, interleave, on_each
+from regard.training.processes import Crew
 from regard.training.recipe import Recipe, Schedule
 from regard.training.saving import Keeper
+from regard.training.seeds import random_state, set_random_state
 
 # ------------------------------------------------------------------------------- interruptions
 

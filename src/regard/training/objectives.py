@@ -14,18 +14,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, nll_loss
 
-from regard.decoding import Beam, Greedy, generate
+from regard.data.batches import ByLength, Feed, Lanes, Plan, Rows, Turns, Windows
+from regard.data.records import Pair
+from regard.data.tables import Ragged, Table
+from regard.decoding.generation import generate
 from regard.errors import InputError
-from regard.losses import NOTHING
+from regard.evaluation import metrics
+from regard.evaluation.settings import TOKENS, Evaluation, how_to_decode
+from regard.layers.losses import NOTHING
 from regard.mechanism.masks import Padding
 from regard.models.gpt2 import GPT2
 from regard.models.transformer_xl import TransformerXL
-from regard.training import metrics
-from regard.training.data import ByLength, Feed, Lanes, Plan, Ragged, Rows, Table, Turns, Windows
-from regard.training.reading import Pair
-from regard.training.recipe import Evaluation
-
-TOKENS = 2**15  # of sources that are decoded at once, padding counted
 
 
 class Prepared(NamedTuple):
@@ -199,18 +198,6 @@ class Pairs(Stateless):
 
     def evaluate(self, model: nn.Module) -> dict[str, float]:
         return {} if self.examine is None else self.examine(model, self.special)
-
-
-def how_to_decode(settings: Evaluation) -> Beam | Greedy:
-    """How text is decoded to be scored."""
-    if settings.beam == 1:
-        return Greedy(settings.no_repeat, settings.least)
-    return Beam(
-        settings.beam,
-        settings.length_penalty,
-        no_repeat=settings.no_repeat,
-        least=settings.least,
-    )
 
 
 class Examine:

@@ -20,14 +20,14 @@ from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 from torch.nn.parallel import DistributedDataParallel
 
+from regard.data.batches import Lanes
+from regard.decoding.state import State
 from regard.errors import InputError
-from regard.mechanism.cache import Cache
+from regard.layers.cache import Cache
 from regard.mechanism.masks import Padding
-from regard.models import GPT2
-from regard.models.state import State
-from regard.training.crew import Crew
-from regard.training.data import Lanes
+from regard.models.gpt2 import GPT2
 from regard.training.objectives import Objective
+from regard.training.processes import Crew
 
 # --------------------------------------------------------------------------------------- shares
 

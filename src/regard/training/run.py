@@ -17,21 +17,26 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from regard.checkpoints import CONFIG, GENERATION, note
+from regard.checkpoints.files import CONFIG, GENERATION, note
+from regard.data import encoding
+from regard.data.batches import Feed, generator
+from regard.data.records import Pair
+from regard.data.sources import RECORDS
+from regard.data.tables import Table
 from regard.errors import InputError
-from regard.models import Model
-from regard.text import Text
-from regard.training import building, metrics
-from regard.training.chance import seed_all
-from regard.training.crew import Crew, joined, local_device
-from regard.training.data import Feed, Table, generator
-from regard.training.events import Events
-from regard.training.fingerprint import fingerprint
+from regard.evaluation import metrics
+from regard.evaluation.settings import WRITTEN
+from regard.models.model import Model
+from regard.text.tokenizer import Text
+from regard.training import building, tokenizing
+from regard.training.curves import plot
+from regard.training.fingerprints import fingerprint
 from regard.training.loop import Trainer, interruptible
-from regard.training.plot import plot
-from regard.training.reading import Pair
-from regard.training.recipe import RECORDS, WRITTEN, Recipe, read_recipe
+from regard.training.processes import Crew, joined, local_device
+from regard.training.recipe import Recipe, read_recipe
 from regard.training.saving import Keeper
+from regard.training.seeds import seed_all
+from regard.training.tensorboard import Events
 
 
 @dataclass(frozen=True)
@@ -101,7 +106,7 @@ def _train(recipe: Recipe, device: torch.device, crew: Crew, resume: bool) -> Re
         if crew.world > 1:
             log({"processes": crew.world, "parallel": recipe.parallel})
         seed_all(recipe.seed)
-        text = crew.each(lambda: building.tokenizer(recipe, folder / "tokenizer"))
+        text = crew.each(lambda: tokenizing.tokenizer(recipe, folder / "tokenizer"))
         model = building.model(recipe, text).to(device)  # made on the CPU: the same everywhere
         if recipe.compile:
             # Pieces of text have one shape, or two; all else has as many as there are batches. Left
@@ -160,7 +165,7 @@ def _tables(
     names: dict[str, str] = {}
     for part in ("train", "valid"):
         if getattr(recipe.data, part):
-            parts[part], names[part] = building.table(recipe, part, text)
+            parts[part], names[part] = encoding.table(recipe, part, text)
             log({"data": part, **parts[part].facts})
     return parts, names
 
@@ -185,7 +190,7 @@ def _finish(recipe: Recipe, trainer: Trainer, text: Text, folder: Path) -> dict[
     eager = torch.compiler.set_stance("force_eager")
     with eager, torch.no_grad(), trainer.autocast():
         if recipe.data.test:
-            table, _ = building.table(recipe, "test", text)
+            table, _ = encoding.table(recipe, "test", text)
             whole = replace(recipe, evaluation=replace(recipe.evaluation, examples=0))
             tested = building.objective(
                 whole, text, model, trainer.device, {"train": table, "test": table}, "test"

@@ -20,9 +20,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from regard.errors import CheckpointError, InputError
-from regard.training.crew import Crew
-from regard.training.publishing import (
+from regard.checkpoints.folders import (
     INDEX,
     DamageWarning,
     Disk,
@@ -33,6 +31,8 @@ from regard.training.publishing import (
     read_or_map,
     withdraw,
 )
+from regard.errors import CheckpointError, InputError
+from regard.training.processes import Crew
 
 STATE = "state.json"
 _TENSORS = ".safetensors"

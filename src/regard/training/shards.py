@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.futures import Future
 
-from regard.training.publishing import INDEX, Disk
+from regard.checkpoints.folders import INDEX, Disk
 
 
 def write_parts(

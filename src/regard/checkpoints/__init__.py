@@ -1,0 +1,1 @@
+"""Model files: found, downloaded, read, written, packed; their cards."""

@@ -1,0 +1,117 @@
+"""Find a model: shipped, in a folder, in the Hugging Face cache, or on the hub."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from difflib import get_close_matches
+from pathlib import Path
+
+from regard.checkpoints import cards
+from regard.checkpoints.files import CONFIG, first_line
+from regard.errors import UnknownModelError
+
+
+def find(name: str | os.PathLike[str]) -> Path:
+    """The folder of a checkpoint: a model that is shipped, a folder, or a model of the hub.
+
+    A folder that has the name of a shipped model is found as ``./name``. A model of the Hugging
+    Face hub is taken from the local cache where it is there, and downloaded otherwise.
+    """
+    if not isinstance(name, str | os.PathLike) or not str(name):
+        raise UnknownModelError(f"A model is named by a text or a path, not {name!r}.")
+    if isinstance(name, str) and name in cards.names():
+        return cards.folder(name)
+    folder = Path(name)
+    if folder.is_dir():
+        inner = folder / "model"
+        if not (folder / CONFIG).exists() and (inner / CONFIG).is_file():
+            raise UnknownModelError(f"{folder} is a training run; its model is in {inner}.")
+        return folder
+    text = str(name)
+    plausible = text.count("/") <= 1 and not text.startswith((".", "/", "~"))
+    if not plausible or not all(part.strip(".") for part in text.split("/")):
+        raise UnknownModelError(f"There is no folder {text}.{_near(text)}")
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import (
+            HfHubHTTPError,
+            HFValidationError,
+            LocalEntryNotFoundError,
+            OfflineModeIsEnabled,
+            RepositoryNotFoundError,
+        )
+    except ImportError:
+        raise UnknownModelError(
+            f"There is no folder {text}. To load a model of that name from the Hugging Face hub, "
+            f"install huggingface_hub.{_near(text)}"
+        ) from None
+    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.spm", "README.md"]
+    try:
+        return Path(snapshot_download(text, allow_patterns=wanted, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError):
+        pass  # not in the cache: ask the hub
+    try:
+        return Path(snapshot_download(text, allow_patterns=wanted))
+    except RepositoryNotFoundError:
+        raise UnknownModelError(
+            f"There is neither a folder {text} nor a model of that name on the Hugging Face hub."
+            f"{_near(text)}"
+        ) from None
+    except (
+        LocalEntryNotFoundError,
+        HFValidationError,
+        HfHubHTTPError,
+        OfflineModeIsEnabled,
+        OSError,
+    ) as error:
+        raise UnknownModelError(
+            f"There is no folder {text}, no such model in the local cache, and the Hugging "
+            f"Face hub cannot be asked: {first_line(error)} Go online, or give a folder."
+            f"{_near(text)}"
+        ) from None
+
+
+def _near(name: str) -> str:
+    """What to say of models whose names are like one that is not known."""
+    known = [*cards.names(), *(name for name, _ in cached_models())]
+    near = get_close_matches(name, known, 3) or get_close_matches(Path(name).name, known, 3)
+    if near:
+        return f" Did you mean {' or '.join(near)}?"
+    here = ", ".join(cards.names())
+    return f" Shipped models are {here}." if here else ""
+
+
+def cache_folder() -> Path | None:
+    """Where the Hugging Face hub keeps its models; None where its package is not installed."""
+    try:
+        from huggingface_hub.constants import HF_HUB_CACHE
+    except ImportError:
+        return None
+    return Path(HF_HUB_CACHE)
+
+
+def cached_models() -> Iterator[tuple[str, Path]]:
+    """The names of the models in the hub's cache, and their snapshots."""
+    place = cache_folder()
+    for folder in sorted(place.glob("models--*")) if place else ():
+        try:
+            snapshot = _current_snapshot(folder)
+        except OSError:
+            continue  # cannot be read
+        if snapshot is not None:
+            yield folder.name.removeprefix("models--").replace("--", "/"), snapshot
+
+
+def _current_snapshot(folder: Path) -> Path | None:
+    """The snapshot that loading takes without asking the hub: that of main."""
+    main = folder / "refs" / "main"
+    if not main.is_file():
+        return None
+    named = folder / "snapshots" / main.read_text(encoding="utf-8").strip()
+    return named if named.is_dir() else None
+
+
+def size_of(folder: Path) -> int:
+    """In bytes, all files of a folder."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

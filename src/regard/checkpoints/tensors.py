@@ -1,0 +1,280 @@
+"""Checkpoints on disk: find, read, check, write. Hugging Face's layout, and nothing is unpickled.
+
+Everything a file says of itself (lengths, offsets, names, shapes) is checked against the file
+before memory is taken for it, and nothing outside the checkpoint's folder is opened.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.checkpoints import packing
+from regard.checkpoints.files import (
+    CONFIG,
+    GENERATION,
+    MAX_JSON_BYTES,
+    json_bytes,
+    open_regular,
+    parse_object,
+    place_for,
+    read_json,
+    replace_file,
+)
+from regard.checkpoints.hub import find
+from regard.errors import CheckpointError, InputError
+
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PACKING = "packing"  # the key of config.json that says that weights are packed, and how
+SHARD = 5 * 2**30  # bytes of a file of weights, as Hugging Face cuts them
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Where one tensor lies."""
+
+    file: Path
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    start: int  # in bytes from the start of the file
+    length: int
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A checked checkpoint: its config, and where each of its tensors lies.
+
+    Where weights are packed, everything is read as float32.
+    """
+
+    folder: Path
+    config: dict[str, Any]
+    entries: dict[str, Entry]
+    scales: dict[str, Entry] = field(default_factory=dict)  # of those entries that are packed
+
+    def meta(self, key: str) -> Tensor:
+        """A tensor without its numbers."""
+        found = _meta(self.entries[key])
+        if key in self.scales:
+            shape = packing.shape(found, _meta(self.scales[key]))
+            return torch.empty(shape, device="meta")
+        return self._widened(found)
+
+    def read(self, key: str) -> Tensor:
+        """A tensor with its numbers."""
+        found = self._stored(key, self.entries[key])
+        if key in self.scales:
+            scale = self._stored(key + packing.SCALE, self.scales[key])
+            try:
+                return packing.unpack(found, scale)
+            except CheckpointError as error:
+                raise CheckpointError(f"{self.entries[key].file}, {key}: {error}") from None
+        return self._widened(found)
+
+    def _widened(self, tensor: Tensor) -> Tensor:
+        packed = self.config.get(PACKING) is not None
+        return tensor.float() if packed and tensor.is_floating_point() else tensor
+
+    def _stored(self, key: str, entry: Entry) -> Tensor:
+        if not entry.length:
+            return torch.empty(entry.shape, dtype=entry.dtype)
+        with open_regular(entry.file) as file:
+            file.seek(entry.start)
+            raw = bytearray(file.read(entry.length))
+        if len(raw) != entry.length:
+            raise CheckpointError(f"{entry.file} ends within {key}: it changed while being read.")
+        return torch.frombuffer(raw, dtype=entry.dtype).view(entry.shape)
+
+
+def _meta(entry: Entry) -> Tensor:
+    return torch.empty(entry.shape, dtype=entry.dtype, device="meta")
+
+
+def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
+    """Find a checkpoint and check all that its files say of themselves."""
+    folder = find(name)
+    config = read_json(folder / CONFIG)
+    if not (folder / WEIGHTS).exists():
+        if (folder / INDEX).exists():
+            return _paired(folder, config, _sharded(folder))
+        pickled = sorted(file.name for file in folder.glob("*.bin"))
+        if pickled:
+            raise CheckpointError(
+                f"{folder} holds its weights as {pickled[0]}, a pickle, which runs code when it is "
+                "opened; regard never does. Convert it once, where you trust it, with "
+                "transformers: AutoModel.from_pretrained(folder).save_pretrained(folder)."
+            )
+        raise CheckpointError(f"{folder} holds neither {WEIGHTS} nor {INDEX}.")
+    return _paired(folder, config, _header(folder / WEIGHTS))
+
+
+def _paired(folder: Path, config: dict[str, Any], entries: dict[str, Entry]) -> Checkpoint:
+    """A checkpoint whose packed tensors, where config.json says that there are any, have scales."""
+    if config.get(PACKING) is None:
+        return Checkpoint(folder, config, entries)
+    scales = {
+        key.removesuffix(packing.SCALE): entries.pop(key)
+        for key in list(entries)
+        if key.endswith(packing.SCALE)
+    }
+    for key, scale in scales.items():
+        if key not in entries:
+            raise CheckpointError(f"{scale.file} holds scales of {key}, but not {key}.")
+    # A small model may have no matrix that is worth it. What packing leaves it stores as float16.
+    kinds = {entry.dtype for entry in entries.values()}
+    if not scales and not kinds <= {torch.float16, torch.int8, torch.uint8}:
+        raise CheckpointError(f"{folder / CONFIG} says that weights are packed, but none are.")
+    found = Checkpoint(folder, config, entries, scales)
+    for key in scales:
+        found.meta(key)  # raises where the two do not fit each other
+    return found
+
+
+def write(
+    folder: str | os.PathLike[str],
+    config: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    generation: Mapping[str, Any] | None = None,
+    shard_bytes: float = SHARD,
+) -> None:
+    """Write a checkpoint, in shards where it is larger than ``shard_bytes``.
+
+    Each file is written beside its place and then moved there, so that an interrupted save leaves
+    no broken file under a good name.
+    """
+    from safetensors.torch import save
+
+    folder = place_for(folder)
+    if folder.exists() and not folder.is_dir():
+        raise InputError(f"{folder} is a file; a checkpoint needs a folder.")
+    folder.mkdir(parents=True, exist_ok=True)
+    shards: list[dict[str, Tensor]] = [{}]
+    filled = 0
+    for key, tensor in tensors.items():
+        size = tensor.numel() * tensor.element_size()
+        if filled and filled + size > shard_bytes:
+            shards.append({})
+            filled = 0
+        shards[-1][key] = tensor.detach().cpu().contiguous()
+        filled += size
+    count = len(shards)
+    names = (
+        [WEIGHTS]
+        if count == 1
+        else [f"model-{index:05}-of-{count:05}.safetensors" for index in range(1, count + 1)]
+    )
+    for name, shard in zip(names, shards, strict=True):
+        replace_file(folder / name, save(shard, {"format": "pt"}))
+    if count > 1:
+        total = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
+        index = {"metadata": {"total_size": total}, "weight_map": places}
+        replace_file(folder / INDEX, json_bytes(index))
+    # What an earlier save left behind must not be read in place of this one.
+    (folder / (WEIGHTS if count > 1 else INDEX)).unlink(missing_ok=True)
+    replace_file(folder / CONFIG, json_bytes(config))
+    if generation is not None:
+        replace_file(folder / GENERATION, json_bytes(generation))
+
+
+def _header(file: Path) -> dict[str, Entry]:
+    """What a safetensors file says it holds, checked against its size."""
+    with open_regular(file) as opened:
+        size = os.fstat(opened.fileno()).st_size
+        first = opened.read(8)
+        length = int.from_bytes(first, "little")
+        if len(first) < 8 or length < 2 or length > min(size - 8, MAX_JSON_BYTES):
+            raise CheckpointError(
+                f"{file} is no safetensors file: its header would take {length:,} of its "
+                f"{size:,} bytes."
+            )
+        header = parse_object(opened.read(length), file)
+    header.pop("__metadata__", None)
+    data = 8 + length
+    entries, spans = {}, []
+    for key, value in header.items():
+        entry = _entry(file, key, value, data, size)
+        entries[key] = entry
+        spans.append((entry.start, entry.start + entry.length, key))
+    end = data
+    for start, stop, key in sorted(spans):
+        if start != end:
+            kind = "overlaps another tensor" if start < end else "leaves a gap before it"
+            raise CheckpointError(f"{file} is broken: {key} {kind}.")
+        end = stop
+    if end != size:
+        raise CheckpointError(f"{file} is broken: {size - end:,} bytes follow its last tensor.")
+    return entries
+
+
+def _entry(file: Path, key: str, value: object, data: int, size: int) -> Entry:
+    """One line of a header."""
+    if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
+        raise CheckpointError(f"{file} does not say dtype, shape and data_offsets of {key}.")
+    dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in _DTYPES:
+        raise CheckpointError(
+            f"{file} holds {key} as {dtype!r}; regard reads {', '.join(_DTYPES)}."
+        )
+    if not _whole(shape) or len(shape) > 8 or not _whole(offsets) or len(offsets) != 2:
+        raise CheckpointError(f"{file} gives {key} the shape {shape} and the offsets {offsets}.")
+    start, stop = data + offsets[0], data + offsets[1]
+    length = math.prod(shape) * _DTYPES[dtype].itemsize
+    if not start <= stop <= size or stop - start != length:
+        raise CheckpointError(
+            f"{file} is broken: {key}, {dtype} {shape}, needs {length:,} bytes, but its offsets "
+            f"{offsets} are not that many within the file."
+        )
+    return Entry(file, _DTYPES[dtype], tuple(shape), start, length)
+
+
+def _whole(value: object) -> bool:
+    """Whether a value is a list of whole numbers that fit a file's size."""
+    return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
+
+
+def _sharded(folder: Path) -> dict[str, Entry]:
+    """The entries of all shards that an index names, as the index has them."""
+    index = read_json(folder / INDEX)
+    places = index.get("weight_map")
+    if not isinstance(places, dict):
+        raise CheckpointError(f"{folder / INDEX} has no weight_map.")
+    for key, name in places.items():
+        plain = isinstance(name, str) and name.isascii() and name.isprintable()
+        if not plain or not name.endswith(".safetensors") or "/" in name or "\\" in name:
+            raise CheckpointError(
+                f"{folder / INDEX} puts {key} into {name!r}. A shard is a .safetensors file in the "
+                "same folder."
+            )
+    entries: dict[str, Entry] = {}
+    for name in sorted(set(places.values())):
+        for key, entry in _header(folder / name).items():
+            if places.get(key) != name:
+                raise CheckpointError(f"{folder / name} holds {key}, which the index does not say.")
+            entries[key] = entry
+    missing = sorted(places.keys() - entries.keys())
+    if missing:
+        raise CheckpointError(f"{folder / places[missing[0]]} lacks {missing[0]}.")
+    return entries

@@ -1,0 +1,168 @@
+"""Commands that tell what is here: models, doctor, bench."""
+
+from __future__ import annotations
+
+import json
+import platform
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.console import Console
+
+from regard import __version__
+from regard.cli import terminal
+
+if TYPE_CHECKING:
+    from regard.models.catalog import Known
+
+# What regard can do more with, by package.
+OPTIONAL = {
+    "matplotlib": "pictures as PNG",
+    "sacrebleu": "BLEU and chrF",
+    "datasets": "Hugging Face datasets in recipes",
+    "fastapi": "regard serve",
+    "uvicorn": "regard serve",
+    "transformers": "watch() on its models",
+    "huggingface_hub": "models by their hub names",
+    "triton": "the GPU kernels",
+}
+
+# ------------------------------------------------------------------------------------------ models
+
+
+def models(
+    name: Annotated[
+        str | None, typer.Argument(help="Show the card of this one.", show_default=False)
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """The models at hand: those that come with regard, and those in the hub's cache.
+
+    Every command that takes a model takes these names, a folder, or any name of the Hugging Face
+    hub.
+    """
+    from regard.models import catalog
+
+    if name is not None:
+        _show_card(catalog.one(name), as_json)
+        return
+    found = catalog.known()
+    if as_json:
+        for model in found:
+            print(json.dumps(asdict(model), default=str))
+        return
+    table = terminal.table(
+        "name", "task", "architecture", "parameters", "size", "licence",
+        numbers=["parameters", "size"],
+    )  # fmt: skip
+    for model in found:
+        count = "" if model.parameters is None else f"{model.parameters / 1e6:,.1f} M"
+        size = f"{model.size / 1e6:,.1f} MB"
+        table.add_row(model.name, model.task, model.architecture, count, size, model.licence)
+    if found:
+        terminal.show(table)
+        typer.echo()
+    for origin, place in catalog.places().items():
+        there = sum(model.origin == origin for model in found)
+        typer.echo(f"{there} {origin}: {place}")
+
+
+def _show_card(model: Known, as_json: bool) -> None:
+    from regard.checkpoints import cards
+
+    file = model.folder / cards.CARD
+    facts, text = cards.front_matter(file.read_text("utf-8", "replace") if file.is_file() else "")
+    if as_json:
+        print(json.dumps(asdict(model) | {"card": facts, "text": text}, default=str))
+        return
+    table = terminal.table("", "")
+    table.show_header = False
+    for key, value in (facts or {"name": model.name, "task": model.task}).items():
+        table.add_row(key, value)
+    table.add_row("size", f"{model.size / 1e6:,.1f} MB")
+    table.add_row("folder", str(model.folder))
+    terminal.show(table)
+    console = Console()
+    if console.is_terminal:
+        from rich.markdown import Markdown
+
+        console.print(Markdown(text))
+    else:
+        print(f"\n{text.strip()}")
+
+
+# ------------------------------------------------------------------------------------------ doctor
+
+
+def doctor() -> None:
+    """What regard finds on this machine: versions, devices, and which backends can run."""
+    from importlib.metadata import version
+
+    import torch
+
+    from regard.mechanism.backends import BACKENDS
+
+    table = terminal.table("", "")
+    table.show_header = False
+    table.add_row("regard", __version__)
+    table.add_row("python", f"{platform.python_version()} on {platform.system()}")
+    for name in ("torch", "safetensors", "tokenizers", "rich", "typer"):
+        table.add_row(name, version(name))
+    for name, use in OPTIONAL.items():
+        table.add_row(name, f"{_version(name) or 'not installed'} ({use})")
+    table.add_row(
+        "cpu", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
+    )
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        table.add_row(f"cuda:{index}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB")
+    if torch.backends.mps.is_available():
+        table.add_row("mps", "available")
+    for backend in BACKENDS:
+        reason = backend.unavailable()
+        table.add_row(f"backend {backend.name}", reason or "can run")
+    terminal.show(table)
+
+
+def _version(package: str) -> str | None:
+    from importlib.metadata import PackageNotFoundError, version
+
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+# ------------------------------------------------------------------------------------------- bench
+
+
+def bench(
+    device: terminal.Device = "auto",
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+) -> None:
+    """How fast it is here: a short table, in about twenty seconds.
+
+    Each line is timed in turns with what it is compared to, and medians are shown. Above 1, regard
+    takes longer. What it costs to see is the price of entropy, peak, what each key receives and a
+    64 x 64 map; "all weights kept" gets the same from the n x n weights.
+    """
+    from regard.evaluation import speed
+
+    place = terminal.device(device)
+    with terminal.progress(f"on {place}"):
+        timed, decoded = list(speed.attend(place)), list(speed.decode(place))
+    if as_json:
+        for row in timed:
+            print(json.dumps({"what": row.what, "peer": row.peer} | asdict(row.times)))
+        for model in decoded:
+            print(json.dumps(asdict(model)))
+        return
+    numbers = ("regard, ms", "peer, ms", "regard / peer")
+    table = terminal.table("", *numbers[:1], "compared to", *numbers[1:], numbers=numbers)
+    for row in timed:
+        ours, peer = (f"{seconds * 1e3:,.2f}" for seconds in (row.times.ours, row.times.peer))
+        table.add_row(row.what, ours, row.peer, peer, f"{row.times.cost:.2f}")
+    terminal.show(table)
+    for model in decoded:
+        typer.echo(f"{model.name} writes {model.tokens_per_second:,.0f} tokens a second, alone")

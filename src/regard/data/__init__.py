@@ -1,0 +1,1 @@
+"""From files to records to tables of token ids."""

@@ -1,0 +1,224 @@
+"""Token ids for a device that never waits: cached, mapped, laid on the device, cut into batches.
+
+All sequences lie one after another in one flat array. A batch is some rows of it, gathered by index
+where the array lies; which rows, a plan says, from the seed and the epoch alone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from regard.errors import InputError
+
+# ---------------------------------------------------------------------------------- sequences
+
+
+# -------------------------------------------------------------------------------------- cache
+
+
+# -------------------------------------------------------------------------------------- plans
+
+
+class Batch(NamedTuple):
+    """Which of an epoch's rows, and their lengths in each column."""
+
+    start: int
+    stop: int
+    longest: tuple[int, ...]
+    even: bool  # whether all are as long as the longest in the first column
+    first: bool = True  # whether nothing before them is remembered
+
+
+class Epoch(NamedTuple):
+    """All rows of an epoch in their order, and how they are cut into batches."""
+
+    rows: Tensor  # int64 [rows]
+    batches: list[Batch]
+
+
+class Plan(Protocol):
+    """Which rows come when."""
+
+    def epoch(self, seed: int, number: int) -> Epoch:
+        """The same for the same seed and number."""
+
+
+def generator(*numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
+    """A source of random numbers of its own for each tuple of ``numbers``, as (seed, epoch)."""
+    digest = hashlib.sha256(json.dumps(numbers).encode()).digest()
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
+
+
+class ByLength:
+    """Batches of rows of like length, up to a number of tokens, padding and all columns counted.
+
+    Rows are sorted by their lengths and cut once; an epoch shuffles rows of equal lengths among
+    each other, and the batches.
+
+    >>> plan = ByLength(torch.tensor([[3], [1], [3], [2]]), tokens=6)
+    >>> [batch.longest for batch in plan.epoch(seed=0, number=0).batches]
+    [(2,), (3,)]
+    """
+
+    def __init__(self, lengths: Tensor, tokens: int) -> None:
+        # By the first column, then by the next: equal rank, equal lengths.
+        _, self.rank = torch.unique(lengths, dim=0, return_inverse=True)
+        rows = lengths[self.rank.argsort(stable=True)].tolist()
+        longest_row = max((sum(row) for row in rows), default=0)
+        if longest_row > tokens:
+            raise InputError(
+                f"The longest example has {longest_row} tokens, but a batch has {tokens}. Raise "
+                "batch.tokens or lower data.length."
+            )
+        self.batches: list[Batch] = []
+        start, longest = 0, [0] * lengths.shape[1]
+        for at, row in enumerate(rows):
+            grown = [max(pair) for pair in zip(longest, row, strict=True)]
+            full = (at + 1 - start) * sum(grown) > tokens
+            # Where the first column grows, a batch that is half full ends: without padding there,
+            # attention needs no mask.
+            turns = row[0] > longest[0] and 2 * (at - start) * sum(longest) >= tokens
+            if at > start and (full or turns):
+                self.batches.append(Batch(start, at, tuple(longest), rows[start][0] == longest[0]))
+                start, grown = at, row
+            longest = grown
+        if rows:
+            even = rows[start][0] == longest[0]
+            self.batches.append(Batch(start, len(rows), tuple(longest), even))
+
+    def epoch(self, seed: int, number: int) -> Epoch:
+        random = generator(seed, number)
+        order = torch.randperm(len(self.rank), generator=random)
+        order = order[self.rank[order].argsort(stable=True)]
+        turn = torch.randperm(len(self.batches), generator=random).tolist()
+        return Epoch(order, [self.batches[index] for index in turn])
+
+
+class Turns:
+    """Several plans in turn, one an epoch, each over its own part of a table with ``rows`` rows."""
+
+    def __init__(self, plans: Sequence[Plan], rows: int) -> None:
+        self.plans, self.rows = plans, rows
+
+    def epoch(self, seed: int, number: int) -> Epoch:
+        turn = number % len(self.plans)
+        rows, batches = self.plans[turn].epoch(seed, number)
+        return Epoch(rows + turn * self.rows, batches)
+
+
+class Windows:
+    """Pieces of one long text, ``length`` long, in any order; each epoch cuts at other places.
+
+    What is left over before the first piece, after the last and beside full batches comes in other
+    epochs. Each piece begins with the last ``context`` tokens of the one before.
+    """
+
+    def __init__(
+        self, total: int, length: int, rows: int, shuffled: bool = True, context: int = 0
+    ) -> None:
+        if total < length:
+            raise InputError(
+                f"The text has {total + 1} tokens, too few for a piece of {length} (data.length)."
+            )
+        self.total, self.length, self.rows, self.shuffled = total, length, rows, shuffled
+        self.stride = length - context
+
+    def epoch(self, seed: int, number: int) -> Epoch:
+        random = generator(seed, number)
+        room = min(self.stride, self.total - self.length + 1)
+        first = int(torch.randint(room, (), generator=random)) if self.shuffled else 0
+        starts = torch.arange(first, self.total - self.length + 1, self.stride)
+        if self.shuffled:
+            starts = starts[torch.randperm(len(starts), generator=random)]
+            # A batch of another size would need kernels and a graph of its own.
+            starts = starts[: len(starts) // self.rows * self.rows or len(starts)]
+        return Epoch(starts, _even(len(starts), self.rows, self.length))
+
+
+class Lanes:
+    """One long text read by ``rows`` readers side by side, each going on where it stopped.
+
+    After every ``forget`` pieces they forget what they have read; with 0, after an epoch. Where
+    pieces are ``shifted``, each epoch cuts the text elsewhere.
+    """
+
+    def __init__(
+        self, total: int, length: int, rows: int, forget: int = 0, *, shifted: bool = False
+    ) -> None:
+        self.rows, self.length, self.forget = rows, length, forget
+        self.lane = total // rows
+        self.count = self.lane // length  # of pieces in a lane
+        if shifted and self.count > 2:  # of two, the second is all that has a memory
+            self.count = (self.lane - length + 1) // length
+        self.most = self.lane - self.count * length if shifted else 0  # places to move by
+        if not self.count:
+            raise InputError(
+                f"The text has {total + 1} tokens, too few for {rows} rows of {length} "
+                "(batch.tokens, data.length)."
+            )
+
+    def epoch(self, seed: int, number: int) -> Epoch:
+        by = torch.randint(self.most + 1, (), generator=generator(seed, number))
+        lanes = torch.arange(self.rows) * self.lane + by
+        starts = (torch.arange(self.count)[:, None] * self.length + lanes).flatten()
+        batches = _even(len(starts), self.rows, self.length)
+        forget = self.forget or len(batches)
+        return Epoch(
+            starts, [batch._replace(first=at % forget == 0) for at, batch in enumerate(batches)]
+        )
+
+
+def _even(count: int, rows: int, length: int) -> list[Batch]:
+    return [Batch(at, min(at + rows, count), (length,), True) for at in range(0, count, rows)]
+
+
+class Rows(NamedTuple):
+    """The rows of the next batch, on the device."""
+
+    rows: Tensor  # int64 [batch]
+    longest: tuple[int, ...]
+    even: bool  # whether all are as long as the longest in the first column
+    first: bool  # whether nothing before them is remembered
+
+
+class Feed:
+    """Batch after batch, epoch after epoch, from wherever its cursor stands.
+
+    >>> feed = Feed(ByLength(torch.tensor([[2], [2], [2]]), tokens=4), 0, torch.device("cpu"))
+    >>> [len(feed.next().rows) for _ in range(3)], feed.cursor
+    ([1, 2, 1], {'epoch': 1, 'batch': 1})
+    """
+
+    def __init__(self, plan: Plan, seed: int, device: torch.device) -> None:
+        self.plan, self.seed, self.device = plan, seed, device
+        self.tokens = 0  # fed so far, padding counted
+        self._open(0, 0)
+
+    @property
+    def cursor(self) -> dict[str, int]:
+        """Where the next batch is."""
+        return {"epoch": self.number, "batch": self.at}
+
+    @cursor.setter
+    def cursor(self, where: Mapping[str, int]) -> None:
+        self._open(where["epoch"], where["batch"])
+
+    def _open(self, number: int, at: int) -> None:
+        epoch = self.plan.epoch(self.seed, number)
+        self.number, self.at, self.batches = number, at, epoch.batches
+        self.rows = epoch.rows.to(self.device)
+
+    def next(self) -> Rows:
+        if self.at >= len(self.batches):
+            self._open(self.number + 1, 0)
+        batch = self.batches[self.at]
+        self.at += 1
+        self.tokens += (batch.stop - batch.start) * sum(batch.longest)
+        rows = self.rows[batch.start : batch.stop]
+        return Rows(rows, batch.longest, batch.even, batch.first)

@@ -1,0 +1,234 @@
+"""Readers of training text: each line is read, or reported with its file, its number and why not.
+
+Files are UTF-8, plain or compressed with gzip or xz, told apart by their first bytes.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import json
+import lzma
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from regard.data.records import Answer, Pair, Question, Report
+from regard.errors import InputError
+
+# --------------------------------------------------------------------------------------- lines
+
+
+@contextmanager
+def opened(file: Path) -> Iterator[BinaryIO]:
+    """A file as plain bytes, whether it is compressed or not."""
+    try:
+        with file.open("rb") as raw:
+            start = raw.read(6)
+            raw.seek(0)
+            if start.startswith(b"\x1f\x8b"):
+                with gzip.open(raw) as plain:
+                    yield cast(BinaryIO, plain)
+            elif start == b"\xfd7zXZ\x00":
+                with lzma.open(raw) as plain:
+                    yield cast(BinaryIO, plain)
+            else:
+                yield raw
+    except FileNotFoundError:
+        raise InputError(f"There is no file {file}.") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile, lzma.LZMAError) as error:
+        raise InputError(f"{file} is damaged: {error}.") from None
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror or error}.") from None
+
+
+def _lines(file: Path) -> Iterator[tuple[int, str | None]]:
+    """The lines of a file, numbered from 1; None for one that is not UTF-8."""
+    with opened(file) as stream:
+        for number, raw in enumerate(stream, 1):  # of bytes: only a newline ends a line
+            clean = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
+            try:
+                yield number, clean.rstrip(b"\r\n").decode()
+            except UnicodeDecodeError:
+                yield number, None
+
+
+_NOT_UTF8 = "not UTF-8"
+
+
+def read_text(files: Sequence[Path], report: Report) -> Iterator[str]:
+    """Plain text, line by line, each without its newline; empty lines too."""
+    for file in files:
+        for number, line in _lines(file):
+            if line is None:
+                report.refuse(file, number, _NOT_UTF8)
+            else:
+                report.accept(file, number)
+                yield line
+
+
+def read_parallel(
+    sources: Sequence[Path], targets: Sequence[Path], report: Report
+) -> Iterator[Pair]:
+    """Two files of which line i of one is the translation of line i of the other."""
+    if len(sources) != len(targets):
+        raise InputError(
+            f"Parallel text has as many source files as target files, not {len(sources)} and "
+            f"{len(targets)}."
+        )
+    for source, target in zip(sources, targets, strict=True):
+        for one, other in zip_longest(_lines(source), _lines(target)):
+            if one is None or other is None:
+                (longer, number), shorter = (
+                    ((target, other[0]), source) if one is None else ((source, one[0]), target)
+                )
+                raise InputError(
+                    f"{longer} goes on with line {number}, where {shorter} has ended: from "
+                    "somewhere on they do not belong together."
+                )
+            file = source if one[1] is None else target
+            yield from _pair(one[1], (other[1],), file, one[0], report)
+
+
+def read_tsv(files: Sequence[Path], columns: tuple[int, int], report: Report) -> Iterator[Pair]:
+    """Columns parted by tabs, of which two are a source and its target; columns count from 1."""
+    for file in files:
+        for number, line in _lines(file):
+            if line is None:
+                report.refuse(file, number, _NOT_UTF8)
+                continue
+            cells = line.split("\t")
+            if len(cells) < max(columns):
+                report.refuse(file, number, f"fewer than {max(columns)} columns")
+                continue
+            source, target = (cells[column - 1] for column in columns)
+            yield from _pair(source, (target,), file, number, report)
+
+
+def read_jsonl(files: Sequence[Path], fields: tuple[str, str], report: Report) -> Iterator[Pair]:
+    """One JSON object a line, with a source (a text, or a list of sentences) and its target(s)."""
+    for file, number, row in _objects(files, report):
+        yield from pair(row.get(fields[0]), row.get(fields[1]), file, number, report)
+
+
+def read_questions(files: Sequence[Path], report: Report) -> Iterator[Question]:
+    """One question a line: JSON with id, question, context and answers, a list of text, start."""
+    for file, number, row in _objects(files, report):
+        yield from question(row, row.get("context"), "start", file, number, report)
+
+
+def read_squad(files: Sequence[Path], report: Report) -> Iterator[Question]:
+    """SQuAD's JSON. Of a bad question the number that is reported is its place in the file."""
+    for file in files:
+        with opened(file) as stream:
+            try:
+                articles = json.load(stream)["data"]
+                paragraphs = [part for article in articles for part in article["paragraphs"]]
+                rows = [(row, part["context"]) for part in paragraphs for row in part["qas"]]
+            except (ValueError, KeyError, TypeError) as error:
+                raise InputError(f"{file} has not the form of SQuAD: {error!r}.") from None
+        for number, (row, context) in enumerate(rows, 1):
+            yield from question(row, context, "answer_start", file, number, report)
+
+
+def _halved(row: dict[str, Any], line: str) -> bool:
+    """Whether a JSON object holds half of a pair of surrogates, which no text in UTF-8 can."""
+    if "\\ud" not in line.lower():  # only an escape brings one
+        return False
+    try:
+        json.dumps(row, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return True
+    return False
+
+
+def _objects(files: Sequence[Path], report: Report) -> Iterator[tuple[Path, int, dict[str, Any]]]:
+    for file in files:
+        for number, line in _lines(file):
+            try:
+                row = None if line is None else json.loads(line)
+            except (ValueError, RecursionError):
+                row = None
+            if line is None or not isinstance(row, dict):
+                report.refuse(file, number, _NOT_UTF8 if line is None else "not a JSON object")
+            elif _halved(row, line):
+                report.refuse(file, number, "half of a character (a lone surrogate)")
+            else:
+                yield file, number, row
+
+
+def pair(source: Any, target: Any, file: Path | str, number: int, report: Report) -> Iterator[Pair]:
+    """A record of a source (a text, or a list of sentences) and its target(s), or a bad line."""
+    if isinstance(source, list) and all(isinstance(part, str) for part in source):
+        source = " ".join(source)
+    targets = target if isinstance(target, list) else [target]
+    if not isinstance(source, str) or not all(isinstance(text, str) for text in targets):
+        report.refuse(file, number, "a side that is no text")
+        return
+    yield from _pair(source, tuple(targets), file, number, report)
+
+
+def _pair(
+    source: str | None,
+    targets: tuple[str | None, ...],
+    file: Path | str,
+    number: int,
+    report: Report,
+) -> Iterator[Pair]:
+    found = tuple(target for target in targets if target is not None)
+    if source is None or len(found) < len(targets):
+        report.refuse(file, number, _NOT_UTF8)
+    elif not source.strip() or not found or not all(target.strip() for target in found):
+        report.refuse(file, number, "an empty side")
+    else:
+        report.accept(file, number)
+        yield Pair(source, found)
+
+
+def question(
+    row: Any, context: Any, start: str, file: Path | str, number: int, report: Report
+) -> Iterator[Question]:
+    """A record of a question; ``start`` is what the place of an answer is called. Or a bad line."""
+    try:
+        answers = tuple(Answer(answer["text"], answer[start]) for answer in row["answers"])
+        name, asked = row["id"], row["question"]
+        texts = [name, asked, context, *(answer.text for answer in answers)]
+    except (KeyError, TypeError):
+        report.refuse(file, number, f"no id, question or answers with text and {start}")
+        return
+    whole = all(type(answer.start) is int and answer.start >= 0 for answer in answers)
+    if not whole or not all(isinstance(text, str) and text.strip() for text in texts):
+        report.refuse(file, number, "an id, question, context or answer that is no text")
+    elif any(not context.startswith(answer.text, answer.start) for answer in answers):
+        report.refuse(file, number, "an answer that is not where it says")
+    else:
+        report.accept(file, number)
+        yield Question(name, asked, context, answers)
+
+
+# --------------------------------------------------------------------------------------- parts
+
+
+def thousandth(text: str) -> int:
+    """The part out of 1000 that a text belongs to, by the MD5 of its UTF-8: a split that stays.
+
+    >>> thousandth("Go.")
+    419
+    """
+    digest = hashlib.md5(text.encode(), usedforsecurity=False).hexdigest()
+    return int(digest, 16) % 1000
+
+
+def together(pairs: Sequence[Pair], most: int = 4) -> list[Pair]:
+    """Pairs of equal source as one, with up to ``most`` targets, in the order of the sources.
+
+    >>> together([Pair("a", ("b",)), Pair("c", ("d",)), Pair("a", ("e",))])
+    [Pair(source='a', targets=('b', 'e')), Pair(source='c', targets=('d',))]
+    """
+    found: dict[str, list[str]] = {}
+    for pair in pairs:
+        found.setdefault(pair.source, []).extend(pair.targets)
+    return [Pair(source, tuple(dict.fromkeys(texts))[:most]) for source, texts in found.items()]

@@ -1,0 +1,164 @@
+"""The data section of a recipe: which files are read, and the records in them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from regard.data import readers
+from regard.data.datasets import open_dataset, read_dataset
+from regard.data.records import Pair, Question, Record, Report
+from regard.data.schema import key
+from regard.text.preparing import PREPARATIONS, prepare
+
+if TYPE_CHECKING:
+    from regard.training.recipe import Recipe
+
+RECORDS: dict[str, type] = {
+    "translation": Pair,
+    "summarization": Pair,
+    "question answering": Question,
+    "language modelling": str,
+    "masked language modelling": str,
+    "span corruption": str,
+}
+FORMATS = ("parallel", "tsv", "jsonl", "questions", "squad", "text", "dataset")
+
+
+def records(recipe: Recipe, sources: Sequence[Source], report: Report) -> Iterator[Record]:
+    """The records of some sources, prepared; those of other parts are left out."""
+    for source in sources:
+        for record in _read(recipe, source, report):
+            by = {Pair: 0, Question: 2}.get(type(record))
+            text = record if isinstance(record, str) else cast(str, record[by or 0])
+            low, high = source.part
+            if (low, high) != (0, 1000) and not low <= readers.thousandth(text) < high:
+                continue
+            record = _prepared(record, recipe.data.prepare)
+            if isinstance(record, Pair):
+                yield from _sided(record, source, RECORDS[recipe.task])
+            else:
+                yield record
+
+
+def _sided(pair: Pair, source: Source, kind: type) -> Iterator[Record]:
+    """A pair as the task takes it: turned round, with what comes before it, or its source alone."""
+    if kind is str:
+        yield pair.source
+    elif source.reverse:
+        for target in pair.targets:
+            yield Pair(source.prefix + target, (pair.source,))
+    else:
+        yield Pair(source.prefix + pair.source, pair.targets)
+
+
+def _read(recipe: Recipe, source: Source, report: Report) -> Iterator[Record]:
+    files = data_paths(recipe, source.files)
+    columns, names = source.columns, source.fields
+    if source.format == "parallel":
+        return readers.read_parallel(files, data_paths(recipe, source.targets), report)
+    if source.format == "tsv":
+        return readers.read_tsv(files, (columns[0], columns[1]), report)
+    if source.format == "jsonl":
+        one, other = names or ("source", "target")
+        return readers.read_jsonl(files, (one, other), report)
+    if source.format == "dataset":
+        name = source.dataset or ", ".join(source.files)
+        return read_dataset(
+            source_dataset(recipe, source), name, RECORDS[recipe.task], source.fields, report
+        )
+    if source.format == "questions":
+        return readers.read_questions(files, report)
+    if source.format == "squad":
+        return readers.read_squad(files, report)
+    return readers.read_text(files, report)
+
+
+def source_dataset(recipe: Recipe, source: Source) -> Any:
+    root, files = Path(recipe.data.root).expanduser(), data_paths(recipe, source.files)
+    return open_dataset(source.dataset, files, root, source.subset, source.split)
+
+
+def data_paths(recipe: Recipe, names: Iterable[str]) -> list[Path]:
+    root = Path(recipe.data.root).expanduser()
+    return [root / Path(name).expanduser() for name in names]
+
+
+def _prepared(record: Record, steps: Sequence[str]) -> Record:
+    if not steps or isinstance(record, Question):
+        return record  # the places of answers would no longer be right
+    if isinstance(record, str):
+        return prepare(record, steps)
+    targets = tuple(prepare(target, steps) for target in record.targets)
+    return Pair(prepare(record.source, steps), targets)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Source:
+    """Some files of text of one form."""
+
+    format: str = key(
+        "how the files are written; questions are one JSON object a line, with id, question, "
+        "context and answers, a list of {text, start}",
+        among=FORMATS,
+    )
+    files: tuple[str, ...] = key("the files, plain, .gz or .xz; of parallel text, the sources", ())
+    targets: tuple[str, ...] = key("of parallel text, the files of the targets", ())
+    columns: tuple[int, ...] = key("of TSV, the columns of source and target, from 1", (1, 2))
+    fields: tuple[str, ...] = key(
+        "of JSONL, the fields of source and target; of a dataset, its columns for these, for text, "
+        "or for question, context and answers; where none are given, that is what they are called",
+        (),
+    )
+    dataset: str = key(
+        "of a Hugging Face dataset that is not in files: its folder, or its name on the hub", ""
+    )
+    subset: str = key("of a dataset on the hub, which of its subsets", "")
+    split: str = key("of a dataset, which split", "train")
+    part: tuple[int, ...] = key(
+        "which of 1000 parts, by MD5 of the source: from the first up to below the second",
+        (0, 1000),
+    )
+    reverse: bool = key("take the target as the source, and the source as the target", False)
+    prefix: str = key("what comes before each source, as the tag of a language", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Data:
+    """What it learns from."""
+
+    root: str = key("where files that are not absolute lie; as a default, beside the recipe", ".")
+    train: tuple[Source, ...] = key("what to learn from")
+    valid: tuple[Source, ...] = key("what to evaluate on while learning", ())
+    test: tuple[Source, ...] = key("what to evaluate on at the end", ())
+    prepare: tuple[str, ...] = key(
+        f"what happens to each text first, in order: {', '.join(PREPARATIONS)}", ()
+    )
+    length: int = key(
+        "the most tokens of a sequence; longer pairs are reported as bad, other text is cut into "
+        "pieces",
+        256,
+        least=2,
+    )
+    context: int = key(
+        "of language models, how many tokens at the start of a piece are read only, and told by "
+        "the piece before: pieces overlap by so many, and a Transformer-XL does without its memory",
+        0,
+        least=0,
+    )
+    forget: int = key(
+        "of a model that remembers the pieces before, after how many it begins with an empty "
+        "memory, so that it learns to; 0 for once an epoch",
+        0,
+        least=0,
+    )
+    unanswered: float = key(
+        "how many questions are asked once more where their answer is not, as a share of all",
+        0.0,
+        least=0,
+        most=1,
+    )
+    bad: float = key("the largest share of bad lines that is accepted", 0.001, least=0, most=1)
+    cache: str = key("where tokenised text is kept", "~/.cache/regard/tokens")

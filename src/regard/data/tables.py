@@ -1,0 +1,159 @@
+"""Tables of token ids: ragged columns, cached on disk as safetensors."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import warnings
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.checkpoints.folders import DamageWarning, map_published, publish, withdraw
+from regard.errors import CheckpointError, InputError
+
+
+@dataclass(frozen=True)
+class Ragged:
+    """Sequences of whole numbers, one after another.
+
+    >>> ragged = Ragged.of([[5, 6, 7], [8]])
+    >>> ragged.gather(torch.tensor([1, 0]), longest=3, pad=0).tolist()
+    [[8, 0, 0], [5, 6, 7]]
+    """
+
+    flat: Tensor  # int32 [total]
+    starts: Tensor  # int64 [rows + 1]: where each begins, and where the last ends
+
+    @classmethod
+    def of(cls, sequences: Iterable[Sequence[int]]) -> Ragged:
+        flat, starts = array("i"), array("q", [0])
+        for sequence in sequences:
+            flat.extend(sequence)
+            starts.append(len(flat))
+        whole = torch.frombuffer(flat, dtype=torch.int32) if flat else torch.empty(0).int()
+        return cls(whole, torch.frombuffer(starts, dtype=torch.int64))
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    @property
+    def lengths(self) -> Tensor:
+        return self.starts.diff()
+
+    def lengths_of(self, rows: Tensor) -> Tensor:
+        """As ``lengths[rows]``, without those of all others."""
+        return self.starts[rows + 1] - self.starts[rows]
+
+    def to(self, device: torch.device) -> Ragged:
+        return Ragged(self.flat.to(device), self.starts.to(device))
+
+    def gather(self, rows: Tensor, longest: int, pad: int) -> Tensor:
+        """Some rows as [batch, longest], filled up with ``pad``. Nothing waits for the device."""
+        at = torch.arange(longest, device=rows.device)
+        start, stop = self.starts[rows, None], self.starts[rows + 1, None]
+        found = self.flat[(start + at).clamp_(max=len(self.flat) - 1)].long()
+        return found.where(start + at < stop, pad)
+
+    def slices(self, starts: Tensor, length: int) -> Tensor:
+        """Pieces [batch, length] of the flat array, whatever sequences they run over."""
+        at = torch.arange(length, device=starts.device)
+        return self.flat[starts[:, None] + at].long()
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns of sequences, all with the same number of rows, and some facts about them."""
+
+    columns: dict[str, Ragged]
+    facts: dict[str, Any]
+
+    def __len__(self) -> int:
+        return len(next(iter(self.columns.values())))
+
+    def __getitem__(self, column: str) -> Ragged:
+        return self.columns[column]
+
+    @property
+    def lengths(self) -> Tensor:
+        """[rows, columns]."""
+        return torch.stack([column.lengths for column in self.columns.values()], dim=1)
+
+    @property
+    def size(self) -> int:
+        """In bytes."""
+        return sum(
+            part.numel() * part.element_size()
+            for column in self.columns.values()
+            for part in (column.flat, column.starts)
+        )
+
+    def to(self, device: torch.device) -> Table:
+        return Table({name: c.to(device) for name, c in self.columns.items()}, self.facts)
+
+
+def place(table: Table, device: torch.device) -> Table:
+    """The table on the device where it takes at most a quarter of the memory free there."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        if table.size > free // 4:
+            return table
+    return table.to(device)
+
+
+def content(files: Iterable[Path]) -> list[str]:
+    """The SHA-256 of each of some files."""
+    found = []
+    for file in files:
+        try:
+            with file.open("rb") as opened:
+                found.append(hashlib.file_digest(opened, "sha256").hexdigest())
+        except OSError as error:
+            raise InputError(f"{file} cannot be read: {error.strerror or error}.") from None
+    return found
+
+
+def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], Table]) -> Table:
+    """The table that ``build`` makes, kept in ``folder`` and mapped into memory.
+
+    ``key`` holds all that the table depends on, contents as their SHA-256. A table on the disk that
+    is damaged is built again, with a warning.
+    """
+    name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
+    at = folder / name
+    if at.exists():
+        try:
+            return _mapped(at)
+        except CheckpointError as error:
+            warnings.warn(f"Tokens are made again: {error}", DamageWarning, stacklevel=2)
+            withdraw(at)
+    table = build()
+    files = {}
+    for column, ragged in table.columns.items():
+        files[f"{column}.flat"] = ragged.flat.numpy().tobytes()
+        files[f"{column}.starts"] = ragged.starts.numpy().tobytes()
+    try:
+        publish(at, files, {"facts": table.facts, "columns": list(table.columns)})
+    except (CheckpointError, InputError):
+        if not at.exists():  # where it does, another process was faster, with the same
+            raise
+    return _mapped(at)
+
+
+def _mapped(folder: Path) -> Table:
+    facts, files = map_published(folder)
+
+    def tensor(name: str, dtype: torch.dtype) -> Tensor:
+        data = files[name]
+        return torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+
+    columns = {
+        name: Ragged(tensor(f"{name}.flat", torch.int32), tensor(f"{name}.starts", torch.int64))
+        for name in facts["columns"]
+    }
+    return Table(columns, facts["facts"])

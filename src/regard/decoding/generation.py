@@ -1,0 +1,132 @@
+"""Decoding: from what a model says comes next to whole sequences. It knows ids only.
+
+What becomes of a prompt depends on the prompt alone, not on the batch it is in, but for how sums
+are rounded there. Sequences that are done leave the batch, and others take their places; the beams
+of a sentence share what it keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from operator import index
+from typing import Any
+
+import torch
+
+from regard.decoding.batching import Decoder, Kept, S, begun_of, run
+from regard.decoding.choosing import Lines
+from regard.decoding.searching import Searches, top
+from regard.decoding.strategies import Beam, Greedy, How, Output, Sample, at_least
+from regard.errors import InputError
+
+__all__ = [
+    "Beam",
+    "Decoder",
+    "Greedy",
+    "How",
+    "Kept",
+    "Output",
+    "Sample",
+    "generate",
+    "stream",
+    "top",
+]
+
+
+def generate(
+    model: Decoder[S],
+    prompts: Sequence[Sequence[int]],
+    how: How | None = None,
+    *,
+    length: int,
+    stop: Sequence[int] = (),
+    batch: int = 32,
+    tokens: int | None = None,
+) -> list[list[Output]]:
+    """At most ``length`` new tokens for each prompt: one output each, or the ``best`` of its beams.
+
+    ``how`` is greedy by default. Prompts are what the model's ``begin`` takes: a text to go on
+    from, or a source to translate. ``batch`` of them go together, or fewer where those would be
+    more than ``tokens``, padding counted. Those of like length do, and when some are done, others
+    take their places; results keep the order of the prompts.
+
+    >>> from regard import GPT2, GPT2Config
+    >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2)).eval()
+    >>> [[first], [second]] = generate(model, [[1, 2, 3], [4]], Beam(size=2), length=5)
+    >>> len(first.ids), len(second.ids)
+    (5, 5)
+    """
+    how = _way(how)
+    at_least("generate(length=...)", length, 1)
+    at_least("generate(batch=...)", batch, 1)
+    if tokens is not None:
+        at_least("generate(tokens=...)", tokens, 1)
+    if not isinstance(prompts, Iterable):
+        raise InputError(f"generate() takes a list of prompts, but got {prompts!r}.")
+    begun, ends = [_prompt(prompt) for prompt in prompts], _stop(stop)
+
+    def capacity(longest: int) -> int:
+        return batch if tokens is None else max(min(batch, tokens // max(longest, 1)), 1)
+
+    with torch.inference_mode():
+        if isinstance(how, Beam):
+            searches = Searches(how, length, ends)
+            return run(model, begun, searches, length * how.size, capacity)
+        return run(model, begun, Lines(how, length, ends), length, capacity)
+
+
+def stream(
+    model: Decoder[S],
+    prompt: Sequence[int],
+    how: Greedy | Sample | None = None,
+    *,
+    length: int,
+    stop: Sequence[int] = (),
+) -> Iterator[int]:
+    """The tokens of :func:`generate` for one prompt, each as soon as it is known.
+
+    >>> from regard import GPT2, GPT2Config
+    >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2)).eval()
+    >>> list(stream(model, [1, 2], length=4)) == generate(model, [[1, 2]], length=4)[0][0].ids
+    True
+    """
+    at_least("stream(length=...)", length, 1)
+    chosen = _way(how)
+    if isinstance(chosen, Beam):
+        raise InputError("Beams are known at their end only: use generate(), or another way.")
+    lines = Lines(chosen, length, _stop(stop))
+    with torch.inference_mode():
+        ids, state = model.begin([_prompt(prompt)], room=length)
+        [line] = [lines.begin(begun) for begun in begun_of(ids, state)]
+    told = 0
+    while not line.done:
+        with torch.inference_mode():
+            ids = lines.choose(model.step(ids, state), [line])
+        if len(line.ids) > told:
+            yield line.ids[told]
+            told += 1
+
+
+def _way(how: How | None) -> How:
+    if how is None:
+        return Greedy()
+    if not isinstance(how, How):
+        raise InputError(f"how is Greedy(), Sample(...) or Beam(...), but got {how!r}.")
+    return how
+
+
+def _prompt(prompt: Any) -> list[int]:
+    try:
+        return [index(token) for token in prompt]
+    except TypeError:
+        raise InputError(
+            f"Prompts are lists of token ids, but one is {prompt!r}. Text.encode(...).ids "
+            "makes such a list of a text."
+        ) from None
+
+
+def _stop(stop: Any) -> frozenset[int]:
+    try:
+        return frozenset(index(token) for token in stop)
+    except TypeError:
+        raise InputError(f"stop=... is a list of token ids, but got {stop!r}.") from None

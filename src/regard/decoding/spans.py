@@ -1,0 +1,42 @@
+"""The best answer spans from start and end scores."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+LONGEST_ANSWER = 30  # tokens
+
+
+class Spans(NamedTuple):
+    """The best span of each window."""
+
+    better: Tensor  # [batch]: by how much its logits are above those of no answer
+    share: Tensor  # [batch]: its probability, among all spans and no answer
+    first: Tensor  # [batch]: its first token
+    last: Tensor  # [batch]
+
+
+def best_spans(start: Tensor, end: Tensor, possible: Tensor) -> Spans:
+    """The best span of each window, by the logits [batch, n] of where an answer starts and ends.
+
+    ``possible`` is where an answer may be; the first token, [CLS], stands for no answer.
+
+    >>> start, end = torch.tensor([[0.0, 5.0, 0.0, 9.0]]), torch.tensor([[0.0, 0.0, 4.0, 0.0]])
+    >>> best = best_spans(start, end, torch.tensor([[True, True, True, False]]))
+    >>> best.better.item(), best.first.item(), best.last.item()
+    (9.0, 1, 2)
+    """
+    start, end = start.float(), end.float()
+    length = start.shape[1]
+    place = torch.arange(length, device=start.device)
+    far = place[None] - place[:, None]
+    allowed = (far >= 0) & (far < LONGEST_ANSWER) & (place > 0)[:, None]
+    allowed = allowed & possible[:, :, None] & possible[:, None]  # [batch, first, last]
+    whole = (start[:, :, None] + end[:, None]).masked_fill(~allowed, -torch.inf).flatten(1)
+    score, at = whole.max(1)
+    none = start[:, 0] + end[:, 0]
+    total = torch.logaddexp(whole.logsumexp(1), none)
+    return Spans(score - none, (score - total).exp(), at // length, at % length)

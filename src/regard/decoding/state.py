@@ -1,0 +1,318 @@
+"""What a decoder keeps between steps: keys and values, or what a Transformer-XL remembers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from regard.errors import InputError
+from regard.layers.cache import Cache, CrossCache, Memory
+from regard.mechanism.masks import Padding
+
+
+class State:
+    """What a decoder keeps between steps: the caches of its layers, and what it attends across to.
+
+    There is one row per sentence. Its beams are a tree that grows by one node a beam with each
+    step; all nodes lie in one cache, and a beam attends to those it came by. So a beam that goes on
+    from where another stands takes over a row of numbers for the scores, and no key is moved.
+
+    All rows end at the same node. Those that began with less, or later, are padded on the left;
+    ``pads`` says by how many positions. So a new sentence can take the place of one that is done,
+    and no other row is touched.
+    """
+
+    def __init__(
+        self,
+        depth: int,
+        room: int = 0,
+        *,
+        pads: Tensor | None = None,
+        context: Tensor | None = None,
+        context_padding: Padding | None = None,
+    ) -> None:
+        self.own = [Cache(room) for _ in range(depth)]
+        self.cross = [CrossCache() for _ in range(depth)]
+        self.pads = pads  # [sentences]
+        self.context = context  # [sentences, length, dim]
+        self.context_padding = context_padding
+        self.context_bias: Tensor | None = None  # [sentences, 1, 1, length], in steps
+        self.beams = 1
+        self.steppers: list[Callable[..., Tensor]] | None = None  # of the blocks that step with it
+        self._room = room
+        self._trunk: int | None = None  # how many positions are common to all beams, in steps
+        self._bias: Tensor | None = (
+            None  # [sentences, beams, room]: 0 where a beam came by, or -inf
+        )
+        self._unused = 0  # positions that no sentence has, as far as is known
+
+    @property
+    def nodes(self) -> int:
+        """How many keys each layer keeps for a sentence."""
+        return len(self.own[0])
+
+    def __len__(self) -> int:
+        """How many positions went through."""
+        trunk = self.nodes if self._trunk is None else self._trunk
+        return trunk + (self.nodes - trunk) // self.beams
+
+    @property
+    def longest(self) -> int:
+        """How many positions the longest sentence has, of those that are not at rest."""
+        return len(self) - self._unused
+
+    @property
+    def _unborn(self) -> float:
+        """What is added for nodes to come: of several beams, only one will see each."""
+        return -math.inf if self.beams > 1 else 0.0
+
+    def padding(self, keys: int) -> Padding | None:
+        """The padding of the first ``keys`` positions."""
+        return None if self.pads is None else Padding(keys - self.pads, side="left")
+
+    def spread(self, beams: int) -> None:
+        """From here on each sentence has so many beams, that all stand where it stands."""
+        if self._trunk is not None:
+            raise InputError("Beams are spread before the first step.")
+        self.beams = beams
+
+    def bias(self, like: Tensor) -> Tensor | None:
+        """What one more step adds to its scores: 0, or -inf for a node that is not to be seen.
+
+        [sentences, 1, beams, nodes] in the dtype of ``like``, or None where all is seen.
+        """
+        if self._trunk is None:
+            self._begin(like)
+        if self._bias is None:
+            return None
+        start, stop = self.nodes, self.nodes + self.beams
+        if stop > self._bias.shape[-1]:
+            wider = torch.full_like(self._bias, self._unborn)
+            self._bias = torch.cat((self._bias, wider), dim=-1)
+        if self.beams > 1:  # a new node is seen by its own beam
+            self._bias[:, :, start:stop].diagonal(dim1=1, dim2=2).zero_()
+        return self._bias[:, None, :, :stop]
+
+    def _begin(self, like: Tensor) -> None:
+        """What the steps need to know of padding and of other beams, as numbers to add."""
+        self._trunk = trunk = self.nodes
+        if self.context_padding is not None and self.context is not None:
+            lengths = torch.as_tensor(self.context_padding.lengths, device=like.device)
+            self.context_bias = _beyond(lengths, self.context.shape[1], like)
+        if self.beams > 1 or self.pads is not None:
+            room = max(self._room, trunk + self.beams)
+            self._bias = like.new_full((like.shape[0], self.beams, room), self._unborn)
+            self._bias[:, :, :trunk] = 0
+            if self.pads is not None:
+                padding = torch.arange(trunk, device=like.device) < self.pads[:, None]
+                self._bias[:, :, :trunk].masked_fill_(padding[:, None], -math.inf)
+
+    def places(self, device: torch.device) -> Tensor:
+        """The position of each node, with those of the step to come: [nodes]."""
+        assert self._trunk is not None
+        trunk = torch.arange(self._trunk, device=device)
+        steps = torch.arange(self._trunk, len(self) + 1, device=device)
+        return torch.cat((trunk, steps.repeat_interleave(self.beams)))
+
+    def follow(self, origins: Tensor) -> None:
+        """Let beam ``i`` of each sentence go on from its beam ``origins[:, i]``."""
+        if self._bias is not None:
+            index = origins[..., None].expand(-1, -1, self._bias.shape[-1])
+            self._bias = self._bias.gather(1, index)
+
+    def keep(self, sentences: Tensor) -> None:
+        """Keep these sentences only, in this order."""
+        for own, cross in zip(self.own, self.cross, strict=True):
+            own.reorder(sentences)
+            cross.reorder(sentences)
+        for name in ("pads", "context", "context_bias", "_bias"):
+            held = getattr(self, name)
+            if held is not None:
+                setattr(self, name, held.index_select(0, sentences))
+        if self.context_padding is not None:
+            lengths = torch.as_tensor(self.context_padding.lengths, device=sentences.device)
+            self.context_padding = Padding(
+                lengths.index_select(0, sentences), self.context_padding.side
+            )
+        self._tidy()
+
+    # ------------------------------------------------------------------------------ refilling
+
+    def rest(self, sentences: Tensor) -> None:
+        """These sentences are done: they go on with no matter what, until their places are taken.
+
+        They count as new, so that they come to no last position.
+        """
+        if self.pads is not None:
+            self.pads = self.pads.index_fill(0, sentences, len(self))
+            self._unused = int(self.pads.min())
+
+    def place(self, sentences: Tensor, others: State, which: Tensor) -> None:
+        """Give the places of these sentences to those at ``which`` of ``others``.
+
+        They have as many beams, and read their prompts. Their nodes lie before the next one,
+        wherever that is; what lies before theirs is hidden.
+        """
+        mine, theirs = self._padded(), others._padded().index_select(0, which)
+        if others.nodes > self.nodes:
+            mine = self._shift((self.nodes - others.nodes) // self.beams)
+        for own, new in zip(self.own, others.own, strict=True):
+            own.place(sentences, new, which)
+        assert self.pads is not None
+        assert others.pads is not None
+        positions = len(others) - others.pads.index_select(0, which)
+        self.pads = self.pads.index_copy(0, sentences, len(self) - positions)
+        rows = mine.new_full((len(sentences), *mine.shape[1:]), self._unborn)
+        rows[:, :, : self.nodes] = -math.inf
+        rows[:, :, self.nodes - others.nodes : self.nodes] = theirs[:, :, : others.nodes]
+        self._bias = mine.index_copy(0, sentences, rows)
+        if self.context is not None:
+            self._place_context(sentences, others, which)
+        self._tidy()
+
+    def _place_context(self, sentences: Tensor, others: State, which: Tensor) -> None:
+        """Let these sentences attend across to what ``others`` attend to."""
+        assert self.context is not None
+        assert others.context is not None
+        lengths = self._lengths.index_copy(0, sentences, others._lengths.index_select(0, which))
+        width, needed = self.context.shape[1], int(lengths.max())
+        if width < needed or 4 * needed <= 3 * width:  # there is a longer one, or all are shorter
+            width = needed
+        self.context = _sized(self.context, 1, width).index_copy(
+            0, sentences, _sized(others.context.index_select(0, which), 1, width)
+        )
+        for cross, new in zip(self.cross, others.cross, strict=True):
+            assert cross.kept is not None
+            assert new.kept is not None
+            keys, values = (
+                _sized(old, 2, width).index_copy_(
+                    0, sentences, _sized(its.index_select(0, which), 2, width)
+                )
+                for old, its in zip(cross.kept, new.kept, strict=True)
+            )
+            cross.kept = keys, values
+        self.context_padding = Padding(lengths)
+        self.context_bias = _beyond(lengths, width, self.context)
+
+    @property
+    def _lengths(self) -> Tensor:
+        """How much of the context is there for each sentence: [sentences]."""
+        assert self.context is not None
+        if self.context_padding is None:
+            sentences, width = self.context.shape[:2]
+            return torch.full((sentences,), width, device=self.context.device)
+        return torch.as_tensor(self.context_padding.lengths, device=self.context.device)
+
+    def _padded(self) -> Tensor:
+        """The bias, where there may be none yet for lack of padding."""
+        like = self.own[0].kept[0]
+        if self.pads is None:
+            self.pads = torch.zeros(len(like), dtype=torch.long, device=like.device)
+        if self._trunk is None:
+            self._begin(like)
+        if self._bias is None:
+            self._bias = like.new_zeros(len(like), self.beams, max(self._room, self.nodes))
+        return self._bias
+
+    def _tidy(self) -> None:
+        """Forget the first nodes where a quarter of all is seen by nobody."""
+        self._unused = 0 if self.pads is None else int(self.pads.min())
+        if self._bias is None:
+            return
+        seen = self._bias[:, :, : self.nodes].amax(dim=(0, 1)) == 0
+        unseen = int(seen.int().argmax())
+        if 4 * unseen >= self.nodes:
+            self._shift(unseen // self.beams)
+
+    def _shift(self, steps: int) -> Tensor:
+        """Forget the nodes of the first steps; below 0, leave room for as many before them."""
+        bias, by = self._padded(), steps * self.beams
+        assert self.pads is not None
+        for own in self.own:
+            own.shift(by)
+        self.pads = self.pads - steps
+        self._unused -= steps
+        more = bias.new_full((*bias.shape[:2], abs(by)), self._unborn if by > 0 else -math.inf)
+        parts = (bias[:, :, by:], more) if by > 0 else (more, bias)
+        self._bias = torch.cat(parts, dim=-1)
+        return self._bias
+
+
+def _beyond(lengths: Tensor, width: int, like: Tensor) -> Tensor:
+    """0 for the first ``lengths`` of each row and -inf beyond: [rows, 1, 1, width]."""
+    beyond = torch.arange(width, device=like.device) >= lengths[:, None]
+    return like.new_zeros(beyond.shape).masked_fill(beyond, -math.inf)[:, None, None]
+
+
+def _sized(tensor: Tensor, dim: int, width: int) -> Tensor:
+    """``tensor`` cut, or filled up with zeros, to ``width`` along ``dim``."""
+    more = width - tensor.shape[dim]
+    if more <= 0:
+        return tensor.narrow(dim, 0, width).contiguous()
+    filler = tensor.new_zeros(*tensor.shape[:dim], more, *tensor.shape[dim + 1 :])
+    return torch.cat((tensor, filler), dim=dim)
+
+
+class Memories:
+    """What every layer of a Transformer-XL remembers, and the padding before the first segment."""
+
+    def __init__(self, depth: int, length: int, pads: Tensor | None = None) -> None:
+        self.layers = [Memory(length) for _ in range(depth)]
+        self.read = 0  # how many positions went through
+        self.pads = pads  # [batch]
+        self.beams = 1  # rows of each sentence
+
+    def __len__(self) -> int:
+        """How many positions are remembered."""
+        return len(self.layers[0])
+
+    def reorder(self, index: Tensor) -> None:
+        """Let row ``i`` of the batch go on from where row ``index[i]`` stands."""
+        for memory in self.layers:
+            memory.reorder(index)
+        if self.pads is not None:
+            self.pads = self.pads.index_select(0, index)
+
+    def spread(self, beams: int) -> None:
+        """From here on each sentence has so many rows, that all stand where it stands."""
+        self.beams = beams
+        kept = self.layers[0].kept
+        if kept is not None:
+            self.reorder(torch.arange(len(kept), device=kept.device).repeat_interleave(beams))
+
+    def follow(self, origins: Tensor) -> None:
+        """Let beam ``i`` of each sentence go on from its beam ``origins[:, i]``."""
+        first = torch.arange(len(origins), device=origins.device)[:, None] * self.beams
+        self.reorder((first + origins).flatten())
+
+    def keep(self, sentences: Tensor) -> None:
+        """Keep the rows of these sentences only, in this order."""
+        self.reorder(self._rows(sentences))
+
+    def rest(self, sentences: Tensor) -> None:
+        """These sentences are done: nothing is to be done about them."""
+
+    def place(self, sentences: Tensor, others: Memories, which: Tensor) -> None:
+        """Give the places of these sentences to those at ``which`` of ``others``.
+
+        They have as many beams, and read their prompts.
+        """
+        rows, theirs = self._rows(sentences), self._rows(which)
+        for memory, new in zip(self.layers, others.layers, strict=True):
+            memory.place(rows, new, theirs)
+        kept = self.layers[0].kept
+        if self.pads is None and kept is not None:
+            self.pads = torch.zeros(len(kept), dtype=torch.long, device=kept.device)
+        positions = torch.full_like(rows, others.read)
+        if others.pads is not None:
+            positions = positions - others.pads.index_select(0, theirs)
+        if self.pads is not None:
+            self.pads = self.pads.index_copy(0, rows, self.read - positions)
+
+    def _rows(self, sentences: Tensor) -> Tensor:
+        """The rows of all beams of some sentences."""
+        beams = torch.arange(self.beams, device=sentences.device)
+        return (sentences[:, None] * self.beams + beams).flatten()

@@ -1,0 +1,1 @@
+"""How the attention layers of each library are watched."""

@@ -1,0 +1,1 @@
+"""One attention step by step, with its numbers."""

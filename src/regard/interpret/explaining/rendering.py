@@ -1,0 +1,313 @@
+"""How a Trace looks: in a terminal, as plain text, and as HTML."""
+
+from __future__ import annotations
+
+import html as markup
+import io
+import math
+import shutil
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from rich.cells import cell_len, set_cell_size
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from regard.interpret.explaining.record import Followed, Numbers, Step
+
+INDENT = 3
+GAP = 2  # between two columns of a table
+MOST_ROWS = 16  # of a table; what is left out shows as ⋮
+MOST_HEADS = 4
+MOST_WEIGHTS = 16  # of a matrix W that is shown; larger ones are only multiplied with
+LABEL = 16  # a longer word is cut
+BLOCKS = " ▏▎▍▌▋▊▉█"
+
+
+def text(trace: Followed) -> str:
+    """The page as plain text, as wide as the terminal."""
+    width = min(max(shutil.get_terminal_size().columns, 60), 120)
+    console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
+    with console.capture() as capture:
+        console.print(Group(*terminal(trace, width)))
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
+
+
+def terminal(trace: Followed, width: int) -> Iterator[RenderableType]:
+    """The page, piece by piece, for a terminal of some width."""
+    yield Text(f"How attention reads “{' '.join(trace.tokens)}”", style="bold")
+    yield Text(f"{trace.title}. Followed closely: {trace.word}", style="dim")
+    for place, step in enumerate(trace.steps, 1):
+        yield Text()
+        yield Text.assemble((f"{place}  {step.name}", "bold"))
+        shapes = _shapes(step, trace)
+        between = "    " if INDENT + len(step.formula) + 4 + len(shapes) <= width else "\n"
+        formula = Text.assemble((step.formula, "cyan"), (between + shapes if shapes else "", "dim"))
+        yield Padding(formula, (0, 0, 0, INDENT))
+        # Prose is easier to read in short lines.
+        yield Padding(Text(step.sentence), (0, max(0, width - 80), 0, INDENT))
+        for piece in _pieces(step, trace, width - INDENT):
+            yield Text()
+            yield Padding(piece, (0, 0, 0, INDENT))
+    yield Text()
+    good = trace.agreement.holds
+    yield Text("✓  Check" if good else "✗  Check", "bold green" if good else "bold red")
+    yield Padding(Text(str(trace.agreement)), (0, max(0, width - 80), 0, INDENT))
+
+
+def _shapes(step: Step, trace: Followed) -> str:
+    """The shapes of a step's matrices, for the end of its formula."""
+    shapes = {
+        symbol: shape[len(trace.shown) == 1 and len(shape) == 3 :]
+        for symbol, shape in step.shapes.items()
+        if " " not in symbol
+    }
+    return ", ".join(f"{symbol} {' × '.join(map(str, shape))}" for symbol, shape in shapes.items())
+
+
+def _pieces(step: Step, trace: Followed, width: int) -> Iterator[RenderableType]:
+    small: list[tuple[Table, int]] = []  # tables that may stand side by side
+    for numbers in step.numbers:
+        if numbers.symbol.startswith("W_") and numbers.values.numel() > MOST_WEIGHTS:
+            continue
+        small += _tables(numbers, trace, width)
+        if numbers.symbol in ("W_V", "W_O"):
+            yield _beside(small, width)
+            small = []
+    drawn = step.bars is not None and len(trace.shown) > 1  # then the bars say the same numbers
+    if small and not drawn:
+        yield _beside(small, width)
+    if step.notes:
+        yield Text("\n".join(step.notes), style="italic")
+    if step.bars is not None:
+        yield _bars(step.bars, width)
+    per_head = any(numbers.values.dim() == 3 for numbers in step.numbers) or drawn
+    if per_head and len(trace.shown) > MOST_HEADS:
+        yield Text(f"(heads {MOST_HEADS + 1} to {trace.heads} are not shown)", style="dim")
+
+
+def _tables(numbers: Numbers, trace: Followed, width: int) -> Iterator[tuple[Table, int]]:
+    """The tables of a matrix, one per head, each with its width."""
+    values = numbers.values
+    for head, matrix in enumerate(values[:MOST_HEADS] if values.dim() == 3 else [values]):
+        name = numbers.symbol
+        if values.dim() == 3 and trace.heads > 1:
+            name += f", {trace.shown[head]}"
+        yield _table(name, numbers, matrix, trace, width)
+
+
+def _table(
+    name: str, numbers: Numbers, matrix: Tensor, trace: Followed, width: int
+) -> tuple[Table, int]:
+    sums = numbers.symbol == "A"
+    asks = numbers.rows == trace.tokens and numbers.symbol not in ("K", "V")
+    rows = _kept(len(numbers.rows), trace.focus if asks else 0)
+    label = max(cell_len(name), *(cell_len(_cut(numbers.rows[r])) + 2 for r in rows if r >= 0))
+    decimals = _decimals(matrix)
+    for fewer in (decimals, min(decimals, 2)):  # rather less of each number than less numbers
+        cells = [[_number(value, fewer) for value in row] for row in matrix.tolist()]
+        widths = [
+            max(cell_len(_cut(head)), *(len(cells[r][c]) for r in rows if r >= 0))
+            for c, head in enumerate(numbers.columns)
+        ]
+        columns = _fitting(widths, width - label - sums * (GAP + 5))
+        if -1 not in columns:
+            break
+
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+    table.add_column(Text(name, style="cyan"), min_width=label, no_wrap=True)
+    for c in columns:
+        head = "…" if c < 0 else _cut(numbers.columns[c])
+        narrow = 1 if c < 0 else widths[c]
+        table.add_column(Text(head), justify="right", no_wrap=True, min_width=narrow)
+    if sums:
+        table.add_column("sum", justify="right", no_wrap=True)
+    for r in rows:
+        if r < 0:
+            table.add_row("  ⋮")
+            continue
+        followed = asks and r == trace.focus
+        line = [Text(("▸ " if followed else "  ") + _cut(numbers.rows[r]))]
+        for c in columns:
+            value = 0.0 if c < 0 else matrix[r, c].item()
+            style = _shade(value) if sums and c >= 0 else "dim" if value == -math.inf else ""
+            line.append(Text("…" if c < 0 else cells[r][c], style=style))
+        if sums:
+            line.append(Text(f"{matrix[r].sum().item():.3f}", style="dim"))
+        table.add_row(*line, style="bold" if followed else "")
+    shown = sum(1 if c < 0 else widths[c] for c in columns) + len(columns) * GAP
+    return table, label + shown + sums * (GAP + 5)
+
+
+def _beside(tables: Sequence[tuple[Table, int]], width: int) -> RenderableType:
+    """Tables side by side, as many as fit."""
+    lines: list[list[Table]] = [[]]
+    used = 0
+    for table, size in tables:
+        if lines[-1] and used + 2 * GAP + size > width:
+            lines.append([])
+            used = 0
+        used += size + (2 * GAP if lines[-1] else 0)
+        lines[-1].append(table)
+    pieces: list[RenderableType] = []
+    for line in lines:
+        grid = Table.grid(padding=(0, 2 * GAP, 0, 0))
+        for _ in line:
+            grid.add_column(no_wrap=True)
+        grid.add_row(*line)
+        pieces += [Text(), grid] if pieces else [grid]
+    return Group(*pieces)
+
+
+def _bars(numbers: Numbers, width: int) -> Table:
+    """One word's weights, drawn: a line per key, a column per head."""
+    values = numbers.values[:, :MOST_HEADS]  # [keys, heads]
+    heads = values.shape[1]
+    rows = _kept(len(numbers.rows), int(values[:, 0].argmax()))
+    label = max(cell_len(numbers.symbol), *(cell_len(_cut(word)) for word in numbers.rows))
+    size = max(4, min(32, (width - label) // heads - 6 - 2 * GAP))
+    most = max(values.max().item(), 1e-9)
+    table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
+    table.add_column(Text(numbers.symbol, style="cyan"), min_width=label, no_wrap=True)
+    for head in range(heads):
+        table.add_column("", justify="right", no_wrap=True)
+        name = numbers.columns[head] if heads > 1 else ""
+        table.add_column(name, no_wrap=True, min_width=size)
+    for r in rows:
+        if r < 0:
+            table.add_row("⋮")
+            continue
+        line = [Text(_cut(numbers.rows[r]))]
+        for weight in values[r].tolist():
+            line += [Text(f"{weight:.3f}"), Text(_bar(weight / most, size), style="blue")]
+        table.add_row(*line)
+    return table
+
+
+def _bar(share: float, size: int) -> str:
+    eighths = round(share * size * 8)
+    return "█" * (eighths // 8) + BLOCKS[eighths % 8].strip()
+
+
+def _kept(count: int, focus: int) -> list[int]:
+    """The rows to show: the first, those around the one that is followed, the last; -1 is a gap."""
+    if count <= MOST_ROWS:
+        return list(range(count))
+    chosen = {*range(MOST_ROWS - 6), focus - 1, focus, focus + 1, count - 2, count - 1}
+    return _with_gaps(sorted(place for place in chosen if 0 <= place < count))
+
+
+def _with_gaps(places: list[int]) -> list[int]:
+    result = places[:1]
+    for before, after in pairwise(places):
+        result += [after] if after == before + 1 else [-1, after]
+    return result
+
+
+def _fitting(widths: list[int], room: int) -> list[int]:
+    """The columns to show: all, or the first and the last that fit; -1 is a gap."""
+    if sum(widths) + GAP * len(widths) <= room:
+        return list(range(len(widths)))
+    room -= 1 + GAP + widths[-1] + GAP
+    chosen = []
+    for place, width in enumerate(widths[:-1]):
+        room -= width + GAP
+        if room < 0:
+            break
+        chosen.append(place)
+    return _with_gaps([*chosen, len(widths) - 1])
+
+
+def _cut(word: str) -> str:
+    return word if cell_len(word) <= LABEL else set_cell_size(word, LABEL - 1).rstrip() + "…"
+
+
+def _decimals(matrix: Tensor) -> int:
+    """As few as say every number of a matrix in full, at most three; -1 for powers of ten."""
+    finite = matrix[matrix.isfinite()].double().abs()
+    most = finite.max().item() if finite.numel() else 0.0
+    if most and not 1e-3 <= most < 1e5:
+        return -1
+    for decimals in (1, 2):
+        if bool(((finite - finite.round(decimals=decimals)).abs() < 1e-6 * max(most, 1)).all()):
+            return decimals
+    return 3
+
+
+def _number(value: float, decimals: int) -> str:
+    if value == -math.inf:
+        return "-∞"
+    shown = f"{value:.1e}" if decimals < 0 else f"{value:.{decimals}f}"
+    return shown.lstrip("-") if not float(shown) else shown  # no minus before a zero
+
+
+def _shade(weight: float) -> str:
+    """Darker for more, from white to deep blue, with text that stays readable."""
+    if weight == 0:
+        return "dim"
+    light = [round(255 + (deep - 255) * min(1.0, weight) ** 0.7) for deep in (20, 60, 160)]
+    front = "#ffffff" if weight > 0.45 else "#000000"
+    return f"{front} on rgb({light[0]},{light[1]},{light[2]})"
+
+
+def html(trace: Followed) -> str:
+    """The page for a notebook: the same steps, all numbers, no script and no outside asset.
+
+    Wide tables are scrolled by themselves; large matrices W are only multiplied with, as above.
+    """
+    quote = markup.escape
+    parts = [
+        f"<h3>“{quote(' '.join(trace.tokens))}”</h3>",
+        f"<p>{quote(trace.title)}. Followed closely: <b>{quote(trace.word)}</b></p>",
+    ]
+    for place, step in enumerate(trace.steps, 1):
+        parts.append(f"<h4>{place}. {quote(step.name)}</h4>")
+        parts.append(f"<p><code>{quote(step.formula)}</code><br>{quote(step.sentence)}</p>")
+        for numbers in step.numbers:
+            values = numbers.values
+            if numbers.symbol.startswith("W_") and values.numel() > MOST_WEIGHTS:
+                continue
+            for head, matrix in enumerate(values if values.dim() == 3 else [values]):
+                name = numbers.symbol
+                if values.dim() == 3 and trace.heads > 1:
+                    name += f", {trace.shown[head]}"
+                parts.append(_html_table(name, numbers, matrix, trace.word))
+        parts += [f"<p><i>{quote(note)}</i></p>" for note in step.notes]
+    mark = "✓" if trace.agreement.holds else "✗"
+    parts.append(f"<p>{mark} {quote(str(trace.agreement))}</p>")
+    return f'<div class="regard-trace"><style>{_STYLE}</style>{"".join(parts)}</div>'
+
+
+_STYLE = (
+    ".regard-trace{font:14px/1.5 system-ui,sans-serif}"
+    ".regard-trace .numbers{overflow-x:auto;margin:0 0 12px}"
+    ".regard-trace table{border-collapse:collapse;font:12px ui-monospace,monospace}"
+    ".regard-trace th,.regard-trace td{padding:1px 6px;text-align:right;white-space:pre}"
+    ".regard-trace thead th{font-weight:normal;opacity:.7}"
+)
+
+
+def _html_table(name: str, numbers: Numbers, matrix: Tensor, word: str) -> str:
+    decimals = _decimals(matrix)
+    head = "".join(f"<th>{markup.escape(column)}</th>" for column in numbers.columns)
+    lines = []
+    for row, values in zip(numbers.rows, matrix.tolist(), strict=True):
+        cells = []
+        for value in values:
+            style = ""
+            if numbers.symbol == "A" and value:
+                ink = ";color:#fff" if value > 0.45 else ""
+                style = f' style="background:rgb(20 60 160/{value:.3f}){ink}"'
+            cells.append(f"<td{style}>{_number(value, decimals)}</td>")
+        label = f"<b>{markup.escape(row)}</b>" if row == word else markup.escape(row)
+        lines.append(f"<tr><th>{label}</th>{''.join(cells)}</tr>")
+    return (
+        f'<div class="numbers"><table><thead><tr><th>{markup.escape(name)}</th>{head}</tr></thead>'
+        f"<tbody>{''.join(lines)}</tbody></table></div>"
+    )

@@ -1,0 +1,301 @@
+"""One head as a map, pooled or exact, and one word's keys."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from regard.errors import InputError
+from regard.interpret.overview import notes_on
+from regard.interpret.pooling import join_words
+from regard.interpret.runs import Chunk, Reading
+from regard.mechanism.seeing import See, Seen
+from regard.models.model import AttentionLayer
+from regard.pictures.figures import Picture, pooled_map, top_keys, weight_map
+from regard.text.words import Word
+
+NAMED = 64  # tokens a side, up to which the picture of a map has their names
+GRID = 256  # cells a side, more of which are pooled
+MOST_EXACT = 2**18  # weights that are looked at one by one
+
+
+@dataclass(frozen=True, eq=False)
+class HeadMap:
+    """The weights of one head, [rows, columns] of its tokens, exact or pooled into fewer cells.
+
+    A pooled cell is the weight that an average query of its row gives to all keys of its column.
+    """
+
+    model: str
+    layer: str
+    head: int
+    weights: Tensor  # [rows, columns], or [cells, cells] where pooled
+    rows: range
+    columns: range
+    queries: tuple[str, ...]  # what the tokens of the rows are called
+    keys: tuple[str, ...]
+    pooled: bool
+    notes: tuple[str, ...] = ()
+
+    def picture(self, *, without_first: bool = False) -> Picture:
+        if without_first and self.columns.start:
+            raise InputError(
+                f"The columns start at token {self.columns.start}: the first token is not among "
+                "them."
+            )
+        title = f"{self.model}: layer {self.layer}, head {self.head}"
+        note = " ".join(self.notes)
+        if not self.pooled and max(len(self.rows), len(self.columns)) <= NAMED:
+            return weight_map(
+                self.weights,
+                self.queries,
+                self.keys,
+                title=title,
+                without_first=without_first,
+                caption=note,
+            )
+        return pooled_map(
+            self.weights,
+            len(self.rows),
+            len(self.columns),
+            title=title,
+            first_query=self.rows.start,
+            first_key=self.columns.start,
+            without_first=without_first,
+            caption=note,
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        named = {} if self.pooled else {"queries": list(self.queries), "keys": list(self.keys)}
+        return {
+            "kind": "map",
+            "model": self.model,
+            "layer": self.layer,
+            "head": self.head,
+            "rows": [self.rows.start, self.rows.stop],
+            "columns": [self.columns.start, self.columns.stop],
+            "pooled": self.pooled,
+            **named,
+            "weights": self.weights.tolist(),
+            "notes": list(self.notes),
+        }
+
+    def _repr_html_(self) -> str:
+        return self.picture()._repr_html_()
+
+
+class MapSight:
+    """Gathers one head's map. A long text read at once is pooled as it streams."""
+
+    def __init__(
+        self,
+        reading: Reading,
+        layer: AttentionLayer,
+        head: int,
+        rows: range | None = None,
+        columns: range | None = None,
+    ) -> None:
+        self.reading, self.layer, self.head = reading, layer, reading.head(layer, head)
+        asking, asked = reading.sides(layer)
+        self.rows = _within(rows, len(asking), "rows")
+        self.columns = _within(columns, len(asked), "columns")
+        zoomed = rows is not None or columns is not None
+        self.pooled = not zoomed and max(len(self.rows), len(self.columns)) > GRID
+        if not self.pooled and len(self.rows) * len(self.columns) > MOST_EXACT:
+            raise InputError(
+                f"{len(self.rows):,} rows of {len(self.columns):,} columns are too many to look at "
+                f"one by one. Ask for fewer of either, for {MOST_EXACT:,} weights at most."
+            )
+        sizes = (len(self.rows), len(self.columns))
+        self._cells = torch.zeros(*(min(GRID, size) if self.pooled else size for size in sizes))
+
+    def ask(self, layer: AttentionLayer, chunk: Chunk) -> See | None:
+        if layer is not self.layer:
+            return None
+        if self.pooled:
+            # Chunks lie across the cells of the whole: their weights are few enough to pool here.
+            return See(map=GRID) if len(self.reading.chunks) == 1 else See(weights=True)
+        _, _, pairs = self._exact(chunk)
+        return See(pairs=pairs) if len(pairs) else None
+
+    def _exact(self, chunk: Chunk) -> tuple[range, range, Tensor]:
+        """The rows and columns that lie in a chunk, and their pairs as the chunk counts them."""
+        queries, keys = self.reading.part(self.layer, chunk)
+        rows, columns = _common(self.rows, queries), _common(self.columns, keys)
+        pairs = torch.cartesian_prod(
+            torch.arange(rows.start - queries.start, rows.stop - queries.start),
+            torch.arange(columns.start - keys.start, columns.stop - keys.start),
+        )
+        return rows, columns, pairs
+
+    def take(self, layer: AttentionLayer, chunk: Chunk, seen: Seen) -> None:
+        queries, keys = self.reading.part(layer, chunk)
+        if seen.map is not None:
+            self._cells = seen.map[0, self.head].float().cpu()
+        elif seen.weights is not None:
+            height, width = self._cells.shape
+            row_of, column_of = (
+                torch.arange(part.start, part.stop) * count // len(whole)
+                for part, count, whole in (
+                    (queries, height, self.rows),
+                    (keys, width, self.columns),
+                )
+            )
+            weights = seen.weights[0, self.head].float().cpu()
+            pooled = torch.zeros(height, len(keys)).index_add_(0, row_of, weights)
+            self._cells.index_add_(1, column_of, pooled)
+        else:
+            assert seen.pairs is not None
+            rows, columns, _ = self._exact(chunk)
+            part = seen.pairs[0, self.head].float().cpu().view(len(rows), len(columns))
+            self._cells[
+                rows.start - self.rows.start : rows.stop - self.rows.start,
+                columns.start - self.columns.start : columns.stop - self.columns.start,
+            ] = part
+
+    def result(self) -> HeadMap:
+        reading, cells = self.reading, self._cells
+        if self.pooled and len(reading.chunks) > 1:
+            row_of = torch.arange(len(self.rows)) * len(cells) // len(self.rows)
+            cells = cells / row_of.bincount(minlength=len(cells))[:, None]
+        asking, asked = reading.sides(self.layer)
+        return HeadMap(
+            type(reading.model).__name__,
+            self.layer.name,
+            self.head,
+            cells,
+            self.rows,
+            self.columns,
+            asking.labels[self.rows.start : self.rows.stop],
+            asked.labels[self.columns.start : self.columns.stop],
+            self.pooled,
+            notes_on(reading),
+        )
+
+
+def _within(wanted: range | None, count: int, what: str) -> range:
+    if wanted is None:
+        return range(count)
+    if not isinstance(wanted, range) or wanted.step != 1:
+        raise InputError(f"{what} are a range of tokens, as range(3, 9), but got {wanted!r}.")
+    if not 0 <= wanted.start < wanted.stop <= count:
+        raise InputError(
+            f"{what} {wanted.start}:{wanted.stop} must lie within 0:{count}, the tokens there are."
+        )
+    return wanted
+
+
+def _common(one: range, other: range) -> range:
+    start, stop = max(one.start, other.start), min(one.stop, other.stop)
+    return range(start, max(stop, start))
+
+
+# One word ---------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, eq=False)
+class WordKeys:
+    """What one word attends to, by whole words: one head's weights, or the mean of several."""
+
+    model: str
+    word: str
+    times: int  # it comes in the text; this is the first
+    heads: str  # whose weights, in words
+    weights: Tensor  # [keys]
+    keys: tuple[str, ...]
+    notes: tuple[str, ...] = ()
+
+    def picture(self, *, without_first: bool = False) -> Picture:
+        which = f", the first of {self.times}," if self.times > 1 else ""
+        return top_keys(
+            self.weights,
+            self.keys,
+            word=self.word,
+            count=12,
+            title=f"{self.model}: what {self.word!r}{which} attends to, {self.heads}",
+            without_first=without_first,
+            caption=" ".join(self.notes),
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "kind": "word",
+            "model": self.model,
+            "word": self.word,
+            "times": self.times,
+            "heads": self.heads,
+            "keys": list(self.keys),
+            "weights": self.weights.tolist(),
+            "notes": list(self.notes),
+        }
+
+    def _repr_html_(self) -> str:
+        return self.picture()._repr_html_()
+
+
+class WordSight:
+    """Gathers the rows of one word's tokens, in some layers and heads."""
+
+    def __init__(
+        self,
+        reading: Reading,
+        word: str,
+        layer: AttentionLayer | None = None,
+        head: int | None = None,
+    ) -> None:
+        self.reading = reading
+        if layer is None:
+            self.layers = [one for one in reading.layers if one.half in ("", "encoder")]
+        else:
+            self.layers = [layer]
+        self.head = None if head is None or layer is None else reading.head(layer, head)
+        self.asking, self.asked = reading.sides(self.layers[0])
+        self.word, self.times = self.asking.find(word)
+        self._rows = torch.zeros(len(self.word.places), len(self.asked))
+        self._name = _named(self.layers, layer, self.head)
+
+    def ask(self, layer: AttentionLayer, chunk: Chunk) -> See | None:
+        rows = [place for _, place in self._places(layer, chunk)]
+        return See(rows=rows) if layer in self.layers and rows else None
+
+    def _places(self, layer: AttentionLayer, chunk: Chunk) -> list[tuple[int, int]]:
+        """Which tokens of the word lie in a chunk, and where."""
+        queries, _ = self.reading.part(layer, chunk)
+        return [
+            (index, place - queries.start)
+            for index, place in enumerate(self.word.places)
+            if place in queries
+        ]
+
+    def take(self, layer: AttentionLayer, chunk: Chunk, seen: Seen) -> None:
+        assert seen.rows is not None
+        _, keys = self.reading.part(layer, chunk)
+        rows = seen.rows[0].float().cpu()  # [heads, r, k]
+        found = rows.mean(0) if self.head is None else rows[self.head]
+        for (index, _), row in zip(self._places(layer, chunk), found, strict=True):
+            self._rows[index, keys.start : keys.stop] += row / len(self.layers)
+
+    def result(self) -> WordKeys:
+        everything = Word(self.word.label, tuple(range(len(self._rows))))
+        joined = join_words(self._rows, [everything], self.asked.words)[0]
+        return WordKeys(
+            type(self.reading.model).__name__,
+            self.word.label,
+            self.times,
+            self._name,
+            joined,
+            tuple(word.label for word in self.asked.words),
+            notes_on(self.reading),
+        )
+
+
+def _named(layers: Sequence[AttentionLayer], layer: AttentionLayer | None, head: int | None) -> str:
+    if layer is None:
+        return f"mean of all heads of {len(layers)} layers"
+    if head is None:
+        return f"mean of the {layer.module.heads} heads of layer {layer.name}"
+    return f"layer {layer.name}, head {head}"

@@ -1,0 +1,1 @@
+"""Triton kernels, for every GPU that Triton supports."""

@@ -1,0 +1,309 @@
+# mypy: ignore-errors
+# ruff: noqa: RET505 - a branch that is not taken must not be compiled
+"""What keys receive, and the map of the weights: sums over queries, from the final log-sum-exp.
+
+That arrives as ``Drop``: base 2 and with a minus, so that a weight is 2 ^ (score + drop).
+
+One program is one block of keys of one head, and streams over the queries. Its tiles are K Q^T, so
+that sums over queries run along the registers of a thread, and no two programs add to one number:
+no atomics, and every repeat gives the same bits.
+
+Blocks follow the map's bins. Along the keys a block is G bins of at most W keys (or a part of one
+bin), along the queries a tile is H bins of at most U queries (or a part of one, and then H is 1); a
+bin that is not a power of two wide leaves the rest of its W or U places empty. Keys are summed X at
+a time only, as many as one warp holds: summing all keys of a bin would take shared memory and a
+barrier for each tile. The rest is a sum over a small tensor afterwards.
+
+Of a product's columns a thread holds two in every eight, four threads share a row. So where a tile
+has several bins its queries are dealt out in that order: a bin's queries all come to one thread,
+and their sum needs no other.
+"""
+
+import triton
+import triton.language as tl
+
+from regard.kernels.triton.tiles import (
+    INTERVAL,
+    RELATIVE,
+    TABLE,
+    allowed,
+    by_distance,
+    by_queries,
+    edge,
+    head_of,
+    query_stretches,
+    range_of,
+    rows_of,
+    scores,
+    shifts,
+    whose,
+)
+
+LANES = tl.constexpr(4)  # threads that share a row of a product
+PAIR = tl.constexpr(2)  # neighbours in a row that one thread holds
+TEAM, TILE = tl.constexpr(64), tl.constexpr(128)  # keys and queries of a product in hopper/
+
+
+@triton.jit
+def _tile_of(query, queries, bins, tiles, H: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr):
+    """The tile a query is in."""
+    if EVEN:
+        return query // (H * U)
+    index = (query.to(tl.int64) * bins // queries).to(tl.int32)
+    return index // H * tiles + (query - edge(index, queries, bins)) // U * (tiles > 1)
+
+
+@triton.constexpr_function
+def _dealt(H, U):
+    """Whether the queries of a tile are dealt out by bins."""
+    return H % LANES.value == 0 and U % PAIR.value == 0
+
+
+@triton.jit
+def _places(H: tl.constexpr, U: tl.constexpr):
+    """For each place in a tile the bin and which of its queries."""
+    place = tl.arange(0, H * U)
+    if _dealt(H, U):
+        lane = place // PAIR % LANES
+        turn = place // (PAIR * LANES)
+        return turn // (U // PAIR) * LANES + lane, turn % (U // PAIR) * PAIR + place % PAIR
+    else:
+        return place // U, place % U
+
+
+@triton.jit
+def _binned(p, KEYS: tl.constexpr, H: tl.constexpr, U: tl.constexpr, PEAK: tl.constexpr):
+    """A tile's weights summed, or with PEAK the largest, over the queries of each bin.
+
+    The bins lie along two axes, [KEYS, ., .]: as one they could leave a gap between the threads
+    that share a row, and Triton 3.6 does not sum across a gap.
+    """
+    if _dealt(H, U):
+        parts = tl.reshape(p, [KEYS, H // LANES, U // PAIR, LANES, PAIR])
+        if PEAK:
+            return tl.max(tl.max(parts, 4), 2)
+        else:
+            return tl.sum(tl.sum(parts, 4), 2)
+    else:
+        parts = tl.reshape(p, [KEYS, H, U])
+        if PEAK:
+            return tl.max(parts, 2)[:, None, :]
+        else:
+            return tl.sum(parts, 2)[:, None, :]
+
+
+@triton.jit
+def _stretch(
+    received, pooled, largest, k, query, drop_at, Map, MapPeak, start, stop, key_at, valid, side,
+    batch, head, ends, terms, shifted, its_batch, origin, until, offset, queries, keys, bins, tiles,
+    units, width,
+    G: tl.constexpr, W: tl.constexpr, H: tl.constexpr, U: tl.constexpr, X: tl.constexpr,
+    BD: tl.constexpr, D_EVEN: tl.constexpr, EVEN: tl.constexpr, FULL_KEYS: tl.constexpr,
+    KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FREE: tl.constexpr,
+    RECEIVED: tl.constexpr, MAP: tl.constexpr, MAP_PEAK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Go over the tiles from ``start`` to ``stop``."""
+    dims = tl.arange(0, BD)[:, None]
+    slot, within = _places(H, U)
+    unit = tl.arange(0, G * W // X)
+    q_at = head_of(query, batch, head) + dims
+    if EVEN:  # the tile at hand is a step along, and the same for all its places
+        inner = slot * U + within
+        q_at += inner[None, :].to(tl.int64) * query.row
+    for tile in tl.range(start, stop, num_stages=1 if BIAS == TABLE and not FREE else None):
+        if EVEN:
+            first = tile * (H * U)
+            row = first + inner
+            real = row < queries
+            tile_at = q_at + first.to(tl.int64) * query.row
+        else:
+            index = tile // tiles * H + slot
+            row = edge(index, queries, bins) + tile % tiles * U + within
+            real = (index < bins) & (row < edge(index + 1, queries, bins))
+            row = tl.minimum(row, queries - 1)
+            tile_at = q_at + row[None, :].to(tl.int64) * query.row
+        if EVEN and D_EVEN and FREE:
+            q = tl.load(tile_at)
+        else:
+            q = tl.load(tile_at, mask=real[None, :] & (dims < width), other=0.0)
+        if BIAS == RELATIVE:
+            real &= (row >= origin) & (row < until)
+        # A query that attends to nothing, or is not there, gives nothing: 2^-inf.
+        drop = tl.load(drop_at + row, mask=real, other=float("-inf"))
+        dots = tl.dot(k, q, input_precision=PRECISION)  # [keys, queries]
+        query_at = row + offset
+        s, _slope = scores(
+            dots, query_at[None, :], key_at[:, None], side, terms, head, BIAS, SOFTCAP, FREE
+        )
+        may = real[None, :]
+        if not FREE:
+            low, high = range_of(ends, batch, row, real, KIND)
+            may &= allowed(
+                query_at[None, :], key_at[:, None], low[None, :], high[None, :], keys, KIND
+            )
+        if BIAS == RELATIVE:
+            its_row, there = (row - origin)[None, :], may & valid[:, None]
+            s += shifts(shifted, its_batch, head, its_row, there, key_at[:, None])
+        p = tl.exp2(s + drop[None, :])
+        if not FREE:
+            p = tl.where(may, p, 0.0)
+        if MAP and not FULL_KEYS:
+            p = tl.where(valid[:, None], p, 0.0)
+        if MAP:
+            if H == 1:
+                fresh = tile % tiles == 0  # the first tile of a bin
+                sums = tl.sum(p, 1)
+                received += sums
+                pooled = tl.where(fresh, 0.0, pooled) + sums
+                if MAP_PEAK:
+                    largest = tl.maximum(tl.where(fresh, 0.0, largest), tl.max(p, 1))
+                if (tile % tiles == tiles - 1) | (tile == stop - 1):  # or the last there is
+                    at = tile // tiles * units + unit
+                    tl.store(Map + at, tl.sum(tl.reshape(pooled, [G * W // X, X]), 1))
+                    if MAP_PEAK:
+                        tl.store(MapPeak + at, tl.max(tl.reshape(largest, [G * W // X, X]), 1))
+            else:
+                sums = _binned(p, G * W, H, U, False)
+                if RECEIVED:
+                    received += tl.sum(tl.sum(sums, 1), 1)
+                bin_at = tile * H + tl.arange(0, H)
+                at = bin_at[None, :] * units + unit[:, None]
+                fits = (bin_at < bins)[None, :] & (unit == unit)[:, None]
+                cells = tl.reshape(sums, [G * W // X, X, H])
+                tl.store(Map + at, tl.sum(cells, 1), mask=fits)
+                if MAP_PEAK:
+                    cells = tl.reshape(_binned(p, G * W, H, U, True), [G * W // X, X, H])
+                    tl.store(MapPeak + at, tl.max(cells, 1), mask=fits)
+        else:
+            received += tl.sum(p, 1)
+    return received, pooled, largest
+
+
+@triton.jit(do_not_specialize=["sequence", "origin", "until", "queries", "keys"])
+def columns(
+    query, key, Drop, Received, Map, MapPeak, Bounds, bounds_batch, ends, terms, shifted,
+    sequence, origin, until, heads, groups, queries, keys, width, bins, tiles, columns, parts,
+    G: tl.constexpr, W: tl.constexpr, H: tl.constexpr, U: tl.constexpr, X: tl.constexpr,
+    BD: tl.constexpr, D_EVEN: tl.constexpr, EVEN: tl.constexpr, FULL_KEYS: tl.constexpr,
+    KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, RECEIVED: tl.constexpr,
+    MAP: tl.constexpr, MAP_PEAK: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """What some keys get; under Transformer-XL's term of the queries ``origin`` to ``until``."""
+    batch, head = whose(heads)
+    if BIAS == RELATIVE:
+        batch += sequence
+    SIDES: tl.constexpr = by_distance(BIAS)
+    offset = keys - queries
+
+    block = tl.program_id(0)
+    place = tl.arange(0, G * W)
+    if FULL_KEYS:  # blocks follow each other without a gap
+        first = block * (G * W)
+        last = first + G * W - 1
+        key_at = first + place
+        valid = key_at < keys
+    else:
+        column, part = block // parts * G, block % parts
+        index = column + place // W
+        key_at = edge(index, keys, columns) + part * W + place % W
+        valid = (index < columns) & (key_at < edge(index + 1, keys, columns))
+        first = edge(column, keys, columns) + part * W
+        last = edge(tl.minimum(column + G, columns), keys, columns) - 1
+        if G == 1:
+            last = tl.minimum(first + W - 1, last)
+
+    k = rows_of(key, batch, head // groups, tl.minimum(key_at, keys - 1), valid, width, BD)
+    flat = batch * heads + head
+    drop_at = Drop + flat * queries
+    bounds = Bounds
+    if KIND == INTERVAL:
+        bounds += batch * bounds_batch + block * 4
+    map_at, peak_at = Map, MapPeak
+    units = (tl.num_programs(0) * (G * W // X)).to(tl.int64)
+    if MAP:
+        cell = flat * bins * units + block * (G * W // X)
+        map_at += cell
+        if MAP_PEAK:
+            peak_at += cell
+
+    if first <= last:
+        received = tl.zeros([G * W], tl.float32)
+        pooled = tl.zeros([G * W], tl.float32)
+        largest = tl.zeros([G * W], tl.float32)
+        if EVEN:
+            ends_at = query_stretches(
+                bounds, first, last, offset, queries, terms.reach, H * U, KIND, SIDES
+            )
+            for PART in tl.static_range(5):
+                if by_queries(PART, KIND, SIDES):
+                    start, stop = ends_at[PART] // (H * U), ends_at[PART + 1] // (H * U)
+                    if BIAS == RELATIVE:
+                        start = tl.maximum(start, origin // (H * U))
+                        stop = tl.minimum(stop, tl.cdiv(until, H * U))
+                    received, pooled, largest = _stretch(
+                        received, pooled, largest, k, query, drop_at, map_at, peak_at, start, stop,
+                        key_at, valid, -1.0 if PART == 1 else 1.0, batch, head, ends, terms,
+                        shifted, batch - sequence, origin, until, offset, queries, keys, bins,
+                        tiles, units, width, G, W, H, U, X, BD, D_EVEN, EVEN, FULL_KEYS, KIND, BIAS,
+                        SOFTCAP, PART % 2 == 1, RECEIVED, MAP, MAP_PEAK, PRECISION,
+                    )  # fmt: skip
+        else:  # every tile may have empty places: all of them are masked
+            ends_at = query_stretches(
+                bounds, first, last, offset, queries, terms.reach, 1, KIND, SIDES
+            )
+            final = tl.maximum(ends_at[5] - 1, 0)
+            stop = tl.where(
+                ends_at[0] < ends_at[5], _tile_of(final, queries, bins, tiles, H, U, EVEN) + 1, 0
+            )
+            start = tl.minimum(
+                _tile_of(tl.minimum(ends_at[0], queries - 1), queries, bins, tiles, H, U, EVEN),
+                stop,
+            )
+            if BIAS == RELATIVE:
+                begin = _tile_of(origin, queries, bins, tiles, H, U, EVEN)
+                start = tl.maximum(start, begin)
+                stop = tl.minimum(stop, _tile_of(until - 1, queries, bins, tiles, H, U, EVEN) + 1)
+            received, pooled, largest = _stretch(
+                received, pooled, largest, k, query, drop_at, map_at, peak_at, start, stop, key_at,
+                valid, 1.0, batch, head, ends, terms, shifted, batch - sequence, origin,
+                until, offset, queries, keys, bins,
+                tiles, units, width, G, W, H, U, X, BD, D_EVEN, EVEN, FULL_KEYS, KIND, BIAS,
+                SOFTCAP, False, RECEIVED, MAP, MAP_PEAK, PRECISION,
+            )  # fmt: skip
+        if RECEIVED:
+            tl.store(Received + flat * keys + key_at, received, mask=valid)
+
+
+@triton.jit(do_not_specialize=["count", "each", "high", "offset"])
+def pool(
+    Cells, Peaks, Map, MapPeak, count, rows, columns, units, each, high, offset,
+    PARTS: tl.constexpr, UNIT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
+    EVEN: tl.constexpr, CAUSAL: tl.constexpr, PEAK: tl.constexpr,
+):  # fmt: skip
+    """A map of what the kernels for Hopper leave: sums over UNIT keys, ``each`` of them a cell.
+
+    A bin has ``high`` queries, in PARTS. EVEN: a cell has BK units, and a thread can read some at
+    once. Under a causal mask nothing was written where no query of a tile sees a key of a team.
+    """
+    cell = tl.program_id(0) * BC + tl.arange(0, BC)
+    inside = cell < count
+    row = cell // columns
+    sums = tl.zeros([BC], tl.float32)
+    highest = tl.zeros([BC], tl.float32)
+    if EVEN:
+        each = BK
+    for start in range(0, each, BK):
+        step = start + tl.arange(0, BK)[None, :]
+        unit = (cell % columns * each)[:, None] + step
+        there = inside[:, None] & (step < each)
+        if CAUSAL:
+            first = tl.maximum(unit * UNIT // TEAM * TEAM - offset, 0) // TILE
+            there &= ((row % rows + 1) * high - 1)[:, None] // TILE >= first
+        for part in tl.static_range(PARTS):
+            at = (row.to(tl.int64) * PARTS + part)[:, None] * units + unit
+            sums += tl.sum(tl.load(Cells + at, mask=there, other=0.0), 1)
+            if PEAK:
+                highest = tl.maximum(highest, tl.max(tl.load(Peaks + at, mask=there, other=0.0), 1))
+    tl.store(Map + cell, sums / high, mask=inside)
+    if PEAK:
+        tl.store(MapPeak + cell, highest, mask=inside)

@@ -1,0 +1,241 @@
+# mypy: ignore-errors
+# ruff: noqa: E741
+"""The forward pass, and in the same pass what each query's row of weights is like.
+
+One program is one block of queries of one head; it streams over the keys with a running maximum
+(https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135). Beside the running sum l of
+p = 2^x, where x = score - maximum, it keeps
+
+    e = sum of p x          entropy  = ln 2 (log2 l - e / l)
+    t = sum of p |i - j|    distance = t / l
+
+which cost one multiplication and addition for each weight. The largest weight is 1 / l.
+
+Where there are too few queries to keep a device busy, several programs share the keys of a block,
+leave what they have kept, and ``merge`` puts it together.
+"""
+
+import triton
+import triton.language as tl
+
+from regard.kernels.triton.tiles import (
+    CAUSAL,
+    LN2,
+    LOG2E,
+    LOWEST,
+    NOTHING,
+    PLAIN,
+    RELATIVE,
+    TABLE,
+    allowed,
+    by_distance,
+    by_keys,
+    columns_at,
+    head_of,
+    key_stretches,
+    range_of,
+    read,
+    rows_at,
+    rows_of,
+    scores,
+    shifts,
+    whose,
+)
+
+
+@triton.jit
+def _stretch(
+    acc, l, m, e, t, q, k_tile, v_tile, k_row, v_row, start, stop, first, last, rows, query_at,
+    low, high, queries, keys, side, terms, shifted, its_batch, its_row, head, width, value_width,
+    BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, D_EVEN: tl.constexpr,
+    V_EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    FREE: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Go over the keys from ``start`` to ``stop``; ``first`` to ``last`` are those that count."""
+    near = tl.arange(0, BN)
+    dims, value_dims = tl.arange(0, BD)[:, None], tl.arange(0, BV)[None, :]
+    # What a tile reads of a table of distances is as large as the tile: one in flight is enough.
+    for n in tl.range(start, stop, BN, num_stages=1 if BIAS == TABLE and not FREE else None):
+        n = tl.multiple_of(n, BN)
+        key_at = n + near
+        there = (key_at < keys)[None, :]
+        k = read(k_tile + n.to(tl.int64) * k_row, dims, width, there, D_EVEN, FREE)
+        dots = tl.dot(q, k, input_precision=PRECISION)  # [BM, BN]
+        if FREE and BIAS == PLAIN and not SOFTCAP:
+            higher = tl.maximum(m, tl.max(dots, 1) * (terms.scale * LOG2E))
+            x = dots * (terms.scale * LOG2E) - higher[:, None]
+        else:
+            s, _slope = scores(
+                dots, query_at[:, None], key_at[None, :], side, terms, head, BIAS, SOFTCAP, FREE
+            )
+            if BIAS == RELATIVE:
+                s += shifts(
+                    shifted, its_batch, head, its_row[:, None], (rows < queries)[:, None],
+                    key_at[None, :],
+                )  # fmt: skip
+            if not FREE:
+                may = allowed(
+                    query_at[:, None], key_at[None, :], low[:, None], high[:, None], keys, KIND
+                )
+                s = tl.where(may, s, NOTHING)
+            higher = tl.maximum(m, tl.max(s, 1))
+            x = s - higher[:, None]
+        p = tl.exp2(x)
+        shrink = tl.exp2(m - higher)
+        total = tl.sum(p, 1)
+        if ENTROPY:
+            e = (e + (m - higher) * l) * shrink + tl.sum(p * x, 1)
+        if DISTANCE:
+            if FREE:
+                ahead = (query_at - n).to(tl.float32)
+                inside = tl.sum(p * near.to(tl.float32)[None, :], 1)
+                t = t * shrink + side * (ahead * total - inside)
+            else:
+                apart = tl.abs(query_at[:, None] - key_at[None, :]).to(tl.float32)
+                t = t * shrink + tl.sum(p * apart, 1)
+        l = l * shrink + total
+        m = higher
+        acc = acc * shrink[:, None]
+        # What no query of the block may see is not read, whatever it holds.
+        seen = ((key_at >= first) & (key_at < last))[:, None]
+        v = read(v_tile + n.to(tl.int64) * v_row, value_dims, value_width, seen, V_EVEN, FREE)
+        acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
+    return acc, l, m, e, t
+
+
+@triton.jit
+def _finish(
+    acc, l, m, e, t, rows, inside, flat, place, out, o_row, Lse, Entropy, Peak, Highest, Distance,
+    queries, value_width, BV: tl.constexpr, ENTROPY: tl.constexpr, PEAK: tl.constexpr,
+    HIGHEST: tl.constexpr, DISTANCE: tl.constexpr,
+):  # fmt: skip
+    """Write what was kept of some rows, which are the block ``place`` of all heads' blocks."""
+    value_dims = tl.arange(0, BV)
+    lost = l == 0  # nothing to attend to
+    inverse = tl.where(lost, 0.0, 1 / tl.where(lost, 1.0, l))
+    length = tl.log2(tl.where(lost, 1.0, l))
+    at = flat * queries + rows
+    tl.store(Lse + at, tl.where(lost, float("-inf"), (m + length) * LN2), mask=inside)
+    if ENTROPY:
+        tl.store(Entropy + at, (length - e * inverse) * LN2, mask=inside)
+    if PEAK:
+        tl.store(Peak + at, inverse, mask=inside)
+    if DISTANCE:
+        tl.store(Distance + at, t * inverse, mask=inside)
+    if HIGHEST:
+        highest = tl.max(tl.where(lost | (rows >= queries), float("-inf"), m * LN2), 0)
+        tl.store(Highest + place, highest)
+    tl.store(
+        out + rows[:, None].to(tl.int64) * o_row + value_dims[None, :],
+        (acc * inverse[:, None]).to(out.dtype.element_ty),
+        mask=inside[:, None] & (value_dims[None, :] < value_width),
+    )
+
+
+@triton.jit(do_not_specialize=["sequence", "origin", "queries", "keys", "splits"])
+def forward(
+    query, key, value, out, Lse, Entropy, Peak, Highest, Distance, Kept, ends, terms, shifted,
+    sequence, origin, heads, groups, queries, keys, width, value_width, splits,
+    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, D_EVEN: tl.constexpr,
+    V_EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    ENTROPY: tl.constexpr, PEAK: tl.constexpr, HIGHEST: tl.constexpr, DISTANCE: tl.constexpr,
+    SPLIT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    # The longest rows of a causal call first, so that no long one is left for the end.
+    block = tl.num_programs(0) - 1 - tl.program_id(0) if KIND == CAUSAL else tl.program_id(0)
+    batch, head = whose(heads)
+    if BIAS == RELATIVE:  # some queries, from ``origin`` on, of some sequences
+        block += origin // BM
+        batch += sequence
+    flat = batch * heads + head
+    SIDES: tl.constexpr = by_distance(BIAS) or DISTANCE
+
+    row = block * BM
+    offset = keys - queries
+    rows = row + tl.arange(0, BM)
+    inside = rows < queries
+    query_at = rows + offset
+    q = rows_of(query, batch, head, rows, inside, width, BD)
+    k_tile = columns_at(key, batch, head // groups, BN, BD)
+    v_tile = rows_at(value, batch, head // groups, BN, BV)
+    low, high = range_of(ends, batch, rows, inside, KIND)
+    last = tl.minimum(row + BM, queries) - 1
+    parts = key_stretches(ends, batch, row, last, offset, keys, terms.reach, BN, KIND, SIDES)
+    begin, end = parts[0], parts[5]
+    if SPLIT:  # this program's share of the keys, in whole tiles
+        share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), BN), splits) * BN
+        begin += tl.program_id(2) * share
+        end = tl.minimum(begin + share, end)
+    acc = tl.zeros([BM, BV], tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    e = tl.zeros([BM], tl.float32)
+    t = tl.zeros([BM], tl.float32)
+    m = tl.full([BM], LOWEST, tl.float32)
+    for PART in tl.static_range(5):
+        if by_keys(PART, KIND, SIDES):
+            start, stop = parts[PART], parts[PART + 1]
+            if SPLIT:
+                start, stop = tl.maximum(start, begin), tl.minimum(stop, end)
+            acc, l, m, e, t = _stretch(
+                acc, l, m, e, t, q, k_tile, v_tile, key.row, value.row, start, stop, parts[6],
+                parts[5], rows, query_at, low, high, queries, keys, -1.0 if PART == 3 else 1.0,
+                terms, shifted, batch - sequence, rows - origin, head, width, value_width, BN, BD,
+                BV, D_EVEN, V_EVEN, KIND, BIAS, SOFTCAP, PART % 2 == 1, ENTROPY, DISTANCE,
+                PRECISION,
+            )  # fmt: skip
+    if SPLIT:
+        # Rows of BV + 4 numbers: what was kept of each, the sums of values first.
+        place = (flat * splits + tl.program_id(2)) * queries + rows
+        kept = Kept + place * (BV + 4)
+        tl.store(kept[:, None] + tl.arange(0, BV)[None, :], acc, mask=inside[:, None])
+        tl.store(kept + BV, l, mask=inside)
+        tl.store(kept + BV + 1, m, mask=inside)
+        tl.store(kept + BV + 2, e, mask=inside)
+        tl.store(kept + BV + 3, t, mask=inside)
+    else:
+        place = flat * tl.cdiv(queries, BM) + block
+        _finish(
+            acc, l, m, e, t, rows, inside, flat, place, head_of(out, batch, head), out.row, Lse,
+            Entropy, Peak, Highest, Distance, queries, value_width, BV, ENTROPY, PEAK, HIGHEST,
+            DISTANCE,
+        )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["queries", "splits"])
+def merge(
+    Kept, out, Lse, Entropy, Peak, Highest, Distance, heads, queries, value_width, splits,
+    BM: tl.constexpr, BV: tl.constexpr, ENTROPY: tl.constexpr, PEAK: tl.constexpr,
+    HIGHEST: tl.constexpr, DISTANCE: tl.constexpr,
+):  # fmt: skip
+    """Put together what the programs that shared the keys of some rows have kept."""
+    batch, head = whose(heads)
+    rows = tl.program_id(0) * BM + tl.arange(0, BM)
+    inside = rows < queries
+    acc = tl.zeros([BM, BV], tl.float32)
+    l = tl.zeros([BM], tl.float32)
+    e = tl.zeros([BM], tl.float32)
+    t = tl.zeros([BM], tl.float32)
+    m = tl.full([BM], LOWEST, tl.float32)
+    for split in range(splits):
+        place = (tl.program_id(1) * splits + split).to(tl.int64) * queries + rows
+        kept = Kept + place * (BV + 4)
+        more = tl.load(kept[:, None] + tl.arange(0, BV)[None, :], mask=inside[:, None], other=0.0)
+        its_l = tl.load(kept + BV, mask=inside, other=0.0)
+        its_m = tl.load(kept + BV + 1, mask=inside, other=LOWEST)
+        higher = tl.maximum(m, its_m)
+        shrink, its_shrink = tl.exp2(m - higher), tl.exp2(its_m - higher)
+        if ENTROPY:
+            its_e = tl.load(kept + BV + 2, mask=inside, other=0.0)
+            e = (e + (m - higher) * l) * shrink + (its_e + (its_m - higher) * its_l) * its_shrink
+        if DISTANCE:
+            t = t * shrink + tl.load(kept + BV + 3, mask=inside, other=0.0) * its_shrink
+        l = l * shrink + its_l * its_shrink
+        acc = acc * shrink[:, None] + more * its_shrink[:, None]
+        m = higher
+    flat = tl.program_id(1).to(tl.int64)
+    place = flat * tl.num_programs(0) + tl.program_id(0)
+    _finish(
+        acc, l, m, e, t, rows, inside, flat, place, head_of(out, batch, head), out.row, Lse,
+        Entropy, Peak, Highest, Distance, queries, value_width, BV, ENTROPY, PEAK, HIGHEST,
+        DISTANCE,
+    )  # fmt: skip

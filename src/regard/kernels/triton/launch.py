@@ -1,0 +1,584 @@
+"""Launching the kernels: raw tensors in and out, everything else decided here.
+
+Tensors are [batch, heads, length, dim], their last axis dense.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from regard.kernels.hopper import launch as hopper_launch
+from regard.kernels.memo import Kept
+from regard.kernels.plan import (
+    ALIBI,
+    CAUSAL,
+    FULL,
+    INTERVAL,
+    LOG2E,
+    RELATIVE,
+    TABLE,
+    Structure,
+    View,
+    bins,
+    ceil,
+    next_power,
+    outputs,
+    power,
+)
+from regard.kernels.triton import backward as backward_kernels
+from regard.kernels.triton import deltas, distances, relative
+from regard.kernels.triton import rows as rows_kernels
+from regard.kernels.triton.columns import columns as columns_kernel
+from regard.kernels.triton.forward import forward as forward_kernel
+from regard.kernels.triton.forward import merge as merge_kernel
+
+WARP = 16  # rows of a matrix product that one warp holds
+LANES = 4  # threads that share such a row
+PROGRAMS = 256  # that keep a large device busy: about two for each multiprocessor
+NEAR = 2048  # keys of a query: beyond, the ends of its range hardly matter
+SHARE = 512  # keys that are worth a program of their own
+LOOKED = 64  # rows of which a program sees whether some are left to search
+MANY = 2**18  # rows: of as many it looks at LOOKED * 32
+TILE = 2**14  # numbers of keys that it has at a time for a row by itself
+SCRATCH = 2**29  # bytes for candidates of the top keys: heads take turns, one or more at a time
+
+
+class Blocks(NamedTuple):
+    """How a kernel cuts its work."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+def _forward_blocks(query: Tensor, width: int, structure: Structure) -> Blocks:
+    if query.dtype == torch.float32:
+        return Blocks(64, 32, 4, 2)
+    if query.shape[2] <= WARP:  # decoding: reading keys and values is all the work
+        return Blocks(WARP, 64, 4, 3 if width <= 128 else 2)
+    if structure.bias == RELATIVE:  # what is read of the term is larger than keys and values
+        return Blocks(64, 64, 4, 2)
+    # Short rows: more programs, and less that lies beyond the diagonal, or outside of a window.
+    if query.shape[2] <= 1024 and (width > 64 or structure.kind == CAUSAL) and width <= 128:
+        return Blocks(64, 64, 4, 3)
+    if width <= 64 and 0 < structure.longest <= NEAR:
+        return Blocks(64, 64, 4, 3)
+    if width <= 64:
+        return Blocks(128, 64, 4, 3)
+    return Blocks(128, 128, 8, 3) if width <= 128 else Blocks(128, 64, 8, 2)
+
+
+def _columns_blocks(query: Tensor, width: int, structure: Structure, pooled: bool) -> Blocks:
+    if query.dtype == torch.float32:
+        return Blocks(32, 64, 4, 2)
+    if width > 128:
+        return Blocks(64, 64, 4, 2)
+    if not pooled:
+        return Blocks(64, 128, 4, 3)
+    # A map sums each tile along both axes: fewer keys a thread, fewer sums across threads.
+    if query.shape[2] < 1024 and (width > 64 or structure.kind != FULL):
+        return Blocks(64, 64, 4, 3 if width <= 64 else 2)
+    return Blocks(128, 64, 4, 3)
+
+
+def _backward_blocks(query: Tensor, width: int, structure: Structure) -> tuple[Blocks, Blocks]:
+    """For the pass by queries, and for the one by keys."""
+    if query.dtype == torch.float32:
+        return Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)
+    termed = structure.bias == RELATIVE  # what is read of the term is larger than queries
+    if width <= 64:
+        return Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 1) if termed else Blocks(32, 128, 4, 1)
+    if width <= 128:
+        return Blocks(128, 64, 8, 3), Blocks(32 if termed else 64, 128, 8, 1)
+    return Blocks(64, 32, 8, 1), Blocks(32, 64, 8, 1)
+
+
+def _top_blocks(query: Tensor, width: int, count: int) -> Blocks:
+    places = 64 if count <= 16 else 128  # each has its own highest score
+    return Blocks(32 if query.dtype == torch.float32 or width > 128 else 64, places, 4, 2)
+
+
+def _precision(tensor: Tensor) -> str:
+    return "ieee" if tensor.dtype == torch.float32 else "tf32"
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    structure: Structure,
+    wanted: Collection[str],
+    count: int = 0,
+    grid: tuple[int, int] = (1, 1),
+) -> dict[str, Tensor]:
+    """Attend. Always "output" and "lse"; "entropy", "peak", "max_logit", "distance" if wanted.
+
+    And where ``specialised.collects`` so many, for ``top`` a "bar" that as many scores reach; where
+    it ``receives`` what is wanted in a ``grid`` of bins, for ``columns`` what that calls "drop".
+    Both then need "drawn" too.
+    """
+    if hopper_launch.attends(query, key, value, structure, wanted):
+        return hopper_launch.forward(query, key, value, structure, wanted, count, grid)
+    batch, heads, queries, width = query.shape
+    keys, value_width = key.shape[2], value.shape[3]
+    blocks = _forward_blocks(query, max(width, value_width), structure)
+    wide = power(width), power(value_width)
+    count = ceil(queries, blocks.queries)
+    splits = _splits(count * batch * heads, keys)
+    options: Any = {"device": query.device, "dtype": torch.float32}
+    found = outputs(query, value, wanted)
+    if splits > 1:
+        kept = torch.empty(batch * heads * splits * queries, wide[1] + 4, **options)
+        count_merged = ceil(queries, WARP)
+    else:
+        kept, count_merged = None, count
+    highest = torch.empty(batch, heads, count_merged, **options) if "max_logit" in wanted else None
+    written = (
+        View.of(found["output"]), found["lse"], found.get("entropy"), found.get("peak"), highest,
+        found.get("distance"),
+    )  # fmt: skip
+    asked: Any = {
+        "ENTROPY": "entropy" in wanted,
+        "PEAK": "peak" in wanted,
+        "HIGHEST": highest is not None,
+        "DISTANCE": "distance" in wanted,
+    }
+    for part, shifted in _parts(query, keys, structure):
+        count = ceil(part.stop - part.start, blocks.queries)
+        forward_kernel[count, part.sequences * heads, splits](
+            View.of(query), View.of(key), View.of(value), *written, kept,
+            structure.ends, structure.terms, shifted, part.sequence, part.start,
+            heads, heads // key.shape[1], queries, keys, width, value_width, splits,
+            BM=blocks.queries, BN=blocks.keys, BD=wide[0], BV=wide[1], D_EVEN=wide[0] == width,
+            V_EVEN=wide[1] == value_width, KIND=structure.kind, BIAS=structure.bias,
+            SOFTCAP=structure.softcap is not None, SPLIT=splits > 1, PRECISION=_precision(query),
+            **asked, num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
+    if splits > 1:
+        merge_kernel[count_merged, batch * heads](
+            kept, *written, heads, queries, value_width, splits, BM=WARP, BV=wide[1], **asked,
+            num_warps=4,
+        )  # fmt: skip
+    if highest is not None:
+        found["max_logit"] = highest.amax(-1) if count_merged > 1 else highest[..., 0]
+    return found
+
+
+def _parts(query: Tensor, keys: int, structure: Structure) -> Iterator[tuple[relative.Part, View]]:
+    """All of a call; under Transformer-XL's term some of it at a time, with that."""
+    if structure.bias != RELATIVE:
+        yield relative.Part(0, query.shape[0], 0, query.shape[2], keys), View(None)
+        return
+    parts = relative.parts(query, keys, structure.kind)
+    room = relative.room(query, parts, torch.float32)
+    for part in parts:
+        yield part, relative.shifted(structure, part, query.shape[2], keys, room)
+
+
+def _splits(programs: int, keys: int) -> int:
+    """Among how many programs a block of queries shares its keys, so that all are busy."""
+    return max(1, min(PROGRAMS // programs, keys // SHARE))
+
+
+class _Cut(NamedTuple):
+    """How one axis of ``length`` positions in ``bins`` bins is cut into blocks of whole bins."""
+
+    together: int  # bins a block
+    width: int  # places for a bin in a block
+    parts: int  # blocks a bin
+    even: bool  # whether no place is empty, save at the very end
+    blocks: int  # in all
+
+
+def _cut(length: int, bins: int, size: int, lanes: int) -> _Cut:
+    """Blocks of ``size`` places for several bins; for one if there were fewer than ``lanes``."""
+    if bins == 1:
+        return _Cut(1, size, ceil(length, size), True, ceil(length, size))
+    widest = -(-length // bins)
+    width = min(size, next_power(widest))
+    together = size // width if size // width >= lanes else 1
+    if together == 1:
+        width = max(width, 16)  # no matrix product is narrower than 16
+    parts = ceil(widest, width)
+    even = length == bins * width * parts
+    return _Cut(together, width, parts, even, ceil(bins, together) * parts)
+
+
+def columns(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    structure: Structure,
+    wanted: Collection[str],
+    grid: tuple[int, int] = (1, 1),
+    drop: Tensor | None = None,
+    drawn: Tensor | None = None,
+) -> dict[str, Tensor]:
+    """What keys get over all queries: "received", and in a grid of bins "map" and "map_peak".
+
+    ``drop`` and ``drawn`` are what ``forward`` left for this, where it did.
+    """
+    batch, heads, queries, width = query.shape
+    keys = key.shape[2]
+    pooled = "map" in wanted
+    into = grid if pooled else None
+    if drop is not None or hopper_launch.receives(query, key, structure, into):
+        found = hopper_launch.room(query, key, wanted, into)
+        drop = hopper_launch.drop_of(query, key, lse, into) if drop is None else drop
+        hopper_launch.columns(query, key, structure, found, into, drop, drawn)
+        return found
+    blocks = _columns_blocks(query, width, structure, pooled)
+    rows, cols = grid if pooled else (1, 1)
+    across = _cut(keys, cols, blocks.keys, 1)
+    down = _cut(queries, rows, blocks.queries, LANES)
+    unit = min(across.width, WARP)  # keys that are summed at once
+    units = across.together * across.width // unit  # in a block
+    options: Any = {"device": query.device, "dtype": torch.float32}
+    bounds = None
+    if structure.kind == INTERVAL:
+        block = torch.arange(across.blocks, device=query.device)
+        column = block // across.parts * across.together
+        first = -(-column * keys // cols) + block % across.parts * across.width
+        after = -(-(column + across.together).clamp(max=cols) * keys // cols)
+        if across.together == 1:
+            after = torch.minimum(first + across.width, after)
+        bounds = structure.bounds(first, after - 1)
+    # Where nothing has a weight, be it by a mask or by a bias of -inf, nothing is given either.
+    drop = torch.where(lse == -torch.inf, lse, lse * -LOG2E)
+    wide = power(width)
+    cells = batch, heads, rows, across.blocks, units
+    shapes = {"received": (batch, heads, keys), "map": cells, "map_peak": cells}
+    # What no tile covers stays 0; without a mask there is no such cell.
+    covered = structure.kind == FULL and across.even and structure.bias != RELATIVE
+    new = torch.empty if covered else torch.zeros
+    found = {}
+    for part, shifted in _parts(query, keys, structure):
+        some = {name: new(shape, **options) for name, shape in shapes.items() if name in wanted}
+        columns_kernel[across.blocks, part.sequences * heads](
+            View.of(query), View.of(key), drop, some.get("received"), some.get("map"),
+            some.get("map_peak"), bounds, _batch_step(bounds), structure.ends, structure.terms,
+            shifted, part.sequence, part.start, part.stop, heads, heads // key.shape[1], queries,
+            keys, width, rows, down.parts, cols, across.parts, G=across.together, W=across.width,
+            H=down.together, U=down.width, X=unit, BD=wide, D_EVEN=wide == width, EVEN=down.even,
+            FULL_KEYS=across.even and keys % (across.together * across.width) == 0,
+            KIND=structure.kind, BIAS=structure.bias, SOFTCAP=structure.softcap is not None,
+            RECEIVED="received" in wanted, MAP=pooled, MAP_PEAK="map_peak" in wanted,
+            PRECISION=_precision(query), num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
+        for name, tensor in some.items():
+            join = torch.maximum if name == "map_peak" else torch.add
+            found[name] = join(found[name], tensor) if name in found else tensor
+    for name in ("map", "map_peak"):
+        if name in found:
+            pieces = found[name].reshape(
+                batch, heads, rows, -1, across.parts * across.width // unit
+            )
+            if pieces.shape[4] > 1:
+                pieces = pieces.sum(4, keepdim=True) if name == "map" else pieces.amax(4, True)
+            found[name] = pieces[..., :cols, 0]
+    if pooled:
+        found["map"] = _averages(found["map"], lse, structure, keys)
+    return found
+
+
+def _averages(cells: Tensor, lse: Tensor, structure: Structure, keys: int) -> Tensor:
+    """Sums over a map's bins, divided by how many queries of each attend to anything."""
+    queries, rows = lse.shape[2], cells.shape[2]
+    sees = structure.kind == FULL or (structure.kind == CAUSAL and keys >= queries)
+    if not sees or structure.bias == TABLE:  # which may have -inf
+        count = lse.new_zeros(*lse.shape[:2], rows)
+        row_of = bins(queries, rows, lse.device)
+        count = count.index_add(2, row_of, (lse > -torch.inf).to(lse.dtype)).clamp(min=1)
+    elif queries % rows == 0:
+        return cells / (queries // rows)
+    else:
+        edges = -(torch.arange(rows + 1, device=lse.device) * -queries // rows)
+        count = edges.diff()
+    return cells / count[..., None]
+
+
+def _batch_step(bounds: Tensor | None) -> int:
+    return 0 if bounds is None or bounds.shape[0] == 1 else bounds.stride(0)
+
+
+def rows(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    structure: Structure,
+    places: Sequence[int],
+    logs: bool = False,
+) -> Tensor:
+    """Some rows of the weights, or their logarithms to base 2: [batch, heads, rows, keys]."""
+    batch, heads, queries, width = query.shape
+    keys, count = key.shape[2], len(places)
+    index = _index(tuple(place % queries for place in places), query.device)
+    found = torch.empty(batch, heads, count, keys, device=query.device, dtype=torch.float32)
+    rows_kernels.rows[ceil(count, WARP) * ceil(keys, 64), batch * heads](
+        View.of(query), View.of(key), lse, index, found, structure.ends, structure.terms,
+        heads, heads // key.shape[1], queries, keys, width, count, BM=WARP, BN=64,
+        BD=power(width), KIND=structure.kind, BIAS=structure.bias,
+        SOFTCAP=structure.softcap is not None, LOGS=logs, PRECISION=_precision(query),
+        num_warps=4,
+    )  # fmt: skip
+    return found
+
+
+@Kept
+def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
+    """Kept: sending numbers to a device makes it wait, and cannot be captured in a graph."""
+    return torch.tensor(places, dtype=torch.int32, device=device)
+
+
+def top(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    structure: Structure,
+    count: int,
+    bar: Tensor | None = None,
+    drawn: Tensor | None = None,
+    followed: bool = False,
+) -> dict[str, Tensor]:
+    """The largest weights of each query and their keys: "top_weights" and "top_keys".
+
+    ``bar`` and ``drawn`` are what ``forward`` left for this, where it did, ``followed`` by another
+    pass.
+    """
+    batch, heads, queries, width = query.shape
+    keys = key.shape[2]
+    if queries <= WARP:  # few rows: as many numbers as the keys have
+        logs = rows(query, key, lse, structure, range(queries), logs=True)
+        best = logs.topk(min(count, keys))
+        weights = best.values.exp2()
+        chosen = best.indices.masked_fill(best.values == -torch.inf, -1)
+        if count > keys:
+            missing = (0, count - keys)
+            weights, chosen = pad(weights, missing), pad(chosen, missing, value=-1)
+        return {"top_weights": weights, "top_keys": chosen}
+    shape = (batch, heads, queries, count)
+    found = {
+        "top_weights": torch.empty(shape, device=query.device, dtype=torch.float32),
+        "top_keys": torch.empty(shape, device=query.device, dtype=torch.int64),
+    }
+    left = torch.empty(batch, heads, queries, device=query.device, dtype=torch.int8)
+    if bar is not None:
+        hopper_launch.top(query, key, lse, bar, structure, count, found, left, drawn, followed)
+    else:
+        _collect(query, key, lse, structure, count, found, left)
+    early = {"launch_pdl": True} if bar is not None and query.is_cuda else {}
+    wide = power(width)
+    looked = LOOKED if left.numel() < MANY else 32 * LOOKED
+    rows_kernels.search[(ceil(left.numel(), looked),)](
+        View.of(query), View.of(key), lse, left, *found.values(), structure.ends, structure.terms,
+        left.numel(), heads, heads // key.shape[1], queries, keys, width, count,
+        LOOKED=looked, BM=WARP, BN=TILE // wide, BD=wide, COUNT=next_power(count),
+        KIND=structure.kind, BIAS=structure.bias, SOFTCAP=structure.softcap is not None,
+        PRECISION=_precision(query), EARLY=bool(early), num_warps=8, num_stages=1, **early,
+    )  # fmt: skip
+    return found
+
+
+def _collect(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    structure: Structure,
+    count: int,
+    found: dict[str, Tensor],
+    left: Tensor,
+) -> None:
+    """The top keys, but for rows that are ``left`` to ``search``."""
+    batch, heads, queries, width = query.shape
+    places = next_power(count)
+    most = 4 * max(8, places)  # of a row that are put in order
+    room = 2 * max(LANES, places)  # for each lane
+    turns = max(1, SCRATCH // (queries * LANES * room * 8))  # heads at a time
+    turns = min(turns, batch * heads)
+    reached = torch.empty(turns * queries, LANES, device=query.device, dtype=torch.int32)
+    candidates = torch.empty(turns * queries, LANES, room, device=query.device, dtype=torch.int64)
+    wide = power(width)
+    blocks = _top_blocks(query, width, count)
+    for first in range(0, batch * heads, turns):
+        some = min(turns, batch * heads - first)
+        rows_kernels.collect[ceil(queries, blocks.queries), some](
+            View.of(query), View.of(key), reached, candidates, structure.ends, structure.terms,
+            heads, heads // key.shape[1], queries, key.shape[2], width, count, first,
+            BM=blocks.queries, BN=blocks.keys, BD=wide, ROOM=room, EVEN=wide == width,
+            KIND=structure.kind, BIAS=structure.bias, SOFTCAP=structure.softcap is not None,
+            PRECISION=_precision(query), num_warps=blocks.warps, num_stages=blocks.stages,
+            enable_fp_fusion=False,  # both its passes must round a score alike
+        )  # fmt: skip
+        rows_kernels.pick[ceil(queries, WARP), some](
+            lse, reached, candidates, left, *found.values(), queries, count, first,
+            BM=WARP, ROOM=room, MOST=most, COUNT=places, num_warps=4,
+        )  # fmt: skip
+
+
+def backward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    structure: Structure,
+    kept: Mapping[str, Tensor],
+    grads: Mapping[str, Tensor],
+    train_bias: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """The gradients of query, key, value and, if asked for, of the structure's table and second.
+
+    ``kept`` is what the forward pass gave. ``grads`` are those of what it gave, by the same names:
+    of "output", "lse", "entropy", "distance", "received" and "map", where present.
+    """
+    batch, heads, queries, width = query.shape
+    key_heads, keys, value_width = key.shape[1], key.shape[2], value.shape[3]
+    groups = heads // key_heads
+    options: Any = {"device": query.device, "dtype": torch.float32}
+    grads = {name: grad.contiguous() for name, grad in grads.items()}
+    lse, output = kept["lse"], kept["output"]
+    grad = grads.get("output")
+    if grad is None:
+        grad = torch.zeros_like(output)
+    wide = power(width), power(value_width)
+    rows, cols = 1, 1
+    if "map" in grads:
+        rows, cols = grads["map"].shape[2:]
+        grads["map"] = _averages(grads["map"], lse, structure, keys)
+    widest = max(width, value_width)
+    by_query, by_key = _backward_blocks(query, widest, structure)
+    views = View.of(query), View.of(key), View.of(value), View.of(grad)
+    shared: Any = {
+        "BD": wide[0],
+        "KIND": structure.kind,
+        "SOFTCAP": structure.softcap is not None,
+        "RECEIVED": "received" in grads,
+        "MAP": "map" in grads,
+        "PRECISION": _precision(query),
+    }
+    both: Any = {"BV": wide[1], "ENTROPY": "entropy" in grads, "DISTANCE": "distance" in grads}
+    even: Any = {"EVEN": wide == (width, value_width), "BIAS": structure.bias}
+
+    extra = None
+    if "received" in grads or "map" in grads:
+        blocks = _forward_blocks(query, widest, structure)
+        extra = _expected(query, key, lse, grads, structure, (rows, cols), blocks, shared)
+    delta = torch.empty(batch, heads, queries, **options)
+    deltas.delta[ceil(queries, 64), batch * heads](
+        View.of(output), views[3], lse, grads.get("lse"), kept.get("entropy"),
+        grads.get("entropy"), kept.get("distance"), grads.get("distance"), extra, delta,
+        heads, queries, value_width,
+        BM=64, GRAD="output" in grads, LSE="lse" in grads, EXTRA=extra is not None, **both,
+        num_warps=4,
+    )  # fmt: skip
+
+    # For each query the gradient of Alibi's slope, or of a table's two ends.
+    own_bias = train_bias and structure.bias in (ALIBI, TABLE)
+    far_grad = torch.empty(2, batch, heads, queries, **options) if own_bias else None
+    table_grad = None
+    key_grad, value_grad = torch.empty_like(key), torch.empty_like(value)
+    inputs = (
+        *views, lse, delta, grads.get("entropy"), grads.get("distance"), grads.get("received"),
+        grads.get("map"),
+    )  # fmt: skip
+    sizes = (groups, queries, keys, width, value_width, rows, cols)
+    termed = None
+    if structure.bias == RELATIVE:
+        termed = relative.Gradients(query, key, structure, train_bias)
+        query_grad = termed.query
+    else:
+        query_grad = torch.empty_like(query)
+        backward_kernels.by_query[ceil(queries, by_query.queries), batch * heads](
+            *inputs, View.of(query_grad), far_grad, structure.ends, structure.terms, heads, *sizes,
+            BM=by_query.queries, BN=by_query.keys, TRAIN=own_bias, **shared, **both,
+            **even, num_warps=by_query.warps, num_stages=by_query.stages,
+        )  # fmt: skip
+
+    bounds = None
+    if structure.kind == INTERVAL:
+        first = torch.arange(ceil(keys, by_key.keys), device=query.device) * by_key.keys
+        bounds = structure.bounds(first, (first + by_key.keys).clamp(max=keys) - 1)
+    for part, shifted in _parts(query, keys, structure):
+        changes, inners = (View(None), View(None)) if termed is None else termed.rooms(part)
+        add = part.stop - part.start < queries  # other parts have the other queries
+        if add and part.sequence == part.start == 0:
+            key_grad, value_grad = (torch.zeros(tensor.shape, **options) for tensor in (key, value))
+        backward_kernels.by_key[ceil(part.keys, by_key.keys), part.sequences * key_heads](
+            *inputs, View.of(key_grad), View.of(value_grad), bounds, _batch_step(bounds),
+            structure.ends, structure.terms, shifted, changes, inners, part.sequence, part.start,
+            part.stop, key_heads, *sizes, BM=by_key.queries, BN=by_key.keys, ADD=add, **shared,
+            **both, **even, num_warps=by_key.warps, num_stages=by_key.stages,
+        )  # fmt: skip
+        if termed is not None:
+            termed.add(part)
+
+    if far_grad is not None and structure.bias == ALIBI:
+        table_grad = far_grad[0].sum((0, 2))[:, None]
+    elif far_grad is not None:
+        table_grad = _by_diagonal(inputs, sizes, structure, shared | both)
+        table_grad[:, -1], table_grad[:, 0] = far_grad.sum((1, 3))
+    elif termed is not None:
+        table_grad = termed.table
+    second_grad = None if termed is None else termed.second
+    return (
+        query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), table_grad, second_grad,
+    )  # fmt: skip
+
+
+def _expected(
+    query: Tensor,
+    key: Tensor,
+    lse: Tensor,
+    grads: Mapping[str, Tensor],
+    structure: Structure,
+    grid: tuple[int, int],
+    blocks: Blocks,
+    shared: Any,
+) -> Tensor:
+    """What the gradients of what keys get, and of the map, add to each row's delta."""
+    _, heads, queries, width = query.shape
+    keys = key.shape[2]
+    extra = torch.empty_like(lse)
+    for part, shifted in _parts(query, keys, structure):
+        deltas.expected[ceil(part.stop - part.start, blocks.queries), part.sequences * heads](
+            View.of(query), View.of(key), lse, grads.get("received"), grads.get("map"), extra,
+            structure.ends, structure.terms, shifted, part.sequence, part.start, heads,
+            heads // key.shape[1], queries, keys, width, *grid, BM=blocks.queries, BN=blocks.keys,
+            BIAS=structure.bias, **shared, num_warps=blocks.warps, num_stages=blocks.stages,
+        )  # fmt: skip
+    return extra
+
+
+def _shares(programs: int, tiles: int) -> int:
+    """Among how many programs the tiles of some distances are shared, so that all are busy."""
+    return max(1, min(2 * PROGRAMS // programs, tiles))
+
+
+def _by_diagonal(
+    inputs: tuple[Any, ...], sizes: tuple[int, ...], structure: Structure, options: Any
+) -> Tensor:
+    """The gradient of a table of distances, as the table is, but for what is beyond its reach."""
+    query, reach = inputs[0].data, structure.reach
+    batch, heads, queries, _ = query.shape
+    narrow = query.dtype != torch.float32 and max(options["BD"], options["BV"]) <= 128
+    size = 64 if narrow else 32
+    low = 0 if structure.kind == CAUSAL else max(1 - queries, 1 - reach)
+    high = min(sizes[2], reach) - 1
+    lowest, highest = -((size - 1 - low) // size), (high + size - 1) // size
+    count = highest - lowest + 1
+    shares = _shares(count * heads, batch * ceil(queries, size))
+    found = torch.empty(heads, shares, count, 2 * size, device=query.device)
+    distances.by_diagonal[shares * count, heads](
+        *inputs, found, structure.ends, structure.terms, lowest, count, batch, heads, *sizes,
+        B=size, **options, num_warps=4, num_stages=2,
+    )  # fmt: skip
+    # The distances of neighbouring diagonals overlap by half.
+    sums = found.sum(1)
+    near, far = sums[..., :size].flatten(1), sums[..., size:].flatten(1)
+    total = pad(near, (0, size)) + pad(far, (size, 0))
+    first = lowest * size - (size - 1)
+    return pad(total[:, low - first : high + 1 - first], (reach + low, reach - high))

@@ -1,0 +1,1 @@
+"""Attention layer, blocks, positions, caches, losses, linear layers for inference."""

@@ -1,0 +1,76 @@
+"""The backends, fastest first, and how one of them is chosen.
+
+A backend answers with a reason or None: ``unavailable()`` on this machine, ``refuses(call)`` this
+call. "auto" takes the first with neither. None of them falls back on another, none catches a bug.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from regard.errors import BackendError, InputError
+from regard.mechanism.backends import cpu as cpu_backend
+from regard.mechanism.backends import reference, sdpa, tiled
+from regard.mechanism.backends import triton as triton_backend
+from regard.mechanism.call import Call
+from regard.mechanism.seeing import Seen
+
+
+@dataclass(frozen=True, slots=True)
+class Backend:
+    name: str
+    unavailable: Callable[[], str | None]
+    refuses: Callable[[Call], str | None]
+    run: Callable[[Call], tuple[Tensor, Seen | None]]
+
+
+def _never(*_: object) -> str | None:
+    return None
+
+
+BACKENDS = (
+    Backend("triton", triton_backend.unavailable, triton_backend.refuses, triton_backend.run),
+    Backend("sdpa", _never, sdpa.refuses, sdpa.run),
+    Backend("native", cpu_backend.unavailable, cpu_backend.refuses, cpu_backend.run),
+    Backend("tiled", _never, tiled.refuses, tiled.run),
+    Backend("reference", _never, _never, reference.run),
+)
+
+
+def choose(call: Call, name: str = "auto") -> Backend:
+    """The backend to run a call on: the one named, or the first that can."""
+    for backend in BACKENDS:
+        if name not in ("auto", backend.name):
+            continue
+        reason = backend.refuses(call) or backend.unavailable()  # the call tells sooner
+        if reason is None:
+            return backend
+        if name != "auto":
+            raise BackendError(f"The backend {name!r} cannot run this call: {reason}")
+    names = ", ".join(repr(backend.name) for backend in BACKENDS)
+    raise InputError(f"There is no backend {name!r}. Pass 'auto' or one of {names}.")
+
+
+@dataclass(frozen=True)
+class Why:
+    """What each backend says to a call: a reason why not, or None. The first None is chosen."""
+
+    answers: dict[str, str | None]
+
+    @property
+    def chosen(self) -> str:
+        return next(name for name, reason in self.answers.items() if reason is None)
+
+    def __repr__(self) -> str:
+        width = max(map(len, self.answers))
+        return "\n".join(
+            f"{'->' if name == self.chosen else '  '} {name:<{width}}  {reason or 'can run it'}"
+            for name, reason in self.answers.items()
+        )
+
+
+def why(call: Call) -> Why:
+    return Why({b.name: b.refuses(call) or b.unavailable() for b in BACKENDS})

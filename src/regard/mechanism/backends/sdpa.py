@@ -1,0 +1,282 @@
+"""PyTorch's fused kernels, given each mask in its cheapest exact form.
+
+A mask whose rows are ranges of keys is cut into pieces: runs of queries that share one range need
+no mask at all, only slices; runs whose range grows by one key a query are the causal flag. What is
+left goes over some rows at a time, with a mask for those rows alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from regard.mechanism.backends.tiled import all_finite, by_rows
+from regard.mechanism.call import Call
+from regard.mechanism.geometry import Extent, Tile
+from regard.mechanism.masks import Causal, Mask, hulls, on_host
+from regard.mechanism.seeing import Seen
+
+ROWS = 256  # queries that share one mask tensor
+VECTOR = 16  # keys; with fewer PyTorch's CPU kernel makes zeros of a query that is NaN
+SHORT = 512  # keys up to which a bias with a gradient may be n x n: no more than the inputs
+
+
+class Piece(NamedTuple):
+    """A part of a call that one fused call computes."""
+
+    batch: slice
+    rows: range
+    columns: range
+    kind: Literal["full", "causal", "masked"]
+
+
+def refuses(call: Call) -> str | None:
+    if call.see is not None:
+        return "PyTorch's fused kernels do not show their weights."
+    if call.softcap is not None:
+        return "PyTorch's fused kernels have no softcap."
+    if call.empty:
+        return "there is nothing to compute: a size is 0."
+    if call.goes_forward:
+        return "PyTorch's fused kernels have no forward gradient."
+    if call.bias is not None and call.wants_gradient and call.extent.keys > SHORT:
+        if any(tensor.requires_grad for tensor in call.bias.tensors):
+            return "PyTorch's fused kernels give a bias no gradient without n x n memory."
+    return None
+
+
+def run(call: Call) -> tuple[Tensor, Seen | None]:
+    extent, mask = call.extent, call.mask
+    if extent.keys < VECTOR and _may_ask(call):
+        if not math.isfinite(call.query.sum(dtype=torch.float32).item()):
+            return by_rows(call)
+    if call.bias is None:
+        if mask is None or (isinstance(mask, Causal) and extent.queries == 1):
+            return _fused(call, call.query, call.key, call.value), None
+        if isinstance(mask, Causal) and extent.queries == extent.keys:
+            output = _fused(call, call.query, call.key, call.value, causal=True)
+            return (output, None) if not _may_ask(call) or _clean(output) else by_rows(call)
+    pieces = _plan(call)
+    if not any(piece.columns for piece in pieces):
+        return by_rows(call)  # zeros, but zeros with a gradient
+    if any(piece.kind == "masked" for piece in pieces) and _may_ask(call) and not all_finite(call):
+        return by_rows(call)
+    given = [(call.query, call.key, call.value)]  # all sequences at once, or one by one
+    groups = [pieces]
+    if pieces[0].batch != slice(None):
+        ones = [1] * extent.batch
+        given = list(zip(*(tensor.split_with_sizes(ones) for tensor in given[0]), strict=True))
+        groups = [[] for _ in ones]
+        for piece in pieces:
+            groups[piece.batch.start].append(piece)
+    sequences: list[Tensor] = []
+    for own, (query, key, value) in zip(groups, given, strict=True):
+        columns = [piece.columns for piece in own]
+        queries = _parts(query, [piece.rows for piece in own])
+        parts = zip(own, queries, _parts(key, columns), _parts(value, columns), strict=True)
+        rows = [_piece(call, *part) for part in parts]
+        causal = (row for piece, row in zip(own, rows, strict=True) if piece.kind == "causal")
+        if _may_ask(call) and not all(map(_clean, causal)):
+            return by_rows(call)
+        sequences.append(torch.cat(rows, dim=2) if len(rows) > 1 else rows[0])
+    return (torch.cat(sequences) if len(sequences) > 1 else sequences[0]), None
+
+
+def _parts(tensor: Tensor, ranges: Sequence[range]) -> Sequence[Tensor]:
+    """The tensor at each range of its length.
+
+    Where they follow one another it is split, and its gradient put together once; the gradient of
+    each slice would be as long as the whole, and mostly zeros.
+    """
+    sizes, at = [], 0
+    for part in ranges:
+        if part and part.start < at:
+            return [tensor[:, :, part.start : part.stop] for part in ranges]
+        sizes += [part.start - at, len(part)] if part else [0, 0]
+        at = part.stop if part else at
+    return tensor.split_with_sizes([*sizes, tensor.shape[2] - at], dim=2)[1::2]
+
+
+def _may_ask(call: Call) -> bool:
+    """Whether the numbers may be looked at.
+
+    It would make a GPU wait, break a compiled graph, and under vmap there are none yet.
+    """
+    if call.extent.device.type != "cpu" or torch.compiler.is_compiling():
+        return False
+    return not call.transformed
+
+
+def _clean(output: Tensor) -> bool:
+    """Whether no NaN went into a causal call, where one key's NaN may have leaked to all queries.
+
+    The last query sees every key, so one row of the output tells; a small output is asked whole,
+    which is sooner done than cutting out a row.
+    """
+    if output.numel() < 2**14:
+        return math.isfinite(output.sum(dtype=torch.float32).item())
+    # Over sequences and heads first: whole vectors at a time, from rows that lie far apart.
+    rows = output.select(2, -1).sum((0, 1), dtype=torch.float32)
+    return math.isfinite(rows.sum().item())
+
+
+def _fused(
+    call: Call,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    mask: Tensor | None = None,
+    causal: bool = False,
+) -> Tensor:
+    query, key, value = _plain(query), _plain(key), _plain(value)
+    scale = call.scale
+    if scale <= 0:
+        # The causal kernel scales -inf as well: times 0 that is NaN, times less it is +inf.
+        query, scale = query * (-1 if scale else 0), -scale or 1.0
+    padded = query.is_cpu and (width := query.shape[-1]) != (wanted := value.shape[-1])
+    if padded:
+        # The fused CPU kernel takes one width only; zeros change no score and no output.
+        missing = (0, abs(width - wanted))
+        if width < wanted:
+            query, key = pad(query, missing), pad(key, missing)
+        else:
+            value = pad(value, missing)
+    output = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        mask,
+        call.dropout,
+        causal,
+        scale=scale,
+        enable_gqa=True if call.groups > 1 else False,  # noqa: SIM210 - a SymBool will not do
+    )
+    return output[..., :wanted] if padded else output
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """The tensor in a layout the fused kernels take; stride 0 along keys has given wrong sums."""
+    _, _, row, last = tensor.stride()
+    return tensor if last == 1 and row else tensor.contiguous()
+
+
+def _piece(call: Call, piece: Piece, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    batch, rows, columns, kind = piece
+    if not columns:
+        return query.new_zeros(*query.shape[:3], value.shape[-1])
+    if kind != "masked":
+        return _fused(call, query, key, value, causal=kind == "causal")
+
+    tile = Tile(call.extent, rows, columns)
+    allowed = None if call.mask is None else call.mask.tile(tile)
+    lost = None
+    if allowed is not None:
+        allowed = allowed[batch] if allowed.shape[0] > 1 else allowed
+        lost = ~allowed.any(-1, keepdim=True)  # [b, h, q, 1]
+        allowed = allowed | lost
+    if call.bias is None:
+        output = _fused(call, query, key, value, mask=allowed)
+    else:
+        bias = call.bias.tile(tile).to(torch.promote_types(query.dtype, torch.float32))
+        if allowed is not None:
+            bias = bias.masked_fill(~allowed, -math.inf)
+        shape = (1, 1, 1, 1)[: 4 - bias.dim()] + tuple(bias.shape)
+        output = _fused(call, query, key, value, mask=bias.reshape(shape))
+    return output if lost is None else output.masked_fill(lost, 0)
+
+
+def _plan(call: Call) -> list[Piece]:
+    """The pieces a call is cut into, in the order of their rows, one sequence after another."""
+    mask, extent = call.mask, call.extent
+    static = mask is None or mask.static
+    if torch.compiler.is_compiling() or not (static or _may_ask(call)):
+        return [Piece(slice(None), range(extent.queries), range(extent.keys), "masked")]
+    if call.bias is not None or mask is None:
+        return _rows_at_a_time(mask, extent)
+    if mask.static:
+        return _static_plan(mask, extent)
+    return _ranges(mask, extent) or _rows_at_a_time(mask, extent)
+
+
+@lru_cache(maxsize=256)
+def _static_plan(mask: Mask, extent: Extent) -> list[Piece]:
+    return _ranges(mask, extent) or _rows_at_a_time(mask, extent)
+
+
+def _rows_at_a_time(mask: Mask | None, extent: Extent) -> list[Piece]:
+    return [
+        Piece(slice(None), rows, columns, "masked")
+        for rows, columns, _ in hulls(mask, extent, ROWS)
+    ]
+
+
+def _ranges(mask: Mask, extent: Extent) -> list[Piece] | None:
+    """The pieces of a mask whose rows are ranges of keys; None where that does not pay."""
+    *ends, exact = on_host(mask, extent)
+    if not exact:
+        return None
+    low, high = (_table(end).clamp(0, extent.keys) for end in ends)
+    low, high = low.masked_fill(low >= high, 0), high.masked_fill(low >= high, 0)
+    sequences = max(len(low), len(high))
+    by_query = low.shape[1] > 1 or high.shape[1] > 1
+    if sequences > 1 and (not by_query or extent.queries <= ROWS):
+        return None  # one small mask beats a call for each sequence
+    low, high = (end.expand(sequences, extent.queries) for end in (low, high))
+    pieces = []
+    for index in range(sequences):
+        batch = slice(None) if sequences == 1 else slice(index, index + 1)
+        pieces += _runs(batch, low[index], high[index])
+    few = len(pieces) <= sequences * (4 + extent.queries // 16)
+    return pieces if few else None
+
+
+def _table(end: int | Tensor) -> Tensor:
+    """One end of an interval as [1 or batch, 1 or queries]."""
+    return torch.full((1, 1), end) if isinstance(end, int) else end
+
+
+def _runs(batch: slice, low: Tensor, high: Tensor) -> list[Piece]:
+    """One sequence, cut into runs of queries whose ranges are equal, or move by equal steps."""
+    queries = len(low)
+    steps = torch.stack((low.diff(), high.diff()), dim=1)  # [q - 1, 2]
+    lasts = (steps[1:] != steps[:-1]).any(1).nonzero()[:, 0].tolist()  # where equal steps end
+    lows, highs, moves = low.tolist(), high.tolist(), steps.tolist()
+    pieces: list[Piece] = []
+    start = 0
+    for last in [*lasts, queries - 2]:
+        count = last + 1 - start  # equal steps from the row at hand on
+        if count < 1:
+            continue
+        step = moves[start]
+        if step == [0, 0]:
+            stop, kind = last + 2, "full"
+        elif step == [0, 1] and highs[start] == lows[start] + 1:
+            stop, kind = last + 2, "causal"
+        elif count == 1:  # a jump to another range
+            stop, kind = start + 1, "full"
+        else:
+            stop, kind = last + 2, "masked"
+        pieces += _cut(batch, range(start, stop), lows, highs, kind)
+        start = stop
+    if start < queries:
+        pieces += _cut(batch, range(start, queries), lows, highs, "full")
+    return pieces
+
+
+def _cut(batch: slice, rows: range, lows: list[int], highs: list[int], kind: str) -> list[Piece]:
+    """A run as pieces: what needs a mask tensor goes some rows at a time."""
+    size = ROWS if kind == "masked" else len(rows)
+    pieces = []
+    for start in range(rows.start, rows.stop, size):
+        part = range(start, min(start + size, rows.stop))
+        open_rows = [row for row in part if lows[row] < highs[row]]
+        columns = range(lows[open_rows[0]], highs[open_rows[-1]]) if open_rows else range(0)
+        pieces.append(Piece(batch, part, columns, kind))  # type: ignore[arg-type]
+    return pieces

@@ -1,0 +1,134 @@
+"""The models at hand: those that come with regard, and those in the Hugging Face hub's cache.
+
+Nothing here loads PyTorch: all is read from small files and from the head of large ones.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from regard.checkpoints import cards
+from regard.checkpoints.hub import cache_folder, cached_models, size_of
+from regard.errors import InputError
+from regard.models.registry import HUB_NAMES
+
+_MOST_HEADER = 32 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A model at hand."""
+
+    name: str
+    origin: str  # "shipped", "cached" or "folder"
+    folder: Path
+    task: str
+    architecture: str
+    parameters: int | None  # None where no safetensors file says
+    size: int  # in bytes, all files of the folder
+    licence: str  # "" where the card does not say
+
+
+def known() -> list[Known]:
+    """All models at hand that regard can load; those shipped come first.
+
+    >>> all(model.origin in ("shipped", "cached") for model in known())
+    True
+    """
+    return [_shipped(name) for name in cards.names()] + list(_cached())
+
+
+def one(name: str) -> Known:
+    """The model at hand of a name."""
+    for model in known():
+        if model.name == name:
+            return model
+    names = [model.name for model in known()]
+    near = get_close_matches(name, names, 1)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    there = ", ".join(names) or "none"
+    raise InputError(f"There is no model {name!r} at hand.{hint} There are: {there}.")
+
+
+def at(folder: Path, name: str) -> Known:
+    """The model of a folder of one's own."""
+    found = _described(folder, name, "folder")
+    if found is None:
+        raise InputError(f"{folder} holds no model that regard knows: see its config.json.")
+    return found
+
+
+def places() -> dict[str, Path]:
+    """Where models lie: those shipped, and those cached where the hub's package is installed."""
+    there = {"shipped": cards.SHIPPED}
+    hub = cache_folder()
+    return there if hub is None else there | {"cached": hub}
+
+
+def _shipped(name: str) -> Known:
+    folder, card = cards.folder(name), cards.card(name)
+    size = size_of(folder)
+    facts = (card.task, card.architecture, card.parameters, size, card.licence)
+    return Known(name, "shipped", folder, *facts)
+
+
+def _cached() -> Iterator[Known]:
+    for name, snapshot in cached_models():
+        try:
+            found = _described(snapshot, name, "cached")
+        except OSError:
+            continue  # a file that is gone, or cannot be read
+        if found is not None:
+            yield found
+
+
+def _described(folder: Path, name: str, origin: str) -> Known | None:
+    """What the files of a folder say of its model; None where it is not one of ours."""
+    names = _json(folder / "config.json").get("architectures")
+    if not isinstance(names, list) or not names or not isinstance(names[0], str):
+        return None
+    if names[0] not in HUB_NAMES:
+        return None
+    card = folder / cards.CARD
+    text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
+    facts, _ = cards.front_matter(text)
+    return Known(
+        name,
+        origin,
+        folder,
+        HUB_NAMES[names[0]].task,
+        names[0],
+        _parameters(folder),
+        size_of(folder),
+        facts.get("license", ""),
+    )
+
+
+def _json(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_bytes())
+    except (OSError, ValueError):
+        return {}  # a download that was cut short, say
+    return value if isinstance(value, dict) else {}
+
+
+def _parameters(folder: Path) -> int | None:
+    """How many numbers the safetensors files of a folder say they hold."""
+    total = 0
+    for file in folder.glob("*.safetensors"):
+        with file.open("rb") as opened:
+            length = int.from_bytes(opened.read(8), "little")
+            raw = opened.read(length) if length <= _MOST_HEADER else b""
+        try:
+            header = json.loads(raw)
+            shapes = [entry["shape"] for key, entry in header.items() if key != "__metadata__"]
+            total += sum(math.prod(shape) for shape in shapes)
+        except (ValueError, TypeError, KeyError, AttributeError):
+            return None
+    return total or None

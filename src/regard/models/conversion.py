@@ -1,0 +1,105 @@
+"""A checkpoint from another: in another precision, packed, or cut into shards of another size."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+
+from regard.checkpoints.files import CONFIG, GENERATION, note, place_for, read_json
+from regard.checkpoints.hub import find
+from regard.checkpoints.packing import Packing
+from regard.checkpoints.tensors import SHARD
+from regard.decoding.settings import settings_of
+from regard.errors import InputError
+from regard.models.loading import load
+from regard.text.tokenizer import Text
+
+# What lies beside the weights and belongs to them: tokenizers of every age, and cards.
+_BESIDE = (
+    GENERATION,
+    "README.md",
+    "scores.json",
+    "tokenizer.json",
+    "target_tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.txt",
+    "vocab.json",
+    "target_vocab.json",
+    "merges.txt",
+    "encoder.json",
+    "vocab.bpe",
+    "spiece.model",
+    "sentencepiece.model",
+    "tokenizer.model",
+    "source.spm",
+    "target.spm",
+)
+_OF_TASKS = ("task_specific_params", "n_positions")  # of config.json, and of no model's config
+
+
+def convert(
+    source: str | os.PathLike[str],
+    target: str | os.PathLike[str],
+    *,
+    dtype: torch.dtype | None = None,
+    packing: Packing | None = None,
+    shard_bytes: float = SHARD,
+    force: bool = False,
+) -> Path:
+    """Write the checkpoint ``source`` again as the folder ``target``, as :meth:`Model.save` does.
+
+    Weights become ``dtype``; or they are packed, which says how all of them are stored. Tokenizer,
+    card and generation settings come along. ``target`` is there as a whole or not at all; one that
+    is there already is replaced only with ``force``, and only where it holds a checkpoint.
+
+    >>> import tempfile
+    >>> from pathlib import Path
+    >>> from regard import GPT2, GPT2Config, load
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     one, other = Path(folder, "one"), Path(folder, "other")
+    ...     GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2)).save(one)
+    ...     load(convert(one, other, dtype=torch.float16)).tokens.weight.dtype
+    torch.float16
+    """
+    if dtype is not None and packing is not None:
+        raise InputError("A packing says how weights are stored: leave dtype out.")
+    folder, goal = find(source), place_for(target)
+    _check_goal(goal, force)
+    model = load(folder, dtype=dtype if packing is None else torch.float32)
+    goal.parent.mkdir(parents=True, exist_ok=True)
+    # Beside its place, so that moving it there is one step of the file system.
+    with tempfile.TemporaryDirectory(dir=goal.parent, prefix=f".{goal.name}.") as beside:
+        made, old = Path(beside, "made"), Path(beside, "old")
+        model.save(made, packing=packing, shard_bytes=shard_bytes)
+        for name in _BESIDE:
+            if (folder / name).is_file():
+                shutil.copyfile(folder / name, made / name)
+        if (made / "tokenizer.json").exists():
+            Text.load(made).describe(made)
+        if (made / GENERATION).exists() and not (folder / GENERATION).exists():
+            note(made / GENERATION, settings_of(folder))
+        said = read_json(folder / CONFIG)
+        note(made / CONFIG, {key: said[key] for key in _OF_TASKS if key in said})
+        try:
+            if goal.exists():
+                goal.rename(old)
+            made.rename(goal)
+        finally:
+            if old.exists() and not goal.exists():
+                old.rename(goal)  # what was there is lost to nothing that goes wrong here
+    return goal
+
+
+def _check_goal(goal: Path, force: bool) -> None:
+    if not os.path.lexists(goal):
+        return
+    if not goal.is_dir() or (any(goal.iterdir()) and not (goal / CONFIG).is_file()):
+        raise InputError(f"{goal} is there already and holds no checkpoint. Choose another place.")
+    if any(goal.iterdir()) and not force:
+        raise InputError(f"{goal} is there already. Pass --force to replace it.")

@@ -1,0 +1,47 @@
+"""Load the model of a checkpoint."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from regard.checkpoints.tensors import open_checkpoint
+from regard.errors import InputError
+from regard.models.model import Model
+from regard.models.registry import architecture_of
+
+
+def load(
+    name: str | os.PathLike[str],
+    *,
+    model: type[Model] | None = None,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+) -> Model:
+    """The model of a checkpoint in Hugging Face's layout, ready to use (in eval mode).
+
+    ``name`` is that of a shipped model, a folder, or a model of the Hugging Face hub. Which model
+    it is, the checkpoint says; ``model`` reads it as another, as in
+    ``load("bert-base-uncased", model=Bert)``. Without ``dtype`` the weights keep the precision they
+    are stored in; packed ones become float32.
+
+    >>> import tempfile
+    >>> from regard.models.bert import BertConfig
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     Bert(BertConfig(vocabulary=10, dim=8, depth=1, heads=2, inner=16)).save(folder)
+    ...     type(load(folder)).__name__
+    'Bert'
+    """
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise InputError(f"load(dtype=...) is a floating-point dtype of torch, not {dtype!r}.")
+    if model is not None and not (isinstance(model, type) and issubclass(model, Model)):
+        raise InputError(f"load(model=...) is a class such as Bert, not {model!r}.")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError):  # the last of a PyTorch without CUDA
+        raise InputError(f"PyTorch has no device {device!r} here.") from None
+    source = open_checkpoint(name)
+    if model is None:
+        model = architecture_of(source.config).model_class()
+    return model.from_checkpoint(source, device, dtype)

@@ -1,0 +1,1 @@
+"""The tasks over HTTP, and the page."""

@@ -1,0 +1,41 @@
+"""The picture of a run: what its log tells, over the steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from regard.pictures.charts import Line, draw
+
+
+def plot(log: Path) -> str:
+    """The log of a run as SVG: the loss, each score, the rate and the gradient, over the steps.
+
+    Where steps were taken twice, after an interruption, the later ones count.
+    """
+    lines = log.read_text(encoding="utf-8").splitlines()
+    return draw(f"Training: {log.parent.name}", panels(map(json.loads, lines)))
+
+
+def panels(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Line]]:
+    """What is drawn: by panel, by line."""
+    found: dict[str, dict[str, Line]] = {"loss": {"training": {}, "held out": {}}}
+
+    def note(panel: str, line: str, step: int, value: float | None) -> None:
+        if value is not None and math.isfinite(value):
+            found.setdefault(panel, {}).setdefault(line, {})[step] = value
+
+    for row in rows:
+        for name, value in row.get("scores", {}).items():
+            note(name, "held out", row["step"], value)
+        if "gradient" in row:
+            note("loss", "training", row["step"], row["loss"])
+            note("learning rate", "", row["step"], row["rate"])
+            note("norm of the gradient", "", row["step"], row["gradient"])
+    kept = {name: {line: xy for line, xy in some.items() if xy} for name, some in found.items()}
+    last = ("learning rate", "norm of the gradient")
+    order = [*(name for name in kept if name not in last), *last]
+    return {name: kept[name] for name in order if kept.get(name)}

@@ -1,0 +1,80 @@
+"""What the weights of a run depend on, and whether a checkpoint was made with the same.
+
+A key that is newer than a checkpoint had no effect on it, which is what its default stands for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import MISSING, asdict, fields, is_dataclass
+from typing import Any, get_type_hints
+
+from regard.data.sources import Source
+from regard.training.recipe import Recipe
+
+# What may change between a run and its resumption: none of it touches the weights, but for the
+# order in which processes add them up.
+FREE = (
+    "output", "data.root", "data.cache", "data.test", "saving.last", "watching", "parallel",
+    "tensorboard",
+)  # fmt: skip
+
+
+def fingerprint(recipe: Recipe, tokens: Mapping[str, str]) -> dict[str, Any]:
+    """All keys of a recipe that its weights depend on, as ``schedule.steps``, and its data."""
+    return {**_flat(asdict(recipe), ""), "tokens": dict(tokens)}
+
+
+def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
+    """The first key by which two fingerprints differ, in words.
+
+    >>> now = {"schedule.rate": 0.1, "compile": False}
+    >>> difference({"schedule.rate": 0.1}, now)  # made before there was a key "compile"
+    >>> difference({"schedule.rate": 0.2}, now)
+    'schedule.rate = 0.2, but now it is 0.1'
+    """
+    old, new = _whole(before), _whole(now)
+    for name in {**new, **old}:
+        if name not in old:
+            return f"no {name}, but now it is {new[name]!r}"
+        if name not in new:
+            return f"{name} = {old[name]!r}, but now it is not given"
+        if old[name] != new[name]:
+            return f"{name} = {old[name]!r}, but now it is {new[name]!r}"
+    return None
+
+
+def _flat(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in table.items():
+        if isinstance(value, dict):
+            found |= _flat(value, f"{prefix}{name}.")
+        elif not _free(prefix + name):
+            found[prefix + name] = json.loads(json.dumps(value))
+    return found
+
+
+def _free(name: str) -> bool:
+    return name in FREE or name.partition(".")[0] in FREE
+
+
+def _whole(found: Mapping[str, Any]) -> dict[str, Any]:
+    """With the defaults of all keys that are not there, and without those that may change."""
+    whole = {name: value for name, value in found.items() if not _free(name)}
+    for name in ("data.train", "data.valid"):
+        if name in whole:
+            whole[name] = [_defaults(Source, "") | source for source in whole[name]]
+    return _defaults(Recipe, "") | whole
+
+
+def _defaults(kind: type, prefix: str) -> dict[str, Any]:
+    """The default of every key that has one, as :func:`_flat` would name it."""
+    hints, found = get_type_hints(kind), dict[str, Any]()
+    for entry in fields(kind):
+        hint = hints[entry.name]
+        if isinstance(hint, type) and is_dataclass(hint):
+            found |= _defaults(hint, f"{prefix}{entry.name}.")
+        elif entry.default is not MISSING:
+            found |= _flat({entry.name: entry.default}, prefix)
+    return found

@@ -1,0 +1,87 @@
+"""Train the tokenizer that a recipe describes."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+
+from regard.checkpoints.folders import publish
+from regard.data.encoding import token_ids
+from regard.data.records import Pair, Record, Report
+from regard.data.sources import records
+from regard.errors import InputError
+from regard.models.registry import trained
+from regard.text.tokenizer import END_OF_TEXT, SizeError, Text, word_level
+from regard.training.recipe import Recipe
+
+SENTINELS = tuple(f"<extra_id_{n}>" for n in range(100))
+
+
+def tokenizer(recipe: Recipe, folder: Path) -> Text:
+    """The recipe's tokenizer; one that is trained is kept in ``folder``.
+
+    It must be: training WordPiece or Unigram again gives other ids in another process.
+    """
+    start = recipe.tokenizer.start or recipe.model.start
+    if start is not None and not recipe.tokenizer.keep:
+        found = Text.load(start)
+        known = found.tokenizer.get_vocab()
+        if missing := [token for token in recipe.tokenizer.special if token not in known]:
+            raise InputError(
+                f"The tokenizer of {start} has no token {missing[0]!r} (tokenizer.special): tokens "
+                "of their own are for a tokenizer that is trained."
+            )
+        return found
+    if not folder.exists():
+        for left in folder.parent.glob(f".saving-{folder.name}.*"):  # by a run that was killed
+            shutil.rmtree(left)
+        lines = _texts(records(recipe, recipe.data.train, Report()))
+        if start is None:
+            try:
+                text = _trained(recipe, lines)
+            except SizeError as error:
+                raise InputError(f"tokenizer.{error}") from None
+        else:
+            whole = Text.load(start)
+            text = whole.pruned(
+                Counter(chain.from_iterable(token_ids(whole, lines))), recipe.tokenizer.keep
+            )
+        publish(folder, {"tokenizer.json": text.tokenizer.to_str().encode()}, {})
+    return Text.load(folder)
+
+
+def _texts(found: Iterable[Record]) -> Iterator[str]:
+    for record in found:
+        if isinstance(record, str):
+            yield record
+        elif isinstance(record, Pair):
+            yield record.source
+            yield from record.targets
+        else:
+            yield record.question
+            yield record.context
+
+
+def _trained(recipe: Recipe, lines: Iterator[str]) -> Text:
+    kind, size, own = recipe.tokenizer.kind, recipe.tokenizer.size, recipe.tokenizer.special
+    fitting = trained(recipe.model.kind, recipe.task).tokenizers
+    if kind not in fitting:
+        raise InputError(
+            f"tokenizer.kind = {kind!r} is not for {recipe.model.kind}; choose "
+            f"{' or '.join(fitting)}."
+        )
+    if kind == "wordpiece":
+        return Text.train_wordpiece(lines, size=size)
+    if kind == "words":
+        return word_level(lines, size, own)
+    sentinels = SENTINELS if recipe.model.kind == "t5" else ()
+    if kind == "unigram":
+        special = ("<pad>", "</s>", "<unk>", *own, *sentinels)
+        return Text.train_unigram(lines, size=size, special=special, end=None)
+    special = {"transformer": ("</s>", "<pad>"), "t5": ("<pad>", "</s>", *sentinels)}.get(
+        recipe.model.kind, (END_OF_TEXT,)
+    )
+    return Text.train_bpe(lines, size=size, special=(*special, *own))
