@@ -66,7 +66,7 @@ def recipe_page() -> str:
     return "\n".join(lines) + "\n"
 
 
-def picture() -> str:
+def worked_example() -> str:
     """The worked example as an SVG without any outside asset."""
     console = Console(
         record=True, width=80, file=io.StringIO(), force_terminal=True, color_system="truecolor"
@@ -75,6 +75,26 @@ def picture() -> str:
     svg = console.export_svg(title="regard explain", theme=PAPER, unique_id="regard")
     svg = re.sub(r"@font-face \{.*?\}\s*|<!--.*?-->\s*", "", svg, flags=re.DOTALL)
     return svg.replace("Fira Code", "ui-monospace, Menlo, Consolas")
+
+
+def heads() -> str:
+    """All heads of a shipped model, and the weights of its induction head, as an SVG."""
+    text = "The cat sat on the mat. The cat sat on the mat."
+    overview = regard.look("books-gpt2", text)
+    one = regard.look("books-gpt2", text, layer=3, head=1)
+    return regard.pictures.panels(
+        f"books-gpt2 reads “{text}”",
+        [
+            regard.pictures.head_grid(
+                overview.values["induction"].tolist(), "weight", title="Induction, every head"
+            ),
+            regard.pictures.weight_map(
+                one.weights, one.queries, one.keys, title="Layer 3, head 1: all weights"
+            ),
+        ],
+        caption="Induction is the weight on the token that followed the same token before. "
+        "Head 1 of layer 3 does it: the second “the” attends to the first “mat”.",
+    ).svg()
 
 
 # ----------------------------------------------------------------------------------------- the API
@@ -243,6 +263,8 @@ def _markdown(doc: str) -> str:
 
 
 if __name__ == "__main__":
+    import tables  # lies beside this file
+
     (DOCS / "images").mkdir(exist_ok=True)
     (DOCS / "help.md").write_text(help_page(), encoding="utf-8")
     (DOCS / "recipes.md").write_text(recipe_page(), encoding="utf-8")
@@ -251,4 +273,6 @@ if __name__ == "__main__":
         left.unlink()
     for name, page in api_pages().items():
         (DOCS / "api" / name).write_text(page, encoding="utf-8")
-    (DOCS / "images" / "explain.svg").write_text(picture(), encoding="utf-8")
+    (DOCS / "images" / "explain.svg").write_text(worked_example(), encoding="utf-8")
+    (DOCS / "images" / "heads.svg").write_text(heads(), encoding="utf-8")
+    tables.write()
