@@ -197,7 +197,7 @@ def gpu() -> str:
             (
                 "memory for all fields except the top keys; 131,072 causal tokens, 16 heads",
                 f"all weights in bfloat16: {16 * 131072**2 * 2 / 2**30:.0f} GiB",
-                f"{memory[0]['gib']:.2f} GiB",
+                f"{memory[0]['gib']:.2f} GiB, in {memory[0]['seconds']:.2f} s",
             ),
         ],
     )
