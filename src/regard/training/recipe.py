@@ -84,166 +84,185 @@ def key(
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Some files of text of one form."""
+    """Files of text of one format."""
 
     format: str = key(
-        "how the files are written; questions are one JSON object a line, with id, question, "
-        "context and answers, a list of {text, start}",
+        "the format of the files (questions: one JSON object a line with id, question, context "
+        "and answers, a list of {text, start})",
         among=FORMATS,
     )
-    files: tuple[str, ...] = key("the files, plain, .gz or .xz; of parallel text, the sources", ())
-    targets: tuple[str, ...] = key("of parallel text, the files of the targets", ())
-    columns: tuple[int, ...] = key("of TSV, the columns of source and target, from 1", (1, 2))
+    files: tuple[str, ...] = key("the files, plain, .gz or .xz; for parallel text, the sources", ())
+    targets: tuple[str, ...] = key("for parallel text, the files of the targets", ())
+    columns: tuple[int, ...] = key(
+        "for TSV, the columns of source and target, counted from 1", (1, 2)
+    )
     fields: tuple[str, ...] = key(
-        "of JSONL, the fields of source and target; of a dataset, its columns for these, for text, "
-        "or for question, context and answers; where none are given, that is what they are called",
+        "for JSONL, the fields of source and target; for a dataset, the columns of source "
+        "and target, of text, or of question, context and answers; the default is these names",
         (),
     )
-    dataset: str = key(
-        "of a Hugging Face dataset that is not in files: its folder, or its name on the hub", ""
-    )
-    subset: str = key("of a dataset on the hub, which of its subsets", "")
-    split: str = key("of a dataset, which split", "train")
+    dataset: str = key("for a Hugging Face dataset, its folder or its name on the hub", "")
+    subset: str = key("for a dataset on the hub, the subset", "")
+    split: str = key("for a dataset, the split", "train")
     part: tuple[int, ...] = key(
-        "which of 1000 parts, by MD5 of the source: from the first up to below the second",
+        "the share of the data to use, in thousandths by the MD5 of the source: from the "
+        "first number up to, but not including, the second",
         (0, 1000),
     )
-    reverse: bool = key("take the target as the source, and the source as the target", False)
-    prefix: str = key("what comes before each source, as the tag of a language", "")
+    reverse: bool = key("swap source and target", False)
+    prefix: str = key("text to put before each source, such as a language tag", "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is trained."""
+    """The model to train."""
 
     kind: str = key(
         "the architecture", among=("transformer", "t5", "gpt2", "transformer-xl", "bert")
     )
-    start: str | None = key("a checkpoint to start from, a folder or a name; else anew", None)
-    config: dict[str, Any] = key("the sizes, as the fields of the architecture's config", dict)
+    start: str | None = key(
+        "a checkpoint to start from, a folder or a name; without it, random weights", None
+    )
+    config: dict[str, Any] = key("the sizes: fields of the architecture's config", dict)
     locked: bool = key(
-        "whether dropout is drawn once for all positions of a sequence (variational dropout)", False
+        "variational dropout: one dropout mask for all positions of a sequence", False
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-    """How text becomes ids."""
+    """The tokenizer of a run."""
 
-    start: str | None = key("a tokenizer to use, a folder or a name; else one is trained", None)
-    kind: str = key("what to train", "bpe", among=TOKENIZERS)
-    size: int = key("how large a vocabulary to train", 8000, least=16, most=2**20)
-    special: tuple[str, ...] = key("tokens of their own, as the tags of languages", ())
+    start: str | None = key(
+        "a tokenizer to use, a folder or a name; without it, one is trained", None
+    )
+    kind: str = key("the kind of tokenizer to train", "bpe", among=TOKENIZERS)
+    size: int = key("the size of the vocabulary to train", 8000, least=16, most=2**20)
+    special: tuple[str, ...] = key("special tokens, such as language tags", ())
     keep: int = key(
-        "of a WordPiece vocabulary to start from, how many tokens stay: those that the training "
-        "text has most; 0 for all",
+        "the number of tokens to keep of a WordPiece vocabulary, the most frequent ones in "
+        "the training text; 0 for all",
         0,
         least=0,
     )
     dropout: float = key(
-        "the share of merges that BPE leaves out at random while pairs are learned", 0.0, least=0
+        "BPE-dropout: the share of merges that are skipped at random in training", 0.0, least=0
     )
-    variants: int = key("into how many such ways each text is cut, one an epoch", 8, least=2)
+    variants: int = key(
+        "the number of different BPE-dropout tokenizations of each text, used in turn, one "
+        "an epoch",
+        8,
+        least=2,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What it learns from."""
+    """The data of a run."""
 
-    root: str = key("where files that are not absolute lie; as a default, beside the recipe", ".")
-    train: tuple[Source, ...] = key("what to learn from")
-    valid: tuple[Source, ...] = key("what to evaluate on while learning", ())
-    test: tuple[Source, ...] = key("what to evaluate on at the end", ())
+    root: str = key(
+        "the folder of files with relative paths; the default is the recipe's folder", "."
+    )
+    train: tuple[Source, ...] = key("the training data")
+    valid: tuple[Source, ...] = key("the validation data", ())
+    test: tuple[Source, ...] = key("the test data, evaluated at the end", ())
     prepare: tuple[str, ...] = key(
-        f"what happens to each text first, in order: {', '.join(PREPARATIONS)}", ()
+        f"preparations of each text, in order: {', '.join(PREPARATIONS)}", ()
     )
     length: int = key(
-        "the most tokens of a sequence; longer pairs are reported as bad, other text is cut into "
-        "pieces",
+        "the maximum number of tokens of a sequence; longer pairs count as bad, other text "
+        "is cut into pieces",
         256,
         least=2,
     )
     context: int = key(
-        "of language models, how many tokens at the start of a piece are read only, and told by "
-        "the piece before: pieces overlap by so many, and a Transformer-XL does without its memory",
+        "for language models, the number of context tokens at the start of a piece, which "
+        "have no loss; pieces overlap by this number, and a Transformer-XL does not use its "
+        "memory",
         0,
         least=0,
     )
     forget: int = key(
-        "of a model that remembers the pieces before, after how many it begins with an empty "
-        "memory, so that it learns to; 0 for once an epoch",
+        "for a Transformer-XL, empty the memory after this many pieces, so that it learns to "
+        "start a text; 0 for once an epoch",
         0,
         least=0,
     )
     unanswered: float = key(
-        "how many questions are asked once more where their answer is not, as a share of all",
+        "the share of questions to repeat with a context that does not hold the answer",
         0.0,
         least=0,
         most=1,
     )
-    bad: float = key("the largest share of bad lines that is accepted", 0.001, least=0, most=1)
-    cache: str = key("where tokenised text is kept", "~/.cache/regard/tokens")
+    bad: float = key("the maximum share of bad lines", 0.001, least=0, most=1)
+    cache: str = key("the folder for tokenized text", "~/.cache/regard/tokens")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """How much at once."""
+    """The size of a batch and of a step."""
 
-    tokens: int = key("the most tokens of a batch, padding counted", 4096, least=1)
-    accumulate: int = key("how many batches make one step", 1, least=1)
+    tokens: int = key("the maximum number of tokens of a batch, padding included", 4096, least=1)
+    accumulate: int = key("the number of batches in one step", 1, least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How fast, and how long."""
+    """The learning rate and the number of steps."""
 
-    steps: int = key("how many steps", least=1)
+    steps: int = key("the number of steps", least=1)
     minutes: float = key(
-        "the most minutes for steps and the evaluations between them; the rate then falls to its "
-        "end in time, by as many steps as that is enough for; 0 for any",
+        "the maximum time in minutes, for steps and the evaluations between them; the "
+        "schedule is shortened to the steps that fit; 0 for no limit",
         0.0,
         least=0,
     )
     rate: float = key("the highest learning rate", 1e-3, least=0)
-    warmup: int = key("over how many steps the rate rises from 0", 0, least=0)
-    shape: str = key("how the rate falls after that", "inverse-sqrt", among=SHAPES)
-    floor: float = key("what cosine and linear fall to, as a share of rate", 0.0, least=0, most=1)
+    warmup: int = key("the number of steps over which the rate rises from 0", 0, least=0)
+    shape: str = key("how the rate falls after the warmup", "inverse-sqrt", among=SHAPES)
+    floor: float = key(
+        "the final rate of cosine and linear, as a share of rate", 0.0, least=0, most=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """AdamW (https://arxiv.org/abs/1711.05101)."""
 
-    betas: tuple[float, ...] = key("how slowly the two averages of gradients move", (0.9, 0.98))
-    epsilon: float = key("what keeps the division finite", 1e-9, least=0)
-    decay: float = key("how much weights shrink, matrices only", 0.0, least=0)
-    clip: float = key("the largest norm of a gradient; 0 for any", 1.0, least=0)
+    betas: tuple[float, ...] = key(
+        "the decay of the two running averages of gradients", (0.9, 0.98)
+    )
+    epsilon: float = key("added to the denominator", 1e-9, least=0)
+    decay: float = key("weight decay, for matrices only", 0.0, least=0)
+    clip: float = key("the maximum norm of the gradient; 0 for no limit", 1.0, least=0)
     smoothing: float = key("label smoothing", 0.0, least=0, most=0.99)
     agreement: float = key(
-        "R-Drop: each pair is read twice, with other dropout, and so strongly the two are to tell "
-        "the same (https://arxiv.org/abs/2106.14448); 0 for reading once",
+        "R-Drop: the weight of the divergence between two passes with different dropout "
+        "(https://arxiv.org/abs/2106.14448); 0 for one pass",
         0.0,
         least=0,
     )
     activation: float = key(
-        "how strongly what the last layer gives is to be small (AR, "
-        "https://arxiv.org/abs/1708.02182), as a part of the loss that is shown",
+        "the weight of the penalty on large outputs of the last layer (AR, "
+        "https://arxiv.org/abs/1708.02182); the logged loss includes it",
         0.0,
         least=0,
     )
     slowness: float = key(
-        "how strongly that is to change little from one position to the next (TAR, the same)",
+        "the weight of the penalty on changes of these outputs from one position to the next "
+        "(TAR, the same)",
         0.0,
         least=0,
     )
     embedding_rate: float = key(
-        "by what the rate of embedding tables is multiplied; learned positions are not among them",
+        "the learning rate of embedding tables, as a multiple of the rate; learned positions "
+        "are not included",
         1.0,
         least=0,
     )
     relative: bool = key(
-        "let each weight move in proportion to the size of its matrix at the start, as T5's do: "
-        "its matrices start at very unequal sizes",
+        "scale the rate of each matrix by its size at initialisation, for T5, whose matrices "
+        "start at very different sizes",
         False,
     )
     ema: float = key("the decay of a running mean of the weights; 0 for none", 0.0, least=0, most=1)
@@ -251,41 +270,43 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How well, measured while it learns."""
+    """When and how a run is evaluated."""
 
-    every: int = key("after how many steps; 0 for at the end only", 1000, least=0)
-    metric: str = key("which score decides what is best", "loss", among=METRICS)
-    examples: int = key("how many examples to decode while it learns; 0 for all", 0, least=0)
-    beam: int = key("the beams of decoding; 1 is greedy", 1, least=1)
-    length_penalty: float = key("by what power of the length a beam's score is divided", 1.0)
-    no_repeat: int = key("no sequence of so many tokens is written twice; 0: all may", 0, least=0)
-    least: int = key("how many tokens are written before one that ends a text", 0, least=0)
+    every: int = key("evaluate every this many steps; 0 for only at the end", 1000, least=0)
+    metric: str = key("the score that decides which checkpoint is best", "loss", among=METRICS)
+    examples: int = key("the number of examples to decode during training; 0 for all", 0, least=0)
+    beam: int = key("the number of beams; 1 is greedy", 1, least=1)
+    length_penalty: float = key("a beam's score is divided by its length to this power", 1.0)
+    no_repeat: int = key(
+        "no sequence of this many tokens is generated twice; 0 for no limit", 0, least=0
+    )
+    least: int = key("the minimum number of tokens before an end token", 0, least=0)
     temperature: float = key(
-        "by what a language model's scores of tokens are divided before their softmax; above 1 for "
-        "one that is too sure, as after learning by heart",
+        "the temperature of a language model's softmax; above 1 for a model that is "
+        "overconfident, for example after overfitting",
         1.0,
         least=0.01,
     )
-    always: bool = key("answer every question, even where no answer seems more likely", False)
+    always: bool = key("answer every question, even if no answer is more likely", False)
     tokenize: str = key(
-        "how BLEU parts words: 13a, or none for text that is parted",
+        "the tokenization of BLEU (none: for tokenized text)",
         "13a",
         among=("13a", "intl", "char", "zh", "none"),
     )
     patience: int = key(
-        "stop after this many evaluations without a better one; 0 never", 0, least=0
+        "stop after this many evaluations without a better score; 0 for never", 0, least=0
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """What is kept."""
+    """Which checkpoints are kept."""
 
-    every: int = key("after how many steps a checkpoint is saved", 1000, least=1)
-    last: int = key("how many of the last ones are kept, beside the best", 3, least=1)
+    every: int = key("save a checkpoint every this many steps", 1000, least=1)
+    last: int = key("the number of latest checkpoints to keep, besides the best", 3, least=1)
     average: int = key(
-        "what the finished model is: the mean of this many last checkpoints; 1 is the last one, "
-        "0 the best one",
+        "the finished model is the mean of this many latest checkpoints; 1 for the last one, "
+        "0 for the best one",
         1,
         least=0,
     )
@@ -293,43 +314,46 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True)
 class Watching:
-    """What attention does while it learns."""
+    """Measuring attention while a model trains."""
 
-    every: int = key("after how many steps to look; 0 for never", 0, least=0)
-    entropy: float = key("warn where a head's mean entropy falls below this, in nats", 0.01)
-    logit: float = key("warn where a head's largest score rises above this", 500.0)
+    every: int = key("measure attention every this many steps; 0 for never", 0, least=0)
+    entropy: float = key("warn if the mean entropy of a head falls below this, in nats", 0.01)
+    logit: float = key("warn if the largest score of a head rises above this", 500.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All that a training run depends on."""
+    """Everything that a training run depends on."""
 
-    task: str = key("what is learned", among=tuple(TASKS))
+    task: str = key("the task to train for", among=tuple(TASKS))
     output: str = key("the folder of the run: checkpoints, log and the finished model")
-    seed: int = key("where all randomness starts", 0, least=0, most=2**63 - 1)
-    device: str = key("cpu, cuda, cuda:1 ...; auto is cuda where there is one", "auto")
-    precision: str = key("what is computed in; weights stay float32", "float32", among=PRECISIONS)
-    model: Model = key("what is trained")
-    tokenizer: Tokenizer = key("how text becomes ids", Tokenizer)
-    data: Data = key("what it learns from")
-    batch: Batch = key("how much at once", Batch)
-    schedule: Schedule = key("how fast, and how long")
-    optimizer: Optimizer = key("how weights change", Optimizer)
-    evaluation: Evaluation = key("how well it does", Evaluation)
-    saving: Saving = key("what is kept", Saving)
-    watching: Watching = key("what attention does", Watching)
-    compile: bool = key("whether torch.compile makes the model faster first", False)
+    seed: int = key("the seed of all random numbers", 0, least=0, most=2**63 - 1)
+    device: str = key("cpu, cuda, cuda:1 ...; auto is cuda if there is one", "auto")
+    precision: str = key(
+        "the precision of computation (weights stay float32)", "float32", among=PRECISIONS
+    )
+    model: Model = key("the model to train")
+    tokenizer: Tokenizer = key("the tokenizer", Tokenizer)
+    data: Data = key("the data")
+    batch: Batch = key("the batches", Batch)
+    schedule: Schedule = key("the learning rate and the number of steps")
+    optimizer: Optimizer = key("the optimizer", Optimizer)
+    evaluation: Evaluation = key("the evaluation", Evaluation)
+    saving: Saving = key("the checkpoints", Saving)
+    watching: Watching = key("measuring attention while training", Watching)
+    compile: bool = key("compile the model with torch.compile", False)
     graphs: bool = key(
-        "whether a GPU replays steps as CUDA graphs, which makes small models faster; for one "
-        "process, and batches that come again in each epoch",
+        "replay steps as CUDA graphs, which is faster for small models; for one process, and "
+        "batches that are the same in each epoch",
         False,
     )
     parallel: str = key(
-        "what the processes of torchrun share: batches (ddp), weights too (fsdp), or each sequence",
+        "what the processes of torchrun split (ddp: batches; fsdp: weights too; context: each "
+        "sequence)",
         "ddp",
         among=PARALLEL,
     )
-    tensorboard: bool = key("whether the log is written for TensorBoard as well", False)
+    tensorboard: bool = key("also write the log for TensorBoard", False)
 
     def __post_init__(self) -> None:
         if self.model.kind not in TASKS[self.task]:
