@@ -28,7 +28,7 @@ browser:  ## Debian's Chromium, where no browser of its kind is found
 	{ $$SUDO apt-get update -qq && $$SUDO apt-get install -qq --no-install-recommends chromium; } || \
 	echo "No browser could be installed: the tests of the page are left out, and say so at the end." >&2
 
-docs: .venv/.dev  ## write again what is generated: docs/help.md, recipes.md, api, images
+docs: .venv/.dev  ## write what is generated: docs/help.md, recipes.md, api, images, and tables of figures
 	$(BIN)/python docs/generate.py
 
 # hatchling comes first, so that the build uses the version that constraints.txt names.

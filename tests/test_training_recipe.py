@@ -91,7 +91,7 @@ def test_keys_are_set_from_the_command_line() -> None:
 def test_what_is_needed_is_named_with_its_meaning() -> None:
     raw = least()
     del raw["schedule"]
-    with pytest.raises(InputError, match="lacks schedule: how fast"):
+    with pytest.raises(InputError, match="lacks schedule: the learning rate"):
         parse_recipe(raw)
 
 

@@ -232,19 +232,26 @@ def _text_columns(found: Iterator[str], text: Text) -> tuple[dict[str, Ragged], 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokenizer:
-    """How text becomes ids."""
+    """The tokenizer of a run."""
 
-    start: str | None = key("a tokenizer to use, a folder or a name; else one is trained", None)
-    kind: str = key("what to train", "bpe", among=TOKENIZERS)
-    size: int = key("how large a vocabulary to train", 8000, least=16, most=2**20)
-    special: tuple[str, ...] = key("tokens of their own, as the tags of languages", ())
+    start: str | None = key(
+        "a tokenizer to use, a folder or a name; without it, one is trained", None
+    )
+    kind: str = key("the kind of tokenizer to train", "bpe", among=TOKENIZERS)
+    size: int = key("the size of the vocabulary to train", 8000, least=16, most=2**20)
+    special: tuple[str, ...] = key("special tokens, such as language tags", ())
     keep: int = key(
-        "of a WordPiece vocabulary to start from, how many tokens stay: those that the training "
-        "text has most; 0 for all",
+        "the number of tokens to keep of a WordPiece vocabulary, the most frequent ones in "
+        "the training text; 0 for all",
         0,
         least=0,
     )
     dropout: float = key(
-        "the share of merges that BPE leaves out at random while pairs are learned", 0.0, least=0
+        "BPE-dropout: the share of merges that are skipped at random in training", 0.0, least=0
     )
-    variants: int = key("into how many such ways each text is cut, one an epoch", 8, least=2)
+    variants: int = key(
+        "the number of different BPE-dropout tokenizations of each text, used in turn, one "
+        "an epoch",
+        8,
+        least=2,
+    )

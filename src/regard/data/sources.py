@@ -97,68 +97,72 @@ def _prepared(record: Record, steps: Sequence[str]) -> Record:
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Some files of text of one form."""
+    """Files of text of one format."""
 
     format: str = key(
-        "how the files are written; questions are one JSON object a line, with id, question, "
-        "context and answers, a list of {text, start}",
+        "the format of the files (questions: one JSON object a line with id, question, context "
+        "and answers, a list of {text, start})",
         among=FORMATS,
     )
-    files: tuple[str, ...] = key("the files, plain, .gz or .xz; of parallel text, the sources", ())
-    targets: tuple[str, ...] = key("of parallel text, the files of the targets", ())
-    columns: tuple[int, ...] = key("of TSV, the columns of source and target, from 1", (1, 2))
+    files: tuple[str, ...] = key("the files, plain, .gz or .xz; for parallel text, the sources", ())
+    targets: tuple[str, ...] = key("for parallel text, the files of the targets", ())
+    columns: tuple[int, ...] = key(
+        "for TSV, the columns of source and target, counted from 1", (1, 2)
+    )
     fields: tuple[str, ...] = key(
-        "of JSONL, the fields of source and target; of a dataset, its columns for these, for text, "
-        "or for question, context and answers; where none are given, that is what they are called",
+        "for JSONL, the fields of source and target; for a dataset, the columns of source "
+        "and target, of text, or of question, context and answers; the default is these names",
         (),
     )
-    dataset: str = key(
-        "of a Hugging Face dataset that is not in files: its folder, or its name on the hub", ""
-    )
-    subset: str = key("of a dataset on the hub, which of its subsets", "")
-    split: str = key("of a dataset, which split", "train")
+    dataset: str = key("for a Hugging Face dataset, its folder or its name on the hub", "")
+    subset: str = key("for a dataset on the hub, the subset", "")
+    split: str = key("for a dataset, the split", "train")
     part: tuple[int, ...] = key(
-        "which of 1000 parts, by MD5 of the source: from the first up to below the second",
+        "the share of the data to use, in thousandths by the MD5 of the source: from the "
+        "first number up to, but not including, the second",
         (0, 1000),
     )
-    reverse: bool = key("take the target as the source, and the source as the target", False)
-    prefix: str = key("what comes before each source, as the tag of a language", "")
+    reverse: bool = key("swap source and target", False)
+    prefix: str = key("text to put before each source, such as a language tag", "")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Data:
-    """What it learns from."""
+    """The data of a run."""
 
-    root: str = key("where files that are not absolute lie; as a default, beside the recipe", ".")
-    train: tuple[Source, ...] = key("what to learn from")
-    valid: tuple[Source, ...] = key("what to evaluate on while learning", ())
-    test: tuple[Source, ...] = key("what to evaluate on at the end", ())
+    root: str = key(
+        "the folder of files with relative paths; the default is the recipe's folder", "."
+    )
+    train: tuple[Source, ...] = key("the training data")
+    valid: tuple[Source, ...] = key("the validation data", ())
+    test: tuple[Source, ...] = key("the test data, evaluated at the end", ())
     prepare: tuple[str, ...] = key(
-        f"what happens to each text first, in order: {', '.join(PREPARATIONS)}", ()
+        f"preparations of each text, in order: {', '.join(PREPARATIONS)}", ()
     )
     length: int = key(
-        "the most tokens of a sequence; longer pairs are reported as bad, other text is cut into "
-        "pieces",
+        "the maximum number of tokens of a sequence; longer pairs count as bad, other text "
+        "is cut into pieces",
         256,
         least=2,
     )
     context: int = key(
-        "of language models, how many tokens at the start of a piece are read only, and told by "
-        "the piece before: pieces overlap by so many, and a Transformer-XL does without its memory",
+        "for language models, the number of context tokens at the start of a piece, which "
+        "have no loss; pieces overlap by this number, and a Transformer-XL does not use its "
+        "memory",
         0,
         least=0,
     )
     forget: int = key(
-        "of a model that remembers the pieces before, after how many it begins with an empty "
-        "memory, so that it learns to; 0 for once an epoch",
+        "for a Transformer-XL, empty the memory after this many pieces, so that it learns to "
+        "start a text; 0 for once an epoch",
         0,
         least=0,
     )
     unanswered: float = key(
-        "how many questions are asked once more where their answer is not, as a share of all",
+        "the share of questions to repeat with a context that does not hold the answer",
         0.0,
         least=0,
         most=1,
     )
-    bad: float = key("the largest share of bad lines that is accepted", 0.001, least=0, most=1)
-    cache: str = key("where tokenised text is kept", "~/.cache/regard/tokens")
+    bad: float = key("the maximum share of bad lines", 0.001, least=0, most=1)
+    cache: str = key("the folder for tokenized text", "~/.cache/regard/tokens")

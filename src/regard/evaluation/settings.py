@@ -32,27 +32,29 @@ def how_to_decode(settings: Evaluation) -> Beam | Greedy:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluation:
-    """How well, measured while it learns."""
+    """When and how a run is evaluated."""
 
-    every: int = key("after how many steps; 0 for at the end only", 1000, least=0)
-    metric: str = key("which score decides what is best", "loss", among=METRICS)
-    examples: int = key("how many examples to decode while it learns; 0 for all", 0, least=0)
-    beam: int = key("the beams of decoding; 1 is greedy", 1, least=1)
-    length_penalty: float = key("by what power of the length a beam's score is divided", 1.0)
-    no_repeat: int = key("no sequence of so many tokens is written twice; 0: all may", 0, least=0)
-    least: int = key("how many tokens are written before one that ends a text", 0, least=0)
+    every: int = key("evaluate every this many steps; 0 for only at the end", 1000, least=0)
+    metric: str = key("the score that decides which checkpoint is best", "loss", among=METRICS)
+    examples: int = key("the number of examples to decode during training; 0 for all", 0, least=0)
+    beam: int = key("the number of beams; 1 is greedy", 1, least=1)
+    length_penalty: float = key("a beam's score is divided by its length to this power", 1.0)
+    no_repeat: int = key(
+        "no sequence of this many tokens is generated twice; 0 for no limit", 0, least=0
+    )
+    least: int = key("the minimum number of tokens before an end token", 0, least=0)
     temperature: float = key(
-        "by what a language model's scores of tokens are divided before their softmax; above 1 for "
-        "one that is too sure, as after learning by heart",
+        "the temperature of a language model's softmax; above 1 for a model that is "
+        "overconfident, for example after overfitting",
         1.0,
         least=0.01,
     )
-    always: bool = key("answer every question, even where no answer seems more likely", False)
+    always: bool = key("answer every question, even if no answer is more likely", False)
     tokenize: str = key(
-        "how BLEU parts words: 13a, or none for text that is parted",
+        "the tokenization of BLEU (none: for tokenized text)",
         "13a",
         among=("13a", "intl", "char", "zh", "none"),
     )
     patience: int = key(
-        "stop after this many evaluations without a better one; 0 never", 0, least=0
+        "stop after this many evaluations without a better score; 0 for never", 0, least=0
     )

@@ -54,75 +54,83 @@ PARALLEL = ("ddp", "fsdp", "context")
 
 @dataclass(frozen=True, kw_only=True)
 class Model:
-    """What is trained."""
+    """The model to train."""
 
     kind: str = key("the architecture", among=NAMES)
-    start: str | None = key("a checkpoint to start from, a folder or a name; else anew", None)
-    config: dict[str, Any] = key("the sizes, as the fields of the architecture's config", dict)
+    start: str | None = key(
+        "a checkpoint to start from, a folder or a name; without it, random weights", None
+    )
+    config: dict[str, Any] = key("the sizes: fields of the architecture's config", dict)
     locked: bool = key(
-        "whether dropout is drawn once for all positions of a sequence (variational dropout)", False
+        "variational dropout: one dropout mask for all positions of a sequence", False
     )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """How much at once."""
+    """The size of a batch and of a step."""
 
-    tokens: int = key("the most tokens of a batch, padding counted", 4096, least=1)
-    accumulate: int = key("how many batches make one step", 1, least=1)
+    tokens: int = key("the maximum number of tokens of a batch, padding included", 4096, least=1)
+    accumulate: int = key("the number of batches in one step", 1, least=1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """How fast, and how long."""
+    """The learning rate and the number of steps."""
 
-    steps: int = key("how many steps", least=1)
+    steps: int = key("the number of steps", least=1)
     minutes: float = key(
-        "the most minutes for steps and the evaluations between them; the rate then falls to its "
-        "end in time, by as many steps as that is enough for; 0 for any",
+        "the maximum time in minutes, for steps and the evaluations between them; the "
+        "schedule is shortened to the steps that fit; 0 for no limit",
         0.0,
         least=0,
     )
     rate: float = key("the highest learning rate", 1e-3, least=0)
-    warmup: int = key("over how many steps the rate rises from 0", 0, least=0)
-    shape: str = key("how the rate falls after that", "inverse-sqrt", among=SHAPES)
-    floor: float = key("what cosine and linear fall to, as a share of rate", 0.0, least=0, most=1)
+    warmup: int = key("the number of steps over which the rate rises from 0", 0, least=0)
+    shape: str = key("how the rate falls after the warmup", "inverse-sqrt", among=SHAPES)
+    floor: float = key(
+        "the final rate of cosine and linear, as a share of rate", 0.0, least=0, most=1
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
 class Optimizer:
     """AdamW (https://arxiv.org/abs/1711.05101)."""
 
-    betas: tuple[float, ...] = key("how slowly the two averages of gradients move", (0.9, 0.98))
-    epsilon: float = key("what keeps the division finite", 1e-9, least=0)
-    decay: float = key("how much weights shrink, matrices only", 0.0, least=0)
-    clip: float = key("the largest norm of a gradient; 0 for any", 1.0, least=0)
+    betas: tuple[float, ...] = key(
+        "the decay of the two running averages of gradients", (0.9, 0.98)
+    )
+    epsilon: float = key("added to the denominator", 1e-9, least=0)
+    decay: float = key("weight decay, for matrices only", 0.0, least=0)
+    clip: float = key("the maximum norm of the gradient; 0 for no limit", 1.0, least=0)
     smoothing: float = key("label smoothing", 0.0, least=0, most=0.99)
     agreement: float = key(
-        "R-Drop: each pair is read twice, with other dropout, and so strongly the two are to tell "
-        "the same (https://arxiv.org/abs/2106.14448); 0 for reading once",
+        "R-Drop: the weight of the divergence between two passes with different dropout "
+        "(https://arxiv.org/abs/2106.14448); 0 for one pass",
         0.0,
         least=0,
     )
     activation: float = key(
-        "how strongly what the last layer gives is to be small (AR, "
-        "https://arxiv.org/abs/1708.02182), as a part of the loss that is shown",
+        "the weight of the penalty on large outputs of the last layer (AR, "
+        "https://arxiv.org/abs/1708.02182); the logged loss includes it",
         0.0,
         least=0,
     )
     slowness: float = key(
-        "how strongly that is to change little from one position to the next (TAR, the same)",
+        "the weight of the penalty on changes of these outputs from one position to the next "
+        "(TAR, the same)",
         0.0,
         least=0,
     )
     embedding_rate: float = key(
-        "by what the rate of embedding tables is multiplied; learned positions are not among them",
+        "the learning rate of embedding tables, as a multiple of the rate; learned positions "
+        "are not included",
         1.0,
         least=0,
     )
     relative: bool = key(
-        "let each weight move in proportion to the size of its matrix at the start, as T5's do: "
-        "its matrices start at very unequal sizes",
+        "scale the rate of each matrix by its size at initialisation, for T5, whose matrices "
+        "start at very different sizes",
         False,
     )
     ema: float = key("the decay of a running mean of the weights; 0 for none", 0.0, least=0, most=1)
@@ -130,13 +138,13 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """What is kept."""
+    """Which checkpoints are kept."""
 
-    every: int = key("after how many steps a checkpoint is saved", 1000, least=1)
-    last: int = key("how many of the last ones are kept, beside the best", 3, least=1)
+    every: int = key("save a checkpoint every this many steps", 1000, least=1)
+    last: int = key("the number of latest checkpoints to keep, besides the best", 3, least=1)
     average: int = key(
-        "what the finished model is: the mean of this many last checkpoints; 1 is the last one, "
-        "0 the best one",
+        "the finished model is the mean of this many latest checkpoints; 1 for the last one, "
+        "0 for the best one",
         1,
         least=0,
     )
@@ -144,43 +152,46 @@ class Saving:
 
 @dataclass(frozen=True, kw_only=True)
 class Watching:
-    """What attention does while it learns."""
+    """Measuring attention while a model trains."""
 
-    every: int = key("after how many steps to look; 0 for never", 0, least=0)
-    entropy: float = key("warn where a head's mean entropy falls below this, in nats", 0.01)
-    logit: float = key("warn where a head's largest score rises above this", 500.0)
+    every: int = key("measure attention every this many steps; 0 for never", 0, least=0)
+    entropy: float = key("warn if the mean entropy of a head falls below this, in nats", 0.01)
+    logit: float = key("warn if the largest score of a head rises above this", 500.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """All that a training run depends on."""
+    """Everything that a training run depends on."""
 
-    task: str = key("what is learned", among=tuple(TRAINABLE))
+    task: str = key("the task to train for", among=tuple(TRAINABLE))
     output: str = key("the folder of the run: checkpoints, log and the finished model")
-    seed: int = key("where all randomness starts", 0, least=0, most=2**63 - 1)
-    device: str = key("cpu, cuda, cuda:1 ...; auto is cuda where there is one", "auto")
-    precision: str = key("what is computed in; weights stay float32", "float32", among=PRECISIONS)
-    model: Model = key("what is trained")
-    tokenizer: Tokenizer = key("how text becomes ids", Tokenizer)
-    data: Data = key("what it learns from")
-    batch: Batch = key("how much at once", Batch)
-    schedule: Schedule = key("how fast, and how long")
-    optimizer: Optimizer = key("how weights change", Optimizer)
-    evaluation: Evaluation = key("how well it does", Evaluation)
-    saving: Saving = key("what is kept", Saving)
-    watching: Watching = key("what attention does", Watching)
-    compile: bool = key("whether torch.compile makes the model faster first", False)
+    seed: int = key("the seed of all random numbers", 0, least=0, most=2**63 - 1)
+    device: str = key("cpu, cuda, cuda:1 ...; auto is cuda if there is one", "auto")
+    precision: str = key(
+        "the precision of computation (weights stay float32)", "float32", among=PRECISIONS
+    )
+    model: Model = key("the model to train")
+    tokenizer: Tokenizer = key("the tokenizer", Tokenizer)
+    data: Data = key("the data")
+    batch: Batch = key("the batches", Batch)
+    schedule: Schedule = key("the learning rate and the number of steps")
+    optimizer: Optimizer = key("the optimizer", Optimizer)
+    evaluation: Evaluation = key("the evaluation", Evaluation)
+    saving: Saving = key("the checkpoints", Saving)
+    watching: Watching = key("measuring attention while training", Watching)
+    compile: bool = key("compile the model with torch.compile", False)
     graphs: bool = key(
-        "whether a GPU replays steps as CUDA graphs, which makes small models faster; for one "
-        "process, and batches that come again in each epoch",
+        "replay steps as CUDA graphs, which is faster for small models; for one process, and "
+        "batches that are the same in each epoch",
         False,
     )
     parallel: str = key(
-        "what the processes of torchrun share: batches (ddp), weights too (fsdp), or each sequence",
+        "what the processes of torchrun split (ddp: batches; fsdp: weights too; context: each "
+        "sequence)",
         "ddp",
         among=PARALLEL,
     )
-    tensorboard: bool = key("whether the log is written for TensorBoard as well", False)
+    tensorboard: bool = key("also write the log for TensorBoard", False)
 
     def __post_init__(self) -> None:
         if self.model.kind not in TRAINABLE[self.task]:

@@ -1,0 +1,374 @@
+"""Write measured figures into README.md and docs/*.md, from benchmarks/results. Run by `make docs`.
+
+A page marks the place of a table, or of a figure inside a sentence, with a pair of comments:
+
+    <!-- table: cpu -->          <!-- figure: slowdown -->24<!-- /figure -->
+    <!-- /table -->
+
+What stands between them is generated, from the newest commit that measured every row of it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+RESULTS = ROOT / "benchmarks" / "results"
+MARKED = re.compile(r"(<!-- (table|figure): ([\w-]+) -->)(.*?)(<!-- /\2 -->)", re.DOTALL)
+CELLS = tuple(
+    (width, length, kind)
+    for width in (64, 128)
+    for length in (512, 2048, 8192, 65536)
+    for kind in ("full", "causal")
+)
+
+Row = dict[str, Any]
+
+
+# ----------------------------------------------------------------------------------- the results
+
+
+def results(name: str, key: Callable[[Row], object], wanted: Iterable[object]) -> list[Row]:
+    """The rows of the newest commit that measured every ``wanted`` key, in the order of these."""
+    wanted = list(wanted)
+    by_commit: dict[str, dict[object, Row]] = {}
+    for text in (RESULTS / f"{name}.jsonl").read_text(encoding="utf-8").splitlines():
+        row = json.loads(text)
+        commit = row["commit"].removesuffix("-dirty")
+        rows = by_commit.pop(commit, {})  # a commit that measured again is the newest
+        by_commit[commit] = rows | {key(row): row}
+    for rows in reversed(by_commit.values()):
+        if rows.keys() >= set(wanted):
+            return [rows[name] for name in wanted]
+    raise ValueError(f"No commit in benchmarks/results/{name}.jsonl measured all of {wanted}.")
+
+
+def _gpu(what: str, cells: Iterable[str]) -> list[Row]:
+    return results("gpu", lambda row: (row["what"], row["cell"]), [(what, cell) for cell in cells])
+
+
+def _grid(what: str) -> dict[tuple[int, int, str], Row]:
+    rows = _gpu(what, (f"d {width} n {length} {kind}" for width, length, kind in CELLS))
+    return dict(zip(CELLS, rows, strict=True))
+
+
+def _seeing_on_cpu(part: str, dtypes: Sequence[str], lengths: Sequence[int]) -> list[Row]:
+    return results(
+        "cpu",
+        lambda row: (row["part"], row["case"]),
+        [
+            (part, f"{dtype} n={length} {kind}, native")
+            for dtype in dtypes
+            for length in lengths
+            for kind in ("full", "causal")
+        ],
+    )
+
+
+# ---------------------------------------------------------------------------------- the wording
+
+
+def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
+    rows = [head, ["---"] * len(head), *lines]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def _between(values: Iterable[float], digits: int) -> str:
+    values = list(values)
+    low, high = (f"{end:.{digits}f}" for end in (min(values), max(values)))
+    return low if low == high else f"{low} to {high}"
+
+
+def _source(rows: Sequence[Row], script: str) -> str:
+    """A line that says what measured the rows, where and when."""
+    last = rows[-1]
+    device = re.sub(r"\(R\)| Processor", "", last["device"])
+    where = f"{device}, {last['threads']} threads" if "Xeon" in device else device
+    versions = f"torch {last['torch']}" + (f", Triton {last['triton']}" if "triton" in last else "")
+    run = f"`benchmarks/{script}`, commit {last['commit'].removesuffix('-dirty')}"
+    return f"\n\n{run}, {last['date'][:10]}: {where}, {versions}."
+
+
+# ----------------------------------------------------------------------------------- the tables
+
+
+def cpu() -> str:
+    """Seeing, packed sequences and decoding on the CPU, each beside another library."""
+    lines: list[tuple[str, str, str]] = []
+    for dtype in ("float32", "bfloat16"):
+        rows = _seeing_on_cpu("seeing, speed / eager weights", [dtype], [4096])
+        lines.append(
+            (
+                f"entropy, peak, what keys receive and a pooled map; 4,096 tokens, {dtype}",
+                "all weights in plain PyTorch",
+                f"{_between((row['value'] for row in rows), 1)} times as fast",
+            )
+        )
+    costs = _seeing_on_cpu("seeing, cost / SDPA", ["float32", "bfloat16"], [2048, 4096, 8192])
+    lines.append(
+        (
+            "the same, 2,048 to 8,192 tokens, both precisions",
+            "PyTorch's attention alone, which shows nothing",
+            f"{_between((row['value'] for row in costs), 2)} times as long",
+        )
+    )
+    memory = results(
+        "cpu",
+        lambda row: (row["part"], row["case"]),
+        [("memory while seeing, MB", f"n=32768, 8 heads, {kind}") for kind in ("full", "causal")],
+    )
+    lines.append(
+        (
+            "memory for the same; 32,768 tokens, 8 heads",
+            f"all weights in float32: {8 * 32768**2 * 4 / 1e9:.0f} GB",
+            f"{_between((row['value'] for row in memory), 0)} MB",
+        )
+    )
+    packed = results(
+        "cpu",
+        lambda row: (row["part"], row["case"]),
+        [("packed, speed / SDPA padded", kind) for kind in ("full", "causal")],
+    )
+    lines.append(
+        (
+            "packed sequences of 16 to 512 tokens",
+            "the same sequences padded, in PyTorch",
+            f"{_between((row['value'] for row in packed), 1)} times as fast",
+        )
+    )
+    decoding = _decoding()
+    for row in decoding:
+        lines.append(
+            (
+                f"{row['case']}, {row['ours'].removeprefix('regard ')}",
+                row["peer"].replace("ctranslate2", "CTranslate2"),
+                f"{row['speed']:.1f} times as fast",
+            )
+        )
+    table = _table(("on the CPU", "compared with", "regard"), lines)
+    return table + _source(packed, "cpu.py") + _source(decoding, "decoding.py")
+
+
+def _decoding() -> list[Row]:
+    pairs = [
+        (case, precision, peer)
+        for case in ("transformer-base, beam 4, batch 1", "transformer-base, beam 4, batch 32")
+        for precision, peer in (("float32", "ctranslate2 float32"), ("int8", "ctranslate2 int8"))
+    ]
+    gpt2 = "GPT-2 124M, greedy, batch 1"
+    pairs += [(gpt2, precision, "transformers float32") for precision in ("float32", "int8")]
+    return results(
+        "decoding",
+        lambda row: (row["case"], row.get("ours", "").removeprefix("regard "), row.get("peer")),
+        pairs,
+    )
+
+
+def eager() -> str:
+    """How many times as fast the statistics are as all weights, on the CPU."""
+    rows = _seeing_on_cpu("seeing, speed / eager weights", ["float32", "bfloat16"], [4096])
+    return _between((row["value"] for row in rows), 0)
+
+
+def gpu() -> str:
+    """The cost of seeing on a GPU, in five lines."""
+    grid = _grid("seeing")
+    long = [row for (_, length, _), row in grid.items() if length >= 2048]
+    forward, step = "PyTorch's fastest forward pass", "a training step that sees nothing"
+    lines = [
+        ("a plain call", forward, "plain"),
+        ("entropy, peak, log-sum-exp, largest score", forward, "rows"),
+        ("all fields except the top keys, with a 64 × 64 map", forward, "everything"),
+        ("all of these and the top 8 keys of each query", forward, "top"),
+        ("a training step that sees all fields except the top keys", step, "training"),
+    ]
+    memory = _gpu("memory", ["n 131072 heads 16 d 128"])
+    table = _table(
+        ("on an H200, bfloat16, 2,048 tokens and more", "compared with", "regard"),
+        [
+            *(
+                (what, peer, f"{_between((row[name] for row in long), 2)} times as long")
+                for what, peer, name in lines
+            ),
+            (
+                "memory for all fields except the top keys; 131,072 causal tokens, 16 heads",
+                f"all weights in bfloat16: {16 * 131072**2 * 2 / 2**30:.0f} GiB",
+                f"{memory[0]['gib']:.2f} GiB, in {memory[0]['seconds']:.2f} s",
+            ),
+        ],
+    )
+    return table + _source(long, "gpu.py")
+
+
+def gpu_seeing() -> str:
+    """Every cell of the benchmark of seeing."""
+    names = ("plain", "backward", "rows", "everything", "top", "training")
+    grid = _grid("seeing")
+    head = ("head width", "tokens", "mask", "plain", "backward", "row statistics")
+    table = _table(
+        (*head, "all but top", "all, `top=8`", "training step"),
+        (
+            (f"{width}", f"{length:,}", kind, *(f"{row[name]:.2f}" for name in names))
+            for (width, length, kind), row in grid.items()
+        ),
+    )
+    return table + _source(list(grid.values()), "gpu.py seeing")
+
+
+def gpu_fields() -> str:
+    """Which pass a field comes from, and what it adds to PyTorch's forward pass."""
+    grid = _grid("passes")
+    rows = [row for (_, length, _), row in grid.items() if length >= 2048]
+    second = _between((row["second"] for row in rows), 2)
+    backward = _between((row["backward"] for row in rows), 2)
+    lines = [
+        (
+            "`lse`, `entropy`, `peak`, `max_logit`",
+            "the forward pass",
+            f"{_between((row['rows'] for row in rows), 2)}",
+        ),
+        (
+            "`distance` as well",
+            "the same pass",
+            f"{_between((row['everything'] for row in rows), 2)}",
+        ),
+        ("`received`, `map`, `map_peak`", "a second pass over the keys", f"{second} more"),
+        (
+            "the same while training",
+            "the backward pass",
+            f"{backward} of cuDNN's backward pass, which it replaces",
+        ),
+        (
+            "`top`, up to 8 keys",
+            "one more pass over QKᵀ",
+            f"{_between((row['top'] for row in rows), 2)} more",
+        ),
+        ("`rows`", "a kernel for these rows alone", "grows with the rows"),
+    ]
+    table = _table(
+        ("field", "computed in", "time, as a share of PyTorch's fastest forward pass"), lines
+    )
+    return table + _source(list(grid.values()), "gpu.py passes")
+
+
+def gpu_structures() -> str:
+    """Masks and biases inside the kernels."""
+    names = {
+        "Window(1024)": "`Causal() & Window(1024)`",
+        "Segments of 1024": "`Causal() & Segments`, 1,024 tokens each",
+        "Alibi": "`Causal()`, `Alibi`",
+        "T5 buckets, table gradient": "`Causal()`, `RelativeBuckets`, table gradient too",
+    }
+    rows = _gpu("structure", names)
+    relative = _gpu("relative", ["n 4096 d 64"])
+    lines = [(names[row["cell"]], "compiled FlexAttention", row) for row in rows] + [
+        ("`Causal()`, `RelativeContent`, 4,096 tokens", "a bias of n × n numbers", relative[0])
+    ]
+    table = _table(
+        ("mask and bias", "forward", "backward", "compared with", "times as fast"),
+        (
+            (
+                name,
+                f"{row['forward_ms']:.2f} ms",
+                f"{row['backward_ms']:.2f} ms",
+                peer,
+                f"{row['faster']:.3g} and {row['faster_backward']:.3g}",
+            )
+            for name, peer, row in lines
+        ),
+    )
+    return table + _source(rows, "gpu.py structure relative")
+
+
+def gpu_few_queries() -> str:
+    """One query over many keys."""
+    cells = [(131072, 32), (131072, 8), (8192, 32)]
+    rows = _gpu("decoding", (f"keys {keys} heads {heads}" for keys, heads in cells))
+    table = _table(
+        ("one query, head width 128", "plain", "row statistics", "`top=8`", "keys and values read"),
+        (
+            (
+                f"{keys:,} keys, {heads} heads",
+                *(f"{row[name]:.3f} ms" for name in ("plain_ms", "seeing_ms", "top_ms")),
+                f"{row['tb_per_s']:.1f} TB/s",
+            )
+            for (keys, heads), row in zip(cells, rows, strict=True)
+        ),
+    )
+    return table + _source(rows, "gpu.py decoding")
+
+
+def gpu_models() -> str:
+    """GPT-2 on a GPU, trained and decoded."""
+    step = results("training_gpu", lambda row: row["compiled"], [False, True])
+    # The compiled Trainer may have compiled inside the measured steps, so it is no peer.
+    run = results("trainer_gpu", lambda row: row["compiled"], [False])
+    decoding = results("decoding_gpu", lambda row: row["dtype"], ["bfloat16", "float32"])
+    names = (
+        "training steps of 16 × 1,024 tokens, bfloat16, not compiled",
+        "the same, compiled",
+        "a whole training run beside Trainer, bfloat16, not compiled",
+        "greedy decoding with CUDA graphs, batch 1, bfloat16",
+        "the same, float32",
+    )
+    table = _table(
+        ("GPT-2 124M on an H200", "regard, tokens/s", "transformers, tokens/s", "times as fast"),
+        (
+            (
+                name,
+                f"{row['ours_tokens_per_second']:,.0f}",
+                f"{row['transformers_tokens_per_second']:,.0f}",
+                f"{row['speed']:.3g}",
+            )
+            for name, row in zip(names, [*step, *run, *decoding], strict=True)
+        ),
+    )
+    return table + "".join(
+        _source(rows, f"gpt2_gpu.py {part}")
+        for part, rows in (("training", step), ("trainer", run), ("decoding", decoding))
+    )
+
+
+BLOCKS: dict[str, Callable[[], str]] = {
+    "cpu": cpu,
+    "eager": eager,
+    "gpu": gpu,
+    "gpu-seeing": gpu_seeing,
+    "gpu-fields": gpu_fields,
+    "gpu-structures": gpu_structures,
+    "gpu-few-queries": gpu_few_queries,
+    "gpu-models": gpu_models,
+}
+
+
+# ------------------------------------------------------------------------------------ the pages
+
+
+def pages() -> list[Path]:
+    """The pages that may hold tables."""
+    return [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+
+
+def filled(page: str) -> str:
+    """The text of a page with every table and figure written anew."""
+
+    def written(match: re.Match[str]) -> str:
+        start, kind, name, _, end = match.groups()
+        text = BLOCKS[name]()
+        return f"{start}\n{text}\n{end}" if kind == "table" else f"{start}{text}{end}"
+
+    return MARKED.sub(written, page)
+
+
+def write() -> None:
+    """Write every page that holds tables."""
+    for path in pages():
+        path.write_text(filled(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    write()
