@@ -5,35 +5,21 @@ https://arxiv.org/abs/1810.04805
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, normalize
+from torch.nn.functional import normalize
 
 from regard.checkpoints.keymap import Drop, Fuse, KeyMap, Rename, Spelling, Step, Tie
 from regard.errors import InputError
 from regard.layers.modules import Block, FeedForward, LayerNorm, MultiHeadAttention, PostNorm
 from regard.layers.positions import LearnedPositions
 from regard.mechanism.masks import Padding
-from regard.models.model import (
-    ACTIVATIONS,
-    Config,
-    ConfigMap,
-    Model,
-    Stack,
-    check_heads,
-    check_ids,
-    choice,
-    layers,
-    positions,
-    positive,
-    rate,
-    size,
-    token,
-)
+from regard.models import configs
+from regard.models.configs import ACTIVATIONS, Config, ConfigMap, check_heads
+from regard.models.model import Model, Stack, check_ids, positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +30,18 @@ class BertConfig(Config):
     24
     """
 
-    vocabulary: int = size(30522)
-    length: int = size(512)
-    kinds: int = size(2)  # of token: the first and the second sentence
-    dim: int = size(768)
-    depth: int = layers(12)
-    heads: int = size(12)
-    inner: int = size(3072)
-    activation: str = choice("gelu", ACTIVATIONS)
-    dropout: float = rate(0.1)
-    attention_dropout: float = rate(0.1)
-    epsilon: float = positive(1e-12)
-    pad: int | None = token(0)
+    vocabulary: int = configs.size(30522)
+    length: int = configs.size(512)
+    kinds: int = configs.size(2)  # of token: the first and the second sentence
+    dim: int = configs.size(768)
+    depth: int = configs.layers(12)
+    heads: int = configs.size(12)
+    inner: int = configs.size(3072)
+    activation: str = configs.activation("gelu")
+    dropout: float = configs.rate(0.1)
+    attention_dropout: float = configs.rate(0.1)
+    epsilon: float = configs.positive(1e-12)
+    pad: int | None = configs.token(0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,7 +113,7 @@ class _Bert(Model):
     config: BertConfig
 
     spelling = ConfigMap(
-        "bert",
+        BertConfig,
         {
             "vocab_size": "vocabulary",
             "max_position_embeddings": "length",
@@ -153,10 +139,6 @@ class _Bert(Model):
         super().__init__(config)
         self.encoder = BertEncoder(config)
 
-    @classmethod
-    def read_config(cls, raw: Mapping[str, Any]) -> Config:
-        return cls.spelling.read(BertConfig, raw)
-
 
 class Bert(_Bert):
     """BERT as an encoder, for hidden states and sentence vectors.
@@ -165,8 +147,6 @@ class Bert(_Bert):
     >>> list(model(torch.tensor([[1, 2, 3]])).shape)
     [1, 3, 8]
     """
-
-    architecture = "BertModel"
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
@@ -229,7 +209,6 @@ class BertMaskedLM(_Bert):
     [1, 3, 10]
     """
 
-    architecture = "BertForMaskedLM"
     spelling = replace(_Bert.spelling, fixed={**_Bert.spelling.fixed, "tie_word_embeddings": True})
 
     def __init__(self, config: BertConfig) -> None:
@@ -255,10 +234,10 @@ class BertMaskedLM(_Bert):
         """
         hidden = self.encoder(ids, kinds=kinds, padding=padding)
         hidden = self.norm(self.activation(self.transform(hidden)))
-        weight = self.encoder.tokens.weight
-        if labels is None:
-            return linear(hidden, weight, self.bias)
-        return self._loss(hidden, weight, labels, 0.0, self.bias)
+        return self.logits(hidden) if labels is None else self._loss(hidden, labels, 0.0)
+
+    def output_weights(self) -> tuple[Tensor, Tensor]:
+        return self.encoder.tokens.weight, self.bias
 
     @staticmethod
     def keys(config: BertConfig) -> KeyMap:
@@ -288,8 +267,6 @@ class BertAnswering(_Bert):
     >>> list(start.shape)
     [1, 3]
     """
-
-    architecture = "BertForQuestionAnswering"
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)

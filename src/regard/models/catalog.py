@@ -16,7 +16,7 @@ from typing import Any
 from regard.checkpoints import cards
 from regard.checkpoints.hub import cache_folder, cached_models, size_of
 from regard.errors import InputError
-from regard.models.registry import HUB_NAMES
+from regard.models.registry import row_named
 
 _MOST_HEADER = 32 * 2**20
 
@@ -91,9 +91,8 @@ def _cached() -> Iterator[Known]:
 def _described(folder: Path, name: str, origin: str) -> Known | None:
     """What the files of a folder say of its model; None where it is not one of ours."""
     names = _json(folder / "config.json").get("architectures")
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        return None
-    if names[0] not in HUB_NAMES:
+    row = row_named(names[0]) if isinstance(names, list) and names else None
+    if row is None:
         return None
     card = folder / cards.CARD
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
@@ -102,8 +101,8 @@ def _described(folder: Path, name: str, origin: str) -> Known | None:
         name,
         origin,
         folder,
-        HUB_NAMES[names[0]].task,
-        names[0],
+        row.task,
+        str(names[0]),
         _parameters(folder),
         size_of(folder),
         facts.get("license", ""),

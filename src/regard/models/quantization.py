@@ -87,8 +87,10 @@ def _replace(model: M, make: Callable[[Tensor, Tensor | None], nn.Module]) -> M:
         if isinstance(block, Block) and block.cross is not None
     }
     for module in list(model.modules()):
-        if isinstance(module, Model) and (tied := module.tied()) is not None:
-            module.head = make(*tied)
+        if isinstance(module, Model) and module.generates and module.head is None:
+            if (output := module.output_weights()) is not None:
+                weight, bias = output
+                module.head = make(weight, bias if bias is not None and bias.any() else None)
         for name, layer in list(module.named_children()):
             if not isinstance(layer, nn.Linear):
                 continue
