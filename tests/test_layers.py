@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from regard import (
     Block,
-    KeyValueCache,
     Causal,
     FeedForward,
     InputError,
+    KeyValueCache,
     MultiHeadAttention,
     Padding,
     RMSNorm,

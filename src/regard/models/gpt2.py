@@ -92,7 +92,7 @@ class GPT2Config(Config):
 class GPT2(Model):
     """GPT-2 with its language-model head, which shares the token embedding.
 
-    >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2, begin_token=None, end_token=None))
+    >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2))
     >>> list(model(torch.tensor([[1, 2, 3]])).shape)
     [1, 3, 10]
     """
