@@ -6,6 +6,7 @@ import os
 from importlib.util import find_spec
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -31,3 +32,11 @@ if not torch.cuda.is_available():
             scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
         interpreter._patch_lang_tensor = _with_index
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none; pytest's summary then says so."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="NOT TESTED: this needs a GPU"))

@@ -36,7 +36,10 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = (torch.bfloat16, torch.float16) if CUDA else (torch.float16,)
 ROWS = ("lse", "entropy", "peak", "max_logit", "distance")
 # PyTorch says so of a thread's first product in a backward pass.
-pytestmark = pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
+    pytest.mark.kernels,
+]
 
 
 @pytest.fixture(autouse=True)
@@ -1013,7 +1016,7 @@ def looked_at(*tensors: Tensor, causal: bool, backend: str = "triton") -> dict[s
     return {"output": output} | seen.to_dict()
 
 
-@pytest.mark.skipif(not CUDA, reason="attention() takes these kernels on a GPU alone.")
+@pytest.mark.gpu
 @pytest.mark.parametrize("causal", [False, True])
 def test_calls_are_captured_and_compiled_and_have_gradients(causal: bool) -> None:
     tensors = [t.bfloat16() for t in inputs((512, 512), 64, (4, 2))]
@@ -1049,7 +1052,7 @@ def test_calls_are_captured_and_compiled_and_have_gradients(causal: bool) -> Non
         assert (got - true).abs().max() <= 3 * (low - true).abs().max()
 
 
-@pytest.mark.skipif(not CUDA, reason="Half a million rows take hours elsewhere.")
+@pytest.mark.gpu
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_no_row_of_many_has_other_top_keys(width, causal) -> None:
@@ -1065,7 +1068,7 @@ def test_no_row_of_many_has_other_top_keys(width, causal) -> None:
     torch.testing.assert_close(seen.top.weights, told, rtol=1e-4, atol=1e-6)
 
 
-@pytest.mark.skipif(not CUDA, reason="Repeats tell something on a GPU alone.")
+@pytest.mark.gpu
 @pytest.mark.parametrize(("causal", "width"), [*product((False, True), (64, 128))])
 @pytest.mark.parametrize("lengths", [(512, 512), (1000, 1300), (2048, 2048), (8192, 8192)])
 def test_repeats_are_equal_to_the_bit(lengths, width, causal) -> None:
@@ -1087,7 +1090,7 @@ def test_repeats_are_equal_to_the_bit(lengths, width, causal) -> None:
             assert torch.equal(first[name], value_again), name
 
 
-@pytest.mark.skipif(not CUDA, reason="Repeats tell something on a GPU alone.")
+@pytest.mark.gpu
 @pytest.mark.parametrize(("causal", "width"), [*product((False, True), (64, 128))])
 @pytest.mark.parametrize("length", [512, 2048])
 def test_repeats_of_the_backward_pass_are_equal_but_for_queries(length, width, causal) -> None:

@@ -34,6 +34,7 @@ from regard.mechanism.seeing import Seen
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed: it comes for Linux alone.", allow_module_level=True)
 
+pytestmark = pytest.mark.kernels
 Case = TypeVar("Case")
 
 CUDA = torch.cuda.is_available()
@@ -599,44 +600,43 @@ def test_compiles_to_one_graph(name: str) -> None:
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6 * other.abs().amax().item())
 
 
-if CUDA:
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["buckets", "causal content"])
+def test_a_bias_takes_no_memory_of_all_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from regard.mechanism.kernels import relative
 
-    @pytest.mark.parametrize("name", ["buckets", "causal content"])
-    def test_a_bias_takes_no_memory_of_all_pairs(
-        name: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        from regard.mechanism.kernels import relative
+    monkeypatch.setattr(relative, "SCRATCH", 2**24)  # all that Transformer-XL's term may have
+    size = 8192
+    call = make(name, See(entropy=True), dtype=torch.bfloat16, queries=size, keys=size)
+    leaves = [call.query, call.key, call.value, *(call.bias.tensors if call.bias else ())]
+    for tensor in leaves:
+        tensor.requires_grad_()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    output, _ = run(call)
+    torch.autograd.grad(output, leaves, torch.ones_like(output))
+    # An eighth of one bfloat16 for each of the 8 heads' pairs.
+    assert torch.cuda.max_memory_allocated() - before < 2 * size * size
 
-        monkeypatch.setattr(relative, "SCRATCH", 2**24)  # all that Transformer-XL's term may have
-        size = 8192
-        call = make(name, See(entropy=True), dtype=torch.bfloat16, queries=size, keys=size)
-        leaves = [call.query, call.key, call.value, *(call.bias.tensors if call.bias else ())]
-        for tensor in leaves:
-            tensor.requires_grad_()
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        output, _ = run(call)
-        torch.autograd.grad(output, leaves, torch.ones_like(output))
-        # An eighth of one bfloat16 for each of the 8 heads' pairs.
-        assert torch.cuda.max_memory_allocated() - before < 2 * size * size
 
-    @pytest.mark.parametrize("name", ["full", "window", "causal content"])
-    def test_is_captured_in_a_cuda_graph(name: str) -> None:
-        see = replace(EVERYTHING, rows=[2], top=0 if "content" in name else 3)
-        call = make(name, see, dtype=torch.bfloat16)
-        expected, expected_seen = run(call)
-        run(call)
-        torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            output, seen = run(call)
-        output.zero_()
-        graph.replay()
-        assert torch.equal(output, expected)
-        assert seen is not None
-        assert expected_seen is not None
-        for field, tensor in expected_seen.to_dict().items():
-            assert torch.equal(seen.to_dict()[field], tensor), field
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["full", "window", "causal content"])
+def test_is_captured_in_a_cuda_graph(name: str) -> None:
+    see = replace(EVERYTHING, rows=[2], top=0 if "content" in name else 3)
+    call = make(name, see, dtype=torch.bfloat16)
+    expected, expected_seen = run(call)
+    run(call)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        output, seen = run(call)
+    output.zero_()
+    graph.replay()
+    assert torch.equal(output, expected)
+    assert seen is not None
+    assert expected_seen is not None
+    for field, tensor in expected_seen.to_dict().items():
+        assert torch.equal(seen.to_dict()[field], tensor), field
 
 
 class Largest(TorchDispatchMode):

@@ -153,7 +153,7 @@ def test_what_a_step_leaves_is_there_for_the_next(
     assert losses[0] == pytest.approx(losses[1], rel=1e-5)
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="CUDA graphs need a GPU")
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     ("task", "kind"),
     [
