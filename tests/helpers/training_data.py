@@ -83,3 +83,12 @@ def recipe_of(folder: Path, task: str = "translation", kind: str = "transformer"
         "evaluation": {"every": 6},
         "saving": {"every": 3, "last": 2},
     }
+
+
+def bytes_of(run: Path) -> dict[str, bytes]:
+    """Everything a finished run leaves, but for its log and the picture of it."""
+    return {
+        str(file.relative_to(run)): file.read_bytes()
+        for file in sorted(run.rglob("*"))
+        if file.is_file() and file.name not in ("log.jsonl", "run.svg")
+    }

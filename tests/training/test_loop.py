@@ -7,9 +7,7 @@ import os
 import random
 import shutil
 import signal
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +18,8 @@ import torch
 from torch import Tensor
 
 import regard
-from helpers.training_data import TASKS, recipe_of, write_data
+from helpers.training_data import TASKS, bytes_of, recipe_of, write_data
+from helpers.training_processes import TrainingProcesses, wait_for_a_step, wait_for_changes
 from regard.converting import convert
 from regard.decoding import Beam
 from regard.errors import InputError
@@ -71,16 +70,6 @@ def run(raw: dict[str, Any], resume: bool = False, **settings: Any) -> Result:
 def log_of(result: Result) -> list[dict[str, Any]]:
     lines = (result.folder / "log.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line) for line in lines]
-
-
-def bytes_of(run: Path) -> dict[str, bytes]:
-    """Everything a finished run leaves, but for its log, a picture of it, and where it is."""
-    found = {}
-    for file in sorted(run.rglob("*")):
-        name = str(file.relative_to(run))
-        if file.is_file() and name not in ("log.jsonl", "run.svg"):
-            found[name] = file.read_bytes()
-    return found
 
 
 # ----------------------------------------------------------------------------- what is learned
@@ -445,44 +434,6 @@ def test_unknown_sizes_are_refused_with_the_nearest(folder: Path) -> None:
 KILLS = int(os.environ.get("REGARD_KILLS", "21"))  # more for a long run
 
 
-class Workers:
-    """Trainings in processes of their own."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / "training_worker.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-
-    def start(self, raw: dict[str, Any], resume: bool) -> int:
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"recipe": raw, "resume": resume}) + "\n")
-        self.process.stdin.flush()
-        return int(self._line())
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline()
-
-    def wait(self) -> int:
-        """The exit status of the training: 0 finished, 3 interrupted, below 0 killed."""
-        return int(self._line())
-
-
-@pytest.fixture(scope="module")
-def workers() -> Iterator[Workers]:
-    found = Workers()
-    yield found
-    assert found.process.stdin is not None
-    assert found.process.stdout is not None
-    found.process.stdin.close()
-    found.process.wait()
-    found.process.stdout.close()
-
-
 def long_recipe(folder: Path, kind: str) -> dict[str, Any]:
     """Dropout of units and merges, a running mean, accumulation and averaging: all with state."""
     task = {"transformer-xl": "language modelling", "bert": "masked language modelling"}
@@ -495,17 +446,6 @@ def long_recipe(folder: Path, kind: str) -> dict[str, Any]:
     raw["saving"] = {"every": 2, "last": 3, "average": 3}
     raw["evaluation"] = {"every": 5}
     return raw
-
-
-def wait_for_a_step(log: Path, seconds: float) -> None:
-    """Until the log tells of a step, or the end, that it did not tell of before."""
-    until = time.perf_counter() + seconds
-    before = log.stat().st_size if log.exists() else 0
-    while time.perf_counter() < until:
-        new = log.read_bytes()[before:] if log.exists() else b""
-        if b'"loss"' in new or b'"finished"' in new:
-            return
-        time.sleep(0.002)
 
 
 def test_a_transformer_xl_with_a_context_and_all_its_dropout_resumes_to_the_byte(
@@ -529,7 +469,7 @@ def test_a_transformer_xl_with_a_context_and_all_its_dropout_resumes_to_the_byte
 
 @pytest.mark.parametrize("kind", ["transformer", "transformer-xl", "bert"])
 def test_killed_at_any_moment_the_end_is_the_same_to_the_byte(
-    folder: Path, workers: Workers, kind: str
+    folder: Path, processes: TrainingProcesses, kind: str
 ) -> None:
     kills, choose, rounds, resumed = -(-KILLS // 3), random.Random(kind), 0, 0
     raw = long_recipe(folder, kind)
@@ -537,28 +477,25 @@ def test_killed_at_any_moment_the_end_is_the_same_to_the_byte(
         lines = (folder / "train.txt").read_text(encoding="utf-8").splitlines()
         Text.train_wordpiece(lines, size=300).save(folder / "tokenizer")
         raw["tokenizer"] = {"start": str(folder / "tokenizer")}
-    workers.start(raw, resume=False)
-    began = time.perf_counter()
-    assert workers.wait() == 0
-    whole = time.perf_counter() - began
-    expected = bytes_of(folder / "run")
+    expected = bytes_of(processes.train(raw))
     assert len(expected) > 20
     killed = 0
     while killed < kills:
         rounds += 1
-        raw["output"] = str(folder / f"run-{rounds}")
+        output = folder / f"run-{rounds}"
+        raw["output"] = str(output)
         while True:
-            child = workers.start(raw, resume=True)
+            [child] = processes.start("train", 0, recipe=raw, resume=True)
             if killed < kills:
                 if killed % 4:  # most while it trains, some while it starts
-                    wait_for_a_step(folder / f"run-{rounds}" / "log.jsonl", 5 * whole)
-                time.sleep(choose.uniform(0, whole / 3))
+                    wait_for_a_step(output / "log.jsonl", processes.ended)
+                wait_for_changes(output, choose.randrange(12), processes.ended)
                 os.kill(child, signal.SIGKILL)
-            status = workers.wait()
+            [status] = processes.wait()
             killed += status == -signal.SIGKILL
             if status == 0:
                 break
-            assert status == -signal.SIGKILL
+            assert status == -signal.SIGKILL, processes.stderr()
         found = bytes_of(folder / f"run-{rounds}")
         assert found.keys() == expected.keys()
         for name, data in found.items():
@@ -569,31 +506,26 @@ def test_killed_at_any_moment_the_end_is_the_same_to_the_byte(
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_asked_to_stop_it_saves_leaves_and_goes_on(
-    folder: Path, workers: Workers, number: signal.Signals
+    folder: Path, processes: TrainingProcesses, number: signal.Signals
 ) -> None:
     raw = long_recipe(folder, "transformer")
     raw["saving"] = {"every": 60, "last": 1}
     raw["evaluation"] = {"every": 0}
     raw["schedule"]["steps"] = 60
     raw["watching"] = {"every": 1}  # the log tells of every step then
-    workers.start(raw, resume=False)
-    assert workers.wait() == 0
-    expected = bytes_of(folder / "run")
+    expected = bytes_of(processes.train(raw))
     raw["output"] = str(folder / "stopped")
-    child = workers.start(raw, resume=False)
+    [child] = processes.start("train", 0, recipe=raw, resume=False)
     log = folder / "stopped" / "log.jsonl"
-    while not (log.exists() and '"step"' in log.read_text(encoding="utf-8")):
-        time.sleep(0.005)
+    wait_for_a_step(log, processes.ended, b'"step"')
     os.kill(child, number)
-    assert workers.wait() == 3
+    assert processes.wait() == [3]
     rows = [json.loads(line) for line in log.read_text(encoding="utf-8").splitlines()]
     assert rows[-1]["interrupted"] == number.name
     step = rows[-1]["step"]
     assert 0 < step < 60
     assert Keeper(folder / "stopped" / "checkpoints").steps() == [step]
-    workers.start(raw, resume=True)
-    assert workers.wait() == 0
-    assert bytes_of(folder / "stopped") == expected
+    assert bytes_of(processes.train(raw, resume=True)) == expected
 
 
 def test_a_damaged_checkpoint_is_passed_over_loudly_and_the_end_is_the_same(folder: Path) -> None:

@@ -6,19 +6,19 @@ import json
 import os
 import shutil
 import signal
-import subprocess
-import sys
-import tempfile
-import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import pytest
 import torch
 
-from helpers.crew_killing import killed_and_restarted, recipe_to_kill
 from helpers.training_data import recipe_of, write_data
+from helpers.training_processes import (
+    TrainingProcesses,
+    killed_and_restarted,
+    recipe_to_kill,
+    wait_for_a_step,
+)
 from regard.errors import InputError
 from regard.mechanism.masks import Padding
 from regard.training import parse_recipe
@@ -30,55 +30,6 @@ from regard.training.saving import Keeper
 
 # Sums of float32 in another order; over 12 steps they were found to differ by 1e-6 at most.
 SAME = {"rel": 0, "abs": 1e-5}
-
-
-class Crews:
-    """Several processes at a time, as torchrun would start them."""
-
-    def __init__(self, errors: IO[bytes]) -> None:
-        self.errors = errors
-        self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / "crew_worker.py")],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=self.errors,
-            text=True,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-
-    def start(self, do: str, world: int, **more: Any) -> list[int]:
-        """Their ids."""
-        assert self.process.stdin is not None
-        self.process.stdin.write(json.dumps({"do": do, "world": world, **more}) + "\n")
-        self.process.stdin.flush()
-        found: list[int] = json.loads(self._line())
-        return found
-
-    def wait(self) -> list[int]:
-        """Their exit statuses: 0 finished, 3 interrupted, 2 refused."""
-        found: list[int] = json.loads(self._line())
-        return found
-
-    def _line(self) -> str:
-        assert self.process.stdout is not None
-        return self.process.stdout.readline()
-
-    def said(self) -> str:
-        self.errors.seek(0)
-        return self.errors.read().decode()
-
-    def train(self, raw: dict[str, Any], world: int, resume: bool = False) -> Path:
-        self.start("train", world, recipe=raw, resume=resume)
-        assert self.wait() == [0] * world, self.said()[-3000:]
-        return Path(raw["output"])
-
-
-@pytest.fixture(scope="module")
-def crews() -> Iterator[Crews]:
-    with tempfile.TemporaryFile() as errors:
-        found = Crews(errors)
-        with found.process:
-            yield found
 
 
 def recipe(folder: Path, task: str = "translation", kind: str = "transformer") -> dict[str, Any]:
@@ -134,16 +85,16 @@ def rewound(run: Path, name: str) -> Path:
     ],
 )
 def test_any_number_of_processes_take_the_same_steps(
-    tmp_path: Path, crews: Crews, kind: str, parallel: str, worlds: tuple[int, ...]
+    tmp_path: Path, processes: TrainingProcesses, kind: str, parallel: str, worlds: tuple[int, ...]
 ) -> None:
     task = "translation" if kind == "transformer" else "language modelling"
     raw = recipe(tmp_path, task, kind) | {"parallel": parallel}
     raw["batch"]["accumulate"] = 2
     raw["schedule"]["steps"] = 6
-    alone = crews.train(raw, 1)
+    alone = processes.train(raw, 1)
     for world in worlds:
         raw["output"] = str(tmp_path / f"{world}")
-        together = crews.train(raw, world)
+        together = processes.train(raw, world)
         for what in ("loss", "gradient"):
             assert numbers(together, what) == pytest.approx(numbers(alone, what), **SAME)
         expected = scores(alone)
@@ -153,31 +104,35 @@ def test_any_number_of_processes_take_the_same_steps(
 
 
 def test_several_processes_end_in_time_however_often_they_save(
-    tmp_path: Path, crews: Crews
+    tmp_path: Path, processes: TrainingProcesses
 ) -> None:
     raw = recipe(tmp_path)
     raw["schedule"] |= {"steps": 100_000, "minutes": 0.02}
     raw["evaluation"]["every"] = 0
-    run = crews.train(raw | {"saving": {"every": 20, "last": 2}}, 2)
+    run = processes.train(raw | {"saving": {"every": 20, "last": 2}}, 2)
     assert max(numbers(run)) < 10_000
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 @pytest.mark.parametrize("kind", ["gpt2", "transformer-xl"])
-def test_compiled_it_takes_the_same_steps(tmp_path: Path, crews: Crews, kind: str) -> None:
+def test_compiled_it_takes_the_same_steps(
+    tmp_path: Path, processes: TrainingProcesses, kind: str
+) -> None:
     raw = recipe(tmp_path, "language modelling", kind)
     raw["schedule"]["steps"] = 3
-    plain = crews.train(raw, 1)
+    plain = processes.train(raw, 1)
     raw |= {"output": str(tmp_path / "compiled"), "compile": True}
-    assert numbers(crews.train(raw, 1)) == pytest.approx(numbers(plain), **SAME)
+    assert numbers(processes.train(raw, 1)) == pytest.approx(numbers(plain), **SAME)
 
 
-def test_the_steps_are_not_those_of_other_data(tmp_path: Path, crews: Crews) -> None:
+def test_the_steps_are_not_those_of_other_data(
+    tmp_path: Path, processes: TrainingProcesses
+) -> None:
     """What the test above would find if a process took the wrong rows, or a mean for a sum."""
     raw = recipe(tmp_path)
-    alone = crews.train(raw, 1)
+    alone = processes.train(raw, 1)
     raw |= {"output": str(tmp_path / "other"), "seed": raw["seed"] + 1}
-    other = crews.train(raw, 1)
+    other = processes.train(raw, 1)
     difference = abs(numbers(alone)[12] - numbers(other)[12])
     assert difference > 1000 * SAME["abs"]
 
@@ -197,18 +152,18 @@ def test_shares_of_a_batch_make_the_batch() -> None:
     assert cut(flags, slice(1, None, 2)).start.tolist() == [1, 3]
 
 
-def test_what_cannot_be_shared_is_refused(tmp_path: Path, crews: Crews) -> None:
+def test_what_cannot_be_shared_is_refused(tmp_path: Path, processes: TrainingProcesses) -> None:
     raw = recipe(tmp_path, "language modelling", "gpt2") | {"parallel": "context"}
     raw["data"]["length"] = 63
-    crews.start("train", 2, recipe=raw, resume=False)
-    assert crews.wait() == [2, 2]
-    assert "Sequences of 63 tokens (data.length) cannot be shared evenly by 2" in crews.said()
+    processes.start("train", 2, recipe=raw, resume=False)
+    assert processes.wait() == [2, 2]
+    assert "Sequences of 63 tokens (data.length) cannot be shared evenly by 2" in processes.stderr()
     raw = recipe(tmp_path, "language modelling", "transformer-xl")
     raw["batch"]["tokens"] = 64
     raw["output"] = str(tmp_path / "xl")
-    crews.start("train", 2, recipe=raw, resume=False)
-    assert crews.wait() == [2, 2]
-    assert "1 rows are read side by side, but there are 2 processes" in crews.said()
+    processes.start("train", 2, recipe=raw, resume=False)
+    assert processes.wait() == [2, 2]
+    assert "1 rows are read side by side, but there are 2 processes" in processes.stderr()
     with pytest.raises(InputError, match=r"parallel = 'context' is for gpt2"):
         parse_recipe(recipe(tmp_path) | {"parallel": "context"})
     with pytest.raises(InputError, match=r"compile = true is not for t5"):
@@ -216,16 +171,18 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path, crews: Crews) -> None:
 
 
 @pytest.mark.parametrize("world", [2, 4])
-def test_uneven_shards_are_gathered_whole(crews: Crews, world: int) -> None:
-    crews.start("gather", world)
-    assert crews.wait() == [0] * world, crews.said()[-3000:]
+def test_uneven_shards_are_gathered_whole(processes: TrainingProcesses, world: int) -> None:
+    processes.start("gather", world)
+    assert processes.wait() == [0] * world, processes.stderr()
 
 
-def test_shards_do_nothing_together_that_gloo_may_die_of(tmp_path: Path, crews: Crews) -> None:
+def test_shards_do_nothing_together_that_gloo_may_die_of(
+    tmp_path: Path, processes: TrainingProcesses
+) -> None:
     """An all-gather by DTensor has a name too long for the string that gloo's threads share."""
     raw = recipe(tmp_path) | {"parallel": "fsdp"}
-    crews.start("train and tell", 2, recipe=raw, resume=False, folder=str(tmp_path))
-    assert crews.wait() == [0, 0], crews.said()[-3000:]
+    processes.start("train and tell", 2, recipe=raw, resume=False, folder=str(tmp_path))
+    assert processes.wait() == [0, 0], processes.stderr()
     for rank in range(2):
         names = json.loads((tmp_path / f"told-{rank}.json").read_text(encoding="utf-8"))
         assert {"_allgather_base_.default", "gather_.default", "all_reduce.default"} <= set(names)
@@ -235,14 +192,16 @@ def test_shards_do_nothing_together_that_gloo_may_die_of(tmp_path: Path, crews: 
 # --------------------------------------------------------------------------------- checkpoints
 
 
-def test_shards_go_on_in_any_number_of_processes(tmp_path: Path, crews: Crews) -> None:
+def test_shards_go_on_in_any_number_of_processes(
+    tmp_path: Path, processes: TrainingProcesses
+) -> None:
     raw = recipe(tmp_path) | {"parallel": "fsdp"}
-    run = crews.train(raw, 2)
+    run = processes.train(raw, 2)
     names = {file.name for file in (run / "checkpoints" / "step-0000000012").iterdir()}
     assert {"shards-00000.safetensors", "shards-00001.safetensors", "shards.json"} <= names
     for world, how in ((2, "fsdp"), (1, "ddp"), (4, "fsdp")):
         copy = rewound(run, f"{world}-{how}")
-        crews.train(raw | {"output": str(copy), "parallel": how}, world, resume=True)
+        processes.train(raw | {"output": str(copy), "parallel": how}, world, resume=True)
         assert '"resumed": "step-0000000006"' in (copy / "log.jsonl").read_text()
         if (world, how) == (2, "fsdp"):
             assert bytes_of(copy) == bytes_of(run)
@@ -251,25 +210,25 @@ def test_shards_go_on_in_any_number_of_processes(tmp_path: Path, crews: Crews) -
 
 
 def test_replicas_go_on_as_shards_and_to_the_byte_as_they_were(
-    tmp_path: Path, crews: Crews
+    tmp_path: Path, processes: TrainingProcesses
 ) -> None:
     raw = recipe(tmp_path)
     raw["model"]["config"]["dropout"] = 0.1
-    run = crews.train(raw, 2)
+    run = processes.train(raw, 2)
     copy = rewound(run, "copy")
-    crews.train(raw | {"output": str(copy)}, 2, resume=True)
+    processes.train(raw | {"output": str(copy)}, 2, resume=True)
     assert bytes_of(copy) == bytes_of(run)
     sharded = rewound(run, "sharded")
-    crews.train(raw | {"output": str(sharded), "parallel": "fsdp"}, 2, resume=True)
+    processes.train(raw | {"output": str(sharded), "parallel": "fsdp"}, 2, resume=True)
     assert numbers(sharded) == pytest.approx(numbers(run), **SAME)
 
 
 @pytest.mark.parametrize("full", ["shards-00001.safetensors", "shards.json", "model.safetensors"])
 def test_a_disk_full_for_one_process_loses_nothing_and_is_known_to_all(
-    tmp_path: Path, crews: Crews, full: str
+    tmp_path: Path, processes: TrainingProcesses, full: str
 ) -> None:
-    crews.start("full disk", 2, folder=str(tmp_path), full=full)
-    assert crews.wait() == [0, 0], crews.said()[-3000:]
+    processes.start("full disk", 2, folder=str(tmp_path), full=full)
+    assert processes.wait() == [0, 0], processes.stderr()
     keeper = Keeper(tmp_path)
     assert keeper.steps() == [1, 3]
     assert sorted(tmp_path.iterdir()) == [tmp_path / f"step-{step:010}" for step in (1, 3)]
@@ -289,32 +248,33 @@ def test_a_disk_full_for_one_process_loses_nothing_and_is_known_to_all(
 # ------------------------------------------------------------------------------- interruptions
 
 
-def test_one_process_asked_to_stop_all_save_and_leave(tmp_path: Path, crews: Crews) -> None:
+def test_one_process_asked_to_stop_all_save_and_leave(
+    tmp_path: Path, processes: TrainingProcesses
+) -> None:
     raw = recipe(tmp_path) | {"parallel": "fsdp"}
     raw["model"]["config"]["dropout"] = 0.1
     raw["saving"] = {"every": 40, "last": 1}
     raw["evaluation"] = {"every": 0}
     raw["schedule"]["steps"] = 40
-    expected = bytes_of(crews.train(raw, 2))
+    expected = bytes_of(processes.train(raw, 2))
     raw["output"] = str(tmp_path / "stopped")
     raw["watching"] = {"every": 1}  # the log tells of every step then
-    children = crews.start("train", 2, recipe=raw, resume=False)
+    children = processes.start("train", 2, recipe=raw, resume=False)
     log = tmp_path / "stopped" / "log.jsonl"
-    while not (log.exists() and '"step"' in log.read_text(encoding="utf-8")):
-        time.sleep(0.005)
+    wait_for_a_step(log, processes.ended, b'"step"')
     os.kill(children[1], signal.SIGTERM)
-    assert crews.wait() == [3, 3], crews.said()[-3000:]
+    assert processes.wait() == [3, 3], processes.stderr()
     last = json.loads(log.read_text(encoding="utf-8").splitlines()[-1])
     assert last["interrupted"] == "SIGTERM"
     assert 0 < last["step"] < 40
-    crews.train(raw, 2, resume=True)
+    processes.train(raw, 2, resume=True)
     assert bytes_of(tmp_path / "stopped") == expected
 
 
 def test_a_process_that_is_killed_starts_again_and_the_end_is_the_same(
-    tmp_path: Path, crews: Crews
+    tmp_path: Path, processes: TrainingProcesses
 ) -> None:
     raw = recipe_to_kill(tmp_path, steps=40)
-    undisturbed = crews.train(raw, 2)
+    undisturbed = processes.train(raw, 2)
     found = killed_and_restarted(raw, undisturbed, kills=1, seed=0)
     assert found == {"kills": 1, "restarts": 1, "resumed": 1, "steps": 40, "different": []}

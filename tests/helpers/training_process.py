@@ -1,7 +1,8 @@
-"""Runs crews of processes, made quickly: PyTorch is imported once, then forked for each of them.
+"""Starts training processes quickly: PyTorch is imported once, then forked for each of them.
 
 For each line on its input, ``{"do": name, "world": n, ...}``, it forks ``n`` processes as torchrun
-starts them, prints their ids, and when all have ended, their exit statuses.
+starts them, or a single one without torchrun's variables where ``n`` is 0. It prints their ids, and
+when all have ended, their exit statuses.
 """
 
 from __future__ import annotations
@@ -136,30 +137,44 @@ def done(asked: dict[str, Any]) -> int:
         os._exit(status)
 
 
+def environment(rank: int, world: int) -> dict[str, str]:
+    """What torchrun would set, but for the port."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+    }
+
+
+def status_of(child: int) -> int:
+    """Its exit status once it has ended, below 0 where a signal ended it. Its id stays its own."""
+    ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert ended is not None
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
 def main() -> None:
+    children: list[int] = []
     for line in sys.stdin:
+        for child in children:  # only now may its id be given to another process
+            os.waitpid(child, 0)
         asked = json.loads(line)
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = free.getsockname()[1]
         children = []
-        for rank in range(asked["world"]):
+        for rank in range(max(asked["world"], 1)):
             child = os.fork()
             if not child:
-                os.environ |= {
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(asked["world"]),
-                    "LOCAL_WORLD_SIZE": str(asked["world"]),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                }
+                if asked["world"]:
+                    os.environ |= environment(rank, asked["world"]) | {"MASTER_PORT": str(port)}
                 torch.set_num_threads(1)
                 os._exit(done(asked))
             children.append(child)
         print(json.dumps(children), flush=True)  # noqa: T201
-        ended = [os.waitpid(child, 0)[1] for child in children]
-        print(json.dumps([os.waitstatus_to_exitcode(code) for code in ended]), flush=True)  # noqa: T201
+        print(json.dumps([status_of(child) for child in children]), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":
