@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from helpers import gluon_on_cpu
+from helpers.kernel_cases import CUDA, cases, pairwise
 from regard import Causal, See, Seen, attention
 from regard.errors import BackendError
 from regard.mechanism.call import check as arguments
@@ -31,7 +32,6 @@ from regard.mechanism.kernels import launch, operators, specialised  # noqa: E40
 from regard.mechanism.kernels.columns import TEAM, TILE  # noqa: E402
 from regard.mechanism.kernels.operators import Owed  # noqa: E402
 
-CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = (torch.bfloat16, torch.float16) if CUDA else (torch.float16,)
 ROWS = ("lse", "entropy", "peak", "max_logit", "distance")
@@ -115,6 +115,8 @@ def check(
             close(name, value, getattr(exact, name), getattr(plain, name))
 
 
+RISES = ((0.0, 0.0), (2.0, 0.0), (9.0, 0.0), (0.0, 9.0), (3.0, 300.0))
+SCALES = (0.0, 1e-30, 1 / 64, 1.0, 3.0)
 LENGTHS = [(256, 256), (384, 384), (257, 300), (256, 320), (256, 512), (520, 520)]
 
 
@@ -128,7 +130,18 @@ def memory_of_nan() -> Iterator[None]:
 
 @pytest.mark.usefixtures("memory_of_nan")
 @pytest.mark.parametrize(
-    ("lengths", "width", "causal", "dtype"), [*product(LENGTHS, (64, 128), (False, True), DTYPES)]
+    ("lengths", "width", "causal", "dtype"),
+    cases(
+        list(product(LENGTHS, (64, 128), (False, True), DTYPES)),
+        [
+            ((256, 256), 64, False, torch.float16),
+            ((384, 384), 64, True, torch.float16),
+            ((257, 300), 128, True, torch.float16),
+            ((257, 300), 64, False, torch.float16),
+            ((256, 512), 128, False, torch.float16),
+        ],
+        pairwise(LENGTHS, (64, 128), (False, True), DTYPES),
+    ),
 )
 def test_forward_is_the_definition(lengths, width, causal, dtype) -> None:
     tensors = [t.to(dtype) for t in inputs(lengths, width)]
@@ -151,17 +164,20 @@ def test_forward_reads_heads_that_lie_beside_each_other_and_many_blocks() -> Non
 @pytest.mark.usefixtures("memory_of_nan")
 @pytest.mark.parametrize(
     ("lengths", "grid", "causal", "programs"),
-    [
-        ((640, 640), (5, 5), False, 3),
-        ((640, 640), (5, 5), True, 5),
-        ((300, 900), None, False, 5),
-        ((300, 900), None, True, 3),
-        ((1024, 1280), (4, 5), False, 3),
-        ((1024, 1280), (4, 5), True, 7),
-        ((1024, 1024), (64, 64), True, 5),  # zeros where nothing is seen
-        ((1024, 1024), (4, 64), True, 5),
-        ((1024, 1024), (16, 16), True, 5),  # bins in two parts
-    ],
+    cases(
+        SHARED := [
+            ((640, 640), (5, 5), False, 3),
+            ((640, 640), (5, 5), True, 5),
+            ((300, 900), None, False, 5),
+            ((300, 900), None, True, 3),
+            ((1024, 1280), (4, 5), False, 3),
+            ((1024, 1280), (4, 5), True, 7),
+            ((1024, 1024), (64, 64), True, 5),  # zeros where nothing is seen
+            ((1024, 1024), (4, 64), True, 5),
+            ((1024, 1024), (16, 16), True, 5),  # bins in two parts
+        ],
+        [SHARED[1], SHARED[2]],
+    ),
 )
 def test_programs_share_the_last_items(lengths, grid, causal, programs, monkeypatch) -> None:
     """Wherever shares begin and end: in one block, in two, with whole ones between.
@@ -216,7 +232,7 @@ def test_every_block_is_dealt_out_once(causal, blocks, programs, by_keys) -> Non
 
 
 @pytest.mark.usefixtures("memory_of_nan")
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", cases([64, 128], [64]))
 def test_the_second_pass_begins_with_heads_of_which_all_is_told(width) -> None:
     programs = specialised._processors(DEVICE)
     heads = 8 * programs
@@ -237,7 +253,7 @@ def test_the_second_pass_begins_with_heads_of_which_all_is_told(width) -> None:
 
 
 @pytest.mark.usefixtures("memory_of_nan")
-@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("width", cases([64, 128], [64]))
 def test_as_many_programs_share_a_block_as_can(width, monkeypatch) -> None:
     monkeypatch.setattr(specialised, "_processors", lambda device: 14)
     tensors = [t.to(DTYPES[0]) for t in inputs((256, 2560), width, (8, 4), batch=1)]
@@ -254,9 +270,14 @@ def test_as_many_programs_share_a_block_as_can(width, monkeypatch) -> None:
     check(tensors, False, See(**dict.fromkeys(ROWS, True)), found)
 
 
-@pytest.mark.parametrize("width", [64, 128])
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("scale", [0.0, 1e-30, 1 / 64, 1.0, 3.0])
+@pytest.mark.parametrize(
+    ("scale", "causal", "width"),
+    cases(
+        list(product(SCALES, (False, True), (64, 128))),
+        [(0.0, False, 64), (1e-30, True, 128), (1 / 64, False, 128), (3.0, True, 64)],
+        pairwise(SCALES, (False, True), (64, 128)),
+    ),
+)
 def test_forward_masks_at_any_scale(scale: float, causal: bool, width: int) -> None:
     tensors = [t.to(DTYPES[0]) for t in inputs((256, 300), width)]
     wanted = set(ROWS) if causal else set(ROWS) - {"distance"}
@@ -264,6 +285,7 @@ def test_forward_masks_at_any_scale(scale: float, causal: bool, width: int) -> N
     check(tensors, causal, See(**dict.fromkeys(ROWS, True)), found, scale)
 
 
+@pytest.mark.sweep
 def test_forward_is_exact_where_one_weight_is_nearly_all() -> None:
     """That weight is rounded for the output, and its rounding is taken out again, in every row."""
     query, key, value = (t.bfloat16() for t in inputs((1024, 1024), 128, (8, 2)))
@@ -273,8 +295,13 @@ def test_forward_is_exact_where_one_weight_is_nearly_all() -> None:
 
 
 @pytest.mark.usefixtures("memory_of_nan")
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("steps", [(0.0, 0.0), (2.0, 0.0), (9.0, 0.0), (0.0, 9.0), (3.0, 300.0)])
+@pytest.mark.parametrize(
+    ("steps", "causal"),
+    cases(
+        list(product(RISES, (False, True))),
+        [((2.0, 0.0), False), ((9.0, 0.0), True), ((3.0, 300.0), False)],
+    ),
+)
 def test_forward_follows_scores_that_rise(steps: tuple[float, float], causal: bool) -> None:
     """From tile to tile, in the order they are taken: by less than weights leave room for, or more.
 
@@ -329,7 +356,14 @@ GRIDS = [
 @pytest.mark.usefixtures("memory_of_nan")
 @pytest.mark.parametrize(
     ("grid", "width", "causal", "layout"),
-    [*product(GRIDS, (64, 128), (False, True), (headed, beside))],
+    cases(
+        list(product(GRIDS, (64, 128), (False, True), (headed, beside))),
+        [
+            (grid, (64, 128)[at % 2], at % 3 > 0, (headed, beside)[at // 2 % 2])
+            for at, grid in enumerate(GRIDS)
+        ],
+        pairwise(GRIDS, (64, 128), (False, True), (headed, beside)),
+    ),
 )
 def test_columns_are_the_definition(grid, width, causal, layout) -> None:
     lengths, cells = grid
@@ -343,9 +377,16 @@ def test_columns_are_the_definition(grid, width, causal, layout) -> None:
 
 
 @pytest.mark.usefixtures("memory_of_nan")
-@pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize(
-    ("lengths", "grid"), [*GRIDS[:1], *GRIDS[4:7], ((257, 300), None), ((384, 384), None)]
+    ("lengths", "grid", "width"),
+    cases(
+        LEFT := [
+            (*grid, width)
+            for grid in (*GRIDS[:1], *GRIDS[4:7], ((257, 300), None), ((384, 384), None))
+            for width in (64, 128)
+        ],
+        LEFT[::3],
+    ),
 )
 def test_forward_leaves_what_columns_would_make(lengths, grid, width) -> None:
     tensors = [t.to(DTYPES[0]) for t in inputs(lengths, width)]
@@ -358,7 +399,12 @@ def test_forward_leaves_what_columns_would_make(lengths, grid, width) -> None:
 
 @pytest.mark.usefixtures("memory_of_nan")
 @pytest.mark.parametrize(
-    ("lengths", "width", "causal"), [*product([*LENGTHS, (1000, 1300)], (64, 128), (False, True))]
+    ("lengths", "width", "causal"),
+    cases(
+        list(product([*LENGTHS, (1000, 1300)], (64, 128), (False, True))),
+        [((256, 256), 128, False), ((257, 300), 64, True), ((256, 320), 64, False)],
+        pairwise([*LENGTHS, (1000, 1300)], (64, 128), (False, True)),
+    ),
 )
 def test_what_keys_receive_needs_no_bins(lengths, width, causal) -> None:
     query, key, value = (t.to(DTYPES[0]) for t in inputs(lengths, width))
@@ -425,13 +471,20 @@ def close_gradients(
 @pytest.mark.usefixtures("memory_of_nan")
 @pytest.mark.parametrize(
     ("lengths", "grid", "causal", "layout", "width", "dtype"),
-    [
-        *((*grid, True, beside, *rest) for grid, *rest in product(GRIDS, (64, 128), DTYPES)),
-        *((*grid, False, headed, *rest) for grid, *rest in product(GRIDS[::3], (64, 128), DTYPES)),
-        *product(LENGTHS[1:2], (None,), (False, True), (headed,), (64, 128), DTYPES),
-        *product(LENGTHS[2:4], (None,), (True,), (headed,), (64, 128), DTYPES),
-        *product(LENGTHS[:1], ((4, 32),), (False, True), (among_others,), (64, 128), DTYPES),
-    ],
+    cases(
+        BACKWARD := [
+            *((*grid, True, beside, *rest) for grid, *rest in product(GRIDS, (64, 128), DTYPES)),
+            *(
+                (*grid, False, headed, *rest)
+                for grid, *rest in product(GRIDS[::3], (64, 128), DTYPES)
+            ),
+            *product(LENGTHS[1:2], (None,), (False, True), (headed,), (64, 128), DTYPES),
+            *product(LENGTHS[2:4], (None,), (True,), (headed,), (64, 128), DTYPES),
+            *product(LENGTHS[:1], ((4, 32),), (False, True), (among_others,), (64, 128), DTYPES),
+        ],
+        [case for at, case in enumerate(BACKWARD) if at % 5 == 0],
+        [case for at, case in enumerate(BACKWARD) if at % 2 == at // 2 % 2 or at % 5 == 0],
+    ),
 )
 def test_backward_is_the_definition(lengths, grid, causal, layout, width, dtype) -> None:
     tensors = [t.to(dtype) for t in inputs(lengths, width, (2, 2), layout)]
@@ -445,7 +498,10 @@ def test_backward_is_the_definition(lengths, grid, causal, layout, width, dtype)
 @pytest.mark.usefixtures("memory_of_nan")
 @pytest.mark.parametrize(
     ("layout", "grid"),
-    [(headed, None), (headed, (4, 32)), (headed, (8, 8)), (among_others, (4, 32))],
+    cases(
+        [(headed, None), (headed, (4, 32)), (headed, (8, 8)), (among_others, (4, 32))],
+        [(headed, (8, 8)), (among_others, (4, 32))],
+    ),
 )
 def test_backward_takes_gradients_that_lie_anyhow(layout, grid) -> None:
     """As that of a sum, which is one number, or of a part of something: few can be copied so."""
@@ -599,10 +655,22 @@ def highest(
 @pytest.mark.usefixtures("memory_of_nan")
 @pytest.mark.parametrize(
     ("lengths", "width", "causal", "count"),
-    [
-        *product(LENGTHS, (64, 128), (False, True), (8,)),
-        *product(LENGTHS[2:3], (64,), (True,), (1, 5)),
-    ],
+    cases(
+        [
+            *product(LENGTHS, (64, 128), (False, True), (8,)),
+            *product(LENGTHS[2:3], (64,), (True,), (1, 5)),
+        ],
+        [
+            ((256, 256), 64, False, 8),
+            ((257, 300), 64, True, 5),
+            ((257, 300), 128, False, 8),
+            ((384, 384), 128, True, 8),
+        ],
+        [
+            *pairwise(LENGTHS, (64, 128), (False, True), (8,)),
+            *product(LENGTHS[2:3], (64,), (True,), (1, 5)),
+        ],
+    ),
 )
 def test_top_keys_are_the_definition(lengths, width, causal, count) -> None:
     tensors = [t.to(DTYPES[0]) for t in inputs(lengths, width)]
@@ -618,7 +686,7 @@ def test_top_keys_are_the_definition(lengths, width, causal, count) -> None:
 
 
 @pytest.mark.usefixtures("memory_of_nan")
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("causal", cases([False, True], [True]))
 def test_top_keys_that_do_not_fit_are_searched_for(causal: bool) -> None:
     """Equal keys: more reach the bar than there is room for."""
     query, key, value = (t.to(DTYPES[0]) for t in inputs((256, 512), 64))
@@ -666,8 +734,13 @@ def test_the_eight_highest_are_found_unless_some_are_too_near(real: int) -> None
     assert all(len(set(row.tolist())) == 8 for row in found.data.view(64, 8))
 
 
-@pytest.mark.parametrize("dense", [False, True])
-@pytest.mark.parametrize("alike", [range(10), range(7, 9), range(0)])
+@pytest.mark.parametrize(
+    ("alike", "dense"),
+    cases(
+        list(product((range(10), range(7, 9), range(0)), (False, True))),
+        [(range(10), True), (range(7, 9), False)],
+    ),
+)
 def test_top_keys_are_in_order_however_close(alike: range, dense: bool) -> None:
     """Some differ by one part in a million, or lie side by side: a thread then has four of them."""
     keys, queries, width = 512, 256, 64
@@ -686,7 +759,7 @@ def test_top_keys_are_in_order_however_close(alike: range, dense: bool) -> None:
     assert torch.equal(found["top_keys"], best.expand_as(found["top_keys"]))
 
 
-@pytest.mark.parametrize("row", [100, 255])
+@pytest.mark.parametrize("row", cases([100, 255], [255]))
 def test_infinite_scores_stay_in_their_row(row: int) -> None:
     query, key, value = (t.to(DTYPES[0]) for t in inputs((256, 1024), 64))
     plain = highest([query, key, value], False, 8)
@@ -732,6 +805,7 @@ def crowded(crowd: tuple[int, ...], keys: int, seed: int) -> Tensor:
     return scores
 
 
+@pytest.mark.sweep
 def test_room_for_top_keys_ends_where_it_should() -> None:
     choose = gluon_on_cpu.load("regard.mechanism.kernels.hopper").choose
     keys, queries, width = 1024, 256, 128
@@ -886,6 +960,8 @@ def test_calls_that_do_not_fit_are_left_to_others() -> None:
 
 
 COMPILED = """
+import sys
+
 from triton import compile
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon import language as gl
@@ -905,7 +981,13 @@ drop = f"tensordesc<fp32[1, 128],{flat!r}>"
 together = hopper.top, hopper.columns  # all teams are one role
 
 
+built = set()
+
+
 def build(kernel, given, **constants):
+    if sys.argv[1] == "one" and kernel in built:
+        return
+    built.add(kernel)
     names = [name for name in kernel.arg_names if name not in constants]
     kinds = {"out": View("*bf16", "i64", "i64", "i32"), "dealt": Dealt("i32", "i32", "i32")}
     kinds |= dict(c="fp32") | {n: "*fp32" for n in names if n[0].isupper()}
@@ -998,10 +1080,12 @@ build(hopper.gather, dict(query_grad=view, scale="fp32"), D=128)
 @pytest.mark.skipif(
     not triton.__version__.startswith(specialised.GLUON), reason="Gluon is another one here."
 )
-def test_they_compile_for_a_hopper_where_there_is_none() -> None:
+@pytest.mark.processes
+@pytest.mark.parametrize("variants", cases(["one", "all"], ["one"]))
+def test_they_compile_for_a_hopper_where_there_is_none(variants: str) -> None:
     """As far as ptxas; what the interpreter here takes for granted, such as layouts, must fit."""
     surroundings = os.environ | {"TRITON_INTERPRET": "0"}
-    subprocess.run([sys.executable, "-c", COMPILED], check=True, env=surroundings)
+    subprocess.run([sys.executable, "-c", COMPILED, variants], check=True, env=surroundings)
 
 
 ALL = See(

@@ -2,7 +2,8 @@
 
 Without a GPU every kernel runs in Triton's interpreter, which conftest.py asks for. Its bfloat16 is
 not bfloat16, so float16 stands in for it there. It takes its time: sizes there just cross the end
-of a tile, and ``interpreted`` picks the cases, so that each structure and each field is tried.
+of a tile. ``make test`` runs a core of the cases, in which each kind of mask, each bias and each
+field has its gradient; ``make test-kernels`` runs more, the sweep.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import importlib.util
 import math
 import os
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers.kernel_cases import CUDA, cases
 from regard import Causal, Padding, Prefix, See, Segments, Window, attention
 from regard.errors import BackendError, InputError
 from regard.mechanism import fused, masks, reference
@@ -35,9 +37,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed: it comes for Linux alone.", allow_module_level=True)
 
 pytestmark = pytest.mark.kernels
-Case = TypeVar("Case")
 
-CUDA = torch.cuda.is_available()
 DEVICE = "cuda" if CUDA else "cpu"
 BATCH, HEADS, KEY_HEADS = 2, 4 if CUDA else 2, 2 if CUDA else 1
 QUERIES, KEYS = (1000, 1100) if CUDA else (36, 44)
@@ -60,12 +60,6 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
     if CUDA and call.see is not None:
         assert fused.refuses(call) is None
     return fused.run(call)
-
-
-def interpreted(all_cases: Sequence[Case], some: Sequence[Case]) -> Sequence[Case]:
-    """All cases on a GPU, and without one some of them."""
-    assert CUDA or set(some) <= set(all_cases)
-    return all_cases if CUDA else some
 
 
 def parts(*lengths: float) -> list[int]:
@@ -192,7 +186,7 @@ def assert_output(call: Call, output: Tensor, expected: Tensor) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    interpreted(
+    cases(
         list(product(STRUCTURES, DTYPES)),
         [
             ("window", torch.float16),
@@ -200,6 +194,7 @@ def assert_output(call: Call, output: Tensor, expected: Tensor) -> None:
             ("buckets", torch.float16),
             ("causal content", torch.float16),
         ],
+        [(name, DTYPES[at % len(DTYPES)]) for at, name in enumerate(STRUCTURES)],
     ),
 )
 def test_output_and_every_field(name: str, dtype: torch.dtype) -> None:
@@ -221,7 +216,11 @@ def test_more_queries_than_a_block_has() -> None:
 
 @pytest.mark.parametrize(
     ("width", "dtype"),
-    interpreted(list(product((32, 64, 80, 96, 128, 256), DTYPES)), [(80, torch.float16)]),
+    cases(
+        list(product((32, 64, 80, 96, 128, 256), DTYPES)),
+        [(80, torch.float16)],
+        [(32, torch.float32), (96, torch.float16), (128, torch.float32), (256, torch.float16)],
+    ),
 )
 def test_every_width(width: int, dtype: torch.dtype) -> None:
     see = See(lse=True, entropy=True, received=True)
@@ -234,7 +233,7 @@ def test_every_width(width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize(
     ("name", "grid"),
-    interpreted(
+    cases(
         list(
             product(
                 ("full", "causal", "causal alibi, softcap", "window", "causal content"),
@@ -244,10 +243,9 @@ def test_every_width(width: int, dtype: torch.dtype) -> None:
         [
             ("full", (16, 2)),
             ("causal", (3, 7)),
-            ("window", (1, 1)),
             ("causal alibi, softcap", (200, 300)),
-            ("causal content", (64, 64)),
         ],
+        [("window", (1, 1)), ("causal content", (64, 64)), ("full", (300, 3))],
     ),
 )
 def test_maps_of_any_grid(name: str, grid: tuple[int, int]) -> None:
@@ -284,7 +282,7 @@ def test_queries_before_the_first_key_and_a_single_query() -> None:
 
 @pytest.mark.parametrize(
     ("name", "count"),
-    interpreted(
+    cases(
         list(
             product(
                 (
@@ -299,7 +297,8 @@ def test_queries_before_the_first_key_and_a_single_query() -> None:
                 (1, 5, 64),
             )
         ),
-        [("padding, one sequence empty", 5), ("causal alibi, softcap", 64), ("buckets", 1)],
+        [("padding, one sequence empty", 5), ("buckets", 1)],
+        [("causal alibi, softcap", 64), ("full", 1), ("causal segments", 5), ("window", 64)],
     ),
 )
 def test_the_top_keys(name: str, count: int) -> None:
@@ -325,9 +324,10 @@ def test_the_top_keys(name: str, count: int) -> None:
 
 @pytest.mark.parametrize(
     ("name", "dtype"),
-    interpreted(
+    cases(
         list(product(("causal", "buckets", "causal alibi, softcap"), LOW)),
         [("causal", torch.float16)],
+        [("buckets", torch.float16)],
     ),
 )
 def test_the_top_keys_in_low_precision(name: str, dtype: torch.dtype) -> None:
@@ -405,7 +405,7 @@ def test_top_keys_of_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(parts.top.weights, whole.top.weights)
 
 
-@pytest.mark.parametrize("name", interpreted(("full", "causal", "window"), ("full", "window")))
+@pytest.mark.parametrize("name", cases(("full", "causal", "window"), ("window",), ("full",)))
 def test_transformer_xl_some_queries_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What there is room for is a matter of memory, and not of what comes out."""
     from regard.mechanism.kernels import relative
@@ -434,7 +434,7 @@ def test_transformer_xl_some_queries_at_a_time(name: str, monkeypatch: pytest.Mo
 
 @pytest.mark.parametrize(
     ("name", "queries", "dtype"),
-    interpreted(
+    cases(
         list(
             product(
                 ("full", "causal", "window", "causal alibi, softcap"),
@@ -442,7 +442,8 @@ def test_transformer_xl_some_queries_at_a_time(name: str, monkeypatch: pytest.Mo
                 (torch.float32, LOW[0]),
             )
         ),
-        [("causal alibi, softcap", 1, torch.float32), ("window", 5, torch.float16)],
+        [("causal alibi, softcap", 1, torch.float32)],
+        [("window", 5, torch.float16), ("full", 1, torch.float16)],
     ),
 )
 def test_few_queries_share_the_work_on_many_keys(
@@ -506,18 +507,13 @@ def assert_gradients(call: Call, fields: tuple[str, ...], computed: Computed | N
 
 @pytest.mark.parametrize(
     "name",
-    interpreted(
+    cases(
         list(STRUCTURES),
         [
-            "full",
-            "causal",
             "prefix",
-            "padding, one sequence empty",
             "segments",
             "causal alibi, softcap",
-            "causal buckets",
             "buckets in a window",
-            "content in a window",
             "causal content",
         ],
     ),
@@ -526,7 +522,7 @@ def test_gradients_through_every_field(name: str) -> None:
     assert_gradients(make(name, EVERYTHING), SMOOTH)
 
 
-@pytest.mark.parametrize("field", interpreted(SMOOTH, ("lse", "received")))
+@pytest.mark.parametrize("field", cases(SMOOTH, ("received",)))
 def test_gradients_through_one_field(field: str) -> None:
     assert_gradients(make("causal", replace(EVERYTHING, peak=False)), (field,))
 
@@ -544,7 +540,7 @@ def assert_low_precision_gradients(call: Call) -> None:
 
 @pytest.mark.parametrize(
     ("name", "width", "dtype"),
-    interpreted(
+    cases(
         list(
             product(
                 ("full", "causal", "window", "buckets", "causal alibi, softcap", "content"),
@@ -553,6 +549,12 @@ def assert_low_precision_gradients(call: Call) -> None:
             )
         ),
         [("buckets", 64, torch.float16), ("content", 64, torch.float16)],
+        [
+            ("full", 64, torch.float16),
+            ("causal", 128, torch.float16),
+            ("window", 64, torch.float16),
+            ("causal alibi, softcap", 64, torch.float16),
+        ],
     ),
 )
 def test_gradients_in_low_precision(name: str, width: int, dtype: torch.dtype) -> None:
@@ -576,8 +578,8 @@ def test_gradients_of_plain_calls_that_are_seen(mask: Mask | None, dtype: torch.
 
 @pytest.mark.parametrize(
     "name",
-    interpreted(
-        ["full", "causal", "window", "buckets", "causal content"], ["window", "causal content"]
+    cases(
+        ["full", "causal", "window", "buckets", "causal content"], ["window"], ["causal content"]
     ),
 )
 def test_compiles_to_one_graph(name: str) -> None:
@@ -706,7 +708,7 @@ def amid_nan(shape: tuple[int, int, int, int], layout: str) -> Tensor:
 
 @pytest.mark.parametrize(
     "layout",
-    interpreted(["sliced", "transposed", "strided", "expanded"], ["transposed", "expanded"]),
+    cases(["sliced", "transposed", "strided", "expanded"], ["transposed"]),
 )
 def test_reads_nothing_outside_its_inputs(layout: str) -> None:
     """Inputs are views into NaN, and whatever the kernels leave unwritten is NaN."""
@@ -724,7 +726,7 @@ def test_reads_nothing_outside_its_inputs(layout: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered")  # in what has no weight
-@pytest.mark.parametrize("name", ["full", "content"])
+@pytest.mark.parametrize("name", cases(["full", "content"], ["full"]))
 def test_nan_behind_padding_does_not_leak(name: str) -> None:
     only = replace(EVERYTHING, rows=())
     call = make(name, only, keys=77)
@@ -746,7 +748,7 @@ def test_nan_behind_padding_does_not_leak(name: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "width"),
-    interpreted(
+    cases(
         [
             ("causal", 64),
             ("full", 128),
@@ -755,6 +757,7 @@ def test_nan_behind_padding_does_not_leak(name: str) -> None:
             ("causal content", 64),
         ],
         [("buckets", 64)],
+        [("causal content", 64)],
     ),
 )
 def test_repeats_are_equal_to_the_bit(name: str, width: int) -> None:
