@@ -405,9 +405,18 @@ def test_top_keys_of_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert torch.equal(parts.top.weights, whole.top.weights)
 
 
-@pytest.mark.parametrize("name", cases(("full", "causal", "window"), ("window",), ("full",)))
-def test_transformer_xl_some_queries_at_a_time(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What there is room for is a matter of memory, and not of what comes out."""
+@pytest.mark.parametrize(
+    ("name", "sequence"),
+    cases(
+        list(product(("full", "causal", "window"), (True, False))),
+        [("window", False)],
+        [("full", False), ("window", True)],
+    ),
+)
+def test_transformer_xl_some_queries_at_a_time(
+    name: str, sequence: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whether there is room for a sequence or a block changes memory alone."""
     from regard.mechanism.kernels import relative
 
     queries, keys = (1000, 1100) if CUDA else (70, 76)
@@ -426,10 +435,10 @@ def test_transformer_xl_some_queries_at_a_time(name: str, monkeypatch: pytest.Mo
     second = random(BATCH, heads, queries, 24, seed=7)
     call = replace(call, bias=RelativeContent(second, random(heads, 60, 24, seed=8), -20))
     one = 4 * heads * queries * -(-keys // 64) * 64  # sequence
-    for room, count in ((2 * one - 1, BATCH), (1, BATCH * -(-queries // 64))):
-        monkeypatch.setattr(relative, "SCRATCH", room)
-        assert len(relative.parts(call.query, keys, 0)) == count
-        assert_gradients(call, SMOOTH)
+    room, parts = (2 * one - 1, BATCH) if sequence else (1, BATCH * -(-queries // 64))
+    monkeypatch.setattr(relative, "SCRATCH", room)
+    assert len(relative.parts(call.query, keys, 0)) == parts
+    assert_gradients(call, SMOOTH)
 
 
 @pytest.mark.parametrize(
