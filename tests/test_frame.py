@@ -95,6 +95,7 @@ def test_no_module_imports_itself_around_a_corner():
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
+@pytest.mark.processes
 def test_the_walk_sees_imports_inside_functions(tmp_path):
     file = tmp_path / "module.py"
     file.write_text(

@@ -235,6 +235,7 @@ def test_arguments_of_another_kind_are_refused(folder: Path, tmp_path: Path) -> 
             make()
 
 
+@pytest.mark.processes
 def test_what_is_not_there_is_said(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="There is no folder"):
         load(tmp_path / "nothing")

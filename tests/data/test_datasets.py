@@ -144,6 +144,7 @@ def test_without_the_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         found(tmp_path, "translation", "transformer", dataset="one")
 
 
+@pytest.mark.processes
 def test_training_does_not_import_it() -> None:
     code = "import sys, regard.training; assert 'datasets' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -74,11 +74,13 @@ def run(command: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.processes
 def test_the_first_command_prints_what_is_shown():
     index = max(i for i, block in enumerate(BLOCKS) if block.language == "sh")
     assert run(BLOCKS[index].code.splitlines()[0]).stdout == printed(index)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("command", COMMANDS)
 def test_commands_run(command):
     if command == "make test":
@@ -91,6 +93,7 @@ def test_commands_run(command):
     assert shown.stdout
 
 
+@pytest.mark.processes
 def test_the_demo_prints_what_is_shown():
     assert printed(0) in run("make demo").stdout
 

@@ -258,6 +258,7 @@ def test_an_exception_leaves_nothing_behind() -> None:
     assert len(watched) == 2
 
 
+@pytest.mark.processes
 def test_transformers_is_not_imported_without_need() -> None:
     code = (
         "import sys, torch, regard\n"

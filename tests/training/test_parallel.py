@@ -74,6 +74,7 @@ def rewound(run: Path, name: str) -> Path:
 # -------------------------------------------------------------------------------- equal curves
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("kind", "parallel", "worlds"),
     [
@@ -103,6 +104,7 @@ def test_any_number_of_processes_take_the_same_steps(
         assert (first["processes"], first["parallel"]) == (world, parallel)
 
 
+@pytest.mark.processes
 def test_several_processes_end_in_time_however_often_they_save(
     tmp_path: Path, processes: TrainingProcesses
 ) -> None:
@@ -113,6 +115,7 @@ def test_several_processes_end_in_time_however_often_they_save(
     assert max(numbers(run)) < 10_000
 
 
+@pytest.mark.processes
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 @pytest.mark.parametrize("kind", ["gpt2", "transformer-xl"])
 def test_compiled_it_takes_the_same_steps(
@@ -125,6 +128,7 @@ def test_compiled_it_takes_the_same_steps(
     assert numbers(processes.train(raw, 1)) == pytest.approx(numbers(plain), **SAME)
 
 
+@pytest.mark.processes
 def test_the_steps_are_not_those_of_other_data(
     tmp_path: Path, processes: TrainingProcesses
 ) -> None:
@@ -152,6 +156,7 @@ def test_shares_of_a_batch_make_the_batch() -> None:
     assert cut(flags, slice(1, None, 2)).start.tolist() == [1, 3]
 
 
+@pytest.mark.processes
 def test_what_cannot_be_shared_is_refused(tmp_path: Path, processes: TrainingProcesses) -> None:
     raw = recipe(tmp_path, "language modelling", "gpt2") | {"parallel": "context"}
     raw["data"]["length"] = 63
@@ -170,12 +175,14 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path, processes: TrainingPro
         parse_recipe(recipe(tmp_path, "span corruption", "t5") | {"compile": True})
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("world", [2, 4])
 def test_uneven_shards_are_gathered_whole(processes: TrainingProcesses, world: int) -> None:
     processes.start("gather", world)
     assert processes.wait() == [0] * world, processes.stderr()
 
 
+@pytest.mark.processes
 def test_shards_do_nothing_together_that_gloo_may_die_of(
     tmp_path: Path, processes: TrainingProcesses
 ) -> None:
@@ -192,6 +199,7 @@ def test_shards_do_nothing_together_that_gloo_may_die_of(
 # --------------------------------------------------------------------------------- checkpoints
 
 
+@pytest.mark.processes
 def test_shards_go_on_in_any_number_of_processes(
     tmp_path: Path, processes: TrainingProcesses
 ) -> None:
@@ -209,6 +217,7 @@ def test_shards_go_on_in_any_number_of_processes(
         assert scores(copy) == pytest.approx(scores(run), rel=1e-5)
 
 
+@pytest.mark.processes
 def test_replicas_go_on_as_shards_and_to_the_byte_as_they_were(
     tmp_path: Path, processes: TrainingProcesses
 ) -> None:
@@ -223,6 +232,7 @@ def test_replicas_go_on_as_shards_and_to_the_byte_as_they_were(
     assert numbers(sharded) == pytest.approx(numbers(run), **SAME)
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("full", ["shards-00001.safetensors", "shards.json", "model.safetensors"])
 def test_a_disk_full_for_one_process_loses_nothing_and_is_known_to_all(
     tmp_path: Path, processes: TrainingProcesses, full: str
@@ -248,6 +258,7 @@ def test_a_disk_full_for_one_process_loses_nothing_and_is_known_to_all(
 # ------------------------------------------------------------------------------- interruptions
 
 
+@pytest.mark.processes
 def test_one_process_asked_to_stop_all_save_and_leave(
     tmp_path: Path, processes: TrainingProcesses
 ) -> None:
@@ -271,6 +282,7 @@ def test_one_process_asked_to_stop_all_save_and_leave(
     assert bytes_of(tmp_path / "stopped") == expected
 
 
+@pytest.mark.processes
 def test_a_process_that_is_killed_starts_again_and_the_end_is_the_same(
     tmp_path: Path, processes: TrainingProcesses
 ) -> None:

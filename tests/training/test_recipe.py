@@ -14,7 +14,7 @@ from regard.errors import InputError
 from regard.training.metrics import answered, bleu, chrf, rouge
 from regard.training.recipe import Recipe, describe, parse_recipe, read_recipe
 
-RECIPES = sorted((Path(__file__).parents[1] / "recipes").glob("*.toml"))
+RECIPES = sorted((Path(__file__).parents[2] / "recipes").glob("*.toml"))
 
 
 def least() -> dict[str, Any]:
