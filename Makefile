@@ -17,7 +17,7 @@ test: .venv/.dev browser  ## all tests but the kernel sweep, with the examples i
 quick: .venv/.dev  ## the tests that take no time: nothing interpreted, no processes, no browser
 	$(PYTEST) -m "not kernels and not processes and not browser and not slow"
 
-test-kernels: .venv/.dev  ## the kernel cases that `make test` leaves out
+test-kernels: .venv/.dev  ## the sweep that `make test` leaves out: more cases of each kernel, steps compiled
 	$(PYTEST) -m sweep
 
 check: .venv/.dev  ## layout, lint and types

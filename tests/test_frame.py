@@ -119,14 +119,17 @@ def modules_after(code: str) -> set[str]:
 HEAVY = {"torch", "transformers", "tokenizers", "fastapi", "matplotlib", "triton", "numpy", "rich"}
 
 
+@pytest.mark.processes
 def test_using_a_model_does_without_the_compiler():
     assert "torch._dynamo" not in modules_after("import regard.tasks")  # it takes a second
 
 
+@pytest.mark.processes
 def test_import_regard_is_light():
     assert not modules_after("import regard") & HEAVY
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("words", [["--help"], ["explain", "--help"], ["--version"]])
 def test_help_imports_no_torch(words):
     code = (
@@ -137,6 +140,7 @@ def test_help_imports_no_torch(words):
     assert not modules_after(code) & (HEAVY - {"rich"})
 
 
+@pytest.mark.processes
 def test_attention_needs_torch_alone():
     heavy = modules_after("from regard import attention, explain") & HEAVY
     assert heavy <= {"torch", "numpy"}  # numpy comes with torch

@@ -235,7 +235,6 @@ def test_arguments_of_another_kind_are_refused(folder: Path, tmp_path: Path) -> 
             make()
 
 
-@pytest.mark.processes
 def test_what_is_not_there_is_said(folder: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="There is no folder"):
         load(tmp_path / "nothing")
@@ -260,12 +259,14 @@ def offline(code: str, cache: Path) -> str:
     return done.stdout + done.stderr
 
 
+@pytest.mark.processes
 def test_offline_the_hub_is_an_error_that_says_so(tmp_path: Path) -> None:
     said = offline("import regard; regard.load('gpt2')", tmp_path)
     assert "UnknownModelError: There is no folder gpt2" in said
     assert "give a folder" in said
 
 
+@pytest.mark.processes
 def test_the_local_cache_of_the_hub_is_read(tmp_path: Path) -> None:
     repository = tmp_path / "hub" / "models--someone--tiny"
     commit = "a" * 40

@@ -117,7 +117,7 @@ def test_several_processes_end_in_time_however_often_they_save(
 
 @pytest.mark.processes
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
-@pytest.mark.parametrize("kind", ["gpt2", "transformer-xl"])
+@pytest.mark.parametrize("kind", ["gpt2", pytest.param("transformer-xl", marks=pytest.mark.sweep)])
 def test_compiled_it_takes_the_same_steps(
     tmp_path: Path, processes: TrainingProcesses, kind: str
 ) -> None:
