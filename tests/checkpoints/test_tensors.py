@@ -338,6 +338,7 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
 sys.addaudithook(_audit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_thousand_broken_checkpoints_raise_our_errors_only(tmp_path: Path, sharded: bool) -> None:
     global _watching  # noqa: PLW0603

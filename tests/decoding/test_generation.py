@@ -350,6 +350,7 @@ def drawn(how: Sample, chances: list[float]) -> list[float]:
     return [output.ids.count(token) / 2000 for token in range(len(chances))]
 
 
+@pytest.mark.slow
 def test_samples_come_as_often_as_they_should() -> None:
     chances = [0.1, 0.4, 0.2, 0.3]
     assert drawn(Sample(), chances) == pytest.approx(chances, abs=0.05)

@@ -41,7 +41,14 @@ from regard.mechanism.masks import Mask
 BACKENDS = ("sdpa", "tiled", "auto")
 OUTPUTS, SEEN, GRADIENTS, SEEN_GRADIENTS = 600, 300, 250, 100  # examples, for each dtype
 
-every_dtype = pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype)[6:])
+every_dtype = pytest.mark.parametrize(
+    "dtype",
+    [
+        pytest.param(dtype, marks=[] if dtype == torch.float32 else [pytest.mark.slow])
+        for dtype in DTYPES
+    ],
+    ids=lambda dtype: str(dtype)[6:],
+)
 
 
 def test_at_least_5000_calls_are_generated() -> None:

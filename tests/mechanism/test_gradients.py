@@ -148,6 +148,7 @@ of_pytorch = pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
 COMPILER = "inductor" if shutil.which("g++") or shutil.which("clang++") else "aot_eager"
 
 
+@pytest.mark.slow
 @of_pytorch
 @pytest.mark.parametrize(
     ("mask", "key_heads", "backend"),
@@ -179,6 +180,7 @@ def test_compiled_gradients_are_the_same() -> None:
     torch.testing.assert_close(found, wanted)
 
 
+@pytest.mark.slow
 @of_pytorch
 def test_what_is_seen_may_be_part_of_what_is_compiled() -> None:
     x = torch.randn(1, 2, 70, 8)  # more than a block

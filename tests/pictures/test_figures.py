@@ -372,6 +372,7 @@ def test_tokens_are_text_everywhere() -> None:
     assert "\u202e" not in plain
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=4), st.text(max_size=20))
 def test_any_text_is_a_label(labels: list[str], title: str) -> None:

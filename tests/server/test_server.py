@@ -233,6 +233,7 @@ def test_what_is_wrong_is_said(client: TestClient, path, body, status, message) 
     assert re.search(message, said["message"]), said["message"]
 
 
+@pytest.mark.slow
 def test_no_number_and_no_sign_is_a_bug(client: TestClient) -> None:
     """Extremes of every field: each is answered, or told what is wrong with it."""
     bodies = {

@@ -273,6 +273,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_a_learned_language_is_translated_and_aligned(learned: Path) -> None:
     random = Random(1)
     sources, expected, origins = zip(*(small_language(random) for _ in range(16)), strict=True)

@@ -108,6 +108,7 @@ def recording(graph: Graph, pool: None) -> Iterator[None]:
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "kind", "settings"),
     [

@@ -665,6 +665,7 @@ def time_steps(monkeypatch: pytest.MonkeyPatch, seconds: Callable[[int], float])
     monkeypatch.setattr(Trainer, "step", timed)
 
 
+@pytest.mark.slow
 def test_a_slow_second_step_does_not_end_a_run(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

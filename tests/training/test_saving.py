@@ -378,6 +378,7 @@ def damage(folder: Path, other: Path, choose: random.Random) -> str:
     return f"{kind} of {file.name}"
 
 
+@pytest.mark.slow
 def test_a_thousand_damaged_checkpoints_and_none_is_loaded(tmp_path: Path) -> None:
     pristine = tmp_path / "pristine"
     keeper = Keeper(pristine, last=2)
