@@ -163,8 +163,7 @@ def test_a_table_is_built_once_kept_and_built_again_only_when_damaged(tmp_path: 
     def build() -> Table:
         built.append(1)
         return Table(
-            {"source": Ragged.of([[1, 2], [], [3]]), "empty": Ragged.of([[], [], []])},
-            {"bytes": 7},
+            {"source": Ragged.of([[1, 2], [], [3]]), "empty": Ragged.of([[], [], []])}, {"bytes": 7}
         )
 
     for _ in range(2):

@@ -68,10 +68,7 @@ def marian_of_two(
 ) -> tuple[dict[str, int], dict[str, int]]:
     """Marian's files for a vocabulary of each language."""
     both = []
-    for side, vocabulary, own in (
-        ("source", "vocab", source),
-        ("target", "target_vocab", target),
-    ):
+    for side, vocabulary, own in (("source", "vocab", source), ("target", "target_vocab", target)):
         (folder / f"{side}.spm").write_bytes(model(unigrams(own)))
         ids = {token: index for index, token in enumerate(["</s>", "<unk>", *own, "<pad>"])}
         (folder / f"{vocabulary}.json").write_text(json.dumps(ids))

@@ -151,7 +151,6 @@ def environment(rank: int, world: int) -> dict[str, str]:
 def status_of(child: int) -> int:
     """Its exit status once it has ended, below 0 where a signal ended it. Its id stays its own."""
     ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
-    assert ended is not None
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
 

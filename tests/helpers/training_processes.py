@@ -33,7 +33,6 @@ class TrainingProcesses:
 
     def start(self, do: str, world: int, **more: Any) -> list[int]:
         """Their ids. A ``world`` of 0 is one process that knows of no others."""
-        assert self.process.stdin is not None
         self.process.stdin.write(json.dumps({"do": do, "world": world, **more}).encode() + b"\n")
         ids: list[int] = json.loads(self._line())
         return ids
@@ -48,7 +47,6 @@ class TrainingProcesses:
         return bool(select.select([self.process.stdout], [], [], 0)[0])
 
     def _line(self) -> bytes:
-        assert self.process.stdout is not None
         return self.process.stdout.readline()
 
     def stderr(self) -> str:

@@ -120,7 +120,6 @@ def test_our_model_says_the_same_and_shows_every_layer() -> None:
     for name in watched:
         (seen,) = watched.of(name)
         assert seen is watched[name]
-        assert seen.weights is not None
         assert seen.weights.shape == (2, 4, 9, 9)
         torch.testing.assert_close(seen.weights.sum(-1), torch.ones(2, 4, 9))
         assert not seen.weights.triu(1).any()
@@ -197,7 +196,6 @@ def test_gradients_flow_to_and_through_what_was_seen() -> None:
     with watch(model, See(entropy=True)) as watched:
         model(IDS)
     entropy = watched.of("stack.blocks.1.attention")[0].entropy
-    assert entropy is not None
     entropy.sum().backward()
     gradient = model.stack.blocks[0].attention.qkv.weight.grad
     assert gradient.abs().sum() > 0
@@ -300,11 +298,9 @@ def test_their_model_says_the_same_and_shows_its_weights(
     torch.testing.assert_close(seen_output[real], plain[real], rtol=1e-4, atol=1e-4)
     assert len(watched) == len(expected) == 2
     for (_, seen), weights in zip(watched.calls, expected, strict=True):
-        assert seen.weights is not None
         rows = real[:, None, :, None].expand_as(weights)
         torch.testing.assert_close(seen.weights[rows], weights[rows], rtol=1e-4, atol=1e-5)
     sharp = watched.calls[0][1].weights
-    assert sharp is not None
     assert sharp[0, :, -1].max() > 0.3  # what was compared is not uniform
 
 
@@ -317,7 +313,6 @@ def test_positions_without_keys_yield_zeros_as_in_sdpa() -> None:
             output = model(IDS, attention_mask=mask)[0]
     torch.testing.assert_close(output, plain, rtol=1e-4, atol=1e-4)
     weights = watched.calls[0][1].weights
-    assert weights is not None
     assert not weights[1, :, :3].any()
 
 
@@ -350,7 +345,6 @@ def test_encoder_decoders_with_position_bias_and_cross_attention(name: str) -> N
     crossing = [seen for _, seen in watched.calls if seen.extent[2:] == (5, 9)]
     assert len(crossing) == 2
     for seen in crossing:
-        assert seen.weights is not None
         assert not seen.weights[1, :, :, 6:].any()
         torch.testing.assert_close(seen.weights.sum(-1), torch.ones(2, 4, 5))
 
@@ -380,7 +374,6 @@ def test_an_additive_mask_with_numbers_in_it_is_a_mask_and_a_bias() -> None:
             output = model(IDS, attention_mask=mask)[0]
     torch.testing.assert_close(output, plain, rtol=1e-4, atol=1e-4)
     weights = watched.calls[0][1].weights
-    assert weights is not None
     assert not weights.triu(1).any()
 
 
@@ -573,10 +566,7 @@ def test_what_was_compiled_before_is_seen(how: str) -> None:
 def test_layers_that_are_computed_again_are_refused() -> None:
     model = hugging_face("GPT2LMHeadModel").train()
     model.gradient_checkpointing_enable()
-    with (
-        pytest.raises(InputError, match="gradient checkpointing"),
-        watch(model, See(entropy=True)),
-    ):
+    with pytest.raises(InputError, match="gradient checkpointing"), watch(model, See(entropy=True)):
         pass
     with torch.no_grad(), watch(model, See(entropy=True)):  # nothing goes back
         pass

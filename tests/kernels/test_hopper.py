@@ -36,10 +36,7 @@ DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = (torch.bfloat16, torch.float16) if CUDA else (torch.float16,)
 ROWS = ("lse", "entropy", "peak", "max_logit", "distance")
 # PyTorch says so of a thread's first product in a backward pass.
-pytestmark = [
-    pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"),
-    pytest.mark.kernels,
-]
+pytestmark = [pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"), pytest.mark.kernels]
 
 
 @pytest.fixture(autouse=True)
@@ -540,7 +537,6 @@ def owing(causal: bool) -> tuple[list[Tensor], dict[str, Tensor], Callable[[], N
     request = operators.Request(("entropy", *NAMES), (8, 8))
     # Of the leaves something is made, as of weights: so it can be changed in place.
     found, settle = operators.attend(*(t.clone() for t in leaves), structure(causal, 64), request)
-    assert settle is not None
     owed: Owed = found["map"].grad_fn.owed  # type: ignore[union-attr]
     assert set(owed.room) == set(NAMES)
     return leaves, found, settle, owed
@@ -616,7 +612,6 @@ def test_nothing_is_owed_of_what_hooks_keep() -> None:
 def test_what_is_owed_holds_no_graph() -> None:
     """A node that held what it gives out would never be freed."""
     _, found, _, owed = owing(True)
-    assert owed.drop is not None
     assert all(tensor.grad_fn is None for tensor in (*owed.room.values(), owed.drop))
     gone = weakref.ref(owed)
     del owed, found, _

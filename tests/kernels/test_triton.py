@@ -167,8 +167,6 @@ def eager(call: Call) -> Tensor:
 
 
 def assert_seen(seen: Seen | None, expected: Seen | None) -> None:
-    assert seen is not None
-    assert expected is not None
     got, want = seen.to_dict(), expected.to_dict()
     assert got.keys() == want.keys()
     for name, tensor in want.items():
@@ -240,11 +238,7 @@ def test_every_width(width: int, dtype: torch.dtype) -> None:
                 ((1, 1), (3, 7), (16, 2), (200, 300), (300, 3), (64, 64)),
             )
         ),
-        [
-            ("full", (16, 2)),
-            ("causal", (3, 7)),
-            ("causal alibi, softcap", (200, 300)),
-        ],
+        [("full", (16, 2)), ("causal", (3, 7)), ("causal alibi, softcap", (200, 300))],
         [("window", (1, 1)), ("causal content", (64, 64)), ("full", (300, 3))],
     ),
 )
@@ -265,8 +259,6 @@ def test_a_query_that_a_bias_leaves_nothing_gives_nothing() -> None:
     )
     _, seen = run(call)
     _, exact = reference.run(double(call))
-    assert seen is not None
-    assert exact is not None
     torch.testing.assert_close(seen.received.double(), exact.received, rtol=1e-4, atol=1e-5)
 
 
@@ -306,10 +298,6 @@ def test_the_top_keys(name: str, count: int) -> None:
     call = make(name, See(top=count))
     weights = reference.run(replace(double(call), see=See(weights=True)))[1]
     top = run(call)[1]
-    assert weights is not None
-    assert weights.weights is not None
-    assert top is not None
-    assert top.top is not None
     missing = (0, max(count - KEYS, 0))
     largest = pad(weights.weights, missing).topk(count).values
     torch.testing.assert_close(top.top.weights.double(), largest, rtol=0, atol=2e-6)
@@ -335,10 +323,6 @@ def test_the_top_keys_in_low_precision(name: str, dtype: torch.dtype) -> None:
         call = make(name, See(top=8), dtype=dtype, width=width)
         weights = reference.run(replace(double(call), see=See(weights=True)))[1]
         top = run(call)[1]
-        assert top is not None
-        assert top.top is not None
-        assert weights is not None
-        assert weights.weights is not None
         largest = weights.weights.topk(8).values
         torch.testing.assert_close(top.top.weights.double(), largest, rtol=0, atol=2e-5)
 
@@ -347,8 +331,6 @@ def test_of_equal_weights_the_first_keys_are_the_top() -> None:
     """And more of them than there is room to collect."""
     call = make("full", See(top=3), queries=20)
     _, seen = run(replace(call, query=torch.zeros_like(call.query)))
-    assert seen is not None
-    assert seen.top is not None
     assert (seen.top.keys == torch.arange(3, device=DEVICE)).all()
     torch.testing.assert_close(seen.top.weights, torch.full_like(seen.top.weights, 1 / KEYS))
 
@@ -368,10 +350,6 @@ def test_rows_that_are_searched_leave_their_neighbours_alone(every: int) -> None
     query[:, :, ::every, 0] = 1
     found = run(replace(call, key=key))[1]
     searched = run(replace(call, query=query, key=key))[1]
-    assert found is not None
-    assert found.top is not None
-    assert searched is not None
-    assert searched.top is not None
     others = torch.arange(20, device=DEVICE) % every > 0
     highest = torch.tensor([KEYS - 2, 7, 0], device=DEVICE)
     assert (searched.top.keys[:, :, ::every] == highest).all()
@@ -397,10 +375,6 @@ def test_top_keys_of_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     assert batch * heads > 3
     monkeypatch.setattr(launch, "SCRATCH", 3 * each)
     parts = run(call)[1]
-    assert whole is not None
-    assert whole.top is not None
-    assert parts is not None
-    assert parts.top is not None
     assert torch.equal(parts.top.keys, whole.top.keys)
     assert torch.equal(parts.top.weights, whole.top.weights)
 
@@ -493,7 +467,6 @@ def gradients(
     output, seen = attend(replace(call, query=query, key=key, value=value, bias=bias))
     total = (output * random(*output.shape, seed=5, dtype=dtype)).sum()
     for name in fields:
-        assert seen is not None
         tensor = seen.to_dict()[name]
         tensor = torch.where(tensor.isfinite(), tensor, 0)
         total = total + (tensor * random(*tensor.shape, seed=6, dtype=tensor.dtype)).sum()
@@ -518,13 +491,7 @@ def assert_gradients(call: Call, fields: tuple[str, ...], computed: Computed | N
     "name",
     cases(
         list(STRUCTURES),
-        [
-            "prefix",
-            "segments",
-            "causal alibi, softcap",
-            "buckets in a window",
-            "causal content",
-        ],
+        ["prefix", "segments", "causal alibi, softcap", "buckets in a window", "causal content"],
     ),
 )
 def test_gradients_through_every_field(name: str) -> None:
@@ -601,8 +568,6 @@ def test_compiles_to_one_graph(name: str) -> None:
         output, seen = compiled(call)
         expected, expected_seen = run(call)
     assert torch.equal(output, expected)
-    assert seen is not None
-    assert expected_seen is not None
     for field, tensor in expected_seen.to_dict().items():
         assert torch.equal(seen.to_dict()[field], tensor), field
     got, *_ = gradients(call, compiled, torch.float32, SMOOTH)
@@ -644,8 +609,6 @@ def test_is_captured_in_a_cuda_graph(name: str) -> None:
     output.zero_()
     graph.replay()
     assert torch.equal(output, expected)
-    assert seen is not None
-    assert expected_seen is not None
     for field, tensor in expected_seen.to_dict().items():
         assert torch.equal(seen.to_dict()[field], tensor), field
 
@@ -672,7 +635,6 @@ def test_windows_say_how_many_keys_a_query_sees_at_most() -> None:
 
 def test_the_gradient_of_a_table_takes_no_more_than_the_output() -> None:
     call = make("buckets", None)
-    assert call.bias is not None
     leaves = [tensor.requires_grad_() for tensor in call.bias.tensors]
     output, _ = run(call)
     ones = torch.ones_like(output)
@@ -716,8 +678,7 @@ def amid_nan(shape: tuple[int, int, int, int], layout: str) -> Tensor:
 
 
 @pytest.mark.parametrize(
-    "layout",
-    cases(["sliced", "transposed", "strided", "expanded"], ["transposed"]),
+    "layout", cases(["sliced", "transposed", "strided", "expanded"], ["transposed"])
 )
 def test_reads_nothing_outside_its_inputs(layout: str) -> None:
     """Inputs are views into NaN, and whatever the kernels leave unwritten is NaN."""
@@ -744,7 +705,6 @@ def test_nan_behind_padding_does_not_leak(name: str) -> None:
 
     def once() -> tuple[Tensor, ...]:
         output, seen = run(call)
-        assert seen is not None
         found = [t.detach() for t in seen.to_dict().values()]
         return output, *found, *torch.autograd.grad(output.sum(), leaves)
 
@@ -780,8 +740,6 @@ def test_repeats_are_equal_to_the_bit(name: str, width: int) -> None:
 
     def everything() -> list[Tensor]:
         output, seen = run(call)
-        assert seen is not None
-        assert seen.entropy is not None
         found = torch.autograd.grad((output, seen.entropy), leaves, upstream)
         return [output.detach(), *seen.to_dict().values(), *found]
 

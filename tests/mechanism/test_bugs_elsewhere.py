@@ -39,7 +39,6 @@ def test_pytorch_41508_fully_masked_row(backend: str) -> None:
     assert output.isfinite().all()
     output[0].sum().backward()  # type: ignore[no-untyped-call]
     for tensor in tensors:
-        assert tensor.grad is not None
         assert tensor.grad.isfinite().all()
     assert (tensors[0].grad[1] == 0).all()  # type: ignore[index]
 
@@ -250,7 +249,6 @@ def test_pytorch_141218_empty_tensors(
     output, seen = attention(*tensors, mask=Causal(), see=see, backend=backend)
     assert output.shape == (batch, heads, queries, 6)
     assert (output == 0).all()
-    assert seen.received is not None
     assert seen.received.shape == (batch, heads, keys)
     if grad:
         output.sum().backward()  # type: ignore[no-untyped-call]
@@ -343,6 +341,5 @@ def test_a_key_whose_weight_rounds_to_0_is_not_taken_for_a_masked_one(backend: s
     allowed = torch.tensor([True, True, True, False, False])
     see = See(top=4, entropy=True)
     _, seen = attention(query, key, value, mask=allowed, scale=1.0, see=see, backend=backend)
-    assert seen.top is not None
     assert seen.top.keys.flatten().tolist() == [0, 1, 2, -1]
     assert seen.top.weights.flatten().tolist() == [1.0, pytest.approx(0, abs=1e-40), 0.0, 0.0]

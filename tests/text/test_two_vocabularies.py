@@ -66,7 +66,6 @@ def words_of(text: str) -> list[str]:
 def test_a_given_target_is_read_and_named_by_its_own_vocabulary(made: Made) -> None:
     found = read(made.folder, made.source, target=made.target)
     expected = made.text.target.encode(made.target)
-    assert found.target is not None
     assert list(found.target.ids) == expected.ids
     assert [w.label for w in found.target.words if not w.special] == words_of(made.target)
     inside = next(layer for layer in found.layers if layer.name == "decoder.0")
@@ -77,7 +76,6 @@ def test_a_given_target_is_read_and_named_by_its_own_vocabulary(made: Made) -> N
 
 def test_what_the_model_writes_itself_is_named_by_the_target(made: Made) -> None:
     written = read(made.folder, made.source).target
-    assert written is not None
     token = made.text.target.tokenizer.id_to_token
     assert [made.text.target.id(token(one)) for one in written.ids] == list(written.ids)
     special = {label for label, one in zip(written.labels, written.ids, strict=True) if one == 0}

@@ -120,11 +120,7 @@ def recording(graph: Graph, pool: None) -> Iterator[None]:
     ],
 )
 def test_what_a_step_leaves_is_there_for_the_next(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    task: str,
-    kind: str,
-    settings: dict[str, int],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, task: str, kind: str, settings: dict[str, int]
 ) -> None:
     """Whole trainings, with evaluations between, where memories are remembered and forgotten."""
     write_data(tmp_path)

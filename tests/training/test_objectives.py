@@ -63,7 +63,6 @@ def test_pairs_are_shifted_padded_and_counted() -> None:
     [prepared] = batches(objective, objective.plan, 1)
     batch, rows = prepared.batch, Feed(objective.plan, 0, CPU).next().rows.tolist()
     assert prepared.targets == 8
-    assert batch.padding is not None
     for at, row in enumerate(rows):
         source = [[5, 6, 0], [7, 0], [8, 9, 0]][row]
         target = [[4, 0], [3, 4, 5, 0], [6, 0]][row]
@@ -346,8 +345,7 @@ def test_a_model_that_knows_every_answer_is_right_every_time(length: int) -> Non
     # Contexts of unequal length, so that batches are padded; each with its own words first.
     asked = [
         question._replace(
-            context=f"{question.name} " * n + question.context,
-            answers=(Answer(question.name, 0),),
+            context=f"{question.name} " * n + question.context, answers=(Answer(question.name, 0),)
         )
         for n, question in enumerate(asked, 1)
     ]

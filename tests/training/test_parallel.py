@@ -251,7 +251,6 @@ def test_a_disk_full_for_one_process_loses_nothing_and_is_known_to_all(
     shard.write_bytes(data)
     with pytest.warns(DamageWarning, match=r"shards-00001.safetensors differs.*from step 1"):
         saved = keeper.newest()
-    assert saved is not None
     assert saved.step == 1
 
 

@@ -58,10 +58,7 @@ def test_there_are_recipes() -> None:
         ("data.prepare=['lowercas']", "Did you mean lowercase?"),
         ("saving.average=9", "only the last 3 checkpoints are kept"),
         ("saving.average=3", "but 5 steps make 0 checkpoints"),
-        (
-            "data.train.0.format=text",
-            "jsonl or dataset, not text",
-        ),
+        ("data.train.0.format=text", "jsonl or dataset, not text"),
         ("data.train.0.columns=[0, 1]", "Columns count from 1"),
         ("data.train.0.part=[0]", "part of a data source are two"),
         ("saving.average=0", "give data.valid"),

@@ -47,7 +47,6 @@ def test_a_state_comes_back_bit_for_bit(tmp_path: Path) -> None:
     assert keeper.newest() is None
     keeper.save(7, state_of(7), score=0.1 + 0.2)
     saved = keeper.newest()
-    assert saved is not None
     assert (saved.step, saved.score) == (7, 0.1 + 0.2)
     assert equal(saved.state, state_of(7))
 
@@ -76,7 +75,6 @@ def test_what_a_cut_off_save_left_is_tidied_but_never_the_last_whole_one(tmp_pat
     keeper = Keeper(tmp_path, last=1)
     with pytest.warns(DamageWarning):
         saved = keeper.newest()
-    assert saved is not None
     keeper.tidy(saved.step)
     assert sorted(file.name for file in tmp_path.iterdir()) == [
         "step-0000000020",
@@ -191,7 +189,6 @@ def test_whatever_fails_once_the_last_good_checkpoint_is_there(tmp_path: Path, w
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DamageWarning)
             saved = Keeper(folder).newest()
-        assert saved is not None
         assert saved.step >= 20
         assert equal(saved.state, state_of(saved.step))
         if not disk.failed:
