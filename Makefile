@@ -11,13 +11,13 @@ demo: .venv/.ready  ## one attention, step by step; then a translation, and wher
 
 PYTEST = $(BIN)/pytest -q -n 2 --dist worksteal
 
-test: .venv/.dev browser  ## all tests but the kernel sweep, with the examples in docstrings and README
+test: .venv/.dev browser  ## all tests but the kernel sweep, with the examples in docstrings and in the README
 	$(PYTEST)
 
-quick: .venv/.dev  ## the tests that take no time: nothing interpreted, no processes, no browser
+quick: .venv/.dev  ## the fast tests: nothing interpreted, no processes, no browser
 	$(PYTEST) -m "not kernels and not processes and not browser and not slow"
 
-test-kernels: .venv/.dev  ## the sweep that `make test` leaves out: more cases of each kernel, steps compiled
+test-kernels: .venv/.dev  ## the kernel sweep: more cases of each kernel in its interpreter
 	$(PYTEST) -m sweep
 
 check: .venv/.dev  ## layout, lint and types
