@@ -42,18 +42,11 @@ def random_gpt2(**changes: object) -> transformers.GPT2LMHeadModel:
 
 def random_t5(**changes: object) -> transformers.T5ForConditionalGeneration:
     torch.manual_seed(0)
-    model = transformers.T5ForConditionalGeneration(
-        transformers.T5Config(
-            vocab_size=40,
-            d_model=16,
-            d_kv=6,
-            d_ff=24,
-            num_layers=2,
-            num_heads=4,
-            decoder_start_token_id=0,
-            **changes,
-        )
-    )
+    config = transformers.T5Config(
+        vocab_size=40, d_model=16, d_kv=6, d_ff=24, num_layers=2, num_heads=4,
+        decoder_start_token_id=0, **changes,
+    )  # fmt: skip
+    model = transformers.T5ForConditionalGeneration(config)
     if changes.get("tie_word_embeddings") is False:
         model.lm_head.weight = nn.Parameter(torch.randn(40, 16))
     return disturb(model)
@@ -62,20 +55,11 @@ def random_t5(**changes: object) -> transformers.T5ForConditionalGeneration:
 def random_marian(**changes: object) -> transformers.MarianMTModel:
     torch.manual_seed(0)
     sizes = {
-        "vocab_size": 40,
-        "d_model": 16,
-        "encoder_layers": 2,
-        "decoder_layers": 2,
-        "encoder_attention_heads": 4,
-        "decoder_attention_heads": 4,
-        "encoder_ffn_dim": 24,
-        "decoder_ffn_dim": 24,
-        "max_position_embeddings": 64,
-        "pad_token_id": 39,
-        "eos_token_id": 0,
-        "decoder_start_token_id": 39,
-        "forced_eos_token_id": None,
-    }
+        "vocab_size": 40, "d_model": 16, "encoder_layers": 2, "decoder_layers": 2,
+        "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 24,
+        "decoder_ffn_dim": 24, "max_position_embeddings": 64, "pad_token_id": 39,
+        "eos_token_id": 0, "decoder_start_token_id": 39, "forced_eos_token_id": None,
+    }  # fmt: skip
     model = transformers.MarianMTModel(transformers.MarianConfig(**{**sizes, **changes}))
     tables = [half.embed_positions.weight for half in (model.model.encoder, model.model.decoder)]
     kept = [table.detach().clone() for table in tables]
@@ -87,17 +71,9 @@ def random_marian(**changes: object) -> transformers.MarianMTModel:
 
 
 XL_SIZES = {
-    "vocabulary": 30,
-    "cutoffs": (6, 14),
-    "shrink": 2,
-    "dim": 12,
-    "embedding_dim": 8,
-    "depth": 2,
-    "heads": 3,
-    "head_dim": 5,
-    "inner": 20,
-    "memory": 6,
-}
+    "vocabulary": 30, "cutoffs": (6, 14), "shrink": 2, "dim": 12, "embedding_dim": 8, "depth": 2,
+    "heads": 3, "head_dim": 5, "inner": 20, "memory": 6,
+}  # fmt: skip
 XL_IDS = [3, 7, 20, 0, 13, 14, 29, 5, 6, 2, 11, 25, 1, 8]
 
 

@@ -49,58 +49,23 @@ def gpt2(length: int = 64, **changes: Any) -> GPT2:
 
 
 def xl(memory: int = 8) -> TransformerXL:
-    return waves(
-        TransformerXL(
-            TransformerXLConfig(
-                vocabulary=300,
-                cutoffs=(100,),
-                shrink=2,
-                dim=16,
-                embedding_dim=16,
-                depth=2,
-                heads=2,
-                head_dim=8,
-                inner=32,
-                memory=memory,
-                end=1,
-            )
-        )
-    )
+    config = TransformerXLConfig(
+        vocabulary=300, cutoffs=(100,), shrink=2, dim=16, embedding_dim=16, depth=2, heads=2,
+        head_dim=8, inner=32, memory=memory, end=1,
+    )  # fmt: skip
+    return waves(TransformerXL(config))
 
 
 def t5() -> T5:
-    return waves(
-        T5(
-            T5Config(
-                vocabulary=300,
-                dim=16,
-                head_dim=8,
-                inner=32,
-                depth=2,
-                heads=2,
-                pad=0,
-                end=1,
-                start=0,
-            )
-        )
+    config = T5Config(
+        vocabulary=300, dim=16, head_dim=8, inner=32, depth=2, heads=2, pad=0, end=1, start=0
     )
+    return waves(T5(config))
 
 
 def translator() -> Transformer:
-    return waves(
-        Transformer(
-            TransformerConfig(
-                vocabulary=300,
-                dim=16,
-                depth=1,
-                decoder_depth=2,
-                heads=2,
-                decoder_heads=4,
-                inner=32,
-                decoder_inner=32,
-                pad=0,
-                end=1,
-                start=0,
-            )
-        )
-    )
+    config = TransformerConfig(
+        vocabulary=300, dim=16, depth=1, decoder_depth=2, heads=2, decoder_heads=4, inner=32,
+        decoder_inner=32, pad=0, end=1, start=0,
+    )  # fmt: skip
+    return waves(Transformer(config))

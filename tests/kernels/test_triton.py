@@ -182,6 +182,14 @@ def assert_output(call: Call, output: Tensor, expected: Tensor) -> None:
     assert error <= 2 * (eager(call) - expected).abs().max() + 1e-6
 
 
+def assert_exact(call: Call) -> None:
+    """Output and what is seen, against the definition in float64."""
+    output, seen = run(call)
+    expected, expected_seen = reference.run(double(call))
+    assert_output(call, output, expected)
+    assert_seen(seen, expected_seen)
+
+
 @pytest.mark.parametrize(
     ("name", "dtype"),
     cases(
@@ -197,19 +205,13 @@ def assert_output(call: Call, output: Tensor, expected: Tensor) -> None:
 )
 def test_output_and_every_field(name: str, dtype: torch.dtype) -> None:
     call = make(name, EVERYTHING, dtype=dtype)
-    output, seen = run(call)
-    expected, expected_seen = reference.run(double(call))
-    assert_output(call, output, expected)
-    assert_seen(seen, expected_seen)
+    assert_exact(call)
 
 
 def test_more_queries_than_a_block_has() -> None:
     size = 2 * QUERIES if CUDA else 70
     call = make("window", replace(EVERYTHING, map=None, map_peak=False), queries=size, keys=size)
-    output, seen = run(call)
-    expected, expected_seen = reference.run(double(call))
-    assert_output(call, output, expected)
-    assert_seen(seen, expected_seen)
+    assert_exact(call)
 
 
 @pytest.mark.parametrize(
@@ -223,10 +225,7 @@ def test_more_queries_than_a_block_has() -> None:
 def test_every_width(width: int, dtype: torch.dtype) -> None:
     see = See(lse=True, entropy=True, received=True)
     call = make("causal", see, dtype=dtype, width=width, value_width=width)
-    output, seen = run(call)
-    expected, expected_seen = reference.run(double(call))
-    assert_output(call, output, expected)
-    assert_seen(seen, expected_seen)
+    assert_exact(call)
 
 
 @pytest.mark.parametrize(
@@ -435,10 +434,7 @@ def test_few_queries_share_the_work_on_many_keys(
     keys = 70_000 if CUDA else 1030
     see = replace(EVERYTHING, rows=[-1], map=(2, 3))
     call = make(name, see, dtype=dtype, queries=queries, keys=keys)
-    output, seen = run(call)
-    expected, expected_seen = reference.run(double(call))
-    assert_output(call, output, expected)
-    assert_seen(seen, expected_seen)
+    assert_exact(call)
 
 
 def gradients(
