@@ -150,6 +150,7 @@ def alone(model, prompts: list[list[int]], how, **options: Any) -> list[list[Out
 
 
 # Where no token comes twice, a stop does, sooner or later.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how", [Greedy(no_repeat=1), Sample(seed=3, temperature=3.0), Beam(3, best=2, no_repeat=1)]
 )
@@ -252,6 +253,7 @@ def test_a_longer_prompt_finds_a_place_too(pair, beams: int) -> None:
     agree(found[1, 0], run(by_itself, torch.tensor([[11]]), 3)[0, 0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [Greedy(), Beam(4)])
 @pytest.mark.parametrize("name", ["translate", "books-gpt2"])
 def test_shipped_models_fare_the_same_alone_or_in_a_batch(name: str, how) -> None:

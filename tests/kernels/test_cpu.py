@@ -352,6 +352,7 @@ def test_a_cache_folder_that_cannot_be(tmp_path: Path, monkeypatch: pytest.Monke
     assert "could not be built, kept or loaded" in reason
 
 
+@pytest.mark.slow
 def test_it_is_built_once_and_for_any_machine(
     shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
