@@ -4,7 +4,7 @@ import json
 import re
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parent.parent
 COLUMNS = ("plain", "backward", "rows", "everything", "top", "training")
 
 
