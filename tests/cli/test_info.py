@@ -33,7 +33,7 @@ def place(tmp_path_factory):
 
 
 @pytest.fixture
-def cache(place, tmp_path):
+def cache(place, tmp_path, monkeypatch):
     """The hub's cache as its own package lays it out, with a model, and one that is not ours."""
     for name, config in (
         ("models--somebody--small-gpt2", None),
@@ -48,11 +48,12 @@ def cache(place, tmp_path):
                 (snapshot / file.name).write_bytes(file.read_bytes())
         else:
             (snapshot / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     return tmp_path
 
 
 def test_models_lists_what_the_cache_holds(place, cache):
-    shown = regard("models", HF_HUB_CACHE=str(cache))
+    shown = regard("models")
     assert shown.returncode == 0, shown.stderr
     row = next(line for line in shown.stdout.splitlines() if line.startswith("somebody/small-gpt2"))
     assert "language modelling" in row
@@ -64,7 +65,7 @@ def test_models_lists_what_the_cache_holds(place, cache):
 
 
 def test_models_as_json_say_what_is_true(place, cache):
-    shown = regard("models", "--json", HF_HUB_CACHE=str(cache))
+    shown = regard("models", "--json")
     rows = [json.loads(line) for line in shown.stdout.splitlines()]
     [row] = [row for row in rows if row["origin"] == "cached"]
     model = load(place / "model")
@@ -76,15 +77,15 @@ def test_models_as_json_say_what_is_true(place, cache):
 
 
 def test_models_shows_a_card(cache):
-    shown = regard("models", "somebody/small-gpt2", HF_HUB_CACHE=str(cache))
+    shown = regard("models", "somebody/small-gpt2")
     assert shown.returncode == 0, shown.stderr
     assert "license  mit" in shown.stdout
     assert "# A model" in shown.stdout
 
 
 def test_models_does_not_know_every_name(cache):
-    one_line(regard("models", "nothing", HF_HUB_CACHE=str(cache)), "no model 'nothing' at hand")
-    near = regard("models", "answr", HF_HUB_CACHE=str(cache))
+    one_line(regard("models", "nothing"), "no model 'nothing' at hand")
+    near = regard("models", "answr")
     one_line(near, "no model 'answr' at hand. Did you mean answer? There are: ")
 
 
@@ -92,7 +93,7 @@ def test_models_does_not_know_every_name(cache):
 def test_models_of_a_download_cut_short(cache, damage):
     file = cache / "models--somebody--small-gpt2" / "snapshots" / "0123abc" / damage
     file.write_bytes(file.read_bytes()[:20])
-    shown = regard("models", HF_HUB_CACHE=str(cache))
+    shown = regard("models")
     assert shown.returncode == 0, shown.stderr
 
 

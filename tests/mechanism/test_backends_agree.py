@@ -276,6 +276,7 @@ def gradient_floors(case: Case, exact: list[Tensor]) -> list[float]:
     return [floor] * len(exact)
 
 
+@pytest.mark.slow
 @every_dtype
 @examples(GRADIENTS)
 @given(data=st.data())
@@ -316,6 +317,7 @@ def seen_loss(output: Tensor, seen: Seen) -> Tensor:
     return total
 
 
+@pytest.mark.slow
 @every_dtype
 @examples(SEEN_GRADIENTS)
 @given(data=st.data())

@@ -170,6 +170,7 @@ def test_compiles_to_one_graph(mask: Mask | None, key_heads: int, backend: str) 
     torch.testing.assert_close(compiled(query, key, value, mask=mask), expected)
 
 
+@pytest.mark.slow
 @of_pytorch
 def test_compiled_gradients_are_the_same() -> None:
     tensors = [torch.randn(1, 2, 19, 8, requires_grad=True) for _ in range(3)]

@@ -450,6 +450,7 @@ def test_a_write_that_fails_leaves_the_older_file_whole(
     assert [entry.name for entry in tmp_path.iterdir()] == ["picture.svg"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [kind for kind in KINDS if kind != "wide letters"])
 def test_png_has_the_size_of_the_svg_and_its_colours(name: str, tmp_path: Path) -> None:
     from PIL import Image

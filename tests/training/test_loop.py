@@ -691,6 +691,7 @@ def test_a_run_ends_in_time_with_its_rate_at_the_end(
     assert resumed.step == result.step  # there is no time left
 
 
+@pytest.mark.slow
 def test_while_it_learns_some_examples_are_decoded_and_all_in_the_end(folder: Path) -> None:
     raw = recipe_of(folder)
     raw["data"]["test"] = raw["data"]["valid"]
