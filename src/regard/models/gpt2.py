@@ -41,9 +41,9 @@ class GPT2Config(Config):
     attention_dropout: float = configs.rate(0.1)
     epsilon: float = configs.positive(1e-5)
     scale_by_layer: bool = configs.switch(False)  # divide the scores of layer i, from 1 on, by i
-    begin: int | None = configs.token(50256)
-    end: int | None = configs.token(50256)
-    pad: int | None = configs.token(None)
+    begin_token: int | None = configs.token(50256)
+    end_token: int | None = configs.token(50256)
+    pad_token: int | None = configs.token(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +73,7 @@ class GPT2Config(Config):
 class GPT2(LanguageModel):
     """GPT-2 with its language-model head, which shares the token embedding.
 
-    >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2, begin=None, end=None))
+    >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2))
     >>> list(model(torch.tensor([[1, 2, 3]])).shape)
     [1, 3, 10]
     """
@@ -203,9 +203,9 @@ class GPT2(LanguageModel):
             "attn_pdrop": "attention_dropout",
             "layer_norm_epsilon": "epsilon",
             "scale_attn_by_inverse_layer_idx": "scale_by_layer",
-            "bos_token_id": "begin",
-            "eos_token_id": "end",
-            "pad_token_id": "pad",
+            "bos_token_id": "begin_token",
+            "eos_token_id": "end_token",
+            "pad_token_id": "pad_token",
         },
         fixed={
             "scale_attn_weights": True,

@@ -198,7 +198,7 @@ class Model(nn.Module):
     """
 
     spelling: ClassVar[ConfigMap]
-    generates: ClassVar[bool] = False  # writes tokens, by start and step
+    generates: ClassVar[bool] = False  # writes tokens, by start_decoding and step
     remembers: ClassVar[bool] = False  # carries a memory from one segment to the next
     relative: ClassVar[bool] = False  # distances enter the scores of attention
 
@@ -368,7 +368,7 @@ class Model(nn.Module):
         held = self.state_dict()
         if held.keys() != expected.keys():
             raise InputError(
-                "This model's linear layers were replaced for speed. Save it before arrange() or "
+                "This model's linear layers were replaced for speed. Save it before prepack() or "
                 "quantize()."
             )
         tensors = self.keys(self.config).save(held)
@@ -389,7 +389,7 @@ class LanguageModel(Model):
         """The hidden state at each of ``ids`` [batch, n]: [batch, n, dim]."""
         raise NotImplementedError
 
-    def begin(self, prompts: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, Any]:
+    def start_decoding(self, prompts: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, Any]:
         """The first step of decoding: the prompts, padded on the left, and an empty state.
 
         ``room`` is the number of tokens to come.
@@ -463,7 +463,9 @@ class EncoderDecoder(Model):
         hidden = self._decode(target, target_padding, context, padding)
         return self.logits(hidden) if labels is None else self._loss(hidden, labels, smoothing)
 
-    def begin(self, sources: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, State]:
+    def start_decoding(
+        self, sources: Sequence[Sequence[int]], room: int = 0
+    ) -> tuple[Tensor, State]:
         """The first step of decoding: the start token, and a state that holds the sources.
 
         ``room`` is the number of tokens to come.
@@ -509,7 +511,7 @@ class EncoderDecoder(Model):
         target: Sequence[int] | None = None,
         memories: Memories | None = None,  # noqa: ARG002
     ) -> None:
-        start, state = self.begin([ids], room=len(target or ()))
+        start, state = self.start_decoding([ids], room=len(target or ()))
         if target is not None:  # each token is read once it is written, the last one never
             written = torch.tensor([target[:-1]], dtype=start.dtype, device=start.device)
             self.step(torch.cat((start, written), dim=1), state)

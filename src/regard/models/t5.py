@@ -52,9 +52,9 @@ class T5Config(Config):
     tied: bool = configs.switch(True)  # whether the output shares the token embedding
     dropout: float = configs.rate(0.1)
     epsilon: float = configs.positive(1e-6)
-    pad: int | None = configs.token(0)
-    end: int | None = configs.token(1)
-    start: int | None = configs.token(0)
+    pad_token: int | None = configs.token(0)
+    end_token: int | None = configs.token(1)
+    start_token: int | None = configs.token(0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -248,7 +248,7 @@ class T5(EncoderDecoder):
 
     @property
     def start_token(self) -> int:
-        return self.config.start or 0
+        return self.config.start_token or 0
 
     # --------------------------------------------------------------------------- checkpoints
 
@@ -266,9 +266,9 @@ class T5(EncoderDecoder):
             "relative_attention_max_distance": "max_distance",
             "dropout_rate": "dropout",
             "layer_norm_epsilon": "epsilon",
-            "pad_token_id": "pad",
-            "eos_token_id": "end",
-            "decoder_start_token_id": "start",
+            "pad_token_id": "pad_token",
+            "eos_token_id": "end_token",
+            "decoder_start_token_id": "start_token",
             "activation": "activation",
             "gated": "gated",
             "tied": "tied",

@@ -48,9 +48,9 @@ class TransformerConfig(Config):
     activation_dropout: float = configs.rate(0.0)
     scale_embedding: bool = configs.switch(True)
     length: int = configs.size(1024)  # noted in checkpoints; sinusoids go on for ever
-    pad: int | None = configs.token(1)
-    end: int | None = configs.token(0)
-    start: int | None = configs.token(1)
+    pad_token: int | None = configs.token(1)
+    end_token: int | None = configs.token(0)
+    start_token: int | None = configs.token(1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -195,7 +195,7 @@ class Transformer(EncoderDecoder):
     @property
     def start_token(self) -> int:
         config = self.config
-        return config.start if config.start is not None else config.pad or 0
+        return config.start_token if config.start_token is not None else config.pad_token or 0
 
     @property
     def output_vocabulary(self) -> int:
@@ -222,9 +222,9 @@ class Transformer(EncoderDecoder):
             "activation_dropout": "activation_dropout",
             "scale_embedding": "scale_embedding",
             "max_position_embeddings": "length",
-            "pad_token_id": "pad",
-            "eos_token_id": "end",
-            "decoder_start_token_id": "start",
+            "pad_token_id": "pad_token",
+            "eos_token_id": "end_token",
+            "decoder_start_token_id": "start_token",
         },
         defaults={
             "vocab_size": 58101,

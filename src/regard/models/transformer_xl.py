@@ -37,7 +37,7 @@ class TransformerXLConfig(Config):
     """The sizes of a Transformer-XL; those of transfo-xl-wt103 by default.
 
     ``cutoffs`` divide the vocabulary into bands, most frequent words first. Embeddings of band i
-    are ``shrink ** i`` times narrower, each band in a table of its own. With ``shrink`` 1 all bands
+    are ``div_val ** i`` times narrower, each band in a table of its own. With ``div_val`` 1 all bands
     share one table, which is projected only if ``embedding_dim`` is not ``dim``.
 
     >>> TransformerXLConfig().widths
@@ -46,7 +46,7 @@ class TransformerXLConfig(Config):
 
     vocabulary: int = configs.size(267735)
     cutoffs: tuple[int, ...] = (20000, 40000, 200000)
-    shrink: int = configs.size(4, most=64)
+    div_val: int = configs.size(4, most=64)
     dim: int = configs.size(1024)
     embedding_dim: int = configs.size(1024)
     depth: int = configs.layers(18)
@@ -63,7 +63,7 @@ class TransformerXLConfig(Config):
     output_dropout: float | None = configs.rate(None)  # what the softmax is given; None: as dropout
     word_dropout: float = configs.rate(0.0)  # words of the vocabulary that a batch does without
     epsilon: float = configs.positive(1e-5)
-    end: int | None = configs.token(0)
+    end_token: int | None = configs.token(0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -76,8 +76,8 @@ class TransformerXLConfig(Config):
             )
         if not self.widths[-1]:
             raise InputError(
-                f"An embedding of {self.embedding_dim} cannot shrink {len(self.cutoffs)} times by "
-                f"{self.shrink}."
+                f"An embedding of {self.embedding_dim} cannot be divided {len(self.cutoffs)} times "
+                f"by div_val={self.div_val}."
             )
 
     @classmethod
@@ -94,17 +94,17 @@ class TransformerXLConfig(Config):
     @property
     def widths(self) -> tuple[int, ...]:
         """The width of the embeddings of each band."""
-        return tuple(self.embedding_dim // self.shrink**i for i in range(len(self.cutoffs) + 1))
+        return tuple(self.embedding_dim // self.div_val**i for i in range(len(self.cutoffs) + 1))
 
     @property
     def tables(self) -> tuple[range, ...]:
         """The rows of the vocabulary that each embedding table holds."""
-        return self.bands if self.shrink > 1 else (range(self.vocabulary),)
+        return self.bands if self.div_val > 1 else (range(self.vocabulary),)
 
     @property
     def projected(self) -> bool:
         """Whether there are matrices between embeddings and the model's width."""
-        return self.shrink > 1 or self.embedding_dim != self.dim
+        return self.div_val > 1 or self.embedding_dim != self.dim
 
 
 class AdaptiveEmbedding(nn.Module):
@@ -291,7 +291,7 @@ class TransformerXL(LanguageModel):
     """Transformer-XL with its adaptive softmax.
 
     >>> config = TransformerXLConfig(
-    ...     vocabulary=12, cutoffs=(4, 8), shrink=2, dim=8, embedding_dim=8, depth=2, heads=2,
+    ...     vocabulary=12, cutoffs=(4, 8), div_val=2, dim=8, embedding_dim=8, depth=2, heads=2,
     ...     head_dim=4, inner=16, memory=6,
     ... )
     >>> model = TransformerXL(config)
@@ -423,7 +423,7 @@ class TransformerXL(LanguageModel):
         {
             "vocab_size": "vocabulary",
             "cutoffs": "cutoffs",
-            "div_val": "shrink",
+            "div_val": "div_val",
             "d_model": "dim",
             "d_embed": "embedding_dim",
             "n_layer": "depth",
@@ -440,7 +440,7 @@ class TransformerXL(LanguageModel):
             "output_dropout": "output_dropout",
             "word_dropout": "word_dropout",
             "layer_norm_epsilon": "epsilon",
-            "eos_token_id": "end",
+            "eos_token_id": "end_token",
         },
         defaults={"clamp_len": 1000},
         fixed={
