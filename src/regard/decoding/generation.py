@@ -16,7 +16,7 @@ import torch
 from regard.decoding.batching import Decoder, Kept, S, begun_of, run
 from regard.decoding.choosing import Lines
 from regard.decoding.searching import Searches, top
-from regard.decoding.strategies import Beam, Generated, Greedy, How, Sample, at_least
+from regard.decoding.strategies import Beam, Generated, Greedy, Sample, Strategy, at_least
 from regard.errors import InputError
 
 __all__ = [
@@ -24,9 +24,9 @@ __all__ = [
     "Decoder",
     "Generated",
     "Greedy",
-    "How",
     "Kept",
     "Sample",
+    "Strategy",
     "generate",
     "stream_tokens",
     "top",
@@ -36,7 +36,7 @@ __all__ = [
 def generate(
     model: Decoder[S],
     prompts: Sequence[Sequence[int]],
-    how: How | None = None,
+    how: Strategy | None = None,
     *,
     max_new_tokens: int,
     stop: Sequence[int] = (),
@@ -78,7 +78,7 @@ def generate(
 def stream_tokens(
     model: Decoder[S],
     prompt: Sequence[int],
-    how: Greedy | Sample | None = None,
+    how: Strategy | None = None,
     *,
     max_new_tokens: int,
     stop: Sequence[int] = (),
@@ -108,10 +108,10 @@ def stream_tokens(
             told += 1
 
 
-def _way(how: How | None) -> How:
+def _way(how: Strategy | None) -> Strategy:
     if how is None:
         return Greedy()
-    if not isinstance(how, How):
+    if not isinstance(how, Strategy):
         raise InputError(f"how is Greedy(), Sample(...) or Beam(...), but got {how!r}.")
     return how
 

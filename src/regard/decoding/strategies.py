@@ -114,7 +114,7 @@ class Beam:
             )
 
 
-How = Greedy | Sample | Beam
+Strategy = Greedy | Sample | Beam
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,7 +91,8 @@ def _cached() -> Iterator[Known]:
 def _described(folder: Path, name: str, origin: str) -> Known | None:
     """What the files of a folder say of its model; None where it is not one of ours."""
     names = _json(folder / "config.json").get("architectures")
-    row = row_named(names[0]) if isinstance(names, list) and names else None
+    hub_name = names[0] if isinstance(names, list) and names else None
+    row = row_named(hub_name)
     if row is None:
         return None
     card = folder / cards.CARD
@@ -102,7 +103,7 @@ def _described(folder: Path, name: str, origin: str) -> Known | None:
         origin,
         folder,
         row.task,
-        str(names[0]),
+        str(hub_name),
         _parameters(folder),
         size_of(folder),
         facts.get("license", ""),

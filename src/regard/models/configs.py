@@ -112,7 +112,7 @@ class ConfigMap:
     defaults: Mapping[str, object] = field(default_factory=dict)
     fixed: Mapping[str, object] = field(default_factory=dict)
 
-    def read(self, raw: Mapping[str, Any]) -> Any:
+    def read(self, raw: Mapping[str, Any]) -> Config:
         """The config that config.json describes."""
         for key, value in self.fixed.items():
             if raw.get(key, value) != value:

@@ -13,7 +13,7 @@ from regard.checkpoints.files import CONFIG, GENERATION, note, place_for, read_j
 from regard.checkpoints.hub import find
 from regard.checkpoints.packing import Packing
 from regard.checkpoints.tensors import SHARD
-from regard.decoding.settings import settings_of
+from regard.decoding.settings import generation_of
 from regard.errors import InputError
 from regard.models.loading import load
 from regard.text.tokenizer import Tokenizer
@@ -83,7 +83,7 @@ def convert(
         if (made / "tokenizer.json").exists():
             Tokenizer.load(made).describe(made)
         if (made / GENERATION).exists() and not (folder / GENERATION).exists():
-            note(made / GENERATION, settings_of(folder))
+            note(made / GENERATION, generation_of(folder))
         said = read_json(folder / CONFIG)
         note(made / CONFIG, {key: said[key] for key in _OF_TASKS if key in said})
         try:

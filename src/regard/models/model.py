@@ -106,7 +106,7 @@ class Stack(Recomputing):
     ) -> Tensor:
         """``x`` [batch, n, dim] through all blocks."""
         if self.recomputes:
-            given = {"mask": mask, "bias": bias, "context_mask": context_mask}
+            given: dict[str, Any] = {"mask": mask, "bias": bias, "context_mask": context_mask}
             for block in self.blocks:
                 x = checkpoint(block, x, context, **given, use_reentrant=False)
             return x
@@ -201,6 +201,7 @@ class Model(nn.Module):
     generates: ClassVar[bool] = False  # writes tokens, by start_decoding and step
     remembers: ClassVar[bool] = False  # carries a memory from one segment to the next
     relative: ClassVar[bool] = False  # distances enter the scores of attention
+    prefixed: ClassVar[bool] = False  # sources begin with a prefix that names the task
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -220,8 +221,7 @@ class Model(nn.Module):
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> Config:
         """Its config, from the contents of config.json."""
-        config: Config = cls.spelling.read(raw)
-        return config
+        return cls.spelling.read(raw)
 
     def write_config(self) -> dict[str, Any]:
         """The contents of config.json."""
@@ -302,6 +302,10 @@ class Model(nn.Module):
         weight, bias = output
         loss: Tensor = linear_cross_entropy(hidden, weight, labels, bias=bias, smoothing=smoothing)
         return loss
+
+    def ban(self, tokens: object) -> bool:  # noqa: ARG002
+        """Never write some tokens, given as bad_words_ids; False for a model that cannot."""
+        return False
 
     def recompute(self, on: bool = True) -> Self:
         """Save memory in training: compute each block again in the backward pass."""
@@ -410,7 +414,7 @@ class LanguageModel(Model):
         target: Sequence[int] | None = None,  # noqa: ARG002
         memories: Memories | None = None,
     ) -> None:
-        given = {} if memories is None else {"memories": memories}
+        given: dict[str, Any] = {} if memories is None else {"memories": memories}
         self.read(torch.tensor([ids], device=self.device), **given)
 
 

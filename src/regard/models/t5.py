@@ -178,6 +178,7 @@ class T5(EncoderDecoder):
 
     config: T5Config
     relative = True
+    prefixed = True
 
     def __init__(self, config: T5Config) -> None:
         super().__init__(config)

@@ -37,8 +37,8 @@ class TransformerXLConfig(Config):
     """The sizes of a Transformer-XL; those of transfo-xl-wt103 by default.
 
     ``cutoffs`` divide the vocabulary into bands, most frequent words first. Embeddings of band i
-    are ``div_val ** i`` times narrower, each band in a table of its own. With ``div_val`` 1 all bands
-    share one table, which is projected only if ``embedding_dim`` is not ``dim``.
+    are ``div_val ** i`` times narrower, each band in a table of its own. With ``div_val`` 1 all
+    bands share one table, projected only if ``embedding_dim`` is not ``dim``.
 
     >>> TransformerXLConfig().widths
     (1024, 256, 64, 16)
