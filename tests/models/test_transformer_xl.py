@@ -342,7 +342,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="div_val"):
         TransformerXLConfig(embedding_dim=8)
     model = random_xl()
-    with pytest.raises(InputError, match="belongs to them"):
+    with pytest.raises(InputError, match="Memories hold their own padding"):
         model(torch.tensor([XL_IDS]), memories=model.remember(), padding=Padding(3))
     model.save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())

@@ -649,5 +649,5 @@ def test_a_text_goes_on_as_far_as_there_is_room(made: Path) -> None:
     assert 0 < short.tokens <= 100
     with pytest.raises(InputError, match=r"tokens and 5000 to come .* or a smaller length"):
         complete("The cat", model=made / "gpt2", length=5000)
-    with pytest.raises(InputError, match="Beams are known at their end only"):
+    with pytest.raises(InputError, match="Beam search knows its result at the end only"):
         list(stream_completion("The cat", model=made / "gpt2", how=Beam(2), length=3))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,7 @@ from regard.mechanism.masks import Padding
 from regard.models import configs
 from regard.models.configs import ACTIVATIONS, Config, ConfigMap, check_heads
 from regard.models.model import Model, Stack, check_ids, positions
+from regard.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +61,7 @@ class BertConfig(Config):
 
 
 class BertEncoder(nn.Module):
-    """What all BERTs share: embeddings and blocks."""
+    """The embeddings and blocks that all BERTs share."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -108,7 +110,7 @@ def _initialise(model: nn.Module) -> None:
 
 
 class _Bert(Model):
-    """What the heads share: the encoder, and how a BERT is spelled in config.json."""
+    """The base of all heads: the encoder, and the keys of config.json."""
 
     config: BertConfig
 
@@ -139,6 +141,10 @@ class _Bert(Model):
         super().__init__(config)
         self.encoder = BertEncoder(config)
 
+    @classmethod
+    def sizes_for(cls, tokenizer: Tokenizer, length: int) -> dict[str, Any]:
+        return {"length": length, "pad_token": tokenizer.id("[PAD]")}
+
 
 class Bert(_Bert):
     """BERT as an encoder, for hidden states and sentence vectors.
@@ -161,7 +167,7 @@ class Bert(_Bert):
         return hidden
 
     def pool(self, hidden: Tensor, padding: Padding | None = None) -> Tensor:
-        """What next-sentence prediction was trained on: the first token, through a layer."""
+        """The input of next-sentence prediction, [batch, dim]: the first token through a layer."""
         first = hidden[:, 0]
         if padding is not None and padding.side == "left":
             lengths = torch.as_tensor(padding.lengths, device=hidden.device)
@@ -173,9 +179,9 @@ class Bert(_Bert):
     def vectors(
         self, ids: Tensor, *, token_types: Tensor | None = None, padding: Padding | None = None
     ) -> Tensor:
-        """One vector of length 1 per sentence, [batch, dim]: the mean over its tokens.
+        """One unit vector per sentence, [batch, dim]: the mean over its tokens.
 
-        That of a sentence with no tokens is 0.
+        A sentence with no tokens has the vector 0.
         """
         hidden = self(ids, token_types=token_types, padding=padding)
         if padding is None:
@@ -193,7 +199,7 @@ class Bert(_Bert):
             [
                 *_SPELLINGS,
                 Spelling(r"^bert\.", ""),
-                Drop(r"^(cls|qa_outputs|classifier)\.", "a head that an encoder has not"),
+                Drop(r"^(cls|qa_outputs|classifier)\.", "a head that the encoder does not have"),
                 *_encoder_keys(config, ""),
                 Rename("pooler.dense.weight", "pooler.weight"),
                 Rename("pooler.dense.bias", "pooler.bias"),
@@ -227,10 +233,10 @@ class BertMaskedLM(_Bert):
         padding: Padding | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """The logits of what belongs at each of ``ids`` [batch, n]: [batch, n, vocabulary].
+        """The logits of the original token at each of ``ids`` [batch, n]: [batch, n, vocabulary].
 
-        With ``labels`` [batch, n], what does belong there or -100, it is their summed loss instead,
-        as by :func:`regard.linear_cross_entropy`.
+        With ``labels`` [batch, n], the original tokens or -100, it is their summed loss instead, as
+        by :func:`regard.linear_cross_entropy`.
         """
         hidden = self.encoder(ids, token_types=token_types, padding=padding)
         hidden = self.norm(self.activation(self.transform(hidden)))
@@ -260,7 +266,7 @@ class BertMaskedLM(_Bert):
 
 
 class BertAnswering(_Bert):
-    """BERT that answers from a text: where an answer starts, and where it ends.
+    """BERT for extractive question answering: where in a text the answer starts and ends.
 
     >>> model = BertAnswering(BertConfig(vocabulary=10, dim=8, depth=1, heads=2, inner=16))
     >>> start, end = model(torch.tensor([[1, 2, 3]]))
@@ -276,7 +282,7 @@ class BertAnswering(_Bert):
     def forward(
         self, ids: Tensor, *, token_types: Tensor | None = None, padding: Padding | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The logits of each of ``ids`` [batch, n] to be the answer's first, and its last."""
+        """The logits of the first and of the last token of the answer, [batch, n] each."""
         start, end = self.ends(self.encoder(ids, token_types=token_types, padding=padding)).unbind(
             -1
         )

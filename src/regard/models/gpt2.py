@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -19,6 +20,7 @@ from regard.mechanism.masks import Causal, Padding
 from regard.models import configs
 from regard.models.configs import ACTIVATIONS, Config, ConfigMap, check_heads
 from regard.models.model import LanguageModel, Stack, check_ids, positions
+from regard.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -105,8 +107,8 @@ class GPT2(LanguageModel):
         )
 
     def _initialise(self) -> None:
-        """Normal with 0.02 (positions 0.01), biases 0; what is added to the residual stream is
-        scaled down by the square root of how often that happens (section 2.3).
+        """Normal with 0.02 (positions 0.01), biases 0. Output layers of blocks are scaled down by
+        the square root of their number (section 2.3).
         """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -115,6 +117,11 @@ class GPT2(LanguageModel):
                 nn.init.normal_(parameter, std=0.02 / (2 * self.config.depth) ** 0.5)
             elif "norm" not in name:
                 nn.init.normal_(parameter, std=0.01 if name == "places.weight" else 0.02)
+
+    @classmethod
+    def sizes_for(cls, tokenizer: Tokenizer, length: int) -> dict[str, Any]:
+        sizes = super().sizes_for(tokenizer, length)
+        return {**sizes, "length": length, "begin_token": sizes["end_token"]}
 
     def forward(
         self,
@@ -127,8 +134,8 @@ class GPT2(LanguageModel):
     ) -> Tensor:
         """The logits of the token after each of ``ids`` [batch, n]: [batch, n, vocabulary].
 
-        With ``labels`` [batch, m], the tokens that do come after each of the last m, it is their
-        summed loss instead, as by :func:`regard.linear_cross_entropy`.
+        With ``labels`` [batch, m], the tokens after each of the last m, it is their summed loss
+        instead, as by :func:`regard.linear_cross_entropy`.
         """
         hidden = self.read(ids, padding=padding, state=state)
         if labels is None:
@@ -141,8 +148,7 @@ class GPT2(LanguageModel):
     ) -> Tensor:
         """The hidden state at each of ``ids`` [batch, n]: [batch, n, dim].
 
-        With a ``state`` the ids come after all that went through it before, and its own padding
-        counts.
+        With a ``state`` the ids follow those it has read, and its own padding counts.
         """
         check_ids(ids)
         past = 0 if state is None else len(state)
@@ -153,7 +159,9 @@ class GPT2(LanguageModel):
             )
         if state is not None:
             if padding is not None:
-                raise InputError("With a state, padding belongs to it: State(pads=...).")
+                raise InputError(
+                    "A state holds its own padding: pass State(pads=...), not padding=."
+                )
             padding = state.padding(total)
         at = positions(padding, past, total, ids.device)
         x = self.dropout(self.tokens(ids) + self.places(at))

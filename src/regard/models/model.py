@@ -22,6 +22,7 @@ from regard.mechanism.biases import Bias
 from regard.mechanism.masks import Mask, Padding
 from regard.models import registry
 from regard.models.configs import Config, ConfigMap
+from regard.text.tokenizer import END_OF_TEXT, Tokenizer
 
 # ------------------------------------------------------------------------------------- sequences
 
@@ -223,6 +224,14 @@ class Model(nn.Module):
         """Its config, from the contents of config.json."""
         return cls.spelling.read(raw)
 
+    @classmethod
+    def sizes_for(cls, tokenizer: Tokenizer, length: int) -> dict[str, Any]:
+        """The config fields of a new model that a tokenizer and sequences of ``length`` determine.
+
+        The vocabulary is not among them: it is the tokenizer's for every model.
+        """
+        raise NotImplementedError
+
     def write_config(self) -> dict[str, Any]:
         """The contents of config.json."""
         return self.spelling.write(self.config, self.row())
@@ -389,6 +398,10 @@ class LanguageModel(Model):
 
     generates = True
 
+    @classmethod
+    def sizes_for(cls, tokenizer: Tokenizer, length: int) -> dict[str, Any]:  # noqa: ARG003
+        return {"end_token": tokenizer.tokenizer.token_to_id(END_OF_TEXT)}
+
     def read(self, ids: Tensor, *, padding: Padding | None = None) -> Tensor:
         """The hidden state at each of ``ids`` [batch, n]: [batch, n, dim]."""
         raise NotImplementedError
@@ -422,6 +435,11 @@ class EncoderDecoder(Model):
     """A model that reads a source and writes a target."""
 
     generates = True
+
+    @classmethod
+    def sizes_for(cls, tokenizer: Tokenizer, length: int) -> dict[str, Any]:  # noqa: ARG003
+        pad, end = tokenizer.id("<pad>"), tokenizer.id("</s>")
+        return {"pad_token": pad, "start_token": pad, "end_token": end}
 
     @property
     def start_token(self) -> int:

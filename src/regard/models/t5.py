@@ -65,8 +65,8 @@ class T5Config(Config):
             )
         if self.gated and self.activation == "gelu":
             raise InputError(
-                'T5Config(gated=True, activation="gelu") is a T5 whose files would say gelu_new: '
-                'that is what they mean by "gated-gelu". Take activation="gelu_new".'
+                'T5Config(gated=True, activation="gelu") cannot be written to config.json, where '
+                '"gated-gelu" means gelu_new. Use activation="gelu_new".'
             )
 
     @classmethod
@@ -190,14 +190,14 @@ class T5(EncoderDecoder):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Normal, with deviations that keep variances where no scores are scaled."""
+        """Normal, with deviations that keep variances though no scores are scaled."""
         config = self.config
         nn.init.normal_(self.tokens.weight)
         if isinstance(self.head, nn.Linear):
             nn.init.normal_(self.head.weight, std=config.dim**-0.5)
         for half in (self.encoder, self.decoder):
-            # As large as the scores they are added to. They are all that a T5 knows of order: a
-            # small one copies text after 400 steps, but from dim**-0.5 they hardly grow by then.
+            # As large as the scores they are added to. Nothing else encodes positions: a small T5
+            # copies text after 400 steps, whereas tables that begin at dim**-0.5 hardly grow.
             nn.init.normal_(half.table)
         for module in self.modules():
             if isinstance(module, MultiHeadAttention):
@@ -284,7 +284,7 @@ class T5(EncoderDecoder):
         gated = form.startswith("gated-")
         # By "gated-gelu" the first checkpoints of 1.1 meant the approximation by tanh.
         activation = "gelu_new" if form == "gated-gelu" else form.removeprefix("gated-")
-        # Newer files say "tied" of every T5, and this of the old ones only.
+        # Newer files set tie_word_embeddings for every T5, and this key for tied ones only.
         tied = raw.get("scale_decoder_outputs", raw.get("tie_word_embeddings", True))
         return cls.spelling.read({**raw, "activation": activation, "gated": gated, "tied": tied})
 
@@ -306,7 +306,7 @@ class T5(EncoderDecoder):
         )
         return KeyMap(
             [
-                Drop(stray, "left over in the first conversions; no layer reads it"),
+                Drop(stray, "left over from the first conversions; no layer reads it"),
                 Rename("shared.weight", "tokens.weight"),
                 Tie("encoder.embed_tokens.weight", "shared.weight"),
                 Tie("decoder.embed_tokens.weight", "shared.weight"),

@@ -47,7 +47,7 @@ class TransformerConfig(Config):
     attention_dropout: float = configs.rate(0.0)
     activation_dropout: float = configs.rate(0.0)
     scale_embedding: bool = configs.switch(True)
-    length: int = configs.size(1024)  # noted in checkpoints; sinusoids go on for ever
+    length: int = configs.size(1024)  # written to checkpoints; sinusoids have no limit
     pad_token: int | None = configs.token(1)
     end_token: int | None = configs.token(0)
     start_token: int | None = configs.token(1)
@@ -111,14 +111,14 @@ class Transformer(EncoderDecoder):
         )
         self.register_buffer("output_bias", torch.zeros(1, written))
         self.output_bias: Tensor
-        self._sinusoids: list[Tensor] = []  # [positions, dim], the last as far as was needed
+        self._sinusoids: list[Tensor] = []  # [positions, dim]; the last one is the longest
         self._initialise()
 
     def _initialise(self) -> None:
         """Embeddings normal with dim^-1/2; matrices by Glorot's uniform; biases 0.
 
-        What a layer adds starts smaller the more layers there are. Without that the decoder learns
-        for long that what the encoder says is noise (https://arxiv.org/abs/1908.11365).
+        Output layers start smaller the more layers there are. Otherwise the decoder ignores the
+        encoder for long (https://arxiv.org/abs/1908.11365).
         """
         depths = {"encoder": self.config.depth, "decoder": self.config.decoder_depth}
         for name, parameter in self.named_parameters():
@@ -182,8 +182,8 @@ class Transformer(EncoderDecoder):
         """The sinusoids of the first positions: [at least length, dim]."""
         tables = self._sinusoids
         if not tables or len(tables[-1]) < length or tables[-1].device != device:
-            # Longer at once than needed, and what is outgrown stays: CUDA graphs go on reading the
-            # table they were recorded with.
+            # Longer than needed now, and shorter tables are kept: CUDA graphs read the table they
+            # were recorded with.
             length = max(length, 2 * len(tables[-1]) if tables else min(self.config.length, 4096))
             tables.append(sinusoidal(length, self.config.dim, layout="half", device=device))
         return tables[-1]
@@ -265,7 +265,7 @@ class Transformer(EncoderDecoder):
         )
         if type(shared) is not bool:
             raise CheckpointError(
-                f"config.json says share_encoder_decoder_embeddings = {shared!r}, no switch."
+                f"config.json says share_encoder_decoder_embeddings = {shared!r}, not a boolean."
             )
         own = raw.get("decoder_vocab_size") or raw.get("vocab_size", 58101)
         # Where the output is not tied, newer files hold a table of each half though they say

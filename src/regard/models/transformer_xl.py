@@ -1,4 +1,4 @@
-"""Transformer-XL (Dai et al. 2019): a language model that remembers the segments before.
+"""Transformer-XL (Dai et al. 2019): a language model with a memory of earlier segments.
 
 https://arxiv.org/abs/1901.02860. The vocabulary is cut by frequency: rarer words have narrower
 embeddings (https://arxiv.org/abs/1809.10853) and share an adaptive softmax
@@ -30,6 +30,7 @@ from regard.mechanism.seeing import See, Seen
 from regard.models import configs
 from regard.models.configs import Config, ConfigMap
 from regard.models.model import LanguageModel, Recomputing, check_ids
+from regard.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,15 +54,15 @@ class TransformerXLConfig(Config):
     heads: int = configs.size(16)
     head_dim: int = configs.size(64)
     inner: int = configs.size(4096)
-    memory: int = configs.size(1600)  # how many positions each layer remembers
-    furthest: int | None = configs.size(None)  # distances beyond it count as it
+    memory: int = configs.size(1600)  # positions that each layer remembers
+    furthest: int | None = configs.size(None)  # larger distances are clamped to it
     same_length: bool = configs.switch(True)  # every query attends to ``memory`` positions, no more
     dropout: float = configs.rate(0.1)
     attention_dropout: float = configs.rate(0.0)
     projection_dropout: float = configs.rate(0.0)  # of queries, keys, values, and distances as keys
-    embedding_dropout: float | None = configs.rate(None)  # what layers are given; None: as dropout
-    output_dropout: float | None = configs.rate(None)  # what the softmax is given; None: as dropout
-    word_dropout: float = configs.rate(0.0)  # words of the vocabulary that a batch does without
+    embedding_dropout: float | None = configs.rate(None)  # before the layers; None: as dropout
+    output_dropout: float | None = configs.rate(None)  # before the softmax; None: as dropout
+    word_dropout: float = configs.rate(0.0)  # of whole words of the vocabulary, per batch
     epsilon: float = configs.positive(1e-5)
     end_token: int | None = configs.token(0)
 
@@ -123,9 +124,8 @@ class AdaptiveEmbedding(nn.Module):
         """``ids`` of any shape [...] as [..., dim], scaled by the square root of dim."""
         scaled: Tensor = self._rows(ids) * self.config.dim**0.5
         if self.training and self.config.word_dropout:
-            # A word is there everywhere or nowhere (https://arxiv.org/abs/1512.05287), but for a
-            # first one: with nothing before it that would be zeros, and the gradient of many
-            # norms of zeros is no number.
+            # A word is dropped everywhere or nowhere (https://arxiv.org/abs/1512.05287). The first
+            # of a sequence is kept: it would attend to zeros only, whose norms have NaN gradients.
             words = scaled.new_ones(self.config.vocabulary)
             kept = dropout(words, self.config.word_dropout)[ids]
             kept[..., 0] = 1
@@ -149,7 +149,7 @@ class AdaptiveEmbedding(nn.Module):
         first, *others = zip(self.config.tables, self.tables, self.projections, strict=True)
 
         def within(band: range, table: Tensor, projection: Tensor) -> Tensor:
-            # Ids of other bands get any row: to pick those inside would wait for the device.
+            # Ids of other bands get any row: selecting ids would wait for the device.
             return linear(table[(ids - band.start).clamp(0, len(band) - 1)], projection)
 
         result = within(*first)
@@ -272,7 +272,7 @@ class Layer(nn.Module):
 
 
 class Layers(Recomputing, nn.ModuleList):
-    """The layers, one after another."""
+    """The layers in sequence."""
 
     def forward(
         self, x: Tensor, distances: Tensor, mask: Mask, memories: Sequence[Memory] | None
@@ -326,11 +326,15 @@ class TransformerXL(LanguageModel):
             else:
                 nn.init.normal_(parameter, std=0.01 if "projection" in name else 0.02)
 
-    def compile(self, *args: Any, **options: Any) -> None:
-        """As of any module, but layer by layer.
+    @classmethod
+    def sizes_for(cls, tokenizer: Tokenizer, length: int) -> dict[str, Any]:
+        return {**super().sizes_for(tokenizer, length), "cutoffs": ()}
 
-        Layers are alike, so the compiler has one to do; over all of them and their memories at
-        once it does not come to an end.
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile layer by layer.
+
+        Layers are alike, so one is compiled. For all of them with their memories at once the
+        compiler does not finish.
         """
         for layer in self.layers:
             layer.compile(*args, **options)
@@ -351,21 +355,20 @@ class TransformerXL(LanguageModel):
     ) -> Tensor:
         """The log-probabilities of the token after each of ``ids`` [batch, n].
 
-        The result is [batch, n, vocabulary]. With ``memories`` the ids come after all that went
-        through them before, and their own padding counts.
+        The result is [batch, n, vocabulary]. With ``memories`` the ids follow those they have read,
+        and their own padding counts.
 
-        With ``labels`` [batch, m], the tokens that do come after each of the last m, it is their
-        summed loss instead. Then what the last layer gives there is to be small, and to change
-        little from one position to the next, as strongly as ``activation`` and ``slowness`` say:
-        the mean squares of it, before dropout, and of its changes are added once for each label
-        (after section 4.6 of https://arxiv.org/abs/1708.02182).
+        With ``labels`` [batch, m], the tokens after each of the last m, it is their summed loss
+        instead. ``activation`` and ``slowness`` weight two penalties on the last layer's output
+        before dropout: its mean square, and that of its change from one position to the next. Each
+        is added once for each label (section 4.6 of https://arxiv.org/abs/1708.02182).
         """
         hidden = self.read(ids, memories=memories, padding=padding)
         if labels is None:
             return self.logits(hidden)
         last = hidden[:, hidden.shape[1] - labels.shape[1] :]
-        told = self.logits(last).float().flatten(0, 1)
-        loss = nll_loss(told, labels.flatten(), reduction="sum")
+        predicted = self.logits(last).float().flatten(0, 1)
+        loss = nll_loss(predicted, labels.flatten(), reduction="sum")
         if activation:
             loss = loss + activation * labels.numel() * last.float().square().mean()
         if slowness and last.shape[1] > 1:
@@ -391,7 +394,9 @@ class TransformerXL(LanguageModel):
             mask = mask & Window(config.memory - 1)
         if memories is not None:
             if padding is not None:
-                raise InputError("With memories, padding belongs to them: Memories(pads=...).")
+                raise InputError(
+                    "Memories hold their own padding: pass Memories(pads=...), not padding=."
+                )
             memories.read += queries
             if memories.pads is not None:
                 real = (memories.read - memories.pads).clamp(max=keys)
@@ -400,7 +405,7 @@ class TransformerXL(LanguageModel):
             mask = mask & padding
 
         x = self.dropout(self.embedding(ids))
-        # Distances beyond the last row take the last row: that is what "furthest" means.
+        # Distances beyond the last row use the last row.
         rows = keys if config.furthest is None else min(keys, config.furthest + 1)
         distances = sinusoidal(rows, config.dim, layout="half", device=ids.device)
         distances = self.dropout(distances.to(x.dtype))
@@ -458,7 +463,9 @@ class TransformerXL(LanguageModel):
         found = dict(raw)
         cutoffs = raw.get("cutoffs", [20000, 40000, 200000])
         if not isinstance(cutoffs, list) or len(cutoffs) > 16:
-            raise CheckpointError(f"config.json says cutoffs = {cutoffs!r}, not a list of numbers.")
+            raise CheckpointError(
+                f"config.json says cutoffs = {cutoffs!r}, not a list of at most 16 numbers."
+            )
         found["cutoffs"] = tuple(cutoffs)
         if isinstance(raw.get("clamp_len"), int) and raw["clamp_len"] <= 0:
             found["clamp_len"] = None  # unlimited
@@ -467,8 +474,8 @@ class TransformerXL(LanguageModel):
         ties = raw.get("tie_projs", [False] + [True] * len(config.cutoffs))
         if config.projected and ties != [False] + [True] * len(config.cutoffs):
             raise CheckpointError(
-                "config.json ties projections in a way regard's Transformer-XL does not: it has "
-                "its own for the first band of the vocabulary and shares the others."
+                "config.json ties projections as regard's Transformer-XL does not: its output has its "
+                "own for the first band, and the embedding's for the others."
             )
         return config
 
