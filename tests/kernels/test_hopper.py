@@ -648,6 +648,18 @@ def highest(
     return launch.top(query, key, found["lse"], form, count, found["bar"])
 
 
+def without_search(
+    query: Tensor, key: Tensor, told: dict[str, Tensor], form: plan.Structure
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The pass for 8 top keys alone: what it writes over sevens, and the rows it leaves."""
+    shape = query.shape[:3]
+    weights = torch.full((*shape, 8), 7.0, device=DEVICE)
+    found = {"top_weights": weights, "top_keys": weights.to(torch.int64)}
+    left = torch.full(shape, 7, device=DEVICE, dtype=torch.int8)
+    hopper_launch.top(query, key, told["lse"], told["bar"], form, 8, found, left)
+    return found, left
+
+
 @pytest.mark.usefixtures("memory_of_nan")
 @pytest.mark.parametrize(
     ("lengths", "width", "causal", "count"),
@@ -774,8 +786,7 @@ def test_infinite_scores_stay_in_their_row(row: int, monkeypatch: pytest.MonkeyP
     # Nor does the row with which it shares room have to be searched again.
     form = structure(False, 64)
     told = launch.forward(query, key, value, form, (), 8)
-    left = torch.empty(query.shape[:3], device=DEVICE, dtype=torch.int8)
-    hopper_launch.top(query, key, told["lse"], told["bar"], form, 8, found, left)
+    _, left = without_search(query, key, told, form)
     assert torch.equal(left == 0, others)
 
 
@@ -827,9 +838,7 @@ def test_room_for_top_keys_ends_where_it_should(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(picked["top_keys"], best.expand_as(picked["top_keys"]))
 
     # Without the search: who is left to it, and nobody else, has something missing.
-    left = torch.full((1, 2, queries), 7, device=DEVICE, dtype=torch.int8)
-    some = {name: torch.full_like(tensor, -7) for name, tensor in picked.items()}
-    hopper_launch.top(query, key, found["lse"], found["bar"], form, 8, some, left)
+    some, left = without_search(query, key, found, form)
     rows = 2 * queries  # of all heads: their bars are not the same in all bits
     reach = scores.expand(2, -1, -1) >= found["bar"].view(2, queries, 1)
     lanes = reach.view(rows, keys // 8, 4, 2).sum((1, 3))
@@ -856,12 +865,7 @@ def test_all_rows_are_searched_where_shared_memory_begins_otherwise(causal, monk
     query, key, value = (t.to(DTYPES[0]) for t in inputs((700, 700), 64))
     form = structure(causal, 64)
     told = launch.forward(query, key, value, form, (), 8)
-    found = {
-        "top_weights": torch.full((2, 2, 700, 8), 7.0),
-        "top_keys": torch.full((2, 2, 700, 8), 7),
-    }
-    left = torch.full((2, 2, 700), 7, dtype=torch.int8)
-    hopper_launch.top(query, key, told["lse"], told["bar"], form, 8, found, left)
+    found, left = without_search(query, key, told, form)
     assert left.eq(1).all()
     assert all(tensor.eq(7).all() for tensor in found.values())
 
@@ -896,12 +900,7 @@ def test_equal_scores_are_put_in_the_order_of_their_keys() -> None:
     form = structure(False, width)
     told = launch.forward(*tensors, form, (), 8)
     assert (scores[:, 1] >= told["bar"][0, 0, 1].cpu()).sum() == 15
-    found = {
-        "top_weights": torch.empty(2, 2, queries, 8, device=DEVICE),
-        "top_keys": torch.empty(2, 2, queries, 8, device=DEVICE, dtype=torch.int64),
-    }
-    left = torch.empty(2, 2, queries, device=DEVICE, dtype=torch.int8)
-    hopper_launch.top(*tensors[:2], told["lse"], told["bar"], form, 8, found, left)
+    found, left = without_search(*tensors[:2], told, form)
     assert not left.any()
     assert torch.equal(found["top_keys"], best.expand_as(found["top_keys"]))
 
