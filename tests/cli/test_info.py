@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from helpers.command import START, one_line, regard, regard_process
 from helpers.training_data import sentences
-from regard import GPT2, GPT2Config, InputError, Text, load
+from regard import GPT2, GPT2Config, InputError, Tokenizer, load
 from regard.checkpoints.cards import SCORES
 from regard.models.conversion import convert
 
@@ -20,7 +20,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     lines = sentences(20)
     (folder / "text.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    text = Text.train_bpe(lines, size=280)
+    text = Tokenizer.train_bpe(lines, size=280)
     torch.manual_seed(0)
     model = GPT2(GPT2Config(vocabulary=len(text), length=32, dim=32, depth=1, heads=2))
     model.save(folder / "model")

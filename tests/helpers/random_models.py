@@ -71,7 +71,7 @@ def random_marian(**changes: object) -> transformers.MarianMTModel:
 
 
 XL_SIZES = {
-    "vocabulary": 30, "cutoffs": (6, 14), "shrink": 2, "dim": 12, "embedding_dim": 8, "depth": 2,
+    "vocabulary": 30, "cutoffs": (6, 14), "div_val": 2, "dim": 12, "embedding_dim": 8, "depth": 2,
     "heads": 3, "head_dim": 5, "inner": 20, "memory": 6,
 }  # fmt: skip
 XL_IDS = [3, 7, 20, 0, 13, 14, 29, 5, 6, 2, 11, 25, 1, 8]

@@ -12,7 +12,7 @@ from regard import (
     T5,
     GPT2Config,
     T5Config,
-    Text,
+    Tokenizer,
     Transformer,
     TransformerConfig,
     TransformerXL,
@@ -26,9 +26,9 @@ TEXT = "the cat sat on the mat because the cat was cold"
 
 
 @cache
-def tokenizer() -> Text:
+def tokenizer() -> Tokenizer:
     """Byte pairs with an end that closes nothing by itself."""
-    return Text.train_bpe(LINES * 9, size=300, special=("<pad>", "</s>"))
+    return Tokenizer.train_bpe(LINES * 9, size=300, special=("<pad>", "</s>"))
 
 
 def waves(model: M, dtype: torch.dtype = torch.float64) -> M:
@@ -45,20 +45,28 @@ def waves(model: M, dtype: torch.dtype = torch.float64) -> M:
 
 def gpt2(length: int = 64, **changes: Any) -> GPT2:
     sizes = {"vocabulary": 300, "dim": 16, "depth": 2, "heads": 4} | changes
-    return waves(GPT2(GPT2Config(length=length, begin=0, end=1, **sizes)))
+    return waves(GPT2(GPT2Config(length=length, begin_token=0, end_token=1, **sizes)))
 
 
 def xl(memory: int = 8) -> TransformerXL:
     config = TransformerXLConfig(
-        vocabulary=300, cutoffs=(100,), shrink=2, dim=16, embedding_dim=16, depth=2, heads=2,
-        head_dim=8, inner=32, memory=memory, end=1,
+        vocabulary=300, cutoffs=(100,), div_val=2, dim=16, embedding_dim=16, depth=2, heads=2,
+        head_dim=8, inner=32, memory=memory, end_token=1,
     )  # fmt: skip
     return waves(TransformerXL(config))
 
 
 def t5() -> T5:
     config = T5Config(
-        vocabulary=300, dim=16, head_dim=8, inner=32, depth=2, heads=2, pad=0, end=1, start=0
+        vocabulary=300,
+        dim=16,
+        head_dim=8,
+        inner=32,
+        depth=2,
+        heads=2,
+        pad_token=0,
+        end_token=1,
+        start_token=0,
     )
     return waves(T5(config))
 
@@ -66,6 +74,6 @@ def t5() -> T5:
 def translator() -> Transformer:
     config = TransformerConfig(
         vocabulary=300, dim=16, depth=1, decoder_depth=2, heads=2, decoder_heads=4, inner=32,
-        decoder_inner=32, pad=0, end=1, start=0,
+        decoder_inner=32, pad_token=0, end_token=1, start_token=0,
     )  # fmt: skip
     return waves(Transformer(config))

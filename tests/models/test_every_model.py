@@ -171,7 +171,7 @@ def test_saved_by_us_is_what_transformers_saved(pair: Pair, tmp_path: Path) -> N
 
 @torch.no_grad()
 def test_steps_from_prompts_of_unequal_length_are_those_of_each_alone(pair: Pair) -> None:
-    ids, state = pair.ours.begin(ROWS, room=8)
+    ids, state = pair.ours.start_decoding(ROWS, room=8)
     more = torch.randint(40, (3, 6))
     if pair.kind.start is not None:
         assert ids.tolist() == [[pair.kind.start]] * 3
@@ -226,7 +226,7 @@ def trained(name: str, **changes: Any) -> tuple[Any, Callable[[], Tensor]]:
             model(source, memories=memories)
             return model(target, memories=memories).square()
         if model_class is BertMaskedLM:
-            return model(source, kinds=torch.arange(18).view(2, 9) % 2).logsumexp(-1)
+            return model(source, token_types=torch.arange(18).view(2, 9) % 2).logsumexp(-1)
         given = (source,) if model_class is GPT2 else (source, target)
         return model(*given).logsumexp(-1)
 

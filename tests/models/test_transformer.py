@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from helpers.random_models import agree, of_five, random_marian
 from regard import CheckpointError, InputError, Transformer, TransformerConfig, load
-from regard.models.quantization import arrange, quantize
+from regard.models.quantization import prepack, quantize
 
 TWO = of_five("makes a decoder's table as large as the encoder's")
 
@@ -92,14 +92,14 @@ def test_a_config_that_is_not_of_these_tables_is_refused(
 
 @TWO
 @torch.no_grad()
-@pytest.mark.parametrize("make", [arrange, quantize])
+@pytest.mark.parametrize("make", [prepack, quantize])
 def test_an_output_of_its_own_can_be_made_fast(tmp_path: Path, make) -> None:
     random_marian(
         share_encoder_decoder_embeddings=False, decoder_vocab_size=47, tie_word_embeddings=False
     ).save_pretrained(tmp_path)
     ours, fast = load(tmp_path), make(load(tmp_path))
     source, target = torch.randint(40, (2, 9)), torch.randint(40, (2, 5))
-    agree(fast(source, target), ours(source, target), 1e-5 if make is arrange else 0.05)
+    agree(fast(source, target), ours(source, target), 1e-5 if make is prepack else 0.05)
 
 
 def test_initialisation_is_glorots() -> None:
