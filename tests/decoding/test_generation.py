@@ -119,7 +119,7 @@ def test_beam_search_is_that_of_transformers(pair, name: str) -> None:
     model, _, stop, _ = pair
     how, options = BEAMS[name]
     found = generate(model, PROMPTS, how, max_new_tokens=LENGTH, stop=[stop])
-    assert ids_of(found) == theirs(pair, {"num_beams": how.size, **options})
+    assert ids_of(found) == theirs(pair, {"num_beams": how.num_beams, **options})
 
 
 @pytest.mark.parametrize(
