@@ -109,10 +109,6 @@ _HOMES = {
         "MultiHeadAttention",
         "RMSNorm",
     ),
-    "regard.mechanism": (
-        "biases",
-        "masks",
-    ),
     "regard.mechanism.biases": (
         "Alibi",
         "RelativeBuckets",

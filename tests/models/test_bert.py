@@ -58,11 +58,8 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path):
 @torch.no_grad()
 def test_every_head_is_that_of_transformers(pair) -> None:
     ours, reference, _ = pair
-    ids, token_types = torch.randint(40, (3, 9)), torch.randint(2, (3, 9))
-    agree(
-        answer(ours(ids, token_types=token_types)),
-        answer(reference(ids, token_type_ids=token_types)),
-    )
+    ids, kinds = torch.randint(40, (3, 9)), torch.randint(2, (3, 9))
+    agree(answer(ours(ids, token_types=kinds)), answer(reference(ids, token_type_ids=kinds)))
     agree(answer(ours(ids)), answer(reference(ids)))
 
 
@@ -71,12 +68,10 @@ def test_every_head_is_that_of_transformers(pair) -> None:
 def test_padding_on_either_side_changes_nothing(pair, side: str) -> None:
     ours, reference, _ = pair
     ids, padding, mask = padded(ROWS, side, 0)
-    token_types, _, _ = padded(KINDS, side, 0)
+    kinds, _, _ = padded(KINDS, side, 0)
     at = (mask.cumsum(1) - 1).clamp(min=0)
-    expected = answer(
-        reference(ids, attention_mask=mask, token_type_ids=token_types, position_ids=at)
-    )
-    found = answer(ours(ids, token_types=token_types, padding=padding))
+    expected = answer(reference(ids, attention_mask=mask, token_type_ids=kinds, position_ids=at))
+    found = answer(ours(ids, token_types=kinds, padding=padding))
     for index, (row, kind) in enumerate(zip(ROWS, KINDS, strict=True)):
         alone = answer(ours(torch.tensor([row]), token_types=torch.tensor([kind])))[0]
         agree(real(found, index, len(row), side), real(expected, index, len(row), side))
