@@ -210,7 +210,7 @@ def test_programs_share_the_last_items(lengths, grid, causal, programs, monkeypa
 @pytest.mark.parametrize(("causal", "blocks"), [(False, 3), (True, 1), (True, 4), (True, 5)])
 def test_every_block_is_dealt_out_once(causal, blocks, programs, by_keys) -> None:
     """And under a causal mask those at the end are the short ones."""
-    roles = gluon_on_cpu.load("regard.kernels.hopper").roles
+    roles = gluon_on_cpu.load("regard.kernels.hopper").modules["pipeline"]
     heads = 6
     a_head = -(-blocks // 2) if causal else blocks
     singly = programs if causal and blocks % 2 == 0 else 0
@@ -318,7 +318,7 @@ def test_forward_follows_scores_that_rise(steps: tuple[float, float], causal: bo
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_counters_are_the_same_whatever_the_default_dtype(dtype: torch.dtype) -> None:
-    roles = gluon_on_cpu.load("regard.kernels.hopper").roles
+    roles = gluon_on_cpu.load("regard.kernels.hopper").modules["pipeline"]
     torch.set_default_dtype(dtype)
     try:
         drawn = hopper_launch._undrawn(torch.empty(0, device=DEVICE), 3)
@@ -713,7 +713,7 @@ def test_top_keys_that_do_not_fit_are_searched_for(
 
 @pytest.mark.parametrize("near", [-3.0, 0.0, 2.0])
 def test_the_eighth_highest_is_nearly_found(near: float) -> None:
-    order = gluon_on_cpu.load("regard.kernels.hopper").order
+    order = gluon_on_cpu.load("regard.kernels.hopper").modules["sorting"]
     numbers = torch.randint(-40, 40, (64, 4, 8)).float() - 1000  # some of them equal
     numbers = torch.where(torch.rand_like(numbers) < 0.3, numbers, numbers + torch.rand(64, 4, 8))
     eighth = numbers.flatten(1).sort(dim=1, descending=True).values[:, 7, None]
@@ -726,7 +726,7 @@ def test_the_eighth_highest_is_nearly_found(near: float) -> None:
 
 @pytest.mark.parametrize("real", [16, 9, 8, 3, 0])
 def test_the_eight_highest_are_found_unless_some_are_too_near(real: int) -> None:
-    order = gluon_on_cpu.load("regard.kernels.hopper").order
+    order = gluon_on_cpu.load("regard.kernels.hopper").modules["sorting"]
     numbers = torch.randn(64, 16)
     numbers[:, real:] = -3.0e38  # what is not there
     numbers = numbers[torch.arange(64)[:, None], torch.rand(64, 16).argsort(1)]
@@ -819,7 +819,7 @@ def crowded(crowd: tuple[int, ...], keys: int, seed: int) -> Tensor:
 @pytest.mark.sweep
 def test_room_for_top_keys_ends_where_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_launch, "_processors", lambda device: 2)
-    choose = gluon_on_cpu.load("regard.kernels.hopper").choose
+    choose = gluon_on_cpu.load("regard.kernels.hopper").modules["top"]
     keys, queries, width = 1024, 256, 128
     # A query looks at one column of the keys: at first the same as the query eight rows below, with
     # which it shares room, then another.
@@ -860,7 +860,7 @@ def test_room_for_top_keys_ends_where_it_should(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(CUDA, reason="There it is where it should be.")
 @pytest.mark.parametrize("causal", [False, True])
 def test_all_rows_are_searched_where_shared_memory_begins_otherwise(causal, monkeypatch) -> None:
-    choose, elsewhere = hopper_launch._kernels().choose, gluon_on_cpu.Block(False)
+    choose, elsewhere = hopper_launch._kernels().modules["top"], gluon_on_cpu.Block(False)
     monkeypatch.setattr(choose, "is_there", lambda *_given: elsewhere)
     query, key, value = (t.to(DTYPES[0]) for t in inputs((700, 700), 64))
     form = structure(causal, 64)
@@ -872,7 +872,7 @@ def test_all_rows_are_searched_where_shared_memory_begins_otherwise(causal, monk
 
 @pytest.mark.skipif(CUDA, reason="There it is where it should be.")
 def test_the_second_pass_fails_where_shared_memory_begins_otherwise(monkeypatch) -> None:
-    receive, elsewhere = hopper_launch._kernels().receive, gluon_on_cpu.Block(False)
+    receive, elsewhere = hopper_launch._kernels().modules["columns"], gluon_on_cpu.Block(False)
     monkeypatch.setattr(receive, "is_there", lambda *_given: elsewhere)
     query, key, _ = (t.to(DTYPES[0]) for t in inputs((700, 700), 64))
     lse = torch.zeros(query.shape[:3])
@@ -916,16 +916,16 @@ def test_what_runs_here_does_not_take_the_place_of_the_kernels() -> None:
 
 
 def test_both_sides_agree_on_sizes() -> None:
-    kernels = gluon_on_cpu.load("regard.kernels.hopper")
-    shared, choose = kernels.roles, kernels.choose
+    modules = gluon_on_cpu.load("regard.kernels.hopper").modules
+    shared, choose = modules["pipeline"], modules["top"]
     for name in ("ROWS", "BLOCK", "LANES", "PAIR", "TEAMS"):
         assert getattr(shared, name) == getattr(hopper_launch, name), name
-    assert (choose.PLACES, kernels.together.STRIP) == (hopper_launch.PLACES, hopper_launch.STRIP)
-    attend = kernels.attend
+    assert (choose.PLACES, modules["teams"].STRIP) == (hopper_launch.PLACES, hopper_launch.STRIP)
+    attend = modules["forward"]
     assert attend.JOINED == hopper_launch.PARTS + 1  # a share may begin inside of a block
     for width in (64, 128):
         assert attend._size(width) == hopper_launch._kept_of_a_row(width)
-        assert kernels.differentiate._draws(width) == (width == hopper_launch.DRAWING)
+        assert modules["backward"]._draws(width) == (width == hopper_launch.DRAWING)
     assert (TEAM.value, TILE.value) == (hopper_launch.ROWS, hopper_launch.BLOCK)
 
 
