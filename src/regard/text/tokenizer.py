@@ -172,7 +172,7 @@ class Tokenizer:
             (folder / OPTIONS).write_text(json.dumps(options, indent=2) + "\n")
 
     def pruned(self, counts: Mapping[int, int], keep: int) -> Tokenizer:
-        """This tokenizer with the ``keep`` most frequent WordPiece tokens, in their old order.
+        """The tokenizer with the ``keep`` most frequent WordPiece tokens, in their old order.
 
         Special tokens and single characters stay, so that every text can still be encoded.
         """
