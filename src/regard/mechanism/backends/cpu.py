@@ -8,7 +8,6 @@ seconds, once; after that it lies in the user's cache folder. ``regard doctor`` 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -19,7 +18,7 @@ from regard.mechanism.backends.tiled import by_rows
 from regard.mechanism.biases import Alibi, Bias, RelativeBuckets
 from regard.mechanism.call import TRANSFORMED, Call
 from regard.mechanism.geometry import Extent
-from regard.mechanism.masks import on_host
+from regard.mechanism.masks import lower
 from regard.mechanism.seeing import Pairs, See, Seen, finish, grid_of
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -58,7 +57,7 @@ def unsupported(call: Call) -> str | None:
         return TRANSFORMED
     if call.dropout:
         return "the kernel has no dropout."
-    if call.mask is not None and not on_host(call.mask, call.extent).exact:
+    if call.mask is not None and not call.mask.interval(call.extent).exact:
         return f"the mask {call.mask!r} is not one range of keys for each query."
     if not isinstance(call.bias, Alibi | RelativeBuckets | None):
         return f"the kernel has no {type(call.bias).__name__} bias."
@@ -76,7 +75,7 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
     query, key, value = (
         _dense(tensor if tiles else tensor.float()) for tensor in (call.query, call.key, call.value)
     )
-    low, high = _ends(call)
+    low, high = (end.expand(extent.batch, -1).contiguous() for end in lower(call.mask, extent)[:2])
     output = query.new_empty(*query.shape[:3], value.shape[-1])
     tensors = {"query": query, "key": key, "value": value, "low": low, "high": high}
     found = {} if call.see is None else _room(call.see, extent)
@@ -182,16 +181,6 @@ def _chunks(extent: Extent, map_rows: int) -> int:
     wanted = -(-UNITS // (extent.batch * extent.heads))
     most = min(MOST_CHUNKS, max(1, extent.queries // LEAST_ROWS), map_rows or MOST_CHUNKS)
     return max(1, min(wanted, most))
-
-
-def _ends(call: Call) -> Iterator[Tensor]:
-    """Both ends of each query's range of keys: int32, [batch, queries]."""
-    extent = call.extent
-    ends = (0, extent.keys) if call.mask is None else on_host(call.mask, extent)[:2]
-    for end in ends:
-        table = torch.full((1, 1), end, device=extent.device) if isinstance(end, int) else end
-        table = table.clamp(0, extent.keys).to(torch.int32)
-        yield table.expand(extent.batch, extent.queries).contiguous()
 
 
 def _by_distance(bias: Bias, extent: Extent) -> Tensor:

@@ -19,7 +19,7 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from regard.mechanism.backends.tiled import all_finite, by_rows
 from regard.mechanism.call import Call
 from regard.mechanism.geometry import Extent, Tile
-from regard.mechanism.masks import Causal, Mask, hulls, on_host
+from regard.mechanism.masks import Causal, Mask, hulls, interval_on_host
 from regard.mechanism.seeing import Seen
 
 ROWS = 256  # queries that share one mask tensor
@@ -219,7 +219,7 @@ def _rows_at_a_time(mask: Mask | None, extent: Extent) -> list[Piece]:
 
 def _ranges(mask: Mask, extent: Extent) -> list[Piece] | None:
     """The pieces of a mask whose rows are ranges of keys; None where that does not pay."""
-    *ends, exact = on_host(mask, extent)
+    *ends, exact = interval_on_host(mask, extent)
     if not exact:
         return None
     low, high = (_table(end).clamp(0, extent.keys) for end in ends)
