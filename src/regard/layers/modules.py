@@ -15,7 +15,7 @@ from torch.nn import LayerNorm, RMSNorm
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from regard.errors import InputError
-from regard.layers.cache import Cache, CrossCache
+from regard.layers.cache import CrossCache, KeyValueCache
 from regard.layers.hooks import HeadHooks
 from regard.mechanism.biases import Bias
 from regard.mechanism.functional import attention
@@ -106,12 +106,12 @@ class MultiHeadAttention(nn.Module):
         *,
         mask: Mask | Tensor | None = None,
         bias: Bias | Tensor | None = None,
-        cache: Cache | CrossCache | None = None,
+        cache: KeyValueCache | CrossCache | None = None,
         see: See | None = None,
     ) -> Tensor | tuple[Tensor, Seen]:
         """Attention of ``x`` [batch, queries, dim]; with ``see``, (output, Seen).
 
-        A ``Cache`` puts the past before ``x``; a ``CrossCache`` keeps the projected ``context``.
+        A ``KeyValueCache`` holds the past; a ``CrossCache`` keeps the projected ``context``.
         """
         heads = self.forward_heads(x, context, mask=mask, bias=bias, cache=cache, see=see)
         return heads.output if heads.seen is None else (heads.output, heads.seen)
@@ -123,7 +123,7 @@ class MultiHeadAttention(nn.Module):
         *,
         mask: Mask | Tensor | None = None,
         bias: Bias | Tensor | None = None,
-        cache: Cache | CrossCache | None = None,
+        cache: KeyValueCache | CrossCache | None = None,
         see: See | None = None,
     ) -> Heads:
         """As :meth:`forward`, with Q, K, V and the output of each head."""
@@ -131,7 +131,7 @@ class MultiHeadAttention(nn.Module):
             query, key, value = self.project(x)
             if isinstance(cache, CrossCache):
                 raise InputError(
-                    "A CrossCache keeps a projected context: pass context=..., or a Cache."
+                    "A CrossCache keeps a projected context: pass context=..., or a KeyValueCache."
                 )
             if cache is not None:
                 key, value = cache.append(key, value)
@@ -180,7 +180,7 @@ class MultiHeadAttention(nn.Module):
         sizes, grouped = (heads, self.key_heads, self.key_heads), heads != self.key_heads
         hooks, before, after = self.head_hooks, self._forward_pre_hooks, self._forward_hooks
 
-        def step(x: Tensor, cache: Cache | CrossCache, bias: Tensor | None) -> Tensor:
+        def step(x: Tensor, cache: KeyValueCache | CrossCache, bias: Tensor | None) -> Tensor:
             if before or after or (hooks and hooks.see() is not None):
                 return self._step_with_forward(x, cache, bias)
             batch, queries, _ = x.shape
@@ -204,7 +204,7 @@ class MultiHeadAttention(nn.Module):
         return step
 
     def _step_with_forward(
-        self, x: Tensor, cache: Cache | CrossCache, bias: Tensor | None
+        self, x: Tensor, cache: KeyValueCache | CrossCache, bias: Tensor | None
     ) -> Tensor:
         """A decoding step through :meth:`forward`, for module hooks and for what observers see."""
         mask = None if bias is None else bias > -math.inf
@@ -225,11 +225,11 @@ class MultiHeadAttention(nn.Module):
         return query, key, value
 
     def _project_across(
-        self, x: Tensor, context: Tensor, cache: Cache | CrossCache | None
+        self, x: Tensor, context: Tensor, cache: KeyValueCache | CrossCache | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of ``x``; keys and values of ``context``, from the cache where it has them."""
-        if isinstance(cache, Cache):
-            raise InputError("Cross-attention needs a CrossCache, but got a Cache.")
+        if isinstance(cache, KeyValueCache):
+            raise InputError("Cross-attention needs a CrossCache, but got a KeyValueCache.")
         cut = self.heads * self.head_dim
         query = self._split(self.qkv.part(x, 0, cut))
         if cache is not None and cache.kept is not None:
@@ -331,7 +331,7 @@ def lock_dropout(model: nn.Module) -> None:
 
 
 Apply = Callable[[Tensor], Tensor]
-Step = Callable[[Tensor, Cache | CrossCache, Tensor | None], Tensor]
+Step = Callable[[Tensor, KeyValueCache | CrossCache, Tensor | None], Tensor]
 
 
 def direct(module: nn.Module) -> Apply:
@@ -427,7 +427,7 @@ class Block(nn.Module):
         *,
         mask: Mask | None = None,
         bias: Bias | None = None,
-        cache: Cache | None = None,
+        cache: KeyValueCache | None = None,
         context_mask: Mask | None = None,
         cross_cache: CrossCache | None = None,
     ) -> Tensor:
@@ -447,7 +447,7 @@ class Block(nn.Module):
 
     def stepper(
         self,
-    ) -> Callable[[Tensor, Cache, Tensor | None, CrossCache, Tensor | None], Tensor]:
+    ) -> Callable[[Tensor, KeyValueCache, Tensor | None, CrossCache, Tensor | None], Tensor]:
         """Return a fast :meth:`forward` for decoding (see :meth:`MultiHeadAttention.stepper`)."""
         before, after = self.around_attention.sides()
         before_feed, after_feed = self.around_feed_forward.sides()
@@ -459,7 +459,7 @@ class Block(nn.Module):
 
         def step(
             x: Tensor,
-            cache: Cache,
+            cache: KeyValueCache,
             bias: Tensor | None,
             cross_cache: CrossCache,
             context_bias: Tensor | None,
