@@ -94,8 +94,8 @@ def test_masks_that_mean_nothing() -> None:
         (lambda: Segments([0, 2]), r"from 1 on.*0"),
         (lambda: Segments([1, 2], [3]), r"different numbers of sequences"),
         (lambda: Segments.from_ids(torch.zeros(1, 1, 1)), r"\[length\].*\[1, 1, 1\]"),
-        (lambda: causal & torch.ones(2, 2).bool(), r"'&' joins two masks.*masks\.Dense"),
-        (lambda: causal | None, r"'\|' joins two masks.*NoneType"),
+        (lambda: causal & torch.ones(2, 2).bool(), r"'&' combines two masks.*masks\.Dense"),
+        (lambda: causal | None, r"'\|' combines two masks.*NoneType"),
         (lambda: masks.Dense(torch.ones(2, 2)), r"boolean.*float32.*mask\.bool\(\)"),
     ):
         with pytest.raises(InputError, match=words):
@@ -141,7 +141,7 @@ def test_backends() -> None:
         attention(X, X, X, see=See(entropy=True), backend="sdpa")
     with pytest.raises(BackendError, match=r"'sdpa' cannot run.*softcap"):
         attention(X, X, X, softcap=1.0, backend="sdpa")
-    long, slopes = torch.zeros(1, 1, sdpa.SHORT + 1, 4), torch.ones(1, requires_grad=True)
+    long, slopes = torch.zeros(1, 1, sdpa.MAX_BIAS_KEYS + 1, 4), torch.ones(1, requires_grad=True)
     with pytest.raises(BackendError, match=r"'sdpa' cannot run.*bias no gradient"):
         attention(long, long, long, bias=Alibi(slopes), backend="sdpa")
 

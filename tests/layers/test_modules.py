@@ -462,3 +462,14 @@ def test_what_does_not_fit_is_refused() -> None:
         block(torch.zeros(1, 3, 12), torch.zeros(1, 3, 12))
     with pytest.raises(InputError, match="together"):
         Block(layer, PreNorm(LayerNorm(8)), FeedForward(8, 8), PreNorm(LayerNorm(8)), cross=layer)
+
+
+def test_a_compiled_layer_notices_an_edit() -> None:
+    layer, x = MultiHeadAttention(8, 2), torch.randn(1, 3, 8)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    plain = compiled(x)
+    handle = layer.head_hooks.edit(torch.zeros_like)
+    torch.testing.assert_close(compiled(x), layer.output.bias.expand(1, 3, 8))
+    handle.remove()
+    torch.testing.assert_close(compiled(x), plain)

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from regard import Causal, InputError, See, Seen, attention
 from regard.mechanism.geometry import Extent
-from regard.mechanism.seeing import Joining, Owing
+from regard.mechanism.seeing import Deferred, Joining
 
 EVERYTHING = See(
     lse=True,
@@ -100,7 +100,7 @@ def test_what_has_a_gradient_can_be_saved(tmp_path: Path) -> None:
 
 def test_loading_something_else_says_so(tmp_path: Path) -> None:
     save_file({"lse": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(InputError, match=r"other\.safetensors.*no Seen was saved"):
+    with pytest.raises(InputError, match=r"other\.safetensors.*not of a Seen"):
         Seen.load(tmp_path / "other.safetensors")
     (tmp_path / "text.safetensors").write_text("not tensors at all")
     with pytest.raises(InputError, match=r"text\.safetensors.*safetensors"):
@@ -116,7 +116,7 @@ def test_all_weights_are_refused_above_a_size_and_rows_and_map_named() -> None:
 
 
 def test_see_that_asks_for_nothing_is_refused() -> None:
-    with pytest.raises(InputError, match=r"looks at nothing.*entropy=True"):
+    with pytest.raises(InputError, match=r"requests no field.*entropy=True"):
         See()
 
 
@@ -200,7 +200,7 @@ def test_sums_over_queries_are_added_as_they_come() -> None:
     assert joining.seen().received.tolist() == [[[3.0] * 4]]
 
 
-def owing() -> tuple[Owing, list[str]]:
+def owing() -> tuple[Deferred, list[str]]:
     """A Seen whose map and received are made when somebody looks, and who looked."""
     room, looks = torch.full((1, 1, 3), torch.nan), []
 
@@ -209,7 +209,7 @@ def owing() -> tuple[Owing, list[str]]:
         room.fill_(0.5)
 
     known = Seen(entropy=torch.ones(1, 1, 3), received=room, extent=(1, 1, 3, 3))
-    return Owing.of(known, settle), looks
+    return Deferred.of(known, settle), looks
 
 
 def test_what_is_owed_is_settled_when_somebody_looks_at_it() -> None:

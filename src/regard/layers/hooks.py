@@ -62,9 +62,10 @@ class HeadHooks:
         self._observations[handle.id] = _Observation(observer, ask)
         return handle
 
-    def __bool__(self) -> bool:
-        """Whether anything is registered."""
-        return bool(self._edits or self._observations)
+    @property
+    def active(self) -> bool:
+        """Whether anything is registered; compiled code notices when this changes."""
+        return len(self._edits) + len(self._observations) > 0
 
     def see(self) -> See | None:
         """What attention is to compute for the observers."""

@@ -151,7 +151,7 @@ class MultiHeadAttention(nn.Module):
         see: See | None,
     ) -> Heads:
         """Attention over projected [batch, heads, n, head dim], and the output projection."""
-        requested = self.head_hooks.see() if see is None and self.head_hooks else see
+        requested = self.head_hooks.see() if see is None and self.head_hooks.active else see
         dropout = self.dropout if self.training else 0.0
         seen = None
         if requested is None:
@@ -163,7 +163,7 @@ class MultiHeadAttention(nn.Module):
                 query, key, value, mask=mask, bias=bias, scale=self.scale, dropout=dropout,
                 see=requested,
             )  # fmt: skip
-        if self.head_hooks:
+        if self.head_hooks.active:
             heads = self.head_hooks(heads, seen if see is None else None)
         output = self.output(heads.transpose(1, 2).flatten(2))
         return Heads(query, key, value, heads, output, None if see is None else seen)
@@ -181,7 +181,7 @@ class MultiHeadAttention(nn.Module):
         hooks, before, after = self.head_hooks, self._forward_pre_hooks, self._forward_hooks
 
         def step(x: Tensor, cache: KeyValueCache | CrossCache, bias: Tensor | None) -> Tensor:
-            if before or after or (hooks and hooks.see() is not None):
+            if before or after or (hooks.active and hooks.see() is not None):
                 return self._step_with_forward(x, cache, bias)
             batch, queries, _ = x.shape
             if isinstance(cache, CrossCache):
@@ -197,7 +197,7 @@ class MultiHeadAttention(nn.Module):
             mixed = scaled_dot_product_attention(
                 query, key, value, bias, scale=scale, enable_gqa=grouped
             )
-            if hooks:
+            if hooks.active:
                 mixed = hooks(mixed)
             return output(mixed.transpose(1, 2).reshape(batch, queries, -1))
 
