@@ -74,7 +74,7 @@ def test_loss_and_gradients_are_those_of_the_definition(
     way: str, dtype: torch.dtype, vocabulary: int, smoothing: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(losses, "TILE", 5)  # 18 rows are four chunks
-    monkeypatch.setattr(losses, "ROOM", 4 * vocabulary)
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * vocabulary)
     hidden, weight, bias, labels = made(vocabulary, dtype)
     loss = linear_cross_entropy(hidden, weight, labels, bias=bias, smoothing=smoothing)
     found = [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
@@ -88,10 +88,10 @@ def test_loss_and_gradients_are_those_of_the_definition(
 
 def test_rows_go_in_equal_shares_of_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "TILE", 8)
-    assert losses._share(0, 10, 1000) == 8
-    assert losses._share(100, 10, 1000) == 104  # all at once
-    assert losses._share(101, 10, 1000) == 56  # two
-    assert losses._share(16, 10**6, 1000) == 8  # no row has room, and yet it goes on
+    assert losses._chunk_rows(0, 10, 1000) == 8
+    assert losses._chunk_rows(100, 10, 1000) == 104  # all at once
+    assert losses._chunk_rows(101, 10, 1000) == 56  # two
+    assert losses._chunk_rows(16, 10**6, 1000) == 8  # no row has room, and yet it goes on
 
 
 def test_without_gradients_none_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:

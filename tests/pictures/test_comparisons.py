@@ -141,7 +141,7 @@ def test_a_scale_that_begins_near_nothing_begins_at_nothing() -> None:
 def test_two_kinds_of_maps_are_not_compared() -> None:
     named = figures.weight_map([[1.0, 0.0], [0.5, 0.5]], ["a", "b"], ["a", "b"])
     pooled = figures.pooled_map([[1.0, 0.0], [0.5, 0.5]], 10, 10)
-    with pytest.raises(InputError, match="two of one kind"):
+    with pytest.raises(InputError, match="two pictures of one kind"):
         figures.compare(named, pooled, names=("one", "two"))
 
 

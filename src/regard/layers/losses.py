@@ -73,7 +73,9 @@ class _Chunked(torch.autograd.Function):
         weight_gradient = bias_gradient = None
         exact = torch.promote_types(dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=hidden.device)
-        size = _chunk_rows(len(hidden), len(padded) * padded.element_size(), hidden.device)
+        size = _chunk_rows(
+            len(hidden), len(padded) * padded.element_size(), _chunk_bytes(hidden.device)
+        )
         with torch.autocast(hidden.device.type, enabled=False):
             for start in range(0, len(hidden), size):
                 rows = slice(start, start + size)
@@ -113,11 +115,16 @@ def _added(part: Tensor, so_far: Tensor | None, like: Tensor) -> Tensor:
     return part.to(like.dtype) if so_far is None else so_far.add_(part)
 
 
-def _chunk_rows(rows: int, row_bytes: int, device: torch.device) -> int:
+def _chunk_bytes(device: torch.device) -> int:
+    """How many bytes of logits to compute at a time."""
+    if device.type != "cuda":
+        return CHUNK_BYTES
+    # Fewer chunks mean fewer sums over them.
+    return max(CHUNK_BYTES, torch.cuda.get_device_properties(device).total_memory // 64)
+
+
+def _chunk_rows(rows: int, row_bytes: int, limit: int) -> int:
     """How many rows to take at a time: nearly equal chunks of whole tiles."""
-    limit = CHUNK_BYTES
-    if device.type == "cuda":  # with fewer chunks there are fewer sums over them
-        limit = max(limit, torch.cuda.get_device_properties(device).total_memory // 64)
     chunks = max(-(-rows * row_bytes // limit), 1)
     return max(-(-rows // chunks // TILE) * TILE, TILE)
 

@@ -130,7 +130,7 @@ def check(
             mask = masks.Dense(mask)
         if not isinstance(mask, Mask):
             raise InputError(
-                f"mask is a boolean tensor or a mask such as Causal(), not {type(mask).__name__}."
+                f"mask is a boolean tensor or a mask such as Causal(), but got {mask!r}."
             )
         mask.check(extent)
     if bias is not None:
@@ -138,7 +138,7 @@ def check(
             bias = biases.Dense(bias)
         if not isinstance(bias, Bias):
             raise InputError(
-                f"bias is a tensor or a bias such as Alibi(slopes), not {type(bias).__name__}."
+                f"bias is a tensor or a bias such as Alibi(slopes), but got {bias!r}."
             )
         bias.check(extent)
     if scale is None:
@@ -152,7 +152,7 @@ def check(
     if see is not None:
         if not isinstance(see, See):
             raise InputError(
-                f"see takes See(...), as in See(entropy=True), not {type(see).__name__}."
+                f"see is a See, such as See(entropy=True), but got {see!r}."
             )
         see.check(extent)
     groups = heads // (key_heads or 1)
