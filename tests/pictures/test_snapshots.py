@@ -24,34 +24,34 @@ WIDTHS = (80, 120)
 LONG = " ".join([TEXT, "and the dog ran in the big house"] * 20)
 
 
-def drawn(**asked: object) -> Callable[[int], str]:
+def drawing_of(**options: object) -> Callable[[int], str]:
     def screen(width: int) -> str:
-        found = look(gpt2(512), TEXT, tokenizer=tokenizer(), **asked)  # type: ignore[arg-type]
-        return found.picture().text(width=width, color="none")
+        actual = look(gpt2(512), TEXT, tokenizer=tokenizer(), **options)  # type: ignore[arg-type]
+        return actual.picture().text(width=width, color="none")
 
     return screen
 
 
 def without_first(width: int) -> str:
-    found = look(gpt2(), TEXT, tokenizer=tokenizer(), layer=1, head=2)
-    return found.picture(without_first=True).text(width=width, color="none")
+    actual = look(gpt2(), TEXT, tokenizer=tokenizer(), layer=1, head=2)
+    return actual.picture(without_first=True).text(width=width, color="none")
 
 
 def long_map(width: int) -> str:
-    found = look(gpt2(512), LONG, tokenizer=tokenizer(), layer=1, head=2)
-    return found.picture().text(width=width, color="none")
+    actual = look(gpt2(512), LONG, tokenizer=tokenizer(), layer=1, head=2)
+    return actual.picture().text(width=width, color="none")
 
 
 def overview_of_both_halves(width: int) -> str:
-    found = look(t5(), TEXT, tokenizer=tokenizer(), target="the dog was cold")
-    return found.picture().text(width=width, color="none")
+    actual = look(t5(), TEXT, tokenizer=tokenizer(), target="the dog was cold")
+    return actual.picture().text(width=width, color="none")
 
 
 def alignment(width: int) -> str:
-    found = look(
+    actual = look(
         translator(), TEXT, tokenizer=tokenizer(), target="the dog was cold", alignment=True
     )
-    return found.picture().text(width=width, color="none")
+    return actual.picture().text(width=width, color="none")
 
 
 def two_heads(width: int) -> str:
@@ -78,12 +78,12 @@ def piped(*words: str) -> Callable[[int], str]:
 
 
 SCREENS: dict[str, Callable[[int], str]] = {
-    "look-overview": drawn(),
+    "look-overview": drawing_of(),
     "look-overview-of-both-halves": overview_of_both_halves,
-    "look-head": drawn(layer=1, head=2),
+    "look-head": drawing_of(layer=1, head=2),
     "look-head-without-first": without_first,
     "look-head-long": long_map,
-    "look-word": drawn(layer=1, head=2, word="mat"),
+    "look-word": drawing_of(layer=1, head=2, word="mat"),
     "look-alignment": alignment,
     "look-compare": two_heads,
     "explain-model": explained,

@@ -137,9 +137,7 @@ def check(
         if isinstance(bias, Tensor):
             bias = biases.Dense(bias)
         if not isinstance(bias, Bias):
-            raise InputError(
-                f"bias is a tensor or a bias such as Alibi(slopes), but got {bias!r}."
-            )
+            raise InputError(f"bias is a tensor or a bias such as Alibi(slopes), but got {bias!r}.")
         bias.check(extent)
     if scale is None:
         scale = dim**-0.5
@@ -151,9 +149,7 @@ def check(
         raise InputError(f"dropout is a probability from 0 to below 1, but got {dropout}.")
     if see is not None:
         if not isinstance(see, See):
-            raise InputError(
-                f"see is a See, such as See(entropy=True), but got {see!r}."
-            )
+            raise InputError(f"see is a See, such as See(entropy=True), but got {see!r}.")
         see.check(extent)
     groups = heads // (key_heads or 1)
     return Call(query, key, value, mask, bias, scale, softcap, dropout, see, extent, groups)

@@ -147,25 +147,17 @@ class See:
                 if least < 0 or largest >= most:
                     wrong = least if least < 0 else largest
                     raise InputError(f"See(pairs=...) names {what} {wrong}, but there are {most}.")
-        each = extent.batch * extent.heads * extent.keys
-        if len(self.rows) * each > MAX_NUMBERS:
-            raise InputError(
-                f"See(rows=...) would keep {len(self.rows) * each:,} weights. Ask for fewer rows, "
-                "or for map=(rows, columns), which pools all of them."
-            )
-        for name, most in (
-            ("map", math.prod(grid_of(self, extent)) if self.map is not None else 0),
-            ("top", extent.queries * self.top),
-        ):
-            if (kept := extent.batch * extent.heads * most) > MAX_NUMBERS:
-                raise InputError(f"See({name}=...) would keep {kept:,} numbers. Ask for fewer.")
-        count = each * extent.queries
-        if self.weights and count > MAX_NUMBERS:
-            raise InputError(
-                f"See(weights=True) would keep {count:,} weights ({count * 4 / 2**30:.1f} GiB). "
-                "Ask for rows=[...] (exact rows) or map=(rows, columns) (all weights, pooled) "
-                "instead."
-            )
+        for name, numbers in {
+            "rows": len(self.rows) * extent.keys,
+            "map": 0 if self.map is None else math.prod(grid_of(self, extent)),
+            "top": extent.queries * self.top,
+            "weights": extent.queries * extent.keys * self.weights,
+        }.items():
+            if (kept := extent.batch * extent.heads * numbers) > MAX_NUMBERS:
+                raise InputError(
+                    f"See({name}=...) would keep {kept:,} numbers ({kept * 4 / 2**30:.1f} GiB). "
+                    "Ask for fewer: rows=[...] keeps some rows, map=(rows, columns) pools all."
+                )
 
     def __repr__(self) -> str:
         shown = (
@@ -360,6 +352,41 @@ def grid_of(see: See, extent: Extent) -> tuple[int, int]:
     return min(see.grid[0], extent.queries), min(see.grid[1], extent.keys)
 
 
+def zeros(see: See, extent: Extent, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors for the requested fields, with the values that rows without keys have.
+
+    Fields that follow from others at the end (``max_logit``, ``map_count``) are not among them.
+    """
+    heads, queries, keys = (extent.batch, extent.heads), extent.queries, extent.keys
+    grid = grid_of(see, extent) if see.map is not None else ()
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(("lse", "entropy", "peak", "distance"), (queries,)),
+        "received": (keys,),
+        "rows": (len(see.rows), keys),
+        "pairs": (len(see.pairs or ()),),
+        "map": grid,
+        "map_peak": grid,
+        "weights": (queries, keys),
+        "top_weights": (queries, see.top),
+    }
+    names = ["top_weights" if name == "top" else name for name in see.requested]
+    values = {
+        name: torch.zeros(*heads, *shapes[name], dtype=dtype, device=extent.device)
+        for name in names
+        if name in shapes
+    }
+    if see.top:
+        values["top_keys"] = torch.full((*heads, queries, see.top), -1, device=extent.device)
+    return values
+
+
+def count_rows(see: See, extent: Extent, attends: Tensor) -> Tensor:
+    """How many queries of each bin of the map attend to any key, from ``attends`` [b, h, q]."""
+    rows = grid_of(see, extent)[0]
+    row_of = bins(extent.queries, rows, attends.device)
+    return attends.new_zeros(*attends.shape[:2], rows).index_add_(2, row_of, attends)
+
+
 def observe(
     see: See, tile: Tile, scores: Tensor, weights: Tensor, lse: Tensor
 ) -> dict[str, Tensor]:
@@ -427,9 +454,9 @@ def observe(
 
 def chosen(see: See, tile: Tile) -> tuple[slice, list[int]]:
     """The requested rows in a tile: their slice of all requested rows, and their rows in it."""
-    asked = sorted(row % tile.extent.queries for row in see.rows)
-    first, last = bisect_left(asked, tile.rows.start), bisect_left(asked, tile.rows.stop)
-    return slice(first, last), [row - tile.rows.start for row in asked[first:last]]
+    rows = sorted(row % tile.extent.queries for row in see.rows)
+    first, last = bisect_left(rows, tile.rows.start), bisect_left(rows, tile.rows.stop)
+    return slice(first, last), [row - tile.rows.start for row in rows[first:last]]
 
 
 class Joining:
@@ -465,12 +492,12 @@ def finish(see: See, values: dict[str, Tensor], extent: Extent) -> Seen:
     if "map_count" in values:
         values["map"] = values["map"] / values.pop("map_count").clamp(min=1)[..., None]
     if "rows" in values:
-        asked = [row % extent.queries for row in see.rows]
+        rows = [row % extent.queries for row in see.rows]
         # Sorted; a row that was requested twice is at the first of its places.
         place: dict[int, int] = {}
-        for index, row in enumerate(sorted(asked)):
+        for index, row in enumerate(sorted(rows)):
             place.setdefault(row, index)
-        values["rows"] = values["rows"][:, :, [place[row] for row in asked]]
+        values["rows"] = values["rows"][:, :, [place[row] for row in rows]]
     if isinstance(see.pairs, Pairs):
         values["pairs"] = values["pairs"][:, :, see.pairs.places.to(extent.device)]
     sizes: Any = (extent.batch, extent.heads, extent.queries, extent.keys)

@@ -16,13 +16,12 @@ import torch
 from torch import Tensor
 
 from regard.kernels.cpu import build
-from regard.kernels.plan import bins
 from regard.mechanism.backends.tiled import by_rows
 from regard.mechanism.biases import Alibi, Bias, RelativeBuckets
 from regard.mechanism.call import TRANSFORMED, Call
 from regard.mechanism.geometry import Extent
 from regard.mechanism.masks import lower
-from regard.mechanism.seeing import Pairs, See, Seen, finish, grid_of
+from regard.mechanism.seeing import Pairs, See, Seen, count_rows, finish, zeros
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 MIN_SCORES = 2**20  # of a call for which building the kernel is worth its seconds
@@ -117,25 +116,16 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
 
 
 def _empty_fields(see: See, extent: Extent) -> dict[str, Tensor]:
-    """Tensors for the requested fields, with the values of rows that the kernel does not write."""
-    rows = (extent.batch, extent.heads, extent.queries)
-    fields = {name: _zeros(*rows) for name in see.requested if name in _BY_QUERY}
+    """The fields as the kernel writes them: each row's highest score, and one table of rows."""
+    fields = zeros(see, extent, torch.float32)
+    each_row = _zeros(extent.batch, extent.heads, extent.queries)
     if see.max_logit:
-        fields["highest"] = _zeros(*rows)
+        fields["highest"] = each_row.clone()
     if see.map is not None:
-        fields["lse"] = _zeros(*rows)  # -inf where a query may attend to no key
-    for name in ("map", "map_peak"):
-        if name in see.requested:
-            fields[name] = _zeros(*rows[:2], *grid_of(see, extent))
-    if see.rows or see.weights:
-        count = extent.queries if see.weights else len(see.rows)
-        fields["kept"] = _zeros(*rows[:2], count, extent.keys)
-    if see.pairs is not None:
-        fields["pairs"] = _zeros(*rows[:2], len(see.pairs))
-    if see.top:
-        fields["top_weights"] = _zeros(*rows, see.top)
-        fields["top_keys"] = torch.full((*rows, see.top), -1, device=extent.device)
-    return fields
+        fields["lse"] = each_row  # -inf where a query may attend to no key
+    rows, weights = fields.pop("rows", None), fields.pop("weights", None)
+    kept = rows if weights is None else weights
+    return fields if kept is None else fields | {"kept": kept}
 
 
 def _chosen(see: See, extent: Extent) -> dict[str, Tensor]:
@@ -145,8 +135,8 @@ def _chosen(see: See, extent: Extent) -> dict[str, Tensor]:
         places = torch.arange(extent.queries, dtype=torch.int32, device=extent.device)
         if not see.weights:
             places.fill_(-1)
-            asked = sorted(row % extent.queries for row in see.rows)
-            for place, row in reversed(list(enumerate(asked))):  # of equal rows the first counts
+            rows = sorted(row % extent.queries for row in see.rows)
+            for place, row in reversed(list(enumerate(rows))):  # of equal rows the first counts
                 places[row] = place
         tensors["places"] = places
     if isinstance(see.pairs, Pairs):
@@ -164,11 +154,7 @@ def _seen(see: See, fields: dict[str, Tensor], extent: Extent) -> Seen:
     if see.max_logit:
         fields["max_logit"] = fields.pop("highest").amax(-1)
     if see.map is not None:
-        rows = fields["map"].shape[2]
-        attends = (fields["lse"] > -torch.inf).float()
-        row_of = bins(extent.queries, rows, attends.device)
-        count = attends.new_zeros(*attends.shape[:2], rows)
-        fields["map_count"] = count.index_add_(2, row_of, attends)
+        fields["map_count"] = count_rows(see, extent, (fields["lse"] > -torch.inf).float())
         if not see.lse:
             del fields["lse"]
     if "kept" in fields:
@@ -176,8 +162,8 @@ def _seen(see: See, fields: dict[str, Tensor], extent: Extent) -> Seen:
         if see.weights:
             fields["weights"] = kept
         if see.rows:
-            asked = sorted(row % extent.queries for row in see.rows)
-            fields["rows"] = kept[:, :, asked] if see.weights else kept
+            rows = sorted(row % extent.queries for row in see.rows)
+            fields["rows"] = kept[:, :, rows] if see.weights else kept
     return finish(see, fields, extent)
 
 

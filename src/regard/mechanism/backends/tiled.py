@@ -22,7 +22,17 @@ from regard.mechanism.backends import reference
 from regard.mechanism.call import TRANSFORMED, Call
 from regard.mechanism.geometry import Hull, Tile
 from regard.mechanism.masks import hulls
-from regard.mechanism.seeing import Joining, Pairs, See, Seen, bin_rows, chosen, finish, grid_of
+from regard.mechanism.seeing import (
+    Joining,
+    Pairs,
+    See,
+    Seen,
+    bin_rows,
+    chosen,
+    count_rows,
+    finish,
+    zeros,
+)
 
 ROWS = 64  # queries of a block: enough for matrix products at full speed
 SMALL_SCORE = 60.0  # a sum of thousands of exp(this) times a value stays in float32's range
@@ -104,7 +114,7 @@ class _Stream:
         # Initial values for rows without keys, which no block computes.
         self.highest = call.query.new_full((*rows, 1), -math.inf, dtype=dtype)
         self.total = call.query.new_zeros(*rows, 1, dtype=dtype)
-        self.fields = {} if call.see is None else _room(call, dtype)
+        self.fields = {} if call.see is None else zeros(call.see, extent, dtype)
         if call.see is not None and call.see.map is not None:
             self.column_of = bins(extent.keys, call.see.grid[1], extent.device)
 
@@ -301,10 +311,7 @@ class _Stream:
             entropy = total.log() - fields["entropy"] / total  # rounding may make it negative
             fields["entropy"] = entropy.clamp_(min=0).masked_fill_(empty, 0)
         if see.map is not None:
-            rows = grid_of(see, extent)[0]
-            count = total.new_zeros(*total.shape[:2], rows)
-            row_of = bins(extent.queries, rows, extent.device)
-            fields["map_count"] = count.index_add_(2, row_of, (~empty).to(count.dtype))
+            fields["map_count"] = count_rows(see, extent, (~empty).to(total.dtype))
         return finish(see, fields, extent)
 
 
@@ -312,30 +319,3 @@ def _pick(tensor: Tensor, batch: int, heads: slice) -> Tensor:
     """One sequence and some key heads of a [b or 1, g or 1, r, q, k] tensor."""
     tensor = tensor[batch if tensor.shape[0] > 1 else 0]
     return tensor[heads] if tensor.shape[0] > 1 else tensor
-
-
-def _room(call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Zeros for the requested fields: the values of rows without keys."""
-    see, extent = call.see, call.extent
-    assert see is not None
-    b, h, q, k = extent.batch, extent.heads, extent.queries, extent.keys
-    shapes: dict[str, tuple[int, ...]] = {
-        "entropy": (b, h, q),
-        "distance": (b, h, q),
-        "received": (b, h, k),
-        "rows": (b, h, len(see.rows), k),
-        "pairs": (b, h, len(see.pairs or ())),
-        "weights": (b, h, q, k),
-    }
-    room = {name: torch.zeros(shapes[name], device=extent.device, dtype=dtype)
-            for name in see.requested if name in shapes}  # fmt: skip
-    if see.map is not None:
-        grid = (b, h, *grid_of(see, extent))
-        room["map"] = torch.zeros(grid, device=extent.device, dtype=dtype)
-        if see.map_peak:
-            room["map_peak"] = torch.zeros_like(room["map"])
-    if see.top:
-        top = (b, h, q, see.top)
-        room["top_weights"] = torch.zeros(top, device=extent.device, dtype=dtype)
-        room["top_keys"] = torch.full(top, -1, device=extent.device)
-    return room
