@@ -134,8 +134,8 @@ def _labelled(
     marks: frozenset[tuple[int, int]] = frozenset(),
 ) -> Picture:
     """Cells whose ``rows`` and ``columns`` have a name and a label each."""
-    axes = (Axis(name, len(labels), labels) for name, labels in (rows, columns))
-    return Picture(Cells(printable(title), values, *axes, unit, caption, marks))
+    down, across = (Axis(name, len(labels), labels) for name, labels in (rows, columns))
+    return Picture(Cells(printable(title), values, down, across, unit, caption, marks))
 
 
 def pooled_map(
