@@ -3,7 +3,7 @@
 A mask is a small frozen description; ``&``, ``|`` and ``~`` combine masks. It has two methods:
 
 - ``tile``: which pairs of a block of queries and keys it allows, as a boolean tensor;
-- ``interval``: for each query, a range of keys outside of which it attends to nothing.
+- ``interval``: for each query, a range of keys that holds all it may attend to.
 
 A :class:`RangeMask` (Causal, Window, Prefix, Padding, Segments) is exactly such ranges, and both
 ends never move backwards from one query to the next: backends slice, skip or compare them instead
@@ -55,7 +55,7 @@ class Mask(ABC):
         """Whether each query of the tile may attend to each key: broadcasts to [b, h, q, k]."""
 
     def interval(self, extent: Extent) -> Interval:
-        """For each query the keys outside of which it attends to nothing: by default none."""
+        """For each query a range of keys that holds all it may attend to; by default all keys."""
         return Interval(0, extent.keys, False)
 
     @property
@@ -142,7 +142,7 @@ _kept_ranges = Kept(_ranges)
 
 
 def hulls(mask: Mask | None, extent: Extent, step: int) -> list[Hull]:
-    """The rows of a call, ``step`` at a time, each with the keys its rows may attend to."""
+    """The rows of a call in blocks of ``step``, each with the keys its rows may attend to."""
     if mask is None:
         return Interval(0, extent.keys, True).hulls(extent, step)
     return interval_on_host(mask, extent).hulls(extent, step)
