@@ -1,4 +1,4 @@
-"""Caches: nothing is lost, nothing is copied that need not be, beams go where they are sent."""
+"""Caches: all positions are kept, none is copied without need, beams are reordered."""
 
 from __future__ import annotations
 

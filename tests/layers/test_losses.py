@@ -91,7 +91,7 @@ def test_rows_go_in_equal_shares_of_whole_tiles(monkeypatch: pytest.MonkeyPatch)
     assert losses._chunk_rows(0, 10, 1000) == 8
     assert losses._chunk_rows(100, 10, 1000) == 104  # all at once
     assert losses._chunk_rows(101, 10, 1000) == 56  # two
-    assert losses._chunk_rows(16, 10**6, 1000) == 8  # no row has room, and yet it goes on
+    assert losses._chunk_rows(16, 10**6, 1000) == 8  # a row larger than a chunk goes alone
 
 
 def test_without_gradients_none_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:

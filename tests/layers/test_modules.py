@@ -151,8 +151,8 @@ def test_a_cross_cache_projects_once() -> None:
     close(ours(x, torch.zeros_like(context), cache=cache), ours(x, context))
 
 
-def test_a_step_of_beams_is_attention_to_what_each_came_by() -> None:
-    """Two sentences of three beams: nodes lie in one cache, and a bias says which a beam sees."""
+def test_a_step_of_beams_is_attention_to_the_history_of_each() -> None:
+    """Two sentences of three beams: all nodes are in one cache, and a bias masks those of others."""
     ours, _ = twin()
     trunk, first, second = torch.randn(2, 4, 12), torch.randn(2, 3, 12), torch.randn(2, 3, 12)
     origins = torch.tensor([[2, 0, 0], [1, 1, 2]])

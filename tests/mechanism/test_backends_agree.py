@@ -1,4 +1,4 @@
-"""Every backend says what the reference says in float64: outputs, all that is seen, gradients.
+"""Every backend agrees with the reference in float64: outputs, all fields of Seen, gradients.
 
 The rule for a tolerance: float64 must agree up to its rounding. In a lower precision the error may
 be twice that of plain PyTorch in that precision (three times for gradients), plus a floor for the

@@ -1,4 +1,4 @@
-"""Bugs that attention had elsewhere, each with what it must do here, on every backend concerned."""
+"""Bugs of attention in other libraries, each with the right behaviour, on every backend."""
 
 from __future__ import annotations
 

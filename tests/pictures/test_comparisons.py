@@ -1,4 +1,4 @@
-"""Several pictures in one, and two held against each other."""
+"""Pictures of several panels, and comparisons of two pictures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pictures hold the numbers they were given, fit where they are put, and let nothing through."""
+"""Pictures show their numbers, fit the terminal or page, and escape their labels."""
 
 from __future__ import annotations
 
