@@ -91,7 +91,7 @@ def test_the_same_seed_gives_the_same_pairs() -> None:
     assert one == two
     assert one != three
     assert {len(made) > 0 for name, made in one.items() if name != "substituted"} == {True}
-    mixed = list(translation_data.mixture(kinds | one, Random(0)))
+    mixed = list(translation_data.mixture(kinds | one))
     assert Counter(mixed)[pairs[0]] >= 9 * sum(
         translation_data.KINDS[kind].times for kind in ("everyday", "debates")
     )
@@ -120,7 +120,7 @@ def test_the_same_seed_gives_the_same_pairs() -> None:
     ],
 )
 def test_why_a_pair_is_left_out(english: str, french: str, reason: str | None) -> None:
-    assert translation_data.why_not((english, french), "fr") == reason
+    assert translation_data.why_rejected((english, french), "fr") == reason
 
 
 def test_text_is_cleaned() -> None:
@@ -183,7 +183,7 @@ def test_a_shared_span_is_replaced_on_both_sides() -> None:
 def text(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
     lines = ["The cat sat on the mat.", "Le chat s'est assis sur le tapis."] * 300
-    translation_tokenizer.train(lines, 400, rarest=10).save(str(folder / "tokenizer.json"))
+    translation_tokenizer.train(lines, 400, min_occurrences=10).save(str(folder / "tokenizer.json"))
     return Tokenizer.load(folder)
 
 
