@@ -278,13 +278,15 @@ def collect(
 # ------------------------------------------------------------------------------------ copying
 
 
-def copies(kinds: dict[str, list[Pair]], language: str, random: Random) -> dict[str, list[Pair]]:
+def additional_pairs(
+    kinds: dict[str, list[Pair]], language: str, random: Random
+) -> dict[str, list[Pair]]:
     """Additional pairs that train copying and simple variations, by kind."""
     pairs = [pair for kind in kinds.values() for pair in kind]
     everyday = kinds["everyday"]
     lower = Counter(word for english, _ in pairs for word in english.split() if word.islower())
     common = frozenset(lower)
-    made: dict[str, list[Pair]] = {
+    added: dict[str, list[Pair]] = {
         "templates": [
             from_template(random, language) for _ in range(round(TEMPLATES * len(pairs)))
         ],
@@ -296,25 +298,25 @@ def copies(kinds: dict[str, list[Pair]], language: str, random: Random) -> dict[
     }
     order = random.sample(pairs, len(pairs))
     for pair in order:
-        if len(made["substituted"]) >= SUBSTITUTED * len(pairs):
+        if len(added["substituted"]) >= SUBSTITUTED * len(pairs):
             break
         if (other := substituted(pair, random, common)) is not None:
-            made["substituted"].append(other)
+            added["substituted"].append(other)
     short = [pair for pair in order if len(pair[0]) < 90]
-    made["capitals"] = [
+    added["capitals"] = [
         (english.upper(), other.replace("ß", "ss").upper())
         for english, other in short[: round(CAPITALS * len(pairs))]
     ]
     for _ in range(round(JOINED * len(pairs)) if everyday else 0):
         chosen = random.choices(everyday, k=random.choice((2, 2, 3)))
         joined = " ".join(pair[0] for pair in chosen), " ".join(pair[1] for pair in chosen)
-        made["joined"].append(joined)
+        added["joined"].append(joined)
     for english, other in random.sample(
         everyday, min(len(everyday), round(WITHOUT_FULL_STOP * len(pairs)))
     ):
         if english.endswith(".") and other.endswith("."):
-            made["without a full stop"].append((english[:-1], other[:-1]))
-    return made
+            added["without a full stop"].append((english[:-1], other[:-1]))
+    return added
 
 
 def mixture(kinds: dict[str, list[Pair]]) -> Iterator[Pair]:
@@ -343,8 +345,8 @@ def prepare(data: Path, out: Path, seed: int = 0) -> dict[str, object]:
         random = Random(f"{seed} {language}")
         counts: dict[str, Counter[str]] = {}
         kinds = collect(data, language, held_out, counts)
-        made = copies(kinds, language, random)
-        train = list(mixture(kinds | made))
+        added = additional_pairs(kinds, language, random)
+        train = list(mixture(kinds | added))
         random.shuffle(train)
         write_pairs(out / f"train.en-{language}.tsv", train)
         valid = (
@@ -355,7 +357,7 @@ def prepare(data: Path, out: Path, seed: int = 0) -> dict[str, object]:
             "train": len(train),
             "valid": write_pairs(out / f"valid.en-{language}.tsv", valid),
             "sources": counts,
-            "kinds": {name: len(pairs) for name, pairs in (kinds | made).items()},
+            "kinds": {name: len(pairs) for name, pairs in (kinds | added).items()},
         }
     (out / "counts.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     return report

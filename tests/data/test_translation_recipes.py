@@ -87,7 +87,9 @@ def test_nothing_held_out_is_trained_on(data: Path, tmp_path: Path) -> None:
 def test_the_same_seed_gives_the_same_pairs() -> None:
     pairs = [(f"Sentence {word}.", f"Phrase {word}.") for word in "abcdefghijklmnopqrstuvwxyz" * 9]
     kinds = {"everyday": pairs, "debates": pairs}
-    one, two, three = (translation_data.copies(kinds, "fr", Random(seed)) for seed in (0, 0, 1))
+    one, two, three = (
+        translation_data.additional_pairs(kinds, "fr", Random(seed)) for seed in (0, 0, 1)
+    )
     assert one == two
     assert one != three
     assert {len(made) > 0 for name, made in one.items() if name != "substituted"} == {True}
