@@ -66,8 +66,8 @@ class Settings:
     def from_json(cls, values: Mapping[str, Any]) -> Settings:
         """The settings among ``values``; others are left out, and so is null.
 
-        >>> Settings.from_json({"max_length": 20, "min_length": 3, "prefix": "summarize: "})
-        Settings(min_new_tokens=2, max_new_tokens=20)
+        >>> Settings.from_json({"max_length": 20, "min_length": 3, "prefix": "sum: "}).to_json()
+        {'min_new_tokens': 2, 'max_new_tokens': 20}
         """
         given = {name: value for name, value in values.items() if value is not None}
         new, total = (given.get(name, 0) for name in ("min_new_tokens", "min_length"))

@@ -75,6 +75,7 @@ class GPT2Config(Config):
 class GPT2(LanguageModel):
     """GPT-2 with its language-model head, which shares the token embedding.
 
+    >>> import torch
     >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2))
     >>> list(model(torch.tensor([[1, 2, 3]])).shape)
     [1, 3, 10]

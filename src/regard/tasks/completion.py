@@ -49,6 +49,7 @@ def complete(
     which words before it each new word attended to, over all heads, which takes one more pass; of
     very long texts it is left out.
 
+    >>> from regard import Greedy
     >>> found = complete("Once upon a time", how=Greedy(), length=6)
     >>> found.tokens, str(found).startswith("Once upon a time")
     (6, True)
@@ -88,6 +89,7 @@ def stream_completion(
 
     What the generator returns at its end is the record.
 
+    >>> from regard import Greedy
     >>> pieces = stream_completion("Once upon a time", how=Greedy(), length=6)
     >>> "".join(pieces) == complete("Once upon a time", how=Greedy(), length=6).text
     True
