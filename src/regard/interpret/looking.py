@@ -18,14 +18,14 @@ from regard.interpret.overview import Overview, OverviewMeasurement
 from regard.interpret.runs import TextRun, prepare_run
 from regard.interpret.word_alignment import Alignment, align
 from regard.models.model import AttentionLayer, EncoderDecoder, Model
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 
 
 def look(
     model: Model | str | os.PathLike[str],
     text: str,
     *,
-    tokenizer: Text | None = None,
+    tokenizer: Tokenizer | None = None,
     target: str | None = None,
     layer: str | int | None = None,
     head: int | None = None,
@@ -53,8 +53,8 @@ def look(
     number of layers done and their total.
 
     >>> import torch
-    >>> from regard import GPT2, GPT2Config, Text
-    >>> tokenizer = Text.train_bpe(["the cat sat on the mat"] * 9, size=300)
+    >>> from regard import GPT2, GPT2Config, Tokenizer
+    >>> tokenizer = Tokenizer.train_bpe(["the cat sat on the mat"] * 9, size=300)
     >>> model = GPT2(GPT2Config(vocabulary=300, dim=8, depth=2, heads=2, length=32))
     >>> overview = look(model, "the cat sat on the mat", tokenizer=tokenizer)
     >>> list(overview.values["entropy"].shape)  # layers, heads

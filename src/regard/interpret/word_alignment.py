@@ -21,7 +21,7 @@ from regard.interpret.watching import watch
 from regard.mechanism.seeing import See
 from regard.models.model import EncoderDecoder, Model, pad
 from regard.pictures.figures import Picture, alignment
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 from regard.text.words import Tokens, Word, tokens_of_ids
 
 MAX_WORDS = 256  # of a source
@@ -95,7 +95,7 @@ class Alignment:
 
 def align(
     model: Model,
-    tokenizer: Text,
+    tokenizer: Tokenizer,
     source: Sequence[int],
     target: Sequence[int],
     *,
@@ -111,7 +111,9 @@ def align(
         raise InputError(f"{type(model).__name__} has no cross-attention to align words by.")
     if (layer is None) != (head is None):
         raise InputError("align() takes layer and head together, or neither.")
-    reader = Text(tokenizer.tokenizer)  # that of the source alone, where the target has another
+    reader = Tokenizer(
+        tokenizer.tokenizer
+    )  # that of the source alone, where the target has another
     read, written = tokens_of_ids(reader, source), tokens_of_ids(tokenizer.target, target)
     sources, targets = _words(read, "source"), _words(written, "target")
     if len(sources) > MAX_WORDS:

@@ -23,7 +23,7 @@ from regard.mechanism.call import Call, check
 from regard.mechanism.masks import Mask
 from regard.models.model import AttentionLayer, Model
 from regard.models.transformer_xl import RelativeAttention
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 128  # of a sentence: a trace prints every number
 
@@ -32,7 +32,7 @@ def explain_model(
     model: Model | str | os.PathLike[str],
     text: str,
     *,
-    tokenizer: Text | None = None,
+    tokenizer: Tokenizer | None = None,
     layer: str | int | None = None,
     head: int = 0,
     word: str | None = None,
