@@ -26,13 +26,13 @@ class Measure(NamedTuple):
 MEASURES = {
     "entropy": Measure("Entropy", "nats", "how widely a head spreads its weights"),
     "distance": Measure("Distance", "tokens", "how far away, on average, the attended tokens are"),
-    "first": Measure("First token", "of the weight", "on the first token of the text"),
-    "previous": Measure("Previous token", "of the weight", "on the token just before"),
-    "self": Measure("Self", "of the weight", "on the token itself"),
+    "first": Measure("First token", "of the weight", "weight on the first token of the text"),
+    "previous": Measure("Previous token", "of the weight", "weight on the token just before"),
+    "self": Measure("Self", "of the weight", "weight on the token itself"),
     "induction": Measure(
         "Induction",
         "of the weight",
-        "on the token after the previous occurrence of the same token",
+        "weight on the token after the previous occurrence of the same token",
     ),
 }
 

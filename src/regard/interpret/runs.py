@@ -231,8 +231,8 @@ def prepare_run(
     if tags and not text.lstrip().startswith(tuple(tags)):
         shortened = text if len(text) <= 30 else f"{text[:30]}…"
         raise InputError(
-            f"The text names the language to translate into: begin it with {' or '.join(tags)}, "
-            f"as in '{tags[0]} {shortened}'."
+            "This model translates into several languages: begin the text with "
+            f"{' or '.join(tags)}, as in '{tags[0]} {shortened}'."
         )
     layers = model.attention_layers()
     if not isinstance(model, Transformer | T5):

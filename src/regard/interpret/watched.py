@@ -17,6 +17,7 @@ class Watched(Mapping[str, list[Seen]]):
 
     Names are those of ``model.named_modules()``, in the order of their first calls.
 
+    >>> import torch
     >>> from regard import GPT2, GPT2Config, See, watch
     >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=2, heads=2)).eval()
     >>> with watch(model, See(entropy=True)) as watched:

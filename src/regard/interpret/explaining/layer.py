@@ -97,9 +97,9 @@ class _Recorded(NamedTuple):
     @property
     def inputs(self) -> tuple[Tensor, Tensor]:
         """The inputs of the queries and of the keys, [length, dim] each."""
-        context = self.arguments[1] if len(self.arguments) > 1 else self.keywords.get("context")
         x: Tensor = self.arguments[0]
-        return x[0], (x if context is None else context)[0]
+        second = self.arguments[1] if len(self.arguments) > 1 else self.keywords.get("context")
+        return x[0], (second if isinstance(second, Tensor) else x)[0]
 
 
 def _record(run: TextRun, layer: AttentionLayer) -> _Recorded:
