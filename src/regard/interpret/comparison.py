@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from regard.errors import InputError
 from regard.interpret.heads import HeadMap
+from regard.interpret.measurement import Look
 from regard.interpret.overview import Overview
 from regard.pictures.figures import Picture
 from regard.pictures.figures import compare as compare_pictures
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class Comparison(Look):
     """Two overviews, or two heads' maps, and how the second differs from the first."""
+
+    kind = "comparison"
 
     first: Overview | HeadMap
     second: Overview | HeadMap
@@ -25,17 +27,6 @@ class Comparison:
         first, second = (look.picture(without_first=without_first) for look in both)
         caption = " ".join(dict.fromkeys(note for look in both for note in look.notes))
         return compare_pictures(first, second, names=self.names, caption=caption)
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": "comparison",
-            "names": list(self.names),
-            "first": self.first.to_dict(),
-            "second": self.second.to_dict(),
-        }
-
-    def _repr_html_(self) -> str:
-        return self.picture()._repr_html_()
 
 
 def compare(first: object, second: object, *, names: tuple[str, str]) -> Comparison:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import InputError
+from regard.interpret.measurement import Look
 from regard.interpret.overview import notes_on
 from regard.interpret.pooling import join_words
 from regard.interpret.runs import Chunk, TextRun
@@ -24,11 +25,13 @@ MAX_EXACT = 2**18  # weights of an exact map
 
 
 @dataclass(frozen=True, eq=False)
-class HeadMap:
+class HeadMap(Look):
     """The weights of one head, [rows, columns] of its tokens, exact or pooled into fewer cells.
 
     A pooled cell is the weight that an average query of its row gives to all keys of its column.
     """
+
+    kind = "map"
 
     model: str
     layer: str
@@ -70,22 +73,8 @@ class HeadMap:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        named = {} if self.pooled else {"queries": list(self.queries), "keys": list(self.keys)}
-        return {
-            "kind": "map",
-            "model": self.model,
-            "layer": self.layer,
-            "head": self.head,
-            "rows": [self.rows.start, self.rows.stop],
-            "columns": [self.columns.start, self.columns.stop],
-            "pooled": self.pooled,
-            **named,
-            "weights": self.weights.tolist(),
-            "notes": list(self.notes),
-        }
-
-    def _repr_html_(self) -> str:
-        return self.picture()._repr_html_()
+        values = super().to_dict()
+        return {n: v for n, v in values.items() if not (self.pooled and n in ("queries", "keys"))}
 
 
 class MapMeasurement:
@@ -198,8 +187,10 @@ def _overlap(first: range, second: range) -> range:
 
 
 @dataclass(frozen=True, eq=False)
-class WordKeys:
+class WordKeys(Look):
     """The words that one word attends to: the weights of one head, or the mean of several."""
+
+    kind = "word"
 
     model: str
     word: str
@@ -220,21 +211,6 @@ class WordKeys:
             without_first=without_first,
             caption=" ".join(self.notes),
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": "word",
-            "model": self.model,
-            "word": self.word,
-            "times": self.times,
-            "heads": self.heads,
-            "keys": list(self.keys),
-            "weights": self.weights.tolist(),
-            "notes": list(self.notes),
-        }
-
-    def _repr_html_(self) -> str:
-        return self.picture()._repr_html_()
 
 
 class WordMeasurement:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.errors import InputError
+from regard.interpret.measurement import Look
 from regard.interpret.runs import Chunk, TextRun
 from regard.mechanism.seeing import See, Seen
 from regard.models.model import AttentionLayer
@@ -38,13 +39,15 @@ MEASURES = {
 
 
 @dataclass(frozen=True, eq=False)
-class Overview:
+class Overview(Look):
     """The measures of every head, each [layers, heads] and a mean over the queries.
 
     NaN where a layer has fewer heads or a measure is undefined: distance between two texts,
     induction where no token repeats. The first token's own weights count in entropy and distance
     only: under a causal mask it attends to itself alone.
     """
+
+    kind = "overview"
 
     model: str
     tokens: int
@@ -92,22 +95,6 @@ class Overview:
             grids,
             caption=" ".join([*notes, *self.notes]),
         )
-
-    def to_dict(self) -> dict[str, Any]:
-        def plain(rows: list[list[float]]) -> list[list[float | None]]:
-            return [[None if math.isnan(value) else value for value in row] for row in rows]
-
-        return {
-            "kind": "overview",
-            "model": self.model,
-            "tokens": self.tokens,
-            "layers": list(self.layers),
-            "values": {name: plain(values.tolist()) for name, values in self.values.items()},
-            "notes": list(self.notes),
-        }
-
-    def _repr_html_(self) -> str:
-        return self.picture()._repr_html_()
 
 
 class OverviewMeasurement:

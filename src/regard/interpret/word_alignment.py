@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import InputError
+from regard.interpret.measurement import Look
 from regard.interpret.watching import watch
 from regard.mechanism.seeing import See
 from regard.models.model import EncoderDecoder, Model, pad
@@ -29,13 +30,15 @@ BATCH = 32
 
 
 @dataclass(frozen=True, eq=False)
-class Alignment:
+class Alignment(Look):
     """The weights of one cross-attention head, from target words to source words.
 
     A row is of the step that predicts the target word, or of the step after, which reads it: the
     weights on a source word's tokens are summed, and averaged over the target word's tokens.
     Special tokens are left out, so a row may sum to less than 1.
     """
+
+    kind = "alignment"
 
     source: tuple[str, ...]
     target: tuple[str, ...]
@@ -74,23 +77,11 @@ class Alignment:
         return alignment(self.weights, self.source, self.target, caption=caption)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists, numbers and words, ready for JSON."""
         return {
-            "kind": "alignment",
-            "source": list(self.source),
-            "target": list(self.target),
-            "weights": self.weights.tolist(),
-            "effect": self.effect.tolist(),
-            "layer": self.layer,
-            "head": self.head,
-            "read": self.read,
+            **super().to_dict(),
             "score": self.score,
-            "scores": self.scores.tolist(),
             "pairs": [list(pair) for pair in self.pairs],
         }
-
-    def _repr_html_(self) -> str:
-        return self.picture()._repr_html_()
 
 
 def align(

@@ -99,9 +99,8 @@ class _Routes:
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._held: dict[
-            int, tuple[Any, str | None, int]
-        ] = {}  # config, its value before, watchers
+        # By id, each config, the name of its own attention, and the number of its watchers.
+        self._held: dict[int, tuple[Any, str | None, int]] = {}
 
     def take(self, configs: list[Any]) -> None:
         with self._lock:
