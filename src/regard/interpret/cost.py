@@ -25,8 +25,6 @@ from regard.mechanism.functional import attention
 from regard.mechanism.masks import Causal, Mask
 from regard.mechanism.seeing import See
 from regard.models.model import AttentionLayer
-from regard.models.t5 import T5
-from regard.models.transformer_xl import TransformerXL
 
 MIN_TOKENS = 8192  # shorter runs finish before an estimate would
 MAX_TIMED_CHUNKS = 12  # chunks that run for the estimate
@@ -192,7 +190,7 @@ def _memory(run: TextRun, longest: int) -> int:
         elif isinstance(module, FeedForward | GatedFeedForward):
             widest = max(widest, 3 * module.up.in_features + 2 * module.up.out_features)
     # Scores and their exponentials, and the biases of all heads where positions are relative.
-    relative = isinstance(run.model, T5 | TransformerXL)
+    relative = run.model.relative
     tiles = TILE * size * (2 + (2 + 2 * heads if relative else 0))
     held = longest * (widest * size + tiles)
     return held + min(held // 2, MAX_CACHED) + len(run.tokens) * LABEL_BYTES

@@ -17,12 +17,13 @@ from regard.interpret.measurement import Measurement
 from regard.interpret.overview import Overview, OverviewMeasurement
 from regard.interpret.runs import TextRun, prepare_run
 from regard.interpret.word_alignment import Alignment, align
+from regard.models.bundle import Bundle
 from regard.models.model import AttentionLayer, EncoderDecoder, Model
 from regard.text.tokenizer import Tokenizer
 
 
 def look(
-    model: Model | str | os.PathLike[str],
+    model: Model | Bundle | str | os.PathLike[str],
     text: str,
     *,
     tokenizer: Tokenizer | None = None,

@@ -21,14 +21,8 @@ from regard.errors import InputError
 from regard.interpret.adapters.ours import uncompiled
 from regard.interpret.watching import watch
 from regard.mechanism.seeing import See, Seen
-from regard.models.bert import Bert, BertAnswering, BertMaskedLM
-from regard.models.bundle import check_prefix, evaluating
-from regard.models.gpt2 import GPT2
-from regard.models.loading import load
+from regard.models.bundle import Bundle, evaluating, open_bundle
 from regard.models.model import AttentionLayer, EncoderDecoder, Model
-from regard.models.t5 import T5
-from regard.models.transformer import Transformer
-from regard.models.transformer_xl import TransformerXL
 from regard.text.languages import language_tags
 from regard.text.tokenizer import Tokenizer
 from regard.text.words import Tokens, Word, tokens_of, tokens_of_ids
@@ -135,7 +129,7 @@ class TextRun:
         ``tick`` is called after every layer. Chunks of which nothing is seen do not run, unless
         the model's memory depends on them.
         """
-        memories = self.model.remember() if isinstance(self.model, TransformerXL) else None
+        memories = self.model.remember()
         for chunk in self.needed_chunks(see):
             with ExitStack() as stack:
                 for layer in self.layers:
@@ -150,28 +144,13 @@ class TextRun:
     @torch.no_grad()
     def forward(self, chunk: Chunk, memories: Memories | None = None) -> None:
         """Run the model over one chunk; its outputs are dropped."""
+        target = None if self.target is None else self.target.ids
         with evaluating(self.model), uncompiled():
-            self._forward(chunk, memories)
-
-    def _forward(self, chunk: Chunk, memories: Memories | None) -> None:
-        ids = list(self.tokens.ids[chunk.start : chunk.stop])
-        row = torch.tensor([ids], device=self.model.device)
-        match self.model:
-            case Transformer() | T5():
-                start, state = self.model.start_decoding([ids], room=len(self.target or ()))
-                if self.target is not None:
-                    written = row.new_tensor([self.target.ids[:-1]])
-                    self.model.step(torch.cat((start, written.to(start.dtype)), dim=1), state)
-            case TransformerXL():
-                self.model.read(row, memories=memories)
-            case GPT2():
-                self.model.read(row)
-            case Bert() | BertAnswering() | BertMaskedLM():
-                self.model.encoder(row)
+            self.model.run_over(self.tokens.ids[chunk.start : chunk.stop], target, memories)
 
     def needed_chunks(self, see: SeeOf) -> list[Chunk]:
         """The chunks that run: those of which something is seen, or all where there is memory."""
-        if isinstance(self.model, TransformerXL):
+        if self.model.remembers:
             return list(self.chunks)
         return [
             chunk
@@ -194,25 +173,25 @@ def _ticking(tick: Callable[[], None]) -> Callable[[object, object, object], Non
 
 
 def prepare_run(
-    model: Model | str | os.PathLike[str],
+    model: Model | Bundle | str | os.PathLike[str],
     text: str,
     *,
     tokenizer: Tokenizer | None = None,
     target: str | None = None,
 ) -> TextRun:
-    """The run of a model, given as an object, a name or a folder, over a text.
+    """The run of a model, given as an object, a bundle, a name or a folder, over a text.
 
     Without a ``target``, an encoder-decoder generates one if the text is not too long.
     """
-    if not isinstance(model, Model | str | os.PathLike):
+    if not isinstance(model, Model | Bundle | str | os.PathLike):
         raise InputError(
             f"{type(model).__name__} is no model of regard: give its name or its folder (save it "
             "there first), or use regard.watch(...)."
         )
     if not isinstance(model, Model):
-        check_prefix(model, text)
-        tokenizer = Tokenizer.load(model) if tokenizer is None else tokenizer
-        model = load(model, dtype=torch.float32)
+        bundle = model if isinstance(model, Bundle) else open_bundle(model)
+        bundle.check_prefix(text)
+        model, tokenizer = bundle.model, bundle.tokenizer if tokenizer is None else tokenizer
     if tokenizer is None:
         raise InputError(
             "A loaded model needs its tokenizer. Pass tokenizer=Tokenizer.load(...), too."
@@ -235,7 +214,7 @@ def prepare_run(
             f"{' or '.join(tags)}, as in '{tags[0]} {shortened}'."
         )
     layers = model.attention_layers()
-    if not isinstance(model, Transformer | T5):
+    if not isinstance(model, EncoderDecoder):
         if target is not None:
             raise InputError(f"{type(model).__name__} takes no target: it has no decoder.")
         tokens, chunks = _chunks(model, tokens)
@@ -249,7 +228,7 @@ def prepare_run(
     return TextRun(model, tokenizer, tokens, (Chunk(0, len(tokens)),), tuple(layers), written)
 
 
-def _generate_target(model: Transformer | T5, tokenizer: Tokenizer, tokens: Tokens) -> Tokens:
+def _generate_target(model: EncoderDecoder, tokenizer: Tokenizer, tokens: Tokens) -> Tokens:
     """What the model writes for a text by greedy search, with its end token."""
     end = model.config.end_token
     stop = [] if end is None else [end]
@@ -260,14 +239,14 @@ def _generate_target(model: Transformer | T5, tokenizer: Tokenizer, tokens: Toke
 
 def _chunks(model: Model, tokens: Tokens) -> tuple[Tokens, tuple[Chunk, ...]]:
     """The tokens that run through a model of one stack, and the chunks they run in."""
-    if isinstance(model, TransformerXL):
+    if model.remembers:
         size = model.config.memory or SEGMENT
         edges = [*range(0, len(tokens), size), len(tokens)]
         return tokens, tuple(
             Chunk(start, stop, min(model.config.memory, start)) for start, stop in pairwise(edges)
         )
-    size = model.config.length
-    if len(tokens) <= size:
+    size = model.longest
+    if size is None or len(tokens) <= size:
         return tokens, (Chunk(0, len(tokens)),)
     # Every window has the special tokens around a text, such as [CLS] and [SEP].
     around = set(tokens.added)

@@ -20,7 +20,7 @@ from regard.errors import InputError
 from regard.interpret.measurement import Look
 from regard.interpret.watching import watch
 from regard.mechanism.seeing import See
-from regard.models.model import EncoderDecoder, Model, pad
+from regard.models.model import EncoderDecoder, pad
 from regard.pictures.figures import Picture, alignment
 from regard.text.tokenizer import Tokenizer
 from regard.text.words import Tokens, Word, tokens_of_ids
@@ -85,7 +85,7 @@ class Alignment(Look):
 
 
 def align(
-    model: Model,
+    model: EncoderDecoder,
     tokenizer: Tokenizer,
     source: Sequence[int],
     target: Sequence[int],

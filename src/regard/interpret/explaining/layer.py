@@ -21,6 +21,7 @@ from regard.interpret.runs import TextRun, prepare_run
 from regard.mechanism.biases import Bias
 from regard.mechanism.call import Call, check
 from regard.mechanism.masks import Mask
+from regard.models.bundle import Bundle
 from regard.models.model import AttentionLayer, Model
 from regard.models.transformer_xl import RelativeAttention
 from regard.text.tokenizer import Tokenizer
@@ -29,7 +30,7 @@ MAX_TOKENS = 128  # of a sentence: a trace prints every number
 
 
 def explain_model(
-    model: Model | str | os.PathLike[str],
+    model: Model | Bundle | str | os.PathLike[str],
     text: str,
     *,
     tokenizer: Tokenizer | None = None,
