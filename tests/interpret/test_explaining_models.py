@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from helpers.model_folders import minilm
-from helpers.sine_models import TEXT, gpt2, t5, tokenizer, translator, xl
+from helpers.sine_models import TEXT, gpt2, hooked, t5, tokenizer, translator, xl
 from regard import Causal, InputError, See, explain_model, watch
 from regard.interpret.explaining.inputs import explain_options
 from regard.interpret.runs import prepare_run
@@ -127,4 +127,4 @@ def test_options_of_the_other_kind_are_refused() -> None:
 def test_nothing_is_left_on_the_model() -> None:
     model = gpt2()
     explain_model(model, TEXT, tokenizer=tokenizer())
-    assert all(not m._forward_hooks for m in model.modules())
+    assert not hooked(model)

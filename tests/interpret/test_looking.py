@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.model_folders import minilm
-from helpers.sine_models import TEXT, gpt2, t5, tokenizer, translator, waves, xl
+from helpers.sine_models import TEXT, gpt2, hooked, t5, tokenizer, translator, waves, xl
 from regard import InputError, See, Tokenizer, look, watch
 from regard.interpret import cost
 from regard.interpret import heads as heads_module
@@ -389,7 +389,7 @@ def test_the_estimate_may_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
     model = gpt2(length=16)
     with pytest.raises(KeyboardInterrupt):
         look(model, LONG, tokenizer=tokenizer(), on_estimate=refuse)
-    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    assert not hooked(model)
 
 
 def test_short_texts_are_not_measured_first() -> None:
@@ -439,7 +439,7 @@ def test_nothing_is_left_on_the_model() -> None:
     look(model, TEXT, tokenizer=tokenizer())
     with watch(model, See(entropy=True)):  # and nobody watches any more
         pass
-    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    assert not hooked(model)
 
 
 def test_a_model_in_training_stays_in_training() -> None:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from helpers.random_models import of_five
+from helpers.sine_models import hooked
 from regard import (
     GPT2,
     InputError,
@@ -94,6 +95,7 @@ def frozen(model: Any) -> list[Any]:
         [(m.config.to_dict(), m.config._attn_implementation) for m in model.modules()
          if hasattr(getattr(m, "config", None), "to_dict")],
         [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
+        hooked(model),
         [parameter.clone().tolist() for parameter in model.parameters()],
     ]  # fmt: skip
 
@@ -262,7 +264,7 @@ def test_an_exception_leaves_nothing_behind() -> None:
     model = our_gpt2()
     with pytest.raises(RuntimeError, match="stop"), watch(model, See(entropy=True)):
         raise RuntimeError("stop")
-    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    assert not hooked(model)
     with watch(model, See(entropy=True)) as watched:
         model(IDS)
     assert len(watched) == 2

@@ -22,7 +22,7 @@ from helpers.kernel_cases import CUDA, cases, pairwise
 from regard import Causal, See, Seen, attention
 from regard.errors import BackendError
 from regard.mechanism.call import check as arguments
-from regard.mechanism.seeing import Owing
+from regard.mechanism.seeing import Deferred
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: it comes for Linux.")
 
@@ -625,7 +625,7 @@ def test_a_call_with_gradients_gives_a_seen_that_owes() -> None:
     see = See(entropy=True, received=True, map=8)
     call = arguments(*leaves, Causal(), None, None, None, 0.0, see)
     output, seen = triton_backend.run(call)
-    assert isinstance(seen, Owing)
+    assert isinstance(seen, Deferred)
     owed = output.grad_fn.owed  # type: ignore[union-attr]
     check(leaves, True, see, {"entropy": seen.entropy.detach()})
     assert owed.room

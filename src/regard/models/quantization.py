@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from regard.errors import InputError
 from regard.kernels.cpu import build
-from regard.layers.linear import Parts, Prepacked, Quantized
+from regard.layers.linear import Prepacked, Quantized, SplitLinear
 from regard.layers.modules import Block
 from regard.models.model import Model
 
@@ -99,7 +99,7 @@ def _replace(model: M, make: Callable[[Tensor, Tensor | None], nn.Module]) -> M:
                     make(layer.weight[a:b], None if layer.bias is None else layer.bias[a:b])
                     for a, b in pairwise(cuts)
                 ]
-                setattr(module, name, Parts(pieces, cuts))
+                setattr(module, name, SplitLinear(pieces, cuts))
             else:
                 setattr(module, name, make(layer.weight, layer.bias))
     if sys.platform == "linux":  # where glibc would keep the memory of the old weights

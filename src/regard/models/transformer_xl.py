@@ -24,7 +24,6 @@ from regard.layers.cache import Memory
 from regard.layers.modules import FeedForward, LayerNorm, MultiHeadAttention, PostNorm
 from regard.layers.positions import sinusoidal
 from regard.mechanism.biases import RelativeContent
-from regard.mechanism.functional import attention
 from regard.mechanism.masks import Causal, Mask, Padding, Window
 from regard.mechanism.seeing import See, Seen
 from regard.models import configs
@@ -235,17 +234,14 @@ class RelativeAttention(MultiHeadAttention):
         what was seen.
         """
         query, key, value, bias = self.parts(whole, queries, distances)
-        dropout = self.dropout if self.training else 0.0
-        if see is None:
-            return self.merge(attention(query, key, value, mask=mask, bias=bias, dropout=dropout))
-        heads, seen = attention(query, key, value, mask=mask, bias=bias, dropout=dropout, see=see)
-        return self.merge(heads), seen
+        heads = self.attend(query, key, value, mask=mask, bias=bias, see=see)
+        return heads.output if heads.seen is None else (heads.output, heads.seen)
 
     def parts(
         self, whole: Tensor, queries: int, distances: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, RelativeContent]:
         """Queries with u added, keys, values, and what the queries with v add to their scores."""
-        query, key, value = self._parted(self.projection_dropout(self.qkv(whole)))
+        query, key, value = self.split_qkv(self.projection_dropout(self.qkv(whole)))
         query = query[:, :, whole.shape[1] - queries :]
         relative = self.projection_dropout(self.relative(distances))
         relative = relative.view(-1, self.heads, self.head_dim).transpose(0, 1)

@@ -1,21 +1,22 @@
-"""Watch regard's own attention layers through forward hooks."""
+"""Watch regard's own attention layers through their head hooks."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from regard.interpret.watched import Watcher
 from regard.layers.modules import MultiHeadAttention
+from regard.mechanism.seeing import Seen
 
 
 class RegardAdapter:
-    """Every :class:`MultiHeadAttention`, by the ``see`` argument of its calls."""
+    """Every :class:`MultiHeadAttention`; a call with a ``see`` of its own is not recorded."""
 
     def modules(self, watcher: Watcher) -> list[nn.Module]:
         return [module for module in watcher.names if isinstance(module, MultiHeadAttention)]
@@ -25,26 +26,21 @@ class RegardAdapter:
 
     @contextmanager
     def attach(self, watcher: Watcher, modules: Sequence[nn.Module]) -> Iterator[None]:
-        def add_see(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-            # A call with a ``see`` of its own keeps its own result.
-            if watcher.active and kwargs.get("see") is None:
-                return args, kwargs | {"see": watcher.see}
-            return None
-
-        def take_seen(module: nn.Module, _: Any, kwargs: dict[str, Any], result: Any) -> Any:
-            if kwargs.get("see") is not watcher.see:
-                return None
-            output, seen = result
-            watcher.record(module, seen)
-            return output
-
         with ExitStack() as stack:
             stack.enter_context(uncompiled())
             for module in modules:
-                before = module.register_forward_pre_hook(add_see, with_kwargs=True)
-                stack.callback(before.remove)
-                stack.callback(module.register_forward_hook(take_seen, with_kwargs=True).remove)
+                stack.callback(_observe(module, watcher).remove)
             yield
+
+
+def _observe(module: nn.Module, watcher: Watcher) -> RemovableHandle:
+    assert isinstance(module, MultiHeadAttention)
+
+    def record(_: Tensor, seen: Seen | None) -> None:
+        if seen is not None and watcher.active:
+            watcher.record(module, seen)
+
+    return module.head_hooks.observe(record, lambda: watcher.see if watcher.active else None)
 
 
 @contextmanager

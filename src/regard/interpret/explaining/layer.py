@@ -129,7 +129,7 @@ def _call(layer: AttentionLayer, recorded: _Recorded) -> Call:
     else:
         mask, bias = kwargs.get("mask"), kwargs.get("bias")
         context = args[1] if len(args) > 1 else kwargs.get("context")
-        heads = module.read(args[0], context, mask=mask, bias=bias)
+        heads = module.forward_heads(args[0], context, mask=mask, bias=bias)
         query, key, value = heads.query, heads.key, heads.value
     return check(query, key, value, mask, bias, module.scale, None, 0.0, None)
 
