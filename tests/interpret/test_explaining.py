@@ -266,7 +266,7 @@ def test_gradients_are_left_alone():
         (lambda: explain()["nothing"], "This trace has no 'nothing'"),
     ],
 )
-def test_what_means_nothing_is_refused_with_a_reason(ask, message):
+def test_invalid_arguments_are_refused_with_a_reason(ask, message):
     with pytest.raises(InputError, match=message):
         ask()
 

@@ -210,7 +210,7 @@ def test_a_long_map_is_pooled_and_its_parts_are_exact(
     assert part.weights.count_nonzero() > 50
 
 
-def test_the_first_token_is_left_out_on_request_and_told() -> None:
+def test_the_first_token_is_left_out_on_request_and_noted() -> None:
     found = look(gpt2(), TEXT, tokenizer=tokenizer(), layer=0, head=0)
     text = found.picture(without_first=True).text(width=120, color="none")
     assert "The first key, 'the', is left out" in text
@@ -257,13 +257,13 @@ def test_two_heads_two_texts_and_two_models_are_compared() -> None:
         other.stack.blocks[1].attention.qkv.weight.mul_(2)
     one = look(model, TEXT, tokenizer=tokenizer(), layer=1, head=0)
     two = look(model, TEXT, tokenizer=tokenizer(), layer=1, head=1)
-    drawn = compare(one, two, names=("1.0", "1.1")).picture().drawing
-    assert [part.title for part in drawn.parts] == ["1.0", "1.1", "1.1 less 1.0"]
+    drawing = compare(one, two, names=("1.0", "1.1")).picture().drawing
+    assert [part.title for part in drawing.parts] == ["1.0", "1.1", "1.1 less 1.0"]
     expected = (two.weights - one.weights)[3, 2].item()
-    assert drawn.parts[2].values[3][2] == pytest.approx(expected, abs=1e-6)
+    assert drawing.parts[2].values[3][2] == pytest.approx(expected, abs=1e-6)
     first, second = (look(each, TEXT, tokenizer=tokenizer()) for each in (model, other))
-    drawn = compare(first, second, names=("a", "b")).picture().drawing
-    entropy = next(part for part in drawn.parts if part.title == "Entropy")
+    drawing = compare(first, second, names=("a", "b")).picture().drawing
+    entropy = next(part for part in drawing.parts if part.title == "Entropy")
     assert entropy.values[0] == pytest.approx([0.0] * 4)
     assert any(abs(value) > 1e-3 for value in entropy.values[1])
 
@@ -356,18 +356,18 @@ def test_the_estimate_is_of_the_chunks_that_will_run(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize(
-    ("seconds", "memory", "said"),
+    ("seconds", "memory", "expected"),
     [
         (0.2, 2**20, "about 1 second and 10 MiB"),
         (42.4, 300 * 2**20, "about 42 seconds and 300 MiB"),
         (400, 1.26 * 2**30, "about 7 minutes and 1.3 GiB"),
     ],
 )
-def test_an_estimate_reads_as_a_sentence(seconds: float, memory: float, said: str) -> None:
+def test_an_estimate_reads_as_a_sentence(seconds: float, memory: float, expected: str) -> None:
     estimate = CostEstimate(100_000, 6, seconds, int(memory))
     assert (
         str(estimate)
-        == f"100,000 tokens through 6 attention layers: {said} of memory besides the model"
+        == f"100,000 tokens through 6 attention layers: {expected} of memory besides the model"
     )
 
 
@@ -420,7 +420,7 @@ def test_short_texts_are_not_measured_first() -> None:
         ({"target": "the mat"}, "GPT2 takes no target"),
     ],
 )
-def test_what_means_nothing_is_refused(asked: dict[str, object], message: str) -> None:
+def test_invalid_arguments_are_refused(asked: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         look(gpt2(), TEXT, tokenizer=tokenizer(), **asked)
 
@@ -437,7 +437,7 @@ def test_a_model_needs_its_own_tokenizer() -> None:
 def test_nothing_is_left_on_the_model() -> None:
     model = gpt2()
     look(model, TEXT, tokenizer=tokenizer())
-    with watch(model, See(entropy=True)):  # and nobody watches any more
+    with watch(model, See(entropy=True)):  # nothing watches it any more
         pass
     assert not hooked(model)
 
@@ -450,12 +450,12 @@ def test_a_model_in_training_stays_in_training() -> None:
     assert [module.training for module in model.modules()] == before
 
 
-def test_a_model_of_another_library_is_told_what_to_do() -> None:
+def test_a_model_of_another_library_is_refused_with_advice() -> None:
     with pytest.raises(InputError, match=r"Linear is no model of regard: .*regard\.watch"):
         look(torch.nn.Linear(2, 2), TEXT, tokenizer=tokenizer())  # type: ignore[arg-type]
 
 
-def test_a_language_must_be_named_where_a_model_is_told_it() -> None:
+def test_the_text_must_name_the_target_language() -> None:
     with pytest.raises(InputError, match=r"begin the text with >>deu<< or .*>>fra<<"):
         look("translate", "The cat sat.", alignment=True)
     found = look("translate", ">>fra<< The cat sat.", target="Le chat.", alignment=True)

@@ -124,7 +124,7 @@ class TextRun:
         add: Callable[[AttentionLayer, Chunk, Seen], None],
         tick: Callable[[], None] | None = None,
     ) -> None:
-        """Run the model chunk by chunk, and pass what ``see`` asks for on to ``add``.
+        """Run the model chunk by chunk, and pass what ``see`` selects to ``add``.
 
         ``tick`` is called after every layer. Chunks of which nothing is seen do not run, unless
         the model's memory depends on them.

@@ -31,7 +31,7 @@ class TransformersAdapter:
 
     def modules(self, watcher: Watcher) -> list[nn.Module]:
         """The outermost models of the transformers library."""
-        # Whoever holds such a model has imported the library; to look for one need not.
+        # A module of the library cannot exist before the library is imported.
         library = sys.modules.get("transformers.modeling_utils")
         if library is None:
             return []
@@ -62,7 +62,7 @@ class TransformersAdapter:
     @contextmanager
     def attach(self, watcher: Watcher, modules: Sequence[nn.Module]) -> Iterator[None]:
         """The modules' attention is regard's; their masks are those of PyTorch's own attention."""
-        del watcher  # _attend asks for the watchers of its thread
+        del watcher  # _attend reads the active watchers of its thread
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 

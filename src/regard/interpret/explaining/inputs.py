@@ -43,8 +43,8 @@ def explain(
 ) -> Trace:
     """Trace every step of attention over a sentence with random embeddings and matrices.
 
-    There are ``heads`` heads (2 by default) of ``dim`` dimensions together (8), drawn with ``seed``
-    (0). Without a sentence it is a worked example, small enough to check by hand. ``word`` is
+    The ``heads`` heads (2 by default) share ``dim`` dimensions (8); ``seed`` (0) sets the random
+    numbers. Without a sentence it is a worked example, small enough to check by hand. ``word`` is
     followed closely; ``mask`` is as for :func:`regard.attention`.
 
     >>> trace = explain()
@@ -94,7 +94,7 @@ def explain_tensors(
     lead = Step(
         "Queries, keys and values",
         "Q, K, V are given",
-        "Each word asks with its query, is found by its key, and contributes its value.",
+        "Each word has a query and a key, which are compared, and a value, which it contributes.",
         traced.vectors(),
         traced.example_vectors(),
     )
@@ -148,8 +148,8 @@ def explain_projections(
         Step(
             "Queries, keys and values",
             "Q = X W_Q    K = X W_K    V = X W_V",
-            "Each word asks with its query, is found by its key, and contributes its value. "
-            f"The three matrices W are what a model learns.{cut}",
+            "Each word has a query and a key, which are compared, and a value, which it "
+            f"contributes. The three matrices W are what a model learns.{cut}",
             matrices + traced.vectors(),
             traced.example_vectors(),
         ),

@@ -178,8 +178,8 @@ def _lead(
             ),
             f"Three learned matrices, {dim} × {len(traced.heads) * width} each, make {sources}. "
             f"They hold all {len(traced.heads)} heads side by side: head {head} has columns "
-            f"{head * width + 1} to {(head + 1) * width}. Each token asks with its query, is found "
-            "by its key, and contributes its value."
+            f"{head * width + 1} to {(head + 1) * width}. Each token has a query and a "
+            "key, which are compared, and a value, which it contributes."
             + (" To every query a learned vector u is added." if relative else ""),
             traced.vectors(),
             traced.example_vectors(),

@@ -81,14 +81,14 @@ def _pieces(step: Step, trace: Trace, width: int) -> Iterator[RenderableType]:
         if numbers.symbol in ("W_V", "W_O"):
             yield _beside(small, width)
             small = []
-    drawn = step.bars is not None and len(trace.shown) > 1  # the bars show the same numbers
-    if small and not drawn:
+    charted = step.bars is not None and len(trace.shown) > 1  # the bars show the same numbers
+    if small and not charted:
         yield _beside(small, width)
     if step.notes:
         yield Text("\n".join(step.notes), style="italic")
     if step.bars is not None:
         yield _bars(step.bars, width)
-    per_head = any(numbers.values.dim() == 3 for numbers in step.numbers) or drawn
+    per_head = any(numbers.values.dim() == 3 for numbers in step.numbers) or charted
     if per_head and len(trace.shown) > MAX_HEADS:
         yield Text(f"(heads {MAX_HEADS + 1} to {trace.heads} are not shown)", style="dim")
 
@@ -110,8 +110,8 @@ def _table(
     name: str, numbers: Numbers, matrix: Tensor, trace: Trace, width: int
 ) -> tuple[Table, int]:
     sums = numbers.symbol == "A"
-    asks = numbers.rows == trace.tokens and numbers.symbol not in ("K", "V")
-    rows = _shown_rows(len(numbers.rows), trace.focus if asks else 0)
+    of_queries = numbers.rows == trace.tokens and numbers.symbol not in ("K", "V")
+    rows = _shown_rows(len(numbers.rows), trace.focus if of_queries else 0)
     label = max(
         cell_len(name), *(cell_len(_truncated(numbers.rows[r])) + 2 for r in rows if r >= 0)
     )
@@ -138,7 +138,7 @@ def _table(
         if r < 0:
             table.add_row("  ⋮")
             continue
-        followed = asks and r == trace.focus
+        followed = of_queries and r == trace.focus
         line = [Text(("▸ " if followed else "  ") + _truncated(numbers.rows[r]))]
         for c in columns:
             value = 0.0 if c < 0 else matrix[r, c].item()
