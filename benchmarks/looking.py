@@ -12,13 +12,14 @@ from pathlib import Path
 
 import torch
 
-from measure import append, described, forget_peak, held
+import memory
+from measure import append, argument_parser
 from regard import Tokenizer, load, look
 from regard.interpret.cost import CostEstimate
 
 
 def main() -> None:
-    parser = described(__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("model")
     parser.add_argument("file", type=Path)
     parser.add_argument("--tokens", type=int, default=100_000)
@@ -34,8 +35,8 @@ def main() -> None:
         print(cost, flush=True)
         estimates.append((cost, time.perf_counter()))
 
-    forget_peak()
-    already = held("VmRSS")
+    memory.reset_peak()
+    already = memory.resident()
     look(model, text, tokenizer=tokenizer, on_estimate=on_estimate)
     [(cost, started)] = estimates
     row = {
@@ -44,7 +45,7 @@ def main() -> None:
         "estimated_s": cost.seconds,
         "measured_s": time.perf_counter() - started,
         "estimated_mb": cost.memory / 2**20,
-        "measured_mb": held("VmHWM") - already,
+        "measured_mb": memory.peak() - already,
     }
     print(", ".join(f"{name} {value:,.1f}" for name, value in list(row.items())[1:]))
     append("looking", [row])

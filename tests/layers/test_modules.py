@@ -152,7 +152,7 @@ def test_a_cross_cache_projects_once() -> None:
 
 
 def test_a_step_of_beams_is_attention_to_the_history_of_each() -> None:
-    """Two sentences of three beams: all nodes are in one cache, and a bias masks those of others."""
+    """Two sentences of three beams: one cache holds all nodes, a bias masks those of others."""
     ours, _ = twin()
     trunk, first, second = torch.randn(2, 4, 12), torch.randn(2, 3, 12), torch.randn(2, 3, 12)
     origins = torch.tensor([[2, 0, 0], [1, 1, 2]])

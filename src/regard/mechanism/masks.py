@@ -64,7 +64,7 @@ class Mask(ABC):
         return False
 
     @property
-    def most_keys(self) -> int:
+    def max_keys(self) -> int:
         """The most keys a query may attend to, where the mask alone limits them; else 0."""
         return 0
 
@@ -113,7 +113,7 @@ class KeyRanges(NamedTuple):
 
     low: Tensor  # int32 [1 or batch, queries]
     high: Tensor  # int32 [1 or batch, queries]
-    most_keys: int  # the most keys a query may attend to, where the mask limits them; else 0
+    max_keys: int  # the most keys a query may attend to, where the mask limits them; else 0
 
 
 def lower(mask: Mask | None, extent: Extent) -> KeyRanges:
@@ -135,7 +135,7 @@ def _ranges(mask: Mask | None, extent: Extent) -> KeyRanges:
 
     interval = Interval(0, extent.keys, True) if mask is None else mask.interval(extent)
     assert interval.exact, f"{mask!r} is not one range of keys for each query"
-    return KeyRanges(table(interval.low), table(interval.high), mask.most_keys if mask else 0)
+    return KeyRanges(table(interval.low), table(interval.high), mask.max_keys if mask else 0)
 
 
 _kept_ranges = Kept(_ranges)
@@ -240,7 +240,7 @@ class Window(RangeMask):
             object.__setattr__(self, name, _count(size, f"Window({name}=...) counts keys"))
 
     @property
-    def most_keys(self) -> int:
+    def max_keys(self) -> int:
         return min(self.left + 1 + self.right, 2**31)
 
     def ends(self, extent: Extent) -> tuple[int | Tensor, int | Tensor]:
@@ -459,8 +459,8 @@ class And(_Joined):
         return self.left.is_ranges and self.right.is_ranges
 
     @property
-    def most_keys(self) -> int:
-        both = self.left.most_keys, self.right.most_keys
+    def max_keys(self) -> int:
+        both = self.left.max_keys, self.right.max_keys
         return min(both) or max(both)
 
     def interval(self, extent: Extent) -> Interval:

@@ -19,7 +19,7 @@ from regard.decoding.state import Memories, State
 from regard.errors import CheckpointError, InputError
 from regard.layers.modules import Block, MultiHeadAttention
 from regard.mechanism.biases import Bias
-from regard.mechanism.masks import Mask, Padding
+from regard.mechanism.masks import Causal, Mask, Padding
 from regard.models import registry
 from regard.models.configs import Config, ConfigMap
 from regard.text.tokenizer import END_OF_TEXT, Tokenizer
@@ -269,18 +269,23 @@ class Model(nn.Module):
         """Empty memories, to pass with every segment; None for a model that has no memory."""
         return None
 
+    def read(self, ids: Tensor, *, padding: Padding | None = None) -> Any:
+        """Run the model over ``ids`` [batch, n]; language models leave out their output layer."""
+        return self(ids, padding=padding)
+
     def run_over(
         self,
         ids: Sequence[int],
         target: Sequence[int] | None = None,  # noqa: ARG002
-        memories: Memories | None = None,  # noqa: ARG002
+        memories: Memories | None = None,
     ) -> None:
         """Run every attention layer over one sequence of ids, for those who observe them.
 
         An encoder-decoder writes ``target``; without one only its encoder runs. A model that
         remembers reads after what its ``memories`` hold.
         """
-        self(torch.tensor([ids], device=self.device))
+        given: dict[str, Any] = {} if memories is None else {"memories": memories}
+        self.read(torch.tensor([ids], device=self.device), **given)
 
     # ------------------------------------------------------------------------------- the output
 
@@ -421,15 +426,6 @@ class LanguageModel(Model):
         """An empty state with space for ``room`` positions; ``pads`` [batch] counts padding."""
         raise NotImplementedError
 
-    def run_over(
-        self,
-        ids: Sequence[int],
-        target: Sequence[int] | None = None,  # noqa: ARG002
-        memories: Memories | None = None,
-    ) -> None:
-        given: dict[str, Any] = {} if memories is None else {"memories": memories}
-        self.read(torch.tensor([ids], device=self.device), **given)
-
 
 class EncoderDecoder(Model):
     """A model that reads a source and writes a target."""
@@ -450,6 +446,18 @@ class EncoderDecoder(Model):
         """The hidden state at each of ``source`` [batch, n]: [batch, n, dim]."""
         raise NotImplementedError
 
+    def _embed_target(self, ids: Tensor, padding: Padding | None, past: int) -> Tensor:
+        """The embeddings of target ids [batch, m] that follow ``past`` others: [batch, m, dim]."""
+        raise NotImplementedError
+
+    def _decode_step(self, ids: Tensor, state: State) -> Tensor:
+        """As :meth:`_decode`, of one token for each beam: [sentences, beams, dim]."""
+        raise NotImplementedError
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        """The decoder's hidden states as the output layer takes them."""
+        return hidden
+
     def _decode(
         self,
         target: Tensor,
@@ -458,12 +466,16 @@ class EncoderDecoder(Model):
         context_padding: Padding | None,
         state: State | None = None,
     ) -> Tensor:
-        """What the output layer is given at each of ``target`` [batch, m]: [batch, m, dim]."""
-        raise NotImplementedError
-
-    def _decode_step(self, ids: Tensor, state: State) -> Tensor:
-        """As :meth:`_decode`, of one token for each beam: [sentences, beams, dim]."""
-        raise NotImplementedError
+        """The input of the output layer at each of ``target`` [batch, m]: [batch, m, dim]."""
+        check_ids(target)
+        hidden = self.get_submodule("decoder")(
+            self._embed_target(target, padding, 0 if state is None else len(state)),
+            mask=Causal() if padding is None else Causal() & padding,
+            context=context,
+            context_mask=context_padding,
+            state=state,
+        )
+        return self._scaled(hidden)
 
     def forward(
         self,

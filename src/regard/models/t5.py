@@ -24,7 +24,7 @@ from regard.layers.modules import (
     RMSNorm,
 )
 from regard.mechanism.biases import RelativeBuckets
-from regard.mechanism.masks import Causal, Mask, Padding
+from regard.mechanism.masks import Mask, Padding
 from regard.models import configs
 from regard.models.configs import ACTIVATIONS, Config, ConfigMap
 from regard.models.model import EncoderDecoder, Stack, check_ids
@@ -217,24 +217,9 @@ class T5(EncoderDecoder):
         hidden: Tensor = self.encoder(self.tokens(source), mask=padding)
         return hidden
 
-    def _decode(
-        self,
-        target: Tensor,
-        padding: Padding | None,
-        context: Tensor | None,
-        context_padding: Padding | None,
-        state: State | None = None,
-    ) -> Tensor:
-        check_ids(target)
-        return self._scaled(
-            self.decoder(
-                self.tokens(target),
-                mask=Causal() if padding is None else Causal() & padding,
-                context=context,
-                context_mask=context_padding,
-                state=state,
-            )
-        )
+    def _embed_target(self, ids: Tensor, padding: Padding | None, past: int) -> Tensor:  # noqa: ARG002
+        embedded: Tensor = self.tokens(ids)
+        return embedded
 
     def _decode_step(self, ids: Tensor, state: State) -> Tensor:
         return self._scaled(self.decoder.step(self.tokens(ids), state))

@@ -18,7 +18,7 @@ from regard.decoding.state import State
 from regard.errors import CheckpointError, InputError
 from regard.layers.modules import Block, FeedForward, LayerNorm, MultiHeadAttention, PostNorm
 from regard.layers.positions import sinusoidal
-from regard.mechanism.masks import Causal, Padding
+from regard.mechanism.masks import Padding
 from regard.models import configs
 from regard.models.configs import ACTIVATIONS, Config, ConfigMap, check_heads
 from regard.models.model import EncoderDecoder, Stack, check_ids, positions
@@ -140,23 +140,8 @@ class Transformer(EncoderDecoder):
         hidden: Tensor = self.encoder(self._embed(self.tokens, source, padding), mask=padding)
         return hidden
 
-    def _decode(
-        self,
-        target: Tensor,
-        padding: Padding | None,
-        context: Tensor | None,
-        context_padding: Padding | None,
-        state: State | None = None,
-    ) -> Tensor:
-        tokens, past = self.target_tokens or self.tokens, 0 if state is None else len(state)
-        hidden: Tensor = self.decoder(
-            self._embed(tokens, target, padding, past),
-            mask=Causal() if padding is None else Causal() & padding,
-            context=context,
-            context_mask=context_padding,
-            state=state,
-        )
-        return hidden
+    def _embed_target(self, ids: Tensor, padding: Padding | None, past: int) -> Tensor:
+        return self._embed(self.target_tokens or self.tokens, ids, padding, past)
 
     def _decode_step(self, ids: Tensor, state: State) -> Tensor:
         past, tokens = len(state), self.target_tokens or self.tokens

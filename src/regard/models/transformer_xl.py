@@ -470,8 +470,8 @@ class TransformerXL(LanguageModel):
         ties = raw.get("tie_projs", [False] + [True] * len(config.cutoffs))
         if config.projected and ties != [False] + [True] * len(config.cutoffs):
             raise CheckpointError(
-                "config.json ties projections as regard's Transformer-XL does not: its output has its "
-                "own for the first band, and the embedding's for the others."
+                "config.json ties projections as regard's Transformer-XL does not: its output "
+                "has its own for the first band, and the embedding's for the others."
             )
         return config
 
