@@ -222,10 +222,10 @@ def thousandth(text: str) -> int:
     return int(digest, 16) % 1000
 
 
-def together(pairs: Sequence[Pair], most: int = 4) -> list[Pair]:
-    """Pairs of equal source as one, with up to ``most`` targets, in the order of the sources.
+def group_targets(pairs: Sequence[Pair], most: int = 4) -> list[Pair]:
+    """One pair for each source, with up to ``most`` targets, in the order of the sources.
 
-    >>> together([Pair("a", ("b",)), Pair("c", ("d",)), Pair("a", ("e",))])
+    >>> group_targets([Pair("a", ("b",)), Pair("c", ("d",)), Pair("a", ("e",))])
     [Pair(source='a', targets=('b', 'e')), Pair(source='c', targets=('d',))]
     """
     found: dict[str, list[str]] = {}
