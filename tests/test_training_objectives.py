@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from regard.training.answers import Answers, Exam
 from torch.nn.functional import cross_entropy, kl_div
 
 from regard.data.batches import Feed, Plan
@@ -20,7 +21,6 @@ from regard.models.gpt2 import GPT2, GPT2Config
 from regard.models.transformer import Transformer, TransformerConfig
 from regard.models.transformer_xl import TransformerXL, TransformerXLConfig
 from regard.text.tokenizer import Tokenizer
-from regard.training.answers import Answers, Exam
 from regard.training.objectives import (
     MaskedTokens,
     NextToken,

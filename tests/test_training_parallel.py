@@ -16,12 +16,12 @@ from typing import IO, Any
 
 import pytest
 import torch
+from regard.training.answers import AnswerBatch
 
 from crew_killing import killed_and_restarted, recipe_to_kill
 from regard.checkpoints.folders import DamageWarning
 from regard.errors import InputError
 from regard.mechanism.masks import Padding
-from regard.training.answers import AnswerBatch
 from regard.training.objectives import PairBatch
 from regard.training.parallel import cut, interleave
 from regard.training.recipe import parse_recipe

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from regard.errors import InputError
 
+
 class Batch(NamedTuple):
     """A slice of an epoch's rows, and the longest lengths in each column."""
 
@@ -48,7 +49,7 @@ def generator(*numbers: int, device: torch.device | str = "cpu") -> torch.Genera
 class ByLength:
     """Batches of rows of similar length, up to a number of tokens, with padding, in all columns.
 
-    Rows are sorted by length and cut once; an epoch shuffles rows of equal lengths, and the batches.
+    Rows are sorted by length and cut once; an epoch shuffles equally long rows, and the batches.
 
     >>> plan = ByLength(torch.tensor([[3], [1], [3], [2]]), tokens=6)
     >>> [batch.longest for batch in plan.epoch(seed=0, number=0).batches]

@@ -81,7 +81,9 @@ def table(
             for source in sources
         ],
         "tokenizer": _digest(tokenizer),
-        **({} if tokenizer.target is tokenizer else {"target tokenizer": _digest(tokenizer.target)}),
+        **(
+            {} if tokenizer.target is tokenizer else {"target tokenizer": _digest(tokenizer.target)}
+        ),
     }
 
     def build() -> Table:
@@ -90,9 +92,7 @@ def table(
         if RECORDS[task] is Pair:
             facts["variants"] = variants
             pairs = cast(Iterator[Pair], found)
-            columns = pair_columns(
-                pairs, data.length, tokenizer, report, variants, options.dropout
-            )
+            columns = pair_columns(pairs, data.length, tokenizer, report, variants, options.dropout)
         elif RECORDS[task] is Question:
             questions = repeat_unanswered(cast(Iterator[Question], found), unanswered)
             columns = window_columns(questions, tokenizer, data.length)

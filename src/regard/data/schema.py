@@ -52,7 +52,7 @@ def key(
     most: float | None = None,
     only: Sequence[str] = (),
 ) -> Any:
-    """One key: its meaning, its default, its allowed values, and the tasks or models that use it."""
+    """One key: its meaning, default and allowed values, and the tasks or models that use it."""
     metadata = {"doc": doc, "among": among, "least": least, "most": most, "only": only}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
@@ -83,7 +83,7 @@ def _default(entry: Field[Any]) -> str:
 def parse(
     kind: type[T], raw: Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> T:
-    """A checked dataclass from nested tables, with some keys set otherwise: ``["seed=3"]``."""
+    """A checked dataclass from nested tables, with some keys replaced: ``["seed=3"]``."""
     whole = _renamed(raw)
     if not isinstance(overrides, Mapping):
         overrides = dict(map(_assignment, overrides))
@@ -110,7 +110,7 @@ def _renamed(tree: Any, path: str = "") -> Any:
         return tree
     copied: dict[str, Any] = {}
     for old, value in tree.items():
-        name = OLD_KEYS.get(f"{path}{old}", old).rpartition(".")[2]
+        name = str(OLD_KEYS.get(f"{path}{old}", old)).rpartition(".")[2]
         if name != old and name in tree:
             raise InputError(f"{path}{old} is the earlier name of {path}{name}: give one of them.")
         copied[name] = _renamed(value, f"{path}{name}.")

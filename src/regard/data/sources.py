@@ -144,9 +144,7 @@ def check_data(data: Data, task: str) -> None:
             raise InputError(unknown_key(f"data.prepare: {step!r}", step, PREPARATIONS))
 
 
-def records(
-    data: Data, sources: Sequence[Source], kind: type, report: Report
-) -> Iterator[Record]:
+def records(data: Data, sources: Sequence[Source], kind: type, report: Report) -> Iterator[Record]:
     """The records of some sources, prepared; without those outside the sources' ``part``."""
     for source in sources:
         for record in _read(data, source, kind, report):

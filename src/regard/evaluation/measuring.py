@@ -89,7 +89,8 @@ def evaluate(
     >>> import tempfile
     >>> from regard import GPT2, GPT2Config, Tokenizer
     >>> tokenizer = Tokenizer.train_bpe(["one two three"], size=260)
-    >>> model = GPT2(GPT2Config(vocabulary=len(tokenizer), length=8, dim=8, depth=1, heads=2)).eval()
+    >>> config = GPT2Config(vocabulary=len(tokenizer), length=8, dim=8, depth=1, heads=2)
+    >>> model = GPT2(config).eval()
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = Path(folder, "a.txt").write_text("one two three\n" * 9)
     ...     data = [{"format": "text", "files": ["a.txt"]}]

@@ -267,8 +267,8 @@ class TextScorer:
             first = min(context, total)
             yield _Piece(torch.tensor([0]), first, first)
         starts = torch.arange(0, max(total - length + 1, 0), new)
-        for some in starts.split(rows) if len(starts) else ():
-            yield _Piece(some, length, new)
+        for at in range(0, len(starts), rows):
+            yield _Piece(starts[at : at + rows], length, new)
         if left := max(total - context, 0) % new:
             yield _Piece(torch.tensor([total - context - left]), context + left, left)
 

@@ -1,5 +1,6 @@
-"""The settings of an evaluation: the evaluation section of a recipe, and what a score depends on."""
+"""The evaluation section of a recipe, and all keys that a score depends on."""
 
+# ruff: noqa: RUF009 - key() declares a field
 from __future__ import annotations
 
 from dataclasses import dataclass

@@ -43,8 +43,8 @@ def model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
     found = _model(recipe, tokenizer)
     if len(tokenizer) > found.config.vocabulary:
         raise InputError(
-            f"The tokenizer has {len(tokenizer)} tokens, and the model has {found.config.vocabulary}: "
-            "they do not belong together (model.start and tokenizer.start, or "
+            f"The tokenizer has {len(tokenizer)} tokens, and the model has "
+            f"{found.config.vocabulary}: they do not belong together (model.start and tokenizer.start, or "
             "model.config.vocabulary)."
         )
     longest = getattr(found.config, "length", None)
@@ -66,7 +66,9 @@ def _model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
             raise InputError("model.config comes with model.start: leave one of them out.")
         found = load(recipe.model.start, dtype=torch.float32)
         if recipe.tokenizer.keep:
-            found = _pruned(found, tokenizer, Tokenizer.load(recipe.tokenizer.start or recipe.model.start))
+            found = _pruned(
+                found, tokenizer, Tokenizer.load(recipe.tokenizer.start or recipe.model.start)
+            )
         if isinstance(found, kind):
             return found
         theirs = getattr(found, "encoder", None)
@@ -190,9 +192,7 @@ def scorer(
         if kind is Question:
             questions = cast("list[Question]", found)
             return AnswerScorer(questions, table, tokenizer, tokens, settings.always_answer)
-        names = next(
-            (names for names in _DECODED_TOGETHER if settings.metric in names), ()
-        )
+        names = next((names for names in _DECODED_TOGETHER if settings.metric in names), ())
         pairs = group_targets(cast("list[Pair]", found))[: examples or None]
         return PairScorer(pairs, tokenizer, settings, names, data.length, table, tokens)
     if recipe.task == "language modelling":
@@ -210,9 +210,7 @@ def scorer(
         raise InputError(f"data.{part} is too short: {error}") from None
 
     def loss(model: Any) -> dict[str, float]:
-        return loss_scores(
-            *summed_loss(model, held.plan, held.device, held.prepare, held.loss)
-        )
+        return loss_scores(*summed_loss(model, held.plan, held.device, held.prepare, held.loss))
 
     return loss
 
