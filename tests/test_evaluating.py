@@ -42,7 +42,7 @@ def trained(tmp_path_factory):
     ):
         recipe = recipe_of(folder, task, kind)
         recipe["output"] = str(folder / kind)
-        recipe["evaluation"] |= {"metric": metric} | ({"beam": 2} if kind != "bert" else {})
+        recipe["evaluation"] |= {"metric": metric} | ({"num_beams": 2} if kind != "bert" else {})
         result = train(parse_recipe(recipe))
         found[kind] = (result.folder / "model", result.scores)
     return folder, found
@@ -59,7 +59,7 @@ def trained(tmp_path_factory):
 def test_what_training_measured_is_measured_again(trained, kind, source, names):
     root, found = trained
     folder, scores = found[kind]
-    settings = {"data.length": 64} | ({"evaluation.beam": 2} if kind != "bert" else {})
+    settings = {"data.length": 64} | ({"evaluation.num_beams": 2} if kind != "bert" else {})
     shown = []
     again = evaluate(
         load(folder),
@@ -198,7 +198,7 @@ def test_a_limit_and_a_part(trained):
     [
         (["perplexit"], {}, {}, "Did you mean perplexity"),
         (["bleu"], {}, {}, "There is no score bleu"),
-        ([], {"evaluation.bean": 4}, {}, "Did you mean evaluation.beam?"),
+        ([], {"evaluation.num_beam": 4}, {}, "Did you mean evaluation.num_beams?"),
         ([], {"model.config.memory": 4}, {}, "There is no key model.config.memory"),
         ([], {}, {"files": ["nowhere.txt"]}, "There is no file"),
         ([], {}, {"format": "squad"}, "language modelling reads text"),
@@ -298,9 +298,9 @@ def test_a_model_without_figures_is_measured_on_data_only(text, tmp_path):
 def test_a_model_is_measured_as_it_is_used() -> None:
     assert own_settings(ready("summarize", (Model,), "be measured")) == {
         "prefix": "summarize: ",
-        "evaluation.beam": 8,
-        "evaluation.no_repeat": 2,
-        "evaluation.least": 0,
+        "evaluation.num_beams": 8,
+        "evaluation.no_repeat_ngram_size": 2,
+        "evaluation.min_new_tokens": 0,
         "evaluation.length_penalty": 0.6,
     }
     assert own_settings(ready("books-gpt2", (Model,), "be measured")) == {}

@@ -18,7 +18,7 @@ import pytest
 import torch
 from regard.training.answers import AnswerBatch
 
-from crew_killing import killed_and_restarted, recipe_to_kill
+from process_killing import killed_and_restarted, recipe_to_kill
 from regard.checkpoints.folders import DamageWarning
 from regard.errors import InputError
 from regard.mechanism.masks import Padding
@@ -38,7 +38,7 @@ class Crews:
     def __init__(self, errors: IO[bytes]) -> None:
         self.errors = errors
         self.process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).parent / "crew_worker.py")],
+            [sys.executable, str(Path(__file__).parent / "process_worker.py")],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
@@ -89,7 +89,7 @@ def recipe(folder: Path, task: str = "translation", kind: str = "transformer") -
     for name in names.get(kind, ("dropout",)):
         raw["model"]["config"][name] = 0.0
     raw["optimizer"] |= {"ema": 0.9}
-    raw["saving"] = {"every": 3, "last": 4}
+    raw["saving"] = {"every": 3, "keep_last": 4}
     return raw
 
 
@@ -158,7 +158,7 @@ def test_several_processes_end_in_time_however_often_they_save(
     raw = recipe(tmp_path)
     raw["schedule"] |= {"steps": 100_000, "minutes": 0.02}
     raw["evaluation"]["every"] = 0
-    run = crews.train(raw | {"saving": {"every": 20, "last": 2}}, 2)
+    run = crews.train(raw | {"saving": {"every": 20, "keep_last": 2}}, 2)
     assert max(numbers(run)) < 10_000
 
 
@@ -292,7 +292,7 @@ def test_a_disk_full_for_one_process_loses_nothing_and_is_known_to_all(
 def test_one_process_asked_to_stop_all_save_and_leave(tmp_path: Path, crews: Crews) -> None:
     raw = recipe(tmp_path) | {"parallel": "fsdp"}
     raw["model"]["config"]["dropout"] = 0.1
-    raw["saving"] = {"every": 40, "last": 1}
+    raw["saving"] = {"every": 40, "keep_last": 1}
     raw["evaluation"] = {"every": 0}
     raw["schedule"]["steps"] = 40
     expected = bytes_of(crews.train(raw, 2))

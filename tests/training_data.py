@@ -79,7 +79,7 @@ def recipe_of(folder: Path, task: str = "translation", kind: str = "transformer"
         },
         "batch": {"tokens": 256},
         "schedule": {"steps": 12, "rate": 0.01, "warmup": 2},
-        "optimizer": {"smoothing": 0.1} if form == "tsv" else {},
+        "optimizer": {"label_smoothing": 0.1} if form == "tsv" else {},
         "evaluation": {"every": 6},
-        "saving": {"every": 3, "last": 2},
+        "saving": {"every": 3, "keep_last": 2},
     }

@@ -24,7 +24,7 @@ two files more.
     {"metric": "bleu", "value": 54.32, "tolerance": 0.05,
      "data": [{"format": "tsv", "files": ["tatoeba/eng-fra.tsv.xz"], "part": [0, 20],
                "prefix": ">>fra<< "}],
-     "settings": {"evaluation.beam": 4, "evaluation.length_penalty": 1.0}}
+     "settings": {"evaluation.num_beams": 4, "evaluation.length_penalty": 1.0}}
 
 ``data`` are data sources, as ``[[data.test]]`` of a recipe, with files below the folder that
 ``regard evaluate NAME --root FOLDER`` is told. ``settings`` are other keys of a recipe:

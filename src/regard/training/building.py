@@ -44,8 +44,8 @@ def model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
     if len(tokenizer) > found.config.vocabulary:
         raise InputError(
             f"The tokenizer has {len(tokenizer)} tokens, and the model has "
-            f"{found.config.vocabulary}: they do not belong together (model.start and tokenizer.start, or "
-            "model.config.vocabulary)."
+            f"{found.config.vocabulary}: they do not belong together "
+            "(model.start and tokenizer.start, or model.config.vocabulary)."
         )
     longest = getattr(found.config, "length", None)
     if longest is not None and recipe.data.length > longest:

@@ -78,7 +78,7 @@ class Engine:
         return self.objective.loss(self.model, batch)
 
     def joining(self, last: bool) -> AbstractContextManager[None]:
-        """Context of a backward pass; the ``last`` of a step sums the gradients of all processes."""
+        """Context of a backward pass; the ``last`` of a step sums gradients over all processes."""
         del last
         return nullcontext()
 

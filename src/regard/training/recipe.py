@@ -185,8 +185,8 @@ class Recipe:
             )
         if self.parallel == "context" and self.model.variational_dropout:
             raise InputError(
-                "model.variational_dropout is not for parallel = 'context': each process would draw "
-                "its own mask."
+                "model.variational_dropout is not for parallel = 'context': each process would "
+                "draw its own mask."
             )
         average = self.saving.average
         if average > self.saving.keep_last:
