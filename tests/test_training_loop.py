@@ -23,6 +23,7 @@ import regard
 from regard.checkpoints.folders import DamageWarning
 from regard.data import encoding
 from regard.data.batches import Batch, Epoch, Feed
+from regard.data.schema import OLD_KEYS
 from regard.data.tables import Ragged, Table
 from regard.decoding.settings import decoding
 from regard.decoding.strategies import Beam
@@ -43,9 +44,9 @@ from regard.training.optimizer import adamw, rate_at
 from regard.training.processes import Processes
 from regard.training.recipe import Recipe, Schedule, parse_recipe
 from regard.training.run import Result, train
-from regard.training.saving import Keeper
+from regard.training.saving import OLD_WEIGHTS, Keeper
 from regard.training.seeds import seed_all
-from training_data import TASKS, recipe_of, write_data
+from training_data import TASKS, recipe_of, toml, write_data
 
 
 @pytest.fixture(autouse=True)
@@ -414,8 +415,9 @@ def test_merges_are_dropped_otherwise_each_epoch_and_say_the_same(folder: Path) 
     assert len(encoding.table(recipe.data, "valid", recipe.task, text, recipe.tokenizer)[0]) == 16
     raw["tokenizer"]["kind"] = "unigram"
     unigram = tokenizing.tokenizer(parse_recipe(raw), folder / "unigram")
+    bpe = parse_recipe(raw)
     with pytest.raises(InputError, match=r"for BPE; this tokenizer is a Unigram"):
-        encoding.table(parse_recipe(raw), "train", unigram)
+        encoding.table(bpe.data, "train", bpe.task, unigram, bpe.tokenizer)
 
 
 def test_starting_from_a_model(folder: Path) -> None:
@@ -673,6 +675,51 @@ def test_a_key_newer_than_a_checkpoint_counts_as_its_default(folder: Path) -> No
     del raw["model"]["config"]["inner"]
     with pytest.raises(InputError, match=r"model.config.inner = 32, but now it is not given"):
         run(raw, resume=True)
+
+
+# A recipe by the earlier names of its keys, for each of the three kinds of data.
+OLD_RECIPES: dict[tuple[str, str], dict[str, dict[str, Any]]] = {
+    ("translation", "transformer"): {
+        "optimizer": {"smoothing": 0.1, "agreement": 1.0, "decay": 0.1},
+        "evaluation": {"every": 6, "metric": "chrf", "beam": 2, "no_repeat": 3, "least": 1},
+    },
+    ("question answering", "bert"): {"evaluation": {"every": 6, "always": True}},
+    ("language modelling", "transformer-xl"): {
+        "data": {"forget": 2, "length": 16},
+        "optimizer": {"activation": 0.5, "slowness": 0.5},
+        "model": {"locked": True},
+    },
+}
+
+
+@pytest.mark.parametrize(("task", "kind"), OLD_RECIPES)
+def test_a_run_begun_with_earlier_names_resumes(folder: Path, task: str, kind: str) -> None:
+    raw = recipe_of(folder, task, kind) | {"graphs": False, "optimizer": {}}
+    raw["saving"] = {"every": 6, "last": 2}
+    raw["watching"] = {"every": 5, "entropy": 0.0, "logit": 500.0}
+    raw["data"] |= {"bad": 0.01}
+    if kind == "transformer-xl":
+        raw["model"]["config"] |= {"shrink": 2}
+    for section, keys in OLD_RECIPES[task, kind].items():
+        raw[section] |= keys
+    begun = run(raw).folder
+    expected = bytes_of(begun / "model")
+    shutil.rmtree(begun / "model")
+    shutil.rmtree(begun / "checkpoints" / "step-0000000012")
+    names = {new: old for old, new in OLD_KEYS.items()}
+    weights = {new: old for old, new in OLD_WEIGHTS.items()}
+
+    def rename(state: dict[str, Any]) -> None:
+        state["fingerprint"] = {names.get(n, n): v for n, v in state["fingerprint"].items()}
+        assert state["fingerprint"]["graphs"] is False
+        state["model"] = {weights.get(n, n): tensor for n, tensor in state["model"].items()}
+
+    older(begun, rename)
+    recipe = begun / "recipe.toml"
+    recipe.write_text("\n".join(f"{key} = {toml(value)}" for key, value in raw.items()))
+    resumed = train(recipe, resume=True).folder
+    assert '"resumed": "step-0000000006"' in (resumed / "log.jsonl").read_text()
+    assert bytes_of(resumed / "model") == expected
 
 
 def test_a_recipe_object_takes_no_overrides(folder: Path) -> None:

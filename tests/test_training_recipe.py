@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from regard.data.schema import OLD_KEYS, rename_old_keys
 from regard.errors import InputError
 from regard.evaluation.metrics import answered, bleu, chrf, rouge
 from regard.training.recipe import Recipe, describe, parse_recipe, read_recipe
@@ -86,6 +87,33 @@ def test_keys_are_set_from_the_command_line() -> None:
     assert recipe.output == "some where"
     assert recipe.seed == 3
     assert parse_recipe(least(), {"optimizer.clip": 2.0}).optimizer.clip == 2
+
+
+@pytest.mark.parametrize(("old", "new"), OLD_KEYS.items())
+def test_keys_are_read_by_their_earlier_names(old: str, new: str) -> None:
+    known = {name for name, _, _ in describe()}
+    assert new in known or new.startswith("model.config.")
+    assert old not in known
+    assert old.rpartition(".")[0] == new.rpartition(".")[0]
+    *path, last = old.split(".")
+
+    def recipe(*names: str) -> dict[str, Any]:
+        raw = table = least()
+        for part in path:
+            table = table.setdefault(part, {})
+        table.update(dict.fromkeys(names, 0))
+        return raw
+
+    assert rename_old_keys(recipe(last)) == recipe(new.rpartition(".")[2])
+    with pytest.raises(InputError, match=f"{re.escape(old)} is the earlier name of {new}"):
+        parse_recipe(recipe(last, new.rpartition(".")[2]))
+
+
+def test_keys_are_set_by_their_earlier_names() -> None:
+    recipe = parse_recipe(least() | {"data": least()["data"] | {"bad": 0.5}}, ["evaluation.beam=3"])
+    assert recipe.evaluation.num_beams == 3
+    assert recipe.data.max_bad_share == 0.5
+    assert parse_recipe(least(), {"optimizer": {"decay": 0.5}}).optimizer.weight_decay == 0.5
 
 
 def test_what_is_needed_is_named_with_its_meaning() -> None:

@@ -83,3 +83,12 @@ def recipe_of(folder: Path, task: str = "translation", kind: str = "transformer"
         "evaluation": {"every": 6},
         "saving": {"every": 3, "keep_last": 2},
     }
+
+
+def toml(value: Any) -> str:
+    """A value as TOML has it; tables on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return json.dumps(value)

@@ -84,12 +84,12 @@ def parse(
     kind: type[T], raw: Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> T:
     """A checked dataclass from nested tables, with some keys replaced: ``["seed=3"]``."""
-    whole = _renamed(raw)
+    whole = rename_old_keys(raw)
     if not isinstance(overrides, Mapping):
         overrides = dict(map(_assignment, overrides))
     for name, value in overrides.items():
         set_key(whole, OLD_KEYS.get(name, name), value)
-    return build(kind, _renamed(whole), "")
+    return build(kind, rename_old_keys(whole), "")
 
 
 def _assignment(text: str) -> tuple[str, Any]:
@@ -102,10 +102,10 @@ def _assignment(text: str) -> tuple[str, Any]:
         return name.strip(), value  # a text without quotes
 
 
-def _renamed(tree: Any, path: str = "") -> Any:
+def rename_old_keys(tree: Any, path: str = "") -> Any:
     """A copy of nested tables with today's names for keys of earlier versions."""
     if isinstance(tree, list):
-        return [_renamed(part, f"{path}[].") for part in tree]
+        return [rename_old_keys(part, f"{path}[].") for part in tree]
     if not isinstance(tree, Mapping):
         return tree
     copied: dict[str, Any] = {}
@@ -113,7 +113,7 @@ def _renamed(tree: Any, path: str = "") -> Any:
         name = str(OLD_KEYS.get(f"{path}{old}", old)).rpartition(".")[2]
         if name != old and name in tree:
             raise InputError(f"{path}{old} is the earlier name of {path}{name}: give one of them.")
-        copied[name] = _renamed(value, f"{path}{name}.")
+        copied[name] = rename_old_keys(value, f"{path}{name}.")
     return copied
 
 

@@ -36,6 +36,8 @@ from regard.training.processes import Processes
 
 STATE = "state.json"
 _TENSORS = ".safetensors"
+# Weights of earlier versions' checkpoints and their names now.
+OLD_WEIGHTS = {"encoder.kinds.weight": "encoder.token_types.weight"}
 _NAME = re.compile(r"step-(\d{10})")
 _TENSOR = "tensor of the file beside"  # the key that stands for a tensor in state.json
 _PARTS = "tensor in parts"  # and for one written in parts, one by each process
@@ -249,7 +251,14 @@ class Keeper:
         tensors are loaded whole.
         """
         facts, files = self._read_files(step)
-        state = _unpack(self._at(step), files, likes or {})
+        likes = dict(likes or {})
+        for old, new in OLD_WEIGHTS.items():
+            for section in ("model", "ema"):
+                if f"{section}/{new}" in likes:
+                    likes[f"{section}/{old}"] = likes[f"{section}/{new}"]
+        state = _unpack(self._at(step), files, likes)
+        for section in state.keys() & {"model", "ema"}:
+            state[section] = {OLD_WEIGHTS.get(n, n): part for n, part in state[section].items()}
         return Saved(self._at(step), step, facts["score"], state)
 
     def best(self) -> int | None:
