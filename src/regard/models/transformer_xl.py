@@ -50,8 +50,8 @@ class TransformerXLConfig(Config):
     """The sizes of a Transformer-XL; those of transfo-xl-wt103 by default.
 
     ``cutoffs`` are where the vocabulary is cut, most frequent words first; words behind the i-th
-    cut have embeddings ``div_val ** i`` times narrower. With ``div_val`` 1, which is for a vocabulary
-    that is not cut, embeddings are as wide as the model and are not projected.
+    cut have embeddings ``div_val ** i`` times narrower. With ``div_val`` 1, for an uncut
+    vocabulary, embeddings are as wide as the model and are not projected.
 
     >>> TransformerXLConfig().widths
     (1024, 256, 64, 16)
@@ -89,7 +89,7 @@ class TransformerXLConfig(Config):
             )
         if self.div_val == 1 and (cuts or self.embedding_dim != self.dim):
             raise InputError(
-                "TransformerXLConfig(div_val=1) is for cutoffs=() and embedding_dim as dim, but got "
+                "TransformerXLConfig(div_val=1) needs cutoffs=() and embedding_dim == dim, but got "
                 f"cutoffs={cuts} and {self.embedding_dim} for {self.dim}."
             )
         if not self.widths[-1]:
