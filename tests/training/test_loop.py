@@ -97,18 +97,6 @@ def test_every_task_is_learned_evaluated_and_loaded_again(
     assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
 
 
-@pytest.mark.parametrize(("task", "kind", "metric"), [
-    ("translation", "transformer", "bleu"),
-    ("summarization", "t5", "rouge-l"),
-])  # fmt: skip
-def test_what_is_decoded_is_scored(folder: Path, task: str, kind: str, metric: str) -> None:
-    raw = recipe_of(folder, task, kind)
-    raw["evaluation"] |= {"metric": metric, "num_beams": 2, "examples": 5}
-    raw["data"]["test"] = raw["data"]["train"]
-    result = run(raw, schedule__steps=6, saving__average=0)
-    assert 0 <= result.scores[metric] <= 100
-
-
 def test_a_trained_model_is_used_as_it_was_evaluated(folder: Path) -> None:
     raw = recipe_of(folder, "summarization", "t5")
     for part in ("train", "valid"):
@@ -758,7 +746,9 @@ def test_while_it_learns_some_examples_are_decoded_and_all_in_the_end(folder: Pa
     for examples, scores in ((2, some), (0, every)):
         raw["evaluation"]["examples"] = examples
         output = str(folder / f"run{examples}")
-        result = run(raw | {"output": output}, schedule__steps=60, evaluation__every=30)
+        result = run(
+            raw | {"output": output}, schedule__steps=60, evaluation__every=30, saving__average=0
+        )
         scores += [row["scores"] for row in log_of(result) if "scores" in row]
         scores.append(result.scores)
     assert some[-1] == every[-1]

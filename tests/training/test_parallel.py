@@ -161,7 +161,9 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path, processes: TrainingPro
     raw["data"]["length"] = 63
     processes.start("train", 2, recipe=raw, resume=False)
     assert processes.wait() == [2, 2]
-    assert "Sequences of 63 tokens (data.length) cannot be split evenly among 2" in processes.stderr()
+    assert (
+        "Sequences of 63 tokens (data.length) cannot be split evenly among 2" in processes.stderr()
+    )
     raw = recipe(tmp_path, "language modelling", "transformer-xl")
     raw["batch"]["tokens"] = 64
     raw["output"] = str(tmp_path / "xl")

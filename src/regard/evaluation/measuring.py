@@ -159,14 +159,8 @@ def _scorer(
         table = Table(window_columns(questions, tokenizer, data.length), {})
         return AnswerScorer(questions, table, tokenizer, tokens, evaluation.always_answer)
     columns, size = text_columns(cast("Sequence[str]", records), tokenizer)
-    return TextScorer(
-        columns["text"].flat,
-        size,
-        data.length,
-        context=data.context,
-        tokens=tokens,
-        temperature=evaluation.temperature,
-    )
+    flat, temperature = columns["text"].flat, evaluation.temperature
+    return TextScorer(flat, size, data.length, data.context, tokens, temperature)
 
 
 @contextmanager

@@ -7,6 +7,7 @@ order follow from the data and the settings alone, so every caller gets the same
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -40,8 +41,10 @@ def _quiet(done: int, total: int) -> None:
 class Scorer(Protocol):
     """Data to score models on."""
 
-    count: int
     unit: str  # of the count: "texts", "questions" or "tokens"
+
+    @property
+    def count(self) -> int: ...
 
     def __call__(self, model: Any, progress: Progress = _quiet) -> dict[str, float]:
         """The scores of a model in evaluation mode, by name."""
@@ -55,6 +58,7 @@ def loss_scores(nats: float, count: int) -> dict[str, float]:
 # ----------------------------------------------------------------- translation, summarization
 
 
+@dataclass
 class PairScorer:
     """Scores of what a model writes for source texts, against the targets of each.
 
@@ -62,23 +66,20 @@ class PairScorer:
     perplexity need ``table``, with one row for each source and target.
     """
 
+    pairs: Sequence[Pair]
+    tokenizer: Tokenizer
+    settings: Evaluation
+    names: Sequence[str]
+    length: int
+    table: Table | None = None
+    tokens: int = 2048
+    outputs: list[str] = field(default_factory=list)  # of the latest call
+
     unit = "texts"
 
-    def __init__(
-        self,
-        pairs: Sequence[Pair],
-        tokenizer: Tokenizer,
-        settings: Evaluation,
-        names: Sequence[str],
-        length: int,
-        table: Table | None = None,
-        tokens: int = 2048,
-    ) -> None:
-        self.pairs, self.tokenizer, self.settings, self.names = pairs, tokenizer, settings, names
-        self.length, self.table, self.tokens = length, table, tokens
-        self.count = len(pairs)
-        self.sources = list(token_ids(tokenizer, [pair.source for pair in pairs]))
-        self.outputs: list[str] = []  # of the latest call
+    @property
+    def count(self) -> int:
+        return len(self.pairs)
 
     def __call__(self, model: Any, progress: Progress = _quiet) -> dict[str, float]:
         scores = {} if self.table is None else loss_scores(*self._loss(model, self.table))
@@ -108,15 +109,16 @@ class PairScorer:
 
     def _decode(self, model: Any, progress: Progress) -> list[str]:
         end = model.config.end_token
-        outputs = [""] * len(self.sources)
+        sources = list(token_ids(self.tokenizer, [pair.source for pair in self.pairs]))
+        outputs = [""] * len(sources)
         # Longest first, so that an estimate of the time left is too high rather than too low.
-        order = sorted(range(len(outputs)), key=lambda row: -len(self.sources[row]))
+        order = sorted(range(len(outputs)), key=lambda row: -len(sources[row]))
         size = max(DECODED_BEAMS // self.settings.num_beams, 1)
         for start in range(0, len(order), size):
             rows = order[start : start + size]
             generated = generate(
                 model,
-                [[*self.sources[row], end] for row in rows],
+                [[*sources[row], end] for row in rows],
                 decoding_strategy(self.settings),
                 max_new_tokens=self.length,
                 stop=[end],
@@ -137,26 +139,25 @@ def _by_length(lengths: Tensor, tokens: int) -> ByLength:
 # -------------------------------------------------------------------------- question answering
 
 
+@dataclass
 class AnswerScorer:
     """The loss on all windows of some questions, and the best answer to each of them.
 
     ``table`` has the windows of the questions, as :func:`regard.data.encoding.window_columns`.
     """
 
+    questions: Sequence[Question]
+    table: Table
+    tokenizer: Tokenizer
+    tokens: int = 2048
+    always_answer: bool = False
+    outputs: list[str] = field(default_factory=list)  # of the latest call
+
     unit = "questions"
 
-    def __init__(
-        self,
-        questions: Sequence[Question],
-        table: Table,
-        tokenizer: Tokenizer,
-        tokens: int = 2048,
-        always_answer: bool = False,
-    ) -> None:
-        self.questions, self.table, self.tokenizer = questions, table, tokenizer
-        self.tokens, self.always_answer = tokens, always_answer
-        self.count = len(questions)
-        self.outputs: list[str] = []  # of the latest call
+    @property
+    def count(self) -> int:
+        return len(self.questions)
 
     def __call__(self, model: Any, progress: Progress = _quiet) -> dict[str, float]:
         table, device = self.table, next(model.parameters()).device
@@ -203,6 +204,7 @@ class _Piece(NamedTuple):
     first: bool = True  # whether the memory is empty before it
 
 
+@dataclass
 class TextScorer:
     """Loss, perplexity and bits per byte of a language model on one text.
 
@@ -219,23 +221,22 @@ class TextScorer:
     ``tokens`` limits memory only: the logits computed at once, and the rows of pieces.
     """
 
+    ids: Tensor  # int32 [tokens]
+    size: int  # in bytes
+    length: int
+    context: int = 0
+    tokens: int = 2048
+    temperature: float = 1.0
+
     unit = "tokens"
 
-    def __init__(
-        self,
-        ids: Tensor,
-        size: int,
-        length: int,
-        *,
-        context: int = 0,
-        tokens: int = 2048,
-        temperature: float = 1.0,
-    ) -> None:
-        self.ids, self.size, self.length, self.context = ids, size, length, context
-        self.tokens, self.temperature = tokens, temperature
-        self.count = len(ids) - 1
+    def __post_init__(self) -> None:
         if self.count < 1:
             raise InputError("The text has a single token: there is nothing to predict.")
+
+    @property
+    def count(self) -> int:
+        return len(self.ids) - 1
 
     def __call__(self, model: Any, progress: Progress = _quiet) -> dict[str, float]:
         memory = isinstance(model, TransformerXL) and not self.context

@@ -196,14 +196,8 @@ def scorer(
         pairs = group_targets(cast("list[Pair]", found))[: examples or None]
         return PairScorer(pairs, tokenizer, settings, names, data.length, table, tokens)
     if recipe.task == "language modelling":
-        return TextScorer(
-            table["text"].flat,
-            table.facts["bytes"],
-            data.length,
-            context=data.context,
-            tokens=tokens,
-            temperature=settings.temperature,
-        )
+        flat, size = table["text"].flat, table.facts["bytes"]
+        return TextScorer(flat, size, data.length, data.context, tokens, settings.temperature)
     try:
         held = objective(recipe, tokenizer, model, table, shuffled=False)
     except InputError as error:
