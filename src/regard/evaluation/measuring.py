@@ -16,16 +16,14 @@ from regard.data.readers import group_targets
 from regard.data.records import RECORDS, Pair, Question, Record, Report
 from regard.data.schema import nearest, parse
 from regard.data.tables import Table
-from regard.decoding.settings import decoding
 from regard.decoding.strategies import Beam, Sample
 from regard.errors import InputError
 from regard.evaluation import metrics
 from regard.evaluation.scoring import AnswerScorer, PairScorer, Progress, Scorer, TextScorer
 from regard.evaluation.settings import WRITTEN, Measurement
-from regard.models.bundle import Ready
+from regard.models.bundle import Bundle
 from regard.models.model import Model
 from regard.models.registry import ARCHITECTURES, Architecture
-from regard.models.transformer_xl import TransformerXL
 from regard.text.tokenizer import Tokenizer
 
 Settings = Mapping[str, Any] | Sequence[str]  # keys of a recipe: {"evaluation.num_beams": 4}
@@ -47,11 +45,11 @@ _ON_REQUEST: dict[str, tuple[str, ...]] = {
 
 def scored_row(model: Model) -> Architecture:
     """The registry row of a model, if it has scores."""
-    for row in ARCHITECTURES:
-        if row.scored_as and isinstance(model, row.model_class()):
-            return row
-    names = ", ".join(row.model.partition(":")[2] for row in ARCHITECTURES if row.scored_as)
-    raise InputError(f"A {type(model).__name__} has no scores; those that do: {names}.")
+    row = model.row()
+    if not row.scored_as:
+        names = ", ".join(row.class_name for row in ARCHITECTURES if row.scored_as)
+        raise InputError(f"A {type(model).__name__} has no scores; those that do: {names}.")
+    return row
 
 
 @dataclass(frozen=True)
@@ -165,11 +163,10 @@ def _scorer(
 
 @contextmanager
 def _memory_length(model: Model, config: Mapping[str, Any]) -> Iterator[None]:
-    """Within, a Transformer-XL has the memory length of ``config``, where it has one."""
-    remembers = isinstance(model, TransformerXL)
-    nearest("key model.config.", config, ["memory"] if remembers else [])
+    """Within, a model with memory has the memory length of ``config``, if that has one."""
+    nearest("key model.config.", config, ["memory"] if model.remembers else [])
     before = model.config
-    if remembers:
+    if model.remembers:
         model.config = replace(model.config, **config)
     try:
         yield
@@ -177,7 +174,7 @@ def _memory_length(model: Model, config: Mapping[str, Any]) -> Iterator[None]:
         model.config = before
 
 
-def own_settings(bundle: Ready) -> dict[str, Any]:
+def own_settings(bundle: Bundle) -> dict[str, Any]:
     """The prefix and the recipe keys with which a model's own files say that it is used.
 
     So a model is measured in the way it is used, unless other settings are given.
@@ -186,13 +183,13 @@ def own_settings(bundle: Ready) -> dict[str, Any]:
     task = row.scored_as if row.scored_as in tasks else None
     if task is None and len(tasks) == 1:
         task = next(iter(tasks))
-    settings, result = bundle.settings(task), dict[str, Any]()
-    if isinstance(settings.get("prefix"), str):
-        result["prefix"] = settings["prefix"]
-    if settings.get("prepare"):
-        result["data.prepare"] = settings["prepare"]
+    result = dict[str, Any]()
+    if prefix := bundle.prefix(task):
+        result["prefix"] = prefix
+    if prepare := tasks.get(task or "", {}).get("prepare"):
+        result["data.prepare"] = prepare
     if SCORES_OF_TASK[row.scored_as] is WRITTEN:
-        how, _ = decoding(settings, None, None)
+        how = bundle.settings(task).strategy()
         assert not isinstance(how, Sample)
         result["evaluation.num_beams"] = how.num_beams if isinstance(how, Beam) else 1
         result["evaluation.no_repeat_ngram_size"] = how.no_repeat_ngram_size

@@ -22,8 +22,7 @@ from regard.decoding.generation import generate
 from regard.decoding.spans import best_spans
 from regard.errors import InputError
 from regard.evaluation import losses, metrics
-from regard.evaluation.settings import WRITTEN, Evaluation, decoding_strategy
-from regard.models.transformer_xl import TransformerXL
+from regard.evaluation.settings import WRITTEN, Evaluation
 from regard.text.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]  # how much is done, and of how much
@@ -119,7 +118,7 @@ class PairScorer:
             generated = generate(
                 model,
                 [[*sources[row], end] for row in rows],
-                decoding_strategy(self.settings),
+                self.settings.decoding.strategy(),
                 max_new_tokens=self.length,
                 stop=[end],
                 batch=size,
@@ -239,7 +238,7 @@ class TextScorer:
         return len(self.ids) - 1
 
     def __call__(self, model: Any, progress: Progress = _quiet) -> dict[str, float]:
-        memory = isinstance(model, TransformerXL) and not self.context
+        memory = model.remembers and not self.context
         given: dict[str, Any] = {}
         nats = torch.zeros((), dtype=torch.float64, device=model.device)
         done = 0

@@ -9,7 +9,7 @@ from typing import Any
 from regard.data.records import PAIR_TASKS, QUESTION_TASKS, Pair, Question
 from regard.data.schema import check_scope, key
 from regard.data.sources import Data, check_data
-from regard.decoding.strategies import Beam, Greedy
+from regard.decoding.settings import Settings
 
 WRITTEN = ("bleu", "chrf", "rouge-1", "rouge-2", "rouge-l")  # scores of text that a model writes
 METRICS = ("loss", *WRITTEN, "exact", "f1")
@@ -61,16 +61,15 @@ class Evaluation:
         "stop after this many evaluations without a better score; 0 for never", 0, least=0
     )
 
-
-def decoding_strategy(settings: Evaluation) -> Beam | Greedy:
-    """The decoding strategy for text that is scored."""
-    limits: dict[str, Any] = {
-        "no_repeat_ngram_size": settings.no_repeat_ngram_size,
-        "min_new_tokens": settings.min_new_tokens,
-    }
-    if settings.num_beams == 1:
-        return Greedy(**limits)
-    return Beam(settings.num_beams, settings.length_penalty, **limits)
+    @property
+    def decoding(self) -> Settings:
+        """The decoding settings for text that is scored."""
+        return Settings(
+            num_beams=self.num_beams,
+            length_penalty=self.length_penalty,
+            no_repeat_ngram_size=self.no_repeat_ngram_size,
+            min_new_tokens=self.min_new_tokens,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ from regard.models.bert import BertConfig
 from regard.models.loading import load
 from regard.models.model import Model
 from regard.models.registry import trained
-from regard.text.tokenizer import END_OF_TEXT, Tokenizer
+from regard.text.tokenizer import Tokenizer
 from regard.training.objectives import (
     Answers,
     MaskedTokens,
@@ -110,18 +110,8 @@ def _tokenizer_sizes(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
             "This tokenizer has a vocabulary for each language, and a new model has one for both. "
             "Set model.start to the checkpoint it came with, or train a tokenizer."
         )
-    sizes: dict[str, Any] = {"vocabulary": len(tokenizer)}
-    kind, length = recipe.model.kind, recipe.data.length
-    if kind in ("transformer", "t5"):
-        pad = tokenizer.id("<pad>")
-        sizes |= {"pad_token": pad, "start_token": pad, "end_token": tokenizer.id("</s>")}
-    elif kind == "bert":
-        sizes |= {"length": length, "pad_token": tokenizer.id("[PAD]")}
-    else:
-        end = tokenizer.tokenizer.token_to_id(END_OF_TEXT)
-        sizes["end_token"] = end
-        sizes |= {"length": length, "begin_token": end} if kind == "gpt2" else {"cutoffs": ()}
-    return sizes
+    architecture = trained(recipe.model.kind, recipe.task).model_class()
+    return {"vocabulary": len(tokenizer), **architecture.sizes_for(tokenizer, recipe.data.length)}
 
 
 # ----------------------------------------------------------------------- objective and scorer

@@ -28,7 +28,7 @@ from regard.evaluation.losses import (
     pair_loss,
 )
 from regard.layers.losses import NOTHING
-from regard.models.transformer_xl import TransformerXL
+from regard.models.model import LanguageModel
 
 
 class Objective(Protocol):
@@ -214,8 +214,9 @@ class NextTokenWithMemory(NextToken):
         self.kept: list[Tensor] = []  # each layer's memory of the previous pieces
 
     def loss(self, model: nn.Module, batch: TextBatch, **remembered: Any) -> Tensor:
-        assert isinstance(model, TransformerXL)
+        assert isinstance(model, LanguageModel)
         memories = model.remember()
+        assert memories is not None
         if self.kept and not batch.first:
             for memory, kept in zip(memories.layers, self.kept, strict=True):
                 memory.extend(kept.to(batch.ids.device))

@@ -214,8 +214,7 @@ def _note_use(recipe: Recipe, folder: Path) -> None:
     """Store how the model is evaluated as its defaults: its prefix and its decoding settings."""
     evaluation = recipe.evaluation
     if evaluation.metric in WRITTEN:
-        names = ("num_beams", "length_penalty", "no_repeat_ngram_size", "min_new_tokens")
-        note(folder / GENERATION, {name: getattr(evaluation, name) for name in names})
+        note(folder / GENERATION, evaluation.decoding.to_json())
     used: dict[str, Any] = {}
     prefixes = {source.prefix for source in recipe.data.test or recipe.data.valid}
     # The prefix of a translating Transformer is a language tag, which each call gives.
