@@ -97,7 +97,7 @@ def test_parallel_files_must_end_together(tmp_path: Path) -> None:
     one_less = write(tmp_path / "less", b"1\n2\n3\n")
     for longer in (english, german):
         for sides in (([longer], [one_less]), ([one_less], [longer])):
-            with pytest.raises(InputError, match=f"{longer.name} goes on with line 4"):
+            with pytest.raises(InputError, match=f"{longer.name} has a line 4"):
                 list(read_parallel(*sides, Report()))
 
 
@@ -142,13 +142,13 @@ def test_questions_are_read_from_both_forms_and_answers_checked(tmp_path: Path) 
     expected = Question("1", "When?", context, (Answer("1843", 16),))
     assert found == [expected, Question("3", "Why?", context, ())]
     assert [(bad.line, bad.why) for bad in report.bad] == [
-        (2, "an answer that is not where it says"),
+        (2, "an answer that is not at its start"),
         (4, "no id, question or answers with text and answer_start"),
     ]
     row = {"context": context, **good, "answers": [{"text": "1843", "start": 16}]}
     lines = write(tmp_path / "q.jsonl", json.dumps(row).encode())
     assert list(read_questions([lines], Report())) == [expected]
-    with pytest.raises(InputError, match="has not the form of SQuAD"):
+    with pytest.raises(InputError, match="is not in the format of SQuAD"):
         list(read_squad([lines], Report()))
 
 
@@ -175,7 +175,7 @@ def test_a_table_is_built_once_kept_and_built_again_only_when_damaged(tmp_path: 
     assert len(built) == 2
     for file in (tmp_path / "cache").rglob("source.flat"):
         file.write_bytes(bytes(12))
-    with pytest.warns(DamageWarning, match="Tokens are made again"):
+    with pytest.warns(DamageWarning, match="A table of tokens is built again"):
         table = cached(tmp_path / "cache", {"text": "abc"}, build)
     assert len(built) == 3
     assert table["source"].flat.tolist() == [1, 2, 3]
