@@ -166,7 +166,13 @@ def recipe_from(made: Made, folder: Path) -> dict:
 def test_training_cuts_each_side_by_its_own(made: Made, tmp_path: Path) -> None:
     raw = recipe_from(made, tmp_path)
     recipe = parse_recipe(raw)
-    table, _ = encoding.table(recipe, "train", tokenizing.tokenizer(recipe, tmp_path / "none"))
+    table, _ = encoding.table(
+        recipe.data,
+        "train",
+        recipe.task,
+        tokenizing.tokenizer(recipe, tmp_path / "none"),
+        recipe.tokenizer,
+    )
     for column, text, line in (
         ("source", made.text, made.source),
         ("target", made.text.target, made.target),
@@ -175,7 +181,7 @@ def test_training_cuts_each_side_by_its_own(made: Made, tmp_path: Path) -> None:
         assert table[column].flat[first].tolist() == text.encode(line).ids
     # The same source with another way to write is another table.
     other = Tokenizer(made.text.tokenizer, made.text.tokenizer)
-    changed, _ = encoding.table(recipe, "train", other)
+    changed, _ = encoding.table(recipe.data, "train", recipe.task, other, recipe.tokenizer)
     assert not torch.equal(changed["target"].flat, table["target"].flat)
 
 
