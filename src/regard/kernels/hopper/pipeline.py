@@ -22,7 +22,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from regard.kernels.plan import Work
 
 # No kernel is compiled anew for these. Heads are few, and most calls have no groups to divide by.
-CHANGING = [name for name in Work._fields if name not in ("heads", "groups")]
+NOT_SPECIALIZED = [name for name in Work._fields if name not in ("heads", "groups")]
 LN2 = gl.constexpr(0.6931471805599453)
 NOTHING = gl.constexpr(-3.0e38)  # as in tiles.py
 LOWEST = gl.constexpr(-1.0e37)
@@ -31,12 +31,12 @@ BAND = gl.constexpr(16)  # rows of those that a warp holds: a thread has two, 8 
 BLOCK = gl.constexpr(128)  # rows of a tile
 TEAMS = gl.constexpr(4)  # groups of warps that share tiles, each with ROWS rows of its own
 LANES = gl.constexpr(4)  # threads that share a row
-UNDRAWN = gl.constexpr(-8388608)  # from where items are counted: the bits of -inf
+UNSET_COUNTER = gl.constexpr(-8388608)  # from where items are counted: the bits of -inf
 PAIR = gl.constexpr(2)  # neighbours in a row that one thread holds
 
 
 @gluon.constexpr_function
-def along(layout, rank, axis):
+def axis_layout(layout, rank, axis):
     """The layout of a vector along one axis of a tensor."""
     for other in reversed(range(rank)):
         if other != axis:
@@ -45,7 +45,7 @@ def along(layout, rank, axis):
 
 
 @gluon.constexpr_function
-def carried(D):
+def neg_lse_by_copy(D):
     """Whether the second pass has what queries lose copied to shared memory with them.
 
     At 128 the products keep that memory busy, and it is faster to read it from the cache.
@@ -72,13 +72,13 @@ def ring_of(desc, TILES: gl.constexpr, SLOTS: gl.constexpr, READERS: gl.constexp
 
 
 @gluon.jit
-def first_place():
+def ring_start():
     """Where a ring begins; see ``following``."""
     return gl.to_tensor(0), gl.to_tensor(0)
 
 
 @gluon.jit
-def following(place, STAGES: gl.constexpr):
+def next_place(place, STAGES: gl.constexpr):
     """The place after one in a ring: its number, and whether that is an odd time round."""
     slot, odd = place
     last = slot == STAGES - 1
@@ -86,7 +86,7 @@ def following(place, STAGES: gl.constexpr):
 
 
 @gluon.jit
-def await_room(ring, place):
+def wait_until_empty(ring, place):
     """A tile's place and its barrier, once all readers are through with what was there."""
     slot, odd = place
     mbarrier.wait(ring[2].index(slot), odd ^ 1)
@@ -94,7 +94,7 @@ def await_room(ring, place):
 
 
 @gluon.jit
-def await_tile(ring, place):
+def wait_until_full(ring, place):
     """A tile, once it is loaded."""
     slot, odd = place
     mbarrier.wait(ring[1].index(slot), odd)
@@ -107,7 +107,7 @@ def release(ring, place):
 
 
 @gluon.jit
-def await_launch():
+def wait_for_previous_launch():
     """Wait for the launch before this one, and let the next one begin as programs end.
 
     When a launch begins, all programs of the one before have passed this: what was launched before
@@ -120,7 +120,7 @@ def await_launch():
 
 
 @gluon.jit
-def tell_done(Done, flat, begin, end):
+def count_done_block(Done, flat, begin, end):
     """Count a block of which all is told that the second pass needs, of heads it begins with."""
     if (flat >= begin) & (flat < end):
         gl.atomic_add(Done + flat, 1, sem="release")
@@ -132,14 +132,14 @@ def is_done(Done, flat, blocks):
     all_of_them = gl.inline_asm_elementwise(
         "{ .reg .pred p; fence.acq_rel.gpu; fence.proxy.async.global; setp.eq.s32 p, $1, $2; "
         "vote.sync.all.pred p, p, -1; selp.b32 $0, 1, 0, p; }",
-        "=r,r,r", [gl.load(Done + flat, volatile=True), UNDRAWN + blocks], gl.int32,
+        "=r,r,r", [gl.load(Done + flat, volatile=True), UNSET_COUNTER + blocks], gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
     return all_of_them > 0
 
 
 @gluon.jit(do_not_specialize=["count"])
-def undrawn(Fresh, count, WARPS: gl.constexpr):
+def reset_counters(Counters, count, WARPS: gl.constexpr):
     """So many counts, begun. The next launch may begin at once, and wait for it."""
     gl.inline_asm_elementwise(
         "{ griddepcontrol.launch_dependents; mov.b32 $0, $1; }", "=r,r",
@@ -147,36 +147,36 @@ def undrawn(Fresh, count, WARPS: gl.constexpr):
     )  # fmt: skip
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
     at = gl.program_id(0) * (32 * WARPS) + gl.arange(0, 32 * WARPS, layout)
-    gl.store(Fresh + at, UNDRAWN, mask=at < count)
+    gl.store(Counters + at, UNSET_COUNTER, mask=at < count)
 
 
 @gluon.jit
 def _share(program, work):
     """Which steps of the last items a program has, counted through all of them."""
-    steps = work.items % work.programs * work.length
+    steps = work.items % work.programs * work.steps
     start = gl.minimum(program * work.share, steps)
     return start, gl.minimum(start + work.share, steps)
 
 
 @gluon.jit
-def within_cut(program, number, work):
+def steps_within(program, number, work):
     """From which step to which one of the items that are cut is a program's own."""
     start, end = _share(program, work)
-    before = number * work.length
-    return gl.maximum(start - before, 0), gl.minimum(end - before, work.length)
+    before = number * work.steps
+    return gl.maximum(start - before, 0), gl.minimum(end - before, work.steps)
 
 
 @gluon.jit
-def first_cut(work):
+def first_split_item(work):
     """The first of the items that are cut: those after the last full round."""
     return work.items // work.programs * work.programs
 
 
 @gluon.jit
-def first_numbers(work, CUT: gl.constexpr):
+def first_numbers(work, SPLIT: gl.constexpr):
     """The number of a program's first item, and of its second one."""
-    if CUT:
-        number = first_cut(work) + _share(gl.program_id(0), work)[0] // work.length
+    if SPLIT:
+        number = first_split_item(work) + _share(gl.program_id(0), work)[0] // work.steps
         after = number + 1
     else:
         number = gl.program_id(0)
@@ -185,24 +185,24 @@ def first_numbers(work, CUT: gl.constexpr):
 
 
 @gluon.jit
-def next_number(after, Drawn, work, CUT: gl.constexpr):
+def next_number(after, Counter, work, SPLIT: gl.constexpr):
     """The number of the item after the next: who comes first has the first that is left."""
-    if CUT:
+    if SPLIT:
         found = after + 1
     else:
-        await_launch()  # it may be what begins the count
-        found = 2 * work.programs + gl.atomic_add(Drawn, 1, sem="relaxed") - UNDRAWN
+        wait_for_previous_launch()  # it may be what begins the count
+        found = 2 * work.programs + gl.atomic_add(Counter, 1, sem="relaxed") - UNSET_COUNTER
     return found
 
 
 @gluon.jit
-def end_of(work, CUT: gl.constexpr):
+def end_of(work, SPLIT: gl.constexpr):
     """The number after that of a program's last item."""
-    if CUT:
+    if SPLIT:
         start, end = _share(gl.program_id(0), work)
-        found = first_cut(work) + gl.where(start < end, (end - 1) // work.length + 1, 0)
+        found = first_split_item(work) + gl.where(start < end, (end - 1) // work.steps + 1, 0)
     else:
-        found = work.items + work.singly
+        found = work.items + work.single_items
     return found
 
 
@@ -219,7 +219,7 @@ def _from_the_middle(number, work):
 
 
 @gluon.jit
-def item_at(number, work, CAUSAL: gl.constexpr, KEYS: gl.constexpr, CUT: gl.constexpr):
+def item_at(number, work, CAUSAL: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr):
     """Which of all heads has an item, its first block, and how many blocks it has.
 
     Under a causal mask an item is a long block and the short one that makes up for it: of queries
@@ -230,8 +230,8 @@ def item_at(number, work, CAUSAL: gl.constexpr, KEYS: gl.constexpr, CUT: gl.cons
     later = number - work.items
     if CAUSAL:
         number = gl.where(later < 0, number, work.items - 1 - later)
-    alone = number >= work.items - work.singly
-    if KEYS and not CUT:
+    alone = number >= work.items - work.single_items
+    if KEYS and not SPLIT:
         number = work.items - 1 - number if CAUSAL else _from_the_middle(number, work)
     if CAUSAL:
         pairs = (work.blocks + 1) // 2
@@ -252,57 +252,57 @@ def block_of(item, half, work):
 
 
 @gluon.jit
-def told_of(number, work, CAUSAL: gl.constexpr, KEYS: gl.constexpr, CUT: gl.constexpr):
+def message_of(number, work, CAUSAL: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr):
     """The first block of an item, as ``block_told`` takes it."""
-    flat, block, _ = item_at(number, work, CAUSAL, KEYS, CUT)
-    return gl.where(number < end_of(work, CUT), flat, -1), 2 * block
+    flat, block, _ = item_at(number, work, CAUSAL, KEYS, SPLIT)
+    return gl.where(number < end_of(work, SPLIT), flat, -1), 2 * block
 
 
 @gluon.jit
-def slips_of(SLOTS: gl.constexpr):
+def allocate_messages(SLOTS: gl.constexpr):
     """Room for word of what comes next, beside each place for what is loaded of a block."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return gl.allocate_shared_memory(gl.int64, [SLOTS, 1], plain)
 
 
 @gluon.jit
-def tell_next(
-    slips, place, item, half, after, work,
-    CAUSAL: gl.constexpr, KEYS: gl.constexpr, CUT: gl.constexpr,
+def send_next_block(
+    messages, place, item, half, after, work,
+    CAUSAL: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """Leave word of the next block, before what is loaded of this one is under way."""
-    flat, both = told_of(after, work, CAUSAL, KEYS, CUT)
+    flat, both = message_of(after, work, CAUSAL, KEYS, SPLIT)
     if half + 1 < item[2]:
         flat, block = block_of(item, half + 1, work)
         both = 2 * block + half + 1
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [1], [0])
     both = flat.to(gl.int64) << 32 | both.to(gl.int64)
-    slips.index(place[0]).store(gl.full([1], both, gl.int64, layout))
+    messages.index(place[0]).store(gl.full([1], both, gl.int64, layout))
 
 
 @gluon.jit
-def first_told(work, CAUSAL: gl.constexpr, KEYS: gl.constexpr, CUT: gl.constexpr):
+def first_message(work, CAUSAL: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr):
     """The first of a program's blocks, as ``next_told``."""
-    return told_of(first_numbers(work, CUT)[0], work, CAUSAL, KEYS, CUT)
+    return message_of(first_numbers(work, SPLIT)[0], work, CAUSAL, KEYS, SPLIT)
 
 
 @gluon.jit
-def next_told(slips, place):
+def receive_next_block(messages, place):
     """The next block, once what was loaded of this one is there; see ``block_told``."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
-    both = gl.max(slips.index(place[0]).load(layout), 0)
-    return the_same((both >> 32).to(gl.int32)), the_same(both.to(gl.int32))
+    both = gl.max(messages.index(place[0]).load(layout), 0)
+    return uniform_in_warp((both >> 32).to(gl.int32)), uniform_in_warp(both.to(gl.int32))
 
 
 @gluon.jit
-def block_told(told):
+def unpack_message(message):
     """Which of all heads, below 0 if no block is left, which block, and which half of its item."""
-    flat, both = told
+    flat, both = message
     return flat, both >> 1, both & 1
 
 
 @gluon.jit
-def the_same(x):
+def uniform_in_warp(x):
     """A number that all threads of a warp have, so that the compiler knows it."""
     return gl.inline_asm_elementwise(
         "{ shfl.sync.idx.b32 $0, $1, 0, 31, -1; }", "=r,r", [x], gl.int32, is_pure=True, pack=1
@@ -310,7 +310,7 @@ def the_same(x):
 
 
 @gluon.jit
-def here_to_stay(x):
+def scheduling_barrier(x):
     """What comes before stays before: ptxas begins products late and waits for them early.
 
     But not across a branch. This is one, never taken: ``x`` is not negative.
@@ -323,7 +323,7 @@ def here_to_stay(x):
 
 
 @gluon.jit
-def part_of(half, PART: gl.constexpr, CAUSAL: gl.constexpr):
+def team_part(half, PART: gl.constexpr, CAUSAL: gl.constexpr):
     """Which ROWS of a block are a team's.
 
     Under a causal mask those in one half have a tile more than those in the other, where queries
@@ -336,7 +336,7 @@ def part_of(half, PART: gl.constexpr, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def slot_of(program, begins):
+def partial_slot(program, begins):
     """Where a program leaves what it has of a block that is cut: of two such at most.
 
     One may begin before its share does, and one begins in it and ends after it.
@@ -354,7 +354,7 @@ def by_lanes(tile):
 
 
 @gluon.jit
-def of_both(x):
+def split_row_pairs(x):
     """What each row has, as what the one and the other row of two have: [rows // 2, 1]."""
     R: gl.constexpr = x.shape[0]
     parts = gl.permute(gl.reshape(x, [R // BAND, 2, BAND // 2]), (0, 2, 1))
@@ -363,7 +363,7 @@ def of_both(x):
 
 
 @gluon.jit
-def in_two(parts):
+def split_lane_halves(parts):
     """What lanes have, [rows, LANES, .], as its first half and its last."""
     N: gl.constexpr = parts.shape[2]
     halves = gl.reshape(parts, [parts.shape[0], parts.shape[1], 2, N // 2])
@@ -371,18 +371,18 @@ def in_two(parts):
 
 
 @gluon.jit
-def places_in(s):
+def key_offsets(s):
     """Where in a tile the keys of scores by lanes lie: a part known beforehand, and the lane's."""
     layout: gl.constexpr = s.type.layout
-    turn = gl.arange(0, s.shape[2], along(layout, 3, 2))[None, None, :]
-    lane = gl.arange(0, LANES, along(layout, 3, 1))[None, :, None]
+    turn = gl.arange(0, s.shape[2], axis_layout(layout, 3, 2))[None, None, :]
+    lane = gl.arange(0, LANES, axis_layout(layout, 3, 1))[None, :, None]
     return turn // PAIR * (LANES * PAIR) + turn % PAIR, lane * PAIR
 
 
 @gluon.jit
-def may_see(s, query_at, key, keys, CAUSAL: gl.constexpr):
+def may_attend(s, query_at, key, keys, CAUSAL: gl.constexpr):
     """Which of a tile's scores by lanes count, where ``key`` is its first key."""
-    known, lane = places_in(s)
+    known, lane = key_offsets(s)
     if CAUSAL:  # no query sees beyond the last key
         may = known <= query_at[:, None, None] - key - lane
     else:
@@ -391,13 +391,13 @@ def may_see(s, query_at, key, keys, CAUSAL: gl.constexpr):
 
 
 @gluon.jit
-def wide(one, other):
+def multiply_wide(one, other):
     """The product of two numbers in 64 bits: not negative, so that it is one instruction."""
     return one.to(gl.uint32).to(gl.int64) * other.to(gl.uint32).to(gl.int64)
 
 
 @gluon.jit
-def places_of(view, flat, rows, dims, heads):
+def row_pointers(view, flat, rows, dims, heads):
     """Where some rows of one of all heads lie."""
     batch, head = (flat // heads).to(gl.int64), (flat % heads).to(gl.int64)
     first = view.data + batch * view.batch + head * view.head

@@ -13,7 +13,14 @@ so: if that is 1, the result is lower than the eighth by 0.016 at most.
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from regard.kernels.hopper.pipeline import BAND, LANES, ROWS, along, in_two, of_both
+from regard.kernels.hopper.pipeline import (
+    BAND,
+    LANES,
+    ROWS,
+    axis_layout,
+    split_lane_halves,
+    split_row_pairs,
+)
 
 COUNT = gl.constexpr(8)  # numbers of a row that a lane has; the place that is asked for
 
@@ -24,13 +31,13 @@ def _listed(x):
     if x.shape[2] == 1:
         found = (gl.reshape(x, [x.shape[0], x.shape[1]]),)
     else:
-        near, far = in_two(x)
+        near, far = split_lane_halves(x)
         found = _listed(near) + _listed(far)
     return found
 
 
 @gluon.constexpr_function
-def _network(kind):
+def _sorting_network(kind):
     """The lines of some PTX, and what adds to them: comparisons of numbers of this kind."""
     lines = []
 
@@ -72,12 +79,12 @@ def _network(kind):
 
 
 @gluon.constexpr_function
-def _eighth(count):
+def _eighth_ptx(count):
     """PTX: given the numbers of two rows, $2 to $9 and $10 to $17, and what is near their highest.
 
     $0 and $1: of each row a number that is hardly lower than the eighth, the same in all lanes.
     """
-    lines, made, chosen, in_order, settled, of_lane = _network("bf16x2")
+    lines, made, chosen, in_order, settled, of_lane = _sorting_network("bf16x2")
 
     def packed(i):
         near = made("sub.f32", f"${2 + i}", f"${2 + 2 * count}")
@@ -97,14 +104,14 @@ def _eighth(count):
 
 
 @gluon.constexpr_function
-def _highest(count):
+def _eight_highest_ptx(count):
     """PTX: the eight highest of sixteen numbers; two neighbours have eight each, $5 to $12.
 
     $0 to $3: the higher four of them or, in the second neighbour, the lower, with their place among
     the sixteen in the last four bits. $4 is 1 where two that follow each other differ in no other
     bits. $13 is -16 for the first neighbour and -8 for the second.
     """
-    lines, made, chosen, in_order, settled, of_lane = _network("f32")
+    lines, made, chosen, in_order, settled, of_lane = _sorting_network("f32")
     half = count // 2
     # The bits of a number, then that of $13 for eight, then those of the place among eight.
     placed = [made("lop3.b32", f"${5 + i}", "$13", str(i - 16), "0xE6") for i in range(count)]
@@ -149,17 +156,17 @@ def eighth_highest(x, near, WARPS: gl.constexpr = 4):
     It is the lower, the farther the eighth is from ``near``, [ROWS].
     """
     layout: gl.constexpr = _as_in_product(WARPS)
-    near = gl.convert_layout(near, along(layout, 3, 0))
+    near = gl.convert_layout(near, axis_layout(layout, 3, 0))
     parts = gl.reshape(gl.convert_layout(x, layout), [ROWS // BAND, 2, BAND // 2, LANES, COUNT])
     one, other = gl.split(
         gl.reshape(gl.permute(parts, (0, 2, 3, 4, 1)), [ROWS // 2, LANES, COUNT, 2])
     )
     numbers = _listed(one) + _listed(other)
     of_lanes: gl.constexpr = numbers[0].type.layout
-    near_one, near_other = of_both(near)
+    near_one, near_other = split_row_pairs(near)
     numbers += (gl.convert_layout(near_one, of_lanes), gl.convert_layout(near_other, of_lanes))
     one, other = gl.inline_asm_elementwise(
-        _eighth(COUNT), "=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f", numbers,
+        _eighth_ptx(COUNT), "=&f,=&f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f,f", numbers,
         (gl.float32, gl.float32), is_pure=True, pack=1,
     )  # fmt: skip
     parts = gl.reshape(gl.join(one, other), [ROWS // BAND, BAND // 2, LANES, 2])
@@ -179,7 +186,7 @@ def eight_highest(x):
     neighbour = gl.arange(0, 2, gl.SliceLayout(0, layout))[None, :]
     numbers += (gl.full([x.shape[0], 2], -2 * COUNT, gl.int32, layout) + neighbour * COUNT,)
     one, two, three, four, near = gl.inline_asm_elementwise(
-        _highest(COUNT), "=&r,=&r,=&r,=&r,=&r,f,f,f,f,f,f,f,f,r", numbers,
+        _eight_highest_ptx(COUNT), "=&r,=&r,=&r,=&r,=&r,f,f,f,f,f,f,f,f,r", numbers,
         (gl.int32, gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
     found = gl.permute(gl.join(gl.join(one, two), gl.join(three, four)), (0, 1, 3, 2))

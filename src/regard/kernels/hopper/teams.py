@@ -17,13 +17,13 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from regard.kernels.hopper.pipeline import BAND, BLOCK, ROWS, TEAMS, part_of, the_same
+from regard.kernels.hopper.pipeline import BAND, BLOCK, ROWS, TEAMS, team_part, uniform_in_warp
 
-HELD = gl.constexpr(TEAMS * ROWS)  # rows of one tensor: those of all teams
+TEAM_ROWS = gl.constexpr(TEAMS * ROWS)  # rows of one tensor: those of all teams
 STRIP = gl.constexpr(64)  # columns of rows that are loaded as a tile
 # The last LINES of a room: the ring of a block's own rows has two for its barriers, so has that of
 # tiles, word of what comes next has one, and so has what shows where they are.
-OWN, TILES, SLIPS, MARKS, LINES = (gl.constexpr(at) for at in (0, 2, 4, 5, 6))
+OWN_ROWS, TILES, MESSAGES, MARKS, LINES = (gl.constexpr(at) for at in (0, 2, 4, 5, 6))
 
 
 @gluon.jit
@@ -65,25 +65,25 @@ def _bytes_before(room, number):
 
 
 @gluon.jit
-def mark(room):
+def write_marks(room):
     """Write numbers to a line of a room."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [HELD // BAND], [0])
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [TEAM_ROWS // BAND], [0])
     marks = gl.arange(0, room.shape[1], layout)
     room.index(_line(room, MARKS)).store(marks)
     return marks
 
 
 @gluon.jit
-def is_there(room, begin):
+def room_begins_at(room, begin):
     """Whether a room begins there, by what is written to it."""
-    marks = mark(room)
+    marks = write_marks(room)
     gl.thread_barrier()
     same = read(begin + _bytes_before(room, MARKS) + marks * 4) == marks
     return gl.min(same.to(gl.int32), 0) > 0
 
 
 @gluon.jit
-def fail_unless(true):
+def fail_launch_unless(true):
     """Have the launch fail where that is not so, by writing to no memory at all.
 
     A trap would be the plain way; with one ptxas waits for every product by itself.
@@ -113,7 +113,7 @@ def ring_in(
 
 
 @gluon.jit
-def await_alone(ring, place):
+def wait_until_full_per_warp(ring, place):
     """As ``await_tile``, each warp by itself."""
     slot, odd = place
     gl.inline_asm_elementwise(
@@ -124,7 +124,7 @@ def await_alone(ring, place):
 
 
 @gluon.jit
-def release_alone(ring, place):
+def release_per_warp(ring, place):
     """As ``release``, each warp by itself."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
@@ -134,18 +134,20 @@ def release_alone(ring, place):
 
 
 @gluon.jit
-def slips_in(room, begin):
+def messages_in(room, begin):
     """As ``slips_of``, in a line of a room, and where these are."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    slips = room.index(_line(room, SLIPS))._reinterpret(gl.int64, [room.shape[1] // 2, 1], plain)
-    return slips, begin + _bytes_before(room, SLIPS)
+    messages = room.index(_line(room, MESSAGES))._reinterpret(
+        gl.int64, [room.shape[1] // 2, 1], plain
+    )
+    return messages, begin + _bytes_before(room, MESSAGES)
 
 
 @gluon.jit
-def told_alone(slips_at, place):
+def receive_next_block_per_warp(messages_at, place):
     """As ``next_told``, from where the slips are."""
-    both, flat = read_two(slips_at + place[0] * 8)
-    return the_same(flat), the_same(both)
+    both, flat = read_two(messages_at + place[0] * 8)
+    return uniform_in_warp(flat), uniform_in_warp(both)
 
 
 @gluon.jit
@@ -155,17 +157,17 @@ def team_of_thread():
         "{ mov.u32 $0, %tid.x; shr.u32 $0, $0, 7; add.u32 $0, $0, $1; }", "=r,r",
         [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    return the_same(team)
+    return uniform_in_warp(team)
 
 
 @gluon.jit
-def own_place(team):
+def team_rows_index(team):
     """Which of the tensors of HELD rows a role has: if one is a team's, as in tests, its own."""
-    return team if HELD == ROWS else 0
+    return team if TEAM_ROWS == ROWS else 0
 
 
 @gluon.jit
-def fill_rows(
+def load_team_rows(
     ring, place, desc, batch, head, row, half, D: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
     """Have the rows of a block loaded, for which there is room: strip by strip, by teams."""
@@ -173,7 +175,7 @@ def fill_rows(
     mbarrier.expect(full, TEAMS * ROWS * D * 2)
     for strip in gl.static_range(D // STRIP):
         for team in gl.static_range(TEAMS):
-            at = [batch, head, row + part_of(half, team, CAUSAL) * ROWS, strip * STRIP]
+            at = [batch, head, row + team_part(half, team, CAUSAL) * ROWS, strip * STRIP]
             tile = ring[0].index((place[0] * (D // STRIP) + strip) * TEAMS + team)
             tma.async_copy_global_to_shared(desc, at, full, tile)
 
@@ -183,12 +185,14 @@ def scores(
     ring, ring_place, tiles, place, mine, BLOCKS: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
     """Of all teams' rows, of BLOCKS that a ring has room for, and a tile: on their way."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [HELD // BAND, 1], [16, BLOCK, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [TEAM_ROWS // BAND, 1], [16, BLOCK, 16]
+    )
     kind: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    VIEWS: gl.constexpr = TEAMS * ROWS // HELD
+    VIEWS: gl.constexpr = TEAMS * ROWS // TEAM_ROWS
     STRIPS: gl.constexpr = D // STRIP
-    rows = ring[0]._reinterpret(ring[0].dtype, [BLOCKS * STRIPS * VIEWS, HELD, STRIP], kind)
-    s = gl.zeros([HELD, BLOCK], gl.float32, layout)
+    rows = ring[0]._reinterpret(ring[0].dtype, [BLOCKS * STRIPS * VIEWS, TEAM_ROWS, STRIP], kind)
+    s = gl.zeros([TEAM_ROWS, BLOCK], gl.float32, layout)
     for strip in gl.static_range(STRIPS):
         some = rows.index((ring_place[0] * STRIPS + strip) * VIEWS + mine)
         tile = tiles[0].index(place[0] * STRIPS + strip).reshape([BLOCK, STRIP]).permute((1, 0))

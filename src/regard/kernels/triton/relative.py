@@ -21,7 +21,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.kernels.plan import CAUSAL, Structure, View, ceil, power
+from regard.kernels.plan import Structure, View, ceil, power
+from regard.kernels.sizes import CAUSAL
 from regard.kernels.triton import askew
 
 # Bytes for the term, or what BLOCK queries take if that is more. A backward pass has room for as

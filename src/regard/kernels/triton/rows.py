@@ -12,8 +12,8 @@ tile), ``search`` goes over the row again.
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
+from regard.kernels.compat import gdc_wait
 from regard.kernels.triton.tiles import (
     LOWEST,
     NOTHING,

@@ -1,7 +1,9 @@
-"""The backends, fastest first, and how one of them is chosen.
+"""The backends, fastest first, and the choice of one for a call.
 
-A backend answers with a reason or None: ``unavailable()`` on this machine, ``refuses(call)`` this
-call. "auto" takes the first with neither. None of them falls back on another, none catches a bug.
+A backend answers with a reason or None: ``unavailable()`` on this machine, ``refuses(call)`` for
+this call. "auto" takes the first that gives no reason. None catches an error of its own. Within a
+call that it takes, 'hopper' runs some passes on the kernels of 'triton', and 'sdpa' and 'native'
+run some rows on 'tiled'.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from torch import Tensor
 
 from regard.errors import BackendError, InputError
 from regard.mechanism.backends import cpu as cpu_backend
-from regard.mechanism.backends import reference, sdpa, tiled
+from regard.mechanism.backends import hopper, reference, sdpa, tiled
 from regard.mechanism.backends import triton as triton_backend
 from regard.mechanism.call import Call
 from regard.mechanism.seeing import Seen
@@ -32,6 +34,7 @@ def _never(*_: object) -> str | None:
 
 
 BACKENDS = (
+    Backend("hopper", hopper.unavailable, hopper.refuses, hopper.run),
     Backend("triton", triton_backend.unavailable, triton_backend.refuses, triton_backend.run),
     Backend("sdpa", _never, sdpa.refuses, sdpa.run),
     Backend("native", cpu_backend.unavailable, cpu_backend.refuses, cpu_backend.run),
@@ -45,7 +48,7 @@ def choose(call: Call, name: str = "auto") -> Backend:
     for backend in BACKENDS:
         if name not in ("auto", backend.name):
             continue
-        reason = backend.refuses(call) or backend.unavailable()  # the call tells sooner
+        reason = backend.refuses(call) or backend.unavailable()  # the first is cheaper
         if reason is None:
             return backend
         if name != "auto":
@@ -56,7 +59,7 @@ def choose(call: Call, name: str = "auto") -> Backend:
 
 @dataclass(frozen=True)
 class Why:
-    """What each backend says to a call: a reason why not, or None. The first None is chosen."""
+    """Each backend's reason against a call, or None. The first backend without one is chosen."""
 
     answers: dict[str, str | None]
 
