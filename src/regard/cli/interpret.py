@@ -143,7 +143,7 @@ def look(
     from regard.models.bundle import check_prefix
     from regard.models.loading import load
     from regard.pictures.figures import savable
-    from regard.text.tokenizer import Text
+    from regard.text.tokenizer import Tokenizer
 
     asked = _Asked(layer, head, word, _range(rows, "--rows"), _range(columns, "--columns"))
     what, other = ("", "") if compare is None else _other(compare)
@@ -164,7 +164,7 @@ def look(
 
     def one(name: str, document: str, asked: _Asked) -> Look:
         check_prefix(name, document)
-        read, tokenizer = load(name, device=place, dtype=torch.float32), Text.load(name)
+        read, tokenizer = load(name, device=place, dtype=torch.float32), Tokenizer.load(name)
         with ExitStack() as stack:
             bars: list[Callable[[int, int], None]] = []
 

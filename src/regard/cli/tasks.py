@@ -21,7 +21,7 @@ from regard.errors import InputError
 
 if TYPE_CHECKING:
     from regard.pictures.terminal import Colouring
-    from regard.tasks.records import Attended, Completion, Record
+    from regard.tasks.records import Completion, Record, WordAttention
 
 AT_ONCE = 256  # lines that are translated together, where they come as fast
 
@@ -236,11 +236,11 @@ def complete(
     precision: Precision = "float32",
 ) -> None:
     """Go on from a text, shown as it is written. Empty lines are passed over."""
-    from regard.tasks.completion import completing
+    from regard.tasks.completion import stream_completion
 
     how, place = sampling(temperature, top_k, top_p, seed, no_repeat), terminal.device(device)
     for prompt in (line for lines in _lines(text, file) for line in lines if line.strip()):
-        pieces = completing(
+        pieces = stream_completion(
             prompt,
             model=model,
             how=how,
@@ -424,7 +424,7 @@ def _remark(text: str) -> None:
     Console(stderr=True).print(text, style="dim", markup=False, highlight=False)
 
 
-def _draw(attended: Attended, title: str) -> None:
+def _draw(attended: WordAttention, title: str) -> None:
     console = Console()
     systems: dict[str | None, Colouring] = {"truecolor": "truecolor", "256": "256"}
     color = "none" if console.no_color else systems.get(console.color_system, "none")

@@ -222,7 +222,7 @@ def _explained(path: str, problem: dict[str, Any]) -> str:
 
 def _serve_page(app: FastAPI) -> None:
     """The page, from this package alone: nothing of it comes from elsewhere."""
-    here = files("regard.server")
+    here = files("regard.server") / "web"
     known = {"version": __version__, "measures": {n: m._asdict() for n, m in MEASURES.items()}}
     facts = json.dumps(known).replace("<", "\\u003c")
     page = here.joinpath("page.html").read_text(encoding="utf-8").replace("{{known}}", facts)

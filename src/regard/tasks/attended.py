@@ -15,7 +15,7 @@ from regard.interpret.word_alignment import Pair, best_head, cross_weights, when
 from regard.models.bundle import Ready
 from regard.models.t5 import T5
 from regard.models.transformer import Transformer
-from regard.tasks.records import Attended
+from regard.tasks.records import WordAttention
 from regard.tasks.writing import Written
 from regard.text.words import Span, spans_of, words
 
@@ -56,7 +56,7 @@ def look(
         yield Looked(text, tokens, item, spans_of(item.ids, one.decode), weights)
 
 
-def align(one: Ready, looked: Sequence[Looked], batch: int) -> Attended | None:
+def align(one: Ready, looked: Sequence[Looked], batch: int) -> WordAttention | None:
     """The words of a translation against those of its source, by the head that aligns them best.
 
     ``looked`` are the sentences of one text.
@@ -70,7 +70,7 @@ def align(one: Ready, looked: Sequence[Looked], batch: int) -> Attended | None:
     pairs = [_pair(*each) for each in named]
     best = best_head(model, pairs, [each.weights for each, _, _ in named], batch=batch)
     blocks: Tensor = torch.block_diag(*best.weights)  # type: ignore[no-untyped-call]
-    return Attended(
+    return WordAttention(
         tuple(each.written.text[low:high] for each, target, _ in named for low, high in target),
         tuple(each.source[low:high] for each, _, source in named for low, high in source),
         tuple(map(tuple, blocks.tolist())),

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.decoding.generation import generate, stream
+from regard.decoding.generation import generate, stream_tokens
 from regard.decoding.strategies import Beam, Greedy, How, Sample
 from regard.errors import InputError
 from regard.interpret.pooling import pool
@@ -20,7 +20,7 @@ from regard.models.gpt2 import GPT2
 from regard.models.transformer_xl import TransformerXL
 from regard.tasks.attended import mean_rows
 from regard.tasks.defaults import check_default
-from regard.tasks.records import Attended, Completion
+from regard.tasks.records import Completion, WordAttention
 from regard.tasks.writing import one_or_many
 from regard.text.words import Span, spans_of, words
 
@@ -63,7 +63,7 @@ def complete(
     prompts = [_prompt(one, text) for text in texts]
     length = _length(one, prompts, length)
     writer: Any = one.model
-    outputs = generate(writer, prompts, way, length=length, stop=one.ends, batch=batch)
+    outputs = generate(writer, prompts, way, max_new_tokens=length, stop=one.ends, batch=batch)
     seconds = (perf_counter() - began) / max(len(texts), 1)
     records = []
     for text, prompt, (best, *_) in zip(texts, prompts, outputs, strict=True):
@@ -74,7 +74,7 @@ def complete(
     return records
 
 
-def completing(
+def stream_completion(
     text: str,
     *,
     model: Name = "books-gpt2",
@@ -88,7 +88,7 @@ def completing(
 
     What the generator returns at its end is the record.
 
-    >>> pieces = completing("Once upon a time", how=Greedy(), length=6)
+    >>> pieces = stream_completion("Once upon a time", how=Greedy(), length=6)
     >>> "".join(pieces) == complete("Once upon a time", how=Greedy(), length=6).text
     True
     """
@@ -110,7 +110,7 @@ def _pieces(
     heard = _Heard(one.model)
     stop, ids, chance = one.ends, list[int](), 0.0
     said = ""
-    for token in stream(heard, prompt, how, length=length, stop=stop):
+    for token in stream_tokens(heard, prompt, how, max_new_tokens=length, stop=stop):
         ids.append(token)
         chance += heard.chance(token)
         whole = _after(one, prompt, ids)
@@ -134,8 +134,8 @@ class _Heard:
         self.model = model
         self.logits = torch.empty(0)
 
-    def begin(self, prompts: Sequence[Sequence[int]], room: int = 0) -> Any:
-        return self.model.begin(prompts, room)
+    def start_decoding(self, prompts: Sequence[Sequence[int]], room: int = 0) -> Any:
+        return self.model.start_decoding(prompts, room)
 
     def step(self, ids: Tensor, state: Any) -> Tensor:
         self.logits = self.model.step(ids, state)
@@ -199,7 +199,7 @@ def _record(one: Ready, new: _New, look: bool) -> Completion:
     )
 
 
-def _attended(one: Ready, new: _New) -> Attended | None:
+def _attended(one: Ready, new: _New) -> WordAttention | None:
     """The words before that each new word attended to as it was written, over all heads.
 
     The first token is left out: heads rest on it the weight that they do not need.
@@ -224,4 +224,4 @@ def _attended(one: Ready, new: _New) -> Attended | None:
     keys = [*one.text.encode(new.text, special=False).offsets, *written[:-1]]
     pooled = pool(table, written, queries, keys, units)
     where = f"The mean over {depth} layers of {heads} heads, without the first token"
-    return Attended.of((whole, queries), (whole, units), pooled, where, ("new", "before"))
+    return WordAttention.of((whole, queries), (whole, units), pooled, where, ("new", "before"))

@@ -22,7 +22,7 @@ from regard.models.bundle import Name, Precision, Ready, ready
 from regard.models.model import pad
 from regard.tasks.attended import mean_rows
 from regard.tasks.defaults import check_default
-from regard.tasks.records import Answer, Attended
+from regard.tasks.records import Answer, WordAttention
 from regard.tasks.writing import one_or_many
 from regard.text.tokenizer import Encoded
 from regard.text.windows import Window, windows
@@ -162,7 +162,7 @@ class _Batch(NamedTuple):
     """Windows as the model takes them, [batch, n]."""
 
     ids: Tensor
-    kinds: Tensor  # 1 for the context and what closes it
+    token_types: Tensor  # 1 for the context and what closes it
     possible: Tensor  # whether an answer may be here: in the context, or at [CLS]
     padding: Padding | None
 
@@ -173,21 +173,21 @@ def _batch(one: Ready, parts: Sequence[Window]) -> _Batch:
     lengths = torch.tensor([[len(row)] for row in rows], device=device)
     splits = torch.tensor([[part.split] for part in parts], device=device)
     place = torch.arange(ids.shape[1], device=device)[None]
-    kinds = (place >= splits) & (place < lengths)
-    possible = kinds & (place < lengths - 1) | (place == 0)
-    return _Batch(ids, kinds.long(), possible, padding)
+    token_types = (place >= splits) & (place < lengths)
+    possible = token_types & (place < lengths - 1) | (place == 0)
+    return _Batch(ids, token_types.long(), possible, padding)
 
 
 def _read(one: Ready, parts: Sequence[Window]) -> Spans:
     batch = _batch(one, parts)
     with torch.inference_mode():
-        start, end = one.model(batch.ids, kinds=batch.kinds, padding=batch.padding)
+        start, end = one.model(batch.ids, token_types=batch.token_types, padding=batch.padding)
         return best_spans(start, end, batch.possible)
 
 
 def _attended(
     one: Ready, question: str, context: str, read: dict[str, Encoded], part: Window
-) -> Attended | None:
+) -> WordAttention | None:
     """What the words of the question attend to in the window that has the answer."""
     asked = read[question].offsets
     here = read[context].offsets[part.offset :][: len(part.ids) - part.split - 1]
@@ -199,8 +199,10 @@ def _attended(
     batch = _batch(one, [part])
     rows = range(1, 1 + len(asked))
     with torch.inference_mode(), watch(one.model, See(rows=rows)) as seen:
-        one.model(batch.ids, kinds=batch.kinds)
+        one.model(batch.ids, token_types=batch.token_types)
     pooled = pool(mean_rows(seen)[:, part.split : -1], asked, queries, here, keys)
     config = one.model.config
     where = f"The mean over {config.depth} layers of {config.heads} heads"
-    return Attended.of((question, queries), (context, keys), pooled, where, ("question", "context"))
+    return WordAttention.of(
+        (question, queries), (context, keys), pooled, where, ("question", "context")
+    )

@@ -16,7 +16,7 @@ from regard.models.t5 import T5
 from regard.models.transformer import Transformer
 from regard.tasks.attended import look as look_at
 from regard.tasks.defaults import check_default
-from regard.tasks.records import Attended, Part, Summary
+from regard.tasks.records import Part, Summary, WordAttention
 from regard.tasks.writing import Written, one_or_many, write
 from regard.text.words import Span, sentences
 
@@ -172,7 +172,7 @@ def _table(
     return torch.cat(rows)
 
 
-def _attended(text: str, rounds: Sequence[_Round]) -> Attended | None:
+def _attended(text: str, rounds: Sequence[_Round]) -> WordAttention | None:
     """Through all rounds: what a summary of summaries attended to is what those did."""
     table = rounds[-1].table
     if table is None or not len(table):
@@ -183,4 +183,4 @@ def _attended(text: str, rounds: Sequence[_Round]) -> Attended | None:
     final = rounds[-1].text
     where = "The mean over all layers and heads that attend across"
     ours, theirs = (final, sentences(final)), (text, sentences(text))
-    return Attended.of(ours, theirs, table, where, ("summary", "document"))
+    return WordAttention.of(ours, theirs, table, where, ("summary", "document"))

@@ -9,7 +9,7 @@ from time import perf_counter
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 from regard.decoding.generation import generate
-from regard.decoding.strategies import Beam, How, Output
+from regard.decoding.strategies import Beam, Generated, How
 from regard.errors import InputError
 from regard.models.bundle import Ready
 from regard.models.t5 import T5
@@ -62,7 +62,7 @@ class Written:
 
 def encode(one: Ready, text: str) -> list[int]:
     """The ids of a source, with the token that ends it."""
-    end = one.model.config.end
+    end = one.model.config.end_token
     return [*one.text.encode(text, special=False).ids, *(() if end is None else (end,))]
 
 
@@ -72,8 +72,8 @@ def write(one: Ready, sources: Sequence[str], how: How, length: int, batch: int)
     assert isinstance(model, Transformer | T5)
     began = perf_counter()
     prompts = [encode(one, source) for source in sources]
-    outputs: list[list[Output]] = generate(
-        model, prompts, how, length=length, stop=one.ends, batch=batch
+    outputs: list[list[Generated]] = generate(
+        model, prompts, how, max_new_tokens=length, stop=one.ends, batch=batch
     )
     share = (perf_counter() - began) / max(len(prompts), 1)
     found = []

@@ -589,8 +589,8 @@ def _attend(
 @gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, "begin", "end", "queries", "keys", "bits"])
 def forward(
     q_desc, k_desc, v_desc, out_desc, Lse, Entropy, Peak, Highest, Distance, Threshold, NegLse,
-    Partials, Counter, Done, begin, end, items, blocks, heads, groups, programs, single_items, steps, share,
-    queries, keys, bits, c,
+    Partials, Counter, Done, begin, end, items, blocks, heads, groups, programs, single_items,
+    steps, share, queries, keys, bits, c,
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr,
     THRESHOLD: gl.constexpr, NEG_LSE: gl.constexpr, SPLIT: gl.constexpr,

@@ -18,7 +18,7 @@ from regard.mechanism.masks import Causal
 from regard.models.bundle import check_prefix
 from regard.server.pool import Models
 from regard.server.worker import Going
-from regard.tasks.completion import completing
+from regard.tasks.completion import stream_completion
 from regard.tasks.question_answering import answer
 from regard.tasks.records import Completion, Record
 from regard.tasks.summarization import summarize
@@ -150,7 +150,7 @@ class Complete(Asked):
             if self.temperature == 0
             else Sample(self.temperature, self.top_k, self.top_p, self.seed, self.no_repeat)
         )
-        writing: Generator[str, None, Completion] = completing(
+        writing: Generator[str, None, Completion] = stream_completion(
             self.text, model=models.name(self.model), how=how, length=self.length,
             look=self.look or self.svg, device=models.device,
         )  # fmt: skip
