@@ -775,7 +775,7 @@ def test_top_keys_that_do_not_fit_are_searched_for(
     causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Equal keys: more reach the bar than there is room for."""
-    monkeypatch.setattr(hopper_launch, "_processors", lambda device: 2)
+    set_processors(monkeypatch, 2)
     query, key, value = (t.to(DTYPES[0]) for t in inputs((256, 512), 64, batch=1))
     key[:, :, 64:] = key[:, :, :1]
     tensors = [query, key, value]
@@ -848,7 +848,7 @@ def test_top_keys_are_in_order_however_close(alike: range, dense: bool) -> None:
 
 @pytest.mark.parametrize("row", cases([100, 255], [255]))
 def test_infinite_scores_stay_in_their_row(row: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_launch, "_processors", lambda device: 2)
+    set_processors(monkeypatch, 2)
     query, key, value = (t.to(DTYPES[0]) for t in inputs((256, 1024), 64, batch=1))
     plain = highest([query, key, value], False, 8)
     query = query.clone()
