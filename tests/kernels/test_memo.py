@@ -13,13 +13,13 @@ def test_results_are_kept_up_to_a_number_the_last_used_longest() -> None:
     made: list[int] = []
     kept = Kept(lambda number: made.append(number) or [number])
     first = kept(0)
-    for number in range(1, memo.MOST):
+    for number in range(1, memo.MAX_RESULTS):
         kept(number)
     assert kept(0) is first
     kept(-1)  # one more than there is room for: 1 is what was not used for longest
     assert kept(0) is first
     kept(1)
-    assert made == [*range(memo.MOST), -1, 1]
+    assert made == [*range(memo.MAX_RESULTS), -1, 1]
 
 
 def test_what_a_graph_reads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -35,7 +35,7 @@ def test_what_a_graph_reads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     record()
     assert kept(2) is found
     monkeypatch.undo()
-    for number in range(memo.MOST + 1):
+    for number in range(memo.MAX_RESULTS + 1):
         kept(10 + number)
     assert kept(2) is not found  # others have taken its room
     assert kept.read_by_graphs == [found]

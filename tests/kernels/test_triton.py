@@ -656,7 +656,7 @@ def test_a_second_gradient_is_refused() -> None:
 
 
 def test_what_is_kept_in_inference_mode_serves_gradients() -> None:
-    lowering._kept_buckets.found.clear()
+    lowering._kept_buckets.results.clear()
     call = make("causal buckets", See(map=2), queries=20, keys=20)
     with torch.inference_mode():
         run(call)

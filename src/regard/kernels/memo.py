@@ -1,4 +1,7 @@
-"""Small tensors that many calls need alike, made once."""
+"""Small tensors that many calls share, made once.
+
+Test: ``pytest tests/kernels/test_memo.py``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
-MOST = 64
+MAX_RESULTS = 64
 
 Given = ParamSpec("Given")
 Made = TypeVar("Made")
@@ -16,8 +19,8 @@ Made = TypeVar("Made")
 class Kept(Generic[Given, Made]):
     """A function whose last results are kept, as by ``lru_cache``, but safe for CUDA graphs.
 
-    A graph reads what it once read for as long as it is replayed, so what is given to one stays.
-    And what is made while one is recorded holds nothing until it is replayed: that is not kept.
+    A graph reads the same memory at each replay, so a result that a graph has read is never freed.
+    A result made while a graph is recorded holds no numbers before a replay, so it is not kept.
 
     >>> made = []
     >>> square = Kept(lambda number: made.append(number) or number**2)
@@ -27,26 +30,26 @@ class Kept(Generic[Given, Made]):
 
     def __init__(self, function: Callable[Given, Made]) -> None:
         self.function = function
-        self.found: dict[object, Made] = {}  # the least used first
+        self.results: dict[object, Made] = {}  # the least recently used first
         self.read_by_graphs: list[Made] = []
 
     def __call__(self, *given: Given.args, **named: Given.kwargs) -> Made:
         key = (given, *named.items())
         recording = is_recording()
-        if key in self.found:
-            found = self.found[key] = self.found.pop(key)
+        if key in self.results:
+            result = self.results[key] = self.results.pop(key)
             if recording:
-                self.read_by_graphs.append(found)
-            return found
-        found = self.function(*given, **named)
+                self.read_by_graphs.append(result)
+            return result
+        result = self.function(*given, **named)
         if not recording:
-            self.found[key] = found
-            if len(self.found) > MOST:
-                del self.found[next(iter(self.found))]
-        return found
+            self.results[key] = result
+            if len(self.results) > MAX_RESULTS:
+                del self.results[next(iter(self.results))]
+        return result
 
 
 def is_recording() -> bool:
-    """Whether what runs now goes into a CUDA graph."""
+    """Whether a CUDA graph is being recorded."""
     ready: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return ready and torch.cuda.is_current_stream_capturing()

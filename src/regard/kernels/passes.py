@@ -31,7 +31,7 @@ from regard.kernels.sizes import CAUSAL
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
-@dataclass(slots=True)
+@dataclass
 class DeferredColumns:
     """Sums over queries that are allocated, and computed later.
 

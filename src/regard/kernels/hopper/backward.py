@@ -1,14 +1,16 @@
 # mypy: ignore-errors
-"""The backward pass of a plain call, and on its way what keys get; see backward.py and columns.py.
+"""The backward pass of a plain call for Hopper, which also sums over queries.
 
-Weights are made anew here, so their sums over queries cost little more than the sums. Two groups of
-warps have 64 keys each, and go over the queries together: the gradient of a query is a product of
-both groups' gradients of scores, which they hand each other in shared memory, one step late so that
-neither waits. Programs add to the gradients of queries in float32, in the order in which a product
-leaves them in registers, and ``gather`` puts them in order.
+Formulas: triton/backward.py (gradients) and triton/columns.py (sums). The weights are recomputed
+here, so their sums over queries are almost free. Two warpgroups have 64 keys each, and go over the
+queries together. The gradient of a query is a product of both groups' gradients of scores: they
+exchange these in shared memory, one step late, so that neither waits. Programs add to the gradients
+of queries in float32, in the register order of a product; ``gather`` puts them in order.
 
-A step is a tile of queries at a width of 64, and half of one at 128: its scores, their gradients,
-and the gradients of keys and values so far are what registers hold.
+A step is a tile of queries at a width of 64, and half of one at 128: registers hold its scores,
+their gradients, and the gradients of keys and values so far. Called by ``launch.backward``.
+Gradients of queries differ in their last bits between runs. Test: ``pytest
+tests/kernels/test_hopper.py -k backward_is_the_definition``.
 """
 
 from triton.experimental import gluon
@@ -54,52 +56,52 @@ from regard.kernels.hopper.pipeline import (
 )
 from regard.kernels.plan import Sizes, Work
 
-GROUPS = gl.constexpr(2)  # of warps: ROWS keys each, BLOCK together
-EXCHANGED = gl.constexpr(2)  # steps whose gradients of scores are under way
+GROUPS = gl.constexpr(2)  # warpgroups: ROWS keys each, BLOCK together
+EXCHANGED = gl.constexpr(2)  # steps whose gradients of scores are in exchange
 
 
 @gluon.constexpr_function
 def _queries(D):
-    """Queries a step."""
+    """Queries of a step."""
     return 8192 // D
 
 
 @gluon.constexpr_function
 def _slots(D):
-    """Blocks of keys and values there is room for; one takes fewer registers. By measurement."""
+    """Blocks of keys and values in shared memory; one takes fewer registers. Measured."""
     return 2 if D == 64 else 1
 
 
 @gluon.constexpr_function
 def _uses_counter(D):
-    """Whether programs draw their items; at 128 there are no registers for what they are told."""
+    """Whether programs take items from a counter; at 128 messages cost too many registers."""
     return D == 64
 
 
 @gluon.constexpr_function
 def _writes_bin_once(D, BINS, CAUSAL):
-    """Whether a bin of several steps is written at its end, or after each. By measurement."""
+    """Whether a bin of several steps is stored at its end, or after each step. Measured."""
     return D == 128 and (BINS == 4 or not CAUSAL)
 
 
 @gluon.constexpr_function
 def _step_has_part_of_bins(D, BINS):
-    """Whether a step has a part of the queries of each of a tile's BINS, or of one bin; or all.
+    """Whether a step holds a part of the queries of each bin of a tile, or of one bin.
 
-    Half a tile may have half of the bins: not if there is one, or if lanes have one each.
+    Half a tile may hold half of the bins: not if there is one, or if each lane has one.
     """
     return D > 64 and BINS in (1, 4)
 
 
 @gluon.jit
 def _first_step(block, sizes, CAUSAL: gl.constexpr, D: gl.constexpr):
-    """The first step whose queries see some key of a block."""
+    """The first step whose queries attend to some key of a block."""
     return first_tile(block, sizes, CAUSAL, BLOCK) * (BLOCK // _queries(D))
 
 
 @gluon.jit
 def _step_at(batch, head, i, interleave, D: gl.constexpr, BINS: gl.constexpr):
-    """Where the queries of the i-th step lie, in the order of bins if they are dealt out."""
+    """Where the queries of the i-th step lie, in the order of bins if they are interleaved."""
     STEPS: gl.constexpr = BLOCK // _queries(D)
     if BINS >= LANES:
         first = batch * interleave.batch + head * interleave.head
@@ -115,6 +117,7 @@ def _step_at(batch, head, i, interleave, D: gl.constexpr, BINS: gl.constexpr):
 
 @gluon.jit
 def _load(loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAUSAL: gl.constexpr):
+    """The loading warp: keys and values of blocks, and steps of queries with their numbers."""
     rings, messages, Counter, described, work, sizes = loader
     key_ring, values, query_ring, grads, neg_lse_tiles, deltas = rings
     STEPS: gl.constexpr = BLOCK // _queries(D)
@@ -158,7 +161,7 @@ def _load(loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAU
 
 @gluon.constexpr_function
 def _register_layout(D):
-    """Of 64 rows of a product [D // 8, 512]: in the order in which threads hold them."""
+    """The layout [D // 8, 512] of 64 rows of a product, in the order of registers."""
     columns = [2**i for i in range(20) if 2**i < D // 8]
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], *[[bit, 0] for bit in columns]],
@@ -171,7 +174,7 @@ def _register_layout(D):
 
 @gluon.jit
 def _in_register_order(x):
-    """A product of 64 rows as ``_left``: by eight columns; then warp, row, lane, and its four."""
+    """A product of 64 rows as [D // 8, 512]: by eight columns; then warp, row, lane, four."""
     D: gl.constexpr = x.shape[1]
     parts = gl.reshape(x, [4, 2, 8, D // 8, LANES, PAIR])  # a thread has rows 8 apart
     parts = gl.reshape(gl.permute(parts, (3, 0, 2, 4, 1, 5)), [D // 8, 512])
@@ -180,6 +183,7 @@ def _in_register_order(x):
 
 @gluon.jit
 def _register_offsets(D: gl.constexpr):
+    """Offsets of the numbers of ``_in_register_order``."""
     eight = gl.arange(0, D // 8, gl.SliceLayout(1, _register_layout(D)))
     its = gl.arange(0, 512, gl.SliceLayout(0, _register_layout(D)))
     return eight[:, None] * 512 + its[None, :]
@@ -187,6 +191,7 @@ def _register_offsets(D: gl.constexpr):
 
 @gluon.jit
 def _add_query_gradients(QueryGrad, at, x):
+    """Add a group's gradients of queries to the sums of all programs."""
     gl.atomic_add(
         QueryGrad + at + _register_offsets(x.shape[1]), _in_register_order(x), sem="relaxed"
     )
@@ -196,7 +201,7 @@ def _add_query_gradients(QueryGrad, at, x):
 def _query_gradient_product(score_ring, place, keys, nothing, PART: gl.constexpr, D: gl.constexpr):
     """A group's share of the gradients of a step's queries, [64, 64], from both groups' scores.
 
-    Half of the queries, where there are 128; else half of the width.
+    It is half of the queries, where there are 128; otherwise half of the width.
     """
     changes = wait_until_full(score_ring, place).permute((1, 0))
     if D == 64:
@@ -209,10 +214,10 @@ def _query_gradient_product(score_ring, place, keys, nothing, PART: gl.constexpr
 
 @gluon.jit
 def _write(out, flat, row, x, heads, keys):
-    """The gradient of 64 keys or values."""
+    """Store the gradient of 64 keys or values."""
     D: gl.constexpr = x.shape[1]
     x = x.to(out.data.dtype.element_ty)
-    if D == 64:  # whole rows; at 128 what a thread has, for which there always is room
+    if D == 64:  # whole rows; at 128 each thread's own numbers, which need no shared memory
         x = gl.convert_layout(x, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
     layout: gl.constexpr = x.type.layout
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -227,7 +232,7 @@ def _differentiate_block(
     UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, RECEIVED: gl.constexpr,
     MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of 64 keys, and their share in those of all queries that see them."""
+    """The gradients of 64 keys, and their share in those of all queries that attend to them."""
     rings, messages, score_ring, written, work, sizes, c, scale = shared
     key_ring, values, query_ring, grads, neg_lse_tiles, deltas = rings
     QueryGrad, key_grad, value_grad, Received, Map, MapPeak = written
@@ -254,7 +259,7 @@ def _differentiate_block(
     STEP_BINS: gl.constexpr = BINS if STEP_HAS_PART else BINS // STEPS
     LONGER: gl.constexpr = LONG or STEP_HAS_PART  # a bin has several steps
     per_bin = sizes.per_bin * STEPS if LONGER else 1
-    units = work.blocks * (BLOCK // UNIT)  # sizes.units, with fewer spilled numbers
+    units = work.blocks * (BLOCK // UNIT)  # equals sizes.units, and spills fewer registers
     cell = head * sizes.bins * units + block * (BLOCK // UNIT) + PART * (ROWS // UNIT)
     if MAP and DONE and CAUSAL:
         for row in range(begin // per_bin):
@@ -274,7 +279,8 @@ def _differentiate_block(
     like, _ = sums_of(weights_of(none, none, c, key_at, False, STEP_BINS, HIGH, False), MAP_PEAK)
     pooled, largest = gl.zeros_like(like), gl.zeros_like(like)
     received = gl.sum(pooled, 1)
-    before = ring_start()  # any but ``handed`` itself: Triton takes a name for that for unchanged
+    # Any place but exchange_place: Triton would take the same name for unchanged.
+    before = ring_start()
     for step in range(begin, end):
         q = wait_until_full(query_ring, place).reshape([QUERIES, D])
         grad = grads.index(place[0]).reshape([QUERIES, D])
@@ -283,7 +289,7 @@ def _differentiate_block(
         s = hopper.warpgroup_mma_wait(1, deps=[s])
         neg_lse = load_by_fours(neg_lse_tiles, place, QUERIES, s_layout)
         first_query = step * QUERIES
-        if STEP_HAS_PART and BINS == LANES:  # each lane's is further on in its bin
+        if STEP_HAS_PART and BINS == LANES:  # the queries of each lane lie further on in its bin
             first_query = step // STEPS * BLOCK + step % STEPS * (HIGH // STEPS)
         parts = weights_of(
             s, neg_lse[None, :], c, key_at - first_query, step < free, STEP_BINS, HIGH, CAUSAL
@@ -304,7 +310,7 @@ def _differentiate_block(
         if not LONGER:
             at += STEP_BINS * units
         p = gl.convert_layout(gl.reshape(parts, [ROWS, QUERIES]), s_layout)
-        wait_until_full(key_ring, block_place)  # see attend.py
+        wait_until_full(key_ring, block_place)  # a branch for ptxas; see forward.py
         p_grad = hopper.warpgroup_mma_wait(0, deps=[p_grad])
         delta = load_by_fours(deltas, place, QUERIES, s_layout)
         s_grad = (p * (p_grad + delta[None, :])).to(dtype)
@@ -349,7 +355,7 @@ def _differentiate(
     UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, RECEIVED: gl.constexpr,
     MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: its 64 keys of every block of keys, and all queries."""
+    """A warpgroup: its 64 keys of every block of keys, and all queries."""
     work = shared[4]
     place = ring_start()
     block_place = ring_start()
@@ -385,7 +391,7 @@ def backward(
     LONG: gl.constexpr, CAUSAL: gl.constexpr, RECEIVED: gl.constexpr, MAP: gl.constexpr,
     MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
 ):  # fmt: skip
-    """Gradients, and what keys get over all queries, as ``columns`` tells it."""
+    """Gradients, and the sums over queries of ``columns``."""
     work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together, units)
     QUERIES: gl.constexpr = _queries(D)
@@ -437,7 +443,7 @@ def backward(
 
 @gluon.jit
 def _row_of(place, bits):
-    """Which query is at a place, where lanes have bins of 2**bits dealt out to them."""
+    """The query at a place, where lanes hold bins of 2**bits queries."""
     within = place & (LANES << bits) - 1
     lane, turn = within // PAIR % LANES, within // (LANES * PAIR)
     return place - within + (lane << bits) + turn * PAIR + place % PAIR
@@ -457,10 +463,10 @@ def prepare(
     bits,
     D: gl.constexpr,
 ):
-    """What the gradients of a row have in common, negated, to be read by fours; and zeros.
+    """Compute -delta of each row in ``by_fours`` order, and set the sums of gradients to zero.
 
-    So is ``Drop``, where it is not yet. A program has ROWS places of a tile. Of items none is drawn
-    after this.
+    Also bring ``NegLse`` into that order, where it is not yet. A program has ROWS places of a tile.
+    Reset the counter of items.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -489,7 +495,7 @@ def prepare(
 
 @gluon.jit(do_not_specialize=["heads", "queries", "bits"])
 def gather(QueryGrad, query_grad, heads, queries, bits, scale, D: gl.constexpr):
-    """The gradients of queries as they were asked for: of ROWS places of a tile."""
+    """Scale the sums of query gradients, and store them in the layout of queries: ROWS places."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     flat, part = gl.program_id(1), gl.program_id(0)
     tiles = (queries + BLOCK - 1) // BLOCK

@@ -1,8 +1,10 @@
 # mypy: ignore-errors
-"""Sums over queries; see columns.py.
+"""Sums over queries for Hopper: received, map and map_peak; the formulas are in triton/columns.py.
 
-Four groups of warps have 64 keys each, and all go over the queries. They are one role; see
-together.py.
+Four teams (warpgroups) have 64 keys each, and all go over the queries. They are one role; see
+teams.py. Called by ``launch.columns``; ``backward`` uses the sums of tiles. No two programs add to
+one number, so repeats are equal to the bit. Test: ``pytest tests/kernels/test_hopper.py -k
+columns_are_the_definition``.
 """
 
 from triton.experimental import gluon
@@ -64,9 +66,9 @@ from regard.kernels.plan import Sizes, Work
 
 @gluon.jit
 def _by_bins(p, BINS: gl.constexpr):
-    """The weights of a tile as [keys, groups of bins, ., LANES, PAIR].
+    """Reshape the weights of a tile to [keys, groups of bins, ., LANES, PAIR].
 
-    What a bin has lies along . and PAIR, and with one or two bins a tile along LANES too.
+    The weights of a bin lie along . and PAIR, and with one or two bins a tile along LANES too.
     """
     A: gl.constexpr = BINS // LANES if BINS >= LANES else BINS
     return gl.reshape(p, [p.shape[0], A, p.shape[1] // (A * LANES * PAIR), LANES, PAIR])
@@ -74,7 +76,7 @@ def _by_bins(p, BINS: gl.constexpr):
 
 @gluon.jit
 def _mask_causal(parts, first, BINS: gl.constexpr, HIGH: gl.constexpr):
-    """What keys get of the queries that may see them: from the place ``first`` in the tile on."""
+    """The weights of the queries that may attend to each key: from the place ``first`` on."""
     A: gl.constexpr = parts.shape[1]
     T: gl.constexpr = parts.shape[2]
     layout: gl.constexpr = parts.type.layout
@@ -83,7 +85,7 @@ def _mask_causal(parts, first, BINS: gl.constexpr, HIGH: gl.constexpr):
     lane = gl.arange(0, LANES, axis_layout(layout, 5, 3))[None, None, None, :, None]
     place = gl.arange(0, PAIR, axis_layout(layout, 5, 4))[None, None, None, None, :]
     first = gl.convert_layout(first, axis_layout(layout, 5, 0))[:, None, None, None, None]
-    # A thread compares numbers known beforehand with one of its own.
+    # A thread compares compile-time numbers with one of its own.
     if BINS >= LANES:
         known = group * (LANES * HIGH) + turn * PAIR + place
         mine = first - lane * HIGH
@@ -95,9 +97,9 @@ def _mask_causal(parts, first, BINS: gl.constexpr, HIGH: gl.constexpr):
 
 @gluon.constexpr_function
 def _exchange_layout(warps, rows, parts, lanes):
-    """[warps, 2, rows, parts, 2, lanes], where a thread has both rows, and one part of two.
+    """The layout [warps, 2, rows, parts, 2, lanes] in which a thread holds both rows of one part.
 
-    It had both parts, and one row of two: so it gives one number of two away, and gets one.
+    Before, it held both parts of one row: it swaps one of two numbers with the paired thread.
     """
     bits = [2**i for i in range(5)]
     return gl.DistributedLinearLayout(
@@ -116,15 +118,15 @@ def _exchange_layout(warps, rows, parts, lanes):
 
 @gluon.jit
 def _reduce_axis(x, axis: gl.constexpr, LARGEST: gl.constexpr):
-    """The LARGEST along an axis, or the sum."""
+    """The maximum (LARGEST) or the sum along an axis."""
     return gl.max(x, axis) if LARGEST else gl.sum(x, axis)
 
 
 @gluon.jit
 def _reduce_warp_rows(x, LARGEST: gl.constexpr):
-    """Of [warps, rows, parts, lanes] what all rows of a warp have: [warps, parts * lanes].
+    """Reduce [warps, rows, parts, lanes] over all rows of a warp: [warps, parts * lanes].
 
-    While a thread has several parts it hands half of them on, and goes on with the others.
+    While a thread holds several parts, it swaps half of them with another and reduces the rest.
     """
     WARPS: gl.constexpr = x.shape[0]
     R: gl.constexpr = x.shape[1] // 2
@@ -145,9 +147,9 @@ def _store_cells(
     Cells, at, units, sums, per_query,
     UNIT: gl.constexpr, BINS: gl.constexpr, LARGEST: gl.constexpr, DONE: gl.constexpr,
 ):  # fmt: skip
-    """Write a tile's share of the map: over UNIT keys each, and over lanes that share a bin.
+    """Store a tile's share of the map: over UNIT keys each, and over lanes that share a bin.
 
-    DONE: those are a cell, whose sum is an average once it is multiplied by ``per_query``.
+    DONE: these are cells, whose sum times ``per_query`` is an average.
     """
     A: gl.constexpr = sums.shape[1]
     R: gl.constexpr = sums.shape[0]
@@ -173,7 +175,7 @@ def store_bins(
     UNIT: gl.constexpr, BINS: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
     DONE: gl.constexpr,
 ):  # fmt: skip
-    """Write what bins have: [keys, ., LANES]."""
+    """Store the sums of bins, [keys, ., LANES]."""
     Map, MapPeak, units, per_query = cells
     if MAP:
         _store_cells(Map, at, units, pooled, per_query, UNIT, BINS, False, DONE)
@@ -183,9 +185,9 @@ def store_bins(
 
 @gluon.jit
 def accumulate_bins(pooled, largest, sums, peaks, here, next_bin, at, per_bin, units):
-    """What bins of several tiles, or steps, have with this one: with it they begin, or go on.
+    """Add a tile, or step, to the sums of a bin that has several; a new bin begins with it.
 
-    And where the next ones begin, and these are written.
+    Also return where the next bin begins, and where this one is stored.
     """
     fresh = here == next_bin
     pooled = gl.where(fresh, 0.0, pooled) + sums
@@ -195,19 +197,19 @@ def accumulate_bins(pooled, largest, sums, peaks, here, next_bin, at, per_bin, u
 
 @gluon.jit
 def store_zero_bins(Cells, at, units, R: gl.constexpr, UNIT: gl.constexpr, BINS: gl.constexpr):
-    """Write zeros instead, for R keys."""
+    """Store zeros for R keys."""
     layout: gl.constexpr = gl.BlockedLayout(  # each team has units of its own
         [1, 1], [ROWS // UNIT, 32 * UNIT // ROWS], [R // ROWS, 4], [1, 0]
     )
     unit = gl.arange(0, R // UNIT, gl.SliceLayout(1, layout)) % (ROWS // UNIT)
     bin_at = gl.arange(0, BINS, gl.SliceLayout(0, layout))
     nothing = gl.zeros([R // UNIT, BINS], gl.float32, layout)
-    gl.store(Cells + (at + bin_at[None, :] * units + unit[:, None]), nothing)  # in 32 bits
+    gl.store(Cells + (at + bin_at[None, :] * units + unit[:, None]), nothing)  # 32-bit offsets
 
 
 @gluon.jit
 def first_tile(block, sizes, CAUSAL: gl.constexpr, KEYS: gl.constexpr):
-    """The first tile of queries that see some key of a block of KEYS."""
+    """The first tile of queries that attend to some key of a block of KEYS keys."""
     if CAUSAL:
         return gl.maximum(block * KEYS - sizes.offset, 0) // BLOCK
     return 0
@@ -220,7 +222,7 @@ def _first_step(block, sizes, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _tile_range(program, number, block, work, sizes, CAUSAL: gl.constexpr, SPLIT: gl.constexpr):
-    """From which tile to which a program goes over a block; bins of the map are not cut."""
+    """The range of tiles that a program takes of a block; it contains whole bins of the map."""
     begin, end = _first_step(block, sizes, CAUSAL), sizes.tiles
     if SPLIT:
         first, last = steps_within(program, number - first_split_item(work), work)
@@ -235,6 +237,7 @@ def _load_columns(
     loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAUSAL: gl.constexpr,
     SPLIT: gl.constexpr,
 ):  # fmt: skip
+    """The loading warp: the keys of blocks, and tiles of queries."""
     (
         k_ring,
         messages,
@@ -254,7 +257,7 @@ def _load_columns(
     team_place = ring_start()
     number, after = first_numbers(work, SPLIT)
     early = gl.to_tensor(False)
-    if Done is not None and BY_COPY:  # what is told of the first item's queries is there
+    if Done is not None and BY_COPY:  # neg_lse of the first item's queries may be there already
         early = is_done(Done, item_at(number, work, CAUSAL, True, SPLIT)[0], sizes.tiles)
     while number < end_of(work, SPLIT):
         item = item_at(number, work, CAUSAL, True, SPLIT)
@@ -301,9 +304,9 @@ def _load_columns(
 def weights_of(
     s, neg_lse, c, first, masked, BINS: gl.constexpr, HIGH: gl.constexpr, MASK: gl.constexpr
 ):  # fmt: skip
-    """The weights of a tile, or of half of one, whose bins have HIGH queries there; by bins.
+    """The weights of a tile, or of half of one, by bins of HIGH queries.
 
-    Where some are masked, 0 before a key's ``first`` query.
+    ``masked``: weights before a key's ``first`` query are 0.
     """
     parts = _by_bins(gl.exp2(s * c + neg_lse), BINS)
     if MASK:
@@ -314,12 +317,12 @@ def weights_of(
 
 @gluon.jit
 def sums_of(parts, PEAK: gl.constexpr):
-    """Of a tile's weights what each key gets, and the largest: [keys, ., LANES]."""
+    """What each key receives in a tile, and its largest weight: [keys, ., LANES]."""
     sums = gl.sum(gl.sum(parts, 4), 2)
     peaks = sums
     if PEAK:
-        # As integers, whose order is that of numbers from 0 on: of those three are compared at
-        # once, where they come one after the other.
+        # As integers, which order positive floats alike: the hardware compares three at once, where
+        # they are consecutive.
         A: gl.constexpr = parts.shape[1]
         T: gl.constexpr = parts.shape[2]
         row = gl.reshape(gl.permute(parts, (0, 1, 3, 2, 4)), [parts.shape[0], A, LANES, T * PAIR])
@@ -330,7 +333,7 @@ def sums_of(parts, PEAK: gl.constexpr):
 
 @gluon.constexpr_function
 def _by_fours_layout(count, warps):
-    """A number for each of some queries: a lane has four in sixteen, and all rows have the same."""
+    """The layout of a number for each query: a lane holds four in sixteen, all rows the same."""
     more = [[bit] for bit in (16, 32, 64) if bit < count]
     return gl.DistributedLinearLayout(
         [[1], [2], *more], [[4], [8], [0], [0], [0]], [[0]] * (warps.bit_length() - 1), [], [count]
@@ -339,7 +342,7 @@ def _by_fours_layout(count, warps):
 
 @gluon.jit
 def load_by_fours(rows, place, COUNT: gl.constexpr, layout: gl.constexpr):
-    """Numbers that were copied with COUNT queries, one of each, ``by_fours``."""
+    """Load the numbers that were copied with COUNT queries, stored in ``by_fours`` order."""
     found = (
         rows.index(place[0]).reshape([COUNT]).load(_by_fours_layout(COUNT, layout.warps_per_cta[0]))
     )
@@ -356,14 +359,14 @@ def _partial_pointer(Partials, program, begins):
 
 @gluon.jit
 def _halves(tile):
-    """The first and the last queries of a tile whose halves have bins of their own."""
+    """Split a tile, whose halves have bins of their own, into its first and last queries."""
     halves = gl.reshape(tile, [tile.shape[0], 2, tile.shape[1] // 2])
     return gl.split(gl.permute(halves, (0, 2, 1)))
 
 
 @gluon.jit
 def _join_halves(near, far, layout: gl.constexpr):
-    """What the bins of a tile have, of what those of its halves have."""
+    """The sums of a tile's bins, from those of its halves."""
     bins = gl.permute(gl.join(near, far), (0, 3, 1, 2))
     bins = gl.reshape(bins, [near.shape[0], 2 * near.shape[1], near.shape[2]])
     return gl.convert_layout(bins, layout)
@@ -375,7 +378,7 @@ def _sums_on_diagonal(
 ):  # fmt: skip
     """``sums_of`` a tile on the diagonal, for its first 64 keys or, if ``later``, its last.
 
-    All of the last queries see the first keys, and none of the first ones the last keys.
+    All of the last queries attend to the first keys, and none of the first ones to the last keys.
     """
     HIGH: gl.constexpr = BLOCK // BINS
     near, far = _halves(s * c + neg_lse)
@@ -396,7 +399,7 @@ def _sum_block(
     DIAGONAL: gl.constexpr, RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
     DONE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """What the 64 keys get of the queries in tiles ``begin`` to ``end``; see attend.py."""
+    """What 64 keys receive from the queries in the tiles ``begin`` to ``end``."""
     (
         k_ring,
         messages_at,
@@ -422,7 +425,7 @@ def _sum_block(
     units = sizes.units
     cell = multiply_wide(flat * bins, units) + block * (TEAMS * ROWS // UNIT)
     cell += part * (ROWS // UNIT)
-    # Before the tile ``start`` no query sees these keys, and from ``free`` on all do.
+    # Before the tile ``start`` no query attends to these keys, and from ``free`` on all do.
     start, free = begin, 0
     if CAUSAL:
         start = gl.maximum(gl.maximum(first - sizes.offset, 0) // BLOCK, begin)
@@ -451,7 +454,7 @@ def _sum_block(
         wait_until_full_per_warp(q_ring, place)
         release_per_warp(q_ring, place)
         place = next_place(place, STAGES)
-    # The first tile by itself: where queries and keys end EVEN, no other is masked.
+    # The first tile alone: where EVEN, no other tile is masked.
     wait_until_full_per_warp(q_ring, place)
     s = scores(k_ring, team_place, q_ring, place, mine, 2, D)
     if BY_COPY:
@@ -475,8 +478,8 @@ def _sum_block(
     for tile in range(start + 1, end):
         if not BY_COPY:
             neg_lse = gl.load(neg_lse_at + tile * BLOCK)
-        # Not before the tile is through: what goes with it is read by then. What is loaded after
-        # the wait for the product comes too late.
+        # Only after the tile's use: its numbers are read by then. Loads after the wait for the
+        # product would come too late.
         release_per_warp(q_ring, place)
         place = next_place(place, STAGES)
         wait_until_full_per_warp(q_ring, place)
@@ -489,7 +492,7 @@ def _sum_block(
             CAUSAL and not EVEN,
         )  # fmt: skip
         sums, peaks = sums_of(parts, MAP_PEAK)
-        if LONG:  # a bin has several tiles: written after each, faster than a branch at its end
+        if LONG:  # a bin has several tiles: storing after each is faster than a branch at its end
             pooled, largest, next_bin, at = accumulate_bins(
                 pooled, largest, sums, peaks, tile, next_bin, at, per_bin, units
             )
@@ -530,7 +533,7 @@ def _sum_columns(
     BY_COPY: gl.constexpr = neg_lse_by_copy(D)
     if Done is None:
         wait_for_previous_launch()
-    elif not BY_COPY:  # else the loader waits for what is told of queries
+    elif not BY_COPY:  # otherwise the loading warp waits for neg_lse
         if not is_done(Done, message[0], sizes.tiles):
             wait_for_previous_launch()
     while message[0] >= 0:
@@ -546,7 +549,7 @@ def _sum_columns(
         if Done is not None and not BY_COPY:  # only the first block may be early
             wait_for_previous_launch()
         number += 1
-        if SPLIT:  # the next one, if any; of some nothing is loaded, and so no word is left
+        if SPLIT:  # the next item; blocks of which nothing is loaded have no message
             message = message_of(number, work, CAUSAL, True, SPLIT)
 
 
@@ -560,15 +563,15 @@ def columns(
     RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
     SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Sums over queries; see columns.py.
+    """Sums over queries; the formulas are in triton/columns.py.
 
-    ``drop`` is the log-sum-exp, base 2 and with a minus, in the order in which a tile holds its
-    queries, and -inf to the end of the last tile: a query that is not there gives nothing. Where
-    it is ``carried`` it is described for the copy engine, else a pointer.
-    Of items that are CUT, programs leave in ``Kept`` what they have of a block, for ``add``.
+    ``neg_lse`` is -lse to base 2 in the order in which a tile holds its queries, -inf in empty
+    places at the end, whose weights are then 0. It is a descriptor if ``neg_lse_by_copy``, else a
+    pointer. SPLIT: programs store their parts of split items in ``Partials``, for ``add``.
     DIAGONAL: each block's first tile is on the diagonal of a causal mask, and the halves of a tile
-    have bins of their own. (Blocks beyond the last key have another; what they give is not read.)
-    Maps are sums over UNIT keys; DONE: these are cells, averages, and 0 where no query sees a key.
+    have bins of their own. (Blocks beyond the last key begin elsewhere; their sums are not read.)
+    Maps are sums over UNIT keys; DONE: these are cells: averages, and 0 where no query attends to a
+    key.
     """
     work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together, units)
@@ -623,7 +626,7 @@ def add(
     items, blocks, heads, groups, programs, single_items, steps, share,
     keys, offset, tiles, per_bin, bins, together, units,
 ):  # fmt: skip
-    """What the keys of a block receive in all, where programs of ``columns`` have shared it."""
+    """Add what the programs of ``columns`` that share a block stored for its keys."""
     work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together, units)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])

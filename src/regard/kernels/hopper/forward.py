@@ -1,9 +1,15 @@
 # mypy: ignore-errors
 # ruff: noqa: E741
-"""The forward pass; see forward.py for its sums.
+"""The forward pass for Hopper: output, lse and fields of each query; its sums are those of
+triton/forward.py.
 
-Two groups of warps have 64 queries each. While a group makes the weights of a tile, the next tile's
-scores and the last one's values are multiplied.
+Two warpgroups have 64 queries each. While a group computes the weights of a tile, the tensor cores
+multiply the scores of the next tile and the values of the last one.
+
+In: query, key, value [batch, heads, length, D], D 64 or 128. Out: output, lse, the wanted fields
+and, for later passes, ``Threshold`` and ``NegLse``. Weights of masked pairs are exactly 0, and
+every query attends to some key. Called by ``launch.forward``. Test: ``pytest
+tests/kernels/test_hopper.py -k forward_is_the_definition``.
 """
 
 from triton.experimental import gluon
@@ -11,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from regard.kernels import sizes
 from regard.kernels.hopper.pipeline import (
     BAND,
     BLOCK,
@@ -55,21 +62,24 @@ from regard.kernels.hopper.pipeline import (
 from regard.kernels.hopper.sorting import eighth_highest
 from regard.kernels.plan import Work
 
-GROUPS = gl.constexpr(2)  # of warps that attend: ROWS queries each, BLOCK together
-SETS = gl.constexpr(8)  # of a lane's scores, of each of which the highest is known for the bar
-JOINED = gl.constexpr(8)  # programs that can share a block
-SLACK = gl.constexpr(8.0)  # by which a score may be above what weights are relative to, base 2
+GROUPS = gl.constexpr(2)  # warpgroups that attend: ROWS queries each, BLOCK together
+SETS = gl.constexpr(
+    sizes.SETS
+)  # sets of a lane's scores; the maximum of each is kept for the threshold
+JOINED = gl.constexpr(sizes.JOINED)  # programs that can share a block
+# By which a score may exceed the one that weights are relative to, base 2.
+SLACK = gl.constexpr(8.0)
 
 
 @gluon.jit
 def _set_maxima(s, SETS: gl.constexpr):
-    """The highest of each of some sets of a lane's scores: neighbours are in different ones."""
+    """The highest score of each of a lane's sets; neighbours are in different sets."""
     return gl.max(gl.reshape(s, [ROWS, LANES, s.shape[2] // SETS, SETS]), 2)
 
 
 @gluon.jit
 def _tiles(block, keys, offset, CAUSAL: gl.constexpr):
-    """How many tiles of keys a block of queries has."""
+    """The number of tiles of keys that a block of queries attends to."""
     if CAUSAL:
         keys = gl.minimum(keys, (block + 1) * BLOCK + offset)
     return (keys + BLOCK - 1) // BLOCK
@@ -77,7 +87,7 @@ def _tiles(block, keys, offset, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _steps(number, block, work, keys, offset, CAUSAL: gl.constexpr, SPLIT: gl.constexpr):
-    """From which tile to which a program has a block, and how many the block has."""
+    """The range of tiles that a program takes of a block, and the number of its tiles."""
     stop = _tiles(block, keys, offset, CAUSAL)
     first, last = 0, stop
     if SPLIT:
@@ -87,7 +97,7 @@ def _steps(number, block, work, keys, offset, CAUSAL: gl.constexpr, SPLIT: gl.co
 
 @gluon.jit
 def _tile_at(i, stop, row, offset, FROM_DIAGONAL: gl.constexpr):
-    """The first key of the i-th tile: from the last one down, or from the diagonal up."""
+    """The first key of the i-th tile: from the last tile down, or from the diagonal up."""
     if FROM_DIAGONAL:
         tile = (row + offset) // BLOCK + i
         return gl.where(tile < stop, tile, tile - stop) * BLOCK
@@ -96,7 +106,7 @@ def _tile_at(i, stop, row, offset, FROM_DIAGONAL: gl.constexpr):
 
 @gluon.jit
 def _load_pair(ring, values, place, k_desc, v_desc, k_at, v_at, D: gl.constexpr):
-    """Have a tile of keys and one of values loaded once their place is free."""
+    """Load a tile of keys and one of values, once their place is empty."""
     keys, full = wait_until_empty(ring, place)
     mbarrier.expect(full, 2 * BLOCK * D * 2)
     tma.async_copy_global_to_shared(k_desc, [k_at[0], k_at[1], k_at[2], 0], full, keys)
@@ -109,9 +119,9 @@ def _load(
     loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     FROM_DIAGONAL: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Load keys, and next to them the values of the tile before, which are needed with them.
+    """The loading warp: keys, and next to them the values of the tile before.
 
-    The first values are nobody's, and so are the last keys.
+    Those are needed at the same time. The first values and the last keys are not used.
     """
     q_ring, messages, counts, ring, values, q_desc, k_desc, v_desc, work, keys, offset = loader
     Counter, Done, begin, end = counts
@@ -133,7 +143,7 @@ def _load(
             mbarrier.expect(full, BLOCK * D * 2)
             tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], full, rows)
             q_place = next_place(q_place, 2)
-            if Done is not None:  # there was room, so all of the third block before this is told
+            if Done is not None:  # the place was empty, so the third block before this is stored
                 count_done_block(Done, third, begin, end)
                 third, second, latest = second, latest, flat
             for i in range(first, last):
@@ -149,7 +159,7 @@ def _load(
 
 @gluon.jit
 def _from_lanes(parts):
-    """As it was before ``by_lanes``."""
+    """The inverse of ``by_lanes``."""
     N: gl.constexpr = parts.shape[2]
     tile = gl.reshape(parts, [ROWS, LANES, N // PAIR, PAIR])
     return gl.reshape(gl.permute(tile, (0, 2, 1, 3)), [ROWS, LANES * N])
@@ -157,7 +167,7 @@ def _from_lanes(parts):
 
 @gluon.constexpr_function
 def _summands(D, CAUSAL, DISTANCE, THRESHOLD):
-    """How many parts a tile's sums have: of weights, for entropy and distance. By measurement."""
+    """How many partial sums a tile has for weights, entropy and distance; measured."""
     if D == 128:
         if THRESHOLD:
             return (2, 1, 2) if CAUSAL else (4, 4, 1)
@@ -173,7 +183,7 @@ def _summands(D, CAUSAL, DISTANCE, THRESHOLD):
 
 @gluon.jit
 def _sum(x, SUMMANDS: gl.constexpr, of_lanes: gl.constexpr):
-    """A lane's sum: of as many sums, so that fewer additions wait for each other."""
+    """A lane's sum, as several partial sums: so fewer additions wait for each other."""
     if SUMMANDS == 1:
         found = gl.sum(x, 2)
     else:
@@ -183,23 +193,23 @@ def _sum(x, SUMMANDS: gl.constexpr, of_lanes: gl.constexpr):
 
 @gluon.jit
 def _followed_by_zeros(p, s):
-    """Weights of the first keys, and none for the others, as ``s`` are."""
+    """The weights of the first keys, followed by zeros, in the shape of ``s``."""
     halves = gl.permute(gl.join(p, gl.full_like(p, 0.0)), (0, 1, 3, 2))
     return gl.convert_layout(gl.reshape(halves, s.shape), s.type.layout)
 
 
 @gluon.constexpr_function
 def _rescales_lazily(D):
-    """Whether the output so far is made smaller only when it must be.
+    """Whether the output so far is rescaled only where the maximum has risen much.
 
-    At 64 its 32 multiplications take no time, but a branch around them does.
+    At a width of 64 its 32 multiplications are free, but a branch around them is not.
     """
     return D == 128
 
 
 @gluon.constexpr_function
 def _multiply_if_ptx(count):
-    """PTX: so many numbers times as many factors, if a flag is set: a warp has the same one."""
+    """PTX: multiply ``count`` numbers by as many factors if a flag is set for the warp."""
     lines = [f"setp.ne.u32 p, ${3 * count}, 0;"]
     lines += [f"mov.f32 ${i}, ${count + i};" for i in range(count)]
     lines += ["@!p bra DONE;"]
@@ -209,16 +219,19 @@ def _multiply_if_ptx(count):
 
 @gluon.constexpr_function
 def _multiply_if_constraints(count):
-    """The registers of that: results, numbers, factors, and flags."""
+    """The constraints of that PTX: results, numbers, factors and flags."""
     return ",".join(["=f"] * count + ["f"] * (2 * count) + ["r"] * count)
 
 
 @gluon.jit
 def _rescaled(o, rescale, LAZY: gl.constexpr):
-    """The output so far, relative to another score. LAZY: untouched where a warp has only ones."""
+    """The output so far, relative to the new maximum.
+
+    LAZY: it is left unchanged where all factors of a warp are 1.
+    """
     of_rows: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     if LAZY:
-        N: gl.constexpr = o.shape[1] // 2  # of a thread, which has two rows
+        N: gl.constexpr = o.shape[1] // 2  # numbers of a thread, which holds two rows
         some = gl.inline_asm_elementwise(
             "{ .reg .pred p; setp.neu.f32 p, $2, 0f3F800000; setp.neu.or.f32 p, $3, 0f3F800000, p; "
             "vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; selp.u32 $1, 1, 0, p; }",
@@ -240,11 +253,11 @@ def _weigh_tile(
     D: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, SEEN: gl.constexpr,
     FREE: gl.constexpr, ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, THRESHOLD: gl.constexpr,
 ):  # fmt: skip
-    """The weights of a tile, and the running sums with them; see forward.py.
+    """The weights of a tile, and the running sums with them; see triton/forward.py.
 
-    MASKED: some pair may be, though not of the first SEEN keys; FREE: none is, and all keys lie on
-    one side of all queries. ``s`` may have fewer keys than a tile. ``top`` is the highest score of
-    tiles that are not masked, where that may be above ``m``.
+    MASKED: some pairs may be masked, but none of the first SEEN keys. FREE: none is, and all keys
+    lie on one side of all queries. ``s`` may have fewer keys than a tile. ``top`` is the highest
+    score of unmasked tiles, where that may be above ``m``.
     """
     SUMMANDS: gl.constexpr = _summands(D, CAUSAL, DISTANCE, THRESHOLD)
     LAZY: gl.constexpr = _rescales_lazily(D)
@@ -255,7 +268,7 @@ def _weigh_tile(
         if SEEN > 0:
             seen = seen | (known < SEEN)
         s = gl.where(seen, s * c, NOTHING)
-        if THRESHOLD:  # which may be a little lower, and c is not negative
+        if THRESHOLD:  # the maxima may be slightly too low here; c is not negative
             high = _set_maxima(s, h.shape[2])
             h = gl.maximum(h, gl.convert_layout(high, h.type.layout) * _inverse(c))
             highest = gl.max(gl.max(high, 2), 1)
@@ -270,7 +283,7 @@ def _weigh_tile(
         if LAZY:
             top = gl.maximum(top, highest)
         highest = highest * c
-    if LAZY and not MASKED:  # relative to what they were, unless one is much higher
+    if LAZY and not MASKED:  # keep the reference score, unless a score is much higher
         higher = gl.where(highest > m + SLACK, highest, m)
     else:
         higher = gl.maximum(m, highest)
@@ -281,7 +294,7 @@ def _weigh_tile(
     p = gl.exp2(x)
     rescale = gl.exp2(m - higher)
     smaller = rescale[:, None]
-    # The sums are a lane's own until all tiles are through.
+    # Each lane keeps its own sums until all tiles are done.
     of_lanes: gl.constexpr = l.type.layout
     whole = _sum(p, SUMMANDS[0], of_lanes)
     if ENTROPY:
@@ -302,9 +315,9 @@ def _weigh_tile(
 
 @gluon.jit
 def _top_threshold(h, near, WARPS: gl.constexpr = 4):
-    """Of the highest of each set hardly less than the eighth: as many scores reach it.
+    """A score slightly below the eighth highest of the sets' maxima, which eight scores reach.
 
-    A little lower, should products differ in their last bit. NaN where it is infinite.
+    It is lower in case products differ in their last bit; NaN where it is infinite.
     """
     threshold = eighth_highest(h, near, WARPS)
     lower = threshold - gl.abs(threshold) * 1e-6
@@ -313,7 +326,7 @@ def _top_threshold(h, near, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def _inverse(x):
-    """1 / x of an x that is far from 0 and infinity: one instruction, a division has eight."""
+    """1 / x for an x far from 0 and infinity: one instruction, where a division has eight."""
     return gl.inline_asm_elementwise(
         "{ rcp.approx.ftz.f32 $0, $1; }", "=f,f", [x], gl.float32, is_pure=True, pack=1
     )
@@ -321,7 +334,7 @@ def _inverse(x):
 
 @gluon.jit
 def _log2(x):
-    """Of an x that is 1 or more: off by 2e-7 up to 2, then by its last bit or two."""
+    """log2 of an x from 1 on: off by 2e-7 up to 2, then by one or two units in the last place."""
     return gl.inline_asm_elementwise(
         "{ lg2.approx.ftz.f32 $0, $1; }", "=f,f", [x], gl.float32, is_pure=True, pack=1
     )
@@ -333,15 +346,15 @@ def _store_rows(
     D: gl.constexpr, ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr,
     DISTANCE: gl.constexpr, THRESHOLD: gl.constexpr, NEG_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Write what is known of 64 rows, one part of a block, when all tiles are through.
+    """Store the fields of 64 rows, one part of a block, after all tiles.
 
-    ``above``: by how much the highest score is above what weights are relative to; 0 if not lazy.
+    ``above``: how far the highest score is above what weights are relative to; 0 unless lazy.
     """
     Lse, Entropy, Peak, Highest, Distance, Threshold, NegLse = seen
     here = part * ROWS + gl.arange(0, ROWS, m.type.layout)
     inside = here < queries - block * BLOCK
     at = multiply_wide(flat, queries) + block * BLOCK + here
-    # Every query attends to something here, so l is at least 1.
+    # Every query attends to some key here, so l is at least 1.
     inverse = _inverse(l)
     length = _log2(l)
     gl.store(Lse + at, (m + length) * LN2, mask=inside)
@@ -359,15 +372,16 @@ def _store_rows(
         mask = gl.convert_layout(inside, of_rows)[:, None] & (lane == 0)
         gl.store(Threshold + its_at, threshold, mask=mask)
     block_at = flat * ((queries + BLOCK - 1) // BLOCK) + block
-    if NEG_LSE:  # in the order in which a tile of the second pass holds its queries
-        in_bin = here & (1 << bits) - 1  # of which its lane has a pair in every eight places
+    if NEG_LSE:  # in the order in which a tile of the columns pass holds its queries
+        # The lane of this bin holds a pair of it in every eight places.
+        in_bin = here & (1 << bits) - 1
         place = (here >> bits + 2 << bits + 2) + in_bin // PAIR * (LANES * PAIR)
         place += (here >> bits & LANES - 1) * PAIR + here % PAIR
         if neg_lse_by_copy(D):
             place = by_fours(place)
         neg_lse = gl.where(inside, 0.0 - (m + length), float("-inf"))
         gl.store(NegLse + block_at.to(gl.int64) * BLOCK + place, neg_lse)
-    if HIGHEST:  # of a warp's rows: others would have to be waited for
+    if HIGHEST:  # per warp: a maximum over more rows would need a barrier
         BANDS: gl.constexpr = ROWS // BAND
         highest = (m + above if _rescales_lazily(D) else m) * LN2
         highest = gl.where(inside, highest, float("-inf"))
@@ -378,9 +392,9 @@ def _store_rows(
 
 @gluon.jit
 def _rounded(l, above, dtype: gl.constexpr, D: gl.constexpr):
-    """The sum of weights, the largest of them rounded as it was for the output.
+    """The sum of weights, with the largest one rounded as it was for the output.
 
-    Where that one is nearly all there is, the output then has no error of it.
+    Where one weight is nearly 1, its rounding then cancels in the output.
     """
     if _rescales_lazily(D):
         largest = gl.exp2(above)
@@ -390,8 +404,8 @@ def _rounded(l, above, dtype: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _store_by_copy(tile, desc, flat, row, o):
-    """The output of 64 rows, by the copy engine."""
-    tma.store_wait(0)  # the last block's has long left
+    """Store the output of 64 rows by the copy engine."""
+    tma.store_wait(0)  # the store of the last block finished long ago
     tile.reshape([o.shape[0], o.shape[1]]).store(o.to(desc.dtype))
     hopper.fence_async_shared()
     tma.async_copy_shared_to_global(desc, [flat, row, 0], tile)
@@ -399,7 +413,7 @@ def _store_by_copy(tile, desc, flat, row, o):
 
 @gluon.jit
 def _write(Out, flat, row, o, queries, WARPS: gl.constexpr):
-    """The output of 64 rows."""
+    """Store the output of 64 rows."""
     D: gl.constexpr = o.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
     o = gl.convert_layout(o.to(Out.dtype.element_ty), layout)
@@ -411,7 +425,7 @@ def _write(Out, flat, row, o, queries, WARPS: gl.constexpr):
 
 @gluon.constexpr_function
 def _partial_size(D):
-    """Numbers that are kept of a row: its output so far, five numbers, and its sets' highest."""
+    """Numbers kept of a row: its output so far, five sums, and the maxima of its sets."""
     return D + 5 + LANES * SETS
 
 
@@ -430,10 +444,10 @@ def _attend_block(
     PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, THRESHOLD: gl.constexpr,
     NEG_LSE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Attend to tiles ``first`` to ``last`` of the ``stop`` that a block has.
+    """Attend to the tiles ``first`` to ``last`` of the ``stop`` tiles of a block.
 
-    ``place`` is that of the first one's keys. The last one's values share theirs with the keys
-    that come next: that one is returned, and is not released yet.
+    ``place`` is that of the keys of tile ``first``. The values of the last tile share a place with
+    the next keys: that place is returned, and not yet released.
     """
     q_ring, messages, ring, values, outs, out_desc, seen, Partials, _work, sizes = shared
     queries, keys, offset, bits, c = sizes
@@ -444,13 +458,13 @@ def _attend_block(
     none = gl.zeros([ROWS, BLOCK], gl.float32, s_layout)
     of_rows: gl.constexpr = axis_layout(by_lanes(none).type.layout, 3, 0)
     of_lanes: gl.constexpr = gl.SliceLayout(2, by_lanes(none).type.layout)
-    # Without a bar only the highest of all is wanted, in the order that is the fastest.
+    # Without a threshold only the maximum of all is needed, in the fastest order.
     MAXIMA: gl.constexpr = SETS if THRESHOLD else 512 // D
     of_maxima: gl.constexpr = _set_maxima(by_lanes(none), MAXIMA).type.layout
     row = block * BLOCK
     rows = row + PART * ROWS + gl.arange(0, ROWS, of_rows)
     query_at = rows + offset
-    # Tiles in which some pair is masked, or lies on another side than the rest.
+    # The end of the tiles in which some pair is masked, or lies on the other side.
     masked_end = first + 1
     if CAUSAL and not EVEN:
         masked_end = gl.maximum(stop - (row + PART * ROWS + offset + 1) // BLOCK, masked_end)
@@ -462,7 +476,7 @@ def _attend_block(
     e = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
     t = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
     m = gl.full([ROWS], LOWEST, gl.float32, of_rows)
-    top = gl.full([ROWS], float("-inf"), gl.float32, of_rows)  # of tiles that are not masked
+    top = gl.full([ROWS], float("-inf"), gl.float32, of_rows)  # of unmasked tiles
     h = gl.full([ROWS, LANES, MAXIMA], NOTHING, gl.float32, of_maxima)
 
     q = wait_until_full(q_ring, q_place).reshape([BLOCK, D]).slice(PART * ROWS, ROWS)
@@ -473,7 +487,7 @@ def _attend_block(
     place = next_place(place, STAGES)
     key = _tile_at(first, stop, row, offset, FROM_DIAGONAL)
     scores = by_lanes(s)
-    # On the diagonal the first group's queries see none of the last keys, the second's all of the
+    # On the diagonal the queries of group 0 see none of the last keys, those of group 1 all of the
     # first.
     DIAGONAL: gl.constexpr = CAUSAL and EVEN
     SEEN: gl.constexpr = PART * ROWS if DIAGONAL else 0
@@ -490,7 +504,8 @@ def _attend_block(
         if FREE or ((CAUSAL or FROM_DIAGONAL) and not EVEN):
             start, end = (masked_end, last) if FREE else (first + 1, masked_end)
             for i in range(start, end):
-                # This tile's scores, and the last tile's values while its weights are made.
+                # The scores of this tile, and the values of the last one while its weights are
+                # converted.
                 k = wait_until_full(ring, place).reshape([BLOCK, D]).permute((1, 0))
                 s = hopper.warpgroup_mma(q, k, none, use_acc=False, is_async=True)
                 weights = gl.convert_layout(_from_lanes(p).to(dtype), operand)
@@ -502,8 +517,8 @@ def _attend_block(
                     by_lanes(s), l, m, top, e, t, h, c, query_at, key, keys, D, CAUSAL,
                     CAUSAL and FREE == 0, 0, FREE == 1, ENTROPY, DISTANCE, THRESHOLD,
                 )  # fmt: skip
-                # For what has long been there: ptxas moves the wait for the product before the
-                # exponentials otherwise, but not across a branch.
+                # This has long been loaded. ptxas moves the wait for the product before the
+                # exponentials, but not across the branch in here.
                 wait_until_full(q_ring, q_place)
                 o, weights = hopper.warpgroup_mma_wait(0, deps=[o, weights])
                 release(ring, place)
@@ -515,14 +530,12 @@ def _attend_block(
     wait_until_full(ring, place)
     v = values.index(place[0]).reshape([BLOCK, D])
     o = hopper.warpgroup_mma(weights, v, o, is_async=True)
-    if D == 128:  # at 64 it begins soon enough
+    if D == 128:  # at 64 it starts soon enough
         scheduling_barrier(place[0])
 
     l, e, t = gl.sum(l, 1), gl.sum(e, 1), gl.sum(t, 1)
     above = gl.full_like(m, 0.0)
-    if _rescales_lazily(
-        D
-    ):  # just as its weight was made, or the rounding of that would be another one
+    if _rescales_lazily(D):  # computed as the weights were, so that it is rounded alike
         above = gl.maximum(gl.fma(top, c, 0.0 - m), 0.0)
     if not SPLIT or last - first == stop:
         threshold = m
@@ -565,7 +578,7 @@ def _attend(
     PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, THRESHOLD: gl.constexpr,
     NEG_LSE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: its 64 queries of every block, two tiles of keys at a time."""
+    """A warpgroup: its 64 queries of every block, two tiles of keys at a time."""
     work, sizes = shared[8:]
     _queries, keys, offset, _bits, _c = sizes
     place = ring_start()
@@ -582,7 +595,7 @@ def _attend(
             SPLIT,
         )  # fmt: skip
         q_place = next_place(q_place, 2)
-        number += 1  # where they are CUT; else they are anybody's
+        number += 1  # the next item, if items are split; otherwise unused
     tma.store_wait(0)
 
 
@@ -595,15 +608,16 @@ def forward(
     ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr,
     THRESHOLD: gl.constexpr, NEG_LSE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Attend; see forward.py. ``Bar``: a score that eight of a query's reach; for ``top``.
+    """Attend; the formulas are in triton/forward.py.
 
-    ``Drop`` is for ``columns``, whose lanes have a bin of 2**bits queries each dealt out to them.
-    Of items that are CUT, programs leave in ``Kept`` what they have of a block, for ``join``.
-    EVEN: queries and keys end a multiple of tiles apart; without a mask and distances: keys fill
-    their tiles, as they do wherever distances are asked for without a mask.
+    THRESHOLD: store a score that eight of a query's scores reach, for ``top``. NEG_LSE: store -lse
+    for ``columns``, in whose tiles each lane holds a bin of 2**bits queries. SPLIT: programs store
+    their parts of split items in ``Partials``, for ``join``. EVEN: queries and keys end a multiple
+    of tiles apart; without a mask and distances: keys fill their tiles. Distances without a mask
+    require the latter.
     """
     work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
-    # |i - j| has two signs along a row: those tiles come first in which both occur.
+    # |i - j| changes its sign along a row: first the tiles in which both signs occur.
     FROM_DIAGONAL: gl.constexpr = DISTANCE and not CAUSAL
     offset = keys - queries
     q_ring = ring_of(q_desc, 2, 2, GROUPS)
@@ -641,9 +655,9 @@ def join(
     D: gl.constexpr, ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr,
     DISTANCE: gl.constexpr, THRESHOLD: gl.constexpr, NEG_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Put together a block that programs of ``forward`` have shared, JOINED at most: 64 rows each.
+    """Combine a block that up to JOINED programs of ``forward`` share: 64 rows a program.
 
-    A thread has the same number of all programs, so that all are on their way at once.
+    A thread holds the same number of all programs, so that all loads run at once.
     """
     work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
     WARPS: gl.constexpr = D // 8

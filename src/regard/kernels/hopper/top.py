@@ -1,14 +1,15 @@
 # mypy: ignore-errors
-"""The highest weights of each query; see rows.py for the way they are found.
+"""The top keys of each query for Hopper; triton/rows.py describes the method.
 
-Here the forward pass has told the bar, so one stream over the keys collects what may be among the
-highest. All of it stays in shared memory: a thread has slots for what it finds, and at the end of a
-block they become a list for each row, which two threads put in order by a network of comparisons.
+The forward pass has computed the threshold, so one stream over the keys collects candidates. They
+stay in shared memory: a thread has slots for its candidates, and at the end of a block these become
+a list for each row, which two threads sort by a network of comparisons. Gluon has no shared memory
+in which a thread may choose its address, so this is PTX, one instruction or a few at a time. All
+teams are one role; see teams.py.
 
-Gluon has no shared memory in which a thread may go where it likes. So this is PTX, one instruction
-or a few at a time.
-
-All teams are one role; see together.py.
+In: query, key, ``Threshold``, lse. Out: ``Weights`` and ``Keys`` [batch, heads, queries, COUNT],
+and ``Unfinished`` rows for triton/rows.search. Called by ``launch.top``. Test: ``pytest
+tests/kernels/test_hopper.py -k top_keys_are_the_definition``.
 """
 
 from triton.experimental import gluon
@@ -16,6 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from regard.kernels import sizes
 from regard.kernels.hopper.pipeline import (
     BAND,
     BLOCK,
@@ -71,35 +73,33 @@ from regard.kernels.hopper.teams import (
 )
 from regard.kernels.plan import Work
 
-THREADS = gl.constexpr(ROWS // 2 * LANES)  # of a team: each has two rows
-PAIRS = gl.constexpr(BLOCK // (LANES * PAIR))  # of a row's scores in a tile that it has
-FOUR = gl.constexpr(4)  # scores that it has side by side: a pair of each row
+THREADS = gl.constexpr(ROWS // 2 * LANES)  # threads of a team: each has two rows
+PAIRS = gl.constexpr(BLOCK // (LANES * PAIR))  # pairs of a row's scores that a thread has in a tile
+FOUR = gl.constexpr(4)  # scores side by side in a thread: a pair of each row
 ENTRY = gl.constexpr(8)  # bytes of a score and its key, or of a pair of scores
-SLOTS = gl.constexpr(22)  # of a thread, which both rows fill from either end
-SPARE = gl.constexpr(4)  # of them are not a row's own: it is held back once for so many pairs
-USUALLY = gl.constexpr(8)  # of them are nearly always enough for a row
-SPAN = gl.constexpr(SLOTS * ENTRY)  # bytes of them
-ROOM = gl.constexpr(32 * SPAN)  # bytes of a warp's
-LISTED = gl.constexpr(16)  # scores of a row that are put in order, half of them by each thread
-MOST = gl.constexpr(28)  # that can be, if need be
-LIST = gl.constexpr(240)  # bytes from one row's list to the next; its length is after it
+SLOTS = gl.constexpr(22)  # of a thread, which its two rows fill from either end
+SPARE = gl.constexpr(4)  # slots that no row may rely on: slots are clamped once for so many pairs
+USUALLY = gl.constexpr(8)  # slots of a row that nearly always suffice
+SPAN = gl.constexpr(SLOTS * ENTRY)  # bytes of a thread's slots
+ROOM = gl.constexpr(32 * SPAN)  # bytes of a warp's slots
+LISTED = gl.constexpr(16)  # entries of a row that the network sorts, half of them in each thread
+MOST = gl.constexpr(28)  # entries of a row that can be sorted at all
+LIST = gl.constexpr(240)  # bytes from one row's list to the next; its length follows it
 LENGTH = gl.constexpr(MOST * ENTRY)
-MAX_TOP_KEYS = gl.constexpr(8)  # of a row that can be asked for
-BITS_BASE = gl.constexpr(8388608.0)  # 2**23: what is added to it up to 2**23 is its last bits
-OVERFLOWED = gl.constexpr(
-    63
-)  # what a thread is said to have that had no room: more than any list has
+MAX_TOP_KEYS = gl.constexpr(sizes.MAX_TOP_KEYS)
+BITS_BASE = gl.constexpr(8388608.0)  # 2**23: numbers added to it up to 2**23 are its last bits
+OVERFLOWED = gl.constexpr(63)  # a thread's count if it had no room: more than any list has
 
 
 @gluon.constexpr_function
 def _query_blocks(D):
-    """Blocks of queries that there is room for."""
+    """Blocks of queries in shared memory."""
     return 128 // D
 
 
 @gluon.jit
 def _load_key_tile(ring, place, desc, batch, head, key, D: gl.constexpr):
-    """Have a tile of keys loaded once its place is free, strip by strip."""
+    """Load a tile of keys once its place is empty, strip by strip."""
     _, full = wait_until_empty(ring, place)
     mbarrier.expect(full, BLOCK * D * 2)
     for strip in gl.static_range(D // STRIP):
@@ -110,6 +110,7 @@ def _load_key_tile(ring, place, desc, batch, head, key, D: gl.constexpr):
 
 @gluon.jit
 def _load_keys(loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
+    """The loading warp: blocks of queries, and tiles of keys, the last first."""
     q_ring, messages, Counter, k_ring, q_desc, k_desc, work, offset, tiles, found = loader
     QUERIES: gl.constexpr = _query_blocks(D)
     place = ring_start()
@@ -136,7 +137,7 @@ def _load_keys(loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constex
 
 @gluon.jit
 def _last_tile(row, offset, tiles, CAUSAL: gl.constexpr):
-    """Of the keys that the 64 queries from a row on see."""
+    """The last tile of keys that the 64 queries from a row on attend to."""
     if CAUSAL:
         return gl.minimum(tiles - 1, (row + ROWS - 1 + offset) // BLOCK)
     return tiles - 1
@@ -144,7 +145,7 @@ def _last_tile(row, offset, tiles, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _in_fours(s):
-    """Scores by lanes, of two rows side by side as a thread holds them: [., LANES, ., FOUR]."""
+    """Scores by lanes, of a thread's two rows side by side: [., LANES, ., FOUR]."""
     N: gl.constexpr = s.shape[2] // PAIR
     parts = gl.reshape(s, [TEAM_ROWS // BAND, 2, BAND // 2, LANES, N, PAIR])
     return gl.reshape(gl.permute(parts, (0, 2, 3, 4, 1, 5)), [TEAM_ROWS // 2, LANES, N, FOUR])
@@ -152,11 +153,11 @@ def _in_fours(s):
 
 @gluon.constexpr_function
 def _keep_ptx(number, spare):
-    """PTX: of two pairs of scores, one of each row, those kept of which one reaches its row's bar.
+    """PTX: of two pairs of scores, one of each row, keep those with a score at its row's threshold.
 
-    The one row fills a thread's slots from the first on, the other from the last. Given are the
-    pairs, bars, the next slot of each row, what tells which pairs of a tile were kept, and the
-    slots on which the next ones stay at last: they are held back after ``spare`` pairs.
+    One row fills a thread's slots from the first on, the other from the last. In: the pairs,
+    thresholds, the next slot of each row, bits of the pairs that were kept, and the slots at which
+    the next ones stop: they are clamped there after every ``spare`` pairs.
     """
     bit = f"0f{0x3F800000 + (number << 23):08X}"
     lines = [".reg .pred p;", ".reg .f32 high;"]
@@ -176,10 +177,10 @@ def _keep_ptx(number, spare):
 
 @gluon.jit
 def _keep(fours, thresholds, at, kept, ends, FIRST: gl.constexpr):
-    """Keep the pairs of a thread in which a score reaches its row's bar, [., LANES, ., FOUR].
+    """Keep the pairs of a thread in which a score reaches its row's threshold, [., LANES, ., FOUR].
 
-    The last pair is first. The next slots, and which pairs of the tile were kept: bits of a number
-    beyond 2**23.
+    The last pair is first. Return the next slots, and the kept pairs of the tile as bits of a
+    number above 2**23.
     """
     N: gl.constexpr = fours.shape[2]
     if N > 1:
@@ -207,13 +208,13 @@ def _keep(fours, thresholds, at, kept, ends, FIRST: gl.constexpr):
 
 @gluon.constexpr_function
 def _add_keys_ptx():
-    """PTX: what was kept of two tiles made entries: a score that reaches the bar, and its key.
+    """PTX: turn the kept pairs of two tiles into entries: a score at the threshold, and its key.
 
-    Where both of a pair do, the second becomes an entry of its own. Given are which pairs were kept
-    of each row, of the nearer tile ($2, $3) and of the one after it ($4, $5), the slot of the first
-    of them ($6, $7), bars ($8, $9), the thread's first key of the nearer tile ($10), the next slots
-    ($0, $1), and where these stay at last ($13, $14); what is there is lost, and not told. A warp
-    goes on as long as one of its threads has a pair left, of either row.
+    If both of a pair reach it, the second becomes another entry. In: the kept pairs of each row, of
+    the nearer tile ($2, $3) and of the next one ($4, $5), the slot of the first ($6, $7),
+    thresholds ($8, $9), the thread's first key of the nearer tile ($10), the next slots ($0, $1),
+    and where these stop ($13, $14): what lies there is lost, and gets no key. A warp loops as long
+    as one of its threads has a pair left, of either row.
     """
     names = "left", "slot", "bit", "key", "next"
     lines = [
@@ -246,14 +247,14 @@ def _add_keys_ptx():
         ]
         for row, end, on in ((0, "min", 8), (1, "max", -8))
     ]  # fmt: skip
-    # Line by line of both rows: what is loaded for both is waited for once.
+    # Line by line for both rows: one wait for the loads of both.
     lines += [line for both in zip(*of_rows, strict=True) for line in both]
     return "{ " + " ".join([*lines, "bra LOOP;", "DONE:"]) + " }"
 
 
 @gluon.jit
 def _add_keys(at, kept, before, since, thresholds, key, ends):
-    """Put keys beside the scores that were kept of a tile and the one before it."""
+    """Store keys beside the kept scores of a tile and the one before it."""
     return gl.inline_asm_elementwise(
         _add_keys_ptx(), "=&r,=&r,f,f,f,f,r,r,f,f,r,0,1,r,r",
         [
@@ -266,7 +267,7 @@ def _add_keys(at, kept, before, since, thresholds, key, ends):
 
 @gluon.jit
 def _opaque(x):
-    """As if it were not known before: what follows from it is not kept for all blocks."""
+    """Hide a number's origin: what depends on it is not hoisted out of the loop over blocks."""
     return gl.inline_asm_elementwise(
         "{ mov.b32 $0, $1; }", "=r,r", [x], gl.int32, is_pure=False, pack=1
     )
@@ -274,7 +275,7 @@ def _opaque(x):
 
 @gluon.jit
 def _sync_warp():
-    """Have the threads of a warp see what each of them wrote: its rows' lists are its own."""
+    """Make a warp's writes visible to its threads: its rows' lists are its own."""
     gl.inline_asm_elementwise(
         "{ bar.warp.sync -1; mov.b32 $0, $1; }", "=r,r", [gl.to_tensor(0)], gl.int32,
         is_pure=False, pack=1,
@@ -283,7 +284,7 @@ def _sync_warp():
 
 @gluon.jit
 def _entries(at):
-    """Scores and keys from shared memory, two at a time even where only scores are wanted."""
+    """Load scores and keys from shared memory, two entries at a time."""
     s, key = gl.inline_asm_elementwise(
         "{ ld.volatile.shared.v4.b32 {$0, $2, $1, $3}, [$4]; }", "=r,=r,=r,=r,r,r", [at],
         (gl.int32, gl.int32), is_pure=False, pack=2,
@@ -293,7 +294,7 @@ def _entries(at):
 
 @gluon.jit
 def _write(at, what):
-    """Numbers to shared memory."""
+    """Store numbers in shared memory."""
     gl.inline_asm_elementwise(
         "{ st.shared.b32 [$1], $2; mov.b32 $0, $2; }", "=r,r,r", [at, what], gl.int32,
         is_pure=False, pack=1,
@@ -302,15 +303,15 @@ def _write(at, what):
 
 @gluon.constexpr_function
 def _list_ptx(slots, most, often, listed):
-    """PTX: what a thread has in its slots to the lists of its rows, which lie in the same place.
+    """PTX: move the entries in a thread's slots to the lists of its rows, which share the memory.
 
-    $1: the first slot. $2, $3: how many the one row has from there on, and the other from the last
-    one down. $4, $5: where the first slot would go in their lists. $6: half of a list, which is
-    cleared before. A row has ``most`` at most, and rarely more than ``often``: only if one of a
-    warp does are all slots looked at.
+    $1: the first slot. $2, $3: the number of entries of one row from there on, and of the other
+    from the last slot down. $4, $5: the list address of the first slot's entry. $6: half of a list,
+    which is cleared first. A row has ``most`` entries at most, and rarely more than ``often``: all
+    slots are read only if some row of the warp does.
     """
 
-    def moved(count):  # of either row
+    def moved(count):  # entries of either row
         chosen = [i for i in range(slots) if min(i, slots - 1 - i) < count]
         lines = [
             f"ld.shared.v4.b32 {{s{i}, key{i}, s{i + 1}, key{i + 1}}}, [$1+{i * 8}];"
@@ -340,13 +341,15 @@ def _list_ptx(slots, most, often, listed):
 
 @gluon.jit
 def _list_of(lists, row):
-    """Where rows have their lists: a warp's rows in the slots of its threads."""
+    """The addresses of rows' lists: a warp's rows lie in the slots of its threads."""
     return lists + row // BAND * ROOM + row % BAND * LIST
 
 
 @gluon.constexpr_function
 def _of_threads():
-    """[HELD // 2, LANES]: a number of each thread's own, as it holds its rows in a product."""
+    """The layout [TEAM_ROWS // 2, LANES]: one number for each thread, in the row order of a
+    product.
+    """
     return gl.DistributedLinearLayout(
         [],
         [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
@@ -358,9 +361,9 @@ def _of_threads():
 
 @gluon.jit
 def _summed(hits, by):
-    """How many the lanes before have of a row, and all of them.
+    """The entries of a row in the lanes before, and in all lanes.
 
-    Each lane's are a byte of one number, ``by`` bits from its end.
+    The count of each lane is a byte of one number, ``by`` bits from its end.
     """
     hits = gl.sum(hits << by, 1)[:, None]
     return (hits * 0x01010100 >> by) & 0xFF, (hits * 0x01010101 >> 24) & 0xFF
@@ -368,7 +371,7 @@ def _summed(hits, by):
 
 @gluon.jit
 def _list(slots, at, thresholds, lists):
-    """Make a list of each row of what its threads have in their slots."""
+    """Make a list for each row from the slots of its threads."""
     of_threads: gl.constexpr = _of_threads()
     both = gl.arange(0, TEAM_ROWS // 2, gl.SliceLayout(1, of_threads))[:, None]
     by = gl.arange(0, LANES, gl.SliceLayout(0, of_threads))[None, :] * 8
@@ -400,7 +403,7 @@ def _list(slots, at, thresholds, lists):
 
 @gluon.constexpr_function
 def _by_pairs(many):
-    """[HELD, many]: the rows of a warp as in a product, two threads a row."""
+    """The layout [TEAM_ROWS, many]: the rows of a warp as in a product, two threads a row."""
     half = many // 2
     return gl.DistributedLinearLayout(
         [[0, bit] for bit in (1, 2, 4, 8) if bit < half],
@@ -413,7 +416,7 @@ def _by_pairs(many):
 
 @gluon.jit
 def _places(lists, N: gl.constexpr):
-    """Where the first N entries of each list lie."""
+    """The addresses of the first N entries of each list."""
     layout: gl.constexpr = _by_pairs(N)
     row = gl.arange(0, TEAM_ROWS, gl.SliceLayout(1, layout))
     number = gl.arange(0, N, gl.SliceLayout(0, layout))
@@ -422,13 +425,14 @@ def _places(lists, N: gl.constexpr):
 
 @gluon.constexpr_function
 def _order_ptx(listed, most):
-    """PTX: the eight highest of a list of any length, of equal scores earlier keys first.
+    """PTX: the eight highest entries of a list of any length, earlier keys first among equal
+    scores.
 
-    Of two threads each goes through every second entry, and counts those that come before it.
-    Rarely needed, and so as short as can be: only for rows whose list is longer than ``listed``
-    ($4), but not than ``most``, or was found to need it ($5). A warp goes on until all of those are
-    through. $1: the list, $2: where the highest go, $3: 8 for the second thread. $0: whether they
-    did, for both.
+    Each of two threads goes through every second entry, and counts the entries before it in order.
+    Rarely needed, and therefore short: only for lists longer than ``listed`` ($4), but not than
+    ``most``, or with scores too close ($5). $1: the list, $2: where the highest go, $3: 8 for the
+    second thread. $0: whether this was needed, for both. A warp loops until all such lists are
+    done.
     """
     lines = [
         ".reg .pred p, q, r, equal;", ".reg .f32 s, its_s;",
@@ -461,7 +465,7 @@ def _order_ptx(listed, most):
 
 @gluon.jit
 def _order(lists):
-    """Where the highest of each list are, in order, and how long the lists were."""
+    """The addresses of the highest entries of each list, in order, and the lists' lengths."""
     s, _key = _entries(_places(lists, LISTED))
     place, near = eight_highest(gl.reshape(s, [TEAM_ROWS, 2, LISTED // 2]))
     of_two: gl.constexpr = near.type.layout
@@ -471,7 +475,7 @@ def _order(lists):
     begin = _list_of(lists, row)
     room = (
         lists + row // BAND * ROOM + BAND * LIST + row % BAND * (MAX_TOP_KEYS * ENTRY)
-    )  # not a list's
+    )  # behind the lists
     length = read(begin + LENGTH)
     again = gl.inline_asm_elementwise(
         _order_ptx(LISTED, MOST), "=&r,r,r,r,r,r",
@@ -491,7 +495,7 @@ def _order(lists):
 def _store_rows(
     at, length, lse, Unfinished, Weights, Keys, first, rows_left, c, COUNT: gl.constexpr
 ):
-    """Write the COUNT highest of each list, of a team's rows from ``first`` on."""
+    """Store the COUNT highest entries of a team's rows from ``first`` on."""
     s, key = read_two(at)
     s = s.to(gl.float32, bitcast=True)
     _sync_warp()  # from here on the lists are slots again
@@ -509,7 +513,7 @@ def _store_rows(
 
 @gluon.jit
 def _mark_all_unfinished(Unfinished, queries, work, CAUSAL: gl.constexpr):
-    """Leave all rows of a program's blocks to rows.search."""
+    """Leave all rows of a program's blocks to triton/rows.search."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [TEAM_ROWS // BAND], [0])
     for number in range(gl.program_id(0), end_of(work, False), work.programs):
         item = item_at(number, work, CAUSAL, False, False)
@@ -526,7 +530,7 @@ def _find_top(
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     COUNT: gl.constexpr,
 ):  # fmt: skip
-    """All teams: the 64 queries of each in every block, and the keys they see, the last first."""
+    """All teams: the 64 queries of each in every block, and their keys, the last first."""
     q_ring, k_ring, messages_at, room, begin, found = shared[:6]
     Threshold, Lse, Unfinished, Weights, Keys, ready, work, sizes = shared[6:]
     queries, keys, offset, tiles, c = sizes
@@ -570,9 +574,9 @@ def _find_top(
         )
         at = begins
         since = at
-        before = nothing, nothing  # of the last tile, if its keys are not told yet
+        before = nothing, nothing  # of the last tile, if its entries have no keys yet
         last = _last_tile(row, offset, tiles, CAUSAL)
-        masked_end = 1  # tiles in which some pair is masked
+        masked_end = 1  # the end of tiles in which some pair is masked
         if CAUSAL and not EVEN:
             masked_end = last + 1 - (row + offset + 1) // BLOCK
         wait_until_full_per_warp(q_ring, q_place)
@@ -581,7 +585,7 @@ def _find_top(
             wait_until_full_per_warp(k_ring, place)
             release_per_warp(k_ring, place)
             place = next_place(place, STAGES)
-        # One loop for all tiles: the first by itself is a fifth more code, and takes longer.
+        # One loop for all tiles: a separate first tile is a fifth more code, and slower.
         for tile in range(last + 1):
             wait_until_full_per_warp(k_ring, place)
             s = scores(q_ring, q_place, k_ring, place, mine, _query_blocks(D), D)
@@ -603,7 +607,7 @@ def _find_top(
                     far = gl.where(may_attend(far, at_half, beyond, keys, CAUSAL), far, NOTHING)
                 if (tile >= masked_end) | (
                     team % 2 == 1
-                ):  # on the diagonal the others see none of it
+                ):  # on the diagonal the other teams attend to none of it
                     at, kept = _keep(_in_fours(far), thresholds, at, kept, ends, PAIRS // 2)
                 at, kept = _keep(_in_fours(near), thresholds, at, kept, ends, 0)
             else:
@@ -619,7 +623,7 @@ def _find_top(
             before = kept
         q_place = next_place(q_place, _query_blocks(D))
 
-        wait_for_previous_launch()  # whose memory may be what is written
+        wait_for_previous_launch()  # the previous launch may still use the memory that this writes
         here = _opaque(lists)
         at_end = row + gl.arange(0, TEAM_ROWS, of_places) % ROWS
         lse = gl.load(Lse + first + at_end, mask=at_end < queries, other=0.0) * (1 / LN2)
@@ -628,7 +632,7 @@ def _find_top(
         _store_rows(
             places, length, lse, Unfinished, Weights, Keys, first + row, queries - row, c, COUNT
         )
-    write_marks(room)  # until here it is in use
+    write_marks(room)  # only now: kernels use this line until here
 
 
 @gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, "queries", "keys", "tiles", "ready"])
@@ -639,17 +643,17 @@ def top(
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     COUNT: gl.constexpr,
 ):  # fmt: skip
-    """The COUNT highest weights of each query and their keys; see rows.py.
+    """The COUNT highest weights of each query and their keys; see triton/rows.py.
 
-    ``Bar`` is a score that eight of a query's reach, or all it has. ``Left`` tells rows of which
-    more reach it than there is room for. ``ready``: another launch was between the one that told
-    ``Bar`` and ``Lse`` and this one. EVEN: queries and keys end a multiple of tiles apart; without
-    a mask: keys fill their tiles.
+    ``Threshold`` is a score that eight of a query's scores reach, or all it has. ``Unfinished``
+    marks rows with more candidates than there is room for. ``ready``: a launch lies between this
+    one and the forward pass. EVEN: queries and keys end a multiple of tiles apart; without a mask:
+    keys fill their tiles.
     """
     work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
     offset = keys - queries
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    # Slots and lists, and what is after them: the largest buffer.
+    # Slots and lists, and the lines behind them: the largest buffer.
     room = gl.allocate_shared_memory(gl.int32, [TEAMS * SLOTS + LINES, 2 * THREADS], plain)
     begin = room_after(0)
     found = room_begins_at(room, begin)

@@ -88,11 +88,13 @@ def _backward_blocks(query: Tensor, width: int, structure: Structure) -> tuple[B
     """For the pass by queries, and for the one by keys."""
     if query.dtype == torch.float32:
         return Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)
-    termed = structure.bias == RELATIVE  # what is read of the term is larger than queries
+    relative_bias = structure.bias == RELATIVE  # what is read of the term is larger than queries
     if width <= 64:
-        return Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 1) if termed else Blocks(32, 128, 4, 1)
+        return Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 1) if relative_bias else Blocks(
+            32, 128, 4, 1
+        )
     if width <= 128:
-        return Blocks(128, 64, 8, 3), Blocks(32 if termed else 64, 128, 8, 1)
+        return Blocks(128, 64, 8, 3), Blocks(32 if relative_bias else 64, 128, 8, 1)
     return Blocks(64, 32, 8, 1), Blocks(32, 64, 8, 1)
 
 
@@ -292,15 +294,15 @@ def rows(
     batch, heads, queries, width = query.shape
     keys, count = key.shape[2], len(places)
     index = _index(tuple(place % queries for place in places), query.device)
-    found = torch.empty(batch, heads, count, keys, device=query.device, dtype=torch.float32)
+    weights = torch.empty(batch, heads, count, keys, device=query.device, dtype=torch.float32)
     rows_kernels.rows[ceil(count, WARP) * ceil(keys, 64), batch * heads](
-        View.of(query), View.of(key), lse, index, found, structure.ends, structure.terms,
+        View.of(query), View.of(key), lse, index, weights, structure.ends, structure.terms,
         heads, heads // key.shape[1], queries, keys, width, count, BM=WARP, BN=64,
         BD=power(width), KIND=structure.kind, BIAS=structure.bias,
         SOFTCAP=structure.softcap is not None, LOGS=logs, PRECISION=_precision(query),
         num_warps=4,
     )  # fmt: skip
-    return found
+    return weights
 
 
 @Kept
@@ -475,10 +477,10 @@ def backward(
         grads.get("map"),
     )  # fmt: skip
     sizes = (groups, queries, keys, width, value_width, rows, cols)
-    termed = None
+    relative_grads = None
     if structure.bias == RELATIVE:
-        termed = relative.Gradients(query, key, structure, train_bias)
-        query_grad = termed.query
+        relative_grads = relative.Gradients(query, key, structure, train_bias)
+        query_grad = relative_grads.query
     else:
         query_grad = torch.empty_like(query)
         backward_kernels.by_query[ceil(queries, by_query.queries), batch * heads](
@@ -492,7 +494,9 @@ def backward(
         first = torch.arange(ceil(keys, by_key.keys), device=query.device) * by_key.keys
         bounds = structure.bounds(first, (first + by_key.keys).clamp(max=keys) - 1)
     for part, shifted in _parts(query, keys, structure):
-        changes, inners = (View(None), View(None)) if termed is None else termed.rooms(part)
+        changes, inners = (
+            (View(None), View(None)) if relative_grads is None else relative_grads.rooms(part)
+        )
         add = part.stop - part.start < queries  # other parts have the other queries
         if add and part.sequence == part.start == 0:
             key_grad, value_grad = (torch.zeros(tensor.shape, **options) for tensor in (key, value))
@@ -502,17 +506,17 @@ def backward(
             part.stop, key_heads, *sizes, BM=by_key.queries, BN=by_key.keys, ADD=add, **shared,
             **both, **even, num_warps=by_key.warps, num_stages=by_key.stages,
         )  # fmt: skip
-        if termed is not None:
-            termed.add(part)
+        if relative_grads is not None:
+            relative_grads.add(part)
 
     if far_grad is not None and structure.bias == ALIBI:
         table_grad = far_grad[0].sum((0, 2))[:, None]
     elif far_grad is not None:
         table_grad = _by_diagonal(inputs, sizes, structure, shared | both)
         table_grad[:, -1], table_grad[:, 0] = far_grad.sum((1, 3))
-    elif termed is not None:
-        table_grad = termed.table
-    second_grad = None if termed is None else termed.second
+    elif relative_grads is not None:
+        table_grad = relative_grads.table
+    second_grad = None if relative_grads is None else relative_grads.second
     return (
         query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), table_grad, second_grad,
     )  # fmt: skip
@@ -560,13 +564,13 @@ def _by_diagonal(
     lowest, highest = -((size - 1 - low) // size), (high + size - 1) // size
     count = highest - lowest + 1
     shares = _shares(count * heads, batch * ceil(queries, size))
-    found = torch.empty(heads, shares, count, 2 * size, device=query.device)
+    diagonals = torch.empty(heads, shares, count, 2 * size, device=query.device)
     distances.by_diagonal[shares * count, heads](
-        *inputs, found, structure.ends, structure.terms, lowest, count, batch, heads, *sizes,
+        *inputs, diagonals, structure.ends, structure.terms, lowest, count, batch, heads, *sizes,
         B=size, **options, num_warps=4, num_stages=2,
     )  # fmt: skip
     # The distances of neighbouring diagonals overlap by half.
-    sums = found.sum(1)
+    sums = diagonals.sum(1)
     near, far = sums[..., :size].flatten(1), sums[..., size:].flatten(1)
     total = pad(near, (0, size)) + pad(far, (size, 0))
     first = lowest * size - (size - 1)
