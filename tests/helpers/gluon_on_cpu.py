@@ -779,7 +779,7 @@ def _in_place_of_gluon() -> Iterator[None]:
 
 
 def load(package: str) -> ModuleType:
-    """A package of kernels, imported anew to be run here."""
+    """A package of kernels, imported anew to be run here; its ``modules`` are these by name."""
     kept = _taken_out(package)
     with _in_place_of_gluon():
         found = importlib.import_module(package)
@@ -788,7 +788,7 @@ def load(package: str) -> ModuleType:
         if hasattr(module, "TEAM_ROWS"):
             module.TEAM_ROWS = module.ROWS
     # A kernel may have the name of its module, which the package then hides.
-    found.modules = SimpleNamespace(**{n.rpartition(".")[2]: m for n, m in modules.items()})
+    found.modules = {name.rpartition(".")[2]: module for name, module in modules.items()}
     sys.modules.update(kept)
     # An import leaves what it found with the package above, where the next one would find it.
     above, _, name = package.rpartition(".")

@@ -269,7 +269,7 @@ def test_programs_share_the_last_items(lengths, grid, causal, programs, monkeypa
 @pytest.mark.parametrize(("causal", "blocks"), [(False, 3), (True, 1), (True, 4), (True, 5)])
 def test_every_block_is_dealt_out_once(causal, blocks, programs, by_keys) -> None:
     """And under a causal mask those at the end are the short ones."""
-    roles = gluon_on_cpu.load("regard.kernels.hopper").modules.pipeline
+    roles = gluon_on_cpu.load("regard.kernels.hopper").modules["pipeline"]
     heads = 6
     a_head = -(-blocks // 2) if causal else blocks
     single_items = programs if causal and blocks % 2 == 0 else 0
@@ -722,18 +722,21 @@ def highest(
     return passes.top(query, key, results["lse"], form, made, left)
 
 
-def top_alone(
+def without_search(
     tensors: list[Tensor],
-    form: plan.Structure,
     told: tuple[dict[str, Tensor], plan.Intermediates],
-    found: dict[str, Tensor],
-    left: Tensor,
-) -> None:
-    """The pass for the top keys, without the search of rows that it leaves."""
+    form: plan.Structure,
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The pass for 8 top keys alone: what it writes over sevens, and the rows it leaves."""
     query, key, value = tensors
+    shape = query.shape[:3]
+    weights = torch.full((*shape, 8), 7.0, device=DEVICE)
+    found = {"top_weights": weights, "top_keys": weights.to(torch.int64)}
+    left = torch.full(shape, 7, device=DEVICE, dtype=torch.int8)
     made = planned(query, key, form, (), None, 8, value)
     threshold = plan.Intermediates(top_threshold=told[1].top_threshold)
     hopper_launch.top(query, key, told[0]["lse"], form, made, threshold, found, left)
+    return found, left
 
 
 @pytest.mark.usefixtures("memory_of_nan")
@@ -789,7 +792,7 @@ def test_top_keys_that_do_not_fit_are_searched_for(
 
 @pytest.mark.parametrize("near", [-3.0, 0.0, 2.0])
 def test_the_eighth_highest_is_nearly_found(near: float) -> None:
-    order = gluon_on_cpu.load("regard.kernels.hopper").modules.sorting
+    order = gluon_on_cpu.load("regard.kernels.hopper").modules["sorting"]
     numbers = torch.randint(-40, 40, (64, 4, 8)).float() - 1000  # some of them equal
     numbers = torch.where(torch.rand_like(numbers) < 0.3, numbers, numbers + torch.rand(64, 4, 8))
     eighth = numbers.flatten(1).sort(dim=1, descending=True).values[:, 7, None]
@@ -802,7 +805,7 @@ def test_the_eighth_highest_is_nearly_found(near: float) -> None:
 
 @pytest.mark.parametrize("real", [16, 9, 8, 3, 0])
 def test_the_eight_highest_are_found_unless_some_are_too_near(real: int) -> None:
-    order = gluon_on_cpu.load("regard.kernels.hopper").modules.sorting
+    order = gluon_on_cpu.load("regard.kernels.hopper").modules["sorting"]
     numbers = torch.randn(64, 16)
     numbers[:, real:] = -3.0e38  # what is not there
     numbers = numbers[torch.arange(64)[:, None], torch.rand(64, 16).argsort(1)]
@@ -862,8 +865,7 @@ def test_infinite_scores_stay_in_their_row(row: int, monkeypatch: pytest.MonkeyP
     # Nor does the row with which it shares room have to be searched again.
     form = structure(False, 64)
     told = forward(query, key, value, form, (), 8)
-    left = torch.empty(query.shape[:3], device=DEVICE, dtype=torch.int8)
-    top_alone([query, key, value], form, told, found, left)
+    _, left = without_search([query, key, value], told, form)
     assert torch.equal(left == 0, others)
 
 
@@ -896,7 +898,7 @@ def crowded(crowd: tuple[int, ...], keys: int, seed: int) -> Tensor:
 @pytest.mark.sweep
 def test_room_for_top_keys_ends_where_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
     set_processors(monkeypatch, 2)
-    choose = gluon_on_cpu.load("regard.kernels.hopper").modules.top
+    choose = gluon_on_cpu.load("regard.kernels.hopper").modules["top"]
     keys, queries, width = 1024, 256, 128
     # A query looks at one column of the keys: at first the same as the query eight rows below, with
     # which it shares room, then another.
@@ -916,9 +918,7 @@ def test_room_for_top_keys_ends_where_it_should(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(picked["top_keys"], best.expand_as(picked["top_keys"]))
 
     # Without the search: who is left to it, and nobody else, has something missing.
-    left = torch.full((1, 2, queries), 7, device=DEVICE, dtype=torch.int8)
-    some = {name: torch.full_like(tensor, -7) for name, tensor in picked.items()}
-    top_alone(tensors, form, told, some, left)
+    some, left = without_search(tensors, told, form)
     rows = 2 * queries  # of all heads: their thresholds are not the same in all bits
     reach = scores.expand(2, -1, -1) >= threshold.view(2, queries, 1)
     lanes = reach.view(rows, keys // 8, 4, 2).sum((1, 3))
@@ -940,24 +940,19 @@ def test_room_for_top_keys_ends_where_it_should(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(CUDA, reason="There it is where it should be.")
 @pytest.mark.parametrize("causal", [False, True])
 def test_all_rows_are_searched_where_shared_memory_begins_otherwise(causal, monkeypatch) -> None:
-    kernels, elsewhere = hopper_launch._kernels().modules.top, gluon_on_cpu.Block(False)
+    kernels, elsewhere = hopper_launch._kernels().modules["top"], gluon_on_cpu.Block(False)
     monkeypatch.setattr(kernels, "room_begins_at", lambda *_given: elsewhere)
     query, key, value = (t.to(DTYPES[0]) for t in inputs((700, 700), 64))
     form = structure(causal, 64)
     told = forward(query, key, value, form, (), 8)
-    found = {
-        "top_weights": torch.full((2, 2, 700, 8), 7.0),
-        "top_keys": torch.full((2, 2, 700, 8), 7),
-    }
-    left = torch.full((2, 2, 700), 7, dtype=torch.int8)
-    top_alone([query, key, value], form, told, found, left)
+    found, left = without_search([query, key, value], told, form)
     assert left.eq(1).all()
     assert all(tensor.eq(7).all() for tensor in found.values())
 
 
 @pytest.mark.skipif(CUDA, reason="There it is where it should be.")
 def test_the_second_pass_fails_where_shared_memory_begins_otherwise(monkeypatch) -> None:
-    kernels, elsewhere = hopper_launch._kernels().modules.columns, gluon_on_cpu.Block(False)
+    kernels, elsewhere = hopper_launch._kernels().modules["columns"], gluon_on_cpu.Block(False)
     monkeypatch.setattr(kernels, "room_begins_at", lambda *_given: elsewhere)
     query, key, _ = (t.to(DTYPES[0]) for t in inputs((700, 700), 64))
     lse = torch.zeros(query.shape[:3])
@@ -985,12 +980,7 @@ def test_equal_scores_are_put_in_the_order_of_their_keys() -> None:
     form = structure(False, width)
     told = forward(*tensors, form, (), 8)
     assert (scores[:, 1] >= told[1].top_threshold[0, 0, 1].cpu()).sum() == 15
-    found = {
-        "top_weights": torch.empty(2, 2, queries, 8, device=DEVICE),
-        "top_keys": torch.empty(2, 2, queries, 8, device=DEVICE, dtype=torch.int64),
-    }
-    left = torch.empty(2, 2, queries, device=DEVICE, dtype=torch.int8)
-    top_alone(tensors, form, told, found, left)
+    found, left = without_search(tensors, told, form)
     assert not left.any()
     assert torch.equal(found["top_keys"], best.expand_as(found["top_keys"]))
 
@@ -999,18 +989,18 @@ def test_what_runs_here_does_not_take_the_place_of_the_kernels() -> None:
     """On a GPU some tests read them here, and others run them there, in any order."""
     from regard import kernels
 
-    before = sys.modules.get("regard.kernels.hopper")
+    before = sys.modules["get"]("regard.kernels.hopper")
     assert gluon_on_cpu.load("regard.kernels.hopper") is not before
-    assert sys.modules.get("regard.kernels.hopper") is before
+    assert sys.modules["get"]("regard.kernels.hopper") is before
     assert getattr(kernels, "hopper", None) is before
 
 
 def test_both_sides_agree_on_sizes() -> None:
     kernels = gluon_on_cpu.load("regard.kernels.hopper").modules
     for width in (64, 128):
-        assert kernels.forward._partial_size(width) == hopper_launch.numbers_kept_of_a_row(width)
-        assert kernels.backward._uses_counter(width) == (width == hopper_launch.COUNTED_BACKWARD)
-        by_copy = kernels.pipeline.neg_lse_by_copy(width)
+        assert kernels["forward"]._partial_size(width) == hopper_launch.numbers_kept_of_a_row(width)
+        assert kernels["backward"]._uses_counter(width) == (width == hopper_launch.COUNTED_BACKWARD)
+        by_copy = kernels["pipeline"].neg_lse_by_copy(width)
         assert by_copy == (width == hopper_launch.NEG_LSE_BY_COPY)
 
 
