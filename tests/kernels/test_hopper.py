@@ -21,7 +21,7 @@ from torch import Tensor
 
 from helpers import gluon_on_cpu
 from helpers.kernel_cases import CUDA, cases, pairwise
-from regard import Causal, See, Seen, Window, attention
+from regard import Causal, See, Seen, Window, attention, why
 from regard.errors import BackendError
 from regard.mechanism.backends import BACKENDS
 from regard.mechanism.biases import Alibi
@@ -1054,7 +1054,7 @@ def test_calls_that_do_not_fit_are_left_to_others() -> None:
     assert why_not(turned, plain, {"map"}, 0, (4, 16))["columns"] is None
 
 
-def test_a_plan_says_which_kernels_run_each_pass_and_why() -> None:
+def test_a_plan_says_which_kernels_run_each_pass_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = (t.to(torch.float16) for t in inputs((256, 256), 64))
     form, fields = structure(True, 64), ("entropy", "received", "top_weights", "top_keys")
     made = planned(query, key, form, fields, None, 8, value)
@@ -1077,6 +1077,14 @@ def test_a_plan_says_which_kernels_run_each_pass_and_why() -> None:
         assert choice is not None
         assert choice.variant == "triton"
     assert "bins of the map" in (wide.columns.why_not("hopper") or "")
+
+    monkeypatch.setattr(triton_backend, "refuses", triton_backend.unsupported)  # not on a GPU here
+    monkeypatch.setattr(triton_backend, "unavailable", lambda: None)
+    answer = why(query, key, value, mask=Causal(), see=See(entropy=True, top=9))
+    assert answer.chosen == "hopper"
+    assert "top: triton; not hopper: the kernels for Hopper find at most 8 top keys." in repr(
+        answer
+    )
 
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.7.0"])

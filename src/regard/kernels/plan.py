@@ -272,6 +272,10 @@ class Choice(NamedTuple):
     def why_not(self, variant: str) -> str | None:
         return dict(self.reasons).get(variant)
 
+    def __str__(self) -> str:
+        reasons = (f"not {variant}: {reason}" for variant, reason in self.reasons)
+        return "; ".join((self.variant, *reasons))
+
 
 class Buffer(NamedTuple):
     """A tensor that one pass leaves to others."""

@@ -14,9 +14,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from regard.errors import BackendError, InputError
+from regard.kernels.plan import Choice
 from regard.mechanism.backends import cpu as cpu_backend
 from regard.mechanism.backends import hopper, reference, sdpa, tiled
 from regard.mechanism.backends import triton as triton_backend
+from regard.mechanism.backends.lowering import plan_kernels
 from regard.mechanism.call import Call
 from regard.mechanism.seeing import Seen
 
@@ -59,9 +61,14 @@ def choose(call: Call, name: str = "auto") -> Backend:
 
 @dataclass(frozen=True)
 class Why:
-    """Each backend's reason against a call, or None. The first backend without one is chosen."""
+    """Each backend's reason against a call, or None. The first backend without one is chosen.
+
+    ``passes`` are the kernels of each pass, if the chosen backend has several, and the reason
+    against each faster variant.
+    """
 
     answers: dict[str, str | None]
+    passes: dict[str, Choice]
 
     @property
     def chosen(self) -> str:
@@ -69,11 +76,21 @@ class Why:
 
     def __repr__(self) -> str:
         width = max(map(len, self.answers))
-        return "\n".join(
-            f"{'->' if name == self.chosen else '  '} {name:<{width}}  {reason or 'can run it'}"
-            for name, reason in self.answers.items()
-        )
+        lines = []
+        for name, reason in self.answers.items():
+            mark = "->" if name == self.chosen else "  "
+            lines.append(f"{mark} {name:<{width}}  {reason or 'can run it'}")
+            if name == self.chosen:
+                lines += [
+                    f"   {'':<{width}}  {title}: {choice}" for title, choice in self.passes.items()
+                ]
+        return "\n".join(lines)
 
 
 def why(call: Call) -> Why:
-    return Why({b.name: b.refuses(call) or b.unavailable() for b in BACKENDS})
+    """Ask each backend about a call, and the chosen one about its passes."""
+    answers = {b.name: b.refuses(call) or b.unavailable() for b in BACKENDS}
+    chosen = Why(answers, {}).chosen
+    if chosen in ("hopper", "triton"):
+        return Why(answers, plan_kernels(call, hopper=chosen == "hopper").choices)
+    return Why(answers, {})

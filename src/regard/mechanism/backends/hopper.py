@@ -13,14 +13,8 @@ from regard.kernels import passes
 from regard.kernels.plan import why_not_hopper
 from regard.kernels.sizes import PLAIN, TABLE
 from regard.mechanism.backends import triton
-from regard.mechanism.backends.lowering import (
-    lower_fields,
-    lower_structure,
-    mask_kind,
-    run_kernels,
-)
+from regard.mechanism.backends.lowering import mask_kind, plan_kernels, run_kernels
 from regard.mechanism.call import Call
-from regard.mechanism.masks import Causal
 from regard.mechanism.seeing import Seen
 
 
@@ -37,9 +31,7 @@ def refuses(call: Call) -> str | None:
     if reason is not None or torch.compiler.is_compiling():
         # What depends on the device and on memory layout is decided by the compiled operator.
         return reason
-    plan = passes.plan_call(
-        call.query, call.key, call.value, lower_structure(call), lower_fields(call), hopper=True
-    )
+    plan = plan_kernels(call, hopper=True)
     if any(choice.variant == "hopper" for choice in plan.choices.values()):
         return None
     return plan.forward.why_not("hopper") or f"{plan.forward.variant} runs it faster."
@@ -47,8 +39,6 @@ def refuses(call: Call) -> str | None:
 
 def _why_not_call(call: Call) -> str | None:
     """Why the kernels cannot run a call, wherever its tensors lie."""
-    if not isinstance(call.mask, Causal | None):
-        return f"the kernels for Hopper have no mask but Causal(), not {call.mask!r}."
     return why_not_hopper(
         mask_kind(call.mask), PLAIN if call.bias is None else TABLE, call.softcap is not None,
         call.query.dtype, call.query.shape, call.key.shape,

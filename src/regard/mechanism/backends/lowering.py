@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
-from regard.kernels import autograd
+from regard.kernels import autograd, passes
 from regard.kernels.memo import Kept
-from regard.kernels.plan import NAMED, Structure, Wanted
+from regard.kernels.plan import NAMED, Plan, Structure, Wanted
 from regard.kernels.sizes import ALIBI, CAUSAL, FULL, INTERVAL, PLAIN, RELATIVE, TABLE
 from regard.mechanism.backends import reference
 from regard.mechanism.biases import Alibi, RelativeBuckets, RelativeContent
@@ -57,6 +57,12 @@ def run_kernels(call: Call, hopper: bool) -> tuple[Tensor, Seen | None]:
         seen = Owing.of(seen, compute)
     seen.rows = row_blocks(call, see) if see.rows and not wanted.rows else in_order
     return output, seen
+
+
+def plan_kernels(call: Call, hopper: bool) -> Plan:
+    """Return the plan of a call that the kernels can compute."""
+    structure, wanted = lower_structure(call), lower_fields(call)
+    return passes.plan_call(call.query, call.key, call.value, structure, wanted, hopper)
 
 
 def lower_fields(call: Call) -> Wanted:
