@@ -623,7 +623,7 @@ class Largest(TorchDispatchMode):
 
 
 def test_windows_say_how_many_keys_a_query_sees_at_most() -> None:
-    longest = lowering._longest
+    longest = lowering._max_keys
     assert longest(Window(3, 5)) == 9
     assert longest(Causal() & Window(3)) == 4
     assert longest(Window(8, 8) & Window(3)) == 4

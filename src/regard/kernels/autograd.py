@@ -29,7 +29,7 @@ def attend(
     Where some of OVER_QUERIES are allocated but computed later, also return the function to call
     before one of them is read. ``hopper``: whether the kernels for Hopper may run.
     """
-    tensors = (query, key, value, structure.table, structure.second)
+    tensors = (query, key, value, structure.table, structure.relative_query)
     differentiable = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in tensors
     )
@@ -37,7 +37,7 @@ def attend(
         plan = passes.plan_call(query, key, value, structure, wanted, hopper)
         return passes.forward(query, key, value, structure, plan)[0], None
     outputs = _Attend.apply(  # type: ignore[no-untyped-call]
-        query, key, value, structure.table, structure.second, structure, wanted, hopper
+        query, key, value, structure.table, structure.relative_query, structure, wanted, hopper
     )
     results = dict(zip(wanted.names, outputs, strict=True))
     deferred = outputs[0].grad_fn.deferred
@@ -69,7 +69,7 @@ class _Attend(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         table: Tensor | None,
-        second: Tensor | None,
+        relative_query: Tensor | None,
         structure: Structure,
         wanted: Wanted,
         hopper: bool,
@@ -78,7 +78,9 @@ class _Attend(torch.autograd.Function):
         results, ctx.deferred = passes.forward(query, key, value, structure, plan)
         ctx.structure, ctx.names, ctx.plan = structure, wanted.names, plan
         ctx.kept = [name for name in KEPT if name in results]
-        ctx.save_for_backward(query, key, value, table, second, *(results[n] for n in ctx.kept))
+        ctx.save_for_backward(
+            query, key, value, table, relative_query, *(results[n] for n in ctx.kept)
+        )
         ctx.set_materialize_grads(False)
         return tuple(results[name] for name in ctx.names)
 
@@ -90,7 +92,7 @@ class _Attend(torch.autograd.Function):
                 f"The backend {backend!r} has no gradients of gradients. "
                 "Pass backend='tiled', which has them."
             )
-        query, key, value, table, second, *saved = ctx.saved_tensors
+        query, key, value, table, relative_query, *saved = ctx.saved_tensors
         upstream = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
         for name in ROUGH:
             if name in upstream:
@@ -99,7 +101,8 @@ class _Attend(torch.autograd.Function):
                     "Pass backend='tiled', which has them all."
                 )
         gradients = passes.backward(
-            query, key, value, replace(ctx.structure, table=table, second=second), ctx.plan,
+            query, key, value,
+            replace(ctx.structure, table=table, relative_query=relative_query), ctx.plan,
             dict(zip(ctx.kept, saved, strict=True)), upstream, ctx.needs_input_grad[3],
             ctx.deferred,
         )  # fmt: skip

@@ -21,8 +21,8 @@ from regard.kernels.plan import KEPT, ROUGH, Structure, Wanted
 from regard.kernels.sizes import RELATIVE
 
 _STRUCTURE = (
-    "Tensor? low, Tensor? high, Tensor? table, Tensor? second, int kind, int bias, SymInt reach, "
-    "float scale, float? softcap, float shift, SymInt longest"
+    "Tensor? low, Tensor? high, Tensor? table, Tensor? relative_query, int kind, int bias, "
+    "SymInt reach, float scale, float? softcap, float relative_scale, SymInt max_keys"
 )
 _INPUTS = f"Tensor query, Tensor key, Tensor value, {_STRUCTURE}"
 _PARTS = 11  # of a structure
@@ -44,14 +44,14 @@ def attend(
 def _flat(structure: Structure) -> tuple[Any, ...]:
     s = structure
     return (
-        s.low, s.high, s.table, s.second, s.kind, s.bias, s.reach, s.scale, s.softcap, s.shift,
-        s.longest,
+        s.low, s.high, s.table, s.relative_query, s.kind, s.bias, s.reach, s.scale, s.softcap,
+        s.relative_scale, s.max_keys,
     )  # fmt: skip
 
 
 def _structure(parts: Sequence[Any]) -> Structure:
-    low, high, table, second, kind, bias, reach, scale, softcap, shift, longest = parts
-    return Structure(kind, low, high, bias, table, reach, scale, softcap, second, shift, longest)
+    low, high, table, relative_query, kind, bias, reach, scale, softcap, *rest = parts
+    return Structure(kind, low, high, bias, table, reach, scale, softcap, relative_query, *rest)
 
 
 @torch.library.custom_op(
@@ -61,9 +61,8 @@ def _structure(parts: Sequence[Any]) -> Structure:
     " -> Tensor[]",
 )
 def _attend_operator(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> list[Tensor]:
-    structure, *wanted_parts, hopper = _structure(given[:_PARTS]), *given[_PARTS:]
-    wanted = _wanted(*wanted_parts)
-    plan = passes.plan_call(query, key, value, structure, wanted, hopper)
+    structure, wanted = _structure(given[:_PARTS]), _wanted(*given[_PARTS:-1])
+    plan = passes.plan_call(query, key, value, structure, wanted, hopper=given[-1])
     results, _ = passes.forward(query, key, value, structure, plan)
     return [results[name].contiguous() for name in wanted.names]
 
@@ -120,8 +119,8 @@ def _differentiated(
     tensors = [query, key, value]
     if train_bias and structure.table is not None:
         tensors.append(structure.table)
-    if structure.bias == RELATIVE and structure.second is not None:
-        tensors.append(structure.second)
+    if structure.bias == RELATIVE and structure.relative_query is not None:
+        tensors.append(structure.relative_query)
     return tensors
 
 
@@ -142,15 +141,17 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     query, key, value, *given = inputs
     structure, wanted = _structure(given[:_PARTS]), _wanted(*given[_PARTS:-1])
     results = dict(zip(wanted.names, output, strict=True))
-    ctx.structure = replace(structure, low=None, high=None, table=None, second=None)
+    ctx.structure = replace(structure, low=None, high=None, table=None, relative_query=None)
     ctx.names, ctx.kept = wanted.names, [name for name in KEPT if name in results]
-    parts = (structure.low, structure.high, structure.table, structure.second)
+    parts = (structure.low, structure.high, structure.table, structure.relative_query)
     ctx.save_for_backward(query, key, value, *parts, *(results[name] for name in ctx.kept))
 
 
 def _graph_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    query, key, value, low, high, table, second, *kept = ctx.saved_tensors
-    structure = replace(ctx.structure, low=low, high=high, table=table, second=second)
+    query, key, value, low, high, table, relative_query, *kept = ctx.saved_tensors
+    structure = replace(
+        ctx.structure, low=low, high=high, table=table, relative_query=relative_query
+    )
     upstream = {
         name: grad
         for name, grad in zip(ctx.names, grads, strict=True)

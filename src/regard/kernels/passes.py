@@ -189,14 +189,14 @@ def backward(
     train_bias: bool,
     deferred: DeferredColumns | None = None,
 ) -> Gradients:
-    """Return the gradients of query, key, value, and of the structure's table and second.
+    """Return the gradients of query, key, value, and of the bias's tensors.
 
     ``kept`` are the saved results of the forward pass by name, ``grads`` the gradients of results.
     """
     from regard.kernels.triton import launch
 
     pending = deferred is not None and bool(deferred.fields)
-    # Deterministic algorithms may have been asked for since the plan was made.
+    # Deterministic algorithms may have been switched on since the plan was made.
     if grads.keys() == {"output"} and not torch.are_deterministic_algorithms_enabled():
         if pending and plan.backward.variant == "hopper":
             from regard.kernels.hopper import launch as hopper

@@ -130,15 +130,16 @@ class Structure:
     """A mask as a range of keys for each query, a bias as some numbers for each head.
 
     ``kind`` is FULL, CAUSAL, or INTERVAL with its ends ``low`` and ``high``, int32 as
-    [1 or batch, queries]; ``longest`` is the most keys a query may attend to, if the mask says so,
+    [1 or batch, queries]; ``max_keys`` is the most keys a query may attend to, if the mask says so,
     or 0. ``bias`` is
 
     - PLAIN: there is none;
     - ALIBI: ``table`` holds slopes as [heads, 1];
     - TABLE: ``table`` holds a number for each distance from -reach to reach as
       [heads, 2 * reach + 1]; larger distances use its ends;
-    - RELATIVE: ``shift * second . table[distance - reach]``, with ``second`` [batch, heads,
-      queries, dim] and ``table`` [heads or 1, distances, dim], both in the dtype of the query.
+    - RELATIVE: ``relative_scale * relative_query . table[distance - reach]``, with
+      ``relative_query`` [batch, heads, queries, dim] and ``table`` [heads or 1, distances, dim],
+      both in the dtype of the query.
 
     Slopes and tables of numbers are float32.
     """
@@ -151,9 +152,9 @@ class Structure:
     reach: int
     scale: float
     softcap: float | None
-    second: Tensor | None = None
-    shift: float = 0.0
-    longest: int = 0
+    relative_query: Tensor | None = None
+    relative_scale: float = 0.0
+    max_keys: int = 0
 
     @property
     def ends(self) -> Ends:
@@ -172,13 +173,13 @@ class Structure:
 
     @property
     def relative(self) -> Relative:
-        table, second = self.table, self.second
-        if table is None or second is None:
+        table, relative_query = self.table, self.relative_query
+        if table is None or relative_query is None:
             return Relative(View(None), None, 0, 0, 0, 0, 0.0, 0)
         head = 0 if table.shape[0] == 1 else table.stride(0)
         return Relative(
-            View.of(second), table, head, table.stride(1), self.reach, table.shape[1] - 1,
-            self.shift, table.shape[2],
+            View.of(relative_query), table, head, table.stride(1), self.reach, table.shape[1] - 1,
+            self.relative_scale, table.shape[2],
         )  # fmt: skip
 
     def bounds(self, first: Tensor, last: Tensor) -> Tensor:

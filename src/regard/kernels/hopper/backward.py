@@ -208,8 +208,8 @@ def _query_gradient_product(score_ring, place, keys, nothing, PART: gl.constexpr
         changes = changes.slice(PART * ROWS, ROWS)
     else:
         keys = keys.slice(PART * 64, 64, 1)
-    found = hopper.warpgroup_mma(changes, keys, nothing, use_acc=False, is_async=True)
-    return hopper.warpgroup_mma_wait(0, deps=[found])
+    product = hopper.warpgroup_mma(changes, keys, nothing, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma_wait(0, deps=[product])
 
 
 @gluon.jit

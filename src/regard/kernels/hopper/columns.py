@@ -87,12 +87,12 @@ def _mask_causal(parts, first, BINS: gl.constexpr, HIGH: gl.constexpr):
     first = gl.convert_layout(first, axis_layout(layout, 5, 0))[:, None, None, None, None]
     # A thread compares compile-time numbers with one of its own.
     if BINS >= LANES:
-        known = group * (LANES * HIGH) + turn * PAIR + place
-        mine = first - lane * HIGH
+        fixed = group * (LANES * HIGH) + turn * PAIR + place
+        own = first - lane * HIGH
     else:
-        known = group * HIGH + turn * (LANES * PAIR) + place
-        mine = first - lane * PAIR
-    return gl.where(known >= mine, parts, 0.0)
+        fixed = group * HIGH + turn * (LANES * PAIR) + place
+        own = first - lane * PAIR
+    return gl.where(fixed >= own, parts, 0.0)
 
 
 @gluon.constexpr_function
@@ -136,10 +136,10 @@ def _reduce_warp_rows(x, LARGEST: gl.constexpr):
         pairs = gl.reshape(x, [WARPS, 2, R, P, 2, N])
         pairs = gl.convert_layout(pairs, _exchange_layout(WARPS, R, P, N))
         half = gl.reshape(_reduce_axis(pairs, 1, LARGEST), [WARPS, R, P, 2 * N])
-        found = _reduce_warp_rows(half, LARGEST)
+        reduced = _reduce_warp_rows(half, LARGEST)
     else:
-        found = gl.reshape(_reduce_axis(x, 1, LARGEST), [WARPS, x.shape[2] * N])
-    return found
+        reduced = gl.reshape(_reduce_axis(x, 1, LARGEST), [WARPS, x.shape[2] * N])
+    return reduced
 
 
 @gluon.jit
@@ -343,12 +343,12 @@ def _by_fours_layout(count, warps):
 @gluon.jit
 def load_by_fours(rows, place, COUNT: gl.constexpr, layout: gl.constexpr):
     """Load the numbers that were copied with COUNT queries, stored in ``by_fours`` order."""
-    found = (
+    numbers = (
         rows.index(place[0]).reshape([COUNT]).load(_by_fours_layout(COUNT, layout.warps_per_cta[0]))
     )
-    found = gl.reshape(found, [COUNT // (LANES * 2 * PAIR), LANES, 2, PAIR])
-    found = gl.reshape(gl.permute(found, (0, 2, 1, 3)), [COUNT])
-    return gl.convert_layout(found, gl.SliceLayout(0, layout))
+    numbers = gl.reshape(numbers, [COUNT // (LANES * 2 * PAIR), LANES, 2, PAIR])
+    numbers = gl.reshape(gl.permute(numbers, (0, 2, 1, 3)), [COUNT])
+    return gl.convert_layout(numbers, gl.SliceLayout(0, layout))
 
 
 @gluon.jit

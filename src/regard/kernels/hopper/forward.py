@@ -185,10 +185,10 @@ def _summands(D, CAUSAL, DISTANCE, THRESHOLD):
 def _sum(x, SUMMANDS: gl.constexpr, of_lanes: gl.constexpr):
     """A lane's sum, as several partial sums: so fewer additions wait for each other."""
     if SUMMANDS == 1:
-        found = gl.sum(x, 2)
+        sums = gl.sum(x, 2)
     else:
-        found = gl.sum(gl.sum(gl.reshape(x, [ROWS, LANES, SUMMANDS, x.shape[2] // SUMMANDS]), 3), 2)
-    return gl.convert_layout(found, of_lanes)
+        sums = gl.sum(gl.sum(gl.reshape(x, [ROWS, LANES, SUMMANDS, x.shape[2] // SUMMANDS]), 3), 2)
+    return gl.convert_layout(sums, of_lanes)
 
 
 @gluon.jit
@@ -238,13 +238,13 @@ def _rescaled(o, rescale, LAZY: gl.constexpr):
             "=r,=r,f,f", [rescale], gl.int32, is_pure=True, pack=2,
         )  # fmt: skip
         by, some = gl.convert_layout(rescale, of_rows), gl.convert_layout(some, of_rows)
-        found = gl.inline_asm_elementwise(
+        rescaled = gl.inline_asm_elementwise(
             _multiply_if_ptx(N), _multiply_if_constraints(N), [o, by[:, None], some[:, None]],
             gl.float32, is_pure=True, pack=N,
         )  # fmt: skip
     else:
-        found = o * gl.convert_layout(rescale, of_rows)[:, None]
-    return found
+        rescaled = o * gl.convert_layout(rescale, of_rows)[:, None]
+    return rescaled
 
 
 @gluon.jit
@@ -262,11 +262,11 @@ def _weigh_tile(
     SUMMANDS: gl.constexpr = _summands(D, CAUSAL, DISTANCE, THRESHOLD)
     LAZY: gl.constexpr = _rescales_lazily(D)
     of_rows: gl.constexpr = axis_layout(s.type.layout, 3, 0)
-    known, lane = key_offsets(s)
+    fixed, lane = key_offsets(s)
     if MASKED:
         seen = may_attend(s, gl.convert_layout(query_at, of_rows), key, keys, CAUSAL)
         if SEEN > 0:
-            seen = seen | (known < SEEN)
+            seen = seen | (fixed < SEEN)
         s = gl.where(seen, s * c, NOTHING)
         if THRESHOLD:  # the maxima may be slightly too low here; c is not negative
             high = _set_maxima(s, h.shape[2])
@@ -301,13 +301,13 @@ def _weigh_tile(
         e = (e + (m - higher)[:, None] * l) * smaller + _sum(p * x, SUMMANDS[1], of_lanes)
     if DISTANCE:
         if FREE or CAUSAL:  # all keys with a weight lie on one side
-            inside = _sum(p * known.to(gl.float32), SUMMANDS[2], of_lanes)
-            mine = gl.arange(0, LANES, gl.SliceLayout(0, of_lanes)) * PAIR
-            away = (query_at - key)[:, None] - mine[None, :]
+            inside = _sum(p * fixed.to(gl.float32), SUMMANDS[2], of_lanes)
+            own = gl.arange(0, LANES, gl.SliceLayout(0, of_lanes)) * PAIR
+            away = (query_at - key)[:, None] - own[None, :]
             t = t * smaller + gl.abs(away.to(gl.float32) * whole - inside)
         else:
             ahead = query_at[:, None, None] - key - lane
-            apart = gl.abs(ahead.to(gl.float32) - known.to(gl.float32))
+            apart = gl.abs(ahead.to(gl.float32) - fixed.to(gl.float32))
             t = t * smaller + gl.sum(p * apart, 2)
     l = l * smaller + whole
     return p, l, higher, top, e, t, h, rescale

@@ -192,11 +192,11 @@ def first_numbers(work, SPLIT: gl.constexpr):
 def next_number(after, Counter, work, SPLIT: gl.constexpr):
     """Take the number of the item after the next from the counter."""
     if SPLIT:
-        found = after + 1
+        number = after + 1
     else:
         wait_for_previous_launch()  # the previous launch may reset the counter
-        found = 2 * work.programs + gl.atomic_add(Counter, 1, sem="relaxed") - UNSET_COUNTER
-    return found
+        number = 2 * work.programs + gl.atomic_add(Counter, 1, sem="relaxed") - UNSET_COUNTER
+    return number
 
 
 @gluon.jit
@@ -204,10 +204,10 @@ def end_of(work, SPLIT: gl.constexpr):
     """The number after that of a program's last item."""
     if SPLIT:
         start, end = _share(gl.program_id(0), work)
-        found = first_split_item(work) + gl.where(start < end, (end - 1) // work.steps + 1, 0)
+        last = first_split_item(work) + gl.where(start < end, (end - 1) // work.steps + 1, 0)
     else:
-        found = work.items + work.single_items
-    return found
+        last = work.items + work.single_items
+    return last
 
 
 @gluon.jit
@@ -217,9 +217,9 @@ def _from_the_middle(number, work):
     ``plan._early_heads`` tells the forward pass which heads those of the middle belong to.
     """
     half, late = work.items // 2, work.items - 1 - number
-    found = gl.where(late < half, late, late + work.programs)
-    found = gl.where(number < work.programs, half + work.programs - 1 - number, found)
-    return gl.where(work.items < 4 * work.programs, late, found)
+    reordered = gl.where(late < half, late, late + work.programs)
+    reordered = gl.where(number < work.programs, half + work.programs - 1 - number, reordered)
+    return gl.where(work.items < 4 * work.programs, late, reordered)
 
 
 @gluon.jit
@@ -394,12 +394,12 @@ def key_offsets(s):
 @gluon.jit
 def may_attend(s, query_at, key, keys, CAUSAL: gl.constexpr):
     """Which scores by lanes are allowed by the mask, for a tile that begins at ``key``."""
-    known, lane = key_offsets(s)
+    fixed, lane = key_offsets(s)
     if CAUSAL:  # causal: no query attends beyond the last key
-        may = known <= query_at[:, None, None] - key - lane
+        allowed = fixed <= query_at[:, None, None] - key - lane
     else:
-        may = known < keys - key - lane
-    return may
+        allowed = fixed < keys - key - lane
+    return allowed
 
 
 @gluon.jit

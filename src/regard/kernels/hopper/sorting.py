@@ -32,11 +32,11 @@ COUNT = gl.constexpr(8)  # numbers of a row that a lane holds, and the rank that
 def _listed(x):
     """Split [., ., n] into n tensors [., .]."""
     if x.shape[2] == 1:
-        found = (gl.reshape(x, [x.shape[0], x.shape[1]]),)
+        parts = (gl.reshape(x, [x.shape[0], x.shape[1]]),)
     else:
         near, far = split_lane_halves(x)
-        found = _listed(near) + _listed(far)
-    return found
+        parts = _listed(near) + _listed(far)
+    return parts
 
 
 @gluon.constexpr_function
@@ -62,10 +62,10 @@ def _sorting_network(kind):
         if len(x) == 1:
             return compared(x[0], y[0])
         even, odd = merged(x[::2], y[::2]), merged(x[1::2], y[1::2])
-        found = even[:1]
+        result = even[:1]
         for a, b in zip(odd[:-1], even[1:], strict=True):
-            found += compared(a, b)
-        return found + odd[-1:]
+            result += compared(a, b)
+        return result + odd[-1:]
 
     def in_order(x):  # the highest first
         half = len(x) // 2
@@ -98,13 +98,17 @@ def _eighth_ptx(count):
         far = made("sub.f32", f"${2 + count + i}", f"${3 + 2 * count}")
         return made("cvt.rn.bf16x2.f32", far, near)
 
-    found = in_order([packed(i) for i in range(count)])
-    found = settled(chosen("max", found, of_lane(found, 1)))
-    found = chosen("max", found, of_lane(found, 2))
-    while len(found) > 1:
-        found = found[2:] + chosen("min", found[:1], found[1:2])
+    highest = in_order([packed(i) for i in range(count)])
+    highest = settled(chosen("max", highest, of_lane(highest, 1)))
+    highest = chosen("max", highest, of_lane(highest, 2))
+    while len(highest) > 1:
+        highest = highest[2:] + chosen("min", highest[:1], highest[1:2])
     for row in range(2):
-        x = made("shl.b32", found[0], "16") if row == 0 else made("and.b32", found[0], "0xFFFF0000")
+        x = (
+            made("shl.b32", highest[0], "16")
+            if row == 0
+            else made("and.b32", highest[0], "0xFFFF0000")
+        )
         lower = made("fma.rn.f32", made("abs.f32", x), "0fBC000000", x)  # lower by 2**-7 of it
         lines.append(f"add.f32 ${row}, {lower}, ${2 + 2 * count + row};")
     return f"{{ .reg .b32 x<{len(lines)}>; " + " ".join(lines) + " }"
@@ -125,15 +129,15 @@ def _eight_highest_ptx(count):
     placed = [made("lop3.b32", f"${5 + i}", "$13", str(i - 16), "0xE6") for i in range(count)]
     mine = in_order(placed)
     theirs = of_lane(mine, 1)
-    found = settled(chosen("max", mine, theirs))
+    highest = settled(chosen("max", mine, theirs))
     left = chosen("min", mine[:half], theirs[:half])  # the neighbour has the other half
     while len(left) > 1:
         left = left[2:] + chosen("max", left[:1], left[1:2])
     (ninth,) = chosen("max", left, of_lane(left, 1))
     lines.append("setp.eq.s32 p, $13, -8;")
     for i in range(half):
-        lines.append(f"selp.b32 ${i}, {found[half + i]}, {found[i]}, p;")
-    after = made("selp.b32", ninth, found[half], "p")
+        lines.append(f"selp.b32 ${i}, {highest[half + i]}, {highest[i]}, p;")
+    after = made("selp.b32", ninth, highest[half], "p")
     lines.append("mov.b32 $4, 0;")
     for i in range(half):
         lower = f"${i + 1}" if i + 1 < half else after
@@ -199,5 +203,5 @@ def eight_highest(x):
         _eight_highest_ptx(COUNT), "=&r,=&r,=&r,=&r,=&r,f,f,f,f,f,f,f,f,r", numbers,
         (gl.int32, gl.int32, gl.int32, gl.int32, gl.int32), is_pure=True, pack=1,
     )  # fmt: skip
-    found = gl.permute(gl.join(gl.join(one, two), gl.join(three, four)), (0, 1, 3, 2))
-    return gl.reshape(found, [x.shape[0], 2, COUNT // 2]) & (2 * COUNT - 1), near
+    places = gl.permute(gl.join(gl.join(one, two), gl.join(three, four)), (0, 1, 3, 2))
+    return gl.reshape(places, [x.shape[0], 2, COUNT // 2]) & (2 * COUNT - 1), near

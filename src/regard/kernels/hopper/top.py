@@ -111,12 +111,12 @@ def _load_key_tile(ring, place, desc, batch, head, key, D: gl.constexpr):
 @gluon.jit
 def _load_keys(loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
     """The loading warp: blocks of queries, and tiles of keys, the last first."""
-    q_ring, messages, Counter, k_ring, q_desc, k_desc, work, offset, tiles, found = loader
+    q_ring, messages, Counter, k_ring, q_desc, k_desc, work, offset, tiles, addressable = loader
     QUERIES: gl.constexpr = _query_blocks(D)
     place = ring_start()
     q_place = ring_start()
     number, after = first_numbers(work, False)
-    end = gl.where(found, end_of(work, False), 0)
+    end = gl.where(addressable, end_of(work, False), 0)
     while number < end:
         item = item_at(number, work, CAUSAL, False, False)
         for half in range(item[2]):
@@ -193,7 +193,7 @@ def _keep(fours, thresholds, at, kept, ends, FIRST: gl.constexpr):
         first, second = gl.split(gl.reshape(fours, [TEAM_ROWS // 2, LANES, 2, PAIR]))
         one, other = gl.split(first)
         next_one, next_other = gl.split(second)
-        found = gl.inline_asm_elementwise(
+        results = gl.inline_asm_elementwise(
             _keep_ptx(FIRST, SPARE), "=&r,=&r,=&f,=&f,f,f,f,f,f,f,0,1,2,3,r,r",
             [
                 gl.convert_layout(one, of_lanes), gl.convert_layout(next_one, of_lanes),
@@ -202,7 +202,7 @@ def _keep(fours, thresholds, at, kept, ends, FIRST: gl.constexpr):
             ],
             (gl.int32, gl.int32, gl.float32, gl.float32), is_pure=False, pack=1,
         )  # fmt: skip
-        at, kept = (found[0], found[1]), (found[2], found[3])
+        at, kept = (results[0], results[1]), (results[2], results[3])
     return at, kept
 
 
@@ -487,8 +487,8 @@ def _order(lists):
     second = gl.convert_layout(second, of_found)[:, :, None]
     number = gl.arange(0, MAX_TOP_KEYS // 2, axis_layout(place.type.layout, 3, 2))[None, None, :]
     place = gl.where(again > 0, second * (MAX_TOP_KEYS // 2) + number, place)
-    found = gl.reshape(begin[:, :, None] + place * ENTRY, [TEAM_ROWS, MAX_TOP_KEYS])
-    return gl.convert_layout(found, _by_pairs(MAX_TOP_KEYS)), length
+    highest = gl.reshape(begin[:, :, None] + place * ENTRY, [TEAM_ROWS, MAX_TOP_KEYS])
+    return gl.convert_layout(highest, _by_pairs(MAX_TOP_KEYS)), length
 
 
 @gluon.jit
@@ -531,7 +531,7 @@ def _find_top(
     COUNT: gl.constexpr,
 ):  # fmt: skip
     """All teams: the 64 queries of each in every block, and their keys, the last first."""
-    q_ring, k_ring, messages_at, room, begin, found = shared[:6]
+    q_ring, k_ring, messages_at, room, begin, addressable = shared[:6]
     Threshold, Lse, Unfinished, Weights, Keys, ready, work, sizes = shared[6:]
     queries, keys, offset, tiles, c = sizes
     layout: gl.constexpr = gl.NVMMADistributedLayout(
@@ -553,9 +553,9 @@ def _find_top(
     place = ring_start()
     q_place = ring_start()
     message = first_message(work, CAUSAL, False, False)
-    if (ready == 0) | (not found):
+    if (ready == 0) | (not addressable):
         wait_for_previous_launch()
-    if not found:
+    if not addressable:
         _mark_all_unfinished(Unfinished, queries, work, CAUSAL)
         message = gl.to_tensor(-1), message[1]
     while message[0] >= 0:
@@ -656,7 +656,7 @@ def top(
     # Slots and lists, and the lines behind them: the largest buffer.
     room = gl.allocate_shared_memory(gl.int32, [TEAMS * SLOTS + LINES, 2 * THREADS], plain)
     begin = room_after(0)
-    found = room_begins_at(room, begin)
+    addressable = room_begins_at(room, begin)
     STRIPS: gl.constexpr = D // STRIP
     q_ring = ring_in(
         room, begin, q_desc, _query_blocks(D) * STRIPS * TEAMS, _query_blocks(D), OWN_ROWS
@@ -666,10 +666,10 @@ def top(
     hopper.fence_async_shared()
     sizes = queries, keys, offset, tiles, c
     shared = (
-        q_ring, k_ring, messages_at, room, begin, found, Threshold, Lse, Unfinished, Weights, Keys,
-        ready, work, sizes,
+        q_ring, k_ring, messages_at, room, begin, addressable, Threshold, Lse, Unfinished, Weights,
+        Keys, ready, work, sizes,
     )  # fmt: skip
-    loader = q_ring, messages, Counter, k_ring, q_desc, k_desc, work, offset, tiles, found
+    loader = q_ring, messages, Counter, k_ring, q_desc, k_desc, work, offset, tiles, addressable
     gl.warp_specialize(
         [
             (_find_top, (shared, D, STAGES, CAUSAL, EVEN, COUNT)),

@@ -64,7 +64,7 @@ def _forward_blocks(query: Tensor, width: int, structure: Structure) -> Blocks:
     # Short rows: more programs, and less that lies beyond the diagonal, or outside of a window.
     if query.shape[2] <= 1024 and (width > 64 or structure.kind == CAUSAL) and width <= 128:
         return Blocks(64, 64, 4, 3)
-    if width <= 64 and 0 < structure.longest <= NEAR:
+    if width <= 64 and 0 < structure.max_keys <= NEAR:
         return Blocks(64, 64, 4, 3)
     if width <= 64:
         return Blocks(128, 64, 4, 3)
@@ -129,7 +129,7 @@ def forward(
         View.of(results["output"]), results["lse"], results.get("entropy"), results.get("peak"),
         highest, results.get("distance"),
     )  # fmt: skip
-    asked: Any = {
+    fields_of_rows: Any = {
         "ENTROPY": "entropy" in fields,
         "PEAK": "peak" in fields,
         "HIGHEST": highest is not None,
@@ -144,12 +144,12 @@ def forward(
             BM=blocks.queries, BN=blocks.keys, BD=wide[0], BV=wide[1], D_EVEN=wide[0] == width,
             V_EVEN=wide[1] == value_width, KIND=structure.kind, BIAS=structure.bias,
             SOFTCAP=structure.softcap is not None, SPLIT=splits > 1, PRECISION=_precision(query),
-            **asked, num_warps=blocks.warps, num_stages=blocks.stages,
+            **fields_of_rows, num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
     if splits > 1:
         merge_kernel[count_merged, batch * heads](
-            kept, *written, heads, queries, value_width, splits, BM=WARP, BV=wide[1], **asked,
-            num_warps=4,
+            kept, *written, heads, queries, value_width, splits, BM=WARP, BV=wide[1],
+            **fields_of_rows, num_warps=4,
         )  # fmt: skip
     if highest is not None:
         results["max_logit"] = highest.amax(-1) if count_merged > 1 else highest[..., 0]
@@ -421,7 +421,7 @@ def backward(
     grads: Mapping[str, Tensor],
     train_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of query, key and value, and of a trained table and second.
+    """Return the gradients of query, key and value, and of a trained table and relative query.
 
     ``kept`` are the saved results of the forward pass. ``grads`` are the gradients of results by
     name: of "output", "lse", "entropy", "distance", "received" and "map", where present.
@@ -516,7 +516,7 @@ def backward(
         table_grad[:, -1], table_grad[:, 0] = far_grad.sum((1, 3))
     elif relative_grads is not None:
         table_grad = relative_grads.table
-    second_grad = None if relative_grads is None else relative_grads.second
+    second_grad = None if relative_grads is None else relative_grads.relative_query
     return (
         query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), table_grad, second_grad,
     )  # fmt: skip

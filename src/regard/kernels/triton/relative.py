@@ -87,12 +87,12 @@ def parts(query: Tensor, keys: int, kind: int) -> list[Part]:
 
 def shifted(structure: Structure, part: Part, queries: int, keys: int, room: Tensor) -> View:
     """The term of a part's queries, base 2, with a number for each of their keys."""
-    second = structure.second
-    assert second is not None
-    heads, width = second.shape[1], second.shape[3]
+    relative_query = structure.relative_query
+    assert relative_query is not None
+    heads, width = relative_query.shape[1], relative_query.shape[3]
     view = part.view(room, heads)
     wide = power(width)
-    exact = second.dtype == torch.float32
+    exact = relative_query.dtype == torch.float32
     some = max(32, min((4096 if exact else 16384) // wide, BLOCK))  # more would not fit registers
     squares = ceil(part.stop - part.start, BLOCK)
     askew.spread[4 * squares, part.sequences * heads, ceil(view.row + BLOCK, some)](
@@ -107,13 +107,13 @@ class Gradients:
     """Gradients of queries, and of the term's two sides, from the gradients of all scores."""
 
     def __init__(self, query: Tensor, key: Tensor, structure: Structure, train: bool) -> None:
-        second, table = structure.second, structure.table
-        assert second is not None
+        relative_query, table = structure.relative_query, structure.table
+        assert relative_query is not None
         assert table is not None
         self.key, self.structure = key, structure
-        self.query, self.second = torch.empty_like(query), torch.empty_like(second)
+        self.query, self.relative_query = torch.empty_like(query), torch.empty_like(relative_query)
         self.exact = query.dtype == torch.float32
-        widest = max(query.shape[3], second.shape[3])
+        widest = max(query.shape[3], relative_query.shape[3])
         self.block = 64 if not self.exact and widest <= 128 else 32
         batch, heads, queries, _ = query.shape
         # Each sequence adds to the embeddings: programs that share them keep sums of their own.
@@ -122,7 +122,7 @@ class Gradients:
         shares = max(1, min(PROGRAMS // (self.blocks * heads), batch))
         self.far = None
         if train:
-            shape = shares, heads, self.blocks * self.block, second.shape[3]
+            shape = shares, heads, self.blocks * self.block, relative_query.shape[3]
             self.far = query.new_zeros(shape, dtype=torch.float32)
         all_parts = parts(query, key.shape[2], structure.kind)
         self.changes = self.inners = room(query, all_parts, query.dtype)
@@ -148,7 +148,7 @@ class Gradients:
         blocks = ceil(part.stop - part.start, self.block)
         fits = not self.exact and wide <= 64  # four programs fit a multiprocessor
         askew.to_queries[blocks, part.sequences * heads](
-            View.of(self.key), changes, inners, View.of(self.query), View.of(self.second),
+            View.of(self.key), changes, inners, View.of(self.query), View.of(self.relative_query),
             structure.ends, relative, structure.scale, part.sequence, part.start, heads,
             heads // self.key.shape[1], queries, keys, width, BD=power(width), **both,
             num_stages=1 if self.exact else 3,

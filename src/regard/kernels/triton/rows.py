@@ -54,28 +54,28 @@ def rows(
     batch, head = whose(heads)
     blocks = tl.cdiv(count, BM)
     place = tl.program_id(0) % blocks * BM + tl.arange(0, BM)
-    asked = place < count
-    index = tl.load(Index + place, mask=asked, other=0)
+    wanted = place < count
+    index = tl.load(Index + place, mask=wanted, other=0)
     key_at = tl.program_id(0) // blocks * BN + tl.arange(0, BN)
     real = key_at < keys
     query_at = index + keys - queries
     flat = tl.program_id(1).to(tl.int64)
-    q = rows_of(query, batch, head, index, asked, width, BD)
-    low, high = range_of(ends, batch, index, asked, KIND)
+    q = rows_of(query, batch, head, index, wanted, width, BD)
+    low, high = range_of(ends, batch, index, wanted, KIND)
     may = allowed(query_at[:, None], key_at[None, :], low[:, None], high[:, None], keys, KIND)
-    seen = (tl.max((may & asked[:, None]).to(tl.int32), 0) > 0) & real
+    seen = (tl.max((may & wanted[:, None]).to(tl.int32), 0) > 0) & real
     k = rows_of(key, batch, head // groups, key_at, seen, width, BD)
     dots = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     s, _slope = scores(
         dots, query_at[:, None], key_at[None, :], 1.0, terms, head, BIAS, SOFTCAP, False
     )
-    lse = rows_lse(Lse + flat * queries + index, asked)
+    lse = rows_lse(Lse + flat * queries + index, wanted)
     if LOGS:
         result = tl.where(may, s - lse[:, None], float("-inf"))
     else:
         result = tl.where(may, tl.exp2(s - lse[:, None]), 0.0)
     at = Weights + (flat * count + place[:, None]) * keys + key_at[None, :]
-    tl.store(at, result, mask=asked[:, None] & real[None, :])
+    tl.store(at, result, mask=wanted[:, None] & real[None, :])
 
 
 @triton.jit

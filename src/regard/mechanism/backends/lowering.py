@@ -101,7 +101,7 @@ def lower_structure(call: Call) -> Structure:
         keep = call.mask.static and not torch.compiler.is_compiling()
         low, high = (_kept_ends if keep else _ends)(call.mask, call.extent)
     structure = Structure(
-        kind, low, high, PLAIN, None, 0, call.scale, call.softcap, longest=_longest(call.mask)
+        kind, low, high, PLAIN, None, 0, call.scale, call.softcap, max_keys=_max_keys(call.mask)
     )
     bias = call.bias
     if isinstance(bias, Alibi):
@@ -115,10 +115,15 @@ def lower_structure(call: Call) -> Structure:
         table = embedding(buckets, bias.table).t().float().contiguous()
         return replace(structure, bias=TABLE, table=table, reach=reach)
     if isinstance(bias, RelativeContent):
-        shift = bias.query.shape[-1] ** -0.5 if bias.scale is None else bias.scale
-        table, second = _dense(bias.relative), _dense(bias.query)
+        scale = bias.query.shape[-1] ** -0.5 if bias.scale is None else bias.scale
+        table, relative_query = _dense(bias.relative), _dense(bias.query)
         return replace(
-            structure, bias=RELATIVE, table=table, second=second, reach=bias.first, shift=shift
+            structure,
+            bias=RELATIVE,
+            table=table,
+            relative_query=relative_query,
+            reach=bias.first,
+            relative_scale=scale,
         )
     return structure
 
@@ -133,10 +138,10 @@ def _buckets(count: int, bidirectional: bool, reach: int, device: torch.device) 
 _kept_buckets = Kept(_buckets)
 
 
-def _longest(mask: Mask | None) -> int:
+def _max_keys(mask: Mask | None) -> int:
     """The most keys a query may attend to, if a mask says so; else 0."""
     if isinstance(mask, And):
-        both = _longest(mask.left), _longest(mask.right)
+        both = _max_keys(mask.left), _max_keys(mask.right)
         return min(both) or max(both)
     return min(mask.left + 1 + mask.right, 2**31) if isinstance(mask, Window) else 0
 
@@ -161,10 +166,10 @@ def row_blocks(call: Call, see: See) -> Tensor:
     only = replace(call, see=See(weights=True))
     queries, keys = call.extent.queries, range(call.extent.keys)
     rows: dict[int, Tensor] = {}
-    asked = sorted({row % queries for row in see.rows})
-    for start in (row for row in asked if row - 1 not in asked):
+    wanted = sorted({row % queries for row in see.rows})
+    for start in (row for row in wanted if row - 1 not in wanted):
         stop = start + 1
-        while stop in asked:  # rows that follow each other go together
+        while stop in wanted:  # rows that follow each other go together
             stop += 1
         run = range(start, stop)
         weights = reference.attend(only, run, keys)[1]["weights"]
