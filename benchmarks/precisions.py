@@ -11,6 +11,7 @@ from __future__ import annotations
 import lzma
 import time
 from hashlib import md5
+from itertools import zip_longest
 from pathlib import Path
 from typing import get_args
 
@@ -43,11 +44,7 @@ def main() -> None:
     given = parser.parse_args()
     first, last = given.part
     pairs = read(given.file, first, last, given.limit)
-    most = max(map(len, pairs.values()))
-    references = [
-        [some[index] if index < len(some) else None for some in pairs.values()]
-        for index in range(most)
-    ]
+    references = list(map(list, zip_longest(*pairs.values())))  # None where a source has fewer
     rows = []
     for precision in get_args(Precision):
         translate("Good morning.", given.to, precision=precision, look=False)

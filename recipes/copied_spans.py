@@ -1,7 +1,7 @@
-"""Pairs that teach a translation model to copy: numbers, addresses, code, names, emoji, capitals.
+"""Pairs that train a translation model to copy: numbers, addresses, code, names, emoji, capitals.
 
-Three kinds of pairs are made: sentences from templates with a random span, lines that are a span
-alone, and real pairs in which a span that both sides share is replaced on both sides.
+There are three kinds: sentences from templates with random spans, lines of spans alone, and real
+pairs with a span that both sides share, replaced on both sides.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ SCRIPTS = {  # first and last letter of a range
 EMOJI = "😀😂😍🙏👍👋🎉🔥❤💡🚀🐱🐶🌍☕🍕✅❌⚠📌📅📎🔒🛒🎵🏠🚗✈⭐🌧☀🤔😢😎💪"
 
 
-def made_word(random: Random) -> str:
+def random_word(random: Random) -> str:
     return "".join(random.choice(WORD_PARTS) for _ in range(random.randint(2, 4)))
 
 
@@ -126,7 +126,7 @@ def phone(random: Random) -> str:
 
 
 def mail(random: Random) -> str:
-    name = random.choice((made_word(random), random.choice(FIRST_NAMES).lower()))
+    name = random.choice((random_word(random), random.choice(FIRST_NAMES).lower()))
     if random.random() < 0.5:
         name += random.choice("._-") + random.choice(LAST_NAMES).lower().replace("'", "")
     if random.random() < 0.3:
@@ -135,22 +135,21 @@ def mail(random: Random) -> str:
 
 
 def domain(random: Random) -> str:
-    known = random.random() < 0.3
-    name = "example" if known else made_word(random)
+    name = "example" if random.random() < 0.3 else random_word(random)
     return f"{name}.{random.choice(('com', 'org', 'net', 'fr', 'de', 'io', 'co.uk', 'eu'))}"
 
 
 def url(random: Random) -> str:
     start = random.choice(("https://", "http://", "https://www.", "www."))
-    path = "".join(f"/{made_word(random)}" for _ in range(random.randrange(3)))
+    path = "".join(f"/{random_word(random)}" for _ in range(random.randrange(3)))
     end = random.choice(
-        ("", "", "/", f"?id={random.randrange(9999)}", f"#{made_word(random)}", ".html", ".pdf")
+        ("", "", "/", f"?id={random.randrange(9999)}", f"#{random_word(random)}", ".html", ".pdf")
     )
     return start + domain(random) + path + (end if path or end in ("", "/") else "")
 
 
 def path(random: Random) -> str:
-    parts = [made_word(random) for _ in range(random.randint(1, 3))]
+    parts = [random_word(random) for _ in range(random.randint(1, 3))]
     end = random.choice((".txt", ".py", ".pdf", ".tar.gz", ".jpg", "", ".csv", ".conf"))
     return random.choice(
         (
@@ -163,40 +162,40 @@ def path(random: Random) -> str:
 
 
 def code(random: Random) -> str:
-    one, two = random.choice(CODE_WORDS), random.choice(CODE_WORDS)
+    first, second = random.choice(CODE_WORDS), random.choice(CODE_WORDS)
     return random.choice(
         (
-            f"{one}_{two}()",
-            f"{one}{two.title()}({made_word(random)})",
-            f"{one}.{two}[{random.randrange(100)}]",
-            f"--{one}-{two}",
-            f"--{one}={made_word(random)}",
-            f"${one.upper()}",
-            f"${{{one}_{two}}}",
+            f"{first}_{second}()",
+            f"{first}{second.title()}({random_word(random)})",
+            f"{first}.{second}[{random.randrange(100)}]",
+            f"--{first}-{second}",
+            f"--{first}={random_word(random)}",
+            f"${first.upper()}",
+            f"${{{first}_{second}}}",
             f"%{random.choice('sdi')}",
             f"%{random.randint(1, 4)}$s",
             f"{{{random.randrange(4)}}}",
-            f"{{{one}}}",
-            f"`{one} -{random.choice('abcdefx')} {made_word(random)}`",
-            f"{one} = {random.randrange(1000)}",
-            f'"{one}": {random.choice(("true", "false", "null", str(random.randrange(100))))}',
-            f"{two.title()}Error",
+            f"{{{first}}}",
+            f"`{first} -{random.choice('abcdefx')} {random_word(random)}`",
+            f"{first} = {random.randrange(1000)}",
+            f'"{first}": {random.choice(("true", "false", "null", str(random.randrange(100))))}',
+            f"{second.title()}Error",
             f"0x{random.randrange(2**32):x}",
         )
     )
 
 
 def tag(random: Random) -> str:
-    name = random.choice(("b", "i", "code", "em", "br", "p", "div", "span", made_word(random)))
+    name = random.choice(("b", "i", "code", "em", "br", "p", "div", "span", random_word(random)))
     return random.choice(
         (
             f"<{name}>",
             f"</{name}>",
             f"<{name}/>",
-            f'<{name} id="{made_word(random)}">',
-            f"#{made_word(random)}",
-            f"@{made_word(random)}{random.randrange(100)}",
-            f"[{made_word(random)}]",
+            f'<{name} id="{random_word(random)}">',
+            f"#{random_word(random)}",
+            f"@{random_word(random)}{random.randrange(100)}",
+            f"[{random_word(random)}]",
         )
     )
 
@@ -207,14 +206,14 @@ def person(random: Random) -> str:
     if form < 0.3:
         return first
     if form < 0.45:
-        return made_word(random).title()
+        return random_word(random).title()
     if form < 0.6:
-        return f"{first} {made_word(random).title()}"
+        return f"{first} {random_word(random).title()}"
     return f"{first} {last}"
 
 
 def place(random: Random) -> str:
-    return random.choice(PLACES) if random.random() < 0.6 else made_word(random).title()
+    return random.choice(PLACES) if random.random() < 0.6 else random_word(random).title()
 
 
 def foreign(random: Random) -> str:
@@ -248,7 +247,7 @@ SPANS: dict[str, Callable[[Random], str]] = {
     "emoji": emoji,
 }
 
-# English, French, German; {kind} is a span, {long_date} a date with the name of its month.
+# English, French, German. {kind} is a random span, {long_date} a date with the month's name.
 TEMPLATES = [
     line.split(" | ")
     for line in """\
@@ -329,7 +328,7 @@ _SLOT = re.compile(r"\{([a-z_]+?)(\d?)\}")
 
 
 def _dates(random: Random) -> dict[str, tuple[str, str, str]]:
-    """A date with the name of its month in each language, and a month with its year."""
+    """A random date with the month's name in each language, and the same for month and year."""
     day, month, year = random.randint(1, 28), random.randrange(12), random.randint(1900, 2060)
     en, fr, de = (MONTH_NAMES[language][month] for language in LANGUAGES)
     english = random.choice((f"{day} {en} {year}", f"{en} {day}, {year}", f"{day} {en} {year}"))
@@ -357,8 +356,9 @@ def from_template(random: Random, language: str) -> Pair:
 
 
 def span_alone(random: Random) -> Pair:
-    """A line that is nothing but one or two spans, and is its own translation."""
-    kinds = [kind for kind in SPANS if kind != "date"]  # the order of a date's parts may differ
+    """A line of one or two spans, which is its own translation."""
+    # Languages may write dates in different orders.
+    kinds = [kind for kind in SPANS if kind != "date"]
     text = " ".join(SPANS[random.choice(kinds)](random) for _ in range(random.choice((1, 1, 2))))
     return text, text
 
@@ -369,9 +369,9 @@ _NAME = re.compile(r"(?<=[a-zà-ÿ,] )[A-ZÀ-Þ][a-zà-ÿ]{2,}\b")
 
 
 def substituted(pair: Pair, random: Random, common: frozenset[str]) -> Pair | None:
-    """The pair with another number, address or name, or None where the sides share none.
+    """The pair with another number, address or name, or None if the sides share none.
 
-    ``common`` are words in lower case that are no names.
+    ``common`` has words that also occur in lower case, so that they are not taken for names.
     """
     english, other = pair
     for pattern, spans in (

@@ -4,9 +4,9 @@
 
 DATA holds the folder mt/ (docs/data.md). OUT receives train.en-fr.tsv, train.en-de.tsv (English,
 tab, translation, in random order), valid.en-fr.tsv, valid.en-de.tsv, and counts.json, which says
-how many pairs of each source were kept and why the others were left out. No sentence of any
-validation or test part occurs in the training files. Every file is used in both directions by the
-recipes, which put the tag of the target language before the source.
+how many pairs of each source are kept and why the others are rejected. No sentence of any
+validation or test part is in the training files. The recipes use every file in both directions, and
+put the tag of the target language before the source.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ VALID = "mt/test/wmt-newstest2013/en-{language}.tsv.xz"
 
 @dataclass(frozen=True)
 class Kind:
-    """A kind of text: its files, and how often each of its pairs stands in the training file."""
+    """A kind of text: its files, and how many times the training file repeats each pair."""
 
     files: tuple[str, ...]
-    times: float
+    times: int
 
 
 KINDS = {
@@ -70,19 +70,20 @@ KINDS = {
     ),
     "games": Kind(("mt/cataclysm-dda/en-{language}.tsv.xz",), 1),
 }
-TRANSLATIONS = 4  # kept of one English sentence
-SUBSTITUTED = 0.08  # of all pairs, once more with another number, address or name
-TEMPLATES = 0.04  # sentences from templates, as a share of all pairs
-ALONE = 0.02  # lines that are a span alone
-CAPITALS = 0.015  # pairs once more in capitals
-JOINED = 0.02  # two or three everyday pairs as one line
-UNSTOPPED = 0.02  # everyday pairs once more without their full stop
+MAX_TRANSLATIONS = 4  # of an English sentence
+# Pairs to add, as shares of all pairs:
+SUBSTITUTED = 0.08  # repeated with another number, address or name
+TEMPLATES = 0.04  # sentences from templates
+SPANS_ALONE = 0.02  # lines of spans
+CAPITALS = 0.015  # repeated in capitals
+JOINED = 0.02  # two or three everyday pairs on one line
+WITHOUT_FULL_STOP = 0.02  # everyday pairs repeated without it
 
 # ------------------------------------------------------------------------------------ reading
 
 
 def read_pairs(file: Path) -> Iterator[Pair]:
-    """The English side and the other side of each line of a TSV, where it has both."""
+    """The English side and the other side of each line of a TSV that has both."""
     with lzma.open(file, "rt", encoding="utf-8", newline="\n") as lines:
         for line in lines:
             english, _, other = line.rstrip("\r\n").partition("\t")
@@ -100,21 +101,21 @@ _MARKS = re.compile(r"[\W_]+")
 
 
 def bare(text: str) -> str:
-    """A text as it is compared: its letters and digits in lower case."""
+    """The letters and digits of a text in lower case, by which texts are compared."""
     return _MARKS.sub("", text.casefold()) or text
 
 
 def held_out_sentences(data: Path) -> set[str]:
-    """Both sides of all validation and test parts, as ``bare`` makes them."""
-    found: set[str] = set()
+    """Both sides of all pairs in validation and test parts, through ``bare``."""
+    sentences: set[str] = set()
     for file in sorted(data.glob("mt/**/*.tsv.xz")):
         if "test" in file.parts[:-1] or file.name in ("test.tsv.xz", "valid.tsv.xz"):
-            found.update(bare(side) for pair in read_pairs(file) for side in pair)
+            sentences.update(bare(side) for pair in read_pairs(file) for side in pair)
     for name in TATOEBA.values():
         for pair in read_pairs(data / name):
             if held_out_part(pair[0]):
-                found.update(map(bare, pair))
-    return found
+                sentences.update(map(bare, pair))
+    return sentences
 
 
 # ----------------------------------------------------------------------------------- cleaning
@@ -129,7 +130,7 @@ _CHARACTERS = str.maketrans(
 
 
 def clean(text: str, *, interface: bool = False) -> str:
-    """One line of NFC text with plain spaces and apostrophes, without HTML's entities."""
+    """The text as one line in NFC, with plain spaces and apostrophes, without HTML entities."""
     if "&" in text:
         text = html.unescape(html.unescape(text))
     text = unicodedata.normalize("NFC", text).translate(_CHARACTERS)
@@ -146,19 +147,19 @@ def _digits(number: str) -> str:
 
 
 def with_same_numbers(pair: Pair) -> Pair | None:
-    """The pair with each number written as in English, or None where the numbers differ.
+    """The pair with each number written as in English, or None if the numbers differ.
 
-    Numbers up to 12 may stand on one side alone: the other often spells them.
+    A number up to 12 may be missing on one side, where it is often a word.
     """
     english, other = pair
-    ours, theirs = _NUMBER.findall(english), _NUMBER.findall(other)
-    if ours == theirs:
+    numbers, other_numbers = _NUMBER.findall(english), _NUMBER.findall(other)
+    if numbers == other_numbers:
         return pair
-    one, two = Counter(map(_digits, ours)), Counter(map(_digits, theirs))
-    if any(len(digits) > 2 or int(digits) > 12 for digits in (one - two) + (two - one)):
+    left, right = Counter(map(_digits, numbers)), Counter(map(_digits, other_numbers))
+    if any(len(digits) > 2 or int(digits) > 12 for digits in (left - right) + (right - left)):
         return None
-    forms = {_digits(number): number for number in ours}
-    return english, _NUMBER.sub(lambda found: forms.get(_digits(found[0]), found[0]), other)
+    forms = {_digits(number): number for number in numbers}
+    return english, _NUMBER.sub(lambda match: forms.get(_digits(match[0]), match[0]), other)
 
 
 # ---------------------------------------------------------------------------------- filtering
@@ -179,28 +180,28 @@ _MARKUP = re.compile(
 )
 _NOISE = re.compile(r"\{\{|\}\}|Ã.|â€|\ufffd|&\w+;|\\[nt]|[\x00-\x08\x0b-\x1f]|-{4,}|\.{5,}|_{3,}")
 _FOREIGN = re.compile(r"[^\W\d_a-zA-ZÀ-ɏ]")
-LONGEST = 480  # characters of a side
-RATIO = 2.0  # of the lengths of both sides, plus a dozen characters
+MAX_CHARACTERS = 480  # of a side
+MAX_RATIO = 2.0  # of the lengths of both sides, with a margin of 12 characters
 
 
 def language_of(text: str) -> str | None:
-    """The language whose frequent words a text has most of, or None where that is not clear."""
+    """The language with the most stop words in a text, or None if that is not clear."""
     words = _WORD.findall(text.lower())
     if len(words) < 5:
         return None
-    hits = {language: sum(map(known.__contains__, words)) for language, known in _WORDS_OF.items()}
+    hits = {language: sum(map(stop.__contains__, words)) for language, stop in _WORDS_OF.items()}
     best, second = sorted(hits.values(), reverse=True)[:2]
     return max(hits, key=hits.__getitem__) if best > second + 1 else None
 
 
-def why_not(pair: Pair, language: str) -> str | None:
-    """Why a cleaned pair is not trained on, or None where it is."""
+def why_rejected(pair: Pair, language: str) -> str | None:
+    """Why a cleaned pair is rejected, or None if it is kept."""
     english, other = pair
     if not english or not other:
         return "an empty side"
-    if max(len(english), len(other)) > LONGEST:
+    if max(len(english), len(other)) > MAX_CHARACTERS:
         return "too long"
-    if max(len(english), len(other)) > RATIO * min(len(english), len(other)) + 12:
+    if max(len(english), len(other)) > MAX_RATIO * min(len(english), len(other)) + 12:
         return "lengths differ"
     if bare(english) == bare(other):
         return "not translated"
@@ -230,11 +231,11 @@ def filtered(
     *,
     interface: bool,
 ) -> Iterator[Pair]:
-    """The pairs that are trained on; ``counts`` takes why the others are not."""
+    """The cleaned pairs that are kept; ``counts`` counts why the others are rejected."""
     for raw in pairs:
         counts["read"] += 1
         pair = clean(raw[0], interface=interface), clean(raw[1], interface=interface)
-        reason = why_not(pair, language)
+        reason = why_rejected(pair, language)
         if reason is None and not held_out.isdisjoint(map(bare, pair)):
             reason = "held out"
         same = None if reason else with_same_numbers(pair)
@@ -249,11 +250,11 @@ def filtered(
 def collect(
     data: Path, language: str, held_out: set[str], counts: dict[str, Counter[str]]
 ) -> dict[str, list[Pair]]:
-    """The pairs of each kind of text, each once; ``counts`` is filled by source."""
-    met: set[Pair] = set()
+    """The pairs of each kind of text without repetitions; ``counts`` is filled by source."""
+    unique: set[Pair] = set()
     kinds: dict[str, list[Pair]] = {}
     for kind, source in KINDS.items():
-        times: Counter[str] = Counter()
+        translations: Counter[str] = Counter()
         kept = kinds[kind] = []
         for form in source.files:
             name = form.format(language=language, tatoeba=Path(TATOEBA[language]).name)
@@ -264,11 +265,11 @@ def collect(
                 read_pairs(data / name), language, held_out, count, interface=kind == "interfaces"
             ):
                 key = bare(pair[0]), bare(pair[1])
-                if key in met or times[key[0]] == TRANSLATIONS:
+                if key in unique or translations[key[0]] == MAX_TRANSLATIONS:
                     count["again"] += 1
                     continue
-                met.add(key)
-                times[key[0]] += 1
+                unique.add(key)
+                translations[key[0]] += 1
                 count["kept"] += 1
                 kept.append(pair)
     return kinds
@@ -277,17 +278,19 @@ def collect(
 # ------------------------------------------------------------------------------------ copying
 
 
-def copies(kinds: dict[str, list[Pair]], language: str, random: Random) -> dict[str, list[Pair]]:
-    """Pairs made to teach copying and plain variations, by what they teach."""
+def additional_pairs(
+    kinds: dict[str, list[Pair]], language: str, random: Random
+) -> dict[str, list[Pair]]:
+    """Additional pairs that train copying and simple variations, by kind."""
     pairs = [pair for kind in kinds.values() for pair in kind]
     everyday = kinds["everyday"]
     lower = Counter(word for english, _ in pairs for word in english.split() if word.islower())
     common = frozenset(lower)
-    made: dict[str, list[Pair]] = {
+    added: dict[str, list[Pair]] = {
         "templates": [
             from_template(random, language) for _ in range(round(TEMPLATES * len(pairs)))
         ],
-        "spans alone": [span_alone(random) for _ in range(round(ALONE * len(pairs)))],
+        "spans alone": [span_alone(random) for _ in range(round(SPANS_ALONE * len(pairs)))],
         "substituted": [],
         "capitals": [],
         "joined": [],
@@ -295,41 +298,39 @@ def copies(kinds: dict[str, list[Pair]], language: str, random: Random) -> dict[
     }
     order = random.sample(pairs, len(pairs))
     for pair in order:
-        if len(made["substituted"]) >= SUBSTITUTED * len(pairs):
+        if len(added["substituted"]) >= SUBSTITUTED * len(pairs):
             break
         if (other := substituted(pair, random, common)) is not None:
-            made["substituted"].append(other)
+            added["substituted"].append(other)
     short = [pair for pair in order if len(pair[0]) < 90]
-    made["capitals"] = [
+    added["capitals"] = [
         (english.upper(), other.replace("ß", "ss").upper())
         for english, other in short[: round(CAPITALS * len(pairs))]
     ]
     for _ in range(round(JOINED * len(pairs)) if everyday else 0):
-        some = random.choices(everyday, k=random.choice((2, 2, 3)))
-        joined = " ".join(pair[0] for pair in some), " ".join(pair[1] for pair in some)
-        made["joined"].append(joined)
+        chosen = random.choices(everyday, k=random.choice((2, 2, 3)))
+        joined = " ".join(pair[0] for pair in chosen), " ".join(pair[1] for pair in chosen)
+        added["joined"].append(joined)
     for english, other in random.sample(
-        everyday, min(len(everyday), round(UNSTOPPED * len(pairs)))
+        everyday, min(len(everyday), round(WITHOUT_FULL_STOP * len(pairs)))
     ):
         if english.endswith(".") and other.endswith("."):
-            made["without a full stop"].append((english[:-1], other[:-1]))
-    return made
+            added["without a full stop"].append((english[:-1], other[:-1]))
+    return added
 
 
-def mixture(kinds: dict[str, list[Pair]], random: Random) -> Iterator[Pair]:
-    """All pairs of each kind as often as it says, and a random share of them for the rest."""
+def mixture(kinds: dict[str, list[Pair]]) -> Iterator[Pair]:
+    """The pairs of each kind, repeated ``Kind.times`` times."""
     for name, pairs in kinds.items():
-        times = KINDS[name].times if name in KINDS else 1
-        for _ in range(int(times)):
+        for _ in range(KINDS[name].times if name in KINDS else 1):
             yield from pairs
-        yield from random.sample(pairs, round((times - int(times)) * len(pairs)))
 
 
 # ------------------------------------------------------------------------------------ writing
 
 
 def write_pairs(file: Path, pairs: Iterable[Pair]) -> int:
-    """Write a TSV, and return how many pairs it has."""
+    """Write a TSV, and return the number of pairs."""
     lines = [f"{english}\t{other}\n" for english, other in pairs]
     file.write_text("".join(lines), encoding="utf-8", newline="\n")
     return len(lines)
@@ -344,19 +345,19 @@ def prepare(data: Path, out: Path, seed: int = 0) -> dict[str, object]:
         random = Random(f"{seed} {language}")
         counts: dict[str, Counter[str]] = {}
         kinds = collect(data, language, held_out, counts)
-        made = copies(kinds, language, random)
-        train = list(mixture(kinds | made, random))
+        added = additional_pairs(kinds, language, random)
+        train = list(mixture(kinds | added))
         random.shuffle(train)
         write_pairs(out / f"train.en-{language}.tsv", train)
         valid = (
-            (clean(one), clean(two))
-            for one, two in read_pairs(data / VALID.format(language=language))
+            (clean(english), clean(other))
+            for english, other in read_pairs(data / VALID.format(language=language))
         )
         report[language] = {
             "train": len(train),
             "valid": write_pairs(out / f"valid.en-{language}.tsv", valid),
             "sources": counts,
-            "kinds": {name: len(pairs) for name, pairs in (kinds | made).items()},
+            "kinds": {name: len(pairs) for name, pairs in (kinds | added).items()},
         }
     (out / "counts.json").write_text(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     return report
@@ -367,9 +368,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=summary)
     parser.add_argument("data", type=Path, help="the folder that holds mt/")
     parser.add_argument("out", type=Path, help="the folder to write")
-    parser.add_argument("--seed", type=int, default=0, help="of all random choices")
-    given = parser.parse_args()
-    report = prepare(given.data, given.out, given.seed)
+    parser.add_argument("--seed", type=int, default=0, help="the seed of all random choices")
+    arguments = parser.parse_args()
+    report = prepare(arguments.data, arguments.out, arguments.seed)
     sys.stdout.write(json.dumps(report, indent=1, ensure_ascii=False) + "\n")
 
 

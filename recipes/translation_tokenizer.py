@@ -2,9 +2,9 @@
 
     python recipes/translation_tokenizer.py OUT FILE.tsv ... [--size 12000]
 
-Both columns of the files are its text. Every text can be encoded, and comes back unchanged: spaces
-are part of the tokens, digits are tokens of their own, and characters that are not in the
-vocabulary are written as the bytes of their UTF-8. OUT is for the recipes' tokenizer.start.
+It is trained on both columns of the files. Decoding restores every text unchanged: spaces are part
+of the tokens, each digit is a token, and a character outside the vocabulary is encoded as its UTF-8
+bytes. Recipes read OUT as tokenizer.start.
 """
 
 from __future__ import annotations
@@ -20,23 +20,23 @@ from tokenizers.trainers import BpeTrainer
 
 SPECIAL = ("</s>", "<pad>", ">>fra<<", ">>deu<<", ">>eng<<")
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
-# A word with the space before it, a digit, a run of other marks with the space before it, space.
+# A word with a leading space, a digit, a run of other marks with a leading space, or white space.
 PIECES = r" ?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+|\s"
-RAREST = 200  # occurrences of a character that has a token; others are written as bytes
-LINES = 500_000  # pairs that are read
+MIN_OCCURRENCES = 200  # of a character with its own token; others are encoded as bytes
+MAX_PAIRS = 500_000  # to train on
 
 
-def pairs_of(files: Iterable[Path], most: int) -> Iterator[str]:
-    """Both sides of the first lines of all files together, as many of each."""
+def pairs_of(files: Iterable[Path], max_pairs: int) -> Iterator[str]:
+    """Both sides of the first lines of all files, the same number from each."""
     files = list(files)
     for file in files:
         with file.open(encoding="utf-8", newline="\n") as lines:
-            for _, line in zip(range(most // len(files)), lines, strict=False):
+            for _, line in zip(range(max_pairs // len(files)), lines, strict=False):
                 yield from line.rstrip("\n").split("\t")[:2]
 
 
-def train(lines: Iterable[str], size: int, rarest: int = RAREST) -> Tokenizer:
-    """Train a byte-pair encoding of ``size`` tokens, special tokens and bytes among them."""
+def train(lines: Iterable[str], size: int, min_occurrences: int = MIN_OCCURRENCES) -> Tokenizer:
+    """Train a byte-pair encoding of ``size`` tokens, including special tokens and bytes."""
     split = pre_tokenizers.Split(Regex(PIECES), "isolated")
     counts: dict[str, int] = {}
 
@@ -47,10 +47,10 @@ def train(lines: Iterable[str], size: int, rarest: int = RAREST) -> Tokenizer:
             yield line
 
     lines = list(counted())
-    alphabet = sorted(character for character, count in counts.items() if count >= rarest)
-    learner = Tokenizer(BPE())
-    learner.pre_tokenizer = split
-    learner.train_from_iterator(
+    alphabet = sorted(character for character, count in counts.items() if count >= min_occurrences)
+    trained = Tokenizer(BPE())
+    trained.pre_tokenizer = split
+    trained.train_from_iterator(
         lines,
         BpeTrainer(
             vocab_size=size - len(SPECIAL) - len(BYTES),
@@ -59,10 +59,10 @@ def train(lines: Iterable[str], size: int, rarest: int = RAREST) -> Tokenizer:
             show_progress=False,
         ),
     )
-    learned = json.loads(learner.to_str())["model"]
-    pieces = sorted(learned["vocab"], key=learned["vocab"].__getitem__)
+    model = json.loads(trained.to_str())["model"]
+    pieces = sorted(model["vocab"], key=model["vocab"].__getitem__)
     ids = {token: index for index, token in enumerate((*SPECIAL, *BYTES, *pieces))}
-    merges = [tuple(merge) for merge in learned["merges"]]
+    merges = [tuple(merge) for merge in model["merges"]]
     tokenizer = Tokenizer(BPE(ids, merges, byte_fallback=True))
     tokenizer.pre_tokenizer = split
     tokenizer.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -74,10 +74,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Train the tokenizer of the translation recipes.")
     parser.add_argument("out", type=Path, help="the folder to write")
     parser.add_argument("files", type=Path, nargs="+", help="TSV files of pairs")
-    parser.add_argument("--size", type=int, default=12000, help="how many tokens")
-    given = parser.parse_args()
-    given.out.mkdir(parents=True, exist_ok=True)
-    train(pairs_of(given.files, LINES), given.size).save(str(given.out / "tokenizer.json"))
+    parser.add_argument("--size", type=int, default=12000, help="the number of tokens")
+    arguments = parser.parse_args()
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    train(pairs_of(arguments.files, MAX_PAIRS), arguments.size).save(
+        str(arguments.out / "tokenizer.json")
+    )
 
 
 if __name__ == "__main__":

@@ -87,11 +87,13 @@ def test_nothing_held_out_is_trained_on(data: Path, tmp_path: Path) -> None:
 def test_the_same_seed_gives_the_same_pairs() -> None:
     pairs = [(f"Sentence {word}.", f"Phrase {word}.") for word in "abcdefghijklmnopqrstuvwxyz" * 9]
     kinds = {"everyday": pairs, "debates": pairs}
-    one, two, three = (translation_data.copies(kinds, "fr", Random(seed)) for seed in (0, 0, 1))
+    one, two, three = (
+        translation_data.additional_pairs(kinds, "fr", Random(seed)) for seed in (0, 0, 1)
+    )
     assert one == two
     assert one != three
     assert {len(made) > 0 for name, made in one.items() if name != "substituted"} == {True}
-    mixed = list(translation_data.mixture(kinds | one, Random(0)))
+    mixed = list(translation_data.mixture(kinds | one))
     assert Counter(mixed)[pairs[0]] >= 9 * sum(
         translation_data.KINDS[kind].times for kind in ("everyday", "debates")
     )
@@ -120,7 +122,7 @@ def test_the_same_seed_gives_the_same_pairs() -> None:
     ],
 )
 def test_why_a_pair_is_left_out(english: str, french: str, reason: str | None) -> None:
-    assert translation_data.why_not((english, french), "fr") == reason
+    assert translation_data.why_rejected((english, french), "fr") == reason
 
 
 def test_text_is_cleaned() -> None:
@@ -183,7 +185,7 @@ def test_a_shared_span_is_replaced_on_both_sides() -> None:
 def text(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
     folder = tmp_path_factory.mktemp("tokenizer")
     lines = ["The cat sat on the mat.", "Le chat s'est assis sur le tapis."] * 300
-    translation_tokenizer.train(lines, 400, rarest=10).save(str(folder / "tokenizer.json"))
+    translation_tokenizer.train(lines, 400, min_occurrences=10).save(str(folder / "tokenizer.json"))
     return Tokenizer.load(folder)
 
 

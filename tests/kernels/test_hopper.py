@@ -26,7 +26,7 @@ from regard.errors import BackendError
 from regard.mechanism.backends import BACKENDS
 from regard.mechanism.biases import Alibi
 from regard.mechanism.call import check as arguments
-from regard.mechanism.seeing import Owing
+from regard.mechanism.seeing import Deferred
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: it comes for Linux.")
 
@@ -691,7 +691,7 @@ def test_a_call_with_gradients_defers_fields_of_seen() -> None:
     see = See(entropy=True, received=True, map=8)
     call = arguments(*leaves, Causal(), None, None, None, 0.0, see)
     output, seen = hopper_backend.run(call)
-    assert isinstance(seen, Owing)
+    assert isinstance(seen, Deferred)
     deferred = output.grad_fn.deferred  # type: ignore[union-attr]
     check(leaves, True, see, {"entropy": seen.entropy.detach()})
     assert deferred.fields
@@ -702,7 +702,7 @@ def test_a_call_with_gradients_defers_fields_of_seen() -> None:
     with torch.no_grad():
         assert type(hopper_backend.run(call)[1]) is Seen
     # By name, 'triton' runs on its own kernels alone.
-    assert not isinstance(triton_backend.run(call)[1], Owing)
+    assert not isinstance(triton_backend.run(call)[1], Deferred)
 
 
 def highest(

@@ -136,14 +136,10 @@ def look(
     By itself an overview of all heads; with a layer and a head, that head's weights as a map. A
     text may be as long as a book: it is read in memory that grows with its length, not the square.
     """
-    import torch
-
     from regard.interpret.comparison import compare as compare_looks
     from regard.interpret.looking import look as run
-    from regard.models.bundle import check_prefix
-    from regard.models.loading import load
+    from regard.models.bundle import open_bundle
     from regard.pictures.figures import savable
-    from regard.text.tokenizer import Tokenizer
 
     asked = _Asked(layer, head, word, _range(rows, "--rows"), _range(columns, "--columns"))
     what, other = ("", "") if compare is None else _other(compare)
@@ -163,8 +159,7 @@ def look(
     place = terminal.device(device)
 
     def one(name: str, document: str, asked: _Asked) -> Look:
-        check_prefix(name, document)
-        read, tokenizer = load(name, device=place, dtype=torch.float32), Tokenizer.load(name)
+        bundle = open_bundle(name, device=place)
         with ExitStack() as stack:
             bars: list[Callable[[int, int], None]] = []
 
@@ -174,7 +169,7 @@ def look(
                 bars[0](done, total)
 
             return run(
-                read, document, tokenizer=tokenizer, target=target, layer=asked.layer,
+                bundle, document, target=target, layer=asked.layer,
                 head=asked.head, word=asked.word, rows=asked.rows, columns=asked.columns,
                 alignment=align, before=lambda plan: _announce(plan, yes), progress=progress,
             )  # fmt: skip

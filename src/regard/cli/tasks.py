@@ -16,7 +16,7 @@ import typer
 from rich.console import Console
 
 from regard.cli import terminal
-from regard.decoding.settings import beam_search, sampling
+from regard.decoding.settings import Settings
 from regard.errors import InputError
 
 if TYPE_CHECKING:
@@ -92,7 +92,8 @@ def translate(
     """
     from regard.tasks.translation import translate as run
 
-    how, place = beam_search(beam, length_penalty), terminal.device(device)
+    how = Settings(num_beams=beam, length_penalty=length_penalty)
+    place = terminal.device(device)
     draw = (
         (sys.stdout.isatty() and len(text or ()) == 1 and not as_json) if align is None else align
     )
@@ -142,7 +143,8 @@ def summarize(
     """
     from regard.tasks.summarization import summarize as run
 
-    how, place = beam_search(beam, length_penalty), terminal.device(device)
+    how = Settings(num_beams=beam, length_penalty=length_penalty)
+    place = terminal.device(device)
     for document in _documents(text, file):
         record = run(
             document, model=model, join=join, how=how, length=length, batch=batch, look=attended,
@@ -238,7 +240,11 @@ def complete(
     """Go on from a text, shown as it is written. Empty lines are passed over."""
     from regard.tasks.completion import stream_completion
 
-    how, place = sampling(temperature, top_k, top_p, seed, no_repeat), terminal.device(device)
+    how = Settings(
+        do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+        no_repeat_ngram_size=no_repeat,
+    )  # fmt: skip
+    place = terminal.device(device)
     for prompt in (line for lines in _lines(text, file) for line in lines if line.strip()):
         pieces = stream_completion(
             prompt,
@@ -269,9 +275,6 @@ def _written(prompt: str, pieces: Generator[str, None, Completion], quiet: bool)
                 print(flush=True)
             record: Completion = stopped.value
             return record
-
-
-# ---------------------------------------------------------------------------------------- decoding
 
 
 # ------------------------------------------------------------------------------------------- input

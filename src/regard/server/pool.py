@@ -10,9 +10,8 @@ from typing import Any
 from regard.checkpoints import cards, hub
 from regard.errors import UnknownModelError
 from regard.models import catalog
-from regard.models.bundle import Ready, ready
+from regard.models.bundle import Bundle, open_bundle
 from regard.models.catalog import Known
-from regard.models.model import Model
 
 # What a model can be asked for, by the task that it is for; each can be looked at and explained.
 _CAN = {
@@ -31,7 +30,7 @@ class Models:
         self.device = device
         self._given: dict[str, Known] = {}
         for name in given:
-            ready(name, (Model,), "be served", device)
+            open_bundle(name, device=device)
             if name not in (model.name for model in catalog.known()):
                 self._given[name] = catalog.at(hub.find(name), name)
 
@@ -52,9 +51,9 @@ class Models:
             "serve --model gives it others."
         )
 
-    def loaded(self, asked: str) -> Ready:
+    def loaded(self, asked: str) -> Bundle:
         """A model with its tokenizer; it is the same one that the tasks use."""
-        return ready(self.name(asked), (Model,), "be looked at", self.device)
+        return open_bundle(self.name(asked), device=self.device)
 
     def to_dict(self) -> dict[str, Any]:
         """What each is, what it can do, how large it is, and its licence."""

@@ -12,9 +12,8 @@ from torch.nn.functional import pad
 from regard.interpret.pooling import pool, sharing
 from regard.interpret.watched import Watched
 from regard.interpret.word_alignment import Pair, best_head, cross_weights, when
-from regard.models.bundle import Ready
-from regard.models.t5 import T5
-from regard.models.transformer import Transformer
+from regard.models.bundle import Bundle
+from regard.models.model import EncoderDecoder
 from regard.tasks.records import WordAttention
 from regard.tasks.writing import Written
 from regard.text.words import Span, spans_of, words
@@ -44,25 +43,25 @@ class Looked:
 
 
 def look(
-    one: Ready, prefix: str, sources: Sequence[str], written: Sequence[Written], batch: int
+    one: Bundle, prefix: str, sources: Sequence[str], written: Sequence[Written], batch: int
 ) -> Iterator[Looked]:
     """Each source with what was written for it, read once more and looked at."""
     model = one.model
-    assert isinstance(model, Transformer | T5)
+    assert isinstance(model, EncoderDecoder)
     all_weights = cross_weights(model, [w.source for w in written], [w.ids for w in written], batch)
     for text, item, weights in zip(sources, written, all_weights, strict=True):
-        offsets = one.text.encode(prefix + text, special=False).offsets
+        offsets = one.tokenizer.encode(prefix + text, special=False).offsets
         tokens = [Span(low - len(prefix), high - len(prefix)) for low, high in offsets]
         yield Looked(text, tokens, item, spans_of(item.ids, one.decode), weights)
 
 
-def align(one: Ready, looked: Sequence[Looked], batch: int) -> WordAttention | None:
+def align(one: Bundle, looked: Sequence[Looked], batch: int) -> WordAttention | None:
     """The words of a translation against those of its source, by the head that aligns them best.
 
     ``looked`` are the sentences of one text.
     """
     model = one.model
-    assert isinstance(model, Transformer | T5)
+    assert isinstance(model, EncoderDecoder)
     named = [(each, words(each.written.text), words(each.source)) for each in looked]
     named = [each for each in named if each[1] and each[2]]
     if not named:

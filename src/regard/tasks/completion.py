@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from regard.decoding.generation import generate, stream_tokens
-from regard.decoding.strategies import Beam, Greedy, How, Sample
+from regard.decoding.settings import Asked, Settings
+from regard.decoding.strategies import Beam, Strategy
 from regard.errors import InputError
 from regard.interpret.pooling import pool
 from regard.interpret.watching import watch
 from regard.mechanism.seeing import See
-from regard.models.bundle import Name, Precision, Ready, ready
-from regard.models.gpt2 import GPT2
-from regard.models.transformer_xl import TransformerXL
+from regard.models.bundle import Bundle, Name, Precision, open_bundle
+from regard.models.model import LanguageModel
 from regard.tasks.attended import mean_rows
 from regard.tasks.defaults import check_default
 from regard.tasks.records import Completion, WordAttention
@@ -25,7 +25,7 @@ from regard.tasks.writing import one_or_many
 from regard.text.words import Span, spans_of, words
 
 TASK = "language modelling"  # as a recipe names it
-USUAL = Sample(temperature=0.8, top_p=0.95)
+USUAL = Settings(do_sample=True, temperature=0.8, top_p=0.95)
 MOST_LOOKED_AT = 2**26  # weights that are held to be looked at; 256 MiB
 
 
@@ -34,7 +34,7 @@ def complete(
     texts: list[str],
     *,
     model: Name = "books-gpt2",
-    how: How | None = None,
+    how: Asked | None = None,
     length: int | None = None,
     batch: int = 32,
     look: bool = True,
@@ -54,8 +54,8 @@ def complete(
     (6, True)
     """
     check_default(model)
-    one = ready(model, (GPT2, TransformerXL), "complete a text", device, precision)
-    way = USUAL if how is None else how
+    one = open_bundle(model, "complete", device, precision)
+    way, length = USUAL.resolve(how, length)
     if not all(text.strip() for text in texts):
         raise InputError("A text to complete is empty. Give some words.")
     began = perf_counter()
@@ -78,7 +78,7 @@ def stream_completion(
     text: str,
     *,
     model: Name = "books-gpt2",
-    how: Greedy | Sample | None = None,
+    how: Asked | None = None,
     length: int | None = None,
     look: bool = False,
     device: torch.device | str | None = None,
@@ -97,14 +97,15 @@ def stream_completion(
     if not text.strip():
         raise InputError("The text is empty. Give some words.")
     check_default(model)
-    one = ready(model, (GPT2, TransformerXL), "complete a text", device, precision)
+    one = open_bundle(model, "complete", device, precision)
     text = one.prepared(text, TASK)
     prompt = _prompt(one, text)
-    return _pieces(one, text, prompt, how or USUAL, _length(one, [prompt], length), look)
+    way, length = USUAL.resolve(how, length)
+    return _pieces(one, text, prompt, way, _length(one, [prompt], length), look)
 
 
 def _pieces(
-    one: Ready, text: str, prompt: list[int], how: Greedy | Sample, length: int, look: bool
+    one: Bundle, text: str, prompt: list[int], how: Strategy, length: int, look: bool
 ) -> Generator[str, None, Completion]:
     began = perf_counter()
     heard = _Heard(one.model)
@@ -145,17 +146,17 @@ class _Heard:
         return float(self.logits[0].float().log_softmax(-1)[token])
 
 
-def _prompt(one: Ready, text: str) -> list[int]:
-    ids = one.text.encode(text, special=False).ids
+def _prompt(one: Bundle, text: str) -> list[int]:
+    ids = one.tokenizer.encode(text, special=False).ids
     if not ids:
         raise InputError(f"The text {text[:40]!r} has no token that {one.name} knows.")
     return ids
 
 
-def _length(one: Ready, prompts: Sequence[Sequence[int]], asked: int | None) -> int:
+def _length(one: Bundle, prompts: Sequence[Sequence[int]], asked: int | None) -> int:
     """How many tokens to write: as asked for, if there is room."""
     usual = 100 if asked is None else asked
-    if not isinstance(one.model, GPT2):
+    if one.model.longest is None:
         return usual
     longest = max(map(len, prompts), default=0)
     room = one.window - longest
@@ -168,7 +169,7 @@ def _length(one: Ready, prompts: Sequence[Sequence[int]], asked: int | None) -> 
     return min(usual, room)
 
 
-def _after(one: Ready, prompt: Sequence[int], ids: Sequence[int]) -> str:
+def _after(one: Bundle, prompt: Sequence[int], ids: Sequence[int]) -> str:
     """The text of new tokens; the one before them tells whether they begin with a space."""
     before = prompt[-1:]
     return one.decode([*before, *ids])[len(one.decode(before)) :]
@@ -185,7 +186,7 @@ class _New(NamedTuple):
     seconds: float
 
 
-def _record(one: Ready, new: _New, look: bool) -> Completion:
+def _record(one: Bundle, new: _New, look: bool) -> Completion:
     tokens = len(new.ids) + new.stopped
     return Completion(
         text=_after(one, new.prompt, new.ids),
@@ -199,13 +200,13 @@ def _record(one: Ready, new: _New, look: bool) -> Completion:
     )
 
 
-def _attended(one: Ready, new: _New) -> WordAttention | None:
+def _attended(one: Bundle, new: _New) -> WordAttention | None:
     """The words before that each new word attended to as it was written, over all heads.
 
     The first token is left out: heads rest on it the weight that they do not need.
     """
     model, prompt, ids = one.model, new.prompt, new.ids
-    assert isinstance(model, GPT2 | TransformerXL)
+    assert isinstance(model, LanguageModel)
     depth, heads = model.config.depth, model.config.heads
     total, before = len(prompt) + len(ids), len(new.text)
     whole = new.text + _after(one, prompt, ids)
@@ -221,7 +222,7 @@ def _attended(one: Ready, new: _New) -> WordAttention | None:
     table[:, 0] = 0
     spans = spans_of(ids, lambda some: _after(one, prompt, some))
     written = [Span(before + low, before + high) for low, high in spans]
-    keys = [*one.text.encode(new.text, special=False).offsets, *written[:-1]]
+    keys = [*one.tokenizer.encode(new.text, special=False).offsets, *written[:-1]]
     pooled = pool(table, written, queries, keys, units)
     where = f"The mean over {depth} layers of {heads} heads, without the first token"
     return WordAttention.of((whole, queries), (whole, units), pooled, where, ("new", "before"))

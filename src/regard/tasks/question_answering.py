@@ -17,8 +17,7 @@ from regard.interpret.pooling import pool
 from regard.interpret.watching import watch
 from regard.mechanism.masks import Padding
 from regard.mechanism.seeing import See
-from regard.models.bert import BertAnswering
-from regard.models.bundle import Name, Precision, Ready, ready
+from regard.models.bundle import Bundle, Name, Precision, open_bundle
 from regard.models.model import pad
 from regard.tasks.attended import mean_rows
 from regard.tasks.defaults import check_default
@@ -64,7 +63,7 @@ def answer(
     No answer.
     """
     check_default(model)
-    one = ready(model, (BertAnswering,), "answer questions", device, precision)
+    one = open_bundle(model, "answer", device, precision)
     at_least("answer(batch=...)", batch, 1)
     if not (is_number(threshold) or threshold in (-math.inf, math.inf)):
         raise InputError(f"answer(threshold=...) is a number, not {threshold!r}.")
@@ -95,7 +94,7 @@ class _Found(NamedTuple):
 
 
 def _answers(
-    one: Ready,
+    one: Bundle,
     questions: Sequence[str],
     contexts: Sequence[str],
     threshold: float,
@@ -113,10 +112,10 @@ def _answers(
     read: dict[str, Encoded] = {}
     for text in (*questions, *contexts):
         if text not in read:
-            read[text] = one.text.encode(text, special=False)
+            read[text] = one.tokenizer.encode(text, special=False)
             if not read[text].ids:
                 raise InputError(f"The text {text[:40]!r} has no token that {one.name} knows.")
-    ends = {"first": one.text.id("[CLS]"), "last": one.text.id("[SEP]")}
+    ends = {"first": one.tokenizer.id("[CLS]"), "last": one.tokenizer.id("[SEP]")}
     rows = [
         (number, part)
         for number, (question, context) in enumerate(zip(questions, contexts, strict=True))
@@ -167,7 +166,7 @@ class _Batch(NamedTuple):
     padding: Padding | None
 
 
-def _batch(one: Ready, parts: Sequence[Window]) -> _Batch:
+def _batch(one: Bundle, parts: Sequence[Window]) -> _Batch:
     rows, device = [part.ids for part in parts], one.model.device
     ids, padding = pad(rows, 0, "right", one.model.config.vocabulary, device)
     lengths = torch.tensor([[len(row)] for row in rows], device=device)
@@ -178,7 +177,7 @@ def _batch(one: Ready, parts: Sequence[Window]) -> _Batch:
     return _Batch(ids, token_types.long(), possible, padding)
 
 
-def _read(one: Ready, parts: Sequence[Window]) -> Spans:
+def _read(one: Bundle, parts: Sequence[Window]) -> Spans:
     batch = _batch(one, parts)
     with torch.inference_mode():
         start, end = one.model(batch.ids, token_types=batch.token_types, padding=batch.padding)
@@ -186,7 +185,7 @@ def _read(one: Ready, parts: Sequence[Window]) -> Spans:
 
 
 def _attended(
-    one: Ready, question: str, context: str, read: dict[str, Encoded], part: Window
+    one: Bundle, question: str, context: str, read: dict[str, Encoded], part: Window
 ) -> WordAttention | None:
     """What the words of the question attend to in the window that has the answer."""
     asked = read[question].offsets

@@ -8,12 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.decoding.settings import Way, decoding
-from regard.decoding.strategies import How
+from regard.decoding.settings import Asked
+from regard.decoding.strategies import Strategy
 from regard.errors import InputError
-from regard.models.bundle import Name, Precision, Ready, ready
-from regard.models.t5 import T5
-from regard.models.transformer import Transformer
+from regard.models.bundle import Bundle, Name, Precision, open_bundle
 from regard.tasks.attended import look as look_at
 from regard.tasks.defaults import check_default
 from regard.tasks.records import Part, Summary, WordAttention
@@ -29,7 +27,7 @@ def summarize(
     *,
     model: Name = "summarize",
     join: bool = False,
-    how: Way | None = None,
+    how: Asked | None = None,
     length: int | None = None,
     batch: int = 8,
     look: bool = True,
@@ -50,21 +48,19 @@ def summarize(
     ('small web server written in C', 'whole')
     """
     check_default(model)
-    one = ready(model, (T5, Transformer), "summarize", device, precision)
-    settings = one.settings(TASK)
-    prefix = settings.get("prefix", "")
-    way, most = decoding(settings, how, length)
-    going = _Going(one, prefix if isinstance(prefix, str) else "", way, most, batch, look)
+    one = open_bundle(model, "summarize", device, precision)
+    way, most = one.settings(TASK).resolve(how, length)
+    going = _Going(one, one.prefix(TASK), way, most, batch, look)
     return [_summary(going, one.prepared(text, TASK), join) for text in texts]
 
 
 class _Going(NamedTuple):
     """How all documents of a call are summarised."""
 
-    one: Ready
+    one: Bundle
     prefix: str
-    how: How
-    length: int
+    how: Strategy
+    length: int | None
     batch: int
     look: bool
 
@@ -122,7 +118,7 @@ def _parts(going: _Going, text: str, units: Sequence[Span]) -> list[Span]:
 
     A sentence that is too long by itself is cut between tokens.
     """
-    encode = going.one.text.encode
+    encode = going.one.tokenizer.encode
     room = going.one.window - len(encode(going.prefix, special=False).ids) - 1
     if room < 1:
         raise InputError(

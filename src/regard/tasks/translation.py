@@ -8,11 +8,9 @@ from itertools import accumulate, chain, pairwise, zip_longest
 
 import torch
 
-from regard.decoding.settings import Way, decoding
+from regard.decoding.settings import Asked
 from regard.errors import InputError
-from regard.models.bundle import Name, Precision, Ready, ready
-from regard.models.t5 import T5
-from regard.models.transformer import Transformer
+from regard.models.bundle import Bundle, Name, Precision, open_bundle
 from regard.tasks.attended import align
 from regard.tasks.attended import look as look_at
 from regard.tasks.defaults import check_default
@@ -31,7 +29,7 @@ def translate(
     *,
     source: str | None = None,
     model: Name = "translate",
-    how: Way | None = None,
+    how: Asked | None = None,
     length: int | None = None,
     batch: int = 32,
     look: bool = True,
@@ -52,9 +50,9 @@ def translate(
     (['Le', 'chat'], ('The', 'cat'))
     """
     check_default(model)
-    one = ready(model, (Transformer, T5), "translate", device, precision)
+    one = open_bundle(model, "translate", device, precision)
     prefix, named, task = _prefix(one, to, source)
-    way, most = decoding(one.settings(task), how, length)
+    way, most = one.settings(task).resolve(how, length)
     cut = [sentences(text) for text in texts]
     parts = [
         one.prepared(text[a:b], TASK)
@@ -90,7 +88,7 @@ def translate(
     return records
 
 
-def _check_length(one: Ready, prefix: str, text: str, which: str) -> None:
+def _check_length(one: Bundle, prefix: str, text: str, which: str) -> None:
     count = len(encode(one, prefix + text))
     if count > one.window:
         raise InputError(
@@ -102,19 +100,19 @@ def _check_length(one: Ready, prefix: str, text: str, which: str) -> None:
 # ----------------------------------------------------------------------------------- languages
 
 
-def _prefix(one: Ready, to: str | None, source: str | None) -> tuple[str, str | None, str | None]:
+def _prefix(one: Bundle, to: str | None, source: str | None) -> tuple[str, str | None, str | None]:
     """What comes before a source, the language as the model names it, and the name of the task.
 
     A Transformer has a tag for each language, such as >>fra<<; a T5 says it in words.
     """
-    if isinstance(one.model, T5):
+    if one.model.prefixed:
         return _in_words(one, to, source)
     if source is not None:
         raise InputError(
             f"{one.name} is never told which language it reads: leave out {source!r}, the language "
             "to translate from."
         )
-    tags = [tag[2:-2] for tag in language_tags(one.text)]
+    tags = [tag[2:-2] for tag in language_tags(one.tokenizer)]
     if not tags:
         if to is not None:
             raise InputError(
@@ -126,7 +124,9 @@ def _prefix(one: Ready, to: str | None, source: str | None) -> tuple[str, str | 
     return f">>{tag}<< ", tag, None
 
 
-def _in_words(one: Ready, to: str | None, source: str | None) -> tuple[str, str | None, str | None]:
+def _in_words(
+    one: Bundle, to: str | None, source: str | None
+) -> tuple[str, str | None, str | None]:
     pairs = {
         (found[1], found[2]): key
         for key in one.tasks
@@ -135,8 +135,7 @@ def _in_words(one: Ready, to: str | None, source: str | None) -> tuple[str, str 
     if source is not None:
         pairs = {pair: key for pair, key in pairs.items() if same_language(pair[0], source)}
     if not pairs and TASK in one.tasks and to is None and source is None:
-        prefix = one.tasks[TASK].get("prefix")  # trained by a recipe, for two languages
-        return (prefix if isinstance(prefix, str) else ""), None, TASK
+        return one.prefix(TASK), None, TASK  # trained by a recipe, for two languages
     if not pairs:
         if TASK in one.tasks:
             raise InputError(
@@ -149,11 +148,10 @@ def _in_words(one: Ready, to: str | None, source: str | None) -> tuple[str, str 
         )
     language = _chosen(one, to, list(dict.fromkeys(target for _, target in pairs)))
     key = next(key for (_, target), key in pairs.items() if target == language)
-    prefix = one.tasks[key].get("prefix")
-    return (prefix if isinstance(prefix, str) else ""), language, key
+    return one.prefix(key), language, key
 
 
-def _chosen(one: Ready, to: str | None, offered: Sequence[str]) -> str:
+def _chosen(one: Bundle, to: str | None, offered: Sequence[str]) -> str:
     """The language asked for, as the model names it."""
     listed = ", ".join(offered)
     if to is None:

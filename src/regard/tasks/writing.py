@@ -9,11 +9,12 @@ from time import perf_counter
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
 from regard.decoding.generation import generate
-from regard.decoding.strategies import Beam, Generated, How
+from regard.decoding.strategies import Beam, Generated, Strategy
 from regard.errors import InputError
-from regard.models.bundle import Ready
-from regard.models.t5 import T5
-from regard.models.transformer import Transformer
+from regard.models.bundle import Bundle
+from regard.models.model import EncoderDecoder
+
+MAX_NEW_TOKENS = 256  # where neither a call nor the model's files say
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -60,20 +61,27 @@ class Written:
     seconds: float
 
 
-def encode(one: Ready, text: str) -> list[int]:
+def encode(one: Bundle, text: str) -> list[int]:
     """The ids of a source, with the token that ends it."""
     end = one.model.config.end_token
-    return [*one.text.encode(text, special=False).ids, *(() if end is None else (end,))]
+    return [*one.tokenizer.encode(text, special=False).ids, *(() if end is None else (end,))]
 
 
-def write(one: Ready, sources: Sequence[str], how: How, length: int, batch: int) -> list[Written]:
-    """What a model of texts to texts writes for each source."""
+def write(
+    one: Bundle, sources: Sequence[str], how: Strategy, length: int | None, batch: int
+) -> list[Written]:
+    """What a model of texts to texts writes for each source, at most ``length`` tokens or 256."""
     model = one.model
-    assert isinstance(model, Transformer | T5)
+    assert isinstance(model, EncoderDecoder)
     began = perf_counter()
     prompts = [encode(one, source) for source in sources]
     outputs: list[list[Generated]] = generate(
-        model, prompts, how, max_new_tokens=length, stop=one.ends, batch=batch
+        model,
+        prompts,
+        how,
+        max_new_tokens=MAX_NEW_TOKENS if length is None else length,
+        stop=one.ends,
+        batch=batch,
     )
     share = (perf_counter() - began) / max(len(prompts), 1)
     found = []

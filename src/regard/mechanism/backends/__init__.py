@@ -1,9 +1,12 @@
-"""The backends, fastest first, and the choice of one for a call.
+"""The backends, fastest first, and how one is chosen for a call.
 
-A backend answers with a reason or None: ``unavailable()`` on this machine, ``refuses(call)`` for
-this call. "auto" takes the first that gives no reason. None catches an error of its own. Within a
-call that it takes, 'hopper' runs some passes on the kernels of 'triton', and 'sdpa' and 'native'
-run some rows on 'tiled'.
+``unavailable()`` is the reason why a backend cannot run on this machine, ``refuses(call)`` why it
+cannot run this call; None where it can. "auto" takes the first backend with neither reason. No
+backend catches an error of another. ``hopper`` runs single passes on the kernels of ``triton``.
+Two others check the numbers of a call while they run it, and compute it by ``tiled.by_rows``, plain
+PyTorch on blocks of rows, where their kernel would be wrong: ``sdpa`` where a NaN or infinity could
+leak through a mask, and where no query may attend to any key; ``native`` where the inputs hold a
+NaN or infinity.
 """
 
 from __future__ import annotations
@@ -25,32 +28,34 @@ from regard.mechanism.seeing import Seen
 
 @dataclass(frozen=True, slots=True)
 class Backend:
+    """A way to compute attention, and when it can."""
+
     name: str
     unavailable: Callable[[], str | None]
     refuses: Callable[[Call], str | None]
     run: Callable[[Call], tuple[Tensor, Seen | None]]
 
 
-def _never(*_: object) -> str | None:
+def _no_reason(*_: object) -> str | None:
     return None
 
 
 BACKENDS = (
     Backend("hopper", hopper.unavailable, hopper.refuses, hopper.run),
     Backend("triton", triton_backend.unavailable, triton_backend.refuses, triton_backend.run),
-    Backend("sdpa", _never, sdpa.refuses, sdpa.run),
+    Backend("sdpa", _no_reason, sdpa.refuses, sdpa.run),
     Backend("native", cpu_backend.unavailable, cpu_backend.refuses, cpu_backend.run),
-    Backend("tiled", _never, tiled.refuses, tiled.run),
-    Backend("reference", _never, _never, reference.run),
+    Backend("tiled", _no_reason, tiled.refuses, tiled.run),
+    Backend("reference", _no_reason, _no_reason, reference.run),
 )
 
 
 def choose(call: Call, name: str = "auto") -> Backend:
-    """The backend to run a call on: the one named, or the first that can."""
+    """The backend for a call: the named one, or the first that can run it."""
     for backend in BACKENDS:
         if name not in ("auto", backend.name):
             continue
-        reason = backend.refuses(call) or backend.unavailable()  # the first is cheaper
+        reason = backend.refuses(call) or backend.unavailable()  # refuses() is faster
         if reason is None:
             return backend
         if name != "auto":

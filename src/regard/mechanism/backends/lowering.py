@@ -21,16 +21,13 @@ from regard.kernels.sizes import ALIBI, CAUSAL, FULL, INTERVAL, PLAIN, RELATIVE,
 from regard.mechanism.backends import reference
 from regard.mechanism.biases import Alibi, RelativeBuckets, RelativeContent
 from regard.mechanism.call import Call
-from regard.mechanism.geometry import Extent
-from regard.mechanism.masks import And, Causal, Mask, Padding, Prefix, Segments, Window
-from regard.mechanism.seeing import Owing, See, Seen, finish, grid_of
+from regard.mechanism.masks import Causal, Mask, lower
+from regard.mechanism.seeing import Deferred, See, Seen, finish, grid_of
 
 
 def key_ranges(mask: Mask | None) -> bool:
     """Whether a mask is certain to be one range of keys for each query."""
-    if isinstance(mask, And):
-        return key_ranges(mask.left) and key_ranges(mask.right)
-    return mask is None or isinstance(mask, Causal | Window | Prefix | Padding | Segments)
+    return mask is None or mask.is_ranges
 
 
 def run_kernels(call: Call, hopper: bool) -> tuple[Tensor, Seen | None]:
@@ -54,7 +51,7 @@ def run_kernels(call: Call, hopper: bool) -> tuple[Tensor, Seen | None]:
     in_order = results.pop("rows", None)  # as See names them, so nothing is left to finish
     seen = finish(see, results, call.extent)
     if compute is not None:
-        seen = Owing.of(seen, compute)
+        seen = Deferred.of(seen, compute)
     seen.rows = row_blocks(call, see) if see.rows and not wanted.rows else in_order
     return output, seen
 
@@ -96,12 +93,11 @@ def mask_kind(mask: Mask | None) -> int:
 def lower_structure(call: Call) -> Structure:
     """Return the mask and the bias of a call as the kernels take them."""
     kind = mask_kind(call.mask)
-    low, high = None, None
+    low, high, max_keys = None, None, 0
     if kind == INTERVAL and call.mask is not None:
-        keep = call.mask.static and not torch.compiler.is_compiling()
-        low, high = (_kept_ends if keep else _ends)(call.mask, call.extent)
+        low, high, max_keys = lower(call.mask, call.extent)
     structure = Structure(
-        kind, low, high, PLAIN, None, 0, call.scale, call.softcap, max_keys=_max_keys(call.mask)
+        kind, low, high, PLAIN, None, 0, call.scale, call.softcap, max_keys=max_keys
     )
     bias = call.bias
     if isinstance(bias, Alibi):
@@ -136,29 +132,6 @@ def _buckets(count: int, bidirectional: bool, reach: int, device: torch.device) 
 
 
 _kept_buckets = Kept(_buckets)
-
-
-def _max_keys(mask: Mask | None) -> int:
-    """The most keys a query may attend to, if a mask says so; else 0."""
-    if isinstance(mask, And):
-        both = _max_keys(mask.left), _max_keys(mask.right)
-        return min(both) or max(both)
-    return min(mask.left + 1 + mask.right, 2**31) if isinstance(mask, Window) else 0
-
-
-def _ends(mask: Mask, extent: Extent) -> tuple[Tensor, Tensor]:
-    """Both ends of a mask's ranges: int32, [1 or batch, queries]."""
-
-    def table(end: int | Tensor) -> Tensor:
-        if isinstance(end, int):
-            end = torch.full((1, 1), end, device=extent.device)
-        return end.clamp(0, extent.keys).to(torch.int32).expand(-1, extent.queries).contiguous()
-
-    interval = mask.interval(extent)
-    return table(interval.low), table(interval.high)
-
-
-_kept_ends = Kept(_ends)
 
 
 def row_blocks(call: Call, see: See) -> Tensor:

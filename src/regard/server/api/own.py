@@ -11,11 +11,10 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from regard.decoding.strategies import Greedy, Sample
+from regard.decoding.settings import Settings
 from regard.interpret.explaining.inputs import explain
 from regard.interpret.looking import look
 from regard.mechanism.masks import Causal
-from regard.models.bundle import check_prefix
 from regard.server.pool import Models
 from regard.server.worker import Going
 from regard.tasks.completion import stream_completion
@@ -57,10 +56,9 @@ class _Searched(Asked):
     svg: Svg = False
 
     @property
-    def how(self) -> dict[str, float]:
-        """What is to be other than the model's own files say."""
-        asked = {"num_beams": self.beam, "length_penalty": self.length_penalty}
-        return {name: value for name, value in asked.items() if value is not None}
+    def how(self) -> Settings:
+        """The decoding settings that replace those of the model's files."""
+        return Settings(num_beams=self.beam, length_penalty=self.length_penalty)
 
 
 class Translate(_Searched):
@@ -145,10 +143,13 @@ class Complete(Asked):
 
     def pieces(self, models: Models, going: Going) -> Iterator[dict[str, Any]]:
         """Each piece as it is written, and in the end the record."""
-        how = (
-            Greedy(self.no_repeat)
-            if self.temperature == 0
-            else Sample(self.temperature, self.top_k, self.top_p, self.seed, self.no_repeat)
+        how = Settings(
+            do_sample=True,
+            temperature=self.temperature,
+            top_k=self.top_k,
+            top_p=self.top_p,
+            seed=self.seed,
+            no_repeat_ngram_size=self.no_repeat,
         )
         writing: Generator[str, None, Completion] = stream_completion(
             self.text, model=models.name(self.model), how=how, length=self.length,
@@ -183,10 +184,8 @@ class Look(Asked):
     svg: Svg = False
 
     def run(self, models: Models, going: Going) -> dict[str, Any]:
-        one = models.loaded(self.model)
-        check_prefix(self.model, self.text)
         found = look(
-            one.model, self.text, tokenizer=one.text, target=self.target, layer=self.layer,
+            models.loaded(self.model), self.text, target=self.target, layer=self.layer,
             head=self.head, word=self.word, progress=lambda *_: going.check(),
         )  # fmt: skip
         drawn = found.picture(without_first=self.without_first).svg() if self.svg else None
@@ -219,8 +218,8 @@ class Explain(Asked):
             model = tokenizer = None
         else:
             one = models.loaded(self.model)
-            check_prefix(self.model, self.sentence or "")
-            model, tokenizer = one.model, one.text
+            one.check_prefix(self.sentence or "")
+            model, tokenizer = one.model, one.tokenizer
         return explain(
             self.sentence, heads=self.heads, dim=self.dim, seed=self.seed, word=self.word,
             mask=Causal() if self.causal else None, model=model, tokenizer=tokenizer,
