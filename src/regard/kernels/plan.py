@@ -5,7 +5,9 @@
 pass the variant that runs ("cudnn", "hopper" or "triton"), for each faster variant the reason
 against it, and the buffers that one pass leaves to the next. ``passes`` follows the plan.
 
-Pure Python: Triton is not imported. Tests: ``pytest tests -k "plan or calls_that_do_not_fit"``.
+Pure Python: Triton is not imported.
+
+Tests: ``pytest tests -k "plan or calls_that_do_not_fit"``.
 """
 
 from __future__ import annotations

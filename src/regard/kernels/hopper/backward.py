@@ -9,8 +9,9 @@ of queries in float32, in the register order of a product; ``gather`` puts them 
 
 A step is a tile of queries at a width of 64, and half of one at 128: registers hold its scores,
 their gradients, and the gradients of keys and values so far. Called by ``launch.backward``.
-Gradients of queries differ in their last bits between runs. Test: ``pytest
-tests/kernels/test_hopper.py -k backward_is_the_definition``.
+Gradients of queries differ in their last bits between runs.
+
+Test: ``pytest tests/kernels/test_hopper.py -k backward_is_the_definition``.
 """
 
 from triton.experimental import gluon

@@ -3,8 +3,9 @@
 
 Four teams (warpgroups) have 64 keys each, and all go over the queries. They are one role; see
 teams.py. Called by ``launch.columns``; ``backward`` uses the sums of tiles. No two programs add to
-one number, so repeats are equal to the bit. Test: ``pytest tests/kernels/test_hopper.py -k
-columns_are_the_definition``.
+one number, so repeats are equal to the bit.
+
+Test: ``pytest tests/kernels/test_hopper.py -k columns_are_the_definition``.
 """
 
 from triton.experimental import gluon

@@ -8,8 +8,9 @@ multiply the scores of the next tile and the values of the last one.
 
 In: query, key, value [batch, heads, length, D], D 64 or 128. Out: output, lse, the wanted fields
 and, for later passes, ``Threshold`` and ``NegLse``. Weights of masked pairs are exactly 0, and
-every query attends to some key. Called by ``launch.forward``. Test: ``pytest
-tests/kernels/test_hopper.py -k forward_is_the_definition``.
+every query attends to some key. Called by ``launch.forward``.
+
+Test: ``pytest tests/kernels/test_hopper.py -k forward_is_the_definition``.
 """
 
 from triton.experimental import gluon
@@ -63,9 +64,7 @@ from regard.kernels.hopper.sorting import eighth_highest
 from regard.kernels.plan import Work
 
 GROUPS = gl.constexpr(2)  # warpgroups that attend: ROWS queries each, BLOCK together
-SETS = gl.constexpr(
-    sizes.SETS
-)  # sets of a lane's scores; the maximum of each is kept for the threshold
+SETS = gl.constexpr(sizes.SETS)  # of a lane's scores; the maximum of each is kept
 JOINED = gl.constexpr(sizes.JOINED)  # programs that can share a block
 # By which a score may exceed the one that weights are relative to, base 2.
 SLACK = gl.constexpr(8.0)

@@ -1,7 +1,9 @@
 """Launches the kernels for Hopper as a plan says; ``plan`` decides which calls they take.
 
 Called by ``passes``. Tensors are [batch, heads, length, dim], their last axis dense, as ``plan``
-checked. Tests: ``pytest tests -k "hopper and definition"``.
+checked.
+
+Tests: ``pytest tests -k "hopper and definition"``.
 """
 
 from __future__ import annotations

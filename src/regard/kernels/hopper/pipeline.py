@@ -13,8 +13,9 @@ short one of the same head; the last items are single blocks, the short ones at 
 mask the last items may be fewer than the programs: a launch of its own splits them into shares of
 steps (tiles), and small kernels join the partial results.
 
-Callers: ``forward``, ``columns``, ``backward``, ``top``. Test: ``pytest
-tests/kernels/test_hopper.py -k dealt_out``.
+Callers: ``forward``, ``columns``, ``backward``, ``top``.
+
+Test: ``pytest tests/kernels/test_hopper.py -k dealt_out``.
 """
 
 from triton.experimental import gluon

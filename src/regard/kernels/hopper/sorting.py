@@ -9,8 +9,9 @@ thread packs its two rows into one register as bfloat16, which halves comparison
 rounding is that of a number's distance from ``near``: the result is below the eighth by 0.016 of
 that distance at most.
 
-Callers: ``forward`` (threshold of the top keys) and ``top``. Test: ``pytest
-tests/kernels/test_hopper.py -k eight``.
+Callers: ``forward`` (threshold of the top keys) and ``top``.
+
+Test: ``pytest tests/kernels/test_hopper.py -k eight``.
 """
 
 from triton.experimental import gluon

@@ -10,7 +10,9 @@ PTX needs the addresses of the barriers, and Triton does not give them. They lie
 ``room``, a shared buffer of integers, and Triton puts larger buffers before smaller ones. The
 kernels check that address when they start.
 
-Callers: ``columns``, ``top``. Test: ``pytest tests/kernels/test_hopper.py -k "shared_memory"``.
+Callers: ``columns``, ``top``.
+
+Test: ``pytest tests/kernels/test_hopper.py -k "shared_memory"``.
 """
 
 from triton.experimental import gluon

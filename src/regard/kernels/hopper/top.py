@@ -8,8 +8,9 @@ in which a thread may choose its address, so this is PTX, one instruction or a f
 teams are one role; see teams.py.
 
 In: query, key, ``Threshold``, lse. Out: ``Weights`` and ``Keys`` [batch, heads, queries, COUNT],
-and ``Unfinished`` rows for triton/rows.search. Called by ``launch.top``. Test: ``pytest
-tests/kernels/test_hopper.py -k top_keys_are_the_definition``.
+and ``Unfinished`` rows for triton/rows.search. Called by ``launch.top``.
+
+Test: ``pytest tests/kernels/test_hopper.py -k top_keys_are_the_definition``.
 """
 
 from triton.experimental import gluon

@@ -13,8 +13,9 @@ unknown after the forward pass. ``deltas`` computes delta, and streams that sum.
 
 Gradients of queries, and of keys and values, have a kernel each: a program owns what it sums, and
 no two add to one number. ``distances`` has the gradient of a table of biases, ``askew`` those of
-Transformer-XL's queries and embeddings. Called by ``launch.backward``. Test: ``pytest
-tests/kernels/test_triton.py -k through_one_field``.
+Transformer-XL's queries and embeddings. Called by ``launch.backward``.
+
+Test: ``pytest tests/kernels/test_triton.py -k through_one_field``.
 """
 
 import triton

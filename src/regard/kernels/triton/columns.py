@@ -18,7 +18,9 @@ and a barrier for each tile. The rest is a sum over a small tensor afterwards.
 A thread holds two of every eight columns of a product, and four threads share a row. So where a
 tile has several bins, its queries are interleaved: all queries of a bin come to one thread.
 
-Called by ``launch.columns``. Test: ``pytest tests/kernels/test_triton.py -k maps_of_any_grid``.
+Called by ``launch.columns``.
+
+Test: ``pytest tests/kernels/test_triton.py -k maps_of_any_grid``.
 """
 
 import triton

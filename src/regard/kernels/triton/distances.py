@@ -3,8 +3,9 @@
 
 A program owns some distances of a head, and some of the pairs of blocks that have them, of any
 sequence: it sums in its registers and stores once. The sums of the few programs that share
-distances are added afterwards. No two add to one number. Called by ``launch._by_diagonal``. Test:
-``pytest tests/kernels/test_triton.py -k gradient_of_a_table``.
+distances are added afterwards. No two add to one number. Called by ``launch._by_diagonal``.
+
+Test: ``pytest tests/kernels/test_triton.py -k gradient_of_a_table``.
 """
 
 import triton

@@ -13,7 +13,9 @@ at the cost of one multiplication and addition for each weight. The largest weig
 
 Where too few queries keep a device busy, several programs split the keys of a block and store
 partial sums; ``merge`` combines them. Called by ``launch.forward``. A query without keys yields
-zeros, lse -inf, entropy 0. Test: ``pytest tests/kernels/test_triton.py -k every_field``.
+zeros, lse -inf, entropy 0.
+
+Test: ``pytest tests/kernels/test_triton.py -k every_field``.
 """
 
 import triton

@@ -2,6 +2,7 @@
 
 Called by ``passes``. Tensors are [batch, heads, length, dim], their last axis dense. These kernels
 take every call that the backend 'triton' takes, and never use those for Hopper.
+
 Test: ``pytest tests -k "kernels and output_and_every_field"``.
 """
 

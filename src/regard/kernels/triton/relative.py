@@ -12,8 +12,9 @@ in memory as [queries, keys]. The kernel that makes it writes shifted rows, and 
 gradients of its two sides read shifted rows of the scores' gradients. There is memory for some
 queries at a time, whatever the length.
 
-``askew`` has the kernels. Called by ``launch``. Test: ``pytest tests/kernels/test_triton.py -k
-transformer_xl``.
+``askew`` has the kernels. Called by ``launch``.
+
+Test: ``pytest tests/kernels/test_triton.py -k transformer_xl``.
 """
 
 from __future__ import annotations

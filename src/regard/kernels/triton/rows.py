@@ -9,8 +9,9 @@ threshold no longer reaches it. ``pick`` sorts the collected scores; of equal on
 is first. Where more scores reach the threshold than there is room for, or than ``pick`` takes
 (ties, or a pattern that repeats with the tile), ``search`` goes over the row again.
 
-Called by ``launch.rows`` and ``launch.top``. Test: ``pytest tests/kernels/test_triton.py -k
-top_keys``.
+Called by ``launch.rows`` and ``launch.top``.
+
+Test: ``pytest tests/kernels/test_triton.py -k top_keys``.
 """
 
 import triton
@@ -37,9 +38,7 @@ from regard.kernels.triton.tiles import (
 
 MISSING = tl.constexpr(-(2**63))  # a rank behind every score
 HIGHEST = tl.constexpr(2**31 - 1)  # more than any key
-LANES = tl.constexpr(
-    sizes.LANES
-)  # threads that share a row of a product; each has its own candidates
+LANES = tl.constexpr(sizes.LANES)  # threads that share a row, each with own candidates
 FEW = tl.constexpr(16)  # rows that are left, up to which a program searches them one by one
 NARROW = tl.constexpr(64)  # keys at a time where rows are searched together
 

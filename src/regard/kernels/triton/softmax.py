@@ -5,6 +5,7 @@
 
 Rows may be wider than the vocabulary; the rest is ignored. Where their width and stride are
 multiples of 16, a thread reads and writes 16 bytes at once. Called by ``regard.layers.losses``.
+
 Test: ``pytest tests/layers -k losses``.
 """
 

@@ -15,8 +15,9 @@ reach of a table of distances. The middle stretch exists only where distances ma
 
 A kernel goes over the stretches in an unrolled loop; those that a kind of call cannot have, as
 ``by_keys`` and ``by_queries`` say, are never compiled. Tensors and numbers that belong together
-arrive as the tuples of plan.py. Test: ``pytest tests/kernels/test_triton.py -k "every_field and
-window"``.
+arrive as the tuples of plan.py.
+
+Test: ``pytest tests/kernels/test_triton.py -k "every_field and window"``.
 """
 
 import triton
