@@ -137,7 +137,10 @@ def test_evaluate_takes_keys_of_a_recipe(place):
         (["--data", "nowhere.txt"], "There is no file"),
         (["--data", "text.txt", "--metric", "bleu"], "There is no score bleu"),
         (["--data", "text.txt", "--device", "nothing"], "has no device 'nothing'"),
-        (["--data", "text.txt", "--set", "evaluation.bean=2"], "Did you mean evaluation.beam?"),
+        (
+            ["--data", "text.txt", "--set", "evaluation.num_beam=2"],
+            "Did you mean evaluation.num_beams?",
+        ),
     ],
 )
 def test_evaluate_says_what_is_wrong(place, words, message):

@@ -94,7 +94,7 @@ def evaluate(
     own = own_settings(one)
     own_prefix = own.pop("prefix", "")
     if beam is not None:
-        own["evaluation.beam"] = beam
+        own["evaluation.num_beams"] = beam
     source: dict[str, Any] = {
         "format": form or _form(data[0], bool(targets), scored_row(one.model).name == "bert"),
         "files": data,

@@ -22,29 +22,23 @@ def train(
     recipe: Annotated[Path, typer.Argument(help="A TOML file; the source has some in recipes/.")],
     changes: Settings = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Go on from the newest whole checkpoint.")
+        bool, typer.Option("--resume", help="Continue from the newest undamaged checkpoint.")
     ] = False,
 ) -> None:
-    """Train a model by a recipe. Ctrl-C saves a checkpoint and leaves."""
+    """Train a model by a recipe. Ctrl-C saves a checkpoint and stops."""
     from regard.training.run import train as run
 
     result = run(recipe, resume=resume, overrides=changes or ())
-    if result.rank:  # the first of several processes speaks for all
+    if result.rank:  # only the first of several processes prints
         raise typer.Exit(0 if result.finished else 130)
     if not result.finished:
         settings = [word for change in changes or () for word in ("--set", change)]
         again = shlex.join(["regard", "train", str(recipe), *settings, "--resume"])
-        typer.echo(f"Stopped after step {result.step}. Go on with: {again}")
+        typer.echo(f"Stopped after step {result.step}. Continue with: {again}")
         raise typer.Exit(130)
     for name, score in result.scores.items():
         typer.echo(f"{name:<14} {score:.4g}")
     typer.echo(f"The model is in {result.folder / 'model'}.")
-
-
-# ---------------------------------------------------------------------------------------- evaluate
-
-
-# ----------------------------------------------------------------------------------------- convert
 
 
 class Precision(StrEnum):
