@@ -84,7 +84,7 @@ def test_models_shows_a_card(cache):
 
 
 def test_models_does_not_know_every_name(cache):
-    one_line(regard("models", "nothing"), "no model 'nothing' at hand")
+    one_line(regard("models", "nothing"), "no installed or cached model 'nothing'")
     near = regard("models", "answr")
     one_line(near, "no model 'answr' at hand. Did you mean answer? There are: ")
 
@@ -247,7 +247,7 @@ def test_a_conversion_that_fails_leaves_what_was_there(place, tmp_path, monkeypa
     ("words", "message"),
     [
         (["./nowhere", "new"], "There is no folder ./nowhere"),
-        (["MODEL", "new", "--dtype", "float16", "--packing", "int8"], "leave dtype out"),
+        (["MODEL", "new", "--dtype", "float16", "--packing", "int8"], "leave out dtype"),
     ],
 )
 def test_convert_says_what_is_wrong(place, tmp_path, words, message):

@@ -17,8 +17,8 @@ from regard.cli import tasks, terminal
 from regard.errors import InputError
 
 if TYPE_CHECKING:
-    from regard.interpret.cost import Plan
-    from regard.interpret.lens import Look
+    from regard.interpret.cost import CostEstimate
+    from regard.interpret.measurement import Look
     from regard.pictures.figures import Picture
     from regard.pictures.terminal import Colouring
 
@@ -56,14 +56,19 @@ def explain(
 
     Without a model the numbers are small and made up, with one they are its own.
     """
-    from regard.interpret.explaining.inputs import explain as trace
+    from regard.interpret.explaining import inputs
     from regard.mechanism.masks import Causal
 
-    mask = Causal() if causal else None
-    shown = trace(
-        sentence, heads=heads, dim=dim, seed=seed, mask=mask, word=word, model=model, layer=layer,
-        head=head, target=target,
+    options = inputs.explain_options(
+        model=model is not None, heads=heads, dim=dim, seed=seed,
+        mask=Causal() if causal else None, layer=layer, head=head, target=target, word=word,
     )  # fmt: skip
+    if model is None:
+        shown = inputs.explain(sentence, **options)
+    else:
+        from regard.interpret.explaining.layer import explain_model
+
+        shown = explain_model(model, sentence or "", **options)
     console = Console(highlight=False)
     if as_json:
         print(json.dumps(shown.to_dict(), ensure_ascii=False), flush=True)
@@ -171,7 +176,7 @@ def look(
             return run(
                 bundle, document, target=target, layer=asked.layer,
                 head=asked.head, word=asked.word, rows=asked.rows, columns=asked.columns,
-                alignment=align, before=lambda plan: _announce(plan, yes), progress=progress,
+                alignment=align, on_estimate=lambda cost: _announce(cost, yes), progress=progress,
             )  # fmt: skip
 
     found = one(model, document, asked)
@@ -239,11 +244,11 @@ def _short(text: str) -> str:
     return line if len(line) <= 24 else line[:23] + "…"
 
 
-def _announce(plan: Plan, yes: bool) -> None:
+def _announce(cost: CostEstimate, yes: bool) -> None:
     """Say what a long run will take, and where it takes very long, ask."""
-    print(f"{plan}.", file=sys.stderr, flush=True)
+    print(f"{cost}.", file=sys.stderr, flush=True)
     asks = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty() and not yes
-    if plan.seconds > PATIENCE and asks:
+    if cost.seconds > PATIENCE and asks:
         try:
             goes_on = typer.confirm("Go on?", default=True, err=True)
         except typer.Abort:

@@ -36,7 +36,7 @@ def watched_model(
     finally:
         model.train(was_training)
     for layer in watched:
-        seen = watched.of(layer)[-1]
+        seen = watched[layer][-1]
         assert seen.entropy is not None
         assert seen.max_logit is not None
         entropy = seen.entropy.float().mean((0, 2)).tolist()

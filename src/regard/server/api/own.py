@@ -12,7 +12,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field
 
 from regard.decoding.settings import Settings
-from regard.interpret.explaining.inputs import explain
+from regard.interpret.explaining.inputs import explain, explain_options
+from regard.interpret.explaining.layer import explain_model
 from regard.interpret.looking import look
 from regard.mechanism.masks import Causal
 from regard.server.pool import Models
@@ -214,17 +215,15 @@ class Explain(Asked):
 
     def run(self, models: Models, going: Going) -> dict[str, Any]:
         going.check()
+        options = explain_options(
+            model=self.model is not None, heads=self.heads, dim=self.dim, seed=self.seed,
+            mask=Causal() if self.causal else None, layer=self.layer, head=self.head,
+            target=self.target, word=self.word,
+        )  # fmt: skip
         if self.model is None:
-            model = tokenizer = None
-        else:
-            one = models.loaded(self.model)
-            one.check_prefix(self.sentence or "")
-            model, tokenizer = one.model, one.tokenizer
-        return explain(
-            self.sentence, heads=self.heads, dim=self.dim, seed=self.seed, word=self.word,
-            mask=Causal() if self.causal else None, model=model, tokenizer=tokenizer,
-            layer=self.layer, head=self.head, target=self.target,
-        ).to_dict()  # fmt: skip
+            return explain(self.sentence, **options).to_dict()
+        bundle = models.loaded(self.model)
+        return explain_model(bundle, self.sentence or "", **options).to_dict()
 
 
 def _told(record: Record, svg: bool, title: str) -> dict[str, Any]:
