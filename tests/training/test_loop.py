@@ -95,6 +95,15 @@ def test_every_task_is_learned_evaluated_and_loaded_again(
     assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
 
 
+def test_an_average_of_none_is_the_best_checkpoint(folder: Path) -> None:
+    raw = recipe_of(folder, "summarization", "t5")
+    result = run(raw, schedule__steps=6, evaluation__every=3, saving__average=0)
+    keeper = Keeper(result.folder / "checkpoints")
+    best = keeper.load(keeper.best()).state["model"]
+    model = regard.load(result.folder / "model")
+    assert all(torch.equal(best[name], tensor) for name, tensor in model.state_dict().items())
+
+
 def test_a_trained_model_is_used_as_it_was_evaluated(folder: Path) -> None:
     raw = recipe_of(folder, "summarization", "t5")
     for part in ("train", "valid"):
@@ -743,9 +752,7 @@ def test_while_it_learns_some_examples_are_decoded_and_all_in_the_end(folder: Pa
     for examples, scores in ((2, some), (0, every)):
         raw["evaluation"]["examples"] = examples
         output = str(folder / f"run{examples}")
-        result = run(
-            raw | {"output": output}, schedule__steps=60, evaluation__every=30, saving__average=0
-        )
+        result = run(raw | {"output": output}, schedule__steps=60, evaluation__every=30)
         scores += [row["scores"] for row in log_of(result) if "scores" in row]
         scores.append(result.scores)
     assert some[-1] == every[-1]

@@ -88,16 +88,16 @@ def table(
 
     def build() -> Table:
         report = Report()
-        found, facts = records(data, sources, RECORDS[task], report), dict[str, Any]()
+        examples, facts = records(data, sources, RECORDS[task], report), dict[str, Any]()
         if RECORDS[task] is Pair:
             facts["variants"] = variants
-            pairs = cast(Iterator[Pair], found)
+            pairs = cast(Iterator[Pair], examples)
             columns = pair_columns(pairs, data.length, tokenizer, report, variants, options.dropout)
         elif RECORDS[task] is Question:
-            questions = repeat_unanswered(cast(Iterator[Question], found), unanswered)
+            questions = repeat_unanswered(cast(Iterator[Question], examples), unanswered)
             columns = window_columns(questions, tokenizer, data.length)
         else:
-            columns, facts["bytes"] = text_columns(cast(Iterator[str], found), tokenizer)
+            columns, facts["bytes"] = text_columns(cast(Iterator[str], examples), tokenizer)
         report.check(data.max_bad_share, part)
         bad = [list(line) for line in report.bad]
         return Table(columns, {"report": str(report), "read": report.read, "bad": bad} | facts)
@@ -226,10 +226,10 @@ def window_columns(
     first, last = tokenizer.id("[CLS]"), tokenizer.id("[SEP]")
     for number, question in enumerate(questions):
         # A question that leaves no room for the context is cut.
-        asked = tokenizer.encode(question.question, special=False).ids[: length // 2]
+        question_ids = tokenizer.encode(question.question, special=False).ids[: length // 2]
         context = tokenizer.encode(question.context, special=False)
         span = _answer_span(question, context.offsets)
-        for window in windows(asked, context.ids, length, first=first, last=last):
+        for window in windows(question_ids, context.ids, length, first=first, last=last):
             start = end = 0
             stop = window.offset + len(window.ids) - window.split - 1
             if span is not None and window.offset <= span[0] and span[1] < stop:

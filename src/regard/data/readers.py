@@ -194,8 +194,8 @@ def question(
     """A question, or a bad line; ``start`` names the field with the place of an answer."""
     try:
         answers = tuple(Answer(answer["text"], answer[start]) for answer in row["answers"])
-        name, asked = row["id"], row["question"]
-        texts = [name, asked, context, *(answer.text for answer in answers)]
+        name, query = row["id"], row["question"]
+        texts = [name, query, context, *(answer.text for answer in answers)]
     except (KeyError, TypeError):
         report.refuse(file, number, f"no id, question or answers with text and {start}")
         return
@@ -206,7 +206,7 @@ def question(
         report.refuse(file, number, "an answer that is not at its start")
     else:
         report.accept(file, number)
-        yield Question(name, asked, context, answers)
+        yield Question(name, query, context, answers)
 
 
 # --------------------------------------------------------------------------------------- parts

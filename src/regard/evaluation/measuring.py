@@ -79,8 +79,8 @@ def evaluate(
 ) -> Evaluated:
     r"""The scores of a model on data sources, in the form of a recipe, with files below ``root``.
 
-    ``wanted`` are names of scores; without any, those of :data:`SCORES_OF_TASK`. ``loss`` (and
-    ``perplexity`` for text from text) must be asked for. ``settings`` are keys
+    ``wanted`` are names of scores; without any, those of :data:`SCORES_OF_TASK`. Translation,
+    summarization and question answering also have a ``loss``. ``settings`` are keys
     of a recipe: ``data.length``, ``data.context``, ``data.prepare``, ``batch.tokens``, those of
     ``evaluation``, and for a Transformer-XL ``model.config.memory``.
 

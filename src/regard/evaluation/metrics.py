@@ -95,12 +95,12 @@ def rouge(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Rouge:
     _check(outputs, references)
     sums = [0.0, 0.0, 0.0]
     for output, some in zip(outputs, references, strict=True):
-        found = _words(output)
+        words = _words(output)
         targets = [_words(reference) for reference in some]
         for n in (1, 2):
-            sums[n - 1] += max(_overlap(_grams(found, n), _grams(target, n)) for target in targets)
+            sums[n - 1] += max(_overlap(_grams(words, n), _grams(target, n)) for target in targets)
         sums[2] += max(
-            _f_measure(_in_common(found, target), len(found), len(target)) for target in targets
+            _f_measure(_in_common(words, target), len(words), len(target)) for target in targets
         )
     one, two, longest = (100 * total / len(outputs) for total in sums)
     return Rouge(one, two, longest)
@@ -156,10 +156,10 @@ def answered(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Ans
         raise InputError(f"{len(outputs)} answers are compared to {len(references)} references.")
     exact = f1 = 0.0
     for output, some in zip(outputs, references, strict=True):
-        found = _answer(output)
-        targets = [words for reference in some if (words := _answer(reference))] or [[]]
-        exact += max(found == target for target in targets)
-        f1 += max(_shared(found, target) for target in targets)
+        words = _answer(output)
+        targets = [target for reference in some if (target := _answer(reference))] or [[]]
+        exact += max(words == target for target in targets)
+        f1 += max(_shared(words, target) for target in targets)
     return Answered(100 * exact / len(outputs), 100 * f1 / len(outputs))
 
 
@@ -168,10 +168,10 @@ def _answer(text: str) -> list[str]:
     return re.sub(r"\b(a|an|the)\b", " ", plain).split()
 
 
-def _shared(found: list[str], target: list[str]) -> float:
-    if not found or not target:
-        return float(found == target)
-    return _f_measure((Counter(found) & Counter(target)).total(), len(found), len(target))
+def _shared(words: list[str], target: list[str]) -> float:
+    if not words or not target:
+        return float(words == target)
+    return _f_measure((Counter(words) & Counter(target)).total(), len(words), len(target))
 
 
 # -------------------------------------------------------------------------------------- losses

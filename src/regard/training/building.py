@@ -40,22 +40,22 @@ from regard.training.tokenizing import SENTINELS
 
 def model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
     """The model to train: with random weights, or from the recipe's checkpoint."""
-    found = _model(recipe, tokenizer)
-    if len(tokenizer) > found.config.vocabulary:
+    built = _model(recipe, tokenizer)
+    if len(tokenizer) > built.config.vocabulary:
         raise InputError(
             f"The tokenizer has {len(tokenizer)} tokens, and the model has "
-            f"{found.config.vocabulary}: they do not belong together "
+            f"{built.config.vocabulary}: they do not belong together "
             "(model.start and tokenizer.start, or model.config.vocabulary)."
         )
-    longest = getattr(found.config, "length", None)
+    longest = getattr(built.config, "length", None)
     if longest is not None and recipe.data.length > longest:
         raise InputError(
             f"The model reads at most {longest} tokens, but data.length is {recipe.data.length}: "
             "lower it."
         )
     if recipe.model.variational_dropout:
-        lock_dropout(found)
-    return found
+        lock_dropout(built)
+    return built
 
 
 def _model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
@@ -64,22 +64,22 @@ def _model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
     if recipe.model.start is not None:
         if given:
             raise InputError("model.config comes with model.start: leave one of them out.")
-        found = load(recipe.model.start, dtype=torch.float32)
+        loaded = load(recipe.model.start, dtype=torch.float32)
         if recipe.tokenizer.keep:
-            found = _pruned(
-                found, tokenizer, Tokenizer.load(recipe.tokenizer.start or recipe.model.start)
+            loaded = _pruned(
+                loaded, tokenizer, Tokenizer.load(recipe.tokenizer.start or recipe.model.start)
             )
-        if isinstance(found, kind):
-            return found
-        theirs = getattr(found, "encoder", None)
-        if type(found.config) is not config or theirs is None:
+        if isinstance(loaded, kind):
+            return loaded
+        encoder = getattr(loaded, "encoder", None)
+        if type(loaded.config) is not config or encoder is None:
             raise InputError(
-                f"{recipe.model.start} is a {type(found).__name__}, which {recipe.task} with "
+                f"{recipe.model.start} is a {type(loaded).__name__}, which {recipe.task} with "
                 f"{recipe.model.kind} cannot start from."
             )
-        made = kind(found.config)
-        made.get_submodule("encoder").load_state_dict(theirs.state_dict())
-        return made
+        built = kind(loaded.config)
+        built.get_submodule("encoder").load_state_dict(encoder.state_dict())
+        return built
     nearest("key model.config.", given, [entry.name for entry in fields(config)])
     sizes = {**_tokenizer_sizes(recipe, tokenizer), **given}
     if isinstance(sizes.get("cutoffs"), list):
@@ -87,15 +87,15 @@ def _model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
     return kind(config(**sizes))
 
 
-def _pruned(found: Model, tokenizer: Tokenizer, whole: Tokenizer) -> Model:
+def _pruned(model: Model, tokenizer: Tokenizer, whole: Tokenizer) -> Model:
     """A BERT with the rows of ``tokenizer``'s tokens only, a subset of those of ``whole``."""
-    config = found.config
+    config = model.config
     if not isinstance(config, BertConfig):
-        raise InputError(f"tokenizer.keep is for BERT, not for {type(found).__name__}.")
+        raise InputError(f"tokenizer.keep is for BERT, not for {type(model).__name__}.")
     tokens = sorted(tokenizer.tokenizer.get_vocab().items(), key=itemgetter(1))
     rows = torch.tensor([whole.id(token) for token, _ in tokens])
-    small = type(found)(replace(config, vocabulary=len(tokenizer), pad_token=tokenizer.id("[PAD]")))
-    state = found.state_dict()
+    small = type(model)(replace(config, vocabulary=len(tokenizer), pad_token=tokenizer.id("[PAD]")))
+    state = model.state_dict()
     for name in ("encoder.tokens.weight", "bias"):  # the second of a masked language model
         if name in state:
             state[name] = state[name][rows]
@@ -178,12 +178,12 @@ def scorer(
     settings, data, tokens = recipe.evaluation, recipe.data, recipe.batch.tokens
     kind = RECORDS[recipe.task]
     if kind is not str:
-        found = list(records(data, getattr(data, part), kind, Report()))
+        held_out = list(records(data, getattr(data, part), kind, Report()))
         if kind is Question:
-            questions = cast("list[Question]", found)
+            questions = cast("list[Question]", held_out)
             return AnswerScorer(questions, table, tokenizer, tokens, settings.always_answer)
         names = next((names for names in _DECODED_TOGETHER if settings.metric in names), ())
-        pairs = group_targets(cast("list[Pair]", found))[: examples or None]
+        pairs = group_targets(cast("list[Pair]", held_out))[: examples or None]
         return PairScorer(pairs, tokenizer, settings, names, data.length, table, tokens)
     if recipe.task == "language modelling":
         flat, size = table["text"].flat, table.facts["bytes"]

@@ -179,13 +179,13 @@ class Shards(Engine):
     @contextmanager
     def gathered(self, weights: Mapping[str, Tensor] | None) -> Iterator[nn.Module]:
         device = next(self.model.parameters()).device
-        found = {}
+        state = {}
         for name, tensor in (weights or self.model.state_dict()).items():
             whole = self._gather(tensor) if isinstance(tensor, DTensor) else tensor
             if whole is not None:
-                found[name] = whole.cpu()
+                state[name] = whole.cpu()
         if self.processes.is_first:
-            self._whole.load_state_dict(found)
+            self._whole.load_state_dict(state)
             self._whole.to(device)
         yield self._whole
         if self.processes.is_first:

@@ -27,14 +27,14 @@ def tokenizer(recipe: Recipe, folder: Path) -> Tokenizer:
     """
     start = recipe.tokenizer.start or recipe.model.start
     if start is not None and not recipe.tokenizer.keep:
-        found = Tokenizer.load(start)
-        known = found.tokenizer.get_vocab()
+        loaded = Tokenizer.load(start)
+        known = loaded.tokenizer.get_vocab()
         if missing := [token for token in recipe.tokenizer.special if token not in known]:
             raise InputError(
                 f"The tokenizer of {start} has no token {missing[0]!r} (tokenizer.special): "
                 "special tokens can be added to a tokenizer only when it is trained."
             )
-        return found
+        return loaded
     if not folder.exists():
         for left in folder.parent.glob(f".saving-{folder.name}.*"):  # left by a run that was killed
             shutil.rmtree(left)
@@ -53,8 +53,8 @@ def tokenizer(recipe: Recipe, folder: Path) -> Tokenizer:
     return Tokenizer.load(folder)
 
 
-def _texts(found: Iterable[Record]) -> Iterator[str]:
-    for record in found:
+def _texts(examples: Iterable[Record]) -> Iterator[str]:
+    for record in examples:
         if isinstance(record, str):
             yield record
         elif isinstance(record, Pair):
