@@ -1,4 +1,4 @@
-"""Write target texts for source texts with an encoder-decoder."""
+"""Generate a text for each source text with an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from functools import wraps
 from time import perf_counter
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
+
+from torch import Tensor
 
 from regard.decoding.generation import generate
 from regard.decoding.strategies import Beam, How, Output
@@ -17,10 +19,11 @@ from regard.models.transformer import Transformer
 
 P = ParamSpec("P")
 R = TypeVar("R")
+Check = Callable[[], object]  # called in a task's loops; what it raises ends the task
 
 
 class OneOrMany(Protocol[P, R]):
-    """A task: of a text it gives a record, of several a list of records."""
+    """A task: it returns a record for a text, and a list of records for several."""
 
     @overload
     def __call__(self, text: str, /, *args: P.args, **kwargs: P.kwargs) -> R: ...
@@ -31,7 +34,7 @@ class OneOrMany(Protocol[P, R]):
 
 
 def one_or_many(run: Callable[Concatenate[list[str], P], list[R]]) -> OneOrMany[P, R]:
-    """What is written for several texts, for one too."""
+    """Let a function of several texts take a single one, too."""
 
     @wraps(run)
     def call(text: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -41,11 +44,30 @@ def one_or_many(run: Callable[Concatenate[list[str], P], list[R]]) -> OneOrMany[
             return run([text], *args, **kwargs)[0]
         if not isinstance(text, list | tuple):
             raise InputError(f"Give a text or a list of texts, not {type(text).__name__}.")
-        if wrong := [one for one in text if not isinstance(one, str)]:
+        if wrong := [item for item in text if not isinstance(item, str)]:
             raise InputError(f"Give a list of texts; one of them is {wrong[0]!r}.")
         return run(list(text), *args, **kwargs)
 
     return cast("OneOrMany[P, R]", call)
+
+
+def no_check() -> None:
+    """The check of a task that runs to its end."""
+
+
+class CheckedDecoder:
+    """A model to decode with that calls ``check`` before each step."""
+
+    def __init__(self, model: Any, check: Check | None) -> None:
+        self.model, self.check = model, check or no_check
+
+    def begin(self, prompts: Sequence[Sequence[int]], room: int = 0) -> Any:
+        return self.model.begin(prompts, room)
+
+    def step(self, ids: Tensor, state: Any) -> Tensor:
+        self.check()
+        logits: Tensor = self.model.step(ids, state)
+        return logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,31 +77,49 @@ class Written:
     source: list[int]
     ids: list[int]
     text: str
-    chance: float  # the log-probability of all tokens
-    tokens: int  # with the one that ends it
+    log_probability: float  # of all tokens together
+    tokens: int  # the end token included
     seconds: float
 
 
-def encode(one: Ready, text: str) -> list[int]:
-    """The ids of a source, with the token that ends it."""
-    end = one.model.config.end
-    return [*one.text.encode(text, special=False).ids, *(() if end is None else (end,))]
+def prefix_of(bundle: Ready, task: str) -> str:
+    """What the model's files put before each source of a task."""
+    prefix = bundle.settings(task).get("prefix")
+    return prefix if isinstance(prefix, str) else ""
 
 
-def write(one: Ready, sources: Sequence[str], how: How, length: int, batch: int) -> list[Written]:
-    """What a model of texts to texts writes for each source."""
-    model = one.model
-    assert isinstance(model, Transformer | T5)
+def encode(bundle: Ready, text: str) -> list[int]:
+    """The ids of a source, with the end token."""
+    end = bundle.model.config.end
+    return [*bundle.text.encode(text, special=False).ids, *(() if end is None else (end,))]
+
+
+def write(
+    bundle: Ready,
+    sources: Sequence[str],
+    how: How,
+    max_new_tokens: int,
+    batch: int,
+    check: Check | None = None,
+) -> list[Written]:
+    """What an encoder-decoder writes for each source."""
+    assert isinstance(bundle.model, Transformer | T5)
     began = perf_counter()
-    prompts = [encode(one, source) for source in sources]
+    prompts = [encode(bundle, source) for source in sources]
     outputs: list[list[Output]] = generate(
-        model, prompts, how, length=length, stop=one.ends, batch=batch
-    )
-    share = (perf_counter() - began) / max(len(prompts), 1)
-    found = []
+        CheckedDecoder(bundle.model, check), prompts, how, length=max_new_tokens, stop=bundle.ends,
+        batch=batch,
+    )  # fmt: skip
+    seconds = (perf_counter() - began) / max(len(prompts), 1)
+    written = []
     for prompt, (best, *_) in zip(prompts, outputs, strict=True):
+        total = log_probability(best, how)
         tokens = len(best.ids) + best.stopped
-        chance = best.score * (tokens**how.length_penalty if isinstance(how, Beam) else 1)
-        text = one.decode(best.ids)
-        found.append(Written(prompt, best.ids, text, chance, tokens, share))
-    return found
+        written.append(Written(prompt, best.ids, bundle.decode(best.ids), total, tokens, seconds))
+    return written
+
+
+def log_probability(output: Output, how: How) -> float:
+    """The log-probability of all tokens of an output. Beam search divides it by a length."""
+    tokens = len(output.ids) + output.stopped
+    return output.score * (tokens**how.length_penalty if isinstance(how, Beam) else 1.0)
