@@ -64,7 +64,7 @@ def make(folder: Path, case: str) -> None:
     import ctranslate2
     import torch
     import transformers
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer as FastTokenizer
     from tokenizers.models import WordLevel
 
     transformers.logging.set_verbosity_error()
@@ -97,7 +97,7 @@ def make(folder: Path, case: str) -> None:
         tokens |= {f"w{index}": index for index in range(2, PAD)}
         special = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     reference.save_pretrained(folder / "model")
-    words = Tokenizer(WordLevel(tokens, unk_token=special["unk_token"]))
+    words = FastTokenizer(WordLevel(tokens, unk_token=special["unk_token"]))
     tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
     tokenizer.save_pretrained(folder / "model")
     for precision in ("float32", "int8"):
@@ -121,7 +121,7 @@ def regard(folder: Path, case: str, precision: str) -> Decode:
     import torch
 
     from regard import Beam, Greedy, generate, load
-    from regard.models.quantization import arrange, quantize
+    from regard.models.quantization import prepack, quantize
 
     torch.set_num_threads(THREADS)
     dtype = torch.bfloat16 if precision == "bfloat16" else None
@@ -129,10 +129,10 @@ def regard(folder: Path, case: str, precision: str) -> Decode:
     if precision == "int8":
         model = quantize(model)
     elif (case, precision) != ("gpt2", "float32"):  # one row in float32 is best off as it is
-        model = arrange(model)
+        model = prepack(model)
     how = Greedy() if case == "gpt2" else Beam(4)
     rows, new = prompts(case), CASES[case].new
-    return lambda: [found.ids for [found] in generate(model, rows, how, length=new)]  # type: ignore
+    return lambda: [found.ids for [found] in generate(model, rows, how, max_new_tokens=new)]  # type: ignore
 
 
 def transformers(folder: Path, case: str, _: str) -> Decode:

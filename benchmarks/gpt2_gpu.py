@@ -26,7 +26,7 @@ import transformers
 from measure import append, described, seconds
 from regard import GPT2, generate, load
 from regard.models.gpt2_graphs import Replayed
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 from regard.training.run import train
 
 TINY = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 300}
@@ -76,16 +76,16 @@ def decoding(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
             "pad_token_id": 0,
             "attention_mask": torch.ones_like(ids),
         }
-        mine = generate(fast, [prompt], length=new, batch=1)[0][0].ids
+        mine = generate(fast, [prompt], max_new_tokens=new, batch=1)[0][0].ids
         wanted = theirs.generate(ids, **options)[0, len(prompt) :].tolist()
         times = seconds(
-            waited(lambda: generate(fast, [prompt], length=new, batch=1)),  # noqa: B023
+            waited(lambda: generate(fast, [prompt], max_new_tokens=new, batch=1)),  # noqa: B023
             waited(lambda: theirs.generate(ids, **options)),  # noqa: B023
             budget=0.1 if tiny else 4.0,
         )
         plain = seconds(
-            waited(lambda: generate(fast, [prompt], length=new, batch=1)),  # noqa: B023
-            waited(lambda: generate(ours, [prompt], length=new)),  # noqa: B023
+            waited(lambda: generate(fast, [prompt], max_new_tokens=new, batch=1)),  # noqa: B023
+            waited(lambda: generate(ours, [prompt], max_new_tokens=new)),  # noqa: B023
             budget=0.1 if tiny else 1.0,
         )
         yield {
@@ -136,7 +136,7 @@ def trainer(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
         (folder / "text.txt").write_text("\n".join(lines))
         ours, _ = pair(device, torch.float32, tiny)
         ours.save(folder / "start")
-        Text.train_bpe(lines[:2000], size=300 if tiny else 4096).save(folder / "start")
+        Tokenizer.train_bpe(lines[:2000], size=300 if tiny else 4096).save(folder / "start")
         sizes = ours.config
         matrices = sum(p.numel() for p in ours.parameters()) - ours.places.weight.numel()
         # Forward and backward: 6 for each weight, and half of 12 n d a layer, since it is causal.
@@ -185,7 +185,7 @@ def _their_run(
     folder: Path, batch: int, length: int, steps: int, compiled: bool, device: str
 ) -> float:
     """Tokens a second of transformers' Trainer, after a third of the steps."""
-    text = Text.load(folder / "start")
+    text = Tokenizer.load(folder / "start")
     lines = (folder / "text.txt").read_text().splitlines()
     ids = [i for row in text.encode_all(lines) for i in row.ids][: steps * batch * length]
     rows = [ids[at : at + length] for at in range(0, len(ids) - length + 1, length)]

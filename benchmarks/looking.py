@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from measure import append, described, forget_peak, held
-from regard import Text, load, look
+from regard import Tokenizer, load, look
 from regard.interpret.cost import Plan
 
 
@@ -24,7 +24,7 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--tokens", type=int, default=100_000)
     given = parser.parse_args()
-    model, tokenizer = load(given.model, dtype=torch.float32), Text.load(given.model)
+    model, tokenizer = load(given.model, dtype=torch.float32), Tokenizer.load(given.model)
     text = given.file.read_text(encoding="utf-8")
     spans = tokenizer.encode(text, special=False).offsets[: given.tokens]
     text = text[: spans[-1][1]]

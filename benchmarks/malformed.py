@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from measure import append, described
-from regard import RegardError, Text, load
+from regard import RegardError, Tokenizer, load
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 import broken
@@ -54,7 +54,7 @@ def refused(read: Callable[[Path], object], target: Path, what: str) -> bool:
 
 
 def _text(folder: Path) -> None:
-    Text.load(folder).encode("the cat sat on a mat.")
+    Tokenizer.load(folder).encode("the cat sat on a mat.")
 
 
 def main(count: int) -> None:

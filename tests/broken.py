@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import pieces
-from regard import GPT2, GPT2Config, Text
+from regard import GPT2, GPT2Config, Tokenizer
 from regard.checkpoints.files import CONFIG
 from regard.checkpoints.tensors import INDEX, WEIGHTS, write
 
@@ -31,7 +31,9 @@ SHARDS: list[Any] = [
 def good(folder: Path, *, sharded: bool) -> None:
     """A small checkpoint that loads."""
     torch.manual_seed(0)
-    config = GPT2Config(vocabulary=12, length=8, dim=4, depth=2, heads=2, begin=None, end=None)
+    config = GPT2Config(
+        vocabulary=12, length=8, dim=4, depth=2, heads=2, begin_token=None, end_token=None
+    )
     model = GPT2(config)
     tensors = model.keys(config).save(model.state_dict())
     write(folder, model.write_config(), tensors, shard_bytes=600 if sharded else 2**30)
@@ -151,9 +153,9 @@ def tokenizers(folder: Path) -> list[Path]:
     """Small tokenizers that load, one of every kind that is read."""
     lines = ["the cat sat on the mat.", "there is a hat on that cat."] * 20
     for name, text in {
-        "bpe": Text.train_bpe(lines, size=270),
-        "wordpiece": Text.train_wordpiece(lines, size=60),
-        "unigram": Text.train_unigram(lines, size=40),
+        "bpe": Tokenizer.train_bpe(lines, size=270),
+        "wordpiece": Tokenizer.train_wordpiece(lines, size=60),
+        "unigram": Tokenizer.train_unigram(lines, size=40),
     }.items():
         text.save(folder / name)
     words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "the", "cat", "##s", "on", "m", "##at"]

@@ -15,7 +15,7 @@ from regard import (
     BertConfig,
     GPT2Config,
     T5Config,
-    Text,
+    Tokenizer,
     Transformer,
     TransformerConfig,
     TransformerXL,
@@ -40,10 +40,10 @@ def edit(folder: Path, name: str = "config.json", **changes: Any) -> None:
 
 def translator(folder: Path, *, tags: tuple[str, ...] = (">>fra<<", ">>deu<<")) -> Path:
     torch.manual_seed(0)
-    text = Text.train_bpe(LINES * 9, size=330, special=("</s>", "<pad>", *tags))
+    text = Tokenizer.train_bpe(LINES * 9, size=330, special=("</s>", "<pad>", *tags))
     config = TransformerConfig(
         vocabulary=len(text), dim=32, depth=2, decoder_depth=2, heads=2, decoder_heads=4, inner=64,
-        decoder_inner=64, length=64, end=0, pad=1, start=1,
+        decoder_inner=64, length=64, end_token=0, pad_token=1, start_token=1,
     )  # fmt: skip
     model = Transformer(config)
     with torch.no_grad():  # an even embedding lets everything come out, not the same token for ever
@@ -58,9 +58,17 @@ def translator(folder: Path, *, tags: tuple[str, ...] = (">>fra<<", ">>deu<<")) 
 
 def summarizer(folder: Path, window: int = 48) -> Path:
     torch.manual_seed(0)
-    text = Text.train_unigram(LINES * 9, size=90)
+    text = Tokenizer.train_unigram(LINES * 9, size=90)
     config = T5Config(
-        vocabulary=len(text), dim=32, head_dim=8, inner=64, depth=2, heads=4, pad=0, end=1, start=0
+        vocabulary=len(text),
+        dim=32,
+        head_dim=8,
+        inner=64,
+        depth=2,
+        heads=4,
+        pad_token=0,
+        end_token=1,
+        start_token=0,
     )
     T5(config).save(folder)
     text.save(folder)
@@ -70,7 +78,7 @@ def summarizer(folder: Path, window: int = 48) -> Path:
 
 def answerer(folder: Path) -> Path:
     torch.manual_seed(0)
-    text = Text.train_wordpiece(sorted(LINES * 9), size=120)
+    text = Tokenizer.train_wordpiece(sorted(LINES * 9), size=120)
     config = BertConfig(vocabulary=len(text), dim=32, depth=2, heads=4, inner=64, length=64)
     model = BertAnswering(config)
     with torch.no_grad():
@@ -83,9 +91,11 @@ def answerer(folder: Path) -> Path:
 
 def writer(folder: Path) -> Path:
     torch.manual_seed(0)
-    text = Text.train_bpe(LINES * 9, size=300)
+    text = Tokenizer.train_bpe(LINES * 9, size=300)
     GPT2(
-        GPT2Config(vocabulary=len(text), dim=32, depth=2, heads=4, length=64, begin=0, end=0)
+        GPT2Config(
+            vocabulary=len(text), dim=32, depth=2, heads=4, length=64, begin_token=0, end_token=0
+        )
     ).save(folder)
     text.save(folder)
     return folder
@@ -93,11 +103,11 @@ def writer(folder: Path) -> Path:
 
 def remembering_writer(folder: Path) -> Path:
     torch.manual_seed(0)
-    text = Text.train_bpe(LINES * 9, size=300)
+    text = Tokenizer.train_bpe(LINES * 9, size=300)
     TransformerXL(
         TransformerXLConfig(
-            vocabulary=len(text), cutoffs=(), shrink=4, dim=32, embedding_dim=32, depth=2, heads=4,
-            head_dim=8, inner=64, memory=16, end=0,
+            vocabulary=len(text), cutoffs=(), div_val=4, dim=32, embedding_dim=32, depth=2, heads=4,
+            head_dim=8, inner=64, memory=16, end_token=0,
         )
     ).save(folder)  # fmt: skip
     text.save(folder)

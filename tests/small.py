@@ -12,7 +12,7 @@ from regard import (
     T5,
     GPT2Config,
     T5Config,
-    Text,
+    Tokenizer,
     Transformer,
     TransformerConfig,
     TransformerXL,
@@ -26,9 +26,9 @@ TEXT = "the cat sat on the mat because the cat was cold"
 
 
 @cache
-def tokenizer() -> Text:
+def tokenizer() -> Tokenizer:
     """Byte pairs with an end that closes nothing by itself."""
-    return Text.train_bpe(LINES * 9, size=300, special=("<pad>", "</s>"))
+    return Tokenizer.train_bpe(LINES * 9, size=300, special=("<pad>", "</s>"))
 
 
 def waves(model: M, dtype: torch.dtype = torch.float64) -> M:
@@ -45,7 +45,7 @@ def waves(model: M, dtype: torch.dtype = torch.float64) -> M:
 
 def gpt2(length: int = 64, **changes: Any) -> GPT2:
     sizes = {"vocabulary": 300, "dim": 16, "depth": 2, "heads": 4} | changes
-    return waves(GPT2(GPT2Config(length=length, begin=0, end=1, **sizes)))
+    return waves(GPT2(GPT2Config(length=length, begin_token=0, end_token=1, **sizes)))
 
 
 def xl(memory: int = 8) -> TransformerXL:
@@ -54,7 +54,7 @@ def xl(memory: int = 8) -> TransformerXL:
             TransformerXLConfig(
                 vocabulary=300,
                 cutoffs=(100,),
-                shrink=2,
+                div_val=2,
                 dim=16,
                 embedding_dim=16,
                 depth=2,
@@ -62,7 +62,7 @@ def xl(memory: int = 8) -> TransformerXL:
                 head_dim=8,
                 inner=32,
                 memory=memory,
-                end=1,
+                end_token=1,
             )
         )
     )
@@ -78,9 +78,9 @@ def t5() -> T5:
                 inner=32,
                 depth=2,
                 heads=2,
-                pad=0,
-                end=1,
-                start=0,
+                pad_token=0,
+                end_token=1,
+                start_token=0,
             )
         )
     )
@@ -98,9 +98,9 @@ def translator() -> Transformer:
                 decoder_heads=4,
                 inner=32,
                 decoder_inner=32,
-                pad=0,
-                end=1,
-                start=0,
+                pad_token=0,
+                end_token=1,
+                start_token=0,
             )
         )
     )

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import InputError, See, Text, watch
+from regard import InputError, See, Tokenizer, watch
 from regard.interpret.looking import look
 from regard.interpret.pooling import join_words
 from regard.interpret.word_alignment import align
@@ -33,9 +33,9 @@ TARGET = [*tokenizer().encode("it was the dog").ids, 1]
 def test_tokens_make_up_the_words_of_a_text(text: str, words: list[str], kind: str) -> None:
     lines = [text] * 9
     made = {
-        "bytes": lambda: Text.train_bpe(lines, size=270),
-        "unigram": lambda: Text.train_unigram(lines, size=60),
-        "wordpiece": lambda: Text.train_wordpiece(lines, size=60, lowercase=False),
+        "bytes": lambda: Tokenizer.train_bpe(lines, size=270),
+        "unigram": lambda: Tokenizer.train_unigram(lines, size=60),
+        "wordpiece": lambda: Tokenizer.train_wordpiece(lines, size=60, lowercase=False),
     }[kind]()
     found = tokens_of(made, text)
     real = [word for word in found.words if not word.special]
@@ -61,9 +61,9 @@ def test_words_are_found_in_what_was_written_too() -> None:
 
 def test_letters_cut_in_the_middle_belong_to_their_word() -> None:
     text = "the né\u2019e 日x"
-    ids = Text.train_bpe(["the"], size=260).encode(text).ids
+    ids = Tokenizer.train_bpe(["the"], size=260).encode(text).ids
     assert len(ids) > len(text)
-    written = tokens_of_ids(Text.train_bpe(["the"], size=260), ids)
+    written = tokens_of_ids(Tokenizer.train_bpe(["the"], size=260), ids)
     real = [word.label for word in written.words if not word.special]
     assert real == ["the", "né\u2019e", "日", "x"]
 

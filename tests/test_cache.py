@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from regard import Cache, InputError
+from regard import InputError, KeyValueCache
 from regard.layers.cache import CrossCache, Memory
 
 
@@ -19,7 +19,7 @@ def parts(length: int) -> tuple[torch.Tensor, torch.Tensor]:
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=8), st.integers(0, 12))
 def test_appending_in_pieces_is_keeping_the_whole(lengths: list[int], room: int) -> None:
     key, value = parts(sum(lengths))
-    cache, start = Cache(room), 0
+    cache, start = KeyValueCache(room), 0
     for length in lengths:
         stop = start + length
         keys, values = cache.append(key[:, :, start:stop], value[:, :, start:stop])
@@ -31,7 +31,7 @@ def test_appending_in_pieces_is_keeping_the_whole(lengths: list[int], room: int)
 
 def test_the_past_is_not_copied_while_there_is_room() -> None:
     key, value = parts(1)
-    cache = Cache(room=16)
+    cache = KeyValueCache(room=16)
     first, _ = cache.append(key, value)
     for _ in range(15):
         last, _ = cache.append(key, value)
@@ -40,7 +40,7 @@ def test_the_past_is_not_copied_while_there_is_room() -> None:
 
 def test_without_room_the_memory_moves_only_when_it_doubles() -> None:
     key, value = parts(1)
-    cache, places = Cache(), set()
+    cache, places = KeyValueCache(), set()
     kept = []  # memory given back could be handed out again at the same address
     for _ in range(128):
         keys, values = cache.append(key, value)
@@ -51,7 +51,7 @@ def test_without_room_the_memory_moves_only_when_it_doubles() -> None:
 
 def test_reorder_moves_every_sequence_and_later_steps_go_on_from_there() -> None:
     key, value = parts(4)
-    cache = Cache(room=8)
+    cache = KeyValueCache(room=8)
     cache.append(key[:, :, :3], value[:, :, :3])
     index = torch.tensor([2, 0, 0])
     cache.reorder(index)
@@ -62,7 +62,7 @@ def test_reorder_moves_every_sequence_and_later_steps_go_on_from_there() -> None
 
 def test_reordering_again_and_again_keeps_up_with_plain_indexing() -> None:
     torch.manual_seed(0)
-    cache = Cache()  # memory grows on the way
+    cache = KeyValueCache()  # memory grows on the way
     expected = torch.empty(3, 2, 0, 4)
     for _ in range(20):
         step = torch.randn(3, 2, 1, 4)
@@ -78,7 +78,7 @@ def test_reordering_again_and_again_keeps_up_with_plain_indexing() -> None:
 @pytest.mark.parametrize("index", [[1], [0, 0, 1, 1, 2, 2]])
 def test_reorder_may_change_how_many_sequences_there_are(index: list[int]) -> None:
     key, value = parts(3)
-    cache = Cache()
+    cache = KeyValueCache()
     cache.append(key, value)
     cache.reorder(torch.tensor(index))
     more = torch.ones(len(index), 2, 1, 4), torch.ones(len(index), 2, 1, 5)
@@ -88,7 +88,7 @@ def test_reorder_may_change_how_many_sequences_there_are(index: list[int]) -> No
 
 
 def test_reordering_what_is_empty_changes_nothing() -> None:
-    cache, cross, memory = Cache(), CrossCache(), Memory(4)
+    cache, cross, memory = KeyValueCache(), CrossCache(), Memory(4)
     for kept in (cache, cross, memory):
         kept.reorder(torch.tensor([0, 0]))
     assert len(cache) == len(memory) == 0
@@ -133,9 +133,9 @@ def test_memory_stops_gradients_and_follows_the_beams() -> None:
 def test_gradients_are_refused() -> None:
     key = torch.zeros(1, 1, 1, 2, requires_grad=True)
     with pytest.raises(InputError, match=r"torch\.no_grad"):
-        Cache().append(key, key)
+        KeyValueCache().append(key, key)
     with torch.no_grad():
-        keys, _ = Cache().append(key, key)
+        keys, _ = KeyValueCache().append(key, key)
     assert list(keys.shape) == [1, 1, 1, 2]
 
 
@@ -149,7 +149,7 @@ def test_gradients_are_refused() -> None:
     ],
 )
 def test_what_does_not_fit_is_refused(other: torch.Tensor) -> None:
-    cache = Cache()
+    cache = KeyValueCache()
     cache.append(torch.zeros(3, 2, 1, 4), torch.zeros(3, 2, 1, 4))
     with pytest.raises(InputError, match="one cache per layer"):
         cache.append(other, other)
@@ -157,14 +157,14 @@ def test_what_does_not_fit_is_refused(other: torch.Tensor) -> None:
 
 def test_negative_sizes_are_refused() -> None:
     with pytest.raises(InputError, match="room"):
-        Cache(-1)
+        KeyValueCache(-1)
     with pytest.raises(InputError, match="length"):
         Memory(-1)
 
 
 def test_others_take_places_and_end_where_all_end() -> None:
     key, value = parts(6)
-    cache, other = Cache(room=8), Cache()
+    cache, other = KeyValueCache(room=8), KeyValueCache()
     cache.append(key[:, :, :5], value[:, :, :5])
     other.append(-key[:2, :, :3], -value[:2, :, :3])
     cache.place(torch.tensor([2, 0]), other, torch.tensor([0, 1]))
@@ -179,7 +179,7 @@ def test_others_take_places_and_end_where_all_end() -> None:
 @given(st.integers(-5, 4))
 def test_a_shift_forgets_or_makes_room(by: int) -> None:
     key, value = parts(6)
-    cache = Cache()
+    cache = KeyValueCache()
     cache.append(key[:, :, :5], value[:, :, :5])
     cache.shift(by)
     assert len(cache) == 5 - by

@@ -12,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from regard import GPT2, GPT2Config, InputError, Text, load
+from regard import GPT2, GPT2Config, InputError, Tokenizer, load
 from regard.checkpoints.cards import SCORES
 from regard.cli import main
 from regard.models.conversion import convert
@@ -47,9 +47,9 @@ def here(*words: str | Path) -> subprocess.CompletedProcess[str]:
         with pytest.raises(SystemExit) as end:
             main()
     texts = []
-    for stream in streams:
-        stream.seek(0)
-        texts.append(stream.read())
+    for stream_tokens in streams:
+        stream_tokens.seek(0)
+        texts.append(stream_tokens.read())
     return subprocess.CompletedProcess(arguments, end.value.code or 0, *texts)
 
 
@@ -59,7 +59,7 @@ def place(tmp_path_factory):
     folder = tmp_path_factory.mktemp("place")
     lines = sentences(20)
     (folder / "text.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
-    text = Text.train_bpe(lines, size=280)
+    text = Tokenizer.train_bpe(lines, size=280)
     torch.manual_seed(0)
     model = GPT2(GPT2Config(vocabulary=len(text), length=32, dim=32, depth=1, heads=2))
     model.save(folder / "model")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from regard import GPT2, Bert, BertConfig, GPT2Config, InputError, Text, load
+from regard import GPT2, Bert, BertConfig, GPT2Config, InputError, Tokenizer, load
 from regard.checkpoints.cards import SCORES
 from regard.evaluation.measuring import SCORES_OF_TASK, evaluate, own_settings, scored_row
 from regard.evaluation.reproduction import reproduce
@@ -63,7 +63,7 @@ def test_what_training_measured_is_measured_again(trained, kind, source, names):
     shown = []
     again = evaluate(
         load(folder),
-        Text.load(folder),
+        Tokenizer.load(folder),
         [source],
         names,
         root=root,
@@ -84,16 +84,16 @@ def stirred(model: torch.nn.Module) -> torch.nn.Module:
     return model.eval()
 
 
-def gpt2(text: Text, length: int = 512, dim: int = 16) -> torch.nn.Module:
+def gpt2(text: Tokenizer, length: int = 512, dim: int = 16) -> torch.nn.Module:
     return stirred(GPT2(GPT2Config(vocabulary=len(text), length=length, dim=dim, depth=2, heads=2)))
 
 
 @pytest.fixture(scope="module")
-def text() -> Text:
-    return Text.train_bpe(LINES, size=280)
+def text() -> Tokenizer:
+    return Tokenizer.train_bpe(LINES, size=280)
 
 
-def whole(text: Text) -> torch.Tensor:
+def whole(text: Tokenizer) -> torch.Tensor:
     return torch.tensor([text.encode("".join(f"{line}\n" for line in LINES)).ids])
 
 
@@ -127,7 +127,7 @@ def test_every_token_but_the_first_is_told_once(text, tmp_path, tokens):
     assert found.scores["loss"] == pytest.approx(nats / found.count, rel=1e-5)
 
 
-def xl(text: Text, memory: int) -> torch.nn.Module:
+def xl(text: Tokenizer, memory: int) -> torch.nn.Module:
     config = TransformerXLConfig(
         vocabulary=len(text), cutoffs=(), dim=16, embedding_dim=16, depth=2, heads=2, head_dim=8,
         inner=32, memory=memory, same_length=False,
@@ -182,7 +182,7 @@ def test_lanes_tell_each_token_once(text, tmp_path):
 def test_a_limit_and_a_part(trained):
     root, found = trained
     folder, _ = found["transformer"]
-    model, tokenizer = load(folder), Text.load(folder)
+    model, tokenizer = load(folder), Tokenizer.load(folder)
     source = {"format": "tsv", "files": ["valid.tsv"]}
     some = evaluate(
         model, tokenizer, [source], ["chrf"], root=root, settings=["evaluation.examples=3"]
@@ -236,7 +236,7 @@ def test_each_architecture_has_a_task_that_recipes_know():
 # -------------------------------------------------------------------------------- figures of cards
 
 
-def card(folder: Path, root: Path, text: Text, moved: float = 0.0) -> list[dict[str, object]]:
+def card(folder: Path, root: Path, text: Tokenizer, moved: float = 0.0) -> list[dict[str, object]]:
     """A checkpoint whose scores.json holds what it does, moved by something."""
     model = gpt2(text, length=32)
     model.save(folder)

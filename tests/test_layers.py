@@ -8,10 +8,10 @@ from torch import Tensor, nn
 
 from regard import (
     Block,
-    Cache,
     Causal,
     FeedForward,
     InputError,
+    KeyValueCache,
     MultiHeadAttention,
     Padding,
     RMSNorm,
@@ -128,7 +128,7 @@ def test_see_comes_through_forward() -> None:
 def test_step_by_step_with_a_cache_is_all_at_once() -> None:
     ours, _ = twin()
     x = torch.randn(2, 7, 12)
-    cache = Cache()
+    cache = KeyValueCache()
     with torch.no_grad():
         whole = ours(x, mask=Causal())
         pieces = [ours(part, mask=Causal(), cache=cache) for part in x.split([3, 1, 1, 2], dim=1)]
@@ -152,7 +152,7 @@ def test_a_step_of_beams_is_attention_to_what_each_came_by() -> None:
     see = torch.full((2, 1, 3, 10), -torch.inf)
     see[..., :4] = 0
     see[:, 0, :, 7:] = torch.eye(3).log()
-    cache = Cache()
+    cache = KeyValueCache()
     with torch.no_grad():
         ours(trunk, mask=Causal(), cache=cache)
         ours.stepper()(first, cache, None)
@@ -184,7 +184,7 @@ def test_steps_can_be_watched() -> None:
     past, x = torch.randn(1, 4, 12), torch.randn(1, 1, 12)
     bias = torch.tensor([0.0, -torch.inf, 0.5, 0.0, 0.0])[None, None, None]
     with torch.no_grad():
-        plain, watched_cache = Cache(), Cache()
+        plain, watched_cache = KeyValueCache(), KeyValueCache()
         for cache in (plain, watched_cache):
             ours(past, mask=Causal(), cache=cache)
         expected = ours.stepper()(x, plain, bias)
@@ -252,7 +252,7 @@ def test_a_decoder_block_is_that_of_pytorch_also_step_by_step() -> None:
     expected = theirs(x, context, tgt_mask=hidden, memory_key_padding_mask=padded)
     close(ours(x, context, mask=Causal(), context_mask=Padding([5, 7])), expected)
 
-    cache, cross = Cache(), CrossCache()
+    cache, cross = KeyValueCache(), CrossCache()
     with torch.no_grad():
         steps = [
             ours(
@@ -337,7 +337,7 @@ def test_what_does_not_fit_is_refused() -> None:
         MultiHeadAttention(12, 3, key_heads=2)
     layer, x = MultiHeadAttention(8, 2), torch.zeros(1, 3, 8)
     with pytest.raises(InputError, match="CrossCache"):
-        layer(x, x, cache=Cache())
+        layer(x, x, cache=KeyValueCache())
     with pytest.raises(InputError, match="CrossCache"):
         layer(x, cache=CrossCache())
     block = encoder_block(PreNorm, nn.ReLU())

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from regard import InputError, See, Text, look, watch
+from regard import InputError, See, Tokenizer, look, watch
 from regard.interpret import cost
 from regard.interpret import heads as heads_module
 from regard.interpret.comparison import compare
@@ -374,7 +374,7 @@ def test_a_plan_reads_as_a_sentence(seconds: float, memory: float, said: str) ->
 def test_lines_do_not_stand_around_a_text() -> None:
     """A new line is a token of the text, read once; only special tokens come in every window."""
     lines = "\n".join([TEXT] * 12)
-    made = Text.train_bpe([lines], size=300, special=("<pad>", "</s>"))
+    made = Tokenizer.train_bpe([lines], size=300, special=("<pad>", "</s>"))
     reading = read(gpt2(length=16), lines, tokenizer=made)
     assert reading.tokens.ids == tuple(made.encode(lines).ids)
     assert len(reading.chunks) == -(-len(reading.tokens) // 16)

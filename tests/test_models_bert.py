@@ -59,8 +59,11 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path):
 @torch.no_grad()
 def test_every_head_is_that_of_transformers(pair) -> None:
     ours, reference, _ = pair
-    ids, kinds = torch.randint(40, (3, 9)), torch.randint(2, (3, 9))
-    agree(answer(ours(ids, kinds=kinds)), answer(reference(ids, token_type_ids=kinds)))
+    ids, token_types = torch.randint(40, (3, 9)), torch.randint(2, (3, 9))
+    agree(
+        answer(ours(ids, token_types=token_types)),
+        answer(reference(ids, token_type_ids=token_types)),
+    )
     agree(answer(ours(ids)), answer(reference(ids)))
 
 
@@ -69,12 +72,14 @@ def test_every_head_is_that_of_transformers(pair) -> None:
 def test_padding_on_either_side_changes_nothing(pair, side: str) -> None:
     ours, reference, _ = pair
     ids, padding, mask = padded(ROWS, side, 0)
-    kinds, _, _ = padded(KINDS, side, 0)
+    token_types, _, _ = padded(KINDS, side, 0)
     at = (mask.cumsum(1) - 1).clamp(min=0)
-    expected = answer(reference(ids, attention_mask=mask, token_type_ids=kinds, position_ids=at))
-    found = answer(ours(ids, kinds=kinds, padding=padding))
+    expected = answer(
+        reference(ids, attention_mask=mask, token_type_ids=token_types, position_ids=at)
+    )
+    found = answer(ours(ids, token_types=token_types, padding=padding))
     for index, (row, kind) in enumerate(zip(ROWS, KINDS, strict=True)):
-        alone = answer(ours(torch.tensor([row]), kinds=torch.tensor([kind])))[0]
+        alone = answer(ours(torch.tensor([row]), token_types=torch.tensor([kind])))[0]
         agree(real(found, index, len(row), side), real(expected, index, len(row), side))
         agree(real(found, index, len(row), side), alone)
 
@@ -168,7 +173,7 @@ def test_training_drops_and_reaches_every_parameter() -> None:
     model = BertMaskedLM(BertConfig(vocabulary=40, dim=16, depth=2, heads=4, inner=24)).train()
     ids = torch.randint(40, (2, 9))
     assert not torch.equal(model(ids), model(ids))
-    model(ids, kinds=torch.randint(2, (2, 9))).logsumexp(-1).sum().backward()
+    model(ids, token_types=torch.randint(2, (2, 9))).logsumexp(-1).sum().backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, name
         assert parameter.grad.abs().sum() > 0, name

@@ -90,7 +90,7 @@ def test_step_by_step_is_all_at_once(pair) -> None:
 @torch.no_grad()
 def test_prompts_of_unequal_length_go_on_as_each_alone(pair) -> None:
     ours, _, _ = pair
-    ids, state = ours.begin(ROWS, room=4)
+    ids, state = ours.start_decoding(ROWS, room=4)
     together = ours.step(ids, state)
     more = torch.tensor([[1], [2], [3]])
     later = ours.step(more, state)
@@ -175,7 +175,7 @@ def test_too_much_is_refused() -> None:
     with pytest.raises(InputError, match="at most 8 tokens"):
         model(torch.zeros(1, 9, dtype=torch.long))
     with pytest.raises(InputError, match="0 to 39"):
-        model.begin([[40]])
+        model.start_decoding([[40]])
     with pytest.raises(InputError, match="dropout"):
         GPT2Config(dropout=1.0)
 
@@ -188,8 +188,8 @@ def test_replayed_steps_give_the_same_tokens(tmp_path: Path) -> None:
     for prompt in ([5, 6, 7], [9], [1, 2, 3, 4, 5, 6, 7, 8]):  # one after another in one memory
         for how in (Greedy(), Sample(seed=2)):
             length = model.config.length - len(prompt)
-            [[expected]] = generate(model, [prompt], how, length=length)
-            [[found]] = generate(fast, [prompt], how, length=length, batch=1)
+            [[expected]] = generate(model, [prompt], how, max_new_tokens=length)
+            [[found]] = generate(fast, [prompt], how, max_new_tokens=length, batch=1)
             assert found.ids == expected.ids
             assert found.score == pytest.approx(expected.score, rel=1e-4)
 
@@ -198,8 +198,8 @@ def test_replayed_refuses_what_it_has_no_memory_for(tmp_path: Path) -> None:
     theirs().save_pretrained(tmp_path)
     fast = Replayed(load(tmp_path))
     with pytest.raises(InputError, match="batch=1"):
-        generate(fast, [[1], [2]], length=2)
+        generate(fast, [[1], [2]], max_new_tokens=2)
     with pytest.raises(InputError, match="beams"):
-        generate(fast, [[1]], Beam(2), length=2)
+        generate(fast, [[1]], Beam(2), max_new_tokens=2)
     with pytest.raises(InputError, match="at most"):
-        generate(fast, [[1]], length=10**4)
+        generate(fast, [[1]], max_new_tokens=10**4)

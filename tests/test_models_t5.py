@@ -102,7 +102,7 @@ def test_saved_by_us_is_what_transformers_saved(pair, tmp_path: Path) -> None:
 @torch.no_grad()
 def test_step_by_step_is_all_at_once(pair) -> None:
     ours, _, _ = pair
-    ids, state = ours.begin(ROWS, room=8)
+    ids, state = ours.start_decoding(ROWS, room=8)
     assert ids.tolist() == [[0]] * 3
     target = torch.cat((ids, torch.randint(40, (3, 6))), dim=1)
     steps = torch.stack([ours.step(part, state) for part in target.split(1, dim=1)], dim=1)

@@ -11,7 +11,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from regard import CheckpointError, InputError, Transformer, TransformerConfig, load
-from regard.models.quantization import arrange, quantize
+from regard.models.quantization import prepack, quantize
 from tiny import agree, disturb, of_five, padded, real, same_files
 
 VARIANTS = {
@@ -123,7 +123,7 @@ def test_saved_by_us_is_what_transformers_saved(pair, tmp_path: Path) -> None:
 @torch.no_grad()
 def test_step_by_step_is_all_at_once(pair) -> None:
     ours, _, _ = pair
-    ids, state = ours.begin(ROWS, room=8)
+    ids, state = ours.start_decoding(ROWS, room=8)
     assert ids.tolist() == [[39]] * 3
     target = torch.cat((ids, torch.randint(40, (3, 6))), dim=1)
     steps = torch.stack([ours.step(part, state) for part in target.split(1, dim=1)], dim=1)
@@ -206,12 +206,12 @@ def test_a_config_that_is_not_of_these_tables_is_refused(
 
 @TWO
 @torch.no_grad()
-@pytest.mark.parametrize("make", [arrange, quantize])
+@pytest.mark.parametrize("make", [prepack, quantize])
 def test_an_output_of_its_own_can_be_made_fast(tmp_path: Path, make) -> None:
     theirs(**VARIANTS["an output of its own"]).save_pretrained(tmp_path)
     ours, fast = load(tmp_path), make(load(tmp_path))
     source, target = torch.randint(40, (2, 9)), torch.randint(40, (2, 5))
-    agree(fast(source, target), ours(source, target), 1e-5 if make is arrange else 0.05)
+    agree(fast(source, target), ours(source, target), 1e-5 if make is prepack else 0.05)
 
 
 def test_training_drops_and_reaches_every_parameter() -> None:

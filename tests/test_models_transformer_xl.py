@@ -31,7 +31,7 @@ from tiny import agree, disturb, same_files
 SIZES = {
     "vocabulary": 30,
     "cutoffs": (6, 14),
-    "shrink": 2,
+    "div_val": 2,
     "dim": 12,
     "embedding_dim": 8,
     "depth": 2,
@@ -192,7 +192,7 @@ def test_prompts_of_unequal_length_go_on_as_each_alone() -> None:
     """Also once the memory has forgotten the padding, or some of it."""
     model = tiny()
     rows = [IDS[:5], IDS[5:7]]
-    ids, memories = model.begin(rows)
+    ids, memories = model.start_decoding(rows)
     together = [model.step(ids, memories)]
     more = torch.randint(30, (8, 2, 1))
     together += [model.step(step, memories) for step in more]
@@ -207,7 +207,7 @@ def test_prompts_of_unequal_length_go_on_as_each_alone() -> None:
 @torch.no_grad()
 def test_beams_take_their_memories_along() -> None:
     model = tiny()
-    ids, memories = model.begin([IDS[:5], IDS[5:10]])
+    ids, memories = model.start_decoding([IDS[:5], IDS[5:10]])
     model.step(ids, memories)
     memories.reorder(torch.tensor([1, 1, 0]))
     found = model.step(torch.tensor([[4], [5], [6]]), memories)
@@ -390,11 +390,11 @@ def test_the_preset_has_the_size_of_the_published_checkpoint() -> None:
 def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="cutoffs"):
         TransformerXLConfig(cutoffs=(5, 3))
-    with pytest.raises(InputError, match="shrink"):
+    with pytest.raises(InputError, match="div_val"):
         TransformerXLConfig(embedding_dim=8)
     for sizes in ({}, {"cutoffs": (), "embedding_dim": 512}):
-        with pytest.raises(InputError, match="shrink=1"):
-            TransformerXLConfig(shrink=1, **sizes)
+        with pytest.raises(InputError, match="div_val=1"):
+            TransformerXLConfig(div_val=1, **sizes)
     model = tiny()
     with pytest.raises(InputError, match="belongs to them"):
         model(torch.tensor([IDS]), memories=model.remember(), padding=Padding(3))

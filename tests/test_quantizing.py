@@ -17,7 +17,7 @@ from regard.decoding.strategies import Beam, Greedy
 from regard.kernels.cpu import build
 from regard.layers.linear import Quantized
 from regard.models.bert import Bert
-from regard.models.quantization import arrange, quantize
+from regard.models.quantization import prepack, quantize
 from test_models_bert import minilm
 from test_models_transformer_xl import tiny
 from tiny import agree
@@ -35,19 +35,19 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 def scores(model) -> torch.Tensor:
     """What a model says first, and after one more token."""
     with torch.inference_mode():
-        ids, state = model.begin(PROMPTS, room=4)
+        ids, state = model.start_decoding(PROMPTS, room=4)
         first = model.step(ids, state)
         return torch.stack((first, model.step(torch.full((len(PROMPTS), 1), 9), state)))
 
 
 def test_arranged_layers_give_the_same_numbers(folder: Path) -> None:
-    agree(scores(arrange(load(folder))), scores(load(folder)))
+    agree(scores(prepack(load(folder))), scores(load(folder)))
 
 
 @pytest.mark.parametrize("how", [Greedy(), Beam(3)])
 def test_arranged_models_decode_the_same(folder: Path, how: Greedy | Beam) -> None:
-    plain = generate(load(folder), PROMPTS, how, length=8)
-    found = generate(arrange(load(folder)), PROMPTS, how, length=8)
+    plain = generate(load(folder), PROMPTS, how, max_new_tokens=8)
+    found = generate(prepack(load(folder)), PROMPTS, how, max_new_tokens=8)
     assert [[o.ids for o in outputs] for outputs in found] == [
         [o.ids for o in outputs] for outputs in plain
     ]
@@ -61,7 +61,7 @@ def test_the_adaptive_model_can_be_both() -> None:
     ids = torch.tensor([[1, 2, 3, 29, 17, 8]])
     with torch.no_grad():
         expected = tiny()(ids)
-        for change, tolerance in ((arrange, 1e-5), (quantize, 0.1)):
+        for change, tolerance in ((prepack, 1e-5), (quantize, 0.1)):
             model = tiny().eval()
             assert isinstance(model, TransformerXL)
             agree(change(model)(ids), expected, tolerance)
@@ -137,6 +137,6 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="eval"):
         quantize(load(tmp_path).train())
     with pytest.raises(InputError, match="float32 or bfloat16"):
-        arrange(load(tmp_path, dtype=torch.float64))
+        prepack(load(tmp_path, dtype=torch.float64))
     with pytest.raises(InputError, match="Save it before"):
         quantize(load(tmp_path)).save(tmp_path / "again")

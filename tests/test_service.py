@@ -75,7 +75,7 @@ def test_models_say_what_they_can_do_and_not_where_they_lie(client: TestClient) 
 
 def completed(text: str, **asked: Any) -> regard.Completion:
     """The record of a text written piece by piece, as the server has it written."""
-    pieces = regard.completing(text, **asked)
+    pieces = regard.stream_completion(text, **asked)
     while True:
         try:
             next(pieces)

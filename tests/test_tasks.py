@@ -12,7 +12,7 @@ from random import Random
 
 import pytest
 import torch
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.nn.functional import cross_entropy
@@ -26,7 +26,7 @@ from regard import (
     InputError,
     RegardError,
     Sample,
-    Text,
+    Tokenizer,
     Transformer,
     TransformerConfig,
     answer,
@@ -44,7 +44,7 @@ from regard.models.bundle import ready
 from regard.models.conversion import convert
 from regard.models.model import pad
 from regard.tasks.attended import look
-from regard.tasks.completion import completing
+from regard.tasks.completion import stream_completion
 from regard.tasks.writing import write
 from regard.text.windows import windows
 from regard.text.words import Span, sentences, words
@@ -92,9 +92,9 @@ def test_pooling_keeps_weight_and_shares_tokens_between_words() -> None:
 
 def test_translate_says_what_the_model_says(made: Path) -> None:
     folder = made / "translate"
-    model, text = load(folder), Text.load(folder)
+    model, text = load(folder), Tokenizer.load(folder)
     source = [*text.encode(">>fra<< The cat sat on the mat.").ids, 0]
-    [[expected]] = generate(model, [source], Beam(3), length=9, stop=[0])
+    [[expected]] = generate(model, [source], Beam(3), max_new_tokens=9, stop=[0])
     found = translate("The cat sat on the mat.", "fr", model=folder, how=Beam(3), length=9)
     assert found.text == text.decode(expected.ids)
     assert found.tokens == len(expected.ids) + expected.stopped
@@ -182,9 +182,9 @@ def test_t5_is_told_in_words(made: Path, tmp_path: Path) -> None:
         "summarization": {"prefix": "sat: "},
     }
     folders.edit(folder, task_specific_params=tasks)
-    model, text = load(folder), Text.load(folder)
+    model, text = load(folder), Tokenizer.load(folder)
     prompt = text.encode("the cat: Who sat?").ids  # this tokenizer puts the end itself
-    [[expected]] = generate(model, [prompt], Greedy(), length=5, stop=[1])
+    [[expected]] = generate(model, [prompt], Greedy(), max_new_tokens=5, stop=[1])
     found = translate("Who sat?", "french", model=folder)
     assert found.text == text.decode(expected.ids)
     assert found.attended.keys == ("Who", "sat", "?")  # and not the prefix
@@ -223,7 +223,9 @@ def test_older_checkpoints_say_how_to_decode_in_their_config(tmp_path: Path) -> 
 def test_a_model_may_have_several_tokens_that_end_a_text(made: Path, tmp_path: Path) -> None:
     folder = convert(made / "gpt2", tmp_path / "gpt2")
     how = Greedy()
-    written = Text.load(folder).encode(complete("The cat", model=folder, how=how, length=8).text)
+    written = Tokenizer.load(folder).encode(
+        complete("The cat", model=folder, how=how, length=8).text
+    )
     end = json.loads((folder / "config.json").read_text())["eos_token_id"]
     folders.edit(folder, "generation_config.json", eos_token_id=[end, written.ids[3]])
     found = complete("The cat", model=folder, how=how, length=8)
@@ -259,17 +261,17 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder, random = tmp_path_factory.mktemp("learned"), Random(0)
     kinds = [kind + letter for kind in "qtd" for letter in "abcd"]
     vocabulary = ["</s>", "<pad>", "the", "le", ".", *kinds, *(word.upper() for word in kinds)]
-    tokenizer = Tokenizer(
+    tokenizer = FastTokenizer(
         WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token="<pad>")
     )
     tokenizer.pre_tokenizer = WhitespaceSplit()
-    text = Text(tokenizer)
+    text = Tokenizer(tokenizer)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # more of them only wait for each other: everything here is small
     torch.manual_seed(0)
     config = TransformerConfig(
         vocabulary=len(text), dim=48, depth=1, decoder_depth=2, heads=4, decoder_heads=4, inner=96,
-        decoder_inner=96, dropout=0.0, length=64, end=0, pad=1, start=1,
+        decoder_inner=96, dropout=0.0, length=64, end_token=0, pad_token=1, start_token=1,
     )  # fmt: skip
     model = Transformer(config)
     optimizer = torch.optim.Adam(model.parameters(), 2e-3, betas=(0.9, 0.98))
@@ -320,9 +322,9 @@ def test_a_learned_language_is_translated_and_aligned(learned: Path) -> None:
 
 def test_a_short_document_is_summarized_as_a_whole(made: Path) -> None:
     folder = made / "summarize"
-    model, text = load(folder), Text.load(folder)
+    model, text = load(folder), Tokenizer.load(folder)
     document = folders.LINES[2]
-    [[expected]] = generate(model, [text.encode(document).ids], Beam(4), length=8, stop=[1])
+    [[expected]] = generate(model, [text.encode(document).ids], Beam(4), max_new_tokens=8, stop=[1])
     found = summarize(document, model=folder, length=8)
     assert (found.text, found.how) == (text.decode(expected.ids), "whole")
     assert [(part.start, part.end) for part in found.parts] == [(0, len(document))]
@@ -331,7 +333,7 @@ def test_a_short_document_is_summarized_as_a_whole(made: Path) -> None:
 
 def test_a_long_document_is_summarized_in_parts(made: Path) -> None:
     folder = made / "summarize"
-    text = Text.load(folder)
+    text = Tokenizer.load(folder)
     joined = summarize(folders.STORY, model=folder, length=6, join=True)
     assert joined.how == "joined"
     assert len(joined.parts) > 3
@@ -406,7 +408,7 @@ def test_the_best_span_is_the_best_of_all() -> None:
 
 def test_the_answer_is_the_best_span_of_the_whole_document(made: Path) -> None:
     folder = made / "answer"
-    model, text = load(folder), Text.load(folder)
+    model, text = load(folder), Tokenizer.load(folder)
     question = "Who sat on the mat?"
     found = answer(question, folders.STORY, model=folder, threshold=-math.inf)
     asked, context = (text.encode(t, special=False) for t in (question, folders.STORY))
@@ -418,7 +420,7 @@ def test_the_answer_is_the_best_span_of_the_whole_document(made: Path) -> None:
         ids = torch.tensor([window.ids])
         kinds = (torch.arange(ids.shape[1]) >= window.split)[None].long()
         with torch.inference_mode():
-            starts, ends = model(ids, kinds=kinds)
+            starts, ends = model(ids, token_types=kinds)
         for i in range(window.split, len(window.ids) - 1):
             for j in range(i, min(i + LONGEST_ANSWER, len(window.ids) - 1)):
                 score = float(starts[0, i] + ends[0, j] - starts[0, 0] - ends[0, 0])
@@ -462,14 +464,14 @@ def test_several_questions_have_one_context_or_one_each(made: Path) -> None:
 @pytest.mark.parametrize("how", [Greedy(), Sample(temperature=1.5, seed=3)])
 def test_complete_says_what_the_model_says_and_streams_it(made: Path, name: str, how) -> None:
     folder = made / name
-    model, text = load(folder), Text.load(folder)
+    model, text = load(folder), Tokenizer.load(folder)
     prompt = text.encode("The cat sat").ids
-    [[expected]] = generate(model, [prompt], how, length=12, stop=[0])
+    [[expected]] = generate(model, [prompt], how, max_new_tokens=12, stop=[0])
     found = complete("The cat sat", model=folder, how=how, length=12)
     assert str(found) == text.decode([*prompt, *expected.ids])
     assert found.score == pytest.approx(expected.score / found.tokens)
     assert found.stopped == expected.stopped
-    pieces = completing("The cat sat", model=folder, how=how, length=12, look=True)
+    pieces = stream_completion("The cat sat", model=folder, how=how, length=12, look=True)
     said = ""
     try:
         while True:
@@ -496,8 +498,8 @@ def test_ids_that_no_token_has_say_nothing(tmp_path: Path) -> None:
     model = load(folder)
     wide = GPT2(replace(model.config, vocabulary=len(model.tokens.weight) + 30)).eval()  # as T5's
     wide.save(folder)
-    text, how = Text.load(folder), Sample(temperature=50.0, seed=2)
-    [[drawn]] = generate(wide, [text.encode("The cat").ids], how, length=50, stop=[0])
+    text, how = Tokenizer.load(folder), Sample(temperature=50.0, seed=2)
+    [[drawn]] = generate(wide, [text.encode("The cat").ids], how, max_new_tokens=50, stop=[0])
     known = [token for token in drawn.ids if token < len(text)]
     assert len(known) < len(drawn.ids)
     found = complete("The cat", model=folder, how=how, length=50)
@@ -566,14 +568,14 @@ def test_a_model_is_loaded_once_and_again_when_its_files_change(tmp_path: Path) 
         (lambda m: answer("a", None, model=m / "answer"), "context is a text.*got None"),
         (lambda m: answer("a", [5], model=m / "answer"), "context is a text.*got 5"),
         (lambda m: translate(["a", 5], "fr", model=m / "translate"), "one of them is 5"),
-        (lambda m: completing(None, model=m / "gpt2"), "one text .* not NoneType"),
+        (lambda m: stream_completion(None, model=m / "gpt2"), "one text .* not NoneType"),
         (lambda m: translate("a", "fr", model=m / "translate", how="greedy"), "how is Greedy"),
         (lambda m: translate("a", 5, model=m / "translate"), "not translate into 5"),
         (lambda m: complete("a", model=m / "gpt2", device="bogus"), "no device 'bogus'"),
         (lambda m: complete("", model=m / "gpt2"), "empty"),
         (lambda m: complete(["a", ""], model=m / "gpt2"), "empty"),
         (lambda m: complete("the " * 50, model=m / "gpt2", length=20), "too long.*64 that"),
-        (lambda m: completing(" ", model=m / "gpt2"), "empty"),
+        (lambda m: stream_completion(" ", model=m / "gpt2"), "empty"),
         (lambda m: complete("a", model=m / "nowhere"), "There is no folder"),
     ],
 )
@@ -626,7 +628,7 @@ def test_a_shipped_model_is_found_by_its_name(
     assert type(load("translate-tiny")).__name__ == "Transformer"
     assert type(load("./translate-tiny")).__name__ == "GPT2"
     assert type(load(other)).__name__ == "GPT2"
-    assert Text.load("translate-tiny").id(">>fra<<") > 0
+    assert Tokenizer.load("translate-tiny").id(">>fra<<") > 0
     assert translate("The cat.", "fr", model="translate-tiny", length=3).model == "translate-tiny"
 
 
@@ -643,11 +645,14 @@ def test_a_part_of_how_a_model_decodes_is_changed_alone(made: Path) -> None:
     from regard.decoding.settings import decoding
 
     own = {"num_beams": 8, "length_penalty": 0.6, "no_repeat_ngram_size": 2}
-    assert decoding(own, {"num_beams": 4}, 9) == (Beam(4, 0.6, no_repeat=2), 9)
-    assert decoding(own, {"length_penalty": 2.0}, 9) == (Beam(8, 2.0, no_repeat=2), 9)
+    assert decoding(own, {"num_beams": 4}, 9) == (Beam(4, 0.6, no_repeat_ngram_size=2), 9)
+    assert decoding(own, {"length_penalty": 2.0}, 9) == (Beam(8, 2.0, no_repeat_ngram_size=2), 9)
     assert decoding(own, {"num_beams": 1}, 9) == (Greedy(2), 9)
-    assert decoding(own, {}, 9) == (Beam(8, 0.6, no_repeat=2), 9)
-    assert decoding(own, {"min_length": 5}, 9) == (Beam(8, 0.6, no_repeat=2, least=4), 9)
+    assert decoding(own, {}, 9) == (Beam(8, 0.6, no_repeat_ngram_size=2), 9)
+    assert decoding(own, {"min_length": 5}, 9) == (
+        Beam(8, 0.6, no_repeat_ngram_size=2, min_new_tokens=4),
+        9,
+    )
     with pytest.raises(InputError, match=r"has no 'temperature'\. It may have early_stopping"):
         decoding(own, {"temperature": 0.5}, 9)
     assert decoding({**own, "max_new_tokens": 7}, {"max_length": 20}, None)[1] == 20
@@ -665,4 +670,4 @@ def test_a_text_goes_on_as_far_as_there_is_room(made: Path) -> None:
     with pytest.raises(InputError, match=r"tokens and 5000 to come .* or a smaller length"):
         complete("The cat", model=made / "gpt2", length=5000)
     with pytest.raises(InputError, match="Beams are known at their end only"):
-        list(completing("The cat", model=made / "gpt2", how=Beam(2), length=3))
+        list(stream_completion("The cat", model=made / "gpt2", how=Beam(2), length=3))

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import transformers
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer as FastTokenizer
 from tokenizers.models import WordLevel
 
 import broken
 from pieces import PIECES, TARGET, Piece, field, marian, marian_of_two, model, unigrams
 from regard import CheckpointError, InputError, RegardError
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 from test_models_bert import minilm
 
 LINES = [
@@ -40,7 +40,7 @@ def corpus() -> list[str]:
 
 
 def test_a_real_tokenizer_is_that_of_transformers() -> None:
-    text = Text.load(minilm())
+    text = Tokenizer.load(minilm())
     theirs = transformers.AutoTokenizer.from_pretrained(minilm())
     for line in [*LINES, *corpus()]:
         expected = theirs(line, return_offsets_mapping=True)
@@ -52,7 +52,7 @@ def test_a_real_tokenizer_is_that_of_transformers() -> None:
 
 def test_a_real_vocab_txt_is_its_tokenizer_json(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_bytes((minilm() / "vocab.txt").read_bytes())
-    old, new = Text.load(tmp_path), Text.load(minilm())
+    old, new = Tokenizer.load(tmp_path), Tokenizer.load(minilm())
     assert len(old) == len(new) == 30522
     for line in [*LINES, *corpus()]:
         assert old.encode(line) == new.encode(line)
@@ -61,9 +61,9 @@ def test_a_real_vocab_txt_is_its_tokenizer_json(tmp_path: Path) -> None:
 
 def test_case_is_kept_where_the_config_says_so(tmp_path: Path) -> None:
     (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nCat\ncat\n")
-    assert Text.load(tmp_path).encode("Cat").tokens == ["[CLS]", "cat", "[SEP]"]
+    assert Tokenizer.load(tmp_path).encode("Cat").tokens == ["[CLS]", "cat", "[SEP]"]
     (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
-    assert Text.load(tmp_path).encode("Cat").tokens == ["[CLS]", "Cat", "[SEP]"]
+    assert Tokenizer.load(tmp_path).encode("Cat").tokens == ["[CLS]", "Cat", "[SEP]"]
 
 
 VOCABULARY = "[PAD] [UNK] [CLS] [SEP] [MASK] cafe café uber über naive 中 文 中文 the ##s".replace(
@@ -85,16 +85,19 @@ def test_options_of_a_vocab_txt_are_followed(tmp_path: Path, options: dict[str, 
     (tmp_path / "vocab.txt").write_text(VOCABULARY + "\n")
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
     (tmp_path / "added_tokens.json").write_text('{"Bar": 15}')  # counts where nothing newer is
-    text, theirs = Text.load(tmp_path), transformers.BertTokenizerFast.from_pretrained(tmp_path)
+    text, theirs = (
+        Tokenizer.load(tmp_path),
+        transformers.BertTokenizerFast.from_pretrained(tmp_path),
+    )
     for line in ("Über café 中文", "naïve cafes", "the<user>the bar Bar"):
         assert text.encode(line).ids == theirs(line)["input_ids"]
 
 
 def test_pairs_say_where_each_token_comes_from() -> None:
-    text = Text.load(minilm())
+    text = Tokenizer.load(minilm())
     question, passage = "Who sat?", "The cat sat on the mat."
     found = text.encode(question, passage)
-    assert found.kinds == [0] * found.ids.index(text.id("[SEP]"), 0) + [0] + [1] * (
+    assert found.token_types == [0] * found.ids.index(text.id("[SEP]"), 0) + [0] + [1] * (
         len(found.ids) - found.ids.index(text.id("[SEP]")) - 1
     )
     at = found.tokens.index("cat")
@@ -106,14 +109,14 @@ def test_pairs_say_where_each_token_comes_from() -> None:
 
 @pytest.mark.parametrize("names", [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")])
 def test_byte_pairs_are_those_of_transformers(tmp_path: Path, names: tuple[str, str]) -> None:
-    trained = Text.train_bpe(corpus(), size=400)
+    trained = Tokenizer.train_bpe(corpus(), size=400)
     model = json.loads(trained.tokenizer.to_str())["model"]
     merges = "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in model["merges"])
     for folder, (vocabulary, pairs) in (("ours", names), ("theirs", ("vocab.json", "merges.txt"))):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / vocabulary).write_text(json.dumps(model["vocab"]))
         (tmp_path / folder / pairs).write_text(merges)
-    text = Text.load(tmp_path / "ours")
+    text = Tokenizer.load(tmp_path / "ours")
     theirs = transformers.GPT2Tokenizer.from_pretrained(tmp_path / "theirs")
     for line in [*LINES, *corpus()]:
         ids = text.encode(line).ids
@@ -133,24 +136,27 @@ def test_byte_pairs_are_those_of_transformers(tmp_path: Path, names: tuple[str, 
 def test_options_of_byte_pairs_are_followed(
     tmp_path: Path, options: dict[str, object], added: dict[str, int]
 ) -> None:
-    trained = Text.train_bpe(corpus(), size=400)
+    trained = Tokenizer.train_bpe(corpus(), size=400)
     model = json.loads(trained.tokenizer.to_str())["model"]
     (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
     merges = "".join(f"{a} {b}\n" for a, b in model["merges"])
     (tmp_path / "merges.txt").write_text("#version: 0.2\n" + merges)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
     (tmp_path / "added_tokens.json").write_text(json.dumps(added))
-    text, theirs = Text.load(tmp_path), transformers.GPT2TokenizerFast.from_pretrained(tmp_path)
+    text, theirs = (
+        Tokenizer.load(tmp_path),
+        transformers.GPT2TokenizerFast.from_pretrained(tmp_path),
+    )
     for line in ("the cat", "<pad>the<user>", "a<|endoftext|>b"):
         assert text.encode(line).ids == theirs(line)["input_ids"]
     (tmp_path / "tokenizer_config.json").write_text("{}")
     (tmp_path / "added_tokens.json").write_text('{"<far>": 9000}')
     with pytest.raises(CheckpointError, match="'<far>' should be 9000, but would be 40"):
-        Text.load(tmp_path)
+        Tokenizer.load(tmp_path)
 
 
 def test_byte_pairs_lose_nothing() -> None:
-    text = Text.train_bpe(corpus(), size=400)
+    text = Tokenizer.train_bpe(corpus(), size=400)
     for line in LINES[:-2]:
         assert text.decode(text.encode(line).ids) == line
 
@@ -167,7 +173,7 @@ def best(text: str) -> float:
 
 def test_sentencepiece_cuts_as_the_best_of_all_ways(tmp_path: Path) -> None:
     (tmp_path / "spiece.model").write_bytes(model(unigrams()))
-    text = Text.load(tmp_path)
+    text = Tokenizer.load(tmp_path)
     assert len(text) == 3 + len(PIECES) + 100
     assert text.id("<extra_id_0>") == len(text) - 1
     words = ["the", "cats", "sat", "on", "a", "mat.", "than"]
@@ -185,9 +191,9 @@ def test_sentencepiece_cuts_as_the_best_of_all_ways(tmp_path: Path) -> None:
 
 def test_sentencepiece_has_as_many_sentinels_as_its_config_says(tmp_path: Path) -> None:
     (tmp_path / "spiece.model").write_bytes(model([*unigrams(), ("\n", 0.0, 4)]))
-    usual = Text.load(tmp_path)
+    usual = Tokenizer.load(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"extra_ids": 0}')
-    text = Text.load(tmp_path)
+    text = Tokenizer.load(tmp_path)
     assert len(usual) - 100 == len(text) == len(unigrams()) + 1
     # What a user defined is part of the text.
     assert text.decode(text.encode("the\ncat").ids).split("\n") == ["the", " cat"]
@@ -195,7 +201,7 @@ def test_sentencepiece_has_as_many_sentinels_as_its_config_says(tmp_path: Path) 
 
 def test_marian_reads_pieces_of_the_source_and_writes_those_of_the_target(tmp_path: Path) -> None:
     ids = marian(tmp_path)
-    text = Text.load(tmp_path)
+    text = Tokenizer.load(tmp_path)
     assert len(text) == len(ids)
     found = text.encode(">>fra<< the cat chats.")
     # "▁chat" is a piece too, but not of the source.
@@ -204,7 +210,7 @@ def test_marian_reads_pieces_of_the_source_and_writes_those_of_the_target(tmp_pa
     assert found.ids == [ids[token] for token in expected]
     assert text.decode([ids["▁chat"], ids["s"], ids["▁tapis"], ids["."], 0]) == "chats tapis."
     text.save(tmp_path / "again")
-    again = Text.load(tmp_path / "again")
+    again = Tokenizer.load(tmp_path / "again")
     assert again.encode("the cats on é").ids == text.encode("the cats on é").ids
 
 
@@ -230,7 +236,7 @@ def test_marian_cuts_each_language_by_its_own_model(tmp_path: Path, separate: bo
         ids = target_ids = {token: index for index, token in enumerate(both)}
         (tmp_path / "vocab.json").write_text(json.dumps(ids))
         (tmp_path / "target_vocab.json").unlink()
-    text = Text.load(tmp_path)
+    text = Tokenizer.load(tmp_path)
     source = [*cut("▁the▁cats", PIECES), "</s>"]
     target = [*cut("▁le▁chats", TARGET), "</s>"]
     assert target == ["▁le", "▁ch", "at", "s", "</s>"]  # likelier than "▁chat", "s"
@@ -243,11 +249,11 @@ def test_marian_cuts_each_language_by_its_own_model(tmp_path: Path, separate: bo
     assert (len(text), len(text.target)) == (len(ids), len(target_ids))
 
     text.save(tmp_path / "again")
-    again = Text.load(tmp_path / "again")
+    again = Tokenizer.load(tmp_path / "again")
     assert again.encode("the cats").ids == text.encode("the cats").ids
     assert again.decode(found.ids) == "le chats"
-    Text.train_bpe(corpus(), size=300).save(tmp_path / "again")
-    assert len(Text.load(tmp_path / "again").target) == 300
+    Tokenizer.train_bpe(corpus(), size=300).save(tmp_path / "again")
+    assert len(Tokenizer.load(tmp_path / "again").target) == 300
 
 
 @pytest.mark.parametrize("ids", [{"</s>": 0, "<unk>": 2}, {"</s>": 0, "<unk>": "1"}, {"</s>": 0}])
@@ -255,29 +261,29 @@ def test_marian_ids_that_are_not_in_order_are_refused(tmp_path: Path, ids) -> No
     marian(tmp_path)
     (tmp_path / "vocab.json").write_text(json.dumps(ids))
     with pytest.raises(CheckpointError, match=r"vocab\.json"):
-        Text.load(tmp_path)
+        Tokenizer.load(tmp_path)
 
 
 def test_sentencepiece_of_another_kind_is_refused(tmp_path: Path) -> None:
     (tmp_path / "spiece.model").write_bytes(model(unigrams(), kind=3))
     with pytest.raises(CheckpointError, match="words or characters"):
-        Text.load(tmp_path)
+        Tokenizer.load(tmp_path)
 
 
 def test_a_score_that_is_no_float_is_refused(tmp_path: Path) -> None:
     raw = field(1, field(1, b"a") + field(2, b"abc"))
     (tmp_path / "spiece.model").write_bytes(raw + model(unigrams()))
     with pytest.raises(CheckpointError, match="a score has 3 bytes"):
-        Text.load(tmp_path)
+        Tokenizer.load(tmp_path)
 
 
 def test_a_template_that_names_no_token_is_our_error_when_it_is_used(tmp_path: Path) -> None:
-    Text.train_unigram(corpus(), size=100).save(tmp_path)
+    Tokenizer.train_unigram(corpus(), size=100).save(tmp_path)
     raw = json.loads((tmp_path / "tokenizer.json").read_text())
     raw["post_processor"]["special_tokens"] = {}
     (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
     with pytest.raises(CheckpointError, match="no tokenizer that can be used"):
-        Text.load(tmp_path).encode("seeing")
+        Tokenizer.load(tmp_path).encode("seeing")
 
 
 MERGED = ["th", "▁the", "he", "▁t", "at", "▁c", "cat", "▁cat", "in", "ing", "▁s", "ed", "▁th"]
@@ -318,7 +324,7 @@ def merge(line: str) -> list[str]:
 
 def test_sentencepiece_of_byte_pairs_merges_as_defined(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.model").write_bytes(pairs_model())
-    text = Text.load(tmp_path)
+    text = Tokenizer.load(tmp_path)
     assert len(text) == 3 + 256 + len(MERGED) + len(SINGLE)
     words = ["the", "cats", "sat", "thing", "heated", "dinged", "Ünï", "日本", "👩", "ma.t"]
     for line in (" ".join(some) for some in itertools.permutations(words, 2)):
@@ -328,7 +334,9 @@ def test_sentencepiece_of_byte_pairs_merges_as_defined(tmp_path: Path) -> None:
             assert text.decode(found.ids) == spaced
 
 
-@pytest.mark.parametrize("train", [Text.train_bpe, Text.train_wordpiece, Text.train_unigram])
+@pytest.mark.parametrize(
+    "train", [Tokenizer.train_bpe, Tokenizer.train_wordpiece, Tokenizer.train_unigram]
+)
 def test_trained_tokenizers_have_their_size_and_go_round(tmp_path: Path, train) -> None:
     text = train(corpus(), size=300)
     assert 200 < len(text) <= 300
@@ -339,7 +347,7 @@ def test_trained_tokenizers_have_their_size_and_go_round(tmp_path: Path, train) 
     assert start == 0
     assert "seeing".startswith(line[start:end].lower())
     text.save(tmp_path)
-    again = Text.load(tmp_path)
+    again = Tokenizer.load(tmp_path)
     assert [e.ids for e in again.encode_all(corpus())] == [e.ids for e in text.encode_all(corpus())]
     theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
     assert theirs(line)["input_ids"] == found.ids
@@ -347,7 +355,9 @@ def test_trained_tokenizers_have_their_size_and_go_round(tmp_path: Path, train) 
 
 @pytest.mark.parametrize("kind", ["marian", "t5", "bert", "gpt2"])
 def test_what_we_save_opens_elsewhere(tmp_path: Path, kind: str) -> None:
-    train = {"bert": Text.train_wordpiece, "gpt2": Text.train_bpe}.get(kind, Text.train_unigram)
+    train = {"bert": Tokenizer.train_wordpiece, "gpt2": Tokenizer.train_bpe}.get(
+        kind, Tokenizer.train_unigram
+    )
     text = train(corpus(), size=300)
     text.save(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
@@ -361,19 +371,19 @@ def test_what_we_save_opens_elsewhere(tmp_path: Path, kind: str) -> None:
 
 
 def test_ids_may_have_gaps() -> None:
-    text = Text(Tokenizer(WordLevel({"a": 0, "<unk>": 1, "b": 5}, unk_token="<unk>")))
+    text = Tokenizer(FastTokenizer(WordLevel({"a": 0, "<unk>": 1, "b": 5}, unk_token="<unk>")))
     assert len(text) == 6
     assert text.decode(text.encode("b").ids) == "b"
 
 
 def test_to_a_unigram_model_newlines_are_spaces() -> None:
-    text = Text.train_unigram([f"{line}\n{line}" for line in corpus()], size=100)
+    text = Tokenizer.train_unigram([f"{line}\n{line}" for line in corpus()], size=100)
     assert text.encode("Seeing\n\tthings. ").ids == text.encode("Seeing things.").ids
     assert not any("\n" in token for token in text.tokenizer.get_vocab())
 
 
 def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
-    text = Text.train_bpe(corpus(), size=300)
+    text = Tokenizer.train_bpe(corpus(), size=300)
     with pytest.raises(InputError, match="no token"):
         text.id("nowhere")
     with pytest.raises(InputError, match="Ids are from 0"):
@@ -383,11 +393,11 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="str"):
         text.encode(3)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="from 257"):
-        Text.train_bpe(corpus(), size=10)
+        Tokenizer.train_bpe(corpus(), size=10)
     with pytest.raises(InputError, match="to 16777216"):
-        Text.train_bpe(corpus(), size=10**12)
+        Tokenizer.train_bpe(corpus(), size=10**12)
     with pytest.raises(InputError, match="trained on this"):
-        Text.train_unigram(["abc def"] * 9, size=4)
+        Tokenizer.train_unigram(["abc def"] * 9, size=4)
     for ids in (["a"], [1.5], 5):
         with pytest.raises(InputError, match="Ids are whole numbers"):
             text.decode(ids)
@@ -395,14 +405,14 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         with pytest.raises(InputError, match="Give a list of texts"):
             text.encode_all(lines)
         with pytest.raises(InputError, match="Give a list of texts"):
-            Text.train_wordpiece(lines, size=300)
+            Tokenizer.train_wordpiece(lines, size=300)
     with pytest.raises(InputError, match="special tokens"):
-        Text.train_unigram(corpus(), size=100, end="<end>")
+        Tokenizer.train_unigram(corpus(), size=100, end="<end>")
     with pytest.raises(CheckpointError, match="no tokenizer"):
-        Text.load(tmp_path)
+        Tokenizer.load(tmp_path)
     (tmp_path / "vocab.txt").write_text("a\na\n")
     with pytest.raises(CheckpointError, match="twice"):
-        Text.load(tmp_path)
+        Tokenizer.load(tmp_path)
 
 
 def test_broken_tokenizers_raise_our_errors_only(tmp_path: Path) -> None:
@@ -411,7 +421,7 @@ def test_broken_tokenizers_raise_our_errors_only(tmp_path: Path) -> None:
     for seed in range(600):
         name = broken.broken_tokenizer(good, tmp_path / f"{seed}", random.Random(seed))
         try:
-            Text.load(tmp_path / f"{seed}").encode("the cat sat on a mat.")
+            Tokenizer.load(tmp_path / f"{seed}").encode("the cat sat on a mat.")
         except RegardError:
             refused += 1
         except BaseException as error:

@@ -13,7 +13,7 @@ from regard.data.readers import thousandth
 from regard.data.records import Answer, Pair, Question, Report
 from regard.errors import InputError
 from regard.models.bert import Bert, BertConfig
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 from regard.training import building, tokenizing
 from regard.training.recipe import parse_recipe
 from regard.training.run import train
@@ -61,7 +61,7 @@ def test_tags_are_tokens_of_their_own(tmp_path: Path) -> None:
 def bert(tmp_path: Path) -> Path:
     """A checkpoint with more words in its vocabulary than the training text has."""
     other = [f"{one}{two}" for one in ("over", "under", "out") for two in ("look", "go", "come")]
-    text = Text.train_wordpiece([*sentences(120), *other * 9], size=200)
+    text = Tokenizer.train_wordpiece([*sentences(120), *other * 9], size=200)
     model = Bert(BertConfig(vocabulary=len(text), dim=8, depth=1, heads=2, inner=16, length=64))
     folder = tmp_path / "bert"
     model.save(folder)
@@ -75,7 +75,7 @@ def test_a_pruned_bert_knows_what_the_whole_one_knew(tmp_path: Path, bert: Path)
     raw["model"] = {"kind": "bert", "start": str(bert)}
     raw["tokenizer"] = {"keep": 74}
     recipe = parse_recipe(raw)
-    whole, text = Text.load(bert), tokenizing.tokenizer(recipe, tmp_path / "tokenizer")
+    whole, text = Tokenizer.load(bert), tokenizing.tokenizer(recipe, tmp_path / "tokenizer")
     assert len(text) == 74 < len(whole)
     assert whole.tokenizer.token_to_id("overlook") is not None
     assert text.tokenizer.token_to_id("overlook") is None
@@ -90,9 +90,9 @@ def test_a_pruned_bert_knows_what_the_whole_one_knew(tmp_path: Path, bert: Path)
 
 def test_what_cannot_be_pruned_is_refused(bert: Path) -> None:
     with pytest.raises(InputError, match="whole number from"):
-        Text.load(bert).pruned({}, 9)
+        Tokenizer.load(bert).pruned({}, 9)
     with pytest.raises(InputError, match="WordPiece"):
-        Text.train_bpe(["a b"], size=300).pruned({}, 200)
+        Tokenizer.train_bpe(["a b"], size=300).pruned({}, 200)
 
 
 def test_questions_are_asked_where_their_answer_is_not() -> None:

@@ -33,7 +33,7 @@ from regard.models.gpt2 import GPT2, GPT2Config
 from regard.models.t5 import T5
 from regard.models.transformer import Transformer, TransformerConfig
 from regard.models.transformer_xl import TransformerXL, TransformerXLConfig
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 from regard.training import tokenizing
 from regard.training.attention_log import AttentionWarning
 from regard.training.loop import Pace, Progress, Trainer
@@ -100,7 +100,7 @@ def test_every_task_is_learned_evaluated_and_loaded_again(
     expected = {"question answering": "f1", "language modelling": "bits_per_byte"}
     assert expected.get(task, "perplexity") in scores
     model = regard.load(result.folder / "model")
-    text = Text.load(result.folder / "model")
+    text = Tokenizer.load(result.folder / "model")
     assert len(text) == model.config.vocabulary
     saved = Keeper(result.folder / "checkpoints").load(40).state["model"]
     assert all(torch.equal(saved[name], tensor) for name, tensor in model.state_dict().items())
@@ -129,7 +129,9 @@ def test_a_trained_model_is_used_as_it_was_evaluated(folder: Path) -> None:
     one = ready(used, (T5,), "summarize")
     settings = one.settings("summarization")
     assert settings["prefix"] == "shorten: "
-    assert decoding(settings, None, None)[0] == Beam(3, 0.5, no_repeat=2, least=3)
+    assert decoding(settings, None, None)[0] == Beam(
+        3, 0.5, no_repeat_ngram_size=2, min_new_tokens=3
+    )
 
 
 @pytest.mark.parametrize("kind", ["transformer", "t5"])
@@ -210,7 +212,7 @@ def stepped(folder: Path, batches: list[list[int]], **settings: Any) -> Trainer:
     model = Transformer(
         TransformerConfig(
             vocabulary=20, dim=16, depth=1, decoder_depth=1, heads=2, decoder_heads=2, inner=32,
-            decoder_inner=32, dropout=0.0, pad=1, start=1, end=0,
+            decoder_inner=32, dropout=0.0, pad_token=1, start_token=1, end_token=0,
         )
     )  # fmt: skip
     names = {name.replace("__", "."): value for name, value in settings.items()}
@@ -512,7 +514,7 @@ def test_a_transformer_xl_with_a_context_and_all_its_dropout_resumes_to_the_byte
 ) -> None:
     raw = recipe_of(folder, "language modelling", "transformer-xl")
     raw["model"] |= {"locked": True}
-    raw["model"]["config"] |= {"shrink": 1, "projection_dropout": 0.2, "word_dropout": 0.2}
+    raw["model"]["config"] |= {"div_val": 1, "projection_dropout": 0.2, "word_dropout": 0.2}
     raw["data"] |= {"length": 32, "context": 20}
     raw["optimizer"] |= {"activation": 0.2, "slowness": 0.1, "embedding_rate": 2.0, "ema": 0.9}
     raw["evaluation"] |= {"temperature": 1.1}
@@ -534,7 +536,7 @@ def test_killed_at_any_moment_the_end_is_the_same_to_the_byte(
     raw = long_recipe(folder, kind)
     if kind == "bert":  # WordPiece is trained otherwise in each process: that is not tested here
         lines = (folder / "train.txt").read_text(encoding="utf-8").splitlines()
-        Text.train_wordpiece(lines, size=300).save(folder / "tokenizer")
+        Tokenizer.train_wordpiece(lines, size=300).save(folder / "tokenizer")
         raw["tokenizer"] = {"start": str(folder / "tokenizer")}
     workers.start(raw, resume=False)
     began = time.perf_counter()

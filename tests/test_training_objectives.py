@@ -19,7 +19,7 @@ from regard.models.bert import BertAnswering, BertConfig
 from regard.models.gpt2 import GPT2, GPT2Config
 from regard.models.transformer import Transformer, TransformerConfig
 from regard.models.transformer_xl import TransformerXL, TransformerXLConfig
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 from regard.training.answers import Answers, Exam
 from regard.training.objectives import (
     MaskedTokens,
@@ -84,7 +84,13 @@ def test_two_readings_of_a_pair_are_to_agree() -> None:
         sizes = {"dim": 16, "depth": 1, "decoder_depth": 1, "heads": 2, "decoder_heads": 2}
         inner = {"inner": 32, "decoder_inner": 32}
         config = TransformerConfig(
-            vocabulary=10, pad=1, start=2, end=0, dropout=dropout, **sizes, **inner
+            vocabulary=10,
+            pad_token=1,
+            start_token=2,
+            end_token=0,
+            dropout=dropout,
+            **sizes,
+            **inner,
         )
         return Transformer(config).train()
 
@@ -283,8 +289,8 @@ def test_memories_are_saved_and_taken_up_again() -> None:
 CONTEXT = "the cat sat on the mat and the dog sat on the log while the bird sang a song"
 
 
-def text() -> Text:
-    return Text.train_wordpiece([CONTEXT, "who sat where"] * 9, size=60)
+def text() -> Tokenizer:
+    return Tokenizer.train_wordpiece([CONTEXT, "who sat where"] * 9, size=60)
 
 
 def questions() -> list[Question]:
@@ -379,7 +385,9 @@ def test_answers_are_never_outside_the_context() -> None:
         assert targets == 2 * len(batch.ids)
         start, end = objective.scores(model.eval(), batch)
         for row in range(len(batch.ids)):
-            inside = batch.kinds[row].bool() & (batch.ids[row] > 4)  # above the special tokens
+            inside = batch.token_types[row].bool() & (
+                batch.ids[row] > 4
+            )  # above the special tokens
             inside[0] = True
             assert torch.equal(batch.possible[row], inside)
             assert (start[row, ~inside] < -1e30).all()

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from pieces import PIECES, TARGET, marian_of_two
-from regard import InputError, Text, Transformer, TransformerConfig, explain, look, translate
+from regard import InputError, Tokenizer, Transformer, TransformerConfig, explain, look, translate
 from regard.data import encoding
 from regard.interpret.runs import read
 from regard.interpret.word_alignment import align
@@ -27,7 +27,7 @@ ENGLISH, FRENCH = "the cats sat on the mat.", "le chats tapis."
 
 class Made(NamedTuple):
     folder: Path
-    text: Text
+    text: Tokenizer
     model: Transformer
     source: str
     target: str
@@ -49,7 +49,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> Made:
             TransformerConfig(
                 vocabulary=len(ids), target_vocabulary=len(target_ids), tied=False, dim=16,
                 depth=1, decoder_depth=2, heads=2, decoder_heads=2, inner=16, decoder_inner=16,
-                pad=start, start=start, end=0,
+                pad_token=start, start_token=start, end_token=0,
             )
         ),
         torch.float32,
@@ -58,7 +58,7 @@ def made(request: pytest.FixtureRequest, tmp_path: Path) -> Made:
     generation = json.loads((folder / "generation_config.json").read_text())
     generation |= {"bad_words_ids": [[start]], "max_length": 8, "num_beams": 1}
     (folder / "generation_config.json").write_text(json.dumps(generation))
-    return Made(folder, Text.load(folder), model, read, written)
+    return Made(folder, Tokenizer.load(folder), model, read, written)
 
 
 def words_of(text: str) -> list[str]:
@@ -117,7 +117,7 @@ def test_a_tokenizer_that_writes_more_than_the_model_is_refused(made: Made) -> N
     small = Transformer(
         TransformerConfig(
             vocabulary=config.vocabulary, target_vocabulary=10, tied=False, dim=16, depth=1,
-            decoder_depth=1, pad=1, start=1, end=0,
+            decoder_depth=1, pad_token=1, start_token=1, end_token=0,
         )
     )  # fmt: skip
     with pytest.raises(InputError, match="do not belong together"):
@@ -138,12 +138,12 @@ def test_all_that_is_written_is_decoded_and_what_must_not_be_is_silent(made: Mad
 
 
 def test_converting_takes_both_vocabularies_along(made: Made, tmp_path: Path) -> None:
-    again = Text.load(convert(made.folder, tmp_path / "again", dtype=torch.float16))
+    again = Tokenizer.load(convert(made.folder, tmp_path / "again", dtype=torch.float16))
     ids = made.text.target.encode(made.target).ids
     assert again.target.encode(made.target).ids == ids
     made.text.save(tmp_path / "saved")
     made.model.save(tmp_path / "saved")
-    again = Text.load(convert(tmp_path / "saved", tmp_path / "once more"))
+    again = Tokenizer.load(convert(tmp_path / "saved", tmp_path / "once more"))
     assert again.target.encode(made.target).ids == ids
 
 
@@ -168,14 +168,14 @@ def test_training_cuts_each_side_by_its_own(made: Made, tmp_path: Path) -> None:
         first = slice(*table[column].starts[:2].tolist())
         assert table[column].flat[first].tolist() == text.encode(line).ids
     # The same source with another way to write is another table.
-    other = Text(made.text.tokenizer, made.text.tokenizer)
+    other = Tokenizer(made.text.tokenizer, made.text.tokenizer)
     changed, _ = encoding.table(recipe, "train", other)
     assert not torch.equal(changed["target"].flat, table["target"].flat)
 
 
 def test_a_trained_model_keeps_both_vocabularies(made: Made, tmp_path: Path) -> None:
     result = train(parse_recipe(recipe_from(made, tmp_path)))
-    text = Text.load(result.folder / "model")
+    text = Tokenizer.load(result.folder / "model")
     assert text.target.encode(made.target).ids == made.text.target.encode(made.target).ids
 
 

@@ -104,7 +104,7 @@ def frozen(model: Any) -> list[Any]:
 def our_gpt2() -> GPT2:
     torch.manual_seed(0)
     config = OurGPT2Config(
-        vocabulary=50, dim=32, depth=2, heads=4, length=32, begin=None, end=None
+        vocabulary=50, dim=32, depth=2, heads=4, length=32, begin_token=None, end_token=None
     )  # fmt: skip
     model: GPT2 = sharpened(GPT2(config))
     return model
@@ -131,7 +131,7 @@ def test_our_model_says_the_same_and_shows_every_layer() -> None:
 
 def test_calls_come_in_order_and_steps_are_a_list() -> None:
     model = our_gpt2()
-    ids, state = model.begin([IDS[0, :4].tolist()], room=4)
+    ids, state = model.start_decoding([IDS[0, :4].tolist()], room=4)
     with torch.no_grad(), watch(model, See(entropy=True)) as watched:
         for _ in range(3):
             ids = model.step(ids, state).argmax(-1, keepdim=True)
@@ -159,7 +159,7 @@ def test_encoder_decoder_and_cross_attention_have_their_own_names() -> None:
 def test_memory_of_the_segments_before_is_seen_too() -> None:
     torch.manual_seed(0)
     config = TransformerXLConfig(
-        vocabulary=50, cutoffs=(20,), shrink=2, dim=16, embedding_dim=16, depth=2, heads=2,
+        vocabulary=50, cutoffs=(20,), div_val=2, dim=16, embedding_dim=16, depth=2, heads=2,
         head_dim=8, inner=32, memory=6,
     )  # fmt: skip
     model = sharpened(TransformerXL(config))

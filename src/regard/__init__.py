@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:  # type checkers and editors read this list, and a test compares it with _HOMES
     from regard import pictures as pictures
     from regard.decoding.generation import generate as generate
-    from regard.decoding.generation import stream as stream
+    from regard.decoding.generation import stream_tokens as stream_tokens
     from regard.decoding.strategies import Beam as Beam
+    from regard.decoding.strategies import Generated as Generated
     from regard.decoding.strategies import Greedy as Greedy
-    from regard.decoding.strategies import Output as Output
     from regard.decoding.strategies import Sample as Sample
     from regard.errors import BackendError as BackendError
     from regard.errors import CheckpointError as CheckpointError
@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # type checkers and editors read this list, and a test compar
     from regard.interpret.looking import look as look
     from regard.interpret.watched import Watched as Watched
     from regard.interpret.watching import watch as watch
-    from regard.layers.cache import Cache as Cache
+    from regard.layers.cache import KeyValueCache as KeyValueCache
     from regard.layers.losses import linear_cross_entropy as linear_cross_entropy
     from regard.layers.modules import Block as Block
     from regard.layers.modules import FeedForward as FeedForward
@@ -54,7 +54,7 @@ if TYPE_CHECKING:  # type checkers and editors read this list, and a test compar
     from regard.models.gpt2 import GPT2 as GPT2
     from regard.models.gpt2 import GPT2Config as GPT2Config
     from regard.models.loading import load as load
-    from regard.models.quantization import arrange as arrange
+    from regard.models.quantization import prepack as prepack
     from regard.models.quantization import quantize as quantize
     from regard.models.t5 import T5 as T5
     from regard.models.t5 import T5Config as T5Config
@@ -64,29 +64,29 @@ if TYPE_CHECKING:  # type checkers and editors read this list, and a test compar
     from regard.models.transformer_xl import TransformerXLConfig as TransformerXLConfig
     from regard.pictures import figures as figures
     from regard.tasks.completion import complete as complete
-    from regard.tasks.completion import completing as completing
+    from regard.tasks.completion import stream_completion as stream_completion
     from regard.tasks.question_answering import answer as answer
     from regard.tasks.records import Answer as Answer
-    from regard.tasks.records import Attended as Attended
     from regard.tasks.records import Completion as Completion
     from regard.tasks.records import Summary as Summary
     from regard.tasks.records import Translation as Translation
+    from regard.tasks.records import WordAttention as WordAttention
     from regard.tasks.summarization import summarize as summarize
     from regard.tasks.translation import translate as translate
     from regard.text.tokenizer import Encoded as Encoded
-    from regard.text.tokenizer import Text as Text
+    from regard.text.tokenizer import Tokenizer as Tokenizer
 
 __version__ = "0.1.0"
 
 _HOMES = {
     "regard.decoding.generation": (
         "generate",
-        "stream",
+        "stream_tokens",
     ),
     "regard.decoding.strategies": (
         "Beam",
         "Greedy",
-        "Output",
+        "Generated",
         "Sample",
     ),
     "regard.errors": (
@@ -101,7 +101,7 @@ _HOMES = {
     "regard.interpret.looking": ("look",),
     "regard.interpret.watched": ("Watched",),
     "regard.interpret.watching": ("watch",),
-    "regard.layers.cache": ("Cache",),
+    "regard.layers.cache": ("KeyValueCache",),
     "regard.layers.losses": ("linear_cross_entropy",),
     "regard.layers.modules": (
         "Block",
@@ -146,7 +146,7 @@ _HOMES = {
     ),
     "regard.models.loading": ("load",),
     "regard.models.quantization": (
-        "arrange",
+        "prepack",
         "quantize",
     ),
     "regard.models.t5": (
@@ -164,12 +164,12 @@ _HOMES = {
     "regard.pictures": ("figures",),
     "regard.tasks.completion": (
         "complete",
-        "completing",
+        "stream_completion",
     ),
     "regard.tasks.question_answering": ("answer",),
     "regard.tasks.records": (
         "Answer",
-        "Attended",
+        "WordAttention",
         "Completion",
         "Summary",
         "Translation",
@@ -178,7 +178,7 @@ _HOMES = {
     "regard.tasks.translation": ("translate",),
     "regard.text.tokenizer": (
         "Encoded",
-        "Text",
+        "Tokenizer",
     ),
 }
 _MODULES = {

@@ -18,7 +18,7 @@ from regard.data.schema import key
 from regard.data.sources import RECORDS, Source, data_paths, records, source_dataset
 from regard.data.tables import Ragged, Table, cached, content
 from regard.errors import InputError
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 from regard.text.windows import windows
 
 if TYPE_CHECKING:
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 TOKENIZERS = ("bpe", "wordpiece", "unigram", "words")
 
 
-def window_columns(questions: Iterable[Question], text: Text, length: int) -> dict[str, Ragged]:
+def window_columns(
+    questions: Iterable[Question], text: Tokenizer, length: int
+) -> dict[str, Ragged]:
     """All windows of all questions as columns; long contexts have several that overlap.
 
     The facts of a window: which question, where the context starts, which token of the context
@@ -80,7 +82,7 @@ def elsewhere(questions: Iterable[Question], share: float) -> Iterator[Question]
             yield question._replace(context=before, answers=())
 
 
-def token_ids(text: Text, lines: Iterable[str]) -> Iterator[list[int]]:
+def token_ids(text: Tokenizer, lines: Iterable[str]) -> Iterator[list[int]]:
     """The ids of many lines, some thousand at once, nothing added."""
     waiting = iter(lines)
     while some := list(islice(waiting, 8192)):
@@ -88,7 +90,7 @@ def token_ids(text: Text, lines: Iterable[str]) -> Iterator[list[int]]:
             yield encoding.ids
 
 
-def table(recipe: Recipe, part: str, text: Text) -> tuple[Table, str]:
+def table(recipe: Recipe, part: str, text: Tokenizer) -> tuple[Table, str]:
     """The token ids of a part of the data, from the cache or made anew, and their SHA-256."""
     sources: tuple[Source, ...] = getattr(recipe.data, part)
     key = {
@@ -122,7 +124,7 @@ def table(recipe: Recipe, part: str, text: Text) -> tuple[Table, str]:
     return found, digest.hexdigest()
 
 
-def _digest(text: Text) -> str:
+def _digest(text: Tokenizer) -> str:
     return hashlib.sha256(text.tokenizer.to_str().encode()).hexdigest()
 
 
@@ -135,7 +137,7 @@ def _unanswered(recipe: Recipe, part: str) -> float:
     return recipe.data.unanswered if part == "train" else 0.0
 
 
-def _table(recipe: Recipe, part: str, text: Text) -> Table:
+def _table(recipe: Recipe, part: str, text: Tokenizer) -> Table:
     """Read and tokenised; what could not be used is among the facts."""
     report = Report()
     found = records(recipe, getattr(recipe.data, part), report)
@@ -159,7 +161,7 @@ def _table(recipe: Recipe, part: str, text: Text) -> Table:
 
 
 def _pair_columns(
-    found: Iterator[Pair], recipe: Recipe, text: Text, report: Report, variants: int
+    found: Iterator[Pair], recipe: Recipe, text: Tokenizer, report: Report, variants: int
 ) -> dict[str, Ragged]:
     """Both sides of all pairs; then of all pairs again, cut otherwise at random, and so on."""
     most = recipe.data.length - 1
@@ -192,13 +194,15 @@ def _pair_columns(
     }
 
 
-def _cut(text: Text, pairs: Sequence[tuple[str, str]]) -> Iterator[tuple[list[int], list[int]]]:
+def _cut(
+    text: Tokenizer, pairs: Sequence[tuple[str, str]]
+) -> Iterator[tuple[list[int], list[int]]]:
     sources, targets = ([pair[side] for pair in pairs] for side in (0, 1))
     return zip(token_ids(text, sources), token_ids(text.target, targets), strict=True)
 
 
 @contextmanager
-def _dropping(text: Text, share: float) -> Iterator[None]:
+def _dropping(text: Tokenizer, share: float) -> Iterator[None]:
     """Within, BPE leaves out merges at random (https://arxiv.org/abs/1910.13267)."""
     algorithms = [one.tokenizer.model for one in (text, text.target)]
     for algorithm in algorithms:
@@ -215,7 +219,7 @@ def _dropping(text: Text, share: float) -> Iterator[None]:
             algorithm.dropout = None
 
 
-def _text_columns(found: Iterator[str], text: Text) -> tuple[dict[str, Ragged], int]:
+def _text_columns(found: Iterator[str], text: Tokenizer) -> tuple[dict[str, Ragged], int]:
     """One long sequence, each line with its newline, and how many bytes it was."""
     size = 0
 
@@ -231,7 +235,7 @@ def _text_columns(found: Iterator[str], text: Text) -> tuple[dict[str, Ragged], 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Tokenizer:
+class TokenizerOptions:
     """The tokenizer of a run."""
 
     start: str | None = key(

@@ -9,7 +9,7 @@ from typing import Protocol, Self, TypeVar
 import torch
 from torch import Tensor
 
-from regard.decoding.strategies import Output
+from regard.decoding.strategies import Generated
 
 
 class Kept(Protocol):
@@ -42,7 +42,7 @@ S = TypeVar("S", bound=Kept)
 class Decoder(Protocol[S]):
     """What a model must do to be decoded."""
 
-    def begin(self, prompts: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, S]:
+    def start_decoding(self, prompts: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, S]:
         """The first ids to step over, [batch, n], and the state before them."""
 
     def step(self, ids: Tensor, state: S) -> Tensor:
@@ -62,7 +62,7 @@ class Task(Protocol):
         """The beam that each of its beams goes on from."""
 
     @property
-    def found(self) -> list[Output]: ...
+    def found(self) -> list[Generated]: ...
 
 
 T = TypeVar("T", bound=Task)
@@ -86,7 +86,7 @@ def run(
     way: Way[T],
     room: int,
     capacity: Callable[[int], int],
-) -> list[list[Output]]:
+) -> list[list[Generated]]:
     """What is found for each prompt. The longest go first, so that like lengths go together.
 
     ``room`` is how many nodes a sentence may come to need, and ``capacity`` says how many prompts
@@ -99,7 +99,7 @@ def run(
         """The next prompts: their tasks, each a token further, the next ids, and their state."""
         count = min(capacity(len(prompts[waiting[0]])), len(waiting))
         some = [waiting.popleft() for _ in range(count)]
-        ids, state = model.begin([prompts[index] for index in some], room)
+        ids, state = model.start_decoding([prompts[index] for index in some], room)
         new = [way.begin(begun) for begun in begun_of(ids, state)]
         tasks.update(zip(some, new, strict=True))
         ids = way.choose(model.step(ids, state), new)

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from regard.decoding.strategies import Greedy, Output, Sample
+from regard.decoding.strategies import Generated, Greedy, Sample
 from regard.errors import InputError
 
 AT_ONCE = 2**18  # scores
@@ -27,8 +27,8 @@ class Line:
         self.stopped = self.done = False
 
     @property
-    def found(self) -> list[Output]:
-        return [Output(self.ids, self.score, self.stopped)]
+    def found(self) -> list[Generated]:
+        return [Generated(self.ids, self.score, self.stopped)]
 
 
 class Lines:
@@ -47,10 +47,10 @@ class Lines:
         """Let each line go on by one token; those come back, [rows, 1]."""
         scores = logits.float()
         total = totals(scores)[:, 0]
-        if self.how.no_repeat:
+        if self.how.no_repeat_ngram_size:
             past = [line.past for line in lines]
-            scores = without_repeats(scores.clone(), past, self.how.no_repeat)
-        short = [row for row, line in enumerate(lines) if len(line.ids) < self.how.least]
+            scores = without_repeats(scores.clone(), past, self.how.no_repeat_ngram_size)
+        short = [row for row, line in enumerate(lines) if len(line.ids) < self.how.min_new_tokens]
         scores = without_stops(scores, short, self.stop)
         if isinstance(self.how, Sample):
             draws = torch.stack([torch.rand((), generator=line.draws) for line in lines])

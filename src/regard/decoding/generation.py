@@ -16,19 +16,19 @@ import torch
 from regard.decoding.batching import Decoder, Kept, S, begun_of, run
 from regard.decoding.choosing import Lines
 from regard.decoding.searching import Searches, top
-from regard.decoding.strategies import Beam, Greedy, How, Output, Sample, at_least
+from regard.decoding.strategies import Beam, Generated, Greedy, How, Sample, at_least
 from regard.errors import InputError
 
 __all__ = [
     "Beam",
     "Decoder",
+    "Generated",
     "Greedy",
     "How",
     "Kept",
-    "Output",
     "Sample",
     "generate",
-    "stream",
+    "stream_tokens",
     "top",
 ]
 
@@ -38,26 +38,26 @@ def generate(
     prompts: Sequence[Sequence[int]],
     how: How | None = None,
     *,
-    length: int,
+    max_new_tokens: int,
     stop: Sequence[int] = (),
     batch: int = 32,
     tokens: int | None = None,
-) -> list[list[Output]]:
-    """At most ``length`` new tokens for each prompt: one output each, or the ``best`` of its beams.
+) -> list[list[Generated]]:
+    """At most ``max_new_tokens`` for each prompt: one sequence, or several of its beams.
 
-    ``how`` is greedy by default. Prompts are what the model's ``begin`` takes: a text to go on
-    from, or a source to translate. ``batch`` of them go together, or fewer where those would be
-    more than ``tokens``, padding counted. Those of like length do, and when some are done, others
-    take their places; results keep the order of the prompts.
+    ``how`` is greedy by default. Prompts are what the model's ``start_decoding`` takes: a text to
+    complete, or a source to translate. ``batch`` prompts of similar length run together, or fewer
+    where they would exceed ``tokens``, padding included. A prompt takes the place of one that has
+    ended. Results keep the order of the prompts.
 
     >>> from regard import GPT2, GPT2Config
     >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2)).eval()
-    >>> [[first], [second]] = generate(model, [[1, 2, 3], [4]], Beam(size=2), length=5)
+    >>> [[first], [second]] = generate(model, [[1, 2, 3], [4]], Beam(num_beams=2), max_new_tokens=5)
     >>> len(first.ids), len(second.ids)
     (5, 5)
     """
     how = _way(how)
-    at_least("generate(length=...)", length, 1)
+    at_least("generate(max_new_tokens=...)", max_new_tokens, 1)
     at_least("generate(batch=...)", batch, 1)
     if tokens is not None:
         at_least("generate(tokens=...)", tokens, 1)
@@ -70,33 +70,34 @@ def generate(
 
     with torch.inference_mode():
         if isinstance(how, Beam):
-            searches = Searches(how, length, ends)
-            return run(model, begun, searches, length * how.size, capacity)
-        return run(model, begun, Lines(how, length, ends), length, capacity)
+            searches = Searches(how, max_new_tokens, ends)
+            return run(model, begun, searches, max_new_tokens * how.num_beams, capacity)
+        return run(model, begun, Lines(how, max_new_tokens, ends), max_new_tokens, capacity)
 
 
-def stream(
+def stream_tokens(
     model: Decoder[S],
     prompt: Sequence[int],
     how: Greedy | Sample | None = None,
     *,
-    length: int,
+    max_new_tokens: int,
     stop: Sequence[int] = (),
 ) -> Iterator[int]:
     """The tokens of :func:`generate` for one prompt, each as soon as it is known.
 
     >>> from regard import GPT2, GPT2Config
     >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2)).eval()
-    >>> list(stream(model, [1, 2], length=4)) == generate(model, [[1, 2]], length=4)[0][0].ids
+    >>> [[whole]] = generate(model, [[1, 2]], max_new_tokens=4)
+    >>> list(stream_tokens(model, [1, 2], max_new_tokens=4)) == whole.ids
     True
     """
-    at_least("stream(length=...)", length, 1)
+    at_least("stream_tokens(max_new_tokens=...)", max_new_tokens, 1)
     chosen = _way(how)
     if isinstance(chosen, Beam):
         raise InputError("Beams are known at their end only: use generate(), or another way.")
-    lines = Lines(chosen, length, _stop(stop))
+    lines = Lines(chosen, max_new_tokens, _stop(stop))
     with torch.inference_mode():
-        ids, state = model.begin([_prompt(prompt)], room=length)
+        ids, state = model.start_decoding([_prompt(prompt)], room=max_new_tokens)
         [line] = [lines.begin(begun) for begun in begun_of(ids, state)]
     told = 0
     while not line.done:
@@ -120,7 +121,7 @@ def _prompt(prompt: Any) -> list[int]:
         return [index(token) for token in prompt]
     except TypeError:
         raise InputError(
-            f"Prompts are lists of token ids, but one is {prompt!r}. Text.encode(...).ids "
+            f"Prompts are lists of token ids, but one is {prompt!r}. Tokenizer.encode(...).ids "
             "makes such a list of a text."
         ) from None
 

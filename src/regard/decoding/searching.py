@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.decoding.choosing import check_chance, totals, without_repeats, without_stops
-from regard.decoding.strategies import Beam, Output
+from regard.decoding.strategies import Beam, Generated
 
 _NEVER = -1e9  # the score of a beam that is not there; finite, so that sums stay numbers
 
@@ -21,7 +21,7 @@ class Searches:
 
     def __init__(self, how: Beam, length: int, stop: frozenset[int]) -> None:
         self.how, self.length, self.stop = how, length, stop
-        self.beams = how.size
+        self.beams = how.num_beams
 
     def begin(self, begun: list[int]) -> Search:
         """A search that goes on from ``begun``."""
@@ -37,13 +37,13 @@ class Searches:
         logits = logits.float()
         scores = torch.tensor([search.scores for search in searches], device=logits.device)
         total = totals(logits)
-        if self.how.no_repeat:
+        if self.how.no_repeat_ngram_size:
             past = [beam for search in searches for beam in search.past()]
-            logits = without_repeats(logits.clone(), past, self.how.no_repeat)
+            logits = without_repeats(logits.clone(), past, self.how.no_repeat_ngram_size)
         short = [
             row
             for row, search in enumerate(s for s in searches for _ in s.paths)
-            if search.taken < self.how.least
+            if search.taken < self.how.min_new_tokens
         ]
         logits = without_stops(logits, short, self.stop)
         values, tokens = top(logits, min(most, logits.shape[-1]))  # [rows, candidates of each]
@@ -70,12 +70,12 @@ class Search:
         self.scores: list[float] = [0.0]  # of each beam
         self.origins: list[int] = [0]  # the beam before that each goes on from
         self.tokens: list[int] = []  # with which
-        self.finished: list[Output] = []
+        self.finished: list[Generated] = []
         self.done = False
 
     @property
-    def found(self) -> list[Output]:
-        return self.finished[: self.how.best]
+    def found(self) -> list[Generated]:
+        return self.finished[: self.how.num_return_sequences]
 
     def past(self) -> list[list[int]]:
         """What each beam has so far."""
@@ -90,7 +90,7 @@ class Search:
             self._end()
             return
         self.taken += 1
-        how, size, taken = self.how, self.how.size, self.taken
+        how, size, taken = self.how, self.how.num_beams, self.taken
         full = taken == self.length
         going: list[tuple[float, int, int]] = []
         for rank, (value, origin, token) in enumerate(candidates):
@@ -98,7 +98,7 @@ class Search:
             if (end or full) and rank < size:
                 ids = _ids(self.paths[origin])
                 score = value / taken**how.length_penalty
-                self.finished.append(Output(ids if end else [*ids, token], score, end))
+                self.finished.append(Generated(ids if end else [*ids, token], score, end))
             if not end and len(going) < size:
                 going.append((value, origin, token))
         # Sorting keeps the order of equals: what was found first stays first.
@@ -115,9 +115,9 @@ class Search:
         for path, score in zip(self.paths, self.scores, strict=True):
             if score > _NEVER:
                 length = max(self.taken, 1) ** self.how.length_penalty
-                self.finished.append(Output(_ids(path), score / length, False))
+                self.finished.append(Generated(_ids(path), score / length, False))
         self.finished.sort(key=lambda output: -output.score)
-        del self.finished[self.how.size :]
+        del self.finished[self.how.num_beams :]
         self.done = True
 
 
@@ -151,11 +151,13 @@ def top(scores: Tensor, count: int, width: int = 128) -> tuple[Tensor, Tensor]:
     return values, index.gather(1, at)
 
 
-def _goes_on(finished: Sequence[Output], best: float, taken: int, length: int, how: Beam) -> bool:
+def _goes_on(
+    finished: Sequence[Generated], best: float, taken: int, length: int, how: Beam
+) -> bool:
     """Whether a sentence may still find better than it has."""
-    if len(finished) < how.size:
+    if len(finished) < how.num_beams:
         return True
-    if how.early is True:
+    if how.early_stopping is True:
         return False
-    longest = length if how.early == "never" and how.length_penalty > 0 else taken
+    longest = length if how.early_stopping == "never" and how.length_penalty > 0 else taken
     return bool(best / longest**how.length_penalty > finished[-1].score)

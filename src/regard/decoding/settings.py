@@ -115,8 +115,8 @@ def decoding(settings: Mapping[str, Any], how: Way | None, length: int | None) -
                 beams,
                 settings.get("length_penalty", 1.0),
                 settings.get("early_stopping", False),
-                no_repeat=repeat,
-                least=least,
+                no_repeat_ngram_size=repeat,
+                min_new_tokens=least,
             )  # fmt: skip
     except (InputError, TypeError) as error:
         if asked:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import InputError
-from regard.layers.cache import Cache, CrossCache, Memory
+from regard.layers.cache import CrossCache, KeyValueCache, Memory
 from regard.mechanism.masks import Padding
 
 
@@ -34,7 +34,7 @@ class State:
         context: Tensor | None = None,
         context_padding: Padding | None = None,
     ) -> None:
-        self.own = [Cache(room) for _ in range(depth)]
+        self.own = [KeyValueCache(room) for _ in range(depth)]
         self.cross = [CrossCache() for _ in range(depth)]
         self.pads = pads  # [sentences]
         self.context = context  # [sentences, length, dim]

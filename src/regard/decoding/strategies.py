@@ -12,26 +12,26 @@ from regard.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """Always the likeliest token.
+    """Always the token with the highest score.
 
     >>> from regard import GPT2, GPT2Config, Greedy, generate
     >>> model = GPT2(GPT2Config(vocabulary=20, length=16, dim=8, depth=1, heads=2)).eval()
-    >>> [[found]] = generate(model, [[3, 1, 4]], Greedy(), length=5)
+    >>> [[found]] = generate(model, [[3, 1, 4]], Greedy(), max_new_tokens=5)
     >>> len(found.ids)
     5
     """
 
-    no_repeat: int = 0  # no n-gram of this size comes twice; 0 allows all
-    least: int = 0  # tokens before one that stops
+    no_repeat_ngram_size: int = 0  # no n-gram of this size comes twice; 0 allows all
+    min_new_tokens: int = 0  # tokens before one that stops
 
     def __post_init__(self) -> None:
-        at_least("Greedy(no_repeat=...)", self.no_repeat, 0)
-        at_least("Greedy(least=...)", self.least, 0)
+        at_least("Greedy(no_repeat_ngram_size=...)", self.no_repeat_ngram_size, 0)
+        at_least("Greedy(min_new_tokens=...)", self.min_new_tokens, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Tokens drawn by their probability, among the ``top_k`` likeliest and within ``top_p`` of it.
+    """Tokens sampled from the ``top_k`` likeliest whose probabilities reach ``top_p``.
 
     A prompt and a seed give one result, alone or in any batch, up to how sums of that batch are
     rounded: in float32 hardly ever seen, in bfloat16 often.
@@ -39,8 +39,8 @@ class Sample:
     >>> from regard import GPT2, GPT2Config, Sample, generate
     >>> model = GPT2(GPT2Config(vocabulary=20, length=16, dim=8, depth=1, heads=2)).eval()
     >>> how = Sample(temperature=0.8, top_p=0.9, seed=7)
-    >>> [[alone]] = generate(model, [[3, 1, 4]], how, length=5)
-    >>> _, [beside] = generate(model, [[2], [3, 1, 4]], how, length=5)
+    >>> [[alone]] = generate(model, [[3, 1, 4]], how, max_new_tokens=5)
+    >>> _, [beside] = generate(model, [[2], [3, 1, 4]], how, max_new_tokens=5)
     >>> alone.ids == beside.ids
     True
     """
@@ -49,8 +49,8 @@ class Sample:
     top_k: int = 0  # 0 allows all
     top_p: float = 1.0
     seed: int = 0
-    no_repeat: int = 0
-    least: int = 0
+    no_repeat_ngram_size: int = 0
+    min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
         if not (is_number(self.temperature) and 0 < self.temperature < math.inf):
@@ -65,58 +65,65 @@ class Sample:
                 f"Sample(seed=...) is a whole number of 64 bits, but got {self.seed!r}."
             )
         at_least("Sample(top_k=...)", self.top_k, 0)
-        at_least("Sample(no_repeat=...)", self.no_repeat, 0)
-        at_least("Sample(least=...)", self.least, 0)
+        at_least("Sample(no_repeat_ngram_size=...)", self.no_repeat_ngram_size, 0)
+        at_least("Sample(min_new_tokens=...)", self.min_new_tokens, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """The ``best`` of what ``size`` sequences, kept side by side, find.
+    """Beam search: the best ``num_return_sequences`` of ``num_beams`` sequences.
 
     A finished sequence scores its log-probability over ``length ** length_penalty``. Search ends
-    when no running beam looks able to beat the worst one kept (``early=False``), when ``size`` are
-    finished (``True``), or when none can, were it to grow to the full length (``"never"``).
+    when no running beam looks able to beat the worst one kept (``early_stopping=False``), when
+    ``num_beams`` are finished (``True``), or when none can beat it at any length (``"never"``).
 
     >>> from regard import GPT2, GPT2Config, Beam, generate
     >>> model = GPT2(GPT2Config(vocabulary=20, length=16, dim=8, depth=1, heads=2)).eval()
-    >>> [[first, second]] = generate(model, [[3, 1, 4]], Beam(size=4, best=2), length=5)
+    >>> how = Beam(num_beams=4, num_return_sequences=2)
+    >>> [[first, second]] = generate(model, [[3, 1, 4]], how, max_new_tokens=5)
     >>> first.score >= second.score
     True
     """
 
-    size: int = 4
+    num_beams: int = 4
     length_penalty: float = 1.0
-    early: bool | Literal["never"] = False
-    best: int = 1
-    no_repeat: int = 0
-    least: int = 0
+    early_stopping: bool | Literal["never"] = False
+    num_return_sequences: int = 1
+    no_repeat_ngram_size: int = 0
+    min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        at_least("Beam(size=...)", self.size, 1)
-        at_least("Beam(no_repeat=...)", self.no_repeat, 0)
-        at_least("Beam(least=...)", self.least, 0)
+        at_least("Beam(num_beams=...)", self.num_beams, 1)
+        at_least("Beam(no_repeat_ngram_size=...)", self.no_repeat_ngram_size, 0)
+        at_least("Beam(min_new_tokens=...)", self.min_new_tokens, 0)
         if not is_number(self.length_penalty):
             raise InputError(
                 "Beam(length_penalty=...) must be a finite number, but got "
                 f"{self.length_penalty!r}."
             )
-        at_least("Beam(best=...)", self.best, 1)
-        if self.best > self.size:
-            raise InputError(f"Beam(best=...) must be from 1 to {self.size}, but got {self.best}.")
-        if self.early not in (True, False, "never"):
-            raise InputError(f'Beam(early=...) is True, False or "never", but got {self.early!r}.')
+        at_least("Beam(num_return_sequences=...)", self.num_return_sequences, 1)
+        if self.num_return_sequences > self.num_beams:
+            raise InputError(
+                f"Beam(num_return_sequences=...) must be from 1 to {self.num_beams}, but got "
+                f"{self.num_return_sequences}."
+            )
+        if self.early_stopping not in (True, False, "never"):
+            raise InputError(
+                'Beam(early_stopping=...) is True, False or "never", but got '
+                f"{self.early_stopping!r}."
+            )
 
 
 How = Greedy | Sample | Beam
 
 
 @dataclass(frozen=True, slots=True)
-class Output:
+class Generated:
     """One sequence found: its ids without prompt and stop token, and how it scored.
 
     >>> from regard import GPT2, GPT2Config, Greedy, generate
     >>> model = GPT2(GPT2Config(vocabulary=20, length=16, dim=8, depth=1, heads=2)).eval()
-    >>> [[found]] = generate(model, [[3, 1, 4]], Greedy(), length=5)
+    >>> [[found]] = generate(model, [[3, 1, 4]], Greedy(), max_new_tokens=5)
     >>> found.score < 0, found.stopped  # nothing was named that would stop it
     (True, False)
     """

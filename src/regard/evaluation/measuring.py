@@ -26,7 +26,7 @@ from regard.models.bert import BertAnswering
 from regard.models.bundle import Ready
 from regard.models.model import Model
 from regard.models.registry import ARCHITECTURES, Architecture
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 from regard.training.recipe import Recipe, parse_recipe
 
 Settings = Mapping[str, Any] | Sequence[str]  # keys of a recipe: {"evaluation.beam": 4}
@@ -67,7 +67,7 @@ class Evaluated:
 
 def evaluate(
     model: Model,
-    text: Text,
+    text: Tokenizer,
     data: Sequence[Mapping[str, Any]],
     wanted: Sequence[str] = (),
     *,
@@ -82,8 +82,8 @@ def evaluate(
     ``evaluation``, and for a Transformer-XL ``model.config.memory``.
 
     >>> import tempfile
-    >>> from regard import GPT2, GPT2Config, Text
-    >>> text = Text.train_bpe(["one two three"], size=260)
+    >>> from regard import GPT2, GPT2Config, Tokenizer
+    >>> text = Tokenizer.train_bpe(["one two three"], size=260)
     >>> model = GPT2(GPT2Config(vocabulary=len(text), length=8, dim=8, depth=1, heads=2)).eval()
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = Path(folder, "a.txt").write_text("one two three\n" * 9)
@@ -162,9 +162,9 @@ def own_settings(one: Ready) -> dict[str, Any]:
     if SCORES_OF_TASK[row.scored_as] is WRITTEN:
         how, _ = decoding(said, None, None)
         assert not isinstance(how, Sample)
-        found["evaluation.beam"] = how.size if isinstance(how, Beam) else 1
-        found["evaluation.no_repeat"] = how.no_repeat
-        found["evaluation.least"] = how.least
+        found["evaluation.beam"] = how.num_beams if isinstance(how, Beam) else 1
+        found["evaluation.no_repeat"] = how.no_repeat_ngram_size
+        found["evaluation.least"] = how.min_new_tokens
         if isinstance(how, Beam):
             found["evaluation.length_penalty"] = how.length_penalty
     return found

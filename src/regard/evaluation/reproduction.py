@@ -14,7 +14,7 @@ from regard.errors import InputError
 from regard.evaluation.measuring import evaluate
 from regard.evaluation.scoring import Progress
 from regard.models.loading import load
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 
 
 class Again(NamedTuple):
@@ -44,8 +44,8 @@ def reproduce(
     Figures of the same data and settings come from one measurement.
 
     >>> import tempfile
-    >>> from regard import GPT2, GPT2Config, Text
-    >>> text = Text.train_bpe(["one two three"], size=260)
+    >>> from regard import GPT2, GPT2Config, Tokenizer
+    >>> text = Tokenizer.train_bpe(["one two three"], size=260)
     >>> model = GPT2(GPT2Config(vocabulary=len(text), length=8, dim=8, depth=1, heads=2)).eval()
     >>> figure = {"metric": "perplexity", "value": 50.0, "tolerance": 0.5, "settings": {}}
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -66,7 +66,7 @@ def reproduce(
         for source in score.data:
             _check_files(Path(root).expanduser(), source)
     model = load(folder, device=device, dtype=torch.float32)
-    text = Text.load(folder)
+    text = Tokenizer.load(folder)
     for scores in together.values():
         data, settings = scores[0].data, scores[0].settings
         wanted = list(dict.fromkeys(score.metric for score in scores))

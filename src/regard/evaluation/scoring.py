@@ -23,7 +23,7 @@ from regard.evaluation import metrics
 from regard.evaluation.settings import TOKENS, how_to_decode
 from regard.models.model import Model
 from regard.models.transformer_xl import TransformerXL
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 from regard.training.answers import Exam
 from regard.training.recipe import Recipe
 
@@ -34,7 +34,7 @@ Piece = tuple[Tensor, int, int]  # where some pieces start, how long they are, h
 def score_pairs(
     recipe: Recipe,
     model: Any,
-    text: Text,
+    text: Tokenizer,
     records: Sequence[Record],
     names: Sequence[str],
     show: Progress,
@@ -42,7 +42,7 @@ def score_pairs(
     pairs = readers.together(cast("Sequence[Pair]", records))
     settings = recipe.evaluation
     pairs = pairs[: settings.examples or len(pairs)]
-    end = model.config.end
+    end = model.config.end_token
     prompts = [[*ids, end] for ids in token_ids(text, [pair.source for pair in pairs])]
     outputs = [""] * len(pairs)
     # By length, and from the longest on: a guess of the time left is then too long, not too short.
@@ -54,7 +54,7 @@ def score_pairs(
             model,
             [prompts[row] for row in rows],
             how_to_decode(settings),
-            length=recipe.data.length,
+            max_new_tokens=recipe.data.length,
             stop=[end],
             batch=size,
             tokens=TOKENS,
@@ -75,7 +75,7 @@ def score_pairs(
 
 
 def score_answers(
-    recipe: Recipe, model: Model, text: Text, records: Sequence[Record], show: Progress
+    recipe: Recipe, model: Model, text: Tokenizer, records: Sequence[Record], show: Progress
 ) -> tuple[dict[str, float], int, str]:
     questions = cast("list[Question]", list(records))
     questions = questions[: recipe.evaluation.examples or len(questions)]
@@ -95,7 +95,7 @@ def score_answers(
 
 
 def score_text(
-    recipe: Recipe, model: Any, text: Text, records: Sequence[Record], show: Progress
+    recipe: Recipe, model: Any, text: Tokenizer, records: Sequence[Record], show: Progress
 ) -> tuple[dict[str, float], int, str]:
     lines = [f"{line}\n" for line in cast("Sequence[str]", records)]
     whole = sum(len(line.encode()) for line in lines)

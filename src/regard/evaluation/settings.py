@@ -25,8 +25,8 @@ def how_to_decode(settings: Evaluation) -> Beam | Greedy:
     return Beam(
         settings.beam,
         settings.length_penalty,
-        no_repeat=settings.no_repeat,
-        least=settings.least,
+        no_repeat_ngram_size=settings.no_repeat,
+        min_new_tokens=settings.least,
     )
 
 

@@ -132,7 +132,7 @@ def decode(device: torch.device, new: int = 64) -> Iterator[Decoded]:
         if not hasattr(model, "begin"):
             continue  # it reads, and does not write
         prompt = [list(range(8, 24))]
-        generate(model, prompt, length=new)
+        generate(model, prompt, max_new_tokens=new)
         started = time.perf_counter()
-        generate(model, prompt, length=new)
+        generate(model, prompt, max_new_tokens=new)
         yield Decoded(name, new / (time.perf_counter() - started))

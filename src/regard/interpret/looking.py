@@ -21,7 +21,7 @@ from regard.interpret.word_alignment import Alignment, align
 from regard.models.model import AttentionLayer, Model
 from regard.models.t5 import T5
 from regard.models.transformer import Transformer
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 
 __all__ = [
     "Alignment",
@@ -41,7 +41,7 @@ def look(
     model: Model | str | os.PathLike[str],
     text: str,
     *,
-    tokenizer: Text | None = None,
+    tokenizer: Tokenizer | None = None,
     target: str | None = None,
     layer: str | int | None = None,
     head: int | None = None,
@@ -68,8 +68,8 @@ def look(
     layers are done, of how many.
 
     >>> import torch
-    >>> from regard import GPT2, GPT2Config, Text
-    >>> tokenizer = Text.train_bpe(["the cat sat on the mat"] * 9, size=300)
+    >>> from regard import GPT2, GPT2Config, Tokenizer
+    >>> tokenizer = Tokenizer.train_bpe(["the cat sat on the mat"] * 9, size=300)
     >>> model = GPT2(GPT2Config(vocabulary=300, dim=8, depth=2, heads=2, length=32))
     >>> found = look(model, "the cat sat on the mat", tokenizer=tokenizer)
     >>> list(found.values["entropy"].shape)  # layers, heads

@@ -30,7 +30,7 @@ from regard.models.t5 import T5
 from regard.models.transformer import Transformer
 from regard.models.transformer_xl import TransformerXL
 from regard.text.languages import language_tags
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 from regard.text.words import Tokens, Word, tokens_of, tokens_of_ids
 
 SEGMENT = 512  # tokens of a model with memory that has none
@@ -62,7 +62,7 @@ class Reading:
     """
 
     model: Model
-    tokenizer: Text
+    tokenizer: Tokenizer
     tokens: Tokens
     chunks: tuple[Chunk, ...]
     layers: tuple[AttentionLayer, ...]
@@ -159,7 +159,7 @@ class Reading:
         row = torch.tensor([ids], device=self.model.device)
         match self.model:
             case Transformer() | T5():
-                start, state = self.model.begin([ids], room=len(self.target or ()))
+                start, state = self.model.start_decoding([ids], room=len(self.target or ()))
                 if self.target is not None:
                     written = row.new_tensor([self.target.ids[:-1]])
                     self.model.step(torch.cat((start, written.to(start.dtype)), dim=1), state)
@@ -202,7 +202,7 @@ def read(
     model: Model | str | os.PathLike[str],
     text: str,
     *,
-    tokenizer: Text | None = None,
+    tokenizer: Tokenizer | None = None,
     target: str | None = None,
 ) -> Reading:
     """A model, or its name or folder, made ready to run on a text.
@@ -216,10 +216,12 @@ def read(
         )
     if not isinstance(model, Model):
         check_prefix(model, text)
-        tokenizer = Text.load(model) if tokenizer is None else tokenizer
+        tokenizer = Tokenizer.load(model) if tokenizer is None else tokenizer
         model = load(model, dtype=torch.float32)
     if tokenizer is None:
-        raise InputError("A model by itself knows ids only. Pass tokenizer=Text.load(...), too.")
+        raise InputError(
+            "A model by itself knows ids only. Pass tokenizer=Tokenizer.load(...), too."
+        )
     tokens = tokens_of(tokenizer, text)
     for side, known in (
         (tokenizer, model.config.vocabulary),
@@ -252,12 +254,12 @@ def read(
     return Reading(model, tokenizer, tokens, (Chunk(0, len(tokens)),), tuple(layers), written)
 
 
-def _write(model: Transformer | T5, tokenizer: Text, tokens: Tokens) -> Tokens:
+def _write(model: Transformer | T5, tokenizer: Tokenizer, tokens: Tokens) -> Tokens:
     """What the model makes of a text by itself, greedily, with the end it puts to it."""
-    end = model.config.end
+    end = model.config.end_token
     stop = [] if end is None else [end]
     with evaluating(model):
-        [[output]] = generate(model, [tokens.ids], length=LONGEST_TARGET, stop=stop)
+        [[output]] = generate(model, [tokens.ids], max_new_tokens=LONGEST_TARGET, stop=stop)
     return tokens_of_ids(tokenizer.target, [*output.ids, *(stop if output.stopped else [])])
 
 

@@ -23,7 +23,7 @@ from regard.models.model import pad
 from regard.models.t5 import T5
 from regard.models.transformer import Transformer
 from regard.pictures.figures import Picture, alignment
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 from regard.text.words import Tokens, Word, tokens_of_ids
 
 MOST_WORDS = 256  # of a source; longer ones are split into sentences first
@@ -97,7 +97,7 @@ class Alignment:
 
 def align(
     model: Transformer | T5,
-    tokenizer: Text,
+    tokenizer: Tokenizer,
     source: Sequence[int],
     target: Sequence[int],
     *,
@@ -113,7 +113,9 @@ def align(
         raise InputError(f"{type(model).__name__} has no cross-attention to align words by.")
     if (layer is None) != (head is None):
         raise InputError("align() takes layer and head together, or neither.")
-    reader = Text(tokenizer.tokenizer)  # by itself, for where there are two the other one decodes
+    reader = Tokenizer(
+        tokenizer.tokenizer
+    )  # by itself, for where there are two the other one decodes
     read, written = tokens_of_ids(reader, source), tokens_of_ids(tokenizer.target, target)
     sources, targets = _real(read, "source"), _real(written, "target")
     if len(sources) > MOST_WORDS:

@@ -11,14 +11,14 @@ from torch import Tensor
 from regard.errors import InputError
 
 
-class Cache:
+class KeyValueCache:
     """The keys and values of one layer so far, in memory taken ahead.
 
     Appending writes the new ones behind the old and returns views of all of them: the past is not
     copied. ``room`` is how many positions to take memory for; where it runs out, it doubles. The
     views are good until the next call.
 
-    >>> cache = Cache(room=8)
+    >>> cache = KeyValueCache(room=8)
     >>> step = torch.ones(1, 2, 1, 4)  # [batch, heads, length, dim]
     >>> keys, values = cache.append(step, step)
     >>> keys, values = cache.append(step, step)
@@ -69,7 +69,7 @@ class Cache:
             self._moved(self._values, index),
         )
 
-    def place(self, index: Tensor, other: Cache, which: Tensor) -> None:
+    def place(self, index: Tensor, other: KeyValueCache, which: Tensor) -> None:
         """Give the places of the sequences ``index`` to those at ``which`` of ``other``.
 
         They end where all others do; what is before them is left as it is, and is not theirs.
@@ -122,7 +122,7 @@ class Cache:
         return wider
 
 
-class FixedCache(Cache):
+class FixedCache(KeyValueCache):
     """A cache whose memory never moves, and that is read whole, so that its steps can be replayed.
 
     Where the next key goes is a number in a tensor that all layers share; what lies behind it is to

@@ -13,7 +13,7 @@ from regard.kernels.cpu import build
 PANEL, QUAD, DEPTH = 32, 4, 64  # how linear.cpp takes weights
 
 
-class Arranged(nn.Module):
+class Prepacked(nn.Module):
     """A linear layer whose weights lie in the blocks in which oneDNN reads them."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:

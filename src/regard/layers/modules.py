@@ -16,7 +16,7 @@ from torch.nn import LayerNorm, RMSNorm
 from torch.nn.functional import linear, scaled_dot_product_attention
 
 from regard.errors import InputError
-from regard.layers.cache import Cache, CrossCache
+from regard.layers.cache import CrossCache, KeyValueCache
 from regard.mechanism.biases import Bias
 from regard.mechanism.functional import attention
 from regard.mechanism.masks import Mask
@@ -105,7 +105,7 @@ class MultiHeadAttention(nn.Module):
         *,
         mask: Mask | Tensor | None = ...,
         bias: Bias | Tensor | None = ...,
-        cache: Cache | CrossCache | None = ...,
+        cache: KeyValueCache | CrossCache | None = ...,
         see: None = ...,
     ) -> Tensor: ...
     @overload
@@ -116,7 +116,7 @@ class MultiHeadAttention(nn.Module):
         *,
         mask: Mask | Tensor | None = ...,
         bias: Bias | Tensor | None = ...,
-        cache: Cache | CrossCache | None = ...,
+        cache: KeyValueCache | CrossCache | None = ...,
         see: See,
     ) -> tuple[Tensor, Seen]: ...
     def forward(
@@ -126,7 +126,7 @@ class MultiHeadAttention(nn.Module):
         *,
         mask: Mask | Tensor | None = None,
         bias: Bias | Tensor | None = None,
-        cache: Cache | CrossCache | None = None,
+        cache: KeyValueCache | CrossCache | None = None,
         see: See | None = None,
     ) -> Tensor | tuple[Tensor, Seen]:
         """``x`` [batch, queries, dim], after each position attended; with ``see``, and what it did.
@@ -143,7 +143,7 @@ class MultiHeadAttention(nn.Module):
         *,
         mask: Mask | Tensor | None = None,
         bias: Bias | Tensor | None = None,
-        cache: Cache | CrossCache | None = None,
+        cache: KeyValueCache | CrossCache | None = None,
         see: See | None = None,
     ) -> Heads:
         """As :meth:`forward`, with everything on the way: Q, K, V and the output of each head."""
@@ -180,7 +180,7 @@ class MultiHeadAttention(nn.Module):
         sizes, grouped = (heads, self.key_heads, self.key_heads), heads != self.key_heads
         watchers = self._forward_pre_hooks
 
-        def step(x: Tensor, cache: Cache | CrossCache, bias: Tensor | None) -> Tensor:
+        def step(x: Tensor, cache: KeyValueCache | CrossCache, bias: Tensor | None) -> Tensor:
             if watchers:
                 return self._watched(x, cache, bias)
             batch, queries, _ = x.shape
@@ -201,7 +201,7 @@ class MultiHeadAttention(nn.Module):
 
         return step
 
-    def _watched(self, x: Tensor, cache: Cache | CrossCache, bias: Tensor | None) -> Tensor:
+    def _watched(self, x: Tensor, cache: KeyValueCache | CrossCache, bias: Tensor | None) -> Tensor:
         """A step by way of :meth:`forward`, for somebody who watches."""
         mask = None if bias is None else bias > -math.inf
         bias = None if bias is None else bias.clamp(min=torch.finfo(bias.dtype).min)
@@ -226,10 +226,10 @@ class MultiHeadAttention(nn.Module):
         return merged
 
     def _project_across(
-        self, x: Tensor, context: Tensor, cache: Cache | CrossCache | None
+        self, x: Tensor, context: Tensor, cache: KeyValueCache | CrossCache | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Queries of ``x``; keys and values of ``context``, or those kept of it."""
-        if isinstance(cache, Cache):
+        if isinstance(cache, KeyValueCache):
             raise InputError("Across to a context goes a CrossCache; a Cache keeps one's own past.")
         cut = self.heads * self.head_dim
         query = self._split(self.qkv.part(x, 0, cut))
@@ -344,7 +344,7 @@ def lock_dropout(model: nn.Module) -> None:
 
 
 Apply = Callable[[Tensor], Tensor]
-Step = Callable[[Tensor, Cache | CrossCache, Tensor | None], Tensor]
+Step = Callable[[Tensor, KeyValueCache | CrossCache, Tensor | None], Tensor]
 
 
 def direct(module: nn.Module) -> Apply:
@@ -440,7 +440,7 @@ class Block(nn.Module):
         *,
         mask: Mask | None = None,
         bias: Bias | None = None,
-        cache: Cache | None = None,
+        cache: KeyValueCache | None = None,
         context_mask: Mask | None = None,
         cross_cache: CrossCache | None = None,
     ) -> Tensor:
@@ -459,7 +459,7 @@ class Block(nn.Module):
 
     def stepper(
         self,
-    ) -> Callable[[Tensor, Cache, Tensor | None, CrossCache, Tensor | None], Tensor]:
+    ) -> Callable[[Tensor, KeyValueCache, Tensor | None, CrossCache, Tensor | None], Tensor]:
         """As :meth:`forward`, for steps of decoding (see MultiHeadAttention.stepper)."""
         before, after = self.around_attention.sides()
         before_feed, after_feed = self.around_feed_forward.sides()
@@ -471,7 +471,7 @@ class Block(nn.Module):
 
         def step(
             x: Tensor,
-            cache: Cache,
+            cache: KeyValueCache,
             bias: Tensor | None,
             cross_cache: CrossCache,
             context_bias: Tensor | None,

@@ -46,7 +46,7 @@ class BertConfig(Config):
 
     vocabulary: int = size(30522)
     length: int = size(512)
-    kinds: int = size(2)  # of token: the first and the second sentence
+    token_types: int = size(2)  # of token: the first and the second sentence
     dim: int = size(768)
     depth: int = layers(12)
     heads: int = size(12)
@@ -55,7 +55,7 @@ class BertConfig(Config):
     dropout: float = rate(0.1)
     attention_dropout: float = rate(0.1)
     epsilon: float = positive(1e-12)
-    pad: int | None = token(0)
+    pad_token: int | None = token(0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,25 +80,25 @@ class BertEncoder(nn.Module):
         self.config = config
         self.tokens = nn.Embedding(config.vocabulary, config.dim)
         self.places = LearnedPositions(config.length, config.dim)
-        self.kinds = nn.Embedding(config.kinds, config.dim)
+        self.token_types = nn.Embedding(config.token_types, config.dim)
         self.norm = LayerNorm(config.dim, config.epsilon)
         self.dropout = nn.Dropout(config.dropout)
         self.stack = Stack([_block(config) for _ in range(config.depth)])
 
     def forward(
-        self, ids: Tensor, *, kinds: Tensor | None = None, padding: Padding | None = None
+        self, ids: Tensor, *, token_types: Tensor | None = None, padding: Padding | None = None
     ) -> Tensor:
-        """The hidden state at each of ``ids`` [batch, n]; ``kinds`` are 0 or 1 for each of them."""
+        """The hidden state at each of ``ids`` [batch, n]; ``token_types`` are 0 or 1."""
         check_ids(ids)
         length = ids.shape[1]
         if length > self.config.length:
             raise InputError(
                 f"This BERT reads at most {self.config.length} tokens, but was given {length}."
             )
-        if kinds is None:
-            kinds = torch.zeros_like(ids)
+        if token_types is None:
+            token_types = torch.zeros_like(ids)
         at = positions(padding, 0, length, ids.device)
-        x = self.norm(self.tokens(ids) + self.places(at) + self.kinds(kinds))
+        x = self.norm(self.tokens(ids) + self.places(at) + self.token_types(token_types))
         result: Tensor = self.stack(self.dropout(x), mask=padding)
         return result
 
@@ -131,7 +131,7 @@ class _Bert(Model):
         {
             "vocab_size": "vocabulary",
             "max_position_embeddings": "length",
-            "type_vocab_size": "kinds",
+            "type_vocab_size": "token_types",
             "hidden_size": "dim",
             "num_hidden_layers": "depth",
             "num_attention_heads": "heads",
@@ -140,7 +140,7 @@ class _Bert(Model):
             "hidden_dropout_prob": "dropout",
             "attention_probs_dropout_prob": "attention_dropout",
             "layer_norm_eps": "epsilon",
-            "pad_token_id": "pad",
+            "pad_token_id": "pad_token",
         },
         fixed={
             "is_decoder": False,
@@ -174,10 +174,10 @@ class Bert(_Bert):
         _initialise(self)
 
     def forward(
-        self, ids: Tensor, *, kinds: Tensor | None = None, padding: Padding | None = None
+        self, ids: Tensor, *, token_types: Tensor | None = None, padding: Padding | None = None
     ) -> Tensor:
         """The hidden state at each of ``ids`` [batch, n]: [batch, n, dim]."""
-        hidden: Tensor = self.encoder(ids, kinds=kinds, padding=padding)
+        hidden: Tensor = self.encoder(ids, token_types=token_types, padding=padding)
         return hidden
 
     def pool(self, hidden: Tensor, padding: Padding | None = None) -> Tensor:
@@ -191,13 +191,13 @@ class Bert(_Bert):
         return pooled.tanh()
 
     def vectors(
-        self, ids: Tensor, *, kinds: Tensor | None = None, padding: Padding | None = None
+        self, ids: Tensor, *, token_types: Tensor | None = None, padding: Padding | None = None
     ) -> Tensor:
         """One vector of length 1 per sentence, [batch, dim]: the mean over its tokens.
 
         That of a sentence with no tokens is 0.
         """
-        hidden = self(ids, kinds=kinds, padding=padding)
+        hidden = self(ids, token_types=token_types, padding=padding)
         if padding is None:
             return normalize(hidden.mean(1), dim=-1)
         index = torch.arange(ids.shape[1], device=ids.device)
@@ -244,7 +244,7 @@ class BertMaskedLM(_Bert):
         self,
         ids: Tensor,
         *,
-        kinds: Tensor | None = None,
+        token_types: Tensor | None = None,
         padding: Padding | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
@@ -253,7 +253,7 @@ class BertMaskedLM(_Bert):
         With ``labels`` [batch, n], what does belong there or -100, it is their summed loss instead,
         as by :func:`regard.linear_cross_entropy`.
         """
-        hidden = self.encoder(ids, kinds=kinds, padding=padding)
+        hidden = self.encoder(ids, token_types=token_types, padding=padding)
         hidden = self.norm(self.activation(self.transform(hidden)))
         weight = self.encoder.tokens.weight
         if labels is None:
@@ -297,10 +297,12 @@ class BertAnswering(_Bert):
         _initialise(self)
 
     def forward(
-        self, ids: Tensor, *, kinds: Tensor | None = None, padding: Padding | None = None
+        self, ids: Tensor, *, token_types: Tensor | None = None, padding: Padding | None = None
     ) -> tuple[Tensor, Tensor]:
         """The logits of each of ``ids`` [batch, n] to be the answer's first, and its last."""
-        start, end = self.ends(self.encoder(ids, kinds=kinds, padding=padding)).unbind(-1)
+        start, end = self.ends(self.encoder(ids, token_types=token_types, padding=padding)).unbind(
+            -1
+        )
         return start, end
 
     @staticmethod
@@ -329,7 +331,7 @@ def _encoder_keys(config: BertConfig, prefix: str) -> Iterator[Step]:
     for old, new in (
         ("word_embeddings.weight", "tokens.weight"),
         ("position_embeddings.weight", "places.weight"),
-        ("token_type_embeddings.weight", "kinds.weight"),
+        ("token_type_embeddings.weight", "token_types.weight"),
         ("LayerNorm.weight", "norm.weight"),
         ("LayerNorm.bias", "norm.bias"),
     ):

@@ -24,11 +24,11 @@ from regard.decoding.settings import SettingWarning, not_followed
 from regard.errors import CheckpointError, InputError
 from regard.models.loading import load
 from regard.models.model import Model
-from regard.models.quantization import arrange, quantize
+from regard.models.quantization import prepack, quantize
 from regard.models.t5 import T5
 from regard.models.transformer import Transformer
 from regard.text.preparing import PREPARATIONS, prepare
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 
 Name = str | os.PathLike[str]
 Precision = Literal["float32", "bfloat16", "int8"]
@@ -40,7 +40,7 @@ class Ready:
 
     name: str
     model: Model
-    text: Text
+    text: Tokenizer
     config: Mapping[str, Any]  # config.json as it stands
     defaults: Mapping[str, Any]  # generation_config.json
 
@@ -68,7 +68,7 @@ class Ready:
     def ends(self) -> list[int]:
         """The tokens that end what it writes."""
         said = self.defaults.get("eos_token_id")
-        said = self.model.config.end if said is None else said
+        said = self.model.config.end_token if said is None else said
         found = said if isinstance(said, list) else [] if said is None else [said]
         if not all(type(token) is int for token in found):
             raise CheckpointError(f"{self.name}: eos_token_id = {said!r} is no token.")
@@ -133,8 +133,8 @@ def _loaded(folder: Path, stamps: object, device: str, precision: Precision) -> 
     if precision == "int8":
         quantize(model)
     elif precision == "bfloat16" and model.device.type == "cpu":
-        arrange(model)
-    return Ready(str(folder), model, Text.load(folder), config, defaults)
+        prepack(model)
+    return Ready(str(folder), model, Tokenizer.load(folder), config, defaults)
 
 
 def _silence(model: Model, tokens: object) -> None:

@@ -16,7 +16,7 @@ from regard.checkpoints.tensors import SHARD
 from regard.decoding.settings import settings_of
 from regard.errors import InputError
 from regard.models.loading import load
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 
 # What lies beside the weights and belongs to them: tokenizers of every age, and cards.
 _BESIDE = (
@@ -81,7 +81,7 @@ def convert(
             if (folder / name).is_file():
                 shutil.copyfile(folder / name, made / name)
         if (made / "tokenizer.json").exists():
-            Text.load(made).describe(made)
+            Tokenizer.load(made).describe(made)
         if (made / GENERATION).exists() and not (folder / GENERATION).exists():
             note(made / GENERATION, settings_of(folder))
         said = read_json(folder / CONFIG)

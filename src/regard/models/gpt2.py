@@ -60,9 +60,9 @@ class GPT2Config(Config):
     attention_dropout: float = rate(0.1)
     epsilon: float = positive(1e-5)
     scale_by_layer: bool = switch(False)  # divide the scores of layer i, from 1 on, by i
-    begin: int | None = token(50256)
-    end: int | None = token(50256)
-    pad: int | None = token(None)
+    begin_token: int | None = token(50256)
+    end_token: int | None = token(50256)
+    pad_token: int | None = token(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -92,7 +92,7 @@ class GPT2Config(Config):
 class GPT2(Model):
     """GPT-2 with its language-model head, which shares the token embedding.
 
-    >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2, begin=None, end=None))
+    >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2))
     >>> list(model(torch.tensor([[1, 2, 3]])).shape)
     [1, 3, 10]
     """
@@ -181,7 +181,9 @@ class GPT2(Model):
         result: Tensor = self.norm(x)
         return result
 
-    def begin(self, prompts: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, State]:
+    def start_decoding(
+        self, prompts: Sequence[Sequence[int]], room: int = 0
+    ) -> tuple[Tensor, State]:
         """What decoding starts from: the prompts, padded on the left, and an empty state."""
         ids, padding = pad(prompts, 0, "left", self.config.vocabulary, self.device)
         pads = None
@@ -235,9 +237,9 @@ class GPT2(Model):
             "attn_pdrop": "attention_dropout",
             "layer_norm_epsilon": "epsilon",
             "scale_attn_by_inverse_layer_idx": "scale_by_layer",
-            "bos_token_id": "begin",
-            "eos_token_id": "end",
-            "pad_token_id": "pad",
+            "bos_token_id": "begin_token",
+            "eos_token_id": "end_token",
+            "pad_token_id": "pad_token",
         },
         fixed={
             "scale_attn_weights": True,
@@ -253,9 +255,9 @@ class GPT2(Model):
     def generation(self) -> dict[str, Any]:
         config = self.config
         return {
-            "bos_token_id": config.begin,
-            "eos_token_id": config.end,
-            "pad_token_id": config.pad,
+            "bos_token_id": config.begin_token,
+            "eos_token_id": config.end_token,
+            "pad_token_id": config.pad_token,
         }
 
     @staticmethod

@@ -53,8 +53,8 @@ class Replayed:
 
     >>> from regard import GPT2Config, generate
     >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2)).eval()
-    >>> fast = generate(Replayed(model), [[1, 2, 3]], length=5, batch=1)
-    >>> fast[0][0].ids == generate(model, [[1, 2, 3]], length=5)[0][0].ids
+    >>> fast = generate(Replayed(model), [[1, 2, 3]], max_new_tokens=5, batch=1)
+    >>> fast[0][0].ids == generate(model, [[1, 2, 3]], max_new_tokens=5)[0][0].ids
     True
     """
 
@@ -72,13 +72,13 @@ class Replayed:
             self.index = torch.arange(config.length, device=weight.device)
         self.replays: dict[int, Callable[[], Tensor]] = {}
 
-    def begin(self, prompts: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, Run]:
+    def start_decoding(self, prompts: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, Run]:
         """What decoding starts from: the prompt, and that nothing of it was read."""
         if len(prompts) != 1:
             raise InputError(
                 f"Replayed decodes one sequence at a time, but got {len(prompts)}: pass batch=1."
             )
-        ids, _ = self.model.begin(prompts, room)
+        ids, _ = self.model.start_decoding(prompts, room)
         return ids, Run()
 
     def step(self, ids: Tensor, run: Run) -> Tensor:

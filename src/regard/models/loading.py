@@ -27,7 +27,7 @@ def load(
     are stored in; packed ones become float32.
 
     >>> import tempfile
-    >>> from regard.models.bert import BertConfig
+    >>> from regard import Bert, BertConfig
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     Bert(BertConfig(vocabulary=10, dim=8, depth=1, heads=2, inner=16)).save(folder)
     ...     type(load(folder)).__name__

@@ -494,7 +494,7 @@ class Model(nn.Module):
         held = self.state_dict()
         if held.keys() != expected.keys():
             raise InputError(
-                "This model's linear layers were replaced for speed. Save it before arrange() or "
+                "This model's linear layers were replaced for speed. Save it before prepack() or "
                 "quantize()."
             )
         tensors = self.keys(self.config).save(held)

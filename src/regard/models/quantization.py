@@ -1,6 +1,6 @@
 """Linear layers for inference on the CPU: weights laid out for the processor, or as whole numbers.
 
-``arrange`` changes where the numbers lie, so that a product need not sort them each time.
+``prepack`` changes where the numbers lie, so that a product need not sort them each time.
 ``quantize`` also makes them int8, a quarter of the memory to read: each output has a scale of its
 own, and so has each input as it comes (https://arxiv.org/abs/2208.07339). What a layer
 makes of a row depends on that row alone, whatever else is in the batch.
@@ -21,14 +21,14 @@ from torch import Tensor, nn
 
 from regard.errors import InputError
 from regard.kernels.cpu import build
-from regard.layers.linear import Arranged, Parts, Quantized
+from regard.layers.linear import Parts, Prepacked, Quantized
 from regard.layers.modules import Block
 from regard.models.model import Model
 
 M = TypeVar("M", bound=nn.Module)
 
 
-def arrange(model: M) -> M:
+def prepack(model: M) -> M:
     """Lay out the weights of all linear layers for this processor; the numbers stay the same.
 
     In float32 or bfloat16, on a CPU that oneDNN serves. It pays from a few rows on, as beams and
@@ -38,21 +38,21 @@ def arrange(model: M) -> M:
     >>> model = GPT2(GPT2Config(vocabulary=10, dim=16, depth=1, heads=2)).eval()
     >>> with torch.no_grad():
     ...     before = model(torch.tensor([[1, 2, 3]]))
-    ...     after = arrange(model)(torch.tensor([[1, 2, 3]]))
+    ...     after = prepack(model)(torch.tensor([[1, 2, 3]]))
     >>> torch.allclose(before, after, atol=1e-5)
     True
     """
     for parameter in model.parameters():
         if parameter.dtype not in (torch.float32, torch.bfloat16):
             raise InputError(
-                f"arrange takes weights in float32 or bfloat16, but got {parameter.dtype}."
+                f"prepack takes weights in float32 or bfloat16, but got {parameter.dtype}."
             )
     if not torch._C._has_mkldnn:
         raise InputError("This build of PyTorch has no oneDNN, which computes such layers.")
     half = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     if half and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         raise InputError("This processor does not compute in bfloat16. Take float32 or int8.")
-    return _replace(model, Arranged)
+    return _replace(model, Prepacked)
 
 
 def quantize(model: M) -> M:

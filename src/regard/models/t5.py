@@ -67,9 +67,9 @@ class T5Config(Config):
     tied: bool = switch(True)  # whether the output shares the token embedding
     dropout: float = rate(0.1)
     epsilon: float = positive(1e-6)
-    pad: int | None = token(0)
-    end: int | None = token(1)
-    start: int | None = token(0)
+    pad_token: int | None = token(0)
+    end_token: int | None = token(1)
+    start_token: int | None = token(0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -268,12 +268,14 @@ class T5(EncoderDecoder):
 
     @property
     def start_token(self) -> int:
-        return self.config.start or 0
+        return self.config.start_token or 0
 
     def tied(self) -> tuple[Tensor, Tensor | None] | None:
         return (self.tokens.weight, None) if self.config.tied else None
 
-    def begin(self, sources: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, State]:
+    def start_decoding(
+        self, sources: Sequence[Sequence[int]], room: int = 0
+    ) -> tuple[Tensor, State]:
         """What decoding starts from: the start token, and a state that holds the sources."""
         config = self.config
         context, padding = encode_by_length(self.encode, sources, config.vocabulary, self.device)
@@ -320,9 +322,9 @@ class T5(EncoderDecoder):
             "relative_attention_max_distance": "max_distance",
             "dropout_rate": "dropout",
             "layer_norm_epsilon": "epsilon",
-            "pad_token_id": "pad",
-            "eos_token_id": "end",
-            "decoder_start_token_id": "start",
+            "pad_token_id": "pad_token",
+            "eos_token_id": "end_token",
+            "decoder_start_token_id": "start_token",
             "activation": "activation",
             "gated": "gated",
             "tied": "tied",
@@ -354,9 +356,9 @@ class T5(EncoderDecoder):
     def generation(self) -> dict[str, Any]:
         config = self.config
         return {
-            "pad_token_id": config.pad,
-            "eos_token_id": config.end,
-            "decoder_start_token_id": config.start,
+            "pad_token_id": config.pad_token,
+            "eos_token_id": config.end_token,
+            "decoder_start_token_id": config.start_token,
         }
 
     @staticmethod

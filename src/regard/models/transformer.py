@@ -64,9 +64,9 @@ class TransformerConfig(Config):
     activation_dropout: float = rate(0.0)
     scale_embedding: bool = switch(True)
     length: int = size(1024)  # noted in checkpoints; sinusoids go on for ever
-    pad: int | None = token(1)
-    end: int | None = token(0)
-    start: int | None = token(1)
+    pad_token: int | None = token(1)
+    end_token: int | None = token(0)
+    start_token: int | None = token(1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -180,7 +180,9 @@ class Transformer(EncoderDecoder):
         hidden: Tensor = self.encoder(self._embed(self.tokens, source, padding), mask=padding)
         return hidden
 
-    def begin(self, sources: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, State]:
+    def start_decoding(
+        self, sources: Sequence[Sequence[int]], room: int = 0
+    ) -> tuple[Tensor, State]:
         """What decoding starts from: the start token, and a state that holds the sources."""
         config = self.config
         context, padding = encode_by_length(self.encode, sources, config.vocabulary, self.device)
@@ -251,7 +253,7 @@ class Transformer(EncoderDecoder):
     @property
     def start_token(self) -> int:
         config = self.config
-        return config.start if config.start is not None else config.pad or 0
+        return config.start_token if config.start_token is not None else config.pad_token or 0
 
     @property
     def output_vocabulary(self) -> int:
@@ -282,9 +284,9 @@ class Transformer(EncoderDecoder):
             "activation_dropout": "activation_dropout",
             "scale_embedding": "scale_embedding",
             "max_position_embeddings": "length",
-            "pad_token_id": "pad",
-            "eos_token_id": "end",
-            "decoder_start_token_id": "start",
+            "pad_token_id": "pad_token",
+            "eos_token_id": "end_token",
+            "decoder_start_token_id": "start_token",
         },
         defaults={
             "vocab_size": 58101,
@@ -336,9 +338,9 @@ class Transformer(EncoderDecoder):
     def generation(self) -> dict[str, Any]:
         config = self.config
         return {
-            "pad_token_id": config.pad,
-            "eos_token_id": config.end,
-            "decoder_start_token_id": config.start,
+            "pad_token_id": config.pad_token,
+            "eos_token_id": config.end_token,
+            "decoder_start_token_id": config.start_token,
         }
 
     @staticmethod

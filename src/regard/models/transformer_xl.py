@@ -50,8 +50,8 @@ class TransformerXLConfig(Config):
     """The sizes of a Transformer-XL; those of transfo-xl-wt103 by default.
 
     ``cutoffs`` are where the vocabulary is cut, most frequent words first; words behind the i-th
-    cut have embeddings ``shrink ** i`` times narrower. With ``shrink`` 1, which is for a vocabulary
-    that is not cut, embeddings are as wide as the model and are not projected.
+    cut have embeddings ``div_val ** i`` times narrower. With ``div_val`` 1, for an uncut
+    vocabulary, embeddings are as wide as the model and are not projected.
 
     >>> TransformerXLConfig().widths
     (1024, 256, 64, 16)
@@ -59,7 +59,7 @@ class TransformerXLConfig(Config):
 
     vocabulary: int = size(267735)
     cutoffs: tuple[int, ...] = (20000, 40000, 200000)
-    shrink: int = size(4, most=64)
+    div_val: int = size(4, most=64)
     dim: int = size(1024)
     embedding_dim: int = size(1024)
     depth: int = layers(18)
@@ -76,7 +76,7 @@ class TransformerXLConfig(Config):
     output_dropout: float | None = optional_rate()  # what the softmax is given; None: as dropout
     word_dropout: float = rate(0.0)  # words of the vocabulary that a batch does without
     epsilon: float = positive(1e-5)
-    end: int | None = token(0)
+    end_token: int | None = token(0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -87,15 +87,15 @@ class TransformerXLConfig(Config):
                 "TransformerXLConfig(cutoffs=...) must be rising whole numbers from 1 to below the "
                 f"vocabulary of {self.vocabulary}, but got {self.cutoffs!r}."
             )
-        if self.shrink == 1 and (cuts or self.embedding_dim != self.dim):
+        if self.div_val == 1 and (cuts or self.embedding_dim != self.dim):
             raise InputError(
-                "TransformerXLConfig(shrink=1) is for cutoffs=() and embedding_dim as dim, but got "
+                "TransformerXLConfig(div_val=1) needs cutoffs=() and embedding_dim == dim, but got "
                 f"cutoffs={cuts} and {self.embedding_dim} for {self.dim}."
             )
         if not self.widths[-1]:
             raise InputError(
-                f"An embedding of {self.embedding_dim} cannot shrink {len(self.cutoffs)} times by "
-                f"{self.shrink}."
+                f"An embedding of {self.embedding_dim} cannot be divided {len(self.cutoffs)} times "
+                f"by div_val={self.div_val}."
             )
 
     @classmethod
@@ -112,12 +112,12 @@ class TransformerXLConfig(Config):
     @property
     def widths(self) -> tuple[int, ...]:
         """The width of the embeddings of each band."""
-        return tuple(self.embedding_dim // self.shrink**i for i in range(len(self.cutoffs) + 1))
+        return tuple(self.embedding_dim // self.div_val**i for i in range(len(self.cutoffs) + 1))
 
     @property
     def projected(self) -> bool:
         """Whether there are matrices between embeddings and the model's width."""
-        return self.shrink > 1
+        return self.div_val > 1
 
 
 class AdaptiveEmbedding(nn.Module):
@@ -289,7 +289,7 @@ class TransformerXL(Model):
     """Transformer-XL with its adaptive softmax.
 
     >>> config = TransformerXLConfig(
-    ...     vocabulary=12, cutoffs=(4, 8), shrink=2, dim=8, embedding_dim=8, depth=2, heads=2,
+    ...     vocabulary=12, cutoffs=(4, 8), div_val=2, dim=8, embedding_dim=8, depth=2, heads=2,
     ...     head_dim=4, inner=16, memory=6,
     ... )
     >>> model = TransformerXL(config)
@@ -405,7 +405,7 @@ class TransformerXL(Model):
         )
         return result
 
-    def begin(
+    def start_decoding(
         self,
         prompts: Sequence[Sequence[int]],
         room: int = 0,  # noqa: ARG002
@@ -432,7 +432,7 @@ class TransformerXL(Model):
         {
             "vocab_size": "vocabulary",
             "cutoffs": "cutoffs",
-            "div_val": "shrink",
+            "div_val": "div_val",
             "d_model": "dim",
             "d_embed": "embedding_dim",
             "n_layer": "depth",
@@ -449,7 +449,7 @@ class TransformerXL(Model):
             "output_dropout": "output_dropout",
             "word_dropout": "word_dropout",
             "layer_norm_epsilon": "epsilon",
-            "eos_token_id": "end",
+            "eos_token_id": "end_token",
         },
         defaults={"clamp_len": 1000},
         fixed={
@@ -489,7 +489,7 @@ class TransformerXL(Model):
         return raw
 
     def generation(self) -> dict[str, Any]:
-        return {"eos_token_id": self.config.end}
+        return {"eos_token_id": self.config.end_token}
 
     @staticmethod
     def keys(config: TransformerXLConfig) -> KeyMap:

@@ -13,22 +13,22 @@ All tasks share these options:
 - ``check``: a function that every loop of the task calls; raise in it to end the task early.
 """
 
-from regard.tasks.completion import complete, completing
+from regard.tasks.completion import complete, stream_completion
 from regard.tasks.question_answering import answer
-from regard.tasks.records import Answer, Attended, Completion, Part, Summary, Translation
+from regard.tasks.records import Answer, Completion, Part, Summary, Translation, WordAttention
 from regard.tasks.summarization import summarize
 from regard.tasks.translation import translate
 
 __all__ = [
     "Answer",
-    "Attended",
     "Completion",
     "Part",
     "Summary",
     "Translation",
+    "WordAttention",
     "answer",
     "complete",
-    "completing",
+    "stream_completion",
     "summarize",
     "translate",
 ]

@@ -15,7 +15,7 @@ from regard.interpret.word_alignment import Pair, best_head, cross_weights, when
 from regard.models.bundle import Ready
 from regard.models.t5 import T5
 from regard.models.transformer import Transformer
-from regard.tasks.records import Attended
+from regard.tasks.records import WordAttention
 from regard.tasks.writing import Check, Written, no_check
 from regard.text.words import Span, spans_of, words
 
@@ -62,7 +62,7 @@ def read_weights(
         yield CrossWeights(text, tokens, item, spans_of(item.ids, bundle.decode), weights)
 
 
-def align(bundle: Ready, sentences: Sequence[CrossWeights], batch: int) -> Attended | None:
+def align(bundle: Ready, sentences: Sequence[CrossWeights], batch: int) -> WordAttention | None:
     """The alignment of the words of one text's sentences, by the head that aligns them best."""
     model = bundle.model
     assert isinstance(model, Transformer | T5)
@@ -73,7 +73,7 @@ def align(bundle: Ready, sentences: Sequence[CrossWeights], batch: int) -> Atten
     pairs = [_pair(*unit) for unit in units]
     best = best_head(model, pairs, [item.weights for item, _, _ in units], batch=batch)
     blocks: Tensor = torch.block_diag(*best.weights)  # type: ignore[no-untyped-call]
-    return Attended(
+    return WordAttention(
         tuple(item.written.text[low:high] for item, target, _ in units for low, high in target),
         tuple(item.source[low:high] for item, _, source in units for low, high in source),
         tuple(map(tuple, blocks.tolist())),

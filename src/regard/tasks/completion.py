@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from regard.decoding.generation import generate, stream
+from regard.decoding.generation import generate, stream_tokens
 from regard.decoding.strategies import Greedy, How, Sample
 from regard.errors import InputError
 from regard.interpret.pooling import pool
@@ -20,7 +20,7 @@ from regard.models.gpt2 import GPT2
 from regard.models.transformer_xl import TransformerXL
 from regard.tasks.attended import mean_rows
 from regard.tasks.defaults import open_model
-from regard.tasks.records import Attended, Completion
+from regard.tasks.records import Completion, WordAttention
 from regard.tasks.writing import Check, CheckedDecoder, log_probability, one_or_many
 from regard.text.words import Span, spans_of, words
 
@@ -58,7 +58,9 @@ def complete(
     bundle, prompts, max_new_tokens = _open(texts, model, max_new_tokens, device, precision)
     began = perf_counter()
     decoder, ids = CheckedDecoder(bundle.model, check), [prompt.ids for prompt in prompts]
-    outputs = generate(decoder, ids, how, length=max_new_tokens, stop=bundle.ends, batch=batch)
+    outputs = generate(
+        decoder, ids, how, max_new_tokens=max_new_tokens, stop=bundle.ends, batch=batch
+    )
     seconds = (perf_counter() - began) / max(len(texts), 1)
     return [
         _record(
@@ -68,7 +70,7 @@ def complete(
     ]
 
 
-def completing(
+def stream_completion(
     text: str,
     *,
     model: Name = "books-gpt2",
@@ -83,7 +85,7 @@ def completing(
 
     The generator's return value is the record.
 
-    >>> pieces = completing("Once upon a time", how=Greedy(), max_new_tokens=6)
+    >>> pieces = stream_completion("Once upon a time", how=Greedy(), max_new_tokens=6)
     >>> "".join(pieces) == complete("Once upon a time", how=Greedy(), max_new_tokens=6).text
     True
     """
@@ -152,7 +154,9 @@ def _pieces(
 ) -> Generator[str, None, Completion]:
     began = perf_counter()
     ids, total, sent = list[int](), 0.0, ""
-    for token in stream(decoder, prompt.ids, how, length=max_new_tokens, stop=bundle.ends):
+    for token in stream_tokens(
+        decoder, prompt.ids, how, max_new_tokens=max_new_tokens, stop=bundle.ends
+    ):
         ids.append(token)
         total += decoder.log_probability(token)
         text = _new_text(bundle, prompt, ids)
@@ -196,7 +200,7 @@ def _record(
     )
 
 
-def _attended(bundle: Ready, prompt: _Prompt, ids: list[int]) -> Attended | None:
+def _attended(bundle: Ready, prompt: _Prompt, ids: list[int]) -> WordAttention | None:
     """The earlier words that each new word attended to, over all heads.
 
     The first token is left out: heads put weight on it that they have no use for.
@@ -221,4 +225,4 @@ def _attended(bundle: Ready, prompt: _Prompt, ids: list[int]) -> Attended | None
     keys = [*bundle.text.encode(prompt.text, special=False).offsets, *written[:-1]]
     pooled = pool(table, written, queries, keys, units)
     where = f"The mean over {depth} layers of {heads} heads, without the first token"
-    return Attended.of((whole, queries), (whole, units), pooled, where, ("new", "before"))
+    return WordAttention.of((whole, queries), (whole, units), pooled, where, ("new", "before"))

@@ -22,7 +22,7 @@ from regard.models.bundle import Name, Precision, Ready
 from regard.models.model import pad
 from regard.tasks.attended import mean_rows
 from regard.tasks.defaults import open_model
-from regard.tasks.records import Answer, Attended
+from regard.tasks.records import Answer, WordAttention
 from regard.tasks.writing import Check, no_check, one_or_many
 from regard.text.tokenizer import Encoded
 from regard.text.windows import Window, windows
@@ -154,7 +154,7 @@ class _Batch(NamedTuple):
     """Windows as inputs of the model, [batch, n]."""
 
     ids: Tensor
-    kinds: Tensor  # 1 for the context and the token that ends it
+    token_types: Tensor  # 1 for the context and the token that ends it
     possible: Tensor  # whether an answer may be here: in the context, or at [CLS]
     padding: Padding | None
 
@@ -165,21 +165,21 @@ def _batch(bundle: Ready, parts: Sequence[Window]) -> _Batch:
     lengths = torch.tensor([[len(row)] for row in rows], device=device)
     splits = torch.tensor([[part.split] for part in parts], device=device)
     place = torch.arange(ids.shape[1], device=device)[None]
-    kinds = (place >= splits) & (place < lengths)
-    possible = kinds & (place < lengths - 1) | (place == 0)
-    return _Batch(ids, kinds.long(), possible, padding)
+    token_types = (place >= splits) & (place < lengths)
+    possible = token_types & (place < lengths - 1) | (place == 0)
+    return _Batch(ids, token_types.long(), possible, padding)
 
 
 def _read(bundle: Ready, parts: Sequence[Window]) -> Spans:
     batch = _batch(bundle, parts)
     with torch.inference_mode():
-        start, end = bundle.model(batch.ids, kinds=batch.kinds, padding=batch.padding)
+        start, end = bundle.model(batch.ids, token_types=batch.token_types, padding=batch.padding)
         return best_spans(start, end, batch.possible)
 
 
 def _attended(
     bundle: Ready, question: str, context: str, encoded: dict[str, Encoded], part: Window
-) -> Attended | None:
+) -> WordAttention | None:
     """The words that the question attends to, in the window that has the answer."""
     asking = encoded[question].offsets
     here = encoded[context].offsets[part.offset :][: len(part.ids) - part.split - 1]
@@ -191,8 +191,10 @@ def _attended(
     batch = _batch(bundle, [part])
     rows = range(1, 1 + len(asking))
     with torch.inference_mode(), watch(bundle.model, See(rows=rows)) as seen:
-        bundle.model(batch.ids, kinds=batch.kinds)
+        bundle.model(batch.ids, token_types=batch.token_types)
     pooled = pool(mean_rows(seen)[:, part.split : -1], asking, queries, here, keys)
     config = bundle.model.config
     where = f"The mean over {config.depth} layers of {config.heads} heads"
-    return Attended.of((question, queries), (context, keys), pooled, where, ("question", "context"))
+    return WordAttention.of(
+        (question, queries), (context, keys), pooled, where, ("question", "context")
+    )

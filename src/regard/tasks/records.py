@@ -15,7 +15,7 @@ from regard.text.words import Span
 
 
 @dataclass(frozen=True, slots=True)
-class Attended:
+class WordAttention:
     """Which words or sentences were attended to: ``weights[i][j]`` is what query i gave to key j.
 
     What is missing in a row to make 1 went to what is no word, such as the token that ends a text.
@@ -35,7 +35,7 @@ class Attended:
         table: Tensor,
         where: str,
         sides: tuple[str, str],
-    ) -> Attended:
+    ) -> WordAttention:
         """From two texts, each with spans in it, and the weights between those."""
         named = [tuple(text[low:high] for low, high in spans) for text, spans in (queries, keys)]
         return cls(named[0], named[1], tuple(map(tuple, table.tolist())), where, sides)
@@ -43,7 +43,7 @@ class Attended:
     def top(self, count: int = 3) -> list[tuple[str, list[tuple[str, float]]]]:
         """Each query with the keys it attended to most.
 
-        >>> Attended(("chat",), ("the", "cat"), ((0.1, 0.8),), "layer 0").top(1)
+        >>> WordAttention(("chat",), ("the", "cat"), ((0.1, 0.8),), "layer 0").top(1)
         [('chat', [('cat', 0.8)])]
         """
         found = []
@@ -85,7 +85,7 @@ class Record:
     tokens: int  # how many were written
     seconds: float  # texts that share a batch share its time
     model: str
-    attended: Attended | None = None  # where it was looked at
+    attended: WordAttention | None = None  # where it was looked at
 
     def __str__(self) -> str:
         return self.text
@@ -95,7 +95,7 @@ class Record:
         found: dict[str, Any] = {}
         for entry in fields(self):
             value = getattr(self, entry.name)
-            if isinstance(value, Attended):
+            if isinstance(value, WordAttention):
                 value = value.to_dict()
             elif isinstance(value, float):
                 value = round(value, 6)

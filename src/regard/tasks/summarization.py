@@ -16,7 +16,7 @@ from regard.models.t5 import T5
 from regard.models.transformer import Transformer
 from regard.tasks.attended import CrossWeights, read_weights
 from regard.tasks.defaults import open_model
-from regard.tasks.records import Attended, Part, Summary
+from regard.tasks.records import Part, Summary, WordAttention
 from regard.tasks.writing import Check, Written, one_or_many, prefix_of, write
 from regard.text.words import Span, sentences
 
@@ -128,7 +128,7 @@ class _Document:
             ),
         )
 
-    def _attended(self) -> Attended | None:
+    def _attended(self) -> WordAttention | None:
         """The weights through all rounds: a product of one table a round."""
         tables = [each.table for each in reversed(self.rounds) if each.table is not None]
         if not tables or not len(tables[0]):
@@ -139,7 +139,7 @@ class _Document:
         where = "The mean over all layers and heads of cross-attention"
         summary = (self.latest, sentences(self.latest))
         document = (self.text, sentences(self.text))
-        return Attended.of(summary, document, table, where, ("summary", "document"))
+        return WordAttention.of(summary, document, table, where, ("summary", "document"))
 
 
 def _round(bundle: Ready, prefix: str, text: str) -> _Round:

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overloa
 from torch import Tensor
 
 from regard.decoding.generation import generate
-from regard.decoding.strategies import Beam, How, Output
+from regard.decoding.strategies import Beam, Generated, How
 from regard.errors import InputError
 from regard.models.bundle import Ready
 from regard.models.t5 import T5
@@ -61,8 +61,8 @@ class CheckedDecoder:
     def __init__(self, model: Any, check: Check | None) -> None:
         self.model, self.check = model, check or no_check
 
-    def begin(self, prompts: Sequence[Sequence[int]], room: int = 0) -> Any:
-        return self.model.begin(prompts, room)
+    def start_decoding(self, prompts: Sequence[Sequence[int]], room: int = 0) -> Any:
+        return self.model.start_decoding(prompts, room)
 
     def step(self, ids: Tensor, state: Any) -> Tensor:
         self.check()
@@ -90,7 +90,7 @@ def prefix_of(bundle: Ready, task: str) -> str:
 
 def encode(bundle: Ready, text: str) -> list[int]:
     """The ids of a source, with the end token."""
-    end = bundle.model.config.end
+    end = bundle.model.config.end_token
     return [*bundle.text.encode(text, special=False).ids, *(() if end is None else (end,))]
 
 
@@ -106,9 +106,9 @@ def write(
     assert isinstance(bundle.model, Transformer | T5)
     began = perf_counter()
     prompts = [encode(bundle, source) for source in sources]
-    outputs: list[list[Output]] = generate(
-        CheckedDecoder(bundle.model, check), prompts, how, length=max_new_tokens, stop=bundle.ends,
-        batch=batch,
+    outputs: list[list[Generated]] = generate(
+        CheckedDecoder(bundle.model, check), prompts, how, max_new_tokens=max_new_tokens,
+        stop=bundle.ends, batch=batch,
     )  # fmt: skip
     seconds = (perf_counter() - began) / max(len(prompts), 1)
     written = []
@@ -119,7 +119,7 @@ def write(
     return written
 
 
-def log_probability(output: Output, how: How) -> float:
+def log_probability(output: Generated, how: How) -> float:
     """The log-probability of all tokens of an output. Beam search divides it by a length."""
     tokens = len(output.ids) + output.stopped
     return output.score * (tokens**how.length_penalty if isinstance(how, Beam) else 1.0)

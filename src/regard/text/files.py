@@ -7,7 +7,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
 
 from regard.checkpoints.files import read_bytes, read_json
 from regard.errors import CheckpointError
@@ -20,7 +21,7 @@ def options_of(folder: Path) -> dict[str, Any]:
     return read_json(folder / OPTIONS) if (folder / OPTIONS).exists() else {}
 
 
-def add_tokens(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
+def add_tokens(tokenizer: FastTokenizer, folder: Path) -> FastTokenizer:
     """With the tokens that were added to a vocabulary later, which stand in files of their own."""
     found: dict[int, AddedToken] = {}
     older = folder / "added_tokens.json"
@@ -51,7 +52,7 @@ def add_tokens(tokenizer: Tokenizer, folder: Path) -> Tokenizer:
     return tokenizer
 
 
-def _size(tokenizer: Tokenizer) -> int:
+def _size(tokenizer: FastTokenizer) -> int:
     return int(tokenizer.get_vocab_size())
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 
 # ISO 639-1, then what else a language may go by.
 _LANGUAGES = """
@@ -26,7 +26,7 @@ _NAMES = {
 }
 
 
-def language_tags(text: Text) -> list[str]:
+def language_tags(text: Tokenizer) -> list[str]:
     """The tokens that tell a model which language to write, such as >>fra<<."""
     return sorted(tag for tag in text.tokenizer.get_vocab() if re.fullmatch(r">>.+<<", tag))
 

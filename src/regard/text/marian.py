@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import AddedToken
+from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models as algorithms
 
 from regard.checkpoints.files import read_json
@@ -21,7 +22,7 @@ from regard.text.sentencepiece import UNIGRAM, as_sentencepiece, close_with, rea
 _NEEDED = ("</s>", "<unk>", "<pad>")
 
 
-def marian(folder: Path) -> tuple[Tokenizer, Tokenizer | None]:
+def marian(folder: Path) -> tuple[FastTokenizer, FastTokenizer | None]:
     """The tokenizers of the source and of the target.
 
     vocab.json has the ids of both, or of the source alone where there is a target_vocab.json. The
@@ -35,7 +36,7 @@ def marian(folder: Path) -> tuple[Tokenizer, Tokenizer | None]:
     return source, _one(folder / "target.spm", own if own.exists() else ids)
 
 
-def _one(model: Path, vocabulary: Path) -> Tokenizer:
+def _one(model: Path, vocabulary: Path) -> FastTokenizer:
     """One language's: how likely its pieces are, and the ids they have.
 
     Pieces of the other language alone are there to be read and written. They are so unlikely that
@@ -56,7 +57,7 @@ def _one(model: Path, vocabulary: Path) -> Tokenizer:
     least = min(likely.values()) - 1000.0
     pieces = [(piece, likely.get(piece, least)) for piece in sorted(ids, key=ids.__getitem__)]
     with errors_of(model):
-        tokenizer = Tokenizer(algorithms.Unigram(pieces, unk_id=ids["<unk>"]))
+        tokenizer = FastTokenizer(algorithms.Unigram(pieces, unk_id=ids["<unk>"]))
     tokenizer.normalizer = found.normalizer
     as_sentencepiece(tokenizer, prefix=found.prefix)
     tags = [token for token in ids if token.startswith(">>") and token.endswith("<<")]

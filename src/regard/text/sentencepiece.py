@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models as algorithms
 from tokenizers import processors as templates
 
@@ -76,7 +77,7 @@ def read_pieces(file: Path) -> Pieces:
     return Pieces(pieces, kinds, kind_of_model, normalizer, prefix)
 
 
-def sentencepiece(file: Path) -> Tokenizer:
+def sentencepiece(file: Path) -> FastTokenizer:
     """SentencePiece's model, with the sentinels that T5 adds behind its pieces, usually 100."""
     found = read_pieces(file)
     tokenizer = _unigrams(found, file) if found.model == UNIGRAM else _merged(found, file)
@@ -95,12 +96,12 @@ def sentencepiece(file: Path) -> Tokenizer:
     return tokenizer
 
 
-def _unigrams(found: Pieces, file: Path) -> Tokenizer:
+def _unigrams(found: Pieces, file: Path) -> FastTokenizer:
     """The likeliest way to cut a text into pieces, and bytes for what is in none."""
     unknown, fall_back = found.kinds.index(_UNKNOWN), _BYTE in found.kinds
     with errors_of(file):
         model = algorithms.Unigram(found.pieces, unk_id=unknown, byte_fallback=fall_back)
-    tokenizer = Tokenizer(model)
+    tokenizer = FastTokenizer(model)
     tokenizer.normalizer = found.normalizer
     as_sentencepiece(tokenizer, prefix=found.prefix)
     if fall_back:
@@ -110,7 +111,7 @@ def _unigrams(found: Pieces, file: Path) -> Tokenizer:
     return tokenizer
 
 
-def _merged(found: Pieces, file: Path) -> Tokenizer:
+def _merged(found: Pieces, file: Path) -> FastTokenizer:
     """Neighbours merged into the piece with the highest score, again and again.
 
     Which pairs those are the model does not say: all that make a piece together.
@@ -134,7 +135,7 @@ def _merged(found: Pieces, file: Path) -> Tokenizer:
             fuse_unk=True,
             byte_fallback=_BYTE in found.kinds,
         )
-    tokenizer = Tokenizer(model)
+    tokenizer = FastTokenizer(model)
     # Spaces are characters like others here: a piece may hold several words.
     marks = [normalizers.Prepend("▁")] if found.prefix else []
     tokenizer.normalizer = normalizers.Sequence(
@@ -152,7 +153,7 @@ def single_spaces() -> list[normalizers.Normalizer]:
     return [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
 
 
-def as_sentencepiece(tokenizer: Tokenizer, *, prefix: bool) -> None:
+def as_sentencepiece(tokenizer: FastTokenizer, *, prefix: bool) -> None:
     scheme = _scheme(prefix)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
     tokenizer.decoder = decoders.Metaspace(prepend_scheme=scheme)
@@ -162,7 +163,7 @@ def _scheme(prefix: bool) -> Literal["always", "never"]:
     return "always" if prefix else "never"
 
 
-def close_with(tokenizer: Tokenizer, end: str) -> None:
+def close_with(tokenizer: FastTokenizer, end: str) -> None:
     tokenizer.post_processor = templates.TemplateProcessing(
         single=f"$A {end}",
         pair=f"$A {end} $B {end}",

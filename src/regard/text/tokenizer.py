@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from operator import index
 from pathlib import Path
 
-from tokenizers import Regex, Tokenizer, normalizers, pre_tokenizers
+from tokenizers import Regex, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models as algorithms
 from tokenizers import trainers as training
 from tokenizers.models import WordLevel
@@ -40,34 +41,34 @@ class SizeError(InputError):
 class Encoded:
     """A text as ids, and where each came from.
 
-    >>> text = Text.train_bpe(["low lower lowest"] * 9, size=300)
+    >>> text = Tokenizer.train_bpe(["low lower lowest"] * 9, size=300)
     >>> text.encode("lowest low").offsets[-1]  # the last token is the last word
     (7, 10)
     """
 
     ids: list[int]
     tokens: list[str]
-    kinds: list[int]  # 0 for the first text and 1 for the second
+    token_types: list[int]  # 0 for the first text and 1 for the second
     texts: list[int | None]  # which of the texts each comes from; None where added
     offsets: list[tuple[int, int]]  # its characters there, from and to
 
 
-class Text:
+class Tokenizer:
     """A tokenizer: text to ids and back.
 
     Where a model writes in other pieces than it reads, ``target`` is the tokenizer of what it
     writes, and decodes; otherwise this one is both.
 
-    >>> text = Text.train_bpe(["low lower lowest"] * 9, size=300)
+    >>> text = Tokenizer.train_bpe(["low lower lowest"] * 9, size=300)
     >>> encoded = text.encode("lower")
     >>> text.decode(encoded.ids)
     'lower'
     """
 
-    def __init__(self, tokenizer: Tokenizer, target: Tokenizer | None = None) -> None:
+    def __init__(self, tokenizer: FastTokenizer, target: FastTokenizer | None = None) -> None:
         self.tokenizer = tokenizer
         self._counted = (0, 0)  # tokens, and one more than their largest id
-        self.target = self if target is None else Text(target)
+        self.target = self if target is None else Tokenizer(target)
 
     def __len__(self) -> int:
         """How many ids there are, those between that no token has among them."""
@@ -120,7 +121,7 @@ class Text:
     # ------------------------------------------------------------------------- reading, writing
 
     @classmethod
-    def load(cls, name: str | os.PathLike[str]) -> Text:
+    def load(cls, name: str | os.PathLike[str]) -> Tokenizer:
         """The tokenizer of a checkpoint: a folder, or a model of the Hugging Face hub."""
         folder = find(name)
         if (folder / _FILE).exists():
@@ -172,7 +173,7 @@ class Text:
             told = {"tokenizer_class": "PreTrainedTokenizerFast", **known}
             (folder / OPTIONS).write_text(json.dumps(told, indent=2) + "\n")
 
-    def pruned(self, counts: Mapping[int, int], keep: int) -> Text:
+    def pruned(self, counts: Mapping[int, int], keep: int) -> Tokenizer:
         """With the ``keep`` most counted tokens of a WordPiece vocabulary only, in their old order.
 
         Special tokens and single characters stay, so that every text can still be encoded.
@@ -191,7 +192,7 @@ class Text:
         kept = sorted(sorted(vocabulary, key=rank)[:keep], key=vocabulary.__getitem__)
         _check_size(keep, sum(not rank(token)[0] for token in vocabulary))
         small = {token: index for index, token in enumerate(kept)}
-        tokenizer = Tokenizer(algorithms.WordPiece(small, unk_token="[UNK]"))
+        tokenizer = FastTokenizer(algorithms.WordPiece(small, unk_token="[UNK]"))
         tokenizer.normalizer = self.tokenizer.normalizer
         tokenizer.pre_tokenizer = self.tokenizer.pre_tokenizer
         tokenizer.add_special_tokens(list(BERT))
@@ -202,7 +203,7 @@ class Text:
     @classmethod
     def train_bpe(
         cls, lines: Iterable[str], *, size: int, special: Sequence[str] = ("<|endoftext|>",)
-    ) -> Text:
+    ) -> Tokenizer:
         """Byte-level byte-pair encoding, as GPT-2's: every text can be encoded."""
         _check_lines(lines)
         tokenizer = byte_level(algorithms.BPE())
@@ -218,11 +219,13 @@ class Text:
         return cls(tokenizer)
 
     @classmethod
-    def train_wordpiece(cls, lines: Iterable[str], *, size: int, lowercase: bool = True) -> Text:
+    def train_wordpiece(
+        cls, lines: Iterable[str], *, size: int, lowercase: bool = True
+    ) -> Tokenizer:
         """WordPiece, as BERT's, with its special tokens."""
         _check_lines(lines)
         _check_size(size, len(BERT))
-        tokenizer = Tokenizer(algorithms.WordPiece(unk_token="[UNK]"))
+        tokenizer = FastTokenizer(algorithms.WordPiece(unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
         tokenizer.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
         trainer = training.WordPieceTrainer(
@@ -240,14 +243,14 @@ class Text:
         special: Sequence[str] = ("<pad>", "</s>", "<unk>"),
         unknown: str = "<unk>",
         end: str | None = "</s>",
-    ) -> Text:
+    ) -> Tokenizer:
         """A unigram model, as SentencePiece trains for T5; ``end`` closes every text."""
         _check_lines(lines)
         _check_size(size, len(special) + 1)
         for token in (unknown, *(() if end is None else (end,))):
             if token not in special:
                 raise InputError(f"{token!r} must be one of the special tokens {list(special)}.")
-        tokenizer = Tokenizer(algorithms.Unigram())
+        tokenizer = FastTokenizer(algorithms.Unigram())
         spaces = normalizers.Replace(Regex(r"\s+"), " ")  # newlines and tabs are spaces there too
         tokenizer.normalizer = normalizers.Sequence(
             [normalizers.NFKC(), spaces, normalizers.Strip()]
@@ -265,7 +268,7 @@ class Text:
         return cls(tokenizer)
 
 
-def _train(tokenizer: Tokenizer, lines: Iterable[str], trainer: training.Trainer) -> None:
+def _train(tokenizer: FastTokenizer, lines: Iterable[str], trainer: training.Trainer) -> None:
     def texts() -> Iterator[str]:
         for line in lines:
             _check_text(line)
@@ -296,16 +299,16 @@ def _check_size(size: int, least: int) -> None:
         raise SizeError(f"size must be a whole number from {least} to {MOST}, but got {size!r}.")
 
 
-def _read(file: Path) -> Tokenizer:
+def _read(file: Path) -> FastTokenizer:
     raw = read_text(file)
     with errors_of(file):
-        tokenizer = Tokenizer.from_str(raw)
+        tokenizer = FastTokenizer.from_str(raw)
     tokenizer.no_padding()  # a batch is padded by whoever makes one
     tokenizer.no_truncation()
     return tokenizer
 
 
-def word_level(lines: Iterator[str], size: int, own: Sequence[str]) -> Text:
+def word_level(lines: Iterator[str], size: int, own: Sequence[str]) -> Tokenizer:
     """What stands between spaces, and the ends of lines: words as the Penn Treebank has them."""
     special = (END_OF_TEXT, "\n", *own)
     counts = Counter(word for line in lines for word in line.split(" ") if word)
@@ -313,7 +316,7 @@ def word_level(lines: Iterator[str], size: int, own: Sequence[str]) -> Text:
         counts.pop(token, None)
     words = [word for word, _ in counts.most_common(size - len(special) - 1)]
     ids = {token: index for index, token in enumerate((*special, "<unk>", *words))}
-    found = Tokenizer(WordLevel(ids, unk_token="<unk>"))
+    found = FastTokenizer(WordLevel(ids, unk_token="<unk>"))
     found.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     found.add_special_tokens(list(special))
-    return Text(found)
+    return Tokenizer(found)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import AddedToken, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
+from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models as algorithms
 from tokenizers import processors as templates
 
@@ -15,7 +16,7 @@ from regard.text.files import errors_of, options_of, read_text
 BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
-def wordpiece(folder: Path) -> Tokenizer:
+def wordpiece(folder: Path) -> FastTokenizer:
     """BERT's: vocab.txt has one token a line, and tokenizer_config.json may say more."""
     file = folder / "vocab.txt"
     vocabulary: dict[str, int] = {}
@@ -31,7 +32,7 @@ def wordpiece(folder: Path) -> Tokenizer:
     options = options_of(folder)
     accents = options.get("strip_accents")
     with errors_of(file):
-        tokenizer = Tokenizer(algorithms.WordPiece(vocabulary, unk_token="[UNK]"))
+        tokenizer = FastTokenizer(algorithms.WordPiece(vocabulary, unk_token="[UNK]"))
     tokenizer.normalizer = normalizers.BertNormalizer(
         handle_chinese_chars=options.get("tokenize_chinese_chars") is not False,
         strip_accents=accents if isinstance(accents, bool) else None,
@@ -42,7 +43,7 @@ def wordpiece(folder: Path) -> Tokenizer:
     return as_bert(tokenizer)
 
 
-def as_bert(tokenizer: Tokenizer) -> Tokenizer:
+def as_bert(tokenizer: FastTokenizer) -> FastTokenizer:
     tokenizer.decoder = decoders.WordPiece()
     tokenizer.post_processor = templates.TemplateProcessing(
         single="[CLS] $A [SEP]",
@@ -52,7 +53,7 @@ def as_bert(tokenizer: Tokenizer) -> Tokenizer:
     return tokenizer
 
 
-def byte_pairs(vocabulary: Path, merges: Path) -> Tokenizer:
+def byte_pairs(vocabulary: Path, merges: Path) -> FastTokenizer:
     """GPT-2's: ids by token, and the pairs to merge in their order."""
     ids = read_json(vocabulary)
     if not all(type(n) is int and 0 <= n < len(ids) for n in ids.values()):
@@ -74,9 +75,9 @@ def byte_pairs(vocabulary: Path, merges: Path) -> Tokenizer:
     return tokenizer
 
 
-def byte_level(model: algorithms.BPE, *, prefix: bool = False) -> Tokenizer:
+def byte_level(model: algorithms.BPE, *, prefix: bool = False) -> FastTokenizer:
     """``prefix``: whether a space comes before the first word."""
-    tokenizer = Tokenizer(model)
+    tokenizer = FastTokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.post_processor = templates.ByteLevel(add_prefix_space=prefix, trim_offsets=True)

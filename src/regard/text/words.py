@@ -10,7 +10,7 @@ from functools import cache
 from typing import NamedTuple
 
 from regard.errors import InputError
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 
 _JOINING = "-'\u2019"  # within a word
 _UNFINISHED = "\ufffd"  # what a letter decodes to whose bytes are not all there
@@ -57,10 +57,10 @@ class Tokens:
         return found[0], len(found)
 
 
-def tokens_of(tokenizer: Text, text: str) -> Tokens:
+def tokens_of(tokenizer: Tokenizer, text: str) -> Tokens:
     """A text with whatever special tokens its model expects.
 
-    >>> tokenizer = Text.train_bpe(["the cat sat"] * 9, size=300)
+    >>> tokenizer = Tokenizer.train_bpe(["the cat sat"] * 9, size=300)
     >>> [word.label for word in tokens_of(tokenizer, "the cat sat").words]
     ['the', 'cat', 'sat']
     """
@@ -76,7 +76,7 @@ def tokens_of(tokenizer: Text, text: str) -> Tokens:
     return replace(found, added=tuple(added))
 
 
-def tokens_of_ids(tokenizer: Text, ids: Sequence[int]) -> Tokens:
+def tokens_of_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> Tokens:
     """What ids say to ``tokenizer``; words are found in the text it decodes them to."""
     before, spans = "", list[tuple[int, int] | None]()
     for count in range(1, len(ids) + 1):

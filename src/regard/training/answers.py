@@ -15,13 +15,13 @@ from regard.data.tables import Table
 from regard.decoding.spans import best_spans
 from regard.evaluation import metrics
 from regard.mechanism.masks import Padding
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 from regard.training.objectives import Prepared, Stateless, moved
 
 
 class AnswerBatch(NamedTuple):
     ids: Tensor  # [batch, n]
-    kinds: Tensor  # [batch, n]: 1 for the context and what closes it
+    token_types: Tensor  # [batch, n]: 1 for the context and what closes it
     possible: Tensor  # [batch, n]: whether an answer can be here: in the context, or at [CLS]
     padding: Padding | None
     start: Tensor  # [batch]
@@ -45,11 +45,11 @@ class Answers(Stateless):
         _, split, _, start, end = self.table["facts"].gather(rows.rows, 5, 0).unbind(1)
         places = torch.arange(longest, device=rows.rows.device)
         lengths = ids.lengths_of(rows.rows)
-        kinds = (places >= split[:, None]) & (places < lengths[:, None])
-        possible = kinds & (places < lengths[:, None] - 1) | (places == 0)
+        token_types = (places >= split[:, None]) & (places < lengths[:, None])
+        possible = token_types & (places < lengths[:, None] - 1) | (places == 0)
         padding = None if rows.even else Padding(lengths)
         read = ids.gather(rows.rows, longest, self.pad)
-        batch = AnswerBatch(read, kinds.long(), possible, padding, start, end)
+        batch = AnswerBatch(read, token_types.long(), possible, padding, start, end)
         return Prepared(batch, 2 * len(rows.rows))
 
     def loss(self, model: nn.Module, batch: AnswerBatch) -> Tensor:
@@ -64,7 +64,7 @@ class Answers(Stateless):
 
     def scores(self, model: nn.Module, batch: AnswerBatch) -> tuple[Tensor, Tensor]:
         """The logits of each token to be the answer's first and last, where it can be."""
-        start, end = model(batch.ids, kinds=batch.kinds, padding=batch.padding)
+        start, end = model(batch.ids, token_types=batch.token_types, padding=batch.padding)
         low = torch.finfo(torch.float32).min / 2  # two of them still have a sum
         return (
             start.float().masked_fill(~batch.possible, low),
@@ -82,7 +82,7 @@ class Exam:
         self,
         questions: Sequence[Question],
         table: Table,
-        text: Text,
+        text: Tokenizer,
         tokens: int,
         always: bool = False,
     ) -> None:

@@ -22,7 +22,7 @@ from regard.models.model import Model
 from regard.models.registry import trained
 from regard.models.t5 import T5Config
 from regard.models.transformer import TransformerConfig
-from regard.text.tokenizer import END_OF_TEXT, Text
+from regard.text.tokenizer import END_OF_TEXT, Tokenizer
 from regard.training.answers import Answers, Exam
 from regard.training.objectives import (
     Examine,
@@ -49,7 +49,7 @@ from regard.training.tokenizing import SENTINELS
 # ---------------------------------------------------------------------------------------- model
 
 
-def model(recipe: Recipe, text: Text) -> Model:
+def model(recipe: Recipe, text: Tokenizer) -> Model:
     """The model to train, anew or from where it starts."""
     found = _model(recipe, text)
     if len(text) > found.config.vocabulary:
@@ -69,7 +69,7 @@ def model(recipe: Recipe, text: Text) -> Model:
     return found
 
 
-def _model(recipe: Recipe, text: Text) -> Model:
+def _model(recipe: Recipe, text: Tokenizer) -> Model:
     row, given = trained(recipe.model.kind, recipe.task), recipe.model.config
     kind, config = row.model_class(), row.config_class()
     if recipe.model.start is not None:
@@ -77,7 +77,9 @@ def _model(recipe: Recipe, text: Text) -> Model:
             raise InputError("model.config comes with model.start: leave one of them out.")
         found = load(recipe.model.start, dtype=torch.float32)
         if recipe.tokenizer.keep:
-            found = _pruned(found, text, Text.load(recipe.tokenizer.start or recipe.model.start))
+            found = _pruned(
+                found, text, Tokenizer.load(recipe.tokenizer.start or recipe.model.start)
+            )
         if isinstance(found, kind):
             return found
         theirs = getattr(found, "encoder", None)
@@ -96,14 +98,14 @@ def _model(recipe: Recipe, text: Text) -> Model:
     return kind(config(**sizes))
 
 
-def _pruned(found: Model, text: Text, whole: Text) -> Model:
+def _pruned(found: Model, text: Tokenizer, whole: Tokenizer) -> Model:
     """A BERT that knows the tokens of ``text`` only, which are some of those of ``whole``."""
     config = found.config
     if not isinstance(config, BertConfig):
         raise InputError(f"tokenizer.keep is for BERT, not for {type(found).__name__}.")
     tokens = sorted(text.tokenizer.get_vocab().items(), key=itemgetter(1))
     rows = torch.tensor([whole.id(token) for token, _ in tokens])
-    small = type(found)(replace(config, vocabulary=len(text), pad=text.id("[PAD]")))
+    small = type(found)(replace(config, vocabulary=len(text), pad_token=text.id("[PAD]")))
     state = found.state_dict()
     for name in ("encoder.tokens.weight", "bias"):  # the second of a masked language model
         if name in state:
@@ -112,7 +114,7 @@ def _pruned(found: Model, text: Text, whole: Text) -> Model:
     return small
 
 
-def _from_text(recipe: Recipe, text: Text) -> dict[str, Any]:
+def _from_text(recipe: Recipe, text: Tokenizer) -> dict[str, Any]:
     """What a config takes from the tokenizer and the data, unless the recipe says otherwise."""
     if text.target.tokenizer.get_vocab() != text.tokenizer.get_vocab():
         raise InputError(
@@ -123,13 +125,13 @@ def _from_text(recipe: Recipe, text: Text) -> dict[str, Any]:
     kind, length = recipe.model.kind, recipe.data.length
     if kind in ("transformer", "t5"):
         pad = text.id("<pad>")
-        sizes |= {"pad": pad, "start": pad, "end": text.id("</s>")}
+        sizes |= {"pad_token": pad, "start_token": pad, "end_token": text.id("</s>")}
     elif kind == "bert":
-        sizes |= {"length": length, "pad": text.id("[PAD]")}
+        sizes |= {"length": length, "pad_token": text.id("[PAD]")}
     else:
         end = text.tokenizer.token_to_id(END_OF_TEXT)
-        sizes["end"] = end
-        sizes |= {"length": length, "begin": end} if kind == "gpt2" else {"cutoffs": ()}
+        sizes["end_token"] = end
+        sizes |= {"length": length, "begin_token": end} if kind == "gpt2" else {"cutoffs": ()}
     return sizes
 
 
@@ -138,7 +140,7 @@ def _from_text(recipe: Recipe, text: Text) -> dict[str, Any]:
 
 def objective(
     recipe: Recipe,
-    text: Text,
+    text: Tokenizer,
     made: Model,
     device: torch.device,
     parts: dict[str, Table],
@@ -188,13 +190,13 @@ def _next_token(recipe: Recipe, stream: Ragged, held: Table | None) -> Objective
 def _special(made: Model) -> Special:
     config = made.config
     assert isinstance(config, TransformerConfig | T5Config)
-    pad, start, end = config.pad, config.start, config.end
+    pad, start, end = config.pad_token, config.start_token, config.end_token
     if pad is None or start is None or end is None:
         raise InputError("A model that writes text needs pad, start and end in model.config.")
     return Special(pad, start, end)
 
 
-def _examine(recipe: Recipe, part: str, text: Text, held: Table) -> Examine:
+def _examine(recipe: Recipe, part: str, text: Tokenizer, held: Table) -> Examine:
     """What Pairs are evaluated on: pairs of equal source are one, with several references."""
     report = Report()
     pairs = cast("list[Pair]", list(records(recipe, getattr(recipe.data, part), report)))
@@ -205,7 +207,7 @@ def _examine(recipe: Recipe, part: str, text: Text, held: Table) -> Examine:
     return Examine(joined, prompts, held, text.decode, settings, most, recipe.batch.tokens)
 
 
-def _exam(recipe: Recipe, part: str, text: Text, held: Table) -> Exam:
+def _exam(recipe: Recipe, part: str, text: Tokenizer, held: Table) -> Exam:
     """What Answers are evaluated on."""
     found = records(recipe, getattr(recipe.data, part), Report())
     questions = cast("list[Question]", list(found))

@@ -232,7 +232,7 @@ class Examine:
             model,
             prompts,
             how_to_decode(self.settings),
-            length=self.length,
+            max_new_tokens=self.length,
             stop=[special.end],
             batch=max(512 // self.settings.beam, 1),
             tokens=TOKENS,

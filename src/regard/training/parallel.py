@@ -23,7 +23,7 @@ from torch.nn.parallel import DistributedDataParallel
 from regard.data.batches import Lanes
 from regard.decoding.state import State
 from regard.errors import InputError
-from regard.layers.cache import Cache
+from regard.layers.cache import KeyValueCache
 from regard.mechanism.masks import Padding
 from regard.models.gpt2 import GPT2
 from regard.training.objectives import Objective
@@ -246,7 +246,7 @@ class _Gather(torch.autograd.Function):
         return whole.chunk(ctx.crew.world, dim=-2)[ctx.crew.rank], None
 
 
-class _SharedCache(Cache):
+class _SharedCache(KeyValueCache):
     """Keys and values of a sequence whose earlier parts other processes have.
 
     To the layer it is a cache: the past stands before what is given. Here it was not kept, but is

@@ -10,7 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from regard.data.encoding import Tokenizer
+from regard.data.encoding import TokenizerOptions
 from regard.data.records import Pair, Question
 from regard.data.schema import (
     assignment,
@@ -171,7 +171,7 @@ class Recipe:
         "the precision of computation (weights stay float32)", "float32", among=PRECISIONS
     )
     model: Model = key("the model to train")
-    tokenizer: Tokenizer = key("the tokenizer", Tokenizer)
+    tokenizer: TokenizerOptions = key("the tokenizer", TokenizerOptions)
     data: Data = key("the data")
     batch: Batch = key("the batches", Batch)
     schedule: Schedule = key("the learning rate and the number of steps")

@@ -27,7 +27,7 @@ from regard.errors import InputError
 from regard.evaluation import metrics
 from regard.evaluation.settings import WRITTEN
 from regard.models.model import Model
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 from regard.training import building, tokenizing
 from regard.training.curves import plot
 from regard.training.fingerprints import fingerprint
@@ -159,7 +159,7 @@ def _kernels(recipe: Recipe) -> AbstractContextManager[None]:
 
 
 def _tables(
-    recipe: Recipe, text: Text, log: Callable[[dict[str, Any]], None]
+    recipe: Recipe, text: Tokenizer, log: Callable[[dict[str, Any]], None]
 ) -> tuple[dict[str, Table], dict[str, str]]:
     parts: dict[str, Table] = {}
     names: dict[str, str] = {}
@@ -170,7 +170,7 @@ def _tables(
     return parts, names
 
 
-def _finish(recipe: Recipe, trainer: Trainer, text: Text, folder: Path) -> dict[str, float]:
+def _finish(recipe: Recipe, trainer: Trainer, text: Tokenizer, folder: Path) -> dict[str, float]:
     """Write the finished model; its scores."""
     keeper, model = trainer.keeper, trainer.engine.whole.to(trainer.device)
     assert isinstance(model, Model)

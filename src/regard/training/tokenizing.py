@@ -14,20 +14,20 @@ from regard.data.records import Pair, Record, Report
 from regard.data.sources import records
 from regard.errors import InputError
 from regard.models.registry import trained
-from regard.text.tokenizer import END_OF_TEXT, SizeError, Text, word_level
+from regard.text.tokenizer import END_OF_TEXT, SizeError, Tokenizer, word_level
 from regard.training.recipe import Recipe
 
 SENTINELS = tuple(f"<extra_id_{n}>" for n in range(100))
 
 
-def tokenizer(recipe: Recipe, folder: Path) -> Text:
+def tokenizer(recipe: Recipe, folder: Path) -> Tokenizer:
     """The recipe's tokenizer; one that is trained is kept in ``folder``.
 
     It must be: training WordPiece or Unigram again gives other ids in another process.
     """
     start = recipe.tokenizer.start or recipe.model.start
     if start is not None and not recipe.tokenizer.keep:
-        found = Text.load(start)
+        found = Tokenizer.load(start)
         known = found.tokenizer.get_vocab()
         if missing := [token for token in recipe.tokenizer.special if token not in known]:
             raise InputError(
@@ -45,12 +45,12 @@ def tokenizer(recipe: Recipe, folder: Path) -> Text:
             except SizeError as error:
                 raise InputError(f"tokenizer.{error}") from None
         else:
-            whole = Text.load(start)
+            whole = Tokenizer.load(start)
             text = whole.pruned(
                 Counter(chain.from_iterable(token_ids(whole, lines))), recipe.tokenizer.keep
             )
         publish(folder, {"tokenizer.json": text.tokenizer.to_str().encode()}, {})
-    return Text.load(folder)
+    return Tokenizer.load(folder)
 
 
 def _texts(found: Iterable[Record]) -> Iterator[str]:
@@ -65,7 +65,7 @@ def _texts(found: Iterable[Record]) -> Iterator[str]:
             yield record.context
 
 
-def _trained(recipe: Recipe, lines: Iterator[str]) -> Text:
+def _trained(recipe: Recipe, lines: Iterator[str]) -> Tokenizer:
     kind, size, own = recipe.tokenizer.kind, recipe.tokenizer.size, recipe.tokenizer.special
     fitting = trained(recipe.model.kind, recipe.task).tokenizers
     if kind not in fitting:
@@ -74,14 +74,14 @@ def _trained(recipe: Recipe, lines: Iterator[str]) -> Text:
             f"{' or '.join(fitting)}."
         )
     if kind == "wordpiece":
-        return Text.train_wordpiece(lines, size=size)
+        return Tokenizer.train_wordpiece(lines, size=size)
     if kind == "words":
         return word_level(lines, size, own)
     sentinels = SENTINELS if recipe.model.kind == "t5" else ()
     if kind == "unigram":
         special = ("<pad>", "</s>", "<unk>", *own, *sentinels)
-        return Text.train_unigram(lines, size=size, special=special, end=None)
+        return Tokenizer.train_unigram(lines, size=size, special=special, end=None)
     special = {"transformer": ("</s>", "<pad>"), "t5": ("<pad>", "</s>", *sentinels)}.get(
         recipe.model.kind, (END_OF_TEXT,)
     )
-    return Text.train_bpe(lines, size=size, special=(*special, *own))
+    return Tokenizer.train_bpe(lines, size=size, special=(*special, *own))

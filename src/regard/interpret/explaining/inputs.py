@@ -17,14 +17,14 @@ from torch import Tensor
 
 from regard.errors import InputError
 from regard.interpret.explaining.record import Numbers, Step
-from regard.interpret.explaining.steps import Heads, Output, features, follow, meeting, vectors
+from regard.interpret.explaining.steps import Generated, Heads, features, follow, meeting, vectors
 from regard.interpret.explaining.trace import Trace
 from regard.mechanism.call import Call, check
 from regard.mechanism.masks import Mask
 
 if TYPE_CHECKING:
     from regard.models.model import Model
-    from regard.text.tokenizer import Text
+    from regard.text.tokenizer import Tokenizer
 
 __all__ = ["Trace", "explain", "words_of"]
 
@@ -49,7 +49,7 @@ def explain(
     /,
     *,
     model: Model | str | os.PathLike[str] | None,
-    tokenizer: Text | None = ...,
+    tokenizer: Tokenizer | None = ...,
     layer: str | int | None = ...,
     head: int | None = ...,
     target: str | None = ...,
@@ -97,7 +97,7 @@ def explain(
     mask: Mask | Tensor | None = None,
     word: str | None = None,
     model: Model | str | os.PathLike[str] | None = None,
-    tokenizer: Text | None = None,
+    tokenizer: Tokenizer | None = None,
     layer: str | int | None = None,
     head: int | None = None,
     target: str | None = None,
@@ -305,7 +305,7 @@ def _project(
             meeting(call, words, words, focus, named),
         ),
     )
-    output = Output(weights[3]) if len(weights) == 4 else None
+    output = Generated(weights[3]) if len(weights) == 4 else None
     return follow(call, lead, words, words, focus, output, named)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from regard.errors import InputError
 from regard.interpret.explaining.record import Numbers, Step
-from regard.interpret.explaining.steps import Heads, Output, features, follow, meeting, vectors
+from regard.interpret.explaining.steps import Generated, Heads, features, follow, meeting, vectors
 from regard.interpret.explaining.trace import Trace
 from regard.interpret.runs import Reading, read
 from regard.mechanism.biases import Bias
@@ -18,14 +18,14 @@ from regard.mechanism.call import Call, check
 from regard.mechanism.masks import Mask
 from regard.models.model import AttentionLayer, Model
 from regard.models.transformer_xl import RelativeAttention
-from regard.text.tokenizer import Text
+from regard.text.tokenizer import Tokenizer
 
 MOST_TOKENS = 128  # of a sentence; more of them nobody reads one by one
 
 
 def explain_model(
     model: Model | str | os.PathLike[str],
-    tokenizer: Text | None,
+    tokenizer: Tokenizer | None,
     sentence: str,
     layer: str | int | None,
     head: int | None,
@@ -64,7 +64,7 @@ def explain_model(
         asking.labels,
         asked.labels,
         focus,
-        Output(chosen.module.output.weight.t(), chosen.module.output.bias),
+        Generated(chosen.module.output.weight.t(), chosen.module.output.bias),
         heads,
         subject=name,
         fast=fast,

@@ -51,7 +51,7 @@ class Heads(NamedTuple):
         return f", {self.names[self.shown[0]]}" if len(self.names) > 1 else ""
 
 
-class Output(NamedTuple):
+class Generated(NamedTuple):
     """What comes after the heads are joined: a matrix [heads * d_v, dim], and what is added."""
 
     matrix: Tensor
@@ -118,7 +118,7 @@ def follow(
     asking: tuple[str, ...],
     found: tuple[str, ...],
     focus: int,
-    output: Output | None,
+    output: Generated | None,
     heads: Heads,
     *,
     subject: str = "",
@@ -377,7 +377,7 @@ def _mixture(
 
 
 def _output_step(
-    joined: Tensor, output: Output | None, result: Tensor, words: tuple[str, ...], heads: Heads
+    joined: Tensor, output: Generated | None, result: Tensor, words: tuple[str, ...], heads: Heads
 ) -> Step:
     many = len(heads.names) > 1
     numbers = [name.removeprefix("head ") for name in heads.names]

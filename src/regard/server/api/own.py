@@ -15,7 +15,7 @@ from regard.mechanism.masks import Causal
 from regard.models.bundle import check_prefix
 from regard.server import limits
 from regard.server.pool import Models
-from regard.tasks.completion import completing
+from regard.tasks.completion import stream_completion
 from regard.tasks.question_answering import answer
 from regard.tasks.records import Record
 from regard.tasks.summarization import summarize
@@ -230,7 +230,7 @@ class Complete(Request):
         how = sampling(
             self.temperature, self.top_k, self.top_p, self.seed, self.no_repeat_ngram_size
         )
-        pieces = completing(
+        pieces = stream_completion(
             self.text, model=models.name(self.model), how=how, max_new_tokens=self.max_new_tokens,
             attended=self.attended or self.svg, device=models.device, check=check,
         )  # fmt: skip
