@@ -271,9 +271,13 @@ class Look(Request):
     def _run(self, models: Models, check: Check) -> dict[str, Any]:
         bundle = models.loaded(self.model)
         check_prefix(self.model, self.text)
+
+        def progress(_done: int, _total: int) -> None:
+            check()
+
         result = look(
             bundle.model, self.text, tokenizer=bundle.text, target=self.target, layer=self.layer,
-            head=self.head, word=self.word, progress=lambda *_: check(),
+            head=self.head, word=self.word, progress=progress,
         )  # fmt: skip
         response = result.to_dict()
         if self.svg:
