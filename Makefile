@@ -3,14 +3,22 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --quiet
 
-.PHONY: demo test check bench docs browser
+.PHONY: demo test quick test-kernels check bench docs browser
 
 demo: .venv/.ready  ## one attention, step by step; then a translation, and where its words came from
 	@$(BIN)/regard explain
 	@$(BIN)/regard translate "The cat sat on the mat." --to fr --align
 
-test: .venv/.dev browser  ## all tests, the examples in docstrings and README included
-	$(BIN)/pytest -q -n 2 -rs
+PYTEST = $(BIN)/pytest -q -n 2 --dist worksteal
+
+test: .venv/.dev browser  ## all tests but the kernel sweep, with the examples in docstrings and in the README
+	$(PYTEST)
+
+quick: .venv/.dev  ## the fast tests: nothing interpreted, no processes, no browser
+	$(PYTEST) -m "not kernels and not processes and not browser and not slow"
+
+test-kernels: .venv/.dev  ## the kernel sweep: more cases of each kernel in its interpreter
+	$(PYTEST) -m sweep
 
 check: .venv/.dev  ## layout, lint and types
 	$(BIN)/ruff format --check

@@ -22,7 +22,7 @@ from measure import append, described
 from regard import RegardError, Tokenizer, load
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-import broken
+from helpers import broken_files as broken
 
 MOST_GROWTH = 200 * 2**20  # bytes over what loading good ones took
 

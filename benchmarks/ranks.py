@@ -13,7 +13,7 @@ from pathlib import Path
 from measure import append, described
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
-from crew_killing import killed_and_restarted, launched, recipe_to_kill
+from helpers.training_processes import killed_and_restarted, launched, recipe_to_kill
 
 
 def main(kills: int) -> None:

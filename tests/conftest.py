@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import settings
 
-collect_ignore = ["fixtures"]  # what made them needs other versions of everything
+collect_ignore = ["helpers", "models/transformer_xl"]  # made by other versions of everything
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)  # workers share the cores; threads on top of them only wait
@@ -31,3 +33,19 @@ if not torch.cuda.is_available():
             scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
         interpreter._patch_lang_tensor = _with_index
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU where there is none; pytest's summary then says so."""
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="NOT TESTED: this needs a GPU"))
+
+
+@pytest.fixture(scope="session")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a small model for each task, which no test may change."""
+    from helpers.model_folders import for_every_task
+
+    return for_every_task(tmp_path_factory.mktemp("models"))

@@ -111,6 +111,7 @@ def test_no_module_imports_itself_around_a_corner():
     TopologicalSorter(graph).prepare()  # raises CycleError, which names the cycle
 
 
+@pytest.mark.processes
 def test_the_walk_sees_imports_inside_functions(tmp_path):
     file = tmp_path / "module.py"
     file.write_text(
@@ -134,14 +135,17 @@ def modules_after(code: str) -> set[str]:
 HEAVY = {"torch", "transformers", "tokenizers", "fastapi", "matplotlib", "triton", "numpy", "rich"}
 
 
+@pytest.mark.processes
 def test_using_a_model_does_without_the_compiler():
     assert "torch._dynamo" not in modules_after("import regard.tasks")  # it takes a second
 
 
+@pytest.mark.processes
 def test_import_regard_is_light():
     assert not modules_after("import regard") & HEAVY
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("words", [["--help"], ["explain", "--help"], ["--version"]])
 def test_help_imports_no_torch(words):
     code = (
@@ -152,6 +156,7 @@ def test_help_imports_no_torch(words):
     assert not modules_after(code) & (HEAVY - {"rich"})
 
 
+@pytest.mark.processes
 def test_attention_needs_torch_alone():
     heavy = modules_after("from regard import attention, explain") & HEAVY
     assert heavy <= {"torch", "numpy"}  # numpy comes with torch

@@ -1,0 +1,284 @@
+"""The commands that tell what is here, and those that make checkpoints and measure them."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from helpers.command import START, one_line, regard, regard_process
+from helpers.training_data import sentences
+from regard import GPT2, GPT2Config, InputError, Tokenizer, load
+from regard.checkpoints.cards import SCORES
+from regard.models.conversion import convert
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    """A folder with a model, ``model``, and a text, ``text.txt``."""
+    folder = tmp_path_factory.mktemp("place")
+    lines = sentences(20)
+    (folder / "text.txt").write_text("\n".join(lines) + "\n", encoding="utf-8")
+    text = Tokenizer.train_bpe(lines, size=280)
+    torch.manual_seed(0)
+    model = GPT2(GPT2Config(vocabulary=len(text), length=32, dim=32, depth=1, heads=2))
+    model.save(folder / "model")
+    text.save(folder / "model")
+    (folder / "model" / "README.md").write_text("---\nlicense: mit\n---\n# A model\n")
+    return folder
+
+
+# ------------------------------------------------------------------------------------------ models
+
+
+@pytest.fixture
+def cache(place, tmp_path, monkeypatch):
+    """The hub's cache as its own package lays it out, with a model, and one that is not ours."""
+    for name, config in (
+        ("models--somebody--small-gpt2", None),
+        ("models--somebody--else", {"architectures": ["LlamaForCausalLM"]}),
+    ):
+        snapshot = tmp_path / name / "snapshots" / "0123abc"
+        snapshot.mkdir(parents=True)
+        (tmp_path / name / "refs").mkdir()
+        (tmp_path / name / "refs" / "main").write_text("0123abc")
+        if config is None:
+            for file in (place / "model").iterdir():
+                (snapshot / file.name).write_bytes(file.read_bytes())
+        else:
+            (snapshot / "config.json").write_text(json.dumps(config))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    return tmp_path
+
+
+def test_models_lists_what_the_cache_holds(place, cache):
+    shown = regard("models")
+    assert shown.returncode == 0, shown.stderr
+    row = next(line for line in shown.stdout.splitlines() if line.startswith("somebody/small-gpt2"))
+    assert "language modelling" in row
+    assert "GPT2LMHeadModel" in row
+    assert row.endswith("mit")
+    assert f"1 cached: {cache}" in shown.stdout
+    assert "else" not in shown.stdout
+    assert all(line == line.rstrip() for line in shown.stdout.splitlines())
+
+
+def test_models_as_json_say_what_is_true(place, cache):
+    shown = regard("models", "--json")
+    rows = [json.loads(line) for line in shown.stdout.splitlines()]
+    [row] = [row for row in rows if row["origin"] == "cached"]
+    model = load(place / "model")
+    weights = load_file(place / "model" / "model.safetensors")
+    assert row["parameters"] == sum(tensor.numel() for tensor in weights.values())
+    assert row["parameters"] >= sum(parameter.numel() for parameter in model.parameters())
+    files = (place / "model").iterdir()
+    assert row["size"] == sum(file.stat().st_size for file in files)
+
+
+def test_models_shows_a_card(cache):
+    shown = regard("models", "somebody/small-gpt2")
+    assert shown.returncode == 0, shown.stderr
+    assert "license  mit" in shown.stdout
+    assert "# A model" in shown.stdout
+
+
+def test_models_does_not_know_every_name(cache):
+    one_line(regard("models", "nothing"), "no model 'nothing' at hand")
+    near = regard("models", "answr")
+    one_line(near, "no model 'answr' at hand. Did you mean answer? There are: ")
+
+
+@pytest.mark.parametrize("damage", ["config.json", "model.safetensors"])
+def test_models_of_a_download_cut_short(cache, damage):
+    file = cache / "models--somebody--small-gpt2" / "snapshots" / "0123abc" / damage
+    file.write_bytes(file.read_bytes()[:20])
+    shown = regard("models")
+    assert shown.returncode == 0, shown.stderr
+
+
+@pytest.mark.processes
+def test_models_needs_no_torch():
+    start = f"import sys, atexit; atexit.register(lambda: print('torch' in sys.modules)); {START}"
+    shown = regard_process("models", start=start)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout.endswith("\nFalse\n")
+
+
+# ---------------------------------------------------------------------------------------- evaluate
+
+
+def test_evaluate_prints_a_table(place):
+    shown = regard("evaluate", place / "model", "--data", "text.txt", "--root", place)
+    assert shown.returncode == 0, shown.stderr
+    names = [line.split()[0] for line in shown.stdout.splitlines()]
+    assert names == ["score", "perplexity", "bits_per_byte", "loss", "over"]
+
+
+def test_evaluate_prints_json(place):
+    words = ("--data", place / "text.txt", "--metric", "loss", "--json")
+    shown = regard("evaluate", place / "model", *words)
+    found = json.loads(shown.stdout)
+    assert list(found["scores"]) == ["loss"]
+    assert 5 < found["scores"]["loss"] < 7  # of 280 tokens it knows none
+    assert found["tokens"] > 100
+
+
+def test_evaluate_takes_keys_of_a_recipe(place):
+    words = ("--data", place / "text.txt", "--json", "--set", "data.length=64")
+    one_line(regard("evaluate", place / "model", *words), "This GPT-2 reads at most 32 tokens")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--data", "text.unknown"], "Pass --format"),
+        (["--data", "pairs.csv"], "CSV is not read: save pairs.csv as TSV"),
+        (["--data", "nowhere.txt"], "There is no file"),
+        (["--data", "text.txt", "--metric", "bleu"], "There is no score bleu"),
+        (["--data", "text.txt", "--device", "nothing"], "has no device 'nothing'"),
+        (["--data", "text.txt", "--set", "evaluation.bean=2"], "Did you mean evaluation.beam?"),
+    ],
+)
+def test_evaluate_says_what_is_wrong(place, words, message):
+    one_line(regard("evaluate", place / "model", "--root", place, *words), message)
+
+
+@pytest.mark.parametrize(("moved", "status", "word"), [(0.0, 0, "agrees"), (0.1, 1, "differs")])
+def test_evaluate_measures_a_card_again(place, tmp_path, moved, status, word):
+    words = ("--data", place / "text.txt", "--metric", "loss", "--json")
+    value = json.loads(regard("evaluate", place / "model", *words).stdout)["scores"]["loss"]
+    folder = convert(place / "model", tmp_path / "model")
+    figure = {
+        "metric": "loss",
+        "value": value + moved,
+        "tolerance": 0.001,
+        "data": [{"format": "text", "files": ["text.txt"]}],
+        "settings": {},
+    }
+    (folder / SCORES).write_text(json.dumps([figure]))
+    shown = regard("evaluate", folder, "--root", place)
+    assert shown.returncode == status, shown.stderr
+    assert shown.stdout.splitlines()[1].endswith(word)
+    rows = regard("evaluate", folder, "--root", place, "--json")
+    assert json.loads(rows.stdout)["agrees"] is (status == 0)
+
+
+# ----------------------------------------------------------------------------------------- convert
+
+
+def test_convert_writes_what_loads_and_brings_all_along(place, tmp_path):
+    shown = regard("convert", place / "model", tmp_path / "new", "--dtype", "float16")
+    assert shown.returncode == 0, shown.stderr
+    assert str(tmp_path / "new") in shown.stdout
+    made, given = load(tmp_path / "new"), load(place / "model")
+    assert next(made.parameters()).dtype == torch.float16
+    for name, tensor in given.state_dict().items():
+        assert torch.equal(made.state_dict()[name], tensor.half()), name
+    for name in ("tokenizer.json", "README.md", "generation_config.json"):
+        assert (tmp_path / "new" / name).read_bytes() == (place / "model" / name).read_bytes()
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "new"]  # nothing is left beside it
+
+
+def test_convert_packs(place, tmp_path):
+    folder = convert(place / "model", tmp_path / "new", packing="int8")
+    small, large = ((f / "model.safetensors").stat().st_size for f in (folder, place / "model"))
+    assert small < 0.4 * large
+    ids = torch.tensor([[1, 2, 3]])
+    with torch.no_grad():
+        one, other = load(folder)(ids), load(place / "model")(ids)
+    assert (one - other).abs().max() < 0.05 * other.abs().max()
+
+
+def test_convert_cuts_into_shards(place, tmp_path):
+    folder = convert(place / "model", tmp_path / "new", shard_bytes=20_000)
+    assert len(list(folder.glob("model-*.safetensors"))) > 1
+    for name, tensor in load(place / "model").state_dict().items():
+        assert torch.equal(load(folder).state_dict()[name], tensor)
+
+
+def test_convert_never_overwrites_unless_told(place, tmp_path):
+    target = tmp_path / "new"
+    convert(place / "model", target)
+    before = {file.name: file.read_bytes() for file in target.iterdir()}
+    one_line(regard("convert", place / "model", target, "--dtype", "float16"), "Pass --force")
+    assert {file.name: file.read_bytes() for file in target.iterdir()} == before
+    assert regard("convert", place / "model", target, "--dtype", "float16", "--force").stdout
+    assert next(load(target).parameters()).dtype == torch.float16
+
+
+def test_convert_in_place(place, tmp_path):
+    folder = convert(place / "model", tmp_path / "model")
+    convert(folder, folder, dtype=torch.bfloat16, force=True)
+    assert next(load(folder).parameters()).dtype == torch.bfloat16
+
+
+def test_convert_does_not_replace_what_is_no_checkpoint(place, tmp_path):
+    (tmp_path / "letters").mkdir()
+    (tmp_path / "letters" / "letter.txt").write_text("Dear")
+    (tmp_path / "file").touch()
+    for target in (tmp_path / "letters", tmp_path / "file"):
+        with pytest.raises(InputError, match="holds no checkpoint"):
+            convert(place / "model", target, force=True)
+    assert (tmp_path / "letters" / "letter.txt").read_text() == "Dear"
+
+
+def test_a_conversion_that_fails_leaves_what_was_there(place, tmp_path, monkeypatch):
+    target = convert(place / "model", tmp_path / "new")
+    before = {file.name: file.read_bytes() for file in target.iterdir()}
+    rename = Path.rename
+
+    def failing(path: Path, goal: Path) -> Path:
+        if path.name == "made":
+            raise OSError(28, "No space left on device")
+        return rename(path, goal)
+
+    monkeypatch.setattr(Path, "rename", failing)
+    with pytest.raises(OSError, match="No space left"):
+        convert(place / "model", target, dtype=torch.float16, force=True)
+    assert {file.name: file.read_bytes() for file in target.iterdir()} == before
+    assert sorted(tmp_path.iterdir()) == [target]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["./nowhere", "new"], "There is no folder ./nowhere"),
+        (["MODEL", "new", "--dtype", "float16", "--packing", "int8"], "leave dtype out"),
+    ],
+)
+def test_convert_says_what_is_wrong(place, tmp_path, words, message):
+    words = [str(place / "model") if word == "MODEL" else word for word in words]
+    words[1] = str(tmp_path / words[1])
+    one_line(regard("convert", *words), message)
+    assert not list(tmp_path.iterdir())
+
+
+# ------------------------------------------------------------------------------- doctor, completion
+
+
+def test_doctor_names_optional_packages_and_what_they_are_for():
+    shown = regard("doctor").stdout
+    for package in ("matplotlib", "sacrebleu", "transformers", "huggingface_hub", "triton"):
+        assert any(line.startswith(package) and "(" in line for line in shown.splitlines())
+
+
+@pytest.mark.processes
+def test_bash_completes_commands_and_options():
+    for words, index, wanted in (
+        ("regard ev", 1, "evaluate"),
+        ("regard convert --dt", 2, "--dtype"),
+        ("regard convert --dtype f", 3, "float16"),
+    ):
+        shown = regard_process(
+            _REGARD_COMPLETE="complete_bash", COMP_WORDS=words, COMP_CWORD=str(index)
+        )
+        assert wanted in shown.stdout.split(), shown
+
+
+def test_every_command_has_an_example_in_its_help():
+    from regard.cli import app
+
+    for command in app.registered_commands:
+        assert command.epilog.startswith("Example: regard "), command.callback
+        assert command.callback.__doc__

@@ -1,0 +1,164 @@
+"""regard look and regard explain --model: what they print, save and refuse, in one line each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.command import one_line, regard
+from helpers.sine_models import TEXT, gpt2, tokenizer, translator
+from regard.cli import interpret
+from regard.interpret.cost import Plan
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("models")
+    for name, model in (("gpt2", gpt2()), ("other", gpt2(depth=2)), ("translator", translator())):
+        if name == "other":
+            with torch.no_grad():
+                model.stack.blocks[0].attention.qkv.weight.mul_(0.5)
+        model.float().save(root / name)
+        tokenizer().save(root / name)
+    return root
+
+
+def test_an_overview_into_a_pipe(folder: Path) -> None:
+    shown = regard("look", folder / "gpt2", TEXT)
+    assert shown.stderr == ""
+    assert shown.returncode == 0
+    assert shown.stdout.startswith("GPT2: what 2 layers of heads do, over 11 tokens\n")
+    assert max(map(len, shown.stdout.splitlines())) <= 80
+    assert "\x1b" not in shown.stdout
+
+
+def test_a_file_and_standard_input_are_read(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text(TEXT)
+    asked = ("--layer", "1", "--head", "2", "--json")
+    by_file = regard("look", folder / "gpt2", "--file", str(tmp_path / "text.txt"), *asked)
+    by_pipe = regard("look", folder / "gpt2", *asked, given=TEXT)
+    assert json.loads(by_file.stdout) == json.loads(by_pipe.stdout)
+    found = json.loads(by_file.stdout)
+    assert (found["kind"], found["layer"], found["head"]) == ("map", "1", 2)
+    assert len(found["weights"]) == 11
+
+
+@pytest.mark.parametrize(
+    ("ending", "start"), [("png", b"\x89PNG"), ("svg", b"<svg"), ("html", b"<!doctype html>")]
+)
+def test_pictures_are_saved(folder: Path, tmp_path: Path, ending: str, start: bytes) -> None:
+    path = tmp_path / f"heads.{ending}"
+    shown = regard("look", folder / "gpt2", TEXT, "--to", str(path), "--dark")
+    assert (shown.returncode, shown.stdout, shown.stderr) == (0, "", "")
+    assert path.read_bytes().startswith(start)
+
+
+@pytest.mark.parametrize(
+    ("words", "wanted"),
+    [
+        (["--word", "mat"], "what 'mat' attends to"),
+        (["--layer", "1", "--head", "2", "--rows", "2:5", "--columns", "0:5"], "sat"),
+        (["--layer", "1", "--head", "2", "--without-first"], "is left out: it takes"),
+        (["--layer", "1", "--head", "2", "--compare", "head=0.1"], "head 0.1 less head 1.2"),
+        (["--compare", "text=the dog ran in the house"], "the dog ran in the house less"),
+    ],
+)
+def test_what_can_be_looked_at(folder: Path, words: list[str], wanted: str) -> None:
+    shown = regard("look", folder / "gpt2", TEXT, *words)
+    assert shown.returncode == 0, shown.stderr
+    assert wanted in " ".join(shown.stdout.split())
+
+
+def test_two_models_are_compared(folder: Path) -> None:
+    shown = regard("look", "gpt2", TEXT, "--compare", "model=other").stderr  # no such model here
+    assert shown.count("\n") == 1
+    one, other = str(folder / "gpt2"), str(folder / "other")
+    found = json.loads(regard("look", one, TEXT, "--compare", f"model={other}", "--json").stdout)
+    assert found["names"] == [one, other]
+    assert found["first"]["values"]["entropy"] != found["second"]["values"]["entropy"]
+
+
+def test_words_are_aligned(folder: Path) -> None:
+    shown = regard("look", folder / "translator", TEXT, "--align", "--target", "the dog")
+    assert shown.returncode == 0, shown.stderr
+    assert "cross-attention layer" in shown.stdout
+    assert "target down, source across" in shown.stdout
+
+
+def test_explain_follows_a_model(folder: Path) -> None:
+    words = ("explain", TEXT, "--model", folder / "gpt2", "--layer", "1", "--head", "2")
+    shown = regard(*words, "--word", "mat")
+    assert shown.returncode == 0, shown.stderr
+    assert "GPT2, layer 1, head 2: 11 tokens, 4 heads" in shown.stdout
+    assert "within the tolerance" in shown.stdout
+    assert json.loads(regard(*words, "--json").stdout)["agreement"]["holds"]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--layer", "9", "--head", "0"], "There is no layer '9'. Layers are 0, 1."),
+        (["--layer", "0", "--head", "9"], "There is no head 9"),
+        (["--layer", "0", "--head", "0", "--rows", "3"], "--rows is a range of tokens"),
+        (["--layer", "0", "--head", "0", "--rows", "5:99"], "must lie within 0:11"),
+        (["--compare", "dog"], "--compare is model=NAME, text=TEXT or head=LAYER.HEAD"),
+        (["--layer", "0", "--head", "0", "--compare", "head=x"], "is as head=3.7"),
+        (["--compare", "head=0.1"], "is with another head: give --layer and --head, too"),
+        (["--layer", "0", "--compare", "head=0.1"], "give --layer and --head, too"),
+        (["--align"], "GPT2 has no cross-attention"),
+        (["--word", "matt"], "Did you mean 'mat'?"),
+        (["--to", "heads.gif"], "the ending '.gif' is unknown"),
+        (["--without-first"], "give layer and head"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(folder: Path, words: list[str], message: str) -> None:
+    one_line(regard("look", folder / "gpt2", TEXT, *words), message)
+
+
+def test_texts_that_are_none_are_refused_in_one_line(folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x01")
+    for words in (["--file", tmp_path / "binary"], ["--file", tmp_path / "missing"], [""], []):
+        one_line(regard("look", folder / "gpt2", *words))
+
+
+def test_a_long_run_is_announced_and_where_very_long_asked_for(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda _: True})())
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
+
+    def confirm(question: str, **_: object) -> bool:
+        asked.append(question)
+        return False
+
+    monkeypatch.setattr("typer.confirm", confirm)
+    interpret._announce(Plan(100_000, 6, 40, 2**30), yes=False)
+    assert "100,000 tokens through 6 attention layers" in capsys.readouterr().err
+    assert not asked
+    long = Plan(100_000, 6, 400, 2**30)
+    interpret._announce(long, yes=True)
+    assert not asked
+    with pytest.raises(interpret.typer.Exit):
+        interpret._announce(long, yes=False)
+    assert asked == ["Go on?"]
+    assert "about 7 minutes and 1.0 GiB" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--to", "x.pdf"], "the ending '.pdf' is unknown"),
+        (["--to", "nowhere/x.svg"], "There is no folder 'nowhere'"),
+        (["--compare", "foo"], "--compare is model=NAME"),
+        (["--compare", "text=a", "--word", "cat"], "leave out --word"),
+        (["--layer", "0", "--head", "0", "--compare", "head=7"], "head=3.7"),
+        (["--json", "--without-first"], "--without-first is of pictures"),
+    ],
+)
+def test_what_can_be_known_at_once_is_said_at_once(words: list[str], said: str) -> None:
+    """Before there is a model: this one does not exist."""
+    one_line(regard("look", "no-such-model", TEXT, *words), said)

@@ -1,0 +1,181 @@
+"""Starts training processes quickly: PyTorch is imported once, then forked for each of them.
+
+For each line on its input, ``{"do": name, "world": n, ...}``, it forks ``n`` processes as torchrun
+starts them, or a single one without torchrun's variables where ``n`` is 0. It prints their ids, and
+when all have ended, their exit statuses.
+"""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import socket
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch._dynamo  # FSDP would import it in every process
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from regard.checkpoints.folders import Disk
+from regard.errors import CheckpointError, RegardError
+from regard.training.objectives import Objective
+from regard.training.parallel import Shards
+from regard.training.processes import joined
+from regard.training.recipe import parse_recipe
+from regard.training.run import train
+from regard.training.saving import Keeper
+from regard.training.shards import distribute_tensor
+
+
+def trained(asked: dict[str, Any]) -> int:
+    result = train(parse_recipe(asked["recipe"]), resume=asked["resume"])
+    return 0 if result.finished else 3
+
+
+class Collectives(TorchDispatchMode):
+    """Within, the names of what processes do together."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(issubclass(kind, DTensor) for kind in types):
+            return NotImplemented  # what its shards do is seen then
+        if func.namespace in ("c10d", "_c10d_functional"):
+            self.names.add(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def trained_and_told(asked: dict[str, Any]) -> int:
+    """Train, and leave the names of all collectives in a file of each process."""
+    with Collectives() as collectives:
+        status = trained(asked)
+    told = Path(asked["folder"]) / f"told-{os.environ['RANK']}.json"
+    told.write_text(json.dumps(sorted(collectives.names)), encoding="utf-8")
+    return status
+
+
+def gathered_whole(asked: dict[str, Any]) -> int:
+    """Share out weights whose rows cannot be shared evenly, and bring them together again."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
+    expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    with joined(torch.device("cpu")) as crew:
+        engine = Shards(model, cast(Objective, None), crew)
+        weights = {name: part * 2 for name, part in model.state_dict().items()}
+        for factor, given in ((1, None), (2, weights)):
+            with engine.gathered(given) as whole:
+                if crew.first:
+                    for name, tensor in whole.state_dict().items():
+                        assert torch.equal(tensor, factor * expected[name]), name
+    return 0
+
+
+class Full(Disk):
+    """A disk without room for a certain file."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def create(self, file: Path) -> int:
+        if file.name == self.name:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().create(file)
+
+
+def saved_on_a_full_disk(asked: dict[str, Any]) -> int:
+    """Save step 1; then step 2, where the disk is full for one file; then step 3."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard
+
+    with joined(torch.device("cpu")) as crew:
+        mesh = init_device_mesh("cpu", (crew.world,))
+        whole = torch.arange(10.0).reshape(5, 2)  # of an odd number of rows, and one of too few
+        parts = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in (whole, whole[:1])]
+        state = {"model": {"odd": parts[0], "few": parts[1], "plain": whole}}
+        for step in (1, 2, 3):
+            disk = Full(asked["full"]) if step == 2 else Disk()
+            try:
+                Keeper(asked["folder"], disk=disk, crew=crew).save(step, state)
+            except CheckpointError:
+                if step != 2:
+                    raise
+            else:
+                assert step != 2, "it was saved all the same"
+        likes = {"model/odd": parts[0], "model/few": parts[1]}
+        found = Keeper(asked["folder"]).load(3, likes).state["model"]
+        for name, tensor in state["model"].items():
+            assert type(found[name]) is type(tensor)
+            assert torch.equal(found[name], tensor)
+    return 0
+
+
+DO = {
+    "train": trained,
+    "train and tell": trained_and_told,
+    "gather": gathered_whole,
+    "full disk": saved_on_a_full_disk,
+}
+
+
+def done(asked: dict[str, Any]) -> int:
+    status = 1
+    try:
+        status = DO[asked["do"]](asked)
+    except RegardError as error:
+        print(error, file=sys.stderr, flush=True)  # noqa: T201
+        status = 2
+    finally:  # a forked process must not run into the loop of its parent, whatever was raised
+        if status == 1:
+            traceback.print_exc()
+        os._exit(status)
+
+
+def environment(rank: int, world: int) -> dict[str, str]:
+    """What torchrun would set, but for the port."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+    }
+
+
+def status_of(child: int) -> int:
+    """Its exit status once it has ended, below 0 where a signal ended it. Its id stays its own."""
+    ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+
+
+def main() -> None:
+    children: list[int] = []
+    for line in sys.stdin:
+        for child in children:  # only now may its id be given to another process
+            os.waitpid(child, 0)
+        asked = json.loads(line)
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        children = []
+        for rank in range(max(asked["world"], 1)):
+            child = os.fork()
+            if not child:
+                if asked["world"]:
+                    os.environ |= environment(rank, asked["world"]) | {"MASTER_PORT": str(port)}
+                torch.set_num_threads(1)
+                os._exit(done(asked))
+            children.append(child)
+        print(json.dumps(children), flush=True)  # noqa: T201
+        print(json.dumps([status_of(child) for child in children]), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()

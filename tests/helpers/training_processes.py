@@ -1,0 +1,154 @@
+"""Training in processes of its own: started, waited for, stopped and killed."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import IO, Any
+
+from helpers.training_data import bytes_of, recipe_of, write_data
+
+
+class TrainingProcesses:
+    """Trainings in one process or in several at a time, as torchrun would start them."""
+
+    def __init__(self, errors: IO[bytes]) -> None:
+        self.errors = errors
+        self.process = subprocess.Popen(
+            [sys.executable, str(Path(__file__).parent / "training_process.py")],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self.errors,
+            bufsize=0,  # nothing is read ahead: what can be read tells that they have ended
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+
+    def start(self, do: str, world: int, **more: Any) -> list[int]:
+        """Their ids. A ``world`` of 0 is one process that knows of no others."""
+        self.process.stdin.write(json.dumps({"do": do, "world": world, **more}).encode() + b"\n")
+        ids: list[int] = json.loads(self._line())
+        return ids
+
+    def wait(self) -> list[int]:
+        """Their exit statuses: 0 finished, 3 interrupted, 2 refused, below 0 killed."""
+        statuses: list[int] = json.loads(self._line())
+        return statuses
+
+    def ended(self) -> bool:
+        """Whether all processes have ended, so that ``wait`` answers at once."""
+        return bool(select.select([self.process.stdout], [], [], 0)[0])
+
+    def _line(self) -> bytes:
+        return self.process.stdout.readline()
+
+    def stderr(self) -> str:
+        """The end of what they wrote to standard error."""
+        self.errors.seek(0)
+        return self.errors.read().decode()[-3000:]
+
+    def train(self, raw: dict[str, Any], world: int = 0, resume: bool = False) -> Path:
+        self.start("train", world, recipe=raw, resume=resume)
+        assert self.wait() == [0] * max(world, 1), self.stderr()
+        return Path(raw["output"])
+
+
+def wait_for_a_step(log: Path, ended: Callable[[], bool], mark: bytes = b'"loss"') -> None:
+    """Until the log has a line with ``mark`` that was not there before, or training has ended."""
+    before = log.stat().st_size if log.exists() else 0
+    while not (log.exists() and mark in log.read_bytes()[before:]) and not ended():
+        time.sleep(0.001)
+
+
+def wait_for_changes(run: Path, changes: int, ended: Callable[[], bool]) -> None:
+    """Until the files of a run were seen to change so many times, or training has ended."""
+    last: set[str] = set()
+    while changes and not ended():
+        names = {str(Path(place) / name) for place, *_, files in os.walk(run) for name in files}
+        log = run / "log.jsonl"
+        names.add(str(log.stat().st_size if log.exists() else 0))
+        changes -= names != last
+        last = names
+        time.sleep(0.001)
+
+
+def recipe_to_kill(folder: Path, steps: int) -> dict[str, Any]:
+    """With dropout, so that random numbers must be the same again too."""
+    write_data(folder)
+    raw = recipe_of(folder)
+    raw["model"]["config"]["dropout"] = 0.1
+    raw["schedule"]["steps"] = steps
+    raw["evaluation"] = {"every": 10}
+    return raw
+
+
+def killed_and_restarted(
+    raw: dict[str, Any], undisturbed: Path, kills: int, seed: int
+) -> dict[str, Any]:
+    """Train in two processes with ``kill -9`` of one of them now and then; what came of it.
+
+    ``undisturbed`` is the folder of a run of the same recipe in two processes.
+    """
+    choose = random.Random(seed)
+    killed = undisturbed.with_name("killed")
+    with launched(raw, killed, restarts=kills) as launcher:
+
+        def ended() -> bool:
+            return launcher.poll() is not None
+
+        for _ in range(kills):
+            wait_for_a_step(killed / "log.jsonl", ended, b'"gradient"')
+            wait_for_changes(killed, choose.randrange(6), ended)
+            assert not ended(), _output(killed)
+            os.kill(choose.choice(_children(launcher.pid)), signal.SIGKILL)
+        assert launcher.wait() == 0, _output(killed)
+    expected, found = bytes_of(undisturbed), bytes_of(killed)
+    rows = [json.loads(line) for line in (killed / "log.jsonl").read_text().splitlines()]
+    return {
+        "kills": kills,
+        "restarts": sum("processes" in row for row in rows) - 1,
+        "resumed": sum("resumed" in row for row in rows),
+        "steps": rows[-1]["step"],
+        "different": [n for n in expected | found if expected.get(n) != found.get(n)],
+    }
+
+
+def launched(raw: dict[str, Any], output: Path, restarts: int) -> subprocess.Popen[bytes]:
+    """``regard train`` under torchrun, as a user types it."""
+    recipe = output.with_suffix(".toml")
+    whole = raw | {"output": str(output)}
+    recipe.write_text("\n".join(f"{key} = {_toml(value)}" for key, value in whole.items()))
+    with output.with_suffix(".txt").open("wb") as said:
+        return subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
+             "--max-restarts", str(restarts), "--monitor-interval", "0.1",
+             "-m", "regard", "train", str(recipe)],
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"},
+            stdout=said,
+            stderr=said,
+        )  # fmt: skip
+
+
+def _toml(value: Any) -> str:
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {_toml(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(_toml, value)) + "]"
+    return json.dumps(value)
+
+
+def _output(output: Path) -> str:
+    return output.with_suffix(".txt").read_text(errors="replace")[-4000:]
+
+
+def _children(parent: int) -> list[int]:
+    """The processes that a process has started: of torchrun, those that train."""
+    tasks = Path(f"/proc/{parent}/task").iterdir()
+    return [int(child) for task in tasks for child in (task / "children").read_text().split()]

@@ -1,0 +1,128 @@
+"""explain() on a model: the numbers are the model's own, and its questions are answered."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+
+from helpers.model_folders import minilm
+from helpers.sine_models import TEXT, gpt2, t5, tokenizer, translator, xl
+from regard import InputError, See, explain, watch
+from regard.interpret.runs import read
+
+CASES: list[tuple[Any, str, dict[str, Any]]] = [
+    (gpt2, "1", {}),
+    (xl(memory=64), "0", {}),
+    (t5, "encoder.1", {"target": "the mat"}),
+    (t5, "decoder.1", {"target": "the mat was"}),
+    (t5, "cross.0", {"target": "the mat was"}),
+    (translator, "cross.1", {"target": "the mat was"}),
+]
+
+
+def made(model: Any) -> Any:
+    return model() if callable(model) and not isinstance(model, torch.nn.Module) else model
+
+
+@pytest.mark.parametrize(("model", "layer", "extra"), CASES)
+def test_every_number_is_the_models_own(model: Any, layer: str, extra: dict[str, Any]) -> None:
+    model = made(model)
+    trace = explain(TEXT, model=model, tokenizer=tokenizer(), layer=layer, head=1, **extra)
+    assert trace.agreement.holds
+    assert trace.agreement.difference < 1e-12  # float64
+    assert str(trace.agreement).startswith("The model itself computes all of this at once")
+    reading = read(model, TEXT, tokenizer=tokenizer(), **extra)
+    module = reading.layer(layer).module
+    with watch(module, See(weights=True)) as watched:
+        reading.forward(reading.chunks[0])
+    weights = watched.calls[0][1].weights
+    torch.testing.assert_close(trace["A"][0], weights[0, 1])
+    torch.testing.assert_close(trace["A"].sum(-1), torch.ones(1, len(trace.tokens)).double())
+    assert trace["Z"].shape == (1, len(trace.tokens), module.head_dim)
+    assert trace["C"].shape == (len(trace.tokens), module.heads * module.head_dim)
+    first = module.head_dim  # head 1 fills the second part of what is joined
+    torch.testing.assert_close(trace["C"][:, first : 2 * first], trace["Z"][0])
+    assert trace.shown == ("head 1",)
+    json.dumps(trace.to_dict())
+
+
+def test_a_real_model_in_its_own_precision() -> None:
+    trace = explain("The cat sat on the mat.", model=minilm(), layer=0, head=2, word="sat")
+    assert trace.agreement.holds
+    assert trace["A"][0, 3, 2].item() == pytest.approx(1, abs=0.01)  # "sat" looks at "cat"
+    text = " ".join(str(trace).split())
+    for answer in (
+        "Bert, layer 0, head 2: 9 tokens, 12 heads, queries and keys of 32 numbers",
+        "sat is number 2938 of the vocabulary",
+        "Three learned matrices, 384 × 384 each",
+        "head 2 has columns 65 to 96",
+        "Q = X W_Q + b_Q",
+        "S_scaled = S / √d_k = S / √32 = S / 5.657",
+        "without scaling",
+        "none: S_masked = S_scaled",
+        "along the row, over all keys, they sum to 1",
+        "C = concat(Z_0, …, Z_11) Y = C W_O + b_O",
+        "Each head filled 32 of the 384 columns",
+        "within the tolerance",
+    ):
+        assert answer in text, answer
+
+
+def test_masks_positions_and_scales_are_told() -> None:
+    def text(model: Any, layer: str, **extra: Any) -> str:
+        shown = explain(TEXT, model=model, tokenizer=tokenizer(), layer=layer, **extra)
+        return " ".join(str(shown).split())
+
+    causal = text(gpt2(), "0")
+    assert "S_masked = S_scaled where Causal() allows, else -∞" in causal
+    assert "55 of 121 scores are removed in every head" in causal
+    relative = text(t5(), "encoder.0", target="the mat")
+    assert "S_scaled = S × 1" in relative
+    assert "this one has learned matrices that keep scores small by themselves" in relative
+    assert "a learned number for each distance between query and key" in relative
+    assert "none: S_masked = S_scaled + B" in relative
+    content = text(xl(memory=64), "1")
+    assert "how well the query matches the distance" in content
+    assert "a learned vector u is added" in content
+    across = text(t5(), "cross.0", target="the mat")
+    assert "K = X_encoder W_K" in across
+    assert "may look at the whole source" in across
+
+
+def test_the_word_to_follow_is_the_last_one_unless_asked() -> None:
+    shown = explain(TEXT, model=gpt2(), tokenizer=tokenizer())
+    assert shown.word == "cold"
+    assert explain(TEXT, model=gpt2(), tokenizer=tokenizer(), word="mat").word == "mat"
+    assert explain("The cat.", model=minilm()).word == "."
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"heads": 2}, "A model takes no heads"),
+        ({"layer": 5}, "no layer '5'"),
+        ({"head": 9}, "no head 9"),
+        ({"word": "catt"}, "Did you mean 'cat'"),
+    ],
+)
+def test_what_a_model_does_not_take(asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        explain(TEXT, model=gpt2(), tokenizer=tokenizer(), **asked)
+
+
+def test_what_a_sentence_without_a_model_does_not_take() -> None:
+    with pytest.raises(InputError, match="give the model, too"):
+        explain("the cat", layer=1)  # type: ignore[call-overload]
+    with pytest.raises(InputError, match="give one"):
+        explain(None, model=gpt2())
+    with pytest.raises(InputError, match="up to 16 tokens of this model"):
+        explain(TEXT * 4, model=gpt2(length=16), tokenizer=tokenizer())
+
+
+def test_nothing_is_left_on_the_model() -> None:
+    model = gpt2()
+    explain(TEXT, model=model, tokenizer=tokenizer())
+    assert all(not m._forward_hooks for m in model.modules())

@@ -1,0 +1,586 @@
+"""A watched model says what it said before, shows what it did, and is left as it was."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
+
+from helpers.random_models import of_five
+from regard import (
+    GPT2,
+    InputError,
+    MultiHeadAttention,
+    Padding,
+    See,
+    Transformer,
+    TransformerXL,
+    TransformerXLConfig,
+    watch,
+)
+from regard import GPT2Config as OurGPT2Config
+from regard import TransformerConfig as OurTransformerConfig
+from regard.interpret.adapters.huggingface import _attend
+from regard.interpret.watched import Watched
+
+ALL = See(lse=True, entropy=True, distance=True, received=True, top=2, weights=True)
+IDS = torch.randint(3, 50, (2, 9), generator=torch.Generator().manual_seed(0))
+SMALL = {
+    "vocab_size": 50,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def sharpened(model: nn.Module) -> Any:
+    """The model with weights so large that its heads choose."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 2:
+                parameter.mul_(12)
+    return model.eval()
+
+
+def hugging_face(name: str, implementation: str = "sdpa", **changes: Any) -> Any:
+    torch.manual_seed(0)
+    sizes = SMALL | changes
+    if name == "GPT2LMHeadModel":
+        sizes |= {"n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32}
+        for unused in ("hidden_size", "num_hidden_layers", "num_attention_heads"):
+            del sizes[unused]
+    family = next(name.removesuffix(end) for end in KINDS if name.endswith(end))
+    config = getattr(transformers, f"{family}Config")(**sizes)
+    config._attn_implementation = implementation
+    return sharpened(getattr(transformers, name)(config))
+
+
+KINDS = ("LMHeadModel", "ForCausalLM", "MTModel", "ForConditionalGeneration", "Model")
+CAUSAL = ("GPT2LMHeadModel", "LlamaForCausalLM", "Gemma2ForCausalLM", "MistralForCausalLM")
+CHANGES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"num_key_value_heads": 2},
+    "MistralForCausalLM": {"num_key_value_heads": 1, "sliding_window": 4},
+    "Gemma2ForCausalLM": {
+        "num_key_value_heads": 2, "head_dim": 8, "sliding_window": 4,
+        "attn_logit_softcapping": 2.0, "query_pre_attn_scalar": 8,
+    },
+}  # fmt: skip
+
+
+def padding(side: str) -> Tensor:
+    mask = torch.ones_like(IDS)
+    if side == "right":
+        mask[1, 6:] = 0
+    elif side == "left":
+        mask[1, :3] = 0
+    return mask
+
+
+def frozen(model: Any) -> list[Any]:
+    """All that watching could leave behind: settings, hooks and parameters."""
+    return [
+        [(m.config.to_dict(), m.config._attn_implementation) for m in model.modules()
+         if hasattr(m, "config")],
+        [(len(m._forward_hooks), len(m._forward_pre_hooks)) for m in model.modules()],
+        [parameter.clone().tolist() for parameter in model.parameters()],
+    ]  # fmt: skip
+
+
+# Our own models --------------------------------------------------------------------------------
+
+
+def our_gpt2() -> GPT2:
+    torch.manual_seed(0)
+    config = OurGPT2Config(
+        vocabulary=50, dim=32, depth=2, heads=4, length=32, begin_token=None, end_token=None
+    )  # fmt: skip
+    model: GPT2 = sharpened(GPT2(config))
+    return model
+
+
+def test_our_model_says_the_same_and_shows_every_layer() -> None:
+    model = our_gpt2()
+    pads = Padding([9, 6])
+    plain = model(IDS, padding=pads)
+    with watch(model, ALL) as watched:
+        seen_output = model(IDS, padding=pads)
+    torch.testing.assert_close(seen_output, plain)
+    assert list(watched) == ["stack.blocks.0.attention", "stack.blocks.1.attention"]
+    for name in watched:
+        (seen,) = watched.of(name)
+        assert seen is watched[name]
+        assert seen.weights.shape == (2, 4, 9, 9)
+        torch.testing.assert_close(seen.weights.sum(-1), torch.ones(2, 4, 9))
+        assert not seen.weights.triu(1).any()
+        assert not seen.weights[1, :, :, 6:].any()
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+
+
+def test_calls_come_in_order_and_steps_are_a_list() -> None:
+    model = our_gpt2()
+    ids, state = model.start_decoding([IDS[0, :4].tolist()], room=4)
+    with torch.no_grad(), watch(model, See(entropy=True)) as watched:
+        for _ in range(3):
+            ids = model.step(ids, state).argmax(-1, keepdim=True)
+    first, second = list(watched)
+    assert [name for name, _ in watched.calls] == [first, second] * 3
+    steps = watched[first]
+    assert isinstance(steps, list)
+    assert [seen.extent for seen in steps] == [(1, 4, 4, 4), (1, 4, 1, 5), (1, 4, 1, 6)]
+    assert steps == watched.of(first)
+
+
+def test_encoder_decoder_and_cross_attention_have_their_own_names() -> None:
+    torch.manual_seed(0)
+    config = OurTransformerConfig(vocabulary=50, dim=32, depth=1, decoder_depth=1)
+    model = sharpened(Transformer(config))
+    with watch(model, See(weights=True)) as watched:
+        model(IDS, IDS[:, :5])
+    assert [(name, seen.extent[2:]) for name, seen in watched.calls] == [
+        ("encoder.blocks.0.attention", (9, 9)),
+        ("decoder.blocks.0.attention", (5, 5)),
+        ("decoder.blocks.0.cross", (5, 9)),
+    ]
+
+
+def test_memory_of_the_segments_before_is_seen_too() -> None:
+    torch.manual_seed(0)
+    config = TransformerXLConfig(
+        vocabulary=50, cutoffs=(20,), div_val=2, dim=16, embedding_dim=16, depth=2, heads=2,
+        head_dim=8, inner=32, memory=6,
+    )  # fmt: skip
+    model = sharpened(TransformerXL(config))
+
+    def run() -> Tensor:
+        memories = model.remember()
+        return torch.cat([model(part, memories=memories) for part in IDS[:, :8].split(4, 1)], 1)
+
+    plain = run()
+    with watch(model, See(weights=True)) as watched:
+        output = run()
+    torch.testing.assert_close(output, plain)
+    assert [seen.extent for seen in watched.of("layers.1.attention")] == [
+        (2, 2, 4, 4),
+        (2, 2, 4, 8),
+    ]
+
+
+def test_a_layer_by_itself_and_a_call_that_sees_for_itself() -> None:
+    layer = MultiHeadAttention(8, heads=2)
+    x = torch.randn(1, 5, 8)
+    see = See(entropy=True)
+    with watch(layer, see) as watched:
+        layer(x)
+        _, own = layer(x, see=See(peak=True))
+        _, same = layer(x, see=see)
+    assert same.entropy is not None
+    assert list(watched) == ["MultiHeadAttention"]
+    assert len(watched.calls) == 1
+    assert own.peak is not None
+    assert own.entropy is None
+
+
+def test_gradients_flow_to_and_through_what_was_seen() -> None:
+    model = our_gpt2()
+    with watch(model, See(entropy=True)) as watched:
+        model(IDS)
+    entropy = watched.of("stack.blocks.1.attention")[0].entropy
+    entropy.sum().backward()
+    gradient = model.stack.blocks[0].attention.qkv.weight.grad
+    assert gradient.abs().sum() > 0
+
+
+def test_each_is_told_at_once_and_nothing_is_kept() -> None:
+    model = our_gpt2()
+    told: list[tuple[str, tuple[int, ...]]] = []
+    with torch.no_grad():
+        with watch(model, See(entropy=True)) as kept:
+            model(IDS)
+        with watch(
+            model, See(entropy=True), lambda name, seen: told.append((name, seen.extent))
+        ) as w:
+            model(IDS)
+    assert told == [(name, seen.extent) for name, seen in kept.calls]
+    assert len(w) == 0
+
+
+def test_another_thread_is_not_watched() -> None:
+    model = our_gpt2()
+    plain = model(IDS)
+    outputs: list[Tensor] = []
+    with watch(model, See(entropy=True)) as watched:
+        thread = threading.Thread(target=lambda: outputs.append(model(IDS)))
+        thread.start()
+        thread.join()
+    torch.testing.assert_close(outputs[0], plain, rtol=0, atol=0)
+    assert len(watched) == 0
+    assert repr(watched) == "Watched: 0 layers, 0 calls (the model has not run)"
+
+
+def test_two_threads_may_watch_our_model_with_one_see() -> None:
+    model, see = our_gpt2(), See(entropy=True)
+    found: list[Watched] = []
+
+    def other() -> None:
+        with torch.no_grad(), watch(model, see) as watched:
+            model(IDS)
+        found.append(watched)
+
+    with torch.no_grad(), watch(model, see) as watched:
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        model(IDS[:1])
+    assert [seen.extent[0] for _, seen in watched.calls] == [1, 1]
+    assert [seen.extent[0] for _, seen in found[0].calls] == [2, 2]
+
+
+def test_an_exception_leaves_nothing_behind() -> None:
+    model = our_gpt2()
+    with pytest.raises(RuntimeError, match="stop"), watch(model, See(entropy=True)):
+        raise RuntimeError("stop")
+    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    with watch(model, See(entropy=True)) as watched:
+        model(IDS)
+    assert len(watched) == 2
+
+
+@pytest.mark.processes
+def test_transformers_is_not_imported_without_need() -> None:
+    code = (
+        "import sys, torch, regard\n"
+        "layer = regard.MultiHeadAttention(8, heads=2)\n"
+        "with regard.watch(layer, regard.See(entropy=True)) as watched:\n"
+        "    layer(torch.ones(1, 3, 8))\n"
+        "assert len(watched) == 1 and 'transformers' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+UNREGISTERED = of_five("does not let these go through its registry")
+
+# Models of transformers ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("side", ["none", "right", "left"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("name", [*CAUSAL, pytest.param("BertModel", marks=UNREGISTERED)])
+def test_their_model_says_the_same_and_shows_its_weights(
+    name: str, implementation: str, side: str
+) -> None:
+    model = hugging_face(name, implementation, **CHANGES.get(name, {}))
+    if name == "Gemma2ForCausalLM" and implementation == "sdpa":
+        # With sdpa the library drops the softcap the model asks for: eager is what it means.
+        model.set_attn_implementation("eager")
+    mask = padding(side)
+    before = frozen(model)
+    with torch.no_grad():
+        plain = model(IDS, attention_mask=mask)[0]
+        with watch(model, ALL) as watched:
+            seen_output = model(IDS, attention_mask=mask)[0]
+    assert frozen(model) == before
+
+    reference = hugging_face(name, "eager", **CHANGES.get(name, {}))
+    with torch.no_grad():
+        expected = reference(IDS, attention_mask=mask, output_attentions=True).attentions
+    real = mask.bool()  # what a padding position attends to is nobody's business
+    torch.testing.assert_close(seen_output[real], plain[real], rtol=1e-4, atol=1e-4)
+    assert len(watched) == len(expected) == 2
+    for (_, seen), weights in zip(watched.calls, expected, strict=True):
+        rows = real[:, None, :, None].expand_as(weights)
+        torch.testing.assert_close(seen.weights[rows], weights[rows], rtol=1e-4, atol=1e-5)
+    sharp = watched.calls[0][1].weights
+    assert sharp[0, :, -1].max() > 0.3  # what was compared is not uniform
+
+
+def test_positions_without_keys_yield_zeros_as_in_sdpa() -> None:
+    model = hugging_face("LlamaForCausalLM", "sdpa", num_key_value_heads=2)
+    mask = padding("left")
+    with torch.no_grad():
+        plain = model(IDS, attention_mask=mask)[0]
+        with watch(model, ALL) as watched:
+            output = model(IDS, attention_mask=mask)[0]
+    torch.testing.assert_close(output, plain, rtol=1e-4, atol=1e-4)
+    weights = watched.calls[0][1].weights
+    assert not weights[1, :, :3].any()
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param("T5ForConditionalGeneration", marks=UNREGISTERED), "MarianMTModel"]
+)
+def test_encoder_decoders_with_position_bias_and_cross_attention(name: str) -> None:
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = {"vocab_size": 50, "d_model": 32, "decoder_start_token_id": 0}
+    if name.startswith("T5"):
+        config = transformers.T5Config(
+            **sizes, d_kv=8, d_ff=48, num_layers=2, num_heads=4, pad_token_id=0, eos_token_id=2
+        )
+    else:
+        config = transformers.MarianConfig(
+            **sizes, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+            decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, pad_token_id=0,
+            eos_token_id=2, bos_token_id=1, max_position_embeddings=32,
+        )  # fmt: skip
+    model = sharpened(getattr(transformers, name)(config))
+    mask = padding("right")
+    before = frozen(model)
+    with torch.no_grad():
+        plain = model(IDS, attention_mask=mask, decoder_input_ids=IDS[:, :5])[0]
+        with watch(model, ALL) as watched:
+            output = model(IDS, attention_mask=mask, decoder_input_ids=IDS[:, :5])[0]
+    assert frozen(model) == before
+    torch.testing.assert_close(output, plain, rtol=1e-4, atol=1e-4)
+    assert len(watched) == 6
+    crossing = [seen for _, seen in watched.calls if seen.extent[2:] == (5, 9)]
+    assert len(crossing) == 2
+    for seen in crossing:
+        assert not seen.weights[1, :, :, 6:].any()
+        torch.testing.assert_close(seen.weights.sum(-1), torch.ones(2, 4, 5))
+
+
+def test_generation_shows_every_step() -> None:
+    model = hugging_face("LlamaForCausalLM", num_key_value_heads=2)
+    wanted = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    mask = padding("left")
+    plain = model.generate(IDS, attention_mask=mask, **wanted)
+    with watch(model, See(entropy=True, distance=True)) as watched:
+        tokens = model.generate(IDS, attention_mask=mask, **wanted)
+    assert tokens.tolist() == plain.tolist()
+    steps = watched.of("model.layers.1.self_attn")
+    assert [seen.extent for seen in steps] == [
+        (2, 4, 9, 9), (2, 4, 1, 10), (2, 4, 1, 11), (2, 4, 1, 12)
+    ]  # fmt: skip
+
+
+def test_an_additive_mask_with_numbers_in_it_is_a_mask_and_a_bias() -> None:
+    model = hugging_face("LlamaForCausalLM", "eager", num_key_value_heads=2)
+    torch.manual_seed(1)
+    lowest = torch.finfo(torch.float32).min
+    mask = torch.randn(2, 1, 9, 9).masked_fill(torch.ones(9, 9).triu(1).bool(), lowest)
+    with torch.no_grad():
+        plain = model(IDS, attention_mask=mask)[0]
+        with watch(model, ALL) as watched:
+            output = model(IDS, attention_mask=mask)[0]
+    torch.testing.assert_close(output, plain, rtol=1e-4, atol=1e-4)
+    weights = watched.calls[0][1].weights
+    assert not weights.triu(1).any()
+
+
+@of_five("hands over the whole cache, with a mask")
+def test_a_static_cache_is_read_as_far_as_it_is_filled() -> None:
+    model = hugging_face("LlamaForCausalLM", num_key_value_heads=2)
+    wanted = {"max_new_tokens": 3, "do_sample": False, "cache_implementation": "static"}
+    plain = model.generate(IDS, disable_compile=True, **wanted)
+    with watch(model, See(entropy=True)) as watched:
+        tokens = model.generate(IDS, disable_compile=True, **wanted)
+    assert tokens.tolist() == plain.tolist()
+    assert watched.calls[0][1].extent == (2, 4, 9, 9)
+    with pytest.raises(InputError, match="static cache"), watch(model, See(distance=True)):
+        model.generate(IDS, disable_compile=True, **wanted)
+    assert model.config._attn_implementation == "sdpa"
+
+
+def test_a_model_inside_ones_own_module_is_found() -> None:
+    class Own(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = hugging_face("GPT2LMHeadModel")
+            self.layer = MultiHeadAttention(50, heads=2)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            result: Tensor = self.layer(self.inner(ids).logits)
+            return result
+
+    own = Own()
+    with torch.no_grad(), watch(own, See(entropy=True)) as watched:
+        own(IDS)
+    assert list(watched) == [
+        "inner.transformer.h.0.attn", "inner.transformer.h.1.attn", "layer"
+    ]  # fmt: skip
+
+
+def test_an_exception_leaves_their_model_as_it_was() -> None:
+    model = hugging_face("GPT2LMHeadModel")
+    before = frozen(model)
+    with watch(model, See(entropy=True)):
+        assert frozen(model) != before
+    with pytest.raises(RuntimeError, match="stop"), watch(model, See(entropy=True)):
+        raise RuntimeError("stop")
+    assert frozen(model) == before
+
+
+def test_two_threads_may_watch_one_model() -> None:
+    model = hugging_face("GPT2LMHeadModel")
+    inside, leave = threading.Event(), threading.Event()
+    found: list[Watched] = []
+
+    def other() -> None:
+        with torch.no_grad(), watch(model, See(peak=True)) as watched:
+            inside.set()
+            leave.wait(30)
+            model(IDS)  # after the first thread has left
+        found.append(watched)
+
+    thread = threading.Thread(target=other)
+    with torch.no_grad(), watch(model, See(entropy=True)) as watched:
+        thread.start()
+        assert inside.wait(30)
+        model(IDS)
+    assert model.config._attn_implementation == "regard"  # the other still looks
+    leave.set()
+    thread.join()
+    assert model.config._attn_implementation == "sdpa"
+    assert len(watched.calls) == 2
+    assert len(found[0].calls) == 2
+    assert watched.calls[0][1].peak is None
+    assert found[0].calls[0][1].entropy is None
+
+
+def test_an_unwatched_thread_runs_the_same_model() -> None:
+    model = hugging_face("GPT2LMHeadModel")
+    plain = model(IDS).logits
+    outputs: list[Tensor] = []
+    with watch(model, See(entropy=True)) as watched:
+        thread = threading.Thread(target=lambda: outputs.append(model(IDS).logits))
+        thread.start()
+        thread.join()
+    torch.testing.assert_close(outputs[0], plain, rtol=1e-4, atol=1e-4)
+    assert len(watched) == 0
+
+
+# Refusals --------------------------------------------------------------------------------------
+
+
+def test_a_model_outside_the_registry_is_refused_by_name() -> None:
+    config = transformers.BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=4)
+    model = transformers.BloomForCausalLM(config)
+    before = frozen(model)
+    refusal = pytest.raises(InputError, match="BloomForCausalLM cannot be watched")
+    with refusal, watch(model, See(entropy=True)):
+        pass
+    assert frozen(model) == before
+
+
+def test_attention_sinks_are_refused() -> None:
+    config = transformers.GptOssConfig(
+        **SMALL | {"num_hidden_layers": 1}, num_key_value_heads=2, head_dim=8,
+        num_local_experts=2, num_experts_per_tok=1,
+    )  # fmt: skip
+    config._attn_implementation = "eager"
+    model = transformers.GptOssForCausalLM(config).eval()
+    refusal = pytest.raises(InputError, match="GptOssAttention uses attention sinks")
+    with torch.no_grad(), refusal, watch(model, See(entropy=True)):
+        model(IDS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (lambda: (nn.Linear(2, 2), See(entropy=True)), "nothing to watch in Linear"),
+        (lambda: ("gpt2", See(entropy=True)), "not str"),
+        (lambda: (MultiHeadAttention(8, heads=2), True), "takes See"),
+    ],
+)
+def test_what_cannot_be_watched_is_refused(
+    arguments: Callable[[], tuple[Any, Any]], message: str
+) -> None:
+    with pytest.raises(InputError, match=message), watch(*arguments()):
+        pass
+
+
+def test_watching_twice_is_refused() -> None:
+    model = our_gpt2()
+    with watch(model, See(entropy=True)) as watched:
+        refusal = pytest.raises(InputError, match="watched already")
+        with refusal, watch(model.stack, See(peak=True)):
+            pass
+        model(IDS)
+    assert len(watched) == 2
+
+
+def test_output_attentions_is_refused_not_dropped() -> None:
+    config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=50, bos_token_id=1,
+                        eos_token_id=2, attn_implementation="eager")  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    with pytest.raises(InputError, match="output_attentions"), watch(model, See(entropy=True)):
+        model(IDS, output_attentions=True)
+    model.config.output_attentions = True
+    with pytest.raises(InputError, match="output_attentions"), watch(model, See(entropy=True)):
+        pass
+
+
+# The record ------------------------------------------------------------------------------------
+
+
+def test_the_record_reads_well() -> None:
+    model = our_gpt2()
+    with torch.no_grad(), watch(model, See(entropy=True, top=3)) as watched:
+        model(IDS)
+        model(IDS[:1, :4])
+    assert repr(watched) == (
+        "Watched: 2 layers, 4 calls of entropy, top_weights, top_keys\n"
+        "  stack.blocks.0.attention  2 calls, the last:  1 x 4 heads, 4 queries, 4 keys\n"
+        "  stack.blocks.1.attention  2 calls, the last:  1 x 4 heads, 4 queries, 4 keys"
+    )
+    page = watched._repr_html_()
+    assert page.count("<tr>") == 3
+    assert "2 layers, 4 calls" in page
+    assert "stack.blocks.9" not in watched
+    with pytest.raises(KeyError, match=r"stack\.blocks\.0\.attention"):
+        watched["stack.blocks.9"]
+
+
+def test_what_was_handed_on_is_told() -> None:
+    model = our_gpt2().eval()
+    with torch.no_grad(), watch(model, See(entropy=True), lambda *_: None) as watched:
+        model(torch.tensor([[1, 2, 3]]))
+    assert repr(watched) == "Watched: 2 calls, each handed on when it was seen"
+
+
+@pytest.mark.parametrize("how", ["wrapped", "in place"])
+def test_what_was_compiled_before_is_seen(how: str) -> None:
+    model, ids = our_gpt2().eval(), torch.tensor([[1, 2, 3]])
+    runs: Any = model
+    if how == "wrapped":
+        runs = torch.compile(model, backend="eager")
+    else:
+        model.compile(backend="eager")
+    with torch.no_grad():
+        runs(ids)
+        with watch(runs, See(entropy=True)) as watched:
+            runs(ids)
+    assert len(watched) == 2
+
+
+def test_layers_that_are_computed_again_are_refused() -> None:
+    model = hugging_face("GPT2LMHeadModel").train()
+    model.gradient_checkpointing_enable()
+    with pytest.raises(InputError, match="gradient checkpointing"), watch(model, See(entropy=True)):
+        pass
+    with torch.no_grad(), watch(model, See(entropy=True)):  # nothing goes back
+        pass
+
+
+@pytest.mark.parametrize(
+    "flags", [{"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True}]
+)
+def test_a_scale_that_is_not_told_is_refused(flags: dict[str, bool]) -> None:
+    """As transformers before 5 calls a GPT-2, whose layers know it alone."""
+    module = nn.Module()
+    for name, value in flags.items():
+        setattr(module, name, value)
+    x = torch.randn(1, 2, 3, 4)
+    with pytest.raises(InputError, match="Update transformers to 5"):
+        _attend(module, x, x, x, None)

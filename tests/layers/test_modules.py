@@ -1,0 +1,340 @@
+"""Layers agree with PyTorch's own, with themselves step by step, and with their definitions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from regard import (
+    Block,
+    Causal,
+    FeedForward,
+    InputError,
+    KeyValueCache,
+    MultiHeadAttention,
+    Padding,
+    RMSNorm,
+    See,
+)
+from regard.interpret.watching import watch
+from regard.layers.cache import CrossCache
+from regard.layers.modules import GatedFeedForward, LayerNorm, PostNorm, PreNorm, lock_dropout
+
+
+def close(actual: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+def twin(dim: int = 12, heads: int = 3) -> tuple[MultiHeadAttention, nn.MultiheadAttention]:
+    """Our layer and PyTorch's, with the same weights."""
+    torch.manual_seed(0)
+    theirs = nn.MultiheadAttention(dim, heads, batch_first=True)
+    nn.init.normal_(theirs.in_proj_bias)
+    nn.init.normal_(theirs.out_proj.bias)
+    ours = MultiHeadAttention(dim, heads)
+    ours.load_state_dict(
+        {
+            "qkv.weight": theirs.in_proj_weight,
+            "qkv.bias": theirs.in_proj_bias,
+            "output.weight": theirs.out_proj.weight,
+            "output.bias": theirs.out_proj.bias,
+        }
+    )
+    return ours, theirs
+
+
+def test_self_attention_is_that_of_pytorch() -> None:
+    ours, theirs = twin()
+    x = torch.randn(2, 7, 12)
+    close(ours(x), theirs(x, x, x)[0])
+    hidden = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    close(ours(x, mask=Causal()), theirs(x, x, x, attn_mask=hidden)[0])
+
+
+def test_cross_attention_is_that_of_pytorch() -> None:
+    ours, theirs = twin()
+    x, context = torch.randn(2, 4, 12), torch.randn(2, 7, 12)
+    padded = torch.tensor([[False] * 5 + [True] * 2, [False] * 7])
+    expected = theirs(x, context, context, key_padding_mask=padded)[0]
+    close(ours(x, context, mask=Padding([5, 7])), expected)
+
+
+def test_grouped_heads_share_keys_and_values() -> None:
+    torch.manual_seed(0)
+    grouped = MultiHeadAttention(8, heads=4, key_heads=2)
+    plain = MultiHeadAttention(8, heads=4)
+    query, key, value = grouped.qkv.weight.unflatten(0, (-1, 2)).split((4, 2, 2))
+    bias_q, bias_k, bias_v = grouped.qkv.bias.unflatten(0, (-1, 2)).split((4, 2, 2))
+    twice = [part.repeat_interleave(2, 0) for part in (key, value, bias_k, bias_v)]
+    plain.load_state_dict(
+        {
+            "qkv.weight": torch.cat((query, *twice[:2])).flatten(0, 1),
+            "qkv.bias": torch.cat((bias_q, *twice[2:])).flatten(),
+            "output.weight": grouped.output.weight,
+            "output.bias": grouped.output.bias,
+        }
+    )
+    x, context = torch.randn(2, 5, 8), torch.randn(2, 3, 8)
+    close(grouped(x), plain(x))
+    close(grouped(x, context), plain(x, context))
+
+
+def test_read_gives_every_part_on_the_way() -> None:
+    ours, theirs = twin()
+    x = torch.randn(2, 7, 12)
+    found = ours.read(x, see=See(weights=True))
+    expected, weights = theirs(x, x, x, average_attn_weights=False)
+    close(found.seen.weights, weights)
+    close(found.heads, weights @ found.value)
+    scores = found.query @ found.key.transpose(-1, -2) / 2.0
+    close(scores.softmax(-1), weights)
+    close(
+        found.heads.transpose(1, 2).flatten(2) @ ours.output.weight.T + ours.output.bias, expected
+    )
+    close(found.output, expected)
+
+
+def test_locked_dropout_is_one_for_all_positions() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Dropout(0.5), nn.Sequential(nn.Dropout(0.25), nn.ReLU()))
+    lock_dropout(model)
+    x = torch.randn(4, 6, 1000).abs()
+    y = model(x)
+    dropped = y == 0
+    close(y[~dropped], x[~dropped] / 0.375)
+    assert (dropped == dropped[:, :1]).all()  # for all positions
+    assert not (dropped == dropped[:1]).all()  # but not for all sequences
+    assert dropped.float().mean().item() == pytest.approx(1 - 0.375, abs=0.02)
+    assert torch.equal(model.eval()(x), x)
+    low = model.train()(x.bfloat16())
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.max(), (x / 0.375).bfloat16()[low > 0].max())
+    nothing = nn.Sequential(nn.Dropout(0.0))
+    lock_dropout(nothing)
+    assert nothing(x) is x
+
+
+def test_see_comes_through_forward() -> None:
+    ours, _ = twin()
+    x = torch.randn(2, 7, 12)
+    output, seen = ours(x, mask=Causal(), see=See(entropy=True))
+    close(output, ours(x, mask=Causal()))
+    assert seen.entropy.shape == (2, 3, 7)
+
+
+def test_step_by_step_with_a_cache_is_all_at_once() -> None:
+    ours, _ = twin()
+    x = torch.randn(2, 7, 12)
+    cache = KeyValueCache()
+    with torch.no_grad():
+        whole = ours(x, mask=Causal())
+        pieces = [ours(part, mask=Causal(), cache=cache) for part in x.split([3, 1, 1, 2], dim=1)]
+    close(torch.cat(pieces, dim=1), whole)
+
+
+def test_a_cross_cache_projects_once() -> None:
+    ours, _ = twin()
+    x, context = torch.randn(2, 4, 12), torch.randn(2, 7, 12)
+    cache = CrossCache()
+    close(ours(x, context, cache=cache), ours(x, context))
+    # What is kept counts from now on, not what is passed.
+    close(ours(x, torch.zeros_like(context), cache=cache), ours(x, context))
+
+
+def test_a_step_of_beams_is_attention_to_what_each_came_by() -> None:
+    """Two sentences of three beams: nodes lie in one cache, and a bias says which a beam sees."""
+    ours, _ = twin()
+    trunk, first, second = torch.randn(2, 4, 12), torch.randn(2, 3, 12), torch.randn(2, 3, 12)
+    origins = torch.tensor([[2, 0, 0], [1, 1, 2]])
+    see = torch.full((2, 1, 3, 10), -torch.inf)
+    see[..., :4] = 0
+    see[:, 0, :, 7:] = torch.eye(3).log()
+    cache = KeyValueCache()
+    with torch.no_grad():
+        ours(trunk, mask=Causal(), cache=cache)
+        ours.stepper()(first, cache, None)
+        for sentence, beams in enumerate(origins.tolist()):
+            for beam, origin in enumerate(beams):
+                see[sentence, 0, beam, 4 + origin] = 0
+        found = ours.stepper()(second, cache, see)
+        for sentence, beams in enumerate(origins.tolist()):
+            for beam, origin in enumerate(beams):
+                came_by = torch.cat(
+                    (trunk[sentence], first[sentence, origin, None], second[sentence, beam, None])
+                )
+                close(found[sentence, beam], ours(came_by[None], mask=Causal())[0, -1])
+
+
+def test_a_step_across_is_attention_to_the_context() -> None:
+    ours, _ = twin()
+    x, context = torch.randn(2, 3, 12), torch.randn(2, 7, 12)
+    cache = CrossCache()
+    bias = torch.zeros(2, 1, 1, 7)
+    bias[0, ..., 5:] = -torch.inf
+    with torch.no_grad():
+        expected = ours(x, context, mask=Padding([5, 7]), cache=cache)
+        close(ours.stepper()(x, cache, bias), expected)
+
+
+def test_steps_can_be_watched() -> None:
+    ours, _ = twin()
+    past, x = torch.randn(1, 4, 12), torch.randn(1, 1, 12)
+    bias = torch.tensor([0.0, -torch.inf, 0.5, 0.0, 0.0])[None, None, None]
+    with torch.no_grad():
+        plain, watched_cache = KeyValueCache(), KeyValueCache()
+        for cache in (plain, watched_cache):
+            ours(past, mask=Causal(), cache=cache)
+        expected = ours.stepper()(x, plain, bias)
+        with watch(ours, See(weights=True)) as watched:
+            close(ours.stepper()(x, watched_cache, bias), expected)
+    [(_, seen)] = watched.calls
+    assert seen.weights[0, :, 0, 1].tolist() == [0, 0, 0]
+
+
+def test_dropout_acts_in_training_only() -> None:
+    layer = MultiHeadAttention(8, 2, dropout=0.5)
+    x = torch.randn(1, 16, 8)
+    assert not torch.equal(layer(x), layer(x))
+    layer.eval()
+    assert torch.equal(layer(x), layer(x))
+
+
+def test_scale_and_head_dim_are_as_given() -> None:
+    torch.manual_seed(0)
+    layer = MultiHeadAttention(6, heads=4, head_dim=5, bias=False, scale=1.0)
+    found = layer.read(torch.randn(2, 3, 6), see=See(weights=True))
+    assert found.query.shape == (2, 4, 3, 5)
+    close(found.seen.weights, (found.query @ found.key.transpose(-1, -2)).softmax(-1))
+
+
+@pytest.mark.parametrize(("activation", "name"), [(nn.ReLU(), "relu"), (nn.GELU(), "gelu")])
+def test_feed_forward_and_post_norm_are_those_of_pytorch(activation: nn.Module, name: str) -> None:
+    torch.manual_seed(0)
+    theirs = nn.TransformerEncoderLayer(12, 3, 24, activation=name, batch_first=True).eval()
+    ours = encoder_block(PostNorm, activation)
+    ours.load_state_dict(renamed(theirs))
+    x = torch.randn(2, 7, 12)
+    close(ours(x), theirs(x))
+
+
+def test_pre_norm_is_that_of_pytorch() -> None:
+    torch.manual_seed(0)
+    theirs = nn.TransformerEncoderLayer(12, 3, 24, batch_first=True, norm_first=True).eval()
+    ours = encoder_block(PreNorm, nn.ReLU())
+    ours.load_state_dict(renamed(theirs))
+    x = torch.randn(2, 7, 12)
+    close(ours(x), theirs(x))
+
+
+def test_a_decoder_block_is_that_of_pytorch_also_step_by_step() -> None:
+    torch.manual_seed(0)
+    theirs = nn.TransformerDecoderLayer(12, 3, 24, batch_first=True).eval()
+    ours = Block(
+        MultiHeadAttention(12, 3),
+        PostNorm(LayerNorm(12)),
+        FeedForward(12, 24),
+        PostNorm(LayerNorm(12)),
+        cross=MultiHeadAttention(12, 3),
+        around_cross=PostNorm(LayerNorm(12)),
+    )
+    ours.load_state_dict(renamed(theirs))
+    x, context = torch.randn(2, 5, 12), torch.randn(2, 7, 12)
+    hidden = torch.ones(5, 5, dtype=torch.bool).triu(1)
+    padded = torch.tensor([[False] * 5 + [True] * 2, [False] * 7])
+    expected = theirs(x, context, tgt_mask=hidden, memory_key_padding_mask=padded)
+    close(ours(x, context, mask=Causal(), context_mask=Padding([5, 7])), expected)
+
+    cache, cross = KeyValueCache(), CrossCache()
+    with torch.no_grad():
+        steps = [
+            ours(
+                step,
+                context,
+                mask=Causal(),
+                cache=cache,
+                context_mask=Padding([5, 7]),
+                cross_cache=cross,
+            )
+            for step in x.split(1, dim=1)
+        ]
+    close(torch.cat(steps, dim=1), expected)
+
+
+def encoder_block(around: type[PreNorm] | type[PostNorm], activation: nn.Module) -> Block:
+    return Block(
+        MultiHeadAttention(12, 3),
+        around(LayerNorm(12)),
+        FeedForward(12, 24, activation),
+        around(LayerNorm(12)),
+    )
+
+
+def renamed(theirs: nn.Module) -> dict[str, Tensor]:
+    """The weights of one of PyTorch's layers, by the names of our block."""
+    decoder = isinstance(theirs, nn.TransformerDecoderLayer)
+    names = {
+        "self_attn.in_proj_": "attention.qkv.",
+        "self_attn.out_proj": "attention.output",
+        "multihead_attn.in_proj_": "cross.qkv.",
+        "multihead_attn.out_proj": "cross.output",
+        "linear1": "feed_forward.up",
+        "linear2": "feed_forward.down",
+        "norm1": "around_attention.norm",
+        "norm2": "around_cross.norm" if decoder else "around_feed_forward.norm",
+        "norm3": "around_feed_forward.norm",
+    }
+    state = {}
+    for name, tensor in theirs.state_dict().items():
+        old = next(old for old in names if name.startswith(old))
+        state[name.replace(old, names[old])] = torch.randn_like(tensor)
+        tensor.copy_(state[name.replace(old, names[old])])
+    return state
+
+
+def test_gated_feed_forward_is_its_formula() -> None:
+    torch.manual_seed(0)
+    layer = GatedFeedForward(6, 8, nn.GELU("tanh"))
+    x = torch.randn(2, 3, 6)
+    gate, gated = (x @ layer.up.weight.T + layer.up.bias).chunk(2, dim=-1)
+    activated = nn.functional.gelu(gate, approximate="tanh")
+    close(layer(x), (activated * gated) @ layer.down.weight.T + layer.down.bias)
+
+
+def test_rms_norm_is_its_formula() -> None:
+    norm = RMSNorm(6, eps=1e-6)
+    nn.init.normal_(norm.weight)
+    x = torch.randn(2, 6)
+    close(norm(x), x / (x.square().mean(-1, keepdim=True) + 1e-6).sqrt() * norm.weight)
+
+
+def test_gradients_reach_every_parameter() -> None:
+    block = Block(
+        MultiHeadAttention(8, 2, dropout=0.1),
+        PreNorm(RMSNorm(8), 0.1),
+        GatedFeedForward(8, 16, nn.SiLU(), dropout=0.1),
+        PreNorm(RMSNorm(8), 0.1),
+        cross=MultiHeadAttention(8, 2),
+        around_cross=PreNorm(RMSNorm(8)),
+    )
+    block(torch.randn(2, 5, 8), torch.randn(2, 3, 8), mask=Causal()).square().sum().backward()
+    for name, parameter in block.named_parameters():
+        assert parameter.grad is not None, name
+        assert parameter.grad.abs().sum() > 0, name
+
+
+def test_what_does_not_fit_is_refused() -> None:
+    with pytest.raises(InputError, match="divisor"):
+        MultiHeadAttention(10, 3)
+    with pytest.raises(InputError, match="grouped"):
+        MultiHeadAttention(12, 3, key_heads=2)
+    layer, x = MultiHeadAttention(8, 2), torch.zeros(1, 3, 8)
+    with pytest.raises(InputError, match="CrossCache"):
+        layer(x, x, cache=KeyValueCache())
+    with pytest.raises(InputError, match="CrossCache"):
+        layer(x, cache=CrossCache())
+    block = encoder_block(PreNorm, nn.ReLU())
+    with pytest.raises(InputError, match="has no cross"):
+        block(torch.zeros(1, 3, 12), torch.zeros(1, 3, 12))
+    with pytest.raises(InputError, match="together"):
+        Block(layer, PreNorm(LayerNorm(8)), FeedForward(8, 8), PreNorm(LayerNorm(8)), cross=layer)

@@ -1,0 +1,238 @@
+"""Seen: how it reads, and how it is kept."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from regard import Causal, InputError, See, Seen, attention
+from regard.mechanism.geometry import Extent
+from regard.mechanism.seeing import Joining, Owing
+
+EVERYTHING = See(
+    lse=True,
+    entropy=True,
+    peak=True,
+    max_logit=True,
+    distance=True,
+    received=True,
+    top=2,
+    rows=[0, -1],
+    map=(2, 3),
+    map_peak=True,
+    weights=True,
+)
+
+
+@pytest.fixture
+def seen() -> Seen:
+    query, key, value = (torch.randn(2, 3, 5, 4) for _ in range(3))
+    return attention(query, key, value, mask=Causal(), see=EVERYTHING)[1]
+
+
+def test_repr_is_short_and_says_what_was_seen(seen: Seen) -> None:
+    lines = repr(seen).splitlines()
+    assert lines[0] == "Seen: 2 x 3 heads, 5 queries, 5 keys"
+    names = [line.split()[0] for line in lines[1:]]
+    assert {"lse", "entropy", "received", "map", "top_weights", "weights"} <= set(names)
+    assert len(lines) <= 13
+    assert max(map(len, lines)) <= 80
+    entropy = next(line for line in lines if "entropy" in line)
+    assert "2 x 3 x 5" in entropy
+    assert "0 to" in entropy  # the first query sees itself only
+    assert "mean" in entropy
+
+
+def test_repr_where_nothing_is_finite() -> None:
+    empty = torch.zeros(1, 1, 2, 1)
+    mask = torch.zeros(2, 2, dtype=torch.bool)
+    _, seen = attention(empty, empty, empty, mask=mask, see=See(lse=True))
+    assert "nothing finite" in repr(seen)
+
+
+def test_html_has_a_row_for_each_field(seen: Seen) -> None:
+    page = seen._repr_html_()
+    assert page.startswith("<table>")
+    assert page.endswith("</table>")
+    assert page.count("<tr>") == 1 + len(repr(seen).splitlines()) - 1
+    for name in ("entropy", "received", "map_peak"):
+        assert f"<td>{name}</td>" in page
+
+
+def test_fields_not_asked_for_are_none() -> None:
+    x = torch.randn(4, 3)
+    _, seen = attention(x, x, x, see=See(entropy=True))
+    assert seen.lse is None
+    assert seen.top is None
+    assert list(seen.to_dict()) == ["entropy"]
+
+
+def test_to_dict_and_back(seen: Seen) -> None:
+    again = Seen.from_dict(seen.to_dict(), seen.extent)
+    assert again.extent == seen.extent
+    assert again.to_dict().keys() == seen.to_dict().keys()
+    for name, tensor in seen.to_dict().items():
+        assert torch.equal(again.to_dict()[name], tensor)
+
+
+def test_save_and_load(seen: Seen, tmp_path: Path) -> None:
+    seen.save(tmp_path / "seen.safetensors")
+    again = Seen.load(tmp_path / "seen.safetensors")
+    assert repr(again) == repr(seen)
+    for name, tensor in seen.to_dict().items():
+        assert torch.equal(again.to_dict()[name], tensor)
+
+
+def test_what_has_a_gradient_can_be_saved(tmp_path: Path) -> None:
+    x = torch.randn(4, 3, requires_grad=True)
+    _, seen = attention(x, x, x, see=See(received=True))
+    assert seen.received.requires_grad
+    seen.save(tmp_path / "seen.safetensors")
+    loaded = Seen.load(tmp_path / "seen.safetensors").received
+    assert torch.equal(loaded, seen.received)
+
+
+def test_loading_something_else_says_so(tmp_path: Path) -> None:
+    save_file({"lse": torch.zeros(1)}, tmp_path / "other.safetensors")
+    with pytest.raises(InputError, match=r"other\.safetensors.*no Seen was saved"):
+        Seen.load(tmp_path / "other.safetensors")
+    (tmp_path / "text.safetensors").write_text("not tensors at all")
+    with pytest.raises(InputError, match=r"text\.safetensors.*safetensors"):
+        Seen.load(tmp_path / "text.safetensors")
+    with pytest.raises(InputError, match=r"no file.*missing"):
+        Seen.load(tmp_path / "missing")
+
+
+def test_all_weights_are_refused_above_a_size_and_rows_and_map_named() -> None:
+    x = torch.zeros(1, 1, 2**14 + 1, 1).expand(1, 2, -1, -1)
+    with pytest.raises(InputError, match=r"GiB.*rows=.*map="):
+        attention(x, x, x, see=See(weights=True))
+
+
+def test_see_that_asks_for_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match=r"looks at nothing.*entropy=True"):
+        See()
+
+
+def test_see_that_means_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match=r"top.*-1"):
+        See(top=-1)
+    with pytest.raises(InputError, match=r"map.*\(0, 3\)"):
+        See(map=(0, 3))
+    with pytest.raises(InputError, match=r"map_peak.*map=\(rows, columns\)"):
+        See(map_peak=True, entropy=True)
+    x = torch.zeros(3, 2)
+    for row in (3, -4):
+        with pytest.raises(InputError, match=f"row {row} of 3 queries"):
+            attention(x, x, x, see=See(rows=[row]))
+
+
+def test_see_prints_what_it_asks_for() -> None:
+    assert repr(See(entropy=True, top=8, map=64)) == "See(entropy, top=8, map=(64, 64))"
+    assert repr(See(rows=[3, -1])) == "See(rows=(3, -1))"
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled"])
+@pytest.mark.parametrize("gradient", [False, True])
+def test_autocast_changes_nothing_that_is_seen(backend: str, gradient: bool) -> None:
+    """In bfloat16 a count stops at 256."""
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 2, 400, 8, requires_grad=gradient).unbind()
+    see = See(entropy=True, distance=True, received=True, map=1)
+    _, plain = attention(q, k, v, mask=Causal(), see=see, backend=backend)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        output, seen = attention(q, k, v, mask=Causal(), see=see, backend=backend)
+    assert output.dtype == torch.float32
+    for name, field in seen.to_dict().items():
+        assert torch.equal(field, plain.to_dict()[name]), name
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"map": 8.0}, {"map": (4.5, 4)}, {"map": (4, 4, 4)}, {"map": 0}, {"rows": [1.5]},
+        {"rows": 3}, {"top": True}, {"top": 1.5}, {"pairs": [(1, 2), (3,)]}, {"pairs": 5},
+    ],
+)  # fmt: skip
+def test_sizes_and_places_are_whole_numbers(asked: dict[str, object]) -> None:
+    with pytest.raises(InputError, match=rf"See\({next(iter(asked))}=...\) is .*, but got"):
+        See(**asked)  # type: ignore[arg-type]
+
+
+def test_a_grid_may_be_a_list_and_rows_may_come_twice() -> None:
+    assert See(map=[2, 3]).map == (2, 3)  # type: ignore[arg-type]
+    x = torch.randn(1, 1, 6, 4)
+    _, seen = attention(x, x, x, see=See(rows=[4, 1, 4, -1], weights=True))
+    assert torch.equal(seen.rows, seen.weights[:, :, [4, 1, 4, 5]])
+
+
+def test_pairs_may_come_one_by_one() -> None:
+    x = torch.randn(1, 1, 6, 4)
+    _, seen = attention(x, x, x, see=See(pairs=zip([4, 1], [2, 0], strict=True), weights=True))
+    assert torch.equal(seen.pairs[0, 0], seen.weights[0, 0, [4, 1], [2, 0]])
+
+
+@pytest.mark.parametrize(("asked", "count"), [({"map": 2**15}, 2**30), ({"top": 2**14}, 2**29)])
+def test_more_numbers_than_anybody_looks_at_are_refused(asked: dict[str, int], count: int) -> None:
+    x = torch.zeros(1, 1, 2**15, 1)
+    with pytest.raises(InputError, match=rf"would keep {count:,} numbers\. Ask for fewer"):
+        attention(x, x, x, see=See(**asked))  # type: ignore[arg-type]
+
+
+def test_more_rows_than_anybody_looks_at_are_refused() -> None:
+    x = torch.zeros(1, 1, 2**15, 1)
+    with pytest.raises(InputError, match=r"would keep 327,680,000 weights\. Ask for fewer rows"):
+        attention(x, x, x, see=See(rows=range(10_000)))
+
+
+def test_sums_over_queries_are_added_as_they_come() -> None:
+    """To hold one for each block of queries would be n x n numbers again."""
+    joining = Joining(See(received=True), Extent(1, 1, 6, 4, torch.device("cpu")))
+    for _ in range(3):
+        joining.add({"received": torch.ones(1, 1, 4)})
+        assert len(joining.pieces["received"]) == 1
+    assert joining.seen().received.tolist() == [[[3.0] * 4]]
+
+
+def owing() -> tuple[Owing, list[str]]:
+    """A Seen whose map and received are made when somebody looks, and who looked."""
+    room, looks = torch.full((1, 1, 3), torch.nan), []
+
+    def settle() -> None:
+        looks.append("looked")
+        room.fill_(0.5)
+
+    known = Seen(entropy=torch.ones(1, 1, 3), received=room, extent=(1, 1, 3, 3))
+    return Owing.of(known, settle), looks
+
+
+def test_what_is_owed_is_settled_when_somebody_looks_at_it() -> None:
+    seen, looks = owing()
+    assert seen.entropy is not None
+    assert seen.extent == (1, 1, 3, 3)
+    assert seen.peak is None
+    assert not looks
+    assert seen.received.tolist() == [[[0.5] * 3]]
+    assert looks
+
+
+def test_what_is_owed_is_there_wherever_a_seen_goes(tmp_path: Path) -> None:
+    seen, _ = owing()
+    assert "received     1 x 1 x 3            0.5 to 0.5, mean 0.5" in repr(seen)
+    for other in (copy.copy, pickle_and_back, replace):
+        again = other(owing()[0])
+        assert again.received.tolist() == [[[0.5] * 3]]
+        assert again.extent == (1, 1, 3, 3)
+    owing()[0].save(tmp_path / "seen.safetensors")
+    assert Seen.load(tmp_path / "seen.safetensors").received.tolist() == [[[0.5] * 3]]
+
+
+def pickle_and_back(seen: Seen) -> Seen:
+    again: Seen = pickle.loads(pickle.dumps(seen))
+    return again

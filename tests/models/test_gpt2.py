@@ -1,0 +1,84 @@
+"""GPT-2 gives the numbers of transformers, padded or not, whole or step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from helpers.random_models import agree, random_gpt2
+from regard import GPT2, GPT2Config, InputError, load
+from regard.decoding.generation import generate
+from regard.decoding.strategies import Beam, Greedy, Sample
+from regard.models.gpt2_graphs import Replayed
+
+
+@torch.no_grad()
+def test_old_spellings_are_known(tmp_path: Path) -> None:
+    from safetensors.torch import load_file, save_file
+
+    reference = random_gpt2()
+    reference.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    old = {key.removeprefix("transformer."): tensor for key, tensor in tensors.items()}
+    for index in range(3):
+        old[f"h.{index}.attn.bias"] = torch.ones(1, 1, 32, 32).tril()
+        old[f"h.{index}.attn.masked_bias"] = torch.tensor(-1e4)
+    old["lm_head.weight"] = old["wte.weight"].clone()
+    save_file(old, tmp_path / "model.safetensors")
+    ids = torch.randint(40, (2, 9))
+    agree(load(tmp_path)(ids), reference(ids).logits)
+
+
+def test_compiled_it_gives_the_same() -> None:
+    model = GPT2(GPT2Config(vocabulary=40, length=32, dim=16, depth=2, heads=4)).eval()
+    ids = torch.randint(40, (2, 9))
+    with torch.no_grad():
+        expected = model(ids)
+        agree(torch.compile(model, backend="aot_eager", fullgraph=True)(ids), expected)
+
+
+def test_initialisation_is_that_of_the_paper() -> None:
+    torch.manual_seed(0)
+    model = GPT2(GPT2Config(vocabulary=1000, dim=64, depth=8, heads=4))
+    block = model.stack.blocks[0]
+    assert abs(model.tokens.weight.std() - 0.02) < 0.001
+    assert abs(block.attention.qkv.weight.std() - 0.02) < 0.001
+    assert abs(block.attention.output.weight.std() - 0.02 / 4) < 0.0005
+    assert block.attention.qkv.bias.abs().max() == 0
+
+
+def test_too_much_is_refused() -> None:
+    model = GPT2(GPT2Config(vocabulary=40, length=8, dim=16, depth=1, heads=4))
+    with pytest.raises(InputError, match="at most 8 tokens"):
+        model(torch.zeros(1, 9, dtype=torch.long))
+    with pytest.raises(InputError, match="0 to 39"):
+        model.start_decoding([[40]])
+    with pytest.raises(InputError, match="dropout"):
+        GPT2Config(dropout=1.0)
+
+
+def test_replayed_steps_give_the_same_tokens(tmp_path: Path) -> None:
+    random_gpt2().save_pretrained(tmp_path)
+    # On a GPU the steps are graphs; without one they are at least the same steps.
+    model = load(tmp_path, device="cuda" if torch.cuda.is_available() else "cpu")
+    fast = Replayed(model)
+    for prompt in ([5, 6, 7], [9], [1, 2, 3, 4, 5, 6, 7, 8]):  # one after another in one memory
+        for how in (Greedy(), Sample(seed=2)):
+            length = model.config.length - len(prompt)
+            [[expected]] = generate(model, [prompt], how, max_new_tokens=length)
+            [[found]] = generate(fast, [prompt], how, max_new_tokens=length, batch=1)
+            assert found.ids == expected.ids
+            assert found.score == pytest.approx(expected.score, rel=1e-4)
+
+
+def test_replayed_refuses_what_it_has_no_memory_for(tmp_path: Path) -> None:
+    random_gpt2().save_pretrained(tmp_path)
+    fast = Replayed(load(tmp_path))
+    with pytest.raises(InputError, match="batch=1"):
+        generate(fast, [[1], [2]], max_new_tokens=2)
+    with pytest.raises(InputError, match="beams"):
+        generate(fast, [[1]], Beam(2), max_new_tokens=2)
+    with pytest.raises(InputError, match="at most"):
+        generate(fast, [[1]], max_new_tokens=10**4)

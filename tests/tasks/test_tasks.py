@@ -1,0 +1,647 @@
+"""Tasks: they say what the models say, of texts of any length, one or many."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
+from torch.nn.functional import cross_entropy
+
+from helpers import model_folders as folders
+from regard import (
+    GPT2,
+    Beam,
+    CheckpointError,
+    Greedy,
+    InputError,
+    RegardError,
+    Sample,
+    Tokenizer,
+    Transformer,
+    TransformerConfig,
+    answer,
+    complete,
+    generate,
+    load,
+    summarize,
+    translate,
+)
+from regard.checkpoints import cards
+from regard.decoding.settings import SettingWarning
+from regard.decoding.spans import LONGEST_ANSWER, best_spans
+from regard.interpret.pooling import pool, sharing
+from regard.models.bundle import ready
+from regard.models.conversion import convert
+from regard.models.model import pad
+from regard.tasks.attended import look
+from regard.tasks.completion import stream_completion
+from regard.tasks.writing import write
+from regard.text.windows import windows
+from regard.text.words import Span, sentences, words
+
+# ------------------------------------------------------------------------------------ words
+
+
+def test_sentences_and_what_is_between_them_are_the_text() -> None:
+    text = "  Dr. Who left. “Why?” she asked.\n\nNobody knew… Then 3 men came!  End"
+    found = sentences(text)
+    assert [text[a:b] for a, b in found] == [
+        "Dr. Who left.", "“Why?” she asked.", "Nobody knew…", "Then 3 men came!", "End",
+    ]  # fmt: skip
+    gaps = [text[one.end : other.start] for one, other in pairwise(found)]
+    assert all(not gap.strip() for gap in gaps)
+    assert sentences(" \n ") == words("  ") == []
+
+
+def test_pooling_keeps_weight_and_shares_tokens_between_words() -> None:
+    tokens, units = [(0, 3), (3, 5), (5, 9)], [Span(0, 4), Span(4, 5), Span(6, 9)]
+    assert sharing(tokens, units).tolist() == [[3, 0, 0], [1, 1, 0], [0, 0, 3]]
+    weights = torch.rand(4, 3, 3).softmax(-1)
+    pooled = pool(weights, tokens, units, tokens, units)
+    assert torch.allclose(pooled.sum(-1), torch.ones(4, 3))
+    first = weights[:, :2].mean(1)
+    expected = torch.stack((first[:, 0] + first[:, 1] / 2, first[:, 1] / 2, first[:, 2]), 1)
+    assert torch.allclose(pooled[:, 0], expected)
+
+
+# -------------------------------------------------------------------------------- translate
+
+
+def test_translate_says_what_the_model_says(made: Path) -> None:
+    folder = made / "translate"
+    model, text = load(folder), Tokenizer.load(folder)
+    source = [*text.encode(">>fra<< The cat sat on the mat.").ids, 0]
+    [[expected]] = generate(model, [source], Beam(3), max_new_tokens=9, stop=[0])
+    found = translate("The cat sat on the mat.", "fr", model=folder, how=Beam(3), length=9)
+    assert found.text == text.decode(expected.ids)
+    assert found.tokens == len(expected.ids) + expected.stopped
+    assert found.to == "fra"
+    # The score of a beam is divided by its length; so is this, by whatever the length penalty.
+    assert found.score == pytest.approx(expected.score)
+    target = torch.tensor([[1, *expected.ids]])
+    with torch.inference_mode():
+        chances = model(torch.tensor([source]), target).log_softmax(-1)[0]
+    written = [*expected.ids, 0][: found.tokens]
+    total = sum(float(chances[at, token]) for at, token in enumerate(written))
+    assert found.score == pytest.approx(total / found.tokens, abs=1e-5)
+
+
+def test_many_texts_are_those_alone_in_their_order(made: Path) -> None:
+    texts = ["The dog.", "", "Who sat on the mat? It was the cat,\nof course.", "A cat."]
+    many = translate(texts, "german", model=made / "translate", length=6, batch=2)
+    assert [record.source for record in many] == texts
+    assert many[1].text == ""
+    assert repr(many[1].seconds) == "0.0"  # as all others, a float
+    assert many[1].attended is None
+    for text, record in zip(texts, many, strict=True):
+        if text:
+            alone = translate(text, "deu", model=made / "translate", length=6)
+            assert alone.text == record.text
+            assert alone.attended.keys == record.attended.keys
+            assert alone.attended.where == record.attended.where
+    long = many[2]
+    assert long.text.count("\n") == 1
+    assert long.attended.keys == (
+        "Who", "sat", "on", "the", "mat", "?", "It", "was", "the", "cat", ",", "of", "course", ".",
+    )  # fmt: skip
+    assert all(sum(row) <= 1 + 1e-5 for row in long.attended.weights)
+    assert json.loads(json.dumps(long.to_dict()))["attended"]["keys"][1] == "sat"
+
+
+@pytest.mark.parametrize("language", ["fr", "fra", "French", "fre", ">>fra<<", "fr-FR", "fr_CA"])
+def test_a_language_has_many_names(made: Path, language: str) -> None:
+    found = translate("The cat.", language, model=made / "translate", length=3, look=False)
+    assert found.to == "fra"
+
+
+def test_precisions_say_nearly_the_same() -> None:
+    """Of a shipped model, since random weights are near no decision."""
+    text = "Where is the train station?"
+    plain, whole = (
+        translate(text, "fr", look=False, precision=precision) for precision in ("float32", "int8")
+    )
+    assert plain.text == whole.text
+    assert plain.score == pytest.approx(whole.score, abs=0.02)
+    assert plain.score != whole.score
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # an older processor
+        with pytest.raises(
+            InputError, match=r"does not compute in bfloat16\. Take float32 or int8"
+        ):
+            translate(text, "fr", look=False, precision="bfloat16")
+    else:
+        half = translate(text, "fr", look=False, precision="bfloat16")
+        assert plain.text == half.text
+        assert plain.score == pytest.approx(half.score, abs=0.02)
+        assert len({plain.score, half.score, whole.score}) == 3
+    with pytest.raises(InputError, match=r"no precision 'int9'\. Give one of float32, bfloat16"):
+        translate(text, "fr", precision="int9")
+
+
+def test_languages_that_are_not_there_are_refused_with_those_that_are(made: Path) -> None:
+    with pytest.raises(InputError, match=r"'ru'.*offers deu, fra"):
+        translate("The cat.", "ru", model=made / "translate")
+    with pytest.raises(InputError, match=r"into deu, fra\. Say which"):
+        translate("The cat.", model=made / "translate")
+    with pytest.raises(InputError, match="never told which language it reads: leave out 'en'"):
+        translate("The cat.", "fr", source="en", model=made / "translate")
+    with pytest.raises(InputError, match="one language only"):
+        translate("The cat.", "fr", model=made / "untagged")
+    assert translate("The cat.", model=made / "untagged", length=3).to is None
+
+
+def test_t5_is_told_in_words(made: Path, tmp_path: Path) -> None:
+    folder = folders.summarizer(tmp_path / "t5")
+    with pytest.raises(InputError, match="does not say that it translates"):
+        translate("The cat.", "fr", model=folder)
+    tasks = {
+        "translation_en_to_fr": {"prefix": "the cat: ", "num_beams": 1, "max_length": 5},
+        "translation_en_to_de": {"prefix": "the dog: "},
+        "summarization": {"prefix": "sat: "},
+    }
+    folders.edit(folder, task_specific_params=tasks)
+    model, text = load(folder), Tokenizer.load(folder)
+    prompt = text.encode("the cat: Who sat?").ids  # this tokenizer puts the end itself
+    [[expected]] = generate(model, [prompt], Greedy(), max_new_tokens=5, stop=[1])
+    found = translate("Who sat?", "french", model=folder)
+    assert found.text == text.decode(expected.ids)
+    assert found.attended.keys == ("Who", "sat", "?")  # and not the prefix
+    with pytest.raises(InputError, match="offers fr, de"):
+        translate("Who sat?", "es", model=folder)
+    with pytest.raises(InputError, match="from 'russian'"):
+        translate("Who sat?", "fr", source="russian", model=folder)
+
+
+def test_tokens_that_a_model_must_not_write_are_not_written(tmp_path: Path) -> None:
+    folder = folders.translator(tmp_path / "marian")
+    model = load(folder)
+    with torch.no_grad():
+        model.output_bias[0, 1] = 50.0  # padding, which Marian gives a score but no meaning
+    model.save(folder)
+    assert translate("The cat.", "fr", model=folder, length=4).text == ""
+    folders.edit(folder, "generation_config.json", bad_words_ids=[[1]])
+    assert translate("The cat.", "fr", model=folder, length=4).text != ""
+
+
+def test_older_checkpoints_say_how_to_decode_in_their_config(tmp_path: Path) -> None:
+    folder, other = folders.translator(tmp_path / "marian"), tmp_path / "other"
+    with torch.no_grad():
+        model = load(folder)
+        model.output_bias[0, 1] = 50.0
+    model.save(folder)
+    (folder / "generation_config.json").unlink()
+    folders.edit(folder, bad_words_ids=[[1]], num_beams=2, min_length=4)
+    found = translate("The cat.", "fr", model=folder, length=5)
+    assert found.tokens >= 4
+    said = json.loads((convert(folder, other) / "generation_config.json").read_text())
+    assert said["bad_words_ids"] == [[1]]
+    assert translate("The cat.", "fr", model=other, length=5).text == found.text
+
+
+def test_a_model_may_have_several_tokens_that_end_a_text(made: Path, tmp_path: Path) -> None:
+    folder = convert(made / "gpt2", tmp_path / "gpt2")
+    how = Greedy()
+    written = Tokenizer.load(folder).encode(
+        complete("The cat", model=folder, how=how, length=8).text
+    )
+    end = json.loads((folder / "config.json").read_text())["eos_token_id"]
+    folders.edit(folder, "generation_config.json", eos_token_id=[end, written.ids[3]])
+    found = complete("The cat", model=folder, how=how, length=8)
+    assert found.stopped
+    assert found.tokens <= 4
+
+
+def test_what_a_model_asks_for_in_vain_is_told(tmp_path: Path) -> None:
+    folder = folders.summarizer(tmp_path / "t5")
+    folders.edit(folder, "generation_config.json", repetition_penalty=1.3, bad_words_ids=[[5]])
+    with pytest.warns(SettingWarning) as told:
+        summarize(folders.LINES[0], model=folder, length=3)
+    assert [str(one.message).split(" = ")[0] for one in told] == [
+        "t5 asks for repetition_penalty",
+        "t5 asks for bad_words_ids",
+    ]
+
+
+def small_language(random: Random) -> tuple[str, str, list[int]]:
+    """A sentence, its translation, and where each word of that comes from: nouns come first."""
+    source, target, origins = [], [], []
+    for _ in range(random.choice((1, 2))):
+        quality, thing, deed = (kind + random.choice("abcd") for kind in "qtd")
+        origins += [len(source) + at for at in (0, 2, 1, 3)]
+        source += ["the", quality, thing, deed]
+        target += ["le", thing.upper(), quality.upper(), deed.upper()]
+    return " ".join([*source, "."]), " ".join([*target, "."]), [*origins, len(source)]
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Transformer that has learned a small language, in a few seconds."""
+    folder, random = tmp_path_factory.mktemp("learned"), Random(0)
+    kinds = [kind + letter for kind in "qtd" for letter in "abcd"]
+    vocabulary = ["</s>", "<pad>", "the", "le", ".", *kinds, *(word.upper() for word in kinds)]
+    tokenizer = FastTokenizer(
+        WordLevel({word: index for index, word in enumerate(vocabulary)}, unk_token="<pad>")
+    )
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    text = Tokenizer(tokenizer)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # more of them only wait for each other: everything here is small
+    torch.manual_seed(0)
+    config = TransformerConfig(
+        vocabulary=len(text), dim=48, depth=1, decoder_depth=2, heads=4, decoder_heads=4, inner=96,
+        decoder_inner=96, dropout=0.0, length=64, end_token=0, pad_token=1, start_token=1,
+    )  # fmt: skip
+    model = Transformer(config)
+    optimizer = torch.optim.Adam(model.parameters(), 2e-3, betas=(0.9, 0.98))
+    for _ in range(250):
+        pairs = [small_language(random)[:2] for _ in range(24)]
+        sides = [[[*text.encode(p[side]).ids, 0] for p in pairs] for side in (0, 1)]
+        source, padding = pad(sides[0], 1, "right", len(text), model.device)
+        target, _ = pad([[1, *row] for row in sides[1]], 1, "right", len(text), model.device)
+        logits = model(source, target[:, :-1], padding=padding)
+        loss = cross_entropy(logits.flatten(0, 1), target[:, 1:].flatten(), ignore_index=1)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch.set_num_threads(threads)
+    assert loss < 0.05
+    model.save(folder)
+    text.save(folder)
+    return folder
+
+
+@pytest.mark.slow
+def test_a_learned_language_is_translated_and_aligned(learned: Path) -> None:
+    random = Random(1)
+    sources, expected, origins = zip(*(small_language(random) for _ in range(16)), strict=True)
+    found = translate(list(sources), model=learned, how=Beam(2), length=20)
+    assert [record.text for record in found] == list(expected)
+    assert all(record.score > -0.1 for record in found)
+    right, total, of_heads = 0, 0, torch.zeros(2, 8)
+    one = ready(learned, (Transformer,), "", None)
+    looked = look(one, "", sources, write(one, sources, Beam(2), 20, 8), 8)
+    for record, item, places in zip(found, looked, origins, strict=True):
+        assert record.attended.queries == tuple(record.text.split())
+        assert record.attended.keys == tuple(record.source.split())
+        rows = zip(record.attended.weights, places, strict=True)
+        right += sum(row.index(max(row)) == place for row, place in rows)
+        total += len(places)
+        for read in (False, True):
+            table = item.pooled(words(record.text), words(record.source), read=read)
+            of_heads[int(read)] += (table.argmax(-1) == torch.tensor(places)).sum(-1).flatten()
+    # No head is told to align; the one chosen for each sentence is nearly as good as the best is
+    # over all of them, which takes the answers to know.
+    assert right > 0.9 * of_heads.max()
+    assert right > 1.5 * of_heads.mean()
+    assert right / total > 0.6
+
+
+# -------------------------------------------------------------------------------- summarize
+
+
+def test_a_short_document_is_summarized_as_a_whole(made: Path) -> None:
+    folder = made / "summarize"
+    model, text = load(folder), Tokenizer.load(folder)
+    document = folders.LINES[2]
+    [[expected]] = generate(model, [text.encode(document).ids], Beam(4), max_new_tokens=8, stop=[1])
+    found = summarize(document, model=folder, length=8)
+    assert (found.text, found.how) == (text.decode(expected.ids), "whole")
+    assert [(part.start, part.end) for part in found.parts] == [(0, len(document))]
+    assert found.attended.keys == ("Who sat on the mat?", "It was the cat, of course.")
+
+
+def test_a_long_document_is_summarized_in_parts(made: Path) -> None:
+    folder = made / "summarize"
+    text = Tokenizer.load(folder)
+    joined = summarize(folders.STORY, model=folder, length=6, join=True)
+    assert joined.how == "joined"
+    assert len(joined.parts) > 3
+    assert joined.text == "\n".join(part.text for part in joined.parts)
+    spans = [(part.start, part.end) for part in joined.parts]
+    assert (spans[0][0], spans[-1][1]) == (0, len(folders.STORY))
+    for (_, end), (start, _) in pairwise(spans):
+        assert start <= end + 1  # nothing between two parts is left out
+    for start, end in spans:
+        assert len(text.encode(folders.STORY[start:end]).ids) <= 48
+    # Each of its sentences attended to its own part only.
+    for part, row in zip(joined.parts, joined.attended.weights, strict=False):
+        at = [folders.STORY.find(key) >= 0 for key in joined.attended.keys]
+        assert all(at)
+        inside = [part.start <= span.start < part.end for span in sentences(folders.STORY)]
+        assert all(weight == 0 for weight, within in zip(row, inside, strict=True) if not within)
+        assert 0 < sum(row) <= 1 + 1e-5
+    again = summarize(folders.STORY, model=folder, length=6)
+    assert again.how == "again"
+    assert again.parts == joined.parts
+    assert again.text == summarize(joined.text.replace("\n", " "), model=folder, length=6).text
+    assert len(again.attended.keys) == len(sentences(folders.STORY))
+
+
+def test_a_sentence_longer_than_the_window_is_cut(made: Path) -> None:
+    document = "the cat of the dog " * 40
+    found = summarize(document, model=made / "summarize", length=4, join=True)
+    assert len(found.parts) > 2
+    assert found.parts[-1].end == len(document.rstrip())
+
+
+# ----------------------------------------------------------------------------------- answer
+
+
+def test_windows_hold_every_token_and_overlap_by_half() -> None:
+    context = list(range(100, 157))
+    found = list(windows([7, 8], context, 20, first=1, last=2))
+    assert all(len(window.ids) <= 20 for window in found)
+    for window in found:
+        assert window.ids[: window.split] == [1, 7, 8, 2]
+        assert window.ids[-1] == 2
+        piece = window.ids[window.split : -1]
+        assert piece == context[window.offset : window.offset + len(piece)]
+    steps = {b.offset - a.offset for a, b in pairwise(found)}
+    assert steps == {7}
+    assert found[-1].ids[-2] == 156
+    assert len(list(windows([7], context[:3], 20, first=1, last=2))) == 1
+    with pytest.raises(InputError, match="leave no room"):
+        list(windows([7] * 16, context, 20, first=1, last=2))
+
+
+def test_the_best_span_is_the_best_of_all() -> None:
+    generator = torch.Generator().manual_seed(1)
+    start, end = (torch.randn(6, 50, generator=generator) * 3 for _ in range(2))
+    possible = torch.rand(6, 50, generator=generator) < 0.7
+    possible[:, 0] = True
+    best = best_spans(start, end, possible)
+    for row in range(6):
+        scores = {
+            (i, j): float(start[row, i] + end[row, j])
+            for i in range(1, 50)
+            for j in range(i, min(i + LONGEST_ANSWER, 50))
+            if possible[row, i] and possible[row, j]
+        }
+        none = float(start[row, 0] + end[row, 0])
+        top = max(scores, key=scores.get)
+        assert (int(best.first[row]), int(best.last[row])) == top
+        assert float(best.better[row]) == pytest.approx(scores[top] - none, abs=1e-4)
+        total = sum(map(math.exp, scores.values())) + math.exp(none)
+        assert float(best.share[row]) == pytest.approx(math.exp(scores[top]) / total, rel=1e-4)
+
+
+def test_the_answer_is_the_best_span_of_the_whole_document(made: Path) -> None:
+    folder = made / "answer"
+    model, text = load(folder), Tokenizer.load(folder)
+    question = "Who sat on the mat?"
+    found = answer(question, folders.STORY, model=folder, threshold=-math.inf)
+    asked, context = (text.encode(t, special=False) for t in (question, folders.STORY))
+    best = (-math.inf, 0, 0)
+    count = 0
+    first, last = text.id("[CLS]"), text.id("[SEP]")
+    for window in windows(asked.ids, context.ids, 64, first=first, last=last):
+        count += 1
+        ids = torch.tensor([window.ids])
+        kinds = (torch.arange(ids.shape[1]) >= window.split)[None].long()
+        with torch.inference_mode():
+            starts, ends = model(ids, token_types=kinds)
+        for i in range(window.split, len(window.ids) - 1):
+            for j in range(i, min(i + LONGEST_ANSWER, len(window.ids) - 1)):
+                score = float(starts[0, i] + ends[0, j] - starts[0, 0] - ends[0, 0])
+                move = window.offset - window.split
+                best = max(best, (score, i + move, j + move))
+    assert count > 3
+    assert found.windows == count
+    assert found.score == pytest.approx(best[0], abs=1e-4)
+    start, end = context.offsets[best[1]][0], context.offsets[best[2]][1]
+    assert (found.start, found.end) == (start, end)
+    assert found.text == folders.STORY[start:end]
+    assert 0 < found.probability <= 1
+    assert found.attended.queries == ("Who", "sat", "on", "the", "mat", "?")
+    assert 0 < sum(found.attended.weights[0]) < 1
+
+
+def test_there_may_be_no_answer(made: Path) -> None:
+    found = answer("Who?", folders.STORY, model=made / "answer", threshold=1e6)
+    assert (found.text, found.start, found.end, found.answered) == ("", None, None, False)
+    assert str(found) == "No answer."
+    assert found.to_dict()["answered"] is False
+
+
+def test_several_questions_have_one_context_or_one_each(made: Path) -> None:
+    questions, contexts = ["Who?", "Where was it?"], [folders.STORY, folders.LINES[3]]
+    options = {"model": made / "answer", "threshold": -math.inf}
+    each = answer(questions, contexts, **options)
+    for question, context, record in zip(questions, contexts, each, strict=True):
+        alone = answer(question, context, **options)
+        assert (alone.text, alone.start) == (record.text, record.start)
+    shared = answer(questions, folders.STORY, **options)
+    assert shared[0].start == each[0].start
+    with pytest.raises(InputError, match="one each: 2 of them, but 1 contexts"):
+        answer(questions, contexts[:1], **options)
+
+
+# --------------------------------------------------------------------------------- complete
+
+
+@pytest.mark.parametrize("name", ["gpt2", "xl"])
+@pytest.mark.parametrize("how", [Greedy(), Sample(temperature=1.5, seed=3)])
+def test_complete_says_what_the_model_says_and_streams_it(made: Path, name: str, how) -> None:
+    folder = made / name
+    model, text = load(folder), Tokenizer.load(folder)
+    prompt = text.encode("The cat sat").ids
+    [[expected]] = generate(model, [prompt], how, max_new_tokens=12, stop=[0])
+    found = complete("The cat sat", model=folder, how=how, length=12)
+    assert str(found) == text.decode([*prompt, *expected.ids])
+    assert found.score == pytest.approx(expected.score / found.tokens)
+    assert found.stopped == expected.stopped
+    pieces = stream_completion("The cat sat", model=folder, how=how, length=12, look=True)
+    said = ""
+    try:
+        while True:
+            said += next(pieces)
+    except StopIteration as end:
+        record = end.value
+    assert said == record.text == found.text
+    assert record.score == pytest.approx(found.score, abs=1e-4)
+    assert (record.tokens, record.attended) == (found.tokens, found.attended)
+
+
+def test_what_new_words_attend_to_comes_before_them(made: Path) -> None:
+    found = complete("The cat sat on the mat", model=made / "gpt2", how=Greedy(), length=8)
+    seen = found.attended
+    assert seen.keys[:6] == ("The", "cat", "sat", "on", "the", "mat")
+    first = len(seen.keys) - len(seen.queries)
+    for at, row in enumerate(seen.weights):
+        assert 0 < sum(row) <= 1 + 1e-5
+        assert not any(row[first + at + 1 :])  # nothing that came later
+
+
+def test_ids_that_no_token_has_say_nothing(tmp_path: Path) -> None:
+    folder = folders.writer(tmp_path / "gpt2")
+    model = load(folder)
+    wide = GPT2(replace(model.config, vocabulary=len(model.tokens.weight) + 30)).eval()  # as T5's
+    wide.save(folder)
+    text, how = Tokenizer.load(folder), Sample(temperature=50.0, seed=2)
+    [[drawn]] = generate(wide, [text.encode("The cat").ids], how, max_new_tokens=50, stop=[0])
+    known = [token for token in drawn.ids if token < len(text)]
+    assert len(known) < len(drawn.ids)
+    found = complete("The cat", model=folder, how=how, length=50)
+    assert found.text == text.decode(known)
+    assert found.attended.keys[0] == "The"
+
+
+def test_many_completions_keep_their_order(made: Path) -> None:
+    texts = ["The cat", "Who sat on the mat? It was", "Nobody"]
+    many = complete(texts, model=made / "gpt2", how=Greedy(), length=5, look=False)
+    assert [record.prompt for record in many] == texts
+    alone = complete(texts[1], model=made / "gpt2", how=Greedy(), length=5, look=False)
+    assert many[1].text == alone.text
+
+
+# ---------------------------------------------------------------------------------- records
+
+
+def test_records_draw_themselves_and_escape_what_they_say(made: Path) -> None:
+    found = complete("<b>The cat</b> sat", model=made / "gpt2", how=Greedy(), length=5)
+    shown = found._repr_html_()
+    assert "<svg" in shown
+    assert "&lt;b&gt;The cat" in shown
+    assert "<b>The" not in shown
+    assert "new down, before across" in found.attended.picture().text(color="none")
+    assert len(repr(found)) < 700  # the weights are left out
+    with pytest.raises(AttributeError):
+        found.text = "something else"
+
+
+def test_a_model_is_loaded_once_and_again_when_its_files_change(tmp_path: Path) -> None:
+    folder = folders.writer(tmp_path / "gpt2")
+    one = ready(folder, (object,), "", None)
+    assert ready(str(folder), (object,), "", None).model is one.model
+    folders.edit(folder, n_positions=64)
+    file = folder / "config.json"
+    os.utime(file, ns=(0, file.stat().st_mtime_ns + 10**9))  # later, however coarse its clock
+    assert ready(folder, (object,), "", None).model is not one.model
+
+
+# ---------------------------------------------------------------------------------- refusals
+
+
+@pytest.mark.parametrize(
+    ("task", "words"),
+    [
+        (lambda m: translate("  ", "fr", model=m / "translate"), "text is empty"),
+        (lambda m: translate(3, "fr", model=m / "translate"), "not int"),
+        (lambda m: translate("a " * 200, "fr", model=m / "translate"), "too long.*reads 64"),
+        (lambda m: translate("a", "fr", model=m / "gpt2"), "is a GPT2, which cannot translate"),
+        (lambda m: translate("a", "fr", model=m / "translate", length=0), "from 1 on"),
+        (lambda m: summarize("", model=m / "summarize"), "empty"),
+        (lambda m: summarize(["a", " "], model=m / "summarize"), "empty"),
+        (lambda m: summarize("a", model=m / "answer"), "cannot summarize"),
+        (lambda m: answer("", "a", model=m / "answer"), "empty"),
+        (lambda m: answer("a", " ", model=m / "answer"), "context is empty"),
+        (lambda m: answer("a", "\u200b", model=m / "answer"), "no token that .*answer knows"),
+        (lambda m: answer("who " * 60, "a", model=m / "answer"), "question is too long"),
+        (
+            lambda m: translate(["a", "a " * 200], "fr", model=m / "translate"),
+            r"Text 2: A sentence of \d+ tokens is too long",
+        ),
+        (lambda m: answer("a", "a", model=m / "answer", window=65), "8 to 64 tokens, not 65"),
+        (lambda m: answer("a", "a", model=m / "gpt2"), "takes a BertAnswering"),
+        (lambda m: answer("a", "a", model=m / "answer", batch=0), "from 1 on, but got 0"),
+        (lambda m: answer("a", "a", model=m / "answer", threshold=math.nan), "a number, not nan"),
+        (lambda m: answer("a", None, model=m / "answer"), "context is a text.*got None"),
+        (lambda m: answer("a", [5], model=m / "answer"), "context is a text.*got 5"),
+        (lambda m: translate(["a", 5], "fr", model=m / "translate"), "one of them is 5"),
+        (lambda m: stream_completion(None, model=m / "gpt2"), "one text .* not NoneType"),
+        (lambda m: translate("a", "fr", model=m / "translate", how="greedy"), "how is Greedy"),
+        (lambda m: translate("a", 5, model=m / "translate"), "not translate into 5"),
+        (lambda m: complete("a", model=m / "gpt2", device="bogus"), "no device 'bogus'"),
+        (lambda m: complete("", model=m / "gpt2"), "empty"),
+        (lambda m: complete(["a", ""], model=m / "gpt2"), "empty"),
+        (lambda m: complete("the " * 50, model=m / "gpt2", length=20), "too long.*64 that"),
+        (lambda m: stream_completion(" ", model=m / "gpt2"), "empty"),
+        (lambda m: complete("a", model=m / "nowhere"), "There is no folder"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(made: Path, task, words: str) -> None:
+    with pytest.raises(InputError, match=words):
+        task(made)
+
+
+def test_settings_that_cannot_be_followed_are_the_checkpoints_fault(tmp_path: Path) -> None:
+    folder = folders.translator(tmp_path / "translate")
+    folders.edit(folder, "generation_config.json", num_beams="many")
+    with pytest.raises(CheckpointError, match=r"of decoding cannot be followed: .*many"):
+        translate("The cat.", "fr", model=folder)
+
+
+# ------------------------------------------------------------------------------------- names
+
+
+@pytest.fixture
+def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A shelf of shipped models with one on it, and no hub to ask."""
+    folder = folders.translator(tmp_path / "shelf" / "translate-tiny")
+    (folder / "README.md").write_text(folders.CARD)
+    monkeypatch.setattr(cards, "SHIPPED", tmp_path / "shelf")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    return folder
+
+
+def test_a_shipped_model_is_found_by_its_name(
+    shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = folders.writer(tmp_path / "translate-tiny")
+    assert type(load("translate-tiny")).__name__ == "Transformer"
+    assert type(load("./translate-tiny")).__name__ == "GPT2"
+    assert type(load(other)).__name__ == "GPT2"
+    assert Tokenizer.load("translate-tiny").id(">>fra<<") > 0
+    assert translate("The cat.", "fr", model="translate-tiny", length=3).model == "translate-tiny"
+
+
+@pytest.mark.parametrize("name", ["translat-tiny", "./translate-tini", "nobody/translate-tny"])
+def test_an_unknown_name_is_answered_with_the_nearest(shelf: Path, name: str) -> None:
+    with pytest.raises(InputError, match=r"Did you mean translate-tiny\?") as caught:
+        load(name)
+    assert isinstance(caught.value, CheckpointError)
+    with pytest.raises(RegardError, match="Shipped models are translate-tiny"):
+        load("/xyz/abc")
+
+
+def test_a_part_of_how_a_model_decodes_is_changed_alone(made: Path) -> None:
+    from regard.decoding.settings import decoding
+
+    own = {"num_beams": 8, "length_penalty": 0.6, "no_repeat_ngram_size": 2}
+    assert decoding(own, {"num_beams": 4}, 9) == (Beam(4, 0.6, no_repeat_ngram_size=2), 9)
+    assert decoding(own, {"length_penalty": 2.0}, 9) == (Beam(8, 2.0, no_repeat_ngram_size=2), 9)
+    assert decoding(own, {"num_beams": 1}, 9) == (Greedy(2), 9)
+    assert decoding(own, {}, 9) == (Beam(8, 0.6, no_repeat_ngram_size=2), 9)
+    assert decoding(own, {"min_length": 5}, 9) == (
+        Beam(8, 0.6, no_repeat_ngram_size=2, min_new_tokens=4),
+        9,
+    )
+    with pytest.raises(InputError, match=r"has no 'temperature'\. It may have early_stopping"):
+        decoding(own, {"temperature": 0.5}, 9)
+    assert decoding({**own, "max_new_tokens": 7}, {"max_length": 20}, None)[1] == 20
+    with pytest.raises(CheckpointError, match=r"min_length must be a whole number .* '5'"):
+        decoding({**own, "min_length": "5"}, None, 9)
+    with pytest.raises(InputError, match="A length penalty is for beams"):
+        decoding({"num_beams": 1}, {"length_penalty": 2.0}, 9)
+    found = summarize(folders.LINES[0], model=made / "summarize", how={"num_beams": 2}, length=3)
+    assert found.tokens
+
+
+def test_a_text_goes_on_as_far_as_there_is_room(made: Path) -> None:
+    short = complete("The cat", model=made / "gpt2", how=Greedy())
+    assert 0 < short.tokens <= 100
+    with pytest.raises(InputError, match=r"tokens and 5000 to come .* or a smaller length"):
+        complete("The cat", model=made / "gpt2", length=5000)
+    with pytest.raises(InputError, match="Beams are known at their end only"):
+        list(stream_completion("The cat", model=made / "gpt2", how=Beam(2), length=3))

@@ -1,0 +1,438 @@
+"""Text: ids and offsets are those of transformers, or of the definition, and files go round."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import random
+from pathlib import Path
+
+import pytest
+import transformers
+from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.models import WordLevel
+
+from helpers import broken_files as broken
+from helpers.model_folders import minilm
+from helpers.sentencepiece_files import (
+    PIECES,
+    TARGET,
+    Piece,
+    field,
+    marian,
+    marian_of_two,
+    model,
+    unigrams,
+)
+from regard import CheckpointError, InputError, RegardError
+from regard.text.tokenizer import Tokenizer
+
+LINES = [
+    "The cat sat on the mat.",
+    "  Two  spaces,\ttabs and trailing ones  ",
+    "Ünïcödé: naïve café, ﬁne ligatures, ½ and ™.",
+    "中文字符 mixed with English, русский, العربية, 日本語.",
+    "Emoji 👩‍👩‍👧 and \u200b zero width, \u00a0 no-break.",
+    "It's they're we'll I'd 1234567890 3.14 $100 #tag @you",
+    "supercalifragilisticexpialidocious " * 4,
+    "!!! ??? ... --- ((())) [CLS] [MASK] <|endoftext|> </s>",
+    "",
+]
+
+
+def corpus() -> list[str]:
+    """Words of all kinds, made by rule, so that nothing need be downloaded."""
+    rng = random.Random(0)
+    parts = ["un", "re", "see", "look", "like", "ing", "er", "ed", "ly", "ness", "cat", "mat"]
+    words = ["".join(rng.choices(parts, k=rng.randint(1, 4))) for _ in range(300)]
+    return [" ".join(rng.choices(words, k=9)).capitalize() + "." for _ in range(400)]
+
+
+def test_a_real_tokenizer_is_that_of_transformers() -> None:
+    text = Tokenizer.load(minilm())
+    theirs = transformers.AutoTokenizer.from_pretrained(minilm())
+    for line in [*LINES, *corpus()]:
+        expected = theirs(line, return_offsets_mapping=True)
+        found = text.encode(line)
+        assert found.ids == expected["input_ids"]
+        assert found.offsets == expected["offset_mapping"]
+        assert text.decode(found.ids) == theirs.decode(found.ids, skip_special_tokens=True)
+
+
+def test_a_real_vocab_txt_is_its_tokenizer_json(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_bytes((minilm() / "vocab.txt").read_bytes())
+    old, new = Tokenizer.load(tmp_path), Tokenizer.load(minilm())
+    assert len(old) == len(new) == 30522
+    for line in [*LINES, *corpus()]:
+        assert old.encode(line) == new.encode(line)
+    assert old.encode("a question", "a text") == new.encode("a question", "a text")
+
+
+def test_case_is_kept_where_the_config_says_so(tmp_path: Path) -> None:
+    (tmp_path / "vocab.txt").write_text("[PAD]\n[UNK]\n[CLS]\n[SEP]\n[MASK]\nCat\ncat\n")
+    assert Tokenizer.load(tmp_path).encode("Cat").tokens == ["[CLS]", "cat", "[SEP]"]
+    (tmp_path / "tokenizer_config.json").write_text('{"do_lower_case": false}')
+    assert Tokenizer.load(tmp_path).encode("Cat").tokens == ["[CLS]", "Cat", "[SEP]"]
+
+
+VOCABULARY = "[PAD] [UNK] [CLS] [SEP] [MASK] cafe café uber über naive 中 文 中文 the ##s".replace(
+    " ", "\n"
+)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"strip_accents": False},
+        {"do_lower_case": False, "strip_accents": True},
+        {"tokenize_chinese_chars": False},
+        {"added_tokens_decoder": {"15": {"content": "<user>", "special": True}}},
+        {},
+    ],
+)
+def test_options_of_a_vocab_txt_are_followed(tmp_path: Path, options: dict[str, object]) -> None:
+    (tmp_path / "vocab.txt").write_text(VOCABULARY + "\n")
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    (tmp_path / "added_tokens.json").write_text('{"Bar": 15}')  # counts where nothing newer is
+    text, theirs = (
+        Tokenizer.load(tmp_path),
+        transformers.BertTokenizerFast.from_pretrained(tmp_path),
+    )
+    for line in ("Über café 中文", "naïve cafes", "the<user>the bar Bar"):
+        assert text.encode(line).ids == theirs(line)["input_ids"]
+
+
+def test_pairs_say_where_each_token_comes_from() -> None:
+    text = Tokenizer.load(minilm())
+    question, passage = "Who sat?", "The cat sat on the mat."
+    found = text.encode(question, passage)
+    assert found.token_types == [0] * found.ids.index(text.id("[SEP]"), 0) + [0] + [1] * (
+        len(found.ids) - found.ids.index(text.id("[SEP]")) - 1
+    )
+    at = found.tokens.index("cat")
+    start, end = found.offsets[at]
+    assert found.texts[at] == 1
+    assert passage[start:end] == "cat"
+    assert found.texts[0] is None
+
+
+@pytest.mark.parametrize("names", [("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")])
+def test_byte_pairs_are_those_of_transformers(tmp_path: Path, names: tuple[str, str]) -> None:
+    trained = Tokenizer.train_bpe(corpus(), size=400)
+    model = json.loads(trained.tokenizer.to_str())["model"]
+    merges = "#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in model["merges"])
+    for folder, (vocabulary, pairs) in (("ours", names), ("theirs", ("vocab.json", "merges.txt"))):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / vocabulary).write_text(json.dumps(model["vocab"]))
+        (tmp_path / folder / pairs).write_text(merges)
+    text = Tokenizer.load(tmp_path / "ours")
+    theirs = transformers.GPT2Tokenizer.from_pretrained(tmp_path / "theirs")
+    for line in [*LINES, *corpus()]:
+        ids = text.encode(line).ids
+        assert ids == theirs(line)["input_ids"]
+        assert ids == trained.encode(line).ids
+        assert text.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize(
+    ("options", "added"),
+    [
+        ({"add_prefix_space": True}, {}),
+        ({}, {"<pad>": 400, "<user>": 401}),
+        ({"added_tokens_decoder": {"400": {"content": "<pad>", "special": True}}}, {}),
+    ],
+)
+def test_options_of_byte_pairs_are_followed(
+    tmp_path: Path, options: dict[str, object], added: dict[str, int]
+) -> None:
+    trained = Tokenizer.train_bpe(corpus(), size=400)
+    model = json.loads(trained.tokenizer.to_str())["model"]
+    (tmp_path / "vocab.json").write_text(json.dumps(model["vocab"]))
+    merges = "".join(f"{a} {b}\n" for a, b in model["merges"])
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + merges)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(options))
+    (tmp_path / "added_tokens.json").write_text(json.dumps(added))
+    text, theirs = (
+        Tokenizer.load(tmp_path),
+        transformers.GPT2TokenizerFast.from_pretrained(tmp_path),
+    )
+    for line in ("the cat", "<pad>the<user>", "a<|endoftext|>b"):
+        assert text.encode(line).ids == theirs(line)["input_ids"]
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    (tmp_path / "added_tokens.json").write_text('{"<far>": 9000}')
+    with pytest.raises(CheckpointError, match="'<far>' should be 9000, but would be 40"):
+        Tokenizer.load(tmp_path)
+
+
+def test_byte_pairs_lose_nothing() -> None:
+    text = Tokenizer.train_bpe(corpus(), size=400)
+    for line in LINES[:-2]:
+        assert text.decode(text.encode(line).ids) == line
+
+
+def best(text: str) -> float:
+    """The score of the best way to cut a text into pieces: all ways are tried."""
+    if not text:
+        return 0.0
+    cuts = [
+        PIECES[text[:n]] + best(text[n:]) for n in range(1, len(text) + 1) if text[:n] in PIECES
+    ]
+    return max(cuts, default=-1e9)
+
+
+def test_sentencepiece_cuts_as_the_best_of_all_ways(tmp_path: Path) -> None:
+    (tmp_path / "spiece.model").write_bytes(model(unigrams()))
+    text = Tokenizer.load(tmp_path)
+    assert len(text) == 3 + len(PIECES) + 100
+    assert text.id("<extra_id_0>") == len(text) - 1
+    words = ["the", "cats", "sat", "on", "a", "mat.", "than"]
+    for line in itertools.permutations(words, 3):
+        found = text.encode(" ".join(line))
+        assert found.tokens[-1] == "</s>"
+        pieces = found.tokens[:-1]
+        whole = "▁" + "▁".join(line)
+        assert "".join(pieces) == whole
+        assert sum(PIECES[piece] for piece in pieces) == pytest.approx(best(whole))
+        assert text.decode(found.ids) == " ".join(line)
+    assert text.encode("  the   cat ").ids == text.encode("the cat").ids
+    assert text.encode("the xyz").ids.count(text.id("<unk>")) == 1
+
+
+def test_sentencepiece_has_as_many_sentinels_as_its_config_says(tmp_path: Path) -> None:
+    (tmp_path / "spiece.model").write_bytes(model([*unigrams(), ("\n", 0.0, 4)]))
+    usual = Tokenizer.load(tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text('{"extra_ids": 0}')
+    text = Tokenizer.load(tmp_path)
+    assert len(usual) - 100 == len(text) == len(unigrams()) + 1
+    # What a user defined is part of the text.
+    assert text.decode(text.encode("the\ncat").ids).split("\n") == ["the", " cat"]
+
+
+def test_marian_reads_pieces_of_the_source_and_writes_those_of_the_target(tmp_path: Path) -> None:
+    ids = marian(tmp_path)
+    text = Tokenizer.load(tmp_path)
+    assert len(text) == len(ids)
+    found = text.encode(">>fra<< the cat chats.")
+    # "▁chat" is a piece too, but not of the source.
+    expected = [">>fra<<", "▁the", "▁cat", "▁", "c", "h", "at", "s", ".", "</s>"]
+    assert found.tokens == expected
+    assert found.ids == [ids[token] for token in expected]
+    assert text.decode([ids["▁chat"], ids["s"], ids["▁tapis"], ids["."], 0]) == "chats tapis."
+    text.save(tmp_path / "again")
+    again = Tokenizer.load(tmp_path / "again")
+    assert again.encode("the cats on é").ids == text.encode("the cats on é").ids
+
+
+def cut(text: str, pieces: dict[str, float]) -> list[str]:
+    """The best way to cut a text, of all ways."""
+    ways = [([], text, 0.0)] if text else []
+    best: tuple[float, list[str]] = (-1e9, [])
+    while ways:
+        done, left, score = ways.pop()
+        if not left:
+            best = max(best, (score, done))
+        for n in range(1, len(left) + 1):
+            if left[:n] in pieces:
+                ways.append(([*done, left[:n]], left[n:], score + pieces[left[:n]]))
+    return best[1]
+
+
+@pytest.mark.parametrize("separate", [True, False])
+def test_marian_cuts_each_language_by_its_own_model(tmp_path: Path, separate: bool) -> None:
+    ids, target_ids = marian_of_two(tmp_path)
+    if not separate:  # one file has the ids of both
+        both = dict.fromkeys([*ids, *target_ids])
+        ids = target_ids = {token: index for index, token in enumerate(both)}
+        (tmp_path / "vocab.json").write_text(json.dumps(ids))
+        (tmp_path / "target_vocab.json").unlink()
+    text = Tokenizer.load(tmp_path)
+    source = [*cut("▁the▁cats", PIECES), "</s>"]
+    target = [*cut("▁le▁chats", TARGET), "</s>"]
+    assert target == ["▁le", "▁ch", "at", "s", "</s>"]  # likelier than "▁chat", "s"
+    assert text.encode("the cats").tokens == source
+    assert text.encode("the cats").ids == [ids[token] for token in source]
+    found = text.target.encode("le chats")
+    assert found.tokens == target
+    assert found.ids == [target_ids[token] for token in target]
+    assert text.decode(found.ids) == "le chats"
+    assert (len(text), len(text.target)) == (len(ids), len(target_ids))
+
+    text.save(tmp_path / "again")
+    again = Tokenizer.load(tmp_path / "again")
+    assert again.encode("the cats").ids == text.encode("the cats").ids
+    assert again.decode(found.ids) == "le chats"
+    Tokenizer.train_bpe(corpus(), size=300).save(tmp_path / "again")
+    assert len(Tokenizer.load(tmp_path / "again").target) == 300
+
+
+@pytest.mark.parametrize("ids", [{"</s>": 0, "<unk>": 2}, {"</s>": 0, "<unk>": "1"}, {"</s>": 0}])
+def test_marian_ids_that_are_not_in_order_are_refused(tmp_path: Path, ids) -> None:
+    marian(tmp_path)
+    (tmp_path / "vocab.json").write_text(json.dumps(ids))
+    with pytest.raises(CheckpointError, match=r"vocab\.json"):
+        Tokenizer.load(tmp_path)
+
+
+def test_sentencepiece_of_another_kind_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "spiece.model").write_bytes(model(unigrams(), kind=3))
+    with pytest.raises(CheckpointError, match="words or characters"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_score_that_is_no_float_is_refused(tmp_path: Path) -> None:
+    raw = field(1, field(1, b"a") + field(2, b"abc"))
+    (tmp_path / "spiece.model").write_bytes(raw + model(unigrams()))
+    with pytest.raises(CheckpointError, match="a score has 3 bytes"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_template_that_names_no_token_is_our_error_when_it_is_used(tmp_path: Path) -> None:
+    Tokenizer.train_unigram(corpus(), size=100).save(tmp_path)
+    raw = json.loads((tmp_path / "tokenizer.json").read_text())
+    raw["post_processor"]["special_tokens"] = {}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="no tokenizer that can be used"):
+        Tokenizer.load(tmp_path).encode("seeing")
+
+
+MERGED = ["th", "▁the", "he", "▁t", "at", "▁c", "cat", "▁cat", "in", "ing", "▁s", "ed", "▁th"]
+SINGLE = list("▁thecaindgsmo.")
+
+
+def pairs_model() -> bytes:
+    """A SentencePiece model of byte pairs: scores fall with the order, and there are all bytes."""
+    pieces: list[Piece] = [("<unk>", 0.0, 2), ("<s>", 0.0, 3), ("</s>", 0.0, 3)]
+    pieces += [(f"<0x{byte:02X}>", 0.0, 6) for byte in range(256)]
+    pieces += [(piece, -float(rank), 1) for rank, piece in enumerate([*MERGED, *SINGLE])]
+    return model(pieces, 2, single=0)
+
+
+def merge(line: str) -> list[str]:
+    """The definition: merge the leftmost pair that makes the best piece, until none makes one."""
+    parts = list("▁" + line.replace(" ", "▁"))
+    while True:
+        made = [
+            (MERGED.index(a + b), at)
+            for at, (a, b) in enumerate(itertools.pairwise(parts))
+            if a + b in MERGED
+        ]
+        if not made:
+            break
+        _, at = min(made)
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return [
+        token
+        for part in parts
+        for token in (
+            [part]
+            if part in MERGED or part in SINGLE
+            else [f"<0x{byte:02X}>" for byte in part.encode()]
+        )
+    ]
+
+
+def test_sentencepiece_of_byte_pairs_merges_as_defined(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer.model").write_bytes(pairs_model())
+    text = Tokenizer.load(tmp_path)
+    assert len(text) == 3 + 256 + len(MERGED) + len(SINGLE)
+    words = ["the", "cats", "sat", "thing", "heated", "dinged", "Ünï", "日本", "👩", "ma.t"]
+    for line in (" ".join(some) for some in itertools.permutations(words, 2)):
+        for spaced in (line, f"  {line.replace(' ', '   ')} "):
+            found = text.encode(spaced)
+            assert found.tokens == [*merge(spaced), "</s>"]
+            assert text.decode(found.ids) == spaced
+
+
+@pytest.mark.parametrize(
+    "train", [Tokenizer.train_bpe, Tokenizer.train_wordpiece, Tokenizer.train_unigram]
+)
+def test_trained_tokenizers_have_their_size_and_go_round(tmp_path: Path, train) -> None:
+    text = train(corpus(), size=300)
+    assert 200 < len(text) <= 300
+    line = "Seeing likeness unlooked."
+    found = text.encode(line)
+    assert text.decode(found.ids).lower().replace(" ", "") == line.lower().replace(" ", "")
+    start, end = found.offsets[found.texts.index(0)]
+    assert start == 0
+    assert "seeing".startswith(line[start:end].lower())
+    text.save(tmp_path)
+    again = Tokenizer.load(tmp_path)
+    assert [e.ids for e in again.encode_all(corpus())] == [e.ids for e in text.encode_all(corpus())]
+    theirs = transformers.PreTrainedTokenizerFast(tokenizer_file=str(tmp_path / "tokenizer.json"))
+    assert theirs(line)["input_ids"] == found.ids
+
+
+@pytest.mark.parametrize("kind", ["marian", "t5", "bert", "gpt2"])
+def test_what_we_save_opens_elsewhere(tmp_path: Path, kind: str) -> None:
+    train = {"bert": Tokenizer.train_wordpiece, "gpt2": Tokenizer.train_bpe}.get(
+        kind, Tokenizer.train_unigram
+    )
+    text = train(corpus(), size=300)
+    text.save(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    for line in ("Seeing likeness unlooked.", "ﬁne ① text"):
+        assert theirs(line)["input_ids"] == text.encode(line).ids
+    assert theirs.eos_token == {"bert": None, "gpt2": "<|endoftext|>"}.get(kind, "</s>")
+    assert theirs.pad_token == {"bert": "[PAD]", "gpt2": None}.get(kind, "<pad>")
+    if kind == "bert":
+        assert set(theirs("a", "b")["token_type_ids"]) == {0, 1}
+
+
+def test_ids_may_have_gaps() -> None:
+    text = Tokenizer(FastTokenizer(WordLevel({"a": 0, "<unk>": 1, "b": 5}, unk_token="<unk>")))
+    assert len(text) == 6
+    assert text.decode(text.encode("b").ids) == "b"
+
+
+def test_to_a_unigram_model_newlines_are_spaces() -> None:
+    text = Tokenizer.train_unigram([f"{line}\n{line}" for line in corpus()], size=100)
+    assert text.encode("Seeing\n\tthings. ").ids == text.encode("Seeing things.").ids
+    assert not any("\n" in token for token in text.tokenizer.get_vocab())
+
+
+def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
+    text = Tokenizer.train_bpe(corpus(), size=300)
+    with pytest.raises(InputError, match="no token"):
+        text.id("nowhere")
+    with pytest.raises(InputError, match="Ids are from 0"):
+        text.decode([10**6])
+    with pytest.raises(InputError, match="surrogate"):
+        text.encode("\ud800")
+    with pytest.raises(InputError, match="str"):
+        text.encode(3)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="from 257"):
+        Tokenizer.train_bpe(corpus(), size=10)
+    with pytest.raises(InputError, match="to 16777216"):
+        Tokenizer.train_bpe(corpus(), size=10**12)
+    with pytest.raises(InputError, match="trained on this"):
+        Tokenizer.train_unigram(["abc def"] * 9, size=4)
+    for ids in (["a"], [1.5], 5):
+        with pytest.raises(InputError, match="Ids are whole numbers"):
+            text.decode(ids)
+    for lines in ("abc", 5):
+        with pytest.raises(InputError, match="Give a list of texts"):
+            text.encode_all(lines)
+        with pytest.raises(InputError, match="Give a list of texts"):
+            Tokenizer.train_wordpiece(lines, size=300)
+    with pytest.raises(InputError, match="special tokens"):
+        Tokenizer.train_unigram(corpus(), size=100, end="<end>")
+    with pytest.raises(CheckpointError, match="no tokenizer"):
+        Tokenizer.load(tmp_path)
+    (tmp_path / "vocab.txt").write_text("a\na\n")
+    with pytest.raises(CheckpointError, match="twice"):
+        Tokenizer.load(tmp_path)
+
+
+def test_broken_tokenizers_raise_our_errors_only(tmp_path: Path) -> None:
+    good = broken.tokenizers(tmp_path / "good")
+    refused = 0
+    for seed in range(600):
+        name = broken.broken_tokenizer(good, tmp_path / f"{seed}", random.Random(seed))
+        try:
+            Tokenizer.load(tmp_path / f"{seed}").encode("the cat sat on a mat.")
+        except RegardError:
+            refused += 1
+        except BaseException as error:
+            raise AssertionError(f"seed {seed} ({name}) let out {error!r}") from error
+    assert refused > 300
