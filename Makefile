@@ -7,7 +7,7 @@ PIP = $(BIN)/python -m pip install --quiet
 
 demo: .venv/.ready  ## one attention, step by step; then a translation, and where its words came from
 	@$(BIN)/regard explain
-	@$(BIN)/regard translate "The cat sat on the mat." --to fr --align
+	@$(BIN)/regard translate "The cat sat on the mat." --to fr --attended
 
 PYTEST = $(BIN)/pytest -q -n 2 --dist worksteal
 

@@ -50,9 +50,9 @@ def main() -> None:
     ]
     rows = []
     for precision in get_args(Precision):
-        translate("Good morning.", given.to, precision=precision, look=False)
+        translate("Good morning.", given.to, precision=precision, attended=False)
         started = time.perf_counter()
-        found = translate(list(pairs), given.to, precision=precision, look=False)
+        found = translate(list(pairs), given.to, precision=precision, attended=False)
         seconds = time.perf_counter() - started
         texts = [one.text for one in found]
         rows.append(

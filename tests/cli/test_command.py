@@ -102,7 +102,7 @@ data = {{ root = "{tmp_path}", length = 16, train = [{{ format = "text", files =
     assert process.returncode == 130
     assert "There is nothing to resume in" in said
     assert out.endswith(
-        f"Go on with: regard train {recipe} --set schedule.steps=1000000 "
+        f"Continue with: regard train {recipe} --set schedule.steps=1000000 "
         f"--set 'data.cache={tmp_path / 'the cache'}' --resume\n"
     )
 

@@ -116,7 +116,7 @@ def test_what_is_written_is_never_markup(page: Page, address: str) -> None:
     asked = {
         "translate": {"text": nasty, "to": "fr"},
         "answer": {"question": nasty, "context": f"{nasty} The cat slept."},
-        "complete": {"text": nasty, "length": 3, "temperature": 0, "seed": 0},
+        "complete": {"text": nasty, "max_new_tokens": 3, "temperature": 0, "seed": 0},
         "look": {"text": nasty, "model": "books-gpt2", "layer": 0, "head": 0},
         "explain": {"sentence": nasty},
     }
@@ -166,7 +166,7 @@ def test_a_completion_grows_and_its_words_look_back(page: Page, address: str) ->
     done(page, "complete")
     assert page.says("window.sizes.size") > 6
     how = regard.Sample(0.8, top_p=0.95, seed=1)
-    record = regard.complete("Once upon a time", length=12, how=how)
+    record = regard.complete("Once upon a time", max_new_tokens=12, how=how)
     assert page.text(of("complete", ".text")) == str(record)
     page.point(of("complete", ".unit[tabindex]"), 1)
     assert page.texts(of("complete", ".lit"))
@@ -174,7 +174,13 @@ def test_a_completion_grows_and_its_words_look_back(page: Page, address: str) ->
 
 
 def test_it_can_be_stopped(page: Page, address: str) -> None:
-    said = {"text": "Once", "model": "books-xl", "length": 1000, "temperature": 1, "seed": 0}
+    said = {
+        "text": "Once",
+        "model": "books-xl",
+        "max_new_tokens": 1000,
+        "temperature": 1,
+        "seed": 0,
+    }
     page.open(f"{address}/#complete?{urlencode(said)}")
     page.wait("document.querySelector('.caret')?.textContent.length > 20")
     page.click(of("complete", ".busy button"))
