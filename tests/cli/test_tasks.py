@@ -93,7 +93,7 @@ def test_complete_writes_the_text_on(made: Path) -> None:
     assert record["text"] == found.text
     assert record["prompt"] == "The cat"
     drawn = regard("complete", "The cat", *options, "--attended").stdout
-    assert "new down, before across" in drawn
+    assert "new words down, earlier words across" in drawn
     samples = {
         regard(
             "complete", "The cat", "--model", model, "--max-new-tokens", 9, "--seed", seed
@@ -125,7 +125,7 @@ def test_complete_writes_the_text_on(made: Path) -> None:
         (
             ["translate", "Hello", "--to", "fr", "--num-beams", "-1"],
             b"",
-            "-1 is not in the range x>=1",
+            "greater than or equal to 1",
         ),
         (["translate", "Hello", "--to", "fr", "--device", "gpu9"], b"", "no device 'gpu9'"),
         (["summarize"], b"", "empty"),
@@ -271,7 +271,9 @@ def test_a_default_that_is_not_shipped_is_said_in_one_line(
     monkeypatch.setattr(cards, "SHIPPED", tmp_path / "shelf")
     monkeypatch.setattr("huggingface_hub.snapshot_download", None)  # nor is the hub asked
     shown = one_line(regard(*command), "--model ")
-    assert shown.startswith(f"regard: No {does} model comes with regard yet. Name one, such as")
+    assert shown.startswith(
+        f"regard: No {does} model is shipped with this build of regard. Name one"
+    )
     assert shown.endswith(f"or train one by recipes/{recipe}.toml.\n")
     # One that is shipped some day is simply used.
     folder = made / {"books-gpt2": "gpt2"}.get(recipe, recipe)

@@ -519,7 +519,7 @@ def test_records_draw_themselves_and_escape_what_they_say(made: Path) -> None:
     assert "<svg" in shown
     assert "&lt;b&gt;The cat" in shown
     assert "<b>The" not in shown
-    assert "new down, before across" in found.attended.picture().text(color="none")
+    assert "new words down, earlier words across" in found.attended.picture().text(color="none")
     assert len(repr(found)) < 700  # the weights are left out
     with pytest.raises(AttributeError):
         found.text = "something else"

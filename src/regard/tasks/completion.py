@@ -225,4 +225,5 @@ def _attended(bundle: Ready, prompt: _Prompt, ids: list[int]) -> WordAttention |
     keys = [*bundle.text.encode(prompt.text, special=False).offsets, *written[:-1]]
     pooled = pool(table, written, queries, keys, units)
     where = f"The mean over {depth} layers of {heads} heads, without the first token"
-    return WordAttention.of((whole, queries), (whole, units), pooled, where, ("new", "before"))
+    sides = ("new words", "earlier words")
+    return WordAttention.of((whole, queries), (whole, units), pooled, where, sides)

@@ -25,7 +25,10 @@ class WordAttention:
     keys: tuple[str, ...]
     weights: tuple[tuple[float, ...], ...] = field(repr=False)  # [queries, keys]
     where: str  # the layer and head, or what the mean is over
-    sides: tuple[str, str] = ("query", "key")  # what queries and keys are, such as target and source
+    sides: tuple[str, str] = (
+        "query",
+        "key",
+    )  # what queries and keys are, such as target and source
 
     @classmethod
     def of(
