@@ -1,12 +1,12 @@
-"""Decoding on this machine's CPU beside transformers and CTranslate2: same weights, same work.
+"""Decoding on the CPU compared with transformers and CTranslate2, with the same weights.
 
 python benchmarks/decoding.py                    every case; appended to results/decoding.jsonl
 python benchmarks/decoding.py gpt2 --rounds 3    some cases, fewer rounds
 
-Every contestant is a process of its own, with OMP_NUM_THREADS threads, or two. They take turns, so
-that what disturbs one disturbs all; each says how long it took and the most memory it held while
-decoding. Weights are random, so nothing would stop: outputs have one fixed length on all sides.
-Sources are sorted by length. Needs the extra "bench".
+Each contestant runs in its own process with OMP_NUM_THREADS threads, two by default. They take
+turns, so that other load slows all of them alike, and each reports its time and its peak memory
+while decoding. The weights are random, so every output has the same fixed length. Sources are
+sorted by length. Needs the extra "bench".
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import random
-import re
 import statistics
 import subprocess
 import sys
@@ -26,9 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import memory  # and nothing that imports PyTorch: each contestant's memory is measured
+
 THREADS = int(os.environ.get("OMP_NUM_THREADS", "2"))
 VOCABULARY, PAD, END = 32000, 31999, 0
-TARGETS = {  # how many times as fast as whom ours should be
+TARGETS = {  # ours ("best" is our fastest), peer, and the least ratio of their speeds
     "base-1": [("float32", "ctranslate2 float32", 0.95), ("best", "ctranslate2 int8", 0.8)],
     "base-32": [("float32", "ctranslate2 float32", 0.95), ("best", "ctranslate2 int8", 1.0)],
     "gpt2": [(ours, "transformers float32", 1.5) for ours in ("float32", "best")],
@@ -42,7 +43,7 @@ CONTESTANTS = [
 
 @dataclass(frozen=True)
 class Case:
-    words: str
+    name: str
     batch: int
     new: int  # tokens to generate
     rounds: int
@@ -60,7 +61,7 @@ Decode = Callable[[], list[list[int]]]
 
 
 def make(folder: Path, case: str) -> None:
-    """A checkpoint with random weights, and the same for CTranslate2 in both precisions."""
+    """Write a checkpoint with random weights, and its conversions for CTranslate2."""
     import ctranslate2
     import torch
     import transformers
@@ -97,8 +98,8 @@ def make(folder: Path, case: str) -> None:
         tokens |= {f"w{index}": index for index in range(2, PAD)}
         special = {"eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
     reference.save_pretrained(folder / "model")
-    words = FastTokenizer(WordLevel(tokens, unk_token=special["unk_token"]))
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=words, **special)
+    vocabulary = FastTokenizer(WordLevel(tokens, unk_token=special["unk_token"]))
+    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=vocabulary, **special)
     tokenizer.save_pretrained(folder / "model")
     for precision in ("float32", "int8"):
         converter = ctranslate2.converters.TransformersConverter(str(folder / "model"))
@@ -106,7 +107,7 @@ def make(folder: Path, case: str) -> None:
 
 
 def prompts(case: str) -> list[list[int]]:
-    """Sources of 15 to 35 tokens, the longest first; for GPT-2 one prompt of 16."""
+    """Random sources of 15 to 35 tokens, the longest first; for GPT-2 one prompt of 16 tokens."""
     if case == "gpt2":
         return [list(range(100, 116))]
     rng = random.Random(0)
@@ -128,11 +129,11 @@ def regard(folder: Path, case: str, precision: str) -> Decode:
     model = load(folder / "model", dtype=dtype)
     if precision == "int8":
         model = quantize(model)
-    elif (case, precision) != ("gpt2", "float32"):  # one row in float32 is best off as it is
+    elif (case, precision) != ("gpt2", "float32"):  # one row in float32 is fastest without
         model = prepack(model)
-    how = Greedy() if case == "gpt2" else Beam(4)
+    method = Greedy() if case == "gpt2" else Beam(4)
     rows, new = prompts(case), CASES[case].new
-    return lambda: [found.ids for [found] in generate(model, rows, how, max_new_tokens=new)]  # type: ignore
+    return lambda: [row.ids for [row] in generate(model, rows, method, max_new_tokens=new)]  # type: ignore
 
 
 def transformers(folder: Path, case: str, _: str) -> Decode:
@@ -153,8 +154,8 @@ def transformers(folder: Path, case: str, _: str) -> Decode:
     options["attention_mask"] = (ids != PAD).long()
 
     def decode() -> list[list[int]]:
-        found: list[list[int]] = model.generate(ids, **options)[:, skip:].tolist()
-        return found
+        outputs: list[list[int]] = model.generate(ids, **options)[:, skip:].tolist()
+        return outputs
 
     return decode
 
@@ -166,40 +167,38 @@ def ctranslate2(folder: Path, case: str, precision: str) -> Decode:
     new = CASES[case].new
     rows = [[f"w{token}" for token in row] for row in prompts(case)]
     if case == "gpt2":
-        writer = ctranslate2.Generator(str(folder / precision), **options)
+        generator = ctranslate2.Generator(str(folder / precision), **options)
         lengths = {"max_length": new, "min_length": new, "include_prompt_in_result": False}
-        return lambda: [found.sequences_ids[0] for found in writer.generate_batch(rows, **lengths)]
+        return lambda: [row.sequences_ids[0] for row in generator.generate_batch(rows, **lengths)]
     translator = ctranslate2.Translator(str(folder / precision), **options)
     lengths = {"max_decoding_length": new, "min_decoding_length": new, "beam_size": 4}
     return lambda: [
-        [int(token[1:]) for token in found.hypotheses[0]]
-        for found in translator.translate_batch(rows, **lengths)
+        [int(token[1:]) for token in row.hypotheses[0]]
+        for row in translator.translate_batch(rows, **lengths)
     ]
 
 
 def work(folder: Path, case: str, contestant: str) -> None:
-    """A contestant's process: decode once for each line that comes in, and say how it went."""
+    """The process of a contestant: each line of input starts a decoding, whose costs it prints."""
     name, precision = contestant.split()
     decode = {"regard": regard, "transformers": transformers, "ctranslate2": ctranslate2}[name](
         folder, case, precision
     )
     decode()
     print("ready", flush=True)
-    Path("/proc/self/clear_refs").write_text("5")  # forget the most memory held so far
+    memory.reset_peak()
     for _ in sys.stdin:
         started = time.perf_counter()
-        found = decode()
-        taken = time.perf_counter() - started
-        most = re.search(r"VmHWM:\s+(\d+)", Path("/proc/self/status").read_text())
-        assert most is not None
-        print(json.dumps([taken, int(most[1]) / 1024, found]), flush=True)
+        outputs = decode()
+        duration = time.perf_counter() - started
+        print(json.dumps([duration, memory.peak(), outputs]), flush=True)
 
 
 # ----------------------------------------------------------------------------------- the run
 
 
 def run(case: str, rounds: int) -> list[dict[str, Any]]:
-    """What every contestant did."""
+    """Time, memory and tokens of every contestant."""
     times: dict[str, list[float]] = {name: [] for name in CONTESTANTS}
     last: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as name:
@@ -225,10 +224,10 @@ def run(case: str, rounds: int) -> list[dict[str, Any]]:
         for process in processes.values():
             process.communicate()
     expected = last["transformers float32"][2]
-    words, count = CASES[case].words, CASES[case].batch * CASES[case].new
+    case_name, count = CASES[case].name, CASES[case].batch * CASES[case].new
     return [
         {
-            "case": words,
+            "case": case_name,
             "contestant": contestant,
             "ms": statistics.median(times[contestant]) * 1e3,
             "least_ms": min(times[contestant]) * 1e3,
@@ -243,14 +242,14 @@ def run(case: str, rounds: int) -> list[dict[str, Any]]:
 def _line(process: subprocess.Popen[str]) -> str:
     assert process.stdout is not None
     line = process.stdout.readline()
-    assert line, f"{process.args} ended before it was done"
+    assert line, f"{process.args} ended early"
     return line
 
 
-def _same(found: list[list[int]], expected: list[list[int]]) -> float:
-    """The share of tokens that are those of transformers."""
+def _same(outputs: list[list[int]], expected: list[list[int]]) -> float:
+    """The share of tokens that equal those of transformers."""
     pairs = [
-        (a, b) for x, y in zip(found, expected, strict=True) for a, b in zip(x, y, strict=True)
+        (a, b) for x, y in zip(outputs, expected, strict=True) for a, b in zip(x, y, strict=True)
     ]
     return sum(a == b for a, b in pairs) / len(pairs)
 
@@ -274,7 +273,7 @@ def main() -> None:
 
     from measure import append
 
-    torch.set_num_threads(THREADS)  # to be noted with the results
+    torch.set_num_threads(THREADS)  # for the environment in the results
     for case in given.cases:
         rows = run(case, given.rounds or CASES[case].rounds)
         speed = {row["contestant"]: row["tokens_per_second"] for row in rows}

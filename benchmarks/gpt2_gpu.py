@@ -1,13 +1,14 @@
-"""GPT-2 124M on a GPU beside transformers, with the same random weights.
+"""GPT-2 124M on a GPU compared with transformers, with the same random weights.
 
 python benchmarks/gpt2_gpu.py            decoding, training and trainer; appended to results/
 python benchmarks/gpt2_gpu.py decoding   one of the three
-python benchmarks/gpt2_gpu.py --tiny     a small form of all, on any machine; nothing is kept
+python benchmarks/gpt2_gpu.py --tiny     all with a small model, on any machine; nothing is saved
 
-Decoding is greedy, batch 1; our steps are CUDA graphs, transformers is as it comes. Training is
-one step (forward, loss, backward, AdamW) in bfloat16 at 1024 tokens, both compiled and both not.
-Trainer is whole runs on the same tokens, `regard train` beside transformers' Trainer, with the
-share of the device's peak that the model's own operations come to.
+decoding: greedy, batch 1, ours with CUDA graphs, transformers with its defaults.
+training: one step (forward, loss, backward, AdamW) of 1,024 tokens in bfloat16, with and without
+torch.compile on both sides.
+trainer: whole runs of `regard train` and of transformers' Trainer on the same tokens, with the
+model's FLOPs as a share of the device's peak.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from typing import Any
 import torch
 import transformers
 
-from measure import append, described, seconds
+from measure import append, argument_parser
 from regard import GPT2, generate, load
+from regard.evaluation.speed import seconds
 from regard.models.gpt2_graphs import Replayed
 from regard.text.tokenizer import Tokenizer
 from regard.training.run import train
@@ -33,7 +35,7 @@ TINY = {"n_embd": 32, "n_layer": 2, "n_head": 2, "vocab_size": 300}
 
 
 def pair(device: str, dtype: torch.dtype, tiny: bool) -> tuple[GPT2, Any]:
-    """Our GPT-2 and theirs, with the same weights."""
+    """Our GPT-2 and that of transformers, with the same weights."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(**(TINY if tiny else {}))
     config.resid_pdrop = config.embd_pdrop = config.attn_pdrop = 0.0
@@ -45,24 +47,24 @@ def pair(device: str, dtype: torch.dtype, tiny: bool) -> tuple[GPT2, Any]:
     return ours, reference.to(device=device, dtype=dtype).eval()
 
 
-def wait() -> None:
+def synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
-def waited(function: Callable[[], object]) -> Callable[[], object]:
-    """The function, done when the device is."""
+def synchronized(function: Callable[[], object]) -> Callable[[], object]:
+    """The function, which then waits for the device."""
 
     def run() -> object:
         result = function()
-        wait()
+        synchronize()
         return result
 
     return run
 
 
 def decoding(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
-    """Greedy, one prompt of 16 tokens and 128 new ones."""
+    """Greedy decoding of 128 tokens after a prompt of 16."""
     new = 16 if tiny else 128
     prompt = list(range(100, 116))
     for dtype in (torch.float32, torch.bfloat16):
@@ -79,13 +81,13 @@ def decoding(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
         mine = generate(fast, [prompt], max_new_tokens=new, batch=1)[0][0].ids
         wanted = theirs.generate(ids, **options)[0, len(prompt) :].tolist()
         times = seconds(
-            waited(lambda: generate(fast, [prompt], max_new_tokens=new, batch=1)),  # noqa: B023
-            waited(lambda: theirs.generate(ids, **options)),  # noqa: B023
+            synchronized(lambda: generate(fast, [prompt], max_new_tokens=new, batch=1)),  # noqa: B023
+            synchronized(lambda: theirs.generate(ids, **options)),  # noqa: B023
             budget=0.1 if tiny else 4.0,
         )
         plain = seconds(
-            waited(lambda: generate(fast, [prompt], max_new_tokens=new, batch=1)),  # noqa: B023
-            waited(lambda: generate(ours, [prompt], max_new_tokens=new)),  # noqa: B023
+            synchronized(lambda: generate(fast, [prompt], max_new_tokens=new, batch=1)),  # noqa: B023
+            synchronized(lambda: generate(ours, [prompt], max_new_tokens=new)),  # noqa: B023
             budget=0.1 if tiny else 1.0,
         )
         yield {
@@ -100,7 +102,7 @@ def decoding(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
 
 
 def training(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
-    """One step of 1024 tokens a sequence."""
+    """One step with sequences of 1,024 tokens."""
     batch, length = (2, 32) if tiny else (16, 1024)
     for compiled in (False, True):
         ours, theirs = pair(device, torch.float32, tiny)
@@ -110,7 +112,7 @@ def training(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
             model.train()
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=device == "cuda")
             forward = torch.compile(model) if compiled else model
-            steps.append(waited(_step(forward, loss, optimizer, ids, device)))
+            steps.append(synchronized(_step(forward, loss, optimizer, ids, device)))
         times = seconds(*steps, budget=0.1 if tiny else 5.0)
         tokens = batch * length
         yield {
@@ -122,24 +124,24 @@ def training(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
         }
 
 
-PEAK = 989e12  # bfloat16 operations a second that NVIDIA's H200 datasheet promises
+PEAK = 989e12  # FLOP/s in bfloat16, from NVIDIA's datasheet of the H200
 
 
 def trainer(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
-    """Whole runs, the data and all, on text made of random words; speeds after the first steps."""
+    """Whole runs on random words, data loading included; speeds after the first third of steps."""
     batch, length, steps = (2, 32, 20) if tiny else (16, 1024, 150)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        draw = random.Random(0)
-        words = ["".join(draw.choices("etaoinshr", k=draw.randint(2, 8))) for _ in range(3000)]
-        lines = [" ".join(draw.choices(words, k=20)) for _ in range(steps * batch * length // 40)]
+        rng = random.Random(0)
+        words = ["".join(rng.choices("etaoinshr", k=rng.randint(2, 8))) for _ in range(3000)]
+        lines = [" ".join(rng.choices(words, k=20)) for _ in range(steps * batch * length // 40)]
         (folder / "text.txt").write_text("\n".join(lines))
         ours, _ = pair(device, torch.float32, tiny)
         ours.save(folder / "start")
         Tokenizer.train_bpe(lines[:2000], size=300 if tiny else 4096).save(folder / "start")
         sizes = ours.config
         matrices = sum(p.numel() for p in ours.parameters()) - ours.places.weight.numel()
-        # Forward and backward: 6 for each weight, and half of 12 n d a layer, since it is causal.
+        # Forward and backward, a token: 6 for each weight; 12 n d for a layer, halved by the mask.
         operations = 6 * matrices + 6 * sizes.depth * sizes.dim * length
         del ours
         for compiled in (False, True):
@@ -156,7 +158,7 @@ def trainer(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
 
 
 def _our_run(folder: Path, batch: int, length: int, steps: int, compiled: bool) -> float:
-    """Tokens a second of `regard train`, the median of what it logs after a third of the steps."""
+    """Tokens a second of `regard train`: the median of its log after a third of the steps."""
     output = folder / f"ours-{compiled}"
     recipe = folder / "recipe.toml"
     recipe.write_text(f"""
@@ -185,9 +187,9 @@ def _their_run(
     folder: Path, batch: int, length: int, steps: int, compiled: bool, device: str
 ) -> float:
     """Tokens a second of transformers' Trainer, after a third of the steps."""
-    text = Tokenizer.load(folder / "start")
+    tokenizer = Tokenizer.load(folder / "start")
     lines = (folder / "text.txt").read_text().splitlines()
-    ids = [i for row in text.encode_all(lines) for i in row.ids][: steps * batch * length]
+    ids = [i for row in tokenizer.encode_all(lines) for i in row.ids][: steps * batch * length]
     rows = [ids[at : at + length] for at in range(0, len(ids) - length + 1, length)]
     data = [{"input_ids": row, "labels": row} for row in rows]
     marks: dict[int, float] = {}
@@ -195,7 +197,7 @@ def _their_run(
     class Clock(transformers.TrainerCallback):  # type: ignore[misc]
         def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:  # noqa: ARG002
             if state.global_step in (steps // 3, steps):
-                wait()
+                synchronize()
                 marks[state.global_step] = time.perf_counter()
 
     model = transformers.GPT2LMHeadModel.from_pretrained(folder / "start")
@@ -227,7 +229,7 @@ def _our_loss(forward: Any, ids: torch.Tensor) -> torch.Tensor:
 
 
 def _their_loss(forward: Any, ids: torch.Tensor) -> torch.Tensor:
-    ids = ids[:, :-1]  # they shift the labels themselves
+    ids = ids[:, :-1]  # the model shifts the labels
     loss: torch.Tensor = forward(ids, labels=ids, use_cache=False).loss
     return loss
 
@@ -250,9 +252,9 @@ def _step(
 
 
 def main() -> None:
-    parser = described(__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("parts", nargs="*", default=["decoding", "training", "trainer"])
-    parser.add_argument("--tiny", action="store_true", help="a small form, nothing is kept")
+    parser.add_argument("--tiny", action="store_true", help="a small model; nothing is saved")
     given = parser.parse_args()
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -1,10 +1,10 @@
-"""Speed and memory on a GPU: one run, one table; every line is also appended to results/gpu.jsonl.
+"""Speed and memory of attention on a GPU. Every line is also appended to results/gpu.jsonl.
 
-    python benchmarks/gpu.py                  all of it, some minutes
-    python benchmarks/gpu.py seeing host     some of it
+    python benchmarks/gpu.py                 all parts, some minutes
+    python benchmarks/gpu.py seeing host     some parts
 
-Times are medians, in milliseconds. Ratios compare with the best of PyTorch's own kernels in the
-same run (cuDNN, flash): 1.00 is as fast, larger is slower, save where a column says "faster".
+Times are medians, in milliseconds. Ratios compare with the fastest of PyTorch's kernels in the same
+run (cuDNN, flash): 1.00 is as fast, larger is slower, except in columns named "faster".
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from measure import append, described, environment
+from measure import append, argument_parser, environment
 from regard import Causal, See, Segments, Window, attention
 from regard.kernels.hopper import launch as hopper_launch
 from regard.kernels.plan import CAUSAL, FULL, PLAIN, Structure
@@ -38,7 +38,7 @@ PEERS = (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION)
 SHAPES = ((64, 32), (128, 16))  # width of a head, heads
 LENGTHS = (512, 2048, 8192, 65536)
 ROW_FIELDS = See(lse=True, entropy=True, peak=True, max_logit=True)
-Rule = Callable[..., Tensor]  # as FlexAttention takes it
+Rule = Callable[..., Tensor]  # a mask_mod or score_mod of FlexAttention
 Call = Callable[..., Any]
 EVERYTHING = See(
     lse=True, entropy=True, peak=True, max_logit=True, distance=True, received=True, map=64,
@@ -47,31 +47,31 @@ EVERYTHING = See(
 
 
 def medians(*steps: Callable[[], object], budget: float = 300.0) -> list[float]:
-    """Milliseconds of device time of each, taken in turns: a device's clock follows its heat.
+    """The median milliseconds of device time of each step, measured in turns.
 
-    The cache is emptied before each turn. The device sleeps while the host asks for a round of
-    turns, so that it never waits within one. What comes first then runs on a rested device, and
-    what ran before counts, so each round has another order. About ``budget`` milliseconds go to all
-    of them.
+    Turns, because the clock of the device falls as it heats up. The cache is overwritten before
+    each step. The device sleeps while the host launches a round, so that it never waits within the
+    round. The steps have a random order in each round, because the first runs on an idle device.
+    All rounds together take about ``budget`` milliseconds.
     """
-    once = asked = 0.0
-    for _ in range(2):  # what compiles does so the first time
+    once = launch_time = 0.0
+    for _ in range(2):  # the first time compiles
         start = time.perf_counter()
         for step in steps:
             step()
-        asked = time.perf_counter() - start
+        launch_time = time.perf_counter() - start
         torch.cuda.synchronize()
         once = (time.perf_counter() - start) * 1e3
     cache = torch.empty(2**28, dtype=torch.int8, device="cuda")
     rounds = min(max(int(budget / once), 5 if once < 1000 else 1), 100)
-    chance = random.Random(0)
+    rng = random.Random(0)
     turns: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in steps]
     for _ in range(rounds):
-        torch.cuda._sleep(int(asked * 3e9))  # cycles; a second has less than 2e9
-        for at in chance.sample(range(len(steps)), len(steps)):
-            turns[at].append(_timed(steps[at], cache))
+        torch.cuda._sleep(int(launch_time * 3e9))  # cycles, fewer than 2e9 a second
+        for index in rng.sample(range(len(steps)), len(steps)):
+            turns[index].append(_timed(steps[index], cache))
     torch.cuda.synchronize()
-    return [statistics.median(a.elapsed_time(z) for a, z in times) for times in turns]
+    return [statistics.median(begin.elapsed_time(end) for begin, end in times) for times in turns]
 
 
 def _timed(step: Callable[[], object], cache: Tensor) -> tuple[torch.cuda.Event, torch.cuda.Event]:
@@ -89,8 +89,8 @@ def tensors(length: int, width: int, heads: int, count: int = 3) -> list[Tensor]
     return [torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
 
 
-def back(output: Tensor, leaves: list[Tensor], grad: Tensor) -> Callable[[], object]:
-    """The backward pass alone."""
+def backward_of(output: Tensor, leaves: list[Tensor], grad: Tensor) -> Callable[[], object]:
+    """A function that runs the backward pass alone."""
     return lambda: torch.autograd.grad(output, leaves, grad, retain_graph=True)
 
 
@@ -98,14 +98,14 @@ Row = dict[str, Any]
 
 
 def line(what: str, cell: str, **numbers: float) -> Row:
-    """One line, for the reader now and for the record later."""
+    """Print a line of results, and return it as a row."""
     shown = "  ".join(f"{name} {value:.3g}" for name, value in numbers.items())
     print(f"{what:<9} {cell:<28} {shown}", flush=True)
     return {"what": what, "cell": cell, "triton": triton.__version__, **numbers}
 
 
 def fused(backend: SDPBackend, causal: bool) -> Call:
-    """One of PyTorch's own kernels."""
+    """Attention by one of PyTorch's kernels."""
 
     def call(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         with sdpa_kernel(backend):
@@ -124,7 +124,7 @@ def cells() -> list[tuple[str, int, int, int, bool]]:
 
 
 def plain_and_seeing(only: str = "") -> Iterator[Row]:
-    """Plain calls through attention(), and what seeing adds to them."""
+    """Plain calls of attention(), and calls that see."""
     for cell, length, width, heads, causal in cells():
         if only not in cell:
             continue
@@ -142,10 +142,10 @@ def plain_and_seeing(only: str = "") -> Iterator[Row]:
         def training(leaves=leaves, plain=plain, grad=grad) -> object:  # type: ignore[no-untyped-def]
             output, seen = plain(*leaves, see=EVERYTHING)
             grads = torch.autograd.grad(output, leaves, grad)
-            return grads, seen.to_dict()  # looked at afterwards, as one does who trains
+            return grads, seen.to_dict()  # computes the fields that the backward pass deferred
 
         *theirs, ours_backward, step = medians(
-            *(back(call(*leaves), leaves, grad) for call in (*peers, plain)), training
+            *(backward_of(call(*leaves), leaves, grad) for call in (*peers, plain)), training
         )
         backward = min(theirs)
         operations = 4 * given[0].shape[0] * heads * length**2 * width / (2 if causal else 1)
@@ -158,11 +158,11 @@ def plain_and_seeing(only: str = "") -> Iterator[Row]:
 
 
 def passes(only: str = "") -> Iterator[Row]:
-    """The passes of a call that sees, each by itself.
+    """Each pass of a call that sees.
 
-    The forward pass with rows of statistics, with what everything needs, and with the bar of the
-    top keys too; the second pass with its map; and the top keys. Of the backward pass of our own
-    the share in the time of cuDNN's: with what the second pass tells, and without.
+    The forward pass with row statistics, with all that EVERYTHING needs, and with the threshold of
+    the top keys as well; the second pass with its map; the top keys. And the backward pass compared
+    with that of cuDNN, with the fields of the second pass and without.
     """
     rows, columns = {"entropy", "peak", "max_logit"}, {"received", "map", "map_peak"}
     for cell, length, width, heads, causal in cells():
@@ -203,7 +203,7 @@ def passes(only: str = "") -> Iterator[Row]:
 
 
 def structured(only: str = "") -> Iterator[Row]:
-    """Masks and biases inside the kernel, against compiled FlexAttention."""
+    """Masks and biases inside the kernel, compared with compiled FlexAttention."""
     length, width, heads = 8192, 64, 32
     query, key, value = tensors(length, width, heads)
     grad = torch.randn_like(query)
@@ -239,7 +239,7 @@ def structured(only: str = "") -> Iterator[Row]:
     for cell, mask, bias, rule, change in cases:
         if only not in cell:
             continue
-        # FlexAttention's own choice of blocks does not fit a table that wants a gradient.
+        # The default blocks of FlexAttention do not fit a table with a gradient.
         options: Any = {"BLOCK_M": 64, "BLOCK_N": 64, "num_stages": 2} if bias is buckets else None
         block = create_block_mask(rule, None, None, length, length, device="cuda")
         leaves = [t.detach().requires_grad_() for t in (query, key, value)]
@@ -251,7 +251,7 @@ def structured(only: str = "") -> Iterator[Row]:
                 *(partial(c, query, key, value) for c in (theirs, ours))
             )
         flex_backward, backward = medians(
-            *(back(call(*leaves), wanted, grad) for call in (theirs, ours))
+            *(backward_of(call(*leaves), wanted, grad) for call in (theirs, ours))
         )
         yield line(
             "structure", cell, forward_ms=forward, backward_ms=backward,
@@ -260,7 +260,7 @@ def structured(only: str = "") -> Iterator[Row]:
 
 
 def transformer_xl() -> Iterator[Row]:
-    """Transformer-XL's term inside the kernel, against a bias of n x n numbers made from it."""
+    """Transformer-XL's position term inside the kernel, compared with its dense n x n bias."""
     batch, heads, length, width = 4, 16, 4096, 64
     shape = (batch, heads, length, width)
     query, key, value, second, grad = (
@@ -282,7 +282,9 @@ def transformer_xl() -> Iterator[Row]:
 
     with torch.no_grad():
         dense_forward, forward = medians(dense, ours)
-    dense_backward, backward = medians(*(back(call(), leaves, grad) for call in (dense, ours)))
+    dense_backward, backward = medians(
+        *(backward_of(call(), leaves, grad) for call in (dense, ours))
+    )
     yield line(
         "relative", f"n {length} d {width}", forward_ms=forward, backward_ms=backward,
         faster=dense_forward / forward, faster_backward=dense_backward / backward,
@@ -290,7 +292,7 @@ def transformer_xl() -> Iterator[Row]:
 
 
 def short() -> Iterator[Row]:
-    """Many short rows in training, as T5 and Transformer-XL have them, beside a plain call."""
+    """Training on many short sequences with the biases of T5 and Transformer-XL, and without."""
     rows, heads, width = 256, 8, 64
     for cell, queries, keys in (("T5", 256, 256), ("T5", 128, 128), ("Transformer-XL", 256, 512)):
         query, second, grad = (
@@ -313,7 +315,7 @@ def short() -> Iterator[Row]:
         with torch.no_grad():
             plain, forward = medians(*calls)
         plain_backward, backward = medians(
-            back(calls[0](), leaves[:3], grad), back(calls[1](), leaves, grad)
+            backward_of(calls[0](), leaves[:3], grad), backward_of(calls[1](), leaves, grad)
         )
         yield line(
             "short", f"{cell} {queries} x {keys}", forward_ms=forward, backward_ms=backward,
@@ -323,7 +325,7 @@ def short() -> Iterator[Row]:
 
 
 def decoding() -> Iterator[Row]:
-    """One query against many keys, plain and while seeing."""
+    """One query and many keys, plain and while seeing."""
     for heads, length in ((32, 131072), (8, 131072), (32, 8192)):
         query = torch.randn(1, heads, 1, 128, device="cuda", dtype=torch.bfloat16)
         key, value = (
@@ -342,7 +344,7 @@ def decoding() -> Iterator[Row]:
 
 
 def memory() -> Iterator[Row]:
-    """What seeing takes above inputs and outputs, at lengths where dense weights cannot exist."""
+    """Memory of seeing above inputs and outputs, at lengths where all weights do not fit."""
     for length, heads, width in ((131072, 16, 128), (1_000_000, 1, 128)):
         query, key, value = tensors(length, width, heads)
         attention(query, key, value, mask=Causal(), see=EVERYTHING)  # compiles
@@ -361,7 +363,7 @@ def memory() -> Iterator[Row]:
 
 
 def host() -> Iterator[Row]:
-    """What attention() adds on the host before a plain kernel is launched, in microseconds."""
+    """Microseconds that attention() adds on the host before it launches a plain kernel."""
     query, key, value = tensors(128, 64, 2)
     query, key, value = query[:1], key[:1], value[:1]
 
@@ -377,8 +379,8 @@ def host() -> Iterator[Row]:
         lambda: attention(query, key, value),
         lambda: attention(query, key, value, see=ROW_FIELDS),
     )
-    with torch.no_grad():  # in turns: a host's clock goes up and down too
-        _, *rounds = ([microseconds(call) for call in calls] for _ in range(31))  # one to warm up
+    with torch.no_grad():  # in turns, because the clock of the host varies; the first warms up
+        _, *rounds = ([microseconds(call) for call in calls] for _ in range(31))
     direct, ours, seen = map(statistics.median, zip(*rounds, strict=True))
     yield line("host", "n 128", direct_us=direct, ours_us=ours, added_us=ours - direct, see_us=seen)
 
@@ -397,7 +399,7 @@ BY_CELLS = (plain_and_seeing, passes, structured)
 
 
 def main() -> None:
-    options = described(__doc__)
+    options = argument_parser(__doc__)
     options.add_argument(
         "parts", nargs="*", help=f"some of {', '.join(PARTS)}; all if none is named"
     )
@@ -405,20 +407,20 @@ def main() -> None:
         "--cell",
         default="",
         metavar="TEXT",
-        help="of seeing, passes and structure only cells named so",
+        help="only cells of seeing, passes and structure whose names contain TEXT",
     )
     given = options.parse_args()
     names = given.parts
     if unknown := set(names) - set(PARTS):
         options.error(f"There is no part {', '.join(unknown)}. Name some of {', '.join(PARTS)}.")
     if not torch.cuda.is_available():
-        sys.exit("benchmarks/gpu.py measures a CUDA device, and there is none here.")
+        sys.exit("benchmarks/gpu.py needs a CUDA device.")
     torch.manual_seed(0)
     print("  ".join(f"{name} {value}" for name, value in environment().items()))
     for name, part in PARTS.items():
         if not names or name in names:
             rows = part(given.cell) if part in BY_CELLS else part()
-            for row in rows:  # what was measured is kept, whatever comes after it
+            for row in rows:  # each at once, so that an error later loses none
                 append("gpu", [row])
 
 

@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
-from measure import append, described, forget_peak, held
+import memory
+from measure import append, argument_parser
 from regard import Tokenizer, load, look
 from regard.interpret.cost import Plan
 
 
 def main() -> None:
-    parser = described(__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("model")
     parser.add_argument("file", type=Path)
     parser.add_argument("--tokens", type=int, default=100_000)
@@ -35,8 +36,8 @@ def main() -> None:
         print(plan, flush=True)
         found.update(plan=plan, started=time.perf_counter())
 
-    forget_peak()
-    already = held("VmRSS")
+    memory.reset_peak()
+    already = memory.resident()
     look(model, text, tokenizer=tokenizer, before=before)
     plan: Plan = found["plan"]
     row = {
@@ -45,7 +46,7 @@ def main() -> None:
         "estimated_s": plan.seconds,
         "measured_s": time.perf_counter() - found["started"],
         "estimated_mb": plan.memory / 2**20,
-        "measured_mb": held("VmHWM") - already,
+        "measured_mb": memory.peak() - already,
     }
     print(", ".join(f"{name} {value:,.1f}" for name, value in list(row.items())[1:]))
     append("looking", [row])

@@ -1,5 +1,6 @@
-"""Broken checkpoints by the thousand: only our own errors come out, memory stays bounded,
-and nothing outside the folder is opened.
+"""Thousands of broken checkpoints: loading raises RegardError alone, with bounded memory.
+
+It opens no file outside the folder of the checkpoint.
 
 python benchmarks/malformed.py 200000        appended to results/malformed.jsonl
 """
@@ -18,13 +19,13 @@ from typing import Any
 
 import torch
 
-from measure import append, described
+from measure import append, argument_parser
 from regard import RegardError, Tokenizer, load
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from helpers import broken_files as broken
 
-MOST_GROWTH = 200 * 2**20  # bytes over what loading good ones took
+MAX_GROWTH = 200 * 2**20  # bytes of memory above loading intact checkpoints
 
 _opened: list[str] = []
 _watching = False
@@ -35,8 +36,8 @@ def _audit(event: str, arguments: tuple[Any, ...]) -> None:
         _opened.append(os.fsdecode(arguments[0]))
 
 
-def refused(read: Callable[[Path], object], target: Path, what: str) -> bool:
-    """Whether reading it raised an error of ours; any other, or a look elsewhere, ends the run."""
+def refused(read: Callable[[Path], object], target: Path, damage: str) -> bool:
+    """Whether reading raises RegardError; any other error, or a file elsewhere, ends the run."""
     global _watching  # noqa: PLW0603
     _opened.clear()
     _watching = True
@@ -45,15 +46,15 @@ def refused(read: Callable[[Path], object], target: Path, what: str) -> bool:
     except RegardError:
         return True
     except BaseException as error:
-        raise AssertionError(f"{what} let out {error!r}") from error
+        raise AssertionError(f"{damage} raised {error!r}") from error
     finally:
         _watching = False
         outside = [path for path in _opened if not path.startswith(str(target))]
-        assert not outside, f"{what} opened {outside}"
+        assert not outside, f"{damage} opened {outside}"
     return False
 
 
-def _text(folder: Path) -> None:
+def _tokenize(folder: Path) -> None:
     Tokenizer.load(folder).encode("the cat sat on a mat.")
 
 
@@ -69,20 +70,20 @@ def main(count: int) -> None:
             load(source)
         texts = broken.tokenizers(folder / "tokenizers")
         for text in texts:
-            _text(text)
+            _tokenize(text)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         target = folder / "broken"
-        for seed in range(count):  # two of three are broken models, the third a broken tokenizer
+        for seed in range(count):  # two models, then a tokenizer
             rng = random.Random(seed)
             if seed % 3 < 2:
-                what = broken.broken(sources[seed % 3], target, rng)
-                counts["model"] += refused(load, target, f"seed {seed} ({what})")
+                damage = broken.broken(sources[seed % 3], target, rng)
+                counts["model"] += refused(load, target, f"seed {seed} ({damage})")
             else:
-                what = broken.broken_tokenizer(texts, target, rng)
-                counts["tokenizer"] += refused(_text, target, f"seed {seed} ({what})")
+                damage = broken.broken_tokenizer(texts, target, rng)
+                counts["tokenizer"] += refused(_tokenize, target, f"seed {seed} ({damage})")
             shutil.rmtree(target)
         grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
-    assert grown < MOST_GROWTH, f"memory grew by {grown:,} bytes"
+    assert grown < MAX_GROWTH, f"memory grew by {grown:,} bytes"
     row = {
         "checkpoints": count,
         "refused": sum(counts.values()),
@@ -95,6 +96,6 @@ def main(count: int) -> None:
 
 
 if __name__ == "__main__":
-    options = described(__doc__)
-    options.add_argument("count", type=int, nargs="?", default=2000, help="how many")
+    options = argument_parser(__doc__)
+    options.add_argument("count", type=int, nargs="?", default=2000, help="number of checkpoints")
     main(options.parse_args().count)

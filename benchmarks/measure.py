@@ -1,4 +1,4 @@
-"""What the benchmarks share: fair ratios, and results that say where they come from."""
+"""Shared by the benchmarks: the command line, the environment of a run, and files of results."""
 
 from __future__ import annotations
 
@@ -14,20 +14,17 @@ from typing import Any
 import torch
 
 import regard
-from regard.evaluation.speed import Pair, seconds
-
-__all__ = ["Pair", "append", "described", "environment", "forget_peak", "held", "seconds"]
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def described(doc: str | None) -> argparse.ArgumentParser:
-    """A parser of arguments that says of a benchmark what its first line says."""
+def argument_parser(doc: str | None) -> argparse.ArgumentParser:
+    """A parser whose description is the first line of a benchmark's docstring."""
     return argparse.ArgumentParser(description=(doc or "").split("\n", maxsplit=1)[0])
 
 
 def environment() -> dict[str, Any]:
-    """The commit, the machine and the versions a result belongs to."""
+    """The commit, the date, the machine and the versions that produce a result."""
     commit = "unknown"
     if shutil.which("git") is not None:
         git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
@@ -52,23 +49,12 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def held(what: str) -> float:
-    """What Linux says of this process (VmRSS, or VmHWM for the most so far), in megabytes."""
-    line = next(s for s in Path("/proc/self/status").read_text().splitlines() if what in s)
-    return int(line.split()[1]) / 1024
-
-
-def forget_peak() -> None:
-    """From here on the most memory held is what is held now."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
 def append(name: str, rows: list[dict[str, Any]]) -> Path:
-    """Add the rows of one run to a results file, each with its environment."""
+    """Append rows to results/NAME.jsonl, each with the environment, and return the file's path."""
     path = RESULTS / f"{name}.jsonl"
     path.parent.mkdir(exist_ok=True)
-    where = environment()
+    suffix = environment()
     with path.open("a") as file:
         for row in rows:
-            file.write(json.dumps({**row, **where}) + "\n")
+            file.write(json.dumps({**row, **suffix}) + "\n")
     return path

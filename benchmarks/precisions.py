@@ -1,9 +1,9 @@
-"""What precision costs in quality: the shipped translator in each, on the same sentences.
+"""Translation quality of the shipped translator in each precision, on the same sentences.
 
 python benchmarks/precisions.py TATOEBA.tsv.xz --part 0 20 --limit 500
 
-Lines are source and target; a source that comes again has several references. Those of the given
-parts of 1,000, by MD5 of the source, are taken. Appended to results/precisions.jsonl.
+Lines are source and target; a source on several lines has several references. --part FIRST LAST
+selects sources whose MD5 modulo 1,000 is in this range. Appended to results/precisions.jsonl.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import lzma
 import time
 from hashlib import md5
+from itertools import zip_longest
 from pathlib import Path
 from typing import get_args
 
@@ -18,24 +19,24 @@ from rich.console import Console
 from rich.table import Table
 from sacrebleu.metrics import BLEU, CHRF
 
-from measure import append, described
+from measure import append, argument_parser
 from regard import translate
 from regard.models.bundle import Precision
 
 
 def read(path: Path, first: int, last: int, limit: int) -> dict[str, list[str]]:
     """The references of each source."""
-    found: dict[str, list[str]] = {}
+    references: dict[str, list[str]] = {}
     with lzma.open(path, "rt", encoding="utf-8") as lines:
         for line in lines:
             source, target, *_ = line.rstrip("\n").split("\t")
             if first <= int(md5(source.encode()).hexdigest(), 16) % 1000 < last:
-                found.setdefault(source, []).append(target)
-    return dict(list(found.items())[:limit])
+                references.setdefault(source, []).append(target)
+    return dict(list(references.items())[:limit])
 
 
 def main() -> None:
-    parser = described(__doc__)
+    parser = argument_parser(__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--part", type=int, nargs=2, default=(0, 20))
     parser.add_argument("--limit", type=int, default=500)
@@ -43,18 +44,14 @@ def main() -> None:
     given = parser.parse_args()
     first, last = given.part
     pairs = read(given.file, first, last, given.limit)
-    most = max(map(len, pairs.values()))
-    references = [
-        [some[index] if index < len(some) else None for some in pairs.values()]
-        for index in range(most)
-    ]
+    references = list(map(list, zip_longest(*pairs.values())))  # None where a source has fewer
     rows = []
     for precision in get_args(Precision):
         translate("Good morning.", given.to, precision=precision, attended=False)
         started = time.perf_counter()
         found = translate(list(pairs), given.to, precision=precision, attended=False)
         seconds = time.perf_counter() - started
-        texts = [one.text for one in found]
+        texts = [translation.text for translation in found]
         rows.append(
             {
                 "precision": precision,

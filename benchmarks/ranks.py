@@ -1,4 +1,4 @@
-"""One of two processes killed again and again under torchrun: the end is the same to the byte.
+"""Training with two processes, one of them killed repeatedly: the files stay equal to the byte.
 
 python benchmarks/ranks.py 20        appended to results/ranks.jsonl
 """
@@ -10,7 +10,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from measure import append, described
+from measure import append, argument_parser
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
 from helpers.training_processes import killed_and_restarted, launched, recipe_to_kill
@@ -31,6 +31,6 @@ def main(kills: int) -> None:
 
 
 if __name__ == "__main__":
-    options = described(__doc__)
-    options.add_argument("count", type=int, nargs="?", default=20, help="how many")
+    options = argument_parser(__doc__)
+    options.add_argument("count", type=int, nargs="?", default=20, help="number of kills")
     main(options.parse_args().count)

@@ -71,8 +71,8 @@ def test_numbers() -> None:
 def test_mask_arguments() -> None:
     refused("boolean, True where a query may attend", "float32", "bias=tensor", mask=X[0, 0])
     refused(r"\[4, 4\]", "does not broadcast", r"\[2, 4, 5, 5\]", mask=torch.ones(4, 4).bool())
-    refused("mask", r"Causal\(\)", "str", mask="causal")
-    refused("mask", r"Causal\(\)", "type", mask=Causal)
+    refused("mask", r"Causal\(\)", "got 'causal'", mask="causal")
+    refused("mask", r"Causal\(\)", "class.*Causal", mask=Causal)
     refused("3 entries for a batch of 2", "one length per sequence", mask=Padding([1, 2, 3]))
     refused("length of 9", "only 5 keys", mask=Padding([9, 1]))
     refused("length of 6", "only 5 keys", mask=Prefix(6))
@@ -94,8 +94,8 @@ def test_masks_that_mean_nothing() -> None:
         (lambda: Segments([0, 2]), r"from 1 on.*0"),
         (lambda: Segments([1, 2], [3]), r"different numbers of sequences"),
         (lambda: Segments.from_ids(torch.zeros(1, 1, 1)), r"\[length\].*\[1, 1, 1\]"),
-        (lambda: causal & torch.ones(2, 2).bool(), r"'&' joins two masks.*masks\.Dense"),
-        (lambda: causal | None, r"'\|' joins two masks.*NoneType"),
+        (lambda: causal & torch.ones(2, 2).bool(), r"'&' combines two masks.*masks\.Dense"),
+        (lambda: causal | None, r"'\|' combines two masks.*NoneType"),
         (lambda: masks.Dense(torch.ones(2, 2)), r"boolean.*float32.*mask\.bool\(\)"),
     ):
         with pytest.raises(InputError, match=words):
@@ -103,7 +103,7 @@ def test_masks_that_mean_nothing() -> None:
 
 
 def test_bias_arguments() -> None:
-    refused("bias", r"Alibi\(slopes\)", "float", bias=1.0)
+    refused("bias", r"Alibi\(slopes\)", "got 1.0", bias=1.0)
     refused("numbers to add", "bool", "mask=tensor", bias=torch.ones(5, 5).bool())
     refused("bias", r"\[6, 5\]", "does not broadcast", bias=torch.zeros(6, 5))
     refused("one slope per head", r"\[4\]", r"\[3\]", "standard", bias=Alibi(torch.ones(3)))
@@ -131,8 +131,8 @@ def test_biases_that_mean_nothing() -> None:
 
 
 def test_seeing_arguments() -> None:
-    refused(r"See\(entropy=True\)", "str", see="entropy")
-    refused(r"See\(entropy=True\)", "bool", see=True)
+    refused(r"See\(entropy=True\)", "got 'entropy'", see="entropy")
+    refused(r"See\(entropy=True\)", "got True", see=True)
 
 
 def test_backends() -> None:
@@ -141,7 +141,7 @@ def test_backends() -> None:
         attention(X, X, X, see=See(entropy=True), backend="sdpa")
     with pytest.raises(BackendError, match=r"'sdpa' cannot run.*softcap"):
         attention(X, X, X, softcap=1.0, backend="sdpa")
-    long, slopes = torch.zeros(1, 1, sdpa.SHORT + 1, 4), torch.ones(1, requires_grad=True)
+    long, slopes = torch.zeros(1, 1, sdpa.MAX_BIAS_KEYS + 1, 4), torch.ones(1, requires_grad=True)
     with pytest.raises(BackendError, match=r"'sdpa' cannot run.*bias no gradient"):
         attention(long, long, long, bias=Alibi(slopes), backend="sdpa")
 

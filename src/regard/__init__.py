@@ -62,7 +62,6 @@ if TYPE_CHECKING:  # type checkers and editors read this list, and a test compar
     from regard.models.transformer import TransformerConfig as TransformerConfig
     from regard.models.transformer_xl import TransformerXL as TransformerXL
     from regard.models.transformer_xl import TransformerXLConfig as TransformerXLConfig
-    from regard.pictures import figures as figures
     from regard.tasks.completion import complete as complete
     from regard.tasks.completion import stream_completion as stream_completion
     from regard.tasks.question_answering import answer as answer
@@ -108,10 +107,6 @@ _HOMES = {
         "FeedForward",
         "MultiHeadAttention",
         "RMSNorm",
-    ),
-    "regard.mechanism": (
-        "biases",
-        "masks",
     ),
     "regard.mechanism.biases": (
         "Alibi",
@@ -161,7 +156,6 @@ _HOMES = {
         "TransformerXL",
         "TransformerXLConfig",
     ),
-    "regard.pictures": ("figures",),
     "regard.tasks.completion": (
         "complete",
         "stream_completion",

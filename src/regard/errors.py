@@ -1,8 +1,8 @@
-"""What regard raises. Every message says what is wrong, what was given, and what to do."""
+"""The exceptions of regard. A message says what is wrong, what was given, and what to do."""
 
 
 class RegardError(Exception):
-    """The base of every error regard raises on purpose.
+    """The base of every exception that regard raises.
 
     >>> from regard import RegardError, Window
     >>> try:
@@ -14,7 +14,7 @@ class RegardError(Exception):
 
 
 class InputError(RegardError, ValueError):
-    """The arguments do not fit together, or mean nothing.
+    """Arguments that are invalid or do not fit together.
 
     >>> from regard import Padding
     >>> Padding([3, 2], side="top")
@@ -24,7 +24,7 @@ class InputError(RegardError, ValueError):
 
 
 class BackendError(RegardError, RuntimeError):
-    """The backend asked for cannot run this call; the message is its reason.
+    """A named backend that cannot run a call; the message gives its reason.
 
     >>> import torch
     >>> from regard import BackendError, See, attention
@@ -38,7 +38,7 @@ class BackendError(RegardError, RuntimeError):
 
 
 class CheckpointError(RegardError, ValueError):
-    """A checkpoint is missing, broken, unsafe, or not of the model it is meant for.
+    """A checkpoint that is missing, broken, unsafe, or of another model.
 
     >>> from regard import load
     >>> load("./nowhere")  # doctest: +ELLIPSIS
@@ -48,7 +48,7 @@ class CheckpointError(RegardError, ValueError):
 
 
 class UnknownModelError(CheckpointError, InputError):
-    """No model goes by the name given.
+    """An unknown name of a model.
 
     >>> from regard import UnknownModelError, load
     >>> try:

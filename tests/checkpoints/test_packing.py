@@ -120,7 +120,7 @@ KEY = "transformer.wte.weight"
         (lambda t: t.update({KEY: torch.ones(50, 32)}), "int8 or uint8"),
         (lambda t: t.update({KEY: torch.ones(50, 31, dtype=torch.uint8)}), "have scales of shape"),
         (lambda t: t.pop(KEY), "scales of transformer.wte.weight, but not"),
-        (lambda t: t.pop(KEY + ".scale"), "should hold numbers with a point, not torch.int8"),
+        (lambda t: t.pop(KEY + ".scale"), "should hold floating-point numbers, not torch.int8"),
     ],
 )
 def test_damage_is_refused(tmp_path: Path, damage, words: str) -> None:

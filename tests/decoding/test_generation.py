@@ -119,7 +119,7 @@ def test_beam_search_is_that_of_transformers(pair, name: str) -> None:
     model, _, stop, _ = pair
     how, options = BEAMS[name]
     found = generate(model, PROMPTS, how, max_new_tokens=LENGTH, stop=[stop])
-    assert ids_of(found) == theirs(pair, {"num_beams": how.size, **options})
+    assert ids_of(found) == theirs(pair, {"num_beams": how.num_beams, **options})
 
 
 @pytest.mark.parametrize(
@@ -171,7 +171,7 @@ def alone(model, prompts: list[list[int]], how, **options: Any) -> list[list[Gen
 def test_prompts_that_take_the_places_of_others_fare_as_alone(pair, how) -> None:
     model, _, stop, _ = pair
     prompts = many(24, 38)
-    options = {"length": LENGTH, "stop": [stop, 3, 17]}
+    options = {"max_new_tokens": LENGTH, "stop": [stop, 3, 17]}
     expected = ids_of(alone(model, prompts, how, **options))
     assert len({len(ids) for [ids, *_] in expected}) > 2
     for sizes in ({"batch": 4}, {"batch": 10}, {"tokens": 30}):
@@ -290,7 +290,7 @@ def test_shipped_models_fare_the_same_alone_or_in_a_batch(name: str, how) -> Non
     encoded = text.encode_all(lines, special=False)
     tail = end if name == "translate" else ()
     prompts = [[*tag, *one.ids, *tail] for one in encoded]
-    options = {"length": 24, "stop": [*end, text.encode(".", special=False).ids[-1]]}
+    options = {"max_new_tokens": 24, "stop": [*end, text.encode(".", special=False).ids[-1]]}
     expected = ids_of(alone(model, prompts, how, **options))
     assert ids_of(generate(model, prompts, how, batch=3, **options)) == expected
 

@@ -26,7 +26,7 @@ def test_the_pages_are_up_to_date(generate):
 
 
 def test_every_public_name_is_on_a_page(generate):
-    found = {name for things in generate.public().values() for name, _ in things}
+    found = {entry.name for entries in generate.public().values() for entry in entries}
     modules = {"biases", "masks", "pictures"}
     assert set(regard.__all__) - found <= modules | {"__version__"}
 

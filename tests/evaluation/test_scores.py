@@ -14,8 +14,7 @@ from regard import GPT2, Bert, BertConfig, GPT2Config, InputError, Tokenizer, lo
 from regard.checkpoints.cards import SCORES
 from regard.evaluation.measuring import SCORES_OF_TASK, evaluate, own_settings, scored_row
 from regard.evaluation.reproduction import reproduce
-from regard.models.bundle import ready
-from regard.models.model import Model
+from regard.models.bundle import open_bundle
 from regard.models.registry import TRAINABLE
 from regard.models.transformer_xl import TransformerXL, TransformerXLConfig
 from regard.training.recipe import parse_recipe
@@ -296,14 +295,14 @@ def test_a_model_without_figures_is_measured_on_data_only(text, tmp_path):
 
 
 def test_a_model_is_measured_as_it_is_used() -> None:
-    assert own_settings(ready("summarize", (Model,), "be measured")) == {
+    assert own_settings(open_bundle("summarize")) == {
         "prefix": "summarize: ",
         "evaluation.beam": 8,
         "evaluation.no_repeat": 2,
         "evaluation.least": 0,
         "evaluation.length_penalty": 0.6,
     }
-    assert own_settings(ready("books-gpt2", (Model,), "be measured")) == {}
+    assert own_settings(open_bundle("books-gpt2")) == {}
 
 
 def test_it_is_measured_on_texts_prepared_as_it_learned_them(tmp_path: Path) -> None:
@@ -311,7 +310,7 @@ def test_it_is_measured_on_texts_prepared_as_it_learned_them(tmp_path: Path) -> 
     raw = recipe_of(tmp_path, "language modelling", "gpt2")
     raw["data"]["prepare"] = ["lowercase"]
     train(parse_recipe(raw, {"schedule.steps": 1}))
-    found = own_settings(ready(tmp_path / "run" / "model", (Model,), "be measured"))
+    found = own_settings(open_bundle(tmp_path / "run" / "model"))
     assert found == {"data.prepare": ["lowercase"]}
 
 
@@ -319,7 +318,7 @@ def test_a_score_that_is_not_installed_is_missed_before_all_is_decoded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "sacrebleu", None)
-    one = ready("translate", (Model,), "be measured")
+    one = open_bundle("translate")
     data = [{"format": "tsv", "files": ["nowhere.tsv"]}]  # told before it is looked for
     with pytest.raises(InputError, match=r"regard\[training\]"):
-        evaluate(one.model, one.text, data, root=tmp_path)
+        evaluate(one.model, one.tokenizer, data, root=tmp_path)

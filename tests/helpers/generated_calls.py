@@ -26,6 +26,9 @@ Draw = st.DrawFn
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (1, 2, 3, 5, 5, 17, 17, 0)
 LONG = (63, 111, 257)  # less often: below, at and past the blocks of rows a backend takes
+FLAGS = dict.fromkeys(
+    ("lse", "entropy", "peak", "max_logit", "distance", "received", "weights"), True
+)
 LAYOUTS = ("plain", "sliced", "transposed", "strided", "expanded")
 
 
@@ -261,8 +264,7 @@ def cases(draw: Draw, dtype: torch.dtype, *, softcap: bool = True) -> Case:
 def sights(draw: Draw, case: Case) -> See:
     """Something to look at: any set of fields, with any rows and any grid."""
     queries = case.extent.queries
-    names = ("lse", "entropy", "peak", "max_logit", "distance", "received", "weights")
-    asked = {name: draw(st.booleans()) for name in names}
+    asked = {name: draw(st.booleans()) for name in FLAGS}
     rows = draw(st.lists(st.integers(-queries, queries - 1), max_size=3)) if queries else []
     pairs = []
     if queries and case.extent.keys:

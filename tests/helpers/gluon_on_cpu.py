@@ -779,13 +779,15 @@ def _in_place_of_gluon() -> Iterator[None]:
 
 
 def load(package: str) -> ModuleType:
-    """A package of kernels, imported anew to be run here."""
+    """A package of kernels, imported anew to be run here; its ``modules`` are these by name."""
     kept = _taken_out(package)
     with _in_place_of_gluon():
         found = importlib.import_module(package)
-    for module in _taken_out(package).values():
+    modules = _taken_out(package)
+    for module in modules.values():
         if hasattr(module, "HELD"):
             module.HELD = module.ROWS
+    found.modules = {name.rpartition(".")[2]: module for name, module in modules.items()}
     sys.modules.update(kept)
     # An import leaves what it found with the package above, where the next one would find it.
     above, _, name = package.rpartition(".")

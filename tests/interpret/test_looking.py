@@ -479,6 +479,6 @@ def test_the_picture_of_a_word_says_how_the_text_was_read() -> None:
 
 
 def test_a_text_begins_as_those_did_that_a_model_learned_from() -> None:
-    with pytest.raises(InputError, match="summarize learned from texts that begin with"):
+    with pytest.raises(InputError, match="summarize was trained on texts that begin with"):
         look("summarize", "The cat sat.")
     assert look("summarize", "summarize: The cat sat.", target="A cat.").values

@@ -88,6 +88,15 @@ def padding(side: str) -> Tensor:
     return mask
 
 
+@torch.no_grad()
+def with_and_without(model: nn.Module, **given: Tensor) -> tuple[Tensor, Tensor, Any]:
+    """What a model of transformers says unwatched and watched, and what was seen of it."""
+    plain = model(IDS, **given)[0]
+    with watch(model, ALL) as watched:
+        output = model(IDS, **given)[0]
+    return plain, output, watched
+
+
 def frozen(model: Any) -> list[Any]:
     """All that watching could leave behind: settings, hooks and parameters."""
     return [
@@ -286,10 +295,7 @@ def test_their_model_says_the_same_and_shows_its_weights(
         model.set_attn_implementation("eager")
     mask = padding(side)
     before = frozen(model)
-    with torch.no_grad():
-        plain = model(IDS, attention_mask=mask)[0]
-        with watch(model, ALL) as watched:
-            seen_output = model(IDS, attention_mask=mask)[0]
+    plain, seen_output, watched = with_and_without(model, attention_mask=mask)
     assert frozen(model) == before
 
     reference = hugging_face(name, "eager", **CHANGES.get(name, {}))
@@ -308,10 +314,7 @@ def test_their_model_says_the_same_and_shows_its_weights(
 def test_positions_without_keys_yield_zeros_as_in_sdpa() -> None:
     model = hugging_face("LlamaForCausalLM", "sdpa", num_key_value_heads=2)
     mask = padding("left")
-    with torch.no_grad():
-        plain = model(IDS, attention_mask=mask)[0]
-        with watch(model, ALL) as watched:
-            output = model(IDS, attention_mask=mask)[0]
+    plain, output, watched = with_and_without(model, attention_mask=mask)
     torch.testing.assert_close(output, plain, rtol=1e-4, atol=1e-4)
     weights = watched.calls[0][1].weights
     assert not weights[1, :, :3].any()
@@ -336,10 +339,9 @@ def test_encoder_decoders_with_position_bias_and_cross_attention(name: str) -> N
     model = sharpened(getattr(transformers, name)(config))
     mask = padding("right")
     before = frozen(model)
-    with torch.no_grad():
-        plain = model(IDS, attention_mask=mask, decoder_input_ids=IDS[:, :5])[0]
-        with watch(model, ALL) as watched:
-            output = model(IDS, attention_mask=mask, decoder_input_ids=IDS[:, :5])[0]
+    plain, output, watched = with_and_without(
+        model, attention_mask=mask, decoder_input_ids=IDS[:, :5]
+    )
     assert frozen(model) == before
     torch.testing.assert_close(output, plain, rtol=1e-4, atol=1e-4)
     assert len(watched) == 6
@@ -369,10 +371,7 @@ def test_an_additive_mask_with_numbers_in_it_is_a_mask_and_a_bias() -> None:
     torch.manual_seed(1)
     lowest = torch.finfo(torch.float32).min
     mask = torch.randn(2, 1, 9, 9).masked_fill(torch.ones(9, 9).triu(1).bool(), lowest)
-    with torch.no_grad():
-        plain = model(IDS, attention_mask=mask)[0]
-        with watch(model, ALL) as watched:
-            output = model(IDS, attention_mask=mask)[0]
+    plain, output, watched = with_and_without(model, attention_mask=mask)
     torch.testing.assert_close(output, plain, rtol=1e-4, atol=1e-4)
     weights = watched.calls[0][1].weights
     assert not weights.triu(1).any()

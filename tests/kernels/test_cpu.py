@@ -1,6 +1,6 @@
-"""The CPU kernel: what it computes, when it is chosen, and how it gets built.
+"""The CPU kernel: its results, when it is chosen, and how it is built.
 
-Generated calls go through it in test_backends_agree.py; here are larger ones, and its surroundings.
+test_backends_agree.py generates small calls for it; the calls here are larger.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ if COMPILER is None or sys.platform != "linux":
     )
 
 
-def test_where_there_is_a_compiler_there_is_the_kernel() -> None:
+def test_the_kernel_is_available_if_there_is_a_compiler() -> None:
     assert cpu_backend.unavailable() is None
 
 
@@ -108,8 +108,8 @@ def make(
     return check(query, key, value, mask, bias(), None, softcap, 0.0, see)
 
 
-def exactly(call: Call) -> tuple[Tensor, Seen]:
-    """What the definition says in float64."""
+def exact_result(call: Call) -> tuple[Tensor, Seen]:
+    """The output and the fields by the definition, in float64."""
     inputs = {name: getattr(call, name).double() for name in ("query", "key", "value")}
     output, seen = reference.run(replace(call, **inputs))
     assert seen is not None
@@ -124,8 +124,8 @@ def run(call: Call) -> tuple[Tensor, Seen]:
     return output, seen
 
 
-def plain_error(call: Call, exact: Tensor) -> float:
-    """How far plain PyTorch in the dtype of the call is off, as anybody would write it."""
+def eager_error(call: Call, exact: Tensor) -> float:
+    """The largest error of plain PyTorch in the dtype of the call."""
     key, value = (t.repeat_interleave(call.groups, 1) for t in (call.key, call.value))
     scores = call.query @ key.transpose(-1, -2) * call.scale
     if call.softcap is not None:
@@ -135,10 +135,10 @@ def plain_error(call: Call, exact: Tensor) -> float:
         scores = scores + call.bias.tile(tile).to(scores.dtype)
     if call.mask is not None:
         scores = scores.masked_fill(~call.mask.tile(tile), -math.inf)
-    return worst(scores.softmax(-1).nan_to_num(0) @ value, exact)
+    return max_error(scores.softmax(-1).nan_to_num(0) @ value, exact)
 
 
-def worst(found: Tensor, exact: Tensor) -> float:
+def max_error(found: Tensor, exact: Tensor) -> float:
     infinite = ~exact.isfinite()
     assert torch.equal(found[infinite].double(), exact[infinite].double())
     error = (found.double() - exact)[~infinite].abs()
@@ -147,49 +147,49 @@ def worst(found: Tensor, exact: Tensor) -> float:
 
 @every_dtype
 @structures
-def test_the_kernel_says_what_the_definition_says(name: str, dtype: torch.dtype) -> None:
+def test_results_equal_the_definition(name: str, dtype: torch.dtype) -> None:
     call = make(name, dtype=dtype)
-    (exact, wanted), (output, seen) = exactly(call), run(call)
+    (exact, wanted), (output, seen) = exact_result(call), run(call)
     floor = 4 * torch.finfo(torch.float32).eps * math.sqrt(KEYS)
-    assert worst(output, exact) <= 2 * plain_error(call, exact) + floor
+    assert max_error(output, exact) <= 2 * eager_error(call, exact) + floor
     assert seen.extent == wanted.extent
     found, fields = seen.to_dict(), wanted.to_dict()
     assert found.keys() == fields.keys()
     for field, truth in fields.items():
         size = float(truth[truth.isfinite()].abs().max())
-        if field != "top_keys":  # equal weights may stand in any order
-            assert worst(found[field], truth) <= 4 * floor * max(1, size), field
+        if field != "top_keys":  # equal weights may have any order
+            assert max_error(found[field], truth) <= 4 * floor * max(1, size), field
 
 
-def test_all_weights_and_some_rows_of_them() -> None:
+def test_all_weights_and_some_rows() -> None:
     call = make("causal", See(weights=True, rows=[5, -1]))
-    seen, wanted = run(call)[1], exactly(call)[1]
+    seen, wanted = run(call)[1], exact_result(call)[1]
     for found, exact in ((seen.weights, wanted.weights), (seen.rows, wanted.rows)):
-        assert worst(found, exact) < 1e-6
+        assert max_error(found, exact) < 1e-6
 
 
 @pytest.mark.parametrize("width", [1, 31, 32, 33, 64, 130])
 @every_dtype
 def test_every_width_of_a_head(width: int, dtype: torch.dtype) -> None:
     call = make("causal", See(lse=True), dtype, width, value_width=width + 3)
-    (exact, wanted), (output, seen) = exactly(call), run(call)
-    assert worst(seen.lse, wanted.lse) < 1e-4
-    assert worst(output, exact) <= 2 * plain_error(call, exact) + 1e-5
+    (exact, wanted), (output, seen) = exact_result(call), run(call)
+    assert max_error(seen.lse, wanted.lse) < 1e-4
+    assert max_error(output, exact) <= 2 * eager_error(call, exact) + 1e-5
 
 
-def test_long_rows_are_cut_into_blocks_and_chunks() -> None:
-    """5,000 keys: fewer rows a block, bins of the map that blocks do not line up with."""
+def test_long_rows_are_split_into_blocks_and_chunks() -> None:
+    """5,000 keys: fewer rows in a block, and bins of the map that are not multiples of blocks."""
     q, k, v = (random(1, 1, length, 16, seed=4) for length in (700, 5000, 5000))
     call = check(q, k, v, Window(3000, 10), None, None, None, 0.0, replace(EVERYTHING, pairs=()))
-    (exact, wanted), (output, seen) = exactly(call), run(call)
-    assert worst(output, exact) < 1e-5
+    (exact, wanted), (output, seen) = exact_result(call), run(call)
+    assert max_error(output, exact) < 1e-5
     for field in ("received", "map", "map_peak", "entropy", "lse"):
-        assert worst(seen.to_dict()[field], wanted.to_dict()[field]) < 1e-4, field
+        assert max_error(seen.to_dict()[field], wanted.to_dict()[field]) < 1e-4, field
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ["full", "causal", "segments"])
-def test_every_repeat_is_equal_to_the_last_bit_on_any_number_of_threads(
+def test_results_are_equal_to_the_last_bit_on_any_number_of_threads(
     name: str, dtype: torch.dtype
 ) -> None:
     call = make(name, dtype=dtype)
@@ -207,7 +207,7 @@ def test_every_repeat_is_equal_to_the_last_bit_on_any_number_of_threads(
             assert torch.equal(tensor, results[0][field]), field
 
 
-def test_other_defaults_for_new_tensors_change_nothing() -> None:
+def test_the_default_dtype_changes_nothing() -> None:
     call = make("causal alibi")
     expected = run(call)[1].to_dict()
     torch.set_default_dtype(torch.float64)
@@ -219,11 +219,11 @@ def test_other_defaults_for_new_tensors_change_nothing() -> None:
         assert torch.equal(found[field], tensor), field
 
 
-# ---- what is not finite --------------------------------------------------------------------------
+# ---- infinity and NaN ----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-def test_what_is_not_finite_reaches_only_those_who_attend_to_it(bad: float) -> None:
+def test_infinity_and_nan_reach_only_queries_that_attend_to_them(bad: float) -> None:
     call = make("causal", See(entropy=True, received=True))
     call.value[:, :, 300:] = bad
     call.key[:, :, 310] = bad
@@ -235,7 +235,7 @@ def test_what_is_not_finite_reaches_only_those_who_attend_to_it(bad: float) -> N
     assert torch.equal(seen.entropy.isfinite(), wanted.entropy.isfinite())
 
 
-def test_a_bias_that_is_not_finite_stays_behind_the_mask() -> None:
+def test_a_masked_bias_may_be_nan() -> None:
     table = random(8, HEADS)
     table[4:] = math.nan  # the buckets of keys after the query
     call = replace(make("causal"), bias=RelativeBuckets(table, max_distance=100))
@@ -244,15 +244,16 @@ def test_a_bias_that_is_not_finite_stays_behind_the_mask() -> None:
     assert seen.received.isfinite().all()
 
 
-def test_scores_far_apart() -> None:
-    """Hundreds apart, and exact in float32: powers of e below its range are 0, as they should."""
+def test_scores_hundreds_apart() -> None:
+    """Scores exact in float32, whose exponentials below its range are 0."""
     see = See(entropy=True, peak=True, lse=True, max_logit=True)
     q, k, v = ((random(1, 2, 90, 16, seed=seed) * 10).round() for seed in (1, 2, 3))
     call = check(q, k, v, None, None, 1.0, None, 0.0, see)
-    (exact, wanted), (output, seen) = exactly(call), run(call)
-    assert worst(output, exact) < 1e-5
+    (exact, wanted), (output, seen) = exact_result(call), run(call)
+    assert max_error(output, exact) < 1e-5
     for field, truth in wanted.to_dict().items():
-        assert worst(seen.to_dict()[field], truth) <= 1e-6 * max(1, float(truth.abs().max())), field
+        size = max(1, float(truth.abs().max()))
+        assert max_error(seen.to_dict()[field], truth) <= 1e-6 * size, field
 
 
 # ---- when it is chosen ---------------------------------------------------------------------------
@@ -262,7 +263,7 @@ def big(dtype: torch.dtype = torch.float32) -> Tensor:
     return random(1, 1, 1024, 8, dtype=dtype)
 
 
-def test_auto_takes_it_for_calls_that_are_worth_it() -> None:
+def test_auto_chooses_it_for_large_calls_that_see() -> None:
     x, see = big(), See(entropy=True)
     assert why(x, x, x, see=see).chosen == "native"
     assert why(x, x, x).chosen == "sdpa"
@@ -276,7 +277,7 @@ def test_auto_takes_it_for_calls_that_are_worth_it() -> None:
     assert (seen.entropy - other.entropy).abs().max() < 1e-5
 
 
-def test_it_refuses_what_it_cannot_do_and_says_why() -> None:
+def test_it_gives_a_reason_for_each_call_it_refuses() -> None:
     x, see = big(), See(entropy=True)
 
     def reason(q: Tensor = x, **more: object) -> str:
@@ -297,30 +298,32 @@ def test_it_refuses_what_it_cannot_do_and_says_why() -> None:
     assert "nothing to compute" in str(cpu_backend.unsupported(call))
 
 
-@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # PyTorch's own way there
-def test_it_refuses_derivatives_that_travel_forward() -> None:
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # by forward_ad
+def test_it_refuses_forward_mode_derivatives() -> None:
     x, see = big(), See(entropy=True)
     with forward_ad.dual_level():
         dual = forward_ad.make_dual(x, torch.ones_like(x))
         assert why(dual, x, x, see=see).answers["native"] == TRANSFORMED
 
 
-# ---- how it gets built ---------------------------------------------------------------------------
+# ---- how it is built -----------------------------------------------------------------------------
 
 
 @pytest.fixture
-def shelf(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "regard"
 
 
 def build_again() -> ctypes.CDLL | str:
-    """As on a fresh start: what this process has built already is forgotten."""
+    """The library as in a new process: nothing is loaded."""
     return build.library.__wrapped__()
 
 
-def test_without_a_compiler(shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler(
+    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert build_again() == (
@@ -329,7 +332,7 @@ def test_without_a_compiler(shelf: Path, tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_a_compiler_that_fails(
-    shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broken = tmp_path / "c++"
     broken.write_text("#!/bin/sh\necho 'fatal: no such machine' >&2\nexit 3\n")
@@ -345,8 +348,10 @@ def test_a_compiler_that_fails(
     assert "nowhere" in reason
 
 
-def test_a_cache_folder_that_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").write_text("in the way")
+def test_a_cache_folder_that_cannot_be_created(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     reason = build_again()
     assert isinstance(reason, str)
@@ -354,10 +359,10 @@ def test_a_cache_folder_that_cannot_be(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.slow
-def test_it_is_built_once_and_for_any_machine(
-    shelf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_it_is_built_once_and_on_any_machine(
+    cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Built for a machine without wide vectors or tiles, it says the same."""
+    """Built for a machine without wide vectors or tiles, it computes the same."""
     log, wrapper = tmp_path / "log", tmp_path / "c++"
     wrapper.write_text(
         f'#!/bin/sh\ncase "$*" in *attention.cpp*) echo built >> {log};; esac\n'
@@ -370,17 +375,17 @@ def test_it_is_built_once_and_for_any_machine(
     assert not isinstance(library, str), library
     assert not isinstance(build_again(), str)
     assert log.read_text() == "built\n"
-    assert len(list(shelf.iterdir())) == 1
+    assert len(list(cache_folder.iterdir())) == 1
     assert library.has_tiles() == 0
 
     monkeypatch.setattr(build, "library", lambda: library)
     for dtype in (torch.float32, torch.bfloat16):
         for name in ("causal", "buckets in a window"):
-            test_the_kernel_says_what_the_definition_says(name, dtype)
+            test_results_equal_the_definition(name, dtype)
 
     torch.manual_seed(0)
     weight, bias, x = torch.randn(70, 130), torch.randn(70), torch.randn(20, 130)
     plain = Quantized(weight, bias)(x)
     monkeypatch.undo()
-    # Without fused multiply-add an input may be rounded the other way, a step of at most 1/127.
+    # Without fused multiply-add an input may round to a neighbour, a step of at most 1/127.
     torch.testing.assert_close(plain, Quantized(weight, bias)(x), rtol=0, atol=0.1)

@@ -22,7 +22,7 @@ from helpers.kernel_cases import CUDA, cases, pairwise
 from regard import Causal, See, Seen, attention
 from regard.errors import BackendError
 from regard.mechanism.call import check as arguments
-from regard.mechanism.seeing import Owing
+from regard.mechanism.seeing import Deferred
 
 triton = pytest.importorskip("triton", reason="Triton is not installed: it comes for Linux.")
 
@@ -210,7 +210,7 @@ def test_programs_share_the_last_items(lengths, grid, causal, programs, monkeypa
 @pytest.mark.parametrize(("causal", "blocks"), [(False, 3), (True, 1), (True, 4), (True, 5)])
 def test_every_block_is_dealt_out_once(causal, blocks, programs, by_keys) -> None:
     """And under a causal mask those at the end are the short ones."""
-    roles = gluon_on_cpu.load("regard.kernels.hopper").roles
+    roles = gluon_on_cpu.load("regard.kernels.hopper").modules["pipeline"]
     heads = 6
     a_head = -(-blocks // 2) if causal else blocks
     singly = programs if causal and blocks % 2 == 0 else 0
@@ -318,7 +318,7 @@ def test_forward_follows_scores_that_rise(steps: tuple[float, float], causal: bo
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_counters_are_the_same_whatever_the_default_dtype(dtype: torch.dtype) -> None:
-    roles = gluon_on_cpu.load("regard.kernels.hopper").roles
+    roles = gluon_on_cpu.load("regard.kernels.hopper").modules["pipeline"]
     torch.set_default_dtype(dtype)
     try:
         drawn = hopper_launch._undrawn(torch.empty(0, device=DEVICE), 3)
@@ -625,7 +625,7 @@ def test_a_call_with_gradients_gives_a_seen_that_owes() -> None:
     see = See(entropy=True, received=True, map=8)
     call = arguments(*leaves, Causal(), None, None, None, 0.0, see)
     output, seen = triton_backend.run(call)
-    assert isinstance(seen, Owing)
+    assert isinstance(seen, Deferred)
     owed = output.grad_fn.owed  # type: ignore[union-attr]
     check(leaves, True, see, {"entropy": seen.entropy.detach()})
     assert owed.room
@@ -646,6 +646,18 @@ def highest(
     assert hopper_launch.collects(query, key, value, form, (), count)
     found = found or launch.forward(query, key, value, form, (), count)
     return launch.top(query, key, found["lse"], form, count, found["bar"])
+
+
+def without_search(
+    query: Tensor, key: Tensor, told: dict[str, Tensor], form: plan.Structure
+) -> tuple[dict[str, Tensor], Tensor]:
+    """The pass for 8 top keys alone: what it writes over sevens, and the rows it leaves."""
+    shape = query.shape[:3]
+    weights = torch.full((*shape, 8), 7.0, device=DEVICE)
+    found = {"top_weights": weights, "top_keys": weights.to(torch.int64)}
+    left = torch.full(shape, 7, device=DEVICE, dtype=torch.int8)
+    hopper_launch.top(query, key, told["lse"], told["bar"], form, 8, found, left)
+    return found, left
 
 
 @pytest.mark.usefixtures("memory_of_nan")
@@ -701,7 +713,7 @@ def test_top_keys_that_do_not_fit_are_searched_for(
 
 @pytest.mark.parametrize("near", [-3.0, 0.0, 2.0])
 def test_the_eighth_highest_is_nearly_found(near: float) -> None:
-    order = gluon_on_cpu.load("regard.kernels.hopper").order
+    order = gluon_on_cpu.load("regard.kernels.hopper").modules["sorting"]
     numbers = torch.randint(-40, 40, (64, 4, 8)).float() - 1000  # some of them equal
     numbers = torch.where(torch.rand_like(numbers) < 0.3, numbers, numbers + torch.rand(64, 4, 8))
     eighth = numbers.flatten(1).sort(dim=1, descending=True).values[:, 7, None]
@@ -714,7 +726,7 @@ def test_the_eighth_highest_is_nearly_found(near: float) -> None:
 
 @pytest.mark.parametrize("real", [16, 9, 8, 3, 0])
 def test_the_eight_highest_are_found_unless_some_are_too_near(real: int) -> None:
-    order = gluon_on_cpu.load("regard.kernels.hopper").order
+    order = gluon_on_cpu.load("regard.kernels.hopper").modules["sorting"]
     numbers = torch.randn(64, 16)
     numbers[:, real:] = -3.0e38  # what is not there
     numbers = numbers[torch.arange(64)[:, None], torch.rand(64, 16).argsort(1)]
@@ -774,8 +786,7 @@ def test_infinite_scores_stay_in_their_row(row: int, monkeypatch: pytest.MonkeyP
     # Nor does the row with which it shares room have to be searched again.
     form = structure(False, 64)
     told = launch.forward(query, key, value, form, (), 8)
-    left = torch.empty(query.shape[:3], device=DEVICE, dtype=torch.int8)
-    hopper_launch.top(query, key, told["lse"], told["bar"], form, 8, found, left)
+    _, left = without_search(query, key, told, form)
     assert torch.equal(left == 0, others)
 
 
@@ -808,7 +819,7 @@ def crowded(crowd: tuple[int, ...], keys: int, seed: int) -> Tensor:
 @pytest.mark.sweep
 def test_room_for_top_keys_ends_where_it_should(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hopper_launch, "_processors", lambda device: 2)
-    choose = gluon_on_cpu.load("regard.kernels.hopper").choose
+    choose = gluon_on_cpu.load("regard.kernels.hopper").modules["top"]
     keys, queries, width = 1024, 256, 128
     # A query looks at one column of the keys: at first the same as the query eight rows below, with
     # which it shares room, then another.
@@ -827,9 +838,7 @@ def test_room_for_top_keys_ends_where_it_should(monkeypatch: pytest.MonkeyPatch)
     assert torch.equal(picked["top_keys"], best.expand_as(picked["top_keys"]))
 
     # Without the search: who is left to it, and nobody else, has something missing.
-    left = torch.full((1, 2, queries), 7, device=DEVICE, dtype=torch.int8)
-    some = {name: torch.full_like(tensor, -7) for name, tensor in picked.items()}
-    hopper_launch.top(query, key, found["lse"], found["bar"], form, 8, some, left)
+    some, left = without_search(query, key, found, form)
     rows = 2 * queries  # of all heads: their bars are not the same in all bits
     reach = scores.expand(2, -1, -1) >= found["bar"].view(2, queries, 1)
     lanes = reach.view(rows, keys // 8, 4, 2).sum((1, 3))
@@ -851,24 +860,19 @@ def test_room_for_top_keys_ends_where_it_should(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.skipif(CUDA, reason="There it is where it should be.")
 @pytest.mark.parametrize("causal", [False, True])
 def test_all_rows_are_searched_where_shared_memory_begins_otherwise(causal, monkeypatch) -> None:
-    choose, elsewhere = hopper_launch._kernels().choose, gluon_on_cpu.Block(False)
+    choose, elsewhere = hopper_launch._kernels().modules["top"], gluon_on_cpu.Block(False)
     monkeypatch.setattr(choose, "is_there", lambda *_given: elsewhere)
     query, key, value = (t.to(DTYPES[0]) for t in inputs((700, 700), 64))
     form = structure(causal, 64)
     told = launch.forward(query, key, value, form, (), 8)
-    found = {
-        "top_weights": torch.full((2, 2, 700, 8), 7.0),
-        "top_keys": torch.full((2, 2, 700, 8), 7),
-    }
-    left = torch.full((2, 2, 700), 7, dtype=torch.int8)
-    hopper_launch.top(query, key, told["lse"], told["bar"], form, 8, found, left)
+    found, left = without_search(query, key, told, form)
     assert left.eq(1).all()
     assert all(tensor.eq(7).all() for tensor in found.values())
 
 
 @pytest.mark.skipif(CUDA, reason="There it is where it should be.")
 def test_the_second_pass_fails_where_shared_memory_begins_otherwise(monkeypatch) -> None:
-    receive, elsewhere = hopper_launch._kernels().receive, gluon_on_cpu.Block(False)
+    receive, elsewhere = hopper_launch._kernels().modules["columns"], gluon_on_cpu.Block(False)
     monkeypatch.setattr(receive, "is_there", lambda *_given: elsewhere)
     query, key, _ = (t.to(DTYPES[0]) for t in inputs((700, 700), 64))
     lse = torch.zeros(query.shape[:3])
@@ -896,12 +900,7 @@ def test_equal_scores_are_put_in_the_order_of_their_keys() -> None:
     form = structure(False, width)
     told = launch.forward(*tensors, form, (), 8)
     assert (scores[:, 1] >= told["bar"][0, 0, 1].cpu()).sum() == 15
-    found = {
-        "top_weights": torch.empty(2, 2, queries, 8, device=DEVICE),
-        "top_keys": torch.empty(2, 2, queries, 8, device=DEVICE, dtype=torch.int64),
-    }
-    left = torch.empty(2, 2, queries, device=DEVICE, dtype=torch.int8)
-    hopper_launch.top(*tensors[:2], told["lse"], told["bar"], form, 8, found, left)
+    found, left = without_search(*tensors[:2], told, form)
     assert not left.any()
     assert torch.equal(found["top_keys"], best.expand_as(found["top_keys"]))
 
@@ -917,16 +916,16 @@ def test_what_runs_here_does_not_take_the_place_of_the_kernels() -> None:
 
 
 def test_both_sides_agree_on_sizes() -> None:
-    kernels = gluon_on_cpu.load("regard.kernels.hopper")
-    shared, choose = kernels.roles, kernels.choose
+    modules = gluon_on_cpu.load("regard.kernels.hopper").modules
+    shared, choose = modules["pipeline"], modules["top"]
     for name in ("ROWS", "BLOCK", "LANES", "PAIR", "TEAMS"):
         assert getattr(shared, name) == getattr(hopper_launch, name), name
-    assert (choose.PLACES, kernels.together.STRIP) == (hopper_launch.PLACES, hopper_launch.STRIP)
-    attend = kernels.attend
+    assert (choose.PLACES, modules["teams"].STRIP) == (hopper_launch.PLACES, hopper_launch.STRIP)
+    attend = modules["forward"]
     assert attend.JOINED == hopper_launch.PARTS + 1  # a share may begin inside of a block
     for width in (64, 128):
         assert attend._size(width) == hopper_launch._kept_of_a_row(width)
-        assert kernels.differentiate._draws(width) == (width == hopper_launch.DRAWING)
+        assert modules["backward"]._draws(width) == (width == hopper_launch.DRAWING)
     assert (TEAM.value, TILE.value) == (hopper_launch.ROWS, hopper_launch.BLOCK)
 
 

@@ -1,4 +1,4 @@
-"""What is kept from call to call, and what CUDA graphs need of it."""
+"""The cache of results: its size, and what CUDA graphs need of it."""
 
 from __future__ import annotations
 
@@ -9,33 +9,33 @@ from regard.kernels import memo
 from regard.kernels.memo import Kept
 
 
-def test_results_are_kept_up_to_a_number_the_last_used_longest() -> None:
-    made: list[int] = []
-    kept = Kept(lambda number: made.append(number) or [number])
-    first = kept(0)
-    for number in range(1, memo.MOST):
-        kept(number)
-    assert kept(0) is first
-    kept(-1)  # one more than there is room for: 1 is what was not used for longest
-    assert kept(0) is first
-    kept(1)
-    assert made == [*range(memo.MOST), -1, 1]
+def test_the_least_recently_used_result_is_dropped() -> None:
+    computed: list[int] = []
+    cached = Kept(lambda number: computed.append(number) or [number])
+    first = cached(0)
+    for number in range(1, memo.MAX_RESULTS):
+        cached(number)
+    assert cached(0) is first
+    cached(-1)  # one more than fits: 1 is the least recently used
+    assert cached(0) is first
+    cached(1)
+    assert computed == [*range(memo.MAX_RESULTS), -1, 1]
 
 
-def test_what_a_graph_reads_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_result_that_a_graph_reads_is_never_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     def record() -> None:
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
-    kept = Kept(lambda number: [number])
+    cached = Kept(lambda number: [number])
     record()
-    assert kept(1) is not kept(1)  # made while recording: it holds nothing yet for others
+    assert cached(1) is not cached(1)  # computed while recording: it holds no values yet
     monkeypatch.undo()
-    found = kept(2)
+    result = cached(2)
     record()
-    assert kept(2) is found
+    assert cached(2) is result
     monkeypatch.undo()
-    for number in range(memo.MOST + 1):
-        kept(10 + number)
-    assert kept(2) is not found  # others have taken its room
-    assert kept.read_by_graphs == [found]
+    for number in range(memo.MAX_RESULTS + 1):
+        cached(10 + number)
+    assert cached(2) is not result  # dropped from the cache
+    assert cached.read_by_graphs == [result]

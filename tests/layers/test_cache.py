@@ -1,4 +1,4 @@
-"""Caches: nothing is lost, nothing is copied that need not be, beams go where they are sent."""
+"""Caches: all positions are kept, none is copied without need, beams are reordered."""
 
 from __future__ import annotations
 
@@ -168,11 +168,11 @@ def test_others_take_places_and_end_where_all_end() -> None:
     other.append(-key[:2, :, :3], -value[:2, :, :3])
     cache.place(torch.tensor([2, 0]), other, torch.tensor([0, 1]))
     keys, values = cache.append(key[:, :, 5:], value[:, :, 5:])
-    for found, whole in ((keys, key), (values, value)):
-        assert torch.equal(found[1], whole[1])
-        assert torch.equal(found[2, :, 2:5], -whole[0, :, :3])
-        assert torch.equal(found[0, :, 2:5], -whole[1, :, :3])
-        assert torch.equal(found[0, :, 5], whole[0, :, 5])
+    for actual, whole in ((keys, key), (values, value)):
+        assert torch.equal(actual[1], whole[1])
+        assert torch.equal(actual[2, :, 2:5], -whole[0, :, :3])
+        assert torch.equal(actual[0, :, 2:5], -whole[1, :, :3])
+        assert torch.equal(actual[0, :, 5], whole[0, :, 5])
 
 
 @given(st.integers(-5, 4))
@@ -183,6 +183,6 @@ def test_a_shift_forgets_or_makes_room(by: int) -> None:
     cache.shift(by)
     assert len(cache) == 5 - by
     keys, values = cache.append(key[:, :, 5:], value[:, :, 5:])
-    for found, whole in ((keys, key), (values, value)):
+    for actual, whole in ((keys, key), (values, value)):
         room = torch.zeros(3, 2, max(-by, 0), whole.shape[3])
-        assert torch.equal(found, torch.cat((room, whole[:, :, max(by, 0) :]), dim=2))
+        assert torch.equal(actual, torch.cat((room, whole[:, :, max(by, 0) :]), dim=2))

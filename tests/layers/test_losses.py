@@ -74,13 +74,13 @@ def test_loss_and_gradients_are_those_of_the_definition(
     way: str, dtype: torch.dtype, vocabulary: int, smoothing: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(losses, "TILE", 5)  # 18 rows are four chunks
-    monkeypatch.setattr(losses, "ROOM", 4 * vocabulary)
+    monkeypatch.setattr(losses, "CHUNK_BYTES", 4 * vocabulary)
     hidden, weight, bias, labels = made(vocabulary, dtype)
     loss = linear_cross_entropy(hidden, weight, labels, bias=bias, smoothing=smoothing)
-    found = [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
+    actual = [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
     exact = defined(hidden, weight, bias, labels, smoothing, torch.float64)
     plain = defined(hidden, weight, bias, labels, smoothing, dtype)
-    for index, (ours, truth, theirs) in enumerate(zip(found, exact, plain, strict=True)):
+    for index, (ours, truth, theirs) in enumerate(zip(actual, exact, plain, strict=True)):
         floor = 4 * torch.finfo(dtype).eps * truth.abs().max().item()
         allowed = max((3 if index else 2) * (theirs - truth).abs().max().item(), floor)
         assert (ours.double() - truth).abs().max().item() <= allowed
@@ -88,31 +88,33 @@ def test_loss_and_gradients_are_those_of_the_definition(
 
 def test_rows_go_in_equal_shares_of_whole_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(losses, "TILE", 8)
-    assert losses._share(0, 10, 1000) == 8
-    assert losses._share(100, 10, 1000) == 104  # all at once
-    assert losses._share(101, 10, 1000) == 56  # two
-    assert losses._share(16, 10**6, 1000) == 8  # no row has room, and yet it goes on
+    assert losses._chunk_rows(0, 10, 1000) == 8
+    assert losses._chunk_rows(100, 10, 1000) == 104  # all at once
+    assert losses._chunk_rows(101, 10, 1000) == 56  # two
+    assert losses._chunk_rows(16, 10**6, 1000) == 8  # a row larger than a chunk goes alone
 
 
 def test_without_gradients_none_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = []
+    computed = []
     within = losses._loss
-    monkeypatch.setattr(losses, "_loss", lambda *given: asked.append(given[-1]) or within(*given))
+    monkeypatch.setattr(
+        losses, "_loss", lambda *given: computed.append(given[-1]) or within(*given)
+    )
     hidden, weight, bias, labels = made(50, torch.float32)
     parameters = torch.nn.Parameter(weight), torch.nn.Parameter(bias)
     with torch.no_grad():
         quiet = linear_cross_entropy(hidden, parameters[0], labels, bias=parameters[1])
     loud = linear_cross_entropy(hidden, parameters[0], labels, bias=parameters[1])
-    assert asked == [False, True]
+    assert computed == [False, True]
     assert quiet == loud
 
 
 def test_in_float64_it_is_exact() -> None:
     hidden, weight, bias, labels = made(50, torch.float64)
     loss = linear_cross_entropy(hidden, weight, labels, bias=bias, smoothing=0.1)
-    found = [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
+    actual = [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
     for ours, truth in zip(
-        found, defined(hidden, weight, bias, labels, 0.1, torch.float64), strict=True
+        actual, defined(hidden, weight, bias, labels, 0.1, torch.float64), strict=True
     ):
         torch.testing.assert_close(ours, truth)
 
@@ -177,13 +179,13 @@ def test_models_give_the_loss_of_their_logits(kind: str) -> None:
         tied = kind == "t5"
         model, given = T5(T5Config(**sizes, head_dim=4, inner=16, tied=tied)), (ids, ids)
     model.eval()
-    wanted = cross_entropy(model(*given).flatten(0, 1), labels.flatten(), reduction="sum")
-    found = model(*given, labels=labels)
-    torch.testing.assert_close(found, wanted)
+    expected = cross_entropy(model(*given).flatten(0, 1), labels.flatten(), reduction="sum")
+    actual = model(*given, labels=labels)
+    torch.testing.assert_close(actual, expected)
     for parameter, ours, theirs in zip(
         model.parameters(),
-        torch.autograd.grad(found, list(model.parameters()), materialize_grads=True),
-        torch.autograd.grad(wanted, list(model.parameters()), materialize_grads=True),
+        torch.autograd.grad(actual, list(model.parameters()), materialize_grads=True),
+        torch.autograd.grad(expected, list(model.parameters()), materialize_grads=True),
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=str(parameter.shape))

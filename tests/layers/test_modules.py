@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
 
+from helpers import sine_models
 from regard import (
+    Beam,
     Block,
     Causal,
     FeedForward,
+    Greedy,
     InputError,
     KeyValueCache,
     MultiHeadAttention,
     Padding,
     RMSNorm,
     See,
+    Seen,
+    generate,
 )
 from regard.interpret.watching import watch
 from regard.layers.cache import CrossCache
+from regard.layers.hooks import HeadHooks
 from regard.layers.modules import GatedFeedForward, LayerNorm, PostNorm, PreNorm, lock_dropout
 
 
@@ -80,19 +89,19 @@ def test_grouped_heads_share_keys_and_values() -> None:
     close(grouped(x, context), plain(x, context))
 
 
-def test_read_gives_every_part_on_the_way() -> None:
+def test_forward_heads_gives_every_intermediate_result() -> None:
     ours, theirs = twin()
     x = torch.randn(2, 7, 12)
-    found = ours.read(x, see=See(weights=True))
+    actual = ours.forward_heads(x, see=See(weights=True))
     expected, weights = theirs(x, x, x, average_attn_weights=False)
-    close(found.seen.weights, weights)
-    close(found.heads, weights @ found.value)
-    scores = found.query @ found.key.transpose(-1, -2) / 2.0
+    close(actual.seen.weights, weights)
+    close(actual.heads, weights @ actual.value)
+    scores = actual.query @ actual.key.transpose(-1, -2) / 2.0
     close(scores.softmax(-1), weights)
     close(
-        found.heads.transpose(1, 2).flatten(2) @ ours.output.weight.T + ours.output.bias, expected
+        actual.heads.transpose(1, 2).flatten(2) @ ours.output.weight.T + ours.output.bias, expected
     )
-    close(found.output, expected)
+    close(actual.output, expected)
 
 
 def test_locked_dropout_is_one_for_all_positions() -> None:
@@ -142,8 +151,8 @@ def test_a_cross_cache_projects_once() -> None:
     close(ours(x, torch.zeros_like(context), cache=cache), ours(x, context))
 
 
-def test_a_step_of_beams_is_attention_to_what_each_came_by() -> None:
-    """Two sentences of three beams: nodes lie in one cache, and a bias says which a beam sees."""
+def test_a_step_of_beams_is_attention_to_the_history_of_each() -> None:
+    """Two sentences of three beams: one cache holds all nodes, a bias masks those of others."""
     ours, _ = twin()
     trunk, first, second = torch.randn(2, 4, 12), torch.randn(2, 3, 12), torch.randn(2, 3, 12)
     origins = torch.tensor([[2, 0, 0], [1, 1, 2]])
@@ -157,13 +166,13 @@ def test_a_step_of_beams_is_attention_to_what_each_came_by() -> None:
         for sentence, beams in enumerate(origins.tolist()):
             for beam, origin in enumerate(beams):
                 see[sentence, 0, beam, 4 + origin] = 0
-        found = ours.stepper()(second, cache, see)
+        actual = ours.stepper()(second, cache, see)
         for sentence, beams in enumerate(origins.tolist()):
             for beam, origin in enumerate(beams):
-                came_by = torch.cat(
+                history = torch.cat(
                     (trunk[sentence], first[sentence, origin, None], second[sentence, beam, None])
                 )
-                close(found[sentence, beam], ours(came_by[None], mask=Causal())[0, -1])
+                close(actual[sentence, beam], ours(history[None], mask=Causal())[0, -1])
 
 
 def test_a_step_across_is_attention_to_the_context() -> None:
@@ -192,20 +201,127 @@ def test_steps_can_be_watched() -> None:
     assert seen.weights[0, :, 0, 1].tolist() == [0, 0, 0]
 
 
-def test_dropout_acts_in_training_only() -> None:
-    layer = MultiHeadAttention(8, 2, dropout=0.5)
-    x = torch.randn(1, 16, 8)
-    assert not torch.equal(layer(x), layer(x))
-    layer.eval()
-    assert torch.equal(layer(x), layer(x))
+def without_head(weight: Tensor, head: int, head_dim: int) -> Tensor:
+    """An output projection that ignores one head."""
+    changed = weight.clone()
+    changed[:, head * head_dim : (head + 1) * head_dim] = 0
+    return changed
+
+
+def zero_head(head: int, calls: list[list[int]] | None = None) -> Callable[[Tensor], Tensor]:
+    def edit(heads: Tensor) -> Tensor:
+        if calls is not None:
+            calls.append(list(heads.shape))
+        return heads.index_fill(1, torch.tensor(head), 0)
+
+    return edit
+
+
+MODELS = [sine_models.gpt2(), sine_models.translator(), sine_models.t5()]
+
+
+@pytest.mark.parametrize("model", MODELS, ids=type)
+@pytest.mark.parametrize("see", [None, See(entropy=True)])
+def test_an_observer_runs_for_the_prompt_and_for_every_step(model: Any, see: See | None) -> None:
+    layer, calls, seen = model.attention_layers()[-1].module, [], []
+
+    def observe(heads: Tensor, seen_now: Seen | None) -> None:
+        calls.append(heads.shape[2])
+        seen.append(seen_now)
+
+    def run() -> Tensor:
+        ids, state = model.start_decoding([[3, 4, 5]], room=7)
+        logits = [model.step(ids, state)]
+        for token in range(6):
+            logits.append(model.step(torch.tensor([[token + 7]]), state))
+        return torch.stack(logits)
+
+    with torch.no_grad():
+        expected = run()
+        handle = layer.head_hooks.observe(observe, see)
+        torch.testing.assert_close(run(), expected)
+        assert len(calls) == 7
+        assert all((was is None) == (see is None) for was in seen)
+        handle.remove()
+        run()
+    assert len(calls) == 7
+
+
+def test_a_forward_hook_runs_for_every_step() -> None:
+    model, calls = sine_models.gpt2(), []
+    layer = model.attention_layers()[0].module
+    handle = layer.register_forward_hook(lambda *_: calls.append(1))
+    generate(model, [[3, 4, 5]], max_new_tokens=7)
+    handle.remove()
+    assert len(calls) == 7  # the prompt gives the first token
+
+
+@pytest.mark.parametrize("how", [Greedy(), Beam(3)], ids=["greedy", "beam"])
+@pytest.mark.parametrize("model", MODELS[:2], ids=type)
+def test_an_edit_changes_generation_as_the_projection_would(model: Any, how: Any) -> None:
+    """Head 1 set to 0 is head 1 not read by the output projection: in forward and in steps."""
+    layer, calls = model.attention_layers()[-1].module, []
+    plain = generate(model, [[3, 4, 5], [6, 7]], how, max_new_tokens=6)
+    handle = layer.head_hooks.edit(zero_head(1, calls))
+    edited = generate(model, [[3, 4, 5], [6, 7]], how, max_new_tokens=6)
+    handle.remove()
+    assert len(calls) >= 6
+    weight = layer.output.weight.data
+    layer.output.weight.data = without_head(weight, 1, layer.head_dim)
+    expected = generate(model, [[3, 4, 5], [6, 7]], how, max_new_tokens=6)
+    layer.output.weight.data = weight
+    for outputs, references, before in zip(edited, expected, plain, strict=True):
+        for output, want in zip(outputs, references, strict=True):
+            assert output.ids == want.ids
+            assert output.score == pytest.approx(want.score, rel=1e-9)
+        assert outputs[0].score != pytest.approx(before[0].score, rel=1e-6)
+
+
+def test_edits_reach_forward_grouped_heads_and_the_relative_attention_of_transformer_xl() -> None:
+    torch.manual_seed(0)
+    grouped, x = MultiHeadAttention(8, heads=4, key_heads=2), torch.randn(2, 5, 8)
+    model, ids = sine_models.xl(), torch.tensor([[3, 4, 5, 6]])
+    runs = [(grouped, lambda: grouped(x)), (model.attention_layers()[0].module, lambda: model(ids))]
+    for layer, run in runs:
+        seen: list[Tensor] = []
+        with torch.no_grad():
+            layer.head_hooks.edit(zero_head(1))
+            layer.head_hooks.observe(lambda heads, _, seen=seen: seen.append(heads))
+            edited = run()
+            layer.head_hooks = HeadHooks()
+            layer.output.weight.copy_(without_head(layer.output.weight, 1, layer.head_dim))
+            torch.testing.assert_close(edited, run())
+        assert not seen[0][:, 1].any(), "an observer gets the heads as edited"
+        assert seen[0][:, 0].any()
+
+
+def test_hooks_refuse_what_does_not_fit() -> None:
+    layer, x = MultiHeadAttention(8, 2), torch.zeros(1, 3, 8)
+    handle = layer.head_hooks.edit(lambda heads: heads[:, :1])
+    with pytest.raises(InputError, match="must keep the shape"):
+        layer(x)
+    handle.remove()
+    layer.head_hooks.observe(lambda *_: None, See(entropy=True))
+    layer.head_hooks.observe(lambda *_: None, See(peak=True))
+    with pytest.raises(InputError, match="must share one See"):
+        layer(x)
+
+
+def test_a_call_that_asks_for_itself_shows_observers_the_heads_alone() -> None:
+    layer, got = MultiHeadAttention(8, 2), []
+    layer.head_hooks.observe(lambda _, seen: got.append(seen), See(entropy=True))
+    _, seen = layer(torch.zeros(1, 3, 8), see=See(peak=True))
+    assert got == [None]
+    assert seen.peak is not None
+    assert seen.entropy is None
 
 
 def test_scale_and_head_dim_are_as_given() -> None:
     torch.manual_seed(0)
     layer = MultiHeadAttention(6, heads=4, head_dim=5, bias=False, scale=1.0)
-    found = layer.read(torch.randn(2, 3, 6), see=See(weights=True))
-    assert found.query.shape == (2, 4, 3, 5)
-    close(found.seen.weights, (found.query @ found.key.transpose(-1, -2)).softmax(-1))
+    actual = layer.forward_heads(torch.randn(2, 3, 6), see=See(weights=True))
+    assert actual.query.shape == (2, 4, 3, 5)
+    close(actual.seen.weights, (actual.query @ actual.key.transpose(-1, -2)).softmax(-1))
 
 
 @pytest.mark.parametrize(("activation", "name"), [(nn.ReLU(), "relu"), (nn.GELU(), "gelu")])
@@ -334,7 +450,18 @@ def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(InputError, match="CrossCache"):
         layer(x, cache=CrossCache())
     block = encoder_block(PreNorm, nn.ReLU())
-    with pytest.raises(InputError, match="has no cross"):
+    with pytest.raises(InputError, match="has no cross-attention"):
         block(torch.zeros(1, 3, 12), torch.zeros(1, 3, 12))
     with pytest.raises(InputError, match="together"):
         Block(layer, PreNorm(LayerNorm(8)), FeedForward(8, 8), PreNorm(LayerNorm(8)), cross=layer)
+
+
+def test_a_compiled_layer_notices_an_edit() -> None:
+    layer, x = MultiHeadAttention(8, 2), torch.randn(1, 3, 8)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend="eager", fullgraph=True)
+    plain = compiled(x)
+    handle = layer.head_hooks.edit(torch.zeros_like)
+    torch.testing.assert_close(compiled(x), layer.output.bias.expand(1, 3, 8))
+    handle.remove()
+    torch.testing.assert_close(compiled(x), plain)

@@ -25,9 +25,9 @@ def scalar(position: int, index: int, dim: int, layout: str, base: float) -> flo
 @pytest.mark.parametrize("base", [10000.0, 500.0])
 def test_sinusoidal(layout: Layout, base: float) -> None:
     dim, positions = 6, [0, 1, 17, 4096, 100_000]
-    found = sinusoidal(torch.tensor(positions), dim, layout=layout, base=base)
+    actual = sinusoidal(torch.tensor(positions), dim, layout=layout, base=base)
     expected = [[scalar(p, i, dim, layout, base) for i in range(dim)] for p in positions]
-    torch.testing.assert_close(found, torch.tensor(expected), rtol=0, atol=1e-6)
+    torch.testing.assert_close(actual, torch.tensor(expected), rtol=0, atol=1e-6)
 
 
 def test_sinusoidal_of_a_length_and_of_any_shape() -> None:
@@ -44,12 +44,12 @@ def test_learned_positions_are_looked_up() -> None:
 def test_rotary_turns_each_pair_by_its_angle(layout: Layout) -> None:
     dim, position = 6, 5
     x = torch.randn(1, dim)
-    found = Rotary(dim, layout=layout)(x, torch.tensor([position]))[0].tolist()
+    actual = Rotary(dim, layout=layout)(x, torch.tensor([position]))[0].tolist()
     for pair in range(dim // 2):
         first, second = (2 * pair, 2 * pair + 1) if layout == "interleaved" else (pair, pair + 3)
         turn = complex(math.cos(a := position / 10000 ** (2 * pair / dim)), math.sin(a))
         expected = complex(x[0, first], x[0, second]) * turn
-        assert complex(found[first], found[second]) == pytest.approx(expected, abs=1e-5)
+        assert complex(actual[first], actual[second]) == pytest.approx(expected, abs=1e-5)
 
 
 @pytest.mark.parametrize("layout", ["interleaved", "half"])

@@ -1,4 +1,4 @@
-"""Every backend says what the reference says in float64: outputs, all that is seen, gradients.
+"""Every backend agrees with the reference in float64: outputs, all fields of Seen, gradients.
 
 The rule for a tolerance: float64 must agree up to its rounding. In a lower precision the error may
 be twice that of plain PyTorch in that precision (three times for gradients), plus a floor for the
@@ -93,7 +93,7 @@ def _bias(case: Case) -> Tensor:
 
 
 def eager(case: Case) -> Tensor:
-    """Plain PyTorch in the dtype of the call, as anybody would write it."""
+    """Plain PyTorch in the dtype of the call, as its formula."""
     query, key, value = case.query, case.key, case.value
     while query.dim() < 4:
         at = 0 if query.dim() == 2 else 1
@@ -112,12 +112,12 @@ def eager(case: Case) -> Tensor:
     return (weights @ value).reshape(*case.query.shape[:-1], value.shape[-1])
 
 
-def close(found: Tensor, exact: Tensor, tolerance: float, what: str) -> None:
-    assert found.shape == exact.shape, f"{what}: {list(found.shape)}, not {list(exact.shape)}"
-    found = found.detach().double()
+def close(actual: Tensor, exact: Tensor, tolerance: float, what: str) -> None:
+    assert actual.shape == exact.shape, f"{what}: {list(actual.shape)}, not {list(exact.shape)}"
+    actual = actual.detach().double()
     infinite = ~exact.isfinite()
-    assert torch.equal(found[infinite], exact[infinite]), f"{what}: not infinite where it must be"
-    error = (found - exact)[~infinite].abs()
+    assert torch.equal(actual[infinite], exact[infinite]), f"{what}: not infinite where it must be"
+    error = (actual - exact)[~infinite].abs()
     assert not error.isnan().any(), f"{what}: NaN"
     worst = float(error.max()) if error.numel() else 0.0
     assert worst <= tolerance, f"{what}: off by {worst:.3g}, more than {tolerance:.3g}"
@@ -141,7 +141,7 @@ def output_tolerance(case: Case, exact: Tensor) -> float:
 
 
 def run(case: Case, backend: str, see: See | None = None) -> tuple[Tensor, Any] | None:
-    """The call on a backend, or None where that refuses it, as it said it would."""
+    """The call on a backend, or None where that refuses it, as why() says."""
     arguments = case.arguments | {"see": see}
     if backend != "auto":
         reason = why(case.query, case.key, case.value, **arguments).answers[backend]  # type: ignore[arg-type]
@@ -159,8 +159,8 @@ def run(case: Case, backend: str, see: See | None = None) -> tuple[Tensor, Any] 
 @given(data=st.data())
 def test_outputs(dtype: torch.dtype, data: st.DataObject) -> None:
     case = data.draw(cases(dtype))
-    found = run(case.double(), "reference")
-    exact = found[0]
+    actual = run(case.double(), "reference")
+    exact = actual[0]
     tolerance = output_tolerance(case, exact)
     for backend in (*BACKENDS, "reference"):
         result = run(case, backend)
@@ -171,10 +171,6 @@ def test_outputs(dtype: torch.dtype, data: st.DataObject) -> None:
 
 # ---- seeing --------------------------------------------------------------------------------------
 
-ALL = See(
-    lse=True, entropy=True, peak=True, max_logit=True, distance=True, received=True, weights=True
-)
-
 
 @every_dtype
 @examples(SEEN)
@@ -182,20 +178,20 @@ ALL = See(
 def test_seen(dtype: torch.dtype, data: st.DataObject) -> None:
     case = data.draw(cases(dtype))
     see = data.draw(sights(case))
-    exact, wanted = run(case.double(), "reference", see)  # type: ignore[misc]
-    dense = run(case.double(), "reference", ALL)[1].weights  # type: ignore[index]
+    exact, expected = run(case.double(), "reference", see)  # type: ignore[misc]
+    dense = run(case.double(), "reference", See(weights=True))[1].weights  # type: ignore[index]
     eps = 4 * rounding(case)
     tolerance = output_tolerance(case, exact)
     for backend in ("tiled", "auto", "native", "reference"):
-        found = kernel(case, see) if backend == "native" else run(case, backend, see)
-        if found is None:
+        actual = kernel(case, see) if backend == "native" else run(case, backend, see)
+        if actual is None:
             assert backend == "native", f"{backend} refuses nothing"
             continue
-        output, seen = found
+        output, seen = actual
         close(output, exact, tolerance, f"the output of {backend}")
-        assert seen.to_dict().keys() == wanted.to_dict().keys()
-        assert seen.extent == wanted.extent
-        for name, field in wanted.to_dict().items():
+        assert seen.to_dict().keys() == expected.to_dict().keys()
+        assert seen.extent == expected.extent
+        for name, field in expected.to_dict().items():
             if not name.startswith("top"):
                 # Weights are at most 1; what adds up or multiplies them errs by as much more.
                 close(
@@ -224,16 +220,16 @@ def _finite(tensor: Tensor) -> float:
 def check_top(case: Case, seen: Seen, weights: Tensor, tolerance: float, backend: str) -> None:
     """The largest weights, on keys that have them; -1 only where no key is left to attend to."""
     assert seen.top is not None
-    found, keys = seen.top
-    wide = torch.nn.functional.pad(weights, (0, max(0, found.shape[-1] - weights.shape[-1])))
-    largest = wide.sort(-1, descending=True).values[..., : found.shape[-1]]
-    close(found, largest, tolerance, f"the top weights of {backend}")
-    open_keys = case.allowed().sum(-1).clamp(max=found.shape[-1])
+    actual, keys = seen.top
+    wide = torch.nn.functional.pad(weights, (0, max(0, actual.shape[-1] - weights.shape[-1])))
+    largest = wide.sort(-1, descending=True).values[..., : actual.shape[-1]]
+    close(actual, largest, tolerance, f"the top weights of {backend}")
+    open_keys = case.allowed().sum(-1).clamp(max=actual.shape[-1])
     assert torch.equal((keys >= 0).sum(-1), open_keys), f"{backend}: keys are missing"
-    places = torch.arange(found.shape[-1])
+    places = torch.arange(actual.shape[-1])
     assert torch.equal(keys >= 0, places < open_keys[..., None]), f"{backend}: -1 comes last"
     on_keys = wide.gather(-1, keys.clamp(min=0)).masked_fill(keys < 0, 0)
-    close(found, on_keys, tolerance, f"the weights on the top keys of {backend}")
+    close(actual, on_keys, tolerance, f"the weights on the top keys of {backend}")
     chosen = keys.masked_fill(keys < 0, -1) - places.expand_as(keys) * (keys < 0)
     in_order = chosen.sort(-1).values
     assert (in_order.diff(dim=-1) != 0).all(), f"{backend}: a key stands twice among the top"
@@ -246,8 +242,8 @@ def gradients(case: Case, loss: Tensor) -> list[Tensor]:
     """The gradient of every input, zeros where none arrives."""
     if not loss.requires_grad:
         return [torch.zeros_like(tensor) for tensor in case.inputs]
-    found = torch.autograd.grad(loss, case.inputs, allow_unused=True)
-    pairs = zip(found, case.inputs, strict=True)
+    actual = torch.autograd.grad(loss, case.inputs, allow_unused=True)
+    pairs = zip(actual, case.inputs, strict=True)
     return [torch.zeros_like(tensor) if grad is None else grad for grad, tensor in pairs]
 
 
@@ -296,9 +292,9 @@ def test_gradients(dtype: torch.dtype, data: st.DataObject) -> None:
         result = run(leaves if backend != "sdpa" else held_fixed(leaves), backend)
         if result is None:
             continue
-        asked = leaves.inputs[:3] if backend == "sdpa" else leaves.inputs
-        found = torch.autograd.grad(projected(result[0]), asked, allow_unused=True)
-        for index, grad in enumerate(found):
+        inputs = leaves.inputs[:3] if backend == "sdpa" else leaves.inputs
+        actual = torch.autograd.grad(projected(result[0]), inputs, allow_unused=True)
+        for index, grad in enumerate(actual):
             grad = torch.zeros_like(leaves.inputs[index]) if grad is None else grad
             close(grad, exact[index], tolerances[index], f"gradient {index} of {backend}")
 
@@ -353,12 +349,12 @@ def test_pieces_of_each_sequence_have_its_own_mask_and_gradients(mask: Mask, key
         torch.randn(2, 2, length, 8, dtype=torch.float64, requires_grad=True)
         for length in (300, keys, keys)
     ]
-    found, wanted = (attention(*tensors, mask=mask, backend=b) for b in ("sdpa", "reference"))
-    torch.testing.assert_close(found, wanted)
-    toward = torch.randn_like(found)
+    actual, expected = (attention(*tensors, mask=mask, backend=b) for b in ("sdpa", "reference"))
+    torch.testing.assert_close(actual, expected)
+    toward = torch.randn_like(actual)
     for ours, theirs in zip(
-        torch.autograd.grad(found, tensors, toward),
-        torch.autograd.grad(wanted, tensors, toward),
+        torch.autograd.grad(actual, tensors, toward),
+        torch.autograd.grad(expected, tensors, toward),
         strict=True,
     ):
         torch.testing.assert_close(ours, theirs)

@@ -42,8 +42,8 @@ def bucket(distance: int, buckets: int, most: int, bidirectional: bool) -> int:
 def test_relative_buckets(buckets: int, most: int, bidirectional: bool) -> None:
     bias = RelativeBuckets(torch.zeros(buckets, 1), bidirectional, most)
     distances = range(-300, 301)
-    found = bias.bucket(torch.tensor(distances)).tolist()
-    assert found == [bucket(d, buckets, most, bidirectional) for d in distances]
+    actual = bias.bucket(torch.tensor(distances)).tolist()
+    assert actual == [bucket(d, buckets, most, bidirectional) for d in distances]
 
 
 def test_relative_buckets_of_a_tile_look_up_the_table() -> None:
@@ -51,11 +51,11 @@ def test_relative_buckets_of_a_tile_look_up_the_table() -> None:
     bias = RelativeBuckets(table, max_distance=20)
     extent = Extent(1, 3, 40, 50, CPU)
     tile = Tile(extent, range(7, 12), range(20, 50))
-    found = bias.tile(tile)
+    actual = bias.tile(tile)
     for row, i in enumerate(tile.rows):
         for column, j in enumerate(tile.columns):
             expected = table[bucket(i + 10 - j, 32, 20, True)]
-            assert torch.equal(found[0, :, row, column], expected)
+            assert torch.equal(actual[0, :, row, column], expected)
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 8, 16])
@@ -86,8 +86,8 @@ def test_relative_content_takes_the_nearest_row_beyond_its_ends() -> None:
     query = torch.ones(1, 1, 3, 1)
     relative = torch.tensor([10.0, 20.0, 30.0]).view(1, 3, 1)  # distances -1, 0 and 1
     bias = RelativeContent(query, relative, first=-1, scale=1.0)
-    found = bias.tile(Tile(Extent(1, 1, 3, 3, CPU), range(3), range(3)))[0, 0]
-    assert found.tolist() == [[20, 10, 10], [30, 20, 10], [30, 30, 20]]
+    actual = bias.tile(Tile(Extent(1, 1, 3, 3, CPU), range(3), range(3)))[0, 0]
+    assert actual.tolist() == [[20, 10, 10], [30, 20, 10], [30, 30, 20]]
 
 
 @pytest.mark.parametrize("rows", [range(2), range(3, 7), range(9, 9)])

@@ -1,4 +1,4 @@
-"""Bugs that attention had elsewhere, each with what it must do here, on every backend concerned."""
+"""Bugs of attention in other libraries, each with the right behaviour, on every backend."""
 
 from __future__ import annotations
 
@@ -95,27 +95,27 @@ def test_pytorch_101967_nan_behind_a_mask(
         dirty[1 if where == "key" else 2][batch, :, keys, 0] = poison
         dirty = [tensor.requires_grad_() for tensor in dirty]
         see = See(entropy=True, received=True) if seeing else None
-        found: Any = attention(*dirty, mask=mask, see=see, backend=backend)
-        wanted: Any = attention(*clean, mask=mask, see=see, backend="reference")
+        actual: Any = attention(*dirty, mask=mask, see=see, backend=backend)
+        expected: Any = attention(*clean, mask=mask, see=see, backend="reference")
         if see is not None:
-            for name, field in wanted[1].to_dict().items():
-                torch.testing.assert_close(found[1].to_dict()[name], field)
-            found, wanted = found[0], wanted[0]
-        torch.testing.assert_close(found, wanted)
-        grads = torch.autograd.grad(found.square().sum(), dirty)
-        torch.testing.assert_close(grads, torch.autograd.grad(wanted.square().sum(), clean))
+            for name, field in expected[1].to_dict().items():
+                torch.testing.assert_close(actual[1].to_dict()[name], field)
+            actual, expected = actual[0], expected[0]
+        torch.testing.assert_close(actual, expected)
+        grads = torch.autograd.grad(actual.square().sum(), dirty)
+        torch.testing.assert_close(grads, torch.autograd.grad(expected.square().sum(), clean))
 
 
 @everywhere
 def test_pytorch_101967_nan_in_the_future_of_a_causal_mask(backend: str) -> None:
     """As above, with the causal flag: a NaN at position 5 is nothing to positions 0 to 4."""
     query, key, value = (t.detach() for t in leaves(1, 2, 9, 4))
-    wanted = attention(query, key, value, mask=Causal(), backend="reference")
+    expected = attention(query, key, value, mask=Causal(), backend="reference")
     key, value = key.clone(), value.clone()
     key[:, :, 5], value[:, :, 5] = math.nan, math.nan
     output = attention(query, key, value, mask=Causal(), backend=backend)
-    torch.testing.assert_close(output[:, :, :5], wanted[:, :, :5])
-    assert output[:, :, 5:].isnan().all()  # who attends to it must not be told otherwise
+    torch.testing.assert_close(output[:, :, :5], expected[:, :, :5])
+    assert output[:, :, 5:].isnan().all()  # a query that attends to NaN gets NaN
 
 
 @everywhere
@@ -127,8 +127,8 @@ def test_pytorch_108108_causal_alignment(backend: str, queries: int, keys: int) 
     query, key, value = randn(1, 2, queries, 4), randn(1, 2, keys, 4), randn(1, 2, keys, 4)
     lower_right = torch.ones(queries, keys, dtype=torch.bool).tril(keys - queries)
     output = attention(query, key, value, mask=Causal(), backend=backend)
-    wanted = attention(query, key, value, mask=lower_right, backend="reference")
-    torch.testing.assert_close(output, wanted)
+    expected = attention(query, key, value, mask=lower_right, backend="reference")
+    torch.testing.assert_close(output, expected)
     assert (output[:, :, : max(queries - keys, 0)] == 0).all()  # before the first key: nothing
 
 
@@ -160,10 +160,10 @@ def test_pytorch_118972_is_causal_with_padding(backend: str) -> None:
     real = torch.tensor([9, 4, 1])
     output = attention(*tensors, mask=Causal() & Padding(real), backend=backend)
     both = torch.ones(9, 9).tril().bool() & (torch.arange(9) < real[:, None, None, None])
-    wanted = attention(*tensors, mask=both, backend="reference")
-    torch.testing.assert_close(output, wanted)
+    expected = attention(*tensors, mask=both, backend="reference")
+    torch.testing.assert_close(output, expected)
     grads = torch.autograd.grad(output.square().sum(), tensors)
-    torch.testing.assert_close(grads, torch.autograd.grad(wanted.square().sum(), tensors))
+    torch.testing.assert_close(grads, torch.autograd.grad(expected.square().sum(), tensors))
 
 
 @everywhere
@@ -176,8 +176,8 @@ def test_pytorch_97111_fast_path_truncating(backend: str) -> None:
         output = attention(query, key, value, mask=Padding([1, 2, 3, 3]), backend=backend)
     assert output.shape == (4, 2, 6, 8)
     real = torch.tensor([1, 2, 3, 3])[:, None, None, None]
-    wanted = attention(query, key, value, mask=torch.arange(6) < real, backend="reference")
-    torch.testing.assert_close(output, wanted)
+    expected = attention(query, key, value, mask=torch.arange(6) < real, backend="reference")
+    torch.testing.assert_close(output, expected)
 
 
 @everywhere
@@ -208,8 +208,8 @@ def test_pytorch_181528_grouped_heads_in_float32(backend: str, mask: Causal | No
     repeated = [tensor.repeat_interleave(3, dim=1) for tensor in (key, value)]
     with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
         output = attention(query, key, value, mask=mask, backend=backend)
-    wanted = attention(query, *repeated, mask=mask, backend="reference")
-    torch.testing.assert_close(output, wanted)
+    expected = attention(query, *repeated, mask=mask, backend="reference")
+    torch.testing.assert_close(output, expected)
 
 
 @everywhere
@@ -277,13 +277,13 @@ def test_pytorch_133671_backward_on_the_cpu(backend: str) -> None:
     """
     tensors = leaves(2, 2, 49, 32)
     output = attention(*tensors, backend=backend)
-    wanted = attention(*tensors, backend="reference")
+    expected = attention(*tensors, backend="reference")
     incoming = randn(2, 2, 49, 32)
     by_heads = incoming.transpose(1, 2).contiguous().transpose(1, 2)  # same numbers, other strides
-    exact = torch.autograd.grad(wanted, tensors, incoming)
+    exact = torch.autograd.grad(expected, tensors, incoming)
     for gradient in (incoming, by_heads):
-        found = torch.autograd.grad(output, tensors, gradient, retain_graph=True)
-        torch.testing.assert_close(found, exact, rtol=1e-4, atol=1e-5)
+        actual = torch.autograd.grad(output, tensors, gradient, retain_graph=True)
+        torch.testing.assert_close(actual, exact, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["tiled", "reference"])
@@ -318,10 +318,10 @@ def test_causal_with_a_scale_that_is_not_above_zero(backend: str, scale: float) 
     """
     tensors = leaves(1, 2, 9, 4)
     output = attention(*tensors, mask=Causal(), scale=scale, backend=backend)
-    wanted = attention(
+    expected = attention(
         *tensors, mask=torch.ones(9, 9).tril().bool(), scale=scale, backend="reference"
     )
-    torch.testing.assert_close(output, wanted)
+    torch.testing.assert_close(output, expected)
 
 
 @everywhere

@@ -108,10 +108,10 @@ def test_seen(backend: str, field: str, mask: str) -> None:
     make, shapes = BIASES["alibi"]
 
     def seen(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor) -> Tensor:
-        _, found = attention(
+        _, actual = attention(
             q, k, v, mask=MASKS[mask], bias=make(slopes), see=FIELDS[field], backend=backend
         )
-        value = found.to_dict()[field]
+        value = actual.to_dict()[field]
         return torch.where(value.isfinite(), value, 0)  # lse of nothing is -inf
 
     # What is seen does not depend on the values, but a graph through them must not break it.
@@ -175,24 +175,24 @@ def test_compiled_gradients_are_the_same() -> None:
     tensors = [torch.randn(1, 2, 19, 8, requires_grad=True) for _ in range(3)]
     torch.compiler.reset()
     compiled = torch.compile(attention, fullgraph=True, backend=COMPILER)
-    wanted = torch.autograd.grad(attention(*tensors, mask=Causal()).square().sum(), tensors)
-    found = torch.autograd.grad(compiled(*tensors, mask=Causal()).square().sum(), tensors)
-    torch.testing.assert_close(found, wanted)
+    expected = torch.autograd.grad(attention(*tensors, mask=Causal()).square().sum(), tensors)
+    actual = torch.autograd.grad(compiled(*tensors, mask=Causal()).square().sum(), tensors)
+    torch.testing.assert_close(actual, expected)
 
 
 @pytest.mark.slow
 @of_pytorch
 def test_what_is_seen_may_be_part_of_what_is_compiled() -> None:
     x = torch.randn(1, 2, 70, 8)  # more than a block
-    wanted = attention(x, x, x, see=See(entropy=True))[1].entropy
+    expected = attention(x, x, x, see=See(entropy=True))[1].entropy
 
     def entropy(x: Tensor) -> Tensor:
-        found = attention(x, x, x, see=See(entropy=True))[1].entropy
-        assert found is not None
-        return found * 2
+        actual = attention(x, x, x, see=See(entropy=True))[1].entropy
+        assert actual is not None
+        return actual * 2
 
-    found = torch.compile(entropy, backend=COMPILER)(x)
-    torch.testing.assert_close(found, 2 * wanted)
+    actual = torch.compile(entropy, backend=COMPILER)(x)
+    torch.testing.assert_close(actual, 2 * expected)
 
 
 # ---- torch.func ----------------------------------------------------------------------------------
@@ -207,8 +207,8 @@ def windowed(x: Tensor) -> Tensor:
 
 
 def entropy(x: Tensor) -> Tensor:
-    found = attention(x, x, x, mask=Causal(), see=See(entropy=True))[1].entropy
-    return found.sum()
+    actual = attention(x, x, x, mask=Causal(), see=See(entropy=True))[1].entropy
+    return actual.sum()
 
 
 not_yet_batched = pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -1,6 +1,8 @@
-"""Masks: their algebra, and that ranges, hulls and tiles all tell the same."""
+"""Masks: their algebra, that ranges, hulls and tiles agree, and that a mask fails closed."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import numpy
 import pytest
@@ -10,9 +12,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from helpers.generated_calls import any_mask, mask_leaves
-from regard import Causal, InputError, Padding, Prefix, Segments, Window
+from regard import Causal, InputError, Padding, Prefix, Segments, Window, attention
 from regard.mechanism import masks
-from regard.mechanism.geometry import Extent, Tile
+from regard.mechanism.geometry import Extent, Interval, Tile
 from regard.mechanism.masks import Mask, hulls
 
 CPU = torch.device("cpu")
@@ -164,3 +166,66 @@ def test_a_tensor_is_wrapped_on_either_side() -> None:
     for join in (lambda: tensor & Causal(), lambda: Causal() & tensor, lambda: tensor | Causal()):
         with pytest.raises(InputError, match=r"Wrap a boolean tensor as masks\.Dense"):
             join()
+
+
+@dataclass(frozen=True, eq=False)
+class Allowed(Mask):
+    """A mask written by a user: it holds a tensor, and says nothing else about itself."""
+
+    allowed: Tensor  # [keys]
+
+    def tile(self, tile: Tile) -> Tensor:
+        return self.allowed[None, None, None, tile.columns.start : tile.columns.stop]
+
+
+class OnlyInexact(Mask):
+    def interval(self, extent: Extent) -> Interval:
+        return Interval(0, extent.keys, False)
+
+
+class Tagged(Causal):  # not a dataclass of its own: its fields are not all it has
+    def __init__(self, keys: Tensor) -> None:
+        object.__setattr__(self, "keys", keys)
+
+
+@dataclass(eq=False)
+class Changing(Mask):
+    size: int
+
+    def tile(self, tile: Tile) -> Tensor:
+        return tile.key_positions()[None] < self.size
+
+
+def test_a_mask_without_tile_cannot_be_made() -> None:
+    with pytest.raises(TypeError, match="tile"):
+        OnlyInexact()  # type: ignore[abstract]
+
+
+def test_a_mask_that_defines_tile_alone_is_obeyed() -> None:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    allowed = torch.tensor([True, False, True, True, False, True])
+    mask = Allowed(allowed)
+    expected = attention(x, x, x, mask=masks.Dense(allowed[None]), backend="reference")
+    for backend in ("auto", "sdpa", "tiled", "reference"):
+        output = attention(x, x, x, mask=mask, backend=backend)
+        torch.testing.assert_close(output, expected)
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "tiled", "reference"])
+def test_a_mask_follows_its_tensor_changed_in_place(backend: str) -> None:
+    x = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
+    mask = Allowed(torch.tensor([True, True, True, False, False, False]))
+    before = attention(x, x, x, mask=mask, backend=backend)
+    mask.allowed.logical_not_()
+    after = attention(x, x, x, mask=mask, backend=backend)
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(
+        after, attention(x, x, x, mask=masks.Dense(mask.allowed[None]), backend="reference")
+    )
+
+
+def test_only_frozen_fields_of_numbers_make_a_mask_static() -> None:
+    ones = torch.ones(2, dtype=torch.bool)
+    assert not (Causal() & Allowed(ones)).static
+    assert not Tagged(ones).static
+    assert not Changing(2).static

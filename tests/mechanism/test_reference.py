@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
+from helpers.generated_calls import FLAGS
 from regard import (
     Alibi,
     Causal,
@@ -55,9 +56,9 @@ def loops(
     q, k, v = query.tolist(), key.tolist(), value.tolist()
     queries, keys, width = query.shape[2], key.shape[2], value.shape[3]
     groups = query.shape[1] // key.shape[1]
-    found = Looked()
+    actual = Looked()
     for b in range(query.shape[0]):
-        for kind in (found.output, found.weights, found.scores):
+        for kind in (actual.output, actual.weights, actual.scores):
             kind.append([])
         for h in range(query.shape[1]):
             g = h // groups
@@ -79,27 +80,27 @@ def loops(
                 outputs.append(
                     [sum(w * v[b][g][j][c] for j, w in enumerate(weights)) for c in range(width)]
                 )
-            found.output[b].append(outputs)
-            found.weights[b].append(rows)
-            found.scores[b].append(raw)
-    return found
+            actual.output[b].append(outputs)
+            actual.weights[b].append(rows)
+            actual.scores[b].append(raw)
+    return actual
 
 
-def fields(found: Looked, rows: list[int]) -> dict[str, object]:
+def fields(actual: Looked, rows: list[int]) -> dict[str, object]:
     """Every field of Seen, from the weights and scores, as its definition says."""
     result: dict[str, list[object]] = {}
 
     def each(name: str, of: Callable[[list[list[float]], list[list[float]]], object]) -> None:
         result[name] = [
             [of(w, s) for w, s in zip(ws, ss, strict=True)]
-            for ws, ss in zip(found.weights, found.scores, strict=True)
+            for ws, ss in zip(actual.weights, actual.scores, strict=True)
         ]
 
     def lse(row: list[float]) -> float:
         total = sum(math.exp(s) for s in row)
         return math.log(total) if total else -math.inf
 
-    queries, keys = len(found.weights[0][0]), len(found.weights[0][0][0])
+    queries, keys = len(actual.weights[0][0]), len(actual.weights[0][0][0])
     grid = min(GRID[0], queries), min(GRID[1], keys)
 
     def cells(weights: list[list[float]], scores: list[list[float]], peak: bool) -> object:
@@ -160,27 +161,15 @@ def agree(
     key = torch.randn(BATCH, KEY_HEADS, keys, DIM, generator=generator, dtype=torch.float64)
     value = torch.randn(BATCH, KEY_HEADS, keys, WIDTH, generator=generator, dtype=torch.float64)
     rows = [-1, 0, queries // 2]
-    see = See(
-        lse=True,
-        entropy=True,
-        peak=True,
-        max_logit=True,
-        distance=True,
-        received=True,
-        top=TOP,
-        rows=rows,
-        map=GRID,
-        map_peak=True,
-        weights=True,
-    )
+    see = See(**FLAGS, top=TOP, rows=rows, map=GRID, map_peak=True)
     output, seen = attention(
         query, key, value, mask=mask, bias=bias, scale=scale, softcap=softcap, see=see,
         backend="reference",
     )  # fmt: skip
     factor = 1 / math.sqrt(DIM) if scale is None else scale
-    found = loops(query, key, value, allowed, added, factor, softcap)
-    same(output, found.output, "output")
-    expected = fields(found, rows)
+    actual = loops(query, key, value, allowed, added, factor, softcap)
+    same(output, actual.output, "output")
+    expected = fields(actual, rows)
     assert isinstance(seen, Seen)
     assert expected.keys() == seen.to_dict().keys()
     for name, tensor in seen.to_dict().items():

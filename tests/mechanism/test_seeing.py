@@ -1,4 +1,4 @@
-"""Seen: how it reads, and how it is kept."""
+"""See and Seen: requests, printing, files, deferred fields."""
 
 from __future__ import annotations
 
@@ -11,23 +11,12 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from helpers.generated_calls import FLAGS
 from regard import Causal, InputError, See, Seen, attention
 from regard.mechanism.geometry import Extent
-from regard.mechanism.seeing import Joining, Owing
+from regard.mechanism.seeing import Deferred, Joining
 
-EVERYTHING = See(
-    lse=True,
-    entropy=True,
-    peak=True,
-    max_logit=True,
-    distance=True,
-    received=True,
-    top=2,
-    rows=[0, -1],
-    map=(2, 3),
-    map_peak=True,
-    weights=True,
-)
+EVERYTHING = See(**FLAGS, top=2, rows=[0, -1], map=(2, 3), map_peak=True)
 
 
 @pytest.fixture
@@ -100,7 +89,7 @@ def test_what_has_a_gradient_can_be_saved(tmp_path: Path) -> None:
 
 def test_loading_something_else_says_so(tmp_path: Path) -> None:
     save_file({"lse": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(InputError, match=r"other\.safetensors.*no Seen was saved"):
+    with pytest.raises(InputError, match=r"other\.safetensors.*not of a Seen"):
         Seen.load(tmp_path / "other.safetensors")
     (tmp_path / "text.safetensors").write_text("not tensors at all")
     with pytest.raises(InputError, match=r"text\.safetensors.*safetensors"):
@@ -116,7 +105,7 @@ def test_all_weights_are_refused_above_a_size_and_rows_and_map_named() -> None:
 
 
 def test_see_that_asks_for_nothing_is_refused() -> None:
-    with pytest.raises(InputError, match=r"looks at nothing.*entropy=True"):
+    with pytest.raises(InputError, match=r"requests no field.*entropy=True"):
         See()
 
 
@@ -154,15 +143,15 @@ def test_autocast_changes_nothing_that_is_seen(backend: str, gradient: bool) -> 
 
 
 @pytest.mark.parametrize(
-    "asked",
+    "fields",
     [
         {"map": 8.0}, {"map": (4.5, 4)}, {"map": (4, 4, 4)}, {"map": 0}, {"rows": [1.5]},
         {"rows": 3}, {"top": True}, {"top": 1.5}, {"pairs": [(1, 2), (3,)]}, {"pairs": 5},
     ],
 )  # fmt: skip
-def test_sizes_and_places_are_whole_numbers(asked: dict[str, object]) -> None:
-    with pytest.raises(InputError, match=rf"See\({next(iter(asked))}=...\) is .*, but got"):
-        See(**asked)  # type: ignore[arg-type]
+def test_sizes_and_places_are_whole_numbers(fields: dict[str, object]) -> None:
+    with pytest.raises(InputError, match=rf"See\({next(iter(fields))}=...\) is .*, but got"):
+        See(**fields)  # type: ignore[arg-type]
 
 
 def test_a_grid_may_be_a_list_and_rows_may_come_twice() -> None:
@@ -178,21 +167,18 @@ def test_pairs_may_come_one_by_one() -> None:
     assert torch.equal(seen.pairs[0, 0], seen.weights[0, 0, [4, 1], [2, 0]])
 
 
-@pytest.mark.parametrize(("asked", "count"), [({"map": 2**15}, 2**30), ({"top": 2**14}, 2**29)])
-def test_more_numbers_than_anybody_looks_at_are_refused(asked: dict[str, int], count: int) -> None:
+@pytest.mark.parametrize(
+    ("fields", "count"),
+    [({"map": 2**15}, 2**30), ({"top": 2**14}, 2**29), ({"rows": range(10_000)}, 327_680_000)],
+)
+def test_more_numbers_than_a_field_may_hold_are_refused(fields: dict[str, int], count: int) -> None:
     x = torch.zeros(1, 1, 2**15, 1)
-    with pytest.raises(InputError, match=rf"would keep {count:,} numbers\. Ask for fewer"):
-        attention(x, x, x, see=See(**asked))  # type: ignore[arg-type]
-
-
-def test_more_rows_than_anybody_looks_at_are_refused() -> None:
-    x = torch.zeros(1, 1, 2**15, 1)
-    with pytest.raises(InputError, match=r"would keep 327,680,000 weights\. Ask for fewer rows"):
-        attention(x, x, x, see=See(rows=range(10_000)))
+    with pytest.raises(InputError, match=rf"would keep {count:,} numbers .*Ask for fewer"):
+        attention(x, x, x, see=See(**fields))  # type: ignore[arg-type]
 
 
 def test_sums_over_queries_are_added_as_they_come() -> None:
-    """To hold one for each block of queries would be n x n numbers again."""
+    """One sum per block of queries would take [queries, keys] memory again."""
     joining = Joining(See(received=True), Extent(1, 1, 6, 4, torch.device("cpu")))
     for _ in range(3):
         joining.add({"received": torch.ones(1, 1, 4)})
@@ -200,36 +186,36 @@ def test_sums_over_queries_are_added_as_they_come() -> None:
     assert joining.seen().received.tolist() == [[[3.0] * 4]]
 
 
-def owing() -> tuple[Owing, list[str]]:
-    """A Seen whose map and received are made when somebody looks, and who looked."""
-    room, looks = torch.full((1, 1, 3), torch.nan), []
+def deferred() -> tuple[Deferred, list[str]]:
+    """A Seen whose ``received`` is computed on first access, and a list of these accesses."""
+    received, accesses = torch.full((1, 1, 3), torch.nan), []
 
-    def settle() -> None:
-        looks.append("looked")
-        room.fill_(0.5)
+    def compute() -> None:
+        accesses.append("read")
+        received.fill_(0.5)
 
-    known = Seen(entropy=torch.ones(1, 1, 3), received=room, extent=(1, 1, 3, 3))
-    return Owing.of(known, settle), looks
+    known = Seen(entropy=torch.ones(1, 1, 3), received=received, extent=(1, 1, 3, 3))
+    return Deferred.of(known, compute), accesses
 
 
-def test_what_is_owed_is_settled_when_somebody_looks_at_it() -> None:
-    seen, looks = owing()
+def test_a_deferred_field_is_computed_on_first_access() -> None:
+    seen, accesses = deferred()
     assert seen.entropy is not None
     assert seen.extent == (1, 1, 3, 3)
     assert seen.peak is None
-    assert not looks
+    assert not accesses
     assert seen.received.tolist() == [[[0.5] * 3]]
-    assert looks
+    assert accesses
 
 
-def test_what_is_owed_is_there_wherever_a_seen_goes(tmp_path: Path) -> None:
-    seen, _ = owing()
+def test_a_deferred_field_is_in_every_copy(tmp_path: Path) -> None:
+    seen, _ = deferred()
     assert "received     1 x 1 x 3            0.5 to 0.5, mean 0.5" in repr(seen)
     for other in (copy.copy, pickle_and_back, replace):
-        again = other(owing()[0])
+        again = other(deferred()[0])
         assert again.received.tolist() == [[[0.5] * 3]]
         assert again.extent == (1, 1, 3, 3)
-    owing()[0].save(tmp_path / "seen.safetensors")
+    deferred()[0].save(tmp_path / "seen.safetensors")
     assert Seen.load(tmp_path / "seen.safetensors").received.tolist() == [[[0.5] * 3]]
 
 

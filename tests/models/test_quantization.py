@@ -124,7 +124,7 @@ def test_tiny_rows_count_as_zeros_and_huge_ones_do_not_overflow() -> None:
 def test_without_a_compiler_it_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     random_gpt2().save_pretrained(tmp_path)
     monkeypatch.setattr(build, "library", lambda: "there is no C++ compiler.")
-    with pytest.raises(InputError, match=r"cannot be had here: there is no C\+\+ compiler"):
+    with pytest.raises(InputError, match=r"cannot be built here: there is no C\+\+ compiler"):
         quantize(load(tmp_path))
 
 

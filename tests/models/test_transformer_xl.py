@@ -341,11 +341,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         TransformerXLConfig(cutoffs=(5, 3))
     with pytest.raises(InputError, match="div_val"):
         TransformerXLConfig(embedding_dim=8)
-    for sizes in ({}, {"cutoffs": (), "embedding_dim": 512}):
-        with pytest.raises(InputError, match="div_val=1"):
-            TransformerXLConfig(div_val=1, **sizes)
     model = random_xl()
-    with pytest.raises(InputError, match="belongs to them"):
+    with pytest.raises(InputError, match="Memories hold their own padding"):
         model(torch.tensor([XL_IDS]), memories=model.remember(), padding=Padding(3))
     model.save(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -356,10 +353,11 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
 
 
 PUBLISHED = Path(__file__).parent / "transformer_xl"
+VOCABULARIES = ["bands", "whole", "one_table", "narrow_table"]
 
 
 @pytest.mark.parametrize("memory", ["empty", "zeros"])
-@pytest.mark.parametrize("vocabulary", ["bands", "whole"])
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_a_published_checkpoint_gives_its_numbers(vocabulary: str, memory: str) -> None:
     """Weights and numbers are of transformers 4.35.2, the last that had the model: see make.py."""
     model = load(PUBLISHED / vocabulary)
@@ -373,7 +371,7 @@ def test_a_published_checkpoint_gives_its_numbers(vocabulary: str, memory: str) 
     agree(torch.cat(segments, dim=1), expected[memory])
 
 
-@pytest.mark.parametrize("vocabulary", ["bands", "whole"])
+@pytest.mark.parametrize("vocabulary", VOCABULARIES)
 def test_a_published_checkpoint_is_saved_as_it_was(vocabulary: str, tmp_path: Path) -> None:
     load(PUBLISHED / vocabulary).save(tmp_path)
     folders = (PUBLISHED / vocabulary, tmp_path)

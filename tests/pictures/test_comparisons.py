@@ -1,4 +1,4 @@
-"""Several pictures in one, and two held against each other."""
+"""Pictures of several panels, and comparisons of two pictures."""
 
 from __future__ import annotations
 
@@ -94,22 +94,22 @@ def test_panels_have_a_legend_each_in_every_form() -> None:
     assert "layer down, head across" in plain
     assert plain.count("layer down") == 1
     texts = [e.text for e in ElementTree.fromstring(picture.svg()).iter() if e.tag.endswith("text")]
-    for wanted in ("Entropy", "Distance", "nats", "tokens", "Two measures."):
-        assert wanted in texts
+    for expected in ("Entropy", "Distance", "nats", "tokens", "Two measures."):
+        assert expected in texts
     page = picture.html()
     assert page.count("<svg") == 1
     assert page.count("<table>") == 2
 
 
 def test_panels_take_numbers_where_a_screen_has_room_and_shades_where_not() -> None:
-    def drawn(layers: int, width: int) -> str:
+    def drawing_of(layers: int, width: int) -> str:
         values = torch.linspace(0.1, 0.9, layers * 12).view(layers, 12)
         grids = [figures.head_grid(values, "nats", title=f"Grid {n}") for n in range(6)]
         return figures.panels("Heads", grids).text(width=width, color="none")
 
-    assert ".10" in drawn(2, 80)
-    assert ".10" not in drawn(24, 80)
-    assert len(drawn(24, 80).splitlines()) < 24 * 6
+    assert ".10" in drawing_of(2, 80)
+    assert ".10" not in drawing_of(24, 80)
+    assert len(drawing_of(24, 80).splitlines()) < 24 * 6
 
 
 @pytest.mark.parametrize(
@@ -141,7 +141,7 @@ def test_a_scale_that_begins_near_nothing_begins_at_nothing() -> None:
 def test_two_kinds_of_maps_are_not_compared() -> None:
     named = figures.weight_map([[1.0, 0.0], [0.5, 0.5]], ["a", "b"], ["a", "b"])
     pooled = figures.pooled_map([[1.0, 0.0], [0.5, 0.5]], 10, 10)
-    with pytest.raises(InputError, match="two of one kind"):
+    with pytest.raises(InputError, match="two pictures of one kind"):
         figures.compare(named, pooled, names=("one", "two"))
 
 
@@ -149,5 +149,5 @@ def test_two_kinds_of_maps_are_not_compared() -> None:
 def test_long_names_leave_room_in_a_narrow_terminal(width: int) -> None:
     names = ["remembered", "everything"]
     one, two = (figures.weight_map([[1.0, 0.0], w], names, names) for w in ([0.5, 0.5], [0.1, 0.9]))
-    drawn = figures.compare(one, two, names=("one", "two")).text(width=width, color="none")
-    assert max(map(len, drawn.splitlines())) <= width
+    drawing_of = figures.compare(one, two, names=("one", "two")).text(width=width, color="none")
+    assert max(map(len, drawing_of.splitlines())) <= width

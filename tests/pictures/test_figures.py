@@ -1,4 +1,4 @@
-"""Pictures hold the numbers they were given, fit where they are put, and let nothing through."""
+"""Pictures show their numbers, fit the terminal or page, and escape their labels."""
 
 from __future__ import annotations
 
@@ -105,13 +105,13 @@ def texts(root: ElementTree.Element) -> list[str]:
 
 def tips(root: ElementTree.Element) -> dict[str, float]:
     """What cells say of themselves: whose they are, and their number."""
-    found = {}
+    actual = {}
     for box in root.iter(f"{SVG}rect"):
         title = box.find(f"{SVG}title")
         if title is not None and title.text:
-            name, _, said = title.text.rpartition(": ")
-            found[name] = float(said.split()[0])
-    return found
+            name, _, note = title.text.rpartition(": ")
+            actual[name] = float(note.split()[0])
+    return actual
 
 
 # Numbers ---------------------------------------------------------------------------------------
@@ -120,11 +120,11 @@ def tips(root: ElementTree.Element) -> dict[str, float]:
 def test_the_numbers_of_the_svg_are_the_data() -> None:
     weights = causal(12)
     labels = [f"{word}{i}" for i, word in enumerate(WORDS)]
-    found = tips(parsed(figures.weight_map(weights, labels, labels)))
-    assert len(found) == 144
+    actual = tips(parsed(figures.weight_map(weights, labels, labels)))
+    assert len(actual) == 144
     for q, query in enumerate(labels):
         for k, key in enumerate(labels):
-            assert found[f"query {query}, key {key}"] == pytest.approx(
+            assert actual[f"query {query}, key {key}"] == pytest.approx(
                 weights[q, k].item(), rel=1e-5, abs=1e-9
             )
 
@@ -194,18 +194,18 @@ def test_a_few_towering_numbers_do_not_hide_the_rest_and_are_told() -> None:
 def test_what_is_left_out_is_said_with_its_share() -> None:
     weights = torch.tensor([[0.9, 0.1], [0.5, 0.5]])
     picture = figures.weight_map(weights, ["a", "b"], ["<s>", "b"], without_first=True)
-    said = "The first key, '<s>', is left out: it takes 70.0% of the weight on average."
-    assert said in picture.text(width=120, color="none")
-    assert said in " ".join(texts(parsed(picture)))
+    note = "The first key, '<s>', is left out: it takes 70.0% of the weight on average."
+    assert note in picture.text(width=120, color="none")
+    assert note in " ".join(texts(parsed(picture)))
     assert tips(parsed(picture)) == pytest.approx({"query a, key b": 0.1, "query b, key b": 0.5})
 
     pooled = figures.pooled_map(weights, 100, 100, without_first=True)
     assert "keys 0 to 49, is left out: it takes 70.0%" in pooled.text(width=120, color="none")
     bars = figures.top_keys([0.6, 0.3, 0.1], ["<s>", "b", "c"], word="c", without_first=True)
-    said = (
+    note = (
         "2 of 3 keys hold 40.0% of the weight. The first key, '<s>', is left out: it takes 60.0%."
     )
-    assert said in bars.text(width=120, color="none")
+    assert note in bars.text(width=120, color="none")
 
 
 def test_bars_are_the_largest_weights_in_order() -> None:
@@ -214,7 +214,7 @@ def test_bars_are_the_largest_weights_in_order() -> None:
     lines = picture.text(width=60, color="none").splitlines()
     assert [line.split()[0] for line in lines[1:4]] == ["b", "d", "b"]
     assert [line.split()[-1] for line in lines[1:4]] == ["0.4", "0.25", "0.2"]
-    assert "(1)" in lines[1]  # the two b are told apart
+    assert "(1)" in lines[1]  # the two b have different labels
     assert "(4)" in lines[3]
     assert tips(parsed(picture)) == {"b (1)": 0.4, "d": 0.25, "b (4)": 0.2}
     boxes = [box for box in parsed(picture).iter(f"{SVG}rect") if box.get("class") == "bar"]
@@ -229,8 +229,8 @@ def test_the_best_source_of_each_target_is_marked() -> None:
     assert lines[3].split() == ["die", "*.70", ".20", ".10"]
     assert lines[4].split() == ["saß", ".10", ".30", "*.60"]
     outlined = [b for b in parsed(picture).iter(f"{SVG}rect") if "outlined" in b.get("class", "")]
-    said = [box.findtext(f"{SVG}title") for box in outlined]
-    assert said == ["target die, source the: 0.7 weight", "target saß, source sat: 0.6 weight"]
+    note = [box.findtext(f"{SVG}title") for box in outlined]
+    assert note == ["target die, source the: 0.7 weight", "target saß, source sat: 0.6 weight"]
 
 
 def test_an_image_holds_the_shade_of_every_cell() -> None:
@@ -475,9 +475,9 @@ def test_png_has_the_size_of_the_svg_and_its_colours(name: str, tmp_path: Path) 
 
 def test_letters_that_no_font_has_are_told_once(tmp_path: Path) -> None:
     picture = figures.top_keys([0.6, 0.4], ["\ue123\ue124", "\ue125"], word="a")
-    with pytest.warns(FontWarning) as told:
+    with pytest.warns(FontWarning) as caught:
         picture.png(tmp_path / "picture.png")
-    assert len(told) == 1
+    assert len(caught) == 1
 
 
 def test_a_caption_may_hold_anything() -> None:

@@ -1,6 +1,6 @@
-"""Whole screens, as they were when somebody last read them: 80 and 120 columns, without colour.
+"""Snapshots of whole screens at 80 and 120 columns, without colour.
 
-Where one changes on purpose, write them anew, read the difference, and keep it:
+After a change on purpose, write them anew and read the difference:
 ``PYTHONPATH=tests python tests/pictures/test_snapshots.py``.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -18,40 +19,28 @@ from helpers.command import regard
 from helpers.sine_models import TEXT, gpt2, t5, tokenizer, translator
 from regard import explain, look
 from regard.interpret.comparison import compare
+from regard.models.model import Model
 
 FOLDER = Path(__file__).parent / "snapshots"
 WIDTHS = (80, 120)
 LONG = " ".join([TEXT, "and the dog ran in the big house"] * 20)
 
 
-def drawn(**asked: object) -> Callable[[int], str]:
+def looked(
+    model: Callable[[], Model] = gpt2,
+    text: str = TEXT,
+    *,
+    without_first: bool = False,
+    **options: object,
+) -> Callable[[int], str]:
+    """The screen of ``look(model(), text, ...)``."""
+
     def screen(width: int) -> str:
-        found = look(gpt2(512), TEXT, tokenizer=tokenizer(), **asked)  # type: ignore[arg-type]
-        return found.picture().text(width=width, color="none")
+        record = look(model(), text, tokenizer=tokenizer(), **options)  # type: ignore[arg-type]
+        picture = record.picture(without_first=True) if without_first else record.picture()
+        return picture.text(width=width, color="none")
 
     return screen
-
-
-def without_first(width: int) -> str:
-    found = look(gpt2(), TEXT, tokenizer=tokenizer(), layer=1, head=2)
-    return found.picture(without_first=True).text(width=width, color="none")
-
-
-def long_map(width: int) -> str:
-    found = look(gpt2(512), LONG, tokenizer=tokenizer(), layer=1, head=2)
-    return found.picture().text(width=width, color="none")
-
-
-def overview_of_both_halves(width: int) -> str:
-    found = look(t5(), TEXT, tokenizer=tokenizer(), target="the dog was cold")
-    return found.picture().text(width=width, color="none")
-
-
-def alignment(width: int) -> str:
-    found = look(
-        translator(), TEXT, tokenizer=tokenizer(), target="the dog was cold", alignment=True
-    )
-    return found.picture().text(width=width, color="none")
 
 
 def two_heads(width: int) -> str:
@@ -77,14 +66,16 @@ def piped(*words: str) -> Callable[[int], str]:
     return screen
 
 
+LENGTH_512 = partial(gpt2, 512)
+TARGET = "the dog was cold"
 SCREENS: dict[str, Callable[[int], str]] = {
-    "look-overview": drawn(),
-    "look-overview-of-both-halves": overview_of_both_halves,
-    "look-head": drawn(layer=1, head=2),
-    "look-head-without-first": without_first,
-    "look-head-long": long_map,
-    "look-word": drawn(layer=1, head=2, word="mat"),
-    "look-alignment": alignment,
+    "look-overview": looked(LENGTH_512),
+    "look-overview-of-both-halves": looked(t5, target=TARGET),
+    "look-head": looked(LENGTH_512, layer=1, head=2),
+    "look-head-without-first": looked(layer=1, head=2, without_first=True),
+    "look-head-long": looked(LENGTH_512, LONG, layer=1, head=2),
+    "look-word": looked(LENGTH_512, layer=1, head=2, word="mat"),
+    "look-alignment": looked(translator, target=TARGET, alignment=True),
     "look-compare": two_heads,
     "explain-model": explained,
     "explain-piped": piped("explain"),

@@ -37,10 +37,10 @@ from regard import (
     translate,
 )
 from regard.checkpoints import cards
-from regard.decoding.settings import SettingWarning
+from regard.decoding.settings import Settings, SettingWarning
 from regard.decoding.spans import LONGEST_ANSWER, best_spans
 from regard.interpret.pooling import pool, sharing
-from regard.models.bundle import ready
+from regard.models.bundle import open_bundle
 from regard.models.conversion import convert
 from regard.models.model import pad
 from regard.tasks.attended import read_weights
@@ -229,8 +229,8 @@ def test_what_a_model_asks_for_in_vain_is_told(tmp_path: Path) -> None:
     with pytest.warns(SettingWarning) as told:
         summarize(folders.LINES[0], model=folder, max_new_tokens=3)
     assert [str(one.message).split(" = ")[0] for one in told] == [
-        "t5 asks for repetition_penalty",
-        "t5 asks for bad_words_ids",
+        "t5 sets repetition_penalty",
+        "t5 sets bad_words_ids",
     ]
 
 
@@ -290,7 +290,7 @@ def test_a_learned_language_is_translated_and_aligned(learned: Path) -> None:
     assert [record.text for record in found] == list(expected)
     assert all(record.score > -0.1 for record in found)
     right, total, of_heads = 0, 0, torch.zeros(2, 8)
-    one = ready(learned, (Transformer,), "", None)
+    one = open_bundle(learned)
     looked = read_weights(one, "", sources, write(one, sources, Beam(2), 20, 8), 8)
     for record, item, places in zip(found, looked, origins, strict=True):
         assert record.attended.queries == tuple(record.text.split())
@@ -527,12 +527,12 @@ def test_records_draw_themselves_and_escape_what_they_say(made: Path) -> None:
 
 def test_a_model_is_loaded_once_and_again_when_its_files_change(tmp_path: Path) -> None:
     folder = folders.writer(tmp_path / "gpt2")
-    one = ready(folder, (object,), "", None)
-    assert ready(str(folder), (object,), "", None).model is one.model
+    one = open_bundle(folder)
+    assert open_bundle(str(folder)).model is one.model
     folders.edit(folder, n_positions=64)
     file = folder / "config.json"
     os.utime(file, ns=(0, file.stat().st_mtime_ns + 10**9))  # later, however coarse its clock
-    assert ready(folder, (object,), "", None).model is not one.model
+    assert open_bundle(folder).model is not one.model
 
 
 # ---------------------------------------------------------------------------------- refusals
@@ -586,7 +586,9 @@ def test_what_makes_no_sense_is_refused(made: Path, task, words: str) -> None:
 def test_settings_that_cannot_be_followed_are_the_checkpoints_fault(tmp_path: Path) -> None:
     folder = folders.translator(tmp_path / "translate")
     folders.edit(folder, "generation_config.json", num_beams="many")
-    with pytest.raises(CheckpointError, match=r"of decoding cannot be followed: .*many"):
+    with pytest.raises(
+        CheckpointError, match=r"settings in the model's files cannot be followed: .*many"
+    ):
         translate("The cat.", "fr", model=folder)
 
 
@@ -629,24 +631,28 @@ def test_an_unknown_name_is_answered_with_the_nearest(shelf: Path, name: str) ->
 
 
 def test_a_part_of_how_a_model_decodes_is_changed_alone(made: Path) -> None:
-    from regard.decoding.settings import decoding
+    def resolve(files: dict, asked: dict | Settings | None, length: int | None = 9):
+        return Settings.of_files(files).resolve(asked, length)
 
     own = {"num_beams": 8, "length_penalty": 0.6, "no_repeat_ngram_size": 2}
-    assert decoding(own, {"num_beams": 4}, 9) == (Beam(4, 0.6, no_repeat_ngram_size=2), 9)
-    assert decoding(own, {"length_penalty": 2.0}, 9) == (Beam(8, 2.0, no_repeat_ngram_size=2), 9)
-    assert decoding(own, {"num_beams": 1}, 9) == (Greedy(2), 9)
-    assert decoding(own, {}, 9) == (Beam(8, 0.6, no_repeat_ngram_size=2), 9)
-    assert decoding(own, {"min_length": 5}, 9) == (
+    assert resolve(own, {"num_beams": 4}) == (Beam(4, 0.6, no_repeat_ngram_size=2), 9)
+    assert resolve(own, Settings(num_beams=4)) == (Beam(4, 0.6, no_repeat_ngram_size=2), 9)
+    assert resolve(own, {"length_penalty": 2.0}) == (Beam(8, 2.0, no_repeat_ngram_size=2), 9)
+    assert resolve(own, {"num_beams": 1}) == (Greedy(2), 9)
+    assert resolve(own, {}) == (Beam(8, 0.6, no_repeat_ngram_size=2), 9)
+    assert resolve(own, {"min_length": 5}) == (
         Beam(8, 0.6, no_repeat_ngram_size=2, min_new_tokens=4),
         9,
     )
-    with pytest.raises(InputError, match=r"has no 'temperature'\. It may have early_stopping"):
-        decoding(own, {"temperature": 0.5}, 9)
-    assert decoding({**own, "max_new_tokens": 7}, {"max_length": 20}, None)[1] == 20
+    with pytest.raises(InputError, match=r"no decoding setting 'beams'\. Settings are do_sample"):
+        resolve(own, {"beams": 5})
+    with pytest.raises(InputError, match="Beams do not sample"):
+        resolve(own, {"do_sample": True})
+    assert resolve({**own, "max_new_tokens": 7}, {"max_length": 20}, None)[1] == 20
     with pytest.raises(CheckpointError, match=r"min_length must be a whole number .* '5'"):
-        decoding({**own, "min_length": "5"}, None, 9)
-    with pytest.raises(InputError, match="A length penalty is for beams"):
-        decoding({"num_beams": 1}, {"length_penalty": 2.0}, 9)
+        resolve({**own, "min_length": "5"}, None)
+    with pytest.raises(InputError, match="A length penalty is for beam search"):
+        resolve({"num_beams": 1}, {"length_penalty": 2.0})
     found = summarize(
         folders.LINES[0], model=made / "summarize", how={"num_beams": 2}, max_new_tokens=3
     )
@@ -658,7 +664,7 @@ def test_a_text_goes_on_as_far_as_there_is_room(made: Path) -> None:
     assert 0 < short.tokens <= 100
     with pytest.raises(InputError, match=r"and 5000 new ones .* or a smaller max_new_tokens"):
         complete("The cat", model=made / "gpt2", max_new_tokens=5000)
-    with pytest.raises(InputError, match="Beams are known at their end only"):
+    with pytest.raises(InputError, match="Beam search knows its result at the end only"):
         list(stream_completion("The cat", model=made / "gpt2", how=Beam(2), max_new_tokens=3))
 
 

@@ -16,7 +16,7 @@ from regard import InputError, Tokenizer, Transformer, TransformerConfig, explai
 from regard.data import encoding
 from regard.interpret.runs import read
 from regard.interpret.word_alignment import align
-from regard.models.bundle import ready
+from regard.models.bundle import open_bundle
 from regard.models.conversion import convert
 from regard.training import building, tokenizing
 from regard.training.recipe import parse_recipe
@@ -123,7 +123,7 @@ def test_a_tokenizer_that_writes_more_than_the_model_is_refused(made: Made) -> N
 
 
 def test_all_that_is_written_is_decoded_and_what_must_not_be_is_silent(made: Made) -> None:
-    one = ready(made.folder, (Transformer,), "translate")
+    one = open_bundle(made.folder)
     assert isinstance(one.model, Transformer)
     ids = made.text.target.encode(made.target).ids
     assert one.decode(ids) == made.target
@@ -132,7 +132,7 @@ def test_all_that_is_written_is_decoded_and_what_must_not_be_is_silent(made: Mad
     assert silent == [made.text.target.id("<pad>")]
     record = translate(made.source, model=made.folder)
     assert record.attended is None or record.attended.keys == tuple(words_of(made.source))
-    assert record.text == made.text.target.decode(one.text.target.encode(record.text).ids)
+    assert record.text == made.text.target.decode(one.tokenizer.target.encode(record.text).ids)
 
 
 def test_converting_takes_both_vocabularies_along(made: Made, tmp_path: Path) -> None:

@@ -24,13 +24,11 @@ from regard.checkpoints.folders import DamageWarning
 from regard.data import encoding
 from regard.data.batches import Batch, Epoch, Feed
 from regard.data.tables import Ragged, Table
-from regard.decoding.settings import decoding
 from regard.decoding.strategies import Beam
 from regard.errors import InputError
-from regard.models.bundle import ready
+from regard.models.bundle import open_bundle
 from regard.models.conversion import convert
 from regard.models.gpt2 import GPT2, GPT2Config
-from regard.models.t5 import T5
 from regard.models.transformer import Transformer, TransformerConfig
 from regard.models.transformer_xl import TransformerXL, TransformerXLConfig
 from regard.text.tokenizer import Tokenizer
@@ -115,10 +113,9 @@ def test_a_trained_model_is_used_as_it_was_evaluated(folder: Path) -> None:
     raw["evaluation"] |= way
     result = run(raw, schedule__steps=2, saving__every=2)
     used = convert(result.folder / "model", folder / "converted")
-    one = ready(used, (T5,), "summarize")
-    settings = one.settings("summarization")
-    assert settings["prefix"] == "shorten: "
-    assert decoding(settings, None, None)[0] == Beam(
+    one = open_bundle(used, "summarize")
+    assert one.prefix("summarization") == "shorten: "
+    assert one.settings("summarization").strategy() == Beam(
         3, 0.5, no_repeat_ngram_size=2, min_new_tokens=3
     )
 
@@ -132,7 +129,7 @@ def test_texts_are_prepared_in_use_as_they_were_in_training(folder: Path, kind: 
     one, two = regard.translate(["The  Cat\u00a0sat.", "the cat sat ."], model=model)
     assert one.attended.keys == two.attended.keys
     assert one.text == two.text
-    found = ready(model, (Transformer, T5), "translate")
+    found = open_bundle(model, "translate")
     assert found.prepared("A  B.", "translation") == "a b ."
     assert found.prepared("A  B.", "summarization") == "A  B."
 

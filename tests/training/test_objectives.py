@@ -331,7 +331,7 @@ class Knows(torch.nn.Module):
         self.weight = torch.nn.Parameter(torch.zeros(()))
 
     def forward(
-        self, ids: torch.Tensor, *, kinds: torch.Tensor, padding: Padding | None
+        self, ids: torch.Tensor, *, token_types: torch.Tensor, padding: Padding | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         start, end = torch.zeros(ids.shape), torch.zeros(ids.shape)
         lengths = [ids.shape[1]] * len(ids) if padding is None else list(padding.lengths)

@@ -407,5 +407,5 @@ def test_all_damaged_is_an_error_that_names_each(tmp_path: Path) -> None:
 def test_a_published_folder_is_not_overwritten(tmp_path: Path) -> None:
     publish(tmp_path / "a", {"x": b"1"}, {"why": "a test"})
     assert read_published(tmp_path / "a") == ({"why": "a test"}, {"x": b"1"})
-    with pytest.raises(InputError, match="there already"):
+    with pytest.raises(InputError, match="exists already"):
         publish(tmp_path / "a", {"x": b"2"}, {})

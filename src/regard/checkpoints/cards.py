@@ -1,7 +1,6 @@
-"""The models that come with regard, each a folder here, and what their cards say.
+"""Shipped models and their cards.
 
-A folder ``NAME/`` holds what every checkpoint does (config.json, tokenizer.json, the weights), and
-two files more.
+A folder ``NAME/`` holds config.json, tokenizer.json, the weights, and two further files.
 
 ``README.md`` is the card: lines ``key: value`` between two lines ``---``, then Markdown::
 
@@ -19,18 +18,17 @@ two files more.
     ---
     # translate ...
 
-``scores.json`` is a list of figures, each with all it takes to have it again::
+``scores.json`` is a list of figures, each with all that its measurement needs::
 
     {"metric": "bleu", "value": 54.32, "tolerance": 0.05,
      "data": [{"format": "tsv", "files": ["tatoeba/eng-fra.tsv.xz"], "part": [0, 20],
                "prefix": ">>fra<< "}],
      "settings": {"evaluation.beam": 4, "evaluation.length_penalty": 1.0}}
 
-``data`` are data sources, as ``[[data.test]]`` of a recipe, with files below the folder that
-``regard evaluate NAME --root FOLDER`` is told. ``settings`` are other keys of a recipe:
-``data.length``, ``data.prepare``, those of ``evaluation``, ``batch.tokens``, and for a
-Transformer-XL ``model.config.memory``. A figure measured again agrees where it is within
-``tolerance`` of ``value``.
+``data`` are data sources, as ``[[data.test]]`` of a recipe. Their files are relative to FOLDER in
+``regard evaluate NAME --root FOLDER``. ``settings`` are other keys of a recipe: ``data.length``,
+``data.prepare``, those of ``evaluation``, ``batch.tokens``, and for a Transformer-XL
+``model.config.memory``. A figure is reproduced if it is within ``tolerance`` of ``value``.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ CARD, SCORES = "README.md", "scores.json"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Card:
-    """What is known of a model that is shipped.
+    """The card of a shipped model.
 
     >>> card("books-gpt2").licence
     'Apache-2.0'
@@ -65,12 +63,12 @@ class Card:
     trained_on: str  # device, minutes, seed
     recipe: str
     commit: str
-    text: str  # what follows, in Markdown
+    text: str  # the Markdown after the facts
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """A figure of a card, and all it takes to have it again.
+    """A figure of a card, and all that its measurement needs.
 
     >>> {score.metric for score in scores("answer")} >= {"exact", "f1"}
     True
@@ -84,7 +82,7 @@ class Score:
 
 
 def names() -> list[str]:
-    """The names of all models that are shipped.
+    """The names of all shipped models.
 
     >>> isinstance(names(), list)
     True
@@ -93,7 +91,7 @@ def names() -> list[str]:
 
 
 def folder(name: str) -> Path:
-    """Where a shipped model lies.
+    """The folder of a shipped model.
 
     >>> (folder("translate") / "config.json").exists()
     True
@@ -118,7 +116,7 @@ def card(name: str) -> Card:
 
 
 def scores(name: str) -> list[Score]:
-    """The figures that a shipped model's card has.
+    """The figures on the card of a shipped model.
 
     >>> scores("books-gpt2")[0].metric
     'bits_per_byte'
@@ -127,7 +125,7 @@ def scores(name: str) -> list[Score]:
 
 
 def front_matter(text: str) -> tuple[dict[str, str], str]:
-    r"""The facts that head a card, and what follows them.
+    r"""The facts at the head of a card, and the text after them.
 
     A fact is a line ``key: value``; lines ``- value`` after a bare ``key:`` are a list, joined.
 
@@ -148,7 +146,7 @@ def front_matter(text: str) -> tuple[dict[str, str], str]:
             key, _, value = (part.strip() for part in item.partition(":"))
             facts[key] = _bare(value)
         else:
-            key = ""  # what is nested deeper is not ours to read
+            key = ""  # deeper nesting is not read
     return facts, "".join(lines[marks[1] + 1 :])
 
 
@@ -159,11 +157,11 @@ def _bare(value: str) -> str:
 
 
 def read_card(file: Path) -> Card:
-    """A card in the form of those shipped; each key must be there."""
+    """A card with every key of :class:`Card`."""
     facts, text = front_matter(_text(file))
     wanted = {entry.name for entry in fields(Card)} - {"text"}
     if odd := sorted(wanted ^ facts.keys()):
-        raise CheckpointError(f"{file} should have the keys {sorted(wanted)}; look at {odd}.")
+        raise CheckpointError(f"{file} should have the keys {sorted(wanted)}; wrong are {odd}.")
     if not facts["parameters"].isdecimal():
         raise CheckpointError(f"{file} gives its parameters as {facts['parameters']!r}.")
     count = int(facts.pop("parameters"))
@@ -193,7 +191,7 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 def _score(row: object, file: Path) -> Score:
     if not isinstance(row, dict) or row.keys() != _KINDS.keys():
-        raise CheckpointError(f"{file}: a score has the keys {list(_KINDS)}, unlike {row!r}.")
+        raise CheckpointError(f"{file}: a score has the keys {list(_KINDS)}, but got {row!r}.")
     for key, kinds in _KINDS.items():
         if type(row[key]) not in kinds:
             raise CheckpointError(f"{file}: {key} is no {kinds[-1].__name__}: {row[key]!r}.")

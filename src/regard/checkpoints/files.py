@@ -23,25 +23,25 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def read_bytes(file: Path) -> bytes:
-    """A small file, whole; one that is too large for a config or a vocabulary is refused."""
+    """The bytes of a small file; CheckpointError if it is too large for a config or vocabulary."""
     with open_regular(file) as opened:
         raw = opened.read(MAX_JSON_BYTES + 1)
     if len(raw) > MAX_JSON_BYTES:
         raise CheckpointError(
-            f"{file} is over {MAX_JSON_BYTES // 2**20} MB: too large for what it is."
+            f"{file} is over {MAX_JSON_BYTES // 2**20} MB: too large for such a file."
         )
     return raw
 
 
 def place_for(folder: str | os.PathLike[str]) -> Path:
-    """Where to write a checkpoint, or an InputError where that is no place."""
+    """The folder to write a checkpoint to; InputError if that is not a path."""
     if not isinstance(folder, str | os.PathLike) or not str(folder):
         raise InputError(f"A checkpoint is written to a folder, not to {folder!r}.")
     return Path(folder)
 
 
 def note(file: Path, more: Mapping[str, Any]) -> None:
-    """Let a JSON file of a checkpoint say some more."""
+    """Add keys to a JSON file."""
     replace_file(file, json_bytes({**read_json(file), **more}))
 
 
@@ -60,7 +60,7 @@ def json_bytes(value: Mapping[str, Any]) -> bytes:
 
 @contextmanager
 def open_regular(file: Path) -> Iterator[BinaryIO]:
-    """A regular file, opened; a pipe or a device could keep us waiting for ever."""
+    """Open a regular file; a pipe or a device might block for ever."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise CheckpointError(f"{file} is not a regular file.")
@@ -73,7 +73,7 @@ def open_regular(file: Path) -> Iterator[BinaryIO]:
 
 
 def parse_object(raw: bytes, source: Path | str) -> dict[str, Any]:
-    """One JSON object, in which no key comes twice."""
+    """One JSON object without duplicate keys."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)

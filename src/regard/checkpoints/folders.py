@@ -1,7 +1,7 @@
-"""Folders that are there as a whole, or not at all, and are proven whole when they are read.
+"""Folders that are written atomically and verified when they are read.
 
-A save goes: temporary folder, files synced, manifest with the SHA-256 of each file, synced, rename,
-parent folder synced.
+A save writes a temporary folder, syncs its files and a manifest with the SHA-256 of each, renames
+the folder, and syncs its parent.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ INDEX = "shards.json"  # where the parts of tensors lie that several processes w
 
 
 class DamageWarning(UserWarning):
-    """A checkpoint is damaged, and an older one is used in its place."""
+    """A checkpoint is damaged, and an older one is used instead."""
 
 
 class Disk:
-    """The few operations on files that a save consists of; tests make each of them fail."""
+    """The file operations of a save; tests make each of them fail."""
 
     def make_folder(self, folder: Path) -> None:
         folder.mkdir()
@@ -46,7 +46,7 @@ class Disk:
 
     def sync_folder(self, folder: Path) -> None:
         if os.name == "nt":
-            return  # Windows has no such thing: a rename is on the disk when it returns
+            return  # Windows cannot sync a folder; a rename is on the disk when it returns
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -60,7 +60,7 @@ class Disk:
         shutil.rmtree(folder)
 
     def put(self, file: Path, data: bytes) -> None:
-        """A new file, on the disk when this returns."""
+        """Write a new file and sync it."""
         handle = self.create(file)
         try:
             rest = memoryview(data)
@@ -84,15 +84,15 @@ def publish(
     disk: Disk | None = None,
     more: Callable[[Path], dict[str, dict[str, Any]]] | None = None,
 ) -> None:
-    """Let a new ``folder`` appear with all its files, or not at all; ``facts`` join its manifest.
+    """Write ``folder`` with all its files, or nothing; ``facts`` are added to its manifest.
 
-    ``more`` writes further files into the folder it is given, and says what the manifest needs.
-    Raises CheckpointError where the disk fails; nothing that was there before is touched.
+    ``more`` writes further files into the folder it is given, and returns their manifest entries.
+    CheckpointError if the disk fails; earlier folders stay unchanged.
     """
     disk = disk or Disk()
     if folder.exists():
-        raise InputError(f"{folder} is there already.")
-    # Others may be publishing the same: each in its own folder, and the first one wins.
+        raise InputError(f"{folder} exists already.")
+    # Several processes may publish the same: each in its own folder, and the first one wins.
     temporary = folder.with_name(f".saving-{folder.name}.{os.getpid()}")
     try:
         _make_parents(disk, folder)
@@ -108,18 +108,18 @@ def publish(
         disk.rename(temporary, folder)
         disk.sync_folder(folder.parent)
     except OSError as error:
-        # The space is wanted back, but the first error is the one to tell of.
+        # Free the space, but report the first error.
         with suppress(OSError):
             if temporary.exists():
                 disk.remove(temporary)
         raise CheckpointError(
-            f"{folder} could not be saved: {error.strerror or error}. What was saved before is "
-            "still there. Make room, or give another folder, and resume."
+            f"{folder} could not be saved: {error.strerror or error}. Earlier checkpoints are "
+            "unchanged. Free some space, or give another folder, and resume."
         ) from error
 
 
 def withdraw(folder: Path, disk: Disk | None = None) -> None:
-    """Remove a folder in such a way that half of it never stands under its name."""
+    """Remove a folder atomically: it is renamed first."""
     disk = disk or Disk()
     aside = folder.with_name(f".removing-{folder.name}")
     try:
@@ -134,7 +134,7 @@ def withdraw(folder: Path, disk: Disk | None = None) -> None:
 
 
 def _make_parents(disk: Disk, folder: Path) -> None:
-    """The folders above one that is to come, each of them on the disk before the next."""
+    """Make the parents of a new folder, each synced before the next."""
     if not folder.parent.exists():
         _make_parents(disk, folder.parent)
         disk.make_folder(folder.parent)
@@ -142,9 +142,9 @@ def _make_parents(disk: Disk, folder: Path) -> None:
 
 
 def read_published(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The facts and the files of a folder that :func:`publish` wrote, proven whole.
+    """The facts and the verified files of a folder that :func:`publish` wrote.
 
-    Raises CheckpointError where a single bit differs, a file is missing or one is added.
+    CheckpointError if a bit differs, or a file is missing or added.
     """
     return proven(folder, _read)
 
@@ -178,7 +178,7 @@ def proven(folder: Path, get: Callable[[Path], _Data]) -> tuple[dict[str, Any], 
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """What a manifest says, proven to be what was written."""
+    """The verified contents of a manifest."""
     raw = _read(folder / MANIFEST)
     try:
         body = json.loads(raw)["body"]
@@ -212,12 +212,12 @@ def _map(file: Path) -> memoryview:
     try:
         with file.open("rb") as opened:
             if not os.fstat(opened.fileno()).st_size:
-                return memoryview(b"")  # of nothing there is no map
+                return memoryview(b"")  # an empty file cannot be mapped
             return memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_COPY))
     except OSError as error:
         raise CheckpointError(f"{file} cannot be read: {error.strerror or error}.") from None
 
 
 def read_or_map(file: Path) -> bytes | memoryview:
-    """Parts are mapped: nobody needs all of them in memory."""
+    """The contents of a file; shards are mapped, since no process needs all of them."""
     return _map(file) if file.name.startswith("shards-") else _read(file)

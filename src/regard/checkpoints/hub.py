@@ -13,13 +13,13 @@ from regard.errors import UnknownModelError
 
 
 def find(name: str | os.PathLike[str]) -> Path:
-    """The folder of a checkpoint: a model that is shipped, a folder, or a model of the hub.
+    """The folder of a shipped model, of a folder, or of a model of the Hugging Face hub.
 
-    A folder that has the name of a shipped model is found as ``./name``. A model of the Hugging
-    Face hub is taken from the local cache where it is there, and downloaded otherwise.
+    A folder with the name of a shipped model is given as ``./name``. A model of the hub is
+    downloaded unless it is in the local cache.
     """
     if not isinstance(name, str | os.PathLike) or not str(name):
-        raise UnknownModelError(f"A model is named by a text or a path, not {name!r}.")
+        raise UnknownModelError(f"A model is given by its name or a path, not {name!r}.")
     if isinstance(name, str) and name in cards.names():
         return cards.folder(name)
     folder = Path(name)
@@ -73,7 +73,7 @@ def find(name: str | os.PathLike[str]) -> Path:
 
 
 def _near(name: str) -> str:
-    """What to say of models whose names are like one that is not known."""
+    """A hint with similar names, for an error about an unknown one."""
     known = [*cards.names(), *(name for name, _ in cached_models())]
     near = get_close_matches(name, known, 3) or get_close_matches(Path(name).name, known, 3)
     if near:
@@ -83,7 +83,7 @@ def _near(name: str) -> str:
 
 
 def cache_folder() -> Path | None:
-    """Where the Hugging Face hub keeps its models; None where its package is not installed."""
+    """The Hugging Face cache; None if the package huggingface_hub is not installed."""
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
     except ImportError:
@@ -92,7 +92,7 @@ def cache_folder() -> Path | None:
 
 
 def cached_models() -> Iterator[tuple[str, Path]]:
-    """The names of the models in the hub's cache, and their snapshots."""
+    """The names of the cached models, and their snapshots."""
     place = cache_folder()
     for folder in sorted(place.glob("models--*")) if place else ():
         try:
@@ -104,7 +104,7 @@ def cached_models() -> Iterator[tuple[str, Path]]:
 
 
 def _current_snapshot(folder: Path) -> Path | None:
-    """The snapshot that loading takes without asking the hub: that of main."""
+    """The snapshot of the branch main, which loading takes without asking the hub."""
     main = folder / "refs" / "main"
     if not main.is_file():
         return None
@@ -113,5 +113,5 @@ def _current_snapshot(folder: Path) -> Path | None:
 
 
 def size_of(folder: Path) -> int:
-    """In bytes, all files of a folder."""
+    """The bytes of all files in a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

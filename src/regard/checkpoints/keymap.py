@@ -1,8 +1,7 @@
-"""Key maps: how the tensors of a checkpoint become the parameters of a model, and back.
+"""Key maps: from the tensors of a checkpoint to the parameters of a model, and back.
 
-A map is data: a list of steps, each of which knows its inverse. Applying a map only moves and
-joins tensors, so it runs on tensors of the ``meta`` device first, where every name and shape is
-checked before any memory is taken.
+A map is a list of steps that can be inverted. It runs on tensors of the ``meta`` device first, so
+that every name and shape is checked before memory is allocated.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from regard.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """One tensor, under another name. Where it is missing, ``otherwise`` is read in its place."""
+    """One tensor under another name. If it is missing, ``otherwise`` is read instead."""
 
     theirs: str
     ours: str
@@ -37,15 +36,8 @@ class Rename:
 
 
 @dataclass(frozen=True, slots=True)
-class Transpose:
-    """A matrix kept the other way round."""
-
-    theirs: str
-    ours: str
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.theirs,)
+class Transpose(Rename):
+    """A matrix that the checkpoint stores transposed, under another name."""
 
     def load(self, parts: list[Tensor]) -> Tensor:
         if parts[0].dim() != 2:
@@ -60,7 +52,7 @@ class Transpose:
 
 @dataclass(frozen=True, slots=True)
 class Fuse:
-    """Several tensors of one shape, one below the other."""
+    """Several tensors of one shape, concatenated along the first dimension."""
 
     theirs: tuple[str, ...]
     ours: str
@@ -73,7 +65,7 @@ class Fuse:
         if len({part.shape for part in parts}) > 1 or not parts[0].dim():
             shapes = ", ".join(str(list(part.shape)) for part in parts)
             raise CheckpointError(f"{', '.join(self.theirs)} should share one shape: {shapes}.")
-        if parts[0].is_meta:  # only the shape is asked for; cat() would load PyTorch's compiler
+        if parts[0].is_meta:  # cat() would load PyTorch's compiler here
             rows, *rest = parts[0].shape
             return parts[0].new_empty(len(parts) * rows, *rest)
         return torch.cat(parts)
@@ -84,7 +76,7 @@ class Fuse:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """A second copy of a tensor that the model has once: it may be there, and must be the same."""
+    """An optional second copy of a tensor that the model has once; the two must be equal."""
 
     theirs: str
     same: str
@@ -92,7 +84,7 @@ class Tie:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Keys that match are known to carry nothing the model needs."""
+    """Keys that the model does not need."""
 
     pattern: str
     why: str
@@ -100,7 +92,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """An older way to spell keys: what ``pattern`` finds is replaced, before anything else."""
+    """An older spelling of keys: matches of ``pattern`` are replaced before any other rule."""
 
     pattern: str
     replacement: str
@@ -111,7 +103,7 @@ Step = Rename | Transpose | Fuse
 
 @dataclass(frozen=True, slots=True)
 class KeyMap:
-    """The whole way between a checkpoint and a model.
+    """All rules between a checkpoint and a model.
 
     >>> keys = KeyMap([Fuse(("q", "k"), "qk"), Drop("^old", "unused since 2019")])
     >>> theirs = {"q": torch.zeros(1, 2), "k": torch.ones(1, 2), "old_table": torch.ones(9)}
@@ -129,9 +121,9 @@ class KeyMap:
         return [rule for rule in self.rules if isinstance(rule, Step)]
 
     def names(self, keys: Iterable[str]) -> dict[str, str]:
-        """The keys of a checkpoint by their current spelling, all of them needed and none missing.
+        """The keys of a checkpoint by their current spelling.
 
-        Keys to be dropped, and second copies of tied ones, are left out.
+        Dropped keys are left out. CheckpointError if a key is missing or has no use.
         """
         spelled: dict[str, str] = {}
         for key in keys:
@@ -176,7 +168,7 @@ class KeyMap:
         return self.apply(names, tensors.__getitem__)
 
     def apply(self, names: Mapping[str, str], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The model's tensors; ``names`` come from :meth:`names`, ``read`` gives one by its key."""
+        """The model's tensors, with :meth:`names` and a function that reads a key."""
         for rule in self.rules:
             if isinstance(rule, Tie) and rule.theirs in names:
                 one, other = read(names[rule.theirs]), read(names[rule.same])
@@ -184,7 +176,7 @@ class KeyMap:
                 if not same:
                     raise CheckpointError(
                         f"{rule.theirs} and {rule.same} should be one tensor, but differ in this "
-                        "checkpoint: it is of a model that does not tie them."
+                        "checkpoint: its model does not tie them."
                     )
         return {
             step.ours: step.load([read(names[key]) for key in step.reads]) for step in self.steps
@@ -192,7 +184,7 @@ class KeyMap:
 
     def save(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """The checkpoint's tensors, from those of the model: the inverse of :meth:`load`."""
-        found: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = {}
         for step in self.steps:
-            found.update(zip(step.reads, step.save(state[step.ours]), strict=True))
-        return found
+            tensors.update(zip(step.reads, step.save(state[step.ours]), strict=True))
+        return tensors

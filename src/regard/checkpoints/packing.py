@@ -1,9 +1,8 @@
-"""Packed weights: matrices as small whole numbers with a scale for each row, or part of a row.
+"""Packed weights: matrices as small integers with a scale for each row, or part of a row.
 
-``int8`` has one scale a row and numbers from -127 to 127; ``int4`` one for every 32 numbers of a
-row, and numbers from -7 to 7, two in a byte. Scales are float16. A packed tensor ``name`` of a
-checkpoint has its scales beside it, as ``name.scale``, and is stored as int8 or uint8, which says
-which of the two it is.
+``int8`` has one scale per row and integers from -127 to 127. ``int4`` has one per 32 numbers of a
+row and integers from -7 to 7, two in a byte. Scales are float16. A packed tensor ``name`` is stored
+as int8, or as uint8 for int4, with its scales as ``name.scale``.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor
 from regard.errors import CheckpointError, InputError
 
 Kind = Literal["int8", "int4"]
-Packing = Kind | Mapping[str, Kind]  # one for all matrices, or by a pattern that finds their names
+Packing = Kind | Mapping[str, Kind]  # for all matrices, or by patterns of their names
 
 SCALE = ".scale"
 GROUP = 32  # numbers of a row that share a scale of int4
@@ -27,10 +26,10 @@ _STORED = {torch.int8: "int8", torch.uint8: "int4"}
 
 
 def pack(matrix: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """A matrix [rows, columns] as whole numbers and scales; :func:`unpack` is the way back.
+    """A matrix [rows, columns] as integers and scales; :func:`unpack` is the inverse.
 
-    No number moves by more than half its scale, and 0.000008 where scales are as small as that.
-    Packing again what was unpacked changes nothing.
+    No number changes by more than half its scale, or by 0.000008 where scales are that small.
+    Packing an unpacked matrix gives the same integers and scales.
 
     >>> numbers, scale = pack(torch.tensor([[0.5, -1.0, 0.25], [0.0, 0.0, 0.0]]), "int8")
     >>> numbers.tolist(), list(scale.shape)
@@ -42,7 +41,7 @@ def pack(matrix: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
         raise InputError(f"Only matrices are packed, not {matrix.dtype} {list(matrix.shape)}.")
     rows, columns = matrix.shape
     if kind == "int4" and columns % GROUP:
-        raise InputError(f"int4 packs rows in parts of {GROUP}, which do not make up {columns}.")
+        raise InputError(f"int4 packs rows in parts of {GROUP}, which do not divide {columns}.")
     most = _MOST[kind]
     parts = matrix.detach().float().view(rows, -1, columns if kind == "int8" else GROUP)
     scale = parts.abs().amax(-1) / most  # [rows, parts]
@@ -50,7 +49,7 @@ def pack(matrix: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
         raise InputError("Weights that are not finite, or over 400,000, cannot be packed.")
     scale = _rounded_down(scale)
     steps = scale.float()[..., None]
-    # A scale rounded down leaves the largest number a little above its end.
+    # With a scale rounded down the largest number may exceed ``most`` a little.
     whole = (parts / steps.where(steps > 0, 1)).round().clamp(-most, most)
     whole = whole.masked_fill(steps == 0, 0).view(rows, columns).to(torch.int8)
     if kind == "int8":
@@ -60,13 +59,13 @@ def pack(matrix: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 
 
 def _rounded_down(scale: Tensor) -> Tensor:
-    """As float16, never above: so the largest number is the last step, packed once or twice."""
+    """As float16, rounded down: so the largest number becomes ``most``, packed once or twice."""
     half = scale.half()
     return torch.where(half.float() > scale, (half.view(torch.int16) - 1).view(torch.float16), half)
 
 
 def unpack(numbers: Tensor, scale: Tensor) -> Tensor:
-    """The matrix, float32, of what :func:`pack` gave.
+    """The float32 matrix that :func:`pack` packed.
 
     >>> unpack(*pack(torch.tensor([[0.5, -1.0, 0.25]]), "int8")).round(decimals=2).tolist()
     [[0.5, -1.0, 0.25]]
@@ -79,13 +78,13 @@ def unpack(numbers: Tensor, scale: Tensor) -> Tensor:
     else:
         whole = numbers
     if whole.numel() and whole.min() < -_MOST[_STORED[numbers.dtype]]:
-        raise CheckpointError("Packed weights are damaged: a number is below the least there is.")
+        raise CheckpointError("Packed weights are damaged: a number is below the least allowed.")
     parts = whole.view(rows, scale.shape[1], -1).float() * scale.float()[..., None]
     return parts.view(rows, columns)
 
 
 def shape(numbers: Tensor, scale: Tensor) -> tuple[int, int]:
-    """The shape of the matrix that was packed, once numbers and scales fit each other."""
+    """The shape of a packed matrix; CheckpointError if numbers and scales do not fit."""
     kind = _STORED.get(numbers.dtype)
     if kind is None or numbers.dim() != 2 or scale.dtype != torch.float16:
         raise CheckpointError(
@@ -104,9 +103,9 @@ def shape(numbers: Tensor, scale: Tensor) -> tuple[int, int]:
 
 
 def packed(tensors: Mapping[str, Tensor], packing: Packing) -> dict[str, Tensor]:
-    """The tensors of a checkpoint as they are stored: matrices packed, all else as float16.
+    """The stored tensors of a checkpoint: matrices packed, all others as float16.
 
-    A matrix is what has 32 rows and columns or more. One whose rows int4 cannot part is int8.
+    Matrices have at least 32 rows and columns. Where 32 does not divide a row, int4 becomes int8.
     """
     kinds = packing if isinstance(packing, Mapping) else {"": packing}
     for pattern, kind in kinds.items():
@@ -122,7 +121,7 @@ def packed(tensors: Mapping[str, Tensor], packing: Packing) -> dict[str, Tensor]
         if not fitting or tensor.dim() != 2 or min(tensor.shape) < GROUP:
             found[name] = tensor.half()
             if not found[name].isfinite().all():
-                raise InputError(f"{name} holds numbers that float16 does not have.")
+                raise InputError(f"{name} holds numbers beyond float16.")
             continue
         parted = not tensor.shape[1] % GROUP
         found[name], found[name + SCALE] = pack(tensor, fitting[0] if parted else "int8")

@@ -1,7 +1,7 @@
-"""Checkpoints on disk: find, read, check, write. Hugging Face's layout, and nothing is unpickled.
+"""Read, check and write checkpoints in Hugging Face's layout, without pickle.
 
-Everything a file says of itself (lengths, offsets, names, shapes) is checked against the file
-before memory is taken for it, and nothing outside the checkpoint's folder is opened.
+Lengths, offsets, names and shapes are checked against the file before memory is allocated, and
+nothing outside the checkpoint's folder is opened.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from regard.errors import CheckpointError, InputError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PACKING = "packing"  # the key of config.json that says that weights are packed, and how
-SHARD = 5 * 2**30  # bytes of a file of weights, as Hugging Face cuts them
+PACKING = "packing"  # the key of config.json for packed weights
+SHARD = 5 * 2**30  # bytes of a file of weights, as in Hugging Face's checkpoints
 
 _DTYPES = {
     "F64": torch.float64,
@@ -53,7 +53,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where one tensor lies."""
+    """The place of one tensor in a file."""
 
     file: Path
     dtype: torch.dtype
@@ -64,18 +64,18 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checked checkpoint: its config, and where each of its tensors lies.
+    """A checked checkpoint: its config, and the place of each of its tensors.
 
-    Where weights are packed, everything is read as float32.
+    If weights are packed, all tensors are read as float32.
     """
 
     folder: Path
     config: dict[str, Any]
     entries: dict[str, Entry]
-    scales: dict[str, Entry] = field(default_factory=dict)  # of those entries that are packed
+    scales: dict[str, Entry] = field(default_factory=dict)  # of the packed entries
 
     def meta(self, key: str) -> Tensor:
-        """A tensor without its numbers."""
+        """A tensor on the meta device."""
         found = _meta(self.entries[key])
         if key in self.scales:
             shape = packing.shape(found, _meta(self.scales[key]))
@@ -83,7 +83,7 @@ class Checkpoint:
         return self._widened(found)
 
     def read(self, key: str) -> Tensor:
-        """A tensor with its numbers."""
+        """A tensor with its values."""
         found = self._stored(key, self.entries[key])
         if key in self.scales:
             scale = self._stored(key + packing.SCALE, self.scales[key])
@@ -113,7 +113,7 @@ def _meta(entry: Entry) -> Tensor:
 
 
 def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
-    """Find a checkpoint and check all that its files say of themselves."""
+    """Find a checkpoint, and check its files without reading its weights."""
     folder = find(name)
     config = read_json(folder / CONFIG)
     if not (folder / WEIGHTS).exists():
@@ -131,7 +131,7 @@ def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _paired(folder: Path, config: dict[str, Any], entries: dict[str, Entry]) -> Checkpoint:
-    """A checkpoint whose packed tensors, where config.json says that there are any, have scales."""
+    """A checkpoint whose packed tensors have their scales."""
     if config.get(PACKING) is None:
         return Checkpoint(folder, config, entries)
     scales = {
@@ -142,13 +142,13 @@ def _paired(folder: Path, config: dict[str, Any], entries: dict[str, Entry]) -> 
     for key, scale in scales.items():
         if key not in entries:
             raise CheckpointError(f"{scale.file} holds scales of {key}, but not {key}.")
-    # A small model may have no matrix that is worth it. What packing leaves it stores as float16.
+    # A small model may have no matrix large enough to pack. All other tensors are float16.
     kinds = {entry.dtype for entry in entries.values()}
     if not scales and not kinds <= {torch.float16, torch.int8, torch.uint8}:
         raise CheckpointError(f"{folder / CONFIG} says that weights are packed, but none are.")
     found = Checkpoint(folder, config, entries, scales)
     for key in scales:
-        found.meta(key)  # raises where the two do not fit each other
+        found.meta(key)  # raises if the two do not fit
     return found
 
 
@@ -159,10 +159,10 @@ def write(
     generation: Mapping[str, Any] | None = None,
     shard_bytes: float = SHARD,
 ) -> None:
-    """Write a checkpoint, in shards where it is larger than ``shard_bytes``.
+    """Write a checkpoint, in shards of at most ``shard_bytes``.
 
-    Each file is written beside its place and then moved there, so that an interrupted save leaves
-    no broken file under a good name.
+    Each file is written under another name and then renamed, so that an interrupted save leaves no
+    broken file.
     """
     from safetensors.torch import save
 
@@ -192,7 +192,7 @@ def write(
         places = {key: name for name, shard in zip(names, shards, strict=True) for key in shard}
         index = {"metadata": {"total_size": total}, "weight_map": places}
         replace_file(folder / INDEX, json_bytes(index))
-    # What an earlier save left behind must not be read in place of this one.
+    # Files of an earlier save must not be read instead of these.
     (folder / (WEIGHTS if count > 1 else INDEX)).unlink(missing_ok=True)
     replace_file(folder / CONFIG, json_bytes(config))
     if generation is not None:
@@ -200,7 +200,7 @@ def write(
 
 
 def _header(file: Path) -> dict[str, Entry]:
-    """What a safetensors file says it holds, checked against its size."""
+    """The entries of a safetensors file, checked against its size."""
     with open_regular(file) as opened:
         size = os.fstat(opened.fileno()).st_size
         first = opened.read(8)
@@ -230,9 +230,9 @@ def _header(file: Path) -> dict[str, Entry]:
 
 
 def _entry(file: Path, key: str, value: object, data: int, size: int) -> Entry:
-    """One line of a header."""
+    """One entry of a header."""
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{file} does not say dtype, shape and data_offsets of {key}.")
+        raise CheckpointError(f"{file} lacks dtype, shape or data_offsets of {key}.")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise CheckpointError(
@@ -251,12 +251,12 @@ def _entry(file: Path, key: str, value: object, data: int, size: int) -> Entry:
 
 
 def _whole(value: object) -> bool:
-    """Whether a value is a list of whole numbers that fit a file's size."""
+    """Whether a value is a list of integers from 0 to below 2**63."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
 def _sharded(folder: Path) -> dict[str, Entry]:
-    """The entries of all shards that an index names, as the index has them."""
+    """The entries of all shards, checked against the index."""
     index = read_json(folder / INDEX)
     places = index.get("weight_map")
     if not isinstance(places, dict):
@@ -272,7 +272,9 @@ def _sharded(folder: Path) -> dict[str, Entry]:
     for name in sorted(set(places.values())):
         for key, entry in _header(folder / name).items():
             if places.get(key) != name:
-                raise CheckpointError(f"{folder / name} holds {key}, which the index does not say.")
+                raise CheckpointError(
+                    f"{folder / name} holds {key}, which the index does not list there."
+                )
             entries[key] = entry
     missing = sorted(places.keys() - entries.keys())
     if missing:

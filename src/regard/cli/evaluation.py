@@ -84,10 +84,9 @@ def evaluate(
         return
     from regard.evaluation.measuring import evaluate as measure
     from regard.evaluation.measuring import own_settings, scored_row
-    from regard.models.bundle import ready
-    from regard.models.model import Model
+    from regard.models.bundle import open_bundle
 
-    one = ready(model, (Model,), "be measured", terminal.device(device))
+    one = open_bundle(model, device=terminal.device(device))
     own = own_settings(one)
     own_prefix = own.pop("prefix", "")
     if num_beams is not None:
@@ -106,7 +105,7 @@ def evaluate(
     with terminal.progress(Path(data[0]).name) as show:
         found = measure(
             one.model,
-            one.text,
+            one.tokenizer,
             [source],
             metric or (),
             root=root,

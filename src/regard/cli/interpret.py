@@ -176,15 +176,10 @@ class _View(NamedTuple):
     align: bool
 
     def look(self, device: torch.device, yes: bool) -> Look:
-        import torch
-
         from regard.interpret.looking import look as run
-        from regard.models.bundle import check_prefix
-        from regard.models.loading import load
-        from regard.text.tokenizer import Tokenizer
+        from regard.models.bundle import open_bundle
 
-        check_prefix(self.model, self.text)
-        model = load(self.model, device=device, dtype=torch.float32)
+        bundle = open_bundle(self.model, device=device)
         with ExitStack() as stack:
             bars: list[Callable[[int, int], None]] = []
 
@@ -194,9 +189,8 @@ class _View(NamedTuple):
                 bars[0](done, total)
 
             return run(
-                model, self.text, tokenizer=Tokenizer.load(self.model), target=self.target,
-                layer=self.layer, head=self.head, word=self.word, rows=self.rows,
-                columns=self.columns, alignment=self.align,
+                bundle, self.text, target=self.target, layer=self.layer, head=self.head,
+                word=self.word, rows=self.rows, columns=self.columns, alignment=self.align,
                 before=lambda plan: _announce(plan, yes), progress=progress,
             )  # fmt: skip
 

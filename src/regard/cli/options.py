@@ -62,8 +62,3 @@ Set = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe. Repeatable."),
 ]
-
-
-def given(**options: float | None) -> dict[str, float]:
-    """The decoding settings that were given a value."""
-    return {name: value for name, value in options.items() if value is not None}

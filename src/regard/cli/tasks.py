@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from regard.cli import options, terminal, texts
-from regard.decoding.settings import sampling
+from regard.decoding.settings import Settings
 from regard.errors import InputError
 
 if TYPE_CHECKING:
@@ -55,7 +55,7 @@ def translate(
     """
     from regard.tasks.translation import translate as run
 
-    settings = options.given(
+    settings = Settings(
         num_beams=num_beams, length_penalty=length_penalty, early_stopping=early_stopping,
         no_repeat_ngram_size=no_repeat_ngram_size, min_new_tokens=min_new_tokens,
     )  # fmt: skip
@@ -98,7 +98,7 @@ def summarize(
     """
     from regard.tasks.summarization import summarize as run
 
-    settings = options.given(
+    settings = Settings(
         num_beams=num_beams, length_penalty=length_penalty, early_stopping=early_stopping,
         no_repeat_ngram_size=no_repeat_ngram_size, min_new_tokens=min_new_tokens,
     )  # fmt: skip
@@ -190,11 +190,14 @@ def complete(
     """Complete a text, and print each piece when it is generated. Empty lines are skipped."""
     from regard.tasks.completion import stream_completion
 
-    how = sampling(temperature, top_k, top_p, seed, no_repeat_ngram_size or 0)
+    settings = Settings(
+        do_sample=True, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+        no_repeat_ngram_size=no_repeat_ngram_size,
+    )  # fmt: skip
     place = terminal.device(device)
     for prompt in (line for lines in texts.lines(text, file) for line in lines if line.strip()):
         pieces = stream_completion(
-            prompt, model=model, how=how, max_new_tokens=max_new_tokens, attended=attended,
+            prompt, model=model, how=settings, max_new_tokens=max_new_tokens, attended=attended,
             device=place, precision=precision,
         )  # fmt: skip
         record = _consume(prompt, pieces, quiet=as_json)

@@ -1,8 +1,7 @@
-"""Decoding: from what a model says comes next to whole sequences. It knows ids only.
+"""Decoding: from a model's scores for the next token to whole sequences of ids.
 
-What becomes of a prompt depends on the prompt alone, not on the batch it is in, but for how sums
-are rounded there. Sequences that are done leave the batch, and others take their places; the beams
-of a sentence share what it keeps.
+The result for a prompt does not depend on the batch it is in, except for rounding. Sequences that
+are done leave the batch, and others take their places. The beams of a sentence share its cache.
 """
 
 from __future__ import annotations
@@ -13,10 +12,10 @@ from typing import Any
 
 import torch
 
-from regard.decoding.batching import Decoder, Kept, S, begun_of, run
+from regard.decoding.batching import Decoder, S, begun_of, run
 from regard.decoding.choosing import Lines
 from regard.decoding.searching import Searches, top
-from regard.decoding.strategies import Beam, Generated, Greedy, How, Sample, at_least
+from regard.decoding.strategies import Beam, Generated, Greedy, Sample, Strategy, at_least
 from regard.errors import InputError
 
 __all__ = [
@@ -24,9 +23,8 @@ __all__ = [
     "Decoder",
     "Generated",
     "Greedy",
-    "How",
-    "Kept",
     "Sample",
+    "Strategy",
     "generate",
     "stream_tokens",
     "top",
@@ -36,7 +34,7 @@ __all__ = [
 def generate(
     model: Decoder[S],
     prompts: Sequence[Sequence[int]],
-    how: How | None = None,
+    how: Strategy | None = None,
     *,
     max_new_tokens: int,
     stop: Sequence[int] = (),
@@ -56,7 +54,7 @@ def generate(
     >>> len(first.ids), len(second.ids)
     (5, 5)
     """
-    how = _way(how)
+    how = _strategy(how)
     at_least("generate(max_new_tokens=...)", max_new_tokens, 1)
     at_least("generate(batch=...)", batch, 1)
     if tokens is not None:
@@ -78,12 +76,12 @@ def generate(
 def stream_tokens(
     model: Decoder[S],
     prompt: Sequence[int],
-    how: Greedy | Sample | None = None,
+    how: Strategy | None = None,
     *,
     max_new_tokens: int,
     stop: Sequence[int] = (),
 ) -> Iterator[int]:
-    """The tokens of :func:`generate` for one prompt, each as soon as it is known.
+    """The tokens of :func:`generate` for one prompt, each as soon as it is chosen.
 
     >>> from regard import GPT2, GPT2Config
     >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2)).eval()
@@ -92,26 +90,28 @@ def stream_tokens(
     True
     """
     at_least("stream_tokens(max_new_tokens=...)", max_new_tokens, 1)
-    chosen = _way(how)
+    chosen = _strategy(how)
     if isinstance(chosen, Beam):
-        raise InputError("Beams are known at their end only: use generate(), or another way.")
+        raise InputError(
+            "Beam search knows its result at the end only: use generate(), or another strategy."
+        )
     lines = Lines(chosen, max_new_tokens, _stop(stop))
     with torch.inference_mode():
         ids, state = model.start_decoding([_prompt(prompt)], room=max_new_tokens)
         [line] = [lines.begin(begun) for begun in begun_of(ids, state)]
-    told = 0
+    returned = 0
     while not line.done:
         with torch.inference_mode():
             ids = lines.choose(model.step(ids, state), [line])
-        if len(line.ids) > told:
-            yield line.ids[told]
-            told += 1
+        if len(line.ids) > returned:
+            yield line.ids[returned]
+            returned += 1
 
 
-def _way(how: How | None) -> How:
+def _strategy(how: Strategy | None) -> Strategy:
     if how is None:
         return Greedy()
-    if not isinstance(how, How):
+    if not isinstance(how, Strategy):
         raise InputError(f"how is Greedy(), Sample(...) or Beam(...), but got {how!r}.")
     return how
 
@@ -121,7 +121,7 @@ def _prompt(prompt: Any) -> list[int]:
         return [index(token) for token in prompt]
     except TypeError:
         raise InputError(
-            f"Prompts are lists of token ids, but one is {prompt!r}. Tokenizer.encode(...).ids "
+            f"Prompts are lists of token ids, but got {prompt!r}. Tokenizer.encode(...).ids "
             "makes such a list of a text."
         ) from None
 

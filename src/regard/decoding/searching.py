@@ -1,4 +1,4 @@
-"""Beam search: every sentence goes its own way."""
+"""Beam search, separately for each sentence."""
 
 from __future__ import annotations
 
@@ -13,37 +13,37 @@ from regard.decoding.strategies import Beam, Generated
 
 _NEVER = -1e9  # the score of a beam that is not there; finite, so that sums stay numbers
 
-Path = tuple["Path", int] | None  # what a beam came by: all but its last token, and that
+Path = tuple["Path", int] | None  # a beam: the path before its last token, and that token
 
 
 class Searches:
-    """Picks the best candidates of each sentence."""
+    """Chooses the best candidates of each sentence."""
 
-    def __init__(self, how: Beam, length: int, stop: frozenset[int]) -> None:
-        self.how, self.length, self.stop = how, length, stop
-        self.beams = how.num_beams
+    def __init__(self, strategy: Beam, length: int, stop: frozenset[int]) -> None:
+        self.strategy, self.length, self.stop = strategy, length, stop
+        self.beams = strategy.num_beams
 
     def begin(self, begun: list[int]) -> Search:
-        """A search that goes on from ``begun``."""
-        return Search(self.how, self.length, self.stop, begun)
+        """A search that continues ``begun``."""
+        return Search(self.strategy, self.length, self.stop, begun)
 
     def choose(self, logits: Tensor, searches: Sequence[Search]) -> Tensor:
-        """Let each search go on by one token a beam; those come back, [rows, 1].
+        """Append one token to each beam, and return the tokens, [rows, 1].
 
-        ``logits`` are those of all beams of each search; at first all beams are one.
+        ``logits`` are those of all beams of each search; in the first step of one beam each.
         """
-        # Enough candidates for every beam to go on, should all the best ones stop.
+        # Enough candidates for every beam to continue if all the best ones stop.
         most = max(2, 1 + len(self.stop)) * self.beams
         logits = logits.float()
         scores = torch.tensor([search.scores for search in searches], device=logits.device)
         total = totals(logits)
-        if self.how.no_repeat_ngram_size:
+        if self.strategy.no_repeat_ngram_size:
             past = [beam for search in searches for beam in search.past()]
-            logits = without_repeats(logits.clone(), past, self.how.no_repeat_ngram_size)
+            logits = without_repeats(logits.clone(), past, self.strategy.no_repeat_ngram_size)
         short = [
             row
             for row, search in enumerate(s for s in searches for _ in s.paths)
-            if search.taken < self.how.min_new_tokens
+            if search.taken < self.strategy.min_new_tokens
         ]
         logits = without_stops(logits, short, self.stop)
         values, tokens = top(logits, min(most, logits.shape[-1]))  # [rows, candidates of each]
@@ -63,76 +63,76 @@ class Searches:
 class Search:
     """The search for one sentence: its running beams, and the best it has finished."""
 
-    def __init__(self, how: Beam, length: int, stop: frozenset[int], begun: list[int]) -> None:
-        self.how, self.length, self.stop, self.begun = how, length, stop, begun
+    def __init__(self, strategy: Beam, length: int, stop: frozenset[int], begun: list[int]) -> None:
+        self.strategy, self.length, self.stop, self.begun = strategy, length, stop, begun
         self.taken = 0  # steps
         self.paths: list[Path] = [None]
         self.scores: list[float] = [0.0]  # of each beam
-        self.origins: list[int] = [0]  # the beam before that each goes on from
-        self.tokens: list[int] = []  # with which
+        self.origins: list[int] = [0]  # the earlier beam that each continues
+        self.tokens: list[int] = []  # that each appends
         self.finished: list[Generated] = []
         self.done = False
 
     @property
-    def found(self) -> list[Generated]:
-        return self.finished[: self.how.num_return_sequences]
+    def results(self) -> list[Generated]:
+        return self.finished[: self.strategy.num_return_sequences]
 
     def past(self) -> list[list[int]]:
-        """What each beam has so far."""
+        """The ids of each beam so far."""
         return [self.begun + _ids(path) for path in self.paths]
 
     def advance(self, candidates: Sequence[tuple[float, int, int]]) -> None:
-        """Go on with the best of ``candidates``: scores, beams they come from and next tokens."""
+        """Continue with the best of ``candidates``: their scores, origins and next tokens."""
         if self.done:
             return
         candidates = [candidate for candidate in candidates if candidate[0] > -math.inf]
-        if not candidates:  # whatever may follow would repeat something
+        if not candidates:  # every token would repeat an n-gram
             self._end()
             return
         self.taken += 1
-        how, size, taken = self.how, self.how.num_beams, self.taken
+        strategy, size, taken = self.strategy, self.strategy.num_beams, self.taken
         full = taken == self.length
         going: list[tuple[float, int, int]] = []
         for rank, (value, origin, token) in enumerate(candidates):
             end = token in self.stop
             if (end or full) and rank < size:
                 ids = _ids(self.paths[origin])
-                score = value / taken**how.length_penalty
+                score = value / taken**strategy.length_penalty
                 self.finished.append(Generated(ids if end else [*ids, token], score, end))
             if not end and len(going) < size:
                 going.append((value, origin, token))
-        # Sorting keeps the order of equals: what was found first stays first.
+        # Sorting is stable: of equal scores the earlier one stays first.
         self.finished.sort(key=lambda output: -output.score)
         del self.finished[size:]
         going += [(2 * _NEVER, 0, 0)] * (size - len(going))
         self.paths = [(self.paths[origin], token) for _, origin, token in going]
         self.scores, self.origins, self.tokens = (list(part) for part in zip(*going, strict=True))
         best = self.scores[0]
-        self.done = full or not _goes_on(self.finished, best, taken, self.length, how)
+        self.done = full or not _goes_on(self.finished, best, taken, self.length, strategy)
 
     def _end(self) -> None:
-        """Take the running beams as they are."""
+        """End with the running beams."""
         for path, score in zip(self.paths, self.scores, strict=True):
             if score > _NEVER:
-                length = max(self.taken, 1) ** self.how.length_penalty
+                length = max(self.taken, 1) ** self.strategy.length_penalty
                 self.finished.append(Generated(_ids(path), score / length, False))
         self.finished.sort(key=lambda output: -output.score)
-        del self.finished[self.how.num_beams :]
+        del self.finished[self.strategy.num_beams :]
         self.done = True
 
 
 def _ids(path: Path) -> list[int]:
-    found = []
+    ids = []
     while path is not None:
         path, token = path
-        found.append(token)
-    return found[::-1]
+        ids.append(token)
+    return ids[::-1]
 
 
 def top(scores: Tensor, count: int, width: int = 128) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest of each row and where they are, as ``topk`` but faster on a CPU.
+    """The ``count`` largest values of each row and their indices, faster than ``topk`` on a CPU.
 
-    Rows are cut into parts. The largest of all lie in the parts whose own largest are largest.
+    Rows are cut into parts. The largest values lie in the parts with the largest maxima.
 
     >>> top(torch.arange(1000.0)[None], 2)
     (tensor([[999., 998.]]), tensor([[999, 998]]))
@@ -152,12 +152,14 @@ def top(scores: Tensor, count: int, width: int = 128) -> tuple[Tensor, Tensor]:
 
 
 def _goes_on(
-    finished: Sequence[Generated], best: float, taken: int, length: int, how: Beam
+    finished: Sequence[Generated], best: float, taken: int, length: int, strategy: Beam
 ) -> bool:
-    """Whether a sentence may still find better than it has."""
-    if len(finished) < how.num_beams:
+    """Whether a running beam may still beat the finished ones."""
+    if len(finished) < strategy.num_beams:
         return True
-    if how.early_stopping is True:
+    if strategy.early_stopping is True:
         return False
-    longest = length if how.early_stopping == "never" and how.length_penalty > 0 else taken
-    return bool(best / longest**how.length_penalty > finished[-1].score)
+    longest = (
+        length if strategy.early_stopping == "never" and strategy.length_penalty > 0 else taken
+    )
+    return bool(best / longest**strategy.length_penalty > finished[-1].score)

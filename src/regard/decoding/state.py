@@ -1,4 +1,4 @@
-"""What a decoder keeps between steps: keys and values, or what a Transformer-XL remembers."""
+"""The state of decoding between steps: cached keys and values, or Transformer-XL's memories."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from regard.mechanism.masks import Padding
 
 
 class State:
-    """What a decoder keeps between steps: the caches of its layers, and what it attends across to.
+    """The caches of a decoder's layers, and the encoder's output it attends to.
 
     There is one row per sentence. Its beams are a tree that grows by one node a beam with each
-    step; all nodes lie in one cache, and a beam attends to those it came by. So a beam that goes on
-    from where another stands takes over a row of numbers for the scores, and no key is moved.
+    step. All nodes lie in one cache, and a beam attends to its own ancestors. So a beam that
+    continues another one takes over that one's row of biases, and no key is moved.
 
-    All rows end at the same node. Those that began with less, or later, are padded on the left;
-    ``pads`` says by how many positions. So a new sentence can take the place of one that is done,
-    and no other row is touched.
+    All rows end at the same node. Rows with shorter prompts, and those that began later, are padded
+    on the left by ``pads`` positions. So a new sentence can take the place of one that is done, and
+    no other row changes.
     """
 
     def __init__(
@@ -43,30 +43,30 @@ class State:
         self.beams = 1
         self.steppers: list[Callable[..., Tensor]] | None = None  # of the blocks that step with it
         self._room = room
-        self._trunk: int | None = None  # how many positions are common to all beams, in steps
+        self._trunk: int | None = None  # positions that all beams share, once steps begin
         self._bias: Tensor | None = (
-            None  # [sentences, beams, room]: 0 where a beam came by, or -inf
+            None  # [sentences, beams, room]: 0 for ancestors of a beam, or -inf
         )
-        self._unused = 0  # positions that no sentence has, as far as is known
+        self._unused = 0  # positions that are padding in every sentence
 
     @property
     def nodes(self) -> int:
-        """How many keys each layer keeps for a sentence."""
+        """The number of keys that each layer keeps for a sentence."""
         return len(self.own[0])
 
     def __len__(self) -> int:
-        """How many positions went through."""
+        """The number of positions read."""
         trunk = self.nodes if self._trunk is None else self._trunk
         return trunk + (self.nodes - trunk) // self.beams
 
     @property
     def longest(self) -> int:
-        """How many positions the longest sentence has, of those that are not at rest."""
+        """The length of the longest sentence, of those that are not at rest."""
         return len(self) - self._unused
 
     @property
     def _unborn(self) -> float:
-        """What is added for nodes to come: of several beams, only one will see each."""
+        """The bias of future nodes: of several beams, only one will see each."""
         return -math.inf if self.beams > 1 else 0.0
 
     def padding(self, keys: int) -> Padding | None:
@@ -74,15 +74,15 @@ class State:
         return None if self.pads is None else Padding(keys - self.pads, side="left")
 
     def spread(self, beams: int) -> None:
-        """From here on each sentence has so many beams, that all stand where it stands."""
+        """Give each sentence this many beams, all in the state it has."""
         if self._trunk is not None:
             raise InputError("Beams are spread before the first step.")
         self.beams = beams
 
     def bias(self, like: Tensor) -> Tensor | None:
-        """What one more step adds to its scores: 0, or -inf for a node that is not to be seen.
+        """The bias of one more step's scores: 0, or -inf for a node that is hidden.
 
-        [sentences, 1, beams, nodes] in the dtype of ``like``, or None where all is seen.
+        [sentences, 1, beams, nodes] in the dtype of ``like``, or None where nothing is hidden.
         """
         if self._trunk is None:
             self._begin(like)
@@ -92,12 +92,12 @@ class State:
         if stop > self._bias.shape[-1]:
             wider = torch.full_like(self._bias, self._unborn)
             self._bias = torch.cat((self._bias, wider), dim=-1)
-        if self.beams > 1:  # a new node is seen by its own beam
+        if self.beams > 1:  # a new node is visible to its own beam
             self._bias[:, :, start:stop].diagonal(dim1=1, dim2=2).zero_()
         return self._bias[:, None, :, :stop]
 
     def _begin(self, like: Tensor) -> None:
-        """What the steps need to know of padding and of other beams, as numbers to add."""
+        """Make the biases that hide padding and other beams."""
         self._trunk = trunk = self.nodes
         if self.context_padding is not None and self.context is not None:
             lengths = torch.as_tensor(self.context_padding.lengths, device=like.device)
@@ -111,14 +111,14 @@ class State:
                 self._bias[:, :, :trunk].masked_fill_(padding[:, None], -math.inf)
 
     def places(self, device: torch.device) -> Tensor:
-        """The position of each node, with those of the step to come: [nodes]."""
+        """The position of each node, including the next step's: [nodes]."""
         assert self._trunk is not None
         trunk = torch.arange(self._trunk, device=device)
         steps = torch.arange(self._trunk, len(self) + 1, device=device)
         return torch.cat((trunk, steps.repeat_interleave(self.beams)))
 
     def follow(self, origins: Tensor) -> None:
-        """Let beam ``i`` of each sentence go on from its beam ``origins[:, i]``."""
+        """Let beam ``i`` of each sentence continue its beam ``origins[:, i]``."""
         if self._bias is not None:
             index = origins[..., None].expand(-1, -1, self._bias.shape[-1])
             self._bias = self._bias.gather(1, index)
@@ -142,19 +142,19 @@ class State:
     # ------------------------------------------------------------------------------ refilling
 
     def rest(self, sentences: Tensor) -> None:
-        """These sentences are done: they go on with no matter what, until their places are taken.
+        """These sentences are done: until others take their places, their values do not matter.
 
-        They count as new, so that they come to no last position.
+        They count as new, so that they never reach the last position.
         """
         if self.pads is not None:
             self.pads = self.pads.index_fill(0, sentences, len(self))
             self._unused = int(self.pads.min())
 
     def place(self, sentences: Tensor, others: State, which: Tensor) -> None:
-        """Give the places of these sentences to those at ``which`` of ``others``.
+        """Replace these sentences by those at ``which`` of ``others``.
 
-        They have as many beams, and read their prompts. Their nodes lie before the next one,
-        wherever that is; what lies before theirs is hidden.
+        Those have as many beams, and have read their prompts. Their nodes end at the current node;
+        all nodes before theirs are hidden.
         """
         mine, theirs = self._padded(), others._padded().index_select(0, which)
         if others.nodes > self.nodes:
@@ -174,7 +174,7 @@ class State:
         self._tidy()
 
     def _place_context(self, sentences: Tensor, others: State, which: Tensor) -> None:
-        """Let these sentences attend across to what ``others`` attend to."""
+        """Let these sentences attend to the context of ``others``."""
         assert self.context is not None
         assert others.context is not None
         lengths = self._lengths.index_copy(0, sentences, others._lengths.index_select(0, which))
@@ -199,7 +199,7 @@ class State:
 
     @property
     def _lengths(self) -> Tensor:
-        """How much of the context is there for each sentence: [sentences]."""
+        """The length of each sentence's context: [sentences]."""
         assert self.context is not None
         if self.context_padding is None:
             sentences, width = self.context.shape[:2]
@@ -207,7 +207,7 @@ class State:
         return torch.as_tensor(self.context_padding.lengths, device=self.context.device)
 
     def _padded(self) -> Tensor:
-        """The bias, where there may be none yet for lack of padding."""
+        """The bias, made now if nothing was hidden before."""
         like = self.own[0].kept[0]
         if self.pads is None:
             self.pads = torch.zeros(len(like), dtype=torch.long, device=like.device)
@@ -218,7 +218,7 @@ class State:
         return self._bias
 
     def _tidy(self) -> None:
-        """Forget the first nodes where a quarter of all is seen by nobody."""
+        """Drop the first nodes if a quarter of all nodes is hidden everywhere."""
         self._unused = 0 if self.pads is None else int(self.pads.min())
         if self._bias is None:
             return
@@ -228,7 +228,7 @@ class State:
             self._shift(unseen // self.beams)
 
     def _shift(self, steps: int) -> Tensor:
-        """Forget the nodes of the first steps; below 0, leave room for as many before them."""
+        """Drop the nodes of the first steps; below 0, insert as many hidden ones."""
         bias, by = self._padded(), steps * self.beams
         assert self.pads is not None
         for own in self.own:
@@ -257,34 +257,34 @@ def _sized(tensor: Tensor, dim: int, width: int) -> Tensor:
 
 
 class Memories:
-    """What every layer of a Transformer-XL remembers, and the padding before the first segment."""
+    """The memory of every layer of a Transformer-XL, and the padding before the first segment."""
 
     def __init__(self, depth: int, length: int, pads: Tensor | None = None) -> None:
         self.layers = [Memory(length) for _ in range(depth)]
-        self.read = 0  # how many positions went through
+        self.read = 0  # the number of positions read
         self.pads = pads  # [batch]
         self.beams = 1  # rows of each sentence
 
     def __len__(self) -> int:
-        """How many positions are remembered."""
+        """The number of positions remembered."""
         return len(self.layers[0])
 
     def reorder(self, index: Tensor) -> None:
-        """Let row ``i`` of the batch go on from where row ``index[i]`` stands."""
+        """Let row ``i`` of the batch continue row ``index[i]``."""
         for memory in self.layers:
             memory.reorder(index)
         if self.pads is not None:
             self.pads = self.pads.index_select(0, index)
 
     def spread(self, beams: int) -> None:
-        """From here on each sentence has so many rows, that all stand where it stands."""
+        """Give each sentence this many rows, all in the state it has."""
         self.beams = beams
         kept = self.layers[0].kept
         if kept is not None:
             self.reorder(torch.arange(len(kept), device=kept.device).repeat_interleave(beams))
 
     def follow(self, origins: Tensor) -> None:
-        """Let beam ``i`` of each sentence go on from its beam ``origins[:, i]``."""
+        """Let beam ``i`` of each sentence continue its beam ``origins[:, i]``."""
         first = torch.arange(len(origins), device=origins.device)[:, None] * self.beams
         self.reorder((first + origins).flatten())
 
@@ -293,12 +293,12 @@ class Memories:
         self.reorder(self._rows(sentences))
 
     def rest(self, sentences: Tensor) -> None:
-        """These sentences are done: nothing is to be done about them."""
+        """These sentences are done: a memory needs no change."""
 
     def place(self, sentences: Tensor, others: Memories, which: Tensor) -> None:
-        """Give the places of these sentences to those at ``which`` of ``others``.
+        """Replace these sentences by those at ``which`` of ``others``.
 
-        They have as many beams, and read their prompts.
+        Those have as many beams, and have read their prompts.
         """
         rows, theirs = self._rows(sentences), self._rows(which)
         for memory, new in zip(self.layers, others.layers, strict=True):

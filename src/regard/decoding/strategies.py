@@ -1,4 +1,4 @@
-"""How the next tokens are chosen, and what is found."""
+"""The strategies of decoding, and the sequences they generate."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Greedy:
 
     >>> from regard import GPT2, GPT2Config, Greedy, generate
     >>> model = GPT2(GPT2Config(vocabulary=20, length=16, dim=8, depth=1, heads=2)).eval()
-    >>> [[found]] = generate(model, [[3, 1, 4]], Greedy(), max_new_tokens=5)
-    >>> len(found.ids)
+    >>> [[generated]] = generate(model, [[3, 1, 4]], Greedy(), max_new_tokens=5)
+    >>> len(generated.ids)
     5
     """
 
@@ -33,8 +33,8 @@ class Greedy:
 class Sample:
     """Tokens sampled from the ``top_k`` likeliest whose probabilities reach ``top_p``.
 
-    A prompt and a seed give one result, alone or in any batch, up to how sums of that batch are
-    rounded: in float32 hardly ever seen, in bfloat16 often.
+    A prompt and a seed give one result, alone or in any batch. Sums in a batch are rounded
+    differently, which changes results rarely in float32 and often in bfloat16.
 
     >>> from regard import GPT2, GPT2Config, Sample, generate
     >>> model = GPT2(GPT2Config(vocabulary=20, length=16, dim=8, depth=1, heads=2)).eval()
@@ -56,7 +56,7 @@ class Sample:
         if not (is_number(self.temperature) and 0 < self.temperature < math.inf):
             raise InputError(
                 "Sample(temperature=...) must be a finite number above 0, but got "
-                f"{self.temperature!r}. Greedy() is what a temperature of 0 means."
+                f"{self.temperature!r}. For a temperature of 0 use Greedy()."
             )
         if not (is_number(self.top_p) and 0 < self.top_p <= 1):
             raise InputError(f"Sample(top_p=...) must be above 0, up to 1, but got {self.top_p!r}.")
@@ -114,17 +114,17 @@ class Beam:
             )
 
 
-How = Greedy | Sample | Beam
+Strategy = Greedy | Sample | Beam
 
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """One sequence found: its ids without prompt and stop token, and how it scored.
+    """One generated sequence: its ids without prompt and stop token, and its score.
 
     >>> from regard import GPT2, GPT2Config, Greedy, generate
     >>> model = GPT2(GPT2Config(vocabulary=20, length=16, dim=8, depth=1, heads=2)).eval()
-    >>> [[found]] = generate(model, [[3, 1, 4]], Greedy(), max_new_tokens=5)
-    >>> found.score < 0, found.stopped  # nothing was named that would stop it
+    >>> [[generated]] = generate(model, [[3, 1, 4]], Greedy(), max_new_tokens=5)
+    >>> generated.score < 0, generated.stopped  # no stop token was given
     (True, False)
     """
 
@@ -134,7 +134,7 @@ class Generated:
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number, NumPy's among them."""
+    """Whether it is a finite number of Python or NumPy."""
     try:
         return isinstance(value, Real) and math.isfinite(float(value))
     except OverflowError:

@@ -16,14 +16,12 @@ import torch
 from regard.data import sources
 from regard.data.records import Report
 from regard.data.schema import nearest
-from regard.decoding.settings import decoding
 from regard.decoding.strategies import Beam, Sample
 from regard.errors import InputError
 from regard.evaluation import metrics
 from regard.evaluation.scoring import Progress, score_answers, score_pairs, score_text
 from regard.evaluation.settings import WRITTEN
-from regard.models.bert import BertAnswering
-from regard.models.bundle import Ready
+from regard.models.bundle import Bundle
 from regard.models.model import Model
 from regard.models.registry import ARCHITECTURES, Architecture
 from regard.text.tokenizer import Tokenizer
@@ -43,11 +41,11 @@ SCORES_OF_TASK: dict[str, tuple[str, ...]] = {
 
 def scored_row(model: Model) -> Architecture:
     """The row of a model that has scores."""
-    for row in ARCHITECTURES:
-        if row.scored_as and isinstance(model, row.model_class()):
-            return row
-    names = ", ".join(row.model.partition(":")[2] for row in ARCHITECTURES if row.scored_as)
-    raise InputError(f"A {type(model).__name__} has no scores; those that do: {names}.")
+    row = model.row()
+    if not row.scored_as:
+        names = ", ".join(row.class_name for row in ARCHITECTURES if row.scored_as)
+        raise InputError(f"A {type(model).__name__} has no scores; those that do: {names}.")
+    return row
 
 
 @dataclass(frozen=True)
@@ -107,7 +105,7 @@ def evaluate(
     with torch.inference_mode():
         if known is WRITTEN:
             scores, count, unit = score_pairs(recipe, model, text, records, names, show)
-        elif isinstance(model, BertAnswering):
+        elif row.scored_as == "question answering":
             scores, count, unit = score_answers(recipe, model, text, records, show)
         else:
             scores, count, unit = score_text(recipe, model, text, records, show)
@@ -145,7 +143,7 @@ def _recipe(
     return parse_recipe(raw, settings)
 
 
-def own_settings(one: Ready) -> dict[str, Any]:
+def own_settings(one: Bundle) -> dict[str, Any]:
     """What a model's own files say of its use: a prefix, and keys of a recipe.
 
     So that it is measured as it is used, where nothing else is asked for.
@@ -154,13 +152,13 @@ def own_settings(one: Ready) -> dict[str, Any]:
     task = (
         row.scored_as if row.scored_as in tasks else next(iter(tasks)) if len(tasks) == 1 else None
     )
-    said, found = one.settings(task), dict[str, Any]()
-    if isinstance(said.get("prefix"), str):
-        found["prefix"] = said["prefix"]
-    if said.get("prepare"):
-        found["data.prepare"] = said["prepare"]
+    found = dict[str, Any]()
+    if one.prefix(task):
+        found["prefix"] = one.prefix(task)
+    if prepare := one.tasks.get(task or "", {}).get("prepare"):
+        found["data.prepare"] = prepare
     if SCORES_OF_TASK[row.scored_as] is WRITTEN:
-        how, _ = decoding(said, None, None)
+        how = one.settings(task).strategy()
         assert not isinstance(how, Sample)
         found["evaluation.beam"] = how.num_beams if isinstance(how, Beam) else 1
         found["evaluation.no_repeat"] = how.no_repeat_ngram_size

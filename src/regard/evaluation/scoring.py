@@ -20,9 +20,8 @@ from regard.decoding.generation import generate
 from regard.decoding.state import Memories
 from regard.errors import InputError
 from regard.evaluation import metrics
-from regard.evaluation.settings import TOKENS, how_to_decode
+from regard.evaluation.settings import TOKENS
 from regard.models.model import Model
-from regard.models.transformer_xl import TransformerXL
 from regard.text.tokenizer import Tokenizer
 from regard.training.answers import Exam
 from regard.training.recipe import Recipe
@@ -53,7 +52,7 @@ def score_pairs(
         found = generate(
             model,
             [prompts[row] for row in rows],
-            how_to_decode(settings),
+            settings.decoding.strategy(),
             max_new_tokens=recipe.data.length,
             stop=[end],
             batch=size,
@@ -131,10 +130,10 @@ def score_text(
 @contextmanager
 def _remembering(
     model: Model, config: Mapping[str, Any]
-) -> Iterator[Callable[[], Memories] | None]:
+) -> Iterator[Callable[[], Memories | None] | None]:
     """What a model remembers with, if it does; within, its memory is as long as ``config`` says."""
-    nearest("key model.config.", config, ["memory"] if isinstance(model, TransformerXL) else [])
-    if not isinstance(model, TransformerXL):
+    nearest("key model.config.", config, ["memory"] if model.remembers else [])
+    if not model.remembers:
         yield None
         return
     before = model.config

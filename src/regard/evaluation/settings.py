@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from regard.data.records import Pair, Question
 from regard.data.schema import key
-from regard.decoding.strategies import Beam, Greedy
+from regard.decoding.settings import Settings
 
 WRITTEN = ("bleu", "chrf", "rouge-1", "rouge-2", "rouge-l")  # scores of text that a model writes
 TOKENS = 2**15  # of sources that are decoded at once, padding counted
@@ -16,18 +16,6 @@ SCORED: dict[type, tuple[str, ...]] = {
     Question: ("loss", "exact", "f1"),
     str: ("loss",),
 }
-
-
-def how_to_decode(settings: Evaluation) -> Beam | Greedy:
-    """How text is decoded to be scored."""
-    if settings.beam == 1:
-        return Greedy(settings.no_repeat, settings.least)
-    return Beam(
-        settings.beam,
-        settings.length_penalty,
-        no_repeat_ngram_size=settings.no_repeat,
-        min_new_tokens=settings.least,
-    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,3 +46,13 @@ class Evaluation:
     patience: int = key(
         "stop after this many evaluations without a better score; 0 for never", 0, least=0
     )
+
+    @property
+    def decoding(self) -> Settings:
+        """How text is decoded to be scored."""
+        return Settings(
+            num_beams=self.beam,
+            length_penalty=self.length_penalty,
+            no_repeat_ngram_size=self.no_repeat,
+            min_new_tokens=self.least,
+        )

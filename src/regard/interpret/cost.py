@@ -26,8 +26,6 @@ from regard.mechanism.functional import attention
 from regard.mechanism.masks import Causal, Mask
 from regard.mechanism.seeing import See
 from regard.models.model import AttentionLayer
-from regard.models.t5 import T5
-from regard.models.transformer_xl import TransformerXL
 
 Ask = Callable[[AttentionLayer, Chunk], See | None]
 
@@ -194,7 +192,7 @@ def _memory(reading: Reading, longest: int) -> int:
         elif isinstance(module, FeedForward | GatedFeedForward):
             widest = max(widest, 3 * module.up.in_features + 2 * module.up.out_features)
     # Scores and their powers; and where positions enter the scores, those of all heads.
-    relative = isinstance(reading.model, T5 | TransformerXL)
+    relative = reading.model.relative
     tiles = TILE * size * (2 + (2 + 2 * heads if relative else 0))
     held = longest * (widest * size + tiles)
     return held + min(held // 2, KEPT) + len(reading.tokens) * NAMES

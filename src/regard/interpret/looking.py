@@ -18,9 +18,8 @@ from regard.interpret.lens import Look, Sight
 from regard.interpret.overview import Overview, OverviewSight
 from regard.interpret.runs import Reading, read
 from regard.interpret.word_alignment import Alignment, align
-from regard.models.model import AttentionLayer, Model
-from regard.models.t5 import T5
-from regard.models.transformer import Transformer
+from regard.models.bundle import Bundle
+from regard.models.model import AttentionLayer, EncoderDecoder, Model
 from regard.text.tokenizer import Tokenizer
 
 __all__ = [
@@ -38,7 +37,7 @@ __all__ = [
 
 
 def look(
-    model: Model | str | os.PathLike[str],
+    model: Model | Bundle | str | os.PathLike[str],
     text: str,
     *,
     tokenizer: Tokenizer | None = None,
@@ -118,7 +117,7 @@ def look(
 
 
 def _aligned(reading: Reading, layer: AttentionLayer | None, head: int | None) -> Alignment:
-    if not isinstance(reading.model, Transformer | T5):
+    if not isinstance(reading.model, EncoderDecoder):
         raise InputError(
             f"{type(reading.model).__name__} has no cross-attention to align words by."
         )

@@ -21,14 +21,8 @@ from regard.errors import InputError
 from regard.interpret.adapters.ours import uncompiled
 from regard.interpret.watching import watch
 from regard.mechanism.seeing import See, Seen
-from regard.models.bert import Bert, BertAnswering, BertMaskedLM
-from regard.models.bundle import check_prefix, evaluating
-from regard.models.gpt2 import GPT2
-from regard.models.loading import load
+from regard.models.bundle import Bundle, evaluating, open_bundle
 from regard.models.model import AttentionLayer, EncoderDecoder, Model
-from regard.models.t5 import T5
-from regard.models.transformer import Transformer
-from regard.models.transformer_xl import TransformerXL
 from regard.text.languages import language_tags
 from regard.text.tokenizer import Tokenizer
 from regard.text.words import Tokens, Word, tokens_of, tokens_of_ids
@@ -136,7 +130,7 @@ class Reading:
         ``tick`` is called after every layer. A chunk of which nothing is asked is left out where
         no later one depends on it.
         """
-        memories = self.model.remember() if isinstance(self.model, TransformerXL) else None
+        memories = self.model.remember()
         for chunk in self.needed(ask):
             asked = [(layer, see) for layer in self.layers if (see := ask(layer, chunk))]
             with ExitStack() as stack:
@@ -151,28 +145,13 @@ class Reading:
     @torch.no_grad()
     def forward(self, chunk: Chunk, memories: Memories | None = None) -> None:
         """Run the model over one chunk, for the sake of whoever watches."""
+        target = None if self.target is None else self.target.ids
         with evaluating(self.model), uncompiled():
-            self._forward(chunk, memories)
-
-    def _forward(self, chunk: Chunk, memories: Memories | None) -> None:
-        ids = list(self.tokens.ids[chunk.start : chunk.stop])
-        row = torch.tensor([ids], device=self.model.device)
-        match self.model:
-            case Transformer() | T5():
-                start, state = self.model.start_decoding([ids], room=len(self.target or ()))
-                if self.target is not None:
-                    written = row.new_tensor([self.target.ids[:-1]])
-                    self.model.step(torch.cat((start, written.to(start.dtype)), dim=1), state)
-            case TransformerXL():
-                self.model.read(row, memories=memories)
-            case GPT2():
-                self.model.read(row)
-            case Bert() | BertAnswering() | BertMaskedLM():
-                self.model.encoder(row)
+            self.model.run_over(self.tokens.ids[chunk.start : chunk.stop], target, memories)
 
     def needed(self, ask: Callable[[AttentionLayer, Chunk], See | None]) -> list[Chunk]:
         """The chunks that are run for what is asked: a memory depends on all of them."""
-        if isinstance(self.model, TransformerXL):
+        if self.model.remembers:
             return list(self.chunks)
         return [
             chunk
@@ -199,25 +178,25 @@ def _ticking(tick: Callable[[], None]) -> Callable[[object, object, object], Non
 
 
 def read(
-    model: Model | str | os.PathLike[str],
+    model: Model | Bundle | str | os.PathLike[str],
     text: str,
     *,
     tokenizer: Tokenizer | None = None,
     target: str | None = None,
 ) -> Reading:
-    """A model, or its name or folder, made ready to run on a text.
+    """A model, an opened bundle, or its name or folder, prepared to run on a text.
 
     Where an encoder-decoder has no ``target`` it writes one itself, of a text that is not too long.
     """
-    if not isinstance(model, Model | str | os.PathLike):
+    if not isinstance(model, Model | Bundle | str | os.PathLike):
         raise InputError(
             f"{type(model).__name__} is no model of regard: give its name or its folder (save it "
             "there first), or look at it with regard.watch(...)."
         )
     if not isinstance(model, Model):
-        check_prefix(model, text)
-        tokenizer = Tokenizer.load(model) if tokenizer is None else tokenizer
-        model = load(model, dtype=torch.float32)
+        bundle = model if isinstance(model, Bundle) else open_bundle(model)
+        bundle.check_prefix(text)
+        model, tokenizer = bundle.model, bundle.tokenizer if tokenizer is None else tokenizer
     if tokenizer is None:
         raise InputError(
             "A model by itself knows ids only. Pass tokenizer=Tokenizer.load(...), too."
@@ -240,7 +219,7 @@ def read(
             f"as in '{tags[0]} {shortened}'."
         )
     layers = model.attention_layers()
-    if not isinstance(model, Transformer | T5):
+    if not isinstance(model, EncoderDecoder):
         if target is not None:
             raise InputError(f"{type(model).__name__} takes no target: it has no decoder.")
         tokens, chunks = _chunks(model, tokens)
@@ -254,7 +233,7 @@ def read(
     return Reading(model, tokenizer, tokens, (Chunk(0, len(tokens)),), tuple(layers), written)
 
 
-def _write(model: Transformer | T5, tokenizer: Tokenizer, tokens: Tokens) -> Tokens:
+def _write(model: EncoderDecoder, tokenizer: Tokenizer, tokens: Tokens) -> Tokens:
     """What the model makes of a text by itself, greedily, with the end it puts to it."""
     end = model.config.end_token
     stop = [] if end is None else [end]
@@ -265,14 +244,14 @@ def _write(model: Transformer | T5, tokenizer: Tokenizer, tokens: Tokens) -> Tok
 
 def _chunks(model: Model, tokens: Tokens) -> tuple[Tokens, tuple[Chunk, ...]]:
     """How a model that only reads goes through a text, and the tokens it then reads."""
-    if isinstance(model, TransformerXL):
+    if model.remembers:
         size = model.config.memory or SEGMENT
         edges = [*range(0, len(tokens), size), len(tokens)]
         return tokens, tuple(
             Chunk(start, stop, min(model.config.memory, start)) for start, stop in pairwise(edges)
         )
-    size = model.config.length
-    if len(tokens) <= size:
+    size = model.longest
+    if size is None or len(tokens) <= size:
         return tokens, (Chunk(0, len(tokens)),)
     # Every window has the special tokens that stand around a text.
     around = set(tokens.added)

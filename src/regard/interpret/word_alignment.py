@@ -19,9 +19,7 @@ from torch import Tensor, nn
 from regard.errors import InputError
 from regard.interpret.watching import watch
 from regard.mechanism.seeing import See
-from regard.models.model import pad
-from regard.models.t5 import T5
-from regard.models.transformer import Transformer
+from regard.models.model import EncoderDecoder, pad
 from regard.pictures.figures import Picture, alignment
 from regard.text.tokenizer import Tokenizer
 from regard.text.words import Tokens, Word, tokens_of_ids
@@ -96,7 +94,7 @@ class Alignment:
 
 
 def align(
-    model: Transformer | T5,
+    model: EncoderDecoder,
     tokenizer: Tokenizer,
     source: Sequence[int],
     target: Sequence[int],
@@ -109,7 +107,7 @@ def align(
     Without ``layer`` and ``head`` it is the head that aligns best. Both may hold special tokens;
     ``target`` comes without the token that starts it.
     """
-    if not isinstance(model, Transformer | T5):
+    if not isinstance(model, EncoderDecoder):
         raise InputError(f"{type(model).__name__} has no cross-attention to align words by.")
     if (layer is None) != (head is None):
         raise InputError("align() takes layer and head together, or neither.")
@@ -186,7 +184,7 @@ class Best(NamedTuple):
 
 
 def best_head(
-    model: Transformer | T5,
+    model: EncoderDecoder,
     pairs: Sequence[Pair],
     weights: Sequence[Tensor],
     *,
@@ -225,7 +223,7 @@ def best_head(
 
 
 def cross_weights(
-    model: Transformer | T5,
+    model: EncoderDecoder,
     sources: Sequence[Sequence[int]],
     targets: Sequence[Sequence[int]],
     batch: int = BATCH,
@@ -258,7 +256,7 @@ def _joined(weights: Tensor, pair: Pair) -> Tensor:
 
 
 @torch.no_grad()
-def _effect(model: Transformer | T5, pair: Pair, batch: int) -> Tensor:
+def _effect(model: EncoderDecoder, pair: Pair, batch: int) -> Tensor:
     """How much less likely each target word is without each source word: [target, source]."""
     targets, sources = pair.targets > 0, pair.sources > 0
     if sources.shape[1] == 1:

@@ -1,4 +1,4 @@
-"""Small tensors that many calls need alike, made once."""
+"""A cache of small tensors that many calls use, safe for CUDA graphs."""
 
 from __future__ import annotations
 
@@ -7,46 +7,47 @@ from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
-MOST = 64
+MAX_RESULTS = 64  # of one function
 
-Given = ParamSpec("Given")
-Made = TypeVar("Made")
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
-class Kept(Generic[Given, Made]):
-    """A function whose last results are kept, as by ``lru_cache``, but safe for CUDA graphs.
+class Kept(Generic[Arguments, Result]):
+    """A function with a cache of its last results, like ``lru_cache``, but safe for CUDA graphs.
 
-    A graph reads what it once read for as long as it is replayed, so what is given to one stays.
-    And what is made while one is recorded holds nothing until it is replayed: that is not kept.
+    A graph reads the same memory at every replay, so a result that a graph has used is never
+    freed. A result that is computed while a graph is captured holds no values until the first
+    replay, so it is not cached.
 
-    >>> made = []
-    >>> square = Kept(lambda number: made.append(number) or number**2)
-    >>> square(3), square(3), made
+    >>> computed = []
+    >>> square = Kept(lambda number: computed.append(number) or number**2)
+    >>> square(3), square(3), computed
     (9, 9, [3])
     """
 
-    def __init__(self, function: Callable[Given, Made]) -> None:
+    def __init__(self, function: Callable[Arguments, Result]) -> None:
         self.function = function
-        self.found: dict[object, Made] = {}  # the least used first
-        self.read_by_graphs: list[Made] = []
+        self.results: dict[object, Result] = {}  # the least recently used first
+        self.read_by_graphs: list[Result] = []
 
-    def __call__(self, *given: Given.args, **named: Given.kwargs) -> Made:
-        key = (given, *named.items())
+    def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        key = (args, *kwargs.items())
         recording = is_recording()
-        if key in self.found:
-            found = self.found[key] = self.found.pop(key)
+        if key in self.results:
+            result = self.results[key] = self.results.pop(key)
             if recording:
-                self.read_by_graphs.append(found)
-            return found
-        found = self.function(*given, **named)
+                self.read_by_graphs.append(result)
+            return result
+        result = self.function(*args, **kwargs)
         if not recording:
-            self.found[key] = found
-            if len(self.found) > MOST:
-                del self.found[next(iter(self.found))]
-        return found
+            self.results[key] = result
+            if len(self.results) > MAX_RESULTS:
+                del self.results[next(iter(self.results))]
+        return result
 
 
 def is_recording() -> bool:
-    """Whether what runs now goes into a CUDA graph."""
+    """Whether a CUDA graph is being captured on the current stream."""
     ready: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return ready and torch.cuda.is_current_stream_capturing()

@@ -1,6 +1,6 @@
-"""What attention keeps between steps: keys and values, and Transformer-XL's memory.
+"""Caches of keys and values between decoding steps, and the memory of Transformer-XL.
 
-Caches are for inference: they write in place, so nothing that needs a gradient may enter them.
+Caches are for inference: they write in place, so tensors that require a gradient are refused.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from regard.errors import InputError
 
 
 class KeyValueCache:
-    """The keys and values of one layer so far, in memory taken ahead.
+    """The keys and values of one layer so far, in preallocated memory.
 
-    Appending writes the new ones behind the old and returns views of all of them: the past is not
-    copied. ``room`` is how many positions to take memory for; where it runs out, it doubles. The
-    views are good until the next call.
+    Appending writes the new ones after the old and returns views of all of them: the past is not
+    copied. ``room`` is the number of positions to allocate; when it is full, it doubles. The views
+    are valid until the next call.
 
     >>> cache = KeyValueCache(room=8)
     >>> step = torch.ones(1, 2, 1, 4)  # [batch, heads, length, dim]
@@ -34,18 +34,18 @@ class KeyValueCache:
         self._values: Tensor | None = None
 
     def __len__(self) -> int:
-        """How many positions are kept."""
+        """The number of positions."""
         return self._length
 
     @property
     def kept(self) -> tuple[Tensor, Tensor]:
-        """All keys and values kept so far; there must be some."""
+        """All keys and values so far; InputError where there are none."""
         if self._keys is None or self._values is None:
             raise InputError("This cache is empty.")
         return self._keys[:, :, : self._length], self._values[:, :, : self._length]
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep ``key`` and ``value``, [batch, heads, n, dim]; returns views of all kept so far."""
+        """Append ``key`` and ``value``, [batch, heads, n, dim]; return views of all so far."""
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise InputError(
                 "A cache writes in place and gives no gradients. Decode under torch.no_grad(), or "
@@ -61,18 +61,17 @@ class KeyValueCache:
         return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
 
     def reorder(self, index: Tensor) -> None:
-        """Let sequence ``i`` go on from where sequence ``index[i]`` stands, as beams do."""
-        if self._keys is None or self._values is None:
-            return
-        self._keys, self._values = (
-            self._moved(self._keys, index),
-            self._moved(self._values, index),
-        )
+        """Replace sequence ``i`` by sequence ``index[i]``, as beams do."""
+        if self._keys is not None and self._values is not None:
+            self._keys, self._values = (
+                self._reordered(kept, index) for kept in (self._keys, self._values)
+            )
 
     def place(self, index: Tensor, other: KeyValueCache, which: Tensor) -> None:
-        """Give the places of the sequences ``index`` to those at ``which`` of ``other``.
+        """Replace the sequences ``index`` by the sequences ``which`` of ``other``.
 
-        They end where all others do; what is before them is left as it is, and is not theirs.
+        All end at the same position; positions before the start of a new sequence are unchanged,
+        and the caller must mask them.
         """
         mine, theirs = self.kept, other.kept
         for kept, new in zip(mine, theirs, strict=True):
@@ -80,7 +79,7 @@ class KeyValueCache:
             kept[:, :, start:].index_copy_(0, index, new.index_select(0, which))
 
     def shift(self, by: int) -> None:
-        """Forget the first ``by`` positions; below 0, put as many of zeros before them."""
+        """Drop the first ``by`` positions; a negative ``by`` inserts zeros before them."""
         keys, values = self.kept
         self._length -= by
         self._keys, self._values = self._shifted(keys, by), self._shifted(values, by)
@@ -94,15 +93,15 @@ class KeyValueCache:
         moved[:, :, gap : self._length] = kept[:, :, max(by, 0) :]
         return moved
 
-    def _moved(self, kept: Tensor, index: Tensor) -> Tensor:
-        """What ``kept`` has at ``index``, in memory of its own; only what is filled is copied."""
-        moved = kept.new_empty(len(index), *kept.shape[1:])
+    def _reordered(self, kept: Tensor, index: Tensor) -> Tensor:
+        """The sequences ``index`` of ``kept`` in new memory; only filled positions are copied."""
+        reordered = kept.new_empty(len(index), *kept.shape[1:])
         filled = slice(self._length)
-        torch.index_select(kept[:, :, filled], 0, index, out=moved[:, :, filled])
-        return moved
+        torch.index_select(kept[:, :, filled], 0, index, out=reordered[:, :, filled])
+        return reordered
 
     def _reserve(self, kept: Tensor | None, new: Tensor, length: int) -> Tensor:
-        """Memory for ``length`` positions like those of ``new``, with what was kept before."""
+        """Memory for ``length`` positions, which holds the positions of ``kept``."""
         batch, heads, _, dim = new.shape
         if kept is None:
             self._room = max(self._room, length)
@@ -123,10 +122,10 @@ class KeyValueCache:
 
 
 class FixedCache(KeyValueCache):
-    """A cache whose memory never moves, and that is read whole, so that its steps can be replayed.
+    """A cache at a fixed address that is read whole, for steps replayed by a CUDA graph.
 
-    Where the next key goes is a number in a tensor that all layers share; what lies behind it is to
-    be hidden by a bias.
+    The position of the next key is a tensor ``at`` [1] that all layers share; a bias must mask the
+    positions after it.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, at: Tensor) -> None:
@@ -134,29 +133,29 @@ class FixedCache(KeyValueCache):
         self.keys, self.values, self.at = keys, values, at  # [batch, heads, room, dim], [1]
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Write ``key`` and ``value``, [batch, heads, 1, dim]; returns the whole memory."""
+        """Write ``key`` and ``value``, [batch, heads, 1, dim]; return the whole memory."""
         self.keys.index_copy_(2, self.at, key)
         self.values.index_copy_(2, self.at, value)
         return self.keys, self.values
 
 
 class CrossCache:
-    """The keys and values of what a decoder attends across to: projected once, used every step."""
+    """The keys and values of the context of cross-attention: projected once, used every step."""
 
     def __init__(self) -> None:
         self.kept: tuple[Tensor, Tensor] | None = None  # keys and values, [batch, heads, n, dim]
 
     def reorder(self, index: Tensor) -> None:
-        """Let sequence ``i`` attend to what sequence ``index[i]`` attended to."""
+        """Replace the context of sequence ``i`` by that of sequence ``index[i]``."""
         if self.kept is not None:
             keys, values = self.kept
             self.kept = keys.index_select(0, index), values.index_select(0, index)
 
 
 class Memory:
-    """The last hidden states a layer read, for the next segment (https://arxiv.org/abs/1901.02860).
+    """The last hidden states of a layer, for the next segment (https://arxiv.org/abs/1901.02860).
 
-    Gradients stop here: what is remembered is attended to, but not trained through.
+    Gradients stop here: the next segment attends to them, but does not train through them.
 
     >>> memory = Memory(length=3)
     >>> list(memory.extend(torch.zeros(1, 2, 4)).shape)
@@ -174,25 +173,25 @@ class Memory:
         self._kept: Tensor | None = None  # [batch, kept, dim]
 
     def __len__(self) -> int:
-        """How many positions are remembered."""
+        """The number of positions."""
         return 0 if self._kept is None else self._kept.shape[1]
 
     @property
     def kept(self) -> Tensor | None:
-        """What is remembered, [batch, kept, dim]."""
+        """The hidden states, [batch, kept, dim]."""
         return self._kept
 
     def extend(self, hidden: Tensor) -> Tensor:
-        """What is remembered, then ``hidden`` [batch, n, dim]; the last ``length`` are kept."""
+        """Return the memory followed by ``hidden`` [batch, n, dim]; keep the last ``length``."""
         whole = hidden if self._kept is None else torch.cat((self._kept, hidden), dim=1)
         first = max(whole.shape[1] - self.length, 0)
         self._kept = whole[:, first:].detach()
         return whole
 
     def place(self, index: Tensor, other: Memory, which: Tensor) -> None:
-        """Give the places of the sequences ``index`` to those at ``which`` of ``other``.
+        """Replace the sequences ``index`` by the sequences ``which`` of ``other``.
 
-        All end together.
+        All end at the same position.
         """
         if self._kept is None or other._kept is None:
             return
@@ -204,6 +203,6 @@ class Memory:
         self._kept = mine.index_copy(0, index, theirs)
 
     def reorder(self, index: Tensor) -> None:
-        """Let sequence ``i`` remember what sequence ``index[i]`` remembered."""
+        """Replace the memory of sequence ``i`` by that of sequence ``index[i]``."""
         if self._kept is not None:
             self._kept = self._kept.index_select(0, index)

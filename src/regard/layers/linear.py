@@ -1,4 +1,4 @@
-"""TODO docstring"""
+"""Linear layers for inference: prepacked, quantized to int8, and split into pieces."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from torch.nn.functional import pad
 
 from regard.kernels.cpu import build
 
-PANEL, QUAD, DEPTH = 32, 4, 64  # how linear.cpp takes weights
+PANEL, QUAD, DEPTH = 32, 4, 64  # the layout of weights in linear.cpp
 
 
 class Prepacked(nn.Module):
-    """A linear layer whose weights lie in the blocks in which oneDNN reads them."""
+    """A linear layer whose weights are in the blocked layout of oneDNN."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -30,7 +30,7 @@ class Prepacked(nn.Module):
 
 
 class Quantized(nn.Module):
-    """A linear layer of int8, with a scale for each output and for each row of its input."""
+    """A linear layer in int8, with a scale for each output and for each row of its input."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Quantized(nn.Module):
         depth = whole.shape[1]
         panels = whole.view(-1, PANEL, depth // QUAD, QUAD).transpose(1, 2).contiguous()
         bias = None if bias is None else bias.detach().float().contiguous()
-        self.kept = (panels, sums, scale, bias)  # the kernel reads them where they lie
+        self.kept = (panels, sums, scale, bias)  # the kernel holds pointers to them
         self.weights = build.Weights(
             *(None if tensor is None else tensor.data_ptr() for tensor in self.kept),
             self.inputs, self.outputs, depth,
@@ -63,8 +63,8 @@ class Quantized(nn.Module):
         return y if dtype is torch.float32 else y.to(dtype)
 
 
-class Parts(nn.Module):
-    """A linear layer in pieces: all its outputs, or those of one piece."""
+class SplitLinear(nn.Module):
+    """A linear layer in pieces, which computes all its outputs, or those of one piece."""
 
     def __init__(self, pieces: list[nn.Module], cuts: list[int]) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ class Parts(nn.Module):
         return torch.cat([piece(x) for piece in self.pieces], dim=-1)
 
     def part(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """The outputs ``start`` to ``stop``, which must be one piece."""
+        """The outputs ``start`` to ``stop``, which must be those of one piece."""
         piece = self.cuts.index(start)
         assert self.cuts[piece + 1] == stop
         result: Tensor = self.pieces[piece](x)

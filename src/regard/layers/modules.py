@@ -1,14 +1,13 @@
 """The layers a Transformer is built from: attention with its projections, feed-forward, and blocks.
 
-Layers take built parts. A block is told how its sublayers are wrapped by being given the wrapping:
-``PreNorm`` or ``PostNorm``.
+Layers take built parts: a block is given its sublayers and the ``PreNorm`` or ``PostNorm`` of each.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple, overload
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +16,7 @@ from torch.nn.functional import linear, scaled_dot_product_attention
 
 from regard.errors import InputError
 from regard.layers.cache import CrossCache, KeyValueCache
+from regard.layers.hooks import HeadHooks
 from regard.mechanism.biases import Bias
 from regard.mechanism.functional import attention
 from regard.mechanism.masks import Mask
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class Linear(nn.Linear):
-    """A linear layer, some outputs of which can be had alone."""
+    """A linear layer that can also compute only some of its outputs."""
 
     def part(self, x: Tensor, start: int, stop: int) -> Tensor:
         """The outputs ``start`` to ``stop`` for ``x`` [..., inputs]."""
@@ -47,13 +47,13 @@ class Linear(nn.Linear):
 
 
 class Heads(NamedTuple):
-    """What went on inside one attention layer."""
+    """Every intermediate result of one call of an attention layer."""
 
     query: Tensor  # [batch, heads, queries, head dim]
     key: Tensor  # [batch, key heads, keys, head dim]
     value: Tensor  # [batch, key heads, keys, head dim]
-    heads: Tensor  # [batch, heads, queries, head dim]: each head's own output
-    output: Tensor  # [batch, queries, dim]: heads side by side, through the output projection
+    heads: Tensor  # [batch, heads, queries, head dim]: the output of each head
+    output: Tensor  # [batch, queries, dim]: the heads concatenated and projected
     seen: Seen | None
 
 
@@ -61,8 +61,9 @@ class MultiHeadAttention(nn.Module):
     """Attention with its projections (https://arxiv.org/abs/1706.03762).
 
     One matrix, ``qkv``, holds the projections to queries, keys and values, in this order. Without
-    a ``context`` the layer attends to its own input; with one, across to the context. ``key_heads``
-    below ``heads`` shares keys and values among groups of heads.
+    a ``context`` the layer computes self-attention, with one cross-attention. ``key_heads`` below
+    ``heads`` shares keys and values among groups of heads. ``head_hooks`` observe and change the
+    output of each head (see :class:`HeadHooks`).
 
     >>> import torch
     >>> layer = MultiHeadAttention(dim=8, heads=2)
@@ -93,32 +94,11 @@ class MultiHeadAttention(nn.Module):
             raise InputError(f"{heads} heads cannot be grouped evenly on {key_heads} key heads.")
         self.head_dim = dim // heads if head_dim is None else head_dim
         self.scale, self.dropout = scale, dropout
+        self.head_hooks = HeadHooks()
         width = self.heads + 2 * self.key_heads
         self.qkv = Linear(dim, width * self.head_dim, bias=bias)
         self.output = Linear(heads * self.head_dim, dim, bias=bias)
 
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = ...,
-        *,
-        mask: Mask | Tensor | None = ...,
-        bias: Bias | Tensor | None = ...,
-        cache: KeyValueCache | CrossCache | None = ...,
-        see: None = ...,
-    ) -> Tensor: ...
-    @overload
-    def forward(
-        self,
-        x: Tensor,
-        context: Tensor | None = ...,
-        *,
-        mask: Mask | Tensor | None = ...,
-        bias: Bias | Tensor | None = ...,
-        cache: KeyValueCache | CrossCache | None = ...,
-        see: See,
-    ) -> tuple[Tensor, Seen]: ...
     def forward(
         self,
         x: Tensor,
@@ -129,14 +109,14 @@ class MultiHeadAttention(nn.Module):
         cache: KeyValueCache | CrossCache | None = None,
         see: See | None = None,
     ) -> Tensor | tuple[Tensor, Seen]:
-        """``x`` [batch, queries, dim], after each position attended; with ``see``, and what it did.
+        """Attention of ``x`` [batch, queries, dim]; with ``see``, (output, Seen).
 
-        A ``Cache`` puts the past before ``x``; a ``CrossCache`` keeps the projected ``context``.
+        A ``KeyValueCache`` holds the past; a ``CrossCache`` keeps the projected ``context``.
         """
-        found = self.read(x, context, mask=mask, bias=bias, cache=cache, see=see)
-        return found.output if found.seen is None else (found.output, found.seen)
+        heads = self.forward_heads(x, context, mask=mask, bias=bias, cache=cache, see=see)
+        return heads.output if heads.seen is None else (heads.output, heads.seen)
 
-    def read(
+    def forward_heads(
         self,
         x: Tensor,
         context: Tensor | None = None,
@@ -146,43 +126,63 @@ class MultiHeadAttention(nn.Module):
         cache: KeyValueCache | CrossCache | None = None,
         see: See | None = None,
     ) -> Heads:
-        """As :meth:`forward`, with everything on the way: Q, K, V and the output of each head."""
+        """As :meth:`forward`, with Q, K, V and the output of each head."""
         if context is None:
             query, key, value = self.project(x)
             if isinstance(cache, CrossCache):
-                raise InputError("A CrossCache keeps a projected context: give one, or a Cache.")
+                raise InputError(
+                    "A CrossCache keeps a projected context: pass context=..., or a KeyValueCache."
+                )
             if cache is not None:
                 key, value = cache.append(key, value)
         else:
             query, key, value = self._project_across(x, context, cache)
 
+        return self.attend(query, key, value, mask=mask, bias=bias, see=see)
+
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        mask: Mask | Tensor | None,
+        bias: Bias | Tensor | None,
+        see: See | None,
+    ) -> Heads:
+        """Attention over projected [batch, heads, n, head dim], and the output projection."""
+        requested = self.head_hooks.see() if see is None and self.head_hooks.active else see
         dropout = self.dropout if self.training else 0.0
         seen = None
-        if see is None:
+        if requested is None:
             heads = attention(
                 query, key, value, mask=mask, bias=bias, scale=self.scale, dropout=dropout
             )
         else:
             heads, seen = attention(
-                query, key, value, mask=mask, bias=bias, scale=self.scale, dropout=dropout, see=see
-            )
-        return Heads(query, key, value, heads, self.merge(heads), seen)
+                query, key, value, mask=mask, bias=bias, scale=self.scale, dropout=dropout,
+                see=requested,
+            )  # fmt: skip
+        if self.head_hooks.active:
+            heads = self.head_hooks(heads, seen if see is None else None)
+        output = self.output(heads.transpose(1, 2).flatten(2))
+        return Heads(query, key, value, heads, output, None if see is None else seen)
 
     def stepper(self) -> Step:
-        """As :meth:`forward`, for steps of decoding, where everything was checked before.
+        """Return a fast :meth:`forward` for decoding steps, whose arguments are not checked again.
 
-        What it returns takes ``x`` [batch, queries, dim], of which several queries are the beams
-        of one sentence, a cache, and a bias that broadcasts to [batch, heads, queries, keys], with
-        -inf where a query may not attend. What steps need is looked up once, here.
+        It takes ``x`` [batch, queries, dim], where several queries are the beams of one sentence, a
+        cache, and a bias that broadcasts to [batch, heads, queries, keys], with -inf where a query
+        may not attend. Attributes are looked up once, here.
         """
         layer, qkv, output = self.qkv, direct(self.qkv), direct(self.output)
         heads, dim, scale = self.heads, self.head_dim, self.scale
         sizes, grouped = (heads, self.key_heads, self.key_heads), heads != self.key_heads
-        watchers = self._forward_pre_hooks
+        hooks, before, after = self.head_hooks, self._forward_pre_hooks, self._forward_hooks
 
         def step(x: Tensor, cache: KeyValueCache | CrossCache, bias: Tensor | None) -> Tensor:
-            if watchers:
-                return self._watched(x, cache, bias)
+            if before or after or (hooks.active and hooks.see() is not None):
+                return self._step_with_forward(x, cache, bias)
             batch, queries, _ = x.shape
             if isinstance(cache, CrossCache):
                 assert cache.kept is not None
@@ -191,74 +191,75 @@ class MultiHeadAttention(nn.Module):
                     layer.part(x, 0, heads * dim).view(batch, queries, heads, dim).transpose(1, 2)
                 )
             else:
-                fused = qkv(x).view(batch, queries, -1, dim).transpose(1, 2)
-                query, key, value = fused.split_with_sizes(sizes, 1)
+                projected = qkv(x).view(batch, queries, -1, dim).transpose(1, 2)
+                query, key, value = projected.split_with_sizes(sizes, 1)
                 key, value = cache.append(key, value)
             mixed = scaled_dot_product_attention(
                 query, key, value, bias, scale=scale, enable_gqa=grouped
             )
+            if hooks.active:
+                mixed = hooks(mixed)
             return output(mixed.transpose(1, 2).reshape(batch, queries, -1))
 
         return step
 
-    def _watched(self, x: Tensor, cache: KeyValueCache | CrossCache, bias: Tensor | None) -> Tensor:
-        """A step by way of :meth:`forward`, for somebody who watches."""
+    def _step_with_forward(
+        self, x: Tensor, cache: KeyValueCache | CrossCache, bias: Tensor | None
+    ) -> Tensor:
+        """A decoding step through :meth:`forward`, for module hooks and for what observers see."""
         mask = None if bias is None else bias > -math.inf
         bias = None if bias is None else bias.clamp(min=torch.finfo(bias.dtype).min)
-        context = x if isinstance(cache, CrossCache) else None  # the cache has what it gave
+        context = x if isinstance(cache, CrossCache) else None  # its keys are in the cache
         result: Tensor = self(x, context, mask=mask, bias=bias, cache=cache)
         return result
 
     def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Queries, keys and values of ``x`` [batch, n, dim], each [batch, heads, n, head dim]."""
-        return self._parted(self.qkv(x))
+        return self.split_qkv(self.qkv(x))
 
-    def _parted(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """What ``qkv`` gives, [batch, n, all heads], as queries, keys and values."""
-        # Not three slices: the gradient of each would be as large as all three, mostly zeros.
+    def split_qkv(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The output of ``qkv``, [batch, n, all heads], as queries, keys and values."""
+        # Not three slices: the gradient of each slice would be as large as all three.
         sizes = (self.heads, self.key_heads, self.key_heads)
         query, key, value = self._split(flat).split_with_sizes(sizes, dim=1)
         return query, key, value
 
-    def merge(self, heads: Tensor) -> Tensor:
-        """Heads' outputs [batch, heads, n, head dim] side by side, projected: [batch, n, dim]."""
-        merged: Tensor = self.output(heads.transpose(1, 2).flatten(2))
-        return merged
-
     def _project_across(
         self, x: Tensor, context: Tensor, cache: KeyValueCache | CrossCache | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of ``x``; keys and values of ``context``, or those kept of it."""
+        """Queries of ``x``; keys and values of ``context``, from the cache where it has them."""
         if isinstance(cache, KeyValueCache):
-            raise InputError("Across to a context goes a CrossCache; a Cache keeps one's own past.")
+            raise InputError("Cross-attention needs a CrossCache, but got a KeyValueCache.")
         cut = self.heads * self.head_dim
         query = self._split(self.qkv.part(x, 0, cut))
         if cache is not None and cache.kept is not None:
             return query, *cache.kept
-        fused = self._split(self.qkv.part(context, cut, self.qkv.out_features))
-        key, value = fused.chunk(2, dim=1)
+        projected = self._split(self.qkv.part(context, cut, self.qkv.out_features))
+        key, value = projected.chunk(2, dim=1)
         if cache is not None:
-            # Read at every step: rows of one head lie side by side from here on.
+            # Read at every step: keep the rows of a head contiguous.
             key, value = key.contiguous(), value.contiguous()
             cache.kept = key, value
         return query, key, value
 
     def _split(self, flat: Tensor) -> Tensor:
         """[batch, n, heads * head dim] as [batch, heads, n, head dim]."""
-        heads = flat.shape[-1] // self.head_dim  # not -1: nothing has no shape to guess
+        heads = flat.shape[-1] // self.head_dim  # -1 fails where a size is 0
         return flat.view(*flat.shape[:2], heads, self.head_dim).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
-    """Out to ``inner`` dimensions and back, each position by itself.
+    """Two linear layers with an activation between, applied to each position.
 
-    ``activation`` is a built part, as ``nn.ReLU()`` (the default) or ``nn.GELU()``.
+    ``activation`` is a module, such as ``nn.ReLU()`` (the default) or ``nn.GELU()``.
 
     >>> import torch
     >>> from torch import nn
     >>> list(FeedForward(8, 32, nn.GELU())(torch.zeros(1, 5, 8)).shape)
     [1, 5, 8]
     """
+
+    widths: ClassVar[int] = 1  # times ``inner`` outputs of the first layer
 
     def __init__(
         self,
@@ -270,21 +271,26 @@ class FeedForward(nn.Module):
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        self.up = Linear(dim, inner, bias=bias)
+        self.up = Linear(dim, self.widths * inner, bias=bias)
         self.activation = nn.ReLU() if activation is None else activation
         self.dropout = nn.Dropout(dropout)
         self.down = Linear(inner, dim, bias=bias)
 
+    def activated(self, up: Tensor) -> Tensor:
+        """The activation of the first layer's output."""
+        result: Tensor = self.activation(up)
+        return result
+
     def forward(self, x: Tensor) -> Tensor:
         """``x`` [..., dim]."""
-        y = self.activation(self.up(x))
+        y = self.activated(self.up(x))
         result: Tensor = self.down(self.dropout(y) if self.training else y)
         return result
 
 
-class GatedFeedForward(nn.Module):
-    """As :class:`FeedForward`, where one half of the way out is gated by the other, activated
-    (https://arxiv.org/abs/2002.05202). One matrix, ``up``, holds the gate and then the gated.
+class GatedFeedForward(FeedForward):
+    """A feed-forward layer whose hidden units are multiplied by activated gates
+    (https://arxiv.org/abs/2002.05202). One matrix, ``up``, holds the gates, then the hidden units.
 
     >>> import torch
     >>> from torch import nn
@@ -292,31 +298,15 @@ class GatedFeedForward(nn.Module):
     [1, 5, 8]
     """
 
-    def __init__(
-        self,
-        dim: int,
-        inner: int,
-        activation: nn.Module,
-        *,
-        bias: bool = True,
-        dropout: float = 0.0,
-    ) -> None:
-        super().__init__()
-        self.up = Linear(dim, 2 * inner, bias=bias)
-        self.activation = activation
-        self.dropout = nn.Dropout(dropout)
-        self.down = Linear(inner, dim, bias=bias)
+    widths = 2
 
-    def forward(self, x: Tensor) -> Tensor:
-        """``x`` [..., dim]."""
-        gate, gated = self.up(x).chunk(2, dim=-1)
-        y = self.activation(gate) * gated
-        result: Tensor = self.down(self.dropout(y) if self.training else y)
-        return result
+    def activated(self, up: Tensor) -> Tensor:
+        gate, hidden = up.chunk(2, dim=-1)
+        return super().activated(gate) * hidden
 
 
 class LockedDropout(nn.Dropout):
-    """Dropout drawn once for all positions of a sequence (https://arxiv.org/abs/1512.05287).
+    """Dropout with one mask for all positions of a sequence (https://arxiv.org/abs/1512.05287).
 
     >>> import torch
     >>> x = LockedDropout(0.5)(torch.ones(2, 3, 8))
@@ -328,15 +318,12 @@ class LockedDropout(nn.Dropout):
         """``x`` [..., positions, dim]."""
         if not (self.training and self.p):
             return x
-        drawn = super().forward(torch.ones_like(x[..., :1, :], dtype=torch.float32))
-        return (x * drawn).to(x.dtype)
+        mask = super().forward(torch.ones_like(x[..., :1, :], dtype=torch.float32))
+        return (x * mask).to(x.dtype)
 
 
 def lock_dropout(model: nn.Module) -> None:
-    """Make every dropout of a model one that is drawn once for all positions.
-
-    What attention drops of its weights stays as it is.
-    """
+    """Replace every nn.Dropout of a model by :class:`LockedDropout`; attention dropout stays."""
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child) is nn.Dropout:
@@ -348,7 +335,7 @@ Step = Callable[[Tensor, KeyValueCache | CrossCache, Tensor | None], Tensor]
 
 
 def direct(module: nn.Module) -> Apply:
-    """What a module in eval mode does, without what PyTorch looks up and asks at every call."""
+    """The function of a module in eval mode, without the overhead of ``nn.Module.__call__``."""
     if module._forward_hooks or module._forward_pre_hooks:
         return module
     if type(module) in (Linear, nn.Linear):
@@ -370,7 +357,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 class PreNorm(nn.Module):
-    """Around a sublayer: ``x + dropout(layer(norm(x)))``, as in GPT-2 and T5."""
+    """The wrapping ``x + dropout(layer(norm(x)))`` of a sublayer, as in GPT-2 and T5."""
 
     def __init__(self, norm: nn.Module, dropout: float = 0.0) -> None:
         super().__init__()
@@ -381,12 +368,12 @@ class PreNorm(nn.Module):
         return x + (self.dropout(y) if self.training else y)
 
     def sides(self) -> tuple[Apply, Apply]:
-        """What is done before the layer, and after the sum."""
+        """The functions applied before the sublayer, and after the sum."""
         return direct(self.norm), _same
 
 
 class PostNorm(nn.Module):
-    """Around a sublayer: ``norm(x + dropout(layer(x)))``, as in the first Transformer and BERT."""
+    """The wrapping ``norm(x + dropout(layer(x)))`` of a sublayer, as in BERT."""
 
     def __init__(self, norm: nn.Module, dropout: float = 0.0) -> None:
         super().__init__()
@@ -398,14 +385,14 @@ class PostNorm(nn.Module):
         return result
 
     def sides(self) -> tuple[Apply, Apply]:
-        """What is done before the layer, and after the sum."""
+        """The functions applied before the sublayer, and after the sum."""
         return _same, direct(self.norm)
 
 
 class Block(nn.Module):
-    """Attention, then maybe attention across to a context, then feed-forward.
+    """Self-attention, then cross-attention where ``cross`` is given, then feed-forward.
 
-    Each comes with what is around it: a :class:`PreNorm` or :class:`PostNorm`.
+    Each sublayer comes with its wrapping, a :class:`PreNorm` or :class:`PostNorm`.
 
     >>> import torch
     >>> block = Block(
@@ -420,7 +407,7 @@ class Block(nn.Module):
         self,
         attention: MultiHeadAttention,
         around_attention: PreNorm | PostNorm,
-        feed_forward: FeedForward | GatedFeedForward,
+        feed_forward: FeedForward,
         around_feed_forward: PreNorm | PostNorm,
         *,
         cross: MultiHeadAttention | None = None,
@@ -428,7 +415,7 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         if (cross is None) != (around_cross is None):
-            raise InputError("Block: cross and around_cross are given together, or neither.")
+            raise InputError("Block: give cross and around_cross together, or neither.")
         self.attention, self.around_attention = attention, around_attention
         self.cross, self.around_cross = cross, around_cross
         self.feed_forward, self.around_feed_forward = feed_forward, around_feed_forward
@@ -447,9 +434,10 @@ class Block(nn.Module):
         """``x`` [batch, n, dim], where ``cross`` attends to ``context`` [batch, m, dim]."""
         cross, around_cross = self.cross, self.around_cross
         if (cross is None) != (context is None):
-            given = "was given a context" if cross is None else "needs a context to attend to"
             raise InputError(
-                f"This block {'has no' if cross is None else 'has'} cross: it {given}."
+                "This block has no cross-attention, but was given a context."
+                if cross is None
+                else "This block has cross-attention: pass the context to attend to."
             )
         x = self.around_attention(x, lambda h: self.attention(h, mask=mask, bias=bias, cache=cache))
         if cross is not None and around_cross is not None:
@@ -460,7 +448,7 @@ class Block(nn.Module):
     def stepper(
         self,
     ) -> Callable[[Tensor, KeyValueCache, Tensor | None, CrossCache, Tensor | None], Tensor]:
-        """As :meth:`forward`, for steps of decoding (see MultiHeadAttention.stepper)."""
+        """Return a fast :meth:`forward` for decoding (see :meth:`MultiHeadAttention.stepper`)."""
         before, after = self.around_attention.sides()
         before_feed, after_feed = self.around_feed_forward.sides()
         attend, feed = self.attention.stepper(), direct(self.feed_forward)

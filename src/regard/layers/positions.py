@@ -1,4 +1,4 @@
-"""Positions: how a Transformer is told the order of what it reads."""
+"""Position encodings: sinusoidal, learned and rotary."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ def sinusoidal(
 ) -> Tensor:
     """Sines and cosines of geometrically spaced frequencies (https://arxiv.org/abs/1706.03762).
 
-    ``positions`` is a length, or a tensor of positions of any shape; the result adds one axis of
-    ``dim``. ``"interleaved"`` is the paper's sin, cos, sin, cos ...; ``"half"`` puts all sines
-    before all cosines, as Tensor2Tensor, Marian and Transformer-XL do.
+    ``positions`` is a length, or a tensor of positions of any shape; the result has one more axis,
+    of size ``dim``. ``"interleaved"`` is the paper's sin, cos, sin, cos ...; ``"half"`` puts all
+    sines before all cosines, as Tensor2Tensor, Marian and Transformer-XL do.
 
     >>> [f"{number:.2f}" for number in sinusoidal(2, 4)[1]]
     ['0.84', '0.54', '0.01', '1.00']
     """
     if dim < 2 or dim % 2:
-        raise InputError(f"Sinusoidal positions come in pairs: dim must be even, but got {dim}.")
+        raise InputError(f"sinusoidal(dim=...) must be even, but got {dim}.")
     if layout not in ("interleaved", "half"):
         raise InputError(f'layout is "interleaved" or "half", but got {layout!r}.')
     if isinstance(positions, int):
         positions = torch.arange(positions, device=device)
-    # Float64 up to the sine: at position 100,000 a float32 angle is off in its third decimal.
+    # Float64 up to the sine: at position 100,000 a float32 angle errs in its third decimal.
     frequencies = base ** -(
         torch.arange(0, dim, 2, device=positions.device, dtype=torch.float64) / dim
     )
@@ -55,12 +55,12 @@ class LearnedPositions(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """Vectors of ``positions``, a tensor of whole numbers of any shape."""
+        """The vectors of ``positions``, a tensor of integers of any shape."""
         return nn.functional.embedding(positions, self.weight)
 
 
 class Rotary(nn.Module):
-    """Turns pairs of dimensions of queries and keys by their position
+    """Rotates pairs of dimensions of queries and keys by their position
     (https://arxiv.org/abs/2104.09864), so that scores depend on distances only.
 
     ``"half"`` pairs dimension i with i + dim/2, as most checkpoints do; ``"interleaved"`` pairs
@@ -70,13 +70,13 @@ class Rotary(nn.Module):
     def __init__(self, dim: int, *, layout: Layout = "half", base: float = 10000.0) -> None:
         super().__init__()
         if dim < 2 or dim % 2:
-            raise InputError(f"Rotary positions turn pairs: dim must be even, but got {dim}.")
+            raise InputError(f"Rotary(dim=...) must be even, but got {dim}.")
         if layout not in ("interleaved", "half"):
             raise InputError(f'layout is "interleaved" or "half", but got {layout!r}.')
         self.dim, self.layout, self.base = dim, layout, base
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Turn ``x`` [..., length, dim] by ``positions`` [..., length], by default 0, 1, 2 ..."""
+        """Rotate ``x`` [..., length, dim] by ``positions`` [..., length], by default 0, 1, 2 ..."""
         if x.shape[-1] != self.dim:
             raise InputError(f"Rotary(dim={self.dim}) was given vectors of {x.shape[-1]}.")
         if positions is None:
@@ -85,9 +85,9 @@ class Rotary(nn.Module):
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
         if self.layout == "half":
             first, second = wide.chunk(2, dim=-1)
-            turned = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+            rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
         else:
             first, second = wide[..., 0::2], wide[..., 1::2]
-            turned = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
-            turned = turned.flatten(-2)
-        return turned.to(x.dtype)
+            rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1)
+            rotated = rotated.flatten(-2)
+        return rotated.to(x.dtype)

@@ -1,13 +1,14 @@
-"""Biases: what is added to the scaled scores, before the mask and the softmax.
+"""Biases: numbers added to the scaled scores, before the mask and the softmax.
 
-Like masks they are small frozen descriptions, and they answer for one tile at a time, so that no
-n x n tensor is needed to use them. Gradients reach every tensor they hold.
+Like masks they are small frozen descriptions, computed a tile at a time, so that no [queries, keys]
+tensor is needed. Gradients reach every tensor they hold.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, fields
 
 import torch
 from torch import Tensor
@@ -16,23 +17,24 @@ from regard.errors import InputError
 from regard.mechanism.geometry import Extent, Tile, check_broadcast, slice_tile
 
 
-class Bias:
-    """What all biases share."""
+class Bias(ABC):
+    """The base of all biases."""
 
     __slots__ = ()
 
+    @abstractmethod
     def check(self, extent: Extent) -> None:
-        """Raise InputError where this bias cannot belong to a call of that extent."""
-        raise NotImplementedError
+        """Raise InputError where this bias does not fit a call of that extent."""
 
+    @abstractmethod
     def tile(self, tile: Tile) -> Tensor:
-        """The numbers for one tile: broadcasts to [batch, heads, q, k]."""
-        raise NotImplementedError
+        """The numbers of one tile: broadcasts to [batch, heads, q, k]."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors held, each of which may ask for a gradient."""
-        raise NotImplementedError
+        """The tensors among the fields, each of which may require a gradient."""
+        values = (getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
+        return tuple(value for value in values if isinstance(value, Tensor))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,10 +57,6 @@ class Dense(Bias):
                 "A boolean mask is passed as mask=tensor, True where a query may attend."
             )
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.values,)
-
     def check(self, extent: Extent) -> None:
         check_broadcast(self.values, extent, "bias")
 
@@ -68,7 +66,7 @@ class Dense(Bias):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Alibi(Bias):
-    """Minus ``slope * distance``, one slope per head (https://arxiv.org/abs/2108.12409)."""
+    """``-slope * distance``, one slope per head (https://arxiv.org/abs/2108.12409)."""
 
     slopes: Tensor  # [heads]
 
@@ -87,10 +85,6 @@ class Alibi(Bias):
         slopes += [2 ** (-8 * (2 * i + 1) / (2 * whole)) for i in range(heads - whole)]
         return cls(torch.tensor(slopes, device=device))
 
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.slopes,)
-
     def check(self, extent: Extent) -> None:
         if self.slopes.shape != (extent.heads,):
             raise InputError(
@@ -107,9 +101,9 @@ class Alibi(Bias):
 class RelativeBuckets(Bias):
     """T5's learned number per head and bucket of distances (https://arxiv.org/abs/1910.10683).
 
-    Short distances have a bucket each, longer ones share buckets that widen logarithmically, and
-    all beyond ``max_distance`` share the last. With ``bidirectional`` half of the buckets are for
-    keys after the query; without, those keys share the bucket of distance 0.
+    Each short distance has its bucket, longer distances share buckets that widen logarithmically,
+    and all beyond ``max_distance`` share the last. With ``bidirectional`` half of the buckets are
+    for keys after the query; without it those keys share the bucket of distance 0.
 
     >>> from regard import RelativeBuckets, attention
     >>> table = torch.randn(32, 2)  # [buckets, heads]
@@ -134,22 +128,18 @@ class RelativeBuckets(Bias):
         if self.max_distance <= self._exact:
             raise InputError(
                 f"RelativeBuckets(max_distance={self.max_distance}) must exceed the "
-                f"{self._exact} distances that have a bucket of their own."
+                f"{self._exact} distances that do not share a bucket."
             )
 
     @property
     def _exact(self) -> int:
-        """How many distances have a bucket of their own."""
+        """How many distances do not share a bucket."""
         return self._one_way // 2
 
     @property
     def _one_way(self) -> int:
         """How many buckets the keys on one side of a query have."""
         return self.table.shape[0] // (2 if self.bidirectional else 1)
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.table,)
 
     def check(self, extent: Extent) -> None:
         if self.table.shape[1] != extent.heads:
@@ -171,7 +161,7 @@ class RelativeBuckets(Bias):
         return after + torch.where(distance < exact, distance, far.clamp(max=buckets - 1))
 
     def tile(self, tile: Tile) -> Tensor:
-        # All distances of a tile lie in one range: look those up once, then spread them out.
+        # All distances of a tile lie in one range: look each up once, then gather.
         rows, columns, offset = tile.rows, tile.columns, tile.extent.offset
         if not rows or not columns:
             return self.table.new_zeros(1, self.table.shape[1], len(rows), len(columns))
@@ -180,8 +170,8 @@ class RelativeBuckets(Bias):
         by_distance = _wide(self.table)[
             self.bucket(torch.arange(least, most + 1, device=self.table.device))
         ]
-        spread = tile.query_positions() - tile.key_positions() - least
-        return by_distance.t()[:, spread][None]  # [1, heads, q, k]
+        index = tile.query_positions() - tile.key_positions() - least
+        return by_distance.t()[:, index][None]  # [1, heads, q, k]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -189,7 +179,7 @@ class RelativeContent(Bias):
     """Transformer-XL's term ``scale * (q_i + v) . r_(i-j)`` (https://arxiv.org/abs/1901.02860).
 
     ``query`` is ``q + v``, [batch, heads, queries, dim]; ``relative[h, t]`` embeds the distance
-    ``first + t`` in positions from a key to the query after it. Distances beyond either end take
+    ``first + t`` in positions from a key to the query after it. Distances beyond either end use
     the nearest row.
 
     >>> from regard import Causal, RelativeContent, attention
@@ -203,10 +193,6 @@ class RelativeContent(Bias):
     relative: Tensor  # [heads or 1, distances, dim]
     first: int = 0
     scale: float | None = None
-
-    @property
-    def tensors(self) -> tuple[Tensor, ...]:
-        return (self.query, self.relative)
 
     def check(self, extent: Extent) -> None:
         expected = (extent.batch, extent.heads, extent.queries, self.query.shape[-1])
@@ -227,16 +213,15 @@ class RelativeContent(Bias):
         query = self.query[:, :, rows.start : rows.stop]
         if not rows or not columns:
             return query.new_zeros(1, 1, len(rows), len(columns))
-        # Distances of this tile, from its first query and last key to its last query and first key;
-        # a few more, so that there are a whole number of eights: products are faster.
+        # The distances of this tile, rounded up to a multiple of 8, which makes products faster.
         most = rows.stop - 1 + offset - columns.start - self.first
         count = -(-(len(rows) + len(columns) - 1) // 8) * 8
         relative = self._between(most - count + 1, most)
         kind = torch.promote_types(query.dtype, relative.dtype)
         query, relative = _wide(query.to(kind)), _wide(relative.to(kind))
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        # With distances falling along a row, each row's own begin one place before the last row's:
-        # read again as rows that are one shorter, all begin together.
+        # Distances fall along a row, and each row starts one place earlier than the next: viewed as
+        # rows that are one shorter, all start in the same column.
         product = (query * scale) @ relative.flip(1).transpose(-1, -2)
         if len(rows) > 1:
             shifted = product.flatten(2)[..., len(rows) - 1 : -1]
@@ -244,7 +229,7 @@ class RelativeContent(Bias):
         return product[..., : len(columns)]
 
     def _between(self, least: int, most: int) -> Tensor:
-        """The embeddings of all distances from ``least`` to ``most``, counted from ``first``."""
+        """The embeddings of the distances ``first + least`` to ``first + most``."""
         last = self.relative.shape[1] - 1
         below, above = min(most, -1) - least + 1, most - max(least, last + 1) + 1
         parts = [self.relative[:, max(least, 0) : max(most, -1) + 1]]
@@ -256,5 +241,5 @@ class RelativeContent(Bias):
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Half precision as float32: what is computed from it is part of a score."""
+    """Half precision as float32: scores are computed in at least float32."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -1,4 +1,4 @@
-"""Call: what one attention call means. Everything is checked here, once."""
+"""Call: the checked arguments of one attention call."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from regard.mechanism.seeing import See
 _LAYOUTS = {2: "[length, dim]", 3: "[batch, length, dim]", 4: "[batch, heads, length, dim]"}
 
 
-# Why a backend that is more than plain operations refuses a call that is transformed.
+# The reason of every backend but the reference to refuse a call that is transformed.
 TRANSFORMED = (
-    "torch.func and forward gradients go through plain operations alone: those of 'reference'."
+    "torch.func and forward gradients need plain PyTorch operations: those of 'reference'."
 )
 
 
-@dataclass(slots=True)  # not frozen: that takes three times as long to make
+@dataclass(slots=True)  # not frozen: frozen takes three times as long to create
 class Call:
-    """One attention call, checked, with all tensors as [batch, heads, length, dim]."""
+    """One checked attention call, with all tensors as [batch, heads, length, dim]."""
 
     query: Tensor  # [batch, heads, queries, dim]
     key: Tensor  # [batch, key heads, keys, dim]
@@ -46,19 +46,19 @@ class Call:
     @property
     def wants_gradient(self) -> bool:
         """Whether a backward pass may follow."""
-        held = self.bias.tensors if self.bias is not None else ()
+        bias = self.bias.tensors if self.bias is not None else ()
         return torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in (self.query, self.key, self.value, *held)
+            tensor.requires_grad for tensor in (self.query, self.key, self.value, *bias)
         )
 
     @property
     def goes_forward(self) -> bool:
-        """Whether derivatives may travel along with the inputs, as in torch.func.jvp."""
+        """Whether forward-mode derivatives may be active, as in torch.func.jvp."""
         return forward_ad._current_level >= 0 and not torch.compiler.is_compiling()
 
     @property
     def transformed(self) -> bool:
-        """Whether torch.func works on the call: then tensors stand for others, or have tangents."""
+        """Whether torch.func transforms the call: its tensors are batched or carry tangents."""
         if torch.compiler.is_compiling():
             return False
         return self.goes_forward or _functorch.peek_interpreter_stack() is not None
@@ -80,9 +80,9 @@ def check(
     dropout: float,
     see: See | None,
 ) -> Call:
-    """The call these arguments mean, or an InputError that says why they mean none."""
+    """The call of these arguments; an InputError where they do not fit together."""
     query_shape, key_shape, value_shape = given = query.shape, key.shape, value.shape
-    rank = len(query_shape)  # each look at a tensor costs as much as a check
+    rank = len(query_shape)  # read once: an attribute of a tensor costs as much as a check
     if rank not in _LAYOUTS or len(key_shape) != rank or len(value_shape) != rank:
         raise InputError(
             "query, key and value must share one layout of "
@@ -130,16 +130,14 @@ def check(
             mask = masks.Dense(mask)
         if not isinstance(mask, Mask):
             raise InputError(
-                f"mask is a boolean tensor or a mask such as Causal(), not {type(mask).__name__}."
+                f"mask is a boolean tensor or a mask such as Causal(), but got {mask!r}."
             )
         mask.check(extent)
     if bias is not None:
         if isinstance(bias, Tensor):
             bias = biases.Dense(bias)
         if not isinstance(bias, Bias):
-            raise InputError(
-                f"bias is a tensor or a bias such as Alibi(slopes), not {type(bias).__name__}."
-            )
+            raise InputError(f"bias is a tensor or a bias such as Alibi(slopes), but got {bias!r}.")
         bias.check(extent)
     if scale is None:
         scale = dim**-0.5
@@ -151,9 +149,7 @@ def check(
         raise InputError(f"dropout is a probability from 0 to below 1, but got {dropout}.")
     if see is not None:
         if not isinstance(see, See):
-            raise InputError(
-                f"see takes See(...), as in See(entropy=True), not {type(see).__name__}."
-            )
+            raise InputError(f"see is a See, such as See(entropy=True), but got {see!r}.")
         see.check(extent)
     groups = heads // (key_heads or 1)
     return Call(query, key, value, mask, bias, scale, softcap, dropout, see, extent, groups)

@@ -1,4 +1,4 @@
-"""The mechanism: attention, and what it means."""
+"""The functions :func:`attention` and :func:`why`."""
 
 from __future__ import annotations
 
@@ -55,35 +55,35 @@ def attention(
     see: See | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Seen]:
-    """softmax(scale * Q K^T + bias, over what the mask allows) V, and on request what it did.
+    """Compute softmax(scale * Q K^T + bias) V over the keys that the mask allows.
 
     Tensors are [batch, heads, length, dim], [batch, length, dim] or [length, dim]; keys and values
     may have fewer heads, and values another width. ``mask`` is True where a query may attend, and
-    the last query stands at the last key. ``scale`` is 1/sqrt(dim) by default; ``softcap`` bounds
-    the scaled scores before the bias. ``dropout`` applies whenever it is above 0: pass 0 when
-    evaluating. With ``see`` the result is (output, Seen), seen before dropout, and its fields
-    always have the axes [batch, heads, ...].
+    the last query is at the last key. ``scale`` is 1/sqrt(dim) by default; ``softcap`` bounds the
+    scaled scores before the bias. ``dropout`` applies whenever it is above 0: pass 0 when
+    evaluating. With ``see`` the result is (output, Seen), computed before dropout; the fields of
+    Seen always have the axes [batch, heads, ...].
 
-    ``backend`` is "auto", or the name of one that :func:`why` lists. Gradients of gradients need
-    "tiled" or "reference": fused kernels have none, and say so when asked. What torch.func cannot
-    take through a kernel goes to "reference" by itself.
+    ``backend`` is "auto", or a name that :func:`why` lists. Gradients of gradients need "tiled" or
+    "reference"; other backends raise an error. "auto" takes "reference" under torch.func where no
+    kernel supports it.
 
     >>> import torch
     >>> from regard import See, Causal, attention
     >>> q = k = v = torch.eye(3)
     >>> output, seen = attention(q, k, v, mask=Causal(), see=See(entropy=True))
-    >>> [f"{keys:.2f}" for keys in seen.entropy[0, 0].exp()]  # how many keys each query looks at
+    >>> [f"{keys:.2f}" for keys in seen.entropy[0, 0].exp()]  # the effective number of keys
     ['1.00', '1.92', '2.88']
     """
     call = check(query, key, value, mask, bias, scale, softcap, dropout, see)
     run = backends.choose(call, backend).run
     if see is not None and torch.is_autocast_enabled(query.device.type):
-        # What is seen is summed in float32, whatever a model is trained in.
+        # The fields of Seen are sums in float32 in every training precision.
         with torch.autocast(query.device.type, enabled=False):
             output, seen = run(call)
     else:
         output, seen = run(call)
-    if call.query is not query:  # it was given without heads
+    if call.query is not query:  # given without heads
         output = output[:, 0] if query.dim() == 3 else output[0, 0]
     if seen is None:
         return output
@@ -102,7 +102,7 @@ def why(
     dropout: float = 0.0,
     see: See | None = None,
 ) -> backends.Why:
-    """What each backend says to a call of :func:`attention` with these arguments.
+    """Return why each backend can or cannot run :func:`attention` with these arguments.
 
     >>> import torch
     >>> from regard import See, why

@@ -1,6 +1,6 @@
-"""Geometry: how far a call reaches, blocks of its score matrix, and ranges of keys.
+"""Geometry: the sizes of a call, blocks of its score matrix, and ranges of keys.
 
-Positions are absolute: key ``j`` stands at ``j``, and the last query lines up with the last key.
+Positions are absolute: key ``j`` is at position ``j``, and the last query is at the last key.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from regard.errors import InputError
 
 
 class Extent(NamedTuple):
-    """How far a call reaches: its sizes, and where its queries stand among its keys."""
+    """The sizes of a call, which also place its queries among its keys."""
 
     batch: int
     heads: int
@@ -25,7 +25,7 @@ class Extent(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """What turns a query's index into its position: the last query is at the last key."""
+        """The position of the first query: the last query is at the last key."""
         return self.keys - self.queries
 
     def positions(self) -> Tensor:
@@ -35,7 +35,7 @@ class Extent(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """A block of the score matrix: some consecutive queries against some consecutive keys."""
+    """A block of the score matrix: consecutive queries against consecutive keys."""
 
     extent: Extent
     rows: range
@@ -50,15 +50,15 @@ class Tile:
 
 
 class Hull(NamedTuple):
-    """Some consecutive rows of a call, and which keys matter to them."""
+    """Consecutive queries (rows) of a call, and the keys (columns) they may attend to."""
 
     rows: range
-    columns: range  # outside these none of the rows may attend
-    inner: range  # to these each of the rows may attend
+    columns: range  # no row may attend to a key outside of these
+    inner: range  # every row may attend to all of these
 
     @property
     def fringes(self) -> list[range]:
-        """The columns where the answer depends on the row."""
+        """The columns that some rows may attend to and others may not."""
         if not self.inner:
             return [self.columns] if self.columns else []
         left = range(self.columns.start, self.inner.start)
@@ -69,9 +69,9 @@ class Hull(NamedTuple):
 class Interval(NamedTuple):
     """For each query the keys ``low <= j < high``; ends broadcast to [batch, queries].
 
-    ``exact`` says whether that is the whole mask, or only the keys outside which nothing is
-    allowed. Both ends never move backwards from one query to the next. An end that is the same
-    for all queries is a plain int or a [batch, 1] tensor.
+    With ``exact`` a query may attend to all keys of its range, otherwise to some of them; it never
+    attends to others. Both ends never move backwards from one query to the next. An end that is the
+    same for all queries is a plain int or a [batch, 1] tensor.
     """
 
     low: int | Tensor
@@ -85,22 +85,22 @@ class Interval(NamedTuple):
         return (columns >= low) & (columns < high)
 
     def hulls(self, extent: Extent, step: int) -> list[Hull]:
-        """The rows of a call, ``step`` at a time, each with the keys that matter to it."""
+        """The rows of a call in blocks of ``step``, each with the keys its rows may attend to."""
         starts = range(0, max(extent.queries, 1), step)
         blocks = [range(start, min(start + step, extent.queries)) for start in starts]
         least_low, most_low = _extremes(self.low, blocks)
         least_high, most_high = _extremes(self.high, blocks)
-        found = []
+        hulls = []
         for index, rows in enumerate(blocks):
             start = min(max(least_low[index], 0), extent.keys)
             stop = min(max(most_high[index], start), extent.keys)
             inner = range(max(most_low[index], start), min(least_high[index], stop))
-            found.append(Hull(rows, range(start, stop), inner if self.exact else range(0)))
-        return found
+            hulls.append(Hull(rows, range(start, stop), inner if self.exact else range(0)))
+        return hulls
 
 
 def _rows(end: int | Tensor, rows: range) -> int | Tensor:
-    """One end of an interval for some of its queries: [b, 1, q, 1]."""
+    """One end of an interval for the queries ``rows``: an int or [b, 1, q, 1]."""
     if isinstance(end, int):
         return end
     if end.shape[-1] != 1:
@@ -109,7 +109,7 @@ def _rows(end: int | Tensor, rows: range) -> int | Tensor:
 
 
 def _extremes(end: int | Tensor, blocks: list[range]) -> tuple[list[int], list[int]]:
-    """The least and the largest value of one end of an interval over each block of rows."""
+    """The smallest and the largest value of one end of an interval in each block of rows."""
     if isinstance(end, int):
         return [end] * len(blocks), [end] * len(blocks)
     if not end.numel():
@@ -117,13 +117,13 @@ def _extremes(end: int | Tensor, blocks: list[range]) -> tuple[list[int], list[i
     least, most = end.amin(0), end.amax(0)  # over the batch
     if end.shape[1] == 1:
         return least.tolist() * len(blocks), most.tolist() * len(blocks)
-    # Ends never move backwards, so a block's extremes are those of its first and last row.
+    # Ends never move backwards, so the extremes of a block are at its first and last row.
     first, last = [rows.start for rows in blocks], [rows.stop - 1 for rows in blocks]
     return least[first].tolist(), most[last].tolist()
 
 
 def check_broadcast(tensor: Tensor, extent: Extent, what: str) -> None:
-    """Raise InputError unless the tensor broadcasts to [batch, heads, queries, keys] in place."""
+    """Raise InputError unless the tensor broadcasts to [batch, heads, queries, keys]."""
     expected = (extent.batch, extent.heads, extent.queries, extent.keys)
     fits = tensor.dim() <= 4 and all(
         size in (1, want)
@@ -142,7 +142,7 @@ def check_broadcast(tensor: Tensor, extent: Extent, what: str) -> None:
 
 
 def slice_tile(tensor: Tensor, tile: Tile) -> Tensor:
-    """The part of a broadcastable [batch, heads, queries, keys] tensor that a tile covers."""
+    """The part of a tensor, which broadcasts to [batch, heads, queries, keys], in a tile."""
     tensor = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
     if tensor.shape[2] != 1:
         tensor = tensor[:, :, tile.rows.start : tile.rows.stop]

@@ -1,32 +1,34 @@
-"""Masks: who may attend to whom. True means *may attend*, always.
+"""Masks: which keys each query may attend to. True means *may attend*, always.
 
-A mask is a small frozen description, joined with ``&``, ``|`` and ``~``. It can say two things
-about itself:
+A mask is a small frozen description; ``&``, ``|`` and ``~`` combine masks. It has two methods:
 
-- ``tile``: the answer for a block of queries and keys, as a boolean tensor;
-- ``interval``: for each query the range of keys it may attend to, in O(n) memory. Causal, Window,
-  Prefix, Padding and Segments, and whatever ``&`` makes of them, *are* such ranges, and both ends
-  never move backwards from one query to the next. Backends live on this: a range is sliced,
-  skipped or compared, where an n x n tensor would have to be read.
+- ``tile``: which pairs of a block of queries and keys it allows, as a boolean tensor;
+- ``interval``: for each query, a range of keys that holds all it may attend to.
+
+A :class:`RangeMask` (Causal, Window, Prefix, Padding, Segments) is exactly such ranges, and both
+ends never move backwards from one query to the next: backends slice, skip or compare them instead
+of reading a [queries, keys] tensor. :func:`lower` gives them to kernels.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import accumulate, chain
 from operator import index
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.errors import InputError
+from regard.kernels.memo import Kept
 from regard.mechanism.geometry import Extent, Hull, Interval, Tile, check_broadcast, slice_tile
 
 
-class Mask:
-    """What all masks share: how they are joined."""
+class Mask(ABC):
+    """The base of all masks. A mask of your own defines ``tile``, and may narrow ``interval``."""
 
     __slots__ = ()
 
@@ -45,31 +47,109 @@ class Mask:
     def __invert__(self) -> Mask:
         return Not(self)
 
-    def check(self, extent: Extent) -> None:
-        """Raise InputError where this mask cannot belong to a call of that extent."""
+    def check(self, extent: Extent) -> None:  # noqa: B027 - a mask may fit every call
+        """Raise InputError where this mask does not fit a call of that extent."""
 
-    def interval(self, extent: Extent) -> Interval:
-        raise NotImplementedError
-
+    @abstractmethod
     def tile(self, tile: Tile) -> Tensor:
         """Whether each query of the tile may attend to each key: broadcasts to [b, h, q, k]."""
-        return self.interval(tile.extent).tile(tile)
+
+    def interval(self, extent: Extent) -> Interval:
+        """For each query a range of keys that holds all it may attend to; by default all keys."""
+        return Interval(0, extent.keys, False)
+
+    @property
+    def is_ranges(self) -> bool:
+        """Whether the mask is one range of keys for each query, in every call."""
+        return False
+
+    @property
+    def max_keys(self) -> int:
+        """The most keys a query may attend to, where the mask alone limits them; else 0."""
+        return 0
 
     @property
     def static(self) -> bool:
-        """Whether the mask is all Python numbers, so that plans made from it can be kept."""
+        """Whether the mask is made of Python numbers alone, so that plans made from it can be kept.
+
+        Read from the fields: a tensor, or anything else whose content may change, makes it False.
+        """
+        parameters = type(self).__dict__.get("__dataclass_params__")
+        if parameters is None or not parameters.frozen:
+            return False
+        values = {f.name: getattr(self, f.name) for f in fields(self)}  # type: ignore[arg-type]
+        more = getattr(self, "__dict__", {}).keys() - values.keys()
+        return not more and all(map(_is_static, values.values()))
+
+
+def _is_static(value: object) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_static, value))
+    return value.static if isinstance(value, Mask) else isinstance(value, int | float | str | None)
+
+
+class RangeMask(Mask):
+    """A mask that is one range of keys for each query, given by ``ends``."""
+
+    __slots__ = ()
+
+    @abstractmethod
+    def ends(self, extent: Extent) -> tuple[int | Tensor, int | Tensor]:
+        """The first key of each query, and the one after the last (see :class:`Interval`)."""
+
+    def interval(self, extent: Extent) -> Interval:
+        return Interval(*self.ends(extent), True)
+
+    def tile(self, tile: Tile) -> Tensor:
+        return self.interval(tile.extent).tile(tile)
+
+    @property
+    def is_ranges(self) -> bool:
         return True
 
 
+class KeyRanges(NamedTuple):
+    """A mask as kernels take it: each query attends to the keys ``low <= j < high``."""
+
+    low: Tensor  # int32 [1 or batch, queries]
+    high: Tensor  # int32 [1 or batch, queries]
+    max_keys: int  # the most keys a query may attend to, where the mask limits them; else 0
+
+
+def lower(mask: Mask | None, extent: Extent) -> KeyRanges:
+    """The ranges of a mask whose interval is exact, on the device of the call.
+
+    >>> low, high, _ = lower(Causal() & Window(1), Extent(1, 1, 3, 3, torch.device("cpu")))
+    >>> low.tolist(), high.tolist()
+    ([[0, 0, 1]], [[1, 2, 3]])
+    """
+    keep = not torch.compiler.is_compiling() and (mask is None or mask.static)
+    return (_kept_ranges if keep else _ranges)(mask, extent)
+
+
+def _ranges(mask: Mask | None, extent: Extent) -> KeyRanges:
+    def table(end: int | Tensor) -> Tensor:
+        if isinstance(end, int):
+            end = torch.full((1, 1), end, device=extent.device)
+        return end.clamp(0, extent.keys).to(torch.int32).expand(-1, extent.queries).contiguous()
+
+    interval = Interval(0, extent.keys, True) if mask is None else mask.interval(extent)
+    assert interval.exact, f"{mask!r} is not one range of keys for each query"
+    return KeyRanges(table(interval.low), table(interval.high), mask.max_keys if mask else 0)
+
+
+_kept_ranges = Kept(_ranges)
+
+
 def hulls(mask: Mask | None, extent: Extent, step: int) -> list[Hull]:
-    """The rows of a call, ``step`` at a time, each with the keys that matter to it."""
+    """The rows of a call in blocks of ``step``, each with the keys its rows may attend to."""
     if mask is None:
         return Interval(0, extent.keys, True).hulls(extent, step)
-    return on_host(mask, extent).hulls(extent, step)
+    return interval_on_host(mask, extent).hulls(extent, step)
 
 
-def on_host(mask: Mask, extent: Extent) -> Interval:
-    """The mask's ranges where they can be read without waiting for a device, if that can be."""
+def interval_on_host(mask: Mask, extent: Extent) -> Interval:
+    """The mask's interval, on the CPU where the mask is static: reading it waits for no GPU."""
     host = extent._replace(device=torch.device("cpu")) if mask.static else extent
     return mask.interval(host)
 
@@ -78,13 +158,13 @@ def _mask(other: object, symbol: str) -> Mask:
     if isinstance(other, Mask):
         return other
     raise InputError(
-        f"'{symbol}' joins two masks, but one side is {type(other).__name__}. "
+        f"'{symbol}' combines two masks, but one side is {type(other).__name__}. "
         "Wrap a boolean tensor as masks.Dense(tensor)."
     )
 
 
 def _lengths(lengths: Tensor | Sequence[int] | int, what: str) -> Tensor | tuple[int, ...]:
-    """Lengths as they were meant: a tensor of whole numbers stays, numbers become a tuple."""
+    """Check lengths: a tensor of integers stays a tensor, Python numbers become a tuple."""
     if isinstance(lengths, Tensor):
         if lengths.dim() > 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
             raise InputError(
@@ -98,14 +178,14 @@ def _lengths(lengths: Tensor | Sequence[int] | int, what: str) -> Tensor | tuple
 
 
 def _count(number: Any, what: str) -> int:
-    """A whole number from 0 on, NumPy's among them."""
+    """An integer of 0 or more, from Python or NumPy."""
     try:
-        found = number if isinstance(number, int) else index(number)
+        count = number if isinstance(number, int) else index(number)
     except TypeError:
-        found = -1
-    if found < 0:
+        count = -1
+    if count < 0:
         raise InputError(f"{what} from 0 on, but got {number!r}.")
-    return found
+    return count
 
 
 def _column(lengths: Tensor | tuple[int, ...], extent: Extent) -> int | Tensor:
@@ -130,19 +210,19 @@ def _check_lengths(lengths: Tensor | tuple[int, ...], what: str, extent: Extent)
 
 
 @dataclass(frozen=True, slots=True)
-class Causal(Mask):
+class Causal(RangeMask):
     """A query attends to its own position and to those before it.
 
     >>> Causal() & Window(2)
     Causal() & Window(left=2, right=0)
     """
 
-    def interval(self, extent: Extent) -> Interval:
-        return Interval(0, (extent.positions() + 1).clamp(min=0), True)
+    def ends(self, extent: Extent) -> tuple[int | Tensor, int | Tensor]:
+        return 0, (extent.positions() + 1).clamp(min=0)
 
 
 @dataclass(frozen=True, slots=True)
-class Window(Mask):
+class Window(RangeMask):
     """A query attends to ``left`` keys before it, to itself, and to ``right`` keys after it.
 
     >>> from regard import See, Window, attention
@@ -159,15 +239,18 @@ class Window(Mask):
         for name, size in (("left", self.left), ("right", self.right)):
             object.__setattr__(self, name, _count(size, f"Window({name}=...) counts keys"))
 
-    def interval(self, extent: Extent) -> Interval:
+    @property
+    def max_keys(self) -> int:
+        return min(self.left + 1 + self.right, 2**31)
+
+    def ends(self, extent: Extent) -> tuple[int | Tensor, int | Tensor]:
         at = extent.positions()
-        low, high = (at - self.left).clamp(min=0), (at + self.right + 1).clamp(0, extent.keys)
-        return Interval(low, high, True)
+        return (at - self.left).clamp(min=0), (at + self.right + 1).clamp(0, extent.keys)
 
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
-class Prefix(Mask):
-    """Causal, but the first ``length`` keys are open to every query (a prefix language model).
+class Prefix(RangeMask):
+    """Causal, but every query may attend to the first ``length`` keys (a prefix language model).
 
     >>> from regard import Prefix, See, attention
     >>> x = torch.zeros(3, 2)  # [length, dim]; all scores are equal
@@ -181,22 +264,18 @@ class Prefix(Mask):
     def __init__(self, length: Tensor | Sequence[int] | int) -> None:
         object.__setattr__(self, "length", _lengths(length, "Prefix(length)"))
 
-    @property
-    def static(self) -> bool:
-        return isinstance(self.length, tuple)
-
     def check(self, extent: Extent) -> None:
         _check_lengths(self.length, "Prefix(length)", extent)
 
-    def interval(self, extent: Extent) -> Interval:
-        return Interval(0, _larger(extent.positions() + 1, _column(self.length, extent)), True)
+    def ends(self, extent: Extent) -> tuple[int | Tensor, int | Tensor]:
+        return 0, _larger(extent.positions() + 1, _column(self.length, extent))
 
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
-class Padding(Mask):
+class Padding(RangeMask):
     """Only the first ``lengths[b]`` keys of sequence ``b`` are real; with side "left", the last.
 
-    It speaks of keys. What a padded *query* yields is not meant to be used.
+    It masks keys. Ignore the output of padded *queries*.
 
     >>> from regard import Padding, See, attention
     >>> x = torch.zeros(2, 1, 3, 4)  # [batch, heads, length, dim]; all scores are equal
@@ -214,26 +293,20 @@ class Padding(Mask):
         object.__setattr__(self, "lengths", _lengths(lengths, "Padding(lengths)"))
         object.__setattr__(self, "side", side)
 
-    @property
-    def static(self) -> bool:
-        return isinstance(self.lengths, tuple)
-
     def check(self, extent: Extent) -> None:
         _check_lengths(self.lengths, "Padding(lengths)", extent)
 
-    def interval(self, extent: Extent) -> Interval:
+    def ends(self, extent: Extent) -> tuple[int | Tensor, int | Tensor]:
         length = _column(self.lengths, extent)
-        if self.side == "right":
-            return Interval(0, length, True)
-        return Interval(extent.keys - length, extent.keys, True)
+        return (0, length) if self.side == "right" else (extent.keys - length, extent.keys)
 
 
 @dataclass(frozen=True, slots=True, init=False)
-class Segments(Mask):
+class Segments(RangeMask):
     """Sequences packed one after another into a row: a query attends within its own sequence only.
 
-    ``lengths`` are those of the packed sequences, the same for the whole batch, or one list per
-    row. For cross-attention between two packed rows give those of the keys as well.
+    ``lengths`` are those of the packed sequences: one list for the whole batch, or one per row. For
+    cross-attention between two packed rows give ``keys``, the lengths on the side of the keys.
 
     >>> Segments([3, 2]) & Causal()
     Segments(lengths=((3, 2),), keys=None) & Causal()
@@ -259,7 +332,7 @@ class Segments(Mask):
 
     @classmethod
     def from_ids(cls, ids: Tensor) -> Segments:
-        """From the number of the sequence each position belongs to, as [length] or [batch, length].
+        """Make the mask from the sequence id of each position, [length] or [batch, length].
 
         >>> Segments.from_ids(torch.tensor([7, 7, 7, 9, 9]))
         Segments(lengths=((3, 2),), keys=None)
@@ -271,7 +344,7 @@ class Segments(Mask):
             names, counts = torch.unique_consecutive(row, return_counts=True)
             if len(names) != len(names.unique()):
                 raise InputError(
-                    "Segments lie one after another, but an id comes back after another one: "
+                    "The positions of a segment must be contiguous, but an id comes back later: "
                     f"{names.tolist()}. For a pattern like this pass masks.Dense."
                 )
             rows.append(tuple(counts.tolist()))
@@ -293,7 +366,7 @@ class Segments(Mask):
                         f"{list(row)} is {sum(row)}."
                     )
 
-    def interval(self, extent: Extent) -> Interval:
+    def ends(self, extent: Extent) -> tuple[int | Tensor, int | Tensor]:
         lows, highs = [], []
         for row, across in zip(self.lengths, self.keys or self.lengths, strict=True):
             ends = list(accumulate(across))
@@ -301,15 +374,15 @@ class Segments(Mask):
             lows.append(torch.tensor([0, *ends[:-1]][: len(row)]).repeat_interleave(counts))
             highs.append(torch.tensor(ends).repeat_interleave(counts))
         low, high = torch.stack(lows), torch.stack(highs)
-        if self.keys is None:  # one packing for both sides: queries look up their own position
+        if self.keys is None:  # one packing for both sides: look up each query's position
             at = extent.positions().cpu()
             inside = at.clamp(min=0).expand(len(low), -1)
             low, high = low.gather(1, inside), high.gather(1, inside).masked_fill(at < 0, 0)
-        return Interval(low.to(extent.device), high.to(extent.device), True)
+        return low.to(extent.device), high.to(extent.device)
 
 
 def _packing(lengths: Any) -> tuple[tuple[int, ...], ...]:
-    """Packed lengths, numbers or rows of numbers, as one tuple per row of the batch."""
+    """Packed lengths, as numbers or rows of numbers, as one tuple per row of the batch."""
     if not isinstance(lengths, Sequence):
         lengths = lengths.tolist() if hasattr(lengths, "tolist") else [lengths]
     rows: list[Sequence[int]] = []
@@ -333,7 +406,7 @@ class Dense(Mask):
     >>> from regard import attention, masks
     >>> x = torch.eye(2)
     >>> mask = masks.Dense(torch.tensor([[True, False], [False, False]]))
-    >>> attention(x, x, x, mask=mask).tolist()  # who may attend to nothing gets zeros
+    >>> attention(x, x, x, mask=mask).tolist()  # a query with no keys yields zeros
     [[1.0, 0.0], [0.0, 0.0]]
     """
 
@@ -352,28 +425,23 @@ class Dense(Mask):
                 "A 0/1 mask becomes one by mask.bool()."
             )
 
-    @property
-    def static(self) -> bool:
-        return False
-
     def check(self, extent: Extent) -> None:
         check_broadcast(self.allowed, extent, "mask")
-
-    def interval(self, extent: Extent) -> Interval:
-        return Interval(0, extent.keys, False)
 
     def tile(self, tile: Tile) -> Tensor:
         return slice_tile(self.allowed, tile)
 
 
+@dataclass(frozen=True, slots=True, repr=False)
 class _Joined(Mask):
-    __slots__ = ()
+    """Two masks combined by an operator."""
+
     left: Mask
     right: Mask
+    operator: ClassVar[str]
 
-    @property
-    def static(self) -> bool:
-        return self.left.static and self.right.static
+    def __repr__(self) -> str:
+        return f"{_operand(self.left)} {self.operator} {_operand(self.right)}"
 
     def check(self, extent: Extent) -> None:
         self.left.check(extent)
@@ -384,11 +452,16 @@ class _Joined(Mask):
 class And(_Joined):
     """Both masks allow it."""
 
-    left: Mask
-    right: Mask
+    operator = "&"
 
-    def __repr__(self) -> str:
-        return f"{_operand(self.left)} & {_operand(self.right)}"
+    @property
+    def is_ranges(self) -> bool:
+        return self.left.is_ranges and self.right.is_ranges
+
+    @property
+    def max_keys(self) -> int:
+        both = self.left.max_keys, self.right.max_keys
+        return min(both) or max(both)
 
     def interval(self, extent: Extent) -> Interval:
         a, b = self.left.interval(extent), self.right.interval(extent)
@@ -400,18 +473,14 @@ class And(_Joined):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Or(_Joined):
-    """Either mask allows it."""
+    """At least one of the masks allows it."""
 
-    left: Mask
-    right: Mask
-
-    def __repr__(self) -> str:
-        return f"{_operand(self.left)} | {_operand(self.right)}"
+    operator = "|"
 
     def interval(self, extent: Extent) -> Interval:
         a, b = self.left.interval(extent), self.right.interval(extent)
         low, high = _smaller(a.low, b.low), _larger(a.high, b.high)
-        # Two ranges that both start at the first key join into one; others may leave a gap.
+        # Two ranges that both start at the first key make one range; others may leave a gap.
         joined = isinstance(a.low, int) and isinstance(b.low, int) and a.low == b.low == 0
         return Interval(low, high, joined and a.exact and b.exact)
 
@@ -428,15 +497,8 @@ class Not(Mask):
     def __repr__(self) -> str:
         return f"~{_operand(self.inner)}"
 
-    @property
-    def static(self) -> bool:
-        return self.inner.static
-
     def check(self, extent: Extent) -> None:
         self.inner.check(extent)
-
-    def interval(self, extent: Extent) -> Interval:
-        return Interval(0, extent.keys, False)
 
     def tile(self, tile: Tile) -> Tensor:
         return ~self.inner.tile(tile)
@@ -447,18 +509,12 @@ def _operand(mask: Mask) -> str:
 
 
 def _larger(a: int | Tensor, b: int | Tensor) -> int | Tensor:
-    if isinstance(a, int) and isinstance(b, int):
-        return max(a, b)
-    if isinstance(a, int):
-        a, b = b, a
-    assert isinstance(a, Tensor)
-    return a.clamp(min=b) if isinstance(b, int) else torch.maximum(a, b)
+    if isinstance(a, Tensor):
+        return torch.maximum(a, b) if isinstance(b, Tensor) else a.clamp(min=b)
+    return _larger(b, a) if isinstance(b, Tensor) else max(a, b)
 
 
 def _smaller(a: int | Tensor, b: int | Tensor) -> int | Tensor:
-    if isinstance(a, int) and isinstance(b, int):
-        return min(a, b)
-    if isinstance(a, int):
-        a, b = b, a
-    assert isinstance(a, Tensor)
-    return a.clamp(max=b) if isinstance(b, int) else torch.minimum(a, b)
+    if isinstance(a, Tensor):
+        return torch.minimum(a, b) if isinstance(b, Tensor) else a.clamp(max=b)
+    return _smaller(b, a) if isinstance(b, Tensor) else min(a, b)

@@ -1,7 +1,7 @@
-"""Seeing: what to look at (See), what was seen (Seen), and the definition of every field.
+"""Seeing: the request (See), the result (Seen), and the definition of every field.
 
-``observe`` is that definition: plain PyTorch on the dense weights of some rows. ``Joining`` puts
-the rows of several tiles together. Faster ways to the same numbers live in the backends.
+``observe`` defines the fields in plain PyTorch on the dense weights of some rows, and ``Joining``
+combines tiles of rows. Backends compute the same numbers faster.
 """
 
 from __future__ import annotations
@@ -25,12 +25,11 @@ from regard.errors import InputError
 from regard.kernels.plan import OVER_QUERIES, bins
 from regard.mechanism.geometry import Extent, Tile
 
-# Every weight of every head, in one tensor: above this many it is more than anybody looks at.
-MOST_WEIGHTS = 2**28
+MAX_NUMBERS = 2**28  # that one field of Seen may hold
 
 
 class Pairs:
-    """Some queries with a key each, in order of the queries so that a tile finds its own."""
+    """Pairs of a query and a key, sorted by query so that a tile can slice its own."""
 
     __slots__ = ("keys", "places", "queries")
 
@@ -48,7 +47,7 @@ class Pairs:
             )
         order = table[:, 0].argsort(stable=True)
         self.queries, self.keys = table[order].t().contiguous()  # [p] each
-        self.places = order.argsort()  # of each pair, as they were asked for
+        self.places = order.argsort()  # of each requested pair in the sorted order
 
     def __len__(self) -> int:
         return len(self.queries)
@@ -57,9 +56,9 @@ class Pairs:
         return f"{len(self)} pairs"
 
     def of(self, tile: Tile) -> tuple[slice, Tensor, Tensor]:
-        """Those in the tile's rows: their places, and their rows and columns in the tile.
+        """The pairs in the tile's rows: their slice, and their rows and columns in the tile.
 
-        A column outside of the tile is -1: nothing there may be attended.
+        The column of a key outside of the tile, whose weight is 0, is -1.
         """
         ends = torch.tensor([tile.rows.start, tile.rows.stop])
         first, last = torch.searchsorted(self.queries, ends).tolist()
@@ -79,7 +78,7 @@ class Pairs:
 
 @dataclass(frozen=True, slots=True)
 class See:
-    """What to look at while attention runs; each field of :class:`Seen` is asked for by name.
+    """The fields of :class:`Seen` to compute while attention runs.
 
     >>> See(entropy=True, top=8, map=64)
     See(entropy, top=8, map=(64, 64))
@@ -106,7 +105,7 @@ class See:
             object.__setattr__(self, "pairs", chosen_pairs)
         top = operator.index(self.top) if hasattr(self.top, "__index__") else -1
         if isinstance(self.top, bool) or top < 0:
-            raise InputError(f"See(top=...) is how many keys to keep, but got {self.top!r}.")
+            raise InputError(f"See(top=...) is a number of keys from 0 on, but got {self.top!r}.")
         object.__setattr__(self, "top", top)
         if self.map is not None:
             sizes = self.map if isinstance(self.map, Sequence) else (self.map, self.map)
@@ -117,15 +116,15 @@ class See:
                 )
             object.__setattr__(self, "map", grid)
         if self.map_peak and self.map is None:
-            raise InputError("See(map_peak=True) needs the grid to use: give map=(rows, columns).")
-        if not self.asked:
+            raise InputError("See(map_peak=True) needs a grid: give map=(rows, columns).")
+        if not self.requested:
             raise InputError(
-                "See() looks at nothing. Name a field, as in See(entropy=True, received=True)."
+                "See() requests no field. Name one, as in See(entropy=True, received=True)."
             )
 
     @property
-    def asked(self) -> list[str]:
-        """The names of the fields asked for."""
+    def requested(self) -> list[str]:
+        """The names of the requested fields."""
         return [f.name for f in fields(self) if getattr(self, f.name) not in (False, 0, (), None)]
 
     @property
@@ -135,6 +134,7 @@ class See:
         return self.map
 
     def check(self, extent: Extent) -> None:
+        """Raise InputError where the request does not fit a call of that extent."""
         for row in self.rows:
             if not -extent.queries <= row < extent.queries:
                 raise InputError(f"See(rows=...) names row {row} of {extent.queries} queries.")
@@ -147,30 +147,22 @@ class See:
                 if least < 0 or largest >= most:
                     wrong = least if least < 0 else largest
                     raise InputError(f"See(pairs=...) names {what} {wrong}, but there are {most}.")
-        each = extent.batch * extent.heads * extent.keys
-        if len(self.rows) * each > MOST_WEIGHTS:
-            raise InputError(
-                f"See(rows=...) would keep {len(self.rows) * each:,} weights. Ask for fewer rows, "
-                "or for map=(rows, columns): all of them, pooled."
-            )
-        for name, most in (
-            ("map", math.prod(grid_of(self, extent)) if self.map is not None else 0),
-            ("top", extent.queries * self.top),
-        ):
-            if (kept := extent.batch * extent.heads * most) > MOST_WEIGHTS:
-                raise InputError(f"See({name}=...) would keep {kept:,} numbers. Ask for fewer.")
-        count = each * extent.queries
-        if self.weights and count > MOST_WEIGHTS:
-            raise InputError(
-                f"See(weights=True) would keep {count:,} weights ({count * 4 / 2**30:.1f} GiB). "
-                "Ask for rows=[...] (some rows, exact) or map=(rows, columns) (all of them, "
-                "pooled) instead."
-            )
+        for name, numbers in {
+            "rows": len(self.rows) * extent.keys,
+            "map": 0 if self.map is None else math.prod(grid_of(self, extent)),
+            "top": extent.queries * self.top,
+            "weights": extent.queries * extent.keys * self.weights,
+        }.items():
+            if (kept := extent.batch * extent.heads * numbers) > MAX_NUMBERS:
+                raise InputError(
+                    f"See({name}=...) would keep {kept:,} numbers ({kept * 4 / 2**30:.1f} GiB). "
+                    "Ask for fewer: rows=[...] keeps some rows, map=(rows, columns) pools all."
+                )
 
     def __repr__(self) -> str:
         shown = (
             name if (value := getattr(self, name)) is True else f"{name}={value!r}"
-            for name in self.asked
+            for name in self.requested
         )
         return f"See({', '.join(shown)})"
 
@@ -183,7 +175,7 @@ def _listed(pairs: Any) -> list[tuple[int, int]]:
 
 
 def _whole(numbers: Any, field: str, what: str) -> tuple[int, ...]:
-    """Whole numbers, as a tuple of them."""
+    """Integers as a tuple, checked."""
     try:
         return tuple(operator.index(number) for number in numbers)
     except TypeError:
@@ -193,9 +185,9 @@ def _whole(numbers: Any, field: str, what: str) -> tuple[int, ...]:
 
 
 class Top(NamedTuple):
-    """The largest weights of each query, largest first, and the keys they are on.
+    """The largest weights of each query, largest first, and their keys.
 
-    A query that may attend to fewer keys has weight 0 and key -1 in the places left over.
+    A query that may attend to fewer keys has weight 0 and key -1 in the remaining places.
 
     >>> from regard import Causal, See, attention
     >>> q, k = torch.tensor([[1.0, 0.0]] * 2), torch.tensor([[9.0, 0.0], [0.0, 9.0]])
@@ -210,10 +202,10 @@ class Top(NamedTuple):
 
 @dataclass(slots=True)
 class Seen:
-    """What attention did. Fields not asked for are None.
+    """What attention did. Fields that were not requested are None.
 
-    On a GPU, where gradients are to come, what sums over queries (``received``, ``map``,
-    ``map_peak``) may get its numbers from the backward pass, or as soon as it is read.
+    On a GPU, where gradients are needed, the fields that sum over queries (``received``, ``map``,
+    ``map_peak``) are computed in the backward pass or on first access, whichever comes first.
 
     >>> from regard import Causal, See, attention
     >>> x = torch.zeros(1, 1, 3, 4)  # [batch, heads, length, dim]; all scores are equal
@@ -223,29 +215,29 @@ class Seen:
     """
 
     lse: Tensor | None = None  # [b, h, q] log-sum-exp of the scores
-    entropy: Tensor | None = None  # [b, h, q] in nats; 0 where nothing may be attended
+    entropy: Tensor | None = None  # [b, h, q] in nats; 0 where no key may be attended to
     peak: Tensor | None = None  # [b, h, q] the largest weight
     max_logit: Tensor | None = None  # [b, h] the largest score that entered a softmax
-    distance: Tensor | None = None  # [b, h, q] mean distance in positions to what is attended
+    distance: Tensor | None = None  # [b, h, q] mean distance to the keys, in positions
     received: Tensor | None = None  # [b, h, k] sum over queries of the weight on each key
     top: Top | None = None  # [b, h, q, k] twice
-    rows: Tensor | None = None  # [b, h, r, k] the rows asked for
-    pairs: Tensor | None = None  # [b, h, p] the weights of the pairs asked for
-    map: Tensor | None = None  # [b, h, r, c] weight an average query of a bin gives to a bin
+    rows: Tensor | None = None  # [b, h, r, k] the requested rows
+    pairs: Tensor | None = None  # [b, h, p] the weights of the requested pairs
+    map: Tensor | None = None  # [b, h, r, c] weight of an average query on a bin of keys
     map_peak: Tensor | None = None  # [b, h, r, c] the largest single weight in a cell
     weights: Tensor | None = None  # [b, h, q, k] all of them
     extent: tuple[int, int, int, int] = field(default=(0, 0, 0, 0))  # batch, heads, queries, keys
 
     def to_dict(self) -> dict[str, Tensor]:
-        """The fields that were seen, by name; ``top`` becomes ``top_weights`` and ``top_keys``."""
-        found: dict[str, Tensor] = {}
+        """The fields that are not None; ``top`` becomes ``top_weights`` and ``top_keys``."""
+        tensors: dict[str, Tensor] = {}
         for name in _FIELDS:
             value = getattr(self, name)
             if isinstance(value, Top):
-                found |= {"top_weights": value.weights, "top_keys": value.keys}
+                tensors |= {"top_weights": value.weights, "top_keys": value.keys}
             elif value is not None:
-                found[name] = value
-        return found
+                tensors[name] = value
+        return tensors
 
     @classmethod
     def from_dict(cls, tensors: Mapping[str, Tensor], extent: tuple[int, int, int, int]) -> Seen:
@@ -255,7 +247,7 @@ class Seen:
         return cls(**plain, top=top, extent=extent)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write as safetensors."""
+        """Write a safetensors file."""
         from safetensors.torch import save_file
 
         tensors = {name: t.detach().contiguous() for name, t in self.to_dict().items()}
@@ -263,14 +255,14 @@ class Seen:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Seen:
-        """Read what :meth:`save` wrote."""
+        """Read a file of :meth:`save`."""
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 if metadata.get("regard") != "seen":
-                    raise InputError(f"{path} is a safetensors file, but no Seen was saved in it.")
+                    raise InputError(f"{path} is a safetensors file, but not of a Seen.")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
         except FileNotFoundError:
             raise InputError(f"There is no file {path}.") from None
@@ -280,7 +272,7 @@ class Seen:
         return cls.from_dict(tensors, (batch, heads, queries, keys))
 
     def _summary(self) -> Iterator[tuple[str, str, str]]:
-        """One line per field: its name, its shape, its numbers in short."""
+        """The name of each field, its shape, and the range of its numbers."""
         for name, tensor in self.to_dict().items():
             shape = " x ".join(map(str, tensor.shape))
             if name == "top_keys":
@@ -312,23 +304,23 @@ class Seen:
         )
 
 
-class Owing(Seen):
-    """A Seen some of whose fields have no numbers yet, until somebody looks at one of them."""
+class Deferred(Seen):
+    """A Seen whose fields that sum over queries are computed on first access."""
 
-    __slots__ = ("settle",)
+    __slots__ = ("compute",)
 
-    def __init__(self, settle: Callable[[], None] | None = None, **given: Any) -> None:
-        self.settle = settle
+    def __init__(self, compute: Callable[[], None] | None = None, **given: Any) -> None:
+        self.compute = compute
         super().__init__(**given)
 
     @classmethod
-    def of(cls, seen: Seen, settle: Callable[[], None]) -> Owing:
-        """``settle`` is called before a field is read that sums over queries."""
-        return cls(settle, **{f.name: getattr(seen, f.name) for f in fields(seen)})
+    def of(cls, seen: Seen, compute: Callable[[], None]) -> Deferred:
+        """``compute`` fills these fields; it is called before one of them is read."""
+        return cls(compute, **{f.name: getattr(seen, f.name) for f in fields(seen)})
 
     def __getattribute__(self, name: str) -> Any:
-        if name in OVER_QUERIES and (settle := self.settle) is not None:
-            settle()
+        if name in OVER_QUERIES and (compute := self.compute) is not None:
+            compute()
         return object.__getattribute__(self, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -337,20 +329,12 @@ class Owing(Seen):
 
 _FIELDS = [f.name for f in fields(Seen) if f.name != "extent"]
 _BY_QUERY = (
-    "lse",
-    "entropy",
-    "peak",
-    "distance",
-    "top_weights",
-    "top_keys",
-    "rows",
-    "pairs",
-    "weights",
-)
+    "lse", "entropy", "peak", "distance", "top_weights", "top_keys", "rows", "pairs", "weights",
+)  # fmt: skip
 
 
 def bin_rows(see: See, extent: Extent, rows: range) -> list[tuple[int, range]]:
-    """The bins of the map that some rows fall into, each with its share of those rows."""
+    """The bins of the map that overlap ``rows``, each with its part of them."""
     count = min(see.grid[0], extent.queries)
     if not rows:
         return []
@@ -368,90 +352,125 @@ def grid_of(see: See, extent: Extent) -> tuple[int, int]:
     return min(see.grid[0], extent.queries), min(see.grid[1], extent.keys)
 
 
+def zeros(see: See, extent: Extent, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Tensors for the requested fields, with the values that rows without keys have.
+
+    Fields that follow from others at the end (``max_logit``, ``map_count``) are not among them.
+    """
+    heads, queries, keys = (extent.batch, extent.heads), extent.queries, extent.keys
+    grid = grid_of(see, extent) if see.map is not None else ()
+    shapes: dict[str, tuple[int, ...]] = {
+        **dict.fromkeys(("lse", "entropy", "peak", "distance"), (queries,)),
+        "received": (keys,),
+        "rows": (len(see.rows), keys),
+        "pairs": (len(see.pairs or ()),),
+        "map": grid,
+        "map_peak": grid,
+        "weights": (queries, keys),
+        "top_weights": (queries, see.top),
+    }
+    names = ["top_weights" if name == "top" else name for name in see.requested]
+    values = {
+        name: torch.zeros(*heads, *shapes[name], dtype=dtype, device=extent.device)
+        for name in names
+        if name in shapes
+    }
+    if see.top:
+        values["top_keys"] = torch.full((*heads, queries, see.top), -1, device=extent.device)
+    return values
+
+
+def count_rows(see: See, extent: Extent, attends: Tensor) -> Tensor:
+    """How many queries of each bin of the map attend to any key, from ``attends`` [b, h, q]."""
+    rows = grid_of(see, extent)[0]
+    row_of = bins(extent.queries, rows, attends.device)
+    return attends.new_zeros(*attends.shape[:2], rows).index_add_(2, row_of, attends)
+
+
 def observe(
     see: See, tile: Tile, scores: Tensor, weights: Tensor, lse: Tensor
 ) -> dict[str, Tensor]:
-    """Every field asked for, from the scores and weights of a tile: [batch, heads, q, k].
+    """Every requested field, from the scores and weights of a tile: [batch, heads, q, k].
 
-    The tile holds whole rows: outside its columns nothing may be attended. Scores are -inf and
-    weights 0 where the mask forbids. Fields that run over queries (received, map, max_logit) hold
-    what these rows add; :class:`Joining` puts them together.
+    The tile holds whole rows: no query may attend to keys outside of it. Scores are -inf and
+    weights 0 where the mask forbids. Fields that combine queries (received, map, max_logit) hold
+    the part of these rows; :class:`Joining` combines the parts.
     """
     extent, device = tile.extent, weights.device
     columns = tile.columns
     attends = lse > -math.inf  # [b, h, q]
-    found: dict[str, Tensor] = {}
+    values: dict[str, Tensor] = {}
 
     def all_keys(part: Tensor) -> Tensor:
         return pad(part, (columns.start, extent.keys - columns.stop))
 
     if see.lse:
-        found["lse"] = lse
+        values["lse"] = lse
     if see.entropy:
-        # -sum w log w, where log w = score - lse; masked places hold 0 * (-inf) and count as 0.
+        # -sum w log w, where log w = score - lse; a masked 0 * (-inf) counts as 0.
         log_weights = scores - lse.masked_fill(~attends, 0)[..., None]
         log_weights = log_weights.masked_fill(scores == -math.inf, 0)
-        found["entropy"] = -(weights * log_weights).sum(-1)
+        values["entropy"] = -(weights * log_weights).sum(-1)
     if see.peak:
-        found["peak"] = weights.amax(-1) if columns else torch.zeros_like(lse)
+        values["peak"] = weights.amax(-1) if columns else torch.zeros_like(lse)
     if see.max_logit:
         empty = scores.new_full(scores.shape[:2], -math.inf)
-        found["max_logit"] = scores.flatten(2).amax(-1) if tile.rows and columns else empty
+        values["max_logit"] = scores.flatten(2).amax(-1) if tile.rows and columns else empty
     if see.distance:
         distance = (tile.query_positions() - tile.key_positions()).abs()
-        found["distance"] = (weights * distance).sum(-1)
+        values["distance"] = (weights * distance).sum(-1)
     if see.received:
-        found["received"] = all_keys(weights.sum(-2))
+        values["received"] = all_keys(weights.sum(-2))
     if see.top:
-        # By score: a weight may round to 0 and still be of a key that may be attended.
+        # By score, since a weight may round to 0 on a key that is allowed.
         highest, keys = scores.topk(min(see.top, len(columns)), dim=-1)
         missing = (0, see.top - keys.shape[-1])
-        found["top_weights"] = pad(weights.gather(-1, keys), missing)
+        values["top_weights"] = pad(weights.gather(-1, keys), missing)
         keys = (keys + columns.start).masked_fill(highest == -math.inf, -1)
-        found["top_keys"] = pad(keys, missing, value=-1)
+        values["top_keys"] = pad(keys, missing, value=-1)
     if see.rows:
         inside = chosen(see, tile)[1]
-        found["rows"] = all_keys(weights[:, :, inside])
+        values["rows"] = all_keys(weights[:, :, inside])
     if isinstance(see.pairs, Pairs):
         _, *places = see.pairs.of(tile)
-        found["pairs"] = Pairs.pick(weights, *places)
+        values["pairs"] = Pairs.pick(weights, *places)
     if see.map is not None:
         grid = grid_of(see, extent)
         row_of = bins(extent.queries, grid[0], device)[tile.rows.start : tile.rows.stop]
         column_of = bins(extent.keys, grid[1], device)[columns.start : columns.stop]
         pooled = weights.new_zeros(*weights.shape[:2], grid[0], len(columns))
         cells = weights.new_zeros(*weights.shape[:2], *grid)
-        found["map"] = cells.index_add(3, column_of, pooled.index_add(2, row_of, weights))
+        values["map"] = cells.index_add(3, column_of, pooled.index_add(2, row_of, weights))
         count = lse.new_zeros(*lse.shape[:2], grid[0])
-        found["map_count"] = count.index_add(2, row_of, attends.to(lse.dtype))
+        values["map_count"] = count.index_add(2, row_of, attends.to(lse.dtype))
         if see.map_peak:
             largest = pooled.scatter_reduce(2, row_of[:, None].expand_as(weights), weights, "amax")
             into = column_of.expand_as(largest)
-            found["map_peak"] = cells.scatter_reduce(3, into, largest, "amax")
+            values["map_peak"] = cells.scatter_reduce(3, into, largest, "amax")
     if see.weights:
-        found["weights"] = all_keys(weights)
-    return found
+        values["weights"] = all_keys(weights)
+    return values
 
 
 def chosen(see: See, tile: Tile) -> tuple[slice, list[int]]:
-    """The tile's rows that were asked for: their places among all of those, and in the tile."""
-    asked = sorted(row % tile.extent.queries for row in see.rows)
-    first, last = bisect_left(asked, tile.rows.start), bisect_left(asked, tile.rows.stop)
-    return slice(first, last), [row - tile.rows.start for row in asked[first:last]]
+    """The requested rows in a tile: their slice of all requested rows, and their rows in it."""
+    rows = sorted(row % tile.extent.queries for row in see.rows)
+    first, last = bisect_left(rows, tile.rows.start), bisect_left(rows, tile.rows.stop)
+    return slice(first, last), [row - tile.rows.start for row in rows[first:last]]
 
 
 class Joining:
-    """Puts together what is observed of consecutive tiles of rows, as it comes.
+    """Combines the fields of consecutive tiles of rows, one tile at a time.
 
-    Sums over queries are as long as the keys: to hold one for each tile would be n x n again.
+    Sums are added at once: one sum per tile would take [queries, keys] memory again.
     """
 
     def __init__(self, see: See, extent: Extent) -> None:
         self.see, self.extent = see, extent
         self.pieces: dict[str, list[Tensor]] = {}
 
-    def add(self, found: Mapping[str, Tensor]) -> None:
-        for name, piece in found.items():
+    def add(self, values: Mapping[str, Tensor]) -> None:
+        for name, piece in values.items():
             pieces = self.pieces.setdefault(name, [])
             if name in _BY_QUERY or not pieces:
                 pieces.append(piece)
@@ -461,25 +480,25 @@ class Joining:
                 pieces[0] = pieces[0] + piece
 
     def seen(self) -> Seen:
-        found = {
+        values = {
             name: torch.cat(pieces, dim=2) if len(pieces) > 1 else pieces[0]
             for name, pieces in self.pieces.items()
         }
-        return finish(self.see, found, self.extent)
+        return finish(self.see, values, self.extent)
 
 
-def finish(see: See, found: dict[str, Tensor], extent: Extent) -> Seen:
-    """Sums with a count become averages, and chosen rows stand in the order they were asked for."""
-    if "map_count" in found:
-        found["map"] = found["map"] / found.pop("map_count").clamp(min=1)[..., None]
-    if "rows" in found:
-        asked = [row % extent.queries for row in see.rows]
-        # In order, and those asked for twice at the first of their places.
+def finish(see: See, values: dict[str, Tensor], extent: Extent) -> Seen:
+    """Turn sums into averages, and put rows and pairs into the order of the request."""
+    if "map_count" in values:
+        values["map"] = values["map"] / values.pop("map_count").clamp(min=1)[..., None]
+    if "rows" in values:
+        rows = [row % extent.queries for row in see.rows]
+        # Sorted; a row that was requested twice is at the first of its places.
         place: dict[int, int] = {}
-        for index, row in enumerate(sorted(asked)):
+        for index, row in enumerate(sorted(rows)):
             place.setdefault(row, index)
-        found["rows"] = found["rows"][:, :, [place[row] for row in asked]]
+        values["rows"] = values["rows"][:, :, [place[row] for row in rows]]
     if isinstance(see.pairs, Pairs):
-        found["pairs"] = found["pairs"][:, :, see.pairs.places.to(extent.device)]
+        values["pairs"] = values["pairs"][:, :, see.pairs.places.to(extent.device)]
     sizes: Any = (extent.batch, extent.heads, extent.queries, extent.keys)
-    return Seen.from_dict(found, sizes)
+    return Seen.from_dict(values, sizes)

@@ -5,35 +5,23 @@ https://arxiv.org/abs/1810.04805
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear, normalize
+from torch.nn.functional import normalize
 
 from regard.checkpoints.keymap import Drop, Fuse, KeyMap, Rename, Spelling, Step, Tie
 from regard.errors import InputError
 from regard.layers.modules import Block, FeedForward, LayerNorm, MultiHeadAttention, PostNorm
 from regard.layers.positions import LearnedPositions
 from regard.mechanism.masks import Padding
-from regard.models.model import (
-    ACTIVATIONS,
-    Config,
-    ConfigMap,
-    Model,
-    Stack,
-    check_heads,
-    check_ids,
-    choice,
-    layers,
-    positions,
-    positive,
-    rate,
-    size,
-    token,
-)
+from regard.models import configs
+from regard.models.configs import ACTIVATIONS, Config, ConfigMap, check_heads
+from regard.models.model import Model, Stack, check_ids, positions
+from regard.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,18 +32,18 @@ class BertConfig(Config):
     24
     """
 
-    vocabulary: int = size(30522)
-    length: int = size(512)
-    token_types: int = size(2)  # of token: the first and the second sentence
-    dim: int = size(768)
-    depth: int = layers(12)
-    heads: int = size(12)
-    inner: int = size(3072)
-    activation: str = choice("gelu", ACTIVATIONS)
-    dropout: float = rate(0.1)
-    attention_dropout: float = rate(0.1)
-    epsilon: float = positive(1e-12)
-    pad_token: int | None = token(0)
+    vocabulary: int = configs.size(30522)
+    length: int = configs.size(512)
+    token_types: int = configs.size(2)  # of token: the first and the second sentence
+    dim: int = configs.size(768)
+    depth: int = configs.layers(12)
+    heads: int = configs.size(12)
+    inner: int = configs.size(3072)
+    activation: str = configs.activation("gelu")
+    dropout: float = configs.rate(0.1)
+    attention_dropout: float = configs.rate(0.1)
+    epsilon: float = configs.positive(1e-12)
+    pad_token: int | None = configs.token(0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -73,7 +61,7 @@ class BertConfig(Config):
 
 
 class BertEncoder(nn.Module):
-    """What all BERTs share: embeddings and blocks."""
+    """The embeddings and blocks that all BERTs share."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -122,12 +110,12 @@ def _initialise(model: nn.Module) -> None:
 
 
 class _Bert(Model):
-    """What the heads share: the encoder, and how a BERT is spelled in config.json."""
+    """The base of all heads: the encoder, and the keys of config.json."""
 
     config: BertConfig
 
     spelling = ConfigMap(
-        "bert",
+        BertConfig,
         {
             "vocab_size": "vocabulary",
             "max_position_embeddings": "length",
@@ -154,8 +142,8 @@ class _Bert(Model):
         self.encoder = BertEncoder(config)
 
     @classmethod
-    def read_config(cls, raw: Mapping[str, Any]) -> Config:
-        return cls.spelling.read(BertConfig, raw)
+    def sizes_for(cls, tokenizer: Tokenizer, length: int) -> dict[str, Any]:
+        return {"length": length, "pad_token": tokenizer.id("[PAD]")}
 
 
 class Bert(_Bert):
@@ -165,8 +153,6 @@ class Bert(_Bert):
     >>> list(model(torch.tensor([[1, 2, 3]])).shape)
     [1, 3, 8]
     """
-
-    architecture = "BertModel"
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
@@ -181,7 +167,7 @@ class Bert(_Bert):
         return hidden
 
     def pool(self, hidden: Tensor, padding: Padding | None = None) -> Tensor:
-        """What next-sentence prediction was trained on: the first token, through a layer."""
+        """The input of next-sentence prediction, [batch, dim]: the first token through a layer."""
         first = hidden[:, 0]
         if padding is not None and padding.side == "left":
             lengths = torch.as_tensor(padding.lengths, device=hidden.device)
@@ -193,9 +179,9 @@ class Bert(_Bert):
     def vectors(
         self, ids: Tensor, *, token_types: Tensor | None = None, padding: Padding | None = None
     ) -> Tensor:
-        """One vector of length 1 per sentence, [batch, dim]: the mean over its tokens.
+        """One unit vector per sentence, [batch, dim]: the mean over its tokens.
 
-        That of a sentence with no tokens is 0.
+        A sentence with no tokens has the vector 0.
         """
         hidden = self(ids, token_types=token_types, padding=padding)
         if padding is None:
@@ -213,7 +199,7 @@ class Bert(_Bert):
             [
                 *_SPELLINGS,
                 Spelling(r"^bert\.", ""),
-                Drop(r"^(cls|qa_outputs|classifier)\.", "a head that an encoder has not"),
+                Drop(r"^(cls|qa_outputs|classifier)\.", "a head that the encoder does not have"),
                 *_encoder_keys(config, ""),
                 Rename("pooler.dense.weight", "pooler.weight"),
                 Rename("pooler.dense.bias", "pooler.bias"),
@@ -229,7 +215,6 @@ class BertMaskedLM(_Bert):
     [1, 3, 10]
     """
 
-    architecture = "BertForMaskedLM"
     spelling = replace(_Bert.spelling, fixed={**_Bert.spelling.fixed, "tie_word_embeddings": True})
 
     def __init__(self, config: BertConfig) -> None:
@@ -248,17 +233,17 @@ class BertMaskedLM(_Bert):
         padding: Padding | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """The logits of what belongs at each of ``ids`` [batch, n]: [batch, n, vocabulary].
+        """The logits of the original token at each of ``ids`` [batch, n]: [batch, n, vocabulary].
 
-        With ``labels`` [batch, n], what does belong there or -100, it is their summed loss instead,
-        as by :func:`regard.linear_cross_entropy`.
+        With ``labels`` [batch, n], the original tokens or -100, it is their summed loss instead, as
+        by :func:`regard.linear_cross_entropy`.
         """
         hidden = self.encoder(ids, token_types=token_types, padding=padding)
         hidden = self.norm(self.activation(self.transform(hidden)))
-        weight = self.encoder.tokens.weight
-        if labels is None:
-            return linear(hidden, weight, self.bias)
-        return self._loss(hidden, weight, labels, 0.0, self.bias)
+        return self.logits(hidden) if labels is None else self._loss(hidden, labels, 0.0)
+
+    def output_weights(self) -> tuple[Tensor, Tensor]:
+        return self.encoder.tokens.weight, self.bias
 
     @staticmethod
     def keys(config: BertConfig) -> KeyMap:
@@ -281,15 +266,13 @@ class BertMaskedLM(_Bert):
 
 
 class BertAnswering(_Bert):
-    """BERT that answers from a text: where an answer starts, and where it ends.
+    """BERT for extractive question answering: where in a text the answer starts and ends.
 
     >>> model = BertAnswering(BertConfig(vocabulary=10, dim=8, depth=1, heads=2, inner=16))
     >>> start, end = model(torch.tensor([[1, 2, 3]]))
     >>> list(start.shape)
     [1, 3]
     """
-
-    architecture = "BertForQuestionAnswering"
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
@@ -299,7 +282,7 @@ class BertAnswering(_Bert):
     def forward(
         self, ids: Tensor, *, token_types: Tensor | None = None, padding: Padding | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The logits of each of ``ids`` [batch, n] to be the answer's first, and its last."""
+        """The logits of the first and of the last token of the answer, [batch, n] each."""
         start, end = self.ends(self.encoder(ids, token_types=token_types, padding=padding)).unbind(
             -1
         )

@@ -1,4 +1,4 @@
-"""A model ready for use: with its tokenizer, and what its files say about decoding."""
+"""A model opened once: with its tokenizer, its config, and how its files say to decode."""
 
 from __future__ import annotations
 
@@ -6,59 +6,68 @@ import os
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
-from typing import (
-    Any,
-    Literal,
-    get_args,
-)
+from typing import Any, Literal, get_args
 
 import torch
 
-from regard.checkpoints import files, hub
-from regard.decoding import settings
-from regard.decoding.settings import SettingWarning, not_followed
+from regard.checkpoints import hub
+from regard.checkpoints.tensors import open_checkpoint
+from regard.decoding.settings import Settings, SettingWarning, generation_of, not_followed, tasks_of
 from regard.errors import CheckpointError, InputError
-from regard.models.loading import load
-from regard.models.model import Model
+from regard.models import registry
+from regard.models.loading import check_device
+from regard.models.model import EncoderDecoder, Model
 from regard.models.quantization import prepack, quantize
-from regard.models.t5 import T5
-from regard.models.transformer import Transformer
 from regard.text.preparing import PREPARATIONS, prepare
 from regard.text.tokenizer import Tokenizer
 
 Name = str | os.PathLike[str]
 Precision = Literal["float32", "bfloat16", "int8"]
+MAX_OPEN = 8  # bundles that are kept: the shipped ones, and some
 
 
 @dataclass(frozen=True, slots=True)
-class Ready:
-    """A model with all that is needed to use it."""
+class Bundle:
+    """A model with its tokenizer and what its files say of its use."""
 
     name: str
     model: Model
-    text: Tokenizer
-    config: Mapping[str, Any]  # config.json as it stands
-    defaults: Mapping[str, Any]  # generation_config.json
+    tokenizer: Tokenizer
+    config: Mapping[str, Any]  # the contents of config.json
+    generation: Mapping[str, Any]  # the contents of generation_config.json
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids. A model may have more of them than its tokenizer: those say nothing."""
-        return self.text.decode([one for one in ids if one < len(self.text.target)])
-
-    def settings(self, task: str | None) -> dict[str, Any]:
-        """What its files say about decoding, for a task that they name."""
-        return {**self.defaults, **(self.tasks.get(task, {}) if task else {})}
+        """The text of ids. Ids that the tokenizer does not have are left out."""
+        return self.tokenizer.decode([token for token in ids if token < len(self.tokenizer.target)])
 
     @property
     def tasks(self) -> dict[str, dict[str, Any]]:
-        """What config.json says about tasks: their prefixes, and how to decode."""
-        return settings.tasks_of(self.config, self.name)
+        """The tasks that config.json names: their prefixes, and how to decode for them."""
+        return tasks_of(self.config, self.name)
+
+    def settings(self, task: str | None) -> Settings:
+        """How its files say to decode, for one of its tasks or for all."""
+        return Settings.of_files({**self.generation, **self.tasks.get(task or "", {})})
+
+    def prefix(self, task: str | None) -> str:
+        """What its sources begin with for a task; "" where its files have none."""
+        prefix = self.tasks.get(task or "", {}).get("prefix")
+        return prefix if isinstance(prefix, str) else ""
+
+    def check_prefix(self, text: str) -> None:
+        """Raise InputError if its files name one task, and a text lacks that task's prefix."""
+        prefix = self.prefix(next(iter(self.tasks))) if len(self.tasks) == 1 else ""
+        if not text.startswith(prefix.strip()):
+            raise InputError(
+                f"{self.name} was trained on texts that begin with {prefix!r}: begin this one "
+                "with it, too."
+            )
 
     def prepared(self, text: str, task: str) -> str:
-        """A text as those were that it learned a task from, where its recipe says how."""
+        """A text in the form of those the model was trained on, where its recipe says how."""
         steps = self.tasks.get(task, {}).get("prepare", [])
         if not isinstance(steps, list) or not all(step in PREPARATIONS for step in steps):
             raise CheckpointError(f"{self.name}: texts cannot be prepared by {steps!r}.")
@@ -67,30 +76,36 @@ class Ready:
     @property
     def ends(self) -> list[int]:
         """The tokens that end what it writes."""
-        said = self.defaults.get("eos_token_id")
-        said = self.model.config.end_token if said is None else said
-        found = said if isinstance(said, list) else [] if said is None else [said]
-        if not all(type(token) is int for token in found):
-            raise CheckpointError(f"{self.name}: eos_token_id = {said!r} is no token.")
-        return found
+        given = self.generation.get("eos_token_id")
+        given = self.model.config.end_token if given is None else given
+        ends = given if isinstance(given, list) else [] if given is None else [given]
+        if not all(type(token) is int for token in ends):
+            raise CheckpointError(f"{self.name}: eos_token_id = {given!r} is no token.")
+        return ends
 
     @property
     def window(self) -> int:
-        """How many tokens it reads at once."""
-        found = getattr(self.model.config, "length", None) or self.config.get("n_positions") or 512
-        if type(found) is not int or found < 8:
-            raise CheckpointError(f"{self.name}: n_positions = {found!r} is no length.")
-        return found
+        """The number of tokens it reads at once."""
+        window = self.model.longest or self.config.get("n_positions") or 512
+        if type(window) is not int or window < 8:
+            raise CheckpointError(f"{self.name}: n_positions = {window!r} is no length.")
+        return window
 
 
-def ready(
+def open_bundle(
     name: Name,
-    kinds: tuple[type[Model], ...],
-    task: str,
+    task: str | None = None,
     device: torch.device | str | None = None,
     precision: Precision = "float32",
-) -> Ready:
-    """A model by its name or folder, loaded once as long as its files stay the same."""
+) -> Bundle:
+    """A model by its name or folder, for a function of :mod:`regard.tasks` or for any use.
+
+    It is kept, and loaded again only if its files change.
+
+    >>> bundle = open_bundle("books-gpt2", "complete")
+    >>> bundle.model is open_bundle("books-gpt2").model, bundle.window
+    (True, 256)
+    """
     if precision not in get_args(Precision):
         known = ", ".join(get_args(Precision))
         raise InputError(f"There is no precision {precision!r}. Give one of {known}.")
@@ -102,57 +117,46 @@ def ready(
         )
     except OSError as error:
         raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from None
-    found = _loaded(folder.resolve(), stamps, str(device or "cpu"), precision)
-    if not isinstance(found.model, kinds):
-        wanted = " or ".join(kind.__name__ for kind in kinds)
+    bundle = _loaded(folder.resolve(), stamps, str(device or "cpu"), precision)
+    if task is not None and task not in bundle.model.row().serves:
+        able = [row.class_name for row in registry.ARCHITECTURES if task in row.serves]
         raise InputError(
-            f"{name} is a {type(found.model).__name__}, which cannot {task}: that takes a {wanted}."
+            f"{name} is a {type(bundle.model).__name__}, which cannot {task}: that takes a "
+            f"{' or '.join(able)}."
         )
-    return Ready(str(name), found.model, found.text, found.config, found.defaults)
+    return replace(bundle, name=str(name))
 
 
-@lru_cache(maxsize=8)  # those that come along, and some
-def _loaded(folder: Path, stamps: object, device: str, precision: Precision) -> Ready:
-    del stamps  # of the files: the key under which this is kept
-    # What precision a file has saves space; in which one it is fast depends on the machine.
+@lru_cache(maxsize=MAX_OPEN)
+def _loaded(folder: Path, stamps: object, device: str, precision: Precision) -> Bundle:
+    del stamps  # of the files: part of the key of the cache
+    # Files have the precision that saves space. Which one is fast depends on the machine.
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
-    model = load(folder, device=device, dtype=dtype)
-    defaults = settings.settings_of(folder)
-    _silence(model, defaults.get("bad_words_ids"))
-    config = files.read_json(folder / files.CONFIG)
-    asked = [defaults, *settings.tasks_of(config, folder.name).values()]
-    pairs, silences = isinstance(model, Transformer | T5), isinstance(model, Transformer)
-    for name, value in chain.from_iterable(
-        not_followed(said, pairs=pairs, silences=silences) for said in asked
-    ):
-        warnings.warn(
-            f"{folder.name} asks for {name} = {value!r}, which regard does not follow.",
-            SettingWarning,
-            stacklevel=2,
+    check_device(device)
+    source = open_checkpoint(folder)
+    config, generation = source.config, generation_of(folder)
+    model = registry.architecture_of(config).model_class().from_checkpoint(source, device, dtype)
+    bans_tokens = model.ban(generation.get("bad_words_ids"))
+    for settings in (generation, *tasks_of(config, folder.name).values()):
+        ignored = not_followed(
+            settings, completes=not isinstance(model, EncoderDecoder), bans_tokens=bans_tokens
         )
+        for setting, value in ignored:
+            warnings.warn(
+                f"{folder.name} sets {setting} = {value!r}, which regard does not follow.",
+                SettingWarning,
+                stacklevel=2,
+            )
     if precision == "int8":
         quantize(model)
     elif precision == "bfloat16" and model.device.type == "cpu":
         prepack(model)
-    return Ready(str(folder), model, Tokenizer.load(folder), config, defaults)
-
-
-def _silence(model: Model, tokens: object) -> None:
-    """Let a Transformer never write some tokens: Marian's padding has a score, but no meaning."""
-    if not isinstance(model, Transformer) or not isinstance(tokens, list):
-        return
-    for token in tokens:
-        if isinstance(token, list) and len(token) == 1 and type(token[0]) is int:
-            if 0 <= token[0] < model.output_bias.shape[1]:
-                model.output_bias[0, token[0]] = -torch.inf
-
-
-# ------------------------------------------------------------------------------ text from text
+    return Bundle(str(folder), model, Tokenizer.load(folder), config, generation)
 
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Within, nothing is dropped; after that, every part is as it was before."""
+    """Evaluation mode inside the context; afterwards every module's own mode is restored."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -160,15 +164,3 @@ def evaluating(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def check_prefix(name: str | os.PathLike[str], text: str) -> None:
-    """Raise where a model's files name one task, and a text does not begin as that task's do."""
-    config = files.read_json(hub.find(name) / files.CONFIG)
-    prefixes = [task.get("prefix") for task in settings.tasks_of(config, str(name)).values()]
-    if len(prefixes) != 1 or not isinstance(prefixes[0], str):
-        return
-    if not text.startswith(prefixes[0].strip()):
-        raise InputError(
-            f"{name} learned from texts that begin with {prefixes[0]!r}: begin this one so, too."
-        )

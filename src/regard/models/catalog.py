@@ -1,6 +1,6 @@
-"""The models at hand: those that come with regard, and those in the Hugging Face hub's cache.
+"""Installed and cached models: those shipped with regard, and those in the Hugging Face cache.
 
-Nothing here loads PyTorch: all is read from small files and from the head of large ones.
+Nothing here loads PyTorch: it reads small files and the headers of large ones.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from typing import Any
 from regard.checkpoints import cards
 from regard.checkpoints.hub import cache_folder, cached_models, size_of
 from regard.errors import InputError
-from regard.models.registry import HUB_NAMES
+from regard.models.registry import row_named
 
-_MOST_HEADER = 32 * 2**20
+_MAX_HEADER = 32 * 2**20
 
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """A model at hand."""
+    """An installed or cached model."""
 
     name: str
     origin: str  # "shipped", "cached" or "folder"
@@ -36,7 +36,7 @@ class Known:
 
 
 def known() -> list[Known]:
-    """All models at hand that regard can load; those shipped come first.
+    """All installed and cached models that regard can load; shipped ones come first.
 
     >>> all(model.origin in ("shipped", "cached") for model in known())
     True
@@ -45,7 +45,7 @@ def known() -> list[Known]:
 
 
 def one(name: str) -> Known:
-    """The model at hand of a name."""
+    """The installed or cached model of a name."""
     for model in known():
         if model.name == name:
             return model
@@ -53,19 +53,19 @@ def one(name: str) -> Known:
     near = get_close_matches(name, names, 1)
     hint = f" Did you mean {near[0]}?" if near else ""
     there = ", ".join(names) or "none"
-    raise InputError(f"There is no model {name!r} at hand.{hint} There are: {there}.")
+    raise InputError(f"There is no installed or cached model {name!r}.{hint} There are: {there}.")
 
 
 def at(folder: Path, name: str) -> Known:
-    """The model of a folder of one's own."""
+    """The model in a folder."""
     found = _described(folder, name, "folder")
     if found is None:
-        raise InputError(f"{folder} holds no model that regard knows: see its config.json.")
+        raise InputError(f"{folder} holds no model that regard has: see its config.json.")
     return found
 
 
 def places() -> dict[str, Path]:
-    """Where models lie: those shipped, and those cached where the hub's package is installed."""
+    """The folders of shipped and, if the hub's package is installed, of cached models."""
     there = {"shipped": cards.SHIPPED}
     hub = cache_folder()
     return there if hub is None else there | {"cached": hub}
@@ -89,11 +89,11 @@ def _cached() -> Iterator[Known]:
 
 
 def _described(folder: Path, name: str, origin: str) -> Known | None:
-    """What the files of a folder say of its model; None where it is not one of ours."""
+    """The model in a folder, as its files describe it; None if regard does not have it."""
     names = _json(folder / "config.json").get("architectures")
-    if not isinstance(names, list) or not names or not isinstance(names[0], str):
-        return None
-    if names[0] not in HUB_NAMES:
+    hub_name = names[0] if isinstance(names, list) and names else None
+    row = row_named(hub_name)
+    if row is None:
         return None
     card = folder / cards.CARD
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
@@ -102,8 +102,8 @@ def _described(folder: Path, name: str, origin: str) -> Known | None:
         name,
         origin,
         folder,
-        HUB_NAMES[names[0]].task,
-        names[0],
+        row.task,
+        str(hub_name),
         _parameters(folder),
         size_of(folder),
         facts.get("license", ""),
@@ -114,17 +114,17 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_bytes())
     except (OSError, ValueError):
-        return {}  # a download that was cut short, say
+        return {}  # such as an interrupted download
     return value if isinstance(value, dict) else {}
 
 
 def _parameters(folder: Path) -> int | None:
-    """How many numbers the safetensors files of a folder say they hold."""
+    """The number of parameters in the headers of a folder's safetensors files."""
     total = 0
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as opened:
             length = int.from_bytes(opened.read(8), "little")
-            raw = opened.read(length) if length <= _MOST_HEADER else b""
+            raw = opened.read(length) if length <= _MAX_HEADER else b""
         try:
             header = json.loads(raw)
             shapes = [entry["shape"] for key, entry in header.items() if key != "__metadata__"]

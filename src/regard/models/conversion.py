@@ -1,4 +1,4 @@
-"""A checkpoint from another: in another precision, packed, or cut into shards of another size."""
+"""Convert a checkpoint: to another precision, packed, or in shards of another size."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from regard.checkpoints.files import CONFIG, GENERATION, note, place_for, read_j
 from regard.checkpoints.hub import find
 from regard.checkpoints.packing import Packing
 from regard.checkpoints.tensors import SHARD
-from regard.decoding.settings import settings_of
+from regard.decoding.settings import generation_of
 from regard.errors import InputError
 from regard.models.loading import load
 from regard.text.tokenizer import Tokenizer
 
-# What lies beside the weights and belongs to them: tokenizers of every age, and cards.
+# Files that belong to the weights: tokenizers in all their formats, and cards.
 _BESIDE = (
     GENERATION,
     "README.md",
@@ -40,7 +40,10 @@ _BESIDE = (
     "source.spm",
     "target.spm",
 )
-_OF_TASKS = ("task_specific_params", "n_positions")  # of config.json, and of no model's config
+_OF_TASKS = (
+    "task_specific_params",
+    "n_positions",
+)  # keys of config.json that no config class holds
 
 
 def convert(
@@ -54,9 +57,9 @@ def convert(
 ) -> Path:
     """Write the checkpoint ``source`` again as the folder ``target``, as :meth:`Model.save` does.
 
-    Weights become ``dtype``; or they are packed, which says how all of them are stored. Tokenizer,
-    card and generation settings come along. ``target`` is there as a whole or not at all; one that
-    is there already is replaced only with ``force``, and only where it holds a checkpoint.
+    Weights become ``dtype``, or they are packed. Tokenizer, card and generation settings are
+    copied. ``target`` is complete or not there at all. An existing one is replaced only with
+    ``force``, and only if it holds a checkpoint.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -68,12 +71,12 @@ def convert(
     torch.float16
     """
     if dtype is not None and packing is not None:
-        raise InputError("A packing says how weights are stored: leave dtype out.")
+        raise InputError("packing= already says how weights are stored: leave out dtype=.")
     folder, goal = find(source), place_for(target)
     _check_goal(goal, force)
     model = load(folder, dtype=dtype if packing is None else torch.float32)
     goal.parent.mkdir(parents=True, exist_ok=True)
-    # Beside its place, so that moving it there is one step of the file system.
+    # On the same file system, so that moving it into place is one step.
     with tempfile.TemporaryDirectory(dir=goal.parent, prefix=f".{goal.name}.") as beside:
         made, old = Path(beside, "made"), Path(beside, "old")
         model.save(made, packing=packing, shard_bytes=shard_bytes)
@@ -83,7 +86,7 @@ def convert(
         if (made / "tokenizer.json").exists():
             Tokenizer.load(made).describe(made)
         if (made / GENERATION).exists() and not (folder / GENERATION).exists():
-            note(made / GENERATION, settings_of(folder))
+            note(made / GENERATION, generation_of(folder))
         said = read_json(folder / CONFIG)
         note(made / CONFIG, {key: said[key] for key in _OF_TASKS if key in said})
         try:
@@ -92,7 +95,7 @@ def convert(
             made.rename(goal)
         finally:
             if old.exists() and not goal.exists():
-                old.rename(goal)  # what was there is lost to nothing that goes wrong here
+                old.rename(goal)  # a failure above loses nothing
     return goal
 
 
@@ -100,6 +103,6 @@ def _check_goal(goal: Path, force: bool) -> None:
     if not os.path.lexists(goal):
         return
     if not goal.is_dir() or (any(goal.iterdir()) and not (goal / CONFIG).is_file()):
-        raise InputError(f"{goal} is there already and holds no checkpoint. Choose another place.")
+        raise InputError(f"{goal} exists and holds no checkpoint. Choose another folder.")
     if any(goal.iterdir()) and not force:
-        raise InputError(f"{goal} is there already. Pass --force to replace it.")
+        raise InputError(f"{goal} exists. Pass --force to replace it.")

@@ -5,13 +5,11 @@ https://cdn.openai.com/better-language-models/language_models_are_unsupervised_m
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from regard.checkpoints.keymap import Drop, KeyMap, Rename, Spelling, Step, Tie, Transpose
 from regard.decoding.state import State
@@ -19,25 +17,10 @@ from regard.errors import InputError
 from regard.layers.modules import Block, FeedForward, LayerNorm, MultiHeadAttention, PreNorm
 from regard.layers.positions import LearnedPositions
 from regard.mechanism.masks import Causal, Padding
-from regard.models.model import (
-    ACTIVATIONS,
-    Config,
-    ConfigMap,
-    Model,
-    Stack,
-    check_heads,
-    check_ids,
-    choice,
-    layers,
-    optional_size,
-    pad,
-    positions,
-    positive,
-    rate,
-    size,
-    switch,
-    token,
-)
+from regard.models import configs
+from regard.models.configs import ACTIVATIONS, Config, ConfigMap, check_heads
+from regard.models.model import LanguageModel, Stack, check_ids, positions
+from regard.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,21 +31,21 @@ class GPT2Config(Config):
     1024
     """
 
-    vocabulary: int = size(50257)
-    length: int = size(1024)
-    dim: int = size(768)
-    depth: int = layers(12)
-    heads: int = size(12)
-    inner: int | None = optional_size()  # four times dim, where it is None
-    activation: str = choice("gelu_new", ACTIVATIONS)
-    dropout: float = rate(0.1)
-    embedding_dropout: float = rate(0.1)
-    attention_dropout: float = rate(0.1)
-    epsilon: float = positive(1e-5)
-    scale_by_layer: bool = switch(False)  # divide the scores of layer i, from 1 on, by i
-    begin_token: int | None = token(50256)
-    end_token: int | None = token(50256)
-    pad_token: int | None = token(None)
+    vocabulary: int = configs.size(50257)
+    length: int = configs.size(1024)
+    dim: int = configs.size(768)
+    depth: int = configs.layers(12)
+    heads: int = configs.size(12)
+    inner: int | None = configs.size(None)  # four times dim, where it is None
+    activation: str = configs.activation("gelu_new")
+    dropout: float = configs.rate(0.1)
+    embedding_dropout: float = configs.rate(0.1)
+    attention_dropout: float = configs.rate(0.1)
+    epsilon: float = configs.positive(1e-5)
+    scale_by_layer: bool = configs.switch(False)  # divide the scores of layer i, from 1 on, by i
+    begin_token: int | None = configs.token(50256)
+    end_token: int | None = configs.token(50256)
+    pad_token: int | None = configs.token(None)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,7 +72,7 @@ class GPT2Config(Config):
         return cls(dim=1600, depth=48, heads=25)
 
 
-class GPT2(Model):
+class GPT2(LanguageModel):
     """GPT-2 with its language-model head, which shares the token embedding.
 
     >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2))
@@ -124,8 +107,8 @@ class GPT2(Model):
         )
 
     def _initialise(self) -> None:
-        """Normal with 0.02 (positions 0.01), biases 0; what is added to the residual stream is
-        scaled down by the square root of how often that happens (section 2.3).
+        """Normal with 0.02 (positions 0.01), biases 0. Output layers of blocks are scaled down by
+        the square root of their number (section 2.3).
         """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -134,6 +117,11 @@ class GPT2(Model):
                 nn.init.normal_(parameter, std=0.02 / (2 * self.config.depth) ** 0.5)
             elif "norm" not in name:
                 nn.init.normal_(parameter, std=0.01 if name == "places.weight" else 0.02)
+
+    @classmethod
+    def sizes_for(cls, tokenizer: Tokenizer, length: int) -> dict[str, Any]:
+        sizes = super().sizes_for(tokenizer, length)
+        return {**sizes, "length": length, "begin_token": sizes["end_token"]}
 
     def forward(
         self,
@@ -146,22 +134,21 @@ class GPT2(Model):
     ) -> Tensor:
         """The logits of the token after each of ``ids`` [batch, n]: [batch, n, vocabulary].
 
-        With ``labels`` [batch, m], the tokens that do come after each of the last m, it is their
-        summed loss instead, as by :func:`regard.linear_cross_entropy`.
+        With ``labels`` [batch, m], the tokens after each of the last m, it is their summed loss
+        instead, as by :func:`regard.linear_cross_entropy`.
         """
         hidden = self.read(ids, padding=padding, state=state)
         if labels is None:
             return self.logits(hidden)
         last = hidden[:, hidden.shape[1] - labels.shape[1] :]
-        return self._loss(last, self.tokens.weight, labels, smoothing)
+        return self._loss(last, labels, smoothing)
 
     def read(
         self, ids: Tensor, *, padding: Padding | None = None, state: State | None = None
     ) -> Tensor:
         """The hidden state at each of ``ids`` [batch, n]: [batch, n, dim].
 
-        With a ``state`` the ids come after all that went through it before, and its own padding
-        counts.
+        With a ``state`` the ids follow those it has read, and its own padding counts.
         """
         check_ids(ids)
         past = 0 if state is None else len(state)
@@ -172,7 +159,9 @@ class GPT2(Model):
             )
         if state is not None:
             if padding is not None:
-                raise InputError("With a state, padding belongs to it: State(pads=...).")
+                raise InputError(
+                    "A state holds its own padding: pass State(pads=...), not padding=."
+                )
             padding = state.padding(total)
         at = positions(padding, past, total, ids.device)
         x = self.dropout(self.tokens(ids) + self.places(at))
@@ -181,15 +170,8 @@ class GPT2(Model):
         result: Tensor = self.norm(x)
         return result
 
-    def start_decoding(
-        self, prompts: Sequence[Sequence[int]], room: int = 0
-    ) -> tuple[Tensor, State]:
-        """What decoding starts from: the prompts, padded on the left, and an empty state."""
-        ids, padding = pad(prompts, 0, "left", self.config.vocabulary, self.device)
-        pads = None
-        if padding is not None:
-            pads = ids.shape[1] - torch.as_tensor(padding.lengths, device=ids.device)
-        return ids, State(self.config.depth, ids.shape[1] + room, pads=pads)
+    def _state(self, room: int, pads: Tensor | None) -> State:
+        return State(self.config.depth, room, pads=pads)
 
     def step(self, ids: Tensor, state: State) -> Tensor:
         """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary].
@@ -209,21 +191,13 @@ class GPT2(Model):
         x = self.norm(self.stack.step(x, state, state.bias(x)))
         return self.logits(x.flatten(0, 1))
 
-    def logits(self, hidden: Tensor) -> Tensor:
-        """The logits of hidden states [..., dim]: [..., vocabulary]."""
-        if self.head is not None:
-            logits: Tensor = self.head(hidden)
-            return logits
-        return linear(hidden, self.tokens.weight)
-
-    def tied(self) -> tuple[Tensor, Tensor | None]:
+    def output_weights(self) -> tuple[Tensor, None]:
         return self.tokens.weight, None
 
     # --------------------------------------------------------------------------- checkpoints
 
-    architecture = "GPT2LMHeadModel"
     spelling = ConfigMap(
-        "gpt2",
+        GPT2Config,
         {
             "vocab_size": "vocabulary",
             "n_positions": "length",
@@ -247,18 +221,6 @@ class GPT2(Model):
             "tie_word_embeddings": True,
         },
     )
-
-    @classmethod
-    def read_config(cls, raw: Mapping[str, Any]) -> Config:
-        return cls.spelling.read(GPT2Config, raw)
-
-    def generation(self) -> dict[str, Any]:
-        config = self.config
-        return {
-            "bos_token_id": config.begin_token,
-            "eos_token_id": config.end_token,
-            "pad_token_id": config.pad_token,
-        }
 
     @staticmethod
     def keys(config: GPT2Config) -> KeyMap:

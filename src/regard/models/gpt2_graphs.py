@@ -1,8 +1,8 @@
-"""GPT-2 on a GPU, one sequence at a time, without waiting for Python between its layers.
+"""GPT-2 on a GPU, one sequence at a time, as CUDA graphs.
 
 A step of a small model is hundreds of kernels that each take microseconds, and launching them takes
-longer than running them. A CUDA graph launches them as one. What it replays is fixed: so the caches
-never move, and the position is a number on the device.
+longer than running them. A CUDA graph launches them as one. It reads fixed addresses: so the caches
+never move, and the position is a tensor on the device.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from regard.errors import InputError
 from regard.layers.cache import CrossCache, FixedCache
 from regard.models.gpt2 import GPT2
 
-LEAST = 128  # keys that the shortest graph attends to; each further one has twice as many
+MIN_KEYS = 128  # of the shortest graph; each further graph attends to twice as many
 
 
 class Run:
-    """How far one sequence got. It has no beams, and no others beside it."""
+    """The position in one sequence. There are no beams and no batch."""
 
     pads: Tensor | None = None
 
@@ -30,26 +30,27 @@ class Run:
         self.length = 0
 
     def spread(self, beams: int) -> None:
-        raise InputError(f"Replayed has no beams, but got {beams}: decode greedily or by sampling.")
+        raise InputError(
+            f"Replayed does not search with beams, but got {beams}: use Greedy() or Sample()."
+        )
 
     def follow(self, origins: Tensor) -> None:
         raise InputError(f"Replayed has no beams to follow {origins.tolist()}.")
 
     def keep(self, sentences: Tensor) -> None:
-        """There is one, and it stays."""
+        """There is one sentence, which stays."""
 
     def rest(self, sentences: Tensor) -> None:
-        """There is one, and it is done."""
+        """There is one sentence, which is done."""
 
     def place(self, sentences: Tensor, others: Run, which: Tensor) -> None:  # noqa: ARG002
-        raise InputError("Replayed has no others beside a sequence: begin anew.")
+        raise InputError("Replayed decodes one sequence at a time: start a new one.")
 
 
 class Replayed:
-    """A GPT-2 to be decoded by :func:`regard.generate` with ``batch=1``, greedily or by sampling.
+    """A GPT-2 for :func:`regard.generate` with ``batch=1``, with Greedy or Sample.
 
-    It holds the memory of one sequence: use one at a time. On a CPU it does the same, without
-    graphs.
+    It holds the cache of one sequence. On a CPU it takes the same steps without graphs.
 
     >>> from regard import GPT2Config, generate
     >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2)).eval()
@@ -68,12 +69,12 @@ class Replayed:
             ]
             self.ids = torch.zeros(1, 1, dtype=torch.long, device=weight.device)
             self.at = torch.zeros(1, dtype=torch.long, device=weight.device)
-            # A graph reads where it once read: all that it reads lives as long as this object.
+            # A graph reads fixed addresses: all tensors it reads live as long as this object.
             self.index = torch.arange(config.length, device=weight.device)
         self.replays: dict[int, Callable[[], Tensor]] = {}
 
     def start_decoding(self, prompts: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, Run]:
-        """What decoding starts from: the prompt, and that nothing of it was read."""
+        """The first step of decoding: the prompt, of which nothing is read yet."""
         if len(prompts) != 1:
             raise InputError(
                 f"Replayed decodes one sequence at a time, but got {len(prompts)}: pass batch=1."
@@ -92,7 +93,7 @@ class Replayed:
             raise InputError(f"This GPT-2 reads at most {most} tokens.")
         self.ids.copy_(ids)
         self.at.fill_(past)
-        size = LEAST
+        size = MIN_KEYS
         while size < run.length:
             size *= 2
         size = min(size, most)
@@ -101,7 +102,7 @@ class Replayed:
         return self.replays[size]()
 
     def _read(self, prompt: Tensor) -> Tensor:
-        """The logits after a whole prompt [1, n], whose keys and values go into the memory."""
+        """The logits after a whole prompt [1, n]; its keys and values go into the cache."""
         state = State(self.model.config.depth, prompt.shape[1])
         logits = self.model.step(prompt, state)
         for memory, cache in zip(self.memory, state.own, strict=True):
@@ -110,7 +111,7 @@ class Replayed:
         return logits
 
     def _replay(self, size: int) -> Callable[[], Tensor]:
-        """The step over ``size`` keys: a graph where there is a GPU."""
+        """The step over ``size`` keys, as a graph on a GPU."""
         model = self.model
         state = State(model.config.depth)
         state.own = [
@@ -130,7 +131,7 @@ class Replayed:
             return step
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):  # once before, so that nothing is set up while capturing
+        with torch.cuda.stream(aside):  # once before, since nothing may be set up during capture
             step()
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()

@@ -21,8 +21,8 @@ def load(
 ) -> Model:
     """The model of a checkpoint in Hugging Face's layout, ready to use (in eval mode).
 
-    ``name`` is that of a shipped model, a folder, or a model of the Hugging Face hub. Which model
-    it is, the checkpoint says; ``model`` reads it as another, as in
+    ``name`` is that of a shipped model, a folder, or a model of the Hugging Face hub. config.json
+    says which architecture it has; ``model`` reads it as another, as in
     ``load("bert-base-uncased", model=Bert)``. Without ``dtype`` the weights keep the precision they
     are stored in; packed ones become float32.
 
@@ -37,11 +37,16 @@ def load(
         raise InputError(f"load(dtype=...) is a floating-point dtype of torch, not {dtype!r}.")
     if model is not None and not (isinstance(model, type) and issubclass(model, Model)):
         raise InputError(f"load(model=...) is a class such as Bert, not {model!r}.")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, TypeError, AssertionError):  # the last of a PyTorch without CUDA
-        raise InputError(f"PyTorch has no device {device!r} here.") from None
+    check_device(device)
     source = open_checkpoint(name)
     if model is None:
         model = architecture_of(source.config).model_class()
     return model.from_checkpoint(source, device, dtype)
+
+
+def check_device(device: torch.device | str | None) -> None:
+    """Raise InputError for a device that PyTorch does not have."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, TypeError, AssertionError):  # the last of a PyTorch without CUDA
+        raise InputError(f"PyTorch has no device {device!r} here.") from None

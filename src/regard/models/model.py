@@ -1,184 +1,47 @@
-"""What the models share: configs that are checked, stacks of blocks, and loading."""
+"""What the models share: stacks of blocks, decoding, observing, loading and saving."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, linear
 from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from regard.checkpoints import tensors as files
 from regard.checkpoints.keymap import KeyMap
 from regard.checkpoints.packing import Packing, packed
-from regard.decoding.state import State
+from regard.decoding.state import Memories, State
 from regard.errors import CheckpointError, InputError
 from regard.layers.modules import Block, MultiHeadAttention
 from regard.mechanism.biases import Bias
-from regard.mechanism.masks import Mask, Padding
-
-# ------------------------------------------------------------------------------------- configs
-
-
-def size(default: int, most: int = 2**24) -> Any:
-    """A config's field: a whole number from 1 to ``most``."""
-    return _checked(
-        default, f"a whole number from 1 to {most}", lambda v: type(v) is int and 1 <= v <= most
-    )
-
-
-def optional_size(most: int = 2**24) -> Any:
-    """A config's field: as :func:`size`, or None."""
-    return _checked(
-        None,
-        f"None or a whole number from 1 to {most}",
-        lambda v: v is None or (type(v) is int and 1 <= v <= most),
-    )
-
-
-def layers(default: int) -> Any:
-    """A config's field: how many layers."""
-    return size(default, most=1024)
-
-
-def rate(default: float) -> Any:
-    """A config's field: a probability of dropping."""
-    return _checked(default, "a number from 0 to below 1", lambda v: _number(v) and 0 <= v < 1)
-
-
-def optional_rate() -> Any:
-    """A config's field: as :func:`rate`, or None."""
-    return _checked(
-        None,
-        "None or a number from 0 to below 1",
-        lambda v: v is None or (_number(v) and 0 <= v < 1),
-    )
-
-
-def positive(default: float) -> Any:
-    """A config's field: a number above 0."""
-    return _checked(default, "a number above 0", lambda v: _number(v) and 0 < v < 1e6)
-
-
-def switch(default: bool) -> Any:
-    """A config's field: true or false."""
-    return _checked(default, "true or false", lambda v: type(v) is bool)
-
-
-def token(default: int | None) -> Any:
-    """A config's field: the id of a special token, or None."""
-    return _checked(
-        default,
-        "a token's id, or None",
-        lambda v: v is None or (type(v) is int and 0 <= v < 2**31),
-    )
-
-
-def choice(default: str, among: Mapping[str, object]) -> Any:
-    """A config's field: one of some names."""
-    return _checked(
-        default, f"one of {', '.join(among)}", lambda v: isinstance(v, str) and v in among
-    )
-
-
-def _number(value: object) -> bool:
-    return type(value) in (int, float) and math.isfinite(cast(float, value))
-
-
-def _checked(default: object, words: str, accepts: Callable[[Any], bool]) -> Any:
-    return field(default=default, metadata={"words": words, "accepts": accepts})
-
-
-@dataclass(frozen=True, kw_only=True)
-class Config:
-    """The base of every model's config: each field is checked when it is set."""
-
-    def __post_init__(self) -> None:
-        for entry in fields(self):
-            value = getattr(self, entry.name)
-            if "accepts" in entry.metadata and not entry.metadata["accepts"](value):
-                raise InputError(
-                    f"{type(self).__name__}({entry.name}=...) must be {entry.metadata['words']}, "
-                    f"but got {value!r}."
-                )
-
-
-def check_heads(heads: int, dim: int) -> None:
-    """Raise InputError where heads cannot share dimensions evenly."""
-    if dim % heads:
-        raise InputError(f"{heads} heads cannot share {dim} dimensions evenly.")
-
-
-@dataclass(frozen=True)
-class ConfigMap:
-    """How a config is spelled in config.json, both ways.
-
-    ``defaults`` are for files that leave out a key whose default there is not ours. A file whose
-    value differs from one in ``fixed`` describes a model that regard does not have.
-    """
-
-    model_type: str
-    names: Mapping[str, str]  # theirs to ours
-    defaults: Mapping[str, object] = field(default_factory=dict)
-    fixed: Mapping[str, object] = field(default_factory=dict)
-
-    def read(self, kind: type[Config], raw: Mapping[str, Any]) -> Config:
-        for key, value in self.fixed.items():
-            if raw.get(key, value) != value:
-                raise CheckpointError(
-                    f"config.json says {key} = {raw[key]!r}; regard's model has {value!r}."
-                )
-        spelled = {**self.defaults, **raw}
-        found = {ours: spelled[theirs] for theirs, ours in self.names.items() if theirs in spelled}
-        try:
-            return kind(**found)
-        except InputError as error:
-            raise CheckpointError(f"config.json does not describe a model: {error}") from None
-
-    def write(self, config: Config, architecture: str) -> dict[str, Any]:
-        found = {theirs: getattr(config, ours) for theirs, ours in self.names.items()}
-        return {
-            **self.fixed,
-            **found,
-            "model_type": self.model_type,
-            "architectures": [architecture],
-        }
-
-
-ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
-    "relu": nn.ReLU,
-    "gelu": nn.GELU,
-    "gelu_new": lambda: nn.GELU("tanh"),
-    "gelu_pytorch_tanh": lambda: nn.GELU("tanh"),
-    "silu": nn.SiLU,
-    "swish": nn.SiLU,
-    "tanh": nn.Tanh,
-}
+from regard.mechanism.masks import Causal, Mask, Padding
+from regard.models import registry
+from regard.models.configs import Config, ConfigMap
+from regard.text.tokenizer import END_OF_TEXT, Tokenizer
 
 # ------------------------------------------------------------------------------------- sequences
 
 
 def check_ids(ids: Tensor) -> None:
-    """Raise InputError where ids are not [batch, n] whole numbers."""
+    """Raise InputError unless ids are [batch, n] whole numbers."""
     if not isinstance(ids, Tensor):
-        raise InputError(f"Ids are a tensor, [batch, n], but got {type(ids).__name__}.")
+        raise InputError(f"Ids are a tensor [batch, n], but got {type(ids).__name__}.")
     if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         raise InputError(
-            f"Ids are whole numbers, [batch, n], but got {ids.dtype} of shape {list(ids.shape)}. "
-            "One text of them is ids[None]."
+            f"Ids are whole numbers [batch, n], but got {ids.dtype} of shape {list(ids.shape)}. "
+            "For a single sequence pass ids[None]."
         )
 
 
 def positions(padding: Padding | None, start: int, stop: int, device: torch.device) -> Tensor:
-    """Where tokens ``start`` to ``stop`` of each sequence stand, [1 or batch, n].
+    """The positions of tokens ``start`` to ``stop`` of each sequence, [1 or batch, n].
 
-    The first real token of a sequence stands at 0. What padding tokens get does not matter.
+    The first real token of a sequence has position 0. Those of padding tokens do not matter.
     """
     index = torch.arange(start, stop, device=device)[None]
     if padding is None or padding.side == "right":
@@ -194,7 +57,7 @@ def pad(
     vocabulary: int,
     device: torch.device,
 ) -> tuple[Tensor, Padding | None]:
-    """Sequences of ids as one tensor [batch, longest], and the padding where there is any.
+    """Sequences of ids as one tensor [batch, longest], and the padding, None where none is needed.
 
     >>> ids, padding = pad([[5, 6], [7]], 0, "left", 10, torch.device("cpu"))
     >>> ids.tolist(), padding
@@ -215,30 +78,8 @@ def pad(
     return ids, Padding(lengths, side) if min(lengths) < longest else None
 
 
-def encode_by_length(
-    encode: Callable[..., Tensor],
-    sources: Sequence[Sequence[int]],
-    vocabulary: int,
-    device: torch.device,
-) -> tuple[Tensor, Padding | None]:
-    """Hidden states of sources of ids, [batch, longest, dim], and the padding where there is any.
-
-    Some at a time go through the encoder, so that those of like length are padded little.
-    """
-    parts = []
-    for start in range(0, len(sources), 8):
-        some, padding = pad(sources[start : start + 8], 0, "right", vocabulary, device)
-        parts.append(encode(some, padding=padding))
-    lengths = [len(source) for source in sources]
-    if len(parts) == 1:
-        return parts[0], padding
-    longest = max(lengths)
-    widened = [nn.functional.pad(part, (0, 0, 0, longest - part.shape[1])) for part in parts]
-    return torch.cat(widened), Padding(lengths) if min(lengths) < longest else None
-
-
 class Recomputing(nn.Module):
-    """Layers that, where asked, save memory in training by being computed again on the way back."""
+    """Layers that can be computed again in the backward pass, which saves memory in training."""
 
     recompute = False
 
@@ -248,7 +89,7 @@ class Recomputing(nn.Module):
 
 
 class Stack(Recomputing):
-    """Blocks one after another."""
+    """Blocks in sequence."""
 
     def __init__(self, blocks: Sequence[Block]) -> None:
         super().__init__()
@@ -266,19 +107,12 @@ class Stack(Recomputing):
     ) -> Tensor:
         """``x`` [batch, n, dim] through all blocks."""
         if self.recomputes:
+            given: dict[str, Any] = {"mask": mask, "bias": bias, "context_mask": context_mask}
             for block in self.blocks:
-                x = checkpoint(
-                    block,
-                    x,
-                    context,
-                    mask=mask,
-                    bias=bias,
-                    context_mask=context_mask,
-                    use_reentrant=False,
-                )
+                x = checkpoint(block, x, context, **given, use_reentrant=False)
             return x
         if state is not None and state.beams > 1:
-            raise InputError("This state has beams: go on with one token for each, by model.step.")
+            raise InputError("A state with beams takes one token for each beam: call model.step.")
         for index, block in enumerate(self.blocks):
             x = block(
                 x,
@@ -292,9 +126,9 @@ class Stack(Recomputing):
         return x
 
     def step(self, x: Tensor, state: State, bias: Tensor | None) -> Tensor:
-        """As :meth:`forward`, for one more step: ``x`` is [sentences, beams, dim].
+        """As :meth:`forward`, for one decoding step: ``x`` is [sentences, beams, dim].
 
-        ``bias`` is what :meth:`State.bias` gave, maybe with more added to it.
+        ``bias`` is :meth:`State.bias`, with any further biases added.
         """
         if state.steppers is None:
             state.steppers = [cast(Block, block).stepper() for block in self.blocks]
@@ -306,11 +140,10 @@ class Stack(Recomputing):
 # ------------------------------------------------------------------------------------- the model
 
 
-class _Unfilled(TorchFunctionMode):
-    """Within, nothing is filled with random numbers.
+class _Uninitialised(TorchFunctionMode):
+    """Inside it, ``torch.nn.init`` does nothing.
 
-    Without numbers there is nothing to fill, and PyTorch would load its compiler to find out, which
-    takes two seconds.
+    On the meta device PyTorch would load its compiler to initialise, which takes two seconds.
     """
 
     def __torch_function__(
@@ -351,6 +184,9 @@ def self_attention(
 class Model(nn.Module):
     """The base of every model: a config, a key map, and with them load and save.
 
+    A new architecture is a subclass and a row of the registry. What follows from its config is a
+    property here, so that no other code asks which class a model has.
+
     >>> import tempfile
     >>> from regard import GPT2, GPT2Config, load
     >>> from regard.models.model import Model
@@ -363,54 +199,61 @@ class Model(nn.Module):
     """
 
     spelling: ClassVar[ConfigMap]
-    architecture: ClassVar[str]  # its name in config.json
+    generates: ClassVar[bool] = False  # writes tokens, by start_decoding and step
+    remembers: ClassVar[bool] = False  # carries a memory from one segment to the next
+    relative: ClassVar[bool] = False  # distances enter the scores of attention
+    prefixed: ClassVar[bool] = False  # sources begin with a prefix that names the task
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self.head: nn.Module | None = None  # the output layer, where it is one of its own
+        self.head: nn.Module | None = None  # the output layer, unless it shares the embedding
+
+    @classmethod
+    def row(cls) -> registry.Architecture:
+        """Its row in the registry."""
+        return registry.row_of(cls)
 
     @staticmethod
     def keys(config: Any) -> KeyMap:
-        """How its parameters are spelled in checkpoints."""
+        """How checkpoints name its parameters."""
         raise NotImplementedError
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> Config:
-        """Its config from what config.json says."""
+        """Its config, from the contents of config.json."""
+        return cls.spelling.read(raw)
+
+    @classmethod
+    def sizes_for(cls, tokenizer: Tokenizer, length: int) -> dict[str, Any]:
+        """The config fields of a new model that a tokenizer and sequences of ``length`` determine.
+
+        The vocabulary is not among them: it is the tokenizer's for every model.
+        """
         raise NotImplementedError
 
     def write_config(self) -> dict[str, Any]:
-        """Its config as config.json says it."""
-        return self.spelling.write(self.config, self.architecture)
-
-    def tied(self) -> tuple[Tensor, Tensor | None] | None:
-        """Weights and bias of the output, where it shares the weights of the token embedding."""
-        return None
-
-    def _loss(
-        self,
-        hidden: Tensor,
-        weight: Tensor,
-        labels: Tensor,
-        smoothing: float,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        """The summed loss of ``labels`` at hidden states, given the weights of the output."""
-        if self.head is not None and not isinstance(self.head, nn.Linear):  # quantized
-            logits = self.head(hidden).float().flatten(0, -2)
-            return cross_entropy(
-                logits, labels.flatten(), reduction="sum", label_smoothing=smoothing
-            )
-        # Imported here: it brings PyTorch's compiler along, which takes a second to load.
-        from regard.layers.losses import linear_cross_entropy
-
-        loss: Tensor = linear_cross_entropy(hidden, weight, labels, bias=bias, smoothing=smoothing)
-        return loss
+        """The contents of config.json."""
+        return self.spelling.write(self.config, self.row())
 
     def generation(self) -> dict[str, Any] | None:
-        """What generation_config.json says, where the model generates."""
-        return None
+        """The contents of generation_config.json, for a model that generates."""
+        return self.spelling.tokens(self.config) if self.generates else None
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.parameters()).device
+
+    @property
+    def longest(self) -> int | None:
+        """The largest number of tokens it reads at once; None where there is no limit."""
+        length: int | None = getattr(self.config, "length", None)
+        return length
+
+    @property
+    def output_vocabulary(self) -> int:
+        """The number of tokens the model can write."""
+        return int(self.config.vocabulary)
 
     def attention_layers(self) -> list[AttentionLayer]:
         """The attention layers, in order.
@@ -422,21 +265,70 @@ class Model(nn.Module):
         """
         return self_attention("", self)
 
-    @property
-    def output_vocabulary(self) -> int:
-        """How many tokens the model can write."""
-        return int(self.config.vocabulary)
+    def remember(self) -> Memories | None:
+        """Empty memories, to pass with every segment; None for a model that has no memory."""
+        return None
 
-    @property
-    def device(self) -> torch.device:
-        return next(self.parameters()).device
+    def read(self, ids: Tensor, *, padding: Padding | None = None) -> Any:
+        """Run the model over ``ids`` [batch, n]; language models leave out their output layer."""
+        return self(ids, padding=padding)
+
+    def run_over(
+        self,
+        ids: Sequence[int],
+        target: Sequence[int] | None = None,  # noqa: ARG002
+        memories: Memories | None = None,
+    ) -> None:
+        """Run every attention layer over one sequence of ids, for those who observe them.
+
+        An encoder-decoder writes ``target``; without one only its encoder runs. A model that
+        remembers reads after what its ``memories`` hold.
+        """
+        given: dict[str, Any] = {} if memories is None else {"memories": memories}
+        self.read(torch.tensor([ids], device=self.device), **given)
+
+    # ------------------------------------------------------------------------------- the output
+
+    def output_weights(self) -> tuple[Tensor, Tensor | None] | None:
+        """The weights [vocabulary, dim] and the bias of an output that :meth:`logits` computes."""
+        return None
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits of hidden states [..., dim]: [..., vocabulary]."""
+        if self.head is not None:
+            logits: Tensor = self.head(hidden)
+            return logits
+        output = self.output_weights()
+        assert output is not None
+        return linear(hidden, *output)
+
+    def _loss(self, hidden: Tensor, labels: Tensor, smoothing: float) -> Tensor:
+        """The summed loss of ``labels`` at hidden states."""
+        output = self.output_weights()
+        if output is None or (self.head is not None and not isinstance(self.head, nn.Linear)):
+            logits = self.logits(hidden).float().flatten(0, -2)  # of a quantized output
+            return cross_entropy(
+                logits, labels.flatten(), reduction="sum", label_smoothing=smoothing
+            )
+        # Imported here because it loads PyTorch's compiler, which takes a second.
+        from regard.layers.losses import linear_cross_entropy
+
+        weight, bias = output
+        loss: Tensor = linear_cross_entropy(hidden, weight, labels, bias=bias, smoothing=smoothing)
+        return loss
+
+    def ban(self, tokens: object) -> bool:  # noqa: ARG002
+        """Never write some tokens, given as bad_words_ids; False for a model that cannot."""
+        return False
 
     def recompute(self, on: bool = True) -> Self:
-        """Save memory in training by computing each block again on the way back."""
+        """Save memory in training: compute each block again in the backward pass."""
         for module in self.modules():
             if isinstance(module, Recomputing):
                 module.recompute = on
         return self
+
+    # ------------------------------------------------------------------------------ checkpoints
 
     @classmethod
     def from_checkpoint(
@@ -445,11 +337,11 @@ class Model(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Self:
-        """The model, filled from a checkpoint; nothing is read before everything fits."""
+        """The model of a checkpoint. Names and shapes are checked before any weight is read."""
         config = cls.read_config(source.config)
         keys = cls.keys(config)
         names = keys.names(source.entries)
-        with torch.device("meta"), _Unfilled():
+        with torch.device("meta"), _Uninitialised():
             model = cls(config)
         expected = model.state_dict()
         found = keys.apply(names, source.meta)
@@ -462,7 +354,7 @@ class Model(nn.Module):
                 )
             if not tensor.is_floating_point():
                 raise CheckpointError(
-                    f"{name} should hold numbers with a point, not {tensor.dtype}."
+                    f"{name} should hold floating-point numbers, not {tensor.dtype}."
                 )
         if found.keys() != expected.keys():
             odd = sorted(found.keys() ^ expected.keys())
@@ -481,15 +373,15 @@ class Model(nn.Module):
         packing: Packing | None = None,
         shard_bytes: float = files.SHARD,
     ) -> None:
-        """Write config.json and the weights as safetensors, for regard and others to read.
+        """Write config.json and the weights as safetensors, which transformers reads too.
 
-        ``packing`` makes the files small, for regard alone to read: "int8" or "int4" for all
-        matrices, or by patterns of their names, as ``{"embed": "int8", "": "int4"}``. Weights over
-        ``shard_bytes`` are cut into several files.
+        ``packing`` makes the files smaller, and only regard reads them then: "int8" or "int4" for
+        all matrices, or by patterns of their names, as ``{"embed": "int8", "": "int4"}``. Files
+        hold at most ``shard_bytes`` of weights each.
         """
         if not isinstance(shard_bytes, int | float) or not shard_bytes >= 1:
             raise InputError(f"save(shard_bytes=...) is a number of bytes, not {shard_bytes!r}.")
-        with torch.device("meta"), _Unfilled():
+        with torch.device("meta"), _Uninitialised():
             expected = type(self)(self.config).state_dict()
         held = self.state_dict()
         if held.keys() != expected.keys():
@@ -506,13 +398,157 @@ class Model(nn.Module):
         files.write(folder, config, tensors, self.generation(), shard_bytes)
 
 
+class LanguageModel(Model):
+    """A model that predicts the next token from those before it."""
+
+    generates = True
+
+    @classmethod
+    def sizes_for(cls, tokenizer: Tokenizer, length: int) -> dict[str, Any]:  # noqa: ARG003
+        return {"end_token": tokenizer.tokenizer.token_to_id(END_OF_TEXT)}
+
+    def read(self, ids: Tensor, *, padding: Padding | None = None) -> Tensor:
+        """The hidden state at each of ``ids`` [batch, n]: [batch, n, dim]."""
+        raise NotImplementedError
+
+    def start_decoding(self, prompts: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, Any]:
+        """The first step of decoding: the prompts, padded on the left, and an empty state.
+
+        ``room`` is the number of tokens to come.
+        """
+        ids, padding = pad(prompts, 0, "left", self.config.vocabulary, self.device)
+        pads = None
+        if padding is not None:
+            pads = ids.shape[1] - torch.as_tensor(padding.lengths, device=ids.device)
+        return ids, self._state(ids.shape[1] + room, pads)
+
+    def _state(self, room: int, pads: Tensor | None) -> Any:
+        """An empty state with space for ``room`` positions; ``pads`` [batch] counts padding."""
+        raise NotImplementedError
+
+
 class EncoderDecoder(Model):
     """A model that reads a source and writes a target."""
+
+    generates = True
+
+    @classmethod
+    def sizes_for(cls, tokenizer: Tokenizer, length: int) -> dict[str, Any]:  # noqa: ARG003
+        pad, end = tokenizer.id("<pad>"), tokenizer.id("</s>")
+        return {"pad_token": pad, "start_token": pad, "end_token": end}
 
     @property
     def start_token(self) -> int:
         """The token before the first one the decoder writes."""
         raise NotImplementedError
+
+    def encode(self, source: Tensor, *, padding: Padding | None = None) -> Tensor:
+        """The hidden state at each of ``source`` [batch, n]: [batch, n, dim]."""
+        raise NotImplementedError
+
+    def _embed_target(self, ids: Tensor, padding: Padding | None, past: int) -> Tensor:
+        """The embeddings of target ids [batch, m] that follow ``past`` others: [batch, m, dim]."""
+        raise NotImplementedError
+
+    def _decode_step(self, ids: Tensor, state: State) -> Tensor:
+        """As :meth:`_decode`, of one token for each beam: [sentences, beams, dim]."""
+        raise NotImplementedError
+
+    def _scaled(self, hidden: Tensor) -> Tensor:
+        """The decoder's hidden states as the output layer takes them."""
+        return hidden
+
+    def _decode(
+        self,
+        target: Tensor,
+        padding: Padding | None,
+        context: Tensor | None,
+        context_padding: Padding | None,
+        state: State | None = None,
+    ) -> Tensor:
+        """The input of the output layer at each of ``target`` [batch, m]: [batch, m, dim]."""
+        check_ids(target)
+        hidden = self.get_submodule("decoder")(
+            self._embed_target(target, padding, 0 if state is None else len(state)),
+            mask=Causal() if padding is None else Causal() & padding,
+            context=context,
+            context_mask=context_padding,
+            state=state,
+        )
+        return self._scaled(hidden)
+
+    def forward(
+        self,
+        source: Tensor,
+        target: Tensor,
+        *,
+        padding: Padding | None = None,
+        target_padding: Padding | None = None,
+        labels: Tensor | None = None,
+        smoothing: float = 0.0,
+    ) -> Tensor:
+        """The logits of the token after each of ``target`` [batch, m], given ``source`` [batch, n].
+
+        ``padding`` is the source's. The result is [batch, m, vocabulary]. With ``labels``
+        [batch, m], the next tokens, it is their summed loss instead, as by
+        :func:`regard.linear_cross_entropy`.
+        """
+        context = self.encode(source, padding=padding)
+        hidden = self._decode(target, target_padding, context, padding)
+        return self.logits(hidden) if labels is None else self._loss(hidden, labels, smoothing)
+
+    def start_decoding(
+        self, sources: Sequence[Sequence[int]], room: int = 0
+    ) -> tuple[Tensor, State]:
+        """The first step of decoding: the start token, and a state that holds the sources.
+
+        ``room`` is the number of tokens to come.
+        """
+        context, padding = self._encode_all(sources)
+        depth = self.config.decoder_depth or self.config.depth
+        state = State(depth, room + 1, context=context, context_padding=padding)
+        return torch.full((len(sources), 1), self.start_token, device=self.device), state
+
+    def _encode_all(self, sources: Sequence[Sequence[int]]) -> tuple[Tensor, Padding | None]:
+        """Hidden states of sources of ids, [batch, longest, dim], and their padding.
+
+        Eight go through the encoder at a time: neighbours have similar lengths, so little is
+        padded.
+        """
+        parts = []
+        for start in range(0, len(sources), 8):
+            some, padding = pad(
+                sources[start : start + 8], 0, "right", self.config.vocabulary, self.device
+            )
+            parts.append(self.encode(some, padding=padding))
+        if len(parts) == 1:
+            return parts[0], padding
+        lengths = [len(source) for source in sources]
+        longest = max(lengths)
+        widened = [nn.functional.pad(part, (0, 0, 0, longest - part.shape[1])) for part in parts]
+        return torch.cat(widened), Padding(lengths) if min(lengths) < longest else None
+
+    def step(self, ids: Tensor, state: State) -> Tensor:
+        """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary].
+
+        A state with beams takes one id for each of them.
+        """
+        if ids.shape[1] > 1 or not len(state):
+            padding = state.padding(len(state) + ids.shape[1])
+            hidden = self._decode(ids, padding, state.context, state.context_padding, state)
+            return self.logits(hidden[:, -1])
+        return self.logits(self._decode_step(ids.view(-1, state.beams), state).flatten(0, 1))
+
+    def run_over(
+        self,
+        ids: Sequence[int],
+        target: Sequence[int] | None = None,
+        memories: Memories | None = None,  # noqa: ARG002
+    ) -> None:
+        start, state = self.start_decoding([ids], room=len(target or ()))
+        if target is not None:  # each token is read once it is written, the last one never
+            written = torch.tensor([target[:-1]], dtype=start.dtype, device=start.device)
+            self.step(torch.cat((start, written), dim=1), state)
 
     def attention_layers(self) -> list[AttentionLayer]:
         encoder, decoder = self.get_submodule("encoder"), self.get_submodule("decoder")

@@ -1,11 +1,11 @@
-"""Linear layers for inference on the CPU: weights laid out for the processor, or as whole numbers.
+"""Linear layers for inference on the CPU: weights in the processor's layout, or as integers.
 
-``prepack`` changes where the numbers lie, so that a product need not sort them each time.
-``quantize`` also makes them int8, a quarter of the memory to read: each output has a scale of its
-own, and so has each input as it comes (https://arxiv.org/abs/2208.07339). What a layer
-makes of a row depends on that row alone, whatever else is in the batch.
+``prepack`` stores weights in the layout that a product needs, so that it is not made each time.
+``quantize`` also makes them int8, a quarter of the memory to read: each output has its own scale,
+and so has each row of the input (https://arxiv.org/abs/2208.07339). The output for a row does not
+depend on the rest of the batch.
 
-Both work on the model they are given, which can be neither trained nor saved from then on.
+Both change the model in place. Afterwards it can be neither trained nor saved.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from regard.errors import InputError
 from regard.kernels.cpu import build
-from regard.layers.linear import Parts, Prepacked, Quantized
+from regard.layers.linear import Prepacked, Quantized, SplitLinear
 from regard.layers.modules import Block
 from regard.models.model import Model
 
@@ -29,10 +29,10 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def prepack(model: M) -> M:
-    """Lay out the weights of all linear layers for this processor; the numbers stay the same.
+    """Store the weights of all linear layers in this processor's layout, without changing them.
 
-    In float32 or bfloat16, on a CPU that oneDNN serves. It pays from a few rows on, as beams and
-    batches have; float32 for one row at a time is better left alone.
+    For float32 or bfloat16 on a CPU that oneDNN supports. It is faster for several rows, as beams
+    and batches have, and not for float32 with one row at a time.
 
     >>> from regard import GPT2, GPT2Config
     >>> model = GPT2(GPT2Config(vocabulary=10, dim=16, depth=1, heads=2)).eval()
@@ -48,7 +48,7 @@ def prepack(model: M) -> M:
                 f"prepack takes weights in float32 or bfloat16, but got {parameter.dtype}."
             )
     if not torch._C._has_mkldnn:
-        raise InputError("This build of PyTorch has no oneDNN, which computes such layers.")
+        raise InputError("prepack needs oneDNN, which this build of PyTorch lacks.")
     half = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     if half and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         raise InputError("This processor does not compute in bfloat16. Take float32 or int8.")
@@ -56,10 +56,9 @@ def prepack(model: M) -> M:
 
 
 def quantize(model: M) -> M:
-    """Make all linear layers int8; everything between them stays as it is.
+    """Make all linear layers int8; other layers stay unchanged.
 
-    They are computed by a kernel that is built on this machine when first needed, which takes a C++
-    compiler and some seconds.
+    Their kernel is compiled on first use, which takes a C++ compiler and some seconds.
 
     >>> from regard import GPT2, GPT2Config
     >>> model = GPT2(GPT2Config(vocabulary=10, dim=16, depth=1, heads=2)).eval()
@@ -70,16 +69,16 @@ def quantize(model: M) -> M:
     True
     """
     if isinstance(reason := build.library(), str):
-        raise InputError(f"Layers of int8 need a kernel that cannot be had here: {reason}")
+        raise InputError(f"int8 layers need a kernel that cannot be built here: {reason}")
     return _replace(model, Quantized)
 
 
 def _replace(model: M, make: Callable[[Tensor, Tensor | None], nn.Module]) -> M:
-    """Put a layer of ``make`` in the place of every linear layer, and of the output."""
+    """Replace every linear layer, and the output, by what ``make`` returns."""
     if model.training:
-        raise InputError("A model in training keeps its layers. Call model.eval() first.")
+        raise InputError("A model in training mode cannot be changed. Call model.eval() first.")
     if any(tensor.device.type != "cpu" for tensor in model.parameters()):
-        raise InputError("Such layers are for the CPU. Move the model there with .to('cpu').")
+        raise InputError("These layers are for the CPU. Move the model there with .to('cpu').")
     model.requires_grad_(False)
     across = {
         id(block.cross.qkv): block.cross.heads * block.cross.head_dim
@@ -87,8 +86,10 @@ def _replace(model: M, make: Callable[[Tensor, Tensor | None], nn.Module]) -> M:
         if isinstance(block, Block) and block.cross is not None
     }
     for module in list(model.modules()):
-        if isinstance(module, Model) and (tied := module.tied()) is not None:
-            module.head = make(*tied)
+        if isinstance(module, Model) and module.generates and module.head is None:
+            if (output := module.output_weights()) is not None:
+                weight, bias = output
+                module.head = make(weight, bias if bias is not None and bias.any() else None)
         for name, layer in list(module.named_children()):
             if not isinstance(layer, nn.Linear):
                 continue
@@ -98,9 +99,9 @@ def _replace(model: M, make: Callable[[Tensor, Tensor | None], nn.Module]) -> M:
                     make(layer.weight[a:b], None if layer.bias is None else layer.bias[a:b])
                     for a, b in pairwise(cuts)
                 ]
-                setattr(module, name, Parts(pieces, cuts))
+                setattr(module, name, SplitLinear(pieces, cuts))
             else:
                 setattr(module, name, make(layer.weight, layer.bias))
-    if sys.platform == "linux":  # where glibc would keep what the old weights held
+    if sys.platform == "linux":  # where glibc would keep the memory of the old weights
         getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
     return model

@@ -10,29 +10,35 @@ from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from regard.errors import CheckpointError
+from regard.errors import CheckpointError, InputError
 
 if TYPE_CHECKING:
-    from regard.models.model import Config, Model
+    from regard.models.configs import Config
+    from regard.models.model import Model
 
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture: its names, its classes, what it is for, and what trains it.
+    """One architecture: its names, its classes, and the tasks it is for.
 
     >>> [row.name for row in ARCHITECTURES if "translation" in row.trains_for]
     ['transformer', 't5']
     """
 
-    name: str  # in recipes; the heads of one architecture share it
-    model: str  # "module:Class", below regard.models
-    config: str
-    hub_names: tuple[str, ...]  # "architectures" in config.json
-    task: str  # what a checkpoint of it is for
-    model_type: str = ""  # in config.json, read where it names no architecture
+    name: str  # in recipes; the variants of one architecture share it
+    model: str  # "module:Class"
+    config: str  # "module:Class"
+    hub_names: tuple[str, ...]  # "architectures" in config.json; the first is the one written
+    model_type: str  # in config.json; where that names no architecture, the first row of this type
+    task: str  # what its checkpoints are for, as listings show it
+    serves: tuple[str, ...] = ()  # the functions of regard.tasks that take it
     scored_as: str = ""  # the task whose scores it has; "" where it has none
     trains_for: tuple[str, ...] = ()  # the tasks of recipes
     tokenizers: tuple[str, ...] = ()  # kinds of tokenizer that have the tokens it needs
+
+    @property
+    def class_name(self) -> str:
+        return self.model.rpartition(":")[2]
 
     def model_class(self) -> type[Model]:
         """Its class; importing it loads PyTorch."""
@@ -45,47 +51,50 @@ class Architecture:
         return config
 
 
-_PAIRS = ("translation", "summarization")
-
-ARCHITECTURES = (
+ARCHITECTURES = [
     Architecture(
-        "transformer", "transformer:Transformer", "transformer:TransformerConfig",
-        ("MarianMTModel",), "translation", model_type="marian", scored_as="translation",
-        trains_for=_PAIRS, tokenizers=("bpe", "unigram"),
+        "transformer", "regard.models.transformer:Transformer",
+        "regard.models.transformer:TransformerConfig", ("MarianMTModel",), "marian",
+        "translation", scored_as="translation", trains_for=("translation", "summarization"),
+        serves=("translate", "summarize"), tokenizers=("bpe", "unigram"),
     ),
     Architecture(
-        "t5", "t5:T5", "t5:T5Config",
-        ("T5ForConditionalGeneration", "T5WithLMHeadModel"), "text to text", model_type="t5",
-        scored_as="summarization", trains_for=(*_PAIRS, "span corruption"),
-        tokenizers=("bpe", "unigram"),
+        "t5", "regard.models.t5:T5", "regard.models.t5:T5Config",
+        ("T5ForConditionalGeneration", "T5WithLMHeadModel"), "t5",
+        "text to text", scored_as="summarization",
+        trains_for=("translation", "summarization", "span corruption"),
+        serves=("translate", "summarize"), tokenizers=("bpe", "unigram"),
     ),
     Architecture(
-        "bert", "bert:BertAnswering", "bert:BertConfig",
-        ("BertForQuestionAnswering",), "question answering", scored_as="question answering",
-        trains_for=("question answering",), tokenizers=("wordpiece",),
+        "bert", "regard.models.bert:Bert", "regard.models.bert:BertConfig", ("BertModel",),
+        "bert", "embedding",
     ),
     Architecture(
-        "bert", "bert:BertMaskedLM", "bert:BertConfig",
-        ("BertForMaskedLM", "BertForPreTraining"), "masked language modelling",
-        trains_for=("masked language modelling",), tokenizers=("wordpiece",),
+        "bert", "regard.models.bert:BertAnswering", "regard.models.bert:BertConfig",
+        ("BertForQuestionAnswering",), "bert",
+        "question answering", scored_as="question answering",
+        trains_for=("question answering",), serves=("answer",), tokenizers=("wordpiece",),
     ),
     Architecture(
-        "bert", "bert:Bert", "bert:BertConfig", ("BertModel",), "embedding", model_type="bert",
+        "bert", "regard.models.bert:BertMaskedLM", "regard.models.bert:BertConfig",
+        ("BertForMaskedLM", "BertForPreTraining"), "bert",
+        "masked language modelling", trains_for=("masked language modelling",),
+        tokenizers=("wordpiece",),
     ),
     Architecture(
-        "gpt2", "gpt2:GPT2", "gpt2:GPT2Config",
-        ("GPT2LMHeadModel",), "language modelling", model_type="gpt2",
-        scored_as="language modelling", trains_for=("language modelling",),
-        tokenizers=("bpe", "words"),
+        "gpt2", "regard.models.gpt2:GPT2", "regard.models.gpt2:GPT2Config",
+        ("GPT2LMHeadModel",), "gpt2",
+        "language modelling", scored_as="language modelling",
+        trains_for=("language modelling",), serves=("complete",), tokenizers=("bpe", "words"),
     ),
     Architecture(
-        "transformer-xl", "transformer_xl:TransformerXL", "transformer_xl:TransformerXLConfig",
-        ("TransfoXLLMHeadModel",), "language modelling", model_type="transfo-xl",
-        scored_as="language modelling", trains_for=("language modelling",),
-        tokenizers=("bpe", "words"),
+        "transformer-xl", "regard.models.transformer_xl:TransformerXL",
+        "regard.models.transformer_xl:TransformerXLConfig", ("TransfoXLLMHeadModel",),
+        "transfo-xl",
+        "language modelling", scored_as="language modelling",
+        trains_for=("language modelling",), serves=("complete",), tokenizers=("bpe", "words"),
     ),
-)  # fmt: skip
-HUB_NAMES = {name: row for row in ARCHITECTURES for name in row.hub_names}
+]  # fmt: skip
 NAMES = tuple(dict.fromkeys(row.name for row in ARCHITECTURES))  # as recipes have them
 # By task, the architectures that recipes train for it.
 TRAINABLE = {
@@ -99,23 +108,38 @@ def trained(name: str, task: str) -> Architecture:
     return next(row for row in ARCHITECTURES if row.name == name and task in row.trains_for)
 
 
+def row_of(model: type[Model]) -> Architecture:
+    """The row of a model's class, or of the nearest class it derives from."""
+    for kind in model.__mro__:
+        for row in ARCHITECTURES:
+            if row.model == f"{kind.__module__}:{kind.__name__}":
+                return row
+    raise InputError(f"{model.__name__} has no row in regard.models.registry.")
+
+
+def row_named(hub_name: object) -> Architecture | None:
+    """The row of one of "architectures" in config.json; None where regard has no such model."""
+    return next((row for row in ARCHITECTURES if hub_name in row.hub_names), None)
+
+
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """The row of a checkpoint, from its config.json."""
     names, model_type = config.get("architectures"), config.get("model_type")
     if isinstance(names, list):
         for name in names:
-            if isinstance(name, str) and name in HUB_NAMES:
-                return HUB_NAMES[name]
-    if not names and isinstance(model_type, str):
-        for row in ARCHITECTURES:
-            if row.model_type and row.model_type == model_type:
+            if (row := row_named(name)) is not None:
                 return row
+    if not names:
+        for row in ARCHITECTURES:
+            if row.model_type == model_type:
+                return row
+    known = ", ".join(name for row in ARCHITECTURES for name in row.hub_names)
     raise CheckpointError(
         f"config.json names the architectures {names!r} and the model_type {model_type!r}. regard "
-        f"has {', '.join(HUB_NAMES)}. To read it as one of them, pass model=."
+        f"has {known}. To read it as one of them, pass model=."
     )
 
 
 def _load(place: str) -> Any:
     module, _, name = place.partition(":")
-    return getattr(import_module(f"regard.models.{module}"), name)
+    return getattr(import_module(module), name)

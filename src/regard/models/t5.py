@@ -5,13 +5,12 @@ https://arxiv.org/abs/1910.10683, and for 1.1 https://arxiv.org/abs/2002.05202
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from regard.checkpoints.keymap import Drop, Fuse, KeyMap, Rename, Step, Tie
 from regard.decoding.state import State
@@ -25,24 +24,10 @@ from regard.layers.modules import (
     RMSNorm,
 )
 from regard.mechanism.biases import RelativeBuckets
-from regard.mechanism.masks import Causal, Mask, Padding
-from regard.models.model import (
-    ACTIVATIONS,
-    Config,
-    ConfigMap,
-    EncoderDecoder,
-    Stack,
-    check_ids,
-    choice,
-    encode_by_length,
-    layers,
-    optional_size,
-    positive,
-    rate,
-    size,
-    switch,
-    token,
-)
+from regard.mechanism.masks import Mask, Padding
+from regard.models import configs
+from regard.models.configs import ACTIVATIONS, Config, ConfigMap
+from regard.models.model import EncoderDecoder, Stack, check_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,23 +38,23 @@ class T5Config(Config):
     True
     """
 
-    vocabulary: int = size(32128)
-    dim: int = size(512)
-    head_dim: int = size(64)
-    inner: int = size(2048)
-    depth: int = layers(6)
-    decoder_depth: int | None = optional_size(1024)  # as the encoder's, where it is None
-    heads: int = size(8)
-    buckets: int = size(32, most=4096)
-    max_distance: int = size(128)
-    activation: str = choice("relu", ACTIVATIONS)
-    gated: bool = switch(False)
-    tied: bool = switch(True)  # whether the output shares the token embedding
-    dropout: float = rate(0.1)
-    epsilon: float = positive(1e-6)
-    pad_token: int | None = token(0)
-    end_token: int | None = token(1)
-    start_token: int | None = token(0)
+    vocabulary: int = configs.size(32128)
+    dim: int = configs.size(512)
+    head_dim: int = configs.size(64)
+    inner: int = configs.size(2048)
+    depth: int = configs.layers(6)
+    decoder_depth: int | None = configs.layers(None)  # as the encoder's, where it is None
+    heads: int = configs.size(8)
+    buckets: int = configs.size(32, most=4096)
+    max_distance: int = configs.size(128)
+    activation: str = configs.activation("relu")
+    gated: bool = configs.switch(False)
+    tied: bool = configs.switch(True)  # whether the output shares the token embedding
+    dropout: float = configs.rate(0.1)
+    epsilon: float = configs.positive(1e-6)
+    pad_token: int | None = configs.token(0)
+    end_token: int | None = configs.token(1)
+    start_token: int | None = configs.token(0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -80,8 +65,8 @@ class T5Config(Config):
             )
         if self.gated and self.activation == "gelu":
             raise InputError(
-                'T5Config(gated=True, activation="gelu") is a T5 whose files would say gelu_new: '
-                'that is what they mean by "gated-gelu". Take activation="gelu_new".'
+                'T5Config(gated=True, activation="gelu") cannot be written to config.json, where '
+                '"gated-gelu" means gelu_new. Use activation="gelu_new".'
             )
 
     @classmethod
@@ -192,6 +177,8 @@ class T5(EncoderDecoder):
     """
 
     config: T5Config
+    relative = True
+    prefixed = True
 
     def __init__(self, config: T5Config) -> None:
         super().__init__(config)
@@ -203,14 +190,14 @@ class T5(EncoderDecoder):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Normal, with deviations that keep variances where no scores are scaled."""
+        """Normal, with deviations that keep variances though no scores are scaled."""
         config = self.config
         nn.init.normal_(self.tokens.weight)
         if isinstance(self.head, nn.Linear):
             nn.init.normal_(self.head.weight, std=config.dim**-0.5)
         for half in (self.encoder, self.decoder):
-            # As large as the scores they are added to. They are all that a T5 knows of order: a
-            # small one copies text after 400 steps, but from dim**-0.5 they hardly grow by then.
+            # As large as the scores they are added to. Nothing else encodes positions: a small T5
+            # copies text after 400 steps, whereas tables that begin at dim**-0.5 hardly grow.
             nn.init.normal_(half.table)
         for module in self.modules():
             if isinstance(module, MultiHeadAttention):
@@ -224,92 +211,35 @@ class T5(EncoderDecoder):
                 nn.init.normal_(module.up.weight, std=config.dim**-0.5)
                 nn.init.normal_(module.down.weight, std=config.inner**-0.5)
 
-    def forward(
-        self,
-        source: Tensor,
-        target: Tensor,
-        *,
-        padding: Padding | None = None,
-        target_padding: Padding | None = None,
-        labels: Tensor | None = None,
-        smoothing: float = 0.0,
-    ) -> Tensor:
-        """The logits of the token after each of ``target`` [batch, m], given ``source`` [batch, n].
-
-        ``padding`` is the source's. The result is [batch, m, vocabulary]. With ``labels``
-        [batch, m], the tokens that do come next, it is their summed loss instead, as by
-        :func:`regard.linear_cross_entropy`.
-        """
-        check_ids(target)
-        context = self.encode(source, padding=padding)
-        mask = Causal() if target_padding is None else Causal() & target_padding
-        hidden = self.decoder(self.tokens(target), mask=mask, context=context, context_mask=padding)
-        if labels is None:
-            return self._logits(hidden)
-        output = self.head if isinstance(self.head, nn.Linear) else self.tokens
-        return self._loss(self._scaled(hidden), output.weight, labels, smoothing)
-
     def encode(self, source: Tensor, *, padding: Padding | None = None) -> Tensor:
         """The hidden state at each of ``source`` [batch, n]: [batch, n, dim]."""
         check_ids(source)
         hidden: Tensor = self.encoder(self.tokens(source), mask=padding)
         return hidden
 
+    def _embed_target(self, ids: Tensor, padding: Padding | None, past: int) -> Tensor:  # noqa: ARG002
+        embedded: Tensor = self.tokens(ids)
+        return embedded
+
+    def _decode_step(self, ids: Tensor, state: State) -> Tensor:
+        return self._scaled(self.decoder.step(self.tokens(ids), state))
+
     def _scaled(self, hidden: Tensor) -> Tensor:
         # A shared embedding has variance 1: scaled down, so that the logits have it too.
         return hidden * self.config.dim**-0.5 if self.config.tied else hidden
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        hidden = self._scaled(hidden)
-        if self.head is not None:
-            logits: Tensor = self.head(hidden)
-            return logits
-        return linear(hidden, self.tokens.weight)
+    def output_weights(self) -> tuple[Tensor, None]:
+        output = self.head if isinstance(self.head, nn.Linear) else self.tokens
+        return output.weight, None
 
     @property
     def start_token(self) -> int:
         return self.config.start_token or 0
 
-    def tied(self) -> tuple[Tensor, Tensor | None] | None:
-        return (self.tokens.weight, None) if self.config.tied else None
-
-    def start_decoding(
-        self, sources: Sequence[Sequence[int]], room: int = 0
-    ) -> tuple[Tensor, State]:
-        """What decoding starts from: the start token, and a state that holds the sources."""
-        config = self.config
-        context, padding = encode_by_length(self.encode, sources, config.vocabulary, self.device)
-        state = State(
-            config.decoder_depth or config.depth,
-            room + 1,
-            context=context,
-            context_padding=padding,
-        )
-        return torch.full((len(sources), 1), self.start_token, device=self.device), state
-
-    def step(self, ids: Tensor, state: State) -> Tensor:
-        """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary].
-
-        A state with beams takes one id for each of them.
-        """
-        if ids.shape[1] > 1 or not len(state):
-            padding = state.padding(len(state) + ids.shape[1])
-            hidden = self.decoder(
-                self.tokens(ids),
-                mask=Causal() if padding is None else Causal() & padding,
-                context=state.context,
-                context_mask=state.context_padding,
-                state=state,
-            )
-            return self._logits(hidden[:, -1])
-        x = self.tokens(ids.view(-1, state.beams))  # [sentences, beams, dim]
-        return self._logits(self.decoder.step(x, state).flatten(0, 1))
-
     # --------------------------------------------------------------------------- checkpoints
 
-    architecture = "T5ForConditionalGeneration"
     spelling = ConfigMap(
-        "t5",
+        T5Config,
         {
             "vocab_size": "vocabulary",
             "d_model": "dim",
@@ -339,11 +269,9 @@ class T5(EncoderDecoder):
         gated = form.startswith("gated-")
         # By "gated-gelu" the first checkpoints of 1.1 meant the approximation by tanh.
         activation = "gelu_new" if form == "gated-gelu" else form.removeprefix("gated-")
-        # Newer files say "tied" of every T5, and this of the old ones only.
+        # Newer files set tie_word_embeddings for every T5, and this key for tied ones only.
         tied = raw.get("scale_decoder_outputs", raw.get("tie_word_embeddings", True))
-        return cls.spelling.read(
-            T5Config, {**raw, "activation": activation, "gated": gated, "tied": tied}
-        )
+        return cls.spelling.read({**raw, "activation": activation, "gated": gated, "tied": tied})
 
     def write_config(self) -> dict[str, Any]:
         raw = super().write_config()
@@ -352,14 +280,6 @@ class T5(EncoderDecoder):
             activation = "gated-gelu" if activation == "gelu_new" else f"gated-{activation}"
         raw |= {"feed_forward_proj": activation, "tie_word_embeddings": tied}
         return {**raw, "is_encoder_decoder": True}
-
-    def generation(self) -> dict[str, Any]:
-        config = self.config
-        return {
-            "pad_token_id": config.pad_token,
-            "eos_token_id": config.end_token,
-            "decoder_start_token_id": config.start_token,
-        }
 
     @staticmethod
     def keys(config: T5Config) -> KeyMap:
@@ -371,7 +291,7 @@ class T5(EncoderDecoder):
         )
         return KeyMap(
             [
-                Drop(stray, "left over in the first conversions; no layer reads it"),
+                Drop(stray, "left over from the first conversions; no layer reads it"),
                 Rename("shared.weight", "tokens.weight"),
                 Tie("encoder.embed_tokens.weight", "shared.weight"),
                 Tie("decoder.embed_tokens.weight", "shared.weight"),

@@ -6,38 +6,22 @@ https://arxiv.org/abs/1706.03762. Checkpoints are read and written as Marian mod
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import linear
 
 from regard.checkpoints.keymap import Drop, Fuse, KeyMap, Rename, Step, Tie
 from regard.decoding.state import State
 from regard.errors import CheckpointError, InputError
 from regard.layers.modules import Block, FeedForward, LayerNorm, MultiHeadAttention, PostNorm
 from regard.layers.positions import sinusoidal
-from regard.mechanism.masks import Causal, Padding
-from regard.models.model import (
-    ACTIVATIONS,
-    Config,
-    ConfigMap,
-    EncoderDecoder,
-    Stack,
-    check_heads,
-    check_ids,
-    choice,
-    encode_by_length,
-    layers,
-    optional_size,
-    positions,
-    rate,
-    size,
-    switch,
-    token,
-)
+from regard.mechanism.masks import Padding
+from regard.models import configs
+from regard.models.configs import ACTIVATIONS, Config, ConfigMap, check_heads
+from regard.models.model import EncoderDecoder, Stack, check_ids, positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,25 +32,25 @@ class TransformerConfig(Config):
     16
     """
 
-    vocabulary: int = size(37000)
-    target_vocabulary: int | None = optional_size()  # None shares the source's, and its table
-    tied: bool = switch(True)  # whether the output shares the target's table
-    dim: int = size(512)
-    depth: int = layers(6)
-    decoder_depth: int = layers(6)
-    heads: int = size(8)
-    decoder_heads: int = size(8)
-    inner: int = size(2048)
-    decoder_inner: int = size(2048)
-    activation: str = choice("relu", ACTIVATIONS)
-    dropout: float = rate(0.1)
-    attention_dropout: float = rate(0.0)
-    activation_dropout: float = rate(0.0)
-    scale_embedding: bool = switch(True)
-    length: int = size(1024)  # noted in checkpoints; sinusoids go on for ever
-    pad_token: int | None = token(1)
-    end_token: int | None = token(0)
-    start_token: int | None = token(1)
+    vocabulary: int = configs.size(37000)
+    target_vocabulary: int | None = configs.size(None)  # None shares the source's, and its table
+    tied: bool = configs.switch(True)  # whether the output shares the target's table
+    dim: int = configs.size(512)
+    depth: int = configs.layers(6)
+    decoder_depth: int = configs.layers(6)
+    heads: int = configs.size(8)
+    decoder_heads: int = configs.size(8)
+    inner: int = configs.size(2048)
+    decoder_inner: int = configs.size(2048)
+    activation: str = configs.activation("relu")
+    dropout: float = configs.rate(0.1)
+    attention_dropout: float = configs.rate(0.0)
+    activation_dropout: float = configs.rate(0.0)
+    scale_embedding: bool = configs.switch(True)
+    length: int = configs.size(1024)  # written to checkpoints; sinusoids have no limit
+    pad_token: int | None = configs.token(1)
+    end_token: int | None = configs.token(0)
+    start_token: int | None = configs.token(1)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -127,14 +111,14 @@ class Transformer(EncoderDecoder):
         )
         self.register_buffer("output_bias", torch.zeros(1, written))
         self.output_bias: Tensor
-        self._sinusoids: list[Tensor] = []  # [positions, dim], the last as far as was needed
+        self._sinusoids: list[Tensor] = []  # [positions, dim]; the last one is the longest
         self._initialise()
 
     def _initialise(self) -> None:
         """Embeddings normal with dim^-1/2; matrices by Glorot's uniform; biases 0.
 
-        What a layer adds starts smaller the more layers there are. Without that the decoder learns
-        for long that what the encoder says is noise (https://arxiv.org/abs/1908.11365).
+        Output layers start smaller the more layers there are. Otherwise the decoder ignores the
+        encoder for long (https://arxiv.org/abs/1908.11365).
         """
         depths = {"encoder": self.config.depth, "decoder": self.config.decoder_depth}
         for name, parameter in self.named_parameters():
@@ -151,71 +135,20 @@ class Transformer(EncoderDecoder):
             elif parameter.dim() == 2:
                 nn.init.xavier_uniform_(parameter)
 
-    def forward(
-        self,
-        source: Tensor,
-        target: Tensor,
-        *,
-        padding: Padding | None = None,
-        target_padding: Padding | None = None,
-        labels: Tensor | None = None,
-        smoothing: float = 0.0,
-    ) -> Tensor:
-        """The logits of the token after each of ``target`` [batch, m], given ``source`` [batch, n].
-
-        ``padding`` is the source's. The result is [batch, m, vocabulary]. With ``labels``
-        [batch, m], the tokens that do come next, it is their summed loss instead, as by
-        :func:`regard.linear_cross_entropy`.
-        """
-        context = self.encode(source, padding=padding)
-        x = self._embed(self.target_tokens or self.tokens, target, target_padding)
-        mask = Causal() if target_padding is None else Causal() & target_padding
-        hidden = self.decoder(x, mask=mask, context=context, context_mask=padding)
-        if labels is None:
-            return self._logits(hidden)
-        return self._loss(hidden, self._output_weight, labels, smoothing, self.output_bias[0])
-
     def encode(self, source: Tensor, *, padding: Padding | None = None) -> Tensor:
         """The hidden state at each of ``source`` [batch, n]: [batch, n, dim]."""
         hidden: Tensor = self.encoder(self._embed(self.tokens, source, padding), mask=padding)
         return hidden
 
-    def start_decoding(
-        self, sources: Sequence[Sequence[int]], room: int = 0
-    ) -> tuple[Tensor, State]:
-        """What decoding starts from: the start token, and a state that holds the sources."""
-        config = self.config
-        context, padding = encode_by_length(self.encode, sources, config.vocabulary, self.device)
-        state = State(
-            config.decoder_depth,
-            room + 1,
-            context=context,
-            context_padding=padding,
-        )
-        return torch.full((len(sources), 1), self.start_token, device=self.device), state
+    def _embed_target(self, ids: Tensor, padding: Padding | None, past: int) -> Tensor:
+        return self._embed(self.target_tokens or self.tokens, ids, padding, past)
 
-    def step(self, ids: Tensor, state: State) -> Tensor:
-        """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary].
-
-        A state with beams takes one id for each of them.
-        """
+    def _decode_step(self, ids: Tensor, state: State) -> Tensor:
         past, tokens = len(state), self.target_tokens or self.tokens
-        if ids.shape[1] > 1 or not past:
-            padding = state.padding(past + ids.shape[1])
-            hidden = self.decoder(
-                self._embed(tokens, ids, padding, past),
-                mask=Causal() if padding is None else Causal() & padding,
-                context=state.context,
-                context_mask=state.context_padding,
-                state=state,
-            )
-            return self._logits(hidden[:, -1])
         table = self._table(past + 1, ids.device)
         at = table[past] if state.pads is None else table[past - state.pads][:, None]
-        x = torch.add(
-            at.to(tokens.weight.dtype), tokens(ids.view(-1, state.beams)), alpha=self.scale
-        )
-        return self._logits(self.decoder.step(x, state, state.bias(x)).flatten(0, 1))
+        x = torch.add(at.to(tokens.weight.dtype), tokens(ids), alpha=self.scale)
+        return self.decoder.step(x, state, state.bias(x))
 
     def _embed(
         self, tokens: nn.Embedding, ids: Tensor, padding: Padding | None, past: int = 0
@@ -234,21 +167,22 @@ class Transformer(EncoderDecoder):
         """The sinusoids of the first positions: [at least length, dim]."""
         tables = self._sinusoids
         if not tables or len(tables[-1]) < length or tables[-1].device != device:
-            # Longer at once than needed, and what is outgrown stays: CUDA graphs go on reading the
-            # table they were recorded with.
+            # Longer than needed now, and shorter tables are kept: CUDA graphs read the table they
+            # were recorded with.
             length = max(length, 2 * len(tables[-1]) if tables else min(self.config.length, 4096))
             tables.append(sinusoidal(length, self.config.dim, layout="half", device=device))
         return tables[-1]
 
-    def _logits(self, hidden: Tensor) -> Tensor:
-        if self.head is not None:
-            logits: Tensor = self.head(hidden)
-            return logits
-        return linear(hidden, self._output_weight, self.output_bias[0])
+    def output_weights(self) -> tuple[Tensor, Tensor]:
+        weight = (self.target_tokens or self.tokens).weight if self.output is None else self.output
+        return weight, self.output_bias[0]
 
-    @property
-    def _output_weight(self) -> Tensor:
-        return (self.target_tokens or self.tokens).weight if self.output is None else self.output
+    def ban(self, tokens: object) -> bool:  # Marian's padding has a score, but no meaning
+        for token in tokens if isinstance(tokens, list) else ():
+            if isinstance(token, list) and len(token) == 1 and type(token[0]) is int:
+                if 0 <= token[0] < self.output_vocabulary:
+                    self.output_bias[0, token[0]] = -torch.inf
+        return True
 
     @property
     def start_token(self) -> int:
@@ -259,14 +193,10 @@ class Transformer(EncoderDecoder):
     def output_vocabulary(self) -> int:
         return self.config.target_vocabulary or self.config.vocabulary
 
-    def tied(self) -> tuple[Tensor, Tensor | None]:
-        return self._output_weight, self.output_bias[0] if self.output_bias.any() else None
-
     # --------------------------------------------------------------------------- checkpoints
 
-    architecture = "MarianMTModel"
     spelling = ConfigMap(
-        "marian",
+        TransformerConfig,
         {
             "vocab_size": "vocabulary",
             "decoder_vocab_size": "target_vocabulary",
@@ -320,27 +250,19 @@ class Transformer(EncoderDecoder):
         )
         if type(shared) is not bool:
             raise CheckpointError(
-                f"config.json says share_encoder_decoder_embeddings = {shared!r}, no switch."
+                f"config.json says share_encoder_decoder_embeddings = {shared!r}, not a boolean."
             )
         own = raw.get("decoder_vocab_size") or raw.get("vocab_size", 58101)
         # Where the output is not tied, newer files hold a table of each half though they say
         # "shared"; older ones hold one, which is read for both.
         target = None if shared and tied else raw.get("vocab_size", 58101) if shared else own
-        return cls.spelling.read(TransformerConfig, {**raw, "decoder_vocab_size": target})
+        return cls.spelling.read({**raw, "decoder_vocab_size": target})
 
     def write_config(self) -> dict[str, Any]:
         config = self.config
         return super().write_config() | {
             "share_encoder_decoder_embeddings": config.target_vocabulary is None,
             "decoder_vocab_size": config.target_vocabulary or config.vocabulary,
-        }
-
-    def generation(self) -> dict[str, Any]:
-        config = self.config
-        return {
-            "pad_token_id": config.pad_token,
-            "eos_token_id": config.end_token,
-            "decoder_start_token_id": config.start_token,
         }
 
     @staticmethod

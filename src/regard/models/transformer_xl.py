@@ -1,4 +1,4 @@
-"""Transformer-XL (Dai et al. 2019): a language model that remembers the segments before.
+"""Transformer-XL (Dai et al. 2019): a language model with a memory of earlier segments.
 
 https://arxiv.org/abs/1901.02860. The vocabulary is cut by frequency: rarer words have narrower
 embeddings (https://arxiv.org/abs/1809.10853) and share an adaptive softmax
@@ -24,59 +24,46 @@ from regard.layers.cache import Memory
 from regard.layers.modules import FeedForward, LayerNorm, MultiHeadAttention, PostNorm
 from regard.layers.positions import sinusoidal
 from regard.mechanism.biases import RelativeContent
-from regard.mechanism.functional import attention
 from regard.mechanism.masks import Causal, Mask, Padding, Window
 from regard.mechanism.seeing import See, Seen
-from regard.models.model import (
-    Config,
-    ConfigMap,
-    Model,
-    Recomputing,
-    check_ids,
-    layers,
-    optional_rate,
-    optional_size,
-    pad,
-    positive,
-    rate,
-    size,
-    switch,
-    token,
-)
+from regard.models import configs
+from regard.models.configs import Config, ConfigMap
+from regard.models.model import LanguageModel, Recomputing, check_ids
+from regard.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerXLConfig(Config):
     """The sizes of a Transformer-XL; those of transfo-xl-wt103 by default.
 
-    ``cutoffs`` are where the vocabulary is cut, most frequent words first; words behind the i-th
-    cut have embeddings ``div_val ** i`` times narrower. With ``div_val`` 1, for an uncut
-    vocabulary, embeddings are as wide as the model and are not projected.
+    ``cutoffs`` divide the vocabulary into bands, most frequent words first. Embeddings of band i
+    are ``div_val ** i`` times narrower, each band in a table of its own. With ``div_val`` 1 all
+    bands share one table, projected only if ``embedding_dim`` is not ``dim``.
 
     >>> TransformerXLConfig().widths
     (1024, 256, 64, 16)
     """
 
-    vocabulary: int = size(267735)
+    vocabulary: int = configs.size(267735)
     cutoffs: tuple[int, ...] = (20000, 40000, 200000)
-    div_val: int = size(4, most=64)
-    dim: int = size(1024)
-    embedding_dim: int = size(1024)
-    depth: int = layers(18)
-    heads: int = size(16)
-    head_dim: int = size(64)
-    inner: int = size(4096)
-    memory: int = size(1600)  # how many positions each layer remembers
-    furthest: int | None = optional_size()  # distances beyond it count as it
-    same_length: bool = switch(True)  # every query attends to ``memory`` positions, no more
-    dropout: float = rate(0.1)
-    attention_dropout: float = rate(0.0)
-    projection_dropout: float = rate(0.0)  # of queries, keys, values, and distances as keys
-    embedding_dropout: float | None = optional_rate()  # what layers are given; None: as dropout
-    output_dropout: float | None = optional_rate()  # what the softmax is given; None: as dropout
-    word_dropout: float = rate(0.0)  # words of the vocabulary that a batch does without
-    epsilon: float = positive(1e-5)
-    end_token: int | None = token(0)
+    div_val: int = configs.size(4, most=64)
+    dim: int = configs.size(1024)
+    embedding_dim: int = configs.size(1024)
+    depth: int = configs.layers(18)
+    heads: int = configs.size(16)
+    head_dim: int = configs.size(64)
+    inner: int = configs.size(4096)
+    memory: int = configs.size(1600)  # positions that each layer remembers
+    furthest: int | None = configs.size(None)  # larger distances are clamped to it
+    same_length: bool = configs.switch(True)  # every query attends to ``memory`` positions, no more
+    dropout: float = configs.rate(0.1)
+    attention_dropout: float = configs.rate(0.0)
+    projection_dropout: float = configs.rate(0.0)  # of queries, keys, values, and distances as keys
+    embedding_dropout: float | None = configs.rate(None)  # before the layers; None: as dropout
+    output_dropout: float | None = configs.rate(None)  # before the softmax; None: as dropout
+    word_dropout: float = configs.rate(0.0)  # of whole words of the vocabulary, per batch
+    epsilon: float = configs.positive(1e-5)
+    end_token: int | None = configs.token(0)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,11 +73,6 @@ class TransformerXLConfig(Config):
             raise InputError(
                 "TransformerXLConfig(cutoffs=...) must be rising whole numbers from 1 to below the "
                 f"vocabulary of {self.vocabulary}, but got {self.cutoffs!r}."
-            )
-        if self.div_val == 1 and (cuts or self.embedding_dim != self.dim):
-            raise InputError(
-                "TransformerXLConfig(div_val=1) needs cutoffs=() and embedding_dim == dim, but got "
-                f"cutoffs={cuts} and {self.embedding_dim} for {self.dim}."
             )
         if not self.widths[-1]:
             raise InputError(
@@ -115,19 +97,24 @@ class TransformerXLConfig(Config):
         return tuple(self.embedding_dim // self.div_val**i for i in range(len(self.cutoffs) + 1))
 
     @property
+    def tables(self) -> tuple[range, ...]:
+        """The rows of the vocabulary that each embedding table holds."""
+        return self.bands if self.div_val > 1 else (range(self.vocabulary),)
+
+    @property
     def projected(self) -> bool:
         """Whether there are matrices between embeddings and the model's width."""
-        return self.div_val > 1
+        return self.div_val > 1 or self.embedding_dim != self.dim
 
 
 class AdaptiveEmbedding(nn.Module):
-    """An embedding for each band of the vocabulary, each projected to the model's width."""
+    """Embeddings of the bands of the vocabulary, projected to the model's width."""
 
     def __init__(self, config: TransformerXLConfig) -> None:
         super().__init__()
         self.config = config
-        sizes = list(zip(config.bands, config.widths, strict=True))
-        self.tables = nn.ParameterList(torch.empty(len(band), width) for band, width in sizes)
+        sizes = list(zip(config.tables, config.widths, strict=False))
+        self.tables = nn.ParameterList(torch.empty(len(rows), width) for rows, width in sizes)
         self.projections = nn.ParameterList(
             torch.empty(config.dim, width) for _, width in sizes if config.projected
         )
@@ -136,23 +123,32 @@ class AdaptiveEmbedding(nn.Module):
         """``ids`` of any shape [...] as [..., dim], scaled by the square root of dim."""
         scaled: Tensor = self._rows(ids) * self.config.dim**0.5
         if self.training and self.config.word_dropout:
-            # A word is there everywhere or nowhere (https://arxiv.org/abs/1512.05287), but for a
-            # first one: with nothing before it that would be zeros, and the gradient of many
-            # norms of zeros is no number.
+            # A word is dropped everywhere or nowhere (https://arxiv.org/abs/1512.05287). The first
+            # of a sequence is kept: it would attend to zeros only, whose norms have NaN gradients.
             words = scaled.new_ones(self.config.vocabulary)
             kept = dropout(words, self.config.word_dropout)[ids]
             kept[..., 0] = 1
             scaled = scaled * kept[..., None]
         return scaled
 
+    def band(self, index: int) -> tuple[Tensor, Tensor | None]:
+        """The rows [words, width] of one band of the vocabulary, and its projection if it has one.
+
+        One table for all bands has one projection for all.
+        """
+        which = min(index, len(self.tables) - 1)
+        band, first = self.config.bands[index], self.config.tables[which].start
+        rows = self.tables[which][band.start - first : band.stop - first]
+        return rows, self.projections[which] if self.config.projected else None
+
     def _rows(self, ids: Tensor) -> Tensor:
         if not self.config.projected:
             row: Tensor = self.tables[0][ids]
             return row
-        first, *others = zip(self.config.bands, self.tables, self.projections, strict=True)
+        first, *others = zip(self.config.tables, self.tables, self.projections, strict=True)
 
         def within(band: range, table: Tensor, projection: Tensor) -> Tensor:
-            # Ids of other bands get any row: to pick those inside would wait for the device.
+            # Ids of other bands get any row: selecting ids would wait for the device.
             return linear(table[(ids - band.start).clamp(0, len(band) - 1)], projection)
 
         result = within(*first)
@@ -163,9 +159,9 @@ class AdaptiveEmbedding(nn.Module):
 
 
 class AdaptiveSoftmax(nn.Module):
-    """Log-probabilities of all words: the first band's and the bands' own, then within each band.
+    """Log-probabilities of all words: of the first band's and of bands, then within each band.
 
-    It shares the embedding's tables, and its projections but for the first.
+    It shares the embedding's tables, and its projections except the first.
     """
 
     def __init__(self, config: TransformerXLConfig) -> None:
@@ -175,7 +171,7 @@ class AdaptiveSoftmax(nn.Module):
         self.projection = None
         if config.projected:
             self.projection = nn.Parameter(torch.empty(config.dim, config.widths[0]))
-        self.biases = nn.ParameterList(torch.zeros(len(band)) for band in config.bands)
+        self.biases = nn.ParameterList(torch.zeros(len(rows)) for rows in config.tables)
         self.band_weight, self.band_bias = None, None
         if bands:
             self.band_weight = nn.Parameter(torch.empty(bands, config.widths[0]))
@@ -183,17 +179,22 @@ class AdaptiveSoftmax(nn.Module):
 
     def forward(self, hidden: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
         """``hidden`` [..., dim] as log-probabilities [..., vocabulary]."""
-        weight, bias = embedding.tables[0], self.biases[0]
+        bands = self.config.bands
+        biases = self.biases
+        if len(biases) < len(bands):
+            biases = biases[0].split([len(band) for band in bands])
+        weight, bias = embedding.band(0)[0], biases[0]
         if self.band_weight is not None and self.band_bias is not None:
             weight = torch.cat((weight, self.band_weight))
             bias = torch.cat((bias, self.band_bias))
         narrow = hidden if self.projection is None else hidden @ self.projection
         head = linear(narrow, weight, bias).log_softmax(-1)
-        first = len(self.config.bands[0])
+        first = len(bands[0])
         parts = [head[..., :first]]
-        for index in range(1, len(self.config.bands)):
-            narrow = hidden @ embedding.projections[index]
-            within = linear(narrow, embedding.tables[index], self.biases[index]).log_softmax(-1)
+        for index in range(1, len(bands)):
+            rows, projection = embedding.band(index)
+            narrow = hidden if projection is None else hidden @ projection
+            within = linear(narrow, rows, biases[index]).log_softmax(-1)
             parts.append(head[..., first + index - 1, None] + within)
         return torch.cat(parts, dim=-1)
 
@@ -233,17 +234,14 @@ class RelativeAttention(MultiHeadAttention):
         what was seen.
         """
         query, key, value, bias = self.parts(whole, queries, distances)
-        dropout = self.dropout if self.training else 0.0
-        if see is None:
-            return self.merge(attention(query, key, value, mask=mask, bias=bias, dropout=dropout))
-        heads, seen = attention(query, key, value, mask=mask, bias=bias, dropout=dropout, see=see)
-        return self.merge(heads), seen
+        heads = self.attend(query, key, value, mask=mask, bias=bias, see=see)
+        return heads.output if heads.seen is None else (heads.output, heads.seen)
 
     def parts(
         self, whole: Tensor, queries: int, distances: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, RelativeContent]:
         """Queries with u added, keys, values, and what the queries with v add to their scores."""
-        query, key, value = self._parted(self.projection_dropout(self.qkv(whole)))
+        query, key, value = self.split_qkv(self.projection_dropout(self.qkv(whole)))
         query = query[:, :, whole.shape[1] - queries :]
         relative = self.projection_dropout(self.relative(distances))
         relative = relative.view(-1, self.heads, self.head_dim).transpose(0, 1)
@@ -270,7 +268,7 @@ class Layer(nn.Module):
 
 
 class Layers(Recomputing, nn.ModuleList):
-    """The layers, one after another."""
+    """The layers in sequence."""
 
     def forward(
         self, x: Tensor, distances: Tensor, mask: Mask, memories: Sequence[Memory] | None
@@ -285,7 +283,7 @@ class Layers(Recomputing, nn.ModuleList):
         return x
 
 
-class TransformerXL(Model):
+class TransformerXL(LanguageModel):
     """Transformer-XL with its adaptive softmax.
 
     >>> config = TransformerXLConfig(
@@ -301,6 +299,8 @@ class TransformerXL(Model):
     """
 
     config: TransformerXLConfig
+    remembers = True
+    relative = True
 
     def __init__(self, config: TransformerXLConfig) -> None:
         super().__init__(config)
@@ -322,11 +322,15 @@ class TransformerXL(Model):
             else:
                 nn.init.normal_(parameter, std=0.01 if "projection" in name else 0.02)
 
-    def compile(self, *args: Any, **options: Any) -> None:
-        """As of any module, but layer by layer.
+    @classmethod
+    def sizes_for(cls, tokenizer: Tokenizer, length: int) -> dict[str, Any]:
+        return {**super().sizes_for(tokenizer, length), "cutoffs": ()}
 
-        Layers are alike, so the compiler has one to do; over all of them and their memories at
-        once it does not come to an end.
+    def compile(self, *args: Any, **options: Any) -> None:
+        """Compile layer by layer.
+
+        Layers are alike, so one is compiled. For all of them with their memories at once the
+        compiler does not finish.
         """
         for layer in self.layers:
             layer.compile(*args, **options)
@@ -347,21 +351,20 @@ class TransformerXL(Model):
     ) -> Tensor:
         """The log-probabilities of the token after each of ``ids`` [batch, n].
 
-        The result is [batch, n, vocabulary]. With ``memories`` the ids come after all that went
-        through them before, and their own padding counts.
+        The result is [batch, n, vocabulary]. With ``memories`` the ids follow those they have read,
+        and their own padding counts.
 
-        With ``labels`` [batch, m], the tokens that do come after each of the last m, it is their
-        summed loss instead. Then what the last layer gives there is to be small, and to change
-        little from one position to the next, as strongly as ``activation`` and ``slowness`` say:
-        the mean squares of it, before dropout, and of its changes are added once for each label
-        (after section 4.6 of https://arxiv.org/abs/1708.02182).
+        With ``labels`` [batch, m], the tokens after each of the last m, it is their summed loss
+        instead. ``activation`` and ``slowness`` weight two penalties on the last layer's output
+        before dropout: its mean square, and that of its change from one position to the next. Each
+        is added once for each label (section 4.6 of https://arxiv.org/abs/1708.02182).
         """
         hidden = self.read(ids, memories=memories, padding=padding)
         if labels is None:
             return self.logits(hidden)
         last = hidden[:, hidden.shape[1] - labels.shape[1] :]
-        told = self.logits(last).float().flatten(0, 1)
-        loss = nll_loss(told, labels.flatten(), reduction="sum")
+        predicted = self.logits(last).float().flatten(0, 1)
+        loss = nll_loss(predicted, labels.flatten(), reduction="sum")
         if activation:
             loss = loss + activation * labels.numel() * last.float().square().mean()
         if slowness and last.shape[1] > 1:
@@ -387,7 +390,9 @@ class TransformerXL(Model):
             mask = mask & Window(config.memory - 1)
         if memories is not None:
             if padding is not None:
-                raise InputError("With memories, padding belongs to them: Memories(pads=...).")
+                raise InputError(
+                    "Memories hold their own padding: pass Memories(pads=...), not padding=."
+                )
             memories.read += queries
             if memories.pads is not None:
                 real = (memories.read - memories.pads).clamp(max=keys)
@@ -396,7 +401,7 @@ class TransformerXL(Model):
             mask = mask & padding
 
         x = self.dropout(self.embedding(ids))
-        # Distances beyond the last row take the last row: that is what "furthest" means.
+        # Distances beyond the last row use the last row.
         rows = keys if config.furthest is None else min(keys, config.furthest + 1)
         distances = sinusoidal(rows, config.dim, layout="half", device=ids.device)
         distances = self.dropout(distances.to(x.dtype))
@@ -405,20 +410,8 @@ class TransformerXL(Model):
         )
         return result
 
-    def start_decoding(
-        self,
-        prompts: Sequence[Sequence[int]],
-        room: int = 0,  # noqa: ARG002
-    ) -> tuple[Tensor, Memories]:
-        """What decoding starts from: the prompts, padded on the left, and empty memories.
-
-        Memories have the length of the config: ``room`` changes nothing.
-        """
-        ids, padding = pad(prompts, 0, "left", self.config.vocabulary, self.device)
-        memories = self.remember()
-        if padding is not None:
-            memories.pads = ids.shape[1] - torch.as_tensor(padding.lengths, device=ids.device)
-        return ids, memories
+    def _state(self, room: int, pads: Tensor | None) -> Memories:  # noqa: ARG002 - as configured
+        return Memories(self.config.depth, self.config.memory, pads)
 
     def step(self, ids: Tensor, state: Memories) -> Tensor:
         """The log-probabilities after the last of ``ids`` [batch, n]: [batch, vocabulary]."""
@@ -426,9 +419,8 @@ class TransformerXL(Model):
 
     # --------------------------------------------------------------------------- checkpoints
 
-    architecture = "TransfoXLLMHeadModel"
     spelling = ConfigMap(
-        "transfo-xl",
+        TransformerXLConfig,
         {
             "vocab_size": "vocabulary",
             "cutoffs": "cutoffs",
@@ -467,17 +459,19 @@ class TransformerXL(Model):
         found = dict(raw)
         cutoffs = raw.get("cutoffs", [20000, 40000, 200000])
         if not isinstance(cutoffs, list) or len(cutoffs) > 16:
-            raise CheckpointError(f"config.json says cutoffs = {cutoffs!r}, not a list of numbers.")
+            raise CheckpointError(
+                f"config.json says cutoffs = {cutoffs!r}, not a list of at most 16 numbers."
+            )
         found["cutoffs"] = tuple(cutoffs)
         if isinstance(raw.get("clamp_len"), int) and raw["clamp_len"] <= 0:
             found["clamp_len"] = None  # unlimited
-        config = cls.spelling.read(TransformerXLConfig, found)
+        config = cls.spelling.read(found)
         assert isinstance(config, TransformerXLConfig)
         ties = raw.get("tie_projs", [False] + [True] * len(config.cutoffs))
         if config.projected and ties != [False] + [True] * len(config.cutoffs):
             raise CheckpointError(
-                "config.json ties projections in a way regard's Transformer-XL does not: it has "
-                "its own for the first band of the vocabulary and shares the others."
+                "config.json ties projections as regard's Transformer-XL does not: its output "
+                "has its own for the first band, and the embedding's for the others."
             )
         return config
 
@@ -487,9 +481,6 @@ class TransformerXL(Model):
         raw["clamp_len"] = self.config.furthest or -1
         raw["tie_projs"] = [False] + [True] * len(self.config.cutoffs)
         return raw
-
-    def generation(self) -> dict[str, Any]:
-        return {"eos_token_id": self.config.end_token}
 
     @staticmethod
     def keys(config: TransformerXLConfig) -> KeyMap:
@@ -505,16 +496,17 @@ class TransformerXL(Model):
 
 
 def _embedding_keys(config: TransformerXLConfig) -> Iterator[Step | Tie]:
-    for band in range(len(config.bands)):
-        table = f"transformer.word_emb.emb_layers.{band}.weight"
-        projection = f"transformer.word_emb.emb_projs.{band}"
-        yield Rename(table, f"embedding.tables.{band}")
+    for index in range(len(config.tables)):
+        table = f"transformer.word_emb.emb_layers.{index}.weight"
+        yield Rename(table, f"embedding.tables.{index}")
+        yield Rename(f"crit.out_layers.{index}.bias", f"softmax.biases.{index}")
+        yield Tie(f"crit.out_layers.{index}.weight", table)
         if config.projected:
-            yield Rename(projection, f"embedding.projections.{band}")
-        yield Rename(f"crit.out_layers.{band}.bias", f"softmax.biases.{band}")
-        yield Tie(f"crit.out_layers.{band}.weight", table)
-        if band:
-            yield Tie(f"crit.out_projs.{band}", projection)
+            projection = f"transformer.word_emb.emb_projs.{index}"
+            yield Rename(projection, f"embedding.projections.{index}")
+    for band in range(1, len(config.bands) if config.projected else 1):
+        index = min(band, len(config.tables) - 1)
+        yield Tie(f"crit.out_projs.{band}", f"transformer.word_emb.emb_projs.{index}")
 
 
 def _band_keys(count: int) -> Iterator[Step | Drop]:

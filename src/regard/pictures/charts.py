@@ -14,22 +14,22 @@ FONT = "system-ui,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 Line = dict[float, float]  # step to value
 
 
-def draw(title: str, found: Mapping[str, Mapping[str, Line]]) -> str:
-    """Panels one below the other, on the same steps."""
-    steps = [step for some in found.values() for line in some.values() for step in line]
+def draw(title: str, charts: Mapping[str, Mapping[str, Line]]) -> str:
+    """Panels one below the other, over the same steps."""
+    steps = [step for lines in charts.values() for line in lines.values() for step in line]
     first, last = min(steps, default=0), max(steps, default=1)
-    height = TOP + PANEL * max(len(found), 1) + 30
+    height = TOP + PANEL * max(len(charts), 1) + 30
 
     def across(step: float) -> float:
         return LEFT + (step - first) / max(last - first, 1) * (WIDTH - LEFT - RIGHT)
 
     parts = [f'<text class="ink bold" x="{LEFT}" y="26" font-size="15">{html.escape(title)}</text>']
-    for number, (name, some) in enumerate(found.items()):
-        parts += _panel(name, some, TOP + PANEL * number, across)
-    bottom = TOP + PANEL * len(found)
+    for number, (name, lines) in enumerate(charts.items()):
+        parts += _panel(name, lines, TOP + PANEL * number, across)
+    bottom = TOP + PANEL * len(charts)
     for tick in ticks(first, last, 6):
-        parts.append(_words(across(tick), bottom + 8, f"{tick:,.0f}", "muted", "middle"))
-    parts.append(_words((LEFT + WIDTH - RIGHT) / 2, bottom + 24, "step", "muted", "middle"))
+        parts.append(_text(across(tick), bottom + 8, f"{tick:,.0f}", "muted", "middle"))
+    parts.append(_text((LEFT + WIDTH - RIGHT) / 2, bottom + 24, "step", "muted", "middle"))
     size = f'width="{WIDTH:.0f}" height="{height:.0f}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} viewBox="0 0 {WIDTH:.0f} {height:.0f}" '
@@ -39,7 +39,7 @@ def draw(title: str, found: Mapping[str, Mapping[str, Line]]) -> str:
 
 
 def ticks(low: float, high: float, most: int) -> list[float]:
-    """Round numbers from ``low`` to ``high``, ``most`` of them at most.
+    """At most ``most`` round numbers from ``low`` to ``high``.
 
     >>> ticks(0, 1000, 6), ticks(2.9, 5.7, 4)
     ([0.0, 200.0, 400.0, 600.0, 800.0, 1000.0], [3.0, 4.0, 5.0])
@@ -55,9 +55,9 @@ def ticks(low: float, high: float, most: int) -> list[float]:
 
 
 def _panel(
-    name: str, some: Mapping[str, Line], top: float, across: Callable[[float], float]
+    name: str, lines: Mapping[str, Line], top: float, across: Callable[[float], float]
 ) -> list[str]:
-    values = [value for line in some.values() for value in line.values()]
+    values = [value for line in lines.values() for value in line.values()]
     low, high = min(values), max(values)
     if low == high:
         low, high = low - abs(low) / 2 - 1e-12, high + abs(high) / 2 + 1e-12
@@ -66,18 +66,18 @@ def _panel(
     def up(value: float) -> float:
         return below - (value - low) / (high - low) * (below - above)
 
-    parts = [_words(LEFT, top + 12, name, "ink bold", "start")]
+    parts = [_text(LEFT, top + 12, name, "ink bold", "start")]
     for tick in ticks(low, high, 4):
         y = up(tick)
         parts.append(f'<path class="line" d="M{LEFT} {y:.1f}H{WIDTH - RIGHT}"/>')
-        parts.append(_words(LEFT - 8, y + 4, f"{tick:.4g}", "muted", "end"))
+        parts.append(_text(LEFT - 8, y + 4, f"{tick:.4g}", "muted", "end"))
     ends: list[float] = []
-    for label, line in some.items():
+    for label, line in lines.items():
         kind = "other" if label == "held out" else "one"
         points = [(across(step), up(value)) for step, value in sorted(line.items())]
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         parts.append(f'<path class="{kind}" d="M{path}"/>')
-        if label == "held out" or len(points) == 1:  # few, and each of them is worth a look
+        if label == "held out" or len(points) == 1:  # few points: mark each
             for (x, y), (step, value) in zip(points, sorted(line.items()), strict=True):
                 tip = f"<title>step {step:,.0f}: {value:.5g}</title>"
                 parts.append(
@@ -85,14 +85,14 @@ def _panel(
                 )
         if label:
             x, y = points[-1]
-            while any(abs(y - end) < 14 for end in ends):  # names do not cover each other
+            while any(abs(y - end) < 14 for end in ends):  # labels must not overlap
                 y -= 14
             ends.append(y)
-            parts.append(_words(x + 8, y + 4, label, f"{kind} name", "start"))
+            parts.append(_text(x + 8, y + 4, label, f"{kind} name", "start"))
     return parts
 
 
-def _words(x: float, y: float, text: str, kind: str, anchor: str) -> str:
+def _text(x: float, y: float, text: str, kind: str, anchor: str) -> str:
     at = f'x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}"'
     return f'<text class="{kind}" {at} font-size="12">{html.escape(text)}</text>'
 

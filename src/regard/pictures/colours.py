@@ -1,8 +1,8 @@
-"""The colours of a picture: one ramp, even in lightness, that starts at the colour of the page.
+"""The colours of pictures: a ramp of even steps in lightness from the colour of the page.
 
 Shades are computed in OKLCh (https://bottosson.github.io/posts/oklab/), where equal steps look
-equal. On a light page more is darker, on a dark page more is lighter, so that nothing fades into
-the page in both. Numbers of both signs take two hues instead, blue above 0 and orange below.
+equal. Larger is darker on a light page and lighter on a dark one. Signed numbers have two hues:
+blue above 0 and orange below.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import cache
 Colour = tuple[int, int, int]  # red, green, blue, each 0 to 255
 
 LEVELS = 256
-_STRONGEST = {False: 0.5, True: 0.68}  # beyond this part of the ramp, what is written is paper
+_PAPER_FROM = {False: 0.5, True: 0.68}  # by ``signed``: from here on text on a shade is light
 
 
 def roles(dark: bool) -> dict[str, Colour]:
@@ -37,34 +37,33 @@ def roles(dark: bool) -> dict[str, Colour]:
 
 @cache
 def ramp(*, dark: bool, signed: bool) -> tuple[Colour, ...]:
-    """All shades, from the least to the most; with ``signed`` the middle one is 0."""
+    """All shades from the smallest to the largest; with ``signed`` the middle one is 0."""
     if signed:
         return tuple(_two_sided(2 * i / (LEVELS - 1) - 1, dark) for i in range(LEVELS))
     steps = (i / (LEVELS - 1) for i in range(LEVELS))
-    # The darkest end is a dark page; on a light one the most is still a colour, not black.
+    # A dark page starts at the dark end; on a light page the largest is a colour, not black.
     return tuple(_one_sided(step if dark else 1 - 0.87 * step) for step in steps)
 
 
 def level(value: float, low: float, high: float) -> int:
     """The shade of a value on a scale from ``low`` to ``high``."""
     if high <= low:
-        return LEVELS // 2 if value else 0  # all alike: neither little nor much
+        return LEVELS // 2 if value else 0  # all numbers are equal
     return round(min(max((value - low) / (high - low), 0), 1) * (LEVELS - 1))
 
 
 def written_on(shade: int, signed: bool) -> str:
-    """The role of what is written on a shade: ink where it is near the page, paper far from it."""
+    """The role of text on a shade: ink on shades near the page, paper on others."""
     step = shade / (LEVELS - 1)
     strength = abs(2 * step - 1) if signed else step
-    return "paper" if strength > _STRONGEST[signed] else "ink"
+    return "paper" if strength > _PAPER_FROM[signed] else "ink"
 
 
 def hexadecimal(colour: Colour) -> str:
     return "#{:02x}{:02x}{:02x}".format(*colour)
 
 
-# The same ramps in the numbers of a 256-colour terminal, whose few dark colours want choosing:
-# each step is lighter than the one before, in OKLab as well.
+# The same ramps as codes of a 256-colour terminal, chosen so that lightness rises step by step.
 _UP = (233, 17, 18, 19, 25, 31, 38, 79, 151, 194, 230)
 _BLUE = (24, 25, 32, 39, 75)
 _ORANGE = (94, 130, 166, 172, 215)
@@ -73,7 +72,7 @@ _PALE_ORANGE = (223, 215, 172, 166, 130)
 
 
 def ramp_of_256(*, dark: bool, signed: bool) -> tuple[int, ...]:
-    """All shades as the numbers of a 256-colour terminal."""
+    """All shades as codes of a 256-colour terminal."""
     if not signed:
         steps = _UP if dark else (231, *_UP[:0:-1])
     elif dark:
@@ -84,7 +83,7 @@ def ramp_of_256(*, dark: bool, signed: bool) -> tuple[int, ...]:
 
 
 def nearest_of_256(colour: Colour) -> int:
-    """The number of the nearest colour in the cube of a 256-colour terminal."""
+    """The code of the nearest colour in the cube of a 256-colour terminal."""
     steps = (0, 95, 135, 175, 215, 255)
     red, green, blue = (
         min(range(6), key=lambda i, c=channel: abs(steps[i] - c))  # type: ignore[misc]
@@ -94,7 +93,7 @@ def nearest_of_256(colour: Colour) -> int:
 
 
 def _one_sided(step: float) -> Colour:
-    """From the dark end, a deep indigo, over blue and teal to a pale yellow."""
+    """Indigo at the dark end, then blue and teal, to a pale yellow."""
     lightness = 0.2 + 0.785 * step
     hue = 282 - 62 * step - 102 * step**2.5
     chroma = 0.012 + 0.105 * math.sin(math.pi * step) ** 1.1
@@ -104,12 +103,12 @@ def _one_sided(step: float) -> Colour:
 def _two_sided(step: float, dark: bool) -> Colour:
     strength = abs(step)
     lightness = 0.23 + 0.55 * strength if dark else 0.975 - 0.5 * strength
-    # At 0 there is no hue: of two shades in the middle neither may seem more.
+    # No hue at 0, so that neither sign seems larger there.
     return _oklch(lightness, 0.155 * strength, 248 if step > 0 else 48)
 
 
 def _oklch(lightness: float, chroma: float, hue: float) -> Colour:
-    """A shade in sRGB, with as much of its chroma as a screen can show."""
+    """A shade in sRGB, with its chroma reduced to what sRGB can show."""
     while True:
         linear = _linear(lightness, chroma, math.radians(hue))
         if chroma <= 0.002 or all(-0.0005 <= channel <= 1.0005 for channel in linear):
@@ -132,6 +131,6 @@ def _linear(lightness: float, chroma: float, hue: float) -> tuple[float, float, 
 
 
 def _encoded(channel: float) -> int:
-    """A linear channel as sRGB writes it."""
+    """A linear channel with the gamma of sRGB, 0 to 255."""
     curved = 12.92 * channel if channel <= 0.0031308 else 1.055 * channel ** (1 / 2.4) - 0.055
     return round(255 * curved)

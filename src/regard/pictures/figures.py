@@ -1,4 +1,4 @@
-"""One picture, drawn as terminal text, PNG, SVG or a single HTML file, all from the same record."""
+"""Functions that make a :class:`Picture`, which is drawn as text, PNG, SVG or an HTML page."""
 
 from __future__ import annotations
 
@@ -30,17 +30,12 @@ if TYPE_CHECKING:
 
     Table = Tensor | Sequence[Sequence[float]]
 
-__all__ = [
-    "Picture", "alignment", "compare", "head_grid", "page", "panels", "pooled_map", "top_keys",
-    "weight_map",
-]  # fmt: skip
-
-MOST_IN_TABLE = 4096  # numbers that a page also writes out
+MAX_TABLE_NUMBERS = 4096  # of a picture whose numbers a page lists
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture: what it shows (``drawing``), and how to draw it.
+    """A picture of a ``drawing``, as text, SVG, PNG or HTML.
 
     >>> picture = weight_map([[1.0, 0.0], [0.25, 0.75]], ["the", "cat"], ["the", "cat"])
     >>> print(picture.text(width=40, color="none"))
@@ -61,23 +56,23 @@ class Picture:
         return self.drawing.title
 
     def text(self, *, width: int = 80, color: Colouring = "truecolor", dark: bool = True) -> str:
-        """For a terminal: ``width`` columns; ``color`` is "truecolor", "256" or "none"."""
+        """Text for a terminal of ``width`` columns; ``color`` is "truecolor", "256" or "none"."""
         return terminal.draw(self.drawing, width, color, dark)
 
     def svg(self) -> str:
-        """As SVG, for light and dark alike; text stays text, and cells say their number."""
+        """SVG for light and dark pages, with text as text; tooltips show the numbers of cells."""
         return vector.svg(vector.lay_out(self.drawing))
 
     def png(self, path: str | PathLike[str], *, dark: bool = False) -> None:
-        """Write a PNG image, drawn by matplotlib with the letters that its fonts have."""
-        _write(_place(path), vector.png(vector.lay_out(self.drawing), dark=dark))
+        """Write a PNG image, drawn by matplotlib with its fonts."""
+        _write(_checked(path), vector.png(vector.lay_out(self.drawing), dark=dark))
 
     def html(self) -> str:
-        """A page of its own that needs nothing else, with the numbers written out."""
+        """A self-contained HTML page that also lists the numbers."""
         return page(self.title, [self])
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write to a file of the kind its ending says: .png, .svg, .html or .txt."""
+        """Write a file whose ending gives its format: .png, .svg, .html or .txt."""
         path = savable(path)
         match path.suffix.lower():
             case ".png":
@@ -102,9 +97,9 @@ def weight_map(
     without_first: bool = False,
     caption: str = "",
 ) -> Picture:
-    """One head's weights [queries, keys], with the token of each row and column.
+    """The weights [queries, keys] of one head, with the token of each row and column.
 
-    ``without_first`` leaves out the first key, on which many heads rest what they do not need.
+    ``without_first`` leaves out the first key, which takes most of the weight in many heads.
 
     >>> picture = weight_map([[0.9, 0.1], [0.8, 0.2]], ["a", "b"], ["a", "b"], without_first=True)
     >>> print(picture.text(width=60, color="none").strip())
@@ -116,25 +111,31 @@ def weight_map(
     <BLANKLINE>
     0.1 [ .:-=+*#%@] 0.2 weight
     The first key, 'a', is left out: it takes 85.0% of the
-    weight on average. The rest is as it was.
+    weight on average. The other weights are unchanged.
     """
     values = table_of(weights, "weight_map")
     rows = labels_of(queries, len(values), "weight_map(queries=...)")
     columns = labels_of(keys, len(values[0]), "weight_map(keys=...)")
-    said = ""
+    note = ""
     if without_first:
-        values, said = _without_first(values, f"The first key, {columns[0]!r}, is")
+        values, note = _without_first(values, f"The first key, {columns[0]!r}, is")
         columns = columns[1:]
-    return Picture(
-        Cells(
-            printable(title),
-            values,
-            Axis("query", len(rows), rows),
-            Axis("key", len(columns), columns),
-            "weight",
-            f"{said} {printable(caption)}".strip(),
-        )
-    )
+    caption = f"{note} {printable(caption)}".strip()
+    return _labelled(title, values, ("query", rows), ("key", columns), "weight", caption)
+
+
+def _labelled(
+    title: str,
+    values: tuple[tuple[float, ...], ...],
+    rows: tuple[str, tuple[str, ...]],
+    columns: tuple[str, tuple[str, ...]],
+    unit: str,
+    caption: str,
+    marks: frozenset[tuple[int, int]] = frozenset(),
+) -> Picture:
+    """Cells whose ``rows`` and ``columns`` have a name and a label each."""
+    down, across = (Axis(name, len(labels), labels) for name, labels in (rows, columns))
+    return Picture(Cells(printable(title), values, down, across, unit, caption, marks))
 
 
 def pooled_map(
@@ -148,10 +149,10 @@ def pooled_map(
     without_first: bool = False,
     caption: str = "",
 ) -> Picture:
-    """A map of ``queries`` x ``keys`` positions pooled into few cells, as ``Seen.map`` holds it.
+    """A map of ``queries`` x ``keys`` positions pooled into few cells, such as ``Seen.map``.
 
-    ``first_query`` and ``first_key`` say where a part of a longer text starts. ``without_first``
-    leaves out the first column of cells.
+    ``first_query`` and ``first_key`` are the positions at which a part of a longer text starts.
+    ``without_first`` leaves out the first column of cells.
 
     >>> import torch
     >>> from regard import See, attention
@@ -174,17 +175,17 @@ def pooled_map(
             f"{len(values)} x {len(values[0])} cells."
         )
     row_axis = Axis("query", len(values), start=first_query, span=queries)
-    start, span, said = first_key, keys, ""
+    start, span, note = first_key, keys, ""
     if without_first:
         taken = math.ceil(keys / len(values[0]))
         what = f"The first column, keys {first_key:,} to {first_key + taken - 1:,}, is"
-        values, said = _without_first(values, what)
+        values, note = _without_first(values, what)
         start, span = first_key + taken, keys - taken
     column_axis = Axis("key", len(values[0]), start=start, span=span)
     pooled_anything = queries > len(values) or span > len(values[0])
     unit = "of an average query's weight" if pooled_anything else "weight"
-    said = f"{said} {printable(caption)}".strip()
-    return Picture(Cells(printable(title), values, row_axis, column_axis, unit, said))
+    caption = f"{note} {printable(caption)}".strip()
+    return Picture(Cells(printable(title), values, row_axis, column_axis, unit, caption))
 
 
 def head_grid(
@@ -197,7 +198,7 @@ def head_grid(
 ) -> Picture:
     """One number for each head of each layer, [layers, heads]; nan where a layer has fewer heads.
 
-    Numbers of both signs, such as the difference of two models, are drawn around 0.
+    The colours of negative and positive numbers, such as differences, differ.
 
     >>> picture = head_grid([[0.1, 0.7], [0.4, 0.2]], "nats", title="Entropy")
     >>> print(picture.text(width=60, color="none").strip())
@@ -213,16 +214,8 @@ def head_grid(
     names = [str(index) for index in range(len(table))] if layers is None else layers
     rows = labels_of(names, len(table), "head_grid(layers=...)")
     heads = tuple(str(index) for index in range(len(table[0])))
-    return Picture(
-        Cells(
-            printable(title),
-            table,
-            Axis("layer", len(rows), rows),
-            Axis("head", len(heads), heads),
-            printable(unit),
-            printable(caption),
-        )
-    )
+    caption = printable(caption)
+    return _labelled(title, table, ("layer", rows), ("head", heads), printable(unit), caption)
 
 
 def top_keys(
@@ -235,7 +228,7 @@ def top_keys(
     without_first: bool = False,
     caption: str = "",
 ) -> Picture:
-    """The keys one query attends to most, of its row of weights [keys], as bars.
+    """The keys that one query attends to most, from its weights [keys], as bars.
 
     ``without_first`` leaves out the first key.
 
@@ -248,30 +241,28 @@ def top_keys(
     0 to 0.6 weight
     2 of 3 keys hold 90.0% of the weight.
     """
-    row = table_of([weights.tolist() if hasattr(weights, "tolist") else list(weights)], "top_keys")[
-        0
-    ]
+    plain = weights.tolist() if hasattr(weights, "tolist") else list(weights)
+    (row,) = table_of([plain], "top_keys")
     labels = labels_of(keys, len(row), "top_keys(keys=...)")
     if any(not value >= 0 for value in row):
-        raise InputError("top_keys draws weights, which are 0 or more, but some are not.")
-    # Of keys that may not be attended to there is nothing to draw.
+        raise InputError("top_keys draws weights of 0 or more, but some are negative or nan.")
     order = [i for i, weight in enumerate(row) if weight > 0 and (i or not without_first)]
     order = sorted(order, key=lambda i: -row[i])[:count]
     if not order:
         raise InputError(f"top_keys: nothing is left to draw of {len(row)} keys, count={count}.")
-    said = f"{len(order)} of {len(row)} keys hold {sum(row[i] for i in order):.1%} of the weight."
+    note = f"{len(order)} of {len(row)} keys hold {sum(row[i] for i in order):.1%} of the weight."
     if without_first:
-        said += f" The first key, {labels[0]!r}, is left out: it takes {row[0]:.1%}."
+        note += f" The first key, {labels[0]!r}, is left out: it takes {row[0]:.1%}."
     return Picture(
         Bars(
             printable(title) or f"What {printable(word)!r} attends to",
-            # A word that comes more than once is told apart by its position.
+            # A repeated word gets its position.
             tuple(
                 f"{labels[i]} ({i})" if labels.count(labels[i]) > 1 else labels[i] for i in order
             ),
             tuple(row[i] for i in order),
             "weight",
-            f"{said} {printable(caption)}".strip(),
+            f"{note} {printable(caption)}".strip(),
         )
     )
 
@@ -284,7 +275,7 @@ def alignment(
     title: str = "Alignment",
     caption: str = "",
 ) -> Picture:
-    """Which source words each target word attended to, [target, source]; its best one is marked.
+    """The weights of each target word on the source words, [target, source]; the largest is marked.
 
     >>> picture = alignment([[0.9, 0.1], [0.3, 0.7]], ["the", "cat"], ["le", "chat"])
     >>> print(picture.text(width=60, color="none").strip())
@@ -304,51 +295,39 @@ def alignment(
         for index, row in enumerate(values)
         if (most := max((v for v in row if not math.isnan(v)), default=0.0)) > 0
     )
-    return Picture(
-        Cells(
-            printable(title),
-            values,
-            Axis("target", len(rows), rows),
-            Axis("source", len(columns), columns),
-            "weight",
-            printable(caption),
-            best,
-        )
-    )
+    caption = printable(caption)
+    return _labelled(title, values, ("target", rows), ("source", columns), "weight", caption, best)
 
 
 def panels(title: str, pictures: Sequence[Picture], *, caption: str = "") -> Picture:
-    """Several maps or grids in one picture, each with its own colours and legend."""
+    """Several maps or grids in one picture, each with its colours and legend."""
     parts = tuple(picture.drawing for picture in pictures if isinstance(picture.drawing, Cells))
     if not parts or len(parts) < len(pictures):
-        raise InputError("panels puts maps and grids side by side, and at least one of them.")
+        raise InputError("panels takes maps and grids, at least one.")
     return Picture(Panels(printable(title), parts, printable(caption)))
 
 
 def compare(
     first: Picture, second: Picture, *, names: tuple[str, str], title: str = "", caption: str = ""
 ) -> Picture:
-    """Two pictures of one kind, and by how much the second has more (blue) or less (orange).
+    """The difference of two pictures of one kind: blue where the second is larger, else orange.
 
-    Two maps stand beside their difference, in the same colours; of two pictures with several
-    panels the differences alone are drawn.
+    Two maps are drawn beside their difference, in the same colours; of two pictures with several
+    panels only the differences are drawn.
     """
     before, after = (printable(name) for name in names)
     title = printable(title) or f"{after} against {before}"
-    said = printable(caption)
+    caption = printable(caption)
     more = f"{after} less {before}: above 0 where {after} has more."
     one, other = first.drawing, second.drawing
     if isinstance(one, Cells) and isinstance(other, Cells):
-        limits = (
-            min(one.scale[0], other.scale[0]),
-            max(one.scale[1], other.scale[1]),
-        )
+        limits = min(one.scale[0], other.scale[0]), max(one.scale[1], other.scale[1])
         parts = (
             replace(one, title=before, limits=limits),
             replace(other, title=after, limits=limits),
             _difference(one, other, f"{after} less {before}"),
         )
-        return Picture(Panels(title, parts, f"{more} {said}".strip()))
+        return Picture(Panels(title, parts, f"{more} {caption}".strip()))
     if isinstance(one, Panels) and isinstance(other, Panels):
         mine, theirs = ({part.title: part for part in panel.parts} for panel in (one, other))
         shared = [name for name in mine if name in theirs]
@@ -356,22 +335,19 @@ def compare(
             raise InputError("compare: the two pictures have no panel in common.")
         alone = [name for name in (*mine, *theirs) if name not in shared]
         if alone:
-            said = f"{said} Only one of the two has {', '.join(alone)}.".strip()
+            caption = f"{caption} Only one of the two has {', '.join(alone)}.".strip()
         differences = tuple(_difference(mine[name], theirs[name], name) for name in shared)
-        return Picture(Panels(title, differences, f"{more} {said}".strip()))
+        return Picture(Panels(title, differences, f"{more} {caption}".strip()))
     raise InputError("compare takes two maps, two grids, or two pictures with several panels.")
 
 
 def _difference(one: Cells, other: Cells, title: str) -> Cells:
     sizes = [(len(cells.values), len(cells.values[0])) for cells in (one, other)]
     if bool(one.rows.labels) != bool(other.rows.labels):
-        raise InputError("A difference needs two of one kind, but one has a row for each token.")
+        raise InputError("A difference needs two pictures of one kind, but one of them is pooled.")
     if sizes[0] != sizes[1]:
-        raise InputError(
-            "A difference needs two of one size, but {} x {} and {} x {} do not match.".format(
-                *sizes[0], *sizes[1]
-            )
-        )
+        given = " and ".join(f"{rows} x {columns}" for rows, columns in sizes)
+        raise InputError(f"A difference needs two pictures of one size, but got {given}.")
     values = tuple(
         tuple(after - before for before, after in zip(*rows, strict=True))
         for rows in zip(one.values, other.values, strict=True)
@@ -389,7 +365,7 @@ def _difference(one: Cells, other: Cells, title: str) -> Cells:
 
 
 def _both(one: Axis, other: Axis) -> Axis:
-    """One axis for two: where labels differ, both are written."""
+    """One axis for two: a place whose labels differ gets both."""
     labels = tuple(
         before if before == after else f"{before}/{after}"
         for before, after in zip(one.labels, other.labels, strict=False)
@@ -398,7 +374,7 @@ def _both(one: Axis, other: Axis) -> Axis:
 
 
 def page(title: str, pictures: Sequence[Picture]) -> str:
-    """Several pictures in one HTML page that needs no other file and no network.
+    """A self-contained HTML page of several pictures.
 
     >>> picture = head_grid([[0.1, 0.7], [0.4, 0.2]], "nats", title="Entropy")
     >>> page("Two heads", [picture, picture]).count("<figure>")
@@ -432,14 +408,14 @@ _PAGE_STYLE = (
 
 
 def _table(drawing: Drawing) -> str:
-    """The numbers of a picture written out, to be opened under it; none of them for a large map."""
+    """The numbers of a picture as a table that opens on a click; "" for a large map."""
     if isinstance(drawing, Panels):
         return "".join(map(_table, drawing.parts))
     if isinstance(drawing, Bars):
         head: tuple[str, ...] = ("", drawing.unit)
         rows: Sequence[Sequence[float]] = [(value,) for value in drawing.values]
         names = drawing.labels
-    elif drawing.rows.labels and len(drawing.values) * len(drawing.values[0]) <= MOST_IN_TABLE:
+    elif drawing.rows.labels and len(drawing.values) * len(drawing.values[0]) <= MAX_TABLE_NUMBERS:
         head, rows = ("", *drawing.columns.labels), drawing.values
         names = drawing.rows.labels
     else:
@@ -459,18 +435,18 @@ def _table(drawing: Drawing) -> str:
 def _without_first(
     values: tuple[tuple[float, ...], ...], what: str
 ) -> tuple[tuple[tuple[float, ...], ...], str]:
-    """The table without its first column, and what to say about it."""
+    """The table without its first column, and a note about it."""
     if len(values[0]) < 2:
-        raise InputError("There is one column only: leaving out the first leaves nothing to draw.")
+        raise InputError("There is one column only: nothing is left to draw without the first.")
     first = [row[0] for row in values if not math.isnan(row[0])]
     share = sum(first) / len(first) if first else 0.0
-    said = f"{what} left out: it takes {share:.1%} of the weight on average. The rest is as it was."
-    return tuple(row[1:] for row in values), said
+    note = f"{what} left out: it takes {share:.1%} of the weight on average."
+    return tuple(row[1:] for row in values), f"{note} The other weights are unchanged."
 
 
 def savable(path: str | PathLike[str]) -> Path:
-    """A path that a picture can be written to; what is wrong with another is said."""
-    path = _place(path)
+    """The path of a file a picture can be saved to; InputError for any other."""
+    path = _checked(path)
     if path.suffix.lower() not in (".png", ".svg", ".html", ".txt"):
         raise InputError(
             f"A picture cannot be saved as {path.name!r}: the ending {path.suffix!r} is unknown. "
@@ -479,7 +455,7 @@ def savable(path: str | PathLike[str]) -> Path:
     return path
 
 
-def _place(path: str | PathLike[str]) -> Path:
+def _checked(path: str | PathLike[str]) -> Path:
     path = Path(path)
     if path.is_dir():
         raise InputError(f"{str(path)!r} is a folder: give the name of a file.")
@@ -489,13 +465,13 @@ def _place(path: str | PathLike[str]) -> Path:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write a whole file or none: beside it first, then in its place."""
-    beside = path.with_name(f".{path.name}.{os.getpid()}.part")
+    """Write the whole file or nothing: a temporary file first, which then replaces it."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
-        with beside.open("xb") as file:
+        with temporary.open("xb") as file:
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        beside.replace(path)
+        temporary.replace(path)
     finally:
-        beside.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)

@@ -1,4 +1,4 @@
-"""What a picture shows, apart from how it is drawn: cells or bars, their names, their scale."""
+"""The content of a picture: cells or bars, their labels, their scale."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from itertools import count
 
 from regard.errors import InputError
 
-MANY = 500  # numbers, of which the largest hundredth may go beyond the end of the colours
+MANY = 500  # numbers of a map whose largest hundredth may exceed the scale
 
 
 @dataclass(frozen=True)
 class Axis:
-    """What lies along one side: a name, and a label for each place or the positions covered."""
+    """One side of a picture: its name, and a label for each place or the range of positions."""
 
     name: str
     places: int
-    labels: tuple[str, ...] = ()  # one for each place; none where places are only positions
-    start: int = 0  # the first position covered
-    span: int = 0  # how many positions are covered, where there are no labels
+    labels: tuple[str, ...] = ()  # one for each place, or none where places are ranges of positions
+    start: int = 0  # the first position
+    span: int = 0  # the number of positions, where there are no labels
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
-        """Round positions to write at the side, at most ``most``: (place, what to write)."""
+        """At most ``most`` round positions, as (place, text)."""
         steps = (digit * 10**zeros for zeros in count() for digit in (1, 2, 5))
         step = next(step for step in steps if self.span <= step * most)
         first = -(-self.start // step) * step
@@ -36,7 +36,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Cells:
-    """A field of numbers, drawn as shades. NaN is an empty cell."""
+    """A table of numbers, drawn as shades. NaN is an empty cell."""
 
     title: str
     values: tuple[tuple[float, ...], ...]
@@ -44,13 +44,13 @@ class Cells:
     columns: Axis
     unit: str
     caption: str = ""
-    marks: frozenset[tuple[int, int]] = frozenset()  # cells to point out
-    limits: tuple[float, float] | None = None  # the ends of the colours, where they are shared
-    around_zero: bool = False  # a difference, which has two sides even where one is empty
+    marks: frozenset[tuple[int, int]] = frozenset()  # cells with an outline
+    limits: tuple[float, float] | None = None  # a scale shared with other cells
+    around_zero: bool = False  # a difference: both signs have colours
 
     @cached_property
     def extremes(self) -> tuple[float, float]:
-        """The least and the largest number there is."""
+        """The smallest and the largest number."""
         finite = [value for row in self.values for value in row if math.isfinite(value)]
         return min(finite, default=0.0), max(finite, default=0.0)
 
@@ -60,10 +60,10 @@ class Cells:
 
     @cached_property
     def scale(self) -> tuple[float, float]:
-        """The numbers at both ends of the colours; around 0 where there are both signs.
+        """The numbers at both ends of the colours; symmetric around 0 where there are both signs.
 
-        In a large map a few cells may tower over the rest, as the first queries of a text do, who
-        have few keys to choose from. Then the colours end below them: see ``beyond``.
+        In a large map a few cells may be far larger than the others, as the first queries of a text
+        are, which have few keys. The scale then ends below them, and the legend says so.
         """
         if self.limits is not None:
             return self.limits
@@ -72,7 +72,7 @@ class Cells:
             reach = max(-low, high) or 1.0
             return -reach, reach
         if low < high / 20:
-            low = 0.0  # as good as none: a round end is easier to read
+            low = 0.0  # a round end is easier to read
         above = sorted(value for row in self.values for value in row if value > low)
         if len(above) >= MANY:
             usual = above[int(len(above) * 0.99)]
@@ -80,19 +80,16 @@ class Cells:
         return low, high
 
     def meaning(self, numbered: bool) -> str:
-        """What the numbers at the ends of the colours are of, for the legend.
-
-        Some may lie beyond the end; and where numbers are written, a point stands for 0.
-        """
+        """The text of the legend: the unit, and the largest number where it exceeds the scale."""
         high = self.extremes[1]
-        said = [f"or more, up to {number(high)}"] if self.scale[1] < high else []
+        parts = [f"or more, up to {number(high)}"] if self.scale[1] < high else []
         point = numbered and any(value == 0 for row in self.values for value in row)
-        return " ".join([*said, self.unit]) + (" (a point is 0)" if point else "")
+        return " ".join([*parts, self.unit]) + (" (a point is 0)" if point else "")
 
 
 @dataclass(frozen=True)
 class Bars:
-    """Some numbers with a name each, drawn as bars from 0."""
+    """Numbers with labels, drawn as bars from 0."""
 
     title: str
     labels: tuple[str, ...]
@@ -103,7 +100,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Panels:
-    """Several fields of numbers in one picture, each with its own colours."""
+    """Several tables of numbers in one picture, each with its scale."""
 
     title: str
     parts: tuple[Cells, ...]
@@ -111,7 +108,7 @@ class Panels:
 
     @property
     def axes(self) -> str:
-        """What lies along the sides, where it is the same for all."""
+        """The names of the axes, where they are the same for all parts; else ""."""
         names = {(part.rows.name, part.columns.name) for part in self.parts}
         return "{} down, {} across".format(*names.pop()) if len(names) == 1 else ""
 
@@ -120,7 +117,7 @@ Drawing = Cells | Bars | Panels
 
 
 def printable(text: str) -> str:
-    """The text with nothing in it that a terminal, or a reader of XML, would act on."""
+    """The text with control characters escaped, for terminals and XML."""
     return "".join(map(_printable, text))
 
 
@@ -132,7 +129,7 @@ def _printable(character: str) -> str:
 
 
 def width_of(text: str) -> int:
-    """How many columns of a terminal a text takes."""
+    """The width of a text in columns of a terminal."""
     return sum(
         0 if unicodedata.category(c) in ("Mn", "Me", "Cf")
         else 2 if unicodedata.east_asian_width(c) in "WF"
@@ -142,7 +139,7 @@ def width_of(text: str) -> int:
 
 
 def shorten(text: str, most: int, ellipsis: str = "…") -> str:
-    """The text in at most ``most`` columns; what is left out shows."""
+    """The text in at most ``most`` columns, cut with an ellipsis."""
     if width_of(text) <= most:
         return text
     kept, room = "", most - width_of(ellipsis)
@@ -155,7 +152,7 @@ def shorten(text: str, most: int, ellipsis: str = "…") -> str:
 
 
 def wrap(text: str, most: int) -> list[str]:
-    """The text in lines of at most ``most`` columns, broken at spaces where there are any."""
+    """The text in lines of at most ``most`` columns, broken at spaces where possible."""
     lines: list[str] = []
     line = ""
     for word in text.split():
@@ -174,14 +171,14 @@ def wrap(text: str, most: int) -> list[str]:
 
 
 def number(value: float) -> str:
-    """A number to read, in three digits."""
+    """A number in three digits."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value + 0.0:.3g}"
 
 
 def brief(values: Sequence[Sequence[float]]) -> list[list[str]]:
-    """Numbers to be written inside cells, all with the same decimals; a point stands for 0."""
+    """The texts of cells, all with the same number of decimals; 0 becomes a point."""
     most = max((abs(v) for row in values for v in row if math.isfinite(v)), default=0.0)
-    # A sign takes as much room as a decimal.
+    # A minus sign takes the width of a decimal.
     below = any(v < 0 for row in values for v in row)
     decimals = 2 if most < (1 if below else 2) else 1 if most < 100 else 0
 

@@ -1,4 +1,4 @@
-"""A picture as the text of a terminal: true colour, 256 colours, or plain characters."""
+"""Pictures as terminal text: true colour, 256 colours, or plain characters."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from regard.pictures.record import (
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 Colouring = Literal["truecolor", "256", "none"]
-PLAIN = " .:-=+*#%@"  # from nothing to most, by ink
-BELOW = " 123456789"  # the same below 0
-NARROWEST = 40
-TALLEST = 100  # lines of cells
-SCREEN = 64  # lines; numbers inside cells are not worth more of them
-APART = 3  # columns between panels
+PLAIN = " .:-=+*#%@"  # shades from 0 to the largest
+BELOW = " 123456789"  # shades of negative numbers
+MIN_WIDTH = 40
+MAX_LINES = 100  # of cells
+MAX_NUMBERED_LINES = 64  # of panels with numbers inside the cells
+GAP = 3  # columns between panels
 
 
 class Pen(NamedTuple):
-    """How to colour text. A paint is the part of an escape code that names a colour."""
+    """Colours text. A paint is the part of an escape code that names a colour."""
 
     color: Colouring
     dark: bool
@@ -59,7 +59,7 @@ class Pen(NamedTuple):
         return f"5;{nearest_of_256(colour)}"
 
     def palette(self, signed: bool) -> list[str]:
-        """The paints of all shades."""
+        """The paint of each shade."""
         if self.color == "truecolor":
             return ["2;{};{};{}".format(*rgb) for rgb in ramp(dark=self.dark, signed=signed)]
         return [f"5;{code}" for code in ramp_of_256(dark=self.dark, signed=signed)]
@@ -79,8 +79,8 @@ def draw(drawing: Drawing, width: int, color: Colouring, dark: bool) -> str:
     """The picture in lines of at most ``width`` columns."""
     if color not in ("truecolor", "256", "none"):
         raise InputError(f"color is 'truecolor', '256' or 'none', but got {color!r}.")
-    if width < NARROWEST:
-        raise InputError(f"A picture needs {NARROWEST} columns or more, but got {width}.")
+    if width < MIN_WIDTH:
+        raise InputError(f"A picture needs {MIN_WIDTH} columns or more, but got {width}.")
     pen = Pen(color, dark)
     match drawing:
         case Cells():
@@ -96,19 +96,19 @@ def draw(drawing: Drawing, width: int, color: Colouring, dark: bool) -> str:
 # Cells -----------------------------------------------------------------------------------------
 
 
-class _Plan(NamedTuple):
-    """How the cells are drawn: which of them, how wide, and with or without their numbers."""
+class _Layout(NamedTuple):
+    """How cells are drawn."""
 
-    shown: Cells
-    note: str  # where several numbers share a cell
-    beside: int  # columns for the labels of rows
+    shown: Cells  # several of the original cells in one, where space is short
+    note: str  # about that
+    label_width: int  # columns for the labels of rows
     side: int  # columns of a cell
-    numbered: bool
+    numbered: bool  # whether numbers are written inside the cells
 
 
-def _plan(cells: Cells, width: int, pen: Pen, numbers: bool = True) -> _Plan:
-    beside = _label_width(cells.rows, width)
-    room = width - beside - 1
+def _layout(cells: Cells, width: int, pen: Pen, numbers: bool = True) -> _Layout:
+    label_width = _label_width(cells.rows, width)
+    room = width - label_width - 1
     shown, note = _fitted(cells, room, pen)
     count = len(shown.values[0])
     longest = max(len(text) for row in brief(shown.values) for text in row)
@@ -117,22 +117,22 @@ def _plan(cells: Cells, width: int, pen: Pen, numbers: bool = True) -> _Plan:
     named = max((width_of(label) for label in shown.columns.labels), default=0)
     side = min(room // count, max(min(named, 10), longest) + 2)
     numbered = numbers and side > longest and bool(shown.columns.labels and shown.rows.labels)
-    return _Plan(shown, note, beside, side if numbered else min(room // count, 2), numbered)
+    return _Layout(shown, note, label_width, side if numbered else min(room // count, 2), numbered)
 
 
 def _cells(cells: Cells, width: int, pen: Pen, *, numbers: bool = True) -> list[str]:
-    drawn = _grid(cells, _plan(cells, width, pen, numbers), width, pen)
-    return [pen.muted(f"{cells.rows.name} down, {cells.columns.name} across"), *drawn]
+    grid = _grid(cells, _layout(cells, width, pen, numbers), width, pen)
+    return [pen.muted(f"{cells.rows.name} down, {cells.columns.name} across"), *grid]
 
 
-def _grid(cells: Cells, plan: _Plan, width: int, pen: Pen) -> list[str]:
+def _grid(cells: Cells, layout: _Layout, width: int, pen: Pen) -> list[str]:
     """The cells with their labels, the legend and the caption."""
-    scale, signed = cells.scale, cells.signed  # of all the numbers, also of those not drawn singly
-    shown, note, beside, side, numbered = plan
+    scale, signed = cells.scale, cells.signed  # of all numbers, not only of those shown
+    shown, note, label_width, side, numbered = layout
     count, inside = len(shown.values[0]), brief(shown.values)
     halved = side == 1 and pen.color != "none" and not shown.rows.labels
 
-    lines = [" " * (beside + 1) + line for line in _header(shown.columns, side, pen)]
+    lines = [" " * (label_width + 1) + line for line in _header(shown.columns, side, pen)]
     ticks = {int(place): text for place, text in shown.rows.ticks(8)} if shown.rows.span else {}
     palette = pen.palette(signed)
 
@@ -141,10 +141,10 @@ def _grid(cells: Cells, plan: _Plan, width: int, pen: Pen) -> list[str]:
 
     for index in range(0, len(shown.values), 2 if halved else 1):
         if shown.rows.labels:
-            label = shorten(shown.rows.labels[index], beside, pen.ellipsis)
+            label = shorten(shown.rows.labels[index], label_width, pen.ellipsis)
         else:
             label = ticks.get(index, ticks.get(index + 1, "") if halved else "")
-        line = " " * (beside - width_of(label)) + label + " "
+        line = " " * (label_width - width_of(label)) + label + " "
         shades = [shade(value) for value in shown.values[index]]
         if halved:
             below = shown.values[index + 1] if index + 1 < len(shown.values) else [math.nan] * count
@@ -165,43 +165,43 @@ def _grid(cells: Cells, plan: _Plan, width: int, pen: Pen) -> list[str]:
 
 
 def _panels(panels: Panels, width: int, pen: Pen) -> list[str]:
-    """Panels side by side: with their numbers if those fit a screen, else as many as shades fit."""
+    """Panels side by side: with numbers where these fit a screen, else as many as fit as shades."""
 
     def room(across: int) -> int:
-        return (width - APART * (across - 1)) // across
+        return (width - GAP * (across - 1)) // across
 
-    def plans(across: int, numbers: bool) -> list[_Plan]:
-        return [_plan(part, room(across), pen, numbers) for part in panels.parts]
+    def layouts(across: int, numbers: bool) -> list[_Layout]:
+        return [_layout(part, room(across), pen, numbers) for part in panels.parts]
 
     def fits(across: int) -> bool:
         lines = -(-len(panels.parts) // across) * (len(panels.parts[0].values) + 6)
-        return lines <= SCREEN and all(plan.numbered for plan in plans(across, True))
+        return lines <= MAX_NUMBERED_LINES and all(
+            layout.numbered for layout in layouts(across, True)
+        )
 
     most = min(len(panels.parts), 3)
     numbered = next((across for across in range(most, 0, -1) if fits(across)), 0)
-    # A shade wants two columns to be near a square; a map of many cells takes what there is.
-    shaded = next(
-        (a for a in range(most, 1, -1) if all(plan.side == 2 for plan in plans(a, False))), 1
-    )
+    # Two columns make a cell nearly square; a map of many cells has one.
+    shaded = next((a for a in range(most, 1, -1) if all(x.side == 2 for x in layouts(a, False))), 1)
     across = numbered or shaded
     columns = room(across)
     lines = [pen.muted(panels.axes)] if panels.axes else []
     for first in range(0, len(panels.parts), across):
-        drawn = [
-            [*map(pen.strong, wrap(part.title, columns)), *_grid(part, plan, columns, pen)]
-            for part, plan in zip(panels.parts, plans(across, bool(numbered)), strict=True)
+        grids = [
+            [*map(pen.strong, wrap(part.title, columns)), *_grid(part, layout, columns, pen)]
+            for part, layout in zip(panels.parts, layouts(across, bool(numbered)), strict=True)
         ][first : first + across]
         if lines:
             lines.append("")
-        lines += _beside(drawn, columns)
+        lines += _side_by_side(grids, columns)
     return [*lines, *([""] if panels.caption else []), *_notes(panels.caption, "", width, pen)]
 
 
-def _beside(blocks: Sequence[Sequence[str]], columns: int) -> list[str]:
+def _side_by_side(blocks: Sequence[Sequence[str]], columns: int) -> list[str]:
     """Blocks of lines side by side."""
     tallest = max(map(len, blocks))
     return [
-        (" " * APART).join(
+        (" " * GAP).join(
             line + " " * (columns - width_of(_ESCAPES.sub("", line)))
             for line in (block[index] if index < len(block) else "" for block in blocks)
         )
@@ -216,12 +216,12 @@ def _label_width(axis: Axis, width: int) -> int:
 
 
 def _fitted(cells: Cells, room: int, pen: Pen) -> tuple[Cells, str]:
-    """The cells that there is room for, several in one where needed, and a word about that."""
+    """Cells that fit ``room`` columns, several in one where needed, and a note about that."""
     rows, columns = len(cells.values), len(cells.values[0])
-    across, down = min(columns, room), min(rows, TALLEST)
+    across, down = min(columns, room), min(rows, MAX_LINES)
     if not cells.rows.labels and not cells.columns.labels and 2 * columns > room:
-        # A letter is about twice as high as wide; a half block holds two cells, one over another.
-        lines = min(max(round(across * rows / columns / 2), 1), TALLEST)
+        # A character is about twice as high as wide; a half block holds two cells.
+        lines = min(max(round(across * rows / columns / 2), 1), MAX_LINES)
         down = min(rows, lines if pen.color == "none" else 2 * lines)
     if (down, across) == (rows, columns):
         return cells, ""
@@ -238,16 +238,8 @@ def _fitted(cells: Cells, room: int, pen: Pen) -> tuple[Cells, str]:
     )
     size = f"{math.ceil(rows / down)} x {math.ceil(columns / across)}"
     note = f"Each cell shows the largest of up to {size} numbers."
-    return (
-        Cells(
-            cells.title,
-            values,
-            _coarser(cells.rows, down),
-            _coarser(cells.columns, across),
-            cells.unit,
-        ),
-        note,
-    )
+    axes = _coarser(cells.rows, down), _coarser(cells.columns, across)
+    return Cells(cells.title, values, *axes, cells.unit), note
 
 
 def _coarser(axis: Axis, places: int) -> Axis:
@@ -257,8 +249,8 @@ def _coarser(axis: Axis, places: int) -> Axis:
 
 
 def _header(axis: Axis, side: int, pen: Pen) -> list[str]:
-    """What is written over the columns: across where it fits, else downwards, letter by letter."""
-    if not axis.labels or side < 2:  # letters side by side would run into one another
+    """The labels of the columns: across where they fit, else downwards, letter by letter."""
+    if not axis.labels or side < 2:  # letters without a gap are not readable
         axis = axis if axis.span else Axis(axis.name, axis.places, span=axis.places)
         line = ""
         for place, text in axis.ticks(max(axis.places * side // 12, 1)):
@@ -289,7 +281,7 @@ def _header(axis: Axis, side: int, pen: Pen) -> list[str]:
 
 
 def _letters(text: str, side: int) -> list[str]:
-    """The letters of a text, each with the signs that go over it, as far as a column has room."""
+    """The letters of a text with their combining marks; "?" for one wider than a column."""
     letters: list[str] = []
     for character in text:
         if width_of(character) == 0 and letters:
@@ -337,7 +329,7 @@ def _legend(cells: Cells, width: int, pen: Pen, numbered: bool) -> list[str]:
     room = width - len(left) - len(right) - 2
     if pen.color == "none":
         signs = f"{BELOW[:0:-1]}{PLAIN}" if cells.signed else PLAIN
-        skip = -(-len(signs) // max(room - 2, 1))  # of a narrow panel, some steps only
+        skip = -(-len(signs) // max(room - 2, 1))  # a narrow panel shows some of them
         length = len(strip := f"[{signs[::skip]}]")
     else:
         palette = pen.palette(cells.signed)
@@ -360,19 +352,19 @@ def _notes(caption: str, note: str, width: int, pen: Pen) -> list[str]:
 
 
 def _bars(bars: Bars, width: int, pen: Pen) -> list[str]:
-    beside = min(max(map(width_of, bars.labels)), width // 3)
+    label_width = min(max(map(width_of, bars.labels)), width // 3)
     numbers = [number(value) for value in bars.values]
-    length = min(width - beside - 2 - max(map(len, numbers)), 60)
+    length = min(width - label_width - 2 - max(map(len, numbers)), 60)
     most = max(bars.values)
     colour = pen.role("bar")
     lines = []
     for name, value, text in zip(bars.labels, bars.values, numbers, strict=True):
-        label = shorten(name, beside, pen.ellipsis)
+        label = shorten(name, label_width, pen.ellipsis)
         halves = round(2 * length * value / most) if most else 0
         if pen.color == "none":
             bar = "#" * round(halves / 2)
         else:
             bar = pen("━" * (halves // 2) + "╸" * (halves % 2), colour)
-        lines.append(" " * (beside - width_of(label)) + f"{label} {bar} {text}")
+        lines.append(" " * (label_width - width_of(label)) + f"{label} {bar} {text}")
     return [*lines, "", *map(pen.muted, wrap(f"0 to {number(most)} {bars.unit}", width)),
             *_notes(bars.caption, "", width, pen)]  # fmt: skip

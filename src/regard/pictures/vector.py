@@ -1,4 +1,4 @@
-"""A picture as shapes on a plane, and the two who paint them: SVG by hand, PNG by matplotlib."""
+"""Pictures as shapes on a page, and their SVG and PNG (by matplotlib)."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from regard.pictures.record import (
 )
 
 MARGIN = 20.0
-PLOT = 640.0  # the longest side of the cells together
-LARGEST = 40.0  # the side of a cell, at most
-WIDEST = 1500.0  # of several panels side by side
+PLOT = 640.0  # the longest side of all cells together
+MAX_CELL = 40.0  # the side of a cell
+MAX_PANELS_WIDTH = 1500.0  # of several panels side by side
 FONT = 12.0
-ADVANCE = 0.602  # the width of a letter of the fixed-width font, as a part of its size
-LONGEST = 16  # letters of a label, at most
-MOST_SHAPES = 4096  # cells drawn one by one; more of them become an image
+ADVANCE = 0.602  # the width of a letter of the monospaced font, relative to its size
+MAX_LABEL = 16  # letters
+MAX_SHAPES = 4096  # more cells become an image
 SANS = "system-ui,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 
-MONOSPACED = "DejaVu Sans Mono"  # comes with matplotlib, as the first of these does
+MONOSPACED = "DejaVu Sans Mono"  # matplotlib includes it and the first of the fallbacks
 FALLBACKS = (
     "DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "PingFang SC",
     "Hiragino Sans", "Microsoft YaHei", "Arial Unicode MS",
@@ -51,10 +51,10 @@ class Shade(NamedTuple):
     """A shade of the data."""
 
     level: int
-    signed: bool  # whether the colours are those for two signs
+    signed: bool  # whether negative numbers have their own colours
 
 
-Paint = str | Shade  # a role, or the data
+Paint = str | Shade  # a role, or a shade of the data
 Anchor = Literal["start", "middle", "end"]
 
 
@@ -65,7 +65,7 @@ class Box:
     width: float
     height: float
     paint: Paint
-    tip: str = ""  # what a reader sees who points at it
+    tip: str = ""  # tooltip
     outlined: bool = False
 
 
@@ -94,7 +94,7 @@ class Image:
 
 @dataclass
 class Scene:
-    """Shapes in the order they are painted, on a page of some size."""
+    """Shapes on a page, in the order of painting."""
 
     title: str
     description: str
@@ -118,15 +118,15 @@ def lay_out(drawing: Drawing) -> Scene:
 
 
 def _lay_out_cells(
-    cells: Cells, plot: float = PLOT, largest: float = LARGEST, least: float = 380.0
+    cells: Cells, plot: float = PLOT, largest: float = MAX_CELL, least: float = 380.0
 ) -> Scene:
     rows, columns = len(cells.values), len(cells.values[0])
-    # Cells are near squares, but a map of few rows is no thread.
+    # Cells are nearly square, but at least 18 high or wide.
     wide, high = (min(plot / count, largest) for count in (columns, rows))
     wide, high = min(wide, max(high, 18.0)), min(high, max(wide, 18.0))
     scene = Scene(cells.title, cells.caption)
     rows_shown = _shown(cells.rows, math.ceil((FONT + 2) / high))
-    columns_shown = _shown(cells.columns, math.ceil((FONT + 6) / wide))  # room for a slant
+    columns_shown = _shown(cells.columns, math.ceil((FONT + 6) / wide))  # room for a slanted label
     across, upward = (
         max((width_of(text) for _, text in shown), default=0) * FONT * ADVANCE
         for shown in (rows_shown, columns_shown)
@@ -148,7 +148,7 @@ def _lay_out_cells(
             scene.shapes.append(Words(x, top - 7, text, anchor="middle", mono=True))
         else:
             scene.shapes.append(Words(x + FONT * 0.3, top - 6, text, angle=-45, mono=True))
-    if not flat and columns_shown:  # slanted labels lean out of the page on the right
+    if not flat and columns_shown:  # slanted labels extend to the right
         place, text = max(columns_shown, key=lambda n: n[0] * wide + width_of(n[1]) * FONT * 0.43)
         right = max(right, left + place * wide + width_of(text) * FONT * ADVANCE * 0.71 + 8)
 
@@ -160,12 +160,14 @@ def _lay_out_cells(
 
 
 def _lay_out_panels(panels: Panels) -> Scene:
-    """Panels in rows of as many as a wide page holds, at most three."""
+    """Panels in rows of up to three."""
     scenes = [
-        _lay_out_cells(part, plot=WIDEST / 3 - 140, largest=32.0, least=260.0)
+        _lay_out_cells(part, plot=MAX_PANELS_WIDTH / 3 - 140, largest=32.0, least=260.0)
         for part in panels.parts
     ]
-    across = next((count for count in (3, 2) if max(s.width for s in scenes) * count <= WIDEST), 1)
+    across = next(
+        (count for count in (3, 2) if max(s.width for s in scenes) * count <= MAX_PANELS_WIDTH), 1
+    )
     across = min(across, len(scenes))
     widths = [max(scene.width for scene in scenes[start::across]) for start in range(across)]
     scene = Scene(panels.title, panels.caption)
@@ -185,22 +187,22 @@ def _lay_out_panels(panels: Panels) -> Scene:
 
 
 def _shown(axis: Axis, skip: int) -> list[tuple[float, str]]:
-    """The labels there is room for, each with the place of its middle."""
+    """The labels that fit, each with the place of its middle."""
     if not axis.labels:
         return axis.ticks(8)
     return [
-        (index + 0.5, shorten(label, LONGEST))
+        (index + 0.5, shorten(label, MAX_LABEL))
         for index, label in enumerate(axis.labels)
         if index % skip == 0
     ]
 
 
 def _fill(scene: Scene, cells: Cells, left: float, top: float, wide: float, high: float) -> bool:
-    """Draw the cells; whether there is room for the numbers in them."""
+    """Draw the cells; return whether their numbers fit inside."""
     low, most = cells.scale
     shades = [[None if math.isnan(v) else level(v, low, most) for v in row] for row in cells.values]
     columns = len(shades[0])
-    if len(shades) * columns > MOST_SHAPES:
+    if len(shades) * columns > MAX_SHAPES:
         scene.shapes.append(
             Image(left, top, wide * columns, high * len(shades), shades, cells.signed)
         )
@@ -224,7 +226,7 @@ def _fill(scene: Scene, cells: Cells, left: float, top: float, wide: float, high
                 ink = written_on(shade, cells.signed) if cells.values[r][c] else "muted"
                 at = (x + (wide - gap) / 2, y + high / 2 + 3.5)
                 words.append(Words(*at, inside[r][c], ink, 10.5, "middle", mono=True, bold=marked))
-    boxes.sort(key=lambda box: box.outlined)  # an outline lies over its neighbours
+    boxes.sort(key=lambda box: box.outlined)  # outlines over their neighbours
     scene.shapes += [*boxes, *words]
     return roomy
 
@@ -239,7 +241,7 @@ def _name(axis: Axis, index: int) -> str:
 
 def _lay_out_bars(bars: Bars) -> Scene:
     scene = Scene(bars.title, bars.caption)
-    names = [shorten(label, 2 * LONGEST) for label in bars.labels]
+    names = [shorten(label, 2 * MAX_LABEL) for label in bars.labels]
     across = max(map(width_of, names)) * FONT * ADVANCE
     top = _heading(scene, bars.title, across + 420) + 8
     left, length, high = MARGIN + across + 10, 320.0, 24.0
@@ -263,7 +265,7 @@ def _lay_out_bars(bars: Bars) -> Scene:
 
 
 def _heading(scene: Scene, title: str, width: float) -> float:
-    """The title over the picture; returns where it ends."""
+    """Add the title; return where it ends."""
     y = MARGIN
     for line in wrap(title, max(int(max(width, 340) / 8.6), 20)):
         y += 20
@@ -276,14 +278,14 @@ def _axis_name(axis: Axis, x: float, y: float, angle: float) -> Words:
 
 
 def _legend(scene: Scene, cells: Cells, left: float, y: float, numbered: bool) -> float:
-    """The colours from least to most, with the numbers at their ends; returns where it ends."""
+    """Add the colours with the numbers at their ends; return where the legend ends."""
     low, most = cells.scale
     x, steps, length = left, 64, 168.0
     scene.shapes.append(Words(x, y + 10, number(low), "ink", 11, mono=True))
     x += width_of(number(low)) * 11 * ADVANCE + 8
     for index in range(steps):
         shade = round(index * (LEVELS - 1) / (steps - 1))
-        # Each box reaches under the next, so that no seam shows.
+        # Boxes overlap, so that no seam shows.
         extent = length / steps + (1 if index < steps - 1 else 0)
         paint = Shade(shade, cells.signed)
         scene.shapes.append(Box(x + index * length / steps, y, extent, 11, paint))
@@ -307,7 +309,7 @@ def _caption(scene: Scene, caption: str, y: float) -> float:
 
 
 def svg(scene: Scene) -> str:
-    """The scene as SVG, by itself or inside a page; it follows the reader's light or dark."""
+    """The scene as SVG, with colours for light and dark pages."""
     size = f'width="{scene.width:.0f}" height="{scene.height:.0f}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
@@ -331,7 +333,7 @@ def _style(scene: Scene) -> str:
 
 
 def _colours(scene: Scene, *, dark: bool) -> str:
-    """The rules for light or for dark."""
+    """The CSS rules for light or for dark pages."""
     boxes = (shape.paint for shape in scene.shapes if isinstance(shape, Box))
     shades = sorted({paint for paint in boxes if isinstance(paint, Shade)})
     colours = dict(roles(dark))
@@ -348,7 +350,7 @@ def _colour(shade: Shade, dark: bool) -> Colour:
 
 
 def _class(paint: Paint) -> str:
-    """Pictures side by side in one page share their classes, so each name means one colour."""
+    """The CSS class of a paint; the pictures of one page share these classes."""
     return paint if isinstance(paint, str) else f"{'d' if paint.signed else 's'}{paint.level}"
 
 
@@ -383,8 +385,8 @@ def _attributes(**numbers: float) -> str:
 
 
 def _png_of(shades: Sequence[Sequence[int | None]], palette: Sequence[tuple[int, ...]]) -> bytes:
-    """Shades as a small PNG image, one pixel each; transparent where there is none."""
-    clear = LEVELS - 1  # gives way to its neighbour in images that have empty cells
+    """Shades as a PNG image, one pixel each; None is transparent."""
+    clear = LEVELS - 1  # transparent in images with empty cells, whose shades end one below
     holes = any(shade is None for row in shades for shade in row)
     lines = b"".join(
         b"\0" + bytes(clear if s is None else min(s, clear - 1) if holes else s for s in row)
@@ -408,18 +410,18 @@ def _png_of(shades: Sequence[Sequence[int | None]], palette: Sequence[tuple[int,
     )
 
 
-MISSING = "Glyph .* missing from font"  # as matplotlib says it
+MISSING = "Glyph .* missing from font"  # the warning of matplotlib
 
 
 class FontWarning(UserWarning):
-    """Letters of a picture are in no font that is installed."""
+    """No installed font has some letters of a picture."""
 
 
 # PNG -------------------------------------------------------------------------------------------
 
 
 def png(scene: Scene, *, dark: bool) -> bytes:
-    """The scene as a PNG image, two pixels to one of the SVG."""
+    """The scene as a PNG image, at twice the size of the SVG."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.collections import PatchCollection
@@ -428,8 +430,8 @@ def png(scene: Scene, *, dark: bool) -> bytes:
         from matplotlib.patches import Rectangle
     except ImportError:
         raise InputError(
-            "A PNG is drawn by matplotlib, which is not installed: pip install 'regard[pictures]'. "
-            "SVG, HTML and text need nothing."
+            "A PNG needs matplotlib, which is not installed: pip install 'regard[pictures]'. "
+            "SVG, HTML and text do not need it."
         ) from None
     paints = {name: hexadecimal(rgb) for name, rgb in roles(dark).items()}
     known = set(get_font_names())
@@ -476,17 +478,20 @@ def png(scene: Scene, *, dark: bool) -> bytes:
             )  # fmt: skip
             axes.set(xlim=(0, scene.width), ylim=(scene.height, 0))
     written = io.BytesIO()
-    FigureCanvasAgg(figure)  # without pyplot, which keeps figures and is not for threads
-    with warnings.catch_warnings(record=True) as said:
+    FigureCanvasAgg(figure)  # not pyplot, which keeps figures and is not thread-safe
+    with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", MISSING, UserWarning)
         figure.savefig(written, format="png", metadata={"Software": None})
-    for one in said:
-        if not re.match(MISSING, str(one.message)):
-            warnings.warn_explicit(one.message, one.category, one.filename, one.lineno)
-    if any(re.match(MISSING, str(one.message)) for one in said):  # one a letter, and a font
+    missing = [w for w in caught if re.match(MISSING, str(w.message))]  # one per letter and font
+    for warning in caught:
+        if warning not in missing:
+            warnings.warn_explicit(
+                warning.message, warning.category, warning.filename, warning.lineno
+            )
+    if missing:
         warnings.warn(
-            "No font installed here has some of these letters: boxes stand for them. An .svg or "
-            ".html leaves fonts to whoever shows it.",
+            "No installed font has some of these letters, which are drawn as boxes. An .svg or "
+            ".html uses the fonts of the viewer.",
             FontWarning,
             stacklevel=2,
         )

@@ -10,9 +10,8 @@ from typing import Any
 from regard.checkpoints import cards, hub
 from regard.errors import UnknownModelError
 from regard.models import catalog
-from regard.models.bundle import Ready, ready
+from regard.models.bundle import Bundle, open_bundle
 from regard.models.catalog import Known
-from regard.models.model import Model
 
 # The requests that a model can answer, by its task. Any model can be looked at and explained.
 _REQUESTS = {
@@ -31,7 +30,7 @@ class Models:
         self.device = device
         self._given: dict[str, Known] = {}
         for name in given:
-            ready(name, (Model,), "be served", device)
+            open_bundle(name, device=device)
             if name not in (model.name for model in catalog.known()):
                 self._given[name] = catalog.at(hub.find(name), name)
 
@@ -52,9 +51,9 @@ class Models:
             "with regard serve --model to add one."
         )
 
-    def loaded(self, name: str) -> Ready:
+    def loaded(self, name: str) -> Bundle:
         """A model with its tokenizer; the tasks use the same one."""
-        return ready(self.name(name), (Model,), "be looked at", self.device)
+        return open_bundle(self.name(name), device=self.device)
 
     def to_dict(self) -> dict[str, Any]:
         """Each model with its task, requests, size and licence."""

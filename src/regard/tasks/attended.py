@@ -12,9 +12,8 @@ from torch.nn.functional import pad
 from regard.interpret.pooling import pool, sharing
 from regard.interpret.watched import Watched
 from regard.interpret.word_alignment import Pair, best_head, cross_weights, when
-from regard.models.bundle import Ready
-from regard.models.t5 import T5
-from regard.models.transformer import Transformer
+from regard.models.bundle import Bundle
+from regard.models.model import EncoderDecoder
 from regard.tasks.records import WordAttention
 from regard.tasks.writing import Check, Written, no_check
 from regard.text.words import Span, spans_of, words
@@ -44,7 +43,7 @@ class CrossWeights:
 
 
 def read_weights(
-    bundle: Ready,
+    bundle: Bundle,
     prefix: str,
     sources: Sequence[str],
     written: Sequence[Written],
@@ -53,19 +52,19 @@ def read_weights(
 ) -> Iterator[CrossWeights]:
     """The weights of each source and text written for it, in one more pass."""
     model, check = bundle.model, check or no_check
-    assert isinstance(model, Transformer | T5)
+    assert isinstance(model, EncoderDecoder)
     all_weights = cross_weights(model, [w.source for w in written], [w.ids for w in written], batch)
     for text, item, weights in zip(sources, written, all_weights, strict=True):
         check()
-        offsets = bundle.text.encode(prefix + text, special=False).offsets
+        offsets = bundle.tokenizer.encode(prefix + text, special=False).offsets
         tokens = [Span(low - len(prefix), high - len(prefix)) for low, high in offsets]
         yield CrossWeights(text, tokens, item, spans_of(item.ids, bundle.decode), weights)
 
 
-def align(bundle: Ready, sentences: Sequence[CrossWeights], batch: int) -> WordAttention | None:
+def align(bundle: Bundle, sentences: Sequence[CrossWeights], batch: int) -> WordAttention | None:
     """The alignment of the words of one text's sentences, by the head that aligns them best."""
     model = bundle.model
-    assert isinstance(model, Transformer | T5)
+    assert isinstance(model, EncoderDecoder)
     units = [(item, words(item.written.text), words(item.source)) for item in sentences]
     units = [unit for unit in units if unit[1] and unit[2]]
     if not units:

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from regard.decoding.generation import generate, stream_tokens
-from regard.decoding.strategies import Greedy, How, Sample
+from regard.decoding.settings import Asked, Settings
+from regard.decoding.strategies import Strategy
 from regard.errors import InputError
 from regard.interpret.pooling import pool
 from regard.interpret.watching import watch
 from regard.mechanism.seeing import See
-from regard.models.bundle import Name, Precision, Ready
-from regard.models.gpt2 import GPT2
-from regard.models.transformer_xl import TransformerXL
+from regard.models.bundle import Bundle, Name, Precision
+from regard.models.model import LanguageModel
 from regard.tasks.attended import mean_rows
 from regard.tasks.defaults import open_model
 from regard.tasks.records import Completion, WordAttention
@@ -25,7 +25,7 @@ from regard.tasks.writing import Check, CheckedDecoder, log_probability, one_or_
 from regard.text.words import Span, spans_of, words
 
 TASK = "language modelling"  # as a recipe names it
-DEFAULT = Sample(temperature=0.8, top_p=0.95)
+DEFAULT = Settings(do_sample=True, temperature=0.8, top_p=0.95)
 DEFAULT_NEW_TOKENS = 100
 MAX_ATTENDED_WEIGHTS = 2**26  # held in memory: 256 MiB
 
@@ -35,7 +35,7 @@ def complete(
     texts: list[str],
     *,
     model: Name = "books-gpt2",
-    how: How | None = None,
+    how: Asked | None = None,
     max_new_tokens: int | None = None,
     batch: int = 32,
     attended: bool = True,
@@ -50,31 +50,31 @@ def complete(
     ``attended`` returns which earlier words each new word attended to, except for very long texts.
     The other options are those of all tasks.
 
+    >>> from regard import Greedy
     >>> record = complete("Once upon a time", how=Greedy(), max_new_tokens=6)
     >>> record.tokens, str(record).startswith("Once upon a time")
     (6, True)
     """
-    how = how or DEFAULT
+    strategy, max_new_tokens = DEFAULT.resolve(how, max_new_tokens)
     bundle, prompts, max_new_tokens = _open(texts, model, max_new_tokens, device, precision)
     began = perf_counter()
     decoder, ids = CheckedDecoder(bundle.model, check), [prompt.ids for prompt in prompts]
     outputs = generate(
-        decoder, ids, how, max_new_tokens=max_new_tokens, stop=bundle.ends, batch=batch
+        decoder, ids, strategy, max_new_tokens=max_new_tokens, stop=bundle.ends, batch=batch
     )
     seconds = (perf_counter() - began) / max(len(texts), 1)
-    return [
-        _record(
-            bundle, prompt, best.ids, log_probability(best, how), best.stopped, seconds, attended
-        )
-        for prompt, (best, *_) in zip(prompts, outputs, strict=True)
-    ]
+    records = []
+    for prompt, (best, *_) in zip(prompts, outputs, strict=True):
+        total = log_probability(best, strategy)
+        records.append(_record(bundle, prompt, best.ids, total, best.stopped, seconds, attended))
+    return records
 
 
 def stream_completion(
     text: str,
     *,
     model: Name = "books-gpt2",
-    how: Greedy | Sample | None = None,
+    how: Asked | None = None,
     max_new_tokens: int | None = None,
     attended: bool = False,
     device: torch.device | str | None = None,
@@ -85,15 +85,17 @@ def stream_completion(
 
     The generator's return value is the record.
 
+    >>> from regard import Greedy
     >>> pieces = stream_completion("Once upon a time", how=Greedy(), max_new_tokens=6)
     >>> "".join(pieces) == complete("Once upon a time", how=Greedy(), max_new_tokens=6).text
     True
     """
     if not isinstance(text, str):
         raise InputError(f"Give one text to complete, not {type(text).__name__}.")
+    strategy, max_new_tokens = DEFAULT.resolve(how, max_new_tokens)
     bundle, [prompt], max_new_tokens = _open([text], model, max_new_tokens, device, precision)
     decoder = _ScoringDecoder(bundle.model, check)
-    return _pieces(bundle, decoder, prompt, how or DEFAULT, max_new_tokens, attended)
+    return _pieces(bundle, decoder, prompt, strategy, max_new_tokens, attended)
 
 
 class _Prompt(NamedTuple):
@@ -120,18 +122,18 @@ def _open(
     max_new_tokens: int | None,
     device: torch.device | str | None,
     precision: Precision,
-) -> tuple[Ready, list[_Prompt], int]:
+) -> tuple[Bundle, list[_Prompt], int]:
     """The model, the prompts as ids, and the maximum number of new tokens."""
-    bundle = open_model(model, (GPT2, TransformerXL), "complete a text", device, precision)
+    bundle = open_model(model, "complete", device, precision)
     if not all(text.strip() for text in texts):
         raise InputError("A text to complete is empty. Give some words.")
     prompts = []
     for text in (bundle.prepared(text, TASK) for text in texts):
-        prompts.append(_Prompt(text, bundle.text.encode(text, special=False).ids))
+        prompts.append(_Prompt(text, bundle.tokenizer.encode(text, special=False).ids))
         if not prompts[-1].ids:
             raise InputError(f"The text {text[:40]!r} has no token that {bundle.name} knows.")
     wanted = DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
-    if not isinstance(bundle.model, GPT2):
+    if bundle.model.longest is None:
         return bundle, prompts, wanted
     longest = max((len(prompt.ids) for prompt in prompts), default=0)
     room = bundle.window - longest
@@ -145,17 +147,17 @@ def _open(
 
 
 def _pieces(
-    bundle: Ready,
+    bundle: Bundle,
     decoder: _ScoringDecoder,
     prompt: _Prompt,
-    how: Greedy | Sample,
+    strategy: Strategy,
     max_new_tokens: int,
     attended: bool,
 ) -> Generator[str, None, Completion]:
     began = perf_counter()
     ids, total, sent = list[int](), 0.0, ""
     for token in stream_tokens(
-        decoder, prompt.ids, how, max_new_tokens=max_new_tokens, stop=bundle.ends
+        decoder, prompt.ids, strategy, max_new_tokens=max_new_tokens, stop=bundle.ends
     ):
         ids.append(token)
         total += decoder.log_probability(token)
@@ -172,14 +174,14 @@ def _pieces(
     return _record(bundle, prompt, ids, total, stopped, perf_counter() - began, attended)
 
 
-def _new_text(bundle: Ready, prompt: _Prompt, ids: Sequence[int]) -> str:
+def _new_text(bundle: Bundle, prompt: _Prompt, ids: Sequence[int]) -> str:
     """The text of new tokens. The token before them decides whether they begin with a space."""
     before = prompt.ids[-1:]
     return bundle.decode([*before, *ids])[len(bundle.decode(before)) :]
 
 
 def _record(
-    bundle: Ready,
+    bundle: Bundle,
     prompt: _Prompt,
     ids: list[int],
     total: float,
@@ -200,13 +202,13 @@ def _record(
     )
 
 
-def _attended(bundle: Ready, prompt: _Prompt, ids: list[int]) -> WordAttention | None:
+def _attended(bundle: Bundle, prompt: _Prompt, ids: list[int]) -> WordAttention | None:
     """The earlier words that each new word attended to, over all heads.
 
     The first token is left out: heads put weight on it that they have no use for.
     """
     model = bundle.model
-    assert isinstance(model, GPT2 | TransformerXL)
+    assert isinstance(model, LanguageModel)
     depth, heads = model.config.depth, model.config.heads
     total, before = len(prompt.ids) + len(ids), len(prompt.text)
     whole = prompt.text + _new_text(bundle, prompt, ids)
@@ -222,7 +224,7 @@ def _attended(bundle: Ready, prompt: _Prompt, ids: list[int]) -> WordAttention |
     table[:, 0] = 0
     spans = spans_of(ids, lambda some: _new_text(bundle, prompt, some))
     written = [Span(before + low, before + high) for low, high in spans]
-    keys = [*bundle.text.encode(prompt.text, special=False).offsets, *written[:-1]]
+    keys = [*bundle.tokenizer.encode(prompt.text, special=False).offsets, *written[:-1]]
     pooled = pool(table, written, queries, keys, units)
     where = f"The mean over {depth} layers of {heads} heads, without the first token"
     sides = ("new words", "earlier words")

@@ -9,8 +9,7 @@ import torch
 
 from regard.checkpoints import cards
 from regard.errors import UnknownModelError
-from regard.models.bundle import Name, Precision, Ready, ready
-from regard.models.model import Model
+from regard.models.bundle import Bundle, Name, Precision, open_bundle
 
 _SQUAD = "google-bert/bert-large-uncased-whole-word-masking-finetuned-squad"
 
@@ -33,12 +32,11 @@ _DEFAULTS = {
 
 def open_model(
     name: Name,
-    kinds: tuple[type[Model], ...],
     task: str,
     device: torch.device | str | None,
     precision: Precision,
-) -> Ready:
-    """The model of a task, which must be one of ``kinds``."""
+) -> Bundle:
+    """A model that serves a task. If a default is missing, the error says what to do."""
     default = _DEFAULTS.get(str(name))
     if default is not None and name not in cards.names() and not Path(name).is_dir():
         raise UnknownModelError(
@@ -46,4 +44,4 @@ def open_model(
             f"--model {default.example} of the Hugging Face hub (in Python, "
             f'model="{default.example}"), or train one with recipes/{default.recipe}.'
         )
-    return ready(name, kinds, task, device, precision)
+    return open_bundle(name, task, device, precision)

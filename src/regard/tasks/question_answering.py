@@ -17,8 +17,7 @@ from regard.interpret.pooling import pool
 from regard.interpret.watching import watch
 from regard.mechanism.masks import Padding
 from regard.mechanism.seeing import See
-from regard.models.bert import BertAnswering
-from regard.models.bundle import Name, Precision, Ready
+from regard.models.bundle import Bundle, Name, Precision
 from regard.models.model import pad
 from regard.tasks.attended import mean_rows
 from regard.tasks.defaults import open_model
@@ -59,7 +58,7 @@ def answer(
     >>> print(answer("Who wrote it?", "The cat sat on the mat."))
     No answer.
     """
-    bundle = open_model(model, (BertAnswering,), "answer questions", device, precision)
+    bundle = open_model(model, "answer", device, precision)
     check = check or no_check
     at_least("answer(batch=...)", batch, 1)
     if not (is_number(threshold) or threshold in (-math.inf, math.inf)):
@@ -80,7 +79,7 @@ def answer(
             f"{bundle.name} reads windows of 8 to {bundle.window} tokens, not {window}."
         )
     encoded = {text: _encode(bundle, text) for text in dict.fromkeys((*questions, *contexts))}
-    ends = {"first": bundle.text.id("[CLS]"), "last": bundle.text.id("[SEP]")}
+    ends = {"first": bundle.tokenizer.id("[CLS]"), "last": bundle.tokenizer.id("[SEP]")}
     rows = [
         (number, part)
         for number, (question, text) in enumerate(zip(questions, contexts, strict=True))
@@ -133,8 +132,8 @@ def _as_texts(contexts: Any) -> list[str]:
     return texts
 
 
-def _encode(bundle: Ready, text: str) -> Encoded:
-    encoded = bundle.text.encode(text, special=False)
+def _encode(bundle: Bundle, text: str) -> Encoded:
+    encoded = bundle.tokenizer.encode(text, special=False)
     if not encoded.ids:
         raise InputError(f"The text {text[:40]!r} has no token that {bundle.name} knows.")
     return encoded
@@ -159,7 +158,7 @@ class _Batch(NamedTuple):
     padding: Padding | None
 
 
-def _batch(bundle: Ready, parts: Sequence[Window]) -> _Batch:
+def _batch(bundle: Bundle, parts: Sequence[Window]) -> _Batch:
     rows, device = [part.ids for part in parts], bundle.model.device
     ids, padding = pad(rows, 0, "right", bundle.model.config.vocabulary, device)
     lengths = torch.tensor([[len(row)] for row in rows], device=device)
@@ -170,7 +169,7 @@ def _batch(bundle: Ready, parts: Sequence[Window]) -> _Batch:
     return _Batch(ids, token_types.long(), possible, padding)
 
 
-def _read(bundle: Ready, parts: Sequence[Window]) -> Spans:
+def _read(bundle: Bundle, parts: Sequence[Window]) -> Spans:
     batch = _batch(bundle, parts)
     with torch.inference_mode():
         start, end = bundle.model(batch.ids, token_types=batch.token_types, padding=batch.padding)
@@ -178,7 +177,7 @@ def _read(bundle: Ready, parts: Sequence[Window]) -> Spans:
 
 
 def _attended(
-    bundle: Ready, question: str, context: str, encoded: dict[str, Encoded], part: Window
+    bundle: Bundle, question: str, context: str, encoded: dict[str, Encoded], part: Window
 ) -> WordAttention | None:
     """The words that the question attends to, in the window that has the answer."""
     asking = encoded[question].offsets

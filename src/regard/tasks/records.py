@@ -171,8 +171,8 @@ class Answer(Record):
     """An answer, which is ``context[start:end]``. If there is none, ``text`` is empty.
 
     ``score`` is a difference of logits: that of the answer less that of no answer. ``probability``
-    compares the answer with all others of its window, and with none. ``attended`` has the weights of
-    the question's words on those of the context. ``tokens`` are those read.
+    compares the answer with all others of its window, and with none. ``attended`` has the weights
+    of the question's words on those of the context. ``tokens`` are those read.
 
     >>> record = Answer(
     ...     text="", score=-2.0, tokens=12, seconds=0.1, model="answer", question="Who wrote it?",

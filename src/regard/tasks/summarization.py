@@ -9,15 +9,13 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from regard.decoding.settings import Way, decoding
+from regard.decoding.settings import Asked
 from regard.errors import InputError
-from regard.models.bundle import Name, Precision, Ready
-from regard.models.t5 import T5
-from regard.models.transformer import Transformer
+from regard.models.bundle import Bundle, Name, Precision
 from regard.tasks.attended import CrossWeights, read_weights
 from regard.tasks.defaults import open_model
 from regard.tasks.records import Part, Summary, WordAttention
-from regard.tasks.writing import Check, Written, one_or_many, prefix_of, write
+from regard.tasks.writing import Check, Written, one_or_many, write
 from regard.text.words import Span, sentences
 
 TASK = "summarization"  # as T5's config.json names it
@@ -30,7 +28,7 @@ def summarize(
     *,
     model: Name = "summarize",
     join: bool = False,
-    how: Way | None = None,
+    how: Asked | None = None,
     max_new_tokens: int | None = None,
     batch: int = 8,
     attended: bool = True,
@@ -49,11 +47,11 @@ def summarize(
     >>> record.text, record.method
     ('small web server written in C', 'whole')
     """
-    bundle = open_model(model, (T5, Transformer), "summarize", device, precision)
+    bundle = open_model(model, "summarize", device, precision)
     if not all(text.strip() for text in texts):
         raise InputError("A document is empty. Give some words.")
-    how, max_new_tokens = decoding(bundle.settings(TASK), how, max_new_tokens)
-    prefix = prefix_of(bundle, TASK)
+    how, max_new_tokens = bundle.settings(TASK).resolve(how, max_new_tokens)
+    prefix = bundle.prefix(TASK)
     documents = [_Document(bundle.prepared(text, TASK)) for text in texts]
     active = documents
     while active:
@@ -142,18 +140,18 @@ class _Document:
         return WordAttention.of(summary, document, table, where, ("summary", "document"))
 
 
-def _round(bundle: Ready, prefix: str, text: str) -> _Round:
+def _round(bundle: Bundle, prefix: str, text: str) -> _Round:
     units = sentences(text)
     parts = _parts(bundle, prefix, text, units)
     return _Round(units, parts, [text[start:end].replace("\n", " ") for start, end in parts])
 
 
-def _parts(bundle: Ready, prefix: str, text: str, units: Sequence[Span]) -> list[Span]:
+def _parts(bundle: Bundle, prefix: str, text: str, units: Sequence[Span]) -> list[Span]:
     """Cut a text into parts of whole sentences that fit the model and overlap.
 
     A sentence longer than the model's input is cut between tokens.
     """
-    encode = bundle.text.encode
+    encode = bundle.tokenizer.encode
     room = bundle.window - len(encode(prefix, special=False).ids) - 1
     if room < 1:
         raise InputError(

@@ -8,15 +8,13 @@ from itertools import accumulate, chain, pairwise, zip_longest
 
 import torch
 
-from regard.decoding.settings import Way, decoding
+from regard.decoding.settings import Asked
 from regard.errors import InputError
-from regard.models.bundle import Name, Precision, Ready
-from regard.models.t5 import T5
-from regard.models.transformer import Transformer
+from regard.models.bundle import Bundle, Name, Precision
 from regard.tasks.attended import align, read_weights
 from regard.tasks.defaults import open_model
 from regard.tasks.records import Translation
-from regard.tasks.writing import Check, encode, one_or_many, prefix_of, write
+from regard.tasks.writing import Check, encode, one_or_many, write
 from regard.text.languages import language_tags, same_language
 from regard.text.words import sentences
 
@@ -30,7 +28,7 @@ def translate(
     *,
     source: str | None = None,
     model: Name = "translate",
-    how: Way | None = None,
+    how: Asked | None = None,
     max_new_tokens: int | None = None,
     batch: int = 32,
     attended: bool = True,
@@ -48,9 +46,9 @@ def translate(
     >>> record.text.split()[:2], record.attended.keys[:2]
     (['Le', 'chat'], ('The', 'cat'))
     """
-    bundle = open_model(model, (Transformer, T5), "translate", device, precision)
+    bundle = open_model(model, "translate", device, precision)
     prefix, language, task = _prefix(bundle, to, source)
-    how, max_new_tokens = decoding(bundle.settings(task), how, max_new_tokens)
+    how, max_new_tokens = bundle.settings(task).resolve(how, max_new_tokens)
     cut = [sentences(text) for text in texts]
     parts = [
         bundle.prepared(text[a:b], TASK)
@@ -86,7 +84,7 @@ def translate(
     return records
 
 
-def _check_length(bundle: Ready, prefix: str, text: str, label: str) -> None:
+def _check_length(bundle: Bundle, prefix: str, text: str, label: str) -> None:
     count = len(encode(bundle, prefix + text))
     if count > bundle.window:
         raise InputError(
@@ -99,20 +97,20 @@ def _check_length(bundle: Ready, prefix: str, text: str, label: str) -> None:
 
 
 def _prefix(
-    bundle: Ready, to: str | None, source: str | None
+    bundle: Bundle, to: str | None, source: str | None
 ) -> tuple[str, str | None, str | None]:
     """The prefix of a source, the target language as the model names it, and the task's name.
 
     A Transformer has a tag for each language, such as >>fra<<; a T5 has a sentence.
     """
-    if isinstance(bundle.model, T5):
+    if bundle.model.prefixed:
         return _sentence_prefix(bundle, to, source)
     if source is not None:
         raise InputError(
             f"{bundle.name} does not take a source language: leave out {source!r}, the language to "
             "translate from."
         )
-    tags = [tag[2:-2] for tag in language_tags(bundle.text)]
+    tags = [tag[2:-2] for tag in language_tags(bundle.tokenizer)]
     if not tags:
         if to is not None:
             raise InputError(
@@ -125,7 +123,7 @@ def _prefix(
 
 
 def _sentence_prefix(
-    bundle: Ready, to: str | None, source: str | None
+    bundle: Bundle, to: str | None, source: str | None
 ) -> tuple[str, str | None, str | None]:
     pairs = {
         (match[1], match[2]): key
@@ -137,7 +135,7 @@ def _sentence_prefix(
     if pairs:
         language = _chosen(bundle, to, list(dict.fromkeys(target for _, target in pairs)))
         key = next(key for (_, target), key in pairs.items() if target == language)
-        return prefix_of(bundle, key), language, key
+        return bundle.prefix(key), language, key
     if TASK not in bundle.tasks:
         origin = "" if source is None else f" from {source!r}"
         raise InputError(
@@ -148,10 +146,10 @@ def _sentence_prefix(
         raise InputError(
             f"{bundle.name} translates from one language into one other: leave out both."
         )
-    return prefix_of(bundle, TASK), None, TASK
+    return bundle.prefix(TASK), None, TASK
 
 
-def _chosen(bundle: Ready, to: str | None, offered: Sequence[str]) -> str:
+def _chosen(bundle: Bundle, to: str | None, offered: Sequence[str]) -> str:
     """The target language, as the model names it."""
     listed = ", ".join(offered)
     if to is None:

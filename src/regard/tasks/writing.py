@@ -11,14 +11,14 @@ from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overloa
 from torch import Tensor
 
 from regard.decoding.generation import generate
-from regard.decoding.strategies import Beam, Generated, How
+from regard.decoding.strategies import Beam, Generated, Strategy
 from regard.errors import InputError
-from regard.models.bundle import Ready
-from regard.models.t5 import T5
-from regard.models.transformer import Transformer
+from regard.models.bundle import Bundle
+from regard.models.model import EncoderDecoder
 
 P = ParamSpec("P")
 R = TypeVar("R")
+MAX_NEW_TOKENS = 256  # if neither the call nor the model's files set it
 Check = Callable[[], object]  # called in a task's loops; what it raises ends the task
 
 
@@ -82,32 +82,27 @@ class Written:
     seconds: float
 
 
-def prefix_of(bundle: Ready, task: str) -> str:
-    """What the model's files put before each source of a task."""
-    prefix = bundle.settings(task).get("prefix")
-    return prefix if isinstance(prefix, str) else ""
-
-
-def encode(bundle: Ready, text: str) -> list[int]:
+def encode(bundle: Bundle, text: str) -> list[int]:
     """The ids of a source, with the end token."""
     end = bundle.model.config.end_token
-    return [*bundle.text.encode(text, special=False).ids, *(() if end is None else (end,))]
+    return [*bundle.tokenizer.encode(text, special=False).ids, *(() if end is None else (end,))]
 
 
 def write(
-    bundle: Ready,
+    bundle: Bundle,
     sources: Sequence[str],
-    how: How,
-    max_new_tokens: int,
+    how: Strategy,
+    max_new_tokens: int | None,
     batch: int,
     check: Check | None = None,
 ) -> list[Written]:
     """What an encoder-decoder writes for each source."""
-    assert isinstance(bundle.model, Transformer | T5)
+    assert isinstance(bundle.model, EncoderDecoder)
     began = perf_counter()
+    limit = MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
     prompts = [encode(bundle, source) for source in sources]
     outputs: list[list[Generated]] = generate(
-        CheckedDecoder(bundle.model, check), prompts, how, max_new_tokens=max_new_tokens,
+        CheckedDecoder(bundle.model, check), prompts, how, max_new_tokens=limit,
         stop=bundle.ends, batch=batch,
     )  # fmt: skip
     seconds = (perf_counter() - began) / max(len(prompts), 1)
@@ -119,7 +114,7 @@ def write(
     return written
 
 
-def log_probability(output: Generated, how: How) -> float:
+def log_probability(output: Generated, how: Strategy) -> float:
     """The log-probability of all tokens of an output. Beam search divides it by a length."""
     tokens = len(output.ids) + output.stopped
     return output.score * (tokens**how.length_penalty if isinstance(how, Beam) else 1.0)

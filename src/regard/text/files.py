@@ -1,4 +1,4 @@
-"""What reading a tokenizer's file may come to: its contents, or an error of ours."""
+"""Read the files of a tokenizer; CheckpointError if one is damaged."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ OPTIONS = "tokenizer_config.json"
 
 
 def options_of(folder: Path) -> dict[str, Any]:
-    """What tokenizer_config.json says, where there is one."""
+    """The contents of tokenizer_config.json; empty if there is none."""
     return read_json(folder / OPTIONS) if (folder / OPTIONS).exists() else {}
 
 
 def add_tokens(tokenizer: FastTokenizer, folder: Path) -> FastTokenizer:
-    """With the tokens that were added to a vocabulary later, which stand in files of their own."""
+    """Add the tokens that are listed outside the vocabulary's own files."""
     found: dict[int, AddedToken] = {}
     older = folder / "added_tokens.json"
     told = options_of(folder).get("added_tokens_decoder") or {}
@@ -64,7 +64,7 @@ def _number(given: object, token: str, file: Path) -> int:
 
 
 def read_text(file: Path) -> str:
-    """A small file of UTF-8, whole."""
+    """The text of a small UTF-8 file."""
     try:
         return read_bytes(file).decode()
     except UnicodeDecodeError:
@@ -73,12 +73,12 @@ def read_text(file: Path) -> str:
 
 @contextmanager
 def errors_of(source: Path | str) -> Iterator[None]:
-    """Within, what `tokenizers` does not like of a file is an error of ours."""
+    """Turn errors of `tokenizers` into CheckpointError."""
     try:
         yield
     except BaseException as error:
-        # It raises bare Exceptions, and where its Rust panics, not even those.
+        # It raises plain Exception, and BaseException if its Rust code panics.
         known = type(error) is Exception or isinstance(error, ValueError | TypeError)
         if not known and type(error).__name__ != "PanicException":
             raise
-        raise CheckpointError(f"{source} is no tokenizer that can be used: {error}") from None
+        raise CheckpointError(f"{source} is no usable tokenizer: {error}") from None

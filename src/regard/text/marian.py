@@ -1,9 +1,8 @@
 """Marian's tokenizers: two SentencePiece models, and the ids of their pieces beside them.
 
-Texts are cut as they stand. Punctuation is not first made plain by Moses' rules (curly quotes to
-straight ones, dashes to hyphens), as it was for the training of many of these models. transformers
-has that too, where sacremoses is installed, but as ``MarianTokenizer.normalize``, which encoding
-does not call. Who wants it does it before: ``sacremoses.MosesPunctNormalizer("en").normalize``.
+Punctuation is not normalised by Moses' rules (curly quotes to straight ones, dashes to hyphens),
+though many of these models were trained on such text. Encoding by transformers does not do it
+either. ``sacremoses.MosesPunctNormalizer("en").normalize`` does it beforehand.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ _NEEDED = ("</s>", "<unk>", "<pad>")
 def marian(folder: Path) -> tuple[FastTokenizer, FastTokenizer | None]:
     """The tokenizers of the source and of the target.
 
-    vocab.json has the ids of both, or of the source alone where there is a target_vocab.json. The
-    target's is None where there is no target.spm: it is cut as the source is.
+    vocab.json has the ids of both, or of the source alone if there is a target_vocab.json. Without
+    target.spm the second one is None: the source's serves both.
     """
     ids = folder / "vocab.json"
     source = _one(folder / "source.spm", ids)
@@ -37,10 +36,10 @@ def marian(folder: Path) -> tuple[FastTokenizer, FastTokenizer | None]:
 
 
 def _one(model: Path, vocabulary: Path) -> FastTokenizer:
-    """One language's: how likely its pieces are, and the ids they have.
+    """The tokenizer of one language, from its model and the ids of its pieces.
 
-    Pieces of the other language alone are there to be read and written. They are so unlikely that
-    a text is cut into them only where a character of it is in no other piece.
+    Pieces that only the other language has are so unlikely here that they occur only for characters
+    that are in no other piece.
     """
     ids = read_json(vocabulary)
     if sorted(ids.values(), key=str) != sorted(range(len(ids)), key=str):

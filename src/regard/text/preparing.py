@@ -1,4 +1,4 @@
-"""What may happen to a text before it becomes tokens: the same in training and in use."""
+"""Preparation of texts before tokenization, the same in training and in use."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PLAIN = str.maketrans(
     | {"\u2026": "..."}
 )
 _SPACES = re.compile(r"\s+")
-# A number keeps its point, a word its hyphen and apostrophe; all other marks stand alone.
+# Numbers keep their points, words their hyphens and apostrophes. Other signs are separate.
 _WORD = re.compile(r"\d+(?:[.,:]\d+)+|\w+(?:['-]\w+)*|\.\.\.|[^\w\s]")
 
 
@@ -28,12 +28,12 @@ def _words(text: str) -> str:
 PREPARATIONS: dict[str, Callable[[str], str]] = {
     "normalise": _normalise,  # one kind of quotes, dashes and spaces
     "lowercase": str.lower,
-    "words": _words,  # words and marks parted by single spaces
+    "words": _words,  # words and signs separated by single spaces
 }
 
 
 def prepare(text: str, steps: Sequence[str]) -> str:
-    """A text after some steps of preparation, in their order.
+    """A text after some steps of preparation, in this order.
 
     >>> prepare("Wait… “Now”, 1,000 of them!", ["normalise", "lowercase", "words"])
     'wait ... " now " , 1,000 of them !'

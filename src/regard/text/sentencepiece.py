@@ -23,11 +23,11 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6  # kinds of pieces
 class Pieces(NamedTuple):
     """What a SentencePiece model holds."""
 
-    pieces: list[tuple[str, float]]  # with the logarithm of how likely each is
+    pieces: list[tuple[str, float]]  # with their log-probabilities
     kinds: list[int]
     model: int  # its kind
     normalizer: normalizers.Normalizer
-    prefix: bool  # whether a space comes before the first word
+    prefix: bool  # a space is put before the first word
 
     def named(self, *kinds: int) -> list[str]:
         """The pieces of some kinds."""
@@ -36,7 +36,7 @@ class Pieces(NamedTuple):
 
 
 def read_pieces(file: Path) -> Pieces:
-    """A SentencePiece model of unigrams or byte pairs."""
+    """The pieces of a SentencePiece model of unigrams or byte pairs."""
     pieces: list[tuple[str, float]] = []
     kinds: list[int] = []
     kind_of_model, charsmap, prefix, single = UNIGRAM, b"", True, True
@@ -66,11 +66,11 @@ def read_pieces(file: Path) -> Pieces:
                     single = bool(part)
     if kind_of_model not in (UNIGRAM, _PAIRS):
         raise CheckpointError(
-            f"{file} is a SentencePiece model of words or characters. Those of unigrams and of "
-            "byte pairs are read."
+            f"{file} is a SentencePiece model of words or characters. regard reads those of "
+            "unigrams and of byte pairs."
         )
     if kinds.count(_UNKNOWN) != 1:
-        raise CheckpointError(f"{file} should have one piece for what is unknown.")
+        raise CheckpointError(f"{file} should have one piece for unknown characters.")
     with errors_of(file):
         steps = [normalizers.Precompiled(charsmap)] if charsmap else []
     normalizer = normalizers.Sequence([*steps, *(single_spaces() if single else [])])
@@ -78,7 +78,7 @@ def read_pieces(file: Path) -> Pieces:
 
 
 def sentencepiece(file: Path) -> FastTokenizer:
-    """SentencePiece's model, with the sentinels that T5 adds behind its pieces, usually 100."""
+    """The tokenizer of a SentencePiece model; T5's gets its sentinels after the pieces."""
     found = read_pieces(file)
     tokenizer = _unigrams(found, file) if found.model == UNIGRAM else _merged(found, file)
     special = found.named(_UNKNOWN, _CONTROL)
@@ -97,7 +97,7 @@ def sentencepiece(file: Path) -> FastTokenizer:
 
 
 def _unigrams(found: Pieces, file: Path) -> FastTokenizer:
-    """The likeliest way to cut a text into pieces, and bytes for what is in none."""
+    """The most probable segmentation; bytes for characters that are in no piece."""
     unknown, fall_back = found.kinds.index(_UNKNOWN), _BYTE in found.kinds
     with errors_of(file):
         model = algorithms.Unigram(found.pieces, unk_id=unknown, byte_fallback=fall_back)
@@ -112,9 +112,9 @@ def _unigrams(found: Pieces, file: Path) -> FastTokenizer:
 
 
 def _merged(found: Pieces, file: Path) -> FastTokenizer:
-    """Neighbours merged into the piece with the highest score, again and again.
+    """Byte-pair encoding: neighbours merge into the piece with the highest score.
 
-    Which pairs those are the model does not say: all that make a piece together.
+    The model does not list its merges: they are all pairs of pieces that form a piece.
     """
     ids = {piece: index for index, (piece, _) in enumerate(found.pieces)}
     if len(ids) < len(found.pieces):
@@ -136,7 +136,7 @@ def _merged(found: Pieces, file: Path) -> FastTokenizer:
             byte_fallback=_BYTE in found.kinds,
         )
     tokenizer = FastTokenizer(model)
-    # Spaces are characters like others here: a piece may hold several words.
+    # Spaces are ordinary characters here: a piece may hold several words.
     marks = [normalizers.Prepend("▁")] if found.prefix else []
     tokenizer.normalizer = normalizers.Sequence(
         [found.normalizer, *marks, normalizers.Replace(" ", "▁")]
@@ -172,7 +172,7 @@ def close_with(tokenizer: FastTokenizer, end: str) -> None:
 
 
 def _fields(raw: bytes, file: Path) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a protocol-buffer message: their numbers, and whole numbers or bytes."""
+    """The fields of a protocol-buffer message: field numbers, with integers or bytes."""
     at = 0
     while at < len(raw):
         tag, at = _varint(raw, at, file)

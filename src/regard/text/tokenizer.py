@@ -1,6 +1,6 @@
-"""Text to ids and back: reading and training tokenizers. The work is done by `tokenizers`.
+"""Text to ids and back: read and train tokenizers, on top of the library `tokenizers`.
 
-Besides tokenizer.json the older files are read: vocab.txt (BERT), vocab.json with merges.txt
+Besides tokenizer.json these files are read: vocab.txt (BERT), vocab.json with merges.txt
 (GPT-2), SentencePiece's .model (T5), and source.spm and target.spm with vocab.json (Marian).
 """
 
@@ -28,18 +28,18 @@ from regard.text.sentencepiece import as_sentencepiece, close_with, sentencepiec
 from regard.text.vocabularies import BERT, as_bert, byte_level, byte_pairs, wordpiece
 
 _FILE, _TARGET = "tokenizer.json", "target_tokenizer.json"
-MOST = 2**24  # tokens of a vocabulary; for many more there would be no memory
+MAX_VOCABULARY = 2**24
 
 END_OF_TEXT = "<|endoftext|>"
 
 
 class SizeError(InputError):
-    """A vocabulary cannot have the size asked for."""
+    """A vocabulary cannot have this size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A text as ids, and where each came from.
+    """A text as ids, with the origin of each.
 
     >>> text = Tokenizer.train_bpe(["low lower lowest"] * 9, size=300)
     >>> text.encode("lowest low").offsets[-1]  # the last token is the last word
@@ -49,15 +49,15 @@ class Encoded:
     ids: list[int]
     tokens: list[str]
     token_types: list[int]  # 0 for the first text and 1 for the second
-    texts: list[int | None]  # which of the texts each comes from; None where added
-    offsets: list[tuple[int, int]]  # its characters there, from and to
+    texts: list[int | None]  # the text each comes from; None for added tokens
+    offsets: list[tuple[int, int]]  # its characters in that text, from and to
 
 
 class Tokenizer:
     """A tokenizer: text to ids and back.
 
-    Where a model writes in other pieces than it reads, ``target`` is the tokenizer of what it
-    writes, and decodes; otherwise this one is both.
+    If a model has another vocabulary for its target, ``target`` is that tokenizer, and decodes;
+    otherwise it is this one.
 
     >>> text = Tokenizer.train_bpe(["low lower lowest"] * 9, size=300)
     >>> encoded = text.encode("lower")
@@ -67,11 +67,11 @@ class Tokenizer:
 
     def __init__(self, tokenizer: FastTokenizer, target: FastTokenizer | None = None) -> None:
         self.tokenizer = tokenizer
-        self._counted = (0, 0)  # tokens, and one more than their largest id
+        self._counted = (0, 0)  # the number of tokens, and the largest id plus one
         self.target = self if target is None else Tokenizer(target)
 
     def __len__(self) -> int:
-        """How many ids there are, those between that no token has among them."""
+        """The largest id plus one."""
         count = self.tokenizer.get_vocab_size()
         if count != self._counted[0]:
             self._counted = count, 1 + max(self.tokenizer.get_vocab().values())
@@ -85,9 +85,9 @@ class Tokenizer:
         return int(found)
 
     def encode(self, text: str, pair: str | None = None, *, special: bool = True) -> Encoded:
-        """The ids of a text, or of two as one; ``special`` adds what the model expects around them.
+        """The ids of a text or a pair of texts; ``special`` adds the model's special tokens.
 
-        ``offsets`` are characters: ``text[start:end]`` is what an id stands for.
+        ``offsets`` count characters: an id stands for ``text[start:end]``.
         """
         _check_text(text)
         if pair is not None:
@@ -97,7 +97,7 @@ class Tokenizer:
         return Encoded(found.ids, found.tokens, found.type_ids, found.sequence_ids, found.offsets)
 
     def encode_all(self, texts: Sequence[str], *, special: bool = True) -> list[Encoded]:
-        """As :meth:`encode`, many at once."""
+        """As :meth:`encode`, for many texts."""
         _check_lines(texts)
         texts = list(texts)
         for text in texts:
@@ -107,7 +107,7 @@ class Tokenizer:
         return [Encoded(e.ids, e.tokens, e.type_ids, e.sequence_ids, e.offsets) for e in batch]
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of ids; special tokens are left out unless asked for."""
+        """The text of ids; special tokens are left out unless ``special``."""
         if self.target is not self:
             return self.target.decode(ids, special=special)
         try:
@@ -144,24 +144,22 @@ class Tokenizer:
         )
 
     def save(self, folder: str | os.PathLike[str]) -> None:
-        """Write tokenizer.json, for regard and others to read.
+        """Write tokenizer.json, and tokenizer_config.json if needed (:meth:`describe`).
 
-        Where others could not guess how, tokenizer_config.json tells them (:meth:`describe`). A
-        tokenizer of its own for the target goes into target_tokenizer.json, for regard alone.
+        A target with another vocabulary goes into target_tokenizer.json, which only regard reads.
         """
         Path(folder).mkdir(parents=True, exist_ok=True)
         self.describe(Path(folder))
         self.tokenizer.save(str(Path(folder) / _FILE), pretty=False)
         if self.target is not self:
             self.target.tokenizer.save(str(Path(folder) / _TARGET), pretty=False)
-        else:  # what an earlier save left behind must not be read with this one
+        else:  # a file of an earlier save must not be read with this one
             (Path(folder) / _TARGET).unlink(missing_ok=True)
 
     def describe(self, folder: Path) -> None:
-        """Say in tokenizer_config.json that tokenizer.json is all there is.
+        """Write tokenizer_config.json where transformers needs it to read tokenizer.json.
 
-        By the kind of a model transformers knows BERT's and GPT-2's, which have what it expects.
-        Of T5 and Marian it expects SentencePiece's files, which a tokenizer of ours has not.
+        For T5 and Marian it would otherwise look for SentencePiece's files.
         """
         roles = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
         known = {
@@ -170,11 +168,11 @@ class Tokenizer:
             if self.tokenizer.token_to_id(token) is not None
         }
         if "eos_token" in known and not (folder / OPTIONS).exists():
-            told = {"tokenizer_class": "PreTrainedTokenizerFast", **known}
-            (folder / OPTIONS).write_text(json.dumps(told, indent=2) + "\n")
+            options = {"tokenizer_class": "PreTrainedTokenizerFast", **known}
+            (folder / OPTIONS).write_text(json.dumps(options, indent=2) + "\n")
 
     def pruned(self, counts: Mapping[int, int], keep: int) -> Tokenizer:
-        """With the ``keep`` most counted tokens of a WordPiece vocabulary only, in their old order.
+        """The tokenizer with the ``keep`` most frequent WordPiece tokens, in their old order.
 
         Special tokens and single characters stay, so that every text can still be encoded.
         """
@@ -204,7 +202,7 @@ class Tokenizer:
     def train_bpe(
         cls, lines: Iterable[str], *, size: int, special: Sequence[str] = ("<|endoftext|>",)
     ) -> Tokenizer:
-        """Byte-level byte-pair encoding, as GPT-2's: every text can be encoded."""
+        """Train byte-level byte-pair encoding, as GPT-2's: every text can be encoded."""
         _check_lines(lines)
         tokenizer = byte_level(algorithms.BPE())
         alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -222,7 +220,7 @@ class Tokenizer:
     def train_wordpiece(
         cls, lines: Iterable[str], *, size: int, lowercase: bool = True
     ) -> Tokenizer:
-        """WordPiece, as BERT's, with its special tokens."""
+        """Train WordPiece, as BERT's, with its special tokens."""
         _check_lines(lines)
         _check_size(size, len(BERT))
         tokenizer = FastTokenizer(algorithms.WordPiece(unk_token="[UNK]"))
@@ -244,14 +242,16 @@ class Tokenizer:
         unknown: str = "<unk>",
         end: str | None = "</s>",
     ) -> Tokenizer:
-        """A unigram model, as SentencePiece trains for T5; ``end`` closes every text."""
+        """Train a unigram model, as T5's; ``end`` is appended to every text."""
         _check_lines(lines)
         _check_size(size, len(special) + 1)
         for token in (unknown, *(() if end is None else (end,))):
             if token not in special:
                 raise InputError(f"{token!r} must be one of the special tokens {list(special)}.")
         tokenizer = FastTokenizer(algorithms.Unigram())
-        spaces = normalizers.Replace(Regex(r"\s+"), " ")  # newlines and tabs are spaces there too
+        spaces = normalizers.Replace(
+            Regex(r"\s+"), " "
+        )  # newlines and tabs are spaces for SentencePiece
         tokenizer.normalizer = normalizers.Sequence(
             [normalizers.NFKC(), spaces, normalizers.Strip()]
         )
@@ -277,7 +277,7 @@ def _train(tokenizer: FastTokenizer, lines: Iterable[str], trainer: training.Tra
     try:
         tokenizer.train_from_iterator(texts(), trainer)
     except Exception as error:
-        if type(error) is not Exception:  # what reading the lines raised
+        if type(error) is not Exception:  # raised while reading the lines
             raise
         raise InputError(f"No tokenizer can be trained on this: {error}") from None
 
@@ -295,21 +295,23 @@ def _check_text(text: object) -> None:
 
 
 def _check_size(size: int, least: int) -> None:
-    if type(size) is not int or not least <= size <= MOST:
-        raise SizeError(f"size must be a whole number from {least} to {MOST}, but got {size!r}.")
+    if type(size) is not int or not least <= size <= MAX_VOCABULARY:
+        raise SizeError(
+            f"size must be a whole number from {least} to {MAX_VOCABULARY}, but got {size!r}."
+        )
 
 
 def _read(file: Path) -> FastTokenizer:
     raw = read_text(file)
     with errors_of(file):
         tokenizer = FastTokenizer.from_str(raw)
-    tokenizer.no_padding()  # a batch is padded by whoever makes one
+    tokenizer.no_padding()  # batches are padded by their users
     tokenizer.no_truncation()
     return tokenizer
 
 
 def word_level(lines: Iterator[str], size: int, own: Sequence[str]) -> Tokenizer:
-    """What stands between spaces, and the ends of lines: words as the Penn Treebank has them."""
+    """The words between spaces, and line ends, as in the Penn Treebank."""
     special = (END_OF_TEXT, "\n", *own)
     counts = Counter(word for line in lines for word in line.split(" ") if word)
     for token in (*special, "<unk>"):

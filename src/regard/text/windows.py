@@ -1,4 +1,4 @@
-"""Overlapping windows over a text that is longer than a model reads at once."""
+"""Overlapping windows over a text that is too long for a model."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from regard.errors import InputError
 
 
 class Window(NamedTuple):
-    """[CLS] question [SEP] some of the context [SEP]."""
+    """[CLS] question [SEP] part of the context [SEP]."""
 
     ids: list[int]
-    split: int  # where the context starts
-    offset: int  # which token of the context comes first
+    split: int  # the place where the context starts
+    offset: int  # of its first token in the whole context
 
 
 def windows(
     question: Sequence[int], context: Sequence[int], length: int, *, first: int, last: int
 ) -> Iterator[Window]:
-    """A question with all of its context, in windows of ``length`` tokens.
+    """A question with its whole context, in windows of ``length`` tokens.
 
-    Each begins in the middle of the one before, so that an answer at the end of one is within the
-    next. ``first`` is the id of [CLS], ``last`` of [SEP].
+    Each begins in the middle of the one before: an answer at the end of one is inside the next.
+    ``first`` is the id of [CLS], ``last`` of [SEP].
 
     >>> [w.ids[w.split:-1] for w in windows([7], [1, 2, 3, 4, 5, 6], 8, first=0, last=9)]
     [[1, 2, 3, 4], [3, 4, 5, 6]]

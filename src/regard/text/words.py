@@ -1,4 +1,4 @@
-"""The one rule for what a word is, and which tokens make it up."""
+"""Words and sentences of a text, and the tokens of each word."""
 
 from __future__ import annotations
 
@@ -13,43 +13,43 @@ from regard.errors import InputError
 from regard.text.tokenizer import Tokenizer
 
 _JOINING = "-'\u2019"  # within a word
-_UNFINISHED = "\ufffd"  # what a letter decodes to whose bytes are not all there
+_UNFINISHED = "\ufffd"  # the decoding of an incomplete character
 _CLOSING, _OPENING = "\"'\u2019\u201d»)\\]", "\"'\u2018\u201c«(\\[¿¡"
-# What French elides; a run of letters and digits, which a sign may join; or any other sign.
+# A French elision, letters and digits with joining signs, or any other sign.
 _WORD = re.compile(
     "\\b(?i:[cdjlmnst]|qu|lorsqu|puisqu)['\u2019](?=\\w)|\\w+(?:['\u2019.-]\\w+)*|[^\\w\\s]"
 )
-# A run of ends is tried from its first sign alone: from each, a long one would take for ever.
+# Matching starts at the first of a run of signs only; otherwise a long run takes quadratic time.
 _END = re.compile(rf"(?<![.!?…])[.!?…]+[{_CLOSING}]*\s+(?=[{_OPENING}]*[^\W_a-zß-öø-ÿ])|\n\s*")
-# What a full stop follows without ending anything: short titles, and single letters.
+# Abbreviations whose full stop ends no sentence: short titles and single letters.
 _SHORT = re.compile(
     rf"(?:^|[\s{_OPENING}])(?:\w|Mrs?|Ms|Dr|St|Prof|Mme|Mlle|Sgt|Capt|Gen|Nr|vs|e\.g|i\.e|z\.B)\.$"
 )
-LONGEST = 16  # characters, more than any of these has
+MAX_ABBREVIATION = 16  # characters
 
 
 class Word(NamedTuple):
-    """A whole word: its letters, and the places of its tokens."""
+    """A whole word: its text, and the places of its tokens."""
 
     label: str
     places: tuple[int, ...]
-    special: bool = False  # no part of a word: a token such as </s>, or blank space
+    special: bool = False  # a token such as </s>, or blank space
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """The ids of a text, what to call each, and the words they make up."""
+    """The ids of a text, a label for each, and the words they form."""
 
     ids: tuple[int, ...]
     labels: tuple[str, ...]
     words: tuple[Word, ...]
-    added: tuple[int, ...] = ()  # the places of special tokens, which are not of the text itself
+    added: tuple[int, ...] = ()  # the places of special tokens added to the text
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def find(self, word: str) -> tuple[Word, int]:
-        """The first word that reads so, and how many there are; case counts where it decides."""
+        """The first such word, and their number; case is ignored if no word matches exactly."""
         exact = [each for each in self.words if each.label == word]
         found = exact or [each for each in self.words if each.label.lower() == word.lower()]
         if not found:
@@ -58,7 +58,7 @@ class Tokens:
 
 
 def tokens_of(tokenizer: Tokenizer, text: str) -> Tokens:
-    """A text with whatever special tokens its model expects.
+    """The tokens of a text, with the special tokens of the tokenizer.
 
     >>> tokenizer = Tokenizer.train_bpe(["the cat sat"] * 9, size=300)
     >>> [word.label for word in tokens_of(tokenizer, "the cat sat").words]
@@ -77,15 +77,15 @@ def tokens_of(tokenizer: Tokenizer, text: str) -> Tokens:
 
 
 def tokens_of_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> Tokens:
-    """What ids say to ``tokenizer``; words are found in the text it decodes them to."""
+    """The tokens of ids; words are those of the decoded text."""
     before, spans = "", list[tuple[int, int] | None]()
     for count in range(1, len(ids) + 1):
         after = tokenizer.decode(ids[:count])
-        # What the last letters are may show only later, so a span starts where texts differ.
+        # Later ids may change the last letters, so a span starts where the two texts differ.
         start = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
                      min(len(before), len(after)))  # fmt: skip
         if start == len(after) and after.endswith(_UNFINISHED):
-            start -= 1  # one more byte of the same letter
+            start -= 1  # one more byte of the same character
         spans.append((start, len(after)) if len(after) > start else None)
         before = after
     names = [tokenizer.tokenizer.id_to_token(one) or str(one) for one in ids]
@@ -97,7 +97,7 @@ def _named(
 ) -> Tokens:
     starts = _words(text)
     labels, words, at = [], list[Word](), 0
-    last = -1  # the word of the token before
+    last = -1  # the word of the previous token
     for place, (name, span) in enumerate(zip(names, spans, strict=True)):
         piece = "" if span is None else text[slice(*span)]
         labels.append(piece.strip() or name)
@@ -113,7 +113,7 @@ def _named(
         if inside and at == last:
             words[-1] = words[-1]._replace(places=(*words[-1].places, place))
         else:
-            # A token may reach over several words, as over two ideograms.
+            # A token may span several words, as two ideograms.
             start, stop = starts[at] if inside else (first, first)
             label = text[start : max(stop, span[1])].strip()
             words.append(Word(label, (place,)))
@@ -122,13 +122,13 @@ def _named(
 
 
 def _words(text: str) -> list[tuple[int, int]]:
-    """Where words begin and end, as one reads them.
+    """Where words begin and end.
 
-    Letters with the signs over them and with what joins them make a word, and so do signs. Of
-    scripts that put no spaces between words, every letter does.
+    Letters with diacritics and joining signs form a word, and so do runs of other signs. In scripts
+    without spaces every character is a word.
     """
     found: list[tuple[int, int]] = []
-    before = ""  # the kind of the character before
+    before = ""  # the kind of the previous character
     for place, character in enumerate(text):
         kind = _kind(character)
         joins = (
@@ -149,7 +149,7 @@ def _words(text: str) -> list[tuple[int, int]]:
 
 @cache
 def _kind(character: str) -> str:
-    """Whether a character belongs to a word, is one, is a sign, or is none of that ("")."""
+    """The kind of a character: "letter", "ideogram", "sign", or "" for a space."""
     if character.isspace():
         return ""
     if "\u3040" <= character <= "\u30ff" or "\u3400" <= character <= "\u9fff":
@@ -174,7 +174,7 @@ class Span(NamedTuple):
 
 
 def words(text: str) -> list[Span]:
-    """Where the words of a text stand; each punctuation mark is one of its own.
+    """The spans of the words of a text; each punctuation mark is one.
 
     >>> text = "It's 3.50, n'est-ce pas?"
     >>> [text[start:end] for start, end in words(text)]
@@ -184,7 +184,7 @@ def words(text: str) -> list[Span]:
 
 
 def sentences(text: str) -> list[Span]:
-    r"""Where the sentences of a text stand, without the space between them. A new line ends one.
+    r"""The spans of the sentences of a text, without spaces around. A new line ends one.
 
     >>> text = "Mr. Bean left. Where to?\nNobody knew."
     >>> [text[start:end] for start, end in sentences(text)]
@@ -195,8 +195,8 @@ def sentences(text: str) -> list[Span]:
     for end in _END.finditer(text):
         sign = end.group().rstrip()
         stop = end.start() + len(sign)
-        # A title is short; all that is before it would be read again for each.
-        near = text[max(start, stop - LONGEST) : stop]
+        # Only the last characters, which is enough for an abbreviation.
+        near = text[max(start, stop - MAX_ABBREVIATION) : stop]
         if "\n" not in end.group() and _SHORT.search(near):
             continue
         if before := text[start:stop].rstrip():
@@ -207,6 +207,6 @@ def sentences(text: str) -> list[Span]:
 
 
 def spans_of(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[Span]:
-    """Which characters of the text that ``ids`` decode to each of them wrote."""
+    """The span of each id in the text that ``ids`` decode to."""
     lengths = [len(decode(ids[:count])) for count in range(len(ids) + 1)]
     return [Span(lengths[at], max(lengths[at], lengths[at + 1])) for at in range(len(ids))]

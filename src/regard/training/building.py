@@ -20,9 +20,7 @@ from regard.models.bert import BertConfig
 from regard.models.loading import load
 from regard.models.model import Model
 from regard.models.registry import trained
-from regard.models.t5 import T5Config
-from regard.models.transformer import TransformerConfig
-from regard.text.tokenizer import END_OF_TEXT, Tokenizer
+from regard.text.tokenizer import Tokenizer
 from regard.training.answers import Answers, Exam
 from regard.training.objectives import (
     Examine,
@@ -121,18 +119,8 @@ def _from_text(recipe: Recipe, text: Tokenizer) -> dict[str, Any]:
             "This tokenizer has a vocabulary for each language, and a new model has one for both. "
             "Set model.start to the checkpoint it came with, or train a tokenizer."
         )
-    sizes: dict[str, Any] = {"vocabulary": len(text)}
-    kind, length = recipe.model.kind, recipe.data.length
-    if kind in ("transformer", "t5"):
-        pad = text.id("<pad>")
-        sizes |= {"pad_token": pad, "start_token": pad, "end_token": text.id("</s>")}
-    elif kind == "bert":
-        sizes |= {"length": length, "pad_token": text.id("[PAD]")}
-    else:
-        end = text.tokenizer.token_to_id(END_OF_TEXT)
-        sizes["end_token"] = end
-        sizes |= {"length": length, "begin_token": end} if kind == "gpt2" else {"cutoffs": ()}
-    return sizes
+    architecture = trained(recipe.model.kind, recipe.task).model_class()
+    return {"vocabulary": len(text), **architecture.sizes_for(text, recipe.data.length)}
 
 
 # ------------------------------------------------------------------------------------ objective
@@ -189,7 +177,6 @@ def _next_token(recipe: Recipe, stream: Ragged, held: Table | None) -> Objective
 
 def _special(made: Model) -> Special:
     config = made.config
-    assert isinstance(config, TransformerConfig | T5Config)
     pad, start, end = config.pad_token, config.start_token, config.end_token
     if pad is None or start is None or end is None:
         raise InputError("A model that writes text needs pad, start and end in model.config.")

@@ -20,11 +20,10 @@ from regard.data.tables import Ragged, Table
 from regard.decoding.generation import generate
 from regard.errors import InputError
 from regard.evaluation import metrics
-from regard.evaluation.settings import TOKENS, Evaluation, how_to_decode
+from regard.evaluation.settings import TOKENS, Evaluation
 from regard.layers.losses import NOTHING
 from regard.mechanism.masks import Padding
-from regard.models.gpt2 import GPT2
-from regard.models.transformer_xl import TransformerXL
+from regard.models.model import LanguageModel
 
 
 class Prepared(NamedTuple):
@@ -231,7 +230,7 @@ class Examine:
         found = generate(
             model,
             prompts,
-            how_to_decode(self.settings),
+            self.settings.decoding.strategy(),
             max_new_tokens=self.length,
             stop=[special.end],
             batch=max(512 // self.settings.beam, 1),
@@ -338,7 +337,7 @@ class NextToken(Pieces):
             calm = self.calm if model.training else {}
             loss: Tensor = model(batch.ids, labels=batch.labels, **remembered, **calm)
             return loss
-        assert isinstance(model, GPT2 | TransformerXL)
+        assert isinstance(model, LanguageModel)
         hidden = model.read(batch.ids, **remembered)[:, self.context :]
         told = model.logits(hidden).float() / self.temperature
         return cross_entropy(told.flatten(0, 1), batch.labels.flatten(), reduction="sum")
@@ -378,8 +377,9 @@ class NextTokenWithMemory(NextToken):
         return Lanes(total, self.length, rows, forget, shifted=shuffled)
 
     def loss(self, model: nn.Module, batch: TextBatch) -> Tensor:
-        assert isinstance(model, TransformerXL)
+        assert isinstance(model, LanguageModel)
         memories = model.remember()
+        assert memories is not None
         if self.kept and not batch.first:
             for memory, kept in zip(memories.layers, self.kept, strict=True):
                 memory.extend(kept.to(batch.ids.device))

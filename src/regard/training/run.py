@@ -206,13 +206,7 @@ def _note_use(recipe: Recipe, folder: Path) -> None:
     """Let a model that writes be used as it is evaluated: with its prefix, decoded in that way."""
     asked = recipe.evaluation
     if asked.metric in WRITTEN:
-        how = {
-            "num_beams": asked.beam,
-            "length_penalty": asked.length_penalty,
-            "no_repeat_ngram_size": asked.no_repeat,
-            "min_new_tokens": asked.least,
-        }
-        note(folder / GENERATION, how)
+        note(folder / GENERATION, asked.decoding.to_json())
     used: dict[str, Any] = {}
     prefixes = {source.prefix for source in recipe.data.test or recipe.data.valid}
     # A Transformer that translates has tags for languages, which whoever uses it names.

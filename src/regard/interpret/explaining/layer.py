@@ -102,7 +102,7 @@ def _call(
     else:
         x, context = args[0], args[1] if len(args) > 1 else kwargs.get("context")
         mask, bias = kwargs.get("mask"), kwargs.get("bias")
-        found = module.read(x, context, mask=mask, bias=bias)
+        found = module.forward_heads(x, context, mask=mask, bias=bias)
         query, key, value = found.query, found.key, found.value
         context = x if context is None else context
     return (

@@ -1,12 +1,26 @@
-// Attention that shows its weights, on the CPU.
+// Attention with the statistics of its weights, on the CPU.
 //
-// Some rows of queries at a time meet all the keys they may attend to, and their scores stay in the
-// cache until everything there is to see of them is gathered:
+//     scores       = scale Q K^T, capped and biased, -inf where a row may not attend
+//     exponentials = exp(scores - the highest score of the row)
+//     output       = exponentials V / total, where total is their sum over the keys of a row
+//     weights      = exponentials / total, from which come entropy, peak, distance, single weights,
+//                    and sums over rows: received and the map
 //
-//     scores = scale Q K^T, capped and biased, -inf where a row may not attend
-//     powers = exp(scores - the row's highest), their total, and what the entropy needs
-//     output = powers V / total
-//     sums   = powers / total, added up over rows: received, and the map
+//     Q [batch, heads, queries, width]            V      [batch, key_heads, keys, value_width]
+//     K [batch, key_heads, keys, width]           output [batch, heads, queries, value_width]
+//
+// in float32, or in bfloat16 on machines with AMX. A thread computes a block of rows at a time. Its
+// scores stay in the cache of the core until all fields are written.
+//
+// regard.mechanism.backends.cpu calls sizes(), allocates the buffers, and calls run().
+//
+// What must stay true:
+// - Results are equal to the last bit on any number of threads: the chunks do not depend on it, and
+//   no two threads add to the same number.
+// - A key outside a row's range has weight 0, and 0 times infinity is NaN, so run() refuses inputs
+//   that are not finite.
+//
+// Test: pytest tests/kernels/test_cpu.py -q
 
 #include <algorithm>
 #include <atomic>
@@ -18,350 +32,366 @@
 
 #include "products.h"
 
-#ifdef TILES
+#ifdef AMX_BFLOAT16
 #include <sys/syscall.h>
 #include <unistd.h>
 #endif
 
-// One call. building.py has the same fields in the same order; what is not asked for is null.
-struct Call {
+// One call. Task in build.py has the same fields in the same order. The pointer of a field that is
+// not requested is null.
+struct Task {
     int64_t batch, heads, key_heads, queries, keys, width, value_width;
     int64_t threads;
-    int64_t chunks;  // of rows that one thread takes at a time, whatever the number of threads
+    int64_t chunks;  // parts of a head's rows; one thread computes all of a chunk
     int64_t map_rows, map_columns, kept_rows, pair_count, top;
     float scale, softcap;  // a softcap of 0 is none
     const void *query, *key, *value;
     int64_t query_strides[3], key_strides[3], value_strides[3];  // batch, head, row; last is 1
     const int32_t *low, *high;    // [batch, queries]: a query attends to the keys low <= j < high
-    const float *bias;            // [heads, bias_length]: what a score gets for its distance
-    int64_t bias_length;          // queries - 1 + keys, and as many more as a vector reads past
+    const float *bias;            // [heads, bias_length]: added to scores, by distance
+    int64_t bias_length;          // queries - 1 + keys, and padding for whole vectors
     void *output;                 // [batch, heads, queries, value_width]
-    float *lse, *entropy, *peak, *highest, *distance;  // [batch, heads, queries]
+    float *lse, *entropy, *peak, *highest, *distance;  // [batch, heads, queries]; highest: score
     float *received;              // [batch, heads, chunks, keys]
     float *map, *map_peak;        // [batch, heads, map_rows, map_columns]: sums, not averages
-    const int32_t *places;        // [queries]: the place of a row among those kept, or -1
-    float *kept;                  // [batch, heads, kept_rows, keys]
+    const int32_t *places;        // [queries]: the index of a row in `kept`, or -1
+    float *kept;                  // [batch, heads, kept_rows, keys]: whole rows of weights
     const int32_t *pair_first;    // [queries + 1]: where the pairs of each query begin
     const int32_t *pair_keys;     // [pair_count], in order of the queries
     float *pairs;                 // [batch, heads, pair_count]
     float *top_weights;           // [batch, heads, queries, top]
     int64_t *top_keys;
-    char *packed_keys, *packed_values, *scratch;  // room, as large as sizes() says
+    char *packed_keys, *packed_values, *scratch;  // buffers of sizes() bytes
 };
 
 namespace {
 
-constexpr int64_t TILE = 128;              // keys whose scores are made and looked at while near
-constexpr int64_t BLOCK = 1 << 17;         // scores of a block of rows, about: a core's cache
-constexpr int64_t FEWEST = 32, MOST = 64;  // rows of a block
+constexpr int64_t KEY_TILE = 128;           // keys whose scores are computed and read while cached
+constexpr int64_t BLOCK_SCORES = 1 << 17;   // scores of a block of rows that fit a core's cache
+constexpr int64_t MIN_BLOCK_ROWS = 32, MAX_BLOCK_ROWS = 64;
 
 // One head of a tensor.
 template <class Element>
-const Element *matrix(const void *tensor, const int64_t *strides, int64_t sequence, int64_t head) {
+const Element *head_matrix(const void *tensor, const int64_t *strides, int64_t sequence,
+                           int64_t head) {
     return static_cast<const Element *>(tensor) + sequence * strides[0] + head * strides[1];
 }
 
 // ---- one thread's work -------------------------------------------------------------------------
 
-// How much room a call needs; everything is padded to whole panels and stripes.
+// The padded sizes and strides of the buffers, in whole panels and stripes of Product.
 template <class Element>
-struct Sizes {
+struct Layout {
     using P = Product<Element>;
-    static constexpr bool IN_PLACE = sizeof(Element) == sizeof(float);  // powers: where scores were
-    int64_t depth, keys, value_width, row, power_row, rows;  // rows of scores and powers; a block
+    static constexpr bool IN_PLACE = sizeof(Element) == sizeof(float);  // exponentials over scores
+    int64_t depth, keys, value_width, score_stride, exponential_stride, block_rows;
 
-    explicit Sizes(const Call &call)
-        : depth(up(call.width, P::DEPTH)),
-          keys(up(call.keys, P::PANEL)),
-          value_width(up(call.value_width, P::PANEL)),
-          row(keys + LANES),  // no power of two: rows would share their places in the cache
-          power_row(IN_PLACE ? row : keys + 32),
-          rows(up(std::clamp(BLOCK / keys, FEWEST, MOST), FEWEST)) {}
+    explicit Layout(const Task &task)
+        : depth(round_up(task.width, P::DEPTH)),
+          keys(round_up(task.keys, P::PANEL)),
+          value_width(round_up(task.value_width, P::PANEL)),
+          score_stride(keys + LANES),  // no power of two, so that rows do not share cache sets
+          exponential_stride(IN_PLACE ? score_stride : keys + 32),
+          block_rows(round_up(std::clamp(BLOCK_SCORES / keys, MIN_BLOCK_ROWS, MAX_BLOCK_ROWS),
+                              MIN_BLOCK_ROWS)) {}
 
+    // Bytes of one head of packed keys, of one of packed values, and of one thread's scratch.
     int64_t key_head() const { return keys * depth * sizeof(Element); }
     int64_t value_head() const { return keys * value_width * sizeof(Element); }
     int64_t scratch() const {
-        const int64_t floats = rows * (row + value_width) + 2 * row;
-        const int64_t elements = rows * (depth + (IN_PLACE ? 0 : power_row));
-        return up(sizeof(float) * floats + sizeof(Element) * elements, 64) + 6 * 64;
+        const int64_t floats = block_rows * (score_stride + value_width) + 2 * score_stride;
+        const int64_t elements = block_rows * (depth + (IN_PLACE ? 0 : exponential_stride));
+        return round_up(sizeof(float) * floats + sizeof(Element) * elements, 64) + 6 * 64;
     }
 };
 
 template <class Element>
 class Worker {
     using P = Product<Element>;
-    static constexpr bool IN_PLACE = Sizes<Element>::IN_PLACE;
+    static constexpr bool IN_PLACE = Layout<Element>::IN_PLACE;
 
   public:
-    Worker(const Call &call, int64_t thread) : call(call), size(call) {
-        char *at = call.scratch + thread * size.scratch();
-        scores = take<float>(at, size.rows * size.row);
-        outputs = take<float>(at, size.rows * size.value_width);
-        sums = take<float>(at, size.row);
-        peaks = take<float>(at, size.row);
-        queries = take<Element>(at, size.rows * size.depth);
-        if constexpr (IN_PLACE) powers = scores;
-        else powers = take<Element>(at, size.rows * size.power_row);
+    Worker(const Task &task, int64_t thread) : task(task), layout(task) {
+        char *at = task.scratch + thread * layout.scratch();
+        scores = take<float>(at, layout.block_rows * layout.score_stride);
+        outputs = take<float>(at, layout.block_rows * layout.value_width);
+        sums = take<float>(at, layout.score_stride);
+        peaks = take<float>(at, layout.score_stride);
+        queries = take<Element>(at, layout.block_rows * layout.depth);
+        if constexpr (IN_PLACE) exponentials = scores;
+        else exponentials = take<Element>(at, layout.block_rows * layout.exponential_stride);
     }
 
-    // A chunk holds whole bins of the map, so nobody else adds to its cells.
-    void chunk(int64_t unit) {
-        const int64_t part = unit % call.chunks;
-        head = unit / call.chunks;  // of all sequences
-        const int64_t sequence = head / call.heads, group = call.heads / call.key_heads;
-        const int64_t key_head = sequence * call.key_heads + head % call.heads / group;
-        low = call.low + sequence * call.queries;
-        high = call.high + sequence * call.queries;
-        query = matrix<Element>(call.query, call.query_strides, sequence, head % call.heads);
-        keys = reinterpret_cast<Element *>(call.packed_keys + key_head * size.key_head());
-        values = reinterpret_cast<Element *>(call.packed_values + key_head * size.value_head());
-        received = call.received ? call.received + unit * call.keys : nullptr;
-        pools = call.received || call.map;
+    // Computes chunk `unit` of [batch, heads, chunks]: all fields of its rows. A chunk holds whole
+    // bins of the map, so no other thread adds to their cells.
+    void compute_chunk(int64_t unit) {
+        const int64_t part = unit % task.chunks;
+        head = unit / task.chunks;  // of [batch, heads]
+        const int64_t sequence = head / task.heads, group = task.heads / task.key_heads;
+        const int64_t key_head = sequence * task.key_heads + head % task.heads / group;
+        low = task.low + sequence * task.queries;
+        high = task.high + sequence * task.queries;
+        query = head_matrix<Element>(task.query, task.query_strides, sequence, head % task.heads);
+        keys = reinterpret_cast<Element *>(task.packed_keys + key_head * layout.key_head());
+        values = reinterpret_cast<Element *>(task.packed_values + key_head * layout.value_head());
+        received = task.received ? task.received + unit * task.keys : nullptr;
+        needs_sums = task.received || task.map;
 
-        const int64_t bins = call.map ? call.map_rows : call.chunks;
-        int64_t bin = part * bins / call.chunks;
-        const int64_t last_bin = (part + 1) * bins / call.chunks;
-        clear();
-        for (int64_t at = edge(bin, call.queries, bins); bin < last_bin;) {
-            first = at;
-            count = std::min(size.rows, edge(last_bin, call.queries, bins) - first);
-            if (reach()) attend();
-            else lose();
-            for (int64_t stop = first + count; at < stop;) {
-                const int64_t end = edge(bin + 1, call.queries, bins);
-                pool(at, std::min(end, stop));
+        const int64_t bins = task.map ? task.map_rows : task.chunks;
+        int64_t bin = part * bins / task.chunks;
+        const int64_t last_bin = (part + 1) * bins / task.chunks;
+        clear_sums();
+        for (int64_t at = bin_start(bin, task.queries, bins); bin < last_bin;) {
+            first_row = at;
+            row_count = std::min(layout.block_rows,
+                                 bin_start(last_bin, task.queries, bins) - first_row);
+            if (find_key_range()) attend();
+            else write_empty_rows();
+            for (int64_t stop = first_row + row_count; at < stop;) {
+                const int64_t end = bin_start(bin + 1, task.queries, bins);
+                add_to_sums(at, std::min(end, stop));
                 at = std::min(end, stop);
-                if (at == end) flush(bin++);
+                if (at == end) finish_bin(bin++);
             }
         }
     }
 
   private:
-    const Call &call;
-    const Sizes<Element> size;
-    float *scores, *outputs, *sums, *peaks;  // [rows, row], [rows, value width], [row] twice
-    Element *queries, *powers;  // [rows, depth], [rows, power_row]
+    const Task &task;
+    const Layout<Element> layout;
+    float *scores, *outputs;  // [block_rows, score_stride], [block_rows, value_width]
+    float *sums, *peaks;      // [score_stride]: of the current bin, by key
+    Element *queries, *exponentials;  // [block_rows, depth], [block_rows, exponential_stride]
 
-    // The head at hand, the block of rows at hand, and the keys that matter to it.
-    int64_t head, first, count, start, width, from, to;
+    // The current head, block of rows, range of its keys, and range of keys in the bin's sums.
+    int64_t head, first_row, row_count, first_key, key_count, summed_from, summed_to;
     const int32_t *low, *high;
     const Element *query, *keys, *values;
     float *received;
-    bool pools;
-    float inverse[MOST];
-    std::vector<std::pair<float, int64_t>> best;
+    bool needs_sums;
+    float inverse[MAX_BLOCK_ROWS];  // 1 / total of each row's exponentials, 0 if it has none
+    std::vector<std::pair<float, int64_t>> top_scores;
 
     template <class Type>
     static Type *take(char *&at, int64_t length) {
-        Type *found = reinterpret_cast<Type *>(at);
-        at += up(length * sizeof(Type), 64);
-        return found;
+        Type *buffer = reinterpret_cast<Type *>(at);
+        at += round_up(length * sizeof(Type), 64);
+        return buffer;
     }
 
-    // Where bin number `bin` begins: bins spread evenly, as seeing.bins has them.
-    static int64_t edge(int64_t bin, int64_t length, int64_t bins) {
+    // The first index in a bin. Index i is in bin i * bins / length, as in plan.bins.
+    static int64_t bin_start(int64_t bin, int64_t length, int64_t bins) {
         return (bin * length + bins - 1) / bins;
     }
 
-    // The keys that some row of the block may attend to, in whole panels; whether there are any.
-    bool reach() {
-        start = call.keys;
+    // Sets the range of keys that any row of the block may attend to, in whole panels. Returns
+    // whether it has any.
+    bool find_key_range() {
+        first_key = task.keys;
         int64_t stop = 0;
-        for (int64_t row = first; row < first + count; ++row) {
+        for (int64_t row = first_row; row < first_row + row_count; ++row) {
             if (low[row] >= high[row]) continue;
-            start = std::min<int64_t>(start, low[row]);
+            first_key = std::min<int64_t>(first_key, low[row]);
             stop = std::max<int64_t>(stop, high[row]);
         }
-        start = start / P::PANEL * P::PANEL;
-        width = std::max<int64_t>(0, up(stop, P::PANEL) - start);
-        return width > 0;
+        first_key = first_key / P::PANEL * P::PANEL;
+        key_count = std::max<int64_t>(0, round_up(stop, P::PANEL) - first_key);
+        return key_count > 0;
     }
 
+    // Computes the block's scores, statistics and outputs.
     void attend() {
-        const int64_t rows = up(count, P::STRIPE);
-        std::memset(queries, 0, sizeof(Element) * rows * size.depth);
-        for (int64_t row = 0; row < count; ++row)
-            std::memcpy(queries + row * size.depth, query + (first + row) * call.query_strides[2],
-                        sizeof(Element) * call.width);
+        const int64_t rows = round_up(row_count, P::STRIPE);
+        std::memset(queries, 0, sizeof(Element) * rows * layout.depth);
+        for (int64_t row = 0; row < row_count; ++row)
+            std::memcpy(queries + row * layout.depth,
+                        query + (first_row + row) * task.query_strides[2],
+                        sizeof(Element) * task.width);
 
-        float highest[MOST];
-        std::fill_n(highest, count, -INFINITY);
-        for (int64_t tile = 0; tile < width; tile += TILE) {
-            const int64_t stop = std::min(tile + TILE, width);
+        float highest[MAX_BLOCK_ROWS];
+        std::fill_n(highest, row_count, -INFINITY);
+        for (int64_t tile = 0; tile < key_count; tile += KEY_TILE) {
+            const int64_t stop = std::min(tile + KEY_TILE, key_count);
             for (int64_t panel = tile; panel < stop; panel += P::PANEL)
                 for (int64_t row = 0; row < rows; row += P::STRIPE)
-                    P::run(queries + row * size.depth, size.depth,
-                           keys + (start + panel) * size.depth, scores + row * size.row + panel,
-                           size.row, size.depth, false);
-            for (int64_t row = 0; row < count; ++row)
-                highest[row] = std::max(highest[row], prepare(row, tile, stop));
+                    P::run(queries + row * layout.depth, layout.depth,
+                           keys + (first_key + panel) * layout.depth,
+                           scores + row * layout.score_stride + panel, layout.score_stride,
+                           layout.depth, false);
+            for (int64_t row = 0; row < row_count; ++row)
+                highest[row] = std::max(highest[row], finish_scores(row, tile, stop));
         }
-        for (int64_t row = 0; row < count; ++row) soften(row, highest[row]);
-        for (int64_t tile = 0; tile < width; tile += 2 * TILE)
-            for (int64_t panel = 0; panel < size.value_width; panel += P::PANEL)
+        for (int64_t row = 0; row < row_count; ++row) softmax_row(row, highest[row]);
+        for (int64_t tile = 0; tile < key_count; tile += 2 * KEY_TILE)
+            for (int64_t panel = 0; panel < layout.value_width; panel += P::PANEL)
                 for (int64_t row = 0; row < rows; row += P::STRIPE)
-                    P::run(powers + row * size.power_row + tile, size.power_row,
-                           values + panel * size.keys + (start + tile) * P::PANEL,
-                           outputs + row * size.value_width + panel, size.value_width,
-                           std::min(2 * TILE, width - tile), tile > 0);
-        for (int64_t row = 0; row < count; ++row) write(row);
+                    P::run(exponentials + row * layout.exponential_stride + tile,
+                           layout.exponential_stride,
+                           values + panel * layout.keys + (first_key + tile) * P::PANEL,
+                           outputs + row * layout.value_width + panel, layout.value_width,
+                           std::min(2 * KEY_TILE, key_count - tile), tile > 0);
+        for (int64_t row = 0; row < row_count; ++row) write_output(row);
     }
 
-    // Products become scores; returns the highest. Where the row may not attend they are -inf.
-    float prepare(int64_t row, int64_t tile, int64_t stop) {
-        float *at = scores + row * size.row;
-        const int64_t index = first + row;
+    // Scales, caps, biases and masks the products of a row in a tile. Returns the highest score.
+    float finish_scores(int64_t row, int64_t tile, int64_t stop) {
+        float *at = scores + row * layout.score_stride;
+        const int64_t index = first_row + row;
         const int32_t begin = low[index], end = high[index];
-        const bool open = begin <= start + tile && start + stop <= end;
-        const float scale = call.scale, softcap = call.softcap;
-        const float *bias = call.bias;
-        if (bias) bias += head % call.heads * call.bias_length + call.queries - 1 - index + start;
-        const Floats closed = Floats{} - INFINITY;
-        Floats highest = closed;
+        const bool unmasked = begin <= first_key + tile && first_key + stop <= end;
+        const float scale = task.scale, softcap = task.softcap;
+        const float *bias = task.bias;
+        if (bias)
+            bias += head % task.heads * task.bias_length + task.queries - 1 - index + first_key;
+        const Floats masked = Floats{} - INFINITY;
+        Floats highest = masked;
         for (int64_t j = tile; j < stop; j += LANES) {
             Floats score = load(at + j) * scale;
-            if (softcap > 0) score = cap(score, softcap);
+            if (softcap > 0) score = soft_cap(score, softcap);
             if (bias) score += load(bias + j);
-            if (!open) {
-                const Ints key = count_from(start + j);
-                score = (key >= begin) & (key < end) ? score : closed;
+            if (!unmasked) {
+                const Ints key = consecutive(first_key + j);
+                score = (key >= begin) & (key < end) ? score : masked;
             }
             store(at + j, score);
             highest = score > highest ? score : highest;
         }
-        float found = highest[0];
-        for (int lane = 1; lane < LANES; ++lane) found = std::max(found, highest[lane]);
-        return found;
+        float row_highest = highest[0];
+        for (int lane = 1; lane < LANES; ++lane) row_highest = std::max(row_highest, highest[lane]);
+        return row_highest;
     }
 
-    // Scores become powers, and the row's fields are written.
-    void soften(int64_t row, float highest) {
-        float *const at = scores + row * size.row;
-        Element *const narrowed = powers + row * size.power_row;
-        const int64_t stop = width;
-        const float taken = highest == -INFINITY ? 0 : highest;
-        if (call.top) choose(row, at);
+    // Replaces the scores of a row by exponentials, and writes the fields of its query.
+    void softmax_row(int64_t row, float highest) {
+        float *const at = scores + row * layout.score_stride;
+        Element *const narrowed = exponentials + row * layout.exponential_stride;
+        const int64_t stop = key_count;
+        const float shift = highest == -INFINITY ? 0 : highest;
+        if (task.top) select_top(row, at);
         Floats total = {}, energy = {};
-        const Floats lowest = Floats{} + LOWEST;
+        const Floats lowest = Floats{} + MIN_EXPONENT;
         for (int64_t j = 0; j < stop; j += LANES) {
-            Floats score = load(at + j) - taken;
-            const Ints gone = score < lowest;
-            score = gone ? lowest : score;
-            const Floats found = gone ? Floats{} : power(score);
-            total += found;
-            energy += score * found;
-            store(at + j, found);
-            if constexpr (!IN_PLACE) P::narrow(found, narrowed + j);
+            Floats score = load(at + j) - shift;
+            const Ints underflows = score < lowest;
+            score = underflows ? lowest : score;
+            const Floats weight = underflows ? Floats{} : exponential(score);
+            total += weight;
+            energy += score * weight;
+            store(at + j, weight);
+            if constexpr (!IN_PLACE) P::narrow(weight, narrowed + j);
         }
-        const float whole = sum(total);
-        inverse[row] = whole == 0 ? 0 : 1 / whole;
-        const float entropy = whole == 0 ? 0 : std::log(whole) - sum(energy) * inverse[row];
-        const int64_t place = head * call.queries + first + row;
-        if (call.highest) call.highest[place] = highest;
-        if (call.lse) call.lse[place] = highest + (whole == 0 ? 0 : std::log(whole));
-        if (call.peak) call.peak[place] = inverse[row];  // the highest score's power is 1
-        if (call.entropy) call.entropy[place] = entropy < 0 ? 0 : entropy;
-        if (call.distance) call.distance[place] = mean_distance(row) * inverse[row];
-        pick(row, at);
-        for (size_t rank = 0; rank < best.size(); ++rank) {
-            const int64_t to = place * call.top + rank;
-            call.top_weights[to] = std::exp(best[rank].first - taken) * inverse[row];
-            call.top_keys[to] = best[rank].second;
+        const float row_total = sum(total);
+        inverse[row] = row_total == 0 ? 0 : 1 / row_total;
+        const float entropy =
+            row_total == 0 ? 0 : std::log(row_total) - sum(energy) * inverse[row];
+        const int64_t index = head * task.queries + first_row + row;
+        if (task.highest) task.highest[index] = highest;
+        if (task.lse) task.lse[index] = highest + (row_total == 0 ? 0 : std::log(row_total));
+        if (task.peak) task.peak[index] = inverse[row];  // exp(highest - highest) is 1
+        if (task.entropy) task.entropy[index] = entropy < 0 ? 0 : entropy;
+        if (task.distance) task.distance[index] = summed_distance(row) * inverse[row];
+        write_requested(row, at);
+        for (size_t rank = 0; rank < top_scores.size(); ++rank) {
+            const int64_t entry = index * task.top + rank;
+            task.top_weights[entry] = std::exp(top_scores[rank].first - shift) * inverse[row];
+            task.top_keys[entry] = top_scores[rank].second;
         }
     }
 
-    // The row's highest scores and their keys, highest first: a heap whose front is the least.
-    void choose(int64_t row, const float *at) {
+    // Sets top_scores to the row's highest scores and their keys, highest first. Meanwhile it is a
+    // heap with the lowest in front.
+    void select_top(int64_t row, const float *at) {
         const auto higher = [](const auto &a, const auto &b) { return a.first > b.first; };
-        best.clear();
-        for (int64_t key = low[first + row]; key < high[first + row]; ++key) {
-            const std::pair<float, int64_t> found{at[key - start], key};
-            if (int64_t(best.size()) < call.top) {
-                best.push_back(found);
-            } else if (found.first > best.front().first) {
-                std::pop_heap(best.begin(), best.end(), higher);
-                best.back() = found;
+        top_scores.clear();
+        for (int64_t key = low[first_row + row]; key < high[first_row + row]; ++key) {
+            const std::pair<float, int64_t> candidate{at[key - first_key], key};
+            if (int64_t(top_scores.size()) < task.top) {
+                top_scores.push_back(candidate);
+            } else if (candidate.first > top_scores.front().first) {
+                std::pop_heap(top_scores.begin(), top_scores.end(), higher);
+                top_scores.back() = candidate;
             } else {
                 continue;
             }
-            std::push_heap(best.begin(), best.end(), higher);
+            std::push_heap(top_scores.begin(), top_scores.end(), higher);
         }
-        std::sort_heap(best.begin(), best.end(), higher);
+        std::sort_heap(top_scores.begin(), top_scores.end(), higher);
     }
 
-    // Single weights that were asked for: whole rows, and pairs.
-    void pick(int64_t row, const float *at) const {
-        const int64_t index = first + row;
-        if (call.kept && call.places[index] >= 0) {
-            float *kept = call.kept + (head * call.kept_rows + call.places[index]) * call.keys;
-            for (int64_t j = 0; j < std::min(width, call.keys - start); ++j)
-                kept[start + j] = at[j] * inverse[row];
+    // Writes the weights that are requested one by one: whole rows, and pairs.
+    void write_requested(int64_t row, const float *at) const {
+        const int64_t index = first_row + row;
+        if (task.kept && task.places[index] >= 0) {
+            float *kept = task.kept + (head * task.kept_rows + task.places[index]) * task.keys;
+            for (int64_t j = 0; j < std::min(key_count, task.keys - first_key); ++j)
+                kept[first_key + j] = at[j] * inverse[row];
         }
-        if (call.pairs)
-            for (int64_t pair = call.pair_first[index]; pair < call.pair_first[index + 1]; ++pair) {
-                const int64_t j = call.pair_keys[pair] - start;
-                if (0 <= j && j < width)
-                    call.pairs[head * call.pair_count + pair] = at[j] * inverse[row];
+        if (task.pairs)
+            for (int64_t pair = task.pair_first[index]; pair < task.pair_first[index + 1]; ++pair) {
+                const int64_t j = task.pair_keys[pair] - first_key;
+                if (0 <= j && j < key_count)
+                    task.pairs[head * task.pair_count + pair] = at[j] * inverse[row];
             }
     }
 
-    float mean_distance(int64_t row) const {
-        const int32_t position = int32_t(first + row + call.keys - call.queries);
+    // The sum of |position of the query - key| times the row's exponentials.
+    float summed_distance(int64_t row) const {
+        const int32_t position = int32_t(first_row + row + task.keys - task.queries);
         Floats total = {};
-        for (int64_t j = 0; j < width; j += LANES) {
-            const Ints apart = count_from(start + j) - position;
+        for (int64_t j = 0; j < key_count; j += LANES) {
+            const Ints apart = consecutive(first_key + j) - position;
             const Floats distance = __builtin_convertvector(apart < 0 ? -apart : apart, Floats);
-            total += distance * load(scores + row * size.row + j);
+            total += distance * load(scores + row * layout.score_stride + j);
         }
         return sum(total);
     }
 
-    void write(int64_t row) const {
-        const int64_t place = head * call.queries + first + row;
-        Element *output = static_cast<Element *>(call.output) + place * call.value_width;
-        for (int64_t j = 0; j < call.value_width; ++j)
-            output[j] = P::narrow(outputs[row * size.value_width + j] * inverse[row]);
+    void write_output(int64_t row) const {
+        const int64_t index = head * task.queries + first_row + row;
+        Element *output = static_cast<Element *>(task.output) + index * task.value_width;
+        for (int64_t j = 0; j < task.value_width; ++j)
+            output[j] = P::narrow(outputs[row * layout.value_width + j] * inverse[row]);
     }
 
-    // Rows that have nothing to attend to.
-    void lose() {
-        start = width = 0;
-        std::fill_n(outputs, count * size.value_width, 0.0f);
-        for (int64_t row = 0; row < count; ++row) {
-            soften(row, -INFINITY);
-            write(row);
+    // The outputs and fields of a block of rows that may attend to no key.
+    void write_empty_rows() {
+        first_key = key_count = 0;
+        std::fill_n(outputs, row_count * layout.value_width, 0.0f);
+        for (int64_t row = 0; row < row_count; ++row) {
+            softmax_row(row, -INFINITY);
+            write_output(row);
         }
     }
 
     // ---- sums over rows ----
 
-    void clear() {
-        std::fill_n(sums, size.row, 0.0f);
-        std::fill_n(peaks, size.row, 0.0f);
-        from = call.keys, to = 0;  // the keys that were added to
+    void clear_sums() {
+        std::fill_n(sums, layout.score_stride, 0.0f);
+        std::fill_n(peaks, layout.score_stride, 0.0f);
+        summed_from = task.keys, summed_to = 0;  // no keys yet
     }
 
-    // Adds the weights of some rows of the block to the sums of each key.
-    void pool(int64_t begin, int64_t end) {
-        if (!pools || width == 0) return;
-        from = std::min(from, start);
-        to = std::max(to, std::min(start + width, call.keys));
-        for (int64_t j = 0; j < width; j += 2 * LANES) {
+    // Adds the weights of the rows begin <= row < end to the sums of each key.
+    void add_to_sums(int64_t begin, int64_t end) {
+        if (!needs_sums || key_count == 0) return;
+        summed_from = std::min(summed_from, first_key);
+        summed_to = std::max(summed_to, std::min(first_key + key_count, task.keys));
+        for (int64_t j = 0; j < key_count; j += 2 * LANES) {
             Floats left = {}, right = {}, left_peak = {}, right_peak = {};
-            for (int64_t row = begin - first; row < end - first; ++row) {
-                const float *at = scores + row * size.row + j;
+            for (int64_t row = begin - first_row; row < end - first_row; ++row) {
+                const float *at = scores + row * layout.score_stride + j;
                 const Floats a = load(at) * inverse[row], b = load(at + LANES) * inverse[row];
                 left += a;
                 right += b;
-                if (call.map_peak) {
+                if (task.map_peak) {
                     left_peak = a > left_peak ? a : left_peak;
                     right_peak = b > right_peak ? b : right_peak;
                 }
             }
-            float *sum_at = sums + start + j, *peak_at = peaks + start + j;
+            float *sum_at = sums + first_key + j, *peak_at = peaks + first_key + j;
             store(sum_at, load(sum_at) + left);
             store(sum_at + LANES, load(sum_at + LANES) + right);
-            if (call.map_peak)
+            if (task.map_peak)
                 for (int lane = 0; lane < LANES; ++lane) {
                     peak_at[lane] = std::max(peak_at[lane], left_peak[lane]);
                     peak_at[LANES + lane] = std::max(peak_at[LANES + lane], right_peak[lane]);
@@ -369,104 +399,106 @@ class Worker {
         }
     }
 
-    // A bin of rows is done: its sums go into its row of the map, and to what keys receive.
-    void flush(int64_t bin) {
-        if (!pools) return;
+    // Adds the sums of a finished bin of rows to `received` and to its row of the map.
+    void finish_bin(int64_t bin) {
+        if (!needs_sums) return;
         if (received)
-            for (int64_t j = from; j < to; ++j) received[j] += sums[j];
-        if (call.map) {
-            const int64_t columns = call.map_columns, row = head * call.map_rows + bin;
-            for (int64_t column = from * columns / call.keys; column < columns; ++column) {
-                const int64_t begin = std::max(from, edge(column, call.keys, columns));
-                const int64_t end = std::min(to, edge(column + 1, call.keys, columns));
+            for (int64_t j = summed_from; j < summed_to; ++j) received[j] += sums[j];
+        if (task.map) {
+            const int64_t columns = task.map_columns, row = head * task.map_rows + bin;
+            for (int64_t column = summed_from * columns / task.keys; column < columns; ++column) {
+                const int64_t begin = std::max(summed_from, bin_start(column, task.keys, columns));
+                const int64_t end = std::min(summed_to, bin_start(column + 1, task.keys, columns));
                 if (begin >= end) break;
                 float total = 0, largest = 0;
                 for (int64_t j = begin; j < end; ++j) {
                     total += sums[j];
                     largest = std::max(largest, peaks[j]);
                 }
-                call.map[row * columns + column] = total;
-                if (call.map_peak) call.map_peak[row * columns + column] = largest;
+                task.map[row * columns + column] = total;
+                if (task.map_peak) task.map_peak[row * columns + column] = largest;
             }
         }
-        clear();
+        clear_sums();
     }
 };
 
 // ---- all threads -------------------------------------------------------------------------------
 
-// Packs keys and values, then attends. Returns whether all inputs are finite; if not,
-// it stops there.
-template <class Element, class PerThread>
-bool attend(const Call &call) {
-    const Sizes<Element> size(call);
-    const int64_t group = call.heads / call.key_heads;
-    std::atomic<bool> sound{true};
-    parallel(call.batch * call.key_heads, call.threads, [&](int64_t) {
+// Packs keys and values, then computes all chunks. Returns false, without computing any, if an
+// input is not finite.
+template <class Element, class TileSetup>
+bool attend(const Task &task) {
+    const Layout<Element> layout(task);
+    const int64_t group = task.heads / task.key_heads;
+    std::atomic<bool> inputs_finite{true};
+    parallel(task.batch * task.key_heads, task.threads, [&](int64_t) {
         return [&](int64_t unit) {
-            const int64_t sequence = unit / call.key_heads, head = unit % call.key_heads;
-            const int64_t *q = call.query_strides, *k = call.key_strides, *v = call.value_strides;
-            const Element *key = matrix<Element>(call.key, k, sequence, head);
-            const Element *value = matrix<Element>(call.value, v, sequence, head);
-            bool all = finite(key, k[2], call.keys, call.width) &&
-                       finite(value, v[2], call.keys, call.value_width);
-            for (int64_t one = head * group; one < (head + 1) * group; ++one)
-                all = all && finite(matrix<Element>(call.query, q, sequence, one), q[2],
-                                    call.queries, call.width);
-            if (!all) sound = false;
-            pack(key, 1, k[2], call.width, call.keys, size.depth,
-                 reinterpret_cast<Element *>(call.packed_keys + unit * size.key_head()));
-            pack(value, v[2], 1, call.keys, call.value_width, size.keys,
-                 reinterpret_cast<Element *>(call.packed_values + unit * size.value_head()));
+            const int64_t sequence = unit / task.key_heads, head = unit % task.key_heads;
+            const int64_t *q = task.query_strides, *k = task.key_strides, *v = task.value_strides;
+            const Element *key = head_matrix<Element>(task.key, k, sequence, head);
+            const Element *value = head_matrix<Element>(task.value, v, sequence, head);
+            bool finite = all_finite(key, k[2], task.keys, task.width) &&
+                          all_finite(value, v[2], task.keys, task.value_width);
+            for (int64_t q_head = head * group; q_head < (head + 1) * group; ++q_head)
+                finite = finite && all_finite(head_matrix<Element>(task.query, q, sequence, q_head),
+                                              q[2], task.queries, task.width);
+            if (!finite) inputs_finite = false;
+            pack(key, 1, k[2], task.width, task.keys, layout.depth,
+                 reinterpret_cast<Element *>(task.packed_keys + unit * layout.key_head()));
+            pack(value, v[2], 1, task.keys, task.value_width, layout.keys,
+                 reinterpret_cast<Element *>(task.packed_values + unit * layout.value_head()));
         };
     });
-    if (!sound) return false;
-    const int64_t units = call.batch * call.heads * call.chunks;
-    parallel(units, call.threads, [&](int64_t thread) {
-        // The last rows of a causal call are the longest: they go first.
-        return [tiles = PerThread(), worker = Worker<Element>(call, thread), units](
-                   int64_t unit) mutable { worker.chunk(units - 1 - unit); };
+    if (!inputs_finite) return false;
+    const int64_t units = task.batch * task.heads * task.chunks;
+    parallel(units, task.threads, [&](int64_t thread) {
+        // The last rows of a causal call take longest, so they go first.
+        return [tiles = TileSetup(), worker = Worker<Element>(task, thread), units](
+                   int64_t unit) mutable { worker.compute_chunk(units - 1 - unit); };
     });
     return true;
 }
 
+// The bytes of packed_keys, packed_values and scratch.
 template <class Element>
-void measure(const Call &call, int64_t *bytes) {
-    const Sizes<Element> size(call);
-    bytes[0] = call.batch * call.key_heads * size.key_head();
-    bytes[1] = call.batch * call.key_heads * size.value_head();
-    bytes[2] = call.threads * size.scratch();
+void buffer_bytes(const Task &task, int64_t *bytes) {
+    const Layout<Element> layout(task);
+    bytes[0] = task.batch * task.key_heads * layout.key_head();
+    bytes[1] = task.batch * task.key_heads * layout.value_head();
+    bytes[2] = task.threads * layout.scratch();
 }
 
 }  // namespace
 
 extern "C" {
 
-// Whether this machine multiplies bfloat16 in tiles, and its system lets us.
+// Whether the machine has AMX for bfloat16 and the kernel of Linux permits it to this process.
 int has_tiles() {
-#ifdef TILES
-    constexpr long ASK = 0x1023, TILE_DATA = 18;  // arch_prctl: ARCH_REQ_XCOMP_PERM, XTILEDATA
-    return syscall(SYS_arch_prctl, ASK, TILE_DATA) == 0;
+#ifdef AMX_BFLOAT16
+    // For arch_prctl: ARCH_REQ_XCOMP_PERM and XTILEDATA.
+    constexpr long REQUEST_PERMISSION = 0x1023, TILE_DATA = 18;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
 #else
     return 0;
 #endif
 }
 
-// The bytes of room for packed keys, packed values and scratch.
-void sizes(const Call *call, int bfloat16, int64_t *bytes) {
-#ifdef TILES
-    if (bfloat16) return measure<BFloat>(*call, bytes);
+// Writes the bytes of packed_keys, packed_values and scratch to bytes[3].
+void sizes(const Task *task, int bfloat16, int64_t *bytes) {
+#ifdef AMX_BFLOAT16
+    if (bfloat16) return buffer_bytes<BFloat>(*task, bytes);
 #endif
     (void)bfloat16;
-    measure<float>(*call, bytes);
+    buffer_bytes<float>(*task, bytes);
 }
 
-// Whether it was done: an input that is not finite is left to others.
-int run(const Call *call, int bfloat16) {
-#ifdef TILES
-    if (bfloat16) return attend<BFloat, Tiles>(*call);
+// Computes all requested fields; returns 0, with nothing computed, if an input is not finite.
+int run(const Task *task, int bfloat16) {
+#ifdef AMX_BFLOAT16
+    if (bfloat16) return attend<BFloat, TileConfig>(*task);
 #endif
     (void)bfloat16;
-    return attend<float, Nothing>(*call);
+    return attend<float, NoTileConfig>(*task);
 }
 }

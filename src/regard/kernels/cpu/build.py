@@ -1,4 +1,4 @@
-"""Building the CPU kernel: once, by the compiler found here, into the user's cache folder."""
+"""Compile the kernels for the CPU on first use, and keep the library in the user's cache folder."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", 
 
 
 class Task(ctypes.Structure):
-    """``Call`` in attention.cpp, field by field."""
+    """``Task`` of attention.cpp, with the same fields in the same order."""
 
     _fields_ = [
         *[(name, ctypes.c_int64) for name in (
@@ -41,7 +41,7 @@ class Task(ctypes.Structure):
 
 
 class Weights(ctypes.Structure):
-    """``Weights`` in linear.cpp, field by field."""
+    """``Weights`` of linear.cpp, with the same fields in the same order."""
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("weight", "sums", "scale", "bias")],
@@ -51,30 +51,32 @@ class Weights(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | str:
-    """The kernel, built where it is not yet; or the reason why there is none."""
+    """The compiled kernels, or the reason why they cannot be compiled and loaded."""
     if sys.platform != "linux":
         return f"the kernel is built on Linux, and this is {sys.platform}."
-    named = shlex.split(os.environ.get("CXX", ""))
-    present = [name for name in ("g++", "clang++", "c++") if shutil.which(name)]
-    if not named and not present:
+    compiler = (
+        shlex.split(os.environ.get("CXX", ""))
+        or [name for name in ("g++", "clang++", "c++") if shutil.which(name)][:1]
+    )
+    if not compiler:
         return "there is no C++ compiler (g++, clang++, or what CXX names) to build the kernel."
-    command = [*(named or present[:1]), *_FLAGS]
+    command = [*compiler, *_FLAGS]
     try:
-        # What the compiler takes this machine for: a folder may be shared by different ones.
-        machine = _compile([*command, "-dM", "-E", "-x", "c++", os.devnull])
-        known = "\n".join((*(source.read_text() for source in _SOURCES), *command, machine))
+        # The macros of -march=native are part of the name: machines may share the folder.
+        macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
+        inputs = "\n".join((*(source.read_text() for source in _SOURCES), *command, macros))
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "regard"
-        built = folder / f"native-{hashlib.sha256(known.encode()).hexdigest()[:16]}.so"
+        built = folder / f"native-{hashlib.sha256(inputs.encode()).hexdigest()[:16]}.so"
         if not built.exists():
             folder.mkdir(parents=True, exist_ok=True)
-            with tempfile.TemporaryDirectory(dir=folder) as workshop:
-                fresh = Path(workshop) / built.name
-                _compile([*command, "-o", str(fresh), *map(str, _SOURCES[:2])])
-                fresh.replace(built)  # whole, or not at all
+            with tempfile.TemporaryDirectory(dir=folder) as temporary:
+                output = Path(temporary) / built.name
+                _run([*command, "-o", str(output), *map(str, _SOURCES[:2])])
+                output.replace(built)  # atomic: another process never loads a partial file
         loaded = ctypes.CDLL(str(built))
     except subprocess.SubprocessError as error:
-        said = getattr(error, "stderr", None) or ""
-        return f"the kernel could not be built: {error} {said.strip()[-500:]}".strip()
+        message = getattr(error, "stderr", None) or ""
+        return f"the kernel could not be built: {error} {message.strip()[-500:]}".strip()
     except OSError as error:
         return f"the kernel could not be built, kept or loaded: {error}"
     task, sizes = ctypes.POINTER(Task), ctypes.POINTER(ctypes.c_int64)
@@ -85,6 +87,6 @@ def library() -> ctypes.CDLL | str:
     return loaded
 
 
-def _compile(command: list[str]) -> str:
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return done.stdout
+def _run(command: list[str]) -> str:
+    run = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return run.stdout

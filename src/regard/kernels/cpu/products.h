@@ -1,7 +1,13 @@
-// Vectors, powers of e, matrix products and threads: what the kernels are made of.
+// Vectors, exponentials, matrix products and threads, for attention.cpp and linear.cpp.
 //
 // Vectors are those of GCC and Clang, so the compiler chooses the instructions. Only the product in
-// bfloat16 is written for one machine: Intel's tiles (AMX), which multiply it into float32.
+// bfloat16 is written for one instruction set: Intel AMX, whose tiles multiply bfloat16 and add in
+// float32.
+//
+// What must stay true: the order of additions in a product depends on its depth alone, so results
+// are equal to the last bit on any number of threads.
+//
+// Test: pytest tests/kernels/test_cpu.py -q
 
 #pragma once
 
@@ -15,7 +21,7 @@
 #include <type_traits>
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
-#define TILES
+#define AMX_BFLOAT16
 #include <immintrin.h>
 #endif
 
@@ -32,20 +38,21 @@ constexpr int LANES = 4, STRIPE = 8;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 
-constexpr float LOWEST = -87.0f;  // below it a power of e is 0 for float32
+constexpr float MIN_EXPONENT = -87.0f;  // e to a lower power counts as 0
 
 Floats load(const float *from) {
-    Floats found;
-    std::memcpy(&found, from, sizeof found);
-    return found;
+    Floats values;
+    std::memcpy(&values, from, sizeof values);
+    return values;
 }
 
 void store(float *to, Floats values) { std::memcpy(to, &values, sizeof values); }
 
-Ints count_from(int64_t first) {
-    Ints found;
-    for (int lane = 0; lane < LANES; ++lane) found[lane] = int32_t(first) + lane;
-    return found;
+// first, first + 1, first + 2, ...
+Ints consecutive(int64_t first) {
+    Ints values;
+    for (int lane = 0; lane < LANES; ++lane) values[lane] = int32_t(first) + lane;
+    return values;
 }
 
 float sum(Floats values) {
@@ -54,7 +61,7 @@ float sum(Floats values) {
     return total;
 }
 
-int64_t up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
+int64_t round_up(int64_t size, int64_t step) { return (size + step - 1) / step * step; }
 
 typedef uint16_t BFloat;
 
@@ -65,9 +72,9 @@ BFloat to_bfloat(float value) {
     return BFloat((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to the nearest, ties to even
 }
 
-// e to the power of x, LOWEST <= x <= 87: 2^n e^r with |r| <= log(2) / 2, to about one unit in the
-// last place. The polynomial is the one of its degree that is off least, by 3.3e-9.
-Floats power(Floats x) {
+// e^x for MIN_EXPONENT <= x <= 87, within about one unit in the last place: 2^n e^r with
+// |r| <= log(2) / 2. The polynomial is the minimax one of its degree, with an error of 3.3e-9.
+Floats exponential(Floats x) {
     const Floats shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
     const Floats n = shifted - 12582912.0f;
     const Floats r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
@@ -79,18 +86,20 @@ Floats power(Floats x) {
     return (Floats)((Ints)near + ((Ints)shifted << 23));
 }
 
-Floats cap(Floats score, float softcap) {
+// softcap * tanh(score / softcap).
+Floats soft_cap(Floats score, float softcap) {
     // tanh(x) = 1 - 2 / (e^2x + 1); at 2x = 60 it is 1 in float32.
     Floats twice = score * (2.0f / softcap);
     const Floats limit = Floats{} + 60.0f;
     twice = twice > limit ? limit : twice;
     twice = twice < -limit ? -limit : twice;
-    return softcap - (2.0f * softcap) / (power(twice) + 1.0f);
+    return softcap - (2.0f * softcap) / (exponential(twice) + 1.0f);
 }
 
 // ---- products ----------------------------------------------------------------------------------
-// c [STRIPE, PANEL] = a [STRIPE, depth] b [depth, PANEL], or += where it adds. The depth is a
-// multiple of DEPTH, and of b PAIR rows lie interleaved, as the machine takes them.
+// c [STRIPE, PANEL] = a [STRIPE, depth] b [depth, PANEL], or += if `adds`. The depth is a multiple
+// of DEPTH. Each PAIR rows of b are interleaved, as the instructions require. a_row and c_row are
+// the strides of rows.
 
 template <class Element>
 struct Product;
@@ -122,12 +131,12 @@ struct Product<float> {
     static float narrow(float value) { return value; }
 };
 
-#ifdef TILES
+#ifdef AMX_BFLOAT16
 template <>
 struct Product<BFloat> {
     static constexpr int64_t STRIPE = 32, PANEL = 32, PAIR = 2, DEPTH = 32;
 
-    // 2 x 2 tiles of 16 x 16 sums; a tile of a or b is 16 rows of 64 bytes.
+    // 2 x 2 tiles of 16 x 16 sums. A tile of a or b is 16 rows of 64 bytes.
     static void run(const BFloat *a, int64_t a_row, const BFloat *b, float *c, int64_t c_row,
                     int64_t depth, bool adds) {
         const int64_t bytes = 4 * c_row;
@@ -166,9 +175,9 @@ struct Product<BFloat> {
     }
 };
 
-// A thread's tiles: all eight of 16 rows of 64 bytes, given back at the end.
-struct Tiles {
-    Tiles() {
+// Configures the eight tiles of a thread as 16 rows of 64 bytes, and releases them at the end.
+struct TileConfig {
+    TileConfig() {
         alignas(64) uint8_t shape[64] = {1};  // palette 1
         for (int tile = 0; tile < 8; ++tile) {
             shape[16 + 2 * tile] = 64;
@@ -176,32 +185,34 @@ struct Tiles {
         }
         _tile_loadconfig(shape);
     }
-    ~Tiles() { _tile_release(); }
+    ~TileConfig() { _tile_release(); }
 };
 #endif
 
-// What a thread needs that has no tiles.
-struct Nothing {};
+// In place of TileConfig where no tiles are used.
+struct NoTileConfig {};
 
-// A matrix [depth, columns] into panels of columns, zeros where it ends before the panel does.
+// Copies a matrix [depth, columns] into panels [padded_depth, PANEL] with PAIR rows interleaved.
+// The padding is zeros.
 template <class Element>
 void pack(const Element *from, int64_t depth_step, int64_t column_step, int64_t depth,
-          int64_t columns, int64_t padded, Element *to) {
+          int64_t columns, int64_t padded_depth, Element *to) {
     using P = Product<Element>;
-    std::memset(to, 0, sizeof(Element) * padded * up(columns, P::PANEL));
+    std::memset(to, 0, sizeof(Element) * padded_depth * round_up(columns, P::PANEL));
     for (int64_t first = 0; first < columns; first += P::PANEL) {
         const int64_t count = std::min(P::PANEL, columns - first);
         for (int64_t k = 0; k < depth; ++k) {
             const Element *source = from + k * depth_step + first * column_step;
-            Element *row = to + first * padded + k / P::PAIR * P::PANEL * P::PAIR + k % P::PAIR;
+            Element *row = to + first * padded_depth + k / P::PAIR * P::PANEL * P::PAIR +
+                           k % P::PAIR;
             for (int64_t j = 0; j < count; ++j) row[j * P::PAIR] = source[j * column_step];
         }
     }
 }
 
-// Whether a matrix holds numbers only: what is infinite or NaN has an exponent of all ones.
+// Whether a matrix has no NaN and no infinity, which are the numbers with all exponent bits set.
 template <class Element>
-bool finite(const Element *from, int64_t row_step, int64_t rows, int64_t columns) {
+bool all_finite(const Element *from, int64_t row_step, int64_t rows, int64_t columns) {
     using Bits = std::conditional_t<sizeof(Element) == 4, uint32_t, uint16_t>;
     constexpr Bits EXPONENT = sizeof(Element) == 4 ? 0x7f800000 : 0x7f80;
     Bits largest = 0;
@@ -216,8 +227,9 @@ bool finite(const Element *from, int64_t row_step, int64_t rows, int64_t columns
 
 // ---- threads -----------------------------------------------------------------------------------
 
-// Every unit once, each on the thread that is free first. Which one that is changes no number.
-// OpenMP, because PyTorch has it: threads of our own would compete with its own, which wait awake.
+// Calls start(thread) once on each thread, and the function that it returns once for each unit, on
+// the first free thread. With OpenMP as in PyTorch, because the threads of PyTorch spin while they
+// wait, and would compete with other threads.
 template <class Start>
 void parallel(int64_t units, int64_t threads, Start start) {
     std::atomic<int64_t> next{0};

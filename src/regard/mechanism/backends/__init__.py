@@ -1,7 +1,11 @@
-"""The backends, fastest first, and how one of them is chosen.
+"""The backends, fastest first, and how one is chosen for a call.
 
-A backend answers with a reason or None: ``unavailable()`` on this machine, ``refuses(call)`` this
-call. "auto" takes the first with neither. None of them falls back on another, none catches a bug.
+``unavailable()`` is the reason why a backend cannot run on this machine, ``refuses(call)`` why it
+cannot run this call; None where it can. "auto" takes the first backend with neither reason. No
+backend catches an error of another. Two of them check the numbers of a call while they run it, and
+compute it by ``tiled.by_rows``, plain PyTorch on blocks of rows, where their kernel would be wrong:
+``sdpa`` where a NaN or infinity could leak through a mask, and where no query may attend to any
+key; ``native`` where the inputs hold a NaN or infinity.
 """
 
 from __future__ import annotations
@@ -21,31 +25,33 @@ from regard.mechanism.seeing import Seen
 
 @dataclass(frozen=True, slots=True)
 class Backend:
+    """A way to compute attention, and when it can."""
+
     name: str
     unavailable: Callable[[], str | None]
     refuses: Callable[[Call], str | None]
     run: Callable[[Call], tuple[Tensor, Seen | None]]
 
 
-def _never(*_: object) -> str | None:
+def _no_reason(*_: object) -> str | None:
     return None
 
 
 BACKENDS = (
     Backend("triton", triton_backend.unavailable, triton_backend.refuses, triton_backend.run),
-    Backend("sdpa", _never, sdpa.refuses, sdpa.run),
+    Backend("sdpa", _no_reason, sdpa.refuses, sdpa.run),
     Backend("native", cpu_backend.unavailable, cpu_backend.refuses, cpu_backend.run),
-    Backend("tiled", _never, tiled.refuses, tiled.run),
-    Backend("reference", _never, _never, reference.run),
+    Backend("tiled", _no_reason, tiled.refuses, tiled.run),
+    Backend("reference", _no_reason, _no_reason, reference.run),
 )
 
 
 def choose(call: Call, name: str = "auto") -> Backend:
-    """The backend to run a call on: the one named, or the first that can."""
+    """The backend for a call: the named one, or the first that can run it."""
     for backend in BACKENDS:
         if name not in ("auto", backend.name):
             continue
-        reason = backend.refuses(call) or backend.unavailable()  # the call tells sooner
+        reason = backend.refuses(call) or backend.unavailable()  # refuses() is faster
         if reason is None:
             return backend
         if name != "auto":
@@ -56,7 +62,7 @@ def choose(call: Call, name: str = "auto") -> Backend:
 
 @dataclass(frozen=True)
 class Why:
-    """What each backend says to a call: a reason why not, or None. The first None is chosen."""
+    """For each backend the reason why it cannot run a call, or None. The first None is chosen."""
 
     answers: dict[str, str | None]
 
@@ -73,4 +79,5 @@ class Why:
 
 
 def why(call: Call) -> Why:
+    """The reason of each backend not to run a call, or None."""
     return Why({b.name: b.refuses(call) or b.unavailable() for b in BACKENDS})

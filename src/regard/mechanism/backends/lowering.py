@@ -14,15 +14,13 @@ from regard.mechanism.backends import reference
 from regard.mechanism.biases import Alibi, RelativeBuckets, RelativeContent
 from regard.mechanism.call import Call
 from regard.mechanism.geometry import Extent
-from regard.mechanism.masks import And, Causal, Mask, Padding, Prefix, Segments, Window
+from regard.mechanism.masks import Causal, Mask, lower
 from regard.mechanism.seeing import See
 
 
 def key_ranges(mask: Mask | None) -> bool:
     """Whether a mask is certain to be one range of keys for each query."""
-    if isinstance(mask, And):
-        return key_ranges(mask.left) and key_ranges(mask.right)
-    return mask is None or isinstance(mask, Causal | Window | Prefix | Padding | Segments)
+    return mask is None or mask.is_ranges
 
 
 def dense_tensors(tensor: Tensor) -> Tensor:
@@ -30,9 +28,9 @@ def dense_tensors(tensor: Tensor) -> Tensor:
 
 
 def lower_structure(call: Call) -> Structure:
-    kind, low, high = _lowered(call.mask, call.extent)
+    kind, low, high, longest = _lowered(call.mask, call.extent)
     structure = Structure(
-        kind, low, high, PLAIN, None, 0, call.scale, call.softcap, longest=_longest(call.mask)
+        kind, low, high, PLAIN, None, 0, call.scale, call.softcap, longest=longest
     )
     bias = call.bias
     if isinstance(bias, Alibi):
@@ -64,36 +62,12 @@ def _buckets(count: int, bidirectional: bool, reach: int, device: torch.device) 
 _kept_buckets = Kept(_buckets)
 
 
-def _lowered(mask: Mask | None, extent: Extent) -> tuple[int, Tensor | None, Tensor | None]:
+def _lowered(mask: Mask | None, extent: Extent) -> tuple[int, Tensor | None, Tensor | None, int]:
     if mask is None:
-        return FULL, None, None
+        return FULL, None, None, 0
     if isinstance(mask, Causal):
-        return CAUSAL, None, None
-    keep = mask.static and not torch.compiler.is_compiling()
-    return INTERVAL, *(_kept_ends(mask, extent) if keep else _ends(mask, extent))
-
-
-def _longest(mask: Mask | None) -> int:
-    """The most keys a query sees, where a mask says so; else 0."""
-    if isinstance(mask, And):
-        both = _longest(mask.left), _longest(mask.right)
-        return min(both) or max(both)
-    return min(mask.left + 1 + mask.right, 2**31) if isinstance(mask, Window) else 0
-
-
-def _ends(mask: Mask, extent: Extent) -> tuple[Tensor, Tensor]:
-    """Both ends of a mask's ranges: int32, [1 or batch, queries]."""
-
-    def table(end: int | Tensor) -> Tensor:
-        if isinstance(end, int):
-            end = torch.full((1, 1), end, device=extent.device)
-        return end.clamp(0, extent.keys).to(torch.int32).expand(-1, extent.queries).contiguous()
-
-    interval = mask.interval(extent)
-    return table(interval.low), table(interval.high)
-
-
-_kept_ends = Kept(_ends)
+        return CAUSAL, None, None, 0
+    return INTERVAL, *lower(mask, extent)
 
 
 def row_blocks(call: Call, see: See) -> Tensor:

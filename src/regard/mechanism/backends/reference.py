@@ -1,10 +1,10 @@
-"""The definition of attention: dense, in any dtype, and the oracle of every test.
+"""The definition of attention in plain PyTorch, which every test compares with.
 
     scores  = softcap(scale * Q K^T) + bias         softcap(s) = c tanh(s / c), where c is given
     weights = softmax(scores over the keys that the mask allows)
     output  = weights V
 
-A query with nothing to attend to has weights 0 and yields zeros. Half precision is computed in
+A query that may attend to no key has weights 0 and yields zeros. Half precision is computed in
 float32 and rounded once, at the end.
 """
 
@@ -21,29 +21,29 @@ from regard.mechanism.seeing import Joining, Seen, observe
 
 
 def run(call: Call) -> tuple[Tensor, Seen | None]:
-    """Attend, all queries at once."""
-    output, found = attend(call, range(call.extent.queries), range(call.extent.keys))
+    """Compute all queries at once."""
+    output, fields = attend(call, range(call.extent.queries), range(call.extent.keys))
     if call.see is None:
         return output, None
     joining = Joining(call.see, call.extent)
-    joining.add(found)
+    joining.add(fields)
     return output, joining.seen()
 
 
 def attend(call: Call, rows: range, columns: range) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output of some rows, and what was seen of them; plain operations with any gradient.
+    """The output of some rows and the fields seen of them, differentiable to any order.
 
-    ``columns`` are the keys that matter: those outside must be masked for every one of the rows.
+    The mask must forbid every key outside of ``columns`` for all of the rows.
     """
     tile = Tile(call.extent, rows, columns)
     allowed = None if call.mask is None else call.mask.tile(tile)
     raw = scores(call, tile, allowed)  # [b, h, q, k]
 
     highest = raw.amax(-1, keepdim=True) if columns else raw.new_full((1,), -math.inf)
-    lost = (highest == -math.inf).expand(*raw.shape[:-1], 1)  # nothing to attend to
-    weights = raw.masked_fill(lost, 0).softmax(-1).masked_fill(lost, 0)
+    empty = (highest == -math.inf).expand(*raw.shape[:-1], 1)  # no key to attend to
+    weights = raw.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
     if allowed is not None:
-        weights = weights.masked_fill(~allowed, 0)  # a NaN row is NaN only where it attends
+        weights = weights.masked_fill(~allowed, 0)  # a row of NaN stays NaN only where allowed
 
     dropped = torch.nn.functional.dropout(weights, call.dropout) if call.dropout else weights
     value = spread(call, call.value[:, :, columns.start : columns.stop])
@@ -52,24 +52,24 @@ def attend(call: Call, rows: range, columns: range) -> tuple[Tensor, dict[str, T
     else:
         output = dropped @ finite(value)
         allowed = allowed.expand(*allowed.shape[:-1], len(columns))
-        touched = allowed.to(value.dtype) @ (~value.isfinite()).to(value.dtype)
-        output = output.masked_fill(touched > 0, math.nan)
+        broken = allowed.to(value.dtype) @ (~value.isfinite()).to(value.dtype)
+        output = output.masked_fill(broken > 0, math.nan)
 
-    found = {}
+    fields = {}
     if call.see is not None:
-        lse = raw.masked_fill(lost, 0).logsumexp(-1).masked_fill(lost[..., 0], -math.inf)
-        found = observe(call.see, tile, raw, weights, lse)
-    return output.to(call.query.dtype), found
+        lse = raw.masked_fill(empty, 0).logsumexp(-1).masked_fill(empty[..., 0], -math.inf)
+        fields = observe(call.see, tile, raw, weights, lse)
+    return output.to(call.query.dtype), fields
 
 
 def scores(call: Call, tile: Tile, allowed: Tensor | None) -> Tensor:
-    """What enters the softmax, [batch, heads, q, k]: -inf where the mask forbids."""
+    """The scores that enter the softmax, [batch, heads, q, k]: -inf where the mask forbids."""
     query = call.query[:, :, tile.rows.start : tile.rows.stop].to(compute_dtype(call))
     key = spread(call, call.key[:, :, tile.columns.start : tile.columns.stop])
     if allowed is None:
         result = (query * call.scale) @ key.transpose(-1, -2)
     else:
-        # 0 * NaN is NaN: what is not finite must not enter a product with what is masked.
+        # 0 * NaN is NaN: keep NaN and infinity out of products with masked positions.
         result = (finite(query) * call.scale) @ finite(key).transpose(-1, -2)
         broken = ~query.isfinite().all(-1)[..., :, None] | ~key.isfinite().all(-1)[..., None, :]
         result = result.masked_fill(broken, math.nan)
@@ -83,16 +83,16 @@ def scores(call: Call, tile: Tile, allowed: Tensor | None) -> Tensor:
 
 
 def spread(call: Call, tensor: Tensor) -> Tensor:
-    """Keys or values in the precision of the computation, one head per head of the query."""
+    """Keys or values in the dtype of the computation, repeated for each head of the query."""
     tensor = tensor.to(compute_dtype(call))
     return tensor if call.groups == 1 else tensor.repeat_interleave(call.groups, dim=1)
 
 
 def compute_dtype(call: Call) -> torch.dtype:
-    """Half precision is computed in float32."""
+    """The dtype of the computation: float32 for half precision."""
     return torch.promote_types(call.query.dtype, torch.float32)
 
 
 def finite(tensor: Tensor) -> Tensor:
-    """The tensor, with 0 for whatever is NaN or infinite."""
+    """The tensor with NaN and infinity replaced by 0."""
     return torch.where(tensor.isfinite(), tensor, 0)

@@ -1,8 +1,11 @@
-"""PyTorch's fused kernels, given each mask in its cheapest exact form.
+"""PyTorch's scaled_dot_product_attention, given each mask in its cheapest exact form.
 
-A mask whose rows are ranges of keys is cut into pieces: runs of queries that share one range need
-no mask at all, only slices; runs whose range grows by one key a query are the causal flag. What is
-left goes over some rows at a time, with a mask for those rows alone.
+A mask whose rows are ranges of keys is cut into pieces: queries that share one range need slices
+and no mask; queries whose range grows by one key each need the causal flag. The others go a block
+of rows at a time, with a mask for that block.
+
+The kernels let a masked NaN or infinity leak, and give no gradient where no query may attend to any
+key. Such calls are computed by ``tiled.by_rows`` instead; on a CPU alone the numbers are checked.
 """
 
 from __future__ import annotations
@@ -19,16 +22,16 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 from regard.mechanism.backends.tiled import all_finite, by_rows
 from regard.mechanism.call import Call
 from regard.mechanism.geometry import Extent, Tile
-from regard.mechanism.masks import Causal, Mask, hulls, on_host
+from regard.mechanism.masks import Causal, Mask, hulls, interval_on_host
 from regard.mechanism.seeing import Seen
 
 ROWS = 256  # queries that share one mask tensor
-VECTOR = 16  # keys; with fewer PyTorch's CPU kernel makes zeros of a query that is NaN
-SHORT = 512  # keys up to which a bias with a gradient may be n x n: no more than the inputs
+MIN_KEYS = 16  # with fewer keys PyTorch's CPU kernel returns zeros for a query that is NaN
+MAX_BIAS_KEYS = 512  # with more, a bias with a gradient takes more memory than the inputs
 
 
 class Piece(NamedTuple):
-    """A part of a call that one fused call computes."""
+    """A part of a call that one call of PyTorch's kernel computes."""
 
     batch: slice
     rows: range
@@ -45,7 +48,7 @@ def refuses(call: Call) -> str | None:
         return "there is nothing to compute: a size is 0."
     if call.goes_forward:
         return "PyTorch's fused kernels have no forward gradient."
-    if call.bias is not None and call.wants_gradient and call.extent.keys > SHORT:
+    if call.bias is not None and call.wants_gradient and call.extent.keys > MAX_BIAS_KEYS:
         if any(tensor.requires_grad for tensor in call.bias.tensors):
             return "PyTorch's fused kernels give a bias no gradient without n x n memory."
     return None
@@ -53,7 +56,7 @@ def refuses(call: Call) -> str | None:
 
 def run(call: Call) -> tuple[Tensor, Seen | None]:
     extent, mask = call.extent, call.mask
-    if extent.keys < VECTOR and _may_ask(call):
+    if extent.keys < MIN_KEYS and _can_check(call):
         if not math.isfinite(call.query.sum(dtype=torch.float32).item()):
             return by_rows(call)
     if call.bias is None:
@@ -61,28 +64,32 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
             return _fused(call, call.query, call.key, call.value), None
         if isinstance(mask, Causal) and extent.queries == extent.keys:
             output = _fused(call, call.query, call.key, call.value, causal=True)
-            return (output, None) if not _may_ask(call) or _clean(output) else by_rows(call)
+            return (output, None) if not _can_check(call) or _clean(output) else by_rows(call)
     pieces = _plan(call)
     if not any(piece.columns for piece in pieces):
-        return by_rows(call)  # zeros, but zeros with a gradient
-    if any(piece.kind == "masked" for piece in pieces) and _may_ask(call) and not all_finite(call):
+        return by_rows(call)  # zeros that have a gradient
+    if (
+        any(piece.kind == "masked" for piece in pieces)
+        and _can_check(call)
+        and not all_finite(call)
+    ):
         return by_rows(call)
-    given = [(call.query, call.key, call.value)]  # all sequences at once, or one by one
+    inputs = [(call.query, call.key, call.value)]  # of all sequences at once, or of each
     groups = [pieces]
     if pieces[0].batch != slice(None):
         ones = [1] * extent.batch
-        given = list(zip(*(tensor.split_with_sizes(ones) for tensor in given[0]), strict=True))
+        inputs = list(zip(*(tensor.split_with_sizes(ones) for tensor in inputs[0]), strict=True))
         groups = [[] for _ in ones]
         for piece in pieces:
             groups[piece.batch.start].append(piece)
     sequences: list[Tensor] = []
-    for own, (query, key, value) in zip(groups, given, strict=True):
+    for own, (query, key, value) in zip(groups, inputs, strict=True):
         columns = [piece.columns for piece in own]
         queries = _parts(query, [piece.rows for piece in own])
         parts = zip(own, queries, _parts(key, columns), _parts(value, columns), strict=True)
         rows = [_piece(call, *part) for part in parts]
         causal = (row for piece, row in zip(own, rows, strict=True) if piece.kind == "causal")
-        if _may_ask(call) and not all(map(_clean, causal)):
+        if _can_check(call) and not all(map(_clean, causal)):
             return by_rows(call)
         sequences.append(torch.cat(rows, dim=2) if len(rows) > 1 else rows[0])
     return (torch.cat(sequences) if len(sequences) > 1 else sequences[0]), None
@@ -91,8 +98,8 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
 def _parts(tensor: Tensor, ranges: Sequence[range]) -> Sequence[Tensor]:
     """The tensor at each range of its length.
 
-    Where they follow one another it is split, and its gradient put together once; the gradient of
-    each slice would be as long as the whole, and mostly zeros.
+    Ranges in order become one split, whose gradient is one concatenation; the gradient of each
+    slice would be as long as the whole tensor.
     """
     sizes, at = [], 0
     for part in ranges:
@@ -103,25 +110,22 @@ def _parts(tensor: Tensor, ranges: Sequence[range]) -> Sequence[Tensor]:
     return tensor.split_with_sizes([*sizes, tensor.shape[2] - at], dim=2)[1::2]
 
 
-def _may_ask(call: Call) -> bool:
-    """Whether the numbers may be looked at.
-
-    It would make a GPU wait, break a compiled graph, and under vmap there are none yet.
-    """
+def _can_check(call: Call) -> bool:
+    """Whether the numbers can be read: not without waiting for a GPU, compiled or under vmap."""
     if call.extent.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     return not call.transformed
 
 
 def _clean(output: Tensor) -> bool:
-    """Whether no NaN went into a causal call, where one key's NaN may have leaked to all queries.
+    """Whether a causal call had no NaN in its inputs, which may leak from a key to all queries.
 
-    The last query sees every key, so one row of the output tells; a small output is asked whole,
-    which is sooner done than cutting out a row.
+    The last query attends to every key, so its output shows it. A small output is summed whole,
+    which is faster than slicing a row.
     """
     if output.numel() < 2**14:
         return math.isfinite(output.sum(dtype=torch.float32).item())
-    # Over sequences and heads first: whole vectors at a time, from rows that lie far apart.
+    # Over sequences and heads first: vector by vector, since the rows are far apart in memory.
     rows = output.select(2, -1).sum((0, 1), dtype=torch.float32)
     return math.isfinite(rows.sum().item())
 
@@ -138,11 +142,11 @@ def _fused(
     query, key, value = _plain(query), _plain(key), _plain(value)
     scale = call.scale
     if scale <= 0:
-        # The causal kernel scales -inf as well: times 0 that is NaN, times less it is +inf.
+        # The causal kernel scales -inf as well: by 0 to NaN, by a negative number to +inf.
         query, scale = query * (-1 if scale else 0), -scale or 1.0
     padded = query.is_cpu and (width := query.shape[-1]) != (wanted := value.shape[-1])
     if padded:
-        # The fused CPU kernel takes one width only; zeros change no score and no output.
+        # The CPU kernel needs one width for keys and values; zeros change no score and no output.
         missing = (0, abs(width - wanted))
         if width < wanted:
             query, key = pad(query, missing), pad(key, missing)
@@ -156,13 +160,13 @@ def _fused(
         call.dropout,
         causal,
         scale=scale,
-        enable_gqa=True if call.groups > 1 else False,  # noqa: SIM210 - a SymBool will not do
+        enable_gqa=True if call.groups > 1 else False,  # noqa: SIM210 - it may be a SymBool
     )
     return output[..., :wanted] if padded else output
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor in a layout the fused kernels take; stride 0 along keys has given wrong sums."""
+    """The tensor in a layout the kernels take; a stride of 0 along keys gave wrong sums."""
     _, _, row, last = tensor.stride()
     return tensor if last == 1 and row else tensor.contiguous()
 
@@ -176,11 +180,11 @@ def _piece(call: Call, piece: Piece, query: Tensor, key: Tensor, value: Tensor) 
 
     tile = Tile(call.extent, rows, columns)
     allowed = None if call.mask is None else call.mask.tile(tile)
-    lost = None
+    empty = None
     if allowed is not None:
         allowed = allowed[batch] if allowed.shape[0] > 1 else allowed
-        lost = ~allowed.any(-1, keepdim=True)  # [b, h, q, 1]
-        allowed = allowed | lost
+        empty = ~allowed.any(-1, keepdim=True)  # [b, h, q, 1]
+        allowed = allowed | empty
     if call.bias is None:
         output = _fused(call, query, key, value, mask=allowed)
     else:
@@ -189,14 +193,14 @@ def _piece(call: Call, piece: Piece, query: Tensor, key: Tensor, value: Tensor) 
             bias = bias.masked_fill(~allowed, -math.inf)
         shape = (1, 1, 1, 1)[: 4 - bias.dim()] + tuple(bias.shape)
         output = _fused(call, query, key, value, mask=bias.reshape(shape))
-    return output if lost is None else output.masked_fill(lost, 0)
+    return output if empty is None else output.masked_fill(empty, 0)
 
 
 def _plan(call: Call) -> list[Piece]:
-    """The pieces a call is cut into, in the order of their rows, one sequence after another."""
+    """The pieces of a call, sequence by sequence, in the order of their rows."""
     mask, extent = call.mask, call.extent
     static = mask is None or mask.static
-    if torch.compiler.is_compiling() or not (static or _may_ask(call)):
+    if torch.compiler.is_compiling() or not (static or _can_check(call)):
         return [Piece(slice(None), range(extent.queries), range(extent.keys), "masked")]
     if call.bias is not None or mask is None:
         return _rows_at_a_time(mask, extent)
@@ -218,8 +222,8 @@ def _rows_at_a_time(mask: Mask | None, extent: Extent) -> list[Piece]:
 
 
 def _ranges(mask: Mask, extent: Extent) -> list[Piece] | None:
-    """The pieces of a mask whose rows are ranges of keys; None where that does not pay."""
-    *ends, exact = on_host(mask, extent)
+    """The pieces of a mask whose rows are ranges of keys; None where one mask is faster."""
+    *ends, exact = interval_on_host(mask, extent)
     if not exact:
         return None
     low, high = (_table(end).clamp(0, extent.keys) for end in ends)
@@ -227,7 +231,7 @@ def _ranges(mask: Mask, extent: Extent) -> list[Piece] | None:
     sequences = max(len(low), len(high))
     by_query = low.shape[1] > 1 or high.shape[1] > 1
     if sequences > 1 and (not by_query or extent.queries <= ROWS):
-        return None  # one small mask beats a call for each sequence
+        return None  # one small mask is faster than a call for each sequence
     low, high = (end.expand(sequences, extent.queries) for end in (low, high))
     pieces = []
     for index in range(sequences):
@@ -243,7 +247,7 @@ def _table(end: int | Tensor) -> Tensor:
 
 
 def _runs(batch: slice, low: Tensor, high: Tensor) -> list[Piece]:
-    """One sequence, cut into runs of queries whose ranges are equal, or move by equal steps."""
+    """One sequence, cut into runs of queries whose ranges are equal or move by equal steps."""
     queries = len(low)
     steps = torch.stack((low.diff(), high.diff()), dim=1)  # [q - 1, 2]
     lasts = (steps[1:] != steps[:-1]).any(1).nonzero()[:, 0].tolist()  # where equal steps end
@@ -251,7 +255,7 @@ def _runs(batch: slice, low: Tensor, high: Tensor) -> list[Piece]:
     pieces: list[Piece] = []
     start = 0
     for last in [*lasts, queries - 2]:
-        count = last + 1 - start  # equal steps from the row at hand on
+        count = last + 1 - start  # equal steps from this row on
         if count < 1:
             continue
         step = moves[start]
@@ -271,7 +275,7 @@ def _runs(batch: slice, low: Tensor, high: Tensor) -> list[Piece]:
 
 
 def _cut(batch: slice, rows: range, lows: list[int], highs: list[int], kind: str) -> list[Piece]:
-    """A run as pieces: what needs a mask tensor goes some rows at a time."""
+    """A run as pieces: one, or blocks of rows where it needs a mask tensor."""
     size = ROWS if kind == "masked" else len(rows)
     pieces = []
     for start in range(rows.start, rows.stop, size):

@@ -1,11 +1,11 @@
-"""Seeing block by block in plain PyTorch: any device, O(n) memory.
+"""Attention and seeing block by block in plain PyTorch: any device, O(n) memory.
 
-A block is some rows of queries against all the keys they may attend to, so its softmax is whole
-and everything there is to see of it is at hand. Two ways to go through the blocks:
+A block is some rows of queries with all the keys they may attend to, so its softmax is complete.
+There are two loops over blocks:
 
-- ``by_rows``: the reference itself, a block at a time, recomputed in the backward pass. It has
-  every gradient, of every field, to any order.
-- ``stream``: the same numbers without gradients, in place, in two buffers that stay in the cache.
+- ``by_rows`` runs the reference on each block, and again in the backward pass. It has gradients of
+  every field, to any order.
+- ``stream`` computes the same numbers without gradients, in place, in two buffers that fit a cache.
 """
 
 from __future__ import annotations
@@ -22,11 +22,21 @@ from regard.mechanism.backends import reference
 from regard.mechanism.call import TRANSFORMED, Call
 from regard.mechanism.geometry import Hull, Tile
 from regard.mechanism.masks import hulls
-from regard.mechanism.seeing import Joining, Pairs, See, Seen, bin_rows, chosen, finish, grid_of
+from regard.mechanism.seeing import (
+    Joining,
+    Pairs,
+    See,
+    Seen,
+    bin_rows,
+    chosen,
+    count_rows,
+    finish,
+    zeros,
+)
 
-ROWS = 64  # queries a block; enough of them for a matrix product to run at full speed
-SMALL = 60.0  # thousands of e to this power, a value among them, are far less than float32 holds
-BLOCK = 2**20  # scores a block of ``stream`` holds, where it can choose: a few MB, near the cores
+ROWS = 64  # queries of a block: enough for matrix products at full speed
+SMALL_SCORE = 60.0  # a sum of thousands of exp(this) times a value stays in float32's range
+BLOCK_SCORES = 2**20  # the most scores of a block of ``stream`` with several heads: a few MB
 
 
 def refuses(call: Call) -> str | None:
@@ -36,44 +46,44 @@ def refuses(call: Call) -> str | None:
 def run(call: Call) -> tuple[Tensor, Seen | None]:
     if call.wants_gradient or call.dropout or call.empty:
         return by_rows(call)
-    if torch.compiler.is_compiling():  # it asks for numbers and writes in place: left as it is
+    if torch.compiler.is_compiling():  # reads numbers and writes in place: not compiled
         eager: Callable[[Call], tuple[Tensor, Seen | None]] = torch.compiler.disable(stream)  # type: ignore[no-untyped-call]
         return eager(call)
     return stream(call)
 
 
 def all_finite(call: Call) -> bool:
-    """Whether query, key and value hold numbers only; a sum is finite only if all its terms are.
+    """Whether query, key, value and bias are finite: a sum is finite only if all its terms are.
 
-    A bias may be -inf, where it keeps a query from a key.
+    A bias may be -inf, which masks a key.
     """
-    given = [call.query, call.key, call.value]
+    tensors = [call.query, call.key, call.value]
     if call.bias is not None:
-        given += [bias.where(bias != -math.inf, 0) for bias in call.bias.tensors]
-    return all(math.isfinite(tensor.sum(dtype=torch.float32).item()) for tensor in given)
+        tensors += [bias.where(bias != -math.inf, 0) for bias in call.bias.tensors]
+    return all(math.isfinite(tensor.sum(dtype=torch.float32).item()) for tensor in tensors)
 
 
 def by_rows(call: Call) -> tuple[Tensor, Seen | None]:
-    """The reference, some rows at a time; in the backward pass each block is computed again."""
+    """The reference, a block of rows at a time; the backward pass computes each block again."""
     outputs = []
     joining = None if call.see is None else Joining(call.see, call.extent)
     for rows, columns, _ in hulls(call.mask, call.extent, ROWS):
         if call.wants_gradient:
-            output, found = checkpoint(
+            output, fields = checkpoint(
                 reference.attend, call, rows, columns, use_reentrant=False,
                 preserve_rng_state=call.dropout > 0,
             )  # fmt: skip
         else:
-            output, found = reference.attend(call, rows, columns)
+            output, fields = reference.attend(call, rows, columns)
         outputs.append(output)
         if joining is not None:
-            joining.add(found)
+            joining.add(fields)
     output = torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
     return output, None if joining is None else joining.seen()
 
 
 def stream(call: Call) -> tuple[Tensor, Seen | None]:
-    """All blocks without gradients: two buffers, everything in place."""
+    """All blocks without gradients, in two buffers."""
     if not all_finite(call):
         return by_rows(call)
     with torch.no_grad():
@@ -81,12 +91,12 @@ def stream(call: Call) -> tuple[Tensor, Seen | None]:
 
 
 class _Stream:
-    """One streamed call: the buffers, and what has been gathered so far.
+    """The buffers and the results of one streamed call.
 
-    In a block the scores of a row become powers of e, and a weight is its power over the row's
-    total. So that no power overflows, a row first loses its highest score, unless queries and keys
-    are too short, and values too small, for any product to be large. What can wait for the end
-    waits.
+    In a block each score becomes its exponential (its "power"), and a weight is a power divided by
+    the total of its row. Against overflow the highest score of a row is subtracted first, unless
+    the norms of queries, keys and values bound every power. Fields that follow from a row's highest
+    score and total are computed at the end.
     """
 
     def __init__(self, call: Call) -> None:
@@ -98,13 +108,13 @@ class _Stream:
         self.key = call.key.to(dtype).transpose(-1, -2)  # [b, g, d, k]
         longest = self.query.norm(dim=-1).max() * self.key.norm(dim=-2).max()
         largest = max(call.value.abs().max().item(), 1.0)
-        self.small = call.bias is None and longest.item() + math.log(largest) < SMALL
-        # Powers of e are summed before they are divided: a long row's would pass float16's 65,504.
+        self.small = call.bias is None and longest.item() + math.log(largest) < SMALL_SCORE
+        # Powers are summed before they are divided: the sum of a long row may overflow float16.
         self.value = call.value.to(dtype) if call.value.dtype == torch.float16 else call.value
-        # Rows that no block reaches have nothing to attend to: no highest, no total.
+        # Initial values for rows without keys, which no block computes.
         self.highest = call.query.new_full((*rows, 1), -math.inf, dtype=dtype)
         self.total = call.query.new_zeros(*rows, 1, dtype=dtype)
-        self.found = {} if call.see is None else _room(call, dtype)
+        self.fields = {} if call.see is None else zeros(call.see, extent, dtype)
         if call.see is not None and call.see.map is not None:
             self.column_of = bins(extent.keys, call.see.grid[1], extent.device)
 
@@ -113,12 +123,12 @@ class _Stream:
         self.buffers = [call.query.new_empty(largest, dtype=dtype) for _ in range(2)]
 
     def _size(self, hull: Hull) -> int:
-        """How many scores one key head has in these rows."""
+        """How many scores these rows have for one key head."""
         return self.groups * len(hull.rows) * len(hull.columns)
 
     def _heads(self, hull: Hull) -> int:
-        """How many key heads make a block."""
-        return min(self.call.key.shape[1], max(1, BLOCK // max(self._size(hull), 1)))
+        """How many key heads one block computes."""
+        return min(self.call.key.shape[1], max(1, BLOCK_SCORES // max(self._size(hull), 1)))
 
     def run(self) -> tuple[Tensor, Seen | None]:
         call = self.call
@@ -137,19 +147,19 @@ class _Stream:
         return self.output, None if call.see is None else self._finish(call.see)
 
     def _closed(self, rows: range, columns: range) -> Tensor:
-        """Where the mask forbids, for the columns where that depends on the row."""
+        """Where the mask forbids, for columns that some rows may attend to."""
         assert self.call.mask is not None
         return self._grouped(~self.call.mask.tile(Tile(self.call.extent, rows, columns)))
 
     def _grouped(self, tensor: Tensor) -> Tensor:
-        """[b, h, q, k] with heads split into key heads and the queries' heads that share one."""
+        """[b, h, q, k] as [b, key heads, query heads of a key head, q, k]."""
         tensor = tensor.expand(*(1,) * (4 - tensor.dim()), *tensor.shape)
         batch, heads, *rest = tensor.shape
         split = (1, 1) if heads == 1 else (heads // self.groups, self.groups)
         return tensor.reshape(batch, *split, *rest)  # [b, g, r, q, k]
 
     def _select(self, rows: range) -> Tensor | None:
-        """Which of these rows are summed together: all, or those of each bin of the map."""
+        """A matrix [1, bins, rows] that sums rows: all of them, or those of each bin of the map."""
         see = self.call.see
         if see is None or not (see.received or see.map is not None):
             return None
@@ -177,7 +187,7 @@ class _Stream:
         place = (batch, wide, slice(rows.start, rows.stop))
         size = count * groups * len(rows) * width
 
-        # Heads that share a key head are so many more rows of one product.
+        # Query heads that share a key head are further rows of one product.
         scores, powers = (
             buffer[:size].view(count, groups * len(rows), width) for buffer in self.buffers
         )
@@ -198,7 +208,7 @@ class _Stream:
         torch.amax(scores, -1, keepdim=True, out=highest)
         least = torch.finfo(self.dtype).min
         if not self.small:
-            # Where a row may have nothing to attend to, -inf less -inf must not become NaN.
+            # In a row without keys, -inf - -inf must not become NaN.
             scores.sub_(highest.clamp(min=least) if closed or bias is not None else highest)
         torch.exp(scores, out=powers)
         torch.sum(powers, -1, keepdim=True, out=total)
@@ -218,21 +228,21 @@ class _Stream:
             self._top(call.see, tile, place, scores, inverse)
         if call.see.entropy:
             for part in [split] if bias is not None else fringes:
-                part.clamp_(min=least)  # 0 * (-inf) must count as 0
-            torch.sum(scores.mul_(powers), -1, out=self.found["entropy"][place])
+                part.clamp_(min=least)  # 0 * (-inf) counts as 0
+            torch.sum(scores.mul_(powers), -1, out=self.fields["entropy"][place])
         self._see(call.see, tile, place, scores, powers, inverse)
 
     def _pool(
         self, see: See, tile: Tile, batch: int, heads: slice, select: Tensor, powers: Tensor
     ) -> None:
-        """Sums over queries, one for each bin of the map."""
+        """Add the sums over queries, one for each bin of the map."""
         columns = slice(tile.columns.start, tile.columns.stop)
         sums = torch.bmm(select, powers)  # [h, bins, k]
         if see.received:
-            self.found["received"][batch, heads, columns] += sums.sum(1)
+            self.fields["received"][batch, heads, columns] += sums.sum(1)
         if see.map is not None:
             first = bin_rows(see, self.call.extent, tile.rows)[0][0]
-            cells = self.found["map"][batch, heads, first : first + sums.shape[1]]
+            cells = self.fields["map"][batch, heads, first : first + sums.shape[1]]
             cells.index_add_(2, self.column_of[columns], sums)
 
     def _top(
@@ -240,35 +250,35 @@ class _Stream:
         see: See,
         tile: Tile,
         place: tuple[int, slice, slice],
-        scores: Tensor,  # [h, q, k], whose powers were taken
+        scores: Tensor,  # [h, q, k], less the highest of each row
         inverse: Tensor,  # [h, q, 1]
     ) -> None:
-        """Highest scores have the largest weights, and tell a weight of 0 from a masked key."""
+        """The top keys by score, which tells a weight of 0 from a masked key."""
         values, keys = scores.topk(min(see.top, len(tile.columns)), dim=-1)
         keys = (keys + tile.columns.start).masked_fill_(values == -math.inf, -1)
-        self.found["top_keys"][place][..., : keys.shape[-1]] = keys
-        self.found["top_weights"][place][..., : keys.shape[-1]] = values.exp_() * inverse
+        self.fields["top_keys"][place][..., : keys.shape[-1]] = keys
+        self.fields["top_weights"][place][..., : keys.shape[-1]] = values.exp_() * inverse
 
     def _see(
         self,
         see: See,
         tile: Tile,
         place: tuple[int, slice, slice],
-        spare: Tensor,  # [h, q, k], free to write on
+        spare: Tensor,  # [h, q, k], overwritten
         powers: Tensor,  # [h, q, k]
         inverse: Tensor,  # [h, q, 1]
     ) -> None:
-        """What needs the weights one by one."""
-        found, (batch, heads, _) = self.found, place
+        """The fields that need single weights."""
+        fields, (batch, heads, _) = self.fields, place
         columns = slice(tile.columns.start, tile.columns.stop)
         if see.distance:
             distance = (tile.query_positions() - tile.key_positions()).abs()
             mean = torch.mul(powers, distance, out=spare).sum(-1, keepdim=True) * inverse
-            found["distance"][place] = mean[..., 0]
+            fields["distance"][place] = mean[..., 0]
         if isinstance(see.pairs, Pairs):
             places, rows, keys = see.pairs.of(tile)
             picked = Pairs.pick(powers, rows, keys) * inverse[:, rows, 0]
-            found["pairs"][batch, heads, places] = picked
+            fields["pairs"][batch, heads, places] = picked
         if not (see.rows or see.weights or see.map_peak):
             return
         weights = powers.mul_(inverse)
@@ -276,66 +286,36 @@ class _Stream:
             for row, inside in bin_rows(see, self.call.extent, tile.rows):
                 part = weights[:, inside.start - tile.rows.start : inside.stop - tile.rows.start]
                 largest = part.amax(1)
-                cells = found["map_peak"][batch, heads, row]
+                cells = fields["map_peak"][batch, heads, row]
                 into = self.column_of[columns].expand_as(largest)
                 cells.scatter_reduce_(1, into, largest, "amax")
         if see.rows:
             order, inside_tile = chosen(see, tile)
-            found["rows"][batch, heads, order, columns] = weights[:, inside_tile]
+            fields["rows"][batch, heads, order, columns] = weights[:, inside_tile]
         if see.weights:
-            found["weights"][place][..., columns] = weights
+            fields["weights"][place][..., columns] = weights
 
     def _finish(self, see: See) -> Seen:
-        """What could wait: fields that follow from each row's highest score and total."""
-        found, extent = self.found, self.call.extent
+        """The fields that follow from the highest score and the total of each row."""
+        fields, extent = self.fields, self.call.extent
         highest, total = self.highest[..., 0], self.total[..., 0]
-        lost = total == 0
-        taken = torch.zeros_like(highest) if self.small else highest  # from each score of the row
+        empty = total == 0
+        shift = torch.zeros_like(highest) if self.small else highest  # subtracted from each score
         if see.lse:
-            found["lse"] = taken + total.log()
+            fields["lse"] = shift + total.log()
         if see.peak:
-            found["peak"] = ((highest - taken).exp() / total).masked_fill_(lost, 0)
+            fields["peak"] = ((highest - shift).exp() / total).masked_fill_(empty, 0)
         if see.max_logit:
-            found["max_logit"] = highest.amax(-1)
+            fields["max_logit"] = highest.amax(-1)
         if see.entropy:
-            entropy = total.log() - found["entropy"] / total  # rounding may leave it just below 0
-            found["entropy"] = entropy.clamp_(min=0).masked_fill_(lost, 0)
+            entropy = total.log() - fields["entropy"] / total  # rounding may make it negative
+            fields["entropy"] = entropy.clamp_(min=0).masked_fill_(empty, 0)
         if see.map is not None:
-            rows = grid_of(see, extent)[0]
-            count = total.new_zeros(*total.shape[:2], rows)
-            row_of = bins(extent.queries, rows, extent.device)
-            found["map_count"] = count.index_add_(2, row_of, (~lost).to(count.dtype))
-        return finish(see, found, extent)
+            fields["map_count"] = count_rows(see, extent, (~empty).to(total.dtype))
+        return finish(see, fields, extent)
 
 
 def _pick(tensor: Tensor, batch: int, heads: slice) -> Tensor:
-    """One sequence and some key heads of a [b, g, r, q, k] tensor that may have 1 of either."""
+    """One sequence and some key heads of a [b or 1, g or 1, r, q, k] tensor."""
     tensor = tensor[batch if tensor.shape[0] > 1 else 0]
     return tensor[heads] if tensor.shape[0] > 1 else tensor
-
-
-def _room(call: Call, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Where the fields asked for are gathered; what no block touches holds what nothing means."""
-    see, extent = call.see, call.extent
-    assert see is not None
-    b, h, q, k = extent.batch, extent.heads, extent.queries, extent.keys
-    shapes: dict[str, tuple[int, ...]] = {
-        "entropy": (b, h, q),
-        "distance": (b, h, q),
-        "received": (b, h, k),
-        "rows": (b, h, len(see.rows), k),
-        "pairs": (b, h, len(see.pairs or ())),
-        "weights": (b, h, q, k),
-    }
-    room = {name: torch.zeros(shapes[name], device=extent.device, dtype=dtype)
-            for name in see.asked if name in shapes}  # fmt: skip
-    if see.map is not None:
-        grid = (b, h, *grid_of(see, extent))
-        room["map"] = torch.zeros(grid, device=extent.device, dtype=dtype)
-        if see.map_peak:
-            room["map_peak"] = torch.zeros_like(room["map"])
-    if see.top:
-        top = (b, h, q, see.top)
-        room["top_weights"] = torch.zeros(top, device=extent.device, dtype=dtype)
-        room["top_keys"] = torch.full(top, -1, device=extent.device)
-    return room

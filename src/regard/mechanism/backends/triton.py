@@ -31,7 +31,7 @@ from regard.mechanism.backends.lowering import (
 from regard.mechanism.biases import Alibi, RelativeBuckets, RelativeContent
 from regard.mechanism.call import TRANSFORMED, Call
 from regard.mechanism.masks import Causal
-from regard.mechanism.seeing import Owing, Seen, finish, grid_of
+from regard.mechanism.seeing import Deferred, Seen, finish, grid_of
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 WIDEST = 256  # of a head; beyond it a block no longer fits the registers of a multiprocessor
@@ -127,7 +127,7 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
     in_order = found.pop("rows", None)  # as they were asked for, so nothing is left to finish
     seen = finish(see, found, extent)
     if settle is not None:
-        seen = Owing.of(seen, settle)
+        seen = Deferred.of(seen, settle)
     seen.rows = row_blocks(call, see) if plain_rows else in_order
     return output, seen
 

@@ -7,12 +7,11 @@ from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-from regard.decoding.settings import sampling
+from regard.decoding.settings import Settings
 from regard.errors import InputError
 from regard.interpret.explaining.inputs import explain
 from regard.interpret.looking import look
 from regard.mechanism.masks import Causal
-from regard.models.bundle import check_prefix
 from regard.server import limits
 from regard.server.pool import Models
 from regard.tasks.completion import stream_completion
@@ -103,10 +102,13 @@ class BeamSearch(Request):
     svg: Svg = False
 
     @property
-    def settings(self) -> dict[str, Any]:
-        """The settings that differ from the model's own."""
-        names = set(BeamSearch.model_fields) - {"max_new_tokens", "attended", "svg"}
-        return self.model_dump(include=names, exclude_none=True)
+    def settings(self) -> Settings:
+        """The decoding settings that replace those of the model's files."""
+        return Settings(
+            num_beams=self.num_beams, length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping, no_repeat_ngram_size=self.no_repeat_ngram_size,
+            min_new_tokens=self.min_new_tokens,
+        )  # fmt: skip
 
 
 class Translate(BeamSearch):
@@ -227,12 +229,14 @@ class Complete(Request):
 
     def pieces(self, models: Models, check: Check) -> Iterator[dict[str, Any]]:
         """Each piece of the text as it is generated, then the record."""
-        how = sampling(
-            self.temperature, self.top_k, self.top_p, self.seed, self.no_repeat_ngram_size
-        )
+        settings = Settings(
+            do_sample=True, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p,
+            seed=self.seed, no_repeat_ngram_size=self.no_repeat_ngram_size,
+        )  # fmt: skip
         pieces = stream_completion(
-            self.text, model=models.name(self.model), how=how, max_new_tokens=self.max_new_tokens,
-            attended=self.attended or self.svg, device=models.device, check=check,
+            self.text, model=models.name(self.model), how=settings,
+            max_new_tokens=self.max_new_tokens, attended=self.attended or self.svg,
+            device=models.device, check=check,
         )  # fmt: skip
         while True:
             try:
@@ -270,13 +274,12 @@ class Look(Request):
 
     def _run(self, models: Models, check: Check) -> dict[str, Any]:
         bundle = models.loaded(self.model)
-        check_prefix(self.model, self.text)
 
         def progress(_done: int, _total: int) -> None:
             check()
 
         result = look(
-            bundle.model, self.text, tokenizer=bundle.text, target=self.target, layer=self.layer,
+            bundle, self.text, target=self.target, layer=self.layer,
             head=self.head, word=self.word, progress=progress,
         )  # fmt: skip
         response = result.to_dict()
@@ -321,8 +324,8 @@ class Explain(Request):
         model = tokenizer = None
         if self.model is not None:
             bundle = models.loaded(self.model)
-            check_prefix(self.model, self.sentence or "")
-            model, tokenizer = bundle.model, bundle.text
+            bundle.check_prefix(self.sentence or "")
+            model, tokenizer = bundle.model, bundle.tokenizer
         return explain(
             self.sentence, heads=self.heads, dim=self.dim, seed=self.seed, word=self.word,
             mask=Causal() if self.causal else None, model=model, tokenizer=tokenizer,

@@ -1,0 +1,212 @@
+"""The training text of the translation recipes: what is left out, and what is made to be copied."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import lzma
+import sys
+from collections import Counter
+from pathlib import Path
+from random import Random
+
+import pytest
+
+RECIPES = Path(__file__).parents[2] / "recipes"
+sys.path.insert(0, str(RECIPES))
+
+import copied_spans  # noqa: E402
+import translation_data  # noqa: E402
+import translation_tokenizer  # noqa: E402
+
+from regard import Tokenizer  # noqa: E402
+
+
+def write(file: Path, pairs: list[tuple[str, str]]) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_bytes(lzma.compress("".join("\t".join(pair) + "\n" for pair in pairs).encode()))
+
+
+def tatoeba_sentence(held_out: bool) -> str:
+    """A made-up sentence that Tatoeba's split puts into a test part, or does not."""
+    for number in range(1000):
+        sentence = f"The cat number {number} sleeps."
+        part = int(hashlib.md5(sentence.encode()).hexdigest(), 16) % 1000
+        if (part < 40) == held_out:
+            return sentence
+    raise AssertionError
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    root = tmp_path / "data"
+    hidden, shown = tatoeba_sentence(True), tatoeba_sentence(False)
+    number = "".join(filter(str.isdigit, shown))
+    for language, file in translation_data.TATOEBA.items():
+        write(root / file, [(hidden, "Le chat."), (shown, f"Le chat numéro {number} dort.")])
+        write(
+            root / f"mt/europarl-mpde/en-{language}.tsv.xz",
+            [
+                ("This one is in a test set", "Une phrase de la série de test."),
+                ("Another one, of which the other side is there!", "Une phrase CONNUE, enfin!"),
+                (hidden.upper(), "Le chat dort quelque part."),
+                ("We agreed on 10,000 euros here.", "Nous avons convenu de 10 000 euros ici."),
+                ("We agreed on 25 July as the date.", "Nous avons convenu du 26 juillet ici."),
+            ],
+        )
+        write(
+            root / f"mt/test/flores101-devtest/en-{language}.tsv.xz",
+            [
+                ("This one is in a test set.", "Ceci."),
+                ("Something else.", "Une phrase connue, enfin!"),
+            ],
+        )
+        write(root / translation_data.VALID.format(language=language), [("Held  out.", "Gardé.")])
+    return root
+
+
+def test_nothing_held_out_is_trained_on(data: Path, tmp_path: Path) -> None:
+    report = translation_data.prepare(data, tmp_path / "out")
+    lines = (tmp_path / "out/train.en-fr.tsv").read_text(encoding="utf-8").splitlines()
+    shown = tatoeba_sentence(False)
+    agreed = "We agreed on 10,000 euros here.\tNous avons convenu de 10,000 euros ici."
+    assert Counter(lines)[agreed] == translation_data.KINDS["debates"].times
+    known = {line.split("\t")[0] for line in lines}
+    assert known >= {shown, "We agreed on 10,000 euros here."}
+    bare = {translation_data.bare(sentence) for sentence in known}
+    for sentence in ("This one is in a test set.", tatoeba_sentence(True), "Held out."):
+        assert translation_data.bare(sentence) not in bare
+    assert not any("CONNUE" in line for line in lines)
+    counts = json.loads((tmp_path / "out/counts.json").read_text(encoding="utf-8"))
+    assert counts == json.loads(json.dumps(report))
+    debates = counts["fr"]["sources"]["mt/europarl-mpde/en-fr.tsv.xz"]
+    assert debates == {"read": 5, "held out": 3, "numbers differ": 1, "kept": 1}
+    assert (tmp_path / "out/valid.en-fr.tsv").read_text(encoding="utf-8") == "Held out.\tGardé.\n"
+
+
+def test_the_same_seed_gives_the_same_pairs() -> None:
+    pairs = [(f"Sentence {word}.", f"Phrase {word}.") for word in "abcdefghijklmnopqrstuvwxyz" * 9]
+    kinds = {"everyday": pairs, "debates": pairs}
+    one, two, three = (
+        translation_data.additional_pairs(kinds, "fr", Random(seed)) for seed in (0, 0, 1)
+    )
+    assert one == two
+    assert one != three
+    assert {len(made) > 0 for name, made in one.items() if name != "substituted"} == {True}
+    mixed = list(translation_data.mixture(kinds | one))
+    assert Counter(mixed)[pairs[0]] >= 9 * sum(
+        translation_data.KINDS[kind].times for kind in ("everyday", "debates")
+    )
+
+
+@pytest.mark.parametrize(
+    ("english", "french", "reason"),
+    [
+        ("The house is red.", "La maison est rouge.", None),
+        ("The house is red.", "", "an empty side"),
+        ("The house is red.", "La maison est rouge. " * 30, "too long"),
+        ("Yes.", "Oui, je suis tout à fait de votre avis.", "lengths differ"),
+        ("LibreOffice 7.4", "LibreOffice 7.4", "not translated"),
+        ("a = b + 1 # 2 3 4", "a = c + 1 # 2 3 4", "few letters"),
+        ("See {{macro}} for it.", "Voir {{macro}} pour cela.", "noise"),
+        ("He is called Иван there.", "Il s'appelle Иван là-bas.", "another script"),
+        (
+            "It is not what we said to you.",
+            "This is what they would have said to you.",
+            "another language",
+        ),
+        ("Click <b>here</b> now.", "Cliquez ici maintenant.", "markup differs"),
+        ("Open %s now, please.", "Ouvrez %d maintenant.", "markup differs"),
+        ("Open it (now), please.", "Ouvrez-le, s'il vous plaît.", "brackets differ"),
+        ("Is the house over there red?", "La maison de là-bas est rouge.", "ends differ"),
+    ],
+)
+def test_why_a_pair_is_left_out(english: str, french: str, reason: str | None) -> None:
+    assert translation_data.why_rejected((english, french), "fr") == reason
+
+
+def test_text_is_cleaned() -> None:
+    clean = translation_data.clean
+    assert clean(" It\u2019s\u00a0a&nbsp;\ttest:  &lt;b&gt; e\u0301 ") == "It's a test: <b> é"
+    assert clean("~Save snake_case", interface=True) == "Save snake_case"
+
+
+@pytest.mark.parametrize(
+    ("english", "french", "kept"),
+    [
+        ("He paid 1,234.50 in 2024.", "Il a payé 1 234,50 en 2024.", "1,234.50 en 2024"),
+        ("At 3 we left.", "À trois heures, nous sommes partis.", "À trois heures"),
+        ("In 1999 we left.", "Nous sommes partis.", None),
+        ("We left.", "Nous sommes partis à 17 heures.", None),
+    ],
+)
+def test_numbers_must_agree(english: str, french: str, kept: str | None) -> None:
+    pair = translation_data.with_same_numbers((english, french))
+    if kept is None:
+        assert pair is None
+    else:
+        assert pair is not None
+        assert pair[0] == english
+        assert kept in pair[1]
+
+
+def test_spans_are_copied_to_both_sides() -> None:
+    random = Random(0)
+    for template in copied_spans.TEMPLATES:
+        assert len(template) == 3, template
+        slots = [sorted(copied_spans._SLOT.findall(side)) for side in template]
+        assert slots[0] == slots[1] == slots[2], template
+    for language in ("fr", "de"):
+        for _ in range(500):
+            english, other = copied_spans.from_template(random, language)
+            for mail in copied_spans._ADDRESS.findall(english):
+                assert mail in other
+    english, other = copied_spans.span_alone(random)
+    assert english == other
+
+
+def test_a_shared_span_is_replaced_on_both_sides() -> None:
+    random, common = Random(0), frozenset({"it"})
+    pair = ("It has 4821 pages.", "Cela a 4821 pages.")
+    english, other = copied_spans.substituted(pair, random, common) or pair
+    number = english.removeprefix("It has ").removesuffix(" pages.")
+    assert other == f"Cela a {number} pages."
+    assert number.isdigit()
+    assert number != "4821"
+    pair = ("We met Boston there.", "Nous y avons vu Boston.")
+    english, other = copied_spans.substituted(pair, random, common) or pair
+    name = english.removeprefix("We met ").removesuffix(" there.")
+    assert other == f"Nous y avons vu {name}."
+    assert name != "Boston"
+    assert copied_spans.substituted(("It is so.", "C'est ainsi."), random, common) is None
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
+    folder = tmp_path_factory.mktemp("tokenizer")
+    lines = ["The cat sat on the mat.", "Le chat s'est assis sur le tapis."] * 300
+    translation_tokenizer.train(lines, 400, min_occurrences=10).save(str(folder / "tokenizer.json"))
+    return Tokenizer.load(folder)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "The cat sat on the mat.",
+        "  two  spaces\tand\na line\r\n",
+        "Привет 日本語 مرحبا 👋🏽 e\u0301 \u200d \x00 ▁ <0x0A>",
+        "I LIKE 1,234.56 TEA at bob@example.com",
+        "",
+    ],
+)
+def test_every_text_comes_back(text: Tokenizer, line: str) -> None:
+    assert text.decode(text.encode(line).ids) == line
+
+
+def test_digits_and_bytes_are_tokens_and_tags_are_single(text: Tokenizer) -> None:
+    assert len(text) <= 400
+    assert all(text.tokenizer.token_to_id(byte) is not None for byte in translation_tokenizer.BYTES)
+    assert text.encode("1234").tokens == [f"<0x{ord(digit):02X}>" for digit in "1234"]
+    assert text.encode(">>fra<< cat").tokens == [">>fra<<", " cat"]
+    assert text.decode(text.encode(">>fra<< cat").ids) == " cat"
+    assert text.encode("The cat sat").tokens == ["The", " cat", " sat"]
