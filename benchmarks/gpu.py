@@ -27,9 +27,10 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from measure import append, argument_parser, environment
 from regard import Causal, See, Segments, Window, attention
-from regard.kernels.hopper import launch as hopper_launch
-from regard.kernels.plan import CAUSAL, FULL, PLAIN, Structure
-from regard.kernels.triton import launch
+from regard.kernels import passes as kernel_passes
+from regard.kernels.hopper import launch as hopper
+from regard.kernels.plan import Intermediates, Structure, Wanted
+from regard.kernels.sizes import CAUSAL, FULL, PLAIN
 from regard.mechanism.biases import Alibi, Bias, RelativeBuckets, RelativeContent
 from regard.mechanism.masks import Mask
 
@@ -158,13 +159,13 @@ def plain_and_seeing(only: str = "") -> Iterator[Row]:
 
 
 def passes(only: str = "") -> Iterator[Row]:
-    """Each pass of a call that sees.
+    """Time each pass for Hopper of a call that sees its weights.
 
-    The forward pass with row statistics, with all that EVERYTHING needs, and with the threshold of
-    the top keys as well; the second pass with its map; the top keys. And the backward pass compared
-    with that of cuDNN, with the fields of the second pass and without.
+    The forward pass with rows of statistics, with what everything needs, and with the threshold of
+    the top keys too; the columns pass with its map; and the top keys. Of our own backward pass the
+    share in the time of cuDNN's: while it fills the columns, and without.
     """
-    rows, columns = {"entropy", "peak", "max_logit"}, {"received", "map", "map_peak"}
+    rows, columns = ("entropy", "peak", "max_logit"), ("received", "map", "map_peak")
     for cell, length, width, heads, causal in cells():
         if only not in cell:
             continue
@@ -172,32 +173,41 @@ def passes(only: str = "") -> Iterator[Row]:
         grad = torch.randn_like(query)
         kind = CAUSAL if causal else FULL
         form = Structure(kind, None, None, PLAIN, None, 0, width**-0.5, None)
-        attend = partial(launch.forward, *given, form)
-        wanted = rows | columns | {"distance"}
+
+        def planned(fields, top=0, given=given, form=form):  # type: ignore[no-untyped-def]
+            wanted = Wanted(tuple(fields), (64, 64), top)
+            return kernel_passes.plan_call(*given, form, wanted, hopper=True)
+
+        wanted = (*rows, *columns, "distance")
+        plan = planned(wanted, 8)
         with torch.no_grad():
-            found = attend(wanted, 8, (64, 64))
-            lse, bar, drop = found["lse"], found.get("bar"), found["drop"]
+            found, left = hopper.forward(*given, form, plan)
+            lse = found["lse"]
+            columns_left = Intermediates(left.neg_lse)
+            top_left = Intermediates(top_threshold=left.top_threshold)
 
-            def differentiate(fields, found=found, given=given, grad=grad, form=form):  # type: ignore[no-untyped-def]
-                room = hopper_launch.room(*given[:2], fields, (64, 64))
-                kept = found["output"], grad, found["drop"]
-                return hopper_launch.backward(*given, *kept, form, room, (64, 64))
+            def differentiate(fields, found=found, left=left, given=given, grad=grad, form=form):  # type: ignore[no-untyped-def]
+                room = hopper.new_columns(*given[:2], planned(fields)) if fields else {}
+                return hopper.backward(
+                    *given, found["output"], grad, form, planned(columns), room, left.neg_lse
+                )
 
-            *theirs, some, everything, with_bar, second, top = medians(
+            *theirs, some, everything, with_threshold, second, top = medians(
                 *(partial(fused(backend, causal), *given) for backend in PEERS),
-                partial(attend, rows), partial(attend, wanted, 0, (64, 64)),
-                partial(attend, wanted, 8, (64, 64)),
-                partial(launch.columns, query, key, lse, form, columns, (64, 64), drop),
-                partial(launch.top, query, key, lse, form, 8, bar),
+                partial(hopper.forward, *given, form, planned(rows)),
+                partial(hopper.forward, *given, form, planned(wanted)),
+                partial(hopper.forward, *given, form, plan),
+                partial(kernel_passes.columns, query, key, lse, form, plan, columns_left),
+                partial(kernel_passes.top, query, key, lse, form, plan, top_left),
             )  # fmt: skip
             cudnn, seeing, bare = medians(
-                partial(passes.backward, *given, form, found, {"output": grad}, False),
+                partial(kernel_passes.backward, *given, form, plan, found, {"output": grad}, False),
                 partial(differentiate, columns), partial(differentiate, ()),
             )  # fmt: skip
         forward = min(theirs)
         yield line(
             "passes", cell, forward_ms=forward, rows=some / forward,
-            everything=everything / forward, bar=with_bar / forward, second=second / forward,
+            everything=everything / forward, bar=with_threshold / forward, second=second / forward,
             top=top / forward, backward_ms=cudnn, backward=seeing / cudnn, bare=bare / cudnn,
         )  # fmt: skip
 

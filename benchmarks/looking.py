@@ -1,4 +1,4 @@
-"""A look at a long text: what was announced beside what it took.
+"""A look at a long text: its estimated and its measured cost.
 
 python benchmarks/looking.py books-gpt2 BOOK.txt --tokens 100000
 
@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
 
 import torch
 
 import memory
 from measure import append, argument_parser
 from regard import Tokenizer, load, look
-from regard.interpret.cost import Plan
+from regard.interpret.cost import CostEstimate
 
 
 def main() -> None:
@@ -29,23 +28,23 @@ def main() -> None:
     text = given.file.read_text(encoding="utf-8")
     spans = tokenizer.encode(text, special=False).offsets[: given.tokens]
     text = text[: spans[-1][1]]
-    look(model, text[:3000], tokenizer=tokenizer)  # what is loaded once does not count
-    found: dict[str, Any] = {}
+    look(model, text[:3000], tokenizer=tokenizer)  # to warm up
+    estimates: list[tuple[CostEstimate, float]] = []
 
-    def before(plan: Plan) -> None:
-        print(plan, flush=True)
-        found.update(plan=plan, started=time.perf_counter())
+    def on_estimate(cost: CostEstimate) -> None:
+        print(cost, flush=True)
+        estimates.append((cost, time.perf_counter()))
 
     memory.reset_peak()
     already = memory.resident()
-    look(model, text, tokenizer=tokenizer, before=before)
-    plan: Plan = found["plan"]
+    look(model, text, tokenizer=tokenizer, on_estimate=on_estimate)
+    [(cost, started)] = estimates
     row = {
         "model": given.model,
-        "tokens": plan.tokens,
-        "estimated_s": plan.seconds,
-        "measured_s": time.perf_counter() - found["started"],
-        "estimated_mb": plan.memory / 2**20,
+        "tokens": cost.tokens,
+        "estimated_s": cost.seconds,
+        "measured_s": time.perf_counter() - started,
+        "estimated_mb": cost.memory / 2**20,
         "measured_mb": memory.peak() - already,
     }
     print(", ".join(f"{name} {value:,.1f}" for name, value in list(row.items())[1:]))

@@ -22,6 +22,9 @@ if TYPE_CHECKING:  # type checkers and editors read this list, and a test compar
     from regard.errors import RegardError as RegardError
     from regard.errors import UnknownModelError as UnknownModelError
     from regard.interpret.explaining.inputs import explain as explain
+    from regard.interpret.explaining.inputs import explain_projections as explain_projections
+    from regard.interpret.explaining.inputs import explain_tensors as explain_tensors
+    from regard.interpret.explaining.layer import explain_model as explain_model
     from regard.interpret.explaining.trace import Trace as Trace
     from regard.interpret.looking import look as look
     from regard.interpret.watched import Watched as Watched
@@ -95,7 +98,12 @@ _HOMES = {
         "RegardError",
         "UnknownModelError",
     ),
-    "regard.interpret.explaining.inputs": ("explain",),
+    "regard.interpret.explaining.inputs": (
+        "explain",
+        "explain_projections",
+        "explain_tensors",
+    ),
+    "regard.interpret.explaining.layer": ("explain_model",),
     "regard.interpret.explaining.trace": ("Trace",),
     "regard.interpret.looking": ("look",),
     "regard.interpret.watched": ("Watched",),

@@ -84,9 +84,9 @@ def test_models_shows_a_card(cache):
 
 
 def test_models_does_not_know_every_name(cache):
-    one_line(regard("models", "nothing"), "no model 'nothing' at hand")
+    one_line(regard("models", "nothing"), "no installed or cached model 'nothing'")
     near = regard("models", "answr")
-    one_line(near, "no model 'answr' at hand. Did you mean answer? There are: ")
+    one_line(near, "no installed or cached model 'answr'. Did you mean answer?")
 
 
 @pytest.mark.parametrize("damage", ["config.json", "model.safetensors"])
@@ -137,7 +137,10 @@ def test_evaluate_takes_keys_of_a_recipe(place):
         (["--data", "nowhere.txt"], "There is no file"),
         (["--data", "text.txt", "--metric", "bleu"], "There is no score bleu"),
         (["--data", "text.txt", "--device", "nothing"], "has no device 'nothing'"),
-        (["--data", "text.txt", "--set", "evaluation.bean=2"], "Did you mean evaluation.beam?"),
+        (
+            ["--data", "text.txt", "--set", "evaluation.num_beam=2"],
+            "Did you mean evaluation.num_beams?",
+        ),
     ],
 )
 def test_evaluate_says_what_is_wrong(place, words, message):
@@ -244,7 +247,7 @@ def test_a_conversion_that_fails_leaves_what_was_there(place, tmp_path, monkeypa
     ("words", "message"),
     [
         (["./nowhere", "new"], "There is no folder ./nowhere"),
-        (["MODEL", "new", "--dtype", "float16", "--packing", "int8"], "leave dtype out"),
+        (["MODEL", "new", "--dtype", "float16", "--packing", "int8"], "leave out dtype"),
     ],
 )
 def test_convert_says_what_is_wrong(place, tmp_path, words, message):

@@ -11,7 +11,7 @@ import torch
 from helpers.command import one_line, regard
 from helpers.sine_models import TEXT, gpt2, tokenizer, translator
 from regard.cli import interpret
-from regard.interpret.cost import Plan
+from regard.interpret.cost import CostEstimate
 
 
 @pytest.fixture(scope="module")
@@ -136,10 +136,10 @@ def test_a_long_run_is_announced_and_where_very_long_asked_for(
         return False
 
     monkeypatch.setattr("typer.confirm", confirm)
-    interpret._announce(Plan(100_000, 6, 40, 2**30), yes=False)
+    interpret._announce(CostEstimate(100_000, 6, 40, 2**30), yes=False)
     assert "100,000 tokens through 6 attention layers" in capsys.readouterr().err
     assert not asked
-    long = Plan(100_000, 6, 400, 2**30)
+    long = CostEstimate(100_000, 6, 400, 2**30)
     interpret._announce(long, yes=True)
     assert not asked
     with pytest.raises(interpret.typer.Exit):

@@ -12,7 +12,7 @@ import pytest
 
 from helpers.training_data import recipe_of, sentences, write_data
 from regard.data import encoding, sources
-from regard.data.records import Answer, Pair, Question, Record, Report
+from regard.data.records import RECORDS, Answer, Pair, Question, Record, Report
 from regard.errors import InputError
 from regard.training import tokenizing
 from regard.training.recipe import parse_recipe
@@ -31,7 +31,9 @@ def found(folder: Path, task: str, kind: str, **source: Any) -> tuple[list[Recor
     raw = recipe_of(folder, task, kind)
     raw["data"]["train"] = [{"format": "dataset", **source}]
     recipe, report = parse_recipe(raw), Report()
-    return list(sources.records(recipe, recipe.data.train, report)), report
+    return list(
+        sources.records(recipe.data, recipe.data.train, RECORDS[recipe.task], report)
+    ), report
 
 
 def translations() -> datasets.Dataset:
@@ -47,7 +49,7 @@ def test_pairs_from_a_saved_folder_and_bad_rows_are_reported(tmp_path: Path) -> 
     translations().save_to_disk(tmp_path / "one")
     pairs, report = found(tmp_path, "translation", "transformer", dataset="one", fields=SIDES)
     assert pairs == PAIRS
-    assert report.bad == [("one", 2, "a side that is no text")]
+    assert report.bad == [("one", 2, "a side that is not text")]
     assert report.read == 2
 
 
@@ -117,7 +119,10 @@ def test_a_model_is_trained_from_datasets_and_other_data_have_another_cache(tmp_
         recipe = parse_recipe(raw, {"schedule.steps": 3})
         assert train(recipe).finished
         text = tokenizing.tokenizer(recipe, tmp_path / f"run{count}" / "tokenizer")
-        assert len(encoding.table(recipe, "train", text)[0]) == count
+        assert (
+            len(encoding.table(recipe.data, "train", recipe.task, text, recipe.tokenizer)[0])
+            == count
+        )
 
 
 @pytest.mark.parametrize(

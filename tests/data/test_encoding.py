@@ -9,9 +9,9 @@ import torch
 
 from helpers.training_data import recipe_of, sentences, write_data
 from regard.data import encoding, sources
-from regard.data.encoding import elsewhere
+from regard.data.encoding import repeat_unanswered
 from regard.data.readers import thousandth
-from regard.data.records import Answer, Pair, Question, Report
+from regard.data.records import RECORDS, Answer, Pair, Question, Report
 from regard.errors import InputError
 from regard.models.bert import Bert, BertConfig
 from regard.text.tokenizer import Tokenizer
@@ -25,7 +25,7 @@ def found(folder: Path, **source: object) -> list[object]:
     raw = recipe_of(folder)
     raw["data"]["train"][0] |= source
     recipe = parse_recipe(raw)
-    return list(sources.records(recipe, recipe.data.train, Report()))
+    return list(sources.records(recipe.data, recipe.data.train, RECORDS[recipe.task], Report()))
 
 
 def test_pairs_are_turned_round_after_they_are_parted(tmp_path: Path) -> None:
@@ -41,7 +41,9 @@ def test_text_can_be_the_sources_of_pairs(tmp_path: Path) -> None:
     raw = recipe_of(tmp_path, "span corruption", "t5")
     raw["data"]["train"] = [{"format": "tsv", "files": ["train.tsv"]}]
     recipe = parse_recipe(raw)
-    assert list(sources.records(recipe, recipe.data.train, Report())) == sentences(120)
+    assert list(
+        sources.records(recipe.data, recipe.data.train, RECORDS[recipe.task], Report())
+    ) == sentences(120)
 
 
 def test_tags_are_tokens_of_their_own(tmp_path: Path) -> None:
@@ -51,7 +53,7 @@ def test_tags_are_tokens_of_their_own(tmp_path: Path) -> None:
     raw["data"]["train"][0]["prefix"] = ">>fra<< "
     recipe = parse_recipe(raw)
     text = tokenizing.tokenizer(recipe, tmp_path / "tokenizer")
-    table, _ = encoding.table(recipe, "train", text)
+    table, _ = encoding.table(recipe.data, "train", recipe.task, text, recipe.tokenizer)
     starts = table["source"].starts[:-1]
     assert (table["source"].flat[starts] == text.id(">>fra<<")).all()
     assert not (table["target"].flat == text.id(">>fra<<")).any()
@@ -100,7 +102,7 @@ def test_questions_are_asked_where_their_answer_is_not() -> None:
         Question(str(n), "who", f"context {n // 2} of {'Ada' if n < 8 else 'Alan'}", (answer,))
         for n, answer in enumerate([Answer("Ada", 13)] * 8 + [Answer("Alan", 13)] * 8)
     ]
-    given = list(elsewhere(asked, 0.5))
+    given = list(repeat_unanswered(asked, 0.5))
     added = [question for question in given if not question.answers]
     assert [question for question in given if question.answers] == asked
     assert added
@@ -108,7 +110,7 @@ def test_questions_are_asked_where_their_answer_is_not() -> None:
         own = asked[int(question.name)]
         assert question.context != own.context
         assert own.answers[0].text not in question.context
-    assert list(elsewhere(asked, 0.0)) == asked
+    assert list(repeat_unanswered(asked, 0.0)) == asked
 
 
 def test_words_are_what_spaces_part_and_lines_have_an_end(tmp_path: Path) -> None:
@@ -118,7 +120,7 @@ def test_words_are_what_spaces_part_and_lines_have_an_end(tmp_path: Path) -> Non
     recipe = parse_recipe(raw)
     text = tokenizing.tokenizer(recipe, tmp_path / "tokenizer")
     assert set(text.tokenizer.get_vocab()) == {"<|endoftext|>", "<unk>", "\n", "a", "b", "c", "N"}
-    table, _ = encoding.table(recipe, "train", text)
+    table, _ = encoding.table(recipe.data, "train", recipe.task, text, recipe.tokenizer)
     tokens = [text.tokenizer.id_to_token(int(one)) for one in table["text"].flat]
     assert tokens == ["a", "<unk>", "N", "b", "\n", "a", "a", "c", "\n"]
     assert text.encode("a d", special=False).ids == [text.id("a"), text.id("<unk>")]
@@ -148,7 +150,7 @@ def test_another_architecture_is_nothing_to_start_from(
 def test_a_model_must_know_its_tokens(tmp_path: Path) -> None:
     write_data(tmp_path)
     raw = recipe_of(tmp_path, "language modelling", "gpt2")
-    with pytest.raises(InputError, match="and the model knows 100: they do not belong together"):
+    with pytest.raises(InputError, match="and the model has 100: they do not belong together"):
         train(parse_recipe(raw, {"model.config.vocabulary": 100}))
     with pytest.raises(InputError, match="rising whole numbers"):
         train(

@@ -14,6 +14,7 @@ from regard import GPT2, Bert, BertConfig, GPT2Config, InputError, Tokenizer, lo
 from regard.checkpoints.cards import SCORES
 from regard.evaluation.measuring import SCORES_OF_TASK, evaluate, own_settings, scored_row
 from regard.evaluation.reproduction import reproduce
+from regard.evaluation.scoring import LANE_PIECES, LANES
 from regard.models.bundle import open_bundle
 from regard.models.registry import TRAINABLE
 from regard.models.transformer_xl import TransformerXL, TransformerXLConfig
@@ -28,50 +29,79 @@ def text_file(folder: Path) -> dict[str, object]:
     return {"format": "text", "files": ["text.txt"]}
 
 
+SOURCES = {
+    "tsv": {"format": "tsv", "files": ["valid.tsv"]},
+    "questions": {"format": "questions", "files": ["valid.jsonl"]},
+    "text": {"format": "text", "files": ["valid.txt"]},
+}
+PIECES = {"data.length": 10, "data.context": 4}
+# What is trained: task, architecture, data, and the keys on which its scores depend.
+RUNS = {
+    "translation": ("translation", "transformer", "tsv", {"evaluation.num_beams": 2}, "bleu"),
+    "summarization": ("summarization", "t5", "tsv", {"evaluation.num_beams": 2}, "rouge-1"),
+    "answers": ("question answering", "bert", "questions", {"batch.tokens": 200}, "f1"),
+    "text": ("language modelling", "gpt2", "text", {"data.length": 10}, "loss"),
+    "context": ("language modelling", "gpt2", "text", PIECES, "loss"),
+    "temperature": ("language modelling", "gpt2", "text", {"evaluation.temperature": 1.5}, "loss"),
+    "memory": ("language modelling", "transformer-xl", "text", {"data.length": 4}, "loss"),
+    "no memory": ("language modelling", "transformer-xl", "text", PIECES, "loss"),
+}
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Models after a few steps, by task: their folder, and the scores that training had last."""
+    """Train a model of :data:`RUNS`: its folder, the scores of its log and its final ones."""
     folder = tmp_path_factory.mktemp("evaluating")
     write_data(folder)
-    found = {}
-    for task, kind, metric in (
-        ("translation", "transformer", "bleu"),
-        ("summarization", "t5", "rouge-1"),
-        ("question answering", "bert", "f1"),
-    ):
-        recipe = recipe_of(folder, task, kind)
-        recipe["output"] = str(folder / kind)
-        recipe["evaluation"] |= {"metric": metric} | ({"beam": 2} if kind != "bert" else {})
-        result = train(parse_recipe(recipe))
-        found[kind] = (result.folder / "model", result.scores)
-    return folder, found
+    runs = {}
+
+    def run(name):
+        if name not in runs:
+            task, kind, _, keys, metric = RUNS[name]
+            raw = recipe_of(folder, task, kind) | {"output": str(folder / name)}
+            if kind == "transformer-xl":
+                raw["model"]["config"]["same_length"] = False
+            keys = {"evaluation.metric": metric, "evaluation.every": 2, **keys}
+            result = train(parse_recipe(raw, {"schedule.steps": 4, "saving.every": 2, **keys}))
+            rows = map(json.loads, (result.folder / "log.jsonl").read_text().splitlines())
+            logged = [row["scores"] for row in rows if "scores" in row]
+            runs[name] = (result.folder / "model", logged[-1], result.scores)
+        return folder, *runs[name]
+
+    return run
 
 
-@pytest.mark.parametrize(
-    ("kind", "source", "names"),
-    [
-        ("transformer", {"format": "tsv", "files": ["valid.tsv"]}, ["bleu", "chrf"]),
-        ("t5", {"format": "tsv", "files": ["valid.tsv"]}, ["rouge-1", "rouge-2", "rouge-l"]),
-        ("bert", {"format": "questions", "files": ["valid.jsonl"]}, ["exact", "f1"]),
-    ],
-)
-def test_what_training_measured_is_measured_again(trained, kind, source, names):
-    root, found = trained
-    folder, scores = found[kind]
-    settings = {"data.length": 64} | ({"evaluation.beam": 2} if kind != "bert" else {})
+@pytest.mark.parametrize("name", RUNS)
+def test_the_log_the_end_of_a_run_and_evaluate_give_the_same_scores(trained, name):
+    root, folder, logged, final = trained(name)
+    _, _, source, keys, _ = RUNS[name]
     shown = []
-    again = evaluate(
+    measured = evaluate(
         load(folder),
         Tokenizer.load(folder),
-        [source],
-        names,
+        [SOURCES[source]],
+        list(final),
         root=root,
-        settings=settings,
+        settings={"data.length": 64, "batch.tokens": 256} | keys,
         progress=lambda done, total: shown.append((done, total)),
     )
-    assert again.scores == pytest.approx({name: scores[name] for name in names})
-    assert again.count == 16
-    assert shown[-1] == (16, 16)
+    assert logged == final == measured.scores  # to the bit
+    assert shown[-1][0] == shown[-1][1] == measured.count
+    assert math.isfinite(sum(final.values()))
+
+
+@pytest.mark.parametrize("name", ["text", "context", "memory", "no memory"])
+def test_the_scores_of_a_text_do_not_depend_on_the_batch(trained, name):
+    root, folder, logged, _ = trained(name)
+    _, _, source, keys, _ = RUNS[name]
+    model, tokenizer = load(folder), Tokenizer.load(folder)
+    lines = (root / "valid.txt").read_text(encoding="utf-8").splitlines(keepends=True)
+    tokens = sum(len(tokenizer.encode(line, special=False).ids) for line in lines)
+    for size in (1, 64, 5000):
+        settings = {"batch.tokens": size} | keys
+        measured = evaluate(model, tokenizer, [SOURCES[source]], root=root, settings=settings)
+        assert measured.count == tokens - 1  # each once, all but the first
+        assert measured.scores["perplexity"] == pytest.approx(logged["perplexity"], rel=1e-6)
 
 
 def stirred(model: torch.nn.Module) -> torch.nn.Module:
@@ -111,21 +141,6 @@ def test_a_text_in_one_window_has_the_loss_of_one_call(text, tmp_path, longer):
     assert found.scores["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
 
 
-@pytest.mark.parametrize("tokens", [16, 100])
-def test_every_token_but_the_first_is_told_once(text, tmp_path, tokens):
-    ids = whole(text)
-    model = gpt2(text)
-    settings = {"data.length": 16, "batch.tokens": tokens}
-    found = evaluate(model, text, [text_file(tmp_path)], root=tmp_path, settings=settings)
-    nats = 0.0
-    for start in range(0, ids.shape[1] - 1, 16):
-        piece = ids[:, start : start + 17]
-        with torch.no_grad():
-            nats += float(cross_entropy(model(piece[:, :-1])[0], piece[0, 1:], reduction="sum"))
-    assert found.count == ids.shape[1] - 1
-    assert found.scores["loss"] == pytest.approx(nats / found.count, rel=1e-5)
-
-
 def xl(text: Tokenizer, memory: int) -> torch.nn.Module:
     config = TransformerXLConfig(
         vocabulary=len(text), cutoffs=(), dim=16, embedding_dim=16, depth=2, heads=2, head_dim=8,
@@ -152,8 +167,10 @@ def test_a_memory_that_holds_all_is_as_one_call_and_a_shorter_one_is_not(text, t
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("kind", ["gpt2", "xl"])
-@pytest.mark.parametrize(("length", "context"), [(16, 12), (16, 15), (500, 400)])
+@pytest.mark.parametrize(
+    ("kind", "length", "context"),
+    [("gpt2", 16, 0), ("gpt2", 16, 12), ("gpt2", 500, 400), ("xl", 16, 15), ("xl", 500, 400)],
+)
 def test_with_a_context_each_token_is_told_once_from_so_many(text, tmp_path, kind, length, context):
     ids = whole(text)[0]
     model = gpt2(text, length=500) if kind == "gpt2" else xl(text, memory=8)
@@ -170,21 +187,37 @@ def test_with_a_context_each_token_is_told_once_from_so_many(text, tmp_path, kin
     assert found.scores["loss"] == pytest.approx(nats / total, rel=1e-5)
 
 
-def test_lanes_tell_each_token_once(text, tmp_path):
-    model = xl(text, memory=8)
-    settings = {"data.length": 16, "batch.tokens": 64}
-    found = evaluate(model, text, [text_file(tmp_path)], root=tmp_path, settings=settings)
-    total = whole(text).shape[1] - 1
-    assert total - 4 < found.count <= total
+@torch.no_grad()
+def test_lanes_predict_each_token_once_and_remember_their_own_past(text, tmp_path):
+    model, source = xl(text, memory=8), text_file(tmp_path)
+    ids, length = whole(text)[0], 2
+    settings = {"data.length": length}
+    measured = evaluate(model, text, [source], root=tmp_path, settings=settings)
+    total = len(ids) - 1
+    lanes = total // (LANE_PIECES * length)
+    assert 2 < lanes < LANES
+    assert total % lanes  # a few tokens fill no lane
+    lane, nats = total // lanes, 0.0
+    for start in range(0, lanes * lane, lane):
+        memories = model.remember()
+        for at in range(start, start + lane, length):
+            piece = ids[None, at : min(at + length, start + lane) + 1]
+            logs = model(piece[:, :-1], memories=memories)[0]
+            nats -= float(logs.gather(-1, piece[0, 1:, None]).sum())
+    left = total - lanes * lane
+    size = max(left, length)
+    logs = model(ids[None, total - size : total])[0, -left:]
+    nats -= float(logs.gather(-1, ids[total - left + 1 :, None]).sum())
+    assert measured.count == total
+    assert measured.scores["loss"] == pytest.approx(nats / total, rel=1e-5)
 
 
 def test_a_limit_and_a_part(trained):
-    root, found = trained
-    folder, _ = found["transformer"]
+    root, folder, *_ = trained("translation")
     model, tokenizer = load(folder), Tokenizer.load(folder)
-    source = {"format": "tsv", "files": ["valid.tsv"]}
+    source = SOURCES["tsv"]
     some = evaluate(
-        model, tokenizer, [source], ["chrf"], root=root, settings=["evaluation.examples=3"]
+        model, tokenizer, [source], ["chrf", "loss"], root=root, settings=["evaluation.examples=3"]
     )
     assert some.count == 3
     part = evaluate(model, tokenizer, [source | {"part": [0, 500]}], ["chrf"], root=root)
@@ -192,12 +225,26 @@ def test_a_limit_and_a_part(trained):
     assert part.count + rest.count == 16
 
 
+def test_cards_are_read_by_the_earlier_names_of_their_keys(trained):
+    root, folder, logged, _ = trained("translation")
+    settings = {"evaluation.beam": 2, "evaluation.no_repeat": 0, "data.bad": 0.5, "data.length": 64}
+    measured = evaluate(
+        load(folder),
+        Tokenizer.load(folder),
+        [SOURCES["tsv"]],
+        ["chrf"],
+        root=root,
+        settings=settings,
+    )
+    assert measured.scores["chrf"] == logged["chrf"]
+
+
 @pytest.mark.parametrize(
     ("wanted", "settings", "source", "message"),
     [
         (["perplexit"], {}, {}, "Did you mean perplexity"),
         (["bleu"], {}, {}, "There is no score bleu"),
-        ([], {"evaluation.bean": 4}, {}, "Did you mean evaluation.beam?"),
+        ([], {"evaluation.num_beam": 4}, {}, "Did you mean evaluation.num_beams?"),
         ([], {"model.config.memory": 4}, {}, "There is no key model.config.memory"),
         ([], {}, {"files": ["nowhere.txt"]}, "There is no file"),
         ([], {}, {"format": "squad"}, "language modelling reads text"),
@@ -297,9 +344,9 @@ def test_a_model_without_figures_is_measured_on_data_only(text, tmp_path):
 def test_a_model_is_measured_as_it_is_used() -> None:
     assert own_settings(open_bundle("summarize")) == {
         "prefix": "summarize: ",
-        "evaluation.beam": 8,
-        "evaluation.no_repeat": 2,
-        "evaluation.least": 0,
+        "evaluation.num_beams": 8,
+        "evaluation.no_repeat_ngram_size": 2,
+        "evaluation.min_new_tokens": 0,
         "evaluation.length_penalty": 0.6,
     }
     assert own_settings(open_bundle("books-gpt2")) == {}

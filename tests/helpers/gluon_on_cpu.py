@@ -13,8 +13,8 @@ A product that is added to something is not rounded before: the compiler makes b
 instruction.
 
 A role runs as one: what its own threads have to wait for among each other, only a GPU can tell. Of
-a role that several groups of four warps share each runs by itself, with its own rows: there HELD is
-what one of them holds.
+a role that several groups of four warps share each runs by itself, with its own rows: TEAM_ROWS
+is then what one of them holds.
 """
 
 from __future__ import annotations
@@ -785,8 +785,9 @@ def load(package: str) -> ModuleType:
         found = importlib.import_module(package)
     modules = _taken_out(package)
     for module in modules.values():
-        if hasattr(module, "HELD"):
-            module.HELD = module.ROWS
+        if hasattr(module, "TEAM_ROWS"):
+            module.TEAM_ROWS = module.ROWS
+    # A kernel may have the name of its module, which the package then hides.
     found.modules = {name.rpartition(".")[2]: module for name, module in modules.items()}
     sys.modules.update(kept)
     # An import leaves what it found with the package above, where the next one would find it.

@@ -11,6 +11,7 @@ from regard import (
     GPT2,
     T5,
     GPT2Config,
+    MultiHeadAttention,
     T5Config,
     Tokenizer,
     Transformer,
@@ -41,6 +42,15 @@ def waves(model: M, dtype: torch.dtype = torch.float64) -> M:
             values = size * torch.sin(steps * (1.7 + 0.13 * place) + place)
             parameter.copy_(values.view_as(parameter) + (parameter.dim() == 1))
     return model
+
+
+def hooked(model: Model) -> bool:
+    """Whether a module of the model has a hook left."""
+    return any(
+        m._forward_hooks or m._forward_pre_hooks
+        or (isinstance(m, MultiHeadAttention) and m.head_hooks.active)
+        for m in model.modules()
+    )  # fmt: skip
 
 
 def gpt2(length: int = 64, **changes: Any) -> GPT2:

@@ -79,10 +79,19 @@ def recipe_of(folder: Path, task: str = "translation", kind: str = "transformer"
         },
         "batch": {"tokens": 256},
         "schedule": {"steps": 12, "rate": 0.01, "warmup": 2},
-        "optimizer": {"smoothing": 0.1} if form == "tsv" else {},
+        "optimizer": {"label_smoothing": 0.1} if form == "tsv" else {},
         "evaluation": {"every": 6},
-        "saving": {"every": 3, "last": 2},
+        "saving": {"every": 3, "keep_last": 2},
     }
+
+
+def toml(value: Any) -> str:
+    """A value as TOML has it; tables on one line."""
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{key} = {toml(part)}" for key, part in value.items()) + "}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(toml, value)) + "]"
+    return json.dumps(value)
 
 
 def bytes_of(run: Path) -> dict[str, bytes]:

@@ -67,12 +67,12 @@ def gathered_whole(asked: dict[str, Any]) -> int:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
-    with joined(torch.device("cpu")) as crew:
-        engine = Shards(model, cast(Objective, None), crew)
+    with joined(torch.device("cpu")) as processes:
+        engine = Shards(model, cast(Objective, None), processes)
         weights = {name: part * 2 for name, part in model.state_dict().items()}
         for factor, given in ((1, None), (2, weights)):
             with engine.gathered(given) as whole:
-                if crew.first:
+                if processes.is_first:
                     for name, tensor in whole.state_dict().items():
                         assert torch.equal(tensor, factor * expected[name]), name
     return 0
@@ -95,15 +95,15 @@ def saved_on_a_full_disk(asked: dict[str, Any]) -> int:
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
 
-    with joined(torch.device("cpu")) as crew:
-        mesh = init_device_mesh("cpu", (crew.world,))
+    with joined(torch.device("cpu")) as processes:
+        mesh = init_device_mesh("cpu", (processes.count,))
         whole = torch.arange(10.0).reshape(5, 2)  # of an odd number of rows, and one of too few
         parts = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in (whole, whole[:1])]
         state = {"model": {"odd": parts[0], "few": parts[1], "plain": whole}}
         for step in (1, 2, 3):
             disk = Full(asked["full"]) if step == 2 else Disk()
             try:
-                Keeper(asked["folder"], disk=disk, crew=crew).save(step, state)
+                Keeper(asked["folder"], disk=disk, processes=processes).save(step, state)
             except CheckpointError:
                 if step != 2:
                     raise

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any
 
-from helpers.training_data import bytes_of, recipe_of, write_data
+from helpers.training_data import bytes_of, recipe_of, toml, write_data
 
 
 class TrainingProcesses:
@@ -124,7 +124,7 @@ def launched(raw: dict[str, Any], output: Path, restarts: int) -> subprocess.Pop
     """``regard train`` under torchrun, as a user types it."""
     recipe = output.with_suffix(".toml")
     whole = raw | {"output": str(output)}
-    recipe.write_text("\n".join(f"{key} = {_toml(value)}" for key, value in whole.items()))
+    recipe.write_text("\n".join(f"{key} = {toml(value)}" for key, value in whole.items()))
     with output.with_suffix(".txt").open("wb") as said:
         return subprocess.Popen(
             [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
@@ -134,14 +134,6 @@ def launched(raw: dict[str, Any], output: Path, restarts: int) -> subprocess.Pop
             stdout=said,
             stderr=said,
         )  # fmt: skip
-
-
-def _toml(value: Any) -> str:
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key} = {_toml(part)}" for key, part in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(_toml, value)) + "]"
-    return json.dumps(value)
 
 
 def _output(output: Path) -> str:

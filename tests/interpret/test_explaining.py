@@ -8,7 +8,15 @@ import torch
 from rich.cells import cell_len
 
 import regard
-from regard import Causal, InputError, Padding, Window, explain
+from regard import (
+    Causal,
+    InputError,
+    Padding,
+    Window,
+    explain,
+    explain_projections,
+    explain_tensors,
+)
 from regard.interpret.explaining.inputs import words_of
 from regard.mechanism import masks
 
@@ -48,17 +56,17 @@ TRACES = {
     "window": lambda: explain(SENTENCE, mask=Window(1, 1), word="on"),
     "padding": lambda: explain(SENTENCE, mask=Padding(4)),
     "one word": lambda: explain("Hello", heads=1, dim=1),
-    "no output matrix": lambda: explain(
+    "no output matrix": lambda: explain_projections(
         torch.randn(5, 6),
-        weights=[torch.randn(6, 4), torch.randn(6, 4), torch.randn(6, 8)],
+        [torch.randn(6, 4), torch.randn(6, 4), torch.randn(6, 8)],
         heads=2,
     ),
-    "grouped heads, cross": lambda: explain(
+    "grouped heads, cross": lambda: explain_tensors(
         torch.randn(1, 4, 3, 2), torch.randn(1, 2, 5, 2), torch.randn(1, 2, 5, 3)
     ),
-    "float64": lambda: explain(*torch.randn(3, 4, 5, dtype=torch.float64)),
-    "bfloat16": lambda: explain(*torch.randn(3, 4, 5).bfloat16()),
-    "nothing to look at": lambda: explain(*torch.randn(3, 4, 5), mask=torch.eye(4) > 2),
+    "float64": lambda: explain_tensors(*torch.randn(3, 4, 5, dtype=torch.float64)),
+    "bfloat16": lambda: explain_tensors(*torch.randn(3, 4, 5).bfloat16()),
+    "nothing to look at": lambda: explain_tensors(*torch.randn(3, 4, 5), mask=torch.eye(4) > 2),
 }
 
 
@@ -105,9 +113,9 @@ def test_the_traced_output_is_that_of_attention(make):
     assert f"{trace.agreement.tolerance:.1e}" in str(trace)
 
 
-def test_a_difference_beyond_the_tolerance_is_told():
-    told = str(regard.interpret.explaining.record.Agreement("sdpa", difference=1.0, tolerance=1e-5))
-    assert "MORE THAN the tolerance" in told
+def test_a_difference_beyond_the_tolerance_is_shown():
+    shown = str(regard.interpret.explaining.trace.Agreement("sdpa", difference=1.0, tolerance=1e-5))
+    assert "MORE THAN the tolerance" in shown
 
 
 def test_heads_are_those_of_attention_on_the_same_projections():
@@ -217,8 +225,8 @@ def test_repr_is_one_line():
 
 def test_large_and_small_numbers_stay_readable():
     big, small = torch.full((2, 2), 1e8), torch.full((2, 2), 1e-8)
-    assert "1.0e+08" in str(explain(big, big, big))
-    assert "1.0e-08" in str(explain(small, small, small))
+    assert "1.0e+08" in str(explain_tensors(big, big, big))
+    assert "1.0e-08" in str(explain_tensors(small, small, small))
 
 
 def test_words_of_a_sentence():
@@ -227,7 +235,7 @@ def test_words_of_a_sentence():
 
 def test_gradients_are_left_alone():
     x = torch.randn(4, 3, requires_grad=True)
-    trace = explain(x, x, x)
+    trace = explain_tensors(x, x, x)
     assert not trace.output.requires_grad
     assert not trace["Q"].requires_grad
 
@@ -239,26 +247,26 @@ def test_gradients_are_left_alone():
         (lambda: explain("a b", heads=3), "dim=8 cannot be split evenly among 3 heads"),
         (lambda: explain("a b", dim=-1), "got heads=2 and dim=-1"),
         (lambda: explain("a bee", word="bees"), "Did you mean 'bee'?"),
-        (lambda: explain("a b", tokens=["a", "b"]), "A sentence takes no tokens"),
         (lambda: explain(heads=2), "takes no heads"),
-        (lambda: explain(torch.ones(2, 2)), "one tensor alone is neither"),
-        (lambda: explain(*torch.ones(3, 2, 2), heads=2), "takes no heads"),
-        (lambda: explain(*torch.ones(3, 2, 2), tokens=["a"]), "a list of 2 words"),
-        (lambda: explain(*torch.ones(3, 2, 2), tokens="ab"), "a list of 2 words"),
-        (lambda: explain(*torch.ones(3, 2, 4, 2)), "follows one sequence"),
-        (lambda: explain(*torch.ones(3, 0, 2)), "at least one word"),
-        (lambda: explain(*torch.full((3, 2, 2), math.nan)), "needs finite numbers"),
-        (lambda: explain(*torch.full((3, 2, 2), 1e30)), r"larger than torch.float32 holds.*double"),
-        (lambda: explain("a b", dim=10**5), "dim=100000 is more than anybody reads"),
-        (lambda: explain(*torch.ones(3, 2000, 2)), "too many to read"),
-        (lambda: explain(torch.ones(2, 2), weights=[torch.ones(2, 2)]), "but got 1"),
-        (lambda: explain(torch.ones(2, 2), weights=[torch.ones(3, 2)] * 3), r"\[3, 2\]"),
-        (lambda: explain(torch.ones(2, 2), weights=[torch.ones(2, 2).half()] * 3), "float16"),
-        (lambda: explain(torch.ones(2, 3), weights=[torch.ones(3, 3)] * 4, heads=2), "evenly"),
+        (lambda: explain_tensors(*torch.ones(3, 2, 2), tokens=["a"]), "a list of 2 words"),
+        (lambda: explain_tensors(*torch.ones(3, 2, 2), tokens="ab"), "a list of 2 words"),
+        (lambda: explain_tensors(*torch.ones(3, 2, 4, 2)), "follows one sequence"),
+        (lambda: explain_tensors(*torch.ones(3, 0, 2)), "at least one word"),
+        (lambda: explain_tensors(*torch.full((3, 2, 2), math.nan)), "needs finite numbers"),
+        (
+            lambda: explain_tensors(*torch.full((3, 2, 2), 1e30)),
+            r"larger than torch.float32 holds.*double",
+        ),
+        (lambda: explain("a b", dim=10**5), "a dim of 4096 at most, but got dim=100000"),
+        (lambda: explain_tensors(*torch.ones(3, 2000, 2)), "too many to read"),
+        (lambda: explain_projections(torch.ones(2, 2), [torch.ones(2, 2)]), "but got 1"),
+        (lambda: explain_projections(torch.ones(2, 2), [torch.ones(3, 2)] * 3), r"\[3, 2\]"),
+        (lambda: explain_projections(torch.ones(2, 2), [torch.ones(2, 2).half()] * 3), "float16"),
+        (lambda: explain_projections(torch.ones(2, 3), [torch.ones(3, 3)] * 4, heads=2), "evenly"),
         (lambda: explain()["nothing"], "This trace has no 'nothing'"),
     ],
 )
-def test_what_means_nothing_is_refused_with_a_reason(ask, message):
+def test_invalid_arguments_are_refused_with_a_reason(ask, message):
     with pytest.raises(InputError, match=message):
         ask()
 
@@ -267,7 +275,7 @@ def test_what_means_nothing_is_refused_with_a_reason(ask, message):
 def test_scores_beyond_the_exponential_are_worked_out(size):
     torch.manual_seed(0)
     q, k, v = torch.randn(3, 4, 8).abs()
-    lines = str(explain(q * size, k * 40, v))
+    lines = str(explain_tensors(q * size, k * 40, v))
     assert "the highest" in lines
     assert "nan" not in lines
     assert "inf" not in lines.replace("-inf", "")

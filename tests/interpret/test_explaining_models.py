@@ -1,4 +1,4 @@
-"""explain() on a model: the numbers are the model's own, and its questions are answered."""
+"""explain_model(): the numbers are those of the model's own run."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from helpers.model_folders import minilm
-from helpers.sine_models import TEXT, gpt2, t5, tokenizer, translator, xl
-from regard import InputError, See, explain, watch
-from regard.interpret.runs import read
+from helpers.sine_models import TEXT, gpt2, hooked, t5, tokenizer, translator, xl
+from regard import Causal, InputError, See, explain_model, watch
+from regard.interpret.explaining.inputs import explain_options
+from regard.interpret.runs import prepare_run
 
 CASES: list[tuple[Any, str, dict[str, Any]]] = [
     (gpt2, "1", {}),
@@ -30,14 +31,14 @@ def made(model: Any) -> Any:
 @pytest.mark.parametrize(("model", "layer", "extra"), CASES)
 def test_every_number_is_the_models_own(model: Any, layer: str, extra: dict[str, Any]) -> None:
     model = made(model)
-    trace = explain(TEXT, model=model, tokenizer=tokenizer(), layer=layer, head=1, **extra)
+    trace = explain_model(model, TEXT, tokenizer=tokenizer(), layer=layer, head=1, **extra)
     assert trace.agreement.holds
     assert trace.agreement.difference < 1e-12  # float64
     assert str(trace.agreement).startswith("The model itself computes all of this at once")
-    reading = read(model, TEXT, tokenizer=tokenizer(), **extra)
-    module = reading.layer(layer).module
+    run = prepare_run(model, TEXT, tokenizer=tokenizer(), **extra)
+    module = run.layer(layer).module
     with watch(module, See(weights=True)) as watched:
-        reading.forward(reading.chunks[0])
+        run.forward(run.chunks[0])
     weights = watched.calls[0][1].weights
     torch.testing.assert_close(trace["A"][0], weights[0, 1])
     torch.testing.assert_close(trace["A"].sum(-1), torch.ones(1, len(trace.tokens)).double())
@@ -50,7 +51,7 @@ def test_every_number_is_the_models_own(model: Any, layer: str, extra: dict[str,
 
 
 def test_a_real_model_in_its_own_precision() -> None:
-    trace = explain("The cat sat on the mat.", model=minilm(), layer=0, head=2, word="sat")
+    trace = explain_model(minilm(), "The cat sat on the mat.", layer=0, head=2, word="sat")
     assert trace.agreement.holds
     assert trace["A"][0, 3, 2].item() == pytest.approx(1, abs=0.01)  # "sat" looks at "cat"
     text = " ".join(str(trace).split())
@@ -71,9 +72,9 @@ def test_a_real_model_in_its_own_precision() -> None:
         assert answer in text, answer
 
 
-def test_masks_positions_and_scales_are_told() -> None:
+def test_masks_positions_and_scales_are_explained() -> None:
     def text(model: Any, layer: str, **extra: Any) -> str:
-        shown = explain(TEXT, model=model, tokenizer=tokenizer(), layer=layer, **extra)
+        shown = explain_model(model, TEXT, tokenizer=tokenizer(), layer=layer, **extra)
         return " ".join(str(shown).split())
 
     causal = text(gpt2(), "0")
@@ -81,7 +82,7 @@ def test_masks_positions_and_scales_are_told() -> None:
     assert "55 of 121 scores are removed in every head" in causal
     relative = text(t5(), "encoder.0", target="the mat")
     assert "S_scaled = S × 1" in relative
-    assert "this one has learned matrices that keep scores small by themselves" in relative
+    assert "the learned matrices of this one keep scores small without it" in relative
     assert "a learned number for each distance between query and key" in relative
     assert "none: S_masked = S_scaled + B" in relative
     content = text(xl(memory=64), "1")
@@ -92,37 +93,38 @@ def test_masks_positions_and_scales_are_told() -> None:
     assert "may look at the whole source" in across
 
 
-def test_the_word_to_follow_is_the_last_one_unless_asked() -> None:
-    shown = explain(TEXT, model=gpt2(), tokenizer=tokenizer())
-    assert shown.word == "cold"
-    assert explain(TEXT, model=gpt2(), tokenizer=tokenizer(), word="mat").word == "mat"
-    assert explain("The cat.", model=minilm()).word == "."
+def test_the_word_to_follow_is_the_last_by_default() -> None:
+    assert explain_model(gpt2(), TEXT, tokenizer=tokenizer()).word == "cold"
+    assert explain_model(gpt2(), TEXT, tokenizer=tokenizer(), word="mat").word == "mat"
+    assert explain_model(minilm(), "The cat.").word == "."
 
 
 @pytest.mark.parametrize(
-    ("asked", "message"),
+    ("length", "text", "options", "message"),
     [
-        ({"heads": 2}, "A model takes no heads"),
-        ({"layer": 5}, "no layer '5'"),
-        ({"head": 9}, "no head 9"),
-        ({"word": "catt"}, "Did you mean 'cat'"),
+        (64, TEXT, {"layer": 5}, "no layer '5'"),
+        (64, TEXT, {"head": 9}, "no head 9"),
+        (64, TEXT, {"word": "catt"}, "Did you mean 'cat'"),
+        (16, TEXT * 4, {}, "up to 16 tokens of this model"),
+        (512, TEXT * 20, {}, "up to 128 tokens of this model"),
     ],
 )
-def test_what_a_model_does_not_take(asked: dict[str, Any], message: str) -> None:
+def test_what_a_model_does_not_have_is_refused(
+    length: int, text: str, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
-        explain(TEXT, model=gpt2(), tokenizer=tokenizer(), **asked)
+        explain_model(gpt2(length), text, tokenizer=tokenizer(), **options)
 
 
-def test_what_a_sentence_without_a_model_does_not_take() -> None:
-    with pytest.raises(InputError, match="give the model, too"):
-        explain("the cat", layer=1)  # type: ignore[call-overload]
-    with pytest.raises(InputError, match="give one"):
-        explain(None, model=gpt2())
-    with pytest.raises(InputError, match="up to 16 tokens of this model"):
-        explain(TEXT * 4, model=gpt2(length=16), tokenizer=tokenizer())
+def test_options_of_the_other_kind_are_refused() -> None:
+    assert explain_options(model=True, head=0, word=None, heads=None) == {"head": 0}
+    with pytest.raises(InputError, match="A model takes no heads and no mask"):
+        explain_options(model=True, heads=2, mask=Causal(), layer=1)
+    with pytest.raises(InputError, match="layer and target apply to a model: give the model, too"):
+        explain_options(model=False, layer=0, target="the mat", heads=2)
 
 
 def test_nothing_is_left_on_the_model() -> None:
     model = gpt2()
-    explain(TEXT, model=model, tokenizer=tokenizer())
-    assert all(not m._forward_hooks for m in model.modules())
+    explain_model(model, TEXT, tokenizer=tokenizer())
+    assert not hooked(model)

@@ -1,4 +1,4 @@
-"""What is looked at is what the dense weights say, whole or in chunks, and long texts stay O(n)."""
+"""look() agrees with the dense weights, whole or in chunks, and long texts need O(n) memory."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from helpers.model_folders import minilm
-from helpers.sine_models import TEXT, gpt2, t5, tokenizer, translator, waves, xl
+from helpers.sine_models import TEXT, gpt2, hooked, t5, tokenizer, translator, waves, xl
 from regard import InputError, See, Tokenizer, look, watch
 from regard.interpret import cost
 from regard.interpret import heads as heads_module
 from regard.interpret.comparison import compare
-from regard.interpret.cost import Plan
+from regard.interpret.cost import CostEstimate
 from regard.interpret.heads import HeadMap, WordKeys
 from regard.interpret.overview import Overview
-from regard.interpret.runs import Reading, read
+from regard.interpret.runs import TextRun, prepare_run
 from regard.models.model import Model
 
 LONG = " ".join([TEXT, "and the dog ran in the big house"] * 6)
@@ -31,18 +31,18 @@ MODELS: dict[str, Callable[[], Model]] = {
 }
 
 
-def dense(reading: Reading) -> dict[str, Tensor]:
+def dense(run: TextRun) -> dict[str, Tensor]:
     """Every weight of every layer by its own names, [heads, queries, keys] of the whole text."""
     found: dict[str, Tensor] = {}
 
     def take(layer, chunk, seen) -> None:
-        queries, keys = reading.part(layer, chunk)
-        asking, asked = reading.sides(layer)
-        room = torch.zeros(layer.module.heads, len(asking), len(asked), dtype=torch.float64)
-        whole = found.setdefault(layer.name, room)
+        queries, keys = run.ranges(layer, chunk)
+        sizes = [len(tokens) for tokens in run.tokens_of(layer)]
+        zeros = torch.zeros(layer.module.heads, *sizes, dtype=torch.float64)
+        whole = found.setdefault(layer.name, zeros)
         whole[:, queries.start : queries.stop, keys.start : keys.stop] = seen.weights[0]
 
-    reading.run(lambda *_: See(weights=True), take)
+    run.record(lambda *_: See(weights=True), take)
     return found
 
 
@@ -79,16 +79,16 @@ def by_hand(weights: Tensor, ids: tuple[int, ...], starts: set[int]) -> dict[str
 def test_an_overview_is_what_the_dense_weights_say(name: str, text: str) -> None:
     model = MODELS[name]()
     target = {"target": "the mat"} if name == "t5" else {}
-    reading = read(model, text, tokenizer=tokenizer(), **target)
+    run = prepare_run(model, text, tokenizer=tokenizer(), **target)
     found = look(model, text, tokenizer=tokenizer(), **target)
     assert isinstance(found, Overview)
-    weights = dense(reading)
-    for row, layer in enumerate(reading.layers):
+    weights = dense(run)
+    for row, layer in enumerate(run.layers):
         if layer.across:
             assert found.values["distance"][row].isnan().all()
             assert found.values["self"][row].isnan().all()
             continue
-        ids = reading.sides(layer)[1].ids
+        ids = run.tokens_of(layer)[1].ids
         for measure, values in by_hand(weights[layer.name], ids, {0}).items():
             torch.testing.assert_close(
                 found.values[measure][row], torch.tensor(values, dtype=torch.float64)
@@ -97,41 +97,41 @@ def test_an_overview_is_what_the_dense_weights_say(name: str, text: str) -> None
 
 def test_across_entropy_and_the_first_token_are_measured() -> None:
     model = t5()
-    reading = read(model, TEXT, tokenizer=tokenizer(), target="the mat was cold")
+    run = prepare_run(model, TEXT, tokenizer=tokenizer(), target="the mat was cold")
     found = look(model, TEXT, tokenizer=tokenizer(), target="the mat was cold")
     row = found.layers.index("cross.1")
-    weights = dense(reading)["cross.1"]
+    weights = dense(run)["cross.1"]
     torch.testing.assert_close(found.values["first"][row], weights[:, :, 0].mean(-1))
     torch.testing.assert_close(
         found.values["entropy"][row], torch.special.entr(weights).sum(-1).mean(-1)
     )
 
 
-def test_windows_are_told_and_measured_apart() -> None:
+def test_windows_are_measured_apart_and_noted() -> None:
     model = gpt2(length=16)
-    reading = read(model, LONG, tokenizer=tokenizer())
-    assert len(reading.chunks) > 3
+    run = prepare_run(model, LONG, tokenizer=tokenizer())
+    assert len(run.chunks) > 3
     found = look(model, LONG, tokenizer=tokenizer())
-    weights = dense(reading)["1"]
-    starts = {chunk.start for chunk in reading.chunks}
-    for measure, values in by_hand(weights, reading.tokens.ids, starts).items():
+    weights = dense(run)["1"]
+    starts = {chunk.start for chunk in run.chunks}
+    for measure, values in by_hand(weights, run.tokens.ids, starts).items():
         torch.testing.assert_close(
             found.values[measure][1], torch.tensor(values, dtype=torch.float64)
         )
-    assert any("windows, which know nothing of each other" in note for note in found.notes)
+    assert any("independent windows" in note for note in found.notes)
 
 
 def test_memory_reaches_back_over_segments() -> None:
     model = xl(memory=8)
-    reading = read(model, LONG, tokenizer=tokenizer())
-    assert len(reading.chunks) > 5
-    assert reading.chunks[2].memory == 8
+    run = prepare_run(model, LONG, tokenizer=tokenizer())
+    assert len(run.chunks) > 5
+    assert run.chunks[2].memory == 8
     found = look(model, LONG, tokenizer=tokenizer())
-    weights = dense(reading)["1"]
-    rows = range(1, len(reading.tokens))
+    weights = dense(run)["1"]
+    rows = range(1, len(run.tokens))
     previous = torch.stack([weights[:, i, i - 1] for i in rows], -1).mean(-1)
     torch.testing.assert_close(found.values["previous"][1], previous)
-    across = reading.chunks[3].start
+    across = run.chunks[3].start
     assert (weights[:, across, across - 1] > 0).all()  # the token before lies in the memory
     assert any("in memory" in note for note in found.notes)
 
@@ -146,20 +146,20 @@ def test_where_no_token_comes_twice_there_is_no_induction() -> None:
     found = look(gpt2(), "the cat sat", tokenizer=tokenizer())
     assert isinstance(found, Overview)
     assert found.strongest("induction") is None
-    text = found.picture().text(width=80, color="none")
-    assert "No token comes again after another" in text
+    text = " ".join(found.picture().text(width=80, color="none").split())
+    assert "No token repeats after another" in text
     assert found.to_dict()["values"]["induction"][0][0] is None
 
 
 def test_windows_of_bert_have_its_special_tokens_each() -> None:
     text = "the cat sat on the mat . " * 150
-    reading = read(minilm(), text)
-    assert len(reading.chunks) == 3
-    for chunk in reading.chunks:
+    run = prepare_run(minilm(), text)
+    assert len(run.chunks) == 3
+    for chunk in run.chunks:
         assert chunk.stop - chunk.start <= 512
-        assert reading.tokens.labels[chunk.start] == "[CLS]"
-        assert reading.tokens.labels[chunk.stop - 1] == "[SEP]"
-    words = [word.label for word in reading.tokens.words if not word.special]
+        assert run.tokens.labels[chunk.start] == "[CLS]"
+        assert run.tokens.labels[chunk.stop - 1] == "[SEP]"
+    words = [word.label for word in run.tokens.words if not word.special]
     assert words == ["the", "cat", "sat", "on", "the", "mat", "."] * 150
 
 
@@ -173,27 +173,27 @@ def test_a_short_map_is_the_weights(name: str) -> None:
     layer = "cross.1" if name == "translator" else "1"
     found = look(model, TEXT, tokenizer=tokenizer(), layer=layer, head=1, **extra)
     assert isinstance(found, HeadMap)
-    reading = read(model, TEXT, tokenizer=tokenizer(), **extra)
-    weights = dense(reading)[layer][1]
+    run = prepare_run(model, TEXT, tokenizer=tokenizer(), **extra)
+    weights = dense(run)[layer][1]
     torch.testing.assert_close(found.weights.double(), weights, rtol=1e-5, atol=1e-6)
     assert not found.pooled
-    assert found.queries == reading.sides(reading.layer(layer))[0].labels
+    assert found.queries == run.tokens_of(run.layer(layer))[0].labels
 
 
 @pytest.mark.parametrize("name", ["gpt2", "t5", "xl", "windows"])
 def test_a_long_map_is_pooled_and_its_parts_are_exact(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heads_module, "NAMED", 16)
-    monkeypatch.setattr(heads_module, "GRID", 7)
+    monkeypatch.setattr(heads_module, "MAX_NAMED", 16)
+    monkeypatch.setattr(heads_module, "MAX_CELLS", 7)
     model = (
         gpt2(length=16) if name == "windows" else gpt2(256) if name == "gpt2" else MODELS[name]()
     )
     layer = "encoder.1" if name == "t5" else "1"
     extra = {"target": "the mat"} if name == "t5" else {}
-    reading = read(model, LONG, tokenizer=tokenizer(), **extra)
-    weights = dense(reading)[layer][1]
-    count = len(reading.tokens)
+    run = prepare_run(model, LONG, tokenizer=tokenizer(), **extra)
+    weights = dense(run)[layer][1]
+    count = len(run.tokens)
     bins = torch.arange(count) * 7 // count
     pooled = torch.zeros(7, 7, dtype=torch.float64)
     pooled.index_put_((bins[:, None].expand(-1, count), bins.expand(count, -1)), weights, True)
@@ -210,7 +210,7 @@ def test_a_long_map_is_pooled_and_its_parts_are_exact(
     assert part.weights.count_nonzero() > 50
 
 
-def test_the_first_token_is_left_out_on_request_and_told() -> None:
+def test_the_first_token_is_left_out_on_request_and_noted() -> None:
     found = look(gpt2(), TEXT, tokenizer=tokenizer(), layer=0, head=0)
     text = found.picture(without_first=True).text(width=120, color="none")
     assert "The first key, 'the', is left out" in text
@@ -225,23 +225,23 @@ def test_the_first_token_is_left_out_on_request_and_told() -> None:
 def test_a_words_keys_are_whole_words() -> None:
     model = gpt2()
     text = "the cathouse sat on the mat"  # more than one token a word
-    reading = read(model, text, tokenizer=tokenizer())
-    word, _ = reading.tokens.find("cathouse")
+    run = prepare_run(model, text, tokenizer=tokenizer())
+    word, _ = run.tokens.find("cathouse")
     assert len(word.places) > 1
     found = look(model, text, tokenizer=tokenizer(), layer=1, head=2, word="sat")
     assert isinstance(found, WordKeys)
     assert found.keys == ("the", "cathouse", "sat", "on", "the", "mat")
-    row = dense(reading)["1"][2, reading.tokens.find("sat")[0].places[0]]
+    row = dense(run)["1"][2, run.tokens.find("sat")[0].places[0]]
     assert found.weights[1].item() == pytest.approx(row[list(word.places)].sum().item(), rel=1e-5)
     assert found.weights.sum().item() == pytest.approx(1, abs=1e-5)
 
 
 def test_a_word_without_a_head_is_a_mean() -> None:
     model = gpt2()
-    reading = read(model, TEXT, tokenizer=tokenizer())
+    run = prepare_run(model, TEXT, tokenizer=tokenizer())
     found = look(model, TEXT, tokenizer=tokenizer(), word="Mat")  # case does not decide
-    place = reading.tokens.find("mat")[0].places[0]
-    mean = torch.stack([weights[:, place].mean(0) for weights in dense(reading).values()]).mean(0)
+    place = run.tokens.find("mat")[0].places[0]
+    mean = torch.stack([weights[:, place].mean(0) for weights in dense(run).values()]).mean(0)
     assert found.weights[:3].tolist() == pytest.approx(mean[:3].tolist(), rel=1e-5)
     assert "mean of all heads of 2 layers" in found.picture().title
     twice = look(model, TEXT, tokenizer=tokenizer(), word="cat", layer=0)
@@ -257,13 +257,13 @@ def test_two_heads_two_texts_and_two_models_are_compared() -> None:
         other.stack.blocks[1].attention.qkv.weight.mul_(2)
     one = look(model, TEXT, tokenizer=tokenizer(), layer=1, head=0)
     two = look(model, TEXT, tokenizer=tokenizer(), layer=1, head=1)
-    drawn = compare(one, two, names=("1.0", "1.1")).picture().drawing
-    assert [part.title for part in drawn.parts] == ["1.0", "1.1", "1.1 less 1.0"]
+    drawing = compare(one, two, names=("1.0", "1.1")).picture().drawing
+    assert [part.title for part in drawing.parts] == ["1.0", "1.1", "1.1 less 1.0"]
     expected = (two.weights - one.weights)[3, 2].item()
-    assert drawn.parts[2].values[3][2] == pytest.approx(expected, abs=1e-6)
+    assert drawing.parts[2].values[3][2] == pytest.approx(expected, abs=1e-6)
     first, second = (look(each, TEXT, tokenizer=tokenizer()) for each in (model, other))
-    drawn = compare(first, second, names=("a", "b")).picture().drawing
-    entropy = next(part for part in drawn.parts if part.title == "Entropy")
+    drawing = compare(first, second, names=("a", "b")).picture().drawing
+    entropy = next(part for part in drawing.parts if part.title == "Entropy")
     assert entropy.values[0] == pytest.approx([0.0] * 4)
     assert any(abs(value) > 1e-3 for value in entropy.values[1])
 
@@ -280,7 +280,7 @@ def test_what_cannot_be_compared_says_why() -> None:
             look(gpt2(depth=3), TEXT, tokenizer=tokenizer()),
             names=("a", "b"),
         )
-    with pytest.raises(InputError, match="no word's keys"):
+    with pytest.raises(InputError, match="not alignments or a word's keys"):
         compare(large, look(model, TEXT, tokenizer=tokenizer(), word="cat"), names=("a", "b"))
 
 
@@ -304,33 +304,33 @@ class Largest(TorchDispatchMode):
 def test_a_long_text_read_at_once_needs_memory_by_its_length(what: dict[str, object]) -> None:
     count = 4096
     model = t5().float()
-    reading = read(model, "the " * count, tokenizer=tokenizer())
-    assert len(reading.chunks) == 1
-    assert len(reading.tokens) >= count
-    assert reading.target is None  # too long to write a target unasked
+    run = prepare_run(model, "the " * count, tokenizer=tokenizer())
+    assert len(run.chunks) == 1
+    assert len(run.tokens) >= count
+    assert run.target is None  # too long to write a target unasked
     with Largest() as largest:
         found = look(model, "the " * count, tokenizer=tokenizer(), **what)
     assert largest.numbers < count**2 / 4
     assert found.notes[-1].startswith("Only the encoder ran")
 
 
-def test_what_it_takes_is_told_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "LONG", 32)
-    told: list[Plan] = []
+def test_the_cost_is_estimated_before_it_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "MIN_TOKENS", 32)
+    estimates: list[CostEstimate] = []
     done: list[tuple[int, int]] = []
 
-    def before(plan: Plan) -> None:
+    def on_estimate(estimate: CostEstimate) -> None:
         assert not done
-        told.append(plan)
+        estimates.append(estimate)
 
     for model in (t5(), xl(memory=8), gpt2(length=16)):
-        told.clear()
+        estimates.clear()
         done.clear()
         look(
-            model, LONG, tokenizer=tokenizer(), before=before,
+            model, LONG, tokenizer=tokenizer(), on_estimate=on_estimate,
             progress=lambda now, of: done.append((now, of)),
         )  # fmt: skip
-        [found] = told
+        [found] = estimates
         assert found.seconds > 0
         assert found.memory > len(LONG.split()) * 16 * 8  # its hidden states at the least
         assert "10 MiB of memory besides the model" in str(found)
@@ -338,65 +338,65 @@ def test_what_it_takes_is_told_before_it_starts(monkeypatch: pytest.MonkeyPatch)
         assert done[-1][0] == done[-1][1]
 
 
-def test_what_is_told_is_of_what_will_be_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "LONG", 8)
-    told: list[Plan] = []
+def test_the_estimate_is_of_the_chunks_that_will_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "MIN_TOKENS", 8)
+    estimates: list[CostEstimate] = []
     done: list[tuple[int, int]] = []
-    asked = {"before": told.append, "progress": lambda now, of: done.append((now, of))}
+    asked = {"on_estimate": estimates.append, "progress": lambda now, of: done.append((now, of))}
     model = gpt2(length=16)
     look(model, LONG, tokenizer=tokenizer(), **asked)
     look(model, LONG, tokenizer=tokenizer(), word="mat", **asked)
-    whole, window = told
+    whole, window = estimates
     assert window.tokens == 16 < whole.tokens
     assert done[-1] == (2, 2)  # two layers of one window
-    # A word that comes late, in a text read at once: the part that is timed does not hold it.
+    # A word that comes late, in a text that runs at once: the timed part lacks it.
     late = f"{LONG} cathouse"
     look(t5(), late, tokenizer=tokenizer(), target="the", word="cathouse", **asked)
-    assert told[-1].tokens == len(tokenizer().encode(late).ids)
+    assert estimates[-1].tokens == len(tokenizer().encode(late).ids)
 
 
 @pytest.mark.parametrize(
-    ("seconds", "memory", "said"),
+    ("seconds", "memory", "expected"),
     [
         (0.2, 2**20, "about 1 second and 10 MiB"),
         (42.4, 300 * 2**20, "about 42 seconds and 300 MiB"),
         (400, 1.26 * 2**30, "about 7 minutes and 1.3 GiB"),
     ],
 )
-def test_a_plan_reads_as_a_sentence(seconds: float, memory: float, said: str) -> None:
-    estimate = Plan(100_000, 6, seconds, int(memory))
+def test_an_estimate_reads_as_a_sentence(seconds: float, memory: float, expected: str) -> None:
+    estimate = CostEstimate(100_000, 6, seconds, int(memory))
     assert (
         str(estimate)
-        == f"100,000 tokens through 6 attention layers: {said} of memory besides the model"
+        == f"100,000 tokens through 6 attention layers: {expected} of memory besides the model"
     )
 
 
 def test_lines_do_not_stand_around_a_text() -> None:
-    """A new line is a token of the text, read once; only special tokens come in every window."""
+    """A new line is a token of the text, once; only special tokens come in every window."""
     lines = "\n".join([TEXT] * 12)
     made = Tokenizer.train_bpe([lines], size=300, special=("<pad>", "</s>"))
-    reading = read(gpt2(length=16), lines, tokenizer=made)
-    assert reading.tokens.ids == tuple(made.encode(lines).ids)
-    assert len(reading.chunks) == -(-len(reading.tokens) // 16)
+    run = prepare_run(gpt2(length=16), lines, tokenizer=made)
+    assert run.tokens.ids == tuple(made.encode(lines).ids)
+    assert len(run.chunks) == -(-len(run.tokens) // 16)
 
 
-def test_who_is_told_may_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cost, "LONG", 32)
+def test_the_estimate_may_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cost, "MIN_TOKENS", 32)
 
-    def refuse(_: Plan) -> None:
+    def refuse(_: CostEstimate) -> None:
         raise KeyboardInterrupt
 
     model = gpt2(length=16)
     with pytest.raises(KeyboardInterrupt):
-        look(model, LONG, tokenizer=tokenizer(), before=refuse)
-    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+        look(model, LONG, tokenizer=tokenizer(), on_estimate=refuse)
+    assert not hooked(model)
 
 
 def test_short_texts_are_not_measured_first() -> None:
-    def never(_: Plan) -> None:
-        raise AssertionError("told of a short text")
+    def never(_: CostEstimate) -> None:
+        raise AssertionError("an estimate of a short text")
 
-    look(gpt2(), TEXT, tokenizer=tokenizer(), before=never)
+    look(gpt2(), TEXT, tokenizer=tokenizer(), on_estimate=never)
 
 
 # What means nothing ----------------------------------------------------------------------------
@@ -413,14 +413,14 @@ def test_short_texts_are_not_measured_first() -> None:
         ({"layer": 0, "head": 0, "rows": range(2, 99)}, "must lie within 0:11"),
         ({"layer": 0, "head": 0, "rows": range(0, 6, 2)}, "rows are a range of tokens"),
         ({"layer": 0, "head": 0, "columns": (1, 3)}, "columns are a range of tokens"),
-        ({"layer": 0, "head": 0, "rows": range(2), "alignment": True}, "leave out rows"),
+        ({"layer": 0, "head": 0, "rows": range(2), "alignment": True}, "rows and columns"),
         ({"word": "catt"}, "Did you mean 'cat'"),
-        ({"word": "cat", "alignment": True}, "leave out the word"),
+        ({"word": "cat", "alignment": True}, "leave out word"),
         ({"alignment": True}, "GPT2 has no cross-attention"),
         ({"target": "the mat"}, "GPT2 takes no target"),
     ],
 )
-def test_what_means_nothing_is_refused(asked: dict[str, object], message: str) -> None:
+def test_invalid_arguments_are_refused(asked: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
         look(gpt2(), TEXT, tokenizer=tokenizer(), **asked)
 
@@ -437,9 +437,9 @@ def test_a_model_needs_its_own_tokenizer() -> None:
 def test_nothing_is_left_on_the_model() -> None:
     model = gpt2()
     look(model, TEXT, tokenizer=tokenizer())
-    with watch(model, See(entropy=True)):  # and nobody watches any more
+    with watch(model, See(entropy=True)):  # nothing watches it any more
         pass
-    assert all(not m._forward_hooks and not m._forward_pre_hooks for m in model.modules())
+    assert not hooked(model)
 
 
 def test_a_model_in_training_stays_in_training() -> None:
@@ -450,12 +450,12 @@ def test_a_model_in_training_stays_in_training() -> None:
     assert [module.training for module in model.modules()] == before
 
 
-def test_a_model_of_another_library_is_told_what_to_do() -> None:
+def test_a_model_of_another_library_is_refused_with_advice() -> None:
     with pytest.raises(InputError, match=r"Linear is no model of regard: .*regard\.watch"):
         look(torch.nn.Linear(2, 2), TEXT, tokenizer=tokenizer())  # type: ignore[arg-type]
 
 
-def test_a_language_must_be_named_where_a_model_is_told_it() -> None:
+def test_the_text_must_name_the_target_language() -> None:
     with pytest.raises(InputError, match=r"begin the text with >>deu<< or .*>>fra<<"):
         look("translate", "The cat sat.", alignment=True)
     found = look("translate", ">>fra<< The cat sat.", target="Le chat.", alignment=True)
@@ -466,7 +466,7 @@ def test_a_language_must_be_named_where_a_model_is_told_it() -> None:
 def test_a_map_of_some_hundred_tokens_is_exact_and_has_their_names() -> None:
     found = look(gpt2(), " ".join([TEXT] * 7)[:300], tokenizer=tokenizer(), layer=0, head=0)
     count = len(found.rows)
-    assert heads_module.NAMED < count <= heads_module.GRID
+    assert heads_module.MAX_NAMED < count <= heads_module.MAX_CELLS
     assert list(found.weights.shape) == [count, count]
     assert not found.pooled
     assert len(found.to_dict()["queries"]) == count

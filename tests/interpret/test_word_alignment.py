@@ -109,17 +109,17 @@ def test_the_head_named_weighs_the_words_that_matter_most(make) -> None:
     crossing = [seen.weights[0] for name, seen in watched.calls if name.endswith("cross")]
     weights = torch.stack(crossing)
     counts = [t for t in range(len(targets)) if effect[t].max() > 0]
-    ways, scores = [], []
+    by_step, scores = [], []
     for rows in (weights[:, :, :-1], weights[:, :, 1:]):
         joined = join_words(rows, targets, words)
-        there = [joined[..., t, int(effect[t].argmax())] for t in counts]
-        ways.append(joined)
-        scores.append(torch.stack(there, -1).mean(-1))
+        at_largest = [joined[..., t, int(effect[t].argmax())] for t in counts]
+        by_step.append(joined)
+        scores.append(torch.stack(at_largest, -1).mean(-1))
     table = torch.stack(scores)
     torch.testing.assert_close(found.scores.double(), table.amax(0), rtol=1e-4, atol=1e-5)
     way, layer, head = (int(one) for one in torch.unravel_index(table.argmax(), table.shape))
     assert (found.read, found.layer, found.head) == (bool(way), layer, head)
-    best = ways[way][layer, head]
+    best = by_step[way][layer, head]
     torch.testing.assert_close(found.weights.double(), best, rtol=1e-4, atol=1e-5)
     assert found.pairs[0] == ("it", found.source[int(best[0].argmax())])
 
@@ -167,7 +167,7 @@ def test_one_source_word_needs_no_leaving_out() -> None:
                 t5(), TEXT, tokenizer=tokenizer(), target="a", alignment=True, layer="encoder.0",
                 head=0,
             ),
-            "take a cross.N",
+            "by cross-attention, not by layer encoder.0",
         ),
     ],
 )  # fmt: skip

@@ -623,12 +623,11 @@ class Largest(TorchDispatchMode):
 
 
 def test_windows_say_how_many_keys_a_query_sees_at_most() -> None:
-    longest = lowering._longest
-    assert longest(Window(3, 5)) == 9
-    assert longest(Causal() & Window(3)) == 4
-    assert longest(Window(8, 8) & Window(3)) == 4
-    assert longest(Causal()) == 0 == longest(None)
-    assert longest(Window(2**63)) < 2**63  # as large as an operator takes
+    assert Window(3, 5).max_keys == 9
+    assert (Causal() & Window(3)).max_keys == 4
+    assert (Window(8, 8) & Window(3)).max_keys == 4
+    assert Causal().max_keys == 0
+    assert Window(2**63).max_keys < 2**63  # as large as an operator takes
 
 
 def test_the_gradient_of_a_table_takes_no_more_than_the_output() -> None:
@@ -656,7 +655,7 @@ def test_a_second_gradient_is_refused() -> None:
 
 
 def test_what_is_kept_in_inference_mode_serves_gradients() -> None:
-    lowering._kept_buckets.found.clear()
+    lowering._kept_buckets.results.clear()
     call = make("causal buckets", See(map=2), queries=20, keys=20)
     with torch.inference_mode():
         run(call)

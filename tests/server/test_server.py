@@ -183,7 +183,7 @@ def test_an_explanation_is_the_trace_that_python_gives(client: TestClient) -> No
     made = posted(client, "/explain", sentence=CAT, heads=2, causal=True, word="sat")
     assert made == regard.explain(CAT, heads=2, mask=regard.Causal(), word="sat").to_dict()
     real = posted(client, "/explain", sentence=CAT, model="books-gpt2", layer=1, head=2)
-    assert real == regard.explain(CAT, model="books-gpt2", layer=1, head=2).to_dict()
+    assert real == regard.explain_model("books-gpt2", CAT, layer=1, head=2).to_dict()
 
 
 def test_letters_of_all_kinds_go_in_and_out(client: TestClient) -> None:

@@ -39,7 +39,7 @@ from regard import (
 from regard.checkpoints import cards
 from regard.decoding.settings import Settings, SettingWarning
 from regard.decoding.spans import LONGEST_ANSWER, best_spans
-from regard.interpret.pooling import pool, sharing
+from regard.interpret.pooling import overlaps, pool
 from regard.models.bundle import open_bundle
 from regard.models.conversion import convert
 from regard.models.model import pad
@@ -65,7 +65,7 @@ def test_sentences_and_what_is_between_them_are_the_text() -> None:
 
 def test_pooling_keeps_weight_and_shares_tokens_between_words() -> None:
     tokens, units = [(0, 3), (3, 5), (5, 9)], [Span(0, 4), Span(4, 5), Span(6, 9)]
-    assert sharing(tokens, units).tolist() == [[3, 0, 0], [1, 1, 0], [0, 0, 3]]
+    assert overlaps(tokens, units).tolist() == [[3, 0, 0], [1, 1, 0], [0, 0, 3]]
     weights = torch.rand(4, 3, 3).softmax(-1)
     pooled = pool(weights, tokens, units, tokens, units)
     assert torch.allclose(pooled.sum(-1), torch.ones(4, 3))

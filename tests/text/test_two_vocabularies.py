@@ -12,9 +12,17 @@ import torch
 from helpers.sentencepiece_files import PIECES, TARGET, marian_of_two
 from helpers.sine_models import waves
 from helpers.training_data import recipe_of
-from regard import InputError, Tokenizer, Transformer, TransformerConfig, explain, look, translate
+from regard import (
+    InputError,
+    Tokenizer,
+    Transformer,
+    TransformerConfig,
+    explain_model,
+    look,
+    translate,
+)
 from regard.data import encoding
-from regard.interpret.runs import read
+from regard.interpret.runs import prepare_run
 from regard.interpret.word_alignment import align
 from regard.models.bundle import open_bundle
 from regard.models.conversion import convert
@@ -66,18 +74,18 @@ def words_of(text: str) -> list[str]:
 
 
 def test_a_given_target_is_read_and_named_by_its_own_vocabulary(made: Made) -> None:
-    found = read(made.folder, made.source, target=made.target)
+    run = prepare_run(made.folder, made.source, target=made.target)
     expected = made.text.target.encode(made.target)
-    assert list(found.target.ids) == expected.ids
-    assert [w.label for w in found.target.words if not w.special] == words_of(made.target)
-    inside = next(layer for layer in found.layers if layer.name == "decoder.0")
-    asking, _ = found.sides(inside)
-    assert asking.labels[0] == "<pad>"  # what it starts from
-    assert list(asking.ids[1:]) == expected.ids[:-1]
+    assert list(run.target.ids) == expected.ids
+    assert [w.label for w in run.target.words if not w.special] == words_of(made.target)
+    inside = next(layer for layer in run.layers if layer.name == "decoder.0")
+    queries, _ = run.tokens_of(inside)
+    assert queries.labels[0] == "<pad>"  # what it starts from
+    assert list(queries.ids[1:]) == expected.ids[:-1]
 
 
 def test_what_the_model_writes_itself_is_named_by_the_target(made: Made) -> None:
-    written = read(made.folder, made.source).target
+    written = prepare_run(made.folder, made.source).target
     token = made.text.target.tokenizer.id_to_token
     assert [made.text.target.id(token(one)) for one in written.ids] == list(written.ids)
     special = {label for label, one in zip(written.labels, written.ids, strict=True) if one == 0}
@@ -102,10 +110,10 @@ def test_alignment_has_the_words_of_both_languages(made: Made) -> None:
 def test_explain_follows_a_word_of_the_target(made: Made) -> None:
     word = words_of(made.target)[0]
     shown = str(
-        explain(made.source, model=made.folder, layer="cross.0", word=word, target=made.target)
+        explain_model(made.folder, made.source, layer="cross.0", word=word, target=made.target)
     )
     number = made.text.target.id(f"▁{word}")
-    said = f"{word} is number {number} of the vocabulary. It is being written: each row"
+    said = f"{word} is number {number} of the vocabulary. The decoder predicts this token: each row"
     assert said in " ".join(shown.split())
     assert "<unk>" not in shown
 
@@ -119,7 +127,7 @@ def test_a_tokenizer_that_writes_more_than_the_model_is_refused(made: Made) -> N
         )
     )  # fmt: skip
     with pytest.raises(InputError, match="do not belong together"):
-        read(small, made.source, tokenizer=made.text)
+        prepare_run(small, made.source, tokenizer=made.text)
 
 
 def test_all_that_is_written_is_decoded_and_what_must_not_be_is_silent(made: Made) -> None:
@@ -158,7 +166,13 @@ def recipe_from(made: Made, folder: Path) -> dict:
 def test_training_cuts_each_side_by_its_own(made: Made, tmp_path: Path) -> None:
     raw = recipe_from(made, tmp_path)
     recipe = parse_recipe(raw)
-    table, _ = encoding.table(recipe, "train", tokenizing.tokenizer(recipe, tmp_path / "none"))
+    table, _ = encoding.table(
+        recipe.data,
+        "train",
+        recipe.task,
+        tokenizing.tokenizer(recipe, tmp_path / "none"),
+        recipe.tokenizer,
+    )
     for column, text, line in (
         ("source", made.text, made.source),
         ("target", made.text.target, made.target),
@@ -167,7 +181,7 @@ def test_training_cuts_each_side_by_its_own(made: Made, tmp_path: Path) -> None:
         assert table[column].flat[first].tolist() == text.encode(line).ids
     # The same source with another way to write is another table.
     other = Tokenizer(made.text.tokenizer, made.text.tokenizer)
-    changed, _ = encoding.table(recipe, "train", other)
+    changed, _ = encoding.table(recipe.data, "train", recipe.task, other, recipe.tokenizer)
     assert not torch.equal(changed["target"].flat, table["target"].flat)
 
 

@@ -17,7 +17,7 @@ from helpers.training_data import recipe_of, write_data
 from regard.errors import InputError
 from regard.mechanism.masks import Padding
 from regard.training import loop
-from regard.training.graphs import _Given, form, tensors
+from regard.training.graphs import _Given, shape_key, tensors
 from regard.training.objectives import PairBatch
 from regard.training.recipe import parse_recipe
 from regard.training.run import train
@@ -30,8 +30,8 @@ def batch(rows: int, padded: bool) -> _Given:
 
 
 def test_batches_of_one_form_share_a_graph_and_no_others() -> None:
-    assert form(batch(3, padded=True)) == form(batch(3, padded=True))
-    forms = {form(batch(rows, padded)) for rows in (2, 3) for padded in (False, True)}
+    assert shape_key(batch(3, padded=True)) == shape_key(batch(3, padded=True))
+    forms = {shape_key(batch(rows, padded)) for rows in (2, 3) for padded in (False, True)}
     assert len(forms) == 4
 
 
@@ -45,19 +45,23 @@ def test_all_that_a_graph_reads_is_copied() -> None:
     ("keys", "said"),
     [
         ({"compile": True}, "with compile = true is for transformer-xl, not for transformer"),
-        ({"precision": "float16"}, "graphs = true is not for precision = 'float16'"),
+        ({"precision": "float16"}, "cuda_graphs = true is not for precision = 'float16'"),
     ],
 )
 def test_what_cannot_be_replayed_is_refused(
     tmp_path: Path, keys: dict[str, object], said: str
 ) -> None:
     with pytest.raises(InputError, match=said):
-        parse_recipe(recipe_of(tmp_path, "translation", "transformer") | keys, {"graphs": True})
+        parse_recipe(
+            recipe_of(tmp_path, "translation", "transformer") | keys, {"cuda_graphs": True}
+        )
 
 
 def test_a_cpu_has_nothing_to_replay(tmp_path: Path) -> None:
     write_data(tmp_path)
-    assert train(parse_recipe(recipe_of(tmp_path), {"graphs": True, "schedule.steps": 3})).finished
+    assert train(
+        parse_recipe(recipe_of(tmp_path), {"cuda_graphs": True, "schedule.steps": 3})
+    ).finished
 
 
 class Graph(TorchDispatchMode):
@@ -134,7 +138,7 @@ def test_what_a_step_leaves_is_there_for_the_next(
 
     class Counted(loop.Replayed):
         def _record(self, given: _Given) -> Any:
-            graphs.append(form(given))
+            graphs.append(shape_key(given))
             return super()._record(given)
 
     for replayed in (False, True):
@@ -142,10 +146,10 @@ def test_what_a_step_leaves_is_there_for_the_next(
             monkeypatch.setattr(torch.cuda, "CUDAGraph", Graph)
             monkeypatch.setattr(torch.cuda, "graph", recording)
             monkeypatch.setattr(loop, "Replayed", Counted)
-            monkeypatch.setattr(loop, "replays", lambda recipe, device: recipe.graphs)
+            monkeypatch.setattr(loop, "replays", lambda recipe, device: recipe.cuda_graphs)
             # A unigram tokenizer is another one each time it is trained.
             raw["tokenizer"] = {"start": str(tmp_path / "runFalse" / "model")}
-        keys = {"graphs": replayed, "output": str(tmp_path / f"run{replayed}")}
+        keys = {"cuda_graphs": replayed, "output": str(tmp_path / f"run{replayed}")}
         result = train(parse_recipe(raw, keys | {"schedule.steps": 60, **settings}))
         losses.append(result.scores["loss"])
     assert graphs
@@ -170,6 +174,10 @@ def test_replayed_steps_are_the_steps_themselves(tmp_path: Path, task: str, kind
         raw["model"]["config"] |= {"embedding_dropout": 0.0, "attention_dropout": 0.0}
     losses = []
     for graphs in (False, True):
-        keys = {"graphs": graphs, "output": str(tmp_path / f"run{graphs}"), "schedule.steps": 60}
+        keys = {
+            "cuda_graphs": graphs,
+            "output": str(tmp_path / f"run{graphs}"),
+            "schedule.steps": 60,
+        }
         losses.append(train(parse_recipe(raw, keys)).scores["loss"])
     assert losses[0] == pytest.approx(losses[1], rel=1e-3)

@@ -13,6 +13,14 @@ from regard.data.encoding import window_columns
 from regard.data.records import Answer, Question
 from regard.data.tables import Ragged, Table
 from regard.errors import InputError
+from regard.evaluation.losses import (
+    PairBatch,
+    SpecialTokens,
+    answer_logits,
+    move,
+    summed_loss,
+)
+from regard.evaluation.scoring import AnswerScorer
 from regard.layers.losses import NOTHING
 from regard.mechanism.masks import Padding
 from regard.models.bert import BertAnswering, BertConfig
@@ -20,18 +28,14 @@ from regard.models.gpt2 import GPT2, GPT2Config
 from regard.models.transformer import Transformer, TransformerConfig
 from regard.models.transformer_xl import TransformerXL, TransformerXLConfig
 from regard.text.tokenizer import Tokenizer
-from regard.training.answers import Answers, Exam
 from regard.training.objectives import (
+    Answers,
     MaskedTokens,
     NextToken,
     NextTokenWithMemory,
-    PairBatch,
     Pairs,
     Spans,
-    Special,
     TextBatch,
-    held_out,
-    moved,
 )
 
 CPU = torch.device("cpu")
@@ -55,7 +59,7 @@ def test_pairs_are_shifted_padded_and_counted() -> None:
         },
         {},
     )
-    objective = Pairs(table, Special(pad=1, start=2, end=0), 1000)
+    objective = Pairs(table, SpecialTokens(pad=1, start=2, end=0), 1000)
     [prepared] = batches(objective, objective.plan, 1)
     batch, rows = prepared.batch, Feed(objective.plan, 0, CPU).next().rows.tolist()
     assert prepared.targets == 8
@@ -73,7 +77,7 @@ def test_two_readings_of_a_pair_are_to_agree() -> None:
     source, target = [[5, 6, 0], [7, 0]], [[4, 0], [3, 5, 0]]
     table = Table({"source": Ragged.of(source), "target": Ragged.of(target)}, {})
     plain, agreeing = (
-        Pairs(table, Special(pad=1, start=2, end=0), 1000, smoothing=0.1, agreement=weight)
+        Pairs(table, SpecialTokens(pad=1, start=2, end=0), 1000, smoothing=0.1, r_drop=weight)
         for weight in (0.0, 5.0)
     )
     [(batch, _)] = batches(plain, plain.plan, 1)
@@ -119,7 +123,7 @@ def test_spans_and_what_is_left_make_up_the_text_again() -> None:
     text = stream(4000)
     sentinels = list(range(99, 59, -1))
     objective = Spans(
-        text, None, 64, 512, special=Special(pad=0, start=0, end=1), sentinels=sentinels
+        text, 64, 512, special=SpecialTokens(pad=0, start=0, end=1), sentinels=sentinels
     )
     rows = Feed(objective.plan, 0, CPU).next().rows
     for prepared in batches(objective, objective.plan, 1):
@@ -146,12 +150,12 @@ def test_spans_and_what_is_left_make_up_the_text_again() -> None:
             lengths |= {len(span) for span in spans.values()}
         assert len(lengths) > 3  # of spans: they vary
     with pytest.raises(InputError, match="100 spans, but there are 40 sentinel"):
-        Spans(text, None, 2000, 2000, special=Special(0, 0, 1), sentinels=sentinels)
+        Spans(text, 2000, 2000, special=SpecialTokens(0, 0, 1), sentinels=sentinels)
 
 
 def test_masked_tokens_are_a_share_and_fall_eight_one_one() -> None:
     text = stream(50_000)
-    objective = MaskedTokens(text, None, 102, 20_000, first=2, last=3, mask=4, vocabulary=50)
+    objective = MaskedTokens(text, 102, 20_000, first=2, last=3, mask=4, vocabulary=50)
     kinds = torch.zeros(3)
     for batch, targets in batches(objective, objective.plan, 2):
         assert (batch.ids[:, 0] == 2).all()
@@ -170,15 +174,15 @@ def test_masked_tokens_are_a_share_and_fall_eight_one_one() -> None:
 
 def test_masked_rows_fit_their_batch() -> None:
     special = {"first": 2, "last": 3, "mask": 4, "vocabulary": 50}
-    objective = MaskedTokens(stream(5000), None, 10, 4096, **special)
+    objective = MaskedTokens(stream(5000), 10, 4096, **special)
     [prepared] = batches(objective, objective.plan, 1)
     assert prepared.batch.ids.shape == (409, 10)
     with pytest.raises(InputError, match=r"data\.length = 2, but"):
-        MaskedTokens(stream(5000), None, 2, 4096, **special)
+        MaskedTokens(stream(5000), 2, 4096, **special)
 
 
 def test_the_next_token_is_the_next_token() -> None:
-    objective = NextToken(stream(1000), None, 16, 64)
+    objective = NextToken(stream(1000), 16, 64)
     for batch, targets in batches(objective, objective.plan, 3):
         assert torch.equal(batch.ids[:, 1:], batch.labels[:, :-1])
         assert targets == batch.labels.numel()
@@ -210,68 +214,40 @@ def gpt2() -> GPT2:
     ).eval()
 
 
-def test_a_model_that_remembers_reads_lanes_as_one_long_text() -> None:
-    text = stream(65)
-    model = xl(memory=64)
-    pieces = NextTokenWithMemory(text, None, 8, 8)
-    plan = pieces._plan(text, shuffled=False)
-    with torch.no_grad():
-        nats, count = held_out(pieces, model, plan, CPU)
-        ids = text.flat.long()[None]
-        chances = model(ids[:, :-1])
-        expected = -chances.gather(-1, ids[:, 1:, None]).sum()
-    assert count == 64
-    assert nats == pytest.approx(float(expected), rel=1e-5)
-
-
 @pytest.mark.parametrize("kind", ["gpt2", "xl"])
-def test_of_a_piece_the_context_is_read_and_the_rest_is_told(kind: str) -> None:
+def test_the_context_of_a_piece_has_no_loss(kind: str) -> None:
     model = xl(memory=8) if kind == "xl" else gpt2()
     text = stream(41)
-    pieces = NextToken(text, None, 8, 16, context=5)
-    plan = pieces._plan(text, shuffled=False)
+    pieces = NextToken(text, 8, 16, context=5)
     with torch.no_grad():
-        nats, count = held_out(pieces, model, plan, CPU)
+        nats, count = summed_loss(model, pieces.plan, CPU, pieces.prepare, pieces.loss)
         ids = text.flat.long()
-        expected = 0.0
-        for start in range(0, 33, 3):
+        expected, starts = 0.0, pieces.plan.epoch(0, 0).rows.tolist()
+        for start in starts:
             piece = ids[None, start : start + 9]
-            told = model(piece[:, :-1]).log_softmax(-1)[0, 5:]
-            expected -= float(told.gather(-1, piece[0, 6:, None]).sum())
-    assert count == 33
+            logs = model(piece[:, :-1]).log_softmax(-1)[0, 5:]
+            expected -= float(logs.gather(-1, piece[0, 6:, None]).sum())
+    assert count == 3 * len(starts) > 20
     assert nats == pytest.approx(expected, rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "xl", "memory"])
-def test_what_is_held_out_is_told_at_a_temperature(kind: str) -> None:
-    model = gpt2() if kind == "gpt2" else xl(memory=8)
-    pieces = (NextTokenWithMemory if kind == "memory" else NextToken)(
-        stream(41), None, 8, 8, temperature=2.0
-    )
-    [(batch, _)] = batches(pieces, pieces.plan, 1)
-    logits = model(batch.ids)[0]
-    expected = cross_entropy(logits / 2, batch.labels[0], reduction="sum")
-    torch.testing.assert_close(pieces.loss(model, batch), expected)
-    cool = cross_entropy(logits, batch.labels[0], reduction="sum")
-    torch.testing.assert_close(pieces.loss(model.train(), batch), cool)  # but learned at 1
-
-
-def test_an_output_that_is_to_be_calm_costs_what_it_is_not() -> None:
+def test_large_and_changing_outputs_are_penalized() -> None:
     model, text = xl(memory=8), stream(41)
-    calm = {"activation": 0.5, "slowness": 2.0}
-    pieces = NextToken(text, None, 8, 16, context=5, calm=calm)
-    [(batch, count)] = batches(pieces, pieces.plan, 1)
-    plain = pieces.loss(model, batch)  # measured, it counts for nothing
+    penalties = {"activation": 0.5, "slowness": 2.0}
+    plain, penalized = (
+        NextToken(text, 8, 16, context=5, penalties=given) for given in ({}, penalties)
+    )
+    [(batch, count)] = batches(plain, plain.plan, 1)
     hidden = model.read(batch.ids)[:, 5:]
-    learning = pieces.loss(model.train(), batch)  # it has no dropout
     size, change = hidden.square().mean(), hidden.diff(dim=1).square().mean()
     assert count == 2 * 3
-    torch.testing.assert_close(learning, plain + count * (0.5 * size + 2 * change))
+    expected = plain.loss(model, batch) + count * (0.5 * size + 2 * change)
+    torch.testing.assert_close(penalized.loss(model, batch), expected)
 
 
 def test_memories_are_saved_and_taken_up_again() -> None:
     model, text = xl(memory=12), stream(200)
-    whole, again = (NextTokenWithMemory(text, None, 8, 16) for _ in range(2))
+    whole, again = (NextTokenWithMemory(text, 8, 16) for _ in range(2))
     prepared = [part.batch for part in batches(whole, whole.plan, 5)]
     with torch.no_grad():
         for batch in prepared[:3]:
@@ -359,29 +335,29 @@ def test_a_model_that_knows_every_answer_is_right_every_time(length: int) -> Non
         tuple(flat[starts[row] : starts[row + 1]]): (start, end)
         for row, (_, _, _, start, end) in enumerate(facts)
     }
-    exam = Exam(asked, table, words, 200)
-    objective = Answers(table, 200, words.id("[PAD]"), exam)
-    knows, read = Knows(answers), []
-    knows.register_forward_hook(lambda *_: read.append(1))
-    scores = objective.evaluate(knows)
-    assert len(read) == len(Feed(objective.plan, 0, CPU).batches)  # once each
-    assert exam.outputs == [*(question.name for question in asked[:-1]), ""]
+    scorer = AnswerScorer(asked, table, words, 200)
+    model, calls = Knows(answers), []
+    model.register_forward_hook(lambda *_: calls.append(1))
+    scores = scorer(model)
+    plan = Answers(table, 200, words.id("[PAD]")).plan
+    assert len(calls) == len(Feed(plan, 0, CPU).batches)  # once each
+    assert scorer.outputs == [*(question.name for question in asked[:-1]), ""]
     assert scores["exact"] == scores["f1"] == 100
     assert scores["loss"] < 0.01
-    always = Exam(asked, table, words, 200, always=True)
+    always = AnswerScorer(asked, table, words, 200, always_answer=True)
     always(Knows(answers))
-    assert always.outputs[:-1] == exam.outputs[:-1]
+    assert always.outputs[:-1] == scorer.outputs[:-1]
     assert always.outputs[-1]  # some words, where none would be right
 
 
 def test_answers_are_never_outside_the_context() -> None:
     words, asked = text(), questions()
     table = Table(window_columns(asked, words, 24), {})
-    objective = Answers(table, 100, words.id("[PAD]"), None)
+    objective = Answers(table, 100, words.id("[PAD]"))
     model = BertAnswering(BertConfig(vocabulary=len(words), dim=8, depth=1, heads=2, inner=16))
     for batch, targets in batches(objective, objective.plan, 3):
         assert targets == 2 * len(batch.ids)
-        start, end = objective.scores(model.eval(), batch)
+        start, end = answer_logits(model.eval(), batch)
         for row in range(len(batch.ids)):
             inside = batch.token_types[row].bool() & (
                 batch.ids[row] > 4
@@ -395,7 +371,7 @@ def test_answers_are_never_outside_the_context() -> None:
 
 def test_batches_move_as_wholes() -> None:
     ids, padding = torch.ones(2, 3), Padding(torch.tensor([1, 2]))
-    there = moved(PairBatch(ids, padding, ids, ids), torch.device("meta"))
+    there = move(PairBatch(ids, padding, ids, ids), torch.device("meta"))
     assert there.source.device.type == "meta"
     assert there.padding.lengths.device.type == "meta"
-    assert moved(TextBatch(ids, ids, first=True), CPU).first is True
+    assert move(TextBatch(ids, ids, first=True), CPU).first is True

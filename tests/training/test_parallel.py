@@ -21,9 +21,8 @@ from helpers.training_processes import (
 )
 from regard.checkpoints.folders import DamageWarning
 from regard.errors import InputError
+from regard.evaluation.losses import AnswerBatch, PairBatch
 from regard.mechanism.masks import Padding
-from regard.training.answers import AnswerBatch
-from regard.training.objectives import PairBatch
 from regard.training.parallel import cut, interleave
 from regard.training.recipe import parse_recipe
 from regard.training.saving import Keeper
@@ -40,7 +39,7 @@ def recipe(folder: Path, task: str = "translation", kind: str = "transformer") -
     for name in names.get(kind, ("dropout",)):
         raw["model"]["config"][name] = 0.0
     raw["optimizer"] |= {"ema": 0.9}
-    raw["saving"] = {"every": 3, "last": 4}
+    raw["saving"] = {"every": 3, "keep_last": 4}
     return raw
 
 
@@ -111,7 +110,7 @@ def test_several_processes_end_in_time_however_often_they_save(
     raw = recipe(tmp_path)
     raw["schedule"] |= {"steps": 100_000, "minutes": 0.02}
     raw["evaluation"]["every"] = 0
-    run = processes.train(raw | {"saving": {"every": 20, "last": 2}}, 2)
+    run = processes.train(raw | {"saving": {"every": 20, "keep_last": 2}}, 2)
     assert max(numbers(run)) < 10_000
 
 
@@ -162,7 +161,9 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path, processes: TrainingPro
     raw["data"]["length"] = 63
     processes.start("train", 2, recipe=raw, resume=False)
     assert processes.wait() == [2, 2]
-    assert "Sequences of 63 tokens (data.length) cannot be shared evenly by 2" in processes.stderr()
+    assert (
+        "Sequences of 63 tokens (data.length) cannot be split evenly among 2" in processes.stderr()
+    )
     raw = recipe(tmp_path, "language modelling", "transformer-xl")
     raw["batch"]["tokens"] = 64
     raw["output"] = str(tmp_path / "xl")
@@ -263,7 +264,7 @@ def test_one_process_asked_to_stop_all_save_and_leave(
 ) -> None:
     raw = recipe(tmp_path) | {"parallel": "fsdp"}
     raw["model"]["config"]["dropout"] = 0.1
-    raw["saving"] = {"every": 40, "last": 1}
+    raw["saving"] = {"every": 40, "keep_last": 1}
     raw["evaluation"] = {"every": 0}
     raw["schedule"]["steps"] = 40
     expected = bytes_of(processes.train(raw, 2))

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from regard.data.schema import OLD_KEYS, rename_old_keys
 from regard.errors import InputError
 from regard.evaluation.metrics import answered, bleu, chrf, rouge
 from regard.training.recipe import Recipe, describe, parse_recipe, read_recipe
@@ -51,7 +52,7 @@ def test_there_are_recipes() -> None:
         ("schedule.steps=0", "schedule.steps should be at least 1, but got 0."),
         ("schedule.steps=1.5", "schedule.steps should be a whole number, but got 1.5."),
         ("schedule.steps=true", "schedule.steps should be a whole number, but got True."),
-        ("data.bad=2", "data.bad should be at most 1, but got 2.0."),
+        ("data.max_bad_share=2", "data.max_bad_share should be at most 1, but got 2.0."),
         ("model.start=3", "model.start should be a text, but got 3."),
         ("data.train=5", "data.train should be a list, but got 5."),
         ("batch=5", "batch should be a table, but got 5."),
@@ -62,7 +63,7 @@ def test_there_are_recipes() -> None:
         ("data.train.0.columns=[0, 1]", "Columns count from 1"),
         ("data.train.0.part=[0]", "part of a data source are two"),
         ("saving.average=0", "give data.valid"),
-        ("data.train.7.files=x", "there is no 7 on the way"),
+        ("data.train.7.files=x", "there is no 7 in its path"),
         ("task.x=1", "task is not a table"),
         ("task", "A key is set as key=value, but got 'task'."),
     ],
@@ -85,6 +86,33 @@ def test_keys_are_set_from_the_command_line() -> None:
     assert parse_recipe(least(), {"optimizer.clip": 2.0}).optimizer.clip == 2
 
 
+@pytest.mark.parametrize(("old", "new"), OLD_KEYS.items())
+def test_keys_are_read_by_their_earlier_names(old: str, new: str) -> None:
+    known = {name for name, _, _ in describe()}
+    assert new in known or new.startswith("model.config.")
+    assert old not in known
+    assert old.rpartition(".")[0] == new.rpartition(".")[0]
+    *path, last = old.split(".")
+
+    def recipe(*names: str) -> dict[str, Any]:
+        raw = table = least()
+        for part in path:
+            table = table.setdefault(part, {})
+        table.update(dict.fromkeys(names, 0))
+        return raw
+
+    assert rename_old_keys(recipe(last)) == recipe(new.rpartition(".")[2])
+    with pytest.raises(InputError, match=f"{re.escape(old)} is the earlier name of {new}"):
+        parse_recipe(recipe(last, new.rpartition(".")[2]))
+
+
+def test_keys_are_set_by_their_earlier_names() -> None:
+    recipe = parse_recipe(least() | {"data": least()["data"] | {"bad": 0.5}}, ["evaluation.beam=3"])
+    assert recipe.evaluation.num_beams == 3
+    assert recipe.data.max_bad_share == 0.5
+    assert parse_recipe(least(), {"optimizer": {"decay": 0.5}}).optimizer.weight_decay == 0.5
+
+
 def test_what_is_needed_is_named_with_its_meaning() -> None:
     raw = least()
     del raw["schedule"]
@@ -103,13 +131,19 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("assignment", "message"),
     [
-        ("optimizer.agreement=5", "agreement does nothing for language modelling with gpt2; it is"),
-        ("optimizer.smoothing=0.1", "smoothing does nothing for language modelling with gpt2"),
-        ("data.forget=4", "data.forget does nothing for language modelling with gpt2; it is for"),
-        ("optimizer.slowness=1", "slowness does nothing for language modelling with gpt2; it is"),
-        ("data.context=256", "data.context = 256 leaves nothing to tell of pieces of 256 tokens"),
+        ("optimizer.r_drop=5", "r_drop does nothing for language modelling with gpt2; it is"),
+        (
+            "optimizer.label_smoothing=0.1",
+            "label_smoothing does nothing for language modelling with gpt2",
+        ),
+        (
+            "data.memory_reset_every=4",
+            "data.memory_reset_every does nothing for language modelling with gpt2; it is",
+        ),
+        ("optimizer.activation_regularization=1", "activation_regularization does nothing for"),
+        ("data.context=256", "data.context = 256 leaves no tokens with a loss in pieces of 256"),
         ("data.unanswered=0.2", "it is for question answering. Leave it out."),
-        ("evaluation.beam=4", "evaluation.beam does nothing"),
+        ("evaluation.num_beams=4", "evaluation.num_beams does nothing"),
         ("evaluation.metric=bleu", "is not measured by bleu (evaluation.metric), but by loss."),
         ("evaluation.patience=2", "give data.valid"),
         ("evaluation.patience=-1", "should be at least 0, but got -1"),
@@ -130,16 +164,19 @@ def test_a_context_is_for_language_models_without_memory_in_one_piece() -> None:
     with pytest.raises(InputError, match=r"data\.context does nothing for translation"):
         parse_recipe(least(), ["data.context=8"])
     raw = least() | {"task": "language modelling", "model": {"kind": "transformer-xl"}}
-    with pytest.raises(InputError, match=r"data\.forget is for a memory"):
-        parse_recipe(raw, [*context, "data.forget=2"])
+    with pytest.raises(InputError, match=r"data\.memory_reset_every is for a memory"):
+        parse_recipe(raw, [*context, "data.memory_reset_every=2"])
     raw["model"] = {"kind": "gpt2"}
     with pytest.raises(InputError, match="not for parallel = 'context'"):
         parse_recipe(raw, [*context, "parallel=context"])
 
 
 def test_locked_dropout_and_parts_of_a_sequence_exclude_each_other() -> None:
-    raw = least() | {"task": "language modelling", "model": {"kind": "gpt2", "locked": True}}
-    with pytest.raises(InputError, match="each process would draw its own"):
+    raw = least() | {
+        "task": "language modelling",
+        "model": {"kind": "gpt2", "variational_dropout": True},
+    }
+    with pytest.raises(InputError, match="each process would draw its own mask"):
         parse_recipe(raw, ["data.train.0.format=text", "parallel=context"])
 
 

@@ -92,7 +92,7 @@ def test_averages_the_last_checkpoints_saved_in_turn(tmp_path: Path) -> None:
     assert torch.equal(mean["weight"], expected.float())
     assert mean["half"].dtype == torch.bfloat16
     assert int(mean["count"]) == 30
-    with pytest.raises(InputError, match="4 checkpoints are to be averaged"):
+    with pytest.raises(InputError, match="4 checkpoints should be averaged"):
         keeper.average(4)
 
 
@@ -388,7 +388,7 @@ def test_a_thousand_damaged_checkpoints_and_none_is_loaded(tmp_path: Path) -> No
         shutil.rmtree(broken)
         shutil.copytree(pristine / "step-0000000020", broken)
         what = damage(broken, whole, choose)
-        with pytest.warns(DamageWarning, match="step-0000000020.*Going on from step 10"):
+        with pytest.warns(DamageWarning, match="step-0000000020.*Continuing from step 10"):
             saved = Keeper(tmp_path / "run").newest()
         assert saved is not None, what
         assert saved.step == 10, what

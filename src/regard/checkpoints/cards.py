@@ -23,7 +23,7 @@ A folder ``NAME/`` holds config.json, tokenizer.json, the weights, and two furth
     {"metric": "bleu", "value": 54.32, "tolerance": 0.05,
      "data": [{"format": "tsv", "files": ["tatoeba/eng-fra.tsv.xz"], "part": [0, 20],
                "prefix": ">>fra<< "}],
-     "settings": {"evaluation.beam": 4, "evaluation.length_penalty": 1.0}}
+     "settings": {"evaluation.num_beams": 4, "evaluation.length_penalty": 1.0}}
 
 ``data`` are data sources, as ``[[data.test]]`` of a recipe. Their files are relative to FOLDER in
 ``regard evaluate NAME --root FOLDER``. ``settings`` are other keys of a recipe: ``data.length``,

@@ -7,7 +7,7 @@ that every name and shape is checked before memory is allocated.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -99,6 +99,19 @@ class Spelling:
 
 
 Step = Rename | Transpose | Fuse
+
+
+def renames(
+    theirs: str, ours: str, names: Mapping[str, str], kinds: Sequence[str] = ("weight", "bias")
+) -> Iterator[Rename]:
+    """Renames of the weights and biases of several layers, below two prefixes.
+
+    >>> [step.ours for step in renames("h.0", "blocks.0", {"ln_1": "norm"})]
+    ['blocks.0.norm.weight', 'blocks.0.norm.bias']
+    """
+    for kind in kinds:
+        for old, new in names.items():
+            yield Rename(f"{theirs}.{old}.{kind}", f"{ours}.{new}.{kind}")
 
 
 @dataclass(frozen=True, slots=True)

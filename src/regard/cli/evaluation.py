@@ -90,7 +90,7 @@ def evaluate(
     own = own_settings(one)
     own_prefix = own.pop("prefix", "")
     if num_beams is not None:
-        own["evaluation.beam"] = num_beams
+        own["evaluation.num_beams"] = num_beams
     source: dict[str, Any] = {
         "format": form or _form(data[0], bool(targets), scored_row(one.model).name == "bert"),
         "files": data,

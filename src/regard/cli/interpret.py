@@ -18,8 +18,8 @@ from regard.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-    from regard.interpret.cost import Plan
-    from regard.interpret.lens import Look
+    from regard.interpret.cost import CostEstimate
+    from regard.interpret.measurement import Look
 
 MAX_UNCONFIRMED_SECONDS = 120.0  # a longer run on a terminal starts only after a question
 
@@ -54,13 +54,19 @@ def explain(
 
     Without a model, the weights are random and small.
     """
-    from regard.interpret.explaining.inputs import explain as trace
+    from regard.interpret.explaining import inputs
     from regard.mechanism.masks import Causal
 
-    shown = trace(
-        sentence, heads=heads, dim=dim, seed=seed, mask=Causal() if causal else None, word=word,
-        model=model, layer=layer, head=head, target=target,
+    chosen = inputs.explain_options(
+        model=model is not None, heads=heads, dim=dim, seed=seed,
+        mask=Causal() if causal else None, layer=layer, head=head, target=target, word=word,
     )  # fmt: skip
+    if model is None:
+        shown = inputs.explain(sentence, **chosen)
+    else:
+        from regard.interpret.explaining.layer import explain_model
+
+        shown = explain_model(model, sentence or "", **chosen)
     console = Console(highlight=False)
     if as_json:
         print(json.dumps(shown.to_dict(), ensure_ascii=False), flush=True)
@@ -191,7 +197,7 @@ class _View(NamedTuple):
             return run(
                 bundle, self.text, target=self.target, layer=self.layer, head=self.head,
                 word=self.word, rows=self.rows, columns=self.columns, alignment=self.align,
-                before=lambda plan: _announce(plan, yes), progress=progress,
+                on_estimate=lambda cost: _announce(cost, yes), progress=progress,
             )  # fmt: skip
 
     def name(self, changes: dict[str, Any]) -> str:
@@ -228,11 +234,11 @@ def _range(text: str | None, option: str) -> range | None:
     return range(int(start), int(stop))
 
 
-def _announce(plan: Plan, yes: bool) -> None:
+def _announce(cost: CostEstimate, yes: bool) -> None:
     """Print what a long run will take, and ask before a very long one."""
-    print(f"{plan}.", file=sys.stderr, flush=True)
+    print(f"{cost}.", file=sys.stderr, flush=True)
     asks = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty() and not yes
-    if plan.seconds > MAX_UNCONFIRMED_SECONDS and asks:
+    if cost.seconds > MAX_UNCONFIRMED_SECONDS and asks:
         try:
             confirmed = typer.confirm("Continue?", default=True, err=True)
         except typer.Abort:

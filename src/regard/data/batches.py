@@ -1,7 +1,6 @@
-"""Token ids for a device that never waits: cached, mapped, laid on the device, cut into batches.
+"""Batches of the rows of a table: which rows, in which order, from the seed and the epoch alone.
 
-All sequences lie one after another in one flat array. A batch is some rows of it, gathered by index
-where the array lies; which rows, a plan says, from the seed and the epoch alone.
+A plan cuts an epoch into batches of row numbers; the rows are gathered on the device of the table.
 """
 
 from __future__ import annotations
@@ -16,50 +15,41 @@ from torch import Tensor
 
 from regard.errors import InputError
 
-# ---------------------------------------------------------------------------------- sequences
-
-
-# -------------------------------------------------------------------------------------- cache
-
-
-# -------------------------------------------------------------------------------------- plans
-
 
 class Batch(NamedTuple):
-    """Which of an epoch's rows, and their lengths in each column."""
+    """A slice of an epoch's rows, and the longest lengths in each column."""
 
     start: int
     stop: int
     longest: tuple[int, ...]
-    even: bool  # whether all are as long as the longest in the first column
-    first: bool = True  # whether nothing before them is remembered
+    even: bool  # whether all rows are equally long in the first column
+    first: bool = True  # whether a model's memory is empty before it
 
 
 class Epoch(NamedTuple):
-    """All rows of an epoch in their order, and how they are cut into batches."""
+    """All rows of an epoch in their order, and the batches they are cut into."""
 
     rows: Tensor  # int64 [rows]
     batches: list[Batch]
 
 
 class Plan(Protocol):
-    """Which rows come when."""
+    """The order of the rows of each epoch."""
 
     def epoch(self, seed: int, number: int) -> Epoch:
-        """The same for the same seed and number."""
+        """The epoch of this number; a seed and a number always give the same one."""
 
 
 def generator(*numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
-    """A source of random numbers of its own for each tuple of ``numbers``, as (seed, epoch)."""
+    """A random number generator seeded by a tuple of numbers, such as (seed, epoch)."""
     digest = hashlib.sha256(json.dumps(numbers).encode()).digest()
     return torch.Generator(device).manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 class ByLength:
-    """Batches of rows of like length, up to a number of tokens, padding and all columns counted.
+    """Batches of rows of similar length, up to a number of tokens, with padding, in all columns.
 
-    Rows are sorted by their lengths and cut once; an epoch shuffles rows of equal lengths among
-    each other, and the batches.
+    Rows are sorted by length and cut once; an epoch shuffles equally long rows, and the batches.
 
     >>> plan = ByLength(torch.tensor([[3], [1], [3], [2]]), tokens=6)
     >>> [batch.longest for batch in plan.epoch(seed=0, number=0).batches]
@@ -81,10 +71,10 @@ class ByLength:
         for at, row in enumerate(rows):
             grown = [max(pair) for pair in zip(longest, row, strict=True)]
             full = (at + 1 - start) * sum(grown) > tokens
-            # Where the first column grows, a batch that is half full ends: without padding there,
+            # Where the first column grows, a batch that is half full ends: without padding in it,
             # attention needs no mask.
-            turns = row[0] > longest[0] and 2 * (at - start) * sum(longest) >= tokens
-            if at > start and (full or turns):
+            grows = row[0] > longest[0] and 2 * (at - start) * sum(longest) >= tokens
+            if at > start and (full or grows):
                 self.batches.append(Batch(start, at, tuple(longest), rows[start][0] == longest[0]))
                 start, grown = at, row
             longest = grown
@@ -96,27 +86,27 @@ class ByLength:
         random = generator(seed, number)
         order = torch.randperm(len(self.rank), generator=random)
         order = order[self.rank[order].argsort(stable=True)]
-        turn = torch.randperm(len(self.batches), generator=random).tolist()
-        return Epoch(order, [self.batches[index] for index in turn])
+        shuffled = torch.randperm(len(self.batches), generator=random).tolist()
+        return Epoch(order, [self.batches[index] for index in shuffled])
 
 
-class Turns:
-    """Several plans in turn, one an epoch, each over its own part of a table with ``rows`` rows."""
+class Alternating:
+    """Plans used in turn, one per epoch; plan i covers rows i * ``rows`` to (i + 1) * ``rows``."""
 
     def __init__(self, plans: Sequence[Plan], rows: int) -> None:
         self.plans, self.rows = plans, rows
 
     def epoch(self, seed: int, number: int) -> Epoch:
-        turn = number % len(self.plans)
-        rows, batches = self.plans[turn].epoch(seed, number)
-        return Epoch(rows + turn * self.rows, batches)
+        which = number % len(self.plans)
+        rows, batches = self.plans[which].epoch(seed, number)
+        return Epoch(rows + which * self.rows, batches)
 
 
 class Windows:
-    """Pieces of one long text, ``length`` long, in any order; each epoch cuts at other places.
+    """Pieces of one long text, ``length`` tokens each, in random order.
 
-    What is left over before the first piece, after the last and beside full batches comes in other
-    epochs. Each piece begins with the last ``context`` tokens of the one before.
+    Each epoch cuts at other places, so tokens outside the full batches of one epoch come in others.
+    Each piece begins with the last ``context`` tokens of the previous one.
     """
 
     def __init__(
@@ -142,21 +132,19 @@ class Windows:
 
 
 class Lanes:
-    """One long text read by ``rows`` readers side by side, each going on where it stopped.
+    """One long text as ``rows`` parallel streams, read piece after piece for a model with memory.
 
-    After every ``forget`` pieces they forget what they have read; with 0, after an epoch. Where
-    pieces are ``shifted``, each epoch cuts the text elsewhere.
+    The memory is emptied after every ``reset_every`` pieces; with 0, after an epoch. Each epoch
+    cuts the text at other places.
     """
 
-    def __init__(
-        self, total: int, length: int, rows: int, forget: int = 0, *, shifted: bool = False
-    ) -> None:
-        self.rows, self.length, self.forget = rows, length, forget
+    def __init__(self, total: int, length: int, rows: int, reset_every: int = 0) -> None:
+        self.rows, self.length, self.reset_every = rows, length, reset_every
         self.lane = total // rows
         self.count = self.lane // length  # of pieces in a lane
-        if shifted and self.count > 2:  # of two, the second is all that has a memory
+        if self.count > 2:  # of two pieces, only the second has a memory: keep it
             self.count = (self.lane - length + 1) // length
-        self.most = self.lane - self.count * length if shifted else 0  # places to move by
+        self.max_shift = self.lane - self.count * length
         if not self.count:
             raise InputError(
                 f"The text has {total + 1} tokens, too few for {rows} rows of {length} "
@@ -164,13 +152,13 @@ class Lanes:
             )
 
     def epoch(self, seed: int, number: int) -> Epoch:
-        by = torch.randint(self.most + 1, (), generator=generator(seed, number))
-        lanes = torch.arange(self.rows) * self.lane + by
+        shift = torch.randint(self.max_shift + 1, (), generator=generator(seed, number))
+        lanes = torch.arange(self.rows) * self.lane + shift
         starts = (torch.arange(self.count)[:, None] * self.length + lanes).flatten()
         batches = _even(len(starts), self.rows, self.length)
-        forget = self.forget or len(batches)
+        every = self.reset_every or len(batches)
         return Epoch(
-            starts, [batch._replace(first=at % forget == 0) for at, batch in enumerate(batches)]
+            starts, [batch._replace(first=at % every == 0) for at, batch in enumerate(batches)]
         )
 
 
@@ -183,12 +171,12 @@ class Rows(NamedTuple):
 
     rows: Tensor  # int64 [batch]
     longest: tuple[int, ...]
-    even: bool  # whether all are as long as the longest in the first column
-    first: bool  # whether nothing before them is remembered
+    even: bool  # whether all rows are equally long in the first column
+    first: bool  # whether a model's memory is empty before it
 
 
 class Feed:
-    """Batch after batch, epoch after epoch, from wherever its cursor stands.
+    """Batch after batch, epoch after epoch, from its cursor on.
 
     >>> feed = Feed(ByLength(torch.tensor([[2], [2], [2]]), tokens=4), 0, torch.device("cpu"))
     >>> [len(feed.next().rows) for _ in range(3)], feed.cursor
@@ -202,7 +190,7 @@ class Feed:
 
     @property
     def cursor(self) -> dict[str, int]:
-        """Where the next batch is."""
+        """The position of the next batch."""
         return {"epoch": self.number, "batch": self.at}
 
     @cursor.setter

@@ -1,6 +1,6 @@
-"""Records from Hugging Face's library `datasets`, where it is installed: on the disk, or its hub's.
+"""Records from Hugging Face's library `datasets`: from the disk or from the hub.
 
-https://huggingface.co/docs/datasets. Nothing else of regard imports the library.
+https://huggingface.co/docs/datasets. No other module imports the library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from regard.data.readers import pair, question
 from regard.data.records import Pair, Question, Record, Report
 from regard.errors import InputError
 
-# The columns that a data source has where a recipe does not name them.
+# The columns of a data source whose recipe does not name them.
 COLUMNS: dict[type, tuple[str, ...]] = {
     Pair: ("source", "target"),
     Question: ("question", "context", "answers"),
@@ -51,20 +51,20 @@ def open_dataset(name: str, files: Sequence[Path], root: Path, subset: str, spli
         return library.load_dataset(place, subset or None, split=split)
     except ConnectionError as error:
         raise InputError(
-            f"The dataset {what} is no folder below {root}, and the hub cannot be asked for it: "
+            f"The dataset {what} is not a folder below {root}, and the hub cannot be reached: "
             f"{error}."
         ) from None
     except (OSError, ValueError, library.exceptions.DatasetsError) as error:
         raise InputError(f"The dataset {what} cannot be read: {error}") from None
 
 
-def _chosen(found: Any, folder: Path, split: str) -> Any:
-    """A split of what was saved; where it is one dataset without a name, that is "train"."""
-    if not isinstance(found, dict):
-        found = {str(found.split or "train"): found}
-    if split not in found:
-        raise InputError(f"{folder} has no split {split!r}; it has {', '.join(found)}.")
-    return found[split]
+def _chosen(saved: Any, folder: Path, split: str) -> Any:
+    """A split of a saved dataset; a dataset without a split name is "train"."""
+    if not isinstance(saved, dict):
+        saved = {str(saved.split or "train"): saved}
+    if split not in saved:
+        raise InputError(f"{folder} has no split {split!r}; it has {', '.join(saved)}.")
+    return saved[split]
 
 
 def read_dataset(
@@ -87,8 +87,8 @@ def read_dataset(
         if kind is Pair:
             yield from pair(values[0], values[1], name, number, report)
         elif kind is Question:
-            asked, context, answers = values
-            whole = {"id": str(number), "question": asked, "answers": _listed(answers)}
+            text, context, answers = values
+            whole = {"id": str(number), "question": text, "answers": _listed(answers)}
             yield from question(whole, context, "answer_start", name, number, report)
         elif isinstance(values[0], str):
             for line in values[0].split("\n"):
@@ -106,7 +106,7 @@ def _inside(row: Mapping[str, Any], column: str) -> Any:
 
 
 def _listed(answers: Any) -> Any:
-    """Answers one by one, where they come as the list of texts and the list of places."""
+    """A list of answers, also from a list of texts and a list of places."""
     if isinstance(answers, Mapping) and {"text", "answer_start"} <= answers.keys():
         texts, starts = answers["text"], answers["answer_start"]
         if len(texts) == len(starts):

@@ -1,6 +1,6 @@
-"""Readers of training text: each line is read, or reported with its file, its number and why not.
+"""Readers of training data: each line is read, or reported with its file, number and reason.
 
-Files are UTF-8, plain or compressed with gzip or xz, told apart by their first bytes.
+Files are UTF-8, plain or compressed with gzip or xz, recognized by their first bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from regard.errors import InputError
 
 @contextmanager
 def opened(file: Path) -> Iterator[BinaryIO]:
-    """A file as plain bytes, whether it is compressed or not."""
+    """A file as plain bytes; compressed files are decompressed."""
     try:
         with file.open("rb") as raw:
             start = raw.read(6)
@@ -86,15 +86,15 @@ def read_parallel(
                     ((target, other[0]), source) if one is None else ((source, one[0]), target)
                 )
                 raise InputError(
-                    f"{longer} goes on with line {number}, where {shorter} has ended: from "
-                    "somewhere on they do not belong together."
+                    f"{longer} has a line {number}, but {shorter} ends before it: the files do "
+                    "not belong together."
                 )
             file = source if one[1] is None else target
             yield from _pair(one[1], (other[1],), file, one[0], report)
 
 
 def read_tsv(files: Sequence[Path], columns: tuple[int, int], report: Report) -> Iterator[Pair]:
-    """Columns parted by tabs, of which two are a source and its target; columns count from 1."""
+    """Columns separated by tabs; two of them, counted from 1, are source and target."""
     for file in files:
         for number, line in _lines(file):
             if line is None:
@@ -121,7 +121,7 @@ def read_questions(files: Sequence[Path], report: Report) -> Iterator[Question]:
 
 
 def read_squad(files: Sequence[Path], report: Report) -> Iterator[Question]:
-    """SQuAD's JSON. Of a bad question the number that is reported is its place in the file."""
+    """SQuAD's JSON. A bad question is reported by its number in the file."""
     for file in files:
         with opened(file) as stream:
             try:
@@ -129,14 +129,14 @@ def read_squad(files: Sequence[Path], report: Report) -> Iterator[Question]:
                 paragraphs = [part for article in articles for part in article["paragraphs"]]
                 rows = [(row, part["context"]) for part in paragraphs for row in part["qas"]]
             except (ValueError, KeyError, TypeError) as error:
-                raise InputError(f"{file} has not the form of SQuAD: {error!r}.") from None
+                raise InputError(f"{file} is not in the format of SQuAD: {error!r}.") from None
         for number, (row, context) in enumerate(rows, 1):
             yield from question(row, context, "answer_start", file, number, report)
 
 
 def _halved(row: dict[str, Any], line: str) -> bool:
-    """Whether a JSON object holds half of a pair of surrogates, which no text in UTF-8 can."""
-    if "\\ud" not in line.lower():  # only an escape brings one
+    """Whether a JSON object has a lone surrogate, which UTF-8 cannot encode."""
+    if "\\ud" not in line.lower():  # only an escape can be one
         return False
     try:
         json.dumps(row, ensure_ascii=False).encode()
@@ -166,7 +166,7 @@ def pair(source: Any, target: Any, file: Path | str, number: int, report: Report
         source = " ".join(source)
     targets = target if isinstance(target, list) else [target]
     if not isinstance(source, str) or not all(isinstance(text, str) for text in targets):
-        report.refuse(file, number, "a side that is no text")
+        report.refuse(file, number, "a side that is not text")
         return
     yield from _pair(source, tuple(targets), file, number, report)
 
@@ -178,20 +178,20 @@ def _pair(
     number: int,
     report: Report,
 ) -> Iterator[Pair]:
-    found = tuple(target for target in targets if target is not None)
-    if source is None or len(found) < len(targets):
+    texts = tuple(target for target in targets if target is not None)
+    if source is None or len(texts) < len(targets):
         report.refuse(file, number, _NOT_UTF8)
-    elif not source.strip() or not found or not all(target.strip() for target in found):
+    elif not source.strip() or not texts or not all(target.strip() for target in texts):
         report.refuse(file, number, "an empty side")
     else:
         report.accept(file, number)
-        yield Pair(source, found)
+        yield Pair(source, texts)
 
 
 def question(
     row: Any, context: Any, start: str, file: Path | str, number: int, report: Report
 ) -> Iterator[Question]:
-    """A record of a question; ``start`` is what the place of an answer is called. Or a bad line."""
+    """A question, or a bad line; ``start`` names the field with the place of an answer."""
     try:
         answers = tuple(Answer(answer["text"], answer[start]) for answer in row["answers"])
         name, asked = row["id"], row["question"]
@@ -201,9 +201,9 @@ def question(
         return
     whole = all(type(answer.start) is int and answer.start >= 0 for answer in answers)
     if not whole or not all(isinstance(text, str) and text.strip() for text in texts):
-        report.refuse(file, number, "an id, question, context or answer that is no text")
+        report.refuse(file, number, "an id, question, context or answer that is not text")
     elif any(not context.startswith(answer.text, answer.start) for answer in answers):
-        report.refuse(file, number, "an answer that is not where it says")
+        report.refuse(file, number, "an answer that is not at its start")
     else:
         report.accept(file, number)
         yield Question(name, asked, context, answers)
@@ -213,7 +213,7 @@ def question(
 
 
 def thousandth(text: str) -> int:
-    """The part out of 1000 that a text belongs to, by the MD5 of its UTF-8: a split that stays.
+    """The part from 0 to 999 of a text, by the MD5 of its UTF-8: a stable split of data.
 
     >>> thousandth("Go.")
     419
@@ -222,13 +222,13 @@ def thousandth(text: str) -> int:
     return int(digest, 16) % 1000
 
 
-def together(pairs: Sequence[Pair], most: int = 4) -> list[Pair]:
-    """Pairs of equal source as one, with up to ``most`` targets, in the order of the sources.
+def group_targets(pairs: Sequence[Pair], most: int = 4) -> list[Pair]:
+    """One pair for each source, with up to ``most`` targets, in the order of the sources.
 
-    >>> together([Pair("a", ("b",)), Pair("c", ("d",)), Pair("a", ("e",))])
+    >>> group_targets([Pair("a", ("b",)), Pair("c", ("d",)), Pair("a", ("e",))])
     [Pair(source='a', targets=('b', 'e')), Pair(source='c', targets=('d',))]
     """
-    found: dict[str, list[str]] = {}
+    targets: dict[str, list[str]] = {}
     for pair in pairs:
-        found.setdefault(pair.source, []).extend(pair.targets)
-    return [Pair(source, tuple(dict.fromkeys(texts))[:most]) for source, texts in found.items()]
+        targets.setdefault(pair.source, []).extend(pair.targets)
+    return [Pair(source, tuple(dict.fromkeys(texts))[:most]) for source, texts in targets.items()]

@@ -11,14 +11,14 @@ from regard.errors import InputError
 
 
 class Pair(NamedTuple):
-    """A text and what it is to become; more than one target only where it is evaluated."""
+    """A source text and its targets; more than one target only in evaluation."""
 
     source: str
     targets: tuple[str, ...]
 
 
 class Answer(NamedTuple):
-    """A part of a context, and the place of its first character there."""
+    """A part of a context, and the index of its first character there."""
 
     text: str
     start: int
@@ -34,10 +34,23 @@ class Question(NamedTuple):
 
 
 Record = Pair | Question | str
+# What the data of each task are made of.
+RECORDS: dict[str, type] = {
+    "translation": Pair,
+    "summarization": Pair,
+    "question answering": Question,
+    "language modelling": str,
+    "masked language modelling": str,
+    "span corruption": str,
+}
+PAIR_TASKS, QUESTION_TASKS, TEXT_TASKS = (
+    tuple(task for task, kind in RECORDS.items() if kind is wanted)
+    for wanted in (Pair, Question, str)
+)
 
 
 class Bad(NamedTuple):
-    """A line that could not be used."""
+    """A line that cannot be used."""
 
     file: str
     line: int
@@ -46,11 +59,11 @@ class Bad(NamedTuple):
 
 @dataclass
 class Report:
-    """How much was read, and every line that could not be used."""
+    """How many records were read, and every bad line."""
 
     read: int = 0
     bad: list[Bad] = field(default_factory=list)
-    place: tuple[str, int] = ("", 0)  # file and line of the record that was read last
+    place: tuple[str, int] = ("", 0)  # file and line of the latest record
 
     def accept(self, file: Path | str, line: int) -> None:
         self.read, self.place = self.read + 1, (str(file), line)
@@ -59,14 +72,14 @@ class Report:
         self.bad.append(Bad(str(file), line, why))
 
     def check(self, most: float, part: str = "train") -> None:
-        """Raise InputError where more than the share ``most`` of all lines could not be used."""
+        """Raise InputError if more than the share ``most`` of all lines is bad."""
         total = self.read + len(self.bad)
         if not self.read:
             raise InputError(f"There is no text in data.{part}. {self}")
         if len(self.bad) > most * total:
             raise InputError(
                 f"{len(self.bad) / total:.2%} of the lines are bad; at most {most:.2%} are "
-                f"accepted (data.bad). {self}"
+                f"accepted (data.max_bad_share). {self}"
             )
 
     def __str__(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import MISSING, Field, field, fields, is_dataclass
 from difflib import get_close_matches
 from math import isfinite
@@ -14,6 +14,34 @@ from regard.errors import InputError
 
 T = TypeVar("T")
 
+# Keys of earlier versions and what they are called now. Recipes, cards and the checkpoints of runs
+# that began before are still read by them. A key never moves to another table.
+OLD_KEYS = {
+    "data.bad": "data.max_bad_share",
+    "data.forget": "data.memory_reset_every",
+    "evaluation.always": "evaluation.always_answer",
+    "evaluation.beam": "evaluation.num_beams",
+    "evaluation.least": "evaluation.min_new_tokens",
+    "evaluation.no_repeat": "evaluation.no_repeat_ngram_size",
+    "graphs": "cuda_graphs",
+    "model.config.begin": "model.config.begin_token",
+    "model.config.end": "model.config.end_token",
+    "model.config.kinds": "model.config.token_types",
+    "model.config.pad": "model.config.pad_token",
+    "model.config.shrink": "model.config.div_val",
+    "model.config.start": "model.config.start_token",
+    "model.locked": "model.variational_dropout",
+    "optimizer.activation": "optimizer.activation_regularization",
+    "optimizer.agreement": "optimizer.r_drop",
+    "optimizer.decay": "optimizer.weight_decay",
+    "optimizer.relative": "optimizer.scale_by_initial_rms",
+    "optimizer.slowness": "optimizer.temporal_activation_regularization",
+    "optimizer.smoothing": "optimizer.label_smoothing",
+    "saving.last": "saving.keep_last",
+    "watching.entropy": "watching.min_entropy",
+    "watching.logit": "watching.max_logit",
+}
+
 
 def key(
     doc: str,
@@ -22,15 +50,17 @@ def key(
     among: Sequence[str] = (),
     least: float | None = None,
     most: float | None = None,
+    only: Sequence[str] = (),
 ) -> Any:
-    """One key of a recipe: what it means, its default, and what it may be."""
-    metadata = {"doc": doc, "among": tuple(among), "least": least, "most": most}
+    """One key: its meaning, default and allowed values, and the tasks or models that use it."""
+    metadata = {"doc": doc, "among": among, "least": least, "most": most, "only": only}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
-def describe_keys(kind: type, prefix: str) -> Iterator[tuple[str, str, str]]:
+def describe_keys(kind: type, prefix: str = "") -> Iterator[tuple[str, str, str]]:
+    """Every key of a dataclass and its tables: name, default (or "needed") and meaning."""
     hints = get_type_hints(kind)
     for entry in fields(kind):
         inner = next((part for part in _parts(hints[entry.name]) if is_dataclass(part)), None)
@@ -50,7 +80,19 @@ def _default(entry: Field[Any]) -> str:
     return "needed" if entry.default_factory is MISSING else repr(entry.default_factory())
 
 
-def assignment(text: str) -> tuple[str, Any]:
+def parse(
+    kind: type[T], raw: Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
+) -> T:
+    """A checked dataclass from nested tables, with some keys replaced: ``["seed=3"]``."""
+    whole = rename_old_keys(raw)
+    if not isinstance(overrides, Mapping):
+        overrides = dict(map(_assignment, overrides))
+    for name, value in overrides.items():
+        set_key(whole, OLD_KEYS.get(name, name), value)
+    return build(kind, rename_old_keys(whole), "")
+
+
+def _assignment(text: str) -> tuple[str, Any]:
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
         raise InputError(f"A key is set as key=value, but got {text!r}.")
@@ -60,14 +102,23 @@ def assignment(text: str) -> tuple[str, Any]:
         return name.strip(), value  # a text without quotes
 
 
-def deep_copy(tree: Any) -> Any:
-    if isinstance(tree, Mapping):
-        return {name: deep_copy(value) for name, value in tree.items()}
-    return [deep_copy(value) for value in tree] if isinstance(tree, list) else tree
+def rename_old_keys(tree: Any, path: str = "") -> Any:
+    """A copy of nested tables with today's names for keys of earlier versions."""
+    if isinstance(tree, list):
+        return [rename_old_keys(part, f"{path}[].") for part in tree]
+    if not isinstance(tree, Mapping):
+        return tree
+    copied: dict[str, Any] = {}
+    for old, value in tree.items():
+        name = str(OLD_KEYS.get(f"{path}{old}", old)).rpartition(".")[2]
+        if name != old and name in tree:
+            raise InputError(f"{path}{old} is the earlier name of {path}{name}: give one of them.")
+        copied[name] = rename_old_keys(value, f"{path}{name}.")
+    return copied
 
 
 def set_key(whole: dict[str, Any], name: str, value: Any) -> None:
-    """Set ``data.train.0.files`` and the like; a table that is not there is made."""
+    """Set a key such as ``data.train.0.files``; missing tables are made."""
     *path, last = name.split(".")
     table: Any = whole
     for part in path:
@@ -76,14 +127,14 @@ def set_key(whole: dict[str, Any], name: str, value: Any) -> None:
         elif isinstance(table, dict):
             table = table.setdefault(part, {})
         else:
-            raise InputError(f"{name} cannot be set: there is no {part} on the way.")
+            raise InputError(f"{name} cannot be set: there is no {part} in its path.")
     if not isinstance(table, dict):
         raise InputError(f"{name} cannot be set: {'.'.join(path)} is not a table.")
     table[last] = value
 
 
 def build(kind: type[T], raw: Any, path: str) -> T:
-    """A dataclass from a table."""
+    """A dataclass from a table; ``path`` is what errors call the table."""
     if not isinstance(raw, dict):
         raise InputError(f"{path.rstrip('.')} should be a table, but got {raw!r}.")
     hints = get_type_hints(kind)
@@ -152,3 +203,19 @@ def nearest(what: str, names: Mapping[str, Any], known: Sequence[str]) -> None:
     for name in names:
         if name not in known:
             raise InputError(unknown_key(f"{what}{name}", name, known, what.rpartition(" ")[2]))
+
+
+def check_scope(section: Any, names: Collection[str], path: str = "") -> None:
+    """Raise InputError for the first key that is set, but does nothing for a task and its model.
+
+    ``names`` are those of the task and of the architecture.
+    """
+    for entry in fields(section):
+        value, only = getattr(section, entry.name), entry.metadata["only"]
+        if is_dataclass(value):
+            check_scope(value, names, f"{path}{entry.name}.")
+        elif only and value != entry.default and not {*names} & {*only}:
+            raise InputError(
+                f"{path}{entry.name} does nothing for {' with '.join(names)}; it is for "
+                f"{' or '.join(only)}. Leave it out."
+            )

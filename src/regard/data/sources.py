@@ -5,94 +5,30 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 from regard.data import readers
 from regard.data.datasets import open_dataset, read_dataset
-from regard.data.records import Pair, Question, Record, Report
-from regard.data.schema import key
+from regard.data.records import (
+    PAIR_TASKS,
+    QUESTION_TASKS,
+    RECORDS,
+    TEXT_TASKS,
+    Pair,
+    Question,
+    Record,
+    Report,
+)
+from regard.data.schema import key, unknown_key
+from regard.errors import InputError
 from regard.text.preparing import PREPARATIONS, prepare
 
-if TYPE_CHECKING:
-    from regard.training.recipe import Recipe
-
-RECORDS: dict[str, type] = {
-    "translation": Pair,
-    "summarization": Pair,
-    "question answering": Question,
-    "language modelling": str,
-    "masked language modelling": str,
-    "span corruption": str,
+# The formats that hold each kind of record.
+FORMATS: dict[type, tuple[str, ...]] = {
+    Pair: ("parallel", "tsv", "jsonl", "dataset"),
+    Question: ("questions", "squad", "dataset"),
+    str: ("text", "tsv", "jsonl", "dataset"),
 }
-FORMATS = ("parallel", "tsv", "jsonl", "questions", "squad", "text", "dataset")
-
-
-def records(recipe: Recipe, sources: Sequence[Source], report: Report) -> Iterator[Record]:
-    """The records of some sources, prepared; those of other parts are left out."""
-    for source in sources:
-        for record in _read(recipe, source, report):
-            by = {Pair: 0, Question: 2}.get(type(record))
-            text = record if isinstance(record, str) else cast(str, record[by or 0])
-            low, high = source.part
-            if (low, high) != (0, 1000) and not low <= readers.thousandth(text) < high:
-                continue
-            record = _prepared(record, recipe.data.prepare)
-            if isinstance(record, Pair):
-                yield from _sided(record, source, RECORDS[recipe.task])
-            else:
-                yield record
-
-
-def _sided(pair: Pair, source: Source, kind: type) -> Iterator[Record]:
-    """A pair as the task takes it: turned round, with what comes before it, or its source alone."""
-    if kind is str:
-        yield pair.source
-    elif source.reverse:
-        for target in pair.targets:
-            yield Pair(source.prefix + target, (pair.source,))
-    else:
-        yield Pair(source.prefix + pair.source, pair.targets)
-
-
-def _read(recipe: Recipe, source: Source, report: Report) -> Iterator[Record]:
-    files = data_paths(recipe, source.files)
-    columns, names = source.columns, source.fields
-    if source.format == "parallel":
-        return readers.read_parallel(files, data_paths(recipe, source.targets), report)
-    if source.format == "tsv":
-        return readers.read_tsv(files, (columns[0], columns[1]), report)
-    if source.format == "jsonl":
-        one, other = names or ("source", "target")
-        return readers.read_jsonl(files, (one, other), report)
-    if source.format == "dataset":
-        name = source.dataset or ", ".join(source.files)
-        return read_dataset(
-            source_dataset(recipe, source), name, RECORDS[recipe.task], source.fields, report
-        )
-    if source.format == "questions":
-        return readers.read_questions(files, report)
-    if source.format == "squad":
-        return readers.read_squad(files, report)
-    return readers.read_text(files, report)
-
-
-def source_dataset(recipe: Recipe, source: Source) -> Any:
-    root, files = Path(recipe.data.root).expanduser(), data_paths(recipe, source.files)
-    return open_dataset(source.dataset, files, root, source.subset, source.split)
-
-
-def data_paths(recipe: Recipe, names: Iterable[str]) -> list[Path]:
-    root = Path(recipe.data.root).expanduser()
-    return [root / Path(name).expanduser() for name in names]
-
-
-def _prepared(record: Record, steps: Sequence[str]) -> Record:
-    if not steps or isinstance(record, Question):
-        return record  # the places of answers would no longer be right
-    if isinstance(record, str):
-        return prepare(record, steps)
-    targets = tuple(prepare(target, steps) for target in record.targets)
-    return Pair(prepare(record.source, steps), targets)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -102,7 +38,7 @@ class Source:
     format: str = key(
         "the format of the files (questions: one JSON object a line with id, question, context "
         "and answers, a list of {text, start})",
-        among=FORMATS,
+        among=tuple(dict.fromkeys(name for names in FORMATS.values() for name in names)),
     )
     files: tuple[str, ...] = key("the files, plain, .gz or .xz; for parallel text, the sources", ())
     targets: tuple[str, ...] = key("for parallel text, the files of the targets", ())
@@ -137,7 +73,9 @@ class Data:
     valid: tuple[Source, ...] = key("the validation data", ())
     test: tuple[Source, ...] = key("the test data, evaluated at the end", ())
     prepare: tuple[str, ...] = key(
-        f"preparations of each text, in order: {', '.join(PREPARATIONS)}", ()
+        f"preparations of each text, in order: {', '.join(PREPARATIONS)}",
+        (),
+        only=(*PAIR_TASKS, *TEXT_TASKS),
     )
     length: int = key(
         "the maximum number of tokens of a sequence; longer pairs count as bad, other text "
@@ -151,18 +89,119 @@ class Data:
         "memory",
         0,
         least=0,
+        only=("language modelling",),
     )
-    forget: int = key(
+    memory_reset_every: int = key(
         "for a Transformer-XL, empty the memory after this many pieces, so that it learns to "
         "start a text; 0 for once an epoch",
         0,
         least=0,
+        only=("transformer-xl",),
     )
     unanswered: float = key(
         "the share of questions to repeat with a context that does not hold the answer",
         0.0,
         least=0,
         most=1,
+        only=QUESTION_TASKS,
     )
-    bad: float = key("the maximum share of bad lines", 0.001, least=0, most=1)
+    max_bad_share: float = key("the maximum share of bad lines", 0.001, least=0, most=1)
     cache: str = key("the folder for tokenized text", "~/.cache/regard/tokens")
+
+
+def check_data(data: Data, task: str) -> None:
+    """Raise InputError for data settings that contradict each other or do not fit the task."""
+    kind = RECORDS[task]
+    for source in (*data.train, *data.valid, *data.test):
+        if source.format not in FORMATS[kind]:
+            raise InputError(f"{task} reads {' or '.join(FORMATS[kind])}, not {source.format}.")
+        counts = {"columns": len(source.columns), "part": len(source.part)}
+        if source.format == "jsonl" and source.fields:
+            counts["fields"] = len(source.fields)
+        for name, count in counts.items():
+            if count != 2:
+                raise InputError(f"{name} of a data source are two, but got {count}.")
+        if (source.format == "dataset" and not source.files) != bool(source.dataset):
+            raise InputError(
+                "format = 'dataset' has either files or a dataset; other formats have files."
+            )
+        if min(source.columns) < 1:
+            raise InputError(f"Columns count from 1, but got {list(source.columns)}.")
+        if kind is str and (source.prefix or source.reverse):
+            raise InputError(f"prefix and reverse of a data source do nothing for {task}.")
+    if data.context >= data.length:
+        raise InputError(
+            f"data.context = {data.context} leaves no tokens with a loss in pieces of "
+            f"{data.length} tokens (data.length)."
+        )
+    if data.context and data.memory_reset_every:
+        raise InputError(
+            "data.memory_reset_every is for a memory, which data.context does not use: leave one "
+            "of them out."
+        )
+    for step in data.prepare:
+        if step not in PREPARATIONS:
+            raise InputError(unknown_key(f"data.prepare: {step!r}", step, PREPARATIONS))
+
+
+def records(data: Data, sources: Sequence[Source], kind: type, report: Report) -> Iterator[Record]:
+    """The records of some sources, prepared; without those outside the sources' ``part``."""
+    for source in sources:
+        for record in _read(data, source, kind, report):
+            if isinstance(record, Question):
+                text = record.context
+            else:
+                text = record if isinstance(record, str) else record.source
+            low, high = source.part
+            if (low, high) != (0, 1000) and not low <= readers.thousandth(text) < high:
+                continue
+            record = _prepared(record, data.prepare)
+            if not isinstance(record, Pair):
+                yield record
+            elif kind is str:
+                yield record.source
+            elif source.reverse:
+                for target in record.targets:
+                    yield Pair(source.prefix + target, (record.source,))
+            else:
+                yield Pair(source.prefix + record.source, record.targets)
+
+
+def _read(data: Data, source: Source, kind: type, report: Report) -> Iterator[Record]:
+    files = data_paths(data, source.files)
+    if source.format == "parallel":
+        return readers.read_parallel(files, data_paths(data, source.targets), report)
+    if source.format == "tsv":
+        return readers.read_tsv(files, (source.columns[0], source.columns[1]), report)
+    if source.format == "jsonl":
+        names = source.fields or ("source", "target")
+        return readers.read_jsonl(files, (names[0], names[1]), report)
+    if source.format == "dataset":
+        name = source.dataset or ", ".join(source.files)
+        return read_dataset(source_dataset(data, source), name, kind, source.fields, report)
+    if source.format == "questions":
+        return readers.read_questions(files, report)
+    if source.format == "squad":
+        return readers.read_squad(files, report)
+    return readers.read_text(files, report)
+
+
+def source_dataset(data: Data, source: Source) -> Any:
+    """The Hugging Face dataset of a source."""
+    root, files = Path(data.root).expanduser(), data_paths(data, source.files)
+    return open_dataset(source.dataset, files, root, source.subset, source.split)
+
+
+def data_paths(data: Data, names: Iterable[str]) -> list[Path]:
+    """Files below the root of the data."""
+    root = Path(data.root).expanduser()
+    return [root / Path(name).expanduser() for name in names]
+
+
+def _prepared(record: Record, steps: Sequence[str]) -> Record:
+    if not steps or isinstance(record, Question):
+        return record  # preparing a context would move its answers
+    if isinstance(record, str):
+        return prepare(record, steps)
+    targets = tuple(prepare(target, steps) for target in record.targets)
+    return Pair(prepare(record.source, steps), targets)

@@ -20,7 +20,7 @@ from regard.errors import CheckpointError, InputError
 
 @dataclass(frozen=True)
 class Ragged:
-    """Sequences of whole numbers, one after another.
+    """Sequences of integers in one flat array.
 
     >>> ragged = Ragged.of([[5, 6, 7], [8]])
     >>> ragged.gather(torch.tensor([1, 0]), longest=3, pad=0).tolist()
@@ -47,21 +47,21 @@ class Ragged:
         return self.starts.diff()
 
     def lengths_of(self, rows: Tensor) -> Tensor:
-        """As ``lengths[rows]``, without those of all others."""
+        """``lengths[rows]``, without computing the lengths of other rows."""
         return self.starts[rows + 1] - self.starts[rows]
 
     def to(self, device: torch.device) -> Ragged:
         return Ragged(self.flat.to(device), self.starts.to(device))
 
     def gather(self, rows: Tensor, longest: int, pad: int) -> Tensor:
-        """Some rows as [batch, longest], filled up with ``pad``. Nothing waits for the device."""
+        """Some rows as [batch, longest], padded with ``pad``; does not wait for the device."""
         at = torch.arange(longest, device=rows.device)
         start, stop = self.starts[rows, None], self.starts[rows + 1, None]
-        found = self.flat[(start + at).clamp_(max=len(self.flat) - 1)].long()
-        return found.where(start + at < stop, pad)
+        ids = self.flat[(start + at).clamp_(max=len(self.flat) - 1)].long()
+        return ids.where(start + at < stop, pad)
 
     def slices(self, starts: Tensor, length: int) -> Tensor:
-        """Pieces [batch, length] of the flat array, whatever sequences they run over."""
+        """Pieces [batch, length] of the flat array, across sequence ends."""
         at = torch.arange(length, device=starts.device)
         return self.flat[starts[:, None] + at].long()
 
@@ -98,7 +98,7 @@ class Table:
 
 
 def place(table: Table, device: torch.device) -> Table:
-    """The table on the device where it takes at most a quarter of the memory free there."""
+    """The table on the device, if it fits into a quarter of the free memory there."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         if table.size > free // 4:
@@ -107,22 +107,22 @@ def place(table: Table, device: torch.device) -> Table:
 
 
 def content(files: Iterable[Path]) -> list[str]:
-    """The SHA-256 of each of some files."""
-    found = []
+    """The SHA-256 of each file."""
+    digests = []
     for file in files:
         try:
             with file.open("rb") as opened:
-                found.append(hashlib.file_digest(opened, "sha256").hexdigest())
+                digests.append(hashlib.file_digest(opened, "sha256").hexdigest())
         except OSError as error:
             raise InputError(f"{file} cannot be read: {error.strerror or error}.") from None
-    return found
+    return digests
 
 
 def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], Table]) -> Table:
-    """The table that ``build`` makes, kept in ``folder`` and mapped into memory.
+    """The table that ``build`` returns, stored in ``folder`` and mapped into memory.
 
-    ``key`` holds all that the table depends on, contents as their SHA-256. A table on the disk that
-    is damaged is built again, with a warning.
+    ``key`` has everything that the table depends on, contents as their SHA-256. A damaged table
+    is built again, with a warning.
     """
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     at = folder / name
@@ -130,7 +130,7 @@ def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], Table]) -> 
         try:
             return _mapped(at)
         except CheckpointError as error:
-            warnings.warn(f"Tokens are made again: {error}", DamageWarning, stacklevel=2)
+            warnings.warn(f"A table of tokens is built again: {error}", DamageWarning, stacklevel=2)
             withdraw(at)
     table = build()
     files = {}
@@ -140,7 +140,7 @@ def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], Table]) -> 
     try:
         publish(at, files, {"facts": table.facts, "columns": list(table.columns)})
     except (CheckpointError, InputError):
-        if not at.exists():  # where it does, another process was faster, with the same
+        if not at.exists():  # otherwise another process has stored the same table
             raise
     return _mapped(at)
 

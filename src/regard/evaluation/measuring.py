@@ -1,34 +1,32 @@
-"""How well a model does: on one's own data, and whether the figures of its card come again.
-
-What is read and how it is decoded is said in the keys of a recipe, so that a figure is measured
-here as it was while the model learned; only weights are always float32.
-"""
+"""The scores of a model on given data."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 
 from regard.data import sources
-from regard.data.records import Report
-from regard.data.schema import nearest
+from regard.data.encoding import pair_columns, text_columns, window_columns
+from regard.data.readers import group_targets
+from regard.data.records import RECORDS, Pair, Question, Record, Report
+from regard.data.schema import nearest, parse
+from regard.data.tables import Table
 from regard.decoding.strategies import Beam, Sample
 from regard.errors import InputError
 from regard.evaluation import metrics
-from regard.evaluation.scoring import Progress, score_answers, score_pairs, score_text
-from regard.evaluation.settings import WRITTEN
+from regard.evaluation.scoring import AnswerScorer, PairScorer, Progress, Scorer, TextScorer
+from regard.evaluation.settings import WRITTEN, Measurement
 from regard.models.bundle import Bundle
 from regard.models.model import Model
 from regard.models.registry import ARCHITECTURES, Architecture
 from regard.text.tokenizer import Tokenizer
-from regard.training.recipe import Recipe, parse_recipe
 
-Settings = Mapping[str, Any] | Sequence[str]  # keys of a recipe: {"evaluation.beam": 4}
-
+Settings = Mapping[str, Any] | Sequence[str]  # keys of a recipe: {"evaluation.num_beams": 4}
 
 # The scores of a model, by the task as which it is scored.
 SCORES_OF_TASK: dict[str, tuple[str, ...]] = {
@@ -37,10 +35,16 @@ SCORES_OF_TASK: dict[str, tuple[str, ...]] = {
     "question answering": ("exact", "f1"),
     "language modelling": ("perplexity", "bits_per_byte", "loss"),
 }
+# Further scores, measured on request.
+_ON_REQUEST: dict[str, tuple[str, ...]] = {
+    "translation": ("loss", "perplexity"),
+    "summarization": ("loss", "perplexity"),
+    "question answering": ("loss",),
+}
 
 
 def scored_row(model: Model) -> Architecture:
-    """The row of a model that has scores."""
+    """The registry row of a model, if it has scores."""
     row = model.row()
     if not row.scored_as:
         names = ", ".join(row.class_name for row in ARCHITECTURES if row.scored_as)
@@ -50,22 +54,22 @@ def scored_row(model: Model) -> Architecture:
 
 @dataclass(frozen=True)
 class Evaluated:
-    """Scores, and what they are over.
+    """Scores, and the data they were measured on.
 
-    >>> found = Evaluated({"perplexity": 31.5}, 2048, "tokens", Report(read=9))
-    >>> f"{found.scores['perplexity']} over {found.count} {found.unit}"
+    >>> measured = Evaluated({"perplexity": 31.5}, 2048, "tokens", Report(read=9))
+    >>> f"{measured.scores['perplexity']} over {measured.count} {measured.unit}"
     '31.5 over 2048 tokens'
     """
 
     scores: dict[str, float]
     count: int
-    unit: str  # of what there are so many: "texts", "questions" or "tokens"
-    report: Report  # lines that were read, and those that could not be used
+    unit: str  # of the count: "texts", "questions" or "tokens"
+    report: Report  # how many lines were read, and which were bad
 
 
 def evaluate(
     model: Model,
-    text: Tokenizer,
+    tokenizer: Tokenizer,
     data: Sequence[Mapping[str, Any]],
     wanted: Sequence[str] = (),
     *,
@@ -73,96 +77,123 @@ def evaluate(
     settings: Settings = (),
     progress: Progress | None = None,
 ) -> Evaluated:
-    r"""The scores of a model on some data sources, as a recipe has them, with files below ``root``.
+    r"""The scores of a model on data sources, in the form of a recipe, with files below ``root``.
 
-    ``wanted`` are names of scores; without any, all that the model can have. ``settings`` are keys
+    ``wanted`` are names of scores; without any, those of :data:`SCORES_OF_TASK`. ``loss`` (and
+    ``perplexity`` for text from text) must be asked for. ``settings`` are keys
     of a recipe: ``data.length``, ``data.context``, ``data.prepare``, ``batch.tokens``, those of
     ``evaluation``, and for a Transformer-XL ``model.config.memory``.
 
     >>> import tempfile
     >>> from regard import GPT2, GPT2Config, Tokenizer
-    >>> text = Tokenizer.train_bpe(["one two three"], size=260)
-    >>> model = GPT2(GPT2Config(vocabulary=len(text), length=8, dim=8, depth=1, heads=2)).eval()
+    >>> tokenizer = Tokenizer.train_bpe(["one two three"], size=260)
+    >>> config = GPT2Config(vocabulary=len(tokenizer), length=8, dim=8, depth=1, heads=2)
+    >>> model = GPT2(config).eval()
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     _ = Path(folder, "a.txt").write_text("one two three\n" * 9)
-    ...     found = evaluate(model, text, [{"format": "text", "files": ["a.txt"]}], root=folder)
-    >>> list(found.scores), found.unit
+    ...     data = [{"format": "text", "files": ["a.txt"]}]
+    ...     measured = evaluate(model, tokenizer, data, root=folder)
+    >>> list(measured.scores), measured.unit
     (['perplexity', 'bits_per_byte', 'loss'], 'tokens')
     """
     row = scored_row(model)
-    known = SCORES_OF_TASK[row.scored_as]
+    known = (*SCORES_OF_TASK[row.scored_as], *_ON_REQUEST.get(row.scored_as, ()))
     nearest("score ", dict.fromkeys(wanted), known)
-    names = tuple(wanted) or known
+    names = tuple(wanted) or SCORES_OF_TASK[row.scored_as]
     for name in names:
         metrics.check(name)
-    recipe = _recipe(row, model, data, root, settings)
-    report = Report()
-    records = list(sources.records(recipe, recipe.data.test, report))
+    settled = _measurement(row, model, data, root, settings)
+    report, kind = Report(), RECORDS[row.scored_as]
+    records = list(sources.records(settled.data, settled.data.test, kind, report))
     if not records:
         raise InputError(f"There is nothing to evaluate on. {report}")
-    report.check(recipe.data.bad)
-    show = progress or _quiet
-    with torch.inference_mode():
-        if known is WRITTEN:
-            scores, count, unit = score_pairs(recipe, model, text, records, names, show)
-        elif row.scored_as == "question answering":
-            scores, count, unit = score_answers(recipe, model, text, records, show)
-        else:
-            scores, count, unit = score_text(recipe, model, text, records, show)
-    return Evaluated({name: scores[name] for name in names}, count, unit, report)
+    report.check(settled.data.max_bad_share, "test")
+    scorer = _scorer(settled, tokenizer, records, names)
+    with torch.inference_mode(), _memory_length(model, settled.model.config):
+        scores = scorer(model) if progress is None else scorer(model, progress)
+    return Evaluated({name: scores[name] for name in names}, scorer.count, scorer.unit, report)
 
 
-def _quiet(done: int, total: int) -> None:
-    del done, total
-
-
-def _recipe(
+def _measurement(
     row: Architecture,
     model: Model,
     data: Sequence[Mapping[str, Any]],
     root: str | Path,
     settings: Settings,
-) -> Recipe:
-    """A recipe that nothing is learned by; it checks every key and says what is meant."""
+) -> Measurement:
+    """All settings of an evaluation, checked."""
     longest = getattr(model.config, "length", 0)
     lengths = {"bert": min(longest, 384), "gpt2": longest, "transformer-xl": 128}
-    sources = [dict(source) for source in data]
     raw = {
         "task": row.scored_as,
-        "output": "",
         "model": {"kind": row.name},
         "data": {
             "root": str(root),
             "length": lengths.get(row.name, 256),
-            "train": sources,
-            "test": sources,
+            "train": [],
+            "test": [dict(source) for source in data],
         },
-        "batch": {"tokens": 2048},  # a vocabulary of 50,000 takes 400 MB then
-        "schedule": {"steps": 1},
     }
-    return parse_recipe(raw, settings)
+    return parse(Measurement, raw, settings)
 
 
-def own_settings(one: Bundle) -> dict[str, Any]:
-    """What a model's own files say of its use: a prefix, and keys of a recipe.
+def _scorer(
+    settled: Measurement, tokenizer: Tokenizer, records: Sequence[Record], names: Sequence[str]
+) -> Scorer:
+    data, evaluation, tokens = settled.data, settled.evaluation, settled.batch.tokens
+    limit, kind = evaluation.examples or None, RECORDS[settled.task]
+    if kind is Pair:
+        whole = cast("Sequence[Pair]", records)
+        pairs, table = group_targets(whole)[:limit], None
+        if not set(names) <= set(WRITTEN):
+            kept = {pair.source for pair in pairs}
+            report = Report()
+            rows = (pair for pair in whole if pair.source in kept)
+            table = Table(pair_columns(rows, data.length, tokenizer, report), {})
+            report.check(1.0, "test")  # at least one pair is not too long
+        return PairScorer(pairs, tokenizer, evaluation, names, data.length, table, tokens)
+    if kind is Question:
+        questions = cast("Sequence[Question]", records)[:limit]
+        table = Table(window_columns(questions, tokenizer, data.length), {})
+        return AnswerScorer(questions, table, tokenizer, tokens, evaluation.always_answer)
+    columns, size = text_columns(cast("Sequence[str]", records), tokenizer)
+    flat, temperature = columns["text"].flat, evaluation.temperature
+    return TextScorer(flat, size, data.length, data.context, tokens, temperature)
 
-    So that it is measured as it is used, where nothing else is asked for.
+
+@contextmanager
+def _memory_length(model: Model, config: Mapping[str, Any]) -> Iterator[None]:
+    """Within, a model with memory has the memory length of ``config``, if that has one."""
+    nearest("key model.config.", config, ["memory"] if model.remembers else [])
+    before = model.config
+    if model.remembers:
+        model.config = replace(model.config, **config)
+    try:
+        yield
+    finally:
+        model.config = before
+
+
+def own_settings(bundle: Bundle) -> dict[str, Any]:
+    """The prefix and the recipe keys with which a model's own files say that it is used.
+
+    So a model is measured in the way it is used, unless other settings are given.
     """
-    row, tasks = scored_row(one.model), one.tasks
-    task = (
-        row.scored_as if row.scored_as in tasks else next(iter(tasks)) if len(tasks) == 1 else None
-    )
-    found = dict[str, Any]()
-    if one.prefix(task):
-        found["prefix"] = one.prefix(task)
-    if prepare := one.tasks.get(task or "", {}).get("prepare"):
-        found["data.prepare"] = prepare
+    row, tasks = scored_row(bundle.model), bundle.tasks
+    task = row.scored_as if row.scored_as in tasks else None
+    if task is None and len(tasks) == 1:
+        task = next(iter(tasks))
+    result = dict[str, Any]()
+    if prefix := bundle.prefix(task):
+        result["prefix"] = prefix
+    if prepare := tasks.get(task or "", {}).get("prepare"):
+        result["data.prepare"] = prepare
     if SCORES_OF_TASK[row.scored_as] is WRITTEN:
-        how = one.settings(task).strategy()
+        how = bundle.settings(task).strategy()
         assert not isinstance(how, Sample)
-        found["evaluation.beam"] = how.num_beams if isinstance(how, Beam) else 1
-        found["evaluation.no_repeat"] = how.no_repeat_ngram_size
-        found["evaluation.least"] = how.min_new_tokens
+        result["evaluation.num_beams"] = how.num_beams if isinstance(how, Beam) else 1
+        result["evaluation.no_repeat_ngram_size"] = how.no_repeat_ngram_size
+        result["evaluation.min_new_tokens"] = how.min_new_tokens
         if isinstance(how, Beam):
-            found["evaluation.length_penalty"] = how.length_penalty
-    return found
+            result["evaluation.length_penalty"] = how.length_penalty
+    return result

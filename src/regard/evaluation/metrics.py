@@ -1,6 +1,6 @@
-"""Scores by which models are compared, each in the form that published figures have.
+"""Metrics, defined as in published results.
 
-BLEU and chrF are sacreBLEU's own (an optional package); the others are on this page.
+BLEU and chrF are sacreBLEU's own (an optional package); the others are defined here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def bleu(
 ) -> float:
     """Corpus BLEU from 0 to 100 (https://aclanthology.org/W18-6319).
 
-    Each output has its own references, and may have more than others have.
+    Outputs may have different numbers of references.
 
-    ``tokenize="none"`` takes the words as they are parted by spaces.
+    ``tokenize="none"`` splits words at spaces.
 
     >>> round(bleu(["the cat sat on the mat"], [["the cat sat on a mat", "a cat sat"]]), 2)
     53.73
@@ -44,7 +44,7 @@ def chrf(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> float:
 
 
 def check(metric: str) -> None:
-    """Raise InputError where what computes a metric is not installed."""
+    """Raise InputError if the package for a metric is not installed."""
     if metric in ("bleu", "chrf"):
         _sacrebleu()
 
@@ -54,14 +54,14 @@ def _sacrebleu() -> Any:
         from sacrebleu import metrics
     except ImportError:
         raise InputError(
-            "BLEU and chrF are sacreBLEU's: pip install 'regard[training]', or choose another "
+            "BLEU and chrF need sacreBLEU: pip install 'regard[training]', or choose another "
             "metric."
         ) from None
     return metrics
 
 
 def _columns(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[list[str | None]]:
-    """The references as sacreBLEU wants them: the first of each, the second of each, and so on."""
+    """The references as sacreBLEU takes them: the first of each output, the second of each, ..."""
     _check(outputs, references)
     most = max(len(some) for some in references)
     return [[some[n] if n < len(some) else None for some in references] for n in range(most)]
@@ -123,7 +123,7 @@ def _f_measure(common: int, one: int, other: int) -> float:
 
 
 def _in_common(one: Sequence[str], other: Sequence[str]) -> int:
-    """How many words two texts have in common, in the same order."""
+    """The length of the longest common subsequence of two texts, in words."""
     row = [0] * (len(other) + 1)
     for word in one:
         diagonal = 0
@@ -145,9 +145,9 @@ class Answered(NamedTuple):
 
 
 def answered(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Answered:
-    """How well answers meet theirs; no answer is right where there is no reference.
+    """Exact matches and F1 of answers; an empty answer is right if there is no reference.
 
-    Articles, punctuation and case do not count.
+    Articles, punctuation and case are ignored.
 
     >>> answered(["the Eiffel Tower", "Paris"], [["Eiffel tower"], []])
     Answered(exact=50.0, f1=50.0)
@@ -178,12 +178,12 @@ def _shared(found: list[str], target: list[str]) -> float:
 
 
 def perplexity(nats: float, tokens: int) -> float:
-    """How many tokens were in doubt at each place, from the summed loss.
+    """Perplexity from the summed loss in nats.
 
     >>> round(perplexity(10 * math.log(8), 10), 6)
     8.0
     """
-    return math.exp(min(nats / tokens, 700.0))  # beyond, a float has no number for it
+    return math.exp(min(nats / tokens, 700.0))  # a float cannot be larger
 
 
 def bits_per_byte(nats: float, size: float) -> float:

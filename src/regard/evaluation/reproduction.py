@@ -18,7 +18,7 @@ from regard.text.tokenizer import Tokenizer
 
 
 class Again(NamedTuple):
-    """A figure of a card, and the same measured here.
+    """A figure of a card, and the same figure measured again.
 
     >>> Again(Score(metric="bleu", value=31.0, tolerance=0.1, data=[], settings={}), 31.05).agrees
     True
@@ -66,17 +66,19 @@ def reproduce(
         for source in score.data:
             _check_files(Path(root).expanduser(), source)
     model = load(folder, device=device, dtype=torch.float32)
-    text = Tokenizer.load(folder)
+    tokenizer = Tokenizer.load(folder)
     for scores in together.values():
         data, settings = scores[0].data, scores[0].settings
         wanted = list(dict.fromkeys(score.metric for score in scores))
-        found = evaluate(model, text, data, wanted, root=root, settings=settings, progress=progress)
+        measured = evaluate(
+            model, tokenizer, data, wanted, root=root, settings=settings, progress=progress
+        )
         for score in scores:
-            yield Again(score, found.scores[score.metric])
+            yield Again(score, measured.scores[score.metric])
 
 
 def _check_files(root: Path, source: Mapping[str, Any]) -> None:
-    """Before hours go by: that all data are there."""
+    """Raise InputError for missing data before anything is measured."""
     for name in (*source.get("files", ()), *source.get("targets", ())):
         if not (root / name).is_file():
             raise InputError(

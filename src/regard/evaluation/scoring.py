@@ -1,167 +1,284 @@
-"""The one definition of each score of a model."""
+"""The one definition of each score: for the log of a run, its end, `regard evaluate` and cards.
+
+A scorer holds the data that are scored; calling it with a model gives the scores. Batches and their
+order follow from the data and the settings alone, so every caller gets the same figures.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from regard.data import readers
-from regard.data.encoding import token_ids, window_columns
-from regard.data.records import Pair, Question, Record
-from regard.data.schema import nearest
-from regard.data.tables import Ragged, Table
+from regard.data.batches import ByLength, Feed
+from regard.data.encoding import token_ids
+from regard.data.records import Pair, Question
+from regard.data.tables import Table
 from regard.decoding.generation import generate
-from regard.decoding.state import Memories
+from regard.decoding.spans import best_spans
 from regard.errors import InputError
-from regard.evaluation import metrics
-from regard.evaluation.settings import TOKENS
-from regard.models.model import Model
+from regard.evaluation import losses, metrics
+from regard.evaluation.settings import WRITTEN, Evaluation
 from regard.text.tokenizer import Tokenizer
-from regard.training.answers import Exam
-from regard.training.recipe import Recipe
 
 Progress = Callable[[int, int], None]  # how much is done, and of how much
-Piece = tuple[Tensor, int, int]  # where some pieces start, how long they are, how much is told
+
+DECODED_TOKENS = 2**15  # the most tokens of sources decoded at once, padding included
+DECODED_BEAMS = 256  # the most beams decoded at once
+LANES = 16  # the most parallel streams of a text that is scored with a memory
+LANE_PIECES = 16  # the fewest pieces of each
 
 
-def score_pairs(
-    recipe: Recipe,
-    model: Any,
-    text: Tokenizer,
-    records: Sequence[Record],
-    names: Sequence[str],
-    show: Progress,
-) -> tuple[dict[str, float], int, str]:
-    pairs = readers.together(cast("Sequence[Pair]", records))
-    settings = recipe.evaluation
-    pairs = pairs[: settings.examples or len(pairs)]
-    end = model.config.end_token
-    prompts = [[*ids, end] for ids in token_ids(text, [pair.source for pair in pairs])]
-    outputs = [""] * len(pairs)
-    # By length, and from the longest on: a guess of the time left is then too long, not too short.
-    order = sorted(range(len(pairs)), key=lambda row: -len(prompts[row]))
-    size = max(256 // settings.beam, 1)
-    for start in range(0, len(order), size):
-        rows = order[start : start + size]
-        found = generate(
+def _quiet(done: int, total: int) -> None:
+    del done, total
+
+
+class Scorer(Protocol):
+    """Data to score models on."""
+
+    unit: str  # of the count: "texts", "questions" or "tokens"
+
+    @property
+    def count(self) -> int: ...
+
+    def __call__(self, model: Any, progress: Progress = _quiet) -> dict[str, float]:
+        """The scores of a model in evaluation mode, by name."""
+
+
+def loss_scores(nats: float, count: int) -> dict[str, float]:
+    """Mean loss and perplexity from a summed loss."""
+    return {"loss": nats / count, "perplexity": metrics.perplexity(nats, count)}
+
+
+# ----------------------------------------------------------------- translation, summarization
+
+
+@dataclass
+class PairScorer:
+    """Scores of what a model writes for source texts, against the targets of each.
+
+    ``names`` of BLEU, chrF and ROUGE need ``pairs``, whose sources are decoded; the loss and the
+    perplexity need ``table``, with one row for each source and target.
+    """
+
+    pairs: Sequence[Pair]
+    tokenizer: Tokenizer
+    settings: Evaluation
+    names: Sequence[str]
+    length: int
+    table: Table | None = None
+    tokens: int = 2048
+    outputs: list[str] = field(default_factory=list)  # of the latest call
+
+    unit = "texts"
+
+    @property
+    def count(self) -> int:
+        return len(self.pairs)
+
+    def __call__(self, model: Any, progress: Progress = _quiet) -> dict[str, float]:
+        scores = {} if self.table is None else loss_scores(*self._loss(model, self.table))
+        written = [name for name in self.names if name in WRITTEN]
+        if not written:
+            return scores
+        self.outputs = self._decode(model, progress)
+        references = [pair.targets for pair in self.pairs]
+        if "bleu" in written:
+            scores["bleu"] = metrics.bleu(self.outputs, references, self.settings.tokenize)
+        if "chrf" in written:
+            scores["chrf"] = metrics.chrf(self.outputs, references)
+        if any(name.startswith("rouge") for name in written):
+            rouge = metrics.rouge(self.outputs, references)
+            scores |= zip(("rouge-1", "rouge-2", "rouge-l"), rouge, strict=True)
+        return scores
+
+    def _loss(self, model: Any, table: Table) -> tuple[float, int]:
+        special = losses.special_tokens(model)
+        return losses.summed_loss(
             model,
-            [prompts[row] for row in rows],
-            settings.decoding.strategy(),
-            max_new_tokens=recipe.data.length,
-            stop=[end],
-            batch=size,
-            tokens=TOKENS,
+            _by_length(table.lengths, self.tokens),
+            table["source"].flat.device,
+            lambda rows, _: losses.pair_batch(table, rows, special),
+            losses.pair_loss,
         )
-        for row, (best, *_) in zip(rows, found, strict=True):
-            outputs[row] = text.decode(best.ids)
-        show(start + len(rows), len(order))
-    references = [pair.targets for pair in pairs]
-    scores: dict[str, float] = {}
-    if "bleu" in names:
-        scores["bleu"] = metrics.bleu(outputs, references, settings.tokenize)
-    if "chrf" in names:
-        scores["chrf"] = metrics.chrf(outputs, references)
-    if any(name.startswith("rouge") for name in names):
-        rouge = metrics.rouge(outputs, references)
-        scores |= zip(("rouge-1", "rouge-2", "rouge-l"), rouge, strict=True)
-    return scores, len(pairs), "texts"
+
+    def _decode(self, model: Any, progress: Progress) -> list[str]:
+        end = model.config.end_token
+        sources = list(token_ids(self.tokenizer, [pair.source for pair in self.pairs]))
+        outputs = [""] * len(sources)
+        # Longest first, so that an estimate of the time left is too high rather than too low.
+        order = sorted(range(len(outputs)), key=lambda row: -len(sources[row]))
+        size = max(DECODED_BEAMS // self.settings.num_beams, 1)
+        for start in range(0, len(order), size):
+            rows = order[start : start + size]
+            generated = generate(
+                model,
+                [[*sources[row], end] for row in rows],
+                self.settings.decoding.strategy(),
+                max_new_tokens=self.length,
+                stop=[end],
+                batch=size,
+                tokens=DECODED_TOKENS,
+            )
+            for row, (best, *_) in zip(rows, generated, strict=True):
+                outputs[row] = self.tokenizer.decode(best.ids)
+            progress(start + len(rows), len(order))
+        return outputs
 
 
-def score_answers(
-    recipe: Recipe, model: Model, text: Tokenizer, records: Sequence[Record], show: Progress
-) -> tuple[dict[str, float], int, str]:
-    questions = cast("list[Question]", list(records))
-    questions = questions[: recipe.evaluation.examples or len(questions)]
-    # Some at a time, of like length, so that there is something to show on the way.
-    questions.sort(key=lambda question: -len(question.context))
-    outputs: list[str] = []
-    for start in range(0, len(questions), 128):
-        some = questions[start : start + 128]
-        table = Table(window_columns(some, text, recipe.data.length), {})
-        exam = Exam(some, table, text, recipe.batch.tokens, recipe.evaluation.always)
-        exam(model)
-        outputs += exam.outputs
-        show(len(outputs), len(questions))
-    references = [[answer.text for answer in question.answers] for question in questions]
-    found = metrics.answered(outputs, references)
-    return found._asdict(), len(questions), "questions"
+def _by_length(lengths: Tensor, tokens: int) -> ByLength:
+    lengths = lengths.cpu()
+    return ByLength(lengths, max(tokens, int(lengths.sum(1).max())))
 
 
-def score_text(
-    recipe: Recipe, model: Any, text: Tokenizer, records: Sequence[Record], show: Progress
-) -> tuple[dict[str, float], int, str]:
-    lines = [f"{line}\n" for line in cast("Sequence[str]", records)]
-    whole = sum(len(line.encode()) for line in lines)
-    flat = Ragged.of(token_ids(text, lines)).flat
-    total = len(flat) - 1  # the first token is told from nothing
-    if total < 1:
-        raise InputError("The text has a single token: there is nothing to tell from it.")
-    length, context = recipe.data.length, recipe.data.context
-    rows = max(recipe.batch.tokens // length, 1)
-    with _remembering(model, recipe.model.config) as remember:
-        if remember is None or context:
-            pieces, given = _windows(total, length, rows, context), {}
-        else:
-            pieces, given = _lanes(total, length, rows), {"memories": remember()}
-        nats, count = 0.0, 0
-        for starts, size, last in pieces:
-            piece = flat[starts[:, None] + torch.arange(size + 1)].long().to(model.device)
-            read, labels = piece[:, :-1], piece[:, -last:].flatten()
-            hidden = model.read(read, **given)[:, -last:]
-            told = model.logits(hidden).float().flatten(0, 1) / recipe.evaluation.temperature
-            nats += float(cross_entropy(told, labels, reduction="sum"))
-            count += len(starts) * last
-            show(count, total)
-    # A few tokens may be left that fill no row; then the share of the text that was read counts.
-    scores = {
-        "loss": nats / count,
-        "perplexity": metrics.perplexity(nats, count),
-        "bits_per_byte": metrics.bits_per_byte(nats, whole * count / total),
-    }
-    return scores, count, "tokens"
+# -------------------------------------------------------------------------- question answering
 
 
-@contextmanager
-def _remembering(
-    model: Model, config: Mapping[str, Any]
-) -> Iterator[Callable[[], Memories | None] | None]:
-    """What a model remembers with, if it does; within, its memory is as long as ``config`` says."""
-    nearest("key model.config.", config, ["memory"] if model.remembers else [])
-    if not model.remembers:
-        yield None
-        return
-    before = model.config
-    model.config = replace(before, **config)
-    try:
-        yield model.remember
-    finally:
-        model.config = before
+@dataclass
+class AnswerScorer:
+    """The loss on all windows of some questions, and the best answer to each of them.
+
+    ``table`` has the windows of the questions, as :func:`regard.data.encoding.window_columns`.
+    """
+
+    questions: Sequence[Question]
+    table: Table
+    tokenizer: Tokenizer
+    tokens: int = 2048
+    always_answer: bool = False
+    outputs: list[str] = field(default_factory=list)  # of the latest call
+
+    unit = "questions"
+
+    @property
+    def count(self) -> int:
+        return len(self.questions)
+
+    def __call__(self, model: Any, progress: Progress = _quiet) -> dict[str, float]:
+        table, device = self.table, next(model.parameters()).device
+        plan = _by_length(table["ids"].lengths[:, None], self.tokens)
+        feed, pad = Feed(plan, 0, table["ids"].flat.device), self.tokenizer.id("[PAD]")
+        nats, done = torch.zeros((), dtype=torch.float64, device=device), 0
+        # For each question: by how much its best span beats no answer, and the span's tokens.
+        best: dict[int, tuple[float, int, int]] = {}
+        for _ in feed.batches:
+            rows = feed.next()
+            batch = losses.move(losses.answer_batch(table, rows, pad).batch, device)
+            logits = losses.answer_logits(model, batch)
+            nats += losses.answer_loss(logits, batch)
+            facts = table["facts"].gather(rows.rows, 5, 0).tolist()
+            spans = best_spans(*logits, batch.possible)
+            columns = (part.tolist() for part in (spans.better, spans.first, spans.last))
+            for (number, split, offset, *_), margin, first, last in zip(
+                facts, *columns, strict=True
+            ):
+                span = margin, first - split + offset, last - split + offset
+                best[number] = max(best.get(number, span), span)
+            done += len(rows.rows)
+            progress(done, len(table))
+        self.outputs = [self._answer(number, *best[number]) for number in range(self.count)]
+        references = [[answer.text for answer in q.answers] for q in self.questions]
+        exact, f1 = metrics.answered(self.outputs, references)
+        return {"loss": float(nats) / (2 * len(table)), "exact": exact, "f1": f1}
+
+    def _answer(self, number: int, margin: float, first: int, last: int) -> str:
+        if margin <= 0 and not self.always_answer:
+            return ""
+        context = self.questions[number].context
+        offsets = self.tokenizer.encode(context, special=False).offsets
+        return context[offsets[first][0] : offsets[last][1]]
 
 
-def _windows(total: int, length: int, rows: int, context: int) -> Iterator[Piece]:
-    """Some pieces at a time: each begins with ``context`` tokens that were told before."""
-    if context:
-        first = min(context, total)
-        yield torch.tensor([0]), first, first
-    new = length - context
-    whole = torch.arange(0, max(total - length + 1, 0), new)
-    for at in range(0, len(whole), rows):
-        yield whole[at : at + rows], length, new
-    left = max(total - context, 0) % new
-    if left:
-        yield torch.tensor([total - context - left]), context + left, left
+# --------------------------------------------------------------------------- language modelling
 
 
-def _lanes(total: int, length: int, rows: int) -> Iterator[Piece]:
-    """As :func:`_windows`, of readers side by side that each go on where they stopped."""
-    rows = max(min(rows, total // length), 1)
-    lane = total // rows
-    for at in range(0, lane, length):
-        size = min(length, lane - at)
-        yield torch.arange(rows) * lane + at, size, size
+class _Piece(NamedTuple):
+    starts: Tensor  # int64 [rows]
+    length: int
+    scored: int  # how many of its last tokens are predicted
+    first: bool = True  # whether the memory is empty before it
+
+
+@dataclass
+class TextScorer:
+    """Loss, perplexity and bits per byte of a language model on one text.
+
+    Every token but the text's first is predicted exactly once, so figures are over the whole text.
+
+    - Without memory the text is cut into pieces of ``length`` tokens. With a ``context`` each piece
+      begins with that many tokens of the previous one, which are read and not predicted again; the
+      first piece predicts its context too.
+    - A model with memory (without ``context``) reads the text piece after piece in up to 16
+      parallel lanes. Each lane has at least 16 pieces, so that the memory is empty for few tokens.
+      The number of lanes depends on the text and ``length``, not on the batch size. The few tokens
+      that fill no lane are predicted in a last piece.
+
+    ``tokens`` limits memory only: the logits computed at once, and the rows of pieces.
+    """
+
+    ids: Tensor  # int32 [tokens]
+    size: int  # in bytes
+    length: int
+    context: int = 0
+    tokens: int = 2048
+    temperature: float = 1.0
+
+    unit = "tokens"
+
+    def __post_init__(self) -> None:
+        if self.count < 1:
+            raise InputError("The text has a single token: there is nothing to predict.")
+
+    @property
+    def count(self) -> int:
+        return len(self.ids) - 1
+
+    def __call__(self, model: Any, progress: Progress = _quiet) -> dict[str, float]:
+        memory = model.remembers and not self.context
+        given: dict[str, Any] = {}
+        nats = torch.zeros((), dtype=torch.float64, device=model.device)
+        done = 0
+        for piece in self._lanes() if memory else self._windows():
+            places = piece.starts[:, None] + torch.arange(piece.length + 1)
+            ids = losses.move(self.ids[places.to(self.ids.device)].long(), model.device)
+            if memory and piece.first:
+                given = {"memories": model.remember()}
+            hidden = model.read(ids[:, :-1], **given)[:, -piece.scored :].flatten(0, 1)
+            labels = ids[:, -piece.scored :].flatten()
+            for some, targets in zip(
+                hidden.split(self.tokens), labels.split(self.tokens), strict=True
+            ):
+                logits = model.logits(some).float() / self.temperature
+                nats += cross_entropy(logits, targets, reduction="sum")
+            done += len(labels)
+            progress(done, self.count)
+        total = float(nats)
+        bits = metrics.bits_per_byte(total, self.size)
+        return loss_scores(total, self.count) | {"bits_per_byte": bits}
+
+    def _windows(self) -> Iterator[_Piece]:
+        total, length, context = self.count, self.length, self.context
+        rows, new = max(self.tokens // length, 1), length - context
+        if context:
+            first = min(context, total)
+            yield _Piece(torch.tensor([0]), first, first)
+        starts = torch.arange(0, max(total - length + 1, 0), new)
+        for at in range(0, len(starts), rows):
+            yield _Piece(starts[at : at + rows], length, new)
+        if left := max(total - context, 0) % new:
+            yield _Piece(torch.tensor([total - context - left]), context + left, left)
+
+    def _lanes(self) -> Iterator[_Piece]:
+        total, length = self.count, self.length
+        lanes = max(min(LANES, total // (LANE_PIECES * length)), 1)
+        lane = total // lanes
+        for at in range(0, lane, length):
+            size = min(length, lane - at)
+            yield _Piece(torch.arange(lanes) * lane + at, size, size, first=not at)
+        if left := total - lanes * lane:
+            size = max(min(length, total), left)
+            yield _Piece(torch.tensor([total - size]), size, left)

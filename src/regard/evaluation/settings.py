@@ -1,16 +1,19 @@
-"""The evaluation section of a recipe."""
+"""The evaluation section of a recipe, and all keys that a score depends on."""
 
+# ruff: noqa: RUF009 - key() declares a field
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
-from regard.data.records import Pair, Question
-from regard.data.schema import key
+from regard.data.records import PAIR_TASKS, QUESTION_TASKS, Pair, Question
+from regard.data.schema import check_scope, key
+from regard.data.sources import Data, check_data
 from regard.decoding.settings import Settings
 
 WRITTEN = ("bleu", "chrf", "rouge-1", "rouge-2", "rouge-l")  # scores of text that a model writes
-TOKENS = 2**15  # of sources that are decoded at once, padding counted
 METRICS = ("loss", *WRITTEN, "exact", "f1")
+# The scores that may decide which checkpoint of a run is best.
 SCORED: dict[type, tuple[str, ...]] = {
     Pair: ("loss", *WRITTEN),
     Question: ("loss", "exact", "f1"),
@@ -25,23 +28,34 @@ class Evaluation:
     every: int = key("evaluate every this many steps; 0 for only at the end", 1000, least=0)
     metric: str = key("the score that decides which checkpoint is best", "loss", among=METRICS)
     examples: int = key("the number of examples to decode during training; 0 for all", 0, least=0)
-    beam: int = key("the number of beams; 1 is greedy", 1, least=1)
-    length_penalty: float = key("a beam's score is divided by its length to this power", 1.0)
-    no_repeat: int = key(
-        "no sequence of this many tokens is generated twice; 0 for no limit", 0, least=0
+    num_beams: int = key("the number of beams; 1 is greedy", 1, least=1, only=PAIR_TASKS)
+    length_penalty: float = key(
+        "a beam's score is divided by its length to this power", 1.0, only=PAIR_TASKS
     )
-    least: int = key("the minimum number of tokens before an end token", 0, least=0)
+    no_repeat_ngram_size: int = key(
+        "no sequence of this many tokens is generated twice; 0 for no limit",
+        0,
+        least=0,
+        only=PAIR_TASKS,
+    )
+    min_new_tokens: int = key(
+        "the minimum number of tokens before an end token", 0, least=0, only=PAIR_TASKS
+    )
     temperature: float = key(
         "the temperature of a language model's softmax; above 1 for a model that is "
         "overconfident, for example after overfitting",
         1.0,
         least=0.01,
+        only=("language modelling",),
     )
-    always: bool = key("answer every question, even if no answer is more likely", False)
+    always_answer: bool = key(
+        "answer every question, even if no answer is more likely", False, only=QUESTION_TASKS
+    )
     tokenize: str = key(
         "the tokenization of BLEU (none: for tokenized text)",
         "13a",
         among=("13a", "intl", "char", "zh", "none"),
+        only=PAIR_TASKS,
     )
     patience: int = key(
         "stop after this many evaluations without a better score; 0 for never", 0, least=0
@@ -49,10 +63,40 @@ class Evaluation:
 
     @property
     def decoding(self) -> Settings:
-        """How text is decoded to be scored."""
+        """The decoding settings for text that is scored."""
         return Settings(
-            num_beams=self.beam,
+            num_beams=self.num_beams,
             length_penalty=self.length_penalty,
-            no_repeat_ngram_size=self.no_repeat,
-            min_new_tokens=self.least,
+            no_repeat_ngram_size=self.no_repeat_ngram_size,
+            min_new_tokens=self.min_new_tokens,
         )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredModel:
+    """The model that is scored."""
+
+    kind: str = key("the architecture")
+    config: dict[str, Any] = key("memory, for a Transformer-XL: the length of its memory", dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScoredBatch:
+    """The size of a batch."""
+
+    tokens: int = key("the maximum number of tokens of a batch, padding included", 2048, least=1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measurement:
+    """The keys of a recipe that the scores of a model depend on."""
+
+    task: str = key("the task to score")
+    model: ScoredModel = key("the model")
+    data: Data = key("the data; test is scored")
+    batch: ScoredBatch = key("the batches", ScoredBatch)
+    evaluation: Evaluation = key("the evaluation", Evaluation)
+
+    def __post_init__(self) -> None:
+        check_scope(self, (self.task, self.model.kind))
+        check_data(self.data, self.task)

@@ -1,55 +1,43 @@
-"""Two looks of one kind, and their difference."""
+"""The difference of two results of ``look``."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from regard.errors import InputError
 from regard.interpret.heads import HeadMap
+from regard.interpret.measurement import Look
 from regard.interpret.overview import Overview
 from regard.pictures.figures import Picture
 from regard.pictures.figures import compare as compare_pictures
 
 
 @dataclass(frozen=True, eq=False)
-class Comparison:
+class Comparison(Look):
     """Two overviews, or two heads' maps, and how the second differs from the first."""
+
+    kind = "comparison"
 
     first: Overview | HeadMap
     second: Overview | HeadMap
     names: tuple[str, str]
 
     def picture(self, *, without_first: bool = False) -> Picture:
-        one, other = (look.picture(without_first=without_first) for look in self._both)
-        caption = " ".join(dict.fromkeys(note for look in self._both for note in look.notes))
-        return compare_pictures(one, other, names=self.names, caption=caption)
-
-    @property
-    def _both(self) -> tuple[Overview | HeadMap, Overview | HeadMap]:
-        return self.first, self.second
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": "comparison",
-            "names": list(self.names),
-            "first": self.first.to_dict(),
-            "second": self.second.to_dict(),
-        }
-
-    def _repr_html_(self) -> str:
-        return self.picture()._repr_html_()
+        both = (self.first, self.second)
+        first, second = (look.picture(without_first=without_first) for look in both)
+        caption = " ".join(dict.fromkeys(note for look in both for note in look.notes))
+        return compare_pictures(first, second, names=self.names, caption=caption)
 
 
 def compare(first: object, second: object, *, names: tuple[str, str]) -> Comparison:
-    """Two looks side by side: of two models, two heads or two texts.
+    """Compare the results of two models, two heads or two texts.
 
     Overviews must have the same layers and heads, maps the same number of tokens.
     """
     if isinstance(first, Overview) and isinstance(second, Overview):
         shapes = [
-            f"{len(one.layers)} layers of {one.values['entropy'].shape[1]} heads"
-            for one in (first, second)
+            f"{len(each.layers)} layers of {each.values['entropy'].shape[1]} heads"
+            for each in (first, second)
         ]
         if shapes[0] != shapes[1]:
             raise InputError(
@@ -58,13 +46,13 @@ def compare(first: object, second: object, *, names: tuple[str, str]) -> Compari
             )
         return Comparison(first, second, names)
     if isinstance(first, HeadMap) and isinstance(second, HeadMap):
-        sizes = [f"{len(one.rows):,} x {len(one.columns):,} tokens" for one in (first, second)]
+        sizes = [f"{len(each.rows):,} x {len(each.columns):,} tokens" for each in (first, second)]
         if sizes[0] != sizes[1]:
             raise InputError(
                 f"{names[0]} has {sizes[0]} and {names[1]} {sizes[1]}: maps are compared cell by "
-                "cell. Ask for as many rows and columns of each."
+                "cell. Give the same number of rows and columns."
             )
         return Comparison(first, second, names)
     raise InputError(
-        "Two overviews can be compared, or two maps of heads; not alignments, and no word's keys."
+        "Only two overviews or two maps of heads can be compared, not alignments or a word's keys."
     )

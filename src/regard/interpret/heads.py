@@ -1,4 +1,4 @@
-"""One head as a map, pooled or exact, and one word's keys."""
+"""The weights of one head as a map, and the keys one word attends to."""
 
 from __future__ import annotations
 
@@ -10,25 +10,28 @@ import torch
 from torch import Tensor
 
 from regard.errors import InputError
+from regard.interpret.measurement import Look
 from regard.interpret.overview import notes_on
 from regard.interpret.pooling import join_words
-from regard.interpret.runs import Chunk, Reading
+from regard.interpret.runs import Chunk, TextRun
 from regard.mechanism.seeing import See, Seen
 from regard.models.model import AttentionLayer
 from regard.pictures.figures import Picture, pooled_map, top_keys, weight_map
 from regard.text.words import Word
 
-NAMED = 64  # tokens a side, up to which the picture of a map has their names
-GRID = 256  # cells a side, more of which are pooled
-MOST_EXACT = 2**18  # weights that are looked at one by one
+MAX_NAMED = 64  # tokens a side up to which the picture of a map names them
+MAX_CELLS = 256  # a side; maps of more tokens are pooled
+MAX_EXACT = 2**18  # weights of an exact map
 
 
 @dataclass(frozen=True, eq=False)
-class HeadMap:
+class HeadMap(Look):
     """The weights of one head, [rows, columns] of its tokens, exact or pooled into fewer cells.
 
     A pooled cell is the weight that an average query of its row gives to all keys of its column.
     """
+
+    kind = "map"
 
     model: str
     layer: str
@@ -36,7 +39,7 @@ class HeadMap:
     weights: Tensor  # [rows, columns], or [cells, cells] where pooled
     rows: range
     columns: range
-    queries: tuple[str, ...]  # what the tokens of the rows are called
+    queries: tuple[str, ...]  # the tokens of the rows
     keys: tuple[str, ...]
     pooled: bool
     notes: tuple[str, ...] = ()
@@ -49,7 +52,7 @@ class HeadMap:
             )
         title = f"{self.model}: layer {self.layer}, head {self.head}"
         note = " ".join(self.notes)
-        if not self.pooled and max(len(self.rows), len(self.columns)) <= NAMED:
+        if not self.pooled and max(len(self.rows), len(self.columns)) <= MAX_NAMED:
             return weight_map(
                 self.weights,
                 self.queries,
@@ -70,70 +73,59 @@ class HeadMap:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        named = {} if self.pooled else {"queries": list(self.queries), "keys": list(self.keys)}
-        return {
-            "kind": "map",
-            "model": self.model,
-            "layer": self.layer,
-            "head": self.head,
-            "rows": [self.rows.start, self.rows.stop],
-            "columns": [self.columns.start, self.columns.stop],
-            "pooled": self.pooled,
-            **named,
-            "weights": self.weights.tolist(),
-            "notes": list(self.notes),
-        }
-
-    def _repr_html_(self) -> str:
-        return self.picture()._repr_html_()
+        values = super().to_dict()
+        return {n: v for n, v in values.items() if not (self.pooled and n in ("queries", "keys"))}
 
 
-class MapSight:
-    """Gathers one head's map. A long text read at once is pooled as it streams."""
+class MapMeasurement:
+    """One head's map. The map of a long text that runs at once is pooled by the kernel."""
 
     def __init__(
         self,
-        reading: Reading,
+        run: TextRun,
         layer: AttentionLayer,
         head: int,
         rows: range | None = None,
         columns: range | None = None,
     ) -> None:
-        self.reading, self.layer, self.head = reading, layer, reading.head(layer, head)
-        asking, asked = reading.sides(layer)
-        self.rows = _within(rows, len(asking), "rows")
-        self.columns = _within(columns, len(asked), "columns")
+        self.run, self.layer, self.head = run, layer, head
+        run.check_head(layer, head)
+        queries, keys = run.tokens_of(layer)
+        self.rows = _within(rows, len(queries), "rows")
+        self.columns = _within(columns, len(keys), "columns")
         zoomed = rows is not None or columns is not None
-        self.pooled = not zoomed and max(len(self.rows), len(self.columns)) > GRID
-        if not self.pooled and len(self.rows) * len(self.columns) > MOST_EXACT:
+        self.pooled = not zoomed and max(len(self.rows), len(self.columns)) > MAX_CELLS
+        if not self.pooled and len(self.rows) * len(self.columns) > MAX_EXACT:
             raise InputError(
-                f"{len(self.rows):,} rows of {len(self.columns):,} columns are too many to look at "
-                f"one by one. Ask for fewer of either, for {MOST_EXACT:,} weights at most."
+                f"A map of {len(self.rows):,} rows and {len(self.columns):,} columns is too large. "
+                f"Give fewer of either, for {MAX_EXACT:,} weights at most."
             )
         sizes = (len(self.rows), len(self.columns))
-        self._cells = torch.zeros(*(min(GRID, size) if self.pooled else size for size in sizes))
+        self._cells = torch.zeros(
+            *(min(MAX_CELLS, size) if self.pooled else size for size in sizes)
+        )
 
-    def ask(self, layer: AttentionLayer, chunk: Chunk) -> See | None:
+    def see(self, layer: AttentionLayer, chunk: Chunk) -> See | None:
         if layer is not self.layer:
             return None
         if self.pooled:
-            # Chunks lie across the cells of the whole: their weights are few enough to pool here.
-            return See(map=GRID) if len(self.reading.chunks) == 1 else See(weights=True)
+            # The cells of the whole map lie across chunks, whose weights are few: pooled in add().
+            return See(map=MAX_CELLS) if len(self.run.chunks) == 1 else See(weights=True)
         _, _, pairs = self._exact(chunk)
         return See(pairs=pairs) if len(pairs) else None
 
     def _exact(self, chunk: Chunk) -> tuple[range, range, Tensor]:
-        """The rows and columns that lie in a chunk, and their pairs as the chunk counts them."""
-        queries, keys = self.reading.part(self.layer, chunk)
-        rows, columns = _common(self.rows, queries), _common(self.columns, keys)
+        """The rows and columns within a chunk, and their pairs counted from its first token."""
+        queries, keys = self.run.ranges(self.layer, chunk)
+        rows, columns = _overlap(self.rows, queries), _overlap(self.columns, keys)
         pairs = torch.cartesian_prod(
             torch.arange(rows.start - queries.start, rows.stop - queries.start),
             torch.arange(columns.start - keys.start, columns.stop - keys.start),
         )
         return rows, columns, pairs
 
-    def take(self, layer: AttentionLayer, chunk: Chunk, seen: Seen) -> None:
-        queries, keys = self.reading.part(layer, chunk)
+    def add(self, layer: AttentionLayer, chunk: Chunk, seen: Seen) -> None:
+        queries, keys = self.run.ranges(layer, chunk)
         if seen.map is not None:
             self._cells = seen.map[0, self.head].float().cpu()
         elif seen.weights is not None:
@@ -158,22 +150,22 @@ class MapSight:
             ] = part
 
     def result(self) -> HeadMap:
-        reading, cells = self.reading, self._cells
-        if self.pooled and len(reading.chunks) > 1:
+        run, cells = self.run, self._cells
+        if self.pooled and len(run.chunks) > 1:
             row_of = torch.arange(len(self.rows)) * len(cells) // len(self.rows)
             cells = cells / row_of.bincount(minlength=len(cells))[:, None]
-        asking, asked = reading.sides(self.layer)
+        queries, keys = run.tokens_of(self.layer)
         return HeadMap(
-            type(reading.model).__name__,
+            type(run.model).__name__,
             self.layer.name,
             self.head,
             cells,
             self.rows,
             self.columns,
-            asking.labels[self.rows.start : self.rows.stop],
-            asked.labels[self.columns.start : self.columns.stop],
+            queries.labels[self.rows.start : self.rows.stop],
+            keys.labels[self.columns.start : self.columns.stop],
             self.pooled,
-            notes_on(reading),
+            notes_on(run),
         )
 
 
@@ -184,27 +176,26 @@ def _within(wanted: range | None, count: int, what: str) -> range:
         raise InputError(f"{what} are a range of tokens, as range(3, 9), but got {wanted!r}.")
     if not 0 <= wanted.start < wanted.stop <= count:
         raise InputError(
-            f"{what} {wanted.start}:{wanted.stop} must lie within 0:{count}, the tokens there are."
+            f"{what} {wanted.start}:{wanted.stop} must lie within 0:{count}, the number of tokens."
         )
     return wanted
 
 
-def _common(one: range, other: range) -> range:
-    start, stop = max(one.start, other.start), min(one.stop, other.stop)
+def _overlap(first: range, second: range) -> range:
+    start, stop = max(first.start, second.start), min(first.stop, second.stop)
     return range(start, max(stop, start))
 
 
-# One word ---------------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, eq=False)
-class WordKeys:
-    """What one word attends to, by whole words: one head's weights, or the mean of several."""
+class WordKeys(Look):
+    """The words that one word attends to: the weights of one head, or the mean of several."""
+
+    kind = "word"
 
     model: str
     word: str
-    times: int  # it comes in the text; this is the first
-    heads: str  # whose weights, in words
+    times: int  # how often it is in the text; this is the first
+    heads: str  # a description of the heads
     weights: Tensor  # [keys]
     keys: tuple[str, ...]
     notes: tuple[str, ...] = ()
@@ -221,79 +212,68 @@ class WordKeys:
             caption=" ".join(self.notes),
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": "word",
-            "model": self.model,
-            "word": self.word,
-            "times": self.times,
-            "heads": self.heads,
-            "keys": list(self.keys),
-            "weights": self.weights.tolist(),
-            "notes": list(self.notes),
-        }
 
-    def _repr_html_(self) -> str:
-        return self.picture()._repr_html_()
-
-
-class WordSight:
-    """Gathers the rows of one word's tokens, in some layers and heads."""
+class WordMeasurement:
+    """The rows of one word's tokens, averaged over some layers and heads."""
 
     def __init__(
         self,
-        reading: Reading,
+        run: TextRun,
         word: str,
         layer: AttentionLayer | None = None,
         head: int | None = None,
     ) -> None:
-        self.reading = reading
+        self.run = run
         if layer is None:
-            self.layers = [one for one in reading.layers if one.half in ("", "encoder")]
+            self.layers = [each for each in run.layers if each.half in ("", "encoder")]
         else:
             self.layers = [layer]
-        self.head = None if head is None or layer is None else reading.head(layer, head)
-        self.asking, self.asked = reading.sides(self.layers[0])
-        self.word, self.times = self.asking.find(word)
-        self._rows = torch.zeros(len(self.word.places), len(self.asked))
-        self._name = _named(self.layers, layer, self.head)
+        self.head = head
+        if layer is not None and head is not None:
+            run.check_head(layer, head)
+        queries, self.keys = run.tokens_of(self.layers[0])
+        self.word, self.times = queries.find(word)
+        self._rows = torch.zeros(len(self.word.places), len(self.keys))
+        self._heads = _description(self.layers, layer, head)
 
-    def ask(self, layer: AttentionLayer, chunk: Chunk) -> See | None:
+    def see(self, layer: AttentionLayer, chunk: Chunk) -> See | None:
         rows = [place for _, place in self._places(layer, chunk)]
         return See(rows=rows) if layer in self.layers and rows else None
 
     def _places(self, layer: AttentionLayer, chunk: Chunk) -> list[tuple[int, int]]:
-        """Which tokens of the word lie in a chunk, and where."""
-        queries, _ = self.reading.part(layer, chunk)
+        """The tokens of the word within a chunk: their number in the word, and their query."""
+        queries, _ = self.run.ranges(layer, chunk)
         return [
             (index, place - queries.start)
             for index, place in enumerate(self.word.places)
             if place in queries
         ]
 
-    def take(self, layer: AttentionLayer, chunk: Chunk, seen: Seen) -> None:
+    def add(self, layer: AttentionLayer, chunk: Chunk, seen: Seen) -> None:
         assert seen.rows is not None
-        _, keys = self.reading.part(layer, chunk)
+        _, keys = self.run.ranges(layer, chunk)
         rows = seen.rows[0].float().cpu()  # [heads, r, k]
-        found = rows.mean(0) if self.head is None else rows[self.head]
-        for (index, _), row in zip(self._places(layer, chunk), found, strict=True):
+        rows = rows.mean(0) if self.head is None else rows[self.head]
+        for (index, _), row in zip(self._places(layer, chunk), rows, strict=True):
             self._rows[index, keys.start : keys.stop] += row / len(self.layers)
 
     def result(self) -> WordKeys:
         everything = Word(self.word.label, tuple(range(len(self._rows))))
-        joined = join_words(self._rows, [everything], self.asked.words)[0]
+        joined = join_words(self._rows, [everything], self.keys.words)[0]
         return WordKeys(
-            type(self.reading.model).__name__,
+            type(self.run.model).__name__,
             self.word.label,
             self.times,
-            self._name,
+            self._heads,
             joined,
-            tuple(word.label for word in self.asked.words),
-            notes_on(self.reading),
+            tuple(word.label for word in self.keys.words),
+            notes_on(self.run),
         )
 
 
-def _named(layers: Sequence[AttentionLayer], layer: AttentionLayer | None, head: int | None) -> str:
+def _description(
+    layers: Sequence[AttentionLayer], layer: AttentionLayer | None, head: int | None
+) -> str:
     if layer is None:
         return f"mean of all heads of {len(layers)} layers"
     if head is None:

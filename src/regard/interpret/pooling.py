@@ -11,13 +11,13 @@ from regard.text.words import Span, Word
 
 
 def join_words(weights: Tensor, queries: Sequence[Word], keys: Sequence[Word]) -> Tensor:
-    """Weights [..., q, k] of tokens as weights of words: keys added up, queries averaged."""
+    """Weights [..., q, k] of tokens as those of words: keys summed, queries averaged."""
     rows = torch.stack([weights[..., word.places, :].mean(-2) for word in queries], -2)
     return torch.stack([rows[..., word.places].sum(-1) for word in keys], -1)
 
 
-def sharing(tokens: Sequence[tuple[int, int]], units: Sequence[Span]) -> Tensor:
-    """How many characters each token has in each unit (words, sentences): [tokens, units]."""
+def overlaps(tokens: Sequence[tuple[int, int]], units: Sequence[Span]) -> Tensor:
+    """The characters of each token within each unit (word, sentence): [tokens, units]."""
     if not tokens or not units:
         return torch.zeros(len(tokens), len(units))
     token, unit = torch.tensor(tokens), torch.tensor(units)  # [n, 2]
@@ -35,15 +35,15 @@ def pool(
 ) -> Tensor:
     """Weights [..., tokens, tokens] as weights of units: [..., query units, key units].
 
-    What a unit attends to is the mean over its tokens; what it receives, the sum. A token that
-    lies in two units counts for each by its characters there.
+    A row is the mean over the tokens of its unit, a column the sum. A token in two units counts
+    for each by its share of characters.
 
     >>> weights = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]])
     >>> tokens, word = [(0, 2), (2, 4)], [Span(0, 4)]
     >>> pool(weights, tokens, word, [(0, 1), (1, 2), (3, 4)], [Span(0, 2), Span(3, 4)])
     tensor([[0.5250, 0.4750]])
     """
-    rows, columns = sharing(queries, query_units), sharing(keys, key_units)
+    rows, columns = overlaps(queries, query_units), overlaps(keys, key_units)
     rows = (rows > 0).float()
     rows = rows / rows.sum(0).clamp(min=1)
     columns = columns / columns.sum(1, keepdim=True).clamp(min=1)

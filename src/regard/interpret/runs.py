@@ -1,15 +1,15 @@
-"""Reading: a model over a text of any length, and what its tokens, words and layers are called.
+"""Run a model over a text of any length, with names for its tokens, words and layers.
 
-A text longer than a model's positions is read in windows that know nothing of each other; a
-Transformer-XL reads segment by segment and remembers; relative positions and sinusoids go on.
+A text longer than the model's positions runs in independent windows. A Transformer-XL runs segment
+by segment with its memory; relative and sinusoidal positions have no limit.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -27,16 +27,13 @@ from regard.text.languages import language_tags
 from regard.text.tokenizer import Tokenizer
 from regard.text.words import Tokens, Word, tokens_of, tokens_of_ids
 
-SEGMENT = 512  # tokens of a model with memory that has none
-LONGEST_SOURCE = 2048  # tokens; for more of them no target is made unasked
-LONGEST_TARGET = 256
-
-
-# A model over a text ----------------------------------------------------------------------------
+SEGMENT = 512  # tokens of a segment where the model remembers none
+MAX_SOURCE = 2048  # tokens up to which a target is generated
+MAX_TARGET = 256  # tokens of a generated target
 
 
 class Chunk(NamedTuple):
-    """What goes through the model at once: tokens ``start`` to ``stop``, after some remembered."""
+    """Tokens ``start`` to ``stop``, which run at once, after ``memory`` remembered ones."""
 
     start: int
     stop: int
@@ -48,11 +45,14 @@ class Chunk(NamedTuple):
         return self.start - self.memory
 
 
-@dataclass(frozen=True, eq=False)
-class Reading:
-    """A model and a text to run it on.
+SeeOf = Callable[[AttentionLayer, Chunk], See | None]  # what to see of a layer in a chunk
 
-    ``target`` is what an encoder-decoder is made to write; without one only its encoder runs.
+
+@dataclass(frozen=True, eq=False)
+class TextRun:
+    """A model and the text to run it on.
+
+    ``target`` is the text an encoder-decoder writes; without one only its encoder runs.
     """
 
     model: Model
@@ -63,40 +63,39 @@ class Reading:
     target: Tokens | None = None
 
     def layer(self, name: str | int) -> AttentionLayer:
-        """A layer by its name."""
-        for layer in self.layers:
-            if layer.name == str(name):
-                return layer
-        names = ", ".join(layer.name for layer in self.layers)
-        more = "" if self.target or len(self.layers) == len(self.model.attention_layers()) else (
-            " The decoder does not run without a target."
-        )  # fmt: skip
-        raise InputError(f"There is no layer {str(name)!r}. Layers are {names}.{more}")
+        """The layer with a name."""
+        layers = {layer.name: layer for layer in self.layers}
+        if str(name) in layers:
+            return layers[str(name)]
+        encoder_only = len(self.layers) < len(self.model.attention_layers())
+        reason = " The decoder does not run without a target." if encoder_only else ""
+        raise InputError(
+            f"There is no layer {str(name)!r}. Layers are {', '.join(layers)}.{reason}"
+        )
 
-    def head(self, layer: AttentionLayer, head: int) -> int:
-        """A head by its number, if there is one."""
+    def check_head(self, layer: AttentionLayer, head: int) -> None:
+        """Raise InputError where a layer has no such head."""
         if not 0 <= head < layer.module.heads:
             raise InputError(
                 f"There is no head {head}: layer {layer.name} has heads 0 to "
                 f"{layer.module.heads - 1}."
             )
-        return head
 
-    def sides(self, layer: AttentionLayer) -> tuple[Tokens, Tokens]:
-        """Who asks and who is asked, in one layer.
+    def tokens_of(self, layer: AttentionLayer) -> tuple[Tokens, Tokens]:
+        """The tokens of a layer's queries and of its keys.
 
-        Across, the one who asks is the token being written. In the decoder itself it is the token
-        last read, which is the one before.
+        A query of cross-attention is named by the token it predicts, a query of the decoder's
+        self-attention by its input, which is the token before.
         """
         if self.target is None or layer.half != "decoder":
             return self.tokens, self.tokens
         if layer.across:
             return self.target, self.tokens
-        return self._inputs, self._inputs
+        return self._decoder_inputs, self._decoder_inputs
 
     @property
-    def _inputs(self) -> Tokens:
-        """The target as the decoder reads it: one token later."""
+    def _decoder_inputs(self) -> Tokens:
+        """The start token, and the target without its last token."""
         assert self.target is not None
         assert isinstance(self.model, EncoderDecoder)
         start = self.model.start_token
@@ -112,62 +111,58 @@ class Reading:
             (Word(name, (0,), special=True), *(word for word in moved if word.places)),
         )
 
-    def part(self, layer: AttentionLayer, chunk: Chunk) -> tuple[range, range]:
-        """The queries and keys of a layer, of all its tokens, that one chunk brings."""
+    def ranges(self, layer: AttentionLayer, chunk: Chunk) -> tuple[range, range]:
+        """Which queries and which keys of a layer one chunk computes."""
         if layer.half == "decoder":
-            asking, asked = self.sides(layer)
-            return range(len(asking)), range(chunk.stop if layer.across else len(asked))
+            queries, keys = self.tokens_of(layer)
+            return range(len(queries)), range(chunk.stop if layer.across else len(keys))
         return range(chunk.start, chunk.stop), range(chunk.first, chunk.stop)
 
-    def run(
+    def record(
         self,
-        ask: Callable[[AttentionLayer, Chunk], See | None],
-        take: Callable[[AttentionLayer, Chunk, Seen], None],
+        see: SeeOf,
+        add: Callable[[AttentionLayer, Chunk, Seen], None],
         tick: Callable[[], None] | None = None,
     ) -> None:
-        """Run the model chunk by chunk, looking where ``ask`` says and handing over to ``take``.
+        """Run the model chunk by chunk, and pass what ``see`` selects to ``add``.
 
-        ``tick`` is called after every layer. A chunk of which nothing is asked is left out where
-        no later one depends on it.
+        ``tick`` is called after every layer. Chunks of which nothing is seen do not run, unless
+        the model's memory depends on them.
         """
         memories = self.model.remember()
-        for chunk in self.needed(ask):
-            asked = [(layer, see) for layer in self.layers if (see := ask(layer, chunk))]
+        for chunk in self.needed_chunks(see):
             with ExitStack() as stack:
-                for layer, see in asked:
-                    stack.enter_context(watch(layer.module, see, _handing(take, layer, chunk)))
-                if tick is not None:
-                    for layer in self.layers:
+                for layer in self.layers:
+                    if (fields := see(layer, chunk)) is not None:
+                        each = _adding(add, layer, chunk)
+                        stack.enter_context(watch(layer.module, fields, each))
+                    if tick is not None:
                         hook = layer.module.register_forward_hook(_ticking(tick))
                         stack.callback(hook.remove)
                 self.forward(chunk, memories)
 
     @torch.no_grad()
     def forward(self, chunk: Chunk, memories: Memories | None = None) -> None:
-        """Run the model over one chunk, for the sake of whoever watches."""
+        """Run the model over one chunk; its outputs are dropped."""
         target = None if self.target is None else self.target.ids
         with evaluating(self.model), uncompiled():
             self.model.run_over(self.tokens.ids[chunk.start : chunk.stop], target, memories)
 
-    def needed(self, ask: Callable[[AttentionLayer, Chunk], See | None]) -> list[Chunk]:
-        """The chunks that are run for what is asked: a memory depends on all of them."""
+    def needed_chunks(self, see: SeeOf) -> list[Chunk]:
+        """The chunks that run: those of which something is seen, or all where there is memory."""
         if self.model.remembers:
             return list(self.chunks)
         return [
             chunk
             for chunk in self.chunks
-            if any(ask(layer, chunk) is not None for layer in self.layers)
+            if any(see(layer, chunk) is not None for layer in self.layers)
         ]
 
-    def of(self, chunks: Iterable[Chunk]) -> Reading:
-        """The same of other chunks."""
-        return replace(self, chunks=tuple(chunks))
 
-
-def _handing(
-    take: Callable[[AttentionLayer, Chunk, Seen], None], layer: AttentionLayer, chunk: Chunk
+def _adding(
+    add: Callable[[AttentionLayer, Chunk, Seen], None], layer: AttentionLayer, chunk: Chunk
 ) -> Callable[[str, Seen], None]:
-    return lambda _, seen: take(layer, chunk, seen)
+    return lambda _, seen: add(layer, chunk, seen)
 
 
 def _ticking(tick: Callable[[], None]) -> Callable[[object, object, object], None]:
@@ -177,21 +172,21 @@ def _ticking(tick: Callable[[], None]) -> Callable[[object, object, object], Non
     return hook
 
 
-def read(
+def prepare_run(
     model: Model | Bundle | str | os.PathLike[str],
     text: str,
     *,
     tokenizer: Tokenizer | None = None,
     target: str | None = None,
-) -> Reading:
-    """A model, an opened bundle, or its name or folder, prepared to run on a text.
+) -> TextRun:
+    """The run of a model, given as an object, a bundle, a name or a folder, over a text.
 
-    Where an encoder-decoder has no ``target`` it writes one itself, of a text that is not too long.
+    Without a ``target``, an encoder-decoder generates one if the text is not too long.
     """
     if not isinstance(model, Model | Bundle | str | os.PathLike):
         raise InputError(
             f"{type(model).__name__} is no model of regard: give its name or its folder (save it "
-            "there first), or look at it with regard.watch(...)."
+            "there first), or use regard.watch(...)."
         )
     if not isinstance(model, Model):
         bundle = model if isinstance(model, Bundle) else open_bundle(model)
@@ -199,51 +194,51 @@ def read(
         model, tokenizer = bundle.model, bundle.tokenizer if tokenizer is None else tokenizer
     if tokenizer is None:
         raise InputError(
-            "A model by itself knows ids only. Pass tokenizer=Tokenizer.load(...), too."
+            "A loaded model needs its tokenizer. Pass tokenizer=Tokenizer.load(...), too."
         )
     tokens = tokens_of(tokenizer, text)
-    for side, known in (
+    for side, vocabulary in (
         (tokenizer, model.config.vocabulary),
         (tokenizer.target, model.output_vocabulary),
     ):
-        if len(side) > known:
+        if len(side) > vocabulary:
             raise InputError(
-                f"The tokenizer has {len(side)} tokens and the model {known}: they do not belong "
-                "together."
+                f"The tokenizer has {len(side)} tokens and the model {vocabulary}: they do not "
+                "belong together."
             )
     tags = language_tags(tokenizer)
     if tags and not text.lstrip().startswith(tuple(tags)):
         shortened = text if len(text) <= 30 else f"{text[:30]}…"
         raise InputError(
-            f"This model is told which language to write: begin the text with {' or '.join(tags)}, "
-            f"as in '{tags[0]} {shortened}'."
+            "This model translates into several languages: begin the text with "
+            f"{' or '.join(tags)}, as in '{tags[0]} {shortened}'."
         )
     layers = model.attention_layers()
     if not isinstance(model, EncoderDecoder):
         if target is not None:
             raise InputError(f"{type(model).__name__} takes no target: it has no decoder.")
         tokens, chunks = _chunks(model, tokens)
-        return Reading(model, tokenizer, tokens, chunks, tuple(layers))
+        return TextRun(model, tokenizer, tokens, chunks, tuple(layers))
     if target is not None:
         written: Tokens | None = tokens_of(tokenizer.target, target)
-    elif len(tokens) <= LONGEST_SOURCE:
-        written = _write(model, tokenizer, tokens)
+    elif len(tokens) <= MAX_SOURCE:
+        written = _generate_target(model, tokenizer, tokens)
     else:
         written, layers = None, [layer for layer in layers if layer.half == "encoder"]
-    return Reading(model, tokenizer, tokens, (Chunk(0, len(tokens)),), tuple(layers), written)
+    return TextRun(model, tokenizer, tokens, (Chunk(0, len(tokens)),), tuple(layers), written)
 
 
-def _write(model: EncoderDecoder, tokenizer: Tokenizer, tokens: Tokens) -> Tokens:
-    """What the model makes of a text by itself, greedily, with the end it puts to it."""
+def _generate_target(model: EncoderDecoder, tokenizer: Tokenizer, tokens: Tokens) -> Tokens:
+    """What the model writes for a text by greedy search, with its end token."""
     end = model.config.end_token
     stop = [] if end is None else [end]
     with evaluating(model):
-        [[output]] = generate(model, [tokens.ids], max_new_tokens=LONGEST_TARGET, stop=stop)
+        [[output]] = generate(model, [tokens.ids], max_new_tokens=MAX_TARGET, stop=stop)
     return tokens_of_ids(tokenizer.target, [*output.ids, *(stop if output.stopped else [])])
 
 
 def _chunks(model: Model, tokens: Tokens) -> tuple[Tokens, tuple[Chunk, ...]]:
-    """How a model that only reads goes through a text, and the tokens it then reads."""
+    """The tokens that run through a model of one stack, and the chunks they run in."""
     if model.remembers:
         size = model.config.memory or SEGMENT
         edges = [*range(0, len(tokens), size), len(tokens)]
@@ -253,7 +248,7 @@ def _chunks(model: Model, tokens: Tokens) -> tuple[Tokens, tuple[Chunk, ...]]:
     size = model.longest
     if size is None or len(tokens) <= size:
         return tokens, (Chunk(0, len(tokens)),)
-    # Every window has the special tokens that stand around a text.
+    # Every window has the special tokens around a text, such as [CLS] and [SEP].
     around = set(tokens.added)
     before = [place for place in tokens.added if place < len(tokens) // 2]
     after = [place for place in tokens.added if place >= len(tokens) // 2]
@@ -271,7 +266,7 @@ def _chunks(model: Model, tokens: Tokens) -> tuple[Tokens, tuple[Chunk, ...]]:
 
 
 def _ordered(tokens: Tokens, order: list[int]) -> Tokens:
-    """The tokens in another order, in which a special one may come several times."""
+    """The tokens in another order; special ones may come several times."""
     word_of = {place: word for word in tokens.words for place in word.places}
     words: list[Word] = []
     for index, place in enumerate(order):

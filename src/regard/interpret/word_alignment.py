@@ -1,10 +1,10 @@
-"""Which source word each target word came from, by the head of cross-attention that knows best.
+"""Which source word each target word came from, by the cross-attention head that aligns best.
 
-No head is told to align, and most do not. To find the one that does, each source word is left out
-in turn: where that makes a target word less likely, the target word depends on it. The head that
-aligns best puts the most weight on the words that matter so. Many heads attend to where a word
-comes from not as it is written but once it is read, to write the next
-(https://arxiv.org/abs/2004.14837), so each head is tried both ways.
+No head is trained to align, and most do not. To find one that does, each source word is left out
+in turn: a target word depends on it where it becomes less likely. The head that aligns best puts
+the most weight on the source words that target words depend on most. Many heads attend to the
+source of a word in the step after it (https://arxiv.org/abs/2004.14837), when it is the decoder's
+input, so each head is tried in both steps.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from regard.errors import InputError
+from regard.interpret.measurement import Look
 from regard.interpret.watching import watch
 from regard.mechanism.seeing import See
 from regard.models.model import EncoderDecoder, pad
@@ -24,73 +25,63 @@ from regard.pictures.figures import Picture, alignment
 from regard.text.tokenizer import Tokenizer
 from regard.text.words import Tokens, Word, tokens_of_ids
 
-MOST_WORDS = 256  # of a source; longer ones are split into sentences first
+MAX_WORDS = 256  # of a source
 BATCH = 32
 
 
 @dataclass(frozen=True, eq=False)
-class Alignment:
-    """The weights of one head of cross-attention, from whole words to whole words.
+class Alignment(Look):
+    """The weights of one cross-attention head, from target words to source words.
 
-    A row holds what the head attended to while the model wrote a target word, or once it had read
-    it: its weights on a source word's tokens added up, averaged over the target word's own. What
-    went to special tokens is left out, so a row may add up to less than 1.
+    A row is of the step that predicts the target word, or of the step after, which reads it: the
+    weights on a source word's tokens are summed, and averaged over the target word's tokens.
+    Special tokens are left out, so a row may sum to less than 1.
     """
+
+    kind = "alignment"
 
     source: tuple[str, ...]
     target: tuple[str, ...]
     weights: Tensor  # [target, source]
-    effect: Tensor  # [target, source]: the log-probability a target word loses without the source's
+    effect: Tensor  # [target, source]: log-probability lost without a source word
     layer: int  # of the decoder
     head: int
-    read: bool  # whether rows are those of words once read, rather than as they are written
-    scores: Tensor  # [layers, heads]: the mean weight on the source word that matters most
+    read: bool  # whether rows are of the step that reads a word, not of that which predicts it
+    scores: Tensor  # [layers, heads]: the mean weight on the source word of the largest effect
 
     @property
     def score(self) -> float:
-        """How well this head aligns, from 0 to 1."""
+        """The alignment score of this head, from 0 to 1."""
         return float(self.scores[self.layer, self.head])
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Each target word with the source word that has most of its weight."""
+        """Each target word with the source word of its largest weight."""
         best = self.weights.argmax(-1).tolist()
         return [(word, self.source[index]) for word, index in zip(self.target, best, strict=True)]
 
     def picture(self, *, without_first: bool = False) -> Picture:
         """Target words down, source words across."""
         if without_first:
-            raise InputError("An alignment shows words only: what special tokens take is left out.")
+            raise InputError("An alignment shows words only; special tokens are left out already.")
         most = float(self.scores.max())
         best, better = f", the best of {self.scores.numel()}", ""
         if self.score < most:
             layer, head = divmod(int(self.scores.argmax()), self.scores.shape[1])
             best, better = "", f" Head {head} of layer {layer} does better, with {most:.0%}."
         caption = (
-            f"Head {self.head} of cross-attention layer {self.layer}{best}: {when(self.read)}, on "
-            f"average {self.score:.0%} of its weight is on the source word without which the "
-            f"target word is least likely.{better}"
+            f"Head {self.head} of cross-attention layer {self.layer}{best}: "
+            f"{step_name(self.read)}, on average {self.score:.0%} of its weight is on the source "
+            f"word without which the target word is least likely.{better}"
         )
         return alignment(self.weights, self.source, self.target, caption=caption)
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists, numbers and words, ready for JSON."""
         return {
-            "kind": "alignment",
-            "source": list(self.source),
-            "target": list(self.target),
-            "weights": self.weights.tolist(),
-            "effect": self.effect.tolist(),
-            "layer": self.layer,
-            "head": self.head,
-            "read": self.read,
+            **super().to_dict(),
             "score": self.score,
-            "scores": self.scores.tolist(),
             "pairs": [list(pair) for pair in self.pairs],
         }
-
-    def _repr_html_(self) -> str:
-        return self.picture()._repr_html_()
 
 
 def align(
@@ -102,10 +93,10 @@ def align(
     layer: int | None = None,
     head: int | None = None,
 ) -> Alignment:
-    """How ``target``, the ids a model wrote, goes with ``source``, the ids it read.
+    """Align ``target``, the ids a model wrote, with ``source``, the ids it read.
 
     Without ``layer`` and ``head`` it is the head that aligns best. Both may hold special tokens;
-    ``target`` comes without the token that starts it.
+    ``target`` does not hold the start token.
     """
     if not isinstance(model, EncoderDecoder):
         raise InputError(f"{type(model).__name__} has no cross-attention to align words by.")
@@ -113,71 +104,68 @@ def align(
         raise InputError("align() takes layer and head together, or neither.")
     reader = Tokenizer(
         tokenizer.tokenizer
-    )  # by itself, for where there are two the other one decodes
+    )  # that of the source alone, where the target has another
     read, written = tokens_of_ids(reader, source), tokens_of_ids(tokenizer.target, target)
-    sources, targets = _real(read, "source"), _real(written, "target")
-    if len(sources) > MOST_WORDS:
+    sources, targets = _words(read, "source"), _words(written, "target")
+    if len(sources) > MAX_WORDS:
         raise InputError(
-            f"align() takes a source of up to {MOST_WORDS} words, but it has {len(sources)}. "
+            f"align() takes a source of up to {MAX_WORDS} words, but it has {len(sources)}. "
             "Split it into sentences."
         )
-    pair = Pair(source, target, _members(read, sources), _members(written, targets))
+    pair = TextPair(source, target, _membership(read, sources), _membership(written, targets))
     weights = list(cross_weights(model, [source], [target]))
     chosen = None if layer is None or head is None else (layer, head)
-    found = best_head(model, [pair], weights, chosen=chosen)
+    best = best_head(model, [pair], weights, chosen=chosen)
     return Alignment(
         tuple(word.label for word in sources),
         tuple(word.label for word in targets),
-        found.weights[0],
-        found.effects[0],
-        found.layer,
-        found.head,
-        found.read,
-        found.scores,
+        best.weights[0],
+        best.effects[0],
+        best.layer,
+        best.head,
+        best.read,
+        best.scores,
     )
 
 
-def when(read: bool) -> str:
-    """In which of the two ways a head aligns, in words."""
+def step_name(read: bool) -> str:
+    """In words, the decoding step whose weights align a head's words."""
     return "once each word is read" if read else "as each word is written"
 
 
-def _real(tokens: Tokens, side: str) -> list[Word]:
+def _words(tokens: Tokens, side: str) -> list[Word]:
     words = [word for word in tokens.words if not word.special]
     if not words:
         raise InputError(f"There is no word in the {side} to align.")
     return words
 
 
-def _members(tokens: Tokens, words: Sequence[Word]) -> Tensor:
-    """1 where a token is of a word: [tokens, words]."""
-    found = torch.zeros(len(tokens), len(words))
+def _membership(tokens: Tokens, words: Sequence[Word]) -> Tensor:
+    """1 where a token belongs to a word: [tokens, words]."""
+    table = torch.zeros(len(tokens), len(words))
     for column, word in enumerate(words):
-        found[list(word.places), column] = 1
-    return found
+        table[list(word.places), column] = 1
+    return table
 
 
-# The best head ----------------------------------------------------------------------------------
+class TextPair(NamedTuple):
+    """The ids of a source and of a target, and the share of each token in each word.
 
-
-class Pair(NamedTuple):
-    """A text and what a model wrote for it: their ids, and which words those make up.
-
-    A token that lies in several words has a share in each; one that lies in none, zeros.
+    The shares of a token are zeros where it belongs to no word.
     """
 
     source: Sequence[int]
-    target: Sequence[int]  # without the token that starts it
+    target: Sequence[int]  # without the start token
     sources: Tensor  # [source tokens, source words]
     targets: Tensor  # [target tokens, target words]
 
 
-class Best(NamedTuple):
-    """A head of cross-attention, and what it shows of each pair."""
+class BestHead(NamedTuple):
+    """A cross-attention head, with its weights for each pair of texts."""
 
     layer: int
     head: int
-    read: bool  # whether it aligns words once they are read, rather than as they are written
+    read: bool  # whether it aligns in the step that reads a word, not in that which predicts it
     weights: list[Tensor]  # [target words, source words]
     effects: list[Tensor]  # [target words, source words]
     scores: Tensor  # [layers, heads]
@@ -185,41 +173,41 @@ class Best(NamedTuple):
 
 def best_head(
     model: EncoderDecoder,
-    pairs: Sequence[Pair],
+    pairs: Sequence[TextPair],
     weights: Sequence[Tensor],
     *,
     chosen: tuple[int, int] | None = None,
     batch: int = BATCH,
-) -> Best:
-    """The head that aligns the words of all pairs best, or ``chosen``, in the better of two ways.
+) -> BestHead:
+    """The head that aligns the words of all pairs best, or ``chosen``, in the better step.
 
-    ``weights`` are those that :func:`cross_weights` gives for the pairs.
+    ``weights`` are what :func:`cross_weights` gives for the pairs.
     """
     effects = [_effect(model, pair, batch) for pair in pairs]
     depends = torch.cat([effect.amax(-1) > 0 for effect in effects])
     if not bool(depends.any()):
         depends = torch.ones_like(depends)
-    ways, scores = [], []
-    for rows in (slice(None, -1), slice(1, None)):  # as words are written, and once they are read
+    by_step, scores = [], []
+    for rows in (slice(None, -1), slice(1, None)):  # steps that predict, and steps that read
         joined = [
             _joined(each[:, :, rows], pair) for each, pair in zip(weights, pairs, strict=True)
         ]
-        there = [
+        at_largest_effect = [
             each.gather(-1, effect.argmax(-1, keepdim=True).expand(*each.shape[:3], 1))[..., 0]
             for each, effect in zip(joined, effects, strict=True)
         ]
-        ways.append(joined)
-        scores.append(torch.cat(there, -1)[..., depends].mean(-1))
-    table = torch.stack(scores)  # [ways, layers, heads]
+        by_step.append(joined)
+        scores.append(torch.cat(at_largest_effect, -1)[..., depends].mean(-1))
+    table = torch.stack(scores)  # [2 steps, layers, heads]
     layers, heads = table.shape[1:]
     layer, head = chosen or divmod(int(table.amax(0).argmax()), heads)
     if not (0 <= layer < layers and 0 <= head < heads):
         raise InputError(
             f"There is no head {head} in layer {layer} of {layers} layers of {heads} heads."
         )
-    way = int(table[:, layer, head].argmax())
-    shown = [joined[layer, head] for joined in ways[way]]
-    return Best(layer, head, bool(way), shown, effects, table.amax(0))
+    read = int(table[:, layer, head].argmax())
+    best = [joined[layer, head] for joined in by_step[read]]
+    return BestHead(layer, head, bool(read), best, effects, table.amax(0))
 
 
 def cross_weights(
@@ -228,9 +216,9 @@ def cross_weights(
     targets: Sequence[Sequence[int]],
     batch: int = BATCH,
 ) -> Iterator[Tensor]:
-    """What each target attends to in its source: [layers, heads, target + 1, source].
+    """The cross-attention of each target to its source: [layers, heads, target + 1, source].
 
-    Row i is attended as token i of the target is written; row i + 1 once it is read.
+    Row i is of the step that predicts token i of the target, row i + 1 of the step that reads it.
     """
     crossing = nn.ModuleList(layer.module for layer in model.attention_layers() if layer.across)
     start, device = model.start_token, model.device
@@ -240,29 +228,29 @@ def cross_weights(
         target, _ = pad(
             [[start, *ids] for ids in written], 0, "right", model.output_vocabulary, device
         )
-        with torch.no_grad(), watch(crossing, See(weights=True)) as seen:
+        with torch.no_grad(), watch(crossing, See(weights=True)) as watched:
             model(source, target, padding=padding)
-        found = [call.weights for _, call in seen.calls if call.weights is not None]
-        whole = torch.stack(found, 1).float().cpu()  # [batch, layers, heads, q, k]
-        for weights, one, other in zip(whole, read, written, strict=True):
-            yield weights[:, :, : len(other) + 1, : len(one)]
+        layers = [seen.weights for _, seen in watched.calls if seen.weights is not None]
+        stacked = torch.stack(layers, 1).float().cpu()  # [batch, layers, heads, q, k]
+        for weights, ids, target_ids in zip(stacked, read, written, strict=True):
+            yield weights[:, :, : len(target_ids) + 1, : len(ids)]
 
 
-def _joined(weights: Tensor, pair: Pair) -> Tensor:
-    """Weights of tokens as weights of words: keys added up by their shares, queries averaged."""
+def _joined(weights: Tensor, pair: TextPair) -> Tensor:
+    """Weights of tokens as weights of words: keys summed by their shares, queries averaged."""
     rows = (pair.targets > 0).float()
     rows = rows / rows.sum(0).clamp(min=1)
     return rows.t() @ weights @ pair.sources
 
 
 @torch.no_grad()
-def _effect(model: EncoderDecoder, pair: Pair, batch: int) -> Tensor:
-    """How much less likely each target word is without each source word: [target, source]."""
+def _effect(model: EncoderDecoder, pair: TextPair, batch: int) -> Tensor:
+    """The log-probability each target word loses without each source word: [target, source]."""
     targets, sources = pair.targets > 0, pair.sources > 0
     if sources.shape[1] == 1:
         return torch.ones(targets.shape[1], 1)
     variants = [list(pair.source)] + [
-        [one for one, left_out in zip(pair.source, column, strict=True) if not left_out]
+        [token for token, left_out in zip(pair.source, column, strict=True) if not left_out]
         for column in sources.t().tolist()
     ]
     vocabulary, device = model.config.vocabulary, model.device

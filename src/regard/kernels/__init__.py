@@ -1,7 +1,8 @@
-"""Kernels for the GPU, in Triton: raw tensors in and out.
+"""Kernels: tensors and a plan in, tensors out.
 
-``structure`` says what a kernel must know of a call; ``operators`` is attention with its gradient,
-and ``graphs`` the same inside a compiled graph. None of them needs Triton. ``launch`` has a
-function for each pass, and importing it imports Triton. ``tiles`` is what the kernels share:
-``forward``, ``columns``, ``rows``, ``deltas`` and ``backward``.
+``plan`` describes a call and decides which kernels run each pass; ``passes`` follows the plan, with
+gradients in ``autograd`` and as one operator for compiled graphs in ``compiled``. The kernels are
+in ``triton`` (every GPU that Triton compiles for), ``hopper`` (compute capability 9.0) and ``cpu``.
+``sizes`` has the integers that they share with the host, ``compat`` what Triton does not document.
+Nothing here imports Triton before a kernel of it runs.
 """

@@ -1,4 +1,9 @@
-"""The kernels as one function with a gradient: what is asked for decides which of them run."""
+"""The passes as one function with a gradient, for eager calls.
+
+Called by ``lowering.run_kernels``. Inside a compiled graph ``compiled`` takes its place.
+
+Test: ``pytest tests -k "kernels and gradients_through_one_field"``.
+"""
 
 from __future__ import annotations
 
@@ -11,42 +16,49 @@ import torch
 from torch import Tensor
 
 from regard.errors import BackendError
-from regard.kernels.passes import Owed, backward, forward
-from regard.kernels.plan import KEPT, OVER_QUERIES, ROUGH, Request, Structure
+from regard.kernels import passes
+from regard.kernels.passes import DeferredColumns
+from regard.kernels.plan import KEPT, ROUGH, Structure, Wanted
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, structure: Structure, request: Request
+    query: Tensor, key: Tensor, value: Tensor, structure: Structure, wanted: Wanted, hopper: bool
 ) -> tuple[dict[str, Tensor], Callable[[], None] | None]:
-    """The output, lse and whatever else is asked for.
+    """Return the output, lse and wanted fields by name.
 
-    And where some of OVER_QUERIES is only owed, what to call before it is read.
+    Where some of OVER_QUERIES are allocated but computed later, also return the function to call
+    before one of them is read. ``hopper``: whether the kernels for Hopper may run.
     """
-    tensors = (query, key, value, structure.table, structure.second)
-    wants = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
-    if not wants:
-        return forward(query, key, value, structure, request), None
-    given = _Attend.apply(  # type: ignore[no-untyped-call]
-        query, key, value, structure.table, structure.second, structure, request
+    tensors = (query, key, value, structure.table, structure.relative_query)
+    differentiable = torch.is_grad_enabled() and any(
+        t is not None and t.requires_grad for t in tensors
     )
-    found = dict(zip(request.names, given, strict=True))
-    owed = given[0].grad_fn.owed
-    return found, partial(_settle, owed, found[next(iter(owed.room))]) if owed else None
+    if not differentiable:
+        plan = passes.plan_call(query, key, value, structure, wanted, hopper)
+        return passes.forward(query, key, value, structure, plan)[0], None
+    outputs = _Attend.apply(  # type: ignore[no-untyped-call]
+        query, key, value, structure.table, structure.relative_query, structure, wanted, hopper
+    )
+    results = dict(zip(wanted.names, outputs, strict=True))
+    deferred = outputs[0].grad_fn.deferred
+    if deferred is None:
+        return results, None
+    return results, partial(_compute, deferred, results[next(iter(deferred.fields))])
 
 
-def _settle(owed: Owed, one: Tensor) -> None:
-    """Make what is owed now, of what the graph holds; ``one`` is of that."""
-    if not owed.room:  # once it was read, it may have been changed, and be another node's
+def _compute(deferred: DeferredColumns, field: Tensor) -> None:
+    """Compute deferred fields now, from the tensors of the graph; ``field`` is one of them."""
+    if not deferred.fields:  # once read, a field may have been changed, and belong to another node
         return
-    node: Any = one.grad_fn
+    node: Any = field.grad_fn
     try:
         query, key, *_ = node.saved_tensors
     except RuntimeError as error:
         raise BackendError(
-            f"{', '.join(owed.room)}: not known yet, and query or key was changed in place since, "
-            "or the graph is gone. Read what was seen before that."
+            f"{', '.join(deferred.fields)}: not computed yet, and query or key was changed in "
+            "place since, or the graph is gone. Read these fields before that."
         ) from error
-    owed.settle(query, key, node.structure)
+    deferred.compute(query, key, node.structure)
 
 
 class _Attend(torch.autograd.Function):
@@ -57,38 +69,41 @@ class _Attend(torch.autograd.Function):
         key: Tensor,
         value: Tensor,
         table: Tensor | None,
-        second: Tensor | None,
+        relative_query: Tensor | None,
         structure: Structure,
-        request: Request,
+        wanted: Wanted,
+        hopper: bool,
     ) -> tuple[Tensor, ...]:
-        found = forward(query, key, value, structure, request, owing=True)
-        ctx.structure, ctx.names, ctx.owed = structure, request.names, None
-        if (drop := found.pop("drop", None)) is not None:
-            # Not the tensors themselves: what a node of the graph gives out, it must not hold.
-            room = {name: found[name].detach() for name in OVER_QUERIES if name in found}
-            ctx.owed = Owed(room, request.grid if "map" in found else None, drop)
-        ctx.kept = [name for name in KEPT if name in found]
-        ctx.save_for_backward(query, key, value, table, second, *(found[n] for n in ctx.kept))
+        plan = passes.plan_call(query, key, value, structure, wanted, hopper, deferrable=True)
+        results, ctx.deferred = passes.forward(query, key, value, structure, plan)
+        ctx.structure, ctx.names, ctx.plan = structure, wanted.names, plan
+        ctx.kept = [name for name in KEPT if name in results]
+        ctx.save_for_backward(
+            query, key, value, table, relative_query, *(results[n] for n in ctx.kept)
+        )
         ctx.set_materialize_grads(False)
-        return tuple(found[name] for name in ctx.names)
+        return tuple(results[name] for name in ctx.names)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():  # create_graph: what comes out would be taken for constant
+        backend = "hopper" if ctx.plan.problem.hopper else "triton"
+        if torch.is_grad_enabled():  # create_graph: the gradients would be taken for constants
             raise BackendError(
-                "The backend 'triton' has no gradients of gradients. "
+                f"The backend {backend!r} has no gradients of gradients. "
                 "Pass backend='tiled', which has them."
             )
-        query, key, value, table, second, *kept = ctx.saved_tensors
-        given = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
+        query, key, value, table, relative_query, *saved = ctx.saved_tensors
+        upstream = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
         for name in ROUGH:
-            if name in given:
+            if name in upstream:
                 raise BackendError(
-                    f"The backend 'triton' has no gradient through {name}. "
+                    f"The backend {backend!r} has no gradient through {name}. "
                     "Pass backend='tiled', which has them all."
                 )
-        structure = replace(ctx.structure, table=table, second=second)
-        found = dict(zip(ctx.kept, kept, strict=True))
-        train_bias = ctx.needs_input_grad[3]
-        grads = backward(query, key, value, structure, found, given, train_bias, ctx.owed)
-        return *grads, None, None
+        gradients = passes.backward(
+            query, key, value,
+            replace(ctx.structure, table=table, relative_query=relative_query), ctx.plan,
+            dict(zip(ctx.kept, saved, strict=True)), upstream, ctx.needs_input_grad[3],
+            ctx.deferred,
+        )  # fmt: skip
+        return *gradients, None, None, None

@@ -1,8 +1,10 @@
-"""The same function inside a compiled graph: an operator, ``regard::attend``.
+"""The passes as an operator, ``regard::attend``, for compiled graphs.
 
-PyTorch can tell its shapes without running it, so that a graph goes through it whole; a Structure
-goes in as its parts. The eager way has no dispatcher between: it takes less time on the host, and
-knows which gradients are there.
+PyTorch derives the shapes of its results without running it, so a graph contains it without a
+break. A Structure and a Wanted are passed as their parts. ``autograd`` does the same for eager
+calls, with less time on the host.
+
+Test: ``pytest tests -k "compiles_to_one_graph"``.
 """
 
 from __future__ import annotations
@@ -15,75 +17,78 @@ import torch
 from torch import Tensor
 
 from regard.kernels import passes
-from regard.kernels.plan import KEPT, RELATIVE, ROUGH, Request, Structure
+from regard.kernels.plan import KEPT, ROUGH, Structure, Wanted
+from regard.kernels.sizes import RELATIVE
 
 _STRUCTURE = (
-    "Tensor? low, Tensor? high, Tensor? table, Tensor? second, int kind, int bias, SymInt reach, "
-    "float scale, float? softcap, float shift, SymInt longest"
+    "Tensor? low, Tensor? high, Tensor? table, Tensor? relative_query, int kind, int bias, "
+    "SymInt reach, float scale, float? softcap, float relative_scale, SymInt max_keys"
 )
 _INPUTS = f"Tensor query, Tensor key, Tensor value, {_STRUCTURE}"
 _PARTS = 11  # of a structure
-_INPUT_COUNT = 3 + _PARTS + 5
+_INPUT_COUNT = 3 + _PARTS + 6
 
 
 def attend(
-    query: Tensor, key: Tensor, value: Tensor, structure: Structure, request: Request
+    query: Tensor, key: Tensor, value: Tensor, structure: Structure, wanted: Wanted, hopper: bool
 ) -> dict[str, Tensor]:
-    """As ``operators.attend``; what has no gradient there is detached here."""
-    found = torch.ops.regard.attend(
-        query, key, value, *_flat(structure), " ".join(request.fields), *request.grid,
-        request.top, " ".join(map(str, request.rows)),
+    """Return the output, lse and wanted fields by name; those without a gradient are detached."""
+    results = torch.ops.regard.attend(
+        query, key, value, *_flat(structure), " ".join(wanted.fields), *wanted.grid, wanted.top,
+        " ".join(map(str, wanted.rows)), hopper,
     )  # fmt: skip
-    named = dict(zip(request.names, found, strict=True))
+    named = dict(zip(wanted.names, results, strict=True))
     return {name: t.detach() if name in ROUGH else t for name, t in named.items()}
 
 
 def _flat(structure: Structure) -> tuple[Any, ...]:
     s = structure
     return (
-        s.low, s.high, s.table, s.second, s.kind, s.bias, s.reach, s.scale, s.softcap, s.shift,
-        s.longest,
+        s.low, s.high, s.table, s.relative_query, s.kind, s.bias, s.reach, s.scale, s.softcap,
+        s.relative_scale, s.max_keys,
     )  # fmt: skip
 
 
-def _whole(parts: Sequence[Any]) -> Structure:
-    low, high, table, second, kind, bias, reach, scale, softcap, shift, longest = parts
-    return Structure(kind, low, high, bias, table, reach, scale, softcap, second, shift, longest)
+def _structure(parts: Sequence[Any]) -> Structure:
+    low, high, table, relative_query, kind, bias, reach, scale, softcap, *rest = parts
+    return Structure(kind, low, high, bias, table, reach, scale, softcap, relative_query, *rest)
 
 
 @torch.library.custom_op(
     "regard::attend",
     mutates_args=(),
-    schema=f"({_INPUTS}, str fields, SymInt down, SymInt across, SymInt top, str rows) -> Tensor[]",
+    schema=f"({_INPUTS}, str fields, SymInt down, SymInt across, SymInt top, str rows, bool hopper)"
+    " -> Tensor[]",
 )
 def _attend_operator(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> list[Tensor]:
-    request = _request(*given[_PARTS:])
-    found = passes.forward(query, key, value, _whole(given[:_PARTS]), request)
-    return [found[name].contiguous() for name in request.names]
+    structure, wanted = _structure(given[:_PARTS]), _wanted(*given[_PARTS:-1])
+    plan = passes.plan_call(query, key, value, structure, wanted, hopper=given[-1])
+    results, _ = passes.forward(query, key, value, structure, plan)
+    return [results[name].contiguous() for name in wanted.names]
 
 
-def _request(fields: str, down: int, across: int, top: int, rows: str) -> Request:
-    return Request(tuple(fields.split()), (down, across), top, tuple(map(int, rows.split())))
+def _wanted(fields: str, down: int, across: int, top: int, rows: str) -> Wanted:
+    return Wanted(tuple(fields.split()), (down, across), top, tuple(map(int, rows.split())))
 
 
 @_attend_operator.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> list[Tensor]:
-    request = _request(*given[_PARTS:])
-    some = query.shape[:3]
+    wanted = _wanted(*given[_PARTS:-1])
+    by_query = query.shape[:3]
     shapes = {
-        "output": (*some, value.shape[3]),
-        "max_logit": some[:2],
-        "received": (*some[:2], key.shape[2]),
-        "map": (*some[:2], *request.grid),
-        "map_peak": (*some[:2], *request.grid),
-        "top_weights": (*some, request.top),
-        "top_keys": (*some, request.top),
-        "rows": (*some[:2], len(request.rows), key.shape[2]),
+        "output": (*by_query, value.shape[3]),
+        "max_logit": by_query[:2],
+        "received": (*by_query[:2], key.shape[2]),
+        "map": (*by_query[:2], *wanted.grid),
+        "map_peak": (*by_query[:2], *wanted.grid),
+        "top_weights": (*by_query, wanted.top),
+        "top_keys": (*by_query, wanted.top),
+        "rows": (*by_query[:2], len(wanted.rows), key.shape[2]),
     }
     dtypes = {"output": query.dtype, "top_keys": torch.int64}
     return [
-        query.new_empty(shapes.get(name, some), dtype=dtypes.get(name, torch.float32))
-        for name in request.names
+        query.new_empty(shapes.get(name, by_query), dtype=dtypes.get(name, torch.float32))
+        for name in wanted.names
     ]
 
 
@@ -95,65 +100,71 @@ def _(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> list[Tensor]:
 )
 def _backward_operator(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> list[Tensor]:
     kept, kept_names, grads, grad_names, train_bias = given[_PARTS:]
-    found = passes.backward(
-        query, key, value, _whole(given[:_PARTS]),
-        dict(zip(kept_names.split(), kept, strict=True)),
+    structure = _structure(given[:_PARTS])
+    plan = passes.plan_call(query, key, value, structure, Wanted(), hopper=False)
+    gradients = passes.backward(
+        query, key, value, structure, plan, dict(zip(kept_names.split(), kept, strict=True)),
         dict(zip(grad_names.split(), grads, strict=True)), train_bias,
     )  # fmt: skip
-    held = _held(query, key, value, given)
-    grads = (grad for grad in found if grad is not None)
-    return [_laid_out(grad, tensor) for grad, tensor in zip(grads, held, strict=True)]
+    tensors = _differentiated(query, key, value, given)
+    computed = (gradient for gradient in gradients if gradient is not None)
+    return [_in_layout_of(t, gradient) for t, gradient in zip(tensors, computed, strict=True)]
 
 
-def _held(query: Tensor, key: Tensor, value: Tensor, given: Sequence[Any]) -> list[Tensor]:
+def _differentiated(
+    query: Tensor, key: Tensor, value: Tensor, given: Sequence[Any]
+) -> list[Tensor]:
     """The tensors that get a gradient, in order."""
-    structure, train_bias = _whole(given[:_PARTS]), given[-1]
-    held = [query, key, value]
+    structure, train_bias = _structure(given[:_PARTS]), given[-1]
+    tensors = [query, key, value]
     if train_bias and structure.table is not None:
-        held.append(structure.table)
-    if structure.bias == RELATIVE and structure.second is not None:
-        held.append(structure.second)
-    return held
+        tensors.append(structure.table)
+    if structure.bias == RELATIVE and structure.relative_query is not None:
+        tensors.append(structure.relative_query)
+    return tensors
 
 
-def _laid_out(grad: Tensor, tensor: Tensor) -> Tensor:
-    """A gradient in the layout that was promised: that of a new tensor like the one it is for."""
-    promised = torch.empty_like(tensor, device="meta").stride()
-    return grad if grad.stride() == promised else torch.empty_like(tensor).copy_(grad)
+def _in_layout_of(tensor: Tensor, gradient: Tensor) -> Tensor:
+    """The gradient in the layout that the fake operator announces: that of ``empty_like``."""
+    announced = torch.empty_like(tensor, device="meta").stride()
+    if gradient.stride() == announced:
+        return gradient
+    return torch.empty_like(tensor).copy_(gradient)
 
 
 @_backward_operator.register_fake
 def _(query: Tensor, key: Tensor, value: Tensor, *given: Any) -> list[Tensor]:
-    return [torch.empty_like(tensor) for tensor in _held(query, key, value, given)]
+    return [torch.empty_like(tensor) for tensor in _differentiated(query, key, value, given)]
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     query, key, value, *given = inputs
-    structure, request = _whole(given[:_PARTS]), _request(*given[_PARTS:])
-    found = dict(zip(request.names, output, strict=True))
-    ctx.structure = replace(structure, low=None, high=None, table=None, second=None)
-    ctx.names, ctx.kept = request.names, [name for name in KEPT if name in found]
-    held = (structure.low, structure.high, structure.table, structure.second)
-    ctx.save_for_backward(query, key, value, *held, *(found[name] for name in ctx.kept))
+    structure, wanted = _structure(given[:_PARTS]), _wanted(*given[_PARTS:-1])
+    results = dict(zip(wanted.names, output, strict=True))
+    ctx.structure = replace(structure, low=None, high=None, table=None, relative_query=None)
+    ctx.names, ctx.kept = wanted.names, [name for name in KEPT if name in results]
+    parts = (structure.low, structure.high, structure.table, structure.relative_query)
+    ctx.save_for_backward(query, key, value, *parts, *(results[name] for name in ctx.kept))
 
 
 def _graph_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    query, key, value, low, high, table, second, *kept = ctx.saved_tensors
-    structure = replace(ctx.structure, low=low, high=high, table=table, second=second)
-    given = {
+    query, key, value, low, high, table, relative_query, *kept = ctx.saved_tensors
+    structure = replace(
+        ctx.structure, low=low, high=high, table=table, relative_query=relative_query
+    )
+    upstream = {
         name: grad
         for name, grad in zip(ctx.names, grads, strict=True)
         if grad is not None and name not in ROUGH and name != "top_keys"
     }
     train_bias = bool(ctx.needs_input_grad[5])
-    found = torch.ops.regard.attend_backward(
-        query, key, value, *_flat(structure), kept, " ".join(ctx.kept), list(given.values()),
-        " ".join(given), train_bias,
+    query_grad, key_grad, value_grad, *others = torch.ops.regard.attend_backward(
+        query, key, value, *_flat(structure), kept, " ".join(ctx.kept), list(upstream.values()),
+        " ".join(upstream), train_bias,
     )  # fmt: skip
-    query_grad, key_grad, value_grad, *others = found
     table_grad = others.pop(0) if train_bias else None
     second_grad = others.pop(0) if others else None
-    # As the inputs stand: of a structure's parts only table and second have a gradient.
+    # In the order of the inputs: of a structure's parts only table and second have a gradient.
     rest = (None,) * (_INPUT_COUNT - 7)
     return query_grad, key_grad, value_grad, None, None, table_grad, second_grad, *rest
 

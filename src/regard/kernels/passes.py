@@ -1,86 +1,181 @@
-"""The passes of one call, in order: forward, statistics of columns, top keys, backward."""
+"""The passes of one call in order: forward, columns, top keys, rows; and backward.
+
+``plan_call`` makes the plan, ``forward`` and ``backward`` follow it. Called by ``autograd`` and
+``compiled``. Tensors are [batch, heads, length, dim], their last axis dense.
+
+Test: ``pytest tests -k "hopper and deferred"``.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from regard.kernels.memo import is_recording
-from regard.kernels.plan import BY_ROW, CAUSAL, FULL, PLAIN, Request, Structure
+from regard.kernels.plan import (
+    Device,
+    Intermediates,
+    Layout,
+    Plan,
+    Problem,
+    Structure,
+    Wanted,
+    plan_for,
+)
+from regard.kernels.sizes import CAUSAL
+
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 
 @dataclass
-class Owed:
-    """What keys get, where the backward pass will have it for next to nothing.
+class DeferredColumns:
+    """Sums over queries that are allocated, and computed later.
 
-    Until then there is room for it and nothing in it; whoever looks before has it settled, which
-    takes a pass of its own over queries and keys. Those are the graph's to keep: here is what else
-    that takes.
+    The backward pass computes them almost for free. If they are read before it, ``compute`` runs a
+    pass of its own over queries and keys. The graph holds those; the rest of what that takes is
+    here.
     """
 
-    room: dict[str, Tensor]  # empty once it is settled
-    grid: tuple[int, int] | None
-    drop: Tensor  # what the forward pass left for a second one
+    plan: Plan
+    fields: dict[str, Tensor]  # empty once they are computed
+    neg_lse: Tensor
 
-    def settle(self, query: Tensor, key: Tensor, structure: Structure) -> None:
-        from regard.kernels.hopper import launch as hopper_launch
+    def compute(self, query: Tensor, key: Tensor, structure: Structure) -> None:
+        from regard.kernels.hopper import launch as hopper
 
         with torch.no_grad(), torch.cuda.device_of(query):  # type: ignore[no-untyped-call]
-            hopper_launch.columns(query, key, structure, self.room, self.grid, self.drop)
-        self.settled()
+            hopper.columns(query, key, structure, self.plan, self.fields, self.neg_lse)
+        self.mark_computed()
 
-    def settled(self) -> None:
-        if not is_recording():  # else there is nothing in it until that is replayed
-            self.room = {}
+    def mark_computed(self) -> None:
+        if not is_recording():  # a recorded graph computes nothing before its replay
+            self.fields = {}
 
 
-def forward(
+@cache
+def device_facts(device: torch.device) -> Device:
+    """Return what plans depend on of a device."""
+    if device.type != "cuda":
+        return Device((0, 0), 0, "the tensors are not on a CUDA device.")
+    properties = torch.cuda.get_device_properties(device)
+    capability = properties.major, properties.minor
+    if capability == (9, 0):
+        from regard.kernels.compat import why_not_gluon
+
+        reason = why_not_gluon()
+    else:
+        reason = "the GPU has compute capability {}.{}, and the kernels need 9.0.".format(
+            *capability
+        )
+    return Device(capability, properties.multi_processor_count, reason)
+
+
+def _cudnn(device: Device) -> bool:
+    """Whether cuDNN's attention is faster than our kernels, as on Hopper, and switched on."""
+    enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    return device.capability >= (9, 0) and enabled
+
+
+def plan_call(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     structure: Structure,
-    request: Request,
-    owing: bool = False,
-) -> dict[str, Tensor]:
-    """The same without a gradient.
+    wanted: Wanted,
+    hopper: bool,
+    deferrable: bool = False,
+) -> Plan:
+    """Return the plan of a call; equal problems share one.
 
-    If ``owing``, what the backward pass can tell may be room alone, and "drop" comes with it.
+    ``hopper`` says whether the kernels for Hopper may run, ``deferrable`` whether a backward pass
+    of PyTorch's autograd may follow, which then computes what sums over queries.
     """
-    from regard.kernels.hopper import launch as hopper_launch
+    device = device_facts(query.device)
+    problem = Problem(
+        Layout.of(query), Layout.of(key), Layout.of(value), query.dtype, device, structure.kind,
+        structure.bias, structure.softcap is not None, structure.scale, wanted, hopper,
+        _cudnn(device), torch.are_deterministic_algorithms_enabled(),
+        # A recorded graph would leave them uncomputed at each replay.
+        deferrable and not is_recording() and not _saved_by_hooks(),
+    )  # fmt: skip
+    return plan_for(problem)
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, structure: Structure, plan: Plan
+) -> tuple[dict[str, Tensor], DeferredColumns | None]:
+    """Return the output, lse and wanted fields by name, and those that are computed later."""
     from regard.kernels.triton import launch
 
-    fields = request.fields
-    count = request.top
-    if not hopper_launch.collects(query, key, value, structure, fields, count):
-        count = 0
-    if not count and not any(n in fields for n in BY_ROW) and _plain(query, key, value, structure):
-        found = _plain_forward(query, key, value, structure)
-    else:
-        found = launch.forward(query, key, value, structure, fields, count, request.grid)
-    lse, bar, drop, drawn = found["lse"], *(found.pop(n, None) for n in ("bar", "drop", "drawn"))
-    followed = False  # by another pass
-    if "received" in fields or "map" in fields:
-        grid = request.grid if "map" in fields else None
-        if (
-            owing
-            and drop is not None
-            and not is_recording()  # a replay would owe it again
-            and not _kept_by_hooks()
-            and _plain(query, key, value, structure)
-            and hopper_launch.differentiates(query, key, value, structure, grid)
-        ):
-            found |= hopper_launch.room(query, key, fields, grid) | {"drop": drop}
-        else:
-            found |= launch.columns(query, key, lse, structure, fields, request.grid, drop, drawn)
-            followed = True
-    if request.top:
-        found |= launch.top(query, key, lse, structure, request.top, bar, drawn, followed)
-    if request.rows:
-        found["rows"] = launch.rows(query, key, lse, structure, request.rows)
-    return found
+    wanted, left = plan.problem.wanted, Intermediates()
+    match plan.forward.variant:
+        case "cudnn":
+            results = _cudnn_forward(query, key, value, structure)
+        case "hopper":
+            from regard.kernels.hopper import launch as hopper
+
+            results, left = hopper.forward(query, key, value, structure, plan)
+        case _:
+            results = launch.forward(query, key, value, structure, wanted.fields)
+    lse = results["lse"]
+    deferred = None
+    if plan.deferred:
+        from regard.kernels.hopper import launch as hopper
+
+        assert left.neg_lse is not None
+        fields = hopper.new_columns(query, key, plan)
+        results |= fields
+        # Other tensors than those of the results, which a node of the graph must not hold.
+        detached = {name: tensor.detach() for name, tensor in fields.items()}
+        deferred = DeferredColumns(plan, detached, left.neg_lse)
+    elif plan.columns is not None:
+        results |= columns(query, key, lse, structure, plan, left)
+    if plan.top is not None:
+        results |= top(query, key, lse, structure, plan, left)
+    if wanted.rows:
+        results["rows"] = launch.rows(query, key, lse, structure, wanted.rows)
+    return results, deferred
+
+
+def columns(
+    query: Tensor, key: Tensor, lse: Tensor, structure: Structure, plan: Plan, left: Intermediates
+) -> dict[str, Tensor]:
+    """Return the wanted sums over queries: "received", "map" and "map_peak"."""
+    wanted = plan.problem.wanted
+    if plan.columns is None or plan.columns.variant != "hopper":
+        from regard.kernels.triton import launch
+
+        return launch.columns(query, key, lse, structure, wanted.fields, wanted.grid)
+    from regard.kernels.hopper import launch as hopper
+
+    assert plan.bins is not None
+    neg_lse = left.neg_lse
+    if neg_lse is None:  # the forward pass ran on other kernels
+        neg_lse = hopper.order_neg_lse(lse, plan.bins, query.shape[3])
+    fields = hopper.new_columns(query, key, plan)
+    hopper.columns(query, key, structure, plan, fields, neg_lse, left.work_counters)
+    return fields
+
+
+def top(
+    query: Tensor, key: Tensor, lse: Tensor, structure: Structure, plan: Plan, left: Intermediates
+) -> dict[str, Tensor]:
+    """Return the largest weights of each query and their keys: "top_weights" and "top_keys"."""
+    from regard.kernels.triton import launch
+
+    count = plan.problem.wanted.top
+    if plan.top is None or plan.top.variant != "hopper":
+        return launch.top(query, key, lse, structure, count)
+    from regard.kernels.hopper import launch as hopper
+
+    results, unfinished = launch.new_top(query, count)
+    hopper.top(query, key, lse, structure, plan, left, results, unfinished)
+    launch.search_top(query, key, lse, structure, count, results, unfinished, overlap=True)
+    return results
 
 
 def backward(
@@ -88,66 +183,55 @@ def backward(
     key: Tensor,
     value: Tensor,
     structure: Structure,
+    plan: Plan,
     kept: Mapping[str, Tensor],
     grads: Mapping[str, Tensor],
     train_bias: bool,
-    owed: Owed | None = None,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of query, key and value, and where there are, of the table and second."""
-    from regard.kernels.hopper import launch as hopper_launch
+    deferred: DeferredColumns | None = None,
+) -> Gradients:
+    """Return the gradients of query, key, value, and of the bias's tensors.
+
+    ``kept`` are the saved results of the forward pass by name, ``grads`` the gradients of results.
+    """
     from regard.kernels.triton import launch
 
-    if grads.keys() == {"output"} and _plain(query, key, value, structure):
-        if owed is not None and owed.room:
-            found = hopper_launch.backward(
-                query, key, value, kept["output"], grads["output"], owed.drop, structure,
-                owed.room, owed.grid,
+    pending = deferred is not None and bool(deferred.fields)
+    # Deterministic algorithms may have been switched on since the plan was made.
+    if grads.keys() == {"output"} and not torch.are_deterministic_algorithms_enabled():
+        if pending and plan.backward.variant == "hopper":
+            from regard.kernels.hopper import launch as hopper
+
+            assert deferred is not None
+            gradients = hopper.backward(
+                query, key, value, kept["output"], grads["output"], structure, plan,
+                deferred.fields, deferred.neg_lse,
             )  # fmt: skip
-            owed.settled()
-            return *found, None, None
-        return *_plain_backward(grads["output"], query, key, value, structure, kept), None, None
-    if owed is not None and owed.room:  # queries and keys may be gone when this is done
-        owed.settle(query, key, structure)
+            deferred.mark_computed()
+            return *gradients, None, None
+        if plan.backward.variant != "triton":  # what suits Hopper's kernels suits cuDNN too
+            gradients = _cudnn_backward(grads["output"], query, key, value, structure, kept)
+            return *gradients, None, None
+    if deferred is not None and pending:  # queries and keys may be gone afterwards
+        deferred.compute(query, key, structure)
     return launch.backward(query, key, value, structure, kept, grads, train_bias)
 
 
-def _kept_by_hooks() -> bool:
-    """Whether what a graph saves goes elsewhere, as with checkpoints: dear to get back."""
+def _saved_by_hooks() -> bool:
+    """Whether hooks store what the graph saves, as with checkpoints: costly to get back."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
-def _plain(query: Tensor, key: Tensor, value: Tensor, structure: Structure) -> bool:
-    """Whether cuDNN has such a call; on Hopper it is faster than our kernels."""
-    square = query.shape[2] == key.shape[2]
-    width = query.shape[3]
-    return (
-        query.is_cuda
-        and torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
-        and torch.cuda.get_device_capability(query.device) >= (9, 0)
-        and query.dtype in (torch.float16, torch.bfloat16)
-        and (structure.kind == FULL or (structure.kind == CAUSAL and square))
-        and structure.bias == PLAIN
-        and structure.softcap is None
-        and query.shape[1] == key.shape[1]
-        and not torch.are_deterministic_algorithms_enabled()  # cuDNN's gradients are not
-        and all(0 not in tensor.stride() for tensor in (query, key, value))
-        and width == value.shape[3]
-        and width <= 128
-        and width % 8 == 0
-    )
-
-
-def _plain_forward(
+def _cudnn_forward(
     query: Tensor, key: Tensor, value: Tensor, structure: Structure
 ) -> dict[str, Tensor]:
-    """The output and lse of a plain call by cuDNN."""
+    """Return the output and lse of a plain call, by cuDNN."""
     output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, structure.kind == CAUSAL, False, scale=structure.scale
     )
     return {"output": output, "lse": lse.reshape(query.shape[:3])}
 
 
-def _plain_backward(
+def _cudnn_backward(
     grad: Tensor,
     query: Tensor,
     key: Tensor,
@@ -155,9 +239,9 @@ def _plain_backward(
     structure: Structure,
     kept: Mapping[str, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of a plain call by cuDNN, from the output and lse of our forward pass."""
+    """Return the gradients of a plain call by cuDNN, from the output and lse of any kernels."""
     output, lse = kept["output"], kept["lse"][..., None]
-    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # of no dropout
+    seed = torch.zeros((), dtype=torch.int64, device=query.device)  # unused without dropout
     causal = structure.kind == CAUSAL
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
         grad.contiguous(), query, key, value, output, lse, seed, seed, None, None, None,

@@ -1,53 +1,85 @@
-"""What a kernel needs to know of a call beside its tensors: its mask, its bias and its numbers."""
+"""What a kernel needs to know of a call, and the plan: which pass runs on which kernels, and why.
+
+``Structure`` describes the mask, the bias and the numbers of a call. ``plan_for`` takes a
+``Problem``, which holds shapes and facts but no tensors, and returns a frozen ``Plan``: for each
+pass the variant that runs ("cudnn", "hopper" or "triton"), for each faster variant the reason
+against it, and the buffers that one pass leaves to the next. ``passes`` follows the plan.
+
+Pure Python: Triton is not imported.
+
+Tests: ``pytest tests -k "plan or calls_that_do_not_fit"``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-BY_ROW = ("entropy", "peak", "max_logit", "distance")  # what the forward pass itself can tell
-OVER_QUERIES = ("received", "map", "map_peak")  # fields that need every row's final lse
+from regard.kernels.sizes import (
+    ALIBI,
+    BLOCK,
+    CAUSAL,
+    FULL,
+    LANES,
+    MAX_SHARES,
+    MAX_TOP_KEYS,
+    PAIR,
+    PLAIN,
+    ROWS,
+    TABLE,
+    TEAMS,
+)
+
+BY_ROW = ("entropy", "peak", "max_logit", "distance")  # fields that the forward pass computes
+OVER_QUERIES = ("received", "map", "map_peak")  # sums over queries, which need every row's lse
 NAMED = (*BY_ROW, *OVER_QUERIES, "rows")  # as See names them
 STREAMED = (*NAMED, "top_weights", "top_keys")
-KEPT = ("output", "lse", "entropy", "distance")  # for the backward pass
-# Which keys are highest does not change smoothly, so these have no gradient here.
+KEPT = ("output", "lse", "entropy", "distance")  # saved for the backward pass
+# Fields without a gradient: they do not change smoothly, or plain PyTorch computes them.
 ROUGH = ("peak", "max_logit", "map_peak", "top_weights", "rows")
 
+# Measured on an H200 at commit 8c94c07, see docs/log.md.
+MIN_STEPS_SAVED = 24  # the last items are split where the longest program saves more steps
+MIN_QUERIES = 256  # for the kernels for Hopper: with fewer, most of a block would be empty
+# Queries from which the backward pass for Hopper, which fills the columns on its way, is faster
+# than cuDNN's and a pass over the columns. By head width.
+MIN_QUERIES_BACKWARD = {64: 256, 128: 2048}
+COUNTERS = 3  # work counters: of the forward pass, of the columns, of the top keys
 
-# The same numbers as in tiles.py, which cannot be imported without Triton.
-FULL, CAUSAL, INTERVAL = 0, 1, 2
-PLAIN, ALIBI, TABLE, RELATIVE = 0, 1, 2, 3
 
-
-LOG2E = 1.4426950408889634
-
-
-# Triton has these too, at 10 µs a call.
+# Triton has these too, but takes 10 µs for each call of them.
 def ceil(number: int, by: int) -> int:
-    """How many pieces of one size hold a number."""
+    """Return ``number / by``, rounded up."""
     return -(-number // by)
 
 
 def next_power(number: int) -> int:
+    """Return the least power of two that is not below ``number``."""
     return 1 << (number - 1).bit_length()
 
 
 def power(width: int) -> int:
-    """The width of a tile that holds ``width`` numbers; matrix products need at least 16."""
+    """Return the width of a tile that holds ``width`` numbers; matrix products need 16."""
     return max(16, next_power(width))
 
 
-def outputs(query: Tensor, value: Tensor, wanted: Collection[str]) -> dict[str, Tensor]:
-    """Room for what a forward pass writes: "output", "lse", and what is wanted for each query."""
-    found = {"output": value.new_empty(*query.shape[:3], value.shape[3])}
+def bins(length: int, count: int, device: torch.device) -> Tensor:
+    """Return the bin of each of ``length`` positions, spread evenly over ``count`` bins."""
+    return torch.arange(length, device=device) * min(count, length) // max(length, 1)
+
+
+def outputs(query: Tensor, value: Tensor, fields: Collection[str]) -> dict[str, Tensor]:
+    """Allocate what a forward pass writes: "output", "lse", and the wanted fields of each query."""
+    written = {"output": value.new_empty(*query.shape[:3], value.shape[3])}
     for name in ("lse", "entropy", "peak", "distance"):
-        if name == "lse" or name in wanted:
-            found[name] = query.new_empty(query.shape[:3], dtype=torch.float32)
-    return found
+        if name == "lse" or name in fields:
+            written[name] = query.new_empty(query.shape[:3], dtype=torch.float32)
+    return written
 
 
 class View(NamedTuple):
@@ -73,7 +105,7 @@ class Ends(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What makes a score of a product: scale, softcap, and a bias by distance."""
+    """What turns a product of query and key into a score: scale, softcap, a bias by distance."""
 
     scale: float
     softcap: float
@@ -90,44 +122,9 @@ class Relative(NamedTuple):
     head: int
     row: int
     first: int  # the distance of the table's first row
-    last: int  # the table's last row
+    last: int  # the index of the table's last row
     scale: float
     width: int
-
-
-class Work(NamedTuple):
-    """How the kernels for Hopper deal out a call to programs; see hopper/roles.py."""
-
-    items: int  # blocks of all heads; under a causal mask a long and a short one together
-    blocks: int  # of a head
-    heads: int
-    groups: int  # heads that share keys
-    programs: int
-    singly: int  # of the last items, the blocks of which are dealt out one by one
-    length: int = 1  # steps that an item has: tiles it goes over
-    share: int = 1  # steps that a program has of the last items, which are fewer than programs
-
-    @property
-    def cut(self) -> int:
-        """How many items are cut."""
-        return self.items % self.programs if self.share < self.length else 0
-
-    @property
-    def whole(self) -> Work:
-        """The items that are not."""
-        return self._replace(items=self.items - self.cut)
-
-
-class Sizes(NamedTuple):
-    """What the passes by keys for Hopper have to know of a call."""
-
-    keys: int
-    offset: int  # of the first query
-    tiles: int  # of queries
-    per_bin: int  # tiles a bin of the map has
-    bins: int
-    together: int  # tiles between which no block is cut
-    units: int  # of keys in a row of the map
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,15 +132,16 @@ class Structure:
     """A mask as a range of keys for each query, a bias as some numbers for each head.
 
     ``kind`` is FULL, CAUSAL, or INTERVAL with its ends ``low`` and ``high``, int32 as
-    [1 or batch, queries]; ``longest`` is the most keys a query sees, if a mask says so, or 0.
-    ``bias`` is
+    [1 or batch, queries]; ``max_keys`` is the most keys a query may attend to, if the mask says so,
+    or 0. ``bias`` is
 
     - PLAIN: there is none;
     - ALIBI: ``table`` holds slopes as [heads, 1];
     - TABLE: ``table`` holds a number for each distance from -reach to reach as
-      [heads, 2 * reach + 1], the ends standing for all beyond;
-    - RELATIVE: ``shift * second . table[distance - reach]``, with ``second`` [batch, heads,
-      queries, dim] and ``table`` [heads or 1, distances, dim], both in the dtype of the query.
+      [heads, 2 * reach + 1]; larger distances use its ends;
+    - RELATIVE: ``relative_scale * relative_query . table[distance - reach]``, with
+      ``relative_query`` [batch, heads, queries, dim] and ``table`` [heads or 1, distances, dim],
+      both in the dtype of the query.
 
     Slopes and tables of numbers are float32.
     """
@@ -156,9 +154,9 @@ class Structure:
     reach: int
     scale: float
     softcap: float | None
-    second: Tensor | None = None
-    shift: float = 0.0
-    longest: int = 0
+    relative_query: Tensor | None = None
+    relative_scale: float = 0.0
+    max_keys: int = 0
 
     @property
     def ends(self) -> Ends:
@@ -177,20 +175,21 @@ class Structure:
 
     @property
     def relative(self) -> Relative:
-        table, second = self.table, self.second
-        if table is None or second is None:
+        table, relative_query = self.table, self.relative_query
+        if table is None or relative_query is None:
             return Relative(View(None), None, 0, 0, 0, 0, 0.0, 0)
         head = 0 if table.shape[0] == 1 else table.stride(0)
         return Relative(
-            View.of(second), table, head, table.stride(1), self.reach, table.shape[1] - 1,
-            self.shift, table.shape[2],
+            View.of(relative_query), table, head, table.stride(1), self.reach, table.shape[1] - 1,
+            self.relative_scale, table.shape[2],
         )  # fmt: skip
 
     def bounds(self, first: Tensor, last: Tensor) -> Tensor:
-        """For each block of keys ``first`` to ``last``, the queries that matter to it.
+        """Return the ranges of queries that attend to each block of keys ``first`` to ``last``.
 
-        As [1 or batch, blocks, 4]: where those begin that see some of these keys, where those begin
-        that see beyond the last, where those end that see the first, where all end.
+        As [1 or batch, blocks, 4]: the first query that attends to a key of the block, the first
+        that attends to a key after it, the end of the queries that attend to the first key, and
+        the end of all.
         """
         assert self.low is not None
         assert self.high is not None
@@ -204,8 +203,8 @@ class Structure:
         return torch.stack((high[:, 0], high[:, 1], low[:, 0], low[:, 1]), dim=-1).contiguous()
 
 
-class Request(NamedTuple):
-    """What to stream beside the output and lse: some of STREAMED, and the numbers they need."""
+class Wanted(NamedTuple):
+    """The fields to compute besides the output and lse: some of STREAMED, and their numbers."""
 
     fields: tuple[str, ...] = ()
     grid: tuple[int, int] = (1, 1)
@@ -214,10 +213,429 @@ class Request(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """What comes back, in order."""
+        """The names of everything that is returned, in order."""
         return ["output", "lse", *(name for name in STREAMED if name in self.fields)]
 
+    @property
+    def map(self) -> tuple[int, int] | None:
+        """The grid of the map, where one is wanted."""
+        return self.grid if "map" in self.fields else None
 
-def bins(length: int, count: int, device: torch.device) -> Tensor:
-    """The bin of each of ``length`` positions, when they are spread evenly over ``count`` bins."""
-    return torch.arange(length, device=device) * min(count, length) // max(length, 1)
+
+class Layout(NamedTuple):
+    """What a plan depends on of a tensor [batch, heads, length, dim]."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    aligned: bool  # whether it begins at a multiple of 16 bytes, as the copy engine needs
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Layout:
+        strides = tensor.stride()
+        if strides[3] != 1:  # kernels get a dense copy
+            return cls(
+                tensor.shape, torch.empty_like(tensor, device="meta").contiguous().stride(), True
+            )
+        return cls(tensor.shape, strides, tensor.data_ptr() % 16 == 0)
+
+
+class Device(NamedTuple):
+    """What a plan depends on of a device."""
+
+    capability: tuple[int, int]  # CUDA's compute capability; (0, 0) where there is no CUDA
+    processors: int  # streaming multiprocessors
+    why_not_hopper: str | None  # why the kernels for Hopper cannot run here
+
+
+class Problem(NamedTuple):
+    """What a plan depends on: shapes and facts, no tensors."""
+
+    query: Layout
+    key: Layout
+    value: Layout
+    dtype: torch.dtype
+    device: Device
+    kind: int
+    bias: int
+    softcap: bool
+    scale: float
+    wanted: Wanted
+    hopper: bool  # whether the backend may use the kernels for Hopper
+    cudnn: bool  # whether cuDNN's attention is there and switched on
+    deterministic: bool  # whether PyTorch is asked for deterministic algorithms
+    deferrable: bool  # whether a backward pass may compute OVER_QUERIES later
+
+
+class Choice(NamedTuple):
+    """The kernels that run a pass, and why each faster variant does not."""
+
+    variant: str
+    reasons: tuple[tuple[str, str], ...] = ()
+
+    def why_not(self, variant: str) -> str | None:
+        return dict(self.reasons).get(variant)
+
+    def __str__(self) -> str:
+        reasons = (f"not {variant}: {reason}" for variant, reason in self.reasons)
+        return "; ".join((self.variant, *reasons))
+
+
+class Buffer(NamedTuple):
+    """A tensor that one pass leaves to others."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    writer: str
+    readers: tuple[str, ...]
+
+
+class Interleave(NamedTuple):
+    """Where the queries of interleaved bins lie: steps along the outermost axis of their view.
+
+    A thread of a product holds two of every eight columns. Where a tile has several bins, its
+    queries are read in an order in which all of a bin's queries come to one thread.
+    """
+
+    batch: int = 0
+    head: int = 0
+    inner: int = 0  # the step along the innermost axis, where heads lie beside each other
+
+
+class Bins(NamedTuple):
+    """How the bins of a map lie in the tiles of the kernels for Hopper."""
+
+    per_tile: int = 1  # bins of queries in a tile, or parts of them
+    tiles: int = 1  # tiles of a bin
+    unit: int = 16  # keys that are summed before they are written
+    interleave: Interleave | None = None
+    parts: int = 1  # parts of a bin that are written apart; the kernel ``pool`` adds them
+
+    @property
+    def lane_rows(self) -> int:
+        """The queries of a bin that a lane holds; pairs in turns are the plain order."""
+        return PAIR if self.interleave is None else BLOCK // self.per_tile
+
+
+class Work(NamedTuple):
+    """How a call is split over programs by the kernels for Hopper; see hopper/pipeline.py."""
+
+    items: int  # blocks of all heads; with a causal mask a long and a short block are one item
+    blocks: int  # of a head
+    heads: int
+    groups: int  # query heads that share a head of keys
+    programs: int
+    single_items: int  # the last items, whose two blocks are scheduled one by one
+    steps: int = 1  # tiles that an item goes over
+    share: int = 1  # steps of the last, split items that each program takes
+
+    @property
+    def split_items(self) -> int:
+        """The number of items that are split over several programs."""
+        return self.items % self.programs if self.share < self.steps else 0
+
+    @property
+    def whole(self) -> Work:
+        """The items that are not split."""
+        return self._replace(items=self.items - self.split_items)
+
+
+class Sizes(NamedTuple):
+    """The sizes of a call for the kernels for Hopper that own blocks of keys."""
+
+    keys: int
+    offset: int  # the position of the first query
+    tiles: int  # of queries
+    per_bin: int  # tiles of a bin of the map
+    bins: int
+    together: int  # tiles that belong to one program, because they share a bin
+    units: int  # of keys in a row of the map
+
+
+@dataclass(slots=True)
+class Intermediates:
+    """What the forward pass for Hopper leaves to later passes; see ``Plan.buffers``.
+
+    ``neg_lse`` is -lse to base 2 in the order in which a tile holds its queries, -inf where the
+    last tile has none. ``top_threshold`` is a score that at least MAX_TOP_KEYS scores of a query
+    reach. ``work_counters`` are the numbers of the next item of each pass and, where the columns
+    may begin early, how many blocks of each head are done.
+    """
+
+    neg_lse: Tensor | None = None
+    top_threshold: Tensor | None = None
+    work_counters: Tensor | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Which kernels run each pass of a call. A pass that the call does not need is None."""
+
+    problem: Problem
+    forward: Choice
+    columns: Choice | None  # received and map
+    top: Choice | None
+    backward: Choice  # where only the output has a gradient; "triton" runs all others
+    deferred: bool  # whether the backward pass computes the columns, or their first access
+    bins: Bins | None  # of the columns pass for Hopper
+    early_heads: range  # heads that the columns pass takes before the forward pass has ended
+    buffers: Mapping[str, Buffer]
+
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """The passes that run, by name."""
+        passes = {"forward": self.forward, "columns": self.columns, "top": self.top}
+        return {name: choice for name, choice in passes.items() if choice is not None}
+
+
+@lru_cache(maxsize=256)
+def plan_for(problem: Problem) -> Plan:
+    """Decide which kernels run each pass of a call."""
+    wanted = problem.wanted
+    not_cudnn = why_not_cudnn(problem)
+    not_hopper = why_not_forward(problem)
+    top = None
+    if wanted.top:
+        not_top = why_not_top(problem)
+        top = _choose(hopper=not_top)
+    by_row = [name for name in BY_ROW if name in wanted.fields]
+    forward_not_cudnn = not_cudnn
+    if by_row:
+        forward_not_cudnn = f"it does not compute {', '.join(by_row)}."
+    if top is not None and top.variant == "hopper":
+        forward_not_cudnn = "it does not find a threshold for the top keys."
+    forward = _choose(cudnn=forward_not_cudnn, hopper=not_hopper)
+    columns, map_bins = None, None
+    if "received" in wanted.fields or "map" in wanted.fields:
+        columns = _choose(hopper=why_not_columns(problem))
+        if columns.variant == "hopper":
+            placed = place_bins(problem.query, problem.key.shape[2], wanted.map)
+            assert isinstance(placed, Bins)
+            map_bins = placed
+    reusable = forward.variant == "hopper" and map_bins is not None
+    not_backward = why_not_backward(problem)
+    if not reusable:
+        not_backward = "no forward and columns pass for Hopper ran before it."
+    elif not problem.deferrable:
+        not_backward = "the columns cannot wait for it."
+    deferred = reusable and not_cudnn is None and not_backward is None
+    backward = _choose(hopper=None if deferred else not_backward or not_cudnn, cudnn=not_cudnn)
+    early = range(0)
+    buffers: dict[str, Buffer] = {}
+    if forward.variant == "hopper":
+        batch, heads, queries, _ = problem.query.shape
+        if reusable:
+            early = _early_heads(problem)
+            shape = batch, heads, ceil(queries, BLOCK) * BLOCK
+            buffers["neg_lse"] = Buffer(shape, torch.float32, "forward", ("columns", "backward"))
+        if top is not None and top.variant == "hopper":
+            shape = batch, heads, queries
+            buffers["top_threshold"] = Buffer(shape, torch.float32, "forward", ("top",))
+        count = COUNTERS + (batch * heads if early else 0)
+        buffers["work_counters"] = Buffer(
+            (count,), torch.int32, "forward", ("forward", "columns", "top")
+        )
+    return Plan(problem, forward, columns, top, backward, deferred, map_bins, early, buffers)
+
+
+def _choose(**reasons: str | None) -> Choice:
+    """The first variant without a reason against it, else Triton's."""
+    against: list[tuple[str, str]] = []
+    for variant, reason in reasons.items():
+        if reason is None:
+            return Choice(variant, tuple(against))
+        against.append((variant, reason))
+    return Choice("triton", tuple(against))
+
+
+def why_not_cudnn(problem: Problem) -> str | None:
+    """Why cuDNN cannot run a plain call, whose fields it does not see; on Hopper it is fastest."""
+    query, key, value = problem.query.shape, problem.key.shape, problem.value.shape
+    if not problem.cudnn:
+        return "cuDNN's attention is switched off, or the GPU is older than compute capability 9.0."
+    if problem.dtype not in (torch.float16, torch.bfloat16):
+        return f"it has no {problem.dtype}."
+    if problem.kind != FULL and not (problem.kind == CAUSAL and query[2] == key[2]):
+        return "the mask is neither None nor Causal() over as many queries as keys."
+    if problem.bias != PLAIN or problem.softcap:
+        return "it has neither bias nor softcap."
+    if query[1] != key[1]:
+        return "query heads share heads of keys."
+    if problem.deterministic:
+        return "its gradients are not deterministic."
+    if any(0 in layout.strides for layout in (problem.query, problem.key, problem.value)):
+        return "a tensor is expanded."
+    if query[3] != value[3] or query[3] > 128 or query[3] % 8:
+        return "it needs one head width, a multiple of 8 up to 128."
+    return None
+
+
+def why_not_hopper(
+    kind: int, bias: int, softcap: bool, dtype: torch.dtype, *shapes: tuple[int, ...]
+) -> str | None:
+    """Why the kernels for Hopper cannot run a call of these shapes, wherever its tensors lie."""
+    query, key = shapes[:2]
+    if kind not in (FULL, CAUSAL):
+        return "the kernels for Hopper have no mask but Causal()."
+    if bias != PLAIN:
+        return "the kernels for Hopper have no bias."
+    if softcap:
+        return "the kernels for Hopper have no softcap."
+    if dtype not in (torch.bfloat16, torch.float16):
+        return "the kernels for Hopper need bfloat16 or float16."
+    if query[2] < MIN_QUERIES:
+        return f"there are fewer than {MIN_QUERIES} queries."
+    if query[2] > key[2]:
+        return "there are more queries than keys."
+    widths = [shape[3] for shape in shapes]
+    if widths[0] not in (64, 128) or any(width != widths[0] for width in widths):
+        return "the kernels for Hopper need one head width, 64 or 128."
+    return None
+
+
+def _why_not_layout(problem: Problem, *layouts: Layout) -> str | None:
+    """Why the kernels for Hopper cannot run the call on these tensors."""
+    if not problem.hopper:
+        return "the backend 'triton' uses its own kernels alone."
+    if problem.device.why_not_hopper is not None:
+        return problem.device.why_not_hopper
+    reason = why_not_hopper(
+        problem.kind, problem.bias, problem.softcap, problem.dtype,
+        *(layout.shape for layout in layouts),
+    )  # fmt: skip
+    if reason is not None:
+        return reason
+    if not all(layout.aligned for layout in layouts):
+        return "a tensor does not begin at a multiple of 16 bytes."
+    if any(step <= 0 or step % 8 for layout in layouts for step in layout.strides[:3]):
+        return "a stride of a tensor is 0 or no multiple of 8."
+    return None
+
+
+def _why_too_few(problem: Problem, length: int, rows: int) -> str | None:
+    """Why blocks of so many rows do not keep the device busy: Triton's kernels split them."""
+    work = work_for(problem, length, rows)
+    if work.items < problem.device.processors:
+        return f"{work.items} blocks do not keep {problem.device.processors} processors busy."
+    return None
+
+
+def why_not_forward(problem: Problem) -> str | None:
+    """Why the forward pass for Hopper cannot run."""
+    reason = _why_not_layout(problem, problem.query, problem.key, problem.value)
+    reason = reason or _why_too_few(problem, problem.query.shape[2], BLOCK)
+    if reason is None and problem.kind != CAUSAL and "distance" in problem.wanted.fields:
+        # Distances without a mask begin on the diagonal, and a last, partial tile has no turn.
+        if problem.key.shape[2] % BLOCK:
+            return f"distance without a mask needs keys in tiles of {BLOCK}."
+    return reason
+
+
+def why_not_columns(problem: Problem) -> str | None:
+    """Why the pass for Hopper that sums over queries cannot run."""
+    batch, heads, _, _ = problem.query.shape
+    keys, grid = problem.key.shape[2], problem.wanted.map
+    reason = _why_not_layout(problem, problem.query, problem.key)
+    reason = reason or _why_too_few(problem, keys, TEAMS * ROWS)
+    if reason is not None:
+        return reason
+    rows, cols = grid or (1, 1)
+    if batch * heads * rows * cols >= 2**31:
+        return "the map has 2**31 cells or more."
+    placed = place_bins(problem.query, keys, grid)
+    return placed if isinstance(placed, str) else None
+
+
+def why_not_top(problem: Problem) -> str | None:
+    """Why the kernels for Hopper cannot find the top keys."""
+    if problem.wanted.top > MAX_TOP_KEYS:
+        return f"the kernels for Hopper find at most {MAX_TOP_KEYS} top keys."
+    if problem.scale <= 0:
+        return "the scale is not above 0."
+    reason = why_not_forward(problem)
+    return reason or _why_too_few(problem, problem.query.shape[2], TEAMS * ROWS)
+
+
+def why_not_backward(problem: Problem) -> str | None:
+    """Why the backward pass for Hopper, which also fills the columns, cannot or should not run."""
+    query, key = problem.query.shape, problem.key.shape
+    reason = _why_not_layout(problem, problem.query, problem.key, problem.value)
+    if reason is not None:
+        return reason
+    if problem.kind != CAUSAL and key[2] % BLOCK:
+        return f"without a mask it needs keys in tiles of {BLOCK}."
+    least = MIN_QUERIES_BACKWARD[query[3]]
+    if query[2] < least:
+        return f"cuDNN's is faster below {least} queries of width {query[3]}."
+    if query[1] != key[1]:
+        return "query heads share heads of keys."
+    return why_not_columns(problem)
+
+
+def place_bins(query: Layout, keys: int, grid: tuple[int, int] | None) -> Bins | str:
+    """Place the bins of a map in tiles; the reason where they do not fit.
+
+    Without a grid there is one bin of all queries.
+    """
+    _, heads, queries, width = query.shape
+    if grid is None:
+        return Bins(tiles=ceil(queries, BLOCK))
+    rows, columns = grid
+    if queries % rows or keys % columns:
+        return "the bins of the map do not divide queries and keys."
+    high, wide = queries // rows, keys // columns
+    unit = 16 if wide % 16 == 0 else 8
+    if wide % unit or (unit == 8 and wide != 8):
+        return "a bin of the map is neither 8 keys wide nor a multiple of 16."
+    if rows * keys // unit > 2**29:  # places in a head's map are counted in 32 bits
+        return "the map has too many cells."
+    if high % BLOCK == 0:
+        return Bins(1, high // BLOCK, unit)
+    if queries % BLOCK or high not in (8, 16, 32, 64):
+        return f"a bin of the map is not 8, 16, 32, 64 or a multiple of {BLOCK} queries high."
+    together = max(BLOCK // high, LANES)  # each lane has bins of its own
+    groups = queries // (LANES * BLOCK // together)  # of a head
+    step = query.strides
+    if step[1] == queries * step[2] and step[0] == heads * step[1]:
+        interleave = Interleave(heads * groups, groups, 0)
+    elif step[1] == width and step[0] == queries * step[2]:
+        interleave = Interleave(groups, 0, width)
+    elif BLOCK // high < LANES:
+        return Bins(BLOCK // high, 1, unit)
+    else:
+        return "the queries lie in memory in no order in which bins can be interleaved."
+    return Bins(together, 1, unit, interleave, together * high // BLOCK)
+
+
+def work_for(problem: Problem, length: int, rows: int) -> Work:
+    """Split ``length`` queries or keys of all heads into blocks of so many rows."""
+    batch, heads = problem.query.shape[:2]
+    blocks = ceil(length, rows)
+    causal = problem.kind == CAUSAL
+    items = batch * heads * (ceil(blocks, 2) if causal else blocks)
+    programs = min(items, problem.device.processors)
+    single_items = programs if causal and blocks % 2 == 0 else 0  # an odd block has no partner
+    return Work(items, blocks, heads, heads // problem.key.shape[1], programs, single_items)
+
+
+def share_steps(work: Work, steps: int, together: int = 1) -> Work:
+    """Split the last items of a call without a mask into shares, where that saves enough steps.
+
+    An item has ``steps`` steps; ``together`` of them belong to one program.
+    """
+    share = max(ceil(work.items % work.programs * steps, work.programs), ceil(steps, MAX_SHARES))
+    share = ceil(share, together) * together
+    if steps - share - (together - 1) <= MIN_STEPS_SAVED:
+        share = steps
+    return work._replace(steps=steps, share=share)
+
+
+def _early_heads(problem: Problem) -> range:
+    """The heads with which the columns pass begins, before the forward pass has ended.
+
+    None of a causal call: its last blocks are short, and soon done.
+    """
+    work = work_for(problem, problem.key.shape[2], TEAMS * ROWS)
+    if problem.kind == CAUSAL or work.items < 4 * work.programs:
+        return range(0)
+    half = work.items // 2  # as _from_the_middle in hopper/pipeline.py
+    return range(half // work.blocks, (half + work.programs - 1) // work.blocks + 1)

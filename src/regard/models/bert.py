@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from regard.checkpoints.keymap import Drop, Fuse, KeyMap, Rename, Spelling, Step, Tie
+from regard.checkpoints.keymap import Drop, Fuse, KeyMap, Rename, Spelling, Step, Tie, renames
 from regard.errors import InputError
 from regard.layers.modules import Block, FeedForward, LayerNorm, MultiHeadAttention, PostNorm
 from regard.layers.positions import LearnedPositions
@@ -324,11 +324,14 @@ def _encoder_keys(config: BertConfig, prefix: str) -> Iterator[Step]:
         for kind in ("weight", "bias"):
             parts = (f"{theirs}.attention.self.{part}.{kind}" for part in ("query", "key", "value"))
             yield Fuse(tuple(parts), f"{ours}.attention.qkv.{kind}")
-            for old, new in (
-                ("attention.output.dense", "attention.output"),
-                ("attention.output.LayerNorm", "around_attention.norm"),
-                ("intermediate.dense", "feed_forward.up"),
-                ("output.dense", "feed_forward.down"),
-                ("output.LayerNorm", "around_feed_forward.norm"),
-            ):
-                yield Rename(f"{theirs}.{old}.{kind}", f"{ours}.{new}.{kind}")
+        yield from renames(
+            theirs,
+            ours,
+            {
+                "attention.output.dense": "attention.output",
+                "attention.output.LayerNorm": "around_attention.norm",
+                "intermediate.dense": "feed_forward.up",
+                "output.dense": "feed_forward.down",
+                "output.LayerNorm": "around_feed_forward.norm",
+            },
+        )

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from regard.checkpoints.keymap import Drop, KeyMap, Rename, Spelling, Step, Tie, Transpose
+from regard.checkpoints.keymap import Drop, KeyMap, Rename, Spelling, Step, Tie, Transpose, renames
 from regard.decoding.state import State
 from regard.errors import InputError
 from regard.layers.modules import Block, FeedForward, LayerNorm, MultiHeadAttention, PreNorm
@@ -248,6 +248,5 @@ def _block_keys(index: int) -> Iterator[Step]:
     ):
         yield Transpose(f"{theirs}.{old}.weight", f"{ours}.{new}.weight")
         yield Rename(f"{theirs}.{old}.bias", f"{ours}.{new}.bias")
-    for old, new in (("ln_1", "around_attention.norm"), ("ln_2", "around_feed_forward.norm")):
-        yield Rename(f"{theirs}.{old}.weight", f"{ours}.{new}.weight")
-        yield Rename(f"{theirs}.{old}.bias", f"{ours}.{new}.bias")
+    norms = {"ln_1": "around_attention.norm", "ln_2": "around_feed_forward.norm"}
+    yield from renames(theirs, ours, norms)

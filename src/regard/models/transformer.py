@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.checkpoints.keymap import Drop, Fuse, KeyMap, Rename, Step, Tie
+from regard.checkpoints.keymap import Drop, Fuse, KeyMap, Rename, Step, Tie, renames
 from regard.decoding.state import State
 from regard.errors import CheckpointError, InputError
 from regard.layers.modules import Block, FeedForward, LayerNorm, MultiHeadAttention, PostNorm
@@ -309,21 +309,17 @@ def _table_keys(config: TransformerConfig) -> Iterator[Step | Tie]:
 
 
 def _stack_keys(half: str, depth: int) -> Iterator[Step]:
-    attentions = [("self_attn", "attention")]
+    attentions = {"self_attn": "attention"}
     if half == "decoder":
-        attentions.append(("encoder_attn", "cross"))
+        attentions["encoder_attn"] = "cross"
+    names = {"fc1": "feed_forward.up", "fc2": "feed_forward.down"}
+    names["final_layer_norm"] = "around_feed_forward.norm"
+    for old, new in attentions.items():
+        names |= {f"{old}.out_proj": f"{new}.output", f"{old}_layer_norm": f"around_{new}.norm"}
     for index in range(depth):
         theirs, ours = f"model.{half}.layers.{index}", f"{half}.blocks.{index}"
         for kind in ("weight", "bias"):
-            for old, new in attentions:
+            for old, new in attentions.items():
                 parts = tuple(f"{theirs}.{old}.{part}_proj.{kind}" for part in "qkv")
                 yield Fuse(parts, f"{ours}.{new}.qkv.{kind}")
-                yield Rename(f"{theirs}.{old}.out_proj.{kind}", f"{ours}.{new}.output.{kind}")
-                norm = f"{ours}.around_{new}.norm.{kind}"
-                yield Rename(f"{theirs}.{old}_layer_norm.{kind}", norm)
-            for old, new in (
-                ("fc1", "feed_forward.up"),
-                ("fc2", "feed_forward.down"),
-                ("final_layer_norm", "around_feed_forward.norm"),
-            ):
-                yield Rename(f"{theirs}.{old}.{kind}", f"{ours}.{new}.{kind}")
+        yield from renames(theirs, ours, names)

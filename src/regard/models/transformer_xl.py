@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.functional import dropout, linear, nll_loss
 from torch.utils.checkpoint import checkpoint
 
-from regard.checkpoints.keymap import Drop, KeyMap, Rename, Step, Tie
+from regard.checkpoints.keymap import Drop, KeyMap, Rename, Step, Tie, renames
 from regard.decoding.state import Memories
 from regard.errors import CheckpointError, InputError
 from regard.layers.cache import Memory
@@ -519,19 +519,14 @@ def _band_keys(count: int) -> Iterator[Step | Drop]:
 
 def _layer_keys(index: int) -> Iterator[Step]:
     theirs, ours = f"transformer.layers.{index}", f"layers.{index}"
-    for old, new in (
-        ("dec_attn.qkv_net.weight", "attention.qkv.weight"),
-        ("dec_attn.o_net.weight", "attention.output.weight"),
-        ("dec_attn.r_net.weight", "attention.relative.weight"),
-        ("dec_attn.r_w_bias", "attention.content_bias"),
-        ("dec_attn.r_r_bias", "attention.distance_bias"),
-        ("dec_attn.layer_norm.weight", "around_attention.norm.weight"),
-        ("dec_attn.layer_norm.bias", "around_attention.norm.bias"),
-        ("pos_ff.CoreNet.0.weight", "feed_forward.up.weight"),
-        ("pos_ff.CoreNet.0.bias", "feed_forward.up.bias"),
-        ("pos_ff.CoreNet.3.weight", "feed_forward.down.weight"),
-        ("pos_ff.CoreNet.3.bias", "feed_forward.down.bias"),
-        ("pos_ff.layer_norm.weight", "around_feed_forward.norm.weight"),
-        ("pos_ff.layer_norm.bias", "around_feed_forward.norm.bias"),
-    ):
-        yield Rename(f"{theirs}.{old}", f"{ours}.{new}")
+    nets = {"qkv_net": "qkv", "o_net": "output", "r_net": "relative"}
+    yield from renames(f"{theirs}.dec_attn", f"{ours}.attention", nets, kinds=["weight"])
+    yield Rename(f"{theirs}.dec_attn.r_w_bias", f"{ours}.attention.content_bias")
+    yield Rename(f"{theirs}.dec_attn.r_r_bias", f"{ours}.attention.distance_bias")
+    layers = {
+        "dec_attn.layer_norm": "around_attention.norm",
+        "pos_ff.CoreNet.0": "feed_forward.up",
+        "pos_ff.CoreNet.3": "feed_forward.down",
+        "pos_ff.layer_norm": "around_feed_forward.norm",
+    }
+    yield from renames(theirs, ours, layers)

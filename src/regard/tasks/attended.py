@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from regard.interpret.pooling import pool, sharing
+from regard.interpret.pooling import overlaps, pool
 from regard.interpret.watched import Watched
-from regard.interpret.word_alignment import Pair, best_head, cross_weights, when
+from regard.interpret.word_alignment import TextPair, best_head, cross_weights, step_name
 from regard.models.bundle import Bundle
 from regard.models.model import EncoderDecoder
 from regard.tasks.records import WordAttention
@@ -76,17 +76,17 @@ def align(bundle: Bundle, sentences: Sequence[CrossWeights], batch: int) -> Word
         tuple(item.written.text[low:high] for item, target, _ in units for low, high in target),
         tuple(item.source[low:high] for item, _, source in units for low, high in source),
         tuple(map(tuple, blocks.tolist())),
-        f"Head {best.head} of cross-attention layer {best.layer}, {when(best.read)}",
+        f"Head {best.head} of cross-attention layer {best.layer}, {step_name(best.read)}",
         ("target", "source"),
     )
 
 
-def _pair(item: CrossWeights, target: Sequence[Span], source: Sequence[Span]) -> Pair:
+def _pair(item: CrossWeights, target: Sequence[Span], source: Sequence[Span]) -> TextPair:
     ids = item.written
-    shares = sharing(item.tokens, source)
+    shares = overlaps(item.tokens, source)
     shares = shares / shares.sum(1, keepdim=True).clamp(min=1)
     shares = pad(shares, (0, 0, 0, len(ids.source) - len(shares)))  # the end token of the source
-    return Pair(ids.source, ids.ids, shares, sharing(item.spans, target))
+    return TextPair(ids.source, ids.ids, shares, overlaps(item.spans, target))
 
 
 def mean_rows(seen: Watched) -> Tensor:

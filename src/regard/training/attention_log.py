@@ -1,4 +1,4 @@
-"""What attention does while a model learns, and a warning where it goes wrong."""
+"""Entropy and largest score of each attention head during training, with warnings."""
 
 from __future__ import annotations
 
@@ -15,36 +15,41 @@ from regard.training.recipe import Watching
 
 
 class AttentionWarning(UserWarning):
-    """A head has collapsed onto single keys, or its scores blow up."""
+    """A head attends to single keys only, or its scores are too large."""
 
 
 @contextmanager
 def watched_model(
     model: nn.Module, settings: Watching, warned: set[str]
 ) -> Iterator[dict[str, dict[str, list[float]]]]:
-    """Within, attention is watched; after, each head's mean entropy and largest score are there.
+    """Measure attention within; on exit the result has each head's mean entropy and largest score.
 
-    Warns once of each head whose entropy is too low or whose scores are too large.
+    Warns once for each head whose entropy is too low or whose scores are too large; ``warned`` has
+    the warnings already given.
     """
-    found: dict[str, dict[str, list[float]]] = {}
+    measured: dict[str, dict[str, list[float]]] = {}
     was_training = model.training
-    model.eval()  # no dropout: it would draw from the random numbers of training
+    model.eval()  # dropout would use random numbers of the training
     try:
         with torch.no_grad(), watch(model, See(entropy=True, max_logit=True)) as watched:
-            yield found
+            yield measured
     finally:
         model.train(was_training)
     for layer in watched:
-        seen = watched.of(layer)[-1]
+        seen = watched[layer][-1]
         assert seen.entropy is not None
         assert seen.max_logit is not None
         entropy = seen.entropy.float().mean((0, 2)).tolist()
         logit = seen.max_logit.float().amax(0).tolist()
-        found[layer] = {"entropy": entropy, "max_logit": logit}
+        measured[layer] = {"entropy": entropy, "max_logit": logit}
         for head, (low, high) in enumerate(zip(entropy, logit, strict=True)):
             for kind, bad, text in (
-                ("entropy", low < settings.entropy, f"has collapsed: its entropy is {low:.4f}"),
-                ("logit", not high < settings.logit, f"blows up: its largest score is {high:.4g}"),
+                ("entropy", low < settings.min_entropy, f"has collapsed: its entropy is {low:.4f}"),
+                (
+                    "logit",
+                    not high < settings.max_logit,
+                    f"has large scores: the largest is {high:.4g}",
+                ),
             ):
                 name = f"{kind} {layer} {head}"
                 if bad and name not in warned:

@@ -1,4 +1,4 @@
-"""The picture of a run: what its log tells, over the steps."""
+"""The picture of a run: the figures of its log over the steps."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from regard.pictures.charts import Line, draw
 def plot(log: Path) -> str:
     """The log of a run as SVG: the loss, each score, the rate and the gradient, over the steps.
 
-    Where steps were taken twice, after an interruption, the later ones count.
+    Of steps repeated after an interruption the latest are drawn.
     """
-    lines = log.read_text(encoding="utf-8").splitlines()
-    return draw(f"Training: {log.parent.name}", panels(map(json.loads, lines)))
+    rows = log.read_text(encoding="utf-8").splitlines()
+    return draw(f"Training: {log.parent.name}", panels(map(json.loads, rows)))
 
 
 def panels(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Line]]:
-    """What is drawn: by panel, by line."""
-    found: dict[str, dict[str, Line]] = {"loss": {"training": {}, "held out": {}}}
+    """The lines of each panel."""
+    lines: dict[str, dict[str, Line]] = {"loss": {"training": {}, "held out": {}}}
 
     def note(panel: str, line: str, step: int, value: float | None) -> None:
         if value is not None and math.isfinite(value):
-            found.setdefault(panel, {}).setdefault(line, {})[step] = value
+            lines.setdefault(panel, {}).setdefault(line, {})[step] = value
 
     for row in rows:
         for name, value in row.get("scores", {}).items():
@@ -35,7 +35,7 @@ def panels(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Line]]:
             note("loss", "training", row["step"], row["loss"])
             note("learning rate", "", row["step"], row["rate"])
             note("norm of the gradient", "", row["step"], row["gradient"])
-    kept = {name: {line: xy for line, xy in some.items() if xy} for name, some in found.items()}
+    kept = {name: {line: xy for line, xy in some.items() if xy} for name, some in lines.items()}
     last = ("learning rate", "norm of the gradient")
     order = [*(name for name in kept if name not in last), *last]
     return {name: kept[name] for name in order if kept.get(name)}

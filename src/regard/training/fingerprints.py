@@ -1,6 +1,6 @@
 """What the weights of a run depend on, and whether a checkpoint was made with the same.
 
-A key that is newer than a checkpoint had no effect on it, which is what its default stands for.
+A key that is newer than a checkpoint counts as its default, and one of an earlier name as today's.
 """
 
 from __future__ import annotations
@@ -10,13 +10,14 @@ from collections.abc import Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from typing import Any, get_type_hints
 
+from regard.data.schema import OLD_KEYS
 from regard.data.sources import Source
 from regard.training.recipe import Recipe
 
-# What may change between a run and its resumption: none of it touches the weights, but for the
-# order in which processes add them up.
+# Keys that may change when a run is resumed: the weights do not depend on them, except that
+# ``parallel`` changes the order of additions.
 FREE = (
-    "output", "data.root", "data.cache", "data.test", "saving.last", "watching", "parallel",
+    "output", "data.root", "data.cache", "data.test", "saving.keep_last", "watching", "parallel",
     "tensorboard",
 )  # fmt: skip
 
@@ -46,22 +47,23 @@ def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
 
 
 def _flat(table: Mapping[str, Any], prefix: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    flat: dict[str, Any] = {}
     for name, value in table.items():
         if isinstance(value, dict):
-            found |= _flat(value, f"{prefix}{name}.")
+            flat |= _flat(value, f"{prefix}{name}.")
         elif not _free(prefix + name):
-            found[prefix + name] = json.loads(json.dumps(value))
-    return found
+            flat[prefix + name] = json.loads(json.dumps(value))
+    return flat
 
 
 def _free(name: str) -> bool:
     return name in FREE or name.partition(".")[0] in FREE
 
 
-def _whole(found: Mapping[str, Any]) -> dict[str, Any]:
-    """With the defaults of all keys that are not there, and without those that may change."""
-    whole = {name: value for name, value in found.items() if not _free(name)}
+def _whole(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
+    """With today's names, the defaults of missing keys, and without keys that may change."""
+    named = {OLD_KEYS.get(name, name): value for name, value in fingerprint.items()}
+    whole = {name: value for name, value in named.items() if not _free(name)}
     for name in ("data.train", "data.valid"):
         if name in whole:
             whole[name] = [_defaults(Source, "") | source for source in whole[name]]
@@ -70,11 +72,11 @@ def _whole(found: Mapping[str, Any]) -> dict[str, Any]:
 
 def _defaults(kind: type, prefix: str) -> dict[str, Any]:
     """The default of every key that has one, as :func:`_flat` would name it."""
-    hints, found = get_type_hints(kind), dict[str, Any]()
+    hints, defaults = get_type_hints(kind), dict[str, Any]()
     for entry in fields(kind):
         hint = hints[entry.name]
         if isinstance(hint, type) and is_dataclass(hint):
-            found |= _defaults(hint, f"{prefix}{entry.name}.")
+            defaults |= _defaults(hint, f"{prefix}{entry.name}.")
         elif entry.default is not MISSING:
-            found |= _flat({entry.name: entry.default}, prefix)
-    return found
+            defaults |= _flat({entry.name: entry.default}, prefix)
+    return defaults

@@ -1,4 +1,4 @@
-"""The loop: step after step, exact under accumulation, and the same to the bit when resumed.
+"""The training loop: exact under gradient accumulation, and equal to the bit when resumed.
 
 Nothing in a step waits for the device; losses are fetched only when they are logged.
 """
@@ -23,13 +23,14 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from regard.data.batches import Feed, generator
 from regard.errors import CheckpointError, InputError
+from regard.evaluation.losses import map_tensors, move
 from regard.training.attention_log import watched_model
 from regard.training.fingerprints import difference
 from regard.training.graphs import Replayed, Step
-from regard.training.objectives import Objective, moved
+from regard.training.objectives import Objective
 from regard.training.optimizer import adamw, rate_at
-from regard.training.parallel import cut, engine, interleave, on_each
-from regard.training.processes import Crew
+from regard.training.parallel import cut, engine, interleave
+from regard.training.processes import Processes
 from regard.training.recipe import Recipe, Schedule
 from regard.training.saving import Keeper
 from regard.training.seeds import random_state, set_random_state
@@ -38,7 +39,7 @@ from regard.training.seeds import random_state, set_random_state
 
 
 class Interrupted:
-    """Whether SIGTERM or Ctrl-C asked to stop. A second Ctrl-C stops at once."""
+    """Whether SIGTERM or Ctrl-C was received. A second Ctrl-C stops at once."""
 
     def __init__(self) -> None:
         self.by: str | None = None
@@ -54,15 +55,15 @@ class Interrupted:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupted]:
-    """Within, SIGTERM and Ctrl-C are noted and not obeyed; only the main thread can do that."""
-    asked = Interrupted()
+    """Within, SIGTERM and Ctrl-C are only noted; only the main thread can do that."""
+    interrupted = Interrupted()
     if threading.current_thread() is not threading.main_thread():
-        yield asked
+        yield interrupted
         return
     numbers = (signal.SIGINT, signal.SIGTERM)
-    before = [signal.signal(number, asked._note) for number in numbers]
+    before = [signal.signal(number, interrupted._note) for number in numbers]
     try:
-        yield asked
+        yield interrupted
     finally:
         for number, handler in zip(numbers, before, strict=True):
             signal.signal(number, handler)
@@ -73,47 +74,49 @@ def interruptible() -> Iterator[Interrupted]:
 
 @dataclass
 class Progress:
-    """How far a run has come."""
+    """The progress of a run."""
 
     step: int = 0
     best: float | None = None
     since_best: int = 0  # evaluations
-    scores: dict[str, float] = field(default_factory=dict)  # of the last evaluation
-    # Where schedule.minutes are given: the time spent, and how many steps all of it is enough for.
+    scores: dict[str, float] = field(default_factory=dict)  # of the latest evaluation
+    # With schedule.minutes: the time spent, and the number of steps that fit into all of it.
     seconds: float = 0.0
     steps: int | None = None
 
 
 class Pace:
-    """How many steps ``schedule.minutes`` are enough for, told again and again by those so far.
+    """Estimates again and again how many steps fit into ``schedule.minutes``.
 
-    So the rate falls to its end in time, whatever else the machine does. The later half of the
-    steps tells: the first ones are slow, while kernels are compiled and graphs recorded. All
-    processes go by the first one's clock.
+    So the learning rate falls to its end in time, also on a busy machine. The estimate uses the
+    later half of the steps: the first ones are slow, while kernels are compiled and graphs
+    recorded. All processes use the first one's clock.
     """
 
-    def __init__(self, schedule: Schedule, progress: Progress, crew: Crew) -> None:
+    def __init__(self, schedule: Schedule, progress: Progress, processes: Processes) -> None:
         self.limit = 60 * schedule.minutes
-        self.most, self.progress, self.crew = schedule.steps, progress, crew
+        self.max_steps, self.progress, self.processes = schedule.steps, progress, processes
         self.begun = time.perf_counter() - progress.seconds
-        self.planned = progress.seconds  # when it was planned last
-        self.first = progress.step  # of this process: its first steps are slow again
-        self.marks: deque[tuple[int, float]] = deque()  # steps, and when they were done
+        self.planned = progress.seconds  # the time of the latest plan
+        self.first = progress.step  # where this process begins: its first steps are slow again
+        self.marks: deque[tuple[int, float]] = deque()  # steps, and the seconds at their end
 
     @property
     def due(self) -> bool:
-        """Whether to plan again before 50 steps are over; several processes could not agree."""
-        if not self.limit or self.crew.world > 1:
+        """Whether to plan again before 50 steps are over; only with a single process."""
+        if not self.limit or self.processes.count > 1:
             return False
         return time.perf_counter() - self.begun > self.planned + self.limit / 50
 
     def note(self) -> None:
-        """Note how long it has taken so far."""
+        """Store the time spent so far."""
         if self.limit:
-            self.progress.seconds = self.crew.lead(lambda: time.perf_counter() - self.begun)
+            self.progress.seconds = self.processes.on_first(
+                lambda: time.perf_counter() - self.begun
+            )
 
     def plan(self) -> None:
-        """Tell from the steps so far how many there will be."""
+        """Estimate the total number of steps."""
         if not self.limit:
             return
         self.note()
@@ -125,7 +128,7 @@ class Pace:
             then, when = self.marks[0]
             pace = (now - when) / (step - then)
             left = max(int((self.limit - now) / pace), 0)
-            self.progress.steps = min(step + left, self.most)
+            self.progress.steps = min(step + left, self.max_steps)
         self.marks.append((step, now))
 
 
@@ -133,8 +136,8 @@ Log = Callable[[dict[str, Any]], None]
 
 
 def replays(recipe: Recipe, device: torch.device) -> bool:
-    """Whether steps are replayed: other devices have no graphs, and launch nothing."""
-    return recipe.graphs and device.type == "cuda"
+    """Whether steps are replayed as CUDA graphs."""
+    return recipe.cuda_graphs and device.type == "cuda"
 
 
 class Trainer:
@@ -144,18 +147,20 @@ class Trainer:
         self,
         model: nn.Module,
         objective: Objective,
+        scorer: Callable[[Any], dict[str, float]] | None,
         feed: Feed,
         keeper: Keeper,
         recipe: Recipe,
         log: Log,
         fingerprint: Mapping[str, Any],
     ) -> None:
-        self.crew = keeper.crew
-        self.engine = engine(model, objective, self.crew, recipe.parallel)
-        self.model, self.objective, self.feed, self.keeper = model, objective, feed, keeper
+        self.processes = keeper.processes
+        self.engine = engine(model, objective, self.processes, recipe.parallel)
+        self.model, self.objective, self.scorer = model, objective, scorer
+        self.feed, self.keeper = feed, keeper
         self.recipe, self.log, self.fingerprint = recipe, log, fingerprint
         self.device = next(model.parameters()).device
-        self.parameters = list(model.parameters())  # walking a model costs more than it seems
+        self.parameters = list(model.parameters())  # collected once: it is slow
         self.optimizer = adamw(model, recipe, self.device)
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=recipe.precision == "float16", init_scale=2.0**12
@@ -165,8 +170,8 @@ class Trainer:
             if recipe.optimizer.ema
             else None
         )
-        # What the running mean follows: weights; buffers are copied. All of them are loaded in
-        # place, so these stay the model's own.
+        # The running mean follows weights and copies buffers. They are always loaded in place, so
+        # these tensors stay the model's own.
         named, now = dict(model.named_parameters(remove_duplicate=False)), model.state_dict()
         pairs = {name: (mean, now[name]) for name, mean in (self.ema or {}).items()}
         self.moving = [pair for name, pair in pairs.items() if name in named]
@@ -176,33 +181,33 @@ class Trainer:
         self.learn: Step = self._learn
         self.graphs = replays(recipe, self.device)
         if self.graphs:
-            if self.crew.world > 1:
-                raise InputError("graphs = true is for one process: set graphs = false.")
+            if self.processes.count > 1:
+                raise InputError("cuda_graphs = true is for one process: set cuda_graphs = false.")
             self.learn = Replayed(self._learn, self.device, objective.state, objective.load_state)
 
     # ------------------------------------------------------------------------------- one step
 
     def step(self) -> tuple[Tensor, Tensor]:
-        """One step; its mean loss and the norm of its gradient, both still on the device."""
+        """Take one step; return its mean loss and the norm of its gradient, on the device."""
         recipe, number = self.recipe, self.progress.step + 1
         random = generator(recipe.seed, 1, number, device=self.feed.device)
         shares, targets = [], []
         for _ in range(recipe.batch.accumulate):
             rows = self.feed.next()
             batch, count = self.objective.prepare(rows, random)
-            share, counts = self.engine.share(batch, len(rows.rows))
-            shares.append((moved(share, self.device), counts))
+            share, used = self.engine.share(batch, len(rows.rows))
+            shares.append((move(share, self.device), used))
             targets.append(count)
-        # Divided by all targets of the step, not batch by batch: unequal batches count as one.
-        total = moved(sum(targets), self.device)
+        # Divided by all targets of the step, not batch by batch: batches may be unequal.
+        total = move(sum(targets), self.device)
         rate = rate_at(number, self.schedule)
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["size"]
         self.optimizer.zero_grad(set_to_none=not self.graphs)
         mean = torch.zeros((), device=self.device)
-        for done, (share, counts) in enumerate(shares, 1):
+        for done, (share, used) in enumerate(shares, 1):
             with self.engine.joining(last=done == len(shares)):
-                mean += self.learn(share, total if counts else math.inf)
+                mean += self.learn(share, total if used else math.inf)
         self.scaler.unscale_(self.optimizer)
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         norm = get_total_norm(gradients)
@@ -220,7 +225,7 @@ class Trainer:
         return mean, norm
 
     def _learn(self, share: Any, total: Tensor | float) -> Tensor:
-        """Add the gradient of a share's loss, divided by ``total``; that loss."""
+        """Add the gradient of a share's loss divided by ``total``; return that loss."""
         with self.autocast():
             loss = self.engine.loss(share) / total
         torch.autograd.backward(self.scaler.scale(loss))
@@ -232,7 +237,7 @@ class Trainer:
         return torch.autocast(self.device.type, dtype=kind, enabled=kind is not None)
 
     def _move_ema(self, decay: float) -> None:
-        # Early on the mean follows faster, or it would be made of the first weights for long.
+        # Early on the mean follows faster; otherwise the first weights would dominate it for long.
         decay = min(decay, self.progress.step / (self.progress.step + 10))
         means, now = zip(*self.moving, strict=True)
         torch._foreach_lerp_(means, now, 1 - decay)
@@ -240,33 +245,33 @@ class Trainer:
             kept.copy_(number)
 
     def look(self, batch: Any) -> None:
-        """What attention does on a batch: logged, and warned of where it goes wrong."""
+        """Measure and log attention on a batch; warn of heads that have collapsed or diverge."""
         before = self.objective.state()
         watched = watched_model(self.model, self.recipe.watching, self.warned)
-        with torch.compiler.set_stance("force_eager"), watched as found, self.autocast():
+        with torch.compiler.set_stance("force_eager"), watched as measured, self.autocast():
             self.engine.loss(batch)
         self.objective.load_state(before)
-        self.log({"step": self.progress.step, "attention": found})
+        self.log({"step": self.progress.step, "attention": measured})
 
     # -------------------------------------------------------------------------------- all steps
 
-    def run(self, asked: Interrupted, show: Callable[[dict[str, Any]], None]) -> bool:
-        """All steps that are left; whether the run came to its end."""
+    def run(self, interrupted: Interrupted, show: Callable[[dict[str, Any]], None]) -> bool:
+        """Take the remaining steps; return whether the run is finished."""
         recipe = self.recipe
         self.model.train()
         losses: list[Tensor] = []
         norms: list[Tensor] = []
         since, seen = time.perf_counter(), self.feed.tokens
-        pace = Pace(recipe.schedule, self.progress, self.crew)
+        pace = Pace(recipe.schedule, self.progress, self.processes)
         while not self.finished:
-            if self.crew.agree(bool(asked)):
+            if self.processes.any_of(bool(interrupted)):
                 pace.note()
-                self._interrupt(asked)
+                self._interrupt(interrupted)
                 return False
             mean, norm = self.step()
             losses.append(mean)
             norms.append(norm)
-            # At what seems the end too: slow steps early on may have made it seem near.
+            # Also at the planned end: slow first steps may have made the plan too short.
             if self._due(50) or pace.due or self.progress.step >= self.schedule.steps:
                 pace.plan()
             last = self.progress.step >= self.schedule.steps
@@ -287,29 +292,29 @@ class Trainer:
             if saving:
                 pace.note()
                 self.save()
-                since = time.perf_counter()  # neither counts against the speed of training
+                since = time.perf_counter()  # the speed of training excludes both
         return True
 
     @property
     def schedule(self) -> Schedule:
-        """The recipe's, with as many steps as there is time for."""
+        """The recipe's schedule, with the number of steps that fit into its minutes."""
         schedule, steps = self.recipe.schedule, self.progress.steps
         return schedule if steps is None else replace(schedule, steps=steps)
 
     @property
     def finished(self) -> bool:
-        """Whether all steps are done, or for long enough nothing got better."""
+        """Whether all steps are done, or the score has not improved for ``evaluation.patience``."""
         patience = self.recipe.evaluation.patience
-        tired = bool(patience) and self.progress.since_best >= patience
-        return tired or self.progress.step >= self.schedule.steps
+        stalled = bool(patience) and self.progress.since_best >= patience
+        return stalled or self.progress.step >= self.schedule.steps
 
     def _due(self, every: int) -> bool:
         return bool(every) and self.progress.step % every == 0
 
     def _fetch(self, losses: Sequence[Tensor], norms: Sequence[Tensor]) -> dict[str, Any]:
-        mean = float(self.crew.total(torch.stack(list(losses))).mean())
+        mean = float(self.processes.sum(torch.stack(list(losses))).mean())
         norm = float(torch.stack(list(norms)).mean())
-        overflows = self.recipe.precision == "float16"  # now and then, and such steps are left out
+        overflows = self.recipe.precision == "float16"  # such steps are skipped
         if not math.isfinite(mean) or not (math.isfinite(norm) or overflows):
             raise InputError(
                 f"By step {self.progress.step} the loss is {mean} and the gradient's norm {norm}. "
@@ -324,20 +329,21 @@ class Trainer:
             "rate": rate_at(self.progress.step, self.schedule),
         }
 
-    def _interrupt(self, asked: Interrupted) -> None:
+    def _interrupt(self, interrupted: Interrupted) -> None:
         step = self.progress.step
-        if step and not self.crew.lead(lambda: step in self.keeper.steps()):
+        if step and not self.processes.on_first(lambda: step in self.keeper.steps()):
             self.save()
-        by = next(filter(None, self.crew.gather(asked.by)))  # it may have been another process
+        # Another process may have received the signal.
+        by = next(filter(None, self.processes.gather(interrupted.by)))
         self.log({"step": step, "interrupted": by})
 
     # --------------------------------------------------------------------------- evaluation
 
     def evaluate(self) -> None:
-        """Measure on what is held out, and note whether it got better."""
+        """Score the model on the validation data, and note whether it improved."""
         progress = self.progress
         with self.engine.gathered(self.ema) as model:
-            progress.scores = scores = self.crew.lead(lambda: self._measure(model))
+            progress.scores = scores = self.processes.on_first(lambda: self._measure(model))
         self.log({"step": progress.step, "scores": scores})
         score = self.score()
         if score is not None:
@@ -350,15 +356,15 @@ class Trainer:
         eager = torch.compiler.set_stance("force_eager")
         with eager, torch.no_grad(), self.autocast():
             model.eval()
-            scores = self.objective.evaluate(model)
+            scores = {} if self.scorer is None else self.scorer(model)
             model.train()
-        odd = [f"{name} is {value}" for name, value in scores.items() if not math.isfinite(value)]
-        if odd:
-            raise InputError(f"At step {self.progress.step}, {' and '.join(odd)}.")
+        invalid = [f"{name} is {v}" for name, v in scores.items() if not math.isfinite(v)]
+        if invalid:
+            raise InputError(f"At step {self.progress.step}, {' and '.join(invalid)}.")
         return scores
 
     def score(self) -> float | None:
-        """The metric that decides, of the last evaluation; higher is better."""
+        """``evaluation.metric`` of the latest evaluation; higher is better."""
         metric = self.recipe.evaluation.metric
         value = self.progress.scores.get(metric)
         return None if value is None else (-value if metric == "loss" else value)
@@ -366,19 +372,19 @@ class Trainer:
     # ------------------------------------------------------------------------------- saving
 
     def save(self) -> None:
-        """A checkpoint of everything."""
+        """Save a checkpoint."""
         every, step = self.recipe.saving.every, self.progress.step
         measured = self._due(self.recipe.evaluation.every) or step >= self.schedule.steps
         score = self.score() if measured else None
         self.keeper.save(step, self.state(), score=score, in_turn=step % every == 0)
 
     def state(self) -> dict[str, Any]:
-        """All that the rest of the run depends on, of all processes."""
+        """Everything that the rest of the run depends on, of all processes."""
         optimizer = self.optimizer.state_dict()
-        random, *others = self.crew.gather(random_state(self.device))
-        # Through the host: what a process has on its GPU would come to others on the same GPU.
-        remembered = on_each(self.objective.state(), Tensor.cpu)
-        objective = interleave(self.crew.gather(remembered))
+        random, *others = self.processes.gather(random_state(self.device))
+        # Over the host: gathered tensors would arrive on the GPU they were sent from.
+        kept = map_tensors(self.objective.state(), Tensor.cpu)
+        objective = interleave(self.processes.gather(kept))
         return {
             "model": self.model.state_dict(),
             "optimizer": {
@@ -396,27 +402,27 @@ class Trainer:
         }
 
     def resume(self) -> bool:
-        """Go on from the newest whole checkpoint; whether there was one."""
+        """Restore the newest undamaged checkpoint; return whether there was one."""
         saved = self.keeper.newest(self._held_in_parts())
-        found = self.crew.gather(None if saved is None else saved.step)
-        if len(set(found)) > 1:
+        steps = self.processes.gather(None if saved is None else saved.step)
+        if len(set(steps)) > 1:
             raise CheckpointError(
-                f"The newest whole checkpoint in {self.keeper.folder} is at step {found}, read by "
-                "one process after another. All of them need to see the same folder."
+                f"The processes find different newest checkpoints in {self.keeper.folder}: steps "
+                f"{steps}. All of them need the same folder."
             )
         if saved is None:
             return False
         state = saved.state
         if (other := difference(state["fingerprint"], self.fingerprint)) is not None:
             raise InputError(
-                f"{saved.folder} was made with {other}. A run goes on as it began; to start "
-                "another one from its weights, set model.start and another output."
+                f"{saved.folder} was made with {other}. A run is resumed with the recipe it began "
+                "with; to start another run from its weights, set model.start and another output."
             )
         self.model.load_state_dict(state["model"])
-        # What an older checkpoint does not say of a group is as it was made just now.
-        made = self.optimizer.state_dict()["param_groups"]
+        # Fields of a group that an older checkpoint lacks keep their initial values.
+        initial = self.optimizer.state_dict()["param_groups"]
         groups = [
-            own | theirs for own, theirs in zip(made, state["optimizer"]["groups"], strict=True)
+            own | saved for own, saved in zip(initial, state["optimizer"]["groups"], strict=True)
         ]
         self.optimizer.load_state_dict(
             {
@@ -430,21 +436,21 @@ class Trainer:
             self.scaler.load_state_dict(state["scaler"])
         for name, mean in (self.ema or {}).items():
             mean.copy_(state["ema"][name])
-        rows = slice(self.crew.rank, None, self.crew.world)
+        rows = slice(self.processes.rank, None, self.processes.count)
         self.objective.load_state(cut(state["objective"], rows))
         self.feed.cursor = state["cursor"]
         self.progress = Progress(**state["progress"])
-        if self.crew.first:
+        if self.processes.is_first:
             set_random_state(state["random"], self.device)
-        elif (own := state["others"].get(str(self.crew.rank))) is not None:
+        elif (own := state["others"].get(str(self.processes.rank))) is not None:
             set_random_state(own, self.device)
-        self.crew.gather(None)  # until all have read it, what is older stays
-        self.crew.lead(lambda: self.keeper.tidy(saved.step))
+        self.processes.gather(None)  # older checkpoints are removed only after all have read it
+        self.processes.on_first(lambda: self.keeper.tidy(saved.step))
         self.log({"step": saved.step, "resumed": saved.folder.name})
         return True
 
     def _held_in_parts(self) -> dict[str, Tensor]:
-        """The tensors of a checkpoint of which this process holds a part, by their place."""
+        """The tensors of which this process holds a part, by their place in a checkpoint."""
         places: dict[str, Tensor] = {}
         for name, tensor in self.model.state_dict().items():
             places |= {f"model/{name}": tensor, f"ema/{name}": tensor}

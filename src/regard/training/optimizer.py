@@ -1,4 +1,4 @@
-"""How weights change: AdamW, and the learning rate of each step."""
+"""AdamW, and the learning rate of each step."""
 
 from __future__ import annotations
 
@@ -32,20 +32,18 @@ def rate_at(step: int, schedule: Schedule) -> float:
 
 
 def _size(parameter: Tensor) -> float:
-    """The root mean square of what a parameter starts from, to two digits so that some share it.
-
-    What starts at 0, or next to it, must be able to leave it.
-    """
-    found = float(parameter.detach().double().square().mean().sqrt())
-    return max(float(f"{found:.1e}"), 1e-3)
+    """The root mean square of a parameter, at least 0.001, to two digits so that some share it."""
+    rms = float(parameter.detach().double().square().mean().sqrt())
+    return max(float(f"{rms:.1e}"), 1e-3)
 
 
 def adamw(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim.AdamW:
-    """AdamW; biases, norms and other vectors do not decay."""
+    """AdamW, without weight decay for vectors such as biases and norms."""
     settings = recipe.optimizer
     if len(settings.betas) != 2 or not all(0 <= beta < 1 for beta in settings.betas):
-        raise InputError(f"optimizer.betas are two numbers from 0 to below 1: {settings.betas}.")
-    parameters = [p for p in model.parameters() if p.requires_grad]
+        raise InputError(
+            f"optimizer.betas are two numbers from 0 to below 1, but got {settings.betas}."
+        )
     tables: set[Tensor] = set()
     for module in model.modules():
         if isinstance(module, nn.Embedding):
@@ -53,15 +51,15 @@ def adamw(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim
         elif isinstance(module, AdaptiveEmbedding):
             tables.update(module.tables)
     groups: dict[tuple[float, float], list[nn.Parameter]] = {}
-    for parameter in parameters:
-        decay = settings.decay if parameter.dim() > 1 else 0.0
-        size = _size(parameter) if settings.relative else 1.0
+    for parameter in filter(lambda p: p.requires_grad, model.parameters()):
+        decay = settings.weight_decay if parameter.dim() > 1 else 0.0
+        size = _size(parameter) if settings.scale_by_initial_rms else 1.0
         size *= settings.embedding_rate if parameter in tables else 1.0
         groups.setdefault((decay, size), []).append(parameter)
     return torch.optim.AdamW(
         [
-            {"params": found, "weight_decay": decay, "size": size}
-            for (decay, size), found in groups.items()
+            {"params": parameters, "weight_decay": decay, "size": size}
+            for (decay, size), parameters in groups.items()
         ],
         lr=recipe.schedule.rate,
         betas=(settings.betas[0], settings.betas[1]),

@@ -1,14 +1,14 @@
 """Several processes that train one model.
 
-Every process makes the whole batch of a step, which the seed alone decides, and takes its share of
-it; the loss is divided by the targets of all shares, and gradients are summed. So any number of
-processes takes the same step, but for the order in which numbers are added.
+Every process builds the whole batch of a step from the seed and takes its share of it. The loss is
+divided by the targets of all shares and gradients are summed, so the step is the same for any
+number of processes, except for the order of additions.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -23,37 +23,22 @@ from torch.nn.parallel import DistributedDataParallel
 from regard.data.batches import Lanes
 from regard.decoding.state import State
 from regard.errors import InputError
+from regard.evaluation.losses import map_tensors
 from regard.layers.cache import KeyValueCache
-from regard.mechanism.masks import Padding
 from regard.models.gpt2 import GPT2
 from regard.training.objectives import Objective
-from regard.training.processes import Crew
+from regard.training.processes import Processes
 
 # --------------------------------------------------------------------------------------- shares
 
 
-def on_each(tree: Any, do: Callable[[Tensor], Tensor]) -> Any:
-    """A tree with ``do(tensor)`` for each of its tensors."""
-    if isinstance(tree, Tensor):
-        return do(tree)
-    if isinstance(tree, Padding):
-        return Padding(do(torch.as_tensor(tree.lengths)), tree.side)
-    if isinstance(tree, Mapping):
-        return {name: on_each(part, do) for name, part in tree.items()}
-    if isinstance(tree, list):
-        return [on_each(part, do) for part in tree]
-    if isinstance(tree, tuple):
-        return type(tree)(*(on_each(part, do) for part in tree))
-    return tree
-
-
 def cut(tree: Any, index: Any) -> Any:
-    """A tree with ``tensor[index]`` for each of its tensors: some rows of a batch."""
-    return on_each(tree, lambda tensor: tensor[index].contiguous())
+    """A tree with ``tensor[index]`` in place of each of its tensors: some rows of a batch."""
+    return map_tensors(tree, lambda tensor: tensor[index].contiguous())
 
 
 def interleave(trees: list[Any]) -> Any:
-    """The tree whose rows ``rank::world`` are those of tree ``rank``."""
+    """The tree whose rows ``rank::count`` are those of tree ``rank``."""
     first = trees[0]
     if isinstance(first, Tensor):
         whole = first.new_empty(sum(map(len, trees)), *first.shape[1:])
@@ -71,40 +56,40 @@ def interleave(trees: list[Any]) -> Any:
 
 
 class Engine:
-    """How a model takes a step: here, on its own."""
+    """How a model takes a step; this one in a single process."""
 
-    def __init__(self, model: nn.Module, objective: Objective, crew: Crew) -> None:
-        self.model, self.objective, self.crew = model, objective, crew
+    def __init__(self, model: nn.Module, objective: Objective, processes: Processes) -> None:
+        self.model, self.objective, self.processes = model, objective, processes
 
     def share(self, batch: Any, rows: int) -> tuple[Any, bool]:
-        """What of a batch is for this process, and whether it counts.
+        """The part of a batch for this process, and whether its loss is used.
 
-        A batch may have fewer rows than there are processes. Those left over compute a row that
-        another one has, for all must take part, and its loss is not counted.
+        All processes must take part. With fewer rows than processes the rest repeat the first row,
+        and their loss is not used.
         """
-        rank, world = self.crew.rank, self.crew.world
-        if world == 1:
+        rank, count = self.processes.rank, self.processes.count
+        if count == 1:
             return batch, True
-        counts = rank < rows
-        return cut(batch, slice(rank, None, world) if counts else slice(0, 1)), counts
+        used = rank < rows
+        return cut(batch, slice(rank, None, count) if used else slice(0, 1)), used
 
     def loss(self, batch: Any) -> Tensor:
         """The summed loss of a share."""
         return self.objective.loss(self.model, batch)
 
     def joining(self, last: bool) -> AbstractContextManager[None]:
-        """Within, a backward pass; after the ``last`` of a step, gradients are those of all."""
+        """Context of a backward pass; the ``last`` of a step sums gradients over all processes."""
         del last
         return nullcontext()
 
     @property
     def whole(self) -> nn.Module:
-        """A model that the first process can use alone, whatever its weights are."""
+        """A model that the first process can use alone; its weights may be out of date."""
         return self.model
 
     @contextmanager
     def gathered(self, weights: Mapping[str, Tensor] | None) -> Iterator[nn.Module]:
-        """Within, :attr:`whole` has the weights of the model, or those given."""
+        """Within, :attr:`whole` has the current weights of the model, or the given ones."""
         if weights is None:
             yield self.model
             return
@@ -117,7 +102,7 @@ class Engine:
 
 
 class _Loss(nn.Module):
-    """A model with its objective, as one module for DDP to wrap: the model stays what it is."""
+    """A model and its objective as one module for DDP to wrap; the model is not changed."""
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         super().__init__()
@@ -128,7 +113,7 @@ class _Loss(nn.Module):
 
 
 def _sum(gradients: Tensor) -> torch.futures.Future[Tensor]:
-    """What DDP does with gradients: the sum, where by itself it would take the mean."""
+    """The communication hook of DDP: the sum of gradients instead of their mean."""
     work = dist.all_reduce(gradients, async_op=True)
     assert work is not None
     summed: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
@@ -136,12 +121,12 @@ def _sum(gradients: Tensor) -> torch.futures.Future[Tensor]:
 
 
 class Replicas(Engine):
-    """DDP: each process has the whole model, and gradients are summed while they are computed."""
+    """DDP: each process has the whole model; gradients are summed during the backward pass."""
 
-    def __init__(self, model: nn.Module, objective: Objective, crew: Crew) -> None:
-        super().__init__(model, objective, crew)
+    def __init__(self, model: nn.Module, objective: Objective, processes: Processes) -> None:
+        super().__init__(model, objective, processes)
         self.together = DistributedDataParallel(self._alone(), gradient_as_bucket_view=True)
-        # DDP reads the annotations of a hook, and does not take them as text.
+        # A lambda: DDP checks the annotations of a hook, and refuses those that are strings.
         self.together.register_comm_hook(None, lambda _, bucket: _sum(bucket.buffer()))
 
     def _alone(self) -> nn.Module:
@@ -156,15 +141,15 @@ class Replicas(Engine):
 
 
 class Shards(Engine):
-    """FSDP2: each process holds a part of every weight, and gathers a block's when it is its turn.
+    """FSDP2: each process holds a part of every weight, and gathers one block's weights at a time.
 
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
 
-    def __init__(self, model: nn.Module, objective: Objective, crew: Crew) -> None:
-        self._whole = copy.deepcopy(model).cpu() if crew.first else model
+    def __init__(self, model: nn.Module, objective: Objective, processes: Processes) -> None:
+        self._whole = copy.deepcopy(model).cpu() if processes.is_first else model
         device = next(model.parameters()).device
-        mesh = init_device_mesh(device.type, (crew.world,))
+        mesh = init_device_mesh(device.type, (processes.count,))
         for module in list(model.modules()):
             if isinstance(module, nn.ModuleList):
                 for block in module:
@@ -172,8 +157,10 @@ class Shards(Engine):
         fully_shard(model, mesh=mesh)
         for part in self._parts(model):
             part.set_gradient_divide_factor(1.0)  # a sum, not a mean
-            part.set_force_sum_reduction_for_comms(True)  # or 1.0 is multiplied with, on the way
-        super().__init__(model, objective, crew)
+            part.set_force_sum_reduction_for_comms(
+                True
+            )  # otherwise gradients are multiplied by 1.0 as well
+        super().__init__(model, objective, processes)
 
     def _parts(self, model: nn.Module) -> Iterator[FSDPModule]:
         return (module for module in model.modules() if isinstance(module, FSDPModule))
@@ -197,27 +184,29 @@ class Shards(Engine):
             whole = self._gather(tensor) if isinstance(tensor, DTensor) else tensor
             if whole is not None:
                 found[name] = whole.cpu()
-        if self.crew.first:
+        if self.processes.is_first:
             self._whole.load_state_dict(found)
             self._whole.to(device)
         yield self._whole
-        if self.crew.first:
+        if self.processes.is_first:
             self._whole.cpu()
 
     def _gather(self, shards: DTensor) -> Tensor | None:
-        """All rows of a weight, for the first process; the others only give theirs.
+        """All rows of a weight in the first process; None in the others.
 
-        Not by ``full_tensor()``: gloo notes the name of what it has done last in a string that its
-        two threads share. A name of up to 15 letters, as that of a gather, fits into the string; a
-        longer one, as that of the coalesced all-gather behind ``full_tensor()``, is memory that
-        both may free, and now and then a process dies of it (docs/log.md).
+        Not by ``full_tensor()``: gloo stores the name of its latest operation in a string that two
+        threads share. A name of at most 15 characters ("gather") is stored inside the string; the
+        longer name of the coalesced all-gather behind ``full_tensor()`` is allocated, both threads
+        may free it, and sometimes the process crashes (docs/log.md).
         """
         assert shards.placements == (Shard(0),)
         own = shards.to_local()
-        even = own.new_zeros(-(-len(shards) // self.crew.world), *own.shape[1:])
+        even = own.new_zeros(-(-len(shards) // self.processes.count), *own.shape[1:])
         even[: len(own)] = own
         parts = (
-            [torch.empty_like(even) for _ in range(self.crew.world)] if self.crew.first else None
+            [torch.empty_like(even) for _ in range(self.processes.count)]
+            if self.processes.is_first
+            else None
         )
         dist.gather(even, parts)
         return torch.cat(parts)[: len(shards)] if parts else None
@@ -227,15 +216,15 @@ class Shards(Engine):
 
 
 class _Gather(torch.autograd.Function):
-    """All processes' parts of a sequence, one after another: [..., n, dim] to [..., world n, dim].
+    """The parts of a sequence of all processes in order: [..., n, dim] to [..., count * n, dim].
 
-    Backwards, what all of them ask of this part is summed.
+    The gradient of a part is summed over all processes.
     """
 
     @staticmethod
-    def forward(ctx: Any, part: Tensor, crew: Crew) -> Tensor:
-        ctx.crew = crew
-        parts = [torch.empty_like(part) for _ in range(crew.world)]
+    def forward(ctx: Any, part: Tensor, processes: Processes) -> Tensor:
+        ctx.processes = processes
+        parts = [torch.empty_like(part) for _ in range(processes.count)]
         dist.all_gather(parts, part)
         return torch.cat(parts, dim=-2)
 
@@ -243,39 +232,39 @@ class _Gather(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         whole = grads[0].contiguous()
         dist.all_reduce(whole)
-        return whole.chunk(ctx.crew.world, dim=-2)[ctx.crew.rank], None
+        return whole.chunk(ctx.processes.count, dim=-2)[ctx.processes.rank], None
 
 
 class _SharedCache(KeyValueCache):
-    """Keys and values of a sequence whose earlier parts other processes have.
+    """Keys and values of the earlier parts of a sequence, gathered from other processes.
 
-    To the layer it is a cache: the past stands before what is given. Here it was not kept, but is
-    being computed elsewhere, and gradients flow back to it.
+    A layer uses it as a cache of the past. Nothing was stored: the other processes compute the past
+    in the same step, and gradients flow back to them.
     """
 
-    def __init__(self, crew: Crew, length: int) -> None:
+    def __init__(self, processes: Processes, length: int) -> None:
         super().__init__()
-        self.crew, self.length = crew, length  # of one part
+        self.processes, self.length = processes, length  # of one part
 
     def __len__(self) -> int:
-        return self.crew.rank * self.length
+        return self.processes.rank * self.length
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        both: Tensor = _Gather.apply(torch.stack((key, value)), self.crew)  # type: ignore[no-untyped-call]
-        keys, values = both[..., : (self.crew.rank + 1) * self.length, :]
+        both: Tensor = _Gather.apply(torch.stack((key, value)), self.processes)  # type: ignore[no-untyped-call]
+        keys, values = both[..., : (self.processes.rank + 1) * self.length, :]
         return keys, values
 
 
 class _Part(nn.Module):
-    """A decoder that reads one part of a sequence, after those that other processes read."""
+    """A decoder that reads one part of a sequence; other processes read the earlier parts."""
 
-    def __init__(self, model: GPT2, crew: Crew) -> None:
+    def __init__(self, model: GPT2, processes: Processes) -> None:
         super().__init__()
-        self.model, self.crew = model, crew
+        self.model, self.processes = model, processes
 
     def forward(self, ids: Tensor, *, labels: Tensor) -> Tensor:
         state = State(self.model.config.depth)
-        state.own = [_SharedCache(self.crew, ids.shape[1]) for _ in state.own]
+        state.own = [_SharedCache(self.processes, ids.shape[1]) for _ in state.own]
         loss: Tensor = self.model(ids, state=state, labels=labels)
         return loss
 
@@ -283,36 +272,36 @@ class _Part(nn.Module):
 class Context(Replicas):
     """Each process reads a part of every sequence, and gathers the keys and values before it.
 
-    What a process holds of a sequence shrinks with the number of processes, all but keys and
-    values; a later part has more to attend to than an earlier one.
+    All activations except keys and values shrink with the number of processes. Later parts attend
+    to more keys than earlier ones.
     """
 
     def _alone(self) -> nn.Module:
         assert isinstance(self.model, GPT2)
-        return _Loss(_Part(self.model, self.crew), self.objective)
+        return _Loss(_Part(self.model, self.processes), self.objective)
 
     def share(self, batch: Any, rows: int) -> tuple[Any, bool]:
         del rows
-        rank, world = self.crew.rank, self.crew.world
+        rank, count = self.processes.rank, self.processes.count
         length = batch.ids.shape[1]
-        if length % world:
+        if length % count:
             raise InputError(
-                f"Sequences of {length} tokens (data.length) cannot be shared evenly by {world} "
+                f"Sequences of {length} tokens (data.length) cannot be split evenly among {count} "
                 "processes."
             )
-        size = length // world
+        size = length // count
         return cut(batch, (slice(None), slice(rank * size, (rank + 1) * size))), True
 
 
 ENGINES: dict[str, type[Engine]] = {"ddp": Replicas, "fsdp": Shards, "context": Context}
 
 
-def engine(model: nn.Module, objective: Objective, crew: Crew, how: str) -> Engine:
-    """How a model takes its steps, alone or together."""
-    if isinstance(objective.plan, Lanes) and objective.plan.rows < crew.world:
+def engine(model: nn.Module, objective: Objective, processes: Processes, parallel: str) -> Engine:
+    """The engine for a run: of one process, or of the kind ``parallel`` names."""
+    if isinstance(objective.plan, Lanes) and objective.plan.rows < processes.count:
         raise InputError(
-            f"{objective.plan.rows} rows are read side by side, but there are {crew.world} "
+            f"{objective.plan.rows} rows are read in parallel, but there are {processes.count} "
             "processes. Raise batch.tokens or lower data.length."
         )
-    kind = ENGINES[how] if crew.world > 1 else Engine
-    return kind(model, objective, crew)
+    kind = ENGINES[parallel] if processes.count > 1 else Engine
+    return kind(model, objective, processes)

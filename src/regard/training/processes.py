@@ -1,4 +1,4 @@
-"""The processes that torchrun started for one run, and how they come to know the same."""
+"""The processes that torchrun starts for one run, and their communication."""
 
 from __future__ import annotations
 
@@ -20,45 +20,45 @@ from regard.errors import InputError, RegardError
 
 T = TypeVar("T")
 
-# While the first process evaluates, the others wait; one that died ends the wait at once.
-PATIENCE = timedelta(hours=2)
+# The others wait this long while the first process evaluates; a dead process ends it at once.
+TIMEOUT = timedelta(hours=2)
 
 
-class Crew:
-    """The processes of a run. One alone is a crew of one, and never waits."""
+class Processes:
+    """The processes of a run. With a single one, no method communicates or waits."""
 
-    def __init__(self, rank: int = 0, world: int = 1) -> None:
-        self.rank, self.world = rank, world
-        self._asked: tuple[Tensor, Any] | None = None
+    def __init__(self, rank: int = 0, count: int = 1) -> None:
+        self.rank, self.count = rank, count
+        self._pending: tuple[Tensor, Any] | None = None  # the flags of the latest any_of()
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """What each process has, in their order, known to all of them."""
-        found: list[Any] = [value] * self.world
-        if self.world > 1:
-            dist.all_gather_object(found, value)
-        return found
+        """The values of all processes, in their order, in every process."""
+        values: list[Any] = [value] * self.count
+        if self.count > 1:
+            dist.all_gather_object(values, value)
+        return values
 
-    def lead(self, do: Callable[[], T], follow: Callable[[Any], None] | None = None) -> T:
-        """What the first process does alone; all get what it returns, or raise what it raises.
+    def on_first(self, work: Callable[[], T], follow: Callable[[Any], None] | None = None) -> T:
+        """Run ``work`` in the first process; all return its result or raise its error.
 
-        Where it needs the others on the way, it uses :meth:`call`, and they ``follow``.
+        Where ``work`` needs the others it uses :meth:`call`, and they run ``follow``.
         """
-        if self.world == 1:
-            return do()
-        if self.first:
+        if self.count == 1:
+            return work()
+        if self.is_first:
             try:
-                result = do()
+                result = work()
             except RegardError as error:
-                self._tell("raise", error)
+                self._broadcast("raise", error)
                 raise
-            self._tell("return", result)
+            self._broadcast("return", result)
             return result
         while True:
-            kind, value = self._tell()
+            kind, value = self._broadcast()
             if kind == "raise":
                 raise value
             if kind == "return":
@@ -67,70 +67,70 @@ class Crew:
             follow(value)
 
     def call(self, value: Any) -> None:
-        """Let the others follow, with this value."""
-        if self.world > 1:
-            self._tell("call", value)
+        """In the work of :meth:`on_first`: let the other processes run ``follow(value)``."""
+        if self.count > 1:
+            self._broadcast("call", value)
 
-    def _tell(self, kind: str = "", value: Any = None) -> tuple[str, Any]:
+    def _broadcast(self, kind: str = "", value: Any = None) -> tuple[str, Any]:
         message = [(kind, value)]
         dist.broadcast_object_list(message, src=0)
         return message[0]
 
-    def each(self, do: Callable[[], T]) -> T:
-        """What every process does, the first one before the others: they find what it has made."""
-        found: list[T] = []
-        self.lead(lambda: found.append(do()))
-        return found[0] if self.first else do()
+    def first_then_others(self, work: Callable[[], T]) -> T:
+        """Run ``work`` in the first process, then in the others, which find its files."""
+        results: list[T] = []
+        self.on_first(lambda: results.append(work()))
+        return results[0] if self.is_first else work()
 
-    def total(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes."""
-        if self.world > 1:
+    def sum(self, tensor: Tensor) -> Tensor:
+        """The sum over all processes, in place."""
+        if self.count > 1:
             dist.all_reduce(tensor)
         return tensor
 
-    def agree(self, asked: bool) -> bool:
-        """Whether any process asked; told one call later, so that no step waits for the answer."""
-        if self.world == 1:
-            return asked
-        before = self._asked
-        flag = torch.tensor(int(asked))
-        self._asked = flag, dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)
+    def any_of(self, flag: bool) -> bool:
+        """Whether the flag of any process was set at the previous call: no step waits for it."""
+        if self.count == 1:
+            return flag
+        before = self._pending
+        flags = torch.tensor(int(flag))
+        self._pending = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True)
         if before is None:
             return False
         before[1].wait()
         return bool(before[0])
 
-    def leave(self) -> None:
-        """Wait for the question that nobody has looked at the answer of."""
-        if self._asked is not None:
-            self._asked[1].wait()
+    def finish(self) -> None:
+        """Wait for the latest :meth:`any_of`."""
+        if self._pending is not None:
+            self._pending[1].wait()
 
 
 @contextmanager
-def joined(device: torch.device) -> Iterator[Crew]:
-    """Within, the crew that torchrun started this process for."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
-    if world == 1:
-        yield Crew()
+def joined(device: torch.device) -> Iterator[Processes]:
+    """Within, the processes that torchrun started together with this one."""
+    count = int(os.environ.get("WORLD_SIZE", "1"))
+    if count == 1:
+        yield Processes()
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    store, rank, world = next(rendezvous("env://", timeout=PATIENCE))
-    own = PrefixStore(_name_of_this_start(store, rank, world), store)
-    dist.init_process_group(backend, store=own, rank=rank, world_size=world, timeout=PATIENCE)
-    crew = Crew(rank, world)
-    yield crew
-    # Not where an error ends the run: the others may be dead, and nobody would answer.
-    crew.leave()
+    store, rank, count = next(rendezvous("env://", timeout=TIMEOUT))
+    own = PrefixStore(_shared_name(store, rank, count), store)
+    dist.init_process_group(backend, store=own, rank=rank, world_size=count, timeout=TIMEOUT)
+    processes = Processes(rank, count)
+    yield processes
+    # Not after an error: other processes may be dead, and waiting for them would not end.
+    processes.finish()
     dist.destroy_process_group()
 
 
-def _name_of_this_start(store: Any, rank: int, world: int) -> str:
-    """A name that none but the processes of this start know.
+def _shared_name(store: Any, rank: int, count: int) -> str:
+    """A name that only the processes of this start share.
 
-    The store outlives them, and addresses of the dead lie there until the living write their own:
-    whoever reads too early waits for a dead process, and counts of restarts differ from machine to
-    machine (https://github.com/pytorch/pytorch/issues/135712). So each process asks under a name
-    nobody had before, and the first answers until all have heard it.
+    The store outlives processes, and addresses of dead processes stay in it until living ones
+    write theirs: a process that reads too early waits for a dead one, and counts of restarts differ
+    between machines (https://github.com/pytorch/pytorch/issues/135712). So each process registers a
+    fresh name, and the first one answers until all have its own.
     """
     own = uuid4().hex
     if rank:
@@ -138,7 +138,7 @@ def _name_of_this_start(store: Any, rank: int, world: int) -> str:
         name: str = store.get(f"answer/{own}").decode()
         store.set(f"{name}/{rank}", "heard")
         return name
-    missing, until = set(range(1, world)), time.monotonic() + PATIENCE.total_seconds()
+    missing, until = set(range(1, count)), time.monotonic() + TIMEOUT.total_seconds()
     while missing:
         for other in sorted(missing):
             if store.check([f"{own}/{other}"]):
@@ -146,7 +146,7 @@ def _name_of_this_start(store: Any, rank: int, world: int) -> str:
             elif store.check([f"ask/{other}"]):
                 store.set(f"answer/{store.get(f'ask/{other}').decode()}", own)
         if time.monotonic() > until:
-            raise TimeoutError(f"Of {world} processes, {sorted(missing)} did not start.")
+            raise TimeoutError(f"Of {count} processes, {sorted(missing)} did not start.")
         time.sleep(0.01)
     return own
 
@@ -157,7 +157,7 @@ def local_device(device: torch.device) -> torch.device:
     if device.type != "cuda" or count == 1:
         return device
     if str(device) != "cuda":
-        raise InputError(f"device = {str(device)!r}, but each process needs its own: say cuda.")
+        raise InputError(f"device = {str(device)!r}, but each process needs its own: use cuda.")
     if count > torch.cuda.device_count():
         raise InputError(
             f"{count} processes, but {torch.cuda.device_count()} GPUs: lower --nproc-per-node."

@@ -1,4 +1,4 @@
-"""Recipes: all that a training run depends on, in one TOML file; every key is checked."""
+"""Recipes: everything that a training run depends on, in one checked TOML file."""
 
 # ruff: noqa: RUF009 - key() declares a field
 from __future__ import annotations
@@ -6,49 +6,20 @@ from __future__ import annotations
 import os
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from regard.data.encoding import TokenizerOptions
-from regard.data.records import Pair, Question
-from regard.data.schema import (
-    assignment,
-    build,
-    deep_copy,
-    describe_keys,
-    key,
-    set_key,
-    unknown_key,
-)
-from regard.data.sources import RECORDS, Data
+from regard.data.records import PAIR_TASKS, RECORDS
+from regard.data.schema import check_scope, describe_keys, key, parse
+from regard.data.sources import Data, check_data
 from regard.errors import InputError
 from regard.evaluation.settings import SCORED, Evaluation
 from regard.models.registry import NAMES, TRAINABLE
-from regard.text.preparing import PREPARATIONS
 
 SHAPES = ("inverse-sqrt", "cosine", "linear", "constant")
 PRECISIONS = ("float32", "bfloat16", "float16")
-_PAIRS = tuple(task for task, kind in RECORDS.items() if kind is Pair)
-# Keys that do something for some tasks, or some models, alone.
-ONLY: dict[str, tuple[str, ...]] = {
-    "tokenizer.dropout": _PAIRS,
-    "data.prepare": tuple(task for task, kind in RECORDS.items() if kind is not Question),
-    "data.unanswered": ("question answering",),
-    "data.context": ("language modelling",),
-    "data.forget": ("transformer-xl",),
-    "optimizer.smoothing": _PAIRS,
-    "optimizer.agreement": _PAIRS,
-    "optimizer.activation": ("transformer-xl",),
-    "optimizer.slowness": ("transformer-xl",),
-    "evaluation.beam": _PAIRS,
-    "evaluation.length_penalty": _PAIRS,
-    "evaluation.no_repeat": _PAIRS,
-    "evaluation.least": _PAIRS,
-    "evaluation.tokenize": _PAIRS,
-    "evaluation.temperature": ("language modelling",),
-    "evaluation.always": ("question answering",),
-}
 PARALLEL = ("ddp", "fsdp", "context")
 
 
@@ -61,9 +32,7 @@ class Model:
         "a checkpoint to start from, a folder or a name; without it, random weights", None
     )
     config: dict[str, Any] = key("the sizes: fields of the architecture's config", dict)
-    locked: bool = key(
-        "variational dropout: one dropout mask for all positions of a sequence", False
-    )
+    variational_dropout: bool = key("use one dropout mask for all positions of a sequence", False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,26 +70,29 @@ class Optimizer:
         "the decay of the two running averages of gradients", (0.9, 0.98)
     )
     epsilon: float = key("added to the denominator", 1e-9, least=0)
-    decay: float = key("weight decay, for matrices only", 0.0, least=0)
+    weight_decay: float = key("weight decay, for matrices only", 0.0, least=0)
     clip: float = key("the maximum norm of the gradient; 0 for no limit", 1.0, least=0)
-    smoothing: float = key("label smoothing", 0.0, least=0, most=0.99)
-    agreement: float = key(
+    label_smoothing: float = key("label smoothing", 0.0, least=0, most=0.99, only=PAIR_TASKS)
+    r_drop: float = key(
         "R-Drop: the weight of the divergence between two passes with different dropout "
         "(https://arxiv.org/abs/2106.14448); 0 for one pass",
         0.0,
         least=0,
+        only=PAIR_TASKS,
     )
-    activation: float = key(
+    activation_regularization: float = key(
         "the weight of the penalty on large outputs of the last layer (AR, "
         "https://arxiv.org/abs/1708.02182); the logged loss includes it",
         0.0,
         least=0,
+        only=("transformer-xl",),
     )
-    slowness: float = key(
+    temporal_activation_regularization: float = key(
         "the weight of the penalty on changes of these outputs from one position to the next "
-        "(TAR, the same)",
+        "(TAR, in the same paper)",
         0.0,
         least=0,
+        only=("transformer-xl",),
     )
     embedding_rate: float = key(
         "the learning rate of embedding tables, as a multiple of the rate; learned positions "
@@ -128,9 +100,9 @@ class Optimizer:
         1.0,
         least=0,
     )
-    relative: bool = key(
-        "scale the rate of each matrix by its size at initialisation, for T5, whose matrices "
-        "start at very different sizes",
+    scale_by_initial_rms: bool = key(
+        "scale the rate of each matrix by its root mean square at initialisation, for T5, whose "
+        "matrices start at very different scales",
         False,
     )
     ema: float = key("the decay of a running mean of the weights; 0 for none", 0.0, least=0, most=1)
@@ -141,7 +113,7 @@ class Saving:
     """Which checkpoints are kept."""
 
     every: int = key("save a checkpoint every this many steps", 1000, least=1)
-    last: int = key("the number of latest checkpoints to keep, besides the best", 3, least=1)
+    keep_last: int = key("the number of latest checkpoints to keep, besides the best", 3, least=1)
     average: int = key(
         "the finished model is the mean of this many latest checkpoints; 1 for the last one, "
         "0 for the best one",
@@ -155,8 +127,8 @@ class Watching:
     """Measuring attention while a model trains."""
 
     every: int = key("measure attention every this many steps; 0 for never", 0, least=0)
-    entropy: float = key("warn if the mean entropy of a head falls below this, in nats", 0.01)
-    logit: float = key("warn if the largest score of a head rises above this", 500.0)
+    min_entropy: float = key("warn if the mean entropy of a head falls below this, in nats", 0.01)
+    max_logit: float = key("warn if the largest score of a head rises above this", 500.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,7 +152,7 @@ class Recipe:
     saving: Saving = key("the checkpoints", Saving)
     watching: Watching = key("measuring attention while training", Watching)
     compile: bool = key("compile the model with torch.compile", False)
-    graphs: bool = key(
+    cuda_graphs: bool = key(
         "replay steps as CUDA graphs, which is faster for small models; for one process, and "
         "batches that are the same in each epoch",
         False,
@@ -199,15 +171,8 @@ class Recipe:
                 f"{self.task} is learned by {' or '.join(TRAINABLE[self.task])}, not by "
                 f"{self.model.kind} (model.kind)."
             )
-        for name, where in ONLY.items():
-            table, _, entry = name.partition(".")
-            part = getattr(self, table)
-            default = next(field.default for field in fields(part) if field.name == entry)
-            if getattr(part, entry) != default and not {self.task, self.model.kind} & {*where}:
-                raise InputError(
-                    f"{name} does nothing for {self.task} with {self.model.kind}; it is for "
-                    f"{' or '.join(where)}. Leave it out."
-                )
+        check_scope(self, (self.task, self.model.kind))
+        check_data(self.data, self.task)
         metrics = SCORED[RECORDS[self.task]]
         if self.evaluation.metric not in metrics:
             raise InputError(
@@ -215,16 +180,19 @@ class Recipe:
                 f"by {' or '.join(metrics)}."
             )
         if self.evaluation.patience and not self.data.valid:
-            raise InputError("evaluation.patience goes by what is held out: give data.valid.")
-        if self.parallel == "context" and self.model.locked:
             raise InputError(
-                "model.locked is not for parallel = 'context': each process would draw its own."
+                "evaluation.patience needs a score on validation data: give data.valid."
+            )
+        if self.parallel == "context" and self.model.variational_dropout:
+            raise InputError(
+                "model.variational_dropout is not for parallel = 'context': each process would "
+                "draw its own mask."
             )
         average = self.saving.average
-        if average > self.saving.last:
+        if average > self.saving.keep_last:
             raise InputError(
-                f"saving.average = {average}, but only the last {self.saving.last} checkpoints "
-                "are kept (saving.last)."
+                f"saving.average = {average}, but only the last {self.saving.keep_last} "
+                "checkpoints are kept (saving.keep_last)."
             )
         saves = self.schedule.steps // self.saving.every
         if average > max(saves, 1):
@@ -234,71 +202,34 @@ class Recipe:
             )
         if average == 0 and not self.data.valid:
             raise InputError("saving.average = 0 takes the best checkpoint: give data.valid.")
-        forms = {
-            Pair: ("parallel", "tsv", "jsonl", "dataset"),
-            Question: ("questions", "squad", "dataset"),
-            str: ("text", "tsv", "jsonl", "dataset"),
-        }
-        for source in (*self.data.train, *self.data.valid, *self.data.test):
-            fit = forms[RECORDS[self.task]]
-            if source.format not in fit:
-                raise InputError(f"{self.task} reads {' or '.join(fit)}, not {source.format}.")
-            counts = {"columns": len(source.columns), "part": len(source.part)}
-            if source.format == "jsonl" and source.fields:
-                counts["fields"] = len(source.fields)
-            for name, count in counts.items():
-                if count != 2:
-                    raise InputError(f"{name} of a data source are two, but got {count}.")
-            if (source.format == "dataset" and not source.files) != bool(source.dataset):
-                raise InputError(
-                    "format = 'dataset' has either files or a dataset; other formats have files."
-                )
-            if min(source.columns) < 1:
-                raise InputError(f"Columns count from 1, but got {list(source.columns)}.")
-            if RECORDS[self.task] is str and (source.prefix or source.reverse):
-                raise InputError(f"prefix and reverse of a data source do nothing for {self.task}.")
         below = {"tokenizer.dropout": self.tokenizer.dropout, "optimizer.ema": self.optimizer.ema}
         for name, share in below.items():
             if share >= 1:
                 raise InputError(f"{name} is below 1, but got {share}.")
         if self.compile and self.model.kind == "t5":
             raise InputError(
-                "compile = true is not for t5: torch.compile does not come to an end with its "
-                "biases."
+                "compile = true is not for t5: torch.compile does not finish with its biases."
             )
-        if self.graphs and self.precision == "float16":
-            raise InputError("graphs = true is not for precision = 'float16'.")
-        if self.graphs and self.compile and self.model.kind != "transformer-xl":
+        if self.cuda_graphs and self.precision == "float16":
+            raise InputError("cuda_graphs = true is not for precision = 'float16'.")
+        if self.cuda_graphs and self.compile and self.model.kind != "transformer-xl":
             raise InputError(
-                f"graphs = true with compile = true is for transformer-xl, not for "
+                f"cuda_graphs = true with compile = true is for transformer-xl, not for "
                 f"{self.model.kind}. Set one of them to false."
             )
         if self.parallel == "context" and self.model.kind != "gpt2":
             raise InputError(
-                f"parallel = 'context' is for gpt2, which reads from left to right alone, not for "
+                f"parallel = 'context' is for gpt2, a decoder-only model, not for "
                 f"{self.model.kind}. Use ddp or fsdp."
-            )
-        if self.data.context >= self.data.length:
-            raise InputError(
-                f"data.context = {self.data.context} leaves nothing to tell of pieces of "
-                f"{self.data.length} tokens (data.length)."
-            )
-        if self.data.context and self.data.forget:
-            raise InputError(
-                "data.forget is for a memory, which data.context does without: leave one of them "
-                "out."
             )
         if self.data.context and self.parallel == "context":
             raise InputError("data.context is not for parallel = 'context': use ddp or fsdp.")
-        for step in self.data.prepare:
-            if step not in PREPARATIONS:
-                raise InputError(unknown_key(f"data.prepare: {step!r}", step, PREPARATIONS))
 
 
 def read_recipe(
     file: str | os.PathLike[str], overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Recipe:
-    """A recipe from a TOML file, with some keys set otherwise: ``["schedule.steps=100"]``.
+    """A recipe from a TOML file, with some keys replaced: ``["schedule.steps=100"]``.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -328,7 +259,7 @@ def read_recipe(
 def parse_recipe(
     raw: Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Recipe:
-    """A recipe from what TOML holds: tables as dicts.
+    """A recipe from the tables of a TOML file, as dicts.
 
     >>> raw = {
     ...     "task": "translation", "output": "run", "model": {"kind": "transformer"},
@@ -340,20 +271,9 @@ def parse_recipe(
     Traceback (most recent call last):
     regard.errors.InputError: There is no key schedule.step. Did you mean schedule.steps?
     """
-    whole = deep_copy(raw)
-    if not isinstance(overrides, Mapping):
-        overrides = dict(assignment(text) for text in overrides)
-    for name, value in overrides.items():
-        set_key(whole, name, value)
-    return build(Recipe, whole, "")
+    return parse(Recipe, raw, overrides)
 
 
 def describe() -> Iterator[tuple[str, str, str]]:
     """Every key of a recipe: its name, its default (or "needed"), and what it means."""
-    yield from describe_keys(Recipe, "")
-
-
-# ------------------------------------------------------------------------------------ overrides
-
-
-# ------------------------------------------------------------------------------------- checking
+    yield from describe_keys(Recipe)

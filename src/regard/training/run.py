@@ -1,4 +1,4 @@
-"""One training run, from a recipe to a finished model, whatever comes between."""
+"""One training run, from a recipe to a finished model."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from regard.checkpoints.files import CONFIG, GENERATION, note
 from regard.data import encoding
 from regard.data.batches import Feed, generator
-from regard.data.records import Pair
-from regard.data.sources import RECORDS
-from regard.data.tables import Table
+from regard.data.records import RECORDS, Pair
+from regard.data.tables import Table, place
 from regard.errors import InputError
 from regard.evaluation import metrics
 from regard.evaluation.settings import WRITTEN
@@ -32,7 +31,7 @@ from regard.training import building, tokenizing
 from regard.training.curves import plot
 from regard.training.fingerprints import fingerprint
 from regard.training.loop import Trainer, interruptible
-from regard.training.processes import Crew, joined, local_device
+from regard.training.processes import Processes, joined, local_device
 from regard.training.recipe import Recipe, read_recipe
 from regard.training.saving import Keeper
 from regard.training.seeds import seed_all
@@ -41,13 +40,13 @@ from regard.training.tensorboard import Events
 
 @dataclass(frozen=True)
 class Result:
-    """What a run came to."""
+    """The outcome of a run."""
 
-    folder: Path  # of the run; the finished model lies in "model" there
+    folder: Path  # of the run; the finished model is in its folder "model"
     step: int
     finished: bool  # False: it was interrupted, and can be resumed
-    scores: dict[str, float]  # of the finished model, on test where there is one, else on valid
-    rank: int = 0  # of this process, where several train together
+    scores: dict[str, float]  # of the finished model, on data.test or else data.valid
+    rank: int = 0  # of this process among those of the run
 
 
 def train(
@@ -56,11 +55,11 @@ def train(
     resume: bool = False,
     overrides: Sequence[str] | Mapping[str, Any] = (),
 ) -> Result:
-    """Train by a recipe, or by the file of one with some keys set: ``["schedule.steps=100"]``.
+    """Train by a recipe, or by a recipe file with some keys replaced: ``["schedule.steps=100"]``.
 
-    Ctrl-C and SIGTERM save a checkpoint and return. ``resume=True`` goes on from the newest whole
-    checkpoint, or starts where there is none; the weights in the end are then, to the bit, those of
-    a run that was never interrupted.
+    Ctrl-C and SIGTERM save a checkpoint and return. ``resume=True`` continues from the newest
+    undamaged checkpoint, or starts if there is none; the final weights are equal to the bit to
+    those of a run without interruption.
 
     >>> import tempfile
     >>> from regard.training.recipe import parse_recipe
@@ -84,54 +83,64 @@ def train(
     else:
         recipe = read_recipe(recipe, overrides)
     device = local_device(_device(recipe.device))
-    with joined(device) as crew:
-        # torchrun starts all processes again where one has died; only on its machine is it counted.
-        again = crew.gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
-        return _train(recipe, device, crew, resume or any(again))
+    with joined(device) as processes:
+        # torchrun restarts all processes when one dies, and counts it only on that machine.
+        again = processes.gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
+        return _train(recipe, device, processes, resume or any(again))
 
 
-def _train(recipe: Recipe, device: torch.device, crew: Crew, resume: bool) -> Result:
+def _train(recipe: Recipe, device: torch.device, processes: Processes, resume: bool) -> Result:
     folder = Path(recipe.output).expanduser()
-    keeper = Keeper(folder / "checkpoints", recipe.saving.last, crew=crew)
-    if crew.lead(keeper.steps) and not resume:
+    keeper = Keeper(folder / "checkpoints", recipe.saving.keep_last, processes=processes)
+    if processes.on_first(keeper.steps) and not resume:
         raise InputError(
             f"{folder} holds the checkpoints of an earlier run. Resume it, or choose another "
             "output."
         )
-    if resume and crew.first and not keeper.steps():
-        _say(f"There is nothing to resume in {folder}: this starts from the beginning.")
-    metrics.check(recipe.evaluation.metric)  # now, and not after the first thousand steps
+    if resume and processes.is_first and not keeper.steps():
+        _say(f"There is nothing to resume in {folder}: the run starts from the beginning.")
+    metrics.check(recipe.evaluation.metric)  # before training, not after the first steps
     folder.mkdir(parents=True, exist_ok=True)
-    with _logged(folder, recipe.tensorboard) if crew.first else nullcontext(_unheard) as log:
-        if crew.world > 1:
-            log({"processes": crew.world, "parallel": recipe.parallel})
+    with _logged(folder, recipe.tensorboard) if processes.is_first else nullcontext(_no_log) as log:
+        if processes.count > 1:
+            log({"processes": processes.count, "parallel": recipe.parallel})
         seed_all(recipe.seed)
-        text = crew.each(lambda: tokenizing.tokenizer(recipe, folder / "tokenizer"))
+        text = processes.first_then_others(
+            lambda: tokenizing.tokenizer(recipe, folder / "tokenizer")
+        )
         model = building.model(recipe, text).to(device)  # made on the CPU: the same everywhere
         if recipe.compile:
-            # Pieces of text have one shape, or two; all else has as many as there are batches. Left
-            # to choose, the compiler goes by what came before, which a resumed run has not seen.
+            # Pieces of text have one shape or two, other batches many. By default the compiler
+            # decides by earlier shapes, which a resumed run has not seen.
             model.compile(dynamic=RECORDS[recipe.task] is not str)
-        parts, names = crew.each(lambda: _tables(recipe, text, log))
+        parts, names = processes.first_then_others(lambda: _tables(recipe, text, log))
         for name, table in parts.items():
-            if table.facts["bad"] and crew.first:
+            if table.facts["bad"] and processes.is_first:
                 _say(f"data.{name}: {table.facts['report']}")
-        objective = building.objective(recipe, text, model, device, parts)
+        on_device = {name: place(table, device) for name, table in parts.items()}
+        objective = building.objective(recipe, text, model, on_device["train"])
+        scorer = None
+        if "valid" in parts:
+            scorer = building.scorer(
+                recipe, "valid", text, model, on_device["valid"], recipe.evaluation.examples
+            )
         feed = Feed(objective.plan, recipe.seed, objective.device)
-        trainer = Trainer(model, objective, feed, keeper, recipe, log, fingerprint(recipe, names))
-        if not crew.first:
-            seed_all(int(generator(recipe.seed, 2, crew.rank).initial_seed()))  # other dropout
+        trainer = Trainer(
+            model, objective, scorer, feed, keeper, recipe, log, fingerprint(recipe, names)
+        )
+        if not processes.is_first:
+            seed_all(int(generator(recipe.seed, 2, processes.rank).initial_seed()))  # other dropout
         if resume:
             trainer.resume()
-        with interruptible() as asked, _shown(trainer) as show, _kernels(recipe):
-            finished = trainer.run(asked, show)
+        with interruptible() as interrupted, _shown(trainer) as show, _kernels(recipe):
+            finished = trainer.run(interrupted, show)
         scores = trainer.progress.scores
         if finished:
-            scores = crew.lead(lambda: _finish(recipe, trainer, text, folder)) or scores
+            scores = processes.on_first(lambda: _finish(recipe, trainer, text, folder)) or scores
             log({"step": trainer.progress.step, "finished": scores})
-    if crew.first:
+    if processes.is_first:
         (folder / "run.svg").write_text(plot(folder / "log.jsonl"), encoding="utf-8")
-    return Result(folder, trainer.progress.step, finished, scores, crew.rank)
+    return Result(folder, trainer.progress.step, finished, scores, processes.rank)
 
 
 def _device(name: str) -> torch.device:
@@ -140,17 +149,17 @@ def _device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise InputError(f"There is no device {name!r}; say cpu, cuda or auto.") from None
+        raise InputError(f"There is no device {name!r}; use cpu, cuda or auto.") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device = {name!r}, but PyTorch finds no GPU here.")
     return device
 
 
 def _kernels(recipe: Recipe) -> AbstractContextManager[None]:
-    """Which of PyTorch's kernels may run attention.
+    """Attention without cuDNN for batches of many shapes.
 
-    cuDNN plans anew for each shape, about 0.3 s each time (H200, torch 2.11): where all batches are
-    of other lengths it would do little else. Pieces of text have one shape, or two.
+    cuDNN plans each shape for about 0.3 s (H200, torch 2.11), which would take most of the time.
+    Pieces of text have one shape or two.
     """
     if RECORDS[recipe.task] is str:
         return nullcontext()
@@ -165,17 +174,19 @@ def _tables(
     names: dict[str, str] = {}
     for part in ("train", "valid"):
         if getattr(recipe.data, part):
-            parts[part], names[part] = encoding.table(recipe, part, text)
+            parts[part], names[part] = encoding.table(
+                recipe.data, part, recipe.task, text, recipe.tokenizer
+            )
             log({"data": part, **parts[part].facts})
     return parts, names
 
 
 def _finish(recipe: Recipe, trainer: Trainer, text: Tokenizer, folder: Path) -> dict[str, float]:
-    """Write the finished model; its scores."""
+    """Write the finished model; return its scores."""
     keeper, model = trainer.keeper, trainer.engine.whole.to(trainer.device)
     assert isinstance(model, Model)
     section = "model" if trainer.ema is None else "ema"
-    # Where evaluation.patience ended the run early, there may be fewer.
+    # After an early end by evaluation.patience there may be fewer.
     average = min(recipe.saving.average, max(len(keeper.in_turn()), 1))
     if average > 1:
         weights = keeper.average(average, section)
@@ -189,27 +200,24 @@ def _finish(recipe: Recipe, trainer: Trainer, text: Tokenizer, folder: Path) -> 
     _note_use(recipe, folder / "model")
     eager = torch.compiler.set_stance("force_eager")
     with eager, torch.no_grad(), trainer.autocast():
+        scorer = trainer.scorer
         if recipe.data.test:
-            table, _ = encoding.table(recipe, "test", text)
-            whole = replace(recipe, evaluation=replace(recipe.evaluation, examples=0))
-            tested = building.objective(
-                whole, text, model, trainer.device, {"train": table, "test": table}, "test"
-            )
-            scores = tested.evaluate(model)
-        else:
-            scores = trainer.objective.evaluate(model)
+            table, _ = encoding.table(recipe.data, "test", recipe.task, text, recipe.tokenizer)
+            table = place(table, trainer.device)
+            scorer = building.scorer(recipe, "test", text, model, table)
+        scores = {} if scorer is None else scorer(model)
     (folder / "scores.json").write_text(json.dumps(scores, indent=1) + "\n", encoding="utf-8")
     return scores
 
 
 def _note_use(recipe: Recipe, folder: Path) -> None:
-    """Let a model that writes be used as it is evaluated: with its prefix, decoded in that way."""
-    asked = recipe.evaluation
-    if asked.metric in WRITTEN:
-        note(folder / GENERATION, asked.decoding.to_json())
+    """Store how the model is evaluated as its defaults: its prefix and its decoding settings."""
+    evaluation = recipe.evaluation
+    if evaluation.metric in WRITTEN:
+        note(folder / GENERATION, evaluation.decoding.to_json())
     used: dict[str, Any] = {}
     prefixes = {source.prefix for source in recipe.data.test or recipe.data.valid}
-    # A Transformer that translates has tags for languages, which whoever uses it names.
+    # The prefix of a translating Transformer is a language tag, which each call gives.
     tagged = recipe.task == "translation" and recipe.model.kind == "transformer"
     if len(prefixes) == 1 and RECORDS[recipe.task] is Pair and not tagged:
         used["prefix"] = prefixes.pop()
@@ -224,14 +232,14 @@ def _note_use(recipe: Recipe, folder: Path) -> None:
 
 @contextmanager
 def _logged(folder: Path, tensorboard: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A log of one JSON object a line, on the disk when it is written, with the seconds so far.
+    """A log with one JSON object per line and the seconds so far, flushed after each line.
 
     A run that ends before its first row leaves no folder behind.
     """
     begun = time.perf_counter()
     file = folder / "log.jsonl"
     with ExitStack() as opened:
-        opened.callback(_remove_empty, file)  # when it is closed
+        opened.callback(_remove_empty, file)  # after the file is closed
         stream = opened.enter_context(file.open("a", encoding="utf-8"))
         events = opened.enter_context(Events(folder / "tensorboard")) if tensorboard else None
 
@@ -252,8 +260,8 @@ def _remove_empty(file: Path) -> None:
             file.parent.rmdir()
 
 
-def _unheard(row: dict[str, Any]) -> None:
-    """The log of all processes but the first."""
+def _no_log(row: dict[str, Any]) -> None:
+    """The log of all processes except the first."""
 
 
 def _say(what: str) -> None:
@@ -262,7 +270,7 @@ def _say(what: str) -> None:
 
 @contextmanager
 def _shown(trainer: Trainer) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A line that moves in a terminal, and a line for each report elsewhere."""
+    """A progress bar in a terminal; otherwise one line per report."""
     console = Console(file=sys.stderr)
     bar = Progress(
         TextColumn("{task.description}"),
@@ -270,7 +278,7 @@ def _shown(trainer: Trainer) -> Iterator[Callable[[dict[str, Any]], None]]:
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         console=console,
-        disable=not console.is_terminal or not trainer.crew.first,
+        disable=not console.is_terminal or not trainer.processes.is_first,
     )
     with bar:
         task = bar.add_task(
@@ -285,7 +293,7 @@ def _shown(trainer: Trainer) -> Iterator[Callable[[dict[str, Any]], None]]:
             scored = "".join(f"  valid {k} {v:.4g}" for k, v in scores.items())
             steps = trainer.schedule.steps
             bar.update(task, completed=row["step"], total=steps, description=words + scored)
-            if not console.is_terminal and trainer.crew.first:
+            if not console.is_terminal and trainer.processes.is_first:
                 console.print(
                     f"step {row['step']}/{steps}  {words}{scored}", highlight=False, soft_wrap=True
                 )

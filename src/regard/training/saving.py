@@ -1,7 +1,7 @@
-"""Training checkpoints that survive anything: whole or not there, and proven whole when read.
+"""Training checkpoints: written completely or not at all, and verified when read.
 
-A checkpoint is a published folder, and removed only after a newer one was read back. Files are
-safetensors and JSON; nothing is ever unpickled.
+A checkpoint is a published folder, removed only after a newer one was read back. Files are
+safetensors and JSON; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -32,20 +32,22 @@ from regard.checkpoints.folders import (
     withdraw,
 )
 from regard.errors import CheckpointError, InputError
-from regard.training.processes import Crew
+from regard.training.processes import Processes
 
 STATE = "state.json"
 _TENSORS = ".safetensors"
+# Weights of earlier versions' checkpoints and their names now.
+OLD_WEIGHTS = {"encoder.kinds.weight": "encoder.token_types.weight"}
 _NAME = re.compile(r"step-(\d{10})")
 _TENSOR = "tensor of the file beside"  # the key that stands for a tensor in state.json
-_PARTS = "tensor in parts"  # and for one of which each process has written a part
+_PARTS = "tensor in parts"  # and for one written in parts, one by each process
 
 
 # --------------------------------------------------------------------------- trees of tensors
 
 
 def _pack(state: Mapping[str, Any]) -> dict[str, bytes]:
-    """A tree of dicts, lists, numbers, texts and tensors as files: one per section with tensors."""
+    """A tree of dicts, lists, numbers, texts and tensors as files, one per section with tensors."""
     from safetensors.torch import save
 
     files, plain = {}, {}
@@ -75,7 +77,7 @@ def _take_tensors(tree: Any, path: str, into: dict[str, Tensor]) -> Any:
 
 
 def _held_in_parts(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of which this process holds only a part, and their places."""
+    """The tensors of which this process holds a part, and their places."""
     if isinstance(tree, DTensor):
         yield path, tree.detach()
     elif isinstance(tree, Mapping):
@@ -86,7 +88,7 @@ def _held_in_parts(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 def _unpack(
     folder: Path, files: Mapping[str, bytes | memoryview], likes: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """What :func:`_pack` was given; of tensors in ``likes``, what this process holds of them."""
+    """The tree that :func:`_pack` was given; of tensors in ``likes``, this process's part."""
     from safetensors.torch import load
 
     tensors: dict[str, Tensor] = {}
@@ -119,7 +121,7 @@ def _put_tensors(tree: Any, tensors: Mapping[str, Tensor]) -> Any:
 
 @dataclass(frozen=True)
 class Saved:
-    """One checkpoint, read back and proven whole."""
+    """One checkpoint, read and verified."""
 
     folder: Path
     step: int
@@ -128,10 +130,10 @@ class Saved:
 
 
 class Keeper:
-    """The checkpoints of one run: it saves them, keeps the ``last`` and the best, finds the newest.
+    """The checkpoints of one run: the ``last`` ones and the best one are kept.
 
-    A ``score`` is better when it is higher. Checkpoints saved out of turn (an interruption) do not
-    count among the last ones, so that a run that was interrupted keeps what an uninterrupted keeps.
+    A higher ``score`` is better. Checkpoints saved out of turn, by an interruption, do not count
+    among the last ones, so an interrupted run keeps the same checkpoints as an uninterrupted one.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -147,18 +149,18 @@ class Keeper:
         folder: str | os.PathLike[str],
         last: int = 3,
         disk: Disk | None = None,
-        crew: Crew | None = None,
+        processes: Processes | None = None,
     ) -> None:
         if last < 1:
             raise InputError(f"Keeper(last=...) keeps at least 1 checkpoint, but got {last}.")
         self.folder, self.last = Path(folder), last
-        self.disk, self.crew = disk or Disk(), crew or Crew()
+        self.disk, self.processes = disk or Disk(), processes or Processes()
 
     def steps(self) -> list[int]:
         """The steps of all checkpoints in the folder, damaged or not, in order."""
         if not self.folder.is_dir():
             return []
-        matches = (_NAME.fullmatch(found.name) for found in self.folder.iterdir())
+        matches = (_NAME.fullmatch(entry.name) for entry in self.folder.iterdir())
         return sorted(int(match[1]) for match in matches if match)
 
     def save(
@@ -169,18 +171,20 @@ class Keeper:
         score: float | None = None,
         in_turn: bool = True,
     ) -> None:
-        """Save a tree of dicts, lists, numbers, texts and tensors; then drop what is not kept.
+        """Save a tree of dicts, lists, numbers, texts and tensors; then remove old checkpoints.
 
-        Of several processes the first saves, and each writes what it alone holds: DTensors.
-        Raises CheckpointError where the disk fails; the checkpoints before are still there then.
+        The first process saves, and each process writes its parts of DTensors. Raises
+        CheckpointError if the disk fails; earlier checkpoints are kept then.
         """
         if score is not None and not float("-inf") < score < float("inf"):
             raise InputError(f"A score must be finite, but got {score}.")
-        files = _pack(state) if self.crew.first else {}
+        files = _pack(state) if self.processes.is_first else {}
         parts = dict(_held_in_parts(state))
         more = partial(self._write_parts, parts) if parts else None
         facts = {"step": step, "score": score, "in_turn": in_turn}
-        self.crew.lead(lambda: self._save(step, files, facts, more), partial(self._follow, parts))
+        self.processes.on_first(
+            lambda: self._save(step, files, facts, more), partial(self._follow, parts)
+        )
 
     def _save(
         self,
@@ -193,30 +197,30 @@ class Keeper:
             try:
                 self._read_files(step)
             except CheckpointError:
-                withdraw(self._at(step), self.disk)  # damaged, and done again since
+                withdraw(self._at(step), self.disk)  # damaged, and computed again
             else:
                 raise InputError(f"Step {step} is saved in {self.folder} already.")
         self._clear()
         publish(self._at(step), files, facts, self.disk, more)
-        self._read_files(step)  # a disk that lies must be found out while the old ones are there
+        self._read_files(step)  # verify the disk before old checkpoints are removed
         self._drop(step)
 
     def _write_parts(self, parts: Mapping[str, Tensor], folder: Path) -> dict[str, dict[str, Any]]:
         from regard.training.shards import write_parts
 
-        self.crew.call(folder)
+        self.processes.call(folder)
         return write_parts(parts, folder, self.disk)
 
     def _follow(self, parts: Mapping[str, Tensor], folder: Path) -> None:
         from regard.training.shards import write_parts
 
-        with suppress(OSError):  # the first process raises it as well, and tells
+        with suppress(OSError):  # the first process raises it in all processes
             write_parts(parts, folder, self.disk)
 
     def newest(self, likes: Mapping[str, Tensor] | None = None) -> Saved | None:
-        """The newest checkpoint that is whole, or None where there is none at all; see ``load``.
+        """The newest undamaged checkpoint, or None if there is no checkpoint; see ``load``.
 
-        Each damaged one on the way gives a DamageWarning; if all are, a CheckpointError is raised.
+        Each newer, damaged one gives a DamageWarning; if all are damaged, raises CheckpointError.
         """
         reasons = []
         for step in reversed(self.steps()):
@@ -227,30 +231,38 @@ class Keeper:
                 continue
             for reason in reasons:
                 warnings.warn(
-                    f"A damaged checkpoint is passed over: {reason} Going on from step {step}.",
+                    f"A damaged checkpoint is skipped: {reason} Continuing from step {step}.",
                     DamageWarning,
                     stacklevel=2,
                 )
             return saved
         if reasons:
             raise CheckpointError(
-                f"All checkpoints in {self.folder} are damaged. {' '.join(reasons)} To start "
-                "anew, give another folder."
+                f"All checkpoints in {self.folder} are damaged. {' '.join(reasons)} To start a new "
+                "run, give another folder."
             )
         return None
 
     def load(self, step: int, likes: Mapping[str, Tensor] | None = None) -> Saved:
         """The checkpoint of one step.
 
-        ``likes`` has DTensors by their place, as ``model/norm.weight``: of these, what is loaded is
-        what this process holds, however many processes saved them. All others are whole.
+        ``likes`` has DTensors by their place, such as ``model/norm.weight``: of these tensors the
+        part of this process is loaded, for any number of processes that saved them. All other
+        tensors are loaded whole.
         """
         facts, files = self._read_files(step)
-        state = _unpack(self._at(step), files, likes or {})
+        likes = dict(likes or {})
+        for old, new in OLD_WEIGHTS.items():
+            for section in ("model", "ema"):
+                if f"{section}/{new}" in likes:
+                    likes[f"{section}/{old}"] = likes[f"{section}/{new}"]
+        state = _unpack(self._at(step), files, likes)
+        for section in state.keys() & {"model", "ema"}:
+            state[section] = {OLD_WEIGHTS.get(n, n): part for n, part in state[section].items()}
         return Saved(self._at(step), step, facts["score"], state)
 
     def best(self) -> int | None:
-        """The step with the highest score, the earlier one where two are equal."""
+        """The step with the highest score, the earliest of equal ones."""
         scored = [(f["score"], -step) for step, f in self._facts() if f["score"] is not None]
         return -max(scored)[1] if scored else None
 
@@ -266,7 +278,7 @@ class Keeper:
         steps = self.in_turn()[-count:]
         if len(steps) < count:
             raise InputError(
-                f"{count} checkpoints are to be averaged, but {self.folder} has {len(steps)}. Save "
+                f"{count} checkpoints should be averaged, but {self.folder} has {len(steps)}. Save "
                 "more often, or keep more."
             )
         newest = self.load(steps[-1]).state[section]
@@ -280,12 +292,12 @@ class Keeper:
         }
 
     def _facts(self) -> list[tuple[int, dict[str, Any]]]:
-        """What the manifests say, of all checkpoints whose manifest is whole."""
-        found = []
+        """The facts of all checkpoints with an undamaged manifest."""
+        facts = []
         for step in self.steps():
-            with suppress(CheckpointError):  # newest() tells of it, and nothing here trusts it
-                found.append((step, read_facts(self._at(step))))
-        return found
+            with suppress(CheckpointError):  # newest() warns of it
+                facts.append((step, read_facts(self._at(step))))
+        return facts
 
     def _read_files(self, step: int) -> tuple[dict[str, Any], dict[str, bytes | memoryview]]:
         folder = self._at(step)
@@ -295,12 +307,12 @@ class Keeper:
         return facts, files
 
     def tidy(self, step: int) -> None:
-        """Remove what a save that was cut off has left; ``step``, which is whole, stays."""
+        """Remove the remains of an interrupted save, and old checkpoints except ``step``."""
         self._clear()
         self._drop(step)
 
     def _clear(self) -> None:
-        """Remove what a save or a removal that was cut off has left."""
+        """Remove the remains of an interrupted save or removal."""
         for pattern in (".saving-*", ".removing-*"):
             for left in sorted(self.folder.glob(pattern)):
                 try:
@@ -311,9 +323,9 @@ class Keeper:
                     ) from error
 
     def _drop(self, whole: int) -> None:
-        """Remove what is neither among the last ones, nor the best, nor the newest.
+        """Remove all checkpoints except the last ones, the best one, the newest one and ``whole``.
 
-        ``whole`` was read and is whole: it stays in any case, for the others may be damaged.
+        ``whole`` was verified: the others may be damaged.
         """
         steps = self.steps()
         kept = {*self.in_turn()[-self.last :], steps[-1], self.best(), whole}

@@ -1,7 +1,7 @@
-"""Weights that several processes hold in parts, to and from files, for any number of processes.
+"""Weights split among processes, to and from files, for any number of processes.
 
-torch.distributed.checkpoint plans which process writes and reads what; the files are written as
-all files of a checkpoint are, and are safetensors and JSON, not the pickles of its own writer.
+torch.distributed.checkpoint plans which process writes and reads which part. Files are safetensors
+and JSON, written like all files of a checkpoint, not the pickles of its own writer.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from regard.checkpoints.folders import INDEX, Disk
 def write_parts(
     tensors: Mapping[str, Tensor], folder: Path, disk: Disk
 ) -> dict[str, dict[str, Any]]:
-    """Each process its parts into one file, all at the same time; for the first, what was written.
+    """Write the parts of each process into a file of its own; return the files in the first one.
 
-    Raises OSError in all of them where it fails in one.
+    Raises OSError in all processes if it fails in one.
     """
     writer = _Writer(folder, disk)
     try:
@@ -53,29 +53,29 @@ def write_parts(
 
 
 def read_parts(folder: Path, likes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint: of one that is in ``likes``, what this process holds of it."""
+    """The tensors of a checkpoint; of those in ``likes``, this process's part."""
     tensors: dict[str, Tensor] = {}
     for path, entry in json.loads((folder / INDEX).read_bytes()).items():
         if path in likes:
             tensors[path] = torch.empty_like(likes[path], requires_grad=False)
         else:
             tensors[path] = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-    with warnings.catch_warnings():  # each process reads for itself, and that is meant
+    with warnings.catch_warnings():  # each process reads its parts alone
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         load(tensors, storage_reader=_Reader(folder), no_dist=True)
     return tensors
 
 
 def parts_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """What this process holds of a whole tensor, where it holds the same of ``like``."""
+    """The part of a whole tensor that this process holds of ``like``."""
     assert isinstance(like, DTensor)
-    # Every process has the whole: nothing has to be sent.
+    # Every process has the whole tensor: nothing is sent.
     whole = tensor.to(like.device)
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _name(index: MetadataIndex) -> str:
-    """Of a part in its file: the tensor, and where in it the part begins."""
+    """The name of a part in its file: the tensor, and the offsets of the part in it."""
     assert index.offset is not None
     return f"{index.fqn}@{','.join(map(str, index.offset))}"
 
@@ -122,21 +122,21 @@ class _Writer(StorageWriter):
         )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """In the first process: where each part of each tensor lies."""
+        """In the first process: write the file of each part of each tensor."""
         files = {}
         for result in (result for some in results for result in some):
-            name, entry = result.storage_data
-            self.listed[name] = entry
+            name, written = result.storage_data
+            self.listed[name] = written
             files[_name(result.index)] = name
         index: dict[str, Any] = {}
-        for path, found in metadata.state_dict_metadata.items():
-            assert isinstance(found, TensorStorageMetadata)
+        for path, entry in metadata.state_dict_metadata.items():
+            assert isinstance(entry, TensorStorageMetadata)
             chunks = [
                 [list(c.offsets), list(c.sizes), files[_name(MetadataIndex(path, c.offsets))]]
-                for c in found.chunks
+                for c in entry.chunks
             ]
-            dtype = str(found.properties.dtype).removeprefix("torch.")
-            index[path] = {"dtype": dtype, "shape": list(found.size), "parts": chunks}
+            dtype = str(entry.properties.dtype).removeprefix("torch.")
+            index[path] = {"dtype": dtype, "shape": list(entry.size), "parts": chunks}
         data = (json.dumps(index, indent=1, sort_keys=True) + "\n").encode()
         self.disk.put(self.folder / INDEX, data)
         self.listed[INDEX] = {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
@@ -157,7 +157,7 @@ class _Reader(StorageReader):
 
     def read_metadata(self, *_: Any, **__: Any) -> Metadata:
         index = json.loads((self.folder / INDEX).read_bytes())
-        found: dict[str, Any] = {}
+        tensors: dict[str, Any] = {}
         for path, entry in index.items():
             chunks = []
             for offsets, sizes, file in entry["parts"]:
@@ -165,8 +165,8 @@ class _Reader(StorageReader):
                 self.files[_name(MetadataIndex(path, offsets))] = file
             dtype = getattr(torch, entry["dtype"])
             shape = torch.Size(entry["shape"])
-            found[path] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks)
-        return Metadata(found)
+            tensors[path] = TensorStorageMetadata(TensorProperties(dtype=dtype), shape, chunks)
+        return Metadata(tensors)
 
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *_: Any, **__: Any

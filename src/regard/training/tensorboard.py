@@ -1,6 +1,7 @@
 """Numbers over steps for TensorBoard, in its file format, without TensorBoard.
 
-A file is a row of records, each a length and a protocol buffer of type Event, both with a checksum:
+A file is a sequence of records, each a length and a protocol buffer of type
+Event, both with a checksum:
 https://github.com/tensorflow/tensorboard/blob/master/tensorboard/compat/proto/event.proto
 """
 
@@ -18,7 +19,7 @@ from typing import Any
 
 
 class Events:
-    """A file of events in ``folder``; each start has its own.
+    """A new file of events in ``folder``.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -35,7 +36,7 @@ class Events:
         self._write(_bytes(3, b"brain.Event:2"))  # the version of the format
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """All numbers of a row of the log, those inside its tables too, at its step."""
+        """Write all numbers of a log row, also those in its tables, at its step."""
         values = [
             _bytes(1, _bytes(1, name.encode()) + _float(2, value)) for name, value in _numbers(row)
         ]
@@ -71,11 +72,11 @@ def _numbers(row: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, fl
 
 
 def _varint(value: int) -> bytes:
-    found = bytearray()
+    encoded = bytearray()
     while value > 127:
-        found.append(value & 127 | 128)
+        encoded.append(value & 127 | 128)
         value >>= 7
-    return bytes([*found, value])
+    return bytes([*encoded, value])
 
 
 def _number(field: int, value: int) -> bytes:
@@ -99,7 +100,7 @@ def _float(field: int, value: float) -> bytes:
 
 @cache
 def _table() -> list[int]:
-    """Of CRC-32C (https://www.rfc-editor.org/rfc/rfc3720#appendix-B.4), for each byte."""
+    """The table of CRC-32C (https://www.rfc-editor.org/rfc/rfc3720#appendix-B.4), for each byte."""
     table = []
     for value in range(256):
         for _ in range(8):
@@ -114,13 +115,13 @@ def crc32c(data: bytes) -> int:
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
     """
-    table, found = _table(), 0xFFFFFFFF
+    table, checksum = _table(), 0xFFFFFFFF
     for byte in data:
-        found = table[(found ^ byte) & 255] ^ found >> 8
-    return found ^ 0xFFFFFFFF
+        checksum = table[(checksum ^ byte) & 255] ^ checksum >> 8
+    return checksum ^ 0xFFFFFFFF
 
 
 def _checksum(data: bytes) -> bytes:
-    """Turned and shifted, as records have it."""
+    """Rotated and shifted as the record format demands."""
     plain = crc32c(data)
     return struct.pack("<I", ((plain >> 15 | plain << 17) + 0xA282EAD8) & 0xFFFFFFFF)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from regard.checkpoints.folders import publish
 from regard.data.encoding import token_ids
-from regard.data.records import Pair, Record, Report
+from regard.data.records import RECORDS, Pair, Record, Report
 from regard.data.sources import records
 from regard.errors import InputError
 from regard.models.registry import trained
@@ -21,9 +21,9 @@ SENTINELS = tuple(f"<extra_id_{n}>" for n in range(100))
 
 
 def tokenizer(recipe: Recipe, folder: Path) -> Tokenizer:
-    """The recipe's tokenizer; one that is trained is kept in ``folder``.
+    """The recipe's tokenizer; a trained one is stored in ``folder``.
 
-    It must be: training WordPiece or Unigram again gives other ids in another process.
+    Training WordPiece or Unigram again would give other ids in another process.
     """
     start = recipe.tokenizer.start or recipe.model.start
     if start is not None and not recipe.tokenizer.keep:
@@ -31,14 +31,14 @@ def tokenizer(recipe: Recipe, folder: Path) -> Tokenizer:
         known = found.tokenizer.get_vocab()
         if missing := [token for token in recipe.tokenizer.special if token not in known]:
             raise InputError(
-                f"The tokenizer of {start} has no token {missing[0]!r} (tokenizer.special): tokens "
-                "of their own are for a tokenizer that is trained."
+                f"The tokenizer of {start} has no token {missing[0]!r} (tokenizer.special): "
+                "special tokens can be added to a tokenizer only when it is trained."
             )
         return found
     if not folder.exists():
-        for left in folder.parent.glob(f".saving-{folder.name}.*"):  # by a run that was killed
+        for left in folder.parent.glob(f".saving-{folder.name}.*"):  # left by a run that was killed
             shutil.rmtree(left)
-        lines = _texts(records(recipe, recipe.data.train, Report()))
+        lines = _texts(records(recipe.data, recipe.data.train, RECORDS[recipe.task], Report()))
         if start is None:
             try:
                 text = _trained(recipe, lines)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from threading import Lock
 from typing import Any
 
@@ -17,8 +17,8 @@ from regard.mechanism.functional import attention
 from regard.mechanism.masks import Causal
 
 NAME = "regard"  # of our attention in the registry of transformers
-# What a layer may hand over that changes its weights in ways attention() does not have.
-_UNKNOWN = {
+# Arguments of a layer's attention that change its weights in ways attention() does not have.
+UNSUPPORTED = {
     "s_aux": "attention sinks",
     "head_mask": "a head mask",
     "block_indices": "sparse blocks",
@@ -26,53 +26,81 @@ _UNKNOWN = {
 }
 
 
-def transformers_models(watcher: Watcher) -> list[Any]:
-    """The outermost models of the transformers library in what is watched."""
-    # Who has such a model has imported the library: there is no need to, to know that one has not.
-    library = sys.modules.get("transformers.modeling_utils")
-    if library is None:
-        return []
-    models = [m for m in watcher.names if isinstance(m, library.PreTrainedModel)]
-    inner = {part for model in models for part in model.modules() if part is not model}
-    return [model for model in models if model not in inner]
+class TransformersAdapter:
+    """Models of transformers 4.57 or later whose attention goes through its registry."""
 
+    def modules(self, watcher: Watcher) -> list[nn.Module]:
+        """The outermost models of the transformers library."""
+        # A module of the library cannot exist before the library is imported.
+        library = sys.modules.get("transformers.modeling_utils")
+        if library is None:
+            return []
+        models = [m for m in watcher.names if isinstance(m, library.PreTrainedModel)]
+        inner = {part for model in models for part in model.modules() if part is not model}
+        return [model for model in models if model not in inner]
 
-def check_reachable(model: Any) -> None:
-    """Raise InputError where a model of transformers cannot be asked through its registry."""
-    library = sys.modules["transformers.modeling_utils"]
-    for part in model.modules():
-        if isinstance(part, library.PreTrainedModel) and not part._can_set_attn_implementation():
-            raise InputError(
-                f"{type(part).__name__} cannot be watched: it computes attention in its own code, "
-                "not through the attention registry of transformers. Where regard has this "
-                "architecture, load it with regard.load(...) and watch that."
+    def why_not(self, module: nn.Module) -> str | None:
+        model: Any = module
+        library = sys.modules["transformers.modeling_utils"]
+        for part in model.modules():
+            if (
+                isinstance(part, library.PreTrainedModel)
+                and not part._can_set_attn_implementation()
+            ):
+                return (
+                    f"{type(part).__name__} cannot be watched: it computes attention in its own "
+                    "code, not through the attention registry of transformers. Where regard has "
+                    "this architecture, load it with regard.load(...) and watch that."
+                )
+        if model.training and torch.is_grad_enabled() and model.is_gradient_checkpointing:
+            return (
+                f"{type(model).__name__} recomputes its layers in the backward pass (gradient "
+                "checkpointing), where each call would be seen twice. Turn that off while watching."
             )
-    if model.training and torch.is_grad_enabled() and model.is_gradient_checkpointing:
-        raise InputError(
-            f"{type(model).__name__} computes its layers again on the way back (gradient "
-            "checkpointing), where each call would be seen twice. Turn that off while watching."
-        )
-    refuse_output_attentions(model, (), {"output_attentions": model.config.output_attentions})
+        return _why_no_weights(model) if model.config.output_attentions else None
+
+    @contextmanager
+    def attach(self, watcher: Watcher, modules: Sequence[nn.Module]) -> Iterator[None]:
+        """The modules' attention is regard's; their masks are those of PyTorch's own attention."""
+        del watcher  # _attend reads the active watchers of its thread
+        from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+
+        AttentionInterface.register(NAME, _attend)
+        AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+        configs = _configs(modules)
+        with ExitStack() as stack:
+            for module in modules:
+                refusal = module.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
+                stack.callback(refusal.remove)
+            _routes.take(configs)
+            stack.callback(_routes.give_back, configs)
+            yield
 
 
-def refuse_output_attentions(model: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
-    """A hook before their forward: weights they would give themselves must not become None."""
+def _why_no_weights(model: nn.Module) -> str:
+    return (
+        f"{type(model).__name__} cannot give output_attentions while it is watched. Leave it out, "
+        "or set it to False in the config, and use See(weights=True)."
+    )
+
+
+def _refuse_weights(model: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
+    """A hook before forward: the weights that transformers returns would silently be None."""
     if kwargs.get("output_attentions"):
-        raise InputError(
-            f"{type(model).__name__} cannot give output_attentions while it is watched. Leave it "
-            "out, or set it to False in the config, and ask for See(weights=True)."
-        )
+        raise InputError(_why_no_weights(model))
 
 
 class _Routes:
-    """Configurations whose attention is regard's for now; each comes back once nobody watches.
+    """Configurations that name regard's attention while some thread watches their model.
 
-    Several threads may watch one model, and the last one to leave puts things back.
+    Several threads may watch one model; the last to leave restores its configurations.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
-        self._held: dict[int, tuple[Any, str | None, int]] = {}  # config, what it was, how often
+        # By id, each config, the name of its own attention, and the number of its watchers.
+        self._held: dict[int, tuple[Any, str | None, int]] = {}
 
     def take(self, configs: list[Any]) -> None:
         with self._lock:
@@ -95,33 +123,19 @@ class _Routes:
 _routes = _Routes()
 
 
-@contextmanager
-def rerouted(model: Any) -> Iterator[None]:
-    """The model's attention is ours; its masks are those made for PyTorch's own attention."""
-    from transformers import AttentionInterface, AttentionMaskInterface
-    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
-
-    AttentionInterface.register(NAME, _attend)
-    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-    configs = _configs(model)
-    _routes.take(configs)
-    try:
-        yield
-    finally:
-        _routes.give_back(configs)
-
-
-def _configs(model: Any) -> list[Any]:
-    """Every configuration that some part of the model may read, each once."""
-    found: dict[int, Any] = {}
-    waiting = [m.config for m in model.modules() if hasattr(m, "config")]
+def _configs(models: Sequence[nn.Module]) -> list[Any]:
+    """Every configuration that some part of the models may read, each once."""
+    configs: dict[int, Any] = {}
+    waiting: list[Any] = [
+        part.config for model in models for part in model.modules() if hasattr(part, "config")
+    ]
     while waiting:
         config = waiting.pop()
-        if config is None or id(config) in found or not hasattr(config, "sub_configs"):
+        if config is None or id(config) in configs or not hasattr(config, "sub_configs"):
             continue
-        found[id(config)] = config
+        configs[id(config)] = config
         waiting += [getattr(config, name, None) for name in config.sub_configs]
-    return list(found.values())
+    return list(configs.values())
 
 
 def _attend(
@@ -137,29 +151,29 @@ def _attend(
     position_bias: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: output [batch, queries, heads, dim], and no weights."""
-    for name, meaning in _UNKNOWN.items():
+    """Attention as transformers calls it: output [batch, queries, heads, dim], no weights."""
+    for name, meaning in UNSUPPORTED.items():
         if others.get(name) is not None:
             raise InputError(f"{type(module).__name__} uses {meaning}, which cannot be watched.")
     unscaled = getattr(module, "scale_attn_weights", True) is False
     by_layer = getattr(module, "scale_attn_by_inverse_layer_idx", False)
-    if scaling is None and (unscaled or by_layer):  # transformers before 5, which leaves it out
+    if scaling is None and (unscaled or by_layer):  # transformers before 5 does not pass the scale
         raise InputError(
-            f"{type(module).__name__} scales its scores in a way that this version of transformers "
-            "does not tell. Update transformers to 5, or load the model with regard.load."
+            f"{type(module).__name__} has a scale of its own, which this version of transformers "
+            "does not pass on. Update transformers to 5, or load the model with regard.load."
         )
     queries, keys = query.shape[2], key.shape[2]
     mask, bias = _mask_and_bias(attention_mask, position_bias, keys)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     described: Causal | Tensor | None = mask
     if mask is None and causal and queries > 1:
-        # No mask means causal from the first key on: keys beyond belong to an unfilled cache.
+        # Without a mask it is causal from the first key on; later keys are of an unfilled cache.
         key, value = key[:, :, :queries], value[:, :, :queries]
         bias = None if bias is None else bias[..., :queries]
         described = Causal()
 
     watcher = next((w for w in reversed(active_watchers.get()) if module in w.names), None)
-    if watcher is None:  # the model runs in another thread than the one that watches
+    if watcher is None:  # the model runs in another thread than the one that entered watch()
         output = attention(
             query, key, value, mask=described, bias=bias, scale=scaling, softcap=softcap,
             dropout=dropout,
@@ -178,13 +192,13 @@ def _attend(
 def _mask_and_bias(
     mask: Tensor | None, bias: Tensor | None, keys: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """A mask of transformers as what is allowed, and what is to be added to the scores."""
+    """A mask of transformers as the pairs it allows, and the bias it adds to the scores."""
     if mask is None:
         return None, bias
     mask = mask[..., :keys]
     if not mask.is_floating_point():
         return mask, bias
-    # Added to the scores, "never" is the lowest number there is, maybe with a bias added to it.
+    # An additive mask forbids by the lowest number of its dtype, to which a bias may be added.
     allowed = mask > torch.finfo(mask.dtype).min / 2
     rest = mask.masked_fill(~allowed, 0)
     if rest.any():
@@ -193,9 +207,9 @@ def _mask_and_bias(
 
 
 def _check_last(mask: Tensor, module: nn.Module) -> None:
-    """Distances count from the last query at the last key; a cache not yet filled breaks that."""
+    """Refuse distances where the last query does not line up with the last key."""
     if not mask[..., -1, -1].any():
         raise InputError(
             f"{type(module).__name__} runs with a static cache, whose last keys are not yet "
-            "filled, so the distance cannot be told. Use the default cache, or leave it out."
+            "filled, so distances are unknown. Use the default cache, or leave out distance."
         )

@@ -1,47 +1,52 @@
-"""Watch regard's own attention layers through forward hooks."""
+"""Watch regard's own attention layers through their head hooks."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from regard.interpret.watched import Watcher
+from regard.layers.modules import MultiHeadAttention
+from regard.mechanism.seeing import Seen
+
+
+class RegardAdapter:
+    """Every :class:`MultiHeadAttention`; a call with a ``see`` of its own is not recorded."""
+
+    def modules(self, watcher: Watcher) -> list[nn.Module]:
+        return [module for module in watcher.names if isinstance(module, MultiHeadAttention)]
+
+    def why_not(self, module: nn.Module) -> None:
+        del module  # every one of them can be watched
+
+    @contextmanager
+    def attach(self, watcher: Watcher, modules: Sequence[nn.Module]) -> Iterator[None]:
+        with ExitStack() as stack:
+            stack.enter_context(uncompiled())
+            for module in modules:
+                stack.callback(_observe(module, watcher).remove)
+            yield
+
+
+def _observe(module: nn.Module, watcher: Watcher) -> RemovableHandle:
+    assert isinstance(module, MultiHeadAttention)
+
+    def record(_: Tensor, seen: Seen | None) -> None:
+        if seen is not None and watcher.active:
+            watcher.record(module, seen)
+
+    return module.head_hooks.observe(record, lambda: watcher.see if watcher.active else None)
 
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Within, modules run as they are written: once compiled, they do not see new hooks."""
-    # Only where something may have been compiled: to load the compiler takes seconds.
+    """Within, compiled modules run as plain Python: compiled code ignores new hooks."""
+    # Loading the compiler takes seconds: where it is not loaded, nothing has been compiled.
     compiled = "torch._dynamo" in sys.modules
     with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
         yield
-
-
-def ask_hook(watcher: Watcher) -> Any:
-    """A hook before a layer's forward: it is to see what the watcher asks for."""
-
-    def hook(_: nn.Module, args: Any, kwargs: dict[str, Any]) -> Any:
-        # A call that sees something for itself keeps its own answer.
-        if watcher.active and kwargs.get("see") is None:
-            return args, kwargs | {"see": watcher.see}
-        return None
-
-    return hook
-
-
-def take_hook(watcher: Watcher) -> Any:
-    """A hook after a layer's forward: what was seen goes to the watcher, the output goes on."""
-
-    def hook(module: nn.Module, _: Any, kwargs: dict[str, Any], result: Any) -> Any:
-        if kwargs.get("see") is not watcher.see:
-            return None
-        output, seen = result
-        watcher.record(module, seen)
-        return output
-
-    return hook

@@ -1,120 +1,51 @@
-"""Explaining: one attention step by step, in numbers that can be followed by hand.
+"""explain() and its kin: one attention call from a sentence, from tensors, or from projections.
 
-Here is what can be asked for; ``steps`` computes, ``models`` takes its numbers from a loaded model,
-``record`` is what was followed, ``page`` its look, ``trace`` both together.
+``steps`` computes, ``layer`` takes its numbers from a model, ``trace`` records the steps, and
+``rendering`` prints them.
 """
 
 from __future__ import annotations
 
-import os
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, overload
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.errors import InputError
-from regard.interpret.explaining.record import Numbers, Step
-from regard.interpret.explaining.steps import Generated, Heads, features, follow, meeting, vectors
-from regard.interpret.explaining.trace import Trace
+from regard.interpret.explaining.steps import (
+    OutputProjection,
+    TracedCall,
+    features,
+    head_names,
+    trace_call,
+)
+from regard.interpret.explaining.trace import Numbers, Step, Trace
 from regard.mechanism.call import Call, check
 from regard.mechanism.masks import Mask
 
-if TYPE_CHECKING:
-    from regard.models.model import Model
-    from regard.text.tokenizer import Tokenizer
-
-__all__ = ["Trace", "explain", "words_of"]
-
-WIDEST = 4096  # of a made-up embedding
-MOST_SCORES = 2**20  # of more than this, nobody reads the numbers one by one
+MAX_DIM = 4096  # of random embeddings
+MAX_SCORES = 2**20  # heads * queries * keys of a trace
+SENTENCE_OPTIONS = ("heads", "dim", "seed", "mask")
+MODEL_OPTIONS = ("layer", "head", "target")
 
 
-@overload
 def explain(
-    subject: str | None = ...,
-    /,
+    sentence: str | None = None,
     *,
-    heads: int | None = ...,
-    dim: int | None = ...,
-    seed: int | None = ...,
-    mask: Mask | Tensor | None = ...,
-    word: str | None = ...,
-) -> Trace: ...
-@overload
-def explain(
-    subject: str | None,
-    /,
-    *,
-    model: Model | str | os.PathLike[str] | None,
-    tokenizer: Tokenizer | None = ...,
-    layer: str | int | None = ...,
-    head: int | None = ...,
-    target: str | None = ...,
-    heads: int | None = ...,
-    dim: int | None = ...,
-    seed: int | None = ...,
-    mask: Mask | Tensor | None = ...,
-    word: str | None = ...,
-) -> Trace: ...
-@overload
-def explain(
-    subject: Tensor,
-    /,
-    key: Tensor,
-    value: Tensor,
-    *,
-    tokens: Sequence[str] | None = ...,
-    key_tokens: Sequence[str] | None = ...,
-    mask: Mask | Tensor | None = ...,
-    word: str | None = ...,
-) -> Trace: ...
-@overload
-def explain(
-    subject: Tensor,
-    /,
-    *,
-    weights: Sequence[Tensor],
-    heads: int | None = ...,
-    tokens: Sequence[str] | None = ...,
-    mask: Mask | Tensor | None = ...,
-    word: str | None = ...,
-) -> Trace: ...
-def explain(
-    subject: str | Tensor | None = None,
-    /,
-    key: Tensor | None = None,
-    value: Tensor | None = None,
-    *,
-    weights: Sequence[Tensor] | None = None,
-    tokens: Sequence[str] | None = None,
-    key_tokens: Sequence[str] | None = None,
     heads: int | None = None,
     dim: int | None = None,
     seed: int | None = None,
     mask: Mask | Tensor | None = None,
     word: str | None = None,
-    model: Model | str | os.PathLike[str] | None = None,
-    tokenizer: Tokenizer | None = None,
-    layer: str | int | None = None,
-    head: int | None = None,
-    target: str | None = None,
 ) -> Trace:
-    """Every step of one attention, with its numbers. There are five ways to ask:
+    """Trace every step of attention over a sentence with random embeddings and matrices.
 
-    - ``explain()``: a worked example that can be checked by hand;
-    - ``explain("a sentence", heads=2, dim=8, seed=0)``: random embeddings and matrices;
-    - ``explain("a sentence", model=..., layer=0, head=0)``: the numbers of a model, by its name or
-      folder, or loaded and with its ``tokenizer``; layers are called as :func:`regard.look` does,
-      and ``target`` is what an encoder-decoder is to have written;
-    - ``explain(query, key, value, tokens=...)``: as for :func:`regard.attention`, [length, dim] or
-      [1, heads, length, dim]; ``key_tokens`` names the keys where they are other words;
-    - ``explain(X, weights=(W_Q, W_K, W_V, W_O), heads=1, tokens=...)``: embeddings [length, dim]
-      and the matrices they are multiplied with, of which W_O may be left out.
-
-    ``word`` is the one to follow closely; ``mask`` is that of attention().
+    The ``heads`` heads (2 by default) share ``dim`` dimensions (8); ``seed`` (0) sets the random
+    numbers. Without a sentence it is a worked example, small enough to check by hand. ``word`` is
+    followed closely; ``mask`` is as for :func:`regard.attention`.
 
     >>> trace = explain()
     >>> round(trace["S"][0, 1, 0].item(), 4)  # head 0, the query of "cat", the key of "The"
@@ -122,51 +53,124 @@ def explain(
     >>> trace.agreement.holds
     True
     """
-    matrices: dict[str, object] = {"key": key, "value": value, "weights": weights}
-    names: dict[str, object] = {"tokens": tokens, "key_tokens": key_tokens}
-    sizes: dict[str, object] = {"heads": heads, "dim": dim, "seed": seed}
-    places = {"tokenizer": tokenizer, "layer": layer, "head": head, "target": target}
-    if model is not None:
-        from regard.interpret.explaining.layer import explain_model
+    if sentence is None:
+        sizes = {"heads": heads, "dim": dim, "seed": seed}
+        if given := [name for name, size in sizes.items() if size is not None]:
+            raise InputError(
+                f"The worked example takes no {' and no '.join(given)}. Give a sentence."
+            )
+        return _worked_example(mask, "cat" if word is None else word)
+    words = words_of(sentence)
+    heads, dim = 2 if heads is None else heads, 8 if dim is None else dim
+    embeddings, weights = _random(words, heads, dim, 0 if seed is None else seed)
+    return explain_projections(embeddings, weights, heads=heads, tokens=words, mask=mask, word=word)
 
-        _refuse("A model", matrices | names | sizes | {"mask": mask})
-        if not isinstance(subject, str):
-            raise InputError("A model reads a sentence: give one, such as 'The cat sat.'")
-        return explain_model(model, tokenizer, subject, layer, head, word, target)
-    for name, given_place in places.items():
-        if given_place is not None:
-            raise InputError(f"{name} is that of a model: give the model, too.")
-    if subject is None:
-        _refuse("The worked example, which is what no sentence means,", matrices | names | sizes)
-        return _project(*_example(), mask, "cat" if word is None else word)
-    if isinstance(subject, str):
-        _refuse("A sentence", matrices | names)
-        heads, dim = 2 if heads is None else heads, 8 if dim is None else dim
-        words = words_of(subject)
-        embeddings, random = _random(words, heads, dim, 0 if seed is None else seed)
-        return _project(embeddings, random, heads, words, mask, word)
-    if weights is not None:
-        given = {"key": key, "value": value, "key_tokens": key_tokens, "dim": dim, "seed": seed}
-        _refuse("Embeddings with weights", given)
-        return _project(subject, weights, 1 if heads is None else heads, tokens, mask, word)
-    if key is None or value is None:
-        raise InputError(
-            "explain() takes a query together with its key and value, or embeddings together with "
-            "weights=(W_Q, W_K, W_V, W_O); one tensor alone is neither."
-        )
-    _refuse("A query with its key and value", sizes)
-    call = _checked(subject, key, value, mask)
-    asking = _names(tokens, call.extent.queries, "tokens", first=max(call.extent.offset, 0))
-    same = tokens is not None and key_tokens is None and call.extent.offset == 0
-    found = asking if same else _names(key_tokens, call.extent.keys, "key_tokens")
+
+def explain_tensors(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    tokens: Sequence[str] | None = None,
+    key_tokens: Sequence[str] | None = None,
+    mask: Mask | Tensor | None = None,
+    word: str | None = None,
+) -> Trace:
+    """Trace every step from queries, keys and values, [length, dim] or [1, heads, length, dim].
+
+    ``tokens`` names the queries, and ``key_tokens`` the keys where they are other words. ``word``
+    is followed closely; ``mask`` is as for :func:`regard.attention`.
+
+    >>> trace = explain_tensors(*torch.ones(3, 2, 4), tokens=["cat", "sat"])
+    >>> trace["A"].tolist()  # [heads, queries, keys]
+    [[[0.5, 0.5], [0.5, 0.5]]]
+    """
+    call = _checked(query, key, value, mask)
+    extent = call.extent
+    queries = _labels(tokens, extent.queries, "tokens", first=max(extent.offset, 0))
+    same = tokens is not None and key_tokens is None and extent.offset == 0
+    keys = queries if same else _labels(key_tokens, extent.keys, "key_tokens")
+    traced = _with_all_heads(call, queries, keys, word)
     lead = Step(
         "Queries, keys and values",
         "Q, K, V are given",
-        "Each word asks with its query, is found by its key, and hands over its value.",
-        vectors(call, asking, found, heads_of := Heads.all(call.extent.heads)),
-        meeting(call, asking, found, focus := _find(word, asking), heads_of),
+        "Each word has a query and a key, which are compared, and a value, which it contributes.",
+        traced.vectors(),
+        traced.example_vectors(),
     )
-    return follow(call, (lead,), asking, found, focus, None, heads_of)
+    return trace_call(traced, (lead,), None)
+
+
+def explain_projections(
+    embeddings: Tensor,
+    weights: Sequence[Tensor],
+    *,
+    heads: int = 1,
+    tokens: Sequence[str] | None = None,
+    mask: Mask | Tensor | None = None,
+    word: str | None = None,
+) -> Trace:
+    """Trace every step from embeddings [length, dim] and the matrices that project them.
+
+    ``weights`` are W_Q and W_K [dim, heads * d_k], W_V [dim, heads * d_v] and, optionally, W_O
+    [heads * d_v, any]. ``tokens`` names the rows, ``word`` is followed closely, and ``mask`` is as
+    for :func:`regard.attention`.
+
+    >>> trace = explain_projections(torch.eye(2), [torch.eye(2)] * 3, tokens=["cat", "sat"])
+    >>> trace["S"].tolist()  # [heads, queries, keys]
+    [[[1.0, 0.0], [0.0, 1.0]]]
+    """
+    _check_projections(embeddings, weights, heads)
+    query, key, value = (
+        (embeddings @ matrix).reshape(1, len(embeddings), heads, -1).transpose(1, 2)
+        for matrix in weights[:3]
+    )
+    call = _checked(query, key, value, mask)
+    words = _labels(tokens, call.extent.queries, "tokens")
+    traced = _with_all_heads(call, words, words, word)
+    across, width = features(embeddings.shape[1]), query.shape[-1]
+    cut = (
+        f" Their columns are split into {heads} heads of {width}: head 1 has columns 1 to {width}."
+        if heads > 1
+        else ""
+    )
+    matrices = tuple(
+        Numbers(name, matrix.detach(), across, features(matrix.shape[1]))
+        for name, matrix in zip(("W_Q", "W_K", "W_V"), weights, strict=False)
+    )
+    lead = (
+        Step(
+            "Embeddings",
+            "X = one row of numbers per word",
+            "A word enters as a list of numbers; words with similar numbers mean similar things.",
+            (Numbers("X", embeddings.detach(), words, across),),
+        ),
+        Step(
+            "Queries, keys and values",
+            "Q = X W_Q    K = X W_K    V = X W_V",
+            "Each word has a query and a key, which are compared, and a value, which it "
+            f"contributes. The three matrices W are what a model learns.{cut}",
+            matrices + traced.vectors(),
+            traced.example_vectors(),
+        ),
+    )
+    output = OutputProjection(weights[3]) if len(weights) == 4 else None
+    return trace_call(traced, lead, output)
+
+
+def explain_options(*, model: bool, **options: Any) -> dict[str, Any]:
+    """The options that are not None, checked for :func:`explain` or, with a model, explain_model.
+
+    >>> explain_options(model=False, heads=2, dim=None, layer=None)
+    {'heads': 2}
+    """
+    given = {name: value for name, value in options.items() if value is not None}
+    wrong = [name for name in given if name in (SENTENCE_OPTIONS if model else MODEL_OPTIONS)]
+    if wrong and model:
+        raise InputError(f"A model takes no {' and no '.join(wrong)}: it has its own.")
+    if wrong:
+        raise InputError(f"{' and '.join(wrong)} apply to a model: give the model, too.")
+    return given
 
 
 def words_of(sentence: str) -> tuple[str, ...]:
@@ -187,14 +191,8 @@ def words_of(sentence: str) -> tuple[str, ...]:
     return tuple(words)
 
 
-def _refuse(what: str, arguments: Mapping[str, object]) -> None:
-    given = [name for name, argument in arguments.items() if argument is not None]
-    if given:
-        raise InputError(f"{what} takes no {' and no '.join(given)}: it brings its own.")
-
-
-def _example() -> tuple[Tensor, Sequence[Tensor], int, tuple[str, ...]]:
-    """Six words in three features, with numbers small enough to multiply in one's head."""
+def _worked_example(mask: Mask | Tensor | None, word: str) -> Trace:
+    """Six words of three features, in numbers small enough for mental arithmetic."""
     embeddings = {
         "The": [1.0, 0.0, 0.0],
         "cat": [0.0, 1.0, 0.0],
@@ -208,23 +206,24 @@ def _example() -> tuple[Tensor, Sequence[Tensor], int, tuple[str, ...]]:
     values = [[0.5, 0.6], [0.9, 0.1], [0.2, 0.8]]
     output = [[1.0, 0.0, 0.5], [0.0, 1.0, 0.5]]
     weights = [torch.tensor(rows) for rows in (queries, keys, values, output)]
-    return torch.tensor(list(embeddings.values())), weights, 1, tuple(embeddings)
+    rows = torch.tensor(list(embeddings.values()))
+    return explain_projections(rows, weights, tokens=tuple(embeddings), mask=mask, word=word)
 
 
 def _random(
     words: tuple[str, ...], heads: int, dim: int, seed: int
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """One embedding per distinct word, and four matrices; rounded, so that all digits are shown."""
+    """One embedding per distinct word, and four matrices, rounded to one decimal."""
     _check_heads(heads, dim, "dim")
-    if dim > WIDEST:
-        raise InputError(f"dim={dim} is more than anybody reads: {WIDEST} is the most.")
+    if dim > MAX_DIM:
+        raise InputError(f"explain() takes a dim of {MAX_DIM} at most, but got dim={dim}.")
     if not -(2**63) <= seed < 2**64:
         raise InputError(f"A seed has 64 bits, but got {seed}.")
     generator = torch.Generator().manual_seed(seed)
-    known = {word: place for place, word in enumerate(dict.fromkeys(map(str.lower, words)))}
-    table = torch.randn(len(known), dim, generator=generator).round(decimals=1)
+    rows = {word: row for row, word in enumerate(dict.fromkeys(map(str.lower, words)))}
+    table = torch.randn(len(rows), dim, generator=generator).round(decimals=1)
     matrices = torch.randn(4, dim, dim, generator=generator) * dim**-0.5
-    return table[[known[word.lower()] for word in words]], matrices.round(decimals=1).unbind()
+    return table[[rows[word.lower()] for word in words]], matrices.round(decimals=1).unbind()
 
 
 def _check_heads(heads: int, dim: int, what: str) -> None:
@@ -238,110 +237,72 @@ def _check_heads(heads: int, dim: int, what: str) -> None:
         )
 
 
-def _project(
-    embeddings: Tensor,
-    weights: Sequence[Tensor],
-    heads: int,
-    tokens: Sequence[str] | None,
-    mask: Mask | Tensor | None,
-    word: str | None,
-) -> Trace:
-    """From embeddings and matrices: the two steps that come before the scores."""
+def _check_projections(embeddings: Tensor, weights: Sequence[Tensor], heads: int) -> None:
     if not 3 <= len(weights) <= 4:
         raise InputError(
-            f"weights holds W_Q, W_K, W_V and, where there is one, W_O; but got {len(weights)}."
+            f"weights are W_Q, W_K, W_V and, optionally, W_O; but got {len(weights)} matrices."
         )
-    for name, matrix in zip(
-        ("X", "W_Q", "W_K", "W_V", "W_O"), (embeddings, *weights), strict=False
-    ):
+    named = zip(("X", "W_Q", "W_K", "W_V", "W_O"), (embeddings, *weights), strict=False)
+    for name, matrix in named:
         if matrix.dim() != 2 or matrix.dtype != embeddings.dtype:
             raise InputError(
                 f"{name} must be a matrix with the dtype of X, {embeddings.dtype}, but is "
                 f"{matrix.dtype} of shape {list(matrix.shape)}."
             )
     shapes = [tuple(matrix.shape) for matrix in weights]
-    into = embeddings.shape[1]
-    fits = all(rows == into for rows, _ in shapes[:3]) and shapes[0] == shapes[1]
+    dim = embeddings.shape[1]
+    fits = all(rows == dim for rows, _ in shapes[:3]) and shapes[0] == shapes[1]
     if not fits or (len(shapes) == 4 and shapes[3][0] != shapes[2][1]):
         raise InputError(
-            f"With X {list(embeddings.shape)}, W_Q and W_K must be [{into}, heads * d_k], W_V "
-            f"[{into}, heads * d_v] and W_O [heads * d_v, any]; but they are "
+            f"With X {list(embeddings.shape)}, W_Q and W_K must be [{dim}, heads * d_k], W_V "
+            f"[{dim}, heads * d_v] and W_O [heads * d_v, any]; but they are "
             f"{', '.join(str(list(shape)) for shape in shapes)}."
         )
     _check_heads(heads, shapes[0][1], "The width of W_Q, heads * d_k")
     _check_heads(heads, shapes[2][1], "The width of W_V, heads * d_v")
 
-    query, key, value = (
-        (embeddings @ matrix).reshape(1, len(embeddings), heads, -1).transpose(1, 2)
-        for matrix in weights[:3]
-    )
-    call = _checked(query, key, value, mask)
-    words = _names(tokens, call.extent.queries, "tokens")
-    focus, named = _find(word, words), Heads.all(heads)
-    across = features(into)
-    width = shapes[0][1] // heads
-    cut = (
-        f" Their columns are cut into {heads} heads of {width}: head 1 has columns 1 to {width}."
-        if heads > 1
-        else ""
-    )
-    matrices = tuple(
-        Numbers(name, matrix.detach(), across, features(matrix.shape[1]))
-        for name, matrix in zip(("W_Q", "W_K", "W_V"), weights, strict=False)
-    )
-    lead = (
-        Step(
-            "Embeddings",
-            "X = one row of numbers per word",
-            "A word enters as a list of numbers; words with similar numbers mean similar things.",
-            (Numbers("X", embeddings.detach(), words, across),),
-        ),
-        Step(
-            "Queries, keys and values",
-            "Q = X W_Q    K = X W_K    V = X W_V",
-            "Each word asks with its query, is found by its key, and hands over its value. "
-            f"The three matrices W are what a model learns.{cut}",
-            matrices + vectors(call, words, words, named),
-            meeting(call, words, words, focus, named),
-        ),
-    )
-    output = Generated(weights[3]) if len(weights) == 4 else None
-    return follow(call, lead, words, words, focus, output, named)
-
 
 def _checked(query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor | None) -> Call:
-    """The call, if its numbers are few enough to be read and all of them are numbers."""
+    """The call, if it is small enough to print and all of its numbers are finite."""
     call = check(query, key, value, mask, None, None, None, 0.0, None)
     extent = call.extent
     if extent.batch != 1 or call.empty:
         raise InputError(
-            f"explain() follows one sequence with at least one word, but got {extent.batch} of "
+            f"A trace follows one sequence with at least one word, but got {extent.batch} of "
             f"{extent.queries} queries and {extent.keys} keys. Pick one: query[:1], key[:1], "
             "value[:1]."
         )
-    if extent.heads * extent.queries * extent.keys > MOST_SCORES:
+    if extent.heads * extent.queries * extent.keys > MAX_SCORES:
         raise InputError(
-            f"explain() shows every score, and {extent.heads} heads of {extent.queries} queries "
+            f"A trace shows every score, and {extent.heads} heads of {extent.queries} queries "
             f"and {extent.keys} keys are too many to read. attention(..., see=See(top=8, map=64)) "
-            "looks at long sequences."
+            "summarizes long sequences."
         )
     if not all(bool(tensor.isfinite().all()) for tensor in (query, key, value)):
-        raise InputError("explain() needs finite numbers, but query, key or value has NaN or Inf.")
+        raise InputError("A trace needs finite numbers, but query, key or value has NaN or Inf.")
     return call
 
 
-def _names(names: Sequence[str] | None, count: int, what: str, first: int = 0) -> tuple[str, ...]:
-    if names is None:
+def _with_all_heads(
+    call: Call, queries: tuple[str, ...], keys: tuple[str, ...], word: str | None
+) -> TracedCall:
+    heads = call.extent.heads
+    focus = _index_of(word, queries)
+    return TracedCall(call, queries, keys, focus, head_names(heads), tuple(range(heads)))
+
+
+def _labels(words: Sequence[str] | None, count: int, what: str, first: int = 0) -> tuple[str, ...]:
+    if words is None:
         return tuple(str(place + 1) for place in range(first, first + count))
-    if isinstance(names, str) or len(names) != count:
+    if isinstance(words, str) or len(words) != count:
         raise InputError(
-            f"{what} must be a list of {count} words, one for each position, but got {names!r}."
+            f"{what} must be a list of {count} words, one for each position, but got {words!r}."
         )
-    return tuple(names)
+    return tuple(words)
 
 
-def _find(word: str | None, words: tuple[str, ...]) -> int:
-    """The place of a word, the first if it comes several times; without one, the last place."""
+def _index_of(word: str | None, words: tuple[str, ...]) -> int:
+    """The first place of a word; the last place of all where none is given."""
     if word is None:
         return len(words) - 1
     if word in words:

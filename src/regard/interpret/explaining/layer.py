@@ -1,167 +1,187 @@
-"""The numbers of one attention layer of a loaded model, taken while it runs."""
+"""A trace of one attention layer of a loaded model, with the numbers of a real run."""
 
 from __future__ import annotations
 
 import os
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.errors import InputError
-from regard.interpret.explaining.record import Numbers, Step
-from regard.interpret.explaining.steps import Generated, Heads, features, follow, meeting, vectors
-from regard.interpret.explaining.trace import Trace
-from regard.interpret.runs import Reading, read
+from regard.interpret.explaining.steps import (
+    OutputProjection,
+    TracedCall,
+    features,
+    head_names,
+    trace_call,
+)
+from regard.interpret.explaining.trace import Numbers, Step, Trace
+from regard.interpret.runs import TextRun, prepare_run
 from regard.mechanism.biases import Bias
 from regard.mechanism.call import Call, check
 from regard.mechanism.masks import Mask
+from regard.models.bundle import Bundle
 from regard.models.model import AttentionLayer, Model
 from regard.models.transformer_xl import RelativeAttention
 from regard.text.tokenizer import Tokenizer
 
-MOST_TOKENS = 128  # of a sentence; more of them nobody reads one by one
+MAX_TOKENS = 128  # of a sentence: a trace prints every number
 
 
 def explain_model(
-    model: Model | str | os.PathLike[str],
-    tokenizer: Tokenizer | None,
-    sentence: str,
-    layer: str | int | None,
-    head: int | None,
-    word: str | None,
-    target: str | None,
+    model: Model | Bundle | str | os.PathLike[str],
+    text: str,
+    *,
+    tokenizer: Tokenizer | None = None,
+    layer: str | int | None = None,
+    head: int = 0,
+    word: str | None = None,
+    target: str | None = None,
 ) -> Trace:
-    """Every step of one head of one layer, on what really reached it."""
-    reading = read(model, sentence, tokenizer=tokenizer, target=target)
-    chosen = reading.layers[0] if layer is None else reading.layer(layer)
-    number = reading.head(chosen, 0 if head is None else head)
-    asking, asked = reading.sides(chosen)
-    longest = max(len(asking), len(asked))
-    if longest > MOST_TOKENS or len(reading.chunks) > 1:
-        several = len(reading.chunks) > 1
-        most = min(MOST_TOKENS, reading.chunks[0].stop) if several else MOST_TOKENS
-        wrote = chosen.half == "decoder" and target is None and longest == len(asking)
-        raise InputError(
-            f"explain() follows up to {most} tokens of this model, but "
-            + (
-                f"it wrote {longest} by itself. Give the target it is to have written."
-                if wrote
-                else f"there are {longest}. Take one sentence; regard.look() reads long texts."
-            )
-        )
-    words = [each for each in asking.words if not each.special] or list(asking.words)
-    followed = words[-1] if word is None else asking.find(word)[0]
-    focus = followed.places[0]
-    arguments, fast = _captured(reading, chosen)
-    call, entered = _call(chosen, *arguments)
-    count = chosen.module.heads
-    heads = Heads(tuple(f"head {place}" for place in range(count)), (number,))
-    name = f"{type(reading.model).__name__}, layer {chosen.name}, head {number}"
-    return follow(
-        call,
-        _lead(reading, chosen, call, entered, heads, focus),
-        asking.labels,
-        asked.labels,
-        focus,
-        Generated(chosen.module.output.weight.t(), chosen.module.output.bias),
-        heads,
-        subject=name,
-        fast=fast,
-        across=chosen.across,
+    """Trace every step of one head of a model, with the numbers of its own run over ``text``.
+
+    ``model`` is a name, a folder, or a loaded model together with its ``tokenizer``. Layers are
+    named as by :func:`regard.look`; the first is the default. ``target`` is the text that an
+    encoder-decoder writes; without one it writes its own. ``word`` is followed closely.
+
+    >>> trace = explain_model("books-gpt2", "The cat sat.", layer=1, head=2)
+    >>> trace.subject, trace.agreement.holds
+    ('GPT2, layer 1, head 2', True)
+    """
+    run = prepare_run(model, text, tokenizer=tokenizer, target=target)
+    chosen = run.layers[0] if layer is None else run.layer(layer)
+    run.check_head(chosen, head)
+    queries, keys = run.tokens_of(chosen)
+    _check_length(run, chosen, max(len(queries), len(keys)), written=target is None)
+    words = [each for each in queries.words if not each.special] or list(queries.words)
+    followed = words[-1] if word is None else queries.find(word)[0]
+    recorded = _record(run, chosen)
+    traced = TracedCall(
+        _call(chosen, recorded),
+        queries.labels,
+        keys.labels,
+        followed.places[0],
+        head_names(chosen.module.heads, start=0),
+        (head,),
+        chosen.across,
+    )
+    return trace_call(
+        traced,
+        _lead(run, chosen, recorded, traced),
+        OutputProjection(chosen.module.output.weight.t(), chosen.module.output.bias),
+        subject=f"{type(run.model).__name__}, layer {chosen.name}, head {head}",
+        expected=recorded.output,
     )
 
 
-def _captured(reading: Reading, layer: AttentionLayer) -> tuple[tuple[Any, dict[str, Any]], Tensor]:
-    """What a layer was called with while the model ran, and what it answered, [queries, dim]."""
-    found: dict[str, Any] = {}
+def _check_length(run: TextRun, layer: AttentionLayer, length: int, *, written: bool) -> None:
+    windows = len(run.chunks) > 1
+    if length <= MAX_TOKENS and not windows:
+        return
+    limit = min(MAX_TOKENS, run.chunks[0].stop) if windows else MAX_TOKENS
+    advice = (
+        f"the model wrote {length}. Give a shorter target."
+        if written and layer.half == "decoder" and length > len(run.tokens)
+        else f"the text has {length}. Give one sentence; regard.look() reads long texts."
+    )
+    raise InputError(f"explain_model() takes up to {limit} tokens of this model, but {advice}")
+
+
+class _Recorded(NamedTuple):
+    """One call of an attention layer: its arguments and its output [queries, dim]."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    output: Tensor
+
+    @property
+    def inputs(self) -> tuple[Tensor, Tensor]:
+        """The inputs of the queries and of the keys, [length, dim] each."""
+        x: Tensor = self.arguments[0]
+        second = self.arguments[1] if len(self.arguments) > 1 else self.keywords.get("context")
+        return x[0], (second if isinstance(second, Tensor) else x)[0]
+
+
+def _record(run: TextRun, layer: AttentionLayer) -> _Recorded:
+    calls: list[_Recorded] = []
 
     def hook(_: object, args: Any, kwargs: dict[str, Any], output: Tensor) -> None:
-        found["arguments"], found["output"] = (args, kwargs), output[0]
+        calls.append(_Recorded(args, kwargs, output[0]))
 
     handle = layer.module.register_forward_hook(hook, with_kwargs=True)
     try:
-        reading.forward(reading.chunks[0])
+        run.forward(run.chunks[0])
     finally:
         handle.remove()
-    return found["arguments"], found["output"]
+    return calls[-1]
 
 
 @torch.no_grad()
-def _call(
-    layer: AttentionLayer, args: Any, kwargs: dict[str, Any]
-) -> tuple[Call, tuple[Tensor, Tensor]]:
-    """The layer's attention as a call, and what entered: of those who ask, of those asked."""
-    module = layer.module
+def _call(layer: AttentionLayer, recorded: _Recorded) -> Call:
+    """The layer's call of attention() for the recorded arguments."""
+    module, args, kwargs = layer.module, recorded.arguments, recorded.keywords
     mask: Mask | None
     bias: Bias | None
     if isinstance(module, RelativeAttention):
         whole, queries, distances, mask = args
         query, key, value, bias = module.parts(whole, queries, distances)
-        x = context = whole
     else:
-        x, context = args[0], args[1] if len(args) > 1 else kwargs.get("context")
         mask, bias = kwargs.get("mask"), kwargs.get("bias")
-        found = module.forward_heads(x, context, mask=mask, bias=bias)
-        query, key, value = found.query, found.key, found.value
-        context = x if context is None else context
-    return (
-        check(query, key, value, mask, bias, module.scale, None, 0.0, None),
-        (x[0], context[0]),
-    )
+        context = args[1] if len(args) > 1 else kwargs.get("context")
+        heads = module.forward_heads(args[0], context, mask=mask, bias=bias)
+        query, key, value = heads.query, heads.key, heads.value
+    return check(query, key, value, mask, bias, module.scale, None, 0.0, None)
 
 
 def _lead(
-    reading: Reading,
-    layer: AttentionLayer,
-    call: Call,
-    entered: tuple[Tensor, Tensor],
-    heads: Heads,
-    focus: int,
+    run: TextRun, layer: AttentionLayer, recorded: _Recorded, traced: TracedCall
 ) -> tuple[Step, ...]:
-    """What comes before the scores: what reached the layer, and its queries, keys and values."""
-    asking, asked = reading.sides(layer)
-    x, context = entered
-    into, width, head = x.shape[1], call.query.shape[-1], heads.shown[0]
-    first, last = head * width + 1, (head + 1) * width
-    number = asking.ids[focus]
-    before = {0: "first embedded", 1: "embedded and went through 1 layer"}.get(
-        layer.number, f"embedded and went through {layer.number} layers"
-    )
-    stands = f"Each was {before}; this is what then stands for it."
+    """The steps before the scores: the layer's input, and its queries, keys and values."""
+    queries, keys = run.tokens_of(layer)
+    x, context = recorded.inputs
+    dim, width = x.shape[1], traced.call.query.shape[-1]
+    [head] = traced.shown
+    depth = f"{layer.number} layer{'s' * (layer.number != 1)}"
+    meaning = f"Each row is the output of {depth} for a token."
     if layer.across:
-        stands = (
-            "It is being written: each row is what the decoder has after the token before, and "
-            "writes this one from, this layer's own attention included."
+        meaning = (
+            "The decoder predicts this token: each row is its state after the token before and "
+            "this layer's self-attention."
         )
-    across = Numbers("X_encoder", context, asked.labels, features(into))
-    rows = (Numbers("X", x, asking.labels, features(into)), *((across,) if layer.across else ()))
-    matrices = f"{into} × {len(heads.names) * width}"
-    asks = "X, what the decoder has so far," if layer.across else "X"
-    from_ = " of X_encoder, what the encoder made of the source" if layer.across else ""
+    elif not layer.number:
+        meaning = "Each row is the embedding of a token."
+    inputs = [Numbers("X", x, queries.labels, features(dim))]
+    if layer.across:
+        inputs.append(Numbers("X_encoder", context, keys.labels, features(dim)))
+    sources = (
+        "queries of X, the decoder's states, and keys and values of X_encoder, the encoder's output"
+        if layer.across
+        else "queries, keys and values of X"
+    )
     relative = isinstance(layer.module, RelativeAttention)
-    asked_of = "X_encoder" if layer.across else "X"
+    key_source = "X_encoder" if layer.across else "X"
     plus = "" if layer.module.qkv.bias is None else " + b_{}"
     return (
         Step(
             f"What reaches layer {layer.name}",
-            f"X = {into} numbers per token",
-            f"The text is cut into tokens; {asking.labels[focus]} is number {number} of the "
-            f"vocabulary. {stands}",
-            rows,
+            f"X = {dim} numbers per token",
+            f"The text is split into tokens; {traced.word} is number {queries.ids[traced.focus]} "
+            f"of the vocabulary. {meaning}",
+            tuple(inputs),
         ),
         Step(
             "Queries, keys and values",
             "    ".join(
                 f"{side} = {source} W_{side}{plus.format(side)}"
-                for side, source in (("Q", "X"), ("K", asked_of), ("V", asked_of))
+                for side, source in (("Q", "X"), ("K", key_source), ("V", key_source))
             ),
-            f"Three learned matrices, {matrices} each, make queries of {asks} and keys and values"
-            f"{from_ or ' of the same'}. They hold all {len(heads.names)} heads side by side: head "
-            f"{head} has columns {first} to {last}. Each token asks with its query, is found by "
-            "its key, and hands over its value."
+            f"Three learned matrices, {dim} × {len(traced.heads) * width} each, make {sources}. "
+            f"They hold all {len(traced.heads)} heads side by side: head {head} has columns "
+            f"{head * width + 1} to {(head + 1) * width}. Each token has a query and a "
+            "key, which are compared, and a value, which it contributes."
             + (" To every query a learned vector u is added." if relative else ""),
-            vectors(call, asking.labels, asked.labels, heads),
-            meeting(call, asking.labels, asked.labels, focus, heads),
+            traced.vectors(),
+            traced.example_vectors(),
         ),
     )

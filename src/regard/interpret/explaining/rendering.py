@@ -1,4 +1,4 @@
-"""How a Trace looks: in a terminal, as plain text, and as HTML."""
+"""A Trace in a terminal, as plain text, and as HTML."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import io
 import math
 import shutil
 from collections.abc import Iterator, Sequence
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len, set_cell_size
@@ -19,19 +19,19 @@ from rich.text import Text
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from regard.interpret.explaining.record import Followed, Numbers, Step
+    from regard.interpret.explaining.trace import Numbers, Step, Trace
 
 INDENT = 3
 GAP = 2  # between two columns of a table
-MOST_ROWS = 16  # of a table; what is left out shows as ⋮
-MOST_HEADS = 4
-MOST_WEIGHTS = 16  # of a matrix W that is shown; larger ones are only multiplied with
-LABEL = 16  # a longer word is cut
-BLOCKS = " ▏▎▍▌▋▊▉█"
+MAX_ROWS = 16  # of a table; left-out rows show as ⋮
+MAX_HEADS = 4
+MAX_WEIGHTS = 16  # numbers of a matrix W; larger ones are not printed
+LABEL_WIDTH = 16  # a longer word is truncated
+EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
-def text(trace: Followed) -> str:
-    """The page as plain text, as wide as the terminal."""
+def text(trace: Trace) -> str:
+    """The trace as plain text, as wide as the terminal."""
     width = min(max(shutil.get_terminal_size().columns, 60), 120)
     console = Console(file=io.StringIO(), width=width, color_system=None, legacy_windows=False)
     with console.capture() as capture:
@@ -39,8 +39,8 @@ def text(trace: Followed) -> str:
     return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
-def terminal(trace: Followed, width: int) -> Iterator[RenderableType]:
-    """The page, piece by piece, for a terminal of some width."""
+def terminal(trace: Trace, width: int) -> Iterator[RenderableType]:
+    """The trace for a terminal of ``width`` columns, piece by piece."""
     yield Text(f"How attention reads “{' '.join(trace.tokens)}”", style="bold")
     yield Text(f"{trace.title}. Followed closely: {trace.word}", style="dim")
     for place, step in enumerate(trace.steps, 1):
@@ -61,7 +61,7 @@ def terminal(trace: Followed, width: int) -> Iterator[RenderableType]:
     yield Padding(Text(str(trace.agreement)), (0, max(0, width - 80), 0, INDENT))
 
 
-def _shapes(step: Step, trace: Followed) -> str:
+def _shapes(step: Step, trace: Trace) -> str:
     """The shapes of a step's matrices, for the end of its formula."""
     shapes = {
         symbol: shape[len(trace.shown) == 1 and len(shape) == 3 :]
@@ -71,59 +71,65 @@ def _shapes(step: Step, trace: Followed) -> str:
     return ", ".join(f"{symbol} {' × '.join(map(str, shape))}" for symbol, shape in shapes.items())
 
 
-def _pieces(step: Step, trace: Followed, width: int) -> Iterator[RenderableType]:
+def _pieces(step: Step, trace: Trace, width: int) -> Iterator[RenderableType]:
     small: list[tuple[Table, int]] = []  # tables that may stand side by side
     for numbers in step.numbers:
-        if numbers.symbol.startswith("W_") and numbers.values.numel() > MOST_WEIGHTS:
+        if _too_large(numbers):
             continue
-        small += _tables(numbers, trace, width)
+        named = islice(_by_head(numbers, trace), MAX_HEADS)
+        small += [_table(name, numbers, matrix, trace, width) for name, matrix in named]
         if numbers.symbol in ("W_V", "W_O"):
             yield _beside(small, width)
             small = []
-    drawn = step.bars is not None and len(trace.shown) > 1  # then the bars say the same numbers
-    if small and not drawn:
+    charted = step.bars is not None and len(trace.shown) > 1  # the bars show the same numbers
+    if small and not charted:
         yield _beside(small, width)
     if step.notes:
         yield Text("\n".join(step.notes), style="italic")
     if step.bars is not None:
         yield _bars(step.bars, width)
-    per_head = any(numbers.values.dim() == 3 for numbers in step.numbers) or drawn
-    if per_head and len(trace.shown) > MOST_HEADS:
-        yield Text(f"(heads {MOST_HEADS + 1} to {trace.heads} are not shown)", style="dim")
+    per_head = any(numbers.values.dim() == 3 for numbers in step.numbers) or charted
+    if per_head and len(trace.shown) > MAX_HEADS:
+        yield Text(f"(heads {MAX_HEADS + 1} to {trace.heads} are not shown)", style="dim")
 
 
-def _tables(numbers: Numbers, trace: Followed, width: int) -> Iterator[tuple[Table, int]]:
-    """The tables of a matrix, one per head, each with its width."""
-    values = numbers.values
-    for head, matrix in enumerate(values[:MOST_HEADS] if values.dim() == 3 else [values]):
-        name = numbers.symbol
-        if values.dim() == 3 and trace.heads > 1:
-            name += f", {trace.shown[head]}"
-        yield _table(name, numbers, matrix, trace, width)
+def _by_head(numbers: Numbers, trace: Trace) -> Iterator[tuple[str, Tensor]]:
+    """The name and values of a matrix, or of one for each head."""
+    if numbers.values.dim() == 2:
+        yield numbers.symbol, numbers.values
+        return
+    for head, matrix in zip(trace.shown, numbers.values, strict=False):
+        yield f"{numbers.symbol}, {head}" if trace.heads > 1 else numbers.symbol, matrix
+
+
+def _too_large(numbers: Numbers) -> bool:
+    return numbers.symbol.startswith("W_") and numbers.values.numel() > MAX_WEIGHTS
 
 
 def _table(
-    name: str, numbers: Numbers, matrix: Tensor, trace: Followed, width: int
+    name: str, numbers: Numbers, matrix: Tensor, trace: Trace, width: int
 ) -> tuple[Table, int]:
     sums = numbers.symbol == "A"
-    asks = numbers.rows == trace.tokens and numbers.symbol not in ("K", "V")
-    rows = _kept(len(numbers.rows), trace.focus if asks else 0)
-    label = max(cell_len(name), *(cell_len(_cut(numbers.rows[r])) + 2 for r in rows if r >= 0))
+    of_queries = numbers.rows == trace.tokens and numbers.symbol not in ("K", "V")
+    rows = _shown_rows(len(numbers.rows), trace.focus if of_queries else 0)
+    label = max(
+        cell_len(name), *(cell_len(_truncated(numbers.rows[r])) + 2 for r in rows if r >= 0)
+    )
     decimals = _decimals(matrix)
-    for fewer in (decimals, min(decimals, 2)):  # rather less of each number than less numbers
+    for fewer in (decimals, min(decimals, 2)):  # fewer digits before fewer columns
         cells = [[_number(value, fewer) for value in row] for row in matrix.tolist()]
         widths = [
-            max(cell_len(_cut(head)), *(len(cells[r][c]) for r in rows if r >= 0))
+            max(cell_len(_truncated(head)), *(len(cells[r][c]) for r in rows if r >= 0))
             for c, head in enumerate(numbers.columns)
         ]
-        columns = _fitting(widths, width - label - sums * (GAP + 5))
+        columns = _shown_columns(widths, width - label - sums * (GAP + 5))
         if -1 not in columns:
             break
 
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
     table.add_column(Text(name, style="cyan"), min_width=label, no_wrap=True)
     for c in columns:
-        head = "…" if c < 0 else _cut(numbers.columns[c])
+        head = "…" if c < 0 else _truncated(numbers.columns[c])
         narrow = 1 if c < 0 else widths[c]
         table.add_column(Text(head), justify="right", no_wrap=True, min_width=narrow)
     if sums:
@@ -132,8 +138,8 @@ def _table(
         if r < 0:
             table.add_row("  ⋮")
             continue
-        followed = asks and r == trace.focus
-        line = [Text(("▸ " if followed else "  ") + _cut(numbers.rows[r]))]
+        followed = of_queries and r == trace.focus
+        line = [Text(("▸ " if followed else "  ") + _truncated(numbers.rows[r]))]
         for c in columns:
             value = 0.0 if c < 0 else matrix[r, c].item()
             style = _shade(value) if sums and c >= 0 else "dim" if value == -math.inf else ""
@@ -166,11 +172,11 @@ def _beside(tables: Sequence[tuple[Table, int]], width: int) -> RenderableType:
 
 
 def _bars(numbers: Numbers, width: int) -> Table:
-    """One word's weights, drawn: a line per key, a column per head."""
-    values = numbers.values[:, :MOST_HEADS]  # [keys, heads]
+    """A bar chart of one word's weights: a line per key, a column per head."""
+    values = numbers.values[:, :MAX_HEADS]  # [keys, heads]
     heads = values.shape[1]
-    rows = _kept(len(numbers.rows), int(values[:, 0].argmax()))
-    label = max(cell_len(numbers.symbol), *(cell_len(_cut(word)) for word in numbers.rows))
+    rows = _shown_rows(len(numbers.rows), int(values[:, 0].argmax()))
+    label = max(cell_len(numbers.symbol), *(cell_len(_truncated(word)) for word in numbers.rows))
     size = max(4, min(32, (width - label) // heads - 6 - 2 * GAP))
     most = max(values.max().item(), 1e-9)
     table = Table(box=None, pad_edge=False, padding=(0, GAP, 0, 0), header_style="dim")
@@ -183,7 +189,7 @@ def _bars(numbers: Numbers, width: int) -> Table:
         if r < 0:
             table.add_row("⋮")
             continue
-        line = [Text(_cut(numbers.rows[r]))]
+        line = [Text(_truncated(numbers.rows[r]))]
         for weight in values[r].tolist():
             line += [Text(f"{weight:.3f}"), Text(_bar(weight / most, size), style="blue")]
         table.add_row(*line)
@@ -192,14 +198,14 @@ def _bars(numbers: Numbers, width: int) -> Table:
 
 def _bar(share: float, size: int) -> str:
     eighths = round(share * size * 8)
-    return "█" * (eighths // 8) + BLOCKS[eighths % 8].strip()
+    return "█" * (eighths // 8) + EIGHTHS[eighths % 8].strip()
 
 
-def _kept(count: int, focus: int) -> list[int]:
-    """The rows to show: the first, those around the one that is followed, the last; -1 is a gap."""
-    if count <= MOST_ROWS:
+def _shown_rows(count: int, focus: int) -> list[int]:
+    """The rows to show: the first, those around the followed one, the last; -1 is a gap."""
+    if count <= MAX_ROWS:
         return list(range(count))
-    chosen = {*range(MOST_ROWS - 6), focus - 1, focus, focus + 1, count - 2, count - 1}
+    chosen = {*range(MAX_ROWS - 6), focus - 1, focus, focus + 1, count - 2, count - 1}
     return _with_gaps(sorted(place for place in chosen if 0 <= place < count))
 
 
@@ -210,7 +216,7 @@ def _with_gaps(places: list[int]) -> list[int]:
     return result
 
 
-def _fitting(widths: list[int], room: int) -> list[int]:
+def _shown_columns(widths: list[int], room: int) -> list[int]:
     """The columns to show: all, or the first and the last that fit; -1 is a gap."""
     if sum(widths) + GAP * len(widths) <= room:
         return list(range(len(widths)))
@@ -224,12 +230,16 @@ def _fitting(widths: list[int], room: int) -> list[int]:
     return _with_gaps([*chosen, len(widths) - 1])
 
 
-def _cut(word: str) -> str:
-    return word if cell_len(word) <= LABEL else set_cell_size(word, LABEL - 1).rstrip() + "…"
+def _truncated(word: str) -> str:
+    return (
+        word
+        if cell_len(word) <= LABEL_WIDTH
+        else set_cell_size(word, LABEL_WIDTH - 1).rstrip() + "…"
+    )
 
 
 def _decimals(matrix: Tensor) -> int:
-    """As few as say every number of a matrix in full, at most three; -1 for powers of ten."""
+    """The fewest that show every number exactly, at most three; -1 for powers of ten."""
     finite = matrix[matrix.isfinite()].double().abs()
     most = finite.max().item() if finite.numel() else 0.0
     if most and not 1e-3 <= most < 1e5:
@@ -248,7 +258,7 @@ def _number(value: float, decimals: int) -> str:
 
 
 def _shade(weight: float) -> str:
-    """Darker for more, from white to deep blue, with text that stays readable."""
+    """A style for a weight: from white to deep blue, with readable text."""
     if weight == 0:
         return "dim"
     light = [round(255 + (deep - 255) * min(1.0, weight) ** 0.7) for deep in (20, 60, 160)]
@@ -256,11 +266,8 @@ def _shade(weight: float) -> str:
     return f"{front} on rgb({light[0]},{light[1]},{light[2]})"
 
 
-def html(trace: Followed) -> str:
-    """The page for a notebook: the same steps, all numbers, no script and no outside asset.
-
-    Wide tables are scrolled by themselves; large matrices W are only multiplied with, as above.
-    """
+def html(trace: Trace) -> str:
+    """The trace for a notebook: the same steps with all numbers, no script and no outside asset."""
     quote = markup.escape
     parts = [
         f"<h3>“{quote(' '.join(trace.tokens))}”</h3>",
@@ -270,14 +277,11 @@ def html(trace: Followed) -> str:
         parts.append(f"<h4>{place}. {quote(step.name)}</h4>")
         parts.append(f"<p><code>{quote(step.formula)}</code><br>{quote(step.sentence)}</p>")
         for numbers in step.numbers:
-            values = numbers.values
-            if numbers.symbol.startswith("W_") and values.numel() > MOST_WEIGHTS:
-                continue
-            for head, matrix in enumerate(values if values.dim() == 3 else [values]):
-                name = numbers.symbol
-                if values.dim() == 3 and trace.heads > 1:
-                    name += f", {trace.shown[head]}"
-                parts.append(_html_table(name, numbers, matrix, trace.word))
+            if not _too_large(numbers):
+                parts += [
+                    _html_table(name, numbers, matrix, trace.word)
+                    for name, matrix in _by_head(numbers, trace)
+                ]
         parts += [f"<p><i>{quote(note)}</i></p>" for note in step.notes]
     mark = "✓" if trace.agreement.holds else "✗"
     parts.append(f"<p>{mark} {quote(str(trace.agreement))}</p>")

@@ -1,27 +1,26 @@
-"""The steps of attention, one after another as a textbook would compute them.
+"""The steps of attention, each computed from the step before, as a textbook does.
 
-Their result is held against :func:`regard.attention`, which computes the same at once.
+The result is compared with that of :func:`regard.attention`, which computes all of it at once.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.errors import InputError
-from regard.interpret.explaining.record import Agreement, Numbers, Step
-from regard.interpret.explaining.trace import Trace
+from regard.interpret.explaining.trace import Agreement, Numbers, Step, Trace
 from regard.mechanism.biases import Alibi, Bias, RelativeBuckets, RelativeContent
 from regard.mechanism.call import Call
 from regard.mechanism.functional import attention, why
 from regard.mechanism.geometry import Tile
 
-# What rounding may do to an output of size 1: the steps and attention() add in different orders.
+# Rounding of an output of size 1: the steps and attention() add in different orders.
 TOLERANCES = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,
@@ -31,28 +30,17 @@ TOLERANCES = {
 
 
 def features(count: int) -> tuple[str, ...]:
-    """The names of the numbers of a vector: 1, 2, 3 ..."""
+    """The labels of the elements of a vector: 1, 2, 3 ..."""
     return tuple(str(place + 1) for place in range(count))
 
 
-class Heads(NamedTuple):
-    """The heads of a layer: what they are called, and whose numbers are shown."""
-
-    names: tuple[str, ...]
-    shown: tuple[int, ...]
-
-    @classmethod
-    def all(cls, count: int) -> Heads:
-        return cls(tuple(f"head {head + 1}" for head in range(count)), tuple(range(count)))
-
-    @property
-    def first(self) -> str:
-        """The first of those shown, to follow a number; nothing where there is one head only."""
-        return f", {self.names[self.shown[0]]}" if len(self.names) > 1 else ""
+def head_names(count: int, start: int = 1) -> tuple[str, ...]:
+    """The names of all heads of a layer, counted from ``start``."""
+    return tuple(f"head {head}" for head in range(start, start + count))
 
 
-class Generated(NamedTuple):
-    """What comes after the heads are joined: a matrix [heads * d_v, dim], and what is added."""
+class OutputProjection(NamedTuple):
+    """The matrix [heads * d_v, dim] and the bias applied to the concatenated heads."""
 
     matrix: Tensor
     bias: Tensor | None = None
@@ -62,355 +50,394 @@ class Generated(NamedTuple):
         return mixed if self.bias is None else mixed + self.bias.detach().to(joined.dtype)
 
 
-def vectors(
-    call: Call, asking: tuple[str, ...], found: tuple[str, ...], heads: Heads
-) -> tuple[Numbers, ...]:
-    """The queries, keys and values of a call, with the words that ask and those that are found."""
-    sides = (("Q", call.query, asking), ("K", call.key, found), ("V", call.value, found))
-    result = []
-    for symbol, tensor, words in sides:
-        # Where heads share keys and values, those are shown once.
-        own = tensor.shape[1] == len(heads.names)
-        values = tensor[0, list(heads.shown)] if own else tensor[0]
-        result.append(Numbers(symbol, values.detach(), words, features(tensor.shape[-1])))
-    return tuple(result)
+@dataclass(frozen=True, eq=False)
+class TracedCall:
+    """A call of attention with labels for its words and heads, and the word to follow."""
+
+    call: Call
+    queries: tuple[str, ...]  # one word per query
+    keys: tuple[str, ...]
+    focus: int  # the query to follow
+    heads: tuple[str, ...]  # the names of all heads
+    shown: tuple[int, ...]  # the heads whose numbers are shown
+    across: bool = False  # whether queries and keys are of two texts
+
+    @property
+    def word(self) -> str:
+        return self.queries[self.focus]
+
+    @property
+    def other(self) -> int:
+        """The key to work out for the followed word: the first that is another word."""
+        return next((place for place, key in enumerate(self.keys) if key != self.word), 0)
+
+    @property
+    def in_head(self) -> str:
+        """The first head shown, as a suffix; empty where the layer has one head."""
+        return f", {self.heads[self.shown[0]]}" if len(self.heads) > 1 else ""
+
+    def grid(self, symbol: str, values: Tensor) -> Numbers:
+        """The shown heads of ``values`` [heads, queries, keys]."""
+        return Numbers(symbol, values[list(self.shown)], self.queries, self.keys)
+
+    def vectors(self) -> tuple[Numbers, ...]:
+        """The queries, keys and values of the shown heads; those that heads share, once."""
+        sides = (
+            ("Q", self.call.query, self.queries),
+            ("K", self.call.key, self.keys),
+            ("V", self.call.value, self.keys),
+        )
+        result = []
+        for symbol, tensor, words in sides:
+            shared_by = len(self.heads) // tensor.shape[1]
+            values = tensor[0, sorted({head // shared_by for head in self.shown})]
+            result.append(Numbers(symbol, values.detach(), words, features(tensor.shape[-1])))
+        return tuple(result)
+
+    def example_vectors(self) -> tuple[str, ...]:
+        """The query of the followed word, and the key and value of the other word."""
+        head, other = self.shown[0], self.other
+        shared = head // self.call.groups
+        sides = (
+            ("Q", self.word, self.call.query[0, head, self.focus]),
+            ("K", self.keys[other], self.call.key[0, shared, other]),
+            ("V", self.keys[other], self.call.value[0, shared, other]),
+        )
+        return tuple(
+            f"{side} of {word}{self.in_head} = {_vector(numbers)}" for side, word, numbers in sides
+        )
 
 
-def _pair(focus: int, asking: tuple[str, ...], found: tuple[str, ...]) -> int:
-    """The key that the followed word is shown to meet: the first that is another word."""
-    others = (place for place, word in enumerate(found) if word != asking[focus])
-    return next(others, 0)
+class _Stages(NamedTuple):
+    """Every stage of the computation; those of the scores are [heads, queries, keys]."""
+
+    query: Tensor  # [heads, queries, d_k]
+    key: Tensor  # [heads, keys, d_k]
+    value: Tensor  # [heads, keys, d_v]
+    scores: Tensor
+    scaled: Tensor
+    bias: Tensor
+    allowed: Tensor
+    masked: Tensor
+    weights: Tensor
+    mixed: Tensor  # [heads, queries, d_v]
 
 
-def meeting(
-    call: Call, asking: tuple[str, ...], found: tuple[str, ...], focus: int, heads: Heads
-) -> tuple[str, ...]:
-    """What the followed word and one other bring to their score."""
-    other, head = _pair(focus, asking, found), heads.shown[0]
-    shared = head // call.groups
-    sides = (
-        ("Q", asking[focus], call.query[0, head, focus]),
-        ("K", found[other], call.key[0, shared, other]),
-        ("V", found[other], call.value[0, shared, other]),
-    )
-    return tuple(
-        f"{side} of {word}{heads.first} = {vector(numbers)}" for side, word, numbers in sides
-    )
-
-
-def number(value: float, decimals: int = 3) -> str:
-    """A number as short as it can be said: at most three decimals, no trailing zeros."""
-    if value and not 1e-3 <= abs(value) < 1e5:
-        return f"{value:.1e}"
-    text = f"{value:.{decimals}f}".rstrip("0").rstrip(".")
-    return "0" if text == "-0" else text
-
-
-def vector(values: Tensor) -> str:
-    """A short vector in brackets; of a long one, its first numbers."""
-    shown = [number(value) for value in values[:4].tolist()] + ["…"] * (len(values) > 4)
-    return f"[{', '.join(shown)}]"
-
-
-def follow(
-    call: Call,
-    lead: tuple[Step, ...],
-    asking: tuple[str, ...],
-    found: tuple[str, ...],
-    focus: int,
-    output: Generated | None,
-    heads: Heads,
-    *,
-    subject: str = "",
-    fast: Tensor | None = None,
-    across: bool = False,
-) -> Trace:
-    """The steps from the dot products on, held against the same at once.
-
-    That is ``fast`` [queries, dim], what a model itself made of it, or else attention()'s answer.
-    ``across`` says that queries and keys are of two texts.
-    """
-    extent, other = call.extent, _pair(focus, asking, found)
+def _stages(call: Call) -> _Stages:
     wide = torch.promote_types(call.query.dtype, torch.float32)
-    query = call.query[0].detach().to(wide)  # [heads, queries, d_k]
-    key, value = (  # one head for each of the query's
+    query = call.query[0].detach().to(wide)
+    key, value = (  # one for each head of the query
         tensor[0].detach().to(wide).repeat_interleave(call.groups, 0)
         for tensor in (call.key, call.value)
     )
-    scores = query @ key.transpose(-1, -2)  # [heads, queries, keys]
+    scores = query @ key.transpose(-1, -2)
     if not scores.isfinite().all():
         raise InputError(
             f"Some products of queries and keys are larger than {wide} holds. Explain smaller "
             "numbers, or the same as float64: q.double()."
         )
     scaled = scores * call.scale
+    extent = call.extent
     everything = Tile(extent, range(extent.queries), range(extent.keys))
-    added = torch.zeros_like(scaled)
+    bias, allowed = torch.zeros_like(scaled), torch.ones_like(scores, dtype=torch.bool)
     if call.bias is not None:
-        added = call.bias.tile(everything).detach().to(wide).expand(1, *scores.shape)[0]
-    allowed = torch.ones_like(scores, dtype=torch.bool)
+        bias = call.bias.tile(everything).detach().to(wide).expand(1, *scores.shape)[0]
     if call.mask is not None:
         allowed = call.mask.tile(everything).expand(1, *scores.shape)[0]
-    biased = scaled + added
-    masked = biased.masked_fill(~allowed, -math.inf)
-    weights = _softmax(biased, allowed)
-    mixed = weights @ value  # [heads, queries, d_v]
+    weights = _softmax(scaled + bias, allowed)
+    masked = (scaled + bias).masked_fill(~allowed, -math.inf)
+    return _Stages(
+        query, key, value, scores, scaled, bias, allowed, masked, weights, weights @ value
+    )
 
-    shown, head = list(heads.shown), heads.shown[0]
 
-    def grid(symbol: str, values: Tensor) -> Numbers:
-        return Numbers(symbol, values[shown], asking, found)
+def trace_call(
+    traced: TracedCall,
+    lead: tuple[Step, ...],
+    output: OutputProjection | None,
+    *,
+    subject: str = "",
+    expected: Tensor | None = None,
+) -> Trace:
+    """The trace of a call: ``lead``, the steps up to its queries, keys and values, and the rest.
 
-    word, first = asking[focus], heads.first
-    names = tuple(heads.names[place] for place in shown)
-    bars = Numbers(f"{word} looks at", weights[shown, focus].t(), found, names)
-    steps = [
-        *lead,
-        Step(
-            "Dot products",
-            "S = Q Kᵀ",
-            "Every query meets every key: multiply their numbers in pairs and add up. "
-            "The better they match, the higher the score.",
-            (grid("S", scores),),
-            (f"{word} · {found[other]}{first} = {_dot(query[head, focus], key[head, other])}",),
-        ),
-        _scaling_step(
-            call.scale,
-            query.shape[-1],
-            grid("S_scaled", scaled),
-            # What the other way of scaling would have made of the same scores.
-            lambda scale: Numbers(
-                f"weights of {word}",
-                torch.stack(
-                    [
-                        _softmax(scores[shown, focus] * each + added[shown, focus], open_to)
-                        for each in (scale, call.scale)
-                        for open_to in [allowed[shown, focus]]
-                    ],
-                    dim=1,
-                ),
-                ("without scaling", "with scaling"),
-                found,
-            ),
-        ),
-    ]
-    if call.bias is not None:
-        steps.append(_bias_step(call.bias, grid("B", added)))
-    steps += [
-        _mask_step(call, grid("S_masked", masked), allowed, across),
-        Step(
-            "Softmax",
-            "A = exp(S_masked) / sum of exp(S_masked) along the row",
-            "Each row of scores becomes shares of one word's attention: none below 0, and along "
-            "the row, over all keys, they sum to 1.",
-            (grid("A", weights),),
-            _share(f"{word} → {found[other]}{first}", masked[head, focus], other),
-            bars if len(shown) == 1 else None,
-        ),
-        Step(
-            "Weighted sum",
-            "Z = A V",
-            "Each word takes from every value as much as its share says. This is how a word comes "
-            "to know its context.",
-            (Numbers("Z", mixed[shown], asking, features(value.shape[-1])),),
-            _mixture(
-                f"Z of {word}{first}", found, weights[head, focus], value[head], mixed[head, focus]
-            ),
-        ),
-    ]
-    if extent.heads > 1:
-        last = heads.names[-1].removeprefix("head ")
-        between = "," if extent.heads == 2 else " …"
-        steps.append(
-            Step(
-                "Heads side by side",
-                f"A_{heads.names[0].removeprefix('head ')}{between} A_{last}",
-                "Every head has its own matrices, so the same word looks at different words.",
-                (Numbers(f"weights of {word} by head", weights[:, focus], heads.names, found),),
-                bars=bars if len(shown) > 1 else None,
-            )
-        )
-    result = mixed.transpose(0, 1).flatten(1)  # [queries, heads * d_v]
-    if extent.heads > 1 or output is not None:
-        joined = result
-        result = joined if output is None else output(joined)
-        steps.append(_output_step(joined, output, result, asking, heads))
+    The output is compared with ``expected`` [queries, dim], a model's own, or that of attention().
+    """
+    call, names = traced.call, tuple(traced.heads[head] for head in traced.shown)
+    stages = _stages(call)
+    steps = [*lead, *_score_steps(traced, stages), *_weight_steps(traced, stages)]
+    joined = stages.mixed.transpose(0, 1).flatten(1)  # [queries, heads * d_v]
+    result = joined if output is None else output(joined)
+    if len(traced.heads) > 1 or output is not None:
+        steps.append(_output_step(traced, joined, output, result))
 
     result = result.to(call.query.dtype)
     given = {"mask": call.mask, "bias": call.bias, "scale": call.scale}
-    if fast is None:
+    if expected is None:
         fast = attention(call.query, call.key, call.value, **given).detach()  # type: ignore[call-overload]
         fast = fast[0].transpose(0, 1).flatten(1)
-        fast = fast if output is None else output(fast)
+        expected = fast if output is None else output(fast)
     backend = why(call.query, call.key, call.value, **given).chosen  # type: ignore[arg-type]
-    difference = (result - fast).abs().max().item()
-    tolerance = TOLERANCES[result.dtype] * max(1.0, result.abs().max().item())
+    agreement = Agreement(
+        backend,
+        (result - expected).abs().max().item(),
+        TOLERANCES[result.dtype] * max(1.0, result.abs().max().item()),
+        "The model itself" if subject else "regard.attention()",
+    )
     return Trace(
-        asking,
-        focus,
-        extent.heads,
+        traced.queries,
+        traced.focus,
+        len(traced.heads),
         names,
-        query.shape[-1],
+        call.query.shape[-1],
         tuple(steps),
         result,
-        Agreement(
-            backend,
-            difference,
-            tolerance,
-            "The model itself" if subject else "regard.attention()",
-        ),
+        agreement,
         subject,
     )
 
 
+def _score_steps(traced: TracedCall, stages: _Stages) -> Iterator[Step]:
+    """From the dot products to the mask."""
+    call, shown, focus, other = traced.call, list(traced.shown), traced.focus, traced.other
+    product = _dot(stages.query[shown[0], focus], stages.key[shown[0], other])
+    yield Step(
+        "Dot products",
+        "S = Q Kᵀ",
+        "Each score is the dot product of a query and a key: multiply their numbers in pairs and "
+        "add up. The better they match, the higher the score.",
+        (traced.grid("S", stages.scores),),
+        (f"{traced.word} · {traced.keys[other]}{traced.in_head} = {product}",),
+    )
+
+    def compared(scale: float) -> Numbers:
+        """The followed word's weights with another scale, above those with the call's own."""
+        rows = [
+            _softmax(
+                stages.scores[shown, focus] * each + stages.bias[shown, focus],
+                stages.allowed[shown, focus],
+            )
+            for each in (scale, call.scale)
+        ]
+        labels = ("without scaling", "with scaling")
+        return Numbers(f"weights of {traced.word}", torch.stack(rows, 1), labels, traced.keys)
+
+    width = stages.query.shape[-1]
+    yield _scaling_step(call.scale, width, traced.grid("S_scaled", stages.scaled), compared)
+    if call.bias is not None:
+        yield _bias_step(call.bias, traced.grid("B", stages.bias))
+    yield _mask_step(traced, stages)
+
+
+def _weight_steps(traced: TracedCall, stages: _Stages) -> Iterator[Step]:
+    """From the softmax to the heads side by side."""
+    shown, focus, other = list(traced.shown), traced.focus, traced.other
+    head, word, key = shown[0], traced.word, traced.keys[other]
+    bars = Numbers(
+        f"{word} looks at",
+        stages.weights[shown, focus].t(),
+        traced.keys,
+        tuple(traced.heads[place] for place in shown),
+    )
+    yield Step(
+        "Softmax",
+        "A = exp(S_masked) / sum of exp(S_masked) along the row",
+        "Each row of scores becomes shares of one word's attention: none below 0, and along "
+        "the row, over all keys, they sum to 1.",
+        (traced.grid("A", stages.weights),),
+        _weight_note(f"{word} → {key}{traced.in_head}", stages.masked[head, focus], other),
+        bars if len(shown) == 1 else None,
+    )
+    yield Step(
+        "Weighted sum",
+        "Z = A V",
+        "A word's output is the sum of all values, each times the word's weight for it. "
+        "This brings context into the word.",
+        (Numbers("Z", stages.mixed[shown], traced.queries, features(stages.value.shape[-1])),),
+        _sum_note(
+            f"Z of {word}{traced.in_head}",
+            traced.keys,
+            stages.weights[head, focus],
+            stages.value[head],
+            stages.mixed[head, focus],
+        ),
+    )
+    if (count := len(traced.heads)) > 1:
+        first, last = (traced.heads[at].removeprefix("head ") for at in (0, -1))
+        table = Numbers(
+            f"weights of {word} by head", stages.weights[:, focus], traced.heads, traced.keys
+        )
+        yield Step(
+            "Heads side by side",
+            f"A_{first}{',' if count == 2 else ' …'} A_{last}",
+            "Every head has its own matrices, so the same word looks at different words.",
+            (table,),
+            bars=bars if len(shown) > 1 else None,
+        )
+
+
 def _scaling_step(
-    scale: float, width: int, scaled: Numbers, against: Callable[[float], Numbers]
+    scale: float, width: int, scaled: Numbers, compared: Callable[[float], Numbers]
 ) -> Step:
-    """``against(other)`` has the weights under another scale, above those under this one."""
     root = math.sqrt(width)
     if math.isclose(scale * root, 1, rel_tol=1e-6):
         return Step(
             "Scaling",
-            f"S_scaled = S / √d_k = S / √{width} = S / {number(root)}",
-            "Vectors of more numbers give larger scores. Dividing by the root of how many there "
-            "are keeps the softmax from putting everything on one word, where it stops learning.",
-            (scaled, against(1.0)),
+            f"S_scaled = S / √d_k = S / √{width} = S / {_number(root)}",
+            "Longer vectors give larger scores. Dividing by the square root of their length keeps "
+            "the softmax from putting all weight on one word, where gradients vanish.",
+            (scaled, compared(1.0)),
         )
-    both = replace(against(1 / root), rows=(f"divided by √{width}", "as it is here"))
-    why_not = (
-        "this one has learned matrices that keep scores small by themselves"
+    both = replace(compared(1 / root), rows=(f"divided by √{width}", "with the scale used here"))
+    reason = (
+        "the learned matrices of this one keep scores small without it"
         if scale == 1
-        else "this one scales in its own way"
+        else "this one has a scale of its own"
     )
     return Step(
         "Scaling",
-        f"S_scaled = S × {number(scale)}",
-        f"Most models divide by √d_k = {number(root)}, for vectors of more numbers give larger "
-        f"scores; {why_not}.",
+        f"S_scaled = S × {_number(scale)}",
+        f"Most models divide by √d_k = {_number(root)}, because longer vectors give larger "
+        f"scores; {reason}.",
         (scaled, both),
     )
 
 
 def _bias_step(bias: Bias, numbers: Numbers) -> Step:
-    kinds: dict[type[Bias], str] = {
-        Alibi: "less the farther away a key is",
+    meanings: dict[type[Bias], str] = {
+        Alibi: "a penalty that grows with the distance to the key",
         RelativeBuckets: "a learned number for each distance between query and key",
         RelativeContent: "how well the query matches the distance between it and the key",
     }
-    meaning = kinds.get(type(bias), "what the model adds to the scores")
     return Step(
         "Positions",
         "S_scaled + B",
-        f"The order of words enters here, added to the scores: {meaning}.",
+        "A bias brings the order of words into the scores: "
+        f"{meanings.get(type(bias), 'numbers that the model adds')}.",
         (numbers,),
     )
 
 
 def _softmax(scores: Tensor, allowed: Tensor) -> Tensor:
-    """Over the keys; a query that may look at nothing has weights 0."""
-    lost = ~allowed.any(-1, keepdim=True)
-    weights = scores.masked_fill(~allowed & ~lost, -math.inf).softmax(-1)
-    return weights.masked_fill(lost, 0)
+    """Over the keys; a query whose keys are all masked has weights 0."""
+    empty = ~allowed.any(-1, keepdim=True)
+    weights = scores.masked_fill(~allowed & ~empty, -math.inf).softmax(-1)
+    return weights.masked_fill(empty, 0)
+
+
+def _number(value: float, decimals: int = 3) -> str:
+    """A number with at most three decimals and no trailing zeros."""
+    if value and not 1e-3 <= abs(value) < 1e5:
+        return f"{value:.1e}"
+    text = f"{value:.{decimals}f}".rstrip("0").rstrip(".")
+    return "0" if text == "-0" else text
+
+
+def _vector(values: Tensor) -> str:
+    """A short vector in brackets; the first numbers of a long one."""
+    shown = [_number(value) for value in values[:4].tolist()] + ["…"] * (len(values) > 4)
+    return f"[{', '.join(shown)}]"
 
 
 def _dot(query: Tensor, key: Tensor) -> str:
     pairs = list(zip(query.tolist(), key.tolist(), strict=True))
-    terms = [f"{number(a)} × {number(b)}" for a, b in pairs[:4]] + ["…"] * (len(pairs) > 4)
-    return f"{' + '.join(terms)} = {number((query @ key).item())}"
+    terms = [f"{_number(a)} × {_number(b)}" for a, b in pairs[:4]] + ["…"] * (len(pairs) > 4)
+    return f"{' + '.join(terms)} = {_number((query @ key).item())}"
 
 
-def _mask_step(call: Call, numbers: Numbers, allowed: Tensor, across: bool) -> Step:
+def _mask_step(traced: TracedCall, stages: _Stages) -> Step:
+    call, allowed = traced.call, stages.allowed
+    scores = f"S_scaled{' + B' if call.bias is not None else ''}"
     if call.mask is None:
         return Step(
             "Mask",
-            f"none: S_masked = S_scaled{' + B' if call.bias is not None else ''}",
-            "Every token of the target may look at the whole source: it is known from the start."
-            if across
+            f"none: S_masked = {scores}",
+            "Every token of the target may look at the whole source."
+            if traced.across
             else "Every word may look at every word, later ones included. With a causal mask it "
-            "would see only itself and what came before.",
+            "would see only itself and the words before it.",
         )
     removed, total = int((~allowed).sum()), allowed.numel()
-    each = f"{removed} of {total} scores are removed"
+    count = f"{removed} of {total} scores are removed"
     if bool((allowed == allowed[:1]).all()):
-        each = f"{removed // len(allowed)} of {total // len(allowed)} scores are removed"
-        each += " in every head" if len(allowed) > 1 else ""
-    shown = repr(call.mask)
+        count = f"{removed // len(allowed)} of {total // len(allowed)} scores are removed"
+        count += " in every head" if len(allowed) > 1 else ""
+    mask = repr(call.mask)
     return Step(
         "Mask",
-        f"S_masked = S_scaled{' + B' if call.bias is not None else ''} where "
-        f"{shown if len(shown) <= 40 else 'the mask'} allows, else -∞",
-        f"A mask says who may look at whom: {each}. The exponential of -∞ is 0, so a removed pair "
-        "gets no share at all.",
-        (numbers,),
+        f"S_masked = {scores} where {mask if len(mask) <= 40 else 'the mask'} allows, else -∞",
+        f"The mask says which keys each query may attend to: {count}. The exponential of -∞ is 0, "
+        "so a removed score becomes a weight of 0.",
+        (traced.grid("S_masked", stages.masked),),
     )
 
 
-def _share(pair: str, scores: Tensor, other: int) -> tuple[str, ...]:
+def _weight_note(pair: str, scores: Tensor, other: int) -> tuple[str, ...]:
     """One weight, worked out."""
     if scores[other] == -math.inf:
         return (f"{pair} = 0: the mask removed it",)
     scores, less = scores.double(), ""
     highest = scores.max().item()
-    if abs(highest) > 80:  # where float32 has no exponential, or none above 0
+    if abs(highest) > 80:  # where the exponential leaves the range of float32
         scores, less = scores - highest, f", all less {highest:.3f}, the highest,"
     score, powers = scores[other].item(), scores.exp()
     total, power = powers.sum().item(), powers[other].item()
     return (
         f"{pair} = exp({score:.3f}) / sum of the row{less} = "
-        f"{number(power)} / {number(total)} = {power / total:.3f}",
+        f"{_number(power)} / {_number(total)} = {power / total:.3f}",
     )
 
 
-def _mixture(
-    name: str, found: tuple[str, ...], weights: Tensor, value: Tensor, mixed: Tensor
+def _sum_note(
+    name: str, keys: tuple[str, ...], weights: Tensor, value: Tensor, mixed: Tensor
 ) -> tuple[str, ...]:
-    """One output as the sum of its parts, the largest first."""
+    """One output as the sum of its terms, the largest weight first."""
     if not bool(weights.any()):
-        return (f"{name} = {vector(mixed)}: it may look at nothing",)
+        return (f"{name} = {_vector(mixed)}: the mask removed every key",)
     most = [k for k in weights.argsort(descending=True).tolist() if weights[k] > 0]
-    terms = [f"{weights[k].item():.3f} × {vector(value[k])}" for k in most[:8]]
+    terms = [f"{weights[k].item():.3f} × {_vector(value[k])}" for k in most[:8]]
     width = max(map(len, terms))
-    lines = [f"{term:<{width}}   {found[k]}" for term, k in zip(terms, most, strict=False)]
+    lines = [f"{term:<{width}}   {keys[k]}" for term, k in zip(terms, most, strict=False)]
     lines += ["…"] * (len(most) > 8)
     indent = "\n" + " " * (len(name) + 1)
-    return (f"{name} = {f'{indent}+ '.join(lines)}{indent}= {vector(mixed)}",)
+    return (f"{name} = {f'{indent}+ '.join(lines)}{indent}= {_vector(mixed)}",)
 
 
 def _output_step(
-    joined: Tensor, output: Generated | None, result: Tensor, words: tuple[str, ...], heads: Heads
+    traced: TracedCall, joined: Tensor, output: OutputProjection | None, result: Tensor
 ) -> Step:
-    many = len(heads.names) > 1
-    numbers = [name.removeprefix("head ") for name in heads.names]
-    between = ", " if len(numbers) == 2 else ", …, "
-    left = f"concat(Z_{numbers[0]}{between}Z_{numbers[-1]})" if many else "Z"
-    joined_numbers = Numbers("C", joined, words, features(joined.shape[1]))
-    width = joined.shape[1] // len(heads.names)
+    count, width = len(traced.heads), joined.shape[1]
+    first, last = (traced.heads[at].removeprefix("head ") for at in (0, -1))
+    left = f"concat(Z_{first}{', ' if count == 2 else ', …, '}Z_{last})" if count > 1 else "Z"
     split = (
-        f" Each head filled {width} of the {joined.shape[1]} columns."
-        if many and len(heads.shown) < len(heads.names)
+        f" Each head filled {width // count} of the {width} columns."
+        if len(traced.shown) < count
         else ""
     )
+    concatenated = Numbers("C", joined, traced.queries, features(width))
     if output is None:
         return Step(
             "Concatenation",
             f"C = {left}",
-            "What the heads found is laid side by side, one row per word." + split,
-            (joined_numbers,),
+            f"The outputs of the heads are laid side by side, one row per word.{split}",
+            (concatenated,),
         )
-    plus = "" if output.bias is None else " + b_O"
-    matrix = Numbers(
-        "W_O",
-        output.matrix.detach(),
-        features(output.matrix.shape[0]),
-        features(output.matrix.shape[1]),
-    )
-    final = Numbers("Y", result, words, features(result.shape[1]))
+    product = f"W_O{'' if output.bias is None else ' + b_O'}"
+    rows, columns = output.matrix.shape
+    matrix = Numbers("W_O", output.matrix.detach(), features(rows), features(columns))
+    final = Numbers("Y", result, traced.queries, features(columns))
+    if count == 1:
+        return Step(
+            "Output projection",
+            f"Y = Z {product}",
+            "With one head there is nothing to concatenate. One more learned matrix turns the "
+            "result into a new embedding of each word.",
+            (matrix, final),
+        )
     return Step(
-        "Concatenation and output projection" if many else "Output projection",
-        f"C = {left}    Y = C W_O{plus}" if many else f"Y = Z W_O{plus}",
-        f"What the heads found is laid side by side, and one more learned matrix mixes it.{split}"
-        if many
-        else "With one head there is nothing to lay side by side; one more learned matrix turns "
-        "the result into a new embedding of each word.",
-        (matrix, joined_numbers, final) if many else (matrix, final),
+        "Concatenation and output projection",
+        f"C = {left}    Y = C {product}",
+        "The outputs of the heads are laid side by side, and one more learned matrix mixes them."
+        f"{split}",
+        (matrix, concatenated, final),
     )

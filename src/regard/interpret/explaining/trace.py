@@ -1,18 +1,98 @@
-"""A Trace: what was followed, together with its look."""
+"""A trace of one attention call: its steps, each with its formula, its meaning and its numbers."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from regard.interpret.explaining.record import Followed
+from torch import Tensor
+
+from regard.errors import InputError
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
 
 
-class Trace(Followed):
-    """Every step of one attention, in order. Print it to read it.
+@dataclass(frozen=True, slots=True, eq=False)
+class Numbers:
+    """A matrix, or one for each head, with labels for its rows and columns."""
+
+    symbol: str
+    values: Tensor  # [rows, columns] or [heads, rows, columns]
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists; minus infinity, a masked score, becomes None."""
+        return {
+            "symbol": self.symbol,
+            "shape": list(self.values.shape),
+            "rows": list(self.rows),
+            "columns": list(self.columns),
+            "values": _finite_or_none(self.values.tolist()),
+        }
+
+
+def _finite_or_none(value: Any) -> Any:
+    if isinstance(value, list):
+        return [_finite_or_none(item) for item in value]
+    return value if math.isfinite(value) else None
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Step:
+    """One step: its name, its formula, a sentence on its purpose, and its numbers."""
+
+    name: str
+    formula: str
+    sentence: str
+    numbers: tuple[Numbers, ...] = ()
+    notes: tuple[str, ...] = ()  # one element worked out
+    bars: Numbers | None = None  # [keys, heads]: the followed word's weights, for a bar chart
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each matrix, by its symbol."""
+        return {numbers.symbol: tuple(numbers.values.shape) for numbers in self.numbers}
+
+    def to_dict(self) -> dict[str, Any]:
+        """The step as plain lists, numbers and strings."""
+        return {
+            "name": self.name,
+            "formula": self.formula,
+            "sentence": self.sentence,
+            "numbers": [numbers.to_dict() for numbers in self.numbers],
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Agreement:
+    """The largest difference between the output of the steps and that of the fast path."""
+
+    backend: str
+    difference: float
+    tolerance: float
+    fast_path: str = "regard.attention()"
+
+    @property
+    def holds(self) -> bool:
+        return self.difference <= self.tolerance
+
+    def __str__(self) -> str:
+        relation = "within" if self.holds else "MORE THAN"
+        return (
+            f"{self.fast_path} computes all of this at once (here with {self.backend!r}). "
+            f"Largest difference: {self.difference:.1e}, {relation} the tolerance of "
+            f"{self.tolerance:.1e}."
+        )
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Trace:
+    """Every step of one attention call, in order. Print it to read it.
 
     ``trace["A"]`` is a matrix by its symbol and ``trace.output`` the result, [queries, dim].
 
@@ -22,7 +102,55 @@ class Trace(Followed):
     ('cat', [1, 6, 6], [6, 3])
     """
 
-    __slots__ = ()
+    tokens: tuple[str, ...]  # one word per query
+    focus: int  # the query that is followed
+    heads: int  # of the layer
+    shown: tuple[str, ...]  # the names of the heads whose numbers are shown
+    dim: int  # of one query or key, d_k
+    steps: tuple[Step, ...]
+    output: Tensor
+    agreement: Agreement
+    subject: str = ""  # the model, layer and head, where it is a model's
+
+    @property
+    def word(self) -> str:
+        """The word that is followed closely."""
+        return self.tokens[self.focus]
+
+    @property
+    def title(self) -> str:
+        """What is traced, in one line."""
+        heads = "1 head" if self.heads == 1 else f"{self.heads} heads"
+        kind = "token" if self.subject else "word"
+        words = f"{len(self.tokens)} {kind}{'s' * (len(self.tokens) != 1)}"
+        subject = f"{self.subject}: " if self.subject else ""
+        return f"{subject}{words}, {heads}, queries and keys of {self.dim} numbers"
+
+    def __getitem__(self, symbol: str) -> Tensor:
+        matrices = {n.symbol: n.values for step in self.steps for n in step.numbers}
+        if symbol not in matrices:
+            raise InputError(f"This trace has no {symbol!r}. It has {', '.join(matrices)}.")
+        return matrices[symbol]
+
+    def to_dict(self) -> dict[str, Any]:
+        """The whole trace as plain lists, numbers and strings, ready for JSON."""
+        agreement = self.agreement
+        return {
+            "tokens": list(self.tokens),
+            "subject": self.subject,
+            "word": self.word,
+            "heads": self.heads,
+            "shown": list(self.shown),
+            "dim": self.dim,
+            "steps": [step.to_dict() for step in self.steps],
+            "output": self.output.tolist(),
+            "agreement": {
+                "backend": agreement.backend,
+                "difference": agreement.difference,
+                "tolerance": agreement.tolerance,
+                "holds": agreement.holds,
+            },
+        }
 
     def __rich_console__(
         self, console: Console, options: ConsoleOptions

@@ -12,13 +12,13 @@
 // in float32, or in bfloat16 on machines with AMX. A thread computes a block of rows at a time. Its
 // scores stay in the cache of the core until all fields are written.
 //
-// regard.mechanism.backends.cpu calls sizes(), allocates the buffers, and calls run().
+// regard.mechanism.backends.cpu allocates what attention_buffers() says, and calls attention().
 //
 // What must stay true:
 // - Results are equal to the last bit on any number of threads: the chunks do not depend on it, and
 //   no two threads add to the same number.
-// - A key outside a row's range has weight 0, and 0 times infinity is NaN, so run() refuses inputs
-//   that are not finite.
+// - A key outside a row's range has weight 0, and 0 times infinity is NaN, so attention()
+//   refuses inputs that are not finite.
 //
 // Test: pytest tests/kernels/test_cpu.py -q
 
@@ -61,7 +61,7 @@ struct Task {
     float *pairs;                 // [batch, heads, pair_count]
     float *top_weights;           // [batch, heads, queries, top]
     int64_t *top_keys;
-    char *packed_keys, *packed_values, *scratch;  // buffers of sizes() bytes
+    char *packed_keys, *packed_values, *scratch;  // as large as attention_buffers() says
 };
 
 namespace {
@@ -485,7 +485,7 @@ int has_tiles() {
 }
 
 // Writes the bytes of packed_keys, packed_values and scratch to bytes[3].
-void sizes(const Task *task, int bfloat16, int64_t *bytes) {
+void attention_buffers(const Task *task, int bfloat16, int64_t *bytes) {
 #ifdef AMX_BFLOAT16
     if (bfloat16) return buffer_bytes<BFloat>(*task, bytes);
 #endif
@@ -494,7 +494,7 @@ void sizes(const Task *task, int bfloat16, int64_t *bytes) {
 }
 
 // Computes all requested fields; returns 0, with nothing computed, if an input is not finite.
-int run(const Task *task, int bfloat16) {
+int attention(const Task *task, int bfloat16) {
 #ifdef AMX_BFLOAT16
     if (bfloat16) return attend<BFloat, TileConfig>(*task);
 #endif

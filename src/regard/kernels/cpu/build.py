@@ -80,8 +80,9 @@ def library() -> ctypes.CDLL | str:
     except OSError as error:
         return f"the kernel could not be built, kept or loaded: {error}"
     task, sizes = ctypes.POINTER(Task), ctypes.POINTER(ctypes.c_int64)
-    loaded.sizes.argtypes, loaded.sizes.restype = (task, ctypes.c_int, sizes), None
-    loaded.run.argtypes = (task, ctypes.c_int)
+    loaded.attention_buffers.argtypes = (task, ctypes.c_int, sizes)
+    loaded.attention_buffers.restype = None
+    loaded.attention.argtypes = (task, ctypes.c_int)
     pointers, counts = [ctypes.c_void_p] * 3, [ctypes.c_int64] * 2
     loaded.linear.argtypes, loaded.linear.restype = (*pointers, *counts, ctypes.c_int), None
     return loaded

@@ -1,14 +1,17 @@
 # mypy: ignore-errors
-"""The backward pass of a plain call, and on its way what keys get; see backward.py and columns.py.
+"""The backward pass of a plain call for Hopper, which also sums over queries.
 
-Weights are made anew here, so their sums over queries cost little more than the sums. Two groups of
-warps have 64 keys each, and go over the queries together: the gradient of a query is a product of
-both groups' gradients of scores, which they hand each other in shared memory, one step late so that
-neither waits. Programs add to the gradients of queries in float32, in the order in which a product
-leaves them in registers, and ``gather`` puts them in order.
+Formulas: triton/backward.py (gradients) and triton/columns.py (sums). The weights are recomputed
+here, so their sums over queries are almost free. Two warpgroups have 64 keys each, and go over the
+queries together. The gradient of a query is a product of both groups' gradients of scores: they
+exchange these in shared memory, one step late, so that neither waits. Programs add to the gradients
+of queries in float32, in the register order of a product; ``gather`` puts them in order.
 
-A step is a tile of queries at a width of 64, and half of one at 128: its scores, their gradients,
-and the gradients of keys and values so far are what registers hold.
+A step is a tile of queries at a width of 64, and half of one at 128: registers hold its scores,
+their gradients, and the gradients of keys and values so far. Called by ``launch.backward``.
+Gradients of queries differ in their last bits between runs.
+
+Test: ``pytest tests/kernels/test_hopper.py -k backward_is_the_definition``.
 """
 
 from triton.experimental import gluon
@@ -17,97 +20,97 @@ from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from regard.kernels.hopper.columns import (
-    begin_of,
-    carried_with,
-    longer,
-    put_bins,
-    put_nothing,
+    accumulate_bins,
+    first_tile,
+    load_by_fours,
+    store_bins,
+    store_zero_bins,
     sums_of,
     weights_of,
 )
 from regard.kernels.hopper.pipeline import (
     BLOCK,
-    CHANGING,
     LANES,
+    NOT_SPECIALIZED,
     PAIR,
     ROWS,
-    UNDRAWN,
-    await_room,
-    await_tile,
+    UNSET_COUNTER,
+    allocate_messages,
     block_of,
-    block_told,
     by_fours,
-    carried,
     end_of,
+    first_message,
     first_numbers,
-    first_place,
-    first_told,
-    following,
     item_at,
+    neg_lse_by_copy,
     next_number,
-    next_told,
-    places_of,
+    next_place,
+    receive_next_block,
     release,
     ring_of,
-    slips_of,
-    tell_next,
+    ring_start,
+    row_pointers,
+    send_next_block,
+    unpack_message,
+    wait_until_empty,
+    wait_until_full,
 )
 from regard.kernels.plan import Sizes, Work
 
-GROUPS = gl.constexpr(2)  # of warps: ROWS keys each, BLOCK together
-HANDED = gl.constexpr(2)  # steps whose gradients of scores are under way
+GROUPS = gl.constexpr(2)  # warpgroups: ROWS keys each, BLOCK together
+EXCHANGED = gl.constexpr(2)  # steps whose gradients of scores are in exchange
 
 
 @gluon.constexpr_function
 def _queries(D):
-    """Queries a step."""
+    """Queries of a step."""
     return 8192 // D
 
 
 @gluon.constexpr_function
 def _slots(D):
-    """Blocks of keys and values there is room for; one takes fewer registers. By measurement."""
+    """Blocks of keys and values in shared memory; one takes fewer registers. Measured."""
     return 2 if D == 64 else 1
 
 
 @gluon.constexpr_function
-def _draws(D):
-    """Whether programs draw their items; at 128 there are no registers for what they are told."""
+def _uses_counter(D):
+    """Whether programs take items from a counter; at 128 messages cost too many registers."""
     return D == 64
 
 
 @gluon.constexpr_function
-def _at_its_end(D, BINS, CAUSAL):
-    """Whether a bin of several steps is written at its end, or after each. By measurement."""
+def _writes_bin_once(D, BINS, CAUSAL):
+    """Whether a bin of several steps is stored at its end, or after each step. Measured."""
     return D == 128 and (BINS == 4 or not CAUSAL)
 
 
 @gluon.constexpr_function
-def _in_part(D, BINS):
-    """Whether a step has a part of the queries of each of a tile's BINS, or of one bin; or all.
+def _step_has_part_of_bins(D, BINS):
+    """Whether a step holds a part of the queries of each bin of a tile, or of one bin.
 
-    Half a tile may have half of the bins: not if there is one, or if lanes have one each.
+    Half a tile may hold half of the bins: not if there is one, or if each lane has one.
     """
     return D > 64 and BINS in (1, 4)
 
 
 @gluon.jit
-def _begin(block, sizes, CAUSAL: gl.constexpr, D: gl.constexpr):
-    """The first step whose queries see some key of a block."""
-    return begin_of(block, sizes, CAUSAL, BLOCK) * (BLOCK // _queries(D))
+def _first_step(block, sizes, CAUSAL: gl.constexpr, D: gl.constexpr):
+    """The first step whose queries attend to some key of a block."""
+    return first_tile(block, sizes, CAUSAL, BLOCK) * (BLOCK // _queries(D))
 
 
 @gluon.jit
-def _step_at(batch, head, i, dealt, D: gl.constexpr, BINS: gl.constexpr):
-    """Where the queries of the i-th step lie, in the order of bins if they are dealt out."""
+def _step_at(batch, head, i, interleave, D: gl.constexpr, BINS: gl.constexpr):
+    """Where the queries of the i-th step lie, in the order of bins if they are interleaved."""
     STEPS: gl.constexpr = BLOCK // _queries(D)
     if BINS >= LANES:
-        first = batch * dealt.batch + head * dealt.head
-        if _in_part(D, BINS):
+        first = batch * interleave.batch + head * interleave.head
+        if _step_has_part_of_bins(D, BINS):
             turns: gl.constexpr = BLOCK // (STEPS * LANES * PAIR)
-            at = [first + i // STEPS, i % STEPS * turns, 0, 0, head * dealt.inner]
+            at = [first + i // STEPS, i % STEPS * turns, 0, 0, head * interleave.inner]
         else:
-            at = [first + i * (BINS // (STEPS * LANES)), 0, 0, 0, head * dealt.inner]
+            at = [first + i * (BINS // (STEPS * LANES)), 0, 0, 0, head * interleave.inner]
     else:
         at = [batch, head, i * _queries(D), 0]
     return at
@@ -115,46 +118,51 @@ def _step_at(batch, head, i, dealt, D: gl.constexpr, BINS: gl.constexpr):
 
 @gluon.jit
 def _load(loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAUSAL: gl.constexpr):
-    rings, slips, Drawn, described, work, sizes = loader
-    key_ring, values, query_ring, grads, drops, deltas = rings
+    """The loading warp: keys and values of blocks, and steps of queries with their numbers."""
+    rings, messages, Counter, described, work, sizes = loader
+    key_ring, values, query_ring, grads, neg_lse_tiles, deltas = rings
     STEPS: gl.constexpr = BLOCK // _queries(D)
-    q_desc, grad_desc, k_desc, v_desc, drop_desc, delta_desc, dealt, grad_dealt = described
-    place = first_place()
-    block_place = first_place()
+    q_desc, grad_desc, k_desc, v_desc, neg_lse_desc, delta_desc, interleave, grad_interleave = (
+        described
+    )
+    place = ring_start()
+    block_place = ring_start()
     number, after = first_numbers(work, False)
     while number < end_of(work, False):
-        item = item_at(number, work, CAUSAL, _draws(D), False)
+        item = item_at(number, work, CAUSAL, _uses_counter(D), False)
         for half in range(item[2]):
             flat, block = block_of(item, half, work)
             batch, head = flat // work.heads, flat % work.heads
-            keys, loaded = await_room(key_ring, block_place)
-            if _draws(D):
-                tell_next(slips, block_place, item, half, after, work, CAUSAL, True, False)
+            keys, loaded = wait_until_empty(key_ring, block_place)
+            if _uses_counter(D):
+                send_next_block(messages, block_place, item, half, after, work, CAUSAL, True, False)
             mbarrier.expect(loaded, 2 * BLOCK * D * 2)
             key_at = [batch, head, block * BLOCK, 0]
             tma.async_copy_global_to_shared(k_desc, key_at, loaded, keys)
             tma.async_copy_global_to_shared(v_desc, key_at, loaded, values.index(block_place[0]))
-            for i in range(_begin(block, sizes, CAUSAL, D), sizes.tiles * STEPS):
-                tile, full = await_room(query_ring, place)
+            for i in range(_first_step(block, sizes, CAUSAL, D), sizes.tiles * STEPS):
+                tile, full = wait_until_empty(query_ring, place)
                 mbarrier.expect(full, _queries(D) * (2 * D * 2 + 2 * 4))
-                at = _step_at(batch, head, i, dealt, D, BINS)
+                at = _step_at(batch, head, i, interleave, D, BINS)
                 tma.async_copy_global_to_shared(q_desc, at, full, tile)
-                grad_at = _step_at(batch, head, i, grad_dealt, D, BINS)
+                grad_at = _step_at(batch, head, i, grad_interleave, D, BINS)
                 tma.async_copy_global_to_shared(grad_desc, grad_at, full, grads.index(place[0]))
                 row = [flat * sizes.tiles * STEPS + i, 0]
-                tma.async_copy_global_to_shared(drop_desc, row, full, drops.index(place[0]))
+                tma.async_copy_global_to_shared(
+                    neg_lse_desc, row, full, neg_lse_tiles.index(place[0])
+                )
                 tma.async_copy_global_to_shared(delta_desc, row, full, deltas.index(place[0]))
-                place = following(place, STAGES)
-            block_place = following(block_place, _slots(D))
-        if _draws(D):
-            number, after = after, next_number(after, Drawn, work, False)
+                place = next_place(place, STAGES)
+            block_place = next_place(block_place, _slots(D))
+        if _uses_counter(D):
+            number, after = after, next_number(after, Counter, work, False)
         else:
             number += work.programs
 
 
 @gluon.constexpr_function
-def _left(D):
-    """Of 64 rows of a product [D // 8, 512]: in the order in which threads hold them."""
+def _register_layout(D):
+    """The layout [D // 8, 512] of 64 rows of a product, in the order of registers."""
     columns = [2**i for i in range(20) if 2**i < D // 8]
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], *[[bit, 0] for bit in columns]],
@@ -166,64 +174,68 @@ def _left(D):
 
 
 @gluon.jit
-def _as_left(x):
-    """A product of 64 rows as ``_left``: by eight columns; then warp, row, lane, and its four."""
+def _in_register_order(x):
+    """A product of 64 rows as [D // 8, 512]: by eight columns; then warp, row, lane, four."""
     D: gl.constexpr = x.shape[1]
     parts = gl.reshape(x, [4, 2, 8, D // 8, LANES, PAIR])  # a thread has rows 8 apart
     parts = gl.reshape(gl.permute(parts, (3, 0, 2, 4, 1, 5)), [D // 8, 512])
-    return gl.convert_layout(parts, _left(D))
+    return gl.convert_layout(parts, _register_layout(D))
 
 
 @gluon.jit
-def _left_at(D: gl.constexpr):
-    eight = gl.arange(0, D // 8, gl.SliceLayout(1, _left(D)))
-    its = gl.arange(0, 512, gl.SliceLayout(0, _left(D)))
+def _register_offsets(D: gl.constexpr):
+    """Offsets of the numbers of ``_in_register_order``."""
+    eight = gl.arange(0, D // 8, gl.SliceLayout(1, _register_layout(D)))
+    its = gl.arange(0, 512, gl.SliceLayout(0, _register_layout(D)))
     return eight[:, None] * 512 + its[None, :]
 
 
 @gluon.jit
-def _add_queries(QueryGrad, at, x):
-    gl.atomic_add(QueryGrad + at + _left_at(x.shape[1]), _as_left(x), sem="relaxed")
+def _add_query_gradients(QueryGrad, at, x):
+    """Add a group's gradients of queries to the sums of all programs."""
+    gl.atomic_add(
+        QueryGrad + at + _register_offsets(x.shape[1]), _in_register_order(x), sem="relaxed"
+    )
 
 
 @gluon.jit
-def _product_of_both(score_ring, place, keys, nothing, PART: gl.constexpr, D: gl.constexpr):
+def _query_gradient_product(score_ring, place, keys, nothing, PART: gl.constexpr, D: gl.constexpr):
     """A group's share of the gradients of a step's queries, [64, 64], from both groups' scores.
 
-    Half of the queries, where there are 128; else half of the width.
+    It is half of the queries, where there are 128; otherwise half of the width.
     """
-    changes = await_tile(score_ring, place).permute((1, 0))
+    changes = wait_until_full(score_ring, place).permute((1, 0))
     if D == 64:
         changes = changes.slice(PART * ROWS, ROWS)
     else:
         keys = keys.slice(PART * 64, 64, 1)
-    found = hopper.warpgroup_mma(changes, keys, nothing, use_acc=False, is_async=True)
-    return hopper.warpgroup_mma_wait(0, deps=[found])
+    product = hopper.warpgroup_mma(changes, keys, nothing, use_acc=False, is_async=True)
+    return hopper.warpgroup_mma_wait(0, deps=[product])
 
 
 @gluon.jit
 def _write(out, flat, row, x, heads, keys):
-    """The gradient of 64 keys or values."""
+    """Store the gradient of 64 keys or values."""
     D: gl.constexpr = x.shape[1]
     x = x.to(out.data.dtype.element_ty)
-    if D == 64:  # whole rows; at 128 what a thread has, for which there always is room
+    if D == 64:  # whole rows; at 128 each thread's own numbers, which need no shared memory
         x = gl.convert_layout(x, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
     layout: gl.constexpr = x.type.layout
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))
-    gl.store(places_of(out, flat, rows, dims, heads), x, mask=(rows < keys)[:, None])
+    gl.store(row_pointers(out, flat, rows, dims, heads), x, mask=(rows < keys)[:, None])
 
 
 @gluon.jit
 def _differentiate_block(
-    shared, flat, block, place, block_place, handed,
+    shared, flat, block, place, block_place, exchange_place,
     PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
     UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, RECEIVED: gl.constexpr,
     MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of 64 keys, and their share in those of all queries that see them."""
-    rings, slips, score_ring, written, work, sizes, c, scale = shared
-    key_ring, values, query_ring, grads, drops, deltas = rings
+    """The gradients of 64 keys, and their share in those of all queries that attend to them."""
+    rings, messages, score_ring, written, work, sizes, c, scale = shared
+    key_ring, values, query_ring, grads, neg_lse_tiles, deltas = rings
     QueryGrad, key_grad, value_grad, Received, Map, MapPeak = written
     dtype: gl.constexpr = key_grad.data.dtype.element_ty
     QUERIES: gl.constexpr = _queries(D)
@@ -239,99 +251,102 @@ def _differentiate_block(
     head = flat.to(gl.int64)
     first = block * BLOCK + PART * ROWS
     key_at = first + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout)) - sizes.offset
-    begin, end = _begin(block, sizes, CAUSAL, D), sizes.tiles * STEPS
+    begin, end = _first_step(block, sizes, CAUSAL, D), sizes.tiles * STEPS
     free = begin
     if CAUSAL:
         free = gl.maximum(first + ROWS - 1 - sizes.offset + BLOCK - 1, 0) // BLOCK * STEPS
-    PART_OF_BINS: gl.constexpr = _in_part(D, BINS)
+    STEP_HAS_PART: gl.constexpr = _step_has_part_of_bins(D, BINS)
     HIGH: gl.constexpr = BLOCK // BINS
-    STEP_BINS: gl.constexpr = BINS if PART_OF_BINS else BINS // STEPS
-    LONGER: gl.constexpr = LONG or PART_OF_BINS  # a bin has several steps
+    STEP_BINS: gl.constexpr = BINS if STEP_HAS_PART else BINS // STEPS
+    LONGER: gl.constexpr = LONG or STEP_HAS_PART  # a bin has several steps
     per_bin = sizes.per_bin * STEPS if LONGER else 1
-    units = work.blocks * (BLOCK // UNIT)  # sizes.units, with fewer spilled numbers
+    units = work.blocks * (BLOCK // UNIT)  # equals sizes.units, and spills fewer registers
     cell = head * sizes.bins * units + block * (BLOCK // UNIT) + PART * (ROWS // UNIT)
     if MAP and DONE and CAUSAL:
         for row in range(begin // per_bin):
-            put_nothing(Map + cell, row * STEP_BINS * units, units, ROWS, UNIT, STEP_BINS)
+            store_zero_bins(Map + cell, row * STEP_BINS * units, units, ROWS, UNIT, STEP_BINS)
             if MAP_PEAK:
-                put_nothing(MapPeak + cell, row * STEP_BINS * units, units, ROWS, UNIT, STEP_BINS)
+                store_zero_bins(
+                    MapPeak + cell, row * STEP_BINS * units, units, ROWS, UNIT, STEP_BINS
+                )
     cells = Map, MapPeak, units, 1 / (sizes.per_bin * HIGH)
     query_at = (head * end + begin) * (QUERIES * D) + PART * (ROWS * 64)
     next_bin = (begin // per_bin + 1) * per_bin
     at = cell + begin // per_bin * STEP_BINS * units
 
-    k_all = await_tile(key_ring, block_place).reshape([BLOCK, D])
+    k_all = wait_until_full(key_ring, block_place).reshape([BLOCK, D])
     k = k_all.slice(PART * ROWS, ROWS)
     v = values.index(block_place[0]).reshape([BLOCK, D]).slice(PART * ROWS, ROWS)
     like, _ = sums_of(weights_of(none, none, c, key_at, False, STEP_BINS, HIGH, False), MAP_PEAK)
     pooled, largest = gl.zeros_like(like), gl.zeros_like(like)
     received = gl.sum(pooled, 1)
-    before = first_place()  # any but ``handed`` itself: Triton takes a name for that for unchanged
+    # Any place but exchange_place: Triton would take the same name for unchanged.
+    before = ring_start()
     for step in range(begin, end):
-        q = await_tile(query_ring, place).reshape([QUERIES, D])
+        q = wait_until_full(query_ring, place).reshape([QUERIES, D])
         grad = grads.index(place[0]).reshape([QUERIES, D])
         s = hopper.warpgroup_mma(k, q.permute((1, 0)), none, use_acc=False, is_async=True)
         p_grad = hopper.warpgroup_mma(v, grad.permute((1, 0)), none, use_acc=False, is_async=True)
         s = hopper.warpgroup_mma_wait(1, deps=[s])
-        drop = carried_with(drops, place, QUERIES, s_layout)
+        neg_lse = load_by_fours(neg_lse_tiles, place, QUERIES, s_layout)
         first_query = step * QUERIES
-        if PART_OF_BINS and BINS == LANES:  # each lane's is further on in its bin
+        if STEP_HAS_PART and BINS == LANES:  # the queries of each lane lie further on in its bin
             first_query = step // STEPS * BLOCK + step % STEPS * (HIGH // STEPS)
         parts = weights_of(
-            s, drop[None, :], c, key_at - first_query, step < free, STEP_BINS, HIGH, CAUSAL
+            s, neg_lse[None, :], c, key_at - first_query, step < free, STEP_BINS, HIGH, CAUSAL
         )
         sums, peaks = sums_of(parts, MAP_PEAK)
         if LONGER:
-            pooled, largest, next_bin, at = longer(
+            pooled, largest, next_bin, at = accumulate_bins(
                 pooled, largest, sums, peaks, step, next_bin, at, per_bin, STEP_BINS * units
             )
         else:
             pooled, largest = sums, peaks
-        if LONGER and _at_its_end(D, BINS, CAUSAL):
+        if LONGER and _writes_bin_once(D, BINS, CAUSAL):
             if step + 1 == next_bin:
-                put_bins(pooled, largest, cells, at, UNIT, STEP_BINS, MAP, MAP_PEAK, DONE)
+                store_bins(pooled, largest, cells, at, UNIT, STEP_BINS, MAP, MAP_PEAK, DONE)
         else:
-            put_bins(pooled, largest, cells, at, UNIT, STEP_BINS, MAP, MAP_PEAK, DONE)
+            store_bins(pooled, largest, cells, at, UNIT, STEP_BINS, MAP, MAP_PEAK, DONE)
         received += gl.sum(sums, 1)
         if not LONGER:
             at += STEP_BINS * units
         p = gl.convert_layout(gl.reshape(parts, [ROWS, QUERIES]), s_layout)
-        await_tile(key_ring, block_place)  # see attend.py
+        wait_until_full(key_ring, block_place)  # a branch for ptxas; see forward.py
         p_grad = hopper.warpgroup_mma_wait(0, deps=[p_grad])
-        delta = carried_with(deltas, place, QUERIES, s_layout)
+        delta = load_by_fours(deltas, place, QUERIES, s_layout)
         s_grad = (p * (p_grad + delta[None, :])).to(dtype)
         weights = gl.convert_layout(p.to(dtype), operand)
         v_grad = hopper.warpgroup_mma(weights, grad, v_grad, is_async=True)
         changes = gl.convert_layout(s_grad, operand)
         k_grad = hopper.warpgroup_mma(changes, q, k_grad, is_async=True)
-        room, full = await_room(score_ring, handed)
+        room, full = wait_until_empty(score_ring, exchange_place)
         room.slice(PART * ROWS, ROWS).store(s_grad)
         hopper.fence_async_shared()
         mbarrier.arrive(full, count=1)
         if step > begin:
-            q_grad = _product_of_both(score_ring, before, k_all, nothing, PART, D)
+            q_grad = _query_gradient_product(score_ring, before, k_all, nothing, PART, D)
             release(score_ring, before)
-            _add_queries(QueryGrad, query_at, q_grad)
+            _add_query_gradients(QueryGrad, query_at, q_grad)
             query_at += QUERIES * D
         v_grad, k_grad, weights, changes = hopper.warpgroup_mma_wait(
             0, deps=[v_grad, k_grad, weights, changes]
         )
         release(query_ring, place)
-        place = following(place, STAGES)
-        before = handed
-        handed = following(handed, HANDED)
-    q_grad = _product_of_both(score_ring, before, k_all, nothing, PART, D)
+        place = next_place(place, STAGES)
+        before = exchange_place
+        exchange_place = next_place(exchange_place, EXCHANGED)
+    q_grad = _query_gradient_product(score_ring, before, k_all, nothing, PART, D)
     release(score_ring, before)
-    told = next_told(slips, block_place) if _draws(D) else (0, 0)
+    message = receive_next_block(messages, block_place) if _uses_counter(D) else (0, 0)
     release(key_ring, block_place)
-    _add_queries(QueryGrad, query_at, q_grad)
+    _add_query_gradients(QueryGrad, query_at, q_grad)
     _write(key_grad, flat, first, k_grad * scale, work.heads, sizes.keys)
     _write(value_grad, flat, first, v_grad, work.heads, sizes.keys)
     if RECEIVED:
         received = gl.sum(received, 1)
         its_key = first + gl.arange(0, ROWS, received.type.layout)
         gl.store(Received + head * sizes.keys + its_key, received, mask=its_key < sizes.keys)
-    return place, handed, told
+    return place, exchange_place, message
 
 
 @gluon.jit
@@ -341,67 +356,76 @@ def _differentiate(
     UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, RECEIVED: gl.constexpr,
     MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: its 64 keys of every block of keys, and all queries."""
+    """A warpgroup: its 64 keys of every block of keys, and all queries."""
     work = shared[4]
-    place = first_place()
-    block_place = first_place()
-    handed = first_place()
-    if _draws(D):
-        told = first_told(work, CAUSAL, True, False)
-        while told[0] >= 0:
-            flat, block, _half = block_told(told)
-            place, handed, told = _differentiate_block(
-                shared, flat, block, place, block_place, handed, PART, D, STAGES, BINS, UNIT,
-                LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK, DONE,
+    place = ring_start()
+    block_place = ring_start()
+    exchange_place = ring_start()
+    if _uses_counter(D):
+        message = first_message(work, CAUSAL, True, False)
+        while message[0] >= 0:
+            flat, block, _half = unpack_message(message)
+            place, exchange_place, message = _differentiate_block(
+                shared, flat, block, place, block_place, exchange_place, PART, D, STAGES, BINS,
+                UNIT, LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK, DONE,
             )  # fmt: skip
-            block_place = following(block_place, _slots(D))
+            block_place = next_place(block_place, _slots(D))
     else:
         for number in range(gl.program_id(0), work.items, work.programs):
             item = item_at(number, work, CAUSAL, False, False)
             for half in range(item[2]):
                 flat, block = block_of(item, half, work)
-                place, handed, _told = _differentiate_block(
-                    shared, flat, block, place, block_place, handed, PART, D, STAGES, BINS, UNIT,
-                    LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK, DONE,
+                place, exchange_place, _message = _differentiate_block(
+                    shared, flat, block, place, block_place, exchange_place, PART, D, STAGES, BINS,
+                    UNIT, LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK, DONE,
                 )  # fmt: skip
-                block_place = following(block_place, _slots(D))
+                block_place = next_place(block_place, _slots(D))
 
 
-@gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *Sizes._fields])
 def backward(
-    q_desc, grad_desc, k_desc, v_desc, drop_desc, delta_desc, dealt, grad_dealt,
-    QueryGrad, key_grad, value_grad, Received, Map, MapPeak, Drawn,
-    items, blocks, heads, groups, programs, singly, length, share,
+    q_desc, grad_desc, k_desc, v_desc, neg_lse_desc, delta_desc, interleave, grad_interleave,
+    QueryGrad, key_grad, value_grad, Received, Map, MapPeak, Counter,
+    items, blocks, heads, groups, programs, single_items, steps, share,
     keys, offset, tiles, per_bin, bins, together, units, c, scale,
     D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, UNIT: gl.constexpr,
     LONG: gl.constexpr, CAUSAL: gl.constexpr, RECEIVED: gl.constexpr, MAP: gl.constexpr,
     MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
 ):  # fmt: skip
-    """Gradients, and what keys get over all queries, as ``columns`` tells it."""
-    work = Work(items, blocks, heads, groups, programs, singly, length, share)
+    """Gradients, and the sums over queries of ``columns``."""
+    work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together, units)
     QUERIES: gl.constexpr = _queries(D)
     SLOTS: gl.constexpr = _slots(D)
     key_ring = ring_of(k_desc, SLOTS, SLOTS, GROUPS)
-    slips = slips_of(SLOTS)
+    messages = allocate_messages(SLOTS)
     values = gl.allocate_shared_memory(v_desc.dtype, [SLOTS] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
     query_ring = ring_of(q_desc, STAGES, STAGES, GROUPS)
     grads = gl.allocate_shared_memory(q_desc.dtype, [STAGES] + q_desc.block_shape, q_desc.layout)  # noqa: RUF005
-    drops = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], drop_desc.layout)
-    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], drop_desc.layout)
+    neg_lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], neg_lse_desc.layout)
+    deltas = gl.allocate_shared_memory(gl.float32, [STAGES, 1, QUERIES], neg_lse_desc.layout)
     scores: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=2)
-    handed = gl.allocate_shared_memory(q_desc.dtype, [HANDED, BLOCK, QUERIES], scores)
-    full = gl.allocate_shared_memory(gl.int64, [HANDED, 1], mbarrier.MBarrierLayout())
-    empty = gl.allocate_shared_memory(gl.int64, [HANDED, 1], mbarrier.MBarrierLayout())
-    for slot in gl.static_range(HANDED):
+    exchange_place = gl.allocate_shared_memory(q_desc.dtype, [EXCHANGED, BLOCK, QUERIES], scores)
+    full = gl.allocate_shared_memory(gl.int64, [EXCHANGED, 1], mbarrier.MBarrierLayout())
+    empty = gl.allocate_shared_memory(gl.int64, [EXCHANGED, 1], mbarrier.MBarrierLayout())
+    for slot in gl.static_range(EXCHANGED):
         mbarrier.init(full.index(slot), count=GROUPS)
         mbarrier.init(empty.index(slot), count=GROUPS)
     hopper.fence_async_shared()
-    rings = key_ring, values, query_ring, grads, drops, deltas
-    score_ring = handed, full, empty
+    rings = key_ring, values, query_ring, grads, neg_lse_tiles, deltas
+    score_ring = exchange_place, full, empty
     written = QueryGrad, key_grad, value_grad, Received, Map, MapPeak
-    described = q_desc, grad_desc, k_desc, v_desc, drop_desc, delta_desc, dealt, grad_dealt
-    shared = rings, slips, score_ring, written, work, sizes, c, scale
+    described = (
+        q_desc,
+        grad_desc,
+        k_desc,
+        v_desc,
+        neg_lse_desc,
+        delta_desc,
+        interleave,
+        grad_interleave,
+    )
+    shared = rings, messages, score_ring, written, work, sizes, c, scale
     gl.warp_specialize(
         [
             (_differentiate, (
@@ -412,7 +436,7 @@ def backward(
                 shared, 1, D, STAGES, BINS, UNIT, LONG, CAUSAL, RECEIVED, MAP, MAP_PEAK,
                 DONE,
             )),
-            (_load, ((rings, slips, Drawn, described, work, sizes), D, STAGES, BINS, CAUSAL)),
+            (_load, ((rings, messages, Counter, described, work, sizes), D, STAGES, BINS, CAUSAL)),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip
@@ -420,18 +444,30 @@ def backward(
 
 @gluon.jit
 def _row_of(place, bits):
-    """Which query is at a place, where lanes have bins of 2**bits dealt out to them."""
+    """The query at a place, where lanes hold bins of 2**bits queries."""
     within = place & (LANES << bits) - 1
     lane, turn = within // PAIR % LANES, within // (LANES * PAIR)
     return place - within + (lane << bits) + turn * PAIR + place % PAIR
 
 
 @gluon.jit(do_not_specialize=["heads", "queries", "bits"])
-def prepare(out, grad, Drop, Drops, Delta, QueryGrad, Drawn, heads, queries, bits, D: gl.constexpr):
-    """What the gradients of a row have in common, negated, to be read by fours; and zeros.
+def prepare(
+    out,
+    grad,
+    NegLse,
+    NegLseByFours,
+    Delta,
+    QueryGrad,
+    Counter,
+    heads,
+    queries,
+    bits,
+    D: gl.constexpr,
+):
+    """Compute -delta of each row in ``by_fours`` order, and set the sums of gradients to zero.
 
-    So is ``Drop``, where it is not yet. A program has ROWS places of a tile. Of items none is drawn
-    after this.
+    Also bring ``NegLse`` into that order, where it is not yet. A program has ROWS places of a tile.
+    Reset the counter of items.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -441,35 +477,35 @@ def prepare(out, grad, Drop, Drops, Delta, QueryGrad, Drawn, heads, queries, bit
     rows = _row_of(place, bits)
     inside = rows < queries
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))
-    at = places_of(out, flat, rows, dims, heads)
+    at = row_pointers(out, flat, rows, dims, heads)
     its_output = gl.load(at, mask=inside[:, None], other=0.0)
-    at = places_of(grad, flat, rows, dims, heads)
+    at = row_pointers(grad, flat, rows, dims, heads)
     its_grad = gl.load(at, mask=inside[:, None], other=0.0)
     delta = gl.sum(its_output.to(gl.float32) * its_grad.to(gl.float32), 1)
     tiles = (queries + BLOCK - 1) // BLOCK
     tile = flat.to(gl.int64) * (tiles * BLOCK)
     gl.store(Delta + tile + by_fours(place), 0.0 - delta)
-    if not carried(D):
-        gl.store(Drops + tile + by_fours(place), gl.load(Drop + tile + place))
+    if not neg_lse_by_copy(D):
+        gl.store(NegLseByFours + tile + by_fours(place), gl.load(NegLse + tile + place))
     if (flat == 0) & (part == 0):
-        gl.store(Drawn, UNDRAWN)
-    zeros = gl.zeros([D // 8, 512], gl.float32, _left(D))
+        gl.store(Counter, UNSET_COUNTER)
+    zeros = gl.zeros([D // 8, 512], gl.float32, _register_layout(D))
     start = (tile + first) * D
-    gl.store(QueryGrad + start + _left_at(D), zeros)
+    gl.store(QueryGrad + start + _register_offsets(D), zeros)
 
 
 @gluon.jit(do_not_specialize=["heads", "queries", "bits"])
 def gather(QueryGrad, query_grad, heads, queries, bits, scale, D: gl.constexpr):
-    """The gradients of queries as they were asked for: of ROWS places of a tile."""
+    """Scale the sums of query gradients, and store them in the layout of queries: ROWS places."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     flat, part = gl.program_id(1), gl.program_id(0)
     tiles = (queries + BLOCK - 1) // BLOCK
     start = (flat.to(gl.int64) * tiles * BLOCK + part * ROWS) * D
-    x = gl.load(QueryGrad + start + _left_at(D)) * scale
+    x = gl.load(QueryGrad + start + _register_offsets(D)) * scale
     x = gl.reshape(x.to(query_grad.data.dtype.element_ty), [D // 8, 4, 8, LANES, 2, PAIR])
     x = gl.reshape(gl.permute(x, (1, 4, 2, 0, 3, 5)), [ROWS, D])
     x = gl.convert_layout(x, layout)
     rows = _row_of(part * ROWS + gl.arange(0, ROWS, gl.SliceLayout(1, layout)), bits)
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))
-    at = places_of(query_grad, flat, rows, dims, heads)
+    at = row_pointers(query_grad, flat, rows, dims, heads)
     gl.store(at, x, mask=(rows < queries)[:, None])

@@ -1,8 +1,11 @@
 # mypy: ignore-errors
-"""Sums over queries; see columns.py.
+"""Sums over queries for Hopper: received, map and map_peak; the formulas are in triton/columns.py.
 
-Four groups of warps have 64 keys each, and all go over the queries. They are one role; see
-together.py.
+Four teams (warpgroups) have 64 keys each, and all go over the queries. They are one role; see
+teams.py. Called by ``launch.columns``; ``backward`` uses the sums of tiles. No two programs add to
+one number, so repeats are equal to the bit.
+
+Test: ``pytest tests/kernels/test_hopper.py -k columns_are_the_definition``.
 """
 
 from triton.experimental import gluon
@@ -13,91 +16,91 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 from regard.kernels.hopper.pipeline import (
     BAND,
     BLOCK,
-    CHANGING,
     LANES,
+    NOT_SPECIALIZED,
     PAIR,
     ROWS,
     TEAMS,
-    along,
-    await_launch,
-    await_room,
+    axis_layout,
     block_of,
-    block_told,
-    carried,
     end_of,
-    first_cut,
+    first_message,
     first_numbers,
-    first_place,
-    first_told,
-    following,
+    first_split_item,
     is_done,
     item_at,
+    message_of,
+    multiply_wide,
+    neg_lse_by_copy,
     next_number,
-    part_of,
-    slot_of,
-    tell_next,
-    told_of,
-    wide,
-    within_cut,
+    next_place,
+    partial_slot,
+    ring_start,
+    send_next_block,
+    steps_within,
+    team_part,
+    unpack_message,
+    wait_for_previous_launch,
+    wait_until_empty,
 )
 from regard.kernels.hopper.teams import (
-    HELD,
     LINES,
-    OWN,
+    OWN_ROWS,
     STRIP,
+    TEAM_ROWS,
     TILES,
-    await_alone,
-    fail_unless,
-    fill_rows,
-    is_there,
-    own_place,
-    release_alone,
+    fail_launch_unless,
+    load_team_rows,
+    messages_in,
+    receive_next_block_per_warp,
+    release_per_warp,
     ring_in,
     room_after,
+    room_begins_at,
     scores,
-    slips_in,
     team_of_thread,
-    told_alone,
+    team_rows_index,
+    wait_until_full_per_warp,
 )
 from regard.kernels.plan import Sizes, Work
 
 
 @gluon.jit
 def _by_bins(p, BINS: gl.constexpr):
-    """The weights of a tile as [keys, groups of bins, ., LANES, PAIR].
+    """Reshape the weights of a tile to [keys, groups of bins, ., LANES, PAIR].
 
-    What a bin has lies along . and PAIR, and with one or two bins a tile along LANES too.
+    The weights of a bin lie along . and PAIR, and with one or two bins a tile along LANES too.
     """
     A: gl.constexpr = BINS // LANES if BINS >= LANES else BINS
     return gl.reshape(p, [p.shape[0], A, p.shape[1] // (A * LANES * PAIR), LANES, PAIR])
 
 
 @gluon.jit
-def _causal(parts, first, BINS: gl.constexpr, HIGH: gl.constexpr):
-    """What keys get of the queries that may see them: from the place ``first`` in the tile on."""
+def _mask_causal(parts, first, BINS: gl.constexpr, HIGH: gl.constexpr):
+    """The weights of the queries that may attend to each key: from the place ``first`` on."""
     A: gl.constexpr = parts.shape[1]
     T: gl.constexpr = parts.shape[2]
     layout: gl.constexpr = parts.type.layout
-    group = gl.arange(0, A, along(layout, 5, 1))[None, :, None, None, None]
-    turn = gl.arange(0, T, along(layout, 5, 2))[None, None, :, None, None]
-    lane = gl.arange(0, LANES, along(layout, 5, 3))[None, None, None, :, None]
-    place = gl.arange(0, PAIR, along(layout, 5, 4))[None, None, None, None, :]
-    first = gl.convert_layout(first, along(layout, 5, 0))[:, None, None, None, None]
-    # A thread compares numbers known beforehand with one of its own.
+    group = gl.arange(0, A, axis_layout(layout, 5, 1))[None, :, None, None, None]
+    turn = gl.arange(0, T, axis_layout(layout, 5, 2))[None, None, :, None, None]
+    lane = gl.arange(0, LANES, axis_layout(layout, 5, 3))[None, None, None, :, None]
+    place = gl.arange(0, PAIR, axis_layout(layout, 5, 4))[None, None, None, None, :]
+    first = gl.convert_layout(first, axis_layout(layout, 5, 0))[:, None, None, None, None]
+    # A thread compares compile-time numbers with one of its own.
     if BINS >= LANES:
-        known = group * (LANES * HIGH) + turn * PAIR + place
-        mine = first - lane * HIGH
+        fixed = group * (LANES * HIGH) + turn * PAIR + place
+        own = first - lane * HIGH
     else:
-        known = group * HIGH + turn * (LANES * PAIR) + place
-        mine = first - lane * PAIR
-    return gl.where(known >= mine, parts, 0.0)
+        fixed = group * HIGH + turn * (LANES * PAIR) + place
+        own = first - lane * PAIR
+    return gl.where(fixed >= own, parts, 0.0)
 
 
 @gluon.constexpr_function
-def _exchanged(warps, rows, parts, lanes):
-    """[warps, 2, rows, parts, 2, lanes], where a thread has both rows, and one part of two.
+def _exchange_layout(warps, rows, parts, lanes):
+    """The layout [warps, 2, rows, parts, 2, lanes] in which a thread holds both rows of one part.
 
-    It had both parts, and one row of two: so it gives one number of two away, and gets one.
+    Before, it held both parts of one row: it swaps one of two numbers with the paired thread.
     """
     bits = [2**i for i in range(5)]
     return gl.DistributedLinearLayout(
@@ -115,16 +118,16 @@ def _exchanged(warps, rows, parts, lanes):
 
 
 @gluon.jit
-def _over(x, axis: gl.constexpr, LARGEST: gl.constexpr):
-    """The LARGEST along an axis, or the sum."""
+def _reduce_axis(x, axis: gl.constexpr, LARGEST: gl.constexpr):
+    """The maximum (LARGEST) or the sum along an axis."""
     return gl.max(x, axis) if LARGEST else gl.sum(x, axis)
 
 
 @gluon.jit
-def _over_rows(x, LARGEST: gl.constexpr):
-    """Of [warps, rows, parts, lanes] what all rows of a warp have: [warps, parts * lanes].
+def _reduce_warp_rows(x, LARGEST: gl.constexpr):
+    """Reduce [warps, rows, parts, lanes] over all rows of a warp: [warps, parts * lanes].
 
-    While a thread has several parts it hands half of them on, and goes on with the others.
+    While a thread holds several parts, it swaps half of them with another and reduces the rest.
     """
     WARPS: gl.constexpr = x.shape[0]
     R: gl.constexpr = x.shape[1] // 2
@@ -132,34 +135,34 @@ def _over_rows(x, LARGEST: gl.constexpr):
     N: gl.constexpr = x.shape[3]
     if R > 0 and P > 0:
         pairs = gl.reshape(x, [WARPS, 2, R, P, 2, N])
-        pairs = gl.convert_layout(pairs, _exchanged(WARPS, R, P, N))
-        half = gl.reshape(_over(pairs, 1, LARGEST), [WARPS, R, P, 2 * N])
-        found = _over_rows(half, LARGEST)
+        pairs = gl.convert_layout(pairs, _exchange_layout(WARPS, R, P, N))
+        half = gl.reshape(_reduce_axis(pairs, 1, LARGEST), [WARPS, R, P, 2 * N])
+        reduced = _reduce_warp_rows(half, LARGEST)
     else:
-        found = gl.reshape(_over(x, 1, LARGEST), [WARPS, x.shape[2] * N])
-    return found
+        reduced = gl.reshape(_reduce_axis(x, 1, LARGEST), [WARPS, x.shape[2] * N])
+    return reduced
 
 
 @gluon.jit
-def _put(
+def _store_cells(
     Cells, at, units, sums, per_query,
     UNIT: gl.constexpr, BINS: gl.constexpr, LARGEST: gl.constexpr, DONE: gl.constexpr,
 ):  # fmt: skip
-    """Write a tile's share of the map: over UNIT keys each, and over lanes that share a bin.
+    """Store a tile's share of the map: over UNIT keys each, and over lanes that share a bin.
 
-    DONE: those are a cell, whose sum is an average once it is multiplied by ``per_query``.
+    DONE: these are cells, whose sum times ``per_query`` is an average.
     """
     A: gl.constexpr = sums.shape[1]
     R: gl.constexpr = sums.shape[0]
     if BINS >= LANES:
         cells = gl.reshape(sums, [R // BAND, BAND // UNIT, UNIT // 8, 8, A, LANES])
-        cells = gl.permute(_over(cells, 2, LARGEST), (0, 2, 1, 3, 4))
+        cells = gl.permute(_reduce_axis(cells, 2, LARGEST), (0, 2, 1, 3, 4))
         cells = gl.reshape(cells, [R // BAND, 8, BAND // UNIT * A, LANES])
-        cells = _over_rows(cells, LARGEST)
+        cells = _reduce_warp_rows(cells, LARGEST)
         cells = gl.reshape(cells, [R // UNIT, BINS])
     else:
         cells = gl.reshape(sums, [R // UNIT, UNIT, A, LANES])
-        cells = _over(_over(cells, 1, LARGEST), 2, LARGEST)
+        cells = _reduce_axis(_reduce_axis(cells, 1, LARGEST), 2, LARGEST)
     if DONE and not LARGEST:
         cells = cells * per_query
     unit = gl.arange(0, R // UNIT, gl.SliceLayout(1, cells.type.layout)) % (ROWS // UNIT)
@@ -168,24 +171,24 @@ def _put(
 
 
 @gluon.jit
-def put_bins(
+def store_bins(
     pooled, largest, cells, at,
     UNIT: gl.constexpr, BINS: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
     DONE: gl.constexpr,
 ):  # fmt: skip
-    """Write what bins have: [keys, ., LANES]."""
+    """Store the sums of bins, [keys, ., LANES]."""
     Map, MapPeak, units, per_query = cells
     if MAP:
-        _put(Map, at, units, pooled, per_query, UNIT, BINS, False, DONE)
+        _store_cells(Map, at, units, pooled, per_query, UNIT, BINS, False, DONE)
         if MAP_PEAK:
-            _put(MapPeak, at, units, largest, per_query, UNIT, BINS, True, DONE)
+            _store_cells(MapPeak, at, units, largest, per_query, UNIT, BINS, True, DONE)
 
 
 @gluon.jit
-def longer(pooled, largest, sums, peaks, here, next_bin, at, per_bin, units):
-    """What bins of several tiles, or steps, have with this one: with it they begin, or go on.
+def accumulate_bins(pooled, largest, sums, peaks, here, next_bin, at, per_bin, units):
+    """Add a tile, or step, to the sums of a bin that has several; a new bin begins with it.
 
-    And where the next ones begin, and these are written.
+    Also return where the next bin begins, and where this one is stored.
     """
     fresh = here == next_bin
     pooled = gl.where(fresh, 0.0, pooled) + sums
@@ -194,36 +197,36 @@ def longer(pooled, largest, sums, peaks, here, next_bin, at, per_bin, units):
 
 
 @gluon.jit
-def put_nothing(Cells, at, units, R: gl.constexpr, UNIT: gl.constexpr, BINS: gl.constexpr):
-    """Write zeros instead, for R keys."""
+def store_zero_bins(Cells, at, units, R: gl.constexpr, UNIT: gl.constexpr, BINS: gl.constexpr):
+    """Store zeros for R keys."""
     layout: gl.constexpr = gl.BlockedLayout(  # each team has units of its own
         [1, 1], [ROWS // UNIT, 32 * UNIT // ROWS], [R // ROWS, 4], [1, 0]
     )
     unit = gl.arange(0, R // UNIT, gl.SliceLayout(1, layout)) % (ROWS // UNIT)
     bin_at = gl.arange(0, BINS, gl.SliceLayout(0, layout))
     nothing = gl.zeros([R // UNIT, BINS], gl.float32, layout)
-    gl.store(Cells + (at + bin_at[None, :] * units + unit[:, None]), nothing)  # in 32 bits
+    gl.store(Cells + (at + bin_at[None, :] * units + unit[:, None]), nothing)  # 32-bit offsets
 
 
 @gluon.jit
-def begin_of(block, sizes, CAUSAL: gl.constexpr, KEYS: gl.constexpr):
-    """The first tile of queries that see some key of a block of KEYS."""
+def first_tile(block, sizes, CAUSAL: gl.constexpr, KEYS: gl.constexpr):
+    """The first tile of queries that attend to some key of a block of KEYS keys."""
     if CAUSAL:
         return gl.maximum(block * KEYS - sizes.offset, 0) // BLOCK
     return 0
 
 
 @gluon.jit
-def _begin(block, sizes, CAUSAL: gl.constexpr):
-    return begin_of(block, sizes, CAUSAL, TEAMS * ROWS)
+def _first_step(block, sizes, CAUSAL: gl.constexpr):
+    return first_tile(block, sizes, CAUSAL, TEAMS * ROWS)
 
 
 @gluon.jit
-def _stretch(program, number, block, work, sizes, CAUSAL: gl.constexpr, CUT: gl.constexpr):
-    """From which tile to which a program goes over a block; bins of the map are not cut."""
-    begin, end = _begin(block, sizes, CAUSAL), sizes.tiles
-    if CUT:
-        first, last = within_cut(program, number - first_cut(work), work)
+def _tile_range(program, number, block, work, sizes, CAUSAL: gl.constexpr, SPLIT: gl.constexpr):
+    """The range of tiles that a program takes of a block; it contains whole bins of the map."""
+    begin, end = _first_step(block, sizes, CAUSAL), sizes.tiles
+    if SPLIT:
+        first, last = steps_within(program, number - first_split_item(work), work)
         begin = (first + sizes.together - 1) // sizes.together * sizes.together
         stop = (last + sizes.together - 1) // sizes.together * sizes.together
         end = gl.minimum(stop, end)
@@ -233,74 +236,94 @@ def _stretch(program, number, block, work, sizes, CAUSAL: gl.constexpr, CUT: gl.
 @gluon.jit
 def _load_columns(
     loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAUSAL: gl.constexpr,
-    CUT: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):  # fmt: skip
-    k_ring, slips, Drawn, Done, q_ring, drops, k_desc, q_desc, drop, dealt, work, sizes = loader
-    CARRIED: gl.constexpr = carried(D)
-    place = first_place()
-    team_place = first_place()
-    number, after = first_numbers(work, CUT)
+    """The loading warp: the keys of blocks, and tiles of queries."""
+    (
+        k_ring,
+        messages,
+        Counter,
+        Done,
+        q_ring,
+        neg_lse_tiles,
+        k_desc,
+        q_desc,
+        neg_lse,
+        interleave,
+        work,
+        sizes,
+    ) = loader
+    BY_COPY: gl.constexpr = neg_lse_by_copy(D)
+    place = ring_start()
+    team_place = ring_start()
+    number, after = first_numbers(work, SPLIT)
     early = gl.to_tensor(False)
-    if Done is not None and CARRIED:  # what is told of the first item's queries is there
-        early = is_done(Done, item_at(number, work, CAUSAL, True, CUT)[0], sizes.tiles)
-    while number < end_of(work, CUT):
-        item = item_at(number, work, CAUSAL, True, CUT)
+    if Done is not None and BY_COPY:  # neg_lse of the first item's queries may be there already
+        early = is_done(Done, item_at(number, work, CAUSAL, True, SPLIT)[0], sizes.tiles)
+    while number < end_of(work, SPLIT):
+        item = item_at(number, work, CAUSAL, True, SPLIT)
         for half in range(item[2]):
             flat, block = block_of(item, half, work)
             batch, head = flat // work.heads, flat % work.heads
-            begin, end = _stretch(gl.program_id(0), number, block, work, sizes, CAUSAL, CUT)
-            if not CUT or begin < end:
+            begin, end = _tile_range(gl.program_id(0), number, block, work, sizes, CAUSAL, SPLIT)
+            if not SPLIT or begin < end:
                 key = block * (TEAMS * ROWS)
-                await_room(k_ring, team_place)
-                tell_next(slips, team_place, item, half, after, work, CAUSAL, True, CUT)
-                fill_rows(
+                wait_until_empty(k_ring, team_place)
+                send_next_block(messages, team_place, item, half, after, work, CAUSAL, True, SPLIT)
+                load_team_rows(
                     k_ring, team_place, k_desc, batch, head // work.groups, key, half, D, CAUSAL
                 )  # fmt: skip
                 for i in range(begin, end):
-                    _, full = await_room(q_ring, place)
-                    mbarrier.expect(full, BLOCK * (D * 2 + (4 if CARRIED else 0)))
+                    _, full = wait_until_empty(q_ring, place)
+                    mbarrier.expect(full, BLOCK * (D * 2 + (4 if BY_COPY else 0)))
                     for strip in gl.static_range(D // STRIP):
                         if BINS >= LANES:
-                            outer = batch * dealt.batch + head * dealt.head + i * (BINS // LANES)
-                            at = [outer, 0, 0, 0, head * dealt.inner + strip * STRIP]
+                            outer = (
+                                batch * interleave.batch
+                                + head * interleave.head
+                                + i * (BINS // LANES)
+                            )
+                            at = [outer, 0, 0, 0, head * interleave.inner + strip * STRIP]
                         else:
                             at = [batch, head, i * BLOCK, strip * STRIP]
                         tile = q_ring[0].index(place[0] * (D // STRIP) + strip)
                         tma.async_copy_global_to_shared(q_desc, at, full, tile)
-                    if CARRIED:
+                    if BY_COPY:
                         if not early:
-                            await_launch()
+                            wait_for_previous_launch()
                         at = [flat * sizes.tiles + i, 0]
-                        tma.async_copy_global_to_shared(drop, at, full, drops.index(place[0]))
-                    place = following(place, STAGES)
-                team_place = following(team_place, 2)
+                        tma.async_copy_global_to_shared(
+                            neg_lse, at, full, neg_lse_tiles.index(place[0])
+                        )
+                    place = next_place(place, STAGES)
+                team_place = next_place(team_place, 2)
         early = gl.to_tensor(False)
-        number, after = after, next_number(after, Drawn, work, CUT)
+        number, after = after, next_number(after, Counter, work, SPLIT)
 
 
 @gluon.jit
 def weights_of(
-    s, drop, c, first, masked, BINS: gl.constexpr, HIGH: gl.constexpr, MASK: gl.constexpr
+    s, neg_lse, c, first, masked, BINS: gl.constexpr, HIGH: gl.constexpr, MASK: gl.constexpr
 ):  # fmt: skip
-    """The weights of a tile, or of half of one, whose bins have HIGH queries there; by bins.
+    """The weights of a tile, or of half of one, by bins of HIGH queries.
 
-    Where some are masked, 0 before a key's ``first`` query.
+    ``masked``: weights before a key's ``first`` query are 0.
     """
-    parts = _by_bins(gl.exp2(s * c + drop), BINS)
+    parts = _by_bins(gl.exp2(s * c + neg_lse), BINS)
     if MASK:
         if masked:
-            parts = _causal(parts, first, BINS, HIGH)
+            parts = _mask_causal(parts, first, BINS, HIGH)
     return parts
 
 
 @gluon.jit
 def sums_of(parts, PEAK: gl.constexpr):
-    """Of a tile's weights what each key gets, and the largest: [keys, ., LANES]."""
+    """What each key receives in a tile, and its largest weight: [keys, ., LANES]."""
     sums = gl.sum(gl.sum(parts, 4), 2)
     peaks = sums
     if PEAK:
-        # As integers, whose order is that of numbers from 0 on: of those three are compared at
-        # once, where they come one after the other.
+        # As integers, which order positive floats alike: the hardware compares three at once, where
+        # they are consecutive.
         A: gl.constexpr = parts.shape[1]
         T: gl.constexpr = parts.shape[2]
         row = gl.reshape(gl.permute(parts, (0, 1, 3, 2, 4)), [parts.shape[0], A, LANES, T * PAIR])
@@ -310,8 +333,8 @@ def sums_of(parts, PEAK: gl.constexpr):
 
 
 @gluon.constexpr_function
-def _fours(count, warps):
-    """A number for each of some queries: a lane has four in sixteen, and all rows have the same."""
+def _by_fours_layout(count, warps):
+    """The layout of a number for each query: a lane holds four in sixteen, all rows the same."""
     more = [[bit] for bit in (16, 32, 64) if bit < count]
     return gl.DistributedLinearLayout(
         [[1], [2], *more], [[4], [8], [0], [0], [0]], [[0]] * (warps.bit_length() - 1), [], [count]
@@ -319,30 +342,32 @@ def _fours(count, warps):
 
 
 @gluon.jit
-def carried_with(rows, place, COUNT: gl.constexpr, layout: gl.constexpr):
-    """Numbers that were copied with COUNT queries, one of each, ``by_fours``."""
-    found = rows.index(place[0]).reshape([COUNT]).load(_fours(COUNT, layout.warps_per_cta[0]))
-    found = gl.reshape(found, [COUNT // (LANES * 2 * PAIR), LANES, 2, PAIR])
-    found = gl.reshape(gl.permute(found, (0, 2, 1, 3)), [COUNT])
-    return gl.convert_layout(found, gl.SliceLayout(0, layout))
+def load_by_fours(rows, place, COUNT: gl.constexpr, layout: gl.constexpr):
+    """Load the numbers that were copied with COUNT queries, stored in ``by_fours`` order."""
+    numbers = (
+        rows.index(place[0]).reshape([COUNT]).load(_by_fours_layout(COUNT, layout.warps_per_cta[0]))
+    )
+    numbers = gl.reshape(numbers, [COUNT // (LANES * 2 * PAIR), LANES, 2, PAIR])
+    numbers = gl.reshape(gl.permute(numbers, (0, 2, 1, 3)), [COUNT])
+    return gl.convert_layout(numbers, gl.SliceLayout(0, layout))
 
 
 @gluon.jit
-def _place_of(Kept, program, begins):
+def _partial_pointer(Partials, program, begins):
     """Where a program keeps what keys receive from its part of a block."""
-    return Kept + slot_of(program, begins) * (TEAMS * ROWS)
+    return Partials + partial_slot(program, begins) * (TEAMS * ROWS)
 
 
 @gluon.jit
 def _halves(tile):
-    """The first and the last queries of a tile whose halves have bins of their own."""
+    """Split a tile, whose halves have bins of their own, into its first and last queries."""
     halves = gl.reshape(tile, [tile.shape[0], 2, tile.shape[1] // 2])
     return gl.split(gl.permute(halves, (0, 2, 1)))
 
 
 @gluon.jit
-def _whole(near, far, layout: gl.constexpr):
-    """What the bins of a tile have, of what those of its halves have."""
+def _join_halves(near, far, layout: gl.constexpr):
+    """The sums of a tile's bins, from those of its halves."""
     bins = gl.permute(gl.join(near, far), (0, 3, 1, 2))
     bins = gl.reshape(bins, [near.shape[0], 2 * near.shape[1], near.shape[2]])
     return gl.convert_layout(bins, layout)
@@ -350,242 +375,276 @@ def _whole(near, far, layout: gl.constexpr):
 
 @gluon.jit
 def _sums_on_diagonal(
-    s, drop, c, first, later, layout: gl.constexpr, BINS: gl.constexpr, PEAK: gl.constexpr
+    s, neg_lse, c, first, later, layout: gl.constexpr, BINS: gl.constexpr, PEAK: gl.constexpr
 ):  # fmt: skip
     """``sums_of`` a tile on the diagonal, for its first 64 keys or, if ``later``, its last.
 
-    All of the last queries see the first keys, and none of the first ones the last keys.
+    All of the last queries attend to the first keys, and none of the first ones to the last keys.
     """
     HIGH: gl.constexpr = BLOCK // BINS
-    near, far = _halves(s * c + drop)
-    far = _causal(_by_bins(gl.exp2(far), BINS // 2), first - BLOCK // 2, BINS // 2, HIGH)
+    near, far = _halves(s * c + neg_lse)
+    far = _mask_causal(_by_bins(gl.exp2(far), BINS // 2), first - BLOCK // 2, BINS // 2, HIGH)
     sums, peaks = sums_of(far, PEAK)
     early, early_peaks = gl.full_like(sums, 0.0), gl.full_like(peaks, 0.0)
     if later == 0:
-        parts = _causal(_by_bins(gl.exp2(near), BINS // 2), first, BINS // 2, HIGH)
+        parts = _mask_causal(_by_bins(gl.exp2(near), BINS // 2), first, BINS // 2, HIGH)
         early, early_peaks = sums_of(parts, PEAK)
-    return _whole(early, sums, layout), _whole(early_peaks, peaks, layout)
+    return _join_halves(early, sums, layout), _join_halves(early_peaks, peaks, layout)
 
 
 @gluon.jit
-def _receive_block(
+def _sum_block(
     shared, flat, block, part, begin, end, place, team_place, team,
     D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
     UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     DIAGONAL: gl.constexpr, RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
-    DONE: gl.constexpr, CUT: gl.constexpr,
+    DONE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """What the 64 keys get of the queries in tiles ``begin`` to ``end``; see attend.py."""
-    k_ring, slips_at, q_ring, drops, Received, Kept, Map, MapPeak, _, _, sizes, c, _ = shared
-    CARRIED: gl.constexpr = carried(D)
+    """What 64 keys receive from the queries in the tiles ``begin`` to ``end``."""
+    (
+        k_ring,
+        messages_at,
+        q_ring,
+        neg_lse_tiles,
+        Received,
+        Partials,
+        Map,
+        MapPeak,
+        _,
+        _,
+        sizes,
+        c,
+        _,
+    ) = shared
+    BY_COPY: gl.constexpr = neg_lse_by_copy(D)
     tiles, per_bin, bins = sizes.tiles, sizes.per_bin, sizes.bins
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [HELD // BAND, 1], [16, BLOCK, 16])
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [TEAM_ROWS // BAND, 1], [16, BLOCK, 16]
+    )
     first = block * (TEAMS * ROWS) + part * ROWS
-    key_at = first + gl.arange(0, HELD, gl.SliceLayout(1, layout)) % ROWS - sizes.offset
+    key_at = first + gl.arange(0, TEAM_ROWS, gl.SliceLayout(1, layout)) % ROWS - sizes.offset
     units = sizes.units
-    cell = wide(flat * bins, units) + block * (TEAMS * ROWS // UNIT)
+    cell = multiply_wide(flat * bins, units) + block * (TEAMS * ROWS // UNIT)
     cell += part * (ROWS // UNIT)
-    # Before the tile ``start`` no query sees these keys, and from ``free`` on all do.
+    # Before the tile ``start`` no query attends to these keys, and from ``free`` on all do.
     start, free = begin, 0
     if CAUSAL:
         start = gl.maximum(gl.maximum(first - sizes.offset, 0) // BLOCK, begin)
         start = gl.minimum(start, end - 1)
         free = gl.maximum(first + ROWS - 1 - sizes.offset + BLOCK - 1, 0) // BLOCK
-    begins = begin == _begin(block, sizes, CAUSAL)
+    begins = begin == _first_step(block, sizes, CAUSAL)
     if MAP and DONE and CAUSAL:
         unseen, row = gl.where(begins, 0, begin), start
         if LONG:
             unseen, row = unseen // per_bin, row // per_bin
         for i in range(unseen, row):
-            put_nothing(Map + cell, i * BINS * units, units, HELD, UNIT, BINS)
+            store_zero_bins(Map + cell, i * BINS * units, units, TEAM_ROWS, UNIT, BINS)
             if MAP_PEAK:
-                put_nothing(MapPeak + cell, i * BINS * units, units, HELD, UNIT, BINS)
+                store_zero_bins(MapPeak + cell, i * BINS * units, units, TEAM_ROWS, UNIT, BINS)
     per_query = BINS / BLOCK
     if LONG:
         per_query = BINS / (per_bin * BLOCK)
     cells = Map, MapPeak, units, per_query
-    if not CARRIED:
-        drop_at = drops + (flat * tiles).to(gl.int64) * BLOCK
-        drop_at += gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
-        drop = gl.load(drop_at + start * BLOCK)
-    mine = own_place(team)
-    await_alone(k_ring, team_place)
+    if not BY_COPY:
+        neg_lse_at = neg_lse_tiles + (flat * tiles).to(gl.int64) * BLOCK
+        neg_lse_at += gl.arange(0, BLOCK, gl.SliceLayout(0, layout))
+        neg_lse = gl.load(neg_lse_at + start * BLOCK)
+    mine = team_rows_index(team)
+    wait_until_full_per_warp(k_ring, team_place)
     for _ in range(begin, start):
-        await_alone(q_ring, place)
-        release_alone(q_ring, place)
-        place = following(place, STAGES)
-    # The first tile by itself: where queries and keys end EVEN, no other is masked.
-    await_alone(q_ring, place)
+        wait_until_full_per_warp(q_ring, place)
+        release_per_warp(q_ring, place)
+        place = next_place(place, STAGES)
+    # The first tile alone: where EVEN, no other tile is masked.
+    wait_until_full_per_warp(q_ring, place)
     s = scores(k_ring, team_place, q_ring, place, mine, 2, D)
-    if CARRIED:
-        drop = carried_with(drops, place, BLOCK, layout)
+    if BY_COPY:
+        neg_lse = load_by_fours(neg_lse_tiles, place, BLOCK, layout)
     s = hopper.warpgroup_mma_wait(0, deps=[s])
     HIGH: gl.constexpr = BLOCK // BINS
     here = key_at - start * BLOCK
     of_bins: gl.constexpr = sums_of(_by_bins(s, BINS), False)[0].type.layout
     if DIAGONAL:
         pooled, largest = _sums_on_diagonal(
-            s, drop[None, :], c, here, team % 2, of_bins, BINS, MAP_PEAK
+            s, neg_lse[None, :], c, here, team % 2, of_bins, BINS, MAP_PEAK
         )
     else:
-        parts = weights_of(s, drop[None, :], c, here, True, BINS, HIGH, CAUSAL)
+        parts = weights_of(s, neg_lse[None, :], c, here, True, BINS, HIGH, CAUSAL)
         pooled, largest = sums_of(parts, MAP_PEAK)
     map_row = start // per_bin if LONG else start * BINS
     next_bin = (map_row + 1) * per_bin
     at = cell + map_row * units
-    put_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
+    store_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
     received = gl.sum(pooled, 1)  # [keys, LANES]
     for tile in range(start + 1, end):
-        if not CARRIED:
-            drop = gl.load(drop_at + tile * BLOCK)
-        # Not before the tile is through: what goes with it is read by then. What is loaded after
-        # the wait for the product comes too late.
-        release_alone(q_ring, place)
-        place = following(place, STAGES)
-        await_alone(q_ring, place)
+        if not BY_COPY:
+            neg_lse = gl.load(neg_lse_at + tile * BLOCK)
+        # Only after the tile's use: its numbers are read by then. Loads after the wait for the
+        # product would come too late.
+        release_per_warp(q_ring, place)
+        place = next_place(place, STAGES)
+        wait_until_full_per_warp(q_ring, place)
         s = scores(k_ring, team_place, q_ring, place, mine, 2, D)
-        if CARRIED:
-            drop = carried_with(drops, place, BLOCK, layout)
+        if BY_COPY:
+            neg_lse = load_by_fours(neg_lse_tiles, place, BLOCK, layout)
         s = hopper.warpgroup_mma_wait(0, deps=[s])
         parts = weights_of(
-            s, drop[None, :], c, key_at - tile * BLOCK, tile < free, BINS, HIGH,
+            s, neg_lse[None, :], c, key_at - tile * BLOCK, tile < free, BINS, HIGH,
             CAUSAL and not EVEN,
         )  # fmt: skip
         sums, peaks = sums_of(parts, MAP_PEAK)
-        if LONG:  # a bin has several tiles: written after each, faster than a branch at its end
-            pooled, largest, next_bin, at = longer(
+        if LONG:  # a bin has several tiles: storing after each is faster than a branch at its end
+            pooled, largest, next_bin, at = accumulate_bins(
                 pooled, largest, sums, peaks, tile, next_bin, at, per_bin, units
             )
         else:
             pooled, largest, at = sums, peaks, cell + tile * BINS * units
-        put_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
+        store_bins(pooled, largest, cells, at, UNIT, BINS, MAP, MAP_PEAK, DONE)
         received += gl.sum(sums, 1)
-    release_alone(q_ring, place)
-    told = told_alone(slips_at, team_place)
-    release_alone(k_ring, team_place)
+    release_per_warp(q_ring, place)
+    message = receive_next_block_per_warp(messages_at, team_place)
+    release_per_warp(k_ring, team_place)
     if RECEIVED:
         received = gl.sum(received, 1)
-        at = first + gl.arange(0, HELD, received.type.layout) % ROWS
-        if not CUT or (begins & (end == tiles)):
-            gl.store(Received + wide(flat, sizes.keys) + at, received, mask=at < sizes.keys)
+        at = first + gl.arange(0, TEAM_ROWS, received.type.layout) % ROWS
+        if not SPLIT or (begins & (end == tiles)):
+            gl.store(
+                Received + multiply_wide(flat, sizes.keys) + at, received, mask=at < sizes.keys
+            )
         else:
-            kept = _place_of(Kept, gl.program_id(0), begins)
+            kept = _partial_pointer(Partials, gl.program_id(0), begins)
             gl.store(kept + (at - block * (TEAMS * ROWS)), received)
-    return following(place, STAGES), told
+    return next_place(place, STAGES), message
 
 
 @gluon.jit
-def _receive(
+def _sum_columns(
     shared,
     D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr,
     UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     DIAGONAL: gl.constexpr, RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
-    DONE: gl.constexpr, CUT: gl.constexpr,
+    DONE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
     """All teams: the 64 keys of each in every block of keys, and all queries."""
-    Done, work, sizes, _c, told = shared[8:]
+    Done, work, sizes, _c, message = shared[8:]
     team = team_of_thread()
-    place = first_place()
-    team_place = first_place()
-    number, _ = first_numbers(work, CUT)
-    CARRIED: gl.constexpr = carried(D)
+    place = ring_start()
+    team_place = ring_start()
+    number, _ = first_numbers(work, SPLIT)
+    BY_COPY: gl.constexpr = neg_lse_by_copy(D)
     if Done is None:
-        await_launch()
-    elif not CARRIED:  # else the loader waits for what is told of queries
-        if not is_done(Done, told[0], sizes.tiles):
-            await_launch()
-    while told[0] >= 0:
-        flat, block, half = block_told(told)
-        part = part_of(half, team, CAUSAL)
-        begin, end = _stretch(gl.program_id(0), number, block, work, sizes, CAUSAL, CUT)
-        if not CUT or begin < end:
-            place, told = _receive_block(
+        wait_for_previous_launch()
+    elif not BY_COPY:  # otherwise the loading warp waits for neg_lse
+        if not is_done(Done, message[0], sizes.tiles):
+            wait_for_previous_launch()
+    while message[0] >= 0:
+        flat, block, half = unpack_message(message)
+        part = team_part(half, team, CAUSAL)
+        begin, end = _tile_range(gl.program_id(0), number, block, work, sizes, CAUSAL, SPLIT)
+        if not SPLIT or begin < end:
+            place, message = _sum_block(
                 shared, flat, block, part, begin, end, place, team_place, team, D, STAGES,
-                BINS, UNIT, LONG, CAUSAL, EVEN, DIAGONAL, RECEIVED, MAP, MAP_PEAK, DONE, CUT,
+                BINS, UNIT, LONG, CAUSAL, EVEN, DIAGONAL, RECEIVED, MAP, MAP_PEAK, DONE, SPLIT,
             )  # fmt: skip
-            team_place = following(team_place, 2)
-        if Done is not None and not CARRIED:  # only the first block may be early
-            await_launch()
+            team_place = next_place(team_place, 2)
+        if Done is not None and not BY_COPY:  # only the first block may be early
+            wait_for_previous_launch()
         number += 1
-        if CUT:  # the next one, if any; of some nothing is loaded, and so no word is left
-            told = told_of(number, work, CAUSAL, True, CUT)
+        if SPLIT:  # the next item; blocks of which nothing is loaded have no message
+            message = message_of(number, work, CAUSAL, True, SPLIT)
 
 
-@gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *Sizes._fields])
 def columns(
-    q_desc, k_desc, drop, dealt, Received, Kept, Map, MapPeak, Drawn,
-    Done, items, blocks, heads, groups, programs, singly, length, share,
+    q_desc, k_desc, neg_lse, interleave, Received, Partials, Map, MapPeak, Counter,
+    Done, items, blocks, heads, groups, programs, single_items, steps, share,
     keys, offset, tiles, per_bin, bins, together, units, c,
     D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, UNIT: gl.constexpr,
     LONG: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr, DIAGONAL: gl.constexpr,
     RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
-    CUT: gl.constexpr,
+    SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Sums over queries; see columns.py.
+    """Sums over queries; the formulas are in triton/columns.py.
 
-    ``drop`` is the log-sum-exp, base 2 and with a minus, in the order in which a tile holds its
-    queries, and -inf to the end of the last tile: a query that is not there gives nothing. Where
-    it is ``carried`` it is described for the copy engine, else a pointer.
-    Of items that are CUT, programs leave in ``Kept`` what they have of a block, for ``add``.
+    ``neg_lse`` is -lse to base 2 in the order in which a tile holds its queries, -inf in empty
+    places at the end, whose weights are then 0. It is a descriptor if ``neg_lse_by_copy``, else a
+    pointer. SPLIT: programs store their parts of split items in ``Partials``, for ``add``.
     DIAGONAL: each block's first tile is on the diagonal of a causal mask, and the halves of a tile
-    have bins of their own. (Blocks beyond the last key have another; what they give is not read.)
-    Maps are sums over UNIT keys; DONE: these are cells, averages, and 0 where no query sees a key.
+    have bins of their own. (Blocks beyond the last key begin elsewhere; their sums are not read.)
+    Maps are sums over UNIT keys; DONE: these are cells: averages, and 0 where no query attends to a
+    key.
     """
-    work = Work(items, blocks, heads, groups, programs, singly, length, share)
+    work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together, units)
     STRIPS: gl.constexpr = D // STRIP
-    CARRIED: gl.constexpr = carried(D)
+    BY_COPY: gl.constexpr = neg_lse_by_copy(D)
     BEFORE: gl.constexpr = (2 * TEAMS * ROWS + STAGES * BLOCK) * D * 2  # bytes of both rings
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     room = gl.allocate_shared_memory(gl.int32, [LINES, 32], plain)
-    begin = room_after(BEFORE + (STAGES * BLOCK * 4 if CARRIED else 0))
-    k_ring = ring_in(room, begin, k_desc, 2 * STRIPS * TEAMS, 2, OWN)
+    begin = room_after(BEFORE + (STAGES * BLOCK * 4 if BY_COPY else 0))
+    k_ring = ring_in(room, begin, k_desc, 2 * STRIPS * TEAMS, 2, OWN_ROWS)
     q_ring = ring_in(room, begin, q_desc, STAGES * STRIPS, STAGES, TILES)
-    slips, slips_at = slips_in(room, begin)
-    drops = drop
-    if CARRIED:
-        drops = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK], drop.layout)
-    fail_unless(is_there(room, begin))
+    messages, messages_at = messages_in(room, begin)
+    neg_lse_tiles = neg_lse
+    if BY_COPY:
+        neg_lse_tiles = gl.allocate_shared_memory(gl.float32, [STAGES, 1, BLOCK], neg_lse.layout)
+    fail_launch_unless(room_begins_at(room, begin))
     hopper.fence_async_shared()
-    told = first_told(work, CAUSAL, True, CUT)
+    message = first_message(work, CAUSAL, True, SPLIT)
     shared = (
-        k_ring, slips_at, q_ring, drops, Received, Kept, Map, MapPeak, Done, work, sizes, c, told,
+        k_ring, messages_at, q_ring, neg_lse_tiles, Received, Partials, Map, MapPeak, Done, work,
+        sizes, c, message,
     )  # fmt: skip
-    loader = k_ring, slips, Drawn, Done, q_ring, drops, k_desc, q_desc, drop, dealt, work, sizes
+    loader = (
+        k_ring,
+        messages,
+        Counter,
+        Done,
+        q_ring,
+        neg_lse_tiles,
+        k_desc,
+        q_desc,
+        neg_lse,
+        interleave,
+        work,
+        sizes,
+    )
     gl.warp_specialize(
         [
-            (_receive, (
+            (_sum_columns, (
                 shared, D, STAGES, BINS, UNIT, LONG, CAUSAL, EVEN, DIAGONAL, RECEIVED, MAP,
-                MAP_PEAK, DONE, CUT,
+                MAP_PEAK, DONE, SPLIT,
             )),
-            (_load_columns, (loader, D, STAGES, BINS, CAUSAL, CUT)),
+            (_load_columns, (loader, D, STAGES, BINS, CAUSAL, SPLIT)),
         ],
         [1], [24],
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=[*CHANGING, *Sizes._fields])
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, *Sizes._fields])
 def add(
-    Received, Kept,
-    items, blocks, heads, groups, programs, singly, length, share,
+    Received, Partials,
+    items, blocks, heads, groups, programs, single_items, steps, share,
     keys, offset, tiles, per_bin, bins, together, units,
 ):  # fmt: skip
-    """What the keys of a block receive in all, where programs of ``columns`` have shared it."""
-    work = Work(items, blocks, heads, groups, programs, singly, length, share)
+    """Add what the programs of ``columns`` that share a block stored for its keys."""
+    work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together, units)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     number = gl.program_id(0)
-    flat, block, _ = item_at(first_cut(work) + number, work, False, True, True)
-    start = number * work.length
+    flat, block, _ = item_at(first_split_item(work) + number, work, False, True, True)
+    start = number * work.steps
     at = gl.arange(0, TEAMS * ROWS, layout)
     received = gl.zeros([TEAMS * ROWS], gl.float32, layout)
     parts = 0
-    for program in range(start // work.share, (start + work.length - 1) // work.share + 1):
-        begin, end = _stretch(program, first_cut(work) + number, block, work, sizes, False, True)
+    for program in range(start // work.share, (start + work.steps - 1) // work.share + 1):
+        begin, end = _tile_range(
+            program, first_split_item(work) + number, block, work, sizes, False, True
+        )
         if (begin < end) & (end - begin < sizes.tiles):
-            received += gl.load(_place_of(Kept, program, begin == 0) + at)
+            received += gl.load(_partial_pointer(Partials, program, begin == 0) + at)
             parts += 1
     if parts > 0:
         key = block * (TEAMS * ROWS) + at
-        place = wide(flat, sizes.keys) + key
+        place = multiply_wide(flat, sizes.keys) + key
         gl.store(Received + place, received, mask=key < sizes.keys)

@@ -1,9 +1,16 @@
 # mypy: ignore-errors
 # ruff: noqa: E741
-"""The forward pass; see forward.py for its sums.
+"""The forward pass for Hopper: output, lse and fields of each query; its sums are those of
+triton/forward.py.
 
-Two groups of warps have 64 queries each. While a group makes the weights of a tile, the next tile's
-scores and the last one's values are multiplied.
+Two warpgroups have 64 queries each. While a group computes the weights of a tile, the tensor cores
+multiply the scores of the next tile and the values of the last one.
+
+In: query, key, value [batch, heads, length, D], D 64 or 128. Out: output, lse, the wanted fields
+and, for later passes, ``Threshold`` and ``NegLse``. Weights of masked pairs are exactly 0, and
+every query attends to some key. Called by ``launch.forward``.
+
+Test: ``pytest tests/kernels/test_hopper.py -k forward_is_the_definition``.
 """
 
 from triton.experimental import gluon
@@ -11,84 +18,86 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from regard.kernels import sizes
 from regard.kernels.hopper.pipeline import (
     BAND,
     BLOCK,
-    CHANGING,
     LANES,
     LN2,
     LOWEST,
+    NOT_SPECIALIZED,
     NOTHING,
     PAIR,
     ROWS,
-    along,
-    await_launch,
-    await_room,
-    await_tile,
+    allocate_messages,
+    axis_layout,
     block_of,
-    block_told,
     by_fours,
     by_lanes,
-    carried,
+    count_done_block,
     end_of,
-    first_cut,
+    first_message,
     first_numbers,
-    first_place,
-    first_told,
-    following,
-    here_to_stay,
-    in_two,
+    first_split_item,
     item_at,
-    may_see,
+    key_offsets,
+    may_attend,
+    multiply_wide,
+    neg_lse_by_copy,
     next_number,
-    next_told,
-    places_in,
+    next_place,
+    partial_slot,
+    receive_next_block,
     release,
     ring_of,
-    slips_of,
-    slot_of,
-    tell_done,
-    tell_next,
-    wide,
-    within_cut,
+    ring_start,
+    scheduling_barrier,
+    send_next_block,
+    split_lane_halves,
+    steps_within,
+    unpack_message,
+    wait_for_previous_launch,
+    wait_until_empty,
+    wait_until_full,
 )
 from regard.kernels.hopper.sorting import eighth_highest
 from regard.kernels.plan import Work
 
-GROUPS = gl.constexpr(2)  # of warps that attend: ROWS queries each, BLOCK together
-SETS = gl.constexpr(8)  # of a lane's scores, of each of which the highest is known for the bar
-JOINED = gl.constexpr(8)  # programs that can share a block
-SLACK = gl.constexpr(8.0)  # by which a score may be above what weights are relative to, base 2
+GROUPS = gl.constexpr(2)  # warpgroups that attend: ROWS queries each, BLOCK together
+SETS = gl.constexpr(sizes.SETS)  # of a lane's scores; the maximum of each is kept
+JOINED = gl.constexpr(sizes.JOINED)  # programs that can share a block
+# By which a score may exceed the one that weights are relative to, base 2.
+SLACK = gl.constexpr(8.0)
 
 
 @gluon.jit
-def _by_height(s, SETS: gl.constexpr):
-    """The highest of each of some sets of a lane's scores: neighbours are in different ones."""
+def _set_maxima(s, SETS: gl.constexpr):
+    """The highest score of each of a lane's sets; neighbours are in different sets."""
     return gl.max(gl.reshape(s, [ROWS, LANES, s.shape[2] // SETS, SETS]), 2)
 
 
 @gluon.jit
 def _tiles(block, keys, offset, CAUSAL: gl.constexpr):
-    """How many tiles of keys a block of queries has."""
+    """The number of tiles of keys that a block of queries attends to."""
     if CAUSAL:
         keys = gl.minimum(keys, (block + 1) * BLOCK + offset)
     return (keys + BLOCK - 1) // BLOCK
 
 
 @gluon.jit
-def _steps(number, block, work, keys, offset, CAUSAL: gl.constexpr, CUT: gl.constexpr):
-    """From which tile to which a program has a block, and how many the block has."""
+def _steps(number, block, work, keys, offset, CAUSAL: gl.constexpr, SPLIT: gl.constexpr):
+    """The range of tiles that a program takes of a block, and the number of its tiles."""
     stop = _tiles(block, keys, offset, CAUSAL)
     first, last = 0, stop
-    if CUT:
-        first, last = within_cut(gl.program_id(0), number - first_cut(work), work)
+    if SPLIT:
+        first, last = steps_within(gl.program_id(0), number - first_split_item(work), work)
     return first, last, stop
 
 
 @gluon.jit
-def _tile_at(i, stop, row, offset, AROUND: gl.constexpr):
-    """The first key of the i-th tile: from the last one down, or from the diagonal up."""
-    if AROUND:
+def _tile_at(i, stop, row, offset, FROM_DIAGONAL: gl.constexpr):
+    """The first key of the i-th tile: from the last tile down, or from the diagonal up."""
+    if FROM_DIAGONAL:
         tile = (row + offset) // BLOCK + i
         return gl.where(tile < stop, tile, tile - stop) * BLOCK
     return (stop - 1 - i) * BLOCK
@@ -96,8 +105,8 @@ def _tile_at(i, stop, row, offset, AROUND: gl.constexpr):
 
 @gluon.jit
 def _load_pair(ring, values, place, k_desc, v_desc, k_at, v_at, D: gl.constexpr):
-    """Have a tile of keys and one of values loaded once their place is free."""
-    keys, full = await_room(ring, place)
+    """Load a tile of keys and one of values, once their place is empty."""
+    keys, full = wait_until_empty(ring, place)
     mbarrier.expect(full, 2 * BLOCK * D * 2)
     tma.async_copy_global_to_shared(k_desc, [k_at[0], k_at[1], k_at[2], 0], full, keys)
     values = values.index(place[0])
@@ -106,65 +115,65 @@ def _load_pair(ring, values, place, k_desc, v_desc, k_at, v_at, D: gl.constexpr)
 
 @gluon.jit
 def _load(
-    loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, AROUND: gl.constexpr,
-    CUT: gl.constexpr,
+    loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
+    FROM_DIAGONAL: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Load keys, and next to them the values of the tile before, which are needed with them.
+    """The loading warp: keys, and next to them the values of the tile before.
 
-    The first values are nobody's, and so are the last keys.
+    Those are needed at the same time. The first values and the last keys are not used.
     """
-    q_ring, slips, counts, ring, values, q_desc, k_desc, v_desc, work, keys, offset = loader
-    Drawn, Done, begin, end = counts
-    place = first_place()
-    q_place = first_place()
+    q_ring, messages, counts, ring, values, q_desc, k_desc, v_desc, work, keys, offset = loader
+    Counter, Done, begin, end = counts
+    place = ring_start()
+    q_place = ring_start()
     before = gl.to_tensor(0), gl.to_tensor(0), gl.to_tensor(0)
     third, second, latest = gl.to_tensor(-1), gl.to_tensor(-1), gl.to_tensor(-1)
     tiles = 0
-    number, after = first_numbers(work, CUT)
-    while number < end_of(work, CUT):
-        item = item_at(number, work, CAUSAL, False, CUT)
+    number, after = first_numbers(work, SPLIT)
+    while number < end_of(work, SPLIT):
+        item = item_at(number, work, CAUSAL, False, SPLIT)
         for half in range(item[2]):
             flat, block = block_of(item, half, work)
             batch, head = flat // work.heads, flat % work.heads
             row = block * BLOCK
-            first, last, stop = _steps(number, block, work, keys, offset, CAUSAL, CUT)
-            rows, full = await_room(q_ring, q_place)
-            tell_next(slips, q_place, item, half, after, work, CAUSAL, False, CUT)
+            first, last, stop = _steps(number, block, work, keys, offset, CAUSAL, SPLIT)
+            rows, full = wait_until_empty(q_ring, q_place)
+            send_next_block(messages, q_place, item, half, after, work, CAUSAL, False, SPLIT)
             mbarrier.expect(full, BLOCK * D * 2)
             tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], full, rows)
-            q_place = following(q_place, 2)
-            if Done is not None:  # there was room, so all of the third block before this is told
-                tell_done(Done, third, begin, end)
+            q_place = next_place(q_place, 2)
+            if Done is not None:  # the place was empty, so the third block before this is stored
+                count_done_block(Done, third, begin, end)
                 third, second, latest = second, latest, flat
             for i in range(first, last):
-                at = batch, head // work.groups, _tile_at(i, stop, row, offset, AROUND)
+                at = batch, head // work.groups, _tile_at(i, stop, row, offset, FROM_DIAGONAL)
                 _load_pair(ring, values, place, k_desc, v_desc, at, before, D)
-                place = following(place, STAGES)
+                place = next_place(place, STAGES)
                 before = at
                 tiles += 1
-        number, after = after, next_number(after, Drawn, work, CUT)
+        number, after = after, next_number(after, Counter, work, SPLIT)
     if tiles > 0:
         _load_pair(ring, values, place, k_desc, v_desc, before, before, D)
 
 
 @gluon.jit
-def _by_keys(parts):
-    """As it was before ``by_lanes``."""
+def _from_lanes(parts):
+    """The inverse of ``by_lanes``."""
     N: gl.constexpr = parts.shape[2]
     tile = gl.reshape(parts, [ROWS, LANES, N // PAIR, PAIR])
     return gl.reshape(gl.permute(tile, (0, 2, 1, 3)), [ROWS, LANES * N])
 
 
 @gluon.constexpr_function
-def _parts(D, CAUSAL, DISTANCE, BAR):
-    """How many parts a tile's sums have: of weights, for entropy and distance. By measurement."""
+def _summands(D, CAUSAL, DISTANCE, THRESHOLD):
+    """How many partial sums a tile has for weights, entropy and distance; measured."""
     if D == 128:
-        if BAR:
+        if THRESHOLD:
             return (2, 1, 2) if CAUSAL else (4, 4, 1)
         if DISTANCE:
             return (4, 2, 1)
         return (2, 4, 1) if CAUSAL else (2, 1, 1)
-    if BAR:
+    if THRESHOLD:
         return (2, 1, 1) if CAUSAL else (2, 1, 2)
     if DISTANCE:
         return (1, 2, 2) if CAUSAL else (1, 2, 1)
@@ -172,34 +181,34 @@ def _parts(D, CAUSAL, DISTANCE, BAR):
 
 
 @gluon.jit
-def _sum(x, PARTS: gl.constexpr, of_lanes: gl.constexpr):
-    """A lane's sum: of as many sums, so that fewer additions wait for each other."""
-    if PARTS == 1:
-        found = gl.sum(x, 2)
+def _sum(x, SUMMANDS: gl.constexpr, of_lanes: gl.constexpr):
+    """A lane's sum, as several partial sums: so fewer additions wait for each other."""
+    if SUMMANDS == 1:
+        sums = gl.sum(x, 2)
     else:
-        found = gl.sum(gl.sum(gl.reshape(x, [ROWS, LANES, PARTS, x.shape[2] // PARTS]), 3), 2)
-    return gl.convert_layout(found, of_lanes)
+        sums = gl.sum(gl.sum(gl.reshape(x, [ROWS, LANES, SUMMANDS, x.shape[2] // SUMMANDS]), 3), 2)
+    return gl.convert_layout(sums, of_lanes)
 
 
 @gluon.jit
-def _in_front(p, s):
-    """Weights of the first keys, and none for the others, as ``s`` are."""
+def _followed_by_zeros(p, s):
+    """The weights of the first keys, followed by zeros, in the shape of ``s``."""
     halves = gl.permute(gl.join(p, gl.full_like(p, 0.0)), (0, 1, 3, 2))
     return gl.convert_layout(gl.reshape(halves, s.shape), s.type.layout)
 
 
 @gluon.constexpr_function
-def _lazily(D):
-    """Whether the output so far is made smaller only when it must be.
+def _rescales_lazily(D):
+    """Whether the output so far is rescaled only where the maximum has risen much.
 
-    At 64 its 32 multiplications take no time, but a branch around them does.
+    At a width of 64 its 32 multiplications are free, but a branch around them is not.
     """
     return D == 128
 
 
 @gluon.constexpr_function
-def _where_told(count):
-    """PTX: so many numbers times as many factors, if a flag is set: a warp has the same one."""
+def _multiply_if_ptx(count):
+    """PTX: multiply ``count`` numbers by as many factors if a flag is set for the warp."""
     lines = [f"setp.ne.u32 p, ${3 * count}, 0;"]
     lines += [f"mov.f32 ${i}, ${count + i};" for i in range(count)]
     lines += ["@!p bra DONE;"]
@@ -208,69 +217,72 @@ def _where_told(count):
 
 
 @gluon.constexpr_function
-def _operands(count):
-    """The registers of that: results, numbers, factors, and flags."""
+def _multiply_if_constraints(count):
+    """The constraints of that PTX: results, numbers, factors and flags."""
     return ",".join(["=f"] * count + ["f"] * (2 * count) + ["r"] * count)
 
 
 @gluon.jit
-def _shrunk(o, shrink, LAZY: gl.constexpr):
-    """The output so far, relative to another score. LAZY: untouched where a warp has only ones."""
+def _rescaled(o, rescale, LAZY: gl.constexpr):
+    """The output so far, relative to the new maximum.
+
+    LAZY: it is left unchanged where all factors of a warp are 1.
+    """
     of_rows: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     if LAZY:
-        N: gl.constexpr = o.shape[1] // 2  # of a thread, which has two rows
+        N: gl.constexpr = o.shape[1] // 2  # numbers of a thread, which holds two rows
         some = gl.inline_asm_elementwise(
             "{ .reg .pred p; setp.neu.f32 p, $2, 0f3F800000; setp.neu.or.f32 p, $3, 0f3F800000, p; "
             "vote.sync.any.pred p, p, 0xffffffff; selp.u32 $0, 1, 0, p; selp.u32 $1, 1, 0, p; }",
-            "=r,=r,f,f", [shrink], gl.int32, is_pure=True, pack=2,
+            "=r,=r,f,f", [rescale], gl.int32, is_pure=True, pack=2,
         )  # fmt: skip
-        by, some = gl.convert_layout(shrink, of_rows), gl.convert_layout(some, of_rows)
-        found = gl.inline_asm_elementwise(
-            _where_told(N), _operands(N), [o, by[:, None], some[:, None]], gl.float32,
-            is_pure=True, pack=N,
+        by, some = gl.convert_layout(rescale, of_rows), gl.convert_layout(some, of_rows)
+        rescaled = gl.inline_asm_elementwise(
+            _multiply_if_ptx(N), _multiply_if_constraints(N), [o, by[:, None], some[:, None]],
+            gl.float32, is_pure=True, pack=N,
         )  # fmt: skip
     else:
-        found = o * gl.convert_layout(shrink, of_rows)[:, None]
-    return found
+        rescaled = o * gl.convert_layout(rescale, of_rows)[:, None]
+    return rescaled
 
 
 @gluon.jit
-def _weigh(
+def _weigh_tile(
     s, l, m, top, e, t, h, c, query_at, key, keys,
     D: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, SEEN: gl.constexpr,
-    FREE: gl.constexpr, ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, BAR: gl.constexpr,
+    FREE: gl.constexpr, ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, THRESHOLD: gl.constexpr,
 ):  # fmt: skip
-    """The weights of a tile, and the running sums with them; see forward.py.
+    """The weights of a tile, and the running sums with them; see triton/forward.py.
 
-    MASKED: some pair may be, though not of the first SEEN keys; FREE: none is, and all keys lie on
-    one side of all queries. ``s`` may have fewer keys than a tile. ``top`` is the highest score of
-    tiles that are not masked, where that may be above ``m``.
+    MASKED: some pairs may be masked, but none of the first SEEN keys. FREE: none is, and all keys
+    lie on one side of all queries. ``s`` may have fewer keys than a tile. ``top`` is the highest
+    score of unmasked tiles, where that may be above ``m``.
     """
-    PARTS: gl.constexpr = _parts(D, CAUSAL, DISTANCE, BAR)
-    LAZY: gl.constexpr = _lazily(D)
-    of_rows: gl.constexpr = along(s.type.layout, 3, 0)
-    known, lane = places_in(s)
+    SUMMANDS: gl.constexpr = _summands(D, CAUSAL, DISTANCE, THRESHOLD)
+    LAZY: gl.constexpr = _rescales_lazily(D)
+    of_rows: gl.constexpr = axis_layout(s.type.layout, 3, 0)
+    fixed, lane = key_offsets(s)
     if MASKED:
-        seen = may_see(s, gl.convert_layout(query_at, of_rows), key, keys, CAUSAL)
+        seen = may_attend(s, gl.convert_layout(query_at, of_rows), key, keys, CAUSAL)
         if SEEN > 0:
-            seen = seen | (known < SEEN)
+            seen = seen | (fixed < SEEN)
         s = gl.where(seen, s * c, NOTHING)
-        if BAR:  # which may be a little lower, and c is not negative
-            high = _by_height(s, h.shape[2])
+        if THRESHOLD:  # the maxima may be slightly too low here; c is not negative
+            high = _set_maxima(s, h.shape[2])
             h = gl.maximum(h, gl.convert_layout(high, h.type.layout) * _inverse(c))
             highest = gl.max(gl.max(high, 2), 1)
         else:
             highest = gl.max(gl.max(s, 2), 1)
         highest = gl.convert_layout(highest, m.type.layout)
     else:
-        high = _by_height(s, h.shape[2])
-        if BAR:
+        high = _set_maxima(s, h.shape[2])
+        if THRESHOLD:
             h = gl.maximum(h, high)
         highest = gl.convert_layout(gl.max(gl.max(high, 2), 1), m.type.layout)
         if LAZY:
             top = gl.maximum(top, highest)
         highest = highest * c
-    if LAZY and not MASKED:  # relative to what they were, unless one is much higher
+    if LAZY and not MASKED:  # keep the reference score, unless a score is much higher
         higher = gl.where(highest > m + SLACK, highest, m)
     else:
         higher = gl.maximum(m, highest)
@@ -279,41 +291,41 @@ def _weigh(
     else:
         x = s * c - higher[:, None, None]
     p = gl.exp2(x)
-    shrink = gl.exp2(m - higher)
-    smaller = shrink[:, None]
-    # The sums are a lane's own until all tiles are through.
+    rescale = gl.exp2(m - higher)
+    smaller = rescale[:, None]
+    # Each lane keeps its own sums until all tiles are done.
     of_lanes: gl.constexpr = l.type.layout
-    whole = _sum(p, PARTS[0], of_lanes)
+    whole = _sum(p, SUMMANDS[0], of_lanes)
     if ENTROPY:
-        e = (e + (m - higher)[:, None] * l) * smaller + _sum(p * x, PARTS[1], of_lanes)
+        e = (e + (m - higher)[:, None] * l) * smaller + _sum(p * x, SUMMANDS[1], of_lanes)
     if DISTANCE:
         if FREE or CAUSAL:  # all keys with a weight lie on one side
-            inside = _sum(p * known.to(gl.float32), PARTS[2], of_lanes)
-            mine = gl.arange(0, LANES, gl.SliceLayout(0, of_lanes)) * PAIR
-            away = (query_at - key)[:, None] - mine[None, :]
+            inside = _sum(p * fixed.to(gl.float32), SUMMANDS[2], of_lanes)
+            own = gl.arange(0, LANES, gl.SliceLayout(0, of_lanes)) * PAIR
+            away = (query_at - key)[:, None] - own[None, :]
             t = t * smaller + gl.abs(away.to(gl.float32) * whole - inside)
         else:
             ahead = query_at[:, None, None] - key - lane
-            apart = gl.abs(ahead.to(gl.float32) - known.to(gl.float32))
+            apart = gl.abs(ahead.to(gl.float32) - fixed.to(gl.float32))
             t = t * smaller + gl.sum(p * apart, 2)
     l = l * smaller + whole
-    return p, l, higher, top, e, t, h, shrink
+    return p, l, higher, top, e, t, h, rescale
 
 
 @gluon.jit
-def _bar(h, near, WARPS: gl.constexpr = 4):
-    """Of the highest of each set hardly less than the eighth: as many scores reach it.
+def _top_threshold(h, near, WARPS: gl.constexpr = 4):
+    """A score slightly below the eighth highest of the sets' maxima, which eight scores reach.
 
-    A little lower, should products differ in their last bit. NaN where it is infinite.
+    It is lower in case products differ in their last bit; NaN where it is infinite.
     """
-    bar = eighth_highest(h, near, WARPS)
-    lower = bar - gl.abs(bar) * 1e-6
+    threshold = eighth_highest(h, near, WARPS)
+    lower = threshold - gl.abs(threshold) * 1e-6
     return gl.where(lower < LOWEST, LOWEST, lower)
 
 
 @gluon.jit
 def _inverse(x):
-    """1 / x of an x that is far from 0 and infinity: one instruction, a division has eight."""
+    """1 / x for an x far from 0 and infinity: one instruction, where a division has eight."""
     return gl.inline_asm_elementwise(
         "{ rcp.approx.ftz.f32 $0, $1; }", "=f,f", [x], gl.float32, is_pure=True, pack=1
     )
@@ -321,55 +333,56 @@ def _inverse(x):
 
 @gluon.jit
 def _log2(x):
-    """Of an x that is 1 or more: off by 2e-7 up to 2, then by its last bit or two."""
+    """log2 of an x from 1 on: off by 2e-7 up to 2, then by one or two units in the last place."""
     return gl.inline_asm_elementwise(
         "{ lg2.approx.ftz.f32 $0, $1; }", "=f,f", [x], gl.float32, is_pure=True, pack=1
     )
 
 
 @gluon.jit
-def _tell(
-    l, m, above, e, t, bar, seen, flat, block, part, queries, bits,
+def _store_rows(
+    l, m, above, e, t, threshold, seen, flat, block, part, queries, bits,
     D: gl.constexpr, ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr,
-    DISTANCE: gl.constexpr, BAR: gl.constexpr, DROP: gl.constexpr,
+    DISTANCE: gl.constexpr, THRESHOLD: gl.constexpr, NEG_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Write what is known of 64 rows, one part of a block, when all tiles are through.
+    """Store the fields of 64 rows, one part of a block, after all tiles.
 
-    ``above``: by how much the highest score is above what weights are relative to; 0 if not lazy.
+    ``above``: how far the highest score is above what weights are relative to; 0 unless lazy.
     """
-    Lse, Entropy, Peak, Highest, Distance, Bar, Drop = seen
+    Lse, Entropy, Peak, Highest, Distance, Threshold, NegLse = seen
     here = part * ROWS + gl.arange(0, ROWS, m.type.layout)
     inside = here < queries - block * BLOCK
-    at = wide(flat, queries) + block * BLOCK + here
-    # Every query attends to something here, so l is at least 1.
+    at = multiply_wide(flat, queries) + block * BLOCK + here
+    # Every query attends to some key here, so l is at least 1.
     inverse = _inverse(l)
     length = _log2(l)
     gl.store(Lse + at, (m + length) * LN2, mask=inside)
     if ENTROPY:
         gl.store(Entropy + at, (length - e * inverse) * LN2, mask=inside)
     if PEAK:
-        peak = inverse * gl.exp2(above) if _lazily(D) else inverse
+        peak = inverse * gl.exp2(above) if _rescales_lazily(D) else inverse
         gl.store(Peak + at, peak, mask=inside)
     if DISTANCE:
         gl.store(Distance + at, t * inverse, mask=inside)
-    if BAR:
-        of_rows: gl.constexpr = gl.SliceLayout(1, bar.type.layout)
-        lane = gl.arange(0, LANES, gl.SliceLayout(0, bar.type.layout))[None, :]
+    if THRESHOLD:
+        of_rows: gl.constexpr = gl.SliceLayout(1, threshold.type.layout)
+        lane = gl.arange(0, LANES, gl.SliceLayout(0, threshold.type.layout))[None, :]
         its_at = gl.convert_layout(at, of_rows)[:, None] + lane
         mask = gl.convert_layout(inside, of_rows)[:, None] & (lane == 0)
-        gl.store(Bar + its_at, bar, mask=mask)
+        gl.store(Threshold + its_at, threshold, mask=mask)
     block_at = flat * ((queries + BLOCK - 1) // BLOCK) + block
-    if DROP:  # in the order in which a tile of the second pass holds its queries
-        in_bin = here & (1 << bits) - 1  # of which its lane has a pair in every eight places
+    if NEG_LSE:  # in the order in which a tile of the columns pass holds its queries
+        # The lane of this bin holds a pair of it in every eight places.
+        in_bin = here & (1 << bits) - 1
         place = (here >> bits + 2 << bits + 2) + in_bin // PAIR * (LANES * PAIR)
         place += (here >> bits & LANES - 1) * PAIR + here % PAIR
-        if carried(D):
+        if neg_lse_by_copy(D):
             place = by_fours(place)
-        drop = gl.where(inside, 0.0 - (m + length), float("-inf"))
-        gl.store(Drop + block_at.to(gl.int64) * BLOCK + place, drop)
-    if HIGHEST:  # of a warp's rows: others would have to be waited for
+        neg_lse = gl.where(inside, 0.0 - (m + length), float("-inf"))
+        gl.store(NegLse + block_at.to(gl.int64) * BLOCK + place, neg_lse)
+    if HIGHEST:  # per warp: a maximum over more rows would need a barrier
         BANDS: gl.constexpr = ROWS // BAND
-        highest = (m + above if _lazily(D) else m) * LN2
+        highest = (m + above if _rescales_lazily(D) else m) * LN2
         highest = gl.where(inside, highest, float("-inf"))
         highest = gl.max(gl.reshape(highest, [BANDS, BAND]), 1)
         its_head = flat + gl.arange(0, BANDS, highest.type.layout) * 0
@@ -378,20 +391,20 @@ def _tell(
 
 @gluon.jit
 def _rounded(l, above, dtype: gl.constexpr, D: gl.constexpr):
-    """The sum of weights, the largest of them rounded as it was for the output.
+    """The sum of weights, with the largest one rounded as it was for the output.
 
-    Where that one is nearly all there is, the output then has no error of it.
+    Where one weight is nearly 1, its rounding then cancels in the output.
     """
-    if _lazily(D):
+    if _rescales_lazily(D):
         largest = gl.exp2(above)
         l += largest.to(dtype).to(gl.float32) - largest
     return l
 
 
 @gluon.jit
-def _send(tile, desc, flat, row, o):
-    """The output of 64 rows, by the copy engine."""
-    tma.store_wait(0)  # the last block's has long left
+def _store_by_copy(tile, desc, flat, row, o):
+    """Store the output of 64 rows by the copy engine."""
+    tma.store_wait(0)  # the store of the last block finished long ago
     tile.reshape([o.shape[0], o.shape[1]]).store(o.to(desc.dtype))
     hopper.fence_async_shared()
     tma.async_copy_shared_to_global(desc, [flat, row, 0], tile)
@@ -399,250 +412,253 @@ def _send(tile, desc, flat, row, o):
 
 @gluon.jit
 def _write(Out, flat, row, o, queries, WARPS: gl.constexpr):
-    """The output of 64 rows."""
+    """Store the output of 64 rows."""
     D: gl.constexpr = o.shape[1]
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [WARPS, 1], [1, 0])
     o = gl.convert_layout(o.to(Out.dtype.element_ty), layout)
     rows = gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
     dims = gl.arange(0, D, gl.SliceLayout(0, layout))[None, :]
-    first = Out + (wide(flat, queries) + row) * D
+    first = Out + (multiply_wide(flat, queries) + row) * D
     gl.store(first + (rows * D + dims), o, mask=rows < queries - row)
 
 
 @gluon.constexpr_function
-def _size(D):
-    """Numbers that are kept of a row: its output so far, five numbers, and its sets' highest."""
+def _partial_size(D):
+    """Numbers kept of a row: its output so far, five sums, and the maxima of its sets."""
     return D + 5 + LANES * SETS
 
 
 @gluon.jit
-def _place_of(Kept, program, first, part, D: gl.constexpr):
+def _partial_pointer(Partials, program, first, part, D: gl.constexpr):
     """Where a program keeps its part of a block, of which ``first`` is its first tile."""
-    slot = slot_of(program, first == 0)
-    return Kept + (slot * BLOCK + part * ROWS).to(gl.int64) * _size(D)
+    slot = partial_slot(program, first == 0)
+    return Partials + (slot * BLOCK + part * ROWS).to(gl.int64) * _partial_size(D)
 
 
 @gluon.jit
 def _attend_block(
     shared, flat, block, first, last, stop, place, q_place,
     PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, AROUND: gl.constexpr, EVEN: gl.constexpr, ENTROPY: gl.constexpr,
-    PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, BAR: gl.constexpr,
-    DROP: gl.constexpr, CUT: gl.constexpr,
+    CAUSAL: gl.constexpr, FROM_DIAGONAL: gl.constexpr, EVEN: gl.constexpr, ENTROPY: gl.constexpr,
+    PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, THRESHOLD: gl.constexpr,
+    NEG_LSE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Attend to tiles ``first`` to ``last`` of the ``stop`` that a block has.
+    """Attend to the tiles ``first`` to ``last`` of the ``stop`` tiles of a block.
 
-    ``place`` is that of the first one's keys. The last one's values share theirs with the keys
-    that come next: that one is returned, and is not released yet.
+    ``place`` is that of the keys of tile ``first``. The values of the last tile share a place with
+    the next keys: that place is returned, and not yet released.
     """
-    q_ring, slips, ring, values, outs, out_desc, seen, Kept, _work, sizes = shared
+    q_ring, messages, ring, values, outs, out_desc, seen, Partials, _work, sizes = shared
     queries, keys, offset, bits, c = sizes
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK, 16])
     o_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     operand: gl.constexpr = gl.DotOperandLayout(0, o_layout, 2)
     dtype: gl.constexpr = out_desc.dtype
     none = gl.zeros([ROWS, BLOCK], gl.float32, s_layout)
-    of_rows: gl.constexpr = along(by_lanes(none).type.layout, 3, 0)
+    of_rows: gl.constexpr = axis_layout(by_lanes(none).type.layout, 3, 0)
     of_lanes: gl.constexpr = gl.SliceLayout(2, by_lanes(none).type.layout)
-    # Without a bar only the highest of all is wanted, in the order that is the fastest.
-    HEIGHTS: gl.constexpr = SETS if BAR else 512 // D
-    of_heights: gl.constexpr = _by_height(by_lanes(none), HEIGHTS).type.layout
+    # Without a threshold only the maximum of all is needed, in the fastest order.
+    MAXIMA: gl.constexpr = SETS if THRESHOLD else 512 // D
+    of_maxima: gl.constexpr = _set_maxima(by_lanes(none), MAXIMA).type.layout
     row = block * BLOCK
     rows = row + PART * ROWS + gl.arange(0, ROWS, of_rows)
     query_at = rows + offset
-    # Tiles in which some pair is masked, or lies on another side than the rest.
-    careful = first + 1
+    # The end of the tiles in which some pair is masked, or lies on the other side.
+    masked_end = first + 1
     if CAUSAL and not EVEN:
-        careful = gl.maximum(stop - (row + PART * ROWS + offset + 1) // BLOCK, careful)
-    elif AROUND and not EVEN:
-        careful = gl.maximum(1 + ((row + offset) % BLOCK != 0).to(gl.int32), careful)
-    careful = gl.minimum(careful, last)
+        masked_end = gl.maximum(stop - (row + PART * ROWS + offset + 1) // BLOCK, masked_end)
+    elif FROM_DIAGONAL and not EVEN:
+        masked_end = gl.maximum(1 + ((row + offset) % BLOCK != 0).to(gl.int32), masked_end)
+    masked_end = gl.minimum(masked_end, last)
     o = gl.zeros([ROWS, D], gl.float32, o_layout)
     l = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
     e = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
     t = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
     m = gl.full([ROWS], LOWEST, gl.float32, of_rows)
-    top = gl.full([ROWS], float("-inf"), gl.float32, of_rows)  # of tiles that are not masked
-    h = gl.full([ROWS, LANES, HEIGHTS], NOTHING, gl.float32, of_heights)
+    top = gl.full([ROWS], float("-inf"), gl.float32, of_rows)  # of unmasked tiles
+    h = gl.full([ROWS, LANES, MAXIMA], NOTHING, gl.float32, of_maxima)
 
-    q = await_tile(q_ring, q_place).reshape([BLOCK, D]).slice(PART * ROWS, ROWS)
-    k = await_tile(ring, place).reshape([BLOCK, D]).permute((1, 0))
+    q = wait_until_full(q_ring, q_place).reshape([BLOCK, D]).slice(PART * ROWS, ROWS)
+    k = wait_until_full(ring, place).reshape([BLOCK, D]).permute((1, 0))
     s = hopper.warpgroup_mma(q, k, none, use_acc=False, is_async=True)
     s = hopper.warpgroup_mma_wait(0, deps=[s])
     release(ring, place)
-    place = following(place, STAGES)
-    key = _tile_at(first, stop, row, offset, AROUND)
+    place = next_place(place, STAGES)
+    key = _tile_at(first, stop, row, offset, FROM_DIAGONAL)
     scores = by_lanes(s)
-    # On the diagonal the first group's queries see none of the last keys, the second's all of the
+    # On the diagonal the queries of group 0 see none of the last keys, those of group 1 all of the
     # first.
     DIAGONAL: gl.constexpr = CAUSAL and EVEN
     SEEN: gl.constexpr = PART * ROWS if DIAGONAL else 0
     seeable = scores
     if DIAGONAL and PART == 0:
-        seeable, _ = in_two(scores)
-    p, l, m, top, e, t, h, shrink = _weigh(
+        seeable, _ = split_lane_halves(scores)
+    p, l, m, top, e, t, h, rescale = _weigh_tile(
         seeable, l, m, top, e, t, h, c, query_at, key, keys, D, CAUSAL,
-        CAUSAL or not (AROUND or EVEN), SEEN, False, ENTROPY, DISTANCE, BAR,
+        CAUSAL or not (FROM_DIAGONAL or EVEN), SEEN, False, ENTROPY, DISTANCE, THRESHOLD,
     )  # fmt: skip
     if DIAGONAL and PART == 0:
-        p = _in_front(p, scores)
+        p = _followed_by_zeros(p, scores)
     for FREE in gl.static_range(2):
-        if FREE or ((CAUSAL or AROUND) and not EVEN):
-            start, end = (careful, last) if FREE else (first + 1, careful)
+        if FREE or ((CAUSAL or FROM_DIAGONAL) and not EVEN):
+            start, end = (masked_end, last) if FREE else (first + 1, masked_end)
             for i in range(start, end):
-                # This tile's scores, and the last tile's values while its weights are made.
-                k = await_tile(ring, place).reshape([BLOCK, D]).permute((1, 0))
+                # The scores of this tile, and the values of the last one while its weights are
+                # converted.
+                k = wait_until_full(ring, place).reshape([BLOCK, D]).permute((1, 0))
                 s = hopper.warpgroup_mma(q, k, none, use_acc=False, is_async=True)
-                weights = gl.convert_layout(_by_keys(p).to(dtype), operand)
+                weights = gl.convert_layout(_from_lanes(p).to(dtype), operand)
                 v = values.index(place[0]).reshape([BLOCK, D])
                 o = hopper.warpgroup_mma(weights, v, o, is_async=True)
                 s = hopper.warpgroup_mma_wait(1, deps=[s])
-                key = _tile_at(i, stop, row, offset, AROUND)
-                p, l, m, top, e, t, h, shrink = _weigh(
+                key = _tile_at(i, stop, row, offset, FROM_DIAGONAL)
+                p, l, m, top, e, t, h, rescale = _weigh_tile(
                     by_lanes(s), l, m, top, e, t, h, c, query_at, key, keys, D, CAUSAL,
-                    CAUSAL and FREE == 0, 0, FREE == 1, ENTROPY, DISTANCE, BAR,
+                    CAUSAL and FREE == 0, 0, FREE == 1, ENTROPY, DISTANCE, THRESHOLD,
                 )  # fmt: skip
-                # For what has long been there: ptxas moves the wait for the product before the
-                # exponentials otherwise, but not across a branch.
-                await_tile(q_ring, q_place)
+                # This has long been loaded. ptxas moves the wait for the product before the
+                # exponentials, but not across the branch in here.
+                wait_until_full(q_ring, q_place)
                 o, weights = hopper.warpgroup_mma_wait(0, deps=[o, weights])
                 release(ring, place)
-                place = following(place, STAGES)
-                o = _shrunk(o, shrink, _lazily(D))
-    told = next_told(slips, q_place)
+                place = next_place(place, STAGES)
+                o = _rescaled(o, rescale, _rescales_lazily(D))
+    message = receive_next_block(messages, q_place)
     release(q_ring, q_place)
-    weights = gl.convert_layout(_by_keys(p).to(dtype), operand)
-    await_tile(ring, place)
+    weights = gl.convert_layout(_from_lanes(p).to(dtype), operand)
+    wait_until_full(ring, place)
     v = values.index(place[0]).reshape([BLOCK, D])
     o = hopper.warpgroup_mma(weights, v, o, is_async=True)
-    if D == 128:  # at 64 it begins soon enough
-        here_to_stay(place[0])
+    if D == 128:  # at 64 it starts soon enough
+        scheduling_barrier(place[0])
 
     l, e, t = gl.sum(l, 1), gl.sum(e, 1), gl.sum(t, 1)
     above = gl.full_like(m, 0.0)
-    if _lazily(D):  # just as its weight was made, or the rounding of that would be another one
+    if _rescales_lazily(D):  # computed as the weights were, so that it is rounded alike
         above = gl.maximum(gl.fma(top, c, 0.0 - m), 0.0)
-    if not CUT or last - first == stop:
-        bar = m
-        if BAR:
-            bar = _bar(h, m * _inverse(c))
-        _tell(
-            l, m, above, e, t, bar, seen, flat, block, PART, queries, bits,
-            D, ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP,
+    if not SPLIT or last - first == stop:
+        threshold = m
+        if THRESHOLD:
+            threshold = _top_threshold(h, m * _inverse(c))
+        _store_rows(
+            l, m, above, e, t, threshold, seen, flat, block, PART, queries, bits,
+            D, ENTROPY, PEAK, HIGHEST, DISTANCE, THRESHOLD, NEG_LSE,
         )  # fmt: skip
         inverse = _inverse(_rounded(l, above, dtype, D))
         whole, _ = hopper.warpgroup_mma_wait(0, deps=[o, weights])
         whole = whole * gl.convert_layout(inverse, gl.SliceLayout(1, o_layout))[:, None]
-        _send(outs.index(PART), out_desc, flat, row + PART * ROWS, whole)
+        _store_by_copy(outs.index(PART), out_desc, flat, row + PART * ROWS, whole)
     else:
-        kept = _place_of(Kept, gl.program_id(0), first, PART, D)
-        sums = kept + gl.arange(0, ROWS, of_rows) * _size(D) + D
+        kept = _partial_pointer(Partials, gl.program_id(0), first, PART, D)
+        sums = kept + gl.arange(0, ROWS, of_rows) * _partial_size(D) + D
         gl.store(sums, l)
         gl.store(sums + 1, m)
         gl.store(sums + 2, e)
         gl.store(sums + 3, t)
         gl.store(sums + 4, above)
-        if BAR:
-            its_row = gl.arange(0, ROWS, along(of_heights, 3, 0))[:, None, None]
-            its_lane = gl.arange(0, LANES, along(of_heights, 3, 1))[None, :, None]
-            its_set = gl.arange(0, SETS, along(of_heights, 3, 2))[None, None, :]
-            its_place = its_set + its_row * _size(D) + (D + 5) + its_lane * SETS
+        if THRESHOLD:
+            its_row = gl.arange(0, ROWS, axis_layout(of_maxima, 3, 0))[:, None, None]
+            its_lane = gl.arange(0, LANES, axis_layout(of_maxima, 3, 1))[None, :, None]
+            its_set = gl.arange(0, SETS, axis_layout(of_maxima, 3, 2))[None, None, :]
+            its_place = its_set + its_row * _partial_size(D) + (D + 5) + its_lane * SETS
             gl.store(kept + its_place, h)
         some, _ = hopper.warpgroup_mma_wait(0, deps=[o, weights])
-        at_rows = gl.arange(0, ROWS, gl.SliceLayout(1, o_layout))[:, None] * _size(D)
+        at_rows = gl.arange(0, ROWS, gl.SliceLayout(1, o_layout))[:, None] * _partial_size(D)
         at_dims = gl.arange(0, D, gl.SliceLayout(0, o_layout))[None, :]
         gl.store(kept + at_rows + at_dims, some)
-    return place, told
+    return place, message
 
 
 @gluon.jit
 def _attend(
     shared,
     PART: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    CAUSAL: gl.constexpr, AROUND: gl.constexpr, EVEN: gl.constexpr, ENTROPY: gl.constexpr,
-    PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, BAR: gl.constexpr,
-    DROP: gl.constexpr, CUT: gl.constexpr,
+    CAUSAL: gl.constexpr, FROM_DIAGONAL: gl.constexpr, EVEN: gl.constexpr, ENTROPY: gl.constexpr,
+    PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, THRESHOLD: gl.constexpr,
+    NEG_LSE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """One group of warps: its 64 queries of every block, two tiles of keys at a time."""
+    """A warpgroup: its 64 queries of every block, two tiles of keys at a time."""
     work, sizes = shared[8:]
     _queries, keys, offset, _bits, _c = sizes
-    place = first_place()
-    q_place = first_place()
-    told = first_told(work, CAUSAL, False, CUT)
-    number, _ = first_numbers(work, CUT)
-    await_launch()
-    while told[0] >= 0:
-        flat, block, _half = block_told(told)
-        first, last, stop = _steps(number, block, work, keys, offset, CAUSAL, CUT)
-        place, told = _attend_block(
+    place = ring_start()
+    q_place = ring_start()
+    message = first_message(work, CAUSAL, False, SPLIT)
+    number, _ = first_numbers(work, SPLIT)
+    wait_for_previous_launch()
+    while message[0] >= 0:
+        flat, block, _half = unpack_message(message)
+        first, last, stop = _steps(number, block, work, keys, offset, CAUSAL, SPLIT)
+        place, message = _attend_block(
             shared, flat, block, first, last, stop, place, q_place, PART, D, STAGES,
-            CAUSAL, AROUND, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP, CUT,
+            CAUSAL, FROM_DIAGONAL, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE, THRESHOLD, NEG_LSE,
+            SPLIT,
         )  # fmt: skip
-        q_place = following(q_place, 2)
-        number += 1  # where they are CUT; else they are anybody's
+        q_place = next_place(q_place, 2)
+        number += 1  # the next item, if items are split; otherwise unused
     tma.store_wait(0)
 
 
-@gluon.jit(do_not_specialize=[*CHANGING, "begin", "end", "queries", "keys", "bits"])
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, "begin", "end", "queries", "keys", "bits"])
 def forward(
-    q_desc, k_desc, v_desc, out_desc, Lse, Entropy, Peak, Highest, Distance, Bar, Drop, Kept, Drawn,
-    Done, begin, end, items, blocks, heads, groups, programs, singly, length, share,
-    queries, keys, bits, c,
+    q_desc, k_desc, v_desc, out_desc, Lse, Entropy, Peak, Highest, Distance, Threshold, NegLse,
+    Partials, Counter, Done, begin, end, items, blocks, heads, groups, programs, single_items,
+    steps, share, queries, keys, bits, c,
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr,
-    BAR: gl.constexpr, DROP: gl.constexpr, CUT: gl.constexpr,
+    THRESHOLD: gl.constexpr, NEG_LSE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Attend; see forward.py. ``Bar``: a score that eight of a query's reach; for ``top``.
+    """Attend; the formulas are in triton/forward.py.
 
-    ``Drop`` is for ``columns``, whose lanes have a bin of 2**bits queries each dealt out to them.
-    Of items that are CUT, programs leave in ``Kept`` what they have of a block, for ``join``.
-    EVEN: queries and keys end a multiple of tiles apart; without a mask and distances: keys fill
-    their tiles, as they do wherever distances are asked for without a mask.
+    THRESHOLD: store a score that eight of a query's scores reach, for ``top``. NEG_LSE: store -lse
+    for ``columns``, in whose tiles each lane holds a bin of 2**bits queries. SPLIT: programs store
+    their parts of split items in ``Partials``, for ``join``. EVEN: queries and keys end a multiple
+    of tiles apart; without a mask and distances: keys fill their tiles. Distances without a mask
+    require the latter.
     """
-    work = Work(items, blocks, heads, groups, programs, singly, length, share)
-    # |i - j| has two signs along a row: those tiles come first in which both occur.
-    AROUND: gl.constexpr = DISTANCE and not CAUSAL
+    work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
+    # |i - j| changes its sign along a row: first the tiles in which both signs occur.
+    FROM_DIAGONAL: gl.constexpr = DISTANCE and not CAUSAL
     offset = keys - queries
     q_ring = ring_of(q_desc, 2, 2, GROUPS)
-    slips = slips_of(2)
+    messages = allocate_messages(2)
     ring = ring_of(k_desc, STAGES, STAGES, GROUPS)
     values = gl.allocate_shared_memory(v_desc.dtype, [STAGES] + v_desc.block_shape, v_desc.layout)  # noqa: RUF005
     outs = gl.allocate_shared_memory(out_desc.dtype, [GROUPS, 1, ROWS, D], out_desc.layout)
     hopper.fence_async_shared()
     sizes = queries, keys, offset, bits, c
-    seen = Lse, Entropy, Peak, Highest, Distance, Bar, Drop
-    shared = q_ring, slips, ring, values, outs, out_desc, seen, Kept, work, sizes
-    counts = Drawn, Done, begin, end
-    loader = q_ring, slips, counts, ring, values, q_desc, k_desc, v_desc, work, keys, offset
+    seen = Lse, Entropy, Peak, Highest, Distance, Threshold, NegLse
+    shared = q_ring, messages, ring, values, outs, out_desc, seen, Partials, work, sizes
+    counts = Counter, Done, begin, end
+    loader = q_ring, messages, counts, ring, values, q_desc, k_desc, v_desc, work, keys, offset
     gl.warp_specialize(
         [
             (_attend, (
-                shared, 0, D, STAGES, CAUSAL, AROUND, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE,
-                BAR, DROP, CUT,
+                shared, 0, D, STAGES, CAUSAL, FROM_DIAGONAL, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE,
+                THRESHOLD, NEG_LSE, SPLIT,
             )),
             (_attend, (
-                shared, 1, D, STAGES, CAUSAL, AROUND, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE,
-                BAR, DROP, CUT,
+                shared, 1, D, STAGES, CAUSAL, FROM_DIAGONAL, EVEN, ENTROPY, PEAK, HIGHEST, DISTANCE,
+                THRESHOLD, NEG_LSE, SPLIT,
             )),
-            (_load, (loader, D, STAGES, CAUSAL, AROUND, CUT)),
+            (_load, (loader, D, STAGES, CAUSAL, FROM_DIAGONAL, SPLIT)),
         ],
         [4, 1], [240, 24],
     )  # fmt: skip
 
 
-@gluon.jit(do_not_specialize=[*CHANGING, "queries", "bits"])
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, "queries", "bits"])
 def join(
-    Out, Lse, Entropy, Peak, Highest, Distance, Bar, Drop, Kept,
-    items, blocks, heads, groups, programs, singly, length, share,
+    Out, Lse, Entropy, Peak, Highest, Distance, Threshold, NegLse, Partials,
+    items, blocks, heads, groups, programs, single_items, steps, share,
     queries, bits,
     D: gl.constexpr, ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr,
-    DISTANCE: gl.constexpr, BAR: gl.constexpr, DROP: gl.constexpr,
+    DISTANCE: gl.constexpr, THRESHOLD: gl.constexpr, NEG_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Put together a block that programs of ``forward`` have shared, JOINED at most: 64 rows each.
+    """Combine a block that up to JOINED programs of ``forward`` share: 64 rows a program.
 
-    A thread has the same number of all programs, so that all are on their way at once.
+    A thread holds the same number of all programs, so that all loads run at once.
     """
-    work = Work(items, blocks, heads, groups, programs, singly, length, share)
+    work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
     WARPS: gl.constexpr = D // 8
     layout: gl.constexpr = gl.BlockedLayout(
         [JOINED, 1, 4], [1, 128 // D, D // 4], [1, WARPS, 1], [2, 1, 0]
@@ -652,43 +668,45 @@ def join(
         [JOINED, 1, SETS], [1, 8, LANES], [1, WARPS, 1], [2, 1, 0]
     )
     number, part = gl.program_id(0), gl.program_id(1)
-    flat, block, _ = item_at(first_cut(work) + number, work, False, False, True)
-    start = number * work.length
+    flat, block, _ = item_at(first_split_item(work) + number, work, False, False, True)
+    start = number * work.steps
     one = start // work.share
-    other = (start + work.length - 1) // work.share
+    other = (start + work.steps - 1) // work.share
     if one < other:
         program = one + gl.arange(0, JOINED, gl.SliceLayout(1, of_rows))
         rows = gl.arange(0, ROWS, gl.SliceLayout(0, of_rows))
         mine = (program <= other)[:, None] & (rows < ROWS)[None, :]
-        kept = _place_of(Kept, program, program - one, part, D)[:, None] + rows[None, :] * _size(D)
+        kept = _partial_pointer(Partials, program, program - one, part, D)[:, None] + rows[
+            None, :
+        ] * _partial_size(D)
         its_m = gl.load(kept + (D + 1), mask=mine, other=LOWEST)
         m = gl.max(its_m, 0)
-        shrink = gl.exp2(its_m - m[None, :])
+        rescale = gl.exp2(its_m - m[None, :])
         its_l = gl.load(kept + D, mask=mine, other=0.0)
-        l = gl.sum(its_l * shrink, 0)
+        l = gl.sum(its_l * rescale, 0)
         its_above = gl.load(kept + (D + 4), mask=mine, other=0.0)
         above = gl.max(its_m + its_above, 0) - m
-        e, t, bar = l, l, l
+        e, t, threshold = l, l, l
         if ENTROPY:
             its_e = gl.load(kept + (D + 2), mask=mine, other=0.0)
-            e = gl.sum((its_e + (its_m - m[None, :]) * its_l) * shrink, 0)
+            e = gl.sum((its_e + (its_m - m[None, :]) * its_l) * rescale, 0)
         if DISTANCE:
-            t = gl.sum(gl.load(kept + (D + 3), mask=mine, other=0.0) * shrink, 0)
-        if BAR:
-            sets = gl.arange(0, LANES * SETS, along(of_sets, 3, 2))[None, None, :]
+            t = gl.sum(gl.load(kept + (D + 3), mask=mine, other=0.0) * rescale, 0)
+        if THRESHOLD:
+            sets = gl.arange(0, LANES * SETS, axis_layout(of_sets, 3, 2))[None, None, :]
             at = gl.convert_layout(kept, gl.SliceLayout(2, of_sets))[:, :, None] + (D + 5) + sets
             mask = gl.convert_layout(mine, gl.SliceLayout(2, of_sets))[:, :, None]
             h = gl.max(gl.load(at, mask=mask, other=NOTHING), 0)
-            bar = _bar(gl.reshape(h, [ROWS, LANES, SETS]), gl.max(h, 1), WARPS)
-        dims = gl.arange(0, D, along(layout, 3, 2))
+            threshold = _top_threshold(gl.reshape(h, [ROWS, LANES, SETS]), gl.max(h, 1), WARPS)
+        dims = gl.arange(0, D, axis_layout(layout, 3, 2))
         o = gl.load(kept[:, :, None] + dims[None, None, :], mask=mine[:, :, None], other=0.0)
-        o = gl.sum(o * shrink[:, :, None], 0)
-        seen = Lse, Entropy, Peak, Highest, Distance, Bar, Drop
-        _tell(
-            l, m, above, e, t, bar, seen, flat, block, part, queries, bits,
-            D, ENTROPY, PEAK, HIGHEST, DISTANCE, BAR, DROP,
+        o = gl.sum(o * rescale[:, :, None], 0)
+        seen = Lse, Entropy, Peak, Highest, Distance, Threshold, NegLse
+        _store_rows(
+            l, m, above, e, t, threshold, seen, flat, block, part, queries, bits,
+            D, ENTROPY, PEAK, HIGHEST, DISTANCE, THRESHOLD, NEG_LSE,
         )  # fmt: skip
         rounded = _rounded(its_l, its_above, Out.dtype.element_ty, D)
-        inverse = _inverse(gl.sum(rounded * shrink, 0))
+        inverse = _inverse(gl.sum(rounded * rescale, 0))
         inverse = gl.convert_layout(inverse, gl.SliceLayout(1, o.type.layout))
         _write(Out, flat, block * BLOCK + part * ROWS, o * inverse[:, None], queries, WARPS)

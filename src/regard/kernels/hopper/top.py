@@ -1,14 +1,16 @@
 # mypy: ignore-errors
-"""The highest weights of each query; see rows.py for the way they are found.
+"""The top keys of each query for Hopper; triton/rows.py describes the method.
 
-Here the forward pass has told the bar, so one stream over the keys collects what may be among the
-highest. All of it stays in shared memory: a thread has slots for what it finds, and at the end of a
-block they become a list for each row, which two threads put in order by a network of comparisons.
+The forward pass has computed the threshold, so one stream over the keys collects candidates. They
+stay in shared memory: a thread has slots for its candidates, and at the end of a block these become
+a list for each row, which two threads sort by a network of comparisons. Gluon has no shared memory
+in which a thread may choose its address, so this is PTX, one instruction or a few at a time. All
+teams are one role; see teams.py.
 
-Gluon has no shared memory in which a thread may go where it likes. So this is PTX, one instruction
-or a few at a time.
+In: query, key, ``Threshold``, lse. Out: ``Weights`` and ``Keys`` [batch, heads, queries, COUNT],
+and ``Unfinished`` rows for triton/rows.search. Called by ``launch.top``.
 
-All teams are one role; see together.py.
+Test: ``pytest tests/kernels/test_hopper.py -k top_keys_are_the_definition``.
 """
 
 from triton.experimental import gluon
@@ -16,89 +18,90 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia import hopper
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from regard.kernels import sizes
 from regard.kernels.hopper.pipeline import (
     BAND,
     BLOCK,
-    CHANGING,
     LANES,
     LN2,
     LOWEST,
+    NOT_SPECIALIZED,
     NOTHING,
     PAIR,
     ROWS,
     TEAMS,
-    along,
-    await_launch,
-    await_room,
+    axis_layout,
     block_of,
-    block_told,
     by_lanes,
     end_of,
+    first_message,
     first_numbers,
-    first_place,
-    first_told,
-    following,
-    in_two,
     item_at,
-    may_see,
+    may_attend,
+    multiply_wide,
     next_number,
-    of_both,
-    part_of,
-    tell_next,
-    wide,
+    next_place,
+    ring_start,
+    send_next_block,
+    split_lane_halves,
+    split_row_pairs,
+    team_part,
+    unpack_message,
+    wait_for_previous_launch,
+    wait_until_empty,
 )
 from regard.kernels.hopper.sorting import eight_highest
 from regard.kernels.hopper.teams import (
-    HELD,
     LINES,
-    OWN,
+    OWN_ROWS,
     STRIP,
+    TEAM_ROWS,
     TILES,
-    await_alone,
-    fill_rows,
-    is_there,
-    mark,
-    own_place,
+    load_team_rows,
+    messages_in,
     read,
     read_two,
-    release_alone,
+    receive_next_block_per_warp,
+    release_per_warp,
     ring_in,
     room_after,
+    room_begins_at,
     scores,
-    slips_in,
     team_of_thread,
-    told_alone,
+    team_rows_index,
+    wait_until_full_per_warp,
+    write_marks,
 )
 from regard.kernels.plan import Work
 
-THREADS = gl.constexpr(ROWS // 2 * LANES)  # of a team: each has two rows
-PAIRS = gl.constexpr(BLOCK // (LANES * PAIR))  # of a row's scores in a tile that it has
-FOUR = gl.constexpr(4)  # scores that it has side by side: a pair of each row
+THREADS = gl.constexpr(ROWS // 2 * LANES)  # threads of a team: each has two rows
+PAIRS = gl.constexpr(BLOCK // (LANES * PAIR))  # pairs of a row's scores that a thread has in a tile
+FOUR = gl.constexpr(4)  # scores side by side in a thread: a pair of each row
 ENTRY = gl.constexpr(8)  # bytes of a score and its key, or of a pair of scores
-SLOTS = gl.constexpr(22)  # of a thread, which both rows fill from either end
-SPARE = gl.constexpr(4)  # of them are not a row's own: it is held back once for so many pairs
-OFTEN = gl.constexpr(8)  # of them are nearly always enough for a row
-SPAN = gl.constexpr(SLOTS * ENTRY)  # bytes of them
-ROOM = gl.constexpr(32 * SPAN)  # bytes of a warp's
-LISTED = gl.constexpr(16)  # scores of a row that are put in order, half of them by each thread
-MOST = gl.constexpr(28)  # that can be, if need be
-LIST = gl.constexpr(240)  # bytes from one row's list to the next; its length is after it
+SLOTS = gl.constexpr(22)  # of a thread, which its two rows fill from either end
+SPARE = gl.constexpr(4)  # slots that no row may rely on: slots are clamped once for so many pairs
+USUALLY = gl.constexpr(8)  # slots of a row that nearly always suffice
+SPAN = gl.constexpr(SLOTS * ENTRY)  # bytes of a thread's slots
+ROOM = gl.constexpr(32 * SPAN)  # bytes of a warp's slots
+LISTED = gl.constexpr(16)  # entries of a row that the network sorts, half of them in each thread
+MOST = gl.constexpr(28)  # entries of a row that can be sorted at all
+LIST = gl.constexpr(240)  # bytes from one row's list to the next; its length follows it
 LENGTH = gl.constexpr(MOST * ENTRY)
-PLACES = gl.constexpr(8)  # of a row that can be asked for
-COUNTED = gl.constexpr(8388608.0)  # 2**23: what is added to it up to 2**23 is its last bits
-LOST = gl.constexpr(63)  # what a thread is said to have that had no room: more than any list has
+MAX_TOP_KEYS = gl.constexpr(sizes.MAX_TOP_KEYS)
+BITS_BASE = gl.constexpr(8388608.0)  # 2**23: numbers added to it up to 2**23 are its last bits
+OVERFLOWED = gl.constexpr(63)  # a thread's count if it had no room: more than any list has
 
 
 @gluon.constexpr_function
-def _ahead(D):
-    """Blocks of queries that there is room for."""
+def _query_blocks(D):
+    """Blocks of queries in shared memory."""
     return 128 // D
 
 
 @gluon.jit
-def _fill_keys(ring, place, desc, batch, head, key, D: gl.constexpr):
-    """Have a tile of keys loaded once its place is free, strip by strip."""
-    _, full = await_room(ring, place)
+def _load_key_tile(ring, place, desc, batch, head, key, D: gl.constexpr):
+    """Load a tile of keys once its place is empty, strip by strip."""
+    _, full = wait_until_empty(ring, place)
     mbarrier.expect(full, BLOCK * D * 2)
     for strip in gl.static_range(D // STRIP):
         at = [batch, head, key, strip * STRIP]
@@ -108,33 +111,34 @@ def _fill_keys(ring, place, desc, batch, head, key, D: gl.constexpr):
 
 @gluon.jit
 def _load_keys(loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
-    q_ring, slips, Drawn, k_ring, q_desc, k_desc, work, offset, tiles, found = loader
-    QUERIES: gl.constexpr = _ahead(D)
-    place = first_place()
-    q_place = first_place()
+    """The loading warp: blocks of queries, and tiles of keys, the last first."""
+    q_ring, messages, Counter, k_ring, q_desc, k_desc, work, offset, tiles, addressable = loader
+    QUERIES: gl.constexpr = _query_blocks(D)
+    place = ring_start()
+    q_place = ring_start()
     number, after = first_numbers(work, False)
-    end = gl.where(found, end_of(work, False), 0)
+    end = gl.where(addressable, end_of(work, False), 0)
     while number < end:
         item = item_at(number, work, CAUSAL, False, False)
         for half in range(item[2]):
             flat, block = block_of(item, half, work)
             batch, head = flat // work.heads, flat % work.heads
             row = block * (TEAMS * ROWS)
-            await_room(q_ring, q_place)
-            tell_next(slips, q_place, item, half, after, work, CAUSAL, False, False)
-            fill_rows(q_ring, q_place, q_desc, batch, head, row, half, D, CAUSAL)
+            wait_until_empty(q_ring, q_place)
+            send_next_block(messages, q_place, item, half, after, work, CAUSAL, False, False)
+            load_team_rows(q_ring, q_place, q_desc, batch, head, row, half, D, CAUSAL)
             stop = _last_tile(row + (TEAMS - 1) * ROWS, offset, tiles, CAUSAL) + 1
             for i in range(stop):
                 key = (stop - 1 - i) * BLOCK
-                _fill_keys(k_ring, place, k_desc, batch, head // work.groups, key, D)
-                place = following(place, STAGES)
-            q_place = following(q_place, QUERIES)
-        number, after = after, next_number(after, Drawn, work, False)
+                _load_key_tile(k_ring, place, k_desc, batch, head // work.groups, key, D)
+                place = next_place(place, STAGES)
+            q_place = next_place(q_place, QUERIES)
+        number, after = after, next_number(after, Counter, work, False)
 
 
 @gluon.jit
 def _last_tile(row, offset, tiles, CAUSAL: gl.constexpr):
-    """Of the keys that the 64 queries from a row on see."""
+    """The last tile of keys that the 64 queries from a row on attend to."""
     if CAUSAL:
         return gl.minimum(tiles - 1, (row + ROWS - 1 + offset) // BLOCK)
     return tiles - 1
@@ -142,19 +146,19 @@ def _last_tile(row, offset, tiles, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _in_fours(s):
-    """Scores by lanes, of two rows side by side as a thread holds them: [., LANES, ., FOUR]."""
+    """Scores by lanes, of a thread's two rows side by side: [., LANES, ., FOUR]."""
     N: gl.constexpr = s.shape[2] // PAIR
-    parts = gl.reshape(s, [HELD // BAND, 2, BAND // 2, LANES, N, PAIR])
-    return gl.reshape(gl.permute(parts, (0, 2, 3, 4, 1, 5)), [HELD // 2, LANES, N, FOUR])
+    parts = gl.reshape(s, [TEAM_ROWS // BAND, 2, BAND // 2, LANES, N, PAIR])
+    return gl.reshape(gl.permute(parts, (0, 2, 3, 4, 1, 5)), [TEAM_ROWS // 2, LANES, N, FOUR])
 
 
 @gluon.constexpr_function
-def _keeping(number, spare):
-    """PTX: of two pairs of scores, one of each row, those kept of which one reaches its row's bar.
+def _keep_ptx(number, spare):
+    """PTX: of two pairs of scores, one of each row, keep those with a score at its row's threshold.
 
-    The one row fills a thread's slots from the first on, the other from the last. Given are the
-    pairs, bars, the next slot of each row, what tells which pairs of a tile were kept, and the
-    slots on which the next ones stay at last: they are held back after ``spare`` pairs.
+    One row fills a thread's slots from the first on, the other from the last. In: the pairs,
+    thresholds, the next slot of each row, bits of the pairs that were kept, and the slots at which
+    the next ones stop: they are clamped there after every ``spare`` pairs.
     """
     bit = f"0f{0x3F800000 + (number << 23):08X}"
     lines = [".reg .pred p;", ".reg .f32 high;"]
@@ -173,45 +177,45 @@ def _keeping(number, spare):
 
 
 @gluon.jit
-def _keep(fours, bars, at, kept, ends, FIRST: gl.constexpr):
-    """Keep the pairs of a thread in which a score reaches its row's bar, [., LANES, ., FOUR].
+def _keep(fours, thresholds, at, kept, ends, FIRST: gl.constexpr):
+    """Keep the pairs of a thread in which a score reaches its row's threshold, [., LANES, ., FOUR].
 
-    The last pair is first. The next slots, and which pairs of the tile were kept: bits of a number
-    beyond 2**23.
+    The last pair is first. Return the next slots, and the kept pairs of the tile as bits of a
+    number above 2**23.
     """
     N: gl.constexpr = fours.shape[2]
     if N > 1:
-        halves = gl.reshape(fours, [HELD // 2, LANES, 2, N // 2, FOUR])
+        halves = gl.reshape(fours, [TEAM_ROWS // 2, LANES, 2, N // 2, FOUR])
         near, far = gl.split(gl.permute(halves, (0, 1, 3, 4, 2)))
-        at, kept = _keep(far, bars, at, kept, ends, FIRST + N // 2)
-        at, kept = _keep(near, bars, at, kept, ends, FIRST)
+        at, kept = _keep(far, thresholds, at, kept, ends, FIRST + N // 2)
+        at, kept = _keep(near, thresholds, at, kept, ends, FIRST)
     else:
         of_lanes: gl.constexpr = at[0].type.layout
-        first, second = gl.split(gl.reshape(fours, [HELD // 2, LANES, 2, PAIR]))
+        first, second = gl.split(gl.reshape(fours, [TEAM_ROWS // 2, LANES, 2, PAIR]))
         one, other = gl.split(first)
         next_one, next_other = gl.split(second)
-        found = gl.inline_asm_elementwise(
-            _keeping(FIRST, SPARE), "=&r,=&r,=&f,=&f,f,f,f,f,f,f,0,1,2,3,r,r",
+        results = gl.inline_asm_elementwise(
+            _keep_ptx(FIRST, SPARE), "=&r,=&r,=&f,=&f,f,f,f,f,f,f,0,1,2,3,r,r",
             [
                 gl.convert_layout(one, of_lanes), gl.convert_layout(next_one, of_lanes),
                 gl.convert_layout(other, of_lanes), gl.convert_layout(next_other, of_lanes),
-                bars[0], bars[1], at[0], at[1], kept[0], kept[1], ends[0], ends[1],
+                thresholds[0], thresholds[1], at[0], at[1], kept[0], kept[1], ends[0], ends[1],
             ],
             (gl.int32, gl.int32, gl.float32, gl.float32), is_pure=False, pack=1,
         )  # fmt: skip
-        at, kept = (found[0], found[1]), (found[2], found[3])
+        at, kept = (results[0], results[1]), (results[2], results[3])
     return at, kept
 
 
 @gluon.constexpr_function
-def _telling():
-    """PTX: what was kept of two tiles made entries: a score that reaches the bar, and its key.
+def _add_keys_ptx():
+    """PTX: turn the kept pairs of two tiles into entries: a score at the threshold, and its key.
 
-    Where both of a pair do, the second becomes an entry of its own. Given are which pairs were kept
-    of each row, of the nearer tile ($2, $3) and of the one after it ($4, $5), the slot of the first
-    of them ($6, $7), bars ($8, $9), the thread's first key of the nearer tile ($10), the next slots
-    ($0, $1), and where these stay at last ($13, $14); what is there is lost, and not told. A warp
-    goes on as long as one of its threads has a pair left, of either row.
+    If both of a pair reach it, the second becomes another entry. In: the kept pairs of each row, of
+    the nearer tile ($2, $3) and of the next one ($4, $5), the slot of the first ($6, $7),
+    thresholds ($8, $9), the thread's first key of the nearer tile ($10), the next slots ($0, $1),
+    and where these stop ($13, $14): what lies there is lost, and gets no key. A warp loops as long
+    as one of its threads has a pair left, of either row.
     """
     names = "left", "slot", "bit", "key", "next"
     lines = [
@@ -244,35 +248,35 @@ def _telling():
         ]
         for row, end, on in ((0, "min", 8), (1, "max", -8))
     ]  # fmt: skip
-    # Line by line of both rows: what is loaded for both is waited for once.
+    # Line by line for both rows: one wait for the loads of both.
     lines += [line for both in zip(*of_rows, strict=True) for line in both]
     return "{ " + " ".join([*lines, "bra LOOP;", "DONE:"]) + " }"
 
 
 @gluon.jit
-def _tell_keys(at, kept, before, since, bars, key, ends):
-    """Put keys beside the scores that were kept of a tile and the one before it."""
+def _add_keys(at, kept, before, since, thresholds, key, ends):
+    """Store keys beside the kept scores of a tile and the one before it."""
     return gl.inline_asm_elementwise(
-        _telling(), "=&r,=&r,f,f,f,f,r,r,f,f,r,0,1,r,r",
+        _add_keys_ptx(), "=&r,=&r,f,f,f,f,r,r,f,f,r,0,1,r,r",
         [
-            kept[0], kept[1], before[0], before[1], since[0], since[1], bars[0], bars[1], key,
-            at[0], at[1], ends[0], ends[1],
+            kept[0], kept[1], before[0], before[1], since[0], since[1], thresholds[0],
+            thresholds[1], key, at[0], at[1], ends[0], ends[1],
         ],
         (gl.int32, gl.int32), is_pure=False, pack=1,
     )  # fmt: skip
 
 
 @gluon.jit
-def _known_here(x):
-    """As if it were not known before: what follows from it is not kept for all blocks."""
+def _opaque(x):
+    """Hide a number's origin: what depends on it is not hoisted out of the loop over blocks."""
     return gl.inline_asm_elementwise(
         "{ mov.b32 $0, $1; }", "=r,r", [x], gl.int32, is_pure=False, pack=1
     )
 
 
 @gluon.jit
-def _in_step():
-    """Have the threads of a warp see what each of them wrote: its rows' lists are its own."""
+def _sync_warp():
+    """Make a warp's writes visible to its threads: its rows' lists are its own."""
     gl.inline_asm_elementwise(
         "{ bar.warp.sync -1; mov.b32 $0, $1; }", "=r,r", [gl.to_tensor(0)], gl.int32,
         is_pure=False, pack=1,
@@ -281,7 +285,7 @@ def _in_step():
 
 @gluon.jit
 def _entries(at):
-    """Scores and keys from shared memory, two at a time even where only scores are wanted."""
+    """Load scores and keys from shared memory, two entries at a time."""
     s, key = gl.inline_asm_elementwise(
         "{ ld.volatile.shared.v4.b32 {$0, $2, $1, $3}, [$4]; }", "=r,=r,=r,=r,r,r", [at],
         (gl.int32, gl.int32), is_pure=False, pack=2,
@@ -291,7 +295,7 @@ def _entries(at):
 
 @gluon.jit
 def _write(at, what):
-    """Numbers to shared memory."""
+    """Store numbers in shared memory."""
     gl.inline_asm_elementwise(
         "{ st.shared.b32 [$1], $2; mov.b32 $0, $2; }", "=r,r,r", [at, what], gl.int32,
         is_pure=False, pack=1,
@@ -299,16 +303,16 @@ def _write(at, what):
 
 
 @gluon.constexpr_function
-def _listing(slots, most, often, listed):
-    """PTX: what a thread has in its slots to the lists of its rows, which lie in the same place.
+def _list_ptx(slots, most, often, listed):
+    """PTX: move the entries in a thread's slots to the lists of its rows, which share the memory.
 
-    $1: the first slot. $2, $3: how many the one row has from there on, and the other from the last
-    one down. $4, $5: where the first slot would go in their lists. $6: half of a list, which is
-    cleared before. A row has ``most`` at most, and rarely more than ``often``: only if one of a
-    warp does are all slots looked at.
+    $1: the first slot. $2, $3: the number of entries of one row from there on, and of the other
+    from the last slot down. $4, $5: the list address of the first slot's entry. $6: half of a list,
+    which is cleared first. A row has ``most`` entries at most, and rarely more than ``often``: all
+    slots are read only if some row of the warp does.
     """
 
-    def moved(count):  # of either row
+    def moved(count):  # entries of either row
         chosen = [i for i in range(slots) if min(i, slots - 1 - i) < count]
         lines = [
             f"ld.shared.v4.b32 {{s{i}, key{i}, s{i + 1}, key{i + 1}}}, [$1+{i * 8}];"
@@ -338,13 +342,15 @@ def _listing(slots, most, often, listed):
 
 @gluon.jit
 def _list_of(lists, row):
-    """Where rows have their lists: a warp's rows in the slots of its threads."""
+    """The addresses of rows' lists: a warp's rows lie in the slots of its threads."""
     return lists + row // BAND * ROOM + row % BAND * LIST
 
 
 @gluon.constexpr_function
 def _of_threads():
-    """[HELD // 2, LANES]: a number of each thread's own, as it holds its rows in a product."""
+    """The layout [TEAM_ROWS // 2, LANES]: one number for each thread, in the row order of a
+    product.
+    """
     return gl.DistributedLinearLayout(
         [],
         [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
@@ -356,26 +362,26 @@ def _of_threads():
 
 @gluon.jit
 def _summed(hits, by):
-    """How many the lanes before have of a row, and all of them.
+    """The entries of a row in the lanes before, and in all lanes.
 
-    Each lane's are a byte of one number, ``by`` bits from its end.
+    The count of each lane is a byte of one number, ``by`` bits from its end.
     """
     hits = gl.sum(hits << by, 1)[:, None]
     return (hits * 0x01010100 >> by) & 0xFF, (hits * 0x01010101 >> 24) & 0xFF
 
 
 @gluon.jit
-def _list(slots, at, bars, lists):
-    """Make a list of each row of what its threads have in their slots."""
+def _list(slots, at, thresholds, lists):
+    """Make a list for each row from the slots of its threads."""
     of_threads: gl.constexpr = _of_threads()
-    both = gl.arange(0, HELD // 2, gl.SliceLayout(1, of_threads))[:, None]
+    both = gl.arange(0, TEAM_ROWS // 2, gl.SliceLayout(1, of_threads))[:, None]
     by = gl.arange(0, LANES, gl.SliceLayout(0, of_threads))[None, :] * 8
     slots = gl.convert_layout(slots, of_threads)
     one = (gl.convert_layout(at[0], of_threads) - slots) // ENTRY
     other = SLOTS - 1 - (gl.convert_layout(at[1], of_threads) - slots) // ENTRY
     lost = (one + other > SLOTS) | (gl.maximum(one, other) >= SLOTS - SPARE)
-    before, length = _summed(gl.where(lost, LOST, one), by)
-    other_before, other_length = _summed(gl.where(lost, LOST, other), by)
+    before, length = _summed(gl.where(lost, OVERFLOWED, one), by)
+    other_before, other_length = _summed(gl.where(lost, OVERFLOWED, other), by)
     one = gl.where(length > MOST, 0, one)
     other = gl.where(other_length > MOST, 0, other)
     begin = _list_of(lists, both // (BAND // 2) * BAND + both % (BAND // 2))
@@ -384,18 +390,21 @@ def _list(slots, at, bars, lists):
     other_to = other_begin + (other_before + other - SLOTS) * ENTRY
     half = begin + (by // 16) * (BAND // 2 * LIST) + (by // 8) % 2 * (LISTED // 2 * ENTRY)
     gl.inline_asm_elementwise(
-        _listing(SLOTS, SLOTS - SPARE - 1, OFTEN, LISTED), "=r,r,r,r,r,r,r",
+        _list_ptx(SLOTS, SLOTS - SPARE - 1, USUALLY, LISTED), "=r,r,r,r,r,r,r",
         [slots, one, other, to, other_to, half], gl.int32, is_pure=False, pack=1,
     )  # fmt: skip
-    bars = gl.convert_layout(bars[0], of_threads), gl.convert_layout(bars[1], of_threads)
-    _write(begin + LENGTH, gl.where(bars[0] == bars[0], length, LOST))
-    _write(other_begin + LENGTH, gl.where(bars[1] == bars[1], other_length, LOST))
-    _in_step()
+    thresholds = (
+        gl.convert_layout(thresholds[0], of_threads),
+        gl.convert_layout(thresholds[1], of_threads),
+    )
+    _write(begin + LENGTH, gl.where(thresholds[0] == thresholds[0], length, OVERFLOWED))
+    _write(other_begin + LENGTH, gl.where(thresholds[1] == thresholds[1], other_length, OVERFLOWED))
+    _sync_warp()
 
 
 @gluon.constexpr_function
 def _by_pairs(many):
-    """[HELD, many]: the rows of a warp as in a product, two threads a row."""
+    """The layout [TEAM_ROWS, many]: the rows of a warp as in a product, two threads a row."""
     half = many // 2
     return gl.DistributedLinearLayout(
         [[0, bit] for bit in (1, 2, 4, 8) if bit < half],
@@ -408,22 +417,23 @@ def _by_pairs(many):
 
 @gluon.jit
 def _places(lists, N: gl.constexpr):
-    """Where the first N entries of each list lie."""
+    """The addresses of the first N entries of each list."""
     layout: gl.constexpr = _by_pairs(N)
-    row = gl.arange(0, HELD, gl.SliceLayout(1, layout))
+    row = gl.arange(0, TEAM_ROWS, gl.SliceLayout(1, layout))
     number = gl.arange(0, N, gl.SliceLayout(0, layout))
     return _list_of(lists, row)[:, None] + (number * ENTRY)[None, :]
 
 
 @gluon.constexpr_function
-def _ordering(listed, most):
-    """PTX: the eight highest of a list of any length, of equal scores earlier keys first.
+def _order_ptx(listed, most):
+    """PTX: the eight highest entries of a list of any length, earlier keys first among equal
+    scores.
 
-    Of two threads each goes through every second entry, and counts those that come before it.
-    Rarely needed, and so as short as can be: only for rows whose list is longer than ``listed``
-    ($4), but not than ``most``, or was found to need it ($5). A warp goes on until all of those are
-    through. $1: the list, $2: where the highest go, $3: 8 for the second thread. $0: whether they
-    did, for both.
+    Each of two threads goes through every second entry, and counts the entries before it in order.
+    Rarely needed, and therefore short: only for lists longer than ``listed`` ($4), but not than
+    ``most``, or with scores too close ($5). $1: the list, $2: where the highest go, $3: 8 for the
+    second thread. $0: whether this was needed, for both. A warp loops until all such lists are
+    done.
     """
     lines = [
         ".reg .pred p, q, r, equal;", ".reg .f32 s, its_s;",
@@ -456,197 +466,214 @@ def _ordering(listed, most):
 
 @gluon.jit
 def _order(lists):
-    """Where the highest of each list are, in order, and how long the lists were."""
+    """The addresses of the highest entries of each list, in order, and the lists' lengths."""
     s, _key = _entries(_places(lists, LISTED))
-    place, near = eight_highest(gl.reshape(s, [HELD, 2, LISTED // 2]))
+    place, near = eight_highest(gl.reshape(s, [TEAM_ROWS, 2, LISTED // 2]))
     of_two: gl.constexpr = near.type.layout
     of_found: gl.constexpr = gl.SliceLayout(2, place.type.layout)
-    row = gl.arange(0, HELD, gl.SliceLayout(1, of_two))
+    row = gl.arange(0, TEAM_ROWS, gl.SliceLayout(1, of_two))
     second = gl.arange(0, 2, gl.SliceLayout(0, of_two))[None, :]
     begin = _list_of(lists, row)
-    room = lists + row // BAND * ROOM + BAND * LIST + row % BAND * (PLACES * ENTRY)  # not a list's
+    room = (
+        lists + row // BAND * ROOM + BAND * LIST + row % BAND * (MAX_TOP_KEYS * ENTRY)
+    )  # behind the lists
     length = read(begin + LENGTH)
     again = gl.inline_asm_elementwise(
-        _ordering(LISTED, MOST), "=&r,r,r,r,r,r",
+        _order_ptx(LISTED, MOST), "=&r,r,r,r,r,r",
         [begin[:, None], room[:, None], second * ENTRY, length[:, None], near], gl.int32,
         is_pure=False, pack=1,
     )  # fmt: skip
     begin = gl.convert_layout(gl.where(again > 0, room[:, None], begin[:, None]), of_found)
     again = gl.convert_layout(again, of_found)[:, :, None]
     second = gl.convert_layout(second, of_found)[:, :, None]
-    number = gl.arange(0, PLACES // 2, along(place.type.layout, 3, 2))[None, None, :]
-    place = gl.where(again > 0, second * (PLACES // 2) + number, place)
-    found = gl.reshape(begin[:, :, None] + place * ENTRY, [HELD, PLACES])
-    return gl.convert_layout(found, _by_pairs(PLACES)), length
+    number = gl.arange(0, MAX_TOP_KEYS // 2, axis_layout(place.type.layout, 3, 2))[None, None, :]
+    place = gl.where(again > 0, second * (MAX_TOP_KEYS // 2) + number, place)
+    highest = gl.reshape(begin[:, :, None] + place * ENTRY, [TEAM_ROWS, MAX_TOP_KEYS])
+    return gl.convert_layout(highest, _by_pairs(MAX_TOP_KEYS)), length
 
 
 @gluon.jit
-def _tell(at, length, lse, Left, Weights, Keys, first, rows_left, c, COUNT: gl.constexpr):
-    """Write the COUNT highest of each list, of a team's rows from ``first`` on."""
+def _store_rows(
+    at, length, lse, Unfinished, Weights, Keys, first, rows_left, c, COUNT: gl.constexpr
+):
+    """Store the COUNT highest entries of a team's rows from ``first`` on."""
     s, key = read_two(at)
     s = s.to(gl.float32, bitcast=True)
-    _in_step()  # from here on the lists are slots again
-    row = gl.arange(0, HELD, gl.SliceLayout(1, at.type.layout)) % ROWS
-    place = gl.arange(0, PLACES, gl.SliceLayout(0, at.type.layout))[None, :]
+    _sync_warp()  # from here on the lists are slots again
+    row = gl.arange(0, TEAM_ROWS, gl.SliceLayout(1, at.type.layout)) % ROWS
+    place = gl.arange(0, MAX_TOP_KEYS, gl.SliceLayout(0, at.type.layout))[None, :]
     real = s > LOWEST
     weights = gl.where(real, gl.exp2(s * c - lse[:, None]), 0.0)
     to = row[:, None] * COUNT + place
     mask = (row < rows_left)[:, None] & (place < COUNT)
     gl.store(Weights + first * COUNT + to, weights, mask=mask)
     gl.store(Keys + first * COUNT + to, gl.where(real, key, -1).to(gl.int64), mask=mask)
-    row = gl.arange(0, HELD, length.type.layout) % ROWS
-    gl.store(Left + first + row, (length > MOST).to(gl.int8), mask=row < rows_left)
+    row = gl.arange(0, TEAM_ROWS, length.type.layout) % ROWS
+    gl.store(Unfinished + first + row, (length > MOST).to(gl.int8), mask=row < rows_left)
 
 
 @gluon.jit
-def _leave_all(Left, queries, work, CAUSAL: gl.constexpr):
-    """Leave all rows of a program's blocks to rows.search."""
-    layout: gl.constexpr = gl.BlockedLayout([1], [32], [HELD // BAND], [0])
+def _mark_all_unfinished(Unfinished, queries, work, CAUSAL: gl.constexpr):
+    """Leave all rows of a program's blocks to triton/rows.search."""
+    layout: gl.constexpr = gl.BlockedLayout([1], [32], [TEAM_ROWS // BAND], [0])
     for number in range(gl.program_id(0), end_of(work, False), work.programs):
         item = item_at(number, work, CAUSAL, False, False)
         for half in range(item[2]):
             flat, block = block_of(item, half, work)
-            for first in gl.static_range(0, TEAMS * ROWS, HELD):
-                row = block * (TEAMS * ROWS) + first + gl.arange(0, HELD, layout)
-                gl.store(Left + wide(flat, queries) + row, 1, mask=row < queries)
+            for first in gl.static_range(0, TEAMS * ROWS, TEAM_ROWS):
+                row = block * (TEAMS * ROWS) + first + gl.arange(0, TEAM_ROWS, layout)
+                gl.store(Unfinished + multiply_wide(flat, queries) + row, 1, mask=row < queries)
 
 
 @gluon.jit
-def _find(
+def _find_top(
     shared,
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     COUNT: gl.constexpr,
 ):  # fmt: skip
-    """All teams: the 64 queries of each in every block, and the keys they see, the last first."""
-    q_ring, k_ring, slips_at, room, begin, found = shared[:6]
-    Bar, Lse, Left, Weights, Keys, ready, work, sizes = shared[6:]
+    """All teams: the 64 queries of each in every block, and their keys, the last first."""
+    q_ring, k_ring, messages_at, room, begin, addressable = shared[:6]
+    Threshold, Lse, Unfinished, Weights, Keys, ready, work, sizes = shared[6:]
     queries, keys, offset, tiles, c = sizes
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [HELD // BAND, 1], [16, BLOCK, 16])
-    none = by_lanes(gl.zeros([HELD, BLOCK], gl.float32, layout))
+    layout: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], [TEAM_ROWS // BAND, 1], [16, BLOCK, 16]
+    )
+    none = by_lanes(gl.zeros([TEAM_ROWS, BLOCK], gl.float32, layout))
     of_lanes: gl.constexpr = gl.SliceLayout(2, gl.SliceLayout(3, _in_fours(none).type.layout))
-    of_rows: gl.constexpr = along(none.type.layout, 3, 0)
-    of_places: gl.constexpr = gl.SliceLayout(1, _by_pairs(PLACES))
+    of_rows: gl.constexpr = axis_layout(none.type.layout, 3, 0)
+    of_places: gl.constexpr = gl.SliceLayout(1, _by_pairs(MAX_TOP_KEYS))
     lane = gl.arange(0, LANES, gl.SliceLayout(0, of_lanes))[None, :]
-    both = gl.arange(0, HELD // 2, gl.SliceLayout(1, of_lanes))[:, None]
+    both = gl.arange(0, TEAM_ROWS // 2, gl.SliceLayout(1, of_lanes))[:, None]
     team = team_of_thread()
-    mine = own_place(team)
-    lists = begin + mine * (HELD // BAND * ROOM)
+    mine = team_rows_index(team)
+    lists = begin + mine * (TEAM_ROWS // BAND * ROOM)
     slots = lists + (both * LANES + lane) * SPAN
     begins = slots, slots + (SPAN - ENTRY)
     ends = slots + (SLOTS - SPARE) * ENTRY, slots + (SPARE - 1) * ENTRY
-    nothing = gl.full([HELD // 2, LANES], COUNTED, gl.float32, of_lanes)
-    place = first_place()
-    q_place = first_place()
-    told = first_told(work, CAUSAL, False, False)
-    if (ready == 0) | (not found):
-        await_launch()
-    if not found:
-        _leave_all(Left, queries, work, CAUSAL)
-        told = gl.to_tensor(-1), told[1]
-    while told[0] >= 0:
-        flat, block, half = block_told(told)
-        part = part_of(half, team, CAUSAL)
+    nothing = gl.full([TEAM_ROWS // 2, LANES], BITS_BASE, gl.float32, of_lanes)
+    place = ring_start()
+    q_place = ring_start()
+    message = first_message(work, CAUSAL, False, False)
+    if (ready == 0) | (not addressable):
+        wait_for_previous_launch()
+    if not addressable:
+        _mark_all_unfinished(Unfinished, queries, work, CAUSAL)
+        message = gl.to_tensor(-1), message[1]
+    while message[0] >= 0:
+        flat, block, half = unpack_message(message)
+        part = team_part(half, team, CAUSAL)
         row = block * (TEAMS * ROWS) + part * ROWS
-        first = wide(flat, queries)
-        rows = row + gl.arange(0, HELD, of_rows) % ROWS
+        first = multiply_wide(flat, queries)
+        rows = row + gl.arange(0, TEAM_ROWS, of_rows) % ROWS
         query_at = rows + offset
-        bars = of_both(gl.load(Bar + first + rows, mask=rows < queries, other=float("nan")))
-        bars = gl.convert_layout(bars[0], of_lanes), gl.convert_layout(bars[1], of_lanes)
+        thresholds = split_row_pairs(
+            gl.load(Threshold + first + rows, mask=rows < queries, other=float("nan"))
+        )
+        thresholds = (
+            gl.convert_layout(thresholds[0], of_lanes),
+            gl.convert_layout(thresholds[1], of_lanes),
+        )
         at = begins
         since = at
-        before = nothing, nothing  # of the last tile, if its keys are not told yet
+        before = nothing, nothing  # of the last tile, if its entries have no keys yet
         last = _last_tile(row, offset, tiles, CAUSAL)
-        careful = 1  # tiles in which some pair is masked
+        masked_end = 1  # the end of tiles in which some pair is masked
         if CAUSAL and not EVEN:
-            careful = last + 1 - (row + offset + 1) // BLOCK
-        await_alone(q_ring, q_place)
+            masked_end = last + 1 - (row + offset + 1) // BLOCK
+        wait_until_full_per_warp(q_ring, q_place)
         ahead = _last_tile(row + (TEAMS - 1 - part) * ROWS, offset, tiles, CAUSAL) - last
         for _ in range(ahead):
-            await_alone(k_ring, place)
-            release_alone(k_ring, place)
-            place = following(place, STAGES)
-        # One loop for all tiles: the first by itself is a fifth more code, and takes longer.
+            wait_until_full_per_warp(k_ring, place)
+            release_per_warp(k_ring, place)
+            place = next_place(place, STAGES)
+        # One loop for all tiles: a separate first tile is a fifth more code, and slower.
         for tile in range(last + 1):
-            await_alone(k_ring, place)
-            s = scores(q_ring, q_place, k_ring, place, mine, _ahead(D), D)
+            wait_until_full_per_warp(k_ring, place)
+            s = scores(q_ring, q_place, k_ring, place, mine, _query_blocks(D), D)
             s = hopper.warpgroup_mma_wait(0, deps=[s])
-            release_alone(k_ring, place)
-            place = following(place, STAGES)
+            release_per_warp(k_ring, place)
+            place = next_place(place, STAGES)
             if tile == last:
-                told = told_alone(slips_at, q_place)
-                release_alone(q_ring, q_place)
+                message = receive_next_block_per_warp(messages_at, q_place)
+                release_per_warp(q_ring, q_place)
             key = (last - tile) * BLOCK
             by_lane = by_lanes(s)
             kept = nothing, nothing
             if CAUSAL and EVEN:
-                near, far = in_two(by_lane)
-                if tile < careful:
-                    at_half = gl.convert_layout(query_at, along(near.type.layout, 3, 0))
-                    near = gl.where(may_see(near, at_half, key, keys, CAUSAL), near, NOTHING)
+                near, far = split_lane_halves(by_lane)
+                if tile < masked_end:
+                    at_half = gl.convert_layout(query_at, axis_layout(near.type.layout, 3, 0))
+                    near = gl.where(may_attend(near, at_half, key, keys, CAUSAL), near, NOTHING)
                     beyond = key + BLOCK // 2
-                    far = gl.where(may_see(far, at_half, beyond, keys, CAUSAL), far, NOTHING)
-                if (tile >= careful) | (team % 2 == 1):  # on the diagonal the others see none of it
-                    at, kept = _keep(_in_fours(far), bars, at, kept, ends, PAIRS // 2)
-                at, kept = _keep(_in_fours(near), bars, at, kept, ends, 0)
+                    far = gl.where(may_attend(far, at_half, beyond, keys, CAUSAL), far, NOTHING)
+                if (tile >= masked_end) | (
+                    team % 2 == 1
+                ):  # on the diagonal the other teams attend to none of it
+                    at, kept = _keep(_in_fours(far), thresholds, at, kept, ends, PAIRS // 2)
+                at, kept = _keep(_in_fours(near), thresholds, at, kept, ends, 0)
             else:
                 if CAUSAL or not EVEN:
-                    if tile < careful:
-                        seen = may_see(by_lane, query_at, key, keys, CAUSAL)
+                    if tile < masked_end:
+                        seen = may_attend(by_lane, query_at, key, keys, CAUSAL)
                         by_lane = gl.where(seen, by_lane, NOTHING)
-                at, kept = _keep(_in_fours(by_lane), bars, at, kept, ends, 0)
+                at, kept = _keep(_in_fours(by_lane), thresholds, at, kept, ends, 0)
             if (tile % 2 == 1) | (tile == last):
-                at = _tell_keys(at, kept, before, since, bars, key + lane * PAIR, ends)
+                at = _add_keys(at, kept, before, since, thresholds, key + lane * PAIR, ends)
                 since = at
                 kept = nothing, nothing
             before = kept
-        q_place = following(q_place, _ahead(D))
+        q_place = next_place(q_place, _query_blocks(D))
 
-        await_launch()  # whose memory may be what is written
-        here = _known_here(lists)
-        at_end = row + gl.arange(0, HELD, of_places) % ROWS
+        wait_for_previous_launch()  # the previous launch may still use the memory that this writes
+        here = _opaque(lists)
+        at_end = row + gl.arange(0, TEAM_ROWS, of_places) % ROWS
         lse = gl.load(Lse + first + at_end, mask=at_end < queries, other=0.0) * (1 / LN2)
-        _list(slots, at, bars, here)
+        _list(slots, at, thresholds, here)
         places, length = _order(here)
-        _tell(places, length, lse, Left, Weights, Keys, first + row, queries - row, c, COUNT)
-    mark(room)  # until here it is in use
+        _store_rows(
+            places, length, lse, Unfinished, Weights, Keys, first + row, queries - row, c, COUNT
+        )
+    write_marks(room)  # only now: kernels use this line until here
 
 
-@gluon.jit(do_not_specialize=[*CHANGING, "queries", "keys", "tiles", "ready"])
+@gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, "queries", "keys", "tiles", "ready"])
 def top(
-    q_desc, k_desc, Bar, Lse, Left, Weights, Keys, Drawn,
-    items, blocks, heads, groups, programs, singly, length, share,
+    q_desc, k_desc, Threshold, Lse, Unfinished, Weights, Keys, Counter,
+    items, blocks, heads, groups, programs, single_items, steps, share,
     queries, keys, tiles, ready, c,
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     COUNT: gl.constexpr,
 ):  # fmt: skip
-    """The COUNT highest weights of each query and their keys; see rows.py.
+    """The COUNT highest weights of each query and their keys; see triton/rows.py.
 
-    ``Bar`` is a score that eight of a query's reach, or all it has. ``Left`` tells rows of which
-    more reach it than there is room for. ``ready``: another launch was between the one that told
-    ``Bar`` and ``Lse`` and this one. EVEN: queries and keys end a multiple of tiles apart; without
-    a mask: keys fill their tiles.
+    ``Threshold`` is a score that eight of a query's scores reach, or all it has. ``Unfinished``
+    marks rows with more candidates than there is room for. ``ready``: a launch lies between this
+    one and the forward pass. EVEN: queries and keys end a multiple of tiles apart; without a mask:
+    keys fill their tiles.
     """
-    work = Work(items, blocks, heads, groups, programs, singly, length, share)
+    work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
     offset = keys - queries
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    # Slots and lists, and what is after them: the largest buffer.
+    # Slots and lists, and the lines behind them: the largest buffer.
     room = gl.allocate_shared_memory(gl.int32, [TEAMS * SLOTS + LINES, 2 * THREADS], plain)
     begin = room_after(0)
-    found = is_there(room, begin)
+    addressable = room_begins_at(room, begin)
     STRIPS: gl.constexpr = D // STRIP
-    q_ring = ring_in(room, begin, q_desc, _ahead(D) * STRIPS * TEAMS, _ahead(D), OWN)
+    q_ring = ring_in(
+        room, begin, q_desc, _query_blocks(D) * STRIPS * TEAMS, _query_blocks(D), OWN_ROWS
+    )
     k_ring = ring_in(room, begin, k_desc, STAGES * STRIPS, STAGES, TILES)
-    slips, slips_at = slips_in(room, begin)
+    messages, messages_at = messages_in(room, begin)
     hopper.fence_async_shared()
     sizes = queries, keys, offset, tiles, c
     shared = (
-        q_ring, k_ring, slips_at, room, begin, found, Bar, Lse, Left, Weights, Keys, ready, work,
-        sizes,
+        q_ring, k_ring, messages_at, room, begin, addressable, Threshold, Lse, Unfinished, Weights,
+        Keys, ready, work, sizes,
     )  # fmt: skip
-    loader = q_ring, slips, Drawn, k_ring, q_desc, k_desc, work, offset, tiles, found
+    loader = q_ring, messages, Counter, k_ring, q_desc, k_desc, work, offset, tiles, addressable
     gl.warp_specialize(
         [
-            (_find, (shared, D, STAGES, CAUSAL, EVEN, COUNT)),
+            (_find_top, (shared, D, STAGES, CAUSAL, EVEN, COUNT)),
             (_load_keys, (loader, D, STAGES, CAUSAL)),
         ],
         [1], [24],

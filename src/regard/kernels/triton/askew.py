@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""Transformer-XL's term on the device; relative.py tells what it is, and launches this.
+"""Kernels for Transformer-XL's term; relative.py describes it, and launches these.
 
 For some queries of some sequences there is a number for each query and key: the term itself, or the
-gradient of a score. Distances are the same numbers read askew, each row one place further on.
+gradient of a score. Distances are the same numbers with each row shifted by one place.
 """
 
 import triton
@@ -25,7 +25,7 @@ from regard.kernels.triton.tiles import (
 
 @triton.jit
 def embeddings(relative, head, distance, BU: tl.constexpr, EVEN: tl.constexpr):
-    """What Transformer-XL holds for some distances: [distances, BU]."""
+    """Transformer-XL's embeddings of some distances: [distances, BU]."""
     dims = tl.arange(0, BU)[None, :]
     place = tl.minimum(tl.maximum(distance - relative.first, 0), relative.last)[:, None]
     at = relative.table + head * relative.head + place.to(tl.int64) * relative.row + dims
@@ -41,9 +41,9 @@ def spread(
     """Transformer-XL's term, base 2, for the queries from ``origin`` to ``until``.
 
     A program has some distances, from the farthest on, and every fourth query of a square of BLOCK:
-    from each to the next keys move on by four, and are written by fours. It writes for those keys
-    that share a square with some that a query of it may see: whoever reads a part of such a square
-    finds numbers.
+    from each such query to the next keys move on by four, and are stored by fours. It stores all
+    keys that share a square with one that a query of it may attend to, so kernels may read parts of
+    squares.
     """
     its_batch, head = whose(heads)
     batch = its_batch + sequence
@@ -53,7 +53,8 @@ def spread(
     last = tl.minimum(square + BLOCK, until) - 1
     parts = key_stretches(ends, batch, square, last, offset, keys, 0, BLOCK, KIND, False)
     start, stop = parts[0], tl.cdiv(parts[5], BLOCK) * BLOCK
-    # The last of these queries has the keys from here on, the one before it those before them, ...
+    # The last of these queries has the keys from here on, the one before it those one place
+    # earlier.
     first = start + tl.program_id(2) * BN
     past = BLOCK - 4
     if (first - past < stop) & (row < until):
@@ -72,7 +73,7 @@ def spread(
 
 @triton.jit
 def may_attend(distance, key_at, low, high, keys, KIND: tl.constexpr):
-    """Whether queries may attend to the keys that are so far from them: [queries, distances]."""
+    """Whether queries may attend to the keys at some distances: [queries, distances]."""
     if KIND == CAUSAL:
         return (distance >= 0)[None, :] & (key_at >= 0)
     if KIND == INTERVAL:
@@ -82,7 +83,7 @@ def may_attend(distance, key_at, low, high, keys, KIND: tl.constexpr):
 
 @triton.jit
 def askew(changes, batch, head, row, key_at, may):
-    """What lies there for the rows from ``row`` on, where each has keys of its own."""
+    """Load the numbers of the rows from ``row`` on, where each row has keys of its own."""
     near = tl.arange(0, key_at.shape[0])[:, None]
     at = head_of(changes, batch, head) + row.to(tl.int64) * changes.row + near * changes.row
     return tl.load(at + key_at, mask=may, other=0.0)
@@ -95,9 +96,9 @@ def to_queries(
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, EVEN: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of both queries of Transformer-XL, of gradients of their scores.
+    """The gradients of both queries of Transformer-XL, from gradients of their scores.
 
-    A program has some queries. It takes these gradients twice: straight, for keys, and askew, for
+    A program has some queries. It reads these gradients twice: straight, for keys, and shifted, for
     the distances that its first query has from the same keys.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0) if KIND == CAUSAL else tl.program_id(0)
@@ -118,7 +119,7 @@ def to_queries(
     second = tl.zeros([BM, BU], tl.float32)
     for tile in range(parts[0] // BN - BM // BN, tl.cdiv(parts[5], BN)):
         key_at = tile * BN + tl.arange(0, BN)
-        seen = (key_at >= parts[6]) & (key_at < parts[5])  # the others may hold anything
+        seen = (key_at >= parts[6]) & (key_at < parts[5])  # other keys may hold NaN
         k = rows_of(key, batch, head // groups, key_at, seen, width, BD, EVEN)
         straight = shifts(inner, its_batch, head, its_row, there & (tile >= 0), key_at[None, :])
         may = allowed(query_at, key_at[None, :], low, high, keys, KIND)
@@ -147,9 +148,9 @@ def to_embeddings(
     BM: tl.constexpr, BN: tl.constexpr, BU: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of Transformer-XL's embeddings: adds what some queries of sequences give.
+    """Add the gradient of Transformer-XL's embeddings from some queries of some sequences.
 
-    A program has some distances of a head, from the farthest on, and some of the blocks of queries.
+    A program has some distances of a head, from the farthest on, and some blocks of queries.
     """
     head = tl.program_id(1).to(tl.int64)
     offset = keys - queries

@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""The backward pass: of the output, and of what was seen.
+"""The backward pass: gradients of the output and of every field that has one.
 
 With weights P, scores S and gradients of the output O, log-sum-exp L, entropy E, mean distance T,
 received R and the sums M of the map's cells,
@@ -8,12 +8,14 @@ received R and the sums M of the map's cells,
     dS_ij = P_ij (dP_ij - dE_i log P_ij - delta_i)
     delta_i = dO_i . O_i + dT_i T_i + dE_i E_i - dL_i + sum over j of P_ij (dR_j + dM_cell(i,j))
 
-so that every field adds a term to each score's gradient and a number to each row's delta. Only the
-last sum is not at hand after the forward pass. ``deltas`` has delta, and streams that sum.
+so each field adds a term to a score's gradient and a number to a row's delta. Only the last sum is
+unknown after the forward pass. ``deltas`` computes delta, and streams that sum.
 
-Gradients of queries, and of keys and values, each have a kernel of their own: a program owns what
-it sums up, and no two add to one number. ``distances`` has that of a table of biases, and ``askew``
-those of Transformer-XL's queries and embeddings.
+Gradients of queries, and of keys and values, have a kernel each: a program owns what it sums, and
+no two add to one number. ``distances`` has the gradient of a table of biases, ``askew`` those of
+Transformer-XL's queries and embeddings. Called by ``launch.backward``.
+
+Test: ``pytest tests/kernels/test_triton.py -k through_one_field``.
 """
 
 import triton
@@ -106,7 +108,7 @@ def _query_stretch(
             apart = tl.abs(query_at[:, None] - key_at[None, :]).to(tl.float32)
             before -= tl.sum(change * apart, 1)
         if TRAIN and BIAS == TABLE:
-            # All beyond the reach of the table share its ends; ``distances`` has what is within.
+            # Distances beyond the table use its ends; ``distances`` has those within.
             if not FREE:
                 apart = query_at[:, None] - key_at[None, :]
                 before += tl.sum(tl.where(apart >= terms.reach, change, 0.0), 1)
@@ -132,8 +134,8 @@ def by_query(
 ):  # fmt: skip
     """The gradient of the queries; a program has some of them.
 
-    With TRAIN also of the bias, for each query: of Alibi's slope, or of both ends of a table. Under
-    Transformer-XL's term ``askew`` has all of it.
+    With TRAIN also that of the bias, for each query: of Alibi's slope, or of both ends of a table.
+    With Transformer-XL's term ``askew`` computes all of it.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0) if KIND == CAUSAL else tl.program_id(0)
     batch, head = whose(heads)
@@ -241,7 +243,7 @@ def _key_stretch(
             query_at[None, :], key_at[:, None], side, low[None, :], high[None, :], keys,
             terms, head, KIND, BIAS, SOFTCAP, FREE, ENTROPY, DISTANCE,
         )  # fmt: skip
-        if BIAS == RELATIVE:  # what ``askew`` makes the other gradients of
+        if BIAS == RELATIVE:  # ``askew`` makes the other gradients from these
             there = None if FREE else inside[None, :]
             tl.store(changes + past, change.to(q.dtype), mask=there)
             if SOFTCAP:
@@ -263,8 +265,8 @@ def by_key(
 ):  # fmt: skip
     """The gradients of keys and values; a program has some keys, for all heads that share them.
 
-    Under Transformer-XL's term for the queries from ``origin`` to ``until``, and it leaves the
-    ``changes`` of their scores; with ADD it adds to what other queries gave.
+    With Transformer-XL's term for the queries from ``origin`` to ``until``; it stores the gradients
+    of their scores in ``changes``. With ADD it adds to the sums of other queries.
     """
     block = tl.program_id(0)
     batch, key_head = whose(key_heads)
@@ -280,7 +282,7 @@ def by_key(
     if KIND == INTERVAL:
         bounds += batch * bounds_batch + block * 4
     parts = query_stretches(bounds, first, last, offset, queries, terms.reach, BM, KIND, SIDES)
-    if ADD:  # what gets nothing of these queries is left as it is
+    if ADD:  # keys that none of these queries attends to stay unchanged
         real &= (parts[0] < until) & (parts[5] > origin)
     k = rows_of(key, batch, key_head, key_at, real, width, BD, EVEN)
     v = rows_of(value, batch, key_head, key_at, real, value_width, BV, EVEN)

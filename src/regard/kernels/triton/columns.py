@@ -1,27 +1,32 @@
 # mypy: ignore-errors
 # ruff: noqa: RET505 - a branch that is not taken must not be compiled
-"""What keys receive, and the map of the weights: sums over queries, from the final log-sum-exp.
+"""Sums over queries, from the final log-sum-exp: received, map and map_peak.
 
-That arrives as ``Drop``: base 2 and with a minus, so that a weight is 2 ^ (score + drop).
+    received_j = sum over i of P_ij         map_cell = sum over the cell's P_ij / queries of the row
+    P_ij = 2^(score_ij + neg_lse_i)         map_peak = the largest P_ij of the cell
 
-One program is one block of keys of one head, and streams over the queries. Its tiles are K Q^T, so
-that sums over queries run along the registers of a thread, and no two programs add to one number:
-no atomics, and every repeat gives the same bits.
+One program owns a block of keys of one head, and streams over the queries. Its tiles are K Q^T, so
+sums over queries run along the registers of a thread. No two programs add to one number: there are
+no atomics, and repeats are equal to the bit.
 
-Blocks follow the map's bins. Along the keys a block is G bins of at most W keys (or a part of one
-bin), along the queries a tile is H bins of at most U queries (or a part of one, and then H is 1); a
-bin that is not a power of two wide leaves the rest of its W or U places empty. Keys are summed X at
-a time only, as many as one warp holds: summing all keys of a bin would take shared memory and a
-barrier for each tile. The rest is a sum over a small tensor afterwards.
+Blocks follow the map's bins. Along the keys a block is G bins of at most W keys, or a part of one
+bin; along the queries a tile is H bins of at most U queries, or a part of one bin, and then H is 1.
+A bin that is not a power of two wide leaves the rest of its W or U places empty. Keys are summed
+only X at a time, as many as one warp holds: a sum over all keys of a bin would take shared memory
+and a barrier for each tile. The rest is a sum over a small tensor afterwards.
 
-Of a product's columns a thread holds two in every eight, four threads share a row. So where a tile
-has several bins its queries are dealt out in that order: a bin's queries all come to one thread,
-and their sum needs no other.
+A thread holds two of every eight columns of a product, and four threads share a row. So where a
+tile has several bins, its queries are interleaved: all queries of a bin come to one thread.
+
+Called by ``launch.columns``.
+
+Test: ``pytest tests/kernels/test_triton.py -k maps_of_any_grid``.
 """
 
 import triton
 import triton.language as tl
 
+from regard.kernels import sizes
 from regard.kernels.triton.tiles import (
     INTERVAL,
     RELATIVE,
@@ -39,14 +44,17 @@ from regard.kernels.triton.tiles import (
     whose,
 )
 
-LANES = tl.constexpr(4)  # threads that share a row of a product
-PAIR = tl.constexpr(2)  # neighbours in a row that one thread holds
-TEAM, TILE = tl.constexpr(64), tl.constexpr(128)  # keys and queries of a product in hopper/
+LANES = tl.constexpr(sizes.LANES)
+PAIR = tl.constexpr(sizes.PAIR)
+TEAM, TILE = (
+    tl.constexpr(sizes.ROWS),
+    tl.constexpr(sizes.BLOCK),
+)  # keys of a team and queries of a tile, in hopper/
 
 
 @triton.jit
 def _tile_of(query, queries, bins, tiles, H: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr):
-    """The tile a query is in."""
+    """The tile of a query."""
     if EVEN:
         return query // (H * U)
     index = (query.to(tl.int64) * bins // queries).to(tl.int32)
@@ -54,16 +62,16 @@ def _tile_of(query, queries, bins, tiles, H: tl.constexpr, U: tl.constexpr, EVEN
 
 
 @triton.constexpr_function
-def _dealt(H, U):
-    """Whether the queries of a tile are dealt out by bins."""
+def _interleaved(H, U):
+    """Whether the queries of a tile are interleaved by bins."""
     return H % LANES.value == 0 and U % PAIR.value == 0
 
 
 @triton.jit
 def _places(H: tl.constexpr, U: tl.constexpr):
-    """For each place in a tile the bin and which of its queries."""
+    """For each place in a tile its bin, and the index of its query in the bin."""
     place = tl.arange(0, H * U)
-    if _dealt(H, U):
+    if _interleaved(H, U):
         lane = place // PAIR % LANES
         turn = place // (PAIR * LANES)
         return turn // (U // PAIR) * LANES + lane, turn % (U // PAIR) * PAIR + place % PAIR
@@ -78,7 +86,7 @@ def _binned(p, KEYS: tl.constexpr, H: tl.constexpr, U: tl.constexpr, PEAK: tl.co
     The bins lie along two axes, [KEYS, ., .]: as one they could leave a gap between the threads
     that share a row, and Triton 3.6 does not sum across a gap.
     """
-    if _dealt(H, U):
+    if _interleaved(H, U):
         parts = tl.reshape(p, [KEYS, H // LANES, U // PAIR, LANES, PAIR])
         if PEAK:
             return tl.max(tl.max(parts, 4), 2)
@@ -94,7 +102,7 @@ def _binned(p, KEYS: tl.constexpr, H: tl.constexpr, U: tl.constexpr, PEAK: tl.co
 
 @triton.jit
 def _stretch(
-    received, pooled, largest, k, query, drop_at, Map, MapPeak, start, stop, key_at, valid, side,
+    received, pooled, largest, k, query, neg_lse_at, Map, MapPeak, start, stop, key_at, valid, side,
     batch, head, ends, terms, shifted, its_batch, origin, until, offset, queries, keys, bins, tiles,
     units, width,
     G: tl.constexpr, W: tl.constexpr, H: tl.constexpr, U: tl.constexpr, X: tl.constexpr,
@@ -107,7 +115,7 @@ def _stretch(
     slot, within = _places(H, U)
     unit = tl.arange(0, G * W // X)
     q_at = head_of(query, batch, head) + dims
-    if EVEN:  # the tile at hand is a step along, and the same for all its places
+    if EVEN:  # all places of a tile move by the same step
         inner = slot * U + within
         q_at += inner[None, :].to(tl.int64) * query.row
     for tile in tl.range(start, stop, num_stages=1 if BIAS == TABLE and not FREE else None):
@@ -128,8 +136,8 @@ def _stretch(
             q = tl.load(tile_at, mask=real[None, :] & (dims < width), other=0.0)
         if BIAS == RELATIVE:
             real &= (row >= origin) & (row < until)
-        # A query that attends to nothing, or is not there, gives nothing: 2^-inf.
-        drop = tl.load(drop_at + row, mask=real, other=float("-inf"))
+        # A query without keys, or an empty place, adds nothing: 2^-inf.
+        neg_lse = tl.load(neg_lse_at + row, mask=real, other=float("-inf"))
         dots = tl.dot(k, q, input_precision=PRECISION)  # [keys, queries]
         query_at = row + offset
         s, _slope = scores(
@@ -144,7 +152,7 @@ def _stretch(
         if BIAS == RELATIVE:
             its_row, there = (row - origin)[None, :], may & valid[:, None]
             s += shifts(shifted, its_batch, head, its_row, there, key_at[:, None])
-        p = tl.exp2(s + drop[None, :])
+        p = tl.exp2(s + neg_lse[None, :])
         if not FREE:
             p = tl.where(may, p, 0.0)
         if MAP and not FULL_KEYS:
@@ -157,7 +165,7 @@ def _stretch(
                 pooled = tl.where(fresh, 0.0, pooled) + sums
                 if MAP_PEAK:
                     largest = tl.maximum(tl.where(fresh, 0.0, largest), tl.max(p, 1))
-                if (tile % tiles == tiles - 1) | (tile == stop - 1):  # or the last there is
+                if (tile % tiles == tiles - 1) | (tile == stop - 1):  # or the last tile of all
                     at = tile // tiles * units + unit
                     tl.store(Map + at, tl.sum(tl.reshape(pooled, [G * W // X, X]), 1))
                     if MAP_PEAK:
@@ -181,14 +189,14 @@ def _stretch(
 
 @triton.jit(do_not_specialize=["sequence", "origin", "until", "queries", "keys"])
 def columns(
-    query, key, Drop, Received, Map, MapPeak, Bounds, bounds_batch, ends, terms, shifted,
+    query, key, NegLse, Received, Map, MapPeak, Bounds, bounds_batch, ends, terms, shifted,
     sequence, origin, until, heads, groups, queries, keys, width, bins, tiles, columns, parts,
     G: tl.constexpr, W: tl.constexpr, H: tl.constexpr, U: tl.constexpr, X: tl.constexpr,
     BD: tl.constexpr, D_EVEN: tl.constexpr, EVEN: tl.constexpr, FULL_KEYS: tl.constexpr,
     KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, RECEIVED: tl.constexpr,
     MAP: tl.constexpr, MAP_PEAK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What some keys get; under Transformer-XL's term of the queries ``origin`` to ``until``."""
+    """Sums for some keys; with Transformer-XL's term over the queries ``origin`` to ``until``."""
     batch, head = whose(heads)
     if BIAS == RELATIVE:
         batch += sequence
@@ -197,7 +205,7 @@ def columns(
 
     block = tl.program_id(0)
     place = tl.arange(0, G * W)
-    if FULL_KEYS:  # blocks follow each other without a gap
+    if FULL_KEYS:  # blocks follow each other without gaps
         first = block * (G * W)
         last = first + G * W - 1
         key_at = first + place
@@ -214,7 +222,7 @@ def columns(
 
     k = rows_of(key, batch, head // groups, tl.minimum(key_at, keys - 1), valid, width, BD)
     flat = batch * heads + head
-    drop_at = Drop + flat * queries
+    neg_lse_at = NegLse + flat * queries
     bounds = Bounds
     if KIND == INTERVAL:
         bounds += batch * bounds_batch + block * 4
@@ -241,13 +249,13 @@ def columns(
                         start = tl.maximum(start, origin // (H * U))
                         stop = tl.minimum(stop, tl.cdiv(until, H * U))
                     received, pooled, largest = _stretch(
-                        received, pooled, largest, k, query, drop_at, map_at, peak_at, start, stop,
-                        key_at, valid, -1.0 if PART == 1 else 1.0, batch, head, ends, terms,
+                        received, pooled, largest, k, query, neg_lse_at, map_at, peak_at, start,
+                        stop, key_at, valid, -1.0 if PART == 1 else 1.0, batch, head, ends, terms,
                         shifted, batch - sequence, origin, until, offset, queries, keys, bins,
                         tiles, units, width, G, W, H, U, X, BD, D_EVEN, EVEN, FULL_KEYS, KIND, BIAS,
                         SOFTCAP, PART % 2 == 1, RECEIVED, MAP, MAP_PEAK, PRECISION,
                     )  # fmt: skip
-        else:  # every tile may have empty places: all of them are masked
+        else:  # every tile may have empty places: all are masked
             ends_at = query_stretches(
                 bounds, first, last, offset, queries, terms.reach, 1, KIND, SIDES
             )
@@ -264,8 +272,8 @@ def columns(
                 start = tl.maximum(start, begin)
                 stop = tl.minimum(stop, _tile_of(until - 1, queries, bins, tiles, H, U, EVEN) + 1)
             received, pooled, largest = _stretch(
-                received, pooled, largest, k, query, drop_at, map_at, peak_at, start, stop, key_at,
-                valid, 1.0, batch, head, ends, terms, shifted, batch - sequence, origin,
+                received, pooled, largest, k, query, neg_lse_at, map_at, peak_at, start, stop,
+                key_at, valid, 1.0, batch, head, ends, terms, shifted, batch - sequence, origin,
                 until, offset, queries, keys, bins,
                 tiles, units, width, G, W, H, U, X, BD, D_EVEN, EVEN, FULL_KEYS, KIND, BIAS,
                 SOFTCAP, False, RECEIVED, MAP, MAP_PEAK, PRECISION,
@@ -280,10 +288,11 @@ def pool(
     PARTS: tl.constexpr, UNIT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, CAUSAL: tl.constexpr, PEAK: tl.constexpr,
 ):  # fmt: skip
-    """A map of what the kernels for Hopper leave: sums over UNIT keys, ``each`` of them a cell.
+    """Make a map from sums over UNIT keys, ``each`` of them a cell, as the kernels for Hopper
+    store.
 
-    A bin has ``high`` queries, in PARTS. EVEN: a cell has BK units, and a thread can read some at
-    once. Under a causal mask nothing was written where no query of a tile sees a key of a team.
+    A bin has ``high`` queries, in PARTS. EVEN: a cell has BK units, and a thread can load several
+    at once. With a causal mask nothing is stored where no query of a tile attends to a team's keys.
     """
     cell = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = cell < count

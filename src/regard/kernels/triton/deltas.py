@@ -1,5 +1,9 @@
 # mypy: ignore-errors
-"""What all gradients in a row of scores have in common; ``backward`` says what it is for."""
+"""delta, the number that all gradients in a row of scores have in common; see ``backward``.
+
+In: output, lse, entropy, distance [batch, heads, queries] and their gradients. Out: delta, in that
+shape. Called by ``launch.backward``.
+"""
 
 import triton
 import triton.language as tl
@@ -35,7 +39,7 @@ def delta(
     BM: tl.constexpr, BV: tl.constexpr, GRAD: tl.constexpr, LSE: tl.constexpr,
     ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, EXTRA: tl.constexpr,
 ):  # fmt: skip
-    """What every gradient in a row has in common."""
+    """Delta of some rows."""
     batch, head = whose(heads)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = rows < queries
@@ -53,8 +57,8 @@ def delta(
         sums += tl.load(Distance + at, inside, other=0.0) * tl.load(DistanceGrad + at, inside, 0.0)
     if EXTRA:
         sums += tl.load(Extra + at, inside, other=0.0)
-    lost = tl.load(Lse + at, inside, other=0.0) == float("-inf")
-    tl.store(Delta + at, tl.where(lost, 0.0, sums), mask=inside)
+    empty = tl.load(Lse + at, inside, other=0.0) == float("-inf")
+    tl.store(Delta + at, tl.where(empty, 0.0, sums), mask=inside)
 
 
 @triton.jit(do_not_specialize=["sequence", "origin", "queries", "keys"])
@@ -64,7 +68,7 @@ def expected(
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """For each query the gradient of received and map that its weights expect."""
+    """The sum over a query's weights of the gradients of received and map."""
     batch, head = whose(heads)
     row = tl.program_id(0) * BM
     if BIAS == RELATIVE:

@@ -1,9 +1,11 @@
 # mypy: ignore-errors
-"""The gradient of a table of biases by distance.
+"""The gradient of a table of biases by distance; ``backward`` has the formulas.
 
-``backward`` has the formulas. A program has some distances of a head, and some of the pairs of
-blocks in which they occur, whatever the sequence: it adds up in its own registers, writes once, and
-the few programs that share distances are summed afterwards. No two add to one number.
+A program owns some distances of a head, and some of the pairs of blocks that have them, of any
+sequence: it sums in its registers and stores once. The sums of the few programs that share
+distances are added afterwards. No two add to one number. Called by ``launch._by_diagonal``.
+
+Test: ``pytest tests/kernels/test_triton.py -k gradient_of_a_table``.
 """
 
 import triton
@@ -21,7 +23,7 @@ def _change(
     KIND: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr,
     RECEIVED: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile's scores; ``shift`` is their bias, ``fits`` tells which are there."""
+    """The gradient of a tile's scores; ``shift`` is their bias, ``fits`` masks empty places."""
     at = flat * queries + rows
     query_at = (rows + keys - queries)[:, None]
     if RECEIVED:
@@ -63,10 +65,10 @@ def by_diagonal(
     SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, RECEIVED: tl.constexpr,
     MAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the scores, summed over all tiles of B x B that have the same distances.
+    """The gradients of the scores, summed over all tiles of B x B with the same distances.
 
-    Tiles follow the diagonal: on the one with number x, query i and key j of a tile are x B + i - j
-    apart, from x B - (B - 1) on. A program writes a number for each of these 2 B distances.
+    Tiles follow the diagonal: on diagonal x, query i and key j of a tile are x B + i - j apart,
+    from x B - (B - 1) on. A program stores a number for each of these 2 B distances.
     """
     head = tl.program_id(1).to(tl.int64)
     offset = keys - queries

@@ -1,18 +1,21 @@
 # mypy: ignore-errors
 # ruff: noqa: E741
-"""The forward pass, and in the same pass what each query's row of weights is like.
+"""The forward pass, and the fields of each query's row of weights.
 
-One program is one block of queries of one head; it streams over the keys with a running maximum
-(https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135). Beside the running sum l of
-p = 2^x, where x = score - maximum, it keeps
+One program owns a block of queries of one head, and streams over the keys with a running maximum
+(https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135). Besides the running sum l of p
+= 2^x, where x = score - maximum, it keeps
 
     e = sum of p x          entropy  = ln 2 (log2 l - e / l)
     t = sum of p |i - j|    distance = t / l
 
-which cost one multiplication and addition for each weight. The largest weight is 1 / l.
+at the cost of one multiplication and addition for each weight. The largest weight is 1 / l.
 
-Where there are too few queries to keep a device busy, several programs share the keys of a block,
-leave what they have kept, and ``merge`` puts it together.
+Where too few queries keep a device busy, several programs split the keys of a block and store
+partial sums; ``merge`` combines them. Called by ``launch.forward``. A query without keys yields
+zeros, lse -inf, entropy 0.
+
+Test: ``pytest tests/kernels/test_triton.py -k every_field``.
 """
 
 import triton
@@ -51,10 +54,10 @@ def _stretch(
     V_EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     FREE: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Go over the keys from ``start`` to ``stop``; ``first`` to ``last`` are those that count."""
+    """Go over the keys from ``start`` to ``stop``, of which ``first`` to ``last`` count."""
     near = tl.arange(0, BN)
     dims, value_dims = tl.arange(0, BD)[:, None], tl.arange(0, BV)[None, :]
-    # What a tile reads of a table of distances is as large as the tile: one in flight is enough.
+    # A tile reads a table of distances as large as itself: one in flight is enough.
     for n in tl.range(start, stop, BN, num_stages=1 if BIAS == TABLE and not FREE else None):
         n = tl.multiple_of(n, BN)
         key_at = n + near
@@ -81,22 +84,22 @@ def _stretch(
             higher = tl.maximum(m, tl.max(s, 1))
             x = s - higher[:, None]
         p = tl.exp2(x)
-        shrink = tl.exp2(m - higher)
+        rescale = tl.exp2(m - higher)
         total = tl.sum(p, 1)
         if ENTROPY:
-            e = (e + (m - higher) * l) * shrink + tl.sum(p * x, 1)
+            e = (e + (m - higher) * l) * rescale + tl.sum(p * x, 1)
         if DISTANCE:
             if FREE:
                 ahead = (query_at - n).to(tl.float32)
                 inside = tl.sum(p * near.to(tl.float32)[None, :], 1)
-                t = t * shrink + side * (ahead * total - inside)
+                t = t * rescale + side * (ahead * total - inside)
             else:
                 apart = tl.abs(query_at[:, None] - key_at[None, :]).to(tl.float32)
-                t = t * shrink + tl.sum(p * apart, 1)
-        l = l * shrink + total
+                t = t * rescale + tl.sum(p * apart, 1)
+        l = l * rescale + total
         m = higher
-        acc = acc * shrink[:, None]
-        # What no query of the block may see is not read, whatever it holds.
+        acc = acc * rescale[:, None]
+        # Values that no query of the block attends to are not read: they may be NaN.
         seen = ((key_at >= first) & (key_at < last))[:, None]
         v = read(v_tile + n.to(tl.int64) * v_row, value_dims, value_width, seen, V_EVEN, FREE)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -109,13 +112,13 @@ def _finish(
     queries, value_width, BV: tl.constexpr, ENTROPY: tl.constexpr, PEAK: tl.constexpr,
     HIGHEST: tl.constexpr, DISTANCE: tl.constexpr,
 ):  # fmt: skip
-    """Write what was kept of some rows, which are the block ``place`` of all heads' blocks."""
+    """Store the fields of some rows; ``place`` is their block among those of all heads."""
     value_dims = tl.arange(0, BV)
-    lost = l == 0  # nothing to attend to
-    inverse = tl.where(lost, 0.0, 1 / tl.where(lost, 1.0, l))
-    length = tl.log2(tl.where(lost, 1.0, l))
+    empty = l == 0  # no keys to attend to
+    inverse = tl.where(empty, 0.0, 1 / tl.where(empty, 1.0, l))
+    length = tl.log2(tl.where(empty, 1.0, l))
     at = flat * queries + rows
-    tl.store(Lse + at, tl.where(lost, float("-inf"), (m + length) * LN2), mask=inside)
+    tl.store(Lse + at, tl.where(empty, float("-inf"), (m + length) * LN2), mask=inside)
     if ENTROPY:
         tl.store(Entropy + at, (length - e * inverse) * LN2, mask=inside)
     if PEAK:
@@ -123,7 +126,7 @@ def _finish(
     if DISTANCE:
         tl.store(Distance + at, t * inverse, mask=inside)
     if HIGHEST:
-        highest = tl.max(tl.where(lost | (rows >= queries), float("-inf"), m * LN2), 0)
+        highest = tl.max(tl.where(empty | (rows >= queries), float("-inf"), m * LN2), 0)
         tl.store(Highest + place, highest)
     tl.store(
         out + rows[:, None].to(tl.int64) * o_row + value_dims[None, :],
@@ -134,14 +137,15 @@ def _finish(
 
 @triton.jit(do_not_specialize=["sequence", "origin", "queries", "keys", "splits"])
 def forward(
-    query, key, value, out, Lse, Entropy, Peak, Highest, Distance, Kept, ends, terms, shifted,
+    query, key, value, out, Lse, Entropy, Peak, Highest, Distance, Partials, ends, terms, shifted,
     sequence, origin, heads, groups, queries, keys, width, value_width, splits,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BV: tl.constexpr, D_EVEN: tl.constexpr,
     V_EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     ENTROPY: tl.constexpr, PEAK: tl.constexpr, HIGHEST: tl.constexpr, DISTANCE: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # The longest rows of a causal call first, so that no long one is left for the end.
+    # With a causal mask the longest rows first, so that no long one remains at the end.
+    """Attend: a program has BM queries of one head and, with SPLIT, a share of their keys."""
     block = tl.num_programs(0) - 1 - tl.program_id(0) if KIND == CAUSAL else tl.program_id(0)
     batch, head = whose(heads)
     if BIAS == RELATIVE:  # some queries, from ``origin`` on, of some sequences
@@ -184,14 +188,14 @@ def forward(
                 PRECISION,
             )  # fmt: skip
     if SPLIT:
-        # Rows of BV + 4 numbers: what was kept of each, the sums of values first.
+        # Rows of BV + 4 numbers: the sums of values, then l, m, e and t.
         place = (flat * splits + tl.program_id(2)) * queries + rows
-        kept = Kept + place * (BV + 4)
-        tl.store(kept[:, None] + tl.arange(0, BV)[None, :], acc, mask=inside[:, None])
-        tl.store(kept + BV, l, mask=inside)
-        tl.store(kept + BV + 1, m, mask=inside)
-        tl.store(kept + BV + 2, e, mask=inside)
-        tl.store(kept + BV + 3, t, mask=inside)
+        partial = Partials + place * (BV + 4)
+        tl.store(partial[:, None] + tl.arange(0, BV)[None, :], acc, mask=inside[:, None])
+        tl.store(partial + BV, l, mask=inside)
+        tl.store(partial + BV + 1, m, mask=inside)
+        tl.store(partial + BV + 2, e, mask=inside)
+        tl.store(partial + BV + 3, t, mask=inside)
     else:
         place = flat * tl.cdiv(queries, BM) + block
         _finish(
@@ -203,11 +207,11 @@ def forward(
 
 @triton.jit(do_not_specialize=["queries", "splits"])
 def merge(
-    Kept, out, Lse, Entropy, Peak, Highest, Distance, heads, queries, value_width, splits,
+    Partials, out, Lse, Entropy, Peak, Highest, Distance, heads, queries, value_width, splits,
     BM: tl.constexpr, BV: tl.constexpr, ENTROPY: tl.constexpr, PEAK: tl.constexpr,
     HIGHEST: tl.constexpr, DISTANCE: tl.constexpr,
 ):  # fmt: skip
-    """Put together what the programs that shared the keys of some rows have kept."""
+    """Combine the partial sums of the programs that split the keys of some rows."""
     batch, head = whose(heads)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = rows < queries
@@ -218,19 +222,21 @@ def merge(
     m = tl.full([BM], LOWEST, tl.float32)
     for split in range(splits):
         place = (tl.program_id(1) * splits + split).to(tl.int64) * queries + rows
-        kept = Kept + place * (BV + 4)
-        more = tl.load(kept[:, None] + tl.arange(0, BV)[None, :], mask=inside[:, None], other=0.0)
-        its_l = tl.load(kept + BV, mask=inside, other=0.0)
-        its_m = tl.load(kept + BV + 1, mask=inside, other=LOWEST)
+        partial = Partials + place * (BV + 4)
+        more = tl.load(
+            partial[:, None] + tl.arange(0, BV)[None, :], mask=inside[:, None], other=0.0
+        )
+        its_l = tl.load(partial + BV, mask=inside, other=0.0)
+        its_m = tl.load(partial + BV + 1, mask=inside, other=LOWEST)
         higher = tl.maximum(m, its_m)
-        shrink, its_shrink = tl.exp2(m - higher), tl.exp2(its_m - higher)
+        rescale, its_rescale = tl.exp2(m - higher), tl.exp2(its_m - higher)
         if ENTROPY:
-            its_e = tl.load(kept + BV + 2, mask=inside, other=0.0)
-            e = (e + (m - higher) * l) * shrink + (its_e + (its_m - higher) * its_l) * its_shrink
+            its_e = tl.load(partial + BV + 2, mask=inside, other=0.0)
+            e = (e + (m - higher) * l) * rescale + (its_e + (its_m - higher) * its_l) * its_rescale
         if DISTANCE:
-            t = t * shrink + tl.load(kept + BV + 3, mask=inside, other=0.0) * its_shrink
-        l = l * shrink + its_l * its_shrink
-        acc = acc * shrink[:, None] + more * its_shrink[:, None]
+            t = t * rescale + tl.load(partial + BV + 3, mask=inside, other=0.0) * its_rescale
+        l = l * rescale + its_l * its_rescale
+        acc = acc * rescale[:, None] + more * its_rescale[:, None]
         m = higher
     flat = tl.program_id(1).to(tl.int64)
     place = flat * tl.num_programs(0) + tl.program_id(0)

@@ -1,6 +1,9 @@
-"""Launching the kernels: raw tensors in and out, everything else decided here.
+"""Launches the Triton kernels: picks block sizes, allocates results, passes views.
 
-Tensors are [batch, heads, length, dim], their last axis dense.
+Called by ``passes``. Tensors are [batch, heads, length, dim], their last axis dense. These kernels
+take every call that the backend 'triton' takes, and never use those for Hopper.
+
+Test: ``pytest tests -k "kernels and output_and_every_field"``.
 """
 
 from __future__ import annotations
@@ -12,16 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from regard.kernels.hopper import launch as hopper_launch
+from regard.kernels.compat import OVERLAPPING
 from regard.kernels.memo import Kept
 from regard.kernels.plan import (
-    ALIBI,
-    CAUSAL,
-    FULL,
-    INTERVAL,
-    LOG2E,
-    RELATIVE,
-    TABLE,
     Structure,
     View,
     bins,
@@ -30,6 +26,7 @@ from regard.kernels.plan import (
     outputs,
     power,
 )
+from regard.kernels.sizes import ALIBI, CAUSAL, FULL, INTERVAL, LANES, LOG2E, RELATIVE, TABLE
 from regard.kernels.triton import backward as backward_kernels
 from regard.kernels.triton import deltas, distances, relative
 from regard.kernels.triton import rows as rows_kernels
@@ -38,13 +35,14 @@ from regard.kernels.triton.forward import forward as forward_kernel
 from regard.kernels.triton.forward import merge as merge_kernel
 
 WARP = 16  # rows of a matrix product that one warp holds
-LANES = 4  # threads that share such a row
-PROGRAMS = 256  # that keep a large device busy: about two for each multiprocessor
-NEAR = 2048  # keys of a query: beyond, the ends of its range hardly matter
-SHARE = 512  # keys that are worth a program of their own
-LOOKED = 64  # rows of which a program sees whether some are left to search
-MANY = 2**18  # rows: of as many it looks at LOOKED * 32
-TILE = 2**14  # numbers of keys that it has at a time for a row by itself
+
+# Measured on an H200 at commit 8c94c07, see docs/log.md.
+PROGRAMS = 256  # programs that keep a large device busy: about two for each multiprocessor
+NEAR = 2048  # keys of a query: with more, masked tiles at the ends of its range hardly matter
+SHARE = 512  # keys that are worth a program
+LOOKED = 64  # rows in which a program of ``search`` looks for unfinished ones
+MANY = 2**18  # rows: from here on it looks at 32 * LOOKED
+TILE = 2**14  # numbers of keys that ``search`` loads at a time for a single row
 SCRATCH = 2**29  # bytes for candidates of the top keys: heads take turns, one or more at a time
 
 
@@ -67,7 +65,7 @@ def _forward_blocks(query: Tensor, width: int, structure: Structure) -> Blocks:
     # Short rows: more programs, and less that lies beyond the diagonal, or outside of a window.
     if query.shape[2] <= 1024 and (width > 64 or structure.kind == CAUSAL) and width <= 128:
         return Blocks(64, 64, 4, 3)
-    if width <= 64 and 0 < structure.longest <= NEAR:
+    if width <= 64 and 0 < structure.max_keys <= NEAR:
         return Blocks(64, 64, 4, 3)
     if width <= 64:
         return Blocks(128, 64, 4, 3)
@@ -91,11 +89,13 @@ def _backward_blocks(query: Tensor, width: int, structure: Structure) -> tuple[B
     """For the pass by queries, and for the one by keys."""
     if query.dtype == torch.float32:
         return Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)
-    termed = structure.bias == RELATIVE  # what is read of the term is larger than queries
+    relative_bias = structure.bias == RELATIVE  # what is read of the term is larger than queries
     if width <= 64:
-        return Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 1) if termed else Blocks(32, 128, 4, 1)
+        return Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 1) if relative_bias else Blocks(
+            32, 128, 4, 1
+        )
     if width <= 128:
-        return Blocks(128, 64, 8, 3), Blocks(32 if termed else 64, 128, 8, 1)
+        return Blocks(128, 64, 8, 3), Blocks(32 if relative_bias else 64, 128, 8, 1)
     return Blocks(64, 32, 8, 1), Blocks(32, 64, 8, 1)
 
 
@@ -109,22 +109,9 @@ def _precision(tensor: Tensor) -> str:
 
 
 def forward(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    structure: Structure,
-    wanted: Collection[str],
-    count: int = 0,
-    grid: tuple[int, int] = (1, 1),
+    query: Tensor, key: Tensor, value: Tensor, structure: Structure, fields: Collection[str]
 ) -> dict[str, Tensor]:
-    """Attend. Always "output" and "lse"; "entropy", "peak", "max_logit", "distance" if wanted.
-
-    And where ``specialised.collects`` so many, for ``top`` a "bar" that as many scores reach; where
-    it ``receives`` what is wanted in a ``grid`` of bins, for ``columns`` what that calls "drop".
-    Both then need "drawn" too.
-    """
-    if hopper_launch.attends(query, key, value, structure, wanted):
-        return hopper_launch.forward(query, key, value, structure, wanted, count, grid)
+    """Return "output" and "lse"; and "entropy", "peak", "max_logit", "distance" if wanted."""
     batch, heads, queries, width = query.shape
     keys, value_width = key.shape[2], value.shape[3]
     blocks = _forward_blocks(query, max(width, value_width), structure)
@@ -132,22 +119,22 @@ def forward(
     count = ceil(queries, blocks.queries)
     splits = _splits(count * batch * heads, keys)
     options: Any = {"device": query.device, "dtype": torch.float32}
-    found = outputs(query, value, wanted)
+    results = outputs(query, value, fields)
     if splits > 1:
         kept = torch.empty(batch * heads * splits * queries, wide[1] + 4, **options)
         count_merged = ceil(queries, WARP)
     else:
         kept, count_merged = None, count
-    highest = torch.empty(batch, heads, count_merged, **options) if "max_logit" in wanted else None
+    highest = torch.empty(batch, heads, count_merged, **options) if "max_logit" in fields else None
     written = (
-        View.of(found["output"]), found["lse"], found.get("entropy"), found.get("peak"), highest,
-        found.get("distance"),
+        View.of(results["output"]), results["lse"], results.get("entropy"), results.get("peak"),
+        highest, results.get("distance"),
     )  # fmt: skip
-    asked: Any = {
-        "ENTROPY": "entropy" in wanted,
-        "PEAK": "peak" in wanted,
+    fields_of_rows: Any = {
+        "ENTROPY": "entropy" in fields,
+        "PEAK": "peak" in fields,
         "HIGHEST": highest is not None,
-        "DISTANCE": "distance" in wanted,
+        "DISTANCE": "distance" in fields,
     }
     for part, shifted in _parts(query, keys, structure):
         count = ceil(part.stop - part.start, blocks.queries)
@@ -158,16 +145,16 @@ def forward(
             BM=blocks.queries, BN=blocks.keys, BD=wide[0], BV=wide[1], D_EVEN=wide[0] == width,
             V_EVEN=wide[1] == value_width, KIND=structure.kind, BIAS=structure.bias,
             SOFTCAP=structure.softcap is not None, SPLIT=splits > 1, PRECISION=_precision(query),
-            **asked, num_warps=blocks.warps, num_stages=blocks.stages,
+            **fields_of_rows, num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
     if splits > 1:
         merge_kernel[count_merged, batch * heads](
-            kept, *written, heads, queries, value_width, splits, BM=WARP, BV=wide[1], **asked,
-            num_warps=4,
+            kept, *written, heads, queries, value_width, splits, BM=WARP, BV=wide[1],
+            **fields_of_rows, num_warps=4,
         )  # fmt: skip
     if highest is not None:
-        found["max_logit"] = highest.amax(-1) if count_merged > 1 else highest[..., 0]
-    return found
+        results["max_logit"] = highest.amax(-1) if count_merged > 1 else highest[..., 0]
+    return results
 
 
 def _parts(query: Tensor, keys: int, structure: Structure) -> Iterator[tuple[relative.Part, View]]:
@@ -215,24 +202,13 @@ def columns(
     key: Tensor,
     lse: Tensor,
     structure: Structure,
-    wanted: Collection[str],
+    fields: Collection[str],
     grid: tuple[int, int] = (1, 1),
-    drop: Tensor | None = None,
-    drawn: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """What keys get over all queries: "received", and in a grid of bins "map" and "map_peak".
-
-    ``drop`` and ``drawn`` are what ``forward`` left for this, where it did.
-    """
+    """Return sums over queries: "received", and in a grid of bins "map" and "map_peak"."""
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
-    pooled = "map" in wanted
-    into = grid if pooled else None
-    if drop is not None or hopper_launch.receives(query, key, structure, into):
-        found = hopper_launch.room(query, key, wanted, into)
-        drop = hopper_launch.drop_of(query, key, lse, into) if drop is None else drop
-        hopper_launch.columns(query, key, structure, found, into, drop, drawn)
-        return found
+    pooled = "map" in fields
     blocks = _columns_blocks(query, width, structure, pooled)
     rows, cols = grid if pooled else (1, 1)
     across = _cut(keys, cols, blocks.keys, 1)
@@ -249,42 +225,42 @@ def columns(
         if across.together == 1:
             after = torch.minimum(first + across.width, after)
         bounds = structure.bounds(first, after - 1)
-    # Where nothing has a weight, be it by a mask or by a bias of -inf, nothing is given either.
-    drop = torch.where(lse == -torch.inf, lse, lse * -LOG2E)
+    # Rows without any weight, by a mask or by a bias of -inf, add nothing.
+    neg_lse = torch.where(lse == -torch.inf, lse, lse * -LOG2E)
     wide = power(width)
     cells = batch, heads, rows, across.blocks, units
     shapes = {"received": (batch, heads, keys), "map": cells, "map_peak": cells}
-    # What no tile covers stays 0; without a mask there is no such cell.
+    # Cells that no tile covers stay 0; without a mask every cell is covered.
     covered = structure.kind == FULL and across.even and structure.bias != RELATIVE
     new = torch.empty if covered else torch.zeros
-    found = {}
+    results: dict[str, Tensor] = {}
     for part, shifted in _parts(query, keys, structure):
-        some = {name: new(shape, **options) for name, shape in shapes.items() if name in wanted}
+        some = {name: new(shape, **options) for name, shape in shapes.items() if name in fields}
         columns_kernel[across.blocks, part.sequences * heads](
-            View.of(query), View.of(key), drop, some.get("received"), some.get("map"),
+            View.of(query), View.of(key), neg_lse, some.get("received"), some.get("map"),
             some.get("map_peak"), bounds, _batch_step(bounds), structure.ends, structure.terms,
             shifted, part.sequence, part.start, part.stop, heads, heads // key.shape[1], queries,
             keys, width, rows, down.parts, cols, across.parts, G=across.together, W=across.width,
             H=down.together, U=down.width, X=unit, BD=wide, D_EVEN=wide == width, EVEN=down.even,
             FULL_KEYS=across.even and keys % (across.together * across.width) == 0,
             KIND=structure.kind, BIAS=structure.bias, SOFTCAP=structure.softcap is not None,
-            RECEIVED="received" in wanted, MAP=pooled, MAP_PEAK="map_peak" in wanted,
+            RECEIVED="received" in fields, MAP=pooled, MAP_PEAK="map_peak" in fields,
             PRECISION=_precision(query), num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
         for name, tensor in some.items():
             join = torch.maximum if name == "map_peak" else torch.add
-            found[name] = join(found[name], tensor) if name in found else tensor
+            results[name] = join(results[name], tensor) if name in results else tensor
     for name in ("map", "map_peak"):
-        if name in found:
-            pieces = found[name].reshape(
+        if name in results:
+            pieces = results[name].reshape(
                 batch, heads, rows, -1, across.parts * across.width // unit
             )
             if pieces.shape[4] > 1:
                 pieces = pieces.sum(4, keepdim=True) if name == "map" else pieces.amax(4, True)
-            found[name] = pieces[..., :cols, 0]
+            results[name] = pieces[..., :cols, 0]
     if pooled:
-        found["map"] = _averages(found["map"], lse, structure, keys)
-    return found
+        results["map"] = _averages(results["map"], lse, structure, keys)
+    return results
 
 
 def _averages(cells: Tensor, lse: Tensor, structure: Structure, keys: int) -> Tensor:
@@ -319,15 +295,15 @@ def rows(
     batch, heads, queries, width = query.shape
     keys, count = key.shape[2], len(places)
     index = _index(tuple(place % queries for place in places), query.device)
-    found = torch.empty(batch, heads, count, keys, device=query.device, dtype=torch.float32)
+    weights = torch.empty(batch, heads, count, keys, device=query.device, dtype=torch.float32)
     rows_kernels.rows[ceil(count, WARP) * ceil(keys, 64), batch * heads](
-        View.of(query), View.of(key), lse, index, found, structure.ends, structure.terms,
+        View.of(query), View.of(key), lse, index, weights, structure.ends, structure.terms,
         heads, heads // key.shape[1], queries, keys, width, count, BM=WARP, BN=64,
         BD=power(width), KIND=structure.kind, BIAS=structure.bias,
         SOFTCAP=structure.softcap is not None, LOGS=logs, PRECISION=_precision(query),
         num_warps=4,
     )  # fmt: skip
-    return found
+    return weights
 
 
 @Kept
@@ -337,52 +313,68 @@ def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
 
 
 def top(
+    query: Tensor, key: Tensor, lse: Tensor, structure: Structure, count: int
+) -> dict[str, Tensor]:
+    """Return the largest weights of each query and their keys: "top_weights" and "top_keys"."""
+    if query.shape[2] <= WARP:
+        return _top_of_few(query, key, lse, structure, count)
+    results, unfinished = new_top(query, count)
+    _collect(query, key, lse, structure, count, results, unfinished)
+    search_top(query, key, lse, structure, count, results, unfinished)
+    return results
+
+
+def _top_of_few(
+    query: Tensor, key: Tensor, lse: Tensor, structure: Structure, count: int
+) -> dict[str, Tensor]:
+    """``top`` for few queries: from all of their weights."""
+    keys = key.shape[2]
+    logs = rows(query, key, lse, structure, range(query.shape[2]), logs=True)
+    best = logs.topk(min(count, keys))
+    weights = best.values.exp2()
+    chosen = best.indices.masked_fill(best.values == -torch.inf, -1)
+    if count > keys:
+        missing = (0, count - keys)
+        weights, chosen = pad(weights, missing), pad(chosen, missing, value=-1)
+    return {"top_weights": weights, "top_keys": chosen}
+
+
+def new_top(query: Tensor, count: int) -> tuple[dict[str, Tensor], Tensor]:
+    """Allocate the top weights and keys, and a mark for each row that a search must finish."""
+    shape = (*query.shape[:3], count)
+    results = {
+        "top_weights": torch.empty(shape, device=query.device, dtype=torch.float32),
+        "top_keys": torch.empty(shape, device=query.device, dtype=torch.int64),
+    }
+    return results, torch.empty(query.shape[:3], device=query.device, dtype=torch.int8)
+
+
+def search_top(
     query: Tensor,
     key: Tensor,
     lse: Tensor,
     structure: Structure,
     count: int,
-    bar: Tensor | None = None,
-    drawn: Tensor | None = None,
-    followed: bool = False,
-) -> dict[str, Tensor]:
-    """The largest weights of each query and their keys: "top_weights" and "top_keys".
+    results: dict[str, Tensor],
+    unfinished: Tensor,
+    overlap: bool = False,
+) -> None:
+    """Search the rows that are ``unfinished``, and write their top weights and keys.
 
-    ``bar`` and ``drawn`` are what ``forward`` left for this, where it did, ``followed`` by another
-    pass.
+    ``overlap``: programs may start before the launch that marks those rows has ended.
     """
-    batch, heads, queries, width = query.shape
-    keys = key.shape[2]
-    if queries <= WARP:  # few rows: as many numbers as the keys have
-        logs = rows(query, key, lse, structure, range(queries), logs=True)
-        best = logs.topk(min(count, keys))
-        weights = best.values.exp2()
-        chosen = best.indices.masked_fill(best.values == -torch.inf, -1)
-        if count > keys:
-            missing = (0, count - keys)
-            weights, chosen = pad(weights, missing), pad(chosen, missing, value=-1)
-        return {"top_weights": weights, "top_keys": chosen}
-    shape = (batch, heads, queries, count)
-    found = {
-        "top_weights": torch.empty(shape, device=query.device, dtype=torch.float32),
-        "top_keys": torch.empty(shape, device=query.device, dtype=torch.int64),
-    }
-    left = torch.empty(batch, heads, queries, device=query.device, dtype=torch.int8)
-    if bar is not None:
-        hopper_launch.top(query, key, lse, bar, structure, count, found, left, drawn, followed)
-    else:
-        _collect(query, key, lse, structure, count, found, left)
-    early = {"launch_pdl": True} if bar is not None and query.is_cuda else {}
+    _, heads, queries, width = query.shape
+    keys, count_rows = key.shape[2], unfinished.numel()
+    options = OVERLAPPING if overlap and query.is_cuda else {}
     wide = power(width)
-    looked = LOOKED if left.numel() < MANY else 32 * LOOKED
-    rows_kernels.search[(ceil(left.numel(), looked),)](
-        View.of(query), View.of(key), lse, left, *found.values(), structure.ends, structure.terms,
-        left.numel(), heads, heads // key.shape[1], queries, keys, width, count,
+    looked = LOOKED if count_rows < MANY else 32 * LOOKED
+    rows_kernels.search[(ceil(count_rows, looked),)](
+        View.of(query), View.of(key), lse, unfinished, *results.values(), structure.ends,
+        structure.terms, count_rows, heads, heads // key.shape[1], queries, keys, width, count,
         LOOKED=looked, BM=WARP, BN=TILE // wide, BD=wide, COUNT=next_power(count),
         KIND=structure.kind, BIAS=structure.bias, SOFTCAP=structure.softcap is not None,
-        PRECISION=_precision(query), EARLY=bool(early), num_warps=8, num_stages=1, **early,
+        PRECISION=_precision(query), EARLY=bool(options), num_warps=8, num_stages=1, **options,
     )  # fmt: skip
-    return found
 
 
 def _collect(
@@ -391,13 +383,13 @@ def _collect(
     lse: Tensor,
     structure: Structure,
     count: int,
-    found: dict[str, Tensor],
-    left: Tensor,
+    results: dict[str, Tensor],
+    unfinished: Tensor,
 ) -> None:
-    """The top keys, but for rows that are ``left`` to ``search``."""
+    """Write the top keys of most rows, and mark the others as ``unfinished``."""
     batch, heads, queries, width = query.shape
     places = next_power(count)
-    most = 4 * max(8, places)  # of a row that are put in order
+    most = 4 * max(8, places)  # candidates of a row that are sorted
     room = 2 * max(LANES, places)  # for each lane
     turns = max(1, SCRATCH // (queries * LANES * room * 8))  # heads at a time
     turns = min(turns, batch * heads)
@@ -416,7 +408,7 @@ def _collect(
             enable_fp_fusion=False,  # both its passes must round a score alike
         )  # fmt: skip
         rows_kernels.pick[ceil(queries, WARP), some](
-            lse, reached, candidates, left, *found.values(), queries, count, first,
+            lse, reached, candidates, unfinished, *results.values(), queries, count, first,
             BM=WARP, ROOM=room, MOST=most, COUNT=places, num_warps=4,
         )  # fmt: skip
 
@@ -430,10 +422,10 @@ def backward(
     grads: Mapping[str, Tensor],
     train_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """The gradients of query, key, value and, if asked for, of the structure's table and second.
+    """Return the gradients of query, key and value, and of a trained table and relative query.
 
-    ``kept`` is what the forward pass gave. ``grads`` are those of what it gave, by the same names:
-    of "output", "lse", "entropy", "distance", "received" and "map", where present.
+    ``kept`` are the saved results of the forward pass. ``grads`` are the gradients of results by
+    name: of "output", "lse", "entropy", "distance", "received" and "map", where present.
     """
     batch, heads, queries, width = query.shape
     key_heads, keys, value_width = key.shape[1], key.shape[2], value.shape[3]
@@ -486,10 +478,10 @@ def backward(
         grads.get("map"),
     )  # fmt: skip
     sizes = (groups, queries, keys, width, value_width, rows, cols)
-    termed = None
+    relative_grads = None
     if structure.bias == RELATIVE:
-        termed = relative.Gradients(query, key, structure, train_bias)
-        query_grad = termed.query
+        relative_grads = relative.Gradients(query, key, structure, train_bias)
+        query_grad = relative_grads.query
     else:
         query_grad = torch.empty_like(query)
         backward_kernels.by_query[ceil(queries, by_query.queries), batch * heads](
@@ -503,7 +495,9 @@ def backward(
         first = torch.arange(ceil(keys, by_key.keys), device=query.device) * by_key.keys
         bounds = structure.bounds(first, (first + by_key.keys).clamp(max=keys) - 1)
     for part, shifted in _parts(query, keys, structure):
-        changes, inners = (View(None), View(None)) if termed is None else termed.rooms(part)
+        changes, inners = (
+            (View(None), View(None)) if relative_grads is None else relative_grads.rooms(part)
+        )
         add = part.stop - part.start < queries  # other parts have the other queries
         if add and part.sequence == part.start == 0:
             key_grad, value_grad = (torch.zeros(tensor.shape, **options) for tensor in (key, value))
@@ -513,17 +507,17 @@ def backward(
             part.stop, key_heads, *sizes, BM=by_key.queries, BN=by_key.keys, ADD=add, **shared,
             **both, **even, num_warps=by_key.warps, num_stages=by_key.stages,
         )  # fmt: skip
-        if termed is not None:
-            termed.add(part)
+        if relative_grads is not None:
+            relative_grads.add(part)
 
     if far_grad is not None and structure.bias == ALIBI:
         table_grad = far_grad[0].sum((0, 2))[:, None]
     elif far_grad is not None:
         table_grad = _by_diagonal(inputs, sizes, structure, shared | both)
         table_grad[:, -1], table_grad[:, 0] = far_grad.sum((1, 3))
-    elif termed is not None:
-        table_grad = termed.table
-    second_grad = None if termed is None else termed.second
+    elif relative_grads is not None:
+        table_grad = relative_grads.table
+    second_grad = None if relative_grads is None else relative_grads.relative_query
     return (
         query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), table_grad, second_grad,
     )  # fmt: skip
@@ -571,13 +565,13 @@ def _by_diagonal(
     lowest, highest = -((size - 1 - low) // size), (high + size - 1) // size
     count = highest - lowest + 1
     shares = _shares(count * heads, batch * ceil(queries, size))
-    found = torch.empty(heads, shares, count, 2 * size, device=query.device)
+    diagonals = torch.empty(heads, shares, count, 2 * size, device=query.device)
     distances.by_diagonal[shares * count, heads](
-        *inputs, found, structure.ends, structure.terms, lowest, count, batch, heads, *sizes,
+        *inputs, diagonals, structure.ends, structure.terms, lowest, count, batch, heads, *sizes,
         B=size, **options, num_warps=4, num_stages=2,
     )  # fmt: skip
     # The distances of neighbouring diagonals overlap by half.
-    sums = found.sum(1)
+    sums = diagonals.sum(1)
     near, far = sums[..., :size].flatten(1), sums[..., size:].flatten(1)
     total = pad(near, (0, size)) + pad(far, (size, 0))
     first = lowest * size - (size - 1)

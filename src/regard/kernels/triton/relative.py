@@ -1,16 +1,20 @@
 """Transformer-XL's term, made for some queries at a time.
 
-A query's product with the embedding of a distance is added to its score for the key at that
-distance. Where distances descend keys ascend, and from each query to the next they move on by one:
+The product of a query with the embedding of a distance is added to its score for the key at that
+distance. Where distances decrease keys increase, and each query's keys begin one place further on:
 
     query i          r(3)  r(2)  r(1)  r(0)
     query i + 1            r(3)  r(2)  r(1)  r(0)
 
-So what is a product of queries and distances to a matrix product is, read askew, a number for each
-query and key to the kernels of attention: the shift of https://arxiv.org/abs/1901.02860, appendix
-B. Those of one part of a call lie in memory as [queries, keys]; the kernel that makes them writes
-askew, and those that make gradients of the term's two sides read askew what the backward pass left
-of scores. There is room for some queries at a time, whatever the length.
+So a matrix product of queries and distances, with each row shifted by one place, is the term of
+queries and keys: https://arxiv.org/abs/1901.02860, appendix B. The term of one part of a call lies
+in memory as [queries, keys]. The kernel that makes it writes shifted rows, and those that compute
+gradients of its two sides read shifted rows of the scores' gradients. There is memory for some
+queries at a time, whatever the length.
+
+``askew`` has the kernels. Called by ``launch``.
+
+Test: ``pytest tests/kernels/test_triton.py -k transformer_xl``.
 """
 
 from __future__ import annotations
@@ -21,27 +25,28 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from regard.kernels.plan import CAUSAL, Structure, View, ceil, power
+from regard.kernels.plan import Structure, View, ceil, power
+from regard.kernels.sizes import CAUSAL
 from regard.kernels.triton import askew
 
-# Bytes for the term, or what BLOCK queries take if that is more. A backward pass has room for as
-# many gradients too, in the dtype of queries; with a softcap for two of each.
+# Bytes for the term, or what BLOCK queries take if that is more. A backward pass takes as many for
+# gradients, in the dtype of queries, and with a softcap twice as many.
 SCRATCH = 2**29
-BLOCK = 128  # a multiple of what kernels have of queries or keys at a time
-PROGRAMS = 1024  # that share distances, where there are few of them
+BLOCK = 128  # a multiple of the queries and keys that kernels have at a time
+PROGRAMS = 1024  # programs that share distances, where there are few distances
 
 
 class Part(NamedTuple):
     """Some queries of some sequences."""
 
-    sequence: int  # the first
+    sequence: int  # the first sequence
     sequences: int
     start: int
     stop: int
-    keys: int  # those up to here matter to them
+    keys: int  # the keys before this one matter to its queries
 
     def view(self, room: Tensor, heads: int) -> View:
-        """A number for each of its queries and keys; rows are aligned."""
+        """A view with a number for each of its queries and keys; rows are aligned."""
         rows, step = self.stop - self.start, _up(self.keys)
         return View(room, heads * rows * step, rows * step, step)
 
@@ -51,22 +56,22 @@ def _up(keys: int) -> int:
 
 
 def room(query: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
-    """For any of these parts, one after the other."""
+    """Allocate memory for the largest of these parts; they take turns."""
     most = max(part.sequences * (part.stop - part.start) * _up(part.keys) for part in parts)
     return query.new_empty(query.shape[1] * most, dtype=dtype)
 
 
 def parts(query: Tensor, keys: int, kind: int) -> list[Part]:
-    """What there is room for at a time: several sequences, or some queries of one."""
+    """Split a call into parts that fit: several sequences, or some queries of one."""
     batch, heads, queries, _ = query.shape
     most = SCRATCH // (4 * heads)
     together = max(1, most // (queries * _up(keys)))
-    together = ceil(batch, ceil(batch, together))  # about the same number each time
+    together = ceil(batch, ceil(batch, together))  # about the same number in each part
 
     def seen(stop: int) -> int:
         return max(keys - queries + stop, 0) if kind == CAUSAL else keys
 
-    found = []
+    pieces = []
     for sequence in range(0, batch, together):
         start = 0
         while start < queries:
@@ -76,49 +81,49 @@ def parts(query: Tensor, keys: int, kind: int) -> list[Part]:
                 if (more - start) * _up(seen(more)) > most:
                     break
                 stop = more
-            found.append(Part(sequence, min(together, batch - sequence), start, stop, seen(stop)))
+            pieces.append(Part(sequence, min(together, batch - sequence), start, stop, seen(stop)))
             start = stop
-    return found
+    return pieces
 
 
 def shifted(structure: Structure, part: Part, queries: int, keys: int, room: Tensor) -> View:
-    """The term of a part's queries, base 2, as a number for each of their keys."""
-    second = structure.second
-    assert second is not None
-    heads, width = second.shape[1], second.shape[3]
-    found = part.view(room, heads)
+    """The term of a part's queries, base 2, with a number for each of their keys."""
+    relative_query = structure.relative_query
+    assert relative_query is not None
+    heads, width = relative_query.shape[1], relative_query.shape[3]
+    view = part.view(room, heads)
     wide = power(width)
-    exact = second.dtype == torch.float32
+    exact = relative_query.dtype == torch.float32
     some = max(32, min((4096 if exact else 16384) // wide, BLOCK))  # more would not fit registers
     squares = ceil(part.stop - part.start, BLOCK)
-    askew.spread[4 * squares, part.sequences * heads, ceil(found.row + BLOCK, some)](
-        found, structure.ends, structure.relative, heads, queries, keys, part.sequence, part.start,
+    askew.spread[4 * squares, part.sequences * heads, ceil(view.row + BLOCK, some)](
+        view, structure.ends, structure.relative, heads, queries, keys, part.sequence, part.start,
         part.stop, BN=some, BU=wide, BLOCK=BLOCK, EVEN=wide == width, KIND=structure.kind,
         PRECISION="ieee" if exact else "tf32", num_warps=4, num_stages=1,
     )  # fmt: skip
-    return found
+    return view
 
 
 class Gradients:
-    """Of queries, and of the term's two sides: what the gradients of all scores make of them."""
+    """Gradients of queries, and of the term's two sides, from the gradients of all scores."""
 
     def __init__(self, query: Tensor, key: Tensor, structure: Structure, train: bool) -> None:
-        second, table = structure.second, structure.table
-        assert second is not None
+        relative_query, table = structure.relative_query, structure.table
+        assert relative_query is not None
         assert table is not None
         self.key, self.structure = key, structure
-        self.query, self.second = torch.empty_like(query), torch.empty_like(second)
+        self.query, self.relative_query = torch.empty_like(query), torch.empty_like(relative_query)
         self.exact = query.dtype == torch.float32
-        widest = max(query.shape[3], second.shape[3])
+        widest = max(query.shape[3], relative_query.shape[3])
         self.block = 64 if not self.exact and widest <= 128 else 32
         batch, heads, queries, _ = query.shape
-        # Embeddings get something of each sequence: programs that share them sum up by themselves.
+        # Each sequence adds to the embeddings: programs that share them keep sums of their own.
         self.nearest = 0 if structure.kind == CAUSAL else 1 - queries
         self.blocks = ceil(key.shape[2] - self.nearest, self.block)
         shares = max(1, min(PROGRAMS // (self.blocks * heads), batch))
         self.far = None
         if train:
-            shape = shares, heads, self.blocks * self.block, second.shape[3]
+            shape = shares, heads, self.blocks * self.block, relative_query.shape[3]
             self.far = query.new_zeros(shape, dtype=torch.float32)
         all_parts = parts(query, key.shape[2], structure.kind)
         self.changes = self.inners = room(query, all_parts, query.dtype)
@@ -126,12 +131,12 @@ class Gradients:
             self.inners = torch.empty_like(self.changes)
 
     def rooms(self, part: Part) -> tuple[View, View]:
-        """For the gradients of a part's scores, and of its products of queries and keys."""
+        """Views for the gradients of a part's scores, and of its products of queries and keys."""
         heads = self.query.shape[1]
         return part.view(self.changes, heads), part.view(self.inners, heads)
 
     def add(self, part: Part) -> None:
-        """What a part leaves in its rooms."""
+        """Add the gradients from the scores of a part, which lie in its views."""
         structure, relative = self.structure, self.structure.relative
         _, heads, queries, width = self.query.shape
         keys, wide = self.key.shape[2], power(relative.width)
@@ -142,9 +147,9 @@ class Gradients:
             "PRECISION": "ieee" if self.exact else "tf32", "num_warps": 4,
         }  # fmt: skip
         blocks = ceil(part.stop - part.start, self.block)
-        fits = not self.exact and wide <= 64  # four programs, in what a multiprocessor has
+        fits = not self.exact and wide <= 64  # four programs fit a multiprocessor
         askew.to_queries[blocks, part.sequences * heads](
-            View.of(self.key), changes, inners, View.of(self.query), View.of(self.second),
+            View.of(self.key), changes, inners, View.of(self.query), View.of(self.relative_query),
             structure.ends, relative, structure.scale, part.sequence, part.start, heads,
             heads // self.key.shape[1], queries, keys, width, BD=power(width), **both,
             num_stages=1 if self.exact else 3,
@@ -158,14 +163,14 @@ class Gradients:
 
     @property
     def table(self) -> Tensor | None:
-        """Of the embeddings, [heads or 1, distances, dim]."""
+        """The gradient of the embeddings, [heads or 1, distances, dim]."""
         table = self.structure.table
         if self.far is None or table is None:
             return None
         far = self.far.sum((0, 1))[None] if table.shape[0] == 1 else self.far.sum(0)
-        # Distances beyond the table belong to its ends.
+        # Distances beyond the table use its ends.
         total = far.new_zeros(table.shape)
-        lead = self.structure.reach - self.nearest  # the place of the table's first row
+        lead = self.structure.reach - self.nearest  # the index of the table's first row
         end = far.shape[1]
         low, high = (min(max(place, 0), end) for place in (lead, lead + table.shape[1]))
         total[:, low - lead : high - lead] = far[:, low:high]

@@ -1,19 +1,24 @@
 # mypy: ignore-errors
-"""Single weights: whole rows that were asked for, and the largest of every row.
+"""Single weights: chosen rows, and the top k weights of every row.
 
-The largest k are found in two streams over the keys and no sorting of tiles. The first keeps, for
-each query, the highest score at each place of a tile: one maximum for each score, and of these the
-k-th largest (equal ones count once) is a bar that at least k scores reach. The second collects the
-few scores that reach it; it must round each score as the first did, or what is equal to the bar no
-longer reaches it. To put those in order is the rest; ties go to the earlier key. Where more reach
-the bar than there is room for, or than ``pick`` takes (ties, or a pattern that repeats with the
-tile), ``search`` goes over the row again.
+The top k are found in two streams over the keys, without sorting tiles. The first keeps, for each
+query, the highest score at each place of a tile: one maximum for each score. The k-th highest of
+these (equal ones count once) is a threshold that at least k scores reach. The second collects the
+few scores that reach it. It must round each score as the first did, or a score equal to the
+threshold no longer reaches it. ``pick`` sorts the collected scores; of equal ones the earlier key
+is first. Where more scores reach the threshold than there is room for, or than ``pick`` takes
+(ties, or a pattern that repeats with the tile), ``search`` goes over the row again.
+
+Called by ``launch.rows`` and ``launch.top``.
+
+Test: ``pytest tests/kernels/test_triton.py -k top_keys``.
 """
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_wait
 
+from regard.kernels import sizes
+from regard.kernels.compat import gdc_wait
 from regard.kernels.triton.tiles import (
     LOWEST,
     NOTHING,
@@ -31,11 +36,11 @@ from regard.kernels.triton.tiles import (
     whose,
 )
 
-MISSING = tl.constexpr(-(2**63))  # ranks behind every score
+MISSING = tl.constexpr(-(2**63))  # a rank behind every score
 HIGHEST = tl.constexpr(2**31 - 1)  # more than any key
-LANES = tl.constexpr(4)  # threads that share a row of a product; each has room of its own
-FEW = tl.constexpr(16)  # rows of those that a program looks at that are searched one by one
-NARROW = tl.constexpr(64)  # keys at a time where more rows are searched together
+LANES = tl.constexpr(sizes.LANES)  # threads that share a row, each with own candidates
+FEW = tl.constexpr(16)  # rows that are left, up to which a program searches them one by one
+NARROW = tl.constexpr(64)  # keys at a time where rows are searched together
 
 
 @triton.jit(do_not_specialize=["queries", "keys"])
@@ -48,55 +53,55 @@ def rows(
     batch, head = whose(heads)
     blocks = tl.cdiv(count, BM)
     place = tl.program_id(0) % blocks * BM + tl.arange(0, BM)
-    asked = place < count
-    index = tl.load(Index + place, mask=asked, other=0)
+    wanted = place < count
+    index = tl.load(Index + place, mask=wanted, other=0)
     key_at = tl.program_id(0) // blocks * BN + tl.arange(0, BN)
     real = key_at < keys
     query_at = index + keys - queries
     flat = tl.program_id(1).to(tl.int64)
-    q = rows_of(query, batch, head, index, asked, width, BD)
-    low, high = range_of(ends, batch, index, asked, KIND)
+    q = rows_of(query, batch, head, index, wanted, width, BD)
+    low, high = range_of(ends, batch, index, wanted, KIND)
     may = allowed(query_at[:, None], key_at[None, :], low[:, None], high[:, None], keys, KIND)
-    seen = (tl.max((may & asked[:, None]).to(tl.int32), 0) > 0) & real
+    seen = (tl.max((may & wanted[:, None]).to(tl.int32), 0) > 0) & real
     k = rows_of(key, batch, head // groups, key_at, seen, width, BD)
     dots = tl.dot(q, tl.trans(k), input_precision=PRECISION)
     s, _slope = scores(
         dots, query_at[:, None], key_at[None, :], 1.0, terms, head, BIAS, SOFTCAP, False
     )
-    lse = rows_lse(Lse + flat * queries + index, asked)
+    lse = rows_lse(Lse + flat * queries + index, wanted)
     if LOGS:
         result = tl.where(may, s - lse[:, None], float("-inf"))
     else:
         result = tl.where(may, tl.exp2(s - lse[:, None]), 0.0)
     at = Weights + (flat * count + place[:, None]) * keys + key_at[None, :]
-    tl.store(at, result, mask=asked[:, None] & real[None, :])
+    tl.store(at, result, mask=wanted[:, None] & real[None, :])
 
 
 @triton.jit
 def _ranked(s, key_at):
-    """A score and its key as one number that sorts by score, and then the earlier key first."""
+    """A score and its key as one number that sorts by score, then the earlier key first."""
     bits = s.to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - key_at).to(tl.int64)
 
 
 @triton.jit
-def _keep(cell, bar, found, place, n, Found, BN: tl.constexpr, ROOM: tl.constexpr):
-    """Keep the highest of each cell if it reaches the bar; how many each has, and which it was."""
+def _keep(cell, threshold, counts, place, n, Candidates, BN: tl.constexpr, ROOM: tl.constexpr):
+    """Keep the highest of each cell if it reaches the threshold; return counts and columns."""
     column = tl.reshape(tl.arange(0, BN), [1, BN // (2 * LANES), LANES, 2])
     value = tl.max(tl.max(cell, 3), 1)  # [BM, LANES]
     which = tl.where(cell == value[:, None, :, None], column, BN)
     which = tl.min(tl.min(which, 3), 1)
-    reach = value >= bar[:, None]
-    at = Found + (place[:, None] * LANES + tl.arange(0, LANES)[None, :]) * ROOM + found
-    tl.store(at, _ranked(value, n + which), mask=reach & (found < ROOM))
-    return found + reach.to(tl.int32), which
+    reach = value >= threshold[:, None]
+    at = Candidates + (place[:, None] * LANES + tl.arange(0, LANES)[None, :]) * ROOM + counts
+    tl.store(at, _ranked(value, n + which), mask=reach & (counts < ROOM))
+    return counts + reach.to(tl.int32), which
 
 
 @triton.jit
 def _stretch(
-    best, found, bar, q, k_tile, k_row, start, stop, place, query_at, low, high, keys, side, terms,
-    head, Found, width,
+    best, counts, threshold, q, k_tile, k_row, start, stop, place, query_at, low, high, keys, side,
+    terms, head, Candidates, width,
     BN: tl.constexpr, BD: tl.constexpr, ROOM: tl.constexpr, EVEN: tl.constexpr,
     KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FREE: tl.constexpr,
     COLLECT: tl.constexpr, PRECISION: tl.constexpr,
@@ -116,28 +121,29 @@ def _stretch(
             )
             s = tl.where(may, s, NOTHING)
         if COLLECT:
-            # A thread has a cell of each of its rows. Of most cells none reach the bar, of some
-            # one, and rarely more: they are found and kept one by one, within the thread.
+            # A thread has a cell of each of its rows. In most cells no score reaches the threshold,
+            # in some one, rarely more: they are kept one by one, within the thread.
             cell = tl.reshape(s, [s.shape[0], BN // (2 * LANES), LANES, 2])
-            many = tl.sum(tl.sum((cell >= bar[:, None, None, None]).to(tl.int32), 3), 1)
-            left = tl.max(tl.max(many, 1), 0)
-            if left > 0:
-                found, which = _keep(cell, bar, found, place, n, Found, BN, ROOM)
-                while left > 1:
+            many = tl.sum(tl.sum((cell >= threshold[:, None, None, None]).to(tl.int32), 3), 1)
+            remaining = tl.max(tl.max(many, 1), 0)
+            if remaining > 0:
+                counts, which = _keep(cell, threshold, counts, place, n, Candidates, BN, ROOM)
+                while remaining > 1:
                     column = tl.reshape(near, [1, BN // (2 * LANES), LANES, 2])
                     cell = tl.where(column == which[:, None, :, None], NOTHING, cell)
-                    found, which = _keep(cell, bar, found, place, n, Found, BN, ROOM)
-                    left -= 1
+                    counts, which = _keep(cell, threshold, counts, place, n, Candidates, BN, ROOM)
+                    remaining -= 1
         else:
             best = tl.maximum(best, s)
-    return best, found
+    return best, counts
 
 
 @triton.jit(do_not_specialize=["queries", "keys", "from_head"])
 def collect(
-    query, key, Count, Found, ends, terms, heads, groups, queries, keys, width, count, from_head,
-    BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, ROOM: tl.constexpr, EVEN: tl.constexpr,
-    KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
+    query, key, Counts, Candidates, ends, terms, heads, groups, queries, keys, width, count,
+    from_head, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, ROOM: tl.constexpr,
+    EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Collect the scores of each query that may be among its ``count`` highest."""
     flat = tl.program_id(1) + from_head
@@ -155,25 +161,25 @@ def collect(
     parts = key_stretches(ends, batch, row, last, offset, keys, terms.reach, BN, KIND, SIDES)
     place = tl.program_id(1).to(tl.int64) * queries + rows
     best = tl.full([BM, BN], NOTHING, tl.float32)
-    bar = tl.full([BM], NOTHING, tl.float32)
-    found = tl.zeros([BM, LANES], tl.int32)
+    threshold = tl.full([BM], NOTHING, tl.float32)
+    counts = tl.zeros([BM, LANES], tl.int32)
     for PASS in tl.static_range(2):
         for PART in tl.static_range(5):
             if by_keys(PART, KIND, SIDES):
-                best, found = _stretch(
-                    best, found, bar, q, k_tile, key.row, parts[PART], parts[PART + 1], place,
-                    query_at, low, high, keys, -1.0 if PART == 3 else 1.0, terms, head, Found,
-                    width, BN, BD, ROOM, EVEN, KIND, BIAS, SOFTCAP, PART % 2 == 1,
+                best, counts = _stretch(
+                    best, counts, threshold, q, k_tile, key.row, parts[PART], parts[PART + 1],
+                    place, query_at, low, high, keys, -1.0 if PART == 3 else 1.0, terms, head,
+                    Candidates, width, BN, BD, ROOM, EVEN, KIND, BIAS, SOFTCAP, PART % 2 == 1,
                     PASS == 1, PRECISION,
                 )  # fmt: skip
         if PASS == 0:
             for _ in range(count):
-                bar = tl.max(best, 1)
-                best = tl.where(best >= bar[:, None], NOTHING, best)
-            # Where too few keys may be attended, all of them reach the bar, and no others.
-            bar = tl.where(inside, tl.maximum(bar, LOWEST), float("inf"))
-    at = Count + place[:, None] * LANES + tl.arange(0, LANES)[None, :]
-    tl.store(at, found, mask=inside[:, None])
+                threshold = tl.max(best, 1)
+                best = tl.where(best >= threshold[:, None], NOTHING, best)
+            # With too few allowed keys, all of them reach the threshold, and no others.
+            threshold = tl.where(inside, tl.maximum(threshold, LOWEST), float("inf"))
+    at = Counts + place[:, None] * LANES + tl.arange(0, LANES)[None, :]
+    tl.store(at, counts, mask=inside[:, None])
 
 
 @triton.jit
@@ -186,24 +192,24 @@ def _unranked(rank):
 
 
 @triton.jit
-def _highest(Found, place, ends, SLOTS: tl.constexpr, ROOM: tl.constexpr, COUNT: tl.constexpr):
-    """The COUNT highest of what was collected of each row, in order; see ``_in_order``.
+def _highest(Candidates, place, ends, SLOTS: tl.constexpr, ROOM: tl.constexpr, COUNT: tl.constexpr):
+    """The COUNT highest candidates of each row, in order; see ``_in_order``.
 
-    ``ends`` says how many the first lane has, the first two, three and all: at most SLOTS.
+    ``ends`` are the candidates of the first lane, the first two, three and all: at most SLOTS.
     """
     slot = tl.arange(0, SLOTS)[None, :]
     first, second, third = ends[0][:, None], ends[1][:, None], ends[2][:, None]
     lane = tl.where(slot < first, 0, tl.where(slot < second, 1, tl.where(slot < third, 2, 3)))
     before = tl.where(lane == 0, 0, tl.where(lane == 1, first, tl.where(lane == 2, second, third)))
     at = (place[:, None] * LANES + lane) * ROOM + slot - before
-    found = tl.load(Found + at, mask=slot < ends[3][:, None], other=MISSING)
-    s, key = _unranked(found)
+    ranks = tl.load(Candidates + at, mask=slot < ends[3][:, None], other=MISSING)
+    s, key = _unranked(ranks)
     return _in_order(s, key, COUNT)
 
 
 @triton.jit
 def _in_order(s, key, COUNT: tl.constexpr):
-    """The COUNT highest of each row and their keys, [rows, COUNT]: of equal ones the earlier."""
+    """The COUNT highest of each row and their keys, [rows, COUNT]; of equal ones the earlier."""
     column = tl.arange(0, COUNT)[None, :]
     highest = tl.full([s.shape[0], COUNT], NOTHING, tl.float32)
     keys = tl.full([s.shape[0], COUNT], -1, tl.int32)
@@ -225,35 +231,35 @@ def _write(s, key, lse, at, Weights, Keys, mask):
 
 @triton.jit(do_not_specialize=["queries", "from_head"])
 def pick(
-    Lse, Count, Found, Left, Weights, Keys, queries, count, from_head,
+    Lse, Counts, Candidates, Unfinished, Weights, Keys, queries, count, from_head,
     BM: tl.constexpr, ROOM: tl.constexpr, MOST: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """Of what was collected, the ``count`` highest of each query: their weights and keys.
+    """The weights and keys of the ``count`` highest candidates of each query.
 
-    ``Left`` tells the rows that had no room for all, or too many: those are for ``search``.
+    ``Left`` marks the rows with more candidates than there was room for: ``search`` does those.
     """
     flat = (tl.program_id(1) + from_head).to(tl.int64)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = rows < queries
     place = tl.program_id(1).to(tl.int64) * queries + rows
     lse = rows_lse(Lse + flat * queries + rows, inside)
-    first = tl.load(Count + place * LANES, mask=inside, other=0)
-    second = tl.load(Count + place * LANES + 1, mask=inside, other=0)
-    third = tl.load(Count + place * LANES + 2, mask=inside, other=0)
-    fourth = tl.load(Count + place * LANES + 3, mask=inside, other=0)
+    first = tl.load(Counts + place * LANES, mask=inside, other=0)
+    second = tl.load(Counts + place * LANES + 1, mask=inside, other=0)
+    third = tl.load(Counts + place * LANES + 2, mask=inside, other=0)
+    fourth = tl.load(Counts + place * LANES + 3, mask=inside, other=0)
     most = tl.maximum(tl.maximum(first, second), tl.maximum(third, fourth))
-    left = (most > ROOM) | (first + second + third + fourth > MOST)
-    tl.store(Left + flat * queries + rows, left, mask=inside)
+    unfinished = (most > ROOM) | (first + second + third + fourth > MOST)
+    tl.store(Unfinished + flat * queries + rows, unfinished, mask=inside)
     first = tl.minimum(first, ROOM)
     second = first + tl.minimum(second, ROOM)
     third = second + tl.minimum(third, ROOM)
     ends = first, second, third, third + tl.minimum(fourth, ROOM)
-    # Mostly few more than COUNT were collected. What is more than MOST is left to ``search``: to
-    # be ready for it takes registers from all.
+    # Usually few more than COUNT candidates. More than MOST are left to ``search``: room for them
+    # would take registers from all.
     if tl.max(ends[3], 0) <= MOST // 2:
-        s, keys = _highest(Found, place, ends, MOST // 2, ROOM, COUNT)
+        s, keys = _highest(Candidates, place, ends, MOST // 2, ROOM, COUNT)
     else:
-        s, keys = _highest(Found, place, ends, MOST, ROOM, COUNT)
+        s, keys = _highest(Candidates, place, ends, MOST, ROOM, COUNT)
     column = tl.arange(0, COUNT)[None, :]
     at = (flat * queries + rows)[:, None] * count + column
     _write(s, keys, lse[:, None], at, Weights, Keys, inside[:, None] & (column < count))
@@ -261,28 +267,28 @@ def pick(
 
 @triton.jit
 def _search(
-    query, key, Lse, Left, Weights, Keys, ends, terms, flat, row, until, heads, groups, queries,
-    keys, width, count,
+    query, key, Lse, Unfinished, Weights, Keys, ends, terms, flat, row, until, heads, groups,
+    queries, keys, width, count,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, KIND: tl.constexpr,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The highest of those of BM rows that were left; from ``until`` on none is this program's."""
+    """The highest of those of BM rows that are left; rows from ``until`` on belong to others."""
     batch, head = (flat // heads).to(tl.int64), (flat % heads).to(tl.int64)
     flat = flat.to(tl.int64)
     offset = keys - queries
     rows = row + tl.arange(0, BM)
     inside = rows < queries
-    left = tl.load(Left + flat * queries + rows, mask=rows < until, other=0) > 0
+    unfinished = tl.load(Unfinished + flat * queries + rows, mask=rows < until, other=0) > 0
     query_at = rows + offset
     lse = rows_lse(Lse + flat * queries + rows, inside)
     last = tl.minimum(row + BM, queries) - 1
     parts = key_stretches(ends, batch, row, last, offset, keys, terms.reach, BN, KIND, False)
     q = rows_of(query, batch, head, rows, inside, width, BD)
     low, high = range_of(ends, batch, rows, inside, KIND)
-    # The highest so far in no order; what is not asked for is never the lowest of them.
+    # The highest so far, unsorted; places beyond ``count`` are never the lowest.
     column = tl.arange(0, COUNT)[None, :]
     best = tl.zeros([BM, COUNT], tl.float32) + tl.where(column < count, NOTHING, float("inf"))
-    found = tl.zeros([BM, COUNT], tl.int32) - 1 - column
+    best_keys = tl.zeros([BM, COUNT], tl.int32) - 1 - column
     lowest = tl.full([BM], NOTHING, tl.float32)
     for n in range(parts[0], parts[5], BN):
         key_at = n + tl.arange(0, BN)
@@ -295,57 +301,58 @@ def _search(
             dots, query_at[:, None], key_at[None, :], 1.0, terms, head, BIAS, SOFTCAP, False
         )
         may = allowed(query_at[:, None], key_at[None, :], low[:, None], high[:, None], keys, KIND)
-        s = tl.where(may & left[:, None], s, NOTHING)
+        s = tl.where(may & unfinished[:, None], s, NOTHING)
         top = tl.max(s, 1)
         while tl.max((top > lowest).to(tl.int32), 0) > 0:
-            # The first of the highest takes the place of the last of the lowest.
+            # The first of the highest replaces the last of the lowest.
             chosen = tl.min(tl.where(s == top[:, None], key_at[None, :], HIGHEST), 1)
-            latest = tl.max(tl.where(best == lowest[:, None], found, -HIGHEST), 1)
-            replaced = (found == latest[:, None]) & (top > lowest)[:, None]
+            latest = tl.max(tl.where(best == lowest[:, None], best_keys, -HIGHEST), 1)
+            replaced = (best_keys == latest[:, None]) & (top > lowest)[:, None]
             best = tl.where(replaced, top[:, None], best)
-            found = tl.where(replaced, chosen[:, None], found)
+            best_keys = tl.where(replaced, chosen[:, None], best_keys)
             s = tl.where(key_at[None, :] == chosen[:, None], NOTHING, s)
             lowest = tl.min(best, 1)
             top = tl.max(s, 1)
-    s, found = _in_order(tl.where(column < count, best, NOTHING), found, COUNT)
+    s, best_keys = _in_order(tl.where(column < count, best, NOTHING), best_keys, COUNT)
     at = (flat * queries + rows)[:, None] * count + column
-    mask = left[:, None] & (column < count)
-    _write(s, found, lse[:, None], at, Weights, Keys, mask)
+    mask = unfinished[:, None] & (column < count)
+    _write(s, best_keys, lse[:, None], at, Weights, Keys, mask)
 
 
 @triton.jit(do_not_specialize=["rows", "queries", "keys"])
 def search(
-    query, key, Lse, Left, Weights, Keys, ends, terms, rows, heads, groups, queries, keys, width,
-    count,
+    query, key, Lse, Unfinished, Weights, Keys, ends, terms, rows, heads, groups, queries, keys,
+    width, count,
     LOOKED: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr,
     COUNT: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As ``pick``, of the rows that were left: they are gone over once more.
+    """As ``pick``, for the rows that are left: it goes over their keys once more.
 
-    Nearly always there are none or very few, and all wait for them. So a program looks at many of
-    all heads' ``rows`` at once, and those that are left almost alone are faster by themselves.
+    There are nearly always none or very few, and everything waits for them. So a program checks
+    many of all heads' ``rows`` at once, and few rows that are left are searched one by one.
     """
-    if EARLY:  # it may have begun before the launch that leaves them has ended
+    if EARLY:  # it may begin before the launch that marks these rows has ended
         gdc_wait()
     start = tl.program_id(0) * LOOKED
     place = tl.arange(0, LOOKED)
-    left = tl.load(Left + start + place, mask=place < rows - start, other=0) > 0
-    at = tl.min(tl.where(left, place, LOOKED), 0)
-    many = tl.sum(left.to(tl.int32), 0) > FEW
+    unfinished = tl.load(Unfinished + start + place, mask=place < rows - start, other=0) > 0
+    at = tl.min(tl.where(unfinished, place, LOOKED), 0)
+    many = tl.sum(unfinished.to(tl.int32), 0) > FEW
     while at < LOOKED:
         flat, row = (start + at) // queries, (start + at) % queries
         until = tl.minimum(row + LOOKED - at, queries)
         if many:
             _search(
-                query, key, Lse, Left, Weights, Keys, ends, terms, flat, row, until, heads, groups,
-                queries, keys, width, count, BM, NARROW, BD, COUNT, KIND, BIAS, SOFTCAP,
+                query, key, Lse, Unfinished, Weights, Keys, ends, terms, flat, row, until, heads,
+                groups, queries, keys, width, count, BM, NARROW, BD, COUNT, KIND, BIAS, SOFTCAP,
                 PRECISION,
             )  # fmt: skip
         else:
             _search(
-                query, key, Lse, Left, Weights, Keys, ends, terms, flat, row, until, heads, groups,
-                queries, keys, width, count, 1, BN, BD, COUNT, KIND, BIAS, SOFTCAP, PRECISION,
+                query, key, Lse, Unfinished, Weights, Keys, ends, terms, flat, row, until, heads,
+                groups, queries, keys, width, count, 1, BN, BD, COUNT, KIND, BIAS, SOFTCAP,
+                PRECISION,
             )  # fmt: skip
         at += tl.where(many, tl.minimum(BM, queries - row), 1)
-        at = tl.min(tl.where(left & (place >= at), place, LOOKED), 0)
+        at = tl.min(tl.where(unfinished & (place >= at), place, LOOKED), 0)

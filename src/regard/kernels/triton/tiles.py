@@ -1,84 +1,88 @@
 # mypy: ignore-errors
 # ruff: noqa: RET505 - a branch that is not taken must not be compiled
-"""What all kernels share on the device: where tiles begin and end, and what a score is.
+"""What all Triton kernels share on the device: the ends of tiles, and the score of a pair.
 
-A tile has queries along one axis and keys along the other; which is which is the caller's affair,
-since positions arrive shaped to broadcast. Exponents are base 2: scores are scaled by log2(e) once.
+A tile has queries along one axis and keys along the other; positions arrive shaped to broadcast, so
+the order is the caller's. Exponents are base 2: scores are scaled by log2(e) once.
 
-Over a block of queries the keys fall into five stretches, and over a block of keys so do the
-queries:
+For a block of queries the keys fall into five stretches; so do the queries for a block of keys:
 
     masked | free, on one side | masked | free, on the other side | masked
 
-Free tiles need no comparison and no look at single distances: all their pairs are allowed, and all
-their keys lie on one side of all their queries (``side`` is 1 where the keys come first), beyond
-the reach of a table of distances. The middle stretch exists only where distances matter.
+Free tiles compare nothing and read no single distance: all their pairs are allowed, and all their
+keys lie on one side of all their queries (``side`` is 1 where the keys come first), beyond the
+reach of a table of distances. The middle stretch exists only where distances matter.
 
 A kernel goes over the stretches in an unrolled loop; those that a kind of call cannot have, as
-``by_keys`` and ``by_queries`` tell, are never compiled. Tensors and numbers that belong together
-arrive together, as the tuples of structure.py.
+``by_keys`` and ``by_queries`` say, are never compiled. Tensors and numbers that belong together
+arrive as the tuples of plan.py.
+
+Test: ``pytest tests/kernels/test_triton.py -k "every_field and window"``.
 """
 
 import triton
 import triton.language as tl
 
-FULL = tl.constexpr(0)  # kinds of structure
-CAUSAL = tl.constexpr(1)
-INTERVAL = tl.constexpr(2)
+from regard.kernels import sizes
 
-PLAIN = tl.constexpr(0)  # kinds of bias
-ALIBI = tl.constexpr(1)
-TABLE = tl.constexpr(2)
-RELATIVE = tl.constexpr(3)
+FULL = tl.constexpr(sizes.FULL)  # kinds of mask
+CAUSAL = tl.constexpr(sizes.CAUSAL)
+INTERVAL = tl.constexpr(sizes.INTERVAL)
 
-LOG2E = tl.constexpr(1.4426950408889634)
-LN2 = tl.constexpr(0.6931471805599453)
-# Finite stand-ins for -inf: 0 * NOTHING is 0, and NOTHING - LOWEST is still far below any exponent.
+PLAIN = tl.constexpr(sizes.PLAIN)  # kinds of bias
+ALIBI = tl.constexpr(sizes.ALIBI)
+TABLE = tl.constexpr(sizes.TABLE)
+RELATIVE = tl.constexpr(sizes.RELATIVE)
+
+LOG2E = tl.constexpr(sizes.LOG2E)
+LN2 = tl.constexpr(sizes.LN2)
+# Finite stand-ins for -inf: 0 * NOTHING is 0, and NOTHING - LOWEST is far below any exponent.
 NOTHING = tl.constexpr(-3.0e38)
 LOWEST = tl.constexpr(-1.0e37)
-ABSENT = tl.constexpr(1.0e30)  # a log-sum-exp that leaves no weight, and yet 0 times it is 0
+# A log-sum-exp that leaves no weight, and is finite, so that 0 times it is 0.
+ABSENT = tl.constexpr(1.0e30)
 
 
 @triton.jit
 def whose(heads):
-    """The sequence and the head that a program is for; int64, since strides multiply them."""
+    """The sequence and the head of a program; int64, because strides multiply them."""
     return (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
 
 
 @triton.jit
 def head_of(view, batch, head):
-    """Where the rows of one head begin."""
+    """A pointer to the first row of one head."""
     return view.data + batch * view.batch + head * view.head
 
 
 @triton.jit
 def rows_of(view, batch, head, rows, inside, width, BD: tl.constexpr, EVEN: tl.constexpr = False):
-    """Some rows of one head: [rows, BD], 0 where there is nothing; with EVEN all BD are there."""
+    """Load some rows of one head, [rows, BD], with 0 where there are none; EVEN: rows fill BD."""
     dims = tl.arange(0, BD)[None, :]
     at = head_of(view, batch, head) + rows[:, None].to(tl.int64) * view.row + dims
     there = inside[:, None]
-    if not EVEN:  # numbers one by one
+    if not EVEN:  # compare each number's place
         there = there & (dims < width)
     return tl.load(at, mask=there, other=0.0)
 
 
 @triton.jit
 def columns_at(view, batch, head, N: tl.constexpr, BD: tl.constexpr):
-    """The places of one head's first N rows, each row a column: [BD, N]."""
+    """Pointers to one head's first N rows, each row a column: [BD, N]."""
     near, dims = tl.arange(0, N), tl.arange(0, BD)
     return head_of(view, batch, head) + near[None, :] * view.row + dims[:, None]
 
 
 @triton.jit
 def rows_at(view, batch, head, N: tl.constexpr, BD: tl.constexpr):
-    """The places of one head's first N rows: [N, BD]."""
+    """Pointers to one head's first N rows: [N, BD]."""
     near, dims = tl.arange(0, N), tl.arange(0, BD)
     return head_of(view, batch, head) + near[:, None] * view.row + dims[None, :]
 
 
 @triton.jit
 def read(at, dims, width, there, EVEN: tl.constexpr, FREE: tl.constexpr):
-    """One tile; a free one is all there, and with EVEN as wide as its place."""
+    """Load a tile; FREE: all of its rows exist; EVEN: rows fill their place."""
     if FREE and EVEN:
         return tl.load(at)
     elif EVEN:
@@ -113,7 +117,7 @@ def scores(
     dots, query_at, key_at, side, terms, head,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FREE: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 scores of a tile, and what the softcap leaves of a gradient."""
+    """Base-2 scores of a tile, and the derivative of the softcap."""
     slope = 1.0
     if SOFTCAP:
         bent = tanh(dots * (terms.scale / terms.softcap))
@@ -140,13 +144,13 @@ def scores(
 
 @triton.jit
 def shift_at(shifted, batch, head, rows, key_at):
-    """Where the numbers of these rows and keys lie, which are shaped to broadcast."""
+    """Pointers to Transformer-XL's term of rows and keys, which are shaped to broadcast."""
     return head_of(shifted, batch, head) + rows.to(tl.int64) * shifted.row + key_at
 
 
 @triton.jit
 def allowed(query_at, key_at, low, high, keys, KIND: tl.constexpr):
-    """Whether each query of a tile may attend to each key."""
+    """Whether the mask allows each pair of a tile."""
     if KIND == CAUSAL:
         return key_at <= query_at
     if KIND == INTERVAL:
@@ -156,13 +160,13 @@ def allowed(query_at, key_at, low, high, keys, KIND: tl.constexpr):
 
 @triton.jit
 def shifts(shifted, batch, head, rows, inside, key_at):
-    """What lies there for a tile's rows and keys, 0 where there is nothing."""
+    """Transformer-XL's term of a tile, 0 where there is none."""
     return tl.load(shift_at(shifted, batch, head, rows, key_at), mask=inside, other=0.0)
 
 
 @triton.jit
 def range_of(ends, batch, rows, inside, KIND: tl.constexpr):
-    """The range of keys of some queries, where ranges are given."""
+    """The range of keys of some queries, where the mask gives ranges."""
     if KIND == INTERVAL:
         low = tl.load(ends.low + batch * ends.low_batch + rows, mask=inside, other=0)
         high = tl.load(ends.high + batch * ends.high_batch + rows, mask=inside, other=0)
@@ -191,7 +195,7 @@ def by_queries(part, kind, sides):
 
 @triton.constexpr_function
 def by_distance(bias):
-    """Whether a bias is a matter of single distances, and not of the far ones."""
+    """Whether a bias depends on single distances."""
     return bias in (ALIBI, TABLE)
 
 
@@ -202,14 +206,15 @@ def key_stretches(
 ):  # fmt: skip
     """The ends of the five stretches of keys for the queries ``row`` to ``last``, tiles of BN.
 
-    Also the first of the keys that any of these queries may attend to; the last is the last end.
+    Also the first key that any of these queries may attend to; the last end is the end of those
+    keys.
     """
     first, stop = 0, keys
     inner_first, inner_stop = 0, keys
     if KIND == CAUSAL:
         stop = tl.maximum(last + offset + 1, 0)
         inner_stop = tl.maximum(row + offset + 1, 0)
-    if KIND == INTERVAL:  # ends never move backwards from one query to the next
+    if KIND == INTERVAL:  # ends never decrease from one query to the next
         low, high = ends.low + batch * ends.low_batch, ends.high + batch * ends.high_batch
         first, inner_first = tl.load(low + row), tl.load(low + last)
         inner_stop, stop = tl.load(high + row), tl.load(high + last)
@@ -224,7 +229,7 @@ def key_stretches(
         if KIND == CAUSAL:  # nothing is free after a query: one masked stretch to the end
             c = b
             d = b
-    if KIND == INTERVAL:  # an empty middle must not reach outside
+    if KIND == INTERVAL:  # an empty middle must stay inside of the range
         end = tl.maximum((stop + BN - 1) // BN * BN, start)
         a, b, c, d = tl.minimum(a, end), tl.minimum(b, end), tl.minimum(c, end), tl.minimum(d, end)
     return start, a, b, c, d, stop, first
@@ -258,5 +263,5 @@ def query_stretches(
 
 @triton.jit
 def edge(index, length, bins):
-    """The first of ``length`` positions that falls into a bin, when they are spread evenly."""
+    """The first of ``length`` positions in a bin, when they are spread evenly over the bins."""
     return ((index.to(tl.int64) * length + bins - 1) // bins).to(tl.int32)

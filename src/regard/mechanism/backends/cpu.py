@@ -103,14 +103,14 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
         value_strides=value.stride()[:3],
     )  # fmt: skip
     sizes = (ctypes.c_int64 * 3)()
-    library.sizes(ctypes.byref(task), tiles, sizes)
+    library.attention_buffers(ctypes.byref(task), tiles, sizes)
     names = ("packed_keys", "packed_values", "scratch")
     scratch = {n: query.new_empty(s, dtype=torch.uint8) for n, s in zip(names, sizes, strict=True)}
     if bias is not None:
         tensors["bias"] = bias
     for name, tensor in (tensors | chosen | fields | scratch | {"output": output}).items():
         setattr(task, name, tensor.data_ptr())
-    if not library.run(ctypes.byref(task), tiles):
+    if not library.attention(ctypes.byref(task), tiles):
         return by_rows(call)  # an input is not finite
     return output.to(dtype), None if call.see is None else _seen(call.see, fields, extent)
 

@@ -1,21 +1,28 @@
-"""From masks and biases to what kernels need: ranges of keys, buckets, dense tensors."""
+"""From a call to what kernels take: ranges of keys, tables of biases, dense tensors, fields.
+
+A mask that is a range of keys for each query, and a bias that depends on the distance alone, go
+into the kernels as they are: two numbers a query, some numbers a head. ``run_kernels`` is shared by
+the backends 'hopper' and 'triton'.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 from torch.nn.functional import embedding
 
+from regard.kernels import autograd, passes
 from regard.kernels.memo import Kept
-from regard.kernels.plan import ALIBI, CAUSAL, FULL, INTERVAL, PLAIN, RELATIVE, TABLE, Structure
+from regard.kernels.plan import NAMED, Plan, Structure, Wanted
+from regard.kernels.sizes import ALIBI, CAUSAL, FULL, INTERVAL, PLAIN, RELATIVE, TABLE
 from regard.mechanism.backends import reference
 from regard.mechanism.biases import Alibi, RelativeBuckets, RelativeContent
 from regard.mechanism.call import Call
-from regard.mechanism.geometry import Extent
 from regard.mechanism.masks import Causal, Mask, lower
-from regard.mechanism.seeing import See
+from regard.mechanism.seeing import Deferred, See, Seen, finish, grid_of
 
 
 def key_ranges(mask: Mask | None) -> bool:
@@ -23,14 +30,74 @@ def key_ranges(mask: Mask | None) -> bool:
     return mask is None or mask.is_ranges
 
 
-def dense_tensors(tensor: Tensor) -> Tensor:
+def run_kernels(call: Call, hopper: bool) -> tuple[Tensor, Seen | None]:
+    """Run a call on the kernels; with ``hopper`` on those for Hopper where the plan takes them."""
+    see = call.see
+    structure = lower_structure(call)
+    wanted = lower_fields(call)
+    query, key, value = map(_dense, (call.query, call.key, call.value))
+    compute: Callable[[], None] | None = None
+    if torch.compiler.is_compiling():
+        from regard.kernels import compiled  # registers an operator, which takes a while
+
+        results = compiled.attend(query, key, value, structure, wanted, hopper)
+    else:
+        results, compute = autograd.attend(query, key, value, structure, wanted, hopper)
+    output = results.pop("output")
+    if see is None:
+        return output, None
+    if not see.lse:
+        del results["lse"]
+    in_order = results.pop("rows", None)  # as See names them, so nothing is left to finish
+    seen = finish(see, results, call.extent)
+    if compute is not None:
+        seen = Deferred.of(seen, compute)
+    seen.rows = row_blocks(call, see) if see.rows and not wanted.rows else in_order
+    return output, seen
+
+
+def plan_kernels(call: Call, hopper: bool) -> Plan:
+    """Return the plan of a call that the kernels can compute."""
+    structure, wanted = lower_structure(call), lower_fields(call)
+    return passes.plan_call(call.query, call.key, call.value, structure, wanted, hopper)
+
+
+def lower_fields(call: Call) -> Wanted:
+    """Return the fields that the kernels compute."""
+    see = call.see
+    if see is None:
+        return Wanted()
+    fields = [name for name in NAMED if getattr(see, name)]
+    rows = tuple(see.rows)
+    # Single rows have a gradient as plain PyTorch only; see ``row_blocks``.
+    if rows and (call.wants_gradient or isinstance(call.bias, RelativeContent)):
+        fields.remove("rows")
+        rows = ()
+    if see.top:
+        fields += ["top_weights", "top_keys"]
+    grid = (1, 1) if see.map is None else grid_of(see, call.extent)
+    return Wanted(tuple(fields), grid, see.top, rows)
+
+
+def _dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
+def mask_kind(mask: Mask | None) -> int:
+    """Return the kind of a mask that ``key_ranges`` accepts."""
+    if mask is None:
+        return FULL
+    return CAUSAL if isinstance(mask, Causal) else INTERVAL
+
+
 def lower_structure(call: Call) -> Structure:
-    kind, low, high, longest = _lowered(call.mask, call.extent)
+    """Return the mask and the bias of a call as the kernels take them."""
+    kind = mask_kind(call.mask)
+    low, high, max_keys = None, None, 0
+    if kind == INTERVAL and call.mask is not None:
+        low, high, max_keys = lower(call.mask, call.extent)
     structure = Structure(
-        kind, low, high, PLAIN, None, 0, call.scale, call.softcap, longest=longest
+        kind, low, high, PLAIN, None, 0, call.scale, call.softcap, max_keys=max_keys
     )
     bias = call.bias
     if isinstance(bias, Alibi):
@@ -44,17 +111,22 @@ def lower_structure(call: Call) -> Structure:
         table = embedding(buckets, bias.table).t().float().contiguous()
         return replace(structure, bias=TABLE, table=table, reach=reach)
     if isinstance(bias, RelativeContent):
-        shift = bias.query.shape[-1] ** -0.5 if bias.scale is None else bias.scale
-        table, second = dense_tensors(bias.relative), dense_tensors(bias.query)
+        scale = bias.query.shape[-1] ** -0.5 if bias.scale is None else bias.scale
+        table, relative_query = _dense(bias.relative), _dense(bias.query)
         return replace(
-            structure, bias=RELATIVE, table=table, second=second, reach=bias.first, shift=shift
+            structure,
+            bias=RELATIVE,
+            table=table,
+            relative_query=relative_query,
+            reach=bias.first,
+            relative_scale=scale,
         )
     return structure
 
 
 def _buckets(count: int, bidirectional: bool, reach: int, device: torch.device) -> Tensor:
     """The bucket of each distance from -reach to reach."""
-    with torch.inference_mode(False):  # what is kept may be used where gradients are
+    with torch.inference_mode(False):  # a kept tensor may be used where gradients are
         rule = RelativeBuckets(torch.empty(count, 1, device=device), bidirectional, reach)
         return rule.bucket(torch.arange(-reach, reach + 1, device=device))
 
@@ -62,23 +134,15 @@ def _buckets(count: int, bidirectional: bool, reach: int, device: torch.device) 
 _kept_buckets = Kept(_buckets)
 
 
-def _lowered(mask: Mask | None, extent: Extent) -> tuple[int, Tensor | None, Tensor | None, int]:
-    if mask is None:
-        return FULL, None, None, 0
-    if isinstance(mask, Causal):
-        return CAUSAL, None, None, 0
-    return INTERVAL, *lower(mask, extent)
-
-
 def row_blocks(call: Call, see: See) -> Tensor:
-    """The rows asked for: the reference, on these rows alone."""
+    """Return the rows that ``see`` names, [batch, heads, rows, keys], from the reference."""
     only = replace(call, see=See(weights=True))
     queries, keys = call.extent.queries, range(call.extent.keys)
     rows: dict[int, Tensor] = {}
-    asked = sorted({row % queries for row in see.rows})
-    for start in (row for row in asked if row - 1 not in asked):
+    wanted = sorted({row % queries for row in see.rows})
+    for start in (row for row in wanted if row - 1 not in wanted):
         stop = start + 1
-        while stop in asked:  # rows that follow each other go together
+        while stop in wanted:  # rows that follow each other go together
             stop += 1
         run = range(start, stop)
         weights = reference.attend(only, run, keys)[1]["weights"]

@@ -9,7 +9,8 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from regard.decoding.settings import Settings
 from regard.errors import InputError
-from regard.interpret.explaining.inputs import explain
+from regard.interpret.explaining.inputs import explain, explain_options
+from regard.interpret.explaining.layer import explain_model
 from regard.interpret.looking import look
 from regard.mechanism.masks import Causal
 from regard.server import limits
@@ -321,16 +322,15 @@ class Explain(Request):
 
     def _run(self, models: Models, check: Check) -> dict[str, Any]:
         check()
-        model = tokenizer = None
-        if self.model is not None:
-            bundle = models.loaded(self.model)
-            bundle.check_prefix(self.sentence or "")
-            model, tokenizer = bundle.model, bundle.tokenizer
-        return explain(
-            self.sentence, heads=self.heads, dim=self.dim, seed=self.seed, word=self.word,
-            mask=Causal() if self.causal else None, model=model, tokenizer=tokenizer,
-            layer=self.layer, head=self.head, target=self.target,
-        ).to_dict()  # fmt: skip
+        options = explain_options(
+            model=self.model is not None, heads=self.heads, dim=self.dim, seed=self.seed,
+            mask=Causal() if self.causal else None, layer=self.layer, head=self.head,
+            target=self.target, word=self.word,
+        )  # fmt: skip
+        if self.model is None:
+            return explain(self.sentence, **options).to_dict()
+        bundle = models.loaded(self.model)
+        return explain_model(bundle, self.sentence or "", **options).to_dict()
 
 
 REQUESTS: tuple[type[Request], ...] = (Translate, Summarize, Answer, Complete, Look, Explain)

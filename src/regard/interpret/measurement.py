@@ -1,0 +1,63 @@
+"""What all measurements of a run share: what to see of each layer, and the form of the result."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar, Protocol
+
+from torch import Tensor
+
+from regard.interpret.runs import Chunk
+from regard.mechanism.seeing import See, Seen
+from regard.models.model import AttentionLayer
+from regard.pictures.figures import Picture
+
+
+@dataclass(frozen=True, eq=False)
+class Look:
+    """The base of every result of ``look``: a picture and plain data."""
+
+    kind: ClassVar[str]
+
+    def picture(self, *, without_first: bool = False) -> Picture:
+        """A picture; ``without_first`` leaves out the first token, where there is such a column."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain lists, numbers and strings, ready for JSON; NaN becomes None."""
+        values = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
+        return {"kind": self.kind, **values}
+
+    def _repr_html_(self) -> str:
+        return self.picture()._repr_html_()
+
+
+def _plain(value: Any) -> Any:
+    match value:
+        case Look():
+            return value.to_dict()
+        case Tensor():
+            return _plain(value.tolist())
+        case range():
+            return [value.start, value.stop]
+        case list() | tuple():
+            return [_plain(item) for item in value]
+        case dict():
+            return {name: _plain(item) for name, item in value.items()}
+        case float() if math.isnan(value):
+            return None
+    return value
+
+
+class Measurement(Protocol):
+    """One kind of look, taken while the model runs over the text chunk by chunk."""
+
+    def see(self, layer: AttentionLayer, chunk: Chunk) -> See | None:
+        """What to see of a layer in a chunk; None to skip it."""
+
+    def add(self, layer: AttentionLayer, chunk: Chunk, seen: Seen) -> None:
+        """Add what was seen of a layer in a chunk."""
+
+    def result(self) -> Look:
+        """The result of all chunks."""

@@ -1,0 +1,49 @@
+"""The backend 'hopper': kernels for compute capability 9.0 (H100, H200), written in Gluon.
+
+It takes calls without a mask or with ``Causal()``, without bias and softcap. Each pass that its
+kernels cannot run is run by those of 'triton' or by cuDNN; ``regard.kernels.plan`` decides that.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from regard.kernels import passes
+from regard.kernels.plan import why_not_hopper
+from regard.kernels.sizes import PLAIN, TABLE
+from regard.mechanism.backends import triton
+from regard.mechanism.backends.lowering import mask_kind, plan_kernels, run_kernels
+from regard.mechanism.call import Call
+from regard.mechanism.seeing import Seen
+
+
+def unavailable() -> str | None:
+    reason = triton.unavailable()
+    if reason is not None or torch.compiler.is_compiling():
+        # The compiler cannot trace what asks for the device: the compiled operator does.
+        return reason
+    return passes.device_facts(torch.device("cuda")).why_not_hopper
+
+
+def refuses(call: Call) -> str | None:
+    reason = triton.refuses(call) or _why_not_call(call)
+    if reason is not None or torch.compiler.is_compiling():
+        # What depends on the device and on memory layout is decided by the compiled operator.
+        return reason
+    plan = plan_kernels(call, hopper=True)
+    if any(choice.variant == "hopper" for choice in plan.choices.values()):
+        return None
+    return plan.forward.why_not("hopper") or f"{plan.forward.variant} runs it faster."
+
+
+def _why_not_call(call: Call) -> str | None:
+    """Why the kernels cannot run a call, wherever its tensors lie."""
+    return why_not_hopper(
+        mask_kind(call.mask), PLAIN if call.bias is None else TABLE, call.softcap is not None,
+        call.query.dtype, call.query.shape, call.key.shape,
+    )  # fmt: skip
+
+
+def run(call: Call) -> tuple[Tensor, Seen | None]:
+    return run_kernels(call, hopper=True)
