@@ -274,7 +274,7 @@ def test_a_default_that_is_not_shipped_is_said_in_one_line(
     assert shown.startswith(
         f"regard: No {does} model is shipped with this build of regard. Name one"
     )
-    assert shown.endswith(f"or train one by recipes/{recipe}.toml.\n")
+    assert shown.endswith(f"or train one with recipes/{recipe}.toml.\n")
     # One that is shipped some day is simply used.
     folder = made / {"books-gpt2": "gpt2"}.get(recipe, recipe)
     (tmp_path / "shelf").mkdir()
