@@ -47,9 +47,9 @@ def main() -> None:
     references = list(map(list, zip_longest(*pairs.values())))  # None where a source has fewer
     rows = []
     for precision in get_args(Precision):
-        translate("Good morning.", given.to, precision=precision, look=False)
+        translate("Good morning.", given.to, precision=precision, attended=False)
         started = time.perf_counter()
-        found = translate(list(pairs), given.to, precision=precision, look=False)
+        found = translate(list(pairs), given.to, precision=precision, attended=False)
         seconds = time.perf_counter() - started
         texts = [translation.text for translation in found]
         rows.append(

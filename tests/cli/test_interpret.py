@@ -105,9 +105,9 @@ def test_explain_follows_a_model(folder: Path) -> None:
         (["--layer", "0", "--head", "0", "--rows", "3"], "--rows is a range of tokens"),
         (["--layer", "0", "--head", "0", "--rows", "5:99"], "must lie within 0:11"),
         (["--compare", "dog"], "--compare is model=NAME, text=TEXT or head=LAYER.HEAD"),
-        (["--layer", "0", "--head", "0", "--compare", "head=x"], "is as head=3.7"),
-        (["--compare", "head=0.1"], "is with another head: give --layer and --head, too"),
-        (["--layer", "0", "--compare", "head=0.1"], "give --layer and --head, too"),
+        (["--layer", "0", "--head", "0", "--compare", "head=x"], "is for example head=3.7"),
+        (["--compare", "head=0.1"], "compares two heads: add --layer and --head"),
+        (["--layer", "0", "--compare", "head=0.1"], "add --layer and --head"),
         (["--align"], "GPT2 has no cross-attention"),
         (["--word", "matt"], "Did you mean 'mat'?"),
         (["--to", "heads.gif"], "the ending '.gif' is unknown"),
@@ -144,7 +144,7 @@ def test_a_long_run_is_announced_and_where_very_long_asked_for(
     assert not asked
     with pytest.raises(interpret.typer.Exit):
         interpret._announce(long, yes=False)
-    assert asked == ["Go on?"]
+    assert asked == ["Continue?"]
     assert "about 7 minutes and 1.0 GiB" in capsys.readouterr().err
 
 
@@ -156,7 +156,7 @@ def test_a_long_run_is_announced_and_where_very_long_asked_for(
         (["--compare", "foo"], "--compare is model=NAME"),
         (["--compare", "text=a", "--word", "cat"], "leave out --word"),
         (["--layer", "0", "--head", "0", "--compare", "head=7"], "head=3.7"),
-        (["--json", "--without-first"], "--without-first is of pictures"),
+        (["--json", "--without-first"], "--without-first is for pictures"),
     ],
 )
 def test_what_can_be_known_at_once_is_said_at_once(words: list[str], said: str) -> None:

@@ -97,7 +97,8 @@ def serving(*words: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     with started("serve", "--port", "0", *words) as process:
         try:
             line = process.stdout.readline()
-            address = re.fullmatch(r"Open (http://127\.0\.0\.1:\d+) \(Ctrl-C ends it\)\n", line)
+            ready = r"Open (http://127\.0\.0\.1:\d+) \(Ctrl-C stops the server\)\n"
+            address = re.fullmatch(ready, line)
             assert address, line + (process.stderr.read() if not line else "")
             yield address[1], process
         finally:

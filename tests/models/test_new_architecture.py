@@ -44,7 +44,7 @@ def test_a_new_architecture_is_loaded_listed_and_used(folder: Path) -> None:
     assert type(model) is Halved
     known = catalog.at(folder, "mine")
     assert (known.task, known.architecture) == ("language modelling", "HalvedLMHeadModel")
-    assert complete("The cat", model=folder, length=3).tokens == 3
+    assert complete("The cat", model=folder, max_new_tokens=3).tokens == 3
     with pytest.raises(InputError, match="is a Halved, which cannot translate: that takes"):
         translate("The cat", "fr", model=folder)
 

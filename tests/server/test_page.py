@@ -76,16 +76,22 @@ def test_a_translation_and_where_its_words_were_read(page: Page, address: str) -
     words = of("translate", ".pane:nth-child(1) .unit")
     page.point(words, target.index("chat"))
     assert page.texts(of("translate", ".lit")) == ["cat"]
-    assert page.text(of("translate", ".looked")).split() == ["chat", "looked", "at", "cat", "1.00"]
+    assert page.text(of("translate", ".attended")).split() == [
+        "chat",
+        "attended",
+        "to",
+        "cat",
+        "1.00",
+    ]
     page.point("h1")
     assert page.texts(of("translate", ".lit")) == []
     page.click(words, target.index("chat"))
     page.press("ArrowRight")
     page.press("ArrowRight")
-    assert page.text(of("translate", ".looked")).startswith("assit looked at")
+    assert page.text(of("translate", ".attended")).startswith("assit attended to")
     assert "sat" in page.texts(of("translate", ".lit"))
     page.point(of("translate", ".pane:nth-child(2) .unit"), source.index("cat"))
-    assert page.text(of("translate", ".looked")).startswith("cat was looked at by")
+    assert page.text(of("translate", ".attended")).startswith("cat was attended to by")
     # A link to it shows it again, and the way back leads to what was there before.
     link = page.says("location.href")
     page.open(link)
@@ -116,7 +122,7 @@ def test_what_is_written_is_never_markup(page: Page, address: str) -> None:
     asked = {
         "translate": {"text": nasty, "to": "fr"},
         "answer": {"question": nasty, "context": f"{nasty} The cat slept."},
-        "complete": {"text": nasty, "length": 3, "temperature": 0, "seed": 0},
+        "complete": {"text": nasty, "max_new_tokens": 3, "temperature": 0, "seed": 0},
         "look": {"text": nasty, "model": "books-gpt2", "layer": 0, "head": 0},
         "explain": {"sentence": nasty},
     }
@@ -145,7 +151,7 @@ def test_an_answer_is_marked_in_its_context(page: Page, address: str) -> None:
     said = {"question": "Where did the dog sleep?", "context": context}
     page.open(f"{address}/#answer?{urlencode(said)}")
     done(page, "answer")
-    assert page.text(of("answer", ".found")) == "in the garden"
+    assert page.text(of("answer", ".answer")) == "in the garden"
     assert page.text(of("answer", "mark")) == "in the garden"
     page.open(f"{address}/#answer?{urlencode(said | {'question': 'Who wrote it?'})}")
     done(page, "answer")
@@ -161,20 +167,26 @@ def test_a_completion_grows_and_its_words_look_back(page: Page, address: str) ->
         "document.querySelector('[data-view=complete] .result'), {childList: true, subtree: true})"
     )
     page.type(of("complete", "textarea"), "Once upon a time")
-    page.type(of("complete", "[name=length]"), "12")
+    page.type(of("complete", "[name=max_new_tokens]"), "12")
     page.press("Enter")
     done(page, "complete")
     assert page.says("window.sizes.size") > 6
     how = regard.Sample(0.8, top_p=0.95, seed=1)
-    record = regard.complete("Once upon a time", length=12, how=how)
+    record = regard.complete("Once upon a time", max_new_tokens=12, how=how)
     assert page.text(of("complete", ".text")) == str(record)
     page.point(of("complete", ".unit[tabindex]"), 1)
     assert page.texts(of("complete", ".lit"))
-    assert page.text(of("complete", ".looked")).startswith(record.attended.queries[1])
+    assert page.text(of("complete", ".attended")).startswith(record.attended.queries[1])
 
 
 def test_it_can_be_stopped(page: Page, address: str) -> None:
-    said = {"text": "Once", "model": "books-xl", "length": 1000, "temperature": 1, "seed": 0}
+    said = {
+        "text": "Once",
+        "model": "books-xl",
+        "max_new_tokens": 1000,
+        "temperature": 1,
+        "seed": 0,
+    }
     page.open(f"{address}/#complete?{urlencode(said)}")
     page.wait("document.querySelector('.caret')?.textContent.length > 20")
     page.click(of("complete", ".busy button"))
@@ -230,7 +242,7 @@ def test_all_heads_and_then_one(page: Page, address: str) -> None:
     assert "layer=3&head=1" in page.says("location.hash")
     assert page.texts(".measure button[aria-pressed=true]")[-1] == shown[3 * 4 + 1]
     page.point(".head .unit", 9)  # the second "sat" looks at what followed the first
-    assert page.text(".looked:last-of-type").startswith("sat looked at")
+    assert page.text(".attended:last-of-type").startswith("sat attended to")
     assert "on" in page.texts(".head .lit")
     page.click(".head [type=checkbox]")
     assert page.texts(".head td.out")[0] == "1.00"

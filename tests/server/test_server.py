@@ -15,13 +15,14 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import uvicorn
+from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 import regard
@@ -30,19 +31,25 @@ from helpers.command import PATIENCE, ROOT, one_line, serving, until
 from helpers.command import regard as command
 from regard.checkpoints import hub
 from regard.interpret.looking import look
+from regard.server.api import own
 from regard.server.app import build
-from regard.server.middleware import MOST_BYTES
+from regard.server.limits import MAX_BATCH, MAX_BODY_BYTES, MAX_WAITING
 from regard.server.pool import Models
-from regard.server.worker import MOST_WAITING, Busy, Going, Worker
+from regard.server.worker import Busy, Worker
+from regard.tasks.writing import Check
 
 CAT = "The cat sat on the mat."
 STORY = "The cat sat on the mat while the dog slept in the garden."
 PAPER = "This library reads and writes PDF files. It can merge pages and extract text."
 
 
+def served_by(models: Models) -> FastAPI:
+    return build(models, Worker(models))
+
+
 @pytest.fixture(scope="module")
 def client() -> Iterator[TestClient]:
-    with TestClient(build(Models(), Worker()), base_url="http://127.0.0.1") as found:
+    with TestClient(served_by(Models()), base_url="http://127.0.0.1") as found:
         yield found
 
 
@@ -96,9 +103,12 @@ def completed(text: str, **asked: Any) -> regard.Completion:
         ),
         (
             "/complete",
-            {"text": "Once upon a time", "length": 8, "seed": 3},
+            {"text": "Once upon a time", "max_new_tokens": 8, "seed": 3},
             lambda: completed(
-                "Once upon a time", length=8, how=regard.Sample(0.8, top_p=0.95, seed=3), look=True
+                "Once upon a time",
+                max_new_tokens=8,
+                how=regard.Sample(0.8, top_p=0.95, seed=3),
+                attended=True,
             ),
         ),
     ],
@@ -108,7 +118,7 @@ def test_a_task_gives_the_record_that_python_gives(client, path, body, task) -> 
     expected = task()
     record = posted(client, path, **body)
     assert timeless(record) == timeless(expected.to_dict())
-    assert "attended" not in posted(client, path, **body, look=False)
+    assert "attended" not in posted(client, path, **body, attended=False)
     drawn = posted(client, path, **body, svg=True)
     assert timeless(drawn) == timeless(record) | {"svg": drawn["svg"]}
     assert drawn["svg"].startswith("<svg ")
@@ -116,20 +126,25 @@ def test_a_task_gives_the_record_that_python_gives(client, path, body, task) -> 
 
 
 def test_options_are_those_of_the_tasks(client: TestClient) -> None:
-    found = posted(client, "/translate", text=CAT, to="de", beam=1, length=3, look=False)
+    found = posted(
+        client, "/translate", text=CAT, to="de", num_beams=1, max_new_tokens=3, attended=False
+    )
     how = {"num_beams": 1}
-    expected = regard.translate(CAT, "de", how=how, length=3, look=False)
+    expected = regard.translate(CAT, "de", how=how, max_new_tokens=3, attended=False)
     assert timeless(found) == timeless(expected.to_dict())
     never = posted(client, "/answer", question="Who?", context=CAT, threshold=1e9)
     assert (never["answered"], never["text"], never["start"]) == (False, "", None)
-    likeliest = posted(client, "/complete", text="Once upon", temperature=0, length=5)
-    assert likeliest["text"] == regard.complete("Once upon", how=regard.Greedy(), length=5).text
-    joined = posted(client, "/summarize", text=PAPER * 60, join=True, look=False)
-    assert (joined["how"], len(joined["parts"]) > 1) == ("joined", True)
+    likeliest = posted(client, "/complete", text="Once upon", temperature=0, max_new_tokens=5)
+    assert (
+        likeliest["text"]
+        == regard.complete("Once upon", how=regard.Greedy(), max_new_tokens=5).text
+    )
+    joined = posted(client, "/summarize", text=PAPER * 60, join=True, attended=False)
+    assert (joined["method"], len(joined["parts"]) > 1) == ("joined", True)
 
 
 def test_a_completion_comes_as_it_is_written(client: TestClient) -> None:
-    body = {"text": "Once upon a time", "length": 8, "seed": 3}
+    body = {"text": "Once upon a time", "max_new_tokens": 8, "seed": 3}
     with client.stream("POST", "/complete", json={**body, "stream": True}) as answer:
         assert answer.headers["content-type"] == "application/x-ndjson"
         lines = [json.loads(line) for line in answer.iter_lines()]
@@ -182,11 +197,11 @@ def test_a_folder_given_at_the_start_is_served_and_no_other(tmp_path: Path) -> N
     folders.writer(tmp_path / "mine")
     folders.writer(tmp_path / "other")
     name = str(tmp_path / "mine")
-    client = TestClient(build(Models([name]), Worker()), base_url="http://localhost")
+    client = TestClient(served_by(Models([name])), base_url="http://localhost")
     first = client.get("/models").json()["models"][0]
     assert (first["name"], first["origin"]) == (name, "folder")
     assert first["can"] == ["complete", "look", "explain"]
-    record = posted(client, "/complete", text="The cat", model=name, length=3)
+    record = posted(client, "/complete", text="The cat", model=name, max_new_tokens=3)
     assert record["model"] == name
     answer = client.post("/complete", json={"text": "a", "model": str(tmp_path / "other")})
     assert answer.status_code == 404
@@ -196,21 +211,21 @@ def test_a_folder_given_at_the_start_is_served_and_no_other(tmp_path: Path) -> N
 
 WRONG = [
     ("/translate", {"to": "fr"}, 400, "POST /translate needs text, which is missing."),
-    ("/translate", {"text": "a", "too": "fr"}, 400, "takes no 'too'. See GET /openapi.json"),
+    ("/translate", {"text": "a", "too": "fr"}, 400, "has no field 'too'. GET /openapi.json"),
     ("/translate", {"text": 5, "to": "fr"}, 400, "text of POST /translate is wrong: .* got 5."),
-    ("/translate", {"text": " ", "to": "fr"}, 400, "The text is empty. Give some words."),
-    ("/translate", {"text": "a"}, 400, "translates into deu, eng, fra. Say which"),
+    ("/translate", {"text": " ", "to": "fr"}, 400, "text is empty. Give some words."),
+    ("/translate", {"text": "a"}, 400, "translates into deu, eng, fra. Choose one"),
     ("/translate", {"text": "a", "to": "klingon"}, 400, "does not translate into 'klingon'"),
-    ("/translate", {"text": "a" * 5001, "to": "fr"}, 400, "5,001 characters.* 5,000 at most"),
-    ("/translate", {"text": "a", "beam": 0}, 400, "beam .*greater than or equal to 1, but got 0"),
+    ("/translate", {"text": "a" * 5001, "to": "fr"}, 400, "5,001 characters.* at most 5,000"),
+    ("/translate", {"text": "a", "num_beams": 0}, 400, "num_beams .*equal to 1, but got 0"),
     ("/translate", {"text": "a", "to": "fr", "model": "answer"}, 400, "BertAnswering, which"),
     ("/translate", {"text": "a", "model": "tranlate"}, 404, "Did you mean 'translate'"),
     ("/translate", {"text": "a", "model": "/etc"}, 404, "This server has no model '/etc'"),
-    ("/summarize", {"text": ""}, 400, "The text is empty"),
-    ("/answer", {"question": "Who?", "context": ""}, 400, "The context is empty"),
+    ("/summarize", {"text": ""}, 400, "text is empty"),
+    ("/answer", {"question": "Who?", "context": ""}, 400, "context is empty"),
     ("/answer", {"question": "a" * 1001, "context": "a"}, 400, "1,001 characters"),
     ("/complete", {"text": "a", "temperature": -1}, 400, "temperature"),
-    ("/complete", {"text": "a", "length": 1001}, 400, "less than or equal to 1000"),
+    ("/complete", {"text": "a", "max_new_tokens": 1001}, 400, "less than or equal to 1000"),
     ("/complete", {"text": "word " * 3000}, 400, "The text is too long"),
     ("/look", {"text": "a"}, 400, "POST /look needs model"),
     ("/look", {"text": CAT, "model": "books-gpt2", "layer": 9, "head": 0}, 400, "layer"),
@@ -237,10 +252,10 @@ def test_what_is_wrong_is_said(client: TestClient, path, body, status, message) 
 def test_no_number_and_no_sign_is_a_bug(client: TestClient) -> None:
     """Extremes of every field: each is answered, or told what is wrong with it."""
     bodies = {
-        "/translate": {"text": "The cat.", "to": "fr", "look": False},
-        "/summarize": {"text": "The cat sat.", "look": False},
-        "/answer": {"question": "Who sat?", "context": "The cat sat.", "look": False},
-        "/complete": {"text": "Once", "length": 2, "look": False},
+        "/translate": {"text": "The cat.", "to": "fr", "attended": False},
+        "/summarize": {"text": "The cat sat.", "attended": False},
+        "/answer": {"question": "Who sat?", "context": "The cat sat.", "attended": False},
+        "/complete": {"text": "Once", "max_new_tokens": 2, "attended": False},
         "/look": {"model": "books-gpt2", "text": "The cat.", "layer": 0, "head": 0},
         "/explain": {"sentence": "The cat."},
     }
@@ -269,25 +284,25 @@ def test_bodies_that_are_no_json(client: TestClient) -> None:
         headers = {"Content-Type": kind}
         return told(client.post("/translate", content=content, headers=headers), 400)
 
-    assert post(b"{oh").startswith("The body is no JSON: ")
+    assert post(b"{oh").startswith("The body is not valid JSON: ")
     assert "body" in post(b"\xff\xfe\xfa")
     assert "a body in JSON" in post(b"")
     assert "got []" in post(b"[]")
     assert "Content-Type: application/json" in post(b'{"text": "a"}', "text/plain")
     assert "unicode" in post(b'{"text": "a\\ud800b", "to": "fr"}')
-    assert "got nan" in post(b'{"text": "a", "to": "fr", "length_penalty": NaN}')
+    assert "got NaN" in post(b'{"text": "a", "to": "fr", "length_penalty": NaN}')
     post(b"[" * 100_000)
 
 
 def test_paths_that_are_not_there(client: TestClient) -> None:
-    assert told(client.get("/nowhere"), 404).startswith("There is no GET /nowhere here.")
-    assert told(client.get("/translate"), 405).startswith("There is no GET /translate here.")
+    assert told(client.get("/nowhere"), 404).startswith("There is no GET /nowhere.")
+    assert told(client.get("/translate"), 405).startswith("There is no GET /translate.")
     told(client.get("/docs"), 404)
     told(client.get("/../page.js/../app.py"), 404)
 
 
 def test_bodies_that_are_too_large(client: TestClient) -> None:
-    large = b" " * (MOST_BYTES + 1)
+    large = b" " * (MAX_BODY_BYTES + 1)
     headers = {"Content-Type": "application/json"}
     assert "1,048,576" in told(client.post("/translate", content=large, headers=headers), 413)
     # In pieces nobody says beforehand how many will come.
@@ -297,7 +312,7 @@ def test_bodies_that_are_too_large(client: TestClient) -> None:
 
 @pytest.mark.parametrize("host", ["evil.example", "evil.example:8000", "", "127.0.0.1.nip.io", "["])
 def test_names_that_are_not_ours(client: TestClient, host: str) -> None:
-    assert "is not called" in told(client.get("/health", headers={"Host": host}), 403)
+    assert "does not answer to the name" in told(client.get("/health", headers={"Host": host}), 403)
 
 
 @pytest.mark.parametrize("host", ["localhost:8000", "127.0.0.1", "[::1]:8000", "192.168.0.7:80"])
@@ -307,7 +322,7 @@ def test_names_that_are_ours(client: TestClient, host: str) -> None:
 
 def test_pages_of_others_may_not_ask(client: TestClient) -> None:
     for origin in ("http://evil.example", "null", "http://127.0.0.1:1234"):
-        assert "may not ask" in told(client.get("/models", headers={"Origin": origin}), 403)
+        assert "may not use" in told(client.get("/models", headers={"Origin": origin}), 403)
     mine = client.get("/models", headers={"Origin": "http://127.0.0.1"})
     assert mine.status_code == 200
     assert not [name for name in mine.headers if name.startswith("access-control")]
@@ -318,11 +333,11 @@ def test_a_bug_is_logged_and_not_told(caplog: pytest.LogCaptureFixture) -> None:
         def name(self, asked: str) -> str:
             raise ZeroDivisionError("a secret")
 
-    app = build(Broken(), Worker())
+    app = served_by(Broken())
     client = TestClient(app, base_url="http://localhost", raise_server_exceptions=False)
     with caplog.at_level(logging.ERROR, "regard.server"):
         answer = client.post("/translate", json={"text": "a", "to": "fr"})
-    assert told(answer, 500) == "This is a bug of the server. Its log says more."
+    assert told(answer, 500) == "This is a bug in the server. Its log has the details."
     assert "secret" not in answer.text
     assert "a secret" in caplog.text
 
@@ -394,130 +409,232 @@ def test_the_api_describes_itself(client: TestClient) -> None:
         assert paths[f"/{task}"]["post"]["summary"]
 
 
-# ---------------------------------------------------------------------------------------- the line
+# -------------------------------------------------------------------------------------- the worker
 
 
-def test_jobs_run_one_after_another_while_the_loop_goes_on() -> None:
-    async def go() -> list[str]:
-        worker, seen, may_end = Worker(), list[str](), threading.Event()
-        begun = asyncio.Event()
-        loop = asyncio.get_running_loop()
+class Fake:
+    """A request that calls a function when it runs, and may have a batch key."""
 
-        def first(_: Going) -> None:
-            seen.append("first begins")
-            loop.call_soon_threadsafe(begun.set)
-            assert may_end.wait(30)
-            seen.append("first ends")
+    def __init__(self, run: Callable[[Check], Any], batch_key: str | None = None) -> None:
+        self.run, self.batch_key = run, batch_key
 
-        def second(_: Going) -> None:
-            seen.append("second")
+    @classmethod
+    def run_many(cls, requests: Sequence[Fake], models: Models, check: Check) -> list[Any]:
+        return [(request.run(check), len(requests)) for request in requests]
 
-        both = asyncio.gather(worker.run(first), worker.run(second))
-        await begun.wait()  # the loop goes on while the first is in work
-        assert (worker.waiting, worker.busy) == (2, True)
-        may_end.set()
-        await both
-        assert (worker.waiting, worker.busy) == (0, False)
-        return seen
-
-    assert asyncio.run(go()) == ["first begins", "first ends", "second"]
+    def pieces(self, models: Models, check: Check) -> Iterator[Any]:
+        return self.run(check)
 
 
-def test_what_nobody_waits_for_counts_until_it_ends() -> None:
-    async def go() -> None:
-        worker, begun, may_end = Worker(), threading.Event(), threading.Event()
+class Gate:
+    """A function that waits until it is opened."""
 
-        def job(_: Going) -> None:
-            begun.set()
-            assert may_end.wait(30)
+    def __init__(self) -> None:
+        self.begun, self.open = threading.Event(), threading.Event()
 
-        asking = asyncio.create_task(worker.run(job))
-        await asyncio.to_thread(begun.wait, 30)
-        asking.cancel()
-        await asyncio.gather(asking, return_exceptions=True)
+    def __call__(self, _: Check) -> str:
+        self.begun.set()
+        assert self.open.wait(PATIENCE)
+        return "gate"
+
+
+async def begun(gate: Gate) -> None:
+    assert await asyncio.to_thread(gate.begun.wait, PATIENCE)
+
+
+def test_requests_run_one_after_another_while_the_loop_is_free() -> None:
+    async def main() -> None:
+        worker, gate, seen = Worker(Models()), Gate(), list[str]()
+        both = asyncio.gather(
+            worker.run(Fake(gate)), worker.run(Fake(lambda _: seen.append("second")))
+        )
+        await begun(gate)
+        assert (worker.waiting, worker.busy, seen) == (2, True, [])
+        gate.open.set()
+        assert await both == [("gate", 1), (None, 1)]
+        assert (worker.waiting, worker.busy, seen) == (0, False, ["second"])
+
+    asyncio.run(main())
+
+
+def test_waiting_requests_with_an_equal_key_run_together_up_to_the_limit() -> None:
+    async def main() -> None:
+        worker, gate = Worker(Models()), Gate()
+        first = asyncio.create_task(worker.run(Fake(gate)))
+        await begun(gate)
+        keys = ["a", "b", None, "a", None, *["a"] * MAX_BATCH]
+        requests = [worker.run(Fake(lambda _, number=n: number, k)) for n, k in enumerate(keys)]
+        waiting = [asyncio.create_task(request) for request in requests]
+        await asyncio.sleep(0)
+        gate.open.set()
+        await first
+        results = await asyncio.gather(*waiting)
+        assert [number for number, _ in results] == list(range(len(keys)))  # each its own result
+        sizes = [size for _, size in results]
+        assert sizes[:5] == [MAX_BATCH, 1, 1, MAX_BATCH, 1]
+        assert sizes[5:] == [*[MAX_BATCH] * (MAX_BATCH - 2), 2, 2]
+
+    asyncio.run(main())
+
+
+def test_one_wrong_request_does_not_fail_the_others_of_its_batch() -> None:
+    async def main() -> None:
+        def wrong(_: Check) -> None:
+            raise regard.InputError("wrong")
+
+        worker, gate = Worker(Models()), Gate()
+        first = asyncio.create_task(worker.run(Fake(gate)))
+        await begun(gate)
+        runs = [lambda _: "right", wrong, lambda _: "right"]
+        waiting = [asyncio.create_task(worker.run(Fake(run, "key"))) for run in runs]
+        await asyncio.sleep(0)
+        gate.open.set()
+        await first
+        one, error, other = await asyncio.gather(*waiting, return_exceptions=True)
+        assert one == other == ("right", 1)
+        assert isinstance(error, regard.InputError)
+
+    asyncio.run(main())
+
+
+def test_a_request_whose_client_has_left_counts_until_it_ends() -> None:
+    async def main() -> None:
+        worker, gate = Worker(Models()), Gate()
+        running = asyncio.create_task(worker.run(Fake(gate)))
+        await begun(gate)
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
         assert worker.waiting == 1
-        may_end.set()
+        gate.open.set()
         await asyncio.to_thread(until, lambda: worker.waiting == 0)
 
-    asyncio.run(go())
+    asyncio.run(main())
 
 
-def test_who_leaves_is_left_out() -> None:
-    async def go() -> None:
-        worker, begun, ended = Worker(), threading.Event(), threading.Event()
-        ran = []
+def test_a_request_is_dropped_when_its_client_leaves() -> None:
+    """Before it runs, and while it runs; and a batch when all of its clients have left."""
 
-        def endless(going: Going) -> None:
-            begun.set()
+    async def main() -> None:
+        worker, runs, ended, ran = Worker(Models()), threading.Event(), threading.Event(), []
+        gate = Gate()
+
+        def endless(check: Check) -> None:
+            runs.set()
             try:
                 while True:
-                    going.check()
+                    check()
             finally:
                 ended.set()
 
-        working = asyncio.create_task(worker.run(endless))
-        waiting = asyncio.create_task(worker.run(lambda _: ran.append("never")))
-        await asyncio.to_thread(begun.wait, 30)
+        first = asyncio.create_task(worker.run(Fake(gate)))
+        await begun(gate)
+        batch = [asyncio.create_task(worker.run(Fake(endless, "key"))) for _ in range(2)]
+        waiting = asyncio.create_task(worker.run(Fake(lambda _: ran.append("never"))))
+        await asyncio.sleep(0)
+        gate.open.set()
+        await first
+        assert await asyncio.to_thread(runs.wait, PATIENCE)
         waiting.cancel()
-        working.cancel()
-        await asyncio.gather(working, waiting, return_exceptions=True)
-        assert await asyncio.to_thread(ended.wait, 30)
-        assert await worker.run(lambda _: "next") == "next"
+        batch[0].cancel()
+        await asyncio.gather(waiting, batch[0], return_exceptions=True)
+        assert not ended.is_set()  # a client of the batch still waits
+        batch[1].cancel()
+        await asyncio.gather(batch[1], return_exceptions=True)
+        assert await asyncio.to_thread(ended.wait, PATIENCE)
+        assert await worker.run(Fake(lambda _: "next")) == ("next", 1)
         assert ran == []
 
-    asyncio.run(go())
+    asyncio.run(main())
 
 
-def test_a_stream_ends_with_who_reads_it() -> None:
-    async def go() -> None:
-        worker, ended = Worker(), threading.Event()
+def test_a_stream_ends_when_its_reader_leaves() -> None:
+    async def main() -> None:
+        worker, ended = Worker(Models()), threading.Event()
 
-        def endless(_: Going) -> Iterator[int]:
+        def endless(check: Check) -> Iterator[int]:
             try:
                 while True:
+                    check()
                     yield 1
             finally:
                 ended.set()
 
-        pieces = worker.each(endless)
+        pieces = worker.stream(Fake(endless))
         assert await anext(pieces) == 1
-        await pieces.aclose()  # type: ignore[attr-defined]
-        assert await asyncio.to_thread(ended.wait, 30)
+        await pieces.aclose()
+        assert await asyncio.to_thread(ended.wait, PATIENCE)
 
-        def failing(_: Going) -> Iterator[int]:
+        def failing(_: Check) -> Iterator[int]:
             yield 1
             yield 2
             raise ZeroDivisionError
 
-        pieces = worker.each(failing)
+        pieces = worker.stream(Fake(failing))
         assert [await anext(pieces), await anext(pieces)] == [1, 2]
         with pytest.raises(ZeroDivisionError):
             await anext(pieces)
 
-    asyncio.run(go())
+    asyncio.run(main())
 
 
-def test_a_line_that_is_too_long_or_closed_takes_nobody() -> None:
-    async def go() -> None:
-        worker, may_end = Worker(), threading.Event()
-        line = [
-            asyncio.create_task(worker.run(lambda _: may_end.wait(30))) for _ in range(MOST_WAITING)
-        ]
+def test_a_full_or_closed_worker_refuses_requests() -> None:
+    async def main() -> None:
+        worker, gate = Worker(Models()), Gate()
+        line = [asyncio.create_task(worker.run(Fake(gate))) for _ in range(MAX_WAITING)]
         await asyncio.sleep(0)
         with pytest.raises(Busy, match="32 requests are waiting"):
-            await worker.run(lambda _: None)
+            await worker.run(Fake(gate))
         worker.close()
-        may_end.set()
+        gate.open.set()
         ends = await asyncio.gather(*line, return_exceptions=True)
-        assert any(isinstance(end, Busy) for end in ends)
+        assert all(isinstance(end, Busy) for end in ends)
         with pytest.raises(Busy, match="closing"):
-            await worker.run(lambda _: None)
+            await worker.run(Fake(gate))
 
-    asyncio.run(go())
+    asyncio.run(main())
+
+
+BATCHES = [
+    [own.Translate(text=text, to="fr") for text in (CAT, STORY, "Where is the station?", CAT)],
+    [own.Summarize(text=text, svg=True) for text in (PAPER, "A web server in C. It is small.")],
+    [
+        own.Answer(question=question, context=context, attended=False)
+        for question in ("Who sat?", "Where did the dog sleep?")
+        for context in (CAT, STORY)
+    ],
+]
+
+
+@pytest.mark.parametrize("requests", BATCHES, ids=["translate", "summarize", "answer"])
+def test_requests_of_a_batch_get_what_each_gets_alone(requests: list[own.Request]) -> None:
+    assert len({request.batch_key for request in requests}) == 1
+    models = Models()
+    together = type(requests[0]).run_many(requests, models, lambda: None)
+    for request, record in zip(requests, together, strict=True):
+        [alone] = request.run_many([request], models, lambda: None)
+        for name in ("text", "parts", "start", "end", "tokens", "method"):
+            assert record.get(name) == alone.get(name)
+        assert ("svg" in record, "attended" in record) == ("svg" in alone, "attended" in alone)
+
+
+def test_only_requests_with_the_same_settings_have_an_equal_key() -> None:
+    keys = {
+        request.batch_key
+        for request in (
+            own.Translate(text="a", to="fr"), own.Translate(text="a", to="de"),
+            own.Translate(text="a", to="fr", num_beams=2),
+            own.Translate(text="a", to="fr", svg=True),
+            own.Translate(text="a", to="fr", model="other"), own.Summarize(text="a"),
+        )
+    }  # fmt: skip
+    assert len(keys) == 6
+    assert own.Translate(text="b", to="fr").batch_key in keys
+    alone = (own.Complete(text="a"), own.Look(model="a", text="a"), own.Explain())
+    assert {request.batch_key for request in alone} == {None}
 
 
 def test_busy_is_a_status() -> None:
-    worker = Worker()
+    worker = Worker(Models())
     worker.close()
     client = TestClient(build(Models(), worker), base_url="http://localhost")
     answer = client.post("/explain", json={})
@@ -556,7 +673,7 @@ def test_many_ask_at_once_and_each_gets_its_own(served: str) -> None:
     assert json.loads(fetched(f"{served}/health"))["status"] == "ok"
     for one in asking:
         one.join(PATIENCE)
-    records = regard.translate(texts, "fr", look=False)
+    records = regard.translate(texts, "fr", attended=False)
     assert found == {text: record.text for text, record in zip(texts, records, strict=True)}
 
 
@@ -572,7 +689,7 @@ def test_a_completion_ends_when_its_reader_goes(monkeypatch: pytest.MonkeyPatch)
         return whole(*given)
 
     monkeypatch.setattr(regard.TransformerXL, "step", counted)
-    worker = Worker()
+    worker = Worker(Models())
     server = uvicorn.Server(
         uvicorn.Config(build(Models(), worker), port=0, log_level="critical", lifespan="off")
     )
@@ -580,7 +697,7 @@ def test_a_completion_ends_when_its_reader_goes(monkeypatch: pytest.MonkeyPatch)
     running.start()
     until(lambda: server.started)
     host, port = server.servers[0].sockets[0].getsockname()
-    body = json.dumps({"text": "Once", "model": "books-xl", "length": 1000, "stream": True})
+    body = json.dumps({"text": "Once", "model": "books-xl", "max_new_tokens": 1000, "stream": True})
     with socket.create_connection((host, port), timeout=PATIENCE) as asking:
         asking.sendall(
             f"POST /complete HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
@@ -625,9 +742,9 @@ def test_what_keeps_it_from_starting_is_one_line() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         said = one_line(command("serve", "--port", str(port)))
-        assert f"Port {port} of 127.0.0.1 is in use. Take another one: --port {port + 1}." in said
-    assert "is no address of this machine" in one_line(command("serve", "--host", "192.0.2.1"))
-    assert "There is no host 'no host'" in one_line(command("serve", "--host", "no host"))
+        assert f"Port {port} of 127.0.0.1 is in use. Use another one: --port {port + 1}." in said
+    assert "is not an address of this machine" in one_line(command("serve", "--host", "192.0.2.1"))
+    assert "This machine has no host 'no host'" in one_line(command("serve", "--host", "no host"))
     nowhere = command("serve", "--port", "0", "--model", "./nowhere")
     one_line(nowhere, "There is no folder ./nowhere")
 
@@ -673,5 +790,5 @@ def test_the_examples_of_its_page_give_what_is_shown(asked: str, expected: str, 
 
 def test_the_page_of_the_api_has_an_example_of_every_path() -> None:
     shown = {re.search(r"localhost:8000(/\w+)", asked)[1] for asked, _ in EXAMPLES}
-    app = build(Models(), Worker())
+    app = served_by(Models())
     assert shown == set(app.openapi()["paths"])

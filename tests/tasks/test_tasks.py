@@ -43,7 +43,7 @@ from regard.interpret.pooling import overlaps, pool
 from regard.models.bundle import open_bundle
 from regard.models.conversion import convert
 from regard.models.model import pad
-from regard.tasks.attended import look
+from regard.tasks.attended import read_weights
 from regard.tasks.completion import stream_completion
 from regard.tasks.writing import write
 from regard.text.windows import windows
@@ -82,7 +82,7 @@ def test_translate_says_what_the_model_says(made: Path) -> None:
     model, text = load(folder), Tokenizer.load(folder)
     source = [*text.encode(">>fra<< The cat sat on the mat.").ids, 0]
     [[expected]] = generate(model, [source], Beam(3), max_new_tokens=9, stop=[0])
-    found = translate("The cat sat on the mat.", "fr", model=folder, how=Beam(3), length=9)
+    found = translate("The cat sat on the mat.", "fr", model=folder, how=Beam(3), max_new_tokens=9)
     assert found.text == text.decode(expected.ids)
     assert found.tokens == len(expected.ids) + expected.stopped
     assert found.to == "fra"
@@ -98,14 +98,14 @@ def test_translate_says_what_the_model_says(made: Path) -> None:
 
 def test_many_texts_are_those_alone_in_their_order(made: Path) -> None:
     texts = ["The dog.", "", "Who sat on the mat? It was the cat,\nof course.", "A cat."]
-    many = translate(texts, "german", model=made / "translate", length=6, batch=2)
+    many = translate(texts, "german", model=made / "translate", max_new_tokens=6, batch=2)
     assert [record.source for record in many] == texts
     assert many[1].text == ""
     assert repr(many[1].seconds) == "0.0"  # as all others, a float
     assert many[1].attended is None
     for text, record in zip(texts, many, strict=True):
         if text:
-            alone = translate(text, "deu", model=made / "translate", length=6)
+            alone = translate(text, "deu", model=made / "translate", max_new_tokens=6)
             assert alone.text == record.text
             assert alone.attended.keys == record.attended.keys
             assert alone.attended.where == record.attended.where
@@ -120,7 +120,9 @@ def test_many_texts_are_those_alone_in_their_order(made: Path) -> None:
 
 @pytest.mark.parametrize("language", ["fr", "fra", "French", "fre", ">>fra<<", "fr-FR", "fr_CA"])
 def test_a_language_has_many_names(made: Path, language: str) -> None:
-    found = translate("The cat.", language, model=made / "translate", length=3, look=False)
+    found = translate(
+        "The cat.", language, model=made / "translate", max_new_tokens=3, attended=False
+    )
     assert found.to == "fra"
 
 
@@ -128,7 +130,8 @@ def test_precisions_say_nearly_the_same() -> None:
     """Of a shipped model, since random weights are near no decision."""
     text = "Where is the train station?"
     plain, whole = (
-        translate(text, "fr", look=False, precision=precision) for precision in ("float32", "int8")
+        translate(text, "fr", attended=False, precision=precision)
+        for precision in ("float32", "int8")
     )
     assert plain.text == whole.text
     assert plain.score == pytest.approx(whole.score, abs=0.02)
@@ -137,9 +140,9 @@ def test_precisions_say_nearly_the_same() -> None:
         with pytest.raises(
             InputError, match=r"does not compute in bfloat16\. Take float32 or int8"
         ):
-            translate(text, "fr", look=False, precision="bfloat16")
+            translate(text, "fr", attended=False, precision="bfloat16")
     else:
-        half = translate(text, "fr", look=False, precision="bfloat16")
+        half = translate(text, "fr", attended=False, precision="bfloat16")
         assert plain.text == half.text
         assert plain.score == pytest.approx(half.score, abs=0.02)
         assert len({plain.score, half.score, whole.score}) == 3
@@ -150,13 +153,13 @@ def test_precisions_say_nearly_the_same() -> None:
 def test_languages_that_are_not_there_are_refused_with_those_that_are(made: Path) -> None:
     with pytest.raises(InputError, match=r"'ru'.*offers deu, fra"):
         translate("The cat.", "ru", model=made / "translate")
-    with pytest.raises(InputError, match=r"into deu, fra\. Say which"):
+    with pytest.raises(InputError, match=r"into deu, fra\. Choose one"):
         translate("The cat.", model=made / "translate")
-    with pytest.raises(InputError, match="never told which language it reads: leave out 'en'"):
+    with pytest.raises(InputError, match="does not take a source language: leave out 'en'"):
         translate("The cat.", "fr", source="en", model=made / "translate")
     with pytest.raises(InputError, match="one language only"):
         translate("The cat.", "fr", model=made / "untagged")
-    assert translate("The cat.", model=made / "untagged", length=3).to is None
+    assert translate("The cat.", model=made / "untagged", max_new_tokens=3).to is None
 
 
 def test_t5_is_told_in_words(made: Path, tmp_path: Path) -> None:
@@ -187,9 +190,9 @@ def test_tokens_that_a_model_must_not_write_are_not_written(tmp_path: Path) -> N
     with torch.no_grad():
         model.output_bias[0, 1] = 50.0  # padding, which Marian gives a score but no meaning
     model.save(folder)
-    assert translate("The cat.", "fr", model=folder, length=4).text == ""
+    assert translate("The cat.", "fr", model=folder, max_new_tokens=4).text == ""
     folders.edit(folder, "generation_config.json", bad_words_ids=[[1]])
-    assert translate("The cat.", "fr", model=folder, length=4).text != ""
+    assert translate("The cat.", "fr", model=folder, max_new_tokens=4).text != ""
 
 
 def test_older_checkpoints_say_how_to_decode_in_their_config(tmp_path: Path) -> None:
@@ -200,22 +203,22 @@ def test_older_checkpoints_say_how_to_decode_in_their_config(tmp_path: Path) -> 
     model.save(folder)
     (folder / "generation_config.json").unlink()
     folders.edit(folder, bad_words_ids=[[1]], num_beams=2, min_length=4)
-    found = translate("The cat.", "fr", model=folder, length=5)
+    found = translate("The cat.", "fr", model=folder, max_new_tokens=5)
     assert found.tokens >= 4
     said = json.loads((convert(folder, other) / "generation_config.json").read_text())
     assert said["bad_words_ids"] == [[1]]
-    assert translate("The cat.", "fr", model=other, length=5).text == found.text
+    assert translate("The cat.", "fr", model=other, max_new_tokens=5).text == found.text
 
 
 def test_a_model_may_have_several_tokens_that_end_a_text(made: Path, tmp_path: Path) -> None:
     folder = convert(made / "gpt2", tmp_path / "gpt2")
     how = Greedy()
     written = Tokenizer.load(folder).encode(
-        complete("The cat", model=folder, how=how, length=8).text
+        complete("The cat", model=folder, how=how, max_new_tokens=8).text
     )
     end = json.loads((folder / "config.json").read_text())["eos_token_id"]
     folders.edit(folder, "generation_config.json", eos_token_id=[end, written.ids[3]])
-    found = complete("The cat", model=folder, how=how, length=8)
+    found = complete("The cat", model=folder, how=how, max_new_tokens=8)
     assert found.stopped
     assert found.tokens <= 4
 
@@ -224,7 +227,7 @@ def test_what_a_model_asks_for_in_vain_is_told(tmp_path: Path) -> None:
     folder = folders.summarizer(tmp_path / "t5")
     folders.edit(folder, "generation_config.json", repetition_penalty=1.3, bad_words_ids=[[5]])
     with pytest.warns(SettingWarning) as told:
-        summarize(folders.LINES[0], model=folder, length=3)
+        summarize(folders.LINES[0], model=folder, max_new_tokens=3)
     assert [str(one.message).split(" = ")[0] for one in told] == [
         "t5 sets repetition_penalty",
         "t5 sets bad_words_ids",
@@ -283,12 +286,12 @@ def learned(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_learned_language_is_translated_and_aligned(learned: Path) -> None:
     random = Random(1)
     sources, expected, origins = zip(*(small_language(random) for _ in range(16)), strict=True)
-    found = translate(list(sources), model=learned, how=Beam(2), length=20)
+    found = translate(list(sources), model=learned, how=Beam(2), max_new_tokens=20)
     assert [record.text for record in found] == list(expected)
     assert all(record.score > -0.1 for record in found)
     right, total, of_heads = 0, 0, torch.zeros(2, 8)
     one = open_bundle(learned)
-    looked = look(one, "", sources, write(one, sources, Beam(2), 20, 8), 8)
+    looked = read_weights(one, "", sources, write(one, sources, Beam(2), 20, 8), 8)
     for record, item, places in zip(found, looked, origins, strict=True):
         assert record.attended.queries == tuple(record.text.split())
         assert record.attended.keys == tuple(record.source.split())
@@ -313,8 +316,8 @@ def test_a_short_document_is_summarized_as_a_whole(made: Path) -> None:
     model, text = load(folder), Tokenizer.load(folder)
     document = folders.LINES[2]
     [[expected]] = generate(model, [text.encode(document).ids], Beam(4), max_new_tokens=8, stop=[1])
-    found = summarize(document, model=folder, length=8)
-    assert (found.text, found.how) == (text.decode(expected.ids), "whole")
+    found = summarize(document, model=folder, max_new_tokens=8)
+    assert (found.text, found.method) == (text.decode(expected.ids), "whole")
     assert [(part.start, part.end) for part in found.parts] == [(0, len(document))]
     assert found.attended.keys == ("Who sat on the mat?", "It was the cat, of course.")
 
@@ -322,8 +325,8 @@ def test_a_short_document_is_summarized_as_a_whole(made: Path) -> None:
 def test_a_long_document_is_summarized_in_parts(made: Path) -> None:
     folder = made / "summarize"
     text = Tokenizer.load(folder)
-    joined = summarize(folders.STORY, model=folder, length=6, join=True)
-    assert joined.how == "joined"
+    joined = summarize(folders.STORY, model=folder, max_new_tokens=6, join=True)
+    assert joined.method == "joined"
     assert len(joined.parts) > 3
     assert joined.text == "\n".join(part.text for part in joined.parts)
     spans = [(part.start, part.end) for part in joined.parts]
@@ -339,16 +342,18 @@ def test_a_long_document_is_summarized_in_parts(made: Path) -> None:
         inside = [part.start <= span.start < part.end for span in sentences(folders.STORY)]
         assert all(weight == 0 for weight, within in zip(row, inside, strict=True) if not within)
         assert 0 < sum(row) <= 1 + 1e-5
-    again = summarize(folders.STORY, model=folder, length=6)
-    assert again.how == "again"
+    again = summarize(folders.STORY, model=folder, max_new_tokens=6)
+    assert again.method == "resummarized"
     assert again.parts == joined.parts
-    assert again.text == summarize(joined.text.replace("\n", " "), model=folder, length=6).text
+    assert (
+        again.text == summarize(joined.text.replace("\n", " "), model=folder, max_new_tokens=6).text
+    )
     assert len(again.attended.keys) == len(sentences(folders.STORY))
 
 
 def test_a_sentence_longer_than_the_window_is_cut(made: Path) -> None:
     document = "the cat of the dog " * 40
-    found = summarize(document, model=made / "summarize", length=4, join=True)
+    found = summarize(document, model=made / "summarize", max_new_tokens=4, join=True)
     assert len(found.parts) > 2
     assert found.parts[-1].end == len(document.rstrip())
 
@@ -455,11 +460,13 @@ def test_complete_says_what_the_model_says_and_streams_it(made: Path, name: str,
     model, text = load(folder), Tokenizer.load(folder)
     prompt = text.encode("The cat sat").ids
     [[expected]] = generate(model, [prompt], how, max_new_tokens=12, stop=[0])
-    found = complete("The cat sat", model=folder, how=how, length=12)
+    found = complete("The cat sat", model=folder, how=how, max_new_tokens=12)
     assert str(found) == text.decode([*prompt, *expected.ids])
     assert found.score == pytest.approx(expected.score / found.tokens)
     assert found.stopped == expected.stopped
-    pieces = stream_completion("The cat sat", model=folder, how=how, length=12, look=True)
+    pieces = stream_completion(
+        "The cat sat", model=folder, how=how, max_new_tokens=12, attended=True
+    )
     said = ""
     try:
         while True:
@@ -472,7 +479,7 @@ def test_complete_says_what_the_model_says_and_streams_it(made: Path, name: str,
 
 
 def test_what_new_words_attend_to_comes_before_them(made: Path) -> None:
-    found = complete("The cat sat on the mat", model=made / "gpt2", how=Greedy(), length=8)
+    found = complete("The cat sat on the mat", model=made / "gpt2", how=Greedy(), max_new_tokens=8)
     seen = found.attended
     assert seen.keys[:6] == ("The", "cat", "sat", "on", "the", "mat")
     first = len(seen.keys) - len(seen.queries)
@@ -490,16 +497,16 @@ def test_ids_that_no_token_has_say_nothing(tmp_path: Path) -> None:
     [[drawn]] = generate(wide, [text.encode("The cat").ids], how, max_new_tokens=50, stop=[0])
     known = [token for token in drawn.ids if token < len(text)]
     assert len(known) < len(drawn.ids)
-    found = complete("The cat", model=folder, how=how, length=50)
+    found = complete("The cat", model=folder, how=how, max_new_tokens=50)
     assert found.text == text.decode(known)
     assert found.attended.keys[0] == "The"
 
 
 def test_many_completions_keep_their_order(made: Path) -> None:
     texts = ["The cat", "Who sat on the mat? It was", "Nobody"]
-    many = complete(texts, model=made / "gpt2", how=Greedy(), length=5, look=False)
+    many = complete(texts, model=made / "gpt2", how=Greedy(), max_new_tokens=5, attended=False)
     assert [record.prompt for record in many] == texts
-    alone = complete(texts[1], model=made / "gpt2", how=Greedy(), length=5, look=False)
+    alone = complete(texts[1], model=made / "gpt2", how=Greedy(), max_new_tokens=5, attended=False)
     assert many[1].text == alone.text
 
 
@@ -507,12 +514,12 @@ def test_many_completions_keep_their_order(made: Path) -> None:
 
 
 def test_records_draw_themselves_and_escape_what_they_say(made: Path) -> None:
-    found = complete("<b>The cat</b> sat", model=made / "gpt2", how=Greedy(), length=5)
+    found = complete("<b>The cat</b> sat", model=made / "gpt2", how=Greedy(), max_new_tokens=5)
     shown = found._repr_html_()
     assert "<svg" in shown
     assert "&lt;b&gt;The cat" in shown
     assert "<b>The" not in shown
-    assert "new down, before across" in found.attended.picture().text(color="none")
+    assert "new words down, earlier words across" in found.attended.picture().text(color="none")
     assert len(repr(found)) < 700  # the weights are left out
     with pytest.raises(AttributeError):
         found.text = "something else"
@@ -536,9 +543,12 @@ def test_a_model_is_loaded_once_and_again_when_its_files_change(tmp_path: Path) 
     [
         (lambda m: translate("  ", "fr", model=m / "translate"), "text is empty"),
         (lambda m: translate(3, "fr", model=m / "translate"), "not int"),
-        (lambda m: translate("a " * 200, "fr", model=m / "translate"), "too long.*reads 64"),
+        (
+            lambda m: translate("a " * 200, "fr", model=m / "translate"),
+            "too long.*most 64",
+        ),
         (lambda m: translate("a", "fr", model=m / "gpt2"), "is a GPT2, which cannot translate"),
-        (lambda m: translate("a", "fr", model=m / "translate", length=0), "from 1 on"),
+        (lambda m: translate("a", "fr", model=m / "translate", max_new_tokens=0), "from 1 on"),
         (lambda m: summarize("", model=m / "summarize"), "empty"),
         (lambda m: summarize(["a", " "], model=m / "summarize"), "empty"),
         (lambda m: summarize("a", model=m / "answer"), "cannot summarize"),
@@ -563,7 +573,7 @@ def test_a_model_is_loaded_once_and_again_when_its_files_change(tmp_path: Path) 
         (lambda m: complete("a", model=m / "gpt2", device="bogus"), "no device 'bogus'"),
         (lambda m: complete("", model=m / "gpt2"), "empty"),
         (lambda m: complete(["a", ""], model=m / "gpt2"), "empty"),
-        (lambda m: complete("the " * 50, model=m / "gpt2", length=20), "too long.*64 that"),
+        (lambda m: complete("the " * 50, model=m / "gpt2", max_new_tokens=20), "too long.*64 that"),
         (lambda m: stream_completion(" ", model=m / "gpt2"), "empty"),
         (lambda m: complete("a", model=m / "nowhere"), "There is no folder"),
     ],
@@ -605,7 +615,10 @@ def test_a_shipped_model_is_found_by_its_name(
     assert type(load("./translate-tiny")).__name__ == "GPT2"
     assert type(load(other)).__name__ == "GPT2"
     assert Tokenizer.load("translate-tiny").id(">>fra<<") > 0
-    assert translate("The cat.", "fr", model="translate-tiny", length=3).model == "translate-tiny"
+    assert (
+        translate("The cat.", "fr", model="translate-tiny", max_new_tokens=3).model
+        == "translate-tiny"
+    )
 
 
 @pytest.mark.parametrize("name", ["translat-tiny", "./translate-tini", "nobody/translate-tny"])
@@ -640,14 +653,59 @@ def test_a_part_of_how_a_model_decodes_is_changed_alone(made: Path) -> None:
         resolve({**own, "min_length": "5"}, None)
     with pytest.raises(InputError, match="A length penalty is for beam search"):
         resolve({"num_beams": 1}, {"length_penalty": 2.0})
-    found = summarize(folders.LINES[0], model=made / "summarize", how={"num_beams": 2}, length=3)
+    found = summarize(
+        folders.LINES[0], model=made / "summarize", how={"num_beams": 2}, max_new_tokens=3
+    )
     assert found.tokens
 
 
 def test_a_text_goes_on_as_far_as_there_is_room(made: Path) -> None:
     short = complete("The cat", model=made / "gpt2", how=Greedy())
     assert 0 < short.tokens <= 100
-    with pytest.raises(InputError, match=r"tokens and 5000 to come .* or a smaller length"):
-        complete("The cat", model=made / "gpt2", length=5000)
+    with pytest.raises(InputError, match=r"and 5000 new ones .* or a smaller max_new_tokens"):
+        complete("The cat", model=made / "gpt2", max_new_tokens=5000)
     with pytest.raises(InputError, match="Beam search knows its result at the end only"):
-        list(stream_completion("The cat", model=made / "gpt2", how=Beam(2), length=3))
+        list(stream_completion("The cat", model=made / "gpt2", how=Beam(2), max_new_tokens=3))
+
+
+class Stop(Exception):  # noqa: N818
+    """What a check raises."""
+
+
+@pytest.mark.parametrize(
+    ("task", "calls"),
+    [
+        (lambda m, c: translate("The cat.", "fr", model=m / "translate", check=c), 3),
+        (lambda m, c: summarize(folders.STORY, model=m / "summarize", check=c), 12),
+        (lambda m, c: answer("Who?", folders.STORY, model=m / "answer", batch=1, check=c), 3),
+        (lambda m, c: complete("The cat", model=m / "gpt2", check=c), 5),
+        (lambda m, c: list(stream_completion("The cat", model=m / "xl", check=c)), 5),
+    ],
+    ids=["translate", "summarize", "answer", "complete", "stream_completion"],
+)
+def test_a_check_ends_every_task(made: Path, task, calls: int) -> None:
+    count = 0
+
+    def check() -> None:
+        nonlocal count
+        count += 1
+        if count == calls:
+            raise Stop
+
+    with pytest.raises(Stop):
+        task(made, check)
+    assert count == calls
+
+
+def test_several_documents_are_summarized_as_each_alone(made: Path) -> None:
+    documents = [folders.STORY, folders.LINES[2], folders.STORY[::-1][:90]]
+    options = {"model": made / "summarize", "max_new_tokens": 6}
+    for join in (True, False):
+        together = summarize(documents, join=join, **options)
+        for document, record in zip(documents, together, strict=True):
+            alone = summarize(document, join=join, **options)
+            assert (record.text, record.method, record.parts) == (
+                alone.text, alone.method, alone.parts,
+            )  # fmt: skip
+            assert record.tokens == alone.tokens
+            assert record.attended.keys == alone.attended.keys

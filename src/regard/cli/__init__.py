@@ -1,4 +1,4 @@
-"""The command line: parses, calls, renders. Nothing here imports torch before a command runs."""
+"""The command line. It parses, calls and renders; it imports torch only when a command runs."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from regard import __version__
 from regard.cli import evaluation, info, interpret, server, tasks, training
 from regard.errors import InputError, RegardError
 
-# What Typer raises where a command is used wrongly; it has no public name for all of it.
-_Misuse: Any = typer.BadParameter.__base__
+# What Typer raises for a wrong command line. This base class has no public name.
+_UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
     name="regard",
@@ -26,46 +26,46 @@ app = typer.Typer(
 
 
 def main() -> None:
-    """The command ``regard``. Mistakes in its use end with one line and status 2."""
+    """Run the command ``regard``. A usage error prints one line and exits with status 2."""
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal without √
+        stream.reconfigure(errors="replace")  # type: ignore[union-attr]  # some terminals cannot print √
     warnings.showwarning = _warn
     try:
         status = app(prog_name="regard", standalone_mode=False)
         sys.stdout.flush()
-    except _Misuse as error:
-        said = error.format_message().rstrip(".")
-        if said:  # it is empty where help was printed
-            where = error.ctx.command_path if error.ctx else "regard"
-            _complain(f"{said}{'' if said.endswith('?') else '.'} See {where} --help.")
+    except _UsageError as error:
+        message = error.format_message().rstrip(".")
+        if message:  # it is empty if help was printed
+            command = error.ctx.command_path if error.ctx else "regard"
+            _print_error(f"{message}{'' if message.endswith('?') else '.'} See {command} --help.")
         status = 2
     except RegardError as error:
-        _complain(str(error))
+        _print_error(str(error))
         status = 2 if isinstance(error, InputError) else 1
-    except BrokenPipeError:  # nobody reads on
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for Python's own flush
+    except BrokenPipeError:  # the reader of our output has closed it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
         status = 1
-    except OSError as error:  # a folder that cannot be written to, a disk that is full
-        where = f"{error.filename}: " if error.filename else ""
-        _complain(f"{where}{error.strerror or error}.")
+    except OSError as error:  # such as a full disk
+        file = f"{error.filename}: " if error.filename else ""
+        _print_error(f"{file}{error.strerror or error}.")
         status = 1
     except KeyboardInterrupt:
         status = 130
     raise SystemExit(status or 0)
 
 
-def _complain(message: str) -> None:
+def _print_error(message: str) -> None:
     line = " ".join(f"regard: {message}".split())
     Console(stderr=True, soft_wrap=True).print(line, markup=False, highlight=False)
 
 
 def _warn(message: Warning | str, *_: object, **__: object) -> None:
-    # By way of sys.stderr: a progress bar stands there, and moves aside.
+    # A progress bar that is shown replaces sys.stderr, so that it is redrawn after this line.
     print(" ".join(f"regard: warning: {message}".split()), file=sys.stderr)
 
 
-def _show_version(wanted: bool) -> None:
-    if wanted:
+def _show_version(value: bool) -> None:
+    if value:
         typer.echo(f"regard {__version__}")
         raise typer.Exit
 
@@ -84,7 +84,7 @@ _COMMANDS = (
     (tasks.translate, 'regard translate "The cat sat on the mat." --to fr'),
     (tasks.summarize, "regard summarize --file report.txt"),
     (tasks.answer, 'regard answer "Who wrote it?" --file book.txt'),
-    (tasks.complete, 'regard complete "Once upon a time" --length 60 --seed 7'),
+    (tasks.complete, 'regard complete "Once upon a time" --max-new-tokens 60 --seed 7'),
     (interpret.explain, 'regard explain "The cat sat on the mat." --heads 2 --word cat'),
     (interpret.look, 'regard look answer "The cat sat on the mat." --layer 2 --head 3'),
     (server.serve, "regard serve --port 8000 --model translate"),
@@ -96,7 +96,7 @@ _COMMANDS = (
     (info.doctor, "regard doctor"),
 )
 for _command, _example in _COMMANDS:
-    # As paragraphs: where a docstring's lines end says nothing about a terminal's.
+    # Join the lines of each paragraph: a terminal has its own width.
     _parts = (_command.__doc__ or "").split("\n\n")
     _help = "\n\n".join(" ".join(part.split()) for part in _parts)
     app.command(help=_help, epilog=f"Example: {_example}")(_command)

@@ -1,4 +1,4 @@
-"""regard evaluate: the scores of a model on a part of its recipe's data."""
+"""The command evaluate: the scores of a model on data."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from regard.cli import terminal
-from regard.cli.training import Settings
+from regard.cli import options, terminal
 from regard.errors import InputError
 
 if TYPE_CHECKING:
@@ -18,70 +17,67 @@ if TYPE_CHECKING:
 
 
 def evaluate(
-    model: Annotated[str, typer.Argument(help="A shipped name, a folder or a hub name.")],
+    model: options.ModelArgument,
     data: Annotated[
         list[str] | None,
         typer.Option(
-            "--data", metavar="FILE", help="What to measure on; repeatable. Without, its card."
+            "--data",
+            metavar="FILE",
+            help="A file to measure on. Repeatable. Without it, the model's card is checked.",
         ),
     ] = None,
     form: Annotated[
         str | None,
         typer.Option(
             "--format",
-            help="tsv, jsonl, parallel, questions, squad or text; by the file's name if not given.",
+            help="tsv, jsonl, parallel, questions, squad or text; by default from the file's name.",
             show_default=False,
         ),
     ] = None,
     targets: Annotated[
         list[str] | None,
-        typer.Option("--targets", metavar="FILE", help="Of parallel text, the other side."),
+        typer.Option("--targets", metavar="FILE", help="The target side of parallel text."),
     ] = None,
     columns: Annotated[
         tuple[int, int],
-        typer.Option(metavar="A B", help="Of TSV, the columns of source and target."),
+        typer.Option(metavar="A B", help="The columns of source and target in TSV."),
     ] = (1, 2),
     fields: Annotated[
         tuple[str, str],
-        typer.Option(metavar="A B", help="Of JSONL, the fields of source and target."),
+        typer.Option(metavar="A B", help="The fields of source and target in JSONL."),
     ] = ("source", "target"),
     part: Annotated[
         tuple[int, int],
-        typer.Option(metavar="A B", help="Of 1000 parts by MD5 of the source, from A to below B."),
+        typer.Option(
+            metavar="A B", help="Use parts A to B-1 of 1000, chosen by the MD5 of the source."
+        ),
     ] = (0, 1000),
     prefix: Annotated[
         str | None,
         typer.Option(
-            help="What comes before each source; as the model's files say if not given.",
+            help="The text before each source; by default from the model's files.",
             show_default=False,
         ),
     ] = None,
     metric: Annotated[
         list[str] | None,
         typer.Option(
-            help="bleu, chrf, rouge-1, rouge-2, rouge-l; exact, f1; perplexity, bits_per_byte, "
-            "loss. Repeatable; all that fit if not given.",
+            help="bleu, chrf, rouge-1, rouge-2, rouge-l, exact, f1, perplexity, bits_per_byte or "
+            "loss. Repeatable. By default all that apply.",
             show_default=False,
         ),
     ] = None,
-    beam: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Beams of decoding, 1 is greedy; as the model's files say if not given.",
-            show_default=False,
-        ),
-    ] = None,
-    limit: Annotated[int, typer.Option(min=0, help="The most texts; 0 for all.")] = 0,
-    changes: Settings = None,
-    root: Annotated[Path, typer.Option(help="The folder that files are relative to.")] = Path(),
-    device: terminal.Device = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    num_beams: options.NumBeams = None,
+    limit: Annotated[int, typer.Option(min=0, help="The maximum number of texts; 0 is all.")] = 0,
+    changes: options.Set = None,
+    root: Annotated[Path, typer.Option(help="The folder of the files.")] = Path(),
+    device: options.Device = "auto",
+    as_json: options.Json = False,
 ) -> None:
-    """Measure a model on data, or measure again all that its card says.
+    """Measure a model on data, or check the figures of its card.
 
-    Without --data, every figure of a shipped model's card is measured again; --root is the folder
-    of the data they are about. The exit status is 1 where one differs by more than its tolerance.
+    Without --data, every figure of the model's card is measured again, on the data in --root. The
+    exit status is 1 if one differs by more than its tolerance.
     """
     if data is None:
         _card(model, root, device, as_json)
@@ -93,8 +89,8 @@ def evaluate(
     one = open_bundle(model, device=terminal.device(device))
     own = own_settings(one)
     own_prefix = own.pop("prefix", "")
-    if beam is not None:
-        own["evaluation.num_beams"] = beam
+    if num_beams is not None:
+        own["evaluation.num_beams"] = num_beams
     source: dict[str, Any] = {
         "format": form or _form(data[0], bool(targets), scored_row(one.model).name == "bert"),
         "files": data,

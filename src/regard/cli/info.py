@@ -1,4 +1,4 @@
-"""Commands that tell what is here: models, doctor, bench."""
+"""Commands about this installation: models, doctor, bench."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import typer
 from rich.console import Console
 
 from regard import __version__
-from regard.cli import terminal
+from regard.cli import options, terminal
 
 if TYPE_CHECKING:
     from regard.models.catalog import Known
 
-# What regard can do more with, by package.
+# What each optional package adds.
 OPTIONAL = {
     "matplotlib": "pictures as PNG",
     "sacrebleu": "BLEU and chrF",
@@ -33,39 +33,38 @@ OPTIONAL = {
 
 def models(
     name: Annotated[
-        str | None, typer.Argument(help="Show the card of this one.", show_default=False)
+        str | None, typer.Argument(help="Show the card of this model.", show_default=False)
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    as_json: options.Json = False,
 ) -> None:
-    """The models at hand: those that come with regard, and those in the hub's cache.
+    """List the shipped models and those in the Hugging Face cache.
 
-    Every command that takes a model takes these names, a folder, or any name of the Hugging Face
-    hub.
+    Every command that takes a model takes these names, a folder, or a name of the Hugging Face hub.
     """
     from regard.models import catalog
 
     if name is not None:
         _show_card(catalog.one(name), as_json)
         return
-    found = catalog.known()
+    listed = catalog.known()
     if as_json:
-        for model in found:
+        for model in listed:
             print(json.dumps(asdict(model), default=str))
         return
     table = terminal.table(
         "name", "task", "architecture", "parameters", "size", "licence",
         numbers=["parameters", "size"],
     )  # fmt: skip
-    for model in found:
-        count = "" if model.parameters is None else f"{model.parameters / 1e6:,.1f} M"
+    for model in listed:
+        parameters = "" if model.parameters is None else f"{model.parameters / 1e6:,.1f} M"
         size = f"{model.size / 1e6:,.1f} MB"
-        table.add_row(model.name, model.task, model.architecture, count, size, model.licence)
-    if found:
+        table.add_row(model.name, model.task, model.architecture, parameters, size, model.licence)
+    if listed:
         terminal.show(table)
         typer.echo()
     for origin, place in catalog.places().items():
-        there = sum(model.origin == origin for model in found)
-        typer.echo(f"{there} {origin}: {place}")
+        count = sum(model.origin == origin for model in listed)
+        typer.echo(f"{count} {origin}: {place}")
 
 
 def _show_card(model: Known, as_json: bool) -> None:
@@ -96,7 +95,7 @@ def _show_card(model: Known, as_json: bool) -> None:
 
 
 def doctor() -> None:
-    """What regard finds on this machine: versions, devices, and which backends can run."""
+    """Show versions, devices, and which backends can run on this machine."""
     from importlib.metadata import version
 
     import torch
@@ -115,8 +114,8 @@ def doctor() -> None:
         "cpu", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
     )
     for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        table.add_row(f"cuda:{index}", f"{found.name}, {found.total_memory / 2**30:.0f} GiB")
+        gpu = torch.cuda.get_device_properties(index)
+        table.add_row(f"cuda:{index}", f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB")
     if torch.backends.mps.is_available():
         table.add_row("mps", "available")
     for backend in BACKENDS:
@@ -138,14 +137,14 @@ def _version(package: str) -> str | None:
 
 
 def bench(
-    device: terminal.Device = "auto",
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
+    device: options.Device = "auto",
+    as_json: options.Json = False,
 ) -> None:
-    """How fast it is here: a short table, in about twenty seconds.
+    """Measure the speed on this machine, in about twenty seconds.
 
-    Each line is timed in turns with what it is compared to, and medians are shown. Above 1, regard
-    takes longer. What it costs to see is the price of entropy, peak, what each key receives and a
-    64 x 64 map; "all weights kept" gets the same from the n x n weights.
+    regard and its peer take turns, and medians are shown. Above 1, regard takes longer. The cost of
+    seeing is that of entropy, peak, the weight each key receives and a 64 x 64 map; "all weights
+    kept" computes the same from the n x n weights.
     """
     from regard.evaluation import speed
 
@@ -165,4 +164,6 @@ def bench(
         table.add_row(row.what, ours, row.peer, peer, f"{row.times.cost:.2f}")
     terminal.show(table)
     for model in decoded:
-        typer.echo(f"{model.name} writes {model.tokens_per_second:,.0f} tokens a second, alone")
+        typer.echo(
+            f"{model.name} generates {model.tokens_per_second:,.0f} tokens a second for one text"
+        )

@@ -1,12 +1,12 @@
-"""What commands share: a table, a bar that moves, a device by its name."""
+"""Output that commands share: tables, pictures, remarks, a progress bar; and devices."""
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -15,28 +15,27 @@ from regard.errors import InputError
 if TYPE_CHECKING:
     import torch
 
-Device = Annotated[
-    str, typer.Option(help="cpu, cuda, cuda:1 ...; auto is cuda where there is one.")
-]
+    from regard.pictures.figures import Picture
+    from regard.pictures.terminal import Colouring
 
 
 def device(name: str) -> torch.device:
-    """The device of a name, once it is known to be there."""
+    """The device of a name. An error if it does not exist."""
     import torch
 
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        found = torch.device(name)
-        torch.empty(0, device=found)
-    except (RuntimeError, AssertionError):  # the second of a PyTorch built without CUDA
+        place = torch.device(name)
+        torch.empty(0, device=place)
+    except (RuntimeError, AssertionError):  # the second if PyTorch is built without CUDA
         offered = "cpu, cuda or auto" if torch.cuda.is_available() else "cpu or auto"
-        raise InputError(f"PyTorch has no device {name!r} here. Say {offered}.") from None
-    return found
+        raise InputError(f"PyTorch has no device {name!r} here. Use {offered}.") from None
+    return place
 
 
 def table(*heads: str, numbers: Collection[str] = ()) -> Table:
-    """A table without lines, whose columns of numbers end together."""
+    """A table without lines. Columns of numbers are aligned to the right."""
     made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for head in heads:
         made.add_column(head, justify="right" if head in numbers else "left", overflow="fold")
@@ -44,7 +43,7 @@ def table(*heads: str, numbers: Collection[str] = ()) -> Table:
 
 
 def show(what: Table) -> None:
-    """Print a table; into a pipe or a file as wide as it needs, without spaces at the ends."""
+    """Print a table. In a pipe or a file it is as wide as it needs, without trailing spaces."""
     console = Console(highlight=False)
     if console.is_terminal:
         console.print(what)
@@ -55,9 +54,23 @@ def show(what: Table) -> None:
     print("\n".join(line.rstrip() for line in captured.get().splitlines()))
 
 
+def remark(text: str) -> None:
+    """Print a remark on standard error."""
+    Console(stderr=True).print(text, style="dim", markup=False, highlight=False)
+
+
+def draw(picture: Picture, *, dark: bool = True) -> None:
+    """Print a picture in the colours of the terminal. In a pipe it is as wide as ``COLUMNS``."""
+    console = Console()
+    systems: dict[str | None, Colouring] = {"truecolor": "truecolor", "256": "256"}
+    color = "none" if console.no_color else systems.get(console.color_system, "none")
+    width = console.width if console.is_terminal else shutil.get_terminal_size().columns
+    print(picture.text(width=max(width, 40), color=color, dark=dark), end="", flush=True)
+
+
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar on standard error while there is a terminal to see it."""
+    """A progress bar on standard error, if that is a terminal."""
     from rich.progress import (
         BarColumn,
         Progress,
@@ -70,7 +83,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TimeElapsedColumn(),  # moves while a single layer takes minutes
+        TimeElapsedColumn(),  # it moves even while one layer takes minutes
         TimeRemainingColumn(),
     )
     with Progress(

@@ -1,31 +1,24 @@
-"""Commands that make models and measure them: train, evaluate, convert."""
+"""Commands that make models: train, convert."""
 
 from __future__ import annotations
 
 import shlex
-from enum import StrEnum
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Literal
 
 import typer
 
-if TYPE_CHECKING:
-    pass
-
-Settings = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe; repeatable."),
-]
+from regard.cli import options
 
 
 def train(
-    recipe: Annotated[Path, typer.Argument(help="A TOML file; the source has some in recipes/.")],
-    changes: Settings = None,
+    recipe: Annotated[Path, typer.Argument(help="A TOML file, such as those in recipes/.")],
+    changes: options.Set = None,
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue from the newest undamaged checkpoint.")
+        bool, typer.Option("--resume", help="Continue from the newest complete checkpoint.")
     ] = False,
 ) -> None:
-    """Train a model by a recipe. Ctrl-C saves a checkpoint and stops."""
+    """Train a model from a recipe. Ctrl-C saves a checkpoint and stops."""
     from regard.training.run import train as run
 
     result = run(recipe, resume=resume, overrides=changes or ())
@@ -41,43 +34,25 @@ def train(
     typer.echo(f"The model is in {result.folder / 'model'}.")
 
 
-class Precision(StrEnum):
-    """What weights can be stored as."""
-
-    float32 = "float32"
-    float16 = "float16"
-    bfloat16 = "bfloat16"
-
-
-class Packed(StrEnum):
-    """How matrices can be packed."""
-
-    int8 = "int8"
-    int4 = "int4"
-
-
 def convert(
-    source: Annotated[str, typer.Argument(help="A shipped name, a folder or a hub name.")],
+    source: options.ModelArgument,
     target: Annotated[Path, typer.Argument(help="The folder to write.")],
     dtype: Annotated[
-        Precision | None,
-        typer.Option(help="What weights become; as they are if not given.", show_default=False),
+        Literal["float32", "float16", "bfloat16"] | None,
+        typer.Option(help="The data type of the weights; unchanged by default."),
     ] = None,
     packing: Annotated[
-        Packed | None,
-        typer.Option(help="Pack matrices, for regard alone to read.", show_default=False),
+        Literal["int8", "int4"] | None,
+        typer.Option(help="Pack the matrices. Only regard can read the result."),
     ] = None,
     shard_size: Annotated[
-        int, typer.Option(metavar="MB", min=1, help="The most of a file of weights.")
+        int, typer.Option(metavar="MB", min=1, help="The maximum size of a file of weights.")
     ] = 5120,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace a checkpoint that is there.")
-    ] = False,
+    force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint.")] = False,
 ) -> None:
-    """Write a checkpoint again: in another precision, packed, or in shards.
+    """Convert a checkpoint: to another data type, packed, or in shards.
 
-    Tokenizer and card come along. TARGET is there as a whole or, should anything go wrong, as it
-    was before.
+    The tokenizer and the card are copied. If it fails, TARGET is unchanged.
     """
     import torch
 
@@ -87,8 +62,8 @@ def convert(
     made = write(
         source,
         target,
-        dtype=None if dtype is None else getattr(torch, dtype.value),
-        packing=None if packing is None else packing.value,
+        dtype=None if dtype is None else getattr(torch, dtype),
+        packing=packing,
         shard_bytes=shard_size * 2**20,
         force=force,
     )

@@ -1,15 +1,16 @@
-"""The paths of the server: what is asked goes to the worker, and its record comes back as JSON."""
+"""The application: requests go to the worker, and its results come back as JSON."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from importlib.resources import files
 from typing import Any, TypeVar
 
-from fastapi import FastAPI, Request
+from fastapi import FastAPI
+from fastapi import Request as Connection
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import Response, StreamingResponse
 from starlette.exceptions import HTTPException
@@ -21,198 +22,178 @@ from regard.pictures.colours import LEVELS, hexadecimal, ramp, roles, written_on
 from regard.server.api import own
 from regard.server.middleware import Gate
 from regard.server.pool import Models
-from regard.server.worker import Busy, Going, Worker
+from regard.server.worker import Busy, Worker
 
 LOG = logging.getLogger("regard.server")
-SHADES = 64  # of the ramp that the page draws with
-LEFT = 499  # a status that nobody reads: who asked has gone
+SHADES = 64  # of the page's colour ramp
+CLIENT_LEFT = 499  # the status of a request whose client has left; no client sees it
 T = TypeVar("T")
 
 
 def build(models: Models, worker: Worker, host: str = "127.0.0.1") -> FastAPI:
-    """The server as an ASGI application, which lends ``models`` and has ``worker`` run them."""
+    """The server as an ASGI application: it lists ``models``, and ``worker`` runs the requests."""
     app = FastAPI(
         title="regard",
         version=__version__,
         description="Fast attention you can see.",
-        docs_url=None,  # they would be fetched from elsewhere; /openapi.json is here
+        docs_url=None,  # those pages load files from other sites
         redoc_url=None,
     )
     app.add_middleware(Gate, host=host)
-    _answer_errors(app)
-    _serve_page(app)
+    _add_error_handlers(app)
+    _add_page(app)
 
-    @app.get("/health", summary="Whether it runs, and how many requests are in work or in line.")
+    @app.get("/health", summary="The status, and the number of requests that run or wait.")
     async def health() -> Response:
-        found = {"status": "ok", "version": __version__, "waiting": worker.waiting}
-        return _said(_json(found))
+        return _json({"status": "ok", "version": __version__, "waiting": worker.waiting})
 
-    @app.get("/models", summary="The models, what each can do, its size and its licence.")
-    async def known() -> Response:
-        return _said(_json(await asyncio.to_thread(models.to_dict)))
+    @app.get("/models", summary="Each model with its tasks, size and licence.")
+    async def list_models() -> Response:
+        return _json(await asyncio.to_thread(models.to_dict))
 
-    async def answered(request: Request, asked: own.Asked) -> Response:
-        def job(going: Going) -> bytes:
-            return _json(asked.run(models, going))
-
-        return _said(await _unless_left(request, worker.run(job)))
-
-    @app.post("/translate", summary="Translate a text.")
-    async def translate(asked: own.Translate, request: Request) -> Response:
-        return await answered(request, asked)
-
-    @app.post("/summarize", summary="Summarize a document.")
-    async def summarize(asked: own.Summarize, request: Request) -> Response:
-        return await answered(request, asked)
-
-    @app.post("/answer", summary="Answer a question by words of a context.")
-    async def answer(asked: own.Answer, request: Request) -> Response:
-        return await answered(request, asked)
-
-    @app.post("/complete", summary="Go on from a text, as it is written if asked for.")
-    async def complete(asked: own.Complete, request: Request) -> Response:
-        if not asked.stream:
-            return await answered(request, asked)
-
-        def job(going: Going) -> Iterator[bytes]:
-            return (_json(piece) + b"\n" for piece in asked.pieces(models, going))
-
-        lines = worker.each(job)
-        # What is wrong with a request shows before the first piece, while a status can say so.
-        first = await _unless_left(request, _first(lines))
-        return StreamingResponse(_lines(first, lines), media_type="application/x-ndjson")
-
-    @app.post("/look", summary="See what the heads of a model do to a text.")
-    async def look(asked: own.Look, request: Request) -> Response:
-        return await answered(request, asked)
-
-    @app.post("/explain", summary="Follow one attention step by step, with its numbers.")
-    async def explain(asked: own.Explain, request: Request) -> Response:
-        return await answered(request, asked)
-
+    for kind in own.REQUESTS:
+        app.post(kind.path, summary=kind.summary)(_endpoint(kind, worker))
     return app
 
 
-# --------------------------------------------------------------------------------------- answering
+# --------------------------------------------------------------------------------------- responses
 
 
-class _Left(Exception):  # noqa: N818
-    """Who asked has gone."""
+def _endpoint(
+    kind: type[own.Request], worker: Worker
+) -> Callable[[own.Request, Connection], Awaitable[Response]]:
+    """The function that answers requests of one kind."""
+
+    async def respond(request: own.Request, connection: Connection) -> Response:
+        if not (isinstance(request, own.Complete) and request.stream):
+            return _json(await _while_connected(connection, worker.run(request)))
+        pieces = worker.stream(request)
+        # An error before the first piece can still set the status.
+        first = await _while_connected(connection, _next(pieces))
+        return StreamingResponse(_lines(first, pieces), media_type="application/x-ndjson")
+
+    respond.__annotations__["request"] = kind  # FastAPI reads the fields of a body here
+    return respond
 
 
-async def _unless_left(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """What work gives, which is cancelled when the connection is closed before."""
+class _ClientLeft(Exception):  # noqa: N818
+    """The client closed its connection."""
+
+
+async def _while_connected(connection: Connection, work: Coroutine[Any, Any, T]) -> T:
+    """The result of ``work``, which is cancelled if the client leaves."""
     working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_leaving(request))
+    leaving = asyncio.create_task(_disconnected(connection))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             return working.result()
-        raise _Left
+        raise _ClientLeft
     finally:
         leaving.cancel()
         working.cancel()
 
 
-async def _leaving(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
+async def _disconnected(connection: Connection) -> None:
+    while (await connection.receive())["type"] != "http.disconnect":
         pass
 
 
-async def _first(lines: AsyncIterator[bytes]) -> bytes:
-    return await anext(lines)
+async def _next(pieces: AsyncIterator[T]) -> T:
+    return await anext(pieces)
 
 
-async def _lines(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
+async def _lines(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[bytes]:
+    yield _line(first)
     try:
-        async for line in rest:
-            yield line
-    except RegardError as error:
-        yield _json(_error(error)) + b"\n"
-    except Busy as busy:
-        yield _json(_told("Busy", str(busy))) + b"\n"
+        async for piece in rest:
+            yield _line(piece)
+    except (RegardError, Busy) as error:
+        yield _line(_error_body(type(error).__name__, str(error)))
 
 
-def _json(found: Any) -> bytes:
-    return json.dumps(found, ensure_ascii=False, allow_nan=False).encode()
+def _line(value: Any) -> bytes:
+    return json.dumps(value, ensure_ascii=False, allow_nan=False).encode() + b"\n"
 
 
-def _said(body: bytes, status: int = 200) -> Response:
-    return Response(body, status, media_type="application/json")
+def _json(value: Any, status: int = 200) -> Response:
+    return Response(_line(value).rstrip(), status, media_type="application/json")
 
 
 # ------------------------------------------------------------------------------------------ errors
 
 
-def _told(kind: str, message: str) -> dict[str, Any]:
+def _error_body(kind: str, message: str) -> dict[str, Any]:
     return {"error": {"kind": kind, "message": message}}
 
 
-def _error(error: RegardError) -> dict[str, Any]:
-    return _told(type(error).__name__, str(error))
+def _add_error_handlers(app: FastAPI) -> None:
+    """Give all errors one form. The details of a bug go to the log only."""
 
-
-def _answer_errors(app: FastAPI) -> None:
-    """Every error is told in one form; what is a bug is logged, and not told."""
+    def refuse(status: int, message: str, kind: str = "InputError") -> Response:
+        return _json(_error_body(kind, message), status)
 
     @app.exception_handler(RegardError)
-    async def refused(_: Request, error: RegardError) -> Response:
+    async def on_refusal(_: Connection, error: RegardError) -> Response:
         status = 400 if isinstance(error, InputError) else 422
-        return _said(_json(_error(error)), 404 if isinstance(error, UnknownModelError) else status)
+        status = 404 if isinstance(error, UnknownModelError) else status
+        return refuse(status, str(error), type(error).__name__)
 
     @app.exception_handler(RequestValidationError)
-    async def misunderstood(request: Request, error: RequestValidationError) -> Response:
-        message = _explained(request.url.path, error.errors()[0])
-        return _said(_json(_told("InputError", message)), 400)
+    async def on_invalid_body(connection: Connection, error: RequestValidationError) -> Response:
+        return refuse(400, _validation_message(connection.url.path, error.errors()[0]))
 
     @app.exception_handler(Busy)
-    async def busy(_: Request, error: Busy) -> Response:
-        return _said(_json(_told("Busy", str(error))), 503)
+    async def on_busy(_: Connection, error: Busy) -> Response:
+        return refuse(503, str(error), "Busy")
 
-    @app.exception_handler(_Left)
-    async def left(_: Request, __: _Left) -> Response:
-        return Response(status_code=LEFT)
+    @app.exception_handler(_ClientLeft)
+    async def on_client_left(_: Connection, __: _ClientLeft) -> Response:
+        return Response(status_code=CLIENT_LEFT)
 
     @app.exception_handler(HTTPException)
-    async def lost(request: Request, error: HTTPException) -> Response:
-        where = f"{request.method} {request.url.path}"
-        message = {
-            400: "The body cannot be read. Give JSON in UTF-8.",
-            404: f"There is no {where} here. See GET /openapi.json for what there is.",
-            405: f"There is no {where} here. See GET /openapi.json for what there is.",
-        }.get(error.status_code, error.detail)
-        said = _said(_json(_told("InputError", message)), error.status_code)
-        said.headers.update(error.headers or {})
-        return said
+    async def on_http_error(connection: Connection, error: HTTPException) -> Response:
+        place = f"{connection.method} {connection.url.path}"
+        unknown = f"There is no {place}. GET /openapi.json lists all paths."
+        messages = {
+            400: "The body cannot be read. Send JSON in UTF-8.",
+            404: unknown,
+            405: unknown,
+        }
+        response = refuse(error.status_code, messages.get(error.status_code, error.detail))
+        response.headers.update(error.headers or {})
+        return response
 
     @app.exception_handler(Exception)
-    async def broken(request: Request, error: Exception) -> Response:
-        LOG.error("%s %r failed", request.method, request.url.path, exc_info=error)
-        message = "This is a bug of the server. Its log says more."
-        return _said(_json(_told("Bug", message)), 500)
+    async def on_bug(connection: Connection, error: Exception) -> Response:
+        LOG.error("%s %r failed", connection.method, connection.url.path, exc_info=error)
+        return refuse(500, "This is a bug in the server. Its log has the details.", "Bug")
 
 
-def _explained(path: str, problem: dict[str, Any]) -> str:
+def _validation_message(path: str, problem: dict[str, Any]) -> str:
     """What is wrong with a body, what was given, and what to do, in one line."""
-    place = [str(part) for part in problem["loc"][1:]]
-    name = place[0] if place else "The body"
+    fields = [str(part) for part in problem["loc"][1:]]
+    name = fields[0] if fields else "The body"
     match problem["type"]:
         case "json_invalid":
-            return f"The body is no JSON: {problem['ctx']['error']}."
+            return f"The body is not valid JSON: {problem['ctx']['error']}."
         case "missing":
-            return f"POST {path} needs {name if place else 'a body in JSON'}, which is missing."
+            needed = name if fields else "a body in JSON"
+            return f"POST {path} needs {needed}, which is missing."
         case "extra_forbidden":
-            return f"POST {path} takes no {name!r}. See GET /openapi.json for what it takes."
+            return f"POST {path} has no field {name!r}. GET /openapi.json lists its fields."
+        case "value_error":
+            return f"{name} {problem['ctx']['error']}"
         case "string_too_long":
             most = problem["ctx"]["max_length"]
             return (
-                f"{name} has {len(problem['input']):,} characters, and POST {path} takes {most:,} "
-                "at most. Give a part of it; Python and the command line take any length."
+                f"{name} has {len(problem['input']):,} characters; POST {path} takes at most "
+                f"{most:,}. Send a part of it. Python and the command line have no limit."
             )
     if isinstance(problem["input"], bytes):
-        return "The body is not said to be JSON. Send Content-Type: application/json; curl --json."
-    given = repr(problem["input"])
+        return "The body is not marked as JSON. Send Content-Type: application/json (curl --json)."
+    given = json.dumps(problem["input"], ensure_ascii=False)
+    given = given.encode(errors="backslashreplace").decode()  # half a character cannot be sent
     short = given if len(given) <= 40 else f"{given[:39]}…"
     return f"{name} of POST {path} is wrong: {problem['msg'].lower()}, but got {short}."
 
@@ -220,8 +201,8 @@ def _explained(path: str, problem: dict[str, Any]) -> str:
 # ---------------------------------------------------------------------------------------- the page
 
 
-def _serve_page(app: FastAPI) -> None:
-    """The page, from this package alone: nothing of it comes from elsewhere."""
+def _add_page(app: FastAPI) -> None:
+    """Serve the page. All its files are in this package; it loads none from other sites."""
     here = files("regard.server") / "web"
     known = {"version": __version__, "measures": {n: m._asdict() for n, m in MEASURES.items()}}
     facts = json.dumps(known).replace("<", "\\u003c")
@@ -233,7 +214,7 @@ def _serve_page(app: FastAPI) -> None:
         "/colours.css": (_colours().encode(), "text/css"),
     }
 
-    async def part(request: Request) -> Response:
+    async def part(request: Connection) -> Response:
         content, kind = parts[request.url.path]
         return Response(content, media_type=kind, headers={"Cache-Control": "no-cache"})
 
@@ -242,10 +223,10 @@ def _serve_page(app: FastAPI) -> None:
 
 
 def _colours() -> str:
-    """The colours of our pictures as CSS.
+    """The colours of pictures as CSS variables.
 
-    --paper, --ink ..., shades --s0 to --s63, from the least to the most, and --o0 to --o63, which
-    is what is written on each.
+    They are --paper, --ink, ..., the shades --s0 (least) to --s63 (most), and --o0 to --o63, the
+    colours of text on those shades.
     """
 
     def rules(dark: bool) -> str:

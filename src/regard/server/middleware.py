@@ -1,4 +1,4 @@
-"""What no request gets past: names that are not ours, pages of others, bodies too large."""
+"""The gate: it refuses foreign host names, pages of other sites, and bodies that are too large."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-MOST_BYTES = 2**20  # of a body
-TOO_LARGE = f"The body has more than {MOST_BYTES:,} bytes. Send less at a time."
+from regard.server.limits import MAX_BODY_BYTES
+
+TOO_LARGE = f"The body has more than {MAX_BODY_BYTES:,} bytes. Send less at a time."
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; "
     "connect-src 'self'; img-src data: blob:; base-uri 'none'; form-action 'none'; "
@@ -24,10 +25,10 @@ HEADERS = {
 
 
 class Gate:
-    """Stands before an application.
+    """A check of each request before the application gets it.
 
-    A page elsewhere can have a name of its own lead to this machine, and so make a browser hand
-    over what is served here. So one asks by an address, as localhost, or by this machine's name.
+    Another site can point its own host name at this machine, and then a browser lets its pages read
+    our responses (DNS rebinding). So the Host header must be an address, localhost or our name.
     """
 
     def __init__(self, app: ASGIApp, host: str) -> None:
@@ -38,43 +39,43 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        taken = 0
+        received = 0
 
-        async def answer(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 MutableHeaders(scope=message).update(HEADERS)
             await send(message)
 
-        async def take() -> Message:
-            nonlocal taken
+        async def receive_limited() -> Message:
+            nonlocal received
             message = await receive()
-            taken += len(message.get("body", b""))
-            if taken > MOST_BYTES:
+            received += len(message.get("body", b""))
+            if received > MAX_BODY_BYTES:
                 raise HTTPException(413, TOO_LARGE)
             return message
 
         if refused := self._refused(Headers(scope=scope)):
-            await _refuse(answer, *refused)
+            await _refuse(send_with_headers, *refused)
             return
-        await self.app(scope, take, answer)
+        await self.app(scope, receive_limited, send_with_headers)
 
     def _refused(self, headers: Headers) -> tuple[int, str] | None:
-        """A status and the reason, where a request is turned away by its head."""
+        """The status and the reason, if the headers of a request are refused."""
         host = headers.get("host", "")
-        if not self._ours(host):
+        if not self._is_our_name(host):
             return 403, (
-                f"This server is not called {host[:80]!r}. Ask it by an address, such as "
-                "127.0.0.1, or as localhost."
+                f"This server does not answer to the name {host[:80]!r}. Use localhost, or an "
+                "address such as 127.0.0.1."
             )
         origin = headers.get("origin")
         if origin is not None and origin.partition("://")[2] != host:
-            return 403, f"Pages of {origin[:80]} may not ask this server."
+            return 403, f"Pages of {origin[:80]} may not use this server."
         length = headers.get("content-length", "0")
-        if length.isdecimal() and int(length) > MOST_BYTES:
+        if length.isdecimal() and int(length) > MAX_BODY_BYTES:
             return 413, TOO_LARGE
         return None
 
-    def _ours(self, host: str) -> bool:
+    def _is_our_name(self, host: str) -> bool:
         if any(sign in host for sign in "@/?#"):
             return False
         try:

@@ -1,4 +1,4 @@
-"""The models that a server lends: those at hand, and those it was given when it was started."""
+"""The models of a server: installed and cached ones, and those named at the start."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from regard.models import catalog
 from regard.models.bundle import Bundle, open_bundle
 from regard.models.catalog import Known
 
-# What a model can be asked for, by the task that it is for; each can be looked at and explained.
-_CAN = {
+# The requests that a model can answer, by its task. Any model can be looked at and explained.
+_REQUESTS = {
     "translation": ("translate",),
     "summarization": ("summarize",),
     "text to text": ("translate", "summarize"),
@@ -24,7 +24,7 @@ _CAN = {
 
 
 class Models:
-    """Names of models, no others of which are looked up: a request cannot have one downloaded."""
+    """The models that requests may name. No other name is looked up or downloaded."""
 
     def __init__(self, given: Sequence[str] = (), device: str = "cpu") -> None:
         self.device = device
@@ -37,35 +37,35 @@ class Models:
     def all(self) -> list[Known]:
         return [*self._given.values(), *catalog.known()]
 
-    def name(self, asked: str) -> str:
-        """The name itself, where there is such a model."""
-        if asked in self._given or asked in cards.names():
-            return asked  # without a look at all that is cached
+    def name(self, name: str) -> str:
+        """The name itself, if the server has the model."""
+        if name in self._given or name in cards.names():
+            return name  # without reading the cache
         names = [model.name for model in self.all()]
-        if asked in names:
-            return asked
-        near = get_close_matches(asked, names, 1)
+        if name in names:
+            return name
+        near = get_close_matches(name, names, 1)
         hint = f" Did you mean {near[0]!r}?" if near else ""
         raise UnknownModelError(
-            f"This server has no model {asked[:80]!r}.{hint} It has {', '.join(names)}; regard "
-            "serve --model gives it others."
+            f"This server has no model {name[:80]!r}.{hint} It has {', '.join(names)}; start it "
+            "with regard serve --model to add one."
         )
 
-    def loaded(self, asked: str) -> Bundle:
-        """A model with its tokenizer; it is the same one that the tasks use."""
-        return open_bundle(self.name(asked), device=self.device)
+    def loaded(self, name: str) -> Bundle:
+        """A model with its tokenizer; the tasks use the same one."""
+        return open_bundle(self.name(name), device=self.device)
 
     def to_dict(self) -> dict[str, Any]:
-        """What each is, what it can do, how large it is, and its licence."""
+        """Each model with its task, requests, size and licence."""
         return {"models": [_described(model) for model in self.all()]}
 
 
 def _described(model: Known) -> dict[str, Any]:
-    found = asdict(model)
-    del found["folder"]  # where things lie is nobody's business
+    fields = asdict(model)
+    del fields["folder"]  # private: a path of this machine
     languages = cards.card(model.name).languages if model.origin == "shipped" else ""
     return {
-        **found,
-        "languages": [one.strip() for one in languages.split(",") if one.strip()],
-        "can": [*_CAN.get(model.task, ()), "look", "explain"],
+        **fields,
+        "languages": [name.strip() for name in languages.split(",") if name.strip()],
+        "can": [*_REQUESTS.get(model.task, ()), "look", "explain"],
     }

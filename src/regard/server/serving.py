@@ -1,7 +1,7 @@
-"""The HTTP server and its web page, as ``regard serve`` starts them.
+"""Start the HTTP server.
 
-``asking`` says what may be asked, ``worker`` runs it, one request after another, ``app`` puts both
-behind HTTP, and ``page.*`` is the page. What comes back are the records of the tasks.
+``api`` has the requests and ``limits`` their limits, ``worker`` runs them, ``app`` serves them over
+HTTP, ``middleware`` refuses strangers, and ``web`` is the page.
 """
 
 from __future__ import annotations
@@ -15,14 +15,13 @@ from importlib import import_module
 from types import FrameType
 
 from regard.errors import InputError
-
-PATIENCE = 2  # seconds that requests have to end once the server is told to
+from regard.server.limits import SHUTDOWN_SECONDS
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket for :func:`serve`, or what is in its way; 0 is a port that is free.
+    """A socket for :func:`serve`. Port 0 takes a free port.
 
-    It is the first thing to do: what is missing shows before PyTorch is loaded.
+    Call it first: it reports a missing package or a port in use before PyTorch is loaded.
     """
     for name in ("fastapi", "uvicorn"):
         try:
@@ -32,20 +31,22 @@ def listen(host: str, port: int) -> socket.socket:
                 f"The server needs {name}, which is not installed: pip install 'regard[server]'."
             ) from None
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError):
-        raise InputError(f"There is no host {host!r} here. Say 127.0.0.1 or localhost.") from None
-    family, _, _, _, address = found[0]
+        raise InputError(
+            f"This machine has no host {host!r}. Use --host 127.0.0.1 or --host localhost."
+        ) from None
+    family, _, _, _, address = addresses[0]
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # A port is free again once its server has ended, though connections may linger.
+        # Without it, a port stays taken for a while after its server has ended.
         if os.name == "posix":
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
         listening.listen(128)
     except OSError as error:
         listening.close()
-        raise InputError(_refused(host, port, error)) from None
+        raise InputError(_why_not_listening(host, port, error)) from None
     return listening
 
 
@@ -57,9 +58,9 @@ def serve(
     device: str = "cpu",
     started: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Serve until a signal ends it. ``started`` is told the address, once it can be asked.
+    """Serve until a signal ends it. ``started`` gets the address once the server accepts requests.
 
-    ``models`` are loaded at once; they may be folders.
+    ``models`` are names or folders, and are loaded first.
     """
     import uvicorn
 
@@ -67,8 +68,9 @@ def serve(
     from regard.server.pool import Models
     from regard.server.worker import Worker
 
-    worker = Worker()
-    app = build(Models(models, device), worker, host)
+    served = Models(models, device)
+    worker = Worker(served)
+    app = build(served, worker, host)
 
     class Server(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -79,32 +81,32 @@ def serve(
             worker.close()
             super().handle_exit(sig, frame)
 
-    # What goes wrong in the application is logged there; uvicorn would say it twice.
+    # The application logs its own errors; uvicorn would log them again.
     config = uvicorn.Config(
         app,
         log_config=None,
         log_level="critical",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=PATIENCE,
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
-    with suppress(KeyboardInterrupt):  # how such a program ends
+    with suppress(KeyboardInterrupt):  # Ctrl-C is how a server is stopped
         Server(config).run(sockets=[listening])
     if worker.busy:
-        os._exit(0)  # nothing can interrupt PyTorch, and nothing is left to be written
+        os._exit(0)  # PyTorch cannot be interrupted, and no file is open for writing
 
 
-def _refused(host: str, port: int, error: OSError) -> str:
+def _why_not_listening(host: str, port: int, error: OSError) -> str:
     if error.errno == errno.EADDRINUSE:
-        return f"Port {port} of {host} is in use. Take another one: --port {port + 1}."
+        return f"Port {port} of {host} is in use. Use another one: --port {port + 1}."
     if error.errno in (errno.EACCES, errno.EPERM):
-        return f"Port {port} is not for everybody. Take one from 1024 on, such as --port 8000."
+        return f"Port {port} needs administrator rights. Use one above 1023, such as --port 8000."
     if error.errno == errno.EADDRNOTAVAIL:
-        return f"{host} is no address of this machine. Say --host 127.0.0.1."
-    return f"Nothing can be served at port {port} of {host}: {error.strerror or error}."
+        return f"{host} is not an address of this machine. Use --host 127.0.0.1."
+    return f"Port {port} of {host} cannot be used: {error.strerror or error}."
 
 
 def _address(host: str, port: int) -> str:
-    """How a browser on this machine gets there."""
+    """The URL for a browser on this machine."""
     name = "localhost" if host in ("", "0.0.0.0", "::") else f"[{host}]" if ":" in host else host
     return f"http://{name}:{port}"

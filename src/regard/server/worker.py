@@ -1,131 +1,150 @@
-"""One thread for all models: whoever asks waits for those before, and two never share a model."""
+"""One thread runs all requests, in order; those with an equal batch key run together."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
-from threading import Event
-from typing import Any, TypeVar
+from collections.abc import AsyncIterator, Callable, Hashable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError, ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, field
+from threading import Lock
+from typing import Any, Protocol, Self, cast
 
-T = TypeVar("T")
-
-MOST_WAITING = 32  # requests; a longer line is not worth standing in
-
-
-class Busy(Exception):  # noqa: N818  # no bug, and no mistake of whoever asks
-    """There is no room in the line, or it is closed."""
+from regard.server.limits import MAX_BATCH, MAX_WAITING
+from regard.server.pool import Models
+from regard.tasks.writing import Check
 
 
-class _Gone(Exception):  # noqa: N818
-    """Nobody waits for this any more."""
+class Request(Protocol):
+    """What a worker runs: data, and the function that runs it."""
+
+    @property
+    def batch_key(self) -> Hashable | None:
+        """Requests with an equal key may run together; one with None runs alone."""
+
+    @classmethod
+    def run_many(cls, requests: Sequence[Self], models: Models, check: Check) -> Sequence[Any]:
+        """The result of each request. ``check`` raises once every client has left."""
 
 
-class Going:
-    """Whether somebody still waits for what is being done."""
+class StreamedRequest(Request, Protocol):
+    """A request whose result comes in pieces."""
 
-    def __init__(self) -> None:
-        self._over = Event()
+    def pieces(self, models: Models, check: Check) -> Iterator[Any]: ...
 
-    def end(self) -> None:
-        self._over.set()
 
-    def check(self) -> None:
-        """Called now and then by what takes long: it ends here when nobody waits any more."""
-        if self._over.is_set():
-            raise _Gone
+class Busy(Exception):  # noqa: N818  # neither a bug nor a mistake of the client
+    """Too many requests wait, or the server is closing."""
+
+
+class ClientsLeft(Exception):  # noqa: N818
+    """Every client of the running requests has left."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Ticket:
+    """A request that waits or runs. Its result is done early if the client leaves."""
+
+    request: Request
+    emit: Callable[[Any], object] | None = None  # takes the pieces of a streamed request
+    result: Future[Any] = field(default_factory=Future)
+
+    def finish(self, result: Any) -> None:
+        with suppress(InvalidStateError):  # the client has left
+            if isinstance(result, BaseException):
+                self.result.set_exception(result)
+            else:
+                self.result.set_result(result)
 
 
 class Worker:
-    """Does what is asked in a thread of its own, in order, while the event loop goes on."""
+    """Runs requests in its own thread. Two requests never use a model at the same time."""
 
-    def __init__(self) -> None:
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="models")
-        self._open: dict[Going, asyncio.Future[Any] | None] = {}  # in work or in line
-        self._closed = False
-        self._working = False
+    def __init__(self, models: Models) -> None:
+        self._models = models
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="models")
+        self._lock = Lock()
+        self._line: list[_Ticket] = []
+        self._running: list[_Ticket] = []
 
     @property
     def waiting(self) -> int:
-        """How many are in work or in line."""
-        return len(self._open)
+        """The number of requests that wait or run."""
+        return len(self._running) + sum(not ticket.result.done() for ticket in self._line)
 
     @property
     def busy(self) -> bool:
-        """Whether something is in work."""
-        return self._working
+        """Whether a request runs."""
+        return bool(self._running)
 
     def close(self) -> None:
-        """Begin nothing more, end what can be ended, and let nobody wait for the rest."""
-        self._closed = True
-        for going, waiting in tuple(self._open.items()):
-            going.end()
-            if waiting is not None:
-                waiting.get_loop().call_soon_threadsafe(waiting.cancel)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        """Accept no more requests, and answer every open one with :class:`Busy`."""
+        self._thread.shutdown(wait=False, cancel_futures=True)
+        for ticket in (*self._line, *self._running):
+            ticket.finish(Busy("The server is closing."))
 
-    async def run(self, job: Callable[[Going], T]) -> T:
-        """What a job returns. It is left out of the line, or told, when this is cancelled."""
-        going = self._enter()
+    async def run(self, request: Request) -> Any:
+        """The result of a request. Cancelling this drops the request."""
+        return await asyncio.wrap_future(self._enter(_Ticket(request)).result)
 
-        def work() -> T:
-            self._working = True
+    async def stream(self, request: StreamedRequest) -> AsyncIterator[Any]:
+        """The pieces of a request's result, as they are made."""
+        loop, pieces, end = asyncio.get_running_loop(), asyncio.Queue[Any](), object()
+        ticket = _Ticket(request, lambda piece: loop.call_soon_threadsafe(pieces.put_nowait, piece))
+        result = asyncio.wrap_future(self._enter(ticket).result)
+        result.add_done_callback(lambda _: pieces.put_nowait(end))
+        try:
+            while (piece := await pieces.get()) is not end:
+                yield piece
+            result.result()  # raises what the request raised
+        finally:
+            result.cancel()
+
+    def _enter(self, ticket: _Ticket) -> _Ticket:
+        with self._lock:
+            if self.waiting >= MAX_WAITING:
+                raise Busy(f"{self.waiting} requests are waiting already. Try again later.")
+            self._line.append(ticket)
             try:
-                going.check()
-                return job(going)
-            finally:
-                self._working = False
-
-        try:
-            working = self._pool.submit(work)
-        except RuntimeError:
-            del self._open[going]
-            raise Busy("The server is closing.") from None
-        # What nobody waits for any more may still be in work.
-        working.add_done_callback(lambda _: self._open.pop(going, None))
-        waiting = asyncio.wrap_future(working)
-        if going in self._open:
-            self._open[going] = waiting
-        try:
-            return await waiting
-        except (_Gone, asyncio.CancelledError):
-            task = asyncio.current_task()
-            if self._closed and task is not None and not task.cancelling():
+                self._thread.submit(self._run_next)
+            except RuntimeError:
+                self._line.remove(ticket)
                 raise Busy("The server is closing.") from None
-            raise
-        finally:
-            going.end()
+        return ticket
 
-    async def each(self, job: Callable[[Going], Iterator[T]]) -> AsyncIterator[T]:
-        """What a job yields, as it does."""
-        loop, found = asyncio.get_running_loop(), asyncio.Queue[T]()
+    def _run_next(self) -> None:
+        """Run the first waiting request, and those behind it with the same batch key."""
+        with self._lock:
+            line = [ticket for ticket in self._line if not ticket.result.done()]
+            key = line[0].request.batch_key if line else None
+            batch = line[:1]
+            if key is not None:
+                batch = [ticket for ticket in line if ticket.request.batch_key == key][:MAX_BATCH]
+            self._running = batch
+            self._line = [ticket for ticket in line if ticket not in batch]
+        results = self._results(batch)
+        self._running = []
+        for ticket, result in zip(batch, results, strict=True):
+            ticket.finish(result)
 
-        def hand_over(going: Going) -> None:
-            for item in job(going):
-                loop.call_soon_threadsafe(found.put_nowait, item)
-                going.check()
+    def _results(self, batch: Sequence[_Ticket]) -> Sequence[Any]:
+        """The result of each request, or what it raised."""
 
-        working = asyncio.create_task(self.run(hand_over))
+        def check() -> None:
+            if all(ticket.result.done() for ticket in batch):
+                raise ClientsLeft
+
+        requests = [ticket.request for ticket in batch]
         try:
-            while True:
-                item = asyncio.create_task(found.get())
-                await asyncio.wait({item, working}, return_when=asyncio.FIRST_COMPLETED)
-                if item.done():
-                    yield item.result()
-                    continue
-                item.cancel()
-                while not found.empty():
-                    yield found.get_nowait()
-                working.result()  # raises what the job raised
-                return
-        finally:
-            working.cancel()
-
-    def _enter(self) -> Going:
-        if self._closed:
-            raise Busy("The server is closing.")
-        if len(self._open) >= MOST_WAITING:
-            raise Busy(f"{len(self._open)} requests are waiting already. Ask again in a while.")
-        going = Going()
-        self._open[going] = None
-        return going
+            if not batch:  # the request ran in an earlier batch, or its client has left
+                return []
+            if (emit := batch[0].emit) is not None:
+                for piece in cast("StreamedRequest", requests[0]).pieces(self._models, check):
+                    emit(piece)
+                return [None]
+            return requests[0].run_many(requests, self._models, check)
+        except Exception as error:  # noqa: BLE001  # it is the result of a request
+            if len(batch) == 1 or isinstance(error, ClientsLeft):
+                return [error] * len(batch)
+            # One of them is wrong. Alone, each gets its own result or error.
+            return [result for ticket in batch for result in self._results([ticket])]

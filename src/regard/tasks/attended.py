@@ -1,4 +1,4 @@
-"""Looking at what a model of texts to texts attended to: a second pass over what it wrote."""
+"""The attention weights between a source and what was written for it, from one more pass."""
 
 from __future__ import annotations
 
@@ -15,78 +15,81 @@ from regard.interpret.word_alignment import TextPair, best_head, cross_weights, 
 from regard.models.bundle import Bundle
 from regard.models.model import EncoderDecoder
 from regard.tasks.records import WordAttention
-from regard.tasks.writing import Written
+from regard.tasks.writing import Check, Written, no_check
 from regard.text.words import Span, spans_of, words
 
 
 @dataclass(frozen=True, slots=True)
-class Looked:
-    """One source, what was written for it, and the weights of every head across the two."""
+class CrossWeights:
+    """A source, what was written for it, and the cross-attention weights of every head."""
 
     source: str
-    tokens: list[Span]  # what each of its tokens stands for; those of a prefix are below 0
+    tokens: list[Span]  # the characters of each token of the source; below 0 in a prefix
     written: Written
-    spans: list[Span]  # of the tokens written
+    spans: list[Span]  # the characters of each written token
     weights: Tensor  # [layers, heads, written + 1, tokens of the source]: row i wrote token i
 
     def pooled(
         self, queries: Sequence[Span], keys: Sequence[Span], *, read: bool = False
     ) -> Tensor:
-        """The weights between units of both texts: [layers, heads, queries, keys].
+        """The weights between spans of both texts, [layers, heads, queries, keys].
 
-        A token attends to the source as it is written, and once more as it is ``read``, to write
-        the next.
+        A token attends to the source when it is written, and again when it is ``read`` to write
+        the next one.
         """
         rows = self.weights[:, :, 1:] if read else self.weights[:, :, :-1]
-        rows = rows[..., : len(self.tokens)]  # without the token that ends the source
+        rows = rows[..., : len(self.tokens)]  # without the end token of the source
         return pool(rows, self.spans, queries, self.tokens, keys)
 
 
-def look(
-    one: Bundle, prefix: str, sources: Sequence[str], written: Sequence[Written], batch: int
-) -> Iterator[Looked]:
-    """Each source with what was written for it, read once more and looked at."""
-    model = one.model
+def read_weights(
+    bundle: Bundle,
+    prefix: str,
+    sources: Sequence[str],
+    written: Sequence[Written],
+    batch: int,
+    check: Check | None = None,
+) -> Iterator[CrossWeights]:
+    """The weights of each source and text written for it, in one more pass."""
+    model, check = bundle.model, check or no_check
     assert isinstance(model, EncoderDecoder)
     all_weights = cross_weights(model, [w.source for w in written], [w.ids for w in written], batch)
     for text, item, weights in zip(sources, written, all_weights, strict=True):
-        offsets = one.tokenizer.encode(prefix + text, special=False).offsets
+        check()
+        offsets = bundle.tokenizer.encode(prefix + text, special=False).offsets
         tokens = [Span(low - len(prefix), high - len(prefix)) for low, high in offsets]
-        yield Looked(text, tokens, item, spans_of(item.ids, one.decode), weights)
+        yield CrossWeights(text, tokens, item, spans_of(item.ids, bundle.decode), weights)
 
 
-def align(one: Bundle, looked: Sequence[Looked], batch: int) -> WordAttention | None:
-    """The words of a translation against those of its source, by the head that aligns them best.
-
-    ``looked`` are the sentences of one text.
-    """
-    model = one.model
+def align(bundle: Bundle, sentences: Sequence[CrossWeights], batch: int) -> WordAttention | None:
+    """The alignment of the words of one text's sentences, by the head that aligns them best."""
+    model = bundle.model
     assert isinstance(model, EncoderDecoder)
-    named = [(each, words(each.written.text), words(each.source)) for each in looked]
-    named = [each for each in named if each[1] and each[2]]
-    if not named:
+    units = [(item, words(item.written.text), words(item.source)) for item in sentences]
+    units = [unit for unit in units if unit[1] and unit[2]]
+    if not units:
         return None
-    pairs = [_pair(*each) for each in named]
-    best = best_head(model, pairs, [each.weights for each, _, _ in named], batch=batch)
+    pairs = [_pair(*unit) for unit in units]
+    best = best_head(model, pairs, [item.weights for item, _, _ in units], batch=batch)
     blocks: Tensor = torch.block_diag(*best.weights)  # type: ignore[no-untyped-call]
     return WordAttention(
-        tuple(each.written.text[low:high] for each, target, _ in named for low, high in target),
-        tuple(each.source[low:high] for each, _, source in named for low, high in source),
+        tuple(item.written.text[low:high] for item, target, _ in units for low, high in target),
+        tuple(item.source[low:high] for item, _, source in units for low, high in source),
         tuple(map(tuple, blocks.tolist())),
         f"Head {best.head} of cross-attention layer {best.layer}, {step_name(best.read)}",
         ("target", "source"),
     )
 
 
-def _pair(item: Looked, target: Sequence[Span], source: Sequence[Span]) -> TextPair:
+def _pair(item: CrossWeights, target: Sequence[Span], source: Sequence[Span]) -> TextPair:
     ids = item.written
     shares = overlaps(item.tokens, source)
     shares = shares / shares.sum(1, keepdim=True).clamp(min=1)
-    shares = pad(shares, (0, 0, 0, len(ids.source) - len(shares)))  # the token that ends the source
+    shares = pad(shares, (0, 0, 0, len(ids.source) - len(shares)))  # the end token of the source
     return TextPair(ids.source, ids.ids, shares, overlaps(item.spans, target))
 
 
 def mean_rows(seen: Watched) -> Tensor:
-    """The rows seen of a batch of one, as a mean over all layers and heads: [rows, keys]."""
-    found = [call.rows[0].float().mean(0).cpu() for _, call in seen.calls if call.rows is not None]
-    return torch.stack(found).mean(0)
+    """The rows seen in a batch of one, as a mean over all layers and heads: [rows, keys]."""
+    rows = [call.rows[0].float().mean(0).cpu() for _, call in seen.calls if call.rows is not None]
+    return torch.stack(rows).mean(0)

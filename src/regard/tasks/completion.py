@@ -1,32 +1,33 @@
-"""Completion: what comes after a text, as it is written."""
+"""Complete a text: with all tokens at once, or as a stream of pieces."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from regard.decoding.generation import generate, stream_tokens
 from regard.decoding.settings import Asked, Settings
-from regard.decoding.strategies import Beam, Strategy
+from regard.decoding.strategies import Strategy
 from regard.errors import InputError
 from regard.interpret.pooling import pool
 from regard.interpret.watching import watch
 from regard.mechanism.seeing import See
-from regard.models.bundle import Bundle, Name, Precision, open_bundle
+from regard.models.bundle import Bundle, Name, Precision
 from regard.models.model import LanguageModel
 from regard.tasks.attended import mean_rows
-from regard.tasks.defaults import check_default
+from regard.tasks.defaults import open_model
 from regard.tasks.records import Completion, WordAttention
-from regard.tasks.writing import one_or_many
+from regard.tasks.writing import Check, CheckedDecoder, log_probability, one_or_many
 from regard.text.words import Span, spans_of, words
 
 TASK = "language modelling"  # as a recipe names it
-USUAL = Settings(do_sample=True, temperature=0.8, top_p=0.95)
-MOST_LOOKED_AT = 2**26  # weights that are held to be looked at; 256 MiB
+DEFAULT = Settings(do_sample=True, temperature=0.8, top_p=0.95)
+DEFAULT_NEW_TOKENS = 100
+MAX_ATTENDED_WEIGHTS = 2**26  # held in memory: 256 MiB
 
 
 @one_or_many
@@ -35,43 +36,37 @@ def complete(
     *,
     model: Name = "books-gpt2",
     how: Asked | None = None,
-    length: int | None = None,
+    max_new_tokens: int | None = None,
     batch: int = 32,
-    look: bool = True,
+    attended: bool = True,
     device: torch.device | str | None = None,
     precision: Precision = "float32",
+    check: Check | None = None,
 ) -> list[Completion]:
-    """What comes after a text, or after each of several: at most ``length`` tokens.
+    """Complete a text, or each of several.
 
-    By default that is 100, or as many as the model has room for.
-    ``model`` is a GPT-2 or a Transformer-XL: the name of a shipped one, a folder, or a model of the
-    hub. ``how`` is a sample by default, the same one each time for the same seed. ``look`` sees
-    which words before it each new word attended to, over all heads, which takes one more pass; of
-    very long texts it is left out.
+    ``model`` is a GPT-2 or a Transformer-XL. ``how`` is a sample by default, which is the same each
+    time for the same seed. ``max_new_tokens`` is 100 by default, or as many as fit the model.
+    ``attended`` returns which earlier words each new word attended to, except for very long texts.
+    The other options are those of all tasks.
 
     >>> from regard import Greedy
-    >>> found = complete("Once upon a time", how=Greedy(), length=6)
-    >>> found.tokens, str(found).startswith("Once upon a time")
+    >>> record = complete("Once upon a time", how=Greedy(), max_new_tokens=6)
+    >>> record.tokens, str(record).startswith("Once upon a time")
     (6, True)
     """
-    check_default(model)
-    one = open_bundle(model, "complete", device, precision)
-    way, length = USUAL.resolve(how, length)
-    if not all(text.strip() for text in texts):
-        raise InputError("A text to complete is empty. Give some words.")
+    strategy, max_new_tokens = DEFAULT.resolve(how, max_new_tokens)
+    bundle, prompts, max_new_tokens = _open(texts, model, max_new_tokens, device, precision)
     began = perf_counter()
-    texts = [one.prepared(text, TASK) for text in texts]
-    prompts = [_prompt(one, text) for text in texts]
-    length = _length(one, prompts, length)
-    writer: Any = one.model
-    outputs = generate(writer, prompts, way, max_new_tokens=length, stop=one.ends, batch=batch)
+    decoder, ids = CheckedDecoder(bundle.model, check), [prompt.ids for prompt in prompts]
+    outputs = generate(
+        decoder, ids, strategy, max_new_tokens=max_new_tokens, stop=bundle.ends, batch=batch
+    )
     seconds = (perf_counter() - began) / max(len(texts), 1)
     records = []
-    for text, prompt, (best, *_) in zip(texts, prompts, outputs, strict=True):
-        power = way.length_penalty if isinstance(way, Beam) else 0.0
-        chance = best.score * (len(best.ids) + best.stopped) ** power
-        new = _New(text, prompt, best.ids, chance, best.stopped, seconds)
-        records.append(_record(one, new, look))
+    for prompt, (best, *_) in zip(prompts, outputs, strict=True):
+        total = log_probability(best, strategy)
+        records.append(_record(bundle, prompt, best.ids, total, best.stopped, seconds, attended))
     return records
 
 
@@ -80,151 +75,157 @@ def stream_completion(
     *,
     model: Name = "books-gpt2",
     how: Asked | None = None,
-    length: int | None = None,
-    look: bool = False,
+    max_new_tokens: int | None = None,
+    attended: bool = False,
     device: torch.device | str | None = None,
     precision: Precision = "float32",
+    check: Check | None = None,
 ) -> Generator[str, None, Completion]:
-    """As :func:`complete` of one text, piece by piece as it is written.
+    """Complete one text as :func:`complete` does, piece by piece.
 
-    What the generator returns at its end is the record.
+    The generator's return value is the record.
 
     >>> from regard import Greedy
-    >>> pieces = stream_completion("Once upon a time", how=Greedy(), length=6)
-    >>> "".join(pieces) == complete("Once upon a time", how=Greedy(), length=6).text
+    >>> pieces = stream_completion("Once upon a time", how=Greedy(), max_new_tokens=6)
+    >>> "".join(pieces) == complete("Once upon a time", how=Greedy(), max_new_tokens=6).text
     True
     """
     if not isinstance(text, str):
-        raise InputError(f"Give one text to go on from, not {type(text).__name__}.")
-    if not text.strip():
-        raise InputError("The text is empty. Give some words.")
-    check_default(model)
-    one = open_bundle(model, "complete", device, precision)
-    text = one.prepared(text, TASK)
-    prompt = _prompt(one, text)
-    way, length = USUAL.resolve(how, length)
-    return _pieces(one, text, prompt, way, _length(one, [prompt], length), look)
+        raise InputError(f"Give one text to complete, not {type(text).__name__}.")
+    strategy, max_new_tokens = DEFAULT.resolve(how, max_new_tokens)
+    bundle, [prompt], max_new_tokens = _open([text], model, max_new_tokens, device, precision)
+    decoder = _ScoringDecoder(bundle.model, check)
+    return _pieces(bundle, decoder, prompt, strategy, max_new_tokens, attended)
 
 
-def _pieces(
-    one: Bundle, text: str, prompt: list[int], how: Strategy, length: int, look: bool
-) -> Generator[str, None, Completion]:
-    began = perf_counter()
-    heard = _Heard(one.model)
-    stop, ids, chance = one.ends, list[int](), 0.0
-    said = ""
-    for token in stream_tokens(heard, prompt, how, max_new_tokens=length, stop=stop):
-        ids.append(token)
-        chance += heard.chance(token)
-        whole = _after(one, prompt, ids)
-        if not whole.endswith("\ufffd"):  # some characters take several tokens
-            yield whole[len(said) :]
-            said = whole
-    stopped = len(ids) < length
-    if stopped:
-        chance += max(heard.chance(token) for token in stop)
-    whole = _after(one, prompt, ids)
-    if whole != said:
-        yield whole[len(said) :]
-    new = _New(text, prompt, ids, chance, stopped, perf_counter() - began)
-    return _record(one, new, look)
+class _Prompt(NamedTuple):
+    text: str
+    ids: list[int]
 
 
-class _Heard:
-    """A model to decode whose last logits are kept."""
+class _ScoringDecoder(CheckedDecoder):
+    """A model to decode that keeps its last logits."""
 
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.logits = torch.empty(0)
+    logits: Tensor
 
-    def start_decoding(self, prompts: Sequence[Sequence[int]], room: int = 0) -> Any:
-        return self.model.start_decoding(prompts, room)
-
-    def step(self, ids: Tensor, state: Any) -> Tensor:
-        self.logits = self.model.step(ids, state)
+    def step(self, ids: Tensor, state: object) -> Tensor:
+        self.logits = super().step(ids, state)
         return self.logits
 
-    def chance(self, token: int) -> float:
+    def log_probability(self, token: int) -> float:
         return float(self.logits[0].float().log_softmax(-1)[token])
 
 
-def _prompt(one: Bundle, text: str) -> list[int]:
-    ids = one.tokenizer.encode(text, special=False).ids
-    if not ids:
-        raise InputError(f"The text {text[:40]!r} has no token that {one.name} knows.")
-    return ids
-
-
-def _length(one: Bundle, prompts: Sequence[Sequence[int]], asked: int | None) -> int:
-    """How many tokens to write: as asked for, if there is room."""
-    usual = 100 if asked is None else asked
-    if one.model.longest is None:
-        return usual
-    longest = max(map(len, prompts), default=0)
-    room = one.window - longest
-    if room < (1 if asked is None else asked):
+def _open(
+    texts: Sequence[str],
+    model: Name,
+    max_new_tokens: int | None,
+    device: torch.device | str | None,
+    precision: Precision,
+) -> tuple[Bundle, list[_Prompt], int]:
+    """The model, the prompts as ids, and the maximum number of new tokens."""
+    bundle = open_model(model, "complete", device, precision)
+    if not all(text.strip() for text in texts):
+        raise InputError("A text to complete is empty. Give some words.")
+    prompts = []
+    for text in (bundle.prepared(text, TASK) for text in texts):
+        prompts.append(_Prompt(text, bundle.tokenizer.encode(text, special=False).ids))
+        if not prompts[-1].ids:
+            raise InputError(f"The text {text[:40]!r} has no token that {bundle.name} knows.")
+    wanted = DEFAULT_NEW_TOKENS if max_new_tokens is None else max_new_tokens
+    if bundle.model.longest is None:
+        return bundle, prompts, wanted
+    longest = max((len(prompt.ids) for prompt in prompts), default=0)
+    room = bundle.window - longest
+    if room < (1 if max_new_tokens is None else max_new_tokens):
         raise InputError(
-            f"The text is too long: {longest} tokens and {usual if asked else 1} to come are more "
-            f"than the {one.window} that {one.name} reads. Give its last part"
-            f"{', or a smaller length' if asked else ''}."
+            f"The text is too long: {longest} tokens and {max_new_tokens or 1} new ones are more "
+            f"than the {bundle.window} that {bundle.name} reads. Give its last part"
+            f"{', or a smaller max_new_tokens' if max_new_tokens else ''}."
         )
-    return min(usual, room)
+    return bundle, prompts, min(wanted, room)
 
 
-def _after(one: Bundle, prompt: Sequence[int], ids: Sequence[int]) -> str:
-    """The text of new tokens; the one before them tells whether they begin with a space."""
-    before = prompt[-1:]
-    return one.decode([*before, *ids])[len(one.decode(before)) :]
+def _pieces(
+    bundle: Bundle,
+    decoder: _ScoringDecoder,
+    prompt: _Prompt,
+    strategy: Strategy,
+    max_new_tokens: int,
+    attended: bool,
+) -> Generator[str, None, Completion]:
+    began = perf_counter()
+    ids, total, sent = list[int](), 0.0, ""
+    for token in stream_tokens(
+        decoder, prompt.ids, strategy, max_new_tokens=max_new_tokens, stop=bundle.ends
+    ):
+        ids.append(token)
+        total += decoder.log_probability(token)
+        text = _new_text(bundle, prompt, ids)
+        if not text.endswith("\ufffd"):  # some characters take several tokens
+            yield text[len(sent) :]
+            sent = text
+    stopped = len(ids) < max_new_tokens
+    if stopped:
+        total += max(decoder.log_probability(token) for token in bundle.ends)
+    text = _new_text(bundle, prompt, ids)
+    if text != sent:
+        yield text[len(sent) :]
+    return _record(bundle, prompt, ids, total, stopped, perf_counter() - began, attended)
 
 
-class _New(NamedTuple):
-    """What was written after a prompt."""
-
-    text: str
-    prompt: list[int]
-    ids: list[int]
-    chance: float
-    stopped: bool
-    seconds: float
+def _new_text(bundle: Bundle, prompt: _Prompt, ids: Sequence[int]) -> str:
+    """The text of new tokens. The token before them decides whether they begin with a space."""
+    before = prompt.ids[-1:]
+    return bundle.decode([*before, *ids])[len(bundle.decode(before)) :]
 
 
-def _record(one: Bundle, new: _New, look: bool) -> Completion:
-    tokens = len(new.ids) + new.stopped
+def _record(
+    bundle: Bundle,
+    prompt: _Prompt,
+    ids: list[int],
+    total: float,
+    stopped: bool,
+    seconds: float,
+    attended: bool,
+) -> Completion:
+    tokens = len(ids) + stopped
     return Completion(
-        text=_after(one, new.prompt, new.ids),
-        score=new.chance / max(tokens, 1),
+        text=_new_text(bundle, prompt, ids),
+        score=total / max(tokens, 1),
         tokens=tokens,
-        seconds=new.seconds,
-        model=one.name,
-        attended=_attended(one, new) if look else None,
-        prompt=new.text,
-        stopped=new.stopped,
+        seconds=seconds,
+        model=bundle.name,
+        attended=_attended(bundle, prompt, ids) if attended else None,
+        prompt=prompt.text,
+        stopped=stopped,
     )
 
 
-def _attended(one: Bundle, new: _New) -> WordAttention | None:
-    """The words before that each new word attended to as it was written, over all heads.
+def _attended(bundle: Bundle, prompt: _Prompt, ids: list[int]) -> WordAttention | None:
+    """The earlier words that each new word attended to, over all heads.
 
-    The first token is left out: heads rest on it the weight that they do not need.
+    The first token is left out: heads put weight on it that they have no use for.
     """
-    model, prompt, ids = one.model, new.prompt, new.ids
+    model = bundle.model
     assert isinstance(model, LanguageModel)
     depth, heads = model.config.depth, model.config.heads
-    total, before = len(prompt) + len(ids), len(new.text)
-    whole = new.text + _after(one, prompt, ids)
+    total, before = len(prompt.ids) + len(ids), len(prompt.text)
+    whole = prompt.text + _new_text(bundle, prompt, ids)
     units = words(whole)
     queries = [unit for unit in units if unit.end > before]
-    if not queries or len(ids) * total * heads * depth > MOST_LOOKED_AT:
+    if not queries or len(ids) * total * heads * depth > MAX_ATTENDED_WEIGHTS:
         return None
-    read = torch.tensor([[*prompt, *ids[:-1]]], device=model.device)
-    rows = range(len(prompt) - 1, total - 1)  # each wrote the token after it
+    read = torch.tensor([[*prompt.ids, *ids[:-1]]], device=model.device)
+    rows = range(len(prompt.ids) - 1, total - 1)  # each wrote the token after it
     with torch.inference_mode(), watch(model, See(rows=rows)) as seen:
         model.read(read)
     table = mean_rows(seen)
     table[:, 0] = 0
-    spans = spans_of(ids, lambda some: _after(one, prompt, some))
+    spans = spans_of(ids, lambda some: _new_text(bundle, prompt, some))
     written = [Span(before + low, before + high) for low, high in spans]
-    keys = [*one.tokenizer.encode(new.text, special=False).offsets, *written[:-1]]
+    keys = [*bundle.tokenizer.encode(prompt.text, special=False).offsets, *written[:-1]]
     pooled = pool(table, written, queries, keys, units)
     where = f"The mean over {depth} layers of {heads} heads, without the first token"
-    return WordAttention.of((whole, queries), (whole, units), pooled, where, ("new", "before"))
+    sides = ("new words", "earlier words")
+    return WordAttention.of((whole, queries), (whole, units), pooled, where, sides)

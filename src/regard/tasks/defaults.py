@@ -1,19 +1,21 @@
-"""The default model of each task."""
+"""The default model of each task, and opening a task's model."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
+
 from regard.checkpoints import cards
 from regard.errors import UnknownModelError
-from regard.models.bundle import Name
+from regard.models.bundle import Bundle, Name, Precision, open_bundle
 
 _SQUAD = "google-bert/bert-large-uncased-whole-word-masking-finetuned-squad"
 
 
 class _Default(NamedTuple):
-    """A model that is used where none is named, and what can be where it is not shipped."""
+    """A default model, and what to use where it is not shipped."""
 
     task: str
     example: str  # on the hub
@@ -28,13 +30,18 @@ _DEFAULTS = {
 }
 
 
-def check_default(name: Name) -> None:
-    """Say what to do where the default of a task is not there: nobody asked for it by its name."""
-    usual = _DEFAULTS.get(str(name))
-    if usual is None or name in cards.names() or Path(name).is_dir():
-        return
-    raise UnknownModelError(
-        f"No {usual.task} model comes with regard yet. Name one, such as --model {usual.example} "
-        f'of the Hugging Face hub (in Python, model="{usual.example}"), or train one by '
-        f"recipes/{usual.recipe}."
-    )
+def open_model(
+    name: Name,
+    task: str,
+    device: torch.device | str | None,
+    precision: Precision,
+) -> Bundle:
+    """A model that serves a task. If a default is missing, the error says what to do."""
+    default = _DEFAULTS.get(str(name))
+    if default is not None and name not in cards.names() and not Path(name).is_dir():
+        raise UnknownModelError(
+            f"No {default.task} model is shipped with this build of regard. Name one, such as "
+            f"--model {default.example} of the Hugging Face hub (in Python, "
+            f'model="{default.example}"), or train one with recipes/{default.recipe}.'
+        )
+    return open_bundle(name, task, device, precision)

@@ -1,4 +1,4 @@
-"""Question answering: the best span of a context of any length, read in windows that overlap."""
+"""Question answering: the best span of a context, which is read in overlapping windows."""
 
 from __future__ import annotations
 
@@ -17,22 +17,17 @@ from regard.interpret.pooling import pool
 from regard.interpret.watching import watch
 from regard.mechanism.masks import Padding
 from regard.mechanism.seeing import See
-from regard.models.bundle import Bundle, Name, Precision, open_bundle
+from regard.models.bundle import Bundle, Name, Precision
 from regard.models.model import pad
 from regard.tasks.attended import mean_rows
-from regard.tasks.defaults import check_default
+from regard.tasks.defaults import open_model
 from regard.tasks.records import Answer, WordAttention
-from regard.tasks.writing import one_or_many
+from regard.tasks.writing import Check, no_check, one_or_many
 from regard.text.tokenizer import Encoded
 from regard.text.windows import Window, windows
 from regard.text.words import words
 
-WINDOW = 384  # tokens, as most models of question answering have been trained
-
-# ------------------------------------------------------------------------------ windows and spans
-
-
-# ------------------------------------------------------------------------------------- answering
+WINDOW = 384  # tokens, the length that most models of question answering were trained with
 
 
 @one_or_many
@@ -44,131 +39,128 @@ def answer(
     threshold: float = 0.0,
     window: int | None = None,
     batch: int = 16,
-    look: bool = True,
+    attended: bool = True,
     device: torch.device | str | None = None,
     precision: Precision = "float32",
+    check: Check | None = None,
 ) -> list[Answer]:
-    """The words of a context that answer a question, or that none do.
+    """Answer a question with a part of a context, or report that the context has no answer.
 
-    Several questions have one context, or one each. ``model`` is a BERT for question answering: the
-    name of a shipped one, a folder, or a model of the hub. A context of any length is read in
-    windows of ``window`` tokens. An answer must be better than none by more than ``threshold``;
-    with ``-math.inf`` there always is one. ``look`` sees which words of the context each word of
-    the question attended to, over all heads, which takes one more pass.
+    Several questions share one context, or have one each. ``model`` is a BERT for question
+    answering. A context of any length is read in windows of ``window`` tokens. An answer must score
+    more than ``threshold`` (no answer scores 0); with ``-math.inf`` there is always an answer.
+    ``attended`` returns which words of the context each word of the question attended to. The other
+    options are those of all tasks.
 
-    >>> found = answer("Who sat on the mat?", "The cat sat on the mat.")
-    >>> found.text, (found.start, found.end)
+    >>> record = answer("Who sat on the mat?", "The cat sat on the mat.")
+    >>> record.text, (record.start, record.end)
     ('The cat', (0, 7))
     >>> print(answer("Who wrote it?", "The cat sat on the mat."))
     No answer.
     """
-    check_default(model)
-    one = open_bundle(model, "answer", device, precision)
+    bundle = open_model(model, "answer", device, precision)
+    check = check or no_check
     at_least("answer(batch=...)", batch, 1)
     if not (is_number(threshold) or threshold in (-math.inf, math.inf)):
         raise InputError(f"answer(threshold=...) is a number, not {threshold!r}.")
-    contexts = [context] * len(questions) if isinstance(context, str) else _listed(context)
+    contexts = [context] * len(questions) if isinstance(context, str) else _as_texts(context)
     if len(contexts) != len(questions):
         raise InputError(
             f"Questions have one context or one each: {len(questions)} of them, but "
             f"{len(contexts)} contexts."
         )
-    return _answers(one, questions, contexts, threshold, window, batch, look)
-
-
-def _listed(contexts: Any) -> list[str]:
-    found = list(contexts) if isinstance(contexts, Iterable) else [contexts]
-    if wrong := [one for one in found if not isinstance(one, str)]:
-        raise InputError(f"The context is a text, or a list of texts, but got {wrong[0]!r}.")
-    return found
-
-
-class _Found(NamedTuple):
-    """The best span of a question so far."""
-
-    better: float
-    share: float
-    window: Window
-    first: int  # token of the window
-    last: int
-
-
-def _answers(
-    one: Bundle,
-    questions: Sequence[str],
-    contexts: Sequence[str],
-    threshold: float,
-    window: int | None,
-    batch: int,
-    look: bool,
-) -> list[Answer]:
     began = perf_counter()
     for name, texts in (("question", questions), ("context", contexts)):
         if any(not text.strip() for text in texts):
             raise InputError(f"The {name} is empty. Give some words.")
-    length = min(one.window, WINDOW) if window is None else window
-    if not 8 <= length <= one.window:
-        raise InputError(f"{one.name} reads windows of 8 to {one.window} tokens, not {window}.")
-    read: dict[str, Encoded] = {}
-    for text in (*questions, *contexts):
-        if text not in read:
-            read[text] = one.tokenizer.encode(text, special=False)
-            if not read[text].ids:
-                raise InputError(f"The text {text[:40]!r} has no token that {one.name} knows.")
-    ends = {"first": one.tokenizer.id("[CLS]"), "last": one.tokenizer.id("[SEP]")}
+    length = min(bundle.window, WINDOW) if window is None else window
+    if not 8 <= length <= bundle.window:
+        raise InputError(
+            f"{bundle.name} reads windows of 8 to {bundle.window} tokens, not {window}."
+        )
+    encoded = {text: _encode(bundle, text) for text in dict.fromkeys((*questions, *contexts))}
+    ends = {"first": bundle.tokenizer.id("[CLS]"), "last": bundle.tokenizer.id("[SEP]")}
     rows = [
         (number, part)
-        for number, (question, context) in enumerate(zip(questions, contexts, strict=True))
-        for part in windows(read[question].ids, read[context].ids, length, **ends)
+        for number, (question, text) in enumerate(zip(questions, contexts, strict=True))
+        for part in windows(encoded[question].ids, encoded[text].ids, length, **ends)
     ]
-    best: dict[int, _Found] = {}
+    best: dict[int, _BestSpan] = {}
     rows.sort(key=lambda row: -len(row[1].ids))
     for low in range(0, len(rows), batch):
+        check()
         some = rows[low : low + batch]
-        found = _read(one, [part for _, part in some])
-        for (number, part), *values in zip(some, *(v.tolist() for v in found), strict=True):
-            better, share, first, last = values
-            if number not in best or better > best[number].better:
-                best[number] = _Found(better, share, part, first, last)
+        spans = _read(bundle, [part for _, part in some])
+        for (number, part), *values in zip(some, *(v.tolist() for v in spans), strict=True):
+            score, probability, first, last = values
+            if number not in best or score > best[number].score:
+                best[number] = _BestSpan(score, probability, part, first, last)
     seconds = (perf_counter() - began) / max(len(questions), 1)
     records = []
-    for number, (question, context) in enumerate(zip(questions, contexts, strict=True)):
-        mine = [part for row, part in rows if row == number]
+    for number, (question, text) in enumerate(zip(questions, contexts, strict=True)):
+        check()
+        parts = [part for row, part in rows if row == number]
         span = best[number]
-        offsets = read[context].offsets
+        offsets = encoded[text].offsets
         move = span.window.offset - span.window.split
-        answered = span.better > threshold
+        answered = span.score > threshold
         start, end = offsets[span.first + move][0], offsets[span.last + move][1]
         records.append(
             Answer(
-                text=context[start:end] if answered else "",
-                score=span.better,
-                tokens=sum(len(part.ids) for part in mine),
+                text=text[start:end] if answered else "",
+                score=span.score,
+                tokens=sum(len(part.ids) for part in parts),
                 seconds=seconds,
-                model=one.name,
-                attended=_attended(one, question, context, read, span.window) if look else None,
+                model=bundle.name,
+                attended=(
+                    _attended(bundle, question, text, encoded, span.window) if attended else None
+                ),
                 question=question,
                 start=start if answered else None,
                 end=end if answered else None,
-                probability=span.share,
-                windows=len(mine),
+                probability=span.probability,
+                windows=len(parts),
             )
         )
     return records
 
 
+def _as_texts(contexts: Any) -> list[str]:
+    texts = list(contexts) if isinstance(contexts, Iterable) else [contexts]
+    if wrong := [item for item in texts if not isinstance(item, str)]:
+        raise InputError(f"The context is a text, or a list of texts, but got {wrong[0]!r}.")
+    return texts
+
+
+def _encode(bundle: Bundle, text: str) -> Encoded:
+    encoded = bundle.tokenizer.encode(text, special=False)
+    if not encoded.ids:
+        raise InputError(f"The text {text[:40]!r} has no token that {bundle.name} knows.")
+    return encoded
+
+
+class _BestSpan(NamedTuple):
+    """The best span of a question so far."""
+
+    score: float
+    probability: float
+    window: Window
+    first: int  # token of the window
+    last: int
+
+
 class _Batch(NamedTuple):
-    """Windows as the model takes them, [batch, n]."""
+    """Windows as inputs of the model, [batch, n]."""
 
     ids: Tensor
-    token_types: Tensor  # 1 for the context and what closes it
+    token_types: Tensor  # 1 for the context and the token that ends it
     possible: Tensor  # whether an answer may be here: in the context, or at [CLS]
     padding: Padding | None
 
 
-def _batch(one: Bundle, parts: Sequence[Window]) -> _Batch:
-    rows, device = [part.ids for part in parts], one.model.device
-    ids, padding = pad(rows, 0, "right", one.model.config.vocabulary, device)
+def _batch(bundle: Bundle, parts: Sequence[Window]) -> _Batch:
+    rows, device = [part.ids for part in parts], bundle.model.device
+    ids, padding = pad(rows, 0, "right", bundle.model.config.vocabulary, device)
     lengths = torch.tensor([[len(row)] for row in rows], device=device)
     splits = torch.tensor([[part.split] for part in parts], device=device)
     place = torch.arange(ids.shape[1], device=device)[None]
@@ -177,30 +169,30 @@ def _batch(one: Bundle, parts: Sequence[Window]) -> _Batch:
     return _Batch(ids, token_types.long(), possible, padding)
 
 
-def _read(one: Bundle, parts: Sequence[Window]) -> Spans:
-    batch = _batch(one, parts)
+def _read(bundle: Bundle, parts: Sequence[Window]) -> Spans:
+    batch = _batch(bundle, parts)
     with torch.inference_mode():
-        start, end = one.model(batch.ids, token_types=batch.token_types, padding=batch.padding)
+        start, end = bundle.model(batch.ids, token_types=batch.token_types, padding=batch.padding)
         return best_spans(start, end, batch.possible)
 
 
 def _attended(
-    one: Bundle, question: str, context: str, read: dict[str, Encoded], part: Window
+    bundle: Bundle, question: str, context: str, encoded: dict[str, Encoded], part: Window
 ) -> WordAttention | None:
-    """What the words of the question attend to in the window that has the answer."""
-    asked = read[question].offsets
-    here = read[context].offsets[part.offset :][: len(part.ids) - part.split - 1]
+    """The words that the question attends to, in the window that has the answer."""
+    asking = encoded[question].offsets
+    here = encoded[context].offsets[part.offset :][: len(part.ids) - part.split - 1]
     low, high = here[0][0], here[-1][1]
     queries = words(question)
     keys = [word for word in words(context) if low <= word.start and word.end <= high]
     if not queries or not keys:
         return None
-    batch = _batch(one, [part])
-    rows = range(1, 1 + len(asked))
-    with torch.inference_mode(), watch(one.model, See(rows=rows)) as seen:
-        one.model(batch.ids, token_types=batch.token_types)
-    pooled = pool(mean_rows(seen)[:, part.split : -1], asked, queries, here, keys)
-    config = one.model.config
+    batch = _batch(bundle, [part])
+    rows = range(1, 1 + len(asking))
+    with torch.inference_mode(), watch(bundle.model, See(rows=rows)) as seen:
+        bundle.model(batch.ids, token_types=batch.token_types)
+    pooled = pool(mean_rows(seen)[:, part.split : -1], asking, queries, here, keys)
+    config = bundle.model.config
     where = f"The mean over {config.depth} layers of {config.heads} heads"
     return WordAttention.of(
         (question, queries), (context, keys), pooled, where, ("question", "context")

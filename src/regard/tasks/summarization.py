@@ -1,24 +1,25 @@
-"""Summaries of documents of any length: of the whole, or of its parts and then of those."""
+"""Summaries of documents of any length: in parts, whose summaries are summarized again."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 from torch import Tensor
 
 from regard.decoding.settings import Asked
-from regard.decoding.strategies import Strategy
 from regard.errors import InputError
-from regard.models.bundle import Bundle, Name, Precision, open_bundle
-from regard.tasks.attended import look as look_at
-from regard.tasks.defaults import check_default
+from regard.models.bundle import Bundle, Name, Precision
+from regard.tasks.attended import CrossWeights, read_weights
+from regard.tasks.defaults import open_model
 from regard.tasks.records import Part, Summary, WordAttention
-from regard.tasks.writing import Written, one_or_many, write
+from regard.tasks.writing import Check, Written, one_or_many, write
 from regard.text.words import Span, sentences
 
 TASK = "summarization"  # as T5's config.json names it
+OVERLAP = 8  # a part begins with at most this fraction (1/8) of the part before
 
 
 @one_or_many
@@ -28,104 +29,136 @@ def summarize(
     model: Name = "summarize",
     join: bool = False,
     how: Asked | None = None,
-    length: int | None = None,
+    max_new_tokens: int | None = None,
     batch: int = 8,
-    look: bool = True,
+    attended: bool = True,
     device: torch.device | str | None = None,
     precision: Precision = "float32",
+    check: Check | None = None,
 ) -> list[Summary]:
-    """A summary of a document, or of each of several.
+    """Summarize a document, or each of several.
 
-    ``model`` is a T5 or a Transformer: the name of a shipped one, a folder, or a model of the hub.
-    A document that is longer than the model reads at once is cut between sentences into parts that
-    overlap, and the summaries of the parts are summarised again; with ``join`` they follow each
-    other, a line each. ``how`` and ``length`` say how to decode, and how many tokens at most; by
-    default the model's own files do. ``look`` sees which sentences each of the summary attended to,
-    over all heads, which takes one more pass.
+    ``model`` is a T5 or a Transformer. A document longer than the model's input is cut between
+    sentences into parts that overlap, and the summaries of the parts are summarized again; with
+    ``join`` they are joined, one a line. ``attended`` returns which sentences of the document each
+    sentence of the summary attended to. The other options are those of all tasks.
 
-    >>> found = summarize("A small web server written in C. It serves static files and scripts.")
-    >>> found.text, found.how
+    >>> record = summarize("A small web server written in C. It serves static files and scripts.")
+    >>> record.text, record.method
     ('small web server written in C', 'whole')
     """
-    check_default(model)
-    one = open_bundle(model, "summarize", device, precision)
-    way, most = one.settings(TASK).resolve(how, length)
-    going = _Going(one, one.prefix(TASK), way, most, batch, look)
-    return [_summary(going, one.prepared(text, TASK), join) for text in texts]
-
-
-class _Going(NamedTuple):
-    """How all documents of a call are summarised."""
-
-    one: Bundle
-    prefix: str
-    how: Strategy
-    length: int | None
-    batch: int
-    look: bool
-
-
-class _Round(NamedTuple):
-    """One pass over a text: its parts, their summaries, and what was attended to."""
-
-    parts: list[Span]
-    written: list[Written]
-    text: str  # the summaries, a line each
-    table: Tensor | None  # [sentences of the summaries, sentences of the text]
-
-
-def _summary(going: _Going, text: str, join: bool) -> Summary:
-    if not text.strip():
+    bundle = open_model(model, "summarize", device, precision)
+    if not all(text.strip() for text in texts):
         raise InputError("A document is empty. Give some words.")
-    rounds = [_pass(going, text)]
-    while len(rounds[-1].parts) > 1 and not join:
-        last = rounds[-1]
-        before = text if len(rounds) == 1 else rounds[-2].text
-        if len(last.text) >= len(before):
-            break  # the summaries are no shorter than what they are of: more rounds change nothing
-        rounds.append(_pass(going, last.text))
-    first, last = rounds[0], rounds[-1]
-    how = "whole" if len(first.parts) == 1 else "joined" if len(last.parts) > 1 else "again"
-    tokens = sum(w.tokens for w in last.written)
-    return Summary(
-        text=last.text,
-        score=sum(w.chance for w in last.written) / max(tokens, 1),
-        tokens=sum(w.tokens for each in rounds for w in each.written),
-        seconds=sum(w.seconds for each in rounds for w in each.written),
-        model=going.one.name,
-        attended=_attended(text, rounds),
-        how=how,
-        parts=tuple(
-            Part(start=span.start, end=span.end, text=w.text)
-            for span, w in zip(first.parts, first.written, strict=True)
-        ),
-    )
+    how, max_new_tokens = bundle.settings(TASK).resolve(how, max_new_tokens)
+    prefix = bundle.prefix(TASK)
+    documents = [_Document(bundle.prepared(text, TASK)) for text in texts]
+    active = documents
+    while active:
+        for document in active:
+            document.rounds.append(_round(bundle, prefix, document.latest))
+        # The parts of all documents go through the model together.
+        rounds = [document.rounds[-1] for document in active]
+        sources = [prefix + source for each in rounds for source in each.sources]
+        written = write(bundle, sources, how, max_new_tokens, batch, check)
+        queue = iter(written)
+        for each in rounds:
+            each.written = list(islice(queue, len(each.parts)))
+        if attended:
+            plain = [source for each in rounds for source in each.sources]
+            weights = read_weights(bundle, prefix, plain, written, batch, check)
+            for each in rounds:
+                each.table = _table(each, islice(weights, len(each.parts)))
+        active = [document for document in active if not join and document.needs_another_round]
+    return [document.record(bundle.name) for document in documents]
 
 
-def _pass(going: _Going, text: str) -> _Round:
-    one, units = going.one, sentences(text)
-    parts = _parts(going, text, units)
-    sources = [text[start:end].replace("\n", " ") for start, end in parts]
-    written = write(
-        one, [going.prefix + source for source in sources], going.how, going.length, going.batch
-    )
-    table = _table(going, sources, parts, units, written) if going.look else None
-    return _Round(parts, written, "\n".join(w.text for w in written), table)
+@dataclass(slots=True)
+class _Round:
+    """A text in parts that fit the model, and the summary of each part."""
+
+    units: list[Span]  # its sentences
+    parts: list[Span]
+    sources: list[str]  # the text of each part
+    written: list[Written] = field(default_factory=list)
+    table: Tensor | None = None  # [sentences of the summaries, sentences of the text]
+
+    @property
+    def text(self) -> str:
+        """The summaries, one a line."""
+        return "\n".join(item.text for item in self.written)
 
 
-def _parts(going: _Going, text: str, units: Sequence[Span]) -> list[Span]:
-    """The text in parts of whole sentences that fit the model, each some of the one before.
+@dataclass(slots=True)
+class _Document:
+    """A document, and each round of summaries: of it, then of the summaries before."""
 
-    A sentence that is too long by itself is cut between tokens.
+    text: str
+    rounds: list[_Round] = field(default_factory=list)
+
+    @property
+    def latest(self) -> str:
+        """The text that the next round summarizes."""
+        return self.rounds[-1].text if self.rounds else self.text
+
+    @property
+    def needs_another_round(self) -> bool:
+        """Whether there are several summaries, and shorter than what they summarize."""
+        before = self.text if len(self.rounds) == 1 else self.rounds[-2].text
+        return len(self.rounds[-1].parts) > 1 and len(self.latest) < len(before)
+
+    def record(self, model: str) -> Summary:
+        first, last = self.rounds[0], self.rounds[-1]
+        written = [item for each in self.rounds for item in each.written]
+        tokens = sum(item.tokens for item in last.written)
+        split = "joined" if len(last.parts) > 1 else "resummarized"
+        return Summary(
+            text=last.text,
+            score=sum(item.log_probability for item in last.written) / max(tokens, 1),
+            tokens=sum(item.tokens for item in written),
+            seconds=sum(item.seconds for item in written),
+            model=model,
+            attended=self._attended(),
+            method="whole" if len(first.parts) == 1 else split,
+            parts=tuple(
+                Part(start=span.start, end=span.end, text=item.text)
+                for span, item in zip(first.parts, first.written, strict=True)
+            ),
+        )
+
+    def _attended(self) -> WordAttention | None:
+        """The weights through all rounds: a product of one table a round."""
+        tables = [each.table for each in reversed(self.rounds) if each.table is not None]
+        if not tables or not len(tables[0]):
+            return None
+        table = tables[0]
+        for earlier in tables[1:]:
+            table = table @ earlier
+        where = "The mean over all layers and heads of cross-attention"
+        summary = (self.latest, sentences(self.latest))
+        document = (self.text, sentences(self.text))
+        return WordAttention.of(summary, document, table, where, ("summary", "document"))
+
+
+def _round(bundle: Bundle, prefix: str, text: str) -> _Round:
+    units = sentences(text)
+    parts = _parts(bundle, prefix, text, units)
+    return _Round(units, parts, [text[start:end].replace("\n", " ") for start, end in parts])
+
+
+def _parts(bundle: Bundle, prefix: str, text: str, units: Sequence[Span]) -> list[Span]:
+    """Cut a text into parts of whole sentences that fit the model and overlap.
+
+    A sentence longer than the model's input is cut between tokens.
     """
-    encode = going.one.tokenizer.encode
-    room = going.one.window - len(encode(going.prefix, special=False).ids) - 1
+    encode = bundle.tokenizer.encode
+    room = bundle.window - len(encode(prefix, special=False).ids) - 1
     if room < 1:
         raise InputError(
-            f"The prefix {going.prefix[:40]!r} leaves no room for a text: {going.one.name} reads "
-            f"{going.one.window} tokens at most."
+            f"The prefix {prefix[:40]!r} leaves no room for a text: {bundle.name} reads at most "
+            f"{bundle.window} tokens."
         )
-    pieces: list[tuple[Span, int]] = []  # with how many tokens each has
+    pieces: list[tuple[Span, int]] = []  # with their numbers of tokens
     for unit in units:
         offsets = encode(text[unit.start : unit.end], special=False).offsets
         for low in range(0, len(offsets), room):
@@ -133,7 +166,7 @@ def _parts(going: _Going, text: str, units: Sequence[Span]) -> list[Span]:
             span = Span(unit.start + some[0][0], unit.start + some[-1][1])
             pieces.append((span, len(some)))
     if not pieces:
-        raise InputError(f"The document {text[:40]!r} has no token that {going.one.name} knows.")
+        raise InputError(f"The document {text[:40]!r} has no token that {bundle.name} knows.")
     parts: list[Span] = []
     first = 0
     while True:
@@ -144,39 +177,17 @@ def _parts(going: _Going, text: str, units: Sequence[Span]) -> list[Span]:
         parts.append(Span(pieces[first][0].start, pieces[last][0].end))
         if last + 1 == len(pieces):
             return parts
-        # The next one begins with the end of this: an eighth, where sentences are as short.
         following, shared = last + 1, 0
-        while following - 1 > first and shared + pieces[following - 1][1] <= room // 8:
+        while following - 1 > first and shared + pieces[following - 1][1] <= room // OVERLAP:
             following -= 1
             shared += pieces[following][1]
         first = following
 
 
-def _table(
-    going: _Going,
-    sources: Sequence[str],
-    parts: Sequence[Span],
-    units: Sequence[Span],
-    written: Sequence[Written],
-) -> Tensor:
-    """What the sentences of all summaries attended to, [sentences of summaries, sentences]."""
+def _table(each: _Round, weights: Iterator[CrossWeights]) -> Tensor:
+    """The weights of a round, [sentences of the summaries, sentences of the text]."""
     rows = []
-    looked = look_at(going.one, going.prefix, sources, written, going.batch)
-    for part, item in zip(parts, looked, strict=True):
-        moved = [Span(start - part.start, end - part.start) for start, end in units]
+    for part, item in zip(each.parts, weights, strict=True):
+        moved = [Span(start - part.start, end - part.start) for start, end in each.units]
         rows.append(item.pooled(sentences(item.written.text), moved).mean((0, 1)))
     return torch.cat(rows)
-
-
-def _attended(text: str, rounds: Sequence[_Round]) -> WordAttention | None:
-    """Through all rounds: what a summary of summaries attended to is what those did."""
-    table = rounds[-1].table
-    if table is None or not len(table):
-        return None
-    for earlier in reversed(rounds[:-1]):
-        assert earlier.table is not None
-        table = table @ earlier.table
-    final = rounds[-1].text
-    where = "The mean over all layers and heads that attend across"
-    ours, theirs = (final, sentences(final)), (text, sentences(text))
-    return WordAttention.of(ours, theirs, table, where, ("summary", "document"))

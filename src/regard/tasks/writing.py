@@ -1,4 +1,4 @@
-"""Write target texts for source texts with an encoder-decoder."""
+"""Generate a text for each source text with an encoder-decoder."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ from functools import wraps
 from time import perf_counter
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar, cast, overload
 
+from torch import Tensor
+
 from regard.decoding.generation import generate
 from regard.decoding.strategies import Beam, Generated, Strategy
 from regard.errors import InputError
 from regard.models.bundle import Bundle
 from regard.models.model import EncoderDecoder
 
-MAX_NEW_TOKENS = 256  # where neither a call nor the model's files say
-
 P = ParamSpec("P")
 R = TypeVar("R")
+MAX_NEW_TOKENS = 256  # if neither the call nor the model's files set it
+Check = Callable[[], object]  # called in a task's loops; what it raises ends the task
 
 
 class OneOrMany(Protocol[P, R]):
-    """A task: of a text it gives a record, of several a list of records."""
+    """A task: it returns a record for a text, and a list of records for several."""
 
     @overload
     def __call__(self, text: str, /, *args: P.args, **kwargs: P.kwargs) -> R: ...
@@ -32,7 +34,7 @@ class OneOrMany(Protocol[P, R]):
 
 
 def one_or_many(run: Callable[Concatenate[list[str], P], list[R]]) -> OneOrMany[P, R]:
-    """What is written for several texts, for one too."""
+    """Let a function of several texts take a single one, too."""
 
     @wraps(run)
     def call(text: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -42,11 +44,30 @@ def one_or_many(run: Callable[Concatenate[list[str], P], list[R]]) -> OneOrMany[
             return run([text], *args, **kwargs)[0]
         if not isinstance(text, list | tuple):
             raise InputError(f"Give a text or a list of texts, not {type(text).__name__}.")
-        if wrong := [one for one in text if not isinstance(one, str)]:
+        if wrong := [item for item in text if not isinstance(item, str)]:
             raise InputError(f"Give a list of texts; one of them is {wrong[0]!r}.")
         return run(list(text), *args, **kwargs)
 
     return cast("OneOrMany[P, R]", call)
+
+
+def no_check() -> None:
+    """The check of a task that runs to its end."""
+
+
+class CheckedDecoder:
+    """A model to decode with that calls ``check`` before each step."""
+
+    def __init__(self, model: Any, check: Check | None) -> None:
+        self.model, self.check = model, check or no_check
+
+    def start_decoding(self, prompts: Sequence[Sequence[int]], room: int = 0) -> Any:
+        return self.model.start_decoding(prompts, room)
+
+    def step(self, ids: Tensor, state: Any) -> Tensor:
+        self.check()
+        logits: Tensor = self.model.step(ids, state)
+        return logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,38 +77,44 @@ class Written:
     source: list[int]
     ids: list[int]
     text: str
-    chance: float  # the log-probability of all tokens
-    tokens: int  # with the one that ends it
+    log_probability: float  # of all tokens together
+    tokens: int  # the end token included
     seconds: float
 
 
-def encode(one: Bundle, text: str) -> list[int]:
-    """The ids of a source, with the token that ends it."""
-    end = one.model.config.end_token
-    return [*one.tokenizer.encode(text, special=False).ids, *(() if end is None else (end,))]
+def encode(bundle: Bundle, text: str) -> list[int]:
+    """The ids of a source, with the end token."""
+    end = bundle.model.config.end_token
+    return [*bundle.tokenizer.encode(text, special=False).ids, *(() if end is None else (end,))]
 
 
 def write(
-    one: Bundle, sources: Sequence[str], how: Strategy, length: int | None, batch: int
+    bundle: Bundle,
+    sources: Sequence[str],
+    how: Strategy,
+    max_new_tokens: int | None,
+    batch: int,
+    check: Check | None = None,
 ) -> list[Written]:
-    """What a model of texts to texts writes for each source, at most ``length`` tokens or 256."""
-    model = one.model
-    assert isinstance(model, EncoderDecoder)
+    """What an encoder-decoder writes for each source."""
+    assert isinstance(bundle.model, EncoderDecoder)
     began = perf_counter()
-    prompts = [encode(one, source) for source in sources]
+    limit = MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
+    prompts = [encode(bundle, source) for source in sources]
     outputs: list[list[Generated]] = generate(
-        model,
-        prompts,
-        how,
-        max_new_tokens=MAX_NEW_TOKENS if length is None else length,
-        stop=one.ends,
-        batch=batch,
-    )
-    share = (perf_counter() - began) / max(len(prompts), 1)
-    found = []
+        CheckedDecoder(bundle.model, check), prompts, how, max_new_tokens=limit,
+        stop=bundle.ends, batch=batch,
+    )  # fmt: skip
+    seconds = (perf_counter() - began) / max(len(prompts), 1)
+    written = []
     for prompt, (best, *_) in zip(prompts, outputs, strict=True):
+        total = log_probability(best, how)
         tokens = len(best.ids) + best.stopped
-        chance = best.score * (tokens**how.length_penalty if isinstance(how, Beam) else 1)
-        text = one.decode(best.ids)
-        found.append(Written(prompt, best.ids, text, chance, tokens, share))
-    return found
+        written.append(Written(prompt, best.ids, bundle.decode(best.ids), total, tokens, seconds))
+    return written
+
+
+def log_probability(output: Generated, how: Strategy) -> float:
+    """The log-probability of all tokens of an output. Beam search divides it by a length."""
+    tokens = len(output.ids) + output.stopped
+    return output.score * (tokens**how.length_penalty if isinstance(how, Beam) else 1.0)

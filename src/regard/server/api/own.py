@@ -1,220 +1,327 @@
-"""What may be asked of the server: one class for each path, which says what is taken and runs it.
-
-Lengths are limited, so that no request keeps others waiting for long: most take less than a second,
-the longest some minutes. Python and the command line have no such limits.
-"""
+"""The requests of regard's own API: one record for each path, which knows how to run itself."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
-from typing import Annotated, Any
+from collections.abc import Hashable, Iterator, Sequence
+from typing import Annotated, Any, ClassVar, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from regard.decoding.settings import Settings
+from regard.errors import InputError
 from regard.interpret.explaining.inputs import explain, explain_options
 from regard.interpret.explaining.layer import explain_model
 from regard.interpret.looking import look
 from regard.mechanism.masks import Causal
+from regard.server import limits
 from regard.server.pool import Models
-from regard.server.worker import Going
 from regard.tasks.completion import stream_completion
 from regard.tasks.question_answering import answer
-from regard.tasks.records import Completion, Record
+from regard.tasks.records import Record
 from regard.tasks.summarization import summarize
 from regard.tasks.translation import translate
+from regard.tasks.writing import Check
 
-Document = Annotated[str, Field(max_length=50_000)]
-Looked = Annotated[str, Field(max_length=10_000)]  # it takes the square of the tokens
-Name = Annotated[str, Field(max_length=500)]
-Few = Annotated[str, Field(max_length=300)]
-Beams = Annotated[int | None, Field(ge=1, le=8, description="Beams to keep; 1 is greedy.")]
-Penalty = Annotated[
-    float | None, Field(ge=-10, le=10, description="Above 0 it favours longer texts.")
+
+def _with_words(text: str) -> str:
+    if not text.strip():
+        raise InputError("is empty. Give some words.")
+    return text
+
+
+HasWords = AfterValidator(_with_words)
+Document = Annotated[str, Field(max_length=limits.MAX_DOCUMENT), HasWords]
+Looked = Annotated[str, Field(max_length=limits.MAX_LOOK), HasWords]
+Sentence = Annotated[str, Field(max_length=limits.MAX_EXPLAIN)]
+Name = Annotated[str, Field(max_length=limits.MAX_NAME)]
+Layer = Annotated[Name | int | None, Field(description="The layer of the head.")]
+Head = Annotated[int | None, Field(description="The number of the head in its layer, from 0.")]
+Target = "The text that an encoder-decoder writes; without it, the model writes one."
+MaxNewTokens = Annotated[
+    int | None,
+    Field(ge=1, le=limits.MAX_NEW_TOKENS, description="The maximum number of tokens to generate."),
 ]
-Length = Annotated[int | None, Field(ge=1, le=1000, description="Tokens to write at most.")]
-Looks = Annotated[bool, Field(description="See what was attended to, in one more pass.")]
-Svg = Annotated[bool, Field(description="Add a picture of it to the record, as SVG.")]
+NoRepeat = Annotated[
+    int, Field(ge=0, description="No n-gram of this size is generated twice; 0 is no limit.")
+]
+ReturnsAttended = Annotated[
+    bool, Field(description="Return the attention weights. This takes one more pass.")
+]
+Svg = Annotated[bool, Field(description="Add a picture of the attention weights, as SVG.")]
 
 
-class Asked(BaseModel):
-    """What comes with a request. Nothing else may: a word misspelt would be passed over."""
+class Request(BaseModel):
+    """A request as data. An unknown field is an error, so that a misspelt one is noticed."""
 
-    model_config = ConfigDict(extra="forbid", strict=True)
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+    path: ClassVar[str]
+    summary: ClassVar[str]
+    varying: ClassVar[frozenset[str]] = frozenset()  # fields that may differ within a batch
 
-    def run(self, models: Models, going: Going) -> dict[str, Any]:
-        """The record that answers it, as plain values."""
+    @property
+    def batch_key(self) -> Hashable | None:
+        """Requests with an equal key may run together; one with None runs alone."""
+        if not self.varying:
+            return None
+        return self.path, *(value for name, value in self if name not in self.varying)
+
+    @classmethod
+    def run_many(
+        cls, requests: Sequence[Self], models: Models, check: Check
+    ) -> list[dict[str, Any]]:
+        """The response to each request; all have one batch key.
+
+        ``check`` is called in every loop and raises once every client has left.
+        """
         raise NotImplementedError
 
 
-class _Searched(Asked):
-    """What has its text searched for by beams."""
+class BeamSearch(Request):
+    """The decoding settings of translations and summaries; the model's own where none is given."""
 
-    beam: Beams = None
-    length_penalty: Penalty = None
-    length: Length = None
-    look: Looks = True
+    num_beams: Annotated[
+        int | None, Field(ge=1, le=limits.MAX_BEAMS, description="1 is greedy decoding.")
+    ] = None
+    length_penalty: Annotated[
+        float | None,
+        Field(
+            ge=-limits.MAX_LENGTH_PENALTY,
+            le=limits.MAX_LENGTH_PENALTY,
+            description="Above 0 favours longer texts.",
+        ),
+    ] = None
+    early_stopping: Annotated[
+        bool | None, Field(description="Stop as soon as num_beams texts are finished.")
+    ] = None
+    no_repeat_ngram_size: NoRepeat | None = None
+    min_new_tokens: Annotated[
+        int | None,
+        Field(ge=0, le=limits.MAX_NEW_TOKENS, description="The minimum number of tokens."),
+    ] = None
+    max_new_tokens: MaxNewTokens = None
+    attended: ReturnsAttended = True
     svg: Svg = False
 
     @property
-    def how(self) -> Settings:
+    def settings(self) -> Settings:
         """The decoding settings that replace those of the model's files."""
-        return Settings(num_beams=self.beam, length_penalty=self.length_penalty)
+        return Settings(
+            num_beams=self.num_beams, length_penalty=self.length_penalty,
+            early_stopping=self.early_stopping, no_repeat_ngram_size=self.no_repeat_ngram_size,
+            min_new_tokens=self.min_new_tokens,
+        )  # fmt: skip
 
 
-class Translate(_Searched):
-    """Translate a text; ``attended`` of the record is the alignment of its words."""
+class Translate(BeamSearch):
+    """Translate a text. ``attended`` of the response is the alignment of its words."""
 
-    text: Annotated[str, Field(max_length=5_000)]
-    to: Annotated[Name | None, Field(description="Into which language, as fr.")] = None
-    source: Annotated[Name | None, Field(description="Out of which, for a T5.")] = None
+    path = "/translate"
+    summary = "Translate a text."
+    varying = frozenset({"text"})
+
+    text: Annotated[str, Field(max_length=limits.MAX_TRANSLATE), HasWords]
+    to: Annotated[Name | None, Field(description="The target language, such as fr.")] = None
+    source: Annotated[
+        Name | None, Field(description="The source language, for a T5 that has several.")
+    ] = None
     model: Name = "translate"
 
-    def run(self, models: Models, going: Going) -> dict[str, Any]:
-        going.check()
-        found = translate(
-            self.text, self.to, source=self.source, model=models.name(self.model), how=self.how,
-            length=self.length, look=self.look or self.svg, device=models.device,
+    @classmethod
+    def run_many(
+        cls, requests: Sequence[Self], models: Models, check: Check
+    ) -> list[dict[str, Any]]:
+        first = requests[0]
+        records = translate(
+            [request.text for request in requests], first.to, source=first.source,
+            model=models.name(first.model), how=first.settings,
+            max_new_tokens=first.max_new_tokens, attended=first.attended or first.svg,
+            device=models.device, check=check,
         )  # fmt: skip
-        return _told(found, self.svg, "Alignment")
+        return [_response(record, first.svg, "Alignment") for record in records]
 
 
-class Summarize(_Searched):
-    """Summarize a document; ``attended`` says which of its sentences were attended to."""
+class Summarize(BeamSearch):
+    """Summarize a document. ``attended`` has the sentences that each summary sentence used."""
+
+    path = "/summarize"
+    summary = "Summarize a document."
+    varying = frozenset({"text"})
 
     text: Document
-    join: Annotated[bool, Field(description="Keep the summaries of all parts.")] = False
+    join: Annotated[
+        bool, Field(description="Join the summaries of all parts; do not summarize them again.")
+    ] = False
     model: Name = "summarize"
 
-    def run(self, models: Models, going: Going) -> dict[str, Any]:
-        going.check()
-        found = summarize(
-            self.text, model=models.name(self.model), join=self.join, how=self.how,
-            length=self.length, look=self.look or self.svg, device=models.device,
+    @classmethod
+    def run_many(
+        cls, requests: Sequence[Self], models: Models, check: Check
+    ) -> list[dict[str, Any]]:
+        first = requests[0]
+        records = summarize(
+            [request.text for request in requests], model=models.name(first.model),
+            join=first.join, how=first.settings, max_new_tokens=first.max_new_tokens,
+            attended=first.attended or first.svg, device=models.device, check=check,
         )  # fmt: skip
-        return _told(found, self.svg, "Where it comes from")
+        return [_response(record, first.svg, "Where it comes from") for record in records]
 
 
-class Answer(Asked):
-    """Answer a question by words of a context, or say that it has no answer."""
+class Answer(Request):
+    """Answer a question with a part of a context, or report that the context has no answer."""
 
-    question: Annotated[str, Field(max_length=1_000)]
+    path = "/answer"
+    summary = "Answer a question with a part of a context."
+    varying = frozenset({"question", "context"})
+
+    question: Annotated[str, Field(max_length=limits.MAX_QUESTION), HasWords]
     context: Document
     threshold: Annotated[
-        float, Field(description="By how much an answer must be better than none.")
+        float, Field(description="The score that an answer must exceed; the score of none is 0.")
     ] = 0.0
     model: Name = "answer"
-    look: Looks = True
+    attended: ReturnsAttended = True
     svg: Svg = False
 
-    def run(self, models: Models, going: Going) -> dict[str, Any]:
-        going.check()
-        found = answer(
-            self.question, self.context, model=models.name(self.model), threshold=self.threshold,
-            look=self.look or self.svg, device=models.device,
+    @classmethod
+    def run_many(
+        cls, requests: Sequence[Self], models: Models, check: Check
+    ) -> list[dict[str, Any]]:
+        first = requests[0]
+        records = answer(
+            [request.question for request in requests], [request.context for request in requests],
+            model=models.name(first.model), threshold=first.threshold,
+            attended=first.attended or first.svg, device=models.device, check=check,
         )  # fmt: skip
-        return _told(found, self.svg, "What the question attended to")
+        return [_response(record, first.svg, "What the question attended to") for record in records]
 
 
-class Complete(Asked):
-    """Go on from a text. With ``stream`` it comes as it is written, a JSON object a line.
+class Complete(Request):
+    """Complete a text. With ``stream``, the response is one JSON object a line.
 
-    Lines ``{"piece": " and"}`` come first, and in the end ``{"record": {...}}``, or
-    ``{"error": {...}}``.
+    First come lines ``{"piece": " and"}``, then ``{"record": {...}}`` or ``{"error": {...}}``.
     """
 
-    text: Annotated[str, Field(max_length=20_000)]
-    length: Length = None
+    path = "/complete"
+    summary = "Complete a text."
+
+    text: Annotated[str, Field(max_length=limits.MAX_COMPLETE), HasWords]
+    max_new_tokens: MaxNewTokens = None
     temperature: Annotated[
-        float, Field(description="Below 1 likelier, above 1 wilder; 0 takes the likeliest.")
+        float, Field(description="Above 1 is more random, below 1 less; 0 is greedy decoding.")
     ] = 0.8
-    top_k: Annotated[int, Field(ge=0, description="Draw among so many; 0 is all.")] = 0
-    top_p: Annotated[float, Field(description="Draw within this share of probability.")] = 0.95
-    seed: Annotated[int, Field(description="Of what is drawn.")] = 0
-    no_repeat: Annotated[int, Field(ge=0, description="Let no such run come twice.")] = 0
+    top_k: Annotated[
+        int, Field(ge=0, description="Sample from the k likeliest tokens; 0 is all.")
+    ] = 0
+    top_p: Annotated[
+        float, Field(description="Sample from the likeliest tokens of this total probability.")
+    ] = 0.95
+    seed: Annotated[int, Field(description="The seed of the sample.")] = 0
+    no_repeat_ngram_size: NoRepeat = 0
     model: Name = "books-gpt2"
-    look: Looks = True
+    attended: ReturnsAttended = True
     svg: Svg = False
-    stream: bool = False
+    stream: Annotated[bool, Field(description="Return pieces of the text as they come.")] = False
 
-    def run(self, models: Models, going: Going) -> dict[str, Any]:
-        *_, last = self.pieces(models, going)
-        record: dict[str, Any] = last["record"]
-        return record
+    @classmethod
+    def run_many(
+        cls, requests: Sequence[Self], models: Models, check: Check
+    ) -> list[dict[str, Any]]:
+        return [list(request.pieces(models, check))[-1]["record"] for request in requests]
 
-    def pieces(self, models: Models, going: Going) -> Iterator[dict[str, Any]]:
-        """Each piece as it is written, and in the end the record."""
-        how = Settings(
-            do_sample=True,
-            temperature=self.temperature,
-            top_k=self.top_k,
-            top_p=self.top_p,
-            seed=self.seed,
-            no_repeat_ngram_size=self.no_repeat,
-        )
-        writing: Generator[str, None, Completion] = stream_completion(
-            self.text, model=models.name(self.model), how=how, length=self.length,
-            look=self.look or self.svg, device=models.device,
+    def pieces(self, models: Models, check: Check) -> Iterator[dict[str, Any]]:
+        """Each piece of the text as it is generated, then the record."""
+        settings = Settings(
+            do_sample=True, temperature=self.temperature, top_k=self.top_k, top_p=self.top_p,
+            seed=self.seed, no_repeat_ngram_size=self.no_repeat_ngram_size,
+        )  # fmt: skip
+        pieces = stream_completion(
+            self.text, model=models.name(self.model), how=settings,
+            max_new_tokens=self.max_new_tokens, attended=self.attended or self.svg,
+            device=models.device, check=check,
         )  # fmt: skip
         while True:
-            going.check()
             try:
-                yield {"piece": next(writing)}
+                yield {"piece": next(pieces)}
             except StopIteration as stopped:
-                yield {"record": _told(stopped.value, self.svg, "What was attended to")}
+                yield {"record": _response(stopped.value, self.svg, "What was attended to")}
                 return
 
 
-class Look(Asked):
-    """See what the heads of a model do to a text: all of them, or one, or what a word attends to.
+class Look(Request):
+    """Measure every head of a model on a text, or show one head, or the words one word attends to.
 
-    Layers are called 0, 1 ... or, of an encoder-decoder, encoder.0, decoder.0, cross.0.
+    Layers are named 0, 1, ...; those of an encoder-decoder encoder.0, decoder.0, cross.0, ...
     """
+
+    path = "/look"
+    summary = "Show what the heads of a model attend to in a text."
 
     model: Name
     text: Looked
-    target: Annotated[
-        Looked | None, Field(description="What an encoder-decoder is to have written.")
-    ] = None
-    layer: Annotated[Name | int | None, Field(description="Of the head to see.")] = None
-    head: Annotated[int | None, Field(description="Of the layer, from 0 on.")] = None
-    word: Annotated[Name | None, Field(description="See what this word attends to.")] = None
+    target: Annotated[Looked | None, Field(description=Target)] = None
+    layer: Layer = None
+    head: Head = None
+    word: Annotated[Name | None, Field(description="Show what this word attends to.")] = None
     without_first: Annotated[
         bool, Field(description="Leave the first token out of the picture.")
     ] = False
     svg: Svg = False
 
-    def run(self, models: Models, going: Going) -> dict[str, Any]:
-        found = look(
-            models.loaded(self.model), self.text, target=self.target, layer=self.layer,
-            head=self.head, word=self.word, progress=lambda *_: going.check(),
+    @classmethod
+    def run_many(
+        cls, requests: Sequence[Self], models: Models, check: Check
+    ) -> list[dict[str, Any]]:
+        return [request._run(models, check) for request in requests]
+
+    def _run(self, models: Models, check: Check) -> dict[str, Any]:
+        bundle = models.loaded(self.model)
+
+        def progress(_done: int, _total: int) -> None:
+            check()
+
+        result = look(
+            bundle, self.text, target=self.target, layer=self.layer,
+            head=self.head, word=self.word, progress=progress,
         )  # fmt: skip
-        drawn = found.picture(without_first=self.without_first).svg() if self.svg else None
-        return found.to_dict() | ({} if drawn is None else {"svg": drawn})
+        response = result.to_dict()
+        if self.svg:
+            response["svg"] = result.picture(without_first=self.without_first).svg()
+        return response
 
 
-class Explain(Asked):
-    """Follow one attention step by step, with its numbers: made up, or with a model its own."""
+class Explain(Request):
+    """Follow one attention call step by step: with random weights, or with those of a model."""
+
+    path = "/explain"
+    summary = "Follow one attention call step by step, with its numbers."
 
     sentence: Annotated[
-        Few | None, Field(description="Without one it is a worked example, to be checked by hand.")
+        Sentence | None, Field(description="Without it, the response is a worked example.")
     ] = None
-    word: Annotated[Few | None, Field(description="The word to follow closely.")] = None
-    heads: Annotated[int | None, Field(le=16, description="Of a sentence without a model.")] = None
-    dim: Annotated[int | None, Field(le=64, description="Numbers per word, without a model.")] = (
-        None
-    )
-    seed: Annotated[int | None, Field(description="Of the random numbers.")] = None
-    causal: Annotated[bool, Field(description="Let no word look at later ones.")] = False
+    word: Annotated[Sentence | None, Field(description="The word to follow.")] = None
+    heads: Annotated[
+        int | None,
+        Field(le=limits.MAX_HEADS, description="The number of heads, without a model."),
+    ] = None
+    dim: Annotated[
+        int | None,
+        Field(le=limits.MAX_DIM, description="The width of an embedding, without a model."),
+    ] = None
+    seed: Annotated[int | None, Field(description="The seed of the random weights.")] = None
+    causal: Annotated[bool, Field(description="Use a causal mask, without a model.")] = False
     model: Name | None = None
-    layer: Annotated[Name | int | None, Field(description="Of the model.")] = None
-    head: Annotated[int | None, Field(description="Of the layer.")] = None
-    target: Annotated[
-        Few | None, Field(description="What an encoder-decoder is to have written.")
-    ] = None
+    layer: Layer = None
+    head: Head = None
+    target: Annotated[Sentence | None, Field(description=Target)] = None
 
-    def run(self, models: Models, going: Going) -> dict[str, Any]:
-        going.check()
+    @classmethod
+    def run_many(
+        cls, requests: Sequence[Self], models: Models, check: Check
+    ) -> list[dict[str, Any]]:
+        return [request._run(models, check) for request in requests]
+
+    def _run(self, models: Models, check: Check) -> dict[str, Any]:
+        check()
         options = explain_options(
             model=self.model is not None, heads=self.heads, dim=self.dim, seed=self.seed,
             mask=Causal() if self.causal else None, layer=self.layer, head=self.head,
@@ -226,9 +333,12 @@ class Explain(Asked):
         return explain_model(bundle, self.sentence or "", **options).to_dict()
 
 
-def _told(record: Record, svg: bool, title: str) -> dict[str, Any]:
-    """A record as it stands, with its picture where that was asked for."""
-    found = record.to_dict()
+REQUESTS: tuple[type[Request], ...] = (Translate, Summarize, Answer, Complete, Look, Explain)
+
+
+def _response(record: Record, svg: bool, title: str) -> dict[str, Any]:
+    """A record as plain values, with its picture if requested."""
+    response = record.to_dict()
     if svg:
-        found["svg"] = None if record.attended is None else record.attended.picture(title).svg()
-    return found
+        response["svg"] = None if record.attended is None else record.attended.picture(title).svg()
+    return response

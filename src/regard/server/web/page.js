@@ -1,11 +1,11 @@
 "use strict";
 
-// What is shown is text, never markup: elements are made here, and their words are set as text.
+// Texts are never parsed as markup: elements are made here, and their text is set as text.
 
 const KNOWN = JSON.parse(document.getElementById("known").textContent);
 const SHADES = 64; // of /colours.css
-const LITTLE = 0.005; // less than this is 0.00, and not worth a word
-const MOST_CELLS = 4096; // of a table; beyond this a picture is shown
+const MIN_SHOWN = 0.005; // smaller weights round to 0.00 and are not listed
+const MAX_CELLS = 4096; // of a table; a picture is shown instead of a larger one
 
 // ------------------------------------------------------------------------------------- elements
 
@@ -33,7 +33,7 @@ function share(element, value) {
   return element;
 }
 
-/** A weight in two digits, as pictures in a terminal have it: .94, 1.00, and a point for 0. */
+/** A weight with two digits, as in pictures for a terminal: .94, 1.00, and a point for 0. */
 function brief(value) {
   if (value == null) return "";
   const text = value.toFixed(2);
@@ -47,10 +47,10 @@ const counted = (count, name) => `${count.toLocaleString("en")} ${name}${count =
 
 // ------------------------------------------------------------------------------ words in a text
 
-/** Where units (words, sentences) stand in a text, in order; null where they are not all there.
-    They hold all of its letters between the first and the last, so blank space can be left out. */
+/** The ranges of units (words, sentences) in a text, in order; null if not all are in it.
+    Units cover all letters from the first to the last, so blank space can be ignored. */
 function placesOf(text, units) {
-  const bare = (one) => one.replace(/\s+/g, "");
+  const bare = (unit) => unit.replace(/\s+/g, "");
   const at = [];
   for (let i = 0; i < text.length; i++) if (!/\s/.test(text[i])) at.push(i);
   let next = bare(text).indexOf(bare(units.join("")));
@@ -62,8 +62,8 @@ function placesOf(text, units) {
   });
 }
 
-/** A text as an element, with a span for each of its units; `marked` is a part of it to underline,
-    and what is before `quiet` is said more quietly. */
+/** A text as an element, with a span for each unit. `marked` is a range to underline; the text
+    before `quiet` is grey. */
 function textOf(text, units = [], { marked = null, quiet = 0 } = {}) {
   const long = text.length > 240;
   const element = make("p", { class: long ? "text long" : "text", dir: "auto" });
@@ -86,7 +86,7 @@ function textOf(text, units = [], { marked = null, quiet = 0 } = {}) {
   let done = 0;
   const between = (end) => {
     if (end <= done) return;
-    // Blank space on an edge of what is marked is not of it.
+    // Blank space at the edges of the marked range stays outside.
     const inside = marked && done >= marked[0] && end <= marked[1];
     if (inside) put(document.createTextNode(text.slice(done, end)), done, end);
     else element.append(document.createTextNode(text.slice(done, end)));
@@ -101,13 +101,13 @@ function textOf(text, units = [], { marked = null, quiet = 0 } = {}) {
   return { element, spans };
 }
 
-/** Tokens, each by itself. */
+/** Tokens, each in its own box. */
 function chipsOf(tokens) {
   const spans = tokens.map((token) => make("span", { class: "unit" }, token));
   return { element: make("p", { class: "chips" }, ...spans), spans };
 }
 
-/** Scrolls a long text, and nothing else, to where an element is. */
+/** Scrolls a long text to an element, and not the page. */
 function reveal(element) {
   const pane = element?.closest(".pane.long");
   if (!pane) return;
@@ -116,14 +116,14 @@ function reveal(element) {
   pane.scrollTop += (inner.top + inner.bottom - outer.top - outer.bottom) / 2;
 }
 
-// --------------------------------------------------------------------------- who looked at what
+// ------------------------------------------------------------------------------ linked texts
 
-/** Lets one point at units: those they looked at are lit, and said below.
-    `asking` and `asked` are lists of spans, `weights` is [asking][asked]. */
-function linked({ asking, asked, names, weights, label, hint, table = null, both = true }) {
-  const said = make("p", { class: "looked", role: "status" }, hint);
+/** Makes units interactive: the ones they attended to are highlighted, and listed below.
+    `queries` and `keys` are lists of spans, `weights` is [queries][keys]. */
+function linked({ queries, keys, names, weights, label, hint, table = null, both = true }) {
+  const status = make("p", { class: "attended", role: "status" }, hint);
   const column = (j) => weights.map((row) => row[j]);
-  const all = new Set([...asking, ...asked]);
+  const all = new Set([...queries, ...keys]);
   let pinned = null;
 
   function clear() {
@@ -136,34 +136,34 @@ function linked({ asking, asked, names, weights, label, hint, table = null, both
 
   function show(choice) {
     clear();
-    if (!choice) return said.replaceChildren(hint);
+    if (!choice) return status.replaceChildren(hint);
     const { index, back } = choice;
     const row = back ? column(index) : weights[index];
-    const others = back ? asking : asked;
-    const otherNames = back ? names.asking : names.asked;
+    const others = back ? queries : keys;
+    const otherNames = back ? names.queries : names.keys;
     const top = Math.max(...row, 0);
     row.forEach((weight, j) => {
-      if (weight > 0.05 * top && top >= LITTLE) {
+      if (weight > 0.05 * top && top >= MIN_SHOWN) {
         others[j].classList.add("lit");
         shade(others[j], weight, top);
       }
     });
-    const here = (back ? asked : asking)[index];
+    const here = (back ? keys : queries)[index];
     here.classList.add("here");
     if (choice === pinned) here.setAttribute("aria-pressed", "true");
     if (!back) table?.here(index);
     const best = row.map((_, j) => j).sort((a, b) => row[b] - row[a]).slice(0, 3);
     reveal(others[best[0]]);
-    const keys = best.filter((j) => row[j] >= LITTLE).map((j) => make("span", { class: "key" },
+    const top3 = best.filter((j) => row[j] >= MIN_SHOWN).map((j) => make("span", { class: "key" },
       make("span", {}, otherNames[j]), share(make("i", { "aria-hidden": "true" }), row[j] / top),
       make("span", { class: "number" }, row[j].toFixed(2))));
-    said.replaceChildren(
-      make("span", {}, make("b", {}, (back ? names.asked : names.asking)[index]),
-        back ? " was looked at by" : " looked at"),
-      ...(keys.length ? keys : ["hardly anything"]));
+    status.replaceChildren(
+      make("span", {}, make("b", {}, (back ? names.keys : names.queries)[index]),
+        back ? " was attended to by" : " attended to"),
+      ...(top3.length ? top3 : ["nothing much"]));
   }
 
-  function offer(spans, back) {
+  function makePointable(spans, back) {
     spans.forEach((span, index) => {
       const choice = { index, back };
       span.tabIndex = index ? -1 : 0;
@@ -196,13 +196,13 @@ function linked({ asking, asked, names, weights, label, hint, table = null, both
     spans[0]?.parentElement.closest("p")?.setAttribute("aria-label", label[back ? 1 : 0]);
   }
 
-  offer(asking, false);
-  if (both) offer(asked, true);
+  makePointable(queries, false);
+  if (both) makePointable(keys, true);
   table?.point((index) => show(index === null ? pinned : { index, back: false }));
-  return said;
+  return status;
 }
 
-/** Weights as a table in colours; `out` leaves the first column out of it. */
+/** Weights as a coloured table. With `out`, the first column has no colour. */
 function weightTable(queries, keys, weights, { mark = false, out = false } = {}) {
   const top = most(out ? weights.map((row) => row.slice(1)) : weights);
   const tall = keys.length > 12 || keys.some((key) => key.length > 8);
@@ -240,19 +240,19 @@ function weightTable(queries, keys, weights, { mark = false, out = false } = {})
   };
 }
 
-/** The card with the weights of a record, or with its picture where they are many. */
+/** The card with the weights of a record as a table, or as a picture if there are many. */
 function weightsCard(attended, title, svg) {
   const { queries, keys, weights, where, sides: [down, across] } = attended;
-  const many = queries.length * keys.length > MOST_CELLS;
+  const many = queries.length * keys.length > MAX_CELLS;
   const table = many ? null : weightTable(queries, keys, weights, { mark: true });
   const rest = 1 - weights.flat().reduce((a, b) => a + b, 0) / weights.length;
   const percent = Math.round(Math.max(rest, 0) * 100);
   const card = make("section", { class: "card", "aria-label": title });
-  if (many) card.append(pictureOf(svg, title)); // which says the rest itself
+  if (many) card.append(pictureOf(svg, title)); // the picture has its own caption
   else {
     card.append(make("h3", {}, title), make("p", { class: "name" }, `${down} down, ${across} across`),
       table.element, make("p", { class: "caption" },
-        `${where}. ${percent}% of the weight is on what is no word.`));
+        `${where}. ${percent}% of the weight is on tokens of no word.`));
   }
   return { card, table };
 }
@@ -262,42 +262,42 @@ function pictureOf(svg, title) {
   return make("img", { class: "picture", src: source, alt: title });
 }
 
-/** A text under its name; long ones scroll by themselves, so that two can be seen at once. */
+/** A text under its name. A long one scrolls, so that two fit on the screen. */
 function paneOf(name, text) {
   const long = text.element.classList.contains("long");
   return make("div", { class: long ? "pane long" : "pane" },
     make("p", { class: "name" }, name), text.element);
 }
 
-/** Two texts, and what the units of the first looked at in the second. */
-function pairOf(record, [askingName, asking], [askedName, asked], { title, kind = "Words" }) {
+/** Two texts, and what the units of the first attended to in the second. */
+function pairOf(record, [queryName, query], [keyName, key], { title, kind = "Words" }) {
   const { attended } = record;
-  const panes = [paneOf(askingName, asking), paneOf(askedName, asked)];
+  const panes = [paneOf(queryName, query), paneOf(keyName, key)];
   const aside = panes.every((pane) => pane.classList.contains("long"));
   const pair = make("div", { class: aside ? "pair aside" : "pair" }, ...panes);
   if (!attended) return { parts: [pair], cards: [] };
   const { card, table } = weightsCard(attended, title, record.svg);
   const one = kind.toLowerCase().slice(0, -1);
-  const said = linked({
-    asking: asking.spans, asked: asked.spans, weights: attended.weights, table,
-    names: { asking: attended.queries, asked: attended.keys },
-    label: [askingName, askedName].map((name) => `${kind} of the ${name.toLowerCase()}`),
+  const status = linked({
+    queries: query.spans, keys: key.spans, weights: attended.weights, table,
+    names: { queries: attended.queries, keys: attended.keys },
+    label: [queryName, keyName].map((name) => `${kind} of the ${name.toLowerCase()}`),
     hint: `Point at a ${one}, or move through the ${one}s with the arrow keys.`,
   });
-  return { parts: [pair, said], cards: [card] };
+  return { parts: [pair, status], cards: [card] };
 }
 
-/** How to have the same elsewhere: the picture as a file, and the request from a terminal. */
+/** The picture as a file, and the request as a command. */
 function more(view, body, svg) {
   const json = JSON.stringify(body).replaceAll("'", "'\\''");
   const line = `curl -s --json '${json}' ${location.origin}/${view}`;
   const file = svg && URL.createObjectURL(new Blob([svg], { type: "image/svg+xml" }));
   return make("div", { class: "more" },
     svg ? make("a", { href: file, download: `${view}.svg` }, "Save the picture (SVG)") : null,
-    make("details", {}, make("summary", {}, "The same from a terminal"), make("pre", {}, line)));
+    make("details", {}, make("summary", {}, "The request as a command"), make("pre", {}, line)));
 }
 
-function told(record, extra = "") {
+function recordFacts(record, extra = "") {
   const score = `score ${record.score.toFixed(2).replace("-", "−")}`;
   const tokens = counted(record.tokens, "token");
   return facts(extra, score, tokens, seconds(record.seconds), record.model);
@@ -305,17 +305,17 @@ function told(record, extra = "") {
 
 // ---------------------------------------------------------------------------------------- views
 
-/** Each view: what it is doing while it runs, and `run`, which is given what the form says and a
-    signal, and puts what it finds into `out`. */
+/** Each view has the word shown while it runs, and `run`, which sends the fields of the form and
+    puts the result into `out`. */
 const VIEWS = {
   translate: {
     doing: "Translating",
     async run(body, signal, out) {
-      const record = await ask("/translate", { ...body, svg: true }, signal);
+      const record = await postJson("/translate", { ...body, svg: true }, signal);
       const { parts, cards } = pairOf(record,
         ["Translation", textOf(record.text, record.attended?.queries)],
         ["Source", textOf(record.source, record.attended?.keys)], { title: "Alignment" });
-      out.replaceChildren(make("div", { class: "card" }, ...parts, told(record)), ...cards,
+      out.replaceChildren(make("div", { class: "card" }, ...parts, recordFacts(record)), ...cards,
         more("translate", body, record.svg));
     },
   },
@@ -323,14 +323,14 @@ const VIEWS = {
   summarize: {
     doing: "Summarizing",
     async run(body, signal, out) {
-      const record = await ask("/summarize", { ...body, svg: true }, signal);
+      const record = await postJson("/summarize", { ...body, svg: true }, signal);
       const { parts, cards } = pairOf(record,
         ["Summary", textOf(record.text, record.attended?.queries)],
         ["Document", textOf(body.text, record.attended?.keys)],
         { title: "Where it comes from", kind: "Sentences" });
-      const again = record.how === "again" ? "summarized once more" : "joined";
-      const how = record.how === "whole" ? "" : `${counted(record.parts.length, "part")}, ${again}`;
-      out.replaceChildren(make("div", { class: "card" }, ...parts, told(record, how)), ...cards,
+      const { method } = record;
+      const parted = method === "whole" ? "" : `${counted(record.parts.length, "part")}, ${method}`;
+      out.replaceChildren(make("div", { class: "card" }, ...parts, recordFacts(record, parted)), ...cards,
         more("summarize", body, record.svg));
     },
   },
@@ -338,20 +338,20 @@ const VIEWS = {
   answer: {
     doing: "Answering",
     async run(body, signal, out) {
-      const record = await ask("/answer", { ...body, svg: true }, signal);
-      // The record counts letters; this language counts halves of some.
+      const record = await postJson("/answer", { ...body, svg: true }, signal);
+      // The record counts characters; JavaScript counts UTF-16 code units.
       const upTo = (count) => Array.from(body.context).slice(0, count).join("").length;
       const marked = record.answered ? [upTo(record.start), upTo(record.end)] : null;
       const { parts, cards } = pairOf(record,
         ["Question", textOf(record.question, record.attended?.queries)],
         ["Context", textOf(body.context, record.attended?.keys, { marked })],
         { title: "What the question attended to" });
-      const found = record.answered
-        ? make("p", { class: "text found", dir: "auto" }, record.text)
+      const answer = record.answered
+        ? make("p", { class: "text answer", dir: "auto" }, record.text)
         : make("p", { class: "text prompt" }, "No answer in this context.");
       const windows = record.windows > 1 ? counted(record.windows, "window") : "";
       out.replaceChildren(
-        make("div", { class: "card" }, make("p", { class: "name" }, "Answer"), found, ...parts,
+        make("div", { class: "card" }, make("p", { class: "name" }, "Answer"), answer, ...parts,
           facts(`probability ${record.probability.toFixed(2)}`, windows, seconds(record.seconds),
             record.model)),
         ...cards, more("answer", body, record.svg));
@@ -360,7 +360,7 @@ const VIEWS = {
   },
 
   complete: {
-    doing: "Writing",
+    doing: "Completing",
     async run(body, signal, out) {
       const written = make("span", { class: "caret" });
       const growing = make("p", { class: "text", dir: "auto", "aria-busy": "true" },
@@ -377,7 +377,7 @@ const VIEWS = {
         growing.removeAttribute("aria-busy");
       }
       if (record === null) throw new Error(BROKEN);
-      const end = told(record, record.stopped ? "it came to an end" : "");
+      const end = recordFacts(record, record.stopped ? "ended by the model" : "");
       const { attended } = record;
       if (!attended) {
         out.firstChild.append(end);
@@ -386,14 +386,14 @@ const VIEWS = {
       const quiet = record.prompt.length;
       const text = textOf(record.prompt + record.text, attended.keys, { quiet });
       const { card, table } = weightsCard(attended, "What was attended to", record.svg);
-      const said = linked({
-        asking: text.spans.slice(-attended.queries.length), asked: text.spans,
+      const status = linked({
+        queries: text.spans.slice(-attended.queries.length), keys: text.spans,
         weights: attended.weights, table, both: false,
-        names: { asking: attended.queries, asked: attended.keys },
-        label: ["The text; its new words can be pointed at"],
+        names: { queries: attended.queries, keys: attended.keys },
+        label: ["The text; point at its new words"],
         hint: "Point at a new word, or move through them with the arrow keys.",
       });
-      out.replaceChildren(make("div", { class: "card" }, text.element, said, end), card,
+      out.replaceChildren(make("div", { class: "card" }, text.element, status, end), card,
         more("complete", body, record.svg));
     },
   },
@@ -405,7 +405,7 @@ const VIEWS = {
       const key = JSON.stringify(whole);
       if (this.key !== key || !out.firstChild) {
         this.key = null;
-        const overview = await ask("/look", whole, signal);
+        const overview = await postJson("/look", whole, signal);
         out.replaceChildren(overviewOf(overview), make("div", { class: "head" }));
         this.key = key;
       }
@@ -418,7 +418,7 @@ const VIEWS = {
         place.replaceChildren();
         return;
       }
-      const map = await ask("/look", { ...body, svg: true }, signal);
+      const map = await postJson("/look", { ...body, svg: true }, signal);
       place.replaceChildren(headCard(map), more("look", body, map.svg));
       place.firstChild.scrollIntoView({ block: "nearest" });
     },
@@ -427,7 +427,7 @@ const VIEWS = {
   explain: {
     doing: "Explaining",
     async run(body, signal, out) {
-      const trace = await ask("/explain", body, signal);
+      const trace = await postJson("/explain", body, signal);
       const follow = (word) => go("explain", { ...read(formOf("explain")), word });
       const words = trace.tokens.map((token) => make("button", {
         type: "button", class: "quiet", "aria-pressed": String(token === trace.word),
@@ -435,10 +435,10 @@ const VIEWS = {
       }, token));
       out.replaceChildren(
         make("div", { class: "card" },
-          make("h3", {}, `How attention reads “${trace.tokens.join(" ")}”`),
+          make("h3", {}, `Attention in “${trace.tokens.join(" ")}”`),
           facts(trace.subject, counted(trace.tokens.length, trace.subject ? "token" : "word"),
-            counted(trace.heads, "head"), `queries and keys of ${trace.dim} numbers`),
-          make("p", { class: "name follow" }, "Followed closely"),
+            counted(trace.heads, "head"), `queries and keys of width ${trace.dim}`),
+          make("p", { class: "name follow" }, "Followed word"),
           make("div", { class: "chips chosen" }, ...words)),
         make("ol", { class: "steps" }, ...trace.steps.map((step, i) => stepOf(step, i + 1, trace))),
         checkOf(trace), more("explain", body, null));
@@ -457,10 +457,10 @@ function overviewOf(overview) {
 
 function measureOf({ title, unit, meaning }, layers, rows) {
   const heading = make("h3", {}, title);
-  const said = meaning[0].toUpperCase() + meaning.slice(1);
+  const text = meaning[0].toUpperCase() + meaning.slice(1);
   if (!rows.flat().some((value) => value !== null)) {
     return make("section", { class: "card measure" }, heading,
-      make("p", {}, `${said}: of this text there is nothing to measure.`));
+      make("p", {}, `${text}: nothing to measure in this text.`));
   }
   const part = unit === "of the weight";
   const top = most(rows);
@@ -473,7 +473,7 @@ function measureOf({ title, unit, meaning }, layers, rows) {
     ...row.map((value, j) => make("td", {}, value === null ? "" : headOf(value, i, j)))));
   const heads = rows[0].map((_, j) => make("th", { scope: "col" }, String(j)));
   return make("section", { class: "card measure" }, heading,
-    make("p", {}, `${said}, ${part ? "share of the weight" : `in ${unit}`}`),
+    make("p", {}, `${text}, ${part ? "share of the weight" : `in ${unit}`}`),
     make("div", { class: "scroll" }, make("table", {},
       make("thead", {}, make("tr", {}, make("td"), ...heads)), make("tbody", {}, ...body))));
 }
@@ -481,7 +481,7 @@ function measureOf({ title, unit, meaning }, layers, rows) {
 function headCard(map) {
   const title = `${map.model}: layer ${map.layer}, head ${map.head}`;
   const holder = make("section", { class: "card", "aria-label": title });
-  if (map.pooled || map.queries.length * map.keys.length > MOST_CELLS) {
+  if (map.pooled || map.queries.length * map.keys.length > MAX_CELLS) {
     holder.append(pictureOf(map.svg, title));
     return holder;
   }
@@ -490,23 +490,23 @@ function headCard(map) {
   function draw() {
     const out = tick.checked;
     const table = weightTable(map.queries, map.keys, map.weights, { out });
-    const asking = chipsOf(map.queries);
-    const asked = across ? chipsOf(map.keys) : asking;
-    const said = linked({
-      asking: asking.spans, asked: asked.spans, table, both: across,
+    const queries = chipsOf(map.queries);
+    const keys = across ? chipsOf(map.keys) : queries;
+    const status = linked({
+      queries: queries.spans, keys: keys.spans, table, both: across,
       weights: out ? map.weights.map((row) => [0, ...row.slice(1)]) : map.weights,
-      names: { asking: map.queries, asked: map.keys },
-      label: ["Tokens that ask", "Tokens that are asked"],
+      names: { queries: map.queries, keys: map.keys },
+      label: ["Query tokens", "Key tokens"],
       hint: "Point at a token, or move through the tokens with the arrow keys.",
     });
     const name = (text) => make("p", { class: "name" }, text);
-    const both = [name("Written"), asking.element, name("Read"), asked.element];
+    const both = [name("Target"), queries.element, name("Source"), keys.element];
     holder.replaceChildren(
       make("div", { class: "bar" }, make("h3", {}, title),
         make("label", { class: "tick" }, tick, "Leave out the first token")),
-      name("query down, key across"),
-      ...(across ? both : [asking.element]),
-      said, table.element,
+      name("queries down, keys across"),
+      ...(across ? both : [queries.element]),
+      status, table.element,
       ...(map.notes.length ? [make("p", { class: "caption" }, map.notes.join(" "))] : []));
   }
   draw();
@@ -515,10 +515,10 @@ function headCard(map) {
 
 // -------------------------------------------------------------------------------------- explain
 
-const MOST_HEADS = 4;
-const MOST_WEIGHTS = 16; // of a matrix W that is shown; larger ones are only multiplied with
-const MOST_FEATURES = 8; // columns that are no words
-const MOST_WORDS = 24; // rows, and columns that are words
+const MAX_HEADS = 4;
+const MAX_WEIGHTS = 16; // of a matrix W; a larger one is not shown
+const MAX_FEATURES = 8; // columns of embeddings
+const MAX_WORDS = 24; // rows, and columns of words
 
 function stepOf(step, number, trace) {
   const focus = trace.tokens.indexOf(trace.word);
@@ -527,13 +527,13 @@ function stepOf(step, number, trace) {
   for (const numbers of step.numbers) {
     const { symbol, values, columns } = numbers;
     const deep = numbers.shape.length === 3;
-    if (symbol.startsWith("W_") && values.flat().length > MOST_WEIGHTS) continue;
-    (deep ? values.slice(0, MOST_HEADS) : [values]).forEach((matrix, head) => {
+    if (symbol.startsWith("W_") && values.flat().length > MAX_WEIGHTS) continue;
+    (deep ? values.slice(0, MAX_HEADS) : [values]).forEach((matrix, head) => {
       const name = deep && trace.heads > 1 ? `${symbol}, ${trace.shown[head]}` : symbol;
       tables.push(numbersTable(name, numbers, matrix, trace, focus));
     });
     if (symbol === "A" && trace.shown.length === 1) {
-      bars = barsOf(`${trace.word} looks at`, columns, values[0][focus]);
+      bars = barsOf(`${trace.word} attends to`, columns, values[0][focus]);
     }
   }
   return make("li", { class: "card" },
@@ -547,26 +547,26 @@ function numbersTable(name, numbers, matrix, trace, focus) {
   const { symbol, rows, columns } = numbers;
   const count = trace.tokens.length;
   const weights = symbol === "A";
-  const asks = rows.length === count && !["K", "V"].includes(symbol);
+  const byQuery = rows.length === count && !["K", "V"].includes(symbol);
   const wide = columns.length === count || symbol.startsWith("weights of");
-  const kept = wide ? MOST_WORDS : MOST_FEATURES;
+  const kept = wide ? MAX_WORDS : MAX_FEATURES;
   const cut = columns.length > kept;
-  // As few decimals as say all there is to say.
+  // As few decimals as show the exact numbers.
   const whole = (value) => Math.abs(value - Math.round(value)) < 1e-4;
   const exact = (digits) => matrix.flat().every((value) => whole((value ?? 0) * 10 ** digits));
   const digits = [0, 1, 2].find(exact) ?? 3;
-  const body = matrix.slice(0, MOST_WORDS).map((row, i) => {
+  const body = matrix.slice(0, MAX_WORDS).map((row, i) => {
     const cells = row.slice(0, kept).map((value) => {
       const text = value === null ? "−∞" : value.toFixed(digits).replace("-", "−");
       const cell = make("td", {}, text);
       return weights ? shade(cell, value ?? 0, 1) : cell;
     });
-    return make("tr", { class: asks && i === focus ? "followed" : null },
+    return make("tr", { class: byQuery && i === focus ? "followed" : null },
       make("th", { scope: "row" }, rows[i]), ...cells, cut ? make("td", {}, "…") : null);
   });
   const heads = columns.slice(0, kept).map((column) => make("th", { scope: "col" }, column));
   const left = matrix.length - body.length;
-  const rest = left > 0 ? `, ${left} rows not shown` : "";
+  const rest = left > 0 ? `, ${left} more rows` : "";
   const shape = `  ${matrix.length} × ${columns.length}${rest}`;
   return make("div", {}, make("div", { class: "scroll" },
     make("table", { class: weights ? "map" : "plain" },
@@ -585,15 +585,15 @@ function barsOf(title, names, values) {
 }
 
 function checkOf({ subject, agreement: { backend, difference, tolerance, holds } }) {
-  const whose = subject ? "The model itself" : "regard.attention()";
+  const peer = subject ? "The model itself" : "regard.attention()";
   const size = (value) => value.toExponential(1);
   return make("div", { class: "card check" }, make("h3", {}, holds ? "✓ Check" : "✗ Check"),
-    make("p", { class: "says" }, `${whose} computes all of this at once (here with “${backend}”). `
-      + `Largest difference: ${size(difference)}, ${holds ? "within" : "MORE THAN"} the tolerance `
+    make("p", { class: "says" }, `${peer} computes the same in one call (backend “${backend}”). `
+      + `Largest difference: ${size(difference)}, ${holds ? "within" : "ABOVE"} the tolerance `
       + `of ${size(tolerance)}.`));
 }
 
-// --------------------------------------------------------------------------------------- asking
+// ------------------------------------------------------------------------------------- requests
 
 async function post(path, body, signal) {
   let response;
@@ -604,18 +604,18 @@ async function post(path, body, signal) {
     });
   } catch (error) {
     if (error.name === "AbortError") throw error;
-    throw new Error("The server does not answer. Is regard serve still running?");
+    throw new Error("The server does not respond. Is regard serve still running?");
   }
   if (response.ok) return response;
-  const said = await response.json().catch(() => null);
-  throw new Error(said?.error?.message ?? `The server answered with status ${response.status}.`);
+  const failure = await response.json().catch(() => null);
+  throw new Error(failure?.error?.message ?? `The server responded with status ${response.status}.`);
 }
 
-const ask = async (path, body, signal) => (await post(path, body, signal)).json();
+const postJson = async (path, body, signal) => (await post(path, body, signal)).json();
 
-const BROKEN = "The server stopped in the middle. Is regard serve still running?";
+const BROKEN = "The server stopped before the end. Is regard serve still running?";
 
-/** What a path streams: a JSON object a line. */
+/** The JSON objects that a path streams, one a line. */
 async function* lines(path, body, signal) {
   const stream = (await post(path, body, signal)).body.pipeThrough(new TextDecoderStream());
   const reader = stream.getReader();
@@ -641,38 +641,38 @@ async function* lines(path, body, signal) {
 const sectionOf = (view) => document.querySelector(`[data-view=${view}]`);
 const formOf = (view) => sectionOf(view).querySelector("form");
 
-/** What a form says, as texts by name; what is empty or of no use now is left out. */
+/** The values of a form by name, as texts. Empty and disabled fields are left out. */
 function read(form) {
-  const said = {};
+  const values = {};
   for (const field of form.elements) {
     if (!field.name || field.disabled) continue;
     const value = field.type === "checkbox" ? (field.checked ? "true" : "") : field.value;
-    if (value !== "") said[field.name] = value;
+    if (value !== "") values[field.name] = value;
   }
-  return said;
+  return values;
 }
 
-/** The same as the server takes it. */
-function bodyOf(said) {
-  const numbers = ["length", "temperature", "seed", "head", "heads"];
-  return Object.fromEntries(Object.entries(said).map(([name, value]) =>
+/** The same values with the types of the API. */
+function bodyOf(values) {
+  const numbers = ["max_new_tokens", "temperature", "seed", "head", "heads"];
+  return Object.fromEntries(Object.entries(values).map(([name, value]) =>
     [name, numbers.includes(name) ? Number(value) : name === "causal" ? true : value]));
 }
 
-function fill(form, said) {
+function fill(form, values) {
   form.reset();
   for (const field of form.elements) if (field.type === "hidden") field.value = "";
-  if (form.elements.model && said.model !== undefined) choose(form.elements.model, said.model);
+  if (form.elements.model && values.model !== undefined) choose(form.elements.model, values.model);
   adapt(form);
   for (const field of form.elements) {
-    if (!field.name || !(field.name in said) || field.disabled) continue;
-    if (field.type === "checkbox") field.checked = said[field.name] === "true";
-    else if (field.tagName === "SELECT") choose(field, said[field.name]);
-    else field.value = said[field.name];
+    if (!field.name || !(field.name in values) || field.disabled) continue;
+    if (field.type === "checkbox") field.checked = values[field.name] === "true";
+    else if (field.tagName === "SELECT") choose(field, values[field.name]);
+    else field.value = values[field.name];
   }
 }
 
-/** What a link asks for is asked for, be it a choice here or not: the server says what is wrong. */
+/** Selects a value of a link, even one that is not offered: the server reports the error. */
 function choose(select, value) {
   const offered = [...select.options].some((option) => option.value === value);
   if (!offered) select.append(make("option", { value }, value));
@@ -681,16 +681,16 @@ function choose(select, value) {
 
 let models = [];
 
-/** Shows the fields that go with the model chosen. */
+/** Shows the fields for the selected model. */
 function adapt(form) {
   const view = form.closest("section").dataset.view;
-  const model = models.find((one) => one.name === form.elements.model.value);
+  const model = models.find((item) => item.name === form.elements.model.value);
   if (view === "translate") {
     const [select, input] = form.querySelectorAll("[name=to]");
     const languages = model?.languages ?? [];
     const names = new Intl.DisplayNames(["en"], { type: "language" });
     const before = select.value || "fr";
-    const options = languages.map((one) => make("option", { value: one }, names.of(one)));
+    const options = languages.map((code) => make("option", { value: code }, names.of(code)));
     select.replaceChildren(...options);
     if (languages.includes(before)) select.value = before;
     for (const [field, shown] of [[select, languages.length > 0], [input, !languages.length]]) {
@@ -698,27 +698,27 @@ function adapt(form) {
     }
   }
   if (view === "explain") {
-    const made = form.elements.model.value === "";
-    for (const [name, shown] of [[".of-model", !made], [".of-nobody", made]]) {
+    const random = form.elements.model.value === "";
+    for (const [name, shown] of [[".of-model", !random], [".of-random", random]]) {
       for (const label of form.querySelectorAll(name)) {
         label.hidden = !shown;
         label.querySelector("input").disabled = !shown;
       }
     }
-    form.elements.sentence.required = !made;
+    form.elements.sentence.required = !random;
   }
 }
 
-const running = {}; // by view: how to stop what runs
-const shown = {}; // by view: the address of what is shown
+const running = {}; // by view: the function that stops the request
+const shown = {}; // by view: the address of the result
 
-function go(view, said) {
-  const address = `#${view}?${new URLSearchParams(said)}`;
+function go(view, values) {
+  const address = `#${view}?${new URLSearchParams(values)}`;
   if (location.hash === address) arrive(true);
   else location.hash = address;
 }
 
-/** Shows the part of the page that the address names, and tells what it asks of it. */
+/** Shows the view that the address names. Returns its name and the query. */
 function turn() {
   const [name, query] = location.hash.slice(1).split(/\?(.*)/s);
   const view = Object.hasOwn(VIEWS, name) ? name : "translate";
@@ -734,11 +734,11 @@ function turn() {
   return [view, query];
 }
 
-/** Shows what the address asks for. */
+/** Runs the request in the address. */
 function arrive(again = false) {
   const [view, query] = turn();
   if (query === undefined) {
-    if (view === "explain" && !shown.explain) run(view); // it needs no model and no words
+    if (view === "explain" && !shown.explain) run(view); // it needs no model and no text
     return;
   }
   if (!again && shown[view] === location.hash) return;
@@ -753,9 +753,9 @@ async function run(view) {
   const out = section.querySelector(".result");
   const control = new AbortController();
   const began = performance.now();
-  const passed = make("span", { "aria-hidden": "true" });
+  const elapsed = make("span", { "aria-hidden": "true" });
   const tick = setInterval(() => {
-    passed.textContent = `${Math.round((performance.now() - began) / 1000)} s`;
+    elapsed.textContent = `${Math.round((performance.now() - began) / 1000)} s`;
   }, 1000);
   const stop = () => {
     control.abort();
@@ -765,11 +765,11 @@ async function run(view) {
   };
   running[view] = stop;
   state.replaceChildren(make("div", { class: "busy", role: "status" }, `${VIEWS[view].doing} …`,
-    make("progress", { "aria-label": VIEWS[view].doing }), passed,
+    make("progress", { "aria-label": VIEWS[view].doing }), elapsed,
     make("button", { type: "button", class: "quiet", onclick: stop }, "Stop")));
   section.setAttribute("aria-busy", "true");
   const address = location.hash;
-  shown[view] = address; // what runs, or was stopped, is not begun again by coming back
+  shown[view] = address; // returning to a view does not run or restart its request
   const link = document.querySelector(`nav a[href^="#${view}"]`);
   link.href = address.includes("?") ? address : `#${view}`;
   try {
@@ -779,7 +779,7 @@ async function run(view) {
     if (error.name === "AbortError") return;
     delete shown[view];
     stop();
-    // What was written stays, and so do all heads where only one could not be seen.
+    // Generated text stays, and the overview stays if one head fails.
     if (view !== "complete" && !(view === "look" && VIEWS.look.key)) out.replaceChildren();
     state.replaceChildren(make("p", { class: "error", role: "alert" }, error.message));
   } finally {
@@ -796,7 +796,7 @@ async function start() {
   try {
     models = (await (await fetch("/models")).json()).models;
   } catch {
-    models = []; // each request says that the server does not answer
+    models = []; // each request will report the error
   }
   for (const view of Object.keys(VIEWS)) {
     const form = formOf(view);
@@ -814,7 +814,7 @@ async function start() {
     adapt(form);
     form.elements.model.addEventListener("change", () => adapt(form));
     form.addEventListener("input", (event) => {
-      // Another text or model has other heads and other words.
+      // Another text or model has different heads and words.
       if (event.target.type === "hidden") return;
       for (const field of form.querySelectorAll("[type=hidden]")) field.value = "";
     });
@@ -827,7 +827,7 @@ async function start() {
     });
   }
   document.querySelector(".skip").addEventListener("click", (event) => {
-    event.preventDefault(); // the address says what is shown
+    event.preventDefault(); // keep the address
     document.getElementById("main").focus();
   });
   addEventListener("hashchange", () => arrive());

@@ -1,0 +1,64 @@
+"""The options that several commands share, each declared once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+MODEL = "A shipped model, a folder, or a model of the Hugging Face hub."
+
+Texts = Annotated[
+    list[str] | None, typer.Argument(help="The text. Without it, standard input is read.")
+]
+Model = Annotated[str, typer.Option(help=MODEL)]
+ModelArgument = Annotated[str, typer.Argument(help=MODEL)]
+Files = Annotated[
+    list[Path] | None,
+    typer.Option("--file", metavar="FILE", help="Read this file. Repeatable.", show_default=False),
+]
+File = Annotated[  # a list too, so that a second file is an error and not ignored
+    list[Path] | None,
+    typer.Option("--file", metavar="FILE", help="Read this file.", show_default=False),
+]
+Batch = Annotated[int, typer.Option(help="How many texts go through the model together.", min=1)]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
+Device = Annotated[
+    str, typer.Option(help="cpu, cuda, cuda:1, ...; auto is cuda if there is a GPU.")
+]
+Precision = Annotated[
+    Literal["float32", "bfloat16", "int8"],
+    typer.Option(help="The precision of the weights. On most CPUs int8 is the fastest."),
+]
+Attended = Annotated[bool, typer.Option("--attended", help="Draw the attention weights.")]
+
+# Decoding. Without a value, the model's own is used.
+NumBeams = Annotated[int | None, typer.Option(help="The number of beams; 1 is greedy.", min=1)]
+LengthPenalty = Annotated[float | None, typer.Option(help="Above 0 favours longer texts.")]
+EarlyStopping = Annotated[
+    bool | None, typer.Option("--early-stopping", help="Stop when enough beams are finished.")
+]
+NoRepeat = Annotated[
+    int | None, typer.Option(help="Generate no n-gram of this size twice; 0 is no limit.", min=0)
+]
+MinNewTokens = Annotated[
+    int | None, typer.Option(help="The minimum number of tokens to generate.", min=0)
+]
+MaxNewTokens = Annotated[
+    int | None, typer.Option(help="The maximum number of tokens to generate.", min=1)
+]
+
+# One head of a model.
+Layer = Annotated[
+    str | None, typer.Option(help="A layer: 0, 1, ..., or encoder.0, decoder.0, cross.0, ...")
+]
+Head = Annotated[int | None, typer.Option(help="A head of the layer, from 0.")]
+Target = Annotated[
+    str | None,
+    typer.Option(help="The text that an encoder-decoder writes. Without it, the model writes one."),
+]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Set a key of the recipe. Repeatable."),
+]

@@ -1,0 +1,147 @@
+"""The texts that commands read: arguments, files, or standard input."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from queue import Empty, Queue
+from threading import Thread
+
+from regard.cli import terminal
+from regard.errors import InputError
+
+MAX_LINES = 256  # that are handled together, if they come that fast
+WORDS = "some words"
+
+
+def document(text: str | None, files: Sequence[Path] | None, wanted: str = WORDS) -> str:
+    """One whole text: the argument, or a file, or all of standard input."""
+    if files and len(files) > 1:
+        names = ", ".join(map(str, files))
+        raise InputError(f"Give one file: one text is read at a time, but got {names}.")
+    return documents(None if text is None else [text], files, wanted)[0]
+
+
+def documents(
+    texts: Sequence[str] | None, files: Sequence[Path] | None, wanted: str = WORDS
+) -> list[str]:
+    """Whole texts: the arguments, or files, or all of standard input."""
+    if texts:
+        _check_arguments(texts, files)
+        return list(texts)
+    if files:
+        return [_file(file) for file in files]
+    whole = _decoded(b"".join(_blocks()), "standard input")
+    return [_not_empty(whole, "There is no text: standard input", wanted)]
+
+
+def lines(texts: Sequence[str] | None, files: Sequence[Path] | None) -> Iterator[list[str]]:
+    """Texts in batches: the arguments, or the lines of files or of standard input, as they come."""
+    if texts:
+        _check_arguments(texts, files)
+        if not any(text.strip() for text in texts):
+            raise InputError("The text is empty. Give some words.")
+        yield list(texts)
+        return
+    if not files:
+        yield from _arriving_lines()
+    for file in files or ():
+        # As in standard input: str.splitlines() would also split at other characters.
+        own = [line.removesuffix("\r") for line in _file(file).removesuffix("\n").split("\n")]
+        for start in range(0, len(own), MAX_LINES):
+            yield own[start : start + MAX_LINES]
+
+
+def _not_empty(text: str, name: str, wanted: str = WORDS) -> str:
+    if not text.strip():
+        raise InputError(f"{name} is empty. Give {wanted}.")
+    return text
+
+
+def _arriving_lines() -> Iterator[list[str]]:
+    """The lines of standard input, in batches of what has arrived.
+
+    A thread waits for them. So a typed line is handled immediately, and a file in large batches.
+    """
+    queue: Queue[bytes | OSError | None] = Queue(maxsize=4 * MAX_LINES)
+    Thread(target=_enqueue_lines, args=(_blocks(), queue), daemon=True).start()
+    batch: list[str] = []
+    has_words = False
+    while True:
+        try:
+            line = queue.get(block=not (has_words and batch))
+        except Empty:
+            yield batch
+            batch = []
+            continue
+        if line is None:
+            break
+        if isinstance(line, OSError):
+            raise InputError(f"Standard input cannot be read: {line.strerror or line}.")
+        batch.append(_decoded(line, "standard input").removesuffix("\r"))
+        has_words = has_words or bool(batch[-1].strip())
+        if has_words and len(batch) >= MAX_LINES:
+            yield batch
+            batch = []
+    if not has_words:
+        raise InputError("There is no text: standard input is empty. Give some words.")
+    if batch:
+        yield batch
+
+
+def _enqueue_lines(blocks: Iterator[bytes], queue: Queue[bytes | OSError | None]) -> None:
+    """Put lines into a queue, and None after the last."""
+    rest = b""
+    try:
+        for block in blocks:
+            *complete, rest = (rest + block).split(b"\n")
+            for line in complete:
+                queue.put(line)
+    except OSError as error:
+        queue.put(error)
+    if rest:
+        queue.put(rest)
+    queue.put(None)
+
+
+def _blocks() -> Iterator[bytes]:
+    """Standard input in blocks, as they arrive.
+
+    Read without Python's buffer: a thread that waits in it keeps Python from exiting.
+    """
+    if sys.stdin is None:
+        raise InputError("There is no text, and no standard input to read it from.")
+    if sys.stdin.isatty():
+        terminal.remark("Type the text, then press Ctrl-D.")
+    number = sys.stdin.fileno()
+    return iter(lambda: os.read(number, 2**16), b"")
+
+
+def _check_arguments(texts: Sequence[str], files: Sequence[Path] | None) -> None:
+    """Refuse texts together with files, and texts that are names of files."""
+    if files:
+        raise InputError(f"Give a text or --file {files[0]}, not both.")
+    for text in texts:
+        # Path.is_file() raises if a text is too long for a name.
+        if Path(text).suffix and os.path.isfile(text):  # noqa: PTH113
+            raise InputError(f"{text} is a file. To read it, pass --file {text}.")
+
+
+def _file(file: Path) -> str:
+    try:
+        return _not_empty(_decoded(file.read_bytes(), str(file)), str(file))
+    except OSError as error:
+        raise InputError(f"{file} cannot be read: {error.strerror or error}.") from None
+
+
+def _decoded(raw: bytes, name: str) -> str:
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        at = f"byte {error.start} is 0x{raw[error.start]:02x}"
+        raise InputError(f"{name} is not a text in UTF-8: {at}. Save it as UTF-8 first.") from None
+    if "\0" in text:
+        raise InputError(f"{name} is not a text: it has zero bytes.")
+    return text
