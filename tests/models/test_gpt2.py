@@ -82,3 +82,13 @@ def test_replayed_refuses_what_it_has_no_memory_for(tmp_path: Path) -> None:
         generate(fast, [[1]], Beam(2), max_new_tokens=2)
     with pytest.raises(InputError, match="at most"):
         generate(fast, [[1]], max_new_tokens=10**4)
+
+
+def test_recorded_steps_refuse_hooks_that_they_would_not_call() -> None:
+    model = GPT2(GPT2Config(vocabulary=10, length=8, dim=8, depth=1, heads=2)).eval()
+    fast, [layer] = Replayed(model), model.attention_layers()
+    handle = layer.module.head_hooks.edit(torch.zeros_like)
+    with pytest.raises(InputError, match="do not call head hooks"):
+        generate(fast, [[1, 2]], max_new_tokens=2)
+    handle.remove()
+    assert len(generate(fast, [[1, 2]], max_new_tokens=2)[0][0].ids) == 2

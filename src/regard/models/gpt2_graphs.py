@@ -79,6 +79,11 @@ class Replayed:
             raise InputError(
                 f"Replayed decodes one sequence at a time, but got {len(prompts)}: pass batch=1."
             )
+        if any(layer.module.head_hooks.active for layer in self.model.attention_layers()):
+            raise InputError(
+                "Replayed repeats recorded steps, which do not call head hooks. Remove the hooks, or "
+                "decode with the model itself."
+            )
         ids, _ = self.model.start_decoding(prompts, room)
         return ids, Run()
 
