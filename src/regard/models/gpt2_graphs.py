@@ -81,8 +81,8 @@ class Replayed:
             )
         if any(layer.module.head_hooks.active for layer in self.model.attention_layers()):
             raise InputError(
-                "Replayed repeats recorded steps, which do not call head hooks. Remove the hooks, or "
-                "decode with the model itself."
+                "Replayed repeats recorded steps, which do not call head hooks. Remove the "
+                "hooks, or decode with the model itself."
             )
         ids, _ = self.model.start_decoding(prompts, room)
         return ids, Run()
