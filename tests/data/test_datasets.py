@@ -129,7 +129,7 @@ def test_a_model_is_trained_from_datasets_and_other_data_have_another_cache(tmp_
     ("source", "wrong"),
     [
         ({"dataset": "one", "fields": ["en", "fr"]}, "no column 'en' .fields.; it has translation"),
-        ({"dataset": "one", "fields": ["translation"]}, "fields of one are 2"),
+        ({"dataset": "one", "fields": ["translation"]}, "fields of one need 2"),
         ({"dataset": "one", "split": "train[:1]"}, "no split 'train.:1.'; it has train"),
         ({"dataset": "nobody/nothing"}, "not a folder below .* and the hub cannot be reached"),
         ({"files": ["bad.parquet"]}, "bad.parquet cannot be read"),

@@ -61,7 +61,7 @@ def test_there_are_recipes() -> None:
         ("saving.average=3", "but 5 steps make 0 checkpoints"),
         ("data.train.0.format=text", "jsonl or dataset, not text"),
         ("data.train.0.columns=[0, 1]", "Columns count from 1"),
-        ("data.train.0.part=[0]", "part of a data source are two"),
+        ("data.train.0.part=[0]", "part of a data source need two"),
         ("saving.average=0", "give data.valid"),
         ("data.train.7.files=x", "there is no 7 in its path"),
         ("task.x=1", "task is not a table"),

@@ -18,7 +18,7 @@ A folder ``NAME/`` holds config.json, tokenizer.json, the weights, and two furth
     ---
     # translate ...
 
-``scores.json`` is a list of figures, each with all that its measurement needs::
+``scores.json`` is a list of figures, each with the data and settings to measure it again::
 
     {"metric": "bleu", "value": 54.32, "tolerance": 0.05,
      "data": [{"format": "tsv", "files": ["tatoeba/eng-fra.tsv.xz"], "part": [0, 20],

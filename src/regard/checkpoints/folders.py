@@ -67,7 +67,7 @@ class Disk:
             while rest:
                 count = self.write(handle, rest)
                 if count < 1:
-                    raise OSError(f"nothing of {len(rest):,} bytes could be written to {file}")
+                    raise OSError(f"none of {len(rest):,} bytes could be written to {file}")
                 rest = rest[count:]
             self.sync(handle)
         finally:

@@ -67,7 +67,7 @@ def find(name: str | os.PathLike[str]) -> Path:
     ) as error:
         raise UnknownModelError(
             f"There is no folder {text}, no such model in the local cache, and the Hugging "
-            f"Face hub cannot be asked: {first_line(error)} Go online, or give a folder."
+            f"Face hub cannot be reached: {first_line(error)} Go online, or give a folder."
             f"{_near(text)}"
         ) from None
 

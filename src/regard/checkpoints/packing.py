@@ -59,7 +59,7 @@ def pack(matrix: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 
 
 def _rounded_down(scale: Tensor) -> Tensor:
-    """As float16, rounded down: so the largest number becomes ``most``, packed once or twice."""
+    """As float16, rounded down, so that packing unpacked weights again gives the same numbers."""
     half = scale.half()
     return torch.where(half.float() > scale, (half.view(torch.int16) - 1).view(torch.float16), half)
 

@@ -125,7 +125,7 @@ def _form(file: str, parallel: bool, asks: bool) -> str:
     forms = {".tsv": "tsv", ".txt": "text", ".json": "squad"}
     forms[".jsonl"] = "questions" if asks else "jsonl"
     if name.suffix not in forms:
-        raise InputError(f"What {file} holds, its name does not say. Pass --format.")
+        raise InputError(f"The name of {file} does not show its format. Pass --format.")
     return forms[name.suffix]
 
 

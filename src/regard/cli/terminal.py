@@ -28,7 +28,7 @@ def device(name: str) -> torch.device:
     try:
         place = torch.device(name)
         torch.empty(0, device=place)
-    except (RuntimeError, AssertionError):  # the second if PyTorch is built without CUDA
+    except (RuntimeError, AssertionError):  # AssertionError: built without CUDA
         offered = "cpu, cuda or auto" if torch.cuda.is_available() else "cpu or auto"
         raise InputError(f"PyTorch has no device {name!r} here. Use {offered}.") from None
     return place

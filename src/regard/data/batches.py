@@ -71,8 +71,8 @@ class ByLength:
         for at, row in enumerate(rows):
             grown = [max(pair) for pair in zip(longest, row, strict=True)]
             full = (at + 1 - start) * sum(grown) > tokens
-            # Where the first column grows, a batch that is half full ends: without padding in it,
-            # attention needs no mask.
+            # A row that is longer in the first column ends a half-full batch: rows of one length
+            # need no padding there, and attention needs no mask.
             grows = row[0] > longest[0] and 2 * (at - start) * sum(longest) >= tokens
             if at > start and (full or grows):
                 self.batches.append(Batch(start, at, tuple(longest), rows[start][0] == longest[0]))

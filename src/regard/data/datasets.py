@@ -76,7 +76,8 @@ def read_dataset(
     """
     wanted = tuple(columns) or COLUMNS[kind]
     if len(wanted) != len(COLUMNS[kind]):
-        raise InputError(f"fields of {name} are {len(COLUMNS[kind])}, as {list(COLUMNS[kind])}.")
+        names = COLUMNS[kind]
+        raise InputError(f"fields of {name} need {len(names)} names, as {list(names)}.")
     tops = dict.fromkeys(column.partition(".")[0] for column in wanted)
     for top in tops:
         if top not in dataset.column_names:

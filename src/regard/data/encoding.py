@@ -107,7 +107,7 @@ def table(
     Report(result.facts["read"], [Bad(*bad) for bad in result.facts["bad"]]).check(
         data.max_bad_share, part
     )
-    # By content: BPE-dropout gives other tokens when a table is built again.
+    # Hash the content, not the key: with BPE-dropout, a rebuilt table has other tokens.
     digest = hashlib.sha256()
     for column in result.columns.values():
         digest.update(column.flat.numpy().tobytes())
@@ -180,7 +180,7 @@ def _encode_pairs(
 
 @contextmanager
 def _bpe_dropout(tokenizer: Tokenizer, share: float) -> Iterator[None]:
-    """Within, BPE leaves out merges at random (https://arxiv.org/abs/1910.13267)."""
+    """Context in which BPE skips merges at random (https://arxiv.org/abs/1910.13267)."""
     algorithms = [side.tokenizer.model for side in (tokenizer, tokenizer.target)]
     for algorithm in algorithms:
         if not isinstance(algorithm, BPE):

@@ -120,7 +120,7 @@ def check_data(data: Data, task: str) -> None:
             counts["fields"] = len(source.fields)
         for name, count in counts.items():
             if count != 2:
-                raise InputError(f"{name} of a data source are two, but got {count}.")
+                raise InputError(f"{name} of a data source need two entries, but got {count}.")
         if (source.format == "dataset" and not source.files) != bool(source.dataset):
             raise InputError(
                 "format = 'dataset' has either files or a dataset; other formats have files."

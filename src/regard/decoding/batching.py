@@ -18,7 +18,7 @@ class DecodingState(Protocol):
     pads: Tensor | None  # [batch]: the number of padding ids each row begins with
 
     def spread(self, beams: int) -> None:
-        """Give each sentence this many beams, all in the state it has."""
+        """Give each sentence this many beams, each a copy of its current state."""
 
     def follow(self, origins: Tensor) -> None:
         """Let beam ``i`` of each sentence continue its beam ``origins[:, i]``."""
@@ -27,12 +27,12 @@ class DecodingState(Protocol):
         """Keep these sentences only, in this order."""
 
     def rest(self, sentences: Tensor) -> None:
-        """These sentences are done: until others take their places, their values do not matter."""
+        """Mark these sentences as done: their values are unused until others take their places."""
 
     def place(self, sentences: Tensor, others: Self, which: Tensor) -> None:
         """Replace these sentences by those at ``which`` of ``others``.
 
-        Those have as many beams, and have read their prompts.
+        ``others`` have the same number of beams, and have read their prompts.
         """
 
 
@@ -59,7 +59,7 @@ class Task(Protocol):
 
     @property
     def origins(self) -> Sequence[int]:
-        """The beam that each of its beams continues."""
+        """For each beam after a step, the index of the earlier beam it continues."""
 
     @property
     def results(self) -> list[Generated]: ...
@@ -96,7 +96,7 @@ def run(
     tasks: dict[int, T] = {}
 
     def enter() -> tuple[list[T], Tensor, S]:
-        """The next prompts: their tasks after one step, the next ids, and their state."""
+        """Start the next prompts. Return their tasks after one step, their next ids and state."""
         count = min(capacity(len(prompts[waiting[0]])), len(waiting))
         some = [waiting.popleft() for _ in range(count)]
         ids, state = model.start_decoding([prompts[index] for index in some], room)

@@ -17,7 +17,7 @@ MAX_SUMMED_SCORES = 2**18  # at a time, so that they stay in a CPU's cache
 class Line:
     """One sequence so far."""
 
-    origins: tuple[int, ...] = (0,)  # it continues itself
+    origins: tuple[int, ...] = (0,)  # a line has one beam, which continues itself
 
     def __init__(self, begun: list[int], seed: int | None) -> None:
         self.past = begun  # the prompt, and all tokens since

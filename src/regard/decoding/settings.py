@@ -29,7 +29,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "begin_suppress_tokens": ([],),
     "sequence_bias": ({},),
 }
-# As above, for a language model: its files do not choose between search and sampling.
+# For a language model also those of search: its files do not select a strategy.
 _NEUTRAL_OF_COMPLETION: dict[str, tuple[object, ...]] = _NEUTRAL | {
     "num_beams": (1,),
     "no_repeat_ngram_size": (0,),
@@ -104,7 +104,7 @@ class Settings:
         return cls.from_json(values)
 
     def to_json(self) -> dict[str, Any]:
-        """What is set, as generation_config.json has it."""
+        """The settings that are not None, by their names in generation_config.json."""
         values = {name: getattr(self, name) for name in _NAMES}
         return {name: value for name, value in values.items() if value is not None}
 
@@ -127,9 +127,9 @@ class Settings:
     def resolve(
         self, asked: Asked | None, max_new_tokens: int | None
     ) -> tuple[Strategy, int | None]:
-        """The strategy of a call, and the most tokens it may write, None where nothing says.
+        """The strategy of a call, and its maximum number of new tokens, None if nothing sets it.
 
-        ``asked`` replaces these settings: all of them as a strategy, or those that it sets.
+        ``asked`` overrides these settings: all of them if it is a strategy, else those it sets.
         """
         if isinstance(asked, Strategy):
             return asked, self.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -152,7 +152,7 @@ Asked = Settings | Strategy | Mapping[str, Any]  # what a call may pass
 
 
 def generation_of(folder: Path) -> dict[str, Any]:
-    """generation_config.json, or what an older checkpoint has of it in config.json."""
+    """The contents of generation_config.json, or the same keys of an older config.json."""
     if (folder / GENERATION).exists():
         return read_json(folder / GENERATION)
     config = read_json(folder / CONFIG)

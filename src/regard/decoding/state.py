@@ -17,8 +17,8 @@ class State:
     """The caches of a decoder's layers, and the encoder's output it attends to.
 
     There is one row per sentence. Its beams are a tree that grows by one node a beam with each
-    step. All nodes lie in one cache, and a beam attends to its own ancestors. So a beam that
-    continues another one takes over that one's row of biases, and no key is moved.
+    step. All nodes lie in one cache, and a beam attends to its own ancestors. A beam that continues
+    another one copies its row of biases, so no key is moved.
 
     All rows end at the same node. Rows with shorter prompts, and those that began later, are padded
     on the left by ``pads`` positions. So a new sentence can take the place of one that is done, and
@@ -66,7 +66,7 @@ class State:
 
     @property
     def _unborn(self) -> float:
-        """The bias of future nodes: of several beams, only one will see each."""
+        """The initial bias of future nodes: -inf with several beams, as each sees its own."""
         return -math.inf if self.beams > 1 else 0.0
 
     def padding(self, keys: int) -> Padding | None:
@@ -74,7 +74,7 @@ class State:
         return None if self.pads is None else Padding(keys - self.pads, side="left")
 
     def spread(self, beams: int) -> None:
-        """Give each sentence this many beams, all in the state it has."""
+        """Give each sentence this many beams, each a copy of its current state."""
         if self._trunk is not None:
             raise InputError("Beams are spread before the first step.")
         self.beams = beams
@@ -142,7 +142,7 @@ class State:
     # ------------------------------------------------------------------------------ refilling
 
     def rest(self, sentences: Tensor) -> None:
-        """These sentences are done: until others take their places, their values do not matter.
+        """Mark these sentences as done: their values are unused until others take their places.
 
         They count as new, so that they never reach the last position.
         """
@@ -153,8 +153,8 @@ class State:
     def place(self, sentences: Tensor, others: State, which: Tensor) -> None:
         """Replace these sentences by those at ``which`` of ``others``.
 
-        Those have as many beams, and have read their prompts. Their nodes end at the current node;
-        all nodes before theirs are hidden.
+        ``others`` have the same number of beams, and have read their prompts. Their nodes end at
+        the current node; all nodes before theirs are hidden.
         """
         mine, theirs = self._padded(), others._padded().index_select(0, which)
         if others.nodes > self.nodes:
@@ -179,7 +179,7 @@ class State:
         assert others.context is not None
         lengths = self._lengths.index_copy(0, sentences, others._lengths.index_select(0, which))
         width, needed = self.context.shape[1], int(lengths.max())
-        if width < needed or 4 * needed <= 3 * width:  # there is a longer one, or all are shorter
+        if width < needed or 4 * needed <= 3 * width:  # grow, or shrink by a quarter or more
             width = needed
         self.context = _sized(self.context, 1, width).index_copy(
             0, sentences, _sized(others.context.index_select(0, which), 1, width)
@@ -277,7 +277,7 @@ class Memories:
             self.pads = self.pads.index_select(0, index)
 
     def spread(self, beams: int) -> None:
-        """Give each sentence this many rows, all in the state it has."""
+        """Give each sentence this many rows, each a copy of its current state."""
         self.beams = beams
         kept = self.layers[0].kept
         if kept is not None:
@@ -298,7 +298,7 @@ class Memories:
     def place(self, sentences: Tensor, others: Memories, which: Tensor) -> None:
         """Replace these sentences by those at ``which`` of ``others``.
 
-        Those have as many beams, and have read their prompts.
+        ``others`` have the same number of beams, and have read their prompts.
         """
         rows, theirs = self._rows(sentences), self._rows(which)
         for memory, new in zip(self.layers, others.layers, strict=True):

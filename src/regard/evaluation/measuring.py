@@ -163,7 +163,7 @@ def _scorer(
 
 @contextmanager
 def _memory_length(model: Model, config: Mapping[str, Any]) -> Iterator[None]:
-    """Within, a model with memory has the memory length of ``config``, if that has one."""
+    """Context in which a model with memory has the memory length of ``config``, if given."""
     nearest("key model.config.", config, ["memory"] if model.remembers else [])
     before = model.config
     if model.remembers:
@@ -175,9 +175,9 @@ def _memory_length(model: Model, config: Mapping[str, Any]) -> Iterator[None]:
 
 
 def own_settings(bundle: Bundle) -> dict[str, Any]:
-    """The prefix and the recipe keys with which a model's own files say that it is used.
+    """The prefix and the recipe keys that a model's own files set.
 
-    So a model is measured in the way it is used, unless other settings are given.
+    With them a model is measured as its tasks run it, unless other settings are given.
     """
     row, tasks = scored_row(bundle.model), bundle.tasks
     task = row.scored_as if row.scored_as in tasks else None

@@ -25,7 +25,7 @@ from regard.evaluation import losses, metrics
 from regard.evaluation.settings import WRITTEN, Evaluation
 from regard.text.tokenizer import Tokenizer
 
-Progress = Callable[[int, int], None]  # how much is done, and of how much
+Progress = Callable[[int, int], None]  # called with the number done and the total
 
 DECODED_TOKENS = 2**15  # the most tokens of sources decoded at once, padding included
 DECODED_BEAMS = 256  # the most beams decoded at once

@@ -42,9 +42,9 @@ class Pair:
 
 
 def seconds(ours: Callable[[], object], peer: Callable[[], object], budget: float = 1.0) -> Pair:
-    """Time two functions in turns, so that what disturbs one disturbs the other.
+    """Time two functions in turns, so that other load on the machine affects both alike.
 
-    Each goes first every other time: the second finds the caches as the first left them.
+    They take turns in going first, since the first one changes the caches for the second.
 
     >>> pair = seconds(lambda: sum(range(10000)), lambda: sum(range(100)), budget=0.01)
     >>> min(pair.ours, pair.peer) > 0
@@ -79,7 +79,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A line of the table: what was timed, and what it was held against."""
+    """A line of the table: what was timed, and what it is compared with."""
 
     what: str
     peer: str
@@ -87,7 +87,7 @@ class Timed:
 
 
 def attend(device: torch.device, budget: float = 1.5) -> Iterator[Timed]:
-    """Attention against PyTorch's own; then seen, against not seen and against all weights kept."""
+    """Time attention against PyTorch's; with ``see`` against without it and against all weights."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for length in (512, 2048):
         shape = (2048 // length, 8, length, 64)
@@ -107,7 +107,7 @@ def attend(device: torch.device, budget: float = 1.5) -> Iterator[Timed]:
 
 
 def _finished(work: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """Work that is done when it returns, on a GPU too."""
+    """``work``, followed by a wait for the GPU."""
 
     def run() -> None:
         work()
@@ -130,7 +130,7 @@ def decode(device: torch.device, new: int = 64) -> Iterator[Decoded]:
     for name in cards.names():
         model: Any = load(cards.folder(name), device=device, dtype=torch.float32)
         if not hasattr(model, "begin"):
-            continue  # it reads, and does not write
+            continue  # it does not generate
         prompt = [list(range(8, 24))]
         generate(model, prompt, max_new_tokens=new)
         started = time.perf_counter()

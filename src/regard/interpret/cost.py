@@ -82,7 +82,7 @@ def _whole(run: TextRun, see: SeeOf, chunks: list[Chunk]) -> float:
     seen = {layer.name for layer in run.layers if see(layer, whole) is not None}
 
     def see_part(layer: AttentionLayer, chunk: Chunk) -> See | None:
-        """Something of every seen layer, even if this part of the text lacks a chosen word."""
+        """A request for every seen layer, even if this part of the text lacks the chosen word."""
         return (see(layer, chunk) or See(lse=True)) if layer.name in seen else None
 
     each = _seconds_per_query(run, see_part, tokens) / tokens  # of a query with one key

@@ -109,7 +109,8 @@ class MapMeasurement:
         if layer is not self.layer:
             return None
         if self.pooled:
-            # The cells of the whole map lie across chunks, whose weights are few: pooled in add().
+            # Cells cross the borders of chunks: take the weights of each chunk, and pool them in
+            # add().
             return See(map=MAX_CELLS) if len(self.run.chunks) == 1 else See(weights=True)
         _, _, pairs = self._exact(chunk)
         return See(pairs=pairs) if len(pairs) else None
@@ -241,7 +242,7 @@ class WordMeasurement:
         return See(rows=rows) if layer in self.layers and rows else None
 
     def _places(self, layer: AttentionLayer, chunk: Chunk) -> list[tuple[int, int]]:
-        """The tokens of the word within a chunk: their number in the word, and their query."""
+        """Each token of the word in a chunk: its index in the word, and its query in the chunk."""
         queries, _ = self.run.ranges(layer, chunk)
         return [
             (index, place - queries.start)

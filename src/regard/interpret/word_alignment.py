@@ -102,9 +102,7 @@ def align(
         raise InputError(f"{type(model).__name__} has no cross-attention to align words by.")
     if (layer is None) != (head is None):
         raise InputError("align() takes layer and head together, or neither.")
-    reader = Tokenizer(
-        tokenizer.tokenizer
-    )  # that of the source alone, where the target has another
+    reader = Tokenizer(tokenizer.tokenizer)  # without the target's vocabulary, if that differs
     read, written = tokens_of_ids(reader, source), tokens_of_ids(tokenizer.target, target)
     sources, targets = _words(read, "source"), _words(written, "target")
     if len(sources) > MAX_WORDS:

@@ -48,7 +48,7 @@ def attend(
 
 def _compute(deferred: DeferredColumns, field: Tensor) -> None:
     """Compute deferred fields now, from the tensors of the graph; ``field`` is one of them."""
-    if not deferred.fields:  # once read, a field may have been changed, and belong to another node
+    if not deferred.fields:  # computed already; ``field`` may have another node now
         return
     node: Any = field.grad_fn
     try:
@@ -87,7 +87,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         backend = "hopper" if ctx.plan.problem.hopper else "triton"
-        if torch.is_grad_enabled():  # create_graph: the gradients would be taken for constants
+        if torch.is_grad_enabled():  # create_graph: the gradients would count as constants
             raise BackendError(
                 f"The backend {backend!r} has no gradients of gradients. "
                 "Pass backend='tiled', which has them."

@@ -36,8 +36,8 @@ class DeferredColumns:
     """Sums over queries that are allocated, and computed later.
 
     The backward pass computes them almost for free. If they are read before it, ``compute`` runs a
-    pass of its own over queries and keys. The graph holds those; the rest of what that takes is
-    here.
+    pass of its own over queries and keys. The graph saves queries and keys; the plan and
+    ``neg_lse``, which that pass also needs, are here.
     """
 
     plan: Plan
@@ -58,7 +58,7 @@ class DeferredColumns:
 
 @cache
 def device_facts(device: torch.device) -> Device:
-    """Return what plans depend on of a device."""
+    """Return the facts about a device that plans depend on."""
     if device.type != "cuda":
         return Device((0, 0), 0, "the tensors are not on a CUDA device.")
     properties = torch.cuda.get_device_properties(device)
@@ -129,7 +129,7 @@ def forward(
         assert left.neg_lse is not None
         fields = hopper.new_columns(query, key, plan)
         results |= fields
-        # Other tensors than those of the results, which a node of the graph must not hold.
+        # Detached: a node of the graph must not hold its own results.
         detached = {name: tensor.detach() for name, tensor in fields.items()}
         deferred = DeferredColumns(plan, detached, left.neg_lse)
     elif plan.columns is not None:
@@ -208,7 +208,7 @@ def backward(
             )  # fmt: skip
             deferred.mark_computed()
             return *gradients, None, None
-        if plan.backward.variant != "triton":  # what suits Hopper's kernels suits cuDNN too
+        if plan.backward.variant != "triton":  # cuDNN takes every call that Hopper's kernels take
             gradients = _cudnn_backward(grads["output"], query, key, value, structure, kept)
             return *gradients, None, None
     if deferred is not None and pending:  # queries and keys may be gone afterwards
@@ -217,7 +217,7 @@ def backward(
 
 
 def _saved_by_hooks() -> bool:
-    """Whether hooks store what the graph saves, as with checkpoints: costly to get back."""
+    """Whether hooks replace saved tensors, as with checkpointing: reading them back is costly."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 

@@ -223,7 +223,7 @@ class Wanted(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """What a plan depends on of a tensor [batch, heads, length, dim]."""
+    """The facts about a tensor [batch, heads, length, dim] that a plan depends on."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -240,7 +240,7 @@ class Layout(NamedTuple):
 
 
 class Device(NamedTuple):
-    """What a plan depends on of a device."""
+    """The facts about a device that a plan depends on."""
 
     capability: tuple[int, int]  # CUDA's compute capability; (0, 0) where there is no CUDA
     processors: int  # streaming multiprocessors
@@ -248,7 +248,7 @@ class Device(NamedTuple):
 
 
 class Problem(NamedTuple):
-    """What a plan depends on: shapes and facts, no tensors."""
+    """All facts that a plan depends on, without tensors."""
 
     query: Layout
     key: Layout
@@ -312,7 +312,7 @@ class Bins(NamedTuple):
 
     @property
     def lane_rows(self) -> int:
-        """The queries of a bin that a lane holds; pairs in turns are the plain order."""
+        """How many consecutive queries a lane holds: a bin's if interleaved, otherwise a pair."""
         return PAIR if self.interleave is None else BLOCK // self.per_tile
 
 
@@ -472,7 +472,7 @@ def why_not_cudnn(problem: Problem) -> str | None:
 def why_not_hopper(
     kind: int, bias: int, softcap: bool, dtype: torch.dtype, *shapes: tuple[int, ...]
 ) -> str | None:
-    """Why the kernels for Hopper cannot run a call of these shapes, wherever its tensors lie."""
+    """Why the kernels for Hopper cannot run a call of these shapes, in any memory layout."""
     query, key = shapes[:2]
     if kind not in (FULL, CAUSAL):
         return "the kernels for Hopper have no mask but Causal()."
@@ -524,7 +524,8 @@ def why_not_forward(problem: Problem) -> str | None:
     reason = _why_not_layout(problem, problem.query, problem.key, problem.value)
     reason = reason or _why_too_few(problem, problem.query.shape[2], BLOCK)
     if reason is None and problem.kind != CAUSAL and "distance" in problem.wanted.fields:
-        # Distances without a mask begin on the diagonal, and a last, partial tile has no turn.
+        # Distances without a mask begin on the diagonal; a partial last tile is not supported
+        # there.
         if problem.key.shape[2] % BLOCK:
             return f"distance without a mask needs keys in tiles of {BLOCK}."
     return reason

@@ -22,7 +22,7 @@ class _Observation(NamedTuple):
 
 
 class HeadHooks:
-    """What is called between attention and its output projection, at every forward and step.
+    """Edits and observers that run between attention and its output projection.
 
     First every edit, in order of registration, gets the heads' outputs [batch, heads, queries,
     head dim] and returns those to use instead. Then every observer gets the edited outputs and what

@@ -76,7 +76,7 @@ class SplitLinear(nn.Module):
         return torch.cat([piece(x) for piece in self.pieces], dim=-1)
 
     def part(self, x: Tensor, start: int, stop: int) -> Tensor:
-        """The outputs ``start`` to ``stop``, which must be those of one piece."""
+        """The outputs ``start`` to ``stop``, which must be exactly the outputs of one piece."""
         piece = self.cuts.index(start)
         assert self.cuts[piece + 1] == stop
         result: Tensor = self.pieces[piece](x)

@@ -41,7 +41,7 @@ def linear_cross_entropy(
     """
     if not 0 <= smoothing < 1:
         raise InputError(f"smoothing is a number from 0 to below 1, but got {smoothing!r}.")
-    if not torch.is_grad_enabled():  # else the gradient of a parameter is computed
+    if not torch.is_grad_enabled():  # otherwise gradients of parameters would be computed
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()
     kind = hidden.device.type
@@ -152,12 +152,15 @@ class _Wanted(NamedTuple):
 
 
 def _loss(logits: Tensor, words: int, labels: Tensor, smoothing: float, gradient: bool) -> Tensor:
-    """The summed loss of logits [rows, ``words`` or more]; ``gradient`` writes theirs over them."""
+    """The summed loss of logits [rows, ``words`` or more].
+
+    With ``gradient`` the logits become their gradient.
+    """
     if logits.is_cuda and logits.dtype != torch.float64 and find_spec("triton") is not None:
         from regard.kernels.triton.softmax import cross_entropy
 
         return cross_entropy(logits, words, labels, smoothing, gradient)
-    logits = logits[:, :words]  # the gradient of the padding is 0, its value
+    logits = logits[:, :words]  # the padding stays 0, which is its gradient
     counts = labels != NOTHING
     at = labels.where(counts, 0)[:, None]
     logs = torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))

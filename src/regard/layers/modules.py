@@ -259,7 +259,7 @@ class FeedForward(nn.Module):
     [1, 5, 8]
     """
 
-    widths: ClassVar[int] = 1  # times ``inner`` outputs of the first layer
+    widths: ClassVar[int] = 1  # the first layer has this many times ``inner`` outputs
 
     def __init__(
         self,

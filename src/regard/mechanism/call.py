@@ -21,7 +21,7 @@ from regard.mechanism.seeing import See
 _LAYOUTS = {2: "[length, dim]", 3: "[batch, length, dim]", 4: "[batch, heads, length, dim]"}
 
 
-# The reason of every backend but the reference to refuse a call that is transformed.
+# Why every backend except 'reference' refuses a call under torch.func.
 TRANSFORMED = (
     "torch.func and forward gradients need plain PyTorch operations: those of 'reference'."
 )

@@ -189,7 +189,7 @@ def _count(number: Any, what: str) -> int:
 
 
 def _column(lengths: Tensor | tuple[int, ...], extent: Extent) -> int | Tensor:
-    """Lengths as an end of an interval: an int, or [batch, 1]."""
+    """Lengths as ``low`` or ``high`` of an Interval: one int if equal, else [batch, 1]."""
     if isinstance(lengths, tuple):
         if len(set(lengths)) == 1:
             return lengths[0]

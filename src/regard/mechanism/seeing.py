@@ -25,7 +25,7 @@ from regard.errors import InputError
 from regard.kernels.plan import OVER_QUERIES, bins
 from regard.mechanism.geometry import Extent, Tile
 
-MAX_NUMBERS = 2**28  # that one field of Seen may hold
+MAX_NUMBERS = 2**28  # the most numbers of one field of Seen
 
 
 class Pairs:

@@ -31,7 +31,7 @@ MAX_OPEN = 8  # bundles that are kept: the shipped ones, and some
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """A model with its tokenizer and what its files say of its use."""
+    """A model with its tokenizer, config and generation settings."""
 
     name: str
     model: Model
@@ -49,11 +49,11 @@ class Bundle:
         return tasks_of(self.config, self.name)
 
     def settings(self, task: str | None) -> Settings:
-        """How its files say to decode, for one of its tasks or for all."""
+        """The decoding settings of the model's files, for one of its tasks or for all."""
         return Settings.of_files({**self.generation, **self.tasks.get(task or "", {})})
 
     def prefix(self, task: str | None) -> str:
-        """What its sources begin with for a task; "" where its files have none."""
+        """The prefix of every source of a task; "" if the model's files have none."""
         prefix = self.tasks.get(task or "", {}).get("prefix")
         return prefix if isinstance(prefix, str) else ""
 
@@ -67,7 +67,7 @@ class Bundle:
             )
 
     def prepared(self, text: str, task: str) -> str:
-        """A text in the form of those the model was trained on, where its recipe says how."""
+        """A text prepared like the training data, by the steps that the model's files list."""
         steps = self.tasks.get(task, {}).get("prepare", [])
         if not isinstance(steps, list) or not all(step in PREPARATIONS for step in steps):
             raise CheckpointError(f"{self.name}: texts cannot be prepared by {steps!r}.")
@@ -98,9 +98,9 @@ def open_bundle(
     device: torch.device | str | None = None,
     precision: Precision = "float32",
 ) -> Bundle:
-    """A model by its name or folder, for a function of :mod:`regard.tasks` or for any use.
+    """A model by its name or folder. With ``task``, raise InputError if it cannot do that task.
 
-    It is kept, and loaded again only if its files change.
+    It is cached, and loaded again only if its files change.
 
     >>> bundle = open_bundle("books-gpt2", "complete")
     >>> bundle.model is open_bundle("books-gpt2").model, bundle.window

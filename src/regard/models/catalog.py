@@ -60,7 +60,9 @@ def at(folder: Path, name: str) -> Known:
     """The model in a folder."""
     found = _described(folder, name, "folder")
     if found is None:
-        raise InputError(f"{folder} holds no model that regard has: see its config.json.")
+        raise InputError(
+            f"{folder} holds no model of an architecture that regard has: see its config.json."
+        )
     return found
 
 

@@ -95,7 +95,7 @@ def convert(
             made.rename(goal)
         finally:
             if old.exists() and not goal.exists():
-                old.rename(goal)  # a failure above loses nothing
+                old.rename(goal)  # restore it after a failure
     return goal
 
 

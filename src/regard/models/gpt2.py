@@ -149,7 +149,7 @@ class GPT2(LanguageModel):
     ) -> Tensor:
         """The hidden state at each of ``ids`` [batch, n]: [batch, n, dim].
 
-        With a ``state`` the ids follow those it has read, and its own padding counts.
+        With a ``state`` the ids follow those already read, and the padding is that of the state.
         """
         check_ids(ids)
         past = 0 if state is None else len(state)

@@ -136,7 +136,7 @@ class Replayed:
             return step
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):  # once before, since nothing may be set up during capture
+        with torch.cuda.stream(aside):  # warm up: capture allows no setup
             step()
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()

@@ -48,5 +48,5 @@ def check_device(device: torch.device | str | None) -> None:
     """Raise InputError for a device that PyTorch does not have."""
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, TypeError, AssertionError):  # the last of a PyTorch without CUDA
+    except (RuntimeError, TypeError, AssertionError):  # AssertionError: built without CUDA
         raise InputError(f"PyTorch has no device {device!r} here.") from None

@@ -266,7 +266,7 @@ class Model(nn.Module):
         return self_attention("", self)
 
     def remember(self) -> Memories | None:
-        """Empty memories, to pass with every segment; None for a model that has no memory."""
+        """Empty memories, updated by each call they are passed to; None for a model without."""
         return None
 
     def read(self, ids: Tensor, *, padding: Padding | None = None) -> Any:
@@ -279,10 +279,10 @@ class Model(nn.Module):
         target: Sequence[int] | None = None,  # noqa: ARG002
         memories: Memories | None = None,
     ) -> None:
-        """Run every attention layer over one sequence of ids, for those who observe them.
+        """Run every attention layer over one sequence of ids, to observe the layers.
 
-        An encoder-decoder writes ``target``; without one only its encoder runs. A model that
-        remembers reads after what its ``memories`` hold.
+        An encoder-decoder writes ``target``; without one only its encoder runs. With ``memories``
+        the ids follow the segments that the memories hold.
         """
         given: dict[str, Any] = {} if memories is None else {"memories": memories}
         self.read(torch.tensor([ids], device=self.device), **given)
@@ -290,7 +290,7 @@ class Model(nn.Module):
     # ------------------------------------------------------------------------------- the output
 
     def output_weights(self) -> tuple[Tensor, Tensor | None] | None:
-        """The weights [vocabulary, dim] and the bias of an output that :meth:`logits` computes."""
+        """The weights [vocabulary, dim] and the bias of the output layer; None if it has none."""
         return None
 
     def logits(self, hidden: Tensor) -> Tensor:
@@ -306,7 +306,7 @@ class Model(nn.Module):
         """The summed loss of ``labels`` at hidden states."""
         output = self.output_weights()
         if output is None or (self.head is not None and not isinstance(self.head, nn.Linear)):
-            logits = self.logits(hidden).float().flatten(0, -2)  # of a quantized output
+            logits = self.logits(hidden).float().flatten(0, -2)  # quantized or prepacked
             return cross_entropy(
                 logits, labels.flatten(), reduction="sum", label_smoothing=smoothing
             )
@@ -318,7 +318,7 @@ class Model(nn.Module):
         return loss
 
     def ban(self, tokens: object) -> bool:  # noqa: ARG002
-        """Never write some tokens, given as bad_words_ids; False for a model that cannot."""
+        """Exclude the tokens of bad_words_ids from generation; return False if the model cannot."""
         return False
 
     def recompute(self, on: bool = True) -> Self:
@@ -546,7 +546,7 @@ class EncoderDecoder(Model):
         memories: Memories | None = None,  # noqa: ARG002
     ) -> None:
         start, state = self.start_decoding([ids], room=len(target or ()))
-        if target is not None:  # each token is read once it is written, the last one never
+        if target is not None:  # the last token is never an input
             written = torch.tensor([target[:-1]], dtype=start.dtype, device=start.device)
             self.step(torch.cat((start, written), dim=1), state)
 

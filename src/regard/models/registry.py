@@ -29,10 +29,10 @@ class Architecture:
     model: str  # "module:Class"
     config: str  # "module:Class"
     hub_names: tuple[str, ...]  # "architectures" in config.json; the first is the one written
-    model_type: str  # in config.json; where that names no architecture, the first row of this type
+    model_type: str  # in config.json; used if "architectures" is missing
     task: str  # what its checkpoints are for, as listings show it
     serves: tuple[str, ...] = ()  # the functions of regard.tasks that take it
-    scored_as: str = ""  # the task whose scores it has; "" where it has none
+    scored_as: str = ""  # the task whose scores apply to it; "" if none do
     trains_for: tuple[str, ...] = ()  # the tasks of recipes
     tokenizers: tuple[str, ...] = ()  # kinds of tokenizer that have the tokens it needs
 

@@ -190,7 +190,7 @@ class T5(EncoderDecoder):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Normal, with deviations that keep variances though no scores are scaled."""
+        """Normal, with deviations that keep variances although scores are not scaled."""
         config = self.config
         nn.init.normal_(self.tokens.weight)
         if isinstance(self.head, nn.Linear):

@@ -33,7 +33,7 @@ class TransformerConfig(Config):
     """
 
     vocabulary: int = configs.size(37000)
-    target_vocabulary: int | None = configs.size(None)  # None shares the source's, and its table
+    target_vocabulary: int | None = configs.size(None)  # None: the source's, in one shared table
     tied: bool = configs.switch(True)  # whether the output shares the target's table
     dim: int = configs.size(512)
     depth: int = configs.layers(6)
@@ -167,8 +167,8 @@ class Transformer(EncoderDecoder):
         """The sinusoids of the first positions: [at least length, dim]."""
         tables = self._sinusoids
         if not tables or len(tables[-1]) < length or tables[-1].device != device:
-            # Longer than needed now, and shorter tables are kept: CUDA graphs read the table they
-            # were recorded with.
+            # Allocate more than needed now. Keep shorter tables: CUDA graphs read the one they were
+            # recorded with.
             length = max(length, 2 * len(tables[-1]) if tables else min(self.config.length, 4096))
             tables.append(sinusoidal(length, self.config.dim, layout="half", device=device))
         return tables[-1]
@@ -177,7 +177,7 @@ class Transformer(EncoderDecoder):
         weight = (self.target_tokens or self.tokens).weight if self.output is None else self.output
         return weight, self.output_bias[0]
 
-    def ban(self, tokens: object) -> bool:  # Marian's padding has a score, but no meaning
+    def ban(self, tokens: object) -> bool:  # Marian bans its padding token
         for token in tokens if isinstance(tokens, list) else ():
             if isinstance(token, list) and len(token) == 1 and type(token[0]) is int:
                 if 0 <= token[0] < self.output_vocabulary:

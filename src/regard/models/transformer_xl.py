@@ -55,13 +55,13 @@ class TransformerXLConfig(Config):
     inner: int = configs.size(4096)
     memory: int = configs.size(1600)  # positions that each layer remembers
     furthest: int | None = configs.size(None)  # larger distances are clamped to it
-    same_length: bool = configs.switch(True)  # every query attends to ``memory`` positions, no more
+    same_length: bool = configs.switch(True)  # no query attends to more than ``memory`` keys
     dropout: float = configs.rate(0.1)
     attention_dropout: float = configs.rate(0.0)
     projection_dropout: float = configs.rate(0.0)  # of queries, keys, values, and distances as keys
     embedding_dropout: float | None = configs.rate(None)  # before the layers; None: as dropout
     output_dropout: float | None = configs.rate(None)  # before the softmax; None: as dropout
-    word_dropout: float = configs.rate(0.0)  # of whole words of the vocabulary, per batch
+    word_dropout: float = configs.rate(0.0)  # of every occurrence of a word in a batch
     epsilon: float = configs.positive(1e-5)
     end_token: int | None = configs.token(0)
 
@@ -230,8 +230,8 @@ class RelativeAttention(MultiHeadAttention):
     ) -> Tensor | tuple[Tensor, Seen]:
         """The last ``queries`` of ``whole`` [batch, n, dim] attend to all of it.
 
-        ``distances`` [d, dim] are sinusoids of the distances 0, 1 ... d - 1. With ``see``, and
-        what was seen.
+        ``distances`` [d, dim] are sinusoids of the distances 0, 1 ... d - 1. With ``see``, (output,
+        Seen).
         """
         query, key, value, bias = self.parts(whole, queries, distances)
         heads = self.attend(query, key, value, mask=mask, bias=bias, see=see)
@@ -336,7 +336,7 @@ class TransformerXL(LanguageModel):
             layer.compile(*args, **options)
 
     def remember(self) -> Memories:
-        """Empty memories, to be passed with every segment."""
+        """Empty memories. Pass the same object with every segment: each call updates it."""
         return Memories(self.config.depth, self.config.memory)
 
     def forward(
@@ -351,8 +351,8 @@ class TransformerXL(LanguageModel):
     ) -> Tensor:
         """The log-probabilities of the token after each of ``ids`` [batch, n].
 
-        The result is [batch, n, vocabulary]. With ``memories`` the ids follow those they have read,
-        and their own padding counts.
+        The result is [batch, n, vocabulary]. With ``memories`` the ids follow the segments already
+        read, and the padding is that of the memories.
 
         With ``labels`` [batch, m], the tokens after each of the last m, it is their summed loss
         instead. ``activation`` and ``slowness`` weight two penalties on the last layer's output

@@ -365,7 +365,7 @@ def _difference(one: Cells, other: Cells, title: str) -> Cells:
 
 
 def _both(one: Axis, other: Axis) -> Axis:
-    """One axis for two: a place whose labels differ gets both."""
+    """Merge two axes: a place whose labels differ gets both labels."""
     labels = tuple(
         before if before == after else f"{before}/{after}"
         for before, after in zip(one.labels, other.labels, strict=False)

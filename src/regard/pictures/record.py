@@ -62,8 +62,8 @@ class Cells:
     def scale(self) -> tuple[float, float]:
         """The numbers at both ends of the colours; symmetric around 0 where there are both signs.
 
-        In a large map a few cells may be far larger than the others, as the first queries of a text
-        are, which have few keys. The scale then ends below them, and the legend says so.
+        In a large map a few cells may far exceed all others, such as those of a text's first
+        queries, which have few keys. The scale then ends below them, and the legend says so.
         """
         if self.limits is not None:
             return self.limits

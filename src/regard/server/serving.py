@@ -1,7 +1,7 @@
 """Start the HTTP server.
 
 ``api`` has the requests and ``limits`` their limits, ``worker`` runs them, ``app`` serves them over
-HTTP, ``middleware`` refuses strangers, and ``web`` is the page.
+HTTP, ``middleware`` refuses foreign and oversized requests, and ``web`` is the page.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from regard.text.words import Span, spans_of, words
 
 @dataclass(frozen=True, slots=True)
 class CrossWeights:
-    """A source, what was written for it, and the cross-attention weights of every head."""
+    """A source, the text generated from it, and the cross-attention weights of every head."""
 
     source: str
     tokens: list[Span]  # the characters of each token of the source; below 0 in a prefix
@@ -50,7 +50,7 @@ def read_weights(
     batch: int,
     check: Check | None = None,
 ) -> Iterator[CrossWeights]:
-    """The weights of each source and text written for it, in one more pass."""
+    """The cross-attention weights of each source and its generated text, in one more pass."""
     model, check = bundle.model, check or no_check
     assert isinstance(model, EncoderDecoder)
     all_weights = cross_weights(model, [w.source for w in written], [w.ids for w in written], batch)

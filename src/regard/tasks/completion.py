@@ -217,7 +217,7 @@ def _attended(bundle: Bundle, prompt: _Prompt, ids: list[int]) -> WordAttention 
     if not queries or len(ids) * total * heads * depth > MAX_ATTENDED_WEIGHTS:
         return None
     read = torch.tensor([[*prompt.ids, *ids[:-1]]], device=model.device)
-    rows = range(len(prompt.ids) - 1, total - 1)  # each wrote the token after it
+    rows = range(len(prompt.ids) - 1, total - 1)  # each row predicted the next token
     with torch.inference_mode(), watch(model, See(rows=rows)) as seen:
         model.read(read)
     table = mean_rows(seen)

@@ -39,7 +39,7 @@ class WordAttention:
         where: str,
         sides: tuple[str, str],
     ) -> WordAttention:
-        """From two texts, each with the spans of its units, and the weights between those."""
+        """Make it from two texts with the spans of their units, and the weights between units."""
         named = [tuple(text[low:high] for low, high in spans) for text, spans in (queries, keys)]
         return cls(named[0], named[1], tuple(map(tuple, table.tolist())), where, sides)
 

@@ -91,7 +91,7 @@ class _Round:
 
 @dataclass(slots=True)
 class _Document:
-    """A document, and each round of summaries: of it, then of the summaries before."""
+    """A document, and the rounds of summaries: each round summarizes the one before."""
 
     text: str
     rounds: list[_Round] = field(default_factory=list)

@@ -56,8 +56,8 @@ class Encoded:
 class Tokenizer:
     """A tokenizer: text to ids and back.
 
-    If a model has another vocabulary for its target, ``target`` is that tokenizer, and decodes;
-    otherwise it is this one.
+    ``target`` is the tokenizer of the model's output, which also decodes. It is another one only if
+    source and target have different vocabularies.
 
     >>> text = Tokenizer.train_bpe(["low lower lowest"] * 9, size=300)
     >>> encoded = text.encode("lower")
@@ -311,7 +311,7 @@ def _read(file: Path) -> FastTokenizer:
 
 
 def word_level(lines: Iterator[str], size: int, own: Sequence[str]) -> Tokenizer:
-    """The words between spaces, and line ends, as in the Penn Treebank."""
+    """A tokenizer that splits at spaces; a line end is a token too, as in the Penn Treebank."""
     special = (END_OF_TEXT, "\n", *own)
     counts = Counter(word for line in lines for word in line.split(" ") if word)
     for token in (*special, "<unk>"):

@@ -22,7 +22,7 @@ class AttentionWarning(UserWarning):
 def watched_model(
     model: nn.Module, settings: Watching, warned: set[str]
 ) -> Iterator[dict[str, dict[str, list[float]]]]:
-    """Measure attention within; on exit the result has each head's mean entropy and largest score.
+    """Context that measures attention; its end fills in each head's mean entropy and largest score.
 
     Warns once for each head whose entropy is too low or whose scores are too large; ``warned`` has
     the warnings already given.

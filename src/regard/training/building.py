@@ -1,4 +1,4 @@
-"""From a recipe to what it names: model, objective and scorer."""
+"""Build the model, the objective and the scorer of a recipe."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _pruned(model: Model, tokenizer: Tokenizer, whole: Tokenizer) -> Model:
     rows = torch.tensor([whole.id(token) for token, _ in tokens])
     small = type(model)(replace(config, vocabulary=len(tokenizer), pad_token=tokenizer.id("[PAD]")))
     state = model.state_dict()
-    for name in ("encoder.tokens.weight", "bias"):  # the second of a masked language model
+    for name in ("encoder.tokens.weight", "bias"):  # only a masked language model has "bias"
         if name in state:
             state[name] = state[name][rows]
     small.load_state_dict(state)
@@ -120,7 +120,7 @@ def _tokenizer_sizes(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
 def objective(
     recipe: Recipe, tokenizer: Tokenizer, model: Model, table: Table, *, shuffled: bool = True
 ) -> Objective:
-    """What the recipe's task learns from a table; not ``shuffled`` to measure its loss."""
+    """The objective of the recipe's task on a table; for evaluation it is not ``shuffled``."""
     length, tokens = recipe.data.length, recipe.batch.tokens
     if RECORDS[recipe.task] is Pair:
         settings = recipe.optimizer

@@ -1,6 +1,7 @@
 """What the weights of a run depend on, and whether a checkpoint was made with the same.
 
-A key that is newer than a checkpoint counts as its default, and one of an earlier name as today's.
+If a checkpoint lacks a key, the default of the key counts. Earlier names of keys are replaced by
+their current names.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ def _free(name: str) -> bool:
 
 
 def _whole(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
-    """With today's names, the defaults of missing keys, and without keys that may change."""
+    """A fingerprint with current names and all defaults, without the keys in FREE."""
     named = {OLD_KEYS.get(name, name): value for name, value in fingerprint.items()}
     whole = {name: value for name, value in named.items() if not _free(name)}
     for name in ("data.train", "data.valid"):

@@ -55,7 +55,7 @@ class Interrupted:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupted]:
-    """Within, SIGTERM and Ctrl-C are only noted; only the main thread can do that."""
+    """Context that records SIGTERM and Ctrl-C instead of stopping; in the main thread only."""
     interrupted = Interrupted()
     if threading.current_thread() is not threading.main_thread():
         yield interrupted
@@ -141,7 +141,7 @@ def replays(recipe: Recipe, device: torch.device) -> bool:
 
 
 class Trainer:
-    """One model, one objective, and all the state between them."""
+    """Trains a model on an objective, and holds all state of the run."""
 
     def __init__(
         self,

@@ -89,7 +89,7 @@ class Engine:
 
     @contextmanager
     def gathered(self, weights: Mapping[str, Tensor] | None) -> Iterator[nn.Module]:
-        """Within, :attr:`whole` has the current weights of the model, or the given ones."""
+        """Context in which :attr:`whole` has the model's current weights, or the given ones."""
         if weights is None:
             yield self.model
             return

@@ -108,7 +108,7 @@ class Processes:
 
 @contextmanager
 def joined(device: torch.device) -> Iterator[Processes]:
-    """Within, the processes that torchrun started together with this one."""
+    """Context with the processes that torchrun started together with this one."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         yield Processes()

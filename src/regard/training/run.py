@@ -99,7 +99,7 @@ def _train(recipe: Recipe, device: torch.device, processes: Processes, resume: b
         )
     if resume and processes.is_first and not keeper.steps():
         _say(f"There is nothing to resume in {folder}: the run starts from the beginning.")
-    metrics.check(recipe.evaluation.metric)  # before training, not after the first steps
+    metrics.check(recipe.evaluation.metric)  # fail now, not at the first evaluation
     folder.mkdir(parents=True, exist_ok=True)
     with _logged(folder, recipe.tensorboard) if processes.is_first else nullcontext(_no_log) as log:
         if processes.count > 1:
@@ -108,7 +108,7 @@ def _train(recipe: Recipe, device: torch.device, processes: Processes, resume: b
         text = processes.first_then_others(
             lambda: tokenizing.tokenizer(recipe, folder / "tokenizer")
         )
-        model = building.model(recipe, text).to(device)  # made on the CPU: the same everywhere
+        model = building.model(recipe, text).to(device)  # created on the CPU: equal on any device
         if recipe.compile:
             # Pieces of text have one shape or two, other batches many. By default the compiler
             # decides by earlier shapes, which a resumed run has not seen.
@@ -256,7 +256,7 @@ def _logged(folder: Path, tensorboard: bool) -> Iterator[Callable[[dict[str, Any
 def _remove_empty(file: Path) -> None:
     if not file.stat().st_size:
         file.unlink()
-        with suppress(OSError):  # something else is there
+        with suppress(OSError):  # not empty
             file.parent.rmdir()
 
 

@@ -1,4 +1,4 @@
-"""What ``watch`` needs of a library: an adapter a library, each in a file of its own."""
+"""The interface of adapters: each lets ``watch`` record the layers of one library."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def _observe(module: nn.Module, watcher: Watcher) -> RemovableHandle:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Within, compiled modules run as plain Python: compiled code ignores new hooks."""
+    """Context in which compiled modules run uncompiled, since compiled code ignores new hooks."""
     # Loading the compiler takes seconds: where it is not loaded, nothing has been compiled.
     compiled = "torch._dynamo" in sys.modules
     with torch.compiler.set_stance("force_eager") if compiled else nullcontext():

@@ -1,4 +1,4 @@
-"""explain() and its kin: one attention call from a sentence, from tensors, or from projections.
+"""explain() and its variants: one attention call from a sentence, tensors, or projections.
 
 ``steps`` computes, ``layer`` takes its numbers from a model, ``trace`` records the steps, and
 ``rendering`` prints them.

@@ -239,7 +239,7 @@ def _truncated(word: str) -> str:
 
 
 def _decimals(matrix: Tensor) -> int:
-    """The fewest that show every number exactly, at most three; -1 for powers of ten."""
+    """The fewest decimals that show every number, at most three; -1 for scientific notation."""
     finite = matrix[matrix.isfinite()].double().abs()
     most = finite.max().item() if finite.numel() else 0.0
     if most and not 1e-3 <= most < 1e5:

@@ -28,7 +28,7 @@ namespace {
 
 constexpr int64_t PANEL = 32, QUAD = 4;  // as in regard.layers.linear
 constexpr int64_t ROWS_PER_PASS = 4;  // rows that share one read of the weights
-constexpr int64_t MIN_TILE_ROWS = 8;  // from which tiles are faster than vectors
+constexpr int64_t MIN_TILE_ROWS = 8;  // from this many rows on, tiles are faster than vectors
 constexpr int64_t MIN_PARALLEL_PRODUCTS = 1 << 18;
 constexpr int PARTS = PANEL / LANES;  // vectors of a panel
 

@@ -290,7 +290,7 @@ def _differentiate_block(
         s = hopper.warpgroup_mma_wait(1, deps=[s])
         neg_lse = load_by_fours(neg_lse_tiles, place, QUERIES, s_layout)
         first_query = step * QUERIES
-        if STEP_HAS_PART and BINS == LANES:  # the queries of each lane lie further on in its bin
+        if STEP_HAS_PART and BINS == LANES:  # a step has a part of each lane's bin
             first_query = step // STEPS * BLOCK + step % STEPS * (HIGH // STEPS)
         parts = weights_of(
             s, neg_lse[None, :], c, key_at - first_query, step < free, STEP_BINS, HIGH, CAUSAL

@@ -86,7 +86,7 @@ def _mask_causal(parts, first, BINS: gl.constexpr, HIGH: gl.constexpr):
     lane = gl.arange(0, LANES, axis_layout(layout, 5, 3))[None, None, None, :, None]
     place = gl.arange(0, PAIR, axis_layout(layout, 5, 4))[None, None, None, None, :]
     first = gl.convert_layout(first, axis_layout(layout, 5, 0))[:, None, None, None, None]
-    # A thread compares compile-time numbers with one of its own.
+    # A thread compares constants with a single number.
     if BINS >= LANES:
         fixed = group * (LANES * HIGH) + turn * PAIR + place
         own = first - lane * HIGH
@@ -186,7 +186,7 @@ def store_bins(
 
 @gluon.jit
 def accumulate_bins(pooled, largest, sums, peaks, here, next_bin, at, per_bin, units):
-    """Add a tile, or step, to the sums of a bin that has several; a new bin begins with it.
+    """Add a tile, or step, to the sums of its bin; if ``here`` is ``next_bin``, a new one begins.
 
     Also return where the next bin begins, and where this one is stored.
     """
@@ -627,7 +627,7 @@ def add(
     items, blocks, heads, groups, programs, single_items, steps, share,
     keys, offset, tiles, per_bin, bins, together, units,
 ):  # fmt: skip
-    """Add what the programs of ``columns`` that share a block stored for its keys."""
+    """Add the partial sums that several programs of ``columns`` stored for one block of keys."""
     work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together, units)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])

@@ -166,7 +166,7 @@ def _from_lanes(parts):
 
 @gluon.constexpr_function
 def _summands(D, CAUSAL, DISTANCE, THRESHOLD):
-    """How many partial sums a tile has for weights, entropy and distance; measured."""
+    """The fastest numbers of partial sums (measured): of weights, of entropy, of distance."""
     if D == 128:
         if THRESHOLD:
             return (2, 1, 2) if CAUSAL else (4, 4, 1)
@@ -182,7 +182,7 @@ def _summands(D, CAUSAL, DISTANCE, THRESHOLD):
 
 @gluon.jit
 def _sum(x, SUMMANDS: gl.constexpr, of_lanes: gl.constexpr):
-    """A lane's sum, as several partial sums: so fewer additions wait for each other."""
+    """A lane's sum, from partial sums that do not depend on each other."""
     if SUMMANDS == 1:
         sums = gl.sum(x, 2)
     else:
@@ -424,13 +424,13 @@ def _write(Out, flat, row, o, queries, WARPS: gl.constexpr):
 
 @gluon.constexpr_function
 def _partial_size(D):
-    """Numbers kept of a row: its output so far, five sums, and the maxima of its sets."""
+    """The size of a row's partial result: its output, five sums, and the maxima of its sets."""
     return D + 5 + LANES * SETS
 
 
 @gluon.jit
 def _partial_pointer(Partials, program, first, part, D: gl.constexpr):
-    """Where a program keeps its part of a block, of which ``first`` is its first tile."""
+    """Where a program stores its partial result of a block; ``first`` is its first tile."""
     slot = partial_slot(program, first == 0)
     return Partials + (slot * BLOCK + part * ROWS).to(gl.int64) * _partial_size(D)
 

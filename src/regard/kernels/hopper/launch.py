@@ -58,7 +58,7 @@ COUNTED_BACKWARD = 64  # width at which programs of the backward pass take items
 POOLED_CELLS = 2048  # numbers from which a program of ``pool`` makes a map's cells at a time
 
 ONE_TEAM: Any = OVERLAPPING | {"num_warps": 4}
-ALL_TEAMS: Any = OVERLAPPING | {"num_warps": 4 * TEAMS}  # all teams of warps are one role
+ALL_TEAMS: Any = OVERLAPPING | {"num_warps": 4 * TEAMS}  # all teams run one copy of the code
 
 
 @cache
@@ -75,7 +75,7 @@ def _descriptor(tensor: Tensor, rows: int, columns: int | None = None) -> Any:
 
 
 def _row_descriptor(numbers: Tensor, count: int = BLOCK) -> Any:
-    """Describe a number for each query, as rows of so many."""
+    """Describe one number per query, as rows of ``count`` numbers."""
     rows = numbers.view(-1, count)
     return tensor_descriptor(rows, rows.shape, rows.stride(), (1, count))
 
@@ -88,7 +88,7 @@ def _new_counters(query: Tensor, count: int = 1) -> Tensor:
 
 
 def numbers_kept_of_a_row(width: int) -> int:
-    """Return how many numbers of a row a program keeps of a block that it shares."""
+    """Return the size of a row's partial result, for a block that several programs share."""
     return width + 5 + LANES * SETS
 
 
@@ -174,7 +174,7 @@ def _interleaved_tiles(
 
 
 def _query_tiles(query: Tensor, bins: Bins, steps: int = 1, strip: int | None = None) -> Any:
-    """Describe tiles of queries, or steps of tiles, interleaved if the bins are."""
+    """Describe tiles of queries, or ``steps`` parts of each, interleaved as ``bins`` are."""
     if bins.interleave is None:
         return _descriptor(query, BLOCK // steps, strip)
     return _interleaved_tiles(query, bins, bins.interleave, steps, strip)
@@ -222,7 +222,7 @@ def _column_sums(
     fields: dict[str, Tensor],
     block: int,
 ) -> _ColumnSums:
-    """Prepare the sums over queries for programs that own blocks of so many keys."""
+    """Prepare the sums over queries for programs that own blocks of ``block`` keys."""
     batch, heads, queries, width = query.shape
     keys, grid, bins = key.shape[2], plan.problem.wanted.map, plan.bins
     assert bins is not None
@@ -322,7 +322,7 @@ def columns(
 
 
 def _as_queries(grad: Tensor, key: Tensor, structure: Structure, plan: Plan) -> tuple[Tensor, Bins]:
-    """Return the output's gradient so that it can be read as the queries are, and its bins."""
+    """Return the output's gradient, copied if the kernels cannot read its layout, and its bins."""
     bins, layout = plan.bins, Layout.of(grad)
     assert bins is not None
     keys, grid = key.shape[2], plan.problem.wanted.map
@@ -341,7 +341,7 @@ def _as_queries(grad: Tensor, key: Tensor, structure: Structure, plan: Plan) -> 
         own = place_bins(layout, keys, grid)
         if isinstance(own, Bins) and own.interleave is not None:
             return grad, own
-    grad = grad.clone(memory_format=torch.contiguous_format)  # it may start anywhere
+    grad = grad.clone(memory_format=torch.contiguous_format)  # aligned, unlike .contiguous()
     own = bins if bins.interleave is None else place_bins(Layout.of(grad), keys, grid)
     assert isinstance(own, Bins)
     return grad, own

@@ -157,7 +157,7 @@ def reset_counters(Counters, count, WARPS: gl.constexpr):
 
 @gluon.jit
 def _share(program, work):
-    """The range of steps of the split items that a program takes, counted over all of them."""
+    """The steps that a program takes, as a range over the steps of all split items."""
     steps = work.items % work.programs * work.steps
     start = gl.minimum(program * work.share, steps)
     return start, gl.minimum(start + work.share, steps)
@@ -173,7 +173,7 @@ def steps_within(program, number, work):
 
 @gluon.jit
 def first_split_item(work):
-    """The number of the first item that is split: those after the last full round."""
+    """The number of the first split item; items are split that follow the last full round."""
     return work.items // work.programs * work.programs
 
 
@@ -202,7 +202,7 @@ def next_number(after, Counter, work, SPLIT: gl.constexpr):
 
 @gluon.jit
 def end_of(work, SPLIT: gl.constexpr):
-    """The number after that of a program's last item."""
+    """One more than the number of a program's last item."""
     if SPLIT:
         start, end = _share(gl.program_id(0), work)
         last = first_split_item(work) + gl.where(start < end, (end - 1) // work.steps + 1, 0)
@@ -213,7 +213,7 @@ def end_of(work, SPLIT: gl.constexpr):
 
 @gluon.jit
 def _from_the_middle(number, work):
-    """Reverse the order of items, but give each program one of the middle first.
+    """Reverse the order of items, except that each program starts with an item from the middle.
 
     ``plan._early_heads`` tells the forward pass which heads those of the middle belong to.
     """
@@ -228,10 +228,10 @@ def item_at(number, work, CAUSAL: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.co
     """Return the head of an item (over all sequences), its first block, and its number of blocks.
 
     With a causal mask an item is a long block and a short one: of queries the long ones are the
-    last. Of the last items all long blocks come first, then the short ones. Passes over blocks of
-    keys (KEYS) begin where the others end, whose last reads are still in the cache. Without a mask
-    their first items come from the middle, so they need not wait for the last blocks of the forward
-    pass.
+    last. The last items are single blocks: all the long ones, then the short ones. Passes over
+    blocks of keys (KEYS) begin where the others end, whose last reads are still in the cache.
+    Without a mask their first items come from the middle, so they need not wait for the last blocks
+    of the forward pass.
     """
     later = number - work.items
     if CAUSAL:

@@ -103,7 +103,7 @@ def fail_launch_unless(true):
 def ring_in(
     room, begin, desc, COUNT: gl.constexpr, SLOTS: gl.constexpr, FULL: gl.constexpr
 ):  # fmt: skip
-    """As ``ring_of``, with barriers in two lines of a room, and return their addresses too."""
+    """As ``ring_of``, with the barriers in two lines of ``room``; return their addresses too."""
     tiles = gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_shape, desc.layout)  # noqa: RUF005
     kind: gl.constexpr = mbarrier.MBarrierLayout()
     shape: gl.constexpr = [room.shape[1] // 2, 1]

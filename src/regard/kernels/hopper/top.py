@@ -138,7 +138,7 @@ def _load_keys(loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constex
 
 @gluon.jit
 def _last_tile(row, offset, tiles, CAUSAL: gl.constexpr):
-    """The last tile of keys that the 64 queries from a row on attend to."""
+    """The last tile of keys that any of 64 queries attends to; ``row`` is the first query."""
     if CAUSAL:
         return gl.minimum(tiles - 1, (row + ROWS - 1 + offset) // BLOCK)
     return tiles - 1
@@ -180,8 +180,8 @@ def _keep_ptx(number, spare):
 def _keep(fours, thresholds, at, kept, ends, FIRST: gl.constexpr):
     """Keep the pairs of a thread in which a score reaches its row's threshold, [., LANES, ., FOUR].
 
-    The last pair is first. Return the next slots, and the kept pairs of the tile as bits of a
-    number above 2**23.
+    Pairs are stored from the last to the first. Return the next slots, and the kept pairs of the
+    tile as the low bits of a float above 2**23.
     """
     N: gl.constexpr = fours.shape[2]
     if N > 1:
@@ -499,7 +499,7 @@ def _store_rows(
     """Store the COUNT highest entries of a team's rows from ``first`` on."""
     s, key = read_two(at)
     s = s.to(gl.float32, bitcast=True)
-    _sync_warp()  # from here on the lists are slots again
+    _sync_warp()  # the memory of the lists may now be reused as slots
     row = gl.arange(0, TEAM_ROWS, gl.SliceLayout(1, at.type.layout)) % ROWS
     place = gl.arange(0, MAX_TOP_KEYS, gl.SliceLayout(0, at.type.layout))[None, :]
     real = s > LOWEST

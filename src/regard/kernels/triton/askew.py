@@ -1,8 +1,9 @@
 # mypy: ignore-errors
 """Kernels for Transformer-XL's term; relative.py describes it, and launches these.
 
-For some queries of some sequences there is a number for each query and key: the term itself, or the
-gradient of a score. Distances are the same numbers with each row shifted by one place.
+They read or write a number for each query and key of a part of a call: the term itself, or the
+gradient of a score. Shifting each row by one more place than the row before turns keys into
+distances.
 """
 
 import triton
@@ -53,7 +54,7 @@ def spread(
     last = tl.minimum(square + BLOCK, until) - 1
     parts = key_stretches(ends, batch, square, last, offset, keys, 0, BLOCK, KIND, False)
     start, stop = parts[0], tl.cdiv(parts[5], BLOCK) * BLOCK
-    # The last of these queries has the keys from here on, the one before it those one place
+    # The last of these queries has the keys from ``first`` on; each one before has those four keys
     # earlier.
     first = start + tl.program_id(2) * BN
     past = BLOCK - 4

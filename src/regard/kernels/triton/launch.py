@@ -62,7 +62,7 @@ def _forward_blocks(query: Tensor, width: int, structure: Structure) -> Blocks:
         return Blocks(WARP, 64, 4, 3 if width <= 128 else 2)
     if structure.bias == RELATIVE:  # what is read of the term is larger than keys and values
         return Blocks(64, 64, 4, 2)
-    # Short rows: more programs, and less that lies beyond the diagonal, or outside of a window.
+    # For short rows, small blocks: more programs, and fewer masked pairs.
     if query.shape[2] <= 1024 and (width > 64 or structure.kind == CAUSAL) and width <= 128:
         return Blocks(64, 64, 4, 3)
     if width <= 64 and 0 < structure.max_keys <= NEAR:
@@ -158,7 +158,7 @@ def forward(
 
 
 def _parts(query: Tensor, keys: int, structure: Structure) -> Iterator[tuple[relative.Part, View]]:
-    """All of a call; under Transformer-XL's term some of it at a time, with that."""
+    """Yield the whole call; with Transformer-XL's term, parts of it and the term of each part."""
     if structure.bias != RELATIVE:
         yield relative.Part(0, query.shape[0], 0, query.shape[2], keys), View(None)
         return
@@ -169,7 +169,7 @@ def _parts(query: Tensor, keys: int, structure: Structure) -> Iterator[tuple[rel
 
 
 def _splits(programs: int, keys: int) -> int:
-    """Among how many programs a block of queries shares its keys, so that all are busy."""
+    """How many programs split the keys of a block of queries, to keep the device busy."""
     return max(1, min(PROGRAMS // programs, keys // SHARE))
 
 
@@ -184,7 +184,7 @@ class _Cut(NamedTuple):
 
 
 def _cut(length: int, bins: int, size: int, lanes: int) -> _Cut:
-    """Blocks of ``size`` places for several bins; for one if there were fewer than ``lanes``."""
+    """Blocks of ``size`` places for ``lanes`` bins or more; for one bin if so many do not fit."""
     if bins == 1:
         return _Cut(1, size, ceil(length, size), True, ceil(length, size))
     widest = -(-length // bins)
@@ -533,7 +533,7 @@ def _expected(
     blocks: Blocks,
     shared: Any,
 ) -> Tensor:
-    """What the gradients of what keys get, and of the map, add to each row's delta."""
+    """The terms that the gradients of ``received`` and the map add to each row's delta."""
     _, heads, queries, width = query.shape
     keys = key.shape[2]
     extra = torch.empty_like(lse)
@@ -548,14 +548,14 @@ def _expected(
 
 
 def _shares(programs: int, tiles: int) -> int:
-    """Among how many programs the tiles of some distances are shared, so that all are busy."""
+    """How many programs share the tiles of the same distances, to keep the device busy."""
     return max(1, min(2 * PROGRAMS // programs, tiles))
 
 
 def _by_diagonal(
     inputs: tuple[Any, ...], sizes: tuple[int, ...], structure: Structure, options: Any
 ) -> Tensor:
-    """The gradient of a table of distances, as the table is, but for what is beyond its reach."""
+    """The gradient of a table of distances, in its shape, without distances beyond its reach."""
     query, reach = inputs[0].data, structure.reach
     batch, heads, queries, _ = query.shape
     narrow = query.dtype != torch.float32 and max(options["BD"], options["BV"]) <= 128

@@ -8,9 +8,9 @@ distance. Where distances decrease keys increase, and each query's keys begin on
 
 So a matrix product of queries and distances, with each row shifted by one place, is the term of
 queries and keys: https://arxiv.org/abs/1901.02860, appendix B. The term of one part of a call lies
-in memory as [queries, keys]. The kernel that makes it writes shifted rows, and those that compute
-gradients of its two sides read shifted rows of the scores' gradients. There is memory for some
-queries at a time, whatever the length.
+in memory as [queries, keys]. The kernel that makes it writes shifted rows. Those that compute the
+gradients of its queries and embeddings read shifted rows of the scores' gradients. Memory is
+allocated for some queries at a time, whatever the length.
 
 ``askew`` has the kernels. Called by ``launch``.
 
@@ -43,7 +43,7 @@ class Part(NamedTuple):
     sequences: int
     start: int
     stop: int
-    keys: int  # the keys before this one matter to its queries
+    keys: int  # its queries attend to no key from this one on
 
     def view(self, room: Tensor, heads: int) -> View:
         """A view with a number for each of its queries and keys; rows are aligned."""
@@ -105,7 +105,7 @@ def shifted(structure: Structure, part: Part, queries: int, keys: int, room: Ten
 
 
 class Gradients:
-    """Gradients of queries, and of the term's two sides, from the gradients of all scores."""
+    """Gradients of queries, relative queries and embeddings, from the gradients of all scores."""
 
     def __init__(self, query: Tensor, key: Tensor, structure: Structure, train: bool) -> None:
         relative_query, table = structure.relative_query, structure.table

@@ -39,7 +39,7 @@ from regard.kernels.triton.tiles import (
 MISSING = tl.constexpr(-(2**63))  # a rank behind every score
 HIGHEST = tl.constexpr(2**31 - 1)  # more than any key
 LANES = tl.constexpr(sizes.LANES)  # threads that share a row, each with own candidates
-FEW = tl.constexpr(16)  # rows that are left, up to which a program searches them one by one
+FEW = tl.constexpr(16)  # the most unfinished rows that a program searches one by one
 NARROW = tl.constexpr(64)  # keys at a time where rows are searched together
 
 
@@ -327,10 +327,10 @@ def search(
     COUNT: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As ``pick``, for the rows that are left: it goes over their keys once more.
+    """As ``pick``, for unfinished rows, all of whose keys are read once more.
 
-    There are nearly always none or very few, and everything waits for them. So a program checks
-    many of all heads' ``rows`` at once, and few rows that are left are searched one by one.
+    There are nearly always none or very few, and later kernels wait for this one. So a program
+    checks many of all heads' ``rows`` at once, and searches a few unfinished rows one by one.
     """
     if EARLY:  # it may begin before the launch that marks these rows has ended
         gdc_wait()

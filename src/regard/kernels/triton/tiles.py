@@ -45,7 +45,7 @@ ABSENT = tl.constexpr(1.0e30)
 
 @triton.jit
 def whose(heads):
-    """The sequence and the head of a program; int64, because strides multiply them."""
+    """The sequence and the head of a program, as int64 because they are multiplied by strides."""
     return (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
 
 

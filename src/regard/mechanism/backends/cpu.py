@@ -24,11 +24,11 @@ from regard.mechanism.masks import lower
 from regard.mechanism.seeing import Pairs, See, Seen, count_rows, finish, zeros
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MIN_SCORES = 2**20  # of a call for which building the kernel is worth its seconds
+MIN_SCORES = 2**20  # calls with fewer do not build the kernel
 UNITS = 256  # parts of heads that threads share
 MAX_CHUNKS = 32  # parts of a head
 MIN_CHUNK_ROWS = 64
-PADDED_KEYS = 32  # that vectors of the kernel may read after the last
+PADDED_KEYS = 32  # the kernel may read so many beyond the last
 
 _BY_QUERY = ("lse", "entropy", "peak", "distance")
 

@@ -31,7 +31,7 @@ def key_ranges(mask: Mask | None) -> bool:
 
 
 def run_kernels(call: Call, hopper: bool) -> tuple[Tensor, Seen | None]:
-    """Run a call on the kernels; with ``hopper`` on those for Hopper where the plan takes them."""
+    """Run a call on the kernels; ``hopper`` allows those for Hopper in passes that fit them."""
     see = call.see
     structure = lower_structure(call)
     wanted = lower_fields(call)
@@ -48,7 +48,7 @@ def run_kernels(call: Call, hopper: bool) -> tuple[Tensor, Seen | None]:
         return output, None
     if not see.lse:
         del results["lse"]
-    in_order = results.pop("rows", None)  # as See names them, so nothing is left to finish
+    in_order = results.pop("rows", None)  # in the order of See: ``finish`` would reorder them
     seen = finish(see, results, call.extent)
     if compute is not None:
         seen = Deferred.of(seen, compute)

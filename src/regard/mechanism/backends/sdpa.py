@@ -74,7 +74,7 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
         and not all_finite(call)
     ):
         return by_rows(call)
-    inputs = [(call.query, call.key, call.value)]  # of all sequences at once, or of each
+    inputs = [(call.query, call.key, call.value)]  # all sequences together; below, one by one
     groups = [pieces]
     if pieces[0].batch != slice(None):
         ones = [1] * extent.batch
@@ -111,7 +111,7 @@ def _parts(tensor: Tensor, ranges: Sequence[range]) -> Sequence[Tensor]:
 
 
 def _can_check(call: Call) -> bool:
-    """Whether the numbers can be read: not without waiting for a GPU, compiled or under vmap."""
+    """Whether values can be checked: not on a GPU, which would wait, compiled or under vmap."""
     if call.extent.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     return not call.transformed

@@ -95,8 +95,8 @@ class _Stream:
 
     In a block each score becomes its exponential (its "power"), and a weight is a power divided by
     the total of its row. Against overflow the highest score of a row is subtracted first, unless
-    the norms of queries, keys and values bound every power. Fields that follow from a row's highest
-    score and total are computed at the end.
+    the norms of queries, keys and values bound every power. Fields that depend on a row's final
+    highest score and total are computed at the end.
     """
 
     def __init__(self, call: Call) -> None:
@@ -147,7 +147,7 @@ class _Stream:
         return self.output, None if call.see is None else self._finish(call.see)
 
     def _closed(self, rows: range, columns: range) -> Tensor:
-        """Where the mask forbids, for columns that some rows may attend to."""
+        """Which pairs of these rows and columns the mask forbids, grouped by key head."""
         assert self.call.mask is not None
         return self._grouped(~self.call.mask.tile(Tile(self.call.extent, rows, columns)))
 
@@ -253,7 +253,7 @@ class _Stream:
         scores: Tensor,  # [h, q, k], less the highest of each row
         inverse: Tensor,  # [h, q, 1]
     ) -> None:
-        """The top keys by score, which tells a weight of 0 from a masked key."""
+        """The top keys by score: a weight of 0 may be rounded, a score of -inf is masked."""
         values, keys = scores.topk(min(see.top, len(tile.columns)), dim=-1)
         keys = (keys + tile.columns.start).masked_fill_(values == -math.inf, -1)
         self.fields["top_keys"][place][..., : keys.shape[-1]] = keys
@@ -296,7 +296,7 @@ class _Stream:
             fields["weights"][place][..., columns] = weights
 
     def _finish(self, see: See) -> Seen:
-        """The fields that follow from the highest score and the total of each row."""
+        """Compute the fields that depend on the highest score and the total of each row."""
         fields, extent = self.fields, self.call.extent
         highest, total = self.highest[..., 0], self.total[..., 0]
         empty = total == 0
