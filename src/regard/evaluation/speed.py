@@ -129,7 +129,7 @@ def decode(device: torch.device, new: int = 64) -> Iterator[Decoded]:
     """Each shipped model that writes: tokens a second, greedy, one text at a time."""
     for name in cards.names():
         model: Any = load(cards.folder(name), device=device, dtype=torch.float32)
-        if not hasattr(model, "begin"):
+        if not hasattr(model, "start_decoding"):
             continue  # it does not generate
         prompt = [list(range(8, 24))]
         generate(model, prompt, max_new_tokens=new)
