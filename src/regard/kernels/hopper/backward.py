@@ -69,7 +69,7 @@ def _queries(D):
 
 @gluon.constexpr_function
 def _slots(D):
-    """The number of ring slots for blocks of keys and values; 1 takes fewer registers (measured)."""
+    """The number of ring slots for blocks of keys and values; 1 takes fewer registers."""
     return 2 if D == 64 else 1
 
 
@@ -175,7 +175,7 @@ def _register_layout(D):
 
 @gluon.jit
 def _in_register_order(x):
-    """Reshape 64 rows of a product to [D // 8, 512]: eight columns; warp, row, lane, four values."""
+    """Reshape 64 rows of a product to [D // 8, 512]: eight columns; warp, row, lane, 4 values."""
     D: gl.constexpr = x.shape[1]
     parts = gl.reshape(x, [4, 2, 8, D // 8, LANES, PAIR])  # a thread has two rows, 8 apart
     parts = gl.reshape(gl.permute(parts, (3, 0, 2, 4, 1, 5)), [D // 8, 512])

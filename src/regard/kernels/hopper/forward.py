@@ -485,8 +485,8 @@ def _attend_block(
     place = next_place(place, STAGES)
     key = _tile_at(first, stop, row, offset, FROM_DIAGONAL)
     scores = by_lanes(s)
-    # In the tile on the diagonal, queries of group 0 attend to none of the last 64 keys, and queries
-    # of group 1 to all of the first 64.
+    # In the tile on the diagonal, queries of group 0 attend to none of the last 64 keys; queries of
+    # group 1 attend to all of the first 64.
     DIAGONAL: gl.constexpr = CAUSAL and EVEN
     SEEN: gl.constexpr = PART * ROWS if DIAGONAL else 0
     seeable = scores

@@ -174,7 +174,7 @@ def _interleaved_tiles(
 
 
 def _query_tiles(query: Tensor, bins: Bins, steps: int = 1, strip: int | None = None) -> Any:
-    """Return a TMA descriptor of queries in the order of ``bins``, with ``steps`` parts per tile."""
+    """Return a TMA descriptor of queries in the order of ``bins``; tiles have ``steps`` parts."""
     if bins.interleave is None:
         return _descriptor(query, BLOCK // steps, strip)
     return _interleaved_tiles(query, bins, bins.interleave, steps, strip)
