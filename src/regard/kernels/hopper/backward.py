@@ -57,7 +57,7 @@ from regard.kernels.hopper.pipeline import (
 )
 from regard.kernels.plan import Sizes, Work
 
-GROUPS = gl.constexpr(2)  # warpgroups: ROWS keys each, BLOCK together
+GROUPS = gl.constexpr(2)  # warpgroups, with ROWS keys each
 EXCHANGED = gl.constexpr(2)  # slots in which the groups exchange gradients of scores
 
 
@@ -258,9 +258,9 @@ def _differentiate_block(
     STEP_HAS_PART: gl.constexpr = _step_has_part_of_bins(D, BINS)
     HIGH: gl.constexpr = BLOCK // BINS
     STEP_BINS: gl.constexpr = BINS if STEP_HAS_PART else BINS // STEPS
-    LONGER: gl.constexpr = LONG or STEP_HAS_PART  # a bin has several steps
+    LONGER: gl.constexpr = LONG or STEP_HAS_PART  # a bin spans several steps
     per_bin = sizes.per_bin * STEPS if LONGER else 1
-    units = work.blocks * (BLOCK // UNIT)  # equals sizes.units, and spills fewer registers
+    units = work.blocks * (BLOCK // UNIT)  # equal to sizes.units, but spills fewer registers
     cell = head * sizes.bins * units + block * (BLOCK // UNIT) + PART * (ROWS // UNIT)
     if MAP and DONE and CAUSAL:
         for row in range(begin // per_bin):

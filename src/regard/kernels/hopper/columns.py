@@ -198,7 +198,7 @@ def accumulate_bins(pooled, largest, sums, peaks, here, next_bin, at, per_bin, u
 
 @gluon.jit
 def store_zero_bins(Cells, at, units, R: gl.constexpr, UNIT: gl.constexpr, BINS: gl.constexpr):
-    """Store zeros for R keys."""
+    """Store zeros in the BINS bins of R keys."""
     layout: gl.constexpr = gl.BlockedLayout(  # the units of different teams are distinct
         [1, 1], [ROWS // UNIT, 32 * UNIT // ROWS], [R // ROWS, 4], [1, 0]
     )
@@ -534,7 +534,7 @@ def _sum_columns(
     BY_COPY: gl.constexpr = neg_lse_by_copy(D)
     if Done is None:
         wait_for_previous_launch()
-    elif not BY_COPY:  # otherwise the loading warp waits for neg_lse
+    elif not BY_COPY:  # if BY_COPY, the loading warp waits for neg_lse instead
         if not is_done(Done, message[0], sizes.tiles):
             wait_for_previous_launch()
     while message[0] >= 0:
@@ -564,7 +564,7 @@ def columns(
     RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
     SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Sums over queries; the formulas are in triton/columns.py.
+    """Compute sums over queries; the formulas are in triton/columns.py.
 
     ``neg_lse`` is -lse to base 2 in the order of a tile's queries, and -inf for padding, whose
     weights are then 0. It is a descriptor if ``neg_lse_by_copy``, else a pointer. SPLIT: programs

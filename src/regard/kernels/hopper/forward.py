@@ -62,7 +62,7 @@ from regard.kernels.hopper.pipeline import (
 from regard.kernels.hopper.sorting import eighth_highest
 from regard.kernels.plan import Work
 
-GROUPS = gl.constexpr(2)  # warpgroups that attend: ROWS queries each, BLOCK together
+GROUPS = gl.constexpr(2)  # warpgroups, with ROWS queries each
 SETS = gl.constexpr(sizes.SETS)  # sets of a lane's scores, whose maxima are kept
 JOINED = gl.constexpr(sizes.JOINED)  # programs that can share a block
 # How far a score, base 2, may exceed the reference score that weights are relative to.
@@ -191,7 +191,7 @@ def _sum(x, SUMMANDS: gl.constexpr, of_lanes: gl.constexpr):
 
 @gluon.jit
 def _followed_by_zeros(p, s):
-    """The weights of the first keys, followed by zeros, in the shape of ``s``."""
+    """Pad the weights ``p`` of the first half of the keys with zeros to the shape of ``s``."""
     halves = gl.permute(gl.join(p, gl.full_like(p, 0.0)), (0, 1, 3, 2))
     return gl.convert_layout(gl.reshape(halves, s.shape), s.type.layout)
 
@@ -281,7 +281,7 @@ def _weigh_tile(
         if LAZY:
             top = gl.maximum(top, highest)
         highest = highest * c
-    if LAZY and not MASKED:  # keep the reference score, unless a score is much higher
+    if LAZY and not MASKED:  # raise the reference score only if a score exceeds it by SLACK
         higher = gl.where(highest > m + SLACK, highest, m)
     else:
         higher = gl.maximum(m, highest)
@@ -298,7 +298,7 @@ def _weigh_tile(
     if ENTROPY:
         e = (e + (m - higher)[:, None] * l) * smaller + _sum(p * x, SUMMANDS[1], of_lanes)
     if DISTANCE:
-        if FREE or CAUSAL:  # all keys with a weight lie on one side
+        if FREE or CAUSAL:  # all unmasked keys lie on one side of each query
             inside = _sum(p * fixed.to(gl.float32), SUMMANDS[2], of_lanes)
             own = gl.arange(0, LANES, gl.SliceLayout(0, of_lanes)) * PAIR
             away = (query_at - key)[:, None] - own[None, :]
@@ -474,7 +474,7 @@ def _attend_block(
     e = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
     t = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
     m = gl.full([ROWS], LOWEST, gl.float32, of_rows)
-    top = gl.full([ROWS], float("-inf"), gl.float32, of_rows)  # of unmasked tiles
+    top = gl.full([ROWS], float("-inf"), gl.float32, of_rows)  # highest score of unmasked tiles
     h = gl.full([ROWS, LANES, MAXIMA], NOTHING, gl.float32, of_maxima)
 
     q = wait_until_full(q_ring, q_place).reshape([BLOCK, D]).slice(PART * ROWS, ROWS)

@@ -49,11 +49,11 @@ from regard.kernels.sizes import (
 )
 
 # Measured on an H200 at commit 8c94c07, see docs/log.md. The keys of dicts are head widths.
-STAGES = 2  # tiles of keys and of values that are loaded ahead
-TILE_STAGES = {64: 8, 128: 3}  # tiles of queries in the columns pass
-KEY_STAGES = {64: 4, 128: 2}  # tiles of keys in the pass for the top keys
-STEP_STAGES = {64: 2, 128: 3}  # steps of queries in the backward pass
-NEG_LSE_BY_COPY = 64  # width at which the columns pass has the copy engine load neg_lse
+STAGES = 2  # ring slots for tiles of keys and values in the forward pass
+TILE_STAGES = {64: 8, 128: 3}  # ring slots for tiles of queries in the columns pass
+KEY_STAGES = {64: 4, 128: 2}  # ring slots for tiles of keys in the top keys pass
+STEP_STAGES = {64: 2, 128: 3}  # ring slots for steps of queries in the backward pass
+NEG_LSE_BY_COPY = 64  # width at which the copy engine loads neg_lse in the columns pass
 COUNTED_BACKWARD = 64  # width at which programs of the backward pass take items from a counter
 POOLED_CELLS = 2048  # numbers that a program of ``pool`` reads at a time
 
@@ -341,7 +341,9 @@ def _as_queries(grad: Tensor, key: Tensor, structure: Structure, plan: Plan) -> 
         own = place_bins(layout, keys, grid)
         if isinstance(own, Bins) and own.interleave is not None:
             return grad, own
-    grad = grad.clone(memory_format=torch.contiguous_format)  # aligned, unlike .contiguous()
+    grad = grad.clone(
+        memory_format=torch.contiguous_format
+    )  # clone aligns the memory; .contiguous() may not
     own = bins if bins.interleave is None else place_bins(Layout.of(grad), keys, grid)
     assert isinstance(own, Bins)
     return grad, own

@@ -28,7 +28,7 @@ from regard.kernels.plan import Work
 # Kernels are not specialized on these. ``heads`` has few values, and ``groups`` is mostly 1.
 NOT_SPECIALIZED = [name for name in Work._fields if name not in ("heads", "groups")]
 LN2 = gl.constexpr(sizes.LN2)
-NOTHING = gl.constexpr(-3.0e38)  # as in triton/tiles.py
+NOTHING = gl.constexpr(-3.0e38)  # the value in triton/tiles.py
 LOWEST = gl.constexpr(-1.0e37)
 ROWS = gl.constexpr(sizes.ROWS)
 BAND = gl.constexpr(sizes.BAND)
@@ -41,7 +41,7 @@ PAIR = gl.constexpr(sizes.PAIR)
 
 @gluon.constexpr_function
 def axis_layout(layout, rank, axis):
-    """The layout of a vector along one axis of a tensor."""
+    """The layout of a vector along one axis of a tensor with ``rank`` axes."""
     for other in reversed(range(rank)):
         if other != axis:
             layout = gl.SliceLayout(other, layout)
@@ -202,7 +202,7 @@ def next_number(after, Counter, work, SPLIT: gl.constexpr):
 
 @gluon.jit
 def end_of(work, SPLIT: gl.constexpr):
-    """One more than the number of a program's last item."""
+    """The end (exclusive) of the numbers of a program's items."""
     if SPLIT:
         start, end = _share(gl.program_id(0), work)
         last = first_split_item(work) + gl.where(start < end, (end - 1) // work.steps + 1, 0)
@@ -259,7 +259,7 @@ def block_of(item, half, work):
 
 @gluon.jit
 def message_of(number, work, CAUSAL: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr):
-    """The first block of an item as a message; see ``unpack_message``."""
+    """The message about the first block of an item; see ``unpack_message``."""
     flat, block, _ = item_at(number, work, CAUSAL, KEYS, SPLIT)
     return gl.where(number < end_of(work, SPLIT), flat, -1), 2 * block
 

@@ -475,7 +475,7 @@ def _order(lists):
     begin = _list_of(lists, row)
     room = (
         lists + row // BAND * ROOM + BAND * LIST + row % BAND * (MAX_TOP_KEYS * ENTRY)
-    )  # behind the lists
+    )  # after the lists
     length = read(begin + LENGTH)
     again = gl.inline_asm_elementwise(
         _order_ptx(LISTED, MOST), "=&r,r,r,r,r,r",
