@@ -341,9 +341,7 @@ def _as_queries(grad: Tensor, key: Tensor, structure: Structure, plan: Plan) -> 
         own = place_bins(layout, keys, grid)
         if isinstance(own, Bins) and own.interleave is not None:
             return grad, own
-    grad = grad.clone(
-        memory_format=torch.contiguous_format
-    )  # clone aligns the memory; .contiguous() may not
+    grad = grad.clone(memory_format=torch.contiguous_format)  # aligned; .contiguous() may not be
     own = bins if bins.interleave is None else place_bins(Layout.of(grad), keys, grid)
     assert isinstance(own, Bins)
     return grad, own

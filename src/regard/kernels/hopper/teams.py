@@ -8,7 +8,7 @@ and arrives at them in PTX, because Triton would synchronize all warps.
 
 PTX needs the addresses of the barriers, which Triton does not expose. The barriers lie in the last
 lines of a ``room``, a shared buffer of integers. Triton places larger shared buffers first, so the
-address of the room is the size of the larger buffers. The kernels check this at their start.
+offset of the room is the size of the larger buffers. The kernels check this at their start.
 
 Callers: ``columns``, ``top``.
 
