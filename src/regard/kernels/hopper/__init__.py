@@ -1,11 +1,12 @@
-"""The passes for Hopper, in Gluon: groups of warps have roles, as in FlashAttention-3.
+"""Attention kernels for Hopper in Gluon, with warp specialization as in FlashAttention-3.
 
-They compute the same as ``triton/forward.py``, ``columns.py``, ``backward.py`` and the top keys of
-``rows.py``, for calls that have no bias, and no mask or a causal one. Triton assigns the work of
-each warp itself, and is slower on Hopper. Gluon (https://triton-lang.org/main/gluon) is its lower
-language, where the program does that. These kernels run on compute capability 9.0 alone.
+They compute the same results as the Triton kernels in ``triton/forward.py``, ``columns.py``,
+``backward.py`` and the top keys of ``rows.py``. They take calls without a bias, unmasked or causal.
+In Triton the compiler assigns work to warps, which is slower on Hopper. In Gluon
+(https://triton-lang.org/main/gluon), its lower-level language, the kernel assigns it. These kernels
+run only on compute capability 9.0.
 
-``launch`` launches them. It is imported only where a plan takes them.
+``launch`` launches the kernels. It is imported only when a plan selects them.
 """
 
 from regard.kernels.hopper.backward import backward, gather, prepare

@@ -1,15 +1,15 @@
 # mypy: ignore-errors
-"""The backward pass of a plain call for Hopper, which also sums over queries.
+"""The backward pass for Hopper, which also computes sums over queries.
 
-Formulas: triton/backward.py (gradients) and triton/columns.py (sums). The weights are recomputed
-here, so their sums over queries are almost free. Two warpgroups have 64 keys each, and go over the
-queries together. The gradient of a query is a product of both groups' gradients of scores: they
-exchange these in shared memory, one step late, so that neither waits. Programs add to the gradients
-of queries in float32, in the register order of a product; ``gather`` puts them in order.
+Formulas: triton/backward.py (gradients) and triton/columns.py (sums). This pass recomputes the
+weights, so their sums over queries are almost free. Two warpgroups have 64 keys each and iterate
+over the queries together. A query's gradient needs both groups' gradients of scores. They exchange
+these in shared memory and use them one step later, so that neither waits. Programs add gradients of
+queries atomically in float32, in the register order of a product; ``gather`` reorders them.
 
-A step is a tile of queries at a width of 64, and half of one at 128: registers hold its scores,
-their gradients, and the gradients of keys and values so far. Called by ``launch.backward``.
-Gradients of queries differ in their last bits between runs.
+At a width of 64 a step is a tile of queries, and at 128 half a tile, because registers hold the
+step's scores, their gradients, and the accumulated gradients of keys and values. Called by
+``launch.backward``. Gradients of queries differ in their last bits between runs.
 
 Test: ``pytest tests/kernels/test_hopper.py -k backward_is_the_definition``.
 """
@@ -57,52 +57,52 @@ from regard.kernels.hopper.pipeline import (
 )
 from regard.kernels.plan import Sizes, Work
 
-GROUPS = gl.constexpr(2)  # warpgroups: ROWS keys each, BLOCK together
-EXCHANGED = gl.constexpr(2)  # steps whose gradients of scores are in exchange
+GROUPS = gl.constexpr(2)  # warpgroups, with ROWS keys each
+EXCHANGED = gl.constexpr(2)  # slots in which the groups exchange gradients of scores
 
 
 @gluon.constexpr_function
 def _queries(D):
-    """Queries of a step."""
+    """The number of queries in a step."""
     return 8192 // D
 
 
 @gluon.constexpr_function
 def _slots(D):
-    """Blocks of keys and values in shared memory; one takes fewer registers. Measured."""
+    """The number of ring slots for blocks of keys and values; 1 takes fewer registers."""
     return 2 if D == 64 else 1
 
 
 @gluon.constexpr_function
 def _uses_counter(D):
-    """Whether programs take items from a counter; at 128 messages cost too many registers."""
+    """Whether programs take items from a counter; at 128, messages cost too many registers."""
     return D == 64
 
 
 @gluon.constexpr_function
 def _writes_bin_once(D, BINS, CAUSAL):
-    """Whether a bin of several steps is stored at its end, or after each step. Measured."""
+    """Whether to store a bin of several steps once at its end, not after each step (measured)."""
     return D == 128 and (BINS == 4 or not CAUSAL)
 
 
 @gluon.constexpr_function
 def _step_has_part_of_bins(D, BINS):
-    """Whether a step holds a part of the queries of each bin of a tile, or of one bin.
+    """Whether a step holds only a part of the queries of a bin.
 
-    Half a tile may hold half of the bins: not if there is one, or if each lane has one.
+    Half a tile holds whole bins, except if a tile has one bin, or one bin per lane.
     """
     return D > 64 and BINS in (1, 4)
 
 
 @gluon.jit
 def _first_step(block, sizes, CAUSAL: gl.constexpr, D: gl.constexpr):
-    """The first step whose queries attend to some key of a block."""
+    """The first step with queries that attend to any key of a block."""
     return first_tile(block, sizes, CAUSAL, BLOCK) * (BLOCK // _queries(D))
 
 
 @gluon.jit
 def _step_at(batch, head, i, interleave, D: gl.constexpr, BINS: gl.constexpr):
-    """Where the queries of the i-th step lie, in the order of bins if they are interleaved."""
+    """The TMA coordinates of the i-th step's queries, in the order of bins if interleaved."""
     STEPS: gl.constexpr = BLOCK // _queries(D)
     if BINS >= LANES:
         first = batch * interleave.batch + head * interleave.head
@@ -118,7 +118,7 @@ def _step_at(batch, head, i, interleave, D: gl.constexpr, BINS: gl.constexpr):
 
 @gluon.jit
 def _load(loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAUSAL: gl.constexpr):
-    """The loading warp: keys and values of blocks, and steps of queries with their numbers."""
+    """Run the loading warp: load blocks of keys and values, and steps with neg_lse and delta."""
     rings, messages, Counter, described, work, sizes = loader
     key_ring, values, query_ring, grads, neg_lse_tiles, deltas = rings
     STEPS: gl.constexpr = BLOCK // _queries(D)
@@ -162,7 +162,7 @@ def _load(loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAU
 
 @gluon.constexpr_function
 def _register_layout(D):
-    """The layout [D // 8, 512] of 64 rows of a product, in the order of registers."""
+    """The layout [D // 8, 512] of 64 rows of a product in register order."""
     columns = [2**i for i in range(20) if 2**i < D // 8]
     return gl.DistributedLinearLayout(
         [[0, 1], [0, 2], *[[bit, 0] for bit in columns]],
@@ -175,16 +175,16 @@ def _register_layout(D):
 
 @gluon.jit
 def _in_register_order(x):
-    """A product of 64 rows as [D // 8, 512]: by eight columns; then warp, row, lane, four."""
+    """Reshape 64 rows of a product to [D // 8, 512]: eight columns; warp, row, lane, 4 values."""
     D: gl.constexpr = x.shape[1]
-    parts = gl.reshape(x, [4, 2, 8, D // 8, LANES, PAIR])  # a thread has rows 8 apart
+    parts = gl.reshape(x, [4, 2, 8, D // 8, LANES, PAIR])  # a thread has two rows, 8 apart
     parts = gl.reshape(gl.permute(parts, (3, 0, 2, 4, 1, 5)), [D // 8, 512])
     return gl.convert_layout(parts, _register_layout(D))
 
 
 @gluon.jit
 def _register_offsets(D: gl.constexpr):
-    """Offsets of the numbers of ``_in_register_order``."""
+    """The memory offsets of the numbers of ``_in_register_order``."""
     eight = gl.arange(0, D // 8, gl.SliceLayout(1, _register_layout(D)))
     its = gl.arange(0, 512, gl.SliceLayout(0, _register_layout(D)))
     return eight[:, None] * 512 + its[None, :]
@@ -192,7 +192,7 @@ def _register_offsets(D: gl.constexpr):
 
 @gluon.jit
 def _add_query_gradients(QueryGrad, at, x):
-    """Add a group's gradients of queries to the sums of all programs."""
+    """Add a group's gradients of queries atomically to the sums over all programs."""
     gl.atomic_add(
         QueryGrad + at + _register_offsets(x.shape[1]), _in_register_order(x), sem="relaxed"
     )
@@ -200,9 +200,9 @@ def _add_query_gradients(QueryGrad, at, x):
 
 @gluon.jit
 def _query_gradient_product(score_ring, place, keys, nothing, PART: gl.constexpr, D: gl.constexpr):
-    """A group's share of the gradients of a step's queries, [64, 64], from both groups' scores.
+    """A group's share of the gradients of a step's queries, [64, 64], from the score gradients.
 
-    It is half of the queries, where there are 128; otherwise half of the width.
+    Its share is half of the queries if a step has 128, otherwise half of the width.
     """
     changes = wait_until_full(score_ring, place).permute((1, 0))
     if D == 64:
@@ -218,7 +218,7 @@ def _write(out, flat, row, x, heads, keys):
     """Store the gradient of 64 keys or values."""
     D: gl.constexpr = x.shape[1]
     x = x.to(out.data.dtype.element_ty)
-    if D == 64:  # whole rows; at 128 each thread's own numbers, which need no shared memory
+    if D == 64:  # store whole rows; at 128 store directly, without shared memory
         x = gl.convert_layout(x, gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
     layout: gl.constexpr = x.type.layout
     rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
@@ -233,7 +233,7 @@ def _differentiate_block(
     UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, RECEIVED: gl.constexpr,
     MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
 ):  # fmt: skip
-    """The gradients of 64 keys, and their share in those of all queries that attend to them."""
+    """Compute the gradients of 64 keys and values, and add their share to those of the queries."""
     rings, messages, score_ring, written, work, sizes, c, scale = shared
     key_ring, values, query_ring, grads, neg_lse_tiles, deltas = rings
     QueryGrad, key_grad, value_grad, Received, Map, MapPeak = written
@@ -258,9 +258,9 @@ def _differentiate_block(
     STEP_HAS_PART: gl.constexpr = _step_has_part_of_bins(D, BINS)
     HIGH: gl.constexpr = BLOCK // BINS
     STEP_BINS: gl.constexpr = BINS if STEP_HAS_PART else BINS // STEPS
-    LONGER: gl.constexpr = LONG or STEP_HAS_PART  # a bin has several steps
+    LONGER: gl.constexpr = LONG or STEP_HAS_PART  # a bin spans several steps
     per_bin = sizes.per_bin * STEPS if LONGER else 1
-    units = work.blocks * (BLOCK // UNIT)  # equals sizes.units, and spills fewer registers
+    units = work.blocks * (BLOCK // UNIT)  # equal to sizes.units, but spills fewer registers
     cell = head * sizes.bins * units + block * (BLOCK // UNIT) + PART * (ROWS // UNIT)
     if MAP and DONE and CAUSAL:
         for row in range(begin // per_bin):
@@ -280,7 +280,7 @@ def _differentiate_block(
     like, _ = sums_of(weights_of(none, none, c, key_at, False, STEP_BINS, HIGH, False), MAP_PEAK)
     pooled, largest = gl.zeros_like(like), gl.zeros_like(like)
     received = gl.sum(pooled, 1)
-    # Any place but exchange_place: Triton would take the same name for unchanged.
+    # Not exchange_place: Triton would treat two names of one value as the same in the loop.
     before = ring_start()
     for step in range(begin, end):
         q = wait_until_full(query_ring, place).reshape([QUERIES, D])
@@ -290,7 +290,7 @@ def _differentiate_block(
         s = hopper.warpgroup_mma_wait(1, deps=[s])
         neg_lse = load_by_fours(neg_lse_tiles, place, QUERIES, s_layout)
         first_query = step * QUERIES
-        if STEP_HAS_PART and BINS == LANES:  # a step has a part of each lane's bin
+        if STEP_HAS_PART and BINS == LANES:  # a step has a part of each lane's bin of queries
             first_query = step // STEPS * BLOCK + step % STEPS * (HIGH // STEPS)
         parts = weights_of(
             s, neg_lse[None, :], c, key_at - first_query, step < free, STEP_BINS, HIGH, CAUSAL
@@ -311,7 +311,9 @@ def _differentiate_block(
         if not LONGER:
             at += STEP_BINS * units
         p = gl.convert_layout(gl.reshape(parts, [ROWS, QUERIES]), s_layout)
-        wait_until_full(key_ring, block_place)  # a branch for ptxas; see forward.py
+        wait_until_full(
+            key_ring, block_place
+        )  # a branch for ptxas: see the same wait in forward.py
         p_grad = hopper.warpgroup_mma_wait(0, deps=[p_grad])
         delta = load_by_fours(deltas, place, QUERIES, s_layout)
         s_grad = (p * (p_grad + delta[None, :])).to(dtype)
@@ -356,7 +358,7 @@ def _differentiate(
     UNIT: gl.constexpr, LONG: gl.constexpr, CAUSAL: gl.constexpr, RECEIVED: gl.constexpr,
     MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: its 64 keys of every block of keys, and all queries."""
+    """Run a warpgroup: its 64 keys of every block of keys, over all queries."""
     work = shared[4]
     place = ring_start()
     block_place = ring_start()
@@ -392,7 +394,7 @@ def backward(
     LONG: gl.constexpr, CAUSAL: gl.constexpr, RECEIVED: gl.constexpr, MAP: gl.constexpr,
     MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
 ):  # fmt: skip
-    """Gradients, and the sums over queries of ``columns``."""
+    """Compute gradients, and the sums over queries that ``columns`` computes."""
     work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together, units)
     QUERIES: gl.constexpr = _queries(D)
@@ -444,7 +446,7 @@ def backward(
 
 @gluon.jit
 def _row_of(place, bits):
-    """The query at a place, where lanes hold bins of 2**bits queries."""
+    """The index of the query at a position of a tile whose lanes hold bins of 2**bits queries."""
     within = place & (LANES << bits) - 1
     lane, turn = within // PAIR % LANES, within // (LANES * PAIR)
     return place - within + (lane << bits) + turn * PAIR + place % PAIR
@@ -464,10 +466,10 @@ def prepare(
     bits,
     D: gl.constexpr,
 ):
-    """Compute -delta of each row in ``by_fours`` order, and set the sums of gradients to zero.
+    """Compute -delta of each row in ``by_fours`` order, and set the gradients of queries to zero.
 
-    Also bring ``NegLse`` into that order, where it is not yet. A program has ROWS places of a tile.
-    Reset the counter of items.
+    Also reorder ``NegLse`` if it is not in that order, and reset the counter of items. A program
+    processes ROWS positions of a tile.
     """
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     of_rows: gl.constexpr = gl.SliceLayout(1, layout)
@@ -496,7 +498,7 @@ def prepare(
 
 @gluon.jit(do_not_specialize=["heads", "queries", "bits"])
 def gather(QueryGrad, query_grad, heads, queries, bits, scale, D: gl.constexpr):
-    """Scale the sums of query gradients, and store them in the layout of queries: ROWS places."""
+    """Scale ROWS gradients of queries, and store them in the layout of the queries."""
     layout: gl.constexpr = gl.BlockedLayout([1, 8], [256 // D, D // 8], [4, 1], [1, 0])
     flat, part = gl.program_id(1), gl.program_id(0)
     tiles = (queries + BLOCK - 1) // BLOCK

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """Sums over queries for Hopper: received, map and map_peak; the formulas are in triton/columns.py.
 
-Four teams (warpgroups) have 64 keys each, and all go over the queries. They are one role; see
-teams.py. Called by ``launch.columns``; ``backward`` uses the sums of tiles. No two programs add to
-one number, so repeats are equal to the bit.
+Four teams (warpgroups) have 64 keys each, and each iterates over all queries. They run as one role;
+see teams.py. Called by ``launch.columns``; ``backward`` also uses the functions that sum a tile. No
+two programs add to the same number, so results are bitwise reproducible.
 
 Test: ``pytest tests/kernels/test_hopper.py -k columns_are_the_definition``.
 """
@@ -67,9 +67,9 @@ from regard.kernels.plan import Sizes, Work
 
 @gluon.jit
 def _by_bins(p, BINS: gl.constexpr):
-    """Reshape the weights of a tile to [keys, groups of bins, ., LANES, PAIR].
+    """Reshape the weights of a tile to [keys, groups of bins, turns, LANES, PAIR].
 
-    The weights of a bin lie along . and PAIR, and with one or two bins a tile along LANES too.
+    The weights of a bin lie along turns and PAIR. With fewer bins than LANES, also along LANES.
     """
     A: gl.constexpr = BINS // LANES if BINS >= LANES else BINS
     return gl.reshape(p, [p.shape[0], A, p.shape[1] // (A * LANES * PAIR), LANES, PAIR])
@@ -77,7 +77,7 @@ def _by_bins(p, BINS: gl.constexpr):
 
 @gluon.jit
 def _mask_causal(parts, first, BINS: gl.constexpr, HIGH: gl.constexpr):
-    """The weights of the queries that may attend to each key: from the place ``first`` on."""
+    """Set the weights of each key to 0 for queries before its index ``first`` in the tile."""
     A: gl.constexpr = parts.shape[1]
     T: gl.constexpr = parts.shape[2]
     layout: gl.constexpr = parts.type.layout
@@ -86,7 +86,7 @@ def _mask_causal(parts, first, BINS: gl.constexpr, HIGH: gl.constexpr):
     lane = gl.arange(0, LANES, axis_layout(layout, 5, 3))[None, None, None, :, None]
     place = gl.arange(0, PAIR, axis_layout(layout, 5, 4))[None, None, None, None, :]
     first = gl.convert_layout(first, axis_layout(layout, 5, 0))[:, None, None, None, None]
-    # A thread compares constants with a single number.
+    # A thread then compares compile-time constants with a single number.
     if BINS >= LANES:
         fixed = group * (LANES * HIGH) + turn * PAIR + place
         own = first - lane * HIGH
@@ -100,7 +100,7 @@ def _mask_causal(parts, first, BINS: gl.constexpr, HIGH: gl.constexpr):
 def _exchange_layout(warps, rows, parts, lanes):
     """The layout [warps, 2, rows, parts, 2, lanes] in which a thread holds both rows of one part.
 
-    Before, it held both parts of one row: it swaps one of two numbers with the paired thread.
+    Converting from two parts of one row to this layout swaps one number with the paired thread.
     """
     bits = [2**i for i in range(5)]
     return gl.DistributedLinearLayout(
@@ -125,9 +125,9 @@ def _reduce_axis(x, axis: gl.constexpr, LARGEST: gl.constexpr):
 
 @gluon.jit
 def _reduce_warp_rows(x, LARGEST: gl.constexpr):
-    """Reduce [warps, rows, parts, lanes] over all rows of a warp: [warps, parts * lanes].
+    """Reduce [warps, rows, parts, lanes] over all rows of a warp to [warps, parts * lanes].
 
-    While a thread holds several parts, it swaps half of them with another and reduces the rest.
+    While a thread holds several parts, it swaps half of them with another thread, then reduces.
     """
     WARPS: gl.constexpr = x.shape[0]
     R: gl.constexpr = x.shape[1] // 2
@@ -148,9 +148,9 @@ def _store_cells(
     Cells, at, units, sums, per_query,
     UNIT: gl.constexpr, BINS: gl.constexpr, LARGEST: gl.constexpr, DONE: gl.constexpr,
 ):  # fmt: skip
-    """Store a tile's share of the map: over UNIT keys each, and over lanes that share a bin.
+    """Reduce a tile's sums over UNIT keys, and over lanes that share a bin; store them in the map.
 
-    DONE: these are cells, whose sum times ``per_query`` is an average.
+    DONE: units are cells of the map, and sums times ``per_query`` are averages.
     """
     A: gl.constexpr = sums.shape[1]
     R: gl.constexpr = sums.shape[0]
@@ -176,7 +176,7 @@ def store_bins(
     UNIT: gl.constexpr, BINS: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
     DONE: gl.constexpr,
 ):  # fmt: skip
-    """Store the sums of bins, [keys, ., LANES]."""
+    """Store the sums of bins, [keys, groups of bins, LANES]."""
     Map, MapPeak, units, per_query = cells
     if MAP:
         _store_cells(Map, at, units, pooled, per_query, UNIT, BINS, False, DONE)
@@ -186,9 +186,9 @@ def store_bins(
 
 @gluon.jit
 def accumulate_bins(pooled, largest, sums, peaks, here, next_bin, at, per_bin, units):
-    """Add a tile, or step, to the sums of its bin; if ``here`` is ``next_bin``, a new one begins.
+    """Add a tile or step to the sums of its bin, which are reset first if ``here == next_bin``.
 
-    Also return where the next bin begins, and where this one is stored.
+    Also return the index at which the next bin begins, and the offset at which to store this bin.
     """
     fresh = here == next_bin
     pooled = gl.where(fresh, 0.0, pooled) + sums
@@ -198,8 +198,8 @@ def accumulate_bins(pooled, largest, sums, peaks, here, next_bin, at, per_bin, u
 
 @gluon.jit
 def store_zero_bins(Cells, at, units, R: gl.constexpr, UNIT: gl.constexpr, BINS: gl.constexpr):
-    """Store zeros for R keys."""
-    layout: gl.constexpr = gl.BlockedLayout(  # each team has units of its own
+    """Store zeros in the BINS bins of R keys."""
+    layout: gl.constexpr = gl.BlockedLayout(  # the units of different teams are distinct
         [1, 1], [ROWS // UNIT, 32 * UNIT // ROWS], [R // ROWS, 4], [1, 0]
     )
     unit = gl.arange(0, R // UNIT, gl.SliceLayout(1, layout)) % (ROWS // UNIT)
@@ -210,7 +210,7 @@ def store_zero_bins(Cells, at, units, R: gl.constexpr, UNIT: gl.constexpr, BINS:
 
 @gluon.jit
 def first_tile(block, sizes, CAUSAL: gl.constexpr, KEYS: gl.constexpr):
-    """The first tile of queries that attend to some key of a block of KEYS keys."""
+    """The first tile with queries that attend to any key of a block of KEYS keys."""
     if CAUSAL:
         return gl.maximum(block * KEYS - sizes.offset, 0) // BLOCK
     return 0
@@ -223,7 +223,7 @@ def _first_step(block, sizes, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _tile_range(program, number, block, work, sizes, CAUSAL: gl.constexpr, SPLIT: gl.constexpr):
-    """The range of tiles that a program takes of a block; it contains whole bins of the map."""
+    """The range of tiles of a block that a program takes; it never splits a bin of the map."""
     begin, end = _first_step(block, sizes, CAUSAL), sizes.tiles
     if SPLIT:
         first, last = steps_within(program, number - first_split_item(work), work)
@@ -238,7 +238,7 @@ def _load_columns(
     loader, D: gl.constexpr, STAGES: gl.constexpr, BINS: gl.constexpr, CAUSAL: gl.constexpr,
     SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: the keys of blocks, and tiles of queries."""
+    """Run the loading warp: load blocks of keys, and tiles of queries."""
     (
         k_ring,
         messages,
@@ -258,7 +258,7 @@ def _load_columns(
     team_place = ring_start()
     number, after = first_numbers(work, SPLIT)
     early = gl.to_tensor(False)
-    if Done is not None and BY_COPY:  # neg_lse of the first item's queries may be there already
+    if Done is not None and BY_COPY:  # neg_lse of the first item may be complete already
         early = is_done(Done, item_at(number, work, CAUSAL, True, SPLIT)[0], sizes.tiles)
     while number < end_of(work, SPLIT):
         item = item_at(number, work, CAUSAL, True, SPLIT)
@@ -305,9 +305,9 @@ def _load_columns(
 def weights_of(
     s, neg_lse, c, first, masked, BINS: gl.constexpr, HIGH: gl.constexpr, MASK: gl.constexpr
 ):  # fmt: skip
-    """The weights of a tile, or of half of one, by bins of HIGH queries.
+    """The weights of a tile or of half a tile, by bins of HIGH queries.
 
-    ``masked``: weights before a key's ``first`` query are 0.
+    If MASK and ``masked``, the weights of queries before a key's ``first`` are 0.
     """
     parts = _by_bins(gl.exp2(s * c + neg_lse), BINS)
     if MASK:
@@ -318,12 +318,12 @@ def weights_of(
 
 @gluon.jit
 def sums_of(parts, PEAK: gl.constexpr):
-    """What each key receives in a tile, and its largest weight: [keys, ., LANES]."""
+    """The sum and maximum of each key's weights in a tile, [keys, groups of bins, LANES] each."""
     sums = gl.sum(gl.sum(parts, 4), 2)
     peaks = sums
     if PEAK:
-        # As integers, which order positive floats alike: the hardware compares three at once, where
-        # they are consecutive.
+        # Non-negative floats compare like integers, and the hardware takes the maximum of three
+        # integers at once if they are consecutive.
         A: gl.constexpr = parts.shape[1]
         T: gl.constexpr = parts.shape[2]
         row = gl.reshape(gl.permute(parts, (0, 1, 3, 2, 4)), [parts.shape[0], A, LANES, T * PAIR])
@@ -334,7 +334,7 @@ def sums_of(parts, PEAK: gl.constexpr):
 
 @gluon.constexpr_function
 def _by_fours_layout(count, warps):
-    """The layout of a number for each query: a lane holds four in sixteen, all rows the same."""
+    """The layout of one number per query: a lane holds four of each sixteen, equal for all rows."""
     more = [[bit] for bit in (16, 32, 64) if bit < count]
     return gl.DistributedLinearLayout(
         [[1], [2], *more], [[4], [8], [0], [0], [0]], [[0]] * (warps.bit_length() - 1), [], [count]
@@ -343,7 +343,7 @@ def _by_fours_layout(count, warps):
 
 @gluon.jit
 def load_by_fours(rows, place, COUNT: gl.constexpr, layout: gl.constexpr):
-    """Load the numbers that were copied with COUNT queries, stored in ``by_fours`` order."""
+    """Load the numbers, in ``by_fours`` order, that were copied with COUNT queries."""
     numbers = (
         rows.index(place[0]).reshape([COUNT]).load(_by_fours_layout(COUNT, layout.warps_per_cta[0]))
     )
@@ -354,20 +354,20 @@ def load_by_fours(rows, place, COUNT: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _partial_pointer(Partials, program, begins):
-    """Where a program keeps what keys receive from its part of a block."""
+    """The pointer to a program's partial sums of received weights of a block."""
     return Partials + partial_slot(program, begins) * (TEAMS * ROWS)
 
 
 @gluon.jit
 def _halves(tile):
-    """Split a tile, whose halves have bins of their own, into its first and last queries."""
+    """Split a tile into its first and last queries, which have different bins."""
     halves = gl.reshape(tile, [tile.shape[0], 2, tile.shape[1] // 2])
     return gl.split(gl.permute(halves, (0, 2, 1)))
 
 
 @gluon.jit
 def _join_halves(near, far, layout: gl.constexpr):
-    """The sums of a tile's bins, from those of its halves."""
+    """Join the sums of bins of the two halves of a tile."""
     bins = gl.permute(gl.join(near, far), (0, 3, 1, 2))
     bins = gl.reshape(bins, [near.shape[0], 2 * near.shape[1], near.shape[2]])
     return gl.convert_layout(bins, layout)
@@ -377,9 +377,9 @@ def _join_halves(near, far, layout: gl.constexpr):
 def _sums_on_diagonal(
     s, neg_lse, c, first, later, layout: gl.constexpr, BINS: gl.constexpr, PEAK: gl.constexpr
 ):  # fmt: skip
-    """``sums_of`` a tile on the diagonal, for its first 64 keys or, if ``later``, its last.
+    """``sums_of`` a tile on the diagonal, for its first 64 keys or, if ``later``, its last 64.
 
-    All of the last queries attend to the first keys, and none of the first ones to the last keys.
+    The first half of the queries attends to none of the last keys.
     """
     HIGH: gl.constexpr = BLOCK // BINS
     near, far = _halves(s * c + neg_lse)
@@ -400,7 +400,7 @@ def _sum_block(
     DIAGONAL: gl.constexpr, RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
     DONE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """What 64 keys receive from the queries in the tiles ``begin`` to ``end``."""
+    """Sum the weights of 64 keys over the queries in the tiles ``begin`` to ``end``."""
     (
         k_ring,
         messages_at,
@@ -426,7 +426,7 @@ def _sum_block(
     units = sizes.units
     cell = multiply_wide(flat * bins, units) + block * (TEAMS * ROWS // UNIT)
     cell += part * (ROWS // UNIT)
-    # Before the tile ``start`` no query attends to these keys, and from ``free`` on all do.
+    # No query before tile ``start`` attends to these keys; from tile ``free``, all queries do.
     start, free = begin, 0
     if CAUSAL:
         start = gl.maximum(gl.maximum(first - sizes.offset, 0) // BLOCK, begin)
@@ -455,7 +455,7 @@ def _sum_block(
         wait_until_full_per_warp(q_ring, place)
         release_per_warp(q_ring, place)
         place = next_place(place, STAGES)
-    # The first tile alone: where EVEN, no other tile is masked.
+    # The first tile is separate: if EVEN, no other tile is masked.
     wait_until_full_per_warp(q_ring, place)
     s = scores(k_ring, team_place, q_ring, place, mine, 2, D)
     if BY_COPY:
@@ -479,8 +479,8 @@ def _sum_block(
     for tile in range(start + 1, end):
         if not BY_COPY:
             neg_lse = gl.load(neg_lse_at + tile * BLOCK)
-        # Only after the tile's use: its numbers are read by then. Loads after the wait for the
-        # product would come too late.
+        # Release the last tile only here, after its neg_lse has been read. Loads of neg_lse after
+        # the wait for the product would not overlap with it.
         release_per_warp(q_ring, place)
         place = next_place(place, STAGES)
         wait_until_full_per_warp(q_ring, place)
@@ -493,7 +493,7 @@ def _sum_block(
             CAUSAL and not EVEN,
         )  # fmt: skip
         sums, peaks = sums_of(parts, MAP_PEAK)
-        if LONG:  # a bin has several tiles: storing after each is faster than a branch at its end
+        if LONG:  # storing after each tile of a bin is faster than a branch at the end of the bin
             pooled, largest, next_bin, at = accumulate_bins(
                 pooled, largest, sums, peaks, tile, next_bin, at, per_bin, units
             )
@@ -525,7 +525,7 @@ def _sum_columns(
     DIAGONAL: gl.constexpr, RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr,
     DONE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """All teams: the 64 keys of each in every block of keys, and all queries."""
+    """Run all teams: each sums its 64 keys of every block over all queries."""
     Done, work, sizes, _c, message = shared[8:]
     team = team_of_thread()
     place = ring_start()
@@ -534,7 +534,7 @@ def _sum_columns(
     BY_COPY: gl.constexpr = neg_lse_by_copy(D)
     if Done is None:
         wait_for_previous_launch()
-    elif not BY_COPY:  # otherwise the loading warp waits for neg_lse
+    elif not BY_COPY:  # if BY_COPY, the loading warp waits for neg_lse instead
         if not is_done(Done, message[0], sizes.tiles):
             wait_for_previous_launch()
     while message[0] >= 0:
@@ -547,10 +547,10 @@ def _sum_columns(
                 BINS, UNIT, LONG, CAUSAL, EVEN, DIAGONAL, RECEIVED, MAP, MAP_PEAK, DONE, SPLIT,
             )  # fmt: skip
             team_place = next_place(team_place, 2)
-        if Done is not None and not BY_COPY:  # only the first block may be early
+        if Done is not None and not BY_COPY:  # only the first block may start early
             wait_for_previous_launch()
         number += 1
-        if SPLIT:  # the next item; blocks of which nothing is loaded have no message
+        if SPLIT:  # an empty part of a block sends no message, so compute the next one here
             message = message_of(number, work, CAUSAL, True, SPLIT)
 
 
@@ -564,15 +564,14 @@ def columns(
     RECEIVED: gl.constexpr, MAP: gl.constexpr, MAP_PEAK: gl.constexpr, DONE: gl.constexpr,
     SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Sums over queries; the formulas are in triton/columns.py.
+    """Compute sums over queries; the formulas are in triton/columns.py.
 
-    ``neg_lse`` is -lse to base 2 in the order in which a tile holds its queries, -inf in empty
-    places at the end, whose weights are then 0. It is a descriptor if ``neg_lse_by_copy``, else a
-    pointer. SPLIT: programs store their parts of split items in ``Partials``, for ``add``.
-    DIAGONAL: each block's first tile is on the diagonal of a causal mask, and the halves of a tile
-    have bins of their own. (Blocks beyond the last key begin elsewhere; their sums are not read.)
-    Maps are sums over UNIT keys; DONE: these are cells: averages, and 0 where no query attends to a
-    key.
+    ``neg_lse`` is -lse to base 2 in the order of a tile's queries, and -inf for padding, whose
+    weights are then 0. It is a descriptor if ``neg_lse_by_copy``, else a pointer. SPLIT: programs
+    store their parts of split items in ``Partials``, for ``add``. DIAGONAL: each block's first tile
+    is on the diagonal of a causal mask, and the halves of a tile have different bins. (Blocks past
+    the last key begin elsewhere; their sums are never read.) Maps are sums over UNIT keys. DONE:
+    these units are the cells, so averages are stored, and 0 where no query attends.
     """
     work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together, units)
@@ -627,7 +626,7 @@ def add(
     items, blocks, heads, groups, programs, single_items, steps, share,
     keys, offset, tiles, per_bin, bins, together, units,
 ):  # fmt: skip
-    """Add the partial sums that several programs of ``columns`` stored for one block of keys."""
+    """Add the partial sums of received weights of a block of keys from several programs."""
     work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together, units)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])

@@ -1,14 +1,13 @@
 # mypy: ignore-errors
 # ruff: noqa: E741
-"""The forward pass for Hopper: output, lse and fields of each query; its sums are those of
-triton/forward.py.
+"""The forward pass for Hopper: output, lse and fields of each query; formulas in triton/forward.py.
 
 Two warpgroups have 64 queries each. While a group computes the weights of a tile, the tensor cores
-multiply the scores of the next tile and the values of the last one.
+compute the scores of the next tile and the output of the previous tile.
 
-In: query, key, value [batch, heads, length, D], D 64 or 128. Out: output, lse, the wanted fields
-and, for later passes, ``Threshold`` and ``NegLse``. Weights of masked pairs are exactly 0, and
-every query attends to some key. Called by ``launch.forward``.
+In: query, key, value [batch, heads, length, D], with D 64 or 128. Out: output, lse, the requested
+fields and, for later passes, ``Threshold`` and ``NegLse``. Weights of masked pairs are exactly 0,
+and every query attends to at least one key. Called by ``launch.forward``.
 
 Test: ``pytest tests/kernels/test_hopper.py -k forward_is_the_definition``.
 """
@@ -63,16 +62,16 @@ from regard.kernels.hopper.pipeline import (
 from regard.kernels.hopper.sorting import eighth_highest
 from regard.kernels.plan import Work
 
-GROUPS = gl.constexpr(2)  # warpgroups that attend: ROWS queries each, BLOCK together
-SETS = gl.constexpr(sizes.SETS)  # of a lane's scores; the maximum of each is kept
+GROUPS = gl.constexpr(2)  # warpgroups, with ROWS queries each
+SETS = gl.constexpr(sizes.SETS)  # sets of a lane's scores, whose maxima are kept
 JOINED = gl.constexpr(sizes.JOINED)  # programs that can share a block
-# By which a score may exceed the one that weights are relative to, base 2.
+# How far a score, base 2, may exceed the reference score that weights are relative to.
 SLACK = gl.constexpr(8.0)
 
 
 @gluon.jit
 def _set_maxima(s, SETS: gl.constexpr):
-    """The highest score of each of a lane's sets; neighbours are in different sets."""
+    """The highest score of each set of a lane; consecutive scores are in different sets."""
     return gl.max(gl.reshape(s, [ROWS, LANES, s.shape[2] // SETS, SETS]), 2)
 
 
@@ -86,7 +85,7 @@ def _tiles(block, keys, offset, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _steps(number, block, work, keys, offset, CAUSAL: gl.constexpr, SPLIT: gl.constexpr):
-    """The range of tiles that a program takes of a block, and the number of its tiles."""
+    """The range of tiles of a block that a program takes, and the number of the block's tiles."""
     stop = _tiles(block, keys, offset, CAUSAL)
     first, last = 0, stop
     if SPLIT:
@@ -96,7 +95,7 @@ def _steps(number, block, work, keys, offset, CAUSAL: gl.constexpr, SPLIT: gl.co
 
 @gluon.jit
 def _tile_at(i, stop, row, offset, FROM_DIAGONAL: gl.constexpr):
-    """The first key of the i-th tile: from the last tile down, or from the diagonal up."""
+    """The first key of the i-th tile, counted down from the last or up from the diagonal."""
     if FROM_DIAGONAL:
         tile = (row + offset) // BLOCK + i
         return gl.where(tile < stop, tile, tile - stop) * BLOCK
@@ -105,7 +104,7 @@ def _tile_at(i, stop, row, offset, FROM_DIAGONAL: gl.constexpr):
 
 @gluon.jit
 def _load_pair(ring, values, place, k_desc, v_desc, k_at, v_at, D: gl.constexpr):
-    """Load a tile of keys and one of values, once their place is empty."""
+    """Load a tile of keys and a tile of values once their ring slot is empty."""
     keys, full = wait_until_empty(ring, place)
     mbarrier.expect(full, 2 * BLOCK * D * 2)
     tma.async_copy_global_to_shared(k_desc, [k_at[0], k_at[1], k_at[2], 0], full, keys)
@@ -118,9 +117,9 @@ def _load(
     loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr,
     FROM_DIAGONAL: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """The loading warp: keys, and next to them the values of the tile before.
+    """Run the loading warp: load each tile of keys with the values of the previous tile.
 
-    Those are needed at the same time. The first values and the last keys are not used.
+    Both are needed at the same time. The first values and the last keys are not used.
     """
     q_ring, messages, counts, ring, values, q_desc, k_desc, v_desc, work, keys, offset = loader
     Counter, Done, begin, end = counts
@@ -142,7 +141,7 @@ def _load(
             mbarrier.expect(full, BLOCK * D * 2)
             tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], full, rows)
             q_place = next_place(q_place, 2)
-            if Done is not None:  # the place was empty, so the third block before this is stored
+            if Done is not None:  # the slot is empty, so the block three before this is stored
                 count_done_block(Done, third, begin, end)
                 third, second, latest = second, latest, flat
             for i in range(first, last):
@@ -166,7 +165,7 @@ def _from_lanes(parts):
 
 @gluon.constexpr_function
 def _summands(D, CAUSAL, DISTANCE, THRESHOLD):
-    """The fastest numbers of partial sums (measured): of weights, of entropy, of distance."""
+    """The fastest numbers of partial sums, measured, for weights, entropy and distance."""
     if D == 128:
         if THRESHOLD:
             return (2, 1, 2) if CAUSAL else (4, 4, 1)
@@ -182,7 +181,7 @@ def _summands(D, CAUSAL, DISTANCE, THRESHOLD):
 
 @gluon.jit
 def _sum(x, SUMMANDS: gl.constexpr, of_lanes: gl.constexpr):
-    """A lane's sum, from partial sums that do not depend on each other."""
+    """The sum of a lane, from SUMMANDS independent partial sums."""
     if SUMMANDS == 1:
         sums = gl.sum(x, 2)
     else:
@@ -192,23 +191,23 @@ def _sum(x, SUMMANDS: gl.constexpr, of_lanes: gl.constexpr):
 
 @gluon.jit
 def _followed_by_zeros(p, s):
-    """The weights of the first keys, followed by zeros, in the shape of ``s``."""
+    """Pad the weights ``p`` of the first half of the keys with zeros to the shape of ``s``."""
     halves = gl.permute(gl.join(p, gl.full_like(p, 0.0)), (0, 1, 3, 2))
     return gl.convert_layout(gl.reshape(halves, s.shape), s.type.layout)
 
 
 @gluon.constexpr_function
 def _rescales_lazily(D):
-    """Whether the output so far is rescaled only where the maximum has risen much.
+    """Whether to rescale the accumulated output only where the maximum rose by more than SLACK.
 
-    At a width of 64 its 32 multiplications are free, but a branch around them is not.
+    At a width of 64 the 32 multiplications are free, but a branch around them is not.
     """
     return D == 128
 
 
 @gluon.constexpr_function
 def _multiply_if_ptx(count):
-    """PTX: multiply ``count`` numbers by as many factors if a flag is set for the warp."""
+    """PTX: multiply ``count`` numbers by ``count`` factors if the flag of the warp is set."""
     lines = [f"setp.ne.u32 p, ${3 * count}, 0;"]
     lines += [f"mov.f32 ${i}, ${count + i};" for i in range(count)]
     lines += ["@!p bra DONE;"]
@@ -218,15 +217,15 @@ def _multiply_if_ptx(count):
 
 @gluon.constexpr_function
 def _multiply_if_constraints(count):
-    """The constraints of that PTX: results, numbers, factors and flags."""
+    """The constraints of ``_multiply_if_ptx``: results, numbers, factors and flags."""
     return ",".join(["=f"] * count + ["f"] * (2 * count) + ["r"] * count)
 
 
 @gluon.jit
 def _rescaled(o, rescale, LAZY: gl.constexpr):
-    """The output so far, relative to the new maximum.
+    """Rescale the accumulated output to the new reference score.
 
-    LAZY: it is left unchanged where all factors of a warp are 1.
+    LAZY: skip the multiplications where all factors of a warp are 1.
     """
     of_rows: gl.constexpr = gl.SliceLayout(1, o.type.layout)
     if LAZY:
@@ -252,11 +251,11 @@ def _weigh_tile(
     D: gl.constexpr, CAUSAL: gl.constexpr, MASKED: gl.constexpr, SEEN: gl.constexpr,
     FREE: gl.constexpr, ENTROPY: gl.constexpr, DISTANCE: gl.constexpr, THRESHOLD: gl.constexpr,
 ):  # fmt: skip
-    """The weights of a tile, and the running sums with them; see triton/forward.py.
+    """Compute the weights of a tile and update the running sums; see triton/forward.py.
 
-    MASKED: some pairs may be masked, but none of the first SEEN keys. FREE: none is, and all keys
-    lie on one side of all queries. ``s`` may have fewer keys than a tile. ``top`` is the highest
-    score of unmasked tiles, where that may be above ``m``.
+    MASKED: some pairs may be masked, but not those of the first SEEN keys. FREE: no pair is masked,
+    and all keys lie on one side of all queries. ``s`` may have fewer keys than a tile. ``top`` is
+    the highest score of unmasked tiles if rescaling is lazy, as it may then exceed ``m``.
     """
     SUMMANDS: gl.constexpr = _summands(D, CAUSAL, DISTANCE, THRESHOLD)
     LAZY: gl.constexpr = _rescales_lazily(D)
@@ -267,7 +266,7 @@ def _weigh_tile(
         if SEEN > 0:
             seen = seen | (fixed < SEEN)
         s = gl.where(seen, s * c, NOTHING)
-        if THRESHOLD:  # the maxima may be slightly too low here; c is not negative
+        if THRESHOLD:  # rounding may make the maxima slightly too low; c is not negative
             high = _set_maxima(s, h.shape[2])
             h = gl.maximum(h, gl.convert_layout(high, h.type.layout) * _inverse(c))
             highest = gl.max(gl.max(high, 2), 1)
@@ -282,7 +281,7 @@ def _weigh_tile(
         if LAZY:
             top = gl.maximum(top, highest)
         highest = highest * c
-    if LAZY and not MASKED:  # keep the reference score, unless a score is much higher
+    if LAZY and not MASKED:  # raise the reference score only if a score exceeds it by SLACK
         higher = gl.where(highest > m + SLACK, highest, m)
     else:
         higher = gl.maximum(m, highest)
@@ -293,13 +292,13 @@ def _weigh_tile(
     p = gl.exp2(x)
     rescale = gl.exp2(m - higher)
     smaller = rescale[:, None]
-    # Each lane keeps its own sums until all tiles are done.
+    # Each lane keeps separate sums until all tiles are done.
     of_lanes: gl.constexpr = l.type.layout
     whole = _sum(p, SUMMANDS[0], of_lanes)
     if ENTROPY:
         e = (e + (m - higher)[:, None] * l) * smaller + _sum(p * x, SUMMANDS[1], of_lanes)
     if DISTANCE:
-        if FREE or CAUSAL:  # all keys with a weight lie on one side
+        if FREE or CAUSAL:  # all unmasked keys lie on one side of each query
             inside = _sum(p * fixed.to(gl.float32), SUMMANDS[2], of_lanes)
             own = gl.arange(0, LANES, gl.SliceLayout(0, of_lanes)) * PAIR
             away = (query_at - key)[:, None] - own[None, :]
@@ -314,9 +313,9 @@ def _weigh_tile(
 
 @gluon.jit
 def _top_threshold(h, near, WARPS: gl.constexpr = 4):
-    """A score slightly below the eighth highest of the sets' maxima, which eight scores reach.
+    """The threshold of the top keys: slightly below the eighth highest of the sets' maxima.
 
-    It is lower in case products differ in their last bit; NaN where it is infinite.
+    The margin covers products that differ in their last bit. NaN if the threshold is infinite.
     """
     threshold = eighth_highest(h, near, WARPS)
     lower = threshold - gl.abs(threshold) * 1e-6
@@ -325,7 +324,7 @@ def _top_threshold(h, near, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def _inverse(x):
-    """1 / x for an x far from 0 and infinity: one instruction, where a division has eight."""
+    """1 / x for x far from 0 and infinity, in one instruction; a division takes eight."""
     return gl.inline_asm_elementwise(
         "{ rcp.approx.ftz.f32 $0, $1; }", "=f,f", [x], gl.float32, is_pure=True, pack=1
     )
@@ -333,7 +332,7 @@ def _inverse(x):
 
 @gluon.jit
 def _log2(x):
-    """log2 of an x from 1 on: off by 2e-7 up to 2, then by one or two units in the last place."""
+    """log2(x) for x >= 1, with an error of 2e-7 up to x = 2, and of 1 or 2 ulp above."""
     return gl.inline_asm_elementwise(
         "{ lg2.approx.ftz.f32 $0, $1; }", "=f,f", [x], gl.float32, is_pure=True, pack=1
     )
@@ -347,13 +346,13 @@ def _store_rows(
 ):  # fmt: skip
     """Store the fields of 64 rows, one part of a block, after all tiles.
 
-    ``above``: how far the highest score is above what weights are relative to; 0 unless lazy.
+    ``above`` is the highest score minus the reference score; it is 0 unless rescaling is lazy.
     """
     Lse, Entropy, Peak, Highest, Distance, Threshold, NegLse = seen
     here = part * ROWS + gl.arange(0, ROWS, m.type.layout)
     inside = here < queries - block * BLOCK
     at = multiply_wide(flat, queries) + block * BLOCK + here
-    # Every query attends to some key here, so l is at least 1.
+    # Every query attends to at least one key, so l is at least 1.
     inverse = _inverse(l)
     length = _log2(l)
     gl.store(Lse + at, (m + length) * LN2, mask=inside)
@@ -371,8 +370,8 @@ def _store_rows(
         mask = gl.convert_layout(inside, of_rows)[:, None] & (lane == 0)
         gl.store(Threshold + its_at, threshold, mask=mask)
     block_at = flat * ((queries + BLOCK - 1) // BLOCK) + block
-    if NEG_LSE:  # in the order in which a tile of the columns pass holds its queries
-        # The lane of this bin holds a pair of it in every eight places.
+    if NEG_LSE:  # in the order of queries in a tile of the columns pass
+        # In every eight positions, the lane of this bin holds one pair of its queries.
         in_bin = here & (1 << bits) - 1
         place = (here >> bits + 2 << bits + 2) + in_bin // PAIR * (LANES * PAIR)
         place += (here >> bits & LANES - 1) * PAIR + here % PAIR
@@ -380,7 +379,7 @@ def _store_rows(
             place = by_fours(place)
         neg_lse = gl.where(inside, 0.0 - (m + length), float("-inf"))
         gl.store(NegLse + block_at.to(gl.int64) * BLOCK + place, neg_lse)
-    if HIGHEST:  # per warp: a maximum over more rows would need a barrier
+    if HIGHEST:  # one maximum per warp: more rows would need a barrier
         BANDS: gl.constexpr = ROWS // BAND
         highest = (m + above if _rescales_lazily(D) else m) * LN2
         highest = gl.where(inside, highest, float("-inf"))
@@ -391,9 +390,9 @@ def _store_rows(
 
 @gluon.jit
 def _rounded(l, above, dtype: gl.constexpr, D: gl.constexpr):
-    """The sum of weights, with the largest one rounded as it was for the output.
+    """The sum of weights, with the largest weight rounded to ``dtype`` as in the output.
 
-    Where one weight is nearly 1, its rounding then cancels in the output.
+    If one weight dominates, its rounding error then cancels in the normalized output.
     """
     if _rescales_lazily(D):
         largest = gl.exp2(above)
@@ -403,8 +402,8 @@ def _rounded(l, above, dtype: gl.constexpr, D: gl.constexpr):
 
 @gluon.jit
 def _store_by_copy(tile, desc, flat, row, o):
-    """Store the output of 64 rows by the copy engine."""
-    tma.store_wait(0)  # the store of the last block finished long ago
+    """Store the output of 64 rows with the copy engine."""
+    tma.store_wait(0)  # the store of the previous block ended long ago
     tile.reshape([o.shape[0], o.shape[1]]).store(o.to(desc.dtype))
     hopper.fence_async_shared()
     tma.async_copy_shared_to_global(desc, [flat, row, 0], tile)
@@ -424,13 +423,13 @@ def _write(Out, flat, row, o, queries, WARPS: gl.constexpr):
 
 @gluon.constexpr_function
 def _partial_size(D):
-    """The size of a row's partial result: its output, five sums, and the maxima of its sets."""
+    """The size of a row's partial result: output, five numbers, and the maxima of its sets."""
     return D + 5 + LANES * SETS
 
 
 @gluon.jit
 def _partial_pointer(Partials, program, first, part, D: gl.constexpr):
-    """Where a program stores its partial result of a block; ``first`` is its first tile."""
+    """The pointer to a program's partial result of a block, whose first tile is ``first``."""
     slot = partial_slot(program, first == 0)
     return Partials + (slot * BLOCK + part * ROWS).to(gl.int64) * _partial_size(D)
 
@@ -445,8 +444,8 @@ def _attend_block(
 ):  # fmt: skip
     """Attend to the tiles ``first`` to ``last`` of the ``stop`` tiles of a block.
 
-    ``place`` is that of the keys of tile ``first``. The values of the last tile share a place with
-    the next keys: that place is returned, and not yet released.
+    ``place`` is the ring place of the keys of tile ``first``. The values of the last tile share a
+    place with the next keys; this place is returned without being released.
     """
     q_ring, messages, ring, values, outs, out_desc, seen, Partials, _work, sizes = shared
     queries, keys, offset, bits, c = sizes
@@ -457,13 +456,13 @@ def _attend_block(
     none = gl.zeros([ROWS, BLOCK], gl.float32, s_layout)
     of_rows: gl.constexpr = axis_layout(by_lanes(none).type.layout, 3, 0)
     of_lanes: gl.constexpr = gl.SliceLayout(2, by_lanes(none).type.layout)
-    # Without a threshold only the maximum of all is needed, in the fastest order.
+    # Without a threshold only the overall maximum is needed; 512 // D sets are fastest.
     MAXIMA: gl.constexpr = SETS if THRESHOLD else 512 // D
     of_maxima: gl.constexpr = _set_maxima(by_lanes(none), MAXIMA).type.layout
     row = block * BLOCK
     rows = row + PART * ROWS + gl.arange(0, ROWS, of_rows)
     query_at = rows + offset
-    # The end of the tiles in which some pair is masked, or lies on the other side.
+    # The end of the tiles that have masked pairs, or keys on both sides of a query.
     masked_end = first + 1
     if CAUSAL and not EVEN:
         masked_end = gl.maximum(stop - (row + PART * ROWS + offset + 1) // BLOCK, masked_end)
@@ -475,7 +474,7 @@ def _attend_block(
     e = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
     t = gl.zeros([ROWS, LANES], gl.float32, of_lanes)
     m = gl.full([ROWS], LOWEST, gl.float32, of_rows)
-    top = gl.full([ROWS], float("-inf"), gl.float32, of_rows)  # of unmasked tiles
+    top = gl.full([ROWS], float("-inf"), gl.float32, of_rows)  # highest score of unmasked tiles
     h = gl.full([ROWS, LANES, MAXIMA], NOTHING, gl.float32, of_maxima)
 
     q = wait_until_full(q_ring, q_place).reshape([BLOCK, D]).slice(PART * ROWS, ROWS)
@@ -486,8 +485,8 @@ def _attend_block(
     place = next_place(place, STAGES)
     key = _tile_at(first, stop, row, offset, FROM_DIAGONAL)
     scores = by_lanes(s)
-    # On the diagonal the queries of group 0 see none of the last keys, those of group 1 all of the
-    # first.
+    # In the tile on the diagonal, queries of group 0 attend to none of the last 64 keys; queries of
+    # group 1 attend to all of the first 64.
     DIAGONAL: gl.constexpr = CAUSAL and EVEN
     SEEN: gl.constexpr = PART * ROWS if DIAGONAL else 0
     seeable = scores
@@ -503,8 +502,8 @@ def _attend_block(
         if FREE or ((CAUSAL or FROM_DIAGONAL) and not EVEN):
             start, end = (masked_end, last) if FREE else (first + 1, masked_end)
             for i in range(start, end):
-                # The scores of this tile, and the values of the last one while its weights are
-                # converted.
+                # Start the scores of this tile, convert the weights of the previous tile, and
+                # start their product with its values.
                 k = wait_until_full(ring, place).reshape([BLOCK, D]).permute((1, 0))
                 s = hopper.warpgroup_mma(q, k, none, use_acc=False, is_async=True)
                 weights = gl.convert_layout(_from_lanes(p).to(dtype), operand)
@@ -516,8 +515,8 @@ def _attend_block(
                     by_lanes(s), l, m, top, e, t, h, c, query_at, key, keys, D, CAUSAL,
                     CAUSAL and FREE == 0, 0, FREE == 1, ENTROPY, DISTANCE, THRESHOLD,
                 )  # fmt: skip
-                # This has long been loaded. ptxas moves the wait for the product before the
-                # exponentials, but not across the branch in here.
+                # The queries are loaded already, but this wait has a branch. Without it, ptxas
+                # moves the wait for the product before the exponentials.
                 wait_until_full(q_ring, q_place)
                 o, weights = hopper.warpgroup_mma_wait(0, deps=[o, weights])
                 release(ring, place)
@@ -529,12 +528,12 @@ def _attend_block(
     wait_until_full(ring, place)
     v = values.index(place[0]).reshape([BLOCK, D])
     o = hopper.warpgroup_mma(weights, v, o, is_async=True)
-    if D == 128:  # at 64 it starts soon enough
+    if D == 128:  # at 64 the product starts early enough
         scheduling_barrier(place[0])
 
     l, e, t = gl.sum(l, 1), gl.sum(e, 1), gl.sum(t, 1)
     above = gl.full_like(m, 0.0)
-    if _rescales_lazily(D):  # computed as the weights were, so that it is rounded alike
+    if _rescales_lazily(D):  # computed like the weights, for equal rounding
         above = gl.maximum(gl.fma(top, c, 0.0 - m), 0.0)
     if not SPLIT or last - first == stop:
         threshold = m
@@ -577,7 +576,7 @@ def _attend(
     PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr, THRESHOLD: gl.constexpr,
     NEG_LSE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """A warpgroup: its 64 queries of every block, two tiles of keys at a time."""
+    """Run a warpgroup: its 64 queries of every block, with two tiles of keys in flight."""
     work, sizes = shared[8:]
     _queries, keys, offset, _bits, _c = sizes
     place = ring_start()
@@ -594,7 +593,7 @@ def _attend(
             SPLIT,
         )  # fmt: skip
         q_place = next_place(q_place, 2)
-        number += 1  # the next item, if items are split; otherwise unused
+        number += 1  # used only if items are split
     tma.store_wait(0)
 
 
@@ -607,16 +606,16 @@ def forward(
     ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr, DISTANCE: gl.constexpr,
     THRESHOLD: gl.constexpr, NEG_LSE: gl.constexpr, SPLIT: gl.constexpr,
 ):  # fmt: skip
-    """Attend; the formulas are in triton/forward.py.
+    """Compute the output and fields; the formulas are in triton/forward.py.
 
-    THRESHOLD: store a score that eight of a query's scores reach, for ``top``. NEG_LSE: store -lse
-    for ``columns``, in whose tiles each lane holds a bin of 2**bits queries. SPLIT: programs store
-    their parts of split items in ``Partials``, for ``join``. EVEN: queries and keys end a multiple
-    of tiles apart; without a mask and distances: keys fill their tiles. Distances without a mask
-    require the latter.
+    THRESHOLD: store a score that at least eight of a query's scores reach, for ``top``. NEG_LSE:
+    store -lse for ``columns``, in whose tiles each lane holds a bin of 2**bits queries. SPLIT:
+    programs store their parts of split items in ``Partials``, for ``join``. EVEN: BLOCK divides
+    keys - queries or, without a mask and distances, the number of keys. Distances without a mask
+    always require that BLOCK divides the number of keys.
     """
     work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
-    # |i - j| changes its sign along a row: first the tiles in which both signs occur.
+    # i - j changes its sign along a row; tiles with both signs are processed first.
     FROM_DIAGONAL: gl.constexpr = DISTANCE and not CAUSAL
     offset = keys - queries
     q_ring = ring_of(q_desc, 2, 2, GROUPS)
@@ -654,9 +653,9 @@ def join(
     D: gl.constexpr, ENTROPY: gl.constexpr, PEAK: gl.constexpr, HIGHEST: gl.constexpr,
     DISTANCE: gl.constexpr, THRESHOLD: gl.constexpr, NEG_LSE: gl.constexpr,
 ):  # fmt: skip
-    """Combine a block that up to JOINED programs of ``forward`` share: 64 rows a program.
+    """Combine the partial results of a block from up to JOINED programs, 64 rows per program.
 
-    A thread holds the same number of all programs, so that all loads run at once.
+    A thread loads the same element from all partial results, so that the loads overlap.
     """
     work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
     WARPS: gl.constexpr = D // 8

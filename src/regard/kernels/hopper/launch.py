@@ -1,7 +1,7 @@
-"""Launches the kernels for Hopper as a plan says; ``plan`` decides which calls they take.
+"""Launch the Hopper kernels according to a plan; ``plan`` decides which calls they take.
 
-Called by ``passes``. Tensors are [batch, heads, length, dim], their last axis dense, as ``plan``
-checked.
+Called by ``passes``. Tensors are [batch, heads, length, dim]; ``plan`` has checked that their last
+axis is contiguous.
 
 Tests: ``pytest tests -k "hopper and definition"``.
 """
@@ -48,14 +48,14 @@ from regard.kernels.sizes import (
     TEAMS,
 )
 
-# Measured on an H200 at commit 8c94c07, see docs/log.md. By head width where they are dicts.
-STAGES = 2  # tiles of keys and of values that are loaded ahead
-TILE_STAGES = {64: 8, 128: 3}  # tiles of queries in the columns pass
-KEY_STAGES = {64: 4, 128: 2}  # tiles of keys in the pass for the top keys
-STEP_STAGES = {64: 2, 128: 3}  # steps of queries in the backward pass
-NEG_LSE_BY_COPY = 64  # width at which the columns pass has the copy engine load neg_lse
+# Measured on an H200 at commit 8c94c07, see docs/log.md. The keys of dicts are head widths.
+STAGES = 2  # ring slots for tiles of keys and values in the forward pass
+TILE_STAGES = {64: 8, 128: 3}  # ring slots for tiles of queries in the columns pass
+KEY_STAGES = {64: 4, 128: 2}  # ring slots for tiles of keys in the top keys pass
+STEP_STAGES = {64: 2, 128: 3}  # ring slots for steps of queries in the backward pass
+NEG_LSE_BY_COPY = 64  # width at which the copy engine loads neg_lse in the columns pass
 COUNTED_BACKWARD = 64  # width at which programs of the backward pass take items from a counter
-POOLED_CELLS = 2048  # numbers from which a program of ``pool`` makes a map's cells at a time
+POOLED_CELLS = 2048  # numbers that a program of ``pool`` reads at a time
 
 ONE_TEAM: Any = OVERLAPPING | {"num_warps": 4}
 ALL_TEAMS: Any = OVERLAPPING | {"num_warps": 4 * TEAMS}  # all teams run one copy of the code
@@ -69,33 +69,33 @@ def _kernels() -> Any:
 
 
 def _descriptor(tensor: Tensor, rows: int, columns: int | None = None) -> Any:
-    """Describe a tensor as tiles of some rows of one head, or of some of their columns."""
+    """Return a TMA descriptor with tiles of ``rows`` rows and ``columns`` columns of a head."""
     block = (1, 1, rows, columns or tensor.shape[3])
     return tensor_descriptor(tensor, tensor.shape, tensor.stride(), block)
 
 
 def _row_descriptor(numbers: Tensor, count: int = BLOCK) -> Any:
-    """Describe one number per query, as rows of ``count`` numbers."""
+    """Return a TMA descriptor of one number per query, with tiles of ``count`` numbers."""
     rows = numbers.view(-1, count)
     return tensor_descriptor(rows, rows.shape, rows.stride(), (1, count))
 
 
 def _new_counters(query: Tensor, count: int = 1) -> Tensor:
-    """Allocate counters at UNSET_COUNTER: the bits of -inf, where a highest score begins too."""
+    """Allocate counters set to UNSET_COUNTER, the bits of -inf, which also start highest scores."""
     counters = torch.empty(count, device=query.device, dtype=torch.int32)
     _kernels().reset_counters[(ceil(count, 128),)](counters, count, WARPS=4, num_warps=4)
     return counters
 
 
 def numbers_kept_of_a_row(width: int) -> int:
-    """Return the size of a row's partial result, for a block that several programs share."""
+    """Return the size of a row's partial result where several programs share a block."""
     return width + 5 + LANES * SETS
 
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, structure: Structure, plan: Plan
 ) -> tuple[dict[str, Tensor], Intermediates]:
-    """Return the output, lse and fields of each query; and what later passes read."""
+    """Return the output, lse and fields of each query, and tensors that later passes read."""
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     fields = plan.problem.wanted.fields
@@ -109,8 +109,8 @@ def forward(
     neg_lse = lse.new_empty(buffers["neg_lse"].shape) if "neg_lse" in buffers else None
     threshold = torch.empty_like(lse) if "top_threshold" in buffers else None
     lane_rows = PAIR if neg_lse is None or plan.bins is None else plan.bins.lane_rows
-    # The counters of this pass and of those after it, the number of finished blocks of each head,
-    # and the highest scores: one launch sets them all.
+    # One launch resets the work counters of all passes, the number of finished blocks of each head,
+    # and the highest scores.
     (count,) = buffers["work_counters"].shape
     early = plan.early_heads
     counters = _new_counters(query, count + batch * heads)
@@ -156,9 +156,9 @@ def forward(
 def _interleaved_tiles(
     query: Tensor, bins: Bins, interleave: Interleave, steps: int, strip: int | None
 ) -> Any:
-    """Describe queries in the order of interleaved bins: [groups, turns, lanes, pairs, width].
+    """Return a TMA descriptor of queries in interleaved bins: [groups, turns, lanes, pairs, width].
 
-    A tile, or one of its ``steps``, has some of the groups, or some of the turns of one group.
+    A tile is split into ``steps`` steps. A step has several groups, or several turns of one group.
     """
     batch, heads, queries, width = query.shape
     high = BLOCK // bins.per_tile
@@ -174,14 +174,14 @@ def _interleaved_tiles(
 
 
 def _query_tiles(query: Tensor, bins: Bins, steps: int = 1, strip: int | None = None) -> Any:
-    """Describe tiles of queries, or ``steps`` parts of each, interleaved as ``bins`` are."""
+    """Return a TMA descriptor of queries in the order of ``bins``; tiles have ``steps`` parts."""
     if bins.interleave is None:
         return _descriptor(query, BLOCK // steps, strip)
     return _interleaved_tiles(query, bins, bins.interleave, steps, strip)
 
 
 def order_neg_lse(lse: Tensor, bins: Bins, width: int) -> Tensor:
-    """Return -lse to base 2 in the order of its tiles, as ``forward`` leaves it."""
+    """Return -lse to base 2 in the order in which ``forward`` stores it for tiles of queries."""
     neg_lse = pad(lse * -LOG2E, (0, -lse.shape[2] % BLOCK), value=-torch.inf)
     if bins.interleave is not None:
         turns = bins.lane_rows // PAIR
@@ -192,17 +192,17 @@ def order_neg_lse(lse: Tensor, bins: Bins, width: int) -> Tensor:
 
 
 class _ColumnSums(NamedTuple):
-    """What ``columns`` and ``backward`` need alike for sums over queries."""
+    """Arguments for sums over queries that ``columns`` and ``backward`` share."""
 
     bins: Bins
     work: Work
     sizes: Sizes
-    units: dict[str, Tensor]  # maps as kernels write them, over some keys each; ``pool`` adds them
+    units: dict[str, Tensor]  # maps before pooling, with sums over a few keys
     constants: dict[str, Any]
 
 
 def new_columns(query: Tensor, key: Tensor, plan: Plan) -> dict[str, Tensor]:
-    """Allocate the wanted sums over queries, which ``columns`` and ``backward`` fill."""
+    """Allocate the requested sums over queries, which ``columns`` and ``backward`` fill."""
     batch, heads = query.shape[:2]
     wanted = plan.problem.wanted
     grid = wanted.map or ()
@@ -222,7 +222,7 @@ def _column_sums(
     fields: dict[str, Tensor],
     block: int,
 ) -> _ColumnSums:
-    """Prepare the sums over queries for programs that own blocks of ``block`` keys."""
+    """Prepare the sums over queries for programs that process blocks of ``block`` keys."""
     batch, heads, queries, width = query.shape
     keys, grid, bins = key.shape[2], plan.problem.wanted.map, plan.bins
     assert bins is not None
@@ -230,8 +230,8 @@ def _column_sums(
     work = work_for(plan.problem, keys, block)
     tiles = ceil(queries, BLOCK)
     kept_rows = rows * bins.parts
-    count = work.blocks * block // bins.unit  # units of a row of the map
-    done = keys // cols // bins.unit * bins.parts == 1  # a unit is a cell, so nothing is pooled
+    count = work.blocks * block // bins.unit  # units in a row of the map
+    done = keys // cols // bins.unit * bins.parts == 1  # each unit is a cell: no pooling
     units = {name: cells for name, cells in fields.items() if name != "received"}
     if not done or count > cols:
         units = {
@@ -253,7 +253,7 @@ def _column_sums(
 def _pool(
     sums: _ColumnSums, fields: dict[str, Tensor], queries: int, grid: tuple[int, int] | None
 ) -> None:
-    """Make a map's cells from its units."""
+    """Compute the cells of the maps from their units."""
     bins, _, sizes, units, constants = sums
     rows, cols = grid or (1, 1)
     if constants["DONE"]:
@@ -263,7 +263,7 @@ def _pool(
     elif units:
         from regard.kernels.triton.columns import pool
 
-        each = sizes.keys // cols // bins.unit  # units a cell
+        each = sizes.keys // cols // bins.unit  # units per cell
         wide = min(64, next_power(each))
         some = POOLED_CELLS // wide
         count = fields["map"].numel()
@@ -284,9 +284,9 @@ def columns(
     neg_lse: Tensor,
     counters: Tensor | None = None,
 ) -> None:
-    """Fill ``fields``, from ``new_columns``, with sums over queries.
+    """Fill ``fields``, allocated by ``new_columns``, with sums over queries.
 
-    ``counters`` are those that ``forward`` left, if it has just run.
+    ``counters`` are the work counters of ``forward``, if it has just run.
     """
     queries, width = query.shape[2:]
     sums = _column_sums(query, key, structure, plan, fields, TEAMS * ROWS)
@@ -322,7 +322,7 @@ def columns(
 
 
 def _as_queries(grad: Tensor, key: Tensor, structure: Structure, plan: Plan) -> tuple[Tensor, Bins]:
-    """Return the output's gradient, copied if the kernels cannot read its layout, and its bins."""
+    """Return the output's gradient, copied if kernels cannot read its layout, and its bins."""
     bins, layout = plan.bins, Layout.of(grad)
     assert bins is not None
     keys, grid = key.shape[2], plan.problem.wanted.map
@@ -341,7 +341,7 @@ def _as_queries(grad: Tensor, key: Tensor, structure: Structure, plan: Plan) -> 
         own = place_bins(layout, keys, grid)
         if isinstance(own, Bins) and own.interleave is not None:
             return grad, own
-    grad = grad.clone(memory_format=torch.contiguous_format)  # aligned, unlike .contiguous()
+    grad = grad.clone(memory_format=torch.contiguous_format)  # aligned; .contiguous() may not be
     own = bins if bins.interleave is None else place_bins(Layout.of(grad), keys, grid)
     assert isinstance(own, Bins)
     return grad, own
@@ -358,7 +358,7 @@ def backward(
     fields: dict[str, Tensor],
     neg_lse: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a plain call, and fill ``fields`` on the way, as ``columns``."""
+    """Return the gradients of query, key and value; also fill ``fields``, like ``columns``."""
     batch, heads, queries, width = query.shape
     sums = _column_sums(query, key, structure, plan, fields, BLOCK)
     bins, work, sizes, units, constants = sums
@@ -376,7 +376,7 @@ def backward(
         queries, bits, D=width, num_warps=4,
     )  # fmt: skip
     grads = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
-    steps = width // 64  # a tile
+    steps = width // 64  # per tile
     _kernels().backward[(work.programs,)](
         _query_tiles(query, bins, steps), _query_tiles(grad, grad_bins, steps),
         _descriptor(key, BLOCK), _descriptor(value, BLOCK),
@@ -403,12 +403,12 @@ def top(
     results: dict[str, Tensor],
     unfinished: Tensor,
 ) -> None:
-    """Write the top keys into ``results``, and mark rows as ``unfinished``: ``search`` does those.
+    """Write the top keys into ``results``, and mark ``unfinished`` rows for ``search``.
 
-    ``left`` is what ``forward`` left.
+    ``left`` has the intermediates that ``forward`` returned.
     """
     queries, width = query.shape[2:]
-    # Whether a launch lies between the forward pass and this one, so that no program must wait.
+    # Whether another launch ran after the forward pass; then programs need not wait for it.
     ready = left.work_counters is None or (plan.columns is not None and not plan.deferred)
     keys = key.shape[2]
     causal = structure.kind == CAUSAL

@@ -1,17 +1,17 @@
 # mypy: ignore-errors
-"""What the kernels for Hopper share: rings of tiles, the split of work, and layouts of products.
+"""Code that the Hopper kernels share: rings of tiles, the split of work, and layouts of products.
 
-One warp loads: it has the copy engine (TMA) fill a ring of tiles in shared memory. Warpgroups (four
-warps each) multiply, 64 rows each: while one takes exponentials, the products of another run. Each
-place of a ring has two barriers: ``full`` after a load, ``empty`` after all readers have released
-it. A barrier's phase changes with each round.
+The loading warp has the copy engine (TMA) fill a ring of tiles in shared memory. Each warpgroup
+(four warps) multiplies 64 rows: while one computes exponentials, the products of another run. Each
+slot of a ring has two barriers: ``full`` completes after a load, and ``empty`` after all readers
+have released the slot. A barrier's phase changes with each round of the ring.
 
 There are as many programs as multiprocessors, and each processes several items. The loading warp
-takes the number of the next item but one from a global counter, so a slow program gets fewer items,
-and sends it to the warpgroups in shared memory. With a causal mask an item is a long block and a
-short one of the same head; the last items are single blocks, the short ones at the end. Without a
-mask the last items may be fewer than the programs: a launch of its own splits them into shares of
-steps (tiles), and small kernels join the partial results.
+takes the numbers of items from a global counter two items ahead, so a slow program gets fewer
+items. It sends them to the warpgroups through shared memory. With a causal mask an item is a long
+and a short block of the same head, and the last items are single blocks, short ones last. Without a
+mask the last round may have fewer items than programs. A separate launch splits these items into
+shares of steps (tiles), and small kernels join the partial results.
 
 Callers: ``forward``, ``columns``, ``backward``, ``top``.
 
@@ -25,10 +25,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from regard.kernels import sizes
 from regard.kernels.plan import Work
 
-# Kernels are not compiled anew for these. Heads take few values, and most calls have 1 group.
+# Kernels are not specialized on these. ``heads`` has few values, and ``groups`` is mostly 1.
 NOT_SPECIALIZED = [name for name in Work._fields if name not in ("heads", "groups")]
 LN2 = gl.constexpr(sizes.LN2)
-NOTHING = gl.constexpr(-3.0e38)  # as in triton/tiles.py
+NOTHING = gl.constexpr(-3.0e38)  # the value in triton/tiles.py
 LOWEST = gl.constexpr(-1.0e37)
 ROWS = gl.constexpr(sizes.ROWS)
 BAND = gl.constexpr(sizes.BAND)
@@ -41,7 +41,7 @@ PAIR = gl.constexpr(sizes.PAIR)
 
 @gluon.constexpr_function
 def axis_layout(layout, rank, axis):
-    """The layout of a vector along one axis of a tensor."""
+    """The layout of a vector along one axis of a tensor with ``rank`` axes."""
     for other in reversed(range(rank)):
         if other != axis:
             layout = gl.SliceLayout(other, layout)
@@ -50,16 +50,16 @@ def axis_layout(layout, rank, axis):
 
 @gluon.constexpr_function
 def neg_lse_by_copy(D):
-    """Whether the columns pass has the copy engine load neg_lse, with the queries.
+    """Whether the copy engine loads neg_lse with the queries in the columns pass.
 
-    At a width of 128 the products keep shared memory busy, and loads from the cache are faster.
+    At a width of 128 the products saturate shared memory, and loads from the cache are faster.
     """
     return D == 64
 
 
 @gluon.jit
 def by_fours(place):
-    """The place of a number where a lane's next pair follows each of its pairs."""
+    """The index of a number after reordering each 16: a lane's two pairs become four in a row."""
     return place & -16 | (place & 6) << 1 | place >> 2 & 2 | place & 1
 
 
@@ -77,13 +77,13 @@ def ring_of(desc, TILES: gl.constexpr, SLOTS: gl.constexpr, READERS: gl.constexp
 
 @gluon.jit
 def ring_start():
-    """The first place of a ring; see ``next_place``."""
+    """The first place of a ring: its slot, and whether the round is odd."""
     return gl.to_tensor(0), gl.to_tensor(0)
 
 
 @gluon.jit
 def next_place(place, STAGES: gl.constexpr):
-    """The place after one in a ring: its slot, and whether the round is odd."""
+    """The place in a ring after ``place``; see ``ring_start``."""
     slot, odd = place
     last = slot == STAGES - 1
     return gl.where(last, 0, slot + 1), gl.where(last, odd ^ 1, odd)
@@ -107,16 +107,16 @@ def wait_until_full(ring, place):
 
 @gluon.jit
 def release(ring, place):
-    """Tell the loading warp that this reader is done with a place."""
+    """Signal to the loading warp that this reader is done with a place."""
     mbarrier.arrive(ring[2].index(place[0]), count=1)
 
 
 @gluon.jit
 def wait_for_previous_launch():
-    """Wait until the previous launch has ended, and let the next one begin as programs end.
+    """Wait until the previous launch has ended, and let the next launch start as programs end.
 
-    When a launch begins, all programs of the previous one have passed this point. So all launches
-    before that have ended, and their results can be read at once.
+    A launch starts after all programs of the previous launch have passed this point. All earlier
+    launches have then ended, so a kernel may read their results without this wait.
     """
     gl.inline_asm_elementwise(
         "{ griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1; }", "=r,r",
@@ -126,14 +126,14 @@ def wait_for_previous_launch():
 
 @gluon.jit
 def count_done_block(Done, flat, begin, end):
-    """Count a finished block, if the columns pass begins with its head."""
+    """Count a finished block if the columns pass starts with its head: ``begin`` to ``end``."""
     if (flat >= begin) & (flat < end):
         gl.atomic_add(Done + flat, 1, sem="release")
 
 
 @gluon.jit
 def is_done(Done, flat, blocks):
-    """Whether all blocks of a head are done: then their results can be read, by copies too."""
+    """Whether all blocks of a head are done; if so, loads and TMA copies may read their results."""
     all_of_them = gl.inline_asm_elementwise(
         "{ .reg .pred p; fence.acq_rel.gpu; fence.proxy.async.global; setp.eq.s32 p, $1, $2; "
         "vote.sync.all.pred p, p, -1; selp.b32 $0, 1, 0, p; }",
@@ -145,7 +145,7 @@ def is_done(Done, flat, blocks):
 
 @gluon.jit(do_not_specialize=["count"])
 def reset_counters(Counters, count, WARPS: gl.constexpr):
-    """Set counters to their start. The next launch may begin at once, and wait for this."""
+    """Set counters to UNSET_COUNTER. The next launch may start early, and waits for this one."""
     gl.inline_asm_elementwise(
         "{ griddepcontrol.launch_dependents; mov.b32 $0, $1; }", "=r,r",
         [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1,
@@ -157,7 +157,7 @@ def reset_counters(Counters, count, WARPS: gl.constexpr):
 
 @gluon.jit
 def _share(program, work):
-    """The steps that a program takes, as a range over the steps of all split items."""
+    """A program's share of the steps of all split items, as a range."""
     steps = work.items % work.programs * work.steps
     start = gl.minimum(program * work.share, steps)
     return start, gl.minimum(start + work.share, steps)
@@ -165,7 +165,7 @@ def _share(program, work):
 
 @gluon.jit
 def steps_within(program, number, work):
-    """The range of steps that a program takes of one split item."""
+    """The range of steps of one split item that a program takes."""
     start, end = _share(program, work)
     before = number * work.steps
     return gl.maximum(start - before, 0), gl.minimum(end - before, work.steps)
@@ -173,7 +173,7 @@ def steps_within(program, number, work):
 
 @gluon.jit
 def first_split_item(work):
-    """The number of the first split item; items are split that follow the last full round."""
+    """The number of the first split item, after the last full round of all programs."""
     return work.items // work.programs * work.programs
 
 
@@ -191,18 +191,18 @@ def first_numbers(work, SPLIT: gl.constexpr):
 
 @gluon.jit
 def next_number(after, Counter, work, SPLIT: gl.constexpr):
-    """Take the number of the item after the next from the counter."""
+    """The number of the item that follows item ``after``, taken from the counter unless SPLIT."""
     if SPLIT:
         number = after + 1
     else:
-        wait_for_previous_launch()  # the previous launch may reset the counter
+        wait_for_previous_launch()  # which may reset the counter
         number = 2 * work.programs + gl.atomic_add(Counter, 1, sem="relaxed") - UNSET_COUNTER
     return number
 
 
 @gluon.jit
 def end_of(work, SPLIT: gl.constexpr):
-    """One more than the number of a program's last item."""
+    """The end (exclusive) of the numbers of a program's items."""
     if SPLIT:
         start, end = _share(gl.program_id(0), work)
         last = first_split_item(work) + gl.where(start < end, (end - 1) // work.steps + 1, 0)
@@ -213,9 +213,9 @@ def end_of(work, SPLIT: gl.constexpr):
 
 @gluon.jit
 def _from_the_middle(number, work):
-    """Reverse the order of items, except that each program starts with an item from the middle.
+    """Reverse the order of items, but let each program start with an item from the middle.
 
-    ``plan._early_heads`` tells the forward pass which heads those of the middle belong to.
+    ``plan._early_heads`` gives the forward pass the heads of these middle items.
     """
     half, late = work.items // 2, work.items - 1 - number
     reordered = gl.where(late < half, late, late + work.programs)
@@ -225,13 +225,13 @@ def _from_the_middle(number, work):
 
 @gluon.jit
 def item_at(number, work, CAUSAL: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr):
-    """Return the head of an item (over all sequences), its first block, and its number of blocks.
+    """Return an item's head (counted over the batch), first block, and number of blocks.
 
-    With a causal mask an item is a long block and a short one: of queries the long ones are the
-    last. The last items are single blocks: all the long ones, then the short ones. Passes over
-    blocks of keys (KEYS) begin where the others end, whose last reads are still in the cache.
-    Without a mask their first items come from the middle, so they need not wait for the last blocks
-    of the forward pass.
+    With a causal mask an item is a long and a short block; the last blocks of queries are the long
+    ones. The last items are single blocks: first all long ones, then the short ones. Passes over
+    blocks of keys (KEYS) start with the items that passes over queries process last, because their
+    data is still in the cache. Without a mask they start with items from the middle, so that they
+    need not wait for the last blocks of the forward pass.
     """
     later = number - work.items
     if CAUSAL:
@@ -252,21 +252,21 @@ def item_at(number, work, CAUSAL: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.co
 
 @gluon.jit
 def block_of(item, half, work):
-    """Return the head of one half of an item, and its block."""
+    """Return the head and the block of one half of an item."""
     flat, block, _ = item
     return flat, gl.where(half == 0, block, work.blocks - 1 - block)
 
 
 @gluon.jit
 def message_of(number, work, CAUSAL: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.constexpr):
-    """The first block of an item as a message; see ``unpack_message``."""
+    """The message about the first block of an item; see ``unpack_message``."""
     flat, block, _ = item_at(number, work, CAUSAL, KEYS, SPLIT)
     return gl.where(number < end_of(work, SPLIT), flat, -1), 2 * block
 
 
 @gluon.jit
 def allocate_messages(SLOTS: gl.constexpr):
-    """Allocate a message about the next block, beside each place of a ring of blocks."""
+    """Allocate a message about the next block for each slot of a ring of blocks."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     return gl.allocate_shared_memory(gl.int64, [SLOTS, 1], plain)
 
@@ -302,9 +302,9 @@ def receive_next_block(messages, place):
 
 @gluon.jit
 def unpack_message(message):
-    """Return the head, the block, and which half of its item it is.
+    """Return the head and the block of a message, and the half (0 or 1) of the item it is.
 
-    The head is negative if no block is left.
+    The head is negative if there are no more blocks.
     """
     flat, both = message
     return flat, both >> 1, both & 1
@@ -312,7 +312,7 @@ def unpack_message(message):
 
 @gluon.jit
 def uniform_in_warp(x):
-    """Tell the compiler that all threads of a warp hold the same number."""
+    """Make the compiler treat a number as uniform in a warp: all threads hold the same value."""
     return gl.inline_asm_elementwise(
         "{ shfl.sync.idx.b32 $0, $1, 0, 31, -1; }", "=r,r", [x], gl.int32, is_pure=True, pack=1
     )
@@ -322,8 +322,8 @@ def uniform_in_warp(x):
 def scheduling_barrier(x):
     """Keep the compiler from moving code across this point.
 
-    ptxas starts products late and waits for them early, but not across a branch. This is a branch
-    that is never taken: ``x`` is not negative.
+    ptxas starts products late and waits for them early, but does not move either across a branch.
+    This adds a loop that never runs, because ``x`` is not negative.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; setp.ge.s32 p, $1, 0; AGAIN: @p bra ON; nanosleep.u32 32; bra AGAIN; "
@@ -334,11 +334,11 @@ def scheduling_barrier(x):
 
 @gluon.jit
 def team_part(half, PART: gl.constexpr, CAUSAL: gl.constexpr):
-    """Which ROWS of a block a team takes.
+    """The index of the ROWS rows of a block that a team takes.
 
-    With a causal mask the rows in one half have a tile more than those in the other, where the
-    lengths differ by a multiple of tiles. In an item's second block each team takes the other half,
-    so all teams have as many tiles.
+    With a causal mask, rows of one half of a block may attend to a tile more than those of the
+    other. In an item's second block each team takes the other half, so all teams have equally many
+    tiles.
     """
     if CAUSAL:
         return PART ^ half * (TEAMS // 2)
@@ -347,16 +347,16 @@ def team_part(half, PART: gl.constexpr, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def partial_slot(program, begins):
-    """The slot in which a program stores its part of a split block: it has two at most.
+    """The slot in which a program stores its part of a split block; a program has two slots.
 
-    One block may begin before the program's share, and another begins in it and ends after it.
+    One block may begin before the program's share, and another may end after it.
     """
     return program * 2 + gl.where(begins, 1, 0)
 
 
 @gluon.jit
 def by_lanes(tile):
-    """Reshape scores [rows, keys] to [rows, LANES, .]: a thread holds one lane of a row."""
+    """Reshape scores [rows, keys] to [rows, LANES, keys // LANES]: a thread has a lane of a row."""
     R: gl.constexpr = tile.shape[0]
     N: gl.constexpr = tile.shape[1]
     parts = gl.reshape(tile, [R, N // (LANES * PAIR), LANES, PAIR])
@@ -365,7 +365,7 @@ def by_lanes(tile):
 
 @gluon.jit
 def split_row_pairs(x):
-    """Split numbers of rows into those of each thread's two rows: [rows // 2, 1] each."""
+    """Split one number per row, [rows], by the two rows of a thread: two of [rows // 2, 1]."""
     R: gl.constexpr = x.shape[0]
     parts = gl.permute(gl.reshape(x, [R // BAND, 2, BAND // 2]), (0, 2, 1))
     one, other = gl.split(gl.reshape(parts, [R // 2, 2]))
@@ -374,7 +374,7 @@ def split_row_pairs(x):
 
 @gluon.jit
 def split_lane_halves(parts):
-    """Split numbers of lanes, [rows, LANES, .], into the first and the second half."""
+    """Split numbers by lanes, [rows, LANES, n], into their first and second n // 2."""
     N: gl.constexpr = parts.shape[2]
     halves = gl.reshape(parts, [parts.shape[0], parts.shape[1], 2, N // 2])
     return gl.split(gl.permute(halves, (0, 1, 3, 2)))
@@ -382,9 +382,9 @@ def split_lane_halves(parts):
 
 @gluon.jit
 def key_offsets(s):
-    """Offsets in a tile of the keys of scores by lanes: their sum is the whole offset.
+    """Return two tensors whose sum is the offset in a tile of each key of scores by lanes.
 
-    The first is known at compile time, the second depends on the lane.
+    The first is known at compile time; the second depends on the lane.
     """
     layout: gl.constexpr = s.type.layout
     turn = gl.arange(0, s.shape[2], axis_layout(layout, 3, 2))[None, None, :]
@@ -394,9 +394,9 @@ def key_offsets(s):
 
 @gluon.jit
 def may_attend(s, query_at, key, keys, CAUSAL: gl.constexpr):
-    """Which scores by lanes are allowed by the mask, for a tile that begins at ``key``."""
+    """The mask of scores by lanes, true where allowed, for a tile whose first key is ``key``."""
     fixed, lane = key_offsets(s)
-    if CAUSAL:  # causal: no query attends beyond the last key
+    if CAUSAL:  # this also excludes padding: no query attends beyond the last key
         allowed = fixed <= query_at[:, None, None] - key - lane
     else:
         allowed = fixed < keys - key - lane
@@ -405,13 +405,13 @@ def may_attend(s, query_at, key, keys, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def multiply_wide(one, other):
-    """The 64-bit product of two numbers that are not negative: one instruction."""
+    """The 64-bit product of two non-negative 32-bit numbers, in one instruction."""
     return one.to(gl.uint32).to(gl.int64) * other.to(gl.uint32).to(gl.int64)
 
 
 @gluon.jit
 def row_pointers(view, flat, rows, dims, heads):
-    """Pointers to some rows of one head."""
+    """Pointers to elements [rows, dims] of one head of a view."""
     batch, head = (flat // heads).to(gl.int64), (flat % heads).to(gl.int64)
     first = view.data + batch * view.batch + head * view.head
     return first + rows[:, None].to(gl.int64) * view.row + dims[None, :]

@@ -1,15 +1,14 @@
 # mypy: ignore-errors
-"""The eighth highest and the eight highest of a row's numbers, by sorting networks (Batcher, 1968).
+"""The eighth highest and the eight highest numbers of a row, by sorting networks (Batcher, 1968).
 
-A thread sorts its own numbers without a branch. Of two sorted lists, its own and another thread's,
-the higher half takes one comparison a place, and a few more to sort it.
+A thread sorts its own numbers without branches. It then merges its sorted list with another
+thread's: one comparison for each position selects the higher half, and a few more sort that half.
 
-The eighth highest alone is approximate: of the last lists only the lowest number is wanted, and a
-thread packs its two rows into one register as bfloat16, which halves comparisons and shuffles. The
-rounding is that of a number's distance from ``near``: the result is below the eighth by 0.016 of
-that distance at most.
+``eighth_highest`` is approximate. A thread packs its two rows into one register as bfloat16, which
+halves comparisons and shuffles. It rounds each number's distance from ``near``, so the result is at
+most 0.016 of that distance below the eighth highest number.
 
-Callers: ``forward`` (threshold of the top keys) and ``top``.
+Called by ``forward``, for the threshold of the top keys, and by ``top``.
 
 Test: ``pytest tests/kernels/test_hopper.py -k eight``.
 """
@@ -26,12 +25,12 @@ from regard.kernels.hopper.pipeline import (
     split_row_pairs,
 )
 
-COUNT = gl.constexpr(8)  # numbers of a row that a lane holds, and the rank that is wanted
+COUNT = gl.constexpr(8)  # numbers of a row that a lane holds; also the rank of the result
 
 
 @gluon.jit
 def _listed(x):
-    """Split [., ., n] into n tensors [., .]."""
+    """Split a tensor [a, b, n] into n tensors [a, b]."""
     if x.shape[2] == 1:
         parts = (gl.reshape(x, [x.shape[0], x.shape[1]]),)
     else:
@@ -42,108 +41,108 @@ def _listed(x):
 
 @gluon.constexpr_function
 def _sorting_network(kind):
-    """Return the lines of a PTX program, and functions that append comparisons to it.
+    """Return the lines of a PTX program, and functions that append instructions to them.
 
     ``kind`` is the PTX type of the numbers.
     """
     lines = []
 
-    def made(operation, *of):
+    def emit(operation, *of):
         name = f"x{len(lines)}"
         lines.append(f"{operation} {name}, {', '.join(of)};")
         return name
 
-    def chosen(which, x, y):  # place by place of two lists
-        return [made(f"{which}.{kind}", a, b) for a, b in zip(x, y, strict=True)]
+    def elementwise(which, x, y):  # max or min of two lists
+        return [emit(f"{which}.{kind}", a, b) for a, b in zip(x, y, strict=True)]
 
-    def compared(a, b):
-        return chosen("max", [a], [b]) + chosen("min", [a], [b])
+    def compare(a, b):
+        return elementwise("max", [a], [b]) + elementwise("min", [a], [b])
 
-    def merged(x, y):  # two sorted lists as one
+    def merge(x, y):  # two sorted lists
         if len(x) == 1:
-            return compared(x[0], y[0])
-        even, odd = merged(x[::2], y[::2]), merged(x[1::2], y[1::2])
+            return compare(x[0], y[0])
+        even, odd = merge(x[::2], y[::2]), merge(x[1::2], y[1::2])
         result = even[:1]
         for a, b in zip(odd[:-1], even[1:], strict=True):
-            result += compared(a, b)
+            result += compare(a, b)
         return result + odd[-1:]
 
-    def in_order(x):  # the highest first
+    def sort(x):  # highest first
         half = len(x) // 2
-        return merged(in_order(x[:half]), in_order(x[half:])) if half else x
+        return merge(sort(x[:half]), sort(x[half:])) if half else x
 
-    def settled(x):  # sort a bitonic list: it rises and then falls, or the reverse
+    def sort_bitonic(x):  # a list that rises, then falls, or falls, then rises
         half = len(x) // 2
         if not half:
             return x
-        pairs = [compared(x[i], x[i + half]) for i in range(half)]
-        return settled([high for high, _ in pairs]) + settled([low for _, low in pairs])
+        pairs = [compare(x[i], x[i + half]) for i in range(half)]
+        return sort_bitonic([high for high, _ in pairs]) + sort_bitonic([low for _, low in pairs])
 
-    def of_lane(x, away):  # the reversed list of another lane
-        return [made("shfl.sync.bfly.b32", a, str(away), "31", "-1") for a in reversed(x)]
+    def from_lane(x, away):  # the reversed list of another lane
+        return [emit("shfl.sync.bfly.b32", a, str(away), "31", "-1") for a in reversed(x)]
 
-    return lines, made, chosen, in_order, settled, of_lane
+    return lines, emit, elementwise, sort, sort_bitonic, from_lane
 
 
 @gluon.constexpr_function
 def _eighth_ptx(count):
-    """PTX: the approximate eighth highest of two rows.
+    """PTX: the approximate eighth highest number of each of two rows.
 
-    In: the numbers of both rows, $2 to $9 and $10 to $17, and a number near each row's highest.
-    Out: $0 and $1, a number slightly below each row's eighth, the same in all lanes.
+    In: the numbers of the rows in $2 to $9 and $10 to $17, and a number near each row's highest in
+    $18 and $19. Out: in $0 and $1, a number slightly below each row's eighth, equal in all lanes.
     """
-    lines, made, chosen, in_order, settled, of_lane = _sorting_network("bf16x2")
+    lines, emit, elementwise, sort, sort_bitonic, from_lane = _sorting_network("bf16x2")
 
     def packed(i):
-        near = made("sub.f32", f"${2 + i}", f"${2 + 2 * count}")
-        far = made("sub.f32", f"${2 + count + i}", f"${3 + 2 * count}")
-        return made("cvt.rn.bf16x2.f32", far, near)
+        near = emit("sub.f32", f"${2 + i}", f"${2 + 2 * count}")
+        far = emit("sub.f32", f"${2 + count + i}", f"${3 + 2 * count}")
+        return emit("cvt.rn.bf16x2.f32", far, near)
 
-    highest = in_order([packed(i) for i in range(count)])
-    highest = settled(chosen("max", highest, of_lane(highest, 1)))
-    highest = chosen("max", highest, of_lane(highest, 2))
+    highest = sort([packed(i) for i in range(count)])
+    highest = sort_bitonic(elementwise("max", highest, from_lane(highest, 1)))
+    highest = elementwise("max", highest, from_lane(highest, 2))
     while len(highest) > 1:
-        highest = highest[2:] + chosen("min", highest[:1], highest[1:2])
+        highest = highest[2:] + elementwise("min", highest[:1], highest[1:2])
     for row in range(2):
         x = (
-            made("shl.b32", highest[0], "16")
+            emit("shl.b32", highest[0], "16")
             if row == 0
-            else made("and.b32", highest[0], "0xFFFF0000")
+            else emit("and.b32", highest[0], "0xFFFF0000")
         )
-        lower = made("fma.rn.f32", made("abs.f32", x), "0fBC000000", x)  # lower by 2**-7 of it
+        lower = emit("fma.rn.f32", emit("abs.f32", x), "0fBC000000", x)  # x - |x| * 2**-7
         lines.append(f"add.f32 ${row}, {lower}, ${2 + 2 * count + row};")
     return f"{{ .reg .b32 x<{len(lines)}>; " + " ".join(lines) + " }"
 
 
 @gluon.constexpr_function
 def _eight_highest_ptx(count):
-    """PTX: the eight highest of sixteen numbers; two neighbouring threads hold eight each, $5 to
-    $12.
+    """PTX: the eight highest of sixteen numbers, of which two paired threads hold eight each.
 
-    Out: $0 to $3 are the higher four of them or, in the second thread, the lower, with their place
-    among the sixteen in the last four bits. $4 is 1 where two consecutive ones differ in no other
-    bits. $13 is -16 in the first thread and -8 in the second.
+    In: $5 to $12, the thread's numbers; $13, -16 in the first thread and -8 in the second. Out: $0
+    to $3, four of the eight highest: the higher four in the first thread, the lower four in the
+    second. Their last four bits are their index among the sixteen. $4 is 1 if two consecutive
+    results differ only in these bits.
     """
-    lines, made, chosen, in_order, settled, of_lane = _sorting_network("f32")
+    lines, emit, elementwise, sort, sort_bitonic, from_lane = _sorting_network("f32")
     half = count // 2
-    # The bits of a number, the bit of $13 for the value 8, and the bits of the place among eight.
-    placed = [made("lop3.b32", f"${5 + i}", "$13", str(i - 16), "0xE6") for i in range(count)]
-    mine = in_order(placed)
-    theirs = of_lane(mine, 1)
-    highest = settled(chosen("max", mine, theirs))
-    left = chosen("min", mine[:half], theirs[:half])  # the neighbour has the other half
+    # The last four bits of a number become its index: 8 from $13, and the index among eight.
+    placed = [emit("lop3.b32", f"${5 + i}", "$13", str(i - 16), "0xE6") for i in range(count)]
+    mine = sort(placed)
+    theirs = from_lane(mine, 1)
+    highest = sort_bitonic(elementwise("max", mine, theirs))
+    left = elementwise("min", mine[:half], theirs[:half])  # the paired thread has the other half
     while len(left) > 1:
-        left = left[2:] + chosen("max", left[:1], left[1:2])
-    (ninth,) = chosen("max", left, of_lane(left, 1))
+        left = left[2:] + elementwise("max", left[:1], left[1:2])
+    (ninth,) = elementwise("max", left, from_lane(left, 1))
     lines.append("setp.eq.s32 p, $13, -8;")
     for i in range(half):
         lines.append(f"selp.b32 ${i}, {highest[half + i]}, {highest[i]}, p;")
-    after = made("selp.b32", ninth, highest[half], "p")
+    after = emit("selp.b32", ninth, highest[half], "p")
     lines.append("mov.b32 $4, 0;")
     for i in range(half):
         lower = f"${i + 1}" if i + 1 < half else after
-        apart = made("xor.b32", f"${i}", lower)
-        # 0fFCF0BDC2 is LOWEST: absent numbers need no order.
+        apart = emit("xor.b32", f"${i}", lower)
+        # 0fFCF0BDC2 is LOWEST: entries without a number need no order.
         lines.append(f"setp.gt.f32 q, {lower}, 0fFCF0BDC2;")
         lines.append(f"setp.lt.and.u32 q, {apart}, 16, q; @q mov.b32 $4, 1;")
     return f"{{ .reg .pred p, q; .reg .b32 x<{len(lines)}>; " + " ".join(lines) + " }"
@@ -151,9 +150,7 @@ def _eight_highest_ptx(count):
 
 @gluon.constexpr_function
 def _as_in_product(warps):
-    """The layout [ROWS, LANES, COUNT] of a product: a thread holds two rows, neighbours other
-    lanes.
-    """
+    """The layout [ROWS, LANES, COUNT] of a product: a thread holds one lane of two rows."""
     of_warps = [[16, 0, 0], [32, 0, 0], [0, 0, 0], [0, 0, 0]]
     return gl.DistributedLinearLayout(
         [[0, 0, 1], [0, 0, 2], [0, 0, 4], [8, 0, 0]],
@@ -166,10 +163,10 @@ def _as_in_product(warps):
 
 @gluon.jit
 def eighth_highest(x, near, WARPS: gl.constexpr = 4):
-    """Return about the eighth highest of each row in each lane, [ROWS, LANES].
+    """Return the approximate eighth highest number of each row, [ROWS, LANES], equal in all lanes.
 
-    ``x`` is [ROWS, LANES, COUNT]. The result is lower than the eighth, in proportion to the
-    eighth's distance from ``near``, [ROWS].
+    ``x`` is [ROWS, LANES, COUNT]. The result is lower than the eighth highest number, in proportion
+    to its distance from ``near``, [ROWS].
     """
     layout: gl.constexpr = _as_in_product(WARPS)
     near = gl.convert_layout(near, axis_layout(layout, 3, 0))
@@ -191,10 +188,11 @@ def eighth_highest(x, near, WARPS: gl.constexpr = 4):
 
 @gluon.jit
 def eight_highest(x):
-    """Return the places of the eight highest of sixteen numbers, [rows, 2, COUNT], in order.
+    """Return the indices of the eight highest of a row's sixteen numbers, in descending order.
 
-    A thread holds COUNT of the numbers and its neighbour the others; likewise of the places, [rows,
-    2, .]. Also return whether some of a row were too close to order, [rows, 2], in either or both.
+    ``x`` is [rows, 2, COUNT], and the indices are [rows, 2, COUNT // 2]: of two paired threads each
+    holds half. Also return [rows, 2], which is 1 in either or both threads where two numbers of a
+    row were too close to order.
     """
     numbers = _listed(x)
     layout: gl.constexpr = numbers[0].type.layout

@@ -1,14 +1,14 @@
 # mypy: ignore-errors
-"""All teams of warps as one role, which holds their rows as one tensor.
+"""Run all teams (warpgroups) as one warp-specialized role, with their rows in one tensor.
 
-One copy of the code instead of four stays in the instruction cache. A team must run at its own
-pace, and may have fewer tiles than another, so no code waits for all teams. What differs between
-teams is computed from ``team_of_thread()``, which Triton takes for uniform. Each warp waits for
-barriers and arrives at them in PTX; Triton would make all warps wait for each other.
+One copy of the code fits the instruction cache; four would not. Teams run at different speeds and
+may have different numbers of tiles, so no code synchronizes all teams. Values that differ between
+teams derive from ``team_of_thread()``, which Triton treats as uniform. Each warp waits for barriers
+and arrives at them in PTX, because Triton would synchronize all warps.
 
-PTX needs the addresses of the barriers, and Triton does not give them. They lie in lines of a
-``room``, a shared buffer of integers, and Triton puts larger buffers before smaller ones. The
-kernels check that address when they start.
+PTX needs the addresses of the barriers, which Triton does not expose. The barriers lie in the last
+lines of a ``room``, a shared buffer of integers. Triton places larger shared buffers first, so the
+offset of the room is the size of the larger buffers. The kernels check this at their start.
 
 Callers: ``columns``, ``top``.
 
@@ -25,14 +25,14 @@ from regard.kernels.hopper.pipeline import BAND, BLOCK, ROWS, TEAMS, team_part, 
 
 TEAM_ROWS = gl.constexpr(TEAMS * ROWS)  # rows of the tensor that holds all teams' rows
 STRIP = gl.constexpr(sizes.STRIP)
-# The last LINES of a room: two lines of barriers for the ring of a block's own rows, two for the
-# ring of tiles, one of messages, and one of known numbers.
+# Lines at the end of a room: two with the barriers of the ring of a block's rows, two with those of
+# the ring of tiles, one with messages, and one with a known pattern. LINES is their number.
 OWN_ROWS, TILES, MESSAGES, MARKS, LINES = (gl.constexpr(at) for at in (0, 2, 4, 5, 6))
 
 
 @gluon.jit
 def read(at):
-    """Read a number from shared memory."""
+    """Read an integer at an address of shared memory."""
     return gl.inline_asm_elementwise(
         "{ ld.shared.b32 $0, [$1]; }", "=r,r", [at], gl.int32, is_pure=False, pack=1
     )
@@ -40,7 +40,7 @@ def read(at):
 
 @gluon.jit
 def read_two(at):
-    """Read two numbers from shared memory."""
+    """Read two consecutive integers at an address of shared memory."""
     return gl.inline_asm_elementwise(
         "{ ld.shared.v2.b32 {$0, $1}, [$2]; }", "=r,=r,r", [at], (gl.int32, gl.int32),
         is_pure=False, pack=1,
@@ -49,7 +49,7 @@ def read_two(at):
 
 @gluon.jit
 def room_after(BEFORE: gl.constexpr):
-    """The shared address of a room that follows so many bytes of larger buffers."""
+    """The shared address of a room after BEFORE bytes of larger buffers."""
     return gl.inline_asm_elementwise(
         "{ mov.u32 $0, global_smem; add.u32 $0, $0, $1; }", "=r,r", [gl.to_tensor(BEFORE)],
         gl.int32, is_pure=False, pack=1,
@@ -64,13 +64,13 @@ def _line(room, number):
 
 @gluon.constexpr_function
 def _bytes_before(room, number):
-    """The offset of that line from the start of the room."""
+    """The offset in bytes of one of the last lines from the start of the room."""
     return _line(room, number) * room.shape[1] * 4
 
 
 @gluon.jit
 def write_marks(room):
-    """Write known numbers to one line of a room."""
+    """Write 0, 1, 2, ... to the line MARKS of a room, and return these numbers."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [TEAM_ROWS // BAND], [0])
     marks = gl.arange(0, room.shape[1], layout)
     room.index(_line(room, MARKS)).store(marks)
@@ -79,7 +79,7 @@ def write_marks(room):
 
 @gluon.jit
 def room_begins_at(room, begin):
-    """Whether a room begins at an address: whether known numbers are read back there."""
+    """Whether a room begins at an address: numbers stored in the room are read back from there."""
     marks = write_marks(room)
     gl.thread_barrier()
     same = read(begin + _bytes_before(room, MARKS) + marks * 4) == marks
@@ -88,9 +88,9 @@ def room_begins_at(room, begin):
 
 @gluon.jit
 def fail_launch_unless(true):
-    """Make the launch fail unless this is true, by a store to address 0.
+    """Make the launch fail unless ``true`` holds, by a store to address 0.
 
-    With a trap, the plain way, ptxas would wait for each product separately.
+    A trap would make ptxas wait for each product separately.
     """
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b64 nowhere; mov.b64 nowhere, 0; setp.eq.s32 p, $1, 0; "
@@ -103,7 +103,7 @@ def fail_launch_unless(true):
 def ring_in(
     room, begin, desc, COUNT: gl.constexpr, SLOTS: gl.constexpr, FULL: gl.constexpr
 ):  # fmt: skip
-    """As ``ring_of``, with the barriers in two lines of ``room``; return their addresses too."""
+    """Like ``ring_of``, with barriers in two lines of ``room``; also return their addresses."""
     tiles = gl.allocate_shared_memory(desc.dtype, [COUNT] + desc.block_shape, desc.layout)  # noqa: RUF005
     kind: gl.constexpr = mbarrier.MBarrierLayout()
     shape: gl.constexpr = [room.shape[1] // 2, 1]
@@ -111,14 +111,14 @@ def ring_in(
     empty = room.index(_line(room, FULL + 1))._reinterpret(gl.int64, shape, kind)
     for slot in gl.static_range(SLOTS):
         mbarrier.init(full.index(slot), count=1)
-        mbarrier.init(empty.index(slot), count=TEAMS * 4)  # each warp arrives for itself
+        mbarrier.init(empty.index(slot), count=TEAMS * 4)  # each warp arrives once
     full_at, empty_at = begin + _bytes_before(room, FULL), begin + _bytes_before(room, FULL + 1)
     return tiles, full, empty, full_at, empty_at
 
 
 @gluon.jit
 def wait_until_full_per_warp(ring, place):
-    """As ``wait_until_full``, but each warp waits for itself."""
+    """Like ``wait_until_full``, but each warp waits independently."""
     slot, odd = place
     gl.inline_asm_elementwise(
         "{ .reg .pred p; AGAIN: mbarrier.try_wait.parity.shared.b64 p, [$1], $2; @!p bra AGAIN; "
@@ -129,7 +129,7 @@ def wait_until_full_per_warp(ring, place):
 
 @gluon.jit
 def release_per_warp(ring, place):
-    """As ``release``, but each warp arrives for itself."""
+    """Like ``release``, but each warp arrives once."""
     gl.inline_asm_elementwise(
         "{ .reg .pred p; .reg .b32 lane; mov.u32 lane, %laneid; setp.eq.u32 p, lane, 0; "
         "bar.warp.sync -1; @p mbarrier.arrive.shared.b64 _, [$1]; mov.b32 $0, $1; }",
@@ -139,7 +139,7 @@ def release_per_warp(ring, place):
 
 @gluon.jit
 def messages_in(room, begin):
-    """As ``allocate_messages``, in a line of a room, and return the address too."""
+    """Like ``allocate_messages``, in a line of a room; also return the address."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     messages = room.index(_line(room, MESSAGES))._reinterpret(
         gl.int64, [room.shape[1] // 2, 1], plain
@@ -149,14 +149,14 @@ def messages_in(room, begin):
 
 @gluon.jit
 def receive_next_block_per_warp(messages_at, place):
-    """As ``receive_next_block``, from an address."""
+    """Like ``receive_next_block``, from an address of shared memory."""
     both, flat = read_two(messages_at + place[0] * 8)
     return uniform_in_warp(flat), uniform_in_warp(both)
 
 
 @gluon.jit
 def team_of_thread():
-    """The number of a thread's team."""
+    """The index of the team that the thread belongs to."""
     team = gl.inline_asm_elementwise(
         "{ mov.u32 $0, %tid.x; shr.u32 $0, $0, 7; add.u32 $0, $0, $1; }", "=r,r",
         [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1,
@@ -166,8 +166,9 @@ def team_of_thread():
 
 @gluon.jit
 def team_rows_index(team):
-    """The index of a role's tensor of TEAM_ROWS rows: its team, where a role is one team as in
-    tests.
+    """The index of the tensor of TEAM_ROWS rows that a role computes.
+
+    It is 0 if one role computes all teams, and the team if a role computes one team (in tests).
     """
     return team if TEAM_ROWS == ROWS else 0
 
@@ -176,7 +177,7 @@ def team_rows_index(team):
 def load_team_rows(
     ring, place, desc, batch, head, row, half, D: gl.constexpr, CAUSAL: gl.constexpr
 ):  # fmt: skip
-    """Load the rows of a block, whose place is empty: strip by strip, team by team."""
+    """Load the rows of a block into an empty ring slot, by strips and teams."""
     full = ring[1].index(place[0])
     mbarrier.expect(full, TEAMS * ROWS * D * 2)
     for strip in gl.static_range(D // STRIP):
@@ -190,7 +191,7 @@ def load_team_rows(
 def scores(
     ring, ring_place, tiles, place, mine, BLOCKS: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
-    """Start the product of all teams' rows with a tile; ``ring`` has place for BLOCKS blocks."""
+    """Start the product of all teams' rows and a tile; ``ring`` has BLOCKS slots of rows."""
     layout: gl.constexpr = gl.NVMMADistributedLayout(
         [3, 0], [TEAM_ROWS // BAND, 1], [16, BLOCK, 16]
     )

@@ -1,14 +1,14 @@
 # mypy: ignore-errors
 """The top keys of each query for Hopper; triton/rows.py describes the method.
 
-The forward pass has computed the threshold, so one stream over the keys collects candidates. They
-stay in shared memory: a thread has slots for its candidates, and at the end of a block these become
-a list for each row, which two threads sort by a network of comparisons. Gluon has no shared memory
-in which a thread may choose its address, so this is PTX, one instruction or a few at a time. All
-teams are one role; see teams.py.
+The forward pass has computed a threshold, so one pass over the keys collects the candidates, the
+scores that reach it. Each thread stores its candidates in its slots of shared memory. At the end of
+a block they move to a list for each row, which two threads sort with a sorting network. In Gluon a
+thread cannot address shared memory freely, so this part is inline PTX. All teams run as one role;
+see teams.py.
 
 In: query, key, ``Threshold``, lse. Out: ``Weights`` and ``Keys`` [batch, heads, queries, COUNT],
-and ``Unfinished`` rows for triton/rows.search. Called by ``launch.top``.
+and ``Unfinished``, which marks rows for triton/rows.search. Called by ``launch.top``.
 
 Test: ``pytest tests/kernels/test_hopper.py -k top_keys_are_the_definition``.
 """
@@ -74,33 +74,35 @@ from regard.kernels.hopper.teams import (
 )
 from regard.kernels.plan import Work
 
-THREADS = gl.constexpr(ROWS // 2 * LANES)  # threads of a team: each has two rows
-PAIRS = gl.constexpr(BLOCK // (LANES * PAIR))  # pairs of a row's scores that a thread has in a tile
-FOUR = gl.constexpr(4)  # scores side by side in a thread: a pair of each row
+THREADS = gl.constexpr(ROWS // 2 * LANES)  # threads of a team; each has a lane of two rows
+PAIRS = gl.constexpr(BLOCK // (LANES * PAIR))  # pairs of scores that a thread has per row of a tile
+FOUR = gl.constexpr(4)  # consecutive scores of a thread: a pair from each of its rows
 ENTRY = gl.constexpr(8)  # bytes of a score and its key, or of a pair of scores
-SLOTS = gl.constexpr(22)  # of a thread, which its two rows fill from either end
-SPARE = gl.constexpr(4)  # slots that no row may rely on: slots are clamped once for so many pairs
-USUALLY = gl.constexpr(8)  # slots of a row that nearly always suffice
+SLOTS = gl.constexpr(22)  # slots of a thread; its two rows fill them from opposite ends
+SPARE = gl.constexpr(4)  # slots for overrun: addresses are clamped only after every SPARE pairs
+USUALLY = gl.constexpr(8)  # slots per row that nearly always suffice
 SPAN = gl.constexpr(SLOTS * ENTRY)  # bytes of a thread's slots
 ROOM = gl.constexpr(32 * SPAN)  # bytes of a warp's slots
-LISTED = gl.constexpr(16)  # entries of a row that the network sorts, half of them in each thread
-MOST = gl.constexpr(28)  # entries of a row that can be sorted at all
-LIST = gl.constexpr(240)  # bytes from one row's list to the next; its length follows it
+LISTED = gl.constexpr(16)  # entries of a row that the network sorts, half in each of two threads
+MOST = gl.constexpr(28)  # most entries of a row that this kernel can sort
+LIST = gl.constexpr(240)  # bytes from one list to the next: entries, then the list's length
 LENGTH = gl.constexpr(MOST * ENTRY)
 MAX_TOP_KEYS = gl.constexpr(sizes.MAX_TOP_KEYS)
-BITS_BASE = gl.constexpr(8388608.0)  # 2**23: numbers added to it up to 2**23 are its last bits
-OVERFLOWED = gl.constexpr(63)  # a thread's count if it had no room: more than any list has
+BITS_BASE = gl.constexpr(
+    8388608.0
+)  # 2**23: adding an integer below 2**23 sets the low bits of the float
+OVERFLOWED = gl.constexpr(63)  # a count that marks overflow: longer than any list
 
 
 @gluon.constexpr_function
 def _query_blocks(D):
-    """Blocks of queries in shared memory."""
+    """The number of ring slots for blocks of queries."""
     return 128 // D
 
 
 @gluon.jit
 def _load_key_tile(ring, place, desc, batch, head, key, D: gl.constexpr):
-    """Load a tile of keys once its place is empty, strip by strip."""
+    """Load a tile of keys by strips, once its ring slot is empty."""
     _, full = wait_until_empty(ring, place)
     mbarrier.expect(full, BLOCK * D * 2)
     for strip in gl.static_range(D // STRIP):
@@ -111,7 +113,7 @@ def _load_key_tile(ring, place, desc, batch, head, key, D: gl.constexpr):
 
 @gluon.jit
 def _load_keys(loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr):
-    """The loading warp: blocks of queries, and tiles of keys, the last first."""
+    """Run the loading warp: load blocks of queries, and tiles of keys from last to first."""
     q_ring, messages, Counter, k_ring, q_desc, k_desc, work, offset, tiles, addressable = loader
     QUERIES: gl.constexpr = _query_blocks(D)
     place = ring_start()
@@ -138,7 +140,7 @@ def _load_keys(loader, D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constex
 
 @gluon.jit
 def _last_tile(row, offset, tiles, CAUSAL: gl.constexpr):
-    """The last tile of keys that any of 64 queries attends to; ``row`` is the first query."""
+    """The last tile of keys to which any of the 64 queries from ``row`` attends."""
     if CAUSAL:
         return gl.minimum(tiles - 1, (row + ROWS - 1 + offset) // BLOCK)
     return tiles - 1
@@ -146,7 +148,7 @@ def _last_tile(row, offset, tiles, CAUSAL: gl.constexpr):
 
 @gluon.jit
 def _in_fours(s):
-    """Scores by lanes, of a thread's two rows side by side: [., LANES, ., FOUR]."""
+    """Reshape scores by lanes to [TEAM_ROWS // 2, LANES, N, FOUR], a thread's two rows together."""
     N: gl.constexpr = s.shape[2] // PAIR
     parts = gl.reshape(s, [TEAM_ROWS // BAND, 2, BAND // 2, LANES, N, PAIR])
     return gl.reshape(gl.permute(parts, (0, 2, 3, 4, 1, 5)), [TEAM_ROWS // 2, LANES, N, FOUR])
@@ -154,11 +156,11 @@ def _in_fours(s):
 
 @gluon.constexpr_function
 def _keep_ptx(number, spare):
-    """PTX: of two pairs of scores, one of each row, keep those with a score at its row's threshold.
+    """PTX: store a pair of scores of each row in a slot if one of them reaches the row's threshold.
 
-    One row fills a thread's slots from the first on, the other from the last. In: the pairs,
-    thresholds, the next slot of each row, bits of the pairs that were kept, and the slots at which
-    the next ones stop: they are clamped there after every ``spare`` pairs.
+    The first row fills a thread's slots from the first up, the second from the last down. In: the
+    pairs, thresholds, each row's next slot, the bits of the kept pairs, and each row's end slot, to
+    which the next slot is clamped after every ``spare`` pairs.
     """
     bit = f"0f{0x3F800000 + (number << 23):08X}"
     lines = [".reg .pred p;", ".reg .f32 high;"]
@@ -178,10 +180,10 @@ def _keep_ptx(number, spare):
 
 @gluon.jit
 def _keep(fours, thresholds, at, kept, ends, FIRST: gl.constexpr):
-    """Keep the pairs of a thread in which a score reaches its row's threshold, [., LANES, ., FOUR].
+    """Keep the pairs in which a score reaches its row's threshold; ``fours`` is from ``_in_fours``.
 
-    Pairs are stored from the last to the first. Return the next slots, and the kept pairs of the
-    tile as the low bits of a float above 2**23.
+    Pairs are stored from last to first. Return the next slots, and the kept pairs of the tile as
+    the low bits of a float of at least 2**23.
     """
     N: gl.constexpr = fours.shape[2]
     if N > 1:
@@ -209,13 +211,13 @@ def _keep(fours, thresholds, at, kept, ends, FIRST: gl.constexpr):
 
 @gluon.constexpr_function
 def _add_keys_ptx():
-    """PTX: turn the kept pairs of two tiles into entries: a score at the threshold, and its key.
+    """PTX: turn the kept pairs of two tiles into entries, each a score and its key.
 
-    If both of a pair reach it, the second becomes another entry. In: the kept pairs of each row, of
-    the nearer tile ($2, $3) and of the next one ($4, $5), the slot of the first ($6, $7),
-    thresholds ($8, $9), the thread's first key of the nearer tile ($10), the next slots ($0, $1),
-    and where these stop ($13, $14): what lies there is lost, and gets no key. A warp loops as long
-    as one of its threads has a pair left, of either row.
+    If both scores of a pair reach the threshold, the second becomes a new entry. In, for both rows:
+    the bits of the kept pairs of the current tile ($2, $3) and the previous tile ($4, $5), the slot
+    of the first pair ($6, $7), thresholds ($8, $9), next slots ($0, $1) and end slots ($13, $14);
+    and the thread's first key of the current tile ($10). A row whose next slot is its end slot has
+    overflowed and gets no keys. A warp loops while any of its threads has a pair left.
     """
     names = "left", "slot", "bit", "key", "next"
     lines = [
@@ -248,14 +250,14 @@ def _add_keys_ptx():
         ]
         for row, end, on in ((0, "min", 8), (1, "max", -8))
     ]  # fmt: skip
-    # Line by line for both rows: one wait for the loads of both.
+    # Interleave the instructions of both rows, so that their loads overlap.
     lines += [line for both in zip(*of_rows, strict=True) for line in both]
     return "{ " + " ".join([*lines, "bra LOOP;", "DONE:"]) + " }"
 
 
 @gluon.jit
 def _add_keys(at, kept, before, since, thresholds, key, ends):
-    """Store keys beside the kept scores of a tile and the one before it."""
+    """Add keys to the kept scores of a tile and the previous tile."""
     return gl.inline_asm_elementwise(
         _add_keys_ptx(), "=&r,=&r,f,f,f,f,r,r,f,f,r,0,1,r,r",
         [
@@ -268,7 +270,7 @@ def _add_keys(at, kept, before, since, thresholds, key, ends):
 
 @gluon.jit
 def _opaque(x):
-    """Hide a number's origin: what depends on it is not hoisted out of the loop over blocks."""
+    """Hide a number's origin, so that its uses are not hoisted out of the loop over blocks."""
     return gl.inline_asm_elementwise(
         "{ mov.b32 $0, $1; }", "=r,r", [x], gl.int32, is_pure=False, pack=1
     )
@@ -276,7 +278,7 @@ def _opaque(x):
 
 @gluon.jit
 def _sync_warp():
-    """Make a warp's writes visible to its threads: its rows' lists are its own."""
+    """Make a warp's writes visible to all its threads; no other warp uses its lists."""
     gl.inline_asm_elementwise(
         "{ bar.warp.sync -1; mov.b32 $0, $1; }", "=r,r", [gl.to_tensor(0)], gl.int32,
         is_pure=False, pack=1,
@@ -295,7 +297,7 @@ def _entries(at):
 
 @gluon.jit
 def _write(at, what):
-    """Store numbers in shared memory."""
+    """Store integers at addresses of shared memory."""
     gl.inline_asm_elementwise(
         "{ st.shared.b32 [$1], $2; mov.b32 $0, $2; }", "=r,r,r", [at, what], gl.int32,
         is_pure=False, pack=1,
@@ -304,21 +306,21 @@ def _write(at, what):
 
 @gluon.constexpr_function
 def _list_ptx(slots, most, often, listed):
-    """PTX: move the entries in a thread's slots to the lists of its rows, which share the memory.
+    """PTX: move entries from a thread's slots to the lists of its rows, in the same memory.
 
-    $1: the first slot. $2, $3: the number of entries of one row from there on, and of the other
-    from the last slot down. $4, $5: the list address of the first slot's entry. $6: half of a list,
-    which is cleared first. A row has ``most`` entries at most, and rarely more than ``often``: all
-    slots are read only if some row of the warp does.
+    $1: the first slot. $2, $3: the number of entries of the first row, from the first slot up, and
+    of the second row, from the last slot down. $4, $5: each row's list address for an entry in the
+    first slot. $6: the half of a list that this thread clears first. A row has at most ``most``
+    entries, and rarely more than ``often``; if no row of the warp has more, fewer slots are read.
     """
 
-    def moved(count):  # entries of either row
+    def moved(count):  # the first ``count`` entries of each row
         chosen = [i for i in range(slots) if min(i, slots - 1 - i) < count]
         lines = [
             f"ld.shared.v4.b32 {{s{i}, key{i}, s{i + 1}, key{i + 1}}}, [$1+{i * 8}];"
             for i in chosen[::2]
         ]
-        lines += ["bar.warp.sync -1;"]  # from here on the slots are lists
+        lines += ["bar.warp.sync -1;"]  # from here, the slots' memory holds lists
         lines += [f"st.shared.v4.b32 [$6+{i * 16}], {{x, x, x, x}};" for i in range(listed // 4)]
         lines += ["bar.warp.sync -1;"]
         for i in chosen:
@@ -342,15 +344,13 @@ def _list_ptx(slots, most, often, listed):
 
 @gluon.jit
 def _list_of(lists, row):
-    """The addresses of rows' lists: a warp's rows lie in the slots of its threads."""
+    """The addresses of rows' lists, which reuse the slots of their warp."""
     return lists + row // BAND * ROOM + row % BAND * LIST
 
 
 @gluon.constexpr_function
 def _of_threads():
-    """The layout [TEAM_ROWS // 2, LANES]: one number for each thread, in the row order of a
-    product.
-    """
+    """The layout [TEAM_ROWS // 2, LANES]: one number per thread, with rows as in a product."""
     return gl.DistributedLinearLayout(
         [],
         [[0, 1], [0, 2], [1, 0], [2, 0], [4, 0]],
@@ -362,9 +362,9 @@ def _of_threads():
 
 @gluon.jit
 def _summed(hits, by):
-    """The entries of a row in the lanes before, and in all lanes.
+    """The number of a row's entries in lower lanes, and in all lanes.
 
-    The count of each lane is a byte of one number, ``by`` bits from its end.
+    The counts of the lanes are the bytes of one integer, each shifted left by ``by``.
     """
     hits = gl.sum(hits << by, 1)[:, None]
     return (hits * 0x01010100 >> by) & 0xFF, (hits * 0x01010101 >> 24) & 0xFF
@@ -372,7 +372,7 @@ def _summed(hits, by):
 
 @gluon.jit
 def _list(slots, at, thresholds, lists):
-    """Make a list for each row from the slots of its threads."""
+    """Move the entries of each row from its threads' slots to the row's list."""
     of_threads: gl.constexpr = _of_threads()
     both = gl.arange(0, TEAM_ROWS // 2, gl.SliceLayout(1, of_threads))[:, None]
     by = gl.arange(0, LANES, gl.SliceLayout(0, of_threads))[None, :] * 8
@@ -404,7 +404,7 @@ def _list(slots, at, thresholds, lists):
 
 @gluon.constexpr_function
 def _by_pairs(many):
-    """The layout [TEAM_ROWS, many]: the rows of a warp as in a product, two threads a row."""
+    """The layout [TEAM_ROWS, many] with a warp's rows as in a product, and two threads per row."""
     half = many // 2
     return gl.DistributedLinearLayout(
         [[0, bit] for bit in (1, 2, 4, 8) if bit < half],
@@ -426,14 +426,13 @@ def _places(lists, N: gl.constexpr):
 
 @gluon.constexpr_function
 def _order_ptx(listed, most):
-    """PTX: the eight highest entries of a list of any length, earlier keys first among equal
-    scores.
+    """PTX: the eight highest entries of a list in order, smaller keys first among equal scores.
 
-    Each of two threads goes through every second entry, and counts the entries before it in order.
-    Rarely needed, and therefore short: only for lists longer than ``listed`` ($4), but not than
-    ``most``, or with scores too close ($5). $1: the list, $2: where the highest go, $3: 8 for the
-    second thread. $0: whether this was needed, for both. A warp loops until all such lists are
-    done.
+    Each of two threads ranks every second entry by counting the entries that precede it. This is
+    rare, so the code is short rather than fast: it runs for lists with a length ($4) above
+    ``listed`` and up to ``most``, or with scores too close to order ($5). $1: the list. $2: the
+    address for the highest entries. $3: 8 in the second thread, else 0. Out: $0, whether the list
+    was ordered here, equal in both threads. A warp loops until all its lists are done.
     """
     lines = [
         ".reg .pred p, q, r, equal;", ".reg .f32 s, its_s;",
@@ -466,7 +465,7 @@ def _order_ptx(listed, most):
 
 @gluon.jit
 def _order(lists):
-    """The addresses of the highest entries of each list, in order, and the lists' lengths."""
+    """The addresses of each list's highest entries, highest first, and the lists' lengths."""
     s, _key = _entries(_places(lists, LISTED))
     place, near = eight_highest(gl.reshape(s, [TEAM_ROWS, 2, LISTED // 2]))
     of_two: gl.constexpr = near.type.layout
@@ -476,7 +475,7 @@ def _order(lists):
     begin = _list_of(lists, row)
     room = (
         lists + row // BAND * ROOM + BAND * LIST + row % BAND * (MAX_TOP_KEYS * ENTRY)
-    )  # behind the lists
+    )  # after the lists
     length = read(begin + LENGTH)
     again = gl.inline_asm_elementwise(
         _order_ptx(LISTED, MOST), "=&r,r,r,r,r,r",
@@ -496,7 +495,7 @@ def _order(lists):
 def _store_rows(
     at, length, lse, Unfinished, Weights, Keys, first, rows_left, c, COUNT: gl.constexpr
 ):
-    """Store the COUNT highest entries of a team's rows from ``first`` on."""
+    """Store the COUNT highest entries of a team's rows, of which ``first`` is the first."""
     s, key = read_two(at)
     s = s.to(gl.float32, bitcast=True)
     _sync_warp()  # the memory of the lists may now be reused as slots
@@ -514,7 +513,7 @@ def _store_rows(
 
 @gluon.jit
 def _mark_all_unfinished(Unfinished, queries, work, CAUSAL: gl.constexpr):
-    """Leave all rows of a program's blocks to triton/rows.search."""
+    """Mark all rows of a program's blocks as unfinished, for triton/rows.search."""
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [TEAM_ROWS // BAND], [0])
     for number in range(gl.program_id(0), end_of(work, False), work.programs):
         item = item_at(number, work, CAUSAL, False, False)
@@ -531,7 +530,7 @@ def _find_top(
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     COUNT: gl.constexpr,
 ):  # fmt: skip
-    """All teams: the 64 queries of each in every block, and their keys, the last first."""
+    """Run all teams: each finds the top keys of its 64 queries of every block, last key first."""
     q_ring, k_ring, messages_at, room, begin, addressable = shared[:6]
     Threshold, Lse, Unfinished, Weights, Keys, ready, work, sizes = shared[6:]
     queries, keys, offset, tiles, c = sizes
@@ -575,9 +574,9 @@ def _find_top(
         )
         at = begins
         since = at
-        before = nothing, nothing  # of the last tile, if its entries have no keys yet
+        before = nothing, nothing  # kept pairs of the previous tile, if they have no keys yet
         last = _last_tile(row, offset, tiles, CAUSAL)
-        masked_end = 1  # the end of tiles in which some pair is masked
+        masked_end = 1  # the end of the tiles that have masked pairs
         if CAUSAL and not EVEN:
             masked_end = last + 1 - (row + offset + 1) // BLOCK
         wait_until_full_per_warp(q_ring, q_place)
@@ -586,7 +585,7 @@ def _find_top(
             wait_until_full_per_warp(k_ring, place)
             release_per_warp(k_ring, place)
             place = next_place(place, STAGES)
-        # One loop for all tiles: a separate first tile is a fifth more code, and slower.
+        # One loop for all tiles: separating the first adds a fifth to the code, and is slower.
         for tile in range(last + 1):
             wait_until_full_per_warp(k_ring, place)
             s = scores(q_ring, q_place, k_ring, place, mine, _query_blocks(D), D)
@@ -608,7 +607,7 @@ def _find_top(
                     far = gl.where(may_attend(far, at_half, beyond, keys, CAUSAL), far, NOTHING)
                 if (tile >= masked_end) | (
                     team % 2 == 1
-                ):  # on the diagonal the other teams attend to none of it
+                ):  # on the diagonal, even teams do not attend to ``far``
                     at, kept = _keep(_in_fours(far), thresholds, at, kept, ends, PAIRS // 2)
                 at, kept = _keep(_in_fours(near), thresholds, at, kept, ends, 0)
             else:
@@ -624,7 +623,7 @@ def _find_top(
             before = kept
         q_place = next_place(q_place, _query_blocks(D))
 
-        wait_for_previous_launch()  # the previous launch may still use the memory that this writes
+        wait_for_previous_launch()  # it may still use the memory written below
         here = _opaque(lists)
         at_end = row + gl.arange(0, TEAM_ROWS, of_places) % ROWS
         lse = gl.load(Lse + first + at_end, mask=at_end < queries, other=0.0) * (1 / LN2)
@@ -633,7 +632,7 @@ def _find_top(
         _store_rows(
             places, length, lse, Unfinished, Weights, Keys, first + row, queries - row, c, COUNT
         )
-    write_marks(room)  # only now: kernels use this line until here
+    write_marks(room)  # so that it is used until here, and no other buffer reuses its memory
 
 
 @gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, "queries", "keys", "tiles", "ready"])
@@ -644,17 +643,17 @@ def top(
     D: gl.constexpr, STAGES: gl.constexpr, CAUSAL: gl.constexpr, EVEN: gl.constexpr,
     COUNT: gl.constexpr,
 ):  # fmt: skip
-    """The COUNT highest weights of each query and their keys; see triton/rows.py.
+    """Find the COUNT highest weights of each query and their keys; see triton/rows.py.
 
-    ``Threshold`` is a score that eight of a query's scores reach, or all it has. ``Unfinished``
-    marks rows with more candidates than there is room for. ``ready``: a launch lies between this
-    one and the forward pass. EVEN: queries and keys end a multiple of tiles apart; without a mask:
-    keys fill their tiles.
+    At least eight of a query's scores reach its ``Threshold``, or all if it has fewer.
+    ``Unfinished`` marks rows with too many candidates for the lists. ``ready``: another launch ran
+    after the forward pass. EVEN: BLOCK divides keys - queries or, without a mask, the number of
+    keys.
     """
     work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
     offset = keys - queries
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
-    # Slots and lists, and the lines behind them: the largest buffer.
+    # The largest buffer: slots, which become lists, and then LINES lines.
     room = gl.allocate_shared_memory(gl.int32, [TEAMS * SLOTS + LINES, 2 * THREADS], plain)
     begin = room_after(0)
     addressable = room_begins_at(room, begin)
