@@ -44,7 +44,7 @@ OVER_QUERIES = (
 NAMED = (*BY_ROW, *OVER_QUERIES, "rows")  # named as in See
 STREAMED = (*NAMED, "top_weights", "top_keys")
 KEPT = ("output", "lse", "entropy", "distance")  # saved for the backward pass
-# Fields whose gradient no kernel computes; the backend 'tiled' has it where it exists.
+# Fields that no kernel differentiates.
 ROUGH = ("peak", "max_logit", "map_peak", "top_weights", "rows")
 
 # Measured on an H200 at commit 8c94c07, see docs/log.md.
@@ -294,7 +294,7 @@ class Buffer(NamedTuple):
 
 
 class Interleave(NamedTuple):
-    """How the view of interleaved queries is indexed: steps per batch and head on its outermost axis.
+    """How the view of interleaved queries is indexed: steps on its outermost axis.
 
     A thread holds two of every eight columns of a product. If a tile has several bins, its queries
     are read in an order that gives one thread all queries of a bin.

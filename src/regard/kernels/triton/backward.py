@@ -53,7 +53,7 @@ def gradient(
     terms, head, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     FREE: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr,
 ):  # fmt: skip
-    """Return a tile's weights, the gradient of its scores, and the gradient of its products q . k."""
+    """Return a tile's weights, and the gradients of its scores and of its products q . k."""
     s, slope = scores(dots, query_at, key_at, side, terms, head, BIAS, SOFTCAP, FREE)
     if BIAS == RELATIVE:
         s += shift
@@ -108,7 +108,7 @@ def _query_stretch(
             apart = tl.abs(query_at[:, None] - key_at[None, :]).to(tl.float32)
             before -= tl.sum(change * apart, 1)
         if TRAIN and BIAS == TABLE:
-            # Sums for the table's ends, which larger distances use too; ``distances`` sums all others.
+            # Distances beyond the table use its ends; ``distances`` sums the others.
             if not FREE:
                 apart = query_at[:, None] - key_at[None, :]
                 before += tl.sum(tl.where(apart >= terms.reach, change, 0.0), 1)
