@@ -36,11 +36,7 @@ from regard.kernels.sizes import (
 )
 
 BY_ROW = ("entropy", "peak", "max_logit", "distance")  # fields that the forward pass computes
-OVER_QUERIES = (
-    "received",
-    "map",
-    "map_peak",
-)  # sums over queries; they need the lse of every query
+OVER_QUERIES = ("received", "map", "map_peak")  # sums over queries; they need every query's lse
 NAMED = (*BY_ROW, *OVER_QUERIES, "rows")  # named as in See
 STREAMED = (*NAMED, "top_weights", "top_keys")
 KEPT = ("output", "lse", "entropy", "distance")  # saved for the backward pass

@@ -1,7 +1,8 @@
 # mypy: ignore-errors
 """delta, the number that the gradients of all scores of a row subtract; see ``backward``.
 
-From the output, lse, entropy and distance and their gradients. delta is [batch, heads, queries]. Called by ``launch.backward``.
+It is computed from the output, lse, entropy, distance and their gradients, and has shape
+[batch, heads, queries]. Called by ``launch.backward``.
 """
 
 import triton

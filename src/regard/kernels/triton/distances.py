@@ -2,7 +2,8 @@
 """The gradient of a table of biases by distance; ``backward`` has the formulas.
 
 A program owns a range of distances of a head, and a share of the tiles of all sequences that have
-these distances. It sums in its registers and stores once; PyTorch adds the shares afterwards. Called by ``launch._by_diagonal``.
+these distances. It sums in its registers and stores once; PyTorch adds the shares afterwards.
+Called by ``launch._by_diagonal``.
 
 Test: ``pytest tests/kernels/test_triton.py -k gradient_of_a_table``.
 """
@@ -22,7 +23,7 @@ def _change(
     KIND: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr,
     RECEIVED: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
-    """Return the gradient of a tile's scores; ``shift`` is the bias, ``fits`` masks empty places."""
+    """Return the gradient of a tile's scores; ``shift`` is the bias, ``fits`` the mask."""
     at = flat * queries + rows
     query_at = (rows + keys - queries)[:, None]
     if RECEIVED:

@@ -54,7 +54,7 @@ def _stretch(
     V_EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     FREE: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys from ``start`` to ``stop``; only those from ``first`` to ``last`` are allowed."""
+    """Add the keys from ``start`` to ``stop``; none outside ``first`` to ``last`` counts."""
     near = tl.arange(0, BN)
     dims, value_dims = tl.arange(0, BD)[:, None], tl.arange(0, BV)[None, :]
     # With a table, a masked tile loads as many biases as it has scores: do not prefetch them.
@@ -112,7 +112,7 @@ def _finish(
     queries, value_width, BV: tl.constexpr, ENTROPY: tl.constexpr, PEAK: tl.constexpr,
     HIGHEST: tl.constexpr, DISTANCE: tl.constexpr,
 ):  # fmt: skip
-    """Store the results of a block of rows; ``place`` is its index among the blocks of all heads."""
+    """Store the results of a block of rows; ``place`` is its index over all heads."""
     value_dims = tl.arange(0, BV)
     empty = l == 0  # no keys to attend to
     inverse = tl.where(empty, 0.0, 1 / tl.where(empty, 1.0, l))
