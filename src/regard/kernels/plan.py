@@ -105,7 +105,7 @@ class Ends(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What makes a score of the product of query and key: scale, softcap, a bias by distance."""
+    """Scale, softcap and bias by distance, which turn a product of query and key into a score."""
 
     scale: float
     softcap: float
@@ -243,8 +243,8 @@ class Device(NamedTuple):
     """The properties of a device that a plan depends on."""
 
     capability: tuple[int, int]  # CUDA's compute capability; (0, 0) without CUDA
-    processors: int  # streaming multiprocessors
-    why_not_hopper: str | None  # why the kernels for Hopper cannot run here
+    processors: int  # number of streaming multiprocessors
+    why_not_hopper: str | None  # why the kernels for Hopper cannot run on it
 
 
 class Problem(NamedTuple):
@@ -262,7 +262,7 @@ class Problem(NamedTuple):
     wanted: Wanted
     hopper: bool  # whether the backend may use the kernels for Hopper
     cudnn: bool  # whether cuDNN's attention is available and enabled
-    deterministic: bool  # whether PyTorch is asked for deterministic algorithms
+    deterministic: bool  # whether PyTorch requires deterministic algorithms
     deferrable: bool  # whether a backward pass may compute OVER_QUERIES later
 
 
@@ -374,7 +374,7 @@ class Plan:
     forward: Choice
     columns: Choice | None  # received and map
     top: Choice | None
-    backward: Choice  # if only the output has a gradient; otherwise "triton" runs
+    backward: Choice  # for gradients of the output alone; "triton" runs all others
     deferred: bool  # whether to compute the columns in the backward pass or on first access
     bins: Bins | None  # for the columns pass for Hopper
     early_heads: range  # heads that the columns pass starts with before the forward pass ends
@@ -382,7 +382,7 @@ class Plan:
 
     @property
     def choices(self) -> dict[str, Choice]:
-        """The passes that run, by name."""
+        """The choice for each pass that runs, by the name of the pass."""
         passes = {"forward": self.forward, "columns": self.columns, "top": self.top}
         return {name: choice for name, choice in passes.items() if choice is not None}
 
@@ -613,7 +613,7 @@ def work_for(problem: Problem, length: int, rows: int) -> Work:
     causal = problem.kind == CAUSAL
     items = batch * heads * (ceil(blocks, 2) if causal else blocks)
     programs = min(items, problem.device.processors)
-    single_items = programs if causal and blocks % 2 == 0 else 0  # an odd block has no partner
+    single_items = programs if causal and blocks % 2 == 0 else 0  # an odd block is not paired
     return Work(items, blocks, heads, heads // problem.key.shape[1], programs, single_items)
 
 
@@ -637,5 +637,5 @@ def _early_heads(problem: Problem) -> range:
     work = work_for(problem, problem.key.shape[2], TEAMS * ROWS)
     if problem.kind == CAUSAL or work.items < 4 * work.programs:
         return range(0)
-    half = work.items // 2  # as _from_the_middle in hopper/pipeline.py
+    half = work.items // 2  # must match _from_the_middle in hopper/pipeline.py
     return range(half // work.blocks, (half + work.programs - 1) // work.blocks + 1)

@@ -54,7 +54,7 @@ def _stretch(
     V_EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     FREE: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys from ``start`` to ``stop``; none outside ``first`` to ``last`` counts."""
+    """Add the keys from ``start`` to ``stop``; load no values outside ``first`` to ``last``."""
     near = tl.arange(0, BN)
     dims, value_dims = tl.arange(0, BD)[:, None], tl.arange(0, BV)[None, :]
     # With a table, a masked tile loads as many biases as it has scores: do not prefetch them.

@@ -100,7 +100,7 @@ def _backward_blocks(query: Tensor, width: int, structure: Structure) -> tuple[B
 
 
 def _top_blocks(query: Tensor, width: int, count: int) -> Blocks:
-    places = 64 if count <= 16 else 128  # the first pass keeps the highest score of each
+    places = 64 if count <= 16 else 128  # the first pass keeps the highest score at each place
     return Blocks(32 if query.dtype == torch.float32 or width > 128 else 64, places, 4, 2)
 
 

@@ -33,7 +33,7 @@ from regard.kernels.triton import askew
 # gradients of scores, in the dtype of the query, and with a softcap twice as many.
 SCRATCH = 2**29
 BLOCK = 128  # a multiple of the block sizes of the kernels, for queries and for keys
-PROGRAMS = 1024  # with fewer programs, several share the same distances
+PROGRAMS = 1024  # with fewer programs, several programs share each range of distances
 
 
 class Part(NamedTuple):
@@ -56,7 +56,7 @@ def _up(keys: int) -> int:
 
 
 def room(query: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
-    """Allocate memory that the parts use one after another; the largest of them fits."""
+    """Allocate memory for the largest part; the parts use it in turn."""
     most = max(part.sequences * (part.stop - part.start) * _up(part.keys) for part in parts)
     return query.new_empty(query.shape[1] * most, dtype=dtype)
 
@@ -66,7 +66,7 @@ def parts(query: Tensor, keys: int, kind: int) -> list[Part]:
     batch, heads, queries, _ = query.shape
     most = SCRATCH // (4 * heads)
     together = max(1, most // (queries * _up(keys)))
-    together = ceil(batch, ceil(batch, together))  # equal parts, about
+    together = ceil(batch, ceil(batch, together))  # parts of about equal size
 
     def seen(stop: int) -> int:
         return max(keys - queries + stop, 0) if kind == CAUSAL else keys
@@ -94,7 +94,7 @@ def shifted(structure: Structure, part: Part, queries: int, keys: int, room: Ten
     view = part.view(room, heads)
     wide = power(width)
     exact = relative_query.dtype == torch.float32
-    some = max(32, min((4096 if exact else 16384) // wide, BLOCK))  # the most for the registers
+    some = max(32, min((4096 if exact else 16384) // wide, BLOCK))  # limited by registers
     squares = ceil(part.stop - part.start, BLOCK)
     askew.spread[4 * squares, part.sequences * heads, ceil(view.row + BLOCK, some)](
         view, structure.ends, structure.relative, heads, queries, keys, part.sequence, part.start,
