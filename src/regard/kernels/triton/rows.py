@@ -121,8 +121,8 @@ def _stretch(
             )
             s = tl.where(may, s, NOTHING)
         if COLLECT:
-            # A cell has the scores of one row that one thread holds. In most cells at most one score
-            # reaches the threshold. If there are more, the thread stores them one after another.
+            # A cell has the scores of one row that one thread holds. In most cells at most one
+            # score reaches the threshold. A thread stores several one after another.
             cell = tl.reshape(s, [s.shape[0], BN // (2 * LANES), LANES, 2])
             many = tl.sum(tl.sum((cell >= threshold[:, None, None, None]).to(tl.int32), 3), 1)
             remaining = tl.max(tl.max(many, 1), 0)
