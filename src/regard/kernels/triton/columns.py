@@ -294,8 +294,8 @@ def pool(
     """Make a map from the sums over UNIT keys that the kernels for Hopper store.
 
     A cell has ``each`` units of keys, and ``high`` queries in PARTS parts. EVEN: ``each`` is BK, so
-    a thread can load several units at once. CAUSAL: those kernels store nothing where no query of a tile
-    attends to a warpgroup's keys.
+    a thread can load several units at once. CAUSAL: those kernels store nothing if
+    no query of a tile attends to a warpgroup's keys.
     """
     cell = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = cell < count
