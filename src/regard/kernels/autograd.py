@@ -26,8 +26,8 @@ def attend(
 ) -> tuple[dict[str, Tensor], Callable[[], None] | None]:
     """Return the output, lse and wanted fields by name.
 
-    Where some of OVER_QUERIES are allocated but computed later, also return the function to call
-    before one of them is read. ``hopper``: whether the kernels for Hopper may run.
+    If fields in OVER_QUERIES are allocated but deferred, also return the function that computes
+    them; call it before reading them. ``hopper``: whether the kernels for Hopper may run.
     """
     tensors = (query, key, value, structure.table, structure.relative_query)
     differentiable = torch.is_grad_enabled() and any(
@@ -47,16 +47,16 @@ def attend(
 
 
 def _compute(deferred: DeferredColumns, field: Tensor) -> None:
-    """Compute deferred fields now, from the tensors of the graph; ``field`` is one of them."""
-    if not deferred.fields:  # computed already; ``field`` may have another node now
+    """Compute the deferred fields from the tensors that the graph of ``field`` saved."""
+    if not deferred.fields:  # computed already; ``field`` may have a different node now
         return
     node: Any = field.grad_fn
     try:
         query, key, *_ = node.saved_tensors
     except RuntimeError as error:
         raise BackendError(
-            f"{', '.join(deferred.fields)}: not computed yet, and query or key was changed in "
-            "place since, or the graph is gone. Read these fields before that."
+            f"{', '.join(deferred.fields)}: cannot be computed, because query or key was changed "
+            "in place or the autograd graph was freed. Read these fields before that."
         ) from error
     deferred.compute(query, key, node.structure)
 
@@ -87,7 +87,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         backend = "hopper" if ctx.plan.problem.hopper else "triton"
-        if torch.is_grad_enabled():  # create_graph: the gradients would count as constants
+        if torch.is_grad_enabled():  # create_graph=True would treat the gradients as constants
             raise BackendError(
                 f"The backend {backend!r} has no gradients of gradients. "
                 "Pass backend='tiled', which has them."
@@ -98,7 +98,7 @@ class _Attend(torch.autograd.Function):
             if name in upstream:
                 raise BackendError(
                     f"The backend {backend!r} has no gradient through {name}. "
-                    "Pass backend='tiled', which has them all."
+                    "Pass backend='tiled', which has the gradient of every field."
                 )
         gradients = passes.backward(
             query, key, value,

@@ -1,7 +1,7 @@
-"""Everything of Triton that its documentation does not promise, in one place.
+"""The undocumented parts of Triton that the kernels use, in one place.
 
 A new release of Triton may change any of it. Gluon, the language of the kernels for Hopper, is
-experimental as a whole: those kernels run with the version that they were tested with alone.
+experimental: those kernels run only with the version that they were tested with.
 
 Test: ``pytest tests -k "compile_for_a_hopper"``.
 """
@@ -14,22 +14,22 @@ from typing import Any
 import triton
 from torch import Tensor
 
-# In device code: wait until the launch before this one has ended.
+# In device code: wait until the previous kernel launch has ended.
 from triton.language.extra.cuda import gdc_wait
 
 __all__ = ["GLUON_VERSION", "OVERLAPPING", "gdc_wait", "tensor_descriptor", "why_not_gluon"]
 
 GLUON_VERSION = "3.6"
-# Launch options: programs may start before the last launch has ended.
+# Launch options: programs may start before the previous kernel launch has ended.
 OVERLAPPING: Any = {"launch_pdl": True}
 
 
 def why_not_gluon() -> str | None:
-    """Why the kernels for Hopper cannot run with the installed Triton, or None."""
+    """Return why the kernels for Hopper cannot run with the installed Triton, or None."""
     if triton.__version__.startswith(f"{GLUON_VERSION}."):
         return None
     return (
-        f"Triton {triton.__version__} is installed, and its kernels need Triton {GLUON_VERSION}: "
+        f"Triton {triton.__version__} is installed, and the kernels need Triton {GLUON_VERSION}: "
         "they are written in Gluon, which changes with each release."
     )
 
@@ -44,7 +44,7 @@ def tensor_descriptor(tensor: Tensor, shape: Any, strides: Any, block: tuple[int
 
 @cache
 def _shared_layout(rank: int, size: int) -> Any:
-    """In shared memory matrices are swizzled, as products need them; float32 is not."""
+    """The layout in shared memory: swizzled for matrix products, except for float32."""
     from triton.experimental.gluon.language import NVMMASharedLayout
 
     swizzled = 128 if size == 2 else 0

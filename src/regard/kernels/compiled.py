@@ -1,8 +1,8 @@
-"""The passes as an operator, ``regard::attend``, for compiled graphs.
+"""The passes as a custom operator, ``regard::attend``, for compiled graphs.
 
-PyTorch derives the shapes of its results without running it, so a graph contains it without a
-break. A Structure and a Wanted are passed as their parts. ``autograd`` does the same for eager
-calls, with less time on the host.
+PyTorch derives the shapes of the results without running the operator, so the operator causes no
+graph break. A custom operator takes no objects: Structure and Wanted are passed field by field.
+``autograd`` does the same for eager calls, with less overhead on the host.
 
 Test: ``pytest tests -k "compiles_to_one_graph"``.
 """
@@ -25,14 +25,14 @@ _STRUCTURE = (
     "SymInt reach, float scale, float? softcap, float relative_scale, SymInt max_keys"
 )
 _INPUTS = f"Tensor query, Tensor key, Tensor value, {_STRUCTURE}"
-_PARTS = 11  # of a structure
+_PARTS = 11  # number of fields of a Structure
 _INPUT_COUNT = 3 + _PARTS + 6
 
 
 def attend(
     query: Tensor, key: Tensor, value: Tensor, structure: Structure, wanted: Wanted, hopper: bool
 ) -> dict[str, Tensor]:
-    """Return the output, lse and wanted fields by name; those without a gradient are detached."""
+    """Return the output, lse and wanted fields by name; fields without a gradient are detached."""
     results = torch.ops.regard.attend(
         query, key, value, *_flat(structure), " ".join(wanted.fields), *wanted.grid, wanted.top,
         " ".join(map(str, wanted.rows)), hopper,
@@ -114,7 +114,7 @@ def _backward_operator(query: Tensor, key: Tensor, value: Tensor, *given: Any) -
 def _differentiated(
     query: Tensor, key: Tensor, value: Tensor, given: Sequence[Any]
 ) -> list[Tensor]:
-    """The tensors that get a gradient, in order."""
+    """Return the tensors that get a gradient, in order."""
     structure, train_bias = _structure(given[:_PARTS]), given[-1]
     tensors = [query, key, value]
     if train_bias and structure.table is not None:
@@ -125,7 +125,7 @@ def _differentiated(
 
 
 def _in_layout_of(tensor: Tensor, gradient: Tensor) -> Tensor:
-    """The gradient in the layout that the fake operator announces: that of ``empty_like``."""
+    """Return the gradient in the layout of ``empty_like``, as the fake operator declares."""
     announced = torch.empty_like(tensor, device="meta").stride()
     if gradient.stride() == announced:
         return gradient
@@ -164,7 +164,7 @@ def _graph_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | 
     )  # fmt: skip
     table_grad = others.pop(0) if train_bias else None
     second_grad = others.pop(0) if others else None
-    # In the order of the inputs: of a structure's parts only table and second have a gradient.
+    # In the order of the inputs. In a Structure only table and relative_query have a gradient.
     rest = (None,) * (_INPUT_COUNT - 7)
     return query_grad, key_grad, value_grad, None, None, table_grad, second_grad, *rest
 

@@ -7,7 +7,7 @@ from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
-MAX_RESULTS = 64  # of one function
+MAX_RESULTS = 64  # cached results of one function
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
@@ -28,7 +28,7 @@ class Kept(Generic[Arguments, Result]):
 
     def __init__(self, function: Callable[Arguments, Result]) -> None:
         self.function = function
-        self.results: dict[object, Result] = {}  # the least recently used first
+        self.results: dict[object, Result] = {}  # least recently used first
         self.read_by_graphs: list[Result] = []
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:

@@ -1,4 +1,4 @@
-"""The passes of one call in order: forward, columns, top keys, rows; and backward.
+"""The passes of one call: forward, columns, top keys and rows, in this order; and backward.
 
 ``plan_call`` makes the plan, ``forward`` and ``backward`` follow it. Called by ``autograd`` and
 ``compiled``. Tensors are [batch, heads, length, dim], their last axis dense.
@@ -33,15 +33,14 @@ Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
 
 @dataclass
 class DeferredColumns:
-    """Sums over queries that are allocated, and computed later.
+    """Sums over queries that are allocated now and computed later.
 
-    The backward pass computes them almost for free. If they are read before it, ``compute`` runs a
-    pass of its own over queries and keys. The graph saves queries and keys; the plan and
-    ``neg_lse``, which that pass also needs, are here.
+    The backward pass computes them at almost no extra cost. If they are read before it,
+    ``compute`` runs a separate pass over queries and keys, which the autograd graph saves.
     """
 
     plan: Plan
-    fields: dict[str, Tensor]  # empty once they are computed
+    fields: dict[str, Tensor]  # empty after they are computed
     neg_lse: Tensor
 
     def compute(self, query: Tensor, key: Tensor, structure: Structure) -> None:
@@ -52,13 +51,13 @@ class DeferredColumns:
         self.mark_computed()
 
     def mark_computed(self) -> None:
-        if not is_recording():  # a recorded graph computes nothing before its replay
+        if not is_recording():  # while a CUDA graph is captured nothing is computed
             self.fields = {}
 
 
 @cache
 def device_facts(device: torch.device) -> Device:
-    """Return the facts about a device that plans depend on."""
+    """Return the properties of a device that plans depend on."""
     if device.type != "cuda":
         return Device((0, 0), 0, "the tensors are not on a CUDA device.")
     properties = torch.cuda.get_device_properties(device)
@@ -75,7 +74,7 @@ def device_facts(device: torch.device) -> Device:
 
 
 def _cudnn(device: Device) -> bool:
-    """Whether cuDNN's attention is faster than our kernels, as on Hopper, and switched on."""
+    """Whether cuDNN's attention is enabled and faster than our kernels, as on Hopper."""
     enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     return device.capability >= (9, 0) and enabled
 
@@ -89,17 +88,17 @@ def plan_call(
     hopper: bool,
     deferrable: bool = False,
 ) -> Plan:
-    """Return the plan of a call; equal problems share one.
+    """Return the plan of a call; equal problems share a plan.
 
-    ``hopper`` says whether the kernels for Hopper may run, ``deferrable`` whether a backward pass
-    of PyTorch's autograd may follow, which then computes what sums over queries.
+    ``hopper``: whether the kernels for Hopper may run. ``deferrable``: whether PyTorch's autograd
+    may run a backward pass, which can then compute the sums over queries.
     """
     device = device_facts(query.device)
     problem = Problem(
         Layout.of(query), Layout.of(key), Layout.of(value), query.dtype, device, structure.kind,
         structure.bias, structure.softcap is not None, structure.scale, wanted, hopper,
         _cudnn(device), torch.are_deterministic_algorithms_enabled(),
-        # A recorded graph would leave them uncomputed at each replay.
+        # A replay of a CUDA graph would never compute deferred fields.
         deferrable and not is_recording() and not _saved_by_hooks(),
     )  # fmt: skip
     return plan_for(problem)
@@ -108,7 +107,7 @@ def plan_call(
 def forward(
     query: Tensor, key: Tensor, value: Tensor, structure: Structure, plan: Plan
 ) -> tuple[dict[str, Tensor], DeferredColumns | None]:
-    """Return the output, lse and wanted fields by name, and those that are computed later."""
+    """Return the output, lse and wanted fields by name, and the fields that are computed later."""
     from regard.kernels.triton import launch
 
     wanted, left = plan.problem.wanted, Intermediates()
@@ -129,7 +128,7 @@ def forward(
         assert left.neg_lse is not None
         fields = hopper.new_columns(query, key, plan)
         results |= fields
-        # Detached: a node of the graph must not hold its own results.
+        # Detached: an autograd node must not hold its own results, which would be a cycle.
         detached = {name: tensor.detach() for name, tensor in fields.items()}
         deferred = DeferredColumns(plan, detached, left.neg_lse)
     elif plan.columns is not None:
@@ -154,7 +153,7 @@ def columns(
 
     assert plan.bins is not None
     neg_lse = left.neg_lse
-    if neg_lse is None:  # the forward pass ran on other kernels
+    if neg_lse is None:  # the forward pass did not run on the kernels for Hopper
         neg_lse = hopper.order_neg_lse(lse, plan.bins, query.shape[3])
     fields = hopper.new_columns(query, key, plan)
     hopper.columns(query, key, structure, plan, fields, neg_lse, left.work_counters)
@@ -191,12 +190,12 @@ def backward(
 ) -> Gradients:
     """Return the gradients of query, key, value, and of the bias's tensors.
 
-    ``kept`` are the saved results of the forward pass by name, ``grads`` the gradients of results.
+    ``kept`` are the saved results of the forward pass, ``grads`` the gradients of results, by name.
     """
     from regard.kernels.triton import launch
 
     pending = deferred is not None and bool(deferred.fields)
-    # Deterministic algorithms may have been switched on since the plan was made.
+    # Deterministic algorithms may have been enabled since the plan was made.
     if grads.keys() == {"output"} and not torch.are_deterministic_algorithms_enabled():
         if pending and plan.backward.variant == "hopper":
             from regard.kernels.hopper import launch as hopper
@@ -208,23 +207,23 @@ def backward(
             )  # fmt: skip
             deferred.mark_computed()
             return *gradients, None, None
-        if plan.backward.variant != "triton":  # cuDNN takes every call that Hopper's kernels take
+        if plan.backward.variant != "triton":  # cuDNN can run every call that Hopper's kernels can
             gradients = _cudnn_backward(grads["output"], query, key, value, structure, kept)
             return *gradients, None, None
-    if deferred is not None and pending:  # queries and keys may be gone afterwards
+    if deferred is not None and pending:  # queries and keys may be freed after the backward pass
         deferred.compute(query, key, structure)
     return launch.backward(query, key, value, structure, kept, grads, train_bias)
 
 
 def _saved_by_hooks() -> bool:
-    """Whether hooks replace saved tensors, as with checkpointing: reading them back is costly."""
+    """Whether hooks replace saved tensors, as in checkpointing; reading them is then costly."""
     return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None
 
 
 def _cudnn_forward(
     query: Tensor, key: Tensor, value: Tensor, structure: Structure
 ) -> dict[str, Tensor]:
-    """Return the output and lse of a plain call, by cuDNN."""
+    """Return the output and lse that cuDNN computes."""
     output, lse, *_ = torch.ops.aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, structure.kind == CAUSAL, False, scale=structure.scale
     )
@@ -239,7 +238,7 @@ def _cudnn_backward(
     structure: Structure,
     kept: Mapping[str, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of a plain call by cuDNN, from the output and lse of any kernels."""
+    """Return cuDNN's gradients; any kernels may have computed the output and lse."""
     output, lse = kept["output"], kept["lse"][..., None]
     seed = torch.zeros((), dtype=torch.int64, device=query.device)  # unused without dropout
     causal = structure.kind == CAUSAL

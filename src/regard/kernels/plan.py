@@ -1,9 +1,9 @@
-"""What a kernel needs to know of a call, and the plan: which pass runs on which kernels, and why.
+"""The description of a call, and the plan: which kernels run each pass, and why.
 
-``Structure`` describes the mask, the bias and the numbers of a call. ``plan_for`` takes a
-``Problem``, which holds shapes and facts but no tensors, and returns a frozen ``Plan``: for each
-pass the variant that runs ("cudnn", "hopper" or "triton"), for each faster variant the reason
-against it, and the buffers that one pass leaves to the next. ``passes`` follows the plan.
+``Structure`` describes the mask, the bias and the scale of a call. ``plan_for`` takes a
+``Problem``, which holds shapes and options but no tensors, and returns a frozen ``Plan``: for each
+pass the variant that runs ("cudnn", "hopper" or "triton"), why no faster variant runs, and the
+buffers that one pass writes for later passes. ``passes`` follows the plan.
 
 Pure Python: Triton is not imported.
 
@@ -36,35 +36,35 @@ from regard.kernels.sizes import (
 )
 
 BY_ROW = ("entropy", "peak", "max_logit", "distance")  # fields that the forward pass computes
-OVER_QUERIES = ("received", "map", "map_peak")  # sums over queries, which need every row's lse
-NAMED = (*BY_ROW, *OVER_QUERIES, "rows")  # as See names them
+OVER_QUERIES = ("received", "map", "map_peak")  # sums over queries; they need every query's lse
+NAMED = (*BY_ROW, *OVER_QUERIES, "rows")  # named as in See
 STREAMED = (*NAMED, "top_weights", "top_keys")
 KEPT = ("output", "lse", "entropy", "distance")  # saved for the backward pass
-# Fields without a gradient: they do not change smoothly, or plain PyTorch computes them.
+# Fields that no kernel differentiates.
 ROUGH = ("peak", "max_logit", "map_peak", "top_weights", "rows")
 
 # Measured on an H200 at commit 8c94c07, see docs/log.md.
-MIN_STEPS_SAVED = 24  # the last items are split where the longest program saves more steps
-MIN_QUERIES = 256  # for the kernels for Hopper: with fewer, most of a block would be empty
-# Queries from which the backward pass for Hopper, which fills the columns on its way, is faster
-# than cuDNN's and a pass over the columns. By head width.
+MIN_STEPS_SAVED = 24  # split the last items only if the longest program saves more steps
+MIN_QUERIES = 256  # of the kernels for Hopper: with fewer, most of a block would be empty
+# By head width, the least number of queries at which the backward pass for Hopper, which also
+# computes the columns, is faster than cuDNN's backward pass and a separate columns pass.
 MIN_QUERIES_BACKWARD = {64: 256, 128: 2048}
-COUNTERS = 3  # work counters: of the forward pass, of the columns, of the top keys
+COUNTERS = 3  # work counters: one each for the passes forward, columns and top
 
 
-# Triton has these too, but takes 10 µs for each call of them.
+# Triton has these functions too, but each call of them takes 10 µs.
 def ceil(number: int, by: int) -> int:
     """Return ``number / by``, rounded up."""
     return -(-number // by)
 
 
 def next_power(number: int) -> int:
-    """Return the least power of two that is not below ``number``."""
+    """Return the least power of two that is ``number`` or more."""
     return 1 << (number - 1).bit_length()
 
 
 def power(width: int) -> int:
-    """Return the width of a tile that holds ``width`` numbers; matrix products need 16."""
+    """Return the width of a tile for rows of ``width`` numbers; matrix products need 16 or more."""
     return max(16, next_power(width))
 
 
@@ -74,7 +74,7 @@ def bins(length: int, count: int, device: torch.device) -> Tensor:
 
 
 def outputs(query: Tensor, value: Tensor, fields: Collection[str]) -> dict[str, Tensor]:
-    """Allocate what a forward pass writes: "output", "lse", and the wanted fields of each query."""
+    """Allocate the results of a forward pass: "output", "lse", and the wanted fields of queries."""
     written = {"output": value.new_empty(*query.shape[:3], value.shape[3])}
     for name in ("lse", "entropy", "peak", "distance"):
         if name == "lse" or name in fields:
@@ -83,7 +83,7 @@ def outputs(query: Tensor, value: Tensor, fields: Collection[str]) -> dict[str, 
 
 
 class View(NamedTuple):
-    """A tensor [batch, heads, length, dim] as a kernel takes it: its last axis is dense."""
+    """A tensor [batch, heads, length, dim] and its strides for a kernel; the last axis is dense."""
 
     data: Tensor | None
     batch: int = 0
@@ -96,7 +96,7 @@ class View(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """Both ends of each query's range of keys, and their strides along the batch."""
+    """The ends of each query's range of keys, and the strides of both tensors along the batch."""
 
     low: Tensor | None
     high: Tensor | None
@@ -105,7 +105,7 @@ class Ends(NamedTuple):
 
 
 class Terms(NamedTuple):
-    """What turns a product of query and key into a score: scale, softcap, a bias by distance."""
+    """Scale, softcap and bias by distance, which turn a product of query and key into a score."""
 
     scale: float
     softcap: float
@@ -115,7 +115,7 @@ class Terms(NamedTuple):
 
 
 class Relative(NamedTuple):
-    """Transformer-XL's term: a second query, and an embedding of each distance."""
+    """The tensors of Transformer-XL's term: a second query, and an embedding of each distance."""
 
     query: View
     table: Tensor | None
@@ -129,21 +129,21 @@ class Relative(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Structure:
-    """A mask as a range of keys for each query, a bias as some numbers for each head.
+    """The mask as a range of keys for each query, the bias as numbers for each head, and the scale.
 
-    ``kind`` is FULL, CAUSAL, or INTERVAL with its ends ``low`` and ``high``, int32 as
-    [1 or batch, queries]; ``max_keys`` is the most keys a query may attend to, if the mask says so,
-    or 0. ``bias`` is
+    ``kind`` is FULL, CAUSAL or INTERVAL. An INTERVAL goes from ``low`` to ``high``, which are int32
+    [1 or batch, queries]. ``max_keys`` is the most keys that a query may attend to, or 0 if the
+    mask sets no limit. ``bias`` is
 
-    - PLAIN: there is none;
-    - ALIBI: ``table`` holds slopes as [heads, 1];
-    - TABLE: ``table`` holds a number for each distance from -reach to reach as
-      [heads, 2 * reach + 1]; larger distances use its ends;
+    - PLAIN: no bias;
+    - ALIBI: ``table`` [heads, 1] has the slopes;
+    - TABLE: ``table`` [heads, 2 * reach + 1] has a number for each distance from -reach to reach;
+      larger distances use its ends;
     - RELATIVE: ``relative_scale * relative_query . table[distance - reach]``, with
       ``relative_query`` [batch, heads, queries, dim] and ``table`` [heads or 1, distances, dim],
       both in the dtype of the query.
 
-    Slopes and tables of numbers are float32.
+    The tables of ALIBI and TABLE are float32.
     """
 
     kind: int
@@ -187,9 +187,9 @@ class Structure:
     def bounds(self, first: Tensor, last: Tensor) -> Tensor:
         """Return the ranges of queries that attend to each block of keys ``first`` to ``last``.
 
-        As [1 or batch, blocks, 4]: the first query that attends to a key of the block, the first
-        that attends to a key after it, the end of the queries that attend to the first key, and
-        the end of all.
+        Shape [1 or batch, blocks, 4]. The four numbers are: the first query that attends to a key
+        of the block; the first query whose range reaches the last key; one past the last
+        query that attends to the first key; one past the last query that attends to any key.
         """
         assert self.low is not None
         assert self.high is not None
@@ -204,7 +204,7 @@ class Structure:
 
 
 class Wanted(NamedTuple):
-    """The fields to compute besides the output and lse: some of STREAMED, and their numbers."""
+    """The fields to compute besides the output and lse: names in STREAMED, and their options."""
 
     fields: tuple[str, ...] = ()
     grid: tuple[int, int] = (1, 1)
@@ -213,17 +213,17 @@ class Wanted(NamedTuple):
 
     @property
     def names(self) -> list[str]:
-        """The names of everything that is returned, in order."""
+        """The names of all results, in order."""
         return ["output", "lse", *(name for name in STREAMED if name in self.fields)]
 
     @property
     def map(self) -> tuple[int, int] | None:
-        """The grid of the map, where one is wanted."""
+        """The grid of the map, or None if no map is wanted."""
         return self.grid if "map" in self.fields else None
 
 
 class Layout(NamedTuple):
-    """The facts about a tensor [batch, heads, length, dim] that a plan depends on."""
+    """The properties of a tensor [batch, heads, length, dim] that a plan depends on."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -240,15 +240,15 @@ class Layout(NamedTuple):
 
 
 class Device(NamedTuple):
-    """The facts about a device that a plan depends on."""
+    """The properties of a device that a plan depends on."""
 
-    capability: tuple[int, int]  # CUDA's compute capability; (0, 0) where there is no CUDA
-    processors: int  # streaming multiprocessors
-    why_not_hopper: str | None  # why the kernels for Hopper cannot run here
+    capability: tuple[int, int]  # CUDA's compute capability; (0, 0) without CUDA
+    processors: int  # number of streaming multiprocessors
+    why_not_hopper: str | None  # why the kernels for Hopper cannot run on it
 
 
 class Problem(NamedTuple):
-    """All facts that a plan depends on, without tensors."""
+    """Everything that a plan depends on, without tensors."""
 
     query: Layout
     key: Layout
@@ -261,13 +261,13 @@ class Problem(NamedTuple):
     scale: float
     wanted: Wanted
     hopper: bool  # whether the backend may use the kernels for Hopper
-    cudnn: bool  # whether cuDNN's attention is there and switched on
-    deterministic: bool  # whether PyTorch is asked for deterministic algorithms
+    cudnn: bool  # whether cuDNN's attention is available and enabled
+    deterministic: bool  # whether PyTorch requires deterministic algorithms
     deferrable: bool  # whether a backward pass may compute OVER_QUERIES later
 
 
 class Choice(NamedTuple):
-    """The kernels that run a pass, and why each faster variant does not."""
+    """The variant of a pass that runs, and the reasons against each faster variant."""
 
     variant: str
     reasons: tuple[tuple[str, str], ...] = ()
@@ -281,7 +281,7 @@ class Choice(NamedTuple):
 
 
 class Buffer(NamedTuple):
-    """A tensor that one pass leaves to others."""
+    """A tensor that one pass writes for others."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -290,43 +290,43 @@ class Buffer(NamedTuple):
 
 
 class Interleave(NamedTuple):
-    """Where the queries of interleaved bins lie: steps along the outermost axis of their view.
+    """How the view of interleaved queries is indexed: steps on its outermost axis.
 
-    A thread of a product holds two of every eight columns. Where a tile has several bins, its
-    queries are read in an order in which all of a bin's queries come to one thread.
+    A thread holds two of every eight columns of a product. If a tile has several bins, its queries
+    are read in an order that gives one thread all queries of a bin.
     """
 
     batch: int = 0
     head: int = 0
-    inner: int = 0  # the step along the innermost axis, where heads lie beside each other
+    inner: int = 0  # the step along the innermost axis, if heads lie side by side
 
 
 class Bins(NamedTuple):
-    """How the bins of a map lie in the tiles of the kernels for Hopper."""
+    """How the kernels for Hopper place the bins of a map in tiles."""
 
-    per_tile: int = 1  # bins of queries in a tile, or parts of them
-    tiles: int = 1  # tiles of a bin
-    unit: int = 16  # keys that are summed before they are written
+    per_tile: int = 1  # bins of queries, or parts of bins, in a tile
+    tiles: int = 1  # tiles that a bin spans
+    unit: int = 16  # keys whose weights are summed before they are stored
     interleave: Interleave | None = None
-    parts: int = 1  # parts of a bin that are written apart; the kernel ``pool`` adds them
+    parts: int = 1  # parts of a bin that are stored separately; the kernel ``pool`` adds them
 
     @property
     def lane_rows(self) -> int:
-        """How many consecutive queries a lane holds: a bin's if interleaved, otherwise a pair."""
+        """Consecutive queries that a lane holds: all of a bin if interleaved, otherwise PAIR."""
         return PAIR if self.interleave is None else BLOCK // self.per_tile
 
 
 class Work(NamedTuple):
-    """How a call is split over programs by the kernels for Hopper; see hopper/pipeline.py."""
+    """How the kernels for Hopper split a call over programs; see hopper/pipeline.py."""
 
     items: int  # blocks of all heads; with a causal mask a long and a short block are one item
-    blocks: int  # of a head
+    blocks: int  # blocks of a head
     heads: int
-    groups: int  # query heads that share a head of keys
+    groups: int  # query heads that share a key head
     programs: int
-    single_items: int  # the last items, whose two blocks are scheduled one by one
-    steps: int = 1  # tiles that an item goes over
-    share: int = 1  # steps of the last, split items that each program takes
+    single_items: int  # the last items, whose two blocks are scheduled separately
+    steps: int = 1  # tiles that an item loops over
+    share: int = 1  # steps that each program takes of the last items, which are split
 
     @property
     def split_items(self) -> int:
@@ -335,30 +335,30 @@ class Work(NamedTuple):
 
     @property
     def whole(self) -> Work:
-        """The items that are not split."""
+        """The same work without the items that are split."""
         return self._replace(items=self.items - self.split_items)
 
 
 class Sizes(NamedTuple):
-    """The sizes of a call for the kernels for Hopper that own blocks of keys."""
+    """The sizes of a call for those kernels for Hopper whose programs own blocks of keys."""
 
     keys: int
     offset: int  # the position of the first query
-    tiles: int  # of queries
-    per_bin: int  # tiles of a bin of the map
+    tiles: int  # tiles of queries
+    per_bin: int  # tiles that a bin of the map spans
     bins: int
-    together: int  # tiles that belong to one program, because they share a bin
-    units: int  # of keys in a row of the map
+    together: int  # consecutive tiles that one program must take, because they share a bin
+    units: int  # units of keys in a row of the map; see ``Bins.unit``
 
 
 @dataclass(slots=True)
 class Intermediates:
-    """What the forward pass for Hopper leaves to later passes; see ``Plan.buffers``.
+    """The tensors that the forward pass for Hopper writes for later passes; see ``Plan.buffers``.
 
-    ``neg_lse`` is -lse to base 2 in the order in which a tile holds its queries, -inf where the
-    last tile has none. ``top_threshold`` is a score that at least MAX_TOP_KEYS scores of a query
-    reach. ``work_counters`` are the numbers of the next item of each pass and, where the columns
-    may begin early, how many blocks of each head are done.
+    ``neg_lse`` is -lse to base 2, in the order in which a tile holds its queries, and -inf in the
+    empty places of the last tile. ``top_threshold`` is a score that at least MAX_TOP_KEYS scores of
+    the query reach. ``work_counters`` has the number of the next item for each pass and, if the
+    columns pass may begin early, how many blocks of each head are finished.
     """
 
     neg_lse: Tensor | None = None
@@ -374,15 +374,15 @@ class Plan:
     forward: Choice
     columns: Choice | None  # received and map
     top: Choice | None
-    backward: Choice  # where only the output has a gradient; "triton" runs all others
-    deferred: bool  # whether the backward pass computes the columns, or their first access
-    bins: Bins | None  # of the columns pass for Hopper
-    early_heads: range  # heads that the columns pass takes before the forward pass has ended
+    backward: Choice  # for gradients of the output alone; "triton" runs all others
+    deferred: bool  # whether to compute the columns in the backward pass or on first access
+    bins: Bins | None  # for the columns pass for Hopper
+    early_heads: range  # heads that the columns pass starts with before the forward pass ends
     buffers: Mapping[str, Buffer]
 
     @property
     def choices(self) -> dict[str, Choice]:
-        """The passes that run, by name."""
+        """The choice for each pass that runs, by the name of the pass."""
         passes = {"forward": self.forward, "columns": self.columns, "top": self.top}
         return {name: choice for name, choice in passes.items() if choice is not None}
 
@@ -414,9 +414,9 @@ def plan_for(problem: Problem) -> Plan:
     reusable = forward.variant == "hopper" and map_bins is not None
     not_backward = why_not_backward(problem)
     if not reusable:
-        not_backward = "no forward and columns pass for Hopper ran before it."
+        not_backward = "the passes forward and columns do not both run on the kernels for Hopper."
     elif not problem.deferrable:
-        not_backward = "the columns cannot wait for it."
+        not_backward = "the columns cannot be deferred to the backward pass."
     deferred = reusable and not_cudnn is None and not_backward is None
     backward = _choose(hopper=None if deferred else not_backward or not_cudnn, cudnn=not_cudnn)
     early = range(0)
@@ -438,7 +438,7 @@ def plan_for(problem: Problem) -> Plan:
 
 
 def _choose(**reasons: str | None) -> Choice:
-    """The first variant without a reason against it, else Triton's."""
+    """Return the first variant without a reason against it, or "triton"."""
     against: list[tuple[str, str]] = []
     for variant, reason in reasons.items():
         if reason is None:
@@ -448,16 +448,16 @@ def _choose(**reasons: str | None) -> Choice:
 
 
 def why_not_cudnn(problem: Problem) -> str | None:
-    """Why cuDNN cannot run a plain call, whose fields it does not see; on Hopper it is fastest."""
+    """Return why cuDNN cannot compute the output and its gradients; on Hopper it is the fastest."""
     query, key, value = problem.query.shape, problem.key.shape, problem.value.shape
     if not problem.cudnn:
         return "cuDNN's attention is switched off, or the GPU is older than compute capability 9.0."
     if problem.dtype not in (torch.float16, torch.bfloat16):
-        return f"it has no {problem.dtype}."
+        return f"it does not support {problem.dtype}."
     if problem.kind != FULL and not (problem.kind == CAUSAL and query[2] == key[2]):
-        return "the mask is neither None nor Causal() over as many queries as keys."
+        return "the mask is neither None nor Causal() with as many queries as keys."
     if problem.bias != PLAIN or problem.softcap:
-        return "it has neither bias nor softcap."
+        return "it supports neither bias nor softcap."
     if query[1] != key[1]:
         return "query heads share heads of keys."
     if problem.deterministic:
@@ -465,21 +465,21 @@ def why_not_cudnn(problem: Problem) -> str | None:
     if any(0 in layout.strides for layout in (problem.query, problem.key, problem.value)):
         return "a tensor is expanded."
     if query[3] != value[3] or query[3] > 128 or query[3] % 8:
-        return "it needs one head width, a multiple of 8 up to 128."
+        return "it needs one head width for all tensors, a multiple of 8 up to 128."
     return None
 
 
 def why_not_hopper(
     kind: int, bias: int, softcap: bool, dtype: torch.dtype, *shapes: tuple[int, ...]
 ) -> str | None:
-    """Why the kernels for Hopper cannot run a call of these shapes, in any memory layout."""
+    """Return why the kernels for Hopper cannot run a call of these shapes, whatever its strides."""
     query, key = shapes[:2]
     if kind not in (FULL, CAUSAL):
-        return "the kernels for Hopper have no mask but Causal()."
+        return "the kernels for Hopper support no mask but Causal()."
     if bias != PLAIN:
-        return "the kernels for Hopper have no bias."
+        return "the kernels for Hopper support no bias."
     if softcap:
-        return "the kernels for Hopper have no softcap."
+        return "the kernels for Hopper support no softcap."
     if dtype not in (torch.bfloat16, torch.float16):
         return "the kernels for Hopper need bfloat16 or float16."
     if query[2] < MIN_QUERIES:
@@ -493,9 +493,9 @@ def why_not_hopper(
 
 
 def _why_not_layout(problem: Problem, *layouts: Layout) -> str | None:
-    """Why the kernels for Hopper cannot run the call on these tensors."""
+    """Return why the kernels for Hopper cannot run the call on tensors of these layouts."""
     if not problem.hopper:
-        return "the backend 'triton' uses its own kernels alone."
+        return "the backend 'triton' does not use the kernels for Hopper."
     if problem.device.why_not_hopper is not None:
         return problem.device.why_not_hopper
     reason = why_not_hopper(
@@ -507,12 +507,12 @@ def _why_not_layout(problem: Problem, *layouts: Layout) -> str | None:
     if not all(layout.aligned for layout in layouts):
         return "a tensor does not begin at a multiple of 16 bytes."
     if any(step <= 0 or step % 8 for layout in layouts for step in layout.strides[:3]):
-        return "a stride of a tensor is 0 or no multiple of 8."
+        return "a stride of a tensor is 0 or not a multiple of 8."
     return None
 
 
 def _why_too_few(problem: Problem, length: int, rows: int) -> str | None:
-    """Why blocks of so many rows do not keep the device busy: Triton's kernels split them."""
+    """Return why blocks of ``rows`` rows leave processors idle; Triton's kernels split them."""
     work = work_for(problem, length, rows)
     if work.items < problem.device.processors:
         return f"{work.items} blocks do not keep {problem.device.processors} processors busy."
@@ -520,19 +520,18 @@ def _why_too_few(problem: Problem, length: int, rows: int) -> str | None:
 
 
 def why_not_forward(problem: Problem) -> str | None:
-    """Why the forward pass for Hopper cannot run."""
+    """Return why the forward pass for Hopper cannot run, or None."""
     reason = _why_not_layout(problem, problem.query, problem.key, problem.value)
     reason = reason or _why_too_few(problem, problem.query.shape[2], BLOCK)
     if reason is None and problem.kind != CAUSAL and "distance" in problem.wanted.fields:
-        # Distances without a mask begin on the diagonal; a partial last tile is not supported
-        # there.
+        # Without a mask the distance starts at the diagonal, where the last tile must be full.
         if problem.key.shape[2] % BLOCK:
             return f"distance without a mask needs keys in tiles of {BLOCK}."
     return reason
 
 
 def why_not_columns(problem: Problem) -> str | None:
-    """Why the pass for Hopper that sums over queries cannot run."""
+    """Return why the columns pass for Hopper, which sums over queries, cannot run, or None."""
     batch, heads, _, _ = problem.query.shape
     keys, grid = problem.key.shape[2], problem.wanted.map
     reason = _why_not_layout(problem, problem.query, problem.key)
@@ -547,7 +546,7 @@ def why_not_columns(problem: Problem) -> str | None:
 
 
 def why_not_top(problem: Problem) -> str | None:
-    """Why the kernels for Hopper cannot find the top keys."""
+    """Return why the kernels for Hopper cannot find the top keys, or None."""
     if problem.wanted.top > MAX_TOP_KEYS:
         return f"the kernels for Hopper find at most {MAX_TOP_KEYS} top keys."
     if problem.scale <= 0:
@@ -557,7 +556,7 @@ def why_not_top(problem: Problem) -> str | None:
 
 
 def why_not_backward(problem: Problem) -> str | None:
-    """Why the backward pass for Hopper, which also fills the columns, cannot or should not run."""
+    """Return why not to run the backward pass for Hopper, which also computes the columns."""
     query, key = problem.query.shape, problem.key.shape
     reason = _why_not_layout(problem, problem.query, problem.key, problem.value)
     if reason is not None:
@@ -566,35 +565,35 @@ def why_not_backward(problem: Problem) -> str | None:
         return f"without a mask it needs keys in tiles of {BLOCK}."
     least = MIN_QUERIES_BACKWARD[query[3]]
     if query[2] < least:
-        return f"cuDNN's is faster below {least} queries of width {query[3]}."
+        return f"cuDNN's pass is faster below {least} queries of head width {query[3]}."
     if query[1] != key[1]:
         return "query heads share heads of keys."
     return why_not_columns(problem)
 
 
 def place_bins(query: Layout, keys: int, grid: tuple[int, int] | None) -> Bins | str:
-    """Place the bins of a map in tiles; the reason where they do not fit.
+    """Place the bins of a map in tiles, or return the reason why they do not fit.
 
-    Without a grid there is one bin of all queries.
+    Without a grid all queries are one bin.
     """
     _, heads, queries, width = query.shape
     if grid is None:
         return Bins(tiles=ceil(queries, BLOCK))
     rows, columns = grid
     if queries % rows or keys % columns:
-        return "the bins of the map do not divide queries and keys."
+        return "the bins of the map do not divide queries and keys evenly."
     high, wide = queries // rows, keys // columns
     unit = 16 if wide % 16 == 0 else 8
     if wide % unit or (unit == 8 and wide != 8):
         return "a bin of the map is neither 8 keys wide nor a multiple of 16."
-    if rows * keys // unit > 2**29:  # places in a head's map are counted in 32 bits
+    if rows * keys // unit > 2**29:  # offsets in the map of a head are 32-bit
         return "the map has too many cells."
     if high % BLOCK == 0:
         return Bins(1, high // BLOCK, unit)
     if queries % BLOCK or high not in (8, 16, 32, 64):
         return f"a bin of the map is not 8, 16, 32, 64 or a multiple of {BLOCK} queries high."
-    together = max(BLOCK // high, LANES)  # each lane has bins of its own
-    groups = queries // (LANES * BLOCK // together)  # of a head
+    together = max(BLOCK // high, LANES)  # no two lanes share a bin
+    groups = queries // (LANES * BLOCK // together)  # groups of a head
     step = query.strides
     if step[1] == queries * step[2] and step[0] == heads * step[1]:
         interleave = Interleave(heads * groups, groups, 0)
@@ -603,25 +602,25 @@ def place_bins(query: Layout, keys: int, grid: tuple[int, int] | None) -> Bins |
     elif BLOCK // high < LANES:
         return Bins(BLOCK // high, 1, unit)
     else:
-        return "the queries lie in memory in no order in which bins can be interleaved."
+        return "the memory layout of the queries does not allow interleaved bins."
     return Bins(together, 1, unit, interleave, together * high // BLOCK)
 
 
 def work_for(problem: Problem, length: int, rows: int) -> Work:
-    """Split ``length`` queries or keys of all heads into blocks of so many rows."""
+    """Split the ``length`` queries or keys of all heads into blocks of ``rows`` rows."""
     batch, heads = problem.query.shape[:2]
     blocks = ceil(length, rows)
     causal = problem.kind == CAUSAL
     items = batch * heads * (ceil(blocks, 2) if causal else blocks)
     programs = min(items, problem.device.processors)
-    single_items = programs if causal and blocks % 2 == 0 else 0  # an odd block has no partner
+    single_items = programs if causal and blocks % 2 == 0 else 0  # an odd block is not paired
     return Work(items, blocks, heads, heads // problem.key.shape[1], programs, single_items)
 
 
 def share_steps(work: Work, steps: int, together: int = 1) -> Work:
-    """Split the last items of a call without a mask into shares, where that saves enough steps.
+    """Split the last items of a call without a mask into shares, if that saves enough steps.
 
-    An item has ``steps`` steps; ``together`` of them belong to one program.
+    An item has ``steps`` steps. Groups of ``together`` steps are not split.
     """
     share = max(ceil(work.items % work.programs * steps, work.programs), ceil(steps, MAX_SHARES))
     share = ceil(share, together) * together
@@ -631,12 +630,12 @@ def share_steps(work: Work, steps: int, together: int = 1) -> Work:
 
 
 def _early_heads(problem: Problem) -> range:
-    """The heads with which the columns pass begins, before the forward pass has ended.
+    """Return the heads that the columns pass starts with, before the forward pass has ended.
 
-    None of a causal call: its last blocks are short, and soon done.
+    Empty for a causal call, whose last blocks are short and soon finished.
     """
     work = work_for(problem, problem.key.shape[2], TEAMS * ROWS)
     if problem.kind == CAUSAL or work.items < 4 * work.programs:
         return range(0)
-    half = work.items // 2  # as _from_the_middle in hopper/pipeline.py
+    half = work.items // 2  # must match _from_the_middle in hopper/pipeline.py
     return range(half // work.blocks, (half + work.programs - 1) // work.blocks + 1)

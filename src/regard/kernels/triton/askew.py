@@ -1,9 +1,8 @@
 # mypy: ignore-errors
-"""Kernels for Transformer-XL's term; relative.py describes it, and launches these.
+"""Kernels for Transformer-XL's term; relative.py describes the term and launches the kernels.
 
-They read or write a number for each query and key of a part of a call: the term itself, or the
-gradient of a score. Shifting each row by one more place than the row before turns keys into
-distances.
+They read or write a matrix [queries, keys] of a part of a call: the term itself, or the gradients
+of scores. Shifting each row by one place more than the row above turns keys into distances.
 """
 
 import triton
@@ -26,7 +25,7 @@ from regard.kernels.triton.tiles import (
 
 @triton.jit
 def embeddings(relative, head, distance, BU: tl.constexpr, EVEN: tl.constexpr):
-    """Transformer-XL's embeddings of some distances: [distances, BU]."""
+    """Load Transformer-XL's embeddings of the given distances: [distances, BU]."""
     dims = tl.arange(0, BU)[None, :]
     place = tl.minimum(tl.maximum(distance - relative.first, 0), relative.last)[:, None]
     at = relative.table + head * relative.head + place.to(tl.int64) * relative.row + dims
@@ -39,12 +38,12 @@ def spread(
     BN: tl.constexpr, BU: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Transformer-XL's term, base 2, for the queries from ``origin`` to ``until``.
+    """Store Transformer-XL's term, base 2, for the queries from ``origin`` to ``until``.
 
-    A program has some distances, from the farthest on, and every fourth query of a square of BLOCK:
-    from each such query to the next keys move on by four, and are stored by fours. It stores all
-    keys that share a square with one that a query of it may attend to, so kernels may read parts of
-    squares.
+    A program computes a range of distances for every fourth query of a square of BLOCK x BLOCK.
+    From one of these queries to the next the keys at a distance shift by four, so stores stay
+    aligned to four numbers. A square with any allowed pair is stored completely, because other
+    kernels read whole tiles of it.
     """
     its_batch, head = whose(heads)
     batch = its_batch + sequence
@@ -54,8 +53,8 @@ def spread(
     last = tl.minimum(square + BLOCK, until) - 1
     parts = key_stretches(ends, batch, square, last, offset, keys, 0, BLOCK, KIND, False)
     start, stop = parts[0], tl.cdiv(parts[5], BLOCK) * BLOCK
-    # The last of these queries has the keys from ``first`` on; each one before has those four keys
-    # earlier.
+    # The keys of the last of these queries start at ``first``. Those of each earlier query start
+    # four keys before those of the next.
     first = start + tl.program_id(2) * BN
     past = BLOCK - 4
     if (first - past < stop) & (row < until):
@@ -74,7 +73,7 @@ def spread(
 
 @triton.jit
 def may_attend(distance, key_at, low, high, keys, KIND: tl.constexpr):
-    """Whether queries may attend to the keys at some distances: [queries, distances]."""
+    """Whether the mask allows the keys at the given distances: [queries, distances]."""
     if KIND == CAUSAL:
         return (distance >= 0)[None, :] & (key_at >= 0)
     if KIND == INTERVAL:
@@ -84,7 +83,7 @@ def may_attend(distance, key_at, low, high, keys, KIND: tl.constexpr):
 
 @triton.jit
 def askew(changes, batch, head, row, key_at, may):
-    """Load the numbers of the rows from ``row`` on, where each row has keys of its own."""
+    """Load rows of ``changes``, starting at ``row``, with different keys in each row."""
     near = tl.arange(0, key_at.shape[0])[:, None]
     at = head_of(changes, batch, head) + row.to(tl.int64) * changes.row + near * changes.row
     return tl.load(at + key_at, mask=may, other=0.0)
@@ -97,10 +96,10 @@ def to_queries(
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BU: tl.constexpr, EVEN: tl.constexpr,
     KIND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of both queries of Transformer-XL, from gradients of their scores.
+    """Store the gradients of query and relative query, from the gradients of the scores.
 
-    A program has some queries. It reads these gradients twice: straight, for keys, and shifted, for
-    the distances that its first query has from the same keys.
+    A program has BM queries. It reads the gradients of scores twice: by key, for the query, and
+    shifted, by distance, for the relative query.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0) if KIND == CAUSAL else tl.program_id(0)
     its_batch, head = whose(heads)
@@ -149,15 +148,15 @@ def to_embeddings(
     BM: tl.constexpr, BN: tl.constexpr, BU: tl.constexpr, EVEN: tl.constexpr, KIND: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Add the gradient of Transformer-XL's embeddings from some queries of some sequences.
+    """Add to the gradient of Transformer-XL's embeddings, from a part of the call.
 
-    A program has some distances of a head, from the farthest on, and some blocks of queries.
+    A program has BN distances of a head, the farthest first, and a share of the query blocks.
     """
     head = tl.program_id(1).to(tl.int64)
     offset = keys - queries
     least = nearest + tl.program_id(0) * BN
     distance = least + BN - 1 - tl.arange(0, BN)
-    # Blocks of queries that have keys at some of these distances.
+    # The queries that have keys at any of these distances.
     start = tl.maximum(tl.maximum(least - offset, 0) // BM * BM, origin)
     stop = tl.minimum(keys + least + BN - 1 - offset, until)
     steps = tl.cdiv(tl.maximum(stop - start, 0), BM)

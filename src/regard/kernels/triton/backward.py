@@ -1,19 +1,19 @@
 # mypy: ignore-errors
-"""The backward pass: gradients of the output and of every field that has one.
+"""The backward pass, from gradients of the output and of every differentiable field.
 
-With weights P, scores S and gradients of the output O, log-sum-exp L, entropy E, mean distance T,
-received R and the sums M of the map's cells,
+P are the weights, S the scores, O the output, L the log-sum-exp, E the entropy, T the mean
+distance, R the received weight and M the sums of the map's cells. dX is the gradient of X:
 
     dP_ij = dO_i . V_j + dR_j + dM_cell(i,j) + dT_i |i - j|
     dS_ij = P_ij (dP_ij - dE_i log P_ij - delta_i)
     delta_i = dO_i . O_i + dT_i T_i + dE_i E_i - dL_i + sum over j of P_ij (dR_j + dM_cell(i,j))
 
-so each field adds a term to a score's gradient and a number to a row's delta. Only the last sum is
-unknown after the forward pass. ``deltas`` computes delta, and streams that sum.
+So each field adds a term to a score's gradient and to a row's delta. Only the last sum of delta
+needs another pass over the keys. ``deltas`` computes delta and that sum.
 
-Gradients of queries, and of keys and values, have a kernel each: a program owns what it sums, and
-no two add to one number. ``distances`` has the gradient of a table of biases, ``askew`` those of
-Transformer-XL's queries and embeddings. Called by ``launch.backward``.
+One kernel computes the gradient of queries, another those of keys and values. Each program owns the
+rows that it sums, so there are no atomics. ``distances`` has the gradient of a table of biases,
+``askew`` the gradients of Transformer-XL's queries and embeddings. Called by ``launch.backward``.
 
 Test: ``pytest tests/kernels/test_triton.py -k through_one_field``.
 """
@@ -53,7 +53,7 @@ def gradient(
     terms, head, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     FREE: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr,
 ):  # fmt: skip
-    """The weights of a tile, the gradient of its scores, and that of its products of q and k."""
+    """Return a tile's weights, and the gradients of its scores and of its products q . k."""
     s, slope = scores(dots, query_at, key_at, side, terms, head, BIAS, SOFTCAP, FREE)
     if BIAS == RELATIVE:
         s += shift
@@ -108,7 +108,7 @@ def _query_stretch(
             apart = tl.abs(query_at[:, None] - key_at[None, :]).to(tl.float32)
             before -= tl.sum(change * apart, 1)
         if TRAIN and BIAS == TABLE:
-            # Distances beyond the table use its ends; ``distances`` has those within.
+            # Distances beyond the table use its ends; ``distances`` sums the others.
             if not FREE:
                 apart = query_at[:, None] - key_at[None, :]
                 before += tl.sum(tl.where(apart >= terms.reach, change, 0.0), 1)
@@ -132,10 +132,10 @@ def by_query(
     DISTANCE: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr, TRAIN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of the queries; a program has some of them.
+    """Store the gradient of the queries; a program has BM of them.
 
-    With TRAIN also that of the bias, for each query: of Alibi's slope, or of both ends of a table.
-    With Transformer-XL's term ``askew`` computes all of it.
+    With TRAIN also store each query's gradient of the bias: of Alibi's slope, or of both ends of a
+    table. Calls with Transformer-XL's term use ``askew.to_queries`` instead.
     """
     block = tl.num_programs(0) - 1 - tl.program_id(0) if KIND == CAUSAL else tl.program_id(0)
     batch, head = whose(heads)
@@ -243,7 +243,7 @@ def _key_stretch(
             query_at[None, :], key_at[:, None], side, low[None, :], high[None, :], keys,
             terms, head, KIND, BIAS, SOFTCAP, FREE, ENTROPY, DISTANCE,
         )  # fmt: skip
-        if BIAS == RELATIVE:  # ``askew`` makes the other gradients from these
+        if BIAS == RELATIVE:  # ``askew`` computes further gradients from these
             there = None if FREE else inside[None, :]
             tl.store(changes + past, change.to(q.dtype), mask=there)
             if SOFTCAP:
@@ -263,10 +263,10 @@ def by_key(
     DISTANCE: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr, ADD: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of keys and values; a program has some keys, for all heads that share them.
+    """Store the gradients of keys and values; a program has BN keys and all heads that share them.
 
-    With Transformer-XL's term for the queries from ``origin`` to ``until``; it stores the gradients
-    of their scores in ``changes``. With ADD it adds to the sums of other queries.
+    With Transformer-XL's term a launch covers the queries from ``origin`` to ``until``, and stores
+    the gradients of their scores in ``changes``. ADD: add to the sums of earlier launches.
     """
     block = tl.program_id(0)
     batch, key_head = whose(key_heads)

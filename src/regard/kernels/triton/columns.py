@@ -6,17 +6,17 @@
     P_ij = 2^(score_ij + neg_lse_i)         map_peak = the largest P_ij of the cell
 
 One program owns a block of keys of one head, and streams over the queries. Its tiles are K Q^T, so
-sums over queries run along the registers of a thread. No two programs add to one number: there are
-no atomics, and repeats are equal to the bit.
+a thread sums over queries in its own registers. Programs share no sums, so there are no atomics,
+and repeated calls give bitwise equal results.
 
-Blocks follow the map's bins. Along the keys a block is G bins of at most W keys, or a part of one
-bin; along the queries a tile is H bins of at most U queries, or a part of one bin, and then H is 1.
-A bin that is not a power of two wide leaves the rest of its W or U places empty. Keys are summed
-only X at a time, as many as one warp holds: a sum over all keys of a bin would take shared memory
-and a barrier for each tile. The rest is a sum over a small tensor afterwards.
+Blocks follow the map's bins. A block has G bins of at most W keys, or a part of one bin (G is 1).
+A tile has H bins of at most U queries, or a part of one bin (H is 1). If the width of a bin is not
+a power of two, the rest of its W or U places stays empty. The kernel sums only X keys at a time, as
+many as one warp holds: a sum over all keys of a bin would need shared memory and a barrier for each
+tile. PyTorch sums the rest, a small tensor, afterwards.
 
-A thread holds two of every eight columns of a product, and four threads share a row. So where a
-tile has several bins, its queries are interleaved: all queries of a bin come to one thread.
+A thread holds two of every eight columns of a product, and four threads share a row. So if a tile
+has several bins, its queries are interleaved such that one thread gets all queries of a bin.
 
 Called by ``launch.columns``.
 
@@ -49,12 +49,12 @@ PAIR = tl.constexpr(sizes.PAIR)
 TEAM, TILE = (
     tl.constexpr(sizes.ROWS),
     tl.constexpr(sizes.BLOCK),
-)  # keys of a team and queries of a tile, in hopper/
+)  # keys of a warpgroup and queries of a tile, in hopper/
 
 
 @triton.jit
 def _tile_of(query, queries, bins, tiles, H: tl.constexpr, U: tl.constexpr, EVEN: tl.constexpr):
-    """The tile of a query."""
+    """Return the index of the tile that has a query."""
     if EVEN:
         return query // (H * U)
     index = (query.to(tl.int64) * bins // queries).to(tl.int32)
@@ -69,7 +69,7 @@ def _interleaved(H, U):
 
 @triton.jit
 def _places(H: tl.constexpr, U: tl.constexpr):
-    """For each place in a tile its bin, and the index of its query in the bin."""
+    """Return for each place in a tile its bin, and the index of its query within the bin."""
     place = tl.arange(0, H * U)
     if _interleaved(H, U):
         lane = place // PAIR % LANES
@@ -81,10 +81,10 @@ def _places(H: tl.constexpr, U: tl.constexpr):
 
 @triton.jit
 def _binned(p, KEYS: tl.constexpr, H: tl.constexpr, U: tl.constexpr, PEAK: tl.constexpr):
-    """A tile's weights summed, or with PEAK the largest, over the queries of each bin.
+    """Return the sum, or with PEAK the maximum, of a tile's weights over the queries of each bin.
 
-    The bins lie along two axes, [KEYS, ., .]: as one they could leave a gap between the threads
-    that share a row, and Triton 3.6 does not sum across a gap.
+    Shape [KEYS, ., .], with the bins along two axes. Along one axis they could leave a gap between
+    the threads that share a row, across which Triton 3.6 cannot sum.
     """
     if _interleaved(H, U):
         parts = tl.reshape(p, [KEYS, H // LANES, U // PAIR, LANES, PAIR])
@@ -110,12 +110,12 @@ def _stretch(
     KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FREE: tl.constexpr,
     RECEIVED: tl.constexpr, MAP: tl.constexpr, MAP_PEAK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Go over the tiles from ``start`` to ``stop``."""
+    """Add the weights of the tiles from ``start`` to ``stop``."""
     dims = tl.arange(0, BD)[:, None]
     slot, within = _places(H, U)
     unit = tl.arange(0, G * W // X)
     q_at = head_of(query, batch, head) + dims
-    if EVEN:  # all places of a tile move by the same step
+    if EVEN:  # from tile to tile all places move by the same step
         inner = slot * U + within
         q_at += inner[None, :].to(tl.int64) * query.row
     for tile in tl.range(start, stop, num_stages=1 if BIAS == TABLE and not FREE else None):
@@ -136,7 +136,7 @@ def _stretch(
             q = tl.load(tile_at, mask=real[None, :] & (dims < width), other=0.0)
         if BIAS == RELATIVE:
             real &= (row >= origin) & (row < until)
-        # A query without keys, or an empty place, adds nothing: 2^-inf.
+        # A query without keys, or an empty place, has weight 2^-inf = 0.
         neg_lse = tl.load(neg_lse_at + row, mask=real, other=float("-inf"))
         dots = tl.dot(k, q, input_precision=PRECISION)  # [keys, queries]
         query_at = row + offset
@@ -165,7 +165,7 @@ def _stretch(
                 pooled = tl.where(fresh, 0.0, pooled) + sums
                 if MAP_PEAK:
                     largest = tl.maximum(tl.where(fresh, 0.0, largest), tl.max(p, 1))
-                if (tile % tiles == tiles - 1) | (tile == stop - 1):  # or the last tile of all
+                if (tile % tiles == tiles - 1) | (tile == stop - 1):  # or the last tile of the loop
                     at = tile // tiles * units + unit
                     tl.store(Map + at, tl.sum(tl.reshape(pooled, [G * W // X, X]), 1))
                     if MAP_PEAK:
@@ -196,7 +196,10 @@ def columns(
     KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr, RECEIVED: tl.constexpr,
     MAP: tl.constexpr, MAP_PEAK: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Sums for some keys; with Transformer-XL's term over the queries ``origin`` to ``until``."""
+    """Store sums for a block of keys.
+
+    With Transformer-XL's term they are over the queries from ``origin`` to ``until``.
+    """
     batch, head = whose(heads)
     if BIAS == RELATIVE:
         batch += sequence
@@ -255,7 +258,7 @@ def columns(
                         tiles, units, width, G, W, H, U, X, BD, D_EVEN, EVEN, FULL_KEYS, KIND, BIAS,
                         SOFTCAP, PART % 2 == 1, RECEIVED, MAP, MAP_PEAK, PRECISION,
                     )  # fmt: skip
-        else:  # every tile may have empty places: all are masked
+        else:  # any tile may have empty places, so all tiles are masked
             ends_at = query_stretches(
                 bounds, first, last, offset, queries, terms.reach, 1, KIND, SIDES
             )
@@ -288,11 +291,11 @@ def pool(
     PARTS: tl.constexpr, UNIT: tl.constexpr, BC: tl.constexpr, BK: tl.constexpr,
     EVEN: tl.constexpr, CAUSAL: tl.constexpr, PEAK: tl.constexpr,
 ):  # fmt: skip
-    """Make a map from sums over UNIT keys, ``each`` of them a cell, as the kernels for Hopper
-    store.
+    """Make a map from the sums over UNIT keys that the kernels for Hopper store.
 
-    A bin has ``high`` queries, in PARTS. EVEN: a cell has BK units, and a thread can load several
-    at once. With a causal mask nothing is stored where no query of a tile attends to a team's keys.
+    A cell has ``each`` units of keys, and ``high`` queries in PARTS parts. EVEN: ``each`` is BK, so
+    a thread can load several units at once. CAUSAL: those kernels store nothing if
+    no query of a tile attends to a warpgroup's keys.
     """
     cell = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = cell < count

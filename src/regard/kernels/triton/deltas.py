@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-"""delta, the number that all gradients in a row of scores have in common; see ``backward``.
+"""delta, the number that the gradients of all scores of a row subtract; see ``backward``.
 
-In: output, lse, entropy, distance [batch, heads, queries] and their gradients. Out: delta, in that
-shape. Called by ``launch.backward``.
+It is computed from the output, lse, entropy, distance and their gradients, and has shape
+[batch, heads, queries]. Called by ``launch.backward``.
 """
 
 import triton
@@ -25,7 +25,7 @@ from regard.kernels.triton.tiles import (
 
 @triton.jit
 def cells_of(grid, query, key_at, queries, keys, bins, columns):
-    """The map's gradient for each pair of a tile."""
+    """Load the gradient of the map for each pair of a tile."""
     row = query.to(tl.int64) * bins // queries
     column = key_at.to(tl.int64) * columns // keys
     inside = (query < queries) & (key_at < keys)
@@ -39,7 +39,7 @@ def delta(
     BM: tl.constexpr, BV: tl.constexpr, GRAD: tl.constexpr, LSE: tl.constexpr,
     ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, EXTRA: tl.constexpr,
 ):  # fmt: skip
-    """Delta of some rows."""
+    """Store the delta of BM rows."""
     batch, head = whose(heads)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = rows < queries
@@ -68,7 +68,7 @@ def expected(
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, RECEIVED: tl.constexpr, MAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The sum over a query's weights of the gradients of received and map."""
+    """Store for each query the sum of its weights times the gradients of received and map."""
     batch, head = whose(heads)
     row = tl.program_id(0) * BM
     if BIAS == RELATIVE:

@@ -1,9 +1,9 @@
 # mypy: ignore-errors
 """The gradient of a table of biases by distance; ``backward`` has the formulas.
 
-A program owns some distances of a head, and some of the pairs of blocks that have them, of any
-sequence: it sums in its registers and stores once. The sums of the few programs that share
-distances are added afterwards. No two add to one number. Called by ``launch._by_diagonal``.
+A program owns a range of distances of a head, and a share of the tiles of all sequences that have
+these distances. It sums in its registers and stores once; PyTorch adds the shares afterwards.
+Called by ``launch._by_diagonal``.
 
 Test: ``pytest tests/kernels/test_triton.py -k gradient_of_a_table``.
 """
@@ -23,7 +23,7 @@ def _change(
     KIND: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr,
     RECEIVED: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
-    """The gradient of a tile's scores; ``shift`` is their bias, ``fits`` masks empty places."""
+    """Return the gradient of a tile's scores; ``shift`` is the bias, ``fits`` the mask."""
     at = flat * queries + rows
     query_at = (rows + keys - queries)[:, None]
     if RECEIVED:
@@ -50,7 +50,7 @@ def _change(
 
 @triton.jit
 def to_distances(change, B: tl.constexpr):
-    """From the keys of a tile [B, B] to its distances, the least first: [B, 2 B]."""
+    """Rearrange a tile [queries, keys] to [queries, distances], [B, 2 B], least distance first."""
     back = tl.arange(0, B)[:, None] + (B - 1) - tl.arange(0, 2 * B)[None, :]
     spread = tl.gather(change, tl.minimum(tl.maximum(back, 0), B - 1), 1)
     return tl.where((back >= 0) & (back < B), spread, 0.0)
@@ -65,22 +65,22 @@ def by_diagonal(
     SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, RECEIVED: tl.constexpr,
     MAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the scores, summed over all tiles of B x B with the same distances.
+    """Store the gradients of scores, summed over all B x B tiles with the same distances.
 
-    Tiles follow the diagonal: on diagonal x, query i and key j of a tile are x B + i - j apart,
-    from x B - (B - 1) on. A program stores a number for each of these 2 B distances.
+    Tiles lie along diagonals: on diagonal x, query i and key j of a tile have the distance
+    x B + i - j. A program stores a number for each of 2 B distances, the first x B - (B - 1).
     """
     head = tl.program_id(1).to(tl.int64)
     offset = keys - queries
     least = (lowest + tl.program_id(0) % diagonals) * B
     near = tl.arange(0, B)
     apart = near[:, None] - near[None, :]
-    # The bias of every tile of this program: it is read once.
+    # All tiles of this program have the same bias, so it is loaded once.
     distance = tl.minimum(tl.maximum(least + apart, -terms.reach), terms.reach)
     table = terms.table + head * terms.table_head + terms.reach
     shift = tl.load(table + distance) * LOG2E
     total = tl.zeros([B, B], tl.float32)
-    # Blocks of queries that have keys on this diagonal.
+    # The blocks of queries that have keys on this diagonal.
     start = tl.cdiv(tl.maximum(least - offset - (B - 1), 0), B)
     stop = tl.cdiv(tl.minimum(keys - offset + least, queries), B)
     steps = tl.maximum(stop - start, 0)

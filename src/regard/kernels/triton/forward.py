@@ -1,19 +1,19 @@
 # mypy: ignore-errors
 # ruff: noqa: E741
-"""The forward pass, and the fields of each query's row of weights.
+"""The forward pass, with the fields that it computes for each query.
 
 One program owns a block of queries of one head, and streams over the keys with a running maximum
-(https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135). Besides the running sum l of p
-= 2^x, where x = score - maximum, it keeps
+(https://arxiv.org/abs/1805.02867, https://arxiv.org/abs/2205.14135). Besides the running sum l of
+p = 2^x, where x = score - maximum, it keeps
 
     e = sum of p x          entropy  = ln 2 (log2 l - e / l)
     t = sum of p |i - j|    distance = t / l
 
-at the cost of one multiplication and addition for each weight. The largest weight is 1 / l.
+at the cost of one multiplication and one addition per weight. The largest weight is 1 / l.
 
-Where too few queries keep a device busy, several programs split the keys of a block and store
-partial sums; ``merge`` combines them. Called by ``launch.forward``. A query without keys yields
-zeros, lse -inf, entropy 0.
+If there are too few queries to keep the device busy, several programs split the keys of a block and
+store partial sums, which ``merge`` combines. For a query without keys the output and entropy are 0
+and lse is -inf. Called by ``launch.forward``.
 
 Test: ``pytest tests/kernels/test_triton.py -k every_field``.
 """
@@ -54,10 +54,10 @@ def _stretch(
     V_EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     FREE: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Go over the keys from ``start`` to ``stop``, of which ``first`` to ``last`` count."""
+    """Add the keys from ``start`` to ``stop``; load no values outside ``first`` to ``last``."""
     near = tl.arange(0, BN)
     dims, value_dims = tl.arange(0, BD)[:, None], tl.arange(0, BV)[None, :]
-    # A tile reads a table of distances as large as itself: one in flight is enough.
+    # With a table, a masked tile loads as many biases as it has scores: do not prefetch them.
     for n in tl.range(start, stop, BN, num_stages=1 if BIAS == TABLE and not FREE else None):
         n = tl.multiple_of(n, BN)
         key_at = n + near
@@ -99,7 +99,7 @@ def _stretch(
         l = l * rescale + total
         m = higher
         acc = acc * rescale[:, None]
-        # Values that no query of the block attends to are not read: they may be NaN.
+        # Values that no query of the block attends to may be NaN, so they are not loaded.
         seen = ((key_at >= first) & (key_at < last))[:, None]
         v = read(v_tile + n.to(tl.int64) * v_row, value_dims, value_width, seen, V_EVEN, FREE)
         acc = tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION)
@@ -112,7 +112,7 @@ def _finish(
     queries, value_width, BV: tl.constexpr, ENTROPY: tl.constexpr, PEAK: tl.constexpr,
     HIGHEST: tl.constexpr, DISTANCE: tl.constexpr,
 ):  # fmt: skip
-    """Store the fields of some rows; ``place`` is their block among those of all heads."""
+    """Store the results of a block of rows; ``place`` is its index over all heads."""
     value_dims = tl.arange(0, BV)
     empty = l == 0  # no keys to attend to
     inverse = tl.where(empty, 0.0, 1 / tl.where(empty, 1.0, l))
@@ -144,11 +144,11 @@ def forward(
     ENTROPY: tl.constexpr, PEAK: tl.constexpr, HIGHEST: tl.constexpr, DISTANCE: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # With a causal mask the longest rows first, so that no long one remains at the end.
-    """Attend: a program has BM queries of one head and, with SPLIT, a share of their keys."""
+    # With a causal mask the longest rows run first, so that no long row remains at the end.
+    """Run attention: a program has BM queries of a head and, with SPLIT, a share of their keys."""
     block = tl.num_programs(0) - 1 - tl.program_id(0) if KIND == CAUSAL else tl.program_id(0)
     batch, head = whose(heads)
-    if BIAS == RELATIVE:  # some queries, from ``origin`` on, of some sequences
+    if BIAS == RELATIVE:  # a part of the call, whose queries start at ``origin``
         block += origin // BM
         batch += sequence
     flat = batch * heads + head
@@ -211,7 +211,7 @@ def merge(
     BM: tl.constexpr, BV: tl.constexpr, ENTROPY: tl.constexpr, PEAK: tl.constexpr,
     HIGHEST: tl.constexpr, DISTANCE: tl.constexpr,
 ):  # fmt: skip
-    """Combine the partial sums of the programs that split the keys of some rows."""
+    """Combine the partial sums of the programs that split the keys of the same rows."""
     batch, head = whose(heads)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
     inside = rows < queries

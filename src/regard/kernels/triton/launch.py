@@ -1,7 +1,7 @@
-"""Launches the Triton kernels: picks block sizes, allocates results, passes views.
+"""Launches of the Triton kernels: block sizes, allocation of results, arguments.
 
 Called by ``passes``. Tensors are [batch, heads, length, dim], their last axis dense. These kernels
-take every call that the backend 'triton' takes, and never use those for Hopper.
+run every call that the backend 'triton' accepts, without the kernels for Hopper.
 
 Test: ``pytest tests -k "kernels and output_and_every_field"``.
 """
@@ -38,16 +38,16 @@ WARP = 16  # rows of a matrix product that one warp holds
 
 # Measured on an H200 at commit 8c94c07, see docs/log.md.
 PROGRAMS = 256  # programs that keep a large device busy: about two for each multiprocessor
-NEAR = 2048  # keys of a query: with more, masked tiles at the ends of its range hardly matter
-SHARE = 512  # keys that are worth a program
-LOOKED = 64  # rows in which a program of ``search`` looks for unfinished ones
-MANY = 2**18  # rows: from here on it looks at 32 * LOOKED
-TILE = 2**14  # numbers of keys that ``search`` loads at a time for a single row
-SCRATCH = 2**29  # bytes for candidates of the top keys: heads take turns, one or more at a time
+NEAR = 2048  # with more keys per query, masked tiles at the ends of its range cost little
+SHARE = 512  # the least number of keys for which splitting off a program pays
+LOOKED = 64  # rows that a program of ``search`` checks for unfinished rows
+MANY = 2**18  # the number of rows from which a program checks 32 * LOOKED
+TILE = 2**14  # numbers in a tile of keys that ``search`` loads for a single row
+SCRATCH = 2**29  # the most bytes for candidates of top keys; limits the heads of one launch
 
 
 class Blocks(NamedTuple):
-    """How a kernel cuts its work."""
+    """The block sizes of a kernel, and its numbers of warps and pipeline stages."""
 
     queries: int
     keys: int
@@ -58,11 +58,11 @@ class Blocks(NamedTuple):
 def _forward_blocks(query: Tensor, width: int, structure: Structure) -> Blocks:
     if query.dtype == torch.float32:
         return Blocks(64, 32, 4, 2)
-    if query.shape[2] <= WARP:  # decoding: reading keys and values is all the work
+    if query.shape[2] <= WARP:  # decoding: bound by reading keys and values
         return Blocks(WARP, 64, 4, 3 if width <= 128 else 2)
-    if structure.bias == RELATIVE:  # what is read of the term is larger than keys and values
+    if structure.bias == RELATIVE:  # a tile of the term is larger than its keys and values
         return Blocks(64, 64, 4, 2)
-    # For short rows, small blocks: more programs, and fewer masked pairs.
+    # Short rows get small blocks: more programs, and fewer masked pairs.
     if query.shape[2] <= 1024 and (width > 64 or structure.kind == CAUSAL) and width <= 128:
         return Blocks(64, 64, 4, 3)
     if width <= 64 and 0 < structure.max_keys <= NEAR:
@@ -79,17 +79,17 @@ def _columns_blocks(query: Tensor, width: int, structure: Structure, pooled: boo
         return Blocks(64, 64, 4, 2)
     if not pooled:
         return Blocks(64, 128, 4, 3)
-    # A map sums each tile along both axes: fewer keys a thread, fewer sums across threads.
+    # A map sums each tile along both axes: fewer keys per thread need fewer sums across threads.
     if query.shape[2] < 1024 and (width > 64 or structure.kind != FULL):
         return Blocks(64, 64, 4, 3 if width <= 64 else 2)
     return Blocks(128, 64, 4, 3)
 
 
 def _backward_blocks(query: Tensor, width: int, structure: Structure) -> tuple[Blocks, Blocks]:
-    """For the pass by queries, and for the one by keys."""
+    """Return the block sizes of the kernel ``by_query``, and of ``by_key``."""
     if query.dtype == torch.float32:
         return Blocks(32, 32, 4, 1), Blocks(32, 32, 4, 1)
-    relative_bias = structure.bias == RELATIVE  # what is read of the term is larger than queries
+    relative_bias = structure.bias == RELATIVE  # a tile of the term is larger than its queries
     if width <= 64:
         return Blocks(64, 64, 4, 3), Blocks(64, 64, 4, 1) if relative_bias else Blocks(
             32, 128, 4, 1
@@ -100,7 +100,7 @@ def _backward_blocks(query: Tensor, width: int, structure: Structure) -> tuple[B
 
 
 def _top_blocks(query: Tensor, width: int, count: int) -> Blocks:
-    places = 64 if count <= 16 else 128  # each has its own highest score
+    places = 64 if count <= 16 else 128  # the first pass keeps the highest score at each place
     return Blocks(32 if query.dtype == torch.float32 or width > 128 else 64, places, 4, 2)
 
 
@@ -111,7 +111,7 @@ def _precision(tensor: Tensor) -> str:
 def forward(
     query: Tensor, key: Tensor, value: Tensor, structure: Structure, fields: Collection[str]
 ) -> dict[str, Tensor]:
-    """Return "output" and "lse"; and "entropy", "peak", "max_logit", "distance" if wanted."""
+    """Return "output", "lse", and those of BY_ROW that are in ``fields``."""
     batch, heads, queries, width = query.shape
     keys, value_width = key.shape[2], value.shape[3]
     blocks = _forward_blocks(query, max(width, value_width), structure)
@@ -158,7 +158,7 @@ def forward(
 
 
 def _parts(query: Tensor, keys: int, structure: Structure) -> Iterator[tuple[relative.Part, View]]:
-    """Yield the whole call; with Transformer-XL's term, parts of it and the term of each part."""
+    """Yield the whole call; or, with Transformer-XL's term, each part of it and its term."""
     if structure.bias != RELATIVE:
         yield relative.Part(0, query.shape[0], 0, query.shape[2], keys), View(None)
         return
@@ -169,22 +169,22 @@ def _parts(query: Tensor, keys: int, structure: Structure) -> Iterator[tuple[rel
 
 
 def _splits(programs: int, keys: int) -> int:
-    """How many programs split the keys of a block of queries, to keep the device busy."""
+    """Return the number of programs that split the keys of a block, to keep the device busy."""
     return max(1, min(PROGRAMS // programs, keys // SHARE))
 
 
 class _Cut(NamedTuple):
-    """How one axis of ``length`` positions in ``bins`` bins is cut into blocks of whole bins."""
+    """How one axis is cut into blocks of whole bins, or of parts of one bin."""
 
-    together: int  # bins a block
-    width: int  # places for a bin in a block
-    parts: int  # blocks a bin
-    even: bool  # whether no place is empty, save at the very end
-    blocks: int  # in all
+    together: int  # bins per block
+    width: int  # places of a bin in a block
+    parts: int  # blocks per bin
+    even: bool  # whether no place is empty, except at the end of the axis
+    blocks: int  # number of blocks
 
 
 def _cut(length: int, bins: int, size: int, lanes: int) -> _Cut:
-    """Blocks of ``size`` places for ``lanes`` bins or more; for one bin if so many do not fit."""
+    """Cut into blocks of ``size`` places with at least ``lanes`` bins, or else with one bin."""
     if bins == 1:
         return _Cut(1, size, ceil(length, size), True, ceil(length, size))
     widest = -(-length // bins)
@@ -205,7 +205,7 @@ def columns(
     fields: Collection[str],
     grid: tuple[int, int] = (1, 1),
 ) -> dict[str, Tensor]:
-    """Return sums over queries: "received", and in a grid of bins "map" and "map_peak"."""
+    """Return those of OVER_QUERIES in ``fields``; the maps have ``grid`` rows and columns."""
     batch, heads, queries, width = query.shape
     keys = key.shape[2]
     pooled = "map" in fields
@@ -213,8 +213,8 @@ def columns(
     rows, cols = grid if pooled else (1, 1)
     across = _cut(keys, cols, blocks.keys, 1)
     down = _cut(queries, rows, blocks.queries, LANES)
-    unit = min(across.width, WARP)  # keys that are summed at once
-    units = across.together * across.width // unit  # in a block
+    unit = min(across.width, WARP)  # keys that the kernel sums
+    units = across.together * across.width // unit  # per block
     options: Any = {"device": query.device, "dtype": torch.float32}
     bounds = None
     if structure.kind == INTERVAL:
@@ -225,7 +225,7 @@ def columns(
         if across.together == 1:
             after = torch.minimum(first + across.width, after)
         bounds = structure.bounds(first, after - 1)
-    # Rows without any weight, by a mask or by a bias of -inf, add nothing.
+    # A row without any weight (mask or bias of -inf) must add 0: its neg_lse stays -inf.
     neg_lse = torch.where(lse == -torch.inf, lse, lse * -LOG2E)
     wide = power(width)
     cells = batch, heads, rows, across.blocks, units
@@ -264,10 +264,10 @@ def columns(
 
 
 def _averages(cells: Tensor, lse: Tensor, structure: Structure, keys: int) -> Tensor:
-    """Sums over a map's bins, divided by how many queries of each attend to anything."""
+    """Divide sums over a map's bins by the number of queries in each that attend to any key."""
     queries, rows = lse.shape[2], cells.shape[2]
     sees = structure.kind == FULL or (structure.kind == CAUSAL and keys >= queries)
-    if not sees or structure.bias == TABLE:  # which may have -inf
+    if not sees or structure.bias == TABLE:  # a table may have -inf
         count = lse.new_zeros(*lse.shape[:2], rows)
         row_of = bins(queries, rows, lse.device)
         count = count.index_add(2, row_of, (lse > -torch.inf).to(lse.dtype)).clamp(min=1)
@@ -291,7 +291,7 @@ def rows(
     places: Sequence[int],
     logs: bool = False,
 ) -> Tensor:
-    """Some rows of the weights, or their logarithms to base 2: [batch, heads, rows, keys]."""
+    """Return rows of the weights, or their logarithms to base 2: [batch, heads, rows, keys]."""
     batch, heads, queries, width = query.shape
     keys, count = key.shape[2], len(places)
     index = _index(tuple(place % queries for place in places), query.device)
@@ -308,7 +308,7 @@ def rows(
 
 @Kept
 def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """Kept: sending numbers to a device makes it wait, and cannot be captured in a graph."""
+    """Cached: a copy from the host makes the device wait, and a CUDA graph cannot capture it."""
     return torch.tensor(places, dtype=torch.int32, device=device)
 
 
@@ -327,7 +327,7 @@ def top(
 def _top_of_few(
     query: Tensor, key: Tensor, lse: Tensor, structure: Structure, count: int
 ) -> dict[str, Tensor]:
-    """``top`` for few queries: from all of their weights."""
+    """Return the results of ``top`` for few queries, by sorting all of their weights."""
     keys = key.shape[2]
     logs = rows(query, key, lse, structure, range(query.shape[2]), logs=True)
     best = logs.topk(min(count, keys))
@@ -340,7 +340,7 @@ def _top_of_few(
 
 
 def new_top(query: Tensor, count: int) -> tuple[dict[str, Tensor], Tensor]:
-    """Allocate the top weights and keys, and a mark for each row that a search must finish."""
+    """Allocate the top weights and keys, and the marks of rows that ``search_top`` must finish."""
     shape = (*query.shape[:3], count)
     results = {
         "top_weights": torch.empty(shape, device=query.device, dtype=torch.float32),
@@ -359,9 +359,9 @@ def search_top(
     unfinished: Tensor,
     overlap: bool = False,
 ) -> None:
-    """Search the rows that are ``unfinished``, and write their top weights and keys.
+    """Write the top weights and keys of the rows that are marked ``unfinished``.
 
-    ``overlap``: programs may start before the launch that marks those rows has ended.
+    ``overlap``: programs may start before the launch that marks the rows has ended.
     """
     _, heads, queries, width = query.shape
     keys, count_rows = key.shape[2], unfinished.numel()
@@ -386,12 +386,12 @@ def _collect(
     results: dict[str, Tensor],
     unfinished: Tensor,
 ) -> None:
-    """Write the top keys of most rows, and mark the others as ``unfinished``."""
+    """Write the top weights and keys of most rows, and mark the other rows as ``unfinished``."""
     batch, heads, queries, width = query.shape
     places = next_power(count)
-    most = 4 * max(8, places)  # candidates of a row that are sorted
-    room = 2 * max(LANES, places)  # for each lane
-    turns = max(1, SCRATCH // (queries * LANES * room * 8))  # heads at a time
+    most = 4 * max(8, places)  # the most candidates of a row that ``pick`` sorts
+    room = 2 * max(LANES, places)  # candidates of one lane
+    turns = max(1, SCRATCH // (queries * LANES * room * 8))  # heads per launch
     turns = min(turns, batch * heads)
     reached = torch.empty(turns * queries, LANES, device=query.device, dtype=torch.int32)
     candidates = torch.empty(turns * queries, LANES, room, device=query.device, dtype=torch.int64)
@@ -405,7 +405,7 @@ def _collect(
             BM=blocks.queries, BN=blocks.keys, BD=wide, ROOM=room, EVEN=wide == width,
             KIND=structure.kind, BIAS=structure.bias, SOFTCAP=structure.softcap is not None,
             PRECISION=_precision(query), num_warps=blocks.warps, num_stages=blocks.stages,
-            enable_fp_fusion=False,  # both its passes must round a score alike
+            enable_fp_fusion=False,  # both passes must round scores alike
         )  # fmt: skip
         rows_kernels.pick[ceil(queries, WARP), some](
             lse, reached, candidates, unfinished, *results.values(), queries, count, first,
@@ -422,10 +422,10 @@ def backward(
     grads: Mapping[str, Tensor],
     train_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of query, key and value, and of a trained table and relative query.
+    """Return the gradients of query, key, value, table and relative query; None without one.
 
     ``kept`` are the saved results of the forward pass. ``grads`` are the gradients of results by
-    name: of "output", "lse", "entropy", "distance", "received" and "map", where present.
+    name, any of "output", "lse", "entropy", "distance", "received" and "map".
     """
     batch, heads, queries, width = query.shape
     key_heads, keys, value_width = key.shape[1], key.shape[2], value.shape[3]
@@ -468,7 +468,7 @@ def backward(
         num_warps=4,
     )  # fmt: skip
 
-    # For each query the gradient of Alibi's slope, or of a table's two ends.
+    # Each query's gradient of Alibi's slope, or of the two ends of a table.
     own_bias = train_bias and structure.bias in (ALIBI, TABLE)
     far_grad = torch.empty(2, batch, heads, queries, **options) if own_bias else None
     table_grad = None
@@ -498,7 +498,7 @@ def backward(
         changes, inners = (
             (View(None), View(None)) if relative_grads is None else relative_grads.rooms(part)
         )
-        add = part.stop - part.start < queries  # other parts have the other queries
+        add = part.stop - part.start < queries  # the keys' gradients are sums over parts
         if add and part.sequence == part.start == 0:
             key_grad, value_grad = (torch.zeros(tensor.shape, **options) for tensor in (key, value))
         backward_kernels.by_key[ceil(part.keys, by_key.keys), part.sequences * key_heads](
@@ -533,7 +533,7 @@ def _expected(
     blocks: Blocks,
     shared: Any,
 ) -> Tensor:
-    """The terms that the gradients of ``received`` and the map add to each row's delta."""
+    """Return what the gradients of ``received`` and the map add to the delta of each row."""
     _, heads, queries, width = query.shape
     keys = key.shape[2]
     extra = torch.empty_like(lse)
@@ -548,14 +548,14 @@ def _expected(
 
 
 def _shares(programs: int, tiles: int) -> int:
-    """How many programs share the tiles of the same distances, to keep the device busy."""
+    """Return the number of programs that share the same distances, to keep the device busy."""
     return max(1, min(2 * PROGRAMS // programs, tiles))
 
 
 def _by_diagonal(
     inputs: tuple[Any, ...], sizes: tuple[int, ...], structure: Structure, options: Any
 ) -> Tensor:
-    """The gradient of a table of distances, in its shape, without distances beyond its reach."""
+    """Return the gradient of a table, in its shape, from the distances below its reach."""
     query, reach = inputs[0].data, structure.reach
     batch, heads, queries, _ = query.shape
     narrow = query.dtype != torch.float32 and max(options["BD"], options["BV"]) <= 128

@@ -1,16 +1,16 @@
-"""Transformer-XL's term, made for some queries at a time.
+"""Transformer-XL's term, computed for some queries at a time.
 
 The product of a query with the embedding of a distance is added to its score for the key at that
-distance. Where distances decrease keys increase, and each query's keys begin one place further on:
+distance. As distances decrease keys increase, and each query's keys start one place later:
 
     query i          r(3)  r(2)  r(1)  r(0)
     query i + 1            r(3)  r(2)  r(1)  r(0)
 
-So a matrix product of queries and distances, with each row shifted by one place, is the term of
-queries and keys: https://arxiv.org/abs/1901.02860, appendix B. The term of one part of a call lies
-in memory as [queries, keys]. The kernel that makes it writes shifted rows. Those that compute the
-gradients of its queries and embeddings read shifted rows of the scores' gradients. Memory is
-allocated for some queries at a time, whatever the length.
+So the product of queries and embeddings, with each row shifted one place more than the row above,
+is the term by query and key: https://arxiv.org/abs/1901.02860, appendix B. A call is split into
+parts, so that the memory for the term, [queries, keys], is limited. The kernel that computes the
+term writes shifted rows. The kernels for the gradients of relative queries and embeddings read
+shifted rows of the scores' gradients.
 
 ``askew`` has the kernels. Called by ``launch``.
 
@@ -29,24 +29,24 @@ from regard.kernels.plan import Structure, View, ceil, power
 from regard.kernels.sizes import CAUSAL
 from regard.kernels.triton import askew
 
-# Bytes for the term, or what BLOCK queries take if that is more. A backward pass takes as many for
-# gradients, in the dtype of queries, and with a softcap twice as many.
+# The most bytes for the term, unless BLOCK queries need more. The backward pass also stores as many
+# gradients of scores, in the dtype of the query, and with a softcap twice as many.
 SCRATCH = 2**29
-BLOCK = 128  # a multiple of the queries and keys that kernels have at a time
-PROGRAMS = 1024  # programs that share distances, where there are few distances
+BLOCK = 128  # a multiple of the block sizes of the kernels, for queries and for keys
+PROGRAMS = 1024  # with fewer programs, several programs share each range of distances
 
 
 class Part(NamedTuple):
-    """Some queries of some sequences."""
+    """A part of a call: a range of queries of some sequences."""
 
     sequence: int  # the first sequence
     sequences: int
     start: int
     stop: int
-    keys: int  # its queries attend to no key from this one on
+    keys: int  # its queries attend only to keys before this one
 
     def view(self, room: Tensor, heads: int) -> View:
-        """A view with a number for each of its queries and keys; rows are aligned."""
+        """Return a view [sequences, heads, queries, keys] of this memory, with aligned rows."""
         rows, step = self.stop - self.start, _up(self.keys)
         return View(room, heads * rows * step, rows * step, step)
 
@@ -56,17 +56,17 @@ def _up(keys: int) -> int:
 
 
 def room(query: Tensor, parts: Sequence[Part], dtype: torch.dtype) -> Tensor:
-    """Allocate memory for the largest of these parts; they take turns."""
+    """Allocate memory for the largest part; the parts use it in turn."""
     most = max(part.sequences * (part.stop - part.start) * _up(part.keys) for part in parts)
     return query.new_empty(query.shape[1] * most, dtype=dtype)
 
 
 def parts(query: Tensor, keys: int, kind: int) -> list[Part]:
-    """Split a call into parts that fit: several sequences, or some queries of one."""
+    """Split a call into parts that fit: several sequences, or a range of queries of one."""
     batch, heads, queries, _ = query.shape
     most = SCRATCH // (4 * heads)
     together = max(1, most // (queries * _up(keys)))
-    together = ceil(batch, ceil(batch, together))  # about the same number in each part
+    together = ceil(batch, ceil(batch, together))  # parts of about equal size
 
     def seen(stop: int) -> int:
         return max(keys - queries + stop, 0) if kind == CAUSAL else keys
@@ -87,14 +87,14 @@ def parts(query: Tensor, keys: int, kind: int) -> list[Part]:
 
 
 def shifted(structure: Structure, part: Part, queries: int, keys: int, room: Tensor) -> View:
-    """The term of a part's queries, base 2, with a number for each of their keys."""
+    """Return the term of a part, base 2: [sequences, heads, queries, keys]."""
     relative_query = structure.relative_query
     assert relative_query is not None
     heads, width = relative_query.shape[1], relative_query.shape[3]
     view = part.view(room, heads)
     wide = power(width)
     exact = relative_query.dtype == torch.float32
-    some = max(32, min((4096 if exact else 16384) // wide, BLOCK))  # more would not fit registers
+    some = max(32, min((4096 if exact else 16384) // wide, BLOCK))  # limited by registers
     squares = ceil(part.stop - part.start, BLOCK)
     askew.spread[4 * squares, part.sequences * heads, ceil(view.row + BLOCK, some)](
         view, structure.ends, structure.relative, heads, queries, keys, part.sequence, part.start,
@@ -105,7 +105,7 @@ def shifted(structure: Structure, part: Part, queries: int, keys: int, room: Ten
 
 
 class Gradients:
-    """Gradients of queries, relative queries and embeddings, from the gradients of all scores."""
+    """The gradients of queries, relative queries and embeddings, from those of the scores."""
 
     def __init__(self, query: Tensor, key: Tensor, structure: Structure, train: bool) -> None:
         relative_query, table = structure.relative_query, structure.table
@@ -117,7 +117,7 @@ class Gradients:
         widest = max(query.shape[3], relative_query.shape[3])
         self.block = 64 if not self.exact and widest <= 128 else 32
         batch, heads, queries, _ = query.shape
-        # Each sequence adds to the embeddings: programs that share them keep sums of their own.
+        # Programs that share distances each keep a sum; ``table`` adds these sums.
         self.nearest = 0 if structure.kind == CAUSAL else 1 - queries
         self.blocks = ceil(key.shape[2] - self.nearest, self.block)
         shares = max(1, min(PROGRAMS // (self.blocks * heads), batch))
@@ -131,12 +131,12 @@ class Gradients:
             self.inners = torch.empty_like(self.changes)
 
     def rooms(self, part: Part) -> tuple[View, View]:
-        """Views for the gradients of a part's scores, and of its products of queries and keys."""
+        """Return views for the gradients of a part's scores and of its products query . key."""
         heads = self.query.shape[1]
         return part.view(self.changes, heads), part.view(self.inners, heads)
 
     def add(self, part: Part) -> None:
-        """Add the gradients from the scores of a part, which lie in its views."""
+        """Add the gradients of a part, from the scores' gradients in ``rooms(part)``."""
         structure, relative = self.structure, self.structure.relative
         _, heads, queries, width = self.query.shape
         keys, wide = self.key.shape[2], power(relative.width)

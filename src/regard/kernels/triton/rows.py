@@ -1,13 +1,13 @@
 # mypy: ignore-errors
-"""Single weights: chosen rows, and the top k weights of every row.
+"""Chosen rows of weights, and the top k weights of every row.
 
-The top k are found in two streams over the keys, without sorting tiles. The first keeps, for each
-query, the highest score at each place of a tile: one maximum for each score. The k-th highest of
-these (equal ones count once) is a threshold that at least k scores reach. The second collects the
-few scores that reach it. It must round each score as the first did, or a score equal to the
-threshold no longer reaches it. ``pick`` sorts the collected scores; of equal ones the earlier key
-is first. Where more scores reach the threshold than there is room for, or than ``pick`` takes
-(ties, or a pattern that repeats with the tile), ``search`` goes over the row again.
+The top k are found in two passes over the keys, without sorting tiles. The first pass keeps, for
+each query and each place of a tile, the highest score over all tiles. The k-th highest of these
+(equal scores count once) is a threshold that at least k scores reach. The second pass collects the
+few scores that reach it. It must round scores exactly as the first pass does, or a score equal to
+the threshold may be missed. ``pick`` sorts the collected scores; among equal scores the earlier key
+is first. If more scores reach the threshold than the buffers or ``pick`` can take (with ties, or a
+pattern that repeats with the tile), ``search`` reads the row again.
 
 Called by ``launch.rows`` and ``launch.top``.
 
@@ -36,11 +36,11 @@ from regard.kernels.triton.tiles import (
     whose,
 )
 
-MISSING = tl.constexpr(-(2**63))  # a rank behind every score
-HIGHEST = tl.constexpr(2**31 - 1)  # more than any key
-LANES = tl.constexpr(sizes.LANES)  # threads that share a row, each with own candidates
+MISSING = tl.constexpr(-(2**63))  # sorts after every score
+HIGHEST = tl.constexpr(2**31 - 1)  # larger than any key
+LANES = tl.constexpr(sizes.LANES)  # threads that share a row; each has its own candidates
 FEW = tl.constexpr(16)  # the most unfinished rows that a program searches one by one
-NARROW = tl.constexpr(64)  # keys at a time where rows are searched together
+NARROW = tl.constexpr(64)  # keys at a time when rows are searched together
 
 
 @triton.jit(do_not_specialize=["queries", "keys"])
@@ -49,7 +49,7 @@ def rows(
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
     SOFTCAP: tl.constexpr, LOGS: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The weights of the rows in Index, or with LOGS their logarithms to base 2."""
+    """Store the weights of the rows in Index, or with LOGS their logarithms to base 2."""
     batch, head = whose(heads)
     blocks = tl.cdiv(count, BM)
     place = tl.program_id(0) % blocks * BM + tl.arange(0, BM)
@@ -79,7 +79,7 @@ def rows(
 
 @triton.jit
 def _ranked(s, key_at):
-    """A score and its key as one number that sorts by score, then the earlier key first."""
+    """Pack a score and its key into a number: larger for higher scores, then earlier keys."""
     bits = s.to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - key_at).to(tl.int64)
@@ -87,7 +87,7 @@ def _ranked(s, key_at):
 
 @triton.jit
 def _keep(cell, threshold, counts, place, n, Candidates, BN: tl.constexpr, ROOM: tl.constexpr):
-    """Keep the highest of each cell if it reaches the threshold; return counts and columns."""
+    """Store the highest score of each cell if it reaches the threshold; return counts, columns."""
     column = tl.reshape(tl.arange(0, BN), [1, BN // (2 * LANES), LANES, 2])
     value = tl.max(tl.max(cell, 3), 1)  # [BM, LANES]
     which = tl.where(cell == value[:, None, :, None], column, BN)
@@ -121,8 +121,8 @@ def _stretch(
             )
             s = tl.where(may, s, NOTHING)
         if COLLECT:
-            # A thread has a cell of each of its rows. In most cells no score reaches the threshold,
-            # in some one, rarely more: they are kept one by one, within the thread.
+            # A cell has the scores of one row that one thread holds. In most cells at most one
+            # score reaches the threshold. A thread stores several one after another.
             cell = tl.reshape(s, [s.shape[0], BN // (2 * LANES), LANES, 2])
             many = tl.sum(tl.sum((cell >= threshold[:, None, None, None]).to(tl.int32), 3), 1)
             remaining = tl.max(tl.max(many, 1), 0)
@@ -145,7 +145,7 @@ def collect(
     EVEN: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Collect the scores of each query that may be among its ``count`` highest."""
+    """Collect for each query the scores that may be among its ``count`` highest."""
     flat = tl.program_id(1) + from_head
     batch, head = (flat // heads).to(tl.int64), (flat % heads).to(tl.int64)
     SIDES: tl.constexpr = by_distance(BIAS)
@@ -176,7 +176,7 @@ def collect(
             for _ in range(count):
                 threshold = tl.max(best, 1)
                 best = tl.where(best >= threshold[:, None], NOTHING, best)
-            # With too few allowed keys, all of them reach the threshold, and no others.
+            # If fewer than ``count`` keys are allowed, exactly these must reach the threshold.
             threshold = tl.where(inside, tl.maximum(threshold, LOWEST), float("inf"))
     at = Counts + place[:, None] * LANES + tl.arange(0, LANES)[None, :]
     tl.store(at, counts, mask=inside[:, None])
@@ -184,7 +184,7 @@ def collect(
 
 @triton.jit
 def _unranked(rank):
-    """The score and the key of a rank."""
+    """Unpack a number of ``_ranked`` into score and key."""
     order = (rank >> 32).to(tl.int32)
     s = (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
     s = tl.where(rank == MISSING, NOTHING, s)
@@ -193,9 +193,9 @@ def _unranked(rank):
 
 @triton.jit
 def _highest(Candidates, place, ends, SLOTS: tl.constexpr, ROOM: tl.constexpr, COUNT: tl.constexpr):
-    """The COUNT highest candidates of each row, in order; see ``_in_order``.
+    """Return the COUNT highest candidates of each row, in order; see ``_in_order``.
 
-    ``ends`` are the candidates of the first lane, the first two, three and all: at most SLOTS.
+    ``ends`` are the numbers of candidates of the first 1, 2, 3 and 4 lanes, at most SLOTS.
     """
     slot = tl.arange(0, SLOTS)[None, :]
     first, second, third = ends[0][:, None], ends[1][:, None], ends[2][:, None]
@@ -209,7 +209,7 @@ def _highest(Candidates, place, ends, SLOTS: tl.constexpr, ROOM: tl.constexpr, C
 
 @triton.jit
 def _in_order(s, key, COUNT: tl.constexpr):
-    """The COUNT highest of each row and their keys, [rows, COUNT]; of equal ones the earlier."""
+    """Return each row's COUNT highest scores and their keys; among equal scores earlier keys."""
     column = tl.arange(0, COUNT)[None, :]
     highest = tl.full([s.shape[0], COUNT], NOTHING, tl.float32)
     keys = tl.full([s.shape[0], COUNT], -1, tl.int32)
@@ -234,9 +234,9 @@ def pick(
     Lse, Counts, Candidates, Unfinished, Weights, Keys, queries, count, from_head,
     BM: tl.constexpr, ROOM: tl.constexpr, MOST: tl.constexpr, COUNT: tl.constexpr,
 ):  # fmt: skip
-    """The weights and keys of the ``count`` highest candidates of each query.
+    """Store the weights and keys of the ``count`` highest candidates of each query.
 
-    ``Left`` marks the rows with more candidates than there was room for: ``search`` does those.
+    Mark rows with too many candidates in ``Unfinished``; ``search`` finishes them.
     """
     flat = (tl.program_id(1) + from_head).to(tl.int64)
     rows = tl.program_id(0) * BM + tl.arange(0, BM)
@@ -254,8 +254,8 @@ def pick(
     second = first + tl.minimum(second, ROOM)
     third = second + tl.minimum(third, ROOM)
     ends = first, second, third, third + tl.minimum(fourth, ROOM)
-    # Usually few more than COUNT candidates. More than MOST are left to ``search``: room for them
-    # would take registers from all.
+    # Usually there are few more than COUNT candidates. Rows with more than MOST are left to
+    # ``search``, because larger tiles would cost registers for every row.
     if tl.max(ends[3], 0) <= MOST // 2:
         s, keys = _highest(Candidates, place, ends, MOST // 2, ROOM, COUNT)
     else:
@@ -272,7 +272,7 @@ def _search(
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, COUNT: tl.constexpr, KIND: tl.constexpr,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The highest of those of BM rows that are left; rows from ``until`` on belong to others."""
+    """Store the top keys of the unfinished rows among BM rows that are before ``until``."""
     batch, head = (flat // heads).to(tl.int64), (flat % heads).to(tl.int64)
     flat = flat.to(tl.int64)
     offset = keys - queries
@@ -285,7 +285,7 @@ def _search(
     parts = key_stretches(ends, batch, row, last, offset, keys, terms.reach, BN, KIND, False)
     q = rows_of(query, batch, head, rows, inside, width, BD)
     low, high = range_of(ends, batch, rows, inside, KIND)
-    # The highest so far, unsorted; places beyond ``count`` are never the lowest.
+    # The highest scores so far, unsorted. Places beyond ``count`` hold inf and are never replaced.
     column = tl.arange(0, COUNT)[None, :]
     best = tl.zeros([BM, COUNT], tl.float32) + tl.where(column < count, NOTHING, float("inf"))
     best_keys = tl.zeros([BM, COUNT], tl.int32) - 1 - column
@@ -304,7 +304,7 @@ def _search(
         s = tl.where(may & unfinished[:, None], s, NOTHING)
         top = tl.max(s, 1)
         while tl.max((top > lowest).to(tl.int32), 0) > 0:
-            # The first of the highest replaces the last of the lowest.
+            # The highest score replaces the lowest; among equals, the first and the last key.
             chosen = tl.min(tl.where(s == top[:, None], key_at[None, :], HIGHEST), 1)
             latest = tl.max(tl.where(best == lowest[:, None], best_keys, -HIGHEST), 1)
             replaced = (best_keys == latest[:, None]) & (top > lowest)[:, None]
@@ -327,12 +327,12 @@ def search(
     COUNT: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr, SOFTCAP: tl.constexpr,
     PRECISION: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """As ``pick``, for unfinished rows, all of whose keys are read once more.
+    """Finish the rows that ``pick`` left unfinished, by reading all of their keys again.
 
-    There are nearly always none or very few, and later kernels wait for this one. So a program
-    checks many of all heads' ``rows`` at once, and searches a few unfinished rows one by one.
+    Nearly always there are no or few such rows, and later kernels wait for this one. So a program
+    checks many rows at once, of all heads; it searches few unfinished rows one by one.
     """
-    if EARLY:  # it may begin before the launch that marks these rows has ended
+    if EARLY:  # this program may start before the launch that marks the rows has ended
         gdc_wait()
     start = tl.program_id(0) * LOOKED
     place = tl.arange(0, LOOKED)

@@ -3,8 +3,8 @@
 
     loss = lse - (1 - smoothing) logit_label - smoothing * mean of logits
 
-Rows may be wider than the vocabulary; the rest is ignored. Where their width and stride are
-multiples of 16, a thread reads and writes 16 bytes at once. Called by ``regard.layers.losses``.
+Rows may be wider than the vocabulary; the rest is ignored. If their width and stride are multiples
+of 16, a thread reads and writes 16 bytes at once. Called by ``regard.layers.losses``.
 
 Test: ``pytest tests/layers -k losses``.
 """
@@ -32,7 +32,7 @@ def _row(
     gradient: tl.constexpr,
     block: tl.constexpr,
 ):
-    """The loss and gradient of one row."""
+    """Store the loss of one row and, with ``gradient``, its gradient."""
     row = tl.program_id(0)
     label = tl.load(labels + row)
     at = logits + row.to(tl.int64) * stride
@@ -44,7 +44,7 @@ def _row(
                 here = start + index
                 tl.store(at + here, tl.zeros([block], tl.float32), mask=here < width)
     else:
-        # Read before the threads synchronize in a sum: it is overwritten afterwards.
+        # Loaded before the sums synchronize the threads; later another thread overwrites it.
         label_logit = tl.load(at + label).to(tl.float32)
         lowest = -3.0e38  # finite: the difference of two infinities is NaN
         highest = tl.full([block], lowest, tl.float32)  # a maximum for each lane
@@ -56,7 +56,7 @@ def _row(
             x = tl.load(at + here, mask=here < width, other=0.0).to(tl.float32)
             plain += tl.where(inside, x, 0.0)
             x = tl.where(inside, x, lowest)
-            # The new maximum has exponential 1, so one exponential is enough.
+            # The exponential of the new maximum is 1, so only the other one is computed.
             factor = tl.where(inside, tl.exp(-tl.abs(x - highest)), 0.0)
             total = tl.where(x > highest, total * factor + 1, total + factor)
             highest = tl.maximum(highest, x)
@@ -78,7 +78,7 @@ def cross_entropy(
 ) -> Tensor:
     """Return the summed loss of logits [rows, ``vocabulary`` or more].
 
-    With ``gradient`` the logits become their gradient.
+    With ``gradient`` the logits are overwritten with their gradient.
     """
     rows, width = logits.shape
     losses = torch.empty(rows, dtype=torch.float32, device=logits.device)

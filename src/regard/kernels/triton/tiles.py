@@ -1,21 +1,21 @@
 # mypy: ignore-errors
 # ruff: noqa: RET505 - a branch that is not taken must not be compiled
-"""What all Triton kernels share on the device: the ends of tiles, and the score of a pair.
+"""Device functions that the Triton kernels share: loads, scores, and the bounds of loops.
 
-A tile has queries along one axis and keys along the other; positions arrive shaped to broadcast, so
-the order is the caller's. Exponents are base 2: scores are scaled by log2(e) once.
+A tile has queries along one axis and keys along the other. The caller chooses which, by passing
+positions that broadcast. Exponents are base 2: scores are multiplied by log2(e) once.
 
 For a block of queries the keys fall into five stretches; so do the queries for a block of keys:
 
     masked | free, on one side | masked | free, on the other side | masked
 
-Free tiles compare nothing and read no single distance: all their pairs are allowed, and all their
-keys lie on one side of all their queries (``side`` is 1 where the keys come first), beyond the
-reach of a table of distances. The middle stretch exists only where distances matter.
+A free tile needs no mask and no distance of a single pair: all its pairs are allowed, all its keys
+lie on one side of all its queries (``side`` is 1 if the keys come first), and all its distances are
+beyond the reach of a table. The middle stretch exists only if a bias or field uses distances.
 
-A kernel goes over the stretches in an unrolled loop; those that a kind of call cannot have, as
-``by_keys`` and ``by_queries`` say, are never compiled. Tensors and numbers that belong together
-arrive as the tuples of plan.py.
+A kernel loops over the stretches in an unrolled loop. ``by_keys`` and ``by_queries`` exclude the
+stretches that a kind of call cannot have, so these are never compiled. View, Ends, Terms and
+Relative of plan.py are passed to kernels as tuples.
 
 Test: ``pytest tests/kernels/test_triton.py -k "every_field and window"``.
 """
@@ -36,53 +36,53 @@ RELATIVE = tl.constexpr(sizes.RELATIVE)
 
 LOG2E = tl.constexpr(sizes.LOG2E)
 LN2 = tl.constexpr(sizes.LN2)
-# Finite stand-ins for -inf: 0 * NOTHING is 0, and NOTHING - LOWEST is far below any exponent.
+# Finite replacements for -inf: 0 * NOTHING is 0, and 2^(NOTHING - LOWEST) is 0.
 NOTHING = tl.constexpr(-3.0e38)
 LOWEST = tl.constexpr(-1.0e37)
-# A log-sum-exp that leaves no weight, and is finite, so that 0 times it is 0.
+# A log-sum-exp that makes all weights 0. It is finite, so that 0 * ABSENT is 0.
 ABSENT = tl.constexpr(1.0e30)
 
 
 @triton.jit
 def whose(heads):
-    """The sequence and the head of a program, as int64 because they are multiplied by strides."""
+    """Return the sequence and head of a program, as int64 because strides multiply them."""
     return (tl.program_id(1) // heads).to(tl.int64), (tl.program_id(1) % heads).to(tl.int64)
 
 
 @triton.jit
 def head_of(view, batch, head):
-    """A pointer to the first row of one head."""
+    """Return a pointer to the first row of one head."""
     return view.data + batch * view.batch + head * view.head
 
 
 @triton.jit
 def rows_of(view, batch, head, rows, inside, width, BD: tl.constexpr, EVEN: tl.constexpr = False):
-    """Load some rows of one head, [rows, BD], with 0 where there are none; EVEN: rows fill BD."""
+    """Load rows of one head, [rows, BD], with 0 outside of the tensor; EVEN: ``width`` is BD."""
     dims = tl.arange(0, BD)[None, :]
     at = head_of(view, batch, head) + rows[:, None].to(tl.int64) * view.row + dims
     there = inside[:, None]
-    if not EVEN:  # compare each number's place
+    if not EVEN:
         there = there & (dims < width)
     return tl.load(at, mask=there, other=0.0)
 
 
 @triton.jit
 def columns_at(view, batch, head, N: tl.constexpr, BD: tl.constexpr):
-    """Pointers to one head's first N rows, each row a column: [BD, N]."""
+    """Return pointers to the first N rows of a head, transposed: [BD, N]."""
     near, dims = tl.arange(0, N), tl.arange(0, BD)
     return head_of(view, batch, head) + near[None, :] * view.row + dims[:, None]
 
 
 @triton.jit
 def rows_at(view, batch, head, N: tl.constexpr, BD: tl.constexpr):
-    """Pointers to one head's first N rows: [N, BD]."""
+    """Return pointers to the first N rows of a head: [N, BD]."""
     near, dims = tl.arange(0, N), tl.arange(0, BD)
     return head_of(view, batch, head) + near[:, None] * view.row + dims[None, :]
 
 
 @triton.jit
 def read(at, dims, width, there, EVEN: tl.constexpr, FREE: tl.constexpr):
-    """Load a tile; FREE: all of its rows exist; EVEN: rows fill their place."""
+    """Load a tile; FREE: all of its rows exist; EVEN: ``width`` is the width of the tile."""
     if FREE and EVEN:
         return tl.load(at)
     elif EVEN:
@@ -95,14 +95,14 @@ def read(at, dims, width, there, EVEN: tl.constexpr, FREE: tl.constexpr):
 
 @triton.jit
 def rows_lse(at, inside):
-    """Base-2 log-sum-exp of some rows; a row that attends to nothing gets no weight."""
+    """Load the log-sum-exp of rows, base 2; a row that attends to nothing gets ABSENT."""
     lse = tl.load(at, mask=inside, other=float("-inf"))
     return tl.where(lse == float("-inf"), ABSENT, lse * LOG2E)
 
 
 @triton.jit
 def tanh(x):
-    """tanh, accurate near 0 too, where 1 - exp would lose its digits."""
+    """Return the tanh; near 0, where 1 - exp loses digits, from its series."""
     square = x * x
     series = x * (
         1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315 - square * 62 / 2835)))
@@ -117,7 +117,7 @@ def scores(
     dots, query_at, key_at, side, terms, head,
     BIAS: tl.constexpr, SOFTCAP: tl.constexpr, FREE: tl.constexpr,
 ):  # fmt: skip
-    """Base-2 scores of a tile, and the derivative of the softcap."""
+    """Return the scores of a tile, base 2, and the derivative of the softcap."""
     slope = 1.0
     if SOFTCAP:
         bent = tanh(dots * (terms.scale / terms.softcap))
@@ -144,13 +144,13 @@ def scores(
 
 @triton.jit
 def shift_at(shifted, batch, head, rows, key_at):
-    """Pointers to Transformer-XL's term of rows and keys, which are shaped to broadcast."""
+    """Return pointers to Transformer-XL's term; ``rows`` and ``key_at`` broadcast."""
     return head_of(shifted, batch, head) + rows.to(tl.int64) * shifted.row + key_at
 
 
 @triton.jit
 def allowed(query_at, key_at, low, high, keys, KIND: tl.constexpr):
-    """Whether the mask allows each pair of a tile."""
+    """Return for each pair of a tile whether the mask allows it."""
     if KIND == CAUSAL:
         return key_at <= query_at
     if KIND == INTERVAL:
@@ -160,13 +160,13 @@ def allowed(query_at, key_at, low, high, keys, KIND: tl.constexpr):
 
 @triton.jit
 def shifts(shifted, batch, head, rows, inside, key_at):
-    """Transformer-XL's term of a tile, 0 where there is none."""
+    """Load Transformer-XL's term of a tile, with 0 outside of ``inside``."""
     return tl.load(shift_at(shifted, batch, head, rows, key_at), mask=inside, other=0.0)
 
 
 @triton.jit
 def range_of(ends, batch, rows, inside, KIND: tl.constexpr):
-    """The range of keys of some queries, where the mask gives ranges."""
+    """Load the ranges of keys of queries; for other masks than INTERVAL they are not used."""
     if KIND == INTERVAL:
         low = tl.load(ends.low + batch * ends.low_batch + rows, mask=inside, other=0)
         high = tl.load(ends.high + batch * ends.high_batch + rows, mask=inside, other=0)
@@ -204,17 +204,17 @@ def key_stretches(
     ends, batch, row, last, offset, keys, reach, BN: tl.constexpr, KIND: tl.constexpr,
     SIDES: tl.constexpr,
 ):  # fmt: skip
-    """The ends of the five stretches of keys for the queries ``row`` to ``last``, tiles of BN.
+    """Return the bounds of the five stretches of keys for the queries ``row`` to ``last``.
 
-    Also the first key that any of these queries may attend to; the last end is the end of those
-    keys.
+    The keys that any of these queries may attend to go from the seventh number to the sixth, which
+    is the end of the fifth stretch. The other bounds are multiples of the tile size BN.
     """
     first, stop = 0, keys
     inner_first, inner_stop = 0, keys
     if KIND == CAUSAL:
         stop = tl.maximum(last + offset + 1, 0)
         inner_stop = tl.maximum(row + offset + 1, 0)
-    if KIND == INTERVAL:  # ends never decrease from one query to the next
+    if KIND == INTERVAL:  # low and high never decrease from one query to the next
         low, high = ends.low + batch * ends.low_batch, ends.high + batch * ends.high_batch
         first, inner_first = tl.load(low + row), tl.load(low + last)
         inner_stop, stop = tl.load(high + row), tl.load(high + last)
@@ -226,10 +226,10 @@ def key_stretches(
     if SIDES:
         b = tl.minimum(tl.maximum((row + offset - reach + 1) // BN * BN, a), d)
         c = tl.minimum(tl.maximum((last + offset + reach + BN - 1) // BN * BN, b), d)
-        if KIND == CAUSAL:  # nothing is free after a query: one masked stretch to the end
+        if KIND == CAUSAL:  # no tile after a query is free: the rest is one masked stretch
             c = b
             d = b
-    if KIND == INTERVAL:  # an empty middle must stay inside of the range
+    if KIND == INTERVAL:  # an empty middle stretch must stay inside of the range
         end = tl.maximum((stop + BN - 1) // BN * BN, start)
         a, b, c, d = tl.minimum(a, end), tl.minimum(b, end), tl.minimum(c, end), tl.minimum(d, end)
     return start, a, b, c, d, stop, first
@@ -240,7 +240,10 @@ def query_stretches(
     bounds, key, last, offset, queries, reach, BM: tl.constexpr, KIND: tl.constexpr,
     SIDES: tl.constexpr,
 ):  # fmt: skip
-    """The ends of the five stretches of queries for the keys ``key`` to ``last``, tiles of BM."""
+    """Return the bounds of the five stretches of queries for the keys ``key`` to ``last``.
+
+    They are multiples of the tile size BM.
+    """
     first, inner_first, inner_stop, stop = 0, 0, queries, queries
     if KIND == CAUSAL:
         first = tl.minimum(tl.maximum(key - offset, 0), queries)
@@ -263,5 +266,5 @@ def query_stretches(
 
 @triton.jit
 def edge(index, length, bins):
-    """The first of ``length`` positions in a bin, when they are spread evenly over the bins."""
+    """Return the first position in a bin, with ``length`` positions spread evenly over the bins."""
     return ((index.to(tl.int64) * length + bins - 1) // bins).to(tl.int32)
