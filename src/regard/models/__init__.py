@@ -1,1 +1,1 @@
-"""The architectures, one a file, and loaded models with their tokenizers."""
+"""One module for each architecture, and the code that loads models with their tokenizers."""
