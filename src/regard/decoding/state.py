@@ -220,7 +220,7 @@ class State:
         return self._bias
 
     def _tidy(self) -> None:
-        """Drop the first nodes if they are hidden in all rows and at least a quarter of the nodes."""
+        """Drop the first nodes hidden in all rows, if they are at least a quarter of the nodes."""
         self._unused = 0 if self.pads is None else int(self.pads.min())
         if self._bias is None:
             return
