@@ -162,7 +162,9 @@ def read_card(file: Path) -> Card:
     facts, text = front_matter(_text(file))
     wanted = {entry.name for entry in fields(Card)} - {"text"}
     if odd := sorted(wanted ^ facts.keys()):
-        raise CheckpointError(f"{file} should have the keys {sorted(wanted)}; wrong are {odd}.")
+        raise CheckpointError(
+            f"{file} should have the keys {sorted(wanted)}; missing or unknown: {odd}."
+        )
     if not facts["parameters"].isdecimal():
         raise CheckpointError(f"{file} gives its parameters as {facts['parameters']!r}.")
     count = int(facts.pop("parameters"))

@@ -239,7 +239,7 @@ def _entry(file: Path, key: str, value: object, data: int, size: int) -> Entry:
             f"{file} holds {key} as {dtype!r}; regard reads {', '.join(_DTYPES)}."
         )
     if not _whole(shape) or len(shape) > 8 or not _whole(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{file} gives {key} the shape {shape} and the offsets {offsets}.")
+        raise CheckpointError(f"{file}: {key} has an invalid shape {shape} or offsets {offsets}.")
     start, stop = data + offsets[0], data + offsets[1]
     length = math.prod(shape) * _DTYPES[dtype].itemsize
     if not start <= stop <= size or stop - start != length:

@@ -92,7 +92,7 @@ def stream_tokens(
     chosen = _strategy(how)
     if isinstance(chosen, Beam):
         raise InputError(
-            "Beam search knows its result at the end only: use generate(), or another strategy."
+            "Beam search cannot stream tokens: call generate(), or use another strategy."
         )
     lines = Lines(chosen, max_new_tokens, _stop(stop))
     with torch.inference_mode():

@@ -59,7 +59,9 @@ class Sample:
                 f"{self.temperature!r}. For a temperature of 0 use Greedy()."
             )
         if not (is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise InputError(f"Sample(top_p=...) must be above 0, up to 1, but got {self.top_p!r}.")
+            raise InputError(
+                f"Sample(top_p=...) must be above 0, at most 1, but got {self.top_p!r}."
+            )
         if not is_whole(self.seed) or not -(2**63) <= self.seed < 2**64:
             raise InputError(
                 f"Sample(seed=...) is a whole number of 64 bits, but got {self.seed!r}."

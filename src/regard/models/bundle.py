@@ -62,8 +62,8 @@ class Bundle:
         prefix = self.prefix(next(iter(self.tasks))) if len(self.tasks) == 1 else ""
         if not text.startswith(prefix.strip()):
             raise InputError(
-                f"{self.name} was trained on texts that begin with {prefix!r}: begin this one "
-                "with it, too."
+                f"{self.name} was trained on texts that begin with {prefix!r}. Put it before "
+                "this text."
             )
 
     def prepared(self, text: str, task: str) -> str:

@@ -290,7 +290,7 @@ class Model(nn.Module):
     # ------------------------------------------------------------------------------- the output
 
     def output_weights(self) -> tuple[Tensor, Tensor | None] | None:
-        """Return the output layer's weights [vocabulary, dim] and bias; None without such a layer."""
+        """Return the output layer's weights [vocabulary, dim] and bias; None if there is none."""
         return None
 
     def logits(self, hidden: Tensor) -> Tensor:

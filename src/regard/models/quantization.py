@@ -51,7 +51,7 @@ def prepack(model: M) -> M:
         raise InputError("prepack needs oneDNN, which this build of PyTorch lacks.")
     half = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     if half and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        raise InputError("This processor does not compute in bfloat16. Take float32 or int8.")
+        raise InputError("This processor does not compute in bfloat16. Use float32 or int8.")
     return _replace(model, Prepacked)
 
 

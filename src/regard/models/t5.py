@@ -60,8 +60,8 @@ class T5Config(Config):
         super().__post_init__()
         if self.buckets < 4 or self.buckets % 2 or self.max_distance <= self.buckets // 2:
             raise InputError(
-                "T5Config(buckets=...) must be an even number from 4 on, half of it below "
-                f"max_distance, but got {self.buckets} and {self.max_distance}."
+                "T5Config(buckets=...) must be even, at least 4, and less than twice max_distance, "
+                f"but got {self.buckets} with max_distance={self.max_distance}."
             )
         if self.gated and self.activation == "gelu":
             raise InputError(

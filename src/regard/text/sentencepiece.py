@@ -208,13 +208,13 @@ def _varint(raw: bytes, at: int, file: Path) -> tuple[int, int]:
 
 def _bytes(value: int | bytes, file: Path) -> bytes:
     if isinstance(value, int):
-        raise CheckpointError(f"{file} is no SentencePiece model: a field is of another kind.")
+        raise CheckpointError(f"{file} is no SentencePiece model: a field has the wrong type.")
     return value
 
 
 def _whole(value: int | bytes, file: Path) -> int:
     if isinstance(value, bytes):
-        raise CheckpointError(f"{file} is no SentencePiece model: a field is of another kind.")
+        raise CheckpointError(f"{file} is no SentencePiece model: a field has the wrong type.")
     return value
 
 
