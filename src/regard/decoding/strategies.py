@@ -60,7 +60,7 @@ class Sample:
             )
         if not (is_number(self.top_p) and 0 < self.top_p <= 1):
             raise InputError(
-                f"Sample(top_p=...) must be above 0, at most 1, but got {self.top_p!r}."
+                f"Sample(top_p=...) must be above 0 and at most 1, but got {self.top_p!r}."
             )
         if not is_whole(self.seed) or not -(2**63) <= self.seed < 2**64:
             raise InputError(

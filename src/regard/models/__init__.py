@@ -1,1 +1,1 @@
-"""One module for each architecture, and the code that loads models with their tokenizers."""
+"""The model architectures, and loading models with their tokenizers."""

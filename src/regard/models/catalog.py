@@ -67,7 +67,7 @@ def at(folder: Path, name: str) -> Known:
 
 
 def places() -> dict[str, Path]:
-    """Return the folders of shipped models and, with huggingface_hub installed, of cached ones."""
+    """Return the folders of shipped models and, with huggingface_hub, cached models."""
     there = {"shipped": cards.SHIPPED}
     hub = cache_folder()
     return there if hub is None else there | {"cached": hub}

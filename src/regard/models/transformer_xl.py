@@ -54,7 +54,7 @@ class TransformerXLConfig(Config):
     head_dim: int = configs.size(64)
     inner: int = configs.size(4096)
     memory: int = configs.size(1600)  # positions that each layer remembers
-    furthest: int | None = configs.size(None)  # the distance to which larger ones are clamped
+    furthest: int | None = configs.size(None)  # clamp larger distances to this
     same_length: bool = configs.switch(True)  # no query attends to more than ``memory`` keys
     dropout: float = configs.rate(0.1)
     attention_dropout: float = configs.rate(0.0)
