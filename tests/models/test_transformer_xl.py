@@ -348,7 +348,7 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
     config = json.loads((tmp_path / "config.json").read_text())
     config["tie_projs"] = [True, True, True]
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match="ties projections"):
+    with pytest.raises(CheckpointError, match="tie_projs"):
         load(tmp_path)
 
 

@@ -230,7 +230,7 @@ WRONG = [
     ("/look", {"text": "a"}, 400, "POST /look needs model"),
     ("/look", {"text": CAT, "model": "books-gpt2", "layer": 9, "head": 0}, 400, "layer"),
     ("/look", {"text": CAT, "model": "books-gpt2", "head": 0}, 400, "give the layer, too"),
-    ("/look", {"text": CAT, "model": "summarize"}, 400, "begin this one with it, too"),
+    ("/look", {"text": CAT, "model": "summarize"}, 400, "Put it before this text"),
     ("/explain", {"sentence": "..."}, 400, "There is no word in"),
     ("/explain", {"sentence": CAT, "heads": 3}, 400, "Numbers of heads that fit: 1, 2, 4, 8"),
     ("/explain", {"sentence": CAT, "dim": 4096}, 400, "less than or equal to 64"),

@@ -1,6 +1,6 @@
 """Shipped models and their cards.
 
-A folder ``NAME/`` holds config.json, tokenizer.json, the weights, and two further files.
+The folder of a model holds config.json, tokenizer.json, the weights, README.md and scores.json.
 
 ``README.md`` is the card: lines ``key: value`` between two lines ``---``, then Markdown::
 
@@ -18,17 +18,17 @@ A folder ``NAME/`` holds config.json, tokenizer.json, the weights, and two furth
     ---
     # translate ...
 
-``scores.json`` is a list of figures, each with the data and settings to measure it again::
+``scores.json`` is a list of scores, each with the data and settings to measure it again::
 
     {"metric": "bleu", "value": 54.32, "tolerance": 0.05,
      "data": [{"format": "tsv", "files": ["tatoeba/eng-fra.tsv.xz"], "part": [0, 20],
                "prefix": ">>fra<< "}],
      "settings": {"evaluation.num_beams": 4, "evaluation.length_penalty": 1.0}}
 
-``data`` are data sources, as ``[[data.test]]`` of a recipe. Their files are relative to FOLDER in
-``regard evaluate NAME --root FOLDER``. ``settings`` are other keys of a recipe: ``data.length``,
-``data.prepare``, those of ``evaluation``, ``batch.tokens``, and for a Transformer-XL
-``model.config.memory``. A figure is reproduced if it is within ``tolerance`` of ``value``.
+``data`` lists data sources, as ``[[data.test]]`` in a recipe. Their files are relative to FOLDER in
+``regard evaluate NAME --root FOLDER``. ``settings`` holds other keys of a recipe: ``data.length``,
+``data.prepare``, keys of ``evaluation``, ``batch.tokens``, and for a Transformer-XL
+``model.config.memory``. A score is reproduced if it is within ``tolerance`` of ``value``.
 """
 
 from __future__ import annotations
@@ -63,12 +63,12 @@ class Card:
     trained_on: str  # device, minutes, seed
     recipe: str
     commit: str
-    text: str  # the Markdown after the facts
+    text: str  # the Markdown after the keys
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Score:
-    """A figure of a card, and all that its measurement needs.
+    """A score on a card, with the data and settings to measure it again.
 
     >>> {score.metric for score in scores("answer")} >= {"exact", "f1"}
     True
@@ -82,7 +82,7 @@ class Score:
 
 
 def names() -> list[str]:
-    """The names of all shipped models.
+    """Return the names of all shipped models.
 
     >>> isinstance(names(), list)
     True
@@ -91,7 +91,7 @@ def names() -> list[str]:
 
 
 def folder(name: str) -> Path:
-    """The folder of a shipped model.
+    """Return the folder of a shipped model.
 
     >>> (folder("translate") / "config.json").exists()
     True
@@ -107,7 +107,7 @@ def folder(name: str) -> Path:
 
 
 def card(name: str) -> Card:
-    """The card of a shipped model.
+    """Return the card of a shipped model.
 
     >>> card("translate").languages
     'en, fr, de'
@@ -116,7 +116,7 @@ def card(name: str) -> Card:
 
 
 def scores(name: str) -> list[Score]:
-    """The figures on the card of a shipped model.
+    """Return the scores of a shipped model.
 
     >>> scores("books-gpt2")[0].metric
     'bits_per_byte'
@@ -125,9 +125,10 @@ def scores(name: str) -> list[Score]:
 
 
 def front_matter(text: str) -> tuple[dict[str, str], str]:
-    r"""The facts at the head of a card, and the text after them.
+    r"""Return the keys and values at the start of a card, and the text after them.
 
-    A fact is a line ``key: value``; lines ``- value`` after a bare ``key:`` are a list, joined.
+    A line is ``key: value``. After a line ``key:``, lines ``- value`` are a list; its items are
+    joined with commas.
 
     >>> front_matter("---\nlicence: MIT\nlanguages:\n- en\n- fr\n---\nHello.\n")
     ({'licence': 'MIT', 'languages': 'en, fr'}, 'Hello.\n')
@@ -146,7 +147,7 @@ def front_matter(text: str) -> tuple[dict[str, str], str]:
             key, _, value = (part.strip() for part in item.partition(":"))
             facts[key] = _bare(value)
         else:
-            key = ""  # deeper nesting is not read
+            key = ""  # nested keys are not read
     return facts, "".join(lines[marks[1] + 1 :])
 
 
@@ -157,11 +158,13 @@ def _bare(value: str) -> str:
 
 
 def read_card(file: Path) -> Card:
-    """A card with every key of :class:`Card`."""
+    """Read a card, which must have every key of :class:`Card`."""
     facts, text = front_matter(_text(file))
     wanted = {entry.name for entry in fields(Card)} - {"text"}
     if odd := sorted(wanted ^ facts.keys()):
-        raise CheckpointError(f"{file} should have the keys {sorted(wanted)}; wrong are {odd}.")
+        raise CheckpointError(
+            f"{file} should have the keys {sorted(wanted)}; missing or unknown: {odd}."
+        )
     if not facts["parameters"].isdecimal():
         raise CheckpointError(f"{file} gives its parameters as {facts['parameters']!r}.")
     count = int(facts.pop("parameters"))
@@ -169,7 +172,7 @@ def read_card(file: Path) -> Card:
 
 
 def read_scores(file: Path) -> list[Score]:
-    """The figures of a scores.json."""
+    """Read the scores in a scores.json."""
     text = _text(file)
     try:
         rows = json.loads(text)

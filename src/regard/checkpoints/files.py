@@ -1,4 +1,4 @@
-"""Small checkpoint files: read with limits, and replaced in one step."""
+"""Read small checkpoint files with size limits, and replace them atomically."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from regard.errors import CheckpointError, InputError
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
-MAX_JSON_BYTES = 32 * 2**20  # bytes; the largest real index is below 10 MB
+MAX_JSON_BYTES = 32 * 2**20  # the largest real index file is below 10 MB
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """A JSON file that holds one object."""
+    """Read a JSON file that holds one object."""
     return parse_object(read_bytes(file), file)
 
 
 def read_bytes(file: Path) -> bytes:
-    """The bytes of a small file; CheckpointError if it is too large for a config or vocabulary."""
+    """Read a small file. CheckpointError if it is too large for a config or vocabulary."""
     with open_regular(file) as opened:
         raw = opened.read(MAX_JSON_BYTES + 1)
     if len(raw) > MAX_JSON_BYTES:
@@ -34,7 +34,7 @@ def read_bytes(file: Path) -> bytes:
 
 
 def place_for(folder: str | os.PathLike[str]) -> Path:
-    """The folder to write a checkpoint to; InputError if that is not a path."""
+    """Return the folder to write a checkpoint to. InputError if ``folder`` is not a path."""
     if not isinstance(folder, str | os.PathLike) or not str(folder):
         raise InputError(f"A checkpoint is written to a folder, not to {folder!r}.")
     return Path(folder)
@@ -60,7 +60,7 @@ def json_bytes(value: Mapping[str, Any]) -> bytes:
 
 @contextmanager
 def open_regular(file: Path) -> Iterator[BinaryIO]:
-    """Open a regular file; a pipe or a device might block for ever."""
+    """Open a file. CheckpointError if it is not regular: a pipe or device might block for ever."""
     try:
         if not stat.S_ISREG(file.stat().st_mode):
             raise CheckpointError(f"{file} is not a regular file.")
@@ -73,15 +73,15 @@ def open_regular(file: Path) -> Iterator[BinaryIO]:
 
 
 def parse_object(raw: bytes, source: Path | str) -> dict[str, Any]:
-    """One JSON object without duplicate keys."""
+    """Parse a JSON object. CheckpointError if a key occurs twice."""
 
     def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        found = dict(pairs)
-        if len(found) != len(pairs):
+        members = dict(pairs)
+        if len(members) != len(pairs):
             seen: set[str] = set()
             twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
             raise CheckpointError(f"{source} has the key {twice!r} twice.")
-        return found
+        return members
 
     try:
         value = json.loads(raw, object_pairs_hook=unique)
@@ -95,6 +95,6 @@ def parse_object(raw: bytes, source: Path | str) -> dict[str, Any]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of another library's message, as one sentence."""
+    """Return the first line of another library's error message, as one sentence."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     return lines[0].rstrip(".:") + "."

@@ -1,7 +1,7 @@
-"""Folders that are written atomically and verified when they are read.
+"""Write folders atomically, and verify them when they are read.
 
-A save writes a temporary folder, syncs its files and a manifest with the SHA-256 of each, renames
-the folder, and syncs its parent.
+A save writes a temporary folder and a manifest with the SHA-256 of each file. It syncs all files,
+renames the folder, and syncs its parent.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any, TypeVar
 from regard.errors import CheckpointError, InputError
 
 MANIFEST = "manifest.json"
-INDEX = "shards.json"  # where the parts of tensors lie that several processes wrote
+INDEX = "shards.json"  # the index of tensor parts that several processes wrote
 
 
 class DamageWarning(UserWarning):
-    """A checkpoint is damaged, and an older one is used instead."""
+    """A checkpoint is damaged; an older checkpoint is used instead."""
 
 
 class Disk:
-    """The file operations of a save; tests make each of them fail."""
+    """The file operations of a save. Tests replace them to simulate failures."""
 
     def make_folder(self, folder: Path) -> None:
         folder.mkdir()
@@ -46,7 +46,7 @@ class Disk:
 
     def sync_folder(self, folder: Path) -> None:
         if os.name == "nt":
-            return  # Windows cannot sync a folder; a rename is on the disk when it returns
+            return  # Windows cannot sync a folder, and its renames are durable
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -67,7 +67,7 @@ class Disk:
             while rest:
                 count = self.write(handle, rest)
                 if count < 1:
-                    raise OSError(f"none of {len(rest):,} bytes could be written to {file}")
+                    raise OSError(f"no byte of the remaining {len(rest):,} was written to {file}")
                 rest = rest[count:]
             self.sync(handle)
         finally:
@@ -84,15 +84,16 @@ def publish(
     disk: Disk | None = None,
     more: Callable[[Path], dict[str, dict[str, Any]]] | None = None,
 ) -> None:
-    """Write ``folder`` with all its files, or nothing; ``facts`` are added to its manifest.
+    """Write ``folder`` and all its files atomically, with ``facts`` in its manifest.
 
-    ``more`` writes further files into the folder it is given, and returns their manifest entries.
-    CheckpointError if the disk fails; earlier folders stay unchanged.
+    ``more`` writes further files into the folder it gets, and returns their manifest entries. If
+    the disk fails, CheckpointError is raised, and earlier folders stay unchanged.
     """
     disk = disk or Disk()
     if folder.exists():
         raise InputError(f"{folder} exists already.")
-    # Several processes may publish the same: each in its own folder, and the first one wins.
+    # Several processes may publish the same folder. Each writes its own temporary folder, and the
+    # first rename wins.
     temporary = folder.with_name(f".saving-{folder.name}.{os.getpid()}")
     try:
         _make_parents(disk, folder)
@@ -119,7 +120,7 @@ def publish(
 
 
 def withdraw(folder: Path, disk: Disk | None = None) -> None:
-    """Remove a folder atomically: it is renamed first."""
+    """Remove a folder atomically: rename it, then delete it."""
     disk = disk or Disk()
     aside = folder.with_name(f".removing-{folder.name}")
     try:
@@ -134,7 +135,7 @@ def withdraw(folder: Path, disk: Disk | None = None) -> None:
 
 
 def _make_parents(disk: Disk, folder: Path) -> None:
-    """Make the parents of a new folder, each synced before the next."""
+    """Create the missing parents of a folder, each synced before the next."""
     if not folder.parent.exists():
         _make_parents(disk, folder.parent)
         disk.make_folder(folder.parent)
@@ -142,15 +143,15 @@ def _make_parents(disk: Disk, folder: Path) -> None:
 
 
 def read_published(folder: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """The facts and the verified files of a folder that :func:`publish` wrote.
+    """Read and verify a folder that :func:`publish` wrote. Return its facts and its files.
 
-    CheckpointError if a bit differs, or a file is missing or added.
+    CheckpointError if a file was changed, removed or added.
     """
     return proven(folder, _read)
 
 
 def map_published(folder: Path) -> tuple[dict[str, Any], dict[str, memoryview]]:
-    """As :func:`read_published`, but the files are mapped into memory, not read."""
+    """Do the same as :func:`read_published`, but map the files into memory."""
     return proven(folder, _map)
 
 
@@ -178,7 +179,7 @@ def proven(folder: Path, get: Callable[[Path], _Data]) -> tuple[dict[str, Any], 
 
 
 def read_facts(folder: Path) -> dict[str, Any]:
-    """The verified contents of a manifest."""
+    """Read and verify a manifest."""
     raw = _read(folder / MANIFEST)
     try:
         body = json.loads(raw)["body"]
@@ -219,5 +220,5 @@ def _map(file: Path) -> memoryview:
 
 
 def read_or_map(file: Path) -> bytes | memoryview:
-    """The contents of a file; shards are mapped, since no process needs all of them."""
+    """Return the contents of a file. Shards are mapped, since no process needs all of them."""
     return _map(file) if file.name.startswith("shards-") else _read(file)

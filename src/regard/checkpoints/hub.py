@@ -1,4 +1,4 @@
-"""Find a model: shipped, in a folder, in the Hugging Face cache, or on the hub."""
+"""Find the folder of a shipped, local, cached or downloadable model."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from regard.errors import UnknownModelError
 
 
 def find(name: str | os.PathLike[str]) -> Path:
-    """The folder of a shipped model, of a folder, or of a model of the Hugging Face hub.
+    """Return the folder of a model: a shipped model, a folder, or a model of the Hugging Face hub.
 
-    A folder with the name of a shipped model is given as ``./name``. A model of the hub is
-    downloaded unless it is in the local cache.
+    If a folder has the name of a shipped model, pass ``./name``. A hub model is downloaded unless
+    it is in the local cache.
     """
     if not isinstance(name, str | os.PathLike) or not str(name):
         raise UnknownModelError(f"A model is given by its name or a path, not {name!r}.")
@@ -73,7 +73,7 @@ def find(name: str | os.PathLike[str]) -> Path:
 
 
 def _near(name: str) -> str:
-    """A hint with similar names, for an error about an unknown one."""
+    """Return a hint with similar names, for an error about an unknown name."""
     known = [*cards.names(), *(name for name, _ in cached_models())]
     near = get_close_matches(name, known, 3) or get_close_matches(Path(name).name, known, 3)
     if near:
@@ -83,7 +83,7 @@ def _near(name: str) -> str:
 
 
 def cache_folder() -> Path | None:
-    """The Hugging Face cache; None if the package huggingface_hub is not installed."""
+    """Return the Hugging Face cache; None if huggingface_hub is not installed."""
     try:
         from huggingface_hub.constants import HF_HUB_CACHE
     except ImportError:
@@ -92,19 +92,19 @@ def cache_folder() -> Path | None:
 
 
 def cached_models() -> Iterator[tuple[str, Path]]:
-    """The names of the cached models, and their snapshots."""
+    """Yield the name and the snapshot folder of each cached model."""
     place = cache_folder()
     for folder in sorted(place.glob("models--*")) if place else ():
         try:
             snapshot = _current_snapshot(folder)
         except OSError:
-            continue  # cannot be read
+            continue  # the folder cannot be read
         if snapshot is not None:
             yield folder.name.removeprefix("models--").replace("--", "/"), snapshot
 
 
 def _current_snapshot(folder: Path) -> Path | None:
-    """The snapshot of the branch main, which loading takes without asking the hub."""
+    """Return the snapshot of the main branch, which loads without a request to the hub."""
     main = folder / "refs" / "main"
     if not main.is_file():
         return None
@@ -113,5 +113,5 @@ def _current_snapshot(folder: Path) -> Path | None:
 
 
 def size_of(folder: Path) -> int:
-    """The bytes of all files in a folder."""
+    """Return the total size of a folder's files, in bytes."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())

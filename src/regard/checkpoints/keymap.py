@@ -1,7 +1,7 @@
-"""Key maps: from the tensors of a checkpoint to the parameters of a model, and back.
+"""Key maps convert the tensors of a checkpoint to the parameters of a model, and back.
 
-A map is a list of steps that can be inverted. It runs on tensors of the ``meta`` device first, so
-that every name and shape is checked before memory is allocated.
+A map is a list of invertible steps. It first runs on tensors of the ``meta`` device, which checks
+every name and shape before memory is allocated.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from regard.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """One tensor under another name. If it is missing, ``otherwise`` is read instead."""
+    """Rename a tensor. If the checkpoint lacks it, ``otherwise`` is read instead."""
 
     theirs: str
     ours: str
@@ -37,7 +37,7 @@ class Rename:
 
 @dataclass(frozen=True, slots=True)
 class Transpose(Rename):
-    """A matrix that the checkpoint stores transposed, under another name."""
+    """Rename a matrix that the checkpoint stores transposed."""
 
     def load(self, parts: list[Tensor]) -> Tensor:
         if parts[0].dim() != 2:
@@ -52,7 +52,7 @@ class Transpose(Rename):
 
 @dataclass(frozen=True, slots=True)
 class Fuse:
-    """Several tensors of one shape, concatenated along the first dimension."""
+    """Concatenate several tensors of one shape along the first dimension."""
 
     theirs: tuple[str, ...]
     ours: str
@@ -76,7 +76,7 @@ class Fuse:
 
 @dataclass(frozen=True, slots=True)
 class Tie:
-    """An optional second copy of a tensor that the model has once; the two must be equal."""
+    """Ignore an optional second copy of a tensor. The two copies must be equal."""
 
     theirs: str
     same: str
@@ -84,7 +84,7 @@ class Tie:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """Keys that the model does not need."""
+    """Ignore keys that the model does not need."""
 
     pattern: str
     why: str
@@ -92,7 +92,7 @@ class Drop:
 
 @dataclass(frozen=True, slots=True)
 class Spelling:
-    """An older spelling of keys: matches of ``pattern`` are replaced before any other rule."""
+    """Convert an older spelling of keys: replace ``pattern`` before any other rule applies."""
 
     pattern: str
     replacement: str
@@ -104,7 +104,7 @@ Step = Rename | Transpose | Fuse
 def renames(
     theirs: str, ours: str, names: Mapping[str, str], kinds: Sequence[str] = ("weight", "bias")
 ) -> Iterator[Rename]:
-    """Renames of the weights and biases of several layers, below two prefixes.
+    """Yield renames for the weights and biases of several layers from one prefix to another.
 
     >>> [step.ours for step in renames("h.0", "blocks.0", {"ln_1": "norm"})]
     ['blocks.0.norm.weight', 'blocks.0.norm.bias']
@@ -116,7 +116,7 @@ def renames(
 
 @dataclass(frozen=True, slots=True)
 class KeyMap:
-    """All rules between a checkpoint and a model.
+    """The rules that convert between a checkpoint and a model.
 
     >>> keys = KeyMap([Fuse(("q", "k"), "qk"), Drop("^old", "unused since 2019")])
     >>> theirs = {"q": torch.zeros(1, 2), "k": torch.ones(1, 2), "old_table": torch.ones(9)}
@@ -134,9 +134,9 @@ class KeyMap:
         return [rule for rule in self.rules if isinstance(rule, Step)]
 
     def names(self, keys: Iterable[str]) -> dict[str, str]:
-        """The keys of a checkpoint by their current spelling.
+        """Map the current spelling of each needed key to its spelling in the checkpoint.
 
-        Dropped keys are left out. CheckpointError if a key is missing or has no use.
+        Dropped keys are left out. CheckpointError if a key is missing or unexpected.
         """
         spelled: dict[str, str] = {}
         for key in keys:
@@ -176,12 +176,12 @@ class KeyMap:
         return kept
 
     def load(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The model's tensors, from those of a checkpoint."""
+        """Convert a checkpoint's tensors to the model's."""
         names = self.names(tensors)
         return self.apply(names, tensors.__getitem__)
 
     def apply(self, names: Mapping[str, str], read: Callable[[str], Tensor]) -> dict[str, Tensor]:
-        """The model's tensors, with :meth:`names` and a function that reads a key."""
+        """Return the model's tensors, given :meth:`names` and a function that reads a key."""
         for rule in self.rules:
             if isinstance(rule, Tie) and rule.theirs in names:
                 one, other = read(names[rule.theirs]), read(names[rule.same])
@@ -196,7 +196,7 @@ class KeyMap:
         }
 
     def save(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """The checkpoint's tensors, from those of the model: the inverse of :meth:`load`."""
+        """Convert the model's tensors to a checkpoint's: the inverse of :meth:`load`."""
         tensors: dict[str, Tensor] = {}
         for step in self.steps:
             tensors.update(zip(step.reads, step.save(state[step.ours]), strict=True))

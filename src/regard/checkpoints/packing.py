@@ -1,8 +1,8 @@
-"""Packed weights: matrices as small integers with a scale for each row, or part of a row.
+"""Packed weights: matrices of small integers, with a scale for each row or part of a row.
 
-``int8`` has one scale per row and integers from -127 to 127. ``int4`` has one per 32 numbers of a
-row and integers from -7 to 7, two in a byte. Scales are float16. A packed tensor ``name`` is stored
-as int8, or as uint8 for int4, with its scales as ``name.scale``.
+``int8`` has integers from -127 to 127 and one scale per row. ``int4`` has integers from -7 to 7,
+two in a byte, and one scale per 32 numbers of a row. Scales are float16. A packed tensor ``name``
+is stored as int8 (int4: as uint8), and its scales as ``name.scale``.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from torch import Tensor
 from regard.errors import CheckpointError, InputError
 
 Kind = Literal["int8", "int4"]
-Packing = Kind | Mapping[str, Kind]  # for all matrices, or by patterns of their names
+Packing = Kind | Mapping[str, Kind]  # for all matrices, or a kind for each name pattern
 
 SCALE = ".scale"
-GROUP = 32  # numbers of a row that share a scale of int4
+GROUP = 32  # numbers of a row that share a scale in int4
 _MOST = {"int8": 127, "int4": 7}
 _STORED = {torch.int8: "int8", torch.uint8: "int4"}
 
 
 def pack(matrix: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
-    """A matrix [rows, columns] as integers and scales; :func:`unpack` is the inverse.
+    """Pack a matrix [rows, columns] as integers and scales; :func:`unpack` is the inverse.
 
-    No number changes by more than half its scale, or by 0.000008 where scales are that small.
+    A number changes by at most half its scale, or by 0.000008 if the scale is tiny.
     Packing an unpacked matrix gives the same integers and scales.
 
     >>> numbers, scale = pack(torch.tensor([[0.5, -1.0, 0.25], [0.0, 0.0, 0.0]]), "int8")
@@ -49,7 +49,7 @@ def pack(matrix: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
         raise InputError("Weights that are not finite, or over 400,000, cannot be packed.")
     scale = _rounded_down(scale)
     steps = scale.float()[..., None]
-    # With a scale rounded down the largest number may exceed ``most`` a little.
+    # The scale is rounded down, so the largest number may slightly exceed ``most``.
     whole = (parts / steps.where(steps > 0, 1)).round().clamp(-most, most)
     whole = whole.masked_fill(steps == 0, 0).view(rows, columns).to(torch.int8)
     if kind == "int8":
@@ -59,13 +59,13 @@ def pack(matrix: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
 
 
 def _rounded_down(scale: Tensor) -> Tensor:
-    """As float16, rounded down, so that packing unpacked weights again gives the same numbers."""
+    """Round down to float16, so that packing unpacked weights again gives the same numbers."""
     half = scale.half()
     return torch.where(half.float() > scale, (half.view(torch.int16) - 1).view(torch.float16), half)
 
 
 def unpack(numbers: Tensor, scale: Tensor) -> Tensor:
-    """The float32 matrix that :func:`pack` packed.
+    """Return the float32 matrix of packed numbers and scales.
 
     >>> unpack(*pack(torch.tensor([[0.5, -1.0, 0.25]]), "int8")).round(decimals=2).tolist()
     [[0.5, -1.0, 0.25]]
@@ -84,7 +84,7 @@ def unpack(numbers: Tensor, scale: Tensor) -> Tensor:
 
 
 def shape(numbers: Tensor, scale: Tensor) -> tuple[int, int]:
-    """The shape of a packed matrix; CheckpointError if numbers and scales do not fit."""
+    """Return the shape of a packed matrix. CheckpointError if numbers and scales do not fit."""
     kind = _STORED.get(numbers.dtype)
     if kind is None or numbers.dim() != 2 or scale.dtype != torch.float16:
         raise CheckpointError(
@@ -103,9 +103,10 @@ def shape(numbers: Tensor, scale: Tensor) -> tuple[int, int]:
 
 
 def packed(tensors: Mapping[str, Tensor], packing: Packing) -> dict[str, Tensor]:
-    """The stored tensors of a checkpoint: matrices packed, all others as float16.
+    """Pack the matrices of a checkpoint, and convert all other tensors to float16.
 
-    Matrices have at least 32 rows and columns. Where 32 does not divide a row, int4 becomes int8.
+    Matrices below 32 rows or columns are not packed. int4 becomes int8 for a matrix whose columns
+    32 does not divide.
     """
     kinds = packing if isinstance(packing, Mapping) else {"": packing}
     for pattern, kind in kinds.items():

@@ -33,8 +33,8 @@ from regard.errors import CheckpointError, InputError
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-PACKING = "packing"  # the key of config.json for packed weights
-SHARD = 5 * 2**30  # bytes of a file of weights, as in Hugging Face's checkpoints
+PACKING = "packing"  # the key in config.json that marks packed weights
+SHARD = 5 * 2**30  # the largest file of weights in bytes, as in Hugging Face's checkpoints
 
 _DTYPES = {
     "F64": torch.float64,
@@ -53,7 +53,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """The place of one tensor in a file."""
+    """The position of one tensor in a file."""
 
     file: Path
     dtype: torch.dtype
@@ -64,9 +64,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checked checkpoint: its config, and the place of each of its tensors.
+    """A checked checkpoint: its config, and the position of each tensor.
 
-    If weights are packed, all tensors are read as float32.
+    Tensors of a packed checkpoint are read as float32.
     """
 
     folder: Path
@@ -75,7 +75,7 @@ class Checkpoint:
     scales: dict[str, Entry] = field(default_factory=dict)  # of the packed entries
 
     def meta(self, key: str) -> Tensor:
-        """A tensor on the meta device."""
+        """Return a tensor without its values, on the meta device."""
         found = _meta(self.entries[key])
         if key in self.scales:
             shape = packing.shape(found, _meta(self.scales[key]))
@@ -83,7 +83,7 @@ class Checkpoint:
         return self._widened(found)
 
     def read(self, key: str) -> Tensor:
-        """A tensor with its values."""
+        """Read a tensor."""
         found = self._stored(key, self.entries[key])
         if key in self.scales:
             scale = self._stored(key + packing.SCALE, self.scales[key])
@@ -131,7 +131,7 @@ def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
 
 
 def _paired(folder: Path, config: dict[str, Any], entries: dict[str, Entry]) -> Checkpoint:
-    """A checkpoint whose packed tensors have their scales."""
+    """Return a checkpoint whose packed tensors are paired with their scales."""
     if config.get(PACKING) is None:
         return Checkpoint(folder, config, entries)
     scales = {
@@ -142,7 +142,7 @@ def _paired(folder: Path, config: dict[str, Any], entries: dict[str, Entry]) -> 
     for key, scale in scales.items():
         if key not in entries:
             raise CheckpointError(f"{scale.file} holds scales of {key}, but not {key}.")
-    # A small model may have no matrix large enough to pack. All other tensors are float16.
+    # A small model may have no matrix large enough to pack. Its tensors are then all float16.
     kinds = {entry.dtype for entry in entries.values()}
     if not scales and not kinds <= {torch.float16, torch.int8, torch.uint8}:
         raise CheckpointError(f"{folder / CONFIG} says that weights are packed, but none are.")
@@ -161,7 +161,7 @@ def write(
 ) -> None:
     """Write a checkpoint, in shards of at most ``shard_bytes``.
 
-    Each file is written under another name and then renamed, so that an interrupted save leaves no
+    Each file is written to a temporary name and then renamed, so that an interrupted save leaves no
     broken file.
     """
     from safetensors.torch import save
@@ -200,7 +200,7 @@ def write(
 
 
 def _header(file: Path) -> dict[str, Entry]:
-    """The entries of a safetensors file, checked against its size."""
+    """Read the header of a safetensors file, and check its entries against the file size."""
     with open_regular(file) as opened:
         size = os.fstat(opened.fileno()).st_size
         first = opened.read(8)
@@ -230,7 +230,7 @@ def _header(file: Path) -> dict[str, Entry]:
 
 
 def _entry(file: Path, key: str, value: object, data: int, size: int) -> Entry:
-    """One entry of a header."""
+    """Check one entry of a header."""
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
         raise CheckpointError(f"{file} lacks dtype, shape or data_offsets of {key}.")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
@@ -239,7 +239,7 @@ def _entry(file: Path, key: str, value: object, data: int, size: int) -> Entry:
             f"{file} holds {key} as {dtype!r}; regard reads {', '.join(_DTYPES)}."
         )
     if not _whole(shape) or len(shape) > 8 or not _whole(offsets) or len(offsets) != 2:
-        raise CheckpointError(f"{file} gives {key} the shape {shape} and the offsets {offsets}.")
+        raise CheckpointError(f"{file}: {key} has an invalid shape {shape} or offsets {offsets}.")
     start, stop = data + offsets[0], data + offsets[1]
     length = math.prod(shape) * _DTYPES[dtype].itemsize
     if not start <= stop <= size or stop - start != length:
@@ -251,12 +251,12 @@ def _entry(file: Path, key: str, value: object, data: int, size: int) -> Entry:
 
 
 def _whole(value: object) -> bool:
-    """Whether a value is a list of integers from 0 to below 2**63."""
+    """Return whether a value is a list of integers from 0 to below 2**63."""
     return isinstance(value, list) and all(type(n) is int and 0 <= n < 2**63 for n in value)
 
 
 def _sharded(folder: Path) -> dict[str, Entry]:
-    """The entries of all shards, checked against the index."""
+    """Read the headers of all shards, and check their entries against the index."""
     index = read_json(folder / INDEX)
     places = index.get("weight_map")
     if not isinstance(places, dict):

@@ -1,4 +1,4 @@
-"""Decoding of many prompts in batches: a prompt that is done leaves its place to another."""
+"""Decode many prompts in batches. When a prompt is done, another takes its row."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from regard.decoding.strategies import Generated
 
 
 class DecodingState(Protocol):
-    """What a model keeps between steps."""
+    """The state of a model between decoding steps."""
 
     pads: Tensor | None  # [batch]: the number of padding ids each row begins with
 
@@ -27,12 +27,12 @@ class DecodingState(Protocol):
         """Keep these sentences only, in this order."""
 
     def rest(self, sentences: Tensor) -> None:
-        """Mark these sentences as done: their values are unused until others take their places."""
+        """Mark these sentences as done. Their rows are unused until new sentences replace them."""
 
     def place(self, sentences: Tensor, others: Self, which: Tensor) -> None:
-        """Replace these sentences by those at ``which`` of ``others``.
+        """Replace ``sentences`` by the sentences ``which`` of the state ``others``.
 
-        ``others`` have the same number of beams, and have read their prompts.
+        ``others`` has the same number of beams, and has read its prompts.
         """
 
 
@@ -40,15 +40,15 @@ S = TypeVar("S", bound=DecodingState)
 
 
 class Decoder(Protocol[S]):
-    """What decoding needs of a model."""
+    """The methods of a model that decoding needs."""
 
     def start_decoding(self, prompts: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, S]:
-        """The first ids to step over, [batch, n], and the state before them."""
+        """Return the ids of the first step, [batch, n], and an empty state."""
 
     def step(self, ids: Tensor, state: S) -> Tensor:
-        """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary].
+        """Return the logits after the last of ``ids`` [batch, n]: [batch, vocabulary].
 
-        With beams there is a row for each beam; those of a sentence are neighbours.
+        With beams, each beam has a row. The beams of a sentence are in neighbouring rows.
         """
 
 
@@ -74,7 +74,7 @@ class Chooser(Protocol[T]):
     beams: int
 
     def begin(self, begun: list[int]) -> T:
-        """A task whose sequences begin with ``begun``."""
+        """Return a task whose sequences begin with ``begun``."""
 
     def choose(self, logits: Tensor, tasks: Sequence[T]) -> Tensor:
         """Append one token to each beam, and return the ids of the next step, [rows, 1]."""
@@ -87,16 +87,16 @@ def run(
     room: int,
     capacity: Callable[[int], int],
 ) -> list[list[Generated]]:
-    """The sequences of each prompt. Long prompts come first, so that lengths in a batch are alike.
+    """Decode all prompts. Long prompts come first, so that a batch has similar lengths.
 
-    ``room`` is the number of nodes a sentence may need, and ``capacity`` the batch size for prompts
-    of a length.
+    ``room`` is the largest number of nodes of a sentence. ``capacity`` maps the length of a prompt
+    to a batch size.
     """
     waiting = deque(sorted(range(len(prompts)), key=lambda index: -len(prompts[index])))
     tasks: dict[int, T] = {}
 
     def enter() -> tuple[list[T], Tensor, S]:
-        """Start the next prompts. Return their tasks after one step, their next ids and state."""
+        """Start the next prompts. Return their tasks after one step, the next ids and the state."""
         count = min(capacity(len(prompts[waiting[0]])), len(waiting))
         some = [waiting.popleft() for _ in range(count)]
         ids, state = model.start_decoding([prompts[index] for index in some], room)
@@ -110,13 +110,13 @@ def run(
     while waiting:
         live, ids, state = enter()
         new, first, others = live, ids, state
-        ready: list[int] = []  # the new tasks that wait for a place
-        resting: list[int] = []  # the live tasks whose state rests
+        ready: list[int] = []  # rows of new tasks that wait to replace finished ones
+        resting: list[int] = []  # rows of finished tasks that are marked as done
         while True:
             done = [row for row, task in enumerate(live) if task.done]
             if len(done) == len(live) and not ready:
                 break
-            if done and 8 * len(done) >= len(live):  # enough to pay for the copies
+            if done and 8 * len(done) >= len(live):  # so many that the copies pay off
                 if not ready and waiting and capacity(len(prompts[waiting[0]])) < 2 * len(live):
                     new, first, others = enter()
                     ready = [row for row, task in enumerate(new) if not task.done]
@@ -145,6 +145,6 @@ def run(
 
 
 def begun_of(first: Tensor, state: DecodingState) -> list[list[int]]:
-    """The first ids of each row, without padding."""
+    """Return the first ids of each row without padding."""
     pads = [0] * len(first) if state.pads is None else state.pads.tolist()
     return [row[skip:] for row, skip in zip(first.tolist(), pads, strict=True)]

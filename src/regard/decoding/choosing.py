@@ -1,4 +1,4 @@
-"""One sequence for each prompt: its next token is the likeliest one or a sampled one."""
+"""Greedy decoding and sampling: one sequence for each prompt."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torch import Tensor
 from regard.decoding.strategies import Generated, Greedy, Sample
 from regard.errors import InputError
 
-MAX_SUMMED_SCORES = 2**18  # at a time, so that they stay in a CPU's cache
+MAX_SUMMED_SCORES = 2**18  # scores per part of the sum, so that they fit in a CPU's cache
 
 
 class Line:
-    """One sequence so far."""
+    """The decoding of one sequence."""
 
-    origins: tuple[int, ...] = (0,)  # a line has one beam, which continues itself
+    origins: tuple[int, ...] = (0,)  # the only beam continues itself
 
     def __init__(self, begun: list[int], seed: int | None) -> None:
-        self.past = begun  # the prompt, and all tokens since
+        self.past = begun  # the ids of the prompt and of all tokens so far
         self.draws = None if seed is None else torch.Generator().manual_seed(int(seed))
         self.ids: list[int] = []
         self.score = 0.0
@@ -40,7 +40,7 @@ class Lines:
         self.strategy, self.length, self.stop = strategy, length, stop
 
     def begin(self, begun: list[int]) -> Line:
-        """A line that continues ``begun``."""
+        """Return a line that continues ``begun``."""
         return Line(begun, self.strategy.seed if isinstance(self.strategy, Sample) else None)
 
     def choose(self, logits: Tensor, lines: Sequence[Line]) -> Tensor:
@@ -86,10 +86,10 @@ def check_chance(chance: float) -> None:
 
 
 def totals(scores: Tensor) -> Tensor:
-    """The log-sum-exp of each row, [rows, 1].
+    """Return the log-sum-exp of each row, [rows, 1].
 
-    On a CPU a few rows at a time: intermediate values stay in the cache, and no step allocates
-    memory as large as all scores.
+    A CPU takes a few rows at a time. Intermediate values then stay in its cache, and the memory
+    needed is much smaller than all scores.
     """
     rows = (
         max(1, MAX_SUMMED_SCORES // scores.shape[-1])
@@ -100,8 +100,8 @@ def totals(scores: Tensor) -> Tensor:
 
 
 def _sample(scores: Tensor, strategy: Sample, draws: Tensor) -> Tensor:
-    """One token for each row, chosen by its uniform number in ``draws`` [rows]."""
-    # The largest is subtracted, so that no temperature makes a score infinite.
+    """Sample one token for each row with the uniform random numbers ``draws`` [rows]."""
+    # Subtract the largest score, so that a low temperature makes no score infinite.
     largest = scores.amax(-1, keepdim=True)
     cooled = (scores - largest.where(largest > -math.inf, 0)) / strategy.temperature
     values, tokens = cooled.sort(dim=-1, descending=True, stable=True)
@@ -118,7 +118,7 @@ def _sample(scores: Tensor, strategy: Sample, draws: Tensor) -> Tensor:
 
 
 def without_repeats(scores: Tensor, past: Sequence[Sequence[int]], size: int) -> Tensor:
-    """``scores`` with -inf for tokens that would repeat an n-gram of their row."""
+    """Set the scores of tokens that would repeat an n-gram of their row to -inf."""
     for row, ids in enumerate(past):
         tail = tuple(ids[len(ids) - size + 1 :])
         taken = [
@@ -132,7 +132,7 @@ def without_repeats(scores: Tensor, past: Sequence[Sequence[int]], size: int) ->
 
 
 def without_stops(scores: Tensor, rows: Sequence[int], stop: Iterable[int]) -> Tensor:
-    """``scores`` with -inf for the tokens ``stop`` in ``rows``, which are too short to end."""
+    """Set the scores of ``stop`` tokens to -inf in ``rows``, which are too short to end."""
     stops = [token for token in stop if 0 <= token < scores.shape[-1]]
     if not rows or not stops:
         return scores

@@ -1,7 +1,7 @@
-"""Decoding: from a model's scores for the next token to whole sequences of ids.
+"""Generate token sequences with a model.
 
-The result for a prompt does not depend on the batch it is in, except for rounding. Sequences that
-are done leave the batch, and others take their places. The beams of a sentence share its cache.
+A prompt's result does not depend on its batch, except for rounding. New prompts replace finished
+sequences in the batch. The beams of a sentence share its cache.
 """
 
 from __future__ import annotations
@@ -41,12 +41,11 @@ def generate(
     batch: int = 32,
     tokens: int | None = None,
 ) -> list[list[Generated]]:
-    """At most ``max_new_tokens`` for each prompt: one sequence, or several of its beams.
+    """Generate at most ``max_new_tokens`` ids for each prompt. Return a list of sequences for each.
 
-    ``how`` is greedy by default. Prompts are what the model's ``start_decoding`` takes: a text to
-    complete, or a source to translate. ``batch`` prompts of similar length run together, or fewer
-    where they would exceed ``tokens``, padding included. A prompt takes the place of one that has
-    ended. Results keep the order of the prompts.
+    ``how`` is greedy by default. Prompts are the ids that the model's ``start_decoding`` takes: a
+    text to complete, or a source to translate. At most ``batch`` prompts of similar length run
+    together, with at most ``tokens`` ids, padding included. Results keep the order of the prompts.
 
     >>> from regard import GPT2, GPT2Config
     >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2)).eval()
@@ -81,7 +80,7 @@ def stream_tokens(
     max_new_tokens: int,
     stop: Sequence[int] = (),
 ) -> Iterator[int]:
-    """The tokens of :func:`generate` for one prompt, each as soon as it is chosen.
+    """Yield the tokens that :func:`generate` returns for one prompt, each as soon as it is chosen.
 
     >>> from regard import GPT2, GPT2Config
     >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2)).eval()
@@ -93,7 +92,7 @@ def stream_tokens(
     chosen = _strategy(how)
     if isinstance(chosen, Beam):
         raise InputError(
-            "Beam search knows its result at the end only: use generate(), or another strategy."
+            "Beam search cannot stream tokens: call generate(), or use another strategy."
         )
     lines = Lines(chosen, max_new_tokens, _stop(stop))
     with torch.inference_mode():

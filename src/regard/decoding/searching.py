@@ -11,9 +11,9 @@ from torch import Tensor
 from regard.decoding.choosing import check_chance, totals, without_repeats, without_stops
 from regard.decoding.strategies import Beam, Generated
 
-_NEVER = -1e9  # the score of a beam that is not there; finite, so that sums stay numbers
+_NEVER = -1e9  # the score of a missing beam; finite, so that sums never become NaN
 
-Path = tuple["Path", int] | None  # a beam: the path before its last token, and that token
+Path = tuple["Path", int] | None  # linked list: the path before the last token, and that token
 
 
 class Searches:
@@ -24,15 +24,15 @@ class Searches:
         self.beams = strategy.num_beams
 
     def begin(self, begun: list[int]) -> Search:
-        """A search that continues ``begun``."""
+        """Return a search that continues ``begun``."""
         return Search(self.strategy, self.length, self.stop, begun)
 
     def choose(self, logits: Tensor, searches: Sequence[Search]) -> Tensor:
         """Append one token to each beam, and return the tokens, [rows, 1].
 
-        ``logits`` are those of all beams of each search; in the first step of one beam each.
+        ``logits`` has a row for each beam of each search. In the first step, a search has one beam.
         """
-        # Enough candidates for every beam to continue if all the best ones stop.
+        # Every beam can continue even if the best candidates are all stop tokens.
         most = max(2, 1 + len(self.stop)) * self.beams
         logits = logits.float()
         scores = torch.tensor([search.scores for search in searches], device=logits.device)
@@ -46,7 +46,7 @@ class Searches:
             if search.taken < self.strategy.min_new_tokens
         ]
         logits = without_stops(logits, short, self.stop)
-        values, tokens = top(logits, min(most, logits.shape[-1]))  # [rows, candidates of each]
+        values, tokens = top(logits, min(most, logits.shape[-1]))  # [rows, candidates]
         values = (values - total).view(*scores.shape, -1) + scores[..., None]
         values, at = values.flatten(1).topk(min(most, values[0].numel()))  # [sentences, candidates]
         origins = at // tokens.shape[-1]
@@ -61,15 +61,15 @@ class Searches:
 
 
 class Search:
-    """The search for one sentence: its running beams, and the best it has finished."""
+    """The search for one sentence: its running beams, and its best finished sequences."""
 
     def __init__(self, strategy: Beam, length: int, stop: frozenset[int], begun: list[int]) -> None:
         self.strategy, self.length, self.stop, self.begun = strategy, length, stop, begun
-        self.taken = 0  # steps
+        self.taken = 0  # number of steps
         self.paths: list[Path] = [None]
         self.scores: list[float] = [0.0]  # of each beam
-        self.origins: list[int] = [0]  # the earlier beam that each continues
-        self.tokens: list[int] = []  # that each appends
+        self.origins: list[int] = [0]  # for each beam, the earlier beam that it continues
+        self.tokens: list[int] = []  # for each beam, its last token
         self.finished: list[Generated] = []
         self.done = False
 
@@ -82,7 +82,7 @@ class Search:
         return [self.begun + _ids(path) for path in self.paths]
 
     def advance(self, candidates: Sequence[tuple[float, int, int]]) -> None:
-        """Continue with the best of ``candidates``: their scores, origins and next tokens."""
+        """Continue with the best ``candidates``: tuples of score, origin and next token."""
         if self.done:
             return
         candidates = [candidate for candidate in candidates if candidate[0] > -math.inf]
@@ -101,7 +101,7 @@ class Search:
                 self.finished.append(Generated(ids if end else [*ids, token], score, end))
             if not end and len(going) < size:
                 going.append((value, origin, token))
-        # Sorting is stable: of equal scores the earlier one stays first.
+        # Sorting is stable: earlier sequences stay before later ones with the same score.
         self.finished.sort(key=lambda output: -output.score)
         del self.finished[size:]
         going += [(2 * _NEVER, 0, 0)] * (size - len(going))
@@ -111,7 +111,7 @@ class Search:
         self.done = full or not _goes_on(self.finished, best, taken, self.length, strategy)
 
     def _end(self) -> None:
-        """End with the running beams."""
+        """End the search and count the running beams as finished."""
         for path, score in zip(self.paths, self.scores, strict=True):
             if score > _NEVER:
                 length = max(self.taken, 1) ** self.strategy.length_penalty
@@ -130,9 +130,9 @@ def _ids(path: Path) -> list[int]:
 
 
 def top(scores: Tensor, count: int, width: int = 128) -> tuple[Tensor, Tensor]:
-    """The ``count`` largest values of each row and their indices, faster than ``topk`` on a CPU.
+    """Return the ``count`` largest values of each row and their indices, fast on a CPU.
 
-    Rows are cut into parts. The largest values lie in the parts with the largest maxima.
+    Each row is divided into parts. The largest values are in the parts with the largest maxima.
 
     >>> top(torch.arange(1000.0)[None], 2)
     (tensor([[999., 998.]]), tensor([[999, 998]]))
@@ -154,7 +154,7 @@ def top(scores: Tensor, count: int, width: int = 128) -> tuple[Tensor, Tensor]:
 def _goes_on(
     finished: Sequence[Generated], best: float, taken: int, length: int, strategy: Beam
 ) -> bool:
-    """Whether a running beam may still beat the finished ones."""
+    """Return whether a running beam may still beat a finished sequence."""
     if len(finished) < strategy.num_beams:
         return True
     if strategy.early_stopping is True:

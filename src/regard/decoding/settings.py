@@ -1,4 +1,4 @@
-"""Decoding settings: from a model's files and what a call asks for, to a strategy and to JSON."""
+"""Decoding settings of a model's files and of calls, and their conversion to strategies."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from regard.checkpoints.files import CONFIG, GENERATION, read_json
 from regard.decoding.strategies import Beam, Greedy, Sample, Strategy, at_least
 from regard.errors import CheckpointError, InputError
 
-# Names that stand for two of our settings: they count the token that decoding starts from.
+# Older names of max_new_tokens and min_new_tokens. They also count the start token.
 _OLDER = ("max_length", "min_length")
-# What a model's files may set. regard samples only where a call asks for it.
+# Settings read from a model's files. regard samples only if a call asks for it.
 _SEARCH = (
     "num_beams", "length_penalty", "early_stopping", "no_repeat_ngram_size", "min_new_tokens",
     "max_new_tokens", *_OLDER,
 )  # fmt: skip
-# Older checkpoints have these in config.json itself.
+# Older checkpoints have these settings in config.json.
 _IN_CONFIG = (*_SEARCH, "bad_words_ids", "repetition_penalty")
-# Settings that regard does not follow, and the values that change nothing.
+# Settings that regard ignores, and their values that have no effect.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "repetition_penalty": (1.0,),
     "encoder_no_repeat_ngram_size": (0,),
@@ -29,7 +29,7 @@ _NEUTRAL: dict[str, tuple[object, ...]] = {
     "begin_suppress_tokens": ([],),
     "sequence_bias": ({},),
 }
-# For a language model also those of search: its files do not select a strategy.
+# For language models regard also ignores search settings in files.
 _NEUTRAL_OF_COMPLETION: dict[str, tuple[object, ...]] = _NEUTRAL | {
     "num_beams": (1,),
     "no_repeat_ngram_size": (0,),
@@ -40,7 +40,7 @@ _NEUTRAL_OF_COMPLETION: dict[str, tuple[object, ...]] = _NEUTRAL | {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """How to decode, in the names of generation_config.json. None means that it is not set.
+    """Decoding settings with the names of generation_config.json. None means not set.
 
     >>> of_files = Settings(num_beams=6, length_penalty=0.6)
     >>> of_files.updated(Settings(num_beams=1)).strategy()
@@ -49,12 +49,12 @@ class Settings:
     {'do_sample': True, 'top_k': 5}
     """
 
-    do_sample: bool | None = None  # otherwise beam search, or greedy with one beam
+    do_sample: bool | None = None  # if not True: beam search, or greedy with one beam
     num_beams: int | None = None
     num_return_sequences: int | None = None
     length_penalty: float | None = None
     early_stopping: bool | Literal["never"] | None = None
-    temperature: float | None = None  # of samples; 0 is greedy
+    temperature: float | None = None  # for sampling; 0 is greedy
     top_k: int | None = None
     top_p: float | None = None
     seed: int | None = None
@@ -64,7 +64,7 @@ class Settings:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> Settings:
-        """The settings among ``values``; others are left out, and so is null.
+        """Return the settings in ``values``. Unknown names and null values are ignored.
 
         >>> Settings.from_json({"max_length": 20, "min_length": 3, "prefix": "sum: "}).to_json()
         {'min_new_tokens': 2, 'max_new_tokens': 20}
@@ -83,7 +83,7 @@ class Settings:
 
     @classmethod
     def of_files(cls, values: Mapping[str, Any]) -> Settings:
-        """The settings of search that a model's files have; CheckpointError where one is wrong."""
+        """Return the search settings of a model's files. CheckpointError if a value is invalid."""
         try:
             settings = cls.from_json({name: values.get(name) for name in _SEARCH})
             settings.strategy()
@@ -95,7 +95,7 @@ class Settings:
 
     @classmethod
     def of_call(cls, values: Mapping[str, Any]) -> Settings:
-        """As :meth:`from_json`, but an unknown name raises InputError."""
+        """Return the settings in ``values``. InputError if a name is unknown."""
         if unknown := values.keys() - {*_NAMES, *_OLDER}:
             raise InputError(
                 f"There is no decoding setting {min(map(str, unknown))!r}. Settings are "
@@ -104,16 +104,16 @@ class Settings:
         return cls.from_json(values)
 
     def to_json(self) -> dict[str, Any]:
-        """The settings that are not None, by their names in generation_config.json."""
+        """Return the settings that are not None, with their names in generation_config.json."""
         values = {name: getattr(self, name) for name in _NAMES}
         return {name: value for name, value in values.items() if value is not None}
 
     def updated(self, other: Settings) -> Settings:
-        """These settings, with those of ``other`` where it sets any."""
+        """Return these settings, overridden by those that ``other`` sets."""
         return Settings(**self.to_json() | other.to_json())
 
     def strategy(self) -> Strategy:
-        """The strategy that follows these settings: by default beam search with four beams."""
+        """Return the strategy for these settings. The default is beam search with four beams."""
         if self.do_sample and self.num_beams not in (None, 1):
             raise InputError("Beams do not sample: set do_sample to False, or num_beams to 1.")
         kind: type[Strategy] = Beam
@@ -127,9 +127,9 @@ class Settings:
     def resolve(
         self, asked: Asked | None, max_new_tokens: int | None
     ) -> tuple[Strategy, int | None]:
-        """The strategy of a call, and its maximum number of new tokens, None if nothing sets it.
+        """Return the strategy of a call, and the maximum number of new tokens, None if not set.
 
-        ``asked`` overrides these settings: all of them if it is a strategy, else those it sets.
+        A strategy as ``asked`` replaces these settings. Settings as ``asked`` override them.
         """
         if isinstance(asked, Strategy):
             return asked, self.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -152,7 +152,7 @@ Asked = Settings | Strategy | Mapping[str, Any]  # what a call may pass
 
 
 def generation_of(folder: Path) -> dict[str, Any]:
-    """The contents of generation_config.json, or the same keys of an older config.json."""
+    """Return the contents of generation_config.json, or the same keys of an older config.json."""
     if (folder / GENERATION).exists():
         return read_json(folder / GENERATION)
     config = read_json(folder / CONFIG)
@@ -160,7 +160,7 @@ def generation_of(folder: Path) -> dict[str, Any]:
 
 
 def tasks_of(config: Mapping[str, Any], name: str) -> dict[str, dict[str, Any]]:
-    """The tasks that a model's config.json names: their prefixes, and how to decode for them."""
+    """Return the tasks in config.json, each with its prefix and decoding settings."""
     tasks = config.get("task_specific_params") or {}
     if not isinstance(tasks, dict) or not all(isinstance(task, dict) for task in tasks.values()):
         raise CheckpointError(f"{name}: task_specific_params should hold objects.")
@@ -174,9 +174,10 @@ class SettingWarning(UserWarning):
 def not_followed(
     settings: Mapping[str, Any], *, completes: bool, bans_tokens: bool
 ) -> Iterator[tuple[str, object]]:
-    """The settings that are not followed, with their values.
+    """Yield the settings that regard does not follow, with their values.
 
-    ``completes``: the model continues texts; ``bans_tokens``: it can exclude single tokens.
+    ``completes`` means that the model is a language model, and ``bans_tokens`` that it can exclude
+    single tokens.
     """
     for name, neutral in (_NEUTRAL_OF_COMPLETION if completes else _NEUTRAL).items():
         if settings.get(name) is not None and settings[name] not in neutral:

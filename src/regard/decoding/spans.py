@@ -1,4 +1,4 @@
-"""The best answer spans from start and end scores."""
+"""Find the best answer spans from start and end scores."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ LONGEST_ANSWER = 30  # tokens
 class Spans(NamedTuple):
     """The best span of each window."""
 
-    better: Tensor  # [batch]: by how much its logits are above those of no answer
-    share: Tensor  # [batch]: its probability, among all spans and no answer
-    first: Tensor  # [batch]: its first token
-    last: Tensor  # [batch]
+    better: Tensor  # [batch]: the logits of the span minus the logits of no answer
+    share: Tensor  # [batch]: the probability of the span, among all spans and no answer
+    first: Tensor  # [batch]: the position of the first token
+    last: Tensor  # [batch]: the position of the last token
 
 
 def best_spans(start: Tensor, end: Tensor, possible: Tensor) -> Spans:
-    """The best span of each window, by the logits [batch, n] of where an answer starts and ends.
+    """Return the best span of each window, given the start and end logits [batch, n].
 
-    ``possible`` is where an answer may be; the first token, [CLS], stands for no answer.
+    ``possible`` marks the tokens that may be in an answer. The first token, [CLS], stands for no
+    answer.
 
     >>> start, end = torch.tensor([[0.0, 5.0, 0.0, 9.0]]), torch.tensor([[0.0, 0.0, 4.0, 0.0]])
     >>> best = best_spans(start, end, torch.tensor([[True, True, True, False]]))

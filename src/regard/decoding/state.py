@@ -1,4 +1,4 @@
-"""The state of decoding between steps: cached keys and values, or Transformer-XL's memories."""
+"""The decoding state between steps: cached keys and values, or Transformer-XL's memories."""
 
 from __future__ import annotations
 
@@ -14,15 +14,16 @@ from regard.mechanism.masks import Padding
 
 
 class State:
-    """The caches of a decoder's layers, and the encoder's output it attends to.
+    """The caches of a decoder's layers, and the encoder's output that the decoder attends to.
 
-    There is one row per sentence. Its beams are a tree that grows by one node a beam with each
-    step. All nodes lie in one cache, and a beam attends to its own ancestors. A beam that continues
-    another one copies its row of biases, so no key is moved.
+    There is one row per sentence. The beams of a sentence form a tree: each step adds one node per
+    beam. One cache holds the keys and values of all nodes, and a beam attends only to its own
+    ancestors. When a beam continues another beam, it copies that beam's row of biases. Keys are
+    never moved.
 
-    All rows end at the same node. Rows with shorter prompts, and those that began later, are padded
-    on the left by ``pads`` positions. So a new sentence can take the place of one that is done, and
-    no other row changes.
+    All rows end at the same node. Rows with a shorter prompt or a later start are padded on the
+    left by ``pads`` positions. A new sentence can therefore replace a finished sentence without
+    changing other rows.
     """
 
     def __init__(
@@ -39,13 +40,13 @@ class State:
         self.pads = pads  # [sentences]
         self.context = context  # [sentences, length, dim]
         self.context_padding = context_padding
-        self.context_bias: Tensor | None = None  # [sentences, 1, 1, length], in steps
+        self.context_bias: Tensor | None = None  # [sentences, 1, 1, length], set by the first step
         self.beams = 1
-        self.steppers: list[Callable[..., Tensor]] | None = None  # of the blocks that step with it
+        self.steppers: list[Callable[..., Tensor]] | None = None  # one for each block
         self._room = room
-        self._trunk: int | None = None  # positions that all beams share, once steps begin
+        self._trunk: int | None = None  # positions that all beams share; None before the first step
         self._bias: Tensor | None = (
-            None  # [sentences, beams, room]: 0 for ancestors of a beam, or -inf
+            None  # [sentences, beams, room]: 0 for ancestors of a beam, -inf for other nodes
         )
         self._unused = 0  # positions that are padding in every sentence
 
@@ -55,22 +56,22 @@ class State:
         return len(self.own[0])
 
     def __len__(self) -> int:
-        """The number of positions read."""
+        """The number of positions already read."""
         trunk = self.nodes if self._trunk is None else self._trunk
         return trunk + (self.nodes - trunk) // self.beams
 
     @property
     def longest(self) -> int:
-        """The length of the longest sentence, of those that are not at rest."""
+        """The length of the longest unfinished sentence."""
         return len(self) - self._unused
 
     @property
     def _unborn(self) -> float:
-        """The initial bias of future nodes: -inf with several beams, as each sees its own."""
+        """The initial bias of future nodes: -inf with several beams, which see only their own."""
         return -math.inf if self.beams > 1 else 0.0
 
     def padding(self, keys: int) -> Padding | None:
-        """The padding of the first ``keys`` positions."""
+        """Return the padding of the first ``keys`` positions."""
         return None if self.pads is None else Padding(keys - self.pads, side="left")
 
     def spread(self, beams: int) -> None:
@@ -80,9 +81,10 @@ class State:
         self.beams = beams
 
     def bias(self, like: Tensor) -> Tensor | None:
-        """The bias of one more step's scores: 0, or -inf for a node that is hidden.
+        """Return the bias of the next step's scores: 0, or -inf for hidden nodes.
 
-        [sentences, 1, beams, nodes] in the dtype of ``like``, or None where nothing is hidden.
+        The shape is [sentences, 1, beams, nodes], in the dtype of ``like``. The result is None if
+        no node is hidden.
         """
         if self._trunk is None:
             self._begin(like)
@@ -97,7 +99,7 @@ class State:
         return self._bias[:, None, :, :stop]
 
     def _begin(self, like: Tensor) -> None:
-        """Make the biases that hide padding and other beams."""
+        """Create the biases that hide padding and other beams."""
         self._trunk = trunk = self.nodes
         if self.context_padding is not None and self.context is not None:
             lengths = torch.as_tensor(self.context_padding.lengths, device=like.device)
@@ -111,7 +113,7 @@ class State:
                 self._bias[:, :, :trunk].masked_fill_(padding[:, None], -math.inf)
 
     def places(self, device: torch.device) -> Tensor:
-        """The position of each node, including the next step's: [nodes]."""
+        """Return the position of each node, including the nodes of the next step: [nodes]."""
         assert self._trunk is not None
         trunk = torch.arange(self._trunk, device=device)
         steps = torch.arange(self._trunk, len(self) + 1, device=device)
@@ -142,19 +144,19 @@ class State:
     # ------------------------------------------------------------------------------ refilling
 
     def rest(self, sentences: Tensor) -> None:
-        """Mark these sentences as done: their values are unused until others take their places.
+        """Mark these sentences as done. Their rows are unused until new sentences replace them.
 
-        They count as new, so that they never reach the last position.
+        They count as empty, so that they never reach the model's last position.
         """
         if self.pads is not None:
             self.pads = self.pads.index_fill(0, sentences, len(self))
             self._unused = int(self.pads.min())
 
     def place(self, sentences: Tensor, others: State, which: Tensor) -> None:
-        """Replace these sentences by those at ``which`` of ``others``.
+        """Replace ``sentences`` by the sentences ``which`` of the state ``others``.
 
-        ``others`` have the same number of beams, and have read their prompts. Their nodes end at
-        the current node; all nodes before theirs are hidden.
+        ``others`` has the same number of beams, and has read its prompts. The new rows end at the
+        current node, and earlier nodes of these rows are hidden.
         """
         mine, theirs = self._padded(), others._padded().index_select(0, which)
         if others.nodes > self.nodes:
@@ -174,7 +176,7 @@ class State:
         self._tidy()
 
     def _place_context(self, sentences: Tensor, others: State, which: Tensor) -> None:
-        """Let these sentences attend to the context of ``others``."""
+        """Replace the context of ``sentences`` by that of the sentences ``which`` of ``others``."""
         assert self.context is not None
         assert others.context is not None
         lengths = self._lengths.index_copy(0, sentences, others._lengths.index_select(0, which))
@@ -207,7 +209,7 @@ class State:
         return torch.as_tensor(self.context_padding.lengths, device=self.context.device)
 
     def _padded(self) -> Tensor:
-        """The bias, made now if nothing was hidden before."""
+        """Return the bias, and create it and the padding if missing."""
         like = self.own[0].kept[0]
         if self.pads is None:
             self.pads = torch.zeros(len(like), dtype=torch.long, device=like.device)
@@ -218,7 +220,7 @@ class State:
         return self._bias
 
     def _tidy(self) -> None:
-        """Drop the first nodes if a quarter of all nodes is hidden everywhere."""
+        """Drop the first nodes hidden in all rows, if they are at least a quarter of the nodes."""
         self._unused = 0 if self.pads is None else int(self.pads.min())
         if self._bias is None:
             return
@@ -228,7 +230,7 @@ class State:
             self._shift(unseen // self.beams)
 
     def _shift(self, steps: int) -> Tensor:
-        """Drop the nodes of the first steps; below 0, insert as many hidden ones."""
+        """Drop the nodes of the first ``steps``. If negative, insert that many hidden steps."""
         bias, by = self._padded(), steps * self.beams
         assert self.pads is not None
         for own in self.own:
@@ -242,13 +244,13 @@ class State:
 
 
 def _beyond(lengths: Tensor, width: int, like: Tensor) -> Tensor:
-    """0 for the first ``lengths`` of each row and -inf beyond: [rows, 1, 1, width]."""
+    """Return 0 for the first ``lengths`` positions of each row, then -inf: [rows, 1, 1, width]."""
     beyond = torch.arange(width, device=like.device) >= lengths[:, None]
     return like.new_zeros(beyond.shape).masked_fill(beyond, -math.inf)[:, None, None]
 
 
 def _sized(tensor: Tensor, dim: int, width: int) -> Tensor:
-    """``tensor`` cut, or filled up with zeros, to ``width`` along ``dim``."""
+    """Truncate ``tensor``, or pad it with zeros, to ``width`` along ``dim``."""
     more = width - tensor.shape[dim]
     if more <= 0:
         return tensor.narrow(dim, 0, width).contiguous()
@@ -257,16 +259,16 @@ def _sized(tensor: Tensor, dim: int, width: int) -> Tensor:
 
 
 class Memories:
-    """The memory of every layer of a Transformer-XL, and the padding before the first segment."""
+    """The memories of a Transformer-XL's layers, and the padding before the first segment."""
 
     def __init__(self, depth: int, length: int, pads: Tensor | None = None) -> None:
         self.layers = [Memory(length) for _ in range(depth)]
-        self.read = 0  # the number of positions read
+        self.read = 0  # the number of positions already read
         self.pads = pads  # [batch]
-        self.beams = 1  # rows of each sentence
+        self.beams = 1  # the number of rows per sentence
 
     def __len__(self) -> int:
-        """The number of positions remembered."""
+        """The number of positions in memory."""
         return len(self.layers[0])
 
     def reorder(self, index: Tensor) -> None:
@@ -293,12 +295,12 @@ class Memories:
         self.reorder(self._rows(sentences))
 
     def rest(self, sentences: Tensor) -> None:
-        """These sentences are done: a memory needs no change."""
+        """Do nothing: memories of finished sentences need no change."""
 
     def place(self, sentences: Tensor, others: Memories, which: Tensor) -> None:
-        """Replace these sentences by those at ``which`` of ``others``.
+        """Replace ``sentences`` by the sentences ``which`` of ``others``.
 
-        ``others`` have the same number of beams, and have read their prompts.
+        ``others`` has the same number of beams, and has read its prompts.
         """
         rows, theirs = self._rows(sentences), self._rows(which)
         for memory, new in zip(self.layers, others.layers, strict=True):
@@ -313,6 +315,6 @@ class Memories:
             self.pads = self.pads.index_copy(0, rows, self.read - positions)
 
     def _rows(self, sentences: Tensor) -> Tensor:
-        """The rows of all beams of some sentences."""
+        """Return the rows of all beams of these sentences."""
         beams = torch.arange(self.beams, device=sentences.device)
         return (sentences[:, None] * self.beams + beams).flatten()

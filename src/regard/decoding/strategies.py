@@ -1,4 +1,4 @@
-"""The strategies of decoding, and the sequences they generate."""
+"""Decoding strategies, and the sequences that they generate."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from regard.errors import InputError
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
-    """Always the token with the highest score.
+    """Greedy decoding: always choose the token with the highest score.
 
     >>> from regard import GPT2, GPT2Config, Greedy, generate
     >>> model = GPT2(GPT2Config(vocabulary=20, length=16, dim=8, depth=1, heads=2)).eval()
@@ -21,8 +21,8 @@ class Greedy:
     5
     """
 
-    no_repeat_ngram_size: int = 0  # no n-gram of this size comes twice; 0 allows all
-    min_new_tokens: int = 0  # tokens before one that stops
+    no_repeat_ngram_size: int = 0  # no n-gram of this size occurs twice; 0 allows all
+    min_new_tokens: int = 0  # the fewest tokens before a stop token
 
     def __post_init__(self) -> None:
         at_least("Greedy(no_repeat_ngram_size=...)", self.no_repeat_ngram_size, 0)
@@ -31,10 +31,10 @@ class Greedy:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Tokens sampled from the ``top_k`` likeliest whose probabilities reach ``top_p``.
+    """Sampling from the ``top_k`` likeliest tokens, cut where their probabilities reach ``top_p``.
 
-    A prompt and a seed give one result, alone or in any batch. Sums in a batch are rounded
-    differently, which changes results rarely in float32 and often in bfloat16.
+    The same prompt and seed give the same result, alone or in a batch. Only rounding depends on the
+    batch: it changes results rarely in float32 and often in bfloat16.
 
     >>> from regard import GPT2, GPT2Config, Sample, generate
     >>> model = GPT2(GPT2Config(vocabulary=20, length=16, dim=8, depth=1, heads=2)).eval()
@@ -59,7 +59,9 @@ class Sample:
                 f"{self.temperature!r}. For a temperature of 0 use Greedy()."
             )
         if not (is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise InputError(f"Sample(top_p=...) must be above 0, up to 1, but got {self.top_p!r}.")
+            raise InputError(
+                f"Sample(top_p=...) must be above 0 and at most 1, but got {self.top_p!r}."
+            )
         if not is_whole(self.seed) or not -(2**63) <= self.seed < 2**64:
             raise InputError(
                 f"Sample(seed=...) is a whole number of 64 bits, but got {self.seed!r}."
@@ -71,11 +73,12 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Beam:
-    """Beam search: the best ``num_return_sequences`` of ``num_beams`` sequences.
+    """Beam search: return the best ``num_return_sequences`` of ``num_beams`` sequences.
 
-    A finished sequence scores its log-probability over ``length ** length_penalty``. Search ends
-    when no running beam looks able to beat the worst one kept (``early_stopping=False``), when
-    ``num_beams`` are finished (``True``), or when none can beat it at any length (``"never"``).
+    The score of a sequence is its log-probability divided by ``length ** length_penalty``. With
+    ``early_stopping=True`` the search ends when ``num_beams`` sequences are finished. With
+    ``False`` it ends when no running beam, scored at its current length, beats the worst finished
+    sequence. With ``"never"`` it ends when no beam can beat that sequence at any length.
 
     >>> from regard import GPT2, GPT2Config, Beam, generate
     >>> model = GPT2(GPT2Config(vocabulary=20, length=16, dim=8, depth=1, heads=2)).eval()
@@ -129,12 +132,12 @@ class Generated:
     """
 
     ids: list[int]
-    score: float  # the sum of log-probabilities; with Beam, over length ** length_penalty
-    stopped: bool  # whether a stop token ended it, rather than the length
+    score: float  # the sum of log-probabilities; with Beam, divided by length ** length_penalty
+    stopped: bool  # whether a stop token ended it, not the maximum length
 
 
 def is_number(value: Any) -> bool:
-    """Whether it is a finite number of Python or NumPy."""
+    """Return whether ``value`` is a finite number of Python or NumPy."""
     try:
         return isinstance(value, Real) and math.isfinite(float(value))
     except OverflowError:

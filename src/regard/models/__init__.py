@@ -1,1 +1,1 @@
-"""The architectures, one a file, and loaded models with their tokenizers."""
+"""The model architectures, and loading models with their tokenizers."""

@@ -26,7 +26,7 @@ from regard.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class BertConfig(Config):
-    """The sizes of a BERT; those of bert-base-uncased by default.
+    """The configuration of a BERT. The defaults are bert-base-uncased.
 
     >>> BertConfig.large().depth
     24
@@ -34,7 +34,7 @@ class BertConfig(Config):
 
     vocabulary: int = configs.size(30522)
     length: int = configs.size(512)
-    token_types: int = configs.size(2)  # of token: the first and the second sentence
+    token_types: int = configs.size(2)  # one type for each of two sentences
     dim: int = configs.size(768)
     depth: int = configs.layers(12)
     heads: int = configs.size(12)
@@ -76,7 +76,7 @@ class BertEncoder(nn.Module):
     def forward(
         self, ids: Tensor, *, token_types: Tensor | None = None, padding: Padding | None = None
     ) -> Tensor:
-        """The hidden state at each of ``ids`` [batch, n]; ``token_types`` are 0 or 1."""
+        """Return the hidden states of ``ids`` [batch, n]; ``token_types`` are 0 or 1."""
         check_ids(ids)
         length = ids.shape[1]
         if length > self.config.length:
@@ -101,7 +101,7 @@ def _block(config: BertConfig) -> Block:
 
 
 def _initialise(model: nn.Module) -> None:
-    """Normal with 0.02, cut off at two deviations; biases 0 (appendix A.2's released code)."""
+    """Initialise as the released code: normal with deviation 0.02, truncated at two; biases 0."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)
@@ -110,7 +110,7 @@ def _initialise(model: nn.Module) -> None:
 
 
 class _Bert(Model):
-    """The base of all heads: the encoder, and the keys of config.json."""
+    """The base class of all BERT models: the encoder, and the keys of config.json."""
 
     config: BertConfig
 
@@ -162,12 +162,12 @@ class Bert(_Bert):
     def forward(
         self, ids: Tensor, *, token_types: Tensor | None = None, padding: Padding | None = None
     ) -> Tensor:
-        """The hidden state at each of ``ids`` [batch, n]: [batch, n, dim]."""
+        """Return the hidden states of ``ids`` [batch, n]: [batch, n, dim]."""
         hidden: Tensor = self.encoder(ids, token_types=token_types, padding=padding)
         return hidden
 
     def pool(self, hidden: Tensor, padding: Padding | None = None) -> Tensor:
-        """The input of next-sentence prediction, [batch, dim]: the first token through a layer."""
+        """Apply the pooler to the first token: [batch, dim], for next-sentence prediction."""
         first = hidden[:, 0]
         if padding is not None and padding.side == "left":
             lengths = torch.as_tensor(padding.lengths, device=hidden.device)
@@ -179,9 +179,9 @@ class Bert(_Bert):
     def vectors(
         self, ids: Tensor, *, token_types: Tensor | None = None, padding: Padding | None = None
     ) -> Tensor:
-        """One unit vector per sentence, [batch, dim]: the mean over its tokens.
+        """Return a unit vector for each sentence, the mean over its tokens: [batch, dim].
 
-        A sentence with no tokens has the vector 0.
+        A sentence without tokens gets zeros.
         """
         hidden = self(ids, token_types=token_types, padding=padding)
         if padding is None:
@@ -208,7 +208,7 @@ class Bert(_Bert):
 
 
 class BertMaskedLM(_Bert):
-    """BERT that fills in masked tokens; the output shares the token embedding.
+    """BERT that predicts masked tokens. The output layer shares the token embedding.
 
     >>> model = BertMaskedLM(BertConfig(vocabulary=10, dim=8, depth=1, heads=2, inner=16))
     >>> list(model(torch.tensor([[1, 2, 3]])).shape)
@@ -233,10 +233,10 @@ class BertMaskedLM(_Bert):
         padding: Padding | None = None,
         labels: Tensor | None = None,
     ) -> Tensor:
-        """The logits of the original token at each of ``ids`` [batch, n]: [batch, n, vocabulary].
+        """Return the logits of the original token at each position: [batch, n, vocabulary].
 
-        With ``labels`` [batch, n], the original tokens or -100, it is their summed loss instead, as
-        by :func:`regard.linear_cross_entropy`.
+        ``labels`` [batch, n] are the original tokens, or -100 to ignore a position. With them, the
+        result is the summed loss, computed by :func:`regard.linear_cross_entropy`.
         """
         hidden = self.encoder(ids, token_types=token_types, padding=padding)
         hidden = self.norm(self.activation(self.transform(hidden)))
@@ -266,7 +266,7 @@ class BertMaskedLM(_Bert):
 
 
 class BertAnswering(_Bert):
-    """BERT for extractive question answering: where in a text the answer starts and ends.
+    """BERT for extractive question answering: it predicts where an answer starts and ends.
 
     >>> model = BertAnswering(BertConfig(vocabulary=10, dim=8, depth=1, heads=2, inner=16))
     >>> start, end = model(torch.tensor([[1, 2, 3]]))
@@ -282,7 +282,7 @@ class BertAnswering(_Bert):
     def forward(
         self, ids: Tensor, *, token_types: Tensor | None = None, padding: Padding | None = None
     ) -> tuple[Tensor, Tensor]:
-        """The logits of the first and of the last token of the answer, [batch, n] each."""
+        """Return the logits of the answer's first token and of its last token, [batch, n] each."""
         start, end = self.ends(self.encoder(ids, token_types=token_types, padding=padding)).unbind(
             -1
         )

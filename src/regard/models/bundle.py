@@ -1,4 +1,4 @@
-"""A model opened once: with its tokenizer, its config, and how its files say to decode."""
+"""Cached models, each with its tokenizer, config and generation settings."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from regard.text.tokenizer import Tokenizer
 
 Name = str | os.PathLike[str]
 Precision = Literal["float32", "bfloat16", "int8"]
-MAX_OPEN = 8  # bundles that are kept: the shipped ones, and some
+MAX_OPEN = 8  # cached bundles: enough for the shipped models and a few more
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,34 +40,34 @@ class Bundle:
     generation: Mapping[str, Any]  # the contents of generation_config.json
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of ids. Ids that the tokenizer does not have are left out."""
+        """Decode ids to text. Ids that the tokenizer does not have are left out."""
         return self.tokenizer.decode([token for token in ids if token < len(self.tokenizer.target)])
 
     @property
     def tasks(self) -> dict[str, dict[str, Any]]:
-        """The tasks that config.json names: their prefixes, and how to decode for them."""
+        """The tasks that config.json names, each with its prefix and decoding settings."""
         return tasks_of(self.config, self.name)
 
     def settings(self, task: str | None) -> Settings:
-        """The decoding settings of the model's files, for one of its tasks or for all."""
+        """Return the decoding settings in the model's files; ``task`` adds those of one task."""
         return Settings.of_files({**self.generation, **self.tasks.get(task or "", {})})
 
     def prefix(self, task: str | None) -> str:
-        """The prefix of every source of a task; "" if the model's files have none."""
+        """Return the prefix that sources of a task need; "" if the model's files have none."""
         prefix = self.tasks.get(task or "", {}).get("prefix")
         return prefix if isinstance(prefix, str) else ""
 
     def check_prefix(self, text: str) -> None:
-        """Raise InputError if its files name one task, and a text lacks that task's prefix."""
+        """Raise InputError if the model has a single task and ``text`` lacks its prefix."""
         prefix = self.prefix(next(iter(self.tasks))) if len(self.tasks) == 1 else ""
         if not text.startswith(prefix.strip()):
             raise InputError(
-                f"{self.name} was trained on texts that begin with {prefix!r}: begin this one "
-                "with it, too."
+                f"{self.name} was trained on texts that begin with {prefix!r}. Put it before "
+                "this text."
             )
 
     def prepared(self, text: str, task: str) -> str:
-        """A text prepared like the training data, by the steps that the model's files list."""
+        """Prepare a text like the training data, with the steps in the model's files."""
         steps = self.tasks.get(task, {}).get("prepare", [])
         if not isinstance(steps, list) or not all(step in PREPARATIONS for step in steps):
             raise CheckpointError(f"{self.name}: texts cannot be prepared by {steps!r}.")
@@ -75,7 +75,7 @@ class Bundle:
 
     @property
     def ends(self) -> list[int]:
-        """The tokens that end what it writes."""
+        """The ids of the tokens that end generation."""
         given = self.generation.get("eos_token_id")
         given = self.model.config.end_token if given is None else given
         ends = given if isinstance(given, list) else [] if given is None else [given]
@@ -85,7 +85,7 @@ class Bundle:
 
     @property
     def window(self) -> int:
-        """The number of tokens it reads at once."""
+        """The number of tokens that the model reads at once."""
         window = self.model.longest or self.config.get("n_positions") or 512
         if type(window) is not int or window < 8:
             raise CheckpointError(f"{self.name}: n_positions = {window!r} is no length.")
@@ -98,9 +98,9 @@ def open_bundle(
     device: torch.device | str | None = None,
     precision: Precision = "float32",
 ) -> Bundle:
-    """A model by its name or folder. With ``task``, raise InputError if it cannot do that task.
+    """Open a model by its name or folder. Raise InputError if it cannot do ``task``.
 
-    It is cached, and loaded again only if its files change.
+    Bundles are cached. A model is loaded again only if its files change.
 
     >>> bundle = open_bundle("books-gpt2", "complete")
     >>> bundle.model is open_bundle("books-gpt2").model, bundle.window
@@ -129,8 +129,8 @@ def open_bundle(
 
 @lru_cache(maxsize=MAX_OPEN)
 def _loaded(folder: Path, stamps: object, device: str, precision: Precision) -> Bundle:
-    del stamps  # of the files: part of the key of the cache
-    # Files have the precision that saves space. Which one is fast depends on the machine.
+    del stamps  # only part of the cache key
+    # The stored precision saves space; it may not be the fastest on this machine.
     dtype = torch.bfloat16 if precision == "bfloat16" else torch.float32
     check_device(device)
     source = open_checkpoint(folder)
@@ -156,7 +156,7 @@ def _loaded(folder: Path, stamps: object, device: str, precision: Precision) -> 
 
 @contextmanager
 def evaluating(model: torch.nn.Module) -> Iterator[None]:
-    """Evaluation mode inside the context; afterwards every module's own mode is restored."""
+    """Set evaluation mode in a ``with`` block, then restore the mode of every module."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

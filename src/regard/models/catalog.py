@@ -30,13 +30,13 @@ class Known:
     folder: Path
     task: str
     architecture: str
-    parameters: int | None  # None where no safetensors file says
-    size: int  # in bytes, all files of the folder
-    licence: str  # "" where the card does not say
+    parameters: int | None  # None if the safetensors files do not give it
+    size: int  # bytes of all files in the folder
+    licence: str  # "" if the card does not name it
 
 
 def known() -> list[Known]:
-    """All installed and cached models that regard can load; shipped ones come first.
+    """Return all installed and cached models that regard can load, shipped models first.
 
     >>> all(model.origin in ("shipped", "cached") for model in known())
     True
@@ -45,7 +45,7 @@ def known() -> list[Known]:
 
 
 def one(name: str) -> Known:
-    """The installed or cached model of a name."""
+    """Return the installed or cached model named ``name``."""
     for model in known():
         if model.name == name:
             return model
@@ -57,17 +57,17 @@ def one(name: str) -> Known:
 
 
 def at(folder: Path, name: str) -> Known:
-    """The model in a folder."""
-    found = _described(folder, name, "folder")
-    if found is None:
+    """Return the model in a folder."""
+    model = _described(folder, name, "folder")
+    if model is None:
         raise InputError(
             f"{folder} holds no model of an architecture that regard has: see its config.json."
         )
-    return found
+    return model
 
 
 def places() -> dict[str, Path]:
-    """The folders of shipped and, if the hub's package is installed, of cached models."""
+    """Return the folders of shipped models and, with huggingface_hub, cached models."""
     there = {"shipped": cards.SHIPPED}
     hub = cache_folder()
     return there if hub is None else there | {"cached": hub}
@@ -83,15 +83,15 @@ def _shipped(name: str) -> Known:
 def _cached() -> Iterator[Known]:
     for name, snapshot in cached_models():
         try:
-            found = _described(snapshot, name, "cached")
+            model = _described(snapshot, name, "cached")
         except OSError:
-            continue  # a file that is gone, or cannot be read
-        if found is not None:
-            yield found
+            continue  # a file was removed or cannot be read
+        if model is not None:
+            yield model
 
 
 def _described(folder: Path, name: str, origin: str) -> Known | None:
-    """The model in a folder, as its files describe it; None if regard does not have it."""
+    """Read a model's description from its files; None if regard lacks the architecture."""
     names = _json(folder / "config.json").get("architectures")
     hub_name = names[0] if isinstance(names, list) and names else None
     row = row_named(hub_name)
@@ -116,12 +116,12 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         value = json.loads(file.read_bytes())
     except (OSError, ValueError):
-        return {}  # such as an interrupted download
+        return {}  # for example after an interrupted download
     return value if isinstance(value, dict) else {}
 
 
 def _parameters(folder: Path) -> int | None:
-    """The number of parameters in the headers of a folder's safetensors files."""
+    """Count the parameters in the headers of a folder's safetensors files."""
     total = 0
     for file in folder.glob("*.safetensors"):
         with file.open("rb") as opened:

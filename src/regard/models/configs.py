@@ -1,4 +1,4 @@
-"""Configs: fields that are checked when they are set, and how config.json spells them."""
+"""Config classes with checked fields, and their mapping to config.json."""
 
 from __future__ import annotations
 
@@ -24,41 +24,41 @@ ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
 
 
 def size(default: int | None, most: int = 2**24) -> Any:
-    """A whole number from 1 to ``most``; None is allowed where it is the default."""
+    """A field for a whole number from 1 to ``most``. It accepts None if that is the default."""
     return _checked(
         default, f"a whole number from 1 to {most}", lambda v: type(v) is int and 1 <= v <= most
     )
 
 
 def layers(default: int | None) -> Any:
-    """A number of layers."""
+    """A field for a number of layers."""
     return size(default, most=1024)
 
 
 def rate(default: float | None) -> Any:
-    """A probability of dropout; None is allowed where it is the default."""
+    """A field for a dropout probability. It accepts None if that is the default."""
     return _checked(default, "a number from 0 to below 1", lambda v: _number(v) and 0 <= v < 1)
 
 
 def positive(default: float) -> Any:
-    """A number above 0."""
+    """A field for a number above 0."""
     return _checked(default, "a number above 0", lambda v: _number(v) and 0 < v < 1e6)
 
 
 def switch(default: bool) -> Any:
-    """True or false."""
+    """A field for a boolean."""
     return _checked(default, "true or false", lambda v: type(v) is bool)
 
 
 def token(default: int | None) -> Any:
-    """The id of a special token, or None."""
+    """A field for the id of a special token, or None."""
     return _checked(
         default, "a token's id", lambda v: type(v) is int and 0 <= v < 2**31, optional=True
     )
 
 
 def activation(default: str) -> Any:
-    """The name of an activation function."""
+    """A field for the name of an activation function."""
     return _checked(
         default,
         f"one of {', '.join(ACTIVATIONS)}",
@@ -81,7 +81,7 @@ def _checked(
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The base of every model's config."""
+    """The base class of all model configs. It checks every field."""
 
     def __post_init__(self) -> None:
         for entry in fields(self):
@@ -101,10 +101,10 @@ def check_heads(heads: int, dim: int) -> None:
 
 @dataclass(frozen=True)
 class ConfigMap:
-    """The keys of config.json and the fields of a config, both ways.
+    """The mapping between the keys of config.json and the fields of a config.
 
-    ``defaults`` are the values of keys that a file may leave out, where they differ from ours. A
-    file with another value than one in ``fixed`` describes a model that regard does not have.
+    ``defaults`` are the values of missing keys whose default differs from the config's. ``fixed``
+    are values that regard requires: it does not implement models with others.
     """
 
     config: type[Config]
@@ -113,7 +113,7 @@ class ConfigMap:
     fixed: Mapping[str, object] = field(default_factory=dict)
 
     def read(self, raw: Mapping[str, Any]) -> Config:
-        """The config that config.json describes."""
+        """Return the config that ``raw``, the contents of config.json, describes."""
         for key, value in self.fixed.items():
             if raw.get(key, value) != value:
                 raise CheckpointError(
@@ -128,7 +128,7 @@ class ConfigMap:
             raise CheckpointError(f"config.json does not describe a model: {error}") from None
 
     def write(self, config: Config, row: Architecture) -> dict[str, Any]:
-        """The contents of config.json."""
+        """Return the contents of config.json."""
         return {
             **self.fixed,
             **{key: getattr(config, ours) for key, ours in self.names.items()},
@@ -137,7 +137,7 @@ class ConfigMap:
         }
 
     def tokens(self, config: Config) -> dict[str, Any]:
-        """The special tokens of a config, as generation_config.json says them."""
+        """Return the special tokens of a config under their keys in generation_config.json."""
         return {
             key: getattr(config, ours)
             for key, ours in self.names.items()

@@ -1,4 +1,4 @@
-"""Convert a checkpoint: to another precision, packed, or in shards of another size."""
+"""Convert a checkpoint to another precision, packing or shard size."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from regard.errors import InputError
 from regard.models.loading import load
 from regard.text.tokenizer import Tokenizer
 
-# Files that belong to the weights: tokenizers in all their formats, and cards.
+# Files that are copied with the weights: tokenizers in all formats, cards and settings.
 _BESIDE = (
     GENERATION,
     "README.md",
@@ -43,7 +43,7 @@ _BESIDE = (
 _OF_TASKS = (
     "task_specific_params",
     "n_positions",
-)  # keys of config.json that no config class holds
+)  # keys of config.json that are in no config class
 
 
 def convert(
@@ -55,11 +55,11 @@ def convert(
     shard_bytes: float = SHARD,
     force: bool = False,
 ) -> Path:
-    """Write the checkpoint ``source`` again as the folder ``target``, as :meth:`Model.save` does.
+    """Write a converted copy of the checkpoint ``source`` to the folder ``target``.
 
-    Weights become ``dtype``, or they are packed. Tokenizer, card and generation settings are
-    copied. ``target`` is complete or not there at all. An existing one is replaced only with
-    ``force``, and only if it holds a checkpoint.
+    Weights are stored as ``dtype`` or packed. Tokenizer, card and generation settings are copied.
+    A failure leaves no incomplete ``target``. An existing folder is replaced only with ``force``,
+    and only if it holds a checkpoint.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -76,7 +76,7 @@ def convert(
     _check_goal(goal, force)
     model = load(folder, dtype=dtype if packing is None else torch.float32)
     goal.parent.mkdir(parents=True, exist_ok=True)
-    # On the same file system, so that moving it into place is one step.
+    # The temporary folder is on the same file system, so that the final rename is atomic.
     with tempfile.TemporaryDirectory(dir=goal.parent, prefix=f".{goal.name}.") as beside:
         made, old = Path(beside, "made"), Path(beside, "old")
         model.save(made, packing=packing, shard_bytes=shard_bytes)

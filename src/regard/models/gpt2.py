@@ -25,7 +25,7 @@ from regard.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class GPT2Config(Config):
-    """The sizes of a GPT-2; those of the smallest by default.
+    """The configuration of a GPT-2. The defaults are the smallest model.
 
     >>> GPT2Config.medium().dim
     1024
@@ -36,13 +36,13 @@ class GPT2Config(Config):
     dim: int = configs.size(768)
     depth: int = configs.layers(12)
     heads: int = configs.size(12)
-    inner: int | None = configs.size(None)  # four times dim, where it is None
+    inner: int | None = configs.size(None)  # None: four times dim
     activation: str = configs.activation("gelu_new")
     dropout: float = configs.rate(0.1)
     embedding_dropout: float = configs.rate(0.1)
     attention_dropout: float = configs.rate(0.1)
     epsilon: float = configs.positive(1e-5)
-    scale_by_layer: bool = configs.switch(False)  # divide the scores of layer i, from 1 on, by i
+    scale_by_layer: bool = configs.switch(False)  # divide the scores of layer i = 1, 2 ... by i
     begin_token: int | None = configs.token(50256)
     end_token: int | None = configs.token(50256)
     pad_token: int | None = configs.token(None)
@@ -108,8 +108,9 @@ class GPT2(LanguageModel):
         )
 
     def _initialise(self) -> None:
-        """Normal with 0.02 (positions 0.01), biases 0. Output layers of blocks are scaled down by
-        the square root of their number (section 2.3).
+        """Initialise with normal deviations of 0.02 (positions 0.01) and biases of 0.
+
+        The output layers of blocks are divided by the square root of their number (section 2.3).
         """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
@@ -133,10 +134,10 @@ class GPT2(LanguageModel):
         labels: Tensor | None = None,
         smoothing: float = 0.0,
     ) -> Tensor:
-        """The logits of the token after each of ``ids`` [batch, n]: [batch, n, vocabulary].
+        """Return the logits of the token after each of ``ids`` [batch, n]: [batch, n, vocabulary].
 
-        With ``labels`` [batch, m], the tokens after each of the last m, it is their summed loss
-        instead, as by :func:`regard.linear_cross_entropy`.
+        ``labels`` [batch, m] are the tokens that follow the last m ids. With them, the result is
+        the summed loss, computed by :func:`regard.linear_cross_entropy`.
         """
         hidden = self.read(ids, padding=padding, state=state)
         if labels is None:
@@ -147,9 +148,9 @@ class GPT2(LanguageModel):
     def read(
         self, ids: Tensor, *, padding: Padding | None = None, state: State | None = None
     ) -> Tensor:
-        """The hidden state at each of ``ids`` [batch, n]: [batch, n, dim].
+        """Return the hidden states of ``ids`` [batch, n]: [batch, n, dim].
 
-        With a ``state`` the ids follow those already read, and the padding is that of the state.
+        With a ``state``, the ids follow those already read, and the state gives the padding.
         """
         check_ids(ids)
         past = 0 if state is None else len(state)
@@ -175,9 +176,9 @@ class GPT2(LanguageModel):
         return State(self.config.depth, room, pads=pads)
 
     def step(self, ids: Tensor, state: State) -> Tensor:
-        """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary].
+        """Return the logits after the last of ``ids`` [batch, n]: [batch, vocabulary].
 
-        A state with beams takes one id for each of them.
+        With beams, each row of ``ids`` is one id of one beam.
         """
         if ids.shape[1] > 1 or not len(state):
             return self.logits(self.read(ids, state=state)[:, -1])
@@ -228,7 +229,7 @@ class GPT2(LanguageModel):
         return KeyMap(
             [
                 Spelling(r"^(?!transformer\.|lm_head\.)", "transformer."),
-                Drop(r"\.attn\.(masked_)?bias$", "the causal mask, as a table"),
+                Drop(r"\.attn\.(masked_)?bias$", "a stored causal mask"),
                 Rename("transformer.wte.weight", "tokens.weight"),
                 Rename("transformer.wpe.weight", "places.weight"),
                 *(step for index in range(config.depth) for step in _block_keys(index)),

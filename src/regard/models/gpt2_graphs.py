@@ -1,7 +1,7 @@
 """GPT-2 on a GPU, one sequence at a time, as CUDA graphs.
 
-A step of a small model is hundreds of kernels that each take microseconds, and launching them takes
-longer than running them. A CUDA graph launches them as one. It reads fixed addresses: so the caches
+A decoding step of a small model runs hundreds of kernels. Launching them takes longer than running
+them, so a CUDA graph launches all at once. A graph reads fixed addresses: the caches therefore
 never move, and the position is a tensor on the device.
 """
 
@@ -18,11 +18,11 @@ from regard.errors import InputError
 from regard.layers.cache import CrossCache, FixedCache
 from regard.models.gpt2 import GPT2
 
-MIN_KEYS = 128  # of the shortest graph; each further graph attends to twice as many
+MIN_KEYS = 128  # the number of keys in the smallest graph; each next graph has twice as many
 
 
 class Run:
-    """The position in one sequence. There are no beams and no batch."""
+    """The decoding state of one sequence: its position."""
 
     pads: Tensor | None = None
 
@@ -38,10 +38,10 @@ class Run:
         raise InputError(f"Replayed has no beams to follow {origins.tolist()}.")
 
     def keep(self, sentences: Tensor) -> None:
-        """There is one sentence, which stays."""
+        """Do nothing: the only sentence stays."""
 
     def rest(self, sentences: Tensor) -> None:
-        """There is one sentence, which is done."""
+        """Do nothing: the only sentence is done."""
 
     def place(self, sentences: Tensor, others: Run, which: Tensor) -> None:  # noqa: ARG002
         raise InputError("Replayed decodes one sequence at a time: start a new one.")
@@ -74,7 +74,7 @@ class Replayed:
         self.replays: dict[int, Callable[[], Tensor]] = {}
 
     def start_decoding(self, prompts: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, Run]:
-        """The first step of decoding: the prompt, of which nothing is read yet."""
+        """Return the ids of the one prompt and an empty state."""
         if len(prompts) != 1:
             raise InputError(
                 f"Replayed decodes one sequence at a time, but got {len(prompts)}: pass batch=1."
@@ -88,7 +88,7 @@ class Replayed:
         return ids, Run()
 
     def step(self, ids: Tensor, run: Run) -> Tensor:
-        """The logits after the last of ``ids`` [1, n]: [1, vocabulary]."""
+        """Return the logits after the last of ``ids`` [1, n]: [1, vocabulary]."""
         past = run.length
         run.length += ids.shape[1]
         if not past:
@@ -107,7 +107,7 @@ class Replayed:
         return self.replays[size]()
 
     def _read(self, prompt: Tensor) -> Tensor:
-        """The logits after a whole prompt [1, n]; its keys and values go into the cache."""
+        """Return the logits after a prompt [1, n], and copy its keys and values into the cache."""
         state = State(self.model.config.depth, prompt.shape[1])
         logits = self.model.step(prompt, state)
         for memory, cache in zip(self.memory, state.own, strict=True):
@@ -116,7 +116,7 @@ class Replayed:
         return logits
 
     def _replay(self, size: int) -> Callable[[], Tensor]:
-        """The step over ``size`` keys, as a graph on a GPU."""
+        """Return a function that runs one step over ``size`` keys, as a graph on a GPU."""
         model = self.model
         state = State(model.config.depth)
         state.own = [
@@ -136,7 +136,7 @@ class Replayed:
             return step
         aside = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         aside.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(aside):  # warm up: capture allows no setup
+        with torch.cuda.stream(aside):  # warm up first: capture does not allow setup work
             step()
         torch.cuda.current_stream().wait_stream(aside)
         graph = torch.cuda.CUDAGraph()

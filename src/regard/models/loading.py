@@ -19,12 +19,11 @@ def load(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
 ) -> Model:
-    """The model of a checkpoint in Hugging Face's layout, ready to use (in eval mode).
+    """Load a model from a checkpoint in Hugging Face's layout, in eval mode.
 
-    ``name`` is that of a shipped model, a folder, or a model of the Hugging Face hub. config.json
-    says which architecture it has; ``model`` reads it as another, as in
-    ``load("bert-base-uncased", model=Bert)``. Without ``dtype`` the weights keep the precision they
-    are stored in; packed ones become float32.
+    ``name`` names a shipped model, a folder, or a model of the Hugging Face hub. ``model``
+    overrides the class that config.json names, as in ``load("bert-base-uncased", model=Bert)``.
+    Without ``dtype`` the weights keep their stored precision; packed weights become float32.
 
     >>> import tempfile
     >>> from regard import Bert, BertConfig

@@ -1,4 +1,4 @@
-"""What the models share: stacks of blocks, decoding, observing, loading and saving."""
+"""Base classes of all models: stacks of blocks, decoding, loading and saving."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from regard.text.tokenizer import END_OF_TEXT, Tokenizer
 
 
 def check_ids(ids: Tensor) -> None:
-    """Raise InputError unless ids are [batch, n] whole numbers."""
+    """Raise InputError unless ids are integers of shape [batch, n]."""
     if not isinstance(ids, Tensor):
         raise InputError(f"Ids are a tensor [batch, n], but got {type(ids).__name__}.")
     if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
@@ -39,9 +39,9 @@ def check_ids(ids: Tensor) -> None:
 
 
 def positions(padding: Padding | None, start: int, stop: int, device: torch.device) -> Tensor:
-    """The positions of tokens ``start`` to ``stop`` of each sequence, [1 or batch, n].
+    """Return the positions of tokens ``start`` to ``stop`` of each sequence, [1 or batch, n].
 
-    The first real token of a sequence has position 0. Those of padding tokens do not matter.
+    The first real token of a sequence has position 0. Padding tokens get arbitrary positions.
     """
     index = torch.arange(start, stop, device=device)[None]
     if padding is None or padding.side == "right":
@@ -57,7 +57,7 @@ def pad(
     vocabulary: int,
     device: torch.device,
 ) -> tuple[Tensor, Padding | None]:
-    """Sequences of ids as one tensor [batch, longest], and the padding, None where none is needed.
+    """Return sequences of ids as one tensor [batch, longest], and the padding, None if not needed.
 
     >>> ids, padding = pad([[5, 6], [7]], 0, "left", 10, torch.device("cpu"))
     >>> ids.tolist(), padding
@@ -79,7 +79,7 @@ def pad(
 
 
 class Recomputing(nn.Module):
-    """Layers that can be computed again in the backward pass, which saves memory in training."""
+    """A module that can recompute its layers in the backward pass, which saves memory."""
 
     recompute = False
 
@@ -105,7 +105,7 @@ class Stack(Recomputing):
         context_mask: Mask | None = None,
         state: State | None = None,
     ) -> Tensor:
-        """``x`` [batch, n, dim] through all blocks."""
+        """Apply all blocks to ``x`` [batch, n, dim]."""
         if self.recomputes:
             given: dict[str, Any] = {"mask": mask, "bias": bias, "context_mask": context_mask}
             for block in self.blocks:
@@ -126,9 +126,9 @@ class Stack(Recomputing):
         return x
 
     def step(self, x: Tensor, state: State, bias: Tensor | None) -> Tensor:
-        """As :meth:`forward`, for one decoding step: ``x`` is [sentences, beams, dim].
+        """Apply all blocks in one decoding step: ``x`` is [sentences, beams, dim].
 
-        ``bias`` is :meth:`State.bias`, with any further biases added.
+        ``bias`` is :meth:`State.bias` plus the model's own biases.
         """
         if state.steppers is None:
             state.steppers = [cast(Block, block).stepper() for block in self.blocks]
@@ -141,9 +141,9 @@ class Stack(Recomputing):
 
 
 class _Uninitialised(TorchFunctionMode):
-    """Inside it, ``torch.nn.init`` does nothing.
+    """A context in which ``torch.nn.init`` does nothing.
 
-    On the meta device PyTorch would load its compiler to initialise, which takes two seconds.
+    Initialising on the meta device would load PyTorch's compiler, which takes two seconds.
     """
 
     def __torch_function__(
@@ -159,14 +159,14 @@ class _Uninitialised(TorchFunctionMode):
 class AttentionLayer(NamedTuple):
     """One attention layer of a model."""
 
-    half: Literal["", "encoder", "decoder"]  # "" where the model has one stack
+    half: Literal["", "encoder", "decoder"]  # "" if the model has one stack
     number: int
-    across: bool  # whether the decoder attends to the encoder here
+    across: bool  # whether this is cross-attention
     module: MultiHeadAttention
 
     @property
     def name(self) -> str:
-        """Such as "3", or of an encoder-decoder "encoder.3", "decoder.3" or "cross.3"."""
+        """The name, such as "3", or in an encoder-decoder "encoder.3", "decoder.3" or "cross.3"."""
         if not self.half:
             return str(self.number)
         return f"{'cross' if self.across else self.half}.{self.number}"
@@ -175,17 +175,17 @@ class AttentionLayer(NamedTuple):
 def self_attention(
     half: Literal["", "encoder", "decoder"], module: nn.Module
 ) -> list[AttentionLayer]:
-    """The self-attention layers inside ``module``, in order."""
+    """Return the self-attention layers inside ``module``, in order."""
     parts = (getattr(block, "attention", None) for block in module.modules())
     own = [part for part in parts if isinstance(part, MultiHeadAttention)]
     return [AttentionLayer(half, index, False, part) for index, part in enumerate(own)]
 
 
 class Model(nn.Module):
-    """The base of every model: a config, a key map, and with them load and save.
+    """The base class of all models. A config and a key map define how it is loaded and saved.
 
-    A new architecture is a subclass and a row of the registry. What follows from its config is a
-    property here, so that no other code asks which class a model has.
+    A new architecture needs a subclass and a row of the registry. Properties describe what a model
+    can do, so that other code need not check its class.
 
     >>> import tempfile
     >>> from regard import GPT2, GPT2Config, load
@@ -199,45 +199,45 @@ class Model(nn.Module):
     """
 
     spelling: ClassVar[ConfigMap]
-    generates: ClassVar[bool] = False  # writes tokens, by start_decoding and step
-    remembers: ClassVar[bool] = False  # carries a memory from one segment to the next
-    relative: ClassVar[bool] = False  # distances enter the scores of attention
+    generates: ClassVar[bool] = False  # has start_decoding and step
+    remembers: ClassVar[bool] = False  # keeps a memory of earlier segments
+    relative: ClassVar[bool] = False  # attention scores depend on relative positions
     prefixed: ClassVar[bool] = False  # sources begin with a prefix that names the task
 
     def __init__(self, config: Any) -> None:
         super().__init__()
         self.config = config
-        self.head: nn.Module | None = None  # the output layer, unless it shares the embedding
+        self.head: nn.Module | None = None  # the output layer; None if it shares the embedding
 
     @classmethod
     def row(cls) -> registry.Architecture:
-        """Its row in the registry."""
+        """Return the model's row in the registry."""
         return registry.row_of(cls)
 
     @staticmethod
     def keys(config: Any) -> KeyMap:
-        """How checkpoints name its parameters."""
+        """Return the map between checkpoint keys and the model's parameters."""
         raise NotImplementedError
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> Config:
-        """Its config, from the contents of config.json."""
+        """Return the config that the contents of config.json describe."""
         return cls.spelling.read(raw)
 
     @classmethod
     def sizes_for(cls, tokenizer: Tokenizer, length: int) -> dict[str, Any]:
-        """The config fields of a new model that a tokenizer and sequences of ``length`` determine.
+        """Return the config fields that depend on the tokenizer or on the sequence ``length``.
 
-        The vocabulary is not among them: it is the tokenizer's for every model.
+        The vocabulary size is not among them, because the caller sets it for every model.
         """
         raise NotImplementedError
 
     def write_config(self) -> dict[str, Any]:
-        """The contents of config.json."""
+        """Return the contents of config.json."""
         return self.spelling.write(self.config, self.row())
 
     def generation(self) -> dict[str, Any] | None:
-        """The contents of generation_config.json, for a model that generates."""
+        """Return the contents of generation_config.json; None if the model does not generate."""
         return self.spelling.tokens(self.config) if self.generates else None
 
     @property
@@ -246,7 +246,7 @@ class Model(nn.Module):
 
     @property
     def longest(self) -> int | None:
-        """The largest number of tokens it reads at once; None where there is no limit."""
+        """The largest number of tokens that the model reads at once; None if unlimited."""
         length: int | None = getattr(self.config, "length", None)
         return length
 
@@ -256,7 +256,7 @@ class Model(nn.Module):
         return int(self.config.vocabulary)
 
     def attention_layers(self) -> list[AttentionLayer]:
-        """The attention layers, in order.
+        """Return the attention layers, in order.
 
         >>> from regard import T5, T5Config
         >>> model = T5(T5Config(vocabulary=10, dim=8, head_dim=4, inner=16, depth=1, heads=2))
@@ -266,11 +266,11 @@ class Model(nn.Module):
         return self_attention("", self)
 
     def remember(self) -> Memories | None:
-        """Empty memories, updated by each call they are passed to; None for a model without."""
+        """Return empty memories, which each call updates; None if the model has no memory."""
         return None
 
     def read(self, ids: Tensor, *, padding: Padding | None = None) -> Any:
-        """Run the model over ``ids`` [batch, n]; language models leave out their output layer."""
+        """Run the model over ``ids`` [batch, n]. Language models skip their output layer."""
         return self(ids, padding=padding)
 
     def run_over(
@@ -279,10 +279,10 @@ class Model(nn.Module):
         target: Sequence[int] | None = None,  # noqa: ARG002
         memories: Memories | None = None,
     ) -> None:
-        """Run every attention layer over one sequence of ids, to observe the layers.
+        """Run every attention layer over one sequence of ids, so that hooks can observe the layers.
 
-        An encoder-decoder writes ``target``; without one only its encoder runs. With ``memories``
-        the ids follow the segments that the memories hold.
+        The decoder of an encoder-decoder runs over ``target``; without it, only the encoder runs.
+        With ``memories``, the ids follow the segments in memory.
         """
         given: dict[str, Any] = {} if memories is None else {"memories": memories}
         self.read(torch.tensor([ids], device=self.device), **given)
@@ -290,11 +290,11 @@ class Model(nn.Module):
     # ------------------------------------------------------------------------------- the output
 
     def output_weights(self) -> tuple[Tensor, Tensor | None] | None:
-        """The weights [vocabulary, dim] and the bias of the output layer; None if it has none."""
+        """Return the output layer's weights [vocabulary, dim] and bias; None if there is none."""
         return None
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits of hidden states [..., dim]: [..., vocabulary]."""
+        """Return the logits of hidden states [..., dim]: [..., vocabulary]."""
         if self.head is not None:
             logits: Tensor = self.head(hidden)
             return logits
@@ -303,14 +303,14 @@ class Model(nn.Module):
         return linear(hidden, *output)
 
     def _loss(self, hidden: Tensor, labels: Tensor, smoothing: float) -> Tensor:
-        """The summed loss of ``labels`` at hidden states."""
+        """Return the summed loss of ``labels`` given hidden states."""
         output = self.output_weights()
         if output is None or (self.head is not None and not isinstance(self.head, nn.Linear)):
             logits = self.logits(hidden).float().flatten(0, -2)  # quantized or prepacked
             return cross_entropy(
                 logits, labels.flatten(), reduction="sum", label_smoothing=smoothing
             )
-        # Imported here because it loads PyTorch's compiler, which takes a second.
+        # A late import, because it loads PyTorch's compiler, which takes a second.
         from regard.layers.losses import linear_cross_entropy
 
         weight, bias = output
@@ -322,7 +322,7 @@ class Model(nn.Module):
         return False
 
     def recompute(self, on: bool = True) -> Self:
-        """Save memory in training: compute each block again in the backward pass."""
+        """Recompute each block in the backward pass, which saves memory in training."""
         for module in self.modules():
             if isinstance(module, Recomputing):
                 module.recompute = on
@@ -337,7 +337,7 @@ class Model(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> Self:
-        """The model of a checkpoint. Names and shapes are checked before any weight is read."""
+        """Load a checkpoint. All names and shapes are checked before any weight is read."""
         config = cls.read_config(source.config)
         keys = cls.keys(config)
         names = keys.names(source.entries)
@@ -375,9 +375,9 @@ class Model(nn.Module):
     ) -> None:
         """Write config.json and the weights as safetensors, which transformers reads too.
 
-        ``packing`` makes the files smaller, and only regard reads them then: "int8" or "int4" for
-        all matrices, or by patterns of their names, as ``{"embed": "int8", "": "int4"}``. Files
-        hold at most ``shard_bytes`` of weights each.
+        ``packing`` makes smaller files that only regard reads: "int8" or "int4" for all matrices,
+        or a mapping from name patterns, as ``{"embed": "int8", "": "int4"}``. Each file holds at
+        most ``shard_bytes`` of weights.
         """
         if not isinstance(shard_bytes, int | float) or not shard_bytes >= 1:
             raise InputError(f"save(shard_bytes=...) is a number of bytes, not {shard_bytes!r}.")
@@ -399,7 +399,7 @@ class Model(nn.Module):
 
 
 class LanguageModel(Model):
-    """A model that predicts the next token from those before it."""
+    """The base class of models that predict the next token from the earlier ones."""
 
     generates = True
 
@@ -408,13 +408,13 @@ class LanguageModel(Model):
         return {"end_token": tokenizer.tokenizer.token_to_id(END_OF_TEXT)}
 
     def read(self, ids: Tensor, *, padding: Padding | None = None) -> Tensor:
-        """The hidden state at each of ``ids`` [batch, n]: [batch, n, dim]."""
+        """Return the hidden states of ``ids`` [batch, n]: [batch, n, dim]."""
         raise NotImplementedError
 
     def start_decoding(self, prompts: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, Any]:
-        """The first step of decoding: the prompts, padded on the left, and an empty state.
+        """Return the prompts as ids padded on the left, and an empty state.
 
-        ``room`` is the number of tokens to come.
+        ``room`` is the number of tokens to reserve space for.
         """
         ids, padding = pad(prompts, 0, "left", self.config.vocabulary, self.device)
         pads = None
@@ -423,12 +423,12 @@ class LanguageModel(Model):
         return ids, self._state(ids.shape[1] + room, pads)
 
     def _state(self, room: int, pads: Tensor | None) -> Any:
-        """An empty state with space for ``room`` positions; ``pads`` [batch] counts padding."""
+        """Return an empty state for ``room`` positions; ``pads`` [batch] counts padding ids."""
         raise NotImplementedError
 
 
 class EncoderDecoder(Model):
-    """A model that reads a source and writes a target."""
+    """The base class of encoder-decoders, which read a source and write a target."""
 
     generates = True
 
@@ -439,23 +439,23 @@ class EncoderDecoder(Model):
 
     @property
     def start_token(self) -> int:
-        """The token before the first one the decoder writes."""
+        """The first token of the decoder's input."""
         raise NotImplementedError
 
     def encode(self, source: Tensor, *, padding: Padding | None = None) -> Tensor:
-        """The hidden state at each of ``source`` [batch, n]: [batch, n, dim]."""
+        """Return the hidden states of ``source`` [batch, n]: [batch, n, dim]."""
         raise NotImplementedError
 
     def _embed_target(self, ids: Tensor, padding: Padding | None, past: int) -> Tensor:
-        """The embeddings of target ids [batch, m] that follow ``past`` others: [batch, m, dim]."""
+        """Embed target ids [batch, m] that follow ``past`` earlier ids: [batch, m, dim]."""
         raise NotImplementedError
 
     def _decode_step(self, ids: Tensor, state: State) -> Tensor:
-        """As :meth:`_decode`, of one token for each beam: [sentences, beams, dim]."""
+        """Run :meth:`_decode` for one token of each beam: [sentences, beams, dim]."""
         raise NotImplementedError
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        """The decoder's hidden states as the output layer takes them."""
+        """Scale the decoder's hidden states for the output layer."""
         return hidden
 
     def _decode(
@@ -466,7 +466,7 @@ class EncoderDecoder(Model):
         context_padding: Padding | None,
         state: State | None = None,
     ) -> Tensor:
-        """The input of the output layer at each of ``target`` [batch, m]: [batch, m, dim]."""
+        """Return the output layer's input for ``target`` [batch, m]: [batch, m, dim]."""
         check_ids(target)
         hidden = self.get_submodule("decoder")(
             self._embed_target(target, padding, 0 if state is None else len(state)),
@@ -487,11 +487,11 @@ class EncoderDecoder(Model):
         labels: Tensor | None = None,
         smoothing: float = 0.0,
     ) -> Tensor:
-        """The logits of the token after each of ``target`` [batch, m], given ``source`` [batch, n].
+        """Return the logits of the token after each of ``target``: [batch, m, vocabulary].
 
-        ``padding`` is the source's. The result is [batch, m, vocabulary]. With ``labels``
-        [batch, m], the next tokens, it is their summed loss instead, as by
-        :func:`regard.linear_cross_entropy`.
+        ``source`` is [batch, n] with ``padding``; ``target`` is [batch, m] with ``target_padding``.
+        ``labels`` [batch, m] are the next tokens. With them, the result is the summed loss,
+        computed by :func:`regard.linear_cross_entropy`.
         """
         context = self.encode(source, padding=padding)
         hidden = self._decode(target, target_padding, context, padding)
@@ -500,9 +500,9 @@ class EncoderDecoder(Model):
     def start_decoding(
         self, sources: Sequence[Sequence[int]], room: int = 0
     ) -> tuple[Tensor, State]:
-        """The first step of decoding: the start token, and a state that holds the sources.
+        """Return the start tokens, and a state that holds the encoded sources.
 
-        ``room`` is the number of tokens to come.
+        ``room`` is the number of tokens to reserve space for.
         """
         context, padding = self._encode_all(sources)
         depth = self.config.decoder_depth or self.config.depth
@@ -510,10 +510,10 @@ class EncoderDecoder(Model):
         return torch.full((len(sources), 1), self.start_token, device=self.device), state
 
     def _encode_all(self, sources: Sequence[Sequence[int]]) -> tuple[Tensor, Padding | None]:
-        """Hidden states of sources of ids, [batch, longest, dim], and their padding.
+        """Return the hidden states of sources, [batch, longest, dim], and their padding.
 
-        Eight go through the encoder at a time: neighbours have similar lengths, so little is
-        padded.
+        The encoder reads eight sources at a time. Neighbours have similar lengths, so they need
+        little padding.
         """
         parts = []
         for start in range(0, len(sources), 8):
@@ -529,9 +529,9 @@ class EncoderDecoder(Model):
         return torch.cat(widened), Padding(lengths) if min(lengths) < longest else None
 
     def step(self, ids: Tensor, state: State) -> Tensor:
-        """The logits after the last of ``ids`` [batch, n]: [batch, vocabulary].
+        """Return the logits after the last of ``ids`` [batch, n]: [batch, vocabulary].
 
-        A state with beams takes one id for each of them.
+        With beams, each row of ``ids`` is one id of one beam.
         """
         if ids.shape[1] > 1 or not len(state):
             padding = state.padding(len(state) + ids.shape[1])

@@ -1,9 +1,9 @@
-"""Linear layers for inference on the CPU: weights in the processor's layout, or as integers.
+"""Linear layers for inference on the CPU: prepacked weights, or int8 weights.
 
-``prepack`` stores weights in the layout that a product needs, so that it is not made each time.
-``quantize`` also makes them int8, a quarter of the memory to read: each output has its own scale,
-and so has each row of the input (https://arxiv.org/abs/2208.07339). The output for a row does not
-depend on the rest of the batch.
+``prepack`` stores weights in the layout that oneDNN's matrix product needs, which saves converting
+them in each call. ``quantize`` stores int8 weights, a quarter of the memory to read. Each output
+and each row of the input has its own scale (https://arxiv.org/abs/2208.07339), so a row's result
+does not depend on the rest of the batch.
 
 Both change the model in place. Afterwards it can be neither trained nor saved.
 """
@@ -31,8 +31,8 @@ M = TypeVar("M", bound=nn.Module)
 def prepack(model: M) -> M:
     """Store the weights of all linear layers in this processor's layout, without changing them.
 
-    For float32 or bfloat16 on a CPU that oneDNN supports. It is faster for several rows, as beams
-    and batches have, and not for float32 with one row at a time.
+    Weights are float32 or bfloat16, on a CPU that oneDNN supports. Beams and batches become faster,
+    but float32 with one row at a time does not.
 
     >>> from regard import GPT2, GPT2Config
     >>> model = GPT2(GPT2Config(vocabulary=10, dim=16, depth=1, heads=2)).eval()
@@ -51,14 +51,14 @@ def prepack(model: M) -> M:
         raise InputError("prepack needs oneDNN, which this build of PyTorch lacks.")
     half = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
     if half and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        raise InputError("This processor does not compute in bfloat16. Take float32 or int8.")
+        raise InputError("This processor does not compute in bfloat16. Use float32 or int8.")
     return _replace(model, Prepacked)
 
 
 def quantize(model: M) -> M:
-    """Make all linear layers int8; other layers stay unchanged.
+    """Replace all linear layers by int8 layers; other layers stay unchanged.
 
-    Their kernel is compiled on first use, which takes a C++ compiler and some seconds.
+    The int8 kernel is compiled on first use, which needs a C++ compiler and a few seconds.
 
     >>> from regard import GPT2, GPT2Config
     >>> model = GPT2(GPT2Config(vocabulary=10, dim=16, depth=1, heads=2)).eval()
@@ -74,7 +74,7 @@ def quantize(model: M) -> M:
 
 
 def _replace(model: M, make: Callable[[Tensor, Tensor | None], nn.Module]) -> M:
-    """Replace every linear layer, and the output, by what ``make`` returns."""
+    """Replace every linear layer and the output layer by the module that ``make`` returns."""
     if model.training:
         raise InputError("A model in training mode cannot be changed. Call model.eval() first.")
     if any(tensor.device.type != "cpu" for tensor in model.parameters()):
@@ -93,7 +93,7 @@ def _replace(model: M, make: Callable[[Tensor, Tensor | None], nn.Module]) -> M:
         for name, layer in list(module.named_children()):
             if not isinstance(layer, nn.Linear):
                 continue
-            if id(layer) in across:  # queries come from one side, keys and values from the other
+            if id(layer) in across:  # keys and values come from the encoder, queries do not
                 cuts = [0, across[id(layer)], layer.out_features]
                 pieces = [
                     make(layer.weight[a:b], None if layer.bias is None else layer.bias[a:b])
@@ -102,6 +102,6 @@ def _replace(model: M, make: Callable[[Tensor, Tensor | None], nn.Module]) -> M:
                 setattr(module, name, SplitLinear(pieces, cuts))
             else:
                 setattr(module, name, make(layer.weight, layer.bias))
-    if sys.platform == "linux":  # where glibc would keep the memory of the old weights
+    if sys.platform == "linux":  # glibc would otherwise keep the memory of the old weights
         getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
     return model

@@ -1,4 +1,4 @@
-"""The architectures that regard implements: one row each.
+"""The table of the architectures that regard implements.
 
 A row names its classes and loads them on first use, so this file needs no PyTorch.
 """
@@ -19,34 +19,34 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """One architecture: its names, its classes, and the tasks it is for.
+    """One architecture: its names, its classes and its tasks.
 
     >>> [row.name for row in ARCHITECTURES if "translation" in row.trains_for]
     ['transformer', 't5']
     """
 
-    name: str  # in recipes; the variants of one architecture share it
+    name: str  # in recipes; BERT's variants share a name
     model: str  # "module:Class"
     config: str  # "module:Class"
-    hub_names: tuple[str, ...]  # "architectures" in config.json; the first is the one written
+    hub_names: tuple[str, ...]  # "architectures" in config.json; saving writes the first
     model_type: str  # in config.json; used if "architectures" is missing
-    task: str  # what its checkpoints are for, as listings show it
-    serves: tuple[str, ...] = ()  # the functions of regard.tasks that take it
-    scored_as: str = ""  # the task whose scores apply to it; "" if none do
-    trains_for: tuple[str, ...] = ()  # the tasks of recipes
-    tokenizers: tuple[str, ...] = ()  # kinds of tokenizer that have the tokens it needs
+    task: str  # the task shown in listings
+    serves: tuple[str, ...] = ()  # functions of regard.tasks that accept the model
+    scored_as: str = ""  # the task whose metrics evaluate the model; "" if none do
+    trains_for: tuple[str, ...] = ()  # tasks that recipes can train it for
+    tokenizers: tuple[str, ...] = ()  # kinds of tokenizer that have its special tokens
 
     @property
     def class_name(self) -> str:
         return self.model.rpartition(":")[2]
 
     def model_class(self) -> type[Model]:
-        """Its class; importing it loads PyTorch."""
+        """Import the model class, which loads PyTorch."""
         model: type[Model] = _load(self.model)
         return model
 
     def config_class(self) -> type[Config]:
-        """The class of its config."""
+        """Import the config class."""
         config: type[Config] = _load(self.config)
         return config
 
@@ -95,8 +95,8 @@ ARCHITECTURES = [
         trains_for=("language modelling",), serves=("complete",), tokenizers=("bpe", "words"),
     ),
 ]  # fmt: skip
-NAMES = tuple(dict.fromkeys(row.name for row in ARCHITECTURES))  # as recipes have them
-# By task, the architectures that recipes train for it.
+NAMES = tuple(dict.fromkeys(row.name for row in ARCHITECTURES))  # as in recipes
+# For each task of recipes, the architectures that can be trained for it.
 TRAINABLE = {
     task: tuple(row.name for row in ARCHITECTURES if task in row.trains_for)
     for task in dict.fromkeys(task for row in ARCHITECTURES for task in row.trains_for)
@@ -104,12 +104,12 @@ TRAINABLE = {
 
 
 def trained(name: str, task: str) -> Architecture:
-    """The row of the architecture ``name`` that recipes train for ``task``."""
+    """Return the row of the architecture ``name`` that recipes train for ``task``."""
     return next(row for row in ARCHITECTURES if row.name == name and task in row.trains_for)
 
 
 def row_of(model: type[Model]) -> Architecture:
-    """The row of a model's class, or of the nearest class it derives from."""
+    """Return the row of a model class or of its nearest base class."""
     for kind in model.__mro__:
         for row in ARCHITECTURES:
             if row.model == f"{kind.__module__}:{kind.__name__}":
@@ -118,12 +118,12 @@ def row_of(model: type[Model]) -> Architecture:
 
 
 def row_named(hub_name: object) -> Architecture | None:
-    """The row of one of "architectures" in config.json; None where regard has no such model."""
+    """Return the row of a name in config.json's "architectures"; None if there is no such row."""
     return next((row for row in ARCHITECTURES if hub_name in row.hub_names), None)
 
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
-    """The row of a checkpoint, from its config.json."""
+    """Return the row that fits the contents of a config.json."""
     names, model_type = config.get("architectures"), config.get("model_type")
     if isinstance(names, list):
         for name in names:

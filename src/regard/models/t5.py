@@ -1,4 +1,4 @@
-"""T5 (Raffel et al. 2020): every task as text in, text out; versions 1.0 and 1.1.
+"""T5 (Raffel et al. 2020): an encoder-decoder for text-to-text tasks, versions 1.0 and 1.1.
 
 https://arxiv.org/abs/1910.10683, and for 1.1 https://arxiv.org/abs/2002.05202
 """
@@ -32,7 +32,7 @@ from regard.models.model import EncoderDecoder, Stack, check_ids
 
 @dataclass(frozen=True, kw_only=True)
 class T5Config(Config):
-    """The sizes of a T5; those of t5-small by default.
+    """The configuration of a T5. The defaults are t5-small.
 
     >>> T5Config.v1_1_small().gated
     True
@@ -43,7 +43,7 @@ class T5Config(Config):
     head_dim: int = configs.size(64)
     inner: int = configs.size(2048)
     depth: int = configs.layers(6)
-    decoder_depth: int | None = configs.layers(None)  # as the encoder's, where it is None
+    decoder_depth: int | None = configs.layers(None)  # None: the same as depth
     heads: int = configs.size(8)
     buckets: int = configs.size(32, most=4096)
     max_distance: int = configs.size(128)
@@ -60,8 +60,8 @@ class T5Config(Config):
         super().__post_init__()
         if self.buckets < 4 or self.buckets % 2 or self.max_distance <= self.buckets // 2:
             raise InputError(
-                "T5Config(buckets=...) must be an even number from 4 on, half of it below "
-                f"max_distance, but got {self.buckets} and {self.max_distance}."
+                "T5Config(buckets=...) must be even, at least 4, and less than twice max_distance, "
+                f"but got {self.buckets} with max_distance={self.max_distance}."
             )
         if self.gated and self.activation == "gelu":
             raise InputError(
@@ -98,7 +98,7 @@ class T5Config(Config):
 
 
 class T5Half(nn.Module):
-    """The encoder or the decoder: blocks that share one table of relative positions."""
+    """The encoder or the decoder. Its blocks share one table of relative-position biases."""
 
     def __init__(self, config: T5Config, depth: int, *, decoder: bool) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ class T5Half(nn.Module):
         context_mask: Mask | None = None,
         state: State | None = None,
     ) -> Tensor:
-        """Embedded tokens ``x`` [batch, n, dim] through the blocks."""
+        """Apply the blocks to embedded tokens ``x`` [batch, n, dim]."""
         bias = RelativeBuckets(
             self.table, bidirectional=not self.decoder, max_distance=self.config.max_distance
         )
@@ -133,7 +133,7 @@ class T5Half(nn.Module):
         return result
 
     def step(self, x: Tensor, state: State) -> Tensor:
-        """As :meth:`forward`, for one more step: ``x`` is [sentences, beams, dim]."""
+        """Apply the blocks in one decoding step: ``x`` is [sentences, beams, dim]."""
         seen = state.bias(x)
         relative = RelativeBuckets(self.table, False, self.config.max_distance)
         buckets = relative.bucket(len(state) - state.places(x.device))
@@ -190,14 +190,15 @@ class T5(EncoderDecoder):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Normal, with deviations that keep variances although scores are not scaled."""
+        """Initialise with normal deviations that make up for the missing scale of scores."""
         config = self.config
         nn.init.normal_(self.tokens.weight)
         if isinstance(self.head, nn.Linear):
             nn.init.normal_(self.head.weight, std=config.dim**-0.5)
         for half in (self.encoder, self.decoder):
-            # As large as the scores they are added to. Nothing else encodes positions: a small T5
-            # copies text after 400 steps, whereas tables that begin at dim**-0.5 hardly grow.
+            # These biases start as large as the scores, because nothing else encodes positions. A
+            # small T5 then learns to copy text in 400 steps; tables that start at dim**-0.5 hardly
+            # grow.
             nn.init.normal_(half.table)
         for module in self.modules():
             if isinstance(module, MultiHeadAttention):
@@ -212,7 +213,7 @@ class T5(EncoderDecoder):
                 nn.init.normal_(module.down.weight, std=config.inner**-0.5)
 
     def encode(self, source: Tensor, *, padding: Padding | None = None) -> Tensor:
-        """The hidden state at each of ``source`` [batch, n]: [batch, n, dim]."""
+        """Return the hidden states of ``source`` [batch, n]: [batch, n, dim]."""
         check_ids(source)
         hidden: Tensor = self.encoder(self.tokens(source), mask=padding)
         return hidden
@@ -225,7 +226,7 @@ class T5(EncoderDecoder):
         return self._scaled(self.decoder.step(self.tokens(ids), state))
 
     def _scaled(self, hidden: Tensor) -> Tensor:
-        # A shared embedding has variance 1: scaled down, so that the logits have it too.
+        # A shared embedding has variance 1. Scaling gives the logits variance 1, too.
         return hidden * self.config.dim**-0.5 if self.config.tied else hidden
 
     def output_weights(self) -> tuple[Tensor, None]:
@@ -267,9 +268,9 @@ class T5(EncoderDecoder):
         if not isinstance(form, str):
             raise CheckpointError(f"config.json says feed_forward_proj = {form!r}, not a name.")
         gated = form.startswith("gated-")
-        # By "gated-gelu" the first checkpoints of 1.1 meant the approximation by tanh.
+        # In the first checkpoints of 1.1, "gated-gelu" means the tanh approximation.
         activation = "gelu_new" if form == "gated-gelu" else form.removeprefix("gated-")
-        # Newer files set tie_word_embeddings for every T5, and this key for tied ones only.
+        # Newer files set tie_word_embeddings for every T5, so scale_decoder_outputs decides.
         tied = raw.get("scale_decoder_outputs", raw.get("tie_word_embeddings", True))
         return cls.spelling.read({**raw, "activation": activation, "gated": gated, "tied": tied})
 

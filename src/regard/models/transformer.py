@@ -26,15 +26,15 @@ from regard.models.model import EncoderDecoder, Stack, check_ids, positions
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerConfig(Config):
-    """The sizes of a Transformer; those of the paper's base model by default.
+    """The configuration of a Transformer. The defaults are the paper's base model.
 
     >>> TransformerConfig.big().heads
     16
     """
 
     vocabulary: int = configs.size(37000)
-    target_vocabulary: int | None = configs.size(None)  # None: the source's, in one shared table
-    tied: bool = configs.switch(True)  # whether the output shares the target's table
+    target_vocabulary: int | None = configs.size(None)  # None: both share one embedding
+    tied: bool = configs.switch(True)  # whether the output shares the target embedding
     dim: int = configs.size(512)
     depth: int = configs.layers(6)
     decoder_depth: int = configs.layers(6)
@@ -47,7 +47,7 @@ class TransformerConfig(Config):
     attention_dropout: float = configs.rate(0.0)
     activation_dropout: float = configs.rate(0.0)
     scale_embedding: bool = configs.switch(True)
-    length: int = configs.size(1024)  # written to checkpoints; sinusoids have no limit
+    length: int = configs.size(1024)  # only written to checkpoints; sinusoids have no limit
     pad_token: int | None = configs.token(1)
     end_token: int | None = configs.token(0)
     start_token: int | None = configs.token(1)
@@ -80,7 +80,7 @@ class TransformerConfig(Config):
 
 
 class Transformer(EncoderDecoder):
-    """The Transformer, with one table for source, target and output, or with several.
+    """The Transformer. Source, target and output can share one embedding or have their own.
 
     >>> model = Transformer(TransformerConfig(vocabulary=10, dim=8, depth=1, decoder_depth=1))
     >>> list(model(torch.tensor([[4, 5, 0]]), torch.tensor([[1, 6]])).shape)
@@ -115,10 +115,10 @@ class Transformer(EncoderDecoder):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Embeddings normal with dim^-1/2; matrices by Glorot's uniform; biases 0.
+        """Initialise embeddings as normal with dim^-1/2, matrices as Glorot uniform, biases as 0.
 
-        Output layers start smaller the more layers there are. Otherwise the decoder ignores the
-        encoder for long (https://arxiv.org/abs/1908.11365).
+        Output layers start smaller in deeper models. Otherwise the decoder ignores the encoder in
+        much of the training (https://arxiv.org/abs/1908.11365).
         """
         depths = {"encoder": self.config.depth, "decoder": self.config.decoder_depth}
         for name, parameter in self.named_parameters():
@@ -136,7 +136,7 @@ class Transformer(EncoderDecoder):
                 nn.init.xavier_uniform_(parameter)
 
     def encode(self, source: Tensor, *, padding: Padding | None = None) -> Tensor:
-        """The hidden state at each of ``source`` [batch, n]: [batch, n, dim]."""
+        """Return the hidden states of ``source`` [batch, n]: [batch, n, dim]."""
         hidden: Tensor = self.encoder(self._embed(self.tokens, source, padding), mask=padding)
         return hidden
 
@@ -164,11 +164,11 @@ class Transformer(EncoderDecoder):
         return self.dropout(x) if self.training else x
 
     def _table(self, length: int, device: torch.device) -> Tensor:
-        """The sinusoids of the first positions: [at least length, dim]."""
+        """Return the sinusoids of at least ``length`` positions: [positions, dim]."""
         tables = self._sinusoids
         if not tables or len(tables[-1]) < length or tables[-1].device != device:
-            # Allocate more than needed now. Keep shorter tables: CUDA graphs read the one they were
-            # recorded with.
+            # Allocate more than needed now. Keep the shorter tables, because recorded CUDA graphs
+            # still read them.
             length = max(length, 2 * len(tables[-1]) if tables else min(self.config.length, 4096))
             tables.append(sinusoidal(length, self.config.dim, layout="half", device=device))
         return tables[-1]
@@ -253,8 +253,8 @@ class Transformer(EncoderDecoder):
                 f"config.json says share_encoder_decoder_embeddings = {shared!r}, not a boolean."
             )
         own = raw.get("decoder_vocab_size") or raw.get("vocab_size", 58101)
-        # Where the output is not tied, newer files hold a table of each half though they say
-        # "shared"; older ones hold one, which is read for both.
+        # If the output is not tied, newer files hold an embedding for each side although they say
+        # "shared". Older files hold a single one, which is loaded for both sides.
         target = None if shared and tied else raw.get("vocab_size", 58101) if shared else own
         return cls.spelling.read({**raw, "decoder_vocab_size": target})
 
@@ -269,7 +269,7 @@ class Transformer(EncoderDecoder):
     def keys(config: TransformerConfig) -> KeyMap:
         return KeyMap(
             [
-                Drop(r"^model\.(en|de)coder\.embed_positions\.weight$", "sinusoids, as a table"),
+                Drop(r"^model\.(en|de)coder\.embed_positions\.weight$", "stored sinusoids"),
                 *_table_keys(config),
                 Rename("final_logits_bias", "output_bias"),
                 *_stack_keys("encoder", config.depth),

@@ -1,7 +1,7 @@
 """Transformer-XL (Dai et al. 2019): a language model with a memory of earlier segments.
 
-https://arxiv.org/abs/1901.02860. The vocabulary is cut by frequency: rarer words have narrower
-embeddings (https://arxiv.org/abs/1809.10853) and share an adaptive softmax
+https://arxiv.org/abs/1901.02860. Rarer words have narrower embeddings
+(https://arxiv.org/abs/1809.10853). The output is an adaptive softmax
 (https://arxiv.org/abs/1609.04309).
 """
 
@@ -34,11 +34,11 @@ from regard.text.tokenizer import Tokenizer
 
 @dataclass(frozen=True, kw_only=True)
 class TransformerXLConfig(Config):
-    """The sizes of a Transformer-XL; those of transfo-xl-wt103 by default.
+    """The configuration of a Transformer-XL. The defaults are transfo-xl-wt103.
 
-    ``cutoffs`` divide the vocabulary into bands, most frequent words first. Embeddings of band i
-    are ``div_val ** i`` times narrower, each band in a table of its own. With ``div_val`` 1 all
-    bands share one table, projected only if ``embedding_dim`` is not ``dim``.
+    ``cutoffs`` divide the vocabulary into bands, most frequent words first. Each band has its own
+    table, and the embeddings of band i are ``div_val ** i`` times narrower. With ``div_val=1`` all
+    bands share one table, which is projected only if ``embedding_dim`` differs from ``dim``.
 
     >>> TransformerXLConfig().widths
     (1024, 256, 64, 16)
@@ -54,14 +54,14 @@ class TransformerXLConfig(Config):
     head_dim: int = configs.size(64)
     inner: int = configs.size(4096)
     memory: int = configs.size(1600)  # positions that each layer remembers
-    furthest: int | None = configs.size(None)  # larger distances are clamped to it
+    furthest: int | None = configs.size(None)  # clamp larger distances to this
     same_length: bool = configs.switch(True)  # no query attends to more than ``memory`` keys
     dropout: float = configs.rate(0.1)
     attention_dropout: float = configs.rate(0.0)
-    projection_dropout: float = configs.rate(0.0)  # of queries, keys, values, and distances as keys
-    embedding_dropout: float | None = configs.rate(None)  # before the layers; None: as dropout
-    output_dropout: float | None = configs.rate(None)  # before the softmax; None: as dropout
-    word_dropout: float = configs.rate(0.0)  # of every occurrence of a word in a batch
+    projection_dropout: float = configs.rate(0.0)  # of queries, keys, values and distances
+    embedding_dropout: float | None = configs.rate(None)  # before the layers; None: dropout
+    output_dropout: float | None = configs.rate(None)  # before the softmax; None: dropout
+    word_dropout: float = configs.rate(0.0)  # drops all occurrences of a word in a batch
     epsilon: float = configs.positive(1e-5)
     end_token: int | None = configs.token(0)
 
@@ -82,7 +82,7 @@ class TransformerXLConfig(Config):
 
     @classmethod
     def wt103(cls) -> TransformerXLConfig:
-        """285 million parameters, for WikiText-103 by words."""
+        """285 million parameters, for WikiText-103 at word level."""
         return cls(furthest=1000)
 
     @property
@@ -98,12 +98,12 @@ class TransformerXLConfig(Config):
 
     @property
     def tables(self) -> tuple[range, ...]:
-        """The rows of the vocabulary that each embedding table holds."""
+        """The ids that each embedding table holds."""
         return self.bands if self.div_val > 1 else (range(self.vocabulary),)
 
     @property
     def projected(self) -> bool:
-        """Whether there are matrices between embeddings and the model's width."""
+        """Whether matrices project embeddings to the model's width."""
         return self.div_val > 1 or self.embedding_dim != self.dim
 
 
@@ -120,11 +120,11 @@ class AdaptiveEmbedding(nn.Module):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """``ids`` of any shape [...] as [..., dim], scaled by the square root of dim."""
+        """Embed ``ids`` [...], scaled by the square root of dim: [..., dim]."""
         scaled: Tensor = self._rows(ids) * self.config.dim**0.5
         if self.training and self.config.word_dropout:
             # A word is dropped everywhere or nowhere (https://arxiv.org/abs/1512.05287). The first
-            # of a sequence is kept: it would attend to zeros only, whose norms have NaN gradients.
+            # word of a sequence is kept: attending to zeros only would give NaN gradients.
             words = scaled.new_ones(self.config.vocabulary)
             kept = dropout(words, self.config.word_dropout)[ids]
             kept[..., 0] = 1
@@ -132,9 +132,9 @@ class AdaptiveEmbedding(nn.Module):
         return scaled
 
     def band(self, index: int) -> tuple[Tensor, Tensor | None]:
-        """The rows [words, width] of one band of the vocabulary, and its projection if it has one.
+        """Return the embeddings [words, width] of one band, and its projection if there is one.
 
-        One table for all bands has one projection for all.
+        Bands that share a table share its projection.
         """
         which = min(index, len(self.tables) - 1)
         band, first = self.config.bands[index], self.config.tables[which].start
@@ -148,7 +148,7 @@ class AdaptiveEmbedding(nn.Module):
         first, *others = zip(self.config.tables, self.tables, self.projections, strict=True)
 
         def within(band: range, table: Tensor, projection: Tensor) -> Tensor:
-            # Ids of other bands get any row: selecting ids would wait for the device.
+            # Ids of other bands get an arbitrary row: selecting ids would wait for the device.
             return linear(table[(ids - band.start).clamp(0, len(band) - 1)], projection)
 
         result = within(*first)
@@ -159,9 +159,10 @@ class AdaptiveEmbedding(nn.Module):
 
 
 class AdaptiveSoftmax(nn.Module):
-    """Log-probabilities of all words: of the first band's and of bands, then within each band.
+    """An adaptive softmax over the bands of the vocabulary.
 
-    It shares the embedding's tables, and its projections except the first.
+    The head predicts a word of the first band, or another band. That band's own softmax predicts
+    the word. The layer shares the embedding's tables, and all its projections except the first.
     """
 
     def __init__(self, config: TransformerXLConfig) -> None:
@@ -178,7 +179,7 @@ class AdaptiveSoftmax(nn.Module):
             self.band_bias = nn.Parameter(torch.zeros(bands))
 
     def forward(self, hidden: Tensor, embedding: AdaptiveEmbedding) -> Tensor:
-        """``hidden`` [..., dim] as log-probabilities [..., vocabulary]."""
+        """Return the log-probabilities given ``hidden`` [..., dim]: [..., vocabulary]."""
         bands = self.config.bands
         biases = self.biases
         if len(biases) < len(bands):
@@ -200,10 +201,10 @@ class AdaptiveSoftmax(nn.Module):
 
 
 class RelativeAttention(MultiHeadAttention):
-    """Attention by content and by distance (section 3.3).
+    """Attention with scores from content and distance (section 3.3).
 
-    The score of query i and key j is ``(q_i + u) . k_j + (q_i + v) . r_(i-j)``, scaled: u and v are
-    learned for each head, and r projects the sinusoid of the distance.
+    The score of query i and key j is ``(q_i + u) . k_j + (q_i + v) . r_(i-j)``, times the scale.
+    Each head learns u and v, and r is the projected sinusoid of the distance.
     """
 
     def __init__(self, config: TransformerXLConfig) -> None:
@@ -228,10 +229,10 @@ class RelativeAttention(MultiHeadAttention):
         *,
         see: See | None = None,
     ) -> Tensor | tuple[Tensor, Seen]:
-        """The last ``queries`` of ``whole`` [batch, n, dim] attend to all of it.
+        """Let the last ``queries`` positions of ``whole`` [batch, n, dim] attend to all positions.
 
-        ``distances`` [d, dim] are sinusoids of the distances 0, 1 ... d - 1. With ``see``, (output,
-        Seen).
+        ``distances`` [d, dim] are the sinusoids of distances 0, 1 ... d - 1. With ``see``, return
+        (output, Seen).
         """
         query, key, value, bias = self.parts(whole, queries, distances)
         heads = self.attend(query, key, value, mask=mask, bias=bias, see=see)
@@ -240,12 +241,12 @@ class RelativeAttention(MultiHeadAttention):
     def parts(
         self, whole: Tensor, queries: int, distances: Tensor
     ) -> tuple[Tensor, Tensor, Tensor, RelativeContent]:
-        """Queries with u added, keys, values, and what the queries with v add to their scores."""
+        """Return the queries plus u, the keys, the values, and the bias by distance."""
         query, key, value = self.split_qkv(self.projection_dropout(self.qkv(whole)))
         query = query[:, :, whole.shape[1] - queries :]
         relative = self.projection_dropout(self.relative(distances))
         relative = relative.view(-1, self.heads, self.head_dim).transpose(0, 1)
-        # Under autocast the parameters stay wider than what they are added to.
+        # Autocast keeps the parameters in float32, so cast them to the queries' dtype.
         content = query + self.content_bias[:, None].to(query.dtype)
         bias = RelativeContent(query + self.distance_bias[:, None].to(query.dtype), relative)
         return content, key, value, bias
@@ -273,7 +274,7 @@ class Layers(Recomputing, nn.ModuleList):
     def forward(
         self, x: Tensor, distances: Tensor, mask: Mask, memories: Sequence[Memory] | None
     ) -> Tensor:
-        """``x`` [batch, n, dim] through all layers, each with its memory before it."""
+        """Apply all layers to ``x`` [batch, n, dim]; each layer also reads its memory."""
         for index, layer in enumerate(self):
             whole = x if memories is None else memories[index].extend(x)
             if self.recomputes:
@@ -313,7 +314,7 @@ class TransformerXL(LanguageModel):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Normal with 0.02 (projections 0.01), biases 0, norms near 1, as in the released code."""
+        """Initialise as the released code: normal with 0.02 (projections 0.01), biases 0."""
         for name, parameter in self.named_parameters():
             if "norm.weight" in name:
                 nn.init.normal_(parameter, mean=1.0, std=0.02)
@@ -329,14 +330,14 @@ class TransformerXL(LanguageModel):
     def compile(self, *args: Any, **options: Any) -> None:
         """Compile layer by layer.
 
-        Layers are alike, so one is compiled. For all of them with their memories at once the
-        compiler does not finish.
+        All layers share one compiled function. The compiler does not finish if it gets all layers
+        with their memories at once.
         """
         for layer in self.layers:
             layer.compile(*args, **options)
 
     def remember(self) -> Memories:
-        """Empty memories. Pass the same object with every segment: each call updates it."""
+        """Return empty memories. Pass the same object with every segment; each call updates it."""
         return Memories(self.config.depth, self.config.memory)
 
     def forward(
@@ -349,15 +350,16 @@ class TransformerXL(LanguageModel):
         activation: float = 0.0,
         slowness: float = 0.0,
     ) -> Tensor:
-        """The log-probabilities of the token after each of ``ids`` [batch, n].
+        """Return the log-probabilities of the next tokens: [batch, n, vocabulary].
 
-        The result is [batch, n, vocabulary]. With ``memories`` the ids follow the segments already
-        read, and the padding is that of the memories.
+        With ``memories``, ``ids`` [batch, n] follow the segments already read, and the memories
+        give the padding.
 
-        With ``labels`` [batch, m], the tokens after each of the last m, it is their summed loss
-        instead. ``activation`` and ``slowness`` weight two penalties on the last layer's output
-        before dropout: its mean square, and that of its change from one position to the next. Each
-        is added once for each label (section 4.6 of https://arxiv.org/abs/1708.02182).
+        ``labels`` [batch, m] are the tokens that follow the last m ids. With them, the result is
+        the summed loss. ``activation`` and ``slowness`` weight two penalties on the last layer's
+        output before dropout: the mean square of the output, and the mean square of its change
+        between neighbouring positions. Each is multiplied by the number of labels (section 4.6 of
+        https://arxiv.org/abs/1708.02182).
         """
         hidden = self.read(ids, memories=memories, padding=padding)
         if labels is None:
@@ -373,14 +375,14 @@ class TransformerXL(LanguageModel):
         return loss
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The log-probabilities of the token after each of ``hidden`` [..., dim]."""
+        """Return the log-probabilities of the next tokens given ``hidden`` [..., dim]."""
         log_probabilities: Tensor = self.softmax(self.last_dropout(hidden), self.embedding)
         return log_probabilities
 
     def read(
         self, ids: Tensor, *, memories: Memories | None = None, padding: Padding | None = None
     ) -> Tensor:
-        """The hidden state at each of ``ids`` [batch, n]: [batch, n, dim]."""
+        """Return the hidden states of ``ids`` [batch, n]: [batch, n, dim]."""
         check_ids(ids)
         config = self.config
         queries = ids.shape[1]
@@ -401,7 +403,7 @@ class TransformerXL(LanguageModel):
             mask = mask & padding
 
         x = self.dropout(self.embedding(ids))
-        # Distances beyond the last row use the last row.
+        # Larger distances use the last row.
         rows = keys if config.furthest is None else min(keys, config.furthest + 1)
         distances = sinusoidal(rows, config.dim, layout="half", device=ids.device)
         distances = self.dropout(distances.to(x.dtype))
@@ -410,11 +412,11 @@ class TransformerXL(LanguageModel):
         )
         return result
 
-    def _state(self, room: int, pads: Tensor | None) -> Memories:  # noqa: ARG002 - as configured
+    def _state(self, room: int, pads: Tensor | None) -> Memories:  # noqa: ARG002 - the config sets the length
         return Memories(self.config.depth, self.config.memory, pads)
 
     def step(self, ids: Tensor, state: Memories) -> Tensor:
-        """The log-probabilities after the last of ``ids`` [batch, n]: [batch, vocabulary]."""
+        """Return log-probabilities after the last of ``ids`` [batch, n]: [batch, vocabulary]."""
         return self.logits(self.read(ids, memories=state)[:, -1])
 
     # --------------------------------------------------------------------------- checkpoints
@@ -470,8 +472,8 @@ class TransformerXL(LanguageModel):
         ties = raw.get("tie_projs", [False] + [True] * len(config.cutoffs))
         if config.projected and ties != [False] + [True] * len(config.cutoffs):
             raise CheckpointError(
-                "config.json ties projections as regard's Transformer-XL does not: its output "
-                "has its own for the first band, and the embedding's for the others."
+                "config.json has tie_projs that regard does not implement: the output must have "
+                "its own projection for the first band, and share the embedding's for the others."
             )
         return config
 
@@ -514,7 +516,7 @@ def _band_keys(count: int) -> Iterator[Step | Drop]:
         yield Rename("crit.cluster_weight", "softmax.band_weight")
         yield Rename("crit.cluster_bias", "softmax.band_bias")
     else:
-        yield Drop(r"^crit\.cluster_(weight|bias)$", "empty where there is one band")
+        yield Drop(r"^crit\.cluster_(weight|bias)$", "empty if there is one band")
 
 
 def _layer_keys(index: int) -> Iterator[Step]:

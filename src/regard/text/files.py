@@ -1,4 +1,4 @@
-"""Read the files of a tokenizer; CheckpointError if one is damaged."""
+"""Read the files of a tokenizer. CheckpointError if a file is damaged."""
 
 from __future__ import annotations
 
@@ -17,28 +17,28 @@ OPTIONS = "tokenizer_config.json"
 
 
 def options_of(folder: Path) -> dict[str, Any]:
-    """The contents of tokenizer_config.json; empty if there is none."""
+    """Return the contents of tokenizer_config.json; empty if the file is missing."""
     return read_json(folder / OPTIONS) if (folder / OPTIONS).exists() else {}
 
 
 def add_tokens(tokenizer: FastTokenizer, folder: Path) -> FastTokenizer:
-    """Add the tokens that are listed outside the vocabulary's own files."""
-    found: dict[int, AddedToken] = {}
+    """Add the tokens of added_tokens.json or tokenizer_config.json to a tokenizer."""
+    tokens: dict[int, AddedToken] = {}
     older = folder / "added_tokens.json"
-    told = options_of(folder).get("added_tokens_decoder") or {}
-    if older.exists() and not told:
+    listed = options_of(folder).get("added_tokens_decoder") or {}
+    if older.exists() and not listed:
         for name, number in read_json(older).items():
-            found[_number(number, name, older)] = AddedToken(name, normalized=True)
-    for number, said in told.items() if isinstance(told, dict) else ():
-        token = said.get("content") if isinstance(said, dict) else said
+            tokens[_number(number, name, older)] = AddedToken(name, normalized=True)
+    for number, entry in listed.items() if isinstance(listed, dict) else ():
+        token = entry.get("content") if isinstance(entry, dict) else entry
         if not isinstance(token, str):
-            raise CheckpointError(f"{folder / OPTIONS}: added_tokens_decoder has {said!r}.")
-        known = said if isinstance(said, dict) else {}
+            raise CheckpointError(f"{folder / OPTIONS}: added_tokens_decoder has {entry!r}.")
+        known = entry if isinstance(entry, dict) else {}
         kinds = ("lstrip", "rstrip", "single_word", "special")
         flags = {name: known.get(name) is True for name in kinds}
         flags["normalized"] = known.get("normalized", not flags["special"]) is True
-        found[_number(number, token, folder / OPTIONS)] = AddedToken(token, **flags)
-    for number, added in sorted(found.items()):
+        tokens[_number(number, token, folder / OPTIONS)] = AddedToken(token, **flags)
+    for number, added in sorted(tokens.items()):
         known_as = tokenizer.token_to_id(added.content)
         if known_as not in (None, number) or (known_as is None and number != _size(tokenizer)):
             raise CheckpointError(
@@ -64,7 +64,7 @@ def _number(given: object, token: str, file: Path) -> int:
 
 
 def read_text(file: Path) -> str:
-    """The text of a small UTF-8 file."""
+    """Read a small UTF-8 file."""
     try:
         return read_bytes(file).decode()
     except UnicodeDecodeError:
@@ -77,7 +77,7 @@ def errors_of(source: Path | str) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        # It raises plain Exception, and BaseException if its Rust code panics.
+        # The library raises plain Exception, and BaseException if its Rust code panics.
         known = type(error) is Exception or isinstance(error, ValueError | TypeError)
         if not known and type(error).__name__ != "PanicException":
             raise

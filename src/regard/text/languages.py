@@ -1,4 +1,4 @@
-"""Names of languages, and the tags that select a model's target language."""
+"""Language names, and the tags that select a model's target language."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 
 from regard.text.tokenizer import Tokenizer
 
-# ISO 639-1, then other codes and names.
+# The ISO 639-1 code of each language, then its other codes and names.
 _LANGUAGES = """
 ar ara arabic|bg bul bulgarian|ca cat catalan|cs ces cze czech|cy cym wel welsh|da dan danish
 de deu ger german deutsch|el ell gre greek|en eng english|eo epo esperanto|es spa spanish español
@@ -27,12 +27,12 @@ _NAMES = {
 
 
 def language_tags(text: Tokenizer) -> list[str]:
-    """The tokens that select the target language, such as >>fra<<."""
+    """Return the tokens that select the target language, such as >>fra<<."""
     return sorted(tag for tag in text.tokenizer.get_vocab() if re.fullmatch(r">>.+<<", tag))
 
 
 def same_language(one: str, other: str) -> bool:
-    """Whether two names mean one language, as "fra" and "French", or "zh-TW" and "cmn_Hans"."""
+    """Return whether two names mean the same language, as "fra" and "French" do."""
     names = [str(name).casefold().strip("<> ").replace("-", "_") for name in (one, other)]
     if names[0] == names[1]:
         return True

@@ -1,8 +1,8 @@
-"""Marian's tokenizers: two SentencePiece models, and the ids of their pieces beside them.
+"""Marian's tokenizers: two SentencePiece models, and a JSON file with the ids of their pieces.
 
-Punctuation is not normalised by Moses' rules (curly quotes to straight ones, dashes to hyphens),
-though many of these models were trained on such text. Encoding by transformers does not do it
-either. ``sacremoses.MosesPunctNormalizer("en").normalize`` does it beforehand.
+Many Marian models were trained on text with Moses' punctuation rules: straight quotes, hyphens for
+dashes. Like transformers, regard does not apply these rules. To apply them, call
+``sacremoses.MosesPunctNormalizer("en").normalize`` on the text first.
 """
 
 from __future__ import annotations
@@ -22,10 +22,9 @@ _NEEDED = ("</s>", "<unk>", "<pad>")
 
 
 def marian(folder: Path) -> tuple[FastTokenizer, FastTokenizer | None]:
-    """The tokenizers of the source and of the target.
+    """Return the tokenizers of source and target; None for the target without a target.spm.
 
-    vocab.json has the ids of both, or of the source alone if there is a target_vocab.json. Without
-    target.spm the second one is None: the source's serves both.
+    vocab.json holds the ids of both, or only of the source if target_vocab.json exists.
     """
     ids = folder / "vocab.json"
     source = _one(folder / "source.spm", ids)
@@ -36,10 +35,10 @@ def marian(folder: Path) -> tuple[FastTokenizer, FastTokenizer | None]:
 
 
 def _one(model: Path, vocabulary: Path) -> FastTokenizer:
-    """The tokenizer of one language, from its model and the ids of its pieces.
+    """Return the tokenizer of one language, from its model and the ids of its pieces.
 
-    Pieces that only the other language has are so unlikely here that they occur only for characters
-    that are in no other piece.
+    Pieces that only the other language has get a very low probability. They then occur only for
+    characters that no other piece contains.
     """
     ids = read_json(vocabulary)
     if sorted(ids.values(), key=str) != sorted(range(len(ids)), key=str):
@@ -49,16 +48,16 @@ def _one(model: Path, vocabulary: Path) -> FastTokenizer:
     for token in _NEEDED:
         if token not in ids:
             raise CheckpointError(f"{vocabulary} lacks the token {token}.")
-    found = read_pieces(model)
-    if found.model != UNIGRAM:
-        raise CheckpointError(f"{model} should be a model of unigrams.")
-    likely = dict(found.pieces)
+    read = read_pieces(model)
+    if read.model != UNIGRAM:
+        raise CheckpointError(f"{model} should be a unigram model.")
+    likely = dict(read.pieces)
     least = min(likely.values()) - 1000.0
     pieces = [(piece, likely.get(piece, least)) for piece in sorted(ids, key=ids.__getitem__)]
     with errors_of(model):
         tokenizer = FastTokenizer(algorithms.Unigram(pieces, unk_id=ids["<unk>"]))
-    tokenizer.normalizer = found.normalizer
-    as_sentencepiece(tokenizer, prefix=found.prefix)
+    tokenizer.normalizer = read.normalizer
+    as_sentencepiece(tokenizer, prefix=read.prefix)
     tags = [token for token in ids if token.startswith(">>") and token.endswith("<<")]
     special = [AddedToken(token, normalized=False) for token in (*_NEEDED, *tags)]
     tokenizer.add_special_tokens(special)

@@ -1,4 +1,4 @@
-"""Preparation of texts before tokenization, the same in training and in use."""
+"""Prepare texts before tokenization, in the same way for training and inference."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _PLAIN = str.maketrans(
     | {"\u2026": "..."}
 )
 _SPACES = re.compile(r"\s+")
-# Numbers keep their points, words their hyphens and apostrophes. Other signs are separate.
+# Numbers keep points, commas and colons. Words keep hyphens and apostrophes.
 _WORD = re.compile(r"\d+(?:[.,:]\d+)+|\w+(?:['-]\w+)*|\.\.\.|[^\w\s]")
 
 
@@ -26,14 +26,14 @@ def _words(text: str) -> str:
 
 
 PREPARATIONS: dict[str, Callable[[str], str]] = {
-    "normalise": _normalise,  # one kind of quotes, dashes and spaces
+    "normalise": _normalise,  # straight quotes, hyphens, single spaces
     "lowercase": str.lower,
-    "words": _words,  # words and signs separated by single spaces
+    "words": _words,  # puts spaces between words and punctuation
 }
 
 
 def prepare(text: str, steps: Sequence[str]) -> str:
-    """A text after some steps of preparation, in this order.
+    """Apply preparation steps to a text, in this order.
 
     >>> prepare("Wait… “Now”, 1,000 of them!", ["normalise", "lowercase", "words"])
     'wait ... " now " , 1,000 of them !'

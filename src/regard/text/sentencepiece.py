@@ -1,4 +1,4 @@
-"""SentencePiece's models (.model, .spm): a protocol-buffer message, read field by field."""
+"""Read SentencePiece models (.model, .spm), which are protocol-buffer messages."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6  # kinds of pieces
 
 
 class Pieces(NamedTuple):
-    """What a SentencePiece model holds."""
+    """The contents of a SentencePiece model."""
 
     pieces: list[tuple[str, float]]  # with their log-probabilities
-    kinds: list[int]
-    model: int  # its kind
+    kinds: list[int]  # of the pieces
+    model: int  # the kind of the model
     normalizer: normalizers.Normalizer
-    prefix: bool  # a space is put before the first word
+    prefix: bool  # whether a space is added before the first word
 
     def named(self, *kinds: int) -> list[str]:
-        """The pieces of some kinds."""
+        """Return the pieces of these kinds."""
         both = zip(self.pieces, self.kinds, strict=True)
         return [piece for (piece, _), kind in both if kind in kinds]
 
 
 def read_pieces(file: Path) -> Pieces:
-    """The pieces of a SentencePiece model of unigrams or byte pairs."""
+    """Read a SentencePiece model of unigrams or byte pairs."""
     pieces: list[tuple[str, float]] = []
     kinds: list[int] = []
     kind_of_model, charsmap, prefix, single = UNIGRAM, b"", True, True
@@ -66,7 +66,7 @@ def read_pieces(file: Path) -> Pieces:
                     single = bool(part)
     if kind_of_model not in (UNIGRAM, _PAIRS):
         raise CheckpointError(
-            f"{file} is a SentencePiece model of words or characters. regard reads those of "
+            f"{file} is a SentencePiece model of words or characters. regard reads only models of "
             "unigrams and of byte pairs."
         )
     if kinds.count(_UNKNOWN) != 1:
@@ -78,7 +78,7 @@ def read_pieces(file: Path) -> Pieces:
 
 
 def sentencepiece(file: Path) -> FastTokenizer:
-    """The tokenizer of a SentencePiece model; T5's gets its sentinels after the pieces."""
+    """Return the tokenizer of a SentencePiece model. T5's sentinels follow the pieces."""
     found = read_pieces(file)
     tokenizer = _unigrams(found, file) if found.model == UNIGRAM else _merged(found, file)
     special = found.named(_UNKNOWN, _CONTROL)
@@ -97,7 +97,7 @@ def sentencepiece(file: Path) -> FastTokenizer:
 
 
 def _unigrams(found: Pieces, file: Path) -> FastTokenizer:
-    """The most probable segmentation; bytes for characters that are in no piece."""
+    """Return a unigram tokenizer. If the model has byte pieces, they encode unknown characters."""
     unknown, fall_back = found.kinds.index(_UNKNOWN), _BYTE in found.kinds
     with errors_of(file):
         model = algorithms.Unigram(found.pieces, unk_id=unknown, byte_fallback=fall_back)
@@ -112,9 +112,9 @@ def _unigrams(found: Pieces, file: Path) -> FastTokenizer:
 
 
 def _merged(found: Pieces, file: Path) -> FastTokenizer:
-    """Byte-pair encoding: neighbours merge into the piece with the highest score.
+    """Return a byte-pair tokenizer, which merges neighbours into the piece with the highest score.
 
-    The model does not list its merges: they are all pairs of pieces that form a piece.
+    The model lists no merges. They are all pairs of pieces that together form a piece.
     """
     ids = {piece: index for index, (piece, _) in enumerate(found.pieces)}
     if len(ids) < len(found.pieces):
@@ -149,7 +149,7 @@ def _merged(found: Pieces, file: Path) -> FastTokenizer:
 
 
 def single_spaces() -> list[normalizers.Normalizer]:
-    """No space at either end, and one between words."""
+    """Return normalizers that strip a text and leave single spaces between words."""
     return [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
 
 
@@ -172,7 +172,7 @@ def close_with(tokenizer: FastTokenizer, end: str) -> None:
 
 
 def _fields(raw: bytes, file: Path) -> Iterator[tuple[int, int | bytes]]:
-    """The fields of a protocol-buffer message: field numbers, with integers or bytes."""
+    """Yield the fields of a protocol-buffer message: their number, and an integer or bytes."""
     at = 0
     while at < len(raw):
         tag, at = _varint(raw, at, file)
@@ -208,13 +208,13 @@ def _varint(raw: bytes, at: int, file: Path) -> tuple[int, int]:
 
 def _bytes(value: int | bytes, file: Path) -> bytes:
     if isinstance(value, int):
-        raise CheckpointError(f"{file} is no SentencePiece model: a field is of another kind.")
+        raise CheckpointError(f"{file} is no SentencePiece model: a field has the wrong type.")
     return value
 
 
 def _whole(value: int | bytes, file: Path) -> int:
     if isinstance(value, bytes):
-        raise CheckpointError(f"{file} is no SentencePiece model: a field is of another kind.")
+        raise CheckpointError(f"{file} is no SentencePiece model: a field has the wrong type.")
     return value
 
 

@@ -1,7 +1,7 @@
-"""Text to ids and back: read and train tokenizers, on top of the library `tokenizers`.
+"""Convert text to ids and back; read and train tokenizers with the library `tokenizers`.
 
-Besides tokenizer.json these files are read: vocab.txt (BERT), vocab.json with merges.txt
-(GPT-2), SentencePiece's .model (T5), and source.spm and target.spm with vocab.json (Marian).
+Tokenizers are read from tokenizer.json, vocab.txt (BERT), vocab.json with merges.txt (GPT-2),
+SentencePiece's .model (T5), or source.spm and target.spm with vocab.json (Marian).
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ END_OF_TEXT = "<|endoftext|>"
 
 
 class SizeError(InputError):
-    """A vocabulary cannot have this size."""
+    """The requested vocabulary size is not possible."""
 
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A text as ids, with the origin of each.
+    """The ids of a text, and the position of each in the text.
 
     >>> text = Tokenizer.train_bpe(["low lower lowest"] * 9, size=300)
     >>> text.encode("lowest low").offsets[-1]  # the last token is the last word
@@ -49,15 +49,15 @@ class Encoded:
     ids: list[int]
     tokens: list[str]
     token_types: list[int]  # 0 for the first text and 1 for the second
-    texts: list[int | None]  # the text each comes from; None for added tokens
-    offsets: list[tuple[int, int]]  # its characters in that text, from and to
+    texts: list[int | None]  # 0 or 1, the text of each id; None for special tokens
+    offsets: list[tuple[int, int]]  # the start and end of each id in its text
 
 
 class Tokenizer:
-    """A tokenizer: text to ids and back.
+    """A tokenizer: it converts text to ids and back.
 
-    ``target`` is the tokenizer of the model's output, which also decodes. It is another one only if
-    source and target have different vocabularies.
+    ``target`` is the tokenizer of the model's output, which decodes ids. It differs from this
+    tokenizer only if source and target have different vocabularies.
 
     >>> text = Tokenizer.train_bpe(["low lower lowest"] * 9, size=300)
     >>> encoded = text.encode("lower")
@@ -78,14 +78,14 @@ class Tokenizer:
         return self._counted[1]
 
     def id(self, token: str) -> int:
-        """The id of a token that must exist, as ``text.id("</s>")``."""
-        found = self.tokenizer.token_to_id(token) if isinstance(token, str) else None
-        if found is None:
+        """Return the id of a token, as ``text.id("</s>")``. InputError if it does not exist."""
+        number = self.tokenizer.token_to_id(token) if isinstance(token, str) else None
+        if number is None:
             raise InputError(f"This tokenizer has no token {token!r}.")
-        return int(found)
+        return int(number)
 
     def encode(self, text: str, pair: str | None = None, *, special: bool = True) -> Encoded:
-        """The ids of a text or a pair of texts; ``special`` adds the model's special tokens.
+        """Encode a text or a pair of texts; ``special`` adds the model's special tokens.
 
         ``offsets`` count characters: an id stands for ``text[start:end]``.
         """
@@ -93,11 +93,11 @@ class Tokenizer:
         if pair is not None:
             _check_text(pair)
         with errors_of("This"):
-            found = self.tokenizer.encode(text, pair, add_special_tokens=special)
-        return Encoded(found.ids, found.tokens, found.type_ids, found.sequence_ids, found.offsets)
+            e = self.tokenizer.encode(text, pair, add_special_tokens=special)
+        return Encoded(e.ids, e.tokens, e.type_ids, e.sequence_ids, e.offsets)
 
     def encode_all(self, texts: Sequence[str], *, special: bool = True) -> list[Encoded]:
-        """As :meth:`encode`, for many texts."""
+        """Encode many texts, each as :meth:`encode` does."""
         _check_lines(texts)
         texts = list(texts)
         for text in texts:
@@ -107,11 +107,11 @@ class Tokenizer:
         return [Encoded(e.ids, e.tokens, e.type_ids, e.sequence_ids, e.offsets) for e in batch]
 
     def decode(self, ids: Sequence[int], *, special: bool = False) -> str:
-        """The text of ids; special tokens are left out unless ``special``."""
+        """Decode ids to text. Special tokens are left out unless ``special`` is true."""
         if self.target is not self:
             return self.target.decode(ids, special=special)
         try:
-            given = [index(one) for one in ids]
+            given = [index(token) for token in ids]
         except TypeError:
             raise InputError(f"Ids are whole numbers, but got {ids!r}.") from None
         if given and not 0 <= min(given) <= max(given) < len(self):
@@ -122,7 +122,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, name: str | os.PathLike[str]) -> Tokenizer:
-        """The tokenizer of a checkpoint: a folder, or a model of the Hugging Face hub."""
+        """Load the tokenizer of a shipped model, a folder, or a model of the Hugging Face hub."""
         folder = find(name)
         if (folder / _FILE).exists():
             target = folder / _TARGET
@@ -131,8 +131,8 @@ class Tokenizer:
             return cls(add_tokens(wordpiece(folder), folder))
         for vocabulary, merges in (("vocab.json", "merges.txt"), ("encoder.json", "vocab.bpe")):
             if (folder / merges).exists():
-                found = byte_pairs(folder / vocabulary, folder / merges)
-                return cls(add_tokens(found, folder))
+                tokenizer = byte_pairs(folder / vocabulary, folder / merges)
+                return cls(add_tokens(tokenizer, folder))
         for model in ("spiece.model", "sentencepiece.model", "tokenizer.model"):
             if (folder / model).exists():
                 return cls(add_tokens(sentencepiece(folder / model), folder))
@@ -146,20 +146,20 @@ class Tokenizer:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write tokenizer.json, and tokenizer_config.json if needed (:meth:`describe`).
 
-        A target with another vocabulary goes into target_tokenizer.json, which only regard reads.
+        A different target tokenizer is written to target_tokenizer.json, which only regard reads.
         """
         Path(folder).mkdir(parents=True, exist_ok=True)
         self.describe(Path(folder))
         self.tokenizer.save(str(Path(folder) / _FILE), pretty=False)
         if self.target is not self:
             self.target.tokenizer.save(str(Path(folder) / _TARGET), pretty=False)
-        else:  # a file of an earlier save must not be read with this one
+        else:  # remove the file of an earlier save
             (Path(folder) / _TARGET).unlink(missing_ok=True)
 
     def describe(self, folder: Path) -> None:
-        """Write tokenizer_config.json where transformers needs it to read tokenizer.json.
+        """Write tokenizer_config.json if transformers needs it to read tokenizer.json.
 
-        For T5 and Marian it would otherwise look for SentencePiece's files.
+        Without it, transformers would look for SentencePiece files of T5 and Marian.
         """
         roles = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
         known = {
@@ -172,9 +172,9 @@ class Tokenizer:
             (folder / OPTIONS).write_text(json.dumps(options, indent=2) + "\n")
 
     def pruned(self, counts: Mapping[int, int], keep: int) -> Tokenizer:
-        """The tokenizer with the ``keep`` most frequent WordPiece tokens, in their old order.
+        """Return a tokenizer with the ``keep`` most frequent WordPiece tokens, in their old order.
 
-        Special tokens and single characters stay, so that every text can still be encoded.
+        Special tokens and single characters are kept, so that every text can still be encoded.
         """
         model = self.tokenizer.model
         if not isinstance(model, algorithms.WordPiece):
@@ -202,7 +202,7 @@ class Tokenizer:
     def train_bpe(
         cls, lines: Iterable[str], *, size: int, special: Sequence[str] = ("<|endoftext|>",)
     ) -> Tokenizer:
-        """Train byte-level byte-pair encoding, as GPT-2's: every text can be encoded."""
+        """Train byte-level byte-pair encoding, as in GPT-2. It can encode every text."""
         _check_lines(lines)
         tokenizer = byte_level(algorithms.BPE())
         alphabet = pre_tokenizers.ByteLevel.alphabet()
@@ -220,7 +220,7 @@ class Tokenizer:
     def train_wordpiece(
         cls, lines: Iterable[str], *, size: int, lowercase: bool = True
     ) -> Tokenizer:
-        """Train WordPiece, as BERT's, with its special tokens."""
+        """Train WordPiece with BERT's special tokens."""
         _check_lines(lines)
         _check_size(size, len(BERT))
         tokenizer = FastTokenizer(algorithms.WordPiece(unk_token="[UNK]"))
@@ -242,7 +242,7 @@ class Tokenizer:
         unknown: str = "<unk>",
         end: str | None = "</s>",
     ) -> Tokenizer:
-        """Train a unigram model, as T5's; ``end`` is appended to every text."""
+        """Train a unigram model, as in T5; ``end`` is appended to every text."""
         _check_lines(lines)
         _check_size(size, len(special) + 1)
         for token in (unknown, *(() if end is None else (end,))):
@@ -277,7 +277,7 @@ def _train(tokenizer: FastTokenizer, lines: Iterable[str], trainer: training.Tra
     try:
         tokenizer.train_from_iterator(texts(), trainer)
     except Exception as error:
-        if type(error) is not Exception:  # raised while reading the lines
+        if type(error) is not Exception:  # the error comes from the lines, not from the library
             raise
         raise InputError(f"No tokenizer can be trained on this: {error}") from None
 
@@ -305,20 +305,20 @@ def _read(file: Path) -> FastTokenizer:
     raw = read_text(file)
     with errors_of(file):
         tokenizer = FastTokenizer.from_str(raw)
-    tokenizer.no_padding()  # batches are padded by their users
+    tokenizer.no_padding()  # callers pad batches
     tokenizer.no_truncation()
     return tokenizer
 
 
 def word_level(lines: Iterator[str], size: int, own: Sequence[str]) -> Tokenizer:
-    """A tokenizer that splits at spaces; a line end is a token too, as in the Penn Treebank."""
+    """Build a tokenizer of whole words. Line ends are tokens too, as in the Penn Treebank."""
     special = (END_OF_TEXT, "\n", *own)
     counts = Counter(word for line in lines for word in line.split(" ") if word)
     for token in (*special, "<unk>"):
         counts.pop(token, None)
     words = [word for word, _ in counts.most_common(size - len(special) - 1)]
     ids = {token: index for index, token in enumerate((*special, "<unk>", *words))}
-    found = FastTokenizer(WordLevel(ids, unk_token="<unk>"))
-    found.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
-    found.add_special_tokens(list(special))
-    return Tokenizer(found)
+    tokenizer = FastTokenizer(WordLevel(ids, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
+    tokenizer.add_special_tokens(list(special))
+    return Tokenizer(tokenizer)

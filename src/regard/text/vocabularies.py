@@ -1,4 +1,4 @@
-"""Tokenizers of words and of byte pairs: BERT's vocab.txt, GPT-2's vocab.json with merges.txt."""
+"""Read BERT's tokenizer (vocab.txt) and GPT-2's (vocab.json with merges.txt)."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BERT = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 
 
 def wordpiece(folder: Path) -> FastTokenizer:
-    """BERT's tokenizer, from vocab.txt with one token a line, and tokenizer_config.json."""
+    """Read BERT's tokenizer from vocab.txt, with one token a line, and tokenizer_config.json."""
     file = folder / "vocab.txt"
     vocabulary: dict[str, int] = {}
     lines = read_text(file).split("\n")
@@ -54,7 +54,7 @@ def as_bert(tokenizer: FastTokenizer) -> FastTokenizer:
 
 
 def byte_pairs(vocabulary: Path, merges: Path) -> FastTokenizer:
-    """GPT-2's tokenizer, from the ids of tokens, and the pairs to merge in this order."""
+    """Read GPT-2's tokenizer from a file of token ids and a file of merges in order."""
     ids = read_json(vocabulary)
     if not all(type(n) is int and 0 <= n < len(ids) for n in ids.values()):
         raise CheckpointError(f"{vocabulary} should give each token an id below {len(ids)}.")
@@ -76,7 +76,7 @@ def byte_pairs(vocabulary: Path, merges: Path) -> FastTokenizer:
 
 
 def byte_level(model: algorithms.BPE, *, prefix: bool = False) -> FastTokenizer:
-    """Byte-level byte-pair encoding; ``prefix`` puts a space before the first word."""
+    """Return a byte-level BPE tokenizer; ``prefix`` adds a space before the first word."""
     tokenizer = FastTokenizer(model)
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=prefix)
     tokenizer.decoder = decoders.ByteLevel()

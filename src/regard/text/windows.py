@@ -1,4 +1,4 @@
-"""Overlapping windows over a text that is too long for a model."""
+"""Split a text that is too long for a model into overlapping windows."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from regard.errors import InputError
 
 
 class Window(NamedTuple):
-    """[CLS] question [SEP] part of the context [SEP]."""
+    """The ids of [CLS] question [SEP] part of the context [SEP]."""
 
     ids: list[int]
-    split: int  # the place where the context starts
-    offset: int  # of its first token in the whole context
+    split: int  # the index in ids where the context starts
+    offset: int  # the index of this part's first token in the whole context
 
 
 def windows(
     question: Sequence[int], context: Sequence[int], length: int, *, first: int, last: int
 ) -> Iterator[Window]:
-    """A question with its whole context, in windows of ``length`` tokens.
+    """Yield windows of ``length`` tokens with the question and parts of the context.
 
-    Each begins in the middle of the one before: an answer at the end of one is inside the next.
-    ``first`` is the id of [CLS], ``last`` of [SEP].
+    Parts overlap by half, so that an answer cut off at the end of a window is whole in the next.
+    ``first`` is the id of [CLS], and ``last`` is the id of [SEP].
 
     >>> [w.ids[w.split:-1] for w in windows([7], [1, 2, 3, 4, 5, 6], 8, first=0, last=9)]
     [[1, 2, 3, 4], [3, 4, 5, 6]]

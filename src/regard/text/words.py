@@ -1,4 +1,4 @@
-"""Words and sentences of a text, and the tokens of each word."""
+"""Split a text into words and sentences, and find the tokens of each word."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from typing import NamedTuple
 from regard.errors import InputError
 from regard.text.tokenizer import Tokenizer
 
-_JOINING = "-'\u2019"  # within a word
+_JOINING = "-'\u2019"  # characters that join two parts of a word
 _UNFINISHED = "\ufffd"  # the decoding of an incomplete character
 _CLOSING, _OPENING = "\"'\u2019\u201d»)\\]", "\"'\u2018\u201c«(\\[¿¡"
-# A French elision, letters and digits with joining signs, or any other sign.
+# A French elision, or letters and digits with joining characters, or a punctuation mark.
 _WORD = re.compile(
     "\\b(?i:[cdjlmnst]|qu|lorsqu|puisqu)['\u2019](?=\\w)|\\w+(?:['\u2019.-]\\w+)*|[^\\w\\s]"
 )
-# Matching starts at the first of a run of signs only; otherwise a long run takes quadratic time.
+# A match starts only at the first of a run of marks; otherwise long runs take quadratic time.
 _END = re.compile(rf"(?<![.!?…])[.!?…]+[{_CLOSING}]*\s+(?=[{_OPENING}]*[^\W_a-zß-öø-ÿ])|\n\s*")
-# Abbreviations whose full stop ends no sentence: short titles and single letters.
+# Abbreviations whose full stop does not end a sentence: short titles and single letters.
 _SHORT = re.compile(
     rf"(?:^|[\s{_OPENING}])(?:\w|Mrs?|Ms|Dr|St|Prof|Mme|Mlle|Sgt|Capt|Gen|Nr|vs|e\.g|i\.e|z\.B)\.$"
 )
@@ -29,11 +29,11 @@ MAX_ABBREVIATION = 16  # characters
 
 
 class Word(NamedTuple):
-    """A whole word: its text, and the places of its tokens."""
+    """A word: its text, and the positions of its tokens."""
 
     label: str
     places: tuple[int, ...]
-    special: bool = False  # a token such as </s>, or blank space
+    special: bool = False  # whether it is a token such as </s>, or a space
 
 
 @dataclass(frozen=True)
@@ -43,52 +43,56 @@ class Tokens:
     ids: tuple[int, ...]
     labels: tuple[str, ...]
     words: tuple[Word, ...]
-    added: tuple[int, ...] = ()  # the places of special tokens added to the text
+    added: tuple[int, ...] = ()  # the positions of special tokens added to the text
 
     def __len__(self) -> int:
         return len(self.ids)
 
     def find(self, word: str) -> tuple[Word, int]:
-        """The first such word, and their number; case is ignored if no word matches exactly."""
+        """Return the first match of ``word``, and the number of matches.
+
+        Case is ignored if no word matches exactly.
+        """
         exact = [each for each in self.words if each.label == word]
-        found = exact or [each for each in self.words if each.label.lower() == word.lower()]
-        if not found:
+        matches = exact or [each for each in self.words if each.label.lower() == word.lower()]
+        if not matches:
             raise InputError(f"There is no word {word!r} in the text. {_nearest(word, self.words)}")
-        return found[0], len(found)
+        return matches[0], len(matches)
 
 
 def tokens_of(tokenizer: Tokenizer, text: str) -> Tokens:
-    """The tokens of a text, with the special tokens of the tokenizer.
+    """Return the tokens of a text, including the tokenizer's special tokens.
 
     >>> tokenizer = Tokenizer.train_bpe(["the cat sat"] * 9, size=300)
     >>> [word.label for word in tokens_of(tokenizer, "the cat sat").words]
     ['the', 'cat', 'sat']
     """
     encoded = tokenizer.encode(text)
-    if all(one is None for one in encoded.texts):
+    if all(source is None for source in encoded.texts):
         raise InputError(f"There is nothing to read in {text!r}.")
     spans = [
-        None if one is None else span
-        for one, span in zip(encoded.texts, encoded.offsets, strict=True)
+        None if source is None else span
+        for source, span in zip(encoded.texts, encoded.offsets, strict=True)
     ]
-    found = _named(text, encoded.ids, encoded.tokens, spans)
-    added = (place for place, one in enumerate(encoded.texts) if one is None)
-    return replace(found, added=tuple(added))
+    tokens = _named(text, encoded.ids, encoded.tokens, spans)
+    added = (place for place, source in enumerate(encoded.texts) if source is None)
+    return replace(tokens, added=tuple(added))
 
 
 def tokens_of_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> Tokens:
-    """The tokens of ids; words are those of the decoded text."""
+    """Return the tokens of ids, with the words of the decoded text."""
     before, spans = "", list[tuple[int, int] | None]()
     for count in range(1, len(ids) + 1):
         after = tokenizer.decode(ids[:count])
-        # Later ids may change the last letters, so a span starts where the two texts differ.
+        # An id may change the last letters of the text before it. So its span starts where the two
+        # texts differ.
         start = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
                      min(len(before), len(after)))  # fmt: skip
         if start == len(after) and after.endswith(_UNFINISHED):
-            start -= 1  # one more byte of the same character
+            start -= 1  # the id adds a byte to an incomplete character
         spans.append((start, len(after)) if len(after) > start else None)
         before = after
-    names = [tokenizer.tokenizer.id_to_token(one) or str(one) for one in ids]
+    names = [tokenizer.tokenizer.id_to_token(token) or str(token) for token in ids]
     return _named(before, ids, names, spans)
 
 
@@ -97,7 +101,7 @@ def _named(
 ) -> Tokens:
     starts = _words(text)
     labels, words, at = [], list[Word](), 0
-    last = -1  # the word of the previous token
+    last = -1  # the index of the previous token's word
     for place, (name, span) in enumerate(zip(names, spans, strict=True)):
         piece = "" if span is None else text[slice(*span)]
         labels.append(piece.strip() or name)
@@ -113,7 +117,7 @@ def _named(
         if inside and at == last:
             words[-1] = words[-1]._replace(places=(*words[-1].places, place))
         else:
-            # A token may span several words, as two ideograms.
+            # A token may span several words, for example two ideograms.
             start, stop = starts[at] if inside else (first, first)
             label = text[start : max(stop, span[1])].strip()
             words.append(Word(label, (place,)))
@@ -122,10 +126,10 @@ def _named(
 
 
 def _words(text: str) -> list[tuple[int, int]]:
-    """Where words begin and end.
+    """Return the start and end of each word.
 
-    Letters with diacritics and joining signs form a word, and so do runs of other signs. In scripts
-    without spaces every character is a word.
+    Letters with diacritics and joining characters form a word, and so does a run of punctuation. In
+    scripts without spaces every character is a word.
     """
     found: list[tuple[int, int]] = []
     before = ""  # the kind of the previous character
@@ -149,7 +153,7 @@ def _words(text: str) -> list[tuple[int, int]]:
 
 @cache
 def _kind(character: str) -> str:
-    """The kind of a character: "letter", "ideogram", "sign", or "" for a space."""
+    """Return the kind of a character: "letter", "ideogram", "sign", or "" for a space."""
     if character.isspace():
         return ""
     if "\u3040" <= character <= "\u30ff" or "\u3400" <= character <= "\u9fff":
@@ -167,24 +171,26 @@ def _nearest(word: str, words: Iterable[Word]) -> str:
 
 
 class Span(NamedTuple):
-    """Some characters of a text: ``text[start:end]``."""
+    """A range of characters in a text: ``text[start:end]``."""
 
     start: int
     end: int
 
 
 def words(text: str) -> list[Span]:
-    """The spans of the words of a text; each punctuation mark is one.
+    """Return the spans of the words of a text. A punctuation mark counts as a word.
 
     >>> text = "It's 3.50, n'est-ce pas?"
     >>> [text[start:end] for start, end in words(text)]
     ["It's", '3.50', ',', "n'", 'est-ce', 'pas', '?']
     """
-    return [Span(*found.span()) for found in _WORD.finditer(text)]
+    return [Span(*match.span()) for match in _WORD.finditer(text)]
 
 
 def sentences(text: str) -> list[Span]:
-    r"""The spans of the sentences of a text, without spaces around. A new line ends one.
+    r"""Return the spans of the sentences of a text, without outer spaces.
+
+    A newline ends a sentence.
 
     >>> text = "Mr. Bean left. Where to?\nNobody knew."
     >>> [text[start:end] for start, end in sentences(text)]
@@ -195,7 +201,7 @@ def sentences(text: str) -> list[Span]:
     for end in _END.finditer(text):
         sign = end.group().rstrip()
         stop = end.start() + len(sign)
-        # Only the last characters, which is enough for an abbreviation.
+        # The last few characters are enough to find an abbreviation.
         near = text[max(start, stop - MAX_ABBREVIATION) : stop]
         if "\n" not in end.group() and _SHORT.search(near):
             continue
@@ -207,6 +213,6 @@ def sentences(text: str) -> list[Span]:
 
 
 def spans_of(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[Span]:
-    """The span of each id in the text that ``ids`` decode to."""
+    """Return the span of each id in the text that ``ids`` decode to."""
     lengths = [len(decode(ids[:count])) for count in range(len(ids) + 1)]
     return [Span(lengths[at], max(lengths[at], lengths[at + 1])) for at in range(len(ids))]
