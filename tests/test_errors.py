@@ -46,10 +46,10 @@ def test_kinds_of_errors() -> None:
 def test_shapes() -> None:
     refused("one layout of", r"\[2, 4, 5, 3\]", r"\[5, 3\]", key=X[0, 0])
     refused("one layout of", query=X[None], key=X[None], value=X[None])
-    refused("agree in batch", r"\[1, 4, 5, 3\]", key=X[:1])
-    refused("agree in batch and dim", r"\[2, 4, 5, 2\]", query=X[..., :2])
+    refused("the same batch", r"\[1, 4, 5, 3\]", key=X[:1])
+    refused("the same batch and dim", r"\[2, 4, 5, 2\]", query=X[..., :2])
     refused("key and value", r"\[2, 4, 4, 3\]", value=X[:, :, :4])
-    refused("agree", query=X[..., :0], key=X[..., :0])
+    refused("at least 1", query=X[..., :0], key=X[..., :0])
     refused("4 query heads", "3 key heads", "multiple", key=X[:, :3], value=X[:, :3])
     refused("4 query heads", "0 key heads", key=X[:, :0], value=X[:, :0])
 
