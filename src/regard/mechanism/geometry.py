@@ -85,7 +85,7 @@ class Interval(NamedTuple):
         return (columns >= low) & (columns < high)
 
     def hulls(self, extent: Extent, step: int) -> list[Hull]:
-        """Split the queries into blocks of ``step``, each with the keys its queries may attend to."""
+        """Split the queries into blocks of ``step``, each with the keys they may attend to."""
         starts = range(0, max(extent.queries, 1), step)
         blocks = [range(start, min(start + step, extent.queries)) for start in starts]
         least_low, most_low = _extremes(self.low, blocks)

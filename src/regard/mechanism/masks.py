@@ -150,7 +150,7 @@ def hulls(mask: Mask | None, extent: Extent, step: int) -> list[Hull]:
 
 
 def interval_on_host(mask: Mask, extent: Extent) -> Interval:
-    """The mask's interval, on the CPU if the mask is static, so that reading it needs no GPU sync."""
+    """The mask's interval, on the CPU if the mask is static, so that reading it does not wait."""
     host = extent._replace(device=torch.device("cpu")) if mask.static else extent
     return mask.interval(host)
 
@@ -346,8 +346,8 @@ class Segments(RangeMask):
             names, counts = torch.unique_consecutive(row, return_counts=True)
             if len(names) != len(names.unique()):
                 raise InputError(
-                    "The positions of a segment must be contiguous, but an id occurs in two places: "
-                    f"{names.tolist()}. Pass masks.Dense for such a pattern."
+                    "The positions of a segment must be contiguous, but an id occurs in two "
+                    f"places: {names.tolist()}. Pass masks.Dense for such a pattern."
                 )
             rows.append(tuple(counts.tolist()))
         return cls(rows)

@@ -223,9 +223,7 @@ class Seen:
     top: Top | None = None  # weights and keys, [b, h, q, k] each
     rows: Tensor | None = None  # [b, h, r, k] the requested rows
     pairs: Tensor | None = None  # [b, h, p] the weights of the requested pairs
-    map: Tensor | None = (
-        None  # [b, h, r, c] total weight on a bin of keys, averaged over a bin of queries
-    )
+    map: Tensor | None = None  # [b, h, r, c] weight of an average query on a bin of keys
     map_peak: Tensor | None = None  # [b, h, r, c] the largest weight in each cell of the map
     weights: Tensor | None = None  # [b, h, q, k] all weights
     extent: tuple[int, int, int, int] = field(default=(0, 0, 0, 0))  # batch, heads, queries, keys
@@ -264,9 +262,7 @@ class Seen:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 if metadata.get("regard") != "seen":
-                    raise InputError(
-                        f"{path} is a safetensors file, but Seen.save did not write it."
-                    )
+                    raise InputError(f"{path} is a safetensors file, but not written by Seen.save.")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
         except FileNotFoundError:
             raise InputError(f"There is no file {path}.") from None

@@ -116,7 +116,7 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
 
 
 def _empty_fields(see: See, extent: Extent) -> dict[str, Tensor]:
-    """Tensors for the kernel: it writes each row's highest score, and rows or weights as ``kept``."""
+    """Tensors for the kernel's results; ``kept`` holds requested rows or all weights."""
     fields = zeros(see, extent, torch.float32)
     each_row = _zeros(extent.batch, extent.heads, extent.queries)
     if see.max_logit:
@@ -136,9 +136,7 @@ def _chosen(see: See, extent: Extent) -> dict[str, Tensor]:
         if not see.weights:
             places.fill_(-1)
             rows = sorted(row % extent.queries for row in see.rows)
-            for place, row in reversed(
-                list(enumerate(rows))
-            ):  # a row requested twice keeps its first index
+            for place, row in reversed(list(enumerate(rows))):  # the first of equal rows
                 places[row] = place
         tensors["places"] = places
     if isinstance(see.pairs, Pairs):

@@ -74,9 +74,7 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
         and not all_finite(call)
     ):
         return by_rows(call)
-    inputs = [
-        (call.query, call.key, call.value)
-    ]  # all sequences at once; below, one tuple for each
+    inputs = [(call.query, call.key, call.value)]  # one tuple of all sequences
     groups = [pieces]
     if pieces[0].batch != slice(None):
         ones = [1] * extent.batch
@@ -113,7 +111,7 @@ def _parts(tensor: Tensor, ranges: Sequence[range]) -> Sequence[Tensor]:
 
 
 def _can_check(call: Call) -> bool:
-    """Whether values can be checked: not on a GPU (it would synchronize), compiled or under vmap."""
+    """Whether values can be read: not on a GPU (would synchronize), compiled or under vmap."""
     if call.extent.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     return not call.transformed
@@ -252,9 +250,8 @@ def _runs(batch: slice, low: Tensor, high: Tensor) -> list[Piece]:
     """Cut one sequence into runs of queries whose ranges are equal or move by equal steps."""
     queries = len(low)
     steps = torch.stack((low.diff(), high.diff()), dim=1)  # [q - 1, 2]
-    lasts = (
-        (steps[1:] != steps[:-1]).any(1).nonzero()[:, 0].tolist()
-    )  # the last of each run of equal steps
+    # The last index of each run of equal steps.
+    lasts = (steps[1:] != steps[:-1]).any(1).nonzero()[:, 0].tolist()
     lows, highs, moves = low.tolist(), high.tolist(), steps.tolist()
     pieces: list[Piece] = []
     start = 0
