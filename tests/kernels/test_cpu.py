@@ -327,7 +327,7 @@ def test_without_a_compiler(
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     assert build_again() == (
-        "there is no C++ compiler (g++, clang++, or what CXX names) to build the kernel."
+        "there is no C++ compiler (g++, clang++ or $CXX) to build the kernel."
     )
 
 
@@ -355,7 +355,7 @@ def test_a_cache_folder_that_cannot_be_created(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     reason = build_again()
     assert isinstance(reason, str)
-    assert "could not be built, kept or loaded" in reason
+    assert "could not be built, cached or loaded" in reason
 
 
 @pytest.mark.slow

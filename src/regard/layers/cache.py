@@ -45,7 +45,7 @@ class KeyValueCache:
         return self._keys[:, :, : self._length], self._values[:, :, : self._length]
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Append ``key`` and ``value``, [batch, heads, n, dim]; return views of all keys and values."""
+        """Append ``key`` and ``value``, [batch, heads, n, dim]; return views of all so far."""
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise InputError(
                 "A cache writes in place and gives no gradients. Decode under torch.no_grad(), or "

@@ -109,7 +109,7 @@ class MultiHeadAttention(nn.Module):
         cache: KeyValueCache | CrossCache | None = None,
         see: See | None = None,
     ) -> Tensor | tuple[Tensor, Seen]:
-        """Attend from ``x`` [batch, queries, dim]; return the output, or (output, Seen) with ``see``.
+        """The output for ``x`` [batch, queries, dim], or (output, Seen) if ``see`` is given.
 
         A ``KeyValueCache`` holds past keys and values, a ``CrossCache`` those of ``context``.
         """
@@ -209,9 +209,7 @@ class MultiHeadAttention(nn.Module):
         """A decoding step by :meth:`forward`, which runs module hooks and computes Seen."""
         mask = None if bias is None else bias > -math.inf
         bias = None if bias is None else bias.clamp(min=torch.finfo(bias.dtype).min)
-        context = (
-            x if isinstance(cache, CrossCache) else None
-        )  # a placeholder: the keys are in the cache
+        context = x if isinstance(cache, CrossCache) else None  # unused: the cache has the keys
         result: Tensor = self(x, context, mask=mask, bias=bias, cache=cache)
         return result
 
@@ -450,7 +448,7 @@ class Block(nn.Module):
     def stepper(
         self,
     ) -> Callable[[Tensor, KeyValueCache, Tensor | None, CrossCache, Tensor | None], Tensor]:
-        """Return a fast :meth:`forward` for decoding, as :meth:`MultiHeadAttention.stepper` does."""
+        """Return a fast :meth:`forward` for decoding; see :meth:`MultiHeadAttention.stepper`."""
         before, after = self.around_attention.sides()
         before_feed, after_feed = self.around_feed_forward.sides()
         attend, feed = self.attention.stepper(), direct(self.feed_forward)

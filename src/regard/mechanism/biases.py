@@ -221,8 +221,8 @@ class RelativeContent(Bias):
         kind = torch.promote_types(query.dtype, relative.dtype)
         query, relative = _wide(query.to(kind)), _wide(relative.to(kind))
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        # Distances decrease along a row, and the keys of each row start one column further left than
-        # in the row before: a view with rows one element shorter aligns them.
+        # Distances decrease along a row, and the keys of each row start one column left of those of
+        # the row before: a view with rows one element shorter aligns them.
         product = (query * scale) @ relative.flip(1).transpose(-1, -2)
         if len(rows) > 1:
             shifted = product.flatten(2)[..., len(rows) - 1 : -1]
