@@ -128,8 +128,8 @@ class RelativeBuckets(Bias):
             )
         if self.max_distance <= self._exact:
             raise InputError(
-                f"RelativeBuckets(max_distance={self.max_distance}) must exceed {self._exact}, the "
-                "number of distances with a bucket of their own."
+                f"RelativeBuckets(max_distance={self.max_distance}) must exceed "
+                f"{self._exact}: {self._exact} distances have a bucket of their own."
             )
 
     @property

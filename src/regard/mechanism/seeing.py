@@ -156,7 +156,7 @@ class See:
             if (kept := extent.batch * extent.heads * numbers) > MAX_NUMBERS:
                 raise InputError(
                     f"See({name}=...) would keep {kept:,} numbers ({kept * 4 / 2**30:.1f} GiB). "
-                    "Use rows=[...] for some rows, or map=(rows, columns) for a pooled map."
+                    "Ask for fewer: rows=[...] keeps some rows, map=(rows, columns) a pooled map."
                 )
 
     def __repr__(self) -> str:
