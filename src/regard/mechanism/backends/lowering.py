@@ -47,7 +47,7 @@ def run_kernels(call: Call, hopper: bool) -> tuple[Tensor, Seen | None]:
         return output, None
     if not see.lse:
         del results["lse"]
-    in_order = results.pop("rows", None)  # already in the requested order: keep from ``finish``
+    in_order = results.pop("rows", None)  # in request order; ``finish`` expects sorted rows
     seen = finish(see, results, call.extent)
     if compute is not None:
         seen = Deferred.of(seen, compute)
