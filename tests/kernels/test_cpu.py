@@ -326,9 +326,7 @@ def test_without_a_compiler(
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert build_again() == (
-        "there is no C++ compiler (g++, clang++ or $CXX) to build the kernel."
-    )
+    assert build_again() == "there is no C++ compiler (g++, clang++ or $CXX) to build the kernel."
 
 
 def test_a_compiler_that_fails(
