@@ -46,10 +46,10 @@ def test_kinds_of_errors() -> None:
 def test_shapes() -> None:
     refused("one layout of", r"\[2, 4, 5, 3\]", r"\[5, 3\]", key=X[0, 0])
     refused("one layout of", query=X[None], key=X[None], value=X[None])
-    refused("agree in batch", r"\[1, 4, 5, 3\]", key=X[:1])
-    refused("agree in batch and dim", r"\[2, 4, 5, 2\]", query=X[..., :2])
+    refused("the same batch", r"\[1, 4, 5, 3\]", key=X[:1])
+    refused("the same batch and dim", r"\[2, 4, 5, 2\]", query=X[..., :2])
     refused("key and value", r"\[2, 4, 4, 3\]", value=X[:, :, :4])
-    refused("agree", query=X[..., :0], key=X[..., :0])
+    refused("at least 1", query=X[..., :0], key=X[..., :0])
     refused("4 query heads", "3 key heads", "multiple", key=X[:, :3], value=X[:, :3])
     refused("4 query heads", "0 key heads", key=X[:, :0], value=X[:, :0])
 
@@ -142,7 +142,7 @@ def test_backends() -> None:
     with pytest.raises(BackendError, match=r"'sdpa' cannot run.*softcap"):
         attention(X, X, X, softcap=1.0, backend="sdpa")
     long, slopes = torch.zeros(1, 1, sdpa.MAX_BIAS_KEYS + 1, 4), torch.ones(1, requires_grad=True)
-    with pytest.raises(BackendError, match=r"'sdpa' cannot run.*bias no gradient"):
+    with pytest.raises(BackendError, match=r"'sdpa' cannot run.*gradient of a bias"):
         attention(long, long, long, bias=Alibi(slopes), backend="sdpa")
 
 

@@ -24,7 +24,7 @@ class InputError(RegardError, ValueError):
 
 
 class BackendError(RegardError, RuntimeError):
-    """A named backend that cannot run a call; the message gives its reason.
+    """The requested backend cannot run a call; the message gives the reason.
 
     >>> import torch
     >>> from regard import BackendError, See, attention
@@ -38,7 +38,7 @@ class BackendError(RegardError, RuntimeError):
 
 
 class CheckpointError(RegardError, ValueError):
-    """A checkpoint that is missing, broken, unsafe, or of another model.
+    """A checkpoint is missing, broken or unsafe, or belongs to another model.
 
     >>> from regard import load
     >>> load("./nowhere")  # doctest: +ELLIPSIS
@@ -48,7 +48,7 @@ class CheckpointError(RegardError, ValueError):
 
 
 class UnknownModelError(CheckpointError, InputError):
-    """An unknown name of a model.
+    """A model name is unknown.
 
     >>> from regard import UnknownModelError, load
     >>> try:

@@ -285,7 +285,7 @@ def test_it_gives_a_reason_for_each_call_it_refuses() -> None:
         assert found is not None
         return found
 
-    assert "no torch.float64" in reason(x.double())
+    assert "not support torch.float64" in reason(x.double())
     assert "no gradients" in reason(x.clone().requires_grad_())
     slopes = Alibi(torch.ones(1, requires_grad=True))
     assert "no gradients" in reason(bias=slopes)
@@ -326,9 +326,7 @@ def test_without_a_compiler(
 ) -> None:
     monkeypatch.delenv("CXX", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert build_again() == (
-        "there is no C++ compiler (g++, clang++, or what CXX names) to build the kernel."
-    )
+    assert build_again() == "there is no C++ compiler (g++, clang++ or $CXX) to build the kernel."
 
 
 def test_a_compiler_that_fails(
@@ -355,7 +353,7 @@ def test_a_cache_folder_that_cannot_be_created(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     reason = build_again()
     assert isinstance(reason, str)
-    assert "could not be built, kept or loaded" in reason
+    assert "could not be built, cached or loaded" in reason
 
 
 @pytest.mark.slow

@@ -138,7 +138,7 @@ def test_segments_from_ids() -> None:
     extent = Extent(2, 1, 5, 5, CPU)
     same = ids[:, None, :, None] == ids[:, None, None, :]
     assert torch.equal(whole(Segments.from_ids(ids), extent), same)
-    with pytest.raises(InputError, match="comes back"):
+    with pytest.raises(InputError, match="two places"):
         Segments.from_ids(torch.tensor([1, 2, 1]))
 
 

@@ -89,7 +89,7 @@ def test_what_has_a_gradient_can_be_saved(tmp_path: Path) -> None:
 
 def test_loading_something_else_says_so(tmp_path: Path) -> None:
     save_file({"lse": torch.zeros(1)}, tmp_path / "other.safetensors")
-    with pytest.raises(InputError, match=r"other\.safetensors.*not of a Seen"):
+    with pytest.raises(InputError, match=r"other\.safetensors.*not written by Seen"):
         Seen.load(tmp_path / "other.safetensors")
     (tmp_path / "text.safetensors").write_text("not tensors at all")
     with pytest.raises(InputError, match=r"text\.safetensors.*safetensors"):

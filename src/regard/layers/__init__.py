@@ -1,1 +1,1 @@
-"""Attention layer, blocks, positions, caches, losses, linear layers for inference."""
+"""Attention layers, blocks, positions, caches, losses and linear layers for inference."""

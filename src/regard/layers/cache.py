@@ -1,6 +1,6 @@
 """Caches of keys and values between decoding steps, and the memory of Transformer-XL.
 
-Caches are for inference: they write in place, so tensors that require a gradient are refused.
+Caches are for inference: they write in place and refuse tensors that require a gradient.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from regard.errors import InputError
 class KeyValueCache:
     """The keys and values of one layer so far, in preallocated memory.
 
-    Appending writes the new ones after the old and returns views of all of them: the past is not
-    copied. ``room`` is the number of positions to allocate; when it is full, it doubles. The views
-    are valid until the next call.
+    ``append`` writes new keys and values after the old and returns views of all, without copying
+    the old. The views are valid until the next call. ``room`` is the number of positions to
+    allocate; a full cache doubles its memory.
 
     >>> cache = KeyValueCache(room=8)
     >>> step = torch.ones(1, 2, 1, 4)  # [batch, heads, length, dim]
@@ -28,7 +28,7 @@ class KeyValueCache:
 
     def __init__(self, room: int = 0) -> None:
         if room < 0:
-            raise InputError(f"Cache(room=...) counts positions from 0 on, but got {room}.")
+            raise InputError(f"KeyValueCache(room=...) must be 0 or more, but got {room}.")
         self._room, self._length = room, 0
         self._keys: Tensor | None = None  # [batch, heads, room, dim]
         self._values: Tensor | None = None
@@ -39,7 +39,7 @@ class KeyValueCache:
 
     @property
     def kept(self) -> tuple[Tensor, Tensor]:
-        """All keys and values so far; InputError where there are none."""
+        """All keys and values so far; raises InputError if the cache is empty."""
         if self._keys is None or self._values is None:
             raise InputError("This cache is empty.")
         return self._keys[:, :, : self._length], self._values[:, :, : self._length]
@@ -61,7 +61,7 @@ class KeyValueCache:
         return keys.narrow(2, 0, stop), values.narrow(2, 0, stop)
 
     def reorder(self, index: Tensor) -> None:
-        """Replace sequence ``i`` by sequence ``index[i]``, as beams do."""
+        """Replace sequence ``i`` by sequence ``index[i]``, as in beam search."""
         if self._keys is not None and self._values is not None:
             self._keys, self._values = (
                 self._reordered(kept, index) for kept in (self._keys, self._values)
@@ -70,8 +70,8 @@ class KeyValueCache:
     def place(self, index: Tensor, other: KeyValueCache, which: Tensor) -> None:
         """Replace the sequences ``index`` by the sequences ``which`` of ``other``.
 
-        All end at the same position; positions before the start of a new sequence are unchanged,
-        and the caller must mask them.
+        All sequences end at the same position. Positions before the start of a new sequence keep
+        their old content, and the caller must mask them.
         """
         mine, theirs = self.kept, other.kept
         for kept, new in zip(mine, theirs, strict=True):
@@ -94,14 +94,14 @@ class KeyValueCache:
         return moved
 
     def _reordered(self, kept: Tensor, index: Tensor) -> Tensor:
-        """The sequences ``index`` of ``kept`` in new memory; only filled positions are copied."""
+        """Copy the sequences ``index`` of ``kept`` into new memory, filled positions only."""
         reordered = kept.new_empty(len(index), *kept.shape[1:])
         filled = slice(self._length)
         torch.index_select(kept[:, :, filled], 0, index, out=reordered[:, :, filled])
         return reordered
 
     def _reserve(self, kept: Tensor | None, new: Tensor, length: int) -> Tensor:
-        """Memory for ``length`` positions, which holds the positions of ``kept``."""
+        """Return memory for ``length`` positions that starts with the positions of ``kept``."""
         batch, heads, _, dim = new.shape
         if kept is None:
             self._room = max(self._room, length)
@@ -110,7 +110,7 @@ class KeyValueCache:
         if (batch, heads, dim) != expected or (new.dtype, new.device) != (kept.dtype, kept.device):
             raise InputError(
                 f"The cache holds batch, heads and dim {list(expected)} in {kept.dtype} on "
-                f"{kept.device}, but was given {[batch, heads, dim]} in {new.dtype} on "
+                f"{kept.device}, but got {[batch, heads, dim]} in {new.dtype} on "
                 f"{new.device}. Use one cache per layer and per batch."
             )
         if length <= kept.shape[2]:
@@ -122,10 +122,10 @@ class KeyValueCache:
 
 
 class FixedCache(KeyValueCache):
-    """A cache at a fixed address that is read whole, for steps replayed by a CUDA graph.
+    """A cache in fixed memory, for decoding steps that a CUDA graph replays.
 
-    The position of the next key is a tensor ``at`` [1] that all layers share; a bias must mask the
-    positions after it.
+    All layers share the tensor ``at`` [1], the position of the next key. Attention reads the whole
+    memory, so a bias must mask the positions after ``at``.
     """
 
     def __init__(self, keys: Tensor, values: Tensor, at: Tensor) -> None:
@@ -140,7 +140,7 @@ class FixedCache(KeyValueCache):
 
 
 class CrossCache:
-    """The keys and values of the context of cross-attention: projected once, used every step."""
+    """The projected keys and values of a cross-attention context, which every step reuses."""
 
     def __init__(self) -> None:
         self.kept: tuple[Tensor, Tensor] | None = None  # keys and values, [batch, heads, n, dim]
@@ -155,7 +155,7 @@ class CrossCache:
 class Memory:
     """The last hidden states of a layer, for the next segment (https://arxiv.org/abs/1901.02860).
 
-    Gradients stop here: the next segment attends to them, but does not train through them.
+    The next segment attends to these states, but no gradient flows into them.
 
     >>> memory = Memory(length=3)
     >>> list(memory.extend(torch.zeros(1, 2, 4)).shape)
@@ -168,7 +168,7 @@ class Memory:
 
     def __init__(self, length: int) -> None:
         if length < 0:
-            raise InputError(f"Memory(length=...) counts positions from 0 on, but got {length}.")
+            raise InputError(f"Memory(length=...) must be 0 or more, but got {length}.")
         self.length = length
         self._kept: Tensor | None = None  # [batch, kept, dim]
 
@@ -191,7 +191,7 @@ class Memory:
     def place(self, index: Tensor, other: Memory, which: Tensor) -> None:
         """Replace the sequences ``index`` by the sequences ``which`` of ``other``.
 
-        All end at the same position.
+        All sequences end at the same position.
         """
         if self._kept is None or other._kept is None:
             return

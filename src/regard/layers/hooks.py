@@ -1,4 +1,4 @@
-"""HeadHooks: observers and edits of each head's output, where it leaves attention."""
+"""HeadHooks: functions that observe or edit each head's output before the output projection."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class HeadHooks:
     """Edits and observers that run between attention and its output projection.
 
     First every edit, in order of registration, gets the heads' outputs [batch, heads, queries,
-    head dim] and returns those to use instead. Then every observer gets the edited outputs and what
-    attention saw. In a decoding step the queries are the beams of a sentence.
+    head dim] and returns their replacement. Then every observer gets the edited outputs and the
+    attention's :class:`Seen`. In a decoding step the queries are the beams of a sentence.
 
     >>> import torch
     >>> from regard import MultiHeadAttention
@@ -53,9 +53,9 @@ class HeadHooks:
     ) -> RemovableHandle:
         """Call ``observer(heads, seen)`` at every call of the layer.
 
-        ``see`` is what attention is to compute for the observers: a :class:`See`, or a function
-        that is asked before each call and returns a See or None. ``seen`` is None where nothing
-        was requested, and where the call itself was given ``see=``.
+        ``see`` requests statistics for the observers: a :class:`See`, or a function that returns a
+        See or None before each call. ``seen`` is None if nothing was requested, or if the layer was
+        called with its own ``see=``.
         """
         ask = see if callable(see) else lambda: see
         handle = RemovableHandle(self._observations)
@@ -68,7 +68,7 @@ class HeadHooks:
         return len(self._edits) + len(self._observations) > 0
 
     def see(self) -> See | None:
-        """What attention is to compute for the observers."""
+        """The statistics that the observers request."""
         requests = [observation.see() for observation in self._observations.values()]
         given = {id(see): see for see in requests if see is not None}
         if len(given) > 1:

@@ -10,7 +10,7 @@ from torch.nn.functional import pad
 
 from regard.kernels.cpu import build
 
-PANEL, QUAD, DEPTH = 32, 4, 64  # the layout of weights in linear.cpp
+PANEL, QUAD, DEPTH = 32, 4, 64  # the same layout of weights as in linear.cpp
 
 
 class Prepacked(nn.Module):
@@ -30,7 +30,7 @@ class Prepacked(nn.Module):
 
 
 class Quantized(nn.Module):
-    """A linear layer in int8, with a scale for each output and for each row of its input."""
+    """An int8 linear layer with a scale for each output and for each row of the input."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Quantized(nn.Module):
         depth = whole.shape[1]
         panels = whole.view(-1, PANEL, depth // QUAD, QUAD).transpose(1, 2).contiguous()
         bias = None if bias is None else bias.detach().float().contiguous()
-        self.kept = (panels, sums, scale, bias)  # the kernel holds pointers to them
+        self.kept = (panels, sums, scale, bias)  # keep alive: ``weights`` points to these tensors
         self.weights = build.Weights(
             *(None if tensor is None else tensor.data_ptr() for tensor in self.kept),
             self.inputs, self.outputs, depth,
@@ -64,7 +64,7 @@ class Quantized(nn.Module):
 
 
 class SplitLinear(nn.Module):
-    """A linear layer in pieces, which computes all its outputs, or those of one piece."""
+    """A linear layer split by outputs: it computes all outputs or those of one piece."""
 
     def __init__(self, pieces: list[nn.Module], cuts: list[int]) -> None:
         super().__init__()

@@ -1,8 +1,8 @@
-"""The loss of a language model, without all of its logits in memory.
+"""The loss of a language model, computed without all logits in memory.
 
-Logits are the largest tensor of training: 16,384 tokens of GPT-2 have 0.8 billion. Here the forward
-pass takes a chunk of rows at a time: their logits, the loss, and at once the gradients of hidden
-states, weights and bias.
+Logits are the largest tensor of training: 0.8 billion numbers for 16,384 tokens of GPT-2. Here the
+forward pass takes one chunk of rows at a time and computes its logits, its loss and the gradients
+of hidden states, weights and bias.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from torch import Tensor
 
 from regard.errors import BackendError, InputError
 
-NOTHING = -100  # the label of positions without a loss
-CHUNK_BYTES = 6 * 10**8  # of logits at a time; more on a large GPU
-TILE = 128  # rows of a block of a matrix product on a GPU
+NOTHING = -100  # the label of ignored positions
+CHUNK_BYTES = 6 * 10**8  # bytes of logits per chunk; more on a large GPU
+TILE = 128  # rows of a tile of a matrix product on a GPU
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # compiled code would hold all logits
@@ -32,15 +32,15 @@ def linear_cross_entropy(
     """The summed cross-entropy of ``labels`` [...] under the logits ``hidden @ weight.T + bias``.
 
     ``hidden`` is [..., dim], ``weight`` [vocabulary, dim]. Labels of -100 are ignored.
-    ``smoothing`` is the share of each target that is spread over the vocabulary. The loss has first
-    gradients only.
+    ``smoothing`` is the share of each target that is spread over the vocabulary. Second
+    derivatives are not supported.
 
     >>> hidden, weight = torch.ones(1, 2, 4), torch.eye(4)
     >>> round(linear_cross_entropy(hidden, weight, torch.tensor([[3, -100]])).item(), 4)
     1.3863
     """
     if not 0 <= smoothing < 1:
-        raise InputError(f"smoothing is a number from 0 to below 1, but got {smoothing!r}.")
+        raise InputError(f"smoothing must be at least 0 and below 1, but got {smoothing!r}.")
     if not torch.is_grad_enabled():  # otherwise gradients of parameters would be computed
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()
@@ -82,7 +82,7 @@ class _Chunked(torch.autograd.Function):
                 states = hidden[rows].to(dtype)
                 logits = torch.nn.functional.linear(states, padded, offset)
                 total += _loss(logits, words, labels[rows], smoothing, needed)
-                # From here on ``logits`` holds their gradient.
+                # ``_loss`` has replaced the logits by their gradient.
                 if hidden_gradient is not None:
                     torch.mm(logits, padded, out=hidden_gradient[rows])
                 if wanted.weight:
@@ -97,8 +97,8 @@ class _Chunked(torch.autograd.Function):
     def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():  # create_graph: the result would count as a constant
             raise BackendError(
-                "linear_cross_entropy has no gradients of gradients. Use torch's cross_entropy of "
-                "the logits."
+                "linear_cross_entropy has no second derivatives. Use torch's cross_entropy of the "
+                "logits."
             )
         hidden, weight, bias = ctx.saved_tensors
         return (
@@ -116,24 +116,24 @@ def _added(part: Tensor, so_far: Tensor | None, like: Tensor) -> Tensor:
 
 
 def _chunk_bytes(device: torch.device) -> int:
-    """How many bytes of logits to compute at a time."""
+    """The bytes of logits per chunk."""
     if device.type != "cuda":
         return CHUNK_BYTES
-    # Fewer chunks mean fewer sums over them.
+    # Fewer chunks need fewer additions of their gradients.
     return max(CHUNK_BYTES, torch.cuda.get_device_properties(device).total_memory // 64)
 
 
 def _chunk_rows(rows: int, row_bytes: int, limit: int) -> int:
-    """How many rows to take at a time: nearly equal chunks of whole tiles."""
+    """The rows per chunk, for nearly equal chunks of whole tiles."""
     chunks = max(-(-rows * row_bytes // limit), 1)
     return max(-(-rows // chunks // TILE) * TILE, TILE)
 
 
 def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """Weights of the output, padded with zeros to a vocabulary that is a multiple of 16.
+    """Pad output weights with zeros to a vocabulary that is a multiple of 16.
 
-    Rows of logits then start at multiples of 16 bytes, which a GPU needs for speed; the vocabulary
-    of GPT-2, 50,257, is odd.
+    Rows of logits then start at multiples of 16 bytes, which makes a GPU faster. GPT-2's vocabulary
+    of 50,257 is odd.
     """
     if len(weight) % 16 == 0:
         return weight.to(dtype)
@@ -154,13 +154,13 @@ class _Wanted(NamedTuple):
 def _loss(logits: Tensor, words: int, labels: Tensor, smoothing: float, gradient: bool) -> Tensor:
     """The summed loss of logits [rows, ``words`` or more].
 
-    With ``gradient`` the logits become their gradient.
+    If ``gradient``, overwrite the logits with their gradient.
     """
     if logits.is_cuda and logits.dtype != torch.float64 and find_spec("triton") is not None:
         from regard.kernels.triton.softmax import cross_entropy
 
         return cross_entropy(logits, words, labels, smoothing, gradient)
-    logits = logits[:, :words]  # the padding stays 0, which is its gradient
+    logits = logits[:, :words]  # the logits of the padding stay 0, the value of their gradient
     counts = labels != NOTHING
     at = labels.where(counts, 0)[:, None]
     logs = torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))

@@ -1,6 +1,6 @@
-"""The layers a Transformer is built from: attention with its projections, feed-forward, and blocks.
+"""The layers of a Transformer: multi-head attention, feed-forward layers and blocks.
 
-Layers take built parts: a block is given its sublayers and the ``PreNorm`` or ``PostNorm`` of each.
+A block is constructed from its sublayers and a ``PreNorm`` or ``PostNorm`` for each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ __all__ = [
 
 
 class Linear(nn.Linear):
-    """A linear layer that can also compute only some of its outputs."""
+    """A linear layer that can also compute a range of its outputs."""
 
     def part(self, x: Tensor, start: int, stop: int) -> Tensor:
         """The outputs ``start`` to ``stop`` for ``x`` [..., inputs]."""
@@ -47,23 +47,23 @@ class Linear(nn.Linear):
 
 
 class Heads(NamedTuple):
-    """Every intermediate result of one call of an attention layer."""
+    """All intermediate results of one call of an attention layer."""
 
     query: Tensor  # [batch, heads, queries, head dim]
     key: Tensor  # [batch, key heads, keys, head dim]
     value: Tensor  # [batch, key heads, keys, head dim]
     heads: Tensor  # [batch, heads, queries, head dim]: the output of each head
-    output: Tensor  # [batch, queries, dim]: the heads concatenated and projected
+    output: Tensor  # [batch, queries, dim]: concatenated heads after the output projection
     seen: Seen | None
 
 
 class MultiHeadAttention(nn.Module):
     """Attention with its projections (https://arxiv.org/abs/1706.03762).
 
-    One matrix, ``qkv``, holds the projections to queries, keys and values, in this order. Without
-    a ``context`` the layer computes self-attention, with one cross-attention. ``key_heads`` below
-    ``heads`` shares keys and values among groups of heads. ``head_hooks`` observe and change the
-    output of each head (see :class:`HeadHooks`).
+    One matrix, ``qkv``, holds the projections to queries, keys and values, in this order. The layer
+    computes cross-attention if it is called with a ``context``, otherwise self-attention. If
+    ``key_heads`` is less than ``heads``, groups of heads share keys and values. ``head_hooks``
+    observe and change the output of each head (see :class:`HeadHooks`).
 
     >>> import torch
     >>> layer = MultiHeadAttention(dim=8, heads=2)
@@ -109,9 +109,9 @@ class MultiHeadAttention(nn.Module):
         cache: KeyValueCache | CrossCache | None = None,
         see: See | None = None,
     ) -> Tensor | tuple[Tensor, Seen]:
-        """Attention of ``x`` [batch, queries, dim]; with ``see``, (output, Seen).
+        """The output for ``x`` [batch, queries, dim], or (output, Seen) if ``see`` is given.
 
-        A ``KeyValueCache`` holds the past; a ``CrossCache`` keeps the projected ``context``.
+        A ``KeyValueCache`` holds past keys and values, a ``CrossCache`` those of ``context``.
         """
         heads = self.forward_heads(x, context, mask=mask, bias=bias, cache=cache, see=see)
         return heads.output if heads.seen is None else (heads.output, heads.seen)
@@ -126,12 +126,12 @@ class MultiHeadAttention(nn.Module):
         cache: KeyValueCache | CrossCache | None = None,
         see: See | None = None,
     ) -> Heads:
-        """As :meth:`forward`, with Q, K, V and the output of each head."""
+        """Like :meth:`forward`, but also return Q, K, V and the output of each head."""
         if context is None:
             query, key, value = self.project(x)
             if isinstance(cache, CrossCache):
                 raise InputError(
-                    "A CrossCache keeps a projected context: pass context=..., or a KeyValueCache."
+                    "A CrossCache is for cross-attention: pass context=..., or use a KeyValueCache."
                 )
             if cache is not None:
                 key, value = cache.append(key, value)
@@ -150,7 +150,7 @@ class MultiHeadAttention(nn.Module):
         bias: Bias | Tensor | None,
         see: See | None,
     ) -> Heads:
-        """Attention over projected [batch, heads, n, head dim], and the output projection."""
+        """Attend with projected Q, K, V [batch, heads, n, head dim]; project the output."""
         requested = self.head_hooks.see() if see is None and self.head_hooks.active else see
         dropout = self.dropout if self.training else 0.0
         seen = None
@@ -169,11 +169,11 @@ class MultiHeadAttention(nn.Module):
         return Heads(query, key, value, heads, output, None if see is None else seen)
 
     def stepper(self) -> Step:
-        """Return a fast :meth:`forward` for decoding steps, whose arguments are not checked again.
+        """Return a fast version of :meth:`forward` for decoding, which does not check arguments.
 
-        It takes ``x`` [batch, queries, dim], where several queries are the beams of one sentence, a
-        cache, and a bias that broadcasts to [batch, heads, queries, keys], with -inf where a query
-        may not attend. Attributes are looked up once, here.
+        It takes ``x`` [batch, queries, dim], a cache and a bias. The queries are the beams of one
+        sentence. The bias broadcasts to [batch, heads, queries, keys] and is -inf where a query may
+        not attend. Attributes are looked up only once, before the first step.
         """
         layer, qkv, output = self.qkv, direct(self.qkv), direct(self.output)
         heads, dim, scale = self.heads, self.head_dim, self.scale
@@ -206,10 +206,10 @@ class MultiHeadAttention(nn.Module):
     def _step_with_forward(
         self, x: Tensor, cache: KeyValueCache | CrossCache, bias: Tensor | None
     ) -> Tensor:
-        """A decoding step through :meth:`forward`, for module hooks and for what observers see."""
+        """A decoding step by :meth:`forward`, which runs module hooks and computes Seen."""
         mask = None if bias is None else bias > -math.inf
         bias = None if bias is None else bias.clamp(min=torch.finfo(bias.dtype).min)
-        context = x if isinstance(cache, CrossCache) else None  # its keys are in the cache
+        context = x if isinstance(cache, CrossCache) else None  # unused: the cache has the keys
         result: Tensor = self(x, context, mask=mask, bias=bias, cache=cache)
         return result
 
@@ -218,8 +218,8 @@ class MultiHeadAttention(nn.Module):
         return self.split_qkv(self.qkv(x))
 
     def split_qkv(self, flat: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The output of ``qkv``, [batch, n, all heads], as queries, keys and values."""
-        # Not three slices: the gradient of each slice would be as large as all three.
+        """Split the output of ``qkv``, [batch, n, all heads], into queries, keys and values."""
+        # Not three slices: the gradient of each slice would be as large as ``flat``.
         sizes = (self.heads, self.key_heads, self.key_heads)
         query, key, value = self._split(flat).split_with_sizes(sizes, dim=1)
         return query, key, value
@@ -227,7 +227,7 @@ class MultiHeadAttention(nn.Module):
     def _project_across(
         self, x: Tensor, context: Tensor, cache: KeyValueCache | CrossCache | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries of ``x``; keys and values of ``context``, from the cache where it has them."""
+        """Queries of ``x``; keys and values of ``context``, from the cache if it has them."""
         if isinstance(cache, KeyValueCache):
             raise InputError("Cross-attention needs a CrossCache, but got a KeyValueCache.")
         cut = self.heads * self.head_dim
@@ -237,19 +237,19 @@ class MultiHeadAttention(nn.Module):
         projected = self._split(self.qkv.part(context, cut, self.qkv.out_features))
         key, value = projected.chunk(2, dim=1)
         if cache is not None:
-            # Read at every step: keep the rows of a head contiguous.
+            # Every step reads them: make the rows of a head contiguous.
             key, value = key.contiguous(), value.contiguous()
             cache.kept = key, value
         return query, key, value
 
     def _split(self, flat: Tensor) -> Tensor:
         """[batch, n, heads * head dim] as [batch, heads, n, head dim]."""
-        heads = flat.shape[-1] // self.head_dim  # -1 fails where a size is 0
+        heads = flat.shape[-1] // self.head_dim  # view(-1) fails if a size is 0
         return flat.view(*flat.shape[:2], heads, self.head_dim).transpose(1, 2)
 
 
 class FeedForward(nn.Module):
-    """Two linear layers with an activation between, applied to each position.
+    """Two linear layers with an activation between them, applied to each position.
 
     ``activation`` is a module, such as ``nn.ReLU()`` (the default) or ``nn.GELU()``.
 
@@ -259,7 +259,7 @@ class FeedForward(nn.Module):
     [1, 5, 8]
     """
 
-    widths: ClassVar[int] = 1  # the first layer has this many times ``inner`` outputs
+    widths: ClassVar[int] = 1  # the first layer has ``widths * inner`` outputs
 
     def __init__(
         self,
@@ -289,7 +289,7 @@ class FeedForward(nn.Module):
 
 
 class GatedFeedForward(FeedForward):
-    """A feed-forward layer whose hidden units are multiplied by activated gates
+    """A feed-forward layer that multiplies hidden units by activated gates
     (https://arxiv.org/abs/2002.05202). One matrix, ``up``, holds the gates, then the hidden units.
 
     >>> import torch
@@ -335,7 +335,7 @@ Step = Callable[[Tensor, KeyValueCache | CrossCache, Tensor | None], Tensor]
 
 
 def direct(module: nn.Module) -> Apply:
-    """The function of a module in eval mode, without the overhead of ``nn.Module.__call__``."""
+    """Return a module's eval-mode function without the overhead of ``nn.Module.__call__``."""
     if module._forward_hooks or module._forward_pre_hooks:
         return module
     if type(module) in (Linear, nn.Linear):
@@ -357,7 +357,7 @@ def _same(x: Tensor) -> Tensor:
 
 
 class PreNorm(nn.Module):
-    """The wrapping ``x + dropout(layer(norm(x)))`` of a sublayer, as in GPT-2 and T5."""
+    """Computes ``x + dropout(layer(norm(x)))`` for a sublayer, as in GPT-2 and T5."""
 
     def __init__(self, norm: nn.Module, dropout: float = 0.0) -> None:
         super().__init__()
@@ -373,7 +373,7 @@ class PreNorm(nn.Module):
 
 
 class PostNorm(nn.Module):
-    """The wrapping ``norm(x + dropout(layer(x)))`` of a sublayer, as in BERT."""
+    """Computes ``norm(x + dropout(layer(x)))`` for a sublayer, as in BERT."""
 
     def __init__(self, norm: nn.Module, dropout: float = 0.0) -> None:
         super().__init__()
@@ -390,9 +390,9 @@ class PostNorm(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention, then cross-attention where ``cross`` is given, then feed-forward.
+    """Self-attention, then cross-attention if ``cross`` is given, then feed-forward.
 
-    Each sublayer comes with its wrapping, a :class:`PreNorm` or :class:`PostNorm`.
+    A :class:`PreNorm` or :class:`PostNorm` adds the norm and the residual to each sublayer.
 
     >>> import torch
     >>> block = Block(
@@ -431,7 +431,7 @@ class Block(nn.Module):
         context_mask: Mask | None = None,
         cross_cache: CrossCache | None = None,
     ) -> Tensor:
-        """``x`` [batch, n, dim], where ``cross`` attends to ``context`` [batch, m, dim]."""
+        """``x`` is [batch, n, dim]; ``cross`` attends to ``context`` [batch, m, dim]."""
         cross, around_cross = self.cross, self.around_cross
         if (cross is None) != (context is None):
             raise InputError(
@@ -448,7 +448,7 @@ class Block(nn.Module):
     def stepper(
         self,
     ) -> Callable[[Tensor, KeyValueCache, Tensor | None, CrossCache, Tensor | None], Tensor]:
-        """Return a fast :meth:`forward` for decoding (see :meth:`MultiHeadAttention.stepper`)."""
+        """Return a fast :meth:`forward` for decoding; see :meth:`MultiHeadAttention.stepper`."""
         before, after = self.around_attention.sides()
         before_feed, after_feed = self.around_feed_forward.sides()
         attend, feed = self.attention.stepper(), direct(self.feed_forward)

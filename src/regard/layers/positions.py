@@ -22,9 +22,9 @@ def sinusoidal(
 ) -> Tensor:
     """Sines and cosines of geometrically spaced frequencies (https://arxiv.org/abs/1706.03762).
 
-    ``positions`` is a length, or a tensor of positions of any shape; the result has one more axis,
-    of size ``dim``. ``"interleaved"`` is the paper's sin, cos, sin, cos ...; ``"half"`` puts all
-    sines before all cosines, as Tensor2Tensor, Marian and Transformer-XL do.
+    ``positions`` is a length, or a tensor of positions of any shape. The result has an additional
+    last axis of size ``dim``. ``"interleaved"`` is the paper's sin, cos, sin, cos ...; ``"half"``
+    puts all sines before all cosines, as Tensor2Tensor, Marian and Transformer-XL do.
 
     >>> [f"{number:.2f}" for number in sinusoidal(2, 4)[1]]
     ['0.84', '0.54', '0.01', '1.00']
@@ -35,7 +35,7 @@ def sinusoidal(
         raise InputError(f'layout is "interleaved" or "half", but got {layout!r}.')
     if isinstance(positions, int):
         positions = torch.arange(positions, device=device)
-    # Float64 up to the sine: at position 100,000 a float32 angle errs in its third decimal.
+    # Angles in float64: at position 100,000 a float32 angle is wrong in the third decimal.
     frequencies = base ** -(
         torch.arange(0, dim, 2, device=positions.device, dtype=torch.float64) / dim
     )
@@ -55,7 +55,7 @@ class LearnedPositions(nn.Module):
         nn.init.normal_(self.weight, std=0.02)
 
     def forward(self, positions: Tensor) -> Tensor:
-        """The vectors of ``positions``, a tensor of integers of any shape."""
+        """Look up the vectors of ``positions``, an integer tensor of any shape."""
         return nn.functional.embedding(positions, self.weight)
 
 
@@ -78,7 +78,7 @@ class Rotary(nn.Module):
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:
         """Rotate ``x`` [..., length, dim] by ``positions`` [..., length], by default 0, 1, 2 ..."""
         if x.shape[-1] != self.dim:
-            raise InputError(f"Rotary(dim={self.dim}) was given vectors of {x.shape[-1]}.")
+            raise InputError(f"Rotary(dim={self.dim}) got vectors of {x.shape[-1]} dimensions.")
         if positions is None:
             positions = torch.arange(x.shape[-2], device=x.device)
         sin, cos = sinusoidal(positions, self.dim, layout="half", base=self.base).chunk(2, dim=-1)

@@ -1,7 +1,7 @@
 """Biases: numbers added to the scaled scores, before the mask and the softmax.
 
-Like masks they are small frozen descriptions, computed a tile at a time, so that no [queries, keys]
-tensor is needed. Gradients reach every tensor they hold.
+A bias, like a mask, is a small frozen description. Backends compute it tile by tile, so that no
+[queries, keys] tensor is needed. Gradients reach every tensor of a bias.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ class Bias(ABC):
 
     @abstractmethod
     def check(self, extent: Extent) -> None:
-        """Raise InputError where this bias does not fit a call of that extent."""
+        """Raise InputError if this bias does not fit a call with these sizes."""
 
     @abstractmethod
     def tile(self, tile: Tile) -> Tensor:
-        """The numbers of one tile: broadcasts to [batch, heads, q, k]."""
+        """The bias of one tile: broadcasts to [batch, heads, q, k]."""
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors among the fields, each of which may require a gradient."""
+        """The fields that are tensors; each may require a gradient."""
         values = (getattr(self, f.name) for f in fields(self))  # type: ignore[arg-type]
         return tuple(value for value in values if isinstance(value, Tensor))
 
@@ -54,7 +54,7 @@ class Dense(Bias):
         if not self.values.is_floating_point():
             raise InputError(
                 f"A bias holds numbers to add to the scores, but got {self.values.dtype}. "
-                "A boolean mask is passed as mask=tensor, True where a query may attend."
+                "Pass a boolean mask as mask=tensor, True where a query may attend."
             )
 
     def check(self, extent: Extent) -> None:
@@ -72,7 +72,7 @@ class Alibi(Bias):
 
     @classmethod
     def standard(cls, heads: int, device: torch.device | str | None = None) -> Alibi:
-        """The slopes of the paper: a geometric sequence, for any number of heads.
+        """Use the slopes of the paper: a geometric sequence, for any number of heads.
 
         >>> Alibi.standard(4).slopes.tolist()
         [0.25, 0.0625, 0.015625, 0.00390625]
@@ -81,7 +81,7 @@ class Alibi(Bias):
             raise InputError(f"Alibi needs at least one head, but got {heads}.")
         whole = 2 ** math.floor(math.log2(heads))
         slopes = [2 ** (-8 * (i + 1) / whole) for i in range(whole)]
-        # Heads beyond a power of two take every other slope of the next one.
+        # Heads beyond a power of two take every other slope of the next power of two.
         slopes += [2 ** (-8 * (2 * i + 1) / (2 * whole)) for i in range(heads - whole)]
         return cls(torch.tensor(slopes, device=device))
 
@@ -89,7 +89,7 @@ class Alibi(Bias):
         if self.slopes.shape != (extent.heads,):
             raise InputError(
                 f"Alibi needs one slope per head, [{extent.heads}], but got "
-                f"{list(self.slopes.shape)}. Alibi.standard({extent.heads}) gives the paper's."
+                f"{list(self.slopes.shape)}. Alibi.standard({extent.heads}) has the paper's slopes."
             )
 
     def tile(self, tile: Tile) -> Tensor:
@@ -99,11 +99,12 @@ class Alibi(Bias):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RelativeBuckets(Bias):
-    """T5's learned number per head and bucket of distances (https://arxiv.org/abs/1910.10683).
+    """T5's learned bias per head and bucket of distances (https://arxiv.org/abs/1910.10683).
 
-    Each short distance has its bucket, longer distances share buckets that widen logarithmically,
-    and all beyond ``max_distance`` share the last. With ``bidirectional`` half of the buckets are
-    for keys after the query; without it those keys share the bucket of distance 0.
+    Each short distance has its own bucket. Longer distances share buckets that widen
+    logarithmically; all distances beyond ``max_distance`` share the last bucket. If
+    ``bidirectional``, half of the buckets are for keys after the query; otherwise those keys share
+    the bucket of distance 0.
 
     >>> from regard import RelativeBuckets, attention
     >>> table = torch.randn(32, 2)  # [buckets, heads]
@@ -127,18 +128,18 @@ class RelativeBuckets(Bias):
             )
         if self.max_distance <= self._exact:
             raise InputError(
-                f"RelativeBuckets(max_distance={self.max_distance}) must exceed the "
-                f"{self._exact} distances that do not share a bucket."
+                f"RelativeBuckets(max_distance={self.max_distance}) must exceed "
+                f"{self._exact}: {self._exact} distances have a bucket of their own."
             )
 
     @property
     def _exact(self) -> int:
-        """How many distances do not share a bucket."""
+        """The number of distances with a bucket of their own."""
         return self._one_way // 2
 
     @property
     def _one_way(self) -> int:
-        """How many buckets the keys on one side of a query have."""
+        """The number of buckets for the keys on one side of a query."""
         return self.table.shape[0] // (2 if self.bidirectional else 1)
 
     def check(self, extent: Extent) -> None:
@@ -149,11 +150,11 @@ class RelativeBuckets(Bias):
             )
 
     def bucket(self, distance: Tensor) -> Tensor:
-        """The bucket of each distance, where a key after its query has a negative distance."""
+        """The bucket of each distance; keys after the query have negative distances."""
         exact, buckets = self._exact, self._one_way
         after = buckets * (distance < 0) * self.bidirectional
         distance = distance.abs() if self.bidirectional else distance.clamp(min=0)
-        # Float32 throughout: that rounding decides some of the edges in trained checkpoints.
+        # Float32 as in T5: its rounding determines the edges of some buckets.
         ratio = torch.log(distance.clamp(min=1).float() / exact) / math.log(
             self.max_distance / exact
         )
@@ -161,7 +162,7 @@ class RelativeBuckets(Bias):
         return after + torch.where(distance < exact, distance, far.clamp(max=buckets - 1))
 
     def tile(self, tile: Tile) -> Tensor:
-        # All distances of a tile lie in one range: look each up once, then gather.
+        # A tile has few distinct distances: look each up once, then gather.
         rows, columns, offset = tile.rows, tile.columns, tile.extent.offset
         if not rows or not columns:
             return self.table.new_zeros(1, self.table.shape[1], len(rows), len(columns))
@@ -179,8 +180,8 @@ class RelativeContent(Bias):
     """Transformer-XL's term ``scale * (q_i + v) . r_(i-j)`` (https://arxiv.org/abs/1901.02860).
 
     ``query`` is ``q + v``, [batch, heads, queries, dim]; ``relative[h, t]`` embeds the distance
-    ``first + t`` in positions from a key to the query after it. Distances beyond either end use
-    the nearest row.
+    ``first + t`` in positions from a key to the query after it. Distances outside
+    of the table use the nearest row.
 
     >>> from regard import Causal, RelativeContent, attention
     >>> q, k, v = torch.randn(3, 1, 2, 5, 8)  # each [batch, heads, length, dim]
@@ -213,15 +214,15 @@ class RelativeContent(Bias):
         query = self.query[:, :, rows.start : rows.stop]
         if not rows or not columns:
             return query.new_zeros(1, 1, len(rows), len(columns))
-        # The distances of this tile, rounded up to a multiple of 8, which makes products faster.
+        # The number of distances is rounded up to a multiple of 8, which makes products faster.
         most = rows.stop - 1 + offset - columns.start - self.first
         count = -(-(len(rows) + len(columns) - 1) // 8) * 8
         relative = self._between(most - count + 1, most)
         kind = torch.promote_types(query.dtype, relative.dtype)
         query, relative = _wide(query.to(kind)), _wide(relative.to(kind))
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
-        # Distances fall along a row, and each row starts one place earlier than the next: viewed as
-        # rows that are one shorter, all start in the same column.
+        # Distances decrease along a row, and the keys of each row start one column left of those of
+        # the row before: a view with rows one element shorter aligns them.
         product = (query * scale) @ relative.flip(1).transpose(-1, -2)
         if len(rows) > 1:
             shifted = product.flatten(2)[..., len(rows) - 1 : -1]
@@ -241,5 +242,5 @@ class RelativeContent(Bias):
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Half precision as float32: scores are computed in at least float32."""
+    """Convert half precision to float32, the lowest precision of scores."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

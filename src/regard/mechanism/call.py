@@ -22,9 +22,7 @@ _LAYOUTS = {2: "[length, dim]", 3: "[batch, length, dim]", 4: "[batch, heads, le
 
 
 # Why every backend except 'reference' refuses a call under torch.func.
-TRANSFORMED = (
-    "torch.func and forward gradients need plain PyTorch operations: those of 'reference'."
-)
+TRANSFORMED = "torch.func and forward gradients need plain PyTorch operations, as in 'reference'."
 
 
 @dataclass(slots=True)  # not frozen: frozen takes three times as long to create
@@ -65,7 +63,7 @@ class Call:
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to compute: a size is 0."""
+        """Whether there is nothing to compute because a size is 0."""
         return not (self.extent.heads and self.extent.queries and self.value.numel())
 
 
@@ -80,7 +78,7 @@ def check(
     dropout: float,
     see: See | None,
 ) -> Call:
-    """The call of these arguments; an InputError where they do not fit together."""
+    """Return the checked call; raise InputError if the arguments do not fit together."""
     query_shape, key_shape, value_shape = given = query.shape, key.shape, value.shape
     rank = len(query_shape)  # read once: an attribute of a tensor costs as much as a check
     if rank not in _LAYOUTS or len(key_shape) != rank or len(value_shape) != rank:
@@ -114,14 +112,14 @@ def check(
         and keys == values
     ):
         raise InputError(
-            "query and key must agree in batch and dim (from 1 on), key and value in batch, heads "
-            "and length, "
+            "query and key must have the same batch and dim (at least 1), key and value the same "
+            "batch, heads and length, "
             f"but are {_listed(*given)}."
         )
     if heads != key_heads and (not key_heads or heads % key_heads):
         raise InputError(
             f"{heads} query heads cannot be shared evenly among {key_heads} key heads. "
-            "With grouped heads, the first must be a multiple of the second."
+            "The number of query heads must be a multiple of the number of key heads."
         )
 
     extent = Extent(batch, heads, queries, keys, device)

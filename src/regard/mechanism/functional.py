@@ -57,16 +57,16 @@ def attention(
 ) -> Tensor | tuple[Tensor, Seen]:
     """Compute softmax(scale * Q K^T + bias) V over the keys that the mask allows.
 
-    Tensors are [batch, heads, length, dim], [batch, length, dim] or [length, dim]; keys and values
-    may have fewer heads, and values another width. ``mask`` is True where a query may attend, and
-    the last query is at the last key. ``scale`` is 1/sqrt(dim) by default; ``softcap`` bounds the
-    scaled scores before the bias. ``dropout`` applies whenever it is above 0: pass 0 when
-    evaluating. With ``see`` the result is (output, Seen), computed before dropout; the fields of
-    Seen always have the axes [batch, heads, ...].
+    Tensors are [batch, heads, length, dim], [batch, length, dim] or [length, dim]. Keys and values
+    may have fewer heads than queries, and values may have another dim. ``mask`` is True where a
+    query may attend; the last query has the last key's position. ``scale`` is 1/sqrt(dim) by
+    default. ``softcap`` bounds the scaled scores before the bias is added. ``dropout`` applies
+    whenever it is above 0: pass 0 in evaluation. If ``see`` is given, the result is (output, Seen).
+    The fields of Seen ignore dropout and always have the axes [batch, heads, ...].
 
-    ``backend`` is "auto", or a name that :func:`why` lists. Gradients of gradients need "tiled" or
-    "reference"; other backends raise an error. "auto" takes "reference" under torch.func where no
-    kernel supports it.
+    ``backend`` is "auto" or a name that :func:`why` lists. Second derivatives need "tiled" or
+    "reference"; other backends raise an error. Under torch.func "auto" chooses "reference" if no
+    kernel supports the call.
 
     >>> import torch
     >>> from regard import See, Causal, attention
@@ -78,12 +78,12 @@ def attention(
     call = check(query, key, value, mask, bias, scale, softcap, dropout, see)
     run = backends.choose(call, backend).run
     if see is not None and torch.is_autocast_enabled(query.device.type):
-        # The fields of Seen are sums in float32 in every training precision.
+        # Autocast would lower the precision of the fields of Seen.
         with torch.autocast(query.device.type, enabled=False):
             output, seen = run(call)
     else:
         output, seen = run(call)
-    if call.query is not query:  # given without heads
+    if call.query is not query:  # the caller gave tensors without a heads axis
         output = output[:, 0] if query.dim() == 3 else output[0, 0]
     if seen is None:
         return output

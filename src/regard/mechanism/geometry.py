@@ -1,6 +1,6 @@
 """Geometry: the sizes of a call, blocks of its score matrix, and ranges of keys.
 
-Positions are absolute: key ``j`` is at position ``j``, and the last query is at the last key.
+Positions are absolute: key ``j`` is at position ``j``. The last query has the last key's position.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from regard.errors import InputError
 
 
 class Extent(NamedTuple):
-    """The sizes of a call, which also place its queries among its keys."""
+    """The sizes of a call, which also determine the positions of its queries."""
 
     batch: int
     heads: int
@@ -25,11 +25,11 @@ class Extent(NamedTuple):
 
     @property
     def offset(self) -> int:
-        """The position of the first query: the last query is at the last key."""
+        """The position of the first query; the last query has the last key's position."""
         return self.keys - self.queries
 
     def positions(self) -> Tensor:
-        """The position of every query, as [1, queries]."""
+        """The position of every query, [1, queries]."""
         return torch.arange(self.offset, self.keys, device=self.device)[None]
 
 
@@ -53,8 +53,8 @@ class Hull(NamedTuple):
     """Consecutive queries (rows) of a call, and the keys (columns) they may attend to."""
 
     rows: range
-    columns: range  # no row may attend to a key outside of these
-    inner: range  # every row may attend to all of these
+    columns: range  # contain every key that any of the rows may attend to
+    inner: range  # the keys that all of the rows may attend to
 
     @property
     def fringes(self) -> list[range]:
@@ -69,9 +69,9 @@ class Hull(NamedTuple):
 class Interval(NamedTuple):
     """For each query the keys ``low <= j < high``; ends broadcast to [batch, queries].
 
-    With ``exact`` a query may attend to all keys of its range, otherwise to some of them; it never
-    attends to others. Both ends never move backwards from one query to the next. An end that is the
-    same for all queries is a plain int or a [batch, 1] tensor.
+    No query attends to a key outside of its range. If ``exact``, it may attend to every key of its
+    range, otherwise to some of them. Neither end decreases from one query to the next. An end that
+    is the same for all queries is an int or a [batch, 1] tensor.
     """
 
     low: int | Tensor
@@ -85,7 +85,7 @@ class Interval(NamedTuple):
         return (columns >= low) & (columns < high)
 
     def hulls(self, extent: Extent, step: int) -> list[Hull]:
-        """The rows of a call in blocks of ``step``, each with the keys its rows may attend to."""
+        """Split the queries into blocks of ``step``, each with the keys they may attend to."""
         starts = range(0, max(extent.queries, 1), step)
         blocks = [range(start, min(start + step, extent.queries)) for start in starts]
         least_low, most_low = _extremes(self.low, blocks)
@@ -117,7 +117,7 @@ def _extremes(end: int | Tensor, blocks: list[range]) -> tuple[list[int], list[i
     least, most = end.amin(0), end.amax(0)  # over the batch
     if end.shape[1] == 1:
         return least.tolist() * len(blocks), most.tolist() * len(blocks)
-    # Ends never move backwards, so the extremes of a block are at its first and last row.
+    # Ends never decrease, so the extremes of a block are at its first and last row.
     first, last = [rows.start for rows in blocks], [rows.stop - 1 for rows in blocks]
     return least[first].tolist(), most[last].tolist()
 
@@ -142,7 +142,7 @@ def check_broadcast(tensor: Tensor, extent: Extent, what: str) -> None:
 
 
 def slice_tile(tensor: Tensor, tile: Tile) -> Tensor:
-    """The part of a tensor, which broadcasts to [batch, heads, queries, keys], in a tile."""
+    """Slice a tile out of a tensor that broadcasts to [batch, heads, queries, keys]."""
     tensor = tensor.reshape((1,) * (4 - tensor.dim()) + tuple(tensor.shape))
     if tensor.shape[2] != 1:
         tensor = tensor[:, :, tile.rows.start : tile.rows.stop]

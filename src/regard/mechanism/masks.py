@@ -2,12 +2,13 @@
 
 A mask is a small frozen description; ``&``, ``|`` and ``~`` combine masks. It has two methods:
 
-- ``tile``: which pairs of a block of queries and keys it allows, as a boolean tensor;
-- ``interval``: for each query, a range of keys that holds all it may attend to.
+- ``tile`` returns a boolean tensor for a block of queries and keys: the pairs it allows;
+- ``interval`` returns, for each query, a range that contains every key it may attend to.
 
-A :class:`RangeMask` (Causal, Window, Prefix, Padding, Segments) is exactly such ranges, and both
-ends never move backwards from one query to the next: backends slice, skip or compare them instead
-of reading a [queries, keys] tensor. :func:`lower` gives them to kernels.
+A :class:`RangeMask` (Causal, Window, Prefix, Padding, Segments) allows exactly one range of keys
+for each query, and neither end of the range decreases from one query to the next. Backends slice,
+skip or compare ranges instead of reading a [queries, keys] tensor. :func:`lower` turns a mask into
+ranges for kernels.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from regard.mechanism.geometry import Extent, Hull, Interval, Tile, check_broadc
 
 
 class Mask(ABC):
-    """The base of all masks. A mask of your own defines ``tile``, and may narrow ``interval``."""
+    """The base of all masks. A subclass defines ``tile`` and may define a narrower ``interval``."""
 
     __slots__ = ()
 
@@ -48,31 +49,31 @@ class Mask(ABC):
         return Not(self)
 
     def check(self, extent: Extent) -> None:  # noqa: B027 - a mask may fit every call
-        """Raise InputError where this mask does not fit a call of that extent."""
+        """Raise InputError if this mask does not fit a call with these sizes."""
 
     @abstractmethod
     def tile(self, tile: Tile) -> Tensor:
         """Whether each query of the tile may attend to each key: broadcasts to [b, h, q, k]."""
 
     def interval(self, extent: Extent) -> Interval:
-        """For each query a range of keys that holds all it may attend to; by default all keys."""
+        """For each query a range with every key it may attend to; by default all keys."""
         return Interval(0, extent.keys, False)
 
     @property
     def is_ranges(self) -> bool:
-        """Whether the mask is one range of keys for each query, in every call."""
+        """Whether the mask allows exactly one range of keys for each query, in every call."""
         return False
 
     @property
     def max_keys(self) -> int:
-        """The most keys a query may attend to, where the mask alone limits them; else 0."""
+        """The maximum number of keys per query if the mask alone bounds it; else 0."""
         return 0
 
     @property
     def static(self) -> bool:
-        """Whether the mask is made of Python numbers alone, so that plans made from it can be kept.
+        """Whether the mask is immutable, so that plans made from it can be cached.
 
-        Read from the fields: a tensor, or anything else whose content may change, makes it False.
+        False if a field is a tensor or another object whose content may change.
         """
         parameters = type(self).__dict__.get("__dataclass_params__")
         if parameters is None or not parameters.frozen:
@@ -89,13 +90,13 @@ def _is_static(value: object) -> bool:
 
 
 class RangeMask(Mask):
-    """A mask that is one range of keys for each query, given by ``ends``."""
+    """A mask that allows exactly one range of keys for each query, defined by ``ends``."""
 
     __slots__ = ()
 
     @abstractmethod
     def ends(self, extent: Extent) -> tuple[int | Tensor, int | Tensor]:
-        """The first key of each query, and the one after the last (see :class:`Interval`)."""
+        """``low`` and ``high`` of each query: it attends to keys ``low <= j < high``."""
 
     def interval(self, extent: Extent) -> Interval:
         return Interval(*self.ends(extent), True)
@@ -109,15 +110,15 @@ class RangeMask(Mask):
 
 
 class KeyRanges(NamedTuple):
-    """A mask as kernels take it: each query attends to the keys ``low <= j < high``."""
+    """A mask in the form kernels take: each query attends to the keys ``low <= j < high``."""
 
     low: Tensor  # int32 [1 or batch, queries]
     high: Tensor  # int32 [1 or batch, queries]
-    max_keys: int  # the most keys a query may attend to, where the mask limits them; else 0
+    max_keys: int  # the maximum number of keys per query if the mask alone bounds it; else 0
 
 
 def lower(mask: Mask | None, extent: Extent) -> KeyRanges:
-    """The ranges of a mask whose interval is exact, on the device of the call.
+    """Return the ranges of a mask whose interval is exact, on the device of the call.
 
     >>> low, high, _ = lower(Causal() & Window(1), Extent(1, 1, 3, 3, torch.device("cpu")))
     >>> low.tolist(), high.tolist()
@@ -142,14 +143,14 @@ _kept_ranges = Kept(_ranges)
 
 
 def hulls(mask: Mask | None, extent: Extent, step: int) -> list[Hull]:
-    """The rows of a call in blocks of ``step``, each with the keys its rows may attend to."""
+    """Split the queries into blocks of ``step``, each with the keys its queries may attend to."""
     if mask is None:
         return Interval(0, extent.keys, True).hulls(extent, step)
     return interval_on_host(mask, extent).hulls(extent, step)
 
 
 def interval_on_host(mask: Mask, extent: Extent) -> Interval:
-    """The mask's interval, on the CPU where the mask is static: reading it waits for no GPU."""
+    """The mask's interval, on the CPU if the mask is static, so that reading it does not wait."""
     host = extent._replace(device=torch.device("cpu")) if mask.static else extent
     return mask.interval(host)
 
@@ -164,7 +165,7 @@ def _mask(other: object, symbol: str) -> Mask:
 
 
 def _lengths(lengths: Tensor | Sequence[int] | int, what: str) -> Tensor | tuple[int, ...]:
-    """Check lengths: a tensor of integers stays a tensor, Python numbers become a tuple."""
+    """Check lengths; keep a tensor of integers, turn Python numbers into a tuple."""
     if isinstance(lengths, Tensor):
         if lengths.dim() > 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
             raise InputError(
@@ -189,7 +190,7 @@ def _count(number: Any, what: str) -> int:
 
 
 def _column(lengths: Tensor | tuple[int, ...], extent: Extent) -> int | Tensor:
-    """Lengths as ``low`` or ``high`` of an Interval: one int if equal, else [batch, 1]."""
+    """Lengths as an end of an Interval: an int if all are equal, else [batch, 1]."""
     if isinstance(lengths, tuple):
         if len(set(lengths)) == 1:
             return lengths[0]
@@ -211,7 +212,7 @@ def _check_lengths(lengths: Tensor | tuple[int, ...], what: str, extent: Extent)
 
 @dataclass(frozen=True, slots=True)
 class Causal(RangeMask):
-    """A query attends to its own position and to those before it.
+    """A query attends to its own position and to all earlier positions.
 
     >>> Causal() & Window(2)
     Causal() & Window(left=2, right=0)
@@ -250,7 +251,7 @@ class Window(RangeMask):
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
 class Prefix(RangeMask):
-    """Causal, but every query may attend to the first ``length`` keys (a prefix language model).
+    """A causal mask whose first ``length`` keys are visible to every query (prefix language model).
 
     >>> from regard import Prefix, See, attention
     >>> x = torch.zeros(3, 2)  # [length, dim]; all scores are equal
@@ -273,9 +274,10 @@ class Prefix(RangeMask):
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
 class Padding(RangeMask):
-    """Only the first ``lengths[b]`` keys of sequence ``b`` are real; with side "left", the last.
+    """Masks the padding keys: the first ``lengths[b]`` keys of sequence ``b`` are real.
 
-    It masks keys. Ignore the output of padded *queries*.
+    With side "left" the last ``lengths[b]`` keys are real. Padded *queries* still have an output:
+    ignore it.
 
     >>> from regard import Padding, See, attention
     >>> x = torch.zeros(2, 1, 3, 4)  # [batch, heads, length, dim]; all scores are equal
@@ -303,10 +305,10 @@ class Padding(RangeMask):
 
 @dataclass(frozen=True, slots=True, init=False)
 class Segments(RangeMask):
-    """Sequences packed one after another into a row: a query attends within its own sequence only.
+    """Packed sequences: a query attends only to keys of its own sequence.
 
-    ``lengths`` are those of the packed sequences: one list for the whole batch, or one per row. For
-    cross-attention between two packed rows give ``keys``, the lengths on the side of the keys.
+    ``lengths`` are the lengths of the packed sequences: one list for the whole batch, or one list
+    per row. For cross-attention, ``keys`` are the lengths of the packed key sequences.
 
     >>> Segments([3, 2]) & Causal()
     Segments(lengths=((3, 2),), keys=None) & Causal()
@@ -332,7 +334,7 @@ class Segments(RangeMask):
 
     @classmethod
     def from_ids(cls, ids: Tensor) -> Segments:
-        """Make the mask from the sequence id of each position, [length] or [batch, length].
+        """Create the mask from the sequence id of each position, [length] or [batch, length].
 
         >>> Segments.from_ids(torch.tensor([7, 7, 7, 9, 9]))
         Segments(lengths=((3, 2),), keys=None)
@@ -344,8 +346,8 @@ class Segments(RangeMask):
             names, counts = torch.unique_consecutive(row, return_counts=True)
             if len(names) != len(names.unique()):
                 raise InputError(
-                    "The positions of a segment must be contiguous, but an id comes back later: "
-                    f"{names.tolist()}. For a pattern like this pass masks.Dense."
+                    "The positions of a segment must be contiguous, but an id occurs in two "
+                    f"places: {names.tolist()}. Pass masks.Dense for such a pattern."
                 )
             rows.append(tuple(counts.tolist()))
         return cls(rows)
@@ -374,7 +376,7 @@ class Segments(RangeMask):
             lows.append(torch.tensor([0, *ends[:-1]][: len(row)]).repeat_interleave(counts))
             highs.append(torch.tensor(ends).repeat_interleave(counts))
         low, high = torch.stack(lows), torch.stack(highs)
-        if self.keys is None:  # one packing for both sides: look up each query's position
+        if self.keys is None:  # queries and keys share one packing: look up each query's position
             at = extent.positions().cpu()
             inside = at.clamp(min=0).expand(len(low), -1)
             low, high = low.gather(1, inside), high.gather(1, inside).masked_fill(at < 0, 0)
@@ -382,13 +384,13 @@ class Segments(RangeMask):
 
 
 def _packing(lengths: Any) -> tuple[tuple[int, ...], ...]:
-    """Packed lengths, as numbers or rows of numbers, as one tuple per row of the batch."""
+    """Lengths of packed sequences (numbers or rows of numbers) as one tuple per batch row."""
     if not isinstance(lengths, Sequence):
         lengths = lengths.tolist() if hasattr(lengths, "tolist") else [lengths]
     rows: list[Sequence[int]] = []
     for length in lengths:
         if not isinstance(length, Sequence):
-            rows = [lengths]  # numbers only, as checked below
+            rows = [lengths]  # the check below rejects a mix of numbers and rows
             break
         rows.append(length)
     for length in chain.from_iterable(rows):
@@ -406,7 +408,7 @@ class Dense(Mask):
     >>> from regard import attention, masks
     >>> x = torch.eye(2)
     >>> mask = masks.Dense(torch.tensor([[True, False], [False, False]]))
-    >>> attention(x, x, x, mask=mask).tolist()  # a query with no keys yields zeros
+    >>> attention(x, x, x, mask=mask).tolist()  # the output of a query without keys is 0
     [[1.0, 0.0], [0.0, 0.0]]
     """
 
@@ -416,13 +418,13 @@ class Dense(Mask):
         if not isinstance(self.allowed, Tensor):
             raise InputError(
                 f"masks.Dense(...) holds a boolean tensor, not {type(self.allowed).__name__}. "
-                "torch.as_tensor(mask) makes one."
+                "Convert it with torch.as_tensor(mask)."
             )
         if self.allowed.dtype != torch.bool:
             raise InputError(
                 f"A mask is boolean, True where a query may attend, but got {self.allowed.dtype}. "
-                "Numbers to be added to the scores are a bias: pass bias=tensor. "
-                "A 0/1 mask becomes one by mask.bool()."
+                "Pass numbers to add to the scores as bias=tensor. "
+                "Convert a 0/1 mask with mask.bool()."
             )
 
     def check(self, extent: Extent) -> None:
@@ -450,7 +452,7 @@ class _Joined(Mask):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class And(_Joined):
-    """Both masks allow it."""
+    """A query may attend to a key if both masks allow it."""
 
     operator = "&"
 
@@ -473,14 +475,14 @@ class And(_Joined):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Or(_Joined):
-    """At least one of the masks allows it."""
+    """A query may attend to a key if at least one of the masks allows it."""
 
     operator = "|"
 
     def interval(self, extent: Extent) -> Interval:
         a, b = self.left.interval(extent), self.right.interval(extent)
         low, high = _smaller(a.low, b.low), _larger(a.high, b.high)
-        # Two ranges that both start at the first key make one range; others may leave a gap.
+        # Two ranges that start at the first key unite to one range; other ranges may leave a gap.
         joined = isinstance(a.low, int) and isinstance(b.low, int) and a.low == b.low == 0
         return Interval(low, high, joined and a.exact and b.exact)
 
@@ -490,7 +492,7 @@ class Or(_Joined):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Not(Mask):
-    """The mask does not allow it."""
+    """A query may attend to a key if the mask forbids it."""
 
     inner: Mask
 

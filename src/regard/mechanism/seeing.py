@@ -1,7 +1,7 @@
-"""Seeing: the request (See), the result (Seen), and the definition of every field.
+"""Statistics of attention weights: the request (See), the result (Seen) and their definitions.
 
-``observe`` defines the fields in plain PyTorch on the dense weights of some rows, and ``Joining``
-combines tiles of rows. Backends compute the same numbers faster.
+``observe`` defines the fields in plain PyTorch on the dense weights of a block of rows. ``Joining``
+combines the fields of several blocks. Backends compute the same numbers faster.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from regard.errors import InputError
 from regard.kernels.plan import OVER_QUERIES, bins
 from regard.mechanism.geometry import Extent, Tile
 
-MAX_NUMBERS = 2**28  # the most numbers of one field of Seen
+MAX_NUMBERS = 2**28  # the maximum number of elements of one field of Seen
 
 
 class Pairs:
-    """Pairs of a query and a key, sorted by query so that a tile can slice its own."""
+    """Pairs of a query and a key, sorted by query so that the pairs of a tile are one slice."""
 
     __slots__ = ("keys", "places", "queries")
 
@@ -47,7 +47,7 @@ class Pairs:
             )
         order = table[:, 0].argsort(stable=True)
         self.queries, self.keys = table[order].t().contiguous()  # [p] each
-        self.places = order.argsort()  # of each requested pair in the sorted order
+        self.places = order.argsort()  # the index of each requested pair in the sorted order
 
     def __len__(self) -> int:
         return len(self.queries)
@@ -56,9 +56,9 @@ class Pairs:
         return f"{len(self)} pairs"
 
     def of(self, tile: Tile) -> tuple[slice, Tensor, Tensor]:
-        """The pairs in the tile's rows: their slice, and their rows and columns in the tile.
+        """The pairs in the tile's rows: their slice, and the row and column of each in the tile.
 
-        The column of a key outside of the tile, whose weight is 0, is -1.
+        The column is -1 if the key is outside of the tile; the weight of such a pair is 0.
         """
         ends = torch.tensor([tile.rows.start, tile.rows.stop])
         first, last = torch.searchsorted(self.queries, ends).tolist()
@@ -70,7 +70,7 @@ class Pairs:
 
     @staticmethod
     def pick(weights: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """The weights [..., q, k] at some rows and columns, [..., p]; 0 where a column is -1."""
+        """Pick [..., p] from weights [..., q, k] by row and column; 0 where the column is -1."""
         if not weights.shape[-1]:
             return weights.new_zeros(*weights.shape[:-2], len(rows))
         return weights[..., rows, columns.clamp(min=0)].masked_fill(columns < 0, 0)
@@ -134,7 +134,7 @@ class See:
         return self.map
 
     def check(self, extent: Extent) -> None:
-        """Raise InputError where the request does not fit a call of that extent."""
+        """Raise InputError if the request does not fit a call with these sizes."""
         for row in self.rows:
             if not -extent.queries <= row < extent.queries:
                 raise InputError(f"See(rows=...) names row {row} of {extent.queries} queries.")
@@ -156,7 +156,7 @@ class See:
             if (kept := extent.batch * extent.heads * numbers) > MAX_NUMBERS:
                 raise InputError(
                     f"See({name}=...) would keep {kept:,} numbers ({kept * 4 / 2**30:.1f} GiB). "
-                    "Ask for fewer: rows=[...] keeps some rows, map=(rows, columns) pools all."
+                    "Ask for fewer: rows=[...] keeps some rows, map=(rows, columns) a pooled map."
                 )
 
     def __repr__(self) -> str:
@@ -175,7 +175,7 @@ def _listed(pairs: Any) -> list[tuple[int, int]]:
 
 
 def _whole(numbers: Any, field: str, what: str) -> tuple[int, ...]:
-    """Integers as a tuple, checked."""
+    """Check integers and return them as a tuple."""
     try:
         return tuple(operator.index(number) for number in numbers)
     except TypeError:
@@ -202,10 +202,10 @@ class Top(NamedTuple):
 
 @dataclass(slots=True)
 class Seen:
-    """What attention did. Fields that were not requested are None.
+    """The requested statistics of one attention call. Fields that were not requested are None.
 
-    On a GPU, where gradients are needed, the fields that sum over queries (``received``, ``map``,
-    ``map_peak``) are computed in the backward pass or on first access, whichever comes first.
+    On a GPU, if gradients are needed, the fields that combine queries (``received``, ``map``,
+    ``map_peak``) are computed in the backward pass or on first access, whichever is earlier.
 
     >>> from regard import Causal, See, attention
     >>> x = torch.zeros(1, 1, 3, 4)  # [batch, heads, length, dim]; all scores are equal
@@ -217,15 +217,15 @@ class Seen:
     lse: Tensor | None = None  # [b, h, q] log-sum-exp of the scores
     entropy: Tensor | None = None  # [b, h, q] in nats; 0 where no key may be attended to
     peak: Tensor | None = None  # [b, h, q] the largest weight
-    max_logit: Tensor | None = None  # [b, h] the largest score that entered a softmax
-    distance: Tensor | None = None  # [b, h, q] mean distance to the keys, in positions
-    received: Tensor | None = None  # [b, h, k] sum over queries of the weight on each key
-    top: Top | None = None  # [b, h, q, k] twice
+    max_logit: Tensor | None = None  # [b, h] the largest score before the softmax
+    distance: Tensor | None = None  # [b, h, q] weighted mean distance to the keys, in positions
+    received: Tensor | None = None  # [b, h, k] the weight on each key, summed over queries
+    top: Top | None = None  # weights and keys, [b, h, q, k] each
     rows: Tensor | None = None  # [b, h, r, k] the requested rows
     pairs: Tensor | None = None  # [b, h, p] the weights of the requested pairs
     map: Tensor | None = None  # [b, h, r, c] weight of an average query on a bin of keys
-    map_peak: Tensor | None = None  # [b, h, r, c] the largest single weight in a cell
-    weights: Tensor | None = None  # [b, h, q, k] all of them
+    map_peak: Tensor | None = None  # [b, h, r, c] the largest weight in each cell of the map
+    weights: Tensor | None = None  # [b, h, q, k] all weights
     extent: tuple[int, int, int, int] = field(default=(0, 0, 0, 0))  # batch, heads, queries, keys
 
     def to_dict(self) -> dict[str, Tensor]:
@@ -247,7 +247,7 @@ class Seen:
         return cls(**plain, top=top, extent=extent)
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a safetensors file."""
+        """Write the fields to a safetensors file."""
         from safetensors.torch import save_file
 
         tensors = {name: t.detach().contiguous() for name, t in self.to_dict().items()}
@@ -255,14 +255,14 @@ class Seen:
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Seen:
-        """Read a file of :meth:`save`."""
+        """Read a file that :meth:`save` wrote."""
         from safetensors import SafetensorError, safe_open
 
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
                 if metadata.get("regard") != "seen":
-                    raise InputError(f"{path} is a safetensors file, but not of a Seen.")
+                    raise InputError(f"{path} is a safetensors file, but not written by Seen.save.")
                 tensors = {name: file.get_tensor(name) for name in file.keys()}
         except FileNotFoundError:
             raise InputError(f"There is no file {path}.") from None
@@ -305,7 +305,7 @@ class Seen:
 
 
 class Deferred(Seen):
-    """A Seen whose fields that sum over queries are computed on first access."""
+    """A Seen that computes the fields that combine queries on first access."""
 
     __slots__ = ("compute",)
 
@@ -315,7 +315,7 @@ class Deferred(Seen):
 
     @classmethod
     def of(cls, seen: Seen, compute: Callable[[], None]) -> Deferred:
-        """``compute`` fills these fields; it is called before one of them is read."""
+        """Copy ``seen``; ``compute`` sets its deferred fields when one of them is read."""
         return cls(compute, **{f.name: getattr(seen, f.name) for f in fields(seen)})
 
     def __getattribute__(self, name: str) -> Any:
@@ -334,7 +334,7 @@ _BY_QUERY = (
 
 
 def bin_rows(see: See, extent: Extent, rows: range) -> list[tuple[int, range]]:
-    """The bins of the map that overlap ``rows``, each with its part of them."""
+    """The bins of the map that overlap ``rows``, each with the rows in both."""
     count = min(see.grid[0], extent.queries)
     if not rows:
         return []
@@ -353,9 +353,9 @@ def grid_of(see: See, extent: Extent) -> tuple[int, int]:
 
 
 def zeros(see: See, extent: Extent, dtype: torch.dtype) -> dict[str, Tensor]:
-    """Tensors for the requested fields, with the values that rows without keys have.
+    """Tensors for the requested fields, initialized for queries without keys.
 
-    Fields that follow from others at the end (``max_logit``, ``map_count``) are not among them.
+    ``max_logit`` and ``map_count`` are missing: they are computed from other fields at the end.
     """
     heads, queries, keys = (extent.batch, extent.heads), extent.queries, extent.keys
     grid = grid_of(see, extent) if see.map is not None else ()
@@ -381,7 +381,7 @@ def zeros(see: See, extent: Extent, dtype: torch.dtype) -> dict[str, Tensor]:
 
 
 def count_rows(see: See, extent: Extent, attends: Tensor) -> Tensor:
-    """How many queries of each bin of the map attend to any key, from ``attends`` [b, h, q]."""
+    """Count the queries of each bin of the map that attend to any key (``attends`` [b, h, q])."""
     rows = grid_of(see, extent)[0]
     row_of = bins(extent.queries, rows, attends.device)
     return attends.new_zeros(*attends.shape[:2], rows).index_add_(2, row_of, attends)
@@ -390,11 +390,11 @@ def count_rows(see: See, extent: Extent, attends: Tensor) -> Tensor:
 def observe(
     see: See, tile: Tile, scores: Tensor, weights: Tensor, lse: Tensor
 ) -> dict[str, Tensor]:
-    """Every requested field, from the scores and weights of a tile: [batch, heads, q, k].
+    """Compute every requested field from the scores and weights [batch, heads, q, k] of a tile.
 
-    The tile holds whole rows: no query may attend to keys outside of it. Scores are -inf and
-    weights 0 where the mask forbids. Fields that combine queries (received, map, max_logit) hold
-    the part of these rows; :class:`Joining` combines the parts.
+    No query of the tile may attend to keys outside of it. Scores are -inf and weights 0 where the
+    mask forbids a key. Fields that combine queries (received, map, max_logit) cover only the
+    queries of the tile; :class:`Joining` combines tiles.
     """
     extent, device = tile.extent, weights.device
     columns = tile.columns
@@ -422,7 +422,7 @@ def observe(
     if see.received:
         values["received"] = all_keys(weights.sum(-2))
     if see.top:
-        # By score, since a weight may round to 0 on a key that is allowed.
+        # Select by score: the weight on an allowed key may round to 0.
         highest, keys = scores.topk(min(see.top, len(columns)), dim=-1)
         missing = (0, see.top - keys.shape[-1])
         values["top_weights"] = pad(weights.gather(-1, keys), missing)
@@ -453,7 +453,7 @@ def observe(
 
 
 def chosen(see: See, tile: Tile) -> tuple[slice, list[int]]:
-    """The requested rows in a tile: their slice of all requested rows, and their rows in it."""
+    """The requested rows in a tile: their slice of the sorted request, and their tile indices."""
     rows = sorted(row % tile.extent.queries for row in see.rows)
     first, last = bisect_left(rows, tile.rows.start), bisect_left(rows, tile.rows.stop)
     return slice(first, last), [row - tile.rows.start for row in rows[first:last]]
@@ -462,7 +462,7 @@ def chosen(see: See, tile: Tile) -> tuple[slice, list[int]]:
 class Joining:
     """Combines the fields of consecutive tiles of rows, one tile at a time.
 
-    Sums are added at once: one sum per tile would take [queries, keys] memory again.
+    Sums accumulate immediately: to keep one per tile could take [queries, keys] memory.
     """
 
     def __init__(self, see: See, extent: Extent) -> None:
@@ -488,12 +488,12 @@ class Joining:
 
 
 def finish(see: See, values: dict[str, Tensor], extent: Extent) -> Seen:
-    """Turn sums into averages, and put rows and pairs into the order of the request."""
+    """Turn the map's sums into averages, and sort rows and pairs in the order of the request."""
     if "map_count" in values:
         values["map"] = values["map"] / values.pop("map_count").clamp(min=1)[..., None]
     if "rows" in values:
         rows = [row % extent.queries for row in see.rows]
-        # Sorted; a row that was requested twice is at the first of its places.
+        # The rows are sorted; a row that was requested twice is at its first index.
         place: dict[int, int] = {}
         for index, row in enumerate(sorted(rows)):
             place.setdefault(row, index)

@@ -1,4 +1,4 @@
-"""One picture, drawn as terminal text, PNG, SVG or a single HTML file."""
+"""Pictures of attention, drawn as terminal text, PNG, SVG or a self-contained HTML page."""
 
 from regard.pictures.figures import (
     Picture,

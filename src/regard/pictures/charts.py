@@ -8,14 +8,14 @@ from collections.abc import Callable, Mapping
 
 from regard.pictures.colours import hexadecimal, roles
 
-WIDTH, PANEL = 760.0, 132.0  # of the picture, and the height of one panel with its name
+WIDTH, PANEL = 760.0, 132.0  # the picture's width, and the height of a panel with its name
 LEFT, RIGHT, TOP = 76.0, 96.0, 44.0
 FONT = "system-ui,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 Line = dict[float, float]  # step to value
 
 
 def draw(title: str, charts: Mapping[str, Mapping[str, Line]]) -> str:
-    """Panels one below the other, over the same steps."""
+    """Draw one panel below the other with a common axis of steps."""
     steps = [step for lines in charts.values() for line in lines.values() for step in line]
     first, last = min(steps, default=0), max(steps, default=1)
     height = TOP + PANEL * max(len(charts), 1) + 30
@@ -77,7 +77,7 @@ def _panel(
         points = [(across(step), up(value)) for step, value in sorted(line.items())]
         path = "L".join(f"{x:.1f} {y:.1f}" for x, y in points)
         parts.append(f'<path class="{kind}" d="M{path}"/>')
-        if label == "held out" or len(points) == 1:  # few points: mark each
+        if label == "held out" or len(points) == 1:  # mark each point
             for (x, y), (step, value) in zip(points, sorted(line.items()), strict=True):
                 tip = f"<title>step {step:,.0f}: {value:.5g}</title>"
                 parts.append(

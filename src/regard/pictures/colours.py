@@ -1,4 +1,4 @@
-"""The colours of pictures: a ramp of even steps in lightness from the colour of the page.
+"""The colours of pictures: ramps of equal steps in lightness.
 
 Shades are computed in OKLCh (https://bottosson.github.io/posts/oklab/), where equal steps look
 equal. Larger is darker on a light page and lighter on a dark one. Signed numbers have two hues:
@@ -13,11 +13,11 @@ from functools import cache
 Colour = tuple[int, int, int]  # red, green, blue, each 0 to 255
 
 LEVELS = 256
-_PAPER_FROM = {False: 0.5, True: 0.68}  # by ``signed``: from here on text on a shade is light
+_PAPER_FROM = {False: 0.5, True: 0.68}  # by ``signed``: the strength above which text is light
 
 
 def roles(dark: bool) -> dict[str, Colour]:
-    """The colours of everything but the data."""
+    """The colours of page, text, lines and bars."""
     if dark:
         return {
             "paper": (22, 23, 29),
@@ -37,23 +37,23 @@ def roles(dark: bool) -> dict[str, Colour]:
 
 @cache
 def ramp(*, dark: bool, signed: bool) -> tuple[Colour, ...]:
-    """All shades from the smallest to the largest; with ``signed`` the middle one is 0."""
+    """All shades from the smallest to the largest number; if ``signed``, the middle is 0."""
     if signed:
         return tuple(_two_sided(2 * i / (LEVELS - 1) - 1, dark) for i in range(LEVELS))
     steps = (i / (LEVELS - 1) for i in range(LEVELS))
-    # A dark page starts at the dark end; on a light page the largest is a colour, not black.
+    # On a dark page 0 is dark; on a light page 0 is light and the largest number not quite black.
     return tuple(_one_sided(step if dark else 1 - 0.87 * step) for step in steps)
 
 
 def level(value: float, low: float, high: float) -> int:
-    """The shade of a value on a scale from ``low`` to ``high``."""
+    """The index of the shade of a value on a scale from ``low`` to ``high``."""
     if high <= low:
         return LEVELS // 2 if value else 0  # all numbers are equal
     return round(min(max((value - low) / (high - low), 0), 1) * (LEVELS - 1))
 
 
 def written_on(shade: int, signed: bool) -> str:
-    """The role of text on a shade: ink on shades near the page, paper on others."""
+    """The role of text on a shade: ink on weak shades, paper on strong shades."""
     step = shade / (LEVELS - 1)
     strength = abs(2 * step - 1) if signed else step
     return "paper" if strength > _PAPER_FROM[signed] else "ink"
@@ -63,7 +63,7 @@ def hexadecimal(colour: Colour) -> str:
     return "#{:02x}{:02x}{:02x}".format(*colour)
 
 
-# The same ramps as codes of a 256-colour terminal, chosen so that lightness rises step by step.
+# The same ramps as codes of a 256-colour terminal; lightness changes in even steps.
 _UP = (233, 17, 18, 19, 25, 31, 38, 79, 151, 194, 230)
 _BLUE = (24, 25, 32, 39, 75)
 _ORANGE = (94, 130, 166, 172, 215)
@@ -93,7 +93,7 @@ def nearest_of_256(colour: Colour) -> int:
 
 
 def _one_sided(step: float) -> Colour:
-    """Indigo at the dark end, then blue and teal, to a pale yellow."""
+    """A ramp from dark indigo through blue and teal to pale yellow."""
     lightness = 0.2 + 0.785 * step
     hue = 282 - 62 * step - 102 * step**2.5
     chroma = 0.012 + 0.105 * math.sin(math.pi * step) ** 1.1
@@ -103,12 +103,12 @@ def _one_sided(step: float) -> Colour:
 def _two_sided(step: float, dark: bool) -> Colour:
     strength = abs(step)
     lightness = 0.23 + 0.55 * strength if dark else 0.975 - 0.5 * strength
-    # No hue at 0, so that neither sign seems larger there.
+    # 0 is grey, so that it looks neither positive nor negative.
     return _oklch(lightness, 0.155 * strength, 248 if step > 0 else 48)
 
 
 def _oklch(lightness: float, chroma: float, hue: float) -> Colour:
-    """A shade in sRGB, with its chroma reduced to what sRGB can show."""
+    """Convert OKLCh to sRGB; reduce the chroma until the colour is in sRGB."""
     while True:
         linear = _linear(lightness, chroma, math.radians(hue))
         if chroma <= 0.002 or all(-0.0005 <= channel <= 1.0005 for channel in linear):
@@ -131,6 +131,6 @@ def _linear(lightness: float, chroma: float, hue: float) -> tuple[float, float, 
 
 
 def _encoded(channel: float) -> int:
-    """A linear channel with the gamma of sRGB, 0 to 255."""
+    """Apply the gamma of sRGB to a linear channel; return 0 to 255."""
     curved = 12.92 * channel if channel <= 0.0031308 else 1.055 * channel ** (1 / 2.4) - 0.055
     return round(255 * curved)

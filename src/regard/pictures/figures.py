@@ -1,4 +1,4 @@
-"""Functions that make a :class:`Picture`, which is drawn as text, PNG, SVG or an HTML page."""
+"""Functions that return a :class:`Picture`, which can be text, PNG, SVG or an HTML page."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
 
     Table = Tensor | Sequence[Sequence[float]]
 
-MAX_TABLE_NUMBERS = 4096  # of a picture whose numbers a page lists
+MAX_TABLE_NUMBERS = 4096  # larger pictures have no table of numbers on a page
 
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture of a ``drawing``, as text, SVG, PNG or HTML.
+    """A ``drawing`` that can be shown or saved as text, SVG, PNG or HTML.
 
     >>> picture = weight_map([[1.0, 0.0], [0.25, 0.75]], ["the", "cat"], ["the", "cat"])
     >>> print(picture.text(width=40, color="none"))
@@ -56,11 +56,11 @@ class Picture:
         return self.drawing.title
 
     def text(self, *, width: int = 80, color: Colouring = "truecolor", dark: bool = True) -> str:
-        """Text for a terminal of ``width`` columns; ``color`` is "truecolor", "256" or "none"."""
+        """Draw for a terminal of ``width`` columns; ``color`` is "truecolor", "256" or "none"."""
         return terminal.draw(self.drawing, width, color, dark)
 
     def svg(self) -> str:
-        """SVG for light and dark pages, with text as text; tooltips show the numbers of cells."""
+        """SVG for light and dark pages; tooltips show the numbers of cells."""
         return vector.svg(vector.lay_out(self.drawing))
 
     def png(self, path: str | PathLike[str], *, dark: bool = False) -> None:
@@ -68,11 +68,11 @@ class Picture:
         _write(_checked(path), vector.png(vector.lay_out(self.drawing), dark=dark))
 
     def html(self) -> str:
-        """A self-contained HTML page that also lists the numbers."""
+        """A self-contained HTML page with a table of the numbers."""
         return page(self.title, [self])
 
     def save(self, path: str | PathLike[str]) -> None:
-        """Write a file whose ending gives its format: .png, .svg, .html or .txt."""
+        """Write a .png, .svg, .html or .txt file, by the ending of ``path``."""
         path = savable(path)
         match path.suffix.lower():
             case ".png":
@@ -133,7 +133,7 @@ def _labelled(
     caption: str,
     marks: frozenset[tuple[int, int]] = frozenset(),
 ) -> Picture:
-    """Cells whose ``rows`` and ``columns`` have a name and a label each."""
+    """A picture of cells; ``rows`` and ``columns`` are (name, labels)."""
     down, across = (Axis(name, len(labels), labels) for name, labels in (rows, columns))
     return Picture(Cells(printable(title), values, down, across, unit, caption, marks))
 
@@ -149,9 +149,9 @@ def pooled_map(
     without_first: bool = False,
     caption: str = "",
 ) -> Picture:
-    """A map of ``queries`` x ``keys`` positions pooled into few cells, such as ``Seen.map``.
+    """A pooled map of ``queries`` x ``keys`` weights, such as ``Seen.map``.
 
-    ``first_query`` and ``first_key`` are the positions at which a part of a longer text starts.
+    ``first_query`` and ``first_key`` are the first positions if the map shows part of a text.
     ``without_first`` leaves out the first column of cells.
 
     >>> import torch
@@ -171,8 +171,8 @@ def pooled_map(
     values = table_of(pooled, "pooled_map")
     if queries < len(values) or keys < len(values[0]):
         raise InputError(
-            f"pooled_map: {queries} queries and {keys} keys are fewer than the map's "
-            f"{len(values)} x {len(values[0])} cells."
+            f"pooled_map needs at least one query and key per cell, but got {queries} queries and "
+            f"{keys} keys for {len(values)} x {len(values[0])} cells."
         )
     row_axis = Axis("query", len(values), start=first_query, span=queries)
     start, span, note = first_key, keys, ""
@@ -198,7 +198,7 @@ def head_grid(
 ) -> Picture:
     """One number for each head of each layer, [layers, heads]; nan where a layer has fewer heads.
 
-    The colours of negative and positive numbers, such as differences, differ.
+    Negative numbers have other colours than positive numbers.
 
     >>> picture = head_grid([[0.1, 0.7], [0.4, 0.2]], "nats", title="Entropy")
     >>> print(picture.text(width=60, color="none").strip())
@@ -249,14 +249,14 @@ def top_keys(
     order = [i for i, weight in enumerate(row) if weight > 0 and (i or not without_first)]
     order = sorted(order, key=lambda i: -row[i])[:count]
     if not order:
-        raise InputError(f"top_keys: nothing is left to draw of {len(row)} keys, count={count}.")
+        raise InputError(f"top_keys found no key to draw among {len(row)} keys with count={count}.")
     note = f"{len(order)} of {len(row)} keys hold {sum(row[i] for i in order):.1%} of the weight."
     if without_first:
         note += f" The first key, {labels[0]!r}, is left out: it takes {row[0]:.1%}."
     return Picture(
         Bars(
             printable(title) or f"What {printable(word)!r} attends to",
-            # A repeated word gets its position.
+            # Repeated words are followed by their position.
             tuple(
                 f"{labels[i]} ({i})" if labels.count(labels[i]) > 1 else labels[i] for i in order
             ),
@@ -275,7 +275,7 @@ def alignment(
     title: str = "Alignment",
     caption: str = "",
 ) -> Picture:
-    """The weights of each target word on the source words, [target, source]; the largest is marked.
+    """The weights of target words on source words, [target, source]; each row's largest is marked.
 
     >>> picture = alignment([[0.9, 0.1], [0.3, 0.7]], ["the", "cat"], ["le", "chat"])
     >>> print(picture.text(width=60, color="none").strip())
@@ -300,19 +300,19 @@ def alignment(
 
 
 def panels(title: str, pictures: Sequence[Picture], *, caption: str = "") -> Picture:
-    """Several maps or grids in one picture, each with its colours and legend."""
+    """Several maps or grids in one picture, each with its own scale and legend."""
     parts = tuple(picture.drawing for picture in pictures if isinstance(picture.drawing, Cells))
     if not parts or len(parts) < len(pictures):
-        raise InputError("panels takes maps and grids, at least one.")
+        raise InputError("panels needs at least one picture, and maps and grids only.")
     return Picture(Panels(printable(title), parts, printable(caption)))
 
 
 def compare(
     first: Picture, second: Picture, *, names: tuple[str, str], title: str = "", caption: str = ""
 ) -> Picture:
-    """The difference of two pictures of one kind: blue where the second is larger, else orange.
+    """The difference of two pictures of one kind: blue if the second is larger, else orange.
 
-    Two maps are drawn beside their difference, in the same colours; of two pictures with several
+    Two maps or grids are drawn on one scale, beside their difference. For two pictures with several
     panels only the differences are drawn.
     """
     before, after = (printable(name) for name in names)
@@ -344,7 +344,7 @@ def compare(
 def _difference(one: Cells, other: Cells, title: str) -> Cells:
     sizes = [(len(cells.values), len(cells.values[0])) for cells in (one, other)]
     if bool(one.rows.labels) != bool(other.rows.labels):
-        raise InputError("A difference needs two pictures of one kind, but one of them is pooled.")
+        raise InputError("A difference needs two pictures of one kind, but only one is pooled.")
     if sizes[0] != sizes[1]:
         given = " and ".join(f"{rows} x {columns}" for rows, columns in sizes)
         raise InputError(f"A difference needs two pictures of one size, but got {given}.")
@@ -365,7 +365,7 @@ def _difference(one: Cells, other: Cells, title: str) -> Cells:
 
 
 def _both(one: Axis, other: Axis) -> Axis:
-    """Merge two axes: a place whose labels differ gets both labels."""
+    """Merge two axes; a place with different labels gets both."""
     labels = tuple(
         before if before == after else f"{before}/{after}"
         for before, after in zip(one.labels, other.labels, strict=False)
@@ -408,7 +408,7 @@ _PAGE_STYLE = (
 
 
 def _table(drawing: Drawing) -> str:
-    """The numbers of a picture as a table that opens on a click; "" for a large map."""
+    """The numbers of a picture as a collapsible table; "" for a large map."""
     if isinstance(drawing, Panels):
         return "".join(map(_table, drawing.parts))
     if isinstance(drawing, Bars):
@@ -437,7 +437,7 @@ def _without_first(
 ) -> tuple[tuple[tuple[float, ...], ...], str]:
     """The table without its first column, and a note about it."""
     if len(values[0]) < 2:
-        raise InputError("There is one column only: nothing is left to draw without the first.")
+        raise InputError("There is only one column, so nothing is left to draw without the first.")
     first = [row[0] for row in values if not math.isnan(row[0])]
     share = sum(first) / len(first) if first else 0.0
     note = f"{what} left out: it takes {share:.1%} of the weight on average."
@@ -445,7 +445,7 @@ def _without_first(
 
 
 def savable(path: str | PathLike[str]) -> Path:
-    """The path of a file a picture can be saved to; InputError for any other."""
+    """Return the path; raise InputError if no picture can be saved there."""
     path = _checked(path)
     if path.suffix.lower() not in (".png", ".svg", ".html", ".txt"):
         raise InputError(
@@ -465,7 +465,7 @@ def _checked(path: str | PathLike[str]) -> Path:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Write the whole file or nothing: a temporary file first, which then replaces it."""
+    """Write atomically: a temporary file replaces the target."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
     try:
         with temporary.open("xb") as file:

@@ -11,21 +11,21 @@ from itertools import count
 
 from regard.errors import InputError
 
-MANY = 500  # numbers of a map whose largest hundredth may exceed the scale
+MANY = 500  # positive numbers of a map whose scale may end below its largest number
 
 
 @dataclass(frozen=True)
 class Axis:
-    """One side of a picture: its name, and a label for each place or the range of positions."""
+    """One axis of a picture: its name, and a label per place or a range of positions."""
 
     name: str
     places: int
-    labels: tuple[str, ...] = ()  # one for each place, or none where places are ranges of positions
+    labels: tuple[str, ...] = ()  # one per place; empty if each place is a range of positions
     start: int = 0  # the first position
-    span: int = 0  # the number of positions, where there are no labels
+    span: int = 0  # the number of positions if there are no labels
 
     def ticks(self, most: int) -> list[tuple[float, str]]:
-        """At most ``most`` round positions, as (place, text)."""
+        """At most ``most`` round positions as (place, text)."""
         steps = (digit * 10**zeros for zeros in count() for digit in (1, 2, 5))
         step = next(step for step in steps if self.span <= step * most)
         first = -(-self.start // step) * step
@@ -36,7 +36,7 @@ class Axis:
 
 @dataclass(frozen=True)
 class Cells:
-    """A table of numbers, drawn as shades. NaN is an empty cell."""
+    """A table of numbers that is drawn as shades. NaN is an empty cell."""
 
     title: str
     values: tuple[tuple[float, ...], ...]
@@ -44,9 +44,9 @@ class Cells:
     columns: Axis
     unit: str
     caption: str = ""
-    marks: frozenset[tuple[int, int]] = frozenset()  # cells with an outline
+    marks: frozenset[tuple[int, int]] = frozenset()  # cells to emphasize
     limits: tuple[float, float] | None = None  # a scale shared with other cells
-    around_zero: bool = False  # a difference: both signs have colours
+    around_zero: bool = False  # True for a difference: both signs have colours
 
     @cached_property
     def extremes(self) -> tuple[float, float]:
@@ -60,10 +60,10 @@ class Cells:
 
     @cached_property
     def scale(self) -> tuple[float, float]:
-        """The numbers at both ends of the colours; symmetric around 0 where there are both signs.
+        """The numbers at both ends of the colours; symmetric around 0 for signed numbers.
 
-        In a large map a few cells may far exceed all others, such as those of a text's first
-        queries, which have few keys. The scale then ends below them, and the legend says so.
+        In a large map a few cells may be far larger than all others: the first queries of a text
+        have few keys. The scale then ends below these cells, and the legend says so.
         """
         if self.limits is not None:
             return self.limits
@@ -80,7 +80,7 @@ class Cells:
         return low, high
 
     def meaning(self, numbered: bool) -> str:
-        """The text of the legend: the unit, and the largest number where it exceeds the scale."""
+        """The text of the legend: the unit, and the largest number if it exceeds the scale."""
         high = self.extremes[1]
         parts = [f"or more, up to {number(high)}"] if self.scale[1] < high else []
         point = numbered and any(value == 0 for row in self.values for value in row)
@@ -89,7 +89,7 @@ class Cells:
 
 @dataclass(frozen=True)
 class Bars:
-    """Numbers with labels, drawn as bars from 0."""
+    """Numbers with labels that are drawn as bars from 0."""
 
     title: str
     labels: tuple[str, ...]
@@ -100,7 +100,7 @@ class Bars:
 
 @dataclass(frozen=True)
 class Panels:
-    """Several tables of numbers in one picture, each with its scale."""
+    """Several tables of numbers in one picture, each with its own scale."""
 
     title: str
     parts: tuple[Cells, ...]
@@ -108,7 +108,7 @@ class Panels:
 
     @property
     def axes(self) -> str:
-        """The names of the axes, where they are the same for all parts; else ""."""
+        """The names of the axes if they are the same for all parts, else ""."""
         names = {(part.rows.name, part.columns.name) for part in self.parts}
         return "{} down, {} across".format(*names.pop()) if len(names) == 1 else ""
 
@@ -117,7 +117,7 @@ Drawing = Cells | Bars | Panels
 
 
 def printable(text: str) -> str:
-    """The text with control characters escaped, for terminals and XML."""
+    """Escape control characters for terminals and XML."""
     return "".join(map(_printable, text))
 
 
@@ -129,7 +129,7 @@ def _printable(character: str) -> str:
 
 
 def width_of(text: str) -> int:
-    """The width of a text in columns of a terminal."""
+    """The width of a text in terminal columns."""
     return sum(
         0 if unicodedata.category(c) in ("Mn", "Me", "Cf")
         else 2 if unicodedata.east_asian_width(c) in "WF"
@@ -139,7 +139,7 @@ def width_of(text: str) -> int:
 
 
 def shorten(text: str, most: int, ellipsis: str = "…") -> str:
-    """The text in at most ``most`` columns, cut with an ellipsis."""
+    """Cut a text to at most ``most`` columns with an ellipsis."""
     if width_of(text) <= most:
         return text
     kept, room = "", most - width_of(ellipsis)
@@ -152,7 +152,7 @@ def shorten(text: str, most: int, ellipsis: str = "…") -> str:
 
 
 def wrap(text: str, most: int) -> list[str]:
-    """The text in lines of at most ``most`` columns, broken at spaces where possible."""
+    """Break a text into lines of at most ``most`` columns, at spaces where possible."""
     lines: list[str] = []
     line = ""
     for word in text.split():
@@ -171,14 +171,14 @@ def wrap(text: str, most: int) -> list[str]:
 
 
 def number(value: float) -> str:
-    """A number in three digits."""
+    """Format a number with three significant digits, or as a whole number from 1,000."""
     return f"{value:,.0f}" if 1000 <= abs(value) < 1e6 else f"{value + 0.0:.3g}"
 
 
 def brief(values: Sequence[Sequence[float]]) -> list[list[str]]:
-    """The texts of cells, all with the same number of decimals; 0 becomes a point."""
+    """Format the numbers of cells with equal decimals; 0 becomes a point."""
     most = max((abs(v) for row in values for v in row if math.isfinite(v)), default=0.0)
-    # A minus sign takes the width of a decimal.
+    # A minus sign takes the space of one decimal.
     below = any(v < 0 for row in values for v in row)
     decimals = 2 if most < (1 if below else 2) else 1 if most < 100 else 0
 
@@ -198,7 +198,7 @@ def brief(values: Sequence[Sequence[float]]) -> list[list[str]]:
 
 
 def table_of(values: object, what: str) -> tuple[tuple[float, ...], ...]:
-    """Rows of numbers from a tensor or nested lists, checked."""
+    """Check a tensor or nested lists and return rows of numbers."""
     plain = values.tolist() if hasattr(values, "tolist") else values
     shape = f"of shape {list(values.shape)}" if hasattr(values, "shape") else ""
     if not isinstance(plain, list | tuple) or not plain:
@@ -216,15 +216,15 @@ def table_of(values: object, what: str) -> tuple[tuple[float, ...], ...]:
         )
     table = tuple(tuple(float(value) for value in row) for row in plain)
     if not any(math.isfinite(value) for row in table for value in row):
-        raise InputError(f"{what}: there is no finite number to draw.")
+        raise InputError(f"{what} needs at least one finite number to draw.")
     if any(math.isinf(value) for row in table for value in row):
-        raise InputError(f"{what}: an infinite number cannot be drawn. Pass nan for empty cells.")
+        raise InputError(f"{what} cannot draw infinite numbers. Pass nan for empty cells.")
     return table
 
 
 def labels_of(labels: Sequence[str], count: int, what: str) -> tuple[str, ...]:
-    """One label for each place, checked."""
+    """Check that there is one label per place and return the labels."""
     if isinstance(labels, str) or len(labels) != count:
         given = repr(labels) if isinstance(labels, str) else f"{len(labels)} labels"
-        raise InputError(f"{what} needs {count} labels, one for each, but got {given}.")
+        raise InputError(f"{what} needs {count} labels, but got {given}.")
     return tuple(printable(str(label)) for label in labels)

@@ -32,16 +32,16 @@ from regard.pictures.record import (
 
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 Colouring = Literal["truecolor", "256", "none"]
-PLAIN = " .:-=+*#%@"  # shades from 0 to the largest
-BELOW = " 123456789"  # shades of negative numbers
+PLAIN = " .:-=+*#%@"  # characters for shades of numbers from 0 to the largest
+BELOW = " 123456789"  # characters for shades of negative numbers
 MIN_WIDTH = 40
-MAX_LINES = 100  # of cells
-MAX_NUMBERED_LINES = 64  # of panels with numbers inside the cells
+MAX_LINES = 100  # lines of cells in one picture
+MAX_NUMBERED_LINES = 64  # lines of all panels, if numbers are written inside the cells
 GAP = 3  # columns between panels
 
 
 class Pen(NamedTuple):
-    """Colours text. A paint is the part of an escape code that names a colour."""
+    """Colours text by escape codes. A paint is the part of such a code that selects a colour."""
 
     color: Colouring
     dark: bool
@@ -59,7 +59,7 @@ class Pen(NamedTuple):
         return f"5;{nearest_of_256(colour)}"
 
     def palette(self, signed: bool) -> list[str]:
-        """The paint of each shade."""
+        """The paints of all shades, from the smallest to the largest number."""
         if self.color == "truecolor":
             return ["2;{};{};{}".format(*rgb) for rgb in ramp(dark=self.dark, signed=signed)]
         return [f"5;{code}" for code in ramp_of_256(dark=self.dark, signed=signed)]
@@ -76,11 +76,11 @@ class Pen(NamedTuple):
 
 
 def draw(drawing: Drawing, width: int, color: Colouring, dark: bool) -> str:
-    """The picture in lines of at most ``width`` columns."""
+    """Draw the picture in lines of at most ``width`` columns."""
     if color not in ("truecolor", "256", "none"):
         raise InputError(f"color is 'truecolor', '256' or 'none', but got {color!r}.")
     if width < MIN_WIDTH:
-        raise InputError(f"A picture needs {MIN_WIDTH} columns or more, but got {width}.")
+        raise InputError(f"A picture needs at least {MIN_WIDTH} columns, but got {width}.")
     pen = Pen(color, dark)
     match drawing:
         case Cells():
@@ -97,12 +97,12 @@ def draw(drawing: Drawing, width: int, color: Colouring, dark: bool) -> str:
 
 
 class _Layout(NamedTuple):
-    """How cells are drawn."""
+    """The layout of a table of cells."""
 
-    shown: Cells  # several of the original cells in one, where space is short
-    note: str  # about that
-    label_width: int  # columns for the labels of rows
-    side: int  # columns of a cell
+    shown: Cells  # the cells, merged into fewer if they need too much space
+    note: str  # a sentence about merged cells
+    label_width: int  # columns of text for the labels of rows
+    side: int  # columns of text for a cell
     numbered: bool  # whether numbers are written inside the cells
 
 
@@ -113,7 +113,7 @@ def _layout(cells: Cells, width: int, pen: Pen, numbers: bool = True) -> _Layout
     count = len(shown.values[0])
     longest = max(len(text) for row in brief(shown.values) for text in row)
     if shown.marks:
-        longest += 1  # for the sign of a mark
+        longest += 1  # for the "*" of a marked cell
     named = max((width_of(label) for label in shown.columns.labels), default=0)
     side = min(room // count, max(min(named, 10), longest) + 2)
     numbered = numbers and side > longest and bool(shown.columns.labels and shown.rows.labels)
@@ -126,8 +126,8 @@ def _cells(cells: Cells, width: int, pen: Pen, *, numbers: bool = True) -> list[
 
 
 def _grid(cells: Cells, layout: _Layout, width: int, pen: Pen) -> list[str]:
-    """The cells with their labels, the legend and the caption."""
-    scale, signed = cells.scale, cells.signed  # of all numbers, not only of those shown
+    """Draw the cells with their labels, the legend and the caption."""
+    scale, signed = cells.scale, cells.signed  # of all numbers, also if cells are merged
     shown, note, label_width, side, numbered = layout
     count, inside = len(shown.values[0]), brief(shown.values)
     halved = side == 1 and pen.color != "none" and not shown.rows.labels
@@ -165,7 +165,7 @@ def _grid(cells: Cells, layout: _Layout, width: int, pen: Pen) -> list[str]:
 
 
 def _panels(panels: Panels, width: int, pen: Pen) -> list[str]:
-    """Panels side by side: with numbers where these fit a screen, else as many as fit as shades."""
+    """Draw panels side by side, with numbers in the cells if all fit on a screen."""
 
     def room(across: int) -> int:
         return (width - GAP * (across - 1)) // across
@@ -181,7 +181,7 @@ def _panels(panels: Panels, width: int, pen: Pen) -> list[str]:
 
     most = min(len(panels.parts), 3)
     numbered = next((across for across in range(most, 0, -1) if fits(across)), 0)
-    # Two columns make a cell nearly square; a map of many cells has one.
+    # Two columns of text make a nearly square cell; large maps have one column per cell.
     shaded = next((a for a in range(most, 1, -1) if all(x.side == 2 for x in layouts(a, False))), 1)
     across = numbered or shaded
     columns = room(across)
@@ -198,7 +198,7 @@ def _panels(panels: Panels, width: int, pen: Pen) -> list[str]:
 
 
 def _side_by_side(blocks: Sequence[Sequence[str]], columns: int) -> list[str]:
-    """Blocks of lines side by side."""
+    """Place blocks of lines side by side."""
     tallest = max(map(len, blocks))
     return [
         (" " * GAP).join(
@@ -216,7 +216,7 @@ def _label_width(axis: Axis, width: int) -> int:
 
 
 def _fitted(cells: Cells, room: int, pen: Pen) -> tuple[Cells, str]:
-    """Cells that fit ``room`` columns, several in one where needed, and a note about that."""
+    """Merge cells until they fit ``room`` columns; return them and a note about the merge."""
     rows, columns = len(cells.values), len(cells.values[0])
     across, down = min(columns, room), min(rows, MAX_LINES)
     if not cells.rows.labels and not cells.columns.labels and 2 * columns > room:
@@ -249,8 +249,8 @@ def _coarser(axis: Axis, places: int) -> Axis:
 
 
 def _header(axis: Axis, side: int, pen: Pen) -> list[str]:
-    """The labels of the columns: across where they fit, else downwards, letter by letter."""
-    if not axis.labels or side < 2:  # letters without a gap are not readable
+    """The column labels: horizontal if they fit, else vertical, one letter per line."""
+    if not axis.labels or side < 2:  # vertical labels need a gap between them
         axis = axis if axis.span else Axis(axis.name, axis.places, span=axis.places)
         line = ""
         for place, text in axis.ticks(max(axis.places * side // 12, 1)):
@@ -281,7 +281,7 @@ def _header(axis: Axis, side: int, pen: Pen) -> list[str]:
 
 
 def _letters(text: str, side: int) -> list[str]:
-    """The letters of a text with their combining marks; "?" for one wider than a column."""
+    """The letters of a text with their combining marks; "?" for letters wider than ``side``."""
     letters: list[str] = []
     for character in text:
         if width_of(character) == 0 and letters:
@@ -329,7 +329,7 @@ def _legend(cells: Cells, width: int, pen: Pen, numbered: bool) -> list[str]:
     room = width - len(left) - len(right) - 2
     if pen.color == "none":
         signs = f"{BELOW[:0:-1]}{PLAIN}" if cells.signed else PLAIN
-        skip = -(-len(signs) // max(room - 2, 1))  # a narrow panel shows some of them
+        skip = -(-len(signs) // max(room - 2, 1))  # a narrow panel shows only some characters
         length = len(strip := f"[{signs[::skip]}]")
     else:
         palette = pen.palette(cells.signed)

@@ -1,4 +1,4 @@
-"""Pictures as shapes on a page, and their SVG and PNG (by matplotlib)."""
+"""Lay out pictures as shapes on a page, and write these as SVG or PNG (by matplotlib)."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ from regard.pictures.record import (
 
 MARGIN = 20.0
 PLOT = 640.0  # the longest side of all cells together
-MAX_CELL = 40.0  # the side of a cell
-MAX_PANELS_WIDTH = 1500.0  # of several panels side by side
+MAX_CELL = 40.0  # the longest side of a cell
+MAX_PANELS_WIDTH = 1500.0  # the width of all panels of a row together
 FONT = 12.0
 ADVANCE = 0.602  # the width of a letter of the monospaced font, relative to its size
 MAX_LABEL = 16  # letters
-MAX_SHAPES = 4096  # more cells become an image
+MAX_SHAPES = 4096  # more cells are drawn as one image
 SANS = "system-ui,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 MONO = "ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 
-MONOSPACED = "DejaVu Sans Mono"  # matplotlib includes it and the first of the fallbacks
+MONOSPACED = "DejaVu Sans Mono"  # matplotlib includes this font and the first fallback
 FALLBACKS = (
     "DejaVu Sans", "Noto Sans CJK SC", "Noto Sans CJK JP", "WenQuanYi Zen Hei", "PingFang SC",
     "Hiragino Sans", "Microsoft YaHei", "Arial Unicode MS",
@@ -48,13 +48,13 @@ FALLBACKS = (
 
 
 class Shade(NamedTuple):
-    """A shade of the data."""
+    """The colour of a number: an index into a colour ramp."""
 
     level: int
     signed: bool  # whether negative numbers have their own colours
 
 
-Paint = str | Shade  # a role, or a shade of the data
+Paint = str | Shade  # a role such as "ink", or the shade of a number
 Anchor = Literal["start", "middle", "end"]
 
 
@@ -72,7 +72,7 @@ class Box:
 @dataclass(frozen=True)
 class Words:
     x: float
-    y: float  # of the base line
+    y: float  # of the baseline
     text: str
     paint: str = "ink"
     size: float = FONT
@@ -94,7 +94,7 @@ class Image:
 
 @dataclass
 class Scene:
-    """Shapes on a page, in the order of painting."""
+    """Shapes on a page; later shapes cover earlier ones."""
 
     title: str
     description: str
@@ -104,7 +104,7 @@ class Scene:
 
 
 def lay_out(drawing: Drawing) -> Scene:
-    """The shapes of a picture."""
+    """Lay out the shapes of a picture."""
     match drawing:
         case Cells():
             return _lay_out_cells(drawing)
@@ -121,7 +121,7 @@ def _lay_out_cells(
     cells: Cells, plot: float = PLOT, largest: float = MAX_CELL, least: float = 380.0
 ) -> Scene:
     rows, columns = len(cells.values), len(cells.values[0])
-    # Cells are nearly square, but at least 18 high or wide.
+    # Cells are square, unless that makes one side shorter than 18.
     wide, high = (min(plot / count, largest) for count in (columns, rows))
     wide, high = min(wide, max(high, 18.0)), min(high, max(wide, 18.0))
     scene = Scene(cells.title, cells.caption)
@@ -160,7 +160,7 @@ def _lay_out_cells(
 
 
 def _lay_out_panels(panels: Panels) -> Scene:
-    """Panels in rows of up to three."""
+    """Lay out panels in rows of up to three."""
     scenes = [
         _lay_out_cells(part, plot=MAX_PANELS_WIDTH / 3 - 140, largest=32.0, least=260.0)
         for part in panels.parts
@@ -187,7 +187,7 @@ def _lay_out_panels(panels: Panels) -> Scene:
 
 
 def _shown(axis: Axis, skip: int) -> list[tuple[float, str]]:
-    """The labels that fit, each with the place of its middle."""
+    """Every ``skip``-th label with the place of its centre, or ticks if there are no labels."""
     if not axis.labels:
         return axis.ticks(8)
     return [
@@ -226,7 +226,7 @@ def _fill(scene: Scene, cells: Cells, left: float, top: float, wide: float, high
                 ink = written_on(shade, cells.signed) if cells.values[r][c] else "muted"
                 at = (x + (wide - gap) / 2, y + high / 2 + 3.5)
                 words.append(Words(*at, inside[r][c], ink, 10.5, "middle", mono=True, bold=marked))
-    boxes.sort(key=lambda box: box.outlined)  # outlines over their neighbours
+    boxes.sort(key=lambda box: box.outlined)  # draw outlined boxes last
     scene.shapes += [*boxes, *words]
     return roomy
 
@@ -265,7 +265,7 @@ def _lay_out_bars(bars: Bars) -> Scene:
 
 
 def _heading(scene: Scene, title: str, width: float) -> float:
-    """Add the title; return where it ends."""
+    """Add the title; return the y coordinate of its end."""
     y = MARGIN
     for line in wrap(title, max(int(max(width, 340) / 8.6), 20)):
         y += 20
@@ -278,14 +278,14 @@ def _axis_name(axis: Axis, x: float, y: float, angle: float) -> Words:
 
 
 def _legend(scene: Scene, cells: Cells, left: float, y: float, numbered: bool) -> float:
-    """Add the colours with the numbers at their ends; return where the legend ends."""
+    """Add the colour scale with the numbers at its ends; return the y coordinate of its end."""
     low, most = cells.scale
     x, steps, length = left, 64, 168.0
     scene.shapes.append(Words(x, y + 10, number(low), "ink", 11, mono=True))
     x += width_of(number(low)) * 11 * ADVANCE + 8
     for index in range(steps):
         shade = round(index * (LEVELS - 1) / (steps - 1))
-        # Boxes overlap, so that no seam shows.
+        # Boxes overlap to avoid visible gaps.
         extent = length / steps + (1 if index < steps - 1 else 0)
         paint = Shade(shade, cells.signed)
         scene.shapes.append(Box(x + index * length / steps, y, extent, 11, paint))
@@ -309,7 +309,7 @@ def _caption(scene: Scene, caption: str, y: float) -> float:
 
 
 def svg(scene: Scene) -> str:
-    """The scene as SVG, with colours for light and dark pages."""
+    """Write the scene as SVG with colours for light and dark pages."""
     size = f'width="{scene.width:.0f}" height="{scene.height:.0f}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} '
@@ -350,7 +350,7 @@ def _colour(shade: Shade, dark: bool) -> Colour:
 
 
 def _class(paint: Paint) -> str:
-    """The CSS class of a paint; the pictures of one page share these classes."""
+    """The CSS class of a paint; all pictures of one page share the classes."""
     return paint if isinstance(paint, str) else f"{'d' if paint.signed else 's'}{paint.level}"
 
 
@@ -385,8 +385,8 @@ def _attributes(**numbers: float) -> str:
 
 
 def _png_of(shades: Sequence[Sequence[int | None]], palette: Sequence[tuple[int, ...]]) -> bytes:
-    """Shades as a PNG image, one pixel each; None is transparent."""
-    clear = LEVELS - 1  # transparent in images with empty cells, whose shades end one below
+    """Encode shades as a PNG image with one pixel per shade; None is transparent."""
+    clear = LEVELS - 1  # with empty cells this colour is transparent, and no shade uses it
     holes = any(shade is None for row in shades for shade in row)
     lines = b"".join(
         b"\0" + bytes(clear if s is None else min(s, clear - 1) if holes else s for s in row)
@@ -410,18 +410,18 @@ def _png_of(shades: Sequence[Sequence[int | None]], palette: Sequence[tuple[int,
     )
 
 
-MISSING = "Glyph .* missing from font"  # the warning of matplotlib
+MISSING = "Glyph .* missing from font"  # a warning of matplotlib
 
 
 class FontWarning(UserWarning):
-    """No installed font has some letters of a picture."""
+    """Some letters of a picture are in no installed font."""
 
 
 # PNG -------------------------------------------------------------------------------------------
 
 
 def png(scene: Scene, *, dark: bool) -> bytes:
-    """The scene as a PNG image, at twice the size of the SVG."""
+    """Draw the scene as a PNG image with twice the resolution of the SVG."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.collections import PatchCollection
@@ -490,8 +490,8 @@ def png(scene: Scene, *, dark: bool) -> bytes:
             )
     if missing:
         warnings.warn(
-            "No installed font has some of these letters, which are drawn as boxes. An .svg or "
-            ".html uses the fonts of the viewer.",
+            "Some letters are in no installed font and are drawn as boxes. An .svg or .html uses "
+            "the fonts of the viewer.",
             FontWarning,
             stacklevel=2,
         )

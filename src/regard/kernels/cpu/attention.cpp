@@ -3,22 +3,24 @@
 //     scores       = scale Q K^T, capped and biased, -inf where a row may not attend
 //     exponentials = exp(scores - the highest score of the row)
 //     output       = exponentials V / total, where total is their sum over the keys of a row
-//     weights      = exponentials / total, from which come entropy, peak, distance, single weights,
-//                    and sums over rows: received and the map
+//     weights      = exponentials / total
+//
+// The fields (entropy, peak, distance, single weights, received, map) come from the weights.
 //
 //     Q [batch, heads, queries, width]            V      [batch, key_heads, keys, value_width]
 //     K [batch, key_heads, keys, width]           output [batch, heads, queries, value_width]
 //
-// in float32, or in bfloat16 on machines with AMX. A thread computes a block of rows at a time. Its
-// scores stay in the cache of the core until all fields are written.
+// in float32, or in bfloat16 on machines with AMX. A thread computes one block of rows at a time.
+// The scores of the block stay in the core's cache until all fields are written.
 //
-// regard.mechanism.backends.cpu allocates what attention_buffers() says, and calls attention().
+// regard.mechanism.backends.cpu allocates buffers of the sizes from attention_buffers() and calls
+// attention().
 //
-// What must stay true:
-// - Results are equal to the last bit on any number of threads: the chunks do not depend on it, and
-//   no two threads add to the same number.
-// - A key outside a row's range has weight 0, and 0 times infinity is NaN, so attention()
-//   refuses inputs that are not finite.
+// Invariants:
+// - Results are bitwise identical on any number of threads: the chunks do not depend on the number
+//   of threads, and no two threads add to the same number.
+// - attention() refuses inputs that are not finite: a masked key has weight 0, and 0 times infinity
+//   is NaN.
 //
 // Test: pytest tests/kernels/test_cpu.py -q
 
@@ -37,37 +39,37 @@
 #include <unistd.h>
 #endif
 
-// One call. Task in build.py has the same fields in the same order. The pointer of a field that is
-// not requested is null.
+// The arguments of one call. Task in build.py has the same fields in the same order. Pointers of
+// fields that are not requested are null.
 struct Task {
     int64_t batch, heads, key_heads, queries, keys, width, value_width;
     int64_t threads;
-    int64_t chunks;  // parts of a head's rows; one thread computes all of a chunk
+    int64_t chunks;  // parts of a head's rows; one thread computes a whole chunk
     int64_t map_rows, map_columns, kept_rows, pair_count, top;
-    float scale, softcap;  // a softcap of 0 is none
+    float scale, softcap;  // softcap 0: no softcap
     const void *query, *key, *value;
     int64_t query_strides[3], key_strides[3], value_strides[3];  // batch, head, row; last is 1
     const int32_t *low, *high;    // [batch, queries]: a query attends to the keys low <= j < high
-    const float *bias;            // [heads, bias_length]: added to scores, by distance
-    int64_t bias_length;          // queries - 1 + keys, and padding for whole vectors
+    const float *bias;            // [heads, bias_length]: the bias of each distance
+    int64_t bias_length;          // queries - 1 + keys + padding to whole vectors
     void *output;                 // [batch, heads, queries, value_width]
-    float *lse, *entropy, *peak, *highest, *distance;  // [batch, heads, queries]; highest: score
+    float *lse, *entropy, *peak, *highest, *distance;  // [batch, heads, queries]; highest score
     float *received;              // [batch, heads, chunks, keys]
     float *map, *map_peak;        // [batch, heads, map_rows, map_columns]: sums, not averages
     const int32_t *places;        // [queries]: the index of a row in `kept`, or -1
     float *kept;                  // [batch, heads, kept_rows, keys]: whole rows of weights
-    const int32_t *pair_first;    // [queries + 1]: where the pairs of each query begin
-    const int32_t *pair_keys;     // [pair_count], in order of the queries
+    const int32_t *pair_first;    // [queries + 1]: the index of each query's first pair
+    const int32_t *pair_keys;     // [pair_count], sorted by query
     float *pairs;                 // [batch, heads, pair_count]
     float *top_weights;           // [batch, heads, queries, top]
     int64_t *top_keys;
-    char *packed_keys, *packed_values, *scratch;  // as large as attention_buffers() says
+    char *packed_keys, *packed_values, *scratch;  // sizes: see attention_buffers()
 };
 
 namespace {
 
-constexpr int64_t KEY_TILE = 128;           // keys whose scores are computed and read while cached
-constexpr int64_t BLOCK_SCORES = 1 << 17;   // scores of a block of rows that fit a core's cache
+constexpr int64_t KEY_TILE = 128;           // keys of a tile; its scores stay in the cache
+constexpr int64_t BLOCK_SCORES = 1 << 17;   // scores of a block of rows; they fit a core's cache
 constexpr int64_t MIN_BLOCK_ROWS = 32, MAX_BLOCK_ROWS = 64;
 
 // One head of a tensor.
@@ -77,25 +79,25 @@ const Element *head_matrix(const void *tensor, const int64_t *strides, int64_t s
     return static_cast<const Element *>(tensor) + sequence * strides[0] + head * strides[1];
 }
 
-// ---- one thread's work -------------------------------------------------------------------------
+// ---- the work of one thread ---------------------------------------------------------------------
 
 // The padded sizes and strides of the buffers, in whole panels and stripes of Product.
 template <class Element>
 struct Layout {
     using P = Product<Element>;
-    static constexpr bool IN_PLACE = sizeof(Element) == sizeof(float);  // exponentials over scores
+    static constexpr bool IN_PLACE = sizeof(Element) == sizeof(float);  // overwrite the scores
     int64_t depth, keys, value_width, score_stride, exponential_stride, block_rows;
 
     explicit Layout(const Task &task)
         : depth(round_up(task.width, P::DEPTH)),
           keys(round_up(task.keys, P::PANEL)),
           value_width(round_up(task.value_width, P::PANEL)),
-          score_stride(keys + LANES),  // no power of two, so that rows do not share cache sets
+          score_stride(keys + LANES),  // not a power of two: rows use different cache sets
           exponential_stride(IN_PLACE ? score_stride : keys + 32),
           block_rows(round_up(std::clamp(BLOCK_SCORES / keys, MIN_BLOCK_ROWS, MAX_BLOCK_ROWS),
                               MIN_BLOCK_ROWS)) {}
 
-    // Bytes of one head of packed keys, of one of packed values, and of one thread's scratch.
+    // The bytes of one head of packed keys, one head of packed values, and one thread's scratch.
     int64_t key_head() const { return keys * depth * sizeof(Element); }
     int64_t value_head() const { return keys * value_width * sizeof(Element); }
     int64_t scratch() const {
@@ -122,11 +124,11 @@ class Worker {
         else exponentials = take<Element>(at, layout.block_rows * layout.exponential_stride);
     }
 
-    // Computes chunk `unit` of [batch, heads, chunks]: all fields of its rows. A chunk holds whole
-    // bins of the map, so no other thread adds to their cells.
+    // Computes all fields of the rows of chunk `unit` of [batch, heads, chunks]. A chunk contains
+    // whole bins of the map, so no other thread adds to their cells.
     void compute_chunk(int64_t unit) {
         const int64_t part = unit % task.chunks;
-        head = unit / task.chunks;  // of [batch, heads]
+        head = unit / task.chunks;  // index into [batch, heads]
         const int64_t sequence = head / task.heads, group = task.heads / task.key_heads;
         const int64_t key_head = sequence * task.key_heads + head % task.heads / group;
         low = task.low + sequence * task.queries;
@@ -160,16 +162,16 @@ class Worker {
     const Task &task;
     const Layout<Element> layout;
     float *scores, *outputs;  // [block_rows, score_stride], [block_rows, value_width]
-    float *sums, *peaks;      // [score_stride]: of the current bin, by key
+    float *sums, *peaks;      // [score_stride]: sum and maximum of the current bin, by key
     Element *queries, *exponentials;  // [block_rows, depth], [block_rows, exponential_stride]
 
-    // The current head, block of rows, range of its keys, and range of keys in the bin's sums.
+    // The current head, its block of rows, the block's keys, and the range of keys in `sums`.
     int64_t head, first_row, row_count, first_key, key_count, summed_from, summed_to;
     const int32_t *low, *high;
     const Element *query, *keys, *values;
     float *received;
     bool needs_sums;
-    float inverse[MAX_BLOCK_ROWS];  // 1 / total of each row's exponentials, 0 if it has none
+    float inverse[MAX_BLOCK_ROWS];  // 1 / total of each row, 0 for rows without keys
     std::vector<std::pair<float, int64_t>> top_scores;
 
     template <class Type>
@@ -184,8 +186,8 @@ class Worker {
         return (bin * length + bins - 1) / bins;
     }
 
-    // Sets the range of keys that any row of the block may attend to, in whole panels. Returns
-    // whether it has any.
+    // Sets the range of keys that any row of the block may attend to, rounded to whole panels.
+    // Returns whether the range has keys.
     bool find_key_range() {
         first_key = task.keys;
         int64_t stop = 0;
@@ -233,7 +235,7 @@ class Worker {
         for (int64_t row = 0; row < row_count; ++row) write_output(row);
     }
 
-    // Scales, caps, biases and masks the products of a row in a tile. Returns the highest score.
+    // Applies scale, softcap, bias and mask to a row's products in a tile. Returns the maximum.
     float finish_scores(int64_t row, int64_t tile, int64_t stop) {
         float *at = scores + row * layout.score_stride;
         const int64_t index = first_row + row;
@@ -261,7 +263,7 @@ class Worker {
         return row_highest;
     }
 
-    // Replaces the scores of a row by exponentials, and writes the fields of its query.
+    // Replaces the scores of a row by exponentials and writes the fields of this query.
     void softmax_row(int64_t row, float highest) {
         float *const at = scores + row * layout.score_stride;
         Element *const narrowed = exponentials + row * layout.exponential_stride;
@@ -298,8 +300,8 @@ class Worker {
         }
     }
 
-    // Sets top_scores to the row's highest scores and their keys, highest first. Meanwhile it is a
-    // heap with the lowest in front.
+    // Sets top_scores to the row's highest scores and their keys, highest first. During the search
+    // top_scores is a heap with the lowest score in front.
     void select_top(int64_t row, const float *at) {
         const auto higher = [](const auto &a, const auto &b) { return a.first > b.first; };
         top_scores.clear();
@@ -318,7 +320,7 @@ class Worker {
         std::sort_heap(top_scores.begin(), top_scores.end(), higher);
     }
 
-    // Writes the weights that are requested one by one: whole rows, and pairs.
+    // Writes the requested single weights: whole rows and pairs.
     void write_requested(int64_t row, const float *at) const {
         const int64_t index = first_row + row;
         if (task.kept && task.places[index] >= 0) {
@@ -353,7 +355,7 @@ class Worker {
             output[j] = P::narrow(outputs[row * layout.value_width + j] * inverse[row]);
     }
 
-    // The outputs and fields of a block of rows that may attend to no key.
+    // Writes outputs and fields of a block of rows without keys.
     void write_empty_rows() {
         first_key = key_count = 0;
         std::fill_n(outputs, row_count * layout.value_width, 0.0f);
@@ -371,7 +373,7 @@ class Worker {
         summed_from = task.keys, summed_to = 0;  // no keys yet
     }
 
-    // Adds the weights of the rows begin <= row < end to the sums of each key.
+    // Adds the weights of the rows begin <= row < end to `sums`, and updates `peaks`.
     void add_to_sums(int64_t begin, int64_t end) {
         if (!needs_sums || key_count == 0) return;
         summed_from = std::min(summed_from, first_key);
@@ -399,7 +401,7 @@ class Worker {
         }
     }
 
-    // Adds the sums of a finished bin of rows to `received` and to its row of the map.
+    // Adds the sums of a finished bin to `received`, and writes the bin's row of the map.
     void finish_bin(int64_t bin) {
         if (!needs_sums) return;
         if (received)
@@ -425,8 +427,8 @@ class Worker {
 
 // ---- all threads -------------------------------------------------------------------------------
 
-// Packs keys and values, then computes all chunks. Returns false, without computing any, if an
-// input is not finite.
+// Packs keys and values, then computes all chunks. Returns false, before computing, if an input is
+// not finite.
 template <class Element, class TileSetup>
 bool attend(const Task &task) {
     const Layout<Element> layout(task);
@@ -453,7 +455,7 @@ bool attend(const Task &task) {
     if (!inputs_finite) return false;
     const int64_t units = task.batch * task.heads * task.chunks;
     parallel(units, task.threads, [&](int64_t thread) {
-        // The last rows of a causal call take longest, so they go first.
+        // The last rows of a causal call take longest, so they are computed first.
         return [tiles = TileSetup(), worker = Worker<Element>(task, thread), units](
                    int64_t unit) mutable { worker.compute_chunk(units - 1 - unit); };
     });
@@ -473,7 +475,7 @@ void buffer_bytes(const Task &task, int64_t *bytes) {
 
 extern "C" {
 
-// Whether the machine has AMX for bfloat16 and the kernel of Linux permits it to this process.
+// Whether the CPU has AMX for bfloat16 and the Linux kernel permits this process to use it.
 int has_tiles() {
 #ifdef AMX_BFLOAT16
     // For arch_prctl: ARCH_REQ_XCOMP_PERM and XTILEDATA.
@@ -493,7 +495,7 @@ void attention_buffers(const Task *task, int bfloat16, int64_t *bytes) {
     buffer_bytes<float>(*task, bytes);
 }
 
-// Computes all requested fields; returns 0, with nothing computed, if an input is not finite.
+// Computes all requested fields. Returns 0, without results, if an input is not finite.
 int attention(const Task *task, int bfloat16) {
 #ifdef AMX_BFLOAT16
     if (bfloat16) return attend<BFloat, TileConfig>(*task);

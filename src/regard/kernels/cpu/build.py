@@ -20,7 +20,7 @@ _FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-shared", "-fopenmp", 
 
 
 class Task(ctypes.Structure):
-    """``Task`` of attention.cpp, with the same fields in the same order."""
+    """The struct ``Task`` of attention.cpp: the same fields in the same order."""
 
     _fields_ = [
         *[(name, ctypes.c_int64) for name in (
@@ -41,7 +41,7 @@ class Task(ctypes.Structure):
 
 
 class Weights(ctypes.Structure):
-    """``Weights`` of linear.cpp, with the same fields in the same order."""
+    """The struct ``Weights`` of linear.cpp: the same fields in the same order."""
 
     _fields_ = [
         *[(name, ctypes.c_void_p) for name in ("weight", "sums", "scale", "bias")],
@@ -51,18 +51,18 @@ class Weights(ctypes.Structure):
 
 @cache
 def library() -> ctypes.CDLL | str:
-    """The compiled kernels, or the reason why they cannot be compiled and loaded."""
+    """The compiled kernels, or the reason why they cannot be compiled or loaded."""
     if sys.platform != "linux":
-        return f"the kernel is built on Linux, and this is {sys.platform}."
+        return f"the kernel needs Linux, but this machine runs {sys.platform}."
     compiler = (
         shlex.split(os.environ.get("CXX", ""))
         or [name for name in ("g++", "clang++", "c++") if shutil.which(name)][:1]
     )
     if not compiler:
-        return "there is no C++ compiler (g++, clang++, or what CXX names) to build the kernel."
+        return "there is no C++ compiler (g++, clang++ or $CXX) to build the kernel."
     command = [*compiler, *_FLAGS]
     try:
-        # The macros of -march=native are part of the name: machines may share the folder.
+        # The file name depends on the macros of -march=native: machines may share the folder.
         macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
         inputs = "\n".join((*(source.read_text() for source in _SOURCES), *command, macros))
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "regard"
@@ -78,7 +78,7 @@ def library() -> ctypes.CDLL | str:
         message = getattr(error, "stderr", None) or ""
         return f"the kernel could not be built: {error} {message.strip()[-500:]}".strip()
     except OSError as error:
-        return f"the kernel could not be built, kept or loaded: {error}"
+        return f"the kernel could not be built, cached or loaded: {error}"
     task, sizes = ctypes.POINTER(Task), ctypes.POINTER(ctypes.c_int64)
     loaded.attention_buffers.argtypes = (task, ctypes.c_int, sizes)
     loaded.attention_buffers.restype = None

@@ -1,12 +1,13 @@
 // y = x W^T + bias in int8: y [rows, outputs], x [rows, inputs], W [outputs, inputs].
 //
-// W is int8 with a scale for each output. Each row of x is rounded to int8 with a scale of its own.
-// Products are summed in int32. Decoding waits for memory, and int8 is a quarter of the bytes.
+// W is int8 with one scale per output. Each row of x is rounded to int8 with its own scale.
+// Products are summed in int32. Decoding is limited by memory bandwidth; int8 needs a quarter of
+// the bytes.
 //
 // regard.layers.linear.Quantized packs the weights and calls linear().
 //
-// What must stay true: a row's result is equal to the last bit in any batch and on any number of
-// threads. Integer sums do not depend on their order.
+// Invariant: a row's result is bitwise identical in any batch and on any number of threads, because
+// integer sums do not depend on their order.
 //
 // Weights are packed in panels of 32 outputs with four inputs interleaved, the layout of both VNNI
 // (vectors) and AMX (tiles).
@@ -28,7 +29,7 @@ namespace {
 
 constexpr int64_t PANEL = 32, QUAD = 4;  // as in regard.layers.linear
 constexpr int64_t ROWS_PER_PASS = 4;  // rows that share one read of the weights
-constexpr int64_t MIN_TILE_ROWS = 8;  // from this many rows on, tiles are faster than vectors
+constexpr int64_t MIN_TILE_ROWS = 8;  // with fewer rows, vectors are faster than tiles
 constexpr int64_t MIN_PARALLEL_PRODUCTS = 1 << 18;
 constexpr int PARTS = PANEL / LANES;  // vectors of a panel
 
@@ -37,12 +38,12 @@ typedef int8_t Bytes __attribute__((vector_size(LANES)));
 // The weights of a layer. Weights in build.py has the same fields in the same order.
 struct Weights {
     const int8_t *weight;            // [panels, depth / QUAD, PANEL, QUAD]
-    const int32_t *sums;             // [outputs]: of an output's weights
+    const int32_t *sums;             // [outputs]: the sum of each output's weights
     const float *scale, *bias;       // [outputs]; the bias may be null
-    int64_t inputs, outputs, depth;  // depth: the padded inputs
+    int64_t inputs, outputs, depth;  // depth: inputs with padding
 };
 
-// One call.
+// The arguments of one call.
 struct Layer : Weights {
     const float *x;  // [rows, inputs]
     float *y;        // [rows, outputs]
@@ -52,7 +53,7 @@ struct Layer : Weights {
     int64_t panels() const { return round_up(outputs, PANEL) / PANEL; }
 };
 
-// The rows of x in int8, and the scale of each. The padding's weights are 0.
+// The rows of x in int8 with their scales. Padding needs no value: its weights are 0.
 struct QuantizedRows {
     std::vector<int8_t> values;  // [rows, depth]
     std::vector<float> scale;
@@ -65,11 +66,11 @@ struct QuantizedRows {
         });
     }
 
-    // Writes a row of values and returns its scale: NaN if an input is not finite.
+    // Quantizes a row and returns its scale, which is NaN if an input is not finite.
     float quantize_row(const Layer &layer, int64_t row) {
         const float *x = layer.x + row * layer.inputs;
         const int64_t whole = layer.inputs / LANES * LANES;
-        Ints magnitudes = {};  // bits compare like the numbers; infinity and NaN are highest
+        Ints magnitudes = {};  // as integers, infinity and NaN are the largest
         for (int64_t k = 0; k < whole; k += LANES) {
             const Ints bits = (Ints)load(x + k) & 0x7fffffff;
             magnitudes = bits > magnitudes ? bits : magnitudes;
@@ -97,13 +98,13 @@ struct QuantizedRows {
         return largest_value / 127;
     }
 
-    // Rounds to integers, ties to even: 12582912 is 1.5 * 2^23.
+    // Rounds to integers, ties to even, by adding 12582912 = 1.5 * 2^23.
     static Ints nearest(Floats values) {
         return __builtin_convertvector((values + 12582912.0f) - 12582912.0f, Ints);
     }
 };
 
-// Scales the sums of one row and one panel, adds the bias, and writes them to y.
+// Scales the sums of one row and one panel, adds the bias and writes the result to y.
 void write_outputs(const Layer &layer, const int32_t *sums, float scale, int64_t row,
                    int64_t first) {
     const int64_t count = std::min(PANEL, layer.outputs - first);
@@ -122,7 +123,7 @@ Ints load_ints(const int8_t *from) {
 
 void store_ints(int32_t *to, Ints values) { std::memcpy(to, &values, sizeof values); }
 
-// Adds to each sum the four products of an output's weights and `quads`, four inputs.
+// Adds to each output's sum the products of four weights with the four inputs in `quads`.
 #if defined(__AVX512VNNI__)
 constexpr int32_t OFFSET = 128;  // the instruction takes unsigned inputs
 
@@ -141,7 +142,7 @@ Ints add_products(Ints sums, int32_t quads, Ints weights) {
 }
 #endif
 
-// Multiplies ROWS rows by one panel, whose weights are read once.
+// Multiplies ROWS rows by one panel and reads its weights once.
 template <int ROWS>
 void multiply_with_vectors(const Layer &layer, const QuantizedRows &rows, int64_t row,
                            int64_t panel) {
@@ -187,7 +188,7 @@ void linear_with_vectors(const Layer &layer) {
 }
 
 #ifdef AMX_INT8
-// 2 x 2 tiles of 16 x 16 sums. A tile of x or of weights is 16 rows of 64 bytes.
+// Computes 2 x 2 tiles of 16 x 16 sums. A tile of x or of weights is 16 rows of 64 bytes.
 void linear_with_tiles(const Layer &layer) {
     constexpr int64_t STRIPE = 32, DEPTH = 64;
     const QuantizedRows rows(layer, round_up(layer.rows, STRIPE), 0);

@@ -1,11 +1,10 @@
 // Vectors, exponentials, matrix products and threads, for attention.cpp and linear.cpp.
 //
-// Vectors are those of GCC and Clang, so the compiler chooses the instructions. Only the product in
-// bfloat16 is written for one instruction set: Intel AMX, whose tiles multiply bfloat16 and add in
-// float32.
+// The code uses the vector types of GCC and Clang, so the compiler chooses the instructions. Only
+// the bfloat16 product needs a specific instruction set: Intel AMX, which sums in float32.
 //
-// What must stay true: the order of additions in a product depends on its depth alone, so results
-// are equal to the last bit on any number of threads.
+// Invariant: the order of additions in a product depends only on its depth, so results are bitwise
+// identical on any number of threads.
 //
 // Test: pytest tests/kernels/test_cpu.py -q
 
@@ -30,7 +29,7 @@ namespace {
 #if defined(__AVX512F__)
 constexpr int LANES = 16, STRIPE = 8;
 #elif defined(__AVX__)
-constexpr int LANES = 8, STRIPE = 4;  // 16 registers hold no more sums
+constexpr int LANES = 8, STRIPE = 4;  // more sums do not fit 16 registers
 #else
 constexpr int LANES = 4, STRIPE = 8;
 #endif
@@ -38,7 +37,7 @@ constexpr int LANES = 4, STRIPE = 8;
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 
-constexpr float MIN_EXPONENT = -87.0f;  // e to a lower power counts as 0
+constexpr float MIN_EXPONENT = -87.0f;  // e^x is taken as 0 for x below this
 
 Floats load(const float *from) {
     Floats values;
@@ -69,13 +68,13 @@ BFloat to_bfloat(float value) {
     uint32_t bits;
     std::memcpy(&bits, &value, 4);
     if (std::isnan(value)) return 0x7fc0;
-    return BFloat((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // to the nearest, ties to even
+    return BFloat((bits + 0x7fff + (bits >> 16 & 1)) >> 16);  // round to nearest, ties to even
 }
 
-// e^x for MIN_EXPONENT <= x <= 87, within about one unit in the last place: 2^n e^r with
-// |r| <= log(2) / 2. The polynomial is the minimax one of its degree, with an error of 3.3e-9.
+// e^x = 2^n e^r for MIN_EXPONENT <= x <= 87, with |r| <= log(2) / 2. The error is about one unit in
+// the last place. e^r is a minimax polynomial with an error of 3.3e-9.
 Floats exponential(Floats x) {
-    const Floats shifted = x * 1.44269504f + 12582912.0f;  // 1.5 * 2^23: rounds to a whole number
+    const Floats shifted = x * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
     const Floats n = shifted - 12582912.0f;
     const Floats r = (x - n * 0.693145752f) - n * 1.42860677e-6f;
     Floats tail = r * 0.00138131402f + 0.0083694193f;
@@ -88,7 +87,7 @@ Floats exponential(Floats x) {
 
 // softcap * tanh(score / softcap).
 Floats soft_cap(Floats score, float softcap) {
-    // tanh(x) = 1 - 2 / (e^2x + 1); at 2x = 60 it is 1 in float32.
+    // tanh(x) = 1 - 2 / (e^2x + 1), which is 1 in float32 at 2x = 60.
     Floats twice = score * (2.0f / softcap);
     const Floats limit = Floats{} + 60.0f;
     twice = twice > limit ? limit : twice;
@@ -97,9 +96,9 @@ Floats soft_cap(Floats score, float softcap) {
 }
 
 // ---- products ----------------------------------------------------------------------------------
-// c [STRIPE, PANEL] = a [STRIPE, depth] b [depth, PANEL], or += if `adds`. The depth is a multiple
-// of DEPTH. Each PAIR rows of b are interleaved, as the instructions require. a_row and c_row are
-// the strides of rows.
+// Product::run computes c [STRIPE, PANEL] = a [STRIPE, depth] b [depth, PANEL], or += if `adds`.
+// The depth is a multiple of DEPTH. The instructions need each PAIR rows of b interleaved. a_row
+// and c_row are the row strides.
 
 template <class Element>
 struct Product;
@@ -136,7 +135,7 @@ template <>
 struct Product<BFloat> {
     static constexpr int64_t STRIPE = 32, PANEL = 32, PAIR = 2, DEPTH = 32;
 
-    // 2 x 2 tiles of 16 x 16 sums. A tile of a or b is 16 rows of 64 bytes.
+    // Computes 2 x 2 tiles of 16 x 16 sums. A tile of a or b is 16 rows of 64 bytes.
     static void run(const BFloat *a, int64_t a_row, const BFloat *b, float *c, int64_t c_row,
                     int64_t depth, bool adds) {
         const int64_t bytes = 4 * c_row;
@@ -175,7 +174,7 @@ struct Product<BFloat> {
     }
 };
 
-// Configures the eight tiles of a thread as 16 rows of 64 bytes, and releases them at the end.
+// Configures a thread's eight tiles as 16 rows of 64 bytes; the destructor releases them.
 struct TileConfig {
     TileConfig() {
         alignas(64) uint8_t shape[64] = {1};  // palette 1
@@ -189,11 +188,11 @@ struct TileConfig {
 };
 #endif
 
-// In place of TileConfig where no tiles are used.
+// Used instead of TileConfig by code without tiles.
 struct NoTileConfig {};
 
-// Copies a matrix [depth, columns] into panels [padded_depth, PANEL] with PAIR rows interleaved.
-// The padding is zeros.
+// Copies a matrix [depth, columns] into zero-padded panels [padded_depth, PANEL] with PAIR rows
+// interleaved.
 template <class Element>
 void pack(const Element *from, int64_t depth_step, int64_t column_step, int64_t depth,
           int64_t columns, int64_t padded_depth, Element *to) {
@@ -210,7 +209,7 @@ void pack(const Element *from, int64_t depth_step, int64_t column_step, int64_t 
     }
 }
 
-// Whether a matrix has no NaN and no infinity, which are the numbers with all exponent bits set.
+// Whether a matrix has no NaN or infinity. Only these have all exponent bits set.
 template <class Element>
 bool all_finite(const Element *from, int64_t row_step, int64_t rows, int64_t columns) {
     using Bits = std::conditional_t<sizeof(Element) == 4, uint32_t, uint16_t>;
@@ -227,9 +226,9 @@ bool all_finite(const Element *from, int64_t row_step, int64_t rows, int64_t col
 
 // ---- threads -----------------------------------------------------------------------------------
 
-// Calls start(thread) once on each thread, and the function that it returns once for each unit, on
-// the first free thread. With OpenMP as in PyTorch, because the threads of PyTorch spin while they
-// wait, and would compete with other threads.
+// Calls start(thread) once on each thread. Then calls the function that start returned once for
+// each unit, on the next free thread. Uses PyTorch's OpenMP threads: they spin while they wait, so
+// they would compete with other threads.
 template <class Start>
 void parallel(int64_t units, int64_t threads, Start start) {
     std::atomic<int64_t> next{0};

@@ -1,12 +1,11 @@
-"""The backends, fastest first, and how one is chosen for a call.
+"""The backends, fastest first, and the choice of a backend for a call.
 
-``unavailable()`` is the reason why a backend cannot run on this machine, ``refuses(call)`` why it
-cannot run this call; None where it can. "auto" takes the first backend with neither reason. No
-backend catches an error of another. ``hopper`` runs single passes on the kernels of ``triton``.
-Two others check the numbers of a call while they run it, and compute it by ``tiled.by_rows``, plain
-PyTorch on blocks of rows, where their kernel would be wrong: ``sdpa`` where a NaN or infinity could
-leak through a mask, and where no query may attend to any key; ``native`` where the inputs hold a
-NaN or infinity.
+``unavailable()`` returns why a backend cannot run on this machine, ``refuses(call)`` why it cannot
+run this call; None means that it can. "auto" takes the first backend with neither reason. An error
+in one backend never switches to another. ``hopper`` runs some passes on the kernels of ``triton``.
+Two backends check the inputs and use ``tiled.by_rows`` (plain PyTorch on blocks of rows) if their
+own kernel would give wrong results: ``sdpa`` if a NaN or infinity could leak through a mask or no
+query may attend to any key, ``native`` if the inputs contain a NaN or infinity.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from regard.mechanism.seeing import Seen
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """A way to compute attention, and when it can."""
+    """An implementation of attention, and the conditions under which it can run."""
 
     name: str
     unavailable: Callable[[], str | None]
@@ -51,7 +50,7 @@ BACKENDS = (
 
 
 def choose(call: Call, name: str = "auto") -> Backend:
-    """The backend for a call: the named one, or the first that can run it."""
+    """Return the named backend, or for "auto" the first backend that can run the call."""
     for backend in BACKENDS:
         if name not in ("auto", backend.name):
             continue
@@ -66,10 +65,10 @@ def choose(call: Call, name: str = "auto") -> Backend:
 
 @dataclass(frozen=True)
 class Why:
-    """Each backend's reason against a call, or None. The first backend without one is chosen.
+    """Why each backend refuses a call, or None. The first backend that accepts it is chosen.
 
-    ``passes`` are the kernels of each pass, if the chosen backend has several, and the reason
-    against each faster variant.
+    If the chosen backend has several passes, ``passes`` holds the kernel of each pass and why each
+    faster kernel was not chosen.
     """
 
     answers: dict[str, str | None]
@@ -93,7 +92,7 @@ class Why:
 
 
 def why(call: Call) -> Why:
-    """Ask each backend about a call, and the chosen one about its passes."""
+    """Collect each backend's reason against a call, and the passes of the chosen backend."""
     answers = {b.name: b.refuses(call) or b.unavailable() for b in BACKENDS}
     chosen = Why(answers, {}).chosen
     if chosen in ("hopper", "triton"):

@@ -1,11 +1,11 @@
-"""Attention and seeing on the CPU, by a kernel in C++.
+"""The backend 'native': attention and its statistics on the CPU, by a kernel in C++.
 
-``attention.cpp`` computes what ``tiled`` does, in one loop that stays in the cache. The compiler of
-the machine builds it at the first call that is large enough, which takes a few seconds, and the
-result is kept in the user's cache folder. ``regard doctor`` builds it too.
+``attention.cpp`` computes what ``tiled`` does, in one loop whose data stays in the CPU cache. The
+first large call, or ``regard doctor``, compiles the kernel, which takes a few seconds. The library
+is kept in the user's cache folder.
 
-A call whose inputs hold a NaN or infinity is computed by ``tiled.by_rows`` instead, so that none
-leaks through a mask.
+If the inputs contain a NaN or infinity, ``tiled.by_rows`` computes the call, so that none leaks
+through a mask.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from regard.mechanism.masks import lower
 from regard.mechanism.seeing import Pairs, See, Seen, count_rows, finish, zeros
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-MIN_SCORES = 2**20  # calls with fewer do not build the kernel
-UNITS = 256  # parts of heads that threads share
-MAX_CHUNKS = 32  # parts of a head
+MIN_SCORES = 2**20  # the backend refuses calls with fewer scores
+UNITS = 256  # the wanted number of work units for threads: chunks of heads
+MAX_CHUNKS = 32  # the maximum number of chunks of a head
 MIN_CHUNK_ROWS = 64
-PADDED_KEYS = 32  # the kernel may read so many beyond the last
+PADDED_KEYS = 32  # the kernel may read this far beyond the last key
 
 _BY_QUERY = ("lse", "entropy", "peak", "distance")
 
@@ -41,20 +41,20 @@ def unavailable() -> str | None:
 def refuses(call: Call) -> str | None:
     extent = call.extent
     if extent.device.type != "cpu":
-        return f"the tensors are on {extent.device}, and the kernel is for the CPU."
+        return f"the tensors are on {extent.device}, but the kernel needs them on the CPU."
     if torch.compiler.is_compiling():
         return "torch.compile cannot trace a kernel in C++."
     if extent.batch * extent.heads * extent.queries * extent.keys < MIN_SCORES:
-        return f"fewer than {MIN_SCORES:,} scores are too few to build a kernel for."
+        return f"the call has fewer than {MIN_SCORES:,} scores, too few for a compiled kernel."
     return unsupported(call)
 
 
 def unsupported(call: Call) -> str | None:
-    """Why the kernel cannot compute a call, of any size."""
+    """Why the kernel cannot compute a call, regardless of its size."""
     if call.empty:
         return "there is nothing to compute: a size is 0."
     if call.query.dtype not in DTYPES:
-        return f"the kernel has no {call.query.dtype}."
+        return f"the kernel does not support {call.query.dtype}."
     if call.wants_gradient:
         return "the kernel has no gradients."
     if call.transformed:
@@ -116,7 +116,7 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
 
 
 def _empty_fields(see: See, extent: Extent) -> dict[str, Tensor]:
-    """The fields as the kernel writes them: each row's highest score, and one table of rows."""
+    """Tensors for the kernel's results; ``kept`` holds requested rows or all weights."""
     fields = zeros(see, extent, torch.float32)
     each_row = _zeros(extent.batch, extent.heads, extent.queries)
     if see.max_logit:
@@ -129,14 +129,14 @@ def _empty_fields(see: See, extent: Extent) -> dict[str, Tensor]:
 
 
 def _chosen(see: See, extent: Extent) -> dict[str, Tensor]:
-    """Tensors of the requested rows and pairs, as the kernel reads them."""
+    """The requested rows and pairs as index tensors for the kernel."""
     tensors = {}
     if see.rows or see.weights:
         places = torch.arange(extent.queries, dtype=torch.int32, device=extent.device)
         if not see.weights:
             places.fill_(-1)
             rows = sorted(row % extent.queries for row in see.rows)
-            for place, row in reversed(list(enumerate(rows))):  # of equal rows the first counts
+            for place, row in reversed(list(enumerate(rows))):  # the first of equal rows
                 places[row] = place
         tensors["places"] = places
     if isinstance(see.pairs, Pairs):
@@ -148,7 +148,7 @@ def _chosen(see: See, extent: Extent) -> dict[str, Tensor]:
 
 
 def _seen(see: See, fields: dict[str, Tensor], extent: Extent) -> Seen:
-    """The fields of the kernel as they were requested."""
+    """Turn the fields of the kernel into the requested fields."""
     if see.received:
         fields["received"] = fields["received"].sum(2)  # over chunks
     if see.max_logit:
@@ -168,7 +168,7 @@ def _seen(see: See, fields: dict[str, Tensor], extent: Extent) -> Seen:
 
 
 def _chunks(extent: Extent, map_rows: int) -> int:
-    """How many parts the rows of a head are cut into: the same for any number of cores."""
+    """The number of chunks of a head's rows, which does not depend on the number of cores."""
     wanted = -(-UNITS // (extent.batch * extent.heads))
     most = min(MAX_CHUNKS, max(1, extent.queries // MIN_CHUNK_ROWS), map_rows or MAX_CHUNKS)
     return max(1, min(wanted, most))
@@ -190,5 +190,5 @@ def _dense(tensor: Tensor) -> Tensor:
 
 
 def _zeros(*shape: int) -> Tensor:
-    """Zeros in float32 on the CPU, where the defaults for new tensors may differ."""
+    """Zeros in float32 on the CPU, whatever the default dtype and device are."""
     return torch.zeros(shape, dtype=torch.float32, device="cpu")

@@ -1,7 +1,7 @@
 """The backend 'hopper': kernels for compute capability 9.0 (H100, H200), written in Gluon.
 
-It takes calls without a mask or with ``Causal()``, without bias and softcap. Each pass that its
-kernels cannot run is run by those of 'triton' or by cuDNN; ``regard.kernels.plan`` decides that.
+It takes calls without bias and softcap whose mask is None or ``Causal()``. The kernels of 'triton'
+or cuDNN run the passes that its own kernels cannot; ``regard.kernels.plan`` decides which.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from regard.mechanism.seeing import Seen
 def unavailable() -> str | None:
     reason = triton.unavailable()
     if reason is not None or torch.compiler.is_compiling():
-        # The compiler cannot trace what asks for the device: the compiled operator does.
+        # The compiler cannot trace device queries: the compiled operator makes them.
         return reason
     return passes.device_facts(torch.device("cuda")).why_not_hopper
 
@@ -29,7 +29,7 @@ def unavailable() -> str | None:
 def refuses(call: Call) -> str | None:
     reason = triton.refuses(call) or _why_not_call(call)
     if reason is not None or torch.compiler.is_compiling():
-        # What depends on the device and on memory layout is decided by the compiled operator.
+        # The compiled operator checks the device and the memory layout.
         return reason
     plan = plan_kernels(call, hopper=True)
     if any(choice.variant == "hopper" for choice in plan.choices.values()):
@@ -38,7 +38,7 @@ def refuses(call: Call) -> str | None:
 
 
 def _why_not_call(call: Call) -> str | None:
-    """Why the kernels cannot run a call, wherever its tensors lie."""
+    """Why the kernels cannot run a call, regardless of its device."""
     return why_not_hopper(
         mask_kind(call.mask), PLAIN if call.bias is None else TABLE, call.softcap is not None,
         call.query.dtype, call.query.shape, call.key.shape,

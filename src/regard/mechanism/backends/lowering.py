@@ -1,8 +1,7 @@
-"""From a call to what kernels take: ranges of keys, tables of biases, dense tensors, fields.
+"""Lower a call to arguments of the kernels: key ranges, bias tables, tensors, fields.
 
-A mask that is a range of keys for each query, and a bias that depends on the distance alone, go
-into the kernels as they are: two numbers a query, some numbers a head. ``run_kernels`` is shared by
-the backends 'hopper' and 'triton'.
+Kernels take a mask as one range of keys for each query, and a bias by distance as a small table for
+each head. The backends 'hopper' and 'triton' share ``run_kernels``.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from regard.mechanism.seeing import Deferred, See, Seen, finish, grid_of
 
 
 def key_ranges(mask: Mask | None) -> bool:
-    """Whether a mask is certain to be one range of keys for each query."""
+    """Whether a mask always allows exactly one range of keys for each query."""
     return mask is None or mask.is_ranges
 
 
 def run_kernels(call: Call, hopper: bool) -> tuple[Tensor, Seen | None]:
-    """Run a call on the kernels; ``hopper`` allows those for Hopper in passes that fit them."""
+    """Run a call on the kernels; ``hopper`` allows the Hopper kernels where they fit."""
     see = call.see
     structure = lower_structure(call)
     wanted = lower_fields(call)
     query, key, value = map(_dense, (call.query, call.key, call.value))
     compute: Callable[[], None] | None = None
     if torch.compiler.is_compiling():
-        from regard.kernels import compiled  # registers an operator, which takes a while
+        from regard.kernels import compiled  # registers an operator, which is slow
 
         results = compiled.attend(query, key, value, structure, wanted, hopper)
     else:
@@ -48,7 +47,7 @@ def run_kernels(call: Call, hopper: bool) -> tuple[Tensor, Seen | None]:
         return output, None
     if not see.lse:
         del results["lse"]
-    in_order = results.pop("rows", None)  # in the order of See: ``finish`` would reorder them
+    in_order = results.pop("rows", None)  # in request order; ``finish`` expects sorted rows
     seen = finish(see, results, call.extent)
     if compute is not None:
         seen = Deferred.of(seen, compute)
@@ -63,13 +62,13 @@ def plan_kernels(call: Call, hopper: bool) -> Plan:
 
 
 def lower_fields(call: Call) -> Wanted:
-    """Return the fields that the kernels compute."""
+    """Return the requested fields that the kernels compute."""
     see = call.see
     if see is None:
         return Wanted()
     fields = [name for name in NAMED if getattr(see, name)]
     rows = tuple(see.rows)
-    # Single rows have a gradient as plain PyTorch only; see ``row_blocks``.
+    # The kernels have no gradient of single rows: ``row_blocks`` computes them in PyTorch.
     if rows and (call.wants_gradient or isinstance(call.bias, RelativeContent)):
         fields.remove("rows")
         rows = ()
@@ -91,7 +90,7 @@ def mask_kind(mask: Mask | None) -> int:
 
 
 def lower_structure(call: Call) -> Structure:
-    """Return the mask and the bias of a call as the kernels take them."""
+    """Return the mask and the bias of a call in the form the kernels take."""
     kind = mask_kind(call.mask)
     low, high, max_keys = None, None, 0
     if kind == INTERVAL and call.mask is not None:
@@ -104,7 +103,7 @@ def lower_structure(call: Call) -> Structure:
         slopes = bias.slopes.float()[:, None].contiguous()
         return replace(structure, bias=ALIBI, table=slopes)
     if isinstance(bias, RelativeBuckets):
-        reach = bias.max_distance  # from here on all distances share a bucket
+        reach = bias.max_distance  # this and all larger distances share a bucket
         given = bias.table.shape[0], bias.bidirectional, reach, bias.table.device
         keep = not torch.compiler.is_compiling()
         buckets = _kept_buckets(*given) if keep else _buckets(*given)
@@ -126,7 +125,7 @@ def lower_structure(call: Call) -> Structure:
 
 def _buckets(count: int, bidirectional: bool, reach: int, device: torch.device) -> Tensor:
     """The bucket of each distance from -reach to reach."""
-    with torch.inference_mode(False):  # a kept tensor may be used where gradients are
+    with torch.inference_mode(False):  # gradients cannot use a tensor cached in inference mode
         rule = RelativeBuckets(torch.empty(count, 1, device=device), bidirectional, reach)
         return rule.bucket(torch.arange(-reach, reach + 1, device=device))
 
@@ -135,17 +134,17 @@ _kept_buckets = Kept(_buckets)
 
 
 def row_blocks(call: Call, see: See) -> Tensor:
-    """Return the rows that ``see`` names, [batch, heads, rows, keys], from the reference."""
+    """Compute the requested rows by the reference, [batch, heads, rows, keys]."""
     only = replace(call, see=See(weights=True))
     queries, keys = call.extent.queries, range(call.extent.keys)
     rows: dict[int, Tensor] = {}
     wanted = sorted({row % queries for row in see.rows})
     for start in (row for row in wanted if row - 1 not in wanted):
         stop = start + 1
-        while stop in wanted:  # rows that follow each other go together
+        while stop in wanted:  # one block for consecutive rows
             stop += 1
         run = range(start, stop)
         weights = reference.attend(only, run, keys)[1]["weights"]
         rows |= {row: weights[:, :, row - start : row - start + 1] for row in run}
-    # No index tensor: sending one to a GPU could not be captured in a graph.
+    # Without an index tensor: a CUDA graph cannot capture its copy to the GPU.
     return torch.cat([rows[row % queries] for row in see.rows], dim=2)

@@ -1,11 +1,11 @@
-"""The definition of attention in plain PyTorch, which every test compares with.
+"""The definition of attention in plain PyTorch; tests compare every backend with it.
 
-    scores  = softcap(scale * Q K^T) + bias         softcap(s) = c tanh(s / c), where c is given
+    scores  = softcap(scale * Q K^T) + bias         softcap(s) = c tanh(s / c), if c is given
     weights = softmax(scores over the keys that the mask allows)
     output  = weights V
 
-A query that may attend to no key has weights 0 and yields zeros. Half precision is computed in
-float32 and rounded once, at the end.
+If a query may attend to no key, its weights and its output are 0. Half-precision inputs are
+computed in float32 and rounded once, at the end.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
 
 
 def attend(call: Call, rows: range, columns: range) -> tuple[Tensor, dict[str, Tensor]]:
-    """The output of some rows and the fields seen of them, differentiable to any order.
+    """The output and the requested fields of some rows, differentiable to any order.
 
-    The mask must forbid every key outside of ``columns`` for all of the rows.
+    The mask must forbid every key outside of ``columns`` for all of these rows.
     """
     tile = Tile(call.extent, rows, columns)
     allowed = None if call.mask is None else call.mask.tile(tile)
     raw = scores(call, tile, allowed)  # [b, h, q, k]
 
     highest = raw.amax(-1, keepdim=True) if columns else raw.new_full((1,), -math.inf)
-    empty = (highest == -math.inf).expand(*raw.shape[:-1], 1)  # no key to attend to
+    empty = (highest == -math.inf).expand(*raw.shape[:-1], 1)  # queries that may attend to no key
     weights = raw.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
     if allowed is not None:
-        weights = weights.masked_fill(~allowed, 0)  # a row of NaN stays NaN only where allowed
+        weights = weights.masked_fill(~allowed, 0)  # in a row of NaN, forbidden keys get weight 0
 
     dropped = torch.nn.functional.dropout(weights, call.dropout) if call.dropout else weights
     value = spread(call, call.value[:, :, columns.start : columns.stop])
@@ -63,7 +63,7 @@ def attend(call: Call, rows: range, columns: range) -> tuple[Tensor, dict[str, T
 
 
 def scores(call: Call, tile: Tile, allowed: Tensor | None) -> Tensor:
-    """The scores that enter the softmax, [batch, heads, q, k]: -inf where the mask forbids."""
+    """The scores before the softmax, [batch, heads, q, k]: -inf where the mask forbids a key."""
     query = call.query[:, :, tile.rows.start : tile.rows.stop].to(compute_dtype(call))
     key = spread(call, call.key[:, :, tile.columns.start : tile.columns.stop])
     if allowed is None:

@@ -1,11 +1,11 @@
-"""PyTorch's scaled_dot_product_attention, given each mask in its cheapest exact form.
+"""PyTorch's scaled_dot_product_attention, with the cheapest exact form of each mask.
 
-A mask whose rows are ranges of keys is cut into pieces: queries that share one range need slices
-and no mask; queries whose range grows by one key each need the causal flag. The others go a block
-of rows at a time, with a mask for that block.
+If a mask allows one range of keys for each query, the queries are cut into pieces. Queries with the
+same range need only slices; queries whose range grows by one key each need the causal flag. Other
+masks are applied to one block of rows at a time.
 
-The kernels let a masked NaN or infinity leak, and give no gradient where no query may attend to any
-key. Such calls are computed by ``tiled.by_rows`` instead; on a CPU alone the numbers are checked.
+In PyTorch's kernels a masked NaN or infinity leaks, and there is no gradient if no query may attend
+to any key. ``tiled.by_rows`` computes such calls; only on the CPU are the values checked.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from regard.mechanism.masks import Causal, Mask, hulls, interval_on_host
 from regard.mechanism.seeing import Seen
 
 ROWS = 256  # queries that share one mask tensor
-MIN_KEYS = 16  # with fewer keys PyTorch's CPU kernel returns zeros for a query that is NaN
-MAX_BIAS_KEYS = 512  # with more, a bias with a gradient takes more memory than the inputs
+MIN_KEYS = 16  # with fewer keys PyTorch's CPU kernel returns 0 instead of NaN for a NaN query
+MAX_BIAS_KEYS = 512  # with more keys a bias with a gradient takes more memory than the inputs
 
 
 class Piece(NamedTuple):
@@ -50,7 +50,7 @@ def refuses(call: Call) -> str | None:
         return "PyTorch's fused kernels have no forward gradient."
     if call.bias is not None and call.wants_gradient and call.extent.keys > MAX_BIAS_KEYS:
         if any(tensor.requires_grad for tensor in call.bias.tensors):
-            return "PyTorch's fused kernels give a bias no gradient without n x n memory."
+            return "PyTorch's fused kernels need n x n memory for the gradient of a bias."
     return None
 
 
@@ -67,14 +67,14 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
             return (output, None) if not _can_check(call) or _clean(output) else by_rows(call)
     pieces = _plan(call)
     if not any(piece.columns for piece in pieces):
-        return by_rows(call)  # zeros that have a gradient
+        return by_rows(call)  # zeros with a gradient
     if (
         any(piece.kind == "masked" for piece in pieces)
         and _can_check(call)
         and not all_finite(call)
     ):
         return by_rows(call)
-    inputs = [(call.query, call.key, call.value)]  # all sequences together; below, one by one
+    inputs = [(call.query, call.key, call.value)]  # one tuple of all sequences
     groups = [pieces]
     if pieces[0].batch != slice(None):
         ones = [1] * extent.batch
@@ -98,8 +98,8 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
 def _parts(tensor: Tensor, ranges: Sequence[range]) -> Sequence[Tensor]:
     """The tensor at each range of its length.
 
-    Ranges in order become one split, whose gradient is one concatenation; the gradient of each
-    slice would be as long as the whole tensor.
+    Ascending ranges become one split, whose gradient is one concatenation. The gradient of a slice
+    would be as long as the whole tensor.
     """
     sizes, at = [], 0
     for part in ranges:
@@ -111,21 +111,21 @@ def _parts(tensor: Tensor, ranges: Sequence[range]) -> Sequence[Tensor]:
 
 
 def _can_check(call: Call) -> bool:
-    """Whether values can be checked: not on a GPU, which would wait, compiled or under vmap."""
+    """Whether values can be read: not on a GPU (would synchronize), compiled or under vmap."""
     if call.extent.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     return not call.transformed
 
 
 def _clean(output: Tensor) -> bool:
-    """Whether a causal call had no NaN in its inputs, which may leak from a key to all queries.
+    """Whether a causal call had only finite inputs; a NaN in a key may leak to all queries.
 
-    The last query attends to every key, so its output shows it. A small output is summed whole,
-    which is faster than slicing a row.
+    The last query attends to every key, so its output shows any NaN. A small output is summed
+    completely, which is faster than slicing a row.
     """
     if output.numel() < 2**14:
         return math.isfinite(output.sum(dtype=torch.float32).item())
-    # Over sequences and heads first: vector by vector, since the rows are far apart in memory.
+    # Sum over sequences and heads first: the rows are far apart in memory, so add whole vectors.
     rows = output.select(2, -1).sum((0, 1), dtype=torch.float32)
     return math.isfinite(rows.sum().item())
 
@@ -142,11 +142,11 @@ def _fused(
     query, key, value = _plain(query), _plain(key), _plain(value)
     scale = call.scale
     if scale <= 0:
-        # The causal kernel scales -inf as well: by 0 to NaN, by a negative number to +inf.
+        # The causal kernel also scales the mask's -inf: 0 makes it NaN, a negative scale +inf.
         query, scale = query * (-1 if scale else 0), -scale or 1.0
     padded = query.is_cpu and (width := query.shape[-1]) != (wanted := value.shape[-1])
     if padded:
-        # The CPU kernel needs one width for keys and values; zeros change no score and no output.
+        # The CPU kernel needs keys and values of equal width; zero padding changes no result.
         missing = (0, abs(width - wanted))
         if width < wanted:
             query, key = pad(query, missing), pad(key, missing)
@@ -166,7 +166,7 @@ def _fused(
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor in a layout the kernels take; a stride of 0 along keys gave wrong sums."""
+    """The tensor in a supported layout: a stride of 0 along keys gives wrong sums."""
     _, _, row, last = tensor.stride()
     return tensor if last == 1 and row else tensor.contiguous()
 
@@ -222,7 +222,7 @@ def _rows_at_a_time(mask: Mask | None, extent: Extent) -> list[Piece]:
 
 
 def _ranges(mask: Mask, extent: Extent) -> list[Piece] | None:
-    """The pieces of a mask whose rows are ranges of keys; None where one mask is faster."""
+    """The pieces of a mask with one range of keys for each query; None if a mask is faster."""
     *ends, exact = interval_on_host(mask, extent)
     if not exact:
         return None
@@ -247,15 +247,16 @@ def _table(end: int | Tensor) -> Tensor:
 
 
 def _runs(batch: slice, low: Tensor, high: Tensor) -> list[Piece]:
-    """One sequence, cut into runs of queries whose ranges are equal or move by equal steps."""
+    """Cut one sequence into runs of queries whose ranges are equal or move by equal steps."""
     queries = len(low)
     steps = torch.stack((low.diff(), high.diff()), dim=1)  # [q - 1, 2]
-    lasts = (steps[1:] != steps[:-1]).any(1).nonzero()[:, 0].tolist()  # where equal steps end
+    # The last index of each run of equal steps.
+    lasts = (steps[1:] != steps[:-1]).any(1).nonzero()[:, 0].tolist()
     lows, highs, moves = low.tolist(), high.tolist(), steps.tolist()
     pieces: list[Piece] = []
     start = 0
     for last in [*lasts, queries - 2]:
-        count = last + 1 - start  # equal steps from this row on
+        count = last + 1 - start  # the number of equal steps that start at this row
         if count < 1:
             continue
         step = moves[start]
@@ -275,7 +276,7 @@ def _runs(batch: slice, low: Tensor, high: Tensor) -> list[Piece]:
 
 
 def _cut(batch: slice, rows: range, lows: list[int], highs: list[int], kind: str) -> list[Piece]:
-    """A run as pieces: one, or blocks of rows where it needs a mask tensor."""
+    """Turn a run into one piece, or into blocks of rows if it needs a mask tensor."""
     size = ROWS if kind == "masked" else len(rows)
     pieces = []
     for start in range(rows.start, rows.stop, size):

@@ -1,11 +1,11 @@
-"""Attention and seeing block by block in plain PyTorch: any device, O(n) memory.
+"""The backend 'tiled': attention by blocks in plain PyTorch, on any device, with O(n) memory.
 
-A block is some rows of queries with all the keys they may attend to, so its softmax is complete.
-There are two loops over blocks:
+A block is some queries with all the keys they may attend to, so its softmax is complete. There are
+two loops over blocks:
 
-- ``by_rows`` runs the reference on each block, and again in the backward pass. It has gradients of
-  every field, to any order.
-- ``stream`` computes the same numbers without gradients, in place, in two buffers that fit a cache.
+- ``by_rows`` runs the reference on each block, and again in the backward pass. Every field has
+  gradients of any order.
+- ``stream`` computes the same numbers without gradients, in two buffers that fit the CPU cache.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from regard.mechanism.seeing import (
     zeros,
 )
 
-ROWS = 64  # queries of a block: enough for matrix products at full speed
+ROWS = 64  # queries of a block; enough for fast matrix products
 SMALL_SCORE = 60.0  # a sum of thousands of exp(this) times a value stays in float32's range
 BLOCK_SCORES = 2**20  # the most scores of a block of ``stream`` with several heads: a few MB
 
@@ -46,16 +46,16 @@ def refuses(call: Call) -> str | None:
 def run(call: Call) -> tuple[Tensor, Seen | None]:
     if call.wants_gradient or call.dropout or call.empty:
         return by_rows(call)
-    if torch.compiler.is_compiling():  # reads numbers and writes in place: not compiled
+    if torch.compiler.is_compiling():  # stream reads tensor values, which cannot be compiled
         eager: Callable[[Call], tuple[Tensor, Seen | None]] = torch.compiler.disable(stream)  # type: ignore[no-untyped-call]
         return eager(call)
     return stream(call)
 
 
 def all_finite(call: Call) -> bool:
-    """Whether query, key, value and bias are finite: a sum is finite only if all its terms are.
+    """Whether query, key, value and bias are finite, by their sums.
 
-    A bias may be -inf, which masks a key.
+    -inf in a bias is allowed: it masks a key.
     """
     tensors = [call.query, call.key, call.value]
     if call.bias is not None:
@@ -64,7 +64,7 @@ def all_finite(call: Call) -> bool:
 
 
 def by_rows(call: Call) -> tuple[Tensor, Seen | None]:
-    """The reference, a block of rows at a time; the backward pass computes each block again."""
+    """Run the reference block by block; the backward pass recomputes each block."""
     outputs = []
     joining = None if call.see is None else Joining(call.see, call.extent)
     for rows, columns, _ in hulls(call.mask, call.extent, ROWS):
@@ -83,7 +83,7 @@ def by_rows(call: Call) -> tuple[Tensor, Seen | None]:
 
 
 def stream(call: Call) -> tuple[Tensor, Seen | None]:
-    """All blocks without gradients, in two buffers."""
+    """Compute all blocks without gradients, in two buffers."""
     if not all_finite(call):
         return by_rows(call)
     with torch.no_grad():
@@ -93,10 +93,10 @@ def stream(call: Call) -> tuple[Tensor, Seen | None]:
 class _Stream:
     """The buffers and the results of one streamed call.
 
-    In a block each score becomes its exponential (its "power"), and a weight is a power divided by
-    the total of its row. Against overflow the highest score of a row is subtracted first, unless
-    the norms of queries, keys and values bound every power. Fields that depend on a row's final
-    highest score and total are computed at the end.
+    ``powers`` are the exponentials of the scores; a weight is a power divided by the total of its
+    row. To avoid overflow the highest score of each row is subtracted first, unless the norms of
+    queries, keys and values are small enough. Fields that need only the highest score and total of
+    each row are computed at the end.
     """
 
     def __init__(self, call: Call) -> None:
@@ -109,9 +109,9 @@ class _Stream:
         longest = self.query.norm(dim=-1).max() * self.key.norm(dim=-2).max()
         largest = max(call.value.abs().max().item(), 1.0)
         self.small = call.bias is None and longest.item() + math.log(largest) < SMALL_SCORE
-        # Powers are summed before they are divided: the sum of a long row may overflow float16.
+        # Powers are summed before the division: the sum of a long row may overflow float16.
         self.value = call.value.to(dtype) if call.value.dtype == torch.float16 else call.value
-        # Initial values for rows without keys, which no block computes.
+        # The values of rows without keys, which no block computes.
         self.highest = call.query.new_full((*rows, 1), -math.inf, dtype=dtype)
         self.total = call.query.new_zeros(*rows, 1, dtype=dtype)
         self.fields = {} if call.see is None else zeros(call.see, extent, dtype)
@@ -123,11 +123,11 @@ class _Stream:
         self.buffers = [call.query.new_empty(largest, dtype=dtype) for _ in range(2)]
 
     def _size(self, hull: Hull) -> int:
-        """How many scores these rows have for one key head."""
+        """The number of scores of these rows for one key head."""
         return self.groups * len(hull.rows) * len(hull.columns)
 
     def _heads(self, hull: Hull) -> int:
-        """How many key heads one block computes."""
+        """The number of key heads that one block computes."""
         return min(self.call.key.shape[1], max(1, BLOCK_SCORES // max(self._size(hull), 1)))
 
     def run(self) -> tuple[Tensor, Seen | None]:
@@ -147,19 +147,19 @@ class _Stream:
         return self.output, None if call.see is None else self._finish(call.see)
 
     def _closed(self, rows: range, columns: range) -> Tensor:
-        """Which pairs of these rows and columns the mask forbids, grouped by key head."""
+        """The pairs of these rows and columns that the mask forbids, grouped by key head."""
         assert self.call.mask is not None
         return self._grouped(~self.call.mask.tile(Tile(self.call.extent, rows, columns)))
 
     def _grouped(self, tensor: Tensor) -> Tensor:
-        """[b, h, q, k] as [b, key heads, query heads of a key head, q, k]."""
+        """Reshape [b, h, q, k] to [b, key heads, query heads per key head, q, k]."""
         tensor = tensor.expand(*(1,) * (4 - tensor.dim()), *tensor.shape)
         batch, heads, *rest = tensor.shape
         split = (1, 1) if heads == 1 else (heads // self.groups, self.groups)
         return tensor.reshape(batch, *split, *rest)  # [b, g, r, q, k]
 
     def _select(self, rows: range) -> Tensor | None:
-        """A matrix [1, bins, rows] that sums rows: all of them, or those of each bin of the map."""
+        """A matrix [1, bins, rows] of 0 and 1 that sums the rows of each bin, or all rows."""
         see = self.call.see
         if see is None or not (see.received or see.map is not None):
             return None
@@ -187,7 +187,7 @@ class _Stream:
         place = (batch, wide, slice(rows.start, rows.stop))
         size = count * groups * len(rows) * width
 
-        # Query heads that share a key head are further rows of one product.
+        # Query heads that share a key head are stacked as rows of one product.
         scores, powers = (
             buffer[:size].view(count, groups * len(rows), width) for buffer in self.buffers
         )
@@ -235,7 +235,7 @@ class _Stream:
     def _pool(
         self, see: See, tile: Tile, batch: int, heads: slice, select: Tensor, powers: Tensor
     ) -> None:
-        """Add the sums over queries, one for each bin of the map."""
+        """Add to the fields that sum over queries."""
         columns = slice(tile.columns.start, tile.columns.stop)
         sums = torch.bmm(select, powers)  # [h, bins, k]
         if see.received:
@@ -250,10 +250,10 @@ class _Stream:
         see: See,
         tile: Tile,
         place: tuple[int, slice, slice],
-        scores: Tensor,  # [h, q, k], less the highest of each row
+        scores: Tensor,  # [h, q, k], minus the highest score of each row
         inverse: Tensor,  # [h, q, 1]
     ) -> None:
-        """The top keys by score: a weight of 0 may be rounded, a score of -inf is masked."""
+        """Select the top keys by score: the weight of an allowed key may round to 0."""
         values, keys = scores.topk(min(see.top, len(tile.columns)), dim=-1)
         keys = (keys + tile.columns.start).masked_fill_(values == -math.inf, -1)
         self.fields["top_keys"][place][..., : keys.shape[-1]] = keys
@@ -264,11 +264,11 @@ class _Stream:
         see: See,
         tile: Tile,
         place: tuple[int, slice, slice],
-        spare: Tensor,  # [h, q, k], overwritten
+        spare: Tensor,  # [h, q, k], a buffer to overwrite
         powers: Tensor,  # [h, q, k]
         inverse: Tensor,  # [h, q, 1]
     ) -> None:
-        """The fields that need single weights."""
+        """Compute the fields that need single weights."""
         fields, (batch, heads, _) = self.fields, place
         columns = slice(tile.columns.start, tile.columns.stop)
         if see.distance:
@@ -296,7 +296,7 @@ class _Stream:
             fields["weights"][place][..., columns] = weights
 
     def _finish(self, see: See) -> Seen:
-        """Compute the fields that depend on the highest score and the total of each row."""
+        """Compute the fields that need only the highest score and the total of each row."""
         fields, extent = self.fields, self.call.extent
         highest, total = self.highest[..., 0], self.total[..., 0]
         empty = total == 0
@@ -316,6 +316,6 @@ class _Stream:
 
 
 def _pick(tensor: Tensor, batch: int, heads: slice) -> Tensor:
-    """One sequence and some key heads of a [b or 1, g or 1, r, q, k] tensor."""
+    """Select one sequence and some key heads of a [b or 1, g or 1, r, q, k] tensor."""
     tensor = tensor[batch if tensor.shape[0] > 1 else 0]
     return tensor[heads] if tensor.shape[0] > 1 else tensor

@@ -1,7 +1,7 @@
-"""The backend 'triton': fields of the weights at full speed, on every GPU that Triton compiles for.
+"""The backend 'triton': fused attention with statistics, on every GPU that Triton compiles for.
 
-Fields of one query's row of weights (lse, entropy, peak, distance) come from the forward pass. Sums
-over queries (received, map) need every row's final lse: they take a second pass over the keys.
+The forward pass computes the fields of single queries (lse, entropy, peak, distance). Sums over
+queries (received, map) need every query's final lse: a second pass over the keys computes them.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from regard.mechanism.masks import Causal
 from regard.mechanism.seeing import Seen
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_WIDTH = 256  # of a head; a wider block does not fit the registers of a multiprocessor
+MAX_WIDTH = 256  # of a head; wider blocks do not fit the registers of a multiprocessor
 MAX_HEADS = 2**16 - 1  # heads times sequences: the limit of a grid's second axis
-MAX_RELATIVE_KEYS = 2**20  # with RelativeContent: its distances are a grid's third axis
-MAX_TOP = 64  # top keys; a tile has 128 places to find them by
+MAX_RELATIVE_KEYS = 2**20  # with RelativeContent, whose distances are a grid's third axis
+MAX_TOP = 64  # top keys; the kernel selects them among 128 candidates of a tile
 _TRITON = find_spec("triton") is not None
 
 
@@ -37,7 +37,7 @@ def refuses(call: Call) -> str | None:
     if not call.query.is_cuda:
         return "the tensors are not on a CUDA device, which Triton compiles for."
     if call.see is None and call.bias is None and call.softcap is None:
-        # Causal at one corner, or not at all.
+        # No mask, or a causal mask that PyTorch aligns in the same way.
         if call.mask is None or (
             isinstance(call.mask, Causal) and call.extent.queries in (1, call.extent.keys)
         ):
@@ -46,11 +46,11 @@ def refuses(call: Call) -> str | None:
 
 
 def unsupported(call: Call) -> str | None:
-    """Why the kernels cannot compute a call, on any device."""
+    """Why the kernels cannot compute a call, regardless of its device."""
     if call.empty:
         return "there is nothing to compute: a size is 0."
     if call.query.dtype not in DTYPES:
-        return f"the kernels have no {call.query.dtype}."
+        return f"the kernels do not support {call.query.dtype}."
     if call.dropout:
         return "the kernels have no dropout."
     if call.transformed:
@@ -60,14 +60,14 @@ def unsupported(call: Call) -> str | None:
     if call.extent.batch * call.extent.heads > MAX_HEADS:
         return f"there are more than {MAX_HEADS} sequences times heads."
     if call.scale < 0:
-        return "the kernels need a scale that is not below 0."
+        return "the kernels need a scale of 0 or more."
     if not key_ranges(call.mask):
         return f"the mask {call.mask!r} is not one range of keys for each query."
     if not isinstance(call.bias, Alibi | RelativeBuckets | RelativeContent | None):
         return f"the kernels have no {type(call.bias).__name__} bias."
     if isinstance(call.bias, RelativeContent):
         if any(tensor.dtype != call.query.dtype for tensor in call.bias.tensors):
-            return f"the kernels need RelativeContent in the query's own {call.query.dtype}."
+            return f"the kernels need RelativeContent in the query's dtype, {call.query.dtype}."
         if call.bias.query.shape[-1] > MAX_WIDTH:
             return f"RelativeContent is wider than {MAX_WIDTH}."
         if call.extent.keys > MAX_RELATIVE_KEYS:
@@ -80,7 +80,7 @@ def unsupported(call: Call) -> str | None:
         if call.see.pairs is not None:
             return "the kernels do not compute single pairs."
         if call.see.weights:
-            return "all weights at once are not streamed: rows and map are."
+            return "the kernels compute rows and maps of weights, but not all weights."
     return None
 
 
