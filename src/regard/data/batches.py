@@ -144,7 +144,7 @@ class Lanes:
         self.rows, self.length, self.reset_every = rows, length, reset_every
         self.lane = total // rows
         self.count = self.lane // length  # the number of pieces in a lane
-        # Reserve tokens for the random shift, unless only one piece might be left: it has no memory.
+        # Reserve tokens for the random shift, unless that may leave one piece, without a memory.
         if self.count > 2:
             self.count = (self.lane - length + 1) // length
         self.max_shift = self.lane - self.count * length

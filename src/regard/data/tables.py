@@ -68,7 +68,7 @@ class Ragged:
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of sequences with equal numbers of rows, and facts such as the report of bad lines."""
+    """Columns of sequences with equal numbers of rows, and facts such as the bad lines."""
 
     columns: dict[str, Ragged]
     facts: dict[str, Any]
