@@ -329,7 +329,7 @@ def test_data_that_are_missing_are_said_before_anything_is_loaded(text, tmp_path
     card(tmp_path / "model", tmp_path, text)
     (tmp_path / "model" / "model.safetensors").unlink()
     (tmp_path / "text.txt").unlink()
-    with pytest.raises(InputError, match=r"measured on text\.txt, which is not below the folder '"):
+    with pytest.raises(InputError, match=r"need text\.txt, which is not below the folder '"):
         list(reproduce(tmp_path / "model", root=tmp_path))
 
 
