@@ -364,7 +364,7 @@ class Trainer:
         return scores
 
     def score(self) -> float | None:
-        """``evaluation.metric`` of the latest evaluation; a loss is negated, so higher is better."""
+        """``evaluation.metric`` of the latest evaluation; a loss is negated: higher is better."""
         metric = self.recipe.evaluation.metric
         value = self.progress.scores.get(metric)
         return None if value is None else (-value if metric == "loss" else value)
