@@ -1,6 +1,6 @@
 """Readers of data files; every bad line is reported with its file, line number and reason.
 
-Files are UTF-8, plain or compressed with gzip or xz; their first bytes show which.
+Files are UTF-8, plain or compressed with gzip or xz, which is detected from their first bytes.
 """
 
 from __future__ import annotations
@@ -80,17 +80,17 @@ def read_parallel(
             f"source files and {len(targets)} target files."
         )
     for source, target in zip(sources, targets, strict=True):
-        for one, other in zip_longest(_lines(source), _lines(target)):
-            if one is None or other is None:
+        for first, second in zip_longest(_lines(source), _lines(target)):
+            if first is None or second is None:
                 (longer, number), shorter = (
-                    ((target, other[0]), source) if one is None else ((source, one[0]), target)
+                    ((target, second[0]), source) if first is None else ((source, first[0]), target)
                 )
                 raise InputError(
                     f"{longer} has a line {number}, but {shorter} ends before it: the files do "
                     "not belong together."
                 )
-            file = source if one[1] is None else target
-            yield from _pair(one[1], (other[1],), file, one[0], report)
+            file = source if first[1] is None else target
+            yield from _pair(first[1], (second[1],), file, first[0], report)
 
 
 def read_tsv(files: Sequence[Path], columns: tuple[int, int], report: Report) -> Iterator[Pair]:
@@ -109,7 +109,7 @@ def read_tsv(files: Sequence[Path], columns: tuple[int, int], report: Report) ->
 
 
 def read_jsonl(files: Sequence[Path], fields: tuple[str, str], report: Report) -> Iterator[Pair]:
-    """Pairs from files with one JSON object per line; for its fields see :func:`pair`."""
+    """Pairs from files with one JSON object per line; ``fields`` name its source and target."""
     for file, number, row in _objects(files, report):
         yield from pair(row.get(fields[0]), row.get(fields[1]), file, number, report)
 
@@ -166,7 +166,7 @@ def pair(source: Any, target: Any, file: Path | str, number: int, report: Report
         source = " ".join(source)
     targets = target if isinstance(target, list) else [target]
     if not isinstance(source, str) or not all(isinstance(text, str) for text in targets):
-        report.refuse(file, number, "a side that is not text")
+        report.refuse(file, number, "a source or target that is not text")
         return
     yield from _pair(source, tuple(targets), file, number, report)
 
@@ -182,7 +182,7 @@ def _pair(
     if source is None or len(texts) < len(targets):
         report.refuse(file, number, _NOT_UTF8)
     elif not source.strip() or not texts or not all(target.strip() for target in texts):
-        report.refuse(file, number, "an empty side")
+        report.refuse(file, number, "an empty source or target")
     else:
         report.accept(file, number)
         yield Pair(source, texts)
@@ -203,7 +203,7 @@ def question(
     if not whole or not all(isinstance(text, str) and text.strip() for text in texts):
         report.refuse(file, number, "an id, question, context or answer that is not text")
     elif any(not context.startswith(answer.text, answer.start) for answer in answers):
-        report.refuse(file, number, "an answer that is not at its start")
+        report.refuse(file, number, "an answer that the context does not have at its start")
     else:
         report.accept(file, number)
         yield Question(name, query, context, answers)
@@ -213,7 +213,7 @@ def question(
 
 
 def thousandth(text: str) -> int:
-    """A number from 0 to 999 from the MD5 of a text, which splits data the same way every time.
+    """The MD5 of a text modulo 1000, which splits data in the same way every time.
 
     >>> thousandth("Go.")
     419

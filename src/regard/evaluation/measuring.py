@@ -190,11 +190,11 @@ def own_settings(bundle: Bundle) -> dict[str, Any]:
     if prepare := tasks.get(task or "", {}).get("prepare"):
         result["data.prepare"] = prepare
     if SCORES_OF_TASK[row.scored_as] is WRITTEN:
-        how = bundle.settings(task).strategy()
-        assert not isinstance(how, Sample)
-        result["evaluation.num_beams"] = how.num_beams if isinstance(how, Beam) else 1
-        result["evaluation.no_repeat_ngram_size"] = how.no_repeat_ngram_size
-        result["evaluation.min_new_tokens"] = how.min_new_tokens
-        if isinstance(how, Beam):
-            result["evaluation.length_penalty"] = how.length_penalty
+        strategy = bundle.settings(task).strategy()
+        assert not isinstance(strategy, Sample)
+        result["evaluation.num_beams"] = strategy.num_beams if isinstance(strategy, Beam) else 1
+        result["evaluation.no_repeat_ngram_size"] = strategy.no_repeat_ngram_size
+        result["evaluation.min_new_tokens"] = strategy.min_new_tokens
+        if isinstance(strategy, Beam):
+            result["evaluation.length_penalty"] = strategy.length_penalty
     return result

@@ -112,20 +112,20 @@ def _grams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
     return Counter(tuple(words[at : at + n]) for at in range(len(words) - n + 1))
 
 
-def _overlap(one: Counter[tuple[str, ...]], other: Counter[tuple[str, ...]]) -> float:
-    return _f_measure((one & other).total(), one.total(), other.total())
+def _overlap(first: Counter[tuple[str, ...]], second: Counter[tuple[str, ...]]) -> float:
+    return _f_measure((first & second).total(), first.total(), second.total())
 
 
-def _f_measure(common: int, one: int, other: int) -> float:
-    return 2 * common / (one + other) if common else 0.0
+def _f_measure(common: int, first: int, second: int) -> float:
+    return 2 * common / (first + second) if common else 0.0
 
 
-def _in_common(one: Sequence[str], other: Sequence[str]) -> int:
+def _in_common(first: Sequence[str], second: Sequence[str]) -> int:
     """The length of the longest common subsequence of two lists of words."""
-    row = [0] * (len(other) + 1)
-    for word in one:
+    row = [0] * (len(second) + 1)
+    for word in first:
         diagonal = 0
-        for at, beside in enumerate(other, 1):
+        for at, beside in enumerate(second, 1):
             above = row[at]
             row[at] = diagonal + 1 if word == beside else max(above, row[at - 1])
             diagonal = above

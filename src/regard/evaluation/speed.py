@@ -96,13 +96,13 @@ def attend(device: torch.device, budget: float = 1.5) -> Iterator[Timed]:
         seen = partial(attention, q, k, v, mask=Causal(), see=SEEN)
         theirs = partial(scaled_dot_product_attention, q, k, v, is_causal=True)
         kept = partial(eager, q, k, v, causal=True)
-        for what, peer, one, other in (
+        for what, peer, ours, baseline in (
             ("attention", "PyTorch's SDPA", plain, theirs),
             ("attention, seen", "the same, unseen", seen, plain),
             ("attention, seen", "all weights kept", seen, kept),
         ):
             with torch.inference_mode():
-                times = seconds(_finished(one, device), _finished(other, device), budget)
+                times = seconds(_finished(ours, device), _finished(baseline, device), budget)
             yield Timed(f"{what}, n = {length}", peer, times)
 
 

@@ -167,7 +167,7 @@ class NextToken(Pieces):
     """Next-token prediction in pieces of a text.
 
     The first ``context`` tokens of a piece have no loss, as the previous piece has predicted them.
-    ``penalties`` are the weights ``activation`` and ``slowness`` of a Transformer-XL's loss.
+    ``penalties`` are the weights of ``activation`` and ``slowness`` in a Transformer-XL's loss.
     """
 
     def __init__(

@@ -56,7 +56,7 @@ def interleave(trees: list[Any]) -> Any:
 
 
 class Engine:
-    """Computes losses and shares weights among processes; this class is for a single process."""
+    """The steps of training that differ with several processes; this class is for one process."""
 
     def __init__(self, model: nn.Module, objective: Objective, processes: Processes) -> None:
         self.model, self.objective, self.processes = model, objective, processes
@@ -271,8 +271,8 @@ class _Part(nn.Module):
 class Context(Replicas):
     """Each process reads a part of every sequence, and gathers the keys and values before it.
 
-    More processes need less memory each, except for keys and values. Processes with later parts
-    attend to more keys.
+    With more processes, each one stores fewer activations, except for keys and values. Processes
+    with later parts attend to more keys.
     """
 
     def _alone(self) -> nn.Module:

@@ -20,7 +20,7 @@ from regard.errors import InputError, RegardError
 
 T = TypeVar("T")
 
-# The longest that processes wait for the first one, for example while it evaluates.
+# The maximum time that processes wait for each other, such as while the first one evaluates.
 TIMEOUT = timedelta(hours=2)
 
 
@@ -89,7 +89,7 @@ class Processes:
         return tensor
 
     def any_of(self, flag: bool) -> bool:
-        """Whether any process set its flag in the previous call; so that no call has to wait."""
+        """Whether any process set its flag in the previous call; this call does not wait."""
         if self.count == 1:
             return flag
         before = self._pending
@@ -152,7 +152,7 @@ def _shared_name(store: Any, rank: int, count: int) -> str:
 
 
 def local_device(device: torch.device) -> torch.device:
-    """The device of this process; if a machine has several processes, each has its own GPU."""
+    """The device of this process; several processes of a machine each use their own GPU."""
     count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type != "cuda" or count == 1:
         return device

@@ -129,7 +129,8 @@ def _train(recipe: Recipe, device: torch.device, processes: Processes, resume: b
             model, objective, scorer, feed, keeper, recipe, log, fingerprint(recipe, names)
         )
         if not processes.is_first:
-            seed_all(int(generator(recipe.seed, 2, processes.rank).initial_seed()))  # by rank
+            # Dropout masks differ between processes.
+            seed_all(int(generator(recipe.seed, 2, processes.rank).initial_seed()))
         if resume:
             trainer.resume()
         with interruptible() as interrupted, _shown(trainer) as show, _kernels(recipe):

@@ -122,7 +122,7 @@ class _Writer(StorageWriter):
         )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Write the index, which says which file has each part of each tensor."""
+        """In the first process, write the index: the file of each part of each tensor."""
         files = {}
         for result in (result for some in results for result in some):
             name, written = result.storage_data
