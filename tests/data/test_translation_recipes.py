@@ -103,7 +103,7 @@ def test_the_same_seed_gives_the_same_pairs() -> None:
     ("english", "french", "reason"),
     [
         ("The house is red.", "La maison est rouge.", None),
-        ("The house is red.", "", "an empty source or target"),
+        ("The house is red.", "", "an empty side"),
         ("The house is red.", "La maison est rouge. " * 30, "too long"),
         ("Yes.", "Oui, je suis tout à fait de votre avis.", "lengths differ"),
         ("LibreOffice 7.4", "LibreOffice 7.4", "not translated"),

@@ -164,7 +164,7 @@ def test_a_context_is_for_language_models_without_memory_in_one_piece() -> None:
     with pytest.raises(InputError, match=r"data\.context does nothing for translation"):
         parse_recipe(least(), ["data.context=8"])
     raw = least() | {"task": "language modelling", "model": {"kind": "transformer-xl"}}
-    with pytest.raises(InputError, match=r"data\.memory_reset_every is for a memory"):
+    with pytest.raises(InputError, match=r"data\.memory_reset_every needs a memory"):
         parse_recipe(raw, [*context, "data.memory_reset_every=2"])
     raw["model"] = {"kind": "gpt2"}
     with pytest.raises(InputError, match="not for parallel = 'context'"):
