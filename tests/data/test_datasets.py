@@ -49,7 +49,7 @@ def test_pairs_from_a_saved_folder_and_bad_rows_are_reported(tmp_path: Path) -> 
     translations().save_to_disk(tmp_path / "one")
     pairs, report = found(tmp_path, "translation", "transformer", dataset="one", fields=SIDES)
     assert pairs == PAIRS
-    assert report.bad == [("one", 2, "a side that is not text")]
+    assert report.bad == [("one", 2, "a source or target that is not text")]
     assert report.read == 2
 
 

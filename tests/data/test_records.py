@@ -60,7 +60,7 @@ def test_tsv_is_read_however_it_is_packed_and_bad_lines_are_reported(
     assert report.read == 2
     assert [(bad.line, bad.why) for bad in report.bad] == [
         (2, "fewer than 2 columns"),
-        (3, "an empty side"),
+        (3, "an empty source or target"),
         (4, "not UTF-8"),
     ]
     assert f"{file}:2" in str(report)
@@ -93,7 +93,7 @@ def test_parallel_files_must_end_together(tmp_path: Path) -> None:
     report = Report()
     pairs = list(read_parallel([english], [german], report))
     assert pairs == [Pair("one", ("eins",)), Pair("two", ("zwei",)), Pair("four", ("vier",))]
-    assert [(bad.line, bad.why) for bad in report.bad] == [(3, "an empty side")]
+    assert [(bad.line, bad.why) for bad in report.bad] == [(3, "an empty source or target")]
     one_less = write(tmp_path / "less", b"1\n2\n3\n")
     for longer in (english, german):
         for sides in (([longer], [one_less]), ([one_less], [longer])):
@@ -142,7 +142,7 @@ def test_questions_are_read_from_both_forms_and_answers_checked(tmp_path: Path) 
     expected = Question("1", "When?", context, (Answer("1843", 16),))
     assert found == [expected, Question("3", "Why?", context, ())]
     assert [(bad.line, bad.why) for bad in report.bad] == [
-        (2, "an answer that is not at its start"),
+        (2, "an answer that the context does not have at its start"),
         (4, "no id, question or answers with text and answer_start"),
     ]
     row = {"context": context, **good, "answers": [{"text": "1843", "start": 16}]}

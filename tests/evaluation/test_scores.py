@@ -248,7 +248,7 @@ def test_cards_are_read_by_the_earlier_names_of_their_keys(trained):
         ([], {"model.config.memory": 4}, {}, "There is no key model.config.memory"),
         ([], {}, {"files": ["nowhere.txt"]}, "There is no file"),
         ([], {}, {"format": "squad"}, "language modelling reads text"),
-        ([], {}, {"files": ["empty.txt"]}, "There is nothing to evaluate on"),
+        ([], {}, {"files": ["empty.txt"]}, "The data have no records to evaluate on"),
     ],
 )
 def test_mistakes_are_said(text, tmp_path, wanted, settings, source, message):
@@ -329,14 +329,14 @@ def test_data_that_are_missing_are_said_before_anything_is_loaded(text, tmp_path
     card(tmp_path / "model", tmp_path, text)
     (tmp_path / "model" / "model.safetensors").unlink()
     (tmp_path / "text.txt").unlink()
-    with pytest.raises(InputError, match=r"measured on text\.txt, which is not below the folder '"):
+    with pytest.raises(InputError, match=r"need text\.txt, which is not below the folder '"):
         list(reproduce(tmp_path / "model", root=tmp_path))
 
 
 def test_a_model_without_figures_is_measured_on_data_only(text, tmp_path):
     gpt2(text).save(tmp_path)
     with pytest.raises(
-        InputError, match=r"no figures to measure again \(scores.json\). Give --dat"
+        InputError, match=r"has no scores.json with scores to reproduce. Give --dat"
     ):
         list(reproduce(tmp_path, root=tmp_path))
 

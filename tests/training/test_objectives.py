@@ -149,7 +149,7 @@ def test_spans_and_what_is_left_make_up_the_text_again() -> None:
             assert sum(map(len, spans.values())) == objective.noise == 10
             lengths |= {len(span) for span in spans.values()}
         assert len(lengths) > 3  # of spans: they vary
-    with pytest.raises(InputError, match="100 spans, but there are 40 sentinel"):
+    with pytest.raises(InputError, match="100 spans, but the tokenizer has 40 sentinel"):
         Spans(text, 2000, 2000, special=SpecialTokens(0, 0, 1), sentinels=sentinels)
 
 

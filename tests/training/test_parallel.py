@@ -169,7 +169,7 @@ def test_what_cannot_be_shared_is_refused(tmp_path: Path, processes: TrainingPro
     raw["output"] = str(tmp_path / "xl")
     processes.start("train", 2, recipe=raw, resume=False)
     assert processes.wait() == [2, 2]
-    assert "1 rows are read in parallel, but there are 2 processes" in processes.stderr()
+    assert "A batch has 1 rows, too few for 2 processes" in processes.stderr()
     with pytest.raises(InputError, match=r"parallel = 'context' is for gpt2"):
         parse_recipe(recipe(tmp_path) | {"parallel": "context"})
     with pytest.raises(InputError, match=r"compile = true is not for t5"):

@@ -48,7 +48,7 @@ def test_there_are_recipes() -> None:
         ("data.train.0.formt=x", "There is no key data.train.0.formt. Did you mean data.train.0.f"),
         ("data.train.0.format=tvs", "There is no data.train.0.format = 'tvs'. Did you mean tsv?"),
         ("task=translate", "There is no task = 'translate'. Did you mean translation?"),
-        ("model.kind=gpt2", "translation is learned by transformer or t5, not by gpt2"),
+        ("model.kind=gpt2", "translation is for transformer or t5, not for gpt2"),
         ("schedule.steps=0", "schedule.steps should be at least 1, but got 0."),
         ("schedule.steps=1.5", "schedule.steps should be a whole number, but got 1.5."),
         ("schedule.steps=true", "schedule.steps should be a whole number, but got True."),
@@ -144,11 +144,11 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
         ("data.context=256", "data.context = 256 leaves no tokens with a loss in pieces of 256"),
         ("data.unanswered=0.2", "it is for question answering. Leave it out."),
         ("evaluation.num_beams=4", "evaluation.num_beams does nothing"),
-        ("evaluation.metric=bleu", "is not measured by bleu (evaluation.metric), but by loss."),
+        ("evaluation.metric=bleu", "has no metric bleu (evaluation.metric); use loss."),
         ("evaluation.patience=2", "give data.valid"),
         ("evaluation.patience=-1", "should be at least 0, but got -1"),
         ("data.train.0.prefix=x", "prefix and reverse of a data source do nothing for language"),
-        ("optimizer.ema=1.0", "optimizer.ema is below 1, but got 1.0."),
+        ("optimizer.ema=1.0", "optimizer.ema should be below 1, but got 1.0."),
         ("schedule.rate=nan", "schedule.rate should be a finite number, but got nan."),
         ("seed=99999999999999999999", "seed should be at most"),
     ],
@@ -164,7 +164,7 @@ def test_a_context_is_for_language_models_without_memory_in_one_piece() -> None:
     with pytest.raises(InputError, match=r"data\.context does nothing for translation"):
         parse_recipe(least(), ["data.context=8"])
     raw = least() | {"task": "language modelling", "model": {"kind": "transformer-xl"}}
-    with pytest.raises(InputError, match=r"data\.memory_reset_every is for a memory"):
+    with pytest.raises(InputError, match=r"data\.memory_reset_every needs a memory"):
         parse_recipe(raw, [*context, "data.memory_reset_every=2"])
     raw["model"] = {"kind": "gpt2"}
     with pytest.raises(InputError, match="not for parallel = 'context'"):
@@ -176,7 +176,7 @@ def test_locked_dropout_and_parts_of_a_sequence_exclude_each_other() -> None:
         "task": "language modelling",
         "model": {"kind": "gpt2", "variational_dropout": True},
     }
-    with pytest.raises(InputError, match="each process would draw its own mask"):
+    with pytest.raises(InputError, match="each process would use its own mask"):
         parse_recipe(raw, ["data.train.0.format=text", "parallel=context"])
 
 

@@ -1,1 +1,1 @@
-"""From files to records to tables of token ids."""
+"""Read data files into records, and encode records into tables of token ids."""

@@ -1,6 +1,6 @@
-"""Batches of the rows of a table: which rows, in which order, from the seed and the epoch alone.
+"""Batches of the rows of a table; their order depends only on the seed and the epoch number.
 
-A plan cuts an epoch into batches of row numbers; the rows are gathered on the device of the table.
+A plan splits an epoch into batches of row numbers. Rows are gathered on the table's device.
 """
 
 from __future__ import annotations
@@ -17,17 +17,17 @@ from regard.errors import InputError
 
 
 class Batch(NamedTuple):
-    """A slice of an epoch's rows, and the longest lengths in each column."""
+    """A slice of an epoch's rows, and the longest length in each column."""
 
     start: int
     stop: int
     longest: tuple[int, ...]
     even: bool  # whether all rows are equally long in the first column
-    first: bool = True  # whether a model's memory is empty before it
+    first: bool = True  # whether a model's memory is emptied before this batch
 
 
 class Epoch(NamedTuple):
-    """All rows of an epoch in their order, and the batches they are cut into."""
+    """The rows of an epoch in order, and the batches as slices of them."""
 
     rows: Tensor  # int64 [rows]
     batches: list[Batch]
@@ -37,7 +37,7 @@ class Plan(Protocol):
     """The order of the rows of each epoch."""
 
     def epoch(self, seed: int, number: int) -> Epoch:
-        """The epoch of this number; a seed and a number always give the same one."""
+        """The epoch with this number; equal arguments give equal epochs."""
 
 
 def generator(*numbers: int, device: torch.device | str = "cpu") -> torch.Generator:
@@ -47,9 +47,10 @@ def generator(*numbers: int, device: torch.device | str = "cpu") -> torch.Genera
 
 
 class ByLength:
-    """Batches of rows of similar length, up to a number of tokens, with padding, in all columns.
+    """Batches of rows of similar length, with at most ``tokens`` tokens, padding included.
 
-    Rows are sorted by length and cut once; an epoch shuffles equally long rows, and the batches.
+    Rows are sorted by length and split into batches once. Each epoch shuffles the rows of equal
+    length and the order of the batches.
 
     >>> plan = ByLength(torch.tensor([[3], [1], [3], [2]]), tokens=6)
     >>> [batch.longest for batch in plan.epoch(seed=0, number=0).batches]
@@ -57,7 +58,7 @@ class ByLength:
     """
 
     def __init__(self, lengths: Tensor, tokens: int) -> None:
-        # By the first column, then by the next: equal rank, equal lengths.
+        # Rows of equal rank have equal lengths. The first column is the first sort key.
         _, self.rank = torch.unique(lengths, dim=0, return_inverse=True)
         rows = lengths[self.rank.argsort(stable=True)].tolist()
         longest_row = max((sum(row) for row in rows), default=0)
@@ -71,8 +72,8 @@ class ByLength:
         for at, row in enumerate(rows):
             grown = [max(pair) for pair in zip(longest, row, strict=True)]
             full = (at + 1 - start) * sum(grown) > tokens
-            # A row that is longer in the first column ends a half-full batch: rows of one length
-            # need no padding there, and attention needs no mask.
+            # A half-full batch ends where the first column gets longer: a batch whose rows have
+            # equal length there needs no padding and no attention mask.
             grows = row[0] > longest[0] and 2 * (at - start) * sum(longest) >= tokens
             if at > start and (full or grows):
                 self.batches.append(Batch(start, at, tuple(longest), rows[start][0] == longest[0]))
@@ -91,7 +92,7 @@ class ByLength:
 
 
 class Alternating:
-    """Plans used in turn, one per epoch; plan i covers rows i * ``rows`` to (i + 1) * ``rows``."""
+    """Several plans, one per epoch in turn; plan i has rows i * ``rows`` to (i + 1) * ``rows``."""
 
     def __init__(self, plans: Sequence[Plan], rows: int) -> None:
         self.plans, self.rows = plans, rows
@@ -105,8 +106,9 @@ class Alternating:
 class Windows:
     """Pieces of one long text, ``length`` tokens each, in random order.
 
-    Each epoch cuts at other places, so tokens outside the full batches of one epoch come in others.
-    Each piece begins with the last ``context`` tokens of the previous one.
+    Each epoch cuts the text at other places, so that tokens left out of one epoch, which has full
+    batches only, are in others. Each piece begins with the last ``context`` tokens of the piece
+    before it in the text.
     """
 
     def __init__(
@@ -126,23 +128,24 @@ class Windows:
         starts = torch.arange(first, self.total - self.length + 1, self.stride)
         if self.shuffled:
             starts = starts[torch.randperm(len(starts), generator=random)]
-            # A batch of another size would need kernels and a graph of its own.
+            # A batch of another size would need its own compiled kernels and CUDA graph.
             starts = starts[: len(starts) // self.rows * self.rows or len(starts)]
         return Epoch(starts, _even(len(starts), self.rows, self.length))
 
 
 class Lanes:
-    """One long text as ``rows`` parallel streams, read piece after piece for a model with memory.
+    """One long text split into ``rows`` lanes; a model with memory reads each lane in order.
 
-    The memory is emptied after every ``reset_every`` pieces; with 0, after an epoch. Each epoch
+    The memory is emptied after every ``reset_every`` pieces, or with 0 after each epoch. Each epoch
     cuts the text at other places.
     """
 
     def __init__(self, total: int, length: int, rows: int, reset_every: int = 0) -> None:
         self.rows, self.length, self.reset_every = rows, length, reset_every
         self.lane = total // rows
-        self.count = self.lane // length  # of pieces in a lane
-        if self.count > 2:  # of two pieces, only the second has a memory: keep it
+        self.count = self.lane // length  # the number of pieces in a lane
+        # Reserve tokens for the random shift, unless that may leave one piece, without a memory.
+        if self.count > 2:
             self.count = (self.lane - length + 1) // length
         self.max_shift = self.lane - self.count * length
         if not self.count:
@@ -172,11 +175,11 @@ class Rows(NamedTuple):
     rows: Tensor  # int64 [batch]
     longest: tuple[int, ...]
     even: bool  # whether all rows are equally long in the first column
-    first: bool  # whether a model's memory is empty before it
+    first: bool  # whether a model's memory is emptied before this batch
 
 
 class Feed:
-    """Batch after batch, epoch after epoch, from its cursor on.
+    """An endless sequence of batches over all epochs, which can continue at any position.
 
     >>> feed = Feed(ByLength(torch.tensor([[2], [2], [2]]), tokens=4), 0, torch.device("cpu"))
     >>> [len(feed.next().rows) for _ in range(3)], feed.cursor
@@ -185,7 +188,7 @@ class Feed:
 
     def __init__(self, plan: Plan, seed: int, device: torch.device) -> None:
         self.plan, self.seed, self.device = plan, seed, device
-        self.tokens = 0  # fed so far, padding counted
+        self.tokens = 0  # the number of tokens in all batches so far, padding included
         self._open(0, 0)
 
     @property
@@ -194,8 +197,8 @@ class Feed:
         return {"epoch": self.number, "batch": self.at}
 
     @cursor.setter
-    def cursor(self, where: Mapping[str, int]) -> None:
-        self._open(where["epoch"], where["batch"])
+    def cursor(self, position: Mapping[str, int]) -> None:
+        self._open(position["epoch"], position["batch"])
 
     def _open(self, number: int, at: int) -> None:
         epoch = self.plan.epoch(self.seed, number)

@@ -1,6 +1,6 @@
-"""Records from Hugging Face's library `datasets`: from the disk or from the hub.
+"""Records from Hugging Face datasets on disk or on the hub (https://huggingface.co/docs/datasets).
 
-https://huggingface.co/docs/datasets. No other module imports the library.
+No other module imports their library.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from regard.data.readers import pair, question
 from regard.data.records import Pair, Question, Record, Report
 from regard.errors import InputError
 
-# The columns of a data source whose recipe does not name them.
+# The default column names for each kind of record.
 COLUMNS: dict[type, tuple[str, ...]] = {
     Pair: ("source", "target"),
     Question: ("question", "context", "answers"),
@@ -34,7 +34,7 @@ def _library() -> Any:
 
 
 def open_dataset(name: str, files: Sequence[Path], root: Path, subset: str, split: str) -> Any:
-    """One split of a dataset: of a folder below ``root``, of some files, or of the hub."""
+    """One split of a dataset from a folder below ``root``, from files, or from the hub."""
     library = _library()
     folder = root / Path(name).expanduser()
     what = name or ", ".join(map(str, files))
@@ -59,7 +59,7 @@ def open_dataset(name: str, files: Sequence[Path], root: Path, subset: str, spli
 
 
 def _chosen(saved: Any, folder: Path, split: str) -> Any:
-    """A split of a saved dataset; a dataset without a split name is "train"."""
+    """A split of a saved dataset; a single dataset without a split name counts as "train"."""
     if not isinstance(saved, dict):
         saved = {str(saved.split or "train"): saved}
     if split not in saved:
@@ -70,9 +70,10 @@ def _chosen(saved: Any, folder: Path, split: str) -> Any:
 def read_dataset(
     dataset: Any, name: str, kind: type, columns: Sequence[str], report: Report
 ) -> Iterator[Record]:
-    """The rows of a dataset as records of a kind; ``translation.fr`` is a column inside a column.
+    """The rows of a dataset as records of a kind.
 
-    Columns are source and target(s), or question, context and answers as SQuAD has them, or a text.
+    ``columns`` name source and target, or question, context and answers in SQuAD's form, or a text.
+    ``translation.fr`` names the field "fr" of the column "translation".
     """
     wanted = tuple(columns) or COLUMNS[kind]
     if len(wanted) != len(COLUMNS[kind]):
@@ -107,7 +108,7 @@ def _inside(row: Mapping[str, Any], column: str) -> Any:
 
 
 def _listed(answers: Any) -> Any:
-    """A list of answers, also from a list of texts and a list of places."""
+    """Answers as a list of dicts, converted if given as a dict of lists."""
     if isinstance(answers, Mapping) and {"text", "answer_start"} <= answers.keys():
         texts, starts = answers["text"], answers["answer_start"]
         if len(texts) == len(starts):

@@ -1,4 +1,4 @@
-"""From records to tables of token ids."""
+"""Encode records into tables of token ids."""
 
 from __future__ import annotations
 
@@ -60,9 +60,9 @@ class TokenizerOptions:
 def table(
     data: Data, part: str, task: str, tokenizer: Tokenizer, options: TokenizerOptions
 ) -> tuple[Table, str]:
-    """The token ids of a part of the data, from the cache or built, and their SHA-256."""
+    """The table of token ids of a part of the data, cached on disk, and its SHA-256."""
     sources: tuple[Source, ...] = getattr(data, part)
-    # Only the training part is varied: with BPE-dropout, or with questions that have no answer.
+    # BPE-dropout and unanswerable questions are for training data only.
     training = part == "train"
     variants = options.variants if training and options.dropout else 1
     unanswered = data.unanswered if training else 0.0
@@ -103,7 +103,7 @@ def table(
         return Table(columns, {"report": str(report), "read": report.read, "bad": bad} | facts)
 
     result = cached(Path(data.cache).expanduser(), key, build)
-    # A cached table may have been built where more bad lines were accepted.
+    # A cached table may have been built with a higher max_bad_share.
     Report(result.facts["read"], [Bad(*bad) for bad in result.facts["bad"]]).check(
         data.max_bad_share, part
     )
@@ -120,7 +120,7 @@ def _digest(tokenizer: Tokenizer) -> str:
 
 
 def token_ids(tokenizer: Tokenizer, lines: Iterable[str]) -> Iterator[list[int]]:
-    """The ids of each line, without special tokens; encoded in batches of some thousand."""
+    """The token ids of each line, without special tokens. Lines are encoded in batches."""
     waiting = iter(lines)
     while some := list(islice(waiting, 8192)):
         for encoding in tokenizer.tokenizer.encode_batch_fast(some, add_special_tokens=False):
@@ -138,10 +138,10 @@ def pair_columns(
     variants: int = 1,
     dropout: float = 0.0,
 ) -> dict[str, Ragged]:
-    """Source and target of every pair as columns; a pair with several targets gives several rows.
+    """The columns "source" and "target" of all pairs; a pair has one row for each of its targets.
 
-    Pairs longer than ``length`` tokens are left out and reported. Further ``variants`` repeat all
-    rows, tokenized with BPE-dropout.
+    Pairs longer than ``length`` tokens are left out and reported. With several ``variants``, all
+    rows are repeated for each further variant, tokenized with BPE-dropout.
     """
     kept: list[tuple[str, str]] = []
     plain: list[tuple[list[int], list[int]]] = []
@@ -159,7 +159,7 @@ def pair_columns(
     whole = list(plain)
     for _ in range(1, variants):
         with _bpe_dropout(tokenizer, dropout):
-            # A variant that is too long is replaced by the plain tokens.
+            # If a variant is too long, use the tokens without dropout.
             whole += [
                 varied if max(map(len, varied)) < length else ids
                 for varied, ids in zip(_encode_pairs(tokenizer, kept), plain, strict=True)
@@ -197,7 +197,7 @@ def _bpe_dropout(tokenizer: Tokenizer, share: float) -> Iterator[None]:
 
 
 def text_columns(lines: Iterable[str], tokenizer: Tokenizer) -> tuple[dict[str, Ragged], int]:
-    """One long sequence, each line with its newline, and its number of bytes."""
+    """All lines as one sequence of tokens, each line with a newline; and their number of bytes."""
     size = 0
 
     def with_newlines() -> Iterator[str]:
@@ -216,16 +216,17 @@ def text_columns(lines: Iterable[str], tokenizer: Tokenizer) -> tuple[dict[str, 
 def window_columns(
     questions: Iterable[Question], tokenizer: Tokenizer, length: int
 ) -> dict[str, Ragged]:
-    """All windows of all questions as columns; a long context has several overlapping windows.
+    """The windows of all questions as columns; a long context has several overlapping windows.
 
-    The facts of a window: the number of its question, where its context starts, which token of the
-    context comes first, and the answer's first and last token (0, [CLS], without an answer).
+    The column "facts" has five numbers for each window: the number of its question, the position
+    where its context starts, the index of its first token in the context, and the positions of the
+    answer's first and last token. Without an answer, these positions are 0, that of [CLS].
     """
     ids: list[list[int]] = []
     facts: list[list[int]] = []
     first, last = tokenizer.id("[CLS]"), tokenizer.id("[SEP]")
     for number, question in enumerate(questions):
-        # A question that leaves no room for the context is cut.
+        # Truncate long questions to leave space for the context.
         question_ids = tokenizer.encode(question.question, special=False).ids[: length // 2]
         context = tokenizer.encode(question.context, special=False)
         span = _answer_span(question, context.offsets)
@@ -240,7 +241,7 @@ def window_columns(
 
 
 def _answer_span(question: Question, offsets: Sequence[tuple[int, int]]) -> tuple[int, int] | None:
-    """The first and the last token of the first answer."""
+    """The indices of the first and the last token of the first answer, in the context."""
     if not question.answers:
         return None
     answer = question.answers[0]
@@ -250,9 +251,9 @@ def _answer_span(question: Question, offsets: Sequence[tuple[int, int]]) -> tupl
 
 
 def repeat_unanswered(questions: Iterable[Question], share: float) -> Iterator[Question]:
-    """All questions, and a share of them again with a context that does not hold the answer.
+    """All questions; a share of them is repeated with a context that does not hold the answer.
 
-    That is the previous context, which is mostly of the same article or kind.
+    This is the previous context, which is often from the same article.
     """
     current: str | None = None
     previous: str | None = None

@@ -1,6 +1,6 @@
-"""Readers of training data: each line is read, or reported with its file, number and reason.
+"""Readers of data files; every bad line is reported with its file, line number and reason.
 
-Files are UTF-8, plain or compressed with gzip or xz, recognized by their first bytes.
+Files are UTF-8, plain or compressed with gzip or xz, which is detected from their first bytes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from regard.errors import InputError
 
 @contextmanager
 def opened(file: Path) -> Iterator[BinaryIO]:
-    """A file as plain bytes; compressed files are decompressed."""
+    """Open a file as a stream of bytes, decompressed."""
     try:
         with file.open("rb") as raw:
             start = raw.read(6)
@@ -46,9 +46,9 @@ def opened(file: Path) -> Iterator[BinaryIO]:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, str | None]]:
-    """The lines of a file, numbered from 1; None for one that is not UTF-8."""
+    """The lines of a file with their numbers from 1; None for a line that is not UTF-8."""
     with opened(file) as stream:
-        for number, raw in enumerate(stream, 1):  # of bytes: only a newline ends a line
+        for number, raw in enumerate(stream, 1):  # a binary stream splits lines at newlines only
             clean = raw.removeprefix(b"\xef\xbb\xbf") if number == 1 else raw
             try:
                 yield number, clean.rstrip(b"\r\n").decode()
@@ -60,7 +60,7 @@ _NOT_UTF8 = "not UTF-8"
 
 
 def read_text(files: Sequence[Path], report: Report) -> Iterator[str]:
-    """Plain text, line by line, each without its newline; empty lines too."""
+    """The lines of plain text files, without newlines; empty lines are included."""
     for file in files:
         for number, line in _lines(file):
             if line is None:
@@ -73,28 +73,28 @@ def read_text(files: Sequence[Path], report: Report) -> Iterator[str]:
 def read_parallel(
     sources: Sequence[Path], targets: Sequence[Path], report: Report
 ) -> Iterator[Pair]:
-    """Two files of which line i of one is the translation of line i of the other."""
+    """Pairs from parallel files: line i of a target file translates line i of its source file."""
     if len(sources) != len(targets):
         raise InputError(
-            f"Parallel text has as many source files as target files, not {len(sources)} and "
-            f"{len(targets)}."
+            f"Parallel text needs as many target files as source files, but got {len(sources)} "
+            f"source files and {len(targets)} target files."
         )
     for source, target in zip(sources, targets, strict=True):
-        for one, other in zip_longest(_lines(source), _lines(target)):
-            if one is None or other is None:
+        for first, second in zip_longest(_lines(source), _lines(target)):
+            if first is None or second is None:
                 (longer, number), shorter = (
-                    ((target, other[0]), source) if one is None else ((source, one[0]), target)
+                    ((target, second[0]), source) if first is None else ((source, first[0]), target)
                 )
                 raise InputError(
                     f"{longer} has a line {number}, but {shorter} ends before it: the files do "
                     "not belong together."
                 )
-            file = source if one[1] is None else target
-            yield from _pair(one[1], (other[1],), file, one[0], report)
+            file = source if first[1] is None else target
+            yield from _pair(first[1], (second[1],), file, first[0], report)
 
 
 def read_tsv(files: Sequence[Path], columns: tuple[int, int], report: Report) -> Iterator[Pair]:
-    """Columns separated by tabs; two of them, counted from 1, are source and target."""
+    """Pairs from tab-separated files; ``columns`` of source and target count from 1."""
     for file in files:
         for number, line in _lines(file):
             if line is None:
@@ -109,19 +109,19 @@ def read_tsv(files: Sequence[Path], columns: tuple[int, int], report: Report) ->
 
 
 def read_jsonl(files: Sequence[Path], fields: tuple[str, str], report: Report) -> Iterator[Pair]:
-    """One JSON object a line, with a source (a text, or a list of sentences) and its target(s)."""
+    """Pairs from files with one JSON object per line; ``fields`` name its source and target."""
     for file, number, row in _objects(files, report):
         yield from pair(row.get(fields[0]), row.get(fields[1]), file, number, report)
 
 
 def read_questions(files: Sequence[Path], report: Report) -> Iterator[Question]:
-    """One question a line: JSON with id, question, context and answers, a list of text, start."""
+    """Questions from files with one JSON object per line: id, question, context and answers."""
     for file, number, row in _objects(files, report):
         yield from question(row, row.get("context"), "start", file, number, report)
 
 
 def read_squad(files: Sequence[Path], report: Report) -> Iterator[Question]:
-    """SQuAD's JSON. A bad question is reported by its number in the file."""
+    """Questions from JSON files of SQuAD. A bad question is reported by its number in the file."""
     for file in files:
         with opened(file) as stream:
             try:
@@ -136,7 +136,7 @@ def read_squad(files: Sequence[Path], report: Report) -> Iterator[Question]:
 
 def _halved(row: dict[str, Any], line: str) -> bool:
     """Whether a JSON object has a lone surrogate, which UTF-8 cannot encode."""
-    if "\\ud" not in line.lower():  # only an escape can be one
+    if "\\ud" not in line.lower():  # a surrogate can only come from an escape such as \ud800
         return False
     try:
         json.dumps(row, ensure_ascii=False).encode()
@@ -161,12 +161,12 @@ def _objects(files: Sequence[Path], report: Report) -> Iterator[tuple[Path, int,
 
 
 def pair(source: Any, target: Any, file: Path | str, number: int, report: Report) -> Iterator[Pair]:
-    """A record of a source (a text, or a list of sentences) and its target(s), or a bad line."""
+    """A pair of a source (a text or a list of sentences) and its target or targets, if valid."""
     if isinstance(source, list) and all(isinstance(part, str) for part in source):
         source = " ".join(source)
     targets = target if isinstance(target, list) else [target]
     if not isinstance(source, str) or not all(isinstance(text, str) for text in targets):
-        report.refuse(file, number, "a side that is not text")
+        report.refuse(file, number, "a source or target that is not text")
         return
     yield from _pair(source, tuple(targets), file, number, report)
 
@@ -182,7 +182,7 @@ def _pair(
     if source is None or len(texts) < len(targets):
         report.refuse(file, number, _NOT_UTF8)
     elif not source.strip() or not texts or not all(target.strip() for target in texts):
-        report.refuse(file, number, "an empty side")
+        report.refuse(file, number, "an empty source or target")
     else:
         report.accept(file, number)
         yield Pair(source, texts)
@@ -191,7 +191,7 @@ def _pair(
 def question(
     row: Any, context: Any, start: str, file: Path | str, number: int, report: Report
 ) -> Iterator[Question]:
-    """A question, or a bad line; ``start`` names the field with the place of an answer."""
+    """A question, if valid; ``start`` names the field with the position of an answer."""
     try:
         answers = tuple(Answer(answer["text"], answer[start]) for answer in row["answers"])
         name, query = row["id"], row["question"]
@@ -203,7 +203,7 @@ def question(
     if not whole or not all(isinstance(text, str) and text.strip() for text in texts):
         report.refuse(file, number, "an id, question, context or answer that is not text")
     elif any(not context.startswith(answer.text, answer.start) for answer in answers):
-        report.refuse(file, number, "an answer that is not at its start")
+        report.refuse(file, number, "an answer that the context does not have at its start")
     else:
         report.accept(file, number)
         yield Question(name, query, context, answers)
@@ -213,7 +213,7 @@ def question(
 
 
 def thousandth(text: str) -> int:
-    """The part from 0 to 999 of a text, by the MD5 of its UTF-8: a stable split of data.
+    """The MD5 of a text modulo 1000, which splits data in the same way every time.
 
     >>> thousandth("Go.")
     419
@@ -223,7 +223,7 @@ def thousandth(text: str) -> int:
 
 
 def group_targets(pairs: Sequence[Pair], most: int = 4) -> list[Pair]:
-    """One pair for each source, with up to ``most`` targets, in the order of the sources.
+    """Merge pairs of the same source into one pair with up to ``most`` different targets.
 
     >>> group_targets([Pair("a", ("b",)), Pair("c", ("d",)), Pair("a", ("e",))])
     [Pair(source='a', targets=('b', 'e')), Pair(source='c', targets=('d',))]

@@ -1,4 +1,4 @@
-"""What a data file holds: pairs, questions or texts, and a report of bad lines."""
+"""Records of data files (pairs, questions or texts), and the report of bad lines."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from regard.errors import InputError
 
 
 class Pair(NamedTuple):
-    """A source text and its targets; more than one target only in evaluation."""
+    """A source text and its targets. Several targets are the references of an evaluation."""
 
     source: str
     targets: tuple[str, ...]
 
 
 class Answer(NamedTuple):
-    """A part of a context, and the index of its first character there."""
+    """An answer, which is a part of the context, and the index of its first character there."""
 
     text: str
     start: int
 
 
 class Question(NamedTuple):
-    """A question about a context; without answers, the context does not answer it."""
+    """A question about a context. Without answers, the context does not answer the question."""
 
     name: str
     question: str
@@ -34,7 +34,7 @@ class Question(NamedTuple):
 
 
 Record = Pair | Question | str
-# What the data of each task are made of.
+# The kind of record that each task reads.
 RECORDS: dict[str, type] = {
     "translation": Pair,
     "summarization": Pair,
@@ -59,7 +59,7 @@ class Bad(NamedTuple):
 
 @dataclass
 class Report:
-    """How many records were read, and every bad line."""
+    """The number of records read, and the bad lines."""
 
     read: int = 0
     bad: list[Bad] = field(default_factory=list)

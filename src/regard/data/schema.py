@@ -1,4 +1,4 @@
-"""From nested keys to checked dataclasses, with errors that name the key."""
+"""Parse nested tables into checked dataclasses, with errors that name the key."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from regard.errors import InputError
 
 T = TypeVar("T")
 
-# Keys of earlier versions and what they are called now. Recipes, cards and the checkpoints of runs
-# that began before are still read by them. A key never moves to another table.
+# The current names of keys of earlier versions: old recipes, cards and checkpoints stay readable.
+# A key never moves to another table.
 OLD_KEYS = {
     "data.bad": "data.max_bad_share",
     "data.forget": "data.memory_reset_every",
@@ -52,7 +52,7 @@ def key(
     most: float | None = None,
     only: Sequence[str] = (),
 ) -> Any:
-    """One key: its meaning, default and allowed values, and the tasks or models that use it."""
+    """A dataclass field with its description, default, allowed values, and its tasks or models."""
     metadata = {"doc": doc, "among": among, "least": least, "most": most, "only": only}
     if isinstance(default, type):
         return field(default_factory=default, metadata=metadata)
@@ -83,7 +83,7 @@ def _default(entry: Field[Any]) -> str:
 def parse(
     kind: type[T], raw: Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> T:
-    """A checked dataclass from nested tables, with some keys replaced: ``["seed=3"]``."""
+    """Check nested tables and return a dataclass; ``overrides`` such as ``["seed=3"]`` set keys."""
     whole = rename_old_keys(raw)
     if not isinstance(overrides, Mapping):
         overrides = dict(map(_assignment, overrides))
@@ -103,7 +103,7 @@ def _assignment(text: str) -> tuple[str, Any]:
 
 
 def rename_old_keys(tree: Any, path: str = "") -> Any:
-    """A copy of nested tables with today's names for keys of earlier versions."""
+    """A copy of nested tables, with keys of earlier versions under their current names."""
     if isinstance(tree, list):
         return [rename_old_keys(part, f"{path}[].") for part in tree]
     if not isinstance(tree, Mapping):
@@ -118,7 +118,7 @@ def rename_old_keys(tree: Any, path: str = "") -> Any:
 
 
 def set_key(whole: dict[str, Any], name: str, value: Any) -> None:
-    """Set a key such as ``data.train.0.files``; missing tables are made."""
+    """Set a key such as ``data.train.0.files``; missing tables are added."""
     *path, last = name.split(".")
     table: Any = whole
     for part in path:
@@ -134,7 +134,7 @@ def set_key(whole: dict[str, Any], name: str, value: Any) -> None:
 
 
 def build(kind: type[T], raw: Any, path: str) -> T:
-    """A dataclass from a table; ``path`` is what errors call the table."""
+    """Build a dataclass from a table; errors name the table by its ``path``."""
     if not isinstance(raw, dict):
         raise InputError(f"{path.rstrip('.')} should be a table, but got {raw!r}.")
     hints = get_type_hints(kind)
@@ -153,7 +153,7 @@ def build(kind: type[T], raw: Any, path: str) -> T:
 
 
 def _value(raw: Any, hint: Any, path: str) -> Any:
-    """A value of the type that a key has."""
+    """The value, checked against the key's type; an integer is converted if a float is needed."""
     if is_dataclass(hint) and isinstance(hint, type):
         return build(hint, raw, f"{path}.")
     if get_origin(hint) is tuple:
@@ -199,16 +199,16 @@ def unknown_key(
 
 
 def nearest(what: str, names: Mapping[str, Any], known: Sequence[str]) -> None:
-    """Raise InputError for the first of some names that is not known, with the nearest that is."""
+    """Raise InputError for the first unknown name, and suggest the nearest known name."""
     for name in names:
         if name not in known:
             raise InputError(unknown_key(f"{what}{name}", name, known, what.rpartition(" ")[2]))
 
 
 def check_scope(section: Any, names: Collection[str], path: str = "") -> None:
-    """Raise InputError for the first key that is set, but does nothing for a task and its model.
+    """Raise InputError if a key is set that has no effect for the task and the architecture.
 
-    ``names`` are those of the task and of the architecture.
+    ``names`` are the names of the task and of the architecture.
     """
     for entry in fields(section):
         value, only = getattr(section, entry.name), entry.metadata["only"]

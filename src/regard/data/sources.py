@@ -1,4 +1,4 @@
-"""The data section of a recipe: which files are read, and the records in them."""
+"""The data section of a recipe, and the records of its files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from regard.data.schema import key, unknown_key
 from regard.errors import InputError
 from regard.text.preparing import PREPARATIONS, prepare
 
-# The formats that hold each kind of record.
+# The file formats for each kind of record.
 FORMATS: dict[type, tuple[str, ...]] = {
     Pair: ("parallel", "tsv", "jsonl", "dataset"),
     Question: ("questions", "squad", "dataset"),
@@ -33,7 +33,7 @@ FORMATS: dict[type, tuple[str, ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """Files of text of one format."""
+    """Data files of one format."""
 
     format: str = key(
         "the format of the files (questions: one JSON object a line with id, question, context "
@@ -123,7 +123,8 @@ def check_data(data: Data, task: str) -> None:
                 raise InputError(f"{name} of a data source need two entries, but got {count}.")
         if (source.format == "dataset" and not source.files) != bool(source.dataset):
             raise InputError(
-                "format = 'dataset' has either files or a dataset; other formats have files."
+                "A data source with format = 'dataset' needs either files or a dataset; any other "
+                "format needs files."
             )
         if min(source.columns) < 1:
             raise InputError(f"Columns count from 1, but got {list(source.columns)}.")
@@ -136,8 +137,8 @@ def check_data(data: Data, task: str) -> None:
         )
     if data.context and data.memory_reset_every:
         raise InputError(
-            "data.memory_reset_every is for a memory, which data.context does not use: leave one "
-            "of them out."
+            "data.memory_reset_every needs a memory, and with data.context there is none: leave "
+            "one of them out."
         )
     for step in data.prepare:
         if step not in PREPARATIONS:
@@ -145,7 +146,7 @@ def check_data(data: Data, task: str) -> None:
 
 
 def records(data: Data, sources: Sequence[Source], kind: type, report: Report) -> Iterator[Record]:
-    """The records of some sources, prepared; without those outside the sources' ``part``."""
+    """The prepared records of data sources; records outside a source's ``part`` are left out."""
     for source in sources:
         for record in _read(data, source, kind, report):
             if isinstance(record, Question):
@@ -193,14 +194,14 @@ def source_dataset(data: Data, source: Source) -> Any:
 
 
 def data_paths(data: Data, names: Iterable[str]) -> list[Path]:
-    """Files below the root of the data."""
+    """The paths of files, relative to ``data.root``."""
     root = Path(data.root).expanduser()
     return [root / Path(name).expanduser() for name in names]
 
 
 def _prepared(record: Record, steps: Sequence[str]) -> Record:
     if not steps or isinstance(record, Question):
-        return record  # preparing a context would move its answers
+        return record  # preparing a context would shift the positions of its answers
     if isinstance(record, str):
         return prepare(record, steps)
     targets = tuple(prepare(target, steps) for target in record.targets)

@@ -1,4 +1,4 @@
-"""Tables of token ids: ragged columns, cached on disk as safetensors."""
+"""Tables of token ids: columns of sequences of any length, cached on disk."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from regard.errors import CheckpointError, InputError
 
 @dataclass(frozen=True)
 class Ragged:
-    """Sequences of integers in one flat array.
+    """Sequences of integers, stored one after another in a flat array.
 
     >>> ragged = Ragged.of([[5, 6, 7], [8]])
     >>> ragged.gather(torch.tensor([1, 0]), longest=3, pad=0).tolist()
@@ -28,7 +28,7 @@ class Ragged:
     """
 
     flat: Tensor  # int32 [total]
-    starts: Tensor  # int64 [rows + 1]: where each begins, and where the last ends
+    starts: Tensor  # int64 [rows + 1]: the start of each sequence, and the end of the last
 
     @classmethod
     def of(cls, sequences: Iterable[Sequence[int]]) -> Ragged:
@@ -54,21 +54,21 @@ class Ragged:
         return Ragged(self.flat.to(device), self.starts.to(device))
 
     def gather(self, rows: Tensor, longest: int, pad: int) -> Tensor:
-        """Some rows as [batch, longest], padded with ``pad``; does not wait for the device."""
+        """Some rows as [batch, longest], padded with ``pad``; does not synchronize with the GPU."""
         at = torch.arange(longest, device=rows.device)
         start, stop = self.starts[rows, None], self.starts[rows + 1, None]
         ids = self.flat[(start + at).clamp_(max=len(self.flat) - 1)].long()
         return ids.where(start + at < stop, pad)
 
     def slices(self, starts: Tensor, length: int) -> Tensor:
-        """Pieces [batch, length] of the flat array, across sequence ends."""
+        """Slices [batch, length] of the flat array; a slice may span several sequences."""
         at = torch.arange(length, device=starts.device)
         return self.flat[starts[:, None] + at].long()
 
 
 @dataclass(frozen=True)
 class Table:
-    """Columns of sequences, all with the same number of rows, and some facts about them."""
+    """Columns of sequences with equal numbers of rows, and facts such as the bad lines."""
 
     columns: dict[str, Ragged]
     facts: dict[str, Any]
@@ -81,12 +81,12 @@ class Table:
 
     @property
     def lengths(self) -> Tensor:
-        """[rows, columns]."""
+        """The length of each sequence: [rows, columns]."""
         return torch.stack([column.lengths for column in self.columns.values()], dim=1)
 
     @property
     def size(self) -> int:
-        """In bytes."""
+        """The size in bytes."""
         return sum(
             part.numel() * part.element_size()
             for column in self.columns.values()
@@ -98,7 +98,7 @@ class Table:
 
 
 def place(table: Table, device: torch.device) -> Table:
-    """The table on the device, if it fits into a quarter of the free memory there."""
+    """Move the table to the device, unless it needs over a quarter of the free memory there."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         if table.size > free // 4:
@@ -121,8 +121,8 @@ def content(files: Iterable[Path]) -> list[str]:
 def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], Table]) -> Table:
     """The table that ``build`` returns, stored in ``folder`` and mapped into memory.
 
-    ``key`` has everything that the table depends on, contents as their SHA-256. A damaged table
-    is built again, with a warning.
+    ``key`` holds everything that the table depends on, and the SHA-256 of each file. A damaged
+    table is built again, with a warning.
     """
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]
     at = folder / name
@@ -140,7 +140,7 @@ def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], Table]) -> 
     try:
         publish(at, files, {"facts": table.facts, "columns": list(table.columns)})
     except (CheckpointError, InputError):
-        if not at.exists():  # otherwise another process has stored the same table
+        if not at.exists():  # if it exists, another process has stored the same table
             raise
     return _mapped(at)
 

@@ -1,1 +1,1 @@
-"""How well and how fast: one definition of each score."""
+"""Measure the scores and the speed of models."""

@@ -1,4 +1,4 @@
-"""Batches on a model's device and their summed loss, the same in training and in evaluation."""
+"""Batches and their summed losses, shared by training and evaluation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from regard.mechanism.masks import Padding
 
 
 class Prepared(NamedTuple):
-    """A batch on the table's device, and its number of targets."""
+    """A batch on the table's device, and the number of its target tokens."""
 
     batch: Any
     targets: Tensor | int
@@ -39,11 +39,11 @@ def map_tensors(tree: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """A batch on the device; tensors that are there already are not copied."""
+    """Move a batch to the device without waiting; tensors already on the device are not copied."""
 
     def to_device(tensor: Tensor) -> Tensor:
         if device.type == "cuda" and tensor.device.type == "cpu":
-            tensor = tensor.pin_memory()  # otherwise the copy blocks
+            tensor = tensor.pin_memory()  # copying from unpinned memory would block
         return tensor.to(device, non_blocking=True)
 
     return map_tensors(batch, to_device)
@@ -99,12 +99,12 @@ class PairBatch(NamedTuple):
 
 
 def pair_batch(table: Table, rows: Rows, special: SpecialTokens) -> Prepared:
-    """Source and shifted target of some rows, padded."""
+    """The padded sources and targets of some rows, and the targets shifted right as input."""
     source, target = table["source"], table["target"]
     labels = target.gather(rows.rows, rows.longest[1], NOTHING)
     shifted = labels.roll(1, dims=1)
     shifted[:, 0] = special.start
-    # Behind a row's end any token will do: the causal mask hides it from all labels.
+    # The tokens after a row's end do not matter: the causal mask hides them from all labels.
     shifted = shifted.where(shifted != NOTHING, special.pad)
     batch = PairBatch(
         source.gather(rows.rows, rows.longest[0], special.pad),
@@ -133,14 +133,14 @@ def pair_loss(model: nn.Module, batch: PairBatch, smoothing: float = 0.0) -> Ten
 class AnswerBatch(NamedTuple):
     ids: Tensor  # [batch, n]
     token_types: Tensor  # [batch, n]: 1 for the context and the separator after it
-    possible: Tensor  # [batch, n]: whether an answer can be here: in the context, or at [CLS]
+    possible: Tensor  # [batch, n]: whether an answer may start or end here (context or [CLS])
     padding: Padding | None
     start: Tensor  # [batch]
     end: Tensor  # [batch]
 
 
 def answer_batch(table: Table, rows: Rows, pad: int) -> Prepared:
-    """Windows of questions and contexts, padded, and the first and last token of each answer."""
+    """Padded windows of questions and contexts, with the positions of each answer's ends."""
     ids, longest = table["ids"], rows.longest[0]
     _, split, _, start, end = table["facts"].gather(rows.rows, 5, 0).unbind(1)
     places = torch.arange(longest, device=rows.rows.device)
@@ -154,9 +154,9 @@ def answer_batch(table: Table, rows: Rows, pad: int) -> Prepared:
 
 
 def answer_logits(model: nn.Module, batch: AnswerBatch) -> tuple[Tensor, Tensor]:
-    """The logits of each token to be the answer's first and last, where it can be: [batch, n]."""
+    """The start and end logits [batch, n] of the answer, masked where no answer is possible."""
     start, end = model(batch.ids, token_types=batch.token_types, padding=batch.padding)
-    low = torch.finfo(torch.float32).min / 2  # the sum of two of them is still finite
+    low = torch.finfo(torch.float32).min / 2  # finite even when a start and an end logit are added
     return (
         start.float().masked_fill(~batch.possible, low),
         end.float().masked_fill(~batch.possible, low),
@@ -164,7 +164,7 @@ def answer_logits(model: nn.Module, batch: AnswerBatch) -> tuple[Tensor, Tensor]
 
 
 def answer_loss(logits: tuple[Tensor, Tensor], batch: AnswerBatch) -> Tensor:
-    """The summed cross-entropy of the first and the last token."""
+    """The summed cross-entropy of the first and the last token of each answer."""
     start, end = logits
     return cross_entropy(start, batch.start, reduction="sum") + cross_entropy(
         end, batch.end, reduction="sum"

@@ -1,4 +1,4 @@
-"""The scores of a model on given data."""
+"""Evaluate a model on given data."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from regard.text.tokenizer import Tokenizer
 
 Settings = Mapping[str, Any] | Sequence[str]  # keys of a recipe: {"evaluation.num_beams": 4}
 
-# The scores of a model, by the task as which it is scored.
+# The default scores for each task.
 SCORES_OF_TASK: dict[str, tuple[str, ...]] = {
     "translation": WRITTEN,
     "summarization": WRITTEN,
     "question answering": ("exact", "f1"),
     "language modelling": ("perplexity", "bits_per_byte", "loss"),
 }
-# Further scores, measured on request.
+# Scores that are measured only on request.
 _ON_REQUEST: dict[str, tuple[str, ...]] = {
     "translation": ("loss", "perplexity"),
     "summarization": ("loss", "perplexity"),
@@ -44,11 +44,11 @@ _ON_REQUEST: dict[str, tuple[str, ...]] = {
 
 
 def scored_row(model: Model) -> Architecture:
-    """The registry row of a model, if it has scores."""
+    """The registry row of a model; InputError if models of its architecture have no scores."""
     row = model.row()
     if not row.scored_as:
         names = ", ".join(row.class_name for row in ARCHITECTURES if row.scored_as)
-        raise InputError(f"A {type(model).__name__} has no scores; those that do: {names}.")
+        raise InputError(f"A {type(model).__name__} has no scores; models with scores: {names}.")
     return row
 
 
@@ -64,7 +64,7 @@ class Evaluated:
     scores: dict[str, float]
     count: int
     unit: str  # of the count: "texts", "questions" or "tokens"
-    report: Report  # how many lines were read, and which were bad
+    report: Report  # the number of lines read, and the bad lines
 
 
 def evaluate(
@@ -77,12 +77,13 @@ def evaluate(
     settings: Settings = (),
     progress: Progress | None = None,
 ) -> Evaluated:
-    r"""The scores of a model on data sources, in the form of a recipe, with files below ``root``.
+    r"""The scores of a model on data sources.
 
-    ``wanted`` are names of scores; without any, those of :data:`SCORES_OF_TASK`. Translation,
-    summarization and question answering also have a ``loss``. ``settings`` are keys
-    of a recipe: ``data.length``, ``data.context``, ``data.prepare``, ``batch.tokens``, those of
-    ``evaluation``, and for a Transformer-XL ``model.config.memory``.
+    ``data`` are sources as in a recipe, with files below ``root``. ``wanted`` are names of scores,
+    by default those of :data:`SCORES_OF_TASK`; translation, summarization and question answering
+    also have a ``loss``. ``settings`` are recipe keys: ``data.length``, ``data.context``,
+    ``data.prepare``, ``batch.tokens``, any key of ``evaluation``, and for a Transformer-XL
+    ``model.config.memory``.
 
     >>> import tempfile
     >>> from regard import GPT2, GPT2Config, Tokenizer
@@ -106,7 +107,7 @@ def evaluate(
     report, kind = Report(), RECORDS[row.scored_as]
     records = list(sources.records(settled.data, settled.data.test, kind, report))
     if not records:
-        raise InputError(f"There is nothing to evaluate on. {report}")
+        raise InputError(f"The data have no records to evaluate on. {report}")
     report.check(settled.data.max_bad_share, "test")
     scorer = _scorer(settled, tokenizer, records, names)
     with torch.inference_mode(), _memory_length(model, settled.model.config):
@@ -121,7 +122,7 @@ def _measurement(
     root: str | Path,
     settings: Settings,
 ) -> Measurement:
-    """All settings of an evaluation, checked."""
+    """The checked settings of an evaluation."""
     longest = getattr(model.config, "length", 0)
     lengths = {"bert": min(longest, 384), "gpt2": longest, "transformer-xl": 128}
     raw = {
@@ -150,7 +151,7 @@ def _scorer(
             report = Report()
             rows = (pair for pair in whole if pair.source in kept)
             table = Table(pair_columns(rows, data.length, tokenizer, report), {})
-            report.check(1.0, "test")  # at least one pair is not too long
+            report.check(1.0, "test")  # raises if all pairs are too long
         return PairScorer(pairs, tokenizer, evaluation, names, data.length, table, tokens)
     if kind is Question:
         questions = cast("Sequence[Question]", records)[:limit]
@@ -163,7 +164,7 @@ def _scorer(
 
 @contextmanager
 def _memory_length(model: Model, config: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which a model with memory has the memory length of ``config``, if given."""
+    """Context in which a model with memory has the memory length of ``config``, if it has one."""
     nearest("key model.config.", config, ["memory"] if model.remembers else [])
     before = model.config
     if model.remembers:
@@ -175,9 +176,9 @@ def _memory_length(model: Model, config: Mapping[str, Any]) -> Iterator[None]:
 
 
 def own_settings(bundle: Bundle) -> dict[str, Any]:
-    """The prefix and the recipe keys that a model's own files set.
+    """The prefix and the recipe keys that are stored with a model as its defaults.
 
-    With them a model is measured as its tasks run it, unless other settings are given.
+    With these settings an evaluation runs the model in the same way as its tasks.
     """
     row, tasks = scored_row(bundle.model), bundle.tasks
     task = row.scored_as if row.scored_as in tasks else None
@@ -189,11 +190,11 @@ def own_settings(bundle: Bundle) -> dict[str, Any]:
     if prepare := tasks.get(task or "", {}).get("prepare"):
         result["data.prepare"] = prepare
     if SCORES_OF_TASK[row.scored_as] is WRITTEN:
-        how = bundle.settings(task).strategy()
-        assert not isinstance(how, Sample)
-        result["evaluation.num_beams"] = how.num_beams if isinstance(how, Beam) else 1
-        result["evaluation.no_repeat_ngram_size"] = how.no_repeat_ngram_size
-        result["evaluation.min_new_tokens"] = how.min_new_tokens
-        if isinstance(how, Beam):
-            result["evaluation.length_penalty"] = how.length_penalty
+        strategy = bundle.settings(task).strategy()
+        assert not isinstance(strategy, Sample)
+        result["evaluation.num_beams"] = strategy.num_beams if isinstance(strategy, Beam) else 1
+        result["evaluation.no_repeat_ngram_size"] = strategy.no_repeat_ngram_size
+        result["evaluation.min_new_tokens"] = strategy.min_new_tokens
+        if isinstance(strategy, Beam):
+            result["evaluation.length_penalty"] = strategy.length_penalty
     return result

@@ -1,6 +1,6 @@
 """Metrics, defined as in published results.
 
-BLEU and chrF are sacreBLEU's own (an optional package); the others are defined here.
+The optional package sacreBLEU computes BLEU and chrF; the others are computed here.
 """
 
 from __future__ import annotations
@@ -20,9 +20,7 @@ def bleu(
 ) -> float:
     """Corpus BLEU from 0 to 100 (https://aclanthology.org/W18-6319).
 
-    Outputs may have different numbers of references.
-
-    ``tokenize="none"`` splits words at spaces.
+    Outputs may have different numbers of references. ``tokenize="none"`` splits words at spaces.
 
     >>> round(bleu(["the cat sat on the mat"], [["the cat sat on a mat", "a cat sat"]]), 2)
     53.73
@@ -61,7 +59,7 @@ def _sacrebleu() -> Any:
 
 
 def _columns(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[list[str | None]]:
-    """The references as sacreBLEU takes them: the first of each output, the second of each, ..."""
+    """The references in sacreBLEU's form: list n has reference n of every output, or None."""
     _check(outputs, references)
     most = max(len(some) for some in references)
     return [[some[n] if n < len(some) else None for some in references] for n in range(most)]
@@ -79,15 +77,15 @@ def _check(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> None:
 
 
 class Rouge(NamedTuple):
-    """F-measures from 0 to 100 (https://aclanthology.org/W04-1013)."""
+    """ROUGE F-measures from 0 to 100 (https://aclanthology.org/W04-1013)."""
 
-    one: float  # of words
-    two: float  # of pairs of words
-    longest: float  # of the longest words in common, in order
+    one: float  # ROUGE-1: common words
+    two: float  # ROUGE-2: common pairs of adjacent words
+    longest: float  # ROUGE-L: the longest common subsequence of words
 
 
 def rouge(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Rouge:
-    """The mean over all outputs of the best F-measure among their references, without stemming.
+    """ROUGE without stemming, averaged over outputs; the best reference of an output counts.
 
     >>> rouge(["the cat sat"], [["a cat sat", "dogs"]])
     Rouge(one=66.66666666666666, two=50.0, longest=66.66666666666666)
@@ -114,20 +112,20 @@ def _grams(words: Sequence[str], n: int) -> Counter[tuple[str, ...]]:
     return Counter(tuple(words[at : at + n]) for at in range(len(words) - n + 1))
 
 
-def _overlap(one: Counter[tuple[str, ...]], other: Counter[tuple[str, ...]]) -> float:
-    return _f_measure((one & other).total(), one.total(), other.total())
+def _overlap(first: Counter[tuple[str, ...]], second: Counter[tuple[str, ...]]) -> float:
+    return _f_measure((first & second).total(), first.total(), second.total())
 
 
-def _f_measure(common: int, one: int, other: int) -> float:
-    return 2 * common / (one + other) if common else 0.0
+def _f_measure(common: int, first: int, second: int) -> float:
+    return 2 * common / (first + second) if common else 0.0
 
 
-def _in_common(one: Sequence[str], other: Sequence[str]) -> int:
-    """The length of the longest common subsequence of two texts, in words."""
-    row = [0] * (len(other) + 1)
-    for word in one:
+def _in_common(first: Sequence[str], second: Sequence[str]) -> int:
+    """The length of the longest common subsequence of two lists of words."""
+    row = [0] * (len(second) + 1)
+    for word in first:
         diagonal = 0
-        for at, beside in enumerate(other, 1):
+        for at, beside in enumerate(second, 1):
             above = row[at]
             row[at] = diagonal + 1 if word == beside else max(above, row[at - 1])
             diagonal = above
@@ -138,14 +136,14 @@ def _in_common(one: Sequence[str], other: Sequence[str]) -> int:
 
 
 class Answered(NamedTuple):
-    """From 0 to 100, as SQuAD has it (https://arxiv.org/abs/1606.05250)."""
+    """SQuAD's exact match and F1 from 0 to 100 (https://arxiv.org/abs/1606.05250)."""
 
     exact: float
     f1: float
 
 
 def answered(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Answered:
-    """Exact matches and F1 of answers; an empty answer is right if there is no reference.
+    """Exact match and F1 of answers; if a question has no reference, an empty answer is right.
 
     Articles, punctuation and case are ignored.
 
@@ -153,7 +151,10 @@ def answered(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Ans
     Answered(exact=50.0, f1=50.0)
     """
     if not outputs or len(outputs) != len(references):
-        raise InputError(f"{len(outputs)} answers are compared to {len(references)} references.")
+        raise InputError(
+            f"Each answer needs its list of references, but got {len(outputs)} answers and "
+            f"{len(references)} lists."
+        )
     exact = f1 = 0.0
     for output, some in zip(outputs, references, strict=True):
         words = _answer(output)
@@ -183,11 +184,11 @@ def perplexity(nats: float, tokens: int) -> float:
     >>> round(perplexity(10 * math.log(8), 10), 6)
     8.0
     """
-    return math.exp(min(nats / tokens, 700.0))  # a float cannot be larger
+    return math.exp(min(nats / tokens, 700.0))  # exp(710) would overflow
 
 
 def bits_per_byte(nats: float, size: float) -> float:
-    """The summed loss of a text of ``size`` bytes, in bits a byte: comparable among tokenizers.
+    """The summed loss of a text of ``size`` bytes in bits per byte, comparable across tokenizers.
 
     >>> bits_per_byte(16 * math.log(2), 8)
     2.0

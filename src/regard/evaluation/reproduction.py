@@ -18,7 +18,7 @@ from regard.text.tokenizer import Tokenizer
 
 
 class Again(NamedTuple):
-    """A figure of a card, and the same figure measured again.
+    """A score of a model card, and the same score measured again.
 
     >>> Again(Score(metric="bleu", value=31.0, tolerance=0.1, data=[], settings={}), 31.05).agrees
     True
@@ -39,9 +39,9 @@ def reproduce(
     device: torch.device | str | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Again]:
-    r"""Every figure in the scores.json of a checkpoint, measured again on the files below ``root``.
+    r"""Measure every score in the scores.json of a checkpoint again, on the files below ``root``.
 
-    Figures of the same data and settings come from one measurement.
+    Scores with equal data and settings share one evaluation.
 
     >>> import tempfile
     >>> from regard import GPT2, GPT2Config, Tokenizer
@@ -55,11 +55,11 @@ def reproduce(
     ...     figures = [figure | {"data": [{"format": "text", "files": ["a.txt"]}]}]
     ...     _ = Path(folder, "scores.json").write_text(json.dumps(figures))
     ...     [again] = reproduce(Path(folder), root=folder)
-    >>> again.score.value, again.value > 200, again.agrees  # it has learned nothing
+    >>> again.score.value, again.value > 200, again.agrees  # the model is untrained
     (50.0, True, False)
     """
     if not (folder / SCORES).is_file():
-        raise InputError(f"{folder} has no figures to measure again ({SCORES}). Give --data.")
+        raise InputError(f"{folder} has no {SCORES} with scores to reproduce. Give --data.")
     together: dict[str, list[Score]] = {}
     for score in read_scores(folder / SCORES):
         together.setdefault(json.dumps([score.data, score.settings]), []).append(score)
@@ -82,6 +82,6 @@ def _check_files(root: Path, source: Mapping[str, Any]) -> None:
     for name in (*source.get("files", ()), *source.get("targets", ())):
         if not (root / name).is_file():
             raise InputError(
-                f"The card was measured on {name}, which is not below the folder {str(root)!r}. "
-                "Say where it is with --root; docs/data.md says where it comes from."
+                f"The scores of the card need {name}, which is not below the folder {str(root)!r}. "
+                "Give its folder with --root; docs/data.md says where to download it."
             )

@@ -1,7 +1,7 @@
-"""The one definition of each score: for the log of a run, its end, `regard evaluate` and cards.
+"""Scorers, which compute all scores: in training, in `regard evaluate` and for model cards.
 
-A scorer holds the data that are scored; calling it with a model gives the scores. Batches and their
-order follow from the data and the settings alone, so every caller gets the same figures.
+A scorer holds evaluation data, and returns the scores of the model it is called with. Batches and
+their order depend only on the data and the settings, so every caller gets the same scores.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from regard.text.tokenizer import Tokenizer
 
 Progress = Callable[[int, int], None]  # called with the number done and the total
 
-DECODED_TOKENS = 2**15  # the most tokens of sources decoded at once, padding included
-DECODED_BEAMS = 256  # the most beams decoded at once
-LANES = 16  # the most parallel streams of a text that is scored with a memory
-LANE_PIECES = 16  # the fewest pieces of each
+DECODED_TOKENS = 2**15  # the maximum number of source tokens decoded at once, padding included
+DECODED_BEAMS = 256  # the maximum number of beams decoded at once
+LANES = 16  # the maximum number of parallel lanes of a text, for models with memory
+LANE_PIECES = 16  # the minimum number of pieces in a lane
 
 
 def _quiet(done: int, total: int) -> None:
@@ -38,7 +38,7 @@ def _quiet(done: int, total: int) -> None:
 
 
 class Scorer(Protocol):
-    """Data to score models on."""
+    """Evaluation data; called with a model, it returns the scores."""
 
     unit: str  # of the count: "texts", "questions" or "tokens"
 
@@ -59,10 +59,10 @@ def loss_scores(nats: float, count: int) -> dict[str, float]:
 
 @dataclass
 class PairScorer:
-    """Scores of what a model writes for source texts, against the targets of each.
+    """Scores of a sequence-to-sequence model.
 
-    ``names`` of BLEU, chrF and ROUGE need ``pairs``, whose sources are decoded; the loss and the
-    perplexity need ``table``, with one row for each source and target.
+    If ``names`` has BLEU, chrF or ROUGE, the sources of ``pairs`` are decoded and compared with
+    their targets. Loss and perplexity are computed if there is a ``table`` of sources and targets.
     """
 
     pairs: Sequence[Pair]
@@ -110,7 +110,7 @@ class PairScorer:
         end = model.config.end_token
         sources = list(token_ids(self.tokenizer, [pair.source for pair in self.pairs]))
         outputs = [""] * len(sources)
-        # Longest first, so that an estimate of the time left is too high rather than too low.
+        # Longest first: the estimate of the remaining time is then rather too high than too low.
         order = sorted(range(len(outputs)), key=lambda row: -len(sources[row]))
         size = max(DECODED_BEAMS // self.settings.num_beams, 1)
         for start in range(0, len(order), size):
@@ -163,7 +163,7 @@ class AnswerScorer:
         plan = _by_length(table["ids"].lengths[:, None], self.tokens)
         feed, pad = Feed(plan, 0, table["ids"].flat.device), self.tokenizer.id("[PAD]")
         nats, done = torch.zeros((), dtype=torch.float64, device=device), 0
-        # For each question: by how much its best span beats no answer, and the span's tokens.
+        # For each question: the best span's margin over no answer, and its first and last token.
         best: dict[int, tuple[float, int, int]] = {}
         for _ in feed.batches:
             rows = feed.next()
@@ -199,25 +199,24 @@ class AnswerScorer:
 class _Piece(NamedTuple):
     starts: Tensor  # int64 [rows]
     length: int
-    scored: int  # how many of its last tokens are predicted
-    first: bool = True  # whether the memory is empty before it
+    scored: int  # the number of tokens at its end that are predicted
+    first: bool = True  # whether the memory is emptied before this piece
 
 
 @dataclass
 class TextScorer:
     """Loss, perplexity and bits per byte of a language model on one text.
 
-    Every token but the text's first is predicted exactly once, so figures are over the whole text.
+    Every token except the first of the text is predicted exactly once.
 
-    - Without memory the text is cut into pieces of ``length`` tokens. With a ``context`` each piece
-      begins with that many tokens of the previous one, which are read and not predicted again; the
-      first piece predicts its context too.
-    - A model with memory (without ``context``) reads the text piece after piece in up to 16
-      parallel lanes. Each lane has at least 16 pieces, so that the memory is empty for few tokens.
-      The number of lanes depends on the text and ``length``, not on the batch size. The few tokens
-      that fill no lane are predicted in a last piece.
+    - Without memory, the text is cut into pieces of ``length`` tokens. With a ``context``, each
+      piece begins with that many tokens of the previous piece, which are not predicted again.
+    - A model with memory reads the text in up to 16 parallel lanes, unless there is a ``context``.
+      Each lane has at least 16 pieces if possible, so that few tokens are predicted with an empty
+      memory. The number of lanes depends on the text and ``length``, not on ``tokens``. The few
+      tokens that remain are predicted in a last piece.
 
-    ``tokens`` limits memory only: the logits computed at once, and the rows of pieces.
+    ``tokens`` only limits memory use: the number of logits and of rows computed at once.
     """
 
     ids: Tensor  # int32 [tokens]
@@ -231,7 +230,7 @@ class TextScorer:
 
     def __post_init__(self) -> None:
         if self.count < 1:
-            raise InputError("The text has a single token: there is nothing to predict.")
+            raise InputError("The text needs at least 2 tokens: the first one is not predicted.")
 
     @property
     def count(self) -> int:

@@ -1,4 +1,4 @@
-"""The evaluation section of a recipe, and all keys that a score depends on."""
+"""The evaluation section of a recipe, and the settings of an evaluation outside training."""
 
 # ruff: noqa: RUF009 - key() declares a field
 from __future__ import annotations
@@ -13,7 +13,7 @@ from regard.decoding.settings import Settings
 
 WRITTEN = ("bleu", "chrf", "rouge-1", "rouge-2", "rouge-l")  # scores of text that a model writes
 METRICS = ("loss", *WRITTEN, "exact", "f1")
-# The scores that may decide which checkpoint of a run is best.
+# The scores that can select the best checkpoint of a run.
 SCORED: dict[type, tuple[str, ...]] = {
     Pair: ("loss", *WRITTEN),
     Question: ("loss", "exact", "f1"),
@@ -63,7 +63,7 @@ class Evaluation:
 
     @property
     def decoding(self) -> Settings:
-        """The decoding settings for text that is scored."""
+        """The decoding settings of the evaluation."""
         return Settings(
             num_beams=self.num_beams,
             length_penalty=self.length_penalty,
@@ -89,7 +89,7 @@ class ScoredBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """The keys of a recipe that the scores of a model depend on."""
+    """The recipe keys that the scores of a model depend on."""
 
     task: str = key("the task to score")
     model: ScoredModel = key("the model")

@@ -1,4 +1,4 @@
-"""How fast it is on this machine: fair ratios, and the short table of ``regard bench``."""
+"""Speed measurements: times relative to a baseline, and the rows of ``regard bench``."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ SEEN = See(entropy=True, peak=True, max_logit=True, received=True, map=64)
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """Median seconds of ours and of the peer."""
+    """Median seconds of our function and of the baseline, ``peer``."""
 
     ours: float
     peer: float
 
     @property
     def speed(self) -> float:
-        """How many times as fast as the peer: above 1 is a win."""
+        """The speed relative to the baseline; above 1, ours is faster."""
         return self.peer / self.ours
 
     @property
     def cost(self) -> float:
-        """How many times the peer's time."""
+        """The time relative to the baseline; below 1, ours is faster."""
         return self.ours / self.peer
 
 
 def seconds(ours: Callable[[], object], peer: Callable[[], object], budget: float = 1.0) -> Pair:
-    """Time two functions in turns, so that other load on the machine affects both alike.
+    """Time two functions alternately, so that other load on the machine affects both alike.
 
-    They take turns in going first, since the first one changes the caches for the second.
+    The order changes in every round, because the first function affects the caches of the second.
 
     >>> pair = seconds(lambda: sum(range(10000)), lambda: sum(range(100)), budget=0.01)
     >>> min(pair.ours, pair.peer) > 0
@@ -66,7 +66,7 @@ def seconds(ours: Callable[[], object], peer: Callable[[], object], budget: floa
 
 
 def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, ...]:
-    """The usual way to look: all weights, and from them what :data:`SEEN` asks for."""
+    """Attention that stores all weights, and computes the statistics of :data:`SEEN` from them."""
     scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
     if causal:
         future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
@@ -79,7 +79,7 @@ def eager(q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Timed:
-    """A line of the table: what was timed, and what it is compared with."""
+    """A row of the table: what was timed, its baseline, and the times."""
 
     what: str
     peer: str
@@ -87,7 +87,7 @@ class Timed:
 
 
 def attend(device: torch.device, budget: float = 1.5) -> Iterator[Timed]:
-    """Time attention against PyTorch's; with ``see`` against without it and against all weights."""
+    """Time attention against PyTorch's, and the cost of ``see`` against two baselines."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     for length in (512, 2048):
         shape = (2048 // length, 8, length, 64)
@@ -96,18 +96,18 @@ def attend(device: torch.device, budget: float = 1.5) -> Iterator[Timed]:
         seen = partial(attention, q, k, v, mask=Causal(), see=SEEN)
         theirs = partial(scaled_dot_product_attention, q, k, v, is_causal=True)
         kept = partial(eager, q, k, v, causal=True)
-        for what, peer, one, other in (
+        for what, peer, ours, baseline in (
             ("attention", "PyTorch's SDPA", plain, theirs),
             ("attention, seen", "the same, unseen", seen, plain),
             ("attention, seen", "all weights kept", seen, kept),
         ):
             with torch.inference_mode():
-                times = seconds(_finished(one, device), _finished(other, device), budget)
+                times = seconds(_finished(ours, device), _finished(baseline, device), budget)
             yield Timed(f"{what}, n = {length}", peer, times)
 
 
 def _finished(work: Callable[[], object], device: torch.device) -> Callable[[], None]:
-    """``work``, followed by a wait for the GPU."""
+    """A function that runs ``work`` and waits until the GPU has finished."""
 
     def run() -> None:
         work()
@@ -119,14 +119,14 @@ def _finished(work: Callable[[], object], device: torch.device) -> Callable[[], 
 
 @dataclass(frozen=True, slots=True)
 class Decoded:
-    """How fast a model writes."""
+    """The decoding speed of a model."""
 
     name: str
     tokens_per_second: float
 
 
 def decode(device: torch.device, new: int = 64) -> Iterator[Decoded]:
-    """Each shipped model that writes: tokens a second, greedy, one text at a time."""
+    """The tokens per second of greedy decoding with batch size 1, for each shipped decoder."""
     for name in cards.names():
         model: Any = load(cards.folder(name), device=device, dtype=torch.float32)
         if not hasattr(model, "start_decoding"):

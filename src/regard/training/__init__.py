@@ -1,1 +1,1 @@
-"""Recipes, the training loop, processes, and runs that survive being killed."""
+"""Train models from recipes, in one or more processes, with runs that can be resumed."""

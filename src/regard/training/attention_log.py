@@ -1,4 +1,4 @@
-"""Entropy and largest score of each attention head during training, with warnings."""
+"""Measure the entropy and the largest score of each attention head during training."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from regard.training.recipe import Watching
 
 
 class AttentionWarning(UserWarning):
-    """A head attends to single keys only, or its scores are too large."""
+    """Warns that the entropy of a head is too low, or its scores too large."""
 
 
 @contextmanager
 def watched_model(
     model: nn.Module, settings: Watching, warned: set[str]
 ) -> Iterator[dict[str, dict[str, list[float]]]]:
-    """Context that measures attention; its end fills in each head's mean entropy and largest score.
+    """Context that measures attention: a dict that is filled when the context ends.
 
-    Warns once for each head whose entropy is too low or whose scores are too large; ``warned`` has
-    the warnings already given.
+    It has the mean entropy and the largest score of each head of each layer. Warns once for each
+    head whose entropy is too low or whose scores are too large; ``warned`` has earlier warnings.
     """
     measured: dict[str, dict[str, list[float]]] = {}
     was_training = model.training
-    model.eval()  # dropout would use random numbers of the training
+    model.eval()  # dropout would advance the random state of the training
     try:
         with torch.no_grad(), watch(model, See(entropy=True, max_logit=True)) as watched:
             yield measured

@@ -39,7 +39,7 @@ from regard.training.tokenizing import SENTINELS
 
 
 def model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
-    """The model to train: with random weights, or from the recipe's checkpoint."""
+    """The model to train, with random weights or from ``model.start``."""
     built = _model(recipe, tokenizer)
     if len(tokenizer) > built.config.vocabulary:
         raise InputError(
@@ -63,7 +63,9 @@ def _model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
     kind, config = row.model_class(), row.config_class()
     if recipe.model.start is not None:
         if given:
-            raise InputError("model.config comes with model.start: leave one of them out.")
+            raise InputError(
+                "model.config and model.start exclude each other: leave one of them out."
+            )
         loaded = load(recipe.model.start, dtype=torch.float32)
         if recipe.tokenizer.keep:
             loaded = _pruned(
@@ -88,7 +90,7 @@ def _model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
 
 
 def _pruned(model: Model, tokenizer: Tokenizer, whole: Tokenizer) -> Model:
-    """A BERT with the rows of ``tokenizer``'s tokens only, a subset of those of ``whole``."""
+    """A BERT with embeddings only for ``tokenizer``, whose tokens are a subset of ``whole``'s."""
     config = model.config
     if not isinstance(config, BertConfig):
         raise InputError(f"tokenizer.keep is for BERT, not for {type(model).__name__}.")
@@ -104,11 +106,11 @@ def _pruned(model: Model, tokenizer: Tokenizer, whole: Tokenizer) -> Model:
 
 
 def _tokenizer_sizes(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
-    """What a config takes from the tokenizer and the data, unless the recipe says otherwise."""
+    """The defaults of config fields that depend on the tokenizer and the data."""
     if tokenizer.target.tokenizer.get_vocab() != tokenizer.tokenizer.get_vocab():
         raise InputError(
-            "This tokenizer has a vocabulary for each language, and a new model has one for both. "
-            "Set model.start to the checkpoint it came with, or train a tokenizer."
+            "This tokenizer has a vocabulary for each language, but a new model needs only one. "
+            "Set model.start to the checkpoint of the tokenizer, or train another tokenizer."
         )
     architecture = trained(recipe.model.kind, recipe.task).model_class()
     return {"vocabulary": len(tokenizer), **architecture.sizes_for(tokenizer, recipe.data.length)}
@@ -171,9 +173,9 @@ def _next_token(recipe: Recipe, table: Table) -> NextToken:
 def scorer(
     recipe: Recipe, part: str, tokenizer: Tokenizer, model: Model, table: Table, examples: int = 0
 ) -> Callable[[Any], dict[str, float]]:
-    """The scores of a run on the part "valid" or "test" of its data, whose table is given.
+    """The scorer for the part "valid" or "test" of the data, with the table of that part.
 
-    At most ``examples`` texts are decoded; 0 for all.
+    It decodes at most ``examples`` texts; with 0, all texts.
     """
     settings, data, tokens = recipe.evaluation, recipe.data, recipe.batch.tokens
     kind = RECORDS[recipe.task]
@@ -199,5 +201,5 @@ def scorer(
     return loss
 
 
-# Scores that come from the same decoded texts: a run logs all of a group for one of them.
+# Scores with equal decoding: if a run measures one of a group, it logs the whole group.
 _DECODED_TOGETHER = (("bleu", "chrf"), ("rouge-1", "rouge-2", "rouge-l"))

@@ -1,4 +1,4 @@
-"""The picture of a run: the figures of its log over the steps."""
+"""Plot the log of a training run."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from regard.pictures.charts import Line, draw
 
 
 def plot(log: Path) -> str:
-    """The log of a run as SVG: the loss, each score, the rate and the gradient, over the steps.
+    """Plot the loss, scores, learning rate and gradient norm of a run over its steps, as SVG.
 
-    Of steps repeated after an interruption the latest are drawn.
+    If a step was repeated after an interruption, its latest values are used.
     """
     rows = log.read_text(encoding="utf-8").splitlines()
     return draw(f"Training: {log.parent.name}", panels(map(json.loads, rows)))
 
 
 def panels(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Line]]:
-    """The lines of each panel."""
+    """The lines of each panel, as values by step."""
     lines: dict[str, dict[str, Line]] = {"loss": {"training": {}, "held out": {}}}
 
     def note(panel: str, line: str, step: int, value: float | None) -> None:

@@ -1,7 +1,7 @@
-"""What the weights of a run depend on, and whether a checkpoint was made with the same.
+"""Fingerprints of runs: the settings and data that the weights depend on.
 
-If a checkpoint lacks a key, the default of the key counts. Earlier names of keys are replaced by
-their current names.
+A resumed run needs the fingerprint of its checkpoint. If the checkpoint lacks a key, the default
+of the key is used. Earlier names of keys are replaced by their current names.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ FREE = (
 
 
 def fingerprint(recipe: Recipe, tokens: Mapping[str, str]) -> dict[str, Any]:
-    """All keys of a recipe that its weights depend on, as ``schedule.steps``, and its data."""
+    """The hashes of the data, and all recipe keys that the weights depend on, in dotted form."""
     return {**_flat(asdict(recipe), ""), "tokens": dict(tokens)}
 
 
 def difference(before: Mapping[str, Any], now: Mapping[str, Any]) -> str | None:
-    """The first key by which two fingerprints differ, in words.
+    """Describe the first key whose values differ between two fingerprints; None if all are equal.
 
     >>> now = {"schedule.rate": 0.1, "compile": False}
-    >>> difference({"schedule.rate": 0.1}, now)  # made before there was a key "compile"
+    >>> difference({"schedule.rate": 0.1}, now)  # from a version without "compile"
     >>> difference({"schedule.rate": 0.2}, now)
     'schedule.rate = 0.2, but now it is 0.1'
     """
@@ -72,7 +72,7 @@ def _whole(fingerprint: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _defaults(kind: type, prefix: str) -> dict[str, Any]:
-    """The default of every key that has one, as :func:`_flat` would name it."""
+    """The defaults of all keys that have one, under dotted names as in :func:`_flat`."""
     hints, defaults = get_type_hints(kind), dict[str, Any]()
     for entry in fields(kind):
         hint = hints[entry.name]

@@ -1,8 +1,8 @@
-"""Steps replayed as CUDA graphs (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
+"""Replay steps as CUDA graphs (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
 
-A small model's step is a thousand short kernels, and Python launches them more slowly than the GPU
-runs them. Batches are cut once, so every epoch has the same shapes: the first step of a shape runs
-without a graph, the second one is recorded, and all others replay the graph in one launch.
+A step of a small model has about a thousand short kernels, and Python launches them more slowly
+than the GPU runs them. Every epoch has batches of the same shapes. For each shape, the first step
+runs without a graph, the second is recorded, and later steps replay the graph in one launch.
 """
 
 from __future__ import annotations
@@ -27,17 +27,17 @@ class _Given(NamedTuple):
 
 class _Recorded(NamedTuple):
     graph: torch.cuda.CUDAGraph
-    given: list[Tensor]  # where it reads its input
-    result: Tensor  # where it writes its result
-    state: Any  # its state after the step
+    given: list[Tensor]  # the tensors that the graph reads
+    result: Tensor  # the tensor that the graph writes
+    state: Any  # the state after the step, also written by the graph
 
 
 class Replayed:
-    """A function of a batch and the targets of its step, recorded once for each shape.
+    """A function of a batch and its number of targets, recorded as a CUDA graph for each shape.
 
-    ``get_state`` and ``set_state`` give and set what it keeps from step to step, such as a memory.
-    Everything else that it reads or writes must stay at its address: weights, and gradients, which
-    are set to 0 and never to None.
+    ``get_state`` and ``set_state`` read and replace the state that the function carries from step
+    to step, such as a memory. All other tensors that it uses must keep their addresses: weights,
+    and gradients, which are therefore reset to 0 and never to None.
     """
 
     def __init__(
@@ -51,11 +51,11 @@ class Replayed:
         self.get_state, self.set_state = get_state, set_state
         self.seen: set[Any] = set()
         self.recorded: dict[Any, _Recorded] = {}
-        self.pool: Any = None  # shared: no graph reads another's memory
+        self.pool: Any = None  # shared by all graphs: none reads the memory of another
 
     def __call__(self, batch: Any, total: Tensor | float) -> Tensor:
         if not isinstance(total, Tensor):
-            # Filled on the device: a copy would block.
+            # Fill on the device, because a copy from the host would block.
             total = torch.full((), float(total), device=self.device)
         given = _Given(batch, total, self.get_state())
         key = shape_key(given)
@@ -94,6 +94,6 @@ def tensors(tree: Any) -> list[Tensor]:
 
 
 def shape_key(given: _Given) -> Any:
-    """A key that is equal for batches computed by the same kernels."""
+    """A key that is equal for inputs of equal shapes, types and flags."""
     flags = tuple(part if isinstance(part, bool) else part is None for part in given.batch)
     return flags, tuple((tuple(tensor.shape), tensor.dtype) for tensor in tensors(given))

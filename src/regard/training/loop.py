@@ -1,6 +1,6 @@
-"""The training loop: exact under gradient accumulation, and equal to the bit when resumed.
+"""The training loop, with exact gradient accumulation and bit-exact resuming.
 
-Nothing in a step waits for the device; losses are fetched only when they are logged.
+A step never waits for the GPU: losses are copied to the host only when they are logged.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from regard.training.seeds import random_state, set_random_state
 
 
 class Interrupted:
-    """Whether SIGTERM or Ctrl-C was received. A second Ctrl-C stops at once."""
+    """True after SIGTERM or Ctrl-C; after either, a further Ctrl-C raises KeyboardInterrupt."""
 
     def __init__(self) -> None:
         self.by: str | None = None
@@ -55,7 +55,7 @@ class Interrupted:
 
 @contextmanager
 def interruptible() -> Iterator[Interrupted]:
-    """Context that records SIGTERM and Ctrl-C instead of stopping; in the main thread only."""
+    """Context that records SIGTERM and Ctrl-C instead of stopping, if in the main thread."""
     interrupted = Interrupted()
     if threading.current_thread() is not threading.main_thread():
         yield interrupted
@@ -78,32 +78,32 @@ class Progress:
 
     step: int = 0
     best: float | None = None
-    since_best: int = 0  # evaluations
+    since_best: int = 0  # the number of evaluations since the best score
     scores: dict[str, float] = field(default_factory=dict)  # of the latest evaluation
-    # With schedule.minutes: the time spent, and the number of steps that fit into all of it.
+    # With schedule.minutes: the seconds of training so far, and the estimated total of steps.
     seconds: float = 0.0
     steps: int | None = None
 
 
 class Pace:
-    """Estimates again and again how many steps fit into ``schedule.minutes``.
+    """Estimates regularly how many steps fit into ``schedule.minutes``.
 
-    So the learning rate falls to its end in time, also on a busy machine. The estimate uses the
-    later half of the steps: the first ones are slow, while kernels are compiled and graphs
-    recorded. All processes use the first one's clock.
+    With the estimate, the learning rate reaches its final value in time. It uses the later half of
+    the steps, because the first steps are slow: they compile kernels and record CUDA graphs. All
+    processes use the clock of the first process.
     """
 
     def __init__(self, schedule: Schedule, progress: Progress, processes: Processes) -> None:
         self.limit = 60 * schedule.minutes
         self.max_steps, self.progress, self.processes = schedule.steps, progress, processes
         self.begun = time.perf_counter() - progress.seconds
-        self.planned = progress.seconds  # the time of the latest plan
-        self.first = progress.step  # where this process begins: its first steps are slow again
-        self.marks: deque[tuple[int, float]] = deque()  # steps, and the seconds at their end
+        self.planned = progress.seconds  # the time of the latest estimate
+        self.first = progress.step  # after resuming, the first steps are slow again
+        self.marks: deque[tuple[int, float]] = deque()  # (step, seconds at its end)
 
     @property
     def due(self) -> bool:
-        """Whether to plan again before 50 steps are over; only with a single process."""
+        """Whether 2% of the time has passed since the latest estimate; only in a single process."""
         if not self.limit or self.processes.count > 1:
             return False
         return time.perf_counter() - self.begun > self.planned + self.limit / 50
@@ -136,12 +136,12 @@ Log = Callable[[dict[str, Any]], None]
 
 
 def replays(recipe: Recipe, device: torch.device) -> bool:
-    """Whether steps are replayed as CUDA graphs."""
+    """Whether the run replays its steps as CUDA graphs."""
     return recipe.cuda_graphs and device.type == "cuda"
 
 
 class Trainer:
-    """Trains a model on an objective, and holds all state of the run."""
+    """Trains a model on an objective, and holds the whole state of the run."""
 
     def __init__(
         self,
@@ -160,7 +160,7 @@ class Trainer:
         self.feed, self.keeper = feed, keeper
         self.recipe, self.log, self.fingerprint = recipe, log, fingerprint
         self.device = next(model.parameters()).device
-        self.parameters = list(model.parameters())  # collected once: it is slow
+        self.parameters = list(model.parameters())  # collected once: model.parameters() is slow
         self.optimizer = adamw(model, recipe, self.device)
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=recipe.precision == "float16", init_scale=2.0**12
@@ -170,8 +170,8 @@ class Trainer:
             if recipe.optimizer.ema
             else None
         )
-        # The running mean follows weights and copies buffers. They are always loaded in place, so
-        # these tensors stay the model's own.
+        # The running mean averages parameters and copies buffers. These stay the same tensors,
+        # because checkpoints are loaded into them in place.
         named, now = dict(model.named_parameters(remove_duplicate=False)), model.state_dict()
         pairs = {name: (mean, now[name]) for name, mean in (self.ema or {}).items()}
         self.moving = [pair for name, pair in pairs.items() if name in named]
@@ -188,7 +188,7 @@ class Trainer:
     # ------------------------------------------------------------------------------- one step
 
     def step(self) -> tuple[Tensor, Tensor]:
-        """Take one step; return its mean loss and the norm of its gradient, on the device."""
+        """Take one step; return its mean loss and its gradient norm as tensors on the device."""
         recipe, number = self.recipe, self.progress.step + 1
         random = generator(recipe.seed, 1, number, device=self.feed.device)
         shares, targets = [], []
@@ -198,7 +198,7 @@ class Trainer:
             share, used = self.engine.share(batch, len(rows.rows))
             shares.append((move(share, self.device), used))
             targets.append(count)
-        # Divided by all targets of the step, not batch by batch: batches may be unequal.
+        # Divide by the targets of the whole step, since its batches may have different numbers.
         total = move(sum(targets), self.device)
         rate = rate_at(number, self.schedule)
         for group in self.optimizer.param_groups:
@@ -237,7 +237,7 @@ class Trainer:
         return torch.autocast(self.device.type, dtype=kind, enabled=kind is not None)
 
     def _move_ema(self, decay: float) -> None:
-        # Early on the mean follows faster; otherwise the first weights would dominate it for long.
+        # A lower decay in the first steps: otherwise the initial weights would dominate the mean.
         decay = min(decay, self.progress.step / (self.progress.step + 10))
         means, now = zip(*self.moving, strict=True)
         torch._foreach_lerp_(means, now, 1 - decay)
@@ -245,7 +245,7 @@ class Trainer:
             kept.copy_(number)
 
     def look(self, batch: Any) -> None:
-        """Measure and log attention on a batch; warn of heads that have collapsed or diverge."""
+        """Measure and log attention on a batch; warn of heads with low entropy or large scores."""
         before = self.objective.state()
         watched = watched_model(self.model, self.recipe.watching, self.warned)
         with torch.compiler.set_stance("force_eager"), watched as measured, self.autocast():
@@ -271,7 +271,7 @@ class Trainer:
             mean, norm = self.step()
             losses.append(mean)
             norms.append(norm)
-            # Also at the planned end: slow first steps may have made the plan too short.
+            # Estimate at the planned end too: slow first steps may have made the estimate too low.
             if self._due(50) or pace.due or self.progress.step >= self.schedule.steps:
                 pace.plan()
             last = self.progress.step >= self.schedule.steps
@@ -292,12 +292,12 @@ class Trainer:
             if saving:
                 pace.note()
                 self.save()
-                since = time.perf_counter()  # the speed of training excludes both
+                since = time.perf_counter()  # the training speed excludes evaluating and saving
         return True
 
     @property
     def schedule(self) -> Schedule:
-        """The recipe's schedule, with the number of steps that fit into its minutes."""
+        """The recipe's schedule; with ``minutes``, its ``steps`` are the estimated number."""
         schedule, steps = self.recipe.schedule, self.progress.steps
         return schedule if steps is None else replace(schedule, steps=steps)
 
@@ -314,7 +314,7 @@ class Trainer:
     def _fetch(self, losses: Sequence[Tensor], norms: Sequence[Tensor]) -> dict[str, Any]:
         mean = float(self.processes.sum(torch.stack(list(losses))).mean())
         norm = float(torch.stack(list(norms)).mean())
-        overflows = self.recipe.precision == "float16"  # such steps are skipped
+        overflows = self.recipe.precision == "float16"  # GradScaler skips such steps
         if not math.isfinite(mean) or not (math.isfinite(norm) or overflows):
             raise InputError(
                 f"By step {self.progress.step} the loss is {mean} and the gradient's norm {norm}. "
@@ -325,7 +325,7 @@ class Trainer:
             "step": self.progress.step,
             "epoch": self.feed.number,
             "loss": mean,
-            "gradient": norm if math.isfinite(norm) else None,  # None: float16 overflowed
+            "gradient": norm if math.isfinite(norm) else None,  # None if float16 overflowed
             "rate": rate_at(self.progress.step, self.schedule),
         }
 
@@ -340,7 +340,7 @@ class Trainer:
     # --------------------------------------------------------------------------- evaluation
 
     def evaluate(self) -> None:
-        """Score the model on the validation data, and note whether it improved."""
+        """Score the model on the validation data, and record whether the score improved."""
         progress = self.progress
         with self.engine.gathered(self.ema) as model:
             progress.scores = scores = self.processes.on_first(lambda: self._measure(model))
@@ -352,7 +352,7 @@ class Trainer:
             progress.since_best = 0 if better else progress.since_best + 1
 
     def _measure(self, model: nn.Module) -> dict[str, float]:
-        # Decoding has another shape at each token: not worth compiling.
+        # Not compiled: shapes change with every decoded token.
         eager = torch.compiler.set_stance("force_eager")
         with eager, torch.no_grad(), self.autocast():
             model.eval()
@@ -364,7 +364,7 @@ class Trainer:
         return scores
 
     def score(self) -> float | None:
-        """``evaluation.metric`` of the latest evaluation; higher is better."""
+        """``evaluation.metric`` of the latest evaluation; a loss is negated: higher is better."""
         metric = self.recipe.evaluation.metric
         value = self.progress.scores.get(metric)
         return None if value is None else (-value if metric == "loss" else value)
@@ -379,10 +379,10 @@ class Trainer:
         self.keeper.save(step, self.state(), score=score, in_turn=step % every == 0)
 
     def state(self) -> dict[str, Any]:
-        """Everything that the rest of the run depends on, of all processes."""
+        """The state of all processes that the rest of the run depends on."""
         optimizer = self.optimizer.state_dict()
         random, *others = self.processes.gather(random_state(self.device))
-        # Over the host: gathered tensors would arrive on the GPU they were sent from.
+        # On the CPU: gathered CUDA tensors would be on the GPU of the process that sent them.
         kept = map_tensors(self.objective.state(), Tensor.cpu)
         objective = interleave(self.processes.gather(kept))
         return {
@@ -407,8 +407,8 @@ class Trainer:
         steps = self.processes.gather(None if saved is None else saved.step)
         if len(set(steps)) > 1:
             raise CheckpointError(
-                f"The processes find different newest checkpoints in {self.keeper.folder}: steps "
-                f"{steps}. All of them need the same folder."
+                f"The processes read different newest checkpoints in {self.keeper.folder}: steps "
+                f"{steps}. All processes need the same folder."
             )
         if saved is None:
             return False
@@ -419,7 +419,7 @@ class Trainer:
                 "with; to start another run from its weights, set model.start and another output."
             )
         self.model.load_state_dict(state["model"])
-        # Fields of a group that an older checkpoint lacks keep their initial values.
+        # If an older checkpoint lacks a field of a parameter group, keep the initial value.
         initial = self.optimizer.state_dict()["param_groups"]
         groups = [
             own | saved for own, saved in zip(initial, state["optimizer"]["groups"], strict=True)
@@ -444,13 +444,14 @@ class Trainer:
             set_random_state(state["random"], self.device)
         elif (own := state["others"].get(str(self.processes.rank))) is not None:
             set_random_state(own, self.device)
-        self.processes.gather(None)  # older checkpoints are removed only after all have read it
+        # tidy() removes older checkpoints: wait until all processes have read theirs.
+        self.processes.gather(None)
         self.processes.on_first(lambda: self.keeper.tidy(saved.step))
         self.log({"step": saved.step, "resumed": saved.folder.name})
         return True
 
     def _held_in_parts(self) -> dict[str, Tensor]:
-        """The tensors of which this process holds a part, by their place in a checkpoint."""
+        """The tensors split among processes, by their path in a checkpoint."""
         places: dict[str, Tensor] = {}
         for name, tensor in self.model.state_dict().items():
             places |= {f"model/{name}": tensor, f"ema/{name}": tensor}

@@ -1,6 +1,6 @@
-"""What is learned: batches of a table on its device, and their loss.
+"""Training objectives: they build batches from a table, and compute their loss.
 
-Nothing is padded or masked on the host.
+Batches are padded and masked on the table's device.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from regard.models.model import LanguageModel
 
 
 class Objective(Protocol):
-    """What is learned."""
+    """A training objective."""
 
     plan: Plan
 
     @property
     def device(self) -> torch.device:
-        """The device of its table, on which rows are expected."""
+        """The device of the table, and of the rows given to :meth:`prepare`."""
 
     def prepare(self, rows: Rows, random: torch.Generator) -> Prepared:
         """The batch of some rows of the plan."""
@@ -47,14 +47,14 @@ class Objective(Protocol):
         """The loss summed over the targets of a batch."""
 
     def state(self) -> dict[str, Any]:
-        """What it keeps from batch to batch, as a tree to save."""
+        """The state that is carried from batch to batch, as a tree to save."""
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state` gave."""
+        """Restore a state that :meth:`state` returned."""
 
 
 class Stateless:
-    """Base of objectives that keep nothing from batch to batch."""
+    """Base class of objectives that carry no state from batch to batch."""
 
     def state(self) -> dict[str, Any]:
         return {}
@@ -67,9 +67,9 @@ class Stateless:
 
 
 class Pairs(Stateless):
-    """Predict a target text from a source text; ``table`` has both, each with its end token.
+    """Predict the targets of a table from its sources; both have end tokens.
 
-    With several variants of all pairs in the table, each epoch uses the next variant.
+    If the table has several variants of all pairs, each epoch uses the next variant.
     """
 
     def __init__(
@@ -101,10 +101,11 @@ class Pairs(Stateless):
         return pair_loss(model, batch, self.smoothing if model.training else 0.0)
 
     def _r_drop_loss(self, model: nn.Module, batch: PairBatch) -> Tensor:
-        """The mean loss of two passes with different dropout, and their divergence.
+        """The mean loss of two passes with different dropout, plus their weighted divergence.
 
-        That is the mean of both KL divergences, halved as the losses are: with p and q the two
-        distributions, 1/4 sum (p - q)(log p - log q) (https://arxiv.org/abs/2106.14448).
+        With p and q the distributions of both passes, the divergence is
+        1/4 sum (p - q)(log p - log q): half of the mean of both KL divergences, since the loss is a
+        mean over two passes (https://arxiv.org/abs/2106.14448).
         """
         twice: PairBatch = map_tensors(batch, lambda tensor: torch.cat((tensor, tensor)))
         logits: Tensor = model(twice.source, twice.target, padding=twice.padding)
@@ -120,7 +121,7 @@ class Pairs(Stateless):
 
 
 class Answers(Stateless):
-    """Predict the first and last token of an answer, or [CLS] in a window without one."""
+    """Predict the first and last token of an answer; [CLS] in a window without an answer."""
 
     def __init__(self, table: Table, tokens: int, pad: int) -> None:
         self.table, self.pad = table, pad
@@ -143,12 +144,12 @@ class Answers(Stateless):
 
 class TextBatch(NamedTuple):
     ids: Tensor  # [batch, n]
-    labels: Tensor  # [batch, n], or fewer: those of the last ids
-    first: bool  # whether a model's memory is empty before it
+    labels: Tensor  # [batch, m], of the last m <= n ids
+    first: bool  # whether a model's memory is emptied before this batch
 
 
 class Pieces(Stateless):
-    """Base of objectives on pieces of one long text."""
+    """Base class of objectives on pieces of one long text."""
 
     plan: Plan
 
@@ -165,8 +166,8 @@ class Pieces(Stateless):
 class NextToken(Pieces):
     """Next-token prediction in pieces of a text.
 
-    The first ``context`` tokens of a piece have no loss: they have one in the previous piece.
-    ``penalties`` are the ``activation`` and ``slowness`` that a Transformer-XL takes in training.
+    The first ``context`` tokens of a piece have no loss, as the previous piece has predicted them.
+    ``penalties`` are the weights of ``activation`` and ``slowness`` in a Transformer-XL's loss.
     """
 
     def __init__(
@@ -194,9 +195,9 @@ class NextToken(Pieces):
 
 
 class NextTokenWithMemory(NextToken):
-    """Next-token prediction with a memory of the previous pieces, which follow each other in lanes.
+    """Next-token prediction with a memory of the previous pieces of each lane.
 
-    After every ``reset_every`` pieces the memory is emptied, as it is at the start of a text.
+    The memory is emptied after every ``reset_every`` pieces.
     """
 
     def __init__(
@@ -235,9 +236,9 @@ class NextTokenWithMemory(NextToken):
 
 
 class MaskedTokens(Pieces):
-    """Predict 15% of the tokens of a piece from all others (section 3.1 of BERT's paper).
+    """Predict 15% of the tokens of a piece from the others (section 3.1 of BERT's paper).
 
-    ``shuffled`` is for training; in evaluation pieces are cut from the text's start.
+    In training, pieces are ``shuffled``; in evaluation, they are read in order from the start.
     """
 
     share = 0.15
@@ -267,7 +268,7 @@ class MaskedTokens(Pieces):
         other = torch.randint(self.vocabulary, ids.shape, device=ids.device, generator=random)
         count = max(round(self.share * ids.shape[1]), 1)
         chosen = draw <= draw.kthvalue(count, dim=1, keepdim=True).values
-        # Of ten chosen tokens eight are masked, one is replaced by a random one, one is unchanged.
+        # Of the chosen tokens 80% become [MASK], 10% become random tokens, and 10% are unchanged.
         read = ids.where(~chosen | (kind >= 0.8), self.mask)
         read = read.where(~chosen | (kind < 0.8) | (kind >= 0.9), other)
         ends = [ids.new_full((len(ids), 1), token) for token in (self.first, self.last)]
@@ -286,9 +287,9 @@ class MaskedTokens(Pieces):
 
 
 class Spans(Pieces):
-    """Predict the spans cut out of a piece, in order (section 3.1.4 of T5's paper).
+    """Predict the spans that were cut out of a piece (section 3.1.4 of T5's paper).
 
-    All rows have the same number of spans and of tokens in them, so nothing is padded.
+    All rows have equal numbers of spans and of cut tokens, so batches need no padding.
     """
 
     share, mean = 0.15, 3
@@ -308,7 +309,7 @@ class Spans(Pieces):
         self.spans = max(round(self.noise / self.mean), 1)
         if self.spans > len(sentinels) or length <= self.noise:
             raise InputError(
-                f"Pieces of {length} tokens have {self.spans} spans, but there are "
+                f"Pieces of {length} tokens have {self.spans} spans, but the tokenizer has "
                 f"{len(sentinels)} sentinel tokens (<extra_id_0> ...). Change data.length."
             )
         self.sentinels = torch.tensor(sentinels[: self.spans], device=text.flat.device)
@@ -320,7 +321,7 @@ class Spans(Pieces):
         length, device = ids.shape[1], ids.device
         kept = _parts(len(ids), length - self.noise, self.spans, random, device)
         cut = _parts(len(ids), self.noise, self.spans, random, device)
-        # A row is: kept, cut, kept, cut ... A token's part is the number of parts ended before it.
+        # Parts alternate: kept, cut, kept, cut ... ``part`` is the index of each token's part.
         ends = torch.stack((kept, cut), dim=2).flatten(1).cumsum(1)
         part = (torch.arange(length, device=device)[None, :, None] >= ends[:, None]).sum(-1)
         noisy = part % 2 == 1
@@ -335,7 +336,7 @@ class Spans(Pieces):
     def _with_sentinels(
         self, ids: Tensor, keep: Tensor, part: Tensor, noise: bool = False
     ) -> Tensor:
-        """The kept tokens of each row, with a sentinel in place of each span cut out."""
+        """The tokens of each row where ``keep``, with a sentinel in place of each removed span."""
         place = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
         index = torch.arange(self.spans, device=ids.device).expand(len(ids), -1)
         # A sentinel comes before the first token of its span.
@@ -355,7 +356,7 @@ class Spans(Pieces):
 def _parts(
     rows: int, total: int, count: int, random: torch.Generator, device: torch.device
 ) -> Tensor:
-    """``total`` as a sum of ``count`` parts >= 1, uniform over all such sums: [rows, count]."""
+    """Random ``count`` positive integers that add up to ``total``, uniformly: [rows, count]."""
     draw = torch.rand(rows, total - 1, device=device, generator=random)
     cuts = draw.argsort(1)[:, : count - 1].sort(1).values + 1
     edges = [cuts.new_zeros(rows, 1), cuts, cuts.new_full((rows, 1), total)]

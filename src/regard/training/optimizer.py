@@ -32,7 +32,7 @@ def rate_at(step: int, schedule: Schedule) -> float:
 
 
 def _size(parameter: Tensor) -> float:
-    """The root mean square of a parameter, at least 0.001, to two digits so that some share it."""
+    """A parameter's root mean square, at least 0.001; two digits, so that groups can share it."""
     rms = float(parameter.detach().double().square().mean().sqrt())
     return max(float(f"{rms:.1e}"), 1e-3)
 
@@ -42,7 +42,7 @@ def adamw(model: nn.Module, recipe: Recipe, device: torch.device) -> torch.optim
     settings = recipe.optimizer
     if len(settings.betas) != 2 or not all(0 <= beta < 1 for beta in settings.betas):
         raise InputError(
-            f"optimizer.betas are two numbers from 0 to below 1, but got {settings.betas}."
+            f"optimizer.betas should be two numbers >= 0 and < 1, but got {settings.betas}."
         )
     tables: set[Tensor] = set()
     for module in model.modules():

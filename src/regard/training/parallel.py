@@ -1,8 +1,8 @@
-"""Several processes that train one model.
+"""Train one model with several processes.
 
-Every process builds the whole batch of a step from the seed and takes its share of it. The loss is
-divided by the targets of all shares and gradients are summed, so the step is the same for any
-number of processes, except for the order of additions.
+Every process builds the same batches from the seed, and computes the loss of its share. The loss is
+divided by the number of targets in all shares, and gradients are summed. So a step is the same for
+any number of processes, except for the order of additions.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from regard.training.processes import Processes
 
 
 def cut(tree: Any, index: Any) -> Any:
-    """A tree with ``tensor[index]`` in place of each of its tensors: some rows of a batch."""
+    """A tree with each tensor replaced by ``tensor[index]``, such as some rows of a batch."""
     return map_tensors(tree, lambda tensor: tensor[index].contiguous())
 
 
 def interleave(trees: list[Any]) -> Any:
-    """The tree whose rows ``rank::count`` are those of tree ``rank``."""
+    """Merge the trees of all processes; tree ``rank`` gives the rows ``rank::len(trees)``."""
     first = trees[0]
     if isinstance(first, Tensor):
         whole = first.new_empty(sum(map(len, trees)), *first.shape[1:])
@@ -56,7 +56,7 @@ def interleave(trees: list[Any]) -> Any:
 
 
 class Engine:
-    """How a model takes a step; this one in a single process."""
+    """The steps of training that differ with several processes; this class is for one process."""
 
     def __init__(self, model: nn.Module, objective: Objective, processes: Processes) -> None:
         self.model, self.objective, self.processes = model, objective, processes
@@ -64,8 +64,8 @@ class Engine:
     def share(self, batch: Any, rows: int) -> tuple[Any, bool]:
         """The part of a batch for this process, and whether its loss is used.
 
-        All processes must take part. With fewer rows than processes the rest repeat the first row,
-        and their loss is not used.
+        If there are fewer rows than processes, the remaining processes compute the first row too,
+        because all must take part in communication. Their loss is not used.
         """
         rank, count = self.processes.rank, self.processes.count
         if count == 1:
@@ -78,13 +78,13 @@ class Engine:
         return self.objective.loss(self.model, batch)
 
     def joining(self, last: bool) -> AbstractContextManager[None]:
-        """Context of a backward pass; the ``last`` of a step sums gradients over all processes."""
+        """Context of a backward pass; in a step's ``last``, gradients are summed over processes."""
         del last
         return nullcontext()
 
     @property
     def whole(self) -> nn.Module:
-        """A model that the first process can use alone; its weights may be out of date."""
+        """A model for the first process to use alone; :meth:`gathered` updates its weights."""
         return self.model
 
     @contextmanager
@@ -102,7 +102,7 @@ class Engine:
 
 
 class _Loss(nn.Module):
-    """A model and its objective as one module for DDP to wrap; the model is not changed."""
+    """A model and its objective as one module, for DDP to wrap."""
 
     def __init__(self, model: nn.Module, objective: Objective) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class _Loss(nn.Module):
 
 
 def _sum(gradients: Tensor) -> torch.futures.Future[Tensor]:
-    """The communication hook of DDP: the sum of gradients instead of their mean."""
+    """DDP's communication hook: sum gradients over processes, instead of averaging them."""
     work = dist.all_reduce(gradients, async_op=True)
     assert work is not None
     summed: torch.futures.Future[Tensor] = work.get_future().then(lambda done: done.value()[0])
@@ -126,7 +126,7 @@ class Replicas(Engine):
     def __init__(self, model: nn.Module, objective: Objective, processes: Processes) -> None:
         super().__init__(model, objective, processes)
         self.together = DistributedDataParallel(self._alone(), gradient_as_bucket_view=True)
-        # A lambda: DDP checks the annotations of a hook, and refuses those that are strings.
+        # A lambda has no annotations: DDP refuses a hook whose annotations are strings.
         self.together.register_comm_hook(None, lambda _, bucket: _sum(bucket.buffer()))
 
     def _alone(self) -> nn.Module:
@@ -141,7 +141,7 @@ class Replicas(Engine):
 
 
 class Shards(Engine):
-    """FSDP2: each process holds a part of every weight, and gathers one block's weights at a time.
+    """FSDP2: each process stores a part of every weight, and gathers the weights block by block.
 
     https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
     """
@@ -157,9 +157,8 @@ class Shards(Engine):
         fully_shard(model, mesh=mesh)
         for part in self._parts(model):
             part.set_gradient_divide_factor(1.0)  # a sum, not a mean
-            part.set_force_sum_reduction_for_comms(
-                True
-            )  # otherwise gradients are multiplied by 1.0 as well
+            # Without this, gradients would also be multiplied by 1.0.
+            part.set_force_sum_reduction_for_comms(True)
         super().__init__(model, objective, processes)
 
     def _parts(self, model: nn.Module) -> Iterator[FSDPModule]:
@@ -192,12 +191,12 @@ class Shards(Engine):
             self._whole.cpu()
 
     def _gather(self, shards: DTensor) -> Tensor | None:
-        """All rows of a weight in the first process; None in the others.
+        """The whole weight in the first process; None in the others.
 
-        Not by ``full_tensor()``: gloo stores the name of its latest operation in a string that two
-        threads share. A name of at most 15 characters ("gather") is stored inside the string; the
-        longer name of the coalesced all-gather behind ``full_tensor()`` is allocated, both threads
-        may free it, and sometimes the process crashes (docs/log.md).
+        ``full_tensor()`` can crash: gloo stores the name of its latest operation in a string that
+        two threads share. A name of at most 15 characters ("gather") is stored inside the string.
+        The longer name in ``full_tensor()`` is allocated, and both threads may free it
+        (docs/log.md).
         """
         assert shards.placements == (Shard(0),)
         own = shards.to_local()
@@ -216,9 +215,9 @@ class Shards(Engine):
 
 
 class _Gather(torch.autograd.Function):
-    """The parts of a sequence of all processes in order: [..., n, dim] to [..., count * n, dim].
+    """Join the parts of a sequence from all processes: [..., n, dim] to [..., count * n, dim].
 
-    The gradient of a part is summed over all processes.
+    The backward pass sums the gradient of each part over all processes.
     """
 
     @staticmethod
@@ -238,13 +237,13 @@ class _Gather(torch.autograd.Function):
 class _SharedCache(KeyValueCache):
     """Keys and values of the earlier parts of a sequence, gathered from other processes.
 
-    A layer uses it as a cache of the past. Nothing was stored: the other processes compute the past
-    in the same step, and gradients flow back to them.
+    Layers use it like a key-value cache. But the other processes compute the earlier keys and
+    values in the same step, and gradients flow back to them.
     """
 
     def __init__(self, processes: Processes, length: int) -> None:
         super().__init__()
-        self.processes, self.length = processes, length  # of one part
+        self.processes, self.length = processes, length  # the length of one part
 
     def __len__(self) -> int:
         return self.processes.rank * self.length
@@ -256,7 +255,7 @@ class _SharedCache(KeyValueCache):
 
 
 class _Part(nn.Module):
-    """A decoder that reads one part of a sequence; other processes read the earlier parts."""
+    """A decoder that reads one part of a sequence, and attends to the parts before it."""
 
     def __init__(self, model: GPT2, processes: Processes) -> None:
         super().__init__()
@@ -272,8 +271,8 @@ class _Part(nn.Module):
 class Context(Replicas):
     """Each process reads a part of every sequence, and gathers the keys and values before it.
 
-    All activations except keys and values shrink with the number of processes. Later parts attend
-    to more keys than earlier ones.
+    With more processes, each one stores fewer activations, except for keys and values. Processes
+    with later parts attend to more keys.
     """
 
     def _alone(self) -> nn.Module:
@@ -297,11 +296,11 @@ ENGINES: dict[str, type[Engine]] = {"ddp": Replicas, "fsdp": Shards, "context": 
 
 
 def engine(model: nn.Module, objective: Objective, processes: Processes, parallel: str) -> Engine:
-    """The engine for a run: of one process, or of the kind ``parallel`` names."""
+    """The engine of a run; with several processes, the one that ``parallel`` names."""
     if isinstance(objective.plan, Lanes) and objective.plan.rows < processes.count:
         raise InputError(
-            f"{objective.plan.rows} rows are read in parallel, but there are {processes.count} "
-            "processes. Raise batch.tokens or lower data.length."
+            f"A batch has {objective.plan.rows} rows, too few for {processes.count} processes. "
+            "Raise batch.tokens or lower data.length."
         )
     kind = ENGINES[parallel] if processes.count > 1 else Engine
     return kind(model, objective, processes)

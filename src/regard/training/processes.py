@@ -20,32 +20,32 @@ from regard.errors import InputError, RegardError
 
 T = TypeVar("T")
 
-# The others wait this long while the first process evaluates; a dead process ends it at once.
+# The maximum time that processes wait for each other, such as while the first one evaluates.
 TIMEOUT = timedelta(hours=2)
 
 
 class Processes:
-    """The processes of a run. With a single one, no method communicates or waits."""
+    """The processes of a run; if there is only one, no method communicates or waits."""
 
     def __init__(self, rank: int = 0, count: int = 1) -> None:
         self.rank, self.count = rank, count
-        self._pending: tuple[Tensor, Any] | None = None  # the flags of the latest any_of()
+        self._pending: tuple[Tensor, Any] | None = None  # the flag and handle of the last any_of()
 
     @property
     def is_first(self) -> bool:
         return self.rank == 0
 
     def gather(self, value: T) -> list[T]:
-        """The values of all processes, in their order, in every process."""
+        """The values of all processes in order of rank, returned in every process."""
         values: list[Any] = [value] * self.count
         if self.count > 1:
             dist.all_gather_object(values, value)
         return values
 
     def on_first(self, work: Callable[[], T], follow: Callable[[Any], None] | None = None) -> T:
-        """Run ``work`` in the first process; all return its result or raise its error.
+        """Run ``work`` in the first process; all processes return its result or raise its error.
 
-        Where ``work`` needs the others it uses :meth:`call`, and they run ``follow``.
+        When ``work`` calls :meth:`call`, the other processes run ``follow``.
         """
         if self.count == 1:
             return work()
@@ -67,7 +67,7 @@ class Processes:
             follow(value)
 
     def call(self, value: Any) -> None:
-        """In the work of :meth:`on_first`: let the other processes run ``follow(value)``."""
+        """Inside ``work`` of :meth:`on_first`, let the other processes run ``follow(value)``."""
         if self.count > 1:
             self._broadcast("call", value)
 
@@ -77,19 +77,19 @@ class Processes:
         return message[0]
 
     def first_then_others(self, work: Callable[[], T]) -> T:
-        """Run ``work`` in the first process, then in the others, which find its files."""
+        """Run ``work`` in the first process, then in the others, which use the files it cached."""
         results: list[T] = []
         self.on_first(lambda: results.append(work()))
         return results[0] if self.is_first else work()
 
     def sum(self, tensor: Tensor) -> Tensor:
-        """The sum over all processes, in place."""
+        """Sum a tensor over all processes, in place."""
         if self.count > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def any_of(self, flag: bool) -> bool:
-        """Whether the flag of any process was set at the previous call: no step waits for it."""
+        """Whether any process set its flag in the previous call; this call does not wait."""
         if self.count == 1:
             return flag
         before = self._pending
@@ -101,14 +101,14 @@ class Processes:
         return bool(before[0])
 
     def finish(self) -> None:
-        """Wait for the latest :meth:`any_of`."""
+        """Wait until the communication of the latest :meth:`any_of` has finished."""
         if self._pending is not None:
             self._pending[1].wait()
 
 
 @contextmanager
 def joined(device: torch.device) -> Iterator[Processes]:
-    """Context with the processes that torchrun started together with this one."""
+    """Context that connects the processes that torchrun started for this run."""
     count = int(os.environ.get("WORLD_SIZE", "1"))
     if count == 1:
         yield Processes()
@@ -119,18 +119,18 @@ def joined(device: torch.device) -> Iterator[Processes]:
     dist.init_process_group(backend, store=own, rank=rank, world_size=count, timeout=TIMEOUT)
     processes = Processes(rank, count)
     yield processes
-    # Not after an error: other processes may be dead, and waiting for them would not end.
+    # Skipped after an error: waiting for a process that died would never end.
     processes.finish()
     dist.destroy_process_group()
 
 
 def _shared_name(store: Any, rank: int, count: int) -> str:
-    """A name that only the processes of this start share.
+    """A name that only the processes of this start share, as a prefix for their store.
 
-    The store outlives processes, and addresses of dead processes stay in it until living ones
-    write theirs: a process that reads too early waits for a dead one, and counts of restarts differ
-    between machines (https://github.com/pytorch/pytorch/issues/135712). So each process registers a
-    fresh name, and the first one answers until all have its own.
+    After a restart, the store still has the addresses of dead processes: a process that reads them
+    would wait forever, and counts of restarts differ between machines
+    (https://github.com/pytorch/pytorch/issues/135712). So each process registers a fresh name, and
+    the first process answers with its own name until all have confirmed it.
     """
     own = uuid4().hex
     if rank:
@@ -146,18 +146,18 @@ def _shared_name(store: Any, rank: int, count: int) -> str:
             elif store.check([f"ask/{other}"]):
                 store.set(f"answer/{store.get(f'ask/{other}').decode()}", own)
         if time.monotonic() > until:
-            raise TimeoutError(f"Of {count} processes, {sorted(missing)} did not start.")
+            raise TimeoutError(f"Of {count} processes, ranks {sorted(missing)} did not start.")
         time.sleep(0.01)
     return own
 
 
 def local_device(device: torch.device) -> torch.device:
-    """The GPU of this process, where a machine has several processes."""
+    """The device of this process; several processes of a machine each use their own GPU."""
     count = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if device.type != "cuda" or count == 1:
         return device
     if str(device) != "cuda":
-        raise InputError(f"device = {str(device)!r}, but each process needs its own: use cuda.")
+        raise InputError(f"device = {str(device)!r}, but each process needs its own GPU: use cuda.")
     if count > torch.cuda.device_count():
         raise InputError(
             f"{count} processes, but {torch.cuda.device_count()} GPUs: lower --nproc-per-node."

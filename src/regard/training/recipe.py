@@ -1,4 +1,4 @@
-"""Recipes: everything that a training run depends on, in one checked TOML file."""
+"""Recipes: all settings of a training run in one TOML file, checked when it is read."""
 
 # ruff: noqa: RUF009 - key() declares a field
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class Saving:
-    """Which checkpoints are kept."""
+    """When checkpoints are saved, and which are kept."""
 
     every: int = key("save a checkpoint every this many steps", 1000, least=1)
     keep_last: int = key("the number of latest checkpoints to keep, besides the best", 3, least=1)
@@ -133,7 +133,7 @@ class Watching:
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """Everything that a training run depends on."""
+    """The settings of a training run."""
 
     task: str = key("the task to train for", among=tuple(TRAINABLE))
     output: str = key("the folder of the run: checkpoints, log and the finished model")
@@ -168,7 +168,7 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.model.kind not in TRAINABLE[self.task]:
             raise InputError(
-                f"{self.task} is learned by {' or '.join(TRAINABLE[self.task])}, not by "
+                f"{self.task} is for {' or '.join(TRAINABLE[self.task])}, not for "
                 f"{self.model.kind} (model.kind)."
             )
         check_scope(self, (self.task, self.model.kind))
@@ -176,8 +176,8 @@ class Recipe:
         metrics = SCORED[RECORDS[self.task]]
         if self.evaluation.metric not in metrics:
             raise InputError(
-                f"{self.task} is not measured by {self.evaluation.metric} (evaluation.metric), but "
-                f"by {' or '.join(metrics)}."
+                f"{self.task} has no metric {self.evaluation.metric} (evaluation.metric); use "
+                f"{' or '.join(metrics)}."
             )
         if self.evaluation.patience and not self.data.valid:
             raise InputError(
@@ -186,7 +186,7 @@ class Recipe:
         if self.parallel == "context" and self.model.variational_dropout:
             raise InputError(
                 "model.variational_dropout is not for parallel = 'context': each process would "
-                "draw its own mask."
+                "use its own mask."
             )
         average = self.saving.average
         if average > self.saving.keep_last:
@@ -205,10 +205,10 @@ class Recipe:
         below = {"tokenizer.dropout": self.tokenizer.dropout, "optimizer.ema": self.optimizer.ema}
         for name, share in below.items():
             if share >= 1:
-                raise InputError(f"{name} is below 1, but got {share}.")
+                raise InputError(f"{name} should be below 1, but got {share}.")
         if self.compile and self.model.kind == "t5":
             raise InputError(
-                "compile = true is not for t5: torch.compile does not finish with its biases."
+                "compile = true is not for t5: torch.compile does not finish on its biases."
             )
         if self.cuda_graphs and self.precision == "float16":
             raise InputError("cuda_graphs = true is not for precision = 'float16'.")
@@ -229,7 +229,7 @@ class Recipe:
 def read_recipe(
     file: str | os.PathLike[str], overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Recipe:
-    """A recipe from a TOML file, with some keys replaced: ``["schedule.steps=100"]``.
+    """Read a recipe from a TOML file; overrides such as ``["schedule.steps=100"]`` set keys.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -259,7 +259,7 @@ def read_recipe(
 def parse_recipe(
     raw: Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> Recipe:
-    """A recipe from the tables of a TOML file, as dicts.
+    """Check the nested dicts of a TOML file, and return them as a recipe.
 
     >>> raw = {
     ...     "task": "translation", "output": "run", "model": {"kind": "transformer"},
@@ -275,5 +275,5 @@ def parse_recipe(
 
 
 def describe() -> Iterator[tuple[str, str, str]]:
-    """Every key of a recipe: its name, its default (or "needed"), and what it means."""
+    """Every key of a recipe: its name, its default (or "needed"), and its meaning."""
     yield from describe_keys(Recipe)

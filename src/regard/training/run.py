@@ -1,4 +1,4 @@
-"""One training run, from a recipe to a finished model."""
+"""Run the training of a recipe, and save the finished model."""
 
 from __future__ import annotations
 
@@ -42,11 +42,11 @@ from regard.training.tensorboard import Events
 class Result:
     """The outcome of a run."""
 
-    folder: Path  # of the run; the finished model is in its folder "model"
+    folder: Path  # the folder of the run; its folder "model" has the finished model
     step: int
-    finished: bool  # False: it was interrupted, and can be resumed
+    finished: bool  # False if the run was interrupted; it can be resumed
     scores: dict[str, float]  # of the finished model, on data.test or else data.valid
-    rank: int = 0  # of this process among those of the run
+    rank: int = 0  # the rank of this process in the run
 
 
 def train(
@@ -55,11 +55,11 @@ def train(
     resume: bool = False,
     overrides: Sequence[str] | Mapping[str, Any] = (),
 ) -> Result:
-    """Train by a recipe, or by a recipe file with some keys replaced: ``["schedule.steps=100"]``.
+    """Train a model by a recipe; for a file, overrides such as ``["schedule.steps=100"]`` set keys.
 
-    Ctrl-C and SIGTERM save a checkpoint and return. ``resume=True`` continues from the newest
-    undamaged checkpoint, or starts if there is none; the final weights are equal to the bit to
-    those of a run without interruption.
+    After Ctrl-C or SIGTERM, saves a checkpoint and returns. ``resume=True`` continues from the
+    newest undamaged checkpoint, or starts if there is no checkpoint. The final weights of a resumed
+    run equal those of an uninterrupted run to the bit.
 
     >>> import tempfile
     >>> from regard.training.recipe import parse_recipe
@@ -79,12 +79,12 @@ def train(
     """
     if isinstance(recipe, Recipe):
         if overrides:
-            raise InputError("Overrides are for recipes in files; set the recipe's own fields.")
+            raise InputError("Overrides are for recipe files: set the fields of the Recipe.")
     else:
         recipe = read_recipe(recipe, overrides)
     device = local_device(_device(recipe.device))
     with joined(device) as processes:
-        # torchrun restarts all processes when one dies, and counts it only on that machine.
+        # If a process dies, torchrun restarts all, but only its machine counts the restart.
         again = processes.gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
         return _train(recipe, device, processes, resume or any(again))
 
@@ -110,8 +110,8 @@ def _train(recipe: Recipe, device: torch.device, processes: Processes, resume: b
         )
         model = building.model(recipe, text).to(device)  # created on the CPU: equal on any device
         if recipe.compile:
-            # Pieces of text have one shape or two, other batches many. By default the compiler
-            # decides by earlier shapes, which a resumed run has not seen.
+            # Pieces of text have one or two shapes, other batches have many. The compiler's default
+            # depends on earlier shapes, so a resumed run could differ.
             model.compile(dynamic=RECORDS[recipe.task] is not str)
         parts, names = processes.first_then_others(lambda: _tables(recipe, text, log))
         for name, table in parts.items():
@@ -129,7 +129,8 @@ def _train(recipe: Recipe, device: torch.device, processes: Processes, resume: b
             model, objective, scorer, feed, keeper, recipe, log, fingerprint(recipe, names)
         )
         if not processes.is_first:
-            seed_all(int(generator(recipe.seed, 2, processes.rank).initial_seed()))  # other dropout
+            # Dropout masks differ between processes.
+            seed_all(int(generator(recipe.seed, 2, processes.rank).initial_seed()))
         if resume:
             trainer.resume()
         with interruptible() as interrupted, _shown(trainer) as show, _kernels(recipe):
@@ -156,10 +157,10 @@ def _device(name: str) -> torch.device:
 
 
 def _kernels(recipe: Recipe) -> AbstractContextManager[None]:
-    """Attention without cuDNN for batches of many shapes.
+    """Context without cuDNN's attention if batches have many shapes.
 
-    cuDNN plans each shape for about 0.3 s (H200, torch 2.11), which would take most of the time.
-    Pieces of text have one shape or two.
+    cuDNN needs about 0.3 s to plan each new shape (H200, torch 2.11), which would dominate the
+    time. Pieces of text have only one or two shapes.
     """
     if RECORDS[recipe.task] is str:
         return nullcontext()
@@ -186,7 +187,7 @@ def _finish(recipe: Recipe, trainer: Trainer, text: Tokenizer, folder: Path) -> 
     keeper, model = trainer.keeper, trainer.engine.whole.to(trainer.device)
     assert isinstance(model, Model)
     section = "model" if trainer.ema is None else "ema"
-    # After an early end by evaluation.patience there may be fewer.
+    # If evaluation.patience ended the run, there may be fewer checkpoints.
     average = min(recipe.saving.average, max(len(keeper.in_turn()), 1))
     if average > 1:
         weights = keeper.average(average, section)
@@ -211,13 +212,13 @@ def _finish(recipe: Recipe, trainer: Trainer, text: Tokenizer, folder: Path) -> 
 
 
 def _note_use(recipe: Recipe, folder: Path) -> None:
-    """Store how the model is evaluated as its defaults: its prefix and its decoding settings."""
+    """Store the prefix, preparations and decoding settings of the evaluation with the model."""
     evaluation = recipe.evaluation
     if evaluation.metric in WRITTEN:
         note(folder / GENERATION, evaluation.decoding.to_json())
     used: dict[str, Any] = {}
     prefixes = {source.prefix for source in recipe.data.test or recipe.data.valid}
-    # The prefix of a translating Transformer is a language tag, which each call gives.
+    # For a Transformer that translates, the prefix is a language tag, set in each call.
     tagged = recipe.task == "translation" and recipe.model.kind == "transformer"
     if len(prefixes) == 1 and RECORDS[recipe.task] is Pair and not tagged:
         used["prefix"] = prefixes.pop()
@@ -232,9 +233,9 @@ def _note_use(recipe: Recipe, folder: Path) -> None:
 
 @contextmanager
 def _logged(folder: Path, tensorboard: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A log with one JSON object per line and the seconds so far, flushed after each line.
+    """Context with a function that logs one JSON object per line, with the seconds so far.
 
-    A run that ends before its first row leaves no folder behind.
+    If nothing was logged, the end of the context removes the file, and the folder if empty.
     """
     begun = time.perf_counter()
     file = folder / "log.jsonl"
@@ -261,7 +262,7 @@ def _remove_empty(file: Path) -> None:
 
 
 def _no_log(row: dict[str, Any]) -> None:
-    """The log of all processes except the first."""
+    """The log function of all processes except the first."""
 
 
 def _say(what: str) -> None:
@@ -270,7 +271,7 @@ def _say(what: str) -> None:
 
 @contextmanager
 def _shown(trainer: Trainer) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """A progress bar in a terminal; otherwise one line per report."""
+    """Context with a progress bar in a terminal; elsewhere it prints a line per report."""
     console = Console(file=sys.stderr)
     bar = Progress(
         TextColumn("{task.description}"),

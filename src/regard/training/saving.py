@@ -1,7 +1,7 @@
 """Training checkpoints: written completely or not at all, and verified when read.
 
-A checkpoint is a published folder, removed only after a newer one was read back. Files are
-safetensors and JSON; nothing is unpickled.
+A checkpoint is a folder, removed only after a newer checkpoint was saved and verified. Its files
+are safetensors and JSON, never pickles.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ from regard.training.processes import Processes
 
 STATE = "state.json"
 _TENSORS = ".safetensors"
-# Weights of earlier versions' checkpoints and their names now.
+# The current names of weights in checkpoints of earlier versions.
 OLD_WEIGHTS = {"encoder.kinds.weight": "encoder.token_types.weight"}
 _NAME = re.compile(r"step-(\d{10})")
-_TENSOR = "tensor of the file beside"  # the key that stands for a tensor in state.json
-_PARTS = "tensor in parts"  # and for one written in parts, one by each process
+_TENSOR = "tensor of the file beside"  # in state.json, {this key: path} stands for a tensor
+_PARTS = "tensor in parts"  # the same for a tensor split among processes
 
 
 # --------------------------------------------------------------------------- trees of tensors
 
 
 def _pack(state: Mapping[str, Any]) -> dict[str, bytes]:
-    """A tree of dicts, lists, numbers, texts and tensors as files, one per section with tensors."""
+    """Serialize a state: state.json, and a safetensors file for each section with tensors."""
     from safetensors.torch import save
 
     files, plain = {}, {}
@@ -67,7 +67,7 @@ def _take_tensors(tree: Any, path: str, into: dict[str, Tensor]) -> Any:
         return {_TENSOR: path}
     if isinstance(tree, Mapping):
         if not all(isinstance(key, str) for key in tree):
-            raise InputError(f"The state to save has keys that are no text, at {path}.")
+            raise InputError(f"The state to save has keys that are not strings, at {path}.")
         return {key: _take_tensors(value, f"{path}/{key}", into) for key, value in tree.items()}
     if isinstance(tree, list | tuple):
         return [_take_tensors(value, f"{path}/{n}", into) for n, value in enumerate(tree)]
@@ -77,7 +77,7 @@ def _take_tensors(tree: Any, path: str, into: dict[str, Tensor]) -> Any:
 
 
 def _held_in_parts(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
-    """The tensors of which this process holds a part, and their places."""
+    """The tensors split among processes, with their paths."""
     if isinstance(tree, DTensor):
         yield path, tree.detach()
     elif isinstance(tree, Mapping):
@@ -88,7 +88,7 @@ def _held_in_parts(tree: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
 def _unpack(
     folder: Path, files: Mapping[str, bytes | memoryview], likes: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """The tree that :func:`_pack` was given; of tensors in ``likes``, this process's part."""
+    """Restore a state from its files; of each tensor in ``likes``, only this process's part."""
     from safetensors.torch import load
 
     tensors: dict[str, Tensor] = {}
@@ -130,10 +130,10 @@ class Saved:
 
 
 class Keeper:
-    """The checkpoints of one run: the ``last`` ones and the best one are kept.
+    """The checkpoints of one run: keeps the ``last`` latest ones and the best one.
 
-    A higher ``score`` is better. Checkpoints saved out of turn, by an interruption, do not count
-    among the last ones, so an interrupted run keeps the same checkpoints as an uninterrupted one.
+    A higher ``score`` is better. A checkpoint saved at an interruption (``in_turn=False``) does not
+    count among the last, so an interrupted run keeps the same checkpoints as an uninterrupted run.
 
     >>> import tempfile, torch
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -152,12 +152,12 @@ class Keeper:
         processes: Processes | None = None,
     ) -> None:
         if last < 1:
-            raise InputError(f"Keeper(last=...) keeps at least 1 checkpoint, but got {last}.")
+            raise InputError(f"Keeper(last=...) should be at least 1, but got {last}.")
         self.folder, self.last = Path(folder), last
         self.disk, self.processes = disk or Disk(), processes or Processes()
 
     def steps(self) -> list[int]:
-        """The steps of all checkpoints in the folder, damaged or not, in order."""
+        """The steps of all checkpoints in the folder in ascending order; some may be damaged."""
         if not self.folder.is_dir():
             return []
         matches = (_NAME.fullmatch(entry.name) for entry in self.folder.iterdir())
@@ -171,10 +171,10 @@ class Keeper:
         score: float | None = None,
         in_turn: bool = True,
     ) -> None:
-        """Save a tree of dicts, lists, numbers, texts and tensors; then remove old checkpoints.
+        """Save a tree of dicts, lists, numbers, strings and tensors; then remove old checkpoints.
 
-        The first process saves, and each process writes its parts of DTensors. Raises
-        CheckpointError if the disk fails; earlier checkpoints are kept then.
+        The first process saves all except DTensors; each process saves its parts of these. If the
+        disk fails, raises CheckpointError and keeps earlier checkpoints.
         """
         if score is not None and not float("-inf") < score < float("inf"):
             raise InputError(f"A score must be finite, but got {score}.")
@@ -197,9 +197,9 @@ class Keeper:
             try:
                 self._read_files(step)
             except CheckpointError:
-                withdraw(self._at(step), self.disk)  # damaged, and computed again
+                withdraw(self._at(step), self.disk)  # damaged: replace it
             else:
-                raise InputError(f"Step {step} is saved in {self.folder} already.")
+                raise InputError(f"{self.folder} already has a checkpoint of step {step}.")
         self._clear()
         publish(self._at(step), files, facts, self.disk, more)
         self._read_files(step)  # verify the disk before old checkpoints are removed
@@ -218,9 +218,9 @@ class Keeper:
             write_parts(parts, folder, self.disk)
 
     def newest(self, likes: Mapping[str, Tensor] | None = None) -> Saved | None:
-        """The newest undamaged checkpoint, or None if there is no checkpoint; see ``load``.
+        """Load the newest undamaged checkpoint; None if there is no checkpoint.
 
-        Each newer, damaged one gives a DamageWarning; if all are damaged, raises CheckpointError.
+        Warns of each damaged checkpoint it skips; if all are damaged, raises CheckpointError.
         """
         reasons = []
         for step in reversed(self.steps()):
@@ -244,10 +244,10 @@ class Keeper:
         return None
 
     def load(self, step: int, likes: Mapping[str, Tensor] | None = None) -> Saved:
-        """The checkpoint of one step.
+        """Load the checkpoint of a step.
 
-        ``likes`` has DTensors by their place, such as ``model/norm.weight``: of these tensors the
-        part of this process is loaded, for any number of processes that saved them. All other
+        ``likes`` has DTensors by their path, such as ``model/norm.weight``. Of these tensors only
+        this process's part is loaded; any number of processes may have saved them. All other
         tensors are loaded whole.
         """
         facts, files = self._read_files(step)
@@ -262,24 +262,24 @@ class Keeper:
         return Saved(self._at(step), step, facts["score"], state)
 
     def best(self) -> int | None:
-        """The step with the highest score, the earliest of equal ones."""
+        """The step with the highest score; among equal scores, the earliest step."""
         scored = [(f["score"], -step) for step, f in self._facts() if f["score"] is not None]
         return -max(scored)[1] if scored else None
 
     def in_turn(self) -> list[int]:
-        """The steps of the checkpoints that were saved in turn, in order."""
+        """The steps of checkpoints saved with ``in_turn=True``, in ascending order."""
         return [step for step, facts in self._facts() if facts["in_turn"]]
 
     def average(self, count: int, section: str = "model") -> dict[str, Tensor]:
-        """The mean of the tensors of a section over the last ``count`` checkpoints saved in turn.
+        """The mean of each tensor of a section over the last ``count`` checkpoints of ``in_turn``.
 
-        Tensors of whole numbers are the newest checkpoint's.
+        Integer tensors are taken from the newest checkpoint.
         """
         steps = self.in_turn()[-count:]
         if len(steps) < count:
             raise InputError(
                 f"{count} checkpoints should be averaged, but {self.folder} has {len(steps)}. Save "
-                "more often, or keep more."
+                "checkpoints more often, or keep more of them."
             )
         newest = self.load(steps[-1]).state[section]
         sums = {name: tensor.double() for name, tensor in newest.items()}
@@ -295,7 +295,7 @@ class Keeper:
         """The facts of all checkpoints with an undamaged manifest."""
         facts = []
         for step in self.steps():
-            with suppress(CheckpointError):  # newest() warns of it
+            with suppress(CheckpointError):  # newest() warns of damaged checkpoints
                 facts.append((step, read_facts(self._at(step))))
         return facts
 
@@ -303,7 +303,7 @@ class Keeper:
         folder = self._at(step)
         facts, files = proven(folder, read_or_map)
         if facts.get("step") != step:
-            raise CheckpointError(f"{folder} holds step {facts.get('step')}: it was renamed.")
+            raise CheckpointError(f"{folder} was renamed: it holds step {facts.get('step')}.")
         return facts, files
 
     def tidy(self, step: int) -> None:
@@ -323,9 +323,9 @@ class Keeper:
                     ) from error
 
     def _drop(self, whole: int) -> None:
-        """Remove all checkpoints except the last ones, the best one, the newest one and ``whole``.
+        """Remove all checkpoints except the last ones, the best, the newest and step ``whole``.
 
-        ``whole`` was verified: the others may be damaged.
+        Step ``whole`` was verified; other checkpoints may be damaged.
         """
         steps = self.steps()
         kept = {*self.in_turn()[-self.last :], steps[-1], self.best(), whole}

@@ -1,4 +1,4 @@
-"""Every random number generator: seeded, saved and restored."""
+"""Seed, save and restore all random number generators."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 
 def seed_all(seed: int) -> None:
-    """Seed every random number generator."""
+    """Seed the random number generators of Python, PyTorch and, if imported, NumPy."""
     random.seed(seed)
     torch.manual_seed(seed)
     if "numpy" in sys.modules:
@@ -19,7 +19,7 @@ def seed_all(seed: int) -> None:
 
 
 def random_state(device: torch.device) -> dict[str, Any]:
-    """The state of every random number generator, as a tree to save."""
+    """The state of all random number generators, as a tree to save."""
     version, numbers, gauss = random.getstate()
     state: dict[str, Any] = {
         "python": [version, list(numbers), gauss],
@@ -33,7 +33,7 @@ def random_state(device: torch.device) -> dict[str, Any]:
 
 
 def set_random_state(state: Mapping[str, Any], device: torch.device) -> None:
-    """Restore what :func:`random_state` gave."""
+    """Restore a state that :func:`random_state` returned."""
     version, numbers, gauss = state["python"]
     random.setstate((version, tuple(numbers), gauss))
     torch.set_rng_state(state["torch"])

@@ -1,7 +1,7 @@
-"""Weights split among processes, to and from files, for any number of processes.
+"""Save and load weights that are split among processes; the number of processes may change.
 
 torch.distributed.checkpoint plans which process writes and reads which part. Files are safetensors
-and JSON, written like all files of a checkpoint, not the pickles of its own writer.
+and JSON, instead of the pickles that it writes by default.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from regard.checkpoints.folders import INDEX, Disk
 def write_parts(
     tensors: Mapping[str, Tensor], folder: Path, disk: Disk
 ) -> dict[str, dict[str, Any]]:
-    """Write the parts of each process into a file of its own; return the files in the first one.
+    """Write one file per process with its parts; in the first process, return the size and SHA-256.
 
-    Raises OSError in all processes if it fails in one.
+    If writing fails in one process, raises OSError in all.
     """
     writer = _Writer(folder, disk)
     try:
@@ -53,29 +53,29 @@ def write_parts(
 
 
 def read_parts(folder: Path, likes: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The tensors of a checkpoint; of those in ``likes``, this process's part."""
+    """Read the tensors of a checkpoint; of each tensor in ``likes``, only this process's part."""
     tensors: dict[str, Tensor] = {}
     for path, entry in json.loads((folder / INDEX).read_bytes()).items():
         if path in likes:
             tensors[path] = torch.empty_like(likes[path], requires_grad=False)
         else:
             tensors[path] = torch.empty(entry["shape"], dtype=getattr(torch, entry["dtype"]))
-    with warnings.catch_warnings():  # each process reads its parts alone
+    with warnings.catch_warnings():  # processes read independently
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         load(tensors, storage_reader=_Reader(folder), no_dist=True)
     return tensors
 
 
 def parts_of(tensor: Tensor, like: Tensor) -> Tensor:
-    """The part of a whole tensor that this process holds of ``like``."""
+    """The part of a whole tensor for this process, split as ``like`` is."""
     assert isinstance(like, DTensor)
-    # Every process has the whole tensor: nothing is sent.
+    # Without communication (src_data_rank=None), as every process has the whole tensor.
     whole = tensor.to(like.device)
     return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def _name(index: MetadataIndex) -> str:
-    """The name of a part in its file: the tensor, and the offsets of the part in it."""
+    """The name of a part in its file: the name of its tensor, and its offsets there."""
     assert index.offset is not None
     return f"{index.fqn}@{','.join(map(str, index.offset))}"
 
@@ -122,7 +122,7 @@ class _Writer(StorageWriter):
         )
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """In the first process: write the file of each part of each tensor."""
+        """In the first process, write the index: the file of each part of each tensor."""
         files = {}
         for result in (result for some in results for result in some):
             name, written = result.storage_data

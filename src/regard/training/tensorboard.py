@@ -1,7 +1,7 @@
-"""Numbers over steps for TensorBoard, in its file format, without TensorBoard.
+"""Write logged numbers in TensorBoard's file format, without the package.
 
-A file is a sequence of records, each a length and a protocol buffer of type
-Event, both with a checksum:
+A file is a sequence of records. A record has a length and a protocol buffer of type Event, each
+with a checksum:
 https://github.com/tensorflow/tensorboard/blob/master/tensorboard/compat/proto/event.proto
 """
 
@@ -19,7 +19,7 @@ from typing import Any
 
 
 class Events:
-    """A new file of events in ``folder``.
+    """A new event file in ``folder``.
 
     >>> import tempfile
     >>> with tempfile.TemporaryDirectory() as folder:
@@ -36,7 +36,7 @@ class Events:
         self._write(_bytes(3, b"brain.Event:2"))  # the version of the format
 
     def add(self, row: Mapping[str, Any]) -> None:
-        """Write all numbers of a log row, also those in its tables, at its step."""
+        """Write all numbers of a log row, including those in nested tables, at its step."""
         values = [
             _bytes(1, _bytes(1, name.encode()) + _float(2, value)) for name, value in _numbers(row)
         ]
@@ -100,7 +100,7 @@ def _float(field: int, value: float) -> bytes:
 
 @cache
 def _table() -> list[int]:
-    """The table of CRC-32C (https://www.rfc-editor.org/rfc/rfc3720#appendix-B.4), for each byte."""
+    """CRC-32C's table for all bytes (https://www.rfc-editor.org/rfc/rfc3720#appendix-B.4)."""
     table = []
     for value in range(256):
         for _ in range(8):
@@ -110,7 +110,7 @@ def _table() -> list[int]:
 
 
 def crc32c(data: bytes) -> int:
-    """The checksum of some bytes.
+    """The CRC-32C checksum of bytes.
 
     >>> hex(crc32c(b"123456789"))
     '0xe3069283'
@@ -122,6 +122,6 @@ def crc32c(data: bytes) -> int:
 
 
 def _checksum(data: bytes) -> bytes:
-    """Rotated and shifted as the record format demands."""
+    """The checksum rotated and shifted, as the record format requires."""
     plain = crc32c(data)
     return struct.pack("<I", ((plain >> 15 | plain << 17) + 0xA282EAD8) & 0xFFFFFFFF)

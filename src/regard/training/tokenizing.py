@@ -1,4 +1,4 @@
-"""Train the tokenizer that a recipe describes."""
+"""Load or train the tokenizer of a recipe."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ SENTINELS = tuple(f"<extra_id_{n}>" for n in range(100))
 
 
 def tokenizer(recipe: Recipe, folder: Path) -> Tokenizer:
-    """The recipe's tokenizer; a trained one is stored in ``folder``.
+    """The tokenizer of a recipe; if it is trained, it is stored in ``folder`` and reused.
 
-    Training WordPiece or Unigram again would give other ids in another process.
+    Otherwise processes could differ: training WordPiece or Unigram again gives other ids.
     """
     start = recipe.tokenizer.start or recipe.model.start
     if start is not None and not recipe.tokenizer.keep:
@@ -32,7 +32,7 @@ def tokenizer(recipe: Recipe, folder: Path) -> Tokenizer:
         if missing := [token for token in recipe.tokenizer.special if token not in known]:
             raise InputError(
                 f"The tokenizer of {start} has no token {missing[0]!r} (tokenizer.special): "
-                "special tokens can be added to a tokenizer only when it is trained."
+                "only a newly trained tokenizer can have further special tokens."
             )
         return loaded
     if not folder.exists():
