@@ -121,7 +121,7 @@ def test_complete_writes_the_text_on(made: Path) -> None:
         (["translate", "Hello", "--to", "xx"], b"", "does not translate into 'xx'. It offers deu"),
         (["translate", "Hello", "--to", "fr", "--file", "x"], b"", "--file x, not both"),
         (["translate", "a " * 300, "--to", "fr"], b"", "too long"),
-        (["translate", "a " * 300, "--to", "fr"], b"", "It begins 'a a a"),
+        (["translate", "a " * 300, "--to", "fr"], b"", "It begins with 'a a a"),
         (
             ["translate", "Hello", "--to", "fr", "--num-beams", "-1"],
             b"",

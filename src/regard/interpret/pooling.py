@@ -38,8 +38,8 @@ def pool(
 ) -> Tensor:
     """Pool weights [..., tokens, tokens] to [..., query units, key units].
 
-    A unit is a word or a sentence. Weights are averaged over the tokens of a query unit and summed over the tokens of a key unit. A
-    key token in two units is divided between them in proportion to its characters.
+    A unit is a word or a sentence. Weights are averaged over the tokens of a query unit and summed
+    over the tokens of a key unit. A key token in two units is divided by its characters in each.
 
     >>> weights = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]])
     >>> tokens, word = [(0, 2), (2, 4)], [Span(0, 4)]
