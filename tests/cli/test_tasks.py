@@ -165,7 +165,7 @@ def test_several_files_are_read_one_after_another(made: Path, tmp_path: Path) ->
                regard("complete", *options, *files).stdout.splitlines()]  # fmt: skip
     assert prompts == ["The cat sat.", "Who?", "Nobody had seen the dog."]
     for command in (["answer", "Who?", "--model", made / "answer"], ["look", made / "answer"]):
-        one_line(regard(*command, *files), "Give one file: one text is read at a time, but got ")
+        one_line(regard(*command, *files), "Give one file, not several: ")
         assert regard(*command, "--file", one).returncode == 0
 
 
