@@ -77,9 +77,7 @@ def summarize(
     file: options.Files = None,
     join: Annotated[
         bool,
-        typer.Option(
-            "--join", help="Join the summaries of all parts; do not summarize them again."
-        ),
+        typer.Option("--join", help="Join the summaries of the parts of a long document."),
     ] = False,
     attended: options.Attended = False,
     num_beams: options.NumBeams = None,
@@ -127,9 +125,7 @@ def answer(
     file: options.File = None,
     threshold: Annotated[
         float,
-        typer.Option(
-            help="The score that an answer must exceed; with -inf there is always an answer."
-        ),
+        typer.Option(help="The score that an answer must exceed; -inf always gives an answer."),
     ] = 0.0,
     window: Annotated[
         int | None, typer.Option(help="The number of tokens in each window of the text.")
