@@ -446,7 +446,7 @@ def test_several_questions_have_one_context_or_one_each(made: Path) -> None:
         assert (alone.text, alone.start) == (record.text, record.start)
     shared = answer(questions, folders.STORY, **options)
     assert shared[0].start == each[0].start
-    with pytest.raises(InputError, match="one each: 2 of them, but 1 contexts"):
+    with pytest.raises(InputError, match="one for each question: got 2 questions and 1 contexts"):
         answer(questions, contexts[:1], **options)
 
 
