@@ -133,7 +133,7 @@ def test_evaluate_takes_keys_of_a_recipe(place):
     ("words", "message"),
     [
         (["--data", "text.unknown"], "Pass --format"),
-        (["--data", "pairs.csv"], "CSV is not read: save pairs.csv as TSV"),
+        (["--data", "pairs.csv"], "CSV cannot be read: save pairs.csv as TSV"),
         (["--data", "nowhere.txt"], "There is no file"),
         (["--data", "text.txt", "--metric", "bleu"], "There is no score bleu"),
         (["--data", "text.txt", "--device", "nothing"], "has no device 'nothing'"),

@@ -105,7 +105,7 @@ def test_explain_follows_a_model(folder: Path) -> None:
         (["--layer", "0", "--head", "0", "--rows", "3"], "--rows is a range of tokens"),
         (["--layer", "0", "--head", "0", "--rows", "5:99"], "must lie within 0:11"),
         (["--compare", "dog"], "--compare is model=NAME, text=TEXT or head=LAYER.HEAD"),
-        (["--layer", "0", "--head", "0", "--compare", "head=x"], "is for example head=3.7"),
+        (["--layer", "0", "--head", "0", "--compare", "head=x"], "needs a value such as 3.7"),
         (["--compare", "head=0.1"], "compares two heads: add --layer and --head"),
         (["--layer", "0", "--compare", "head=0.1"], "add --layer and --head"),
         (["--align"], "GPT2 has no cross-attention"),

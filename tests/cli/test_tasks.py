@@ -121,7 +121,7 @@ def test_complete_writes_the_text_on(made: Path) -> None:
         (["translate", "Hello", "--to", "xx"], b"", "does not translate into 'xx'. It offers deu"),
         (["translate", "Hello", "--to", "fr", "--file", "x"], b"", "--file x, not both"),
         (["translate", "a " * 300, "--to", "fr"], b"", "too long"),
-        (["translate", "a " * 300, "--to", "fr"], b"", "It begins 'a a a"),
+        (["translate", "a " * 300, "--to", "fr"], b"", "It begins with 'a a a"),
         (
             ["translate", "Hello", "--to", "fr", "--num-beams", "-1"],
             b"",
@@ -165,7 +165,7 @@ def test_several_files_are_read_one_after_another(made: Path, tmp_path: Path) ->
                regard("complete", *options, *files).stdout.splitlines()]  # fmt: skip
     assert prompts == ["The cat sat.", "Who?", "Nobody had seen the dog."]
     for command in (["answer", "Who?", "--model", made / "answer"], ["look", made / "answer"]):
-        one_line(regard(*command, *files), "Give one file: one text is read at a time, but got ")
+        one_line(regard(*command, *files), "Give one file, not several: ")
         assert regard(*command, "--file", one).returncode == 0
 
 

@@ -250,7 +250,7 @@ def test_gradients_are_left_alone():
         (lambda: explain(heads=2), "takes no heads"),
         (lambda: explain_tensors(*torch.ones(3, 2, 2), tokens=["a"]), "a list of 2 words"),
         (lambda: explain_tensors(*torch.ones(3, 2, 2), tokens="ab"), "a list of 2 words"),
-        (lambda: explain_tensors(*torch.ones(3, 2, 4, 2)), "follows one sequence"),
+        (lambda: explain_tensors(*torch.ones(3, 2, 4, 2)), "shows one sequence"),
         (lambda: explain_tensors(*torch.ones(3, 0, 2)), "at least one word"),
         (lambda: explain_tensors(*torch.full((3, 2, 2), math.nan)), "needs finite numbers"),
         (

@@ -82,7 +82,7 @@ def test_masks_positions_and_scales_are_explained() -> None:
     assert "55 of 121 scores are removed in every head" in causal
     relative = text(t5(), "encoder.0", target="the mat")
     assert "S_scaled = S × 1" in relative
-    assert "the learned matrices of this one keep scores small without it" in relative
+    assert "the learned matrices of this model keep scores small without it" in relative
     assert "a learned number for each distance between query and key" in relative
     assert "none: S_masked = S_scaled + B" in relative
     content = text(xl(memory=64), "1")

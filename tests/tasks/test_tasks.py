@@ -164,7 +164,7 @@ def test_languages_that_are_not_there_are_refused_with_those_that_are(made: Path
 
 def test_t5_is_told_in_words(made: Path, tmp_path: Path) -> None:
     folder = folders.summarizer(tmp_path / "t5")
-    with pytest.raises(InputError, match="does not say that it translates"):
+    with pytest.raises(InputError, match="does not translate: task_specific_params"):
         translate("The cat.", "fr", model=folder)
     tasks = {
         "translation_en_to_fr": {"prefix": "the cat: ", "num_beams": 1, "max_length": 5},
@@ -446,7 +446,7 @@ def test_several_questions_have_one_context_or_one_each(made: Path) -> None:
         assert (alone.text, alone.start) == (record.text, record.start)
     shared = answer(questions, folders.STORY, **options)
     assert shared[0].start == each[0].start
-    with pytest.raises(InputError, match="one each: 2 of them, but 1 contexts"):
+    with pytest.raises(InputError, match="one for each question: got 2 questions and 1 contexts"):
         answer(questions, contexts[:1], **options)
 
 

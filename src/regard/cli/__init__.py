@@ -1,4 +1,4 @@
-"""The command line. It parses, calls and renders; it imports torch only when a command runs."""
+"""The command line. It imports torch only when a command runs, so that --help is fast."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from regard import __version__
 from regard.cli import evaluation, info, interpret, server, tasks, training
 from regard.errors import InputError, RegardError
 
-# What Typer raises for a wrong command line. This base class has no public name.
+# The error that Typer raises for a wrong command line. It has no public name.
 _UsageError: Any = typer.BadParameter.__base__
 
 app = typer.Typer(
@@ -35,15 +35,16 @@ def main() -> None:
         sys.stdout.flush()
     except _UsageError as error:
         message = error.format_message().rstrip(".")
-        if message:  # it is empty if help was printed
+        if message:  # the message is empty if help was printed
             command = error.ctx.command_path if error.ctx else "regard"
             _print_error(f"{message}{'' if message.endswith('?') else '.'} See {command} --help.")
         status = 2
     except RegardError as error:
         _print_error(str(error))
         status = 2 if isinstance(error, InputError) else 1
-    except BrokenPipeError:  # the reader of our output has closed it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # Python flushes it at exit
+    except BrokenPipeError:  # the reader of our output has closed the pipe
+        # Python flushes stdout at exit, which must not fail again.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 1
     except OSError as error:  # such as a full disk
         file = f"{error.filename}: " if error.filename else ""
@@ -60,7 +61,7 @@ def _print_error(message: str) -> None:
 
 
 def _warn(message: Warning | str, *_: object, **__: object) -> None:
-    # A progress bar that is shown replaces sys.stderr, so that it is redrawn after this line.
+    # Print to sys.stderr: a progress bar replaces it, and is redrawn below the warning.
     print(" ".join(f"regard: warning: {message}".split()), file=sys.stderr)
 
 
@@ -96,7 +97,7 @@ _COMMANDS = (
     (info.doctor, "regard doctor"),
 )
 for _command, _example in _COMMANDS:
-    # Join the lines of each paragraph: a terminal has its own width.
+    # Join the lines of each paragraph, because Typer wraps them to the terminal's width.
     _parts = (_command.__doc__ or "").split("\n\n")
     _help = "\n\n".join(" ".join(part.split()) for part in _parts)
     app.command(help=_help, epilog=f"Example: {_example}")(_command)

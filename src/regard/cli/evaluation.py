@@ -1,4 +1,4 @@
-"""The command evaluate: the scores of a model on data."""
+"""The command evaluate: measure the scores of a model on data."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def evaluate(
     """Measure a model on data, or check the figures of its card.
 
     Without --data, every figure of the model's card is measured again, on the data in --root. The
-    exit status is 1 if one differs by more than its tolerance.
+    exit status is 1 if any figure differs by more than its tolerance.
     """
     if data is None:
         _card(model, root, device, as_json)
@@ -86,13 +86,13 @@ def evaluate(
     from regard.evaluation.measuring import own_settings, scored_row
     from regard.models.bundle import open_bundle
 
-    one = open_bundle(model, device=terminal.device(device))
-    own = own_settings(one)
+    bundle = open_bundle(model, device=terminal.device(device))
+    own = own_settings(bundle)
     own_prefix = own.pop("prefix", "")
     if num_beams is not None:
         own["evaluation.num_beams"] = num_beams
     source: dict[str, Any] = {
-        "format": form or _form(data[0], bool(targets), scored_row(one.model).name == "bert"),
+        "format": form or _form(data[0], bool(targets), scored_row(bundle.model).name == "bert"),
         "files": data,
         "targets": targets or [],
         "columns": list(columns),
@@ -100,28 +100,28 @@ def evaluate(
         "part": list(part),
         "prefix": own_prefix if prefix is None else prefix,
     }
-    said = [f"{name}={json.dumps(value)}" for name, value in own.items()]
-    settings = [*said, f"evaluation.examples={limit}", *(changes or ())]
+    defaults = [f"{name}={json.dumps(value)}" for name, value in own.items()]
+    settings = [*defaults, f"evaluation.examples={limit}", *(changes or ())]
     with terminal.progress(Path(data[0]).name) as show:
-        found = measure(
-            one.model,
-            one.tokenizer,
+        evaluated = measure(
+            bundle.model,
+            bundle.tokenizer,
             [source],
             metric or (),
             root=root,
             settings=settings,
             progress=show,
         )
-    _print_scores(model, found, as_json)
+    _print_scores(model, evaluated, as_json)
 
 
 def _form(file: str, parallel: bool, asks: bool) -> str:
-    """The format of a file by its name."""
+    """The format of a file, from the end of its name."""
     if parallel:
         return "parallel"
     name = Path(file.removesuffix(".gz").removesuffix(".xz"))
     if name.suffix == ".csv":
-        raise InputError(f"CSV is not read: save {file} as TSV, with a tab between its columns.")
+        raise InputError(f"CSV cannot be read: save {file} as TSV, with a tab between its columns.")
     forms = {".tsv": "tsv", ".txt": "text", ".json": "squad"}
     forms[".jsonl"] = "questions" if asks else "jsonl"
     if name.suffix not in forms:
@@ -129,37 +129,37 @@ def _form(file: str, parallel: bool, asks: bool) -> str:
     return forms[name.suffix]
 
 
-def _print_scores(model: str, found: Evaluated, as_json: bool) -> None:
+def _print_scores(model: str, evaluated: Evaluated, as_json: bool) -> None:
     if as_json:
-        whole = {"model": model, "scores": found.scores, found.unit: found.count}
-        print(json.dumps(whole | {"bad": len(found.report.bad)}))
+        whole = {"model": model, "scores": evaluated.scores, evaluated.unit: evaluated.count}
+        print(json.dumps(whole | {"bad": len(evaluated.report.bad)}))
         return
     table = terminal.table("score", "value", numbers=["value"])
-    for name, value in found.scores.items():
+    for name, value in evaluated.scores.items():
         table.add_row(name, f"{value:.4g}" if abs(value) < 1e-2 else f"{value:.3f}")
     terminal.show(table)
-    typer.echo(f"over {found.count:,} {found.unit}; {found.report}")
+    typer.echo(f"over {evaluated.count:,} {evaluated.unit}; {evaluated.report}")
 
 
 def _card(model: str, root: Path, device: str, as_json: bool) -> None:
     from regard.checkpoints.hub import find
     from regard.evaluation.reproduction import reproduce
 
-    found: list[Again] = []
+    rows: list[Again] = []
     with terminal.progress(model) as show:
         for again in reproduce(
             find(model), root=root, device=terminal.device(device), progress=show
         ):
-            found.append(again)
+            rows.append(again)
     if as_json:
-        for row in found:
-            said = {"metric": row.score.metric, "data": row.score.data, "card": row.score.value}
-            print(json.dumps(said | {"here": row.value, "agrees": row.agrees}))
+        for row in rows:
+            claim = {"metric": row.score.metric, "data": row.score.data, "card": row.score.value}
+            print(json.dumps(claim | {"here": row.value, "agrees": row.agrees}))
     else:
         table = terminal.table(
             "score", "data", "card", "here", "tolerance", "", numbers=["card", "here", "tolerance"]
         )
-        for row in found:
+        for row in rows:
             files = ", ".join(name for source in row.score.data for name in source["files"])
             numbers = (row.score.value, row.value, row.score.tolerance)
             table.add_row(
@@ -169,5 +169,5 @@ def _card(model: str, root: Path, device: str, as_json: bool) -> None:
                 "agrees" if row.agrees else "differs",
             )
         terminal.show(table)
-    if not all(row.agrees for row in found):
+    if not all(row.agrees for row in rows):
         raise typer.Exit(1)

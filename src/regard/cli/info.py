@@ -1,4 +1,4 @@
-"""Commands about this installation: models, doctor, bench."""
+"""The commands models, doctor and bench, which report on this installation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from regard.cli import options, terminal
 if TYPE_CHECKING:
     from regard.models.catalog import Known
 
-# What each optional package adds.
+# Each optional package, and what it is needed for.
 OPTIONAL = {
     "matplotlib": "pictures as PNG",
     "sacrebleu": "BLEU and chrF",
@@ -37,9 +37,10 @@ def models(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """List the shipped models and those in the Hugging Face cache.
+    """List the shipped models and the models in the Hugging Face cache.
 
-    Every command that takes a model takes these names, a folder, or a name of the Hugging Face hub.
+    Wherever a command needs a model, give one of these names, a folder, or the name of any model of
+    the Hugging Face hub.
     """
     from regard.models import catalog
 
@@ -142,9 +143,9 @@ def bench(
 ) -> None:
     """Measure the speed on this machine, in about twenty seconds.
 
-    regard and its peer take turns, and medians are shown. Above 1, regard takes longer. The cost of
-    seeing is that of entropy, peak, the weight each key receives and a 64 x 64 map; "all weights
-    kept" computes the same from the n x n weights.
+    regard and its peer run alternately, and the table shows medians. A ratio above 1 means that
+    regard takes longer. "attention, seen" also records the entropy, the peak, the weight that each
+    key receives and a 64 x 64 map; "all weights kept" computes these fields from the n x n weights.
     """
     from regard.evaluation import speed
 

@@ -1,4 +1,4 @@
-"""Commands that show what attention does: explain, look."""
+"""The commands explain and look, which show how attention works in a model."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from regard.interpret.cost import CostEstimate
     from regard.interpret.measurement import Look
 
-MAX_UNCONFIRMED_SECONDS = 120.0  # a longer run on a terminal starts only after a question
+MAX_UNCONFIRMED_SECONDS = 120.0  # on a terminal, ask before a longer run
 
 
 def explain(
@@ -73,7 +73,7 @@ def explain(
     elif console.is_terminal:
         console.print(shown)
     else:
-        print(shown, flush=True)  # without the spaces that fill the lines of a terminal
+        print(shown, flush=True)  # console.print would pad every line with spaces
 
 
 def look(
@@ -90,14 +90,15 @@ def look(
     ] = None,
     rows: Annotated[
         str | None,
-        typer.Option(metavar="A:B", help="Exact rows of the head's map, of tokens A to B-1."),
+        typer.Option(metavar="A:B", help="Show rows of tokens A to B-1 of a map, exactly."),
     ] = None,
     columns: Annotated[
-        str | None, typer.Option(metavar="C:D", help="Exact columns of the map.")
+        str | None,
+        typer.Option(metavar="C:D", help="Show columns of tokens C to D-1, exactly."),
     ] = None,
     align: Annotated[
         bool,
-        typer.Option("--align", help="Align the words of a translation, by the best head."),
+        typer.Option("--align", help="Align the words of a translation by the best head."),
     ] = False,
     target: options.Target = None,
     compare: Annotated[
@@ -111,7 +112,7 @@ def look(
         bool,
         typer.Option(
             "--without-first",
-            help="Leave out the first token, which gets weight that heads have no use for.",
+            help="Leave out the first token, which gets the unused weight of heads.",
         ),
     ] = False,
     to: Annotated[
@@ -122,7 +123,7 @@ def look(
         bool | None,
         typer.Option(
             "--dark/--light",
-            help="The background of the page or terminal. SVG and HTML follow the reader's.",
+            help="The background of the page or terminal. SVG and HTML adapt to the browser.",
             show_default=False,
         ),
     ] = None,
@@ -132,8 +133,9 @@ def look(
 ) -> None:
     """Show what the heads of a model attend to in a text.
 
-    Without --layer and --head, an overview of all heads; with them, that head's weights as a map.
-    Memory grows with the length of the text, not with its square: it can be as long as a book.
+    Without --layer and --head, show an overview of all heads. With them, show a map of that head's
+    weights. Memory grows with the length of the text, not with its square, so the text can be as
+    long as a book.
     """
     from regard.interpret.comparison import compare as compare_looks
     from regard.pictures.figures import savable
@@ -169,7 +171,7 @@ def look(
 
 
 class _View(NamedTuple):
-    """A model, a text, and what to show of them."""
+    """The arguments of a call of look()."""
 
     model: str
     text: str
@@ -190,7 +192,7 @@ class _View(NamedTuple):
             bars: list[Callable[[int, int], None]] = []
 
             def progress(done: int, total: int) -> None:
-                if not bars:  # not before: a moving bar would write over the question of _announce
+                if not bars:  # start late: a moving bar would overwrite the question of _announce
                     bars.append(stack.enter_context(terminal.progress("Looking")))
                 bars[0](done, total)
 
@@ -201,7 +203,7 @@ class _View(NamedTuple):
             )  # fmt: skip
 
     def name(self, changes: dict[str, Any]) -> str:
-        """What a comparison calls this view, by what differs in it."""
+        """The name of this view in a comparison: its model, its text or its head."""
         if "model" in changes:
             return self.model
         if "text" in changes:
@@ -221,7 +223,7 @@ def _changes(compare: str) -> dict[str, Any]:
         return {what: other}
     layer, _, head = other.rpartition(".")
     if not layer or not head.isdigit():
-        raise InputError(f"--compare head=LAYER.HEAD is for example head=3.7, but got {other!r}.")
+        raise InputError(f"--compare head=LAYER.HEAD needs a value such as 3.7, not {other!r}.")
     return {"layer": layer, "head": int(head)}
 
 
@@ -235,7 +237,7 @@ def _range(text: str | None, option: str) -> range | None:
 
 
 def _announce(cost: CostEstimate, yes: bool) -> None:
-    """Print what a long run will take, and ask before a very long one."""
+    """Print the cost of a long run, and ask before a very long run."""
     print(f"{cost}.", file=sys.stderr, flush=True)
     asks = sys.stdin is not None and sys.stdin.isatty() and sys.stderr.isatty() and not yes
     if cost.seconds > MAX_UNCONFIRMED_SECONDS and asks:

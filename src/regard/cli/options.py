@@ -1,4 +1,4 @@
-"""The options that several commands share, each declared once."""
+"""Options that several commands share."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Files = Annotated[
     list[Path] | None,
     typer.Option("--file", metavar="FILE", help="Read this file. Repeatable.", show_default=False),
 ]
-File = Annotated[  # a list too, so that a second file is an error and not ignored
+File = Annotated[  # a list, so that a second --file can be refused; typer would ignore the first
     list[Path] | None,
     typer.Option("--file", metavar="FILE", help="Read this file.", show_default=False),
 ]
 Batch = Annotated[int, typer.Option(help="How many texts go through the model together.", min=1)]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object a line.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 Device = Annotated[
-    str, typer.Option(help="cpu, cuda, cuda:1, ...; auto is cuda if there is a GPU.")
+    str, typer.Option(help="cpu, cuda, cuda:1, ...; auto is cuda if there is a GPU, else cpu.")
 ]
 Precision = Annotated[
     Literal["float32", "bfloat16", "int8"],
@@ -33,7 +33,7 @@ Precision = Annotated[
 ]
 Attended = Annotated[bool, typer.Option("--attended", help="Draw the attention weights.")]
 
-# Decoding. Without a value, the model's own is used.
+# Decoding. The default of each option is the model's own setting.
 NumBeams = Annotated[int | None, typer.Option(help="The number of beams; 1 is greedy.", min=1)]
 LengthPenalty = Annotated[float | None, typer.Option(help="Above 0 favours longer texts.")]
 EarlyStopping = Annotated[

@@ -1,4 +1,4 @@
-"""The command that serves models and the web page: serve."""
+"""The command serve, which serves models over HTTP and as a web page."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from regard.cli import options, terminal
 
 def serve(
     host: Annotated[
-        str, typer.Option(help="The address to listen at; 0.0.0.0 accepts other machines.")
+        str, typer.Option(help="The address to listen on; 0.0.0.0 lets other machines connect.")
     ] = "127.0.0.1",
     port: Annotated[
-        int, typer.Option(help="The port; 0 is any free one.", min=0, max=65535)
+        int, typer.Option(help="The port; 0 selects a free port.", min=0, max=65535)
     ] = 8000,
     model: Annotated[
         list[str] | None,

@@ -1,4 +1,4 @@
-"""Commands that use models: translate, summarize, answer, complete."""
+"""The commands translate, summarize, answer and complete, which run the tasks."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def translate(
     attended: Annotated[
         bool | None,
         typer.Option(
-            help="Draw the alignment of the words. The default for one text on a terminal.",
+            help="Draw the alignment of the words; by default for a single text on a terminal.",
             show_default=False,
         ),
     ] = None,
@@ -51,7 +51,7 @@ def translate(
 ) -> None:
     """Translate texts, or each line of a file or of standard input.
 
-    Every line of input gives a line of output, in the same order.
+    The output has one line for each line of input, in the same order.
     """
     from regard.tasks.translation import translate as run
 
@@ -77,7 +77,7 @@ def summarize(
     file: options.Files = None,
     join: Annotated[
         bool,
-        typer.Option("--join", help="Print the summaries of all parts of a long document."),
+        typer.Option("--join", help="Join the summaries of the parts of a long document."),
     ] = False,
     attended: options.Attended = False,
     num_beams: options.NumBeams = None,
@@ -125,10 +125,10 @@ def answer(
     file: options.File = None,
     threshold: Annotated[
         float,
-        typer.Option(help="The score that an answer must exceed; with -inf there always is one."),
+        typer.Option(help="The score that an answer must exceed; -inf always gives an answer."),
     ] = 0.0,
     window: Annotated[
-        int | None, typer.Option(help="The tokens that the model reads at once.")
+        int | None, typer.Option(help="The number of tokens in each window of the text.")
     ] = None,
     attended: options.Attended = False,
     batch: options.Batch = 16,
@@ -166,7 +166,7 @@ def complete(
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
-            help="The maximum number of tokens to generate: 100, or as many as fit the model.",
+            help="The maximum number of tokens to generate; by default 100, or what fits.",
             min=1,
             show_default=False,
         ),
@@ -175,10 +175,10 @@ def complete(
         float, typer.Option(help="Above 1 is more random, below 1 less; 0 is greedy decoding.")
     ] = 0.8,
     top_k: Annotated[
-        int, typer.Option(help="Sample from the k likeliest tokens; 0 is all.", min=0)
+        int, typer.Option(help="Sample from the k likeliest tokens; 0 is all tokens.", min=0)
     ] = 0,
     top_p: Annotated[
-        float, typer.Option(help="Sample from the likeliest tokens of this total probability.")
+        float, typer.Option(help="Sample from the likeliest tokens up to this total probability.")
     ] = 0.95,
     seed: Annotated[int, typer.Option(help="The seed of the sample.")] = 0,
     no_repeat_ngram_size: options.NoRepeat = 0,
@@ -205,7 +205,7 @@ def complete(
 
 
 def _consume(prompt: str, pieces: Generator[str, None, Completion], quiet: bool) -> Completion:
-    """The record of a completion, whose pieces are printed when they come."""
+    """Print each piece of a completion when it is generated, and return the record."""
     piece = prompt
     while True:
         if not quiet:
@@ -222,7 +222,7 @@ def _consume(prompt: str, pieces: Generator[str, None, Completion], quiet: bool)
 def _show(
     record: Record, as_json: bool, title: str, remark: str | None = None, *, printed: bool = False
 ) -> None:
-    """Print a record as JSON, or its text, a remark and the picture of its weights."""
+    """Print a record: as JSON, or as its text, a remark and a picture of its weights."""
     if as_json:
         print(json.dumps(record.to_dict(), ensure_ascii=False), flush=True)
         return

@@ -1,4 +1,4 @@
-"""Output that commands share: tables, pictures, remarks, a progress bar; and devices."""
+"""Terminal output of the commands (tables, pictures, remarks, progress), and their devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 def device(name: str) -> torch.device:
-    """The device of a name. An error if it does not exist."""
+    """The torch device of this name. Raise InputError if this machine does not have it."""
     import torch
 
     if name == "auto":
@@ -35,15 +35,15 @@ def device(name: str) -> torch.device:
 
 
 def table(*heads: str, numbers: Collection[str] = ()) -> Table:
-    """A table without lines. Columns of numbers are aligned to the right."""
-    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    """A table without lines. The columns named in ``numbers`` are aligned to the right."""
+    result = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for head in heads:
-        made.add_column(head, justify="right" if head in numbers else "left", overflow="fold")
-    return made
+        result.add_column(head, justify="right" if head in numbers else "left", overflow="fold")
+    return result
 
 
 def show(what: Table) -> None:
-    """Print a table. In a pipe or a file it is as wide as it needs, without trailing spaces."""
+    """Print a table. In a pipe or a file, lines are not wrapped and have no trailing spaces."""
     console = Console(highlight=False)
     if console.is_terminal:
         console.print(what)
@@ -60,7 +60,7 @@ def remark(text: str) -> None:
 
 
 def draw(picture: Picture, *, dark: bool = True) -> None:
-    """Print a picture in the colours of the terminal. In a pipe it is as wide as ``COLUMNS``."""
+    """Print a picture in the terminal's colours. In a pipe, ``COLUMNS`` sets its width."""
     console = Console()
     systems: dict[str | None, Colouring] = {"truecolor": "truecolor", "256": "256"}
     color = "none" if console.no_color else systems.get(console.color_system, "none")
@@ -70,7 +70,7 @@ def draw(picture: Picture, *, dark: bool = True) -> None:
 
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A progress bar on standard error, if that is a terminal."""
+    """Show a progress bar on standard error if that is a terminal."""
     from rich.progress import (
         BarColumn,
         Progress,
@@ -83,7 +83,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
-        TimeElapsedColumn(),  # it moves even while one layer takes minutes
+        TimeElapsedColumn(),  # shows progress even while one layer takes minutes
         TimeRemainingColumn(),
     )
     with Progress(

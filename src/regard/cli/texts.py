@@ -1,4 +1,4 @@
-"""The texts that commands read: arguments, files, or standard input."""
+"""Read the texts of a command from its arguments, from files, or from standard input."""
 
 from __future__ import annotations
 
@@ -12,22 +12,22 @@ from threading import Thread
 from regard.cli import terminal
 from regard.errors import InputError
 
-MAX_LINES = 256  # that are handled together, if they come that fast
+MAX_LINES = 256  # in a batch of lines
 WORDS = "some words"
 
 
 def document(text: str | None, files: Sequence[Path] | None, wanted: str = WORDS) -> str:
-    """One whole text: the argument, or a file, or all of standard input."""
+    """One whole text: the argument, the file, or all of standard input."""
     if files and len(files) > 1:
         names = ", ".join(map(str, files))
-        raise InputError(f"Give one file: one text is read at a time, but got {names}.")
+        raise InputError(f"Give one file, not several: {names}.")
     return documents(None if text is None else [text], files, wanted)[0]
 
 
 def documents(
     texts: Sequence[str] | None, files: Sequence[Path] | None, wanted: str = WORDS
 ) -> list[str]:
-    """Whole texts: the arguments, or files, or all of standard input."""
+    """Whole texts: the arguments, the files, or all of standard input."""
     if texts:
         _check_arguments(texts, files)
         return list(texts)
@@ -38,7 +38,7 @@ def documents(
 
 
 def lines(texts: Sequence[str] | None, files: Sequence[Path] | None) -> Iterator[list[str]]:
-    """Texts in batches: the arguments, or the lines of files or of standard input, as they come."""
+    """Batches of texts: the arguments, the lines of files, or the lines of standard input."""
     if texts:
         _check_arguments(texts, files)
         if not any(text.strip() for text in texts):
@@ -48,7 +48,7 @@ def lines(texts: Sequence[str] | None, files: Sequence[Path] | None) -> Iterator
     if not files:
         yield from _arriving_lines()
     for file in files or ():
-        # As in standard input: str.splitlines() would also split at other characters.
+        # Split at \n only, as in standard input: str.splitlines() also splits at other characters.
         own = [line.removesuffix("\r") for line in _file(file).removesuffix("\n").split("\n")]
         for start in range(0, len(own), MAX_LINES):
             yield own[start : start + MAX_LINES]
@@ -61,9 +61,9 @@ def _not_empty(text: str, name: str, wanted: str = WORDS) -> str:
 
 
 def _arriving_lines() -> Iterator[list[str]]:
-    """The lines of standard input, in batches of what has arrived.
+    """Batches of the lines of standard input that have arrived so far.
 
-    A thread waits for them. So a typed line is handled immediately, and a file in large batches.
+    A thread reads ahead, so that a typed line is handled immediately, and a file in large batches.
     """
     queue: Queue[bytes | OSError | None] = Queue(maxsize=4 * MAX_LINES)
     Thread(target=_enqueue_lines, args=(_blocks(), queue), daemon=True).start()
@@ -92,7 +92,7 @@ def _arriving_lines() -> Iterator[list[str]]:
 
 
 def _enqueue_lines(blocks: Iterator[bytes], queue: Queue[bytes | OSError | None]) -> None:
-    """Put lines into a queue, and None after the last."""
+    """Put lines into a queue, and None after the last line."""
     rest = b""
     try:
         for block in blocks:
@@ -107,9 +107,10 @@ def _enqueue_lines(blocks: Iterator[bytes], queue: Queue[bytes | OSError | None]
 
 
 def _blocks() -> Iterator[bytes]:
-    """Standard input in blocks, as they arrive.
+    """Blocks of standard input, as they arrive.
 
-    Read without Python's buffer: a thread that waits in it keeps Python from exiting.
+    They are read without Python's buffer: a thread that waits in sys.stdin keeps Python from
+    exiting.
     """
     if sys.stdin is None:
         raise InputError("There is no text, and no standard input to read it from.")
@@ -120,7 +121,7 @@ def _blocks() -> Iterator[bytes]:
 
 
 def _check_arguments(texts: Sequence[str], files: Sequence[Path] | None) -> None:
-    """Refuse texts together with files, and texts that are names of files."""
+    """Refuse texts together with --file, and texts that are names of files."""
     if files:
         raise InputError(f"Give a text or --file {files[0]}, not both.")
     for text in texts:

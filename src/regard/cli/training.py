@@ -1,4 +1,4 @@
-"""Commands that make models: train, convert."""
+"""The commands train and convert, which write models."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def train(
     from regard.training.run import train as run
 
     result = run(recipe, resume=resume, overrides=changes or ())
-    if result.rank:  # only the first of several processes prints
+    if result.rank:  # only the process of rank 0 prints
         raise typer.Exit(0 if result.finished else 130)
     if not result.finished:
         settings = [word for change in changes or () for word in ("--set", change)]
@@ -50,16 +50,16 @@ def convert(
     ] = 5120,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing checkpoint.")] = False,
 ) -> None:
-    """Convert a checkpoint: to another data type, packed, or in shards.
+    """Convert a checkpoint to another data type, a packed format or smaller shards.
 
-    The tokenizer and the card are copied. If it fails, TARGET is unchanged.
+    The tokenizer and the card are copied. If the conversion fails, TARGET is unchanged.
     """
     import torch
 
     from regard.checkpoints.hub import size_of
     from regard.models.conversion import convert as write
 
-    made = write(
+    folder = write(
         source,
         target,
         dtype=None if dtype is None else getattr(torch, dtype),
@@ -67,4 +67,4 @@ def convert(
         shard_bytes=shard_size * 2**20,
         force=force,
     )
-    typer.echo(f"{made}: {size_of(made) / 1e6:,.1f} MB")
+    typer.echo(f"{folder}: {size_of(folder) / 1e6:,.1f} MB")

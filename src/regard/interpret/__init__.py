@@ -1,1 +1,1 @@
-"""See and follow what attention does: watch, look, explain."""
+"""Inspect attention: watch, look, explain."""

@@ -14,7 +14,7 @@ from regard.pictures.figures import compare as compare_pictures
 
 @dataclass(frozen=True, eq=False)
 class Comparison(Look):
-    """Two overviews, or two heads' maps, and how the second differs from the first."""
+    """Two overviews or two maps of heads; the picture shows how the second differs."""
 
     kind = "comparison"
 
@@ -41,16 +41,16 @@ def compare(first: object, second: object, *, names: tuple[str, str]) -> Compari
         ]
         if shapes[0] != shapes[1]:
             raise InputError(
-                f"{names[0]} has {shapes[0]} and {names[1]} {shapes[1]}: they cannot be compared "
-                "head by head. Compare two heads: give layer and head."
+                f"{names[0]} has {shapes[0]} and {names[1]} has {shapes[1]}: they cannot be "
+                "compared head by head. Compare two heads: give layer and head."
             )
         return Comparison(first, second, names)
     if isinstance(first, HeadMap) and isinstance(second, HeadMap):
         sizes = [f"{len(each.rows):,} x {len(each.columns):,} tokens" for each in (first, second)]
         if sizes[0] != sizes[1]:
             raise InputError(
-                f"{names[0]} has {sizes[0]} and {names[1]} {sizes[1]}: maps are compared cell by "
-                "cell. Give the same number of rows and columns."
+                f"{names[0]} has {sizes[0]} and {names[1]} has {sizes[1]}: maps are compared cell "
+                "by cell. Give the same number of rows and columns."
             )
         return Comparison(first, second, names)
     raise InputError(

@@ -1,6 +1,6 @@
-"""Estimate the time and memory of a look before it starts.
+"""Estimate the time and memory of a call of ``look`` before it starts.
 
-The time is extrapolated from short parts of the text, which run on the same machine.
+The time is extrapolated from short parts of the text, run on the same machine.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ from regard.mechanism.masks import Causal, Mask
 from regard.mechanism.seeing import See
 from regard.models.model import AttentionLayer
 
-MIN_TOKENS = 8192  # shorter runs finish before an estimate would
-MAX_TIMED_CHUNKS = 12  # chunks that run for the estimate
-MAX_TIMED_TOKENS = 2048  # tokens of a text without chunks that run for the estimate
-MAX_TIMED_QUERIES = 1024  # queries that run with all keys for the estimate
+MIN_TOKENS = 8192  # a run of fewer tokens takes less time than its estimate
+MAX_TIMED_CHUNKS = 12  # chunks that the estimate runs
+MAX_TIMED_TOKENS = 2048  # tokens that the estimate runs of a text in a single chunk
+MAX_TIMED_QUERIES = 1024  # queries that the estimate runs with all keys
 TILE = 64  # queries whose scores are in memory at a time
 MAX_CACHED = 2**26  # bytes of freed memory that an allocator keeps
-LABEL_BYTES = 900  # upper bound of the labels of a token and its word
+LABEL_BYTES = 900  # at most, for the labels of a token and its word
 
 
 @dataclass(frozen=True)
 class CostEstimate:
-    """The size of a run, and the time and memory it is expected to take."""
+    """The size of a run, with its expected time and memory."""
 
     tokens: int
     layers: int
@@ -52,7 +52,7 @@ class CostEstimate:
 
 
 def estimate(run: TextRun, measurement: Measurement) -> CostEstimate | None:
-    """The cost of a measurement, or None where the run is short."""
+    """The cost of a measurement, or None if the run has fewer than MIN_TOKENS tokens."""
     chunks = run.needed_chunks(measurement.see)
     tokens = sum(chunk.stop - chunk.start for chunk in chunks)
     if tokens < MIN_TOKENS:
@@ -63,7 +63,10 @@ def estimate(run: TextRun, measurement: Measurement) -> CostEstimate | None:
 
 
 def _chunked(run: TextRun, see: SeeOf, chunks: list[Chunk]) -> float:
-    """The seconds of equal chunks, from the median of some after a first one to warm up."""
+    """The seconds of equal chunks: the median of a few timed chunks, times their number.
+
+    The first chunk warms up and is not timed.
+    """
     some = chunks[: 1 + min(MAX_TIMED_CHUNKS, 2 + len(chunks) // 16)]
     ends = [time.perf_counter()]
     _forward(run, some, see, lambda: ends.append(time.perf_counter()))
@@ -72,20 +75,20 @@ def _chunked(run: TextRun, see: SeeOf, chunks: list[Chunk]) -> float:
 
 
 def _whole(run: TextRun, see: SeeOf, chunks: list[Chunk]) -> float:
-    """The seconds of a text that runs at once, where every query attends to every key.
+    """The seconds of a text that runs in one chunk, where every query attends to every key.
 
-    That part is timed with some queries and the final number of keys, because such rows of scores
-    do not fit a cache. The rest grows with the length.
+    Attention is timed with a few queries and all keys, because the scores of so many keys do not
+    fit the CPU cache. The time of the other layers is proportional to the length.
     """
     [whole] = chunks
     tokens = whole.stop - whole.start
     seen = {layer.name for layer in run.layers if see(layer, whole) is not None}
 
     def see_part(layer: AttentionLayer, chunk: Chunk) -> See | None:
-        """A request for every seen layer, even if this part of the text lacks the chosen word."""
+        """The ``See`` of each measured layer, even where this part lacks the chosen word."""
         return (see(layer, chunk) or See(lse=True)) if layer.name in seen else None
 
-    each = _seconds_per_query(run, see_part, tokens) / tokens  # of a query with one key
+    each = _seconds_per_query(run, see_part, tokens) / tokens  # seconds of a query with one key
     large = max(min(MAX_TIMED_TOKENS, tokens // 8), 8)
     small = large // 4
     times = []
@@ -97,13 +100,13 @@ def _whole(run: TextRun, see: SeeOf, chunks: list[Chunk]) -> float:
 
 
 def _seconds_per_query(run: TextRun, see: SeeOf, tokens: int) -> float:
-    """The mean seconds of a query with all keys, in all layers whose queries are the text's."""
+    """The seconds of a query with all keys, summed over the layers that read the text."""
     arguments = _arguments(run)
     timed: dict[tuple[object, ...], float] = {}
     total = 0.0
     for layer in run.layers:
         if layer.half == "decoder":
-            continue  # its queries are those of the target
+            continue  # its queries are tokens of the target, not of the text
         module = layer.module
         seen = see(layer, Chunk(0, 2)) is not None
         kind = (seen, module.heads, module.key_heads, module.head_dim)
@@ -116,10 +119,13 @@ def _seconds_per_query(run: TextRun, see: SeeOf, tokens: int) -> float:
 def _one_query(
     layer: AttentionLayer, tokens: int, see: SeeOf, mask: Mask | None, bias: Bias | None
 ) -> float:
-    """The seconds of one query: the difference between many and few, without a call's overhead."""
+    """The seconds of one query in one layer.
+
+    The difference of two timings, of many and of few queries, excludes the overhead of a call.
+    """
     module, weight = layer.module, layer.module.qkv.weight
     rows = max(min(MAX_TIMED_QUERIES, tokens // 16), 4)
-    # A causal query attends to half of the keys on average. The last query is at the last key.
+    # Under a causal mask a query attends to half of the keys on average.
     keys = (tokens + rows) // 2 if isinstance(mask, Causal) else tokens
     make = torch.Generator(weight.device).manual_seed(0)
     sizes = ((module.heads, rows), (module.key_heads, keys), (module.key_heads, keys))
@@ -142,7 +148,7 @@ def _one_query(
 
 
 def _arguments(run: TextRun) -> dict[str, tuple[Mask | None, Bias | None]]:
-    """The mask and the bias that each layer is called with."""
+    """The mask and the bias that the model passes to each layer, by the layer's name."""
     arguments: dict[str, tuple[Mask | None, Bias | None]] = {}
 
     def recorder(layer: AttentionLayer) -> Callable[..., None]:
@@ -166,7 +172,7 @@ def _forward(
 
 
 def _timed(run: Callable[[], None]) -> float:
-    """The mean seconds of two runs, after one to warm up."""
+    """The mean seconds of two runs, after a run to warm up."""
     run()
     start = time.perf_counter()
     for _ in range(2):
@@ -175,21 +181,22 @@ def _timed(run: Callable[[], None]) -> float:
 
 
 def _memory(run: TextRun, longest: int) -> int:
-    """Bytes of the widest activations, the scores and the labels of ``longest`` tokens.
+    """The bytes of the widest activations and the scores of a chunk, and of the text's labels.
 
-    All of them grow with the length of a chunk, none with its square.
+    ``longest`` is the number of tokens of the longest chunk. Memory is proportional to it, not to
+    its square.
     """
     size = next(run.model.parameters()).element_size()
     widest = heads = 0
     for module in run.model.modules():
         if isinstance(module, MultiHeadAttention):
-            # The input, normalized or not; queries, keys and values; the output of the heads.
+            # The input before and after its norm; queries, keys and values; the heads' output.
             width = module.heads * module.head_dim
             widest = max(widest, 3 * module.qkv.in_features + module.qkv.out_features + 4 * width)
             heads = max(heads, module.heads)
         elif isinstance(module, FeedForward | GatedFeedForward):
             widest = max(widest, 3 * module.up.in_features + 2 * module.up.out_features)
-    # Scores and their exponentials, and the biases of all heads where positions are relative.
+    # Scores and their exponentials; with relative positions, the biases of all heads, too.
     relative = run.model.relative
     tiles = TILE * size * (2 + (2 + 2 * heads if relative else 0))
     held = longest * (widest * size + tiles)

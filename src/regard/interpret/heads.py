@@ -1,4 +1,4 @@
-"""The weights of one head as a map, and the keys one word attends to."""
+"""The weights of one head as a map, and the words that one word attends to."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from regard.models.model import AttentionLayer
 from regard.pictures.figures import Picture, pooled_map, top_keys, weight_map
 from regard.text.words import Word
 
-MAX_NAMED = 64  # tokens a side up to which the picture of a map names them
-MAX_CELLS = 256  # a side; maps of more tokens are pooled
-MAX_EXACT = 2**18  # weights of an exact map
+MAX_NAMED = 64  # rows or columns of a map whose picture labels every token
+MAX_CELLS = 256  # rows or columns of a whole map; larger maps are pooled
+MAX_EXACT = 2**18  # weights of a map that is not pooled
 
 
 @dataclass(frozen=True, eq=False)
 class HeadMap(Look):
-    """The weights of one head, [rows, columns] of its tokens, exact or pooled into fewer cells.
+    """The weights of one head, [query tokens, key tokens], exact or pooled into fewer cells.
 
-    A pooled cell is the weight that an average query of its row gives to all keys of its column.
+    In a pooled map a row is a range of queries, a column a range of keys. A cell is the sum of the
+    weights on the keys of its column, averaged over the queries of its row.
     """
 
     kind = "map"
@@ -47,8 +48,8 @@ class HeadMap(Look):
     def picture(self, *, without_first: bool = False) -> Picture:
         if without_first and self.columns.start:
             raise InputError(
-                f"The columns start at token {self.columns.start}: the first token is not among "
-                "them."
+                f"The columns start at token {self.columns.start}, so there is no first token to "
+                "leave out."
             )
         title = f"{self.model}: layer {self.layer}, head {self.head}"
         note = " ".join(self.notes)
@@ -78,7 +79,7 @@ class HeadMap(Look):
 
 
 class MapMeasurement:
-    """One head's map. The map of a long text that runs at once is pooled by the kernel."""
+    """One head's map. If a long text runs in one chunk, the kernel pools the map."""
 
     def __init__(
         self,
@@ -109,14 +110,13 @@ class MapMeasurement:
         if layer is not self.layer:
             return None
         if self.pooled:
-            # Cells cross the borders of chunks: take the weights of each chunk, and pool them in
-            # add().
+            # A cell may span two chunks: record the weights of each chunk, and pool them in add().
             return See(map=MAX_CELLS) if len(self.run.chunks) == 1 else See(weights=True)
         _, _, pairs = self._exact(chunk)
         return See(pairs=pairs) if len(pairs) else None
 
     def _exact(self, chunk: Chunk) -> tuple[range, range, Tensor]:
-        """The rows and columns within a chunk, and their pairs counted from its first token."""
+        """The map's rows and columns in a chunk, and their (query, key) pairs within the chunk."""
         queries, keys = self.run.ranges(self.layer, chunk)
         rows, columns = _overlap(self.rows, queries), _overlap(self.columns, keys)
         pairs = torch.cartesian_prod(
@@ -174,7 +174,7 @@ def _within(wanted: range | None, count: int, what: str) -> range:
     if wanted is None:
         return range(count)
     if not isinstance(wanted, range) or wanted.step != 1:
-        raise InputError(f"{what} are a range of tokens, as range(3, 9), but got {wanted!r}.")
+        raise InputError(f"{what} must be a range of tokens, as range(3, 9), but got {wanted!r}.")
     if not 0 <= wanted.start < wanted.stop <= count:
         raise InputError(
             f"{what} {wanted.start}:{wanted.stop} must lie within 0:{count}, the number of tokens."
@@ -189,13 +189,13 @@ def _overlap(first: range, second: range) -> range:
 
 @dataclass(frozen=True, eq=False)
 class WordKeys(Look):
-    """The words that one word attends to: the weights of one head, or the mean of several."""
+    """The weights of one word on all words, from one head or as a mean over several heads."""
 
     kind = "word"
 
     model: str
     word: str
-    times: int  # how often it is in the text; this is the first
+    times: int  # occurrences in the text; the weights are of the first one
     heads: str  # a description of the heads
     weights: Tensor  # [keys]
     keys: tuple[str, ...]
@@ -215,7 +215,7 @@ class WordKeys(Look):
 
 
 class WordMeasurement:
-    """The rows of one word's tokens, averaged over some layers and heads."""
+    """The rows of one word's tokens, of one head or averaged over layers and heads."""
 
     def __init__(
         self,
@@ -242,7 +242,7 @@ class WordMeasurement:
         return See(rows=rows) if layer in self.layers and rows else None
 
     def _places(self, layer: AttentionLayer, chunk: Chunk) -> list[tuple[int, int]]:
-        """Each token of the word in a chunk: its index in the word, and its query in the chunk."""
+        """For each token of the word in a chunk: its index in the word, and in the chunk."""
         queries, _ = self.run.ranges(layer, chunk)
         return [
             (index, place - queries.start)

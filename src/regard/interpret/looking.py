@@ -1,8 +1,8 @@
-"""look(): what each layer and head of a model does to a text.
+"""look(): show what each layer and head of a model attends to in a text.
 
 ``overview`` measures every head, ``heads`` shows one head or the keys of one word,
-``word_alignment`` aligns a translation with its source, ``comparison`` shows the difference of two
-results. ``runs`` runs the model and ``cost`` estimates what that takes.
+``word_alignment`` aligns a translation with its source, and ``comparison`` shows the difference of
+two results. ``runs`` runs the model, and ``cost`` estimates the time and memory of a run.
 """
 
 from __future__ import annotations
@@ -37,21 +37,22 @@ def look(
     on_estimate: Callable[[CostEstimate], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Overview | HeadMap | WordKeys | Alignment:
-    """Show what the heads of a model do to a text, as ``.picture()`` or ``.to_dict()``.
+    """Show what the heads of a model attend to in a text, as ``.picture()`` or ``.to_dict()``.
 
     ``model`` is a name, a folder, or a loaded model together with its ``tokenizer``. Layers and
-    heads count from 0; those of an encoder-decoder are named "encoder.0", "decoder.0", "cross.0".
-    The result depends on what is given:
+    heads count from 0; layers of an encoder-decoder are named "encoder.0", "decoder.0", "cross.0".
+    The arguments select the result:
 
-    - neither head nor word: an overview of all heads;
-    - ``layer`` and ``head``: that head's weights as a map, pooled where the text is long; ``rows``
-      and ``columns`` select an exact part of it;
-    - ``word``: the words it attends to most, in one head, or on average in a layer or in all;
+    - no head and no word: an overview of all heads;
+    - ``layer`` and ``head``: a map of that head's weights, pooled if the text is long; ``rows``
+      and ``columns`` select a part of the map to show exactly;
+    - ``word``: the weights of that word on all words, in one head, or as a mean over the heads of
+      one layer or of all layers;
     - ``alignment``: the source word of each word of a translation.
 
-    ``target`` is the text an encoder-decoder writes; without one it writes its own. Before a long
-    run, ``on_estimate`` is called with its cost, and may raise. ``progress`` is called with the
-    number of layers done and their total.
+    ``target`` is the output of an encoder-decoder; without it, the model generates one. Before a
+    long run, ``on_estimate`` is called with the cost, and may raise to cancel the run.
+    ``progress`` is called with the number of layers done and their total.
 
     >>> import torch
     >>> from regard import GPT2, GPT2Config, Tokenizer
@@ -67,7 +68,7 @@ def look(
     if word is not None and part:
         raise InputError("The keys of a word are one row: leave out rows and columns.")
     if part and (layer is None or head is None):
-        raise InputError("rows and columns are those of one head's map: give layer and head, too.")
+        raise InputError("rows and columns select a part of one head's map: give layer and head.")
     if head is not None and layer is None:
         raise InputError(f"Every layer has a head {head}: give the layer, too.")
     run = prepare_run(model, text, tokenizer=tokenizer, target=target)

@@ -1,4 +1,4 @@
-"""What all measurements of a run share: what to see of each layer, and the form of the result."""
+"""The interfaces of measurements and of their results."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Look:
     kind: ClassVar[str]
 
     def picture(self, *, without_first: bool = False) -> Picture:
-        """A picture; ``without_first`` leaves out the first token, where there is such a column."""
+        """A picture; ``without_first`` leaves out the column of the first token."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
@@ -51,13 +51,13 @@ def _plain(value: Any) -> Any:
 
 
 class Measurement(Protocol):
-    """One kind of look, taken while the model runs over the text chunk by chunk."""
+    """Computes one kind of result of ``look`` while the model runs over the chunks of a text."""
 
     def see(self, layer: AttentionLayer, chunk: Chunk) -> See | None:
-        """What to see of a layer in a chunk; None to skip it."""
+        """The fields to record of a layer in a chunk; None to skip it."""
 
     def add(self, layer: AttentionLayer, chunk: Chunk, seen: Seen) -> None:
-        """Add what was seen of a layer in a chunk."""
+        """Add the fields recorded of a layer in a chunk."""
 
     def result(self) -> Look:
-        """The result of all chunks."""
+        """The result over all chunks."""

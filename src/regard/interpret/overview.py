@@ -40,11 +40,11 @@ MEASURES = {
 
 @dataclass(frozen=True, eq=False)
 class Overview(Look):
-    """The measures of every head, each [layers, heads] and a mean over the queries.
+    """The measures of every head, each [layers, heads], averaged over the queries.
 
-    NaN where a layer has fewer heads or a measure is undefined: distance between two texts,
-    induction where no token repeats. The first token's own weights count in entropy and distance
-    only: under a causal mask it attends to itself alone.
+    A value is NaN if the layer has no such head or the measure is undefined: cross-attention has no
+    distance, and a text without repeated tokens has no induction. The query of the first token
+    counts only in entropy and distance, because under a causal mask it can attend only to itself.
     """
 
     kind = "overview"
@@ -102,7 +102,7 @@ class OverviewMeasurement:
 
     def __init__(self, run: TextRun) -> None:
         self.run = run
-        self._last: dict[tuple[str, Chunk], tuple[See, list[int]]] = {}  # layers share it
+        self._last: dict[tuple[str, Chunk], tuple[See, list[int]]] = {}  # the same for all layers
         self._sums: dict[str, dict[str, Tensor]] = {layer.name: {} for layer in run.layers}
         self._counts: dict[str, dict[str, int]] = {layer.name: {} for layer in run.layers}
 
@@ -110,7 +110,7 @@ class OverviewMeasurement:
         return self._see_and_counts(layer, chunk)[0]
 
     def _see_and_counts(self, layer: AttentionLayer, chunk: Chunk) -> tuple[See, list[int]]:
-        """What to see, and the number of pairs of first token, self, previous and induction."""
+        """The fields to record, and the number of pairs of each group of :func:`_pairs`."""
         if layer.across:
             return See(entropy=True, received=True), [0, 0, 0, 0]
         key = (layer.half, chunk)
@@ -131,7 +131,7 @@ class OverviewMeasurement:
         if seen.distance is not None:
             totals["distance"] = (seen.distance[0].sum(-1), len(queries))
         first, count = seen.received[0, :, 0], len(queries)
-        if keys.start and chunk.memory:  # the first key of this memory is not the text's first
+        if keys.start and chunk.memory:  # the first key in memory is not the text's first token
             first = torch.zeros_like(first)
         elif seen.pairs is not None and sizes[0]:
             first, count = first - seen.pairs[0, :, 0], count - 1
@@ -166,7 +166,7 @@ class OverviewMeasurement:
 
 
 def notes_on(run: TextRun) -> tuple[str, ...]:
-    """Sentences on how the text was run, where that limits what a result means."""
+    """Sentences for the caption: whether the text ran in segments, windows or the encoder only."""
     chunks = run.chunks
     notes = []
     if len(chunks) > 1 and chunks[1].memory:
@@ -185,12 +185,12 @@ def notes_on(run: TextRun) -> tuple[str, ...]:
 
 
 def _pairs(ids: Sequence[int], queries: int) -> list[Tensor]:
-    """The pairs (query, key) of the first token with itself, self, previous and induction.
+    """Pairs (query, key) in four groups: first token with itself, self, previous and induction.
 
-    The last ``queries`` of ``ids`` are the queries; those before them are in memory.
+    ``ids`` are the keys. The last ``queries`` of them are the queries, the others are in memory.
     """
     memory = len(ids) - queries
-    places = torch.arange(max(memory, 1), len(ids))  # of keys, except the first
+    places = torch.arange(max(memory, 1), len(ids))  # every query's own key, except the first
     first = torch.zeros((0 if memory else 1), 2, dtype=torch.long)
     own = torch.stack((places - memory, places), -1)
     previous = torch.stack((places - memory, places - 1), -1)

@@ -1,4 +1,4 @@
-"""Weights of tokens pooled into weights of words."""
+"""Pool attention weights between tokens into weights between words or sentences."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ from regard.text.words import Span, Word
 
 
 def join_words(weights: Tensor, queries: Sequence[Word], keys: Sequence[Word]) -> Tensor:
-    """Weights [..., q, k] of tokens as those of words: keys summed, queries averaged."""
+    """Weights between tokens [..., q, k] as weights between words.
+
+    The weights of a key word's tokens are summed, those of a query word's tokens averaged.
+    """
     rows = torch.stack([weights[..., word.places, :].mean(-2) for word in queries], -2)
     return torch.stack([rows[..., word.places].sum(-1) for word in keys], -1)
 
 
 def overlaps(tokens: Sequence[tuple[int, int]], units: Sequence[Span]) -> Tensor:
-    """The characters of each token within each unit (word, sentence): [tokens, units]."""
+    """The characters that each token shares with each word or sentence, [tokens, units]."""
     if not tokens or not units:
         return torch.zeros(len(tokens), len(units))
     token, unit = torch.tensor(tokens), torch.tensor(units)  # [n, 2]
@@ -33,10 +36,10 @@ def pool(
     keys: Sequence[tuple[int, int]],
     key_units: Sequence[Span],
 ) -> Tensor:
-    """Weights [..., tokens, tokens] as weights of units: [..., query units, key units].
+    """Pool weights [..., tokens, tokens] to [..., query units, key units].
 
-    A row is the mean over the tokens of its unit, a column the sum. A token in two units counts
-    for each by its share of characters.
+    A unit is a word or a sentence. Weights are averaged over the tokens of a query unit and summed
+    over the tokens of a key unit. A key token in two units is divided by its characters in each.
 
     >>> weights = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]])
     >>> tokens, word = [(0, 2), (2, 4)], [Span(0, 4)]

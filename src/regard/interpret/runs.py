@@ -1,7 +1,8 @@
 """Run a model over a text of any length, with names for its tokens, words and layers.
 
-A text longer than the model's positions runs in independent windows. A Transformer-XL runs segment
-by segment with its memory; relative and sinusoidal positions have no limit.
+If the text has more tokens than the model has positions, it runs in independent windows. A
+Transformer-XL runs segment by segment with its memory. Models with relative or sinusoidal positions
+have no limit and run the whole text at once.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from regard.text.languages import language_tags
 from regard.text.tokenizer import Tokenizer
 from regard.text.words import Tokens, Word, tokens_of, tokens_of_ids
 
-SEGMENT = 512  # tokens of a segment where the model remembers none
-MAX_SOURCE = 2048  # tokens up to which a target is generated
-MAX_TARGET = 256  # tokens of a generated target
+SEGMENT = 512  # tokens of a segment if the model's memory has length 0
+MAX_SOURCE = 2048  # tokens; no target is generated for a longer source
+MAX_TARGET = 256  # maximum number of tokens of a generated target
 
 
 class Chunk(NamedTuple):
-    """Tokens ``start`` to ``stop``, which run at once, after ``memory`` remembered ones."""
+    """The tokens from ``start`` to ``stop - 1``, run together after ``memory`` tokens in memory."""
 
     start: int
     stop: int
@@ -41,18 +42,18 @@ class Chunk(NamedTuple):
 
     @property
     def first(self) -> int:
-        """The first token that may be attended to."""
+        """The first token that this chunk can attend to."""
         return self.start - self.memory
 
 
-SeeOf = Callable[[AttentionLayer, Chunk], See | None]  # what to see of a layer in a chunk
+SeeOf = Callable[[AttentionLayer, Chunk], See | None]  # the fields to record; None to skip
 
 
 @dataclass(frozen=True, eq=False)
 class TextRun:
     """A model and the text to run it on.
 
-    ``target`` is the text an encoder-decoder writes; without one only its encoder runs.
+    ``target`` is the output of an encoder-decoder; without it, only the encoder runs.
     """
 
     model: Model
@@ -63,7 +64,7 @@ class TextRun:
     target: Tokens | None = None
 
     def layer(self, name: str | int) -> AttentionLayer:
-        """The layer with a name."""
+        """The layer of this name."""
         layers = {layer.name: layer for layer in self.layers}
         if str(name) in layers:
             return layers[str(name)]
@@ -74,7 +75,7 @@ class TextRun:
         )
 
     def check_head(self, layer: AttentionLayer, head: int) -> None:
-        """Raise InputError where a layer has no such head."""
+        """Raise InputError if the layer has no such head."""
         if not 0 <= head < layer.module.heads:
             raise InputError(
                 f"There is no head {head}: layer {layer.name} has heads 0 to "
@@ -84,8 +85,8 @@ class TextRun:
     def tokens_of(self, layer: AttentionLayer) -> tuple[Tokens, Tokens]:
         """The tokens of a layer's queries and of its keys.
 
-        A query of cross-attention is named by the token it predicts, a query of the decoder's
-        self-attention by its input, which is the token before.
+        A query of cross-attention is labelled with the token that it predicts. A query of the
+        decoder's self-attention is labelled with its input, the token before.
         """
         if self.target is None or layer.half != "decoder":
             return self.tokens, self.tokens
@@ -112,7 +113,7 @@ class TextRun:
         )
 
     def ranges(self, layer: AttentionLayer, chunk: Chunk) -> tuple[range, range]:
-        """Which queries and which keys of a layer one chunk computes."""
+        """The ranges of a layer's queries and keys in one chunk."""
         if layer.half == "decoder":
             queries, keys = self.tokens_of(layer)
             return range(len(queries)), range(chunk.stop if layer.across else len(keys))
@@ -124,10 +125,10 @@ class TextRun:
         add: Callable[[AttentionLayer, Chunk, Seen], None],
         tick: Callable[[], None] | None = None,
     ) -> None:
-        """Run the model chunk by chunk, and pass what ``see`` selects to ``add``.
+        """Run the model chunk by chunk, and pass the fields that ``see`` requests to ``add``.
 
-        ``tick`` is called after every layer. Chunks of which nothing is seen do not run, unless
-        the model's memory depends on them.
+        ``tick`` is called after every layer. Chunks without requested fields are skipped, unless
+        the model has a memory.
         """
         memories = self.model.remember()
         for chunk in self.needed_chunks(see):
@@ -143,13 +144,13 @@ class TextRun:
 
     @torch.no_grad()
     def forward(self, chunk: Chunk, memories: Memories | None = None) -> None:
-        """Run the model over one chunk; its outputs are dropped."""
+        """Run the model over one chunk, and discard its output."""
         target = None if self.target is None else self.target.ids
         with evaluating(self.model), uncompiled():
             self.model.run_over(self.tokens.ids[chunk.start : chunk.stop], target, memories)
 
     def needed_chunks(self, see: SeeOf) -> list[Chunk]:
-        """The chunks that run: those of which something is seen, or all where there is memory."""
+        """The chunks to run: those with requested fields, or all if the model has a memory."""
         if self.model.remembers:
             return list(self.chunks)
         return [
@@ -179,14 +180,14 @@ def prepare_run(
     tokenizer: Tokenizer | None = None,
     target: str | None = None,
 ) -> TextRun:
-    """The run of a model, given as an object, a bundle, a name or a folder, over a text.
+    """Load the model if necessary, tokenize the text, and cut it into chunks.
 
-    Without a ``target``, an encoder-decoder generates one if the text is not too long.
+    Without a ``target``, an encoder-decoder generates one for a text of up to MAX_SOURCE tokens.
     """
     if not isinstance(model, Model | Bundle | str | os.PathLike):
         raise InputError(
-            f"{type(model).__name__} is no model of regard: give its name or its folder (save it "
-            "there first), or use regard.watch(...)."
+            f"{type(model).__name__} is not a model of regard. Save it and give its folder, or use "
+            "regard.watch(...)."
         )
     if not isinstance(model, Model):
         bundle = model if isinstance(model, Bundle) else open_bundle(model)
@@ -229,7 +230,7 @@ def prepare_run(
 
 
 def _generate_target(model: EncoderDecoder, tokenizer: Tokenizer, tokens: Tokens) -> Tokens:
-    """What the model writes for a text by greedy search, with its end token."""
+    """The output of the model for a text by greedy decoding, with its end token."""
     end = model.config.end_token
     stop = [] if end is None else [end]
     with evaluating(model):
@@ -238,7 +239,7 @@ def _generate_target(model: EncoderDecoder, tokenizer: Tokenizer, tokens: Tokens
 
 
 def _chunks(model: Model, tokens: Tokens) -> tuple[Tokens, tuple[Chunk, ...]]:
-    """The tokens that run through a model of one stack, and the chunks they run in."""
+    """The tokens to run through a model that is not an encoder-decoder, and their chunks."""
     if model.remembers:
         size = model.config.memory or SEGMENT
         edges = [*range(0, len(tokens), size), len(tokens)]
@@ -248,7 +249,7 @@ def _chunks(model: Model, tokens: Tokens) -> tuple[Tokens, tuple[Chunk, ...]]:
     size = model.longest
     if size is None or len(tokens) <= size:
         return tokens, (Chunk(0, len(tokens)),)
-    # Every window has the special tokens around a text, such as [CLS] and [SEP].
+    # Repeat the special tokens around a text, such as [CLS] and [SEP], in every window.
     around = set(tokens.added)
     before = [place for place in tokens.added if place < len(tokens) // 2]
     after = [place for place in tokens.added if place >= len(tokens) // 2]
@@ -266,7 +267,7 @@ def _chunks(model: Model, tokens: Tokens) -> tuple[Tokens, tuple[Chunk, ...]]:
 
 
 def _ordered(tokens: Tokens, order: list[int]) -> Tokens:
-    """The tokens in another order; special ones may come several times."""
+    """The tokens at the places in ``order``; special tokens may be repeated."""
     word_of = {place: word for word in tokens.words for place in word.places}
     words: list[Word] = []
     for index, place in enumerate(order):

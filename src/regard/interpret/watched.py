@@ -12,9 +12,9 @@ from regard.mechanism.seeing import See, Seen
 
 
 class Watched(Mapping[str, list[Seen]]):
-    """What was seen of each layer: its name, and a list with one ``Seen`` a call.
+    """A mapping from the name of each layer to a list with one ``Seen`` for each call.
 
-    Names are those of ``model.named_modules()``, in the order of their first calls.
+    Names come from ``model.named_modules()``, in the order of the layers' first calls.
 
     >>> import torch
     >>> from regard import GPT2, GPT2Config, See, watch
@@ -27,11 +27,11 @@ class Watched(Mapping[str, list[Seen]]):
 
     def __init__(self) -> None:
         self._calls: list[tuple[str, Seen]] = []
-        self._passed_on = 0  # calls given to the ``each`` callback
+        self._passed_on = 0  # calls passed to the ``each`` callback
 
     @property
     def calls(self) -> list[tuple[str, Seen]]:
-        """Every call in order, as the name of the layer and what was seen."""
+        """Every call in order: the layer's name and its ``Seen``."""
         return list(self._calls)
 
     def __getitem__(self, name: str) -> list[Seen]:
@@ -53,7 +53,7 @@ class Watched(Mapping[str, list[Seen]]):
         return f"{layers} layer{'s' * (layers != 1)}, {calls} call{'s' * (calls != 1)}"
 
     def _summary(self) -> Iterator[tuple[str, str, str]]:
-        """For each layer its name, the number of its calls, and the extent of the last."""
+        """For each layer its name, the number of its calls, and the sizes of the last call."""
         for name, calls in self.items():
             batch, heads, queries, keys = calls[-1].extent
             yield (
@@ -88,7 +88,7 @@ class Watched(Mapping[str, list[Seen]]):
 
 
 class Watcher:
-    """One ``with watch(...)``: the modules it watches, what to see of them, and the record."""
+    """One ``with watch(...)``: the watched modules, the fields to record, and the record."""
 
     def __init__(
         self, model: nn.Module, see: See, each: Callable[[str, Seen], None] | None
@@ -102,7 +102,7 @@ class Watcher:
 
     @property
     def active(self) -> bool:
-        """Whether the current thread or task entered this watcher's ``with``."""
+        """Whether the current thread or task is inside this watcher's ``with`` block."""
         return self in active_watchers.get()
 
     def record(self, module: nn.Module, seen: Seen) -> None:

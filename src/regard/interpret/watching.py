@@ -1,7 +1,7 @@
-"""watch(model, See(...)): what every attention layer does, while the model runs.
+"""watch(model, See(...)): record what every attention layer computes while the model runs.
 
-Each library's layers are watched by its adapter. A watcher records the calls of the thread or task
-that entered the ``with``, and of no other.
+Each library has an adapter that watches its layers. A watcher records only the calls of the thread
+or asyncio task that entered its ``with`` block.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ ADAPTERS: tuple[Adapter, ...] = (RegardAdapter(), TransformersAdapter())
 def watch(
     model: nn.Module, see: See, each: Callable[[str, Seen], None] | None = None
 ) -> Iterator[Watched]:
-    """Record what each attention layer of ``model`` does, call by call, while the model runs.
+    """Record the fields of ``see`` for each call of each attention layer of ``model``.
 
     ``model`` is a model of regard, any module that holds :class:`MultiHeadAttention`, or a model of
-    transformers 4.57 or later whose attention goes through the attention registry (before
-    transformers 5, BERT and T5 do not, and are refused). Its output stays the same within rounding,
-    and afterwards it is unchanged. Run it under ``torch.no_grad()`` where no gradient of what was
-    seen is needed. A position of a ``transformers`` model with nothing to attend to, such as
-    padding on the left, yields zeros, as everywhere in regard.
+    transformers 4.57 or later whose attention goes through the attention registry. (Before
+    transformers 5, BERT and T5 do not use the registry, and are refused.) Watching changes the
+    output by rounding at most, and leaves the model unchanged. Run the model under
+    ``torch.no_grad()`` unless you need gradients of the recorded fields. A query whose keys are
+    all masked, such as padding on the left, yields zeros, as everywhere in regard.
 
-    With ``each`` nothing is kept: after every call it is passed the name of the layer and what was
-    seen, so that the layers of a long text need not be held together.
+    With ``each``, nothing is stored: after every call, ``each`` is called with the layer's name and
+    its ``Seen``. This saves memory for long texts.
 
     >>> import torch
     >>> from regard import See, watch
@@ -64,8 +64,8 @@ def watch(
         shared = [type(module).__name__ for module in watcher.names if module in other.names]
         if shared:
             raise InputError(
-                f"{shared[0]} is being watched already. Give the outer watch(...) all fields, as "
-                "in See(entropy=True, top=8)."
+                f"{shared[0]} is being watched already. Give all fields to the outer watch(...), "
+                "as in See(entropy=True, top=8)."
             )
     for adapter, modules in parts:
         for module in modules:

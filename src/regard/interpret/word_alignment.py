@@ -1,10 +1,11 @@
-"""Which source word each target word came from, by the cross-attention head that aligns best.
+"""Align each target word with a source word, by the cross-attention head that aligns best.
 
-No head is trained to align, and most do not. To find one that does, each source word is left out
-in turn: a target word depends on it where it becomes less likely. The head that aligns best puts
-the most weight on the source words that target words depend on most. Many heads attend to the
-source of a word in the step after it (https://arxiv.org/abs/2004.14837), when it is the decoder's
-input, so each head is tried in both steps.
+No head is trained to align, and most heads do not. To find the best head, each source word is left
+out in turn. The effect of a source word on a target word is the log-probability that the target
+word loses. The best head has the largest mean weight on the source word with the largest effect.
+
+Many heads attend to the source of a word one decoding step later, when the word is the decoder's
+input (https://arxiv.org/abs/2004.14837). So each head is scored in both steps.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from regard.pictures.figures import Picture, alignment
 from regard.text.tokenizer import Tokenizer
 from regard.text.words import Tokens, Word, tokens_of_ids
 
-MAX_WORDS = 256  # of a source
+MAX_WORDS = 256  # of the source
 BATCH = 32
 
 
@@ -33,9 +34,9 @@ BATCH = 32
 class Alignment(Look):
     """The weights of one cross-attention head, from target words to source words.
 
-    A row is of the step that predicts the target word, or of the step after, which reads it: the
-    weights on a source word's tokens are summed, and averaged over the target word's tokens.
-    Special tokens are left out, so a row may sum to less than 1.
+    Rows come from the decoding step that predicts the target word or, if ``read``, from the step
+    after, whose input is the word. Weights are summed over the source word's tokens and averaged
+    over the target word's tokens. Special tokens are left out, so a row may sum to less than 1.
     """
 
     kind = "alignment"
@@ -46,8 +47,8 @@ class Alignment(Look):
     effect: Tensor  # [target, source]: log-probability lost without a source word
     layer: int  # of the decoder
     head: int
-    read: bool  # whether rows are of the step that reads a word, not of that which predicts it
-    scores: Tensor  # [layers, heads]: the mean weight on the source word of the largest effect
+    read: bool  # True: the step whose input is the word; False: the step that predicts it
+    scores: Tensor  # [layers, heads]: the mean weight on the source word with the largest effect
 
     @property
     def score(self) -> float:
@@ -56,7 +57,7 @@ class Alignment(Look):
 
     @property
     def pairs(self) -> list[tuple[str, str]]:
-        """Each target word with the source word of its largest weight."""
+        """Each target word with the source word on which it has the largest weight."""
         best = self.weights.argmax(-1).tolist()
         return [(word, self.source[index]) for word, index in zip(self.target, best, strict=True)]
 
@@ -93,16 +94,16 @@ def align(
     layer: int | None = None,
     head: int | None = None,
 ) -> Alignment:
-    """Align ``target``, the ids a model wrote, with ``source``, the ids it read.
+    """Align ``target``, the ids that a model generated, with ``source``, its input ids.
 
-    Without ``layer`` and ``head`` it is the head that aligns best. Both may hold special tokens;
-    ``target`` does not hold the start token.
+    Without ``layer`` and ``head``, use the head that aligns best. Both texts may hold special
+    tokens, but ``target`` must not hold the start token.
     """
     if not isinstance(model, EncoderDecoder):
         raise InputError(f"{type(model).__name__} has no cross-attention to align words by.")
     if (layer is None) != (head is None):
         raise InputError("align() takes layer and head together, or neither.")
-    reader = Tokenizer(tokenizer.tokenizer)  # without the target's vocabulary, if that differs
+    reader = Tokenizer(tokenizer.tokenizer)  # the source side of a tokenizer with two vocabularies
     read, written = tokens_of_ids(reader, source), tokens_of_ids(tokenizer.target, target)
     sources, targets = _words(read, "source"), _words(written, "target")
     if len(sources) > MAX_WORDS:
@@ -127,7 +128,7 @@ def align(
 
 
 def step_name(read: bool) -> str:
-    """In words, the decoding step whose weights align a head's words."""
+    """A phrase for captions: the decoding step whose weights give the alignment."""
     return "once each word is read" if read else "as each word is written"
 
 
@@ -139,7 +140,7 @@ def _words(tokens: Tokens, side: str) -> list[Word]:
 
 
 def _membership(tokens: Tokens, words: Sequence[Word]) -> Tensor:
-    """1 where a token belongs to a word: [tokens, words]."""
+    """A table [tokens, words], 1 where the token belongs to the word, else 0."""
     table = torch.zeros(len(tokens), len(words))
     for column, word in enumerate(words):
         table[list(word.places), column] = 1
@@ -147,9 +148,9 @@ def _membership(tokens: Tokens, words: Sequence[Word]) -> Tensor:
 
 
 class TextPair(NamedTuple):
-    """The ids of a source and of a target, and the share of each token in each word.
+    """The ids of a source and of a target, and the share of each token that lies in each word.
 
-    The shares of a token are zeros where it belongs to no word.
+    A token that belongs to no word has a row of zeros.
     """
 
     source: Sequence[int]
@@ -163,7 +164,7 @@ class BestHead(NamedTuple):
 
     layer: int
     head: int
-    read: bool  # whether it aligns in the step that reads a word, not in that which predicts it
+    read: bool  # True: the step whose input is the word; False: the step that predicts it
     weights: list[Tensor]  # [target words, source words]
     effects: list[Tensor]  # [target words, source words]
     scores: Tensor  # [layers, heads]
@@ -177,16 +178,16 @@ def best_head(
     chosen: tuple[int, int] | None = None,
     batch: int = BATCH,
 ) -> BestHead:
-    """The head that aligns the words of all pairs best, or ``chosen``, in the better step.
+    """The head that aligns the words of all pairs best, or ``chosen``, in the better of two steps.
 
-    ``weights`` are what :func:`cross_weights` gives for the pairs.
+    ``weights`` are the outputs of :func:`cross_weights` for the pairs.
     """
     effects = [_effect(model, pair, batch) for pair in pairs]
     depends = torch.cat([effect.amax(-1) > 0 for effect in effects])
     if not bool(depends.any()):
         depends = torch.ones_like(depends)
     by_step, scores = [], []
-    for rows in (slice(None, -1), slice(1, None)):  # steps that predict, and steps that read
+    for rows in (slice(None, -1), slice(1, None)):  # steps that predict each token, or read it
         joined = [
             _joined(each[:, :, rows], pair) for each, pair in zip(weights, pairs, strict=True)
         ]
@@ -216,7 +217,7 @@ def cross_weights(
 ) -> Iterator[Tensor]:
     """The cross-attention of each target to its source: [layers, heads, target + 1, source].
 
-    Row i is of the step that predicts token i of the target, row i + 1 of the step that reads it.
+    Row i is the step that predicts token i of the target. Row i + 1 is the step whose input is it.
     """
     crossing = nn.ModuleList(layer.module for layer in model.attention_layers() if layer.across)
     start, device = model.start_token, model.device
@@ -235,7 +236,10 @@ def cross_weights(
 
 
 def _joined(weights: Tensor, pair: TextPair) -> Tensor:
-    """Weights of tokens as weights of words: keys summed by their shares, queries averaged."""
+    """Weights between tokens as weights between words.
+
+    Key tokens are summed by their shares in a word, query tokens are averaged.
+    """
     rows = (pair.targets > 0).float()
     rows = rows / rows.sum(0).clamp(min=1)
     return rows.t() @ weights @ pair.sources
@@ -243,7 +247,7 @@ def _joined(weights: Tensor, pair: TextPair) -> Tensor:
 
 @torch.no_grad()
 def _effect(model: EncoderDecoder, pair: TextPair, batch: int) -> Tensor:
-    """The log-probability each target word loses without each source word: [target, source]."""
+    """The log-probability each target word loses without each source word, [target, source]."""
     targets, sources = pair.targets > 0, pair.sources > 0
     if sources.shape[1] == 1:
         return torch.ones(targets.shape[1], 1)

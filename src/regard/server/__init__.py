@@ -1,1 +1,1 @@
-"""The tasks over HTTP, and the page."""
+"""The HTTP server: the tasks as JSON requests, and a web page."""

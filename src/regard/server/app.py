@@ -1,4 +1,4 @@
-"""The application: requests go to the worker, and its results come back as JSON."""
+"""The ASGI application: it passes requests to the worker and returns the results as JSON."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from regard.server.pool import Models
 from regard.server.worker import Busy, Worker
 
 LOG = logging.getLogger("regard.server")
-SHADES = 64  # of the page's colour ramp
-CLIENT_LEFT = 499  # the status of a request whose client has left; no client sees it
+SHADES = 64  # in the colour ramp of the page
+CLIENT_LEFT = 499  # the status of a request whose client has disconnected; no client sees it
 T = TypeVar("T")
 
 
@@ -36,7 +36,7 @@ def build(models: Models, worker: Worker, host: str = "127.0.0.1") -> FastAPI:
         title="regard",
         version=__version__,
         description="Fast attention you can see.",
-        docs_url=None,  # those pages load files from other sites
+        docs_url=None,  # FastAPI's documentation pages load files from other sites
         redoc_url=None,
     )
     app.add_middleware(Gate, host=host)
@@ -62,17 +62,17 @@ def build(models: Models, worker: Worker, host: str = "127.0.0.1") -> FastAPI:
 def _endpoint(
     kind: type[own.Request], worker: Worker
 ) -> Callable[[own.Request, Connection], Awaitable[Response]]:
-    """The function that answers requests of one kind."""
+    """The route handler for one kind of request."""
 
     async def respond(request: own.Request, connection: Connection) -> Response:
         if not (isinstance(request, own.Complete) and request.stream):
             return _json(await _while_connected(connection, worker.run(request)))
         pieces = worker.stream(request)
-        # An error before the first piece can still set the status.
+        # Wait for the first piece: an error before it can still set the status.
         first = await _while_connected(connection, _next(pieces))
         return StreamingResponse(_lines(first, pieces), media_type="application/x-ndjson")
 
-    respond.__annotations__["request"] = kind  # FastAPI reads the fields of a body here
+    respond.__annotations__["request"] = kind  # FastAPI reads the type of the body here
     return respond
 
 
@@ -81,7 +81,7 @@ class _ClientLeft(Exception):  # noqa: N818
 
 
 async def _while_connected(connection: Connection, work: Coroutine[Any, Any, T]) -> T:
-    """The result of ``work``, which is cancelled if the client leaves."""
+    """The result of ``work``, which is cancelled if the client disconnects."""
     working = asyncio.create_task(work)
     leaving = asyncio.create_task(_disconnected(connection))
     try:
@@ -128,7 +128,7 @@ def _error_body(kind: str, message: str) -> dict[str, Any]:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    """Give all errors one form. The details of a bug go to the log only."""
+    """Return all errors in the same JSON form. The details of a bug go only to the log."""
 
     def refuse(status: int, message: str, kind: str = "InputError") -> Response:
         return _json(_error_body(kind, message), status)
@@ -171,7 +171,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 
 def _validation_message(path: str, problem: dict[str, Any]) -> str:
-    """What is wrong with a body, what was given, and what to do, in one line."""
+    """One line on an invalid body: what is wrong, what was given, and what to do."""
     fields = [str(part) for part in problem["loc"][1:]]
     name = fields[0] if fields else "The body"
     match problem["type"]:
@@ -193,7 +193,7 @@ def _validation_message(path: str, problem: dict[str, Any]) -> str:
     if isinstance(problem["input"], bytes):
         return "The body is not marked as JSON. Send Content-Type: application/json (curl --json)."
     given = json.dumps(problem["input"], ensure_ascii=False)
-    given = given.encode(errors="backslashreplace").decode()  # half a character cannot be sent
+    given = given.encode(errors="backslashreplace").decode()  # UTF-8 has no lone surrogates
     short = given if len(given) <= 40 else f"{given[:39]}…"
     return f"{name} of POST {path} is wrong: {problem['msg'].lower()}, but got {short}."
 
@@ -202,7 +202,7 @@ def _validation_message(path: str, problem: dict[str, Any]) -> str:
 
 
 def _add_page(app: FastAPI) -> None:
-    """Serve the page. All its files are in this package; it loads none from other sites."""
+    """Serve the page. All its files are in this package; it loads no files of other sites."""
     here = files("regard.server") / "web"
     known = {"version": __version__, "measures": {n: m._asdict() for n, m in MEASURES.items()}}
     facts = json.dumps(known).replace("<", "\\u003c")
@@ -225,8 +225,8 @@ def _add_page(app: FastAPI) -> None:
 def _colours() -> str:
     """The colours of pictures as CSS variables.
 
-    They are --paper, --ink, ..., the shades --s0 (least) to --s63 (most), and --o0 to --o63, the
-    colours of text on those shades.
+    The variables are --paper, --ink, ..., the shades --s0 (weight 0) to --s63 (the largest weight),
+    and --o0 to --o63, the colour of text on each shade.
     """
 
     def rules(dark: bool) -> str:

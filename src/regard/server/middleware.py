@@ -1,4 +1,4 @@
-"""The gate: it refuses foreign host names, pages of other sites, and bodies that are too large."""
+"""Middleware that refuses foreign host names, pages of other sites, and too large bodies."""
 
 from __future__ import annotations
 
@@ -25,10 +25,11 @@ HEADERS = {
 
 
 class Gate:
-    """A check of each request before the application gets it.
+    """ASGI middleware that checks each request before the application gets it.
 
-    Another site can point its own host name at this machine, and then a browser lets its pages read
-    our responses (DNS rebinding). So the Host header must be an address, localhost or our name.
+    Another site can point its own host name at this machine, so that a browser lets its pages read
+    the responses of this server (DNS rebinding). So the Host header must be an IP address,
+    localhost, or the name of this machine or of the server.
     """
 
     def __init__(self, app: ASGIApp, host: str) -> None:
@@ -60,7 +61,7 @@ class Gate:
         await self.app(scope, receive_limited, send_with_headers)
 
     def _refused(self, headers: Headers) -> tuple[int, str] | None:
-        """The status and the reason, if the headers of a request are refused."""
+        """The status and the reason if the headers of a request are refused, else None."""
         host = headers.get("host", "")
         if not self._is_our_name(host):
             return 403, (

@@ -1,4 +1,4 @@
-"""The models of a server: installed and cached ones, and those named at the start."""
+"""The models of a server: installed models, cached models, and those named at its start."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from regard.models import catalog
 from regard.models.bundle import Bundle, open_bundle
 from regard.models.catalog import Known
 
-# The requests that a model can answer, by its task. Any model can be looked at and explained.
+# The requests that a model can answer, by its task. Every model also answers look and explain.
 _REQUESTS = {
     "translation": ("translate",),
     "summarization": ("summarize",),
@@ -38,9 +38,9 @@ class Models:
         return [*self._given.values(), *catalog.known()]
 
     def name(self, name: str) -> str:
-        """The name itself, if the server has the model."""
+        """Return the name if the server has the model, else raise UnknownModelError."""
         if name in self._given or name in cards.names():
-            return name  # without reading the cache
+            return name  # no need to read the Hugging Face cache
         names = [model.name for model in self.all()]
         if name in names:
             return name
@@ -52,7 +52,7 @@ class Models:
         )
 
     def loaded(self, name: str) -> Bundle:
-        """A model with its tokenizer; the tasks use the same one."""
+        """The model of this name, with its tokenizer, from the cache that the tasks use."""
         return open_bundle(self.name(name), device=self.device)
 
     def to_dict(self) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class Models:
 
 def _described(model: Known) -> dict[str, Any]:
     fields = asdict(model)
-    del fields["folder"]  # private: a path of this machine
+    del fields["folder"]  # a path of this machine, which clients need not see
     languages = cards.card(model.name).languages if model.origin == "shipped" else ""
     return {
         **fields,

@@ -1,7 +1,7 @@
 """Start the HTTP server.
 
-``api`` has the requests and ``limits`` their limits, ``worker`` runs them, ``app`` serves them over
-HTTP, ``middleware`` refuses foreign and oversized requests, and ``web`` is the page.
+``api`` defines the requests and ``limits`` their limits. ``worker`` runs them, and ``app`` serves
+them over HTTP. ``middleware`` refuses foreign and oversized requests. ``web`` has the web page.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from regard.server.limits import SHUTDOWN_SECONDS
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket for :func:`serve`. Port 0 takes a free port.
+    """A listening socket for :func:`serve`. Port 0 selects a free port.
 
-    Call it first: it reports a missing package or a port in use before PyTorch is loaded.
+    A missing package or a port in use is reported here, before PyTorch is loaded.
     """
     for name in ("fastapi", "uvicorn"):
         try:
@@ -39,7 +39,7 @@ def listen(host: str, port: int) -> socket.socket:
     family, _, _, _, address = addresses[0]
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # Without it, a port stays taken for a while after its server has ended.
+        # Without SO_REUSEADDR, the port cannot be used for a while after a server has ended.
         if os.name == "posix":
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
@@ -58,9 +58,10 @@ def serve(
     device: str = "cpu",
     started: Callable[[str], None] = lambda _: None,
 ) -> None:
-    """Serve until a signal ends it. ``started`` gets the address once the server accepts requests.
+    """Serve until a signal stops the server.
 
-    ``models`` are names or folders, and are loaded first.
+    ``models`` are names or folders, and are loaded first. ``started`` is called with the URL when
+    the server accepts requests.
     """
     import uvicorn
 
@@ -93,7 +94,7 @@ def serve(
     with suppress(KeyboardInterrupt):  # Ctrl-C is how a server is stopped
         Server(config).run(sockets=[listening])
     if worker.busy:
-        os._exit(0)  # PyTorch cannot be interrupted, and no file is open for writing
+        os._exit(0)  # PyTorch cannot be interrupted; no file is open for writing
 
 
 def _why_not_listening(host: str, port: int, error: OSError) -> str:

@@ -1,4 +1,4 @@
-"""One thread runs all requests, in order; those with an equal batch key run together."""
+"""A single thread runs all requests in order; requests with equal batch keys run together."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ class Request(Protocol):
 
     @property
     def batch_key(self) -> Hashable | None:
-        """Requests with an equal key may run together; one with None runs alone."""
+        """Requests with equal keys may run together. A request whose key is None runs alone."""
 
     @classmethod
     def run_many(cls, requests: Sequence[Self], models: Models, check: Check) -> Sequence[Any]:
-        """The result of each request. ``check`` raises once every client has left."""
+        """The result of each request. ``check`` raises if all clients have disconnected."""
 
 
 class StreamedRequest(Request, Protocol):
@@ -34,23 +34,23 @@ class StreamedRequest(Request, Protocol):
 
 
 class Busy(Exception):  # noqa: N818  # neither a bug nor a mistake of the client
-    """Too many requests wait, or the server is closing."""
+    """Too many requests are waiting, or the server is closing."""
 
 
 class ClientsLeft(Exception):  # noqa: N818
-    """Every client of the running requests has left."""
+    """All clients of the running requests have disconnected."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Ticket:
-    """A request that waits or runs. Its result is done early if the client leaves."""
+    """A request that waits or runs. If its client disconnects, ``result`` is cancelled."""
 
     request: Request
-    emit: Callable[[Any], object] | None = None  # takes the pieces of a streamed request
+    emit: Callable[[Any], object] | None = None  # called with each piece of a streamed request
     result: Future[Any] = field(default_factory=Future)
 
     def finish(self, result: Any) -> None:
-        with suppress(InvalidStateError):  # the client has left
+        with suppress(InvalidStateError):  # the client has disconnected
             if isinstance(result, BaseException):
                 self.result.set_exception(result)
             else:
@@ -58,7 +58,7 @@ class _Ticket:
 
 
 class Worker:
-    """Runs requests in its own thread. Two requests never use a model at the same time."""
+    """Runs requests in its own thread, so that no two threads use a model at the same time."""
 
     def __init__(self, models: Models) -> None:
         self._models = models
@@ -74,21 +74,21 @@ class Worker:
 
     @property
     def busy(self) -> bool:
-        """Whether a request runs."""
+        """Whether a request is running."""
         return bool(self._running)
 
     def close(self) -> None:
-        """Accept no more requests, and answer every open one with :class:`Busy`."""
+        """Accept no more requests, and answer all waiting and running ones with :class:`Busy`."""
         self._thread.shutdown(wait=False, cancel_futures=True)
         for ticket in (*self._line, *self._running):
             ticket.finish(Busy("The server is closing."))
 
     async def run(self, request: Request) -> Any:
-        """The result of a request. Cancelling this drops the request."""
+        """The result of a request. Cancelling this call cancels the request."""
         return await asyncio.wrap_future(self._enter(_Ticket(request)).result)
 
     async def stream(self, request: StreamedRequest) -> AsyncIterator[Any]:
-        """The pieces of a request's result, as they are made."""
+        """Yield each piece of a request's result as soon as it is computed."""
         loop, pieces, end = asyncio.get_running_loop(), asyncio.Queue[Any](), object()
         ticket = _Ticket(request, lambda piece: loop.call_soon_threadsafe(pieces.put_nowait, piece))
         result = asyncio.wrap_future(self._enter(ticket).result)
@@ -113,7 +113,7 @@ class Worker:
         return ticket
 
     def _run_next(self) -> None:
-        """Run the first waiting request, and those behind it with the same batch key."""
+        """Run the first waiting request, with later requests that have the same batch key."""
         with self._lock:
             line = [ticket for ticket in self._line if not ticket.result.done()]
             key = line[0].request.batch_key if line else None
@@ -128,7 +128,7 @@ class Worker:
             ticket.finish(result)
 
     def _results(self, batch: Sequence[_Ticket]) -> Sequence[Any]:
-        """The result of each request, or what it raised."""
+        """The result of each request, or the exception that it raised."""
 
         def check() -> None:
             if all(ticket.result.done() for ticket in batch):
@@ -136,15 +136,15 @@ class Worker:
 
         requests = [ticket.request for ticket in batch]
         try:
-            if not batch:  # the request ran in an earlier batch, or its client has left
+            if not batch:  # the request ran in an earlier batch, or its client has disconnected
                 return []
             if (emit := batch[0].emit) is not None:
                 for piece in cast("StreamedRequest", requests[0]).pieces(self._models, check):
                     emit(piece)
                 return [None]
             return requests[0].run_many(requests, self._models, check)
-        except Exception as error:  # noqa: BLE001  # it is the result of a request
+        except Exception as error:  # noqa: BLE001  # the caller of run() gets it
             if len(batch) == 1 or isinstance(error, ClientsLeft):
                 return [error] * len(batch)
-            # One of them is wrong. Alone, each gets its own result or error.
+            # One of the requests is wrong. Run each alone, so that the others get results.
             return [result for ticket in batch for result in self._results([ticket])]

@@ -1,16 +1,16 @@
-"""Translate, summarize, answer and complete: what people use these models for.
+"""The tasks: translate, summarize, answer and complete.
 
 A task takes one text and returns a record, or takes a list of texts and returns a list of records.
 All tasks share these options:
 
 - ``model``: the name of a shipped model, a folder, or a model of the Hugging Face hub.
-- ``how``: the decoding, as a strategy such as ``Beam(num_beams=4)``, or as the settings that differ
-  from the model's own, such as ``{"num_beams": 4}``.
+- ``how``: the decoding strategy, such as ``Beam(num_beams=4)``, or only the settings to change from
+  the model's defaults, such as ``{"num_beams": 4}``.
 - ``max_new_tokens``: the maximum number of tokens to generate for a text, a sentence or a part.
 - ``batch``: how many texts go through the model together.
-- ``attended``: whether to return attention weights between words, which takes one more pass.
-- ``device`` and ``precision``: where the model runs, and in float32, bfloat16 or int8.
-- ``check``: a function that every loop of the task calls; raise in it to end the task early.
+- ``attended``: whether to return attention weights between words, which takes another forward pass.
+- ``device``: where the model runs. ``precision``: float32, bfloat16 or int8.
+- ``check``: a function that every loop of the task calls; it may raise to end the task early.
 """
 
 from regard.tasks.completion import complete, stream_completion

@@ -1,4 +1,4 @@
-"""The attention weights between a source and what was written for it, from one more pass."""
+"""Attention weights between a source and its generated text, from another forward pass."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ class CrossWeights:
     """A source, the text generated from it, and the cross-attention weights of every head."""
 
     source: str
-    tokens: list[Span]  # the characters of each token of the source; below 0 in a prefix
+    tokens: list[Span]  # the characters of each source token; negative for tokens of the prefix
     written: Written
-    spans: list[Span]  # the characters of each written token
-    weights: Tensor  # [layers, heads, written + 1, tokens of the source]: row i wrote token i
+    spans: list[Span]  # the characters of each generated token
+    weights: Tensor  # [layers, heads, generated + 1, source tokens]; row i predicts token i
 
     def pooled(
         self, queries: Sequence[Span], keys: Sequence[Span], *, read: bool = False
     ) -> Tensor:
         """The weights between spans of both texts, [layers, heads, queries, keys].
 
-        A token attends to the source when it is written, and again when it is ``read`` to write
-        the next one.
+        A token's weights are those of the step that predicts it or, with ``read``, of the next
+        step, whose input it is.
         """
         rows = self.weights[:, :, 1:] if read else self.weights[:, :, :-1]
         rows = rows[..., : len(self.tokens)]  # without the end token of the source
@@ -50,7 +50,7 @@ def read_weights(
     batch: int,
     check: Check | None = None,
 ) -> Iterator[CrossWeights]:
-    """The cross-attention weights of each source and its generated text, in one more pass."""
+    """The cross-attention weights of each source and its generated text, from a forward pass."""
     model, check = bundle.model, check or no_check
     assert isinstance(model, EncoderDecoder)
     all_weights = cross_weights(model, [w.source for w in written], [w.ids for w in written], batch)
@@ -62,7 +62,7 @@ def read_weights(
 
 
 def align(bundle: Bundle, sentences: Sequence[CrossWeights], batch: int) -> WordAttention | None:
-    """The alignment of the words of one text's sentences, by the head that aligns them best."""
+    """Align the words of one text's sentences, by the head that aligns them best."""
     model = bundle.model
     assert isinstance(model, EncoderDecoder)
     units = [(item, words(item.written.text), words(item.source)) for item in sentences]
@@ -90,6 +90,6 @@ def _pair(item: CrossWeights, target: Sequence[Span], source: Sequence[Span]) ->
 
 
 def mean_rows(seen: Watched) -> Tensor:
-    """The rows seen in a batch of one, as a mean over all layers and heads: [rows, keys]."""
+    """The recorded rows of a batch of one, averaged over all layers and heads: [rows, keys]."""
     rows = [call.rows[0].float().mean(0).cpu() for _, call in seen.calls if call.rows is not None]
     return torch.stack(rows).mean(0)

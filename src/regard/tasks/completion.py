@@ -1,4 +1,4 @@
-"""Complete a text: with all tokens at once, or as a stream of pieces."""
+"""Complete a text, and return it whole or as a stream of pieces."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from regard.tasks.records import Completion, WordAttention
 from regard.tasks.writing import Check, CheckedDecoder, log_probability, one_or_many
 from regard.text.words import Span, spans_of, words
 
-TASK = "language modelling"  # as a recipe names it
+TASK = "language modelling"  # the task's name in a recipe
 DEFAULT = Settings(do_sample=True, temperature=0.8, top_p=0.95)
 DEFAULT_NEW_TOKENS = 100
-MAX_ATTENDED_WEIGHTS = 2**26  # held in memory: 256 MiB
+MAX_ATTENDED_WEIGHTS = 2**26  # 256 MiB of memory
 
 
 @one_or_many
@@ -43,12 +43,12 @@ def complete(
     precision: Precision = "float32",
     check: Check | None = None,
 ) -> list[Completion]:
-    """Complete a text, or each of several.
+    """Complete a text, or each text of a list.
 
-    ``model`` is a GPT-2 or a Transformer-XL. ``how`` is a sample by default, which is the same each
-    time for the same seed. ``max_new_tokens`` is 100 by default, or as many as fit the model.
-    ``attended`` returns which earlier words each new word attended to, except for very long texts.
-    The other options are those of all tasks.
+    ``model`` is a GPT-2 or a Transformer-XL. By default ``how`` is sampling, which gives the same
+    text for the same seed. ``max_new_tokens`` is 100 by default, or fewer if the model's positions
+    end earlier. ``attended`` returns the attention weights of each new word on earlier words, or
+    None for very long texts. :mod:`regard.tasks` describes the other options.
 
     >>> from regard import Greedy
     >>> record = complete("Once upon a time", how=Greedy(), max_new_tokens=6)
@@ -81,9 +81,9 @@ def stream_completion(
     precision: Precision = "float32",
     check: Check | None = None,
 ) -> Generator[str, None, Completion]:
-    """Complete one text as :func:`complete` does, piece by piece.
+    """Complete one text like :func:`complete`, but yield each piece as soon as it is generated.
 
-    The generator's return value is the record.
+    The generator returns the record.
 
     >>> from regard import Greedy
     >>> pieces = stream_completion("Once upon a time", how=Greedy(), max_new_tokens=6)
@@ -104,7 +104,7 @@ class _Prompt(NamedTuple):
 
 
 class _ScoringDecoder(CheckedDecoder):
-    """A model to decode that keeps its last logits."""
+    """A model for decoding that keeps its last logits."""
 
     logits: Tensor
 
@@ -175,7 +175,7 @@ def _pieces(
 
 
 def _new_text(bundle: Bundle, prompt: _Prompt, ids: Sequence[int]) -> str:
-    """The text of new tokens. The token before them decides whether they begin with a space."""
+    """The text of new tokens. Whether it begins with a space depends on the token before."""
     before = prompt.ids[-1:]
     return bundle.decode([*before, *ids])[len(bundle.decode(before)) :]
 
@@ -203,9 +203,9 @@ def _record(
 
 
 def _attended(bundle: Bundle, prompt: _Prompt, ids: list[int]) -> WordAttention | None:
-    """The earlier words that each new word attended to, over all heads.
+    """The weights of each new word on earlier words, averaged over all heads.
 
-    The first token is left out: heads put weight on it that they have no use for.
+    The first token is left out, because heads put their unused weight on it.
     """
     model = bundle.model
     assert isinstance(model, LanguageModel)

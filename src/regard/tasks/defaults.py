@@ -1,4 +1,4 @@
-"""The default model of each task, and opening a task's model."""
+"""The default model of each task, and how to open the model of a task."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _SQUAD = "google-bert/bert-large-uncased-whole-word-masking-finetuned-squad"
 
 
 class _Default(NamedTuple):
-    """A default model, and what to use where it is not shipped."""
+    """A default model, and what to suggest if it is not shipped."""
 
     task: str
-    example: str  # on the hub
-    recipe: str
+    example: str  # a model of the Hugging Face hub
+    recipe: str  # a recipe that trains a model for the task
 
 
 _DEFAULTS = {
@@ -36,7 +36,7 @@ def open_model(
     device: torch.device | str | None,
     precision: Precision,
 ) -> Bundle:
-    """A model that serves a task. If a default is missing, the error says what to do."""
+    """Open a model for a task. If a default model is not shipped, the error suggests another."""
     default = _DEFAULTS.get(str(name))
     if default is not None and name not in cards.names() and not Path(name).is_dir():
         raise UnknownModelError(

@@ -1,4 +1,4 @@
-"""Question answering: the best span of a context, which is read in overlapping windows."""
+"""Question answering: find the best span of a context, read in overlapping windows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from regard.text.tokenizer import Encoded
 from regard.text.windows import Window, windows
 from regard.text.words import words
 
-WINDOW = 384  # tokens, the length that most models of question answering were trained with
+WINDOW = 384  # tokens; most question answering models were trained with this length
 
 
 @one_or_many
@@ -46,11 +46,11 @@ def answer(
 ) -> list[Answer]:
     """Answer a question with a part of a context, or report that the context has no answer.
 
-    Several questions share one context, or have one each. ``model`` is a BERT for question
+    Several questions share one context, or each has its own. ``model`` is a BERT for question
     answering. A context of any length is read in windows of ``window`` tokens. An answer must score
     more than ``threshold`` (no answer scores 0); with ``-math.inf`` there is always an answer.
-    ``attended`` returns which words of the context each word of the question attended to. The other
-    options are those of all tasks.
+    ``attended`` returns the attention weights of the question's words on the context's words.
+    :mod:`regard.tasks` describes the other options.
 
     >>> record = answer("Who sat on the mat?", "The cat sat on the mat.")
     >>> record.text, (record.start, record.end)
@@ -66,7 +66,7 @@ def answer(
     contexts = [context] * len(questions) if isinstance(context, str) else _as_texts(context)
     if len(contexts) != len(questions):
         raise InputError(
-            f"Questions have one context or one each: {len(questions)} of them, but "
+            f"Give one context, or one for each question: got {len(questions)} questions and "
             f"{len(contexts)} contexts."
         )
     began = perf_counter()
@@ -154,7 +154,7 @@ class _Batch(NamedTuple):
 
     ids: Tensor
     token_types: Tensor  # 1 for the context and the token that ends it
-    possible: Tensor  # whether an answer may be here: in the context, or at [CLS]
+    possible: Tensor  # where an answer may start or end: in the context, or at [CLS] for none
     padding: Padding | None
 
 
@@ -179,7 +179,7 @@ def _read(bundle: Bundle, parts: Sequence[Window]) -> Spans:
 def _attended(
     bundle: Bundle, question: str, context: str, encoded: dict[str, Encoded], part: Window
 ) -> WordAttention | None:
-    """The words that the question attends to, in the window that has the answer."""
+    """The weights of the question's words on the words of the window that has the answer."""
     asking = encoded[question].offsets
     here = encoded[context].offsets[part.offset :][: len(part.ids) - part.split - 1]
     low, high = here[0][0], here[-1][1]

@@ -16,19 +16,16 @@ from regard.text.words import Span
 
 @dataclass(frozen=True, slots=True)
 class WordAttention:
-    """Attention weights between words or sentences: ``weights[i][j]`` is that of query i on key j.
+    """Attention weights between words or sentences: query i gives key j ``weights[i][j]``.
 
-    A row can sum to less than 1. The rest is on tokens of no word, such as the end of a text.
+    A row can sum to less than 1. The rest is on tokens outside words, such as the end token.
     """
 
     queries: tuple[str, ...]
     keys: tuple[str, ...]
     weights: tuple[tuple[float, ...], ...] = field(repr=False)  # [queries, keys]
-    where: str  # the layer and head, or what the mean is over
-    sides: tuple[str, str] = (
-        "query",
-        "key",
-    )  # what queries and keys are, such as target and source
+    where: str  # the layer and head of the weights, or the heads that they are averaged over
+    sides: tuple[str, str] = ("query", "key")  # names of the axes, such as target and source
 
     @classmethod
     def of(
@@ -39,12 +36,12 @@ class WordAttention:
         where: str,
         sides: tuple[str, str],
     ) -> WordAttention:
-        """Make it from two texts with the spans of their units, and the weights between units."""
+        """Build it from two texts, the spans of their words or sentences, and the weights."""
         named = [tuple(text[low:high] for low, high in spans) for text, spans in (queries, keys)]
         return cls(named[0], named[1], tuple(map(tuple, table.tolist())), where, sides)
 
     def top(self, count: int = 3) -> list[tuple[str, list[tuple[str, float]]]]:
-        """Each query with the ``count`` keys that it attended to most.
+        """Each query with the ``count`` keys of its largest weights.
 
         >>> WordAttention(("chat",), ("the", "cat"), ((0.1, 0.8),), "layer 0").top(1)
         [('chat', [('cat', 0.8)])]
@@ -56,9 +53,9 @@ class WordAttention:
         return rows
 
     def picture(self, title: str = "What was attended to") -> Picture:
-        """The weights as a picture. The best key of each query is marked."""
+        """A picture of the weights, with the largest weight of each query marked."""
         rest = 1 - sum(map(sum, self.weights)) / len(self.weights)
-        caption = f"{self.where}. {max(rest, 0.0):.0%} of the weight is on tokens of no word."
+        caption = f"{self.where}. {max(rest, 0.0):.0%} of the weight is on tokens outside words."
         drawn = alignment(self.weights, self.keys, self.queries, title=title, caption=caption)
         cells = drawn.drawing
         assert isinstance(cells, Cells)
@@ -81,12 +78,12 @@ class WordAttention:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
-    """The result of a task: the text, the confidence of the model, and the cost."""
+    """The result of a task: the text, the model's confidence in it, and the cost."""
 
     text: str
     score: float  # the mean log-probability of a token; 0 is certain
-    tokens: int  # generated
-    seconds: float  # texts of one batch share its time
+    tokens: int  # the number of generated tokens
+    seconds: float  # the time of a batch is divided equally among its texts
     model: str
     attended: WordAttention | None = None  # if requested
 
@@ -120,7 +117,7 @@ class Record:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Translation(Record):
-    """A translation. ``attended`` is the alignment of its words with those of the source.
+    """A translation. ``attended`` aligns its words with the words of the source.
 
     >>> print(Translation(
     ...     text="Le chat", score=-0.1, tokens=3, seconds=0.2, model="translate", source="The cat",
@@ -130,7 +127,7 @@ class Translation(Record):
     """
 
     source: str
-    to: str | None  # the language as the model names it; None if it has only one
+    to: str | None  # the model's name of the target language; None if it has only one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,15 +136,15 @@ class Part:
 
     start: int  # in characters of the document
     end: int
-    text: str
+    text: str  # the summary of the part
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Summary(Record):
-    """A summary. ``attended`` has the weights of its sentences on those of the document.
+    """A summary. ``attended`` has the weights of its sentences on the document's sentences.
 
-    ``method`` is "whole" for a document that fits the model, "joined" if it is the summaries of all
-    parts, and "resummarized" if it is a summary of those.
+    ``method`` is "whole" if the document fits the model, "joined" if the summaries of its parts are
+    joined, and "resummarized" if those summaries are summarized again.
 
     >>> Summary(
     ...     text="A cat sat.", score=-0.5, tokens=5, seconds=0.4, model="mine", method="whole",
@@ -168,11 +165,11 @@ class Summary(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer(Record):
-    """An answer, which is ``context[start:end]``. If there is none, ``text`` is empty.
+    """An answer, which is ``context[start:end]``. If there is no answer, ``text`` is empty.
 
-    ``score`` is a difference of logits: that of the answer less that of no answer. ``probability``
-    compares the answer with all others of its window, and with none. ``attended`` has the weights
-    of the question's words on those of the context. ``tokens`` are those read.
+    ``score`` is the logit of the answer minus the logit of no answer. ``probability`` is a softmax
+    over all answers of the same window and no answer. ``attended`` has the weights of the
+    question's words on the context's words. ``tokens`` counts the input tokens.
 
     >>> record = Answer(
     ...     text="", score=-2.0, tokens=12, seconds=0.1, model="answer", question="Who wrote it?",
@@ -186,7 +183,7 @@ class Answer(Record):
     start: int | None
     end: int | None
     probability: float
-    windows: int  # in which the context was read
+    windows: int  # the number of windows of the context
 
     @property
     def answered(self) -> bool:
@@ -210,7 +207,7 @@ class Answer(Record):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Completion(Record):
-    """The text after a prompt. ``attended`` has the weights of its words on earlier words.
+    """The text generated after a prompt. ``attended`` has its words' weights on earlier words.
 
     >>> print(Completion(
     ...     text=" there was", score=-1.5, tokens=2, seconds=0.1, model="books-gpt2",
@@ -220,7 +217,7 @@ class Completion(Record):
     """
 
     prompt: str
-    stopped: bool  # by an end token, not by the maximum number of tokens
+    stopped: bool  # True: ended by an end token; False: by the maximum number of tokens
 
     def __str__(self) -> str:
         return self.prompt + self.text

@@ -1,4 +1,4 @@
-"""Summaries of documents of any length: in parts, whose summaries are summarized again."""
+"""Summarize documents of any length: in parts, whose summaries are summarized again."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from regard.tasks.records import Part, Summary, WordAttention
 from regard.tasks.writing import Check, Written, one_or_many, write
 from regard.text.words import Span, sentences
 
-TASK = "summarization"  # as T5's config.json names it
-OVERLAP = 8  # a part begins with at most this fraction (1/8) of the part before
+TASK = "summarization"  # the task's name in T5's config.json
+OVERLAP = 8  # adjacent parts share at most 1/8 of the model's input length
 
 
 @one_or_many
@@ -36,12 +36,13 @@ def summarize(
     precision: Precision = "float32",
     check: Check | None = None,
 ) -> list[Summary]:
-    """Summarize a document, or each of several.
+    """Summarize a document, or each document of a list.
 
     ``model`` is a T5 or a Transformer. A document longer than the model's input is cut between
-    sentences into parts that overlap, and the summaries of the parts are summarized again; with
-    ``join`` they are joined, one a line. ``attended`` returns which sentences of the document each
-    sentence of the summary attended to. The other options are those of all tasks.
+    sentences into parts that overlap, and the summaries of the parts are summarized again. With
+    ``join`` they are joined instead, one per line. ``attended`` returns the attention weights of
+    the summary's sentences on the document's sentences. :mod:`regard.tasks` describes the other
+    options.
 
     >>> record = summarize("A small web server written in C. It serves static files and scripts.")
     >>> record.text, record.method
@@ -77,7 +78,7 @@ def summarize(
 class _Round:
     """A text in parts that fit the model, and the summary of each part."""
 
-    units: list[Span]  # its sentences
+    units: list[Span]  # the sentences of the text
     parts: list[Span]
     sources: list[str]  # the text of each part
     written: list[Written] = field(default_factory=list)
@@ -85,13 +86,13 @@ class _Round:
 
     @property
     def text(self) -> str:
-        """The summaries, one a line."""
+        """The summaries, one per line."""
         return "\n".join(item.text for item in self.written)
 
 
 @dataclass(slots=True)
 class _Document:
-    """A document, and the rounds of summaries: each round summarizes the one before."""
+    """A document and its rounds of summaries. Each round summarizes the result of the last."""
 
     text: str
     rounds: list[_Round] = field(default_factory=list)
@@ -103,7 +104,7 @@ class _Document:
 
     @property
     def needs_another_round(self) -> bool:
-        """Whether there are several summaries, and shorter than what they summarize."""
+        """Whether the last round has several summaries, and they are shorter than its input."""
         before = self.text if len(self.rounds) == 1 else self.rounds[-2].text
         return len(self.rounds[-1].parts) > 1 and len(self.latest) < len(before)
 
@@ -127,7 +128,7 @@ class _Document:
         )
 
     def _attended(self) -> WordAttention | None:
-        """The weights through all rounds: a product of one table a round."""
+        """The weights of the last summary on the document: the product of all rounds' tables."""
         tables = [each.table for each in reversed(self.rounds) if each.table is not None]
         if not tables or not len(tables[0]):
             return None
@@ -158,7 +159,7 @@ def _parts(bundle: Bundle, prefix: str, text: str, units: Sequence[Span]) -> lis
             f"The prefix {prefix[:40]!r} leaves no room for a text: {bundle.name} reads at most "
             f"{bundle.window} tokens."
         )
-    pieces: list[tuple[Span, int]] = []  # with their numbers of tokens
+    pieces: list[tuple[Span, int]] = []  # each with its number of tokens
     for unit in units:
         offsets = encode(text[unit.start : unit.end], special=False).offsets
         for low in range(0, len(offsets), room):

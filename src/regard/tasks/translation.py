@@ -18,7 +18,7 @@ from regard.tasks.writing import Check, encode, one_or_many, write
 from regard.text.languages import language_tags, same_language
 from regard.text.words import sentences
 
-TASK = "translation"  # as a recipe names it
+TASK = "translation"  # the task's name in a recipe
 
 
 @one_or_many
@@ -36,11 +36,12 @@ def translate(
     precision: Precision = "float32",
     check: Check | None = None,
 ) -> list[Translation]:
-    """Translate a text, or each of several, sentence by sentence.
+    """Translate a text, or each text of a list, sentence by sentence.
 
-    ``to`` is the target language ("fr", "fra" or "french"), for a model that has several; so is
-    ``source``, for a T5. ``model`` is a Transformer (Marian, opus-mt) or a T5. An empty text among
-    several stays empty. ``attended`` aligns the words. The other options are those of all tasks.
+    ``to`` is the target language ("fr", "fra" or "french"), for a model with several target
+    languages. ``source`` is the source language, for a T5 with several. ``model`` is a Transformer
+    (Marian, opus-mt) or a T5. An empty text in a list stays empty. ``attended`` aligns the words.
+    :mod:`regard.tasks` describes the other options.
 
     >>> record = translate("The cat sat on the mat.", "fr")
     >>> record.text.split()[:2], record.attended.keys[:2]
@@ -89,7 +90,7 @@ def _check_length(bundle: Bundle, prefix: str, text: str, label: str) -> None:
     if count > bundle.window:
         raise InputError(
             f"{label}A sentence of {count} tokens is too long: {bundle.name} reads at most "
-            f"{bundle.window}. It begins {text[:40]!r}; split it into shorter ones."
+            f"{bundle.window}. It begins with {text[:40]!r}; split it into shorter sentences."
         )
 
 
@@ -99,9 +100,9 @@ def _check_length(bundle: Bundle, prefix: str, text: str, label: str) -> None:
 def _prefix(
     bundle: Bundle, to: str | None, source: str | None
 ) -> tuple[str, str | None, str | None]:
-    """The prefix of a source, the target language as the model names it, and the task's name.
+    """The prefix of each source, the model's name of the target language, and the task's name.
 
-    A Transformer has a tag for each language, such as >>fra<<; a T5 has a sentence.
+    The prefix of a Transformer is a language tag such as >>fra<<, the prefix of a T5 a sentence.
     """
     if bundle.model.prefixed:
         return _sentence_prefix(bundle, to, source)
@@ -139,18 +140,18 @@ def _sentence_prefix(
     if TASK not in bundle.tasks:
         origin = "" if source is None else f" from {source!r}"
         raise InputError(
-            f"{bundle.name} does not say that it translates{origin}: its config.json would name "
-            "such tasks in task_specific_params."
+            f"{bundle.name} does not translate{origin}: task_specific_params in its config.json "
+            "names no such task."
         )
     if to is not None or source is not None:
         raise InputError(
-            f"{bundle.name} translates from one language into one other: leave out both."
+            f"{bundle.name} translates from one language into one other: leave out both languages."
         )
     return bundle.prefix(TASK), None, TASK
 
 
 def _chosen(bundle: Bundle, to: str | None, offered: Sequence[str]) -> str:
-    """The target language, as the model names it."""
+    """The model's name of the target language."""
     listed = ", ".join(offered)
     if to is None:
         if len(offered) == 1:

@@ -18,12 +18,12 @@ from regard.models.model import EncoderDecoder
 
 P = ParamSpec("P")
 R = TypeVar("R")
-MAX_NEW_TOKENS = 256  # if neither the call nor the model's files set it
-Check = Callable[[], object]  # called in a task's loops; what it raises ends the task
+MAX_NEW_TOKENS = 256  # the default if neither the call nor the model's files set a maximum
+Check = Callable[[], object]  # called in every loop of a task; it may raise to end the task
 
 
 class OneOrMany(Protocol[P, R]):
-    """A task: it returns a record for a text, and a list of records for several."""
+    """A task that returns a record for a text, or a list of records for a list of texts."""
 
     @overload
     def __call__(self, text: str, /, *args: P.args, **kwargs: P.kwargs) -> R: ...
@@ -34,7 +34,7 @@ class OneOrMany(Protocol[P, R]):
 
 
 def one_or_many(run: Callable[Concatenate[list[str], P], list[R]]) -> OneOrMany[P, R]:
-    """Let a function of several texts take a single one, too."""
+    """Let a function of a list of texts take a single text, too."""
 
     @wraps(run)
     def call(text: Any, /, *args: P.args, **kwargs: P.kwargs) -> Any:
@@ -52,11 +52,11 @@ def one_or_many(run: Callable[Concatenate[list[str], P], list[R]]) -> OneOrMany[
 
 
 def no_check() -> None:
-    """The check of a task that runs to its end."""
+    """The default check, which never ends the task."""
 
 
 class CheckedDecoder:
-    """A model to decode with that calls ``check`` before each step."""
+    """A model for decoding that calls ``check`` before each step."""
 
     def __init__(self, model: Any, check: Check | None) -> None:
         self.model, self.check = model, check or no_check
@@ -72,18 +72,18 @@ class CheckedDecoder:
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a model wrote for one source."""
+    """The output of a model for one source text."""
 
     source: list[int]
     ids: list[int]
     text: str
-    log_probability: float  # of all tokens together
-    tokens: int  # the end token included
+    log_probability: float  # the sum over all tokens
+    tokens: int  # including the end token
     seconds: float
 
 
 def encode(bundle: Bundle, text: str) -> list[int]:
-    """The ids of a source, with the end token."""
+    """The ids of a source text, with the end token."""
     end = bundle.model.config.end_token
     return [*bundle.tokenizer.encode(text, special=False).ids, *(() if end is None else (end,))]
 
@@ -96,7 +96,7 @@ def write(
     batch: int,
     check: Check | None = None,
 ) -> list[Written]:
-    """What an encoder-decoder writes for each source."""
+    """Generate the output of an encoder-decoder for each source text."""
     assert isinstance(bundle.model, EncoderDecoder)
     began = perf_counter()
     limit = MAX_NEW_TOKENS if max_new_tokens is None else max_new_tokens
@@ -115,6 +115,6 @@ def write(
 
 
 def log_probability(output: Generated, how: Strategy) -> float:
-    """The log-probability of all tokens of an output. Beam search divides it by a length."""
+    """The log-probability of all tokens of an output, without a beam's length penalty."""
     tokens = len(output.ids) + output.stopped
     return output.score * (tokens**how.length_penalty if isinstance(how, Beam) else 1.0)

@@ -1,1 +1,1 @@
-"""How the attention layers of each library are watched."""
+"""Adapters that let ``watch`` record the attention layers of each library."""

@@ -12,19 +12,18 @@ from regard.interpret.watched import Watcher
 
 
 class Adapter(Protocol):
-    """How the attention of one library's modules is watched."""
+    """Records the calls of one library's attention layers."""
 
     def modules(self, watcher: Watcher) -> Sequence[nn.Module]:
         """The modules of ``watcher.names`` that this adapter watches."""
 
     def why_not(self, module: nn.Module) -> str | None:
-        """The reason why one of its modules cannot be watched, or None."""
+        """The reason why this module cannot be watched, or None."""
 
     def attach(
         self, watcher: Watcher, modules: Sequence[nn.Module]
     ) -> AbstractContextManager[None]:
-        """A context within which the calls of ``modules`` go to ``watcher.record``.
+        """A context manager that passes every call of ``modules`` to ``watcher.record``.
 
-        Outside of it the modules are unchanged. Calls of threads where the watcher is not active
-        are not recorded.
+        On exit it restores the modules. It ignores calls of threads that did not enter ``watch``.
         """

@@ -16,8 +16,8 @@ from regard.interpret.watched import Watcher, active_watchers
 from regard.mechanism.functional import attention
 from regard.mechanism.masks import Causal
 
-NAME = "regard"  # of our attention in the registry of transformers
-# Arguments of a layer's attention that change its weights in ways attention() does not have.
+NAME = "regard"  # the name of our function in the attention registry of transformers
+# Arguments that change attention weights in ways that regard.attention() does not support.
 UNSUPPORTED = {
     "s_aux": "attention sinks",
     "head_mask": "a head mask",
@@ -27,7 +27,7 @@ UNSUPPORTED = {
 
 
 class TransformersAdapter:
-    """Models of transformers 4.57 or later whose attention goes through its registry."""
+    """Watches models of transformers 4.57 or later that use its attention registry."""
 
     def modules(self, watcher: Watcher) -> list[nn.Module]:
         """The outermost models of the transformers library."""
@@ -55,13 +55,13 @@ class TransformersAdapter:
         if model.training and torch.is_grad_enabled() and model.is_gradient_checkpointing:
             return (
                 f"{type(model).__name__} recomputes its layers in the backward pass (gradient "
-                "checkpointing), where each call would be seen twice. Turn that off while watching."
+                "checkpointing) and would record each call twice. Turn that off while watching."
             )
         return _why_no_weights(model) if model.config.output_attentions else None
 
     @contextmanager
     def attach(self, watcher: Watcher, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """The modules' attention is regard's; their masks are those of PyTorch's own attention."""
+        """Route the modules' attention to regard, with the masks transformers makes for SDPA."""
         del watcher  # _attend reads the active watchers of its thread
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
@@ -80,26 +80,26 @@ class TransformersAdapter:
 
 def _why_no_weights(model: nn.Module) -> str:
     return (
-        f"{type(model).__name__} cannot give output_attentions while it is watched. Leave it out, "
-        "or set it to False in the config, and use See(weights=True)."
+        f"{type(model).__name__} cannot return output_attentions while it is watched. Leave it "
+        "out, or set it to False in the config, and use See(weights=True)."
     )
 
 
 def _refuse_weights(model: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
-    """A hook before forward: the weights that transformers returns would silently be None."""
+    """A forward pre-hook that refuses output_attentions, whose weights would silently be None."""
     if kwargs.get("output_attentions"):
         raise InputError(_why_no_weights(model))
 
 
 class _Routes:
-    """Configurations that name regard's attention while some thread watches their model.
+    """Set regard's attention in the configurations of a model while any thread watches it.
 
-    Several threads may watch one model; the last to leave restores its configurations.
+    Several threads may watch one model. The last thread to leave restores the configurations.
     """
 
     def __init__(self) -> None:
         self._lock = Lock()
-        # By id, each config, the name of its own attention, and the number of its watchers.
+        # id(config) -> (config, the attention implementation to restore, number of watchers)
         self._held: dict[int, tuple[Any, str | None, int]] = {}
 
     def take(self, configs: list[Any]) -> None:
@@ -124,7 +124,7 @@ _routes = _Routes()
 
 
 def _configs(models: Sequence[nn.Module]) -> list[Any]:
-    """Every configuration that some part of the models may read, each once."""
+    """The configurations of the models and of their submodules, without duplicates."""
     configs: dict[int, Any] = {}
     waiting: list[Any] = [
         part.config for model in models for part in model.modules() if hasattr(part, "config")
@@ -151,7 +151,10 @@ def _attend(
     position_bias: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Attention as transformers calls it: output [batch, queries, heads, dim], no weights."""
+    """The attention function for the registry of transformers.
+
+    It returns the output [batch, queries, heads, dim], and None for the weights.
+    """
     for name, meaning in UNSUPPORTED.items():
         if others.get(name) is not None:
             raise InputError(f"{type(module).__name__} uses {meaning}, which cannot be watched.")
@@ -159,15 +162,15 @@ def _attend(
     by_layer = getattr(module, "scale_attn_by_inverse_layer_idx", False)
     if scaling is None and (unscaled or by_layer):  # transformers before 5 does not pass the scale
         raise InputError(
-            f"{type(module).__name__} has a scale of its own, which this version of transformers "
-            "does not pass on. Update transformers to 5, or load the model with regard.load."
+            f"{type(module).__name__} sets its scale, but this version of transformers does not "
+            "pass it to attention. Update transformers to 5, or load the model with regard.load."
         )
     queries, keys = query.shape[2], key.shape[2]
     mask, bias = _mask_and_bias(attention_mask, position_bias, keys)
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     described: Causal | Tensor | None = mask
     if mask is None and causal and queries > 1:
-        # Without a mask it is causal from the first key on; later keys are of an unfilled cache.
+        # Without a mask, query i is aligned with key i. Later keys are unfilled cache entries.
         key, value = key[:, :, :queries], value[:, :, :queries]
         bias = None if bias is None else bias[..., :queries]
         described = Causal()
@@ -192,13 +195,13 @@ def _attend(
 def _mask_and_bias(
     mask: Tensor | None, bias: Tensor | None, keys: int
 ) -> tuple[Tensor | None, Tensor | None]:
-    """A mask of transformers as the pairs it allows, and the bias it adds to the scores."""
+    """A mask of transformers as a boolean mask of allowed pairs, and a bias on the scores."""
     if mask is None:
         return None, bias
     mask = mask[..., :keys]
     if not mask.is_floating_point():
         return mask, bias
-    # An additive mask forbids by the lowest number of its dtype, to which a bias may be added.
+    # An additive mask forbids a pair by the lowest number of its dtype, perhaps plus a bias.
     allowed = mask > torch.finfo(mask.dtype).min / 2
     rest = mask.masked_fill(~allowed, 0)
     if rest.any():
@@ -207,7 +210,7 @@ def _mask_and_bias(
 
 
 def _check_last(mask: Tensor, module: nn.Module) -> None:
-    """Refuse distances where the last query does not line up with the last key."""
+    """Refuse distances if the last query is not aligned with the last key."""
     if not mask[..., -1, -1].any():
         raise InputError(
             f"{type(module).__name__} runs with a static cache, whose last keys are not yet "

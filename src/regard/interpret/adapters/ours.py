@@ -16,13 +16,13 @@ from regard.mechanism.seeing import Seen
 
 
 class RegardAdapter:
-    """Every :class:`MultiHeadAttention`; a call with a ``see`` of its own is not recorded."""
+    """Watches every :class:`MultiHeadAttention`. Calls that pass ``see`` are not recorded."""
 
     def modules(self, watcher: Watcher) -> list[nn.Module]:
         return [module for module in watcher.names if isinstance(module, MultiHeadAttention)]
 
     def why_not(self, module: nn.Module) -> None:
-        del module  # every one of them can be watched
+        del module  # any MultiHeadAttention can be watched
 
     @contextmanager
     def attach(self, watcher: Watcher, modules: Sequence[nn.Module]) -> Iterator[None]:
@@ -45,8 +45,8 @@ def _observe(module: nn.Module, watcher: Watcher) -> RemovableHandle:
 
 @contextmanager
 def uncompiled() -> Iterator[None]:
-    """Context in which compiled modules run uncompiled, since compiled code ignores new hooks."""
-    # Loading the compiler takes seconds: where it is not loaded, nothing has been compiled.
+    """Run compiled modules without compilation, because compiled code ignores new hooks."""
+    # Importing the compiler takes seconds. If it is not imported, no module is compiled.
     compiled = "torch._dynamo" in sys.modules
     with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
         yield

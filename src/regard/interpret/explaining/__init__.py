@@ -1,1 +1,1 @@
-"""One attention step by step, with its numbers."""
+"""Explain one attention call step by step, with its numbers."""

@@ -1,7 +1,7 @@
-"""explain() and its variants: one attention call from a sentence, tensors, or projections.
+"""explain() and its variants: trace attention over a sentence, tensors, or projections.
 
-``steps`` computes, ``layer`` takes its numbers from a model, ``trace`` records the steps, and
-``rendering`` prints them.
+``steps`` computes the steps, ``layer`` gets the numbers from a model, ``trace`` holds the steps,
+and ``rendering`` prints them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from regard.interpret.explaining.trace import Numbers, Step, Trace
 from regard.mechanism.call import Call, check
 from regard.mechanism.masks import Mask
 
-MAX_DIM = 4096  # of random embeddings
-MAX_SCORES = 2**20  # heads * queries * keys of a trace
+MAX_DIM = 4096  # width of random embeddings
+MAX_SCORES = 2**20  # heads * queries * keys
 SENTENCE_OPTIONS = ("heads", "dim", "seed", "mask")
 MODEL_OPTIONS = ("layer", "head", "target")
 
@@ -43,9 +43,10 @@ def explain(
 ) -> Trace:
     """Trace every step of attention over a sentence with random embeddings and matrices.
 
-    The ``heads`` heads (2 by default) share ``dim`` dimensions (8); ``seed`` (0) sets the random
-    numbers. Without a sentence it is a worked example, small enough to check by hand. ``word`` is
-    followed closely; ``mask`` is as for :func:`regard.attention`.
+    ``heads`` (2 by default) is the number of heads, ``dim`` (8) the width of the embeddings, and
+    ``seed`` (0) the seed of the random numbers. Without a sentence, trace a worked example that is
+    small enough to check by hand. Examples in the trace follow ``word``, by default the last word.
+    ``mask`` is the same as in :func:`regard.attention`.
 
     >>> trace = explain()
     >>> round(trace["S"][0, 1, 0].item(), 4)  # head 0, the query of "cat", the key of "The"
@@ -78,8 +79,8 @@ def explain_tensors(
 ) -> Trace:
     """Trace every step from queries, keys and values, [length, dim] or [1, heads, length, dim].
 
-    ``tokens`` names the queries, and ``key_tokens`` the keys where they are other words. ``word``
-    is followed closely; ``mask`` is as for :func:`regard.attention`.
+    ``tokens`` labels the queries, and ``key_tokens`` the keys if they differ. Examples in the trace
+    follow ``word``. ``mask`` is the same as in :func:`regard.attention`.
 
     >>> trace = explain_tensors(*torch.ones(3, 2, 4), tokens=["cat", "sat"])
     >>> trace["A"].tolist()  # [heads, queries, keys]
@@ -113,8 +114,8 @@ def explain_projections(
     """Trace every step from embeddings [length, dim] and the matrices that project them.
 
     ``weights`` are W_Q and W_K [dim, heads * d_k], W_V [dim, heads * d_v] and, optionally, W_O
-    [heads * d_v, any]. ``tokens`` names the rows, ``word`` is followed closely, and ``mask`` is as
-    for :func:`regard.attention`.
+    [heads * d_v, any]. ``tokens`` labels the embeddings. Examples in the trace follow ``word``.
+    ``mask`` is the same as in :func:`regard.attention`.
 
     >>> trace = explain_projections(torch.eye(2), [torch.eye(2)] * 3, tokens=["cat", "sat"])
     >>> trace["S"].tolist()  # [heads, queries, keys]
@@ -159,7 +160,9 @@ def explain_projections(
 
 
 def explain_options(*, model: bool, **options: Any) -> dict[str, Any]:
-    """The options that are not None, checked for :func:`explain` or, with a model, explain_model.
+    """The options that are not None, for :func:`explain` or, with ``model``, explain_model.
+
+    Raise InputError for options of the other function.
 
     >>> explain_options(model=False, heads=2, dim=None, layer=None)
     {'heads': 2}
@@ -174,7 +177,7 @@ def explain_options(*, model: bool, **options: Any) -> dict[str, Any]:
 
 
 def words_of(sentence: str) -> tuple[str, ...]:
-    """The words of a sentence, without the punctuation around them.
+    """Split a sentence into words, without the punctuation around each word.
 
     >>> words_of("The cat (well-fed) didn't move.")
     ('The', 'cat', 'well-fed', "didn't", 'move')
@@ -192,7 +195,7 @@ def words_of(sentence: str) -> tuple[str, ...]:
 
 
 def _worked_example(mask: Mask | Tensor | None, word: str) -> Trace:
-    """Six words of three features, in numbers small enough for mental arithmetic."""
+    """Six words with three features each, in numbers small enough for mental arithmetic."""
     embeddings = {
         "The": [1.0, 0.0, 0.0],
         "cat": [0.0, 1.0, 0.0],
@@ -213,7 +216,10 @@ def _worked_example(mask: Mask | Tensor | None, word: str) -> Trace:
 def _random(
     words: tuple[str, ...], heads: int, dim: int, seed: int
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """One embedding per distinct word, and four matrices, rounded to one decimal."""
+    """An embedding for each word, the same for equal words, and four matrices.
+
+    All are rounded to one decimal.
+    """
     _check_heads(heads, dim, "dim")
     if dim > MAX_DIM:
         raise InputError(f"explain() takes a dim of {MAX_DIM} at most, but got dim={dim}.")
@@ -228,7 +234,7 @@ def _random(
 
 def _check_heads(heads: int, dim: int, what: str) -> None:
     if heads < 1 or dim < 1:
-        raise InputError(f"heads and dim count from 1 on, but got heads={heads} and dim={dim}.")
+        raise InputError(f"heads and dim must be at least 1, but got heads={heads} and dim={dim}.")
     if dim % heads:
         fitting = ", ".join(str(n) for n in range(1, dim + 1) if dim % n == 0)
         raise InputError(
@@ -263,13 +269,13 @@ def _check_projections(embeddings: Tensor, weights: Sequence[Tensor], heads: int
 
 
 def _checked(query: Tensor, key: Tensor, value: Tensor, mask: Mask | Tensor | None) -> Call:
-    """The call, if it is small enough to print and all of its numbers are finite."""
+    """The checked call. Raise InputError if it is too large to print or has NaN or Inf."""
     call = check(query, key, value, mask, None, None, None, 0.0, None)
     extent = call.extent
     if extent.batch != 1 or call.empty:
         raise InputError(
-            f"A trace follows one sequence with at least one word, but got {extent.batch} of "
-            f"{extent.queries} queries and {extent.keys} keys. Pick one: query[:1], key[:1], "
+            f"A trace shows one sequence with at least one word, but got a batch of {extent.batch} "
+            f"with {extent.queries} queries and {extent.keys} keys. Pick one: query[:1], key[:1], "
             "value[:1]."
         )
     if extent.heads * extent.queries * extent.keys > MAX_SCORES:
@@ -302,7 +308,7 @@ def _labels(words: Sequence[str] | None, count: int, what: str, first: int = 0) 
 
 
 def _index_of(word: str | None, words: tuple[str, ...]) -> int:
-    """The first place of a word; the last place of all where none is given."""
+    """The index of the first occurrence of ``word``; without ``word``, the index of the last."""
     if word is None:
         return len(words) - 1
     if word in words:

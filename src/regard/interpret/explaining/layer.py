@@ -1,4 +1,4 @@
-"""A trace of one attention layer of a loaded model, with the numbers of a real run."""
+"""explain_model(): trace one attention layer of a loaded model as it runs over a text."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from regard.models.model import AttentionLayer, Model
 from regard.models.transformer_xl import RelativeAttention
 from regard.text.tokenizer import Tokenizer
 
-MAX_TOKENS = 128  # of a sentence: a trace prints every number
+MAX_TOKENS = 128  # of a sentence, because a trace prints every number
 
 
 def explain_model(
@@ -39,11 +39,12 @@ def explain_model(
     word: str | None = None,
     target: str | None = None,
 ) -> Trace:
-    """Trace every step of one head of a model, with the numbers of its own run over ``text``.
+    """Trace every step of one head of a model while the model runs over ``text``.
 
-    ``model`` is a name, a folder, or a loaded model together with its ``tokenizer``. Layers are
-    named as by :func:`regard.look`; the first is the default. ``target`` is the text that an
-    encoder-decoder writes; without one it writes its own. ``word`` is followed closely.
+    ``model`` is a name, a folder, or a loaded model together with its ``tokenizer``. Layers have
+    the same names as in :func:`regard.look`; the default is the first. ``target`` is the output of
+    an encoder-decoder; without it, the model generates one. Examples in the trace follow ``word``,
+    by default the last word.
 
     >>> trace = explain_model("books-gpt2", "The cat sat.", layer=1, head=2)
     >>> trace.subject, trace.agreement.holds
@@ -89,7 +90,7 @@ def _check_length(run: TextRun, layer: AttentionLayer, length: int, *, written: 
 
 
 class _Recorded(NamedTuple):
-    """One call of an attention layer: its arguments and its output [queries, dim]."""
+    """The arguments and the output [queries, dim] of one call of an attention layer."""
 
     arguments: tuple[Any, ...]
     keywords: dict[str, Any]
@@ -119,7 +120,7 @@ def _record(run: TextRun, layer: AttentionLayer) -> _Recorded:
 
 @torch.no_grad()
 def _call(layer: AttentionLayer, recorded: _Recorded) -> Call:
-    """The layer's call of attention() for the recorded arguments."""
+    """The arguments of attention() that the layer computes from its recorded arguments."""
     module, args, kwargs = layer.module, recorded.arguments, recorded.keywords
     mask: Mask | None
     bias: Bias | None

@@ -1,4 +1,4 @@
-"""A Trace in a terminal, as plain text, and as HTML."""
+"""Render a Trace for a terminal, as plain text and as HTML."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 INDENT = 3
 GAP = 2  # between two columns of a table
-MAX_ROWS = 16  # of a table; left-out rows show as ⋮
+MAX_ROWS = 16  # of a table; ⋮ replaces rows in the middle of a longer table
 MAX_HEADS = 4
-MAX_WEIGHTS = 16  # numbers of a matrix W; larger ones are not printed
-LABEL_WIDTH = 16  # a longer word is truncated
+MAX_WEIGHTS = 16  # elements of a matrix W; larger matrices are not printed
+LABEL_WIDTH = 16  # longer words are truncated
 EIGHTHS = " ▏▎▍▌▋▊▉█"
 
 
@@ -40,7 +40,7 @@ def text(trace: Trace) -> str:
 
 
 def terminal(trace: Trace, width: int) -> Iterator[RenderableType]:
-    """The trace for a terminal of ``width`` columns, piece by piece."""
+    """The parts of the trace, from top to bottom, for a terminal of ``width`` columns."""
     yield Text(f"How attention reads “{' '.join(trace.tokens)}”", style="bold")
     yield Text(f"{trace.title}. Followed closely: {trace.word}", style="dim")
     for place, step in enumerate(trace.steps, 1):
@@ -62,7 +62,7 @@ def terminal(trace: Trace, width: int) -> Iterator[RenderableType]:
 
 
 def _shapes(step: Step, trace: Trace) -> str:
-    """The shapes of a step's matrices, for the end of its formula."""
+    """The shapes of a step's matrices, to print after its formula."""
     shapes = {
         symbol: shape[len(trace.shown) == 1 and len(shape) == 3 :]
         for symbol, shape in step.shapes.items()
@@ -72,7 +72,7 @@ def _shapes(step: Step, trace: Trace) -> str:
 
 
 def _pieces(step: Step, trace: Trace, width: int) -> Iterator[RenderableType]:
-    small: list[tuple[Table, int]] = []  # tables that may stand side by side
+    small: list[tuple[Table, int]] = []  # tables to print side by side, with their widths
     for numbers in step.numbers:
         if _too_large(numbers):
             continue
@@ -94,7 +94,7 @@ def _pieces(step: Step, trace: Trace, width: int) -> Iterator[RenderableType]:
 
 
 def _by_head(numbers: Numbers, trace: Trace) -> Iterator[tuple[str, Tensor]]:
-    """The name and values of a matrix, or of one for each head."""
+    """The name and values of a matrix, or of the matrix of each head."""
     if numbers.values.dim() == 2:
         yield numbers.symbol, numbers.values
         return
@@ -116,7 +116,7 @@ def _table(
         cell_len(name), *(cell_len(_truncated(numbers.rows[r])) + 2 for r in rows if r >= 0)
     )
     decimals = _decimals(matrix)
-    for fewer in (decimals, min(decimals, 2)):  # fewer digits before fewer columns
+    for fewer in (decimals, min(decimals, 2)):  # drop decimals before columns
         cells = [[_number(value, fewer) for value in row] for row in matrix.tolist()]
         widths = [
             max(cell_len(_truncated(head)), *(len(cells[r][c]) for r in rows if r >= 0))
@@ -152,7 +152,7 @@ def _table(
 
 
 def _beside(tables: Sequence[tuple[Table, int]], width: int) -> RenderableType:
-    """Tables side by side, as many as fit."""
+    """Tables side by side, wrapped to new lines at ``width``."""
     lines: list[list[Table]] = [[]]
     used = 0
     for table, size in tables:
@@ -172,7 +172,7 @@ def _beside(tables: Sequence[tuple[Table, int]], width: int) -> RenderableType:
 
 
 def _bars(numbers: Numbers, width: int) -> Table:
-    """A bar chart of one word's weights: a line per key, a column per head."""
+    """A bar chart of one word's weights, with a line for each key and a column for each head."""
     values = numbers.values[:, :MAX_HEADS]  # [keys, heads]
     heads = values.shape[1]
     rows = _shown_rows(len(numbers.rows), int(values[:, 0].argmax()))
@@ -202,7 +202,7 @@ def _bar(share: float, size: int) -> str:
 
 
 def _shown_rows(count: int, focus: int) -> list[int]:
-    """The rows to show: the first, those around the followed one, the last; -1 is a gap."""
+    """The rows to show: the first, three around the followed word, the last two; -1 is a gap."""
     if count <= MAX_ROWS:
         return list(range(count))
     chosen = {*range(MAX_ROWS - 6), focus - 1, focus, focus + 1, count - 2, count - 1}
@@ -217,7 +217,7 @@ def _with_gaps(places: list[int]) -> list[int]:
 
 
 def _shown_columns(widths: list[int], room: int) -> list[int]:
-    """The columns to show: all, or the first and the last that fit; -1 is a gap."""
+    """The columns to show: all if they fit, else the first ones and the last; -1 is a gap."""
     if sum(widths) + GAP * len(widths) <= room:
         return list(range(len(widths)))
     room -= 1 + GAP + widths[-1] + GAP
@@ -239,7 +239,7 @@ def _truncated(word: str) -> str:
 
 
 def _decimals(matrix: Tensor) -> int:
-    """The fewest decimals that show every number, at most three; -1 for scientific notation."""
+    """The decimals needed to print all numbers exactly, up to 3; -1 for scientific notation."""
     finite = matrix[matrix.isfinite()].double().abs()
     most = finite.max().item() if finite.numel() else 0.0
     if most and not 1e-3 <= most < 1e5:
@@ -258,7 +258,7 @@ def _number(value: float, decimals: int) -> str:
 
 
 def _shade(weight: float) -> str:
-    """A style for a weight: from white to deep blue, with readable text."""
+    """The style of a weight: a background from white (0) to blue (1), with readable text."""
     if weight == 0:
         return "dim"
     light = [round(255 + (deep - 255) * min(1.0, weight) ** 0.7) for deep in (20, 60, 160)]
@@ -267,7 +267,7 @@ def _shade(weight: float) -> str:
 
 
 def html(trace: Trace) -> str:
-    """The trace for a notebook: the same steps with all numbers, no script and no outside asset."""
+    """The trace for a notebook, with all numbers. It has no scripts and no external files."""
     quote = markup.escape
     parts = [
         f"<h3>“{quote(' '.join(trace.tokens))}”</h3>",

@@ -1,6 +1,6 @@
-"""The steps of attention, each computed from the step before, as a textbook does.
+"""Compute attention step by step, as in a textbook.
 
-The result is compared with that of :func:`regard.attention`, which computes all of it at once.
+The result is compared with :func:`regard.attention`, which computes all steps at once.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from regard.mechanism.call import Call
 from regard.mechanism.functional import attention, why
 from regard.mechanism.geometry import Tile
 
-# Rounding of an output of size 1: the steps and attention() add in different orders.
+# The rounding error of an output of size 1: the steps and attention() add in different orders.
 TOLERANCES = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,
@@ -30,7 +30,7 @@ TOLERANCES = {
 
 
 def features(count: int) -> tuple[str, ...]:
-    """The labels of the elements of a vector: 1, 2, 3 ..."""
+    """Labels for the elements of a vector: 1, 2, 3 ..."""
     return tuple(str(place + 1) for place in range(count))
 
 
@@ -55,12 +55,12 @@ class TracedCall:
     """A call of attention with labels for its words and heads, and the word to follow."""
 
     call: Call
-    queries: tuple[str, ...]  # one word per query
+    queries: tuple[str, ...]  # the labels of the queries
     keys: tuple[str, ...]
-    focus: int  # the query to follow
+    focus: int  # the index of the query to follow
     heads: tuple[str, ...]  # the names of all heads
     shown: tuple[int, ...]  # the heads whose numbers are shown
-    across: bool = False  # whether queries and keys are of two texts
+    across: bool = False  # whether this is cross-attention
 
     @property
     def word(self) -> str:
@@ -68,12 +68,12 @@ class TracedCall:
 
     @property
     def other(self) -> int:
-        """The key to work out for the followed word: the first that is another word."""
+        """The key for worked examples: the first that is not the followed word."""
         return next((place for place, key in enumerate(self.keys) if key != self.word), 0)
 
     @property
     def in_head(self) -> str:
-        """The first head shown, as a suffix; empty where the layer has one head."""
+        """A suffix with the name of the first shown head; empty if the layer has one head."""
         return f", {self.heads[self.shown[0]]}" if len(self.heads) > 1 else ""
 
     def grid(self, symbol: str, values: Tensor) -> Numbers:
@@ -81,7 +81,7 @@ class TracedCall:
         return Numbers(symbol, values[list(self.shown)], self.queries, self.keys)
 
     def vectors(self) -> tuple[Numbers, ...]:
-        """The queries, keys and values of the shown heads; those that heads share, once."""
+        """The queries, keys and values of the shown heads; shared keys and values appear once."""
         sides = (
             ("Q", self.call.query, self.queries),
             ("K", self.call.key, self.keys),
@@ -109,7 +109,7 @@ class TracedCall:
 
 
 class _Stages(NamedTuple):
-    """Every stage of the computation; those of the scores are [heads, queries, keys]."""
+    """Every intermediate tensor; those from scores to weights are [heads, queries, keys]."""
 
     query: Tensor  # [heads, queries, d_k]
     key: Tensor  # [heads, keys, d_k]
@@ -126,7 +126,7 @@ class _Stages(NamedTuple):
 def _stages(call: Call) -> _Stages:
     wide = torch.promote_types(call.query.dtype, torch.float32)
     query = call.query[0].detach().to(wide)
-    key, value = (  # one for each head of the query
+    key, value = (  # repeat shared keys and values for each query head
         tensor[0].detach().to(wide).repeat_interleave(call.groups, 0)
         for tensor in (call.key, call.value)
     )
@@ -159,9 +159,10 @@ def trace_call(
     subject: str = "",
     expected: Tensor | None = None,
 ) -> Trace:
-    """The trace of a call: ``lead``, the steps up to its queries, keys and values, and the rest.
+    """The trace of a call. ``lead`` has the steps up to its queries, keys and values.
 
-    The output is compared with ``expected`` [queries, dim], a model's own, or that of attention().
+    The output is compared with ``expected`` [queries, dim], the output of a model, or with the
+    output of attention().
     """
     call, names = traced.call, tuple(traced.heads[head] for head in traced.shown)
     stages = _stages(call)
@@ -198,7 +199,7 @@ def trace_call(
 
 
 def _score_steps(traced: TracedCall, stages: _Stages) -> Iterator[Step]:
-    """From the dot products to the mask."""
+    """The steps from the dot products to the mask."""
     call, shown, focus, other = traced.call, list(traced.shown), traced.focus, traced.other
     product = _dot(stages.query[shown[0], focus], stages.key[shown[0], other])
     yield Step(
@@ -211,7 +212,7 @@ def _score_steps(traced: TracedCall, stages: _Stages) -> Iterator[Step]:
     )
 
     def compared(scale: float) -> Numbers:
-        """The followed word's weights with another scale, above those with the call's own."""
+        """The followed word's weights with ``scale``, and below with the scale of the call."""
         rows = [
             _softmax(
                 stages.scores[shown, focus] * each + stages.bias[shown, focus],
@@ -230,7 +231,7 @@ def _score_steps(traced: TracedCall, stages: _Stages) -> Iterator[Step]:
 
 
 def _weight_steps(traced: TracedCall, stages: _Stages) -> Iterator[Step]:
-    """From the softmax to the heads side by side."""
+    """The steps from the softmax to the comparison of the heads."""
     shown, focus, other = list(traced.shown), traced.focus, traced.other
     head, word, key = shown[0], traced.word, traced.keys[other]
     bars = Numbers(
@@ -290,9 +291,9 @@ def _scaling_step(
         )
     both = replace(compared(1 / root), rows=(f"divided by √{width}", "with the scale used here"))
     reason = (
-        "the learned matrices of this one keep scores small without it"
+        "the learned matrices of this model keep scores small without it"
         if scale == 1
-        else "this one has a scale of its own"
+        else "this model sets another scale"
     )
     return Step(
         "Scaling",
@@ -319,7 +320,7 @@ def _bias_step(bias: Bias, numbers: Numbers) -> Step:
 
 
 def _softmax(scores: Tensor, allowed: Tensor) -> Tensor:
-    """Over the keys; a query whose keys are all masked has weights 0."""
+    """Softmax over the keys; a query whose keys are all masked has weights 0."""
     empty = ~allowed.any(-1, keepdim=True)
     weights = scores.masked_fill(~allowed & ~empty, -math.inf).softmax(-1)
     return weights.masked_fill(empty, 0)
@@ -334,7 +335,7 @@ def _number(value: float, decimals: int = 3) -> str:
 
 
 def _vector(values: Tensor) -> str:
-    """A short vector in brackets; the first numbers of a long one."""
+    """A vector in brackets, cut after four numbers."""
     shown = [_number(value) for value in values[:4].tolist()] + ["…"] * (len(values) > 4)
     return f"[{', '.join(shown)}]"
 
@@ -373,7 +374,7 @@ def _mask_step(traced: TracedCall, stages: _Stages) -> Step:
 
 
 def _weight_note(pair: str, scores: Tensor, other: int) -> tuple[str, ...]:
-    """One weight, worked out."""
+    """The calculation of one weight."""
     if scores[other] == -math.inf:
         return (f"{pair} = 0: the mask removed it",)
     scores, less = scores.double(), ""
@@ -391,7 +392,7 @@ def _weight_note(pair: str, scores: Tensor, other: int) -> tuple[str, ...]:
 def _sum_note(
     name: str, keys: tuple[str, ...], weights: Tensor, value: Tensor, mixed: Tensor
 ) -> tuple[str, ...]:
-    """One output as the sum of its terms, the largest weight first."""
+    """The calculation of one output as a sum of values, with the largest weight first."""
     if not bool(weights.any()):
         return (f"{name} = {_vector(mixed)}: the mask removed every key",)
     most = [k for k in weights.argsort(descending=True).tolist() if weights[k] > 0]

@@ -1,4 +1,4 @@
-"""A trace of one attention call: its steps, each with its formula, its meaning and its numbers."""
+"""A trace of one attention call: for each step its formula, its meaning and its numbers."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Numbers:
-    """A matrix, or one for each head, with labels for its rows and columns."""
+    """A matrix, or a matrix for each head, with labels for its rows and columns."""
 
     symbol: str
     values: Tensor  # [rows, columns] or [heads, rows, columns]
@@ -25,7 +25,7 @@ class Numbers:
     columns: tuple[str, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain lists; minus infinity, a masked score, becomes None."""
+        """The matrix as plain lists; minus infinity (a masked score) becomes None."""
         return {
             "symbol": self.symbol,
             "shape": list(self.values.shape),
@@ -49,8 +49,8 @@ class Step:
     formula: str
     sentence: str
     numbers: tuple[Numbers, ...] = ()
-    notes: tuple[str, ...] = ()  # one element worked out
-    bars: Numbers | None = None  # [keys, heads]: the followed word's weights, for a bar chart
+    notes: tuple[str, ...] = ()  # the calculation of one element
+    bars: Numbers | None = None  # [keys, heads]: the weights of the followed word, for a bar chart
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -70,7 +70,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class Agreement:
-    """The largest difference between the output of the steps and that of the fast path."""
+    """The largest difference between the output of the steps and the output of the fast path."""
 
     backend: str
     difference: float
@@ -92,9 +92,9 @@ class Agreement:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Trace:
-    """Every step of one attention call, in order. Print it to read it.
+    """Every step of one attention call, in order; ``print(trace)`` shows them all.
 
-    ``trace["A"]`` is a matrix by its symbol and ``trace.output`` the result, [queries, dim].
+    ``trace["A"]`` is the matrix with symbol A. ``trace.output`` is the result, [queries, dim].
 
     >>> from regard import explain
     >>> trace = explain()  # the worked example
@@ -102,24 +102,24 @@ class Trace:
     ('cat', [1, 6, 6], [6, 3])
     """
 
-    tokens: tuple[str, ...]  # one word per query
-    focus: int  # the query that is followed
-    heads: int  # of the layer
+    tokens: tuple[str, ...]  # the labels of the queries
+    focus: int  # the index of the followed query
+    heads: int  # the number of heads of the layer
     shown: tuple[str, ...]  # the names of the heads whose numbers are shown
-    dim: int  # of one query or key, d_k
+    dim: int  # the width of a query or key, d_k
     steps: tuple[Step, ...]
     output: Tensor
     agreement: Agreement
-    subject: str = ""  # the model, layer and head, where it is a model's
+    subject: str = ""  # the model, layer and head; empty without a model
 
     @property
     def word(self) -> str:
-        """The word that is followed closely."""
+        """The word that the examples follow."""
         return self.tokens[self.focus]
 
     @property
     def title(self) -> str:
-        """What is traced, in one line."""
+        """One line with the model, the number of words and heads, and the width."""
         heads = "1 head" if self.heads == 1 else f"{self.heads} heads"
         kind = "token" if self.subject else "word"
         words = f"{len(self.tokens)} {kind}{'s' * (len(self.tokens) != 1)}"

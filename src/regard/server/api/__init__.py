@@ -1,1 +1,1 @@
-"""What can be requested over HTTP."""
+"""The requests of the HTTP server."""

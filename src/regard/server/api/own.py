@@ -1,4 +1,4 @@
-"""The requests of regard's own API: one record for each path, which knows how to run itself."""
+"""The requests of regard's own API: a class for each path, with the function that runs it."""
 
 from __future__ import annotations
 
@@ -42,16 +42,16 @@ MaxNewTokens = Annotated[
     Field(ge=1, le=limits.MAX_NEW_TOKENS, description="The maximum number of tokens to generate."),
 ]
 NoRepeat = Annotated[
-    int, Field(ge=0, description="No n-gram of this size is generated twice; 0 is no limit.")
+    int, Field(ge=0, description="Generate no n-gram of this size twice; 0 is no limit.")
 ]
 ReturnsAttended = Annotated[
-    bool, Field(description="Return the attention weights. This takes one more pass.")
+    bool, Field(description="Return the attention weights. This takes another forward pass.")
 ]
 Svg = Annotated[bool, Field(description="Add a picture of the attention weights, as SVG.")]
 
 
 class Request(BaseModel):
-    """A request as data. An unknown field is an error, so that a misspelt one is noticed."""
+    """A request as data. Unknown fields are errors, so that misspelt fields are noticed."""
 
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
     path: ClassVar[str]
@@ -60,7 +60,7 @@ class Request(BaseModel):
 
     @property
     def batch_key(self) -> Hashable | None:
-        """Requests with an equal key may run together; one with None runs alone."""
+        """Requests with equal keys may run together. A request whose key is None runs alone."""
         if not self.varying:
             return None
         return self.path, *(value for name, value in self if name not in self.varying)
@@ -69,15 +69,15 @@ class Request(BaseModel):
     def run_many(
         cls, requests: Sequence[Self], models: Models, check: Check
     ) -> list[dict[str, Any]]:
-        """The response to each request; all have one batch key.
+        """The response to each request. All requests have the same batch key.
 
-        ``check`` is called in every loop and raises once every client has left.
+        ``check`` is called in every loop, and raises if all clients have disconnected.
         """
         raise NotImplementedError
 
 
 class BeamSearch(Request):
-    """The decoding settings of translations and summaries; the model's own where none is given."""
+    """The decoding settings of translations and summaries; None is the model's default."""
 
     num_beams: Annotated[
         int | None, Field(ge=1, le=limits.MAX_BEAMS, description="1 is greedy decoding.")
@@ -104,7 +104,7 @@ class BeamSearch(Request):
 
     @property
     def settings(self) -> Settings:
-        """The decoding settings that replace those of the model's files."""
+        """The decoding settings of the request."""
         return Settings(
             num_beams=self.num_beams, length_penalty=self.length_penalty,
             early_stopping=self.early_stopping, no_repeat_ngram_size=self.no_repeat_ngram_size,
@@ -113,7 +113,7 @@ class BeamSearch(Request):
 
 
 class Translate(BeamSearch):
-    """Translate a text. ``attended`` of the response is the alignment of its words."""
+    """Translate a text. In the response, ``attended`` aligns its words with the source."""
 
     path = "/translate"
     summary = "Translate a text."
@@ -141,7 +141,7 @@ class Translate(BeamSearch):
 
 
 class Summarize(BeamSearch):
-    """Summarize a document. ``attended`` has the sentences that each summary sentence used."""
+    """Summarize a document. ``attended`` has the weights of the summary's sentences on it."""
 
     path = "/summarize"
     summary = "Summarize a document."
@@ -176,7 +176,7 @@ class Answer(Request):
     question: Annotated[str, Field(max_length=limits.MAX_QUESTION), HasWords]
     context: Document
     threshold: Annotated[
-        float, Field(description="The score that an answer must exceed; the score of none is 0.")
+        float, Field(description="The score that an answer must exceed; no answer scores 0.")
     ] = 0.0
     model: Name = "answer"
     attended: ReturnsAttended = True
@@ -196,9 +196,10 @@ class Answer(Request):
 
 
 class Complete(Request):
-    """Complete a text. With ``stream``, the response is one JSON object a line.
+    """Complete a text. With ``stream``, the response has one JSON object per line.
 
-    First come lines ``{"piece": " and"}``, then ``{"record": {...}}`` or ``{"error": {...}}``.
+    All lines but the last are ``{"piece": " and"}``. The last line is ``{"record": {...}}`` or
+    ``{"error": {...}}``.
     """
 
     path = "/complete"
@@ -210,17 +211,17 @@ class Complete(Request):
         float, Field(description="Above 1 is more random, below 1 less; 0 is greedy decoding.")
     ] = 0.8
     top_k: Annotated[
-        int, Field(ge=0, description="Sample from the k likeliest tokens; 0 is all.")
+        int, Field(ge=0, description="Sample from the k likeliest tokens; 0 is all tokens.")
     ] = 0
     top_p: Annotated[
-        float, Field(description="Sample from the likeliest tokens of this total probability.")
+        float, Field(description="Sample from the likeliest tokens up to this total probability.")
     ] = 0.95
     seed: Annotated[int, Field(description="The seed of the sample.")] = 0
     no_repeat_ngram_size: NoRepeat = 0
     model: Name = "books-gpt2"
     attended: ReturnsAttended = True
     svg: Svg = False
-    stream: Annotated[bool, Field(description="Return pieces of the text as they come.")] = False
+    stream: Annotated[bool, Field(description="Return each piece when it is generated.")] = False
 
     @classmethod
     def run_many(
@@ -248,9 +249,9 @@ class Complete(Request):
 
 
 class Look(Request):
-    """Measure every head of a model on a text, or show one head, or the words one word attends to.
+    """Measure every head of a model on a text, or show one head or the weights of one word.
 
-    Layers are named 0, 1, ...; those of an encoder-decoder encoder.0, decoder.0, cross.0, ...
+    Layers are named 0, 1, ..., or encoder.0, decoder.0, cross.0, ... in an encoder-decoder.
     """
 
     path = "/look"
@@ -290,10 +291,10 @@ class Look(Request):
 
 
 class Explain(Request):
-    """Follow one attention call step by step: with random weights, or with those of a model."""
+    """Show one attention call step by step, with random weights or with the weights of a model."""
 
     path = "/explain"
-    summary = "Follow one attention call step by step, with its numbers."
+    summary = "Show one attention call step by step, with its numbers."
 
     sentence: Annotated[
         Sentence | None, Field(description="Without it, the response is a worked example.")

@@ -1,11 +1,11 @@
 "use strict";
 
-// Texts are never parsed as markup: elements are made here, and their text is set as text.
+// Texts are never parsed as HTML: the code creates every element and sets its textContent.
 
 const KNOWN = JSON.parse(document.getElementById("known").textContent);
-const SHADES = 64; // of /colours.css
+const SHADES = 64; // in /colours.css
 const MIN_SHOWN = 0.005; // smaller weights round to 0.00 and are not listed
-const MAX_CELLS = 4096; // of a table; a picture is shown instead of a larger one
+const MAX_CELLS = 4096; // of a table; larger tables are shown as pictures
 
 // ------------------------------------------------------------------------------------- elements
 
@@ -33,7 +33,7 @@ function share(element, value) {
   return element;
 }
 
-/** A weight with two digits, as in pictures for a terminal: .94, 1.00, and a point for 0. */
+/** Formats a weight with two decimals, as in terminal pictures: .94, 1.00, and . for 0. */
 function brief(value) {
   if (value == null) return "";
   const text = value.toFixed(2);
@@ -47,8 +47,8 @@ const counted = (count, name) => `${count.toLocaleString("en")} ${name}${count =
 
 // ------------------------------------------------------------------------------ words in a text
 
-/** The ranges of units (words, sentences) in a text, in order; null if not all are in it.
-    Units cover all letters from the first to the last, so blank space can be ignored. */
+/** The ranges of units (words or sentences) in a text, in order; null if a unit is missing.
+    Blank space is ignored: no other characters lie between the units. */
 function placesOf(text, units) {
   const bare = (unit) => unit.replace(/\s+/g, "");
   const at = [];
@@ -62,8 +62,8 @@ function placesOf(text, units) {
   });
 }
 
-/** A text as an element, with a span for each unit. `marked` is a range to underline; the text
-    before `quiet` is grey. */
+/** An element for a text, with a span for each unit. `marked` is a range to underline. The text
+    before position `quiet` is grey. */
 function textOf(text, units = [], { marked = null, quiet = 0 } = {}) {
   const long = text.length > 240;
   const element = make("p", { class: long ? "text long" : "text", dir: "auto" });
@@ -86,7 +86,7 @@ function textOf(text, units = [], { marked = null, quiet = 0 } = {}) {
   let done = 0;
   const between = (end) => {
     if (end <= done) return;
-    // Blank space at the edges of the marked range stays outside.
+    // Do not underline blank space at the edges of the marked range.
     const inside = marked && done >= marked[0] && end <= marked[1];
     if (inside) put(document.createTextNode(text.slice(done, end)), done, end);
     else element.append(document.createTextNode(text.slice(done, end)));
@@ -101,13 +101,13 @@ function textOf(text, units = [], { marked = null, quiet = 0 } = {}) {
   return { element, spans };
 }
 
-/** Tokens, each in its own box. */
+/** An element that shows each token in a box. */
 function chipsOf(tokens) {
   const spans = tokens.map((token) => make("span", { class: "unit" }, token));
   return { element: make("p", { class: "chips" }, ...spans), spans };
 }
 
-/** Scrolls a long text to an element, and not the page. */
+/** Scrolls a long text to an element without scrolling the page. */
 function reveal(element) {
   const pane = element?.closest(".pane.long");
   if (!pane) return;
@@ -118,7 +118,7 @@ function reveal(element) {
 
 // ------------------------------------------------------------------------------ linked texts
 
-/** Makes units interactive: the ones they attended to are highlighted, and listed below.
+/** Makes units interactive: pointing at a unit highlights and lists the units it attended to.
     `queries` and `keys` are lists of spans, `weights` is [queries][keys]. */
 function linked({ queries, keys, names, weights, label, hint, table = null, both = true }) {
   const status = make("p", { class: "attended", role: "status" }, hint);
@@ -202,7 +202,7 @@ function linked({ queries, keys, names, weights, label, hint, table = null, both
   return status;
 }
 
-/** Weights as a coloured table. With `out`, the first column has no colour. */
+/** A coloured table of weights. With `out`, the first column has no colour. */
 function weightTable(queries, keys, weights, { mark = false, out = false } = {}) {
   const top = most(out ? weights.map((row) => row.slice(1)) : weights);
   const tall = keys.length > 12 || keys.some((key) => key.length > 8);
@@ -240,7 +240,7 @@ function weightTable(queries, keys, weights, { mark = false, out = false } = {})
   };
 }
 
-/** The card with the weights of a record as a table, or as a picture if there are many. */
+/** A card with the weights of a record: a table, or a picture if there are too many weights. */
 function weightsCard(attended, title, svg) {
   const { queries, keys, weights, where, sides: [down, across] } = attended;
   const many = queries.length * keys.length > MAX_CELLS;
@@ -252,7 +252,7 @@ function weightsCard(attended, title, svg) {
   else {
     card.append(make("h3", {}, title), make("p", { class: "name" }, `${down} down, ${across} across`),
       table.element, make("p", { class: "caption" },
-        `${where}. ${percent}% of the weight is on tokens of no word.`));
+        `${where}. ${percent}% of the weight is on tokens outside words.`));
   }
   return { card, table };
 }
@@ -262,14 +262,14 @@ function pictureOf(svg, title) {
   return make("img", { class: "picture", src: source, alt: title });
 }
 
-/** A text under its name. A long one scrolls, so that two fit on the screen. */
+/** A text with its name above. A long text scrolls, so that two texts fit on the screen. */
 function paneOf(name, text) {
   const long = text.element.classList.contains("long");
   return make("div", { class: long ? "pane long" : "pane" },
     make("p", { class: "name" }, name), text.element);
 }
 
-/** Two texts, and what the units of the first attended to in the second. */
+/** Two texts, with the attention weights of the first text's units on the second text's. */
 function pairOf(record, [queryName, query], [keyName, key], { title, kind = "Words" }) {
   const { attended } = record;
   const panes = [paneOf(queryName, query), paneOf(keyName, key)];
@@ -287,7 +287,7 @@ function pairOf(record, [queryName, query], [keyName, key], { title, kind = "Wor
   return { parts: [pair, status], cards: [card] };
 }
 
-/** The picture as a file, and the request as a command. */
+/** Links below a result: the picture as a file, and the request as a curl command. */
 function more(view, body, svg) {
   const json = JSON.stringify(body).replaceAll("'", "'\\''");
   const line = `curl -s --json '${json}' ${location.origin}/${view}`;
@@ -305,8 +305,8 @@ function recordFacts(record, extra = "") {
 
 // ---------------------------------------------------------------------------------------- views
 
-/** Each view has the word shown while it runs, and `run`, which sends the fields of the form and
-    puts the result into `out`. */
+/** Each view has the word to show while it runs, and `run`, which sends the form's fields to the
+    server and puts the result into `out`. */
 const VIEWS = {
   translate: {
     doing: "Translating",
@@ -516,9 +516,9 @@ function headCard(map) {
 // -------------------------------------------------------------------------------------- explain
 
 const MAX_HEADS = 4;
-const MAX_WEIGHTS = 16; // of a matrix W; a larger one is not shown
-const MAX_FEATURES = 8; // columns of embeddings
-const MAX_WORDS = 24; // rows, and columns of words
+const MAX_WEIGHTS = 16; // elements of a matrix W; larger matrices are not shown
+const MAX_FEATURES = 8; // columns of a table of embeddings
+const MAX_WORDS = 24; // rows of a table, and columns of a table of words
 
 function stepOf(step, number, trace) {
   const focus = trace.tokens.indexOf(trace.word);
@@ -551,7 +551,7 @@ function numbersTable(name, numbers, matrix, trace, focus) {
   const wide = columns.length === count || symbol.startsWith("weights of");
   const kept = wide ? MAX_WORDS : MAX_FEATURES;
   const cut = columns.length > kept;
-  // As few decimals as show the exact numbers.
+  // Use as few decimals as the exact numbers need.
   const whole = (value) => Math.abs(value - Math.round(value)) < 1e-4;
   const exact = (digits) => matrix.flat().every((value) => whole((value ?? 0) * 10 ** digits));
   const digits = [0, 1, 2].find(exact) ?? 3;
@@ -615,7 +615,7 @@ const postJson = async (path, body, signal) => (await post(path, body, signal)).
 
 const BROKEN = "The server stopped before the end. Is regard serve still running?";
 
-/** The JSON objects that a path streams, one a line. */
+/** Yields the JSON objects that a path streams, one per line. */
 async function* lines(path, body, signal) {
   const stream = (await post(path, body, signal)).body.pipeThrough(new TextDecoderStream());
   const reader = stream.getReader();
@@ -641,7 +641,7 @@ async function* lines(path, body, signal) {
 const sectionOf = (view) => document.querySelector(`[data-view=${view}]`);
 const formOf = (view) => sectionOf(view).querySelector("form");
 
-/** The values of a form by name, as texts. Empty and disabled fields are left out. */
+/** The values of a form as strings, by name. Empty and disabled fields are left out. */
 function read(form) {
   const values = {};
   for (const field of form.elements) {
@@ -652,7 +652,7 @@ function read(form) {
   return values;
 }
 
-/** The same values with the types of the API. */
+/** Converts the values of a form to the types of the API. */
 function bodyOf(values) {
   const numbers = ["max_new_tokens", "temperature", "seed", "head", "heads"];
   return Object.fromEntries(Object.entries(values).map(([name, value]) =>
@@ -672,7 +672,8 @@ function fill(form, values) {
   }
 }
 
-/** Selects a value of a link, even one that is not offered: the server reports the error. */
+/** Selects a value from a link. If it is not among the options, it is added, and the server
+    reports the error. */
 function choose(select, value) {
   const offered = [...select.options].some((option) => option.value === value);
   if (!offered) select.append(make("option", { value }, value));
@@ -709,8 +710,8 @@ function adapt(form) {
   }
 }
 
-const running = {}; // by view: the function that stops the request
-const shown = {}; // by view: the address of the result
+const running = {}; // view -> the function that stops its request
+const shown = {}; // view -> the address of its result
 
 function go(view, values) {
   const address = `#${view}?${new URLSearchParams(values)}`;
@@ -718,7 +719,7 @@ function go(view, values) {
   else location.hash = address;
 }
 
-/** Shows the view that the address names. Returns its name and the query. */
+/** Shows the view named in the address, and returns its name and the query. */
 function turn() {
   const [name, query] = location.hash.slice(1).split(/\?(.*)/s);
   const view = Object.hasOwn(VIEWS, name) ? name : "translate";
@@ -738,7 +739,7 @@ function turn() {
 function arrive(again = false) {
   const [view, query] = turn();
   if (query === undefined) {
-    if (view === "explain" && !shown.explain) run(view); // it needs no model and no text
+    if (view === "explain" && !shown.explain) run(view); // explain needs no model and no text
     return;
   }
   if (!again && shown[view] === location.hash) return;
@@ -769,7 +770,7 @@ async function run(view) {
     make("button", { type: "button", class: "quiet", onclick: stop }, "Stop")));
   section.setAttribute("aria-busy", "true");
   const address = location.hash;
-  shown[view] = address; // returning to a view does not run or restart its request
+  shown[view] = address; // so that returning to the view does not run its request again
   const link = document.querySelector(`nav a[href^="#${view}"]`);
   link.href = address.includes("?") ? address : `#${view}`;
   try {
@@ -779,7 +780,7 @@ async function run(view) {
     if (error.name === "AbortError") return;
     delete shown[view];
     stop();
-    // Generated text stays, and the overview stays if one head fails.
+    // Keep generated text, and keep the overview if the request of one head fails.
     if (view !== "complete" && !(view === "look" && VIEWS.look.key)) out.replaceChildren();
     state.replaceChildren(make("p", { class: "error", role: "alert" }, error.message));
   } finally {
@@ -796,7 +797,7 @@ async function start() {
   try {
     models = (await (await fetch("/models")).json()).models;
   } catch {
-    models = []; // each request will report the error
+    models = []; // the next request reports the error
   }
   for (const view of Object.keys(VIEWS)) {
     const form = formOf(view);
@@ -814,7 +815,7 @@ async function start() {
     adapt(form);
     form.elements.model.addEventListener("change", () => adapt(form));
     form.addEventListener("input", (event) => {
-      // Another text or model has different heads and words.
+      // Heads and words depend on the model and the text.
       if (event.target.type === "hidden") return;
       for (const field of form.querySelectorAll("[type=hidden]")) field.value = "";
     });
@@ -827,7 +828,7 @@ async function start() {
     });
   }
   document.querySelector(".skip").addEventListener("click", (event) => {
-    event.preventDefault(); // keep the address
+    event.preventDefault(); // do not change the address
     document.getElementById("main").focus();
   });
   addEventListener("hashchange", () => arrive());
