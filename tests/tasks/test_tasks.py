@@ -137,9 +137,7 @@ def test_precisions_say_nearly_the_same() -> None:
     assert plain.score == pytest.approx(whole.score, abs=0.02)
     assert plain.score != whole.score
     if not torch.ops.mkldnn._is_mkldnn_bf16_supported():  # an older processor
-        with pytest.raises(
-            InputError, match=r"does not compute in bfloat16\. Use float32 or int8"
-        ):
+        with pytest.raises(InputError, match=r"does not compute in bfloat16\. Use float32 or int8"):
             translate(text, "fr", attended=False, precision="bfloat16")
     else:
         half = translate(text, "fr", attended=False, precision="bfloat16")
