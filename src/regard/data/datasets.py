@@ -83,7 +83,7 @@ def read_dataset(
     for top in tops:
         if top not in dataset.column_names:
             have = ", ".join(dataset.column_names)
-            raise InputError(f"{name} has no column {top!r} (fields); it has {have}.")
+            raise InputError(f"{name} has no column {top!r}; set fields to columns of {have}.")
     for number, row in enumerate(dataset.select_columns(list(tops)), 1):
         values = [_inside(row, column) for column in wanted]
         if kind is Pair:

@@ -479,8 +479,8 @@ def _sum_block(
     for tile in range(start + 1, end):
         if not BY_COPY:
             neg_lse = gl.load(neg_lse_at + tile * BLOCK)
-        # Release the last tile only here, after its neg_lse has been read. Loads of neg_lse after
-        # the wait for the product would not overlap with it.
+        # Release the previous tile only here, after its neg_lse has been read. neg_lse is loaded
+        # before the wait for the product, so that the load overlaps with it.
         release_per_warp(q_ring, place)
         place = next_place(place, STAGES)
         wait_until_full_per_warp(q_ring, place)

@@ -156,7 +156,9 @@ def forward(
 def _interleaved_tiles(
     query: Tensor, bins: Bins, interleave: Interleave, steps: int, strip: int | None
 ) -> Any:
-    """Return a TMA descriptor of queries in interleaved bins: [groups, turns, lanes, pairs, width].
+    """Return a TMA descriptor of queries in interleaved bins.
+
+    Its shape is [groups, turns, LANES, PAIR, width].
 
     A tile is split into ``steps`` steps. A step has several groups, or several turns of one group.
     """

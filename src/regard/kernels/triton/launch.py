@@ -308,7 +308,7 @@ def rows(
 
 @Kept
 def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """Cached: a copy from the host makes the device wait, and a CUDA graph cannot capture it."""
+    """Cached: a copy from the host waits for the device, and a CUDA graph cannot capture it."""
     return torch.tensor(places, dtype=torch.int32, device=device)
 
 

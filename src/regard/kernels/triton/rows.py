@@ -304,7 +304,8 @@ def _search(
         s = tl.where(may & unfinished[:, None], s, NOTHING)
         top = tl.max(s, 1)
         while tl.max((top > lowest).to(tl.int32), 0) > 0:
-            # The highest score replaces the lowest; among equals, the first and the last key.
+            # The highest new score replaces the lowest kept one. Among equal scores the first key
+            # enters and the last one leaves.
             chosen = tl.min(tl.where(s == top[:, None], key_at[None, :], HIGHEST), 1)
             latest = tl.max(tl.where(best == lowest[:, None], best_keys, -HIGHEST), 1)
             replaced = (best_keys == latest[:, None]) & (top > lowest)[:, None]
