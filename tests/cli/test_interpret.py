@@ -155,7 +155,7 @@ def test_a_long_run_is_announced_and_where_very_long_asked_for(
         (["--to", "nowhere/x.svg"], "There is no folder 'nowhere'"),
         (["--compare", "foo"], "--compare is model=NAME"),
         (["--compare", "text=a", "--word", "cat"], "leave out --word"),
-        (["--layer", "0", "--head", "0", "--compare", "head=7"], "head=3.7"),
+        (["--layer", "0", "--head", "0", "--compare", "head=7"], "such as 3.7"),
         (["--json", "--without-first"], "--without-first is for pictures"),
     ],
 )

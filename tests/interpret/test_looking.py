@@ -274,7 +274,7 @@ def test_what_cannot_be_compared_says_why() -> None:
     large = look(model, TEXT, tokenizer=tokenizer(), layer=0, head=0)
     with pytest.raises(InputError, match="2 x 2 tokens"):
         compare(small, large, names=("a", "b"))
-    with pytest.raises(InputError, match="2 layers of 4 heads and b 3 layers"):
+    with pytest.raises(InputError, match="2 layers of 4 heads and b has 3 layers"):
         compare(
             look(model, TEXT, tokenizer=tokenizer()),
             look(gpt2(depth=3), TEXT, tokenizer=tokenizer()),

@@ -43,8 +43,8 @@ def test_the_stray_bias_is_dropped_and_a_second_copy_must_be_one(tmp_path: Path)
 def test_configs_that_files_cannot_say_are_refused() -> None:
     for changes, words in (
         ({"gated": True, "activation": "gelu"}, "gelu_new"),
-        ({"buckets": 5}, "an even number"),
-        ({"buckets": 32, "max_distance": 16}, "below max_distance"),
+        ({"buckets": 5}, "must be even"),
+        ({"buckets": 32, "max_distance": 16}, "less than twice max_distance"),
     ):
         with pytest.raises(InputError, match=words):
             T5Config(**changes)
