@@ -128,7 +128,7 @@ def test_a_model_is_trained_from_datasets_and_other_data_have_another_cache(tmp_
 @pytest.mark.parametrize(
     ("source", "wrong"),
     [
-        ({"dataset": "one", "fields": ["en", "fr"]}, "no column 'en'; set fields to columns of translation"),
+        ({"dataset": "one", "fields": ["en", "fr"]}, "no column 'en'; set fields to columns"),
         ({"dataset": "one", "fields": ["translation"]}, "fields of one need 2"),
         ({"dataset": "one", "split": "train[:1]"}, "no split 'train.:1.'; it has train"),
         ({"dataset": "nobody/nothing"}, "not a folder below .* and the hub cannot be reached"),

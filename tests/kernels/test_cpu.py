@@ -270,7 +270,9 @@ def test_auto_chooses_it_for_large_calls_that_see() -> None:
     assert why(x, x, x, softcap=2.0).chosen == "native"
     small = x[:, :, :100]
     assert why(small, small, small, see=see).chosen == "tiled"
-    with pytest.raises(BackendError, match="'native' cannot run this call: the call has fewer than"):
+    with pytest.raises(
+        BackendError, match="'native' cannot run this call: the call has fewer than"
+    ):
         attention(small, small, small, see=see, backend="native")
     _, seen = attention(x, x, x, mask=Causal(), see=see, backend="native")
     _, other = attention(x, x, x, mask=Causal(), see=see, backend="tiled")
