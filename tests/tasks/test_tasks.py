@@ -343,9 +343,8 @@ def test_a_long_document_is_summarized_in_parts(made: Path) -> None:
     again = summarize(folders.STORY, model=folder, max_new_tokens=6)
     assert again.method == "resummarized"
     assert again.parts == joined.parts
-    assert (
-        again.text == summarize(joined.text.replace("\n", " "), model=folder, max_new_tokens=6).text
-    )
+    # The second round sees the same lines as a call of its own, so both cut them in the same parts.
+    assert again.text == summarize(joined.text, model=folder, max_new_tokens=6).text
     assert len(again.attended.keys) == len(sentences(folders.STORY))
 
 
