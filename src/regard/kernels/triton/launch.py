@@ -421,8 +421,8 @@ def backward(
     kept: Mapping[str, Tensor],
     grads: Mapping[str, Tensor],
     train_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of query, key, value, table and relative query; None without one.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Return the gradients of query, key, value, table and relative query, and the delta.
 
     ``kept`` are the saved results of the forward pass. ``grads`` are the gradients of results by
     name, any of "output", "lse", "entropy", "distance", "received" and "map".
@@ -520,6 +520,7 @@ def backward(
     second_grad = None if relative_grads is None else relative_grads.relative_query
     return (
         query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), table_grad, second_grad,
+        delta,
     )  # fmt: skip
 
 

@@ -39,6 +39,8 @@ def refuses(call: Call) -> str | None:
 
 def _why_not_call(call: Call) -> str | None:
     """Why the kernels cannot run a call, regardless of its device."""
+    if call.sinks is not None:
+        return "the kernels for Hopper support no attention sinks."
     return why_not_hopper(
         mask_kind(call.mask), PLAIN if call.bias is None else TABLE, call.softcap is not None,
         call.query.dtype, call.query.shape, call.key.shape,
