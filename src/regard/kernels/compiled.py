@@ -145,7 +145,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     query, key, value, *given = inputs
     structure, wanted = _structure(given[:_PARTS]), _wanted(*given[_PARTS:-1])
     results = dict(zip(wanted.names, output, strict=True))
-    ctx.structure = replace(structure, **dict.fromkeys(_TENSORS))
+    no_tensors: dict[str, Any] = dict.fromkeys(_TENSORS)
+    ctx.structure = replace(structure, **no_tensors)
     ctx.names, ctx.kept = wanted.names, [name for name in KEPT if name in results]
     parts = (getattr(structure, name) for name in _TENSORS)
     ctx.save_for_backward(query, key, value, *parts, *(results[name] for name in ctx.kept))
@@ -153,8 +154,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
 
 def _graph_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
     (query, key, value), saved = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
-    parts, kept = saved[: len(_TENSORS)], saved[len(_TENSORS) :]
-    structure = replace(ctx.structure, **dict(zip(_TENSORS, parts, strict=True)))
+    tensors, kept = dict(zip(_TENSORS, saved, strict=False)), saved[len(_TENSORS) :]
+    structure: Structure = replace(ctx.structure, **tensors)
     upstream = {
         name: grad
         for name, grad in zip(ctx.names, grads, strict=True)

@@ -220,11 +220,12 @@ def backward(
             return *gradients, None, None, sinks_grad
     if deferred is not None and pending:  # queries and keys may be freed after the backward pass
         deferred.compute(query, key, structure)
-    *gradients, delta = launch.backward(query, key, value, structure, kept, grads, train_bias)
+    results = launch.backward(query, key, value, structure, kept, grads, train_bias)
     sinks_grad = None
     if structure.sinks is not None:
+        delta = results[5]
         sinks_grad = _sinks_gradient(structure.sinks, kept["lse"], delta, grads.get("entropy"))
-    return *gradients, sinks_grad
+    return *results[:5], sinks_grad
 
 
 def _with_sinks(results: Mapping[str, Tensor], sinks: Tensor) -> dict[str, Tensor]:

@@ -80,6 +80,12 @@ def attention(
     >>> output, seen = attention(q, k, v, mask=Causal(), see=See(entropy=True))
     >>> [f"{keys:.2f}" for keys in seen.entropy[0, 0].exp()]  # the effective number of keys
     ['1.00', '1.92', '2.88']
+
+    With a sink a query may attend to nothing:
+
+    >>> _, seen = attention(q, k, v, sinks=torch.tensor([4.0]), see=See(sink=True))
+    >>> [round(weight, 2) for weight in seen.sink[0, 0].tolist()]
+    [0.94, 0.94, 0.94]
     """
     call = check(query, key, value, mask, bias, scale, softcap, dropout, see, sinks)
     run = backends.choose(call, backend).run

@@ -157,7 +157,8 @@ class See:
 
     def check(self, extent: Extent) -> None:
         """Raise InputError if the request does not fit a call with these sizes."""
-        for name, given in (("rows", self.rows), ("pairs", self.pairs), ("scores", self.scores)):
+        chosen: dict[str, Any] = {"rows": self.rows, "pairs": self.pairs, "scores": self.scores}
+        for name, given in chosen.items():
             if isinstance(given, Pairs):
                 given.check(extent, name)
                 continue

@@ -141,6 +141,6 @@ def row_blocks(call: Call, see: See) -> Tensor:
     rows: dict[int, Tensor] = {}
     for run in reference.runs(row % queries for row in see.rows):
         weights = reference.attend(only, run, keys)[1]["weights"]
-        rows |= dict(zip(run, weights.split(1, dim=2), strict=True))
+        rows |= dict(zip(run, weights.split_with_sizes([1] * len(run), dim=2), strict=True))
     # Without an index tensor: a CUDA graph cannot capture its copy to the GPU.
     return torch.cat([rows[row % queries] for row in see.rows], dim=2)

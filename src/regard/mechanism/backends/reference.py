@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,21 +90,21 @@ def scores(call: Call, tile: Tile, allowed: Tensor | None) -> Tensor:
     return result
 
 
-def chosen_scores(call: Call, chosen: Pairs | Sequence[int]) -> Tensor:
+def chosen_scores(call: Call, chosen: Pairs | Sequence[Any] | Tensor) -> Tensor:
     """The scores of rows, [batch, heads, rows, keys], or of pairs, [batch, heads, pairs]."""
     if isinstance(chosen, Pairs):
         blocks = []
         for run in runs(chosen.queries.tolist()):
             tile = Tile(call.extent, run, range(call.extent.keys))
-            _, rows, columns = chosen.of(tile)
-            blocks.append(_masked_scores(call, tile)[..., rows, columns])
+            _, *places = chosen.of(tile)
+            blocks.append(Pairs.pick(_masked_scores(call, tile), *places))
         return torch.cat(blocks, dim=-1)[..., chosen.places.to(call.extent.device)]
     queries, keys = call.extent.queries, range(call.extent.keys)
     rows = [row % queries for row in chosen]
     by_row: dict[int, Tensor] = {}
     for run in runs(rows):
         block = _masked_scores(call, Tile(call.extent, run, keys))
-        by_row |= dict(zip(run, block.split(1, dim=2), strict=True))
+        by_row |= dict(zip(run, block.split_with_sizes([1] * len(run), dim=2), strict=True))
     # Without an index tensor: a CUDA graph cannot capture its copy to the GPU.
     return torch.cat([by_row[row] for row in rows], dim=2)
 
