@@ -11,10 +11,13 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers import kernel_cases
 from helpers.kernel_cases import CUDA, cases
 from regard import Causal, Padding, Prefix, See, Segments, Window, attention
 from regard.errors import BackendError, InputError
@@ -606,6 +610,17 @@ def test_compiles_to_one_graph(name: str) -> None:
     want, *_ = gradients(call, run, torch.float32, SMOOTH)
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6 * other.abs().amax().item())
+
+
+@pytest.mark.sweep
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["window", "content", "cross entropy"])
+def test_they_compile_for_a_gpu_where_there_is_none(name: str) -> None:
+    script = Path(kernel_cases.__file__).with_name("compile_kernels.py")
+    made = subprocess.run(
+        [sys.executable, "-W", "error", script, name], check=True, capture_output=True, text=True
+    )
+    assert made.stdout.startswith(f"{name}: compiled ")
 
 
 @pytest.mark.gpu
