@@ -18,6 +18,7 @@ from torch import Tensor
 from regard import See
 from regard.mechanism import biases, masks
 from regard.mechanism.biases import Alibi, Bias, RelativeBuckets, RelativeContent
+from regard.mechanism.call import check
 from regard.mechanism.geometry import Extent, Tile
 from regard.mechanism.masks import Causal, Mask, Padding, Prefix, Segments, Window
 
@@ -43,6 +44,7 @@ class Case:
     bias: Bias | None
     scale: float | None
     softcap: float | None
+    query_start: int | list[int] | Tensor | None
 
     def __repr__(self) -> str:
         """Shapes and strides, not numbers: what is needed to understand a failure."""
@@ -54,7 +56,7 @@ class Case:
 
     @property
     def arguments(self) -> dict[str, object]:
-        names = ("mask", "bias", "scale", "softcap")
+        names = ("mask", "bias", "scale", "softcap", "query_start")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -84,10 +86,8 @@ class Case:
 
     @property
     def extent(self) -> Extent:
-        outer = (*self.query.shape[:-2], 1, 1)
-        return Extent(
-            outer[0], outer[1], self.query.shape[-2], self.key.shape[-2], self.query.device
-        )
+        given: Any = self.arguments
+        return check(self.query, self.key, self.value, **given, dropout=0.0, see=None).extent
 
     def allowed(self) -> Tensor:
         """The whole mask, [batch, heads, queries, keys]."""
@@ -129,6 +129,17 @@ def lengths(draw: Draw, batch: int, keys: int) -> Tensor | list[int] | int:
     if form == "one":
         return draw(st.integers(0, keys))
     each = [draw(st.integers(0, keys)) for _ in range(batch)]
+    return each if form == "list" else torch.tensor(each, dtype=torch.long)
+
+
+@st.composite
+def starts(draw: Draw, batch: int, keys: int) -> int | list[int] | Tensor | None:
+    """Where the first query stands: rarely far outside of the keys."""
+    form = draw(st.sampled_from((None, None, None, "one", "list", "tensor")))
+    place = st.integers(-keys - 1, keys + 1) | st.sampled_from((0, 0, 1000, -1000))
+    if form is None or form == "one":
+        return None if form is None else draw(place)
+    each = [draw(place) for _ in range(batch)]
     return each if form == "list" else torch.tensor(each, dtype=torch.long)
 
 
@@ -257,6 +268,7 @@ def cases(draw: Draw, dtype: torch.dtype, *, softcap: bool = True) -> Case:
         draw(any_bias(extent, dtype, generator)) if draw(st.booleans()) else None,
         draw(st.sampled_from((None, None, 0.3, 2.0, -1.0, 0.0))),
         draw(st.sampled_from((None, None, 1.5))) if softcap else None,
+        draw(starts(batch, keys)),
     )
 
 

@@ -20,7 +20,11 @@ from regard.mechanism.masks import Mask, hulls
 CPU = torch.device("cpu")
 generated = settings(max_examples=200, derandomize=True, database=None)
 sizes = st.sampled_from((1, 2, 3, 5, 17))
-extents = st.builds(Extent, st.sampled_from((1, 2, 3)), st.just(2), sizes, sizes, st.just(CPU))
+batches = st.sampled_from((1, 2, 3))
+alike = st.none() | st.sampled_from((0, -3, 2, 40))
+extents = st.builds(Extent, batches, st.just(2), sizes, sizes, st.just(CPU), alike) | st.builds(
+    Extent, st.just(3), st.just(2), sizes, sizes, st.just(CPU), st.just((-4, 0, 9))
+)
 
 
 def whole(mask: Mask, extent: Extent) -> Tensor:

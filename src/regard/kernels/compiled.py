@@ -22,10 +22,11 @@ from regard.kernels.sizes import RELATIVE
 
 _STRUCTURE = (
     "Tensor? low, Tensor? high, Tensor? table, Tensor? relative_query, int kind, int bias, "
-    "SymInt reach, float scale, float? softcap, float relative_scale, SymInt max_keys"
+    "SymInt reach, float scale, float? softcap, float relative_scale, SymInt max_keys, "
+    "Tensor? starts"
 )
 _INPUTS = f"Tensor query, Tensor key, Tensor value, {_STRUCTURE}"
-_PARTS = 11  # number of fields of a Structure
+_PARTS = 12  # number of fields of a Structure
 _INPUT_COUNT = 3 + _PARTS + 6
 
 
@@ -45,7 +46,7 @@ def _flat(structure: Structure) -> tuple[Any, ...]:
     s = structure
     return (
         s.low, s.high, s.table, s.relative_query, s.kind, s.bias, s.reach, s.scale, s.softcap,
-        s.relative_scale, s.max_keys,
+        s.relative_scale, s.max_keys, s.starts,
     )  # fmt: skip
 
 
@@ -141,16 +142,17 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     query, key, value, *given = inputs
     structure, wanted = _structure(given[:_PARTS]), _wanted(*given[_PARTS:-1])
     results = dict(zip(wanted.names, output, strict=True))
-    ctx.structure = replace(structure, low=None, high=None, table=None, relative_query=None)
+    tensors = ("low", "high", "table", "relative_query", "starts")
+    ctx.structure = replace(structure, **dict.fromkeys(tensors))
     ctx.names, ctx.kept = wanted.names, [name for name in KEPT if name in results]
-    parts = (structure.low, structure.high, structure.table, structure.relative_query)
+    parts = (getattr(structure, name) for name in tensors)
     ctx.save_for_backward(query, key, value, *parts, *(results[name] for name in ctx.kept))
 
 
 def _graph_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    query, key, value, low, high, table, relative_query, *kept = ctx.saved_tensors
+    query, key, value, low, high, table, relative_query, starts, *kept = ctx.saved_tensors
     structure = replace(
-        ctx.structure, low=low, high=high, table=table, relative_query=relative_query
+        ctx.structure, low=low, high=high, table=table, relative_query=relative_query, starts=starts
     )
     upstream = {
         name: grad

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import overload
 
 import torch
@@ -26,6 +27,7 @@ def attention(
     softcap: float | None = ...,
     dropout: float = ...,
     see: None = ...,
+    query_start: int | Sequence[int] | Tensor | None = ...,
     backend: str = ...,
 ) -> Tensor: ...
 @overload
@@ -40,6 +42,7 @@ def attention(
     softcap: float | None = ...,
     dropout: float = ...,
     see: See,
+    query_start: int | Sequence[int] | Tensor | None = ...,
     backend: str = ...,
 ) -> tuple[Tensor, Seen]: ...
 def attention(
@@ -53,16 +56,22 @@ def attention(
     softcap: float | None = None,
     dropout: float = 0.0,
     see: See | None = None,
+    query_start: int | Sequence[int] | Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Seen]:
     """Compute softmax(scale * Q K^T + bias) V over the keys that the mask allows.
 
     Tensors are [batch, heads, length, dim], [batch, length, dim] or [length, dim]. Keys and values
     may have fewer heads than queries, and values may have another dim. ``mask`` is True where a
-    query may attend; the last query has the last key's position. ``scale`` is 1/sqrt(dim) by
-    default. ``softcap`` bounds the scaled scores before the bias is added. ``dropout`` applies
+    query may attend. ``scale`` is 1/sqrt(dim) by default. ``softcap`` bounds the scaled scores before the bias is added. ``dropout`` applies
     whenever it is above 0: pass 0 in evaluation. If ``see`` is given, the result is (output, Seen).
     The fields of Seen ignore dropout and always have the axes [batch, heads, ...].
+
+    Keys have the positions 0, 1, 2 and so on, and the last query has the last key's position.
+    ``query_start`` gives the first query another position: a number, or a list or tensor with one
+    for each sequence. Masks, biases by distance and ``See(distance=True)`` follow it. Positions in
+    a tensor on a GPU are not read by the kernels' host code; "tiled", which needs the ends of a
+    mask on the host, waits for the GPU.
 
     ``backend`` is "auto" or a name that :func:`why` lists. Second derivatives need "tiled" or
     "reference"; other backends raise an error. Under torch.func "auto" chooses "reference" if no
@@ -74,8 +83,12 @@ def attention(
     >>> output, seen = attention(q, k, v, mask=Causal(), see=See(entropy=True))
     >>> [f"{keys:.2f}" for keys in seen.entropy[0, 0].exp()]  # the effective number of keys
     ['1.00', '1.92', '2.88']
+
+    >>> _, seen = attention(q[:2], k, v, mask=Causal(), query_start=0, see=See(weights=True))
+    >>> (seen.weights[0, 0] > 0).tolist()
+    [[True, False, False], [True, True, False]]
     """
-    call = check(query, key, value, mask, bias, scale, softcap, dropout, see)
+    call = check(query, key, value, mask, bias, scale, softcap, dropout, see, query_start)
     run = backends.choose(call, backend).run
     if see is not None and torch.is_autocast_enabled(query.device.type):
         # Autocast would lower the precision of the fields of Seen.
@@ -101,6 +114,7 @@ def why(
     softcap: float | None = None,
     dropout: float = 0.0,
     see: See | None = None,
+    query_start: int | Sequence[int] | Tensor | None = None,
 ) -> backends.Why:
     """Return why each backend can or cannot run :func:`attention` with these arguments.
 
@@ -110,4 +124,4 @@ def why(
     >>> why(q, k, v, see=See(entropy=True)).chosen
     'tiled'
     """
-    return backends.why(check(query, key, value, mask, bias, scale, softcap, dropout, see))
+    return backends.why(check(query, key, value, mask, bias, scale, softcap, dropout, see, query_start))

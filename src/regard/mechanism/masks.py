@@ -124,7 +124,7 @@ def lower(mask: Mask | None, extent: Extent) -> KeyRanges:
     >>> low.tolist(), high.tolist()
     ([[0, 0, 1]], [[1, 2, 3]])
     """
-    keep = not torch.compiler.is_compiling() and (mask is None or mask.static)
+    keep = not torch.compiler.is_compiling() and (mask is None or mask.static) and extent.static
     return (_kept_ranges if keep else _ranges)(mask, extent)
 
 
@@ -150,9 +150,9 @@ def hulls(mask: Mask | None, extent: Extent, step: int) -> list[Hull]:
 
 
 def interval_on_host(mask: Mask, extent: Extent) -> Interval:
-    """The mask's interval, on the CPU if the mask is static, so that reading it does not wait."""
-    host = extent._replace(device=torch.device("cpu")) if mask.static else extent
-    return mask.interval(host)
+    """The mask's interval, on the CPU if it is made of numbers, so that reading it does not wait."""
+    fixed = mask.static and extent.static
+    return mask.interval(extent._replace(device=torch.device("cpu")) if fixed else extent)
 
 
 def _mask(other: object, symbol: str) -> Mask:
@@ -369,18 +369,23 @@ class Segments(RangeMask):
                     )
 
     def ends(self, extent: Extent) -> tuple[int | Tensor, int | Tensor]:
-        lows, highs = [], []
-        for row, across in zip(self.lengths, self.keys or self.lengths, strict=True):
-            ends = list(accumulate(across))
-            counts = torch.tensor(row, dtype=torch.long)
-            lows.append(torch.tensor([0, *ends[:-1]][: len(row)]).repeat_interleave(counts))
-            highs.append(torch.tensor(ends).repeat_interleave(counts))
-        low, high = torch.stack(lows), torch.stack(highs)
+        # On the CPU, unless that would wait for positions on a GPU.
+        device = torch.device("cpu") if extent.static else extent.device
         if self.keys is None:  # queries and keys share one packing: look up each query's position
-            at = extent.positions().cpu()
-            inside = at.clamp(min=0).expand(len(low), -1)
-            low, high = low.gather(1, inside), high.gather(1, inside).masked_fill(at < 0, 0)
-        return low.to(extent.device), high.to(extent.device)
+            at = extent._replace(device=device).positions()
+        else:
+            at = torch.arange(extent.queries, device=device)[None]
+        lows, highs = [], []
+        for index, (row, across) in enumerate(zip(self.lengths, self.keys or self.lengths)):
+            own = at if len(self.lengths) == 1 or len(at) == 1 else at[index : index + 1]
+            ends = torch.tensor([*accumulate(row)], dtype=torch.long, device=device)
+            segment = torch.searchsorted(ends, own, right=True)
+            edges = [0, *accumulate(across)]
+            edges.append(edges[-1])  # positions after the last segment have no keys
+            edge = torch.tensor(edges, dtype=torch.long, device=device)
+            lows.append(edge[segment])
+            highs.append(edge[segment + 1].masked_fill(own < 0, 0))
+        return torch.cat(lows).to(extent.device), torch.cat(highs).to(extent.device)
 
 
 def _packing(lengths: Any) -> tuple[tuple[int, ...], ...]:
