@@ -149,7 +149,9 @@ def make(
     query = random(BATCH, HEADS, queries, width, seed=1, dtype=dtype) * 1.5
     key = random(BATCH, KEY_HEADS, keys, width, seed=2, dtype=dtype)
     value = random(BATCH, KEY_HEADS, keys, value_width, seed=3, dtype=dtype)
-    return check(query, key, value, mask, bias(queries, dtype), None, softcap, 0.0, see, STARTS.get(name))
+    return check(
+        query, key, value, mask, bias(queries, dtype), None, softcap, 0.0, see, STARTS.get(name)
+    )
 
 
 def double(call: Call) -> Call:
@@ -500,7 +502,11 @@ def assert_gradients(call: Call, fields: tuple[str, ...], computed: Computed | N
     cases(
         list(STRUCTURES),
         [
-            "prefix", "segments", "causal alibi, softcap", "buckets in a window", "causal content",
+            "prefix",
+            "segments",
+            "causal alibi, softcap",
+            "buckets in a window",
+            "causal content",
             "causal buckets from any start",
         ],
     ),

@@ -73,7 +73,10 @@ def test_biases_by_distance_follow_it() -> None:
     biases = {
         "alibi": (Alibi(torch.tensor([0.5, 0.1], dtype=torch.float64)),) * 2,
         "buckets": (RelativeBuckets(table, max_distance=7),) * 2,
-        "content": (RelativeContent(whole, relative, -4), RelativeContent(whole[:, :, 3:6], relative, -4)),
+        "content": (
+            RelativeContent(whole, relative, -4),
+            RelativeContent(whole[:, :, 3:6], relative, -4),
+        ),
     }
     see = See(distance=True)
     for name, (bias, some) in biases.items():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from operator import index
 from typing import Any
@@ -169,9 +169,8 @@ def _start(given: Any, extent: Extent) -> int | tuple[int, ...] | Tensor | None:
         numbers = given.reshape(-1)
         if given.is_cpu and not torch.compiler.is_compiling():
             numbers = numbers.tolist()
-    elif not isinstance(given, Sequence):
-        numbers = given.tolist() if hasattr(given, "tolist") else given
-        numbers = numbers if isinstance(numbers, Sequence) else (numbers,)
+    else:
+        numbers = tuple(given) if isinstance(given, Iterable) else (given,)
     if len(numbers) not in (1, extent.batch):
         raise InputError(
             f"query_start has {len(numbers)} entries for a batch of {extent.batch}. "

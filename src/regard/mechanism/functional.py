@@ -124,4 +124,6 @@ def why(
     >>> why(q, k, v, see=See(entropy=True)).chosen
     'tiled'
     """
-    return backends.why(check(query, key, value, mask, bias, scale, softcap, dropout, see, query_start))
+    return backends.why(
+        check(query, key, value, mask, bias, scale, softcap, dropout, see, query_start)
+    )
