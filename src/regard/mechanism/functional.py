@@ -63,15 +63,15 @@ def attention(
 
     Tensors are [batch, heads, length, dim], [batch, length, dim] or [length, dim]. Keys and values
     may have fewer heads than queries, and values may have another dim. ``mask`` is True where a
-    query may attend. ``scale`` is 1/sqrt(dim) by default. ``softcap`` bounds the scaled scores before the bias is added. ``dropout`` applies
-    whenever it is above 0: pass 0 in evaluation. If ``see`` is given, the result is (output, Seen).
-    The fields of Seen ignore dropout and always have the axes [batch, heads, ...].
+    query may attend. ``scale`` is 1/sqrt(dim) by default. ``softcap`` bounds the scaled scores
+    before the bias is added. ``dropout`` applies whenever it is above 0: pass 0 in evaluation. If
+    ``see`` is given, the result is (output, Seen). The fields of Seen ignore dropout and always
+    have the axes [batch, heads, ...].
 
-    Keys have the positions 0, 1, 2 and so on, and the last query has the last key's position.
-    ``query_start`` gives the first query another position: a number, or a list or tensor with one
-    for each sequence. Masks, biases by distance and ``See(distance=True)`` follow it. Positions in
-    a tensor on a GPU are not read by the kernels' host code; "tiled", which needs the ends of a
-    mask on the host, waits for the GPU.
+    Key ``j`` is at position ``j``, and the last query at the position of the last key.
+    ``query_start`` puts the first query elsewhere: at a number, or a list or tensor with one for
+    each sequence. Masks, biases by distance and ``See(distance=True)`` follow it. The host does not
+    read a tensor on a GPU, except in the backend "tiled", and copies a list to the GPU once.
 
     ``backend`` is "auto" or a name that :func:`why` lists. Second derivatives need "tiled" or
     "reference"; other backends raise an error. Under torch.func "auto" chooses "reference" if no

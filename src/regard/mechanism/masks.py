@@ -150,7 +150,7 @@ def hulls(mask: Mask | None, extent: Extent, step: int) -> list[Hull]:
 
 
 def interval_on_host(mask: Mask, extent: Extent) -> Interval:
-    """The mask's interval, on the CPU if it is made of numbers, so that reading it does not wait."""
+    """The mask's interval, on the CPU if it consists of numbers: reading it does not wait."""
     fixed = mask.static and extent.static
     return mask.interval(extent._replace(device=torch.device("cpu")) if fixed else extent)
 
@@ -376,8 +376,9 @@ class Segments(RangeMask):
         else:
             at = torch.arange(extent.queries, device=device)[None]
         lows, highs = [], []
-        for index, (row, across) in enumerate(zip(self.lengths, self.keys or self.lengths)):
-            own = at if len(self.lengths) == 1 or len(at) == 1 else at[index : index + 1]
+        packings = zip(self.lengths, self.keys or self.lengths, strict=True)
+        for number, (row, across) in enumerate(packings):
+            own = at if len(self.lengths) == 1 or len(at) == 1 else at[number : number + 1]
             ends = torch.tensor([*accumulate(row)], dtype=torch.long, device=device)
             segment = torch.searchsorted(ends, own, right=True)
             edges = [0, *accumulate(across)]

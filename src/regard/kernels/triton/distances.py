@@ -41,8 +41,8 @@ def _change(
     low, high = range_of(ends, batch, rows, inside, KIND)
     _, change, _ = gradient(
         dots, shift, gain, lse[:, None], common[:, None], entropy[:, None], distance[:, None],
-        query_at[:, None], key_at, 1, low[:, None], high[:, None], keys, terms, head, KIND, RELATIVE,
-        SOFTCAP, False, ENTROPY, DISTANCE,
+        query_at[:, None], key_at, 1, low[:, None], high[:, None], keys, terms, head, KIND,
+        RELATIVE, SOFTCAP, False, ENTROPY, DISTANCE,
     )  # fmt: skip
     return tl.where(fits, change, 0.0)
 
@@ -102,9 +102,9 @@ def by_diagonal(
         gain = tl.dot(its_grad, tl.trans(v), input_precision=PRECISION)
         total += _change(
             dots, gain, shift, batch, head, batch * heads + head, rows, inside, query_at,
-            key_at[None, :], inside[:, None] & real[None, :], Lse, Delta, EntropyGrad, DistanceGrad,
-            ReceivedGrad, MapGrad, ends, terms, queries, keys, bins, columns, KIND, SOFTCAP, ENTROPY,
-            DISTANCE, RECEIVED, MAP,
+            key_at[None, :], inside[:, None] & real[None, :], Lse, Delta, EntropyGrad,
+            DistanceGrad, ReceivedGrad, MapGrad, ends, terms, queries, keys, bins, columns, KIND,
+            SOFTCAP, ENTROPY, DISTANCE, RECEIVED, MAP,
         )  # fmt: skip
     place = (head * tl.num_programs(0) + tl.program_id(0)) * (2 * B) + tl.arange(0, 2 * B)
     tl.store(Diagonals + place, tl.sum(to_distances(total, B), 0))

@@ -42,8 +42,8 @@ def _why_not_call(call: Call) -> str | None:
     if call.extent.query_start is not None:
         return "the kernels for Hopper need the last query at the position of the last key."
     return why_not_hopper(
-        mask_kind(call.mask, call.extent), PLAIN if call.bias is None else TABLE, call.softcap is not None,
-        call.query.dtype, call.query.shape, call.key.shape,
+        mask_kind(call.mask, call.extent), PLAIN if call.bias is None else TABLE,
+        call.softcap is not None, call.query.dtype, call.query.shape, call.key.shape,
     )  # fmt: skip
 
 
