@@ -171,7 +171,8 @@ def mask_leaves(draw: Draw, extent: Extent, seed: int) -> Mask:
         return Causal()
     if kind == "window":
         most = max(extent.keys, 1)
-        return Window(draw(st.integers(0, most)), draw(st.integers(0, most)))
+        side = st.none() | st.integers(0, most)
+        return Window(draw(side), draw(side))
     if kind == "prefix":
         return Prefix(draw(lengths(extent.batch, extent.keys)))
     if kind == "padding":

@@ -76,6 +76,7 @@ STRUCTURES: dict[str, Structure] = {
     "causal": (Causal(), no_bias, None),
     "window": (Window(40, 9), no_bias, None),
     "narrow window": (Window(0, 0), no_bias, None),
+    "open window": (Window(30, None), no_bias, None),
     "prefix": (Prefix([100, 3]) & Padding([KEYS - 5, 170]), no_bias, None),
     "one sequence empty": (Padding([KEYS, 0]), no_bias, None),
     "left padding": (Padding([100, KEYS], side="left") & Causal(), no_bias, None),

@@ -118,6 +118,7 @@ def test_without_a_mask_everything_matters() -> None:
     [
         Causal(),
         Window(2, 1),
+        Window(None, 3),
         Causal() & Window(3),
         ~Causal() | Window(0),
         Causal() & (Window(2) | ~Segments([2, 3])),
@@ -134,6 +135,20 @@ def test_repr_can_be_read_back(mask: Mask) -> None:
 def test_repr_of_lengths_shows_them() -> None:
     assert repr(Padding([3, 1])) == "Padding(lengths=(3, 1), side='right')"
     assert repr(Prefix(2)) == "Prefix(length=(2,))"
+
+
+def test_a_window_may_be_open_on_a_side() -> None:
+    extent = Extent(1, 1, 4, 6, CPU)
+    for left, right, same in (
+        (None, 0, Window(6, 0)),
+        (None, 2, Window(6, 2)),
+        (1, None, Window(1, 6)),
+        (None, None, Window(6, 6)),
+    ):
+        assert torch.equal(whole(Window(left, right), extent), whole(same, extent))
+        assert Window(left, right).max_keys == 0
+    assert torch.equal(whole(Window(None), extent), whole(Causal(), extent))
+    assert (Window(None, 2) & Window(3)).max_keys == 4
 
 
 def test_segments_from_ids() -> None:

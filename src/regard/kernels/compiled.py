@@ -142,10 +142,10 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     query, key, value, *given = inputs
     structure, wanted = _structure(given[:_PARTS]), _wanted(*given[_PARTS:-1])
     results = dict(zip(wanted.names, output, strict=True))
-    tensors = ("low", "high", "table", "relative_query", "starts")
-    ctx.structure = replace(structure, **dict.fromkeys(tensors))
+    s = structure
+    ctx.structure = replace(s, low=None, high=None, table=None, relative_query=None, starts=None)
     ctx.names, ctx.kept = wanted.names, [name for name in KEPT if name in results]
-    parts = (getattr(structure, name) for name in tensors)
+    parts = (s.low, s.high, s.table, s.relative_query, s.starts)
     ctx.save_for_backward(query, key, value, *parts, *(results[name] for name in ctx.kept))
 
 

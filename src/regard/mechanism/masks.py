@@ -226,6 +226,8 @@ class Causal(RangeMask):
 class Window(RangeMask):
     """A query attends to ``left`` keys before it, to itself, and to ``right`` keys after it.
 
+    None: to all keys on that side.
+
     >>> from regard import See, Window, attention
     >>> x = torch.zeros(4, 2)  # [length, dim]; all scores are equal
     >>> _, seen = attention(x, x, x, mask=Window(1), see=See(weights=True))
@@ -233,20 +235,26 @@ class Window(RangeMask):
     [[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0], [0.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.5, 0.5]]
     """
 
-    left: int
-    right: int = 0
+    left: int | None
+    right: int | None = 0
 
     def __post_init__(self) -> None:
         for name, size in (("left", self.left), ("right", self.right)):
-            object.__setattr__(self, name, _count(size, f"Window({name}=...) counts keys"))
+            if size is not None:
+                count = _count(size, f"Window({name}=...) counts keys")
+                object.__setattr__(self, name, count)
 
     @property
     def max_keys(self) -> int:
+        if self.left is None or self.right is None:
+            return 0
         return min(self.left + 1 + self.right, 2**31)
 
     def ends(self, extent: Extent) -> tuple[int | Tensor, int | Tensor]:
         at = extent.positions()
-        return (at - self.left).clamp(min=0), (at + self.right + 1).clamp(0, extent.keys)
+        low = 0 if self.left is None else (at - self.left).clamp(min=0)
+        high = extent.keys if self.right is None else (at + self.right + 1).clamp(0, extent.keys)
+        return low, high
 
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)

@@ -60,10 +60,10 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
         if not math.isfinite(call.query.sum(dtype=torch.float32).item()):
             return by_rows(call)
     if call.bias is None:
-        causal = isinstance(mask, Causal) and extent.query_start is None
-        if mask is None or (causal and extent.queries == 1):
+        aligned = isinstance(mask, Causal) and extent.query_start is None
+        if mask is None or (aligned and extent.queries == 1):
             return _fused(call, call.query, call.key, call.value), None
-        if causal and extent.queries == extent.keys:
+        if aligned and extent.queries == extent.keys:
             output = _fused(call, call.query, call.key, call.value, causal=True)
             return (output, None) if not _can_check(call) or _clean(output) else by_rows(call)
     pieces = _plan(call)
