@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -145,13 +146,10 @@ def starts(draw: Draw, batch: int, keys: int) -> int | list[int] | Tensor | None
 
 @st.composite
 def packing(draw: Draw, total: int, count: int | None = None) -> list[int]:
-    """``total`` positions cut into sequences of at least one."""
-    count = draw(st.integers(1, min(total, 4))) if count is None else count
-    spare, sizes = total - count, []
-    for _ in range(count - 1):
-        sizes.append(draw(st.integers(0, spare)))
-        spare -= sizes[-1]
-    return [size + 1 for size in (*sizes, spare)]
+    """``total`` positions cut into sequences, some of which may be empty."""
+    count = draw(st.integers(1, 4)) if count is None else count
+    cuts = sorted(draw(st.integers(0, total)) for _ in range(count - 1))
+    return [stop - start for start, stop in pairwise((0, *cuts, total))]
 
 
 @st.composite
@@ -163,9 +161,7 @@ def broadcastable(draw: Draw, extent: Extent) -> tuple[int, ...]:
 
 @st.composite
 def mask_leaves(draw: Draw, extent: Extent, seed: int) -> Mask:
-    kinds = ["causal", "window", "prefix", "padding", "dense"]
-    if extent.keys:
-        kinds.append("segments")
+    kinds = ("causal", "window", "prefix", "padding", "dense", "segments")
     kind = draw(st.sampled_from(kinds))
     if kind == "causal":
         return Causal()
@@ -185,13 +181,22 @@ def mask_leaves(draw: Draw, extent: Extent, seed: int) -> Mask:
             torch.rand(shape, generator=generator) < draw(st.sampled_from((0.2, 0.8)))
         )
     rows = draw(st.sampled_from((1, extent.batch))) or 1
-    if extent.queries and draw(st.booleans()):
-        counts = [draw(st.integers(1, min(extent.queries, extent.keys, 4))) for _ in range(rows)]
+    within = draw(st.sampled_from((None, None, Causal(), Window(2, 1), Window(None, 0))))
+    if draw(st.booleans()):
+        counts = [draw(st.integers(1, 4)) for _ in range(rows)]
+        starts = None
+        keys = [draw(packing(extent.keys, count)) for count in counts]
+        if draw(st.booleans()):  # gaps: some of the keys of each segment are left out
+            starts = [list(accumulate(row, initial=0))[:-1] for row in keys]
+            keys = [[draw(st.integers(0, length)) for length in row] for row in keys]
         return Segments(
             [draw(packing(extent.queries, count)) for count in counts],
-            [draw(packing(extent.keys, count)) for count in counts],
+            keys,
+            key_starts=starts,
+            query_starts=draw(st.sampled_from((None, None, 0, -1, 2))),
+            within=within,
         )
-    return Segments([draw(packing(extent.keys)) for _ in range(rows)])
+    return Segments([draw(packing(extent.keys)) for _ in range(rows)], within=within)
 
 
 @st.composite

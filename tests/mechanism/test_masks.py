@@ -124,6 +124,7 @@ def test_without_a_mask_everything_matters() -> None:
         Causal() & (Window(2) | ~Segments([2, 3])),
         Segments([[2, 3], [4, 1]]),
         Segments([2, 3], [1, 4]),
+        Segments([2, 3], key_starts=[0, 4], query_starts=0, within=Window(None, 1)),
     ],
     ids=repr,
 )
