@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 from regard import See
 from regard.mechanism import biases, masks
 from regard.mechanism.biases import Alibi, Bias, RelativeBuckets, RelativeContent
+from regard.mechanism.call import check
 from regard.mechanism.geometry import Extent, Tile
 from regard.mechanism.masks import Causal, Mask, Padding, Prefix, Segments, Window
 
@@ -43,6 +45,7 @@ class Case:
     bias: Bias | None
     scale: float | None
     softcap: float | None
+    query_start: int | list[int] | Tensor | None
     sinks: Tensor | None
 
     def __repr__(self) -> str:
@@ -55,7 +58,7 @@ class Case:
 
     @property
     def arguments(self) -> dict[str, object]:
-        names = ("mask", "bias", "scale", "softcap", "sinks")
+        names = ("mask", "bias", "scale", "softcap", "query_start", "sinks")
         return {name: getattr(self, name) for name in names}
 
     @property
@@ -88,10 +91,8 @@ class Case:
 
     @property
     def extent(self) -> Extent:
-        outer = (*self.query.shape[:-2], 1, 1)
-        return Extent(
-            outer[0], outer[1], self.query.shape[-2], self.key.shape[-2], self.query.device
-        )
+        given: Any = self.arguments
+        return check(self.query, self.key, self.value, **given, dropout=0.0, see=None).extent
 
     def allowed(self) -> Tensor:
         """The whole mask, [batch, heads, queries, keys]."""
@@ -137,14 +138,22 @@ def lengths(draw: Draw, batch: int, keys: int) -> Tensor | list[int] | int:
 
 
 @st.composite
+def starts(draw: Draw, batch: int, keys: int) -> int | list[int] | Tensor | None:
+    """Where the first query stands: rarely far outside of the keys."""
+    form = draw(st.sampled_from((None, None, None, "one", "list", "tensor")))
+    place = st.integers(-keys - 1, keys + 1) | st.sampled_from((0, 0, 1000, -1000))
+    if form is None or form == "one":
+        return None if form is None else draw(place)
+    each = [draw(place) for _ in range(batch)]
+    return each if form == "list" else torch.tensor(each, dtype=torch.long)
+
+
+@st.composite
 def packing(draw: Draw, total: int, count: int | None = None) -> list[int]:
-    """``total`` positions cut into sequences of at least one."""
-    count = draw(st.integers(1, min(total, 4))) if count is None else count
-    spare, sizes = total - count, []
-    for _ in range(count - 1):
-        sizes.append(draw(st.integers(0, spare)))
-        spare -= sizes[-1]
-    return [size + 1 for size in (*sizes, spare)]
+    """``total`` positions cut into sequences, some of which may be empty."""
+    count = draw(st.integers(1, 4)) if count is None else count
+    cuts = sorted(draw(st.integers(0, total)) for _ in range(count - 1))
+    return [stop - start for start, stop in pairwise((0, *cuts, total))]
 
 
 @st.composite
@@ -156,15 +165,14 @@ def broadcastable(draw: Draw, extent: Extent) -> tuple[int, ...]:
 
 @st.composite
 def mask_leaves(draw: Draw, extent: Extent, seed: int) -> Mask:
-    kinds = ["causal", "window", "prefix", "padding", "dense"]
-    if extent.keys:
-        kinds.append("segments")
+    kinds = ("causal", "window", "prefix", "padding", "dense", "segments")
     kind = draw(st.sampled_from(kinds))
     if kind == "causal":
         return Causal()
     if kind == "window":
         most = max(extent.keys, 1)
-        return Window(draw(st.integers(0, most)), draw(st.integers(0, most)))
+        side = st.none() | st.integers(0, most)
+        return Window(draw(side), draw(side))
     if kind == "prefix":
         return Prefix(draw(lengths(extent.batch, extent.keys)))
     if kind == "padding":
@@ -177,13 +185,22 @@ def mask_leaves(draw: Draw, extent: Extent, seed: int) -> Mask:
             torch.rand(shape, generator=generator) < draw(st.sampled_from((0.2, 0.8)))
         )
     rows = draw(st.sampled_from((1, extent.batch))) or 1
-    if extent.queries and draw(st.booleans()):
-        counts = [draw(st.integers(1, min(extent.queries, extent.keys, 4))) for _ in range(rows)]
+    within = draw(st.sampled_from((None, None, Causal(), Window(2, 1), Window(None, 0))))
+    if draw(st.booleans()):
+        counts = [draw(st.integers(1, 4)) for _ in range(rows)]
+        starts = None
+        keys = [draw(packing(extent.keys, count)) for count in counts]
+        if draw(st.booleans()):  # gaps: some of the keys of each segment are left out
+            starts = [list(accumulate(row, initial=0))[:-1] for row in keys]
+            keys = [[draw(st.integers(0, length)) for length in row] for row in keys]
         return Segments(
             [draw(packing(extent.queries, count)) for count in counts],
-            [draw(packing(extent.keys, count)) for count in counts],
+            keys,
+            key_starts=starts,
+            query_starts=draw(st.sampled_from((None, None, 0, -1, 2))),
+            within=within,
         )
-    return Segments([draw(packing(extent.keys)) for _ in range(rows)])
+    return Segments([draw(packing(extent.keys)) for _ in range(rows)], within=within)
 
 
 @st.composite
@@ -261,6 +278,7 @@ def cases(draw: Draw, dtype: torch.dtype, *, softcap: bool = True) -> Case:
         draw(any_bias(extent, dtype, generator)) if draw(st.booleans()) else None,
         draw(st.sampled_from((None, None, 0.3, 2.0, -1.0, 0.0))),
         draw(st.sampled_from((None, None, 1.5))) if softcap else None,
+        draw(starts(batch, keys)),
         poisoned((extent.heads,), dtype, "strided", generator) * 2
         if softcap and draw(st.integers(0, 2)) == 0
         else None,

@@ -76,6 +76,7 @@ STRUCTURES: dict[str, Structure] = {
     "causal": (Causal(), no_bias, None),
     "window": (Window(40, 9), no_bias, None),
     "narrow window": (Window(0, 0), no_bias, None),
+    "open window": (Window(30, None), no_bias, None),
     "prefix": (Prefix([100, 3]) & Padding([KEYS - 5, 170]), no_bias, None),
     "one sequence empty": (Padding([KEYS, 0]), no_bias, None),
     "left padding": (Padding([100, KEYS], side="left") & Causal(), no_bias, None),
@@ -84,6 +85,15 @@ STRUCTURES: dict[str, Structure] = {
     "alibi, capped": (None, lambda: Alibi.standard(HEADS), 3.0),
     "buckets in a window": (Window(200, 110), buckets, 2.0),
     "capped": (Padding(KEYS - 7), no_bias, 3.0),
+    "alibi from any start": (None, lambda: Alibi.standard(HEADS), None),
+    "causal buckets from any start": (Causal(), buckets, None),
+    "window from the first key": (Window(40, 9), no_bias, None),
+}
+# Where the first query stands, if not such that the last query is at the last key.
+STARTS: dict[str, int | list[int]] = {
+    "alibi from any start": [KEYS, -QUERIES // 2],
+    "causal buckets from any start": [0, KEYS - 7],
+    "window from the first key": 0,
 }
 structures = pytest.mark.parametrize("name", STRUCTURES)
 every_dtype = pytest.mark.parametrize("dtype", cpu_backend.DTYPES, ids=lambda dtype: str(dtype)[6:])
@@ -105,7 +115,7 @@ def make(
     query = random(BATCH, HEADS, QUERIES, width, seed=1, dtype=dtype) * 1.5
     key = random(BATCH, KEY_HEADS, KEYS, width, seed=2, dtype=dtype)
     value = random(BATCH, KEY_HEADS, KEYS, value_width, seed=3, dtype=dtype)
-    return check(query, key, value, mask, bias(), None, softcap, 0.0, see)
+    return check(query, key, value, mask, bias(), None, softcap, 0.0, see, STARTS.get(name))
 
 
 def exact_result(call: Call) -> tuple[Tensor, Seen]:

@@ -127,6 +127,15 @@ STRUCTURES: dict[str, Structure] = {
     "content": (None, content, None),
     "causal content": (Causal(), causal_content, None),
     "content in a window": (Window(KEYS // 3, KEYS // 4), content, 2.0),
+    "alibi from any start": (None, alibi, None),
+    "causal buckets from any start": (Causal(), buckets, None),
+    "causal content from the first key": (Causal(), causal_content, None),
+}
+# Where the first query stands, if not such that the last query is at the last key.
+STARTS: dict[str, int | list[int]] = {
+    "alibi from any start": [KEYS, -QUERIES // 2],
+    "causal buckets from any start": [0, KEYS - 7],
+    "causal content from the first key": 0,
 }
 
 
@@ -144,7 +153,9 @@ def make(
     query = random(BATCH, HEADS, queries, width, seed=1, dtype=dtype) * 1.5
     key = random(BATCH, KEY_HEADS, keys, width, seed=2, dtype=dtype)
     value = random(BATCH, KEY_HEADS, keys, value_width, seed=3, dtype=dtype)
-    return check(query, key, value, mask, bias(queries, dtype), None, softcap, 0.0, see)
+    return check(
+        query, key, value, mask, bias(queries, dtype), None, softcap, 0.0, see, STARTS.get(name)
+    )
 
 
 def double(call: Call) -> Call:
@@ -208,6 +219,7 @@ def assert_exact(call: Call) -> None:
             ("causal segments", torch.float16),
             ("buckets", torch.float16),
             ("causal content", torch.float16),
+            ("alibi from any start", torch.float16),
         ],
         [(name, DTYPES[at % len(DTYPES)]) for at, name in enumerate(STRUCTURES)],
     ),
@@ -500,7 +512,14 @@ def assert_gradients(call: Call, fields: tuple[str, ...], computed: Computed | N
     "name",
     cases(
         list(STRUCTURES),
-        ["prefix", "segments", "causal alibi, softcap", "buckets in a window", "causal content"],
+        [
+            "prefix",
+            "segments",
+            "causal alibi, softcap",
+            "buckets in a window",
+            "causal content",
+            "causal buckets from any start",
+        ],
     ),
 )
 def test_gradients_through_every_field(name: str) -> None:
@@ -589,7 +608,9 @@ def test_gradients_of_plain_calls_that_are_seen(mask: Mask | None, dtype: torch.
 @pytest.mark.parametrize(
     "name",
     cases(
-        ["full", "causal", "window", "buckets", "causal content"], ["window"], ["causal content"]
+        ["full", "causal", "window", "buckets", "causal content", "causal buckets from any start"],
+        ["window"],
+        ["causal content", "causal buckets from any start"],
     ),
 )
 def test_compiles_to_one_graph(name: str) -> None:
@@ -800,6 +821,8 @@ def test_what_the_kernels_leave_to_others() -> None:
     mask = torch.ones(8, 8, dtype=torch.bool, device=DEVICE)
     second = RelativeContent(random(1, 2, 8, 16), random(1, 8, 16))
     rough = RelativeContent(second.query.half(), second.relative)
+    pair = x.expand(2, -1, -1, -1)
+    seconds = replace(second, query=pair)
 
     def reason(**given: object) -> str:
         all_given = {
@@ -814,6 +837,8 @@ def test_what_the_kernels_leave_to_others() -> None:
     assert "bias" in reason(bias=random(8, 8))
     assert "float32" in reason(bias=rough)
     assert "RelativeContent" in reason(bias=second, see=See(top=2))
+    two = dict.fromkeys(("query", "key", "value"), pair) | {"bias": seconds}
+    assert "one query_start" in reason(**two, query_start=[0, 1])
     assert "dropout" in reason(dropout=0.5)
     assert "scale" in reason(scale=-1.0)
     assert "at most 64" in reason(see=See(top=65))

@@ -20,7 +20,11 @@ from regard.mechanism.masks import Mask, hulls
 CPU = torch.device("cpu")
 generated = settings(max_examples=200, derandomize=True, database=None)
 sizes = st.sampled_from((1, 2, 3, 5, 17))
-extents = st.builds(Extent, st.sampled_from((1, 2, 3)), st.just(2), sizes, sizes, st.just(CPU))
+batches = st.sampled_from((1, 2, 3))
+alike = st.none() | st.sampled_from((0, -3, 2, 40))
+extents = st.builds(Extent, batches, st.just(2), sizes, sizes, st.just(CPU), alike) | st.builds(
+    Extent, st.just(3), st.just(2), sizes, sizes, st.just(CPU), st.just((-4, 0, 9))
+)
 
 
 def whole(mask: Mask, extent: Extent) -> Tensor:
@@ -114,11 +118,13 @@ def test_without_a_mask_everything_matters() -> None:
     [
         Causal(),
         Window(2, 1),
+        Window(None, 3),
         Causal() & Window(3),
         ~Causal() | Window(0),
         Causal() & (Window(2) | ~Segments([2, 3])),
         Segments([[2, 3], [4, 1]]),
         Segments([2, 3], [1, 4]),
+        Segments([2, 3], key_starts=[0, 4], query_starts=0, within=Window(None, 1)),
     ],
     ids=repr,
 )
@@ -130,6 +136,20 @@ def test_repr_can_be_read_back(mask: Mask) -> None:
 def test_repr_of_lengths_shows_them() -> None:
     assert repr(Padding([3, 1])) == "Padding(lengths=(3, 1), side='right')"
     assert repr(Prefix(2)) == "Prefix(length=(2,))"
+
+
+def test_a_window_may_be_open_on_a_side() -> None:
+    extent = Extent(1, 1, 4, 6, CPU)
+    for left, right, same in (
+        (None, 0, Window(6, 0)),
+        (None, 2, Window(6, 2)),
+        (1, None, Window(1, 6)),
+        (None, None, Window(6, 6)),
+    ):
+        assert torch.equal(whole(Window(left, right), extent), whole(same, extent))
+        assert Window(left, right).max_keys == 0
+    assert torch.equal(whole(Window(None), extent), whole(Causal(), extent))
+    assert (Window(None, 2) & Window(3)).max_keys == 4
 
 
 def test_segments_from_ids() -> None:

@@ -23,12 +23,12 @@ from regard.kernels.sizes import RELATIVE
 _STRUCTURE = (
     "Tensor? low, Tensor? high, Tensor? table, Tensor? relative_query, int kind, int bias, "
     "SymInt reach, float scale, float? softcap, float relative_scale, SymInt max_keys, "
-    "Tensor? sinks"
+    "Tensor? starts, Tensor? sinks"
 )
 _INPUTS = f"Tensor query, Tensor key, Tensor value, {_STRUCTURE}"
-_PARTS = 12  # number of fields of a Structure
+_PARTS = 13  # number of fields of a Structure
 _INPUT_COUNT = 3 + _PARTS + 6
-_TENSORS = ("low", "high", "table", "relative_query", "sinks")
+_TENSORS = ("low", "high", "table", "relative_query", "starts", "sinks")
 
 
 def attend(
@@ -47,7 +47,7 @@ def _flat(structure: Structure) -> tuple[Any, ...]:
     s = structure
     return (
         s.low, s.high, s.table, s.relative_query, s.kind, s.bias, s.reach, s.scale, s.softcap,
-        s.relative_scale, s.max_keys, s.sinks,
+        s.relative_scale, s.max_keys, s.starts, s.sinks,
     )  # fmt: skip
 
 

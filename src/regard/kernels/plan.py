@@ -96,12 +96,16 @@ class View(NamedTuple):
 
 
 class Ends(NamedTuple):
-    """The ends of each query's range of keys, and the strides of both tensors along the batch."""
+    """The ends of each query's range of keys, and the strides of both tensors along the batch.
+
+    ``starts`` are the positions of the first queries; None: the last query is at the last key.
+    """
 
     low: Tensor | None
     high: Tensor | None
     low_batch: int
     high_batch: int
+    starts: Tensor | None
 
 
 class Terms(NamedTuple):
@@ -133,7 +137,8 @@ class Structure:
 
     ``kind`` is FULL, CAUSAL or INTERVAL. An INTERVAL goes from ``low`` to ``high``, which are int32
     [1 or batch, queries]. ``max_keys`` is the most keys that a query may attend to, or 0 if the
-    mask sets no limit. ``bias`` is
+    mask sets no limit. ``starts`` [batch], int32, are the positions of the first queries; None: the
+    last query has the last key's position, as CAUSAL and RELATIVE need. ``bias`` is
 
     - PLAIN: no bias;
     - ALIBI: ``table`` [heads, 1] has the slopes;
@@ -158,15 +163,16 @@ class Structure:
     relative_query: Tensor | None = None
     relative_scale: float = 0.0
     max_keys: int = 0
+    starts: Tensor | None = None
     sinks: Tensor | None = None
 
     @property
     def ends(self) -> Ends:
         low, high = self.low, self.high
         if low is None or high is None:
-            return Ends(None, None, 0, 0)
+            return Ends(None, None, 0, 0, self.starts)
         steps = (0 if end.shape[0] == 1 else end.stride(0) for end in (low, high))
-        return Ends(low, high, *steps)
+        return Ends(low, high, *steps, self.starts)
 
     @property
     def terms(self) -> Terms:

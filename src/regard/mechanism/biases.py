@@ -166,13 +166,13 @@ class RelativeBuckets(Bias):
         rows, columns, offset = tile.rows, tile.columns, tile.extent.offset
         if not rows or not columns:
             return self.table.new_zeros(1, self.table.shape[1], len(rows), len(columns))
-        least = rows.start + offset - (columns.stop - 1)
-        most = rows.stop - 1 + offset - columns.start
-        by_distance = _wide(self.table)[
-            self.bucket(torch.arange(least, most + 1, device=self.table.device))
-        ]
-        index = tile.query_positions() - tile.key_positions() - least
-        return by_distance.t()[:, index][None]  # [1, heads, q, k]
+        count, device = len(rows) + len(columns) - 1, self.table.device
+        least = offset + rows.start - (columns.stop - 1)
+        distances = (torch.arange(count, device=device) + least).view(-1, count)  # [1 or b, count]
+        by_distance = _wide(self.table)[self.bucket(distances)].transpose(1, 2)
+        index = torch.arange(len(rows), device=device)[:, None] + len(columns) - 1
+        index = index - torch.arange(len(columns), device=device)
+        return by_distance[:, :, index]  # [1 or b, heads, q, k]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -215,23 +215,27 @@ class RelativeContent(Bias):
         if not rows or not columns:
             return query.new_zeros(1, 1, len(rows), len(columns))
         # The number of distances is rounded up to a multiple of 8, which makes products faster.
-        most = rows.stop - 1 + offset - columns.start - self.first
+        most = offset + (rows.stop - 1 - columns.start - self.first)
         count = -(-(len(rows) + len(columns) - 1) // 8) * 8
-        relative = self._between(most - count + 1, most)
+        relative = self._between(most, count)
         kind = torch.promote_types(query.dtype, relative.dtype)
         query, relative = _wide(query.to(kind)), _wide(relative.to(kind))
         scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
         # Distances decrease along a row, and the keys of each row start one column left of those of
         # the row before: a view with rows one element shorter aligns them.
-        product = (query * scale) @ relative.flip(1).transpose(-1, -2)
+        product = (query * scale) @ relative.flip(-2).transpose(-1, -2)
         if len(rows) > 1:
             shifted = product.flatten(2)[..., len(rows) - 1 : -1]
             product = shifted.view(*product.shape[:3], count - 1)
         return product[..., : len(columns)]
 
-    def _between(self, least: int, most: int) -> Tensor:
-        """The embeddings of the distances ``first + least`` to ``first + most``."""
+    def _between(self, most: int | Tensor, count: int) -> Tensor:
+        """The embeddings of ``count`` distances, the last ``first + most``: [.., count, dim]."""
         last = self.relative.shape[1] - 1
+        if isinstance(most, Tensor):  # [batch, 1]
+            index = most + torch.arange(1 - count, 1, device=most.device)
+            return self.relative[:, index.clamp(0, last)].transpose(0, 1)  # [b, heads, count, dim]
+        least = most - count + 1
         below, above = min(most, -1) - least + 1, most - max(least, last + 1) + 1
         parts = [self.relative[:, max(least, 0) : max(most, -1) + 1]]
         if below > 0:

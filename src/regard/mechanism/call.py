@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from operator import index
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,6 +22,8 @@ from regard.mechanism.seeing import See
 
 _LAYOUTS = {2: "[length, dim]", 3: "[batch, length, dim]", 4: "[batch, heads, length, dim]"}
 
+MAX_START = 2**30  # kernels compute positions as 32-bit integers
+_STARTS = "query_start is the position of the first query: a whole number, or one for each sequence"
 
 # Why every backend except 'reference' refuses a call under torch.func.
 TRANSFORMED = "torch.func and forward gradients need plain PyTorch operations, as in 'reference'."
@@ -80,6 +84,7 @@ def check(
     softcap: float | None,
     dropout: float,
     see: See | None,
+    query_start: int | Sequence[int] | Tensor | None = None,
     sinks: Tensor | None = None,
 ) -> Call:
     """Return the checked call; raise InputError if the arguments do not fit together."""
@@ -127,6 +132,8 @@ def check(
         )
 
     extent = Extent(batch, heads, queries, keys, device)
+    if query_start is not None:
+        extent = extent._replace(query_start=_start(query_start, extent))
     if mask is not None:
         if isinstance(mask, Tensor):
             mask = masks.Dense(mask)
@@ -175,6 +182,36 @@ def _check_sinks(sinks: Tensor, extent: Extent) -> None:
             f"sinks are on {sinks.device}, but the query is on {extent.device}. "
             "Move them with .to(device)."
         )
+
+
+def _start(given: Any, extent: Extent) -> int | tuple[int, ...] | Tensor | None:
+    """Check ``query_start``. A tensor on the CPU is read; one on another device is not."""
+    numbers: Any = given
+    if isinstance(given, Tensor):
+        if given.dim() > 1 or given.is_floating_point() or given.dtype == torch.bool:
+            raise InputError(f"{_STARTS}, but got a {given.dtype} tensor of {list(given.shape)}.")
+        numbers = given.reshape(-1)
+        if given.is_cpu and not torch.compiler.is_compiling():
+            numbers = numbers.tolist()
+    else:
+        numbers = tuple(given) if isinstance(given, Iterable) else (given,)
+    if len(numbers) not in (1, extent.batch):
+        raise InputError(
+            f"query_start has {len(numbers)} entries for a batch of {extent.batch}. "
+            "Give one position per sequence, or one for all."
+        )
+    if isinstance(numbers, Tensor):
+        return numbers.to(extent.device, torch.long).clamp(-MAX_START, MAX_START)
+    try:
+        starts = tuple(n if isinstance(n, int) else index(n) for n in numbers)
+    except TypeError:
+        raise InputError(f"{_STARTS}, but got {given!r}.") from None
+    if any(not -MAX_START <= start <= MAX_START for start in starts):
+        raise InputError(f"query_start is at most {MAX_START:,} from 0, but got {given!r}.")
+    if len(set(starts)) > 1:
+        return starts
+    default = extent.keys - extent.queries
+    return None if not starts or starts[0] == default else starts[0]
 
 
 def _listed(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import overload
 
 import torch
@@ -27,6 +28,7 @@ def attention(
     dropout: float = ...,
     sinks: Tensor | None = ...,
     see: None = ...,
+    query_start: int | Sequence[int] | Tensor | None = ...,
     backend: str = ...,
 ) -> Tensor: ...
 @overload
@@ -42,6 +44,7 @@ def attention(
     dropout: float = ...,
     sinks: Tensor | None = ...,
     see: See,
+    query_start: int | Sequence[int] | Tensor | None = ...,
     backend: str = ...,
 ) -> tuple[Tensor, Seen]: ...
 def attention(
@@ -56,16 +59,22 @@ def attention(
     dropout: float = 0.0,
     sinks: Tensor | None = None,
     see: See | None = None,
+    query_start: int | Sequence[int] | Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Seen]:
     """Compute softmax(scale * Q K^T + bias) V over the keys that the mask allows.
 
     Tensors are [batch, heads, length, dim], [batch, length, dim] or [length, dim]. Keys and values
     may have fewer heads than queries, and values may have another dim. ``mask`` is True where a
-    query may attend; the last query has the last key's position. ``scale`` is 1/sqrt(dim) by
-    default. ``softcap`` bounds the scaled scores before the bias is added. ``dropout`` applies
-    whenever it is above 0: pass 0 in evaluation. If ``see`` is given, the result is (output, Seen).
-    The fields of Seen ignore dropout and always have the axes [batch, heads, ...].
+    query may attend. ``scale`` is 1/sqrt(dim) by default. ``softcap`` bounds the scaled scores
+    before the bias is added. ``dropout`` applies whenever it is above 0: pass 0 in evaluation. If
+    ``see`` is given, the result is (output, Seen). The fields of Seen ignore dropout and always
+    have the axes [batch, heads, ...].
+
+    Key ``j`` is at position ``j``, and the last query at the position of the last key.
+    ``query_start`` puts the first query elsewhere: at a number, or a list or tensor with one for
+    each sequence. Masks, biases by distance and ``See(distance=True)`` follow it. The host does not
+    read a tensor on a GPU, except in the backend "tiled", and copies a list to the GPU once.
 
     ``sinks`` [heads] adds a learned, finite score to the softmax of each query. It takes a part of
     the weight and has no value, so the weights of the keys sum to less than 1.
@@ -81,13 +90,17 @@ def attention(
     >>> [f"{keys:.2f}" for keys in seen.entropy[0, 0].exp()]  # the effective number of keys
     ['1.00', '1.92', '2.88']
 
+    >>> _, seen = attention(q[:2], k, v, mask=Causal(), query_start=0, see=See(weights=True))
+    >>> (seen.weights[0, 0] > 0).tolist()
+    [[True, False, False], [True, True, False]]
+
     With a sink a query may attend to nothing:
 
     >>> _, seen = attention(q, k, v, sinks=torch.tensor([4.0]), see=See(sink=True))
     >>> [round(weight, 2) for weight in seen.sink[0, 0].tolist()]
     [0.94, 0.94, 0.94]
     """
-    call = check(query, key, value, mask, bias, scale, softcap, dropout, see, sinks)
+    call = check(query, key, value, mask, bias, scale, softcap, dropout, see, query_start, sinks)
     run = backends.choose(call, backend).run
     if see is not None and torch.is_autocast_enabled(query.device.type):
         # Autocast would lower the precision of the fields of Seen.
@@ -117,6 +130,7 @@ def why(
     dropout: float = 0.0,
     sinks: Tensor | None = None,
     see: See | None = None,
+    query_start: int | Sequence[int] | Tensor | None = None,
 ) -> backends.Why:
     """Return why each backend can or cannot run :func:`attention` with these arguments.
 
@@ -126,5 +140,5 @@ def why(
     >>> why(q, k, v, see=See(entropy=True)).chosen
     'tiled'
     """
-    call = check(query, key, value, mask, bias, scale, softcap, dropout, see, sinks)
+    call = check(query, key, value, mask, bias, scale, softcap, dropout, see, query_start, sinks)
     return backends.why(call)

@@ -1,6 +1,7 @@
 """Geometry: the sizes of a call, blocks of its score matrix, and ranges of keys.
 
-Positions are absolute: key ``j`` is at position ``j``. The last query has the last key's position.
+Positions are absolute: key ``j`` is at position ``j``. Unless a call says where its first query is,
+the last query has the last key's position.
 """
 
 from __future__ import annotations
@@ -12,25 +13,47 @@ import torch
 from torch import Tensor
 
 from regard.errors import InputError
+from regard.kernels.memo import Kept
 
 
 class Extent(NamedTuple):
-    """The sizes of a call, which also determine the positions of its queries."""
+    """The sizes of a call, and the position of its first query."""
 
     batch: int
     heads: int
     queries: int
     keys: int
     device: torch.device
+    # One number, or one for each sequence: a tensor [1 or batch] of int64 on the device of the
+    # call. None: the last query has the last key's position.
+    query_start: int | tuple[int, ...] | Tensor | None = None
 
     @property
-    def offset(self) -> int:
-        """The position of the first query; the last query has the last key's position."""
-        return self.keys - self.queries
+    def static(self) -> bool:
+        """Whether plans made for these sizes can be cached: no position is in a tensor."""
+        return not isinstance(self.query_start, Tensor)
+
+    @property
+    def offset(self) -> int | Tensor:
+        """The position of the first query: an int if all sequences share it, else [batch, 1]."""
+        start = self.query_start
+        if start is None:
+            return self.keys - self.queries
+        if isinstance(start, tuple):
+            column = _column if torch.compiler.is_compiling() else _kept_column
+            return column(start, self.device)
+        return start[:, None] if isinstance(start, Tensor) else start
 
     def positions(self) -> Tensor:
-        """The position of every query, [1, queries]."""
-        return torch.arange(self.offset, self.keys, device=self.device)[None]
+        """The position of every query, [1 or batch, queries]."""
+        return torch.arange(self.queries, device=self.device)[None] + self.offset
+
+
+def _column(numbers: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor(numbers, dtype=torch.long, device=device)[:, None]
+
+
+_kept_column = Kept(_column)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +64,10 @@ class Tile:
     rows: range
     columns: range
 
-    def query_positions(self) -> Tensor:  # [q, 1]
-        start, stop = (row + self.extent.offset for row in (self.rows.start, self.rows.stop))
-        return torch.arange(start, stop, device=self.extent.device)[:, None]
+    def query_positions(self) -> Tensor:  # [q, 1] or [b, 1, q, 1]
+        rows = torch.arange(self.rows.start, self.rows.stop, device=self.extent.device)[:, None]
+        offset = self.extent.offset
+        return rows + (offset if isinstance(offset, int) else offset[..., None, None])
 
     def key_positions(self) -> Tensor:  # [k]
         return torch.arange(self.columns.start, self.columns.stop, device=self.extent.device)

@@ -124,7 +124,7 @@ def lower(mask: Mask | None, extent: Extent) -> KeyRanges:
     >>> low.tolist(), high.tolist()
     ([[0, 0, 1]], [[1, 2, 3]])
     """
-    keep = not torch.compiler.is_compiling() and (mask is None or mask.static)
+    keep = not torch.compiler.is_compiling() and (mask is None or mask.static) and extent.static
     return (_kept_ranges if keep else _ranges)(mask, extent)
 
 
@@ -150,9 +150,9 @@ def hulls(mask: Mask | None, extent: Extent, step: int) -> list[Hull]:
 
 
 def interval_on_host(mask: Mask, extent: Extent) -> Interval:
-    """The mask's interval, on the CPU if the mask is static, so that reading it does not wait."""
-    host = extent._replace(device=torch.device("cpu")) if mask.static else extent
-    return mask.interval(host)
+    """The mask's interval, on the CPU if it consists of numbers: reading it does not wait."""
+    fixed = mask.static and extent.static
+    return mask.interval(extent._replace(device=torch.device("cpu")) if fixed else extent)
 
 
 def _mask(other: object, symbol: str) -> Mask:
@@ -226,6 +226,8 @@ class Causal(RangeMask):
 class Window(RangeMask):
     """A query attends to ``left`` keys before it, to itself, and to ``right`` keys after it.
 
+    None: to all keys on that side.
+
     >>> from regard import See, Window, attention
     >>> x = torch.zeros(4, 2)  # [length, dim]; all scores are equal
     >>> _, seen = attention(x, x, x, mask=Window(1), see=See(weights=True))
@@ -233,20 +235,26 @@ class Window(RangeMask):
     [[1.0, 0.0, 0.0, 0.0], [0.5, 0.5, 0.0, 0.0], [0.0, 0.5, 0.5, 0.0], [0.0, 0.0, 0.5, 0.5]]
     """
 
-    left: int
-    right: int = 0
+    left: int | None
+    right: int | None = 0
 
     def __post_init__(self) -> None:
         for name, size in (("left", self.left), ("right", self.right)):
-            object.__setattr__(self, name, _count(size, f"Window({name}=...) counts keys"))
+            if size is not None:
+                count = _count(size, f"Window({name}=...) counts keys")
+                object.__setattr__(self, name, count)
 
     @property
     def max_keys(self) -> int:
+        if self.left is None or self.right is None:
+            return 0
         return min(self.left + 1 + self.right, 2**31)
 
     def ends(self, extent: Extent) -> tuple[int | Tensor, int | Tensor]:
         at = extent.positions()
-        return (at - self.left).clamp(min=0), (at + self.right + 1).clamp(0, extent.keys)
+        low = 0 if self.left is None else (at - self.left).clamp(min=0)
+        high = extent.keys if self.right is None else (at + self.right + 1).clamp(0, extent.keys)
+        return low, high
 
 
 @dataclass(frozen=True, slots=True, eq=False, init=False)
@@ -303,41 +311,97 @@ class Padding(RangeMask):
         return (0, length) if self.side == "right" else (extent.keys - length, extent.keys)
 
 
-@dataclass(frozen=True, slots=True, init=False)
+Packing = tuple[tuple[int, ...], ...]  # a number for each segment of each row of the batch
+_Packed = Sequence[int] | Sequence[Sequence[int]] | Tensor
+
+
+@dataclass(frozen=True, slots=True, init=False, repr=False)
 class Segments(RangeMask):
     """Packed sequences: a query attends only to keys of its own sequence.
 
     ``lengths`` are the lengths of the packed sequences: one list for the whole batch, or one list
-    per row. For cross-attention, ``keys`` are the lengths of the packed key sequences.
+    per row. Lengths may be 0. If queries and keys are packed differently, ``lengths`` are those of
+    the queries, and ``keys`` those of the keys. Keys of a segment begin at ``key_starts``, which
+    may leave gaps; by default they follow those of the segment before.
+
+    ``within``, Causal() or a Window, applies in each segment, where the last query is at the
+    position of the last key. ``query_starts`` puts the first query of each segment, or of all,
+    at another position, counted from the first key of the segment. A bias by distance and
+    ``See(distance=True)`` use positions in the whole row.
 
     >>> Segments([3, 2]) & Causal()
-    Segments(lengths=((3, 2),), keys=None) & Causal()
+    Segments(lengths=((3, 2),)) & Causal()
+
+    Two new tokens of one sequence and one of another, whose caches have room for four keys:
+
+    >>> from regard import See, attention
+    >>> mask = Segments([2, 1], keys=[3, 2], key_starts=[0, 4], within=Causal())
+    >>> q, k = torch.zeros(3, 2), torch.zeros(8, 2)  # [length, dim]
+    >>> _, seen = attention(q, k, k, mask=mask, see=See(weights=True))
+    >>> (seen.weights[0, 0] > 0).int().tolist()
+    [[1, 1, 0, 0, 0, 0, 0, 0], [1, 1, 1, 0, 0, 0, 0, 0], [0, 0, 0, 0, 1, 1, 0, 0]]
     """
 
-    lengths: tuple[tuple[int, ...], ...]
-    keys: tuple[tuple[int, ...], ...] | None
+    lengths: Packing
+    keys: Packing | None
+    key_starts: Packing | None
+    query_starts: Packing | int | None
+    within: Causal | Window | None
 
     def __init__(
         self,
-        lengths: Sequence[int] | Sequence[Sequence[int]] | Tensor,
-        keys: Sequence[int] | Sequence[Sequence[int]] | Tensor | None = None,
+        lengths: _Packed,
+        keys: _Packed | None = None,
+        *,
+        key_starts: _Packed | None = None,
+        query_starts: _Packed | int | None = None,
+        within: Causal | Window | None = None,
     ) -> None:
-        packed = _packing(lengths)
-        across = None if keys is None else _packing(keys)
-        if across is not None and [len(row) for row in packed] != [len(row) for row in across]:
+        if within is not None and not isinstance(within, Causal | Window):
             raise InputError(
-                "Segments: the queries and the keys are packed from different numbers of "
-                f"sequences: {packed} and {across}."
+                f"Segments(within=...) is Causal() or a Window, but got {within!r}. "
+                "Combine other masks with '&'."
             )
-        object.__setattr__(self, "lengths", packed)
-        object.__setattr__(self, "keys", across)
+        packed = _packing(lengths, "lengths")
+        own_keys = keys is not None or key_starts is not None or query_starts is not None
+        given: dict[str, Packing | int | None] = {
+            "keys": _packing(lengths if keys is None else keys, "keys") if own_keys else None,
+            "key_starts": None if key_starts is None else _packing(key_starts, "key_starts"),
+            "query_starts": query_starts
+            if query_starts is None or isinstance(query_starts, int)
+            else _packing(query_starts, "query_starts", least=None),
+        }
+        for name, rows in given.items():
+            if isinstance(rows, tuple) and [*map(len, rows)] != [*map(len, packed)]:
+                raise InputError(
+                    f"Segments: lengths and {name} have different numbers of sequences: "
+                    f"{packed} and {rows}."
+                )
+        for name, value in {"lengths": packed, **given, "within": within}.items():
+            object.__setattr__(self, name, value)
+        for starts, counts in zip(self.key_starts or (), self.keys or (), strict=False):
+            stops = (start + count for start, count in zip(starts, counts, strict=True))
+            if any(start < stop for start, stop in zip(starts[1:], stops, strict=False)):
+                raise InputError(
+                    "Segments(key_starts=...) must ascend, and no segment may begin in the one "
+                    f"before: {list(starts)} with lengths {list(counts)}."
+                )
+
+    def __repr__(self) -> str:
+        given = {f.name: getattr(self, f.name) for f in fields(self)}
+        shown = (f"{name}={value!r}" for name, value in given.items() if value is not None)
+        return f"Segments({', '.join(shown)})"
+
+    @property
+    def max_keys(self) -> int:
+        return 0 if self.within is None else self.within.max_keys
 
     @classmethod
     def from_ids(cls, ids: Tensor) -> Segments:
         """Create the mask from the sequence id of each position, [length] or [batch, length].
 
         >>> Segments.from_ids(torch.tensor([7, 7, 7, 9, 9]))
-        Segments(lengths=((3, 2),), keys=None)
+        Segments(lengths=((3, 2),))
         """
         if ids.dim() not in (1, 2):
             raise InputError(f"Segment ids are [length] or [batch, length], not {list(ids.shape)}.")
@@ -354,7 +418,7 @@ class Segments(RangeMask):
 
     def check(self, extent: Extent) -> None:
         sides = [("lengths", self.lengths, extent.keys if self.keys is None else extent.queries)]
-        if self.keys is not None:
+        if self.keys is not None and self.key_starts is None:
             sides.append(("keys", self.keys, extent.keys))
         for name, rows, expected in sides:
             if len(rows) not in (1, extent.batch):
@@ -367,36 +431,74 @@ class Segments(RangeMask):
                         f"Segments({name}=...) must add up to {expected} positions, but "
                         f"{list(row)} is {sum(row)}."
                     )
+        for starts, counts in zip(self.key_starts or (), self.keys or (), strict=False):
+            if starts and starts[-1] + counts[-1] > extent.keys:
+                raise InputError(
+                    f"Segments(key_starts=...): the last segment has keys {starts[-1]} to "
+                    f"{starts[-1] + counts[-1] - 1}, but there are only {extent.keys} keys."
+                )
 
     def ends(self, extent: Extent) -> tuple[int | Tensor, int | Tensor]:
-        lows, highs = [], []
-        for row, across in zip(self.lengths, self.keys or self.lengths, strict=True):
-            ends = list(accumulate(across))
-            counts = torch.tensor(row, dtype=torch.long)
-            lows.append(torch.tensor([0, *ends[:-1]][: len(row)]).repeat_interleave(counts))
-            highs.append(torch.tensor(ends).repeat_interleave(counts))
-        low, high = torch.stack(lows), torch.stack(highs)
+        # On the CPU, unless that would wait for positions on a GPU.
+        device = torch.device("cpu") if extent.static else extent.device
         if self.keys is None:  # queries and keys share one packing: look up each query's position
-            at = extent.positions().cpu()
-            inside = at.clamp(min=0).expand(len(low), -1)
-            low, high = low.gather(1, inside), high.gather(1, inside).masked_fill(at < 0, 0)
-        return low.to(extent.device), high.to(extent.device)
+            at = extent._replace(device=device).positions()
+        else:
+            at = torch.arange(extent.queries, device=device)[None]
+        within = Window(None) if isinstance(self.within, Causal) else self.within
+        left, right = (None, None) if within is None else (within.left, within.right)
+        lows, highs = [], []
+        for number, lengths in enumerate(self.lengths):
+            own = at if len(self.lengths) == 1 or len(at) == 1 else at[number : number + 1]
+            stops = torch.tensor([*accumulate(lengths)], dtype=torch.long, device=device)
+            segment = torch.searchsorted(stops, own, right=True)
+            table = torch.tensor(self._places(number), dtype=torch.long, device=device)
+            start, count, moved = table[segment].unbind(-1)
+            count = count.masked_fill(own < 0, 0)  # nothing is before the first key
+            place = own + moved
+            low = torch.zeros_like(place) if left is None else (place - left).clamp(min=0)
+            high = count if right is None else (place + right + 1).clamp(min=0)
+            lows.append(start + torch.minimum(low, count))
+            highs.append(start + torch.minimum(high, count))
+        return torch.cat(lows).to(extent.device), torch.cat(highs).to(extent.device)
+
+    def _places(self, row: int) -> list[tuple[int, int, int]]:
+        """For each segment of a row its first key, its number of keys, and a shift.
+
+        A query's index (its position, if queries and keys share one packing) plus the shift is
+        its position in the segment. The last entry, without keys, is for positions after all.
+        """
+        queries = self.lengths[row]
+        keys = queries if self.keys is None else self.keys[row]
+        first_queries = [0, *accumulate(queries)][: len(queries)]
+        starts = [0, *accumulate(keys)][: len(keys)]
+        if self.key_starts is not None:
+            starts = list(self.key_starts[row])
+        first = [key - query for key, query in zip(keys, queries, strict=True)]
+        if isinstance(self.query_starts, int):
+            first = [self.query_starts] * len(keys)
+        elif self.query_starts is not None:
+            first = list(self.query_starts[row])
+        moved = [at - query for at, query in zip(first, first_queries, strict=True)]
+        stop = starts[-1] + keys[-1] if keys else 0
+        return [*zip(starts, keys, moved, strict=True), (stop, 0, 0)]
 
 
-def _packing(lengths: Any) -> tuple[tuple[int, ...], ...]:
-    """Lengths of packed sequences (numbers or rows of numbers) as one tuple per batch row."""
-    if not isinstance(lengths, Sequence):
-        lengths = lengths.tolist() if hasattr(lengths, "tolist") else [lengths]
+def _packing(numbers: Any, what: str, least: int | None = 0) -> Packing:
+    """A number per packed sequence, given as one list or one per row, as a tuple per row."""
+    if not isinstance(numbers, Sequence):
+        numbers = numbers.tolist() if hasattr(numbers, "tolist") else [numbers]
     rows: list[Sequence[int]] = []
-    for length in lengths:
-        if not isinstance(length, Sequence):
-            rows = [lengths]  # the check below rejects a mix of numbers and rows
+    for number in numbers:
+        if not isinstance(number, Sequence):
+            rows = [numbers]  # the check below rejects a mix of numbers and rows
             break
-        rows.append(length)
-    for length in chain.from_iterable(rows):
-        if not isinstance(length, int) or length < 1:
+        rows.append(number)
+    for number in chain.from_iterable(rows):
+        if not isinstance(number, int) or (least is not None and number < least):
             raise InputError(
-                f"Segments are whole numbers of positions from 1 on, but got {length!r}."
+                f"Segments({what}=...) are whole numbers of positions"
+                f"{'' if least is None else f' from {least} on'}, but got {number!r}."
             )
     return tuple(tuple(row) for row in rows)
 

@@ -88,8 +88,8 @@ def explain_tensors(
     """
     call = _checked(query, key, value, mask)
     extent = call.extent
-    queries = _labels(tokens, extent.queries, "tokens", first=max(extent.offset, 0))
-    same = tokens is not None and key_tokens is None and extent.offset == 0
+    queries = _labels(tokens, extent.queries, "tokens", first=max(extent.keys - extent.queries, 0))
+    same = tokens is not None and key_tokens is None and extent.keys == extent.queries
     keys = queries if same else _labels(key_tokens, extent.keys, "key_tokens")
     traced = _with_all_heads(call, queries, keys, word)
     lead = Step(

@@ -51,7 +51,9 @@ struct Task {
     const void *query, *key, *value;
     int64_t query_strides[3], key_strides[3], value_strides[3];  // batch, head, row; last is 1
     const int32_t *low, *high;    // [batch, queries]: a query attends to the keys low <= j < high
-    const float *bias;            // [heads, bias_length]: the bias of each distance
+    const int32_t *starts;        // [batch]: the position of the first query
+    const float *bias;            // [bias_heads, bias_length]: the bias of each distance
+    int64_t bias_heads;           // heads, or batch * heads
     int64_t bias_length;          // queries - 1 + keys + padding to whole vectors
     void *output;                 // [batch, heads, queries, value_width]
     float *lse, *entropy, *peak, *highest, *distance;  // [batch, heads, queries]; highest score
@@ -245,7 +247,7 @@ class Worker {
         const float scale = task.scale, softcap = task.softcap;
         const float *bias = task.bias;
         if (bias)
-            bias += head % task.heads * task.bias_length + task.queries - 1 - index + first_key;
+            bias += head % task.bias_heads * task.bias_length + task.queries - 1 - index + first_key;
         const Floats masked = Floats{} - INFINITY;
         Floats highest = masked;
         for (int64_t j = tile; j < stop; j += LANES) {
@@ -343,7 +345,7 @@ class Worker {
 
     // The sum of |position of the query - key| times the row's exponentials.
     float summed_distance(int64_t row) const {
-        const int32_t position = int32_t(first_row + row + task.keys - task.queries);
+        const int32_t position = int32_t(first_row + row) + task.starts[head / task.heads];
         Floats total = {};
         for (int64_t j = 0; j < key_count; j += LANES) {
             const Ints apart = consecutive(first_key + j) - position;

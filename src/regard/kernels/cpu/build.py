@@ -30,8 +30,8 @@ class Task(ctypes.Structure):
         *[(name, ctypes.c_float) for name in ("scale", "softcap")],
         *[(name, ctypes.c_void_p) for name in ("sinks", "query", "key", "value")],
         *[(name, ctypes.c_int64 * 3) for name in ("query_strides", "key_strides", "value_strides")],
-        *[(name, ctypes.c_void_p) for name in ("low", "high", "bias")],
-        ("bias_length", ctypes.c_int64),
+        *[(name, ctypes.c_void_p) for name in ("low", "high", "starts", "bias")],
+        *[(name, ctypes.c_int64) for name in ("bias_heads", "bias_length")],
         *[(name, ctypes.c_void_p) for name in (
             "output", "lse", "entropy", "peak", "highest", "distance", "received", "map",
             "map_peak", "places", "kept", "pair_first", "pair_keys", "pairs",

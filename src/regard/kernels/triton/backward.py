@@ -43,6 +43,7 @@ from regard.kernels.triton.tiles import (
     rows_of,
     scores,
     shift_at,
+    start_of,
     whose,
 )
 
@@ -141,7 +142,7 @@ def by_query(
     batch, head = whose(heads)
     SIDES: tl.constexpr = by_distance(BIAS)
     row = block * BM
-    offset = keys - queries
+    offset = start_of(ends, batch, queries, keys)
     rows = row + tl.arange(0, BM)
     inside = rows < queries
     query_at = rows + offset
@@ -273,7 +274,7 @@ def by_key(
     if BIAS == RELATIVE:
         batch += sequence
     SIDES: tl.constexpr = by_distance(BIAS)
-    offset = keys - queries
+    offset = start_of(ends, batch, queries, keys)
     first = block * BN
     last = tl.minimum(first + BN, keys) - 1
     key_at = first + tl.arange(0, BN)

@@ -41,6 +41,7 @@ from regard.kernels.triton.tiles import (
     rows_of,
     scores,
     shifts,
+    start_of,
     whose,
 )
 
@@ -204,7 +205,7 @@ def columns(
     if BIAS == RELATIVE:
         batch += sequence
     SIDES: tl.constexpr = by_distance(BIAS)
-    offset = keys - queries
+    offset = start_of(ends, batch, queries, keys)
 
     block = tl.program_id(0)
     place = tl.arange(0, G * W)

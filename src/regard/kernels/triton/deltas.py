@@ -19,6 +19,7 @@ from regard.kernels.triton.tiles import (
     rows_of,
     scores,
     shifts,
+    start_of,
     whose,
 )
 
@@ -74,7 +75,7 @@ def expected(
     if BIAS == RELATIVE:
         row += origin
         batch += sequence
-    offset = keys - queries
+    offset = start_of(ends, batch, queries, keys)
     rows = row + tl.arange(0, BM)
     dims, near = tl.arange(0, BD)[:, None], tl.arange(0, BN)
     inside = rows < queries

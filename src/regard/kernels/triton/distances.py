@@ -13,19 +13,18 @@ import triton.language as tl
 
 from regard.kernels.triton.backward import gradient
 from regard.kernels.triton.deltas import cells_of
-from regard.kernels.triton.tiles import LOG2E, RELATIVE, range_of, rows_lse, rows_of
+from regard.kernels.triton.tiles import LOG2E, RELATIVE, range_of, rows_lse, rows_of, start_of
 
 
 @triton.jit
 def _change(
-    dots, gain, shift, batch, head, flat, rows, inside, key_at, fits, Lse, Delta, EntropyGrad,
-    DistanceGrad, ReceivedGrad, MapGrad, ends, terms, queries, keys, bins, columns,
+    dots, gain, shift, batch, head, flat, rows, inside, query_at, key_at, fits, Lse, Delta,
+    EntropyGrad, DistanceGrad, ReceivedGrad, MapGrad, ends, terms, queries, keys, bins, columns,
     KIND: tl.constexpr, SOFTCAP: tl.constexpr, ENTROPY: tl.constexpr, DISTANCE: tl.constexpr,
     RECEIVED: tl.constexpr, MAP: tl.constexpr,
 ):  # fmt: skip
     """Return the gradient of a tile's scores; ``shift`` is the bias, ``fits`` the mask."""
     at = flat * queries + rows
-    query_at = (rows + keys - queries)[:, None]
     if RECEIVED:
         gain += tl.load(ReceivedGrad + flat * keys + key_at, mask=fits, other=0.0)
     if MAP:
@@ -42,8 +41,8 @@ def _change(
     low, high = range_of(ends, batch, rows, inside, KIND)
     _, change, _ = gradient(
         dots, shift, gain, lse[:, None], common[:, None], entropy[:, None], distance[:, None],
-        query_at, key_at, 1, low[:, None], high[:, None], keys, terms, head, KIND, RELATIVE,
-        SOFTCAP, False, ENTROPY, DISTANCE,
+        query_at[:, None], key_at, 1, low[:, None], high[:, None], keys, terms, head, KIND,
+        RELATIVE, SOFTCAP, False, ENTROPY, DISTANCE,
     )  # fmt: skip
     return tl.where(fits, change, 0.0)
 
@@ -71,7 +70,6 @@ def by_diagonal(
     x B + i - j. A program stores a number for each of 2 B distances, the first x B - (B - 1).
     """
     head = tl.program_id(1).to(tl.int64)
-    offset = keys - queries
     least = (lowest + tl.program_id(0) % diagonals) * B
     near = tl.arange(0, B)
     apart = near[:, None] - near[None, :]
@@ -80,9 +78,12 @@ def by_diagonal(
     table = terms.table + head * terms.table_head + terms.reach
     shift = tl.load(table + distance) * LOG2E
     total = tl.zeros([B, B], tl.float32)
-    # The blocks of queries that have keys on this diagonal.
-    start = tl.cdiv(tl.maximum(least - offset - (B - 1), 0), B)
-    stop = tl.cdiv(tl.minimum(keys - offset + least, queries), B)
+    # The blocks of queries that have keys on this diagonal; all, if that differs by sequence.
+    start, stop = 0, tl.cdiv(queries, B)
+    if ends.starts is None:
+        offset = keys - queries
+        start = tl.cdiv(tl.maximum(least - offset - (B - 1), 0), B)
+        stop = tl.cdiv(tl.minimum(keys - offset + least, queries), B)
     steps = tl.maximum(stop - start, 0)
     for index in range(
         tl.program_id(0) // diagonals, batches * steps, tl.num_programs(0) // diagonals
@@ -90,7 +91,8 @@ def by_diagonal(
         batch = (index // steps).to(tl.int64)
         rows = (start + index % steps) * B + near
         inside = rows < queries
-        key_at = (start + index % steps) * B + offset - least + near
+        query_at = rows + start_of(ends, batch, queries, keys)
+        key_at = (start + index % steps) * B + query_at - rows - least + near
         real = (key_at >= 0) & (key_at < keys)
         q = rows_of(query, batch, head, rows, inside, width, BD)
         its_grad = rows_of(grad, batch, head, rows, inside, value_width, BV)
@@ -99,10 +101,10 @@ def by_diagonal(
         dots = tl.dot(q, tl.trans(k), input_precision=PRECISION)
         gain = tl.dot(its_grad, tl.trans(v), input_precision=PRECISION)
         total += _change(
-            dots, gain, shift, batch, head, batch * heads + head, rows, inside, key_at[None, :],
-            inside[:, None] & real[None, :], Lse, Delta, EntropyGrad, DistanceGrad, ReceivedGrad,
-            MapGrad, ends, terms, queries, keys, bins, columns, KIND, SOFTCAP, ENTROPY, DISTANCE,
-            RECEIVED, MAP,
+            dots, gain, shift, batch, head, batch * heads + head, rows, inside, query_at,
+            key_at[None, :], inside[:, None] & real[None, :], Lse, Delta, EntropyGrad,
+            DistanceGrad, ReceivedGrad, MapGrad, ends, terms, queries, keys, bins, columns, KIND,
+            SOFTCAP, ENTROPY, DISTANCE, RECEIVED, MAP,
         )  # fmt: skip
     place = (head * tl.num_programs(0) + tl.program_id(0)) * (2 * B) + tl.arange(0, 2 * B)
     tl.store(Diagonals + place, tl.sum(to_distances(total, B), 0))

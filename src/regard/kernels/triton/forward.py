@@ -42,6 +42,7 @@ from regard.kernels.triton.tiles import (
     rows_of,
     scores,
     shifts,
+    start_of,
     whose,
 )
 
@@ -155,7 +156,7 @@ def forward(
     SIDES: tl.constexpr = by_distance(BIAS) or DISTANCE
 
     row = block * BM
-    offset = keys - queries
+    offset = start_of(ends, batch, queries, keys)
     rows = row + tl.arange(0, BM)
     inside = rows < queries
     query_at = rows + offset

@@ -565,6 +565,8 @@ def _by_diagonal(
     size = 64 if narrow else 32
     low = 0 if structure.kind == CAUSAL else max(1 - queries, 1 - reach)
     high = min(sizes[2], reach) - 1
+    if structure.starts is not None:  # any distance may occur
+        low, high = 1 - reach, reach - 1
     lowest, highest = -((size - 1 - low) // size), (high + size - 1) // size
     count = highest - lowest + 1
     shares = _shares(count * heads, batch * ceil(queries, size))

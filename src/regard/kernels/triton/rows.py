@@ -33,6 +33,7 @@ from regard.kernels.triton.tiles import (
     rows_lse,
     rows_of,
     scores,
+    start_of,
     whose,
 )
 
@@ -57,7 +58,7 @@ def rows(
     index = tl.load(Index + place, mask=wanted, other=0)
     key_at = tl.program_id(0) // blocks * BN + tl.arange(0, BN)
     real = key_at < keys
-    query_at = index + keys - queries
+    query_at = index + start_of(ends, batch, queries, keys)
     flat = tl.program_id(1).to(tl.int64)
     q = rows_of(query, batch, head, index, wanted, width, BD)
     low, high = range_of(ends, batch, index, wanted, KIND)
@@ -150,7 +151,7 @@ def collect(
     batch, head = (flat // heads).to(tl.int64), (flat % heads).to(tl.int64)
     SIDES: tl.constexpr = by_distance(BIAS)
     row = tl.program_id(0) * BM
-    offset = keys - queries
+    offset = start_of(ends, batch, queries, keys)
     rows = row + tl.arange(0, BM)
     inside = rows < queries
     query_at = rows + offset
@@ -275,7 +276,7 @@ def _search(
     """Store the top keys of the unfinished rows among BM rows that are before ``until``."""
     batch, head = (flat // heads).to(tl.int64), (flat % heads).to(tl.int64)
     flat = flat.to(tl.int64)
-    offset = keys - queries
+    offset = start_of(ends, batch, queries, keys)
     rows = row + tl.arange(0, BM)
     inside = rows < queries
     unfinished = tl.load(Unfinished + flat * queries + rows, mask=rows < until, other=0) > 0

@@ -50,6 +50,15 @@ def whose(heads):
 
 
 @triton.jit
+def start_of(ends, batch, queries, keys):
+    """Return the position of the first query of a sequence."""
+    if ends.starts is None:  # the last query has the last key's position
+        return keys - queries
+    else:
+        return tl.load(ends.starts + batch)
+
+
+@triton.jit
 def head_of(view, batch, head):
     """Return a pointer to the first row of one head."""
     return view.data + batch * view.batch + head * view.head

@@ -81,7 +81,10 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
     )
     low, high = (end.expand(extent.batch, -1).contiguous() for end in lower(call.mask, extent)[:2])
     output = query.new_empty(*query.shape[:3], value.shape[-1])
-    tensors = {"query": query, "key": key, "value": value, "low": low, "high": high}
+    starts = extent.positions()[:, 0].to(torch.int32).expand(extent.batch).contiguous()
+    tensors = {
+        "query": query, "key": key, "value": value, "low": low, "high": high, "starts": starts,
+    }  # fmt: skip
     fields = {} if call.see is None else _empty_fields(call.see, extent)
     chosen = {} if call.see is None else _chosen(call.see, extent)
     map_rows, map_columns = fields["map"].shape[2:] if "map" in fields else (0, 0)
@@ -98,6 +101,7 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
         pair_count=fields["pairs"].shape[2] if "pairs" in fields else 0,
         top=call.see.top if call.see is not None else 0,
         scale=call.scale, softcap=call.softcap or 0,
+        bias_heads=0 if bias is None else bias.shape[0],
         bias_length=0 if bias is None else bias.shape[1],
         query_strides=query.stride()[:3], key_strides=key.stride()[:3],
         value_strides=value.stride()[:3],
@@ -177,14 +181,19 @@ def _chunks(extent: Extent, map_rows: int) -> int:
 
 
 def _by_distance(bias: Bias, extent: Extent) -> Tensor:
-    """The bias of every distance at index ``j - i + queries - 1``: [heads, distances]."""
-    distances = torch.arange(extent.keys - 1, -extent.queries, -1, device=extent.device)
+    """The bias of every distance from query i to key j at index ``j - i + queries - 1``.
+
+    Shape [heads, distances], or [batch * heads, distances] if the positions differ by sequence.
+    """
+    farthest = extent.offset + extent.queries - 1  # the position of the last query
+    count = extent.queries + extent.keys - 1
+    distances = (farthest - torch.arange(count, device=extent.device)).view(-1, 1, count)
     if isinstance(bias, Alibi):
         table = -bias.slopes.float()[:, None] * distances.abs()
     else:
         assert isinstance(bias, RelativeBuckets)
-        table = bias.table.float()[bias.bucket(distances)].t()
-    return torch.nn.functional.pad(table, (0, PADDED_KEYS)).contiguous()
+        table = bias.table.float()[bias.bucket(distances[:, 0])].transpose(1, 2)
+    return torch.nn.functional.pad(table.flatten(0, 1), (0, PADDED_KEYS)).contiguous()
 
 
 def _dense(tensor: Tensor) -> Tensor:

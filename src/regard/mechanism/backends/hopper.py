@@ -46,11 +46,13 @@ def refuses(call: Call) -> str | None:
 
 def _why_not_call(call: Call) -> str | None:
     """Why the kernels cannot run a call, regardless of its device."""
+    if call.extent.query_start is not None:
+        return "the kernels for Hopper need the last query at the position of the last key."
     if call.sinks is not None:
         return "the kernels for Hopper support no attention sinks."
     return why_not_hopper(
-        mask_kind(call.mask), PLAIN if call.bias is None else TABLE, call.softcap is not None,
-        call.query.dtype, call.query.shape, call.key.shape,
+        mask_kind(call.mask, call.extent), PLAIN if call.bias is None else TABLE,
+        call.softcap is not None, call.query.dtype, call.query.shape, call.key.shape,
     )  # fmt: skip
 
 

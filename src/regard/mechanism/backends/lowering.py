@@ -20,6 +20,7 @@ from regard.kernels.sizes import ALIBI, CAUSAL, FULL, INTERVAL, PLAIN, RELATIVE,
 from regard.mechanism.backends import reference
 from regard.mechanism.biases import Alibi, RelativeBuckets, RelativeContent
 from regard.mechanism.call import Call
+from regard.mechanism.geometry import Extent
 from regard.mechanism.masks import Causal, Mask, lower
 from regard.mechanism.seeing import Deferred, See, Seen, finish, grid_of
 
@@ -82,22 +83,26 @@ def _dense(tensor: Tensor) -> Tensor:
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def mask_kind(mask: Mask | None) -> int:
+def mask_kind(mask: Mask | None, extent: Extent) -> int:
     """Return the kind of a mask that ``key_ranges`` accepts."""
     if mask is None:
         return FULL
-    return CAUSAL if isinstance(mask, Causal) else INTERVAL
+    # CAUSAL: the last query has the last key's position.
+    return CAUSAL if isinstance(mask, Causal) and extent.query_start is None else INTERVAL
 
 
 def lower_structure(call: Call) -> Structure:
     """Return the mask and the bias of a call in the form the kernels take."""
-    kind = mask_kind(call.mask)
-    low, high, max_keys = None, None, 0
+    extent = call.extent
+    kind = mask_kind(call.mask, extent)
+    low, high, max_keys, starts = None, None, 0, None
     if kind == INTERVAL and call.mask is not None:
-        low, high, max_keys = lower(call.mask, call.extent)
+        low, high, max_keys = lower(call.mask, extent)
+    if extent.query_start is not None:
+        starts = extent.positions()[:, 0].to(torch.int32).expand(extent.batch).contiguous()
     structure = Structure(
         kind, low, high, PLAIN, None, 0, call.scale, call.softcap, max_keys=max_keys,
-        sinks=None if call.sinks is None else call.sinks.float(),
+        starts=starts, sinks=None if call.sinks is None else call.sinks.float(),
     )  # fmt: skip
     bias = call.bias
     if isinstance(bias, Alibi):
@@ -113,12 +118,15 @@ def lower_structure(call: Call) -> Structure:
     if isinstance(bias, RelativeContent):
         scale = bias.query.shape[-1] ** -0.5 if bias.scale is None else bias.scale
         table, relative_query = _dense(bias.relative), _dense(bias.query)
+        # The kernels of this term let the last query have the last key's position.
+        assert isinstance(extent.offset, int)
+        moved = extent.offset - (extent.keys - extent.queries)
         return replace(
             structure,
             bias=RELATIVE,
             table=table,
             relative_query=relative_query,
-            reach=bias.first,
+            reach=bias.first - moved,
             relative_scale=scale,
         )
     return structure

@@ -62,9 +62,10 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
         if not math.isfinite(call.query.sum(dtype=torch.float32).item()):
             return by_rows(call)
     if call.bias is None:
-        if mask is None or (isinstance(mask, Causal) and extent.queries == 1):
+        aligned = isinstance(mask, Causal) and extent.query_start is None
+        if mask is None or (aligned and extent.queries == 1):
             return _fused(call, call.query, call.key, call.value), None
-        if isinstance(mask, Causal) and extent.queries == extent.keys:
+        if aligned and extent.queries == extent.keys:
             output = _fused(call, call.query, call.key, call.value, causal=True)
             return (output, None) if not _can_check(call) or _clean(output) else by_rows(call)
     pieces = _plan(call)
@@ -201,12 +202,12 @@ def _piece(call: Call, piece: Piece, query: Tensor, key: Tensor, value: Tensor) 
 def _plan(call: Call) -> list[Piece]:
     """The pieces of a call, sequence by sequence, in the order of their rows."""
     mask, extent = call.mask, call.extent
-    static = mask is None or mask.static
+    static = extent.static and (mask is None or mask.static)
     if torch.compiler.is_compiling() or not (static or _can_check(call)):
         return [Piece(slice(None), range(extent.queries), range(extent.keys), "masked")]
     if call.bias is not None or mask is None:
         return _rows_at_a_time(mask, extent)
-    if mask.static:
+    if static:
         return _static_plan(mask, extent)
     return _ranges(mask, extent) or _rows_at_a_time(mask, extent)
 

@@ -285,6 +285,8 @@ class _Stream:
         columns = slice(tile.columns.start, tile.columns.stop)
         if see.distance:
             distance = (tile.query_positions() - tile.key_positions()).abs()
+            if distance.dim() == 4:  # each sequence has positions of its own
+                distance = distance[batch]
             mean = torch.mul(powers, distance, out=spare).sum(-1, keepdim=True) * inverse
             fields["distance"][place] = mean[..., 0]
         if isinstance(see.pairs, Pairs):

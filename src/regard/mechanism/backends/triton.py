@@ -39,7 +39,9 @@ def refuses(call: Call) -> str | None:
     if call.see is None and call.bias is None and call.softcap is None and call.sinks is None:
         # No mask, or a causal mask that PyTorch aligns in the same way.
         if call.mask is None or (
-            isinstance(call.mask, Causal) and call.extent.queries in (1, call.extent.keys)
+            isinstance(call.mask, Causal)
+            and call.extent.query_start is None
+            and call.extent.queries in (1, call.extent.keys)
         ):
             return "PyTorch's own kernel is faster for a plain call."
     return unsupported(call)
@@ -72,6 +74,8 @@ def unsupported(call: Call) -> str | None:
             return f"RelativeContent is wider than {MAX_WIDTH}."
         if call.extent.keys > MAX_RELATIVE_KEYS:
             return f"RelativeContent has more than {MAX_RELATIVE_KEYS:,} keys."
+        if not isinstance(call.extent.offset, int):
+            return "RelativeContent needs one query_start for all sequences in the kernels."
         if call.see is not None and call.see.top:
             return "the kernels do not find the top keys under RelativeContent."
     if call.see is not None:
