@@ -20,8 +20,8 @@ from regard.errors import CheckpointError, InputError
 from regard.layers.modules import Block, MultiHeadAttention
 from regard.mechanism.biases import Bias
 from regard.mechanism.masks import Causal, Mask, Padding
-from regard.models import registry
-from regard.models.configs import Config, ConfigMap
+from regard.models import configs, registry
+from regard.models.configs import Config
 from regard.text.tokenizer import END_OF_TEXT, Tokenizer
 
 # ------------------------------------------------------------------------------------- sequences
@@ -198,7 +198,7 @@ class Model(nn.Module):
     (True, True)
     """
 
-    spelling: ClassVar[ConfigMap]
+    fixed: ClassVar[Mapping[str, object]] = {}  # what config.json must say, if it says it
     generates: ClassVar[bool] = False  # has start_decoding and step
     remembers: ClassVar[bool] = False  # keeps a memory of earlier segments
     relative: ClassVar[bool] = False  # attention scores depend on relative positions
@@ -222,7 +222,7 @@ class Model(nn.Module):
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> Config:
         """Return the config that the contents of config.json describe."""
-        return cls.spelling.read(raw)
+        return configs.read(cls.row().config_class(), raw, cls.fixed)
 
     @classmethod
     def sizes_for(cls, tokenizer: Tokenizer, length: int) -> dict[str, Any]:
@@ -234,11 +234,15 @@ class Model(nn.Module):
 
     def write_config(self) -> dict[str, Any]:
         """Return the contents of config.json."""
-        return self.spelling.write(self.config, self.row())
+        row = self.row()
+        names = {"model_type": row.model_type, "architectures": [row.hub_names[0]]}
+        return {**self.fixed, **configs.written(self.config), **names}
 
     def generation(self) -> dict[str, Any] | None:
         """Return the contents of generation_config.json; None if the model does not generate."""
-        return self.spelling.tokens(self.config) if self.generates else None
+        said = configs.written(self.config).items()
+        tokens = {key: token for key, token in said if key.endswith("_token_id")}
+        return tokens if self.generates else None
 
     @property
     def device(self) -> torch.device:
