@@ -169,9 +169,6 @@ class GPT2(LanguageModel):
         result: Tensor = self.norm(x)
         return result
 
-    def _state(self, room: int, pads: Tensor | None) -> State:
-        return State(self.config.depth, room, pads=pads)
-
     def step(self, ids: Tensor, state: State) -> Tensor:
         """Return the logits after the last of ``ids`` [batch, n]: [batch, vocabulary].
 

@@ -411,10 +411,6 @@ class LanguageModel(Model):
     def sizes_for(cls, tokenizer: Tokenizer, length: int) -> dict[str, Any]:  # noqa: ARG003
         return {"end_token": tokenizer.tokenizer.token_to_id(END_OF_TEXT)}
 
-    def read(self, ids: Tensor, *, padding: Padding | None = None) -> Tensor:
-        """Return the hidden states of ``ids`` [batch, n]: [batch, n, dim]."""
-        raise NotImplementedError
-
     def start_decoding(self, prompts: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, Any]:
         """Return the prompts as ids padded on the left, and an empty state.
 
@@ -428,7 +424,7 @@ class LanguageModel(Model):
 
     def _state(self, room: int, pads: Tensor | None) -> Any:
         """Return an empty state for ``room`` positions; ``pads`` [batch] counts padding ids."""
-        raise NotImplementedError
+        return State(self.config.depth, room, pads=pads)
 
 
 class EncoderDecoder(Model):

@@ -71,12 +71,7 @@ class TransformerConfig(Config):
     def big(cls) -> TransformerConfig:
         """213 million parameters."""
         return cls(
-            dim=1024,
-            heads=16,
-            decoder_heads=16,
-            inner=4096,
-            decoder_inner=4096,
-            dropout=0.3,
+            dim=1024, heads=16, decoder_heads=16, inner=4096, decoder_inner=4096, dropout=0.3
         )
 
 
