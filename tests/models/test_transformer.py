@@ -12,20 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from helpers.random_models import agree, of_five, random_marian
 from regard import CheckpointError, InputError, Transformer, TransformerConfig, load
-from regard.models.quantization import prepack, quantize
 
 TWO = of_five("makes a decoder's table as large as the encoder's")
-
-
-@torch.no_grad()
-def test_positions_go_on_as_far_as_needed() -> None:
-    config = TransformerConfig(vocabulary=40, dim=16, depth=1, decoder_depth=1, inner=24)
-    grown, fresh = Transformer(config).eval(), Transformer(config).eval()
-    fresh.load_state_dict(grown.state_dict())
-    ids = torch.randint(40, (1, 600))
-    short = grown.encode(ids[:, :20])
-    assert torch.equal(grown.encode(ids), fresh.encode(ids))  # the table grew; or was made at once
-    assert torch.equal(grown.encode(ids[:, :20]), short)
 
 
 @of_five("writes other keys")
@@ -70,18 +58,6 @@ def test_a_config_that_is_not_of_these_tables_is_refused(
         load(tmp_path)
     with pytest.raises(InputError, match="target_vocabulary"):
         TransformerConfig(tied=False)
-
-
-@TWO
-@torch.no_grad()
-@pytest.mark.parametrize("make", [prepack, quantize])
-def test_an_output_of_its_own_can_be_made_fast(tmp_path: Path, make) -> None:
-    random_marian(
-        share_encoder_decoder_embeddings=False, decoder_vocab_size=47, tie_word_embeddings=False
-    ).save_pretrained(tmp_path)
-    ours, fast = load(tmp_path), make(load(tmp_path))
-    source, target = torch.randint(40, (2, 9)), torch.randint(40, (2, 5))
-    agree(fast(source, target), ours(source, target), 1e-5 if make is prepack else 0.05)
 
 
 def test_tables_of_places_that_are_outgrown_stay_where_graphs_read_them() -> None:
