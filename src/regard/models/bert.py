@@ -176,7 +176,6 @@ class Bert(_Bert):
     def keys(config: BertConfig) -> KeyMap:
         return KeyMap(
             [
-                *_SPELLINGS,
                 Spelling(r"^bert\.", ""),
                 Drop(r"^(cls|qa_outputs|classifier)\.", "a head that the encoder does not have"),
                 *_encoder_keys(config, ""),
@@ -228,8 +227,6 @@ class BertMaskedLM(_Bert):
         predictions, transform = "cls.predictions", {"dense": "transform", "LayerNorm": "norm"}
         return KeyMap(
             [
-                *_SPELLINGS,
-                Drop(r"^bert\.pooler\.", "for next-sentence prediction"),
                 Drop(r"^cls\.seq_relationship\.", "for next-sentence prediction"),
                 *_encoder_keys(config, "bert."),
                 *renames(f"{predictions}.transform.", "", transform),
@@ -258,33 +255,23 @@ class BertAnswering(_Bert):
         self, ids: Tensor, *, token_types: Tensor | None = None, padding: Padding | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the logits of the answer's first token and of its last token, [batch, n] each."""
-        start, end = self.ends(self.encoder(ids, token_types=token_types, padding=padding)).unbind(
-            -1
-        )
+        hidden = self.encoder(ids, token_types=token_types, padding=padding)
+        start, end = self.ends(hidden).unbind(-1)
         return start, end
 
     @staticmethod
     def keys(config: BertConfig) -> KeyMap:
-        return KeyMap(
-            [
-                *_SPELLINGS,
-                Drop(r"^bert\.pooler\.", "for next-sentence prediction"),
-                *_encoder_keys(config, "bert."),
-                *renames("", "", {"qa_outputs": "ends"}),
-            ]
-        )
+        return KeyMap([*_encoder_keys(config, "bert."), *renames("", "", {"qa_outputs": "ends"})])
 
 
 # ----------------------------------------------------------------------------------- checkpoints
 
-_SPELLINGS = (
-    Spelling(r"LayerNorm\.gamma$", "LayerNorm.weight"),
-    Spelling(r"LayerNorm\.beta$", "LayerNorm.bias"),
-    Drop(r"embeddings\.position_ids$", "0, 1, 2 ..."),
-)
 
-
-def _encoder_keys(config: BertConfig, prefix: str) -> Iterator[Step]:
+def _encoder_keys(config: BertConfig, prefix: str) -> Iterator[Step | Drop | Spelling]:
+    yield Spelling(r"LayerNorm\.gamma$", "LayerNorm.weight")
+    yield Spelling(r"LayerNorm\.beta$", "LayerNorm.bias")
+    yield Drop(r"embeddings\.position_ids$", "0, 1, 2 ...")
+    yield Drop(r"^bert\.pooler\.", "for next-sentence prediction")
     tables = {
         "word_embeddings": "tokens",
         "position_embeddings": "places",

@@ -172,13 +172,14 @@ class AttentionLayer(NamedTuple):
         return f"{'cross' if self.across else self.half}.{self.number}"
 
 
-def self_attention(
-    half: Literal["", "encoder", "decoder"], module: nn.Module
+def attention_in(
+    half: Literal["", "encoder", "decoder"], module: nn.Module, across: bool = False
 ) -> list[AttentionLayer]:
-    """Return the self-attention layers inside ``module``, in order."""
-    parts = (getattr(block, "attention", None) for block in module.modules())
-    own = [part for part in parts if isinstance(part, MultiHeadAttention)]
-    return [AttentionLayer(half, index, False, part) for index, part in enumerate(own)]
+    """Return the self-attention layers inside ``module``, or the cross-attention ones, in order."""
+    name = "cross" if across else "attention"
+    parts = (getattr(block, name, None) for block in module.modules())
+    layers = (part for part in parts if isinstance(part, MultiHeadAttention))
+    return [AttentionLayer(half, index, across, part) for index, part in enumerate(layers)]
 
 
 class Model(nn.Module):
@@ -267,7 +268,7 @@ class Model(nn.Module):
         >>> [layer.name for layer in model.attention_layers()]
         ['encoder.0', 'decoder.0', 'cross.0']
         """
-        return self_attention("", self)
+        return attention_in("", self)
 
     def remember(self) -> Memories | None:
         """Return empty memories, which each call updates; None if the model has no memory."""
@@ -552,10 +553,8 @@ class EncoderDecoder(Model):
 
     def attention_layers(self) -> list[AttentionLayer]:
         encoder, decoder = self.get_submodule("encoder"), self.get_submodule("decoder")
-        crossing = (getattr(block, "cross", None) for block in decoder.modules())
-        cross = [part for part in crossing if isinstance(part, MultiHeadAttention)]
         return [
-            *self_attention("encoder", encoder),
-            *self_attention("decoder", decoder),
-            *(AttentionLayer("decoder", i, True, part) for i, part in enumerate(cross)),
+            *attention_in("encoder", encoder),
+            *attention_in("decoder", decoder),
+            *attention_in("decoder", decoder, across=True),
         ]
