@@ -42,15 +42,10 @@ def made(vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, T
 
 
 def defined(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor,
-    labels: Tensor,
-    smoothing: float,
-    dtype: torch.dtype,
+    given: tuple[Tensor, ...], labels: Tensor, smoothing: float, dtype: torch.dtype
 ) -> list[Tensor]:
     """The loss and its gradients by the definition, computed in ``dtype``."""
-    given = [tensor.detach().to(dtype).requires_grad_() for tensor in (hidden, weight, bias)]
+    given = tuple(tensor.detach().to(dtype).requires_grad_() for tensor in given)
     logits = linear(*given).flatten(0, 1)
     exact = torch.promote_types(dtype, torch.float32)
     loss = cross_entropy(
@@ -70,8 +65,9 @@ def test_loss_and_gradients_are_those_of_the_definition(
     hidden, weight, bias, labels = made(vocabulary, dtype)
     loss = linear_cross_entropy(hidden, weight, labels, bias=bias, smoothing=smoothing)
     actual = [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
-    exact = defined(hidden, weight, bias, labels, smoothing, torch.float64)
-    plain = defined(hidden, weight, bias, labels, smoothing, dtype)
+    exact, plain = (
+        defined((hidden, weight, bias), labels, smoothing, kind) for kind in (torch.float64, dtype)
+    )
     for index, (ours, truth, theirs) in enumerate(zip(actual, exact, plain, strict=True)):
         floor = 4 * torch.finfo(dtype).eps * truth.abs().max().item()
         allowed = max((3 if index else 2) * (theirs - truth).abs().max().item(), floor)
@@ -105,9 +101,8 @@ def test_in_float64_it_is_exact() -> None:
     hidden, weight, bias, labels = made(50, torch.float64)
     loss = linear_cross_entropy(hidden, weight, labels, bias=bias, smoothing=0.1)
     actual = [loss.detach(), *torch.autograd.grad(loss, (hidden, weight, bias))]
-    for ours, truth in zip(
-        actual, defined(hidden, weight, bias, labels, 0.1, torch.float64), strict=True
-    ):
+    exact = defined((hidden, weight, bias), labels, 0.1, torch.float64)
+    for ours, truth in zip(actual, exact, strict=True):
         torch.testing.assert_close(ours, truth)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,10 +9,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from helpers.model_folders import edit
 from helpers.random_models import agree, of_five, random_marian
 from regard import CheckpointError, InputError, Transformer, TransformerConfig, load
-
-TWO = of_five("makes a decoder's table as large as the encoder's")
 
 
 @of_five("writes other keys")
@@ -52,8 +50,7 @@ def test_a_config_that_is_not_of_these_tables_is_refused(
     tmp_path: Path, changes: dict[str, object], words: str
 ) -> None:
     random_marian(share_encoder_decoder_embeddings=False).save_pretrained(tmp_path)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+    edit(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=words):
         load(tmp_path)
     with pytest.raises(InputError, match="target_vocabulary"):

@@ -445,10 +445,13 @@ class EncoderDecoder(Model):
 
     def encode(self, source: Tensor, *, padding: Padding | None = None) -> Tensor:
         """Return the hidden states of ``source`` [batch, n]: [batch, n, dim]."""
-        raise NotImplementedError
+        check_ids(source)
+        embedded = self._embed(source, padding)
+        hidden: Tensor = self.get_submodule("encoder")(embedded, mask=padding)
+        return hidden
 
-    def _embed_target(self, ids: Tensor, padding: Padding | None, past: int) -> Tensor:
-        """Embed target ids [batch, m] that follow ``past`` earlier ids: [batch, m, dim]."""
+    def _embed(self, ids: Tensor, padding: Padding | None, past: int | None = None) -> Tensor:
+        """Embed the source, or target ids that follow ``past`` earlier ids: [batch, n, dim]."""
         raise NotImplementedError
 
     def _decode_step(self, ids: Tensor, state: State) -> Tensor:
@@ -470,7 +473,7 @@ class EncoderDecoder(Model):
         """Return the output layer's input for ``target`` [batch, m]: [batch, m, dim]."""
         check_ids(target)
         hidden = self.get_submodule("decoder")(
-            self._embed_target(target, padding, 0 if state is None else len(state)),
+            self._embed(target, padding, 0 if state is None else len(state)),
             mask=Causal() if padding is None else Causal() & padding,
             context=context,
             context_mask=context_padding,

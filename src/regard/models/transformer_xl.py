@@ -466,12 +466,14 @@ class TransformerXL(LanguageModel):
 
     @staticmethod
     def keys(config: TransformerXLConfig) -> KeyMap:
+        bands = {f"crit.cluster_{kind}": f"softmax.band_{kind}" for kind in ("weight", "bias")}
         return KeyMap(
             [
                 Drop(r"^transformer\.pos_emb\.inv_freq$", "the frequencies of the sinusoids"),
                 *_embedding_keys(config),
                 *_layer_keys(config.depth),
-                *_band_keys(len(config.cutoffs)),
+                *(Rename(theirs, ours) for theirs, ours in bands.items() if config.cutoffs),
+                Drop(r"^crit\.cluster_(weight|bias)$", "empty if there is one band"),
                 *([Rename("crit.out_projs.0", "softmax.projection")] * config.projected),
             ]
         )
@@ -489,14 +491,6 @@ def _embedding_keys(config: TransformerXLConfig) -> Iterator[Step | Tie]:
     for band in range(1, len(config.bands) if config.projected else 1):
         index = min(band, len(config.tables) - 1)
         yield Tie(f"crit.out_projs.{band}", f"transformer.word_emb.emb_projs.{index}")
-
-
-def _band_keys(count: int) -> Iterator[Step | Drop]:
-    if count:
-        yield Rename("crit.cluster_weight", "softmax.band_weight")
-        yield Rename("crit.cluster_bias", "softmax.band_bias")
-    else:
-        yield Drop(r"^crit\.cluster_(weight|bias)$", "empty if there is one band")
 
 
 def _layer_keys(depth: int) -> Iterator[Step]:
