@@ -116,30 +116,6 @@ def test_a_cross_cache_projects_once() -> None:
     close(ours(x, torch.zeros_like(context), cache=cache), ours(x, context))
 
 
-def test_a_step_of_beams_is_attention_to_the_history_of_each() -> None:
-    """Two sentences of three beams: one cache holds all nodes, a bias masks those of others."""
-    ours, _ = twin()
-    trunk, first, second = torch.randn(2, 4, 12), torch.randn(2, 3, 12), torch.randn(2, 3, 12)
-    origins = torch.tensor([[2, 0, 0], [1, 1, 2]])
-    see = torch.full((2, 1, 3, 10), -torch.inf)
-    see[..., :4] = 0
-    see[:, 0, :, 7:] = torch.eye(3).log()
-    cache = KeyValueCache()
-    with torch.no_grad():
-        ours(trunk, mask=Causal(), cache=cache)
-        ours.stepper()(first, cache, None)
-        for sentence, beams in enumerate(origins.tolist()):
-            for beam, origin in enumerate(beams):
-                see[sentence, 0, beam, 4 + origin] = 0
-        actual = ours.stepper()(second, cache, see)
-        for sentence, beams in enumerate(origins.tolist()):
-            for beam, origin in enumerate(beams):
-                history = torch.cat(
-                    (trunk[sentence], first[sentence, origin, None], second[sentence, beam, None])
-                )
-                close(actual[sentence, beam], ours(history[None], mask=Causal())[0, -1])
-
-
 def test_steps_can_be_watched() -> None:
     ours, _ = twin()
     past, x = torch.randn(1, 4, 12), torch.randn(1, 1, 12)

@@ -103,8 +103,7 @@ def test_one_band_has_no_empty_parameters_and_reads_those_of_earlier_versions(
     empty = {"crit.cluster_weight": torch.empty(0, width), "crit.cluster_bias": torch.empty(0)}
     save_file(weights | empty, file, metadata={"format": "pt"})
     again = load(tmp_path)
-    ids = IDS
-    assert torch.equal(again.eval()(ids), model.eval()(ids))
+    assert torch.equal(again.eval()(IDS), model.eval()(IDS))
 
 
 def test_words_are_dropped_everywhere_or_nowhere() -> None:
@@ -119,8 +118,7 @@ def test_words_are_dropped_everywhere_or_nowhere() -> None:
 
 
 def test_deep_and_with_words_dropped_it_has_gradients() -> None:
-    sizes = XL_SIZES | {"depth": 16}
-    model = TransformerXL(TransformerXLConfig(**sizes, word_dropout=0.9)).train()
+    model = TransformerXL(TransformerXLConfig(**XL_SIZES | {"depth": 16}, word_dropout=0.9)).train()
     model(torch.tensor([XL_IDS] * 20)).sum().backward()
     assert all(parameter.grad.isfinite().all() for parameter in model.parameters())
 

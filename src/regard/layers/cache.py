@@ -116,9 +116,7 @@ class KeyValueCache:
         if length <= kept.shape[2]:
             return kept
         self._room = max(length, 2 * kept.shape[2])
-        wider = kept.new_empty(batch, heads, self._room, dim)
-        wider[:, :, : self._length] = kept[:, :, : self._length]
-        return wider
+        return self._shifted(kept[:, :, : self._length], 0)
 
 
 class FixedCache(KeyValueCache):
