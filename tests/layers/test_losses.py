@@ -114,14 +114,10 @@ def test_the_gradient_scales_with_what_comes_after(way: str) -> None:
         torch.testing.assert_close(whole / 2, part)
 
 
-def test_smoothing_is_a_share() -> None:
+def test_smoothing_that_is_no_share_and_a_second_gradient_are_refused() -> None:
     hidden, weight, _, labels = made(30, torch.float32)
     with pytest.raises(InputError, match="at least 0 and below 1"):
         linear_cross_entropy(hidden, weight, labels, smoothing=2.0)
-
-
-def test_a_second_gradient_is_refused() -> None:
-    hidden, weight, _, labels = made(30, torch.float32)
     loss = linear_cross_entropy(hidden, weight, labels)
     with pytest.raises(BackendError, match="no second derivatives"):
         torch.autograd.grad(loss, hidden, create_graph=True)

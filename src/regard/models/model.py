@@ -199,7 +199,7 @@ class Model(nn.Module):
     (True, True)
     """
 
-    fixed: ClassVar[Mapping[str, object]] = {}  # what config.json must say, if it says it
+    fixed: ClassVar[Mapping[str, object]] = {}
     generates: ClassVar[bool] = False  # has start_decoding and step
     remembers: ClassVar[bool] = False  # keeps a memory of earlier segments
     relative: ClassVar[bool] = False  # attention scores depend on relative positions
@@ -445,13 +445,10 @@ class EncoderDecoder(Model):
 
     def encode(self, source: Tensor, *, padding: Padding | None = None) -> Tensor:
         """Return the hidden states of ``source`` [batch, n]: [batch, n, dim]."""
-        check_ids(source)
-        embedded = self._embed(source, padding)
-        hidden: Tensor = self.get_submodule("encoder")(embedded, mask=padding)
-        return hidden
+        raise NotImplementedError
 
-    def _embed(self, ids: Tensor, padding: Padding | None, past: int | None = None) -> Tensor:
-        """Embed the source, or target ids that follow ``past`` earlier ids: [batch, n, dim]."""
+    def _embed_target(self, ids: Tensor, padding: Padding | None, past: int) -> Tensor:
+        """Embed target ids [batch, m] that follow ``past`` earlier ids: [batch, m, dim]."""
         raise NotImplementedError
 
     def _decode_step(self, ids: Tensor, state: State) -> Tensor:
@@ -473,7 +470,7 @@ class EncoderDecoder(Model):
         """Return the output layer's input for ``target`` [batch, m]: [batch, m, dim]."""
         check_ids(target)
         hidden = self.get_submodule("decoder")(
-            self._embed(target, padding, 0 if state is None else len(state)),
+            self._embed_target(target, padding, 0 if state is None else len(state)),
             mask=Causal() if padding is None else Causal() & padding,
             context=context,
             context_mask=context_padding,

@@ -27,7 +27,7 @@ from regard.mechanism.biases import RelativeBuckets
 from regard.mechanism.masks import Mask, Padding
 from regard.models import configs
 from regard.models.configs import ACTIVATIONS, Config
-from regard.models.model import EncoderDecoder, Stack
+from regard.models.model import EncoderDecoder, Stack, check_ids
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +213,13 @@ class T5(EncoderDecoder):
                 nn.init.normal_(module.up.weight, std=config.dim**-0.5)
                 nn.init.normal_(module.down.weight, std=config.inner**-0.5)
 
-    def _embed(self, ids: Tensor, padding: Padding | None, past: int | None = None) -> Tensor:  # noqa: ARG002
+    def encode(self, source: Tensor, *, padding: Padding | None = None) -> Tensor:
+        """Return the hidden states of ``source`` [batch, n]: [batch, n, dim]."""
+        check_ids(source)
+        hidden: Tensor = self.encoder(self.tokens(source), mask=padding)
+        return hidden
+
+    def _embed_target(self, ids: Tensor, padding: Padding | None, past: int) -> Tensor:  # noqa: ARG002
         embedded: Tensor = self.tokens(ids)
         return embedded
 

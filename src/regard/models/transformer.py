@@ -21,7 +21,7 @@ from regard.layers.positions import sinusoidal
 from regard.mechanism.masks import Padding
 from regard.models import configs
 from regard.models.configs import ACTIVATIONS, Config
-from regard.models.model import EncoderDecoder, Stack, positions
+from regard.models.model import EncoderDecoder, Stack, check_ids, positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,6 +131,14 @@ class Transformer(EncoderDecoder):
             elif parameter.dim() == 2:
                 nn.init.xavier_uniform_(parameter)
 
+    def encode(self, source: Tensor, *, padding: Padding | None = None) -> Tensor:
+        """Return the hidden states of ``source`` [batch, n]: [batch, n, dim]."""
+        hidden: Tensor = self.encoder(self._embed(self.tokens, source, padding), mask=padding)
+        return hidden
+
+    def _embed_target(self, ids: Tensor, padding: Padding | None, past: int) -> Tensor:
+        return self._embed(self.target_tokens or self.tokens, ids, padding, past)
+
     def _decode_step(self, ids: Tensor, state: State) -> Tensor:
         past, tokens = len(state), self.target_tokens or self.tokens
         table = self._table(past + 1, ids.device)
@@ -138,15 +146,16 @@ class Transformer(EncoderDecoder):
         x = torch.add(at.to(tokens.weight.dtype), tokens(ids), alpha=self.scale)
         return self.decoder.step(x, state, state.bias(x))
 
-    def _embed(self, ids: Tensor, padding: Padding | None, past: int | None = None) -> Tensor:
-        tokens = self.tokens if past is None else self.target_tokens or self.tokens
-        start = past or 0
-        stop = start + ids.shape[1]
+    def _embed(
+        self, tokens: nn.Embedding, ids: Tensor, padding: Padding | None, past: int = 0
+    ) -> Tensor:
+        check_ids(ids)
+        stop = past + ids.shape[1]
         table = self._table(stop, ids.device)
         if padding is None or padding.side == "right":
-            at = table[start:stop]
+            at = table[past:stop]
         else:
-            at = table[positions(padding, start, stop, ids.device)]
+            at = table[positions(padding, past, stop, ids.device)]
         x = torch.add(at.to(tokens.weight.dtype), tokens(ids), alpha=self.scale)
         return self.dropout(x) if self.training else x
 
