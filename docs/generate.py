@@ -250,16 +250,17 @@ def _type(annotation: Any) -> str:
 
 
 def _fields(kind: type) -> Iterator[str]:
-    """A table row for each field of a class that has a comment on its line."""
+    """A table row for each field of a class that has a comment on its line or above it."""
     source = textwrap.dedent(inspect.getsource(kind))
     lines = source.splitlines()
     for node in ast.parse(source).body[0].body:  # type: ignore[attr-defined]
         if isinstance(node, ast.AnnAssign):
             line = lines[(node.end_lineno or 1) - 1]
             behind = line.encode()[node.end_col_offset :].decode().partition("# ")[2]
-            if behind:
-                behind = behind.replace("|", chr(92) + "|")
-                yield f"| `{ast.unparse(node.target)}` | {behind} |"
+            above = lines[node.lineno - 2].strip()
+            if comment := behind or (above.removeprefix("# ") if above.startswith("# ") else ""):
+                comment = comment.replace("|", chr(92) + "|")
+                yield f"| `{ast.unparse(node.target)}` | {comment} |"
 
 
 def _markdown(doc: str) -> str:

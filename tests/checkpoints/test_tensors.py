@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from helpers import broken_files as broken
+from helpers.model_folders import edit
 from regard import GPT2, CheckpointError, GPT2Config, InputError, RegardError, load
-from regard.checkpoints.files import CONFIG
-from regard.checkpoints.keymap import Drop, Fuse, KeyMap, Rename, Spelling, Tie, Transpose
-from regard.checkpoints.tensors import INDEX, WEIGHTS, open_checkpoint, write
+from regard.checkpoints.files import CONFIG, read_json
+from regard.checkpoints.keymap import Fuse, KeyMap, Rename, Spelling, Transpose
+from regard.checkpoints.tensors import INDEX, WEIGHTS, write
 from regard.models.conversion import convert
 
 
@@ -32,10 +33,6 @@ def folder(tmp_path: Path) -> Path:
 def shards(tmp_path: Path) -> Path:
     broken.good(tmp_path / "shards", sharded=True)
     return tmp_path / "shards"
-
-
-def edit(file: Path, **changes: Any) -> None:
-    file.write_text(json.dumps({**json.loads(file.read_text()), **changes}))
 
 
 def edit_header(file: Path, change) -> None:
@@ -64,52 +61,34 @@ def test_one_file_counts_where_a_stale_index_is_left(folder: Path, shards: Path)
     assert isinstance(load(folder), GPT2)
 
 
-def test_dtype_and_device_are_as_asked(folder: Path) -> None:
-    model = load(folder, dtype=torch.bfloat16, device="cpu")
-    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
-    assert all(p.requires_grad for p in model.parameters())
-    assert not model.training
-
-
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.float16, torch.bfloat16])
-def test_stored_precision_is_kept_and_written_back(
-    folder: Path, tmp_path: Path, dtype: torch.dtype
-) -> None:
-    model = load(folder, dtype=dtype)
+def test_precision_is_as_asked_and_kept(folder: Path, tmp_path: Path, dtype: torch.dtype) -> None:
+    model = load(folder, dtype=dtype, device="cpu")
+    assert not model.training
     model.save(tmp_path / "again")
     again = load(tmp_path / "again")
     for name, parameter in again.named_parameters():
         assert torch.equal(parameter, model.state_dict()[name])
         assert parameter.dtype == dtype
+        assert parameter.requires_grad
 
 
-def test_a_missing_key_is_named(folder: Path) -> None:
-    tensors = {k: torch.zeros(1) for k in open_checkpoint(folder).entries if "ln_f.bias" not in k}
+BIAS = "transformer.ln_f.bias"
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda t: t.pop(BIAS), r"lacks transformer\.ln_f\.bias"),
+        (lambda t: t.update({"h.2.ln_1.bias": torch.zeros(4)}), r"holds h\.2\.ln_1\.bias"),
+        (lambda t: t.update({BIAS: t[BIAS].int()}), r"norm\.bias .*int32"),
+    ],
+)
+def test_keys_and_dtypes_of_another_model_are_named(folder: Path, change, words: str) -> None:
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
     save_file(tensors, folder / WEIGHTS)
-    with pytest.raises(CheckpointError, match=r"lacks transformer\.ln_f\.bias"):
-        load(folder)
-
-
-def test_an_extra_key_is_named(folder: Path) -> None:
-    checkpoint = open_checkpoint(folder)
-    tensors = {key: checkpoint.read(key) for key in checkpoint.entries}
-    save_file({**tensors, "transformer.h.2.ln_1.bias": torch.zeros(4)}, folder / WEIGHTS)
-    with pytest.raises(CheckpointError, match=r"holds transformer\.h\.2\.ln_1\.bias"):
-        load(folder)
-
-
-def test_a_wrong_shape_is_named_with_both_shapes(folder: Path) -> None:
-    edit(folder / CONFIG, n_positions=9)
-    with pytest.raises(CheckpointError, match=r"wpe\.weight has shape \[8, 4\].*asks for \[9, 4\]"):
-        load(folder)
-
-
-def test_whole_numbers_are_no_weights(folder: Path) -> None:
-    checkpoint = open_checkpoint(folder)
-    tensors = {key: checkpoint.read(key) for key in checkpoint.entries}
-    key = "transformer.ln_f.bias"
-    save_file({**tensors, key: tensors[key].int()}, folder / WEIGHTS)
-    with pytest.raises(CheckpointError, match=r"norm\.bias .*int32"):
+    with pytest.raises(CheckpointError, match=words):
         load(folder)
 
 
@@ -119,6 +98,7 @@ def test_whole_numbers_are_no_weights(folder: Path) -> None:
         ({"n_embd": 10**15}, "whole number from 1"),
         ({"n_layer": 10**9}, "whole number from 1 to 1024"),
         ({"n_layer": 1000}, "lacks"),
+        ({"n_positions": 9}, r"wpe\.weight has shape \[8, 4\].*asks for \[9, 4\]"),
         ({"vocab_size": 2**24}, "wte.weight has shape"),
         ({"n_head": 3}, "3 heads"),
         ({"n_head": 7}, "7 heads"),  # more heads than dimensions: none is left for a head
@@ -132,27 +112,27 @@ def test_whole_numbers_are_no_weights(folder: Path) -> None:
     ],
 )
 def test_absurd_configs_are_refused(folder: Path, change: dict[str, Any], words: str) -> None:
-    edit(folder / CONFIG, **change)
+    edit(folder, **change)
     with pytest.raises(RegardError, match=words):
         load(folder)
 
 
 def test_without_architectures_the_model_type_counts(folder: Path) -> None:
-    edit(folder / CONFIG, architectures=None)
+    edit(folder, architectures=None)
     assert isinstance(load(folder), GPT2)
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda h: h["transformer.ln_f.bias"].update(dtype="F8"), "'F8'"),
-        (lambda h: h["transformer.ln_f.bias"].update(shape=[-1]), r"shape \[-1\]"),
-        (lambda h: h["transformer.ln_f.bias"].update(shape=[2**61, 4]), "needs"),
-        (lambda h: h["transformer.ln_f.bias"].update(shape=[4.0]), "shape"),
-        (lambda h: h["transformer.ln_f.bias"].update(data_offsets=[0, 16]), "overlaps|gap"),
-        (lambda h: h["transformer.ln_f.bias"].update(data_offsets=[0, 2**40]), "within the file"),
-        (lambda h: h["transformer.ln_f.bias"].pop("shape"), "lacks dtype, shape or data_offsets"),
-        (lambda h: h.pop("transformer.ln_f.bias"), "gap|follow"),
+        (lambda h: h[BIAS].update(dtype="F8"), "'F8'"),
+        (lambda h: h[BIAS].update(shape=[-1]), r"shape \[-1\]"),
+        (lambda h: h[BIAS].update(shape=[2**61, 4]), "needs"),
+        (lambda h: h[BIAS].update(shape=[4.0]), "shape"),
+        (lambda h: h[BIAS].update(data_offsets=[0, 16]), "overlaps|gap"),
+        (lambda h: h[BIAS].update(data_offsets=[0, 2**40]), "within the file"),
+        (lambda h: h[BIAS].pop("shape"), "lacks dtype, shape or data_offsets"),
+        (lambda h: h.pop(BIAS), "gap|follow"),
     ],
 )
 def test_headers_that_lie_are_refused(folder: Path, change, words: str) -> None:
@@ -180,10 +160,8 @@ def test_a_header_longer_than_the_file_takes_no_memory(folder: Path) -> None:
 
 @pytest.mark.parametrize("name", [n for n in broken.SHARDS if n != broken.SHARDS[18]])
 def test_shards_outside_the_folder_are_refused(shards: Path, name: object) -> None:
-    index = json.loads((shards / INDEX).read_text())
-    key = next(iter(index["weight_map"]))
-    index["weight_map"][key] = name
-    (shards / INDEX).write_text(json.dumps(index))
+    places = read_json(shards / INDEX)["weight_map"]
+    edit(shards, INDEX, weight_map={**places, next(iter(places)): name})
     with pytest.raises(CheckpointError):
         load(shards)
 
@@ -197,11 +175,10 @@ def test_a_pipe_in_place_of_a_shard_keeps_nobody_waiting(shards: Path) -> None:
 
 
 def test_a_shard_must_hold_what_the_index_says(shards: Path) -> None:
-    index = json.loads((shards / INDEX).read_text())
-    places = index["weight_map"]
-    key = next(iter(places))
-    places[key] = next(name for name in places.values() if name != places[key])
-    (shards / INDEX).write_text(json.dumps(index))
+    places = read_json(shards / INDEX)["weight_map"]
+    key, *_ = places
+    other = next(name for name in places.values() if name != places[key])
+    edit(shards, INDEX, weight_map={**places, key: other})
     with pytest.raises(CheckpointError, match="index does not list there"):
         load(shards)
 
@@ -293,38 +270,22 @@ def test_an_interrupted_save_leaves_the_old_file(folder: Path, monkeypatch) -> N
     assert (folder / WEIGHTS).read_bytes() == before
 
 
-def test_key_maps_have_inverses() -> None:
-    keys = KeyMap(
-        [
-            Spelling(r"^old\.", "new."),
-            Rename("new.a", "a"),
-            Transpose("new.b", "b"),
-            Fuse(("new.q", "new.k", "new.v"), "qkv"),
-            Tie("copy", "new.a"),
-            Drop(r"^cache$", "made anew"),
-        ]
-    )
-    theirs = {
-        "old.a": torch.randn(3),
-        "new.b": torch.randn(2, 3),
-        "new.q": torch.randn(2, 2),
-        "new.k": torch.randn(2, 2),
-        "new.v": torch.randn(2, 2),
-        "cache": torch.zeros(1),
-    }
-    theirs["copy"] = theirs["old.a"].clone()
-    ours = keys.load(theirs)
-    assert ours["b"].shape == (3, 2)
-    back = keys.save(ours)
-    assert set(back) == {"new.a", "new.b", "new.q", "new.k", "new.v"}
-    assert torch.equal(back["new.a"], theirs["old.a"])
-    assert all(torch.equal(back[key], theirs[key]) for key in back if key != "new.a")
-    with pytest.raises(CheckpointError, match="twice"):
-        keys.load({**theirs, "new.a": torch.zeros(3)})
-    with pytest.raises(CheckpointError, match="one shape"):
-        keys.load({**theirs, "new.q": torch.zeros(1, 2)})
-    with pytest.raises(CheckpointError, match="a matrix"):
-        keys.load({**theirs, "new.b": torch.zeros(3)})
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"new.a": torch.zeros(3)}, "twice"),
+        ({"new.q": torch.zeros(1, 2)}, "one shape"),
+        ({"new.b": torch.zeros(3)}, "a matrix"),
+    ],
+)
+def test_key_maps_refuse_what_does_not_fit(change: dict[str, torch.Tensor], words: str) -> None:
+    rules = [Rename("new.a", "a"), Transpose("new.b", "b"), Fuse(("new.q", "new.k"), "qk")]
+    keys = KeyMap([Spelling(r"^old\.", "new."), *rules])
+    theirs = {"old.a": torch.ones(3), "new.b": torch.ones(2, 3)}
+    theirs |= {"new.q": torch.ones(2, 2), "new.k": torch.ones(2, 2)}
+    assert keys.load(theirs).keys() == {"a", "b", "qk"}
+    with pytest.raises(CheckpointError, match=words):
+        keys.load(theirs | change)
 
 
 _opened: list[str] = []

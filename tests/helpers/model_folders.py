@@ -76,17 +76,8 @@ def translator(folder: Path, *, tags: tuple[str, ...] = (">>fra<<", ">>deu<<")) 
 def summarizer(folder: Path, window: int = 48) -> Path:
     torch.manual_seed(0)
     text = Tokenizer.train_unigram(LINES * 9, size=90)
-    config = T5Config(
-        vocabulary=len(text),
-        dim=32,
-        head_dim=8,
-        inner=64,
-        depth=2,
-        heads=4,
-        pad_token=0,
-        end_token=1,
-        start_token=0,
-    )
+    sizes = {"vocabulary": len(text), "dim": 32, "head_dim": 8, "inner": 64, "depth": 2, "heads": 4}
+    config = T5Config(**sizes, pad_token=0, end_token=1, start_token=0)
     T5(config).save(folder)
     text.save(folder)
     edit(folder, n_positions=window)

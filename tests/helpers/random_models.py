@@ -40,6 +40,15 @@ def random_gpt2(**changes: object) -> transformers.GPT2LMHeadModel:
     return disturb(transformers.GPT2LMHeadModel(config))
 
 
+def random_bert(kind: type = transformers.BertModel) -> transformers.BertPreTrainedModel:
+    torch.manual_seed(0)
+    config = transformers.BertConfig(
+        vocab_size=40, hidden_size=16, num_hidden_layers=3, num_attention_heads=4,
+        intermediate_size=24, max_position_embeddings=32,
+    )  # fmt: skip
+    return disturb(kind(config))
+
+
 def random_t5(**changes: object) -> transformers.T5ForConditionalGeneration:
     torch.manual_seed(0)
     config = transformers.T5Config(

@@ -67,17 +67,8 @@ def xl(memory: int = 8) -> TransformerXL:
 
 
 def t5() -> T5:
-    config = T5Config(
-        vocabulary=300,
-        dim=16,
-        head_dim=8,
-        inner=32,
-        depth=2,
-        heads=2,
-        pad_token=0,
-        end_token=1,
-        start_token=0,
-    )
+    sizes = {"vocabulary": 300, "dim": 16, "head_dim": 8, "inner": 32, "depth": 2, "heads": 2}
+    config = T5Config(**sizes, pad_token=0, end_token=1, start_token=0)
     return waves(T5(config))
 
 

@@ -6,12 +6,12 @@ import pytest
 import torch
 
 from regard.kernels import memo
-from regard.kernels.memo import Kept
+from regard.kernels.memo import GraphSafeCache
 
 
 def test_the_least_recently_used_result_is_dropped() -> None:
     computed: list[int] = []
-    cached = Kept(lambda number: computed.append(number) or [number])
+    cached = GraphSafeCache(lambda number: computed.append(number) or [number])
     first = cached(0)
     for number in range(1, memo.MAX_RESULTS):
         cached(number)
@@ -27,7 +27,7 @@ def test_a_result_that_a_graph_reads_is_never_freed(monkeypatch: pytest.MonkeyPa
         monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
 
-    cached = Kept(lambda number: [number])
+    cached = GraphSafeCache(lambda number: [number])
     record()
     assert cached(1) is not cached(1)  # computed while recording: it holds no values yet
     monkeypatch.undo()

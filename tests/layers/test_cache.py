@@ -49,17 +49,6 @@ def test_without_room_the_memory_moves_only_when_it_doubles() -> None:
     assert len(places) == 8  # rooms of 1, 2, 4 ... 128
 
 
-def test_reorder_moves_every_sequence_and_later_steps_go_on_from_there() -> None:
-    key, value = parts(4)
-    cache = KeyValueCache(room=8)
-    cache.append(key[:, :, :3], value[:, :, :3])
-    index = torch.tensor([2, 0, 0])
-    cache.reorder(index)
-    keys, values = cache.append(key[:, :, 3:], value[:, :, 3:])
-    assert torch.equal(keys, torch.cat((key[index, :, :3], key[:, :, 3:]), dim=2))
-    assert torch.equal(values, torch.cat((value[index, :, :3], value[:, :, 3:]), dim=2))
-
-
 def test_reordering_again_and_again_keeps_up_with_plain_indexing() -> None:
     torch.manual_seed(0)
     cache = KeyValueCache()  # memory grows on the way

@@ -6,14 +6,15 @@ What only one architecture does is in the file of its name.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from torch.nn.functional import cross_entropy
 
 from helpers.random_models import (
     FIVE,
@@ -21,6 +22,7 @@ from helpers.random_models import (
     agree,
     of_five,
     padded,
+    random_bert,
     random_gpt2,
     random_marian,
     random_t5,
@@ -31,6 +33,7 @@ from regard import (
     GPT2,
     T5,
     Bert,
+    BertAnswering,
     BertConfig,
     BertMaskedLM,
     GPT2Config,
@@ -43,25 +46,35 @@ from regard import (
 )
 from regard.decoding.state import State
 
+WEIGHTS = "model.safetensors"
 TABLES = {"share_encoder_decoder_embeddings": False}
 ROWS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15]]
 TARGETS = [[20, 21, 22], [23], [24, 25]]  # after the token that a decoder begins with
+TYPES = [[0, 0, 0, 1, 1, 1, 1], [0, 1, 1], [1]]
+THEIR_NAMES = {"target": "decoder_input_ids", "token_types": "token_type_ids"}
 
 
 class Kind(NamedTuple):
-    """An architecture of transformers, ours, and the ids that the one it has been given means."""
+    """An architecture of transformers, and ours."""
 
     random: Callable[..., nn.Module]
     ours: type
+    more: str = ""  # what it reads besides ids: "target" or "token_types"
     filler: int = 0
-    start: int | None = None  # of a decoder with an encoder
+    start: int = 0  # the first token of a target
     sides: tuple[str, ...] = ("left", "right")  # on which transformers knows padding
 
 
 GPT = Kind(random_gpt2, GPT2)
-T_5 = Kind(random_t5, T5, start=0)
-MARIAN = Kind(random_marian, Transformer, filler=39, start=39, sides=("right",))
+T_5 = Kind(random_t5, T5, "target")
+MARIAN = Kind(random_marian, Transformer, "target", filler=39, start=39, sides=("right",))
 VARIANTS: dict[str, tuple[Kind, dict[str, Any]]] = {
+    "bert": (Kind(random_bert, Bert, "token_types"), {}),
+    "bert, masked": (
+        Kind(random_bert, BertMaskedLM, "token_types"), {"kind": transformers.BertForMaskedLM}),
+    "bert, answering": (
+        Kind(random_bert, BertAnswering, "token_types"),
+        {"kind": transformers.BertForQuestionAnswering}),
     "gpt2": (GPT, {}),
     "gpt2, inner": (GPT, {"n_inner": 20}),
     "gpt2, by layer": (GPT, {"scale_attn_by_inverse_layer_idx": True}),
@@ -85,8 +98,7 @@ VARIANTS: dict[str, tuple[Kind, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-@dataclass
-class Pair:
+class Pair(NamedTuple):
     """A model of transformers, and ours from its files."""
 
     kind: Kind
@@ -94,33 +106,43 @@ class Pair:
     ours: Any
     folder: Path
 
-    def inputs(self, rows: int, length: int) -> tuple[Tensor, ...]:
-        """Random ids, and where there is a decoder besides an encoder those of its target."""
-        ids = torch.randint(40, (rows, length))
-        return (ids,) if self.kind.start is None else (ids, torch.randint(40, (rows, 5)))
+    def inputs(self, rows: int, length: int) -> dict[str, Tensor]:
+        """Random ids, and what the model reads besides."""
+        more = {
+            "target": torch.randint(40, (rows, 5)), "token_types": torch.randint(2, (rows, length)),
+        }  # fmt: skip
+        ids = {"ids": torch.randint(40, (rows, length))}
+        return ids | {name: more[name] for name in more if name == self.kind.more}
 
-    def expected(self, *inputs: Tensor, model: nn.Module | None = None) -> Tensor:
-        names = ("input_ids", "decoder_input_ids")
-        return (model or self.theirs)(**dict(zip(names, inputs, strict=False))).logits
+    def found(self, ids: Tensor, **given: Any) -> Tensor:
+        output = self.ours(ids, **given)
+        return output if isinstance(output, Tensor) else torch.stack(output, dim=-1)
+
+    def expected(self, ids: Tensor, model: nn.Module | None = None, **given: Tensor) -> Tensor:
+        named = {THEIR_NAMES.get(name, name): tensor for name, tensor in given.items()}
+        output = (model or self.theirs)(input_ids=ids, **named)
+        if "start_logits" in output:
+            return torch.stack((output.start_logits, output.end_logits), dim=-1)
+        return output["logits" if "logits" in output else "last_hidden_state"]
 
 
-@pytest.fixture(
-    params=[
-        pytest.param(name, marks=of_five("makes a decoder's table as large as the encoder's"))
-        if "decoder_vocab_size" in changes
-        else name
-        for name, (_, changes) in VARIANTS.items()
-    ]
-)
+PARAMS = [
+    pytest.param(name, marks=of_five("makes a decoder's table as large as the encoder's"))
+    if "decoder_vocab_size" in changes
+    else name
+    for name, (_, changes) in VARIANTS.items()
+]
+
+
+@pytest.fixture(params=PARAMS)
 def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
     kind, changes = VARIANTS[request.param]
     theirs = kind.random(**changes)
     theirs.save_pretrained(tmp_path)
     if kind is T_5 and theirs.lm_head.weight is not theirs.shared.weight:
         # As real checkpoints are: an untied head is in the file, and the config says so.
-        tensors = load_file(tmp_path / "model.safetensors")
-        tensors["lm_head.weight"] = theirs.lm_head.weight.detach()
-        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+        tensors = load_file(tmp_path / WEIGHTS) | {"lm_head.weight": theirs.lm_head.weight.detach()}
+        save_file(tensors, tmp_path / WEIGHTS, {"format": "pt"})
     if kind is GPT and not FIVE:  # there, other ways leave out how a layer scales its scores
         theirs.set_attn_implementation("eager")
     ours = load(tmp_path)
@@ -131,7 +153,7 @@ def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
 @torch.no_grad()
 def test_logits_are_those_of_transformers(pair: Pair) -> None:
     inputs = pair.inputs(3, 30)
-    agree(pair.ours(*inputs), pair.expected(*inputs))
+    agree(pair.found(**inputs), pair.expected(**inputs))
 
 
 @torch.no_grad()
@@ -139,22 +161,18 @@ def test_logits_are_those_of_transformers(pair: Pair) -> None:
 def test_padding_on_either_side_changes_nothing(pair: Pair, side: str) -> None:
     kind = pair.kind
     ids, padding, mask = padded(ROWS, side, kind.filler)
-    targets = [[kind.start or 0, *row] for row in TARGETS]
-    rows: list[list[int]] = ROWS
-    if kind.start is None:
-        found = pair.ours(ids, padding=padding)
-        given = {"input_ids": ids, "position_ids": (mask.cumsum(1) - 1).clamp(min=0)}
+    ours: dict[str, Any] = {"padding": padding}
+    theirs, rows, more = {"attention_mask": mask}, ROWS, TYPES
+    if kind.more == "target":
+        rows = more = [[kind.start, *row] for row in TARGETS]
+        _, ours["target_padding"], theirs["decoder_attention_mask"] = padded(rows, side, 0)
     else:
-        rows = targets
-        target, target_padding, target_mask = padded(targets, side, kind.filler)
-        found = pair.ours(ids, target, padding=padding, target_padding=target_padding)
-        given = {"input_ids": ids, "decoder_input_ids": target}
-        given["decoder_attention_mask"] = target_mask
-    expected = pair.theirs(attention_mask=mask, **given).logits
-    for index, (row, out) in enumerate(zip(ROWS, targets, strict=True)):
-        length = len(rows[index])
-        alone = (torch.tensor([row]), torch.tensor([out]))[: 1 if kind.start is None else 2]
-        agree(real(found, index, length, side), pair.ours(*alone)[0])
+        theirs["position_ids"] = (mask.cumsum(1) - 1).clamp(min=0)
+    besides = {kind.more: padded(more, side, kind.filler)[0]} if kind.more else {}
+    found, expected = pair.found(ids, **ours, **besides), pair.expected(ids, **theirs, **besides)
+    for index, (row, length) in enumerate(zip(ROWS, map(len, rows), strict=True)):
+        alone = {name: torch.tensor([more[index]]) for name in besides}
+        agree(real(found, index, length, side), pair.found(torch.tensor([row]), **alone)[0])
         if side in kind.sides:
             agree(real(found, index, length, side), real(expected, index, length, side))
 
@@ -166,23 +184,70 @@ def test_saved_by_us_is_what_transformers_saved(pair: Pair, tmp_path: Path) -> N
     again = type(pair.theirs).from_pretrained(tmp_path / "ours").eval()
     again.set_attn_implementation(pair.theirs.config._attn_implementation)
     inputs = pair.inputs(2, 9)
-    assert torch.equal(pair.expected(*inputs, model=again), pair.expected(*inputs))
+    assert torch.equal(pair.expected(**inputs, model=again), pair.expected(**inputs))
+
+
+def old_bert(tensors: dict[str, Tensor]) -> None:
+    for kind, letter in (("weight", "gamma"), ("bias", "beta")):
+        for key in [key for key in tensors if key.endswith(f"LayerNorm.{kind}")]:
+            tensors[key.removesuffix(kind) + letter] = tensors.pop(key)
+    tensors["bert.embeddings.position_ids"] = torch.arange(32)[None]
+    tensors["bert.pooler.dense.weight"] = tensors["cls.seq_relationship.weight"] = torch.ones(2, 16)
+    tensors["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"]
+
+
+def old_gpt2(tensors: dict[str, Tensor]) -> None:
+    for key in list(tensors):
+        tensors[key.removeprefix("transformer.")] = tensors.pop(key)
+    for index in range(3):
+        tensors[f"h.{index}.attn.bias"] = torch.ones(1, 1, 32, 32).tril()
+        tensors[f"h.{index}.attn.masked_bias"] = torch.tensor(-1e4)
+    tensors["lm_head.weight"] = tensors["wte.weight"]
+
+
+def old_t5(tensors: dict[str, Tensor]) -> None:
+    stray = "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"
+    tensors[stray] = torch.randn(32, 4)
+    tensors["encoder.embed_tokens.weight"] = tensors["shared.weight"]
+
+
+def old_marian(tensors: dict[str, Tensor]) -> None:
+    for half in ("encoder", "decoder"):
+        tensors[f"model.{half}.embed_positions.weight"] = torch.randn(64, 16)
+        tensors[f"model.{half}.embed_tokens.weight"] = tensors["model.shared.weight"]
+    tensors["lm_head.weight"] = tensors["model.shared.weight"]
 
 
 @torch.no_grad()
+@pytest.mark.parametrize(
+    ("pair", "change"),
+    [("bert, masked", old_bert), ("gpt2", old_gpt2), ("t5 1.0", old_t5), ("marian", old_marian)],
+    indirect=["pair"],
+)
+def test_old_spellings_stray_tensors_and_copies_are_known(
+    pair: Pair, change: Callable[[dict[str, Tensor]], None]
+) -> None:
+    tensors = load_file(pair.folder / WEIGHTS)
+    change(tensors)
+    save_file({key: tensor.clone() for key, tensor in tensors.items()}, pair.folder / WEIGHTS)
+    inputs = pair.inputs(2, 9)
+    agree(pair._replace(ours=load(pair.folder)).found(**inputs), pair.expected(**inputs))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("pair", PARAMS[3:], indirect=True)  # all but BERT
 def test_steps_from_prompts_of_unequal_length_are_those_of_each_alone(pair: Pair) -> None:
     ids, state = pair.ours.start_decoding(ROWS, room=8)
     more = torch.randint(40, (3, 6))
-    if pair.kind.start is not None:
+    if pair.kind.more:
         assert ids.tolist() == [[pair.kind.start]] * 3
     steps = [pair.ours.step(ids, state)]
     steps += [pair.ours.step(part, state) for part in more.split(1, dim=1)]
     for index, row in enumerate(ROWS):
-        if pair.kind.start is None:
-            alone = pair.ours(torch.tensor([[*row, *more[index]]]))[0, len(row) - 1 :]
+        if pair.kind.more:
+            alone = pair.ours(torch.tensor([row]), torch.cat((ids[index], more[index]))[None])[0]
         else:
-            target = torch.cat((ids[index], more[index]))
-            alone = pair.ours(torch.tensor([row]), target[None])[0]
+            alone = pair.ours(torch.tensor([[*row, *more[index]]]))[0, len(row) - 1 :]
         agree(torch.stack([step[index] for step in steps]), alone)
 
 
@@ -209,35 +274,34 @@ TRAINED: dict[str, tuple[type, type, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-def trained(name: str, **changes: Any) -> tuple[Any, Callable[[], Tensor]]:
-    """A model in training, and what is asked of it: its output for some ids, differentiable.
-
-    Transformer-XL reads them in two segments, so that its memory is in use.
-    """
+def trained(name: str, **changes: Any) -> tuple[Any, Tensor, dict[str, Tensor]]:
+    """A model in training, ids, and what it reads besides."""
     torch.manual_seed(0)
     model_class, config_class, sizes = TRAINED[name]
     sizes = {"vocabulary": 40, "dim": 16, "depth": 2} | sizes | changes
     model = model_class(config_class(**sizes)).train()
-    source, target = torch.randint(30, (2, 9)), torch.randint(30, (2, 5))
+    ids, more = torch.randint(30, (2, 9)), {}
+    if model_class in (T5, Transformer):
+        more["target"] = torch.randint(30, (2, 5))
+    if model_class is BertMaskedLM:
+        more["token_types"] = torch.arange(18).view(2, 9) % 2
+    return model, ids, more
 
-    def output() -> Tensor:
-        if model_class is TransformerXL:
-            memories = model.remember()
-            model(source, memories=memories)
-            return model(target, memories=memories).square()
-        if model_class is BertMaskedLM:
-            return model(source, token_types=torch.arange(18).view(2, 9) % 2).logsumexp(-1)
-        given = (source,) if model_class is GPT2 else (source, target)
-        return model(*given).logsumexp(-1)
 
-    return model, output
+def output(model: Any, ids: Tensor, more: dict[str, Tensor]) -> Tensor:
+    """Its output. Transformer-XL reads two segments, so that its memory is in use."""
+    if isinstance(model, TransformerXL):
+        memories = model.remember()
+        model(ids, memories=memories)
+        return model(ids.flip(1), memories=memories).square()
+    return model(ids, **more).logsumexp(-1)
 
 
 @pytest.mark.parametrize("name", TRAINED)
 def test_training_drops_and_reaches_every_parameter(name: str) -> None:
-    model, output = trained(name)
-    assert not torch.equal(output(), output())
-    output().sum().backward()
+    model, *given = trained(name)
+    assert not torch.equal(output(model, *given), output(model, *given))
+    output(model, *given).sum().backward()
     for parameter_name, parameter in model.named_parameters():
         assert parameter.grad is not None, parameter_name
         assert parameter.grad.abs().sum() > 0, parameter_name
@@ -246,7 +310,7 @@ def test_training_drops_and_reaches_every_parameter(name: str) -> None:
 @pytest.mark.parametrize("name", TRAINED)
 def test_recomputing_gives_the_same_gradients(name: str) -> None:
     rates = ("dropout", "attention_dropout") if name in ("bert", "gpt2") else ("dropout",)
-    model, output = trained(name, **dict.fromkeys(rates, 0.0))
+    model, *given = trained(name, **dict.fromkeys(rates, 0.0))
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -254,10 +318,64 @@ def test_recomputing_gives_the_same_gradients(name: str) -> None:
     for recompute in (False, True):
         model.zero_grad()
         model.recompute(recompute)
-        output().sum().backward()
+        output(model, *given).sum().backward()
         gradients.append({name: p.grad.clone() for name, p in model.named_parameters()})
     for parameter, gradient in gradients[0].items():
         torch.testing.assert_close(gradients[1][parameter], gradient)
+
+
+@pytest.mark.parametrize("name", [name for name in TRAINED if name != "transformer-xl"])
+def test_the_loss_is_that_of_the_logits(name: str) -> None:
+    model, ids, more = trained(name)
+    model.eval()
+    if isinstance(model, Transformer):
+        model.output_bias.normal_()
+    expected = model(ids, **more)
+    labels = torch.randint(3, 40, expected.shape[:2])
+    labels[1, 4] = -100
+    losses = (
+        model(ids, **more, labels=labels),
+        cross_entropy(expected.flatten(0, 1), labels.flatten(), reduction="sum"),
+    )
+    torch.testing.assert_close(*losses)
+    parameters = dict(model.named_parameters())
+    gradients = (
+        torch.autograd.grad(loss, list(parameters.values()), materialize_grads=True)
+        for loss in losses
+    )
+    for parameter, ours, theirs in zip(parameters, *gradients, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5, msg=parameter)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "expected"),
+    [
+        ("bert", {}, {"encoder.tokens.weight": 0.0176}),  # of 0.02, cut off at two deviations
+        ("gpt2", {"depth": 8}, {
+            "tokens.weight": 0.02, "stack.blocks.0.attention.qkv.weight": 0.02,
+            "stack.blocks.0.attention.output.weight": 0.02 / 4,
+            "stack.blocks.0.attention.qkv.bias": 0}),
+        ("t5 1.0", {"head_dim": 16}, {
+            "tokens.weight": 1, "encoder.table": 1,
+            "encoder.stack.blocks.0.attention.qkv.weight:query": (64 * 16) ** -0.5,
+            "encoder.stack.blocks.0.attention.qkv.weight:key": 64**-0.5}),
+        ("transformer", {}, {
+            "tokens.weight": 1 / 8,
+            "encoder.blocks.0.attention.qkv.weight:query": (2 / 128) ** 0.5}),  # Glorot's
+    ],
+)  # fmt: skip
+def test_initialisation_is_that_of_the_paper(
+    name: str, changes: dict[str, int], expected: dict[str, float]
+) -> None:
+    model, *_ = trained(name, vocabulary=1000, dim=64, **changes)
+    for place, deviation in expected.items():
+        parameter, _, part = place.partition(":")
+        values = model.get_parameter(parameter)
+        if part:
+            values = values.chunk(3)[["query", "key"].index(part)]
+        assert values.std().item() == pytest.approx(deviation, rel=0.1), place
+        if name == "bert":
+            assert values.abs().max() <= 0.04
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -10,40 +9,9 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from helpers.model_folders import edit
 from helpers.random_models import agree, of_five, random_marian
 from regard import CheckpointError, InputError, Transformer, TransformerConfig, load
-from regard.models.quantization import prepack, quantize
-
-TWO = of_five("makes a decoder's table as large as the encoder's")
-
-
-@torch.no_grad()
-def test_positions_go_on_as_far_as_needed() -> None:
-    config = TransformerConfig(vocabulary=40, dim=16, depth=1, decoder_depth=1, inner=24)
-    grown, fresh = Transformer(config).eval(), Transformer(config).eval()
-    fresh.load_state_dict(grown.state_dict())
-    ids = torch.randint(40, (1, 600))
-    short = grown.encode(ids[:, :20])
-    assert torch.equal(grown.encode(ids), fresh.encode(ids))  # the table grew; or was made at once
-    assert torch.equal(grown.encode(ids[:, :20]), short)
-
-
-@torch.no_grad()
-def test_tables_and_copies_of_old_checkpoints_are_known(tmp_path: Path) -> None:
-    reference = random_marian()
-    reference.save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    shared = tensors["model.shared.weight"]
-    tensors |= {
-        "model.encoder.embed_positions.weight": torch.randn(64, 16),
-        "model.decoder.embed_positions.weight": torch.randn(64, 16),
-        "model.encoder.embed_tokens.weight": shared.clone(),
-        "model.decoder.embed_tokens.weight": shared.clone(),
-        "lm_head.weight": shared.clone(),
-    }
-    save_file(tensors, tmp_path / "model.safetensors")
-    source, target = torch.randint(40, (2, 9)), torch.randint(40, (2, 5))
-    agree(load(tmp_path)(source, target), reference(source, decoder_input_ids=target).logits)
 
 
 @of_five("writes other keys")
@@ -82,33 +50,11 @@ def test_a_config_that_is_not_of_these_tables_is_refused(
     tmp_path: Path, changes: dict[str, object], words: str
 ) -> None:
     random_marian(share_encoder_decoder_embeddings=False).save_pretrained(tmp_path)
-    raw = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(raw | changes))
+    edit(tmp_path, **changes)
     with pytest.raises(CheckpointError, match=words):
         load(tmp_path)
     with pytest.raises(InputError, match="target_vocabulary"):
         TransformerConfig(tied=False)
-
-
-@TWO
-@torch.no_grad()
-@pytest.mark.parametrize("make", [prepack, quantize])
-def test_an_output_of_its_own_can_be_made_fast(tmp_path: Path, make) -> None:
-    random_marian(
-        share_encoder_decoder_embeddings=False, decoder_vocab_size=47, tie_word_embeddings=False
-    ).save_pretrained(tmp_path)
-    ours, fast = load(tmp_path), make(load(tmp_path))
-    source, target = torch.randint(40, (2, 9)), torch.randint(40, (2, 5))
-    agree(fast(source, target), ours(source, target), 1e-5 if make is prepack else 0.05)
-
-
-def test_initialisation_is_glorots() -> None:
-    torch.manual_seed(0)
-    model = Transformer(TransformerConfig(vocabulary=1000, dim=64, depth=1, decoder_depth=1))
-    query = model.encoder.blocks[0].attention.qkv.weight[:64]
-    bound = (6 / 128) ** 0.5
-    assert bound * 0.95 < query.abs().max() <= bound
-    assert abs(model.tokens.weight.std() - 1 / 8) < 0.005
 
 
 def test_tables_of_places_that_are_outgrown_stay_where_graphs_read_them() -> None:

@@ -21,7 +21,7 @@ from regard.evaluation.losses import (
     summed_loss,
 )
 from regard.evaluation.scoring import AnswerScorer
-from regard.layers.losses import NOTHING
+from regard.layers.losses import IGNORED
 from regard.mechanism.masks import Padding
 from regard.models.bert import BertAnswering, BertConfig
 from regard.models.gpt2 import GPT2, GPT2Config
@@ -68,7 +68,7 @@ def test_pairs_are_shifted_padded_and_counted() -> None:
         target = [[4, 0], [3, 4, 5, 0], [6, 0]][row]
         assert batch.source[at].tolist() == source + [1] * (3 - len(source))
         assert int(batch.padding.lengths[at]) == len(source)
-        assert batch.labels[at].tolist() == target + [NOTHING] * (4 - len(target))
+        assert batch.labels[at].tolist() == target + [IGNORED] * (4 - len(target))
         assert batch.target[at, : len(target)].tolist() == [2, *target[:-1]]
         assert int(batch.target.min()) >= 0
 
@@ -110,7 +110,7 @@ def test_two_readings_of_a_pair_are_to_agree() -> None:
     labels = batch.labels.repeat(2, 1)
     told = cross_entropy(logits.transpose(1, 2), labels, reduction="sum", label_smoothing=0.1)
     one, two = logits.log_softmax(-1).chunk(2)
-    there = batch.labels != NOTHING
+    there = batch.labels != IGNORED
     apart = kl_div(one[there], two[there], reduction="sum", log_target=True)
     apart += kl_div(two[there], one[there], reduction="sum", log_target=True)
     assert apart > 0.01
@@ -160,7 +160,7 @@ def test_masked_tokens_are_a_share_and_fall_eight_one_one() -> None:
     for batch, targets in batches(objective, objective.plan, 2):
         assert (batch.ids[:, 0] == 2).all()
         assert (batch.ids[:, -1] == 3).all()
-        chosen = batch.labels != NOTHING
+        chosen = batch.labels != IGNORED
         assert targets == chosen.sum()
         assert (chosen.sum(1) == 15).all()
         assert not chosen[:, [0, -1]].any()

@@ -102,16 +102,28 @@ Step = Rename | Transpose | Fuse
 
 
 def renames(
-    theirs: str, ours: str, names: Mapping[str, str], kinds: Sequence[str] = ("weight", "bias")
-) -> Iterator[Rename]:
-    """Yield renames for the weights and biases of several layers from one prefix to another.
+    theirs: str,
+    ours: str,
+    names: Mapping[str, str],
+    kinds: Sequence[str] = ("weight", "bias"),
+    *,
+    layers: int = 1,
+    step: type[Rename] = Rename,
+) -> Iterator[Step]:
+    """Yield steps for the weights and biases of several modules from one prefix to another.
 
-    >>> [step.ours for step in renames("h.0", "blocks.0", {"ln_1": "norm"})]
-    ['blocks.0.norm.weight', 'blocks.0.norm.bias']
+    Names separated by spaces are fused. ``{}`` in a prefix is the number of each layer.
+
+    >>> [step.ours for step in renames("h.{}.", "blocks.{}.", {"q k v": "qkv"}, layers=1)]
+    ['blocks.0.qkv.weight', 'blocks.0.qkv.bias']
     """
-    for kind in kinds:
+    for index in range(layers):
+        before, after = theirs.format(index), ours.format(index)
         for old, new in names.items():
-            yield Rename(f"{theirs}.{old}.{kind}", f"{ours}.{new}.{kind}")
+            for kind in kinds:
+                parts = tuple(f"{before}{part}.{kind}" for part in old.split())
+                key = f"{after}{new}.{kind}"
+                yield step(parts[0], key) if len(parts) == 1 else Fuse(parts, key)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 from regard.data.batches import Feed, Plan, Rows
 from regard.data.tables import Table
 from regard.errors import InputError
-from regard.layers.losses import NOTHING
+from regard.layers.losses import IGNORED
 from regard.mechanism.masks import Padding
 
 
@@ -101,11 +101,11 @@ class PairBatch(NamedTuple):
 def pair_batch(table: Table, rows: Rows, special: SpecialTokens) -> Prepared:
     """The padded sources and targets of some rows, and the targets shifted right as input."""
     source, target = table["source"], table["target"]
-    labels = target.gather(rows.rows, rows.longest[1], NOTHING)
+    labels = target.gather(rows.rows, rows.longest[1], IGNORED)
     shifted = labels.roll(1, dims=1)
     shifted[:, 0] = special.start
     # The tokens after a row's end do not matter: the causal mask hides them from all labels.
-    shifted = shifted.where(shifted != NOTHING, special.pad)
+    shifted = shifted.where(shifted != IGNORED, special.pad)
     batch = PairBatch(
         source.gather(rows.rows, rows.longest[0], special.pad),
         None if rows.even else Padding(source.lengths_of(rows.rows)),

@@ -13,7 +13,7 @@ Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")
 
 
-class Kept(Generic[Arguments, Result]):
+class GraphSafeCache(Generic[Arguments, Result]):
     """A function with a cache of its last results, like ``lru_cache``, but safe for CUDA graphs.
 
     A graph reads the same memory at every replay, so a result that a graph has used is never
@@ -21,7 +21,7 @@ class Kept(Generic[Arguments, Result]):
     replay, so it is not cached.
 
     >>> computed = []
-    >>> square = Kept(lambda number: computed.append(number) or number**2)
+    >>> square = GraphSafeCache(lambda number: computed.append(number) or number**2)
     >>> square(3), square(3), computed
     (9, 9, [3])
     """

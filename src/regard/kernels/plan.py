@@ -171,8 +171,8 @@ class Structure:
         low, high = self.low, self.high
         if low is None or high is None:
             return Ends(None, None, 0, 0, self.starts)
-        steps = (0 if end.shape[0] == 1 else end.stride(0) for end in (low, high))
-        return Ends(low, high, *steps, self.starts)
+        low_batch, high_batch = (0 if end.shape[0] == 1 else end.stride(0) for end in (low, high))
+        return Ends(low, high, low_batch, high_batch, self.starts)
 
     @property
     def terms(self) -> Terms:

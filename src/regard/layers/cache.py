@@ -116,9 +116,7 @@ class KeyValueCache:
         if length <= kept.shape[2]:
             return kept
         self._room = max(length, 2 * kept.shape[2])
-        wider = kept.new_empty(batch, heads, self._room, dim)
-        wider[:, :, : self._length] = kept[:, :, : self._length]
-        return wider
+        return self._shifted(kept[:, :, : self._length], 0)
 
 
 class FixedCache(KeyValueCache):
@@ -170,22 +168,17 @@ class Memory:
         if length < 0:
             raise InputError(f"Memory(length=...) must be 0 or more, but got {length}.")
         self.length = length
-        self._kept: Tensor | None = None  # [batch, kept, dim]
+        self.kept: Tensor | None = None  # the hidden states, [batch, kept, dim]
 
     def __len__(self) -> int:
         """The number of positions."""
-        return 0 if self._kept is None else self._kept.shape[1]
-
-    @property
-    def kept(self) -> Tensor | None:
-        """The hidden states, [batch, kept, dim]."""
-        return self._kept
+        return 0 if self.kept is None else self.kept.shape[1]
 
     def extend(self, hidden: Tensor) -> Tensor:
         """Return the memory followed by ``hidden`` [batch, n, dim]; keep the last ``length``."""
-        whole = hidden if self._kept is None else torch.cat((self._kept, hidden), dim=1)
+        whole = hidden if self.kept is None else torch.cat((self.kept, hidden), dim=1)
         first = max(whole.shape[1] - self.length, 0)
-        self._kept = whole[:, first:].detach()
+        self.kept = whole[:, first:].detach()
         return whole
 
     def place(self, index: Tensor, other: Memory, which: Tensor) -> None:
@@ -193,16 +186,16 @@ class Memory:
 
         All sequences end at the same position.
         """
-        if self._kept is None or other._kept is None:
+        if self.kept is None or other.kept is None:
             return
         width = max(len(self), len(other))
         mine, theirs = (
             torch.nn.functional.pad(kept, (0, 0, width - kept.shape[1], 0))
-            for kept in (self._kept, other._kept.index_select(0, which))
+            for kept in (self.kept, other.kept.index_select(0, which))
         )
-        self._kept = mine.index_copy(0, index, theirs)
+        self.kept = mine.index_copy(0, index, theirs)
 
     def reorder(self, index: Tensor) -> None:
         """Replace the memory of sequence ``i`` by that of sequence ``index[i]``."""
-        if self._kept is not None:
-            self._kept = self._kept.index_select(0, index)
+        if self.kept is not None:
+            self.kept = self.kept.index_select(0, index)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import NamedTuple
 
 from torch import Tensor
 from torch.utils.hooks import RemovableHandle
@@ -14,11 +13,7 @@ from regard.mechanism.seeing import See, Seen
 
 Edit = Callable[[Tensor], Tensor]
 Observer = Callable[[Tensor, Seen | None], None]
-
-
-class _Observation(NamedTuple):
-    observer: Observer
-    see: Callable[[], See | None]
+Request = Callable[[], See | None]
 
 
 class HeadHooks:
@@ -40,7 +35,7 @@ class HeadHooks:
 
     def __init__(self) -> None:
         self._edits: OrderedDict[int, Edit] = OrderedDict()
-        self._observations: OrderedDict[int, _Observation] = OrderedDict()
+        self._observations: OrderedDict[int, tuple[Observer, Request]] = OrderedDict()
 
     def edit(self, edit: Edit) -> RemovableHandle:
         """Change the heads' outputs: ``edit(heads)`` returns a tensor of the same shape."""
@@ -48,9 +43,7 @@ class HeadHooks:
         self._edits[handle.id] = edit
         return handle
 
-    def observe(
-        self, observer: Observer, see: Callable[[], See | None] | See | None = None
-    ) -> RemovableHandle:
+    def observe(self, observer: Observer, see: Request | See | None = None) -> RemovableHandle:
         """Call ``observer(heads, seen)`` at every call of the layer.
 
         ``see`` requests statistics for the observers: a :class:`See`, or a function that returns a
@@ -59,7 +52,7 @@ class HeadHooks:
         """
         ask = see if callable(see) else lambda: see
         handle = RemovableHandle(self._observations)
-        self._observations[handle.id] = _Observation(observer, ask)
+        self._observations[handle.id] = observer, ask
         return handle
 
     @property
@@ -69,7 +62,7 @@ class HeadHooks:
 
     def see(self) -> See | None:
         """The statistics that the observers request."""
-        requests = [observation.see() for observation in self._observations.values()]
+        requests = [ask() for _, ask in self._observations.values()]
         given = {id(see): see for see in requests if see is not None}
         if len(given) > 1:
             raise InputError(
@@ -87,6 +80,6 @@ class HeadHooks:
                     f"returned {list(edited.shape)}."
                 )
             heads = edited
-        for observation in tuple(self._observations.values()):
-            observation.observer(heads, seen)
+        for observer, _ in tuple(self._observations.values()):
+            observer(heads, seen)
         return heads

@@ -8,14 +8,14 @@ of hidden states, weights and bias.
 from __future__ import annotations
 
 from importlib.util import find_spec
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.errors import BackendError, InputError
 
-NOTHING = -100  # the label of ignored positions
+IGNORED = -100  # the label that losses ignore
 CHUNK_BYTES = 6 * 10**8  # bytes of logits per chunk; more on a large GPU
 TILE = 128  # rows of a tile of a matrix product on a GPU
 
@@ -63,12 +63,12 @@ class _Chunked(torch.autograd.Function):
         smoothing: float,
         dtype: torch.dtype,
     ) -> Tensor:
-        wanted = _Wanted(*ctx.needs_input_grad[:3])
-        needed = any(wanted)
+        want_hidden, want_weight, want_bias, *_ = ctx.needs_input_grad
+        needed = want_hidden or want_weight or want_bias
         words = len(weight)
         padded = _aligned(weight, dtype)
         offset = None if bias is None else _aligned(bias, dtype)
-        hidden_gradient = torch.empty_like(hidden, dtype=dtype) if wanted.hidden else None
+        hidden_gradient = torch.empty_like(hidden, dtype=dtype) if want_hidden else None
         # Sums over all rows have the dtype of the weights.
         weight_gradient = bias_gradient = None
         exact = torch.promote_types(dtype, torch.float32)
@@ -85,9 +85,9 @@ class _Chunked(torch.autograd.Function):
                 # ``_loss`` has replaced the logits by their gradient.
                 if hidden_gradient is not None:
                     torch.mm(logits, padded, out=hidden_gradient[rows])
-                if wanted.weight:
+                if want_weight:
                     weight_gradient = _added((logits.T @ states)[:words], weight_gradient, weight)
-                if wanted.bias and bias is not None:
+                if want_bias and bias is not None:
                     bias_gradient = _added(logits[:, :words].sum(0), bias_gradient, bias)
         ctx.save_for_backward(hidden_gradient, weight_gradient, bias_gradient)
         ctx.given = hidden.dtype
@@ -101,14 +101,9 @@ class _Chunked(torch.autograd.Function):
                 "logits."
             )
         hidden, weight, bias = ctx.saved_tensors
-        return (
-            None if hidden is None else (hidden * scale).to(ctx.given),
-            None if weight is None else weight * scale.to(weight.dtype),
-            None if bias is None else bias * scale.to(bias.dtype),
-            None,
-            None,
-            None,
-        )
+        hidden = None if hidden is None else (hidden * scale).to(ctx.given)
+        sums = [None if sum_ is None else sum_ * scale.to(sum_.dtype) for sum_ in (weight, bias)]
+        return hidden, *sums, None, None, None
 
 
 def _added(part: Tensor, so_far: Tensor | None, like: Tensor) -> Tensor:
@@ -143,14 +138,6 @@ def _aligned(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return padded
 
 
-class _Wanted(NamedTuple):
-    """Which gradients are needed."""
-
-    hidden: bool
-    weight: bool
-    bias: bool
-
-
 def _loss(logits: Tensor, words: int, labels: Tensor, smoothing: float, gradient: bool) -> Tensor:
     """The summed loss of logits [rows, ``words`` or more].
 
@@ -161,7 +148,7 @@ def _loss(logits: Tensor, words: int, labels: Tensor, smoothing: float, gradient
 
         return cross_entropy(logits, words, labels, smoothing, gradient)
     logits = logits[:, :words]  # the logits of the padding stay 0, the value of their gradient
-    counts = labels != NOTHING
+    counts = labels != IGNORED
     at = labels.where(counts, 0)[:, None]
     logs = torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))
     log_likelihood = logs.gather(1, at)[:, 0]

@@ -22,18 +22,7 @@ from regard.mechanism.functional import attention
 from regard.mechanism.masks import Mask
 from regard.mechanism.seeing import See, Seen
 
-__all__ = [
-    "Block",
-    "FeedForward",
-    "GatedFeedForward",
-    "Heads",
-    "LayerNorm",
-    "Linear",
-    "MultiHeadAttention",
-    "PostNorm",
-    "PreNorm",
-    "RMSNorm",
-]
+__all__ = ["LayerNorm", "RMSNorm"]  # PyTorch's, for models
 
 
 class Linear(nn.Linear):

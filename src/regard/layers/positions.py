@@ -29,10 +29,7 @@ def sinusoidal(
     >>> [f"{number:.2f}" for number in sinusoidal(2, 4)[1]]
     ['0.84', '0.54', '0.01', '1.00']
     """
-    if dim < 2 or dim % 2:
-        raise InputError(f"sinusoidal(dim=...) must be even, but got {dim}.")
-    if layout not in ("interleaved", "half"):
-        raise InputError(f'layout is "interleaved" or "half", but got {layout!r}.')
+    _check("sinusoidal", dim, layout)
     if isinstance(positions, int):
         positions = torch.arange(positions, device=device)
     # Angles in float64: at position 100,000 a float32 angle is wrong in the third decimal.
@@ -44,6 +41,13 @@ def sinusoidal(
     if layout == "half":
         return torch.cat(pair, dim=-1)
     return torch.stack(pair, dim=-1).flatten(-2)
+
+
+def _check(name: str, dim: int, layout: str) -> None:
+    if dim < 2 or dim % 2:
+        raise InputError(f"{name}(dim=...) must be even, but got {dim}.")
+    if layout not in ("interleaved", "half"):
+        raise InputError(f'layout is "interleaved" or "half", but got {layout!r}.')
 
 
 class LearnedPositions(nn.Module):
@@ -69,10 +73,7 @@ class Rotary(nn.Module):
 
     def __init__(self, dim: int, *, layout: Layout = "half", base: float = 10000.0) -> None:
         super().__init__()
-        if dim < 2 or dim % 2:
-            raise InputError(f"Rotary(dim=...) must be even, but got {dim}.")
-        if layout not in ("interleaved", "half"):
-            raise InputError(f'layout is "interleaved" or "half", but got {layout!r}.')
+        _check("Rotary", dim, layout)
         self.dim, self.layout, self.base = dim, layout, base
 
     def forward(self, x: Tensor, positions: Tensor | None = None) -> Tensor:

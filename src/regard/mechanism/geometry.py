@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import InputError
-from regard.kernels.memo import Kept
+from regard.kernels.memo import GraphSafeCache
 
 
 class Extent(NamedTuple):
@@ -53,7 +53,7 @@ def _column(numbers: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor(numbers, dtype=torch.long, device=device)[:, None]
 
 
-_kept_column = Kept(_column)
+_kept_column = GraphSafeCache(_column)
 
 
 @dataclass(frozen=True, slots=True)

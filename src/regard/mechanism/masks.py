@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import InputError
-from regard.kernels.memo import Kept
+from regard.kernels.memo import GraphSafeCache
 from regard.mechanism.geometry import Extent, Hull, Interval, Tile, check_broadcast, slice_tile
 
 
@@ -139,7 +139,7 @@ def _ranges(mask: Mask | None, extent: Extent) -> KeyRanges:
     return KeyRanges(table(interval.low), table(interval.high), mask.max_keys if mask else 0)
 
 
-_kept_ranges = Kept(_ranges)
+_kept_ranges = GraphSafeCache(_ranges)
 
 
 def hulls(mask: Mask | None, extent: Extent, step: int) -> list[Hull]:

@@ -6,20 +6,20 @@ https://arxiv.org/abs/1810.04805
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
 
-from regard.checkpoints.keymap import Drop, Fuse, KeyMap, Rename, Spelling, Step, Tie, renames
+from regard.checkpoints.keymap import Drop, KeyMap, Rename, Spelling, Step, Tie, renames
 from regard.errors import InputError
 from regard.layers.modules import Block, FeedForward, LayerNorm, MultiHeadAttention, PostNorm
 from regard.layers.positions import LearnedPositions
 from regard.mechanism.masks import Padding
 from regard.models import configs
-from regard.models.configs import ACTIVATIONS, Config, ConfigMap, check_heads
+from regard.models.configs import ACTIVATIONS, Config
 from regard.models.model import Model, Stack, check_ids, positions
 from regard.text.tokenizer import Tokenizer
 
@@ -32,22 +32,18 @@ class BertConfig(Config):
     24
     """
 
-    vocabulary: int = configs.size(30522)
-    length: int = configs.size(512)
-    token_types: int = configs.size(2)  # one type for each of two sentences
-    dim: int = configs.size(768)
-    depth: int = configs.layers(12)
-    heads: int = configs.size(12)
-    inner: int = configs.size(3072)
-    activation: str = configs.activation("gelu")
-    dropout: float = configs.rate(0.1)
-    attention_dropout: float = configs.rate(0.1)
-    epsilon: float = configs.positive(1e-12)
-    pad_token: int | None = configs.token(0)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_heads(self.heads, self.dim)
+    vocabulary: int = configs.size(30522, "vocab_size")
+    length: int = configs.size(512, "max_position_embeddings")
+    token_types: int = configs.size(2, "type_vocab_size")  # one type for each of two sentences
+    dim: int = configs.size(768, "hidden_size")
+    depth: int = configs.layers(12, "num_hidden_layers")
+    heads: int = configs.heads(12, "num_attention_heads")
+    inner: int = configs.size(3072, "intermediate_size")
+    activation: str = configs.activation("gelu", "hidden_act")
+    dropout: float = configs.rate(0.1, "hidden_dropout_prob")
+    attention_dropout: float = configs.rate(0.1, "attention_probs_dropout_prob")
+    epsilon: float = configs.positive(1e-12, "layer_norm_eps")
+    pad_token: int | None = configs.token(0, "pad_token_id")
 
     @classmethod
     def base(cls) -> BertConfig:
@@ -114,28 +110,11 @@ class _Bert(Model):
 
     config: BertConfig
 
-    spelling = ConfigMap(
-        BertConfig,
-        {
-            "vocab_size": "vocabulary",
-            "max_position_embeddings": "length",
-            "type_vocab_size": "token_types",
-            "hidden_size": "dim",
-            "num_hidden_layers": "depth",
-            "num_attention_heads": "heads",
-            "intermediate_size": "inner",
-            "hidden_act": "activation",
-            "hidden_dropout_prob": "dropout",
-            "attention_probs_dropout_prob": "attention_dropout",
-            "layer_norm_eps": "epsilon",
-            "pad_token_id": "pad_token",
-        },
-        fixed={
-            "is_decoder": False,
-            "add_cross_attention": False,
-            "position_embedding_type": "absolute",
-        },
-    )
+    fixed: ClassVar = {
+        "is_decoder": False,
+        "add_cross_attention": False,
+        "position_embedding_type": "absolute",
+    }
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
@@ -197,12 +176,10 @@ class Bert(_Bert):
     def keys(config: BertConfig) -> KeyMap:
         return KeyMap(
             [
-                *_SPELLINGS,
                 Spelling(r"^bert\.", ""),
                 Drop(r"^(cls|qa_outputs|classifier)\.", "a head that the encoder does not have"),
                 *_encoder_keys(config, ""),
-                Rename("pooler.dense.weight", "pooler.weight"),
-                Rename("pooler.dense.bias", "pooler.bias"),
+                *renames("", "", {"pooler.dense": "pooler"}),
             ]
         )
 
@@ -215,7 +192,7 @@ class BertMaskedLM(_Bert):
     [1, 3, 10]
     """
 
-    spelling = replace(_Bert.spelling, fixed={**_Bert.spelling.fixed, "tie_word_embeddings": True})
+    fixed: ClassVar = {**_Bert.fixed, "tie_word_embeddings": True}
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__(config)
@@ -247,17 +224,12 @@ class BertMaskedLM(_Bert):
 
     @staticmethod
     def keys(config: BertConfig) -> KeyMap:
-        predictions = "cls.predictions"
+        predictions, transform = "cls.predictions", {"dense": "transform", "LayerNorm": "norm"}
         return KeyMap(
             [
-                *_SPELLINGS,
-                Drop(r"^bert\.pooler\.", "for next-sentence prediction"),
                 Drop(r"^cls\.seq_relationship\.", "for next-sentence prediction"),
                 *_encoder_keys(config, "bert."),
-                Rename(f"{predictions}.transform.dense.weight", "transform.weight"),
-                Rename(f"{predictions}.transform.dense.bias", "transform.bias"),
-                Rename(f"{predictions}.transform.LayerNorm.weight", "norm.weight"),
-                Rename(f"{predictions}.transform.LayerNorm.bias", "norm.bias"),
+                *renames(f"{predictions}.transform.", "", transform),
                 Rename(f"{predictions}.bias", "bias"),
                 Tie(f"{predictions}.decoder.weight", "bert.embeddings.word_embeddings.weight"),
                 Tie(f"{predictions}.decoder.bias", f"{predictions}.bias"),
@@ -283,55 +255,37 @@ class BertAnswering(_Bert):
         self, ids: Tensor, *, token_types: Tensor | None = None, padding: Padding | None = None
     ) -> tuple[Tensor, Tensor]:
         """Return the logits of the answer's first token and of its last token, [batch, n] each."""
-        start, end = self.ends(self.encoder(ids, token_types=token_types, padding=padding)).unbind(
-            -1
-        )
+        hidden = self.encoder(ids, token_types=token_types, padding=padding)
+        start, end = self.ends(hidden).unbind(-1)
         return start, end
 
     @staticmethod
     def keys(config: BertConfig) -> KeyMap:
-        return KeyMap(
-            [
-                *_SPELLINGS,
-                Drop(r"^bert\.pooler\.", "for next-sentence prediction"),
-                *_encoder_keys(config, "bert."),
-                Rename("qa_outputs.weight", "ends.weight"),
-                Rename("qa_outputs.bias", "ends.bias"),
-            ]
-        )
+        return KeyMap([*_encoder_keys(config, "bert."), *renames("", "", {"qa_outputs": "ends"})])
 
 
 # ----------------------------------------------------------------------------------- checkpoints
 
-_SPELLINGS = (
-    Spelling(r"LayerNorm\.gamma$", "LayerNorm.weight"),
-    Spelling(r"LayerNorm\.beta$", "LayerNorm.bias"),
-    Drop(r"embeddings\.position_ids$", "0, 1, 2 ..."),
-)
 
-
-def _encoder_keys(config: BertConfig, prefix: str) -> Iterator[Step]:
-    for old, new in (
-        ("word_embeddings.weight", "tokens.weight"),
-        ("position_embeddings.weight", "places.weight"),
-        ("token_type_embeddings.weight", "token_types.weight"),
-        ("LayerNorm.weight", "norm.weight"),
-        ("LayerNorm.bias", "norm.bias"),
-    ):
-        yield Rename(f"{prefix}embeddings.{old}", f"encoder.{new}")
-    for index in range(config.depth):
-        theirs, ours = f"{prefix}encoder.layer.{index}", f"encoder.stack.blocks.{index}"
-        for kind in ("weight", "bias"):
-            parts = (f"{theirs}.attention.self.{part}.{kind}" for part in ("query", "key", "value"))
-            yield Fuse(tuple(parts), f"{ours}.attention.qkv.{kind}")
-        yield from renames(
-            theirs,
-            ours,
-            {
-                "attention.output.dense": "attention.output",
-                "attention.output.LayerNorm": "around_attention.norm",
-                "intermediate.dense": "feed_forward.up",
-                "output.dense": "feed_forward.down",
-                "output.LayerNorm": "around_feed_forward.norm",
-            },
-        )
+def _encoder_keys(config: BertConfig, prefix: str) -> Iterator[Step | Drop | Spelling]:
+    yield Spelling(r"LayerNorm\.gamma$", "LayerNorm.weight")
+    yield Spelling(r"LayerNorm\.beta$", "LayerNorm.bias")
+    yield Drop(r"embeddings\.position_ids$", "0, 1, 2 ...")
+    yield Drop(r"^bert\.pooler\.", "for next-sentence prediction")
+    tables = {
+        "word_embeddings": "tokens",
+        "position_embeddings": "places",
+        "token_type_embeddings": "token_types",
+    }
+    yield from renames(f"{prefix}embeddings.", "encoder.", tables, ["weight"])
+    yield from renames(f"{prefix}embeddings.", "encoder.", {"LayerNorm": "norm"})
+    names = {
+        "attention.self.query attention.self.key attention.self.value": "attention.qkv",
+        "attention.output.dense": "attention.output",
+        "attention.output.LayerNorm": "around_attention.norm",
+        "intermediate.dense": "feed_forward.up",
+        "output.dense": "feed_forward.down",
+        "output.LayerNorm": "around_feed_forward.norm",
+    }
+    theirs, ours = f"{prefix}encoder.layer.{{}}.", "encoder.stack.blocks.{}."
+    yield from renames(theirs, ours, names, layers=config.depth)

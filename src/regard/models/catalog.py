@@ -99,17 +99,9 @@ def _described(folder: Path, name: str, origin: str) -> Known | None:
         return None
     card = folder / cards.CARD
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
-    facts, _ = cards.front_matter(text)
-    return Known(
-        name,
-        origin,
-        folder,
-        row.task,
-        str(hub_name),
-        _parameters(folder),
-        size_of(folder),
-        facts.get("license", ""),
-    )
+    licence = cards.front_matter(text)[0].get("license", "")
+    facts = (row.task, str(hub_name), _parameters(folder), size_of(folder), licence)
+    return Known(name, origin, folder, *facts)
 
 
 def _json(file: Path) -> dict[str, Any]:

@@ -20,30 +20,12 @@ from regard.text.tokenizer import Tokenizer
 
 # Files that are copied with the weights: tokenizers in all formats, cards and settings.
 _BESIDE = (
-    GENERATION,
-    "README.md",
-    "scores.json",
-    "tokenizer.json",
-    "target_tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.txt",
-    "vocab.json",
-    "target_vocab.json",
-    "merges.txt",
-    "encoder.json",
-    "vocab.bpe",
-    "spiece.model",
-    "sentencepiece.model",
-    "tokenizer.model",
-    "source.spm",
-    "target.spm",
-)
-_OF_TASKS = (
-    "task_specific_params",
-    "n_positions",
-)  # keys of config.json that are in no config class
+    GENERATION, "README.md", "scores.json", "tokenizer.json", "target_tokenizer.json",
+    "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "vocab.txt",
+    "vocab.json", "target_vocab.json", "merges.txt", "encoder.json", "vocab.bpe", "spiece.model",
+    "sentencepiece.model", "tokenizer.model", "source.spm", "target.spm",
+)  # fmt: skip
+_OF_TASKS = ("task_specific_params", "n_positions")  # keys of config.json in no config class
 
 
 def convert(

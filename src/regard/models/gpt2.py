@@ -5,20 +5,20 @@ https://cdn.openai.com/better-language-models/language_models_are_unsupervised_m
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from regard.checkpoints.keymap import Drop, KeyMap, Rename, Spelling, Step, Tie, Transpose, renames
+from regard.checkpoints.keymap import Drop, KeyMap, Spelling, Tie, Transpose, renames
 from regard.decoding.state import State
 from regard.errors import InputError
 from regard.layers.modules import Block, FeedForward, LayerNorm, MultiHeadAttention, PreNorm
 from regard.layers.positions import LearnedPositions
 from regard.mechanism.masks import Causal, Padding
 from regard.models import configs
-from regard.models.configs import ACTIVATIONS, Config, ConfigMap, check_heads
+from regard.models.configs import ACTIVATIONS, Config
 from regard.models.model import LanguageModel, Stack, check_ids, positions
 from regard.text.tokenizer import Tokenizer
 
@@ -31,25 +31,22 @@ class GPT2Config(Config):
     1024
     """
 
-    vocabulary: int = configs.size(50257)
-    length: int = configs.size(1024)
-    dim: int = configs.size(768)
-    depth: int = configs.layers(12)
-    heads: int = configs.size(12)
-    inner: int | None = configs.size(None)  # None: four times dim
-    activation: str = configs.activation("gelu_new")
-    dropout: float = configs.rate(0.1)
-    embedding_dropout: float = configs.rate(0.1)
-    attention_dropout: float = configs.rate(0.1)
-    epsilon: float = configs.positive(1e-5)
-    scale_by_layer: bool = configs.switch(False)  # divide the scores of layer i = 1, 2 ... by i
-    begin_token: int | None = configs.token(50256)
-    end_token: int | None = configs.token(50256)
-    pad_token: int | None = configs.token(None)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_heads(self.heads, self.dim)
+    vocabulary: int = configs.size(50257, "vocab_size")
+    length: int = configs.size(1024, "n_positions")
+    dim: int = configs.size(768, "n_embd")
+    depth: int = configs.layers(12, "n_layer")
+    heads: int = configs.heads(12, "n_head")
+    inner: int | None = configs.size(None, "n_inner")  # None: four times dim
+    activation: str = configs.activation("gelu_new", "activation_function")
+    dropout: float = configs.rate(0.1, "resid_pdrop")
+    embedding_dropout: float = configs.rate(0.1, "embd_pdrop")
+    attention_dropout: float = configs.rate(0.1, "attn_pdrop")
+    epsilon: float = configs.positive(1e-5, "layer_norm_epsilon")
+    # divide the scores of layer i = 1, 2 ... by i
+    scale_by_layer: bool = configs.switch(False, "scale_attn_by_inverse_layer_idx")
+    begin_token: int | None = configs.token(50256, "bos_token_id")
+    end_token: int | None = configs.token(50256, "eos_token_id")
+    pad_token: int | None = configs.token(None, "pad_token_id")
 
     @classmethod
     def small(cls) -> GPT2Config:
@@ -172,9 +169,6 @@ class GPT2(LanguageModel):
         result: Tensor = self.norm(x)
         return result
 
-    def _state(self, room: int, pads: Tensor | None) -> State:
-        return State(self.config.depth, room, pads=pads)
-
     def step(self, ids: Tensor, state: State) -> Tensor:
         """Return the logits after the last of ``ids`` [batch, n]: [batch, vocabulary].
 
@@ -198,57 +192,31 @@ class GPT2(LanguageModel):
 
     # --------------------------------------------------------------------------- checkpoints
 
-    spelling = ConfigMap(
-        GPT2Config,
-        {
-            "vocab_size": "vocabulary",
-            "n_positions": "length",
-            "n_embd": "dim",
-            "n_layer": "depth",
-            "n_head": "heads",
-            "n_inner": "inner",
-            "activation_function": "activation",
-            "resid_pdrop": "dropout",
-            "embd_pdrop": "embedding_dropout",
-            "attn_pdrop": "attention_dropout",
-            "layer_norm_epsilon": "epsilon",
-            "scale_attn_by_inverse_layer_idx": "scale_by_layer",
-            "bos_token_id": "begin_token",
-            "eos_token_id": "end_token",
-            "pad_token_id": "pad_token",
-        },
-        fixed={
-            "scale_attn_weights": True,
-            "add_cross_attention": False,
-            "tie_word_embeddings": True,
-        },
-    )
+    fixed: ClassVar = {
+        "scale_attn_weights": True,
+        "add_cross_attention": False,
+        "tie_word_embeddings": True,
+    }
 
     @staticmethod
     def keys(config: GPT2Config) -> KeyMap:
+        products = {
+            "attn.c_attn": "attention.qkv",
+            "attn.c_proj": "attention.output",
+            "mlp.c_fc": "feed_forward.up",
+            "mlp.c_proj": "feed_forward.down",
+        }
+        norms = {"ln_1": "around_attention.norm", "ln_2": "around_feed_forward.norm"}
+        blocks = partial(renames, "transformer.h.{}.", "stack.blocks.{}.", layers=config.depth)
         return KeyMap(
             [
                 Spelling(r"^(?!transformer\.|lm_head\.)", "transformer."),
                 Drop(r"\.attn\.(masked_)?bias$", "a stored causal mask"),
-                Rename("transformer.wte.weight", "tokens.weight"),
-                Rename("transformer.wpe.weight", "places.weight"),
-                *(step for index in range(config.depth) for step in _block_keys(index)),
-                Rename("transformer.ln_f.weight", "norm.weight"),
-                Rename("transformer.ln_f.bias", "norm.bias"),
+                *renames("transformer.", "", {"wte": "tokens", "wpe": "places"}, ["weight"]),
+                *blocks(products, ["weight"], step=Transpose),
+                *blocks(products, ["bias"]),
+                *blocks(norms),
+                *renames("transformer.", "", {"ln_f": "norm"}),
                 Tie("lm_head.weight", "transformer.wte.weight"),
             ]
         )
-
-
-def _block_keys(index: int) -> Iterator[Step]:
-    theirs, ours = f"transformer.h.{index}", f"stack.blocks.{index}"
-    for old, new in (
-        ("attn.c_attn", "attention.qkv"),
-        ("attn.c_proj", "attention.output"),
-        ("mlp.c_fc", "feed_forward.up"),
-        ("mlp.c_proj", "feed_forward.down"),
-    ):
-        yield Transpose(f"{theirs}.{old}.weight", f"{ours}.{new}.weight")
-        yield Rename(f"{theirs}.{old}.bias", f"{ours}.{new}.bias")
-    norms = {"ln_1": "around_attention.norm", "ln_2": "around_feed_forward.norm"}
-    yield from renames(theirs, ours, norms)

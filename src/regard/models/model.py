@@ -20,8 +20,8 @@ from regard.errors import CheckpointError, InputError
 from regard.layers.modules import Block, MultiHeadAttention
 from regard.mechanism.biases import Bias
 from regard.mechanism.masks import Causal, Mask, Padding
-from regard.models import registry
-from regard.models.configs import Config, ConfigMap
+from regard.models import configs, registry
+from regard.models.configs import Config
 from regard.text.tokenizer import END_OF_TEXT, Tokenizer
 
 # ------------------------------------------------------------------------------------- sequences
@@ -172,13 +172,14 @@ class AttentionLayer(NamedTuple):
         return f"{'cross' if self.across else self.half}.{self.number}"
 
 
-def self_attention(
-    half: Literal["", "encoder", "decoder"], module: nn.Module
+def attention_in(
+    half: Literal["", "encoder", "decoder"], module: nn.Module, across: bool = False
 ) -> list[AttentionLayer]:
-    """Return the self-attention layers inside ``module``, in order."""
-    parts = (getattr(block, "attention", None) for block in module.modules())
-    own = [part for part in parts if isinstance(part, MultiHeadAttention)]
-    return [AttentionLayer(half, index, False, part) for index, part in enumerate(own)]
+    """Return the self-attention layers inside ``module``, or the cross-attention ones, in order."""
+    name = "cross" if across else "attention"
+    parts = (getattr(block, name, None) for block in module.modules())
+    layers = (part for part in parts if isinstance(part, MultiHeadAttention))
+    return [AttentionLayer(half, index, across, part) for index, part in enumerate(layers)]
 
 
 class Model(nn.Module):
@@ -198,7 +199,7 @@ class Model(nn.Module):
     (True, True)
     """
 
-    spelling: ClassVar[ConfigMap]
+    fixed: ClassVar[Mapping[str, object]] = {}
     generates: ClassVar[bool] = False  # has start_decoding and step
     remembers: ClassVar[bool] = False  # keeps a memory of earlier segments
     relative: ClassVar[bool] = False  # attention scores depend on relative positions
@@ -222,7 +223,7 @@ class Model(nn.Module):
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> Config:
         """Return the config that the contents of config.json describe."""
-        return cls.spelling.read(raw)
+        return configs.read(cls.row().config_class(), raw, cls.fixed)
 
     @classmethod
     def sizes_for(cls, tokenizer: Tokenizer, length: int) -> dict[str, Any]:
@@ -234,11 +235,15 @@ class Model(nn.Module):
 
     def write_config(self) -> dict[str, Any]:
         """Return the contents of config.json."""
-        return self.spelling.write(self.config, self.row())
+        row = self.row()
+        names = {"model_type": row.model_type, "architectures": [row.hub_names[0]]}
+        return {**self.fixed, **configs.written(self.config), **names}
 
     def generation(self) -> dict[str, Any] | None:
         """Return the contents of generation_config.json; None if the model does not generate."""
-        return self.spelling.tokens(self.config) if self.generates else None
+        said = configs.written(self.config).items()
+        tokens = {key: token for key, token in said if key.endswith("_token_id")}
+        return tokens if self.generates else None
 
     @property
     def device(self) -> torch.device:
@@ -263,7 +268,7 @@ class Model(nn.Module):
         >>> [layer.name for layer in model.attention_layers()]
         ['encoder.0', 'decoder.0', 'cross.0']
         """
-        return self_attention("", self)
+        return attention_in("", self)
 
     def remember(self) -> Memories | None:
         """Return empty memories, which each call updates; None if the model has no memory."""
@@ -407,10 +412,6 @@ class LanguageModel(Model):
     def sizes_for(cls, tokenizer: Tokenizer, length: int) -> dict[str, Any]:  # noqa: ARG003
         return {"end_token": tokenizer.tokenizer.token_to_id(END_OF_TEXT)}
 
-    def read(self, ids: Tensor, *, padding: Padding | None = None) -> Tensor:
-        """Return the hidden states of ``ids`` [batch, n]: [batch, n, dim]."""
-        raise NotImplementedError
-
     def start_decoding(self, prompts: Sequence[Sequence[int]], room: int = 0) -> tuple[Tensor, Any]:
         """Return the prompts as ids padded on the left, and an empty state.
 
@@ -424,7 +425,7 @@ class LanguageModel(Model):
 
     def _state(self, room: int, pads: Tensor | None) -> Any:
         """Return an empty state for ``room`` positions; ``pads`` [batch] counts padding ids."""
-        raise NotImplementedError
+        return State(self.config.depth, room, pads=pads)
 
 
 class EncoderDecoder(Model):
@@ -552,10 +553,8 @@ class EncoderDecoder(Model):
 
     def attention_layers(self) -> list[AttentionLayer]:
         encoder, decoder = self.get_submodule("encoder"), self.get_submodule("decoder")
-        crossing = (getattr(block, "cross", None) for block in decoder.modules())
-        cross = [part for part in crossing if isinstance(part, MultiHeadAttention)]
         return [
-            *self_attention("encoder", encoder),
-            *self_attention("decoder", decoder),
-            *(AttentionLayer("decoder", i, True, part) for i, part in enumerate(cross)),
+            *attention_in("encoder", encoder),
+            *attention_in("decoder", decoder),
+            *attention_in("decoder", decoder, across=True),
         ]

@@ -42,15 +42,12 @@ def prepack(model: M) -> M:
     >>> torch.allclose(before, after, atol=1e-5)
     True
     """
-    for parameter in model.parameters():
-        if parameter.dtype not in (torch.float32, torch.bfloat16):
-            raise InputError(
-                f"prepack takes weights in float32 or bfloat16, but got {parameter.dtype}."
-            )
+    dtypes = {parameter.dtype for parameter in model.parameters()}
+    for dtype in dtypes - {torch.float32, torch.bfloat16}:
+        raise InputError(f"prepack takes weights in float32 or bfloat16, but got {dtype}.")
     if not torch._C._has_mkldnn:
         raise InputError("prepack needs oneDNN, which this build of PyTorch lacks.")
-    half = any(parameter.dtype == torch.bfloat16 for parameter in model.parameters())
-    if half and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if torch.bfloat16 in dtypes and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         raise InputError("This processor does not compute in bfloat16. Use float32 or int8.")
     return _replace(model, Prepacked)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from regard.checkpoints.keymap import Drop, Fuse, KeyMap, Rename, Step, Tie
+from regard.checkpoints.keymap import Drop, KeyMap, Rename, Step, Tie, renames
 from regard.decoding.state import State
 from regard.errors import CheckpointError, InputError
 from regard.layers.modules import (
@@ -26,7 +26,7 @@ from regard.layers.modules import (
 from regard.mechanism.biases import RelativeBuckets
 from regard.mechanism.masks import Mask, Padding
 from regard.models import configs
-from regard.models.configs import ACTIVATIONS, Config, ConfigMap
+from regard.models.configs import ACTIVATIONS, Config
 from regard.models.model import EncoderDecoder, Stack, check_ids
 
 
@@ -38,23 +38,24 @@ class T5Config(Config):
     True
     """
 
-    vocabulary: int = configs.size(32128)
-    dim: int = configs.size(512)
-    head_dim: int = configs.size(64)
-    inner: int = configs.size(2048)
-    depth: int = configs.layers(6)
-    decoder_depth: int | None = configs.layers(None)  # None: the same as depth
-    heads: int = configs.size(8)
-    buckets: int = configs.size(32, most=4096)
-    max_distance: int = configs.size(128)
-    activation: str = configs.activation("relu")
-    gated: bool = configs.switch(False)
-    tied: bool = configs.switch(True)  # whether the output shares the token embedding
-    dropout: float = configs.rate(0.1)
-    epsilon: float = configs.positive(1e-6)
-    pad_token: int | None = configs.token(0)
-    end_token: int | None = configs.token(1)
-    start_token: int | None = configs.token(0)
+    vocabulary: int = configs.size(32128, "vocab_size")
+    dim: int = configs.size(512, "d_model")
+    head_dim: int = configs.size(64, "d_kv")
+    inner: int = configs.size(2048, "d_ff")
+    depth: int = configs.layers(6, "num_layers")
+    # None: the same as depth
+    decoder_depth: int | None = configs.layers(None, "num_decoder_layers")
+    heads: int = configs.size(8, "num_heads")
+    buckets: int = configs.whole(4096)(32, "relative_attention_num_buckets")
+    max_distance: int = configs.size(128, "relative_attention_max_distance")
+    activation: str = configs.activation("relu", "activation")
+    gated: bool = configs.switch(False, "gated")
+    tied: bool = configs.switch(True, "tied")  # whether the output shares the token embedding
+    dropout: float = configs.rate(0.1, "dropout_rate")
+    epsilon: float = configs.positive(1e-6, "layer_norm_epsilon")
+    pad_token: int | None = configs.token(0, "pad_token_id")
+    end_token: int | None = configs.token(1, "eos_token_id")
+    start_token: int | None = configs.token(0, "decoder_start_token_id")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -239,29 +240,6 @@ class T5(EncoderDecoder):
 
     # --------------------------------------------------------------------------- checkpoints
 
-    spelling = ConfigMap(
-        T5Config,
-        {
-            "vocab_size": "vocabulary",
-            "d_model": "dim",
-            "d_kv": "head_dim",
-            "d_ff": "inner",
-            "num_layers": "depth",
-            "num_decoder_layers": "decoder_depth",
-            "num_heads": "heads",
-            "relative_attention_num_buckets": "buckets",
-            "relative_attention_max_distance": "max_distance",
-            "dropout_rate": "dropout",
-            "layer_norm_epsilon": "epsilon",
-            "pad_token_id": "pad_token",
-            "eos_token_id": "end_token",
-            "decoder_start_token_id": "start_token",
-            "activation": "activation",
-            "gated": "gated",
-            "tied": "tied",
-        },
-    )
-
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> Config:
         form = raw.get("feed_forward_proj", "relu")
@@ -272,7 +250,7 @@ class T5(EncoderDecoder):
         activation = "gelu_new" if form == "gated-gelu" else form.removeprefix("gated-")
         # Newer files set tie_word_embeddings for every T5, so scale_decoder_outputs decides.
         tied = raw.get("scale_decoder_outputs", raw.get("tie_word_embeddings", True))
-        return cls.spelling.read({**raw, "activation": activation, "gated": gated, "tied": tied})
+        return super().read_config({**raw, "activation": activation, "gated": gated, "tied": tied})
 
     def write_config(self) -> dict[str, Any]:
         raw = super().write_config()
@@ -307,23 +285,15 @@ def _half_keys(half: str, depth: int, gated: bool) -> Iterator[Step]:
     first = f"{half}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
     yield Rename(first, f"{half}.table")
     yield Rename(f"{half}.final_layer_norm.weight", f"{half}.norm.weight")
-    attentions = [("SelfAttention", "attention")]
-    if half == "decoder":
-        attentions.append(("EncDecAttention", "cross"))
-    for index in range(depth):
-        theirs, ours = f"{half}.block.{index}.layer", f"{half}.stack.blocks.{index}"
-        for place, (old, new) in enumerate(attentions):
-            parts = tuple(f"{theirs}.{place}.{old}.{part}.weight" for part in "qkv")
-            yield Fuse(parts, f"{ours}.{new}.qkv.weight")
-            yield Rename(f"{theirs}.{place}.{old}.o.weight", f"{ours}.{new}.output.weight")
-            norm = f"{ours}.around_{new}.norm.weight"
-            yield Rename(f"{theirs}.{place}.layer_norm.weight", norm)
-        last = f"{theirs}.{len(attentions)}"
-        dense = f"{last}.DenseReluDense"
-        if gated:
-            parts = (f"{dense}.wi_0.weight", f"{dense}.wi_1.weight")
-            yield Fuse(parts, f"{ours}.feed_forward.up.weight")
-        else:
-            yield Rename(f"{dense}.wi.weight", f"{ours}.feed_forward.up.weight")
-        yield Rename(f"{dense}.wo.weight", f"{ours}.feed_forward.down.weight")
-        yield Rename(f"{last}.layer_norm.weight", f"{ours}.around_feed_forward.norm.weight")
+    names = {}
+    attentions = {"SelfAttention": "attention", "EncDecAttention": "cross"}
+    last = 1 if half == "encoder" else 2  # the layer after attention
+    for place, (old, new) in enumerate(list(attentions.items())[:last]):
+        names[" ".join(f"{place}.{old}.{part}" for part in "qkv")] = f"{new}.qkv"
+        names |= {f"{place}.{old}.o": f"{new}.output", f"{place}.layer_norm": f"around_{new}.norm"}
+    dense = f"{last}.DenseReluDense"
+    names[f"{dense}.wi_0 {dense}.wi_1" if gated else f"{dense}.wi"] = "feed_forward.up"
+    names[f"{dense}.wo"] = "feed_forward.down"
+    names[f"{last}.layer_norm"] = "around_feed_forward.norm"
+    theirs, ours = f"{half}.block.{{}}.layer.", f"{half}.stack.blocks.{{}}."
+    yield from renames(theirs, ours, names, ["weight"], layers=depth)

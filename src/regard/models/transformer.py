@@ -8,19 +8,19 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 
-from regard.checkpoints.keymap import Drop, Fuse, KeyMap, Rename, Step, Tie, renames
+from regard.checkpoints.keymap import Drop, KeyMap, Rename, Step, Tie, renames
 from regard.decoding.state import State
 from regard.errors import CheckpointError, InputError
 from regard.layers.modules import Block, FeedForward, LayerNorm, MultiHeadAttention, PostNorm
 from regard.layers.positions import sinusoidal
 from regard.mechanism.masks import Padding
 from regard.models import configs
-from regard.models.configs import ACTIVATIONS, Config, ConfigMap, check_heads
+from regard.models.configs import ACTIVATIONS, Config
 from regard.models.model import EncoderDecoder, Stack, check_ids, positions
 
 
@@ -32,30 +32,31 @@ class TransformerConfig(Config):
     16
     """
 
-    vocabulary: int = configs.size(37000)
-    target_vocabulary: int | None = configs.size(None)  # None: both share one embedding
-    tied: bool = configs.switch(True)  # whether the output shares the target embedding
-    dim: int = configs.size(512)
-    depth: int = configs.layers(6)
-    decoder_depth: int = configs.layers(6)
-    heads: int = configs.size(8)
-    decoder_heads: int = configs.size(8)
-    inner: int = configs.size(2048)
-    decoder_inner: int = configs.size(2048)
-    activation: str = configs.activation("relu")
-    dropout: float = configs.rate(0.1)
-    attention_dropout: float = configs.rate(0.0)
-    activation_dropout: float = configs.rate(0.0)
-    scale_embedding: bool = configs.switch(True)
-    length: int = configs.size(1024)  # only written to checkpoints; sinusoids have no limit
-    pad_token: int | None = configs.token(1)
-    end_token: int | None = configs.token(0)
-    start_token: int | None = configs.token(1)
+    vocabulary: int = configs.size(37000, "vocab_size", missing=58101)
+    # None: both share one embedding
+    target_vocabulary: int | None = configs.size(None, "decoder_vocab_size")
+    # whether the output shares the target embedding
+    tied: bool = configs.switch(True, "tie_word_embeddings")
+    dim: int = configs.size(512, "d_model", missing=1024)
+    depth: int = configs.layers(6, "encoder_layers", missing=12)
+    decoder_depth: int = configs.layers(6, "decoder_layers", missing=12)
+    heads: int = configs.heads(8, "encoder_attention_heads", missing=16)
+    decoder_heads: int = configs.heads(8, "decoder_attention_heads", missing=16)
+    inner: int = configs.size(2048, "encoder_ffn_dim", missing=4096)
+    decoder_inner: int = configs.size(2048, "decoder_ffn_dim", missing=4096)
+    activation: str = configs.activation("relu", "activation_function", missing="gelu")
+    dropout: float = configs.rate(0.1, "dropout")
+    attention_dropout: float = configs.rate(0.0, "attention_dropout")
+    activation_dropout: float = configs.rate(0.0, "activation_dropout")
+    scale_embedding: bool = configs.switch(True, "scale_embedding", missing=False)
+    # only written to checkpoints; sinusoids have no limit
+    length: int = configs.size(1024, "max_position_embeddings")
+    pad_token: int | None = configs.token(1, "pad_token_id", missing=58100)
+    end_token: int | None = configs.token(0, "eos_token_id")
+    start_token: int | None = configs.token(1, "decoder_start_token_id", missing=58100)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_heads(self.heads, self.dim)
-        check_heads(self.decoder_heads, self.dim)
         if self.dim % 2:
             raise InputError(f"TransformerConfig(dim=...) must be even, but got {self.dim}.")
         if not self.tied and self.target_vocabulary is None:
@@ -70,12 +71,7 @@ class TransformerConfig(Config):
     def big(cls) -> TransformerConfig:
         """213 million parameters."""
         return cls(
-            dim=1024,
-            heads=16,
-            decoder_heads=16,
-            inner=4096,
-            decoder_inner=4096,
-            dropout=0.3,
+            dim=1024, heads=16, decoder_heads=16, inner=4096, decoder_inner=4096, dropout=0.3
         )
 
 
@@ -195,52 +191,14 @@ class Transformer(EncoderDecoder):
 
     # --------------------------------------------------------------------------- checkpoints
 
-    spelling = ConfigMap(
-        TransformerConfig,
-        {
-            "vocab_size": "vocabulary",
-            "decoder_vocab_size": "target_vocabulary",
-            "tie_word_embeddings": "tied",
-            "d_model": "dim",
-            "encoder_layers": "depth",
-            "decoder_layers": "decoder_depth",
-            "encoder_attention_heads": "heads",
-            "decoder_attention_heads": "decoder_heads",
-            "encoder_ffn_dim": "inner",
-            "decoder_ffn_dim": "decoder_inner",
-            "activation_function": "activation",
-            "dropout": "dropout",
-            "attention_dropout": "attention_dropout",
-            "activation_dropout": "activation_dropout",
-            "scale_embedding": "scale_embedding",
-            "max_position_embeddings": "length",
-            "pad_token_id": "pad_token",
-            "eos_token_id": "end_token",
-            "decoder_start_token_id": "start_token",
-        },
-        defaults={
-            "vocab_size": 58101,
-            "d_model": 1024,
-            "encoder_layers": 12,
-            "decoder_layers": 12,
-            "encoder_attention_heads": 16,
-            "decoder_attention_heads": 16,
-            "encoder_ffn_dim": 4096,
-            "decoder_ffn_dim": 4096,
-            "activation_function": "gelu",
-            "scale_embedding": False,
-            "pad_token_id": 58100,
-            "decoder_start_token_id": 58100,
-        },
-        fixed={
-            "is_decoder": False,
-            "is_encoder_decoder": True,
-            "normalize_before": False,
-            "normalize_embedding": False,
-            "add_final_layer_norm": False,
-            "static_position_embeddings": True,
-        },
-    )
+    fixed: ClassVar = {
+        "is_decoder": False,
+        "is_encoder_decoder": True,
+        "normalize_before": False,
+        "normalize_embedding": False,
+        "add_final_layer_norm": False,
+        "static_position_embeddings": True,
+    }
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> Config:
@@ -256,7 +214,7 @@ class Transformer(EncoderDecoder):
         # If the output is not tied, newer files hold an embedding for each side although they say
         # "shared". Older files hold a single one, which is loaded for both sides.
         target = None if shared and tied else raw.get("vocab_size", 58101) if shared else own
-        return cls.spelling.read({**raw, "decoder_vocab_size": target})
+        return super().read_config({**raw, "decoder_vocab_size": target})
 
     def write_config(self) -> dict[str, Any]:
         config = self.config
@@ -309,17 +267,15 @@ def _table_keys(config: TransformerConfig) -> Iterator[Step | Tie]:
 
 
 def _stack_keys(half: str, depth: int) -> Iterator[Step]:
+    names = {
+        "fc1": "feed_forward.up",
+        "fc2": "feed_forward.down",
+        "final_layer_norm": "around_feed_forward.norm",
+    }
     attentions = {"self_attn": "attention"}
     if half == "decoder":
         attentions["encoder_attn"] = "cross"
-    names = {"fc1": "feed_forward.up", "fc2": "feed_forward.down"}
-    names["final_layer_norm"] = "around_feed_forward.norm"
     for old, new in attentions.items():
+        names[" ".join(f"{old}.{part}_proj" for part in "qkv")] = f"{new}.qkv"
         names |= {f"{old}.out_proj": f"{new}.output", f"{old}_layer_norm": f"around_{new}.norm"}
-    for index in range(depth):
-        theirs, ours = f"model.{half}.layers.{index}", f"{half}.blocks.{index}"
-        for kind in ("weight", "bias"):
-            for old, new in attentions.items():
-                parts = tuple(f"{theirs}.{old}.{part}_proj.{kind}" for part in "qkv")
-                yield Fuse(parts, f"{ours}.{new}.qkv.{kind}")
-        yield from renames(theirs, ours, names)
+    yield from renames(f"model.{half}.layers.{{}}.", f"{half}.blocks.{{}}.", names, layers=depth)

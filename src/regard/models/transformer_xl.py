@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -27,7 +27,7 @@ from regard.mechanism.biases import RelativeContent
 from regard.mechanism.masks import Causal, Mask, Padding, Window
 from regard.mechanism.seeing import See, Seen
 from regard.models import configs
-from regard.models.configs import Config, ConfigMap
+from regard.models.configs import Config
 from regard.models.model import LanguageModel, Recomputing, check_ids
 from regard.text.tokenizer import Tokenizer
 
@@ -44,26 +44,32 @@ class TransformerXLConfig(Config):
     (1024, 256, 64, 16)
     """
 
-    vocabulary: int = configs.size(267735)
-    cutoffs: tuple[int, ...] = (20000, 40000, 200000)
-    div_val: int = configs.size(4, most=64)
-    dim: int = configs.size(1024)
-    embedding_dim: int = configs.size(1024)
-    depth: int = configs.layers(18)
-    heads: int = configs.size(16)
-    head_dim: int = configs.size(64)
-    inner: int = configs.size(4096)
-    memory: int = configs.size(1600)  # positions that each layer remembers
-    furthest: int | None = configs.size(None)  # clamp larger distances to this
-    same_length: bool = configs.switch(True)  # no query attends to more than ``memory`` keys
-    dropout: float = configs.rate(0.1)
-    attention_dropout: float = configs.rate(0.0)
-    projection_dropout: float = configs.rate(0.0)  # of queries, keys, values and distances
-    embedding_dropout: float | None = configs.rate(None)  # before the layers; None: dropout
-    output_dropout: float | None = configs.rate(None)  # before the softmax; None: dropout
-    word_dropout: float = configs.rate(0.0)  # drops all occurrences of a word in a batch
-    epsilon: float = configs.positive(1e-5)
-    end_token: int | None = configs.token(0)
+    vocabulary: int = configs.size(267735, "vocab_size")
+    cutoffs: tuple[int, ...] = configs.anything((20000, 40000, 200000), "cutoffs")
+    div_val: int = configs.whole(64)(4, "div_val")
+    dim: int = configs.size(1024, "d_model")
+    embedding_dim: int = configs.size(1024, "d_embed")
+    depth: int = configs.layers(18, "n_layer")
+    heads: int = configs.size(16, "n_head")
+    head_dim: int = configs.size(64, "d_head")
+    inner: int = configs.size(4096, "d_inner")
+    memory: int = configs.size(1600, "mem_len")  # positions that each layer remembers
+    # clamp larger distances to this
+    furthest: int | None = configs.size(None, "clamp_len", missing=1000)
+    # no query attends to more than ``memory`` keys
+    same_length: bool = configs.switch(True, "same_length")
+    dropout: float = configs.rate(0.1, "dropout")
+    attention_dropout: float = configs.rate(0.0, "dropatt")
+    # of queries, keys, values and distances
+    projection_dropout: float = configs.rate(0.0, "projection_dropout")
+    # before the layers; None: dropout
+    embedding_dropout: float | None = configs.rate(None, "embedding_dropout")
+    # before the softmax; None: dropout
+    output_dropout: float | None = configs.rate(None, "output_dropout")
+    # drops all occurrences of a word in a batch
+    word_dropout: float = configs.rate(0.0, "word_dropout")
+    epsilon: float = configs.positive(1e-5, "layer_norm_epsilon")
+    end_token: int | None = configs.token(0, "eos_token_id")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -421,40 +427,14 @@ class TransformerXL(LanguageModel):
 
     # --------------------------------------------------------------------------- checkpoints
 
-    spelling = ConfigMap(
-        TransformerXLConfig,
-        {
-            "vocab_size": "vocabulary",
-            "cutoffs": "cutoffs",
-            "div_val": "div_val",
-            "d_model": "dim",
-            "d_embed": "embedding_dim",
-            "n_layer": "depth",
-            "n_head": "heads",
-            "d_head": "head_dim",
-            "d_inner": "inner",
-            "mem_len": "memory",
-            "clamp_len": "furthest",
-            "same_length": "same_length",
-            "dropout": "dropout",
-            "dropatt": "attention_dropout",
-            "projection_dropout": "projection_dropout",
-            "embedding_dropout": "embedding_dropout",
-            "output_dropout": "output_dropout",
-            "word_dropout": "word_dropout",
-            "layer_norm_epsilon": "epsilon",
-            "eos_token_id": "end_token",
-        },
-        defaults={"clamp_len": 1000},
-        fixed={
-            "pre_lnorm": False,
-            "untie_r": True,
-            "attn_type": 0,
-            "adaptive": True,
-            "tie_weight": True,
-            "proj_share_all_but_first": True,
-        },
-    )
+    fixed: ClassVar = {
+        "pre_lnorm": False,
+        "untie_r": True,
+        "attn_type": 0,
+        "adaptive": True,
+        "tie_weight": True,
+        "proj_share_all_but_first": True,
+    }
 
     @classmethod
     def read_config(cls, raw: Mapping[str, Any]) -> Config:
@@ -467,7 +447,7 @@ class TransformerXL(LanguageModel):
         found["cutoffs"] = tuple(cutoffs)
         if isinstance(raw.get("clamp_len"), int) and raw["clamp_len"] <= 0:
             found["clamp_len"] = None  # unlimited
-        config = cls.spelling.read(found)
+        config = super().read_config(found)
         assert isinstance(config, TransformerXLConfig)
         ties = raw.get("tie_projs", [False] + [True] * len(config.cutoffs))
         if config.projected and ties != [False] + [True] * len(config.cutoffs):
@@ -486,12 +466,14 @@ class TransformerXL(LanguageModel):
 
     @staticmethod
     def keys(config: TransformerXLConfig) -> KeyMap:
+        bands = {f"crit.cluster_{kind}": f"softmax.band_{kind}" for kind in ("weight", "bias")}
         return KeyMap(
             [
                 Drop(r"^transformer\.pos_emb\.inv_freq$", "the frequencies of the sinusoids"),
                 *_embedding_keys(config),
-                *(step for index in range(config.depth) for step in _layer_keys(index)),
-                *_band_keys(len(config.cutoffs)),
+                *_layer_keys(config.depth),
+                *(Rename(theirs, ours) for theirs, ours in bands.items() if config.cutoffs),
+                Drop(r"^crit\.cluster_(weight|bias)$", "empty if there is one band"),
                 *([Rename("crit.out_projs.0", "softmax.projection")] * config.projected),
             ]
         )
@@ -511,24 +493,22 @@ def _embedding_keys(config: TransformerXLConfig) -> Iterator[Step | Tie]:
         yield Tie(f"crit.out_projs.{band}", f"transformer.word_emb.emb_projs.{index}")
 
 
-def _band_keys(count: int) -> Iterator[Step | Drop]:
-    if count:
-        yield Rename("crit.cluster_weight", "softmax.band_weight")
-        yield Rename("crit.cluster_bias", "softmax.band_bias")
-    else:
-        yield Drop(r"^crit\.cluster_(weight|bias)$", "empty if there is one band")
-
-
-def _layer_keys(index: int) -> Iterator[Step]:
-    theirs, ours = f"transformer.layers.{index}", f"layers.{index}"
-    nets = {"qkv_net": "qkv", "o_net": "output", "r_net": "relative"}
-    yield from renames(f"{theirs}.dec_attn", f"{ours}.attention", nets, kinds=["weight"])
-    yield Rename(f"{theirs}.dec_attn.r_w_bias", f"{ours}.attention.content_bias")
-    yield Rename(f"{theirs}.dec_attn.r_r_bias", f"{ours}.attention.distance_bias")
+def _layer_keys(depth: int) -> Iterator[Step]:
+    theirs, ours = "transformer.layers.{}.", "layers.{}."
+    products = {
+        "dec_attn.qkv_net": "attention.qkv",
+        "dec_attn.o_net": "attention.output",
+        "dec_attn.r_net": "attention.relative",
+    }
+    yield from renames(theirs, ours, products, ["weight"], layers=depth)
     layers = {
         "dec_attn.layer_norm": "around_attention.norm",
         "pos_ff.CoreNet.0": "feed_forward.up",
         "pos_ff.CoreNet.3": "feed_forward.down",
         "pos_ff.layer_norm": "around_feed_forward.norm",
     }
-    yield from renames(theirs, ours, layers)
+    yield from renames(theirs, ours, layers, layers=depth)
+    for index in range(depth):
+        for old, new in (("r_w_bias", "content_bias"), ("r_r_bias", "distance_bias")):
+            key = f"{ours.format(index)}attention.{new}"
+            yield Rename(f"{theirs.format(index)}dec_attn.{old}", key)

@@ -27,7 +27,7 @@ from regard.evaluation.losses import (
     pair_batch,
     pair_loss,
 )
-from regard.layers.losses import NOTHING
+from regard.layers.losses import IGNORED
 from regard.models.model import LanguageModel
 
 
@@ -111,12 +111,12 @@ class Pairs(Stateless):
         logits: Tensor = model(twice.source, twice.target, padding=twice.padding)
         logs = logits.float().log_softmax(-1)
         loss = (1 - self.smoothing) * nll_loss(
-            logs.flatten(0, 1), twice.labels.flatten(), ignore_index=NOTHING, reduction="sum"
+            logs.flatten(0, 1), twice.labels.flatten(), ignore_index=IGNORED, reduction="sum"
         )
         if self.smoothing:
-            loss = loss - self.smoothing * logs.mean(-1).where(twice.labels != NOTHING, 0.0).sum()
+            loss = loss - self.smoothing * logs.mean(-1).where(twice.labels != IGNORED, 0.0).sum()
         p, q = logs.chunk(2)
-        divergence = ((p.exp() - q.exp()) * (p - q)).sum(-1).where(batch.labels != NOTHING, 0.0)
+        divergence = ((p.exp() - q.exp()) * (p - q)).sum(-1).where(batch.labels != IGNORED, 0.0)
         return loss / 2 + self.r_drop / 4 * divergence.sum()
 
 
@@ -272,8 +272,8 @@ class MaskedTokens(Pieces):
         read = ids.where(~chosen | (kind >= 0.8), self.mask)
         read = read.where(~chosen | (kind < 0.8) | (kind >= 0.9), other)
         ends = [ids.new_full((len(ids), 1), token) for token in (self.first, self.last)]
-        nothing = ids.new_full((len(ids), 1), NOTHING)
-        labels = ids.where(chosen, NOTHING)
+        nothing = ids.new_full((len(ids), 1), IGNORED)
+        labels = ids.where(chosen, IGNORED)
         batch = TextBatch(
             torch.cat((ends[0], read, ends[1]), 1),
             torch.cat((nothing, labels, nothing), 1),

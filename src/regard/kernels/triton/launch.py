@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from regard.kernels.compat import FUSED, OVERLAPPING
-from regard.kernels.memo import Kept
+from regard.kernels.memo import GraphSafeCache
 from regard.kernels.plan import (
     Structure,
     View,
@@ -306,7 +306,7 @@ def rows(
     return weights
 
 
-@Kept
+@GraphSafeCache
 def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
     """Cached: a copy from the host waits for the device, and a CUDA graph cannot capture it."""
     return torch.tensor(places, dtype=torch.int32, device=device)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import embedding
 
 from regard.kernels import autograd, passes
-from regard.kernels.memo import Kept
+from regard.kernels.memo import GraphSafeCache
 from regard.kernels.plan import NAMED, Plan, Structure, Wanted
 from regard.kernels.sizes import ALIBI, CAUSAL, FULL, INTERVAL, PLAIN, RELATIVE, TABLE
 from regard.mechanism.backends import reference
@@ -139,7 +139,7 @@ def _buckets(count: int, bidirectional: bool, reach: int, device: torch.device) 
         return rule.bucket(torch.arange(-reach, reach + 1, device=device))
 
 
-_kept_buckets = Kept(_buckets)
+_kept_buckets = GraphSafeCache(_buckets)
 
 
 def row_blocks(call: Call, see: See) -> Tensor:
