@@ -1,4 +1,4 @@
-"""README.md and docs: figures come from benchmarks/results, links lead somewhere, examples run."""
+"""README.md and docs: what is generated is up to date, links lead somewhere, examples run."""
 
 import re
 import runpy
@@ -6,6 +6,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+import regard
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
@@ -18,6 +20,47 @@ def names_of(paths: list[Path]) -> list[str]:
 @pytest.fixture(scope="module")
 def tables() -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(ROOT / "docs/tables.py")))
+
+
+@pytest.fixture(scope="module")
+def generate() -> SimpleNamespace:
+    return SimpleNamespace(**runpy.run_path(str(ROOT / "docs/generate.py")))
+
+
+def test_generated_pages_are_up_to_date(generate):
+    pages = generate.pages()
+    assert set((ROOT / "docs/api").iterdir()) <= pages.keys(), "run `make docs`"
+    for path, page in pages.items():
+        assert path.read_text(encoding="utf-8") == page, f"{path.name}: run `make docs`"
+        assert not re.search(" object at 0x|ForwardRef", page), path.name
+
+
+def test_every_public_name_is_on_a_page_with_an_example(generate):
+    found = {entry.name for entries in generate.public().values() for entry in entries}
+    assert set(regard.__all__) - found <= {"biases", "masks", "pictures", "__version__"}
+    assert generate.without_example() == []
+
+
+def tips(svg: str) -> tuple[list[str], list[float]]:
+    """What the cells of a picture say: the text, and the weights, whose last digits may differ."""
+    cells = [tip.partition(": ") for tip in re.findall(r"<title>(.*?)</title>", svg)[1:]]
+    return [name for name, _, _ in cells], [float(value.split()[0]) for _, _, value in cells]
+
+
+def test_pictures_are_up_to_date(generate):
+    shown, drawn = (
+        (ROOT / f"docs/images/{n}.svg").read_text("utf-8") for n in ("explain", "heads")
+    )
+    # The last digits of the difference to attention() are the machine's.
+    difference = re.compile(r"\d\.\de-\d\d")
+    made = difference.sub("", generate.worked_example())
+    assert difference.sub("", shown) == made, "run `make docs`"
+    words, numbers = tips(drawn)
+    expected_words, expected_numbers = tips(generate.heads())
+    assert words == expected_words, "run `make docs`"
+    assert numbers == pytest.approx(expected_numbers, abs=1e-3), "run `make docs`"
+    for svg in (shown, drawn):
+        assert re.findall(r"https?:[^\s\"]*", svg) == ["http://www.w3.org/2000/svg"]
 
 
 def test_tables_are_up_to_date(tables):

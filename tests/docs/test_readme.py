@@ -3,14 +3,12 @@
 import io
 import os
 import re
-import runpy
 import shlex
 import subprocess
 import sys
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -102,32 +100,3 @@ def test_commands_run(command):
 @pytest.mark.processes
 def test_the_demo_prints_what_is_shown():
     assert printed(0) in run("make demo").stdout
-
-
-def test_links_lead_somewhere():
-    for target in re.findall(r"\]\(([^)#]+)\)", README):
-        assert target.startswith("http") or (ROOT / target).exists(), target
-
-
-def test_what_is_generated_is_up_to_date():
-    generate = SimpleNamespace(**runpy.run_path(str(ROOT / "docs/generate.py")))
-    advice = "run `make docs`"
-    assert (ROOT / "docs/help.md").read_text(encoding="utf-8") == generate.help_page(), advice
-    assert (ROOT / "docs/recipes.md").read_text(encoding="utf-8") == generate.recipe_page(), advice
-    shown = (ROOT / "docs/images/explain.svg").read_text(encoding="utf-8")
-    # The last digits of the difference to attention() are the machine's.
-    difference = re.compile(r"\d\.\de-\d\d")
-    assert difference.sub("", shown) == difference.sub("", generate.worked_example()), advice
-    assert re.findall(r"https?:[^\s\"]*", shown) == ["http://www.w3.org/2000/svg"]
-    drawn = (ROOT / "docs/images/heads.svg").read_text(encoding="utf-8")
-    words, numbers = tips(drawn)
-    expected_words, expected_numbers = tips(generate.heads())
-    assert words == expected_words, advice
-    assert numbers == pytest.approx(expected_numbers, abs=1e-3), advice
-    assert re.findall(r"https?:[^\s\"]*", drawn) == ["http://www.w3.org/2000/svg"]
-
-
-def tips(svg: str) -> tuple[list[str], list[float]]:
-    """What the cells of a picture say: the text, and the weights, whose last digits may differ."""
-    cells = [tip.partition(": ") for tip in re.findall(r"<title>(.*?)</title>", svg)[1:]]
-    return [name for name, _, _ in cells], [float(value.split()[0]) for _, _, value in cells]
