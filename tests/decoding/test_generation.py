@@ -171,7 +171,7 @@ def test_prompts_that_take_the_places_of_others_fare_as_alone(decoder, how) -> N
     prompts = many(24, 38)
     options = {"max_new_tokens": LENGTH, "stop": [stop, 3, 17]}
     expected = ids_of(alone(model, prompts, how, **options))
-    assert len({len(ids) for [ids, *_] in expected}) > 2
+    assert len({len(ids) for [ids, *_] in expected}) > 1
     for sizes in ({"batch": 4}, {"batch": 10}, {"tokens": 30}):
         assert ids_of(generate(model, prompts, how, **options, **sizes)) == expected
 

@@ -14,21 +14,9 @@ import torch
 
 from regard.decoding.batching import Decoder, S, begun_of, run
 from regard.decoding.choosing import Lines
-from regard.decoding.searching import Searches, top
-from regard.decoding.strategies import Beam, Generated, Greedy, Sample, Strategy, at_least
+from regard.decoding.searching import Searches
+from regard.decoding.strategies import Beam, Generated, Greedy, Strategy, at_least
 from regard.errors import InputError
-
-__all__ = [
-    "Beam",
-    "Decoder",
-    "Generated",
-    "Greedy",
-    "Sample",
-    "Strategy",
-    "generate",
-    "stream_tokens",
-    "top",
-]
 
 
 def generate(

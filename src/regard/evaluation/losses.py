@@ -117,13 +117,7 @@ def pair_batch(table: Table, rows: Rows, special: SpecialTokens) -> Prepared:
 
 def pair_loss(model: nn.Module, batch: PairBatch, smoothing: float = 0.0) -> Tensor:
     """The summed cross-entropy of the targets."""
-    loss: Tensor = model(
-        batch.source,
-        batch.target,
-        padding=batch.padding,
-        labels=batch.labels,
-        smoothing=smoothing,
-    )
+    loss: Tensor = model(**batch._asdict(), smoothing=smoothing)
     return loss
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,7 +16,7 @@ from regard.data.readers import group_targets
 from regard.data.records import RECORDS, Pair, Question, Record, Report
 from regard.data.schema import nearest, parse
 from regard.data.tables import Table
-from regard.decoding.strategies import Beam, Sample
+from regard.decoding.strategies import Sample
 from regard.errors import InputError
 from regard.evaluation import metrics
 from regard.evaluation.scoring import AnswerScorer, PairScorer, Progress, Scorer, TextScorer
@@ -123,14 +123,17 @@ def _measurement(
     settings: Settings,
 ) -> Measurement:
     """The checked settings of an evaluation."""
-    longest = getattr(model.config, "length", 0)
-    lengths = {"bert": min(longest, 384), "gpt2": longest, "transformer-xl": 128}
+    most: dict[type, int | None] = {
+        Pair: 256,
+        Question: min(model.longest or 384, 384),
+        str: 128 if model.remembers else model.longest,
+    }
     raw = {
         "task": row.scored_as,
         "model": {"kind": row.name},
         "data": {
             "root": str(root),
-            "length": lengths.get(row.name, 256),
+            "length": most[RECORDS[row.scored_as]] or 256,
             "train": [],
             "test": [dict(source) for source in data],
         },
@@ -192,9 +195,7 @@ def own_settings(bundle: Bundle) -> dict[str, Any]:
     if SCORES_OF_TASK[row.scored_as] is WRITTEN:
         strategy = bundle.settings(task).strategy()
         assert not isinstance(strategy, Sample)
-        result["evaluation.num_beams"] = strategy.num_beams if isinstance(strategy, Beam) else 1
-        result["evaluation.no_repeat_ngram_size"] = strategy.no_repeat_ngram_size
-        result["evaluation.min_new_tokens"] = strategy.min_new_tokens
-        if isinstance(strategy, Beam):
-            result["evaluation.length_penalty"] = strategy.length_penalty
+        decoding = {"num_beams": 1} | asdict(strategy)
+        names = ("num_beams", "length_penalty", "no_repeat_ngram_size", "min_new_tokens")
+        result |= {f"evaluation.{name}": decoding[name] for name in names if name in decoding}
     return result
