@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from dataclasses import asdict
@@ -240,25 +241,24 @@ def test_a_longer_prompt_finds_a_place_too(pair, beams: int) -> None:
             logits = model.step((ids + step).repeat_interleave(state.beams, 0), state)
         return logits.view(len(ids), state.beams, -1)
 
+    def started(prompts: list[list[int]], beams: int = 1) -> State:
+        ids, state = model.start_decoding(prompts)
+        model.step(ids, state)
+        state.spread(beams)
+        return state
+
     longer = [list(range(20, 34)), [5, 6]]
-    ids, state = model.start_decoding([[1, 2], [3, 4], [8, 9]])
-    model.step(ids, state)
-    state.spread(beams)
+    state = started([[1, 2], [3, 4], [8, 9]], beams)
     run(state, torch.tensor([[4], [5], [6]]), 2)
-    ids, others = model.start_decoding(longer)
-    model.step(ids, others)
-    others.spread(beams)
+    others = started(longer, beams)
     state.place(torch.tensor([2]), others, torch.tensor([0]))
     state.place(torch.tensor([0]), others, torch.tensor([1]))
     found = run(state, torch.tensor([[12], [11], [10]]), 3)
     for row, prompt, token in ((2, longer[0], 10), (0, longer[1], 12)):
-        ids, by_itself = model.start_decoding([prompt])
-        model.step(ids, by_itself)
-        expected = run(by_itself, torch.tensor([[token]]), 3)[0, 0]
+        expected = run(started([prompt]), torch.tensor([[token]]), 3)[0, 0]
         for beam in range(beams):
             agree(found[row, beam], expected)
-    ids, by_itself = model.start_decoding([[3, 4]])
-    model.step(ids, by_itself)
+    by_itself = started([[3, 4]])
     run(by_itself, torch.tensor([[5]]), 2)
     agree(found[1, 0], run(by_itself, torch.tensor([[11]]), 3)[0, 0])
 
@@ -300,9 +300,8 @@ def log_probabilities(model, prompt: list[int], ids: list[int]) -> list[float]:
 @pytest.mark.parametrize("how", [Greedy(), Beam(3, length_penalty=0.7), Sample(seed=1)])
 def test_scores_are_sums_of_log_probabilities(pair, how) -> None:
     model, _, stop = pair
-    for prompt, [output] in zip(
-        PROMPTS, generate(model, PROMPTS, how, max_new_tokens=6, stop=[stop]), strict=True
-    ):
+    found = generate(model, PROMPTS, how, max_new_tokens=6, stop=[stop])
+    for prompt, [output] in zip(PROMPTS, found, strict=True):
         ids = [*output.ids, stop] if output.stopped else output.ids
         expected = sum(log_probabilities(model, prompt, ids))
         if isinstance(how, Beam):
@@ -397,19 +396,11 @@ def test_beam_search_finds_the_best_of_all_sequences() -> None:
         max_new_tokens=3,
         stop=[3],
     )
+    logs = torch.tensor(chances).log().tolist()
     scores: dict[tuple[int, ...], float] = {}
-
-    def spread(ids: tuple[int, ...], score: float) -> None:
-        logs = torch.tensor(chances).log().tolist()
-        for token in range(4):
-            if token == 3:
-                scores[(*ids, 3)] = score + logs[token]
-            elif len(ids) == 2:
-                scores[(*ids, token)] = score + logs[token]
-            else:
-                spread((*ids, token), score + logs[token])
-
-    spread((), 0.0)
+    for ids in itertools.product(range(4), repeat=3):
+        ended = ids[: ids.index(3) + 1] if 3 in ids else ids
+        scores[ended] = sum(logs[token] for token in ended)
     expected = sorted(scores.values(), reverse=True)[:5]
     assert [output.score for output in outputs] == pytest.approx(expected, rel=1e-5)
 

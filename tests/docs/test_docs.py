@@ -1,15 +1,24 @@
 """README.md and docs: what is generated is up to date, links lead somewhere, examples run."""
 
+import io
+import os
 import re
 import runpy
+import shlex
+import subprocess
+import sys
+from contextlib import redirect_stdout
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
 import regard
+from helpers import command as commands
+from helpers.command import ROOT
 
-ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
@@ -117,10 +126,92 @@ def test_links_lead_somewhere(path):
             assert anchor in anchors(file.read_text(encoding="utf-8")), link
 
 
-def test_the_examples_of_the_gpu_guide_run():
-    shared: dict[str, object] = {}
-    page = (ROOT / "docs/gpu.md").read_text(encoding="utf-8")
-    examples = re.findall(r"^```python\n(.*?)^```$", page, re.MULTILINE | re.DOTALL)
+# --------------------------------------------------------------------------------- what pages say
+
+
+class Block(NamedTuple):
+    language: str
+    code: str
+    line: int
+    printed: str | None
+
+
+def blocks(page: str) -> list[Block]:
+    """The blocks of code of a page, each with the output that is shown after it, if any is."""
+    text = (ROOT / page).read_text(encoding="utf-8")
+    found = list(re.finditer(r"^```(\w*)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL))
+    shown = [match[2] if match[1] == "text" else None for match in found[1:]]
+    lines = [text[: match.start()].count("\n") + 1 for match in found]
+    return [
+        Block(match[1], match[2], line, output)
+        for match, line, output in zip(found, lines, [*shown, None], strict=True)
+    ]
+
+
+README = blocks("README.md")
+COMMANDS = [
+    pytest.param(command, id=command)
+    for block in README
+    if block.language == "sh"
+    for command in block.code.splitlines()
+]
+
+
+def test_the_readme_has_two_commands_to_start_with_and_five_examples():
+    start, then = [block for block in README if block.language not in ("text", "python")]
+    assert start.language == then.language == "sh"
+    assert start.code.split("\n")[:2] == ["make demo", "make test"]
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert len(re.findall(r"^\*\*\d\. ", text, re.MULTILINE)) == 5
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/gpu.md"])
+def test_python_blocks_print_what_is_shown(page):
+    shared: dict[str, object] = {}  # the blocks are read one after another
+    examples = [block for block in blocks(page) if block.language == "python"]
     assert examples
-    for example in examples:
-        exec(compile(example, "docs/gpu.md", "exec"), shared)
+    for block in examples:
+        output = io.StringIO()
+        with redirect_stdout(output):
+            exec(compile(block.code, f"{page}:{block.line}", "exec"), shared)
+        assert output.getvalue() == (block.printed or ""), f"{page}:{block.line}"
+
+
+@cache
+def run(command: str) -> subprocess.CompletedProcess[str]:
+    """A command of the README: ours within this process, and make's in one of its own."""
+    name, *words = shlex.split(command)
+    if name == "regard":
+        return commands.regard(*words)
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    return subprocess.run(
+        [name, *words],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        env=os.environ | commands.PLAIN | {"PATH": path, "PYTHONUTF8": "1"},
+        check=False,
+    )
+
+
+def test_the_first_command_prints_what_is_shown():
+    *_, block = (block for block in README if block.language == "sh")
+    assert run(block.code.splitlines()[0]).stdout == block.printed
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_run(command):
+    if command == "make test":
+        # It is what runs this test; here make only says what it would do.
+        shown = run("make --dry-run test")
+        assert "pytest" in shown.stdout
+    else:
+        shown = run(command)
+    assert shown.returncode == 0, shown.stderr
+    assert shown.stdout
+
+
+@pytest.mark.processes
+def test_the_demo_prints_what_is_shown():
+    assert README[0].printed in run("make demo").stdout

@@ -12,6 +12,7 @@ from torch.nn.functional import cross_entropy
 from helpers.training_data import recipe_of, sentences, write_data
 from regard import GPT2, Bert, BertConfig, GPT2Config, InputError, Tokenizer, load
 from regard.checkpoints.cards import SCORES
+from regard.evaluation import speed
 from regard.evaluation.measuring import SCORES_OF_TASK, evaluate, own_settings, scored_row
 from regard.evaluation.reproduction import reproduce
 from regard.evaluation.scoring import LANE_PIECES, LANES
@@ -342,3 +343,9 @@ def test_a_score_that_is_not_installed_is_missed_before_all_is_decoded(
     data = [{"format": "tsv", "files": ["nowhere.tsv"]}]  # told before it is looked for
     with pytest.raises(InputError, match=r"regard\[training\]"):
         evaluate(one.model, one.tokenizer, data, root=tmp_path)
+
+
+def test_every_shipped_model_that_writes_is_timed() -> None:
+    rows = list(speed.decode(torch.device("cpu"), new=2))
+    assert [row.name for row in rows] == ["books-gpt2", "books-xl", "summarize", "translate"]
+    assert all(row.tokens_per_second > 0 for row in rows)

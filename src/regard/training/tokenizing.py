@@ -81,9 +81,8 @@ def _trained(recipe: Recipe, lines: Iterator[str]) -> Tokenizer:
     if kind == "unigram":
         special = ("<pad>", "</s>", "<unk>", *own, *sentinels)
         return Tokenizer.train_unigram(lines, size=size, special=special, end=None)
-    if "translation" not in row.trains_for:
-        special = (END_OF_TEXT, *own)
-    else:
+    special = (END_OF_TEXT, *own)
+    if Pair in [RECORDS[task] for task in row.trains_for]:
         ends = ("<pad>", "</s>") if sentinels else ("</s>", "<pad>")
         special = (*ends, *sentinels, *own)
     return Tokenizer.train_bpe(lines, size=size, special=special)
