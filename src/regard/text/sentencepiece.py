@@ -69,15 +69,13 @@ def sentencepiece(file: Path) -> FastTokenizer:
     found = read_pieces(file)
     tokenizer = _unigrams(found, file) if found.model == UNIGRAM else _merged(found, file)
     special = found.named(_UNKNOWN, _CONTROL)
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    tokenizer.add_special_tokens(special)
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in found.named(_USER)])
     if file.name == "spiece.model":
         count = options_of(file.parent).get("extra_ids", 100)
         if type(count) is not int or not 0 <= count <= 10_000:
             raise CheckpointError(f"{file.parent / OPTIONS} says extra_ids = {count!r}.")
-        numbers = range(count - 1, -1, -1)
-        sentinels = [AddedToken(f"<extra_id_{n}>", normalized=False) for n in numbers]
-        tokenizer.add_special_tokens(sentinels)
+        tokenizer.add_special_tokens([f"<extra_id_{n}>" for n in range(count - 1, -1, -1)])
     if "</s>" in special:
         close_with(tokenizer, "</s>")
     return tokenizer
