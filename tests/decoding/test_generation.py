@@ -400,33 +400,30 @@ def test_numbers_may_be_numpy_s() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    for make in (
-        lambda: Sample(temperature=0),
-        lambda: Sample(top_p=0),
-        lambda: Sample(top_k=-1),
-        lambda: Beam(0),
-        lambda: Beam(2, num_return_sequences=3),
-        lambda: Beam(2, early_stopping="often"),
-        lambda: Greedy(no_repeat_ngram_size=-1),
-        lambda: Beam(length_penalty=-float("inf")),
-        lambda: generate(Dice([1.0]), [[0]], max_new_tokens=0),
-        lambda: generate(Dice([1.0]), ["hello"], max_new_tokens=1),
-        lambda: generate(Dice([1.0]), [1, 2], max_new_tokens=1),
-        lambda: generate(Dice([1.0]), [[0]], max_new_tokens=1, batch=0),
-        lambda: generate(Dice([1.0]), [[0.5]], max_new_tokens=1),
-        lambda: generate(Dice([1.0]), None, max_new_tokens=1),
-        lambda: generate(Dice([1.0]), [[0]], "greedy", max_new_tokens=1),
-        lambda: generate(Dice([1.0]), [[0]], max_new_tokens=1, stop="ab"),
-        lambda: generate(Dice([1.0]), [[0]], max_new_tokens=1, stop=5),
-        lambda: generate(Dice([1.0]), [[0]], max_new_tokens=True),
-        lambda: list(stream_tokens(Dice([1.0]), [0], {"beams": 2}, max_new_tokens=1)),
-        lambda: Sample(temperature="1"),
-        lambda: Sample(top_p=None),
-        lambda: Sample(seed=1.5),
-        lambda: Sample(temperature=10**400),
-        lambda: Sample(seed=2**64),
-        lambda: Beam(num_return_sequences=None),
-        lambda: Beam(length_penalty=None),
-    ):
-        with pytest.raises(InputError):
-            make()
+    wrong: dict[type, dict[str, tuple[object, ...]]] = {
+        Greedy: {"no_repeat_ngram_size": (-1,)},
+        Sample: {
+            "temperature": (0, "1", 10**400), "top_p": (0, None), "top_k": (-1,),
+            "seed": (1.5, 2**64),
+        },
+        Beam: {
+            "num_beams": (0,), "num_return_sequences": (5, None), "early_stopping": ("often",),
+            "length_penalty": (-math.inf, None),
+        },
+    }  # fmt: skip
+    for strategy, fields in wrong.items():
+        for name, values in fields.items():
+            for value in values:
+                with pytest.raises(InputError, match=rf"{strategy.__name__}\({name}=...\)"):
+                    strategy(**{name: value})
+    good = {"prompts": [[0]], "how": None, "max_new_tokens": 1}
+    for name, values in {
+        "prompts": (["hello"], [1, 2], [[0.5]], None),
+        "how": ("greedy", {"beams": 2}),
+        "max_new_tokens": (0, True),
+        "batch": (0,),
+        "stop": ("ab", 5),
+    }.items():
+        for value in values:
+            with pytest.raises(InputError, match=name[1:]):
+                generate(Dice([1.0]), **good | {name: value})
