@@ -51,7 +51,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Train a model of :data:`RUNS`: its folder, the scores of its log and its final ones."""
+    """Train a model of :data:`RUNS`: the data, it, its tokenizer, its last and final scores."""
     folder = tmp_path_factory.mktemp("evaluating")
     write_data(folder)
     runs = {}
@@ -66,7 +66,8 @@ def trained(tmp_path_factory):
             result = train(parse_recipe(raw, {"schedule.steps": 4, "saving.every": 2, **keys}))
             rows = map(json.loads, (result.folder / "log.jsonl").read_text().splitlines())
             logged = [row["scores"] for row in rows if "scores" in row]
-            runs[name] = (result.folder / "model", logged[-1], result.scores)
+            made = result.folder / "model"
+            runs[name] = (load(made), Tokenizer.load(made), logged[-1], result.scores)
         return folder, *runs[name]
 
     return run
@@ -74,12 +75,12 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_log_the_end_of_a_run_and_evaluate_give_the_same_scores(trained, name):
-    root, folder, logged, final = trained(name)
+    root, model, tokenizer, logged, final = trained(name)
     _, _, source, keys, _ = RUNS[name]
     shown = []
     measured = evaluate(
-        load(folder),
-        Tokenizer.load(folder),
+        model,
+        tokenizer,
         [SOURCES[source]],
         list(final),
         root=root,
@@ -93,9 +94,8 @@ def test_the_log_the_end_of_a_run_and_evaluate_give_the_same_scores(trained, nam
 
 @pytest.mark.parametrize("name", ["text", "context", "memory", "no memory"])
 def test_the_scores_of_a_text_do_not_depend_on_the_batch(trained, name):
-    root, folder, logged, _ = trained(name)
+    root, model, tokenizer, logged, _ = trained(name)
     _, _, source, keys, _ = RUNS[name]
-    model, tokenizer = load(folder), Tokenizer.load(folder)
     lines = (root / "valid.txt").read_text(encoding="utf-8").splitlines(keepends=True)
     tokens = sum(len(tokenizer.encode(line, special=False).ids) for line in lines)
     for size in (1, 64, 5000):
@@ -208,8 +208,7 @@ def test_lanes_predict_each_token_once_and_remember_their_own_past(text, tmp_pat
 
 
 def test_a_limit_and_a_part(trained):
-    root, folder, *_ = trained("translation")
-    model, tokenizer = load(folder), Tokenizer.load(folder)
+    root, model, tokenizer, *_ = trained("translation")
 
     def count(settings=(), **keys):
         data, wanted = [SOURCES["tsv"] | keys], ["chrf", "loss"]
@@ -220,9 +219,8 @@ def test_a_limit_and_a_part(trained):
 
 
 def test_cards_are_read_by_the_earlier_names_of_their_keys(trained):
-    root, folder, logged, _ = trained("translation")
+    root, model, tokenizer, logged, _ = trained("translation")
     settings = {"evaluation.beam": 2, "evaluation.no_repeat": 0, "data.bad": 0.5, "data.length": 64}
-    model, tokenizer = load(folder), Tokenizer.load(folder)
     measured = evaluate(model, tokenizer, [SOURCES["tsv"]], ["chrf"], root=root, settings=settings)
     assert measured.scores["chrf"] == logged["chrf"]
 
