@@ -159,37 +159,30 @@ def test_a_prompt_fares_the_same_alone_or_in_any_batch(decoder, how) -> None:
             assert one.stopped == other.stopped
 
 
-class Watched:
-    """A model that notes how many rows each step has."""
-
-    def __init__(self, model) -> None:
-        self.model, self.rows = model, list[int]()
-
-    def start_decoding(self, prompts, room: int = 0):
-        return self.model.start_decoding(prompts, room)
-
-    def step(self, ids: torch.Tensor, state) -> torch.Tensor:
-        self.rows.append(len(ids))
-        return self.model.step(ids, state)
+def rows_of_steps(model) -> list[int]:
+    """The number of rows of each step that a model will take."""
+    rows, step = list[int](), model.step
+    model.step = lambda ids, state: rows.append(len(ids)) or step(ids, state)
+    return rows
 
 
 def test_places_are_taken_as_soon_as_they_are_free(pair) -> None:
     model, _, stop = pair
     prompts = many(40, 38)
-    watched, how = Watched(model), Greedy(no_repeat_ngram_size=1)
-    found = generate(watched, prompts, how, max_new_tokens=LENGTH, stop=[stop, 3, 17], batch=8)
+    rows, how = rows_of_steps(model), Greedy(no_repeat_ngram_size=1)
+    found = generate(model, prompts, how, max_new_tokens=LENGTH, stop=[stop, 3, 17], batch=8)
     # Each prompt is in one step for each of its tokens, and most steps are full.
     work = sum(len(output.ids) + output.stopped for [output] in found)
-    assert sum(watched.rows) == work
-    assert 8 * watched.rows.count(8) > 0.8 * work
+    assert sum(rows) == work
+    assert 8 * rows.count(8) > 0.8 * work
 
 
 def test_a_budget_of_tokens_makes_batches_of_short_prompts_larger() -> None:
-    watched = Watched(Dice([0.9, 0.1]))
-    prompts = [[1] * 10] * 4 + [[1]] * 40
-    generate(watched, prompts, max_new_tokens=3, batch=16, tokens=20)
-    assert max(watched.rows) == 16
-    assert watched.rows[0] == 2
+    dice = Dice([0.9, 0.1])
+    rows = rows_of_steps(dice)
+    generate(dice, [[1] * 10] * 4 + [[1]] * 40, max_new_tokens=3, batch=16, tokens=20)
+    assert max(rows) == 16
+    assert rows[0] == 2
 
 
 def test_a_sequence_that_is_done_comes_to_no_last_position() -> None:

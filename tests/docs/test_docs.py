@@ -22,10 +22,6 @@ from helpers.command import ROOT
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")])
 
 
-def names_of(paths: list[Path]) -> list[str]:
-    return [str(path.relative_to(ROOT)) for path in paths]
-
-
 @pytest.fixture(scope="module")
 def tables() -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(ROOT / "docs/tables.py")))
@@ -112,7 +108,7 @@ def anchors(page: str) -> set[str]:
     return {f"{a}-{count}" if count else a for a, count in zip(plain, before, strict=True)}
 
 
-@pytest.mark.parametrize("path", PAGES, ids=names_of(PAGES))
+@pytest.mark.parametrize("path", PAGES, ids=[str(path.relative_to(ROOT)) for path in PAGES])
 def test_links_lead_somewhere(path):
     page = path.read_text(encoding="utf-8")
     text = re.sub(r"^```.*?^```", "", page, flags=re.MULTILINE | re.DOTALL)

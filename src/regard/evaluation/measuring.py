@@ -20,7 +20,7 @@ from regard.decoding.strategies import Sample
 from regard.errors import InputError
 from regard.evaluation import metrics
 from regard.evaluation.scoring import AnswerScorer, PairScorer, Progress, Scorer, TextScorer
-from regard.evaluation.settings import WRITTEN, Measurement
+from regard.evaluation.settings import DECODING, WRITTEN, Measurement
 from regard.models.bundle import Bundle
 from regard.models.model import Model
 from regard.models.registry import ARCHITECTURES, Architecture
@@ -103,8 +103,16 @@ def evaluate(
     names = tuple(wanted) or SCORES_OF_TASK[row.scored_as]
     for name in names:
         metrics.check(name)
-    settled = _measurement(row, model, data, root, settings)
     report, kind = Report(), RECORDS[row.scored_as]
+    longest = model.longest or 384
+    lengths = {Pair: 256, Question: min(longest, 384), str: 128 if model.remembers else longest}
+    test = [dict(source) for source in data]
+    raw = {
+        "task": row.scored_as,
+        "model": {"kind": row.name},
+        "data": {"root": str(root), "length": lengths[kind], "train": [], "test": test},
+    }
+    settled = parse(Measurement, raw, settings)
     records = list(sources.records(settled.data, settled.data.test, kind, report))
     if not records:
         raise InputError(f"The data have no records to evaluate on. {report}")
@@ -113,32 +121,6 @@ def evaluate(
     with torch.inference_mode(), _memory_length(model, settled.model.config):
         scores = scorer(model) if progress is None else scorer(model, progress)
     return Evaluated({name: scores[name] for name in names}, scorer.count, scorer.unit, report)
-
-
-def _measurement(
-    row: Architecture,
-    model: Model,
-    data: Sequence[Mapping[str, Any]],
-    root: str | Path,
-    settings: Settings,
-) -> Measurement:
-    """The checked settings of an evaluation."""
-    most: dict[type, int | None] = {
-        Pair: 256,
-        Question: min(model.longest or 384, 384),
-        str: 128 if model.remembers else model.longest,
-    }
-    raw = {
-        "task": row.scored_as,
-        "model": {"kind": row.name},
-        "data": {
-            "root": str(root),
-            "length": most[RECORDS[row.scored_as]] or 256,
-            "train": [],
-            "test": [dict(source) for source in data],
-        },
-    }
-    return parse(Measurement, raw, settings)
 
 
 def _scorer(
@@ -196,6 +178,5 @@ def own_settings(bundle: Bundle) -> dict[str, Any]:
         strategy = bundle.settings(task).strategy()
         assert not isinstance(strategy, Sample)
         decoding = {"num_beams": 1} | asdict(strategy)
-        names = ("num_beams", "length_penalty", "no_repeat_ngram_size", "min_new_tokens")
-        result |= {f"evaluation.{name}": decoding[name] for name in names if name in decoding}
+        result |= {f"evaluation.{name}": decoding[name] for name in DECODING if name in decoding}
     return result
