@@ -150,7 +150,7 @@ def test_a_prompt_fares_the_same_alone_or_in_any_batch(decoder, how) -> None:
     prompts = many(16, 38)
     options = {"max_new_tokens": LENGTH, "stop": [stop, 3, 17]}
     expected = alone(model, prompts, how, **options)
-    assert len({len(ids) for [ids, *_] in ids_of(expected)}) > 1
+    assert how == Greedy() or len({len(ids) for [ids, *_] in ids_of(expected)}) > 1
     for sizes in ({}, {"batch": 3}, {"batch": 7}, {"tokens": 30}):
         found = generate(model, prompts, how, **options, **sizes)
         assert ids_of(found) == ids_of(expected)
