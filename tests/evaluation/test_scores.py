@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -180,6 +181,15 @@ def test_with_a_context_each_token_is_told_once_from_so_many(text, tmp_path, kin
     assert found.count == total
     expected = (math.exp(nats / total), nats / math.log(2) / size, nats / total)
     assert tuple(found.scores.values()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_pieces_are_as_long_as_a_model_reads_whatever_its_name(text, tmp_path, monkeypatch):
+    model, source = gpt2(text, length=16), text_file(tmp_path)
+    settings = {"data.length": 16}
+    expected = evaluate(model, text, [source], root=tmp_path, settings=settings).scores
+    row = replace(model.row(), name="a new name")
+    monkeypatch.setattr(GPT2, "row", lambda self: row)
+    assert evaluate(model, text, [source], root=tmp_path).scores == expected
 
 
 @torch.no_grad()

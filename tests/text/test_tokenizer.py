@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import random
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -270,28 +271,19 @@ def pairs_model() -> bytes:
     return model(pieces, 2, single=0)
 
 
-def merge(line: str) -> list[str]:
+def merge(line: str) -> Iterator[str]:
     """The definition: merge the leftmost pair that makes the best piece, until none makes one."""
     parts = list("▁" + line.replace(" ", "▁"))
-    while True:
-        made = [
-            (MERGED.index(a + b), at)
-            for at, (a, b) in enumerate(itertools.pairwise(parts))
-            if a + b in MERGED
-        ]
-        if not made:
-            break
+    while made := [
+        (MERGED.index(a + b), at)
+        for at, (a, b) in enumerate(itertools.pairwise(parts))
+        if a + b in MERGED
+    ]:
         _, at = min(made)
         parts[at : at + 2] = [parts[at] + parts[at + 1]]
-    return [
-        token
-        for part in parts
-        for token in (
-            [part]
-            if part in MERGED or part in SINGLE
-            else [f"<0x{byte:02X}>" for byte in part.encode()]
-        )
-    ]
+    for part in parts:
+        known = part in MERGED or part in SINGLE
+        yield from [part] if known else (f"<0x{byte:02X}>" for byte in part.encode())
 
 
 def test_sentencepiece_of_byte_pairs_merges_as_defined(tmp_path: Path) -> None:
