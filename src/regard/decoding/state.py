@@ -147,18 +147,17 @@ class State:
 
     def place(self, sentences: Tensor, others: State, which: Tensor) -> None:
         """The new rows end at the current node, and earlier nodes of these rows are hidden."""
-        mine, theirs = self._padded(), others._padded().index_select(0, which)
+        (mine, pads), (theirs, their_pads) = self._padded(), others._padded()
         if others.nodes > self.nodes:
-            mine = self._shift((self.nodes - others.nodes) // self.beams)
+            mine, pads = self._shift((self.nodes - others.nodes) // self.beams)
         for own, new in zip(self.own, others.own, strict=True):
             own.place(sentences, new, which)
-        assert self.pads is not None
-        assert others.pads is not None
-        positions = len(others) - others.pads.index_select(0, which)
-        self.pads = self.pads.index_copy(0, sentences, len(self) - positions)
+        positions = len(others) - their_pads.index_select(0, which)
+        self.pads = pads.index_copy(0, sentences, len(self) - positions)
         rows = mine.new_full((len(sentences), *mine.shape[1:]), self._unborn)
         rows[:, :, : self.nodes] = -math.inf
-        rows[:, :, self.nodes - others.nodes : self.nodes] = theirs[:, :, : others.nodes]
+        seen = theirs.index_select(0, which)[:, :, : others.nodes]
+        rows[:, :, self.nodes - others.nodes : self.nodes] = seen
         self._bias = mine.index_copy(0, sentences, rows)
         if self.context is not None:
             self._place_context(sentences, others, which)
@@ -197,8 +196,8 @@ class State:
             return torch.full((sentences,), width, device=self.context.device)
         return torch.as_tensor(self.context_padding.lengths, device=self.context.device)
 
-    def _padded(self) -> Tensor:
-        """Return the bias, and create it and the padding if missing."""
+    def _padded(self) -> tuple[Tensor, Tensor]:
+        """Return the bias and the padding, and create them if missing."""
         like = self.own[0].kept[0]
         if self.pads is None:
             self.pads = torch.zeros(len(like), dtype=torch.long, device=like.device)
@@ -206,7 +205,7 @@ class State:
             self._begin(like)
         if self._bias is None:
             self._bias = like.new_zeros(len(like), self.beams, max(self._room, self.nodes))
-        return self._bias
+        return self._bias, self.pads
 
     def _tidy(self) -> None:
         """Drop the first nodes hidden in all rows, if they are at least a quarter of the nodes."""
@@ -218,18 +217,17 @@ class State:
         if 4 * unseen >= self.nodes:
             self._shift(unseen // self.beams)
 
-    def _shift(self, steps: int) -> Tensor:
+    def _shift(self, steps: int) -> tuple[Tensor, Tensor]:
         """Drop the nodes of the first ``steps``. If negative, insert that many hidden steps."""
-        bias, by = self._padded(), steps * self.beams
-        assert self.pads is not None
+        (bias, pads), by = self._padded(), steps * self.beams
         for own in self.own:
             own.shift(by)
-        self.pads = self.pads - steps
+        self.pads = pads - steps
         self._unused -= steps
         more = bias.new_full((*bias.shape[:2], abs(by)), self._unborn if by > 0 else -math.inf)
         parts = (bias[:, :, by:], more) if by > 0 else (more, bias)
         self._bias = torch.cat(parts, dim=-1)
-        return self._bias
+        return self._bias, self.pads
 
 
 def _beyond(lengths: Tensor, width: int, like: Tensor) -> Tensor:

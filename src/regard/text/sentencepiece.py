@@ -59,9 +59,11 @@ def read_pieces(file: Path) -> Pieces:
     if kinds.count(_UNKNOWN) != 1:
         raise CheckpointError(f"{file} should have one piece for unknown characters.")
     with errors_of(file):
-        steps = [normalizers.Precompiled(charsmap)] if (charsmap := rules.get(2)) else []
-    normalizer = normalizers.Sequence([*steps, *(single_spaces() if rules.get(4, True) else [])])
-    return Pieces(pieces, kinds, kind_of_model, normalizer, bool(rules.get(3, True)))
+        steps: list[Any] = [normalizers.Precompiled(rules[2])] if rules.get(2) else []
+    if rules.get(4, True):  # no outer spaces, and single ones between words
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    prefix = bool(rules.get(3, True))
+    return Pieces(pieces, kinds, kind_of_model, normalizers.Sequence(steps), prefix)
 
 
 def sentencepiece(file: Path) -> FastTokenizer:
@@ -131,11 +133,6 @@ def _merged(found: Pieces, file: Path) -> FastTokenizer:
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), *first]
     )
     return tokenizer
-
-
-def single_spaces() -> list[normalizers.Normalizer]:
-    """Return normalizers that strip a text and leave single spaces between words."""
-    return [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
 
 
 def as_sentencepiece(tokenizer: FastTokenizer, *, prefix: bool) -> None:
