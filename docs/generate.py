@@ -277,17 +277,20 @@ def _markdown(doc: str) -> str:
     return "\n".join(lines).rstrip()
 
 
+def pages() -> dict[Path, str]:
+    """Every generated page, by its file."""
+    api = {DOCS / "api" / name: page for name, page in api_pages().items()}
+    return {DOCS / "help.md": help_page(), DOCS / "recipes.md": recipe_page(), **api}
+
+
 if __name__ == "__main__":
     import tables  # lies beside this file
 
-    (DOCS / "images").mkdir(exist_ok=True)
-    (DOCS / "help.md").write_text(help_page(), encoding="utf-8")
-    (DOCS / "recipes.md").write_text(recipe_page(), encoding="utf-8")
-    (DOCS / "api").mkdir(exist_ok=True)
     for left in (DOCS / "api").glob("*.md"):
         left.unlink()
-    for name, page in api_pages().items():
-        (DOCS / "api" / name).write_text(page, encoding="utf-8")
-    (DOCS / "images" / "explain.svg").write_text(worked_example(), encoding="utf-8")
-    (DOCS / "images" / "heads.svg").write_text(heads(), encoding="utf-8")
+    images = DOCS / "images"
+    pictures = {images / "explain.svg": worked_example(), images / "heads.svg": heads()}
+    for path, page in (pages() | pictures).items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(page, encoding="utf-8")
     tables.write()

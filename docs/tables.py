@@ -56,17 +56,13 @@ def _grid(what: str) -> dict[tuple[int, int, str], Row]:
     return dict(zip(CELLS, rows, strict=True))
 
 
+def _cpu(part: str, cases: Iterable[str]) -> list[Row]:
+    return results("cpu", lambda row: (row["part"], row["case"]), [(part, case) for case in cases])
+
+
 def _seeing_on_cpu(part: str, dtypes: Sequence[str], lengths: Sequence[int]) -> list[Row]:
-    return results(
-        "cpu",
-        lambda row: (row["part"], row["case"]),
-        [
-            (part, f"{dtype} n={length} {kind}, native")
-            for dtype in dtypes
-            for length in lengths
-            for kind in ("full", "causal")
-        ],
-    )
+    cells = [(d, n, kind) for d in dtypes for n in lengths for kind in ("full", "causal")]
+    return _cpu(part, [f"{dtype} n={length} {kind}, native" for dtype, length, kind in cells])
 
 
 # ---------------------------------------------------------------------------------- the wording
@@ -77,8 +73,8 @@ def _table(head: Sequence[str], lines: Iterable[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
-def _between(values: Iterable[float], digits: int) -> str:
-    values = list(values)
+def _between(rows: Iterable[Row], name: str, digits: int) -> str:
+    values = [row[name] for row in rows]
     low, high = (f"{end:.{digits}f}" for end in (min(values), max(values)))
     return low if low == high else f"{low} to {high}"
 
@@ -98,57 +94,37 @@ def _source(rows: Sequence[Row], script: str) -> str:
 
 def cpu() -> str:
     """Seeing, packed sequences and decoding on the CPU, each beside another library."""
+    kinds, dtypes = ("full", "causal"), ("float32", "bfloat16")
     lines: list[tuple[str, str, str]] = []
-    for dtype in ("float32", "bfloat16"):
+    for dtype in dtypes:
         rows = _seeing_on_cpu("seeing, speed / eager weights", [dtype], [4096])
-        lines.append(
-            (
-                f"entropy, peak, what keys receive and a pooled map; 4,096 tokens, {dtype}",
-                "all weights in plain PyTorch",
-                f"{_between((row['value'] for row in rows), 1)} times as fast",
-            )
-        )
-    costs = _seeing_on_cpu("seeing, cost / SDPA", ["float32", "bfloat16"], [2048, 4096, 8192])
-    lines.append(
+        seen = f"entropy, peak, what keys receive and a pooled map; 4,096 tokens, {dtype}"
+        speed = f"{_between(rows, 'value', 1)} times as fast"
+        lines.append((seen, "all weights in plain PyTorch", speed))
+    costs = _seeing_on_cpu("seeing, cost / SDPA", dtypes, [2048, 4096, 8192])
+    memory = _cpu("memory while seeing, MB", [f"n=32768, 8 heads, {kind}" for kind in kinds])
+    packed, decoding = _cpu("packed, speed / SDPA padded", kinds), _decoding()
+    lines += [
         (
             "the same, 2,048 to 8,192 tokens, both precisions",
             "PyTorch's attention alone, which shows nothing",
-            f"{_between((row['value'] for row in costs), 2)} times as long",
-        )
-    )
-    memory = results(
-        "cpu",
-        lambda row: (row["part"], row["case"]),
-        [("memory while seeing, MB", f"n=32768, 8 heads, {kind}") for kind in ("full", "causal")],
-    )
-    lines.append(
+            f"{_between(costs, 'value', 2)} times as long",
+        ),
         (
             "memory for the same; 32,768 tokens, 8 heads",
             f"all weights in float32: {8 * 32768**2 * 4 / 1e9:.0f} GB",
-            f"{_between((row['value'] for row in memory), 0)} MB",
-        )
-    )
-    packed = results(
-        "cpu",
-        lambda row: (row["part"], row["case"]),
-        [("packed, speed / SDPA padded", kind) for kind in ("full", "causal")],
-    )
-    lines.append(
+            f"{_between(memory, 'value', 0)} MB",
+        ),
         (
             "packed sequences of 16 to 512 tokens",
             "the same sequences padded, in PyTorch",
-            f"{_between((row['value'] for row in packed), 1)} times as fast",
-        )
-    )
-    decoding = _decoding()
+            f"{_between(packed, 'value', 1)} times as fast",
+        ),
+    ]
     for row in decoding:
-        lines.append(
-            (
-                f"{row['case']}, {row['ours'].removeprefix('regard ')}",
-                row["peer"].replace("ctranslate2", "CTranslate2"),
-                f"{row['speed']:.1f} times as fast",
-            )
-        )
+        peer = row["peer"].replace("ctranslate2", "CTranslate2")
+        case = f"{row['case']}, {row['ours'].removeprefix('regard ')}"
+        lines.append((case, peer, f"{row['speed']:.1f} times as fast"))
     table = _table(("on the CPU", "compared with", "regard"), lines)
     return table + _source(packed, "cpu.py") + _source(decoding, "decoding.py")
 
@@ -171,37 +147,33 @@ def _decoding() -> list[Row]:
 def eager() -> str:
     """How many times as fast the statistics are as all weights, on the CPU."""
     rows = _seeing_on_cpu("seeing, speed / eager weights", ["float32", "bfloat16"], [4096])
-    return _between((row["value"] for row in rows), 0)
+    return _between(rows, "value", 0)
 
 
 def gpu() -> str:
     """The cost of seeing on a GPU, in five lines."""
-    grid = _grid("seeing")
-    long = [row for (_, length, _), row in grid.items() if length >= 2048]
+    long = [row for (_, length, _), row in _grid("seeing").items() if length >= 2048]
+    [memory] = _gpu("memory", ["n 131072 heads 16 d 128"])
     forward, step = "PyTorch's fastest forward pass", "a training step that sees nothing"
     lines = [
-        ("a plain call", forward, "plain"),
-        ("entropy, peak, log-sum-exp, largest score", forward, "rows"),
-        ("all fields except the top keys, with a 64 × 64 map", forward, "everything"),
-        ("all of these and the top 8 keys of each query", forward, "top"),
-        ("a training step that sees all fields except the top keys", step, "training"),
+        (what, peer, f"{_between(long, name, 2)} times as long")
+        for what, peer, name in (
+            ("a plain call", forward, "plain"),
+            ("entropy, peak, log-sum-exp, largest score", forward, "rows"),
+            ("all fields except the top keys, with a 64 × 64 map", forward, "everything"),
+            ("all of these and the top 8 keys of each query", forward, "top"),
+            ("a training step that sees all fields except the top keys", step, "training"),
+        )
     ]
-    memory = _gpu("memory", ["n 131072 heads 16 d 128"])
-    table = _table(
-        ("on an H200, bfloat16, 2,048 tokens and more", "compared with", "regard"),
-        [
-            *(
-                (what, peer, f"{_between((row[name] for row in long), 2)} times as long")
-                for what, peer, name in lines
-            ),
-            (
-                "memory for all fields except the top keys; 131,072 causal tokens, 16 heads",
-                f"all weights in bfloat16: {16 * 131072**2 * 2 / 2**30:.0f} GiB",
-                f"{memory[0]['gib']:.2f} GiB, in {memory[0]['seconds']:.2f} s",
-            ),
-        ],
+    lines.append(
+        (
+            "memory for all fields except the top keys; 131,072 causal tokens, 16 heads",
+            f"all weights in bfloat16: {16 * 131072**2 * 2 / 2**30:.0f} GiB",
+            f"{memory['gib']:.2f} GiB, in {memory['seconds']:.2f} s",
+        )
     )
-    return table + _source(long, "gpu.py")
+    head = ("on an H200, bfloat16, 2,048 tokens and more", "compared with", "regard")
+    return _table(head, lines) + _source(long, "gpu.py")
 
 
 def gpu_seeing() -> str:
@@ -223,36 +195,23 @@ def gpu_fields() -> str:
     """Which pass a field comes from, and what it adds to PyTorch's forward pass."""
     grid = _grid("passes")
     rows = [row for (_, length, _), row in grid.items() if length >= 2048]
-    second = _between((row["second"] for row in rows), 2)
-    backward = _between((row["backward"] for row in rows), 2)
+    names = ("rows", "everything", "second", "backward", "top")
+    adds = {name: _between(rows, name, 2) for name in names}
+    while_training = f"{adds['backward']} of cuDNN's backward pass, which it replaces"
     lines = [
+        ("`lse`, `entropy`, `peak`, `max_logit`", "the forward pass", adds["rows"]),
+        ("`distance` as well", "the same pass", adds["everything"]),
         (
-            "`lse`, `entropy`, `peak`, `max_logit`",
-            "the forward pass",
-            f"{_between((row['rows'] for row in rows), 2)}",
+            "`received`, `map`, `map_peak`",
+            "a second pass over the keys",
+            f"{adds['second']} more",
         ),
-        (
-            "`distance` as well",
-            "the same pass",
-            f"{_between((row['everything'] for row in rows), 2)}",
-        ),
-        ("`received`, `map`, `map_peak`", "a second pass over the keys", f"{second} more"),
-        (
-            "the same while training",
-            "the backward pass",
-            f"{backward} of cuDNN's backward pass, which it replaces",
-        ),
-        (
-            "`top`, up to 8 keys",
-            "one more pass over QKᵀ",
-            f"{_between((row['top'] for row in rows), 2)} more",
-        ),
+        ("the same while training", "the backward pass", while_training),
+        ("`top`, up to 8 keys", "one more pass over QKᵀ", f"{adds['top']} more"),
         ("`rows`", "a kernel for these rows alone", "grows with the rows"),
     ]
-    table = _table(
-        ("field", "computed in", "time, as a share of PyTorch's fastest forward pass"), lines
-    )
-    return table + _source(list(grid.values()), "gpu.py passes")
+    head = ("field", "computed in", "time, as a share of PyTorch's fastest forward pass")
+    return _table(head, lines) + _source(list(grid.values()), "gpu.py passes")
 
 
 def gpu_structures() -> str:
@@ -333,16 +292,8 @@ def gpu_models() -> str:
     )
 
 
-BLOCKS: dict[str, Callable[[], str]] = {
-    "cpu": cpu,
-    "eager": eager,
-    "gpu": gpu,
-    "gpu-seeing": gpu_seeing,
-    "gpu-fields": gpu_fields,
-    "gpu-structures": gpu_structures,
-    "gpu-few-queries": gpu_few_queries,
-    "gpu-models": gpu_models,
-}
+_FIGURES = (cpu, eager, gpu, gpu_seeing, gpu_fields, gpu_structures, gpu_few_queries, gpu_models)
+BLOCKS = {make.__name__.replace("_", "-"): make for make in _FIGURES}
 
 
 # ------------------------------------------------------------------------------------ the pages

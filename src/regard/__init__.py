@@ -12,6 +12,7 @@ if TYPE_CHECKING:  # type checkers and editors read this list, and a test compar
     from regard import pictures as pictures
     from regard.decoding.generation import generate as generate
     from regard.decoding.generation import stream_tokens as stream_tokens
+    from regard.decoding.settings import Settings as Settings
     from regard.decoding.strategies import Beam as Beam
     from regard.decoding.strategies import Generated as Generated
     from regard.decoding.strategies import Greedy as Greedy
@@ -81,16 +82,9 @@ if TYPE_CHECKING:  # type checkers and editors read this list, and a test compar
 __version__ = "0.1.0"
 
 _HOMES = {
-    "regard.decoding.generation": (
-        "generate",
-        "stream_tokens",
-    ),
-    "regard.decoding.strategies": (
-        "Beam",
-        "Greedy",
-        "Generated",
-        "Sample",
-    ),
+    "regard.decoding.generation": ("generate", "stream_tokens"),
+    "regard.decoding.settings": ("Settings",),
+    "regard.decoding.strategies": ("Beam", "Greedy", "Generated", "Sample"),
     "regard.errors": (
         "BackendError",
         "CheckpointError",
@@ -98,11 +92,7 @@ _HOMES = {
         "RegardError",
         "UnknownModelError",
     ),
-    "regard.interpret.explaining.inputs": (
-        "explain",
-        "explain_projections",
-        "explain_tensors",
-    ),
+    "regard.interpret.explaining.inputs": ("explain", "explain_projections", "explain_tensors"),
     "regard.interpret.explaining.layer": ("explain_model",),
     "regard.interpret.explaining.trace": ("Trace",),
     "regard.interpret.looking": ("look",),
@@ -110,78 +100,24 @@ _HOMES = {
     "regard.interpret.watching": ("watch",),
     "regard.layers.cache": ("KeyValueCache",),
     "regard.layers.losses": ("linear_cross_entropy",),
-    "regard.layers.modules": (
-        "Block",
-        "FeedForward",
-        "MultiHeadAttention",
-        "RMSNorm",
-    ),
-    "regard.mechanism.biases": (
-        "Alibi",
-        "RelativeBuckets",
-        "RelativeContent",
-    ),
-    "regard.mechanism.functional": (
-        "attention",
-        "why",
-    ),
-    "regard.mechanism.masks": (
-        "Causal",
-        "Padding",
-        "Prefix",
-        "Segments",
-        "Window",
-    ),
-    "regard.mechanism.seeing": (
-        "See",
-        "Seen",
-        "Top",
-    ),
-    "regard.models.bert": (
-        "Bert",
-        "BertAnswering",
-        "BertConfig",
-        "BertMaskedLM",
-    ),
-    "regard.models.gpt2": (
-        "GPT2",
-        "GPT2Config",
-    ),
+    "regard.layers.modules": ("Block", "FeedForward", "MultiHeadAttention", "RMSNorm"),
+    "regard.mechanism.biases": ("Alibi", "RelativeBuckets", "RelativeContent"),
+    "regard.mechanism.functional": ("attention", "why"),
+    "regard.mechanism.masks": ("Causal", "Padding", "Prefix", "Segments", "Window"),
+    "regard.mechanism.seeing": ("See", "Seen", "Top"),
+    "regard.models.bert": ("Bert", "BertAnswering", "BertConfig", "BertMaskedLM"),
+    "regard.models.gpt2": ("GPT2", "GPT2Config"),
     "regard.models.loading": ("load",),
-    "regard.models.quantization": (
-        "prepack",
-        "quantize",
-    ),
-    "regard.models.t5": (
-        "T5",
-        "T5Config",
-    ),
-    "regard.models.transformer": (
-        "Transformer",
-        "TransformerConfig",
-    ),
-    "regard.models.transformer_xl": (
-        "TransformerXL",
-        "TransformerXLConfig",
-    ),
-    "regard.tasks.completion": (
-        "complete",
-        "stream_completion",
-    ),
+    "regard.models.quantization": ("prepack", "quantize"),
+    "regard.models.t5": ("T5", "T5Config"),
+    "regard.models.transformer": ("Transformer", "TransformerConfig"),
+    "regard.models.transformer_xl": ("TransformerXL", "TransformerXLConfig"),
+    "regard.tasks.completion": ("complete", "stream_completion"),
     "regard.tasks.question_answering": ("answer",),
-    "regard.tasks.records": (
-        "Answer",
-        "WordAttention",
-        "Completion",
-        "Summary",
-        "Translation",
-    ),
+    "regard.tasks.records": ("Answer", "WordAttention", "Completion", "Summary", "Translation"),
     "regard.tasks.summarization": ("summarize",),
     "regard.tasks.translation": ("translate",),
-    "regard.text.tokenizer": (
-        "Encoded",
-        "Tokenizer",
-    ),
+    "regard.text.tokenizer": ("Encoded", "Tokenizer"),
 }
 _MODULES = {
     "biases": "regard.mechanism.biases",

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import asdict
+from itertools import chain, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy
 import pytest
 import torch
+import transformers
 
 from helpers.random_models import (
     FIVE,
-    XL_IDS,
     agree,
     padded,
     random_gpt2,
@@ -23,7 +25,9 @@ from helpers.random_models import (
 )
 from regard import GPT2, GPT2Config, InputError, Tokenizer, load
 from regard.decoding.generation import generate, stream_tokens
+from regard.decoding.state import State
 from regard.decoding.strategies import Beam, Generated, Greedy, Sample
+from regard.models.model import Model
 
 PROMPTS = [[5, 6, 7, 8, 9, 10, 11], [12, 13, 14], [15], [7, 7], [30, 2, 8, 8, 1]]
 LENGTH = 12
@@ -33,44 +37,62 @@ MODELS = {
     "t5": (random_t5, 3, 36),
     "transformer": (random_marian, 2, 29),
 }
-BEAMS = {
-    "plain": (Beam(4), {}),
-    "short": (Beam(3, length_penalty=0.2), {"length_penalty": 0.2}),
-    "long": (Beam(3, length_penalty=2.0), {"length_penalty": 2.0}),
-    "early": (Beam(4, early_stopping=True), {"early_stopping": True}),
-    "never": (Beam(4, early_stopping="never"), {"early_stopping": "never"}),
-    "three": (Beam(4, num_return_sequences=3), {"num_return_sequences": 3}),
-    "no repeats": (Beam(4, no_repeat_ngram_size=2), {"no_repeat_ngram_size": 2}),
-    "no shorter": (Beam(4, min_new_tokens=6), {"min_new_tokens": 6}),
-    "one": (Beam(1), {}),
-}
+STRATEGIES = [
+    Greedy(),
+    Greedy(no_repeat_ngram_size=2),
+    Greedy(min_new_tokens=6),
+    Beam(4),
+    Beam(3, length_penalty=0.2),
+    Beam(3, length_penalty=2.0),
+    Beam(4, early_stopping=True),
+    Beam(4, early_stopping="never"),
+    Beam(4, num_return_sequences=3),
+    Beam(4, no_repeat_ngram_size=2),
+    Beam(4, min_new_tokens=6),
+    Beam(1),
+]
 
 
-@pytest.fixture(params=MODELS)
-def pair(request: pytest.FixtureRequest, tmp_path: Path):
-    """Our model, theirs, the stop token, and whether prompts come before what is generated."""
-    make, factor, stop = MODELS[request.param]
+class Pair(NamedTuple):
+    ours: Model
+    theirs: transformers.PreTrainedModel
+    stop: int
+
+
+def pair_of(name: str, folder: Path) -> Pair:
+    """Our model and that of transformers, with the same weights."""
+    make, factor, stop = MODELS[name]
     reference = make()
     with torch.no_grad():
         for parameter in reference.parameters():
             if parameter.dim() == 2 and parameter.requires_grad:
                 parameter.mul_(factor)
-    reference.save_pretrained(tmp_path)
-    return load(tmp_path), reference, stop, request.param == "gpt2"
+    reference.save_pretrained(folder)
+    return Pair(load(folder), reference, stop)
 
 
-def theirs(pair, options: dict[str, Any]) -> list[list[list[int]]]:
-    """What transformers generates: per prompt, per sequence, without prompt, stop and padding."""
-    causal = pair[3]
-    if causal and "no_repeat_ngram_size" in options:  # there, padding counts as words
-        return [found for prompt in PROMPTS for found in batch_of_theirs(pair, [prompt], options)]
-    return batch_of_theirs(pair, PROMPTS, options)
+@pytest.fixture(params=MODELS)
+def pair(request: pytest.FixtureRequest, tmp_path: Path) -> Pair:
+    return pair_of(request.param, tmp_path)
 
 
-def batch_of_theirs(
-    pair, prompts: list[list[int]], options: dict[str, Any]
+@pytest.fixture(params=[*MODELS, "transformer-xl"])
+def decoder(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Model, int]:
+    """Our model of each architecture, and its stop token."""
+    if request.param == "transformer-xl":
+        return random_xl(vocabulary=40), 29
+    model, _, stop = pair_of(request.param, tmp_path)
+    return model, stop
+
+
+def theirs(
+    pair: Pair, how: Greedy | Beam, prompts: list[list[int]] = PROMPTS
 ) -> list[list[list[int]]]:
-    _, reference, stop, causal = pair
+    """What transformers generates: per prompt, per sequence, without prompt, stop and padding."""
+    _, reference, stop = pair
+    causal = not reference.config.is_encoder_decoder
+    if causal and how.no_repeat_ngram_size and len(prompts) > 1:  # there, padding counts as words
+        return [found for prompt in prompts for found in theirs(pair, how, [prompt])]
     ids, _, mask = padded(prompts, "left" if causal else "right", 0)
     out = reference.generate(
         ids,
@@ -79,11 +101,11 @@ def batch_of_theirs(
         do_sample=False,
         eos_token_id=stop,
         pad_token_id=stop,
-        **options,
+        **asdict(how),
     )
     out = out[:, ids.shape[1] if causal else 1 :].tolist()
     rows = [row[: row.index(stop)] if stop in row else row for row in out]
-    each = options.get("num_return_sequences", 1)
+    each = len(rows) // len(prompts)
     return [rows[start : start + each] for start in range(0, len(rows), each)]
 
 
@@ -91,58 +113,14 @@ def ids_of(found: list[list[Generated]]) -> list[list[list[int]]]:
     return [[output.ids for output in outputs] for outputs in found]
 
 
-def test_greedy_is_that_of_transformers(pair) -> None:
-    model, _, stop, _ = pair
-    found = generate(model, PROMPTS, max_new_tokens=LENGTH, stop=[stop])
-    assert ids_of(found) == theirs(pair, {})
-    if FIVE:  # before, weights are drawn otherwise
-        assert len({len(ids) for [ids] in ids_of(found)}) > 1
-
-
-def test_greedy_without_repeats_is_that_of_transformers(pair) -> None:
-    model, _, stop, _ = pair
-    found = generate(
-        model, PROMPTS, Greedy(no_repeat_ngram_size=2), max_new_tokens=LENGTH, stop=[stop]
-    )
-    assert ids_of(found) == theirs(pair, {"no_repeat_ngram_size": 2})
-
-
-def test_greedy_that_is_no_shorter_is_that_of_transformers(pair) -> None:
-    model, _, stop, _ = pair
-    found = generate(model, PROMPTS, Greedy(min_new_tokens=6), max_new_tokens=LENGTH, stop=[stop])
-    assert ids_of(found) == theirs(pair, {"min_new_tokens": 6})
-    assert min(len(ids) for [ids] in ids_of(found)) >= 6
-
-
-@pytest.mark.parametrize("name", BEAMS)
-def test_beam_search_is_that_of_transformers(pair, name: str) -> None:
-    model, _, stop, _ = pair
-    how, options = BEAMS[name]
-    found = generate(model, PROMPTS, how, max_new_tokens=LENGTH, stop=[stop])
-    assert ids_of(found) == theirs(pair, {"num_beams": how.num_beams, **options})
-
-
-@pytest.mark.parametrize(
-    "how",
-    [
-        Greedy(),
-        Greedy(no_repeat_ngram_size=2),
-        Sample(seed=3, top_k=20),
-        Beam(3, num_return_sequences=2, no_repeat_ngram_size=3),
-    ],
-)
-def test_a_prompt_fares_the_same_alone_or_in_any_batch(pair, how) -> None:
-    model, _, stop, _ = pair
-    together = generate(model, PROMPTS, how, max_new_tokens=LENGTH, stop=[stop])
-    for batch in (1, 2, 3):
-        again = generate(model, PROMPTS, how, max_new_tokens=LENGTH, stop=[stop], batch=batch)
-        assert ids_of(again) == ids_of(together)
-    for prompt, expected in zip(PROMPTS, together, strict=True):
-        [alone] = generate(model, [prompt], how, max_new_tokens=LENGTH, stop=[stop])
-        assert ids_of([alone]) == ids_of([expected])
-        for one, other in zip(alone, expected, strict=True):
-            assert one.score == pytest.approx(other.score, rel=1e-4)
-            assert one.stopped == other.stopped
+@pytest.mark.parametrize("how", STRATEGIES)
+def test_decoding_is_that_of_transformers(pair: Pair, how: Greedy | Beam) -> None:
+    found = ids_of(generate(pair.ours, PROMPTS, how, max_new_tokens=LENGTH, stop=[pair.stop]))
+    assert found == theirs(pair, how)
+    lengths = {len(ids) for [ids, *_] in found}
+    assert min(lengths) >= how.min_new_tokens
+    if FIVE and how == Greedy():  # before, weights are drawn otherwise
+        assert len(lengths) > 1
 
 
 def many(count: int, vocabulary: int, longest: int = 9) -> list[list[int]]:
@@ -158,57 +136,53 @@ def alone(model, prompts: list[list[int]], how, **options: Any) -> list[list[Gen
     return [generate(model, [prompt], how, **options)[0] for prompt in prompts]
 
 
-# Where no token comes twice, a stop does, sooner or later.
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [
-        Greedy(no_repeat_ngram_size=1),
-        Sample(seed=3, temperature=3.0),
+        Greedy(),
+        Greedy(no_repeat_ngram_size=1),  # where no token comes twice, a stop does, sooner or later
+        Sample(seed=4, temperature=3.0),
         Beam(3, num_return_sequences=2, no_repeat_ngram_size=1),
     ],
 )
-def test_prompts_that_take_the_places_of_others_fare_as_alone(pair, how) -> None:
-    model, _, stop, _ = pair
-    prompts = many(24, 38)
+def test_a_prompt_fares_the_same_alone_or_in_any_batch(decoder, how) -> None:
+    model, stop = decoder
+    prompts = many(16, 38)
     options = {"max_new_tokens": LENGTH, "stop": [stop, 3, 17]}
-    expected = ids_of(alone(model, prompts, how, **options))
-    assert len({len(ids) for [ids, *_] in expected}) > 2
-    for sizes in ({"batch": 4}, {"batch": 10}, {"tokens": 30}):
-        assert ids_of(generate(model, prompts, how, **options, **sizes)) == expected
+    expected = alone(model, prompts, how, **options)
+    assert how == Greedy() or len({len(ids) for [ids, *_] in ids_of(expected)}) > 1
+    for sizes in ({}, {"batch": 3}, {"batch": 7}, {"tokens": 30}):
+        found = generate(model, prompts, how, **options, **sizes)
+        assert ids_of(found) == ids_of(expected)
+        for one, other in zip(chain(*found), chain(*expected), strict=True):
+            assert one.score == pytest.approx(other.score, rel=1e-4)
+            assert one.stopped == other.stopped
 
 
-class Watched:
-    """A model that notes how many rows each step has."""
-
-    def __init__(self, model) -> None:
-        self.model, self.rows = model, list[int]()
-
-    def start_decoding(self, prompts, room: int = 0):
-        return self.model.start_decoding(prompts, room)
-
-    def step(self, ids: torch.Tensor, state) -> torch.Tensor:
-        self.rows.append(len(ids))
-        return self.model.step(ids, state)
+def rows_of_steps(model) -> list[int]:
+    """The number of rows of each step that a model will take."""
+    rows, step = list[int](), model.step
+    model.step = lambda ids, state: rows.append(len(ids)) or step(ids, state)
+    return rows
 
 
 def test_places_are_taken_as_soon_as_they_are_free(pair) -> None:
-    model, _, stop, _ = pair
+    model, _, stop = pair
     prompts = many(40, 38)
-    watched, how = Watched(model), Greedy(no_repeat_ngram_size=1)
-    found = generate(watched, prompts, how, max_new_tokens=LENGTH, stop=[stop, 3, 17], batch=8)
+    rows, how = rows_of_steps(model), Greedy(no_repeat_ngram_size=1)
+    found = generate(model, prompts, how, max_new_tokens=LENGTH, stop=[stop, 3, 17], batch=8)
     # Each prompt is in one step for each of its tokens, and most steps are full.
     work = sum(len(output.ids) + output.stopped for [output] in found)
-    assert sum(watched.rows) == work
-    assert 8 * watched.rows.count(8) > 0.8 * work
+    assert sum(rows) == work
+    assert 8 * rows.count(8) > 0.8 * work
 
 
 def test_a_budget_of_tokens_makes_batches_of_short_prompts_larger() -> None:
-    watched = Watched(Dice([0.9, 0.1]))
-    prompts = [[1] * 10] * 4 + [[1]] * 40
-    generate(watched, prompts, max_new_tokens=3, batch=16, tokens=20)
-    assert max(watched.rows) == 16
-    assert watched.rows[0] == 2
+    dice = Dice([0.9, 0.1])
+    rows = rows_of_steps(dice)
+    generate(dice, [[1] * 10] * 4 + [[1]] * 40, max_new_tokens=3, batch=16, tokens=20)
+    assert max(rows) == 16
+    assert rows[0] == 2
 
 
 def test_a_sequence_that_is_done_comes_to_no_last_position() -> None:
@@ -221,18 +195,14 @@ def test_a_sequence_that_is_done_comes_to_no_last_position() -> None:
     with torch.no_grad():
         model.tokens.weight.mul_(40)
     longest = [(3 * n) % 20 for n in range(20)]
-    [[first]] = generate(model, [longest], max_new_tokens=1)
-    [stop] = first.ids
+    [[[stop]]] = ids_of(generate(model, [longest], max_new_tokens=1))
     # All others go on to the end, so that the longest, which is done, is not worth removing.
-    others = [prompt for prompt in many(60, 20, longest=6) if stop not in ids_alone(model, prompt)]
-    prompts = [longest, *others[:15]]
-    found = generate(model, prompts, max_new_tokens=16, stop=[stop])
-    assert [output.ids for [output] in found] == [[], *(ids_alone(model, p) for p in others[:15])]
-
-
-def ids_alone(model, prompt: list[int]) -> list[int]:
-    [[output]] = generate(model, [prompt], max_new_tokens=16)
-    return output.ids
+    prompts = many(60, 20, longest=6)
+    each = zip(prompts, ids_of(alone(model, prompts, None, max_new_tokens=16)), strict=True)
+    going = [(prompt, ids) for prompt, [ids] in each if stop not in ids][:15]
+    prompts = [longest, *(prompt for prompt, _ in going)]
+    found = ids_of(generate(model, prompts, max_new_tokens=16, stop=[stop]))
+    assert found == [[[]], *([ids] for _, ids in going)]
 
 
 @torch.inference_mode()
@@ -246,25 +216,24 @@ def test_a_longer_prompt_finds_a_place_too(pair, beams: int) -> None:
             logits = model.step((ids + step).repeat_interleave(state.beams, 0), state)
         return logits.view(len(ids), state.beams, -1)
 
+    def started(prompts: list[list[int]], beams: int = 1) -> State:
+        ids, state = model.start_decoding(prompts)
+        model.step(ids, state)
+        state.spread(beams)
+        return state
+
     longer = [list(range(20, 34)), [5, 6]]
-    ids, state = model.start_decoding([[1, 2], [3, 4], [8, 9]])
-    model.step(ids, state)
-    state.spread(beams)
+    state = started([[1, 2], [3, 4], [8, 9]], beams)
     run(state, torch.tensor([[4], [5], [6]]), 2)
-    ids, others = model.start_decoding(longer)
-    model.step(ids, others)
-    others.spread(beams)
+    others = started(longer, beams)
     state.place(torch.tensor([2]), others, torch.tensor([0]))
     state.place(torch.tensor([0]), others, torch.tensor([1]))
     found = run(state, torch.tensor([[12], [11], [10]]), 3)
     for row, prompt, token in ((2, longer[0], 10), (0, longer[1], 12)):
-        ids, by_itself = model.start_decoding([prompt])
-        model.step(ids, by_itself)
-        expected = run(by_itself, torch.tensor([[token]]), 3)[0, 0]
+        expected = run(started([prompt]), torch.tensor([[token]]), 3)[0, 0]
         for beam in range(beams):
             agree(found[row, beam], expected)
-    ids, by_itself = model.start_decoding([[3, 4]])
-    model.step(ids, by_itself)
+    by_itself = started([[3, 4]])
     run(by_itself, torch.tensor([[5]]), 2)
     agree(found[1, 0], run(by_itself, torch.tensor([[11]]), 3)[0, 0])
 
@@ -279,18 +248,12 @@ def test_shipped_models_fare_the_same_alone_or_in_a_batch(name: str, how) -> Non
         "I have seen the old house at the end of the road, and nobody lives there any more.",
         "Yes.",
         "Where are you going so late at night?",
-        "She opened the door, looked around, and then she closed it again without a word.",
         "Come in!",
-        "A dog is running through the snow.",
-        "It was the best of times, it was the worst of times.",
-        "Two men are talking.",
     ]
-    end = () if model.config.end_token is None else (model.config.end_token,)
-    tag = (text.id(">>fra<<"),) if name == "translate" else ()
-    encoded = text.encode_all(lines, special=False)
-    tail = end if name == "translate" else ()
-    prompts = [[*tag, *one.ids, *tail] for one in encoded]
-    options = {"max_new_tokens": 24, "stop": [*end, text.encode(".", special=False).ids[-1]]}
+    tag, end = ">>fra<< " if name == "translate" else "", model.config.end_token
+    prompts = [text.encode(tag + line).ids for line in lines]
+    stop = [text.encode(".", special=False).ids[-1], *(() if end is None else (end,))]
+    options = {"max_new_tokens": 24, "stop": stop}
     expected = ids_of(alone(model, prompts, how, **options))
     assert ids_of(generate(model, prompts, how, batch=3, **options)) == expected
 
@@ -309,10 +272,9 @@ def log_probabilities(model, prompt: list[int], ids: list[int]) -> list[float]:
 
 @pytest.mark.parametrize("how", [Greedy(), Beam(3, length_penalty=0.7), Sample(seed=1)])
 def test_scores_are_sums_of_log_probabilities(pair, how) -> None:
-    model, _, stop, _ = pair
-    for prompt, [output] in zip(
-        PROMPTS, generate(model, PROMPTS, how, max_new_tokens=6, stop=[stop]), strict=True
-    ):
+    model, _, stop = pair
+    found = generate(model, PROMPTS, how, max_new_tokens=6, stop=[stop])
+    for prompt, [output] in zip(PROMPTS, found, strict=True):
         ids = [*output.ids, stop] if output.stopped else output.ids
         expected = sum(log_probabilities(model, prompt, ids))
         if isinstance(how, Beam):
@@ -321,24 +283,11 @@ def test_scores_are_sums_of_log_probabilities(pair, how) -> None:
 
 
 def test_streaming_gives_the_same_tokens(pair) -> None:
-    model, _, stop, _ = pair
+    model, _, stop = pair
+    options = {"max_new_tokens": LENGTH, "stop": [stop]}
     for how in (Greedy(), Greedy(no_repeat_ngram_size=2), Sample(seed=5)):
-        [[whole]] = generate(model, PROMPTS[:1], how, max_new_tokens=LENGTH, stop=[stop])
-        assert (
-            list(stream_tokens(model, PROMPTS[0], how, max_new_tokens=LENGTH, stop=[stop]))
-            == whole.ids
-        )
-
-
-def test_the_adaptive_model_decodes_too() -> None:
-    model = random_xl()
-    prompts = [XL_IDS[:5], XL_IDS[5:7], XL_IDS[3:4], *many(9, 12)]
-    for how in (Greedy(), Beam(3, num_return_sequences=2), Sample(seed=2)):
-        together = generate(model, prompts, how, max_new_tokens=9, stop=[4], batch=4)
-        for prompt, expected in zip(prompts, together, strict=True):
-            assert ids_of(generate(model, [prompt], how, max_new_tokens=9, stop=[4])) == ids_of(
-                [expected]
-            )
+        [[whole]] = generate(model, PROMPTS[:1], how, **options)
+        assert list(stream_tokens(model, PROMPTS[0], how, **options)) == whole.ids
 
 
 class Dice:
@@ -347,23 +296,10 @@ class Dice:
     def __init__(self, chances: list[float]) -> None:
         self.logits = torch.tensor(chances).log()
 
-    class Nothing:
-        pads = None
-
-        def spread(self, beams: int) -> None: ...
-
-        def follow(self, origins: torch.Tensor) -> None: ...
-
-        def keep(self, sentences: torch.Tensor) -> None: ...
-
-        def rest(self, sentences: torch.Tensor) -> None: ...
-
-        def place(self, sentences: torch.Tensor, others: object, which: object) -> None: ...
-
     def start_decoding(self, prompts, room: int = 0):
-        return torch.zeros(len(prompts), 1, dtype=torch.long), self.Nothing()
+        return torch.zeros(len(prompts), 1, dtype=torch.long), State(0)
 
-    def step(self, ids: torch.Tensor, state: Nothing) -> torch.Tensor:
+    def step(self, ids: torch.Tensor, state: State) -> torch.Tensor:
         return self.logits.expand(len(ids), -1)
 
 
@@ -386,6 +322,12 @@ def test_samples_come_as_often_as_they_should() -> None:
     assert drawn(Sample(temperature=1e-3), chances) == [0, 1, 0, 0]
     assert drawn(Sample(temperature=1e-40), chances) == [0, 1, 0, 0]
     assert drawn(Sample(top_p=1e-300), chances) == [0, 1, 0, 0]
+
+
+def test_top_p_keeps_the_fewest_tokens_that_reach_it() -> None:
+    shares = drawn(Sample(top_p=0.5), [0.25] * 4)
+    assert min(shares[:2]) > 0
+    assert shares[2:] == [0, 0]
 
 
 @pytest.mark.parametrize(
@@ -427,19 +369,11 @@ def test_beam_search_finds_the_best_of_all_sequences() -> None:
         max_new_tokens=3,
         stop=[3],
     )
+    logs = torch.tensor(chances).log().tolist()
     scores: dict[tuple[int, ...], float] = {}
-
-    def spread(ids: tuple[int, ...], score: float) -> None:
-        logs = torch.tensor(chances).log().tolist()
-        for token in range(4):
-            if token == 3:
-                scores[(*ids, 3)] = score + logs[token]
-            elif len(ids) == 2:
-                scores[(*ids, token)] = score + logs[token]
-            else:
-                spread((*ids, token), score + logs[token])
-
-    spread((), 0.0)
+    for ids in product(range(4), repeat=3):
+        ended = ids[: ids.index(3) + 1] if 3 in ids else ids
+        scores[ended] = sum(logs[token] for token in ended)
     expected = sorted(scores.values(), reverse=True)[:5]
     assert [output.score for output in outputs] == pytest.approx(expected, rel=1e-5)
 
@@ -459,33 +393,30 @@ def test_numbers_may_be_numpy_s() -> None:
 
 
 def test_what_makes_no_sense_is_refused() -> None:
-    for make in (
-        lambda: Sample(temperature=0),
-        lambda: Sample(top_p=0),
-        lambda: Sample(top_k=-1),
-        lambda: Beam(0),
-        lambda: Beam(2, num_return_sequences=3),
-        lambda: Beam(2, early_stopping="often"),
-        lambda: Greedy(no_repeat_ngram_size=-1),
-        lambda: Beam(length_penalty=-float("inf")),
-        lambda: generate(Dice([1.0]), [[0]], max_new_tokens=0),
-        lambda: generate(Dice([1.0]), ["hello"], max_new_tokens=1),
-        lambda: generate(Dice([1.0]), [1, 2], max_new_tokens=1),
-        lambda: generate(Dice([1.0]), [[0]], max_new_tokens=1, batch=0),
-        lambda: generate(Dice([1.0]), [[0.5]], max_new_tokens=1),
-        lambda: generate(Dice([1.0]), None, max_new_tokens=1),
-        lambda: generate(Dice([1.0]), [[0]], "greedy", max_new_tokens=1),
-        lambda: generate(Dice([1.0]), [[0]], max_new_tokens=1, stop="ab"),
-        lambda: generate(Dice([1.0]), [[0]], max_new_tokens=1, stop=5),
-        lambda: generate(Dice([1.0]), [[0]], max_new_tokens=True),
-        lambda: list(stream_tokens(Dice([1.0]), [0], {"beams": 2}, max_new_tokens=1)),
-        lambda: Sample(temperature="1"),
-        lambda: Sample(top_p=None),
-        lambda: Sample(seed=1.5),
-        lambda: Sample(temperature=10**400),
-        lambda: Sample(seed=2**64),
-        lambda: Beam(num_return_sequences=None),
-        lambda: Beam(length_penalty=None),
-    ):
-        with pytest.raises(InputError):
-            make()
+    wrong: dict[type, dict[str, tuple[object, ...]]] = {
+        Greedy: {"no_repeat_ngram_size": (-1,)},
+        Sample: {
+            "temperature": (0, "1", 10**400), "top_p": (0, None), "top_k": (-1,),
+            "seed": (1.5, 2**64),
+        },
+        Beam: {
+            "num_beams": (0,), "num_return_sequences": (5, None), "early_stopping": ("often",),
+            "length_penalty": (-math.inf, None),
+        },
+    }  # fmt: skip
+    for strategy, fields in wrong.items():
+        for name, values in fields.items():
+            for value in values:
+                with pytest.raises(InputError, match=rf"{strategy.__name__}\({name}=...\)"):
+                    strategy(**{name: value})
+    good = {"prompts": [[0]], "how": None, "max_new_tokens": 1}
+    for name, values in {
+        "prompts": (["hello"], [1, 2], [[0.5]], None),
+        "how": ("greedy", {"beams": 2}),
+        "max_new_tokens": (0, True),
+        "batch": (0,),
+        "stop": ("ab", 5),
+    }.items():
+        for value in values:
+            with pytest.raises(InputError, match=name[1:]):
+                generate(Dice([1.0]), **good | {name: value})

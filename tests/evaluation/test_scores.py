@@ -3,6 +3,7 @@
 import json
 import math
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from torch.nn.functional import cross_entropy
 from helpers.training_data import recipe_of, sentences, write_data
 from regard import GPT2, Bert, BertConfig, GPT2Config, InputError, Tokenizer, load
 from regard.checkpoints.cards import SCORES
+from regard.evaluation import speed
 from regard.evaluation.measuring import SCORES_OF_TASK, evaluate, own_settings, scored_row
 from regard.evaluation.reproduction import reproduce
 from regard.evaluation.scoring import LANE_PIECES, LANES
@@ -50,7 +52,7 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory):
-    """Train a model of :data:`RUNS`: its folder, the scores of its log and its final ones."""
+    """Train a model of :data:`RUNS`: the data, it, its tokenizer, its last and final scores."""
     folder = tmp_path_factory.mktemp("evaluating")
     write_data(folder)
     runs = {}
@@ -65,7 +67,8 @@ def trained(tmp_path_factory):
             result = train(parse_recipe(raw, {"schedule.steps": 4, "saving.every": 2, **keys}))
             rows = map(json.loads, (result.folder / "log.jsonl").read_text().splitlines())
             logged = [row["scores"] for row in rows if "scores" in row]
-            runs[name] = (result.folder / "model", logged[-1], result.scores)
+            made = result.folder / "model"
+            runs[name] = (load(made), Tokenizer.load(made), logged[-1], result.scores)
         return folder, *runs[name]
 
     return run
@@ -73,12 +76,12 @@ def trained(tmp_path_factory):
 
 @pytest.mark.parametrize("name", RUNS)
 def test_the_log_the_end_of_a_run_and_evaluate_give_the_same_scores(trained, name):
-    root, folder, logged, final = trained(name)
+    root, model, tokenizer, logged, final = trained(name)
     _, _, source, keys, _ = RUNS[name]
     shown = []
     measured = evaluate(
-        load(folder),
-        Tokenizer.load(folder),
+        model,
+        tokenizer,
         [SOURCES[source]],
         list(final),
         root=root,
@@ -92,9 +95,8 @@ def test_the_log_the_end_of_a_run_and_evaluate_give_the_same_scores(trained, nam
 
 @pytest.mark.parametrize("name", ["text", "context", "memory", "no memory"])
 def test_the_scores_of_a_text_do_not_depend_on_the_batch(trained, name):
-    root, folder, logged, _ = trained(name)
+    root, model, tokenizer, logged, _ = trained(name)
     _, _, source, keys, _ = RUNS[name]
-    model, tokenizer = load(folder), Tokenizer.load(folder)
     lines = (root / "valid.txt").read_text(encoding="utf-8").splitlines(keepends=True)
     tokens = sum(len(tokenizer.encode(line, special=False).ids) for line in lines)
     for size in (1, 64, 5000):
@@ -126,21 +128,6 @@ def whole(text: Tokenizer) -> torch.Tensor:
     return torch.tensor([text.encode("".join(f"{line}\n" for line in LINES)).ids])
 
 
-@pytest.mark.parametrize("longer", [0, 40])
-def test_a_text_in_one_window_has_the_loss_of_one_call(text, tmp_path, longer):
-    ids = whole(text)
-    model = gpt2(text, length=ids.shape[1] + longer)
-    found = evaluate(model, text, [text_file(tmp_path)], root=tmp_path)
-    with torch.no_grad():
-        nats = float(cross_entropy(model(ids[:, :-1])[0], ids[0, 1:], reduction="sum"))
-    size = (tmp_path / "text.txt").stat().st_size
-    count = ids.shape[1] - 1
-    assert found.count == count
-    assert found.scores["loss"] == pytest.approx(nats / count, rel=1e-5)
-    assert found.scores["perplexity"] == pytest.approx(math.exp(nats / count), rel=1e-5)
-    assert found.scores["bits_per_byte"] == pytest.approx(nats / math.log(2) / size, rel=1e-5)
-
-
 def xl(text: Tokenizer, memory: int) -> torch.nn.Module:
     config = TransformerXLConfig(
         vocabulary=len(text), cutoffs=(), dim=16, embedding_dim=16, depth=2, heads=2, head_dim=8,
@@ -169,22 +156,40 @@ def test_a_memory_that_holds_all_is_as_one_call_and_a_shorter_one_is_not(text, t
 @torch.no_grad()
 @pytest.mark.parametrize(
     ("kind", "length", "context"),
-    [("gpt2", 16, 0), ("gpt2", 16, 12), ("gpt2", 500, 400), ("xl", 16, 15), ("xl", 500, 400)],
+    [
+        ("gpt2", None, 0),  # one piece
+        ("gpt2", 16, 0),
+        ("gpt2", 16, 12),
+        ("gpt2", 500, 400),
+        ("xl", 16, 15),
+        ("xl", 500, 400),
+    ],
 )
 def test_with_a_context_each_token_is_told_once_from_so_many(text, tmp_path, kind, length, context):
     ids = whole(text)[0]
-    model = gpt2(text, length=500) if kind == "gpt2" else xl(text, memory=8)
-    settings = {"data.length": length, "data.context": context, "batch.tokens": 64}
-    settings["evaluation.temperature"] = 1.5
+    model = gpt2(text) if kind == "gpt2" else xl(text, memory=8)
+    settings = {"data.context": context, "batch.tokens": 64, "evaluation.temperature": 1.5}
+    settings |= {"data.length": length} if length else {}
     found = evaluate(model, text, [text_file(tmp_path)], root=tmp_path, settings=settings)
-    total, new = len(ids) - 1, length - context
+    total, new = len(ids) - 1, (length or model.longest) - context
     nats = 0.0
     for at in range(total):  # which piece tells it: the first that has it behind its context
         start = 0 if at < context else (at - context) // new * new
         told = model(ids[None, start : at + 1])[0, -1] / 1.5
         nats += float(cross_entropy(told, ids[at + 1], reduction="sum"))
+    size = (tmp_path / "text.txt").stat().st_size
     assert found.count == total
-    assert found.scores["loss"] == pytest.approx(nats / total, rel=1e-5)
+    expected = (math.exp(nats / total), nats / math.log(2) / size, nats / total)
+    assert tuple(found.scores.values()) == pytest.approx(expected, rel=1e-5)
+
+
+def test_pieces_are_as_long_as_a_model_reads_whatever_its_name(text, tmp_path, monkeypatch):
+    model, source = gpt2(text, length=16), text_file(tmp_path)
+    settings = {"data.length": 16}
+    expected = evaluate(model, text, [source], root=tmp_path, settings=settings).scores
+    row = replace(model.row(), name="a new name")
+    monkeypatch.setattr(GPT2, "row", lambda self: row)
+    assert evaluate(model, text, [source], root=tmp_path).scores == expected
 
 
 @torch.no_grad()
@@ -213,29 +218,20 @@ def test_lanes_predict_each_token_once_and_remember_their_own_past(text, tmp_pat
 
 
 def test_a_limit_and_a_part(trained):
-    root, folder, *_ = trained("translation")
-    model, tokenizer = load(folder), Tokenizer.load(folder)
-    source = SOURCES["tsv"]
-    some = evaluate(
-        model, tokenizer, [source], ["chrf", "loss"], root=root, settings=["evaluation.examples=3"]
-    )
-    assert some.count == 3
-    part = evaluate(model, tokenizer, [source | {"part": [0, 500]}], ["chrf"], root=root)
-    rest = evaluate(model, tokenizer, [source | {"part": [500, 1000]}], ["chrf"], root=root)
-    assert part.count + rest.count == 16
+    root, model, tokenizer, *_ = trained("translation")
+
+    def count(settings=(), **keys):
+        data, wanted = [SOURCES["tsv"] | keys], ["chrf", "loss"]
+        return evaluate(model, tokenizer, data, wanted, root=root, settings=settings).count
+
+    assert count(["evaluation.examples=3"]) == 3
+    assert count(part=[0, 500]) + count(part=[500, 1000]) == 16
 
 
 def test_cards_are_read_by_the_earlier_names_of_their_keys(trained):
-    root, folder, logged, _ = trained("translation")
+    root, model, tokenizer, logged, _ = trained("translation")
     settings = {"evaluation.beam": 2, "evaluation.no_repeat": 0, "data.bad": 0.5, "data.length": 64}
-    measured = evaluate(
-        load(folder),
-        Tokenizer.load(folder),
-        [SOURCES["tsv"]],
-        ["chrf"],
-        root=root,
-        settings=settings,
-    )
+    measured = evaluate(model, tokenizer, [SOURCES["tsv"]], ["chrf"], root=root, settings=settings)
     assert measured.scores["chrf"] == logged["chrf"]
 
 
@@ -266,48 +262,34 @@ def test_a_model_without_scores_of_its_own_is_refused():
 
 def test_each_architecture_has_a_task_that_recipes_know():
     assert SCORES_OF_TASK.keys() <= TRAINABLE.keys()
+    raw = {"output": "", "data": {"train": []}, "schedule": {"steps": 1}}
     for task, names in TRAINABLE.items():
         for name in names:
-            parse_recipe(
-                {
-                    "task": task,
-                    "output": "",
-                    "model": {"kind": name},
-                    "data": {"train": []},
-                    "schedule": {"steps": 1},
-                }
-            )
+            parse_recipe(raw | {"task": task, "model": {"kind": name}})
 
 
 # -------------------------------------------------------------------------------- figures of cards
 
 
-def card(folder: Path, root: Path, text: Tokenizer, moved: float = 0.0) -> list[dict[str, object]]:
+def card(folder: Path, root: Path, text: Tokenizer, moved: float = 0.0) -> None:
     """A checkpoint whose scores.json holds what it does, moved by something."""
-    model = gpt2(text, length=32)
+    model, source = gpt2(text, length=32), text_file(root)
     model.save(folder)
     text.save(folder)
-    source = text_file(root)
-    scores = evaluate(model, text, [source], root=root).scores
     figures = [
-        {"metric": name, "value": scores[name] + moved, "tolerance": 0.01, "data": [source],
+        {"metric": name, "value": value + moved, "tolerance": 0.01, "data": [source],
          "settings": {"data.length": 32}}
-        for name in ("perplexity", "bits_per_byte")
+        for name, value in evaluate(model, text, [source], root=root).scores.items()
     ]  # fmt: skip
     (folder / SCORES).write_text(json.dumps(figures), encoding="utf-8")
-    return figures
 
 
-def test_a_card_is_reproduced(text, tmp_path):
-    card(tmp_path / "model", tmp_path, text)
+@pytest.mark.parametrize(("moved", "agrees"), [(0.0, True), (0.02, False)])
+def test_a_card_is_reproduced_or_found_out(text, tmp_path, moved, agrees):
+    card(tmp_path / "model", tmp_path, text, moved)
     found = list(reproduce(tmp_path / "model", root=tmp_path))
-    assert [again.score.metric for again in found] == ["perplexity", "bits_per_byte"]
-    assert all(again.agrees for again in found)
-
-
-def test_a_card_that_says_more_than_is_true_is_found_out(text, tmp_path):
-    card(tmp_path / "model", tmp_path, text, moved=0.02)
-    assert not any(again.agrees for again in reproduce(tmp_path / "model", root=tmp_path))
+    assert [again.score.metric for again in found] == ["perplexity", "bits_per_byte", "loss"]
+    assert {again.agrees for again in found} == {agrees}
 
 
 @pytest.mark.parametrize("packing", [None, "int8"])
@@ -335,9 +317,7 @@ def test_data_that_are_missing_are_said_before_anything_is_loaded(text, tmp_path
 
 def test_a_model_without_figures_is_measured_on_data_only(text, tmp_path):
     gpt2(text).save(tmp_path)
-    with pytest.raises(
-        InputError, match=r"has no scores.json with scores to reproduce. Give --dat"
-    ):
+    with pytest.raises(InputError, match=r"no scores\.json with scores to reproduce\. Give --dat"):
         list(reproduce(tmp_path, root=tmp_path))
 
 
@@ -369,3 +349,9 @@ def test_a_score_that_is_not_installed_is_missed_before_all_is_decoded(
     data = [{"format": "tsv", "files": ["nowhere.tsv"]}]  # told before it is looked for
     with pytest.raises(InputError, match=r"regard\[training\]"):
         evaluate(one.model, one.tokenizer, data, root=tmp_path)
+
+
+def test_every_shipped_model_that_writes_is_timed() -> None:
+    rows = list(speed.decode(torch.device("cpu"), new=2))
+    assert [row.name for row in rows] == ["books-gpt2", "books-xl", "summarize", "translate"]
+    assert all(row.tokens_per_second > 0 for row in rows)

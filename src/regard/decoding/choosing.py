@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from regard.decoding.strategies import Generated, Greedy, Sample
+from regard.decoding.strategies import Generated, Greedy, Sample, Strategy
 from regard.errors import InputError
 
 MAX_SUMMED_SCORES = 2**18  # scores per part of the sum, so that they fit in a CPU's cache
@@ -47,13 +47,8 @@ class Lines:
         """Append one token to each line, and return the tokens, [rows, 1]."""
         scores = logits.float()
         total = totals(scores)[:, 0]
-        if self.strategy.no_repeat_ngram_size:
-            past = [line.past for line in lines]
-            scores = without_repeats(scores.clone(), past, self.strategy.no_repeat_ngram_size)
-        short = [
-            row for row, line in enumerate(lines) if len(line.ids) < self.strategy.min_new_tokens
-        ]
-        scores = without_stops(scores, short, self.stop)
+        taken, past = (len(line.ids) for line in lines), (line.past for line in lines)
+        scores = allowed(scores, self.strategy, self.stop, taken, past)
         if isinstance(self.strategy, Sample):
             draws = torch.stack([torch.rand((), generator=line.draws) for line in lines])
             tokens = _sample(scores, self.strategy, draws.to(scores.device))[:, None]
@@ -117,25 +112,27 @@ def _sample(scores: Tensor, strategy: Sample, draws: Tensor) -> Tensor:
     return sampled
 
 
-def without_repeats(scores: Tensor, past: Sequence[Sequence[int]], size: int) -> Tensor:
-    """Set the scores of tokens that would repeat an n-gram of their row to -inf."""
-    for row, ids in enumerate(past):
-        tail = tuple(ids[len(ids) - size + 1 :])
-        taken = [
-            ids[start + size - 1]
-            for start in range(len(ids) - size + 1)
-            if tuple(ids[start : start + size - 1]) == tail
-        ]
-        if taken:
-            scores[row, taken] = -math.inf
-    return scores
+def allowed(
+    scores: Tensor,
+    strategy: Strategy,
+    stop: Iterable[int],
+    taken: Iterable[int],
+    past: Iterable[Sequence[int]],
+) -> Tensor:
+    """Return scores that are -inf for tokens that would repeat an n-gram or stop too early.
 
-
-def without_stops(scores: Tensor, rows: Sequence[int], stop: Iterable[int]) -> Tensor:
-    """Set the scores of ``stop`` tokens to -inf in ``rows``, which are too short to end."""
-    stops = [token for token in stop if 0 <= token < scores.shape[-1]]
-    if not rows or not stops:
-        return scores
-    scores = scores.clone()
-    scores[torch.tensor(rows)[:, None], torch.tensor(stops)] = -math.inf
+    For each row, ``taken`` is the number of its new tokens, and ``past`` has all its ids.
+    """
+    size, banned = strategy.no_repeat_ngram_size, list[tuple[int, int]]()
+    for row, count in enumerate(taken):
+        if count < strategy.min_new_tokens:
+            banned += [(row, token) for token in stop if 0 <= token < scores.shape[-1]]
+    for row, ids in enumerate(past if size else ()):
+        tail = ids[len(ids) - size + 1 :]
+        starts = range(len(ids) - size + 1)
+        banned += [(row, ids[at + size - 1]) for at in starts if ids[at : at + size - 1] == tail]
+    if banned:
+        rows, tokens = torch.tensor(banned).T
+        scores = scores.clone()
+        scores[rows, tokens] = -math.inf
     return scores

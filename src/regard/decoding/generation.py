@@ -14,21 +14,9 @@ import torch
 
 from regard.decoding.batching import Decoder, S, begun_of, run
 from regard.decoding.choosing import Lines
-from regard.decoding.searching import Searches, top
-from regard.decoding.strategies import Beam, Generated, Greedy, Sample, Strategy, at_least
+from regard.decoding.searching import Searches
+from regard.decoding.strategies import Beam, Generated, Greedy, Strategy, at_least
 from regard.errors import InputError
-
-__all__ = [
-    "Beam",
-    "Decoder",
-    "Generated",
-    "Greedy",
-    "Sample",
-    "Strategy",
-    "generate",
-    "stream_tokens",
-    "top",
-]
 
 
 def generate(
@@ -115,18 +103,17 @@ def _strategy(how: Strategy | None) -> Strategy:
     return how
 
 
-def _prompt(prompt: Any) -> list[int]:
+def _ids(given: Any, what: str, advice: str = "") -> list[int]:
     try:
-        return [index(token) for token in prompt]
+        return [index(token) for token in given]
     except TypeError:
-        raise InputError(
-            f"Prompts are lists of token ids, but got {prompt!r}. Tokenizer.encode(...).ids "
-            "makes such a list of a text."
-        ) from None
+        raise InputError(f"{what} of token ids, but got {given!r}.{advice}") from None
+
+
+def _prompt(prompt: Any) -> list[int]:
+    advice = " Tokenizer.encode(...).ids makes such a list of a text."
+    return _ids(prompt, "Prompts are lists", advice)
 
 
 def _stop(stop: Any) -> frozenset[int]:
-    try:
-        return frozenset(index(token) for token in stop)
-    except TypeError:
-        raise InputError(f"stop=... is a list of token ids, but got {stop!r}.") from None
+    return frozenset(_ids(stop, "stop=... is a list"))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
 
-from regard.decoding.choosing import check_chance, totals, without_repeats, without_stops
+from regard.decoding.choosing import allowed, check_chance, totals
 from regard.decoding.strategies import Beam, Generated
 
 _NEVER = -1e9  # the score of a missing beam; finite, so that sums never become NaN
@@ -37,15 +37,9 @@ class Searches:
         logits = logits.float()
         scores = torch.tensor([search.scores for search in searches], device=logits.device)
         total = totals(logits)
-        if self.strategy.no_repeat_ngram_size:
-            past = [beam for search in searches for beam in search.past()]
-            logits = without_repeats(logits.clone(), past, self.strategy.no_repeat_ngram_size)
-        short = [
-            row
-            for row, search in enumerate(s for s in searches for _ in s.paths)
-            if search.taken < self.strategy.min_new_tokens
-        ]
-        logits = without_stops(logits, short, self.stop)
+        taken = (search.taken for search in searches for _ in search.paths)
+        past = (search.begun + _ids(path) for search in searches for path in search.paths)
+        logits = allowed(logits, self.strategy, self.stop, taken, past)
         values, tokens = top(logits, min(most, logits.shape[-1]))  # [rows, candidates]
         values = (values - total).view(*scores.shape, -1) + scores[..., None]
         values, at = values.flatten(1).topk(min(most, values[0].numel()))  # [sentences, candidates]
@@ -77,48 +71,49 @@ class Search:
     def results(self) -> list[Generated]:
         return self.finished[: self.strategy.num_return_sequences]
 
-    def past(self) -> list[list[int]]:
-        """The ids of each beam so far."""
-        return [self.begun + _ids(path) for path in self.paths]
-
     def advance(self, candidates: Sequence[tuple[float, int, int]]) -> None:
         """Continue with the best ``candidates``: tuples of score, origin and next token."""
         if self.done:
             return
         candidates = [candidate for candidate in candidates if candidate[0] > -math.inf]
         if not candidates:  # every token would repeat an n-gram
-            self._end()
+            length = max(self.taken, 1) ** self.strategy.length_penalty
+            beams = zip(self.paths, self.scores, strict=True)
+            running = [(_ids(path), score / length) for path, score in beams if score > _NEVER]
+            self._finish(Generated(ids, score, False) for ids, score in running)
+            self.done = True
             return
         self.taken += 1
         strategy, size, taken = self.strategy, self.strategy.num_beams, self.taken
         full = taken == self.length
         going: list[tuple[float, int, int]] = []
+        ended: list[Generated] = []
         for rank, (value, origin, token) in enumerate(candidates):
             end = token in self.stop
             if (end or full) and rank < size:
                 ids = _ids(self.paths[origin])
                 score = value / taken**strategy.length_penalty
-                self.finished.append(Generated(ids if end else [*ids, token], score, end))
+                ended.append(Generated(ids if end else [*ids, token], score, end))
             if not end and len(going) < size:
                 going.append((value, origin, token))
-        # Sorting is stable: earlier sequences stay before later ones with the same score.
-        self.finished.sort(key=lambda output: -output.score)
-        del self.finished[size:]
+        self._finish(ended)
         going += [(2 * _NEVER, 0, 0)] * (size - len(going))
         self.paths = [(self.paths[origin], token) for _, origin, token in going]
         self.scores, self.origins, self.tokens = (list(part) for part in zip(*going, strict=True))
-        best = self.scores[0]
-        self.done = full or not _goes_on(self.finished, best, taken, self.length, strategy)
+        self.done = full or (len(self.finished) == size and self._settled())
 
-    def _end(self) -> None:
-        """End the search and count the running beams as finished."""
-        for path, score in zip(self.paths, self.scores, strict=True):
-            if score > _NEVER:
-                length = max(self.taken, 1) ** self.strategy.length_penalty
-                self.finished.append(Generated(_ids(path), score / length, False))
-        self.finished.sort(key=lambda output: -output.score)
-        del self.finished[self.strategy.num_beams :]
-        self.done = True
+    def _finish(self, outputs: Iterable[Generated]) -> None:
+        # Sorting is stable: earlier sequences stay before later ones with the same score.
+        ranked = sorted([*self.finished, *outputs], key=lambda output: -output.score)
+        self.finished = ranked[: self.strategy.num_beams]
+
+    def _settled(self) -> bool:
+        """Return whether no running beam can beat a finished sequence."""
+        strategy = self.strategy
+        at_any_length = strategy.early_stopping == "never" and strategy.length_penalty > 0
+        length = self.length if at_any_length else self.taken
+        best = self.scores[0] / length**strategy.length_penalty
+        return strategy.early_stopping is True or best <= self.finished[-1].score
 
 
 def _ids(path: Path) -> list[int]:
@@ -134,8 +129,8 @@ def top(scores: Tensor, count: int, width: int = 128) -> tuple[Tensor, Tensor]:
 
     Each row is divided into parts. The largest values are in the parts with the largest maxima.
 
-    >>> top(torch.arange(1000.0)[None], 2)
-    (tensor([[999., 998.]]), tensor([[999, 998]]))
+    >>> top(torch.arange(2000.0)[None], 2)
+    (tensor([[1999., 1998.]]), tensor([[1999, 1998]]))
     """
     rows, length = scores.shape
     parts = length // width
@@ -149,17 +144,3 @@ def top(scores: Tensor, count: int, width: int = 128) -> tuple[Tensor, Tensor]:
     index = torch.cat((index, rest), dim=1)
     values, at = scores.gather(1, index).topk(count)
     return values, index.gather(1, at)
-
-
-def _goes_on(
-    finished: Sequence[Generated], best: float, taken: int, length: int, strategy: Beam
-) -> bool:
-    """Return whether a running beam may still beat a finished sequence."""
-    if len(finished) < strategy.num_beams:
-        return True
-    if strategy.early_stopping is True:
-        return False
-    longest = (
-        length if strategy.early_stopping == "never" and strategy.length_penalty > 0 else taken
-    )
-    return bool(best / longest**strategy.length_penalty > finished[-1].score)

@@ -1,4 +1,7 @@
-"""The decoding state between steps: cached keys and values, or Transformer-XL's memories."""
+"""The decoding state between steps: cached keys and values, or Transformer-XL's memories.
+
+``DecodingState`` in ``batching.py`` says what the methods that both have do.
+"""
 
 from __future__ import annotations
 
@@ -45,9 +48,8 @@ class State:
         self.steppers: list[Callable[..., Tensor]] | None = None  # one for each block
         self._room = room
         self._trunk: int | None = None  # positions that all beams share; None before the first step
-        self._bias: Tensor | None = (
-            None  # [sentences, beams, room]: 0 for ancestors of a beam, -inf for other nodes
-        )
+        # [sentences, beams, room]: 0 for ancestors of a beam, -inf for other nodes
+        self._bias: Tensor | None = None
         self._unused = 0  # positions that are padding in every sentence
 
     @property
@@ -75,7 +77,6 @@ class State:
         return None if self.pads is None else Padding(keys - self.pads, side="left")
 
     def spread(self, beams: int) -> None:
-        """Give each sentence this many beams, each a copy of its current state."""
         if self._trunk is not None:
             raise InputError("Beams are spread before the first step.")
         self.beams = beams
@@ -102,8 +103,7 @@ class State:
         """Create the biases that hide padding and other beams."""
         self._trunk = trunk = self.nodes
         if self.context_padding is not None and self.context is not None:
-            lengths = torch.as_tensor(self.context_padding.lengths, device=like.device)
-            self.context_bias = _beyond(lengths, self.context.shape[1], like)
+            self.context_bias = _beyond(self._lengths, self.context.shape[1], like)
         if self.beams > 1 or self.pads is not None:
             room = max(self._room, trunk + self.beams)
             self._bias = like.new_full((like.shape[0], self.beams, room), self._unborn)
@@ -120,13 +120,11 @@ class State:
         return torch.cat((trunk, steps.repeat_interleave(self.beams)))
 
     def follow(self, origins: Tensor) -> None:
-        """Let beam ``i`` of each sentence continue its beam ``origins[:, i]``."""
         if self._bias is not None:
             index = origins[..., None].expand(-1, -1, self._bias.shape[-1])
             self._bias = self._bias.gather(1, index)
 
     def keep(self, sentences: Tensor) -> None:
-        """Keep these sentences only, in this order."""
         for own, cross in zip(self.own, self.cross, strict=True):
             own.reorder(sentences)
             cross.reorder(sentences)
@@ -135,41 +133,31 @@ class State:
             if held is not None:
                 setattr(self, name, held.index_select(0, sentences))
         if self.context_padding is not None:
-            lengths = torch.as_tensor(self.context_padding.lengths, device=sentences.device)
-            self.context_padding = Padding(
-                lengths.index_select(0, sentences), self.context_padding.side
-            )
+            lengths = self._lengths.index_select(0, sentences)
+            self.context_padding = Padding(lengths, self.context_padding.side)
         self._tidy()
 
     # ------------------------------------------------------------------------------ refilling
 
     def rest(self, sentences: Tensor) -> None:
-        """Mark these sentences as done. Their rows are unused until new sentences replace them.
-
-        They count as empty, so that they never reach the model's last position.
-        """
+        """The sentences count as empty, so that they never reach the model's last position."""
         if self.pads is not None:
             self.pads = self.pads.index_fill(0, sentences, len(self))
             self._unused = int(self.pads.min())
 
     def place(self, sentences: Tensor, others: State, which: Tensor) -> None:
-        """Replace ``sentences`` by the sentences ``which`` of the state ``others``.
-
-        ``others`` has the same number of beams, and has read its prompts. The new rows end at the
-        current node, and earlier nodes of these rows are hidden.
-        """
-        mine, theirs = self._padded(), others._padded().index_select(0, which)
+        """The new rows end at the current node, and earlier nodes of these rows are hidden."""
+        (mine, pads), (theirs, their_pads) = self._padded(), others._padded()
         if others.nodes > self.nodes:
-            mine = self._shift((self.nodes - others.nodes) // self.beams)
+            mine, pads = self._shift((self.nodes - others.nodes) // self.beams)
         for own, new in zip(self.own, others.own, strict=True):
             own.place(sentences, new, which)
-        assert self.pads is not None
-        assert others.pads is not None
-        positions = len(others) - others.pads.index_select(0, which)
-        self.pads = self.pads.index_copy(0, sentences, len(self) - positions)
+        positions = len(others) - their_pads.index_select(0, which)
+        self.pads = pads.index_copy(0, sentences, len(self) - positions)
         rows = mine.new_full((len(sentences), *mine.shape[1:]), self._unborn)
         rows[:, :, : self.nodes] = -math.inf
-        rows[:, :, self.nodes - others.nodes : self.nodes] = theirs[:, :, : others.nodes]
+        seen = theirs.index_select(0, which)[:, :, : others.nodes]
+        rows[:, :, self.nodes - others.nodes : self.nodes] = seen
         self._bias = mine.index_copy(0, sentences, rows)
         if self.context is not None:
             self._place_context(sentences, others, which)
@@ -208,8 +196,8 @@ class State:
             return torch.full((sentences,), width, device=self.context.device)
         return torch.as_tensor(self.context_padding.lengths, device=self.context.device)
 
-    def _padded(self) -> Tensor:
-        """Return the bias, and create it and the padding if missing."""
+    def _padded(self) -> tuple[Tensor, Tensor]:
+        """Return the bias and the padding, and create them if missing."""
         like = self.own[0].kept[0]
         if self.pads is None:
             self.pads = torch.zeros(len(like), dtype=torch.long, device=like.device)
@@ -217,7 +205,7 @@ class State:
             self._begin(like)
         if self._bias is None:
             self._bias = like.new_zeros(len(like), self.beams, max(self._room, self.nodes))
-        return self._bias
+        return self._bias, self.pads
 
     def _tidy(self) -> None:
         """Drop the first nodes hidden in all rows, if they are at least a quarter of the nodes."""
@@ -229,18 +217,17 @@ class State:
         if 4 * unseen >= self.nodes:
             self._shift(unseen // self.beams)
 
-    def _shift(self, steps: int) -> Tensor:
+    def _shift(self, steps: int) -> tuple[Tensor, Tensor]:
         """Drop the nodes of the first ``steps``. If negative, insert that many hidden steps."""
-        bias, by = self._padded(), steps * self.beams
-        assert self.pads is not None
+        (bias, pads), by = self._padded(), steps * self.beams
         for own in self.own:
             own.shift(by)
-        self.pads = self.pads - steps
+        self.pads = pads - steps
         self._unused -= steps
         more = bias.new_full((*bias.shape[:2], abs(by)), self._unborn if by > 0 else -math.inf)
         parts = (bias[:, :, by:], more) if by > 0 else (more, bias)
         self._bias = torch.cat(parts, dim=-1)
-        return self._bias
+        return self._bias, self.pads
 
 
 def _beyond(lengths: Tensor, width: int, like: Tensor) -> Tensor:
@@ -279,29 +266,22 @@ class Memories:
             self.pads = self.pads.index_select(0, index)
 
     def spread(self, beams: int) -> None:
-        """Give each sentence this many rows, each a copy of its current state."""
         self.beams = beams
         kept = self.layers[0].kept
         if kept is not None:
             self.reorder(torch.arange(len(kept), device=kept.device).repeat_interleave(beams))
 
     def follow(self, origins: Tensor) -> None:
-        """Let beam ``i`` of each sentence continue its beam ``origins[:, i]``."""
         first = torch.arange(len(origins), device=origins.device)[:, None] * self.beams
         self.reorder((first + origins).flatten())
 
     def keep(self, sentences: Tensor) -> None:
-        """Keep the rows of these sentences only, in this order."""
         self.reorder(self._rows(sentences))
 
     def rest(self, sentences: Tensor) -> None:
         """Do nothing: memories of finished sentences need no change."""
 
     def place(self, sentences: Tensor, others: Memories, which: Tensor) -> None:
-        """Replace ``sentences`` by the sentences ``which`` of ``others``.
-
-        ``others`` has the same number of beams, and has read its prompts.
-        """
         rows, theirs = self._rows(sentences), self._rows(which)
         for memory, new in zip(self.layers, others.layers, strict=True):
             memory.place(rows, new, theirs)

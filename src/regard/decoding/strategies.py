@@ -25,8 +25,7 @@ class Greedy:
     min_new_tokens: int = 0  # the fewest tokens before a stop token
 
     def __post_init__(self) -> None:
-        at_least("Greedy(no_repeat_ngram_size=...)", self.no_repeat_ngram_size, 0)
-        at_least("Greedy(min_new_tokens=...)", self.min_new_tokens, 0)
+        _check_counts(self, no_repeat_ngram_size=0, min_new_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,22 +52,14 @@ class Sample:
     min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        if not (is_number(self.temperature) and 0 < self.temperature < math.inf):
-            raise InputError(
-                "Sample(temperature=...) must be a finite number above 0, but got "
-                f"{self.temperature!r}. For a temperature of 0 use Greedy()."
-            )
-        if not (is_number(self.top_p) and 0 < self.top_p <= 1):
-            raise InputError(
-                f"Sample(top_p=...) must be above 0 and at most 1, but got {self.top_p!r}."
-            )
-        if not is_whole(self.seed) or not -(2**63) <= self.seed < 2**64:
-            raise InputError(
-                f"Sample(seed=...) is a whole number of 64 bits, but got {self.seed!r}."
-            )
-        at_least("Sample(top_k=...)", self.top_k, 0)
-        at_least("Sample(no_repeat_ngram_size=...)", self.no_repeat_ngram_size, 0)
-        at_least("Sample(min_new_tokens=...)", self.min_new_tokens, 0)
+        warm = is_number(self.temperature) and 0 < self.temperature < math.inf
+        advice = " For a temperature of 0 use Greedy()."
+        _check(self, "temperature", warm, "must be a finite number above 0", advice)
+        share = is_number(self.top_p) and 0 < self.top_p <= 1
+        _check(self, "top_p", share, "must be above 0 and at most 1")
+        seed = is_whole(self.seed) and -(2**63) <= self.seed < 2**64
+        _check(self, "seed", seed, "is a whole number of 64 bits")
+        _check_counts(self, top_k=0, no_repeat_ngram_size=0, min_new_tokens=0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,25 +87,13 @@ class Beam:
     min_new_tokens: int = 0
 
     def __post_init__(self) -> None:
-        at_least("Beam(num_beams=...)", self.num_beams, 1)
-        at_least("Beam(no_repeat_ngram_size=...)", self.no_repeat_ngram_size, 0)
-        at_least("Beam(min_new_tokens=...)", self.min_new_tokens, 0)
-        if not is_number(self.length_penalty):
-            raise InputError(
-                "Beam(length_penalty=...) must be a finite number, but got "
-                f"{self.length_penalty!r}."
-            )
-        at_least("Beam(num_return_sequences=...)", self.num_return_sequences, 1)
-        if self.num_return_sequences > self.num_beams:
-            raise InputError(
-                f"Beam(num_return_sequences=...) must be from 1 to {self.num_beams}, but got "
-                f"{self.num_return_sequences}."
-            )
-        if self.early_stopping not in (True, False, "never"):
-            raise InputError(
-                'Beam(early_stopping=...) is True, False or "never", but got '
-                f"{self.early_stopping!r}."
-            )
+        _check_counts(self, num_beams=1, num_return_sequences=1)
+        _check_counts(self, no_repeat_ngram_size=0, min_new_tokens=0)
+        returned = self.num_return_sequences <= self.num_beams
+        _check(self, "num_return_sequences", returned, f"must be from 1 to {self.num_beams}")
+        known = self.early_stopping in (True, False, "never")
+        _check(self, "length_penalty", is_number(self.length_penalty), "must be a finite number")
+        _check(self, "early_stopping", known, 'is True, False or "never"')
 
 
 Strategy = Greedy | Sample | Beam
@@ -151,3 +130,14 @@ def is_whole(value: Any) -> bool:
 def at_least(what: str, value: Any, least: int) -> None:
     if not is_whole(value) or value < least:
         raise InputError(f"{what} must be a whole number from {least} on, but got {value!r}.")
+
+
+def _check(strategy: Strategy, name: str, good: bool, needed: str, advice: str = "") -> None:
+    if not good:
+        what, given = f"{type(strategy).__name__}({name}=...)", getattr(strategy, name)
+        raise InputError(f"{what} {needed}, but got {given!r}.{advice}")
+
+
+def _check_counts(strategy: Strategy, **least: int) -> None:
+    for name, fewest in least.items():
+        at_least(f"{type(strategy).__name__}({name}=...)", getattr(strategy, name), fewest)

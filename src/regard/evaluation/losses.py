@@ -117,13 +117,7 @@ def pair_batch(table: Table, rows: Rows, special: SpecialTokens) -> Prepared:
 
 def pair_loss(model: nn.Module, batch: PairBatch, smoothing: float = 0.0) -> Tensor:
     """The summed cross-entropy of the targets."""
-    loss: Tensor = model(
-        batch.source,
-        batch.target,
-        padding=batch.padding,
-        labels=batch.labels,
-        smoothing=smoothing,
-    )
+    loss: Tensor = model(**batch._asdict(), smoothing=smoothing)
     return loss
 
 
@@ -155,12 +149,10 @@ def answer_batch(table: Table, rows: Rows, pad: int) -> Prepared:
 
 def answer_logits(model: nn.Module, batch: AnswerBatch) -> tuple[Tensor, Tensor]:
     """The start and end logits [batch, n] of the answer, masked where no answer is possible."""
-    start, end = model(batch.ids, token_types=batch.token_types, padding=batch.padding)
+    logits = model(batch.ids, token_types=batch.token_types, padding=batch.padding)
     low = torch.finfo(torch.float32).min / 2  # finite even when a start and an end logit are added
-    return (
-        start.float().masked_fill(~batch.possible, low),
-        end.float().masked_fill(~batch.possible, low),
-    )
+    start, end = (part.float().masked_fill(~batch.possible, low) for part in logits)
+    return start, end
 
 
 def answer_loss(logits: tuple[Tensor, Tensor], batch: AnswerBatch) -> Tensor:

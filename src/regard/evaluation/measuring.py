@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -16,11 +16,11 @@ from regard.data.readers import group_targets
 from regard.data.records import RECORDS, Pair, Question, Record, Report
 from regard.data.schema import nearest, parse
 from regard.data.tables import Table
-from regard.decoding.strategies import Beam, Sample
+from regard.decoding.strategies import Sample
 from regard.errors import InputError
 from regard.evaluation import metrics
 from regard.evaluation.scoring import AnswerScorer, PairScorer, Progress, Scorer, TextScorer
-from regard.evaluation.settings import WRITTEN, Measurement
+from regard.evaluation.settings import DECODING, WRITTEN, Measurement
 from regard.models.bundle import Bundle
 from regard.models.model import Model
 from regard.models.registry import ARCHITECTURES, Architecture
@@ -103,8 +103,16 @@ def evaluate(
     names = tuple(wanted) or SCORES_OF_TASK[row.scored_as]
     for name in names:
         metrics.check(name)
-    settled = _measurement(row, model, data, root, settings)
     report, kind = Report(), RECORDS[row.scored_as]
+    longest = model.longest or 384
+    lengths = {Pair: 256, Question: min(longest, 384), str: 128 if model.remembers else longest}
+    test = [dict(source) for source in data]
+    raw = {
+        "task": row.scored_as,
+        "model": {"kind": row.name},
+        "data": {"root": str(root), "length": lengths[kind], "train": [], "test": test},
+    }
+    settled = parse(Measurement, raw, settings)
     records = list(sources.records(settled.data, settled.data.test, kind, report))
     if not records:
         raise InputError(f"The data have no records to evaluate on. {report}")
@@ -113,29 +121,6 @@ def evaluate(
     with torch.inference_mode(), _memory_length(model, settled.model.config):
         scores = scorer(model) if progress is None else scorer(model, progress)
     return Evaluated({name: scores[name] for name in names}, scorer.count, scorer.unit, report)
-
-
-def _measurement(
-    row: Architecture,
-    model: Model,
-    data: Sequence[Mapping[str, Any]],
-    root: str | Path,
-    settings: Settings,
-) -> Measurement:
-    """The checked settings of an evaluation."""
-    longest = getattr(model.config, "length", 0)
-    lengths = {"bert": min(longest, 384), "gpt2": longest, "transformer-xl": 128}
-    raw = {
-        "task": row.scored_as,
-        "model": {"kind": row.name},
-        "data": {
-            "root": str(root),
-            "length": lengths.get(row.name, 256),
-            "train": [],
-            "test": [dict(source) for source in data],
-        },
-    }
-    return parse(Measurement, raw, settings)
 
 
 def _scorer(
@@ -192,9 +177,6 @@ def own_settings(bundle: Bundle) -> dict[str, Any]:
     if SCORES_OF_TASK[row.scored_as] is WRITTEN:
         strategy = bundle.settings(task).strategy()
         assert not isinstance(strategy, Sample)
-        result["evaluation.num_beams"] = strategy.num_beams if isinstance(strategy, Beam) else 1
-        result["evaluation.no_repeat_ngram_size"] = strategy.no_repeat_ngram_size
-        result["evaluation.min_new_tokens"] = strategy.min_new_tokens
-        if isinstance(strategy, Beam):
-            result["evaluation.length_penalty"] = strategy.length_penalty
+        decoding = {"num_beams": 1} | asdict(strategy)
+        result |= {f"evaluation.{name}": decoding[name] for name in DECODING if name in decoding}
     return result

@@ -1,14 +1,15 @@
 """Scorers, which compute all scores: in training, in `regard evaluate` and for model cards.
 
-A scorer holds evaluation data, and returns the scores of the model it is called with. Batches and
-their order depend only on the data and the settings, so every caller gets the same scores.
+A scorer holds evaluation data: ``count`` texts, questions or tokens. Called with a model in
+evaluation mode, it returns the scores by name. Batches and their order depend only on the data and
+the settings, so every caller gets the same scores.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,18 +36,6 @@ LANE_PIECES = 16  # the minimum number of pieces in a lane
 
 def _quiet(done: int, total: int) -> None:
     del done, total
-
-
-class Scorer(Protocol):
-    """Evaluation data; called with a model, it returns the scores."""
-
-    unit: str  # of the count: "texts", "questions" or "tokens"
-
-    @property
-    def count(self) -> int: ...
-
-    def __call__(self, model: Any, progress: Progress = _quiet) -> dict[str, float]:
-        """The scores of a model in evaluation mode, by name."""
 
 
 def loss_scores(nats: float, count: int) -> dict[str, float]:
@@ -281,3 +270,6 @@ class TextScorer:
         if left := total - lanes * lane:
             size = max(min(length, total), left)
             yield _Piece(torch.tensor([total - size]), size, left)
+
+
+Scorer = PairScorer | AnswerScorer | TextScorer

@@ -12,6 +12,8 @@ from regard.data.sources import Data, check_data
 from regard.decoding.settings import Settings
 
 WRITTEN = ("bleu", "chrf", "rouge-1", "rouge-2", "rouge-l")  # scores of text that a model writes
+# The decoding settings among the keys of an evaluation.
+DECODING = ("num_beams", "length_penalty", "no_repeat_ngram_size", "min_new_tokens")
 METRICS = ("loss", *WRITTEN, "exact", "f1")
 # The scores that can select the best checkpoint of a run.
 SCORED: dict[type, tuple[str, ...]] = {
@@ -64,12 +66,7 @@ class Evaluation:
     @property
     def decoding(self) -> Settings:
         """The decoding settings of the evaluation."""
-        return Settings(
-            num_beams=self.num_beams,
-            length_penalty=self.length_penalty,
-            no_repeat_ngram_size=self.no_repeat_ngram_size,
-            min_new_tokens=self.min_new_tokens,
-        )
+        return Settings(**{name: getattr(self, name) for name in DECODING})
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,30 +30,28 @@ def add_tokens(tokenizer: FastTokenizer, folder: Path) -> FastTokenizer:
         for name, number in read_json(older).items():
             tokens[_number(number, name, older)] = AddedToken(name, normalized=True)
     for number, entry in listed.items() if isinstance(listed, dict) else ():
-        token = entry.get("content") if isinstance(entry, dict) else entry
+        known = {"content": entry} if isinstance(entry, str) else entry
+        token = known.get("content") if isinstance(known, dict) else None
         if not isinstance(token, str):
             raise CheckpointError(f"{folder / OPTIONS}: added_tokens_decoder has {entry!r}.")
-        known = entry if isinstance(entry, dict) else {}
         kinds = ("lstrip", "rstrip", "single_word", "special")
         flags = {name: known.get(name) is True for name in kinds}
         flags["normalized"] = known.get("normalized", not flags["special"]) is True
         tokens[_number(number, token, folder / OPTIONS)] = AddedToken(token, **flags)
     for number, added in sorted(tokens.items()):
-        known_as = tokenizer.token_to_id(added.content)
-        if known_as not in (None, number) or (known_as is None and number != _size(tokenizer)):
+        would_be = tokenizer.token_to_id(added.content)
+        if would_be is None:
+            would_be = tokenizer.get_vocab_size()
+        if would_be != number:
             raise CheckpointError(
                 f"{folder}: the added token {added.content!r} should be {number}, but would be "
-                f"{_size(tokenizer) if known_as is None else known_as}."
+                f"{would_be}."
             )
         if added.special:
             tokenizer.add_special_tokens([added])
         else:
             tokenizer.add_tokens([added])
     return tokenizer
-
-
-def _size(tokenizer: FastTokenizer) -> int:
-    return int(tokenizer.get_vocab_size())
 
 
 def _number(given: object, token: str, file: Path) -> int:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import AddedToken
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models as algorithms
 
@@ -59,7 +58,6 @@ def _one(model: Path, vocabulary: Path) -> FastTokenizer:
     tokenizer.normalizer = read.normalizer
     as_sentencepiece(tokenizer, prefix=read.prefix)
     tags = [token for token in ids if token.startswith(">>") and token.endswith("<<")]
-    special = [AddedToken(token, normalized=False) for token in (*_NEEDED, *tags)]
-    tokenizer.add_special_tokens(special)
+    tokenizer.add_special_tokens([*_NEEDED, *tags])
     close_with(tokenizer, "</s>")
     return tokenizer

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from tokenizers import AddedToken, Regex, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
@@ -39,31 +39,18 @@ def read_pieces(file: Path) -> Pieces:
     """Read a SentencePiece model of unigrams or byte pairs."""
     pieces: list[tuple[str, float]] = []
     kinds: list[int] = []
-    kind_of_model, charsmap, prefix, single = UNIGRAM, b"", True, True
-    for number, value in _fields(read_bytes(file), file):
+    trainer: dict[int, Any] = {}
+    rules: dict[int, Any] = {}  # of the normalizer
+    for number, value in _fields(read_bytes(file), file, {1: bytes, 2: bytes, 3: bytes}):
         if number == 1:
-            piece, score, kind = "", 0.0, 1
-            for inner, part in _fields(_bytes(value, file), file):
-                if inner == 1:
-                    piece = _string(part, file)
-                elif inner == 2:
-                    score = _float(part, file)
-                elif inner == 3:
-                    kind = _whole(part, file)
-            pieces.append((piece, score))
-            kinds.append(kind)
+            piece = dict(_fields(value, file, {1: str, 2: float, 3: int}))
+            pieces.append((piece.get(1, ""), piece.get(2, 0.0)))
+            kinds.append(piece.get(3, _NORMAL))
         elif number == 2:
-            for inner, part in _fields(_bytes(value, file), file):
-                if inner == 3:
-                    kind_of_model = _whole(part, file)
-        elif number == 3:
-            for inner, part in _fields(_bytes(value, file), file):
-                if inner == 2:
-                    charsmap = _bytes(part, file)
-                elif inner == 3:
-                    prefix = bool(part)
-                elif inner == 4:
-                    single = bool(part)
+            trainer |= _fields(value, file, {3: int})
+        else:
+            rules |= _fields(value, file, {2: bytes, 3: int, 4: int})
+    kind_of_model = trainer.get(3, UNIGRAM)
     if kind_of_model not in (UNIGRAM, _PAIRS):
         raise CheckpointError(
             f"{file} is a SentencePiece model of words or characters. regard reads only models of "
@@ -72,9 +59,11 @@ def read_pieces(file: Path) -> Pieces:
     if kinds.count(_UNKNOWN) != 1:
         raise CheckpointError(f"{file} should have one piece for unknown characters.")
     with errors_of(file):
-        steps = [normalizers.Precompiled(charsmap)] if charsmap else []
-    normalizer = normalizers.Sequence([*steps, *(single_spaces() if single else [])])
-    return Pieces(pieces, kinds, kind_of_model, normalizer, prefix)
+        steps: list[Any] = [normalizers.Precompiled(rules[2])] if rules.get(2) else []
+    if rules.get(4, True):  # no outer spaces, and single ones between words
+        steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
+    prefix = bool(rules.get(3, True))
+    return Pieces(pieces, kinds, kind_of_model, normalizers.Sequence(steps), prefix)
 
 
 def sentencepiece(file: Path) -> FastTokenizer:
@@ -82,15 +71,13 @@ def sentencepiece(file: Path) -> FastTokenizer:
     found = read_pieces(file)
     tokenizer = _unigrams(found, file) if found.model == UNIGRAM else _merged(found, file)
     special = found.named(_UNKNOWN, _CONTROL)
-    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
+    tokenizer.add_special_tokens(special)
     tokenizer.add_tokens([AddedToken(token, normalized=False) for token in found.named(_USER)])
     if file.name == "spiece.model":
         count = options_of(file.parent).get("extra_ids", 100)
         if type(count) is not int or not 0 <= count <= 10_000:
             raise CheckpointError(f"{file.parent / OPTIONS} says extra_ids = {count!r}.")
-        numbers = range(count - 1, -1, -1)
-        sentinels = [AddedToken(f"<extra_id_{n}>", normalized=False) for n in numbers]
-        tokenizer.add_special_tokens(sentinels)
+        tokenizer.add_special_tokens([f"<extra_id_{n}>" for n in range(count - 1, -1, -1)])
     if "</s>" in special:
         close_with(tokenizer, "</s>")
     return tokenizer
@@ -148,11 +135,6 @@ def _merged(found: Pieces, file: Path) -> FastTokenizer:
     return tokenizer
 
 
-def single_spaces() -> list[normalizers.Normalizer]:
-    """Return normalizers that strip a text and leave single spaces between words."""
-    return [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
-
-
 def as_sentencepiece(tokenizer: FastTokenizer, *, prefix: bool) -> None:
     scheme = _scheme(prefix)
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme)
@@ -171,62 +153,46 @@ def close_with(tokenizer: FastTokenizer, end: str) -> None:
     )
 
 
-def _fields(raw: bytes, file: Path) -> Iterator[tuple[int, int | bytes]]:
-    """Yield the fields of a protocol-buffer message: their number, and an integer or bytes."""
+def _fields(raw: bytes, file: Path, kinds: Mapping[int, type]) -> Iterator[tuple[int, Any]]:
+    """Yield the fields of a protocol-buffer message that have one of ``kinds``, by their number."""
     at = 0
     while at < len(raw):
         tag, at = _varint(raw, at, file)
         number, wire = tag >> 3, tag & 7
+        value: int | bytes
         if wire == 0:
             value, at = _varint(raw, at, file)
-            yield number, value
-            continue
-        if wire == 2:
-            length, at = _varint(raw, at, file)
-        elif wire in (1, 5):
-            length = 8 if wire == 1 else 4
+        elif wire in (1, 2, 5):
+            length, at = _varint(raw, at, file) if wire == 2 else (8 if wire == 1 else 4, at)
+            if length > len(raw) - at:
+                raise CheckpointError(f"{file} is no SentencePiece model: it ends within a field.")
+            value, at = raw[at : at + length], at + length
         else:
             raise CheckpointError(f"{file} is no SentencePiece model.")
-        if length > len(raw) - at:
-            raise CheckpointError(f"{file} is no SentencePiece model: it ends within a field.")
-        yield number, raw[at : at + length]
-        at += length
+        if kind := kinds.get(number):
+            yield number, _value(value, kind, file)
 
 
 def _varint(raw: bytes, at: int, file: Path) -> tuple[int, int]:
     value = 0
-    for shift in range(0, 70, 7):
-        if at >= len(raw):
-            break
-        byte = raw[at]
-        value |= (byte & 127) << shift
-        at += 1
+    for shift, byte in enumerate(raw[at : at + 10]):
+        value |= (byte & 127) << 7 * shift
         if byte < 128:
-            return value, at
+            return value, at + shift + 1
     raise CheckpointError(f"{file} is no SentencePiece model: a number in it does not end.")
 
 
-def _bytes(value: int | bytes, file: Path) -> bytes:
-    if isinstance(value, int):
-        raise CheckpointError(f"{file} is no SentencePiece model: a field has the wrong type.")
-    return value
-
-
-def _whole(value: int | bytes, file: Path) -> int:
-    if isinstance(value, bytes):
-        raise CheckpointError(f"{file} is no SentencePiece model: a field has the wrong type.")
-    return value
-
-
-def _string(value: int | bytes, file: Path) -> str:
+def _value(value: int | bytes, kind: type, file: Path) -> Any:
+    if isinstance(value, int) or kind is int:
+        if not isinstance(value, kind):
+            raise CheckpointError(f"{file} is no SentencePiece model: a field has the wrong type.")
+        return value
+    if kind is float:
+        if len(value) != 4:
+            size = len(value)
+            raise CheckpointError(f"{file} is no SentencePiece model: a score has {size} bytes.")
+        return struct.unpack("<f", value)[0]
     try:
-        return _bytes(value, file).decode()
+        return value.decode() if kind is str else value
     except UnicodeDecodeError:
         raise CheckpointError(f"{file} holds a piece that is not UTF-8.") from None
-
-
-def _float(value: int | bytes, file: Path) -> float:
-    raw = _bytes(value, file)
-    if len(raw) != 4:
-        raise CheckpointError(f"{file} is no SentencePiece model: a score has {len(raw)} bytes.")
-    return float(struct.unpack("<f", raw)[0])

@@ -18,7 +18,6 @@ from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models as algorithms
 from tokenizers import trainers as training
-from tokenizers.models import WordLevel
 
 from regard.checkpoints.hub import find
 from regard.errors import CheckpointError, InputError
@@ -162,11 +161,8 @@ class Tokenizer:
         Without it, transformers would look for SentencePiece files of T5 and Marian.
         """
         roles = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-        known = {
-            role: token
-            for role, token in roles.items()
-            if self.tokenizer.token_to_id(token) is not None
-        }
+        vocabulary = self.tokenizer.get_vocab()
+        known = {role: token for role, token in roles.items() if token in vocabulary}
         if "eos_token" in known and not (folder / OPTIONS).exists():
             options = {"tokenizer_class": "PreTrainedTokenizerFast", **known}
             (folder / OPTIONS).write_text(json.dumps(options, indent=2) + "\n")
@@ -203,7 +199,6 @@ class Tokenizer:
         cls, lines: Iterable[str], *, size: int, special: Sequence[str] = ("<|endoftext|>",)
     ) -> Tokenizer:
         """Train byte-level byte-pair encoding, as in GPT-2. It can encode every text."""
-        _check_lines(lines)
         tokenizer = byte_level(algorithms.BPE())
         alphabet = pre_tokenizers.ByteLevel.alphabet()
         _check_size(size, len(alphabet) + len(special))
@@ -221,7 +216,6 @@ class Tokenizer:
         cls, lines: Iterable[str], *, size: int, lowercase: bool = True
     ) -> Tokenizer:
         """Train WordPiece with BERT's special tokens."""
-        _check_lines(lines)
         _check_size(size, len(BERT))
         tokenizer = FastTokenizer(algorithms.WordPiece(unk_token="[UNK]"))
         tokenizer.normalizer = normalizers.BertNormalizer(lowercase=lowercase)
@@ -243,24 +237,17 @@ class Tokenizer:
         end: str | None = "</s>",
     ) -> Tokenizer:
         """Train a unigram model, as in T5; ``end`` is appended to every text."""
-        _check_lines(lines)
         _check_size(size, len(special) + 1)
         for token in (unknown, *(() if end is None else (end,))):
             if token not in special:
                 raise InputError(f"{token!r} must be one of the special tokens {list(special)}.")
         tokenizer = FastTokenizer(algorithms.Unigram())
-        spaces = normalizers.Replace(
-            Regex(r"\s+"), " "
-        )  # newlines and tabs are spaces for SentencePiece
-        tokenizer.normalizer = normalizers.Sequence(
-            [normalizers.NFKC(), spaces, normalizers.Strip()]
-        )
+        # Newlines and tabs are spaces for SentencePiece.
+        steps = [normalizers.NFKC(), normalizers.Replace(Regex(r"\s+"), " "), normalizers.Strip()]
+        tokenizer.normalizer = normalizers.Sequence(steps)
         as_sentencepiece(tokenizer, prefix=True)
         trainer = training.UnigramTrainer(
-            vocab_size=size,
-            special_tokens=list(special),
-            unk_token=unknown,
-            show_progress=False,
+            vocab_size=size, special_tokens=list(special), unk_token=unknown, show_progress=False
         )
         _train(tokenizer, lines, trainer)
         if end is not None:
@@ -269,6 +256,8 @@ class Tokenizer:
 
 
 def _train(tokenizer: FastTokenizer, lines: Iterable[str], trainer: training.Trainer) -> None:
+    _check_lines(lines)
+
     def texts() -> Iterator[str]:
         for line in lines:
             _check_text(line)
@@ -318,7 +307,7 @@ def word_level(lines: Iterator[str], size: int, own: Sequence[str]) -> Tokenizer
         counts.pop(token, None)
     words = [word for word, _ in counts.most_common(size - len(special) - 1)]
     ids = {token: index for index, token in enumerate((*special, "<unk>", *words))}
-    tokenizer = FastTokenizer(WordLevel(ids, unk_token="<unk>"))
+    tokenizer = FastTokenizer(algorithms.WordLevel(ids, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split(" ", "removed")
     tokenizer.add_special_tokens(list(special))
     return Tokenizer(tokenizer)

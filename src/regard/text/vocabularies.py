@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tokenizers import AddedToken, decoders, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers import decoders, normalizers, pre_tokenizers
 from tokenizers import models as algorithms
 from tokenizers import processors as templates
 
@@ -71,7 +71,7 @@ def byte_pairs(vocabulary: Path, merges: Path) -> FastTokenizer:
         tokenizer = byte_level(algorithms.BPE(ids, pairs), prefix=prefix)
     end = "<|endoftext|>"
     if end in ids:
-        tokenizer.add_special_tokens([AddedToken(end, normalized=False)])
+        tokenizer.add_special_tokens([end])
     return tokenizer
 
 

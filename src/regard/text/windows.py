@@ -34,10 +34,7 @@ def windows(
             f"The question is too long: its {len(question)} tokens leave no room for a context in "
             f"a window of {length}."
         )
-    offset = 0
-    while True:
-        piece = context[offset : offset + room]
-        yield Window([first, *question, last, *piece, last], split, offset)
-        if offset + room >= len(context):
-            return
-        offset += room // 2
+    half = room // 2
+    for offset in range(0, max(len(context) - room, 0) + half, half):
+        part = context[offset : offset + room]
+        yield Window([first, *question, last, *part, last], split, offset)

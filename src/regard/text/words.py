@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from functools import cache
 from typing import NamedTuple
 
 from regard.errors import InputError
 from regard.text.tokenizer import Tokenizer
 
-_JOINING = "-'\u2019"  # characters that join two parts of a word
+_RUN = re.compile("l+(?:jl+)*|i|[sj]+")  # a word, by the kinds of its characters
 _UNFINISHED = "\ufffd"  # the decoding of an incomplete character
 _CLOSING, _OPENING = "\"'\u2019\u201d»)\\]", "\"'\u2018\u201c«(\\[¿¡"
 # A French elision, or letters and digits with joining characters, or a punctuation mark.
@@ -56,7 +57,10 @@ class Tokens:
         exact = [each for each in self.words if each.label == word]
         matches = exact or [each for each in self.words if each.label.lower() == word.lower()]
         if not matches:
-            raise InputError(f"There is no word {word!r} in the text. {_nearest(word, self.words)}")
+            known = dict.fromkeys(each.label for each in self.words)
+            near = get_close_matches(word, known, n=1)
+            advice = f"Did you mean {near[0]!r}?" if near else "Pick one of its words."
+            raise InputError(f"There is no word {word!r} in the text. {advice}")
         return matches[0], len(matches)
 
 
@@ -131,43 +135,19 @@ def _words(text: str) -> list[tuple[int, int]]:
     Letters with diacritics and joining characters form a word, and so does a run of punctuation. In
     scripts without spaces every character is a word.
     """
-    found: list[tuple[int, int]] = []
-    before = ""  # the kind of the previous character
-    for place, character in enumerate(text):
-        kind = _kind(character)
-        joins = (
-            character in _JOINING
-            and before == "letter"
-            and place + 1 < len(text)
-            and _kind(text[place + 1]) == "letter"
-        )
-        if joins:
-            kind = "letter"
-        if kind and (kind != before or kind == "ideogram"):
-            found.append((place, place + 1))
-        elif kind:
-            found[-1] = (found[-1][0], place + 1)
-        before = kind
-    return found
+    return [match.span() for match in _RUN.finditer("".join(map(_kind, text)))]
 
 
 @cache
 def _kind(character: str) -> str:
-    """Return the kind of a character: "letter", "ideogram", "sign", or "" for a space."""
+    """Return the kind of a character: a letter, ideogram, joining character, sign or space."""
     if character.isspace():
-        return ""
+        return " "
     if "\u3040" <= character <= "\u30ff" or "\u3400" <= character <= "\u9fff":
-        return "ideogram"
-    lettering = unicodedata.category(character)[0] in "LMN" or character == "_"
-    return "letter" if lettering else "sign"
-
-
-def _nearest(word: str, words: Iterable[Word]) -> str:
-    from difflib import get_close_matches
-
-    known = dict.fromkeys(each.label for each in words)
-    near = get_close_matches(word, known, n=1, cutoff=0.6)
-    return f"Did you mean {near[0]!r}?" if near else "Pick one of its words."
+        return "i"
+    if character in "-'\u2019":
+        return "j"
+    return "l" if unicodedata.category(character)[0] in "LMN" or character == "_" else "s"
 
 
 class Span(NamedTuple):

@@ -67,21 +67,22 @@ def _texts(examples: Iterable[Record]) -> Iterator[str]:
 
 def _trained(recipe: Recipe, lines: Iterator[str]) -> Tokenizer:
     kind, size, own = recipe.tokenizer.kind, recipe.tokenizer.size, recipe.tokenizer.special
-    fitting = trained(recipe.model.kind, recipe.task).tokenizers
-    if kind not in fitting:
+    row = trained(recipe.model.kind, recipe.task)
+    if kind not in row.tokenizers:
         raise InputError(
-            f"tokenizer.kind = {kind!r} is not for {recipe.model.kind}; choose "
-            f"{' or '.join(fitting)}."
+            f"tokenizer.kind = {kind!r} is not for {row.name}; choose "
+            f"{' or '.join(row.tokenizers)}."
         )
     if kind == "wordpiece":
         return Tokenizer.train_wordpiece(lines, size=size)
     if kind == "words":
         return word_level(lines, size, own)
-    sentinels = SENTINELS if recipe.model.kind == "t5" else ()
+    sentinels = SENTINELS if "span corruption" in row.trains_for else ()
     if kind == "unigram":
         special = ("<pad>", "</s>", "<unk>", *own, *sentinels)
         return Tokenizer.train_unigram(lines, size=size, special=special, end=None)
-    special = {"transformer": ("</s>", "<pad>"), "t5": ("<pad>", "</s>", *sentinels)}.get(
-        recipe.model.kind, (END_OF_TEXT,)
-    )
-    return Tokenizer.train_bpe(lines, size=size, special=(*special, *own))
+    special = (END_OF_TEXT, *own)
+    if Pair in [RECORDS[task] for task in row.trains_for]:
+        ends = ("<pad>", "</s>") if sentinels else ("</s>", "<pad>")
+        special = (*ends, *sentinels, *own)
+    return Tokenizer.train_bpe(lines, size=size, special=special)
