@@ -109,8 +109,7 @@ class _Stream:
         longest = self.query.norm(dim=-1).max() * self.key.norm(dim=-2).max()
         largest = max(call.value.abs().max().item(), 1.0)
         self.small = call.bias is None and longest.item() + math.log(largest) < SMALL_SCORE
-        # Powers are summed before the division: the sum of a long row may overflow float16.
-        self.value = call.value.to(dtype) if call.value.dtype == torch.float16 else call.value
+        self.value = call.value.to(dtype)
         # The values of rows without keys, which no block computes.
         self.highest = call.query.new_full((*rows, 1), -math.inf, dtype=dtype)
         self.total = call.query.new_zeros(*rows, 1, dtype=dtype)
@@ -218,7 +217,7 @@ class _Stream:
 
         value = self.value[batch, heads, columns.start : columns.stop]
         grouped = powers.view(count, groups * len(rows), width)
-        output = torch.bmm(grouped.to(value.dtype), value).view(*scores.shape[:2], -1)
+        output = torch.bmm(grouped, value).view(*scores.shape[:2], -1)
         self.output[place] = output * inverse
         if call.see is None:
             return
