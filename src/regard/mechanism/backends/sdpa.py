@@ -180,7 +180,7 @@ def _fused(
         enable_gqa=True if call.groups > 1 else False,  # noqa: SIM210 - it may be a SymBool
     )
     if fit is aligned and output.requires_grad:
-        output.register_hook(aligned)  # the backward kernels read the gradient
+        output.register_hook(aligned)  # type: ignore[no-untyped-call]  # a gradient is read too
     return output[..., :wanted] if padded else output
 
 
