@@ -194,7 +194,7 @@ def _column(lengths: Tensor | tuple[int, ...], extent: Extent) -> int | Tensor:
     if isinstance(lengths, tuple):
         if len(set(lengths)) == 1:
             return lengths[0]
-        lengths = torch.tensor(lengths, dtype=torch.long)
+        lengths = torch.tensor(lengths, dtype=torch.long, device=extent.device)
     return lengths.to(extent.device)[:, None]
 
 
@@ -372,9 +372,10 @@ class Segments(RangeMask):
         lows, highs = [], []
         for row, across in zip(self.lengths, self.keys or self.lengths, strict=True):
             ends = list(accumulate(across))
-            counts = torch.tensor(row, dtype=torch.long)
-            lows.append(torch.tensor([0, *ends[:-1]][: len(row)]).repeat_interleave(counts))
-            highs.append(torch.tensor(ends).repeat_interleave(counts))
+            counts = torch.tensor(row, dtype=torch.long, device="cpu")
+            starts = torch.tensor([0, *ends[:-1]][: len(row)], device="cpu")
+            lows.append(starts.repeat_interleave(counts))
+            highs.append(torch.tensor(ends, device="cpu").repeat_interleave(counts))
         low, high = torch.stack(lows), torch.stack(highs)
         if self.keys is None:  # queries and keys share one packing: look up each query's position
             at = extent.positions().cpu()

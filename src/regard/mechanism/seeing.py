@@ -35,7 +35,7 @@ class Pairs:
 
     def __init__(self, pairs: Sequence[tuple[int, int]] | Tensor) -> None:
         try:
-            table = torch.as_tensor(pairs).cpu()
+            table = torch.as_tensor(pairs, device="cpu")
         except (TypeError, ValueError):
             raise InputError(
                 f"See(pairs=...) is a list of (query, key), but got {pairs!r}."
@@ -60,7 +60,7 @@ class Pairs:
 
         The column is -1 if the key is outside of the tile; the weight of such a pair is 0.
         """
-        ends = torch.tensor([tile.rows.start, tile.rows.stop])
+        ends = torch.tensor([tile.rows.start, tile.rows.stop], device="cpu")
         first, last = torch.searchsorted(self.queries, ends).tolist()
         rows = self.queries[first:last] - tile.rows.start
         keys = self.keys[first:last]

@@ -328,7 +328,7 @@ def _ranges(mask: Mask, extent: Extent) -> list[Piece] | None:
 
 def _table(end: int | Tensor) -> Tensor:
     """One end of an interval as [1 or batch, 1 or queries]."""
-    return torch.full((1, 1), end) if isinstance(end, int) else end
+    return torch.full((1, 1), end, device="cpu") if isinstance(end, int) else end
 
 
 def _runs(batch: slice, low: Tensor, high: Tensor) -> list[Piece]:
