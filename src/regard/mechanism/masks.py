@@ -199,7 +199,8 @@ def _column(lengths: Tensor | tuple[int, ...], extent: Extent) -> int | Tensor:
 
 
 def _check_lengths(lengths: Tensor | tuple[int, ...], what: str, extent: Extent) -> None:
-    if len(lengths) not in (1, extent.batch):
+    # Not `in`, which torch.compile evaluates wrongly for a batch of dynamic size.
+    if len(lengths) != 1 and len(lengths) != extent.batch:
         raise InputError(
             f"{what} has {len(lengths)} entries for a batch of {extent.batch}. "
             "Give one length per sequence, or one for all."
@@ -357,7 +358,7 @@ class Segments(RangeMask):
         if self.keys is not None:
             sides.append(("keys", self.keys, extent.keys))
         for name, rows, expected in sides:
-            if len(rows) not in (1, extent.batch):
+            if len(rows) != 1 and len(rows) != extent.batch:
                 raise InputError(
                     f"Segments({name}=...) packs {len(rows)} rows for a batch of {extent.batch}."
                 )

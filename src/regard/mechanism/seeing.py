@@ -10,7 +10,6 @@ import html
 import json
 import math
 import operator
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import pairwise
@@ -455,7 +454,8 @@ def observe(
 def chosen(see: See, tile: Tile) -> tuple[slice, list[int]]:
     """The requested rows in a tile: their slice of the sorted request, and their tile indices."""
     rows = sorted(row % tile.extent.queries for row in see.rows)
-    first, last = bisect_left(rows, tile.rows.start), bisect_left(rows, tile.rows.stop)
+    # Not bisect, which torch.compile cannot trace.
+    first, last = (sum(row < end for row in rows) for end in (tile.rows.start, tile.rows.stop))
     return slice(first, last), [row - tile.rows.start for row in rows[first:last]]
 
 
