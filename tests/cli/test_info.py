@@ -11,6 +11,7 @@ from helpers.command import START, one_line, regard, regard_process
 from helpers.training_data import sentences
 from regard import GPT2, GPT2Config, InputError, Tokenizer, load
 from regard.checkpoints.cards import SCORES
+from regard.cli.info import remark
 from regard.models.conversion import convert
 
 
@@ -264,6 +265,26 @@ def test_doctor_names_optional_packages_and_what_they_are_for():
     shown = regard("doctor").stdout
     for package in ("matplotlib", "sacrebleu", "transformers", "huggingface_hub", "triton"):
         assert any(line.startswith(package) and "(" in line for line in shown.splitlines())
+
+
+@pytest.mark.parametrize(
+    ("package", "version", "message"),
+    [
+        ("torch", "2.15.0+cu130", ""),
+        ("torch", "2.10.1", "; not supported: regard needs 2.11 or newer"),
+        ("torch", "3.0.0a1", "; newer than 2.15, the newest that regard was tested with"),
+        ("transformers", "4.56.2", "; not supported: regard needs 4.57 or newer"),
+        ("rich", "1.0", ""),
+    ],
+)
+def test_doctor_remarks_on_versions(package: str, version: str, message: str):
+    assert remark(package, version) == message
+
+
+def test_doctor_says_what_another_triton_switches_off(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("triton", reason="NOT TESTED: Triton is not installed")
+    monkeypatch.setattr("triton.__version__", "3.9.0")
+    assert "the backend 'hopper' is off: Triton 3.9.0 is installed" in remark("triton", "3.9.0")
 
 
 @pytest.mark.processes

@@ -43,6 +43,7 @@ class Case:
     bias: Bias | None
     scale: float | None
     softcap: float | None
+    sinks: Tensor | None
 
     def __repr__(self) -> str:
         """Shapes and strides, not numbers: what is needed to understand a failure."""
@@ -54,13 +55,15 @@ class Case:
 
     @property
     def arguments(self) -> dict[str, object]:
-        names = ("mask", "bias", "scale", "softcap")
+        names = ("mask", "bias", "scale", "softcap", "sinks")
         return {name: getattr(self, name) for name in names}
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
         """Every tensor a gradient may be asked for."""
-        return self.query, self.key, self.value, *(self.bias.tensors if self.bias else ())
+        others = self.bias.tensors if self.bias else ()
+        others += () if self.sinks is None else (self.sinks,)
+        return self.query, self.key, self.value, *others
 
     def double(self) -> Case:
         """The same numbers in float64."""
@@ -80,7 +83,8 @@ class Case:
             }
             bias = replace(bias, **tensors)  # type: ignore[type-var]
         query, key, value = (change(t) for t in (self.query, self.key, self.value))
-        return replace(self, query=query, key=key, value=value, bias=bias)
+        sinks = None if self.sinks is None else change(self.sinks)
+        return replace(self, query=query, key=key, value=value, bias=bias, sinks=sinks)
 
     @property
     def extent(self) -> Extent:
@@ -224,7 +228,7 @@ def any_bias(draw: Draw, extent: Extent, dtype: torch.dtype, generator: torch.Ge
 
 @st.composite
 def cases(draw: Draw, dtype: torch.dtype, *, softcap: bool = True) -> Case:
-    """A whole call; with ``softcap=False`` one that PyTorch's kernels can run too."""
+    """A whole call; with ``softcap=False`` one that PyTorch's kernels can run, without sinks."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
     long = draw(st.integers(0, 19)) == 0
     pool = LONG if long else LENGTHS
@@ -257,6 +261,9 @@ def cases(draw: Draw, dtype: torch.dtype, *, softcap: bool = True) -> Case:
         draw(any_bias(extent, dtype, generator)) if draw(st.booleans()) else None,
         draw(st.sampled_from((None, None, 0.3, 2.0, -1.0, 0.0))),
         draw(st.sampled_from((None, None, 1.5))) if softcap else None,
+        poisoned((extent.heads,), dtype, "strided", generator) * 2
+        if softcap and draw(st.integers(0, 2)) == 0
+        else None,
     )
 
 
@@ -265,15 +272,17 @@ def sights(draw: Draw, case: Case) -> See:
     """Something to look at: any set of fields, with any rows and any grid."""
     queries = case.extent.queries
     asked = {name: draw(st.booleans()) for name in FLAGS}
+    asked["sink"] = case.sinks is not None and draw(st.booleans())
     rows = draw(st.lists(st.integers(-queries, queries - 1), max_size=3)) if queries else []
-    pairs = []
+    pairs, scores = [], []
     if queries and case.extent.keys:
         pair = st.tuples(st.integers(0, queries - 1), st.integers(0, case.extent.keys - 1))
         pairs = draw(st.lists(pair, max_size=4))
+        scores = draw(st.sampled_from((rows, pairs, [])))
     size = st.sampled_from((1, 2, 3, 7, 64))
     grid = draw(st.none() | st.tuples(size, size))
     peak = grid is not None and draw(st.booleans())
     top = draw(st.sampled_from((0, 1, 3, 300)))
-    if not (any(asked.values()) or rows or pairs or grid or top):
+    if not (any(asked.values()) or rows or pairs or scores or grid or top):
         asked["lse"] = True
-    return See(**asked, rows=rows, pairs=pairs, map=grid, map_peak=peak, top=top)
+    return See(**asked, rows=rows, pairs=pairs, scores=scores, map=grid, map_peak=peak, top=top)

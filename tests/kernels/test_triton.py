@@ -11,10 +11,13 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +26,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from helpers import kernel_cases
 from helpers.kernel_cases import CUDA, cases
 from regard import Causal, Padding, Prefix, See, Segments, Window, attention
 from regard.errors import BackendError, InputError
@@ -164,7 +168,10 @@ def eager(call: Call) -> Tensor:
         scores = scores + call.bias.tile(tile).to(dtype)
     if call.mask is not None:
         scores = scores.masked_fill(~call.mask.tile(tile), -math.inf)
-    weights = scores.softmax(-1).nan_to_num(0)
+    if call.sinks is not None:
+        sinks = call.sinks.to(dtype)[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(-1)[..., : extent.keys].nan_to_num(0)
     return weights @ call.value.repeat_interleave(call.groups, dim=1)
 
 
@@ -462,7 +469,11 @@ def gradients(
         bias = replace(bias, query=second, relative=relative)
     if bias is not None:
         leaves += bias.tensors
-    output, seen = attend(replace(call, query=query, key=key, value=value, bias=bias))
+    sinks = call.sinks
+    if sinks is not None:
+        sinks = sinks.detach().to(dtype).requires_grad_()
+        leaves.append(sinks)
+    output, seen = attend(replace(call, query=query, key=key, value=value, bias=bias, sinks=sinks))
     total = (output * random(*output.shape, seed=5, dtype=dtype)).sum()
     for name in fields:
         tensor = seen.to_dict()[name]
@@ -499,6 +510,29 @@ def test_gradients_through_every_field(name: str) -> None:
 @pytest.mark.parametrize("field", cases(SMOOTH, ("received",)))
 def test_gradients_through_one_field(field: str) -> None:
     assert_gradients(make("causal", replace(EVERYTHING, peak=False)), (field,))
+
+
+def with_sinks(call: Call) -> Call:
+    return replace(call, sinks=random(HEADS, seed=4) * 2)
+
+
+@pytest.mark.parametrize(
+    "name",
+    cases(
+        list(STRUCTURES),
+        ["causal segments"],
+        ["padding, one sequence empty", "causal alibi, softcap", "buckets", "causal content"],
+    ),
+)
+def test_sinks(name: str) -> None:
+    """In the output, in every field, in the top keys, and with a gradient of their own."""
+    call = with_sinks(make(name, EVERYTHING))
+    assert_gradients(call, SMOOTH)
+    if "content" not in name:
+        call = replace(call, see=See(top=3))
+        top, exact = run(call)[1].top, reference.run(double(call))[1].top
+        assert torch.equal(top.keys, exact.keys)
+        torch.testing.assert_close(top.weights.double(), exact.weights, rtol=0, atol=2e-6)
 
 
 def assert_low_precision_gradients(call: Call) -> None:
@@ -547,7 +581,9 @@ def test_gradients_of_plain_calls_that_are_seen(mask: Mask | None, dtype: torch.
     """With equal heads and widths: on a GPU these are cuDNN's, from our log-sum-exp."""
     query, key, value = (random(2, 2, QUERIES, 64, seed=s, dtype=dtype) for s in range(3))
     see = replace(EVERYTHING, rows=(), map=None, map_peak=False)
-    assert_low_precision_gradients(check(query, key, value, mask, None, None, None, 0.0, see))
+    call = check(query, key, value, mask, None, None, None, 0.0, see)
+    assert_low_precision_gradients(call)
+    assert_low_precision_gradients(replace(call, sinks=random(2, seed=4)))
 
 
 @pytest.mark.parametrize(
@@ -561,6 +597,8 @@ def test_compiles_to_one_graph(name: str) -> None:
     torch._dynamo.reset()  # each case is a graph of its own
     see = replace(EVERYTHING, rows=[2], map=(2, 2), top=0 if "content" in name else 3)
     call = make(name, see, queries=20, keys=24)
+    if name in ("window", "causal content"):
+        call = with_sinks(call)
     compiled = torch.compile(triton_backend.run, backend="aot_eager", fullgraph=True)
     with torch.no_grad():
         output, seen = compiled(call)
@@ -572,6 +610,17 @@ def test_compiles_to_one_graph(name: str) -> None:
     want, *_ = gradients(call, run, torch.float32, SMOOTH)
     for one, other in zip(got, want, strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-6 * other.abs().amax().item())
+
+
+@pytest.mark.sweep
+@pytest.mark.processes
+@pytest.mark.parametrize("name", ["window", "content", "cross entropy"])
+def test_they_compile_for_a_gpu_where_there_is_none(name: str) -> None:
+    script = Path(kernel_cases.__file__).with_name("compile_kernels.py")
+    made = subprocess.run(
+        [sys.executable, "-W", "error", script, name], check=True, capture_output=True, text=True
+    )
+    assert made.stdout.startswith(f"{name}: compiled ")
 
 
 @pytest.mark.gpu

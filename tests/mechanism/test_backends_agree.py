@@ -33,6 +33,7 @@ from regard import (
     attention,
     why,
 )
+from regard.mechanism.backends import complete
 from regard.mechanism.backends import cpu as cpu_backend
 from regard.mechanism.call import check
 from regard.mechanism.geometry import Tile
@@ -78,6 +79,8 @@ def reach(case: Case) -> float:
     bound = scale * _most(query.amax(0) * key.amax(0), sum_=True) if len(query) and len(key) else 0
     if case.bias is not None:
         bound += _most(_bias(exact))
+    if case.sinks is not None:
+        bound += _most(exact.sinks)
     return 1.0 + bound
 
 
@@ -108,7 +111,11 @@ def eager(case: Case) -> Tensor:
         scores = scores + _bias(case).to(scores.dtype)
     allowed = case.allowed()
     lost = ~allowed.any(-1, keepdim=True)
-    weights = scores.masked_fill(~(allowed | lost), -math.inf).softmax(-1).masked_fill(lost, 0)
+    scores = scores.masked_fill(~(allowed | lost), -math.inf)
+    if case.sinks is not None:
+        sinks = case.sinks[:, None, None].expand(*scores.shape[:-1], 1)
+        scores = torch.cat((scores, sinks), dim=-1)
+    weights = scores.softmax(-1)[..., : allowed.shape[-1]].masked_fill(lost, 0)
     return (weights @ value).reshape(*case.query.shape[:-1], value.shape[-1])
 
 
@@ -210,7 +217,7 @@ def kernel(case: Case, see: See) -> tuple[Tensor, Any] | None:
     if cpu_backend.unsupported(call) or cpu_backend.unavailable():
         return None
     output, seen = cpu_backend.run(call)
-    return output.reshape(*case.query.shape[:-1], output.shape[-1]), seen
+    return output.reshape(*case.query.shape[:-1], output.shape[-1]), complete(call, see, seen)
 
 
 def _finite(tensor: Tensor) -> float:
@@ -299,7 +306,7 @@ def test_gradients(dtype: torch.dtype, data: st.DataObject) -> None:
             close(grad, exact[index], tolerances[index], f"gradient {index} of {backend}")
 
 
-DIFFERENTIABLE = ("lse", "entropy", "received", "rows", "map", "distance")
+DIFFERENTIABLE = ("lse", "entropy", "received", "rows", "map", "distance", "sink", "scores")
 
 
 def seen_loss(output: Tensor, seen: Seen) -> Tensor:
@@ -321,7 +328,10 @@ def test_gradients_of_what_is_seen(dtype: torch.dtype, data: st.DataObject) -> N
     case = data.draw(cases(dtype))
     queries = case.extent.queries
     rows = [0, queries // 2, -1] if queries else []
-    see = See(lse=True, entropy=True, received=True, rows=rows, map=(2, 3), distance=True)
+    see = See(
+        lse=True, entropy=True, received=True, rows=rows, map=(2, 3), distance=True,
+        sink=case.sinks is not None, scores=rows,
+    )  # fmt: skip
     exact_case = case.double().leaves()
     exact = gradients(exact_case, seen_loss(*run(exact_case, "reference", see)))  # type: ignore[misc]
     floors = gradient_floors(case, exact)

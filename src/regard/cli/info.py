@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import platform
+import re
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,6 +27,13 @@ OPTIONAL = {
     "transformers": "watch() on its models",
     "huggingface_hub": "models by their hub names",
     "triton": "the GPU kernels",
+}
+
+# The oldest version that regard supports, and the newest that its tests have run with.
+TESTED = {
+    "torch": ("2.11", "2.15"),
+    "triton": ("3.6", "3.9"),
+    "transformers": ("4.57", "5.23"),
 }
 
 # ------------------------------------------------------------------------------------------ models
@@ -108,9 +116,11 @@ def doctor() -> None:
     table.add_row("regard", __version__)
     table.add_row("python", f"{platform.python_version()} on {platform.system()}")
     for name in ("torch", "safetensors", "tokenizers", "rich", "typer"):
-        table.add_row(name, version(name))
+        table.add_row(name, version(name) + remark(name, version(name)))
     for name, use in OPTIONAL.items():
-        table.add_row(name, f"{_version(name) or 'not installed'} ({use})")
+        installed = _version(name)
+        shown = f"{installed or 'not installed'} ({use})"
+        table.add_row(name, shown + (remark(name, installed) if installed else ""))
     table.add_row(
         "cpu", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
     )
@@ -123,6 +133,31 @@ def doctor() -> None:
         reason = backend.unavailable()
         table.add_row(f"backend {backend.name}", reason or "can run")
     terminal.show(table)
+
+
+def remark(package: str, installed: str) -> str:
+    """Whether an installed version is supported, and what it switches off."""
+    if package not in TESTED:
+        return ""
+    numbers = _numbers(installed)
+    oldest, newest = TESTED[package]
+    remarks = []
+    if numbers < _numbers(oldest):
+        remarks.append(f"not supported: regard needs {oldest} or newer")
+    elif numbers > _numbers(newest):
+        remarks.append(f"newer than {newest}, the newest that regard was tested with")
+    if package == "triton":
+        from regard.mechanism.backends import hopper
+
+        if (reason := hopper.why_not_triton()) is not None:
+            remarks.append(f"the backend 'hopper' is off: {reason}")
+    return "".join(f"; {text}" for text in remarks)
+
+
+def _numbers(version: str) -> tuple[int, int]:
+    """The first two numbers of a version."""
+    major, minor = re.findall(r"\d+", version)[:2]
+    return int(major), int(minor)
 
 
 def _version(package: str) -> str | None:

@@ -29,7 +29,7 @@ def attend(
     If fields in OVER_QUERIES are allocated but deferred, also return the function that computes
     them; call it before reading them. ``hopper``: whether the kernels for Hopper may run.
     """
-    tensors = (query, key, value, structure.table, structure.relative_query)
+    tensors = (query, key, value, structure.table, structure.relative_query, structure.sinks)
     differentiable = torch.is_grad_enabled() and any(
         t is not None and t.requires_grad for t in tensors
     )
@@ -37,7 +37,7 @@ def attend(
         plan = passes.plan_call(query, key, value, structure, wanted, hopper)
         return passes.forward(query, key, value, structure, plan)[0], None
     outputs = _Attend.apply(  # type: ignore[no-untyped-call]
-        query, key, value, structure.table, structure.relative_query, structure, wanted, hopper
+        *tensors, structure, wanted, hopper
     )
     results = dict(zip(wanted.names, outputs, strict=True))
     deferred = outputs[0].grad_fn.deferred
@@ -70,6 +70,7 @@ class _Attend(torch.autograd.Function):
         value: Tensor,
         table: Tensor | None,
         relative_query: Tensor | None,
+        sinks: Tensor | None,
         structure: Structure,
         wanted: Wanted,
         hopper: bool,
@@ -79,7 +80,7 @@ class _Attend(torch.autograd.Function):
         ctx.structure, ctx.names, ctx.plan = structure, wanted.names, plan
         ctx.kept = [name for name in KEPT if name in results]
         ctx.save_for_backward(
-            query, key, value, table, relative_query, *(results[n] for n in ctx.kept)
+            query, key, value, table, relative_query, sinks, *(results[n] for n in ctx.kept)
         )
         ctx.set_materialize_grads(False)
         return tuple(results[name] for name in ctx.names)
@@ -92,7 +93,7 @@ class _Attend(torch.autograd.Function):
                 f"The backend {backend!r} has no gradients of gradients. "
                 "Pass backend='tiled', which has them."
             )
-        query, key, value, table, relative_query, *saved = ctx.saved_tensors
+        query, key, value, table, relative_query, sinks, *saved = ctx.saved_tensors
         upstream = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
         for name in ROUGH:
             if name in upstream:
@@ -102,7 +103,8 @@ class _Attend(torch.autograd.Function):
                 )
         gradients = passes.backward(
             query, key, value,
-            replace(ctx.structure, table=table, relative_query=relative_query), ctx.plan,
+            replace(ctx.structure, table=table, relative_query=relative_query, sinks=sinks),
+            ctx.plan,
             dict(zip(ctx.kept, saved, strict=True)), upstream, ctx.needs_input_grad[3],
             ctx.deferred,
         )  # fmt: skip

@@ -17,9 +17,13 @@ from torch import Tensor
 # In device code: wait until the previous kernel launch has ended.
 from triton.language.extra.cuda import gdc_wait
 
-__all__ = ["GLUON_VERSION", "OVERLAPPING", "gdc_wait", "tensor_descriptor", "why_not_gluon"]
+__all__ = [
+    "FUSED", "GLUON_VERSION", "OVERLAPPING", "gdc_wait", "tensor_descriptor", "why_not_gluon",
+]  # fmt: skip
 
 GLUON_VERSION = "3.6"
+# Launch options: one rounding for a product and a sum. Triton 3.10 changes the default.
+FUSED: Any = {"enable_fp_fusion": True}
 # Launch options: programs may start before the previous kernel launch has ended.
 OVERLAPPING: Any = {"launch_pdl": True}
 

@@ -22,11 +22,13 @@ from regard.kernels.sizes import RELATIVE
 
 _STRUCTURE = (
     "Tensor? low, Tensor? high, Tensor? table, Tensor? relative_query, int kind, int bias, "
-    "SymInt reach, float scale, float? softcap, float relative_scale, SymInt max_keys"
+    "SymInt reach, float scale, float? softcap, float relative_scale, SymInt max_keys, "
+    "Tensor? sinks"
 )
 _INPUTS = f"Tensor query, Tensor key, Tensor value, {_STRUCTURE}"
-_PARTS = 11  # number of fields of a Structure
+_PARTS = 12  # number of fields of a Structure
 _INPUT_COUNT = 3 + _PARTS + 6
+_TENSORS = ("low", "high", "table", "relative_query", "sinks")
 
 
 def attend(
@@ -45,7 +47,7 @@ def _flat(structure: Structure) -> tuple[Any, ...]:
     s = structure
     return (
         s.low, s.high, s.table, s.relative_query, s.kind, s.bias, s.reach, s.scale, s.softcap,
-        s.relative_scale, s.max_keys,
+        s.relative_scale, s.max_keys, s.sinks,
     )  # fmt: skip
 
 
@@ -121,6 +123,8 @@ def _differentiated(
         tensors.append(structure.table)
     if structure.bias == RELATIVE and structure.relative_query is not None:
         tensors.append(structure.relative_query)
+    if structure.sinks is not None:
+        tensors.append(structure.sinks)
     return tensors
 
 
@@ -141,17 +145,17 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: list[Tensor]) -> None:
     query, key, value, *given = inputs
     structure, wanted = _structure(given[:_PARTS]), _wanted(*given[_PARTS:-1])
     results = dict(zip(wanted.names, output, strict=True))
-    ctx.structure = replace(structure, low=None, high=None, table=None, relative_query=None)
+    no_tensors: dict[str, Any] = dict.fromkeys(_TENSORS)
+    ctx.structure = replace(structure, **no_tensors)
     ctx.names, ctx.kept = wanted.names, [name for name in KEPT if name in results]
-    parts = (structure.low, structure.high, structure.table, structure.relative_query)
+    parts = (getattr(structure, name) for name in _TENSORS)
     ctx.save_for_backward(query, key, value, *parts, *(results[name] for name in ctx.kept))
 
 
 def _graph_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
-    query, key, value, low, high, table, relative_query, *kept = ctx.saved_tensors
-    structure = replace(
-        ctx.structure, low=low, high=high, table=table, relative_query=relative_query
-    )
+    (query, key, value), saved = ctx.saved_tensors[:3], ctx.saved_tensors[3:]
+    tensors, kept = dict(zip(_TENSORS, saved, strict=False)), saved[len(_TENSORS) :]
+    structure: Structure = replace(ctx.structure, **tensors)
     upstream = {
         name: grad
         for name, grad in zip(ctx.names, grads, strict=True)
@@ -163,10 +167,11 @@ def _graph_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | 
         " ".join(upstream), train_bias,
     )  # fmt: skip
     table_grad = others.pop(0) if train_bias else None
+    sinks_grad = others.pop() if structure.sinks is not None else None
     second_grad = others.pop(0) if others else None
-    # In the order of the inputs. In a Structure only table and relative_query have a gradient.
-    rest = (None,) * (_INPUT_COUNT - 7)
-    return query_grad, key_grad, value_grad, None, None, table_grad, second_grad, *rest
+    # In the order of the inputs: low and high have no gradient, and the rest is numbers.
+    parts = (None, None, table_grad, second_grad, *(None,) * (_PARTS - 5), sinks_grad)
+    return query_grad, key_grad, value_grad, *parts, *(None,) * (_INPUT_COUNT - 3 - _PARTS)
 
 
 _attend_operator.register_autograd(_graph_backward, setup_context=_setup)

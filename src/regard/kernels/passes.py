@@ -14,6 +14,7 @@ from functools import cache
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from regard.kernels.memo import is_recording
 from regard.kernels.plan import (
@@ -29,7 +30,8 @@ from regard.kernels.plan import (
 )
 from regard.kernels.sizes import CAUSAL
 
-Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]
+# Of query, key, value, and of the structure's table, relative_query and sinks.
+Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass
@@ -121,6 +123,8 @@ def forward(
             results, left = hopper.forward(query, key, value, structure, plan)
         case _:
             results = launch.forward(query, key, value, structure, wanted.fields)
+    if structure.sinks is not None:
+        results |= _with_sinks(results, structure.sinks)
     lse = results["lse"]
     deferred = None
     if plan.deferred:
@@ -189,7 +193,7 @@ def backward(
     train_bias: bool,
     deferred: DeferredColumns | None = None,
 ) -> Gradients:
-    """Return the gradients of query, key, value, and of the bias's tensors.
+    """Return the gradients; None for a tensor that the structure does not have.
 
     ``kept`` are the saved results of the forward pass, ``grads`` the gradients of results, by name.
     """
@@ -207,13 +211,55 @@ def backward(
                 deferred.fields, deferred.neg_lse,
             )  # fmt: skip
             deferred.mark_computed()
-            return *gradients, None, None
+            return *gradients, None, None, None
         if plan.backward.variant != "triton":  # cuDNN can run every call that Hopper's kernels can
             gradients = _cudnn_backward(grads["output"], query, key, value, structure, kept)
-            return *gradients, None, None
+            sinks_grad = None
+            if structure.sinks is not None:
+                delta = (kept["output"].float() * grads["output"].float()).sum(-1)
+                sinks_grad = _sinks_gradient(structure.sinks, kept["lse"], delta, None)
+            return *gradients, None, None, sinks_grad
     if deferred is not None and pending:  # queries and keys may be freed after the backward pass
         deferred.compute(query, key, structure)
-    return launch.backward(query, key, value, structure, kept, grads, train_bias)
+    results = launch.backward(query, key, value, structure, kept, grads, train_bias)
+    sinks_grad = None
+    if structure.sinks is not None:
+        delta = results[5]
+        sinks_grad = _sinks_gradient(structure.sinks, kept["lse"], delta, grads.get("entropy"))
+    return *results[:5], sinks_grad
+
+
+def _with_sinks(results: Mapping[str, Tensor], sinks: Tensor) -> dict[str, Tensor]:
+    """Return the results of the forward pass with a sink in each row's softmax.
+
+    The sink takes the share 1 - s, where s = sigmoid(lse - sink), and leaves s to the keys. A row
+    without keys keeps the lse -inf, by which the later passes know it.
+    """
+    lse = results["lse"]
+    margin = lse - sinks[:, None]
+    share = margin.sigmoid()
+    scaled = {
+        name: (results[name] * share).to(results[name].dtype)
+        for name in ("peak", "distance")
+        if name in results
+    }
+    output = results["output"]
+    scaled["output"] = (output * share[..., None]).to(output.dtype)
+    scaled["lse"] = torch.where(lse == -torch.inf, lse, lse - logsigmoid(margin))
+    if "entropy" in results:  # the entropy of keys within their share, and of the two shares
+        both = torch.special.entr(share) + torch.special.entr((-margin).sigmoid())
+        scaled["entropy"] = results["entropy"] * share + both
+    return scaled
+
+
+def _sinks_gradient(
+    sinks: Tensor, lse: Tensor, delta: Tensor, entropy_grad: Tensor | None
+) -> Tensor:
+    """Return the gradient of the sinks, [heads]; ``delta`` is that of ``triton.deltas``."""
+    log_weight = sinks[:, None] - lse
+    change = -delta if entropy_grad is None else -delta - entropy_grad * log_weight
+    # In a row without keys the sink has weight 1, whatever its score.
+    return (log_weight.exp() * change).masked_fill(lse == -torch.inf, 0).sum((0, 2))
 
 
 def _saved_by_hooks() -> bool:

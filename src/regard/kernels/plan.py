@@ -143,7 +143,8 @@ class Structure:
       ``relative_query`` [batch, heads, queries, dim] and ``table`` [heads or 1, distances, dim],
       both in the dtype of the query.
 
-    The tables of ALIBI and TABLE are float32.
+    The tables of ALIBI and TABLE are float32, and so are ``sinks`` [heads], a score of each row
+    that has no value.
     """
 
     kind: int
@@ -157,6 +158,7 @@ class Structure:
     relative_query: Tensor | None = None
     relative_scale: float = 0.0
     max_keys: int = 0
+    sinks: Tensor | None = None
 
     @property
     def ends(self) -> Ends:

@@ -37,16 +37,19 @@ class Call:
     scale: float
     softcap: float | None
     dropout: float
-    see: See | None
+    see: See | None  # the fields that a backend computes
     extent: Extent
     groups: int  # query heads that share one head of keys and values
+    sinks: Tensor | None = None  # [heads]
 
     @property
     def wants_gradient(self) -> bool:
         """Whether a backward pass may follow."""
-        bias = self.bias.tensors if self.bias is not None else ()
+        others = self.bias.tensors if self.bias is not None else ()
+        if self.sinks is not None:
+            others = (*others, self.sinks)
         return torch.is_grad_enabled() and any(
-            tensor.requires_grad for tensor in (self.query, self.key, self.value, *bias)
+            tensor.requires_grad for tensor in (self.query, self.key, self.value, *others)
         )
 
     @property
@@ -77,6 +80,7 @@ def check(
     softcap: float | None,
     dropout: float,
     see: See | None,
+    sinks: Tensor | None = None,
 ) -> Call:
     """Return the checked call; raise InputError if the arguments do not fit together."""
     query_shape, key_shape, value_shape = given = query.shape, key.shape, value.shape
@@ -145,12 +149,32 @@ def check(
         raise InputError(f"softcap must be a finite number above 0, but got {softcap}.")
     if not 0 <= dropout < 1:
         raise InputError(f"dropout is a probability from 0 to below 1, but got {dropout}.")
+    if sinks is not None:
+        _check_sinks(sinks, extent)
     if see is not None:
         if not isinstance(see, See):
             raise InputError(f"see is a See, such as See(entropy=True), but got {see!r}.")
         see.check(extent)
+        if see.sink and sinks is None:
+            raise InputError("See(sink=True) needs a call with sinks: pass attention(sinks=...).")
+        see = see.of_backend
     groups = heads // (key_heads or 1)
-    return Call(query, key, value, mask, bias, scale, softcap, dropout, see, extent, groups)
+    return Call(query, key, value, mask, bias, scale, softcap, dropout, see, extent, groups, sinks)
+
+
+def _check_sinks(sinks: Tensor, extent: Extent) -> None:
+    if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or sinks.dim() != 1:
+        given = (
+            f"{list(sinks.shape)} of {sinks.dtype}" if isinstance(sinks, Tensor) else repr(sinks)
+        )
+        raise InputError(f"sinks is a tensor [heads] of one number for each head, but got {given}.")
+    if len(sinks) != extent.heads:
+        raise InputError(f"sinks has {len(sinks)} numbers, but the query has {extent.heads} heads.")
+    if sinks.device != extent.device:
+        raise InputError(
+            f"sinks are on {sinks.device}, but the query is on {extent.device}. "
+            "Move them with .to(device)."
+        )
 
 
 def _listed(query: Sequence[int], key: Sequence[int], value: Sequence[int]) -> str:

@@ -25,6 +25,7 @@ def attention(
     scale: float | None = ...,
     softcap: float | None = ...,
     dropout: float = ...,
+    sinks: Tensor | None = ...,
     see: None = ...,
     backend: str = ...,
 ) -> Tensor: ...
@@ -39,6 +40,7 @@ def attention(
     scale: float | None = ...,
     softcap: float | None = ...,
     dropout: float = ...,
+    sinks: Tensor | None = ...,
     see: See,
     backend: str = ...,
 ) -> tuple[Tensor, Seen]: ...
@@ -52,6 +54,7 @@ def attention(
     scale: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    sinks: Tensor | None = None,
     see: See | None = None,
     backend: str = "auto",
 ) -> Tensor | tuple[Tensor, Seen]:
@@ -64,6 +67,9 @@ def attention(
     whenever it is above 0: pass 0 in evaluation. If ``see`` is given, the result is (output, Seen).
     The fields of Seen ignore dropout and always have the axes [batch, heads, ...].
 
+    ``sinks`` [heads] adds a learned, finite score to the softmax of each query. It takes a part of
+    the weight and has no value, so the weights of the keys sum to less than 1.
+
     ``backend`` is "auto" or a name that :func:`why` lists. Second derivatives need "tiled" or
     "reference"; other backends raise an error. Under torch.func "auto" chooses "reference" if no
     kernel supports the call.
@@ -74,15 +80,24 @@ def attention(
     >>> output, seen = attention(q, k, v, mask=Causal(), see=See(entropy=True))
     >>> [f"{keys:.2f}" for keys in seen.entropy[0, 0].exp()]  # the effective number of keys
     ['1.00', '1.92', '2.88']
+
+    With a sink a query may attend to nothing:
+
+    >>> _, seen = attention(q, k, v, sinks=torch.tensor([4.0]), see=See(sink=True))
+    >>> [round(weight, 2) for weight in seen.sink[0, 0].tolist()]
+    [0.94, 0.94, 0.94]
     """
-    call = check(query, key, value, mask, bias, scale, softcap, dropout, see)
+    call = check(query, key, value, mask, bias, scale, softcap, dropout, see, sinks)
     run = backends.choose(call, backend).run
     if see is not None and torch.is_autocast_enabled(query.device.type):
         # Autocast would lower the precision of the fields of Seen.
         with torch.autocast(query.device.type, enabled=False):
             output, seen = run(call)
+            seen = backends.complete(call, see, seen)
     else:
         output, seen = run(call)
+        if see is not None:
+            seen = backends.complete(call, see, seen)
     if call.query is not query:  # the caller gave tensors without a heads axis
         output = output[:, 0] if query.dim() == 3 else output[0, 0]
     if seen is None:
@@ -100,6 +115,7 @@ def why(
     scale: float | None = None,
     softcap: float | None = None,
     dropout: float = 0.0,
+    sinks: Tensor | None = None,
     see: See | None = None,
 ) -> backends.Why:
     """Return why each backend can or cannot run :func:`attention` with these arguments.
@@ -110,4 +126,5 @@ def why(
     >>> why(q, k, v, see=See(entropy=True)).chosen
     'tiled'
     """
-    return backends.why(check(query, key, value, mask, bias, scale, softcap, dropout, see))
+    call = check(query, key, value, mask, bias, scale, softcap, dropout, see, sinks)
+    return backends.why(call)

@@ -11,7 +11,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from os import PathLike
 from typing import Any, NamedTuple
@@ -32,21 +32,27 @@ class Pairs:
 
     __slots__ = ("keys", "places", "queries")
 
-    def __init__(self, pairs: Sequence[tuple[int, int]] | Tensor) -> None:
+    def __init__(self, pairs: Sequence[tuple[int, int]] | Tensor, expected: str) -> None:
         try:
             table = torch.as_tensor(pairs, device="cpu")
         except (TypeError, ValueError):
-            raise InputError(
-                f"See(pairs=...) is a list of (query, key), but got {pairs!r}."
-            ) from None
+            raise InputError(f"{expected}, but got {pairs!r}.") from None
         if table.dim() != 2 or table.shape[1] != 2 or table.is_floating_point():
-            raise InputError(
-                "See(pairs=...) is a list of (query, key), but got "
-                f"{list(table.shape)} of {table.dtype}."
-            )
+            raise InputError(f"{expected}, but got {list(table.shape)} of {table.dtype}.")
         order = table[:, 0].argsort(stable=True)
         self.queries, self.keys = table[order].t().contiguous()  # [p] each
         self.places = order.argsort()  # the index of each requested pair in the sorted order
+
+    def check(self, extent: Extent, name: str) -> None:
+        """Raise InputError if a pair, of the field ``name`` of See, lies outside of the call."""
+        for indices, what, most in (
+            (self.queries, "query", extent.queries),
+            (self.keys, "key", extent.keys),
+        ):
+            least, largest = (int(end) for end in indices.aminmax())
+            if least < 0 or largest >= most:
+                wrong = least if least < 0 else largest
+                raise InputError(f"See({name}=...) names {what} {wrong}, but there are {most}.")
 
     def __len__(self) -> int:
         return len(self.queries)
@@ -88,20 +94,27 @@ class See:
     peak: bool = False
     max_logit: bool = False
     distance: bool = False
+    sink: bool = False
     received: bool = False
     top: int = 0
     rows: Sequence[int] = ()
     pairs: Pairs | Sequence[tuple[int, int]] | Tensor | None = None
+    scores: Pairs | Sequence[int] | Sequence[tuple[int, int]] | Tensor | None = None
     map: int | tuple[int, int] | None = None
     map_peak: bool = False
     weights: bool = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "rows", _whole(self.rows, "rows", "queries"))
-        if self.pairs is not None and not isinstance(self.pairs, Pairs):
-            given = self.pairs if isinstance(self.pairs, Tensor | Sequence) else _listed(self.pairs)
-            chosen_pairs = Pairs(given) if len(given) else None
-            object.__setattr__(self, "pairs", chosen_pairs)
+        object.__setattr__(self, "pairs", _pairs(self.pairs, _PAIRS))
+        scores = self.scores
+        if isinstance(scores, Tensor) and scores.dim() == 1:
+            scores = scores.tolist()
+        if isinstance(scores, Sequence) and all(hasattr(row, "__index__") for row in scores):
+            scores = _whole(scores, "scores", "queries") or None
+        else:
+            scores = _pairs(scores, _SCORES)
+        object.__setattr__(self, "scores", scores)
         top = operator.index(self.top) if hasattr(self.top, "__index__") else -1
         if isinstance(self.top, bool) or top < 0:
             raise InputError(f"See(top=...) is a number of keys from 0 on, but got {self.top!r}.")
@@ -127,6 +140,15 @@ class See:
         return [f.name for f in fields(self) if getattr(self, f.name) not in (False, 0, (), None)]
 
     @property
+    def of_backend(self) -> See | None:
+        """The request to a backend: without the fields that ``backends.complete`` adds."""
+        if self.scores is None and not self.sink:
+            return self
+        if self.requested == ["scores"]:
+            return None
+        return replace(self, scores=None, sink=False, lse=self.lse or self.sink)
+
+    @property
     def grid(self) -> tuple[int, int]:
         """The rows and columns of the map."""
         assert isinstance(self.map, tuple)
@@ -134,20 +156,20 @@ class See:
 
     def check(self, extent: Extent) -> None:
         """Raise InputError if the request does not fit a call with these sizes."""
-        for row in self.rows:
-            if not -extent.queries <= row < extent.queries:
-                raise InputError(f"See(rows=...) names row {row} of {extent.queries} queries.")
-        if isinstance(self.pairs, Pairs):
-            for indices, what, most in (
-                (self.pairs.queries, "query", extent.queries),
-                (self.pairs.keys, "key", extent.keys),
-            ):
-                least, largest = (int(end) for end in indices.aminmax())
-                if least < 0 or largest >= most:
-                    wrong = least if least < 0 else largest
-                    raise InputError(f"See(pairs=...) names {what} {wrong}, but there are {most}.")
+        chosen: dict[str, Any] = {"rows": self.rows, "pairs": self.pairs, "scores": self.scores}
+        for name, given in chosen.items():
+            if isinstance(given, Pairs):
+                given.check(extent, name)
+                continue
+            for row in given or ():
+                if not -extent.queries <= row < extent.queries:
+                    raise InputError(
+                        f"See({name}=...) names row {row} of {extent.queries} queries."
+                    )
+        scores = 0 if isinstance(self.scores, Pairs | None) else len(self.scores)
         for name, numbers in {
             "rows": len(self.rows) * extent.keys,
+            "scores": scores * extent.keys,
             "map": 0 if self.map is None else math.prod(grid_of(self, extent)),
             "top": extent.queries * self.top,
             "weights": extent.queries * extent.keys * self.weights,
@@ -166,11 +188,19 @@ class See:
         return f"See({', '.join(shown)})"
 
 
-def _listed(pairs: Any) -> list[tuple[int, int]]:
+_PAIRS = "See(pairs=...) is a list of (query, key)"
+_SCORES = "See(scores=...) is a list of queries or of (query, key)"
+
+
+def _pairs(given: Any, expected: str) -> Pairs | None:
+    """The pairs of a request, or None without any; ``expected`` begins the error's message."""
+    if given is None or isinstance(given, Pairs):
+        return given
     try:
-        return list(pairs)
+        pairs = given if isinstance(given, Tensor | Sequence) else list(given)
     except TypeError:
-        raise InputError(f"See(pairs=...) is a list of (query, key), but got {pairs!r}.") from None
+        raise InputError(f"{expected}, but got {given!r}.") from None
+    return Pairs(pairs, expected) if len(pairs) else None
 
 
 def _whole(numbers: Any, field: str, what: str) -> tuple[int, ...]:
@@ -218,10 +248,12 @@ class Seen:
     peak: Tensor | None = None  # [b, h, q] the largest weight
     max_logit: Tensor | None = None  # [b, h] the largest score before the softmax
     distance: Tensor | None = None  # [b, h, q] weighted mean distance to the keys, in positions
+    sink: Tensor | None = None  # [b, h, q] the weight of the sink; keys have the rest
     received: Tensor | None = None  # [b, h, k] the weight on each key, summed over queries
     top: Top | None = None  # weights and keys, [b, h, q, k] each
     rows: Tensor | None = None  # [b, h, r, k] the requested rows
     pairs: Tensor | None = None  # [b, h, p] the weights of the requested pairs
+    scores: Tensor | None = None  # [b, h, r, k] or [b, h, p] scores; -inf where the mask forbids
     map: Tensor | None = None  # [b, h, r, c] weight of an average query on a bin of keys
     map_peak: Tensor | None = None  # [b, h, r, c] the largest weight in each cell of the map
     weights: Tensor | None = None  # [b, h, q, k] all weights
@@ -387,13 +419,14 @@ def count_rows(see: See, extent: Extent, attends: Tensor) -> Tensor:
 
 
 def observe(
-    see: See, tile: Tile, scores: Tensor, weights: Tensor, lse: Tensor
+    see: See, tile: Tile, scores: Tensor, weights: Tensor, lse: Tensor, sinks: Tensor | None
 ) -> dict[str, Tensor]:
     """Compute every requested field from the scores and weights [batch, heads, q, k] of a tile.
 
     No query of the tile may attend to keys outside of it. Scores are -inf and weights 0 where the
-    mask forbids a key. Fields that combine queries (received, map, max_logit) cover only the
-    queries of the tile; :class:`Joining` combines tiles.
+    mask forbids a key. ``lse`` is -inf for a query without keys, with or without ``sinks``. Fields
+    that combine queries (received, map, max_logit) cover only the queries of the tile;
+    :class:`Joining` combines tiles.
     """
     extent, device = tile.extent, weights.device
     columns = tile.columns
@@ -410,6 +443,9 @@ def observe(
         log_weights = scores - lse.masked_fill(~attends, 0)[..., None]
         log_weights = log_weights.masked_fill(scores == -math.inf, 0)
         values["entropy"] = -(weights * log_weights).sum(-1)
+        if sinks is not None:
+            log_sink = (sinks.to(lse.dtype)[:, None] - lse).masked_fill(~attends, 0)
+            values["entropy"] = values["entropy"] - log_sink.exp() * log_sink
     if see.peak:
         values["peak"] = weights.amax(-1) if columns else torch.zeros_like(lse)
     if see.max_logit:

@@ -47,6 +47,7 @@ struct Task {
     int64_t chunks;  // parts of a head's rows; one thread computes a whole chunk
     int64_t map_rows, map_columns, kept_rows, pair_count, top;
     float scale, softcap;  // softcap 0: no softcap
+    const float *sinks;           // [heads], or null: a score of each row that has no value
     const void *query, *key, *value;
     int64_t query_strides[3], key_strides[3], value_strides[3];  // batch, head, row; last is 1
     const int32_t *low, *high;    // [batch, queries]: a query attends to the keys low <= j < high
@@ -268,7 +269,9 @@ class Worker {
         float *const at = scores + row * layout.score_stride;
         Element *const narrowed = exponentials + row * layout.exponential_stride;
         const int64_t stop = key_count;
-        const float shift = highest == -INFINITY ? 0 : highest;
+        const bool empty = highest == -INFINITY;
+        const float sink = task.sinks ? task.sinks[head % task.heads] : -INFINITY;
+        const float shift = empty ? 0 : std::max(highest, sink);
         if (task.top) select_top(row, at);
         Floats total = {}, energy = {};
         const Floats lowest = Floats{} + MIN_EXPONENT;
@@ -282,14 +285,16 @@ class Worker {
             store(at + j, weight);
             if constexpr (!IN_PLACE) P::narrow(weight, narrowed + j);
         }
-        const float row_total = sum(total);
-        inverse[row] = row_total == 0 ? 0 : 1 / row_total;
+        const float sink_power = empty || !task.sinks ? 0 : std::exp(sink - shift);
+        const float sink_energy = sink_power == 0 ? 0 : sink_power * (sink - shift);
+        const float row_total = sum(total) + sink_power;
+        inverse[row] = empty ? 0 : 1 / row_total;
         const float entropy =
-            row_total == 0 ? 0 : std::log(row_total) - sum(energy) * inverse[row];
+            empty ? 0 : std::log(row_total) - (sum(energy) + sink_energy) * inverse[row];
         const int64_t index = head * task.queries + first_row + row;
         if (task.highest) task.highest[index] = highest;
-        if (task.lse) task.lse[index] = highest + (row_total == 0 ? 0 : std::log(row_total));
-        if (task.peak) task.peak[index] = inverse[row];  // exp(highest - highest) is 1
+        if (task.lse) task.lse[index] = empty ? -INFINITY : shift + std::log(row_total);
+        if (task.peak) task.peak[index] = std::exp(highest - shift) * inverse[row];
         if (task.entropy) task.entropy[index] = entropy < 0 ? 0 : entropy;
         if (task.distance) task.distance[index] = summed_distance(row) * inverse[row];
         write_requested(row, at);

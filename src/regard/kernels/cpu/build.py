@@ -28,7 +28,7 @@ class Task(ctypes.Structure):
             "threads", "chunks", "map_rows", "map_columns", "kept_rows", "pair_count", "top",
         )],
         *[(name, ctypes.c_float) for name in ("scale", "softcap")],
-        *[(name, ctypes.c_void_p) for name in ("query", "key", "value")],
+        *[(name, ctypes.c_void_p) for name in ("sinks", "query", "key", "value")],
         *[(name, ctypes.c_int64 * 3) for name in ("query_strides", "key_strides", "value_strides")],
         *[(name, ctypes.c_void_p) for name in ("low", "high", "bias")],
         ("bias_length", ctypes.c_int64),

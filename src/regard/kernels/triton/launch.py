@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from regard.kernels.compat import OVERLAPPING
+from regard.kernels.compat import FUSED, OVERLAPPING
 from regard.kernels.memo import Kept
 from regard.kernels.plan import (
     Structure,
@@ -145,12 +145,12 @@ def forward(
             BM=blocks.queries, BN=blocks.keys, BD=wide[0], BV=wide[1], D_EVEN=wide[0] == width,
             V_EVEN=wide[1] == value_width, KIND=structure.kind, BIAS=structure.bias,
             SOFTCAP=structure.softcap is not None, SPLIT=splits > 1, PRECISION=_precision(query),
-            **fields_of_rows, num_warps=blocks.warps, num_stages=blocks.stages,
+            **fields_of_rows, **FUSED, num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
     if splits > 1:
         merge_kernel[count_merged, batch * heads](
             kept, *written, heads, queries, value_width, splits, BM=WARP, BV=wide[1],
-            **fields_of_rows, num_warps=4,
+            **fields_of_rows, **FUSED, num_warps=4,
         )  # fmt: skip
     if highest is not None:
         results["max_logit"] = highest.amax(-1) if count_merged > 1 else highest[..., 0]
@@ -245,7 +245,7 @@ def columns(
             FULL_KEYS=across.even and keys % (across.together * across.width) == 0,
             KIND=structure.kind, BIAS=structure.bias, SOFTCAP=structure.softcap is not None,
             RECEIVED="received" in fields, MAP=pooled, MAP_PEAK="map_peak" in fields,
-            PRECISION=_precision(query), num_warps=blocks.warps, num_stages=blocks.stages,
+            PRECISION=_precision(query), **FUSED, num_warps=blocks.warps, num_stages=blocks.stages,
         )  # fmt: skip
         for name, tensor in some.items():
             join = torch.maximum if name == "map_peak" else torch.add
@@ -301,7 +301,7 @@ def rows(
         heads, heads // key.shape[1], queries, keys, width, count, BM=WARP, BN=64,
         BD=power(width), KIND=structure.kind, BIAS=structure.bias,
         SOFTCAP=structure.softcap is not None, LOGS=logs, PRECISION=_precision(query),
-        num_warps=4,
+        **FUSED, num_warps=4,
     )  # fmt: skip
     return weights
 
@@ -373,7 +373,8 @@ def search_top(
         structure.terms, count_rows, heads, heads // key.shape[1], queries, keys, width, count,
         LOOKED=looked, BM=WARP, BN=TILE // wide, BD=wide, COUNT=next_power(count),
         KIND=structure.kind, BIAS=structure.bias, SOFTCAP=structure.softcap is not None,
-        PRECISION=_precision(query), EARLY=bool(options), num_warps=8, num_stages=1, **options,
+        PRECISION=_precision(query), EARLY=bool(options), num_warps=8, num_stages=1, **FUSED,
+        **options,
     )  # fmt: skip
 
 
@@ -409,7 +410,7 @@ def _collect(
         )  # fmt: skip
         rows_kernels.pick[ceil(queries, WARP), some](
             lse, reached, candidates, unfinished, *results.values(), queries, count, first,
-            BM=WARP, ROOM=room, MOST=most, COUNT=places, num_warps=4,
+            BM=WARP, ROOM=room, MOST=most, COUNT=places, **FUSED, num_warps=4,
         )  # fmt: skip
 
 
@@ -421,8 +422,8 @@ def backward(
     kept: Mapping[str, Tensor],
     grads: Mapping[str, Tensor],
     train_bias: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-    """Return the gradients of query, key, value, table and relative query; None without one.
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor]:
+    """Return the gradients of query, key, value, table and relative query, and the delta.
 
     ``kept`` are the saved results of the forward pass. ``grads`` are the gradients of results by
     name, any of "output", "lse", "entropy", "distance", "received" and "map".
@@ -465,7 +466,7 @@ def backward(
         grads.get("entropy"), kept.get("distance"), grads.get("distance"), extra, delta,
         heads, queries, value_width,
         BM=64, GRAD="output" in grads, LSE="lse" in grads, EXTRA=extra is not None, **both,
-        num_warps=4,
+        **FUSED, num_warps=4,
     )  # fmt: skip
 
     # Each query's gradient of Alibi's slope, or of the two ends of a table.
@@ -487,7 +488,7 @@ def backward(
         backward_kernels.by_query[ceil(queries, by_query.queries), batch * heads](
             *inputs, View.of(query_grad), far_grad, structure.ends, structure.terms, heads, *sizes,
             BM=by_query.queries, BN=by_query.keys, TRAIN=own_bias, **shared, **both,
-            **even, num_warps=by_query.warps, num_stages=by_query.stages,
+            **even, **FUSED, num_warps=by_query.warps, num_stages=by_query.stages,
         )  # fmt: skip
 
     bounds = None
@@ -505,7 +506,7 @@ def backward(
             *inputs, View.of(key_grad), View.of(value_grad), bounds, _batch_step(bounds),
             structure.ends, structure.terms, shifted, changes, inners, part.sequence, part.start,
             part.stop, key_heads, *sizes, BM=by_key.queries, BN=by_key.keys, ADD=add, **shared,
-            **both, **even, num_warps=by_key.warps, num_stages=by_key.stages,
+            **both, **even, **FUSED, num_warps=by_key.warps, num_stages=by_key.stages,
         )  # fmt: skip
         if relative_grads is not None:
             relative_grads.add(part)
@@ -520,6 +521,7 @@ def backward(
     second_grad = None if relative_grads is None else relative_grads.relative_query
     return (
         query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype), table_grad, second_grad,
+        delta,
     )  # fmt: skip
 
 
@@ -542,7 +544,8 @@ def _expected(
             View.of(query), View.of(key), lse, grads.get("received"), grads.get("map"), extra,
             structure.ends, structure.terms, shifted, part.sequence, part.start, heads,
             heads // key.shape[1], queries, keys, width, *grid, BM=blocks.queries, BN=blocks.keys,
-            BIAS=structure.bias, **shared, num_warps=blocks.warps, num_stages=blocks.stages,
+            BIAS=structure.bias, **shared, **FUSED, num_warps=blocks.warps,
+            num_stages=blocks.stages,
         )  # fmt: skip
     return extra
 
@@ -568,7 +571,7 @@ def _by_diagonal(
     diagonals = torch.empty(heads, shares, count, 2 * size, device=query.device)
     distances.by_diagonal[shares * count, heads](
         *inputs, diagonals, structure.ends, structure.terms, lowest, count, batch, heads, *sizes,
-        B=size, **options, num_warps=4, num_stages=2,
+        B=size, **options, **FUSED, num_warps=4, num_stages=2,
     )  # fmt: skip
     # The distances of neighbouring diagonals overlap by half.
     sums = diagonals.sum(1)

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from regard.kernels.compat import FUSED
 from regard.kernels.plan import Structure, View, ceil, power
 from regard.kernels.sizes import CAUSAL
 from regard.kernels.triton import askew
@@ -99,7 +100,7 @@ def shifted(structure: Structure, part: Part, queries: int, keys: int, room: Ten
     askew.spread[4 * squares, part.sequences * heads, ceil(view.row + BLOCK, some)](
         view, structure.ends, structure.relative, heads, queries, keys, part.sequence, part.start,
         part.stop, BN=some, BU=wide, BLOCK=BLOCK, EVEN=wide == width, KIND=structure.kind,
-        PRECISION="ieee" if exact else "tf32", num_warps=4, num_stages=1,
+        PRECISION="ieee" if exact else "tf32", **FUSED, num_warps=4, num_stages=1,
     )  # fmt: skip
     return view
 

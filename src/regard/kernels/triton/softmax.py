@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from regard.kernels.compat import FUSED
+
 BLOCK = 4096
 
 
@@ -94,6 +96,7 @@ def cross_entropy(
         ignored=-100,
         gradient=gradient,
         block=block,
+        **FUSED,
         num_warps=8 if block >= 2048 else 4,
     )
     return losses.sum()

@@ -107,7 +107,7 @@ def tanh(x):
     series = x * (
         1 - square * (1 / 3 - square * (2 / 15 - square * (17 / 315 - square * 62 / 2835)))
     )
-    power = tl.exp2(-2 * LOG2E * tl.abs(x))
+    power = tl.exp2(tl.abs(x) * (-2 * LOG2E))
     far = (1 - power) / (1 + power)
     return tl.where(square < 0.0625, series, tl.where(x < 0, -far, far))
 

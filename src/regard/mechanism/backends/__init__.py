@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from regard.errors import BackendError, InputError
@@ -22,7 +23,7 @@ from regard.mechanism.backends import hopper, reference, sdpa, tiled
 from regard.mechanism.backends import triton as triton_backend
 from regard.mechanism.backends.lowering import plan_kernels
 from regard.mechanism.call import Call
-from regard.mechanism.seeing import Seen
+from regard.mechanism.seeing import See, Seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +62,23 @@ def choose(call: Call, name: str = "auto") -> Backend:
             raise BackendError(f"The backend {name!r} cannot run this call: {reason}")
     names = ", ".join(repr(backend.name) for backend in BACKENDS)
     raise InputError(f"There is no backend {name!r}. Pass 'auto' or one of {names}.")
+
+
+def complete(call: Call, see: See, seen: Seen | None) -> Seen:
+    """Add the fields of ``see`` that no backend computes: ``sink``, ``scores``, lse with sinks."""
+    if seen is None:
+        sizes = (call.extent.batch, call.extent.heads, call.extent.queries, call.extent.keys)
+        seen = Seen(extent=sizes)
+    if call.sinks is not None and seen.lse is not None:
+        sinks = call.sinks.to(seen.lse.dtype)[:, None]
+        # Backends mark a query without keys by -inf; all of its weight is on the sink.
+        lse = torch.where(seen.lse == -torch.inf, sinks, seen.lse)
+        seen.lse = lse if see.lse else None
+        if see.sink:
+            seen.sink = (sinks - lse).exp()
+    if see.scores is not None:
+        seen.scores = reference.chosen_scores(call, see.scores)
+    return seen
 
 
 @dataclass(frozen=True)

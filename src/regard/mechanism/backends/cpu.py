@@ -108,6 +108,8 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
     scratch = {n: query.new_empty(s, dtype=torch.uint8) for n, s in zip(names, sizes, strict=True)}
     if bias is not None:
         tensors["bias"] = bias
+    if call.sinks is not None:
+        tensors["sinks"] = call.sinks.float().contiguous()
     for name, tensor in (tensors | chosen | fields | scratch | {"output": output}).items():
         setattr(task, name, tensor.data_ptr())
     if not library.attention(ctypes.byref(task), tiles):

@@ -26,6 +26,13 @@ def unavailable() -> str | None:
     return passes.device_facts(torch.device("cuda")).why_not_hopper
 
 
+def why_not_triton() -> str | None:
+    """Why the kernels cannot run with the version of Triton that is installed, or None."""
+    from regard.kernels.compat import why_not_gluon
+
+    return why_not_gluon()
+
+
 def refuses(call: Call) -> str | None:
     reason = triton.refuses(call) or _why_not_call(call)
     if reason is not None or torch.compiler.is_compiling():
@@ -39,6 +46,8 @@ def refuses(call: Call) -> str | None:
 
 def _why_not_call(call: Call) -> str | None:
     """Why the kernels cannot run a call, regardless of its device."""
+    if call.sinks is not None:
+        return "the kernels for Hopper support no attention sinks."
     return why_not_hopper(
         mask_kind(call.mask), PLAIN if call.bias is None else TABLE, call.softcap is not None,
         call.query.dtype, call.query.shape, call.key.shape,

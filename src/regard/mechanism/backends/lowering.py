@@ -96,8 +96,9 @@ def lower_structure(call: Call) -> Structure:
     if kind == INTERVAL and call.mask is not None:
         low, high, max_keys = lower(call.mask, call.extent)
     structure = Structure(
-        kind, low, high, PLAIN, None, 0, call.scale, call.softcap, max_keys=max_keys
-    )
+        kind, low, high, PLAIN, None, 0, call.scale, call.softcap, max_keys=max_keys,
+        sinks=None if call.sinks is None else call.sinks.float(),
+    )  # fmt: skip
     bias = call.bias
     if isinstance(bias, Alibi):
         slopes = bias.slopes.float()[:, None].contiguous()
@@ -138,13 +139,8 @@ def row_blocks(call: Call, see: See) -> Tensor:
     only = replace(call, see=See(weights=True))
     queries, keys = call.extent.queries, range(call.extent.keys)
     rows: dict[int, Tensor] = {}
-    wanted = sorted({row % queries for row in see.rows})
-    for start in (row for row in wanted if row - 1 not in wanted):
-        stop = start + 1
-        while stop in wanted:  # one block for consecutive rows
-            stop += 1
-        run = range(start, stop)
+    for run in reference.runs(row % queries for row in see.rows):
         weights = reference.attend(only, run, keys)[1]["weights"]
-        rows |= {row: weights[:, :, row - start : row - start + 1] for row in run}
+        rows |= dict(zip(run, weights.split_with_sizes([1] * len(run), dim=2), strict=True))
     # Without an index tensor: a CUDA graph cannot capture its copy to the GPU.
     return torch.cat([rows[row % queries] for row in see.rows], dim=2)

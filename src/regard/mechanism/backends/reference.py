@@ -1,8 +1,8 @@
 """The definition of attention in plain PyTorch; tests compare every backend with it.
 
     scores  = softcap(scale * Q K^T) + bias         softcap(s) = c tanh(s / c), if c is given
-    weights = softmax(scores over the keys that the mask allows)
-    output  = weights V
+    weights = softmax(scores over the keys that the mask allows, and the sink)
+    output  = weights V                             over the keys: the sink has no value
 
 If a query may attend to no key, its weights and its output are 0. Half-precision inputs are
 computed in float32 and rounded once, at the end.
@@ -11,13 +11,17 @@ computed in float32 and rounded once, at the end.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from regard.mechanism.call import Call
 from regard.mechanism.geometry import Tile
-from regard.mechanism.seeing import Joining, Seen, observe
+from regard.mechanism.seeing import Joining, Pairs, Seen, observe
+
+ROWS = 64  # the most queries of a block of scores
 
 
 def run(call: Call) -> tuple[Tensor, Seen | None]:
@@ -41,7 +45,11 @@ def attend(call: Call, rows: range, columns: range) -> tuple[Tensor, dict[str, T
 
     highest = raw.amax(-1, keepdim=True) if columns else raw.new_full((1,), -math.inf)
     empty = (highest == -math.inf).expand(*raw.shape[:-1], 1)  # queries that may attend to no key
-    weights = raw.masked_fill(empty, 0).softmax(-1).masked_fill(empty, 0)
+    inputs = raw.masked_fill(empty, 0)
+    if call.sinks is not None:
+        sinks = call.sinks.to(raw.dtype)[:, None, None].expand(*raw.shape[:-1], 1)
+        inputs = torch.cat((inputs, sinks), dim=-1)
+    weights = inputs.softmax(-1)[..., : len(columns)].masked_fill(empty, 0)
     if allowed is not None:
         weights = weights.masked_fill(~allowed, 0)  # in a row of NaN, forbidden keys get weight 0
 
@@ -57,8 +65,8 @@ def attend(call: Call, rows: range, columns: range) -> tuple[Tensor, dict[str, T
 
     fields = {}
     if call.see is not None:
-        lse = raw.masked_fill(empty, 0).logsumexp(-1).masked_fill(empty[..., 0], -math.inf)
-        fields = observe(call.see, tile, raw, weights, lse)
+        lse = inputs.logsumexp(-1).masked_fill(empty[..., 0], -math.inf)
+        fields = observe(call.see, tile, raw, weights, lse, call.sinks)
     return output.to(call.query.dtype), fields
 
 
@@ -80,6 +88,40 @@ def scores(call: Call, tile: Tile, allowed: Tensor | None) -> Tensor:
     if allowed is not None:
         result = result.masked_fill(~allowed, -math.inf)
     return result
+
+
+def chosen_scores(call: Call, chosen: Pairs | Sequence[Any] | Tensor) -> Tensor:
+    """The scores of rows, [batch, heads, rows, keys], or of pairs, [batch, heads, pairs]."""
+    if isinstance(chosen, Pairs):
+        blocks = []
+        for run in runs(chosen.queries.tolist()):
+            tile = Tile(call.extent, run, range(call.extent.keys))
+            _, *places = chosen.of(tile)
+            blocks.append(Pairs.pick(_masked_scores(call, tile), *places))
+        return torch.cat(blocks, dim=-1)[..., chosen.places.to(call.extent.device)]
+    queries, keys = call.extent.queries, range(call.extent.keys)
+    rows = [row % queries for row in chosen]
+    by_row: dict[int, Tensor] = {}
+    for run in runs(rows):
+        block = _masked_scores(call, Tile(call.extent, run, keys))
+        by_row |= dict(zip(run, block.split_with_sizes([1] * len(run), dim=2), strict=True))
+    # Without an index tensor: a CUDA graph cannot capture its copy to the GPU.
+    return torch.cat([by_row[row] for row in rows], dim=2)
+
+
+def _masked_scores(call: Call, tile: Tile) -> Tensor:
+    return scores(call, tile, None if call.mask is None else call.mask.tile(tile))
+
+
+def runs(rows: Iterable[int]) -> list[range]:
+    """Consecutive rows of a request as ranges of at most ROWS, in ascending order."""
+    ranges: list[range] = []
+    for row in sorted(set(rows)):
+        if ranges and row == ranges[-1].stop and len(ranges[-1]) < ROWS:
+            ranges[-1] = range(ranges[-1].start, row + 1)
+        else:
+            ranges.append(range(row, row + 1))
+    return ranges
 
 
 def spread(call: Call, tensor: Tensor) -> Tensor:

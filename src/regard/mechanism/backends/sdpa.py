@@ -50,6 +50,8 @@ class Piece(NamedTuple):
 def refuses(call: Call) -> str | None:
     if call.see is not None:
         return "PyTorch's fused kernels do not show their weights."
+    if call.sinks is not None:
+        return "PyTorch's fused kernels have no attention sinks."
     if call.softcap is not None:
         return "PyTorch's fused kernels have no softcap."
     if call.empty:

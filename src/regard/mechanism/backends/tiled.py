@@ -123,7 +123,9 @@ class _Stream:
         self.key = call.key.to(dtype).transpose(-1, -2)  # [b, g, d, k]
         longest = self.query.norm(dim=-1).max() * self.key.norm(dim=-2).max()
         largest = max(call.value.abs().max().item(), 1.0)
-        self.small = call.bias is None and longest.item() + math.log(largest) < SMALL_SCORE
+        bounded = call.bias is None and call.sinks is None
+        self.small = bounded and longest.item() + math.log(largest) < SMALL_SCORE
+        self.sinks = None if call.sinks is None else call.sinks.to(dtype)[:, None, None]
         self.value = call.value.to(dtype)
         # The values of rows without keys, which no block computes.
         self.highest = call.query.new_full((*rows, 1), -math.inf, dtype=dtype)
@@ -221,11 +223,13 @@ class _Stream:
         highest, total = self.highest[place], self.total[place]  # [h, q, 1]
         torch.amax(scores, -1, keepdim=True, out=highest)
         least = torch.finfo(self.dtype).min
+        shift = self._shift(highest, wide)
         if not self.small:
-            # In a row without keys, -inf - -inf must not become NaN.
-            scores.sub_(highest.clamp(min=least) if closed or bias is not None else highest)
+            scores.sub_(shift)
         torch.exp(scores, out=powers)
         torch.sum(powers, -1, keepdim=True, out=total)
+        if self.sinks is not None:
+            total += (self.sinks[wide] - shift).exp_()
         inverse = total.reciprocal()
         if closed or bias is not None:
             inverse.masked_fill_(total == 0, 0)
@@ -245,6 +249,14 @@ class _Stream:
                 part.clamp_(min=least)  # 0 * (-inf) counts as 0
             torch.sum(scores.mul_(powers), -1, out=self.fields["entropy"][place])
         self._see(call.see, tile, place, scores, powers, inverse)
+
+    def _shift(self, highest: Tensor, heads: slice = slice(None)) -> Tensor:
+        """The number subtracted from each row's scores; finite, so that -inf minus it is -inf."""
+        if self.small:
+            return torch.zeros_like(highest)
+        if self.sinks is not None:
+            return torch.maximum(highest, self.sinks[heads])
+        return highest.clamp(min=torch.finfo(self.dtype).min)
 
     def _pool(
         self, see: See, tile: Tile, batch: int, heads: slice, select: Tensor, powers: Tensor
@@ -313,10 +325,14 @@ class _Stream:
         """Compute the fields that need only the highest score and the total of each row."""
         fields, extent = self.fields, self.call.extent
         highest, total = self.highest[..., 0], self.total[..., 0]
-        empty = total == 0
-        shift = torch.zeros_like(highest) if self.small else highest  # subtracted from each score
+        empty = highest == -math.inf
+        shift = self._shift(self.highest)
+        if see.entropy and self.sinks is not None:
+            exponent = self.sinks - shift
+            fields["entropy"] += (exponent.exp() * exponent)[..., 0]
+        shift = shift[..., 0]
         if see.lse:
-            fields["lse"] = shift + total.log()
+            fields["lse"] = (shift + total.log()).masked_fill_(empty, -math.inf)
         if see.peak:
             fields["peak"] = ((highest - shift).exp() / total).masked_fill_(empty, 0)
         if see.max_logit:

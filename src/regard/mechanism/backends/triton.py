@@ -36,7 +36,7 @@ def unavailable() -> str | None:
 def refuses(call: Call) -> str | None:
     if not call.query.is_cuda:
         return "the tensors are not on a CUDA device, which Triton compiles for."
-    if call.see is None and call.bias is None and call.softcap is None:
+    if call.see is None and call.bias is None and call.softcap is None and call.sinks is None:
         # No mask, or a causal mask that PyTorch aligns in the same way.
         if call.mask is None or (
             isinstance(call.mask, Causal) and call.extent.queries in (1, call.extent.keys)
