@@ -25,6 +25,7 @@ from regard.kernels.plan import (
     Problem,
     Structure,
     Wanted,
+    aligned,
     plan_for,
 )
 from regard.kernels.sizes import CAUSAL
@@ -289,6 +290,6 @@ def _cudnn_backward(
     seed = torch.zeros((), dtype=torch.int64, device=query.device)  # unused without dropout
     causal = structure.kind == CAUSAL
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
-        grad.contiguous(), query, key, value, output, lse, seed, seed, None, None, None,
+        aligned(grad.contiguous()), query, key, value, output, lse, seed, seed, None, None, None,
         query.shape[2], key.shape[2], 0.0, causal, scale=structure.scale,
     )  # fmt: skip

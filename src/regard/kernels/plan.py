@@ -230,6 +230,19 @@ class Wanted(NamedTuple):
         return self.grid if "map" in self.fields else None
 
 
+def aligned(tensor: Tensor) -> Tensor:
+    """Return a tensor [batch, heads, length, dim] whose rows begin at multiples of 16 bytes.
+
+    PyTorch's kernels for GPUs read 16 bytes at once. They check neither where a tensor begins nor
+    all of its strides, so other layouts are copied.
+    """
+    batch, head, row, last = tensor.stride()
+    steps = (batch | head | row) * tensor.element_size()
+    if last == 1 and row and not (tensor.data_ptr() | steps) & 15:
+        return tensor
+    return tensor.clone(memory_format=torch.contiguous_format)
+
+
 class Layout(NamedTuple):
     """The properties of a tensor [batch, heads, length, dim] that a plan depends on."""
 
@@ -470,10 +483,17 @@ def why_not_cudnn(problem: Problem) -> str | None:
         return "query heads share heads of keys."
     if problem.deterministic:
         return "its gradients are not deterministic."
-    if any(0 in layout.strides for layout in (problem.query, problem.key, problem.value)):
-        return "a tensor is expanded."
     if query[3] != value[3] or query[3] > 128 or query[3] % 8:
         return "it needs one head width for all tensors, a multiple of 8 up to 128."
+    return _why_not_read(problem.query, problem.key, problem.value)
+
+
+def _why_not_read(*layouts: Layout) -> str | None:
+    """Return why kernels that read 16 bytes at once cannot read 16-bit tensors, or None."""
+    if not all(layout.aligned for layout in layouts):
+        return "a tensor does not begin at a multiple of 16 bytes."
+    if any(step <= 0 or step % 8 for layout in layouts for step in layout.strides[:3]):
+        return "a stride of a tensor is 0 or not a multiple of 8."
     return None
 
 
@@ -510,13 +530,7 @@ def _why_not_layout(problem: Problem, *layouts: Layout) -> str | None:
         problem.kind, problem.bias, problem.softcap, problem.dtype,
         *(layout.shape for layout in layouts),
     )  # fmt: skip
-    if reason is not None:
-        return reason
-    if not all(layout.aligned for layout in layouts):
-        return "a tensor does not begin at a multiple of 16 bytes."
-    if any(step <= 0 or step % 8 for layout in layouts for step in layout.strides[:3]):
-        return "a stride of a tensor is 0 or not a multiple of 8."
-    return None
+    return reason or _why_not_read(*layouts)
 
 
 def _why_too_few(problem: Problem, length: int, rows: int) -> str | None:

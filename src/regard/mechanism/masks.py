@@ -194,12 +194,13 @@ def _column(lengths: Tensor | tuple[int, ...], extent: Extent) -> int | Tensor:
     if isinstance(lengths, tuple):
         if len(set(lengths)) == 1:
             return lengths[0]
-        lengths = torch.tensor(lengths, dtype=torch.long)
+        lengths = torch.tensor(lengths, dtype=torch.long, device=extent.device)
     return lengths.to(extent.device)[:, None]
 
 
 def _check_lengths(lengths: Tensor | tuple[int, ...], what: str, extent: Extent) -> None:
-    if len(lengths) not in (1, extent.batch):
+    # Not `in`, which torch.compile evaluates wrongly for a batch of dynamic size.
+    if len(lengths) != 1 and len(lengths) != extent.batch:
         raise InputError(
             f"{what} has {len(lengths)} entries for a batch of {extent.batch}. "
             "Give one length per sequence, or one for all."
@@ -421,7 +422,7 @@ class Segments(RangeMask):
         if self.keys is not None and self.key_starts is None:
             sides.append(("keys", self.keys, extent.keys))
         for name, rows, expected in sides:
-            if len(rows) not in (1, extent.batch):
+            if len(rows) != 1 and len(rows) != extent.batch:
                 raise InputError(
                     f"Segments({name}=...) packs {len(rows)} rows for a batch of {extent.batch}."
                 )

@@ -10,7 +10,6 @@ import html
 import json
 import math
 import operator
-from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
@@ -35,7 +34,7 @@ class Pairs:
 
     def __init__(self, pairs: Sequence[tuple[int, int]] | Tensor, expected: str) -> None:
         try:
-            table = torch.as_tensor(pairs).cpu()
+            table = torch.as_tensor(pairs, device="cpu")
         except (TypeError, ValueError):
             raise InputError(f"{expected}, but got {pairs!r}.") from None
         if table.dim() != 2 or table.shape[1] != 2 or table.is_floating_point():
@@ -66,7 +65,7 @@ class Pairs:
 
         The column is -1 if the key is outside of the tile; the weight of such a pair is 0.
         """
-        ends = torch.tensor([tile.rows.start, tile.rows.stop])
+        ends = torch.tensor([tile.rows.start, tile.rows.stop], device="cpu")
         first, last = torch.searchsorted(self.queries, ends).tolist()
         rows = self.queries[first:last] - tile.rows.start
         keys = self.keys[first:last]
@@ -491,7 +490,8 @@ def observe(
 def chosen(see: See, tile: Tile) -> tuple[slice, list[int]]:
     """The requested rows in a tile: their slice of the sorted request, and their tile indices."""
     rows = sorted(row % tile.extent.queries for row in see.rows)
-    first, last = bisect_left(rows, tile.rows.start), bisect_left(rows, tile.rows.stop)
+    # Not bisect, which torch.compile cannot trace.
+    first, last = (sum(row < end for row in rows) for end in (tile.rows.start, tile.rows.stop))
     return slice(first, last), [row - tile.rows.start for row in rows[first:last]]
 
 

@@ -87,12 +87,15 @@ Floats exponential(Floats x) {
 
 // softcap * tanh(score / softcap).
 Floats soft_cap(Floats score, float softcap) {
-    // tanh(x) = 1 - 2 / (e^2x + 1), which is 1 in float32 at 2x = 60.
-    Floats twice = score * (2.0f / softcap);
-    const Floats limit = Floats{} + 60.0f;
-    twice = twice > limit ? limit : twice;
-    twice = twice < -limit ? -limit : twice;
-    return softcap - (2.0f * softcap) / (exponential(twice) + 1.0f);
+    const Floats x = score * (1.0f / softcap), square = x * x;
+    // Near 0, where 1 - e^-2x loses digits, the series of tanh.
+    const Floats near = x * (1.0f - square * (1.0f / 3 - square * (2.0f / 15 - square * (
+        17.0f / 315 - square * (62.0f / 2835)))));
+    const Floats limit = Floats{} + 30.0f;  // where tanh is 1 in float32
+    Floats size = x < 0 ? -x : x;
+    size = size > limit ? limit : size;
+    const Floats power = exponential(-2.0f * size), far = (1.0f - power) / (1.0f + power);
+    return softcap * (square < 0.0625f ? near : x < 0 ? -far : far);
 }
 
 // ---- products ----------------------------------------------------------------------------------

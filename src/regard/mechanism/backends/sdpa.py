@@ -5,20 +5,28 @@ same range need only slices; queries whose range grows by one key each need the 
 masks are applied to one block of rows at a time.
 
 In PyTorch's kernels a masked NaN or infinity leaks, and there is no gradient if no query may attend
-to any key. ``tiled.by_rows`` computes such calls; only on the CPU are the values checked.
+to any key. ``tiled.by_rows`` computes such calls; only on the CPU are the values checked. Elsewhere
+keys that no query of a block may attend to are replaced by zeros.
+
+On a GPU the kernels read 16 bytes at once and do not check every address: ``aligned`` copies
+tensors of other layouts.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
+from threading import Lock
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from regard.kernels.plan import aligned
 from regard.mechanism.backends.tiled import all_finite, by_rows
 from regard.mechanism.call import Call
 from regard.mechanism.geometry import Extent, Tile
@@ -58,9 +66,8 @@ def refuses(call: Call) -> str | None:
 
 def run(call: Call) -> tuple[Tensor, Seen | None]:
     extent, mask = call.extent, call.mask
-    if extent.keys < MIN_KEYS and _can_check(call):
-        if not math.isfinite(call.query.sum(dtype=torch.float32).item()):
-            return by_rows(call)
+    if extent.keys < MIN_KEYS and _query_broken(call):
+        return by_rows(call)
     if call.bias is None:
         aligned = isinstance(mask, Causal) and extent.query_start is None
         if mask is None or (aligned and extent.queries == 1):
@@ -71,6 +78,10 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
     pieces = _plan(call)
     if not any(piece.columns for piece in pieces):
         return by_rows(call)  # zeros with a gradient
+    if any(len(piece.columns) < MIN_KEYS <= extent.keys for piece in pieces) and _query_broken(
+        call
+    ):
+        return by_rows(call)
     if (
         any(piece.kind == "masked" for piece in pieces)
         and _can_check(call)
@@ -120,6 +131,11 @@ def _can_check(call: Call) -> bool:
     return not call.transformed
 
 
+def _query_broken(call: Call) -> bool:
+    """Whether a query is known to hold a NaN or infinity."""
+    return _can_check(call) and not math.isfinite(call.query.sum(dtype=torch.float32).item())
+
+
 def _clean(output: Tensor) -> bool:
     """Whether a causal call had only finite inputs; a NaN in a key may leak to all queries.
 
@@ -142,7 +158,8 @@ def _fused(
     mask: Tensor | None = None,
     causal: bool = False,
 ) -> Tensor:
-    query, key, value = _plain(query), _plain(key), _plain(value)
+    fit = _fit(call)
+    query, key, value = fit(query), fit(key), fit(value)
     scale = call.scale
     if scale <= 0:
         # The causal kernel also scales the mask's -inf: 0 makes it NaN, a negative scale +inf.
@@ -165,13 +182,35 @@ def _fused(
         scale=scale,
         enable_gqa=True if call.groups > 1 else False,  # noqa: SIM210 - it may be a SymBool
     )
+    if fit is aligned and output.requires_grad:
+        output.register_hook(aligned)  # type: ignore[no-untyped-call]  # a gradient is read too
     return output[..., :wanted] if padded else output
 
 
+def _fit(call: Call) -> Callable[[Tensor], Tensor]:
+    """The function that copies a tensor if PyTorch's kernels cannot read its layout."""
+    if call.extent.device.type != "cuda":
+        return _plain
+    if torch.compiler.is_compiling():  # no address is known: inputs must be aligned
+        return _even
+    return _copy if call.transformed else aligned
+
+
 def _plain(tensor: Tensor) -> Tensor:
-    """The tensor in a supported layout: a stride of 0 along keys gives wrong sums."""
+    """A stride of 0 along keys gives wrong sums."""
     _, _, row, last = tensor.stride()
     return tensor if last == 1 and row else tensor.contiguous()
+
+
+def _even(tensor: Tensor) -> Tensor:
+    """On a GPU, rows must also begin at multiples of 16 bytes."""
+    _, _, row, last = tensor.stride()
+    even = last == 1 and row and row * tensor.element_size() % 16 == 0
+    return tensor if even else tensor.contiguous()
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return tensor.clone(memory_format=torch.contiguous_format)
 
 
 def _piece(call: Call, piece: Piece, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
@@ -186,17 +225,63 @@ def _piece(call: Call, piece: Piece, query: Tensor, key: Tensor, value: Tensor) 
     empty = None
     if allowed is not None:
         allowed = allowed[batch] if allowed.shape[0] > 1 else allowed
+        if not _can_check(call):
+            key, value = _without_unseen(key, allowed), _without_unseen(value, allowed)
         empty = ~allowed.any(-1, keepdim=True)  # [b, h, q, 1]
         allowed = allowed | empty
     if call.bias is None:
-        output = _fused(call, query, key, value, mask=allowed)
+        output = _masked(call, query, key, value, allowed)
     else:
-        bias = call.bias.tile(tile).to(torch.promote_types(query.dtype, torch.float32))
+        dtype = torch.promote_types(query.dtype, torch.float32)
+        bias = call.bias.tile(tile)
+        if query.is_cuda:
+            # The kernels need one dtype. A bias that is not of the query's keeps its precision.
+            dtype = query.dtype if bias.dtype == query.dtype else dtype
+            query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+        bias = bias.to(dtype)
         if allowed is not None:
             bias = bias.masked_fill(~allowed, -math.inf)
-        shape = (1, 1, 1, 1)[: 4 - bias.dim()] + tuple(bias.shape)
-        output = _fused(call, query, key, value, mask=bias.reshape(shape))
+        bias = bias.reshape((1, 1, 1, 1)[: 4 - bias.dim()] + tuple(bias.shape))
+        if query.is_cuda:
+            bias = _fit(call)(bias.expand(-1, -1, len(rows), len(columns)))
+        output = _masked(call, query, key, value, bias).to(call.query.dtype)
     return output if empty is None else output.masked_fill(empty, 0)
+
+
+def _without_unseen(tensor: Tensor, allowed: Tensor) -> Tensor:
+    """Keys or values with zeros where no query may attend: 0 * NaN is NaN."""
+    seen = allowed.any(-2, keepdim=True).any(1, keepdim=True)  # [b, 1, 1, k]
+    return tensor.masked_fill(~seen.transpose(-1, -2), 0)
+
+
+def _masked(call: Call, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    if not query.is_cuda:
+        return _fused(call, query, key, value, mask=mask)
+    with _without_cudnn():
+        return _fused(call, query, key, value, mask=mask)
+
+
+_SWITCH = Lock()
+
+
+@contextmanager
+def _without_cudnn() -> Iterator[None]:
+    """Switch cuDNN's attention off: PyTorch 2.11 gives it wrong masks.
+
+    A float32 mask is read as half precision (pytorch#191612), a boolean one becomes -65504
+    (pytorch#177868), and gradients may be NaN (pytorch#196678).
+    """
+    if torch.compiler.is_compiling():
+        with sdpa_kernel([SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
+            yield
+        return
+    with _SWITCH:
+        enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        try:
+            yield
+        finally:
+            torch.backends.cuda.enable_cudnn_sdp(enabled)
 
 
 def _plan(call: Call) -> list[Piece]:
@@ -246,7 +331,7 @@ def _ranges(mask: Mask, extent: Extent) -> list[Piece] | None:
 
 def _table(end: int | Tensor) -> Tensor:
     """One end of an interval as [1 or batch, 1 or queries]."""
-    return torch.full((1, 1), end) if isinstance(end, int) else end
+    return torch.full((1, 1), end, device="cpu") if isinstance(end, int) else end
 
 
 def _runs(batch: slice, low: Tensor, high: Tensor) -> list[Piece]:

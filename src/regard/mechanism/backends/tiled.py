@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from regard.kernels.plan import bins
 from regard.mechanism.backends import reference
 from regard.mechanism.call import TRANSFORMED, Call
-from regard.mechanism.geometry import Hull, Tile
+from regard.mechanism.geometry import Extent, Hull, Tile
 from regard.mechanism.masks import hulls
 from regard.mechanism.seeing import (
     Joining,
@@ -36,6 +36,7 @@ from regard.mechanism.seeing import (
 
 ROWS = 64  # queries of a block; enough for fast matrix products
 SMALL_SCORE = 60.0  # a sum of thousands of exp(this) times a value stays in float32's range
+COMPILED_SCORES = 2**26  # the most scores of a call that a compiled graph computes at once
 BLOCK_SCORES = 2**20  # the most scores of a block of ``stream`` with several heads: a few MB
 
 
@@ -47,9 +48,23 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
     if call.wants_gradient or call.dropout or call.empty:
         return by_rows(call)
     if torch.compiler.is_compiling():  # stream reads tensor values, which cannot be compiled
+        if _fits_a_graph(call.extent):
+            return by_rows(call)
         eager: Callable[[Call], tuple[Tensor, Seen | None]] = torch.compiler.disable(stream)  # type: ignore[no-untyped-call]
         return eager(call)
     return stream(call)
+
+
+def _fits_a_graph(extent: Extent) -> bool:
+    """Whether a compiled graph may compute all scores of a call at once."""
+    return extent.batch * extent.heads * extent.queries * extent.keys <= COMPILED_SCORES
+
+
+def _blocks(call: Call) -> list[tuple[range, range]]:
+    """Blocks of queries with the keys they may attend to; in a compiled graph one block."""
+    if torch.compiler.is_compiling() and _fits_a_graph(call.extent):
+        return [(range(call.extent.queries), range(call.extent.keys))]
+    return [(rows, columns) for rows, columns, _ in hulls(call.mask, call.extent, ROWS)]
 
 
 def all_finite(call: Call) -> bool:
@@ -67,7 +82,7 @@ def by_rows(call: Call) -> tuple[Tensor, Seen | None]:
     """Run the reference block by block; the backward pass recomputes each block."""
     outputs = []
     joining = None if call.see is None else Joining(call.see, call.extent)
-    for rows, columns, _ in hulls(call.mask, call.extent, ROWS):
+    for rows, columns in _blocks(call):
         if call.wants_gradient:
             output, fields = checkpoint(
                 reference.attend, call, rows, columns, use_reentrant=False,
@@ -111,8 +126,7 @@ class _Stream:
         bounded = call.bias is None and call.sinks is None
         self.small = bounded and longest.item() + math.log(largest) < SMALL_SCORE
         self.sinks = None if call.sinks is None else call.sinks.to(dtype)[:, None, None]
-        # Powers are summed before the division: the sum of a long row may overflow float16.
-        self.value = call.value.to(dtype) if call.value.dtype == torch.float16 else call.value
+        self.value = call.value.to(dtype)
         # The values of rows without keys, which no block computes.
         self.highest = call.query.new_full((*rows, 1), -math.inf, dtype=dtype)
         self.total = call.query.new_zeros(*rows, 1, dtype=dtype)
@@ -222,7 +236,7 @@ class _Stream:
 
         value = self.value[batch, heads, columns.start : columns.stop]
         grouped = powers.view(count, groups * len(rows), width)
-        output = torch.bmm(grouped.to(value.dtype), value).view(*scores.shape[:2], -1)
+        output = torch.bmm(grouped, value).view(*scores.shape[:2], -1)
         self.output[place] = output * inverse
         if call.see is None:
             return
