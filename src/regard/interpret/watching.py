@@ -12,13 +12,9 @@ from contextlib import ExitStack, contextmanager
 from torch import nn
 
 from regard.errors import InputError
-from regard.interpret.adapters.base import Adapter
-from regard.interpret.adapters.huggingface import TransformersAdapter
-from regard.interpret.adapters.ours import RegardAdapter
+from regard.interpret.adapters import huggingface, ours
 from regard.interpret.watched import Watched, Watcher, active_watchers
 from regard.mechanism.seeing import See, Seen
-
-ADAPTERS: tuple[Adapter, ...] = (RegardAdapter(), TransformersAdapter())
 
 
 @contextmanager
@@ -54,12 +50,6 @@ def watch(
     if not isinstance(see, See):
         raise InputError(f"watch takes See(...), as in See(entropy=True), not {see!r}.")
     watcher = Watcher(model, see, each)
-    parts = [(adapter, modules) for adapter in ADAPTERS if (modules := adapter.modules(watcher))]
-    if not parts:
-        raise InputError(
-            f"There is nothing to watch in {type(model).__name__}: it holds no MultiHeadAttention "
-            "of regard and is no model of the transformers library."
-        )
     for other in active_watchers.get():
         shared = [type(module).__name__ for module in watcher.names if module in other.names]
         if shared:
@@ -67,13 +57,13 @@ def watch(
                 f"{shared[0]} is being watched already. Give all fields to the outer watch(...), "
                 "as in See(entropy=True, top=8)."
             )
-    for adapter, modules in parts:
-        for module in modules:
-            if reason := adapter.why_not(module):
-                raise InputError(reason)
     with ExitStack() as stack:
-        for adapter, modules in parts:
-            stack.enter_context(adapter.attach(watcher, modules))
+        attached = [adapter.attach(watcher, stack) for adapter in (ours, huggingface)]
+        if not any(attached):
+            raise InputError(
+                f"There is nothing to watch in {type(model).__name__}: it holds no "
+                "MultiHeadAttention of regard and is no model of the transformers library."
+            )
         token = active_watchers.set((*active_watchers.get(), watcher))
         stack.callback(active_watchers.reset, token)
         yield watcher.watched

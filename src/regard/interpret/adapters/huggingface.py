@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from threading import Lock
 from typing import Any
@@ -26,104 +26,84 @@ UNSUPPORTED = {
 }
 
 
-class TransformersAdapter:
-    """Watches models of transformers 4.57 or later that use its attention registry."""
+_lock = Lock()
+# For each watched configuration, by its id: the configuration, the attention implementation to
+# restore, and the number of watchers. Several threads may watch a model; the last one restores it.
+_watched_configs: dict[int, tuple[Any, str | None, int]] = {}
 
-    def modules(self, watcher: Watcher) -> list[nn.Module]:
-        """The outermost models of the transformers library."""
-        # A module of the library cannot exist before the library is imported.
-        library = sys.modules.get("transformers.modeling_utils")
-        if library is None:
-            return []
-        models = [m for m in watcher.names if isinstance(m, library.PreTrainedModel)]
-        inner = {part for model in models for part in model.modules() if part is not model}
-        return [model for model in models if model not in inner]
 
-    def why_not(self, module: nn.Module) -> str | None:
-        model: Any = module
-        library = sys.modules["transformers.modeling_utils"]
-        for part in model.modules():
-            if (
-                isinstance(part, library.PreTrainedModel)
-                and not part._can_set_attn_implementation()
-            ):
-                return (
-                    f"{type(part).__name__} cannot be watched: it computes attention in its own "
-                    "code, not through the attention registry of transformers. Where regard has "
-                    "this architecture, load it with regard.load(...) and watch that."
-                )
+def attach(watcher: Watcher, stack: ExitStack) -> bool:
+    """Watch the models of transformers 4.57 or later that use its attention registry.
+
+    Their attention is computed by regard, with the masks that transformers makes for SDPA.
+    """
+    # A module of the library cannot exist before the library is imported.
+    library = sys.modules.get("transformers.modeling_utils")
+    models: list[Any] = [
+        m for m in watcher.names if library is not None and isinstance(m, library.PreTrainedModel)
+    ]
+    if not models:
+        return False
+    inner = {part for model in models for part in model.modules() if part is not model}
+    outermost = [model for model in models if model not in inner]
+    for model in models:
+        if not model._can_set_attn_implementation():
+            raise InputError(
+                f"{type(model).__name__} cannot be watched: it computes attention in its own "
+                "code, not through the attention registry of transformers. Where regard has "
+                "this architecture, load it with regard.load(...) and watch that."
+            )
+    for model in outermost:
         if model.training and torch.is_grad_enabled() and model.is_gradient_checkpointing:
-            return (
+            raise InputError(
                 f"{type(model).__name__} recomputes its layers in the backward pass (gradient "
                 "checkpointing) and would record each call twice. Turn that off while watching."
             )
-        return _why_no_weights(model) if model.config.output_attentions else None
+        _refuse_weights(model, None, {"output_attentions": model.config.output_attentions})
 
-    @contextmanager
-    def attach(self, watcher: Watcher, modules: Sequence[nn.Module]) -> Iterator[None]:
-        """Route the modules' attention to regard, with the masks transformers makes for SDPA."""
-        del watcher  # _attend reads the active watchers of its thread
-        from transformers import AttentionInterface, AttentionMaskInterface
-        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-        AttentionInterface.register(NAME, _attend)
-        AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
-        configs = _configs(modules)
-        with ExitStack() as stack:
-            for module in modules:
-                refusal = module.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
-                stack.callback(refusal.remove)
-            _routes.take(configs)
-            stack.callback(_routes.give_back, configs)
-            yield
-
-
-def _why_no_weights(model: nn.Module) -> str:
-    return (
-        f"{type(model).__name__} cannot return output_attentions while it is watched. Leave it "
-        "out, or set it to False in the config, and use See(weights=True)."
-    )
+    AttentionInterface.register(NAME, _attend)
+    AttentionMaskInterface.register(NAME, ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    for model in outermost:
+        hook = model.register_forward_pre_hook(_refuse_weights, with_kwargs=True)
+        stack.callback(hook.remove)
+    stack.enter_context(_routed(_configs(outermost)))
+    return True
 
 
 def _refuse_weights(model: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
     """A forward pre-hook that refuses output_attentions, whose weights would silently be None."""
     if kwargs.get("output_attentions"):
-        raise InputError(_why_no_weights(model))
+        raise InputError(
+            f"{type(model).__name__} cannot return output_attentions while it is watched. Leave it "
+            "out, or set it to False in the config, and use See(weights=True)."
+        )
 
 
-class _Routes:
-    """Set regard's attention in the configurations of a model while any thread watches it.
-
-    Several threads may watch one model. The last thread to leave restores the configurations.
-    """
-
-    def __init__(self) -> None:
-        self._lock = Lock()
-        # id(config) -> (config, the attention implementation to restore, number of watchers)
-        self._held: dict[int, tuple[Any, str | None, int]] = {}
-
-    def take(self, configs: list[Any]) -> None:
-        with self._lock:
+@contextmanager
+def _routed(configs: list[Any]) -> Iterator[None]:
+    """Set regard's attention in the configurations."""
+    with _lock:
+        for config in configs:
+            before = config._attn_implementation_internal
+            _, before, count = _watched_configs.get(id(config), (config, before, 0))
+            _watched_configs[id(config)] = (config, before, count + 1)
+            config._attn_implementation_internal = NAME
+    try:
+        yield
+    finally:
+        with _lock:
             for config in configs:
-                before = config._attn_implementation_internal
-                _, before, count = self._held.get(id(config), (config, before, 0))
-                self._held[id(config)] = (config, before, count + 1)
-                config._attn_implementation_internal = NAME
-
-    def give_back(self, configs: list[Any]) -> None:
-        with self._lock:
-            for config in configs:
-                _, before, count = self._held.pop(id(config))
+                _, before, count = _watched_configs.pop(id(config))
                 if count > 1:
-                    self._held[id(config)] = (config, before, count - 1)
+                    _watched_configs[id(config)] = (config, before, count - 1)
                 else:
                     config._attn_implementation_internal = before
 
 
-_routes = _Routes()
-
-
-def _configs(models: Sequence[nn.Module]) -> list[Any]:
+def _configs(models: list[Any]) -> list[Any]:
     """The configurations of the models and of their submodules, without duplicates."""
     configs: dict[int, Any] = {}
     waiting: list[Any] = [
@@ -182,8 +162,17 @@ def _attend(
             dropout=dropout,
         )  # fmt: skip
     else:
-        if watcher.see.distance and causal and mask is not None and keys > queries:
-            _check_last(mask, module)
+        if (
+            watcher.see.distance
+            and causal
+            and keys > queries
+            and mask is not None
+            and not mask[..., -1, -1].any()
+        ):
+            raise InputError(
+                f"{type(module).__name__} runs with a static cache, whose last keys are not yet "
+                "filled, so distances are unknown. Use the default cache, or leave out distance."
+            )
         output, seen = attention(
             query, key, value, mask=described, bias=bias, scale=scaling, softcap=softcap,
             dropout=dropout, see=watcher.see,
@@ -207,12 +196,3 @@ def _mask_and_bias(
     if rest.any():
         bias = rest if bias is None else bias + rest
     return allowed, bias
-
-
-def _check_last(mask: Tensor, module: nn.Module) -> None:
-    """Refuse distances if the last query is not aligned with the last key."""
-    if not mask[..., -1, -1].any():
-        raise InputError(
-            f"{type(module).__name__} runs with a static cache, whose last keys are not yet "
-            "filled, so distances are unknown. Use the default cache, or leave out distance."
-        )

@@ -3,44 +3,34 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
+from functools import partial
 
 import torch
-from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
+from torch import Tensor
 
 from regard.interpret.watched import Watcher
 from regard.layers.modules import MultiHeadAttention
 from regard.mechanism.seeing import Seen
 
 
-class RegardAdapter:
-    """Watches every :class:`MultiHeadAttention`. Calls that pass ``see`` are not recorded."""
-
-    def modules(self, watcher: Watcher) -> list[nn.Module]:
-        return [module for module in watcher.names if isinstance(module, MultiHeadAttention)]
-
-    def why_not(self, module: nn.Module) -> None:
-        del module  # any MultiHeadAttention can be watched
-
-    @contextmanager
-    def attach(self, watcher: Watcher, modules: Sequence[nn.Module]) -> Iterator[None]:
-        with ExitStack() as stack:
-            stack.enter_context(uncompiled())
-            for module in modules:
-                stack.callback(_observe(module, watcher).remove)
-            yield
+def attach(watcher: Watcher, stack: ExitStack) -> bool:
+    """Watch every :class:`MultiHeadAttention`. Calls that pass ``see`` are not recorded."""
+    layers = [module for module in watcher.names if isinstance(module, MultiHeadAttention)]
+    if layers:
+        stack.enter_context(uncompiled())
+    for layer in layers:
+        hook = layer.head_hooks.observe(
+            partial(_record, watcher, layer), lambda: watcher.see if watcher.active else None
+        )
+        stack.callback(hook.remove)
+    return bool(layers)
 
 
-def _observe(module: nn.Module, watcher: Watcher) -> RemovableHandle:
-    assert isinstance(module, MultiHeadAttention)
-
-    def record(_: Tensor, seen: Seen | None) -> None:
-        if seen is not None and watcher.active:
-            watcher.record(module, seen)
-
-    return module.head_hooks.observe(record, lambda: watcher.see if watcher.active else None)
+def _record(watcher: Watcher, layer: MultiHeadAttention, _: Tensor, seen: Seen | None) -> None:
+    if seen is not None and watcher.active:
+        watcher.record(layer, seen)
 
 
 @contextmanager
