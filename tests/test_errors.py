@@ -91,7 +91,7 @@ def test_masks_that_mean_nothing() -> None:
         (lambda: Padding(torch.ones(2)), r"whole number.*float32"),
         (lambda: Padding(torch.ones(2, 3).bool()), r"torch\.bool.*masks\.Dense"),
         (lambda: Padding(2, "middle"), r'"left" or "right".*middle'),
-        (lambda: Segments([0, 2]), r"from 1 on.*0"),
+        (lambda: Segments([-1, 2]), r"from 0 on.*-1"),
         (lambda: Segments([1, 2], [3]), r"different numbers of sequences"),
         (lambda: Segments.from_ids(torch.zeros(1, 1, 1)), r"\[length\].*\[1, 1, 1\]"),
         (lambda: causal & torch.ones(2, 2).bool(), r"'&' combines two masks.*masks\.Dense"),
