@@ -24,6 +24,8 @@ KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "Enter": 13, "Escape": 27, "Tab": 9}
 class Page:
     """The one page of a browser, with what went wrong in it, and whom it asked."""
 
+    site = ""  # the address that a test is about
+
     def __init__(self, socket: ClientConnection) -> None:
         self._socket, self._number = socket, 0
         self.errors: list[str] = []

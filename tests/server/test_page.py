@@ -23,11 +23,6 @@ LIGHT, DARK = "rgb(255, 255, 255)", "rgb(22, 23, 29)"  # the paper of pictures
 pytestmark = [pytest.mark.browser, pytest.mark.processes]
 
 
-@pytest.fixture
-def address(served: str) -> str:
-    return served
-
-
 @pytest.fixture(scope="module")
 def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
     with browser(tmp_path_factory.mktemp("profile")) as found:
@@ -35,14 +30,15 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Page]:
 
 
 @pytest.fixture
-def page(opened: Page, address: str) -> Iterator[Page]:
+def page(opened: Page, served: str) -> Iterator[Page]:
     """The browser, which must not find anything wrong, nor ask anybody else."""
+    opened.site = served
     opened.errors.clear()
     opened.asked.clear()
     opened.look_as(width=1200)
     yield opened
     assert opened.errors == []
-    elsewhere = [url for url in opened.asked if not url.startswith((address, "data:", "blob:"))]
+    elsewhere = [url for url in opened.asked if not url.startswith((served, "data:", "blob:"))]
     assert set(elsewhere) <= {"about:blank"}
 
 
@@ -50,20 +46,42 @@ def of(view: str, rest: str) -> str:
     return f"[data-view={view}] {rest}"
 
 
+def ask(page: Page, view: str, **fields: object) -> None:
+    """Open the address of a request, or of a view without one."""
+    page.open(f"{page.site}/#{view}" + (f"?{urlencode(fields)}" if fields else ""))
+
+
+def submit(page: Page, view: str) -> None:
+    page.click(of(view, "form button"))
+    done(page, view)
+
+
 def done(page: Page, view: str) -> None:
     page.wait(
-        f"document.querySelector('[data-view={view}] .result').firstChild && "
+        f"document.querySelector('{of(view, '.result')}').firstChild && "
         f"!document.querySelector('[data-view={view}][aria-busy]')"
     )
 
 
-def test_a_translation_and_where_its_words_were_read(page: Page, address: str) -> None:
-    page.open(address)
+def result(page: Page, view: str, **fields: object) -> None:
+    ask(page, view, **fields)
+    done(page, view)
+
+
+def refusal(page: Page, view: str, **fields: object) -> str:
+    """The message that a request is answered with."""
+    ask(page, view, **fields)
+    page.wait("document.querySelector('[role=alert]')")
+    page.errors.clear()  # the browser notes the status
+    return page.text("[role=alert]")
+
+
+def test_a_translation_and_where_its_words_were_read(page: Page) -> None:
+    ask(page, "")
     assert page.text("h1") == "regard"
     page.wait("document.querySelector('[data-view=translate] [name=to]').value === 'fr'")
     page.type(of("translate", "textarea"), CAT)
-    page.click(of("translate", "form button"))
-    done(page, "translate")
+    submit(page, "translate")
     record = regard.translate(CAT, "fr")
     target, source = (page.texts(of("translate", f".pane:nth-child({n}) .unit")) for n in (1, 2))
     assert target == list(record.attended.queries)
@@ -76,13 +94,8 @@ def test_a_translation_and_where_its_words_were_read(page: Page, address: str) -
     words = of("translate", ".pane:nth-child(1) .unit")
     page.point(words, target.index("chat"))
     assert page.texts(of("translate", ".lit")) == ["cat"]
-    assert page.text(of("translate", ".attended")).split() == [
-        "chat",
-        "attended",
-        "to",
-        "cat",
-        "1.00",
-    ]
+    attended = page.text(of("translate", ".attended"))
+    assert " ".join(attended.split()) == "chat attended to cat 1.00"
     page.point("h1")
     assert page.texts(of("translate", ".lit")) == []
     page.click(words, target.index("chat"))
@@ -93,17 +106,15 @@ def test_a_translation_and_where_its_words_were_read(page: Page, address: str) -
     page.point(of("translate", ".pane:nth-child(2) .unit"), source.index("cat"))
     assert page.text(of("translate", ".attended")).startswith("cat was attended to by")
     # A link to it shows it again, and the way back leads to what was there before.
-    link = page.says("location.href")
-    page.open(link)
+    page.open(page.says("location.href"))
     done(page, "translate")
     assert page.text(of("translate", ".text")) == record.text
     assert page.says("document.querySelector('[data-view=translate] textarea').value") == CAT
 
 
-def test_a_picture_and_a_request_to_take_along(page: Page, address: str, tmp_path: Path) -> None:
+def test_a_picture_and_a_request_to_take_along(page: Page, tmp_path: Path) -> None:
     said = {"text": "It's a cat.", "to": "fr"}
-    page.open(f"{address}/#translate?{urlencode(said)}")
-    done(page, "translate")
+    result(page, "translate", **said)
     page.save_into(tmp_path)
     page.click("a[download]")
     saved = tmp_path / "translate.svg"
@@ -114,10 +125,10 @@ def test_a_picture_and_a_request_to_take_along(page: Page, address: str, tmp_pat
     line = shlex.split(page.text(of("translate", "pre")))
     assert line[:3] == ["curl", "-s", "--json"]
     assert json.loads(line[3]) == said | {"model": "translate"}
-    assert line[4] == f"{address}/translate"
+    assert line[4] == f"{page.site}/translate"
 
 
-def test_what_is_written_is_never_markup(page: Page, address: str) -> None:
+def test_what_is_written_is_never_markup(page: Page) -> None:
     nasty = "<img src=x onerror=\"document.title='gone'\"> <script>document.title='gone'</script>"
     asked = {
         "translate": {"text": nasty, "to": "fr"},
@@ -127,40 +138,32 @@ def test_what_is_written_is_never_markup(page: Page, address: str) -> None:
         "explain": {"sentence": nasty},
     }
     for view, said in asked.items():
-        page.open(f"{address}/#{view}?{urlencode(said)}")
-        done(page, view)
+        result(page, view, **said)
         assert page.says("document.querySelectorAll('main img, main script').length") == 0
         assert "gone" not in page.says("document.title")
-    page.open(f"{address}/#translate?{urlencode({'text': 'a', 'to': nasty})}")
-    page.wait("document.querySelector('[role=alert]')")
-    assert "<img" in page.text("[role=alert]")
-    page.errors.clear()  # the browser notes the status 400
+    assert "<img" in refusal(page, "translate", text="a", to=nasty)
 
 
-def test_a_summary_and_its_sentences(page: Page, address: str) -> None:
-    page.open(f"{address}/#summarize")
-    page.click(of("summarize", "form button"))
-    done(page, "summarize")
+def test_a_summary_and_its_sentences(page: Page) -> None:
+    ask(page, "summarize")
+    submit(page, "summarize")
     assert len(page.texts(of("summarize", ".pane:nth-child(2) .unit"))) == 3
     page.point(of("summarize", ".unit"))
     assert page.texts(of("summarize", ".lit"))[0].startswith("This library lets Python")
 
 
-def test_an_answer_is_marked_in_its_context(page: Page, address: str) -> None:
+def test_an_answer_is_marked_in_its_context(page: Page) -> None:
     context = "🐈🐈 The cat sat on the mat while the dog slept in the garden."
-    said = {"question": "Where did the dog sleep?", "context": context}
-    page.open(f"{address}/#answer?{urlencode(said)}")
-    done(page, "answer")
+    result(page, "answer", question="Where did the dog sleep?", context=context)
     assert page.text(of("answer", ".answer")) == "in the garden"
     assert page.text(of("answer", "mark")) == "in the garden"
-    page.open(f"{address}/#answer?{urlencode(said | {'question': 'Who wrote it?'})}")
-    done(page, "answer")
+    result(page, "answer", question="Who wrote it?", context=context)
     assert page.text(of("answer", ".text")) == "No answer in this context."
     assert page.texts(of("answer", "mark")) == []
 
 
-def test_a_completion_grows_and_its_words_look_back(page: Page, address: str) -> None:
-    page.open(f"{address}/#complete")
+def test_a_completion_grows_and_its_words_look_back(page: Page) -> None:
+    ask(page, "complete")
     page.says(
         "window.sizes = new Set(); new MutationObserver(() => window.sizes.add("
         "document.querySelector('.caret')?.textContent.length)).observe("
@@ -179,15 +182,8 @@ def test_a_completion_grows_and_its_words_look_back(page: Page, address: str) ->
     assert page.text(of("complete", ".attended")).startswith(record.attended.queries[1])
 
 
-def test_it_can_be_stopped(page: Page, address: str) -> None:
-    said = {
-        "text": "Once",
-        "model": "books-xl",
-        "max_new_tokens": 1000,
-        "temperature": 1,
-        "seed": 0,
-    }
-    page.open(f"{address}/#complete?{urlencode(said)}")
+def test_it_can_be_stopped(page: Page) -> None:
+    ask(page, "complete", text="Once", model="books-xl", max_new_tokens=1000, temperature=1, seed=0)
     page.wait("document.querySelector('.caret')?.textContent.length > 20")
     page.click(of("complete", ".busy button"))
     page.wait("!document.querySelector('.busy') && !document.querySelector('.caret')")
@@ -202,33 +198,28 @@ def test_it_can_be_stopped(page: Page, address: str) -> None:
     page.wait(idle)
 
 
-def test_an_address_that_means_nothing_is_the_first_view(page: Page, address: str) -> None:
+def test_an_address_that_means_nothing_is_the_first_view(page: Page) -> None:
     for name in ("nowhere", "constructor", "__proto__", "toString?text=a"):
-        page.open(f"{address}/#{name}")
+        ask(page, name)
         page.wait("!document.querySelector('[data-view=translate]').hidden")
 
 
-def test_the_way_to_the_content_keeps_the_address(page: Page, address: str) -> None:
-    page.open(f"{address}/#explain")
-    done(page, "explain")
+def test_the_way_to_the_content_keeps_the_address(page: Page) -> None:
+    result(page, "explain")
     page.says("document.querySelector('.skip').click()")
     assert page.says("location.hash") == "#explain"
     assert page.says("document.activeElement.id") == "main"
 
 
-def test_what_cannot_be_looked_at_leaves_no_heads_of_another(page: Page, address: str) -> None:
-    page.open(f"{address}/#look?{urlencode({'model': 'books-gpt2', 'text': 'The cat sat.'})}")
-    done(page, "look")
-    page.open(f"{address}/#look?{urlencode({'model': 'nobody', 'text': 'The cat sat.'})}")
-    page.wait("document.querySelector('[data-view=look] .error')")
+def test_what_cannot_be_looked_at_leaves_no_heads_of_another(page: Page) -> None:
+    result(page, "look", model="books-gpt2", text="The cat sat.")
+    refusal(page, "look", model="nobody", text="The cat sat.")
     assert not page.texts(of("look", ".measure"))
-    page.errors.clear()  # the browser has noted the status, which was to be expected
 
 
-def test_all_heads_and_then_one(page: Page, address: str) -> None:
-    page.open(f"{address}/#look")
-    page.click(of("look", "form button"))
-    done(page, "look")
+def test_all_heads_and_then_one(page: Page) -> None:
+    ask(page, "look")
+    submit(page, "look")
     assert page.texts(".measure h3")[-1] == "Induction"
     text = "The cat sat on the mat. The cat sat on the mat."
     induction = regard.look("books-gpt2", text).values["induction"]
@@ -250,17 +241,15 @@ def test_all_heads_and_then_one(page: Page, address: str) -> None:
     page.wait("!document.querySelector('.head .map')")
 
 
-def test_an_encoder_decoder_has_heads_across(page: Page, address: str) -> None:
-    said = {"text": f">>fra<< {CAT}", "model": "translate", "layer": "cross.1", "head": 0}
-    page.open(f"{address}/#look?{urlencode(said)}")
+def test_an_encoder_decoder_has_heads_across(page: Page) -> None:
+    ask(page, "look", text=f">>fra<< {CAT}", model="translate", layer="cross.1", head=0)
     page.wait("document.querySelector('.head .map')")
     assert "chat" in page.texts(".head .chips")[0]
     assert "cat" in page.texts(".head .chips")[1]
 
 
-def test_every_step_of_one_attention(page: Page, address: str) -> None:
-    page.open(f"{address}/#explain")
-    done(page, "explain")  # by itself: it needs no model
+def test_every_step_of_one_attention(page: Page) -> None:
+    result(page, "explain")  # by itself: it needs no model
     trace = regard.explain()
     assert page.texts(".steps h3") == [f"{n}{s.name}" for n, s in enumerate(trace.steps, 1)]
     assert "0.119" in page.text(".steps li:nth-child(6) .followed")
@@ -269,18 +258,13 @@ def test_every_step_of_one_attention(page: Page, address: str) -> None:
     page.wait("location.hash.includes('word=mat')")
     done(page, "explain")
     page.wait("document.querySelector('.steps .followed th').textContent === 'mat'")
-    page.open(
-        f"{address}/#explain?{urlencode({'sentence': CAT, 'model': 'books-gpt2', 'layer': 1})}"
-    )
-    done(page, "explain")
+    result(page, "explain", sentence=CAT, model="books-gpt2", layer=1)
     assert "GPT2, layer 1, head 0" in page.text(of("explain", ".facts"))
 
 
-def test_what_is_wrong_is_said_where_it_was_asked(page: Page, address: str) -> None:
-    page.open(f"{address}/#translate?{urlencode({'text': 'a', 'to': 'klingon'})}")
-    page.wait("document.querySelector('[role=alert]')")
-    assert "does not translate into 'klingon'" in page.text("[role=alert]")
-    page.errors.clear()  # the browser notes the status 400
+def test_what_is_wrong_is_said_where_it_was_asked(page: Page) -> None:
+    said = refusal(page, "translate", text="a", to="klingon")
+    assert "does not translate into 'klingon'" in said
     page.click("nav a:nth-child(6)")
     done(page, "explain")
     assert page.says("document.title") == "Explain · regard"
@@ -299,7 +283,7 @@ def test_it_says_when_the_server_has_gone(page: Page) -> None:
     page.asked.clear()
 
 
-def test_it_fits_a_phone_by_day_and_by_night(page: Page, address: str) -> None:
+def test_it_fits_a_phone_by_day_and_by_night(page: Page) -> None:
     wide = "document.documentElement.scrollWidth > document.documentElement.clientWidth"
     paper = "getComputedStyle(document.querySelector('.result .card')).backgroundColor"
     small = (  # for a thumb
@@ -308,9 +292,8 @@ def test_it_fits_a_phone_by_day_and_by_night(page: Page, address: str) -> None:
     )
     for view in VIEWS:
         page.look_as(width=375, height=700)
-        page.open(f"{address}/#{view}")
-        page.click(of(view, "form button"))
-        done(page, view)
+        ask(page, view)
+        submit(page, view)
         assert not page.says(wide), view
         assert page.says(small) == 0, view
         assert page.says(paper) == LIGHT
@@ -318,8 +301,8 @@ def test_it_fits_a_phone_by_day_and_by_night(page: Page, address: str) -> None:
         assert page.says(paper) == DARK
 
 
-def test_every_field_has_a_name(page: Page, address: str) -> None:
-    page.open(address)
+def test_every_field_has_a_name(page: Page) -> None:
+    ask(page, "")
     nameless = page.says(
         "[...document.querySelectorAll('input:not([type=hidden]), select, textarea')]"
         ".filter((e) => !e.labels.length && !e.ariaLabel).length"

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from regard.server.limits import MAX_BODY_BYTES
@@ -55,10 +56,12 @@ class Gate:
                 raise HTTPException(413, TOO_LARGE)
             return message
 
+        app = self.app
         if refused := self._refused(Headers(scope=scope)):
-            await _refuse(send_with_headers, *refused)
-            return
-        await self.app(scope, receive_limited, send_with_headers)
+            status, message = refused
+            error = {"error": {"kind": "InputError", "message": message}}
+            app = Response(json.dumps(error), status, media_type="application/json")
+        await app(scope, receive_limited, send_with_headers)
 
     def _refused(self, headers: Headers) -> tuple[int, str] | None:
         """The status and the reason if the headers of a request are refused, else None."""
@@ -81,19 +84,6 @@ class Gate:
             return False
         try:
             name = urlsplit(f"//{host}").hostname or ""
+            return name in self._names or bool(ipaddress.ip_address(name))
         except ValueError:
             return False
-        if name in self._names:
-            return True
-        try:
-            ipaddress.ip_address(name)
-        except ValueError:
-            return False
-        return True
-
-
-async def _refuse(send: Send, status: int, message: str) -> None:
-    body = json.dumps({"error": {"kind": "InputError", "message": message}}).encode()
-    kind = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body))]
-    await send({"type": "http.response.start", "status": status, "headers": kind})
-    await send({"type": "http.response.body", "body": body})

@@ -48,6 +48,7 @@ ReturnsAttended = Annotated[
     bool, Field(description="Return the attention weights. This takes another forward pass.")
 ]
 Svg = Annotated[bool, Field(description="Add a picture of the attention weights, as SVG.")]
+Response = dict[str, Any]
 
 
 class Request(BaseModel):
@@ -66,13 +67,15 @@ class Request(BaseModel):
         return self.path, *(value for name, value in self if name not in self.varying)
 
     @classmethod
-    def run_many(
-        cls, requests: Sequence[Self], models: Models, check: Check
-    ) -> list[dict[str, Any]]:
+    def run_many(cls, requests: Sequence[Self], models: Models, check: Check) -> list[Response]:
         """The response to each request. All requests have the same batch key.
 
         ``check`` is called in every loop, and raises if all clients have disconnected.
         """
+        return [request.run(models, check) for request in requests]
+
+    def run(self, models: Models, check: Check) -> Response:
+        """The response to a request that runs alone."""
         raise NotImplementedError
 
 
@@ -127,9 +130,7 @@ class Translate(BeamSearch):
     model: Name = "translate"
 
     @classmethod
-    def run_many(
-        cls, requests: Sequence[Self], models: Models, check: Check
-    ) -> list[dict[str, Any]]:
+    def run_many(cls, requests: Sequence[Self], models: Models, check: Check) -> list[Response]:
         first = requests[0]
         records = translate(
             [request.text for request in requests], first.to, source=first.source,
@@ -154,9 +155,7 @@ class Summarize(BeamSearch):
     model: Name = "summarize"
 
     @classmethod
-    def run_many(
-        cls, requests: Sequence[Self], models: Models, check: Check
-    ) -> list[dict[str, Any]]:
+    def run_many(cls, requests: Sequence[Self], models: Models, check: Check) -> list[Response]:
         first = requests[0]
         records = summarize(
             [request.text for request in requests], model=models.name(first.model),
@@ -183,9 +182,7 @@ class Answer(Request):
     svg: Svg = False
 
     @classmethod
-    def run_many(
-        cls, requests: Sequence[Self], models: Models, check: Check
-    ) -> list[dict[str, Any]]:
+    def run_many(cls, requests: Sequence[Self], models: Models, check: Check) -> list[Response]:
         first = requests[0]
         records = answer(
             [request.question for request in requests], [request.context for request in requests],
@@ -223,11 +220,10 @@ class Complete(Request):
     svg: Svg = False
     stream: Annotated[bool, Field(description="Return each piece when it is generated.")] = False
 
-    @classmethod
-    def run_many(
-        cls, requests: Sequence[Self], models: Models, check: Check
-    ) -> list[dict[str, Any]]:
-        return [list(request.pieces(models, check))[-1]["record"] for request in requests]
+    def run(self, models: Models, check: Check) -> Response:
+        *_, last = self.pieces(models, check)
+        record: Response = last["record"]
+        return record
 
     def pieces(self, models: Models, check: Check) -> Iterator[dict[str, Any]]:
         """Each piece of the text as it is generated, then the record."""
@@ -268,20 +264,12 @@ class Look(Request):
     ] = False
     svg: Svg = False
 
-    @classmethod
-    def run_many(
-        cls, requests: Sequence[Self], models: Models, check: Check
-    ) -> list[dict[str, Any]]:
-        return [request._run(models, check) for request in requests]
-
-    def _run(self, models: Models, check: Check) -> dict[str, Any]:
-        bundle = models.loaded(self.model)
-
+    def run(self, models: Models, check: Check) -> Response:
         def progress(_done: int, _total: int) -> None:
             check()
 
         result = look(
-            bundle, self.text, target=self.target, layer=self.layer,
+            models.loaded(self.model), self.text, target=self.target, layer=self.layer,
             head=self.head, word=self.word, progress=progress,
         )  # fmt: skip
         response = result.to_dict()
@@ -315,13 +303,7 @@ class Explain(Request):
     head: Head = None
     target: Annotated[Sentence | None, Field(description=Target)] = None
 
-    @classmethod
-    def run_many(
-        cls, requests: Sequence[Self], models: Models, check: Check
-    ) -> list[dict[str, Any]]:
-        return [request._run(models, check) for request in requests]
-
-    def _run(self, models: Models, check: Check) -> dict[str, Any]:
+    def run(self, models: Models, check: Check) -> Response:
         check()
         options = explain_options(
             model=self.model is not None, heads=self.heads, dim=self.dim, seed=self.seed,
@@ -337,7 +319,7 @@ class Explain(Request):
 REQUESTS: tuple[type[Request], ...] = (Translate, Summarize, Answer, Complete, Look, Explain)
 
 
-def _response(record: Record, svg: bool, title: str) -> dict[str, Any]:
+def _response(record: Record, svg: bool, title: str) -> Response:
     """A record as plain values, with its picture if requested."""
     response = record.to_dict()
     if svg:

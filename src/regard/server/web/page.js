@@ -41,6 +41,7 @@ function brief(value) {
 }
 
 const most = (rows) => rows.flat().reduce((a, b) => Math.max(a, b ?? 0), 0);
+const named = (text) => make("p", { class: "name" }, text);
 const facts = (...parts) => make("p", { class: "facts" }, parts.filter(Boolean).join(" · "));
 const seconds = (value) => `${value < 10 ? value.toFixed(2) : Math.round(value)} s`;
 const counted = (count, name) => `${count.toLocaleString("en")} ${name}${count === 1 ? "" : "s"}`;
@@ -119,7 +120,7 @@ function reveal(element) {
 // ------------------------------------------------------------------------------ linked texts
 
 /** Makes units interactive: pointing at a unit highlights and lists the units it attended to.
-    `queries` and `keys` are lists of spans, `weights` is [queries][keys]. */
+    `queries` and `keys` are lists of spans with `names`, `weights` is [queries][keys]. */
 function linked({ queries, keys, names, weights, label, hint, table = null, both = true }) {
   const status = make("p", { class: "attended", role: "status" }, hint);
   const column = (j) => weights.map((row) => row[j]);
@@ -169,10 +170,8 @@ function linked({ queries, keys, names, weights, label, hint, table = null, both
       span.tabIndex = index ? -1 : 0;
       span.setAttribute("role", "button");
       span.setAttribute("aria-pressed", "false");
-      span.addEventListener("mouseenter", () => show(choice));
-      span.addEventListener("mouseleave", () => show(pinned));
-      span.addEventListener("focus", () => show(choice));
-      span.addEventListener("blur", () => show(pinned));
+      for (const name of ["mouseenter", "focus"]) span.addEventListener(name, () => show(choice));
+      for (const name of ["mouseleave", "blur"]) span.addEventListener(name, () => show(pinned));
       const pin = () => {
         pinned = pinned?.index === index && pinned.back === back ? null : choice;
         show(pinned ?? choice);
@@ -202,6 +201,12 @@ function linked({ queries, keys, names, weights, label, hint, table = null, both
   return status;
 }
 
+/** A table with an empty corner, a cell in `heads` for each column, and `rows`. */
+function tableOf(attributes, heads, rows, caption = null) {
+  return make("table", attributes, caption,
+    make("thead", {}, make("tr", {}, make("td"), ...heads)), make("tbody", {}, ...rows));
+}
+
 /** A coloured table of weights. With `out`, the first column has no colour. */
 function weightTable(queries, keys, weights, { mark = false, out = false } = {}) {
   const top = most(out ? weights.map((row) => row.slice(1)) : weights);
@@ -226,8 +231,7 @@ function weightTable(queries, keys, weights, { mark = false, out = false } = {})
   const ramp = Array.from({ length: 16 }, (_, i) => shade(make("b"), i, 15));
   const element = make("div", {},
     make("div", { class: "scroll", tabindex: "0", role: "region", "aria-label": "Weights" },
-      make("table", { class: "map" },
-        make("thead", {}, make("tr", {}, make("td"), ...heads)), make("tbody", {}, ...rows))),
+      tableOf({ class: "map" }, heads, rows)),
     make("div", { class: "scale" }, "0", make("i", { "aria-hidden": "true" }, ...ramp),
       `${Number(top.toPrecision(3))} weight`));
   return {
@@ -247,14 +251,11 @@ function weightsCard(attended, title, svg) {
   const table = many ? null : weightTable(queries, keys, weights, { mark: true });
   const rest = 1 - weights.flat().reduce((a, b) => a + b, 0) / weights.length;
   const percent = Math.round(Math.max(rest, 0) * 100);
-  const card = make("section", { class: "card", "aria-label": title });
-  if (many) card.append(pictureOf(svg, title)); // the picture has its own caption
-  else {
-    card.append(make("h3", {}, title), make("p", { class: "name" }, `${down} down, ${across} across`),
-      table.element, make("p", { class: "caption" },
-        `${where}. ${percent}% of the weight is on tokens outside words.`));
-  }
-  return { card, table };
+  const parts = many ? [pictureOf(svg, title)] : [ // the picture has its own caption
+    make("h3", {}, title), named(`${down} down, ${across} across`), table.element,
+    make("p", { class: "caption" }, `${where}. ${percent}% of the weight is on tokens outside words.`),
+  ];
+  return { card: make("section", { class: "card", "aria-label": title }, ...parts), table };
 }
 
 function pictureOf(svg, title) {
@@ -265,26 +266,31 @@ function pictureOf(svg, title) {
 /** A text with its name above. A long text scrolls, so that two texts fit on the screen. */
 function paneOf(name, text) {
   const long = text.element.classList.contains("long");
-  return make("div", { class: long ? "pane long" : "pane" },
-    make("p", { class: "name" }, name), text.element);
+  return make("div", { class: long ? "pane long" : "pane" }, named(name), text.element);
 }
 
-/** Two texts, with the attention weights of the first text's units on the second text's. */
-function pairOf(record, [queryName, query], [keyName, key], { title, kind = "Words" }) {
-  const { attended } = record;
-  const panes = [paneOf(queryName, query), paneOf(keyName, key)];
+/** Shows a record: the elements `above`, two texts as [name, text, options], with the attention
+    weights of the first text's units on the second text's, and the element `below`. */
+function showPair(out, view, body, record, queryText, keyText, show) {
+  const { title, kind = "Words", above = [], below } = show;
+  const { attended, svg } = record;
+  const names = [queryText[0], keyText[0]];
+  const query = textOf(queryText[1], attended?.queries);
+  const key = textOf(keyText[1], attended?.keys, keyText[2]);
+  const panes = [paneOf(names[0], query), paneOf(names[1], key)];
   const aside = panes.every((pane) => pane.classList.contains("long"));
-  const pair = make("div", { class: aside ? "pair aside" : "pair" }, ...panes);
-  if (!attended) return { parts: [pair], cards: [] };
-  const { card, table } = weightsCard(attended, title, record.svg);
+  const parts = [...above, make("div", { class: aside ? "pair aside" : "pair" }, ...panes)];
+  const { card, table } = attended ? weightsCard(attended, title, svg) : {};
   const one = kind.toLowerCase().slice(0, -1);
-  const status = linked({
-    queries: query.spans, keys: key.spans, weights: attended.weights, table,
-    names: { queries: attended.queries, keys: attended.keys },
-    label: [queryName, keyName].map((name) => `${kind} of the ${name.toLowerCase()}`),
-    hint: `Point at a ${one}, or move through the ${one}s with the arrow keys.`,
-  });
-  return { parts: [pair, status], cards: [card] };
+  if (attended) {
+    parts.push(linked({
+      queries: query.spans, keys: key.spans, weights: attended.weights, table, names: attended,
+      label: names.map((name) => `${kind} of the ${name.toLowerCase()}`),
+      hint: `Point at a ${one}, or move through the ${one}s with the arrow keys.`,
+    }));
+  }
+  out.replaceChildren(make("div", { class: "card" }, ...parts, below), ...(card ? [card] : []),
+    more(view, body, svg));
 }
 
 /** Links below a result: the picture as a file, and the request as a curl command. */
@@ -312,11 +318,8 @@ const VIEWS = {
     doing: "Translating",
     async run(body, signal, out) {
       const record = await postJson("/translate", { ...body, svg: true }, signal);
-      const { parts, cards } = pairOf(record,
-        ["Translation", textOf(record.text, record.attended?.queries)],
-        ["Source", textOf(record.source, record.attended?.keys)], { title: "Alignment" });
-      out.replaceChildren(make("div", { class: "card" }, ...parts, recordFacts(record)), ...cards,
-        more("translate", body, record.svg));
+      showPair(out, "translate", body, record, ["Translation", record.text], ["Source", record.source],
+        { title: "Alignment", below: recordFacts(record) });
     },
   },
 
@@ -324,14 +327,10 @@ const VIEWS = {
     doing: "Summarizing",
     async run(body, signal, out) {
       const record = await postJson("/summarize", { ...body, svg: true }, signal);
-      const { parts, cards } = pairOf(record,
-        ["Summary", textOf(record.text, record.attended?.queries)],
-        ["Document", textOf(body.text, record.attended?.keys)],
-        { title: "Where it comes from", kind: "Sentences" });
       const { method } = record;
       const parted = method === "whole" ? "" : `${counted(record.parts.length, "part")}, ${method}`;
-      out.replaceChildren(make("div", { class: "card" }, ...parts, recordFacts(record, parted)), ...cards,
-        more("summarize", body, record.svg));
+      showPair(out, "summarize", body, record, ["Summary", record.text], ["Document", body.text],
+        { title: "Where it comes from", kind: "Sentences", below: recordFacts(record, parted) });
     },
   },
 
@@ -342,19 +341,16 @@ const VIEWS = {
       // The record counts characters; JavaScript counts UTF-16 code units.
       const upTo = (count) => Array.from(body.context).slice(0, count).join("").length;
       const marked = record.answered ? [upTo(record.start), upTo(record.end)] : null;
-      const { parts, cards } = pairOf(record,
-        ["Question", textOf(record.question, record.attended?.queries)],
-        ["Context", textOf(body.context, record.attended?.keys, { marked })],
-        { title: "What the question attended to" });
       const answer = record.answered
         ? make("p", { class: "text answer", dir: "auto" }, record.text)
         : make("p", { class: "text prompt" }, "No answer in this context.");
       const windows = record.windows > 1 ? counted(record.windows, "window") : "";
-      out.replaceChildren(
-        make("div", { class: "card" }, make("p", { class: "name" }, "Answer"), answer, ...parts,
-          facts(`probability ${record.probability.toFixed(2)}`, windows, seconds(record.seconds),
-            record.model)),
-        ...cards, more("answer", body, record.svg));
+      showPair(out, "answer", body, record,
+        ["Question", record.question], ["Context", body.context, { marked }], {
+          title: "What the question attended to", above: [named("Answer"), answer],
+          below: facts(`probability ${record.probability.toFixed(2)}`, windows,
+            seconds(record.seconds), record.model),
+        });
       reveal(out.querySelector("mark"));
     },
   },
@@ -379,17 +375,13 @@ const VIEWS = {
       if (record === null) throw new Error(BROKEN);
       const end = recordFacts(record, record.stopped ? "ended by the model" : "");
       const { attended } = record;
-      if (!attended) {
-        out.firstChild.append(end);
-        return;
-      }
-      const quiet = record.prompt.length;
-      const text = textOf(record.prompt + record.text, attended.keys, { quiet });
+      if (!attended) return out.firstChild.append(end);
+      const { prompt } = record;
+      const text = textOf(prompt + record.text, attended.keys, { quiet: prompt.length });
       const { card, table } = weightsCard(attended, "What was attended to", record.svg);
       const status = linked({
         queries: text.spans.slice(-attended.queries.length), keys: text.spans,
-        weights: attended.weights, table, both: false,
-        names: { queries: attended.queries, keys: attended.keys },
+        weights: attended.weights, table, both: false, names: attended,
         label: ["The text; point at its new words"],
         hint: "Point at a new word, or move through them with the arrow keys.",
       });
@@ -414,10 +406,7 @@ const VIEWS = {
         button.setAttribute("aria-pressed", String(button.dataset.head === chosen));
       }
       const place = out.querySelector(".head");
-      if (chosen === null) {
-        place.replaceChildren();
-        return;
-      }
+      if (chosen === null) return place.replaceChildren();
       const map = await postJson("/look", { ...body, svg: true }, signal);
       place.replaceChildren(headCard(map), more("look", body, map.svg));
       place.firstChild.scrollIntoView({ block: "nearest" });
@@ -474,8 +463,7 @@ function measureOf({ title, unit, meaning }, layers, rows) {
   const heads = rows[0].map((_, j) => make("th", { scope: "col" }, String(j)));
   return make("section", { class: "card measure" }, heading,
     make("p", {}, `${text}, ${part ? "share of the weight" : `in ${unit}`}`),
-    make("div", { class: "scroll" }, make("table", {},
-      make("thead", {}, make("tr", {}, make("td"), ...heads)), make("tbody", {}, ...body))));
+    make("div", { class: "scroll" }, tableOf({}, heads, body)));
 }
 
 function headCard(map) {
@@ -495,16 +483,15 @@ function headCard(map) {
     const status = linked({
       queries: queries.spans, keys: keys.spans, table, both: across,
       weights: out ? map.weights.map((row) => [0, ...row.slice(1)]) : map.weights,
-      names: { queries: map.queries, keys: map.keys },
+      names: map,
       label: ["Query tokens", "Key tokens"],
       hint: "Point at a token, or move through the tokens with the arrow keys.",
     });
-    const name = (text) => make("p", { class: "name" }, text);
-    const both = [name("Target"), queries.element, name("Source"), keys.element];
+    const both = [named("Target"), queries.element, named("Source"), keys.element];
     holder.replaceChildren(
       make("div", { class: "bar" }, make("h3", {}, title),
         make("label", { class: "tick" }, tick, "Leave out the first token")),
-      name("queries down, keys across"),
+      named("queries down, keys across"),
       ...(across ? both : [queries.element]),
       status, table.element,
       ...(map.notes.length ? [make("p", { class: "caption" }, map.notes.join(" "))] : []));
@@ -565,14 +552,13 @@ function numbersTable(name, numbers, matrix, trace, focus) {
       make("th", { scope: "row" }, rows[i]), ...cells, cut ? make("td", {}, "…") : null);
   });
   const heads = columns.slice(0, kept).map((column) => make("th", { scope: "col" }, column));
+  if (cut) heads.push(make("th", {}, "…"));
   const left = matrix.length - body.length;
   const rest = left > 0 ? `, ${left} more rows` : "";
   const shape = `  ${matrix.length} × ${columns.length}${rest}`;
+  const caption = make("caption", {}, name, make("span", { class: "name" }, shape));
   return make("div", {}, make("div", { class: "scroll" },
-    make("table", { class: weights ? "map" : "plain" },
-      make("caption", {}, name, make("span", { class: "name" }, shape)),
-      make("thead", {}, make("tr", {}, make("td"), ...heads, cut ? make("th", {}, "…") : null)),
-      make("tbody", {}, ...body))));
+    tableOf({ class: weights ? "map" : "plain" }, heads, body, caption)));
 }
 
 function barsOf(title, names, values) {
@@ -643,13 +629,7 @@ const formOf = (view) => sectionOf(view).querySelector("form");
 
 /** The values of a form as strings, by name. Empty and disabled fields are left out. */
 function read(form) {
-  const values = {};
-  for (const field of form.elements) {
-    if (!field.name || field.disabled) continue;
-    const value = field.type === "checkbox" ? (field.checked ? "true" : "") : field.value;
-    if (value !== "") values[field.name] = value;
-  }
-  return values;
+  return Object.fromEntries([...new FormData(form)].filter(([, value]) => value !== ""));
 }
 
 /** Converts the values of a form to the types of the API. */
@@ -784,7 +764,6 @@ async function run(view) {
     if (view !== "complete" && !(view === "look" && VIEWS.look.key)) out.replaceChildren();
     state.replaceChildren(make("p", { class: "error", role: "alert" }, error.message));
   } finally {
-    clearInterval(tick);
     if (!running[view]) section.removeAttribute("aria-busy");
   }
 }
@@ -801,6 +780,7 @@ async function start() {
   }
   for (const view of Object.keys(VIEWS)) {
     const form = formOf(view);
+    form.after(make("div", { class: "state" }), make("div", { class: "result" }));
     const able = models.filter((model) => model.can.includes(view));
     for (const model of able) {
       const size = model.parameters ? `${(model.parameters / 1e6).toFixed(1)} M parameters` : "";
