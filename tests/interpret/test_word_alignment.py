@@ -9,7 +9,7 @@ from torch import Tensor
 from helpers.sine_models import TEXT, gpt2, t5, tokenizer, translator
 from regard import InputError, See, Tokenizer, watch
 from regard.interpret.looking import look
-from regard.interpret.pooling import join_words
+from regard.interpret.pooling import join, membership
 from regard.interpret.word_alignment import align
 from regard.text.words import Word, tokens_of, tokens_of_ids
 
@@ -70,7 +70,8 @@ def test_letters_cut_in_the_middle_belong_to_their_word() -> None:
 
 def test_keys_are_added_up_and_queries_averaged() -> None:
     weights = torch.tensor([[0.1, 0.2, 0.7], [0.3, 0.3, 0.4]])
-    joined = join_words(weights, [Word("a", (0, 1))], [Word("b", (0,)), Word("c", (1, 2))])
+    queries, keys = [Word("a", (0, 1))], [Word("b", (0,)), Word("c", (1, 2))]
+    joined = join(weights, membership(2, queries), membership(3, keys))
     torch.testing.assert_close(joined, torch.tensor([[0.2, 0.8]]))
 
 
@@ -111,7 +112,8 @@ def test_the_head_named_weighs_the_words_that_matter_most(make) -> None:
     counts = [t for t in range(len(targets)) if effect[t].max() > 0]
     by_step, scores = [], []
     for rows in (weights[:, :, :-1], weights[:, :, 1:]):
-        joined = join_words(rows, targets, words)
+        summed = torch.stack([rows[..., word.places].sum(-1) for word in words], -1)
+        joined = torch.stack([summed[..., word.places, :].mean(-2) for word in targets], -2)
         at_largest = [joined[..., t, int(effect[t].argmax())] for t in counts]
         by_step.append(joined)
         scores.append(torch.stack(at_largest, -1).mean(-1))

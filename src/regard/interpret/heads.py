@@ -12,12 +12,11 @@ from torch import Tensor
 from regard.errors import InputError
 from regard.interpret.measurement import Look
 from regard.interpret.overview import notes_on
-from regard.interpret.pooling import join_words
+from regard.interpret.pooling import membership
 from regard.interpret.runs import Chunk, TextRun
 from regard.mechanism.seeing import See, Seen
 from regard.models.model import AttentionLayer
 from regard.pictures.figures import Picture, pooled_map, top_keys, weight_map
-from regard.text.words import Word
 
 MAX_NAMED = 64  # rows or columns of a map whose picture labels every token
 MAX_CELLS = 256  # rows or columns of a whole map; larger maps are pooled
@@ -259,15 +258,15 @@ class WordMeasurement:
             self._rows[index, keys.start : keys.stop] += row / len(self.layers)
 
     def result(self) -> WordKeys:
-        everything = Word(self.word.label, tuple(range(len(self._rows))))
-        joined = join_words(self._rows, [everything], self.keys.words)[0]
+        words = self.keys.words
+        of_words = self._rows.mean(0) @ membership(len(self.keys), words)
         return WordKeys(
             type(self.run.model).__name__,
             self.word.label,
             self.times,
             self._heads,
-            joined,
-            tuple(word.label for word in self.keys.words),
+            of_words,
+            tuple(word.label for word in words),
             notes_on(self.run),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -102,48 +103,45 @@ class OverviewMeasurement:
 
     def __init__(self, run: TextRun) -> None:
         self.run = run
-        self._last: dict[tuple[str, Chunk], tuple[See, list[int]]] = {}  # the same for all layers
-        self._sums: dict[str, dict[str, Tensor]] = {layer.name: {} for layer in run.layers}
-        self._counts: dict[str, dict[str, int]] = {layer.name: {} for layer in run.layers}
+        self._last: dict[tuple[str, Chunk], list[Tensor]] = {}  # the same for all layers
+        self._sums: dict[tuple[str, str], Tensor | float] = defaultdict(float)
+        self._counts = Counter[tuple[str, str]]()
 
     def see(self, layer: AttentionLayer, chunk: Chunk) -> See | None:
-        return self._see_and_counts(layer, chunk)[0]
-
-    def _see_and_counts(self, layer: AttentionLayer, chunk: Chunk) -> tuple[See, list[int]]:
-        """The fields to record, and the number of pairs of each group of :func:`_pairs`."""
         if layer.across:
-            return See(entropy=True, received=True), [0, 0, 0, 0]
+            return See(entropy=True, received=True)
+        pairs = torch.cat(self._groups(layer, chunk))
+        return See(entropy=True, distance=True, received=True, pairs=pairs)
+
+    def _groups(self, layer: AttentionLayer, chunk: Chunk) -> list[Tensor]:
+        """The groups of :func:`_pairs` in a chunk."""
         key = (layer.half, chunk)
         if key not in self._last:
             queries, keys = self.run.ranges(layer, chunk)
             ids = self.run.tokens_of(layer)[1].ids[keys.start : keys.stop]
-            groups = _pairs(ids, len(queries))
-            see = See(entropy=True, distance=True, received=True, pairs=torch.cat(groups))
-            self._last = {key: (see, [len(group) for group in groups])}
+            self._last = {key: _pairs(ids, len(queries))}
         return self._last[key]
 
     def add(self, layer: AttentionLayer, chunk: Chunk, seen: Seen) -> None:
-        _, sizes = self._see_and_counts(layer, chunk)
         queries, keys = self.run.ranges(layer, chunk)
         assert seen.entropy is not None
         assert seen.received is not None
-        totals = {"entropy": (seen.entropy[0].sum(-1), len(queries))}
-        if seen.distance is not None:
-            totals["distance"] = (seen.distance[0].sum(-1), len(queries))
         first, count = seen.received[0, :, 0], len(queries)
-        if keys.start and chunk.memory:  # the first key in memory is not the text's first token
-            first = torch.zeros_like(first)
-        elif seen.pairs is not None and sizes[0]:
-            first, count = first - seen.pairs[0, :, 0], count - 1
-        totals["first"] = (first, count)
+        totals = {"entropy": (seen.entropy[0].sum(-1), count)}
+        if seen.distance is not None:
+            totals["distance"] = (seen.distance[0].sum(-1), count)
         if seen.pairs is not None:
-            parts = torch.split(seen.pairs[0], sizes, dim=-1)[1:]
+            sizes = [len(group) for group in self._groups(layer, chunk)]
+            first_itself, *parts = torch.split(seen.pairs[0], sizes, dim=-1)
+            first, count = first - first_itself.sum(-1), count - sizes[0]
             for name, part in zip(("self", "previous", "induction"), parts, strict=True):
                 totals[name] = (part.sum(-1), part.shape[-1])
+        if keys.start and chunk.memory:  # the first key in memory is not the text's first token
+            first = torch.zeros_like(first)
+        totals["first"] = (first, count)
         for name, (total, count) in totals.items():
-            sums, counts = self._sums[layer.name], self._counts[layer.name]
-            sums[name] = sums.get(name, 0) + total.double().cpu()
-            counts[name] = counts.get(name, 0) + count
+            self._sums[layer.name, name] += total.double().cpu()
+            self._counts[layer.name, name] += count
 
     def result(self) -> Overview:
         run = self.run
@@ -152,9 +150,9 @@ class OverviewMeasurement:
         for name in MEASURES:
             table = torch.full((len(run.layers), heads), math.nan, dtype=torch.float64)
             for row, layer in enumerate(run.layers):
-                if count := self._counts[layer.name].get(name, 0):
-                    means = self._sums[layer.name][name] / count
-                    table[row, : len(means)] = means
+                if count := self._counts[layer.name, name]:
+                    means = self._sums[layer.name, name] / count
+                    table[row, : layer.module.heads] = means
             values[name] = table
         return Overview(
             type(run.model).__name__,

@@ -10,13 +10,23 @@ from torch import Tensor
 from regard.text.words import Span, Word
 
 
-def join_words(weights: Tensor, queries: Sequence[Word], keys: Sequence[Word]) -> Tensor:
-    """Weights between tokens [..., q, k] as weights between words.
+def join(weights: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Weights between tokens [..., q, k] as weights between units, such as words or sentences.
 
-    The weights of a key word's tokens are summed, those of a query word's tokens averaged.
+    ``queries`` and ``keys`` are tables [tokens, units] with the share of each token in each unit.
+    Weights are averaged over the tokens of a query unit and summed over the tokens of a key unit.
     """
-    rows = torch.stack([weights[..., word.places, :].mean(-2) for word in queries], -2)
-    return torch.stack([rows[..., word.places].sum(-1) for word in keys], -1)
+    rows = (queries > 0).to(weights)
+    rows = rows / rows.sum(0).clamp(min=1)
+    return rows.t() @ weights @ keys.to(weights)
+
+
+def membership(count: int, words: Sequence[Word]) -> Tensor:
+    """A table [count, words], 1 where the token belongs to the word, else 0."""
+    table = torch.zeros(count, len(words))
+    for column, word in enumerate(words):
+        table[list(word.places), column] = 1
+    return table
 
 
 def overlaps(tokens: Sequence[tuple[int, int]], units: Sequence[Span]) -> Tensor:
@@ -29,6 +39,12 @@ def overlaps(tokens: Sequence[tuple[int, int]], units: Sequence[Span]) -> Tensor
     return (ends - starts).clamp(min=0).float()
 
 
+def shares(tokens: Sequence[tuple[int, int]], units: Sequence[Span]) -> Tensor:
+    """The share of each token in each unit, in proportion to its characters there."""
+    table = overlaps(tokens, units)
+    return table / table.sum(1, keepdim=True).clamp(min=1)
+
+
 def pool(
     weights: Tensor,
     queries: Sequence[tuple[int, int]],
@@ -36,18 +52,12 @@ def pool(
     keys: Sequence[tuple[int, int]],
     key_units: Sequence[Span],
 ) -> Tensor:
-    """Pool weights [..., tokens, tokens] to [..., query units, key units].
-
-    A unit is a word or a sentence. Weights are averaged over the tokens of a query unit and summed
-    over the tokens of a key unit. A key token in two units is divided by its characters in each.
+    """Join weights [..., tokens, tokens] between the units that lie at the given characters.
 
     >>> weights = torch.tensor([[0.5, 0.25, 0.25], [0.1, 0.2, 0.7]])
     >>> tokens, word = [(0, 2), (2, 4)], [Span(0, 4)]
     >>> pool(weights, tokens, word, [(0, 1), (1, 2), (3, 4)], [Span(0, 2), Span(3, 4)])
     tensor([[0.5250, 0.4750]])
     """
-    rows, columns = overlaps(queries, query_units), overlaps(keys, key_units)
-    rows = (rows > 0).float()
-    rows = rows / rows.sum(0).clamp(min=1)
-    columns = columns / columns.sum(1, keepdim=True).clamp(min=1)
-    return rows.t() @ weights.float().cpu() @ columns
+    rows, columns = overlaps(queries, query_units), shares(keys, key_units)
+    return join(weights.float().cpu(), rows, columns)

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, chain, pairwise
 from typing import NamedTuple
 
 import torch
@@ -68,7 +68,7 @@ class TextRun:
         layers = {layer.name: layer for layer in self.layers}
         if str(name) in layers:
             return layers[str(name)]
-        encoder_only = len(self.layers) < len(self.model.attention_layers())
+        encoder_only = len(layers) < len(self.model.attention_layers())
         reason = " The decoder does not run without a target." if encoder_only else ""
         raise InputError(
             f"There is no layer {str(name)!r}. Layers are {', '.join(layers)}.{reason}"
@@ -130,15 +130,18 @@ class TextRun:
         ``tick`` is called after every layer. Chunks without requested fields are skipped, unless
         the model has a memory.
         """
+
+        def adding(layer: AttentionLayer, chunk: Chunk) -> Callable[[str, Seen], None]:
+            return lambda _, seen: add(layer, chunk, seen)
+
         memories = self.model.remember()
         for chunk in self.needed_chunks(see):
             with ExitStack() as stack:
                 for layer in self.layers:
                     if (fields := see(layer, chunk)) is not None:
-                        each = _adding(add, layer, chunk)
-                        stack.enter_context(watch(layer.module, fields, each))
+                        stack.enter_context(watch(layer.module, fields, adding(layer, chunk)))
                     if tick is not None:
-                        hook = layer.module.register_forward_hook(_ticking(tick))
+                        hook = layer.module.register_forward_hook(lambda *_: tick())
                         stack.callback(hook.remove)
                 self.forward(chunk, memories)
 
@@ -158,19 +161,6 @@ class TextRun:
             for chunk in self.chunks
             if any(see(layer, chunk) is not None for layer in self.layers)
         ]
-
-
-def _adding(
-    add: Callable[[AttentionLayer, Chunk, Seen], None], layer: AttentionLayer, chunk: Chunk
-) -> Callable[[str, Seen], None]:
-    return lambda _, seen: add(layer, chunk, seen)
-
-
-def _ticking(tick: Callable[[], None]) -> Callable[[object, object, object], None]:
-    def hook(*_: object) -> None:
-        tick()
-
-    return hook
 
 
 def prepare_run(
@@ -258,12 +248,9 @@ def _chunks(model: Model, tokens: Tokens) -> tuple[Tokens, tuple[Chunk, ...]]:
     parts = [
         [*before, *inner[start : start + step], *after] for start in range(0, len(inner), step)
     ]
-    edges = [0]
-    for part in parts:
-        edges.append(edges[-1] + len(part))
-    order = [place for part in parts for place in part]
+    edges = list(accumulate(map(len, parts), initial=0))
     chunks = tuple(Chunk(start, stop) for start, stop in pairwise(edges))
-    return _ordered(tokens, order), chunks
+    return _ordered(tokens, list(chain.from_iterable(parts))), chunks
 
 
 def _ordered(tokens: Tokens, order: list[int]) -> Tokens:
@@ -272,8 +259,7 @@ def _ordered(tokens: Tokens, order: list[int]) -> Tokens:
     words: list[Word] = []
     for index, place in enumerate(order):
         word = word_of[place]
-        joined = index > 0 and not word.special and word_of[order[index - 1]] is word
-        if joined:
+        if index > 0 and not word.special and word_of[order[index - 1]] is word:
             words[-1] = words[-1]._replace(places=(*words[-1].places, index))
         else:
             words.append(word._replace(places=(index,)))

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from regard.errors import InputError
 from regard.interpret.measurement import Look
+from regard.interpret.pooling import join, membership
 from regard.interpret.watching import watch
 from regard.mechanism.seeing import See
 from regard.models.model import EncoderDecoder, pad
@@ -111,19 +112,17 @@ def align(
             f"align() takes a source of up to {MAX_WORDS} words, but it has {len(sources)}. "
             "Split it into sentences."
         )
-    pair = TextPair(source, target, _membership(read, sources), _membership(written, targets))
-    weights = list(cross_weights(model, [source], [target]))
+    pair = TextPair(
+        source, target, membership(len(read), sources), membership(len(written), targets)
+    )
     chosen = None if layer is None or head is None else (layer, head)
-    best = best_head(model, [pair], weights, chosen=chosen)
+    best = best_head(model, [pair], list(cross_weights(model, [source], [target])), chosen=chosen)
+    source_words, target_words = (
+        tuple(word.label for word in words) for words in (sources, targets)
+    )
+    weights, effect = best.weights[0], best.effects[0]
     return Alignment(
-        tuple(word.label for word in sources),
-        tuple(word.label for word in targets),
-        best.weights[0],
-        best.effects[0],
-        best.layer,
-        best.head,
-        best.read,
-        best.scores,
+        source_words, target_words, weights, effect, best.layer, best.head, best.read, best.scores
     )
 
 
@@ -137,14 +136,6 @@ def _words(tokens: Tokens, side: str) -> list[Word]:
     if not words:
         raise InputError(f"There is no word in the {side} to align.")
     return words
-
-
-def _membership(tokens: Tokens, words: Sequence[Word]) -> Tensor:
-    """A table [tokens, words], 1 where the token belongs to the word, else 0."""
-    table = torch.zeros(len(tokens), len(words))
-    for column, word in enumerate(words):
-        table[list(word.places), column] = 1
-    return table
 
 
 class TextPair(NamedTuple):
@@ -189,7 +180,8 @@ def best_head(
     by_step, scores = [], []
     for rows in (slice(None, -1), slice(1, None)):  # steps that predict each token, or read it
         joined = [
-            _joined(each[:, :, rows], pair) for each, pair in zip(weights, pairs, strict=True)
+            join(each[:, :, rows], pair.targets, pair.sources)
+            for each, pair in zip(weights, pairs, strict=True)
         ]
         at_largest_effect = [
             each.gather(-1, effect.argmax(-1, keepdim=True).expand(*each.shape[:3], 1))[..., 0]
@@ -233,16 +225,6 @@ def cross_weights(
         stacked = torch.stack(layers, 1).float().cpu()  # [batch, layers, heads, q, k]
         for weights, ids, target_ids in zip(stacked, read, written, strict=True):
             yield weights[:, :, : len(target_ids) + 1, : len(ids)]
-
-
-def _joined(weights: Tensor, pair: TextPair) -> Tensor:
-    """Weights between tokens as weights between words.
-
-    Key tokens are summed by their shares in a word, query tokens are averaged.
-    """
-    rows = (pair.targets > 0).float()
-    rows = rows / rows.sum(0).clamp(min=1)
-    return rows.t() @ weights @ pair.sources
 
 
 @torch.no_grad()

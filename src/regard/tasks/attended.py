@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from regard.interpret.pooling import overlaps, pool
+from regard.interpret.pooling import overlaps, pool, shares
 from regard.interpret.watched import Watched
 from regard.interpret.word_alignment import TextPair, best_head, cross_weights, step_name
 from regard.models.bundle import Bundle
@@ -83,10 +83,9 @@ def align(bundle: Bundle, sentences: Sequence[CrossWeights], batch: int) -> Word
 
 def _pair(item: CrossWeights, target: Sequence[Span], source: Sequence[Span]) -> TextPair:
     ids = item.written
-    shares = overlaps(item.tokens, source)
-    shares = shares / shares.sum(1, keepdim=True).clamp(min=1)
-    shares = pad(shares, (0, 0, 0, len(ids.source) - len(shares)))  # the end token of the source
-    return TextPair(ids.source, ids.ids, shares, overlaps(item.spans, target))
+    sources = shares(item.tokens, source)
+    sources = pad(sources, (0, 0, 0, len(ids.source) - len(sources)))  # the source's end token
+    return TextPair(ids.source, ids.ids, sources, overlaps(item.spans, target))
 
 
 def mean_rows(seen: Watched) -> Tensor:
