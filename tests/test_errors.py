@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy
 import pytest
 import torch
 
@@ -25,6 +26,7 @@ from regard import (
 )
 from regard.mechanism import biases, masks
 from regard.mechanism.backends import sdpa
+from regard.mechanism.call import check
 
 X = torch.zeros(2, 4, 5, 3)
 ANY = r"[\s\S]*"
@@ -56,8 +58,43 @@ def test_shapes() -> None:
 
 def test_dtypes_and_devices() -> None:
     refused("floating-point dtype", "float64", r"\.to\(dtype\)", key=X.double())
-    refused("floating-point dtype", "int64", query=X.long(), key=X.long(), value=X.long())
+    for dtype in (torch.long, torch.complex64, torch.float8_e4m3fn):
+        x = X.to(dtype)
+        refused("floating-point dtype", str(dtype), query=x, key=x, value=x)
     refused("one device", "meta", r"\.to\(device\)", key=X.to("meta"))
+
+
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+@pytest.mark.parametrize("given", [X.numpy(), X.tolist(), None], ids=["numpy", "list", "none"])
+def test_inputs_are_tensors(name: str, given: Any) -> None:
+    refused(f"{name} is a torch.Tensor", type(given).__name__, "torch.as_tensor", **{name: given})
+    everything = dict.fromkeys(("query", "key", "value"), given)
+    refused("query is a torch.Tensor", "torch.as_tensor", **everything)
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "tiled", "reference"])
+@pytest.mark.parametrize("name", ["scale", "softcap", "dropout"])
+@pytest.mark.parametrize(
+    "given",
+    [
+        torch.tensor(0.5),
+        torch.tensor(0.5, requires_grad=True),
+        torch.tensor([0.5, 0.5]),
+        numpy.array(0.5),
+        "0.5",
+        0.5j,
+    ],
+    ids=repr,
+)
+def test_numbers_are_not_tensors(name: str, given: Any, backend: str) -> None:
+    refused(f"{name} is a Python number", r"\.item\(\)", backend=backend, **{name: given})
+
+
+def test_numbers_may_be_those_of_numpy() -> None:
+    scale, softcap, dropout = numpy.float32(0.5), numpy.float16(2), numpy.float64(0.1)
+    call = check(X, X, X, None, None, scale, softcap, dropout, None)
+    assert (call.scale, call.softcap, call.dropout) == (0.5, 2, 0.1)
+    assert {type(call.scale), type(call.softcap)} == {float}
 
 
 def test_numbers() -> None:
@@ -96,6 +133,8 @@ def test_masks_that_mean_nothing() -> None:
         (lambda: Segments.from_ids(torch.zeros(1, 1, 1)), r"\[length\].*\[1, 1, 1\]"),
         (lambda: causal & torch.ones(2, 2).bool(), r"'&' combines two masks.*masks\.Dense"),
         (lambda: causal | None, r"'\|' combines two masks.*NoneType"),
+        (lambda: masks.Dense(numpy.ones((2, 2))), r"torch\.Tensor.*ndarray.*as_tensor"),  # type: ignore[arg-type]
+        (lambda: Segments.from_ids([1, 1]), r"torch\.Tensor.*list.*as_tensor"),  # type: ignore[arg-type]
         (lambda: masks.Dense(torch.ones(2, 2)), r"boolean.*float32.*mask\.bool\(\)"),
     ):
         with pytest.raises(InputError, match=words):
@@ -113,6 +152,22 @@ def test_bias_arguments() -> None:
     content = RelativeContent(X, torch.ones(3, 2, 3))
     refused("relative", "4 or 1, distances, 3", r"\[3, 2, 3\]", bias=content)
     refused("relative", bias=RelativeContent(X, torch.ones(1, 0, 3)))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        biases.Dense,
+        Alibi,
+        RelativeBuckets,
+        lambda given: RelativeContent(given, X),
+        lambda given: RelativeContent(X, given),
+    ],
+)
+@pytest.mark.parametrize("given", [numpy.ones(2), [1.0]], ids=["numpy", "list"])
+def test_biases_hold_tensors(make: Any, given: Any) -> None:
+    with pytest.raises(InputError, match=rf"torch\.Tensor.*{type(given).__name__}.*as_tensor"):
+        make(given)
 
 
 def test_biases_that_mean_nothing() -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import InputError
-from regard.mechanism.geometry import Extent, Tile, check_broadcast, slice_tile
+from regard.mechanism.geometry import Extent, Tile, check_broadcast, check_tensor, slice_tile
 
 
 class Bias(ABC):
@@ -51,6 +51,7 @@ class Dense(Bias):
     values: Tensor
 
     def __post_init__(self) -> None:
+        check_tensor(self.values, "biases.Dense(values)")
         if not self.values.is_floating_point():
             raise InputError(
                 f"A bias holds numbers to add to the scores, but got {self.values.dtype}. "
@@ -69,6 +70,9 @@ class Alibi(Bias):
     """``-slope * distance``, one slope per head (https://arxiv.org/abs/2108.12409)."""
 
     slopes: Tensor  # [heads]
+
+    def __post_init__(self) -> None:
+        check_tensor(self.slopes, "Alibi(slopes)")
 
     @classmethod
     def standard(cls, heads: int, device: torch.device | str | None = None) -> Alibi:
@@ -118,6 +122,7 @@ class RelativeBuckets(Bias):
     max_distance: int = 128
 
     def __post_init__(self) -> None:
+        check_tensor(self.table, "RelativeBuckets(table)")
         buckets = self.table.shape[0] if self.table.dim() else 0
         least = 4 if self.bidirectional else 2
         if self.table.dim() != 2 or buckets < least or (self.bidirectional and buckets % 2):
@@ -194,6 +199,10 @@ class RelativeContent(Bias):
     relative: Tensor  # [heads or 1, distances, dim]
     first: int = 0
     scale: float | None = None
+
+    def __post_init__(self) -> None:
+        check_tensor(self.query, "RelativeContent(query)")
+        check_tensor(self.relative, "RelativeContent(relative)")
 
     def check(self, extent: Extent) -> None:
         expected = (extent.batch, extent.heads, extent.queries, self.query.shape[-1])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from operator import index
 from typing import Any
 
@@ -16,10 +17,11 @@ from torch.autograd import forward_ad
 from regard.errors import InputError
 from regard.mechanism import biases, masks
 from regard.mechanism.biases import Bias
-from regard.mechanism.geometry import Extent
+from regard.mechanism.geometry import Extent, check_tensor
 from regard.mechanism.masks import Mask
 from regard.mechanism.seeing import See
 
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LAYOUTS = {2: "[length, dim]", 3: "[batch, length, dim]", 4: "[batch, heads, length, dim]"}
 
 MAX_START = 2**30  # kernels compute positions as 32-bit integers
@@ -88,6 +90,9 @@ def check(
     sinks: Tensor | None = None,
 ) -> Call:
     """Return the checked call; raise InputError if the arguments do not fit together."""
+    check_tensor(query, "query")
+    check_tensor(key, "key")
+    check_tensor(value, "value")
     query_shape, key_shape, value_shape = given = query.shape, key.shape, value.shape
     rank = len(query_shape)  # read once: an attribute of a tensor costs as much as a check
     if rank not in _LAYOUTS or len(key_shape) != rank or len(value_shape) != rank:
@@ -96,9 +101,9 @@ def check(
             f"{', '.join(_LAYOUTS.values())}, but are {_listed(*given)}."
         )
     dtype, device = query.dtype, query.device
-    if not dtype.is_floating_point or not dtype == key.dtype == value.dtype:
+    if dtype not in _DTYPES or not dtype == key.dtype == value.dtype:
         raise InputError(
-            "query, key and value must share one floating-point dtype, but are "
+            "query, key and value must share one floating-point dtype of 16 to 64 bits, but are "
             f"{query.dtype}, {key.dtype} and {value.dtype}. Convert them with .to(dtype)."
         )
     if not device == key.device == value.device:
@@ -139,22 +144,26 @@ def check(
             mask = masks.Dense(mask)
         if not isinstance(mask, Mask):
             raise InputError(
-                f"mask is a boolean tensor or a mask such as Causal(), but got {mask!r}."
+                f"mask is a boolean tensor or a mask such as Causal(), but got {mask!r}. "
+                "Convert an array with torch.as_tensor(mask)."
             )
         mask.check(extent)
     if bias is not None:
         if isinstance(bias, Tensor):
             bias = biases.Dense(bias)
         if not isinstance(bias, Bias):
-            raise InputError(f"bias is a tensor or a bias such as Alibi(slopes), but got {bias!r}.")
+            raise InputError(
+                f"bias is a tensor or a bias such as Alibi(slopes), but got {bias!r}. "
+                "Convert an array with torch.as_tensor(bias)."
+            )
         bias.check(extent)
     if scale is None:
         scale = dim**-0.5
-    elif not math.isfinite(scale):
+    elif not math.isfinite(scale := _number(scale, "scale")):
         raise InputError(f"scale must be a finite number, but got {scale}.")
-    if softcap is not None and not 0 < softcap < math.inf:
+    if softcap is not None and not 0 < (softcap := _number(softcap, "softcap")) < math.inf:
         raise InputError(f"softcap must be a finite number above 0, but got {softcap}.")
-    if not 0 <= dropout < 1:
+    if not 0 <= (dropout := _number(dropout, "dropout")) < 1:
         raise InputError(f"dropout is a probability from 0 to below 1, but got {dropout}.")
     if sinks is not None:
         _check_sinks(sinks, extent)
@@ -167,6 +176,18 @@ def check(
         see = see.of_backend
     groups = heads // (key_heads or 1)
     return Call(query, key, value, mask, bias, scale, softcap, dropout, see, extent, groups, sinks)
+
+
+def _number(given: Any, name: str) -> float:
+    """A real number of Python or NumPy. A tensor could not be read on a GPU without waiting."""
+    if isinstance(given, float | int):
+        return given
+    if isinstance(given, Real):
+        return float(given)
+    raise InputError(
+        f"{name} is a Python number, but got {given!r}. Convert a tensor of one number with "
+        f"{name}.item(); for a scale that is learned, multiply the query by it."
+    )
 
 
 def _check_sinks(sinks: Tensor, extent: Extent) -> None:

@@ -146,6 +146,15 @@ def _extremes(end: int | Tensor, blocks: list[range]) -> tuple[list[int], list[i
     return least[first].tolist(), most[last].tolist()
 
 
+def check_tensor(given: object, what: str) -> None:
+    """Raise InputError unless ``given`` is a tensor."""
+    if not isinstance(given, Tensor):
+        raise InputError(
+            f"{what} is a torch.Tensor, but got {type(given).__name__}. "
+            "Convert it with torch.as_tensor(...)."
+        )
+
+
 def check_broadcast(tensor: Tensor, extent: Extent, what: str) -> None:
     """Raise InputError unless the tensor broadcasts to [batch, heads, queries, keys]."""
     expected = (extent.batch, extent.heads, extent.queries, extent.keys)

@@ -25,7 +25,15 @@ from torch import Tensor
 
 from regard.errors import InputError
 from regard.kernels.memo import GraphSafeCache
-from regard.mechanism.geometry import Extent, Hull, Interval, Tile, check_broadcast, slice_tile
+from regard.mechanism.geometry import (
+    Extent,
+    Hull,
+    Interval,
+    Tile,
+    check_broadcast,
+    check_tensor,
+    slice_tile,
+)
 
 
 class Mask(ABC):
@@ -404,6 +412,7 @@ class Segments(RangeMask):
         >>> Segments.from_ids(torch.tensor([7, 7, 7, 9, 9]))
         Segments(lengths=((3, 2),))
         """
+        check_tensor(ids, "Segments.from_ids(ids)")
         if ids.dim() not in (1, 2):
             raise InputError(f"Segment ids are [length] or [batch, length], not {list(ids.shape)}.")
         rows = []
@@ -518,11 +527,7 @@ class Dense(Mask):
     allowed: Tensor
 
     def __post_init__(self) -> None:
-        if not isinstance(self.allowed, Tensor):
-            raise InputError(
-                f"masks.Dense(...) holds a boolean tensor, not {type(self.allowed).__name__}. "
-                "Convert it with torch.as_tensor(mask)."
-            )
+        check_tensor(self.allowed, "masks.Dense(allowed)")
         if self.allowed.dtype != torch.bool:
             raise InputError(
                 f"A mask is boolean, True where a query may attend, but got {self.allowed.dtype}. "
