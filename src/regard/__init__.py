@@ -44,6 +44,7 @@ if TYPE_CHECKING:  # type checkers and editors read this list, and a test compar
     from regard.mechanism.functional import attention as attention
     from regard.mechanism.functional import why as why
     from regard.mechanism.masks import Causal as Causal
+    from regard.mechanism.masks import Dilated as Dilated
     from regard.mechanism.masks import Padding as Padding
     from regard.mechanism.masks import Prefix as Prefix
     from regard.mechanism.masks import Segments as Segments
@@ -103,7 +104,7 @@ _HOMES = {
     "regard.layers.modules": ("Block", "FeedForward", "MultiHeadAttention", "RMSNorm"),
     "regard.mechanism.biases": ("Alibi", "RelativeBuckets", "RelativeContent"),
     "regard.mechanism.functional": ("attention", "why"),
-    "regard.mechanism.masks": ("Causal", "Padding", "Prefix", "Segments", "Window"),
+    "regard.mechanism.masks": ("Causal", "Dilated", "Padding", "Prefix", "Segments", "Window"),
     "regard.mechanism.seeing": ("See", "Seen", "Top"),
     "regard.models.bert": ("Bert", "BertAnswering", "BertConfig", "BertMaskedLM"),
     "regard.models.gpt2": ("GPT2", "GPT2Config"),

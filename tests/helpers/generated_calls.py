@@ -21,7 +21,7 @@ from regard.mechanism import biases, masks
 from regard.mechanism.biases import Alibi, Bias, RelativeBuckets, RelativeContent
 from regard.mechanism.call import check
 from regard.mechanism.geometry import Extent, Tile
-from regard.mechanism.masks import Causal, Mask, Padding, Prefix, Segments, Window
+from regard.mechanism.masks import Causal, Dilated, Mask, Padding, Prefix, Segments, Window
 
 Draw = st.DrawFn
 
@@ -165,7 +165,7 @@ def broadcastable(draw: Draw, extent: Extent) -> tuple[int, ...]:
 
 @st.composite
 def mask_leaves(draw: Draw, extent: Extent, seed: int) -> Mask:
-    kinds = ("causal", "window", "prefix", "padding", "dense", "segments")
+    kinds = ("causal", "window", "prefix", "padding", "dense", "segments", "dilated")
     kind = draw(st.sampled_from(kinds))
     if kind == "causal":
         return Causal()
@@ -173,6 +173,8 @@ def mask_leaves(draw: Draw, extent: Extent, seed: int) -> Mask:
         most = max(extent.keys, 1)
         side = st.none() | st.integers(0, most)
         return Window(draw(side), draw(side))
+    if kind == "dilated":
+        return Dilated(draw(st.sampled_from((1, 2, 2, 3, 7, 64))))
     if kind == "prefix":
         return Prefix(draw(lengths(extent.batch, extent.keys)))
     if kind == "padding":

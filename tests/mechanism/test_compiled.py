@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from regard import Causal, Padding, Prefix, See, Segments, Window, attention, masks
+from regard import Causal, Dilated, Padding, Prefix, See, Segments, Window, attention, masks
 
 pytestmark = [
     pytest.mark.slow,
@@ -17,6 +17,7 @@ pytestmark = [
 ]
 
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
+    "dilated": lambda: {"mask": Dilated(3) & Causal()},
     "not": lambda: {"mask": masks.Not(Padding(9))},
     "or": lambda: {"mask": Padding([9, 12]) | Window(2)},
     "padding": lambda: {"mask": Padding([9, 12])},
@@ -40,6 +41,8 @@ def values(result: Any) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("name", "dynamic", "gradient"),
     [
+        ("dilated", False, True),
+        ("dilated", True, False),
         ("not", False, False),
         ("or", True, False),
         ("padding", True, False),

@@ -101,14 +101,14 @@ def attention(
     [0.94, 0.94, 0.94]
     """
     call = check(query, key, value, mask, bias, scale, softcap, dropout, see, query_start, sinks)
-    run = backends.choose(call, backend).run
+    run = backends.runner(call, backend)
     if see is not None and torch.is_autocast_enabled(query.device.type):
         # Autocast would lower the precision of the fields of Seen.
         with torch.autocast(query.device.type, enabled=False):
-            output, seen = run(call)
+            output, seen = run()
             seen = backends.complete(call, see, seen)
     else:
-        output, seen = run(call)
+        output, seen = run()
         if see is not None:
             seen = backends.complete(call, see, seen)
     if call.query is not query:  # the caller gave tensors without a heads axis

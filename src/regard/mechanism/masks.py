@@ -8,7 +8,8 @@ A mask is a small frozen description; ``&``, ``|`` and ``~`` combine masks. It h
 A :class:`RangeMask` (Causal, Window, Prefix, Padding, Segments) allows exactly one range of keys
 for each query, and neither end of the range decreases from one query to the next. Backends slice,
 skip or compare ranges instead of reading a [queries, keys] tensor. :func:`lower` turns a mask into
-ranges for kernels.
+ranges for kernels. A :class:`Dilated` mask is ranges once positions are sorted by their residue
+(:mod:`regard.mechanism.backends.residues`).
 """
 
 from __future__ import annotations
@@ -186,14 +187,14 @@ def _lengths(lengths: Tensor | Sequence[int] | int, what: str) -> Tensor | tuple
     return tuple(_count(number, f"{what} must be whole numbers") for number in numbers)
 
 
-def _count(number: Any, what: str) -> int:
-    """An integer of 0 or more, from Python or NumPy."""
+def _count(number: Any, what: str, least: int = 0) -> int:
+    """An integer of ``least`` or more, from Python or NumPy."""
     try:
         count = number if isinstance(number, int) else index(number)
     except TypeError:
-        count = -1
-    if count < 0:
-        raise InputError(f"{what} from 0 on, but got {number!r}.")
+        count = least - 1
+    if count < least:
+        raise InputError(f"{what} from {least} on, but got {number!r}.")
     return count
 
 
@@ -318,6 +319,30 @@ class Padding(RangeMask):
     def ends(self, extent: Extent) -> tuple[int | Tensor, int | Tensor]:
         length = _column(self.lengths, extent)
         return (0, length) if self.side == "right" else (extent.keys - length, extent.keys)
+
+
+@dataclass(frozen=True, slots=True)
+class Dilated(Mask):
+    """A query attends to the keys whose distance from it is a multiple of ``step``, on both sides.
+
+    Alone, or with Causal() and Window, its cost falls by the factor ``step`` on every backend but
+    "reference", except with a bias, ``See(map=...)`` or a ``query_start`` for each sequence.
+
+    >>> from regard import Dilated, See, attention
+    >>> x = torch.zeros(5, 2)  # [length, dim]; all scores are equal
+    >>> _, seen = attention(x, x, x, mask=Dilated(2) & Causal(), see=See(weights=True))
+    >>> (seen.weights[0, 0, 3:] > 0).int().tolist()
+    [[0, 1, 0, 1, 0], [1, 0, 1, 0, 1]]
+    """
+
+    step: int
+
+    def __post_init__(self) -> None:
+        step = _count(self.step, "Dilated(step) is a number of positions", least=1)
+        object.__setattr__(self, "step", step)
+
+    def tile(self, tile: Tile) -> Tensor:
+        return (tile.query_positions() - tile.key_positions()) % self.step == 0
 
 
 Packing = tuple[tuple[int, ...], ...]  # a number for each segment of each row of the batch

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from torch import Tensor
 from regard.errors import BackendError, InputError
 from regard.kernels.plan import Choice
 from regard.mechanism.backends import cpu as cpu_backend
-from regard.mechanism.backends import hopper, reference, sdpa, tiled
+from regard.mechanism.backends import hopper, reference, residues, sdpa, tiled
 from regard.mechanism.backends import triton as triton_backend
 from regard.mechanism.backends.lowering import plan_kernels
 from regard.mechanism.call import Call
@@ -62,6 +63,18 @@ def choose(call: Call, name: str = "auto") -> Backend:
             raise BackendError(f"The backend {name!r} cannot run this call: {reason}")
     names = ", ".join(repr(backend.name) for backend in BACKENDS)
     raise InputError(f"There is no backend {name!r}. Pass 'auto' or one of {names}.")
+
+
+def runner(call: Call, name: str = "auto") -> Callable[[], tuple[Tensor, Seen | None]]:
+    """Return a function that runs the call on the backend that ``choose`` returns.
+
+    All backends but the definition see a dilated mask as ranges, with sorted positions.
+    """
+    by_residue = None if name == "reference" else residues.sort(call)
+    if by_residue is None:
+        return partial(choose(call, name).run, call)
+    run = choose(by_residue.call, name).run
+    return lambda: by_residue.restore(*run(by_residue.call))
 
 
 def complete(call: Call, see: See, seen: Seen | None) -> Seen:
@@ -111,6 +124,8 @@ class Why:
 
 def why(call: Call) -> Why:
     """Collect each backend's reason against a call, and the passes of the chosen backend."""
+    by_residue = residues.sort(call)
+    call = call if by_residue is None else by_residue.call
     answers = {b.name: b.refuses(call) or b.unavailable() for b in BACKENDS}
     chosen = Why(answers, {}).chosen
     if chosen in ("hopper", "triton"):
