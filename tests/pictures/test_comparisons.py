@@ -12,20 +12,18 @@ from regard import InputError
 from regard.pictures import figures
 from regard.pictures.colours import LEVELS, level
 from regard.pictures.figures import Picture
-from regard.pictures.record import Cells, Panels
 
 FIRST = [[1.0, 0.0], [0.25, 0.75]]
 SECOND = [[0.5, 0.5], [0.25, 0.75]]
 WORDS = ["the", "cat"]
 
 
-def maps() -> tuple[Picture, Picture]:
-    return figures.weight_map(FIRST, WORDS, WORDS), figures.weight_map(SECOND, WORDS, WORDS)
+def of_words(weights: list[list[float]]) -> Picture:
+    return figures.weight_map(weights, WORDS, WORDS)
 
 
 def test_two_maps_stand_beside_their_difference_in_the_same_colours() -> None:
-    drawing = figures.compare(*maps(), names=("a", "b")).drawing
-    assert isinstance(drawing, Panels)
+    drawing = figures.compare(of_words(FIRST), of_words(SECOND), names=("a", "b")).drawing
     one, other, difference = drawing.parts
     assert [part.title for part in drawing.parts] == ["a", "b", "b less a"]
     assert one.scale == other.scale == (0, 1)
@@ -35,10 +33,8 @@ def test_two_maps_stand_beside_their_difference_in_the_same_colours() -> None:
 
 
 def test_a_difference_that_is_nothing_is_drawn_as_nothing() -> None:
-    first, _ = maps()
-    drawing = figures.compare(first, first, names=("a", "a again")).drawing
-    assert isinstance(drawing, Panels)
-    difference = drawing.parts[2]
+    same = figures.compare(of_words(FIRST), of_words(FIRST), names=("a", "a again"))
+    difference = same.drawing.parts[2]
     assert difference.signed
     assert LEVELS // 2 - 1 <= level(0.0, *difference.scale) <= LEVELS // 2  # the middle
 
@@ -48,23 +44,18 @@ def test_a_difference_shows_its_sign_without_colours_and_without_numbers() -> No
     more, less = torch.zeros(2, size, size)
     more[0, 0], less[0, 1] = 0.9, 0.9
     names = [f"w{i}" for i in range(size)]
-    picture = figures.compare(
-        figures.weight_map(more, names, names), figures.weight_map(less, names, names),
-        names=("a", "b"),
-    )  # fmt: skip
+    maps = (figures.weight_map(weights, names, names) for weights in (more, less))
+    picture = figures.compare(*maps, names=("a", "b"))
     lines = picture.text(width=80, color="none").splitlines()
-    first = next(
-        line for line in lines[lines.index("b less a") :] if line.lstrip().startswith("w0 ")
-    )
+    difference = lines[lines.index("b less a") :]
+    first = next(line for line in difference if line.lstrip().startswith("w0 "))
     assert first.split("w0 ")[1].rstrip() == "99@@"
     assert any("[987654321 .:-=+*#%@]" in line for line in lines)
 
 
 def test_labels_that_differ_are_both_written() -> None:
-    first, _ = maps()
     other = figures.weight_map(SECOND, WORDS, ["the", "dog"])
-    drawing = figures.compare(first, other, names=("a", "b")).drawing
-    assert isinstance(drawing, Panels)
+    drawing = figures.compare(of_words(FIRST), other, names=("a", "b")).drawing
     assert drawing.parts[2].columns.labels == ("the", "cat/dog")
 
 
@@ -76,7 +67,6 @@ def test_of_several_panels_the_differences_are_drawn() -> None:
         )
 
     drawing = figures.compare(overview(0), overview(0.5), names=("x", "y")).drawing
-    assert isinstance(drawing, Panels)
     assert [part.title for part in drawing.parts] == ["a", "b"]
     assert all(value == 0.5 for part in drawing.parts for row in part.values for value in row)
     assert "y less x" in drawing.caption
@@ -112,37 +102,32 @@ def test_panels_take_numbers_where_a_screen_has_room_and_shades_where_not() -> N
     assert len(drawing_of(24, 80).splitlines()) < 24 * 6
 
 
+BARS = figures.top_keys([0.5, 0.5], WORDS, word="cat")
+
+
 @pytest.mark.parametrize(
-    ("first", "second", "message"),
+    ("other", "message"),
     [
-        (maps()[0], figures.weight_map([[0.5]], ["a"], ["a"]), "2 x 2 and 1 x 1"),
-        (maps()[0], figures.top_keys([0.5, 0.5], WORDS, word="cat"), "two maps"),
+        (figures.weight_map([[0.5]], ["a"], ["a"]), "2 x 2 and 1 x 1"),
+        (BARS, "two maps"),
+        (figures.pooled_map(FIRST, 10, 10), "two pictures of one kind"),
     ],
 )
-def test_what_cannot_be_compared_is_refused(first: Picture, second: Picture, message: str) -> None:
+def test_what_cannot_be_compared_is_refused(other: Picture, message: str) -> None:
     with pytest.raises(InputError, match=message):
-        figures.compare(first, second, names=("a", "b"))
+        figures.compare(of_words(FIRST), other, names=("a", "b"))
 
 
-def test_panels_are_of_cells() -> None:
-    with pytest.raises(InputError, match="at least one"):
-        figures.panels("Nothing", [])
-    with pytest.raises(InputError, match="maps and grids"):
-        figures.panels("Bars", [figures.top_keys([0.5, 0.5], WORDS, word="cat")])
+@pytest.mark.parametrize(("parts", "message"), [([], "at least one"), ([BARS], "maps and grids")])
+def test_panels_are_of_cells(parts: list[Picture], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        figures.panels("Panels", parts)
 
 
 def test_a_scale_that_begins_near_nothing_begins_at_nothing() -> None:
-    drawing = figures.weight_map([[1e-7, 0.6], [0.3, 0.5]], WORDS, WORDS).drawing
-    assert isinstance(drawing, Cells)
+    drawing = of_words([[1e-7, 0.6], [0.3, 0.5]]).drawing
     assert drawing.scale == (0.0, 0.6)
     assert math.isclose(drawing.extremes[0], 1e-7)
-
-
-def test_two_kinds_of_maps_are_not_compared() -> None:
-    named = figures.weight_map([[1.0, 0.0], [0.5, 0.5]], ["a", "b"], ["a", "b"])
-    pooled = figures.pooled_map([[1.0, 0.0], [0.5, 0.5]], 10, 10)
-    with pytest.raises(InputError, match="two pictures of one kind"):
-        figures.compare(named, pooled, names=("one", "two"))
 
 
 @pytest.mark.parametrize("width", [40, 44, 52, 60])

@@ -29,14 +29,8 @@ from regard.pictures.vector import FontWarning
 SVG = "{http://www.w3.org/2000/svg}"
 WORDS = ["The", "cat", "sat", "on", "the", "mat", "because", "it", "was", "very", "tired", "."]
 HOSTILE = [
-    "<script>alert(1)</script>",
-    "a&b",
-    '"quoted"',
-    "\x1b[31mred",
-    "\n",
-    "\u202eright",
-    "]]>",
-]
+    "<script>alert(1)</script>", "a&b", '"quoted"', "\x1b[31mred", "\n", "\u202eright", "]]>",
+]  # fmt: skip
 ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -121,12 +115,12 @@ def test_the_numbers_of_the_svg_are_the_data() -> None:
     weights = causal(12)
     labels = [f"{word}{i}" for i, word in enumerate(WORDS)]
     actual = tips(parsed(figures.weight_map(weights, labels, labels)))
-    assert len(actual) == 144
-    for q, query in enumerate(labels):
-        for k, key in enumerate(labels):
-            assert actual[f"query {query}, key {key}"] == pytest.approx(
-                weights[q, k].item(), rel=1e-5, abs=1e-9
-            )
+    expected = {
+        f"query {query}, key {key}": weights[q, k].item()
+        for q, query in enumerate(labels)
+        for k, key in enumerate(labels)
+    }
+    assert actual == pytest.approx(expected, rel=1e-5, abs=1e-9)
 
 
 def test_the_numbers_of_the_plain_text_are_the_data() -> None:
@@ -134,11 +128,9 @@ def test_the_numbers_of_the_plain_text_are_the_data() -> None:
     text = figures.weight_map(weights, WORDS[:5], WORDS[:5]).text(width=80, color="none")
     rows = [line.split() for line in text.splitlines()[3:8]]
     assert [row[0] for row in rows] == WORDS[:5]
-    for q, row in enumerate(rows):
-        for k, cell in enumerate(row[1:]):
-            assert float("0" if cell == "." else cell) == pytest.approx(
-                weights[q, k].item(), abs=0.005
-            )
+    for row, expected in zip(rows, weights.tolist(), strict=True):
+        shown = [float("0" if cell == "." else cell) for cell in row[1:]]
+        assert shown == pytest.approx(expected, abs=0.005)
 
 
 @pytest.mark.parametrize("color", ["truecolor", "256"])
@@ -155,24 +147,17 @@ def test_colour_changes_nothing_but_colour(color: str) -> None:
 def test_the_legend_holds_the_ends_of_the_colours(name: str) -> None:
     picture = every_kind()[name]
     drawing = picture.drawing
-    assert isinstance(drawing, Cells)
     low, high = drawing.scale
     words = texts(parsed(picture))
     assert f"{low + 0.0:.3g}" in words
     assert f"{high:.3g}" in words
-    legend = next(
-        line for line in picture.text(color="none").splitlines() if "[" in line and "]" in line
-    )
-    assert legend.startswith(f"{low + 0.0:.3g} [")
-    assert f"] {high:.3g} " in legend
-    assert drawing.unit in legend
+    plain = picture.text(color="none")
+    assert re.search(rf"^{low + 0.0:.3g} \[.+\] {high:.3g} .*{drawing.unit}", plain, re.MULTILINE)
 
 
 def test_the_scale_is_that_of_the_data() -> None:
     def scale(values: object) -> tuple[float, float]:
-        drawing = figures.head_grid(values, "x", title="t").drawing  # type: ignore[arg-type]
-        assert isinstance(drawing, Cells)
-        return drawing.scale
+        return figures.head_grid(values, "x", title="t").drawing.scale
 
     assert scale([[0.5, 2.0], [1.0, 1.5]]) == (0.5, 2.0)
     assert scale([[-1.0, 0.25]]) == (-1.0, 1.0)
@@ -184,9 +169,7 @@ def test_a_few_towering_numbers_do_not_hide_the_rest_and_are_told() -> None:
     values[0, 0] = 1.0
     values[1:, 1:] += 0.01 * torch.rand(39, 39, generator=torch.Generator().manual_seed(0))
     picture = figures.pooled_map(values, 4000, 4000)
-    drawing = picture.drawing
-    assert isinstance(drawing, Cells)
-    assert drawing.scale[1] < 0.021
+    assert picture.drawing.scale[1] < 0.021
     for text in (picture.text(color="none"), picture.svg()):
         assert "or more, up to 1 of an average" in text
 
@@ -238,7 +221,6 @@ def test_an_image_holds_the_shade_of_every_cell() -> None:
     values[3, 50] = math.nan
     picture = figures.pooled_map(values, 1000, 1000)
     drawing = picture.drawing
-    assert isinstance(drawing, Cells)
     image = next(parsed(picture).iter(f"{SVG}image"))
     data = base64.b64decode((image.get("href") or "").partition("base64,")[2])
     width, height = struct.unpack(">II", data[16:24])
@@ -291,10 +273,8 @@ def test_svg_is_xml_and_stays_within_its_page(name: str) -> None:
     width, height = (float(root.get(side, "")) for side in ("width", "height"))
     for box in root.iter(f"{SVG}rect"):
         x, y, w, h = (float(box.get(key, "0")) for key in ("x", "y", "width", "height"))
-        assert x >= 0
-        assert y >= 0
-        assert x + w <= width + 0.5
-        assert y + h <= height + 0.5
+        assert 0 <= x <= x + w <= width + 0.5
+        assert 0 <= y <= y + h <= height + 0.5
     for text in root.iter(f"{SVG}text"):
         x, y, size = (float(text.get(key, "")) for key in ("x", "y", "font-size"))
         reach = 0.602 * size * width_of(text.text or "")
@@ -304,8 +284,7 @@ def test_svg_is_xml_and_stays_within_its_page(name: str) -> None:
             assert y - 0.71 * reach >= 0
         elif not turned and "mono" in (text.get("class") or ""):
             left = x - {"start": 0, "middle": reach / 2, "end": reach}[text.get("text-anchor", "")]
-            assert left >= 0
-            assert left + reach <= width
+            assert 0 <= left <= left + reach <= width
         assert 0 <= y <= height
 
 
@@ -348,9 +327,7 @@ def test_a_page_of_several_pictures_has_all_of_them_and_their_numbers() -> None:
     reader = Reader()
     reader.feed(page)
     assert reader.tags.count("figure") == 2
-    grid = kinds["grid"].drawing
-    assert isinstance(grid, Cells)
-    assert f"<td>{grid.values[3][7]:.6g}</td>" in page
+    assert f"<td>{kinds['grid'].drawing.values[3][7]:.6g}</td>" in page
 
 
 # What must not get through ---------------------------------------------------------------------
@@ -359,16 +336,16 @@ def test_a_page_of_several_pictures_has_all_of_them_and_their_numbers() -> None:
 def test_tokens_are_text_everywhere() -> None:
     picture = every_kind()["hostile"]
     for text in (picture.svg(), picture.html()):
-        assert "<script" not in text
         assert "&lt;script&gt;" in text
-        assert "<b>" not in text
-        assert "\x1b" not in text
-        assert "\u202e" not in text
-    ElementTree.fromstring(picture.svg())
+        assert not re.search("<script|<b>|\x1b|\u202e", text)
+    parsed(picture)
     plain = picture.text(width=120, color="none")
     assert "\\x1b[31mred" in plain
-    assert "\x1b" not in plain
-    assert "\u202e" not in plain
+    assert not re.search("\x1b|\u202e", plain)
+
+
+def test_a_caption_may_hold_anything() -> None:
+    parsed(figures.top_keys([0.6, 0.4], ["a", "b"], word="a", caption="\x1b[31mhi"))
 
 
 @pytest.mark.slow
@@ -376,7 +353,7 @@ def test_tokens_are_text_everywhere() -> None:
 @given(st.lists(st.text(max_size=12), min_size=1, max_size=4), st.text(max_size=20))
 def test_any_text_is_a_label(labels: list[str], title: str) -> None:
     picture = figures.weight_map([[0.5] * len(labels)] * len(labels), labels, labels, title=title)
-    ElementTree.fromstring(picture.svg())
+    parsed(picture)
     plain = picture.text(width=60, color="none")
     assert all(width_of(line) <= 60 for line in plain.split("\n"))
     assert "\x1b" not in plain
@@ -429,8 +406,6 @@ def test_the_ending_chooses_the_kind(tmp_path: Path) -> None:
     assert len(list(tmp_path.iterdir())) == 4  # and nothing beside them
     with pytest.raises(InputError, match=r"'picture.gif'.*'.gif' is unknown.*\.png"):
         picture.save(tmp_path / "picture.gif")
-    with pytest.raises(InputError, match="There is no folder"):
-        picture.save(tmp_path / "nowhere" / "picture.svg")
 
 
 def test_a_write_that_fails_leaves_the_older_file_whole(
@@ -478,11 +453,6 @@ def test_letters_that_no_font_has_are_told_once(tmp_path: Path) -> None:
     with pytest.warns(FontWarning) as caught:
         picture.png(tmp_path / "picture.png")
     assert len(caught) == 1
-
-
-def test_a_caption_may_hold_anything() -> None:
-    picture = figures.top_keys([0.6, 0.4], ["a", "b"], word="a", caption="\x1b[31mhi")
-    ElementTree.fromstring(picture.svg())
 
 
 def test_without_matplotlib_a_png_is_refused_and_the_rest_is_drawn(

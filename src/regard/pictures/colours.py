@@ -13,26 +13,19 @@ from functools import cache
 Colour = tuple[int, int, int]  # red, green, blue, each 0 to 255
 
 LEVELS = 256
+_ROLES: dict[str, tuple[Colour, Colour]] = {  # on a light page and on a dark one
+    "paper": ((255, 255, 255), (22, 23, 29)),
+    "ink": ((26, 28, 38), (233, 234, 240)),
+    "muted": ((94, 99, 115), (160, 163, 176)),
+    "line": ((214, 217, 226), (62, 65, 78)),
+    "bar": ((38, 110, 168), (92, 178, 214)),
+}
 _PAPER_FROM = {False: 0.5, True: 0.68}  # by ``signed``: the strength above which text is light
 
 
 def roles(dark: bool) -> dict[str, Colour]:
     """The colours of page, text, lines and bars."""
-    if dark:
-        return {
-            "paper": (22, 23, 29),
-            "ink": (233, 234, 240),
-            "muted": (160, 163, 176),
-            "line": (62, 65, 78),
-            "bar": (92, 178, 214),
-        }
-    return {
-        "paper": (255, 255, 255),
-        "ink": (26, 28, 38),
-        "muted": (94, 99, 115),
-        "line": (214, 217, 226),
-        "bar": (38, 110, 168),
-    }
+    return {name: colours[dark] for name, colours in _ROLES.items()}
 
 
 @cache

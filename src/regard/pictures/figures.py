@@ -135,7 +135,8 @@ def _labelled(
 ) -> Picture:
     """A picture of cells; ``rows`` and ``columns`` are (name, labels)."""
     down, across = (Axis(name, len(labels), labels) for name, labels in (rows, columns))
-    return Picture(Cells(printable(title), values, down, across, unit, caption, marks))
+    title, unit, caption = (printable(text) for text in (title, unit, caption))
+    return Picture(Cells(title, values, down, across, unit, caption, marks))
 
 
 def pooled_map(
@@ -214,8 +215,7 @@ def head_grid(
     names = [str(index) for index in range(len(table))] if layers is None else layers
     rows = labels_of(names, len(table), "head_grid(layers=...)")
     heads = tuple(str(index) for index in range(len(table[0])))
-    caption = printable(caption)
-    return _labelled(title, table, ("layer", rows), ("head", heads), printable(unit), caption)
+    return _labelled(title, table, ("layer", rows), ("head", heads), unit, caption)
 
 
 def top_keys(
@@ -295,7 +295,6 @@ def alignment(
         for index, row in enumerate(values)
         if (most := max((v for v in row if not math.isnan(v)), default=0.0)) > 0
     )
-    caption = printable(caption)
     return _labelled(title, values, ("target", rows), ("source", columns), "weight", caption, best)
 
 

@@ -203,16 +203,16 @@ def table_of(values: object, what: str) -> tuple[tuple[float, ...], ...]:
     shape = f"of shape {list(values.shape)}" if hasattr(values, "shape") else ""
     if not isinstance(plain, list | tuple) or not plain:
         raise InputError(f"{what} needs rows of numbers, but got {shape or repr(values)}.")
+    wrong = ""
     if not all(isinstance(row, list | tuple) and row for row in plain):
+        wrong = f", but got {shape or 'something else'}"
+    elif len({len(row) for row in plain}) > 1 or any(isinstance(v, list) for v in plain[0]):
+        lengths = ", ".join(str(len(row)) for row in plain)
+        wrong = f", with rows of one length, but got {shape or f'rows of {lengths}'}"
+    if wrong:
         raise InputError(
-            f"{what} needs a table, [rows, columns], but got {shape or 'something else'}. "
-            "Pick one batch row and one head, as in seen.weights[0, 3]."
-        )
-    if len({len(row) for row in plain}) > 1 or any(isinstance(v, list) for v in plain[0]):
-        raise InputError(
-            f"{what} needs a table, [rows, columns], with rows of one length, but got "
-            f"{shape or 'rows of ' + ', '.join(str(len(row)) for row in plain)}. "
-            "Pick one batch row and one head, as in seen.weights[0, 3]."
+            f"{what} needs a table, [rows, columns]{wrong}. Pick one batch row and one head, as in "
+            "seen.weights[0, 3]."
         )
     table = tuple(tuple(float(value) for value in row) for row in plain)
     if not any(math.isfinite(value) for row in table for value in row):

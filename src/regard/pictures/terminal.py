@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Literal, NamedTuple
 
 from regard.errors import InputError
@@ -144,7 +145,7 @@ def _grid(cells: Cells, layout: _Layout, width: int, pen: Pen) -> list[str]:
             label = shorten(shown.rows.labels[index], label_width, pen.ellipsis)
         else:
             label = ticks.get(index, ticks.get(index + 1, "") if halved else "")
-        line = " " * (label_width - width_of(label)) + label + " "
+        line = _right(label, label_width) + " "
         shades = [shade(value) for value in shown.values[index]]
         if halved:
             below = shown.values[index + 1] if index + 1 < len(shown.values) else [math.nan] * count
@@ -156,12 +157,8 @@ def _grid(cells: Cells, layout: _Layout, width: int, pen: Pen) -> list[str]:
                     text = "*" + text
                 line += _cell(text, step, side, signed, palette, pen)
         lines.append(line)
-    return [
-        *lines,
-        "",
-        *_legend(cells, width, pen, numbered),
-        *_notes(cells.caption, note, width, pen),
-    ]
+    notes = _notes(cells.caption, note, width, pen)
+    return [*lines, "", *_legend(cells, width, pen, numbered), *notes]
 
 
 def _panels(panels: Panels, width: int, pen: Pen) -> list[str]:
@@ -199,13 +196,11 @@ def _panels(panels: Panels, width: int, pen: Pen) -> list[str]:
 
 def _side_by_side(blocks: Sequence[Sequence[str]], columns: int) -> list[str]:
     """Place blocks of lines side by side."""
-    tallest = max(map(len, blocks))
     return [
         (" " * GAP).join(
-            line + " " * (columns - width_of(_ESCAPES.sub("", line)))
-            for line in (block[index] if index < len(block) else "" for block in blocks)
+            line + " " * (columns - width_of(_ESCAPES.sub("", line))) for line in lines
         )
-        for index in range(tallest)
+        for lines in zip_longest(*blocks, fillvalue="")
     ]
 
 
@@ -225,17 +220,13 @@ def _fitted(cells: Cells, room: int, pen: Pen) -> tuple[Cells, str]:
         down = min(rows, lines if pen.color == "none" else 2 * lines)
     if (down, across) == (rows, columns):
         return cells, ""
-    groups = [[[math.nan] for _ in range(across)] for _ in range(down)]
+    merged = [[math.nan] * across for _ in range(down)]
     for r, row in enumerate(cells.values):
         for c, value in enumerate(row):
-            groups[r * down // rows][c * across // columns].append(value)
-    values = tuple(
-        tuple(
-            max((v for v in group if not math.isnan(v)), key=abs, default=math.nan)
-            for group in line
-        )
-        for line in groups
-    )
+            line, place = merged[r * down // rows], c * across // columns
+            if math.isnan(line[place]) or abs(value) > abs(line[place]):
+                line[place] = value
+    values = tuple(map(tuple, merged))
     size = f"{math.ceil(rows / down)} x {math.ceil(columns / across)}"
     note = f"Each cell shows the largest of up to {size} numbers."
     axes = _coarser(cells.rows, down), _coarser(cells.columns, across)
@@ -261,23 +252,15 @@ def _header(axis: Axis, side: int, pen: Pen) -> list[str]:
     longest = max(map(width_of, axis.labels))
     if longest < side or side >= 6:
         words = [shorten(label, side - 1, pen.ellipsis) for label in axis.labels]
-        return ["".join(" " * (side - 1 - width_of(word)) + word + " " for word in words)]
+        return ["".join(_right(word, side - 1) + " " for word in words)]
     if all(label.isdigit() for label in axis.labels):
         step = -(-(longest + 1) // side)
         return [
             "".join(label.rjust(side * step - 1) + " " for label in axis.labels[step - 1 :: step])
         ]
-    stacks = [_letters(shorten(label, 9, pen.ellipsis), side) for label in axis.labels]
-    tallest = max(map(len, stacks))
-    return [
-        "".join(
-            _centred(
-                stack[line - tallest + len(stack)] if line >= tallest - len(stack) else "", side
-            )
-            for stack in stacks
-        )
-        for line in range(tallest)
-    ]
+    stacks = [_letters(shorten(label, 9, pen.ellipsis), side)[::-1] for label in axis.labels]
+    lines = ["".join(_right(c, side) for c in line) for line in zip_longest(*stacks, fillvalue="")]
+    return lines[::-1]
 
 
 def _letters(text: str, side: int) -> list[str]:
@@ -291,8 +274,9 @@ def _letters(text: str, side: int) -> list[str]:
     return letters
 
 
-def _centred(text: str, side: int) -> str:
-    return " " * (side - width_of(text)) + text
+def _right(text: str, width: int) -> str:
+    """The text at the right end of ``width`` columns."""
+    return " " * (width - width_of(text)) + text
 
 
 def _cell(
@@ -353,7 +337,7 @@ def _notes(caption: str, note: str, width: int, pen: Pen) -> list[str]:
 
 def _bars(bars: Bars, width: int, pen: Pen) -> list[str]:
     label_width = min(max(map(width_of, bars.labels)), width // 3)
-    numbers = [number(value) for value in bars.values]
+    numbers = list(map(number, bars.values))
     length = min(width - label_width - 2 - max(map(len, numbers)), 60)
     most = max(bars.values)
     colour = pen.role("bar")
@@ -365,6 +349,6 @@ def _bars(bars: Bars, width: int, pen: Pen) -> list[str]:
             bar = "#" * round(halves / 2)
         else:
             bar = pen("━" * (halves // 2) + "╸" * (halves % 2), colour)
-        lines.append(" " * (label_width - width_of(label)) + f"{label} {bar} {text}")
-    return [*lines, "", *map(pen.muted, wrap(f"0 to {number(most)} {bars.unit}", width)),
-            *_notes(bars.caption, "", width, pen)]  # fmt: skip
+        lines.append(f"{_right(label, label_width)} {bar} {text}")
+    scale = f"0 to {number(most)} {bars.unit}"
+    return [*lines, "", *_notes(scale, "", width, pen), *_notes(bars.caption, "", width, pen)]

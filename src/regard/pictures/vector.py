@@ -12,10 +12,11 @@ import warnings
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal, NamedTuple
 
 from regard.errors import InputError
-from regard.pictures.colours import LEVELS, Colour, hexadecimal, level, ramp, roles, written_on
+from regard.pictures.colours import LEVELS, hexadecimal, level, ramp, roles, written_on
 from regard.pictures.record import (
     Axis,
     Bars,
@@ -137,8 +138,9 @@ def _lay_out_cells(
     head = _heading(scene, cells.title, wide * columns + across + 28)
     left, top = MARGIN + 22 + across + 6, head + FONT + 10 + above + 8
     right, bottom = left + wide * columns, top + high * rows
-    scene.shapes.append(_axis_name(cells.columns, (left + right) / 2, head + FONT, 0))
-    scene.shapes.append(_axis_name(cells.rows, MARGIN + FONT * 0.6, (top + bottom) / 2, -90))
+    name = partial(Words, paint="muted", anchor="middle")
+    scene.shapes.append(name((left + right) / 2, head + FONT, cells.columns.name))
+    scene.shapes.append(name(MARGIN + FONT * 0.6, (top + bottom) / 2, cells.rows.name, angle=-90))
     for place, text in rows_shown:
         y = top + place * high + FONT * 0.36
         scene.shapes.append(Words(left - 6, y, text, anchor="end", mono=True))
@@ -273,10 +275,6 @@ def _heading(scene: Scene, title: str, width: float) -> float:
     return y + 6
 
 
-def _axis_name(axis: Axis, x: float, y: float, angle: float) -> Words:
-    return Words(x, y, axis.name, "muted", FONT, "middle", angle)
-
-
 def _legend(scene: Scene, cells: Cells, left: float, y: float, numbered: bool) -> float:
     """Add the colour scale with the numbers at its ends; return the y coordinate of its end."""
     low, most = cells.scale
@@ -335,18 +333,18 @@ def _style(scene: Scene) -> str:
 def _colours(scene: Scene, *, dark: bool) -> str:
     """The CSS rules for light or for dark pages."""
     boxes = (shape.paint for shape in scene.shapes if isinstance(shape, Box))
-    shades = sorted({paint for paint in boxes if isinstance(paint, Shade)})
-    colours = dict(roles(dark))
-    colours |= {_class(shade): _colour(shade, dark) for shade in shades}
-    rules = [f".regard .{name}{{fill:{hexadecimal(rgb)}}}" for name, rgb in colours.items()]
-    rules.append(f".regard .outlined{{stroke:{hexadecimal(roles(dark)['ink'])}}}")
+    paints = [*roles(dark), *sorted({paint for paint in boxes if isinstance(paint, Shade)})]
+    rules = [f".regard .{_class(paint)}{{fill:{_colour(paint, dark)}}}" for paint in paints]
+    rules.append(f".regard .outlined{{stroke:{_colour('ink', dark)}}}")
     rules.append(f".regard .{'day' if dark else 'night'}{{display:none}}")
     rules.append(f".regard .{'night' if dark else 'day'}{{display:inline}}")
     return "".join(rules)
 
 
-def _colour(shade: Shade, dark: bool) -> Colour:
-    return ramp(dark=dark, signed=shade.signed)[shade.level]
+def _colour(paint: Paint, dark: bool) -> str:
+    if isinstance(paint, str):
+        return hexadecimal(roles(dark)[paint])
+    return hexadecimal(ramp(dark=dark, signed=paint.signed)[paint.level])
 
 
 def _class(paint: Paint) -> str:
@@ -355,8 +353,10 @@ def _class(paint: Paint) -> str:
 
 
 def _svg_shape(shape: Box | Words | Image) -> str:
+    at = _attributes(x=shape.x, y=shape.y)
+    if isinstance(shape, Box | Image):
+        at += " " + _attributes(width=shape.width, height=shape.height)
     if isinstance(shape, Image):
-        at = _attributes(x=shape.x, y=shape.y, width=shape.width, height=shape.height)
         return "".join(
             f'<image class="{name}" {at} preserveAspectRatio="none" '
             f'href="data:image/png;base64,{base64.b64encode(image).decode()}"/>'
@@ -364,12 +364,10 @@ def _svg_shape(shape: Box | Words | Image) -> str:
             for image in [_png_of(shape.shades, ramp(dark=dark, signed=shape.signed))]
         )
     if isinstance(shape, Box):
-        at = _attributes(x=shape.x, y=shape.y, width=shape.width, height=shape.height)
         kind = _class(shape.paint) + (" outlined" if shape.outlined else "")
         if not shape.tip:
             return f'<rect class="{kind}" {at}/>'
         return f'<rect class="{kind}" {at}><title>{html.escape(shape.tip)}</title></rect>'
-    at = _attributes(x=shape.x, y=shape.y)
     kind = shape.paint + (" mono" if shape.mono else "") + (" bold" if shape.bold else "")
     turned = (
         f' transform="rotate({shape.angle:g} {shape.x:.2f} {shape.y:.2f})"' if shape.angle else ""
@@ -433,34 +431,30 @@ def png(scene: Scene, *, dark: bool) -> bytes:
             "A PNG needs matplotlib, which is not installed: pip install 'regard[pictures]'. "
             "SVG, HTML and text do not need it."
         ) from None
-    paints = {name: hexadecimal(rgb) for name, rgb in roles(dark).items()}
     known = set(get_font_names())
     fonts = {
         mono: [name for name in ((MONOSPACED,) if mono else ()) + FALLBACKS if name in known]
         for mono in (False, True)
     }
     unit = 96  # pixels of the scene to an inch
-    figure = Figure((scene.width / unit, scene.height / unit), 2 * unit, facecolor=paints["paper"])
+    figure = Figure(
+        (scene.width / unit, scene.height / unit), 2 * unit, facecolor=_colour("paper", dark)
+    )
     axes = figure.add_axes((0, 0, 1, 1), xlim=(0, scene.width), ylim=(scene.height, 0))
     axes.set_axis_off()
     boxes = [shape for shape in scene.shapes if isinstance(shape, Box)]
     axes.add_collection(
         PatchCollection(
             [Rectangle((box.x, box.y), box.width, box.height) for box in boxes],
-            facecolors=[
-                paints[box.paint]
-                if isinstance(box.paint, str)
-                else hexadecimal(_colour(box.paint, dark))
-                for box in boxes
-            ],
-            edgecolors=[paints["ink"] if box.outlined else "none" for box in boxes],
+            facecolors=[_colour(box.paint, dark) for box in boxes],
+            edgecolors=[_colour("ink", dark) if box.outlined else "none" for box in boxes],
             linewidths=[1.5 if box.outlined else 0 for box in boxes],
         )
     )
     for shape in scene.shapes:
         if isinstance(shape, Words):
             axes.text(
-                shape.x, shape.y, shape.text, color=paints[shape.paint],
+                shape.x, shape.y, shape.text, color=_colour(shape.paint, dark),
                 fontsize=shape.size * 72 / unit, rotation=-shape.angle, rotation_mode="anchor",
                 ha={"start": "left", "middle": "center", "end": "right"}[shape.anchor],
                 va="baseline", family=fonts[shape.mono],
