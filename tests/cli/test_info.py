@@ -1,17 +1,19 @@
 """The commands that tell what is here, and those that make checkpoints and measure them."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from helpers.command import START, one_line, regard, regard_process
+from helpers.command import START, one_line, printed, records, regard, regard_process
 from helpers.training_data import sentences
 from regard import GPT2, GPT2Config, InputError, Tokenizer, load
 from regard.checkpoints.cards import SCORES
 from regard.cli.info import remark
+from regard.mechanism.backends import BACKENDS
 from regard.models.conversion import convert
 
 
@@ -36,39 +38,31 @@ def place(tmp_path_factory):
 @pytest.fixture
 def cache(place, tmp_path, monkeypatch):
     """The hub's cache as its own package lays it out, with a model, and one that is not ours."""
-    for name, config in (
-        ("models--somebody--small-gpt2", None),
-        ("models--somebody--else", {"architectures": ["LlamaForCausalLM"]}),
-    ):
-        snapshot = tmp_path / name / "snapshots" / "0123abc"
-        snapshot.mkdir(parents=True)
+    snapshots = []
+    for name in ("models--somebody--small-gpt2", "models--somebody--else"):
+        snapshots.append(tmp_path / name / "snapshots" / "0123abc")
+        snapshots[-1].mkdir(parents=True)
         (tmp_path / name / "refs").mkdir()
         (tmp_path / name / "refs" / "main").write_text("0123abc")
-        if config is None:
-            for file in (place / "model").iterdir():
-                (snapshot / file.name).write_bytes(file.read_bytes())
-        else:
-            (snapshot / "config.json").write_text(json.dumps(config))
+    shutil.copytree(place / "model", snapshots[0], dirs_exist_ok=True)
+    (snapshots[1] / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     return tmp_path
 
 
 def test_models_lists_what_the_cache_holds(place, cache):
-    shown = regard("models")
-    assert shown.returncode == 0, shown.stderr
-    row = next(line for line in shown.stdout.splitlines() if line.startswith("somebody/small-gpt2"))
+    shown = printed("models")
+    row = next(line for line in shown.splitlines() if line.startswith("somebody/small-gpt2"))
     assert "language modelling" in row
     assert "GPT2LMHeadModel" in row
     assert row.endswith("mit")
-    assert f"1 cached: {cache}" in shown.stdout
-    assert "else" not in shown.stdout
-    assert all(line == line.rstrip() for line in shown.stdout.splitlines())
+    assert f"1 cached: {cache}" in shown
+    assert "else" not in shown
+    assert all(line == line.rstrip() for line in shown.splitlines())
 
 
 def test_models_as_json_say_what_is_true(place, cache):
-    shown = regard("models", "--json")
-    rows = [json.loads(line) for line in shown.stdout.splitlines()]
-    [row] = [row for row in rows if row["origin"] == "cached"]
+    [row] = [row for row in records("models") if row["origin"] == "cached"]
     model = load(place / "model")
     weights = load_file(place / "model" / "model.safetensors")
     assert row["parameters"] == sum(tensor.numel() for tensor in weights.values())
@@ -78,10 +72,9 @@ def test_models_as_json_say_what_is_true(place, cache):
 
 
 def test_models_shows_a_card(cache):
-    shown = regard("models", "somebody/small-gpt2")
-    assert shown.returncode == 0, shown.stderr
-    assert "license  mit" in shown.stdout
-    assert "# A model" in shown.stdout
+    shown = printed("models", "somebody/small-gpt2")
+    assert "license  mit" in shown
+    assert "# A model" in shown
 
 
 def test_models_does_not_know_every_name(cache):
@@ -94,8 +87,7 @@ def test_models_does_not_know_every_name(cache):
 def test_models_of_a_download_cut_short(cache, damage):
     file = cache / "models--somebody--small-gpt2" / "snapshots" / "0123abc" / damage
     file.write_bytes(file.read_bytes()[:20])
-    shown = regard("models")
-    assert shown.returncode == 0, shown.stderr
+    printed("models")
 
 
 @pytest.mark.processes
@@ -110,16 +102,14 @@ def test_models_needs_no_torch():
 
 
 def test_evaluate_prints_a_table(place):
-    shown = regard("evaluate", place / "model", "--data", "text.txt", "--root", place)
-    assert shown.returncode == 0, shown.stderr
-    names = [line.split()[0] for line in shown.stdout.splitlines()]
+    shown = printed("evaluate", place / "model", "--data", "text.txt", "--root", place)
+    names = [line.split()[0] for line in shown.splitlines()]
     assert names == ["score", "perplexity", "bits_per_byte", "loss", "over"]
 
 
 def test_evaluate_prints_json(place):
-    words = ("--data", place / "text.txt", "--metric", "loss", "--json")
-    shown = regard("evaluate", place / "model", *words)
-    found = json.loads(shown.stdout)
+    words = ("--data", place / "text.txt", "--metric", "loss")
+    [found] = records("evaluate", place / "model", *words)
     assert list(found["scores"]) == ["loss"]
     assert 5 < found["scores"]["loss"] < 7  # of 280 tokens it knows none
     assert found["tokens"] > 100
@@ -150,8 +140,8 @@ def test_evaluate_says_what_is_wrong(place, words, message):
 
 @pytest.mark.parametrize(("moved", "status", "word"), [(0.0, 0, "agrees"), (0.1, 1, "differs")])
 def test_evaluate_measures_a_card_again(place, tmp_path, moved, status, word):
-    words = ("--data", place / "text.txt", "--metric", "loss", "--json")
-    value = json.loads(regard("evaluate", place / "model", *words).stdout)["scores"]["loss"]
+    words = ("--data", place / "text.txt", "--metric", "loss")
+    value = records("evaluate", place / "model", *words)[0]["scores"]["loss"]
     folder = convert(place / "model", tmp_path / "model")
     figure = {
         "metric": "loss",
@@ -172,9 +162,8 @@ def test_evaluate_measures_a_card_again(place, tmp_path, moved, status, word):
 
 
 def test_convert_writes_what_loads_and_brings_all_along(place, tmp_path):
-    shown = regard("convert", place / "model", tmp_path / "new", "--dtype", "float16")
-    assert shown.returncode == 0, shown.stderr
-    assert str(tmp_path / "new") in shown.stdout
+    words = ("convert", place / "model", tmp_path / "new", "--dtype", "float16")
+    assert str(tmp_path / "new") in printed(*words)
     made, given = load(tmp_path / "new"), load(place / "model")
     assert next(made.parameters()).dtype == torch.float16
     for name, tensor in given.state_dict().items():
@@ -201,13 +190,18 @@ def test_convert_cuts_into_shards(place, tmp_path):
         assert torch.equal(load(folder).state_dict()[name], tensor)
 
 
+def contents(folder):
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
 def test_convert_never_overwrites_unless_told(place, tmp_path):
     target = tmp_path / "new"
     convert(place / "model", target)
-    before = {file.name: file.read_bytes() for file in target.iterdir()}
-    one_line(regard("convert", place / "model", target, "--dtype", "float16"), "Pass --force")
-    assert {file.name: file.read_bytes() for file in target.iterdir()} == before
-    assert regard("convert", place / "model", target, "--dtype", "float16", "--force").stdout
+    before = contents(target)
+    words = ("convert", place / "model", target, "--dtype", "float16")
+    one_line(regard(*words), "Pass --force")
+    assert contents(target) == before
+    assert printed(*words, "--force")
     assert next(load(target).parameters()).dtype == torch.float16
 
 
@@ -229,7 +223,7 @@ def test_convert_does_not_replace_what_is_no_checkpoint(place, tmp_path):
 
 def test_a_conversion_that_fails_leaves_what_was_there(place, tmp_path, monkeypatch):
     target = convert(place / "model", tmp_path / "new")
-    before = {file.name: file.read_bytes() for file in target.iterdir()}
+    before = contents(target)
     rename = Path.rename
 
     def failing(path: Path, goal: Path) -> Path:
@@ -240,31 +234,26 @@ def test_a_conversion_that_fails_leaves_what_was_there(place, tmp_path, monkeypa
     monkeypatch.setattr(Path, "rename", failing)
     with pytest.raises(OSError, match="No space left"):
         convert(place / "model", target, dtype=torch.float16, force=True)
-    assert {file.name: file.read_bytes() for file in target.iterdir()} == before
+    assert contents(target) == before
     assert sorted(tmp_path.iterdir()) == [target]
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["./nowhere", "new"], "There is no folder ./nowhere"),
-        (["MODEL", "new", "--dtype", "float16", "--packing", "int8"], "leave out dtype"),
-    ],
-)
-def test_convert_says_what_is_wrong(place, tmp_path, words, message):
-    words = [str(place / "model") if word == "MODEL" else word for word in words]
-    words[1] = str(tmp_path / words[1])
-    one_line(regard("convert", *words), message)
+def test_convert_says_what_is_wrong(place, tmp_path):
+    one_line(regard("convert", "./nowhere", tmp_path / "new"), "There is no folder ./nowhere")
+    both = ("--dtype", "float16", "--packing", "int8")
+    one_line(regard("convert", place / "model", tmp_path / "new", *both), "leave out dtype")
     assert not list(tmp_path.iterdir())
 
 
 # ------------------------------------------------------------------------------- doctor, completion
 
 
-def test_doctor_names_optional_packages_and_what_they_are_for():
-    shown = regard("doctor").stdout
+def test_doctor_names_versions_and_every_backend_and_what_packages_are_for():
+    lines = printed("doctor").splitlines()
+    for name in ("regard", "python", "torch", "cpu", *(f"backend {b.name}" for b in BACKENDS)):
+        assert any(line.startswith(name) for line in lines), name
     for package in ("matplotlib", "sacrebleu", "transformers", "huggingface_hub", "triton"):
-        assert any(line.startswith(package) and "(" in line for line in shown.splitlines())
+        assert any(line.startswith(package) and "(" in line for line in lines), package
 
 
 @pytest.mark.parametrize(

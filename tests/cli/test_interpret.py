@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 import torch
 
-from helpers.command import one_line, regard
+from helpers.command import one_line, printed, records, regard
 from helpers.sine_models import TEXT, gpt2, tokenizer, translator
 from regard.cli import interpret
 from regard.interpret.cost import CostEstimate
@@ -17,10 +16,10 @@ from regard.interpret.cost import CostEstimate
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("models")
-    for name, model in (("gpt2", gpt2()), ("other", gpt2(depth=2)), ("translator", translator())):
-        if name == "other":
-            with torch.no_grad():
-                model.stack.blocks[0].attention.qkv.weight.mul_(0.5)
+    other = gpt2(depth=2)
+    with torch.no_grad():
+        other.stack.blocks[0].attention.qkv.weight.mul_(0.5)
+    for name, model in (("gpt2", gpt2()), ("other", other), ("translator", translator())):
         model.float().save(root / name)
         tokenizer().save(root / name)
     return root
@@ -37,11 +36,9 @@ def test_an_overview_into_a_pipe(folder: Path) -> None:
 
 def test_a_file_and_standard_input_are_read(folder: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(TEXT)
-    asked = ("--layer", "1", "--head", "2", "--json")
-    by_file = regard("look", folder / "gpt2", "--file", str(tmp_path / "text.txt"), *asked)
-    by_pipe = regard("look", folder / "gpt2", *asked, given=TEXT)
-    assert json.loads(by_file.stdout) == json.loads(by_pipe.stdout)
-    found = json.loads(by_file.stdout)
+    asked = ("look", folder / "gpt2", "--layer", "1", "--head", "2")
+    [found] = records(*asked, "--file", tmp_path / "text.txt")
+    assert records(*asked, given=TEXT) == [found]
     assert (found["kind"], found["layer"], found["head"]) == ("map", "1", 2)
     assert len(found["weights"]) == 11
 
@@ -67,34 +64,30 @@ def test_pictures_are_saved(folder: Path, tmp_path: Path, ending: str, start: by
     ],
 )
 def test_what_can_be_looked_at(folder: Path, words: list[str], wanted: str) -> None:
-    shown = regard("look", folder / "gpt2", TEXT, *words)
-    assert shown.returncode == 0, shown.stderr
-    assert wanted in " ".join(shown.stdout.split())
+    assert wanted in " ".join(printed("look", folder / "gpt2", TEXT, *words).split())
 
 
 def test_two_models_are_compared(folder: Path) -> None:
     shown = regard("look", "gpt2", TEXT, "--compare", "model=other").stderr  # no such model here
     assert shown.count("\n") == 1
     one, other = str(folder / "gpt2"), str(folder / "other")
-    found = json.loads(regard("look", one, TEXT, "--compare", f"model={other}", "--json").stdout)
+    [found] = records("look", one, TEXT, "--compare", f"model={other}")
     assert found["names"] == [one, other]
     assert found["first"]["values"]["entropy"] != found["second"]["values"]["entropy"]
 
 
 def test_words_are_aligned(folder: Path) -> None:
-    shown = regard("look", folder / "translator", TEXT, "--align", "--target", "the dog")
-    assert shown.returncode == 0, shown.stderr
-    assert "cross-attention layer" in shown.stdout
-    assert "target down, source across" in shown.stdout
+    shown = printed("look", folder / "translator", TEXT, "--align", "--target", "the dog")
+    assert "cross-attention layer" in shown
+    assert "target down, source across" in shown
 
 
 def test_explain_follows_a_model(folder: Path) -> None:
     words = ("explain", TEXT, "--model", folder / "gpt2", "--layer", "1", "--head", "2")
-    shown = regard(*words, "--word", "mat")
-    assert shown.returncode == 0, shown.stderr
-    assert "GPT2, layer 1, head 2: 11 tokens, 4 heads" in shown.stdout
-    assert "within the tolerance" in shown.stdout
-    assert json.loads(regard(*words, "--json").stdout)["agreement"]["holds"]
+    shown = printed(*words, "--word", "mat")
+    assert "GPT2, layer 1, head 2: 11 tokens, 4 heads" in shown
+    assert "within the tolerance" in shown
+    assert records(*words)[0]["agreement"]["holds"]
 
 
 @pytest.mark.parametrize(
@@ -102,15 +95,9 @@ def test_explain_follows_a_model(folder: Path) -> None:
     [
         (["--layer", "9", "--head", "0"], "There is no layer '9'. Layers are 0, 1."),
         (["--layer", "0", "--head", "9"], "There is no head 9"),
-        (["--layer", "0", "--head", "0", "--rows", "3"], "--rows is a range of tokens"),
         (["--layer", "0", "--head", "0", "--rows", "5:99"], "must lie within 0:11"),
-        (["--compare", "dog"], "--compare is model=NAME, text=TEXT or head=LAYER.HEAD"),
-        (["--layer", "0", "--head", "0", "--compare", "head=x"], "needs a value such as 3.7"),
-        (["--compare", "head=0.1"], "compares two heads: add --layer and --head"),
-        (["--layer", "0", "--compare", "head=0.1"], "add --layer and --head"),
         (["--align"], "GPT2 has no cross-attention"),
         (["--word", "matt"], "Did you mean 'mat'?"),
-        (["--to", "heads.gif"], "the ending '.gif' is unknown"),
         (["--without-first"], "give layer and head"),
     ],
 )
@@ -130,12 +117,7 @@ def test_a_long_run_is_announced_and_where_very_long_asked_for(
     asked: list[str] = []
     monkeypatch.setattr("sys.stdin", type("Terminal", (), {"isatty": lambda _: True})())
     monkeypatch.setattr("sys.stderr.isatty", lambda: True, raising=False)
-
-    def confirm(question: str, **_: object) -> bool:
-        asked.append(question)
-        return False
-
-    monkeypatch.setattr("typer.confirm", confirm)
+    monkeypatch.setattr("typer.confirm", lambda question, **_: asked.append(question))
     interpret._announce(CostEstimate(100_000, 6, 40, 2**30), yes=False)
     assert "100,000 tokens through 6 attention layers" in capsys.readouterr().err
     assert not asked
@@ -153,9 +135,13 @@ def test_a_long_run_is_announced_and_where_very_long_asked_for(
     [
         (["--to", "x.pdf"], "the ending '.pdf' is unknown"),
         (["--to", "nowhere/x.svg"], "There is no folder 'nowhere'"),
-        (["--compare", "foo"], "--compare is model=NAME"),
+        (["--compare", "foo"], "--compare is model=NAME, text=TEXT or head=LAYER.HEAD"),
         (["--compare", "text=a", "--word", "cat"], "leave out --word"),
-        (["--layer", "0", "--head", "0", "--compare", "head=7"], "such as 3.7"),
+        (["--compare", "head=0.1"], "compares two heads: add --layer and --head"),
+        (["--layer", "0", "--compare", "head=0.1"], "add --layer and --head"),
+        (["--layer", "0", "--head", "0", "--rows", "3"], "--rows is a range of tokens"),
+        (["--layer", "0", "--head", "0", "--compare", "head=7"], "needs a value such as 3.7"),
+        (["--layer", "0", "--head", "0", "--compare", "head=x"], "needs a value such as 3.7"),
         (["--json", "--without-first"], "--without-first is for pictures"),
     ],
 )

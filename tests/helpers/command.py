@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import subprocess
@@ -13,6 +14,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -53,6 +55,19 @@ def regard(*words: object, given: str | bytes = b"", **settings: str) -> Shown:
         stream.seek(0)
         texts.append(stream.read())
     return subprocess.CompletedProcess(arguments, end.value.code or 0, *texts)
+
+
+def printed(*words: object, **settings: Any) -> str:
+    """What the command prints within this process, which must succeed."""
+    shown = regard(*words, **settings)
+    assert shown.returncode == 0, shown.stderr
+    return shown.stdout
+
+
+def records(*words: object, **settings: Any) -> list[dict[str, Any]]:
+    """The JSON objects that the command prints."""
+    lines = printed(*words, "--json", **settings).split("\n")[:-1]
+    return [json.loads(line) for line in lines]
 
 
 def regard_process(*words: object, start: str = START, **settings: str) -> Shown:

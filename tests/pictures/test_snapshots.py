@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from helpers.command import regard
+from helpers.command import printed
 from helpers.sine_models import TEXT, gpt2, t5, tokenizer, translator
 from regard import explain_model, look
 from regard.interpret.comparison import compare
@@ -56,13 +56,7 @@ def explained(width: int) -> str:
 
 def piped(*words: str) -> Callable[[int], str]:
     """What a command writes into a pipe."""
-
-    def screen(width: int) -> str:
-        shown = regard(*words, COLUMNS=str(width))
-        assert shown.returncode == 0, shown.stderr
-        return shown.stdout
-
-    return screen
+    return lambda width: printed(*words, COLUMNS=str(width))
 
 
 LENGTH_512 = partial(gpt2, 512)
