@@ -133,7 +133,7 @@ STRUCTURES: dict[str, Structure] = {
 }
 # Where the first query stands, if not such that the last query is at the last key.
 STARTS: dict[str, int | list[int]] = {
-    "alibi from any start": [KEYS, -QUERIES // 2],
+    "alibi from any start": [QUERIES // 2, -QUERIES // 2],
     "causal buckets from any start": [0, KEYS - 7],
     "causal content from the first key": 0,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -68,6 +69,16 @@ def test_one_graph_for_masks_that_are_made_inside_of_it(
         if gradient:
             grads = [torch.autograd.grad(found[0].sum(), tensors) for found in (actual, expected)]
             torch.testing.assert_close(*grads)
+
+
+def test_a_key_that_no_query_sees_leaks_nothing() -> None:
+    """In a graph no value is checked, so keys that are hidden from all queries become zeros."""
+    query, key, value = torch.randn(3, 2, 2, 40, 8).unbind()
+    expected = attention(query, key, value, mask=~Padding(24))
+    key[:, :, 20], value[:, :, 20] = math.nan, math.inf
+    torch.compiler.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(query, key, value, mask=~Padding(24)), expected)
 
 
 @pytest.mark.parametrize("name", ["segments", "rows"])

@@ -270,9 +270,30 @@ def test_calls_that_are_large_enough_for_the_kernels_for_hopper(
     for see in (See(entropy=True, received=True), See(received=True), See(lse=True)):
         arguments = {"mask": mask, "see": see}
         ran = check_output(tensors, arguments)
-        if layout is plain and see.entropy and torch.cuda.get_device_capability() == (9, 0):
+        hopper = torch.cuda.get_device_capability() == (9, 0) and layout is plain
+        if hopper and mask is None and see.entropy:
             assert "hopper" in ran
         check_gradients(tensors, arguments)
+
+
+@pytest.mark.parametrize("mask", [None, Causal()], ids=repr)
+def test_gradients_of_other_layouts_in_turn(mask: Any) -> None:
+    """PyTorch reuses cuDNN's graph whatever the strides of the output and its gradient."""
+    tensors = tuple(
+        heads_last(numbers(2, 16, 512, WIDTH, seed=seed, dtype=torch.bfloat16)) for seed in range(3)
+    )
+    leaves = [tensor.requires_grad_() for tensor in tensors]
+    toward = numbers(2, 16, 512, WIDTH, seed=7, dtype=torch.bfloat16)
+    wide = [tensor.detach().double().requires_grad_() for tensor in tensors]
+    exactly = attention(*wide, mask=mask, backend="reference")
+    expected = torch.autograd.grad(exactly, wide, toward.double())
+    for see in (See(lse=True), See(entropy=True), See(entropy=True, received=True)):
+        for layout in (plain, heads_last, every_second_row, slice_of_qkv):
+            output, _ = attention(*leaves, mask=mask, see=see)
+            for grad, want in zip(
+                torch.autograd.grad(output, leaves, layout(toward)), expected, strict=True
+            ):
+                assert_close(grad, want, 0.05 * float(want.abs().max()), f"{see}, {layout}")
 
 
 # ---- biases and masks ----------------------------------------------------------------------------
@@ -297,14 +318,17 @@ def test_biases_of_every_shape_and_dtype(
 
 @every_dtype
 @pytest.mark.parametrize("keys", [1, 5, 63, 64, 100, 192])
-def test_the_gradient_of_a_bias(dtype: torch.dtype, keys: int) -> None:
+@pytest.mark.parametrize("alone", [False, True])
+def test_the_gradient_of_a_bias(dtype: torch.dtype, keys: int, alone: bool) -> None:
+    """PyTorch's kernels give no gradient to a bias if no other input needs one."""
     query = numbers(2, 4, 64, WIDTH, seed=0, dtype=dtype)
     key, value = (numbers(2, 4, keys, WIDTH, seed=seed, dtype=dtype) for seed in (1, 2))
     toward = numbers(2, 4, 64, WIDTH, seed=7)
     found: list[Tensor] = []
-    for backend, kind in (("reference", torch.float64), ("auto", dtype), ("sdpa", dtype)):
+    calls = [("reference", torch.float64), ("auto", dtype)]
+    for backend, kind in calls if alone else [*calls, ("sdpa", dtype)]:
         bias = numbers(1, 4, 64, keys, seed=5, dtype=torch.float32).to(kind).requires_grad_()
-        inputs = (tensor.to(kind) for tensor in (query, key, value))
+        inputs = (tensor.to(kind).requires_grad_(not alone) for tensor in (query, key, value))
         output = attention(*inputs, bias=bias, backend=backend)  # type: ignore[call-overload]
         found += torch.autograd.grad((output * toward.to(kind)).sum(), bias)
     most = float(found[0].abs().max())

@@ -25,7 +25,6 @@ from regard.kernels.plan import (
     Problem,
     Structure,
     Wanted,
-    aligned,
     plan_for,
 )
 from regard.kernels.sizes import CAUSAL
@@ -286,10 +285,22 @@ def _cudnn_backward(
     kept: Mapping[str, Tensor],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return cuDNN's gradients; any kernels may have computed the output and lse."""
-    output, lse = kept["output"], kept["lse"][..., None]
+    output, lse = _laid_out_like(query, kept["output"]), kept["lse"][..., None]
     seed = torch.zeros((), dtype=torch.int64, device=query.device)  # unused without dropout
     causal = structure.kind == CAUSAL
     return torch.ops.aten._scaled_dot_product_cudnn_attention_backward(  # type: ignore[no-any-return]
-        aligned(grad.contiguous()), query, key, value, output, lse, seed, seed, None, None, None,
+        _laid_out_like(query, grad), query, key, value, output, lse, seed, seed, None, None, None,
         query.shape[2], key.shape[2], 0.0, causal, scale=structure.scale,
     )  # fmt: skip
+
+
+def _laid_out_like(query: Tensor, tensor: Tensor) -> Tensor:
+    """Return a tensor of the query's shape in the memory layout of cuDNN's output.
+
+    PyTorch (2.11) reuses cuDNN's graph for calls whose query, key and value have equal strides,
+    whatever the strides of the output and its gradient, and so reads these in a wrong order.
+    """
+    like = torch.empty_like(query)  # as PyTorch allocates the output
+    if tensor.stride() == like.stride() and tensor.data_ptr() % 16 == 0:
+        return tensor
+    return like.copy_(tensor)

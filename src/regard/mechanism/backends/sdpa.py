@@ -58,9 +58,13 @@ def refuses(call: Call) -> str | None:
         return "there is nothing to compute: a size is 0."
     if call.goes_forward:
         return "PyTorch's fused kernels have no forward gradient."
-    if call.bias is not None and call.wants_gradient and call.extent.keys > MAX_BIAS_KEYS:
-        if any(tensor.requires_grad for tensor in call.bias.tensors):
+    bias = () if call.bias is None else call.bias.tensors
+    if call.wants_gradient and any(tensor.requires_grad for tensor in bias):
+        if call.extent.keys > MAX_BIAS_KEYS:
             return "PyTorch's fused kernels need n x n memory for the gradient of a bias."
+        inputs = (call.query, call.key, call.value)
+        if call.query.is_cuda and not any(tensor.requires_grad for tensor in inputs):
+            return "PyTorch's fused kernels give a bias no gradient if no other input needs one."
     return None
 
 
@@ -224,6 +228,7 @@ def _piece(call: Call, piece: Piece, query: Tensor, key: Tensor, value: Tensor) 
     allowed = None if call.mask is None else call.mask.tile(tile)
     empty = None
     if allowed is not None:
+        allowed = _of_rank_4(allowed)
         allowed = allowed[batch] if allowed.shape[0] > 1 else allowed
         if not _can_check(call):
             key, value = _without_unseen(key, allowed), _without_unseen(value, allowed)
@@ -241,11 +246,15 @@ def _piece(call: Call, piece: Piece, query: Tensor, key: Tensor, value: Tensor) 
         bias = bias.to(dtype)
         if allowed is not None:
             bias = bias.masked_fill(~allowed, -math.inf)
-        bias = bias.reshape((1, 1, 1, 1)[: 4 - bias.dim()] + tuple(bias.shape))
+        bias = _of_rank_4(bias)
         if query.is_cuda:
             bias = _fit(call)(bias.expand(-1, -1, len(rows), len(columns)))
         output = _masked(call, query, key, value, bias).to(call.query.dtype)
     return output if empty is None else output.masked_fill(empty, 0)
+
+
+def _of_rank_4(tensor: Tensor) -> Tensor:
+    return tensor.reshape((1, 1, 1, 1)[: 4 - tensor.dim()] + tuple(tensor.shape))
 
 
 def _without_unseen(tensor: Tensor, allowed: Tensor) -> Tensor:
@@ -287,9 +296,12 @@ def _without_cudnn() -> Iterator[None]:
 def _plan(call: Call) -> list[Piece]:
     """The pieces of a call, sequence by sequence, in the order of their rows."""
     mask, extent = call.mask, call.extent
+    whole = Piece(slice(None), range(extent.queries), range(extent.keys), "masked")
+    if torch.compiler.is_compiling():
+        return [whole]
     static = extent.static and (mask is None or mask.static)
-    if torch.compiler.is_compiling() or not (static or _can_check(call)):
-        return [Piece(slice(None), range(extent.queries), range(extent.keys), "masked")]
+    if not (static or _can_check(call)):
+        return [whole]
     if call.bias is not None or mask is None:
         return _rows_at_a_time(mask, extent)
     if static:

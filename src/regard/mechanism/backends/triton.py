@@ -64,7 +64,7 @@ def unsupported(call: Call) -> str | None:
     if call.scale < 0:
         return "the kernels need a scale of 0 or more."
     if not key_ranges(call.mask):
-        return f"the mask {call.mask!r} is not one range of keys for each query."
+        return "the mask is not one range of keys for each query."
     if not isinstance(call.bias, Alibi | RelativeBuckets | RelativeContent | None):
         return f"the kernels have no {type(call.bias).__name__} bias."
     if isinstance(call.bias, RelativeContent):
