@@ -14,7 +14,13 @@ from helpers.training_data import recipe_of, sentences, write_data
 from regard import GPT2, Bert, BertConfig, GPT2Config, InputError, Tokenizer, load
 from regard.checkpoints.cards import SCORES
 from regard.evaluation import speed
-from regard.evaluation.measuring import SCORES_OF_TASK, evaluate, own_settings, scored_row
+from regard.evaluation.measuring import (
+    SCORES_OF_TASK,
+    Evaluated,
+    evaluate,
+    own_settings,
+    scored_row,
+)
 from regard.evaluation.reproduction import reproduce
 from regard.evaluation.scoring import LANE_PIECES, LANES
 from regard.models.bundle import open_bundle
@@ -29,6 +35,11 @@ LINES = sentences(40, seed=3)
 def text_file(folder: Path) -> dict[str, object]:
     (folder / "text.txt").write_text("\n".join(LINES) + "\n", encoding="utf-8")
     return {"format": "text", "files": ["text.txt"]}
+
+
+def measured(model, text: Tokenizer, folder: Path, settings=()) -> Evaluated:
+    """The scores of a model on :data:`LINES`."""
+    return evaluate(model, text, [text_file(folder)], root=folder, settings=settings)
 
 
 SOURCES = {
@@ -143,13 +154,10 @@ def test_a_memory_that_holds_all_is_as_one_call_and_a_shorter_one_is_not(text, t
         told = model(ids[:, :-1])[0]
     loss = float(cross_entropy(told, ids[0, 1:]))
     settings = {"data.length": 16, "batch.tokens": 16, "model.config.memory": ids.shape[1]}
-    source = text_file(tmp_path)
-    found = evaluate(model, text, [source], root=tmp_path, settings=settings)
+    found = measured(model, text, tmp_path, settings)
     assert found.scores["loss"] == pytest.approx(loss, rel=1e-5)
     assert model.config.memory == 8  # as it was
-    short = evaluate(
-        model, text, [source], root=tmp_path, settings=settings | {"model.config.memory": 8}
-    )
+    short = measured(model, text, tmp_path, settings | {"model.config.memory": 8})
     assert abs(short.scores["loss"] - loss) > 1e-4
 
 
@@ -170,7 +178,7 @@ def test_with_a_context_each_token_is_told_once_from_so_many(text, tmp_path, kin
     model = gpt2(text) if kind == "gpt2" else xl(text, memory=8)
     settings = {"data.context": context, "batch.tokens": 64, "evaluation.temperature": 1.5}
     settings |= {"data.length": length} if length else {}
-    found = evaluate(model, text, [text_file(tmp_path)], root=tmp_path, settings=settings)
+    found = measured(model, text, tmp_path, settings)
     total, new = len(ids) - 1, (length or model.longest) - context
     nats = 0.0
     for at in range(total):  # which piece tells it: the first that has it behind its context
@@ -184,20 +192,17 @@ def test_with_a_context_each_token_is_told_once_from_so_many(text, tmp_path, kin
 
 
 def test_pieces_are_as_long_as_a_model_reads_whatever_its_name(text, tmp_path, monkeypatch):
-    model, source = gpt2(text, length=16), text_file(tmp_path)
-    settings = {"data.length": 16}
-    expected = evaluate(model, text, [source], root=tmp_path, settings=settings).scores
+    model = gpt2(text, length=16)
+    expected = measured(model, text, tmp_path, {"data.length": 16}).scores
     row = replace(model.row(), name="a new name")
     monkeypatch.setattr(GPT2, "row", lambda self: row)
-    assert evaluate(model, text, [source], root=tmp_path).scores == expected
+    assert measured(model, text, tmp_path).scores == expected
 
 
 @torch.no_grad()
 def test_lanes_predict_each_token_once_and_remember_their_own_past(text, tmp_path):
-    model, source = xl(text, memory=8), text_file(tmp_path)
-    ids, length = whole(text)[0], 2
-    settings = {"data.length": length}
-    measured = evaluate(model, text, [source], root=tmp_path, settings=settings)
+    model, ids, length = xl(text, memory=8), whole(text)[0], 2
+    found = measured(model, text, tmp_path, {"data.length": length})
     total = len(ids) - 1
     lanes = total // (LANE_PIECES * length)
     assert 2 < lanes < LANES
@@ -213,8 +218,8 @@ def test_lanes_predict_each_token_once_and_remember_their_own_past(text, tmp_pat
     size = max(left, length)
     logs = model(ids[None, total - size : total])[0, -left:]
     nats -= float(logs.gather(-1, ids[total - left + 1 :, None]).sum())
-    assert measured.count == total
-    assert measured.scores["loss"] == pytest.approx(nats / total, rel=1e-5)
+    assert found.count == total
+    assert found.scores["loss"] == pytest.approx(nats / total, rel=1e-5)
 
 
 def test_a_limit_and_a_part(trained):
@@ -298,10 +303,9 @@ def test_half_precision_and_packed_weights_are_measured_in_full(text, tmp_path, 
     model = gpt2(text, length=32, dim=32)
     (model if packing else model.half()).save(folder, packing=packing)
     text.save(folder)
-    source = text_file(tmp_path)
-    full = evaluate(load(folder, dtype=torch.float32), text, [source], root=tmp_path)
-    figure = {"metric": "loss", "value": full.scores["loss"], "tolerance": 1e-6, "data": [source],
-              "settings": {}}  # fmt: skip
+    full = measured(load(folder, dtype=torch.float32), text, tmp_path)
+    figure = {"metric": "loss", "value": full.scores["loss"], "tolerance": 1e-6, "settings": {},
+              "data": [text_file(tmp_path)]}  # fmt: skip
     (folder / SCORES).write_text(json.dumps([figure]), encoding="utf-8")
     [again] = reproduce(folder, root=tmp_path)
     assert again.agrees

@@ -74,6 +74,9 @@ TRACES = {
 def test_every_step_follows_from_the_one_before(make):
     torch.manual_seed(0)
     trace = make()
+    assert trace.agreement.holds  # its output is that of attention()
+    assert trace.agreement.difference <= trace.agreement.tolerance <= 0.5
+    assert f"{trace.agreement.tolerance:.1e}" in str(trace)
     steps = {step.name: step for step in trace.steps}
     wide = torch.float64 if trace["S"].dtype == torch.float64 else torch.float32
     groups = trace["S"].shape[0] // trace["K"].shape[0]
@@ -104,15 +107,6 @@ def test_every_step_follows_from_the_one_before(make):
         torch.testing.assert_close(trace.output.to(wide), side_by_side, rtol=1e-2, atol=1e-2)
 
 
-@pytest.mark.parametrize("make", TRACES.values(), ids=TRACES)
-def test_the_traced_output_is_that_of_attention(make):
-    torch.manual_seed(0)
-    trace = make()
-    assert trace.agreement.holds
-    assert trace.agreement.difference <= trace.agreement.tolerance <= 0.5
-    assert f"{trace.agreement.tolerance:.1e}" in str(trace)
-
-
 def test_a_difference_beyond_the_tolerance_is_shown():
     shown = str(regard.interpret.explaining.trace.Agreement("sdpa", difference=1.0, tolerance=1e-5))
     assert "MORE THAN the tolerance" in shown
@@ -125,18 +119,19 @@ def test_heads_are_those_of_attention_on_the_same_projections():
     torch.testing.assert_close(trace["Z"][None], output)
 
 
-def test_the_mask_step_says_what_it_removed():
-    step = next(step for step in explain(mask=Causal()).steps if step.name == "Mask")
-    assert "15 of 36 scores are removed" in step.sentence
-    removed = step.numbers[0].values[0] == -math.inf
-    assert removed.equal(torch.ones(6, 6).triu(1).bool())
-
-
-def test_a_mask_that_differs_by_head_is_counted_over_all_heads():
-    allowed = torch.ones(2, 6, 6, dtype=torch.bool)
-    allowed[0] = False
-    step = next(s for s in explain(SENTENCE, mask=masks.Dense(allowed)).steps if s.name == "Mask")
-    assert "36 of 72 scores are removed" in step.sentence
+@pytest.mark.parametrize(
+    ("sentence", "allowed", "count"),
+    [
+        (None, torch.ones(1, 6, 6).tril().bool(), "15 of 36"),
+        (SENTENCE, torch.tensor([False, True])[:, None, None].expand(2, 6, 6), "36 of 72"),
+    ],
+    ids=["in every head alike", "differs by head"],
+)
+def test_the_mask_step_says_what_it_removed(sentence, allowed, count):
+    steps = explain(sentence, mask=masks.Dense(allowed)).steps
+    step = next(step for step in steps if step.name == "Mask")
+    assert f"{count} scores are removed" in step.sentence
+    assert (step.numbers[0].values > -math.inf).equal(allowed)
 
 
 def test_scaling_is_shown_with_and_without():
@@ -248,6 +243,7 @@ def test_gradients_are_left_alone():
         (lambda: explain("a b", dim=-1), "got heads=2 and dim=-1"),
         (lambda: explain("a bee", word="bees"), "Did you mean 'bee'?"),
         (lambda: explain(heads=2), "takes no heads"),
+        (lambda: explain("I saw", seed=2**64), "64 bits"),
         (lambda: explain_tensors(*torch.ones(3, 2, 2), tokens=["a"]), "a list of 2 words"),
         (lambda: explain_tensors(*torch.ones(3, 2, 2), tokens="ab"), "a list of 2 words"),
         (lambda: explain_tensors(*torch.ones(3, 2, 4, 2)), "shows one sequence"),
@@ -279,8 +275,3 @@ def test_scores_beyond_the_exponential_are_worked_out(size):
     assert "the highest" in lines
     assert "nan" not in lines
     assert "inf" not in lines.replace("-inf", "")
-
-
-def test_a_seed_has_64_bits():
-    with pytest.raises(InputError, match="64 bits"):
-        explain("I saw", seed=2**64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -29,6 +30,10 @@ MODELS: dict[str, Callable[[], Model]] = {
     "t5": t5,
     "translator": translator,
 }
+
+
+def look_at(model: Model, text: str = TEXT, **asked: Any) -> Any:
+    return look(model, text, tokenizer=tokenizer(), **asked)
 
 
 def dense(run: TextRun) -> dict[str, Tensor]:
@@ -75,50 +80,38 @@ def by_hand(weights: Tensor, ids: tuple[int, ...], starts: set[int]) -> dict[str
 # The overview ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("name", "text"), [("gpt2", TEXT), ("t5", TEXT), ("xl", "the cat sat")])
-def test_an_overview_is_what_the_dense_weights_say(name: str, text: str) -> None:
-    model = MODELS[name]()
-    target = {"target": "the mat"} if name == "t5" else {}
+@pytest.mark.parametrize(
+    ("make", "text", "target"),
+    [
+        (gpt2, TEXT, {}),
+        (t5, TEXT, {"target": "the mat was cold"}),
+        (xl, "the cat sat", {}),
+        (lambda: gpt2(length=16), LONG, {}),
+    ],
+    ids=["gpt2", "t5", "xl", "windows"],
+)
+def test_an_overview_is_what_the_dense_weights_say(
+    make: Callable[[], Model], text: str, target: dict[str, str]
+) -> None:
+    model = make()
     run = prepare_run(model, text, tokenizer=tokenizer(), **target)
-    found = look(model, text, tokenizer=tokenizer(), **target)
+    found = look_at(model, text, **target)
     assert isinstance(found, Overview)
-    weights = dense(run)
-    for row, layer in enumerate(run.layers):
-        if layer.across:
-            assert found.values["distance"][row].isnan().all()
-            assert found.values["self"][row].isnan().all()
-            continue
-        ids = run.tokens_of(layer)[1].ids
-        for measure, values in by_hand(weights[layer.name], ids, {0}).items():
-            torch.testing.assert_close(
-                found.values[measure][row], torch.tensor(values, dtype=torch.float64)
-            )
-
-
-def test_across_entropy_and_the_first_token_are_measured() -> None:
-    model = t5()
-    run = prepare_run(model, TEXT, tokenizer=tokenizer(), target="the mat was cold")
-    found = look(model, TEXT, tokenizer=tokenizer(), target="the mat was cold")
-    row = found.layers.index("cross.1")
-    weights = dense(run)["cross.1"]
-    torch.testing.assert_close(found.values["first"][row], weights[:, :, 0].mean(-1))
-    torch.testing.assert_close(
-        found.values["entropy"][row], torch.special.entr(weights).sum(-1).mean(-1)
-    )
-
-
-def test_windows_are_measured_apart_and_noted() -> None:
-    model = gpt2(length=16)
-    run = prepare_run(model, LONG, tokenizer=tokenizer())
-    assert len(run.chunks) > 3
-    found = look(model, LONG, tokenizer=tokenizer())
-    weights = dense(run)["1"]
     starts = {chunk.start for chunk in run.chunks}
-    for measure, values in by_hand(weights, run.tokens.ids, starts).items():
-        torch.testing.assert_close(
-            found.values[measure][1], torch.tensor(values, dtype=torch.float64)
-        )
-    assert any("independent windows" in note for note in found.notes)
+    assert (len(run.chunks) > 3) == any("independent windows" in note for note in found.notes)
+    weights_of = dense(run)
+    for row, layer in enumerate(run.layers):
+        weights = weights_of[layer.name]
+        values = {measure: table[row] for measure, table in found.values.items()}
+        if layer.across:
+            assert values["distance"].isnan().all()
+            assert values["self"].isnan().all()
+            entropy = torch.special.entr(weights).sum(-1).mean(-1)
+            expected = {"entropy": entropy, "first": weights[:, :, 0].mean(-1)}
+        else:
+            expected = by_hand(weights, run.tokens_of(layer)[1].ids, starts)
+        for measure, means in expected.items():
+            torch.testing.assert_close(values[measure], torch.as_tensor(means, dtype=torch.float64))
 
 
 def test_memory_reaches_back_over_segments() -> None:
@@ -126,7 +119,7 @@ def test_memory_reaches_back_over_segments() -> None:
     run = prepare_run(model, LONG, tokenizer=tokenizer())
     assert len(run.chunks) > 5
     assert run.chunks[2].memory == 8
-    found = look(model, LONG, tokenizer=tokenizer())
+    found = look_at(model, LONG)
     weights = dense(run)["1"]
     rows = range(1, len(run.tokens))
     previous = torch.stack([weights[:, i, i - 1] for i in rows], -1).mean(-1)
@@ -143,7 +136,7 @@ def test_a_real_model_has_a_head_that_looks_at_the_previous_token() -> None:
 
 
 def test_where_no_token_comes_twice_there_is_no_induction() -> None:
-    found = look(gpt2(), "the cat sat", tokenizer=tokenizer())
+    found = look_at(gpt2(), "the cat sat")
     assert isinstance(found, Overview)
     assert found.strongest("induction") is None
     text = " ".join(found.picture().text(width=80, color="none").split())
@@ -171,7 +164,7 @@ def test_a_short_map_is_the_weights(name: str) -> None:
     model = MODELS[name]()
     extra = {"target": "the mat was cold"} if name == "translator" else {}
     layer = "cross.1" if name == "translator" else "1"
-    found = look(model, TEXT, tokenizer=tokenizer(), layer=layer, head=1, **extra)
+    found = look_at(model, layer=layer, head=1, **extra)
     assert isinstance(found, HeadMap)
     run = prepare_run(model, TEXT, tokenizer=tokenizer(), **extra)
     weights = dense(run)[layer][1]
@@ -198,23 +191,21 @@ def test_a_long_map_is_pooled_and_its_parts_are_exact(
     pooled = torch.zeros(7, 7, dtype=torch.float64)
     pooled.index_put_((bins[:, None].expand(-1, count), bins.expand(count, -1)), weights, True)
     pooled /= bins.bincount()[:, None]
-    found = look(model, LONG, tokenizer=tokenizer(), layer=layer, head=1, **extra)
+    found = look_at(model, LONG, layer=layer, head=1, **extra)
     assert found.pooled
     torch.testing.assert_close(found.weights.double(), pooled, rtol=1e-4, atol=1e-5)
-    part = look(
-        model, LONG, tokenizer=tokenizer(), layer=layer, head=1, rows=range(20, 40),
-        columns=range(10, 30), **extra,
-    )  # fmt: skip
+    extra |= {"rows": range(20, 40), "columns": range(10, 30)}
+    part = look_at(model, LONG, layer=layer, head=1, **extra)
     assert not part.pooled
     torch.testing.assert_close(part.weights.double(), weights[20:40, 10:30], rtol=1e-5, atol=1e-6)
     assert part.weights.count_nonzero() > 50
 
 
 def test_the_first_token_is_left_out_on_request_and_noted() -> None:
-    found = look(gpt2(), TEXT, tokenizer=tokenizer(), layer=0, head=0)
+    found = look_at(gpt2(), layer=0, head=0)
     text = found.picture(without_first=True).text(width=120, color="none")
     assert "The first key, 'the', is left out" in text
-    part = look(gpt2(), TEXT, tokenizer=tokenizer(), layer=0, head=0, columns=range(2, 5))
+    part = look_at(gpt2(), layer=0, head=0, columns=range(2, 5))
     with pytest.raises(InputError, match="no first token to"):
         part.picture(without_first=True)
 
@@ -228,7 +219,7 @@ def test_a_words_keys_are_whole_words() -> None:
     run = prepare_run(model, text, tokenizer=tokenizer())
     word, _ = run.tokens.find("cathouse")
     assert len(word.places) > 1
-    found = look(model, text, tokenizer=tokenizer(), layer=1, head=2, word="sat")
+    found = look_at(model, text, layer=1, head=2, word="sat")
     assert isinstance(found, WordKeys)
     assert found.keys == ("the", "cathouse", "sat", "on", "the", "mat")
     row = dense(run)["1"][2, run.tokens.find("sat")[0].places[0]]
@@ -239,12 +230,12 @@ def test_a_words_keys_are_whole_words() -> None:
 def test_a_word_without_a_head_is_a_mean() -> None:
     model = gpt2()
     run = prepare_run(model, TEXT, tokenizer=tokenizer())
-    found = look(model, TEXT, tokenizer=tokenizer(), word="Mat")  # case does not decide
+    found = look_at(model, word="Mat")  # case does not decide
     place = run.tokens.find("mat")[0].places[0]
     mean = torch.stack([weights[:, place].mean(0) for weights in dense(run).values()]).mean(0)
     assert found.weights[:3].tolist() == pytest.approx(mean[:3].tolist(), rel=1e-5)
     assert "mean of all heads of 2 layers" in found.picture().title
-    twice = look(model, TEXT, tokenizer=tokenizer(), word="cat", layer=0)
+    twice = look_at(model, word="cat", layer=0)
     assert "the first of 2" in twice.picture().title
 
 
@@ -255,13 +246,13 @@ def test_two_heads_two_texts_and_two_models_are_compared() -> None:
     model, other = gpt2(), waves(gpt2())
     with torch.no_grad():
         other.stack.blocks[1].attention.qkv.weight.mul_(2)
-    one = look(model, TEXT, tokenizer=tokenizer(), layer=1, head=0)
-    two = look(model, TEXT, tokenizer=tokenizer(), layer=1, head=1)
+    one = look_at(model, layer=1, head=0)
+    two = look_at(model, layer=1, head=1)
     drawing = compare(one, two, names=("1.0", "1.1")).picture().drawing
     assert [part.title for part in drawing.parts] == ["1.0", "1.1", "1.1 less 1.0"]
     expected = (two.weights - one.weights)[3, 2].item()
     assert drawing.parts[2].values[3][2] == pytest.approx(expected, abs=1e-6)
-    first, second = (look(each, TEXT, tokenizer=tokenizer()) for each in (model, other))
+    first, second = (look_at(each) for each in (model, other))
     drawing = compare(first, second, names=("a", "b")).picture().drawing
     entropy = next(part for part in drawing.parts if part.title == "Entropy")
     assert entropy.values[0] == pytest.approx([0.0] * 4)
@@ -270,18 +261,18 @@ def test_two_heads_two_texts_and_two_models_are_compared() -> None:
 
 def test_what_cannot_be_compared_says_why() -> None:
     model = gpt2()
-    small = look(model, "the cat", tokenizer=tokenizer(), layer=0, head=0)
-    large = look(model, TEXT, tokenizer=tokenizer(), layer=0, head=0)
+    small = look_at(model, "the cat", layer=0, head=0)
+    large = look_at(model, layer=0, head=0)
     with pytest.raises(InputError, match="2 x 2 tokens"):
         compare(small, large, names=("a", "b"))
     with pytest.raises(InputError, match="2 layers of 4 heads and b has 3 layers"):
         compare(
-            look(model, TEXT, tokenizer=tokenizer()),
-            look(gpt2(depth=3), TEXT, tokenizer=tokenizer()),
+            look_at(model),
+            look_at(gpt2(depth=3)),
             names=("a", "b"),
         )
     with pytest.raises(InputError, match="not alignments or a word's keys"):
-        compare(large, look(model, TEXT, tokenizer=tokenizer(), word="cat"), names=("a", "b"))
+        compare(large, look_at(model, word="cat"), names=("a", "b"))
 
 
 # Long texts ------------------------------------------------------------------------------------
@@ -309,7 +300,7 @@ def test_a_long_text_read_at_once_needs_memory_by_its_length(what: dict[str, obj
     assert len(run.tokens) >= count
     assert run.target is None  # too long to write a target unasked
     with Largest() as largest:
-        found = look(model, "the " * count, tokenizer=tokenizer(), **what)
+        found = look_at(model, "the " * count, **what)
     assert largest.numbers < count**2 / 4
     assert found.notes[-1].startswith("Only the encoder ran")
 
@@ -319,6 +310,9 @@ def test_the_cost_is_estimated_before_it_starts(monkeypatch: pytest.MonkeyPatch)
     estimates: list[CostEstimate] = []
     done: list[tuple[int, int]] = []
 
+    def progress(now: int, total: int) -> None:
+        done.append((now, total))
+
     def on_estimate(estimate: CostEstimate) -> None:
         assert not done
         estimates.append(estimate)
@@ -326,10 +320,7 @@ def test_the_cost_is_estimated_before_it_starts(monkeypatch: pytest.MonkeyPatch)
     for model in (t5(), xl(memory=8), gpt2(length=16)):
         estimates.clear()
         done.clear()
-        look(
-            model, LONG, tokenizer=tokenizer(), on_estimate=on_estimate,
-            progress=lambda now, of: done.append((now, of)),
-        )  # fmt: skip
+        look_at(model, LONG, on_estimate=on_estimate, progress=progress)
         [found] = estimates
         assert found.seconds > 0
         assert found.memory > len(LONG.split()) * 16 * 8  # its hidden states at the least
@@ -344,14 +335,14 @@ def test_the_estimate_is_of_the_chunks_that_will_run(monkeypatch: pytest.MonkeyP
     done: list[tuple[int, int]] = []
     asked = {"on_estimate": estimates.append, "progress": lambda now, of: done.append((now, of))}
     model = gpt2(length=16)
-    look(model, LONG, tokenizer=tokenizer(), **asked)
-    look(model, LONG, tokenizer=tokenizer(), word="mat", **asked)
+    look_at(model, LONG, **asked)
+    look_at(model, LONG, word="mat", **asked)
     whole, window = estimates
     assert window.tokens == 16 < whole.tokens
     assert done[-1] == (2, 2)  # two layers of one window
     # A word that comes late, in a text that runs at once: the timed part lacks it.
     late = f"{LONG} cathouse"
-    look(t5(), late, tokenizer=tokenizer(), target="the", word="cathouse", **asked)
+    look_at(t5(), late, target="the", word="cathouse", **asked)
     assert estimates[-1].tokens == len(tokenizer().encode(late).ids)
 
 
@@ -388,7 +379,7 @@ def test_the_estimate_may_stop_it(monkeypatch: pytest.MonkeyPatch) -> None:
 
     model = gpt2(length=16)
     with pytest.raises(KeyboardInterrupt):
-        look(model, LONG, tokenizer=tokenizer(), on_estimate=refuse)
+        look_at(model, LONG, on_estimate=refuse)
     assert not hooked(model)
 
 
@@ -396,7 +387,7 @@ def test_short_texts_are_not_measured_first() -> None:
     def never(_: CostEstimate) -> None:
         raise AssertionError("an estimate of a short text")
 
-    look(gpt2(), TEXT, tokenizer=tokenizer(), on_estimate=never)
+    look_at(gpt2(), on_estimate=never)
 
 
 # What means nothing ----------------------------------------------------------------------------
@@ -422,49 +413,45 @@ def test_short_texts_are_not_measured_first() -> None:
 )
 def test_invalid_arguments_are_refused(asked: dict[str, object], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        look(gpt2(), TEXT, tokenizer=tokenizer(), **asked)
+        look_at(gpt2(), **asked)
 
 
-def test_a_model_needs_its_own_tokenizer() -> None:
-    with pytest.raises(InputError, match="Pass tokenizer"):
-        look(gpt2(), TEXT)
-    with pytest.raises(InputError, match="300 tokens and the model 20"):
-        look(gpt2(vocabulary=20), TEXT, tokenizer=tokenizer())
-    with pytest.raises(InputError, match="nothing to read"):
-        look(gpt2(), "", tokenizer=tokenizer())
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: look(gpt2(), TEXT), "Pass tokenizer"),
+        (lambda: look_at(gpt2(vocabulary=20)), "300 tokens and the model 20"),
+        (lambda: look_at(gpt2(), ""), "nothing to read"),
+        (lambda: look_at(torch.nn.Linear(2, 2)), r"not a model of regard\. .*regard\.watch"),
+        (lambda: look("translate", "The cat sat."), r"begin the text with >>deu<< or .*>>fra<<"),
+        (lambda: look("summarize", "The cat."), "summarize was trained on texts that begin with"),
+    ],
+)
+def test_a_model_needs_its_own_tokenizer_and_text(call: Callable[[], Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        call()
 
 
-def test_nothing_is_left_on_the_model() -> None:
-    model = gpt2()
-    look(model, TEXT, tokenizer=tokenizer())
-    with watch(model, See(entropy=True)):  # nothing watches it any more
-        pass
-    assert not hooked(model)
-
-
-def test_a_model_in_training_stays_in_training() -> None:
-    model = gpt2().train()
-    model.stack.blocks[0].eval()
-    before = [module.training for module in model.modules()]
-    look(model, TEXT, tokenizer=tokenizer())
-    assert [module.training for module in model.modules()] == before
-
-
-def test_a_model_of_another_library_is_refused_with_advice() -> None:
-    with pytest.raises(InputError, match=r"Linear is not a model of regard\. .*regard\.watch"):
-        look(torch.nn.Linear(2, 2), TEXT, tokenizer=tokenizer())  # type: ignore[arg-type]
-
-
-def test_the_text_must_name_the_target_language() -> None:
-    with pytest.raises(InputError, match=r"begin the text with >>deu<< or .*>>fra<<"):
-        look("translate", "The cat sat.", alignment=True)
+def test_a_text_begins_as_those_did_that_a_model_learned_from() -> None:
+    assert look("summarize", "summarize: The cat sat.", target="A cat.").values
     found = look("translate", ">>fra<< The cat sat.", target="Le chat.", alignment=True)
     words = found.to_dict()
     assert found.weights.argmax(-1)[0] == words["source"].index("The")
 
 
+def test_a_model_is_left_as_it_was() -> None:
+    model = gpt2().train()
+    model.stack.blocks[0].eval()
+    before = [module.training for module in model.modules()]
+    look_at(model)
+    assert [module.training for module in model.modules()] == before
+    with watch(model, See(entropy=True)):  # nothing watches it any more
+        pass
+    assert not hooked(model)
+
+
 def test_a_map_of_some_hundred_tokens_is_exact_and_has_their_names() -> None:
-    found = look(gpt2(), " ".join([TEXT] * 7)[:300], tokenizer=tokenizer(), layer=0, head=0)
+    found = look_at(gpt2(), " ".join([TEXT] * 7)[:300], layer=0, head=0)
     count = len(found.rows)
     assert heads_module.MAX_NAMED < count <= heads_module.MAX_CELLS
     assert list(found.weights.shape) == [count, count]
@@ -473,12 +460,6 @@ def test_a_map_of_some_hundred_tokens_is_exact_and_has_their_names() -> None:
 
 
 def test_the_picture_of_a_word_says_how_the_text_was_read() -> None:
-    found = look(gpt2(), " ".join([TEXT] * 30), tokenizer=tokenizer(), word="cat")
+    found = look_at(gpt2(), " ".join([TEXT] * 30), word="cat")
     assert found.notes
     assert found.notes[0][:20] in " ".join(found.picture().text(color="none").split())
-
-
-def test_a_text_begins_as_those_did_that_a_model_learned_from() -> None:
-    with pytest.raises(InputError, match="summarize was trained on texts that begin with"):
-        look("summarize", "The cat sat.")
-    assert look("summarize", "summarize: The cat sat.", target="A cat.").values

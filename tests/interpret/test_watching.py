@@ -12,23 +12,17 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from helpers.random_models import of_five
-from helpers.sine_models import hooked
+from helpers.sine_models import gpt2, hooked, translator, xl
 from regard import (
     GPT2,
     InputError,
     MultiHeadAttention,
     Padding,
     See,
-    Transformer,
-    TransformerXL,
-    TransformerXLConfig,
     watch,
 )
-from regard import GPT2Config as OurGPT2Config
-from regard import TransformerConfig as OurTransformerConfig
 from regard.interpret.adapters.huggingface import _attend
 from regard.interpret.watched import Watched
 
@@ -122,12 +116,7 @@ def watched_as_plain(
 
 
 def our_gpt2() -> GPT2:
-    torch.manual_seed(0)
-    config = OurGPT2Config(
-        vocabulary=50, dim=32, depth=2, heads=4, length=32, begin_token=None, end_token=None
-    )  # fmt: skip
-    model: GPT2 = sharpened(GPT2(config))
-    return model
+    return gpt2(32).float()
 
 
 def test_our_model_computes_the_same_and_shows_every_layer() -> None:
@@ -153,25 +142,20 @@ def test_calls_come_in_order_and_a_layer_has_a_list_of_them() -> None:
 
 
 def test_encoder_decoder_and_cross_attention_have_their_own_names() -> None:
-    torch.manual_seed(0)
-    config = OurTransformerConfig(vocabulary=50, dim=32, depth=1, decoder_depth=1)
-    model = sharpened(Transformer(config))
+    model = translator()
     with watch(model, See(weights=True)) as watched:
         model(IDS, IDS[:, :5])
     assert [(name, seen.extent[2:]) for name, seen in watched.calls] == [
         ("encoder.blocks.0.attention", (9, 9)),
         ("decoder.blocks.0.attention", (5, 5)),
         ("decoder.blocks.0.cross", (5, 9)),
+        ("decoder.blocks.1.attention", (5, 5)),
+        ("decoder.blocks.1.cross", (5, 9)),
     ]
 
 
 def test_memory_of_the_segments_before_is_seen_too() -> None:
-    torch.manual_seed(0)
-    config = TransformerXLConfig(
-        vocabulary=50, cutoffs=(20,), div_val=2, dim=16, embedding_dim=16, depth=2, heads=2,
-        head_dim=8, inner=32, memory=6,
-    )  # fmt: skip
-    model = sharpened(TransformerXL(config))
+    model = xl(memory=6)
 
     def run() -> Tensor:
         memories = model.remember()
@@ -214,16 +198,17 @@ def test_gradients_flow_to_and_through_what_was_seen() -> None:
 
 def test_with_a_callback_nothing_is_kept() -> None:
     model = our_gpt2()
-    seen_calls: list[tuple[str, tuple[int, ...]]] = []
+    passed: list[tuple[str, tuple[int, ...]]] = []
     with torch.no_grad():
         with watch(model, See(entropy=True)) as kept:
             model(IDS)
         with watch(
-            model, See(entropy=True), lambda name, seen: seen_calls.append((name, seen.extent))
-        ) as w:
+            model, See(entropy=True), lambda name, seen: passed.append((name, seen.extent))
+        ) as watched:
             model(IDS)
-    assert seen_calls == [(name, seen.extent) for name, seen in kept.calls]
-    assert len(w) == 0
+    assert passed == [(name, seen.extent) for name, seen in kept.calls]
+    assert len(watched) == 0
+    assert repr(watched) == "Watched: 2 calls, each passed to the callback"
 
 
 @pytest.mark.parametrize("theirs", [False, True])
@@ -260,11 +245,15 @@ def test_two_threads_may_watch_our_model_with_one_see() -> None:
     assert [seen.extent[0] for _, seen in found[0].calls] == [2, 2]
 
 
-def test_an_exception_leaves_nothing_behind() -> None:
-    model = our_gpt2()
+@pytest.mark.parametrize("theirs", [False, True])
+def test_an_exception_leaves_the_model_unchanged(theirs: bool) -> None:
+    model = hugging_face("GPT2LMHeadModel") if theirs else our_gpt2()
+    before = frozen(model)
+    with watch(model, See(entropy=True)):
+        assert frozen(model) != before
     with pytest.raises(RuntimeError, match="stop"), watch(model, See(entropy=True)):
         raise RuntimeError("stop")
-    assert not hooked(model)
+    assert frozen(model) == before
     with watch(model, See(entropy=True)) as watched:
         model(IDS)
     assert len(watched) == 2
@@ -400,16 +389,6 @@ def test_a_model_inside_another_module_is_watched() -> None:
     ]  # fmt: skip
 
 
-def test_an_exception_leaves_their_model_unchanged() -> None:
-    model = hugging_face("GPT2LMHeadModel")
-    before = frozen(model)
-    with watch(model, See(entropy=True)):
-        assert frozen(model) != before
-    with pytest.raises(RuntimeError, match="stop"), watch(model, See(entropy=True)):
-        raise RuntimeError("stop")
-    assert frozen(model) == before
-
-
 def test_two_threads_may_watch_one_model() -> None:
     model = hugging_face("GPT2LMHeadModel")
     inside, leave = threading.Event(), threading.Event()
@@ -440,14 +419,9 @@ def test_two_threads_may_watch_one_model() -> None:
 # Refusals --------------------------------------------------------------------------------------
 
 
-def test_a_model_outside_the_registry_is_refused_by_name() -> None:
+def bloom() -> Any:
     config = transformers.BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=4)
-    model = transformers.BloomForCausalLM(config)
-    before = frozen(model)
-    refusal = pytest.raises(InputError, match="BloomForCausalLM cannot be watched")
-    with refusal, watch(model, See(entropy=True)):
-        pass
-    assert frozen(model) == before
+    return transformers.BloomForCausalLM(config)
 
 
 def test_attention_sinks_are_refused() -> None:
@@ -463,18 +437,20 @@ def test_attention_sinks_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("make", "see", "message"),
     [
-        (lambda: (nn.Linear(2, 2), See(entropy=True)), "nothing to watch in Linear"),
-        (lambda: ("gpt2", See(entropy=True)), "not str"),
-        (lambda: (MultiHeadAttention(8, heads=2), True), "takes See"),
+        (lambda: nn.Linear(2, 2), See(entropy=True), "nothing to watch in Linear"),
+        (lambda: "gpt2", See(entropy=True), "not str"),
+        (lambda: MultiHeadAttention(8, heads=2), True, "takes See"),
+        (bloom, See(entropy=True), "BloomForCausalLM cannot be watched"),
     ],
 )
-def test_what_cannot_be_watched_is_refused(
-    arguments: Callable[[], tuple[Any, Any]], message: str
-) -> None:
-    with pytest.raises(InputError, match=message), watch(*arguments()):
+def test_what_cannot_be_watched_is_refused(make: Callable[[], Any], see: Any, message: str) -> None:
+    model = make()
+    before = frozen(model) if isinstance(model, nn.Module) else None
+    with pytest.raises(InputError, match=message), watch(model, see):
         pass
+    assert before is None or frozen(model) == before
 
 
 def test_watching_twice_is_refused() -> None:
@@ -488,9 +464,7 @@ def test_watching_twice_is_refused() -> None:
 
 
 def test_output_attentions_is_refused_not_dropped() -> None:
-    config = GPT2Config(n_layer=1, n_head=2, n_embd=8, vocab_size=50, bos_token_id=1,
-                        eos_token_id=2, attn_implementation="eager")  # fmt: skip
-    model = GPT2LMHeadModel(config)
+    model = hugging_face("GPT2LMHeadModel", "eager")
     with pytest.raises(InputError, match="output_attentions"), watch(model, See(entropy=True)):
         model(IDS, output_attentions=True)
     model.config.output_attentions = True
@@ -517,13 +491,6 @@ def test_the_record_reads_well() -> None:
     assert "stack.blocks.9" not in watched
     with pytest.raises(KeyError, match=r"stack\.blocks\.0\.attention"):
         watched["stack.blocks.9"]
-
-
-def test_calls_passed_to_a_callback_are_counted() -> None:
-    model = our_gpt2().eval()
-    with torch.no_grad(), watch(model, See(entropy=True), lambda *_: None) as watched:
-        model(torch.tensor([[1, 2, 3]]))
-    assert repr(watched) == "Watched: 2 calls, each passed to the callback"
 
 
 @pytest.mark.parametrize("how", ["wrapped", "in place"])

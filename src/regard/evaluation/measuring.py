@@ -98,9 +98,9 @@ def evaluate(
     (['perplexity', 'bits_per_byte', 'loss'], 'tokens')
     """
     row = scored_row(model)
-    known = (*SCORES_OF_TASK[row.scored_as], *_ON_REQUEST.get(row.scored_as, ()))
-    nearest("score ", dict.fromkeys(wanted), known)
-    names = tuple(wanted) or SCORES_OF_TASK[row.scored_as]
+    by_default = SCORES_OF_TASK[row.scored_as]
+    nearest("score ", dict.fromkeys(wanted), (*by_default, *_ON_REQUEST.get(row.scored_as, ())))
+    names = tuple(wanted) or by_default
     for name in names:
         metrics.check(name)
     report, kind = Report(), RECORDS[row.scored_as]
@@ -166,9 +166,8 @@ def own_settings(bundle: Bundle) -> dict[str, Any]:
     With these settings an evaluation runs the model in the same way as its tasks.
     """
     row, tasks = scored_row(bundle.model), bundle.tasks
-    task = row.scored_as if row.scored_as in tasks else None
-    if task is None and len(tasks) == 1:
-        task = next(iter(tasks))
+    only = next(iter(tasks)) if len(tasks) == 1 else None
+    task = row.scored_as if row.scored_as in tasks else only
     result = dict[str, Any]()
     if prefix := bundle.prefix(task):
         result["prefix"] = prefix

@@ -10,6 +10,7 @@ import re
 import string
 from collections import Counter
 from collections.abc import Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 from regard.errors import InputError
@@ -25,9 +26,7 @@ def bleu(
     >>> round(bleu(["the cat sat on the mat"], [["the cat sat on a mat", "a cat sat"]]), 2)
     53.73
     """
-    metric = _sacrebleu().BLEU(tokenize=tokenize, force=True)
-    score: float = metric.corpus_score(list(outputs), _columns(outputs, references)).score
-    return score
+    return _corpus_score(_sacrebleu().BLEU(tokenize=tokenize, force=True), outputs, references)
 
 
 def chrf(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> float:
@@ -36,9 +35,7 @@ def chrf(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> float:
     >>> round(chrf(["the cat"], [["the cats"]]), 2)
     77.57
     """
-    metric = _sacrebleu().CHRF()
-    score: float = metric.corpus_score(list(outputs), _columns(outputs, references)).score
-    return score
+    return _corpus_score(_sacrebleu().CHRF(), outputs, references)
 
 
 def check(metric: str) -> None:
@@ -58,11 +55,14 @@ def _sacrebleu() -> Any:
     return metrics
 
 
-def _columns(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> list[list[str | None]]:
-    """The references in sacreBLEU's form: list n has reference n of every output, or None."""
+def _corpus_score(
+    metric: Any, outputs: Sequence[str], references: Sequence[Sequence[str]]
+) -> float:
     _check(outputs, references)
-    most = max(len(some) for some in references)
-    return [[some[n] if n < len(some) else None for some in references] for n in range(most)]
+    # sacreBLEU takes one list for the first reference of every output, one for the second ...
+    columns = [list(column) for column in zip_longest(*references)]
+    score: float = metric.corpus_score(list(outputs), columns).score
+    return score
 
 
 def _check(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> None:
@@ -100,8 +100,7 @@ def rouge(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Rouge:
         sums[2] += max(
             _f_measure(_in_common(words, target), len(words), len(target)) for target in targets
         )
-    one, two, longest = (100 * total / len(outputs) for total in sums)
-    return Rouge(one, two, longest)
+    return Rouge(*(100 * total / len(outputs) for total in sums))
 
 
 def _words(text: str) -> list[str]:

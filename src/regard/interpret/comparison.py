@@ -35,24 +35,19 @@ def compare(first: object, second: object, *, names: tuple[str, str]) -> Compari
     Overviews must have the same layers and heads, maps the same number of tokens.
     """
     if isinstance(first, Overview) and isinstance(second, Overview):
-        shapes = [
+        sizes = [
             f"{len(each.layers)} layers of {each.values['entropy'].shape[1]} heads"
             for each in (first, second)
         ]
-        if shapes[0] != shapes[1]:
-            raise InputError(
-                f"{names[0]} has {shapes[0]} and {names[1]} has {shapes[1]}: they cannot be "
-                "compared head by head. Compare two heads: give layer and head."
-            )
-        return Comparison(first, second, names)
-    if isinstance(first, HeadMap) and isinstance(second, HeadMap):
+        advice = "they cannot be compared head by head. Compare two heads: give layer and head."
+    elif isinstance(first, HeadMap) and isinstance(second, HeadMap):
         sizes = [f"{len(each.rows):,} x {len(each.columns):,} tokens" for each in (first, second)]
-        if sizes[0] != sizes[1]:
-            raise InputError(
-                f"{names[0]} has {sizes[0]} and {names[1]} has {sizes[1]}: maps are compared cell "
-                "by cell. Give the same number of rows and columns."
-            )
-        return Comparison(first, second, names)
-    raise InputError(
-        "Only two overviews or two maps of heads can be compared, not alignments or a word's keys."
-    )
+        advice = "maps are compared cell by cell. Give the same number of rows and columns."
+    else:
+        raise InputError(
+            "Only two overviews or two maps of heads can be compared, not alignments or a word's "
+            "keys."
+        )
+    if sizes[0] != sizes[1]:
+        raise InputError(f"{names[0]} has {sizes[0]} and {names[1]} has {sizes[1]}: {advice}")
+    return Comparison(first, second, names)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,9 +100,7 @@ class MapMeasurement:
                 f"Give fewer of either, for {MAX_EXACT:,} weights at most."
             )
         sizes = (len(self.rows), len(self.columns))
-        self._cells = torch.zeros(
-            *(min(MAX_CELLS, size) if self.pooled else size for size in sizes)
-        )
+        self._cells = torch.zeros([min(MAX_CELLS, n) if self.pooled else n for n in sizes])
 
     def see(self, layer: AttentionLayer, chunk: Chunk) -> See | None:
         if layer is not self.layer:
@@ -111,18 +108,17 @@ class MapMeasurement:
         if self.pooled:
             # A cell may span two chunks: record the weights of each chunk, and pool them in add().
             return See(map=MAX_CELLS) if len(self.run.chunks) == 1 else See(weights=True)
-        _, _, pairs = self._exact(chunk)
+        pairs = self._pairs(chunk)
         return See(pairs=pairs) if len(pairs) else None
 
-    def _exact(self, chunk: Chunk) -> tuple[range, range, Tensor]:
-        """The map's rows and columns in a chunk, and their (query, key) pairs within the chunk."""
+    def _pairs(self, chunk: Chunk) -> Tensor:
+        """The (query, key) pairs of the map in a chunk, counted from its first query and key."""
         queries, keys = self.run.ranges(self.layer, chunk)
-        rows, columns = _overlap(self.rows, queries), _overlap(self.columns, keys)
-        pairs = torch.cartesian_prod(
-            torch.arange(rows.start - queries.start, rows.stop - queries.start),
-            torch.arange(columns.start - keys.start, columns.stop - keys.start),
+        rows, columns = (
+            torch.tensor([at - part.start for at in part if at in wanted], dtype=torch.long)
+            for part, wanted in ((queries, self.rows), (keys, self.columns))
         )
-        return rows, columns, pairs
+        return torch.cartesian_prod(rows, columns)
 
     def add(self, layer: AttentionLayer, chunk: Chunk, seen: Seen) -> None:
         queries, keys = self.run.ranges(layer, chunk)
@@ -142,12 +138,9 @@ class MapMeasurement:
             self._cells.index_add_(1, column_of, pooled)
         else:
             assert seen.pairs is not None
-            rows, columns, _ = self._exact(chunk)
-            part = seen.pairs[0, self.head].float().cpu().view(len(rows), len(columns))
-            self._cells[
-                rows.start - self.rows.start : rows.stop - self.rows.start,
-                columns.start - self.columns.start : columns.stop - self.columns.start,
-            ] = part
+            moved = (queries.start - self.rows.start, keys.start - self.columns.start)
+            rows, columns = (self._pairs(chunk) + torch.tensor(moved)).unbind(-1)
+            self._cells[rows, columns] = seen.pairs[0, self.head].float().cpu()
 
     def result(self) -> HeadMap:
         run, cells = self.run, self._cells
@@ -179,11 +172,6 @@ def _within(wanted: range | None, count: int, what: str) -> range:
             f"{what} {wanted.start}:{wanted.stop} must lie within 0:{count}, the number of tokens."
         )
     return wanted
-
-
-def _overlap(first: range, second: range) -> range:
-    start, stop = max(first.start, second.start), min(first.stop, second.stop)
-    return range(start, max(stop, start))
 
 
 @dataclass(frozen=True, eq=False)
@@ -224,38 +212,33 @@ class WordMeasurement:
         head: int | None = None,
     ) -> None:
         self.run = run
-        if layer is None:
-            self.layers = [each for each in run.layers if each.half in ("", "encoder")]
-        else:
-            self.layers = [layer]
         self.head = head
-        if layer is not None and head is not None:
+        self.layers = [each for each in run.layers if each.half in ("", "encoder")]
+        if layer is None:
+            self._heads = f"mean of all heads of {len(self.layers)} layers"
+        elif head is None:
+            self.layers = [layer]
+            self._heads = f"mean of the {layer.module.heads} heads of layer {layer.name}"
+        else:
             run.check_head(layer, head)
+            self.layers = [layer]
+            self._heads = f"layer {layer.name}, head {head}"
         queries, self.keys = run.tokens_of(self.layers[0])
         self.word, self.times = queries.find(word)
         self._rows = torch.zeros(len(self.word.places), len(self.keys))
-        self._heads = _description(self.layers, layer, head)
 
     def see(self, layer: AttentionLayer, chunk: Chunk) -> See | None:
-        rows = [place for _, place in self._places(layer, chunk)]
-        return See(rows=rows) if layer in self.layers and rows else None
-
-    def _places(self, layer: AttentionLayer, chunk: Chunk) -> list[tuple[int, int]]:
-        """For each token of the word in a chunk: its index in the word, and in the chunk."""
         queries, _ = self.run.ranges(layer, chunk)
-        return [
-            (index, place - queries.start)
-            for index, place in enumerate(self.word.places)
-            if place in queries
-        ]
+        rows = [place - queries.start for place in self.word.places if place in queries]
+        return See(rows=rows) if layer in self.layers and rows else None
 
     def add(self, layer: AttentionLayer, chunk: Chunk, seen: Seen) -> None:
         assert seen.rows is not None
-        _, keys = self.run.ranges(layer, chunk)
+        queries, keys = self.run.ranges(layer, chunk)
         rows = seen.rows[0].float().cpu()  # [heads, r, k]
         rows = rows.mean(0) if self.head is None else rows[self.head]
-        for (index, _), row in zip(self._places(layer, chunk), rows, strict=True):
-            self._rows[index, keys.start : keys.stop] += row / len(self.layers)
+        here = [index for index, place in enumerate(self.word.places) if place in queries]
+        self._rows[here, keys.start : keys.stop] += rows / len(self.layers)
 
     def result(self) -> WordKeys:
         words = self.keys.words
@@ -269,13 +252,3 @@ class WordMeasurement:
             tuple(word.label for word in words),
             notes_on(self.run),
         )
-
-
-def _description(
-    layers: Sequence[AttentionLayer], layer: AttentionLayer | None, head: int | None
-) -> str:
-    if layer is None:
-        return f"mean of all heads of {len(layers)} layers"
-    if head is None:
-        return f"mean of the {layer.module.heads} heads of layer {layer.name}"
-    return f"layer {layer.name}, head {head}"

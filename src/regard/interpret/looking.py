@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from itertools import count
 
 from regard.errors import InputError
 from regard.interpret.cost import CostEstimate, estimate
@@ -90,16 +91,13 @@ def look(
     if on_estimate is not None and (cost := estimate(run, measurement)) is not None:
         on_estimate(cost)
     total = len(run.needed_chunks(measurement.see)) * len(run.layers)
-    done = 0
+    done = count()
 
     def tick() -> None:
-        nonlocal done
-        done += 1
         if progress is not None:
-            progress(min(done, total), total)
+            progress(min(next(done), total), total)
 
-    if progress is not None:
-        progress(0, total)
+    tick()
     run.record(measurement.see, measurement.add, tick)
     return measurement.result()
 

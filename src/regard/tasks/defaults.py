@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -11,22 +10,15 @@ from regard.checkpoints import cards
 from regard.errors import UnknownModelError
 from regard.models.bundle import Bundle, Name, Precision, open_bundle
 
-_SQUAD = "google-bert/bert-large-uncased-whole-word-masking-finetuned-squad"
-
-
-class _Default(NamedTuple):
-    """A default model, and what to suggest if it is not shipped."""
-
-    task: str
-    example: str  # a model of the Hugging Face hub
-    recipe: str  # a recipe that trains a model for the task
-
-
+# The task of each default model, and a model of the Hugging Face hub to suggest instead.
 _DEFAULTS = {
-    "translate": _Default("translation", "Helsinki-NLP/opus-mt-en-fr", "translate.toml"),
-    "summarize": _Default("summarization", "google-t5/t5-small", "summarize.toml"),
-    "answer": _Default("question answering", _SQUAD, "answer.toml"),
-    "books-gpt2": _Default("completion", "openai-community/gpt2", "books-gpt2.toml"),
+    "translate": ("translation", "Helsinki-NLP/opus-mt-en-fr"),
+    "summarize": ("summarization", "google-t5/t5-small"),
+    "answer": (
+        "question answering",
+        "google-bert/bert-large-uncased-whole-word-masking-finetuned-squad",
+    ),
+    "books-gpt2": ("completion", "openai-community/gpt2"),
 }
 
 
@@ -39,9 +31,10 @@ def open_model(
     """Open a model for a task. If a default model is not shipped, the error suggests another."""
     default = _DEFAULTS.get(str(name))
     if default is not None and name not in cards.names() and not Path(name).is_dir():
+        purpose, example = default
         raise UnknownModelError(
-            f"No {default.task} model is shipped with this build of regard. Name one, such as "
-            f"--model {default.example} of the Hugging Face hub (in Python, "
-            f'model="{default.example}"), or train one with recipes/{default.recipe}.'
+            f"No {purpose} model is shipped with this build of regard. Name one, such as "
+            f"--model {example} of the Hugging Face hub (in Python, "
+            f'model="{example}"), or train one with recipes/{name}.toml.'
         )
     return open_bundle(name, task, device, precision)

@@ -51,14 +51,12 @@ def translate(
     prefix, language, task = _prefix(bundle, to, source)
     how, max_new_tokens = bundle.settings(task).resolve(how, max_new_tokens)
     cut = [sentences(text) for text in texts]
-    parts = [
-        bundle.prepared(text[a:b], TASK)
-        for text, spans in zip(texts, cut, strict=True)
-        for a, b in spans
-    ]
-    numbers = [number for number, spans in enumerate(cut, 1) for _ in spans]
-    for number, part in zip(numbers, parts, strict=True):
-        _check_length(bundle, prefix, part, f"Text {number}: " if len(texts) > 1 else "")
+    parts = []
+    for number, (text, spans) in enumerate(zip(texts, cut, strict=True), 1):
+        for low, high in spans:
+            part = bundle.prepared(text[low:high], TASK)
+            _check_length(bundle, prefix, part, f"Text {number}: " if len(texts) > 1 else "")
+            parts.append(part)
     written = write(bundle, [prefix + part for part in parts], how, max_new_tokens, batch, check)
     weights = list(read_weights(bundle, prefix, parts, written, batch, check)) if attended else None
     records = []

@@ -7,7 +7,7 @@ import io
 import math
 import shutil
 from collections.abc import Iterator, Sequence
-from itertools import islice, pairwise
+from itertools import accumulate, islice, pairwise
 from typing import TYPE_CHECKING
 
 from rich.cells import cell_len, set_cell_size
@@ -221,21 +221,15 @@ def _shown_columns(widths: list[int], room: int) -> list[int]:
     if sum(widths) + GAP * len(widths) <= room:
         return list(range(len(widths)))
     room -= 1 + GAP + widths[-1] + GAP
-    chosen = []
-    for place, width in enumerate(widths[:-1]):
-        room -= width + GAP
-        if room < 0:
-            break
-        chosen.append(place)
+    ends = accumulate(width + GAP for width in widths[:-1])
+    chosen = [place for place, end in enumerate(ends) if end <= room]
     return _with_gaps([*chosen, len(widths) - 1])
 
 
 def _truncated(word: str) -> str:
-    return (
-        word
-        if cell_len(word) <= LABEL_WIDTH
-        else set_cell_size(word, LABEL_WIDTH - 1).rstrip() + "…"
-    )
+    if cell_len(word) <= LABEL_WIDTH:
+        return word
+    return set_cell_size(word, LABEL_WIDTH - 1).rstrip() + "…"
 
 
 def _decimals(matrix: Tensor) -> int:

@@ -144,8 +144,8 @@ def _stages(call: Call) -> _Stages:
         bias = call.bias.tile(everything).detach().to(wide).expand(1, *scores.shape)[0]
     if call.mask is not None:
         allowed = call.mask.tile(everything).expand(1, *scores.shape)[0]
-    weights = _softmax(scaled + bias, allowed)
     masked = (scaled + bias).masked_fill(~allowed, -math.inf)
+    weights = _softmax(masked)
     return _Stages(
         query, key, value, scores, scaled, bias, allowed, masked, weights, weights @ value
     )
@@ -213,11 +213,11 @@ def _score_steps(traced: TracedCall, stages: _Stages) -> Iterator[Step]:
 
     def compared(scale: float) -> Numbers:
         """The followed word's weights with ``scale``, and below with the scale of the call."""
+        scores, bias, allowed = (
+            each[shown, focus] for each in (stages.scores, stages.bias, stages.allowed)
+        )
         rows = [
-            _softmax(
-                stages.scores[shown, focus] * each + stages.bias[shown, focus],
-                stages.allowed[shown, focus],
-            )
+            _softmax((scores * each + bias).masked_fill(~allowed, -math.inf))
             for each in (scale, call.scale)
         ]
         labels = ("without scaling", "with scaling")
@@ -319,11 +319,9 @@ def _bias_step(bias: Bias, numbers: Numbers) -> Step:
     )
 
 
-def _softmax(scores: Tensor, allowed: Tensor) -> Tensor:
-    """Softmax over the keys; a query whose keys are all masked has weights 0."""
-    empty = ~allowed.any(-1, keepdim=True)
-    weights = scores.masked_fill(~allowed & ~empty, -math.inf).softmax(-1)
-    return weights.masked_fill(empty, 0)
+def _softmax(masked: Tensor) -> Tensor:
+    """Softmax over the keys of scores, -inf where masked; a query without keys has weights 0."""
+    return masked.softmax(-1).nan_to_num(nan=0.0)
 
 
 def _number(value: float, decimals: int = 3) -> str:
