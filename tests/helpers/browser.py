@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
@@ -113,14 +112,11 @@ class Page:
 
     def press(self, key: str) -> None:
         for kind in ("keyDown", "keyUp"):
+            text = "\r" if key == "Enter" and kind == "keyDown" else ""
             self._call(
-                "Input.dispatchKeyEvent",
-                type=kind,
-                key=key,
-                code=key,
+                "Input.dispatchKeyEvent", type=kind, key=key, code=key, text=text,
                 windowsVirtualKeyCode=KEYS[key],
-                text="\r" if key == "Enter" and kind == "keyDown" else "",
-            )
+            )  # fmt: skip
 
     def look_as(self, *, width: int, height: int = 900, dark: bool = False) -> None:
         """Be a screen of some size, light or dark."""
@@ -134,11 +130,6 @@ class Page:
     def save_into(self, folder: Path) -> None:
         """Where what is downloaded goes."""
         self._call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
-
-    def shot(self, file: Path, *, whole: bool = True) -> None:
-        """What it looks like, as a PNG image."""
-        found = self._call("Page.captureScreenshot", captureBeyondViewport=whole)
-        file.write_bytes(base64.b64decode(found["data"]))
 
 
 def program() -> str:

@@ -13,7 +13,6 @@ from regard.errors import InputError
 
 if TYPE_CHECKING:
     from regard.evaluation.measuring import Evaluated
-    from regard.evaluation.reproduction import Again
 
 
 def evaluate(
@@ -104,14 +103,9 @@ def evaluate(
     settings = [*defaults, f"evaluation.examples={limit}", *(changes or ())]
     with terminal.progress(Path(data[0]).name) as show:
         evaluated = measure(
-            bundle.model,
-            bundle.tokenizer,
-            [source],
-            metric or (),
-            root=root,
-            settings=settings,
+            bundle.model, bundle.tokenizer, [source], metric or (), root=root, settings=settings,
             progress=show,
-        )
+        )  # fmt: skip
     _print_scores(model, evaluated, as_json)
 
 
@@ -145,12 +139,9 @@ def _card(model: str, root: Path, device: str, as_json: bool) -> None:
     from regard.checkpoints.hub import find
     from regard.evaluation.reproduction import reproduce
 
-    rows: list[Again] = []
+    place = terminal.device(device)
     with terminal.progress(model) as show:
-        for again in reproduce(
-            find(model), root=root, device=terminal.device(device), progress=show
-        ):
-            rows.append(again)
+        rows = list(reproduce(find(model), root=root, device=place, progress=show))
     if as_json:
         for row in rows:
             claim = {"metric": row.score.metric, "data": row.score.data, "card": row.score.value}
@@ -160,14 +151,10 @@ def _card(model: str, root: Path, device: str, as_json: bool) -> None:
             "score", "data", "card", "here", "tolerance", "", numbers=["card", "here", "tolerance"]
         )
         for row in rows:
-            files = ", ".join(name for source in row.score.data for name in source["files"])
-            numbers = (row.score.value, row.value, row.score.tolerance)
-            table.add_row(
-                row.score.metric,
-                files,
-                *(f"{number:.3f}" for number in numbers),
-                "agrees" if row.agrees else "differs",
-            )
+            score = row.score
+            files = ", ".join(name for source in score.data for name in source["files"])
+            numbers = [f"{number:.3f}" for number in (score.value, row.value, score.tolerance)]
+            table.add_row(score.metric, files, *numbers, "agrees" if row.agrees else "differs")
         terminal.show(table)
     if not all(row.agrees for row in rows):
         raise typer.Exit(1)

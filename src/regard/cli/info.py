@@ -17,8 +17,9 @@ from regard.cli import options, terminal
 if TYPE_CHECKING:
     from regard.models.catalog import Known
 
-# Each optional package, and what it is needed for.
-OPTIONAL = {
+# Each package, and what it is needed for if it is optional.
+PACKAGES = {
+    **dict.fromkeys(("torch", "safetensors", "tokenizers", "rich", "typer"), ""),
     "matplotlib": "pictures as PNG",
     "sacrebleu": "BLEU and chrF",
     "datasets": "Hugging Face datasets in recipes",
@@ -84,8 +85,7 @@ def _show_card(model: Known, as_json: bool) -> None:
     if as_json:
         print(json.dumps(asdict(model) | {"card": facts, "text": text}, default=str))
         return
-    table = terminal.table("", "")
-    table.show_header = False
+    table = terminal.facts()
     for key, value in (facts or {"name": model.name, "task": model.task}).items():
         table.add_row(key, value)
     table.add_row("size", f"{model.size / 1e6:,.1f} MB")
@@ -105,22 +105,22 @@ def _show_card(model: Known, as_json: bool) -> None:
 
 def doctor() -> None:
     """Show versions, devices, and which backends can run on this machine."""
-    from importlib.metadata import version
+    from importlib.metadata import PackageNotFoundError, version
 
     import torch
 
     from regard.mechanism.backends import BACKENDS
 
-    table = terminal.table("", "")
-    table.show_header = False
+    table = terminal.facts()
     table.add_row("regard", __version__)
     table.add_row("python", f"{platform.python_version()} on {platform.system()}")
-    for name in ("torch", "safetensors", "tokenizers", "rich", "typer"):
-        table.add_row(name, version(name) + remark(name, version(name)))
-    for name, use in OPTIONAL.items():
-        installed = _version(name)
-        shown = f"{installed or 'not installed'} ({use})"
-        table.add_row(name, shown + (remark(name, installed) if installed else ""))
+    for name, use in PACKAGES.items():
+        try:
+            installed = version(name)
+            note = remark(name, installed)
+        except PackageNotFoundError:
+            installed, note = "not installed", ""
+        table.add_row(name, installed + (f" ({use})" if use else "") + note)
     table.add_row(
         "cpu", f"{torch.get_num_threads()} threads, {torch.backends.cpu.get_cpu_capability()}"
     )
@@ -160,22 +160,10 @@ def _numbers(version: str) -> tuple[int, int]:
     return int(major), int(minor)
 
 
-def _version(package: str) -> str | None:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 # ------------------------------------------------------------------------------------------- bench
 
 
-def bench(
-    device: options.Device = "auto",
-    as_json: options.Json = False,
-) -> None:
+def bench(device: options.Device = "auto", as_json: options.Json = False) -> None:
     """Measure the speed on this machine, in about twenty seconds.
 
     regard and its peer run alternately, and the table shows medians. A ratio above 1 means that

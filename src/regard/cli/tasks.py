@@ -153,9 +153,8 @@ def answer(
         if record.span is not None:
             start, end = record.span
             around = " ".join(document[max(start - 40, 0) : end + 40].split())
-            remark = (
-                f"characters {start} to {end}, probability {record.probability:.2f}: … {around} …"
-            )
+            place = f"characters {start} to {end}"
+            remark = f"{place}, probability {record.probability:.2f}: … {around} …"
         _show(record, as_json, "What the question attended to", remark)
 
 

@@ -42,6 +42,13 @@ def table(*heads: str, numbers: Collection[str] = ()) -> Table:
     return result
 
 
+def facts() -> Table:
+    """A table of names and values, without a header."""
+    result = table("", "")
+    result.show_header = False
+    return result
+
+
 def show(what: Table) -> None:
     """Print a table. In a pipe or a file, lines are not wrapped and have no trailing spaces."""
     console = Console(highlight=False)
@@ -71,23 +78,16 @@ def draw(picture: Picture, *, dark: bool = True) -> None:
 @contextmanager
 def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on standard error if that is a terminal."""
-    from rich.progress import (
-        BarColumn,
-        Progress,
-        TextColumn,
-        TimeElapsedColumn,
-        TimeRemainingColumn,
-    )
+    from rich import progress as bars
 
     console = Console(stderr=True)
     columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TimeElapsedColumn(),  # shows progress even while one layer takes minutes
-        TimeRemainingColumn(),
+        bars.TextColumn("{task.description}"),
+        bars.BarColumn(),
+        bars.TimeElapsedColumn(),  # shows progress even while one layer takes minutes
+        bars.TimeRemainingColumn(),
     )
-    with Progress(
-        *columns, console=console, transient=True, disable=not console.is_terminal
-    ) as bar:
+    hidden = not console.is_terminal
+    with bars.Progress(*columns, console=console, transient=True, disable=hidden) as bar:
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

@@ -59,12 +59,7 @@ def convert(
     from regard.checkpoints.hub import size_of
     from regard.models.conversion import convert as write
 
-    folder = write(
-        source,
-        target,
-        dtype=None if dtype is None else getattr(torch, dtype),
-        packing=packing,
-        shard_bytes=shard_size * 2**20,
-        force=force,
-    )
+    kind = None if dtype is None else getattr(torch, dtype)
+    size = shard_size * 2**20
+    folder = write(source, target, dtype=kind, packing=packing, shard_bytes=size, force=force)
     typer.echo(f"{folder}: {size_of(folder) / 1e6:,.1f} MB")

@@ -333,10 +333,8 @@ def _style(scene: Scene) -> str:
 def _colours(scene: Scene, *, dark: bool) -> str:
     """The CSS rules for light or for dark pages."""
     boxes = (shape.paint for shape in scene.shapes if isinstance(shape, Box))
-    paints: list[Paint] = [
-        *roles(dark),
-        *sorted({paint for paint in boxes if isinstance(paint, Shade)}),
-    ]
+    shades = sorted({paint for paint in boxes if isinstance(paint, Shade)})
+    paints: list[Paint] = [*roles(dark), *shades]
     rules = [f".regard .{_class(paint)}{{fill:{_colour(paint, dark)}}}" for paint in paints]
     rules.append(f".regard .outlined{{stroke:{_colour('ink', dark)}}}")
     rules.append(f".regard .{'day' if dark else 'night'}{{display:none}}")

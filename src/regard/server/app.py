@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.resources import files
 from typing import Any, TypeVar
 
@@ -69,7 +69,7 @@ def _endpoint(
             return _json(await _while_connected(connection, worker.run(request)))
         pieces = worker.stream(request)
         # Wait for the first piece: an error before it can still set the status.
-        first = await _while_connected(connection, _next(pieces))
+        first = await _while_connected(connection, anext(pieces))
         return StreamingResponse(_lines(first, pieces), media_type="application/x-ndjson")
 
     respond.__annotations__["request"] = kind  # FastAPI reads the type of the body here
@@ -80,9 +80,9 @@ class _ClientLeft(Exception):  # noqa: N818
     """The client closed its connection."""
 
 
-async def _while_connected(connection: Connection, work: Coroutine[Any, Any, T]) -> T:
+async def _while_connected(connection: Connection, work: Awaitable[T]) -> T:
     """The result of ``work``, which is cancelled if the client disconnects."""
-    working = asyncio.create_task(work)
+    working = asyncio.ensure_future(work)
     leaving = asyncio.create_task(_disconnected(connection))
     try:
         await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
@@ -97,10 +97,6 @@ async def _while_connected(connection: Connection, work: Coroutine[Any, Any, T])
 async def _disconnected(connection: Connection) -> None:
     while (await connection.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _next(pieces: AsyncIterator[T]) -> T:
-    return await anext(pieces)
 
 
 async def _lines(first: Any, rest: AsyncIterator[Any]) -> AsyncIterator[bytes]:
@@ -155,11 +151,8 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def on_http_error(connection: Connection, error: HTTPException) -> Response:
         place = f"{connection.method} {connection.url.path}"
         unknown = f"There is no {place}. GET /openapi.json lists all paths."
-        messages = {
-            400: "The body cannot be read. Send JSON in UTF-8.",
-            404: unknown,
-            405: unknown,
-        }
+        unread = "The body cannot be read. Send JSON in UTF-8."
+        messages = {400: unread, 404: unknown, 405: unknown}
         response = refuse(error.status_code, messages.get(error.status_code, error.detail))
         response.headers.update(error.headers or {})
         return response

@@ -74,31 +74,25 @@ function textOf(text, units = [], { marked = null, quiet = 0 } = {}) {
     element.append(...spans.flatMap((span) => [span, " "]));
     return { element, spans };
   }
-  let mark = null;
-  const put = (node, start, end) => {
-    let home = element;
-    if (marked && start < marked[1] && end > marked[0]) {
-      if (!mark) element.append((mark = make("mark")));
-      home = mark;
-    }
-    if (end <= quiet) node.classList?.add("prompt");
-    home.append(node);
-  };
+  const pieces = []; // [text or span, start, end]
   let done = 0;
-  const between = (end) => {
-    if (end <= done) return;
-    // Do not underline blank space at the edges of the marked range.
-    const inside = marked && done >= marked[0] && end <= marked[1];
-    if (inside) put(document.createTextNode(text.slice(done, end)), done, end);
-    else element.append(document.createTextNode(text.slice(done, end)));
-  };
   places.forEach(([start, end], index) => {
-    between(start);
+    if (start > done) pieces.push([text.slice(done, start), done, start]);
     spans[index].textContent = text.slice(start, end);
-    put(spans[index], start, end);
+    if (end <= quiet) spans[index].classList.add("prompt");
+    pieces.push([spans[index], start, end]);
     done = end;
   });
-  between(text.length);
+  pieces.push([text.slice(done), done, text.length]);
+  const [first, last] = marked ?? [0, 0];
+  const mark = make("mark");
+  for (const [piece, start, end] of pieces) {
+    // Blank space at the edges of the marked range is not underlined.
+    const blank = typeof piece === "string";
+    const inside = blank ? start >= first && end <= last : start < last && end > first;
+    if (inside && !mark.parentNode) element.append(mark);
+    (inside ? mark : element).append(piece);
+  }
   return { element, spans };
 }
 
