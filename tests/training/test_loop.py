@@ -743,6 +743,35 @@ def test_a_run_ends_in_time_with_its_rate_at_the_end(
     assert resumed.step == result.step  # there is no time left
 
 
+def test_a_run_killed_between_checkpoints_goes_on_from_one_saved_by_time(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = recipe_of(folder) | {"saving": {"every": 1000, "minutes": 0}, "evaluation": {"every": 0}}
+    raw["schedule"]["steps"] = 15
+    raw["output"] = str(folder / "alone")
+    expected = bytes_of(run(raw).folder)
+    raw["output"] = str(folder / "run")
+    deaths, steps = [8], []
+
+    def seconds(step: int) -> float:
+        steps.append(step)
+        if step in deaths:
+            deaths.remove(step)
+            raise KeyboardInterrupt
+        return 7.0
+
+    time_steps(monkeypatch, seconds)
+    with pytest.raises(KeyboardInterrupt):
+        run(raw, saving__minutes=0.5)
+    keeper = Keeper(folder / "run" / "checkpoints")
+    assert keeper.steps() == [6]  # 30 s have passed in the fifth step
+    assert keeper.in_turn() == []
+    result = run(raw, resume=True, saving__minutes=0.7)
+    assert steps == [*range(9), *range(6, 15)]
+    assert [row["step"] for row in log_of(result) if "gradient" in row] == [6, 13, 15]
+    assert bytes_of(result.folder) == expected
+
+
 @pytest.mark.slow
 def test_while_it_learns_some_examples_are_decoded_and_all_in_the_end(folder: Path) -> None:
     raw = recipe_of(folder)

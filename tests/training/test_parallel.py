@@ -115,6 +115,18 @@ def test_several_processes_end_in_time_however_often_they_save(
 
 
 @pytest.mark.processes
+def test_several_processes_save_by_time_at_the_same_step(
+    tmp_path: Path, processes: TrainingProcesses
+) -> None:
+    raw = recipe(tmp_path)
+    raw["schedule"]["steps"] = 6
+    raw["evaluation"]["every"] = 0
+    run = processes.train(raw | {"saving": {"every": 100, "minutes": 1e-12}}, 2)
+    assert numbers(run, "gradient").keys() == {2, 3, 4, 5, 6}  # step 1 tells the others
+    assert Keeper(run / "checkpoints").steps() == [6]
+
+
+@pytest.mark.processes
 @pytest.mark.skipif(shutil.which("g++") is None, reason="Inductor needs a C++ compiler")
 @pytest.mark.parametrize("kind", ["gpt2", pytest.param("transformer-xl", marks=pytest.mark.sweep)])
 def test_compiled_it_takes_the_same_steps(

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from regard.pictures.charts import Line, draw
+from regard.training.folder import read_log
 
 
 def plot(log: Path) -> str:
@@ -16,8 +16,7 @@ def plot(log: Path) -> str:
 
     If a step was repeated after an interruption, its latest values are used.
     """
-    rows = log.read_text(encoding="utf-8").splitlines()
-    return draw(f"Training: {log.parent.name}", panels(map(json.loads, rows)))
+    return draw(f"Training: {log.parent.name}", panels(read_log(log)))
 
 
 def panels(rows: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Line]]:

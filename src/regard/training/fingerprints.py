@@ -18,8 +18,8 @@ from regard.training.recipe import Recipe
 # Keys that may change when a run is resumed: the weights do not depend on them, except that
 # ``parallel`` changes the order of additions.
 FREE = (
-    "output", "data.root", "data.cache", "data.test", "saving.keep_last", "watching", "parallel",
-    "tensorboard",
+    "output", "data.root", "data.cache", "data.test", "saving.keep_last", "saving.minutes",
+    "watching", "parallel", "tensorboard",
 )  # fmt: skip
 
 

@@ -132,6 +132,24 @@ class Pace:
         self.marks.append((step, now))
 
 
+class SaveTimer:
+    """Asks for a checkpoint when ``saving.minutes`` have passed without one."""
+
+    def __init__(self, minutes: float) -> None:
+        self.limit = 60 * minutes
+        self.restart()
+
+    def restart(self) -> None:
+        self.begun = time.perf_counter()
+
+    def due(self) -> bool:
+        """Whether it is time for a checkpoint; if so, the timer restarts."""
+        due = bool(self.limit) and time.perf_counter() - self.begun >= self.limit
+        if due:
+            self.restart()
+        return due
+
+
 Log = Callable[[dict[str, Any]], None]
 
 
@@ -263,8 +281,11 @@ class Trainer:
         norms: list[Tensor] = []
         since, seen = time.perf_counter(), self.feed.tokens
         pace = Pace(recipe.schedule, self.progress, self.processes)
+        timer = SaveTimer(recipe.saving.minutes)
         while not self.finished:
-            if self.processes.any_of(bool(interrupted)):
+            timed = self.processes.is_first and timer.due()
+            stop, timed = self.processes.any_of(bool(interrupted), timed)
+            if stop:
                 pace.note()
                 self._interrupt(interrupted)
                 return False
@@ -276,7 +297,7 @@ class Trainer:
                 pace.plan()
             last = self.progress.step >= self.schedule.steps
             evaluating = self._due(recipe.evaluation.every) or last
-            saving = evaluating or self._due(recipe.saving.every)
+            saving = evaluating or timed or self._due(recipe.saving.every)
             row = None
             if len(losses) == 50 or saving:
                 row = self._fetch(losses, norms)
@@ -292,6 +313,7 @@ class Trainer:
             if saving:
                 pace.note()
                 self.save()
+                timer.restart()
                 since = time.perf_counter()  # the training speed excludes evaluating and saving
         return True
 

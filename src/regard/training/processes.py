@@ -29,7 +29,7 @@ class Processes:
 
     def __init__(self, rank: int = 0, count: int = 1) -> None:
         self.rank, self.count = rank, count
-        self._pending: tuple[Tensor, Any] | None = None  # the flag and handle of the last any_of()
+        self._pending: tuple[Tensor, Any] | None = None  # flags and handle of the last any_of()
 
     @property
     def is_first(self) -> bool:
@@ -88,17 +88,20 @@ class Processes:
             dist.all_reduce(tensor)
         return tensor
 
-    def any_of(self, flag: bool) -> bool:
-        """Whether any process set its flag in the previous call; this call does not wait."""
+    def any_of(self, *flags: bool) -> tuple[bool, ...]:
+        """For each flag, whether any process set it in the previous call; this call does not wait.
+
+        With one process, the flags of this call.
+        """
         if self.count == 1:
-            return flag
+            return flags
         before = self._pending
-        flags = torch.tensor(int(flag))
-        self._pending = flags, dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True)
+        numbers = torch.tensor(flags, dtype=torch.int)
+        self._pending = numbers, dist.all_reduce(numbers, dist.ReduceOp.MAX, async_op=True)
         if before is None:
-            return False
+            return (False,) * len(flags)
         before[1].wait()
-        return bool(before[0])
+        return tuple(map(bool, before[0].tolist()))
 
     def finish(self) -> None:
         """Wait until the communication of the latest :meth:`any_of` has finished."""

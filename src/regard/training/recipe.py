@@ -113,6 +113,12 @@ class Saving:
     """When checkpoints are saved, and which are kept."""
 
     every: int = key("save a checkpoint every this many steps", 1000, least=1)
+    minutes: float = key(
+        "also save a checkpoint when this many minutes have passed without one; it is kept until "
+        "the next; 0 for never",
+        5.0,
+        least=0,
+    )
     keep_last: int = key("the number of latest checkpoints to keep, besides the best", 3, least=1)
     average: int = key(
         "the finished model is the mean of this many latest checkpoints; 1 for the last one, "

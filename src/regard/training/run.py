@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -30,12 +29,12 @@ from regard.text.tokenizer import Tokenizer
 from regard.training import building, tokenizing
 from regard.training.curves import plot
 from regard.training.fingerprints import fingerprint
+from regard.training.folder import LOG, held, logged, no_log
 from regard.training.loop import Trainer, interruptible
 from regard.training.processes import Processes, joined, local_device
 from regard.training.recipe import Recipe, read_recipe
 from regard.training.saving import Keeper
 from regard.training.seeds import seed_all
-from regard.training.tensorboard import Events
 
 
 @dataclass(frozen=True)
@@ -83,14 +82,16 @@ def train(
     else:
         recipe = read_recipe(recipe, overrides)
     device = local_device(_device(recipe.device))
-    with joined(device) as processes:
+    folder = Path(recipe.output).expanduser()
+    with joined(device) as processes, held(folder, processes):
         # If a process dies, torchrun restarts all, but only its machine counts the restart.
         again = processes.gather(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0")
-        return _train(recipe, device, processes, resume or any(again))
+        return _train(recipe, folder, device, processes, resume or any(again))
 
 
-def _train(recipe: Recipe, device: torch.device, processes: Processes, resume: bool) -> Result:
-    folder = Path(recipe.output).expanduser()
+def _train(
+    recipe: Recipe, folder: Path, device: torch.device, processes: Processes, resume: bool
+) -> Result:
     keeper = Keeper(folder / "checkpoints", recipe.saving.keep_last, processes=processes)
     if processes.on_first(keeper.steps) and not resume:
         raise InputError(
@@ -100,8 +101,7 @@ def _train(recipe: Recipe, device: torch.device, processes: Processes, resume: b
     if resume and processes.is_first and not keeper.steps():
         _say(f"There is nothing to resume in {folder}: the run starts from the beginning.")
     metrics.check(recipe.evaluation.metric)  # fail now, not at the first evaluation
-    folder.mkdir(parents=True, exist_ok=True)
-    with _logged(folder, recipe.tensorboard) if processes.is_first else nullcontext(_no_log) as log:
+    with logged(folder, recipe.tensorboard) if processes.is_first else nullcontext(no_log) as log:
         if processes.count > 1:
             log({"processes": processes.count, "parallel": recipe.parallel})
         seed_all(recipe.seed)
@@ -140,7 +140,7 @@ def _train(recipe: Recipe, device: torch.device, processes: Processes, resume: b
             scores = processes.on_first(lambda: _finish(recipe, trainer, text, folder)) or scores
             log({"step": trainer.progress.step, "finished": scores})
     if processes.is_first:
-        (folder / "run.svg").write_text(plot(folder / "log.jsonl"), encoding="utf-8")
+        (folder / "run.svg").write_text(plot(folder / LOG), encoding="utf-8")
     return Result(folder, trainer.progress.step, finished, scores, processes.rank)
 
 
@@ -228,41 +228,7 @@ def _note_use(recipe: Recipe, folder: Path) -> None:
         note(folder / CONFIG, {"task_specific_params": {recipe.task: used}})
 
 
-# -------------------------------------------------------------------------------- log and display
-
-
-@contextmanager
-def _logged(folder: Path, tensorboard: bool) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Context with a function that logs one JSON object per line, with the seconds so far.
-
-    If nothing was logged, the end of the context removes the file, and the folder if empty.
-    """
-    begun = time.perf_counter()
-    file = folder / "log.jsonl"
-    with ExitStack() as opened:
-        opened.callback(_remove_empty, file)  # after the file is closed
-        stream = opened.enter_context(file.open("a", encoding="utf-8"))
-        events = opened.enter_context(Events(folder / "tensorboard")) if tensorboard else None
-
-        def log(row: dict[str, Any]) -> None:
-            row = {**row, "seconds": round(time.perf_counter() - begun, 2)}
-            stream.write(json.dumps(row) + "\n")
-            stream.flush()
-            if events is not None:
-                events.add(row)
-
-        yield log
-
-
-def _remove_empty(file: Path) -> None:
-    if not file.stat().st_size:
-        file.unlink()
-        with suppress(OSError):  # not empty
-            file.parent.rmdir()
-
-
-def _no_log(row: dict[str, Any]) -> None:
-    """The log function of all processes except the first."""
+# --------------------------------------------------------------------------------------- display
 
 
 def _say(what: str) -> None:
