@@ -118,6 +118,44 @@ def test_mask_arguments() -> None:
     refused("only 5 keys", mask=Causal() & ~Padding(9))
 
 
+@pytest.mark.parametrize("make", [Padding, lambda given: Padding(given, "left"), Prefix])
+def test_lengths_in_a_tensor_are_checked_like_numbers(make: Any) -> None:
+    refused("length of 9", "only 5 keys", mask=make(torch.tensor([9, 9])))
+    refused("from 0 on", "-1", mask=Causal() & make(torch.tensor([2, -1])))
+
+
+@pytest.mark.parametrize("make", [Padding, lambda given: Padding(given, "left"), Prefix])
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "tiled", "reference"])
+@pytest.mark.parametrize(("given", "meant"), [(9, 5), (-9, 0)])
+def test_lengths_that_cannot_be_read_are_clamped(
+    make: Any, backend: str, given: int, meant: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn_like(X)
+    expected = attention(x, x, x, mask=make(meant), backend="reference")
+    monkeypatch.setattr(masks, "can_read", lambda tensor: False)  # as on a GPU
+    for dtype in (torch.int8, torch.int64):
+        mask = make(torch.tensor([given], dtype=dtype))
+        torch.testing.assert_close(attention(x, x, x, mask=mask, backend=backend), expected)
+
+
+def test_lengths_in_a_small_dtype_do_not_overflow() -> None:
+    x = torch.randn(300, 2)
+    mask, same = (Padding(n, "left") for n in (torch.tensor([100], dtype=torch.int8), 100))
+    torch.testing.assert_close(attention(x, x, x, mask=mask), attention(x, x, x, mask=same))
+
+
+@pytest.mark.parametrize("name", ["padding", "prefix", "query_start"])
+def test_numbers_under_vmap_are_not_read(name: str) -> None:
+    def run(x: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
+        mask = {"padding": Padding, "prefix": Prefix}.get(name, lambda _: Causal())(numbers)
+        start = numbers if name == "query_start" else None
+        return attention(x, x, x, mask=mask, query_start=start, backend="reference")
+
+    x, numbers = torch.randn(3, 1, 4, 2), torch.tensor([[1], [2], [4]])
+    output = torch.func.vmap(run)(x, numbers)
+    torch.testing.assert_close(output[:, 0], run(x[:, 0], numbers[:, 0]))
+
+
 def test_masks_that_mean_nothing() -> None:
     causal: Any = Causal()
     for make, words in (

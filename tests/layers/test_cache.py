@@ -143,6 +143,31 @@ def test_what_does_not_fit_is_refused(other: torch.Tensor) -> None:
         cache.append(other, other)
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ((3, 1, 4), (3, 1, 4)),
+        ((1, 4), (1, 4)),
+        ((3, 2, 1, 4), (3, 2, 1)),
+        ((3, 2, 1, 4), (1, 2, 1, 4)),
+        ((3, 2, 1, 4), (3, 1, 1, 4)),
+        ((3, 2, 5, 4), (3, 2, 1, 4)),
+    ],
+)
+@pytest.mark.parametrize("length", [0, 1])
+def test_keys_and_values_of_other_shapes_are_refused(
+    key: tuple[int, ...], value: tuple[int, ...], length: int
+) -> None:
+    cache = KeyValueCache()
+    for _ in range(length):
+        cache.append(torch.zeros(3, 2, 1, 4), torch.zeros(3, 2, 1, 4))
+    with pytest.raises(InputError, match=r"\[batch, heads, n, dim\].*but got \["):
+        cache.append(torch.zeros(key), torch.zeros(value))
+    with pytest.raises(InputError, match=r"torch\.Tensor, but got ndarray"):
+        cache.append(torch.zeros(key).numpy(), torch.zeros(value).numpy())  # type: ignore[arg-type]
+    assert len(cache) == length
+
+
 def test_negative_sizes_are_refused() -> None:
     with pytest.raises(InputError, match="room"):
         KeyValueCache(-1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy
 import pytest
@@ -174,6 +175,14 @@ def test_segments_may_be_tensors() -> None:
     assert Segments(torch.tensor([[2, 3], [4, 1]])) == Segments([[2, 3], [4, 1]])
     with pytest.raises(InputError, match="whole numbers of positions"):
         Segments(torch.tensor([2.5, 3.0]))
+
+
+@pytest.mark.parametrize("number", [torch.tensor, numpy.int64, numpy.array])
+def test_segments_take_numbers_of_torch_and_numpy(number: Any) -> None:
+    mask = Segments([number(2), number(3)], query_starts=number(1), within=Causal())
+    assert mask == Segments([2, 3], query_starts=1, within=Causal())
+    with pytest.raises(InputError, match="query_starts"):
+        Segments([2], query_starts=torch.tensor(1.5))
 
 
 def test_numbers_may_be_numpy_s() -> None:

@@ -37,6 +37,7 @@ from regard import (
     BertConfig,
     BertMaskedLM,
     GPT2Config,
+    InputError,
     T5Config,
     Transformer,
     TransformerConfig,
@@ -400,3 +401,34 @@ def test_presets_have_the_sizes_of_the_papers(
     with torch.device("meta"):
         count = sum(p.numel() for p in model(config()).parameters())
     assert count == parameters or round(count, -6) == parameters
+
+
+SMALL: dict[str, Any] = {"vocabulary": 30, "dim": 8, "depth": 1, "heads": 2}
+
+
+@pytest.mark.parametrize("wrong", [-1, 30])
+@pytest.mark.parametrize(
+    "model",
+    [
+        Bert(BertConfig(**SMALL)),
+        GPT2(GPT2Config(**SMALL)),
+        TransformerXL(TransformerXLConfig(**XL_SIZES)),
+        T5(T5Config(**SMALL)),
+        Transformer(TransformerConfig(**SMALL)),
+    ],
+    ids=lambda model: type(model).__name__,
+)
+def test_ids_outside_of_the_vocabulary_are_refused(model: Any, wrong: int) -> None:
+    good, bad = torch.tensor([[1, 2]]), torch.tensor([[1, wrong]])
+    calls = [(bad,)]
+    if isinstance(model, T5 | Transformer):
+        calls = [(bad, good), (good, bad)]
+    for ids in calls:
+        with pytest.raises(InputError, match=rf"from 0 to 29, but got {wrong}\..*tokenizer"):
+            model(*ids)
+
+
+def test_token_types_outside_of_their_range_are_refused() -> None:
+    ids = torch.tensor([[1, 2]])
+    with pytest.raises(InputError, match="Token types are from 0 to 1, but got 5"):
+        Bert(BertConfig(**SMALL))(ids, token_types=ids + 3)

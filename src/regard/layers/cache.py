@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from regard.errors import InputError
+from regard.mechanism.geometry import check_tensor
 
 
 class KeyValueCache:
@@ -46,6 +47,14 @@ class KeyValueCache:
 
     def append(self, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Append ``key`` and ``value``, [batch, heads, n, dim]; return views of all so far."""
+        check_tensor(key, "key")
+        check_tensor(value, "value")
+        if key.dim() != 4 or key.shape[:-1] != value.shape[:-1]:
+            raise InputError(
+                "A cache takes key and value as [batch, heads, n, dim], with one batch, heads and "
+                f"n, but got {list(key.shape)} and {list(value.shape)}. "
+                "For one head pass key[:, None] and value[:, None]."
+            )
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
             raise InputError(
                 "A cache writes in place and gives no gradients. Decode under torch.no_grad(), or "

@@ -17,7 +17,7 @@ from torch.autograd import forward_ad
 from regard.errors import InputError
 from regard.mechanism import biases, masks
 from regard.mechanism.biases import Bias
-from regard.mechanism.geometry import Extent, check_tensor
+from regard.mechanism.geometry import Extent, can_read, check_tensor
 from regard.mechanism.masks import Mask
 from regard.mechanism.seeing import See
 
@@ -159,7 +159,7 @@ def check(
         bias.check(extent)
     if scale is None:
         scale = dim**-0.5
-    elif not math.isfinite(scale := _number(scale, "scale")):
+    elif not -math.inf < (scale := _number(scale, "scale")) < math.inf:
         raise InputError(f"scale must be a finite number, but got {scale}.")
     if softcap is not None and not 0 < (softcap := _number(softcap, "softcap")) < math.inf:
         raise InputError(f"softcap must be a finite number above 0, but got {softcap}.")
@@ -212,7 +212,7 @@ def _start(given: Any, extent: Extent) -> int | tuple[int, ...] | Tensor | None:
         if given.dim() > 1 or given.is_floating_point() or given.dtype == torch.bool:
             raise InputError(f"{_STARTS}, but got a {given.dtype} tensor of {list(given.shape)}.")
         numbers = given.reshape(-1)
-        if given.is_cpu and not torch.compiler.is_compiling():
+        if can_read(given):
             numbers = numbers.tolist()
     else:
         numbers = tuple(given) if isinstance(given, Iterable) else (given,)

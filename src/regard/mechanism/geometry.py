@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 
 from regard.errors import InputError
 from regard.kernels.memo import GraphSafeCache
@@ -153,6 +154,13 @@ def check_tensor(given: object, what: str) -> None:
             f"{what} is a torch.Tensor, but got {type(given).__name__}. "
             "Convert it with torch.as_tensor(...)."
         )
+
+
+def can_read(tensor: Tensor) -> bool:
+    """Whether reading values neither waits for a GPU nor breaks torch.compile or torch.func."""
+    if torch.compiler.is_compiling() or not tensor.is_cpu:
+        return False
+    return _functorch.peek_interpreter_stack() is None
 
 
 def check_broadcast(tensor: Tensor, extent: Extent, what: str) -> None:

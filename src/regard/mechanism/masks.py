@@ -17,7 +17,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from itertools import accumulate, chain
+from itertools import accumulate
 from operator import index
 from typing import Any, ClassVar, NamedTuple
 
@@ -31,6 +31,7 @@ from regard.mechanism.geometry import (
     Hull,
     Interval,
     Tile,
+    can_read,
     check_broadcast,
     check_tensor,
     slice_tile,
@@ -204,7 +205,7 @@ def _column(lengths: Tensor | tuple[int, ...], extent: Extent) -> int | Tensor:
         if len(set(lengths)) == 1:
             return lengths[0]
         lengths = torch.tensor(lengths, dtype=torch.long, device=extent.device)
-    return lengths.to(extent.device)[:, None]
+    return lengths.to(extent.device, torch.long)[:, None]
 
 
 def _check_lengths(lengths: Tensor | tuple[int, ...], what: str, extent: Extent) -> None:
@@ -214,7 +215,11 @@ def _check_lengths(lengths: Tensor | tuple[int, ...], what: str, extent: Extent)
             f"{what} has {len(lengths)} entries for a batch of {extent.batch}. "
             "Give one length per sequence, or one for all."
         )
-    if isinstance(lengths, tuple) and max(lengths, default=0) > extent.keys:
+    if isinstance(lengths, Tensor):
+        if not can_read(lengths):
+            return
+        lengths = tuple(_count(n, f"{what} must be whole numbers") for n in lengths.tolist())
+    if max(lengths, default=0) > extent.keys:
         raise InputError(
             f"{what} has a length of {max(lengths)}, but there are only {extent.keys} keys."
         )
@@ -271,6 +276,9 @@ class Window(RangeMask):
 class Prefix(RangeMask):
     """A causal mask whose first ``length`` keys are visible to every query (prefix language model).
 
+    A tensor on a GPU is not read: a length below 0 counts as 0, and one above the number of keys
+    as that number. Elsewhere such a length is an error.
+
     >>> from regard import Prefix, See, attention
     >>> x = torch.zeros(3, 2)  # [length, dim]; all scores are equal
     >>> _, seen = attention(x, x, x, mask=Prefix(2), see=See(weights=True))
@@ -295,7 +303,8 @@ class Padding(RangeMask):
     """Masks the padding keys: the first ``lengths[b]`` keys of sequence ``b`` are real.
 
     With side "left" the last ``lengths[b]`` keys are real. Padded *queries* still have an output:
-    ignore it.
+    ignore it. A tensor on a GPU is not read: a length below 0 counts as 0, and one above the number
+    of keys as that number. Elsewhere such a length is an error.
 
     >>> from regard import Padding, See, attention
     >>> x = torch.zeros(2, 1, 3, 4)  # [batch, heads, length, dim]; all scores are equal
@@ -397,6 +406,8 @@ class Segments(RangeMask):
                 "Combine other masks with '&'."
             )
         packed = _packing(lengths, "lengths")
+        if getattr(query_starts, "ndim", None) == 0:  # a tensor or a number of NumPy
+            query_starts = _position(query_starts, "query_starts", None)
         own_keys = keys is not None or key_starts is not None or query_starts is not None
         given: dict[str, Packing | int | None] = {
             "keys": _packing(lengths if keys is None else keys, "keys") if own_keys else None,
@@ -521,21 +532,31 @@ class Segments(RangeMask):
 
 def _packing(numbers: Any, what: str, least: int | None = 0) -> Packing:
     """A number per packed sequence, given as one list or one per row, as a tuple per row."""
+    if hasattr(numbers, "tolist"):
+        numbers = numbers.tolist()
     if not isinstance(numbers, Sequence):
-        numbers = numbers.tolist() if hasattr(numbers, "tolist") else [numbers]
-    rows: list[Sequence[int]] = []
+        numbers = [numbers]
+    rows: list[Sequence[Any]] = []
     for number in numbers:
         if not isinstance(number, Sequence):
             rows = [numbers]  # the check below rejects a mix of numbers and rows
             break
         rows.append(number)
-    for number in chain.from_iterable(rows):
-        if not isinstance(number, int) or (least is not None and number < least):
-            raise InputError(
-                f"Segments({what}=...) are whole numbers of positions"
-                f"{'' if least is None else f' from {least} on'}, but got {number!r}."
-            )
-    return tuple(tuple(row) for row in rows)
+    return tuple(tuple(_position(number, what, least) for number in row) for row in rows)
+
+
+def _position(number: Any, what: str, least: int | None) -> int:
+    position: int | None
+    try:
+        position = index(number)
+    except TypeError:
+        position = None
+    if position is None or (least is not None and position < least):
+        raise InputError(
+            f"Segments({what}=...) are whole numbers of positions"
+            f"{'' if least is None else f' from {least} on'}, but got {number!r}."
+        )
+    return position
 
 
 @dataclass(frozen=True, slots=True, eq=False)

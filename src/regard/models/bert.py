@@ -73,7 +73,7 @@ class BertEncoder(nn.Module):
         self, ids: Tensor, *, token_types: Tensor | None = None, padding: Padding | None = None
     ) -> Tensor:
         """Return the hidden states of ``ids`` [batch, n]; ``token_types`` are 0 or 1."""
-        check_ids(ids)
+        check_ids(ids, self.config.vocabulary)
         length = ids.shape[1]
         if length > self.config.length:
             raise InputError(
@@ -81,6 +81,8 @@ class BertEncoder(nn.Module):
             )
         if token_types is None:
             token_types = torch.zeros_like(ids)
+        else:
+            check_ids(token_types, self.config.token_types, "Token types")
         at = positions(padding, 0, length, ids.device)
         x = self.norm(self.tokens(ids) + self.places(at) + self.token_types(token_types))
         result: Tensor = self.stack(self.dropout(x), mask=padding)

@@ -149,7 +149,7 @@ class GPT2(LanguageModel):
 
         With a ``state``, the ids follow those already read, and the state gives the padding.
         """
-        check_ids(ids)
+        check_ids(ids, self.config.vocabulary)
         past = 0 if state is None else len(state)
         total = past + ids.shape[1]
         if total > self.config.length:

@@ -19,6 +19,7 @@ from regard.decoding.state import Memories, State
 from regard.errors import CheckpointError, InputError
 from regard.layers.modules import Block, MultiHeadAttention
 from regard.mechanism.biases import Bias
+from regard.mechanism.geometry import can_read
 from regard.mechanism.masks import Causal, Mask, Padding
 from regard.models import configs, registry
 from regard.models.configs import Config
@@ -27,15 +28,26 @@ from regard.text.tokenizer import END_OF_TEXT, Tokenizer
 # ------------------------------------------------------------------------------------- sequences
 
 
-def check_ids(ids: Tensor) -> None:
-    """Raise InputError unless ids are integers of shape [batch, n]."""
+def check_ids(ids: Tensor, vocabulary: int, what: str = "Ids") -> None:
+    """Raise InputError unless ids are integers of shape [batch, n], from 0 to vocabulary - 1.
+
+    Ids on a GPU are not read, because that would make the host wait.
+    """
     if not isinstance(ids, Tensor):
-        raise InputError(f"Ids are a tensor [batch, n], but got {type(ids).__name__}.")
+        raise InputError(f"{what} are a tensor [batch, n], but got {type(ids).__name__}.")
     if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         raise InputError(
-            f"Ids are whole numbers [batch, n], but got {ids.dtype} of shape {list(ids.shape)}. "
+            f"{what} are whole numbers [batch, n], but got {ids.dtype} of shape {list(ids.shape)}. "
             "For a single sequence pass ids[None]."
         )
+    if ids.numel() and can_read(ids):
+        least, most = (int(end) for end in ids.aminmax())
+        if least < 0 or most >= vocabulary:
+            wrong = least if least < 0 else most
+            raise InputError(
+                f"{what} are from 0 to {vocabulary - 1}, but got {wrong}. "
+                "Encode text with the tokenizer of this model."
+            )
 
 
 def positions(padding: Padding | None, start: int, stop: int, device: torch.device) -> Tensor:
@@ -47,7 +59,7 @@ def positions(padding: Padding | None, start: int, stop: int, device: torch.devi
     if padding is None or padding.side == "right":
         return index
     lengths = torch.as_tensor(padding.lengths, device=device)[:, None]
-    return (index - (stop - lengths)).clamp(min=0)
+    return (index - (stop - lengths)).clamp(0, stop - 1)
 
 
 def pad(
@@ -468,7 +480,6 @@ class EncoderDecoder(Model):
         state: State | None = None,
     ) -> Tensor:
         """Return the output layer's input for ``target`` [batch, m]: [batch, m, dim]."""
-        check_ids(target)
         hidden = self.get_submodule("decoder")(
             self._embed_target(target, padding, 0 if state is None else len(state)),
             mask=Causal() if padding is None else Causal() & padding,

@@ -215,11 +215,12 @@ class T5(EncoderDecoder):
 
     def encode(self, source: Tensor, *, padding: Padding | None = None) -> Tensor:
         """Return the hidden states of ``source`` [batch, n]: [batch, n, dim]."""
-        check_ids(source)
+        check_ids(source, self.config.vocabulary)
         hidden: Tensor = self.encoder(self.tokens(source), mask=padding)
         return hidden
 
     def _embed_target(self, ids: Tensor, padding: Padding | None, past: int) -> Tensor:  # noqa: ARG002
+        check_ids(ids, self.config.vocabulary)
         embedded: Tensor = self.tokens(ids)
         return embedded
 

@@ -149,7 +149,7 @@ class Transformer(EncoderDecoder):
     def _embed(
         self, tokens: nn.Embedding, ids: Tensor, padding: Padding | None, past: int = 0
     ) -> Tensor:
-        check_ids(ids)
+        check_ids(ids, tokens.weight.shape[0])
         stop = past + ids.shape[1]
         table = self._table(stop, ids.device)
         if padding is None or padding.side == "right":

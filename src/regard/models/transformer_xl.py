@@ -389,7 +389,7 @@ class TransformerXL(LanguageModel):
         self, ids: Tensor, *, memories: Memories | None = None, padding: Padding | None = None
     ) -> Tensor:
         """Return the hidden states of ``ids`` [batch, n]: [batch, n, dim]."""
-        check_ids(ids)
+        check_ids(ids, self.config.vocabulary)
         config = self.config
         queries = ids.shape[1]
         keys = queries + (0 if memories is None else len(memories))
