@@ -8,12 +8,10 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
-from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
 from statistics import median
-from typing import Any
 
 import torch
 
@@ -91,17 +89,17 @@ def _whole(run: TextRun, see: SeeOf, chunks: list[Chunk]) -> float:
     each = _seconds_per_query(run, see_part, tokens) / tokens  # seconds of a query with one key
     large = max(min(MAX_TIMED_TOKENS, tokens // 8), 8)
     small = large // 4
-    times = []
-    for size in (small, large):
-        part = partial(_forward, run, [Chunk(0, size)], see_part)
-        times.append(_timed(part) - each * size**2)
-    growing = max(times[1] - times[0], 0.0) / (large - small)
-    return max(times[1], 0.0) + growing * (tokens - large) + each * tokens**2
+    short, long = (
+        _timed(partial(_forward, run, [Chunk(0, size)], see_part)) - each * size**2
+        for size in (small, large)
+    )
+    growing = max(long - short, 0.0) / (large - small)
+    return max(long, 0.0) + growing * (tokens - large) + each * tokens**2
 
 
 def _seconds_per_query(run: TextRun, see: SeeOf, tokens: int) -> float:
     """The seconds of a query with all keys, summed over the layers that read the text."""
-    arguments = _arguments(run)
+    calls = run.calls(run.layers, Chunk(0, 2))
     timed: dict[tuple[object, ...], float] = {}
     total = 0.0
     for layer in run.layers:
@@ -111,7 +109,9 @@ def _seconds_per_query(run: TextRun, see: SeeOf, tokens: int) -> float:
         seen = see(layer, Chunk(0, 2)) is not None
         kind = (seen, module.heads, module.key_heads, module.head_dim)
         if kind not in timed:
-            timed[kind] = _one_query(layer, tokens, see, *arguments[layer.name])
+            # The mask and the bias that the model passes to the layer.
+            given = calls[layer.name].keywords
+            timed[kind] = _one_query(layer, tokens, see, given.get("mask"), given.get("bias"))
         total += timed[kind]
     return total
 
@@ -137,32 +137,11 @@ def _one_query(
     @torch.no_grad()
     def attend(count: int) -> None:
         some, fields = query[:, :, :count], see(layer, Chunk(0, count))
-        if fields is None:
-            attention(some, key, value, mask=mask, bias=bias, scale=module.scale)
-        else:
-            attention(some, key, value, mask=mask, bias=bias, scale=module.scale, see=fields)
+        attention(some, key, value, mask=mask, bias=bias, scale=module.scale, see=fields)
 
     few = rows // 4
     longer, shorter = _timed(partial(attend, rows)), _timed(partial(attend, few))
     return max(longer - shorter, longer / 2) / (rows - few)
-
-
-def _arguments(run: TextRun) -> dict[str, tuple[Mask | None, Bias | None]]:
-    """The mask and the bias that the model passes to each layer, by the layer's name."""
-    arguments: dict[str, tuple[Mask | None, Bias | None]] = {}
-
-    def recorder(layer: AttentionLayer) -> Callable[..., None]:
-        def hook(_module: object, _args: object, kwargs: dict[str, Any]) -> None:
-            arguments[layer.name] = kwargs.get("mask"), kwargs.get("bias")
-
-        return hook
-
-    with ExitStack() as stack:
-        for layer in run.layers:
-            hook = layer.module.register_forward_pre_hook(recorder(layer), with_kwargs=True)
-            stack.callback(hook.remove)
-        run.forward(Chunk(0, 2))
-    return arguments
 
 
 def _forward(

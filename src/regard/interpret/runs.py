@@ -8,13 +8,15 @@ have no limit and run the whole text at once.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate, chain, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from regard.decoding.generation import generate
 from regard.decoding.state import Memories
@@ -47,6 +49,14 @@ class Chunk(NamedTuple):
 
 
 SeeOf = Callable[[AttentionLayer, Chunk], See | None]  # the fields to record; None to skip
+
+
+class LayerCall(NamedTuple):
+    """The arguments and the output [1, queries, dim] of one call of an attention layer."""
+
+    arguments: tuple[Any, ...]
+    keywords: dict[str, Any]
+    output: Tensor
 
 
 @dataclass(frozen=True, eq=False)
@@ -151,6 +161,21 @@ class TextRun:
         target = None if self.target is None else self.target.ids
         with evaluating(self.model), uncompiled():
             self.model.run_over(self.tokens.ids[chunk.start : chunk.stop], target, memories)
+
+    def calls(self, layers: Iterable[AttentionLayer], chunk: Chunk) -> dict[str, LayerCall]:
+        """The last call of each layer, by its name, while the model runs over one chunk."""
+        calls: dict[str, LayerCall] = {}
+
+        def record(name: str, _: object, *call: Any) -> None:
+            calls[name] = LayerCall(*call)
+
+        with ExitStack() as stack:
+            for layer in layers:
+                hook = partial(record, layer.name)
+                handle = layer.module.register_forward_hook(hook, with_kwargs=True)
+                stack.callback(handle.remove)
+            self.forward(chunk)
+        return calls
 
     def needed_chunks(self, see: SeeOf) -> list[Chunk]:
         """The chunks to run: those with requested fields, or all if the model has a memory."""

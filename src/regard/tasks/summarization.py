@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 from itertools import islice
 
 import torch
@@ -53,31 +54,33 @@ def summarize(
         raise InputError("A document is empty. Give some words.")
     how, max_new_tokens = bundle.settings(TASK).resolve(how, max_new_tokens)
     prefix = bundle.prefix(TASK)
-    documents = [_Document(bundle.prepared(text, TASK)) for text in texts]
+    # Each document is a list of rounds; each round summarizes the summary of the one before.
+    documents = [[_round(bundle, prefix, bundle.prepared(text, TASK))] for text in texts]
     active = documents
     while active:
-        for document in active:
-            document.rounds.append(_round(bundle, prefix, document.latest))
         # The parts of all documents go through the model together.
-        rounds = [document.rounds[-1] for document in active]
-        sources = [prefix + source for each in rounds for source in each.sources]
-        written = write(bundle, sources, how, max_new_tokens, batch, check)
+        rounds = [document[-1] for document in active]
+        sources = [source for each in rounds for source in each.sources]
+        prefixed = [prefix + source for source in sources]
+        written = write(bundle, prefixed, how, max_new_tokens, batch, check)
         queue = iter(written)
         for each in rounds:
             each.written = list(islice(queue, len(each.parts)))
         if attended:
-            plain = [source for each in rounds for source in each.sources]
-            weights = read_weights(bundle, prefix, plain, written, batch, check)
+            weights = read_weights(bundle, prefix, sources, written, batch, check)
             for each in rounds:
                 each.table = _table(each, islice(weights, len(each.parts)))
-        active = [document for document in active if not join and document.needs_another_round]
-    return [document.record(bundle.name) for document in documents]
+        active = [document for document in active if not join and document[-1].can_be_shortened]
+        for document in active:
+            document.append(_round(bundle, prefix, document[-1].summary))
+    return [_record(bundle.name, rounds) for rounds in documents]
 
 
 @dataclass(slots=True)
 class _Round:
     """A text in parts that fit the model, and the summary of each part."""
 
+    text: str
     units: list[Span]  # the sentences of the text
     parts: list[Span]
     sources: list[str]  # the text of each part
@@ -85,66 +88,53 @@ class _Round:
     table: Tensor | None = None  # [sentences of the summaries, sentences of the text]
 
     @property
-    def text(self) -> str:
-        """The summaries, one per line."""
+    def summary(self) -> str:
+        """The summaries of the parts, one per line."""
         return "\n".join(item.text for item in self.written)
 
-
-@dataclass(slots=True)
-class _Document:
-    """A document and its rounds of summaries. Each round summarizes the result of the last."""
-
-    text: str
-    rounds: list[_Round] = field(default_factory=list)
-
     @property
-    def latest(self) -> str:
-        """The text that the next round summarizes."""
-        return self.rounds[-1].text if self.rounds else self.text
+    def can_be_shortened(self) -> bool:
+        """Whether there are several summaries, and they are shorter than the text."""
+        return len(self.parts) > 1 and len(self.summary) < len(self.text)
 
-    @property
-    def needs_another_round(self) -> bool:
-        """Whether the last round has several summaries, and they are shorter than its input."""
-        before = self.text if len(self.rounds) == 1 else self.rounds[-2].text
-        return len(self.rounds[-1].parts) > 1 and len(self.latest) < len(before)
 
-    def record(self, model: str) -> Summary:
-        first, last = self.rounds[0], self.rounds[-1]
-        written = [item for each in self.rounds for item in each.written]
-        tokens = sum(item.tokens for item in last.written)
-        split = "joined" if len(last.parts) > 1 else "resummarized"
-        return Summary(
-            text=last.text,
-            score=sum(item.log_probability for item in last.written) / max(tokens, 1),
-            tokens=sum(item.tokens for item in written),
-            seconds=sum(item.seconds for item in written),
-            model=model,
-            attended=self._attended(),
-            method="whole" if len(first.parts) == 1 else split,
-            parts=tuple(
-                Part(start=span.start, end=span.end, text=item.text)
-                for span, item in zip(first.parts, first.written, strict=True)
-            ),
-        )
+def _record(model: str, rounds: Sequence[_Round]) -> Summary:
+    first, last = rounds[0], rounds[-1]
+    written = [item for each in rounds for item in each.written]
+    tokens = sum(item.tokens for item in last.written)
+    split = "joined" if len(last.parts) > 1 else "resummarized"
+    return Summary(
+        text=last.summary,
+        score=sum(item.log_probability for item in last.written) / max(tokens, 1),
+        tokens=sum(item.tokens for item in written),
+        seconds=sum(item.seconds for item in written),
+        model=model,
+        attended=_attended(rounds),
+        method="whole" if len(first.parts) == 1 else split,
+        parts=tuple(
+            Part(start=span.start, end=span.end, text=item.text)
+            for span, item in zip(first.parts, first.written, strict=True)
+        ),
+    )
 
-    def _attended(self) -> WordAttention | None:
-        """The weights of the last summary on the document: the product of all rounds' tables."""
-        tables = [each.table for each in reversed(self.rounds) if each.table is not None]
-        if not tables or not len(tables[0]):
-            return None
-        table = tables[0]
-        for earlier in tables[1:]:
-            table = table @ earlier
-        where = "The mean over all layers and heads of cross-attention"
-        summary = (self.latest, sentences(self.latest))
-        document = (self.text, sentences(self.text))
-        return WordAttention.of(summary, document, table, where, ("summary", "document"))
+
+def _attended(rounds: Sequence[_Round]) -> WordAttention | None:
+    """The weights of the last summary on the document: the product of all rounds' tables."""
+    tables = [each.table for each in reversed(rounds) if each.table is not None]
+    if not tables or not len(tables[0]):
+        return None
+    table, summary = reduce(torch.matmul, tables), rounds[-1].summary
+    where = "The mean over all layers and heads of cross-attention"
+    document = (rounds[0].text, rounds[0].units)
+    return WordAttention.of(
+        (summary, sentences(summary)), document, table, where, ("summary", "document")
+    )
 
 
 def _round(bundle: Bundle, prefix: str, text: str) -> _Round:
     units = sentences(text)
     parts = _parts(bundle, prefix, text, units)
-    return _Round(units, parts, [text[start:end].replace("\n", " ") for start, end in parts])
+    return _Round(text, units, parts, [text[low:high].replace("\n", " ") for low, high in parts])
 
 
 def _parts(bundle: Bundle, prefix: str, text: str, units: Sequence[Span]) -> list[Span]:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import os
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from regard.errors import InputError
 from regard.interpret.explaining.steps import (
@@ -17,7 +16,7 @@ from regard.interpret.explaining.steps import (
     trace_call,
 )
 from regard.interpret.explaining.trace import Numbers, Step, Trace
-from regard.interpret.runs import TextRun, prepare_run
+from regard.interpret.runs import LayerCall, TextRun, prepare_run
 from regard.mechanism.biases import Bias
 from regard.mechanism.call import Call, check
 from regard.mechanism.masks import Mask
@@ -57,7 +56,7 @@ def explain_model(
     _check_length(run, chosen, max(len(queries), len(keys)), written=target is None)
     words = [each for each in queries.words if not each.special] or list(queries.words)
     followed = words[-1] if word is None else queries.find(word)[0]
-    recorded = _record(run, chosen)
+    recorded = run.calls([chosen], run.chunks[0])[chosen.name]
     traced = TracedCall(
         _call(chosen, recorded),
         queries.labels,
@@ -72,7 +71,7 @@ def explain_model(
         _lead(run, chosen, recorded, traced),
         OutputProjection(chosen.module.output.weight.t(), chosen.module.output.bias),
         subject=f"{type(run.model).__name__}, layer {chosen.name}, head {head}",
-        expected=recorded.output,
+        expected=recorded.output[0],
     )
 
 
@@ -89,37 +88,13 @@ def _check_length(run: TextRun, layer: AttentionLayer, length: int, *, written: 
     raise InputError(f"explain_model() takes up to {limit} tokens of this model, but {advice}")
 
 
-class _Recorded(NamedTuple):
-    """The arguments and the output [queries, dim] of one call of an attention layer."""
-
-    arguments: tuple[Any, ...]
-    keywords: dict[str, Any]
-    output: Tensor
-
-    @property
-    def inputs(self) -> tuple[Tensor, Tensor]:
-        """The inputs of the queries and of the keys, [length, dim] each."""
-        x: Tensor = self.arguments[0]
-        second = self.arguments[1] if len(self.arguments) > 1 else self.keywords.get("context")
-        return x[0], (second if isinstance(second, Tensor) else x)[0]
-
-
-def _record(run: TextRun, layer: AttentionLayer) -> _Recorded:
-    calls: list[_Recorded] = []
-
-    def hook(_: object, args: Any, kwargs: dict[str, Any], output: Tensor) -> None:
-        calls.append(_Recorded(args, kwargs, output[0]))
-
-    handle = layer.module.register_forward_hook(hook, with_kwargs=True)
-    try:
-        run.forward(run.chunks[0])
-    finally:
-        handle.remove()
-    return calls[-1]
+def _context(call: LayerCall) -> Any:
+    """The second input of the layer: for cross-attention, the output of the encoder."""
+    return call.arguments[1] if len(call.arguments) > 1 else call.keywords.get("context")
 
 
 @torch.no_grad()
-def _call(layer: AttentionLayer, recorded: _Recorded) -> Call:
+def _call(layer: AttentionLayer, recorded: LayerCall) -> Call:
     """The arguments of attention() that the layer computes from its recorded arguments."""
     module, args, kwargs = layer.module, recorded.arguments, recorded.keywords
     mask: Mask | None
@@ -129,18 +104,17 @@ def _call(layer: AttentionLayer, recorded: _Recorded) -> Call:
         query, key, value, bias = module.parts(whole, queries, distances)
     else:
         mask, bias = kwargs.get("mask"), kwargs.get("bias")
-        context = args[1] if len(args) > 1 else kwargs.get("context")
-        heads = module.forward_heads(args[0], context, mask=mask, bias=bias)
+        heads = module.forward_heads(args[0], _context(recorded), mask=mask, bias=bias)
         query, key, value = heads.query, heads.key, heads.value
     return check(query, key, value, mask, bias, module.scale, None, 0.0, None)
 
 
 def _lead(
-    run: TextRun, layer: AttentionLayer, recorded: _Recorded, traced: TracedCall
+    run: TextRun, layer: AttentionLayer, recorded: LayerCall, traced: TracedCall
 ) -> tuple[Step, ...]:
     """The steps before the scores: the layer's input, and its queries, keys and values."""
     queries, keys = run.tokens_of(layer)
-    x, context = recorded.inputs
+    x = recorded.arguments[0][0]
     dim, width = x.shape[1], traced.call.query.shape[-1]
     [head] = traced.shown
     depth = f"{layer.number} layer{'s' * (layer.number != 1)}"
@@ -154,7 +128,8 @@ def _lead(
         meaning = "Each row is the embedding of a token."
     inputs = [Numbers("X", x, queries.labels, features(dim))]
     if layer.across:
-        inputs.append(Numbers("X_encoder", context, keys.labels, features(dim)))
+        encoded = _context(recorded)[0]
+        inputs.append(Numbers("X_encoder", encoded, keys.labels, features(dim)))
     sources = (
         "queries of X, the decoder's states, and keys and values of X_encoder, the encoder's output"
         if layer.across
