@@ -107,45 +107,40 @@ def test_evaluate_prints_a_table(place):
     assert names == ["score", "perplexity", "bits_per_byte", "loss", "over"]
 
 
+LOSS = ("--data", "text.txt", "--metric", "loss")
+
+
 def test_evaluate_prints_json(place):
-    words = ("--data", place / "text.txt", "--metric", "loss")
-    [found] = records("evaluate", place / "model", *words)
+    [found] = records("evaluate", place / "model", "--root", place, *LOSS)
     assert list(found["scores"]) == ["loss"]
     assert 5 < found["scores"]["loss"] < 7  # of 280 tokens it knows none
     assert found["tokens"] > 100
 
 
-def test_evaluate_takes_keys_of_a_recipe(place):
-    words = ("--data", place / "text.txt", "--json", "--set", "data.length=64")
-    one_line(regard("evaluate", place / "model", *words), "This GPT-2 reads at most 32 tokens")
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--data", "text.unknown"], "Pass --format"),
-        (["--data", "pairs.csv"], "CSV cannot be read: save pairs.csv as TSV"),
-        (["--data", "nowhere.txt"], "There is no file"),
-        (["--data", "text.txt", "--metric", "bleu"], "There is no score bleu"),
-        (["--data", "text.txt", "--device", "nothing"], "has no device 'nothing'"),
-        (
-            ["--data", "text.txt", "--set", "evaluation.num_beam=2"],
-            "Did you mean evaluation.num_beams?",
-        ),
+        (["text.unknown"], "Pass --format"),
+        (["pairs.csv"], "CSV cannot be read: save pairs.csv as TSV"),
+        (["nowhere.txt"], "There is no file"),
+        (["text.txt", "--metric", "bleu"], "There is no score bleu"),
+        (["text.txt", "--device", "nothing"], "has no device 'nothing'"),
+        (["text.txt", "--set", "data.length=64"], "This GPT-2 reads at most 32 tokens"),
+        (["text.txt", "--set", "evaluation.num_beam=2"], "Did you mean evaluation.num_beams?"),
     ],
 )
 def test_evaluate_says_what_is_wrong(place, words, message):
-    one_line(regard("evaluate", place / "model", "--root", place, *words), message)
+    shown = regard("evaluate", place / "model", "--root", place, "--data", *words)
+    one_line(shown, message)
 
 
 @pytest.mark.parametrize(("moved", "status", "word"), [(0.0, 0, "agrees"), (0.1, 1, "differs")])
 def test_evaluate_measures_a_card_again(place, tmp_path, moved, status, word):
-    words = ("--data", place / "text.txt", "--metric", "loss")
-    value = records("evaluate", place / "model", *words)[0]["scores"]["loss"]
+    [measured] = records("evaluate", place / "model", "--root", place, *LOSS)
     folder = convert(place / "model", tmp_path / "model")
     figure = {
         "metric": "loss",
-        "value": value + moved,
+        "value": measured["scores"]["loss"] + moved,
         "tolerance": 0.001,
         "data": [{"format": "text", "files": ["text.txt"]}],
         "settings": {},

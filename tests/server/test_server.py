@@ -10,12 +10,14 @@ import re
 import shlex
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import wraps
 from pathlib import Path
 from typing import Any
@@ -40,6 +42,8 @@ from regard.tasks.writing import Check
 
 CAT = "The cat sat on the mat."
 STORY = "The cat sat on the mat while the dog slept in the garden."
+WHERE = "Where did the dog sleep?"
+ONCE = "Once upon a time"
 PAPER = "This library reads and writes PDF files. It can merge pages and extract text."
 
 
@@ -83,9 +87,10 @@ def test_models_say_what_they_can_do_and_not_where_they_lie(client: TestClient) 
     assert all("folder" not in model for model in found.values())
 
 
-def completed(text: str, **asked: Any) -> regard.Completion:
+def completed() -> regard.Completion:
     """The record of a text written piece by piece, as the server has it written."""
-    pieces = regard.stream_completion(text, **asked)
+    how = regard.Sample(0.8, top_p=0.95, seed=3)
+    pieces = regard.stream_completion(ONCE, max_new_tokens=8, how=how, attended=True)
     while True:
         try:
             next(pieces)
@@ -99,21 +104,8 @@ def completed(text: str, **asked: Any) -> regard.Completion:
     [
         ("/translate", {"text": CAT, "to": "fr"}, lambda: regard.translate(CAT, "fr")),
         ("/summarize", {"text": PAPER}, lambda: regard.summarize(PAPER)),
-        (
-            "/answer",
-            {"question": "Where did the dog sleep?", "context": STORY},
-            lambda: regard.answer("Where did the dog sleep?", STORY),
-        ),
-        (
-            "/complete",
-            {"text": "Once upon a time", "max_new_tokens": 8, "seed": 3},
-            lambda: completed(
-                "Once upon a time",
-                max_new_tokens=8,
-                how=regard.Sample(0.8, top_p=0.95, seed=3),
-                attended=True,
-            ),
-        ),
+        ("/answer", {"question": WHERE, "context": STORY}, lambda: regard.answer(WHERE, STORY)),
+        ("/complete", {"text": ONCE, "max_new_tokens": 8, "seed": 3}, completed),
     ],
     ids=["translate", "summarize", "answer", "complete"],
 )
@@ -143,20 +135,14 @@ def test_options_are_those_of_the_tasks(client: TestClient) -> None:
 
 
 def test_a_completion_comes_as_it_is_written(client: TestClient) -> None:
-    body = {"text": "Once upon a time", "max_new_tokens": 8, "seed": 3}
+    body = {"text": ONCE, "max_new_tokens": 8, "seed": 3}
     with client.stream("POST", "/complete", json={**body, "stream": True}) as answer:
         assert answer.headers["content-type"] == "application/x-ndjson"
-        lines = [json.loads(line) for line in answer.iter_lines()]
-    *pieces, last = lines
+        *pieces, last = [json.loads(line) for line in answer.iter_lines()]
     assert all(list(piece) == ["piece"] for piece in pieces)
     assert len(pieces) > 4
     assert timeless(last["record"]) == timeless(posted(client, "/complete", **body))
     assert "".join(piece["piece"] for piece in pieces) == last["record"]["text"]
-
-
-def test_what_is_wrong_with_a_stream_is_a_status(client: TestClient) -> None:
-    answer = client.post("/complete", json={"text": " ", "stream": True})
-    assert (answer.status_code, answer.json()["error"]["kind"]) == (400, "InputError")
 
 
 @pytest.mark.parametrize("asked", [{}, {"layer": "3", "head": 1}, {"word": "mat"}])
@@ -220,6 +206,7 @@ WRONG = [
     ("/summarize", {"text": ""}, 400, "text is empty"),
     ("/answer", {"question": "Who?", "context": ""}, 400, "context is empty"),
     ("/answer", {"question": "a" * 1001, "context": "a"}, 400, "1,001 characters"),
+    ("/complete", {"text": " ", "stream": True}, 400, "text is empty"),
     ("/complete", {"text": "a", "temperature": -1}, 400, "temperature"),
     ("/complete", {"text": "a", "max_new_tokens": 1001}, 400, "less than or equal to 1000"),
     ("/complete", {"text": "word " * 3000}, 400, "The text is too long"),
@@ -572,7 +559,7 @@ BATCHES = [
     [own.Summarize(text=text, svg=True) for text in (PAPER, "A web server in C. It is small.")],
     [
         own.Answer(question=question, context=context, attended=False)
-        for question in ("Who sat?", "Where did the dog sleep?")
+        for question in ("Who sat?", WHERE)
         for context in (CAT, STORY)
     ],
 ]
@@ -618,9 +605,8 @@ def test_busy_is_a_status() -> None:
 
 
 def fetched(address: str, body: str | None = None) -> str:
-    headers = {"Content-Type": "application/json"} if body else {}
     data = None if body is None else body.encode()
-    request = urllib.request.Request(address, data, headers)
+    request = urllib.request.Request(address, data, JSON if body else {})
     try:
         answer = urllib.request.urlopen(request, timeout=PATIENCE)
     except urllib.error.HTTPError as refused:
@@ -632,21 +618,16 @@ def fetched(address: str, body: str | None = None) -> str:
 
 @pytest.mark.processes
 def test_many_ask_at_once_and_each_gets_its_own(served: str) -> None:
-    texts = [f"I have {count} cats." for count in range(2, 10)]
-    found: dict[str, str] = {}
-
-    def ask(text: str) -> None:
+    def ask(text: str) -> str:
         body = json.dumps({"text": text, "to": "fr"})
-        found[text] = json.loads(fetched(f"{served}/translate", body))["text"]
+        return json.loads(fetched(f"{served}/translate", body))["text"]
 
-    asking = [threading.Thread(target=ask, args=(text,)) for text in texts]
-    for one in asking:
-        one.start()
-    assert json.loads(fetched(f"{served}/health"))["status"] == "ok"
-    for one in asking:
-        one.join(PATIENCE)
+    texts = [f"I have {count} cats." for count in range(2, 10)]
+    with ThreadPoolExecutor(len(texts)) as threads:
+        found = threads.map(ask, texts)
+        assert json.loads(fetched(f"{served}/health"))["status"] == "ok"
     records = regard.translate(texts, "fr", attended=False)
-    assert found == {text: record.text for text, record in zip(texts, records, strict=True)}
+    assert list(found) == [record.text for record in records]
 
 
 def test_a_completion_ends_when_its_reader_goes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -662,9 +643,8 @@ def test_a_completion_ends_when_its_reader_goes(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(regard.TransformerXL, "step", counted)
     worker = Worker(Models())
-    server = uvicorn.Server(
-        uvicorn.Config(build(Models(), worker), port=0, log_level="critical", lifespan="off")
-    )
+    app = build(Models(), worker)
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="critical", lifespan="off"))
     running = threading.Thread(target=server.run)
     running.start()
     until(lambda: server.started)
@@ -686,28 +666,31 @@ def test_a_completion_ends_when_its_reader_goes(monkeypatch: pytest.MonkeyPatch)
     running.join(PATIENCE)
 
 
+def ends_without_a_word(process: subprocess.Popen[str]) -> None:
+    """Press Ctrl-C."""
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, out, err) == (0, "", "")
+
+
 @pytest.mark.processes
 def test_ctrl_c_ends_it_without_a_word() -> None:
     with serving() as (address, process):
         fetched(f"{address}/health")
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=PATIENCE)
-    assert (process.returncode, out, err) == (0, "", "")
+        ends_without_a_word(process)
 
 
 @pytest.mark.processes
 def test_ctrl_c_ends_it_though_a_model_runs() -> None:
     body = json.dumps({"text": "The cats of the house slept. " * 150, "to": "fr"})
-    said = []
-    with serving() as (address, process):
-        ask = threading.Thread(target=lambda: said.append(fetched(f"{address}/translate", body)))
-        ask.start()
+    with ThreadPoolExecutor() as threads, serving() as (address, process):
+        said = threads.submit(fetched, f"{address}/translate", body)
         until(lambda: json.loads(fetched(f"{address}/health"))["waiting"])
-        process.send_signal(signal.SIGINT)
-        out, err = process.communicate(timeout=PATIENCE)
-        ask.join(PATIENCE)
-    assert (process.returncode, out, err) == (0, "", "")
-    assert json.loads(said[0])["error"] == {"kind": "Busy", "message": "The server is closing."}
+        ends_without_a_word(process)
+    assert json.loads(said.result())["error"] == {
+        "kind": "Busy",
+        "message": "The server is closing.",
+    }
 
 
 def test_what_keeps_it_from_starting_is_one_line() -> None:
