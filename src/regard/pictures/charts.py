@@ -7,10 +7,10 @@ import math
 from collections.abc import Callable, Mapping
 
 from regard.pictures.colours import hexadecimal, roles
+from regard.pictures.vector import SANS
 
 WIDTH, PANEL = 760.0, 132.0  # the picture's width, and the height of a panel with its name
 LEFT, RIGHT, TOP = 76.0, 96.0, 44.0
-FONT = "system-ui,'Segoe UI',Roboto,'Helvetica Neue',Arial,sans-serif"
 Line = dict[float, float]  # step to value
 
 
@@ -99,7 +99,7 @@ def _text(x: float, y: float, text: str, kind: str, anchor: str) -> str:
 
 def _style() -> str:
     rules = (
-        f"text{{font-family:{FONT}}}.bold{{font-weight:600}}path{{fill:none}}"
+        f"text{{font-family:{SANS}}}.bold{{font-weight:600}}path{{fill:none}}"
         "path.one,path.other{stroke-width:2;stroke-linejoin:round}"
     )
     for dark in (False, True):
