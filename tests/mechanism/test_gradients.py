@@ -12,6 +12,7 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from regard import (
     Alibi,
+    BackendError,
     Causal,
     Padding,
     RelativeBuckets,
@@ -235,3 +236,17 @@ def test_functions_of_attention_can_be_transformed(function: Callable[[Tensor], 
     _, second = torch.func.jvp(torch.func.grad(one), (x[0],), (along[0],))
     ahead, behind = (torch.func.grad(one)(x[0] + step * along[0]) for step in (1e-5, -1e-5))
     torch.testing.assert_close(second, (ahead - behind) / 2e-5, rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("mask", [None, Causal(), Padding([4])])
+def test_second_gradients_name_a_backend_that_has_them(mask: Mask | None) -> None:
+    def second(backend: str) -> Tensor:
+        x = torch.ones(1, 2, 6, 4, requires_grad=True)
+        output = attention(x, x, x, mask=mask, backend=backend)
+        (first,) = torch.autograd.grad(output.sin().sum(), x, create_graph=True)
+        return torch.autograd.grad(first.square().sum(), x)[0]
+
+    for backend in ("auto", "sdpa"):
+        with pytest.raises(BackendError, match=r"no gradients of gradients.*backend='reference'"):
+            second(backend)
+    torch.testing.assert_close(second("tiled"), second("reference"))

@@ -61,6 +61,14 @@ def _compute(deferred: DeferredColumns, field: Tensor) -> None:
     deferred.compute(query, key, node.structure)
 
 
+def no_second_gradient(backend: str) -> BackendError:
+    """Return the error of a backend whose gradients cannot be differentiated."""
+    return BackendError(
+        f"The backend {backend!r} has no gradients of gradients. "
+        "Pass backend='reference' or, for less memory, backend='tiled': both have them."
+    )
+
+
 class _Attend(torch.autograd.Function):
     @staticmethod
     def forward(
@@ -89,10 +97,7 @@ class _Attend(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         backend = "hopper" if ctx.plan.problem.hopper else "triton"
         if torch.is_grad_enabled():  # create_graph=True would treat the gradients as constants
-            raise BackendError(
-                f"The backend {backend!r} has no gradients of gradients. "
-                "Pass backend='tiled', which has them."
-            )
+            raise no_second_gradient(backend)
         query, key, value, table, relative_query, sinks, *saved = ctx.saved_tensors
         upstream = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}
         for name in ROUGH:

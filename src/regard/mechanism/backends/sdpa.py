@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from regard.kernels.autograd import no_second_gradient
 from regard.kernels.plan import aligned
 from regard.mechanism.backends.tiled import all_finite, by_rows
 from regard.mechanism.call import Call
@@ -186,9 +187,23 @@ def _fused(
         scale=scale,
         enable_gqa=True if call.groups > 1 else False,  # noqa: SIM210 - it may be a SymBool
     )
+    if output.grad_fn is not None and not torch.compiler.is_compiling():
+        output.grad_fn.register_hook(_name_second_gradient)
     if fit is aligned and output.requires_grad:
         output.register_hook(aligned)  # type: ignore[no-untyped-call]  # a gradient is read too
     return output[..., :wanted] if padded else output
+
+
+def _name_second_gradient(grads: Sequence[Tensor | None], _: object) -> None:
+    """Where PyTorch has no derivative of these gradients, raise an error that says what has."""
+    for grad in grads:
+        node = None if grad is None else grad.grad_fn
+        if node is not None and node.name().endswith("NotImplemented"):
+            node.register_prehook(_refuse_second_gradient)
+
+
+def _refuse_second_gradient(_: object) -> None:
+    raise no_second_gradient("sdpa")
 
 
 def _fit(call: Call) -> Callable[[Tensor], Tensor]:
