@@ -122,6 +122,9 @@ TO_FRENCH = ["translate", "--to", "fr"]
         (["complete", " "], b"", "empty"),
         (["complete", "the " * 70], b"", "too long"),
         (["complete", "the", "--temperature", "-1"], b"", "temperature"),
+        (["translate", "Hello", "--to", "fr", "--device", "meta"], b"", "no device 'meta'"),
+        (["translate", "Hello", "--length-penalty", "1e30"], b"", "'--length-penalty': "),
+        (["summarize", "Hello", "--length-penalty", "-11"], b"", "'--length-penalty': "),
     ],
 )
 def test_bad_input_is_one_line_and_status_2(made, words, stdin, message) -> None:

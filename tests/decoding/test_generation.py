@@ -401,7 +401,7 @@ def test_what_makes_no_sense_is_refused() -> None:
         },
         Beam: {
             "num_beams": (0,), "num_return_sequences": (5, None), "early_stopping": ("often",),
-            "length_penalty": (-math.inf, None),
+            "length_penalty": (-math.inf, None, 1e30, -10.5),
         },
     }  # fmt: skip
     for strategy, fields in wrong.items():

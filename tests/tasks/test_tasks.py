@@ -566,6 +566,11 @@ def test_a_model_is_loaded_once_and_again_when_its_files_change(tmp_path: Path) 
             r"5000 new .* smaller max_new",
         ),
         (lambda m: complete("a", model=m / "gpt2", device="bogus"), "no device 'bogus'"),
+        (lambda m: complete("a", model=m / "gpt2", device="meta"), "no device 'meta'"),
+        (
+            lambda m: translate("a", "fr", model=m / "translate", how={"length_penalty": 1e30}),
+            "from -10 to 10, but got 1e",
+        ),
         (lambda m: complete("", model=m / "gpt2"), "empty"),
         (lambda m: complete(["a", ""], model=m / "gpt2"), "empty"),
         (lambda m: complete("the " * 50, model=m / "gpt2", max_new_tokens=20), "too long.*64 that"),

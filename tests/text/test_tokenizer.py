@@ -370,6 +370,17 @@ def test_what_makes_no_sense_is_refused(tmp_path: Path) -> None:
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize("kind", ["single", "pair"])
+def test_a_template_of_too_many_tokens_is_refused(tmp_path: Path, kind: str) -> None:
+    raw = json.loads(Tokenizer.train_wordpiece(corpus(), size=100).tokenizer.to_str())
+    template = raw["post_processor"]
+    template[kind] += [{"SpecialToken": {"id": "[SEP]", "type_id": 0}}] * 10_000
+    template["special_tokens"]["[SEP]"] |= {"ids": [3] * 10_000, "tokens": ["[SEP]"] * 10_000}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match=r"adds 100,0\d\d,001 special tokens to each text"):
+        Tokenizer.load(tmp_path)
+
+
 def test_broken_tokenizers_raise_our_errors_only(tmp_path: Path) -> None:
     good = broken.tokenizers(tmp_path / "good")
     refused = 0

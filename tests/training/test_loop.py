@@ -257,6 +257,34 @@ def test_rates_rise_and_fall_as_they_should() -> None:
     assert rate_at(60, linear) == pytest.approx(1.0)
     assert rate_at(99, replace(cosine, shape="constant")) == 2.0
     assert rate_at(4, Schedule(steps=9, rate=1.0)) == 0.5
+    for shape, after in (
+        ("constant", 2.0),
+        ("linear", 1.98),
+        ("inverse-sqrt", 2 * (10 / 11) ** 0.5),
+    ):
+        rates = [rate_at(step, replace(linear, shape=shape)) for step in (9, 10, 11)]
+        assert rates == pytest.approx([1.8, 2.0, after]), shape
+
+
+def test_a_step_is_taken_at_its_own_rate(folder: Path) -> None:
+    trainer = stepped(folder, [[0, 1, 2]], schedule__rate=1.0, schedule__warmup=2)
+    rates = []
+    for _ in range(3):
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+        trainer.step()
+    assert rates == pytest.approx([0.5, 1.0, (2 / 3) ** 0.5])
+
+
+@pytest.mark.parametrize(("ema", "decay"), [(0.9, 1 / 11), (0.05, 0.05)])
+def test_the_running_mean_soon_forgets_the_initial_weights(
+    folder: Path, ema: float, decay: float
+) -> None:
+    trainer = stepped(folder, [[0, 1, 2]], optimizer__ema=ema)
+    before = {name: mean.clone() for name, mean in trainer.ema.items()}
+    trainer.step()
+    for name, now in trainer.model.state_dict().items():
+        expected = decay * before[name] + (1 - decay) * now
+        torch.testing.assert_close(trainer.ema[name], expected)
 
 
 def test_the_running_mean_is_what_is_evaluated_and_kept(folder: Path) -> None:
@@ -653,6 +681,8 @@ def test_a_recipe_object_takes_no_overrides(folder: Path) -> None:
         train(recipe, overrides=["seed=1"])
     with pytest.raises(InputError, match="There is no device"):
         train(replace(recipe, device="tpux"))
+    with pytest.raises(InputError, match="no device 'meta'"):
+        train(replace(recipe, device="meta"))
 
 
 # --------------------------------------------------------------------------------- limited time

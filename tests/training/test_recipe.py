@@ -65,6 +65,9 @@ def test_there_are_recipes() -> None:
         ("saving.average=0", "give data.valid"),
         ("data.train.7.files=x", "there is no 7 in its path"),
         ("task.x=1", "task is not a table"),
+        ("evaluation.length_penalty=1e30", "length_penalty should be at most 10, but got 1e+30."),
+        (f"seed={'[' * 100_000}", "nested too deeply"),
+        (f"{'a.' * 100_000}a=1", "nested too deeply"),
         ("task", "A key is set as key=value, but got 'task'."),
     ],
 )
@@ -126,6 +129,10 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
     (tmp_path / "bad.toml").write_text("a = ")
     with pytest.raises(InputError, match=r"bad\.toml cannot be read as TOML"):
         read_recipe(tmp_path / "bad.toml")
+    for deep in (f"a = {'[' * 100_000}", f"{'a.' * 20_000}a = 1", f"[{'a.' * 20_000}a]"):
+        (tmp_path / "deep.toml").write_text(deep)
+        with pytest.raises(InputError, match="nested too deeply"):
+            read_recipe(tmp_path / "deep.toml")
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 import typer
 
+from regard.decoding.strategies import MAX_LENGTH_PENALTY
+
 MODEL = "A shipped model, a folder, or a model of the Hugging Face hub."
 
 Texts = Annotated[
@@ -35,7 +37,12 @@ Attended = Annotated[bool, typer.Option("--attended", help="Draw the attention w
 
 # Decoding. The default of each option is the model's own setting.
 NumBeams = Annotated[int | None, typer.Option(help="The number of beams; 1 is greedy.", min=1)]
-LengthPenalty = Annotated[float | None, typer.Option(help="Above 0 favours longer texts.")]
+LengthPenalty = Annotated[
+    float | None,
+    typer.Option(
+        help="Above 0 favours longer texts.", min=-MAX_LENGTH_PENALTY, max=MAX_LENGTH_PENALTY
+    ),
+]
 EarlyStopping = Annotated[
     bool | None, typer.Option("--early-stopping", help="Stop when enough beams are finished.")
 ]

@@ -10,8 +10,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.table import Table
 
-from regard.errors import InputError
-
 if TYPE_CHECKING:
     import torch
 
@@ -23,15 +21,12 @@ def device(name: str) -> torch.device:
     """The torch device of this name. Raise InputError if this machine does not have it."""
     import torch
 
+    from regard.models.loading import check_device
+
     if name == "auto":
         name = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        place = torch.device(name)
-        torch.empty(0, device=place)
-    except (RuntimeError, AssertionError):  # AssertionError: built without CUDA
-        offered = "cpu, cuda or auto" if torch.cuda.is_available() else "cpu or auto"
-        raise InputError(f"PyTorch has no device {name!r} here. Use {offered}.") from None
-    return place
+    check_device(name)
+    return torch.device(name)
 
 
 def table(*heads: str, numbers: Collection[str] = ()) -> Table:

@@ -84,12 +84,15 @@ def parse(
     kind: type[T], raw: Mapping[str, Any], overrides: Sequence[str] | Mapping[str, Any] = ()
 ) -> T:
     """Check nested tables and return a dataclass; ``overrides`` such as ``["seed=3"]`` set keys."""
-    whole = rename_old_keys(raw)
-    if not isinstance(overrides, Mapping):
-        overrides = dict(map(_assignment, overrides))
-    for name, value in overrides.items():
-        set_key(whole, OLD_KEYS.get(name, name), value)
-    return build(kind, rename_old_keys(whole), "")
+    try:
+        whole = rename_old_keys(raw)
+        if not isinstance(overrides, Mapping):
+            overrides = dict(map(_assignment, overrides))
+        for name, value in overrides.items():
+            set_key(whole, OLD_KEYS.get(name, name), value)
+        return build(kind, rename_old_keys(whole), "")
+    except RecursionError:
+        raise InputError("The keys or values of the recipe are nested too deeply.") from None
 
 
 def _assignment(text: str) -> tuple[str, Any]:

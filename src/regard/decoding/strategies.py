@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 from regard.errors import InputError
 
+MAX_LENGTH_PENALTY = 10.0  # the minimum is -10; length ** 1000 is no float
+
 
 @dataclass(frozen=True, slots=True)
 class Greedy:
@@ -92,7 +94,9 @@ class Beam:
         returned = self.num_return_sequences <= self.num_beams
         _check(self, "num_return_sequences", returned, f"must be from 1 to {self.num_beams}")
         known = self.early_stopping in (True, False, "never")
-        _check(self, "length_penalty", is_number(self.length_penalty), "must be a finite number")
+        most, given = MAX_LENGTH_PENALTY, self.length_penalty
+        bounded = is_number(given) and -most <= given <= most
+        _check(self, "length_penalty", bounded, f"must be a number from {-most:g} to {most:g}")
         _check(self, "early_stopping", known, 'is True, False or "never"')
 
 

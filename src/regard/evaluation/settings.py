@@ -10,6 +10,7 @@ from regard.data.records import PAIR_TASKS, QUESTION_TASKS, Pair, Question
 from regard.data.schema import check_scope, key
 from regard.data.sources import Data, check_data
 from regard.decoding.settings import Settings
+from regard.decoding.strategies import MAX_LENGTH_PENALTY
 
 WRITTEN = ("bleu", "chrf", "rouge-1", "rouge-2", "rouge-l")  # scores of text that a model writes
 # The decoding settings among the keys of an evaluation.
@@ -32,7 +33,11 @@ class Evaluation:
     examples: int = key("the number of examples to decode during training; 0 for all", 0, least=0)
     num_beams: int = key("the number of beams; 1 is greedy", 1, least=1, only=PAIR_TASKS)
     length_penalty: float = key(
-        "a beam's score is divided by its length to this power", 1.0, only=PAIR_TASKS
+        "a beam's score is divided by its length to this power",
+        1.0,
+        least=-MAX_LENGTH_PENALTY,
+        most=MAX_LENGTH_PENALTY,
+        only=PAIR_TASKS,
     )
     no_repeat_ngram_size: int = key(
         "no sequence of this many tokens is generated twice; 0 for no limit",

@@ -44,8 +44,11 @@ def load(
 
 
 def check_device(device: torch.device | str | None) -> None:
-    """Raise InputError for a device that PyTorch does not have."""
+    """Raise InputError for a device that PyTorch does not have, or that holds no numbers."""
     try:
-        torch.empty(0, device=device)
+        torch.zeros(1, device=device).item()  # an error on meta
     except (RuntimeError, TypeError, AssertionError):  # AssertionError: built without CUDA
-        raise InputError(f"PyTorch has no device {device!r} here.") from None
+        offered = "cpu or cuda" if torch.cuda.is_available() else "cpu"
+        raise InputError(
+            f"PyTorch has no device {str(device)!r} here to run a model on. Use {offered}."
+        ) from None

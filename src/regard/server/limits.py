@@ -16,6 +16,5 @@ MAX_NAME = 500  # of a model, a language, a layer or a word
 
 MAX_NEW_TOKENS = 1_000
 MAX_BEAMS = 8
-MAX_LENGTH_PENALTY = 10.0  # the minimum is -10
 MAX_HEADS = 16  # to explain a sentence without a model
 MAX_DIM = 64

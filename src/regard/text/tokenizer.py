@@ -28,6 +28,7 @@ from regard.text.vocabularies import BERT, as_bert, byte_level, byte_pairs, word
 
 _FILE, _TARGET = "tokenizer.json", "target_tokenizer.json"
 MAX_VOCABULARY = 2**24
+MAX_ADDED = 1000  # special tokens that a template may add to a text
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -294,6 +295,11 @@ def _read(file: Path) -> FastTokenizer:
     raw = read_text(file)
     with errors_of(file):
         tokenizer = FastTokenizer.from_str(raw)
+        added = max(tokenizer.num_special_tokens_to_add(pair) for pair in (False, True))
+    if added > MAX_ADDED:
+        raise CheckpointError(
+            f"{file} adds {added:,} special tokens to each text, more than {MAX_ADDED:,}."
+        )
     tokenizer.no_padding()  # callers pad batches
     tokenizer.no_truncation()
     return tokenizer

@@ -256,6 +256,8 @@ def read_recipe(
         raise InputError(f"There is no recipe {path}.") from None
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise InputError(f"{path} cannot be read as TOML: {error}.") from None
+    except RecursionError:
+        raise InputError(f"{path} cannot be read: it is nested too deeply.") from None
     data = raw.get("data")
     if isinstance(data, dict):
         data.setdefault("root", str(path.parent))

@@ -24,6 +24,7 @@ from regard.data.tables import Table, place
 from regard.errors import InputError
 from regard.evaluation import metrics
 from regard.evaluation.settings import WRITTEN
+from regard.models.loading import check_device
 from regard.models.model import Model
 from regard.text.tokenizer import Tokenizer
 from regard.training import building, tokenizing
@@ -82,6 +83,7 @@ def train(
     else:
         recipe = read_recipe(recipe, overrides)
     device = local_device(_device(recipe.device))
+    check_device(device)
     folder = Path(recipe.output).expanduser()
     with joined(device) as processes, held(folder, processes):
         # If a process dies, torchrun restarts all, but only its machine counts the restart.

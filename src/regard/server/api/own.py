@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from regard.decoding.settings import Settings
+from regard.decoding.strategies import MAX_LENGTH_PENALTY
 from regard.errors import InputError
 from regard.interpret.explaining.inputs import explain, explain_options
 from regard.interpret.explaining.layer import explain_model
@@ -88,8 +89,8 @@ class BeamSearch(Request):
     length_penalty: Annotated[
         float | None,
         Field(
-            ge=-limits.MAX_LENGTH_PENALTY,
-            le=limits.MAX_LENGTH_PENALTY,
+            ge=-MAX_LENGTH_PENALTY,
+            le=MAX_LENGTH_PENALTY,
             description="Above 0 favours longer texts.",
         ),
     ] = None
