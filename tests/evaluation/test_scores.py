@@ -14,13 +14,7 @@ from helpers.training_data import recipe_of, sentences, write_data
 from regard import GPT2, Bert, BertConfig, GPT2Config, InputError, Tokenizer, load
 from regard.checkpoints.cards import SCORES
 from regard.evaluation import speed
-from regard.evaluation.measuring import (
-    SCORES_OF_TASK,
-    Evaluated,
-    evaluate,
-    own_settings,
-    scored_row,
-)
+from regard.evaluation.measuring import SCORES_OF_TASK, evaluate, own_settings, scored_row
 from regard.evaluation.reproduction import reproduce
 from regard.evaluation.scoring import LANE_PIECES, LANES
 from regard.models.bundle import open_bundle
@@ -37,7 +31,7 @@ def text_file(folder: Path) -> dict[str, object]:
     return {"format": "text", "files": ["text.txt"]}
 
 
-def measured(model, text: Tokenizer, folder: Path, settings=()) -> Evaluated:
+def measured(model, text: Tokenizer, folder: Path, settings=()):
     """The scores of a model on :data:`LINES`."""
     return evaluate(model, text, [text_file(folder)], root=folder, settings=settings)
 
@@ -278,14 +272,12 @@ def test_each_architecture_has_a_task_that_recipes_know():
 
 def card(folder: Path, root: Path, text: Tokenizer, moved: float = 0.0) -> None:
     """A checkpoint whose scores.json holds what it does, moved by something."""
-    model, source = gpt2(text, length=32), text_file(root)
+    model = gpt2(text, length=32)
     model.save(folder)
     text.save(folder)
-    figures = [
-        {"metric": name, "value": value + moved, "tolerance": 0.01, "data": [source],
-         "settings": {"data.length": 32}}
-        for name, value in evaluate(model, text, [source], root=root).scores.items()
-    ]  # fmt: skip
+    given = {"tolerance": 0.01, "data": [text_file(root)], "settings": {"data.length": 32}}
+    scores = measured(model, text, root).scores.items()
+    figures = [given | {"metric": name, "value": value + moved} for name, value in scores]
     (folder / SCORES).write_text(json.dumps(figures), encoding="utf-8")
 
 
@@ -304,8 +296,8 @@ def test_half_precision_and_packed_weights_are_measured_in_full(text, tmp_path, 
     (model if packing else model.half()).save(folder, packing=packing)
     text.save(folder)
     full = measured(load(folder, dtype=torch.float32), text, tmp_path)
-    figure = {"metric": "loss", "value": full.scores["loss"], "tolerance": 1e-6, "settings": {},
-              "data": [text_file(tmp_path)]}  # fmt: skip
+    figure = {"metric": "loss", "value": full.scores["loss"], "tolerance": 1e-6}
+    figure |= {"data": [text_file(tmp_path)], "settings": {}}
     (folder / SCORES).write_text(json.dumps([figure]), encoding="utf-8")
     [again] = reproduce(folder, root=tmp_path)
     assert again.agrees

@@ -72,8 +72,7 @@ class Overview(Look):
             )
         grids, notes = [], []
         for name, measure in MEASURES.items():
-            strongest = self.strongest(name)
-            if strongest is None:
+            if (strongest := self.strongest(name)) is None:
                 continue
             layer, head, value = strongest
             notes.append(f"{measure.title}: {measure.meaning}.")
