@@ -43,6 +43,10 @@ if TYPE_CHECKING:  # type checkers and editors read this list, and a test compar
     from regard.mechanism.biases import RelativeContent as RelativeContent
     from regard.mechanism.functional import attention as attention
     from regard.mechanism.functional import why as why
+    from regard.mechanism.mask_adapters import mask_from_multihead as mask_from_multihead
+    from regard.mechanism.mask_adapters import mask_from_torch as mask_from_torch
+    from regard.mechanism.mask_adapters import mask_from_transformers as mask_from_transformers
+    from regard.mechanism.mask_adapters import mask_from_xformers as mask_from_xformers
     from regard.mechanism.masks import Causal as Causal
     from regard.mechanism.masks import Dilated as Dilated
     from regard.mechanism.masks import Padding as Padding
@@ -104,6 +108,12 @@ _HOMES = {
     "regard.layers.modules": ("Block", "FeedForward", "MultiHeadAttention", "RMSNorm"),
     "regard.mechanism.biases": ("Alibi", "RelativeBuckets", "RelativeContent"),
     "regard.mechanism.functional": ("attention", "why"),
+    "regard.mechanism.mask_adapters": (
+        "mask_from_multihead",
+        "mask_from_torch",
+        "mask_from_transformers",
+        "mask_from_xformers",
+    ),
     "regard.mechanism.masks": ("Causal", "Dilated", "Padding", "Prefix", "Segments", "Window"),
     "regard.mechanism.seeing": ("See", "Seen", "Top"),
     "regard.models.bert": ("Bert", "BertAnswering", "BertConfig", "BertMaskedLM"),

@@ -7,16 +7,19 @@ query and a key of one block. xformers itself is not needed.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import accumulate
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from regard import Causal, InputError, Segments, Window, attention
+from regard import Causal, InputError, Segments, Window, attention, mask_from_xformers
 from regard.mechanism import masks
 from regard.mechanism.backends import cpu as cpu_backend
 from regard.mechanism.call import check
+from regard.mechanism.geometry import Extent, Tile
 from regard.mechanism.masks import Mask
 
 Rule = Callable[[int, int, int, int], bool]  # query, key, number of queries, number of keys
@@ -171,6 +174,50 @@ def test_the_cpu_kernel_has_them(name: str) -> None:
         assert cpu_backend.unsupported(call) is None
         expected = attention(x, key, key, mask=allowed, backend="reference")
         torch.testing.assert_close(cpu_backend.run(call)[0], expected)
+
+
+def starts(lengths: Sequence[int]) -> list[int]:
+    return [*accumulate(lengths, initial=0)]
+
+
+def attn_bias(name: str) -> Any:
+    """An object with the name and the fields of a class of xformers."""
+    fields: dict[str, Any] = {}
+    if name.startswith("BlockDiagonal"):
+        keys = SimpleNamespace(seqstart_py=starts(KEYS))
+        if "Padded" in name or "Gappy" in name:
+            first = [*PADDED, 5 * PADDING] if "Padded" in name else [*GAPPY, 25]
+            keys = SimpleNamespace(seqstart_py=first, seqlen_py=KEYS)
+        fields = {"q_seqinfo": SimpleNamespace(seqstart_py=starts(QUERIES)), "k_seqinfo": keys}
+    if "CausalLocal" in name or "RightLocal" in name:
+        fields["_window_size"] = SIZE
+    elif "Local" in name:
+        fields |= {"window_left": LEFT, "window_right": RIGHT}
+    return type(name, (SimpleNamespace,), {})(**fields)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "TensorBias" not in name])
+def test_a_bias_of_xformers_becomes_its_mask(name: str) -> None:
+    _, allowed, _ = CASES[name]
+    mask = mask_from_xformers(attn_bias(name), *allowed.shape)
+    assert mask.is_ranges
+    extent = Extent(1, 1, *allowed.shape, torch.device("cpu"))
+    mask.check(extent)
+    tile = Tile(extent, range(extent.queries), range(extent.keys))
+    assert torch.equal(mask.tile(tile).expand(1, 1, *allowed.shape)[0, 0], allowed)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("LowerTriangularMask", "give mask_from_xformers"),
+        ("LowerTriangularMaskWithTensorBias", "no counterpart"),
+        ("PagedBlockDiagonalPaddedKeysMask", "no counterpart"),
+    ],
+)
+def test_a_bias_of_xformers_without_counterpart_is_refused(name: str, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        mask_from_xformers(type(name, (), {})())
 
 
 def test_rows_of_a_batch_may_be_packed_differently() -> None:
