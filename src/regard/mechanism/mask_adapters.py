@@ -1,5 +1,6 @@
 """Masks of other libraries in the terms of this one, as ranges of keys where they are ranges.
 
+The masks are for calls without ``query_start``: the last query is at the position of the last key.
 Tensors are recognised by their values: a mask on a GPU is copied to the host in part, which waits
 for it, and inside ``torch.compile`` values cannot be read. Convert a mask once, not in each layer.
 """
