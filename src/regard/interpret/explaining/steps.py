@@ -321,7 +321,7 @@ def _bias_step(bias: Bias, numbers: Numbers) -> Step:
 
 def _softmax(masked: Tensor) -> Tensor:
     """Softmax over the keys of scores, -inf where masked; a query without keys has weights 0."""
-    return masked.softmax(-1).nan_to_num(nan=0.0)
+    return masked.softmax(-1).masked_fill(masked.isneginf().all(-1, keepdim=True), 0)
 
 
 def _number(value: float, decimals: int = 3) -> str:
