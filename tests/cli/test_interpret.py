@@ -44,7 +44,12 @@ def test_a_file_and_standard_input_are_read(folder: Path, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("ending", "start"), [("png", b"\x89PNG"), ("svg", b"<svg"), ("html", b"<!doctype html>")]
+    ("ending", "start"),
+    [
+        pytest.param("png", b"\x89PNG", marks=pytest.mark.slow),
+        ("svg", b"<svg"),
+        ("html", b"<!doctype html>"),
+    ],
 )
 def test_pictures_are_saved(folder: Path, tmp_path: Path, ending: str, start: bytes) -> None:
     path = tmp_path / f"heads.{ending}"

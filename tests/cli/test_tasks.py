@@ -48,6 +48,7 @@ def test_translate_draws_the_alignment_when_asked(made: Path) -> None:
     assert "attended" not in records(*words)[0]
 
 
+@pytest.mark.slow
 def test_summarize_takes_documents_whole(made: Path, tmp_path: Path) -> None:
     words = ["summarize", "--model", made / "summarize", "--max-new-tokens", 5]
     (tmp_path / "story").write_text(folders.STORY)
@@ -132,6 +133,7 @@ def test_bad_input_is_one_line_and_status_2(made, words, stdin, message) -> None
     one_line(regard(*words, "--model", made / name, given=stdin), message)
 
 
+@pytest.mark.slow
 def test_several_files_are_read_one_after_another(made: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one.txt", tmp_path / "two.txt"
     one.write_bytes(b"The cat sat.\r\n\r\nWho?\r\n")

@@ -32,6 +32,7 @@ def generate() -> SimpleNamespace:
     return SimpleNamespace(**runpy.run_path(str(ROOT / "docs/generate.py")))
 
 
+@pytest.mark.slow
 def test_generated_pages_are_up_to_date(generate):
     pages = generate.pages()
     assert set((ROOT / "docs/api").iterdir()) <= pages.keys(), "run `make docs`"
@@ -40,6 +41,7 @@ def test_generated_pages_are_up_to_date(generate):
         assert not re.search(" object at 0x|ForwardRef", page), path.name
 
 
+@pytest.mark.slow
 def test_every_public_name_is_on_a_page_with_an_example(generate):
     found = {entry.name for entries in generate.public().values() for entry in entries}
     assert set(regard.__all__) - found <= {"biases", "masks", "pictures", "__version__"}

@@ -163,8 +163,8 @@ def test_a_memory_that_holds_all_is_as_one_call_and_a_shorter_one_is_not(text, t
         ("gpt2", 16, 0),
         ("gpt2", 16, 12),
         ("gpt2", 500, 400),
-        ("xl", 16, 15),
-        ("xl", 500, 400),
+        pytest.param("xl", 16, 15, marks=pytest.mark.slow),
+        pytest.param("xl", 500, 400, marks=pytest.mark.slow),
     ],
 )
 def test_with_a_context_each_token_is_told_once_from_so_many(text, tmp_path, kind, length, context):

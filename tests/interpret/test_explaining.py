@@ -197,6 +197,7 @@ def test_html_has_every_step_and_no_outside_asset():
     assert "<script" not in html
 
 
+@pytest.mark.slow
 def test_long_sentences_are_cut_not_broken(monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     trace = explain(" ".join(f"word{i}" for i in range(100)), heads=8, dim=64, word="word50")

@@ -493,6 +493,7 @@ def test_the_record_reads_well() -> None:
         watched["stack.blocks.9"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["wrapped", "in place"])
 def test_what_was_compiled_before_is_seen(how: str) -> None:
     model, ids = our_gpt2().eval(), torch.tensor([[1, 2, 3]])

@@ -181,6 +181,7 @@ def test_outputs(dtype: torch.dtype, data: st.DataObject) -> None:
 # ---- seeing --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @every_dtype
 @examples(SEEN)
 @given(data=st.data())

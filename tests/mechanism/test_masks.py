@@ -34,6 +34,7 @@ def whole(mask: Mask, extent: Extent) -> Tensor:
     return mask.tile(tile).expand(extent.batch, extent.heads, extent.queries, extent.keys)
 
 
+@pytest.mark.slow
 @generated
 @given(data=st.data(), extent=extents)
 def test_algebra(data: st.DataObject, extent: Extent) -> None:
@@ -54,6 +55,7 @@ def test_algebra(data: st.DataObject, extent: Extent) -> None:
     assert whole(a | ~a, extent).all()
 
 
+@pytest.mark.slow
 @generated
 @given(data=st.data(), extent=extents)
 def test_a_tile_is_a_part_of_the_whole(data: st.DataObject, extent: Extent) -> None:
@@ -83,6 +85,7 @@ def test_ranges_tell_what_tiles_tell(data: st.DataObject, extent: Extent) -> Non
             assert (end.diff(dim=-1) >= 0).all(), "an end moves backwards"
 
 
+@pytest.mark.slow
 @generated
 @given(data=st.data(), extent=extents)
 def test_joining_with_and_keeps_ranges_exact(data: st.DataObject, extent: Extent) -> None:
@@ -91,6 +94,7 @@ def test_joining_with_and_keeps_ranges_exact(data: st.DataObject, extent: Extent
     assert joined.interval(extent).exact
 
 
+@pytest.mark.slow
 @generated
 @given(data=st.data(), extent=extents, step=st.sampled_from((1, 2, 4, 64)))
 def test_hulls_cover_what_is_allowed(data: st.DataObject, extent: Extent, step: int) -> None:

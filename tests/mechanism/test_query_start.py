@@ -112,6 +112,7 @@ def test_a_tensor_of_starts_may_change_between_calls() -> None:
     assert not torch.allclose(before, after)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", ["sdpa", "reference"])
 def test_starts_are_compiled_into_one_graph(backend: str) -> None:
     def run(starts: Any) -> Tensor:

@@ -14,6 +14,7 @@ from regard.decoding.strategies import Beam, Greedy, Sample
 from regard.models.gpt2_graphs import Replayed
 
 
+@pytest.mark.slow
 def test_compiled_it_gives_the_same() -> None:
     model = GPT2(GPT2Config(vocabulary=40, length=32, dim=16, depth=2, heads=4)).eval()
     ids = torch.randint(40, (2, 9))

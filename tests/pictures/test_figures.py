@@ -87,6 +87,7 @@ def every_kind() -> dict[str, Picture]:
 
 
 KINDS = list(every_kind())
+LONG = pytest.param("long comparison", marks=pytest.mark.slow)
 
 
 def parsed(picture: Picture) -> ElementTree.Element:
@@ -248,7 +249,7 @@ def test_pooling_for_a_narrow_terminal_keeps_the_largest() -> None:
 
 @pytest.mark.parametrize("width", [40, 80, 120])
 @pytest.mark.parametrize("color", ["truecolor", "256", "none"])
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", [LONG if name == "long comparison" else name for name in KINDS])
 def test_lines_fit_the_terminal(name: str, color: str, width: int) -> None:
     text = every_kind()[name].text(width=width, color=color)  # type: ignore[arg-type]
     assert max(width_of(ESCAPES.sub("", line)) for line in text.splitlines()) <= width
@@ -394,6 +395,7 @@ def test_what_means_nothing_is_refused(call: object, message: str) -> None:
 # Files -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_ending_chooses_the_kind(tmp_path: Path) -> None:
     picture = every_kind()["weights"]
     for ending, start in {

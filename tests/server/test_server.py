@@ -566,7 +566,11 @@ BATCHES = [
 ]
 
 
-@pytest.mark.parametrize("requests", BATCHES, ids=["translate", "summarize", "answer"])
+@pytest.mark.parametrize(
+    "requests",
+    [pytest.param(BATCHES[0], marks=pytest.mark.slow), *BATCHES[1:]],
+    ids=["translate", "summarize", "answer"],
+)
 def test_requests_of_a_batch_get_what_each_gets_alone(requests: list[own.Request]) -> None:
     assert len({request.batch_key for request in requests}) == 1
     models = Models()

@@ -149,6 +149,7 @@ def test_a_tokenizer_that_does_not_fit_is_refused(folder: Path) -> None:
         run(raw, tokenizer__size=20)
 
 
+@pytest.mark.slow
 def test_a_translation_that_is_easy_is_learned_to_the_end(folder: Path) -> None:
     raw = recipe_of(folder)
     rows = [f"{word}\t{word.upper()}" for word in ("red", "green", "blue", "cat", "dog", "bird")]
@@ -160,6 +161,7 @@ def test_a_translation_that_is_easy_is_learned_to_the_end(folder: Path) -> None:
     assert result.scores["chrf"] == pytest.approx(100)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_lower_precision_learns_and_keeps_its_weights_in_full(folder: Path, precision: str) -> None:
     result = run(recipe_of(folder), precision=precision, schedule__steps=20)
@@ -325,6 +327,7 @@ def test_heads_that_go_wrong_are_told_of(folder: Path) -> None:
     assert len(seen[0]["encoder.blocks.0.attention"]["entropy"]) == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("task", "kind"), [TASKS[0], TASKS[4]])
 def test_watching_changes_nothing(folder: Path, task: str, kind: str) -> None:
     raw = recipe_of(folder, task, kind)
@@ -384,6 +387,7 @@ def test_a_cached_table_is_not_let_through_by_an_earlier_run(folder: Path) -> No
         run(raw, output=str(folder / "second"))
 
 
+@pytest.mark.slow
 def test_bad_lines_are_in_the_log_with_their_places(folder: Path) -> None:
     with (folder / "train.tsv").open("a", encoding="utf-8") as file:
         file.write("no tab here\n")
@@ -427,6 +431,7 @@ def test_merges_are_dropped_otherwise_each_epoch_and_say_the_same(folder: Path) 
         encoding.table(bpe.data, "train", bpe.task, unigram, bpe.tokenizer)
 
 
+@pytest.mark.slow
 def test_starting_from_a_model(folder: Path) -> None:
     first = run(recipe_of(folder, "masked language modelling", "bert"))
     raw = recipe_of(folder, "question answering", "bert")
@@ -476,6 +481,7 @@ def long_recipe(folder: Path, kind: str) -> dict[str, Any]:
     return raw
 
 
+@pytest.mark.slow
 def test_a_transformer_xl_with_a_context_and_all_its_dropout_resumes_to_the_byte(
     folder: Path,
 ) -> None:

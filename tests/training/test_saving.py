@@ -172,7 +172,10 @@ class Failing(Disk):
         super().remove(folder)
 
 
-@pytest.mark.parametrize("way", ["ENOSPC", "EIO", "short", "lie"])
+@pytest.mark.parametrize(
+    "way",
+    ["ENOSPC", *(pytest.param(way, marks=pytest.mark.slow) for way in ("EIO", "short", "lie"))],
+)
 def test_whatever_fails_once_the_last_good_checkpoint_is_there(tmp_path: Path, way: str) -> None:
     failed = set()
     for fails in range(1, 1000):
@@ -313,6 +316,7 @@ def crashes(done: list[tuple[Any, ...]], root: Path) -> Iterator[Node]:
         yield top
 
 
+@pytest.mark.slow
 def test_the_power_may_go_at_any_moment_and_what_was_not_synced_with_it(tmp_path: Path) -> None:
     root = tmp_path / "disk"
     root.mkdir()
