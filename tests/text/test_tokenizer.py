@@ -381,6 +381,21 @@ def test_a_template_of_too_many_tokens_is_refused(tmp_path: Path, kind: str) -> 
         Tokenizer.load(tmp_path)
 
 
+@pytest.mark.parametrize("templates", [1, 4])
+def test_a_template_that_repeats_the_text_too_often_is_refused(
+    tmp_path: Path, templates: int
+) -> None:
+    raw = json.loads(Tokenizer.train_wordpiece(corpus(), size=100).tokenizer.to_str())
+    template = raw["post_processor"]
+    template["single"] = [{"Sequence": {"id": "A", "type_id": 0}}] * round(
+        10_000 ** (1 / templates)
+    )
+    raw["post_processor"] = {"type": "Sequence", "processors": [template] * templates}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(raw))
+    with pytest.raises(CheckpointError, match="repeats each text 10,000 times"):
+        Tokenizer.load(tmp_path)
+
+
 def test_broken_tokenizers_raise_our_errors_only(tmp_path: Path) -> None:
     good = broken.tokenizers(tmp_path / "good")
     refused = 0

@@ -11,8 +11,10 @@ import os
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from operator import index
 from pathlib import Path
+from typing import Any
 
 from tokenizers import Regex, normalizers, pre_tokenizers
 from tokenizers import Tokenizer as FastTokenizer
@@ -29,6 +31,7 @@ from regard.text.vocabularies import BERT, as_bert, byte_level, byte_pairs, word
 _FILE, _TARGET = "tokenizer.json", "target_tokenizer.json"
 MAX_VOCABULARY = 2**24
 MAX_ADDED = 1000  # special tokens that a template may add to a text
+MAX_PLACES = 16  # of a text or a pair in a template
 
 END_OF_TEXT = "<|endoftext|>"
 
@@ -300,9 +303,21 @@ def _read(file: Path) -> FastTokenizer:
         raise CheckpointError(
             f"{file} adds {added:,} special tokens to each text, more than {MAX_ADDED:,}."
         )
+    if tokenizer.post_processor is not None:
+        places = _places(json.loads(tokenizer.post_processor.__getstate__()))
+        if places > MAX_PLACES:
+            raise CheckpointError(f"{file} repeats each text {places:,} times.")
     tokenizer.no_padding()  # callers pad batches
     tokenizer.no_truncation()
     return tokenizer
+
+
+def _places(processor: Mapping[str, Any]) -> int:
+    """How often the templates of a post-processor have a text, both texts of a pair counted."""
+    if processor["type"] == "Sequence":
+        return prod(map(_places, processor["processors"]))
+    templates = (processor.get(kind, ()) for kind in ("single", "pair"))
+    return max(1, *(sum("Sequence" in piece for piece in pieces) for pieces in templates))
 
 
 def word_level(lines: Iterator[str], size: int, own: Sequence[str]) -> Tokenizer:
