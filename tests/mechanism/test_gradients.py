@@ -250,3 +250,29 @@ def test_second_gradients_name_a_backend_that_has_them(mask: Mask | None) -> Non
         with pytest.raises(BackendError, match=r"no gradients of gradients.*backend='reference'"):
             second(backend)
     torch.testing.assert_close(second("tiled"), second("reference"))
+
+
+@pytest.mark.parametrize("randomness", [None, "error", "different", "same"])
+def test_batched_gradients_with_dropout(randomness: str | None) -> None:
+    def compare(backend: str) -> None:
+        def one(upstream: Tensor, batched: bool = False) -> Tensor:
+            return torch.autograd.grad(
+                output, value, upstream, retain_graph=True, is_grads_batched=batched
+            )[0]
+
+        x, value = torch.ones(1, 2, 6, 4), torch.ones(1, 2, 6, 4, requires_grad=True)
+        output = attention(x, x, value, dropout=0.5, backend=backend)
+        upstream = torch.randn(3, *output.shape)
+        expected = torch.stack([one(row) for row in upstream])
+        if randomness is None:
+            actual = one(upstream, batched=True)
+        else:
+            actual = torch.func.vmap(one, randomness=randomness)(upstream)
+        torch.testing.assert_close(actual, expected)
+
+    compare("reference")
+    if randomness == "same":
+        compare("tiled")
+    else:
+        with pytest.raises(BackendError, match=r"batched gradients.*backend='reference'"):
+            compare("tiled")

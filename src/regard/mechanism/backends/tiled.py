@@ -15,8 +15,10 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch.utils.checkpoint import checkpoint
 
+from regard.errors import BackendError
 from regard.kernels.plan import bins
 from regard.mechanism.backends import reference
 from regard.mechanism.call import TRANSFORMED, Call
@@ -85,7 +87,8 @@ def by_rows(call: Call) -> tuple[Tensor, Seen | None]:
     for rows, columns in _blocks(call):
         if call.wants_gradient:
             output, fields = checkpoint(
-                reference.attend, call, rows, columns, use_reentrant=False,
+                _attend_again if call.dropout else reference.attend,
+                call, rows, columns, use_reentrant=False,
                 preserve_rng_state=call.dropout > 0,
             )  # fmt: skip
         else:
@@ -95,6 +98,28 @@ def by_rows(call: Call) -> tuple[Tensor, Seen | None]:
             joining.add(fields)
     output = torch.cat(outputs, dim=2) if len(outputs) > 1 else outputs[0]
     return output, None if joining is None else joining.seen()
+
+
+def _attend_again(call: Call, rows: range, columns: range) -> tuple[Tensor, dict[str, Tensor]]:
+    """The reference on a block whose dropout the backward pass draws again.
+
+    Under vmap PyTorch may refuse to draw, or draw once for each gradient of the batch.
+    """
+    reason = (
+        "The backend 'tiled' draws dropout again in the backward pass, which batched gradients "
+        "(vmap, is_grads_batched) do not allow. Pass backend='reference', take one gradient at a "
+        "time, or pass randomness='same' to torch.func.vmap."
+    )
+    top = None if torch.compiler.is_compiling() else _functorch.peek_interpreter_stack()
+    if top is not None and top.key() == _functorch.TransformType.Vmap:
+        if _functorch.CVmapInterpreterPtr(top).randomness() == _functorch.RandomnessType.Different:
+            raise BackendError(reason)
+    try:
+        return reference.attend(call, rows, columns)
+    except RuntimeError as error:
+        if str(error).startswith("vmap: "):
+            raise BackendError(reason) from error
+        raise
 
 
 def stream(call: Call) -> tuple[Tensor, Seen | None]:
