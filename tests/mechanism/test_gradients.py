@@ -276,3 +276,14 @@ def test_batched_gradients_with_dropout(randomness: str | None) -> None:
     else:
         with pytest.raises(BackendError, match=r"batched gradients.*backend='reference'"):
             compare("tiled")
+
+
+def test_a_scale_may_change_between_compiled_calls() -> None:
+    compiled = torch.compile(
+        lambda x, scale: attention(x, x, x, scale=scale, backend="reference"),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    x = torch.randn(1, 2, 6, 4)
+    for scale in (0.5, 0.7):
+        torch.testing.assert_close(compiled(x, scale), attention(x, x, x, scale=scale))
