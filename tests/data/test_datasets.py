@@ -128,13 +128,16 @@ def test_a_model_is_trained_from_datasets_and_other_data_have_another_cache(tmp_
 @pytest.mark.parametrize(
     ("source", "wrong"),
     [
-        ({"dataset": "one", "fields": ["en", "fr"]}, "no column 'en'; set fields to columns"),
-        ({"dataset": "one", "fields": ["translation"]}, "fields of one need 2"),
+        ({"dataset": "one", "fields": ["en", "fr"]}, "no column 'en'. Set fields to some"),
+        (
+            {"dataset": "one", "fields": ["translation"]},
+            "fields of one need 2 .* got .'translation'",
+        ),
         ({"dataset": "one", "split": "train[:1]"}, "no split 'train.:1.'; it has train"),
         ({"dataset": "nobody/nothing"}, "not a folder below .* and the hub cannot be reached"),
         ({"files": ["bad.parquet"]}, "bad.parquet cannot be read"),
         ({"files": ["none.parquet"]}, "none.parquet cannot be read"),
-        ({"files": ["a.parquet", "b.csv"]}, "all end in one of"),
+        ({"files": ["a.parquet", "b.csv"]}, "one format, .* got .*a.parquet, .*b.csv"),
         ({}, "either files or a dataset"),
         ({"files": ["a.csv"], "dataset": "one"}, "either files or a dataset"),
     ],

@@ -83,7 +83,7 @@ def test_half_a_character_is_a_bad_line(tmp_path: Path) -> None:
     file = write(tmp_path / "a.jsonl", "\n".join(rows).encode())
     assert list(read_jsonl([file], ("a", "b"), report)) == [Pair("whole \U0001f600", ("x",))]
     assert [(bad.line, bad.why) for bad in report.bad] == [
-        (1, "half of a character (a lone surrogate)")
+        (1, "a lone surrogate (U+D800 to U+DFFF)")
     ]
 
 
@@ -142,7 +142,7 @@ def test_questions_are_read_from_both_forms_and_answers_checked(tmp_path: Path) 
     expected = Question("1", "When?", context, (Answer("1843", 16),))
     assert found == [expected, Question("3", "Why?", context, ())]
     assert [(bad.line, bad.why) for bad in report.bad] == [
-        (2, "an answer that the context does not have at its start"),
+        (2, "an answer that is not at its answer_start in the context"),
         (4, "no id, question or answers with text and answer_start"),
     ]
     row = {"context": context, **good, "answers": [{"text": "1843", "start": 16}]}
@@ -323,7 +323,7 @@ def test_lanes_read_everything_in_some_epoch(lane: int, count: int) -> None:
 
 
 def test_texts_that_are_too_short_for_lanes_are_refused() -> None:
-    with pytest.raises(InputError, match="too few for 5 rows"):
+    with pytest.raises(InputError, match="has 21 tokens, but 5 rows of 5 need 26"):
         Lanes(20, 5, rows=5)
-    with pytest.raises(InputError, match="too few for a piece of 30"):
+    with pytest.raises(InputError, match="has 21 tokens, but one piece needs 31"):
         Windows(20, 30, rows=1)

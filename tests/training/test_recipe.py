@@ -60,7 +60,7 @@ def test_there_are_recipes() -> None:
         ("saving.average=9", "only the last 3 checkpoints are kept"),
         ("saving.average=3", "but 5 steps make 0 checkpoints"),
         ("data.train.0.format=text", "jsonl or dataset, not text"),
-        ("data.train.0.columns=[0, 1]", "Columns count from 1"),
+        ("data.train.0.columns=[0, 1]", "Columns are counted from 1"),
         ("data.train.0.part=[0]", "part of a data source need two"),
         ("saving.average=0", "give data.valid"),
         ("data.train.7.files=x", "there is no 7 in its path"),
@@ -119,7 +119,7 @@ def test_keys_are_set_by_their_earlier_names() -> None:
 def test_what_is_needed_is_named_with_its_meaning() -> None:
     raw = least()
     del raw["schedule"]
-    with pytest.raises(InputError, match="lacks schedule: the learning rate"):
+    with pytest.raises(InputError, match="has no schedule, which is needed: the learning rate"):
         parse_recipe(raw)
 
 

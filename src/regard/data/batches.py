@@ -64,16 +64,16 @@ class ByLength:
         longest_row = max((sum(row) for row in rows), default=0)
         if longest_row > tokens:
             raise InputError(
-                f"The longest example has {longest_row} tokens, but a batch has {tokens}. Raise "
-                "batch.tokens or lower data.length."
+                f"The longest example has {longest_row} tokens, but a batch has room for {tokens}. "
+                "Raise batch.tokens or lower data.length."
             )
         self.batches: list[Batch] = []
         start, longest = 0, [0] * lengths.shape[1]
         for at, row in enumerate(rows):
             grown = [max(pair) for pair in zip(longest, row, strict=True)]
             full = (at + 1 - start) * sum(grown) > tokens
-            # A half-full batch ends where the first column gets longer: a batch whose rows have
-            # equal length there needs no padding and no attention mask.
+            # A batch that is at least half full ends before a row that is longer in the first
+            # column: rows of equal length there need no padding and no attention mask.
             grows = row[0] > longest[0] and 2 * (at - start) * sum(longest) >= tokens
             if at > start and (full or grows):
                 self.batches.append(Batch(start, at, tuple(longest), rows[start][0] == longest[0]))
@@ -92,7 +92,7 @@ class ByLength:
 
 
 class Alternating:
-    """Several plans, one per epoch in turn; plan i has rows i * ``rows`` to (i + 1) * ``rows``."""
+    """Several plans, one per epoch in turn; row r of plan i is row r + i * ``rows``."""
 
     def __init__(self, plans: Sequence[Plan], rows: int) -> None:
         self.plans, self.rows = plans, rows
@@ -104,11 +104,11 @@ class Alternating:
 
 
 class Windows:
-    """Pieces of one long text, ``length`` tokens each, in random order.
+    """Pieces of one long text, ``length`` tokens each.
 
-    Each epoch cuts the text at other places, so that tokens left out of one epoch, which has full
-    batches only, are in others. Each piece begins with the last ``context`` tokens of the piece
-    before it in the text.
+    Each piece begins with the last ``context`` tokens of the previous piece in the text. If
+    ``shuffled``, each epoch begins at a random token, orders the pieces at random, and leaves out
+    the pieces that do not fill a batch; their tokens are in other epochs.
     """
 
     def __init__(
@@ -116,7 +116,8 @@ class Windows:
     ) -> None:
         if total < length:
             raise InputError(
-                f"The text has {total + 1} tokens, too few for a piece of {length} (data.length)."
+                f"The text has {total + 1} tokens, but one piece needs {length + 1}. Give more "
+                "text, or lower data.length."
             )
         self.total, self.length, self.rows, self.shuffled = total, length, rows, shuffled
         self.stride = length - context
@@ -136,22 +137,23 @@ class Windows:
 class Lanes:
     """One long text split into ``rows`` lanes; a model with memory reads each lane in order.
 
-    The memory is emptied after every ``reset_every`` pieces, or with 0 after each epoch. Each epoch
-    cuts the text at other places.
+    The memory is emptied after every ``reset_every`` pieces, or after each epoch if that is 0. Each
+    epoch shifts the pieces by a random number of tokens.
     """
 
     def __init__(self, total: int, length: int, rows: int, reset_every: int = 0) -> None:
         self.rows, self.length, self.reset_every = rows, length, reset_every
         self.lane = total // rows
         self.count = self.lane // length  # the number of pieces in a lane
-        # Reserve tokens for the random shift, unless that may leave one piece, without a memory.
+        # Reserve tokens for the random shift, which may cost one piece. A lane of two pieces keeps
+        # both: with a single piece, the memory is never used.
         if self.count > 2:
             self.count = (self.lane - length + 1) // length
         self.max_shift = self.lane - self.count * length
         if not self.count:
             raise InputError(
-                f"The text has {total + 1} tokens, too few for {rows} rows of {length} "
-                "(batch.tokens, data.length)."
+                f"The text has {total + 1} tokens, but {rows} rows of {length} need "
+                f"{rows * length + 1}. Give more text, or lower batch.tokens or data.length."
             )
 
     def epoch(self, seed: int, number: int) -> Epoch:
@@ -179,7 +181,7 @@ class Rows(NamedTuple):
 
 
 class Feed:
-    """An endless sequence of batches over all epochs, which can continue at any position.
+    """An endless sequence of batches over all epochs; set ``cursor`` to continue at a position.
 
     >>> feed = Feed(ByLength(torch.tensor([[2], [2], [2]]), tokens=4), 0, torch.device("cpu"))
     >>> [len(feed.next().rows) for _ in range(3)], feed.cursor

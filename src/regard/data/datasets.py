@@ -1,6 +1,6 @@
 """Records from Hugging Face datasets on disk or on the hub (https://huggingface.co/docs/datasets).
 
-No other module imports their library.
+No other module imports the library ``datasets``.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ def open_dataset(name: str, files: Sequence[Path], root: Path, subset: str, spli
             kinds = {_BUILDERS.get(file.suffix) for file in files}
             kind = kinds.pop()
             if kinds or kind is None:
-                raise InputError(f"The files of a dataset all end in one of {list(_BUILDERS)}.")
+                raise InputError(
+                    f"The files of a dataset must have one format, with a name that ends in one "
+                    f"of {list(_BUILDERS)}, but got {what}."
+                )
             return library.load_dataset(kind, data_files=[str(file) for file in files], split=split)
         if (folder / "dataset_dict.json").exists() or (folder / "state.json").exists():
             return _chosen(library.load_from_disk(str(folder)), folder, split)
@@ -72,18 +75,23 @@ def read_dataset(
 ) -> Iterator[Record]:
     """The rows of a dataset as records of a kind.
 
-    ``columns`` name source and target, or question, context and answers in SQuAD's form, or a text.
-    ``translation.fr`` names the field "fr" of the column "translation".
+    ``columns`` are the names of the columns of source and target, of question, context and answers
+    (in SQuAD's form), or of a text. ``translation.fr`` is the field "fr" of "translation".
     """
     wanted = tuple(columns) or COLUMNS[kind]
     if len(wanted) != len(COLUMNS[kind]):
         names = COLUMNS[kind]
-        raise InputError(f"fields of {name} need {len(names)} names, as {list(names)}.")
+        raise InputError(
+            f"fields of {name} need {len(names)} names such as {list(names)}, but got "
+            f"{list(wanted)}."
+        )
     tops = dict.fromkeys(column.partition(".")[0] for column in wanted)
     for top in tops:
         if top not in dataset.column_names:
             have = ", ".join(dataset.column_names)
-            raise InputError(f"{name} has no column {top!r}; set fields to columns of {have}.")
+            raise InputError(
+                f"{name} has no column {top!r}. Set fields to some of its columns: {have}."
+            )
     for number, row in enumerate(dataset.select_columns(list(tops)), 1):
         values = [_inside(row, column) for column in wanted]
         if kind is Pair:

@@ -29,14 +29,14 @@ class TokenizerOptions:
     """The tokenizer of a run."""
 
     start: str | None = key(
-        "a tokenizer to use, a folder or a name; without it, one is trained", None
+        "the folder or the name of a tokenizer to use; without it, a tokenizer is trained", None
     )
     kind: str = key("the kind of tokenizer to train", "bpe", among=TOKENIZERS)
     size: int = key("the size of the vocabulary to train", 8000, least=16, most=2**20)
     special: tuple[str, ...] = key("special tokens, such as language tags", ())
     keep: int = key(
-        "the number of tokens to keep of a WordPiece vocabulary, the most frequent ones in "
-        "the training text; 0 for all",
+        "the number of tokens to keep of a WordPiece vocabulary: the most frequent ones in "
+        "the training text; 0 keeps all",
         0,
         least=0,
     )
@@ -47,8 +47,7 @@ class TokenizerOptions:
         only=PAIR_TASKS,
     )
     variants: int = key(
-        "the number of different BPE-dropout tokenizations of each text, used in turn, one "
-        "an epoch",
+        "the number of tokenizations of each text with BPE-dropout; each epoch uses the next one",
         8,
         least=2,
     )
@@ -140,8 +139,8 @@ def pair_columns(
 ) -> dict[str, Ragged]:
     """The columns "source" and "target" of all pairs; a pair has one row for each of its targets.
 
-    Pairs longer than ``length`` tokens are left out and reported. With several ``variants``, all
-    rows are repeated for each further variant, tokenized with BPE-dropout.
+    Pairs longer than ``length`` tokens are left out and reported. The first of ``variants`` is all
+    rows without BPE-dropout; each further variant repeats all rows with BPE-dropout.
     """
     kept: list[tuple[str, str]] = []
     plain: list[tuple[list[int], list[int]]] = []
@@ -185,7 +184,8 @@ def _bpe_dropout(tokenizer: Tokenizer, share: float) -> Iterator[None]:
     for algorithm in algorithms:
         if not isinstance(algorithm, BPE):
             raise InputError(
-                f"tokenizer.dropout is for BPE; this tokenizer is a {type(algorithm).__name__}."
+                f"tokenizer.dropout needs BPE, but this tokenizer is a {type(algorithm).__name__}. "
+                "Set it to 0."
             )
     try:
         for algorithm in algorithms:
@@ -197,7 +197,7 @@ def _bpe_dropout(tokenizer: Tokenizer, share: float) -> Iterator[None]:
 
 
 def text_columns(lines: Iterable[str], tokenizer: Tokenizer) -> tuple[dict[str, Ragged], int]:
-    """All lines as one sequence of tokens, each line with a newline; and their number of bytes."""
+    """All lines as one sequence of tokens, each line with a newline; and the number of bytes."""
     size = 0
 
     def with_newlines() -> Iterator[str]:
@@ -219,8 +219,9 @@ def window_columns(
     """The windows of all questions as columns; a long context has several overlapping windows.
 
     The column "facts" has five numbers for each window: the number of its question, the position
-    where its context starts, the index of its first token in the context, and the positions of the
-    answer's first and last token. Without an answer, these positions are 0, that of [CLS].
+    where its context starts, the index in the whole context of the first context token, and the
+    positions of the answer's first and last token. If the window does not contain a whole answer,
+    the last two are 0, the position of [CLS].
     """
     ids: list[list[int]] = []
     facts: list[list[int]] = []
@@ -251,9 +252,9 @@ def _answer_span(question: Question, offsets: Sequence[tuple[int, int]]) -> tupl
 
 
 def repeat_unanswered(questions: Iterable[Question], share: float) -> Iterator[Question]:
-    """All questions; a share of them is repeated with a context that does not hold the answer.
+    """All questions; a share of them is repeated with a context that does not contain the answer.
 
-    This is the previous context, which is often from the same article.
+    The repeated question has the previous context, which is often from the same article.
     """
     current: str | None = None
     previous: str | None = None

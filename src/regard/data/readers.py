@@ -86,7 +86,7 @@ def read_parallel(
                     ((target, second[0]), source) if first is None else ((source, first[0]), target)
                 )
                 raise InputError(
-                    f"{longer} has a line {number}, but {shorter} ends before it: the files do "
+                    f"{longer} has a line {number}, but {shorter} has fewer lines: the files do "
                     "not belong together."
                 )
             file = source if first[1] is None else target
@@ -94,7 +94,7 @@ def read_parallel(
 
 
 def read_tsv(files: Sequence[Path], columns: tuple[int, int], report: Report) -> Iterator[Pair]:
-    """Pairs from tab-separated files; ``columns`` of source and target count from 1."""
+    """Pairs from tab-separated files; ``columns`` of source and target are counted from 1."""
     for file in files:
         for number, line in _lines(file):
             if line is None:
@@ -134,7 +134,7 @@ def read_squad(files: Sequence[Path], report: Report) -> Iterator[Question]:
             yield from question(row, context, "answer_start", file, number, report)
 
 
-def _halved(row: dict[str, Any], line: str) -> bool:
+def _has_surrogate(row: dict[str, Any], line: str) -> bool:
     """Whether a JSON object has a lone surrogate, which UTF-8 cannot encode."""
     if "\\ud" not in line.lower():  # a surrogate can only come from an escape such as \ud800
         return False
@@ -154,8 +154,8 @@ def _objects(files: Sequence[Path], report: Report) -> Iterator[tuple[Path, int,
                 row = None
             if line is None or not isinstance(row, dict):
                 report.refuse(file, number, _NOT_UTF8 if line is None else "not a JSON object")
-            elif _halved(row, line):
-                report.refuse(file, number, "half of a character (a lone surrogate)")
+            elif _has_surrogate(row, line):
+                report.refuse(file, number, "a lone surrogate (U+D800 to U+DFFF)")
             else:
                 yield file, number, row
 
@@ -203,7 +203,7 @@ def question(
     if not whole or not all(isinstance(text, str) and text.strip() for text in texts):
         report.refuse(file, number, "an id, question, context or answer that is not text")
     elif any(not context.startswith(answer.text, answer.start) for answer in answers):
-        report.refuse(file, number, "an answer that the context does not have at its start")
+        report.refuse(file, number, f"an answer that is not at its {start} in the context")
     else:
         report.accept(file, number)
         yield Question(name, query, context, answers)

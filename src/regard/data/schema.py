@@ -151,7 +151,9 @@ def build(kind: type[T], raw: Any, path: str) -> T:
             values[name] = _value(raw[name], hints[name], path + name)
             _check_range(values[name], entry, path + name)
         elif entry.default is MISSING and entry.default_factory is MISSING:
-            raise InputError(f"The recipe lacks {path}{name}: {entry.metadata['doc']}.")
+            raise InputError(
+                f"The recipe has no {path}{name}, which is needed: {entry.metadata['doc']}."
+            )
     return kind(**values)
 
 

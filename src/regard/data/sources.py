@@ -40,21 +40,24 @@ class Source:
         "and answers, a list of {text, start})",
         among=tuple(dict.fromkeys(name for names in FORMATS.values() for name in names)),
     )
-    files: tuple[str, ...] = key("the files, plain, .gz or .xz; for parallel text, the sources", ())
+    files: tuple[str, ...] = key(
+        "the files: plain, .gz or .xz; for parallel text, the files of the sources", ()
+    )
     targets: tuple[str, ...] = key("for parallel text, the files of the targets", ())
     columns: tuple[int, ...] = key(
         "for TSV, the columns of source and target, counted from 1", (1, 2)
     )
     fields: tuple[str, ...] = key(
-        "for JSONL, the fields of source and target; for a dataset, the columns of source "
-        "and target, of text, or of question, context and answers; the default is these names",
+        "for JSONL, the names of the fields of source and target; for a dataset, of the columns "
+        "of source and target, of text, or of question, context and answers; by default, the "
+        "fields and columns have exactly these names",
         (),
     )
     dataset: str = key("for a Hugging Face dataset, its folder or its name on the hub", "")
     subset: str = key("for a dataset on the hub, the subset", "")
     split: str = key("for a dataset, the split", "train")
     part: tuple[int, ...] = key(
-        "the share of the data to use, in thousandths by the MD5 of the source: from the "
+        "the part of the data to use: records whose source has an MD5 modulo 1000 from the "
         "first number up to, but not including, the second",
         (0, 1000),
     )
@@ -92,14 +95,14 @@ class Data:
         only=("language modelling",),
     )
     memory_reset_every: int = key(
-        "for a Transformer-XL, empty the memory after this many pieces, so that it learns to "
-        "start a text; 0 for once an epoch",
+        "for a Transformer-XL, empty the memory after this many pieces, so that the model learns "
+        "to start a text; 0 empties it once an epoch",
         0,
         least=0,
         only=("transformer-xl",),
     )
     unanswered: float = key(
-        "the share of questions to repeat with a context that does not hold the answer",
+        "the share of questions to repeat with a context that does not contain the answer",
         0.0,
         least=0,
         most=1,
@@ -123,11 +126,11 @@ def check_data(data: Data, task: str) -> None:
                 raise InputError(f"{name} of a data source need two entries, but got {count}.")
         if (source.format == "dataset" and not source.files) != bool(source.dataset):
             raise InputError(
-                "A data source with format = 'dataset' needs either files or a dataset; any other "
-                "format needs files."
+                "A data source with format = 'dataset' needs either files or a dataset. With any "
+                "other format, give files and no dataset."
             )
         if min(source.columns) < 1:
-            raise InputError(f"Columns count from 1, but got {list(source.columns)}.")
+            raise InputError(f"Columns are counted from 1, but got {list(source.columns)}.")
         if kind is str and (source.prefix or source.reverse):
             raise InputError(f"prefix and reverse of a data source do nothing for {task}.")
     if data.context >= data.length:

@@ -98,7 +98,7 @@ class Table:
 
 
 def place(table: Table, device: torch.device) -> Table:
-    """Move the table to the device, unless it needs over a quarter of the free memory there."""
+    """Move the table to the device, unless it needs over a quarter of a GPU's free memory."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         if table.size > free // 4:
@@ -121,7 +121,7 @@ def content(files: Iterable[Path]) -> list[str]:
 def cached(folder: Path, key: Mapping[str, Any], build: Callable[[], Table]) -> Table:
     """The table that ``build`` returns, stored in ``folder`` and mapped into memory.
 
-    ``key`` holds everything that the table depends on, and the SHA-256 of each file. A damaged
+    ``key`` holds everything that the table depends on, such as the SHA-256 of each file. A damaged
     table is built again, with a warning.
     """
     name = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:32]

@@ -33,7 +33,9 @@ def add_tokens(tokenizer: FastTokenizer, folder: Path) -> FastTokenizer:
         known = {"content": entry} if isinstance(entry, str) else entry
         token = known.get("content") if isinstance(known, dict) else None
         if not isinstance(token, str):
-            raise CheckpointError(f"{folder / OPTIONS}: added_tokens_decoder has {entry!r}.")
+            raise CheckpointError(
+                f"{folder / OPTIONS}: an entry of added_tokens_decoder has no token: {entry!r}."
+            )
         kinds = ("lstrip", "rstrip", "single_word", "special")
         flags = {name: known.get(name) is True for name in kinds}
         flags["normalized"] = known.get("normalized", not flags["special"]) is True
@@ -44,8 +46,8 @@ def add_tokens(tokenizer: FastTokenizer, folder: Path) -> FastTokenizer:
             would_be = tokenizer.get_vocab_size()
         if would_be != number:
             raise CheckpointError(
-                f"{folder}: the added token {added.content!r} should be {number}, but would be "
-                f"{would_be}."
+                f"{folder}: the added token {added.content!r} should have the id {number}, but "
+                f"would have {would_be}."
             )
         if added.special:
             tokenizer.add_special_tokens([added])

@@ -21,7 +21,7 @@ _NEEDED = ("</s>", "<unk>", "<pad>")
 
 
 def marian(folder: Path) -> tuple[FastTokenizer, FastTokenizer | None]:
-    """Return the tokenizers of source and target; None for the target without a target.spm.
+    """Return the tokenizers of source and target. Without target.spm, the target's is None.
 
     vocab.json holds the ids of both, or only of the source if target_vocab.json exists.
     """
@@ -36,8 +36,8 @@ def marian(folder: Path) -> tuple[FastTokenizer, FastTokenizer | None]:
 def _one(model: Path, vocabulary: Path) -> FastTokenizer:
     """Return the tokenizer of one language, from its model and the ids of its pieces.
 
-    Pieces that only the other language has get a very low probability. They then occur only for
-    characters that no other piece contains.
+    Pieces that the model does not contain belong to the other language. They get a very low
+    probability, so that they are used only for characters that no other piece contains.
     """
     ids = read_json(vocabulary)
     if sorted(ids.values(), key=str) != sorted(range(len(ids)), key=str):
@@ -46,7 +46,7 @@ def _one(model: Path, vocabulary: Path) -> FastTokenizer:
         )
     for token in _NEEDED:
         if token not in ids:
-            raise CheckpointError(f"{vocabulary} lacks the token {token}.")
+            raise CheckpointError(f"{vocabulary} does not contain the token {token}.")
     read = read_pieces(model)
     if read.model != UNIGRAM:
         raise CheckpointError(f"{model} should be a unigram model.")

@@ -23,8 +23,8 @@ _NORMAL, _UNKNOWN, _CONTROL, _USER, _BYTE = 1, 2, 3, 4, 6  # kinds of pieces
 class Pieces(NamedTuple):
     """The contents of a SentencePiece model."""
 
-    pieces: list[tuple[str, float]]  # with their log-probabilities
-    kinds: list[int]  # of the pieces
+    pieces: list[tuple[str, float]]  # each piece with its log-probability
+    kinds: list[int]  # the kind of each piece
     model: int  # the kind of the model
     normalizer: normalizers.Normalizer
     prefix: bool  # whether a space is added before the first word
@@ -40,7 +40,7 @@ def read_pieces(file: Path) -> Pieces:
     pieces: list[tuple[str, float]] = []
     kinds: list[int] = []
     trainer: dict[int, Any] = {}
-    rules: dict[int, Any] = {}  # of the normalizer
+    rules: dict[int, Any] = {}  # the fields of the normalizer
     for number, value in _fields(read_bytes(file), file, {1: bytes, 2: bytes, 3: bytes}):
         if number == 1:
             piece = dict(_fields(value, file, {1: str, 2: float, 3: int}))
@@ -57,10 +57,12 @@ def read_pieces(file: Path) -> Pieces:
             "unigrams and of byte pairs."
         )
     if kinds.count(_UNKNOWN) != 1:
-        raise CheckpointError(f"{file} should have one piece for unknown characters.")
+        raise CheckpointError(
+            f"{file} should have one piece for unknown characters, but has {kinds.count(_UNKNOWN)}."
+        )
     with errors_of(file):
         steps: list[Any] = [normalizers.Precompiled(rules[2])] if rules.get(2) else []
-    if rules.get(4, True):  # no outer spaces, and single ones between words
+    if rules.get(4, True):  # remove outer spaces, and all but one of several spaces
         steps += [normalizers.Strip(), normalizers.Replace(Regex(" {2,}"), " ")]
     prefix = bool(rules.get(3, True))
     return Pieces(pieces, kinds, kind_of_model, normalizers.Sequence(steps), prefix)
@@ -105,7 +107,7 @@ def _merged(found: Pieces, file: Path) -> FastTokenizer:
     """
     ids = {piece: index for index, (piece, _) in enumerate(found.pieces)}
     if len(ids) < len(found.pieces):
-        raise CheckpointError(f"{file} has a piece twice.")
+        raise CheckpointError(f"{file} contains a piece twice.")
     whole = set(found.named(_NORMAL, _USER))
     merges = [
         (-score, ids[piece[:cut]], ids[piece[cut:]], piece[:cut], piece[cut:])
@@ -154,7 +156,7 @@ def close_with(tokenizer: FastTokenizer, end: str) -> None:
 
 
 def _fields(raw: bytes, file: Path, kinds: Mapping[int, type]) -> Iterator[tuple[int, Any]]:
-    """Yield the fields of a protocol-buffer message that have one of ``kinds``, by their number."""
+    """Yield the number and value of each field of a protocol-buffer message listed in ``kinds``."""
     at = 0
     while at < len(raw):
         tag, at = _varint(raw, at, file)

@@ -42,7 +42,7 @@ class SizeError(InputError):
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """The ids of a text, and the position of each in the text.
+    """The ids of a text, and the characters that each id stands for.
 
     >>> text = Tokenizer.train_bpe(["low lower lowest"] * 9, size=300)
     >>> text.encode("lowest low").offsets[-1]  # the last token is the last word
@@ -81,7 +81,7 @@ class Tokenizer:
         return self._counted[1]
 
     def id(self, token: str) -> int:
-        """Return the id of a token, as ``text.id("</s>")``. InputError if it does not exist."""
+        """Return the id of a token such as ``"</s>"``. InputError if there is no such token."""
         number = self.tokenizer.token_to_id(token) if isinstance(token, str) else None
         if number is None:
             raise InputError(f"This tokenizer has no token {token!r}.")
@@ -116,9 +116,9 @@ class Tokenizer:
         try:
             given = [index(token) for token in ids]
         except TypeError:
-            raise InputError(f"Ids are whole numbers, but got {ids!r}.") from None
+            raise InputError(f"Ids must be whole numbers, but got {ids!r}.") from None
         if given and not 0 <= min(given) <= max(given) < len(self):
-            raise InputError(f"Ids are from 0 to {len(self) - 1}, but got {given}.")
+            raise InputError(f"Ids must be from 0 to {len(self) - 1}, but got {given}.")
         return str(self.tokenizer.decode(given, skip_special_tokens=not special))
 
     # ------------------------------------------------------------------------- reading, writing
@@ -149,7 +149,8 @@ class Tokenizer:
     def save(self, folder: str | os.PathLike[str]) -> None:
         """Write tokenizer.json, and tokenizer_config.json if needed (:meth:`describe`).
 
-        A different target tokenizer is written to target_tokenizer.json, which only regard reads.
+        If the target has another tokenizer, it is written to target_tokenizer.json, which only
+        regard reads.
         """
         Path(folder).mkdir(parents=True, exist_ok=True)
         self.describe(Path(folder))
@@ -162,7 +163,7 @@ class Tokenizer:
     def describe(self, folder: Path) -> None:
         """Write tokenizer_config.json if transformers needs it to read tokenizer.json.
 
-        Without it, transformers would look for SentencePiece files of T5 and Marian.
+        Without this file, transformers would look for the SentencePiece files of a T5 or Marian.
         """
         roles = {"eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
         vocabulary = self.tokenizer.get_vocab()
@@ -179,7 +180,7 @@ class Tokenizer:
         model = self.tokenizer.model
         if not isinstance(model, algorithms.WordPiece):
             raise InputError(
-                f"Only a WordPiece vocabulary can be pruned, not {type(model).__name__}'s."
+                f"Only WordPiece can be pruned, but this tokenizer is a {type(model).__name__}."
             )
         vocabulary = self.tokenizer.get_vocab()
 
@@ -284,7 +285,10 @@ def _check_text(text: object) -> None:
     if not isinstance(text, str):
         raise InputError(f"A text is a str, but got {type(text).__name__}.")
     if not text.isascii() and any("\ud800" <= char <= "\udfff" for char in text):
-        raise InputError("The text holds a lone surrogate, which is no character.")
+        raise InputError(
+            "The text contains a lone surrogate (U+D800 to U+DFFF), which UTF-8 cannot encode. "
+            "Remove it."
+        )
 
 
 def _check_size(size: int, least: int) -> None:
@@ -321,7 +325,7 @@ def _places(processor: Mapping[str, Any]) -> int:
 
 
 def word_level(lines: Iterator[str], size: int, own: Sequence[str]) -> Tokenizer:
-    """Build a tokenizer of whole words. Line ends are tokens too, as in the Penn Treebank."""
+    """Build a tokenizer of whole words. A line end is a token too, as in the Penn Treebank."""
     special = (END_OF_TEXT, "\n", *own)
     counts = Counter(word for line in lines for word in line.split(" ") if word)
     for token in (*special, "<unk>"):

@@ -28,7 +28,7 @@ def wordpiece(folder: Path) -> FastTokenizer:
         vocabulary[token] = index
     for token in BERT:
         if token not in vocabulary:
-            raise CheckpointError(f"{file} lacks the token {token}.")
+            raise CheckpointError(f"{file} does not contain the token {token}.")
     options = options_of(folder)
     accents = options.get("strip_accents")
     with errors_of(file):
@@ -64,7 +64,9 @@ def byte_pairs(vocabulary: Path, merges: Path) -> FastTokenizer:
             continue
         parts = line.split(" ")
         if len(parts) != 2:
-            raise CheckpointError(f"{merges} should have two tokens a line, but has {line!r}.")
+            raise CheckpointError(
+                f"{merges} should have two tokens in each line, but has the line {line!r}."
+            )
         pairs.append((parts[0], parts[1]))
     with errors_of(vocabulary):
         prefix = options_of(vocabulary.parent).get("add_prefix_space") is True

@@ -21,8 +21,8 @@ def windows(
 ) -> Iterator[Window]:
     """Yield windows of ``length`` tokens with the question and parts of the context.
 
-    Parts overlap by half, so that an answer cut off at the end of a window is whole in the next.
-    ``first`` is the id of [CLS], and ``last`` is the id of [SEP].
+    Parts overlap by half: an answer that one window cuts off is whole in the next, unless it is
+    longer than the overlap. ``first`` is the id of [CLS], and ``last`` is the id of [SEP].
 
     >>> [w.ids[w.split:-1] for w in windows([7], [1, 2, 3, 4, 5, 6], 8, first=0, last=9)]
     [[1, 2, 3, 4], [3, 4, 5, 6]]
@@ -32,7 +32,7 @@ def windows(
     if room < 2:
         raise InputError(
             f"The question is too long: its {len(question)} tokens leave no room for a context in "
-            f"a window of {length}."
+            f"a window of {length} tokens. Shorten the question."
         )
     half = room // 2
     for offset in range(0, max(len(context) - room, 0) + half, half):

@@ -13,16 +13,16 @@ from typing import NamedTuple
 from regard.errors import InputError
 from regard.text.tokenizer import Tokenizer
 
-_RUN = re.compile("l+(?:jl+)*|i|[sj]+")  # a word, by the kinds of its characters
+_RUN = re.compile("l+(?:jl+)*|i|[sj]+")  # the kinds of a word's characters (see _kind)
 _UNFINISHED = "\ufffd"  # the decoding of an incomplete character
 _CLOSING, _OPENING = "\"'\u2019\u201d»)\\]", "\"'\u2018\u201c«(\\[¿¡"
 # A French elision, or letters and digits with joining characters, or a punctuation mark.
 _WORD = re.compile(
     "\\b(?i:[cdjlmnst]|qu|lorsqu|puisqu)['\u2019](?=\\w)|\\w+(?:['\u2019.-]\\w+)*|[^\\w\\s]"
 )
-# A match starts only at the first of a run of marks; otherwise long runs take quadratic time.
+# A match starts only at the first of several marks; otherwise long runs take quadratic time.
 _END = re.compile(rf"(?<![.!?…])[.!?…]+[{_CLOSING}]*\s+(?=[{_OPENING}]*[^\W_a-zß-öø-ÿ])|\n\s*")
-# Abbreviations whose full stop does not end a sentence: short titles and single letters.
+# Abbreviations whose full stop does not end a sentence, such as titles and single letters.
 _SHORT = re.compile(
     rf"(?:^|[\s{_OPENING}])(?:\w|Mrs?|Ms|Dr|St|Prof|Mme|Mlle|Sgt|Capt|Gen|Nr|vs|e\.g|i\.e|z\.B)\.$"
 )
@@ -73,7 +73,7 @@ def tokens_of(tokenizer: Tokenizer, text: str) -> Tokens:
     """
     encoded = tokenizer.encode(text)
     if all(source is None for source in encoded.texts):
-        raise InputError(f"There is nothing to read in {text!r}.")
+        raise InputError(f"The text {text!r} has no tokens. Give a text with words.")
     spans = [
         None if source is None else span
         for source, span in zip(encoded.texts, encoded.offsets, strict=True)
@@ -88,8 +88,8 @@ def tokens_of_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> Tokens:
     before, spans = "", list[tuple[int, int] | None]()
     for count in range(1, len(ids) + 1):
         after = tokenizer.decode(ids[:count])
-        # An id may change the last letters of the text before it. So its span starts where the two
-        # texts differ.
+        # An id may change the last letters of the text before it. So its span starts where the
+        # texts before and after it differ.
         start = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
                      min(len(before), len(after)))  # fmt: skip
         if start == len(after) and after.endswith(_UNFINISHED):
