@@ -26,8 +26,9 @@ def attend(
 ) -> tuple[dict[str, Tensor], Callable[[], None] | None]:
     """Return the output, lse and wanted fields by name.
 
-    If fields in OVER_QUERIES are allocated but deferred, also return the function that computes
-    them; call it before reading them. ``hopper``: whether the kernels for Hopper may run.
+    If the fields in OVER_QUERIES are deferred, their tensors hold no values yet. The second result
+    is then a function that computes them: call it before you read them. ``hopper``: whether the
+    kernels for Hopper may run.
     """
     tensors = (query, key, value, structure.table, structure.relative_query, structure.sinks)
     differentiable = torch.is_grad_enabled() and any(
@@ -48,7 +49,7 @@ def attend(
 
 def _compute(deferred: DeferredColumns, field: Tensor) -> None:
     """Compute the deferred fields from the tensors that the graph of ``field`` saved."""
-    if not deferred.fields:  # computed already; ``field`` may have a different node now
+    if not deferred.fields:  # already computed; ``field`` may have another node by now
         return
     node: Any = field.grad_fn
     try:
@@ -96,7 +97,7 @@ class _Attend(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         backend = "hopper" if ctx.plan.problem.hopper else "triton"
-        if torch.is_grad_enabled():  # create_graph=True would treat the gradients as constants
+        if torch.is_grad_enabled():  # with create_graph=True, which would treat these as constants
             raise no_second_gradient(backend)
         query, key, value, table, relative_query, sinks, *saved = ctx.saved_tensors
         upstream = {name: g for name, g in zip(ctx.names, grads, strict=True) if g is not None}

@@ -22,7 +22,7 @@ __all__ = [
 ]  # fmt: skip
 
 GLUON_VERSION = "3.6"
-# Launch options: one rounding for a product and a sum. Triton 3.10 changes the default.
+# Launch options: round a product and a sum once, together. Triton 3.10 changes the default.
 FUSED: Any = {"enable_fp_fusion": True}
 # Launch options: programs may start before the previous kernel launch has ended.
 OVERLAPPING: Any = {"launch_pdl": True}
@@ -33,13 +33,13 @@ def why_not_gluon() -> str | None:
     if triton.__version__.startswith(f"{GLUON_VERSION}."):
         return None
     return (
-        f"Triton {triton.__version__} is installed, and the kernels need Triton {GLUON_VERSION}: "
-        "they are written in Gluon, which changes with each release."
+        f"Triton {triton.__version__} is installed, but the kernels need Triton {GLUON_VERSION}, "
+        "because their language, Gluon, changes with each release."
     )
 
 
 def tensor_descriptor(tensor: Tensor, shape: Any, strides: Any, block: tuple[int, ...]) -> Any:
-    """Describe a tensor to the copy engine, which then copies tiles of shape ``block``."""
+    """Return a descriptor with which the copy engine copies tiles of shape ``block``."""
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     layout = _shared_layout(len(block), tensor.element_size())

@@ -116,7 +116,7 @@ def _backward_operator(query: Tensor, key: Tensor, value: Tensor, *given: Any) -
 def _differentiated(
     query: Tensor, key: Tensor, value: Tensor, given: Sequence[Any]
 ) -> list[Tensor]:
-    """Return the tensors that get a gradient, in order."""
+    """Return the tensors that get a gradient, in the order of the inputs."""
     structure, train_bias = _structure(given[:_PARTS]), given[-1]
     tensors = [query, key, value]
     if train_bias and structure.table is not None:
@@ -169,7 +169,7 @@ def _graph_backward(ctx: Any, grads: Sequence[Tensor | None]) -> tuple[Tensor | 
     table_grad = others.pop(0) if train_bias else None
     sinks_grad = others.pop() if structure.sinks is not None else None
     second_grad = others.pop(0) if others else None
-    # In the order of the inputs: low and high have no gradient, and the rest is numbers.
+    # In the order of _STRUCTURE. Only table, relative_query and sinks have a gradient.
     parts = (None, None, table_grad, second_grad, *(None,) * (_PARTS - 5), sinks_grad)
     return query_grad, key_grad, value_grad, *parts, *(None,) * (_INPUT_COUNT - 3 - _PARTS)
 

@@ -7,7 +7,7 @@ from typing import Generic, ParamSpec, TypeVar
 
 import torch
 
-MAX_RESULTS = 64  # cached results of one function
+MAX_RESULTS = 64  # the most cached results of one function
 
 Arguments = ParamSpec("Arguments")
 Result = TypeVar("Result")

@@ -1,7 +1,7 @@
 """The passes of one call: forward, columns, top keys and rows, in this order; and backward.
 
-``plan_call`` makes the plan, ``forward`` and ``backward`` follow it. Called by ``autograd`` and
-``compiled``. Tensors are [batch, heads, length, dim], their last axis dense.
+``plan_call`` makes the plan; ``forward`` and ``backward`` follow it. Called by ``autograd`` and
+``compiled``. Tensors are [batch, heads, length, dim], and their last axis is contiguous.
 
 Test: ``pytest tests -k "hopper and deferred"``.
 """
@@ -29,20 +29,20 @@ from regard.kernels.plan import (
 )
 from regard.kernels.sizes import CAUSAL
 
-# Of query, key, value, and of the structure's table, relative_query and sinks.
+# The gradients of query, key, value, and the structure's table, relative_query and sinks.
 Gradients = tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 
 
 @dataclass
 class DeferredColumns:
-    """Sums over queries that are allocated now and computed later.
+    """The fields in OVER_QUERIES, allocated in the forward pass and filled in a later pass.
 
-    The backward pass computes them at almost no extra cost. If they are read before it,
-    ``compute`` runs a separate pass over queries and keys, which the autograd graph saves.
+    The backward pass for Hopper fills them at almost no extra cost. If a caller reads them first,
+    ``compute`` runs a separate pass, with the query and key that the autograd graph saved.
     """
 
     plan: Plan
-    fields: dict[str, Tensor]  # empty after they are computed
+    fields: dict[str, Tensor]  # empty once they are computed
     neg_lse: Tensor
 
     def compute(self, query: Tensor, key: Tensor, structure: Structure) -> None:
@@ -53,7 +53,7 @@ class DeferredColumns:
         self.mark_computed()
 
     def mark_computed(self) -> None:
-        if not is_recording():  # while a CUDA graph is captured nothing is computed
+        if not is_recording():  # a captured kernel has not run yet
             self.fields = {}
 
 
@@ -69,14 +69,14 @@ def device_facts(device: torch.device) -> Device:
 
         reason = why_not_gluon()
     else:
-        reason = "the GPU has compute capability {}.{}, and the kernels need 9.0.".format(
+        reason = "the GPU has compute capability {}.{}, but the kernels need 9.0.".format(
             *capability
         )
     return Device(capability, properties.multi_processor_count, reason)
 
 
 def _cudnn(device: Device) -> bool:
-    """Whether cuDNN's attention is enabled and faster than our kernels, as on Hopper."""
+    """Whether cuDNN's attention is enabled, and the GPU has compute capability 9.0 or newer."""
     enabled: bool = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     return device.capability >= (9, 0) and enabled
 
@@ -109,7 +109,7 @@ def plan_call(
 def forward(
     query: Tensor, key: Tensor, value: Tensor, structure: Structure, plan: Plan
 ) -> tuple[dict[str, Tensor], DeferredColumns | None]:
-    """Return the output, lse and wanted fields by name, and the fields that are computed later."""
+    """Return the output, lse and wanted fields by name, and which of them are computed later."""
     from regard.kernels.triton import launch
 
     wanted, left = plan.problem.wanted, Intermediates()
@@ -132,7 +132,7 @@ def forward(
         assert left.neg_lse is not None
         fields = hopper.new_columns(query, key, plan)
         results |= fields
-        # Detached: an autograd node must not hold its own results, which would be a cycle.
+        # Detached, because the autograd node holds them: its own results would form a cycle.
         detached = {name: tensor.detach() for name, tensor in fields.items()}
         deferred = DeferredColumns(plan, detached, left.neg_lse)
     elif plan.columns is not None:
@@ -231,8 +231,8 @@ def backward(
 def _with_sinks(results: Mapping[str, Tensor], sinks: Tensor) -> dict[str, Tensor]:
     """Return the results of the forward pass with a sink in each row's softmax.
 
-    The sink takes the share 1 - s, where s = sigmoid(lse - sink), and leaves s to the keys. A row
-    without keys keeps the lse -inf, by which the later passes know it.
+    The keys of a row get the share s = sigmoid(lse - sink) of the weight, the sink the rest. A row
+    without keys keeps an lse of -inf, by which later passes recognize it.
     """
     lse = results["lse"]
     margin = lse - sinks[:, None]
@@ -245,7 +245,7 @@ def _with_sinks(results: Mapping[str, Tensor], sinks: Tensor) -> dict[str, Tenso
     output = results["output"]
     scaled["output"] = (output * share[..., None]).to(output.dtype)
     scaled["lse"] = torch.where(lse == -torch.inf, lse, lse - logsigmoid(margin))
-    if "entropy" in results:  # the entropy of keys within their share, and of the two shares
+    if "entropy" in results:  # the keys' entropy times their share, plus that of both shares
         both = torch.special.entr(share) + torch.special.entr((-margin).sigmoid())
         scaled["entropy"] = results["entropy"] * share + both
     return scaled
@@ -254,7 +254,7 @@ def _with_sinks(results: Mapping[str, Tensor], sinks: Tensor) -> dict[str, Tenso
 def _sinks_gradient(
     sinks: Tensor, lse: Tensor, delta: Tensor, entropy_grad: Tensor | None
 ) -> Tensor:
-    """Return the gradient of the sinks, [heads]; ``delta`` is that of ``triton.deltas``."""
+    """Return the gradient of the sinks, [heads]; ``triton.deltas`` describes ``delta``."""
     log_weight = sinks[:, None] - lse
     change = -delta if entropy_grad is None else -delta - entropy_grad * log_weight
     # In a row without keys the sink has weight 1, whatever its score.

@@ -36,7 +36,7 @@ from regard.kernels.sizes import (
 )
 
 BY_ROW = ("entropy", "peak", "max_logit", "distance")  # fields that the forward pass computes
-OVER_QUERIES = ("received", "map", "map_peak")  # sums over queries; they need every query's lse
+OVER_QUERIES = ("received", "map", "map_peak")  # over all queries; they need the final lse
 NAMED = (*BY_ROW, *OVER_QUERIES, "rows")  # named as in See
 STREAMED = (*NAMED, "top_weights", "top_keys")
 KEPT = ("output", "lse", "entropy", "distance")  # saved for the backward pass
@@ -45,7 +45,7 @@ ROUGH = ("peak", "max_logit", "map_peak", "top_weights", "rows")
 
 # Measured on an H200 at commit 8c94c07, see docs/log.md.
 MIN_STEPS_SAVED = 24  # split the last items only if the longest program saves more steps
-MIN_QUERIES = 256  # of the kernels for Hopper: with fewer, most of a block would be empty
+MIN_QUERIES = 256  # the least for the kernels for Hopper: their largest blocks have 256 rows
 # By head width, the least number of queries at which the backward pass for Hopper, which also
 # computes the columns, is faster than cuDNN's backward pass and a separate columns pass.
 MIN_QUERIES_BACKWARD = {64: 256, 128: 2048}
@@ -69,7 +69,7 @@ def power(width: int) -> int:
 
 
 def bins(length: int, count: int, device: torch.device) -> Tensor:
-    """Return the bin of each of ``length`` positions, spread evenly over ``count`` bins."""
+    """Return the bin of each of ``length`` positions, which are spread evenly over the bins."""
     return torch.arange(length, device=device) * min(count, length) // max(length, 1)
 
 
@@ -83,7 +83,7 @@ def outputs(query: Tensor, value: Tensor, fields: Collection[str]) -> dict[str, 
 
 
 class View(NamedTuple):
-    """A tensor [batch, heads, length, dim] and its strides for a kernel; the last axis is dense."""
+    """A tensor [batch, heads, length, dim] and its strides; its last axis is contiguous."""
 
     data: Tensor | None
     batch: int = 0
@@ -98,7 +98,8 @@ class View(NamedTuple):
 class Ends(NamedTuple):
     """The ends of each query's range of keys, and the strides of both tensors along the batch.
 
-    ``starts`` are the positions of the first queries; None: the last query is at the last key.
+    ``starts`` are the positions of the first queries. If it is None, the last query has the last
+    key's position.
     """
 
     low: Tensor | None
@@ -137,19 +138,19 @@ class Structure:
 
     ``kind`` is FULL, CAUSAL or INTERVAL. An INTERVAL goes from ``low`` to ``high``, which are int32
     [1 or batch, queries]. ``max_keys`` is the most keys that a query may attend to, or 0 if the
-    mask sets no limit. ``starts`` [batch], int32, are the positions of the first queries; None: the
-    last query has the last key's position, as CAUSAL and RELATIVE need. ``bias`` is
+    mask sets no limit. ``starts`` [batch], int32, are the positions of the first queries. If it is
+    None, the last query has the last key's position; CAUSAL and RELATIVE require this. ``bias`` is
 
     - PLAIN: no bias;
     - ALIBI: ``table`` [heads, 1] has the slopes;
     - TABLE: ``table`` [heads, 2 * reach + 1] has a number for each distance from -reach to reach;
-      larger distances use its ends;
+      distances beyond the reach use its first or last number;
     - RELATIVE: ``relative_scale * relative_query . table[distance - reach]``, with
       ``relative_query`` [batch, heads, queries, dim] and ``table`` [heads or 1, distances, dim],
       both in the dtype of the query.
 
-    The tables of ALIBI and TABLE are float32, and so are ``sinks`` [heads], a score of each row
-    that has no value.
+    The tables of ALIBI and TABLE are float32. ``sinks`` [heads], float32, has for each head a score
+    without a key and value that enters the softmax of every row.
     """
 
     kind: int
@@ -212,7 +213,7 @@ class Structure:
 
 
 class Wanted(NamedTuple):
-    """The fields to compute besides the output and lse: names in STREAMED, and their options."""
+    """The fields to compute besides the output and lse (names in STREAMED), and their options."""
 
     fields: tuple[str, ...] = ()
     grid: tuple[int, int] = (1, 1)
@@ -253,7 +254,7 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, tensor: Tensor) -> Layout:
         strides = tensor.stride()
-        if strides[3] != 1:  # kernels get a dense copy
+        if strides[3] != 1:  # kernels get a contiguous copy
             return cls(
                 tensor.shape, torch.empty_like(tensor, device="meta").contiguous().stride(), True
             )
@@ -311,15 +312,15 @@ class Buffer(NamedTuple):
 
 
 class Interleave(NamedTuple):
-    """How the view of interleaved queries is indexed: steps on its outermost axis.
+    """The steps from one sequence or head to the next in a view of interleaved queries.
 
     A thread holds two of every eight columns of a product. If a tile has several bins, its queries
     are read in an order that gives one thread all queries of a bin.
     """
 
-    batch: int = 0
-    head: int = 0
-    inner: int = 0  # the step along the innermost axis, if heads lie side by side
+    batch: int = 0  # along the outermost axis
+    head: int = 0  # along the outermost axis
+    inner: int = 0  # from head to head along the innermost axis, if heads lie side by side
 
 
 class Bins(NamedTuple):
@@ -333,7 +334,7 @@ class Bins(NamedTuple):
 
     @property
     def lane_rows(self) -> int:
-        """Consecutive queries that a lane holds: all of a bin if interleaved, otherwise PAIR."""
+        """The consecutive queries that a lane holds: a bin (or part) if interleaved, or PAIR."""
         return PAIR if self.interleave is None else BLOCK // self.per_tile
 
 
@@ -345,7 +346,7 @@ class Work(NamedTuple):
     heads: int
     groups: int  # query heads that share a key head
     programs: int
-    single_items: int  # the last items, whose two blocks are scheduled separately
+    single_items: int  # the number of last items whose two blocks are scheduled separately
     steps: int = 1  # tiles that an item loops over
     share: int = 1  # steps that each program takes of the last items, which are split
 
@@ -377,9 +378,9 @@ class Intermediates:
     """The tensors that the forward pass for Hopper writes for later passes; see ``Plan.buffers``.
 
     ``neg_lse`` is -lse to base 2, in the order in which a tile holds its queries, and -inf in the
-    empty places of the last tile. ``top_threshold`` is a score that at least MAX_TOP_KEYS scores of
-    the query reach. ``work_counters`` has the number of the next item for each pass and, if the
-    columns pass may begin early, how many blocks of each head are finished.
+    empty places of the last tile. ``top_threshold`` is, for each query, a score that at least
+    MAX_TOP_KEYS of its scores reach. ``work_counters`` has the number of the next item for each
+    pass and, if the columns pass may begin early, how many blocks of each head are finished.
     """
 
     neg_lse: Tensor | None = None
@@ -393,7 +394,7 @@ class Plan:
 
     problem: Problem
     forward: Choice
-    columns: Choice | None  # received and map
+    columns: Choice | None  # for the fields in OVER_QUERIES
     top: Choice | None
     backward: Choice  # for gradients of the output alone; "triton" runs all others
     deferred: bool  # whether to compute the columns in the backward pass or on first access
@@ -469,14 +470,14 @@ def _choose(**reasons: str | None) -> Choice:
 
 
 def why_not_cudnn(problem: Problem) -> str | None:
-    """Return why cuDNN cannot compute the output and its gradients; on Hopper it is the fastest."""
+    """Return why cuDNN, the fastest on Hopper, cannot compute the output and its gradients."""
     query, key, value = problem.query.shape, problem.key.shape, problem.value.shape
     if not problem.cudnn:
         return "cuDNN's attention is switched off, or the GPU is older than compute capability 9.0."
     if problem.dtype not in (torch.float16, torch.bfloat16):
         return f"it does not support {problem.dtype}."
     if problem.kind != FULL and not (problem.kind == CAUSAL and query[2] == key[2]):
-        return "the mask is neither None nor Causal() with as many queries as keys."
+        return "it needs no mask, or Causal() with as many queries as keys."
     if problem.bias != PLAIN or problem.softcap:
         return "it supports neither bias nor softcap."
     if query[1] != key[1]:
@@ -534,7 +535,7 @@ def _why_not_layout(problem: Problem, *layouts: Layout) -> str | None:
 
 
 def _why_too_few(problem: Problem, length: int, rows: int) -> str | None:
-    """Return why blocks of ``rows`` rows leave processors idle; Triton's kernels split them."""
+    """Return why blocks of ``rows`` rows leave processors idle, or None."""
     work = work_for(problem, length, rows)
     if work.items < problem.device.processors:
         return f"{work.items} blocks do not keep {problem.device.processors} processors busy."
@@ -546,9 +547,9 @@ def why_not_forward(problem: Problem) -> str | None:
     reason = _why_not_layout(problem, problem.query, problem.key, problem.value)
     reason = reason or _why_too_few(problem, problem.query.shape[2], BLOCK)
     if reason is None and problem.kind != CAUSAL and "distance" in problem.wanted.fields:
-        # Without a mask the distance starts at the diagonal, where the last tile must be full.
+        # For the distance without a mask, the kernel masks no tile, so the last one must be full.
         if problem.key.shape[2] % BLOCK:
-            return f"distance without a mask needs keys in tiles of {BLOCK}."
+            return f"without a mask, distance needs a multiple of {BLOCK} keys."
     return reason
 
 
@@ -572,7 +573,7 @@ def why_not_top(problem: Problem) -> str | None:
     if problem.wanted.top > MAX_TOP_KEYS:
         return f"the kernels for Hopper find at most {MAX_TOP_KEYS} top keys."
     if problem.scale <= 0:
-        return "the scale is not above 0."
+        return "the scale is 0 or negative."
     reason = why_not_forward(problem)
     return reason or _why_too_few(problem, problem.query.shape[2], TEAMS * ROWS)
 
@@ -584,10 +585,10 @@ def why_not_backward(problem: Problem) -> str | None:
     if reason is not None:
         return reason
     if problem.kind != CAUSAL and key[2] % BLOCK:
-        return f"without a mask it needs keys in tiles of {BLOCK}."
+        return f"without a mask it needs a multiple of {BLOCK} keys."
     least = MIN_QUERIES_BACKWARD[query[3]]
     if query[2] < least:
-        return f"cuDNN's pass is faster below {least} queries of head width {query[3]}."
+        return f"with a head width of {query[3]}, cuDNN's pass is faster below {least} queries."
     if query[1] != key[1]:
         return "query heads share heads of keys."
     return why_not_columns(problem)
@@ -614,7 +615,7 @@ def place_bins(query: Layout, keys: int, grid: tuple[int, int] | None) -> Bins |
         return Bins(1, high // BLOCK, unit)
     if queries % BLOCK or high not in (8, 16, 32, 64):
         return f"a bin of the map is not 8, 16, 32, 64 or a multiple of {BLOCK} queries high."
-    together = max(BLOCK // high, LANES)  # no two lanes share a bin
+    together = max(BLOCK // high, LANES)  # at least one bin or part for each lane
     groups = queries // (LANES * BLOCK // together)  # groups of a head
     step = query.strides
     if step[1] == queries * step[2] and step[0] == heads * step[1]:
@@ -635,7 +636,7 @@ def work_for(problem: Problem, length: int, rows: int) -> Work:
     causal = problem.kind == CAUSAL
     items = batch * heads * (ceil(blocks, 2) if causal else blocks)
     programs = min(items, problem.device.processors)
-    single_items = programs if causal and blocks % 2 == 0 else 0  # an odd block is not paired
+    single_items = programs if causal and blocks % 2 == 0 else 0  # if odd, one has no partner
     return Work(items, blocks, heads, heads // problem.key.shape[1], programs, single_items)
 
 
@@ -654,7 +655,7 @@ def share_steps(work: Work, steps: int, together: int = 1) -> Work:
 def _early_heads(problem: Problem) -> range:
     """Return the heads that the columns pass starts with, before the forward pass has ended.
 
-    Empty for a causal call, whose last blocks are short and soon finished.
+    There are none if the call has few blocks, or if it is causal: its last blocks are short.
     """
     work = work_for(problem, problem.key.shape[2], TEAMS * ROWS)
     if problem.kind == CAUSAL or work.items < 4 * work.programs:

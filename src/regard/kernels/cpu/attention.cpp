@@ -47,9 +47,9 @@ struct Task {
     int64_t chunks;  // parts of a head's rows; one thread computes a whole chunk
     int64_t map_rows, map_columns, kept_rows, pair_count, top;
     float scale, softcap;  // softcap 0: no softcap
-    const float *sinks;           // [heads], or null: a score of each row that has no value
-    const void *query, *key, *value;
-    int64_t query_strides[3], key_strides[3], value_strides[3];  // batch, head, row; last is 1
+    const float *sinks;           // [heads], or null: a score without a value in each softmax
+    const void *query, *key, *value;  // the last axis is contiguous
+    int64_t query_strides[3], key_strides[3], value_strides[3];  // batch, head, row
     const int32_t *low, *high;    // [batch, queries]: a query attends to the keys low <= j < high
     const int32_t *starts;        // [batch]: the position of the first query
     const float *bias;            // [bias_heads, bias_length]: the bias of each distance
@@ -58,7 +58,7 @@ struct Task {
     void *output;                 // [batch, heads, queries, value_width]
     float *lse, *entropy, *peak, *highest, *distance;  // [batch, heads, queries]; highest score
     float *received;              // [batch, heads, chunks, keys]
-    float *map, *map_peak;        // [batch, heads, map_rows, map_columns]: sums, not averages
+    float *map, *map_peak;        // [batch, heads, map_rows, map_columns]: sums; maxima
     const int32_t *places;        // [queries]: the index of a row in `kept`, or -1
     float *kept;                  // [batch, heads, kept_rows, keys]: whole rows of weights
     const int32_t *pair_first;    // [queries + 1]: the index of each query's first pair
@@ -84,11 +84,12 @@ const Element *head_matrix(const void *tensor, const int64_t *strides, int64_t s
 
 // ---- the work of one thread ---------------------------------------------------------------------
 
-// The padded sizes and strides of the buffers, in whole panels and stripes of Product.
+// The padded sizes and strides of the buffers, in whole panels and stripes of Product. IN_PLACE:
+// exponentials overwrite scores.
 template <class Element>
 struct Layout {
     using P = Product<Element>;
-    static constexpr bool IN_PLACE = sizeof(Element) == sizeof(float);  // overwrite the scores
+    static constexpr bool IN_PLACE = sizeof(Element) == sizeof(float);
     int64_t depth, keys, value_width, score_stride, exponential_stride, block_rows;
 
     explicit Layout(const Task &task)
@@ -308,7 +309,7 @@ class Worker {
     }
 
     // Sets top_scores to the row's highest scores and their keys, highest first. During the search
-    // top_scores is a heap with the lowest score in front.
+    // top_scores is a heap with the lowest score at the front.
     void select_top(int64_t row, const float *at) {
         const auto higher = [](const auto &a, const auto &b) { return a.first > b.first; };
         top_scores.clear();

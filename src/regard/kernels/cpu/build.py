@@ -62,7 +62,7 @@ def library() -> ctypes.CDLL | str:
         return "there is no C++ compiler (g++, clang++ or $CXX) to build the kernel."
     command = [*compiler, *_FLAGS]
     try:
-        # The file name depends on the macros of -march=native: machines may share the folder.
+        # The name depends on -march=native: machines with other CPUs may share the folder.
         macros = _run([*command, "-dM", "-E", "-x", "c++", os.devnull])
         inputs = "\n".join((*(source.read_text() for source in _SOURCES), *command, macros))
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "regard"

@@ -31,7 +31,7 @@ constexpr int64_t PANEL = 32, QUAD = 4;  // as in regard.layers.linear
 constexpr int64_t ROWS_PER_PASS = 4;  // rows that share one read of the weights
 constexpr int64_t MIN_TILE_ROWS = 8;  // with fewer rows, vectors are faster than tiles
 constexpr int64_t MIN_PARALLEL_PRODUCTS = 1 << 18;
-constexpr int PARTS = PANEL / LANES;  // vectors of a panel
+constexpr int PARTS = PANEL / LANES;  // vectors in a panel
 
 typedef int8_t Bytes __attribute__((vector_size(LANES)));
 
@@ -53,7 +53,7 @@ struct Layer : Weights {
     int64_t panels() const { return round_up(outputs, PANEL) / PANEL; }
 };
 
-// The rows of x in int8 with their scales. Padding needs no value: its weights are 0.
+// The rows of x in int8 with their scales. Padding needs no value, because its weights are 0.
 struct QuantizedRows {
     std::vector<int8_t> values;  // [rows, depth]
     std::vector<float> scale;

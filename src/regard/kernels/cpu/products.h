@@ -212,7 +212,7 @@ void pack(const Element *from, int64_t depth_step, int64_t column_step, int64_t 
     }
 }
 
-// Whether a matrix has no NaN or infinity. Only these have all exponent bits set.
+// Whether a matrix has no NaN or infinity. Only NaN and infinity have all exponent bits set.
 template <class Element>
 bool all_finite(const Element *from, int64_t row_step, int64_t rows, int64_t columns) {
     using Bits = std::conditional_t<sizeof(Element) == 4, uint32_t, uint16_t>;
@@ -229,9 +229,9 @@ bool all_finite(const Element *from, int64_t row_step, int64_t rows, int64_t col
 
 // ---- threads -----------------------------------------------------------------------------------
 
-// Calls start(thread) once on each thread. Then calls the function that start returned once for
-// each unit, on the next free thread. Uses PyTorch's OpenMP threads: they spin while they wait, so
-// they would compete with other threads.
+// Calls start(thread) on each thread, and the function that it returns for units from 0 to `units`.
+// Each unit runs once, on the next free thread. Uses PyTorch's OpenMP threads, which spin while
+// they wait, so they would compete with threads of our own.
 template <class Start>
 void parallel(int64_t units, int64_t threads, Start start) {
     std::atomic<int64_t> next{0};

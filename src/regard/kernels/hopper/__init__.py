@@ -1,7 +1,8 @@
 """Attention kernels for Hopper in Gluon, with warp specialization as in FlashAttention-3.
 
 They compute the same results as the Triton kernels in ``triton/forward.py``, ``columns.py``,
-``backward.py`` and the top keys of ``rows.py``. They take calls without a bias, unmasked or causal.
+``backward.py`` and the top keys of ``rows.py``. They take calls without bias and softcap, unmasked
+or causal.
 In Triton the compiler assigns work to warps, which is slower on Hopper. In Gluon
 (https://triton-lang.org/main/gluon), its lower-level language, the kernel assigns it. These kernels
 run only on compute capability 9.0.

@@ -3,9 +3,10 @@
 
 Formulas: triton/backward.py (gradients) and triton/columns.py (sums). This pass recomputes the
 weights, so their sums over queries are almost free. Two warpgroups have 64 keys each and iterate
-over the queries together. A query's gradient needs both groups' gradients of scores. They exchange
-these in shared memory and use them one step later, so that neither waits. Programs add gradients of
-queries atomically in float32, in the register order of a product; ``gather`` reorders them.
+over the queries together. A query's gradient needs the gradients of scores of both groups, so the
+groups exchange these in shared memory, and use them one step later so that neither waits. Programs
+add gradients of queries atomically in float32, in the register order of a product; ``gather``
+reorders them.
 
 At a width of 64 a step is a tile of queries, and at 128 half a tile, because registers hold the
 step's scores, their gradients, and the accumulated gradients of keys and values. Called by
@@ -75,13 +76,13 @@ def _slots(D):
 
 @gluon.constexpr_function
 def _uses_counter(D):
-    """Whether programs take items from a counter; at 128, messages cost too many registers."""
+    """Whether programs take items from a counter; at a width of 128, registers do not suffice."""
     return D == 64
 
 
 @gluon.constexpr_function
 def _writes_bin_once(D, BINS, CAUSAL):
-    """Whether to store a bin of several steps once at its end, not after each step (measured)."""
+    """Whether storing a bin of several steps once, at its end, is faster than after each step."""
     return D == 128 and (BINS == 4 or not CAUSAL)
 
 
@@ -89,7 +90,7 @@ def _writes_bin_once(D, BINS, CAUSAL):
 def _step_has_part_of_bins(D, BINS):
     """Whether a step holds only a part of the queries of a bin.
 
-    Half a tile holds whole bins, except if a tile has one bin, or one bin per lane.
+    Half a tile holds whole bins, unless a tile has a single bin or one bin per lane.
     """
     return D > 64 and BINS in (1, 4)
 
@@ -280,7 +281,7 @@ def _differentiate_block(
     like, _ = sums_of(weights_of(none, none, c, key_at, False, STEP_BINS, HIGH, False), MAP_PEAK)
     pooled, largest = gl.zeros_like(like), gl.zeros_like(like)
     received = gl.sum(pooled, 1)
-    # Not exchange_place: Triton would treat two names of one value as the same in the loop.
+    # A new value, not exchange_place: in the loop, Triton would treat both names as one variable.
     before = ring_start()
     for step in range(begin, end):
         q = wait_until_full(query_ring, place).reshape([QUERIES, D])

@@ -199,7 +199,7 @@ def accumulate_bins(pooled, largest, sums, peaks, here, next_bin, at, per_bin, u
 @gluon.jit
 def store_zero_bins(Cells, at, units, R: gl.constexpr, UNIT: gl.constexpr, BINS: gl.constexpr):
     """Store zeros in the BINS bins of R keys."""
-    layout: gl.constexpr = gl.BlockedLayout(  # the units of different teams are distinct
+    layout: gl.constexpr = gl.BlockedLayout(  # each team stores the units of its own keys
         [1, 1], [ROWS // UNIT, 32 * UNIT // ROWS], [R // ROWS, 4], [1, 0]
     )
     unit = gl.arange(0, R // UNIT, gl.SliceLayout(1, layout)) % (ROWS // UNIT)
@@ -258,7 +258,7 @@ def _load_columns(
     team_place = ring_start()
     number, after = first_numbers(work, SPLIT)
     early = gl.to_tensor(False)
-    if Done is not None and BY_COPY:  # neg_lse of the first item may be complete already
+    if Done is not None and BY_COPY:  # the forward pass may have stored neg_lse of the first item
         early = is_done(Done, item_at(number, work, CAUSAL, True, SPLIT)[0], sizes.tiles)
     while number < end_of(work, SPLIT):
         item = item_at(number, work, CAUSAL, True, SPLIT)
@@ -334,7 +334,7 @@ def sums_of(parts, PEAK: gl.constexpr):
 
 @gluon.constexpr_function
 def _by_fours_layout(count, warps):
-    """The layout of one number per query: a lane holds four of each sixteen, equal for all rows."""
+    """The layout of one number per query: a lane holds four of each sixteen; rows hold the same."""
     more = [[bit] for bit in (16, 32, 64) if bit < count]
     return gl.DistributedLinearLayout(
         [[1], [2], *more], [[4], [8], [0], [0], [0]], [[0]] * (warps.bit_length() - 1), [], [count]
@@ -354,13 +354,13 @@ def load_by_fours(rows, place, COUNT: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _partial_pointer(Partials, program, begins):
-    """The pointer to a program's partial sums of received weights of a block."""
+    """The pointer to a program's partial sums of the weights that a block of keys receives."""
     return Partials + partial_slot(program, begins) * (TEAMS * ROWS)
 
 
 @gluon.jit
 def _halves(tile):
-    """Split a tile into its first and last queries, which have different bins."""
+    """Split a tile into the first and last half of its queries, which have different bins."""
     halves = gl.reshape(tile, [tile.shape[0], 2, tile.shape[1] // 2])
     return gl.split(gl.permute(halves, (0, 2, 1)))
 
@@ -379,7 +379,7 @@ def _sums_on_diagonal(
 ):  # fmt: skip
     """``sums_of`` a tile on the diagonal, for its first 64 keys or, if ``later``, its last 64.
 
-    The first half of the queries attends to none of the last keys.
+    The first half of the queries attends to none of the last 64 keys.
     """
     HIGH: gl.constexpr = BLOCK // BINS
     near, far = _halves(s * c + neg_lse)
@@ -570,8 +570,8 @@ def columns(
     weights are then 0. It is a descriptor if ``neg_lse_by_copy``, else a pointer. SPLIT: programs
     store their parts of split items in ``Partials``, for ``add``. DIAGONAL: each block's first tile
     is on the diagonal of a causal mask, and the halves of a tile have different bins. (Blocks past
-    the last key begin elsewhere; their sums are never read.) Maps are sums over UNIT keys. DONE:
-    these units are the cells, so averages are stored, and 0 where no query attends.
+    the last key begin elsewhere; their sums are never read.) Maps have units, which are sums over
+    UNIT keys. DONE: units are the cells, so averages are stored, and 0 where no query attends.
     """
     work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together, units)
@@ -626,7 +626,7 @@ def add(
     items, blocks, heads, groups, programs, single_items, steps, share,
     keys, offset, tiles, per_bin, bins, together, units,
 ):  # fmt: skip
-    """Add the partial sums of received weights of a block of keys from several programs."""
+    """Add the partial sums of several programs: the weights that a block of keys receives."""
     work = Work(items, blocks, heads, groups, programs, single_items, steps, share)
     sizes = Sizes(keys, offset, tiles, per_bin, bins, together, units)
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])

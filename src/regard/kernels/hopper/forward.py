@@ -141,7 +141,7 @@ def _load(
             mbarrier.expect(full, BLOCK * D * 2)
             tma.async_copy_global_to_shared(q_desc, [batch, head, row, 0], full, rows)
             q_place = next_place(q_place, 2)
-            if Done is not None:  # the slot is empty, so the block three before this is stored
+            if Done is not None:  # the slot is empty, so the third block before is stored
                 count_done_block(Done, third, begin, end)
                 third, second, latest = second, latest, flat
             for i in range(first, last):
@@ -254,8 +254,9 @@ def _weigh_tile(
     """Compute the weights of a tile and update the running sums; see triton/forward.py.
 
     MASKED: some pairs may be masked, but not those of the first SEEN keys. FREE: no pair is masked,
-    and all keys lie on one side of all queries. ``s`` may have fewer keys than a tile. ``top`` is
-    the highest score of unmasked tiles if rescaling is lazy, as it may then exceed ``m``.
+    and all keys lie on one side of all queries. ``s`` may have fewer keys than a tile. ``m`` is the
+    reference score. If rescaling is lazy, ``top`` is the highest score of unmasked tiles, which may
+    exceed ``m``.
     """
     SUMMANDS: gl.constexpr = _summands(D, CAUSAL, DISTANCE, THRESHOLD)
     LAZY: gl.constexpr = _rescales_lazily(D)
@@ -315,7 +316,8 @@ def _weigh_tile(
 def _top_threshold(h, near, WARPS: gl.constexpr = 4):
     """The threshold of the top keys: slightly below the eighth highest of the sets' maxima.
 
-    The margin covers products that differ in their last bit. NaN if the threshold is infinite.
+    The margin covers products that differ in their last bit. The result is NaN if the threshold is
+    infinite.
     """
     threshold = eighth_highest(h, near, WARPS)
     lower = threshold - gl.abs(threshold) * 1e-6
@@ -370,8 +372,8 @@ def _store_rows(
         mask = gl.convert_layout(inside, of_rows)[:, None] & (lane == 0)
         gl.store(Threshold + its_at, threshold, mask=mask)
     block_at = flat * ((queries + BLOCK - 1) // BLOCK) + block
-    if NEG_LSE:  # in the order of queries in a tile of the columns pass
-        # In every eight positions, the lane of this bin holds one pair of its queries.
+    if NEG_LSE:  # stored in the order in which a tile of the columns pass holds its queries
+        # Each eight places hold one pair of queries for each lane, which has a bin of queries.
         in_bin = here & (1 << bits) - 1
         place = (here >> bits + 2 << bits + 2) + in_bin // PAIR * (LANES * PAIR)
         place += (here >> bits & LANES - 1) * PAIR + here % PAIR
@@ -379,7 +381,7 @@ def _store_rows(
             place = by_fours(place)
         neg_lse = gl.where(inside, 0.0 - (m + length), float("-inf"))
         gl.store(NegLse + block_at.to(gl.int64) * BLOCK + place, neg_lse)
-    if HIGHEST:  # one maximum per warp: more rows would need a barrier
+    if HIGHEST:  # one maximum per warp: a maximum over more rows would need a barrier
         BANDS: gl.constexpr = ROWS // BAND
         highest = (m + above if _rescales_lazily(D) else m) * LN2
         highest = gl.where(inside, highest, float("-inf"))
@@ -403,7 +405,7 @@ def _rounded(l, above, dtype: gl.constexpr, D: gl.constexpr):
 @gluon.jit
 def _store_by_copy(tile, desc, flat, row, o):
     """Store the output of 64 rows with the copy engine."""
-    tma.store_wait(0)  # the store of the previous block ended long ago
+    tma.store_wait(0)  # until the previous block, which has used this memory, is stored
     tile.reshape([o.shape[0], o.shape[1]]).store(o.to(desc.dtype))
     hopper.fence_async_shared()
     tma.async_copy_shared_to_global(desc, [flat, row, 0], tile)
@@ -423,7 +425,7 @@ def _write(Out, flat, row, o, queries, WARPS: gl.constexpr):
 
 @gluon.constexpr_function
 def _partial_size(D):
-    """The size of a row's partial result: output, five numbers, and the maxima of its sets."""
+    """The size of a row's partial result: the output, five numbers, and the maxima of the sets."""
     return D + 5 + LANES * SETS
 
 
@@ -444,8 +446,8 @@ def _attend_block(
 ):  # fmt: skip
     """Attend to the tiles ``first`` to ``last`` of the ``stop`` tiles of a block.
 
-    ``place`` is the ring place of the keys of tile ``first``. The values of the last tile share a
-    place with the next keys; this place is returned without being released.
+    ``place`` is the place in the ring of the keys of tile ``first``. The values of the last tile
+    share a place with the next block's keys, so this place is returned, and not released here.
     """
     q_ring, messages, ring, values, outs, out_desc, seen, Partials, _work, sizes = shared
     queries, keys, offset, bits, c = sizes
@@ -533,7 +535,7 @@ def _attend_block(
 
     l, e, t = gl.sum(l, 1), gl.sum(e, 1), gl.sum(t, 1)
     above = gl.full_like(m, 0.0)
-    if _rescales_lazily(D):  # computed like the weights, for equal rounding
+    if _rescales_lazily(D):  # rounded as the weights are
         above = gl.maximum(gl.fma(top, c, 0.0 - m), 0.0)
     if not SPLIT or last - first == stop:
         threshold = m

@@ -58,7 +58,7 @@ COUNTED_BACKWARD = 64  # width at which programs of the backward pass take items
 POOLED_CELLS = 2048  # numbers that a program of ``pool`` reads at a time
 
 ONE_TEAM: Any = OVERLAPPING | {"num_warps": 4}
-ALL_TEAMS: Any = OVERLAPPING | {"num_warps": 4 * TEAMS}  # all teams run one copy of the code
+ALL_TEAMS: Any = OVERLAPPING | {"num_warps": 4 * TEAMS}  # one role runs all teams
 
 
 @cache
@@ -81,7 +81,7 @@ def _row_descriptor(numbers: Tensor, count: int = BLOCK) -> Any:
 
 
 def _new_counters(query: Tensor, count: int = 1) -> Tensor:
-    """Allocate counters set to UNSET_COUNTER, the bits of -inf, which also start highest scores."""
+    """Allocate counters set to UNSET_COUNTER. As float32 this is -inf, where maxima start."""
     counters = torch.empty(count, device=query.device, dtype=torch.int32)
     _kernels().reset_counters[(ceil(count, 128),)](counters, count, WARPS=4, num_warps=4)
     return counters
@@ -158,9 +158,8 @@ def _interleaved_tiles(
 ) -> Any:
     """Return a TMA descriptor of queries in interleaved bins.
 
-    Its shape is [groups, turns, LANES, PAIR, width].
-
-    A tile is split into ``steps`` steps. A step has several groups, or several turns of one group.
+    Its shape is [groups, turns, LANES, PAIR, width]. A tile is split into ``steps`` steps. A step
+    has several groups, or several turns of one group.
     """
     batch, heads, queries, width = query.shape
     high = BLOCK // bins.per_tile
@@ -199,7 +198,7 @@ class _ColumnSums(NamedTuple):
     bins: Bins
     work: Work
     sizes: Sizes
-    units: dict[str, Tensor]  # maps before pooling, with sums over a few keys
+    units: dict[str, Tensor]  # maps before pooling, with a number for each unit of keys
     constants: dict[str, Any]
 
 
@@ -343,7 +342,7 @@ def _as_queries(grad: Tensor, key: Tensor, structure: Structure, plan: Plan) -> 
         own = place_bins(layout, keys, grid)
         if isinstance(own, Bins) and own.interleave is not None:
             return grad, own
-    grad = grad.clone(memory_format=torch.contiguous_format)  # aligned; .contiguous() may not be
+    grad = grad.clone(memory_format=torch.contiguous_format)  # .contiguous() does not align
     own = bins if bins.interleave is None else place_bins(Layout.of(grad), keys, grid)
     assert isinstance(own, Bins)
     return grad, own
@@ -410,7 +409,7 @@ def top(
     ``left`` has the intermediates that ``forward`` returned.
     """
     queries, width = query.shape[2:]
-    # Whether another launch ran after the forward pass; then programs need not wait for it.
+    # Whether another launch ran after the forward pass, which has then ended.
     ready = left.work_counters is None or (plan.columns is not None and not plan.deferred)
     keys = key.shape[2]
     causal = structure.kind == CAUSAL

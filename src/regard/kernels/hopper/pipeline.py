@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from regard.kernels import sizes
 from regard.kernels.plan import Work
 
-# Kernels are not specialized on these. ``heads`` has few values, and ``groups`` is mostly 1.
+# The fields of Work that vary from call to call: Triton must not specialize kernels on them.
 NOT_SPECIALIZED = [name for name in Work._fields if name not in ("heads", "groups")]
 LN2 = gl.constexpr(sizes.LN2)
 NOTHING = gl.constexpr(-3.0e38)  # the value in triton/tiles.py
@@ -59,7 +59,7 @@ def neg_lse_by_copy(D):
 
 @gluon.jit
 def by_fours(place):
-    """The index of a number after reordering each 16: a lane's two pairs become four in a row."""
+    """The index of a number after each 16 are reordered: a lane's two pairs become neighbours."""
     return place & -16 | (place & 6) << 1 | place >> 2 & 2 | place & 1
 
 
@@ -115,8 +115,8 @@ def release(ring, place):
 def wait_for_previous_launch():
     """Wait until the previous launch has ended, and let the next launch start as programs end.
 
-    A launch starts after all programs of the previous launch have passed this point. All earlier
-    launches have then ended, so a kernel may read their results without this wait.
+    A launch starts after all programs of the previous launch have passed this point. All launches
+    before that one have then ended, so a kernel may read their results without this wait.
     """
     gl.inline_asm_elementwise(
         "{ griddepcontrol.wait; griddepcontrol.launch_dependents; mov.b32 $0, $1; }", "=r,r",
@@ -126,14 +126,14 @@ def wait_for_previous_launch():
 
 @gluon.jit
 def count_done_block(Done, flat, begin, end):
-    """Count a finished block if the columns pass starts with its head: ``begin`` to ``end``."""
+    """Count a finished block of one of the columns pass's first heads, ``begin`` to ``end``."""
     if (flat >= begin) & (flat < end):
         gl.atomic_add(Done + flat, 1, sem="release")
 
 
 @gluon.jit
 def is_done(Done, flat, blocks):
-    """Whether all blocks of a head are done; if so, loads and TMA copies may read their results."""
+    """Whether all blocks of a head are done, so that loads and TMA copies may read the results."""
     all_of_them = gl.inline_asm_elementwise(
         "{ .reg .pred p; fence.acq_rel.gpu; fence.proxy.async.global; setp.eq.s32 p, $1, $2; "
         "vote.sync.all.pred p, p, -1; selp.b32 $0, 1, 0, p; }",
@@ -145,7 +145,7 @@ def is_done(Done, flat, blocks):
 
 @gluon.jit(do_not_specialize=["count"])
 def reset_counters(Counters, count, WARPS: gl.constexpr):
-    """Set counters to UNSET_COUNTER. The next launch may start early, and waits for this one."""
+    """Set counters to UNSET_COUNTER. The next launch may start early; it waits for this one."""
     gl.inline_asm_elementwise(
         "{ griddepcontrol.launch_dependents; mov.b32 $0, $1; }", "=r,r",
         [gl.to_tensor(0)], gl.int32, is_pure=False, pack=1,
@@ -195,7 +195,7 @@ def next_number(after, Counter, work, SPLIT: gl.constexpr):
     if SPLIT:
         number = after + 1
     else:
-        wait_for_previous_launch()  # which may reset the counter
+        wait_for_previous_launch()  # that launch may reset the counter
         number = 2 * work.programs + gl.atomic_add(Counter, 1, sem="relaxed") - UNSET_COUNTER
     return number
 
@@ -215,7 +215,7 @@ def end_of(work, SPLIT: gl.constexpr):
 def _from_the_middle(number, work):
     """Reverse the order of items, but let each program start with an item from the middle.
 
-    ``plan._early_heads`` gives the forward pass the heads of these middle items.
+    ``plan._early_heads`` names the heads of these items, whose blocks the forward pass counts.
     """
     half, late = work.items // 2, work.items - 1 - number
     reordered = gl.where(late < half, late, late + work.programs)
@@ -252,7 +252,7 @@ def item_at(number, work, CAUSAL: gl.constexpr, KEYS: gl.constexpr, SPLIT: gl.co
 
 @gluon.jit
 def block_of(item, half, work):
-    """Return the head and the block of one half of an item."""
+    """Return the head and block of an item: its first block, or its second if ``half`` is 1."""
     flat, block, _ = item
     return flat, gl.where(half == 0, block, work.blocks - 1 - block)
 
@@ -302,7 +302,7 @@ def receive_next_block(messages, place):
 
 @gluon.jit
 def unpack_message(message):
-    """Return the head and the block of a message, and the half (0 or 1) of the item it is.
+    """Return the head and the block of a message, and whether it is its item's second block (1).
 
     The head is negative if there are no more blocks.
     """
@@ -336,9 +336,9 @@ def scheduling_barrier(x):
 def team_part(half, PART: gl.constexpr, CAUSAL: gl.constexpr):
     """The index of the ROWS rows of a block that a team takes.
 
-    With a causal mask, rows of one half of a block may attend to a tile more than those of the
-    other. In an item's second block each team takes the other half, so all teams have equally many
-    tiles.
+    With a causal mask, the two teams with one half of a block's rows may have one tile more to
+    process than the other two. In the second block of an item (``half`` is 1) the teams swap, so
+    that all teams process equally many tiles.
     """
     if CAUSAL:
         return PART ^ half * (TEAMS // 2)
@@ -349,7 +349,8 @@ def team_part(half, PART: gl.constexpr, CAUSAL: gl.constexpr):
 def partial_slot(program, begins):
     """The slot in which a program stores its part of a split block; a program has two slots.
 
-    One block may begin before the program's share, and another may end after it.
+    ``begins``: whether the part is the start of its block. A program's share may begin inside one
+    block and end inside another.
     """
     return program * 2 + gl.where(begins, 1, 0)
 
@@ -365,7 +366,7 @@ def by_lanes(tile):
 
 @gluon.jit
 def split_row_pairs(x):
-    """Split one number per row, [rows], by the two rows of a thread: two of [rows // 2, 1]."""
+    """Split one number per row, [rows], by the two rows of a thread into two of [rows // 2, 1]."""
     R: gl.constexpr = x.shape[0]
     parts = gl.permute(gl.reshape(x, [R // BAND, 2, BAND // 2]), (0, 2, 1))
     one, other = gl.split(gl.reshape(parts, [R // 2, 2]))
@@ -394,7 +395,7 @@ def key_offsets(s):
 
 @gluon.jit
 def may_attend(s, query_at, key, keys, CAUSAL: gl.constexpr):
-    """The mask of scores by lanes, true where allowed, for a tile whose first key is ``key``."""
+    """Whether the mask allows each score by lanes, for a tile whose first key is ``key``."""
     fixed, lane = key_offsets(s)
     if CAUSAL:  # this also excludes padding: no query attends beyond the last key
         allowed = fixed <= query_at[:, None, None] - key - lane

@@ -25,7 +25,7 @@ from regard.kernels.hopper.pipeline import (
     split_row_pairs,
 )
 
-COUNT = gl.constexpr(8)  # numbers of a row that a lane holds; also the rank of the result
+COUNT = gl.constexpr(8)  # numbers of a row that a lane holds; also the rank of ``eighth_highest``
 
 
 @gluon.jit

@@ -139,7 +139,7 @@ def release_per_warp(ring, place):
 
 @gluon.jit
 def messages_in(room, begin):
-    """Like ``allocate_messages``, in a line of a room; also return the address."""
+    """Like ``allocate_messages``, in a line of ``room``; also return the address."""
     plain: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     messages = room.index(_line(room, MESSAGES))._reinterpret(
         gl.int64, [room.shape[1] // 2, 1], plain

@@ -75,7 +75,7 @@ from regard.kernels.hopper.teams import (
 from regard.kernels.plan import Work
 
 THREADS = gl.constexpr(ROWS // 2 * LANES)  # threads of a team; each has a lane of two rows
-PAIRS = gl.constexpr(BLOCK // (LANES * PAIR))  # pairs of scores that a thread has per row of a tile
+PAIRS = gl.constexpr(BLOCK // (LANES * PAIR))  # pairs of neighbouring scores per thread and row
 FOUR = gl.constexpr(4)  # consecutive scores of a thread: a pair from each of its rows
 ENTRY = gl.constexpr(8)  # bytes of a score and its key, or of a pair of scores
 SLOTS = gl.constexpr(22)  # slots of a thread; its two rows fill them from opposite ends
@@ -91,7 +91,7 @@ MAX_TOP_KEYS = gl.constexpr(sizes.MAX_TOP_KEYS)
 BITS_BASE = gl.constexpr(
     8388608.0
 )  # 2**23: adding an integer below 2**23 sets the low bits of the float
-OVERFLOWED = gl.constexpr(63)  # a count that marks overflow: longer than any list
+OVERFLOWED = gl.constexpr(63)  # a length that marks overflow: no list is so long
 
 
 @gluon.constexpr_function
@@ -362,7 +362,7 @@ def _of_threads():
 
 @gluon.jit
 def _summed(hits, by):
-    """The number of a row's entries in lower lanes, and in all lanes.
+    """The number of a row's entries in lower lanes, and the number in all lanes.
 
     The counts of the lanes are the bytes of one integer, each shifted left by ``by``.
     """
@@ -574,7 +574,7 @@ def _find_top(
         )
         at = begins
         since = at
-        before = nothing, nothing  # kept pairs of the previous tile, if they have no keys yet
+        before = nothing, nothing  # pairs of the previous tile that need keys
         last = _last_tile(row, offset, tiles, CAUSAL)
         masked_end = 1  # the end of the tiles that have masked pairs
         if CAUSAL and not EVEN:
@@ -607,7 +607,7 @@ def _find_top(
                     far = gl.where(may_attend(far, at_half, beyond, keys, CAUSAL), far, NOTHING)
                 if (tile >= masked_end) | (
                     team % 2 == 1
-                ):  # on the diagonal, even teams do not attend to ``far``
+                ):  # in the tile on the diagonal, ``far`` is masked for even teams
                     at, kept = _keep(_in_fours(far), thresholds, at, kept, ends, PAIRS // 2)
                 at, kept = _keep(_in_fours(near), thresholds, at, kept, ends, 0)
             else:
@@ -623,7 +623,7 @@ def _find_top(
             before = kept
         q_place = next_place(q_place, _query_blocks(D))
 
-        wait_for_previous_launch()  # it may still use the memory written below
+        wait_for_previous_launch()  # that launch may still use the memory written below
         here = _opaque(lists)
         at_end = row + gl.arange(0, TEAM_ROWS, of_places) % ROWS
         lse = gl.load(Lse + first + at_end, mask=at_end < queries, other=0.0) * (1 / LN2)
@@ -632,7 +632,7 @@ def _find_top(
         _store_rows(
             places, length, lse, Unfinished, Weights, Keys, first + row, queries - row, c, COUNT
         )
-    write_marks(room)  # so that it is used until here, and no other buffer reuses its memory
+    write_marks(room)  # a use of the room, so that until here no other buffer takes its memory
 
 
 @gluon.jit(do_not_specialize=[*NOT_SPECIALIZED, "queries", "keys", "tiles", "ready"])

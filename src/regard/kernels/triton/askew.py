@@ -53,8 +53,8 @@ def spread(
     last = tl.minimum(square + BLOCK, until) - 1
     parts = key_stretches(ends, batch, square, last, offset, keys, 0, BLOCK, KIND, False)
     start, stop = parts[0], tl.cdiv(parts[5], BLOCK) * BLOCK
-    # The keys of the last of these queries start at ``first``. Those of each earlier query start
-    # four keys before those of the next.
+    # The keys of the last of these queries start at ``first``. The keys of every other query start
+    # four places before the keys of the query that follows it.
     first = start + tl.program_id(2) * BN
     past = BLOCK - 4
     if (first - past < stop) & (row < until):
@@ -119,7 +119,7 @@ def to_queries(
     second = tl.zeros([BM, BU], tl.float32)
     for tile in range(parts[0] // BN - BM // BN, tl.cdiv(parts[5], BN)):
         key_at = tile * BN + tl.arange(0, BN)
-        seen = (key_at >= parts[6]) & (key_at < parts[5])  # other keys may hold NaN
+        seen = (key_at >= parts[6]) & (key_at < parts[5])  # all other keys may be NaN
         k = rows_of(key, batch, head // groups, key_at, seen, width, BD, EVEN)
         straight = shifts(inner, its_batch, head, its_row, there & (tile >= 0), key_at[None, :])
         may = allowed(query_at, key_at[None, :], low, high, keys, KIND)

@@ -109,7 +109,7 @@ def _query_stretch(
             apart = tl.abs(query_at[:, None] - key_at[None, :]).to(tl.float32)
             before -= tl.sum(change * apart, 1)
         if TRAIN and BIAS == TABLE:
-            # Distances beyond the table use its ends; ``distances`` sums the others.
+            # Distances beyond the table use its ends; ``distances`` sums all others.
             if not FREE:
                 apart = query_at[:, None] - key_at[None, :]
                 before += tl.sum(tl.where(apart >= terms.reach, change, 0.0), 1)
@@ -283,7 +283,7 @@ def by_key(
     if KIND == INTERVAL:
         bounds += batch * bounds_batch + block * 4
     parts = query_stretches(bounds, first, last, offset, queries, terms.reach, BM, KIND, SIDES)
-    if ADD:  # keys that none of these queries attends to stay unchanged
+    if ADD:  # do not change keys that none of these queries attends to
         real &= (parts[0] < until) & (parts[5] > origin)
     k = rows_of(key, batch, key_head, key_at, real, width, BD, EVEN)
     v = rows_of(value, batch, key_head, key_at, real, value_width, BV, EVEN)

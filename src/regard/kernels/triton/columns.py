@@ -2,8 +2,11 @@
 # ruff: noqa: RET505 - a branch that is not taken must not be compiled
 """Sums over queries, from the final log-sum-exp: received, map and map_peak.
 
-    received_j = sum over i of P_ij         map_cell = sum over the cell's P_ij / queries of the row
-    P_ij = 2^(score_ij + neg_lse_i)         map_peak = the largest P_ij of the cell
+    P_ij = 2^(score_ij + neg_lse_i)         received_j = sum over i of P_ij
+    map_peak = the largest P_ij of a cell   map = (sum of the P_ij of a cell) / n
+
+Here n is the number of queries in the map row that attend to at least one key. The kernel stores
+the sums, and ``launch`` divides them by n.
 
 One program owns a block of keys of one head, and streams over the queries. Its tiles are K Q^T, so
 a thread sums over queries in its own registers. Programs share no sums, so there are no atomics,
@@ -11,9 +14,9 @@ and repeated calls give bitwise equal results.
 
 Blocks follow the map's bins. A block has G bins of at most W keys, or a part of one bin (G is 1).
 A tile has H bins of at most U queries, or a part of one bin (H is 1). If the width of a bin is not
-a power of two, the rest of its W or U places stays empty. The kernel sums only X keys at a time, as
+a power of two, the rest of its W or U places stays empty. The kernel sums over X keys at a time, as
 many as one warp holds: a sum over all keys of a bin would need shared memory and a barrier for each
-tile. PyTorch sums the rest, a small tensor, afterwards.
+tile. PyTorch adds these sums afterwards, a small tensor.
 
 A thread holds two of every eight columns of a product, and four threads share a row. So if a tile
 has several bins, its queries are interleaved such that one thread gets all queries of a bin.
@@ -70,7 +73,7 @@ def _interleaved(H, U):
 
 @triton.jit
 def _places(H: tl.constexpr, U: tl.constexpr):
-    """Return for each place in a tile its bin, and the index of its query within the bin."""
+    """Return for each place in a tile the bin of its query, and the query's index in the bin."""
     place = tl.arange(0, H * U)
     if _interleaved(H, U):
         lane = place // PAIR % LANES
@@ -84,8 +87,8 @@ def _places(H: tl.constexpr, U: tl.constexpr):
 def _binned(p, KEYS: tl.constexpr, H: tl.constexpr, U: tl.constexpr, PEAK: tl.constexpr):
     """Return the sum, or with PEAK the maximum, of a tile's weights over the queries of each bin.
 
-    Shape [KEYS, ., .], with the bins along two axes. Along one axis they could leave a gap between
-    the threads that share a row, across which Triton 3.6 cannot sum.
+    The shape is [KEYS, ., .]: the bins lie along two axes. Along a single axis they could leave a
+    gap between the threads that share a row, and Triton 3.6 cannot sum across this gap.
     """
     if _interleaved(H, U):
         parts = tl.reshape(p, [KEYS, H // LANES, U // PAIR, LANES, PAIR])
@@ -199,7 +202,7 @@ def columns(
 ):  # fmt: skip
     """Store sums for a block of keys.
 
-    With Transformer-XL's term they are over the queries from ``origin`` to ``until``.
+    With Transformer-XL's term, sum only over the queries from ``origin`` to ``until``.
     """
     batch, head = whose(heads)
     if BIAS == RELATIVE:
@@ -295,8 +298,8 @@ def pool(
     """Make a map from the sums over UNIT keys that the kernels for Hopper store.
 
     A cell has ``each`` units of keys, and ``high`` queries in PARTS parts. EVEN: ``each`` is BK, so
-    a thread can load several units at once. CAUSAL: those kernels store nothing if
-    no query of a tile attends to a warpgroup's keys.
+    a thread can load several units at once. CAUSAL: the kernels for Hopper store no sums where no
+    query of a tile attends to any key of a warpgroup, so these places are not read.
     """
     cell = tl.program_id(0) * BC + tl.arange(0, BC)
     inside = cell < count

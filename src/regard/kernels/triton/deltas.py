@@ -1,8 +1,7 @@
 # mypy: ignore-errors
-"""delta, the number that the gradients of all scores of a row subtract; see ``backward``.
+"""delta [batch, heads, queries], a term of the gradients of all scores of a row.
 
-It is computed from the output, lse, entropy, distance and their gradients, and has shape
-[batch, heads, queries]. Called by ``launch.backward``.
+``backward`` has the formula. Called by ``launch.backward``.
 """
 
 import triton
@@ -26,7 +25,7 @@ from regard.kernels.triton.tiles import (
 
 @triton.jit
 def cells_of(grid, query, key_at, queries, keys, bins, columns):
-    """Load the gradient of the map for each pair of a tile."""
+    """Load the gradient of the map's cell for each pair of a tile."""
     row = query.to(tl.int64) * bins // queries
     column = key_at.to(tl.int64) * columns // keys
     inside = (query < queries) & (key_at < keys)

@@ -67,7 +67,7 @@ def by_diagonal(
     """Store the gradients of scores, summed over all B x B tiles with the same distances.
 
     Tiles lie along diagonals: on diagonal x, query i and key j of a tile have the distance
-    x B + i - j. A program stores a number for each of 2 B distances, the first x B - (B - 1).
+    x B + i - j. A program stores a number for each of 2 B distances, from x B - (B - 1) up.
     """
     head = tl.program_id(1).to(tl.int64)
     least = (lowest + tl.program_id(0) % diagonals) * B
@@ -78,7 +78,7 @@ def by_diagonal(
     table = terms.table + head * terms.table_head + terms.reach
     shift = tl.load(table + distance) * LOG2E
     total = tl.zeros([B, B], tl.float32)
-    # The blocks of queries that have keys on this diagonal; all, if that differs by sequence.
+    # The blocks of queries with keys on this diagonal; all blocks, if sequences differ in them.
     start, stop = 0, tl.cdiv(queries, B)
     if ends.starts is None:
         offset = keys - queries

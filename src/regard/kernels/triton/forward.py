@@ -9,7 +9,7 @@ p = 2^x, where x = score - maximum, it keeps
     e = sum of p x          entropy  = ln 2 (log2 l - e / l)
     t = sum of p |i - j|    distance = t / l
 
-at the cost of one multiplication and one addition per weight. The largest weight is 1 / l.
+each at the cost of one multiplication and one addition per weight. The largest weight is 1 / l.
 
 If there are too few queries to keep the device busy, several programs split the keys of a block and
 store partial sums, which ``merge`` combines. For a query without keys the output and entropy are 0
@@ -145,8 +145,8 @@ def forward(
     ENTROPY: tl.constexpr, PEAK: tl.constexpr, HIGHEST: tl.constexpr, DISTANCE: tl.constexpr,
     SPLIT: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    # With a causal mask the longest rows run first, so that no long row remains at the end.
     """Run attention: a program has BM queries of a head and, with SPLIT, a share of their keys."""
+    # With a causal mask the longest rows run first, so that no long row remains at the end.
     block = tl.num_programs(0) - 1 - tl.program_id(0) if KIND == CAUSAL else tl.program_id(0)
     batch, head = whose(heads)
     if BIAS == RELATIVE:  # a part of the call, whose queries start at ``origin``
@@ -167,7 +167,7 @@ def forward(
     last = tl.minimum(row + BM, queries) - 1
     parts = key_stretches(ends, batch, row, last, offset, keys, terms.reach, BN, KIND, SIDES)
     begin, end = parts[0], parts[5]
-    if SPLIT:  # this program's share of the keys, in whole tiles
+    if SPLIT:  # take this program's share of the keys, in whole tiles
         share = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), BN), splits) * BN
         begin += tl.program_id(2) * share
         end = tl.minimum(begin + share, end)

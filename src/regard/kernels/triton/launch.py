@@ -1,7 +1,7 @@
 """Launches of the Triton kernels: block sizes, allocation of results, arguments.
 
-Called by ``passes``. Tensors are [batch, heads, length, dim], their last axis dense. These kernels
-run every call that the backend 'triton' accepts, without the kernels for Hopper.
+Called by ``passes``. Tensors are [batch, heads, length, dim], and their last axis is contiguous.
+These kernels can run every pass of every call that the backend 'triton' accepts.
 
 Test: ``pytest tests -k "kernels and output_and_every_field"``.
 """
@@ -38,12 +38,12 @@ WARP = 16  # rows of a matrix product that one warp holds
 
 # Measured on an H200 at commit 8c94c07, see docs/log.md.
 PROGRAMS = 256  # programs that keep a large device busy: about two for each multiprocessor
-NEAR = 2048  # with more keys per query, masked tiles at the ends of its range cost little
-SHARE = 512  # the least number of keys for which splitting off a program pays
+NEAR = 2048  # the most keys per query for which smaller blocks, which mask fewer pairs, are faster
+SHARE = 512  # the fewest keys that each of several programs takes of one block of queries
 LOOKED = 64  # rows that a program of ``search`` checks for unfinished rows
-MANY = 2**18  # the number of rows from which a program checks 32 * LOOKED
+MANY = 2**18  # with this many rows or more, each program checks 32 * LOOKED
 TILE = 2**14  # numbers in a tile of keys that ``search`` loads for a single row
-SCRATCH = 2**29  # the most bytes for candidates of top keys; limits the heads of one launch
+SCRATCH = 2**29  # the most bytes for candidates of top keys; it limits the heads of a launch
 
 
 class Blocks(NamedTuple):
@@ -62,7 +62,7 @@ def _forward_blocks(query: Tensor, width: int, structure: Structure) -> Blocks:
         return Blocks(WARP, 64, 4, 3 if width <= 128 else 2)
     if structure.bias == RELATIVE:  # a tile of the term is larger than its keys and values
         return Blocks(64, 64, 4, 2)
-    # Short rows get small blocks: more programs, and fewer masked pairs.
+    # With few queries, small blocks give more programs and mask fewer pairs.
     if query.shape[2] <= 1024 and (width > 64 or structure.kind == CAUSAL) and width <= 128:
         return Blocks(64, 64, 4, 3)
     if width <= 64 and 0 < structure.max_keys <= NEAR:
@@ -107,8 +107,8 @@ def _top_blocks(query: Tensor, width: int, count: int) -> Blocks:
 def _tile_widths(width: int, value_width: int) -> tuple[int, int]:
     """Return the widths of the tiles of keys and of values.
 
-    The values' is no smaller: on an H200 (Triton 3.6) ``forward`` gave wrong numbers for tiles of
-    128 and 32.
+    Tiles of values are at least as wide as tiles of keys: on an H200 (Triton 3.6), ``forward`` gave
+    wrong numbers for widths of 128 (keys) and 32 (values).
     """
     return power(width), power(max(width, value_width))
 
@@ -167,7 +167,7 @@ def forward(
 
 
 def _parts(query: Tensor, keys: int, structure: Structure) -> Iterator[tuple[relative.Part, View]]:
-    """Yield the whole call; or, with Transformer-XL's term, each part of it and its term."""
+    """Yield the call as one part or, with Transformer-XL's term, its parts with their terms."""
     if structure.bias != RELATIVE:
         yield relative.Part(0, query.shape[0], 0, query.shape[2], keys), View(None)
         return
@@ -222,8 +222,8 @@ def columns(
     rows, cols = grid if pooled else (1, 1)
     across = _cut(keys, cols, blocks.keys, 1)
     down = _cut(queries, rows, blocks.queries, LANES)
-    unit = min(across.width, WARP)  # keys that the kernel sums
-    units = across.together * across.width // unit  # per block
+    unit = min(across.width, WARP)  # keys over which the kernel sums
+    units = across.together * across.width // unit  # units per block
     options: Any = {"device": query.device, "dtype": torch.float32}
     bounds = None
     if structure.kind == INTERVAL:
@@ -317,7 +317,7 @@ def rows(
 
 @GraphSafeCache
 def _index(places: tuple[int, ...], device: torch.device) -> Tensor:
-    """Cached: a copy from the host waits for the device, and a CUDA graph cannot capture it."""
+    """Return the places as a tensor, cached: CUDA graphs cannot capture a copy from the host."""
     return torch.tensor(places, dtype=torch.int32, device=device)
 
 
@@ -567,7 +567,7 @@ def _shares(programs: int, tiles: int) -> int:
 def _by_diagonal(
     inputs: tuple[Any, ...], sizes: tuple[int, ...], structure: Structure, options: Any
 ) -> Tensor:
-    """Return the gradient of a table, in its shape, from the distances below its reach."""
+    """Return the gradient of a table, in the table's shape, for the distances below its reach."""
     query, reach = inputs[0].data, structure.reach
     batch, heads, queries, _ = query.shape
     narrow = query.dtype != torch.float32 and max(options["BD"], options["BV"]) <= 128

@@ -1,7 +1,8 @@
 """Transformer-XL's term, computed for some queries at a time.
 
 The product of a query with the embedding of a distance is added to its score for the key at that
-distance. As distances decrease keys increase, and each query's keys start one place later:
+distance. As the distance decreases, the key increases. From one query to the next, the keys at all
+distances move by one place:
 
     query i          r(3)  r(2)  r(1)  r(0)
     query i + 1            r(3)  r(2)  r(1)  r(0)
@@ -67,7 +68,7 @@ def parts(query: Tensor, keys: int, kind: int) -> list[Part]:
     batch, heads, queries, _ = query.shape
     most = SCRATCH // (4 * heads)
     together = max(1, most // (queries * _up(keys)))
-    together = ceil(batch, ceil(batch, together))  # parts of about equal size
+    together = ceil(batch, ceil(batch, together))  # so that the parts are about equally large
 
     def seen(stop: int) -> int:
         return max(keys - queries + stop, 0) if kind == CAUSAL else keys
@@ -148,7 +149,7 @@ class Gradients:
             "PRECISION": "ieee" if self.exact else "tf32", "num_warps": 4,
         }  # fmt: skip
         blocks = ceil(part.stop - part.start, self.block)
-        fits = not self.exact and wide <= 64  # four programs fit a multiprocessor
+        fits = not self.exact and wide <= 64  # four programs fit on a multiprocessor
         askew.to_queries[blocks, part.sequences * heads](
             View.of(self.key), changes, inners, View.of(self.query), View.of(self.relative_query),
             structure.ends, relative, structure.scale, part.sequence, part.start, heads,

@@ -6,8 +6,8 @@ each query and each place of a tile, the highest score over all tiles. The k-th 
 (equal scores count once) is a threshold that at least k scores reach. The second pass collects the
 few scores that reach it. It must round scores exactly as the first pass does, or a score equal to
 the threshold may be missed. ``pick`` sorts the collected scores; among equal scores the earlier key
-is first. If more scores reach the threshold than the buffers or ``pick`` can take (with ties, or a
-pattern that repeats with the tile), ``search`` reads the row again.
+is first. If more scores reach the threshold than the buffers or ``pick`` can take (because of equal
+scores, or a pattern that repeats from tile to tile), ``search`` reads all keys of the row again.
 
 Called by ``launch.rows`` and ``launch.top``.
 
@@ -80,7 +80,7 @@ def rows(
 
 @triton.jit
 def _ranked(s, key_at):
-    """Pack a score and its key into a number: larger for higher scores, then earlier keys."""
+    """Pack a score and its key into a number: larger for higher scores, then for earlier keys."""
     bits = s.to(tl.int32, bitcast=True)
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (order.to(tl.int64) << 32) | (0x7FFFFFFF - key_at).to(tl.int64)
@@ -88,7 +88,7 @@ def _ranked(s, key_at):
 
 @triton.jit
 def _keep(cell, threshold, counts, place, n, Candidates, BN: tl.constexpr, ROOM: tl.constexpr):
-    """Store the highest score of each cell if it reaches the threshold; return counts, columns."""
+    """Store each cell's highest score if it reaches the threshold; return counts and columns."""
     column = tl.reshape(tl.arange(0, BN), [1, BN // (2 * LANES), LANES, 2])
     value = tl.max(tl.max(cell, 3), 1)  # [BM, LANES]
     which = tl.where(cell == value[:, None, :, None], column, BN)
@@ -123,7 +123,7 @@ def _stretch(
             s = tl.where(may, s, NOTHING)
         if COLLECT:
             # A cell has the scores of one row that one thread holds. In most cells at most one
-            # score reaches the threshold. A thread stores several one after another.
+            # score reaches the threshold. If there are more, the thread stores them one by one.
             cell = tl.reshape(s, [s.shape[0], BN // (2 * LANES), LANES, 2])
             many = tl.sum(tl.sum((cell >= threshold[:, None, None, None]).to(tl.int32), 3), 1)
             remaining = tl.max(tl.max(many, 1), 0)
@@ -210,7 +210,7 @@ def _highest(Candidates, place, ends, SLOTS: tl.constexpr, ROOM: tl.constexpr, C
 
 @triton.jit
 def _in_order(s, key, COUNT: tl.constexpr):
-    """Return each row's COUNT highest scores and their keys; among equal scores earlier keys."""
+    """Return each row's COUNT highest scores and their keys; equal scores in order of keys."""
     column = tl.arange(0, COUNT)[None, :]
     highest = tl.full([s.shape[0], COUNT], NOTHING, tl.float32)
     keys = tl.full([s.shape[0], COUNT], -1, tl.int32)
@@ -332,7 +332,8 @@ def search(
     """Finish the rows that ``pick`` left unfinished, by reading all of their keys again.
 
     Nearly always there are no or few such rows, and later kernels wait for this one. So a program
-    checks many rows at once, of all heads; it searches few unfinished rows one by one.
+    checks many rows of all heads at once. If few of them are unfinished, it searches these one by
+    one.
     """
     if EARLY:  # this program may start before the launch that marks the rows has ended
         gdc_wait()

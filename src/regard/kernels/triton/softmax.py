@@ -3,8 +3,9 @@
 
     loss = lse - (1 - smoothing) logit_label - smoothing * mean of logits
 
-Rows may be wider than the vocabulary; the rest is ignored. If their width and stride are multiples
-of 16, a thread reads and writes 16 bytes at once. Called by ``regard.layers.losses``.
+Rows may be wider than the vocabulary; the logits beyond it are ignored. If the width and stride of
+rows are multiples of 16, a thread reads and writes 16 bytes at once. Called by
+``regard.layers.losses``.
 
 Test: ``pytest tests/layers -k losses``.
 """
@@ -58,7 +59,7 @@ def _row(
             x = tl.load(at + here, mask=here < width, other=0.0).to(tl.float32)
             plain += tl.where(inside, x, 0.0)
             x = tl.where(inside, x, lowest)
-            # The exponential of the new maximum is 1, so only the other one is computed.
+            # Of both exponentials, that of the new maximum is 1, so only the other is computed.
             factor = tl.where(inside, tl.exp(-tl.abs(x - highest)), 0.0)
             total = tl.where(x > highest, total * factor + 1, total + factor)
             highest = tl.maximum(highest, x)

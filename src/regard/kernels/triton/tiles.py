@@ -5,7 +5,8 @@
 A tile has queries along one axis and keys along the other. The caller chooses which, by passing
 positions that broadcast. Exponents are base 2: scores are multiplied by log2(e) once.
 
-For a block of queries the keys fall into five stretches; so do the queries for a block of keys:
+A kernel that owns a block of queries divides the keys into five consecutive stretches. A kernel
+that owns a block of keys divides the queries in the same way:
 
     masked | free, on one side | masked | free, on the other side | masked
 
@@ -175,7 +176,7 @@ def shifts(shifted, batch, head, rows, inside, key_at):
 
 @triton.jit
 def range_of(ends, batch, rows, inside, KIND: tl.constexpr):
-    """Load the ranges of keys of queries; for other masks than INTERVAL they are not used."""
+    """Load the range of keys of each query; only INTERVAL uses the ranges."""
     if KIND == INTERVAL:
         low = tl.load(ends.low + batch * ends.low_batch + rows, mask=inside, other=0)
         high = tl.load(ends.high + batch * ends.high_batch + rows, mask=inside, other=0)
@@ -215,8 +216,9 @@ def key_stretches(
 ):  # fmt: skip
     """Return the bounds of the five stretches of keys for the queries ``row`` to ``last``.
 
-    The keys that any of these queries may attend to go from the seventh number to the sixth, which
-    is the end of the fifth stretch. The other bounds are multiples of the tile size BN.
+    The first six of the seven numbers are the start of each stretch and the end of the last one.
+    The keys that any of these queries may attend to go from the seventh number to the sixth. The
+    other numbers are multiples of the tile size BN.
     """
     first, stop = 0, keys
     inner_first, inner_stop = 0, keys
@@ -251,7 +253,7 @@ def query_stretches(
 ):  # fmt: skip
     """Return the bounds of the five stretches of queries for the keys ``key`` to ``last``.
 
-    They are multiples of the tile size BM.
+    These are six numbers, multiples of the tile size BM.
     """
     first, inner_first, inner_stop, stop = 0, 0, queries, queries
     if KIND == CAUSAL:
