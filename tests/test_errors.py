@@ -67,9 +67,11 @@ def test_dtypes_and_devices() -> None:
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 @pytest.mark.parametrize("given", [X.numpy(), X.tolist(), None], ids=["numpy", "list", "none"])
 def test_inputs_are_tensors(name: str, given: Any) -> None:
-    refused(f"{name} is a torch.Tensor", type(given).__name__, "torch.as_tensor", **{name: given})
+    refused(
+        f"{name} must be a torch.Tensor", type(given).__name__, "torch.as_tensor", **{name: given}
+    )
     everything = dict.fromkeys(("query", "key", "value"), given)
-    refused("query is a torch.Tensor", "torch.as_tensor", **everything)
+    refused("query must be a torch.Tensor", "torch.as_tensor", **everything)
 
 
 @pytest.mark.parametrize("backend", ["auto", "sdpa", "tiled", "reference"])
@@ -87,7 +89,7 @@ def test_inputs_are_tensors(name: str, given: Any) -> None:
     ids=repr,
 )
 def test_numbers_are_not_tensors(name: str, given: Any, backend: str) -> None:
-    refused(f"{name} is a Python number", r"\.item\(\)", backend=backend, **{name: given})
+    refused(f"{name} must be a Python number", r"\.item\(\)", backend=backend, **{name: given})
 
 
 def test_numbers_may_be_those_of_numpy() -> None:

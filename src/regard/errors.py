@@ -38,7 +38,7 @@ class BackendError(RegardError, RuntimeError):
 
 
 class CheckpointError(RegardError, ValueError):
-    """A checkpoint is missing, broken or unsafe, or belongs to another model.
+    """A checkpoint cannot be used: it is missing, broken, unsafe or made for another model.
 
     >>> from regard import load
     >>> load("./nowhere")  # doctest: +ELLIPSIS

@@ -140,7 +140,7 @@ def test_positions_keep_the_default_dtype_out() -> None:
 @pytest.mark.parametrize(
     ("start", "message"),
     [
-        (1.5, "a whole number, or one for each sequence, but got 1.5"),
+        (1.5, r"one per sequence, but got 1\.5"),
         ([0, "a"], "whole number"),
         ([0, 1, 2], "3 entries for a batch of 2"),
         (torch.tensor([0.0, 1.0]), "float32"),

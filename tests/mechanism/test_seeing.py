@@ -118,7 +118,7 @@ def test_see_that_means_nothing_is_refused() -> None:
         See(map_peak=True, entropy=True)
     x = torch.zeros(3, 2)
     for row in (3, -4):
-        with pytest.raises(InputError, match=f"row {row} of 3 queries"):
+        with pytest.raises(InputError, match=f"query {row}, but the call has 3 queries"):
             attention(x, x, x, see=See(rows=[row]))
 
 
@@ -150,7 +150,7 @@ def test_autocast_changes_nothing_that_is_seen(backend: str, gradient: bool) -> 
     ],
 )  # fmt: skip
 def test_sizes_and_places_are_whole_numbers(fields: dict[str, object]) -> None:
-    with pytest.raises(InputError, match=rf"See\({next(iter(fields))}=...\) is .*, but got"):
+    with pytest.raises(InputError, match=rf"See\({next(iter(fields))}=...\) must be .*, but got"):
         See(**fields)  # type: ignore[arg-type]
 
 

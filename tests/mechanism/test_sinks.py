@@ -79,13 +79,13 @@ def test_each_backend_without_sinks_says_so() -> None:
     ("arguments", "message"),
     [
         ({"sinks": torch.zeros(2)}, r"sinks has 2 numbers, but the query has 3 heads"),
-        ({"sinks": torch.zeros(3, 1)}, r"one number for each head, but got \[3, 1\]"),
+        ({"sinks": torch.zeros(3, 1)}, r"sinks must be a tensor .heads., but got \[3, 1\]"),
         ({"sinks": torch.zeros(3, dtype=torch.long)}, r"got \[3\] of torch.int64"),
         ({"sinks": [0.0, 1.0, 2.0]}, r"got \[0.0, 1.0, 2.0\]"),
         ({"sinks": torch.zeros(3, device="meta")}, r"sinks are on meta, but the query is on cpu"),
         ({"see": See(sink=True)}, r"pass attention\(sinks=...\)"),
-        ({"see": See(scores=[4])}, r"See\(scores=...\) names row 4 of 4 queries"),
-        ({"see": See(scores=[(0, 9)])}, r"See\(scores=...\) names key 9, but there are 4"),
+        ({"see": See(scores=[4])}, r"See\(scores=...\) names query 4, but the call has 4 queries"),
+        ({"see": See(scores=[(0, 9)])}, r"See\(scores=...\) names key 9, but the call has 4 keys"),
     ],
 )
 def test_what_does_not_fit_is_refused(arguments: dict[str, Any], message: str) -> None:
@@ -96,7 +96,7 @@ def test_what_does_not_fit_is_refused(arguments: dict[str, Any], message: str) -
 
 @pytest.mark.parametrize("scores", ["ab", 3, [1.5], [(1, 2, 3)], torch.zeros(2, 2)])
 def test_scores_of_nothing_that_can_be_chosen(scores: Any) -> None:
-    with pytest.raises(InputError, match=r"See\(scores=...\) is"):
+    with pytest.raises(InputError, match=r"See\(scores=...\) must be"):
         See(scores=scores)
 
 

@@ -210,7 +210,7 @@ def test_a_bias_of_xformers_becomes_its_mask(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("LowerTriangularMask", "give mask_from_xformers"),
+        ("LowerTriangularMask", "Call mask_from_xformers"),
         ("LowerTriangularMaskWithTensorBias", "no counterpart"),
         ("PagedBlockDiagonalPaddedKeysMask", "no counterpart"),
     ],
@@ -250,8 +250,11 @@ def test_one_packing_of_queries_and_keys_may_have_empty_segments_and_a_window() 
     [
         (lambda: Segments([1, 2], key_starts=[0]), "lengths and key_starts have different numbers"),
         (lambda: Segments([1, 2], key_starts=[3, 0]), "must ascend"),
-        (lambda: Segments([1, 2], [4, 2], key_starts=[0, 3]), "begin in the one before"),
-        (lambda: Segments([1, -2]), r"lengths=\.\.\.\) are whole numbers of positions from 0 on"),
+        (lambda: Segments([1, 2], [4, 2], key_starts=[0, 3]), "ascend without overlap"),
+        (
+            lambda: Segments([1, -2]),
+            r"lengths=\.\.\.\) must be whole numbers of positions from 0 on",
+        ),
         (lambda: Segments([1, 2], query_starts=[0, 0.5]), "query_starts"),  # type: ignore[list-item]
         (lambda: Segments([1], within=Causal() & Window(1)), "within"),  # type: ignore[arg-type]
         (lambda: packed(key_starts=GAPPY).check(check_extent(22)), "only 22 keys"),

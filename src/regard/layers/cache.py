@@ -15,9 +15,9 @@ from regard.mechanism.geometry import check_tensor
 class KeyValueCache:
     """The keys and values of one layer so far, in preallocated memory.
 
-    ``append`` writes new keys and values after the old and returns views of all, without copying
-    the old. The views are valid until the next call. ``room`` is the number of positions to
-    allocate; a full cache doubles its memory.
+    ``append`` writes new keys and values after the old ones and returns views of all of them. The
+    views are valid until the next call. ``room`` is the number of positions to allocate at first; a
+    full cache moves to at least twice the memory.
 
     >>> cache = KeyValueCache(room=8)
     >>> step = torch.ones(1, 2, 1, 4)  # [batch, heads, length, dim]
@@ -51,8 +51,8 @@ class KeyValueCache:
         check_tensor(value, "value")
         if key.dim() != 4 or key.shape[:-1] != value.shape[:-1]:
             raise InputError(
-                "A cache takes key and value as [batch, heads, n, dim], with one batch, heads and "
-                f"n, but got {list(key.shape)} and {list(value.shape)}. "
+                "A cache needs key and value as [batch, heads, n, dim], with equal batch, heads "
+                f"and n, but got {list(key.shape)} and {list(value.shape)}. "
                 "For one head pass key[:, None] and value[:, None]."
             )
         if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
@@ -77,7 +77,7 @@ class KeyValueCache:
             )
 
     def place(self, index: Tensor, other: KeyValueCache, which: Tensor) -> None:
-        """Replace the sequences ``index`` by the sequences ``which`` of ``other``.
+        """Replace the sequences at ``index`` by the sequences of ``other`` at ``which``.
 
         All sequences end at the same position. Positions before the start of a new sequence keep
         their old content, and the caller must mask them.
@@ -110,7 +110,7 @@ class KeyValueCache:
         return reordered
 
     def _reserve(self, kept: Tensor | None, new: Tensor, length: int) -> Tensor:
-        """Return memory for ``length`` positions that starts with the positions of ``kept``."""
+        """Return memory for at least ``length`` positions, with the content of ``kept`` first."""
         batch, heads, _, dim = new.shape
         if kept is None:
             self._room = max(self._room, length)
@@ -191,7 +191,7 @@ class Memory:
         return whole
 
     def place(self, index: Tensor, other: Memory, which: Tensor) -> None:
-        """Replace the sequences ``index`` by the sequences ``which`` of ``other``.
+        """Replace the sequences at ``index`` by the sequences of ``other`` at ``which``.
 
         All sequences end at the same position.
         """

@@ -41,7 +41,7 @@ def linear_cross_entropy(
     """
     if not 0 <= smoothing < 1:
         raise InputError(f"smoothing must be at least 0 and below 1, but got {smoothing!r}.")
-    if not torch.is_grad_enabled():  # otherwise gradients of parameters would be computed
+    if not torch.is_grad_enabled():  # parameters would still need gradients in ``forward``
         hidden, weight = hidden.detach(), weight.detach()
         bias = None if bias is None else bias.detach()
     kind = hidden.device.type
@@ -69,7 +69,7 @@ class _Chunked(torch.autograd.Function):
         padded = _aligned(weight, dtype)
         offset = None if bias is None else _aligned(bias, dtype)
         hidden_gradient = torch.empty_like(hidden, dtype=dtype) if want_hidden else None
-        # Sums over all rows have the dtype of the weights.
+        # The gradients of weight and bias are summed in the dtype of the weights.
         weight_gradient = bias_gradient = None
         exact = torch.promote_types(dtype, torch.float32)
         total = torch.zeros((), dtype=exact, device=hidden.device)
@@ -95,10 +95,12 @@ class _Chunked(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Any, ...]:
-        if torch.is_grad_enabled():  # create_graph: the result would count as a constant
+        if (
+            torch.is_grad_enabled()
+        ):  # create_graph=True: autograd would take the gradients as constants
             raise BackendError(
-                "linear_cross_entropy has no second derivatives. Use torch's cross_entropy of the "
-                "logits."
+                "linear_cross_entropy has no second derivatives. Compute the logits and use "
+                "torch.nn.functional.cross_entropy."
             )
         hidden, weight, bias = ctx.saved_tensors
         hidden = None if hidden is None else (hidden * scale).to(ctx.given)
@@ -114,7 +116,7 @@ def _chunk_bytes(device: torch.device) -> int:
     """The bytes of logits per chunk."""
     if device.type != "cuda":
         return CHUNK_BYTES
-    # Fewer chunks need fewer additions of their gradients.
+    # With fewer chunks there are fewer additions to the gradient of the weights.
     return max(CHUNK_BYTES, torch.cuda.get_device_properties(device).total_memory // 64)
 
 
@@ -147,7 +149,7 @@ def _loss(logits: Tensor, words: int, labels: Tensor, smoothing: float, gradient
         from regard.kernels.triton.softmax import cross_entropy
 
         return cross_entropy(logits, words, labels, smoothing, gradient)
-    logits = logits[:, :words]  # the logits of the padding stay 0, the value of their gradient
+    logits = logits[:, :words]  # the logits of the padding are 0, and so is their gradient
     counts = labels != IGNORED
     at = labels.where(counts, 0)[:, None]
     logs = torch.log_softmax(logits, dim=-1, dtype=torch.promote_types(logits.dtype, torch.float32))

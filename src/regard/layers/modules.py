@@ -22,7 +22,7 @@ from regard.mechanism.functional import attention
 from regard.mechanism.masks import Mask
 from regard.mechanism.seeing import See, Seen
 
-__all__ = ["LayerNorm", "RMSNorm"]  # PyTorch's, for models
+__all__ = ["LayerNorm", "RMSNorm"]  # classes of PyTorch that models import from here
 
 
 class Linear(nn.Linear):
@@ -80,7 +80,10 @@ class MultiHeadAttention(nn.Module):
         self.heads = heads
         self.key_heads = heads if key_heads is None else key_heads
         if self.key_heads < 1 or heads % self.key_heads:
-            raise InputError(f"{heads} heads cannot be grouped evenly on {key_heads} key heads.")
+            raise InputError(
+                f"{heads} heads cannot share {key_heads} key heads evenly. Choose a divisor of "
+                "heads."
+            )
         self.head_dim = dim // heads if head_dim is None else head_dim
         self.scale, self.dropout = scale, dropout
         self.head_hooks = HeadHooks()
@@ -100,7 +103,8 @@ class MultiHeadAttention(nn.Module):
     ) -> Tensor | tuple[Tensor, Seen]:
         """The output for ``x`` [batch, queries, dim], or (output, Seen) if ``see`` is given.
 
-        A ``KeyValueCache`` holds past keys and values, a ``CrossCache`` those of ``context``.
+        ``cache`` is a ``KeyValueCache`` with the past keys and values, or a ``CrossCache`` with the
+        keys and values of ``context``.
         """
         heads = self.forward_heads(x, context, mask=mask, bias=bias, cache=cache, see=see)
         return heads.output if heads.seen is None else (heads.output, heads.seen)
@@ -162,7 +166,7 @@ class MultiHeadAttention(nn.Module):
 
         It takes ``x`` [batch, queries, dim], a cache and a bias. The queries are the beams of one
         sentence. The bias broadcasts to [batch, heads, queries, keys] and is -inf where a query may
-        not attend. Attributes are looked up only once, before the first step.
+        not attend. The layer's parameters are looked up once, here, not in each step.
         """
         layer, qkv, output = self.qkv, direct(self.qkv), direct(self.output)
         heads, dim, scale = self.heads, self.head_dim, self.scale
@@ -198,7 +202,8 @@ class MultiHeadAttention(nn.Module):
         """A decoding step by :meth:`forward`, which runs module hooks and computes Seen."""
         mask = None if bias is None else bias > -math.inf
         bias = None if bias is None else bias.clamp(min=torch.finfo(bias.dtype).min)
-        context = x if isinstance(cache, CrossCache) else None  # unused: the cache has the keys
+        # A context selects cross-attention. Its content is not read: the cache holds the keys.
+        context = x if isinstance(cache, CrossCache) else None
         result: Tensor = self(x, context, mask=mask, bias=bias, cache=cache)
         return result
 
@@ -357,7 +362,7 @@ class PreNorm(nn.Module):
         return x + (self.dropout(y) if self.training else y)
 
     def sides(self) -> tuple[Apply, Apply]:
-        """The functions applied before the sublayer, and after the sum."""
+        """The functions applied to the sublayer's input and to the residual sum."""
         return direct(self.norm), _same
 
 
@@ -374,7 +379,7 @@ class PostNorm(nn.Module):
         return result
 
     def sides(self) -> tuple[Apply, Apply]:
-        """The functions applied before the sublayer, and after the sum."""
+        """The functions applied to the sublayer's input and to the residual sum."""
         return _same, direct(self.norm)
 
 

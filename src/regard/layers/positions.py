@@ -47,7 +47,7 @@ def _check(name: str, dim: int, layout: str) -> None:
     if dim < 2 or dim % 2:
         raise InputError(f"{name}(dim=...) must be even, but got {dim}.")
     if layout not in ("interleaved", "half"):
-        raise InputError(f'layout is "interleaved" or "half", but got {layout!r}.')
+        raise InputError(f'layout must be "interleaved" or "half", but got {layout!r}.')
 
 
 class LearnedPositions(nn.Module):
@@ -68,7 +68,7 @@ class Rotary(nn.Module):
     (https://arxiv.org/abs/2104.09864), so that scores depend on distances only.
 
     ``"half"`` pairs dimension i with i + dim/2, as most checkpoints do; ``"interleaved"`` pairs
-    neighbours, as the paper does.
+    adjacent dimensions, as the paper does.
     """
 
     def __init__(self, dim: int, *, layout: Layout = "half", base: float = 10000.0) -> None:

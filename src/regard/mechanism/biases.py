@@ -54,7 +54,7 @@ class Dense(Bias):
         check_tensor(self.values, "biases.Dense(values)")
         if not self.values.is_floating_point():
             raise InputError(
-                f"A bias holds numbers to add to the scores, but got {self.values.dtype}. "
+                f"A bias must hold floating-point numbers to add, but is {self.values.dtype}. "
                 "Pass a boolean mask as mask=tensor, True where a query may attend."
             )
 
@@ -184,9 +184,9 @@ class RelativeBuckets(Bias):
 class RelativeContent(Bias):
     """Transformer-XL's term ``scale * (q_i + v) . r_(i-j)`` (https://arxiv.org/abs/1901.02860).
 
-    ``query`` is ``q + v``, [batch, heads, queries, dim]; ``relative[h, t]`` embeds the distance
-    ``first + t`` in positions from a key to the query after it. Distances outside
-    of the table use the nearest row.
+    ``query`` is ``q + v``, [batch, heads, queries, dim]. ``relative[h, t]`` embeds a distance of
+    ``first + t`` positions from a key to a later query. Distances outside of the table use the
+    nearest row.
 
     >>> from regard import Causal, RelativeContent, attention
     >>> q, k, v = torch.randn(3, 1, 2, 5, 8)  # each [batch, heads, length, dim]
@@ -239,7 +239,7 @@ class RelativeContent(Bias):
         return product[..., : len(columns)]
 
     def _between(self, most: int | Tensor, count: int) -> Tensor:
-        """The embeddings of ``count`` distances, the last ``first + most``: [.., count, dim]."""
+        """The embeddings of ``count`` distances up to ``first + most``: [.., count, dim]."""
         last = self.relative.shape[1] - 1
         if isinstance(most, Tensor):  # [batch, 1]
             index = most + torch.arange(1 - count, 1, device=most.device)

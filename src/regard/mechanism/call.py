@@ -25,13 +25,13 @@ _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LAYOUTS = {2: "[length, dim]", 3: "[batch, length, dim]", 4: "[batch, heads, length, dim]"}
 
 MAX_START = 2**30  # kernels compute positions as 32-bit integers
-_STARTS = "query_start is the position of the first query: a whole number, or one for each sequence"
+_STARTS = "query_start must be one whole number (the first query's position) or one per sequence"
 
-# Why every backend except 'reference' refuses a call under torch.func.
+# The reason with which backends refuse a call under torch.func.
 TRANSFORMED = "torch.func and forward gradients need plain PyTorch operations, as in 'reference'."
 
 
-@dataclass(slots=True)  # not frozen: frozen takes three times as long to create
+@dataclass(slots=True)  # not frozen: a frozen instance takes three times as long to create
 class Call:
     """One checked attention call, with all tensors as [batch, heads, length, dim]."""
 
@@ -126,9 +126,9 @@ def check(
         and keys == values
     ):
         raise InputError(
-            "query and key must have the same batch and dim (at least 1), key and value the same "
-            "batch, heads and length, "
-            f"but are {_listed(*given)}."
+            "query and key must have the same batch and dim (at least 1), and key and value must "
+            "have the same batch, heads and length. "
+            f"The shapes are {_listed(*given)}."
         )
     if heads != key_heads and (not key_heads or heads % key_heads):
         raise InputError(
@@ -144,7 +144,7 @@ def check(
             mask = masks.Dense(mask)
         if not isinstance(mask, Mask):
             raise InputError(
-                f"mask is a boolean tensor or a mask such as Causal(), but got {mask!r}. "
+                f"mask must be a boolean tensor or a mask such as Causal(), but got {mask!r}. "
                 "Convert an array with torch.as_tensor(mask)."
             )
         mask.check(extent)
@@ -153,7 +153,7 @@ def check(
             bias = biases.Dense(bias)
         if not isinstance(bias, Bias):
             raise InputError(
-                f"bias is a tensor or a bias such as Alibi(slopes), but got {bias!r}. "
+                f"bias must be a tensor or a bias such as Alibi(slopes), but got {bias!r}. "
                 "Convert an array with torch.as_tensor(bias)."
             )
         bias.check(extent)
@@ -164,12 +164,12 @@ def check(
     if softcap is not None and not 0 < (softcap := _number(softcap, "softcap")) < math.inf:
         raise InputError(f"softcap must be a finite number above 0, but got {softcap}.")
     if not 0 <= (dropout := _number(dropout, "dropout")) < 1:
-        raise InputError(f"dropout is a probability from 0 to below 1, but got {dropout}.")
+        raise InputError(f"dropout must be a probability from 0 to below 1, but got {dropout}.")
     if sinks is not None:
         _check_sinks(sinks, extent)
     if see is not None:
         if not isinstance(see, See):
-            raise InputError(f"see is a See, such as See(entropy=True), but got {see!r}.")
+            raise InputError(f"see must be a See, such as See(entropy=True), but got {see!r}.")
         see.check(extent)
         if see.sink and sinks is None:
             raise InputError("See(sink=True) needs a call with sinks: pass attention(sinks=...).")
@@ -179,14 +179,14 @@ def check(
 
 
 def _number(given: Any, name: str) -> float:
-    """A real number of Python or NumPy. A tensor could not be read on a GPU without waiting."""
+    """Check a number of Python or NumPy. Tensors are refused: reading one on a GPU would wait."""
     if isinstance(given, float | int):
         return given
     if isinstance(given, Real):
         return float(given)
     raise InputError(
-        f"{name} is a Python number, but got {given!r}. Convert a tensor of one number with "
-        f"{name}.item(); for a scale that is learned, multiply the query by it."
+        f"{name} must be a Python number, but got {given!r}. Convert a tensor of one number with "
+        f"{name}.item(). For a learned scale, multiply the query by it."
     )
 
 
@@ -195,7 +195,7 @@ def _check_sinks(sinks: Tensor, extent: Extent) -> None:
         given = (
             f"{list(sinks.shape)} of {sinks.dtype}" if isinstance(sinks, Tensor) else repr(sinks)
         )
-        raise InputError(f"sinks is a tensor [heads] of one number for each head, but got {given}.")
+        raise InputError(f"sinks must be a tensor [heads], but got {given}.")
     if len(sinks) != extent.heads:
         raise InputError(f"sinks has {len(sinks)} numbers, but the query has {extent.heads} heads.")
     if sinks.device != extent.device:
@@ -228,7 +228,7 @@ def _start(given: Any, extent: Extent) -> int | tuple[int, ...] | Tensor | None:
     except TypeError:
         raise InputError(f"{_STARTS}, but got {given!r}.") from None
     if any(not -MAX_START <= start <= MAX_START for start in starts):
-        raise InputError(f"query_start is at most {MAX_START:,} from 0, but got {given!r}.")
+        raise InputError(f"query_start must be at most {MAX_START:,} from 0, but got {given!r}.")
     if len(set(starts)) > 1:
         return starts
     default = extent.keys - extent.queries

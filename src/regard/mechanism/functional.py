@@ -71,10 +71,10 @@ def attention(
     ``see`` is given, the result is (output, Seen). The fields of Seen ignore dropout and always
     have the axes [batch, heads, ...].
 
-    Key ``j`` is at position ``j``, and the last query at the position of the last key.
-    ``query_start`` puts the first query elsewhere: at a number, or a list or tensor with one for
-    each sequence. Masks, biases by distance and ``See(distance=True)`` follow it. The host does not
-    read a tensor on a GPU, except in the backend "tiled", and copies a list to the GPU once.
+    Key ``j`` is at position ``j``, and the last query is at the position of the last key.
+    ``query_start`` gives the first query another position: one number, or a list or tensor with a
+    number for each sequence. Masks, biases by distance and ``See(distance=True)`` use it. A list is
+    copied to the GPU once. Only the backend "tiled" reads a tensor on a GPU, and waits for it.
 
     ``sinks`` [heads] adds a learned, finite score to the softmax of each query. It takes a part of
     the weight and has no value, so the weights of the keys sum to less than 1.

@@ -1,7 +1,7 @@
 """Geometry: the sizes of a call, blocks of its score matrix, and ranges of keys.
 
-Positions are absolute: key ``j`` is at position ``j``. Unless a call says where its first query is,
-the last query has the last key's position.
+Positions are absolute: key ``j`` is at position ``j``. Unless a call gives the position of its
+first query, the last query has the last key's position.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Hull(NamedTuple):
     """Consecutive queries (rows) of a call, and the keys (columns) they may attend to."""
 
     rows: range
-    columns: range  # contain every key that any of the rows may attend to
+    columns: range  # every key that any of the rows may attend to, and perhaps others
     inner: range  # the keys that all of the rows may attend to
 
     @property
@@ -151,7 +151,7 @@ def check_tensor(given: object, what: str) -> None:
     """Raise InputError unless ``given`` is a tensor."""
     if not isinstance(given, Tensor):
         raise InputError(
-            f"{what} is a torch.Tensor, but got {type(given).__name__}. "
+            f"{what} must be a torch.Tensor, but got {type(given).__name__}. "
             "Convert it with torch.as_tensor(...)."
         )
 

@@ -1,4 +1,4 @@
-"""Masks of other libraries in the terms of this one, as ranges of keys where they are ranges.
+"""Masks of other libraries as masks of regard, as ranges of keys where they are ranges.
 
 The masks are for calls without ``query_start``: the last query is at the position of the last key.
 Tensors are recognised by their values: a mask on a GPU is copied to the host in part, which waits
@@ -23,7 +23,7 @@ from regard.mechanism.masks import Causal, Dense, Mask, Padding, Segments, Windo
 if TYPE_CHECKING:
     from torch.nn.attention.bias import CausalBias
 
-HIDDEN = -9e3  # numbers below hide a key: -inf, the least number of a dtype, -1e4 in bfloat16
+HIDDEN = -9e3  # lower numbers hide a key: -inf, the least number of a dtype, -1e4 in bfloat16
 
 _FROM_FIRST = ("BlockDiagonalCausalMask", "BlockDiagonalCausalLocalAttentionMask")
 _BLOCKS = (
@@ -53,7 +53,7 @@ def mask_from_torch(bias: CausalBias) -> Mask:
     >>> mask_from_torch(causal_upper_left(3, 5))
     Segments(lengths=((3,),), keys=((5,),), query_starts=0, within=Causal())
     """
-    from torch.nn.attention.bias import CausalBias, CausalVariant  # which loads torch._dynamo
+    from torch.nn.attention.bias import CausalBias, CausalVariant  # late: loads torch._dynamo
 
     if not isinstance(bias, CausalBias):
         raise InputError(
@@ -88,8 +88,8 @@ def mask_from_xformers(bias: Any, queries: int = 0, keys: int = 0) -> Mask:
     if name == "LowerTriangularMask":
         if not (queries and keys):
             raise InputError(
-                "LowerTriangularMask aligns the first query with the first key: give "
-                "mask_from_xformers(bias, queries, keys) their numbers."
+                "LowerTriangularMask aligns the first query with the first key, which depends on "
+                "their numbers. Call mask_from_xformers(bias, queries, keys)."
             )
         return _causal_from_first(queries, keys)
     if name in (
@@ -104,7 +104,7 @@ def mask_from_xformers(bias: Any, queries: int = 0, keys: int = 0) -> Mask:
             "masks.Dense(bias.materialize((queries, keys)) == 0)."
         )
     info = bias.k_seqinfo
-    gaps = hasattr(info, "seqlen_py")  # keys of a block begin at its start and leave room
+    gaps = hasattr(info, "seqlen_py")  # there may be unused keys after a block
     return Segments(
         _lengths(bias.q_seqinfo.seqstart_py),
         list(info.seqlen_py) if gaps else _lengths(info.seqstart_py),
@@ -131,8 +131,8 @@ def mask_from_transformers(attention_mask: Tensor) -> Mask:
 
     [batch, keys] of 1 and 0 marks real tokens; combine it with ``& Causal()`` in a decoder.
     [batch, 1 or heads, queries, keys] is boolean, True where a query may attend, or numbers that
-    are added to the scores: 0, or below -9,000 where a key is hidden. A query without keys yields
-    zeros here; there it may yield the mean of all values.
+    are added to the scores: 0, or below -9,000 where a key is hidden. The output of a query without
+    keys is 0; in transformers it may be the mean of all values.
 
     >>> mask_from_transformers(torch.tensor([[1, 1, 1], [0, 1, 1]])) & Causal()
     Padding(lengths=(3, 2), side='left') & Causal()
@@ -160,9 +160,9 @@ def mask_from_multihead(
 ) -> Mask:
     """The mask of ``attn_mask`` and ``key_padding_mask`` of ``torch.nn.MultiheadAttention``.
 
-    Their True means *hidden*. Numbers are added to the scores: 0, or below -9,000 where a key is
-    hidden. ``attn_mask`` is [queries, keys] or [batch * num_heads, queries, keys],
-    ``key_padding_mask`` [batch, keys] or [keys].
+    In both, True means *hidden*. Numbers are added to the scores: 0, or below -9,000 where a key is
+    hidden. ``attn_mask`` is [queries, keys] or [batch * num_heads, queries, keys], and
+    ``key_padding_mask`` is [batch, keys] or [keys].
 
     >>> later = torch.ones(3, 3, dtype=torch.bool).triu(1)
     >>> mask_from_multihead(later, torch.tensor([[False, False, True]]))
@@ -237,7 +237,7 @@ def _recognized(allowed: Tensor) -> Mask:
 def _candidates(low: Tensor, high: Tensor, extent: Extent) -> Iterator[Mask]:
     """Masks of ranges, simple ones first, that are as narrow as the ranges allow.
 
-    If & of a window, padding and segments equals the ranges, so does & of the narrowest of each.
+    If ``window & padding & segments`` equals the ranges, then it does so for the narrowest of each.
     """
     queries, keys = extent.queries, extent.keys
     stop = high.amax(1)
@@ -278,7 +278,7 @@ def _window(left: int | None, right: int | None, extent: Extent) -> Mask:
 
 
 def _segments(low: Tensor, high: Tensor, start: Tensor, stop: Tensor) -> Segments:
-    """The shortest segments that no range crosses; unused positions at each end are one."""
+    """The shortest segments that no range crosses; unused positions at an end form one segment."""
     used = (low < high).to(torch.uint8)
     start = torch.minimum(start, used.argmax(1))
     stop = torch.maximum(stop, low.shape[1] - used.flip(1).argmax(1))

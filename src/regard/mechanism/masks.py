@@ -160,7 +160,7 @@ def hulls(mask: Mask | None, extent: Extent, step: int) -> list[Hull]:
 
 
 def interval_on_host(mask: Mask, extent: Extent) -> Interval:
-    """The mask's interval, on the CPU if it consists of numbers: reading it does not wait."""
+    """The mask's interval; for a mask of Python numbers on the CPU, so that reads do not wait."""
     fixed = mask.static and extent.static
     return mask.interval(extent._replace(device=torch.device("cpu")) if fixed else extent)
 
@@ -200,7 +200,7 @@ def _count(number: Any, what: str, least: int = 0) -> int:
 
 
 def _column(lengths: Tensor | tuple[int, ...], extent: Extent) -> int | Tensor:
-    """Lengths as an end of an Interval: an int if all are equal, else [batch, 1]."""
+    """Lengths as an end of an Interval: an int for equal Python numbers, else [1 or batch, 1]."""
     if isinstance(lengths, tuple):
         if len(set(lengths)) == 1:
             return lengths[0]
@@ -241,7 +241,7 @@ class Causal(RangeMask):
 class Window(RangeMask):
     """A query attends to ``left`` keys before it, to itself, and to ``right`` keys after it.
 
-    None: to all keys on that side.
+    None stands for all keys on that side.
 
     >>> from regard import See, Window, attention
     >>> x = torch.zeros(4, 2)  # [length, dim]; all scores are equal
@@ -276,8 +276,8 @@ class Window(RangeMask):
 class Prefix(RangeMask):
     """A causal mask whose first ``length`` keys are visible to every query (prefix language model).
 
-    A tensor on a GPU is not read: a length below 0 counts as 0, and one above the number of keys
-    as that number. Elsewhere such a length is an error.
+    A tensor on a GPU is not read: its lengths are clamped to 0 and the number of keys. On the CPU a
+    length outside of this range is an error.
 
     >>> from regard import Prefix, See, attention
     >>> x = torch.zeros(3, 2)  # [length, dim]; all scores are equal
@@ -303,8 +303,8 @@ class Padding(RangeMask):
     """Masks the padding keys: the first ``lengths[b]`` keys of sequence ``b`` are real.
 
     With side "left" the last ``lengths[b]`` keys are real. Padded *queries* still have an output:
-    ignore it. A tensor on a GPU is not read: a length below 0 counts as 0, and one above the number
-    of keys as that number. Elsewhere such a length is an error.
+    ignore it. A tensor on a GPU is not read: its lengths are clamped to 0 and the number of keys.
+    On the CPU a length outside of this range is an error.
 
     >>> from regard import Padding, See, attention
     >>> x = torch.zeros(2, 1, 3, 4)  # [batch, heads, length, dim]; all scores are equal
@@ -363,14 +363,14 @@ class Segments(RangeMask):
     """Packed sequences: a query attends only to keys of its own sequence.
 
     ``lengths`` are the lengths of the packed sequences: one list for the whole batch, or one list
-    per row. Lengths may be 0. If queries and keys are packed differently, ``lengths`` are those of
-    the queries, and ``keys`` those of the keys. Keys of a segment begin at ``key_starts``, which
-    may leave gaps; by default they follow those of the segment before.
+    per row. Lengths may be 0. If queries and keys are packed differently, ``lengths`` counts the
+    queries of each segment, and ``keys`` counts its keys. ``key_starts`` gives the first key of
+    each segment and may leave gaps; by default there are no gaps.
 
     ``within``, Causal() or a Window, applies in each segment, where the last query is at the
-    position of the last key. ``query_starts`` puts the first query of each segment, or of all,
-    at another position, counted from the first key of the segment. A bias by distance and
-    ``See(distance=True)`` use positions in the whole row.
+    position of the last key. ``query_starts`` gives the first query another position, counted from
+    the first key of the segment: one number for all segments, or one for each. A bias by distance
+    and ``See(distance=True)`` use positions in the whole row.
 
     >>> Segments([3, 2]) & Causal()
     Segments(lengths=((3, 2),)) & Causal()
@@ -428,8 +428,8 @@ class Segments(RangeMask):
             stops = (start + count for start, count in zip(starts, counts, strict=True))
             if any(start < stop for start, stop in zip(starts[1:], stops, strict=False)):
                 raise InputError(
-                    "Segments(key_starts=...) must ascend, and no segment may begin in the one "
-                    f"before: {list(starts)} with lengths {list(counts)}."
+                    "Segments(key_starts=...) must ascend without overlap, but got "
+                    f"{list(starts)} for segments of {list(counts)} keys."
                 )
 
     def __repr__(self) -> str:
@@ -500,7 +500,7 @@ class Segments(RangeMask):
             segment = torch.searchsorted(stops, own, right=True)
             table = torch.tensor(self._places(number), dtype=torch.long, device=device)
             start, count, moved = table[segment].unbind(-1)
-            count = count.masked_fill(own < 0, 0)  # nothing is before the first key
+            count = count.masked_fill(own < 0, 0)  # no segment is before the first key
             place = own + moved
             low = torch.zeros_like(place) if left is None else (place - left).clamp(min=0)
             high = count if right is None else (place + right + 1).clamp(min=0)
@@ -511,8 +511,8 @@ class Segments(RangeMask):
     def _places(self, row: int) -> list[tuple[int, int, int]]:
         """For each segment of a row its first key, its number of keys, and a shift.
 
-        A query's index (its position, if queries and keys share one packing) plus the shift is
-        its position in the segment. The last entry, without keys, is for positions after all.
+        A query's index (its position, if queries and keys share one packing) plus the shift is its
+        position in the segment. The last entry, without keys, is for positions after all segments.
         """
         queries = self.lengths[row]
         keys = queries if self.keys is None else self.keys[row]
@@ -531,7 +531,7 @@ class Segments(RangeMask):
 
 
 def _packing(numbers: Any, what: str, least: int | None = 0) -> Packing:
-    """A number per packed sequence, given as one list or one per row, as a tuple per row."""
+    """Turn one list of numbers per packed sequence, or one list per row, into tuples per row."""
     if hasattr(numbers, "tolist"):
         numbers = numbers.tolist()
     if not isinstance(numbers, Sequence):
@@ -553,7 +553,7 @@ def _position(number: Any, what: str, least: int | None) -> int:
         position = None
     if position is None or (least is not None and position < least):
         raise InputError(
-            f"Segments({what}=...) are whole numbers of positions"
+            f"Segments({what}=...) must be whole numbers of positions"
             f"{'' if least is None else f' from {least} on'}, but got {number!r}."
         )
     return position
@@ -576,7 +576,8 @@ class Dense(Mask):
         check_tensor(self.allowed, "masks.Dense(allowed)")
         if self.allowed.dtype != torch.bool:
             raise InputError(
-                f"A mask is boolean, True where a query may attend, but got {self.allowed.dtype}. "
+                "A mask must be boolean, True where a query may attend, but is "
+                f"{self.allowed.dtype}. "
                 "Pass numbers to add to the scores as bias=tensor. "
                 "Convert a 0/1 mask with mask.bool()."
             )

@@ -44,15 +44,17 @@ class Pairs:
         self.places = order.argsort()  # the index of each requested pair in the sorted order
 
     def check(self, extent: Extent, name: str) -> None:
-        """Raise InputError if a pair, of the field ``name`` of See, lies outside of the call."""
-        for indices, what, most in (
-            (self.queries, "query", extent.queries),
-            (self.keys, "key", extent.keys),
+        """Raise InputError if the call has no such query or key; ``name`` is the field of See."""
+        for indices, what, several, most in (
+            (self.queries, "query", "queries", extent.queries),
+            (self.keys, "key", "keys", extent.keys),
         ):
             least, largest = (int(end) for end in indices.aminmax())
             if least < 0 or largest >= most:
                 wrong = least if least < 0 else largest
-                raise InputError(f"See({name}=...) names {what} {wrong}, but there are {most}.")
+                raise InputError(
+                    f"See({name}=...) names {what} {wrong}, but the call has {most} {several}."
+                )
 
     def __len__(self) -> int:
         return len(self.queries)
@@ -117,14 +119,16 @@ class See:
         object.__setattr__(self, "scores", scores)
         top = operator.index(self.top) if hasattr(self.top, "__index__") else -1
         if isinstance(self.top, bool) or top < 0:
-            raise InputError(f"See(top=...) is a number of keys from 0 on, but got {self.top!r}.")
+            raise InputError(
+                f"See(top=...) must be a number of keys, 0 or more, but got {self.top!r}."
+            )
         object.__setattr__(self, "top", top)
         if self.map is not None:
             sizes = self.map if isinstance(self.map, Sequence) else (self.map, self.map)
             grid = _whole(sizes, "map", "rows and columns")
             if len(grid) != 2 or min(grid) < 1:
                 raise InputError(
-                    f"See(map=...) is a size or (rows, columns), but got {self.map!r}."
+                    f"See(map=...) must be a size or (rows, columns), but got {self.map!r}."
                 )
             object.__setattr__(self, "map", grid)
         if self.map_peak and self.map is None:
@@ -164,7 +168,8 @@ class See:
             for row in given or ():
                 if not -extent.queries <= row < extent.queries:
                     raise InputError(
-                        f"See({name}=...) names row {row} of {extent.queries} queries."
+                        f"See({name}=...) names query {row}, but the call has {extent.queries} "
+                        "queries."
                     )
         scores = 0 if isinstance(self.scores, Pairs | None) else len(self.scores)
         for name, numbers in {
@@ -177,7 +182,8 @@ class See:
             if (kept := extent.batch * extent.heads * numbers) > MAX_NUMBERS:
                 raise InputError(
                     f"See({name}=...) would keep {kept:,} numbers ({kept * 4 / 2**30:.1f} GiB). "
-                    "Ask for fewer: rows=[...] keeps some rows, map=(rows, columns) a pooled map."
+                    "Ask for fewer numbers: rows=[...] keeps some rows, and map=(rows, columns) "
+                    "keeps a pooled map."
                 )
 
     def __repr__(self) -> str:
@@ -188,12 +194,12 @@ class See:
         return f"See({', '.join(shown)})"
 
 
-_PAIRS = "See(pairs=...) is a list of (query, key)"
-_SCORES = "See(scores=...) is a list of queries or of (query, key)"
+_PAIRS = "See(pairs=...) must be a list of (query, key)"
+_SCORES = "See(scores=...) must be a list of queries or of (query, key)"
 
 
 def _pairs(given: Any, expected: str) -> Pairs | None:
-    """The pairs of a request, or None without any; ``expected`` begins the error's message."""
+    """The pairs of a request; None if it has none. An error message begins with ``expected``."""
     if given is None or isinstance(given, Pairs):
         return given
     try:
@@ -209,7 +215,7 @@ def _whole(numbers: Any, field: str, what: str) -> tuple[int, ...]:
         return tuple(operator.index(number) for number in numbers)
     except TypeError:
         raise InputError(
-            f"See({field}=...) is whole numbers of {what}, but got {numbers!r}."
+            f"See({field}=...) must be whole numbers of {what}, but got {numbers!r}."
         ) from None
 
 
@@ -225,8 +231,8 @@ class Top(NamedTuple):
     [[0, -1], [0, 1]]
     """
 
-    weights: Tensor  # [batch, heads, queries, k]
-    keys: Tensor  # [batch, heads, queries, k]
+    weights: Tensor  # [batch, heads, queries, top]
+    keys: Tensor  # [batch, heads, queries, top]
 
 
 @dataclass(slots=True)
@@ -248,13 +254,13 @@ class Seen:
     peak: Tensor | None = None  # [b, h, q] the largest weight
     max_logit: Tensor | None = None  # [b, h] the largest score before the softmax
     distance: Tensor | None = None  # [b, h, q] weighted mean distance to the keys, in positions
-    sink: Tensor | None = None  # [b, h, q] the weight of the sink; keys have the rest
+    sink: Tensor | None = None  # [b, h, q] the weight of the sink
     received: Tensor | None = None  # [b, h, k] the weight on each key, summed over queries
-    top: Top | None = None  # weights and keys, [b, h, q, k] each
+    top: Top | None = None  # weights and keys, [b, h, q, top] each
     rows: Tensor | None = None  # [b, h, r, k] the requested rows
     pairs: Tensor | None = None  # [b, h, p] the weights of the requested pairs
     scores: Tensor | None = None  # [b, h, r, k] or [b, h, p] scores; -inf where the mask forbids
-    map: Tensor | None = None  # [b, h, r, c] weight of an average query on a bin of keys
+    map: Tensor | None = None  # [b, h, r, c] weight on a bin of keys, mean over a bin of queries
     map_peak: Tensor | None = None  # [b, h, r, c] the largest weight in each cell of the map
     weights: Tensor | None = None  # [b, h, q, k] all weights
     extent: tuple[int, int, int, int] = field(default=(0, 0, 0, 0))  # batch, heads, queries, keys

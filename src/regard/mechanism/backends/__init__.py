@@ -68,7 +68,7 @@ def choose(call: Call, name: str = "auto") -> Backend:
 def runner(call: Call, name: str = "auto") -> Callable[[], tuple[Tensor, Seen | None]]:
     """Return a function that runs the call on the backend that ``choose`` returns.
 
-    All backends but the definition see a dilated mask as ranges, with sorted positions.
+    Unless the backend is "reference", ``residues.sort`` turns a dilated mask into ranges.
     """
     by_residue = None if name == "reference" else residues.sort(call)
     if by_residue is None:

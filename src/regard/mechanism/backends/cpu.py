@@ -1,8 +1,8 @@
 """The backend 'native': attention and its statistics on the CPU, by a kernel in C++.
 
 ``attention.cpp`` computes what ``tiled`` does, in one loop whose data stays in the CPU cache. The
-first large call, or ``regard doctor``, compiles the kernel, which takes a few seconds. The library
-is kept in the user's cache folder.
+first large call, or ``regard doctor``, compiles the kernel, which takes a few seconds. The compiled
+library is kept in the user's cache folder.
 
 If the inputs contain a NaN or infinity, ``tiled.by_rows`` computes the call, so that none leaks
 through a mask.
@@ -142,7 +142,9 @@ def _chosen(see: See, extent: Extent) -> dict[str, Tensor]:
         if not see.weights:
             places.fill_(-1)
             rows = sorted(row % extent.queries for row in see.rows)
-            for place, row in reversed(list(enumerate(rows))):  # the first of equal rows
+            for place, row in reversed(
+                list(enumerate(rows))
+            ):  # a repeated row keeps its first place
                 places[row] = place
         tensors["places"] = places
     if isinstance(see.pairs, Pairs):

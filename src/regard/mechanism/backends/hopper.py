@@ -21,7 +21,7 @@ from regard.mechanism.seeing import Seen
 def unavailable() -> str | None:
     reason = triton.unavailable()
     if reason is not None or torch.compiler.is_compiling():
-        # The compiler cannot trace device queries: the compiled operator makes them.
+        # The compiler cannot trace a look at the device: the compiled operator takes it.
         return reason
     return passes.device_facts(torch.device("cuda")).why_not_hopper
 

@@ -118,7 +118,7 @@ def lower_structure(call: Call) -> Structure:
     if isinstance(bias, RelativeContent):
         scale = bias.query.shape[-1] ** -0.5 if bias.scale is None else bias.scale
         table, relative_query = _dense(bias.relative), _dense(bias.query)
-        # The kernels of this term let the last query have the last key's position.
+        # The kernels of this term assume that the last query has the last key's position.
         assert isinstance(extent.offset, int)
         moved = extent.offset - (extent.keys - extent.queries)
         return replace(

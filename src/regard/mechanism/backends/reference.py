@@ -5,7 +5,7 @@
     output  = weights V                             over the keys: the sink has no value
 
 If a query may attend to no key, its weights and its output are 0. Half-precision inputs are
-computed in float32 and rounded once, at the end.
+converted to float32, and the output is rounded once, at the end.
 """
 
 from __future__ import annotations

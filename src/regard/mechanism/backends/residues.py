@@ -1,6 +1,6 @@
 """Dilated masks as ranges: queries and keys are sorted by the residue of their position.
 
-A query of a ``Dilated(step)`` mask attends only to keys with its own residue of division by
+A query of a ``Dilated(step)`` mask attends only to keys whose position has the same residue modulo
 ``step``. After a sort by residue these keys are one range: the mask is :class:`Segments`, in which
 Causal and Window still hold, with the distances divided by ``step``. ``sort`` copies query, key and
 value once; ``restore`` brings the output and the fields of Seen back into the order of the call.
@@ -86,7 +86,10 @@ def sort(call: Call) -> Sorted | None:
 
 
 def _dilated(mask: Mask) -> tuple[int, Window | None] | None:
-    """The step and what holds within a residue, if ``&`` joins one Dilated, Causal and Windows."""
+    """The step and the window within a residue; None unless ``&`` joins one Dilated with windows.
+
+    Causal counts as a window.
+    """
     if not isinstance(mask, Dilated | And):
         return None
     steps, left, right = [], [], []

@@ -5,7 +5,7 @@ same range need only slices; queries whose range grows by one key each need the 
 masks are applied to one block of rows at a time.
 
 In PyTorch's kernels a masked NaN or infinity leaks, and there is no gradient if no query may attend
-to any key. ``tiled.by_rows`` computes such calls; only on the CPU are the values checked. Elsewhere
+to any key. ``tiled.by_rows`` computes such calls. Values are checked on the CPU only; elsewhere the
 keys that no query of a block may attend to are replaced by zeros.
 
 On a GPU the kernels read 16 bytes at once and do not check every address: ``aligned`` copies
@@ -142,7 +142,7 @@ def _query_broken(call: Call) -> bool:
 
 
 def _clean(output: Tensor) -> bool:
-    """Whether a causal call had only finite inputs; a NaN in a key may leak to all queries.
+    """Whether a causal call had finite keys and values: a NaN in one may leak to all queries.
 
     The last query attends to every key, so its output shows any NaN. A small output is summed
     completely, which is faster than slicing a row.
@@ -167,7 +167,8 @@ def _fused(
     query, key, value = fit(query), fit(key), fit(value)
     scale = call.scale
     if scale <= 0:
-        # The causal kernel also scales the mask's -inf: 0 makes it NaN, a negative scale +inf.
+        # The causal kernel multiplies the mask's -inf by the scale: a scale of 0 would make it
+        # NaN, and a negative scale would make it +inf.
         query, scale = query * (-1 if scale else 0), -scale or 1.0
     padded = query.is_cpu and (width := query.shape[-1]) != (wanted := value.shape[-1])
     if padded:
@@ -190,12 +191,12 @@ def _fused(
     if output.grad_fn is not None and not torch.compiler.is_compiling():
         output.grad_fn.register_hook(_name_second_gradient)
     if fit is aligned and output.requires_grad:
-        output.register_hook(aligned)  # type: ignore[no-untyped-call]  # a gradient is read too
+        output.register_hook(aligned)  # type: ignore[no-untyped-call]  # for the backward kernel
     return output[..., :wanted] if padded else output
 
 
 def _name_second_gradient(grads: Sequence[Tensor | None], _: object) -> None:
-    """Where PyTorch has no derivative of these gradients, raise an error that says what has."""
+    """Make a second backward pass that PyTorch does not implement name the backends that do."""
     for grad in grads:
         node = None if grad is None else grad.grad_fn
         if node is not None and node.name().endswith("NotImplemented"):
@@ -210,19 +211,19 @@ def _fit(call: Call) -> Callable[[Tensor], Tensor]:
     """The function that copies a tensor if PyTorch's kernels cannot read its layout."""
     if call.extent.device.type != "cuda":
         return _plain
-    if torch.compiler.is_compiling():  # no address is known: inputs must be aligned
+    if torch.compiler.is_compiling():  # addresses are unknown; strides are not
         return _even
     return _copy if call.transformed else aligned
 
 
 def _plain(tensor: Tensor) -> Tensor:
-    """A stride of 0 along keys gives wrong sums."""
+    """Copy a tensor if its rows are strided or repeated: a row stride of 0 gives wrong sums."""
     _, _, row, last = tensor.stride()
     return tensor if last == 1 and row else tensor.contiguous()
 
 
 def _even(tensor: Tensor) -> Tensor:
-    """On a GPU, rows must also begin at multiples of 16 bytes."""
+    """Like ``_plain``, but also copy if rows do not begin at multiples of 16 bytes, for a GPU."""
     _, _, row, last = tensor.stride()
     even = last == 1 and row and row * tensor.element_size() % 16 == 0
     return tensor if even else tensor.contiguous()
@@ -255,7 +256,8 @@ def _piece(call: Call, piece: Piece, query: Tensor, key: Tensor, value: Tensor) 
         dtype = torch.promote_types(query.dtype, torch.float32)
         bias = call.bias.tile(tile)
         if query.is_cuda:
-            # The kernels need one dtype. A bias that is not of the query's keeps its precision.
+            # The kernels need one dtype. A bias in another dtype than the query raises it to
+            # float32, so that the bias is not rounded to half precision.
             dtype = query.dtype if bias.dtype == query.dtype else dtype
             query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
         bias = bias.to(dtype)

@@ -37,7 +37,7 @@ from regard.mechanism.seeing import (
 )
 
 ROWS = 64  # queries of a block; enough for fast matrix products
-SMALL_SCORE = 60.0  # a sum of thousands of exp(this) times a value stays in float32's range
+SMALL_SCORE = 60.0  # thousands of exp(SMALL_SCORE) sum to a number in float32's range
 COMPILED_SCORES = 2**26  # the most scores of a call that a compiled graph computes at once
 BLOCK_SCORES = 2**20  # the most scores of a block of ``stream`` with several heads: a few MB
 

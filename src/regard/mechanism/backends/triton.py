@@ -18,7 +18,7 @@ from regard.mechanism.masks import Causal
 from regard.mechanism.seeing import Seen
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-MAX_WIDTH = 256  # of a head; wider blocks do not fit the registers of a multiprocessor
+MAX_WIDTH = 256  # the widest head whose blocks fit the registers of a multiprocessor
 MAX_HEADS = 2**16 - 1  # heads times sequences: the limit of a grid's second axis
 MAX_RELATIVE_KEYS = 2**20  # with RelativeContent, whose distances are a grid's third axis
 MAX_TOP = 64  # top keys; the kernel selects them among 128 candidates of a tile
@@ -60,7 +60,7 @@ def unsupported(call: Call) -> str | None:
     if max(call.query.shape[-1], call.value.shape[-1]) > MAX_WIDTH:
         return f"a head is wider than {MAX_WIDTH}."
     if call.extent.batch * call.extent.heads > MAX_HEADS:
-        return f"there are more than {MAX_HEADS} sequences times heads."
+        return f"batch times heads is more than {MAX_HEADS}."
     if call.scale < 0:
         return "the kernels need a scale of 0 or more."
     if not key_ranges(call.mask):
