@@ -89,7 +89,7 @@ STRUCTURES: dict[str, Structure] = {
     "causal buckets from any start": (Causal(), buckets, None),
     "window from the first key": (Window(40, 9), no_bias, None),
 }
-# Where the first query stands, if not such that the last query is at the last key.
+# The position of the first query of each sequence, where the last query is not at the last key.
 STARTS: dict[str, int | list[int]] = {
     "alibi from any start": [KEYS, -QUERIES // 2],
     "causal buckets from any start": [0, KEYS - 7],
@@ -119,7 +119,7 @@ def make(
 
 
 def exact_result(call: Call) -> tuple[Tensor, Seen]:
-    """The output and the fields by the definition, in float64."""
+    """The output and the fields that the reference computes in float64."""
     inputs = {name: getattr(call, name).double() for name in ("query", "key", "value")}
     output, seen = reference.run(replace(call, **inputs))
     assert seen is not None
@@ -167,7 +167,7 @@ def test_results_equal_the_definition(name: str, dtype: torch.dtype) -> None:
     assert found.keys() == fields.keys()
     for field, truth in fields.items():
         size = float(truth[truth.isfinite()].abs().max())
-        if field != "top_keys":  # equal weights may have any order
+        if field != "top_keys":  # keys of equal weights may be in any order
             assert max_error(found[field], truth) <= 4 * floor * max(1, size), field
 
 
@@ -188,7 +188,7 @@ def test_every_width_of_a_head(width: int, dtype: torch.dtype) -> None:
 
 
 def test_long_rows_are_split_into_blocks_and_chunks() -> None:
-    """5,000 keys: fewer rows in a block, and bins of the map that are not multiples of blocks."""
+    """With 5,000 keys a block has fewer rows, and bins of the map are not multiples of blocks."""
     q, k, v = (random(1, 1, length, 16, seed=4) for length in (700, 5000, 5000))
     call = check(q, k, v, Window(3000, 10), None, None, None, 0.0, replace(EVERYTHING, pairs=()))
     (exact, wanted), (output, seen) = exact_result(call), run(call)
@@ -247,7 +247,7 @@ def test_infinity_and_nan_reach_only_queries_that_attend_to_them(bad: float) -> 
 
 def test_a_masked_bias_may_be_nan() -> None:
     table = random(8, HEADS)
-    table[4:] = math.nan  # the buckets of keys after the query
+    table[4:] = math.nan  # biases of the buckets for keys after the query
     call = replace(make("causal"), bias=RelativeBuckets(table, max_distance=100))
     output, seen = run(call)
     assert output.isfinite().all()
@@ -255,7 +255,7 @@ def test_a_masked_bias_may_be_nan() -> None:
 
 
 def test_scores_hundreds_apart() -> None:
-    """Scores exact in float32, whose exponentials below its range are 0."""
+    """The scores are exact in float32. Exponentials below its range are 0."""
     see = See(entropy=True, peak=True, lse=True, max_logit=True)
     q, k, v = ((random(1, 2, 90, 16, seed=seed) * 10).round() for seed in (1, 2, 3))
     call = check(q, k, v, None, None, 1.0, None, 0.0, see)
@@ -329,7 +329,7 @@ def cache_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def build_again() -> ctypes.CDLL | str:
-    """The library as in a new process: nothing is loaded."""
+    """Return what ``library`` returns in a new process, where nothing is loaded yet."""
     return build.library.__wrapped__()
 
 
@@ -372,7 +372,7 @@ def test_a_cache_folder_that_cannot_be_created(
 def test_it_is_built_once_and_on_any_machine(
     cache_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Built for a machine without wide vectors or tiles, it computes the same."""
+    """A library built for a machine without wide vectors and tiles computes the same."""
     log, wrapper = tmp_path / "log", tmp_path / "c++"
     wrapper.write_text(
         f'#!/bin/sh\ncase "$*" in *attention.cpp*) echo built >> {log};; esac\n'
@@ -397,5 +397,5 @@ def test_it_is_built_once_and_on_any_machine(
     weight, bias, x = torch.randn(70, 130), torch.randn(70), torch.randn(20, 130)
     plain = Quantized(weight, bias)(x)
     monkeypatch.undo()
-    # Without fused multiply-add an input may round to a neighbour, a step of at most 1/127.
+    # Without fused multiply-add, inputs may round to a neighbouring int8: a step of at most 1/127.
     torch.testing.assert_close(plain, Quantized(weight, bias)(x), rtol=0, atol=0.1)

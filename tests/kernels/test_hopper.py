@@ -1,7 +1,6 @@
-"""The kernels for Hopper against the definition: on one as it is, elsewhere by gluon_on_cpu.py.
+"""The kernels for Hopper against the reference: on a Hopper GPU, or elsewhere in gluon_on_cpu.py.
 
-The shapes make them go round: more blocks than programs, bins of every kind, ends that do not fill
-a tile.
+The shapes cover more blocks than programs, every kind of bins, and last tiles that are not full.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from regard.mechanism.biases import Alibi
 from regard.mechanism.call import check as arguments
 from regard.mechanism.seeing import Deferred
 
-triton = pytest.importorskip("triton", reason="Triton is not installed: it comes for Linux.")
+triton = pytest.importorskip("triton", reason="Triton, which needs Linux, is not installed.")
 
 from regard.kernels import autograd, compat, passes, plan, sizes  # noqa: E402
 from regard.kernels.hopper import launch as hopper_launch  # noqa: E402
@@ -39,7 +38,7 @@ from regard.mechanism.backends import triton as triton_backend  # noqa: E402
 DEVICE = torch.device("cuda" if CUDA else "cpu")
 DTYPES = (torch.bfloat16, torch.float16) if CUDA else (torch.float16,)
 ROWS = ("lse", "entropy", "peak", "max_logit", "distance")
-# PyTorch says so of a thread's first product in a backward pass.
+# PyTorch warns at the first product of a thread in a backward pass.
 pytestmark = [pytest.mark.filterwarnings("ignore:Attempting to run cuBLAS"), pytest.mark.kernels]
 
 
@@ -49,18 +48,18 @@ def _hopper(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> 
         kernels = gluon_on_cpu.load("regard.kernels.hopper")
         monkeypatch.setattr(hopper_launch, "_kernels", lambda: kernels)
     elif passes.device_facts(DEVICE).why_not_hopper is not None:
-        pytest.skip("These kernels are for Hopper and one version of Triton alone.")
+        pytest.skip("These kernels need a Hopper GPU and one version of Triton.")
     monkeypatch.setattr(plan, "MIN_QUERIES_BACKWARD", dict.fromkeys((64, 128), 256))
-    if "repeats" not in request.node.name:  # few programs, so that each has several blocks
+    if "repeats" not in request.node.name:  # few programs, so that each computes several blocks
         set_processors(monkeypatch, 3)
-        monkeypatch.setattr(plan, "MIN_STEPS_SAVED", 0)  # and programs share the last items
+        monkeypatch.setattr(plan, "MIN_STEPS_SAVED", 0)  # programs share the last items
     plan.plan_for.cache_clear()
     yield
     plan.plan_for.cache_clear()
 
 
 def set_processors(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    """Plan for a Hopper with so many processors."""
+    """Make plans for a Hopper GPU with ``count`` processors."""
     facts = plan.Device((9, 0), count, None)
     monkeypatch.setattr(passes, "device_facts", lambda device: facts)
     if not CUDA:
@@ -76,12 +75,12 @@ def headed(batch: int, heads: int, length: int, width: int, seed: int) -> Tensor
 
 
 def beside(batch: int, heads: int, length: int, width: int, seed: int) -> Tensor:
-    """As models have it: heads of a position beside each other."""
+    """Random numbers laid out as in most models: the heads of a position are neighbours."""
     return random(batch, length, heads, width, seed=seed).transpose(1, 2)
 
 
 def among_others(batch: int, heads: int, length: int, width: int, seed: int) -> Tensor:
-    """As some models have it: a head's query, key and value beside each other."""
+    """Random numbers laid out as in some models: a head's query, key and value are neighbours."""
     return random(batch, length, heads, 3 * width, seed=seed)[..., :width].transpose(1, 2)
 
 
@@ -129,7 +128,7 @@ def forward(
     top: int = 0,
     grid: tuple[int, int] | None = None,
 ) -> tuple[dict[str, Tensor], plan.Intermediates]:
-    """The forward pass for Hopper: its results, and what it leaves to later passes."""
+    """Run the forward pass for Hopper; return its results, and the tensors for later passes."""
     made = planned(query, key, form, fields, grid, top, value)
     assert made.forward.variant == "hopper"
     return hopper_launch.forward(query, key, value, form, made)
@@ -144,7 +143,7 @@ def columns_of(
     grid: tuple[int, int] | None = None,
     left: plan.Intermediates | None = None,
 ) -> dict[str, Tensor]:
-    """The columns pass for Hopper."""
+    """Run the columns pass for Hopper."""
     made = planned(query, key, form, fields, grid)
     assert made.columns is not None
     assert made.columns.variant == "hopper"
@@ -152,10 +151,10 @@ def columns_of(
 
 
 def close(name: str, found: Tensor, exact: Tensor, plain: Tensor) -> None:
-    """At most twice as far off as PyTorch in the same precision; float32 has its own rounding."""
+    """Check that the error is at most twice PyTorch's in the same dtype, plus float32 rounding."""
     error, allowed = (found.double() - exact).abs().max(), (plain.double() - exact).abs().max()
     least = 4e-6 * exact.abs().max()
-    assert error <= 2 * allowed + least, f"{name} is off by {error:.2e}; PyTorch by {allowed:.2e}"
+    assert error <= 2 * allowed + least, f"{name}: error {error:.2e}, PyTorch's {allowed:.2e}"
 
 
 def check(
@@ -181,7 +180,7 @@ LENGTHS = [(256, 256), (384, 384), (257, 300), (256, 320), (256, 512), (520, 520
 
 @pytest.fixture
 def memory_of_nan() -> Iterator[None]:
-    """What was not written is NaN, so that nobody takes it for a result."""
+    """Fill new memory with NaN, so that a test fails if a kernel leaves a result unwritten."""
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield
     torch.use_deterministic_algorithms(False)
@@ -230,7 +229,7 @@ def test_forward_reads_heads_that_lie_beside_each_other_and_many_blocks() -> Non
             ((300, 900), None, True, 3),
             ((1024, 1280), (4, 5), False, 3),
             ((1024, 1280), (4, 5), True, 7),
-            ((1024, 1024), (64, 64), True, 5),  # zeros where nothing is seen
+            ((1024, 1024), (64, 64), True, 5),  # zeros where no query attends
             ((1024, 1024), (4, 64), True, 5),
             ((1024, 1024), (16, 16), True, 5),  # bins in two parts
         ],
@@ -238,9 +237,9 @@ def test_forward_reads_heads_that_lie_beside_each_other_and_many_blocks() -> Non
     ),
 )
 def test_programs_share_the_last_items(lengths, grid, causal, programs, monkeypatch) -> None:
-    """Wherever shares begin and end: in one block, in two, with whole ones between.
+    """A share may lie in one block, or in two with whole blocks between them.
 
-    Blocks of a causal call are not shared: the last ones are dealt out singly.
+    Blocks of a causal call are not shared: its last blocks are single items.
     """
     set_processors(monkeypatch, programs)
     tensors = [t.to(DTYPES[0]) for t in inputs(lengths, 64)]
@@ -268,7 +267,7 @@ def test_programs_share_the_last_items(lengths, grid, causal, programs, monkeypa
 @pytest.mark.parametrize("programs", [2, 5])
 @pytest.mark.parametrize(("causal", "blocks"), [(False, 3), (True, 1), (True, 4), (True, 5)])
 def test_every_block_is_dealt_out_once(causal, blocks, programs, by_keys) -> None:
-    """And under a causal mask those at the end are the short ones."""
+    """With a causal mask, the short blocks are at the end."""
     roles = gluon_on_cpu.load("regard.kernels.hopper").modules["pipeline"]
     heads = 6
     a_head = -(-blocks // 2) if causal else blocks
@@ -305,7 +304,7 @@ def test_the_columns_pass_begins_with_heads_that_are_done(width) -> None:
     assert done == [2 if head in early else 0 for head in range(heads)]
     alone = plan.Intermediates(left.neg_lse)
     expected = columns_of(*tensors[:2], lse, form, columns, (16, 16), alone)
-    for count in (2, 1):  # all blocks done, and one still missing
+    for count in (2, 1):  # all blocks of each head are done, or all but one
         counters[plan.COUNTERS + early.start :][: len(early)] = counters[1] + count
         again = replace(left, work_counters=counters.clone())
         found = columns_of(*tensors[:2], lse, form, columns, (16, 16), again)
@@ -320,12 +319,12 @@ def test_as_many_programs_share_a_block_as_can(width, monkeypatch) -> None:
     tensors = [t.to(DTYPES[0]) for t in inputs((256, 2560), width, (8, 4), batch=1)]
     work = plan.work_for(planned(*tensors[:2], structure(False, width)).problem, 256, 128)
     work = plan.share_steps(work, 2560 // 128)
-    assert (work.split_items, work.share) == (2, 6)  # the last block begins inside of a share
+    assert (work.split_items, work.share) == (2, 6)  # the last block begins inside a share
     found, left = forward(*tensors, structure(False, width), set(ROWS), 8)
     monkeypatch.setattr(plan, "MIN_STEPS_SAVED", 10**9)
     plan.plan_for.cache_clear()
     _, uncut = forward(*tensors, structure(False, width), set(ROWS), 8)
-    # Each is rounded relative to another score that is near a row's highest.
+    # Both thresholds are rounded, relative to different scores near the row's highest.
     apart = (left.top_threshold - uncut.top_threshold).abs()
     assert (apart <= 0.02 * (found["lse"].max() / width**-0.5 - uncut.top_threshold)).all()
     check(tensors, False, See(**dict.fromkeys(ROWS, True)), found)
@@ -348,9 +347,9 @@ def test_forward_masks_at_any_scale(scale: float, causal: bool, width: int) -> N
 
 @pytest.mark.sweep
 def test_forward_is_exact_where_one_weight_is_nearly_all() -> None:
-    """That weight is rounded for the output, and its rounding is taken out again, in every row."""
+    """The kernel rounds this weight for the output, and corrects the sum of weights accordingly."""
     query, key, value = (t.bfloat16() for t in inputs((1024, 1024), 128, (8, 2)))
-    tensors = [query * 1.5, key, value.sign() * 1.9]  # just below 2 an error shows most
+    tensors = [query * 1.5, key, value.sign() * 1.9]  # rounding errors are largest just below 2
     found, _ = forward(*tensors, structure(False, 128, 1.0), {"peak"})
     check(tensors, False, See(lse=True, peak=True), found, 1.0)
 
@@ -364,9 +363,9 @@ def test_forward_is_exact_where_one_weight_is_nearly_all() -> None:
     ),
 )
 def test_forward_follows_scores_that_rise(steps: tuple[float, float], causal: bool) -> None:
-    """From tile to tile, in the order they are taken: by less than weights leave room for, or more.
+    """Scores rise from tile to tile, in the kernel's order, by less than SLACK or by more.
 
-    Some queries see their scores rise, and others theirs fall.
+    The scores of some queries rise, and those of others fall.
     """
     query, key, value = inputs((512, 512), 128)
     query[..., 0] = torch.linspace(-1, 1, 512, device=DEVICE)
@@ -396,20 +395,21 @@ def test_forward_gives_what_is_asked_for_and_no_more() -> None:
     assert set(found) == {"output", "lse", "peak"}
 
 
-# A map's bins in tiles of 128 queries, and its columns in units of 16 keys or 8.
+# Lengths and grids. The comments name the bins in tiles of 128 queries, and the columns in units of
+# 16 keys or 8.
 GRIDS = [
-    ((256, 256), (2, 16)),  # a tile a bin
-    ((512, 512), (2, 4)),  # two tiles
-    ((512, 512), (2, 32)),  # and columns of one unit
-    ((256, 384), (4, 24)),  # two bins a tile, each in two parts
-    ((256, 256), (8, 8)),  # four, whose queries are dealt out
+    ((256, 256), (2, 16)),  # one tile per bin
+    ((512, 512), (2, 4)),  # two tiles per bin
+    ((512, 512), (2, 32)),  # two tiles per bin, columns of one unit
+    ((256, 384), (4, 24)),  # two bins per tile, each in two parts
+    ((256, 256), (8, 8)),  # four bins per tile, with interleaved queries
     ((256, 512), (16, 32)),
-    ((512, 512), (64, 64)),  # sixteen, and columns of 8 keys
-    ((384, 384), (24, 24)),  # eight, and a block that is half beyond the last key
-    ((256, 320), (2, 5)),  # and more keys than queries, columns of several units
+    ((512, 512), (64, 64)),  # sixteen bins per tile, columns of 8 keys
+    ((384, 384), (24, 24)),  # eight bins per tile, half a block past the last key
+    ((256, 320), (2, 5)),  # more keys than queries, columns of several units
     ((256, 512), (4, 8)),
     ((512, 640), (2, 5)),
-    ((256, 2048), (2, 1)),  # a column that is pooled in steps
+    ((256, 2048), (2, 1)),  # a column that is pooled in several steps
 ]
 
 
@@ -475,7 +475,7 @@ def test_what_keys_receive_needs_no_bins(lengths, width, causal) -> None:
 def differentiated(
     tensors: list[Tensor], grad: Tensor, causal: bool, grid: tuple[int, int] | None
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """Gradients, and what keys get, both from the backward pass."""
+    """Return the gradients and the sums over queries, both from the backward pass."""
     form = structure(causal, tensors[0].shape[3])
     wanted = {"received"} if grid is None else {"received", "map", "map_peak"}
     made = planned(*tensors[:2], form, wanted, grid, 0, tensors[2])
@@ -489,7 +489,7 @@ def differentiated(
 
 
 class Rounded(torch.autograd.Function):
-    """Numbers, and their gradients, as they are after a step in another precision."""
+    """Round numbers and their gradients to another precision."""
 
     @staticmethod
     def forward(ctx, x: Tensor, dtype: torch.dtype) -> Tensor:  # type: ignore[no-untyped-def]
@@ -504,9 +504,9 @@ class Rounded(torch.autograd.Function):
 def close_gradients(
     tensors: list[Tensor], grad: Tensor, causal: bool, found: tuple[Tensor, ...]
 ) -> None:
-    """At most three times as far off as plain PyTorch in the same precision.
+    """Check that errors are at most three times those of plain PyTorch in the same precision.
 
-    That one rounds after every step: here float32 is rounded, for which a CPU takes less time.
+    Plain PyTorch rounds after every step. Here float32 is rounded, which is faster on a CPU.
     """
     queries, keys = (t.shape[2] for t in tensors[:2])
     hidden = ~torch.ones(queries, keys, dtype=torch.bool, device=DEVICE).tril(keys - queries)
@@ -524,7 +524,7 @@ def close_gradients(
     exact, rough = plain(torch.float64, torch.float64), plain(torch.float32, grad.dtype)
     for name, got, true, low in zip(("query", "key", "value"), found, exact, rough, strict=True):
         error, allowed = (got - true).abs().max(), (low - true).abs().max()
-        assert error <= 3 * allowed, f"{name} is off by {error:.2e}; PyTorch by {allowed:.2e}"
+        assert error <= 3 * allowed, f"{name}: error {error:.2e}, PyTorch's {allowed:.2e}"
 
 
 @pytest.mark.usefixtures("memory_of_nan")
@@ -547,7 +547,7 @@ def close_gradients(
 )
 def test_backward_is_the_definition(lengths, grid, causal, layout, width, dtype) -> None:
     tensors = [t.to(dtype) for t in inputs(lengths, width, (2, 2), layout)]
-    grad = headed(2, 2, lengths[0], width, 7).to(dtype)  # whatever the layout of the queries
+    grad = headed(2, 2, lengths[0], width, 7).to(dtype)  # laid out unlike the queries
     grads, found = differentiated(tensors, grad, causal, grid)
     see = See(received=True) if grid is None else See(received=True, map=grid, map_peak=True)
     check(tensors, causal, see, found)
@@ -563,7 +563,7 @@ def test_backward_is_the_definition(lengths, grid, causal, layout, width, dtype)
     ),
 )
 def test_backward_takes_gradients_that_lie_anyhow(layout, grid) -> None:
-    """As that of a sum, which is one number, or of a part of something: few can be copied so."""
+    """The copy engine cannot copy most layouts, as of gradients of a sum or of part of a tensor."""
     tensors = [t.to(DTYPES[0]) for t in inputs((256, 256), 64, (2, 2), layout)]
     grad = headed(2, 2, 256, 64, 7).to(DTYPES[0])
     expected, _ = differentiated(tensors, grad, True, grid)
@@ -588,7 +588,7 @@ def test_backward_leaves_keys_that_need_a_mask_to_others() -> None:
 
 @pytest.fixture
 def taken_for_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Calls for which cuDNN would have a backward pass, there or not."""
+    """Plan as if cuDNN were available, also where it is not."""
     if not CUDA:
         monkeypatch.setattr(passes, "_cudnn", lambda device: True)
 
@@ -601,7 +601,7 @@ def deferring(
 ) -> tuple[list[Tensor], dict[str, Tensor], Callable[[], None], DeferredColumns]:
     leaves = [t.to(DTYPES[0]).requires_grad_() for t in inputs((256, 256), 64, (2, 2))]
     wanted = plan.Wanted(("entropy", *NAMES), (8, 8))
-    # Clones, as of weights: they can be changed in place.
+    # Clones can be changed in place; leaves that require gradients cannot.
     clones = [t.clone() for t in leaves]
     found, compute = autograd.attend(*clones, structure(causal, 64), wanted, hopper=True)
     assert compute is not None
@@ -623,7 +623,7 @@ def test_columns_are_deferred_until_they_are_read_or_the_backward_pass_runs(caus
     grad = torch.ones_like(found["output"])
     got = torch.autograd.grad(found["output"], leaves, grad)
     assert not deferred.fields
-    compute()  # nothing is left to do, and the graph is gone
+    compute()  # returns at once, although the graph has been freed
     for name in NAMES:
         torch.testing.assert_close(found[name], looked_at_first[name], rtol=1e-5, atol=1e-6)
     close_gradients(leaves, grad, causal, got)
@@ -647,7 +647,7 @@ def test_deferred_columns_have_a_gradient_as_other_fields() -> None:
         assert (one - exact).abs().max() <= 3 * (plain - exact).abs().max()
 
     leaves, found, compute, deferred = deferring(True)
-    torch.autograd.grad(found["entropy"].sum(), leaves[:2])  # by another kernel
+    torch.autograd.grad(found["entropy"].sum(), leaves[:2])  # computed by the Triton kernels
     assert not deferred.fields
     check(leaves, True, see, {"received": found["received"].detach()})
 
@@ -665,7 +665,7 @@ def test_deferred_columns_cannot_be_computed_from_changed_queries() -> None:
 
 @pytest.mark.usefixtures("taken_for_plain")
 def test_nothing_is_deferred_where_hooks_save_tensors() -> None:
-    """A checkpoint would compute its region again for every tensor somebody looks at."""
+    """With checkpointing, each read of a saved tensor would recompute its region."""
     leaves = [t.to(DTYPES[0]).requires_grad_() for t in inputs((256, 256), 64, (2, 2))]
     wanted = plan.Wanted(("entropy", *NAMES), (8, 8))
     with torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t):
@@ -677,7 +677,7 @@ def test_nothing_is_deferred_where_hooks_save_tensors() -> None:
 
 @pytest.mark.usefixtures("taken_for_plain")
 def test_deferred_columns_hold_no_graph() -> None:
-    """A node that held what it gives out would never be freed."""
+    """An autograd node that held its own results would never be freed."""
     _, found, _, deferred = deferring(True)
     held = (*deferred.fields.values(), deferred.neg_lse)
     assert all(tensor.grad_fn is None for tensor in held)
@@ -698,11 +698,11 @@ def test_a_call_with_gradients_defers_fields_of_seen() -> None:
     assert deferred.fields
     check(leaves, True, see, {"received": seen.received.detach(), "map": seen.map.detach()})
     assert not deferred.fields
-    seen.received.div_(2)  # another node's from here on
+    seen.received.div_(2)  # ``received`` now has another autograd node
     assert seen.map is not None
     with torch.no_grad():
         assert type(hopper_backend.run(call)[1]) is Seen
-    # By name, 'triton' runs on its own kernels alone.
+    # The backend 'triton' uses only its own kernels.
     assert not isinstance(triton_backend.run(call)[1], Deferred)
 
 
@@ -712,7 +712,7 @@ def highest(
     count: int,
     told: tuple[dict[str, Tensor], plan.Intermediates] | None = None,
 ) -> dict[str, Tensor]:
-    """The top keys from what the forward pass leaves."""
+    """Find the top keys from the thresholds of the forward pass."""
     query, key, value = tensors
     form = structure(causal, query.shape[3])
     results, left = told or forward(query, key, value, form, (), count)
@@ -728,7 +728,7 @@ def without_search(
     told: tuple[dict[str, Tensor], plan.Intermediates],
     form: plan.Structure,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """The pass for 8 top keys alone: what it writes over sevens, and the rows it leaves."""
+    """Run the pass for 8 top keys, not the search; return what it writes over sevens, and marks."""
     query, key, value = tensors
     shape = query.shape[:3]
     weights = torch.full((*shape, 8), 7.0, device=DEVICE)
@@ -765,7 +765,7 @@ def test_top_keys_are_the_definition(lengths, width, causal, count) -> None:
     found = highest(tensors, causal, count)
     _, exact = definition([t.double() for t in tensors], causal, See(top=count, weights=True))
     close("top_weights", found["top_weights"], exact.top.weights, exact.top.weights)
-    # Where two weights are all but equal, either order will do.
+    # Keys with nearly equal weights may be in any order.
     chosen = found["top_keys"]
     assert torch.equal(chosen < 0, exact.top.keys < 0)
     weights = exact.weights.gather(-1, chosen.clamp(min=0)).masked_fill(chosen < 0, 0.0)
@@ -778,7 +778,7 @@ def test_top_keys_are_the_definition(lengths, width, causal, count) -> None:
 def test_top_keys_that_do_not_fit_are_searched_for(
     causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Equal keys: more reach the bar than there is room for."""
+    """The keys are equal, so more scores reach the threshold than fit."""
     set_processors(monkeypatch, 2)
     query, key, value = (t.to(DTYPES[0]) for t in inputs((256, 512), 64, batch=1))
     key[:, :, 64:] = key[:, :, :1]
@@ -786,7 +786,7 @@ def test_top_keys_that_do_not_fit_are_searched_for(
     found = highest(tensors, causal, 8)
     _, exact = definition([t.double() for t in tensors], causal, See(weights=True))
     best = (exact.weights * 1e9).round().sort(dim=-1, descending=True, stable=True).indices[..., :8]
-    assert torch.equal(found["top_keys"], best)  # of equal ones the earlier
+    assert torch.equal(found["top_keys"], best)  # of equal scores, the earlier keys
     weights = exact.weights.gather(-1, best)
     close("top_weights", found["top_weights"], weights, weights)
 
@@ -794,7 +794,7 @@ def test_top_keys_that_do_not_fit_are_searched_for(
 @pytest.mark.parametrize("near", [-3.0, 0.0, 2.0])
 def test_the_eighth_highest_is_nearly_found(near: float) -> None:
     order = gluon_on_cpu.load("regard.kernels.hopper").modules["sorting"]
-    numbers = torch.randint(-40, 40, (64, 4, 8)).float() - 1000  # some of them equal
+    numbers = torch.randint(-40, 40, (64, 4, 8)).float() - 1000  # some are equal
     numbers = torch.where(torch.rand_like(numbers) < 0.3, numbers, numbers + torch.rand(64, 4, 8))
     eighth = numbers.flatten(1).sort(dim=1, descending=True).values[:, 7, None]
     reference = numbers.amax((1, 2)) + near
@@ -808,15 +808,15 @@ def test_the_eighth_highest_is_nearly_found(near: float) -> None:
 def test_the_eight_highest_are_found_unless_some_are_too_near(real: int) -> None:
     order = gluon_on_cpu.load("regard.kernels.hopper").modules["sorting"]
     numbers = torch.randn(64, 16)
-    numbers[:, real:] = -3.0e38  # what is not there
+    numbers[:, real:] = -3.0e38  # the value of empty entries
     numbers = numbers[torch.arange(64)[:, None], torch.rand(64, 16).argsort(1)]
     highest, places = numbers.sort(dim=1, descending=True)
-    # In every second row two that follow each other are equal.
+    # In every second row, two numbers that are neighbours in descending order are equal.
     equal = torch.arange(64) % 2 == 0
     lower = torch.arange(64) // 2 % 9
     numbers[equal, places[equal, lower[equal]]] = highest[equal, lower[equal] + 1]
     found, near = order.eight_highest(gluon_on_cpu.Block(numbers.view(64, 2, 8)))
-    # The ninth and the tenth may be equal.
+    # Only the eight highest must be in order, so the ninth and tenth may be equal.
     assert torch.equal(near.data.any(1), equal & (lower < 8) & (lower + 1 < real))
     sure = ~near.data.any(1)
     kept = numbers.gather(1, found.data.view(64, 8).long())
@@ -833,7 +833,7 @@ def test_the_eight_highest_are_found_unless_some_are_too_near(real: int) -> None
     ),
 )
 def test_top_keys_are_in_order_however_close(alike: range, dense: bool) -> None:
-    """Some differ by one part in a million, or lie side by side: a thread then has four of them."""
+    """Scores differ by one part in a million. If dense, they are neighbours, four to a thread."""
     keys, queries, width = 512, 256, 64
     chance = torch.Generator().manual_seed(0)
     key = torch.zeros(keys, width)
@@ -863,14 +863,14 @@ def test_infinite_scores_stay_in_their_row(row: int, monkeypatch: pytest.MonkeyP
     for name, tensor in found.items():
         assert torch.equal(tensor[others], plain[name][others]), name
 
-    # Nor does the row with which it shares room have to be searched again.
+    # The row that shares its slots need not be searched again either.
     form = structure(False, 64)
     told = forward(query, key, value, form, (), 8)
     _, left = without_search([query, key, value], told, form)
     assert torch.equal(left == 0, others)
 
 
-# How many candidates each lane of a row has, at and beyond what a thread or a list has room for.
+# Numbers of candidates in each lane of a row, up to and above what fits a thread or a list.
 CROWDS = [
     (2, 2, 2, 2), (9, 2, 2, 2), (2, 10, 2, 2), (4, 4, 4, 4), (4, 5, 4, 4), (11, 11, 0, 0),
     (0, 12, 0, 11), (12, 0, 0, 0), (17, 0, 0, 4), (0, 18, 0, 4), (10, 10, 10, 10), (20, 20, 0, 0),
@@ -879,14 +879,14 @@ CROWDS = [
 
 
 def crowded(crowd: tuple[int, ...], keys: int, seed: int) -> Tensor:
-    """Scores of which so many reach the bar, in as many cells of 32 keys for each lane."""
+    """Scores with ``crowd[i]`` candidates in lane i, each in a different cell of 32 keys."""
     chance = torch.Generator().manual_seed(seed)
     scores = -1 - torch.randint(0, 4096, (keys,), generator=chance) / 1024
     high = 1 + torch.randperm(128, generator=chance)[: sum(crowd)].sort().values / 128
     lowest, others = high[0], high[1:][torch.randperm(sum(crowd) - 1, generator=chance)].tolist()
     lanes = [lane for lane, many in enumerate(crowd) if many]
     for lane in lanes:
-        # Eight sets have such a score. The bar is the lowest, which has a set to itself.
+        # Eight sets have a candidate. The threshold is the lowest one, alone in its set.
         sets = [0, 1, 8, 9, 16, 17, 24, 25][: 8 // len(lanes)]
         cells = torch.randperm(keys // 32, generator=chance)[: crowd[lane]].tolist()
         if lane == lanes[0]:
@@ -901,8 +901,8 @@ def test_room_for_top_keys_ends_where_it_should(monkeypatch: pytest.MonkeyPatch)
     set_processors(monkeypatch, 2)
     choose = gluon_on_cpu.load("regard.kernels.hopper").modules["top"]
     keys, queries, width = 1024, 256, 128
-    # A query looks at one column of the keys: at first the same as the query eight rows below, with
-    # which it shares room, then another.
+    # A query scores one column of the keys. In the first 128 rows, this is the column of the query
+    # eight rows below, which shares its slots; in later rows it is another column.
     row = torch.arange(queries)
     whose = torch.where(row < 128, row // 16 * 8 + row % 8, row % width)
     column = [crowded(CROWDS[at % len(CROWDS)], keys, at) for at in range(width)]
@@ -918,19 +918,19 @@ def test_room_for_top_keys_ends_where_it_should(monkeypatch: pytest.MonkeyPatch)
     best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :8]
     assert torch.equal(picked["top_keys"], best.expand_as(picked["top_keys"]))
 
-    # Without the search: who is left to it, and nobody else, has something missing.
+    # Without the search, exactly the rows that are marked for it are incomplete.
     some, left = without_search(tensors, told, form)
-    rows = 2 * queries  # of all heads: their thresholds are not the same in all bits
+    rows = 2 * queries  # of both heads, whose thresholds may differ in their last bits
     reach = scores.expand(2, -1, -1) >= threshold.view(2, queries, 1)
     lanes = reach.view(rows, keys // 8, 4, 2).sum((1, 3))
     both = lanes.view(rows // 16, 2, 8, 4)
     many, more = both.sum(1, keepdim=True), both.amax(1, keepdim=True)
     assert {choose.SLOTS, choose.SLOTS + 1} <= set(many.flatten().tolist())
-    most = choose.SLOTS - choose.SPARE - 1  # of a row
+    most = choose.SLOTS - choose.SPARE - 1  # candidates of one row in a thread
     assert {choose.USUALLY, choose.USUALLY + 1, most, most + 1} <= set(more.flatten().tolist())
     lengths = {choose.LISTED, choose.LISTED + 1, choose.MOST, choose.MOST + 1}
     assert lengths <= set(lanes.sum(1).tolist())
-    lost = ((many > choose.SLOTS) | (more > most)).any(3)  # of two rows
+    lost = ((many > choose.SLOTS) | (more > most)).any(3)  # for two rows that share slots
     expected = lost.expand(-1, 2, -1).reshape(rows) | (lanes.sum(1) > choose.MOST)
     expected = expected.view_as(left)
     assert torch.equal(left, expected.to(torch.int8))
@@ -938,7 +938,7 @@ def test_room_for_top_keys_ends_where_it_should(monkeypatch: pytest.MonkeyPatch)
         assert torch.equal(tensor[~expected], picked[name][~expected]), name
 
 
-@pytest.mark.skipif(CUDA, reason="There it is where it should be.")
+@pytest.mark.skipif(CUDA, reason="On a GPU, shared memory begins where the kernels expect it.")
 @pytest.mark.parametrize("causal", [False, True])
 def test_all_rows_are_searched_where_shared_memory_begins_otherwise(causal, monkeypatch) -> None:
     kernels, elsewhere = hopper_launch._kernels().modules["top"], gluon_on_cpu.Block(False)
@@ -951,18 +951,18 @@ def test_all_rows_are_searched_where_shared_memory_begins_otherwise(causal, monk
     assert all(tensor.eq(7).all() for tensor in found.values())
 
 
-@pytest.mark.skipif(CUDA, reason="There it is where it should be.")
+@pytest.mark.skipif(CUDA, reason="On a GPU, shared memory begins where the kernels expect it.")
 def test_the_second_pass_fails_where_shared_memory_begins_otherwise(monkeypatch) -> None:
     kernels, elsewhere = hopper_launch._kernels().modules["columns"], gluon_on_cpu.Block(False)
     monkeypatch.setattr(kernels, "room_begins_at", lambda *_given: elsewhere)
     query, key, _ = (t.to(DTYPES[0]) for t in inputs((700, 700), 64))
     lse = torch.zeros(query.shape[:3])
-    with pytest.raises(AssertionError):  # it writes to a place that is none
+    with pytest.raises(AssertionError):  # it stores to address 0
         columns_of(query, key, lse, structure(False, 64), {"received"})
 
 
 def test_equal_scores_are_put_in_the_order_of_their_keys() -> None:
-    """Few of them: what is compared again, and not searched for. Other rows have longer lists."""
+    """Few scores are equal, so the kernel orders them itself. Other rows have longer lists."""
     keys, queries, width = 512, 256, 64
     chance = torch.Generator().manual_seed(0)
     scores = torch.randint(0, 64, (keys, 2), generator=chance) / 64 - 4
@@ -987,7 +987,7 @@ def test_equal_scores_are_put_in_the_order_of_their_keys() -> None:
 
 
 def test_what_runs_here_does_not_take_the_place_of_the_kernels() -> None:
-    """On a GPU some tests read them here, and others run them there, in any order."""
+    """On a GPU, some tests load the kernels into the emulator and others run them on the GPU."""
     from regard import kernels
 
     before = sys.modules.get("regard.kernels.hopper")
@@ -1012,7 +1012,7 @@ def why_not(
     top: int = 0,
     grid: tuple[int, int] | None = None,
 ) -> dict[str, str | None]:
-    """The reasons against the kernels for Hopper, by pass."""
+    """Return the reasons against the kernels for Hopper, by pass."""
     query, key, value = tensors
     problem = planned(query, key, form, fields, grid, top, value).problem
     return {
@@ -1064,7 +1064,7 @@ def test_a_plan_says_which_kernels_run_each_pass_and_why(monkeypatch: pytest.Mon
     )
     assert set(made.buffers) == {"neg_lse", "top_threshold", "work_counters"}
     assert made.buffers["neg_lse"].readers == ("columns", "backward")
-    assert made is planned(query, key, form, fields, None, 8, value)  # equal calls share one
+    assert made is planned(query, key, form, fields, None, 8, value)  # equal calls share one plan
 
     wanted = plan.Wanted(fields, (1, 1), 8)
     by_name = passes.plan_call(query, key, value, form, wanted, hopper=False)
@@ -1090,7 +1090,7 @@ def test_a_plan_says_which_kernels_run_each_pass_and_why(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("version", ["3.5.1", "3.7.0"])
 def test_hopper_says_which_triton_it_needs(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It used to switch itself off without a word, with the very torch that is pinned."""
+    """The backend must not be unavailable without a reason that names the version it needs."""
     monkeypatch.undo()
     monkeypatch.setattr(compat.triton, "__version__", version)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -1131,7 +1131,7 @@ def test_hopper_refuses_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "fewer than 256 queries" in reason(tensors=[t[:, :, :100] for t in tensors])
     assert "one head width" in reason(tensors=[t[..., :32] for t in tensors])
     assert "processors busy" in reason(tensors=[t[:1, :1] for t in tensors])
-    # One pass of its own is enough: the forward pass runs on the kernels of 'triton'.
+    # One pass for Hopper is enough: here the forward pass runs on the Triton kernels.
     narrow = [*tensors[:2], tensors[2][..., :32]]
     assert reason(see=See(received=True), tensors=narrow) == "none"
 
@@ -1255,11 +1255,11 @@ build(hopper.gather, dict(query_grad=view, scale="fp32"), D=128)
 """
 
 
-@pytest.mark.skipif(compat.why_not_gluon() is not None, reason="Gluon is another one here.")
+@pytest.mark.skipif(compat.why_not_gluon() is not None, reason="Triton has another Gluon.")
 @pytest.mark.processes
 @pytest.mark.parametrize("variants", cases(["one", "all"], ["one"]))
 def test_they_compile_for_a_hopper_where_there_is_none(variants: str) -> None:
-    """As far as ptxas; what the interpreter here takes for granted, such as layouts, must fit."""
+    """Compile with ptxas too, which checks what the emulator does not, such as layouts."""
     surroundings = os.environ | {"TRITON_INTERPRET": "0"}
     subprocess.run([sys.executable, "-c", COMPILED, variants], check=True, env=surroundings)
 
@@ -1316,7 +1316,7 @@ def test_calls_are_captured_and_compiled_and_have_gradients(causal: bool) -> Non
 @pytest.mark.parametrize("width", [64, 128])
 @pytest.mark.parametrize("causal", [False, True])
 def test_no_row_of_many_has_other_top_keys(width, causal) -> None:
-    """What happens to one in a hundred thousand happens here."""
+    """The test has enough rows to show an error in one row of a hundred thousand."""
     tensors = [t.to(DTYPES[0]) for t in inputs((512, 512), width, (16, 16), batch=64)]
     _, seen = attention(*tensors, mask=Causal() if causal else None, see=See(top=8))
     scores = tensors[0].float() @ tensors[1].float().mT * width**-0.5
@@ -1357,7 +1357,7 @@ def test_repeats_are_equal_to_the_bit(lengths, width, causal) -> None:
 @pytest.mark.parametrize(("causal", "width"), [*product((False, True), (64, 128))])
 @pytest.mark.parametrize("length", [512, 2048])
 def test_repeats_of_the_backward_pass_are_equal_but_for_queries(length, width, causal) -> None:
-    """Programs add to the gradients of queries in any order; of the rest each has its own."""
+    """Programs add to gradients of queries in any order; no two add to the same other sum."""
     shape = {"heads": (16, 16), "batch": 16384 // length}
     tensors = [t.to(torch.bfloat16) for t in inputs((length, length), width, **shape)]
     grad = headed(shape["batch"], 16, length, width, 7).to(torch.bfloat16)

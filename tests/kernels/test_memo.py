@@ -1,4 +1,4 @@
-"""The cache of results: its size, and what CUDA graphs need of it."""
+"""The cache of results: its size, and that CUDA graphs can use it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def test_the_least_recently_used_result_is_dropped() -> None:
     for number in range(1, memo.MAX_RESULTS):
         cached(number)
     assert cached(0) is first
-    cached(-1)  # one more than fits: 1 is the least recently used
+    cached(-1)  # one more than fits, so 1, the least recently used, is dropped
     assert cached(0) is first
     cached(1)
     assert computed == [*range(memo.MAX_RESULTS), -1, 1]

@@ -1,9 +1,9 @@
-"""The GPU kernels against the definition: on a GPU at real sizes, elsewhere interpreted and small.
+"""The Triton kernels against the reference: at real sizes on a GPU, at small sizes elsewhere.
 
-Without a GPU every kernel runs in Triton's interpreter, which conftest.py asks for. Its bfloat16 is
-not bfloat16, so float16 stands in for it there. It takes its time: sizes there just cross the end
-of a tile. ``make test`` runs a core of the cases, in which each kind of mask, each bias and each
-field has its gradient; ``make test-kernels`` runs more, the sweep.
+Without a GPU every kernel runs in Triton's interpreter, which conftest.py enables. Its bfloat16 is
+wrong, so float16 takes its place there. It is slow, so sizes there are just larger than a tile.
+``make test`` runs a core of the cases, with the gradients of each kind of mask, each bias and each
+field; ``make test-kernels`` runs more, the sweep.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from regard.mechanism.masks import Mask
 from regard.mechanism.seeing import Seen
 
 if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed: it comes for Linux alone.", allow_module_level=True)
+    pytest.skip("Triton, which needs Linux, is not installed.", allow_module_level=True)
 
 pytestmark = pytest.mark.kernels
 
@@ -50,7 +50,7 @@ QUERIES, KEYS = (1000, 1100) if CUDA else (36, 44)
 LOW = (torch.bfloat16, torch.float16) if CUDA else (torch.float16,)
 DTYPES = (*LOW, torch.float32)
 
-if CUDA:  # cuBLAS asks for it where PyTorch is to be deterministic, before its first product
+if CUDA:  # cuBLAS needs this, before its first product, for deterministic PyTorch
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 EVERYTHING = See(
@@ -61,7 +61,7 @@ SMOOTH = ("lse", "entropy", "distance", "received", "rows", "map")  # those with
 
 
 def run(call: Call) -> tuple[Tensor, Seen | None]:
-    """The kernels on a call; the interpreter is no device that ``refuses`` knows."""
+    """Run the kernels. In the interpreter ``refuses`` is not asked: it would require a GPU."""
     assert triton_backend.unsupported(call) is None
     if CUDA and call.see is not None:
         assert triton_backend.refuses(call) is None
@@ -69,7 +69,7 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
 
 
 def parts(*lengths: float) -> list[int]:
-    """The keys cut into sequences of these shares."""
+    """Return the lengths of sequences with these shares of the keys, and of the rest."""
     sizes = [max(1, int(KEYS * share)) for share in lengths]
     return [*sizes, KEYS - sum(sizes)]
 
@@ -92,7 +92,7 @@ def alibi(queries: int, dtype: torch.dtype) -> Bias:
 
 
 def content(queries: int, dtype: torch.dtype) -> Bias:
-    """Embeddings for some distances only: those beyond take the nearest."""
+    """A bias with embeddings for some distances; larger distances take the nearest embedding."""
     second = random(BATCH, HEADS, queries, 24, seed=7, dtype=dtype)
     return RelativeContent(second, random(1, KEYS // 2, 24, seed=8, dtype=dtype), -KEYS // 5)
 
@@ -131,7 +131,7 @@ STRUCTURES: dict[str, Structure] = {
     "causal buckets from any start": (Causal(), buckets, None),
     "causal content from the first key": (Causal(), causal_content, None),
 }
-# Where the first query stands, if not such that the last query is at the last key.
+# The position of the first query of each sequence, where the last query is not at the last key.
 STARTS: dict[str, int | list[int]] = {
     "alibi from any start": [QUERIES // 2, -QUERIES // 2],
     "causal buckets from any start": [0, KEYS - 7],
@@ -168,7 +168,7 @@ def double(call: Call) -> Call:
 
 
 def eager(call: Call) -> Tensor:
-    """Attention written plainly, every step in the dtype of the call."""
+    """Attention in plain PyTorch, with every step in the dtype of the call."""
     dtype, extent = call.query.dtype, call.extent
     tile = Tile(extent, range(extent.queries), range(extent.keys))
     key = call.key.repeat_interleave(call.groups, dim=1)
@@ -197,13 +197,13 @@ def assert_seen(seen: Seen | None, expected: Seen | None) -> None:
 
 
 def assert_output(call: Call, output: Tensor, expected: Tensor) -> None:
-    """At most twice the error of plain PyTorch in the same precision."""
+    """Check that the error is at most twice that of plain PyTorch in the same precision."""
     error = (output - expected).abs().max()
     assert error <= 2 * (eager(call) - expected).abs().max() + 1e-6
 
 
 def assert_exact(call: Call) -> None:
-    """Output and what is seen, against the definition in float64."""
+    """Check the output and the fields against the reference in float64."""
     output, seen = run(call)
     expected, expected_seen = reference.run(double(call))
     assert_output(call, output, expected)
@@ -263,7 +263,7 @@ def test_every_width(width: int, dtype: torch.dtype) -> None:
     ),
 )
 def test_maps_of_any_grid(name: str, grid: tuple[int, int]) -> None:
-    """Bins wider and narrower than a tile, whole and not, on sizes that divide and that do not."""
+    """Bins are wider or narrower than a tile, and may or may not divide the lengths evenly."""
     for queries, keys in ((QUERIES, KEYS), (KEYS, KEYS)) if CUDA else ((35, 41), (64, 64)):
         see = See(received=True, map=grid, map_peak=True)
         call = make(name, see, queries=queries, keys=keys)
@@ -271,7 +271,7 @@ def test_maps_of_any_grid(name: str, grid: tuple[int, int]) -> None:
 
 
 def test_a_query_that_a_bias_leaves_nothing_gives_nothing() -> None:
-    """With -inf on oneself the first query of a causal call has nothing to attend to."""
+    """With a bias of -inf at distance 0, the first query of a causal call attends to no key."""
     table = random(16, HEADS, seed=9).index_fill(0, torch.tensor([0], device=DEVICE), -torch.inf)
     tensors = [random(BATCH, HEADS, QUERIES, 32, seed=seed) for seed in range(3)]
     call = check(
@@ -314,7 +314,7 @@ def test_queries_before_the_first_key_and_a_single_query() -> None:
     ),
 )
 def test_the_top_keys(name: str, count: int) -> None:
-    """Their weights are the largest of the row, and are those of the keys named."""
+    """The weights are the largest of the row, and they are the weights of the returned keys."""
     call = make(name, See(top=count))
     weights = reference.run(replace(double(call), see=See(weights=True)))[1]
     top = run(call)[1]
@@ -348,7 +348,7 @@ def test_the_top_keys_in_low_precision(name: str, dtype: torch.dtype) -> None:
 
 
 def test_of_equal_weights_the_first_keys_are_the_top() -> None:
-    """And more of them than there is room to collect."""
+    """More weights are equal than the buffers for candidates can hold."""
     call = make("full", See(top=3), queries=20)
     _, seen = run(replace(call, query=torch.zeros_like(call.query)))
     assert (seen.top.keys == torch.arange(3, device=DEVICE)).all()
@@ -357,9 +357,9 @@ def test_of_equal_weights_the_first_keys_are_the_top() -> None:
 
 @pytest.mark.parametrize("every", [3, 11])
 def test_rows_that_are_searched_leave_their_neighbours_alone(every: int) -> None:
-    """Some queries find all keys but two equal: too many for the room of those rows alone.
+    """For some queries all keys but two are equal: only their candidates do not fit the buffers.
 
-    If there are many of them they are searched together, and else one by one.
+    Many such rows are searched together, a few of them one by one.
     """
     call = make("full", See(top=3), queries=20)
     key = call.key.clone()
@@ -391,7 +391,7 @@ def test_top_keys_of_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
     call = make("causal", See(top=3))
     whole = run(call)[1]
     batch, heads, queries, _ = call.query.shape
-    each = queries * launch.LANES * 8 * 8  # a head's candidates
+    each = queries * launch.LANES * 8 * 8  # bytes of a head's candidates
     assert batch * heads > 3
     monkeypatch.setattr(launch, "SCRATCH", 3 * each)
     parts = run(call)[1]
@@ -410,15 +410,15 @@ def test_top_keys_of_some_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> No
 def test_transformer_xl_some_queries_at_a_time(
     name: str, sequence: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whether there is room for a sequence or a block changes memory alone."""
+    """The size of the parts, a sequence or a block of queries, changes no result."""
     from regard.kernels.triton import relative
 
     queries, keys = (1000, 1100) if CUDA else (70, 76)
-    monkeypatch.setattr(relative, "BLOCK", 64)  # of which a float32 call's blocks are parts too
+    monkeypatch.setattr(relative, "BLOCK", 64)  # a multiple of the blocks of float32 calls
     whole, made = relative.room, []
 
     def counted(*given: Any) -> Tensor:
-        """One at a time for the term, and in a backward pass one for gradients."""
+        """Check that there is one buffer for the term, and in a backward pass one for gradients."""
         made.append(weakref.ref(found := whole(*given)))
         assert sum(one() is not None for one in made) <= 2
         return found
@@ -428,7 +428,7 @@ def test_transformer_xl_some_queries_at_a_time(
     heads = call.query.shape[1]
     second = random(BATCH, heads, queries, 24, seed=7)
     call = replace(call, bias=RelativeContent(second, random(heads, 60, 24, seed=8), -20))
-    one = 4 * heads * queries * -(-keys // 64) * 64  # sequence
+    one = 4 * heads * queries * -(-keys // 64) * 64  # bytes of the term for one sequence
     room, parts = (2 * one - 1, BATCH) if sequence else (1, BATCH * -(-queries // 64))
     monkeypatch.setattr(relative, "SCRATCH", room)
     assert len(relative.parts(call.query, keys, 0)) == parts
@@ -464,9 +464,9 @@ def gradients(
     dtype: torch.dtype,
     fields: tuple[str, ...],
 ) -> tuple[list[Tensor], Tensor, Seen | None]:
-    """Of one number made from the output and these fields, for every tensor of the call.
+    """Return the gradients of a sum over the output and these fields, for each tensor of the call.
 
-    And the output and what was seen.
+    Also return the output and what was seen.
     """
     query, key, value = (
         t.detach().to(dtype).requires_grad_() for t in (call.query, call.key, call.value)
@@ -494,11 +494,11 @@ def gradients(
     return list(torch.autograd.grad(total, leaves)), output, seen
 
 
-Computed = tuple[list[Tensor], Tensor, Seen | None]  # as ``gradients`` gives it
+Computed = tuple[list[Tensor], Tensor, Seen | None]  # what ``gradients`` returns
 
 
 def assert_gradients(call: Call, fields: tuple[str, ...], computed: Computed | None = None) -> None:
-    """With the output and what was seen, against the definition in float64."""
+    """Check gradients, output and what was seen against the reference in float64."""
     got, output, seen = computed or gradients(call, run, torch.float32, fields)
     want, expected, expected_seen = gradients(call, reference.run, torch.float64, fields)
     torch.testing.assert_close(output.double(), expected, rtol=0, atol=1e-5)
@@ -544,7 +544,7 @@ def with_sinks(call: Call) -> Call:
     ),
 )
 def test_sinks(name: str) -> None:
-    """In the output, in every field, in the top keys, and with a gradient of their own."""
+    """Sinks change the output, every field and the top keys, and have a gradient."""
     call = with_sinks(make(name, EVERYTHING))
     assert_gradients(call, SMOOTH)
     if "content" not in name:
@@ -555,7 +555,7 @@ def test_sinks(name: str) -> None:
 
 
 def assert_low_precision_gradients(call: Call) -> None:
-    """At most three times the error of plain PyTorch in the same precision."""
+    """Check that errors are at most three times those of plain PyTorch in the same precision."""
     dtype = call.query.dtype
     got, *_ = gradients(call, run, dtype, ())
     want, *_ = gradients(call, reference.run, torch.float64, ())
@@ -597,7 +597,7 @@ def test_gradients_in_low_precision(name: str, width: int, dtype: torch.dtype) -
     [(mask, dtype) for mask in (None, Causal()) for dtype in LOW if CUDA or mask is None],
 )
 def test_gradients_of_plain_calls_that_are_seen(mask: Mask | None, dtype: torch.dtype) -> None:
-    """With equal heads and widths: on a GPU these are cuDNN's, from our log-sum-exp."""
+    """With equal heads and widths, cuDNN computes them on a GPU, from the lse of our kernel."""
     query, key, value = (random(2, 2, QUERIES, 64, seed=s, dtype=dtype) for s in range(3))
     see = replace(EVERYTHING, rows=(), map=None, map_peak=False)
     call = check(query, key, value, mask, None, None, None, 0.0, see)
@@ -614,8 +614,8 @@ def test_gradients_of_plain_calls_that_are_seen(mask: Mask | None, dtype: torch.
     ),
 )
 def test_compiles_to_one_graph(name: str) -> None:
-    """Output, fields and gradients, as without the compiler."""
-    torch._dynamo.reset()  # each case is a graph of its own
+    """The output, fields and gradients are the same as without the compiler."""
+    torch._dynamo.reset()  # each case needs a new graph
     see = replace(EVERYTHING, rows=[2], map=(2, 2), top=0 if "content" in name else 3)
     call = make(name, see, queries=20, keys=24)
     if name in ("window", "causal content"):
@@ -649,7 +649,7 @@ def test_they_compile_for_a_gpu_where_there_is_none(name: str) -> None:
 def test_a_bias_takes_no_memory_of_all_pairs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from regard.kernels.triton import relative
 
-    monkeypatch.setattr(relative, "SCRATCH", 2**24)  # all that Transformer-XL's term may have
+    monkeypatch.setattr(relative, "SCRATCH", 2**24)  # the most bytes for Transformer-XL's term
     size = 8192
     call = make(name, See(entropy=True), dtype=torch.bfloat16, queries=size, keys=size)
     leaves = [call.query, call.key, call.value, *(call.bias.tensors if call.bias else ())]
@@ -659,7 +659,7 @@ def test_a_bias_takes_no_memory_of_all_pairs(name: str, monkeypatch: pytest.Monk
     before = torch.cuda.memory_allocated()
     output, _ = run(call)
     torch.autograd.grad(output, leaves, torch.ones_like(output))
-    # An eighth of one bfloat16 for each of the 8 heads' pairs.
+    # An eighth of the bytes of a bfloat16 for every query, key and head.
     assert torch.cuda.max_memory_allocated() - before < 2 * size * size
 
 
@@ -682,7 +682,7 @@ def test_is_captured_in_a_cuda_graph(name: str) -> None:
 
 
 class Largest(TorchDispatchMode):
-    """The bytes of the largest tensor that any operator gives."""
+    """Record the bytes of the largest tensor that any operator returns."""
 
     size = 0
 
@@ -697,7 +697,7 @@ def test_windows_say_how_many_keys_a_query_sees_at_most() -> None:
     assert (Causal() & Window(3)).max_keys == 4
     assert (Window(8, 8) & Window(3)).max_keys == 4
     assert Causal().max_keys == 0
-    assert Window(2**63).max_keys < 2**63  # as large as an operator takes
+    assert Window(2**63).max_keys < 2**63  # the largest integer that an operator accepts
 
 
 def test_the_gradient_of_a_table_takes_no_more_than_the_output() -> None:
@@ -735,7 +735,7 @@ def test_what_is_kept_in_inference_mode_serves_gradients() -> None:
 def amid_nan(shape: tuple[int, int, int, int], layout: str) -> Tensor:
     """Random numbers as a view into a larger tensor that is NaN everywhere else."""
     batch, heads, length, width = shape
-    if layout == "transposed":  # as projections leave heads: [batch, length, heads, width]
+    if layout == "transposed":  # as after projections: [batch, length, heads, width]
         return amid_nan((batch, length, heads, width), "sliced").transpose(1, 2)
     step = 2 if layout == "strided" else 1
     around = torch.full([step * size + 2 for size in shape], math.nan, device=DEVICE)
@@ -762,7 +762,7 @@ def test_reads_nothing_outside_its_inputs(layout: str) -> None:
     assert_gradients(call, SMOOTH, computed)
 
 
-@pytest.mark.filterwarnings("ignore:invalid value encountered")  # in what has no weight
+@pytest.mark.filterwarnings("ignore:invalid value encountered")  # behind the mask
 @pytest.mark.parametrize("name", cases(["full", "content"], ["full"]))
 def test_nan_behind_padding_does_not_leak(name: str) -> None:
     only = replace(EVERYTHING, rows=())
