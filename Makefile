@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --quiet
 
-.PHONY: demo test quick test-kernels test-newest check bench docs browser
+.PHONY: demo test quick test-kernels test-conformance test-newest check bench docs browser
 
 demo: .venv/.ready  ## attention explained step by step, then a translation with its word alignment
 	@$(BIN)/regard explain
@@ -20,11 +20,18 @@ quick: .venv/.dev  ## the fast tests: no interpreted kernels, no processes, no b
 test-kernels: .venv/.dev  ## the kernel sweep: more cases of each kernel in the interpreter
 	$(PYTEST) -m sweep
 
+test-conformance: .venv/.conformance  ## the test cases of ONNX, JAX, PyTorch and xformers, with a table of counts
+	$(PYTEST) tests/conformance tests/mechanism/test_xformers_masks.py tests/mechanism/test_mask_adapters.py
+
 # Several GB of packages, so neither `make test` nor CI does it.
 test-newest: .venv-newest/.ready  ## all tests, and GPU kernels compiled, with the newest PyTorch, Triton and transformers
 	.venv-newest/bin/regard doctor
 	.venv-newest/bin/pytest -q -n 2 --dist worksteal
 	.venv-newest/bin/python tests/helpers/compile_kernels.py
+
+.venv/.conformance: .venv/.dev
+	@$(PIP) --constraint constraints.txt --no-build-isolation --editable '.[conformance]'
+	@touch $@
 
 .venv-newest/.ready: pyproject.toml
 	@$(PYTHON) -m venv --clear .venv-newest
