@@ -710,12 +710,12 @@ def highest(
     tensors: list[Tensor],
     causal: bool,
     count: int,
-    told: tuple[dict[str, Tensor], plan.Intermediates] | None = None,
+    forwarded: tuple[dict[str, Tensor], plan.Intermediates] | None = None,
 ) -> dict[str, Tensor]:
     """Find the top keys from the thresholds of the forward pass."""
     query, key, value = tensors
     form = structure(causal, query.shape[3])
-    results, left = told or forward(query, key, value, form, (), count)
+    results, left = forwarded or forward(query, key, value, form, (), count)
     left = plan.Intermediates(top_threshold=left.top_threshold)
     made = planned(query, key, form, (), None, count, value)
     assert made.top is not None
@@ -725,7 +725,7 @@ def highest(
 
 def without_search(
     tensors: list[Tensor],
-    told: tuple[dict[str, Tensor], plan.Intermediates],
+    forwarded: tuple[dict[str, Tensor], plan.Intermediates],
     form: plan.Structure,
 ) -> tuple[dict[str, Tensor], Tensor]:
     """Run the pass for 8 top keys, not the search; return what it writes over sevens, and marks."""
@@ -735,8 +735,8 @@ def without_search(
     found = {"top_weights": weights, "top_keys": weights.to(torch.int64)}
     left = torch.full(shape, 7, device=DEVICE, dtype=torch.int8)
     made = planned(query, key, form, (), None, 8, value)
-    threshold = plan.Intermediates(top_threshold=told[1].top_threshold)
-    hopper_launch.top(query, key, told[0]["lse"], form, made, threshold, found, left)
+    threshold = plan.Intermediates(top_threshold=forwarded[1].top_threshold)
+    hopper_launch.top(query, key, forwarded[0]["lse"], form, made, threshold, found, left)
     return found, left
 
 
@@ -865,8 +865,8 @@ def test_infinite_scores_stay_in_their_row(row: int, monkeypatch: pytest.MonkeyP
 
     # The row that shares its slots need not be searched again either.
     form = structure(False, 64)
-    told = forward(query, key, value, form, (), 8)
-    _, left = without_search([query, key, value], told, form)
+    forwarded = forward(query, key, value, form, (), 8)
+    _, left = without_search([query, key, value], forwarded, form)
     assert torch.equal(left == 0, others)
 
 
@@ -911,15 +911,15 @@ def test_room_for_top_keys_ends_where_it_should(monkeypatch: pytest.MonkeyPatch)
     query = query.expand(1, 2, -1, -1).to(DEVICE, DTYPES[0]).contiguous()
     tensors = [query, key, torch.randn_like(key)]
     form = structure(False, width)
-    told = forward(*tensors, form, (), 8)
-    threshold = told[1].top_threshold
-    picked = highest(tensors, False, 8, told)
+    forwarded = forward(*tensors, form, (), 8)
+    threshold = forwarded[1].top_threshold
+    picked = highest(tensors, False, 8, forwarded)
     scores = (query.double() @ key.double().mT)[0, 0]
     best = scores.sort(dim=-1, descending=True, stable=True).indices[:, :8]
     assert torch.equal(picked["top_keys"], best.expand_as(picked["top_keys"]))
 
     # Without the search, exactly the rows that are marked for it are incomplete.
-    some, left = without_search(tensors, told, form)
+    some, left = without_search(tensors, forwarded, form)
     rows = 2 * queries  # of both heads, whose thresholds may differ in their last bits
     reach = scores.expand(2, -1, -1) >= threshold.view(2, queries, 1)
     lanes = reach.view(rows, keys // 8, 4, 2).sum((1, 3))
@@ -945,8 +945,8 @@ def test_all_rows_are_searched_where_shared_memory_begins_otherwise(causal, monk
     monkeypatch.setattr(kernels, "room_begins_at", lambda *_given: elsewhere)
     query, key, value = (t.to(DTYPES[0]) for t in inputs((700, 700), 64))
     form = structure(causal, 64)
-    told = forward(query, key, value, form, (), 8)
-    found, left = without_search([query, key, value], told, form)
+    forwarded = forward(query, key, value, form, (), 8)
+    found, left = without_search([query, key, value], forwarded, form)
     assert left.eq(1).all()
     assert all(tensor.eq(7).all() for tensor in found.values())
 
@@ -979,9 +979,9 @@ def test_equal_scores_are_put_in_the_order_of_their_keys() -> None:
     tensors = [t.to(DEVICE, DTYPES[0]) for t in (query, key, key)]
     best = scores.sort(dim=0, descending=True, stable=True).indices[:8, whose].T.to(DEVICE)
     form = structure(False, width)
-    told = forward(*tensors, form, (), 8)
-    assert (scores[:, 1] >= told[1].top_threshold[0, 0, 1].cpu()).sum() == 15
-    found, left = without_search(tensors, told, form)
+    forwarded = forward(*tensors, form, (), 8)
+    assert (scores[:, 1] >= forwarded[1].top_threshold[0, 0, 1].cpu()).sum() == 15
+    found, left = without_search(tensors, forwarded, form)
     assert not left.any()
     assert torch.equal(found["top_keys"], best.expand_as(found["top_keys"]))
 
@@ -1154,7 +1154,7 @@ def tiles(*block):
 
 flat = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
 neg_lse = f"tensordesc<fp32[1, 128],{flat!r}>"
-together = hopper.top, hopper.columns  # all teams are one role
+together = hopper.top, hopper.columns  # kernels in which one role runs all teams
 
 
 built = set()
@@ -1176,16 +1176,16 @@ def build(kernel, given, **constants):
     made = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
     assert ("wgmma" in made.asm["ptx"]) == ("STAGES" in constants)
     assert made.metadata.shared <= 232448, made.metadata.shared
-    if kernel in together:  # barriers are where PTX expects them, and no team waits for another
-        first, line = 90112, 1024  # after 88 lines
+    if kernel in together:  # barriers lie where the PTX expects them, and no team waits for another
+        first, line = 90112, 1024  # the barriers begin after 88 lines
         if kernel is hopper.columns:
             width, stages = constants["D"], constants["STAGES"]
-            first, line = (512 + 128 * stages) * 2 * width, 128  # after both rings
-            first += 512 * stages * (width == 64)  # and what goes with queries
+            first, line = (512 + 128 * stages) * 2 * width, 128  # they follow both rings
+            first += 512 * stages * (width == 64)  # and the neg_lse of queries
         for at in range(first, first + 4 * line, line):
             assert f"@global_smem, i32 {at})" in made.asm["llir"], at
         roles = made.asm["ptx"].split("barrier.sync", 1)[1]
-        assert roles.count("bar.sync") == (kernel is hopper.top)  # in the end
+        assert roles.count("bar.sync") == (kernel is hopper.top)  # at its end
 
 
 whole = tiles(1, 1, 128, 128)
@@ -1213,7 +1213,7 @@ build(hopper.columns,
       STAGES=8,
       BINS=8, UNIT=16, LONG=False, CAUSAL=True, EVEN=True, DIAGONAL=True, RECEIVED=True,
       MAP=True, MAP_PEAK=True, DONE=True, SPLIT=False, Done=None)
-for width, kind in ((64, neg_lse), (128, "*fp32")):  # and begin before the forward pass has ended
+for width, kind in ((64, neg_lse), (128, "*fp32")):  # these begin before the forward pass has ended
     build(hopper.columns,
           dict(q_desc=tiles(1, 1, 128, 64), k_desc=tiles(1, 1, 64, 64), neg_lse=kind), D=width,
           STAGES=2, BINS=1, UNIT=16, LONG=False, CAUSAL=False, EVEN=True, DIAGONAL=False,
@@ -1324,8 +1324,8 @@ def test_no_row_of_many_has_other_top_keys(width, causal) -> None:
         scores.masked_fill_(torch.ones(512, 512, device=DEVICE).triu(1) > 0, -torch.inf)
     weights = scores.softmax(-1)
     torch.testing.assert_close(seen.top.weights, weights.topk(8).values, rtol=1e-4, atol=1e-6)
-    told = weights.gather(-1, seen.top.keys.clamp(min=0)).masked_fill(seen.top.keys < 0, 0.0)
-    torch.testing.assert_close(seen.top.weights, told, rtol=1e-4, atol=1e-6)
+    recomputed = weights.gather(-1, seen.top.keys.clamp(min=0)).masked_fill(seen.top.keys < 0, 0.0)
+    torch.testing.assert_close(seen.top.weights, recomputed, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.gpu
@@ -1340,12 +1340,12 @@ def test_repeats_are_equal_to_the_bit(lengths, width, causal) -> None:
     wanted = {"received", "map", "map_peak"} if even else {"received"}
 
     def once() -> dict[str, Tensor]:
-        told = forward(query, key, value, form, rows | wanted, 8, (64, 64) if even else None)
-        found, left = told
+        forwarded = forward(query, key, value, form, rows | wanted, 8, (64, 64) if even else None)
+        found, left = forwarded
         alone = plan.Intermediates(left.neg_lse)
         grid = (64, 64) if even else None
         found |= columns_of(query, key, found["lse"], form, wanted, grid, alone)
-        return found | highest([query, key, value], causal, 8, told)
+        return found | highest([query, key, value], causal, 8, forwarded)
 
     first = once()
     for _ in range(250):

@@ -464,7 +464,7 @@ def _attend_block(
     row = block * BLOCK
     rows = row + PART * ROWS + gl.arange(0, ROWS, of_rows)
     query_at = rows + offset
-    # The end of the tiles that have masked pairs, or keys on both sides of a query.
+    # The end of the tiles with masked pairs, or with keys on both sides of a query.
     masked_end = first + 1
     if CAUSAL and not EVEN:
         masked_end = gl.maximum(stop - (row + PART * ROWS + offset + 1) // BLOCK, masked_end)

@@ -576,7 +576,7 @@ def _find_top(
         since = at
         before = nothing, nothing  # pairs of the previous tile that need keys
         last = _last_tile(row, offset, tiles, CAUSAL)
-        masked_end = 1  # the end of the tiles that have masked pairs
+        masked_end = 1  # the end of the tiles with masked scores
         if CAUSAL and not EVEN:
             masked_end = last + 1 - (row + offset + 1) // BLOCK
         wait_until_full_per_warp(q_ring, q_place)
