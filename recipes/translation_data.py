@@ -70,14 +70,14 @@ KINDS = {
     ),
     "games": Kind(("mt/cataclysm-dda/en-{language}.tsv.xz",), 1),
 }
-MAX_TRANSLATIONS = 4  # of an English sentence
+MAX_TRANSLATIONS = 4  # the maximum number of translations of an English sentence
 # Pairs to add, as shares of all pairs:
-SUBSTITUTED = 0.08  # repeated with another number, address or name
+SUBSTITUTED = 0.08  # pairs repeated with another number, address or name
 TEMPLATES = 0.04  # sentences from templates
 SPANS_ALONE = 0.02  # lines of spans
-CAPITALS = 0.015  # repeated in capitals
+CAPITALS = 0.015  # pairs repeated in capitals
 JOINED = 0.02  # two or three everyday pairs on one line
-WITHOUT_FULL_STOP = 0.02  # everyday pairs repeated without it
+WITHOUT_FULL_STOP = 0.02  # everyday pairs repeated without their full stops
 
 # ------------------------------------------------------------------------------------ reading
 
@@ -180,8 +180,8 @@ _MARKUP = re.compile(
 )
 _NOISE = re.compile(r"\{\{|\}\}|Ã.|â€|\ufffd|&\w+;|\\[nt]|[\x00-\x08\x0b-\x1f]|-{4,}|\.{5,}|_{3,}")
 _FOREIGN = re.compile(r"[^\W\d_a-zA-ZÀ-ɏ]")
-MAX_CHARACTERS = 480  # of a side
-MAX_RATIO = 2.0  # of the lengths of both sides, with a margin of 12 characters
+MAX_CHARACTERS = 480  # the maximum length of a side
+MAX_RATIO = 2.0  # the maximum ratio of the lengths of both sides, with a margin of 12 characters
 
 
 def language_of(text: str) -> str | None:

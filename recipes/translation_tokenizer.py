@@ -22,8 +22,8 @@ SPECIAL = ("</s>", "<pad>", ">>fra<<", ">>deu<<", ">>eng<<")
 BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
 # A word with a leading space, a digit, a run of other marks with a leading space, or white space.
 PIECES = r" ?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+|\s"
-MIN_OCCURRENCES = 200  # of a character with its own token; others are encoded as bytes
-MAX_PAIRS = 500_000  # to train on
+MIN_OCCURRENCES = 200  # a character that occurs less often has no token and is encoded as bytes
+MAX_PAIRS = 500_000  # the maximum number of pairs to train on
 
 
 def pairs_of(files: Iterable[Path], max_pairs: int) -> Iterator[str]:

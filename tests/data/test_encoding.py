@@ -150,7 +150,7 @@ def test_another_architecture_is_nothing_to_start_from(
 def test_a_model_must_know_its_tokens(tmp_path: Path) -> None:
     write_data(tmp_path)
     raw = recipe_of(tmp_path, "language modelling", "gpt2")
-    with pytest.raises(InputError, match="and the model has 100: they do not belong together"):
+    with pytest.raises(InputError, match=r"but the model has only 100\. Set tokenizer\.start"):
         train(parse_recipe(raw, {"model.config.vocabulary": 100}))
     with pytest.raises(InputError, match="rising whole numbers"):
         train(

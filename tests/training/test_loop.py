@@ -683,7 +683,7 @@ def test_a_run_begun_with_earlier_names_resumes(folder: Path, task: str, kind: s
 def test_a_recipe_object_takes_no_overrides(folder: Path) -> None:
     recipe = parse_recipe(recipe_of(folder))
     assert isinstance(recipe, Recipe)
-    with pytest.raises(InputError, match="Overrides are for recipe files"):
+    with pytest.raises(InputError, match="Overrides apply only to recipe files"):
         train(recipe, overrides=["seed=1"])
     with pytest.raises(InputError, match="There is no device"):
         train(replace(recipe, device="tpux"))

@@ -226,11 +226,22 @@ def test_answers_are_compared_as_squad_does() -> None:
     assert answered(["cat cat"], [["cat"]]).f1 == pytest.approx(200 / 3)
 
 
-def test_outputs_need_references() -> None:
-    with pytest.raises(InputError, match="needs its references"):
-        rouge(["a"], [[]])
-    with pytest.raises(InputError, match="needs its references"):
-        bleu(["a"], [["a"], ["b"]])
+@pytest.mark.parametrize(
+    ("outputs", "references", "message"),
+    [
+        ([], [], "There are no outputs to score"),
+        (["a"], [["a"], ["b"]], "got 1 outputs and 2 lists"),
+        (["a", "b"], [["a"], []], "1 of 2 lists of references are empty"),
+    ],
+)
+def test_outputs_need_references(
+    outputs: list[str], references: list[list[str]], message: str
+) -> None:
+    for score in (rouge, bleu, answered):
+        if score is answered and len(outputs) == len(references) > 0:
+            continue  # a question without an answer has no references
+        with pytest.raises(InputError, match=message):
+            score(outputs, references)
 
 
 words = st.lists(st.sampled_from(["a", "b", "c", "Dog", "."]), max_size=8).map(" ".join)

@@ -104,7 +104,8 @@ def pair_batch(table: Table, rows: Rows, special: SpecialTokens) -> Prepared:
     labels = target.gather(rows.rows, rows.longest[1], IGNORED)
     shifted = labels.roll(1, dims=1)
     shifted[:, 0] = special.start
-    # The tokens after a row's end do not matter: the causal mask hides them from all labels.
+    # Padding after a row's end has no effect: positions with a label come before it, and the mask
+    # is causal.
     shifted = shifted.where(shifted != IGNORED, special.pad)
     batch = PairBatch(
         source.gather(rows.rows, rows.longest[0], special.pad),

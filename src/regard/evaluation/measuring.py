@@ -80,10 +80,10 @@ def evaluate(
     r"""The scores of a model on data sources.
 
     ``data`` are sources as in a recipe, with files below ``root``. ``wanted`` are names of scores,
-    by default those of :data:`SCORES_OF_TASK`; translation, summarization and question answering
-    also have a ``loss``. ``settings`` are recipe keys: ``data.length``, ``data.context``,
-    ``data.prepare``, ``batch.tokens``, any key of ``evaluation``, and for a Transformer-XL
-    ``model.config.memory``.
+    by default those of :data:`SCORES_OF_TASK`. Only on request, translation and summarization have
+    ``loss`` and ``perplexity``, and question answering has ``loss``. ``settings`` are recipe keys:
+    ``data.length``, ``data.context``, ``data.prepare``, ``batch.tokens``, any key of
+    ``evaluation``, and for a Transformer-XL ``model.config.memory``.
 
     >>> import tempfile
     >>> from regard import GPT2, GPT2Config, Tokenizer
@@ -149,7 +149,7 @@ def _scorer(
 
 @contextmanager
 def _memory_length(model: Model, config: Mapping[str, Any]) -> Iterator[None]:
-    """Context in which a model with memory has the memory length of ``config``, if it has one."""
+    """Context in which a model with memory uses the memory length in ``config``, if any."""
     nearest("key model.config.", config, ["memory"] if model.remembers else [])
     before = model.config
     if model.remembers:
@@ -163,7 +163,7 @@ def _memory_length(model: Model, config: Mapping[str, Any]) -> Iterator[None]:
 def own_settings(bundle: Bundle) -> dict[str, Any]:
     """The prefix and the recipe keys that are stored with a model as its defaults.
 
-    With these settings an evaluation runs the model in the same way as its tasks.
+    With these settings, an evaluation runs the model as the model's tasks do.
     """
     row, tasks = scored_row(bundle.model), bundle.tasks
     only = next(iter(tasks)) if len(tasks) == 1 else None

@@ -65,11 +65,22 @@ def _corpus_score(
     return score
 
 
-def _check(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> None:
-    if not outputs or len(outputs) != len(references) or not all(references):
+def _check_counts(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+    if not outputs:
+        raise InputError("There are no outputs to score. Give at least one.")
+    if len(outputs) != len(references):
         raise InputError(
-            f"Each output needs its references: {len(outputs)} outputs, {len(references)} lists "
-            "of references, none of them empty."
+            f"Each output needs its own list of references, but got {len(outputs)} outputs and "
+            f"{len(references)} lists."
+        )
+
+
+def _check(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> None:
+    _check_counts(outputs, references)
+    if empty := sum(not some for some in references):
+        raise InputError(
+            f"Each output needs at least one reference, but {empty} of {len(references)} lists of "
+            "references are empty. Leave out these outputs."
         )
 
 
@@ -85,7 +96,7 @@ class Rouge(NamedTuple):
 
 
 def rouge(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Rouge:
-    """ROUGE without stemming, averaged over outputs; the best reference of an output counts.
+    """ROUGE without stemming, averaged over outputs; each output gets its best reference's score.
 
     >>> rouge(["the cat sat"], [["a cat sat", "dogs"]])
     Rouge(one=66.66666666666666, two=50.0, longest=66.66666666666666)
@@ -149,11 +160,7 @@ def answered(outputs: Sequence[str], references: Sequence[Sequence[str]]) -> Ans
     >>> answered(["the Eiffel Tower", "Paris"], [["Eiffel tower"], []])
     Answered(exact=50.0, f1=50.0)
     """
-    if not outputs or len(outputs) != len(references):
-        raise InputError(
-            f"Each answer needs its list of references, but got {len(outputs)} answers and "
-            f"{len(references)} lists."
-        )
+    _check_counts(outputs, references)
     exact = f1 = 0.0
     for output, some in zip(outputs, references, strict=True):
         words = _answer(output)

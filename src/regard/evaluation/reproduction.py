@@ -83,5 +83,5 @@ def _check_files(root: Path, source: Mapping[str, Any]) -> None:
         if not (root / name).is_file():
             raise InputError(
                 f"The scores of the card need {name}, which is not below the folder {str(root)!r}. "
-                "Give its folder with --root; docs/data.md says where to download it."
+                "Give the folder of the data with --root; docs/data.md says where to download them."
             )

@@ -61,7 +61,7 @@ class PairScorer:
     length: int
     table: Table | None = None
     tokens: int = 2048
-    outputs: list[str] = field(default_factory=list)  # of the latest call
+    outputs: list[str] = field(default_factory=list)  # the outputs of the latest call
 
     unit = "texts"
 
@@ -99,7 +99,7 @@ class PairScorer:
         end = model.config.end_token
         sources = list(token_ids(self.tokenizer, [pair.source for pair in self.pairs]))
         outputs = [""] * len(sources)
-        # Longest first: the estimate of the remaining time is then rather too high than too low.
+        # Longest first, so that the estimated remaining time is too high rather than too low.
         order = sorted(range(len(outputs)), key=lambda row: -len(sources[row]))
         size = max(DECODED_BEAMS // self.settings.num_beams, 1)
         for start in range(0, len(order), size):
@@ -129,9 +129,9 @@ def _by_length(lengths: Tensor, tokens: int) -> ByLength:
 
 @dataclass
 class AnswerScorer:
-    """The loss on all windows of some questions, and the best answer to each of them.
+    """The loss on all windows of questions, and the scores of the best answer to each question.
 
-    ``table`` has the windows of the questions, as :func:`regard.data.encoding.window_columns`.
+    ``table`` has the windows, which :func:`regard.data.encoding.window_columns` makes.
     """
 
     questions: Sequence[Question]
@@ -139,7 +139,7 @@ class AnswerScorer:
     tokenizer: Tokenizer
     tokens: int = 2048
     always_answer: bool = False
-    outputs: list[str] = field(default_factory=list)  # of the latest call
+    outputs: list[str] = field(default_factory=list)  # the outputs of the latest call
 
     unit = "questions"
 
@@ -152,7 +152,8 @@ class AnswerScorer:
         plan = _by_length(table["ids"].lengths[:, None], self.tokens)
         feed, pad = Feed(plan, 0, table["ids"].flat.device), self.tokenizer.id("[PAD]")
         nats, done = torch.zeros((), dtype=torch.float64, device=device), 0
-        # For each question: the best span's margin over no answer, and its first and last token.
+        # For each question: the margin of the best span over no answer, and the span's first and
+        # last token.
         best: dict[int, tuple[float, int, int]] = {}
         for _ in feed.batches:
             rows = feed.next()
@@ -188,7 +189,7 @@ class AnswerScorer:
 class _Piece(NamedTuple):
     starts: Tensor  # int64 [rows]
     length: int
-    scored: int  # the number of tokens at its end that are predicted
+    scored: int  # the number of tokens at the end of each row that are predicted
     first: bool = True  # whether the memory is emptied before this piece
 
 
@@ -209,7 +210,7 @@ class TextScorer:
     """
 
     ids: Tensor  # int32 [tokens]
-    size: int  # in bytes
+    size: int  # the size of the text in bytes
     length: int
     context: int = 0
     tokens: int = 2048

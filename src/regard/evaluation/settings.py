@@ -56,7 +56,9 @@ class Evaluation:
         only=("language modelling",),
     )
     always_answer: bool = key(
-        "answer every question, even if no answer is more likely", False, only=QUESTION_TASKS
+        "answer every question, even if the model prefers to give no answer",
+        False,
+        only=QUESTION_TASKS,
     )
     tokenize: str = key(
         "the tokenization of BLEU (none: for tokenized text)",

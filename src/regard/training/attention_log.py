@@ -22,10 +22,10 @@ class AttentionWarning(UserWarning):
 def watched_model(
     model: nn.Module, settings: Watching, warned: set[str]
 ) -> Iterator[dict[str, dict[str, list[float]]]]:
-    """Context that measures attention: a dict that is filled when the context ends.
+    """Context that measures attention, and yields a dict that is filled when the context ends.
 
-    It has the mean entropy and the largest score of each head of each layer. Warns once for each
-    head whose entropy is too low or whose scores are too large; ``warned`` has earlier warnings.
+    The dict has the mean entropy and the largest score of each head of each layer. Warns of a head
+    whose entropy is too low or whose scores are too large, if ``warned`` does not name it yet.
     """
     measured: dict[str, dict[str, list[float]]] = {}
     was_training = model.training

@@ -43,9 +43,9 @@ def model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
     built = _model(recipe, tokenizer)
     if len(tokenizer) > built.config.vocabulary:
         raise InputError(
-            f"The tokenizer has {len(tokenizer)} tokens, and the model has "
-            f"{built.config.vocabulary}: they do not belong together "
-            "(model.start and tokenizer.start, or model.config.vocabulary)."
+            f"The tokenizer has {len(tokenizer)} tokens, but the model has only "
+            f"{built.config.vocabulary}. Set tokenizer.start to the tokenizer of model.start, or "
+            "raise model.config.vocabulary."
         )
     longest = getattr(built.config, "length", None)
     if longest is not None and recipe.data.length > longest:
@@ -122,7 +122,7 @@ def _tokenizer_sizes(recipe: Recipe, tokenizer: Tokenizer) -> dict[str, Any]:
 def objective(
     recipe: Recipe, tokenizer: Tokenizer, model: Model, table: Table, *, shuffled: bool = True
 ) -> Objective:
-    """The objective of the recipe's task on a table; for evaluation it is not ``shuffled``."""
+    """The objective of the recipe's task on a table; an evaluation takes ``shuffled=False``."""
     length, tokens = recipe.data.length, recipe.batch.tokens
     if RECORDS[recipe.task] is Pair:
         settings = recipe.optimizer

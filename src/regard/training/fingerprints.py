@@ -1,7 +1,7 @@
 """Fingerprints of runs: the settings and data that the weights depend on.
 
-A resumed run needs the fingerprint of its checkpoint. If the checkpoint lacks a key, the default
-of the key is used. Earlier names of keys are replaced by their current names.
+A run resumes only from a checkpoint with the same fingerprint. A key that the checkpoint does not
+have counts as its default, and an earlier name of a key as its current name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The folder of a run: one run at a time writes it, and its log is lines of JSON."""
+"""The folder of a run, which one run at a time writes, and its log, with one JSON object a line."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ from regard.training.processes import Processes
 from regard.training.tensorboard import Events
 
 LOG, LOCK = "log.jsonl", "run.lock"
-_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # of some network file systems
+# The errors of network file systems without locks.
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 @contextmanager
 def held(folder: Path, processes: Processes) -> Iterator[None]:
     """Context in which no other run writes ``folder``; an empty folder is removed at the end.
 
-    The first process holds a lock, which the operating system ends with the process.
+    The first process holds a lock, which the operating system releases when the process ends.
     """
     with ExitStack() as stack:
         processes.on_first(lambda: stack.enter_context(_held(folder)))

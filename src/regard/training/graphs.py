@@ -1,8 +1,8 @@
 """Replay steps as CUDA graphs (https://docs.pytorch.org/docs/stable/notes/cuda.html#cuda-graphs).
 
 A step of a small model has about a thousand short kernels, and Python launches them more slowly
-than the GPU runs them. Every epoch has batches of the same shapes. For each shape, the first step
-runs without a graph, the second is recorded, and later steps replay the graph in one launch.
+than the GPU runs them. For each shape of a batch, the first step runs without a graph, the second
+is recorded, and later steps replay the graph in one launch.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ class Progress:
     step: int = 0
     best: float | None = None
     since_best: int = 0  # the number of evaluations since the best score
-    scores: dict[str, float] = field(default_factory=dict)  # of the latest evaluation
+    scores: dict[str, float] = field(default_factory=dict)  # the scores of the latest evaluation
     # With schedule.minutes: the seconds of training so far, and the estimated total of steps.
     seconds: float = 0.0
     steps: int | None = None
@@ -103,7 +103,7 @@ class Pace:
 
     @property
     def due(self) -> bool:
-        """Whether 2% of the time has passed since the latest estimate; only in a single process."""
+        """Whether 2% of the time has passed since the latest estimate; False in many processes."""
         if not self.limit or self.processes.count > 1:
             return False
         return time.perf_counter() - self.begun > self.planned + self.limit / 50
@@ -188,8 +188,8 @@ class Trainer:
             if recipe.optimizer.ema
             else None
         )
-        # The running mean averages parameters and copies buffers. These stay the same tensors,
-        # because checkpoints are loaded into them in place.
+        # The running mean averages parameters and copies buffers. The tensors of the mean and of
+        # the model are never replaced, because checkpoints are loaded into them in place.
         named, now = dict(model.named_parameters(remove_duplicate=False)), model.state_dict()
         pairs = {name: (mean, now[name]) for name, mean in (self.ema or {}).items()}
         self.moving = [pair for name, pair in pairs.items() if name in named]
@@ -206,7 +206,10 @@ class Trainer:
     # ------------------------------------------------------------------------------- one step
 
     def step(self) -> tuple[Tensor, Tensor]:
-        """Take one step; return its mean loss and its gradient norm as tensors on the device."""
+        """Take one step; return tensors with its gradient norm and this process's part of its loss.
+
+        The parts of all processes add up to the mean loss of the step.
+        """
         recipe, number = self.recipe, self.progress.step + 1
         random = generator(recipe.seed, 1, number, device=self.feed.device)
         shares, targets = [], []
@@ -216,7 +219,7 @@ class Trainer:
             share, used = self.engine.share(batch, len(rows.rows))
             shares.append((move(share, self.device), used))
             targets.append(count)
-        # Divide by the targets of the whole step, since its batches may have different numbers.
+        # Divide by the targets of the whole step: batches may have different numbers of targets.
         total = move(sum(targets), self.device)
         rate = rate_at(number, self.schedule)
         for group in self.optimizer.param_groups:
@@ -255,7 +258,7 @@ class Trainer:
         return torch.autocast(self.device.type, dtype=kind, enabled=kind is not None)
 
     def _move_ema(self, decay: float) -> None:
-        # A lower decay in the first steps: otherwise the initial weights would dominate the mean.
+        # The decay is lower in the first steps: otherwise initial weights would dominate the mean.
         decay = min(decay, self.progress.step / (self.progress.step + 10))
         means, now = zip(*self.moving, strict=True)
         torch._foreach_lerp_(means, now, 1 - decay)
@@ -336,7 +339,7 @@ class Trainer:
     def _fetch(self, losses: Sequence[Tensor], norms: Sequence[Tensor]) -> dict[str, Any]:
         mean = float(self.processes.sum(torch.stack(list(losses))).mean())
         norm = float(torch.stack(list(norms)).mean())
-        overflows = self.recipe.precision == "float16"  # GradScaler skips such steps
+        overflows = self.recipe.precision == "float16"  # GradScaler skips steps that overflow
         if not math.isfinite(mean) or not (math.isfinite(norm) or overflows):
             raise InputError(
                 f"By step {self.progress.step} the loss is {mean} and the gradient's norm {norm}. "
@@ -374,7 +377,7 @@ class Trainer:
             progress.since_best = 0 if better else progress.since_best + 1
 
     def _measure(self, model: nn.Module) -> dict[str, float]:
-        # Not compiled: shapes change with every decoded token.
+        # Without compilation, because shapes change with every decoded token.
         eager = torch.compiler.set_stance("force_eager")
         with eager, torch.no_grad(), self.autocast():
             model.eval()
@@ -437,8 +440,8 @@ class Trainer:
         state = saved.state
         if (other := difference(state["fingerprint"], self.fingerprint)) is not None:
             raise InputError(
-                f"{saved.folder} was made with {other}. A run is resumed with the recipe it began "
-                "with; to start another run from its weights, set model.start and another output."
+                f"{saved.folder} was made with {other}. Resume a run with the recipe that it began "
+                "with. To start another run from its weights, set model.start and another output."
             )
         self.model.load_state_dict(state["model"])
         # If an older checkpoint lacks a field of a parameter group, keep the initial value.

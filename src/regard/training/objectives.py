@@ -144,7 +144,7 @@ class Answers(Stateless):
 
 class TextBatch(NamedTuple):
     ids: Tensor  # [batch, n]
-    labels: Tensor  # [batch, m], of the last m <= n ids
+    labels: Tensor  # [batch, m]: the labels of the last m <= n ids
     first: bool  # whether a model's memory is emptied before this batch
 
 
@@ -197,7 +197,7 @@ class NextToken(Pieces):
 class NextTokenWithMemory(NextToken):
     """Next-token prediction with a memory of the previous pieces of each lane.
 
-    The memory is emptied after every ``reset_every`` pieces.
+    The memory is emptied after every ``reset_every`` pieces, or after each epoch if that is 0.
     """
 
     def __init__(
@@ -257,7 +257,9 @@ class MaskedTokens(Pieces):
     ) -> None:
         self.first, self.last, self.mask, self.vocabulary = first, last, mask, vocabulary
         if length < 3:
-            raise InputError(f"data.length = {length}, but [CLS] and [SEP] alone are 2 tokens.")
+            raise InputError(
+                f"data.length = {length}, but [CLS] and [SEP] alone are 2 tokens. Raise it."
+            )
         super().__init__(text, length - 2, tokens * (length - 2) // length)
         self.plan = Windows(self.total, self.length, self.rows, shuffled)
 

@@ -32,7 +32,7 @@ def rate_at(step: int, schedule: Schedule) -> float:
 
 
 def _size(parameter: Tensor) -> float:
-    """A parameter's root mean square, at least 0.001; two digits, so that groups can share it."""
+    """A parameter's root mean square, at least 0.001; in two digits, so that groups are few."""
     rms = float(parameter.detach().double().square().mean().sqrt())
     return max(float(f"{rms:.1e}"), 1e-3)
 

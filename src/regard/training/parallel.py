@@ -78,7 +78,7 @@ class Engine:
         return self.objective.loss(self.model, batch)
 
     def joining(self, last: bool) -> AbstractContextManager[None]:
-        """Context of a backward pass; in a step's ``last``, gradients are summed over processes."""
+        """Context of a backward pass; the ``last`` one of a step sums gradients over processes."""
         del last
         return nullcontext()
 

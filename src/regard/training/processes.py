@@ -89,9 +89,10 @@ class Processes:
         return tensor
 
     def any_of(self, *flags: bool) -> tuple[bool, ...]:
-        """For each flag, whether any process set it in the previous call; this call does not wait.
+        """For each flag, whether any process set it in the previous call.
 
-        With one process, the flags of this call.
+        So a process never waits for the others to reach this call. One process alone gets its own
+        flags of this call.
         """
         if self.count == 1:
             return flags
@@ -128,7 +129,7 @@ def joined(device: torch.device) -> Iterator[Processes]:
 
 
 def _shared_name(store: Any, rank: int, count: int) -> str:
-    """A name that only the processes of this start share, as a prefix for their store.
+    """A prefix for the keys in the store, which only the processes of this start share.
 
     After a restart, the store still has the addresses of dead processes: a process that reads them
     would wait forever, and counts of restarts differ between machines

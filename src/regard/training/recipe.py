@@ -29,7 +29,7 @@ class Model:
 
     kind: str = key("the architecture", among=NAMES)
     start: str | None = key(
-        "a checkpoint to start from, a folder or a name; without it, random weights", None
+        "the folder or the name of a checkpoint to start from; without it, random weights", None
     )
     config: dict[str, Any] = key("the sizes: fields of the architecture's config", dict)
     variational_dropout: bool = key("use one dropout mask for all positions of a sequence", False)
@@ -67,9 +67,9 @@ class Optimizer:
     """AdamW (https://arxiv.org/abs/1711.05101)."""
 
     betas: tuple[float, ...] = key(
-        "the decay of the two running averages of gradients", (0.9, 0.98)
+        "the decays of the running averages of the gradient and of its square", (0.9, 0.98)
     )
-    epsilon: float = key("added to the denominator", 1e-9, least=0)
+    epsilon: float = key("the number added to the denominator of an update", 1e-9, least=0)
     weight_decay: float = key("weight decay, for matrices only", 0.0, least=0)
     clip: float = key("the maximum norm of the gradient; 0 for no limit", 1.0, least=0)
     label_smoothing: float = key("label smoothing", 0.0, least=0, most=0.99, only=PAIR_TASKS)
@@ -88,20 +88,20 @@ class Optimizer:
         only=("transformer-xl",),
     )
     temporal_activation_regularization: float = key(
-        "the weight of the penalty on changes of these outputs from one position to the next "
-        "(TAR, in the same paper)",
+        "the weight of the penalty on changes of the last layer's outputs from one position to "
+        "the next (TAR, in the same paper)",
         0.0,
         least=0,
         only=("transformer-xl",),
     )
     embedding_rate: float = key(
-        "the learning rate of embedding tables, as a multiple of the rate; learned positions "
-        "are not included",
+        "the learning rate of embedding tables, as a multiple of schedule.rate; learned positions "
+        "keep schedule.rate",
         1.0,
         least=0,
     )
     scale_by_initial_rms: bool = key(
-        "scale the rate of each matrix by its root mean square at initialisation, for T5, whose "
+        "scale the rate of each parameter by its root mean square at initialisation; for T5, whose "
         "matrices start at very different scales",
         False,
     )
@@ -144,7 +144,7 @@ class Recipe:
     task: str = key("the task to train for", among=tuple(TRAINABLE))
     output: str = key("the folder of the run: checkpoints, log and the finished model")
     seed: int = key("the seed of all random numbers", 0, least=0, most=2**63 - 1)
-    device: str = key("cpu, cuda, cuda:1 ...; auto is cuda if there is one", "auto")
+    device: str = key("cpu, cuda, cuda:1 ...; auto is cuda if there is a GPU", "auto")
     precision: str = key(
         "the precision of computation (weights stay float32)", "float32", among=PRECISIONS
     )
@@ -160,7 +160,7 @@ class Recipe:
     compile: bool = key("compile the model with torch.compile", False)
     cuda_graphs: bool = key(
         "replay steps as CUDA graphs, which is faster for small models; for one process, and "
-        "batches that are the same in each epoch",
+        "batches that have the same shapes in each epoch",
         False,
     )
     parallel: str = key(

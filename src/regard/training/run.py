@@ -45,7 +45,9 @@ class Result:
     folder: Path  # the folder of the run; its folder "model" has the finished model
     step: int
     finished: bool  # False if the run was interrupted; it can be resumed
-    scores: dict[str, float]  # of the finished model, on data.test or else data.valid
+    # The scores of the finished model on data.test, or else on data.valid; after an interruption,
+    # those of the latest evaluation.
+    scores: dict[str, float]
     rank: int = 0  # the rank of this process in the run
 
 
@@ -79,7 +81,9 @@ def train(
     """
     if isinstance(recipe, Recipe):
         if overrides:
-            raise InputError("Overrides are for recipe files: set the fields of the Recipe.")
+            raise InputError(
+                "Overrides apply only to recipe files. Set the fields of the Recipe instead."
+            )
     else:
         recipe = read_recipe(recipe, overrides)
     device = local_device(_device(recipe.device))
@@ -112,8 +116,8 @@ def _train(
         )
         model = building.model(recipe, text).to(device)  # created on the CPU: equal on any device
         if recipe.compile:
-            # Pieces of text have one or two shapes, other batches have many. The compiler's default
-            # depends on earlier shapes, so a resumed run could differ.
+            # Batches of text have one or two shapes, and other batches have many. By default, the
+            # compiler decides by the shapes so far, so that a resumed run could differ.
             model.compile(dynamic=RECORDS[recipe.task] is not str)
         parts, names = processes.first_then_others(lambda: _tables(recipe, text, log))
         for name, table in parts.items():
@@ -162,7 +166,7 @@ def _kernels(recipe: Recipe) -> AbstractContextManager[None]:
     """Context without cuDNN's attention if batches have many shapes.
 
     cuDNN needs about 0.3 s to plan each new shape (H200, torch 2.11), which would dominate the
-    time. Pieces of text have only one or two shapes.
+    time. Batches of text have only one or two shapes.
     """
     if RECORDS[recipe.task] is str:
         return nullcontext()

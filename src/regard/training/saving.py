@@ -214,7 +214,7 @@ class Keeper:
     def _follow(self, parts: Mapping[str, Tensor], folder: Path) -> None:
         from regard.training.shards import write_parts
 
-        with suppress(OSError):  # the first process raises it in all processes
+        with suppress(OSError):  # the first process raises the error in all processes
             write_parts(parts, folder, self.disk)
 
     def newest(self, likes: Mapping[str, Tensor] | None = None) -> Saved | None:

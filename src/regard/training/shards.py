@@ -37,9 +37,9 @@ from regard.checkpoints.folders import INDEX, Disk
 def write_parts(
     tensors: Mapping[str, Tensor], folder: Path, disk: Disk
 ) -> dict[str, dict[str, Any]]:
-    """Write one file per process with its parts; in the first process, return the size and SHA-256.
+    """Write one file per process with its parts. If one process fails, raise OSError in all.
 
-    If writing fails in one process, raises OSError in all.
+    The first process returns the size and SHA-256 of each file.
     """
     writer = _Writer(folder, disk)
     try:

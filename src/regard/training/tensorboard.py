@@ -1,4 +1,4 @@
-"""Write logged numbers in TensorBoard's file format, without the package.
+"""Write logged numbers in TensorBoard's file format, without the package tensorboard.
 
 A file is a sequence of records. A record has a length and a protocol buffer of type Event, each
 with a checksum:

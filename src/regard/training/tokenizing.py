@@ -23,7 +23,7 @@ SENTINELS = tuple(f"<extra_id_{n}>" for n in range(100))
 def tokenizer(recipe: Recipe, folder: Path) -> Tokenizer:
     """The tokenizer of a recipe; if it is trained, it is stored in ``folder`` and reused.
 
-    Otherwise processes could differ: training WordPiece or Unigram again gives other ids.
+    Training WordPiece or Unigram again could give other ids.
     """
     start = recipe.tokenizer.start or recipe.model.start
     if start is not None and not recipe.tokenizer.keep:
