@@ -114,7 +114,7 @@ KEY = "transformer.wte.weight"
     [
         (lambda t: t[KEY + ".scale"].fill_(torch.nan), r"wte\.weight: .*scale is negative or not"),
         (lambda t: t[KEY + ".scale"].fill_(-1), r"wte\.weight: .*scale is negative"),
-        (lambda t: t[KEY].fill_(-128), r"wte\.weight: .*below the least"),
+        (lambda t: t[KEY].fill_(-128), r"wte\.weight: .*below the allowed range"),
         (lambda t: t.update({KEY + ".scale": torch.ones(50, 2).half()}), "have scales of shape"),
         (lambda t: t.update({KEY + ".scale": torch.ones(50, 1)}), "float16 scales"),
         (lambda t: t.update({KEY: torch.ones(50, 32)}), "int8 or uint8"),

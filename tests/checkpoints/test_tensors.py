@@ -131,7 +131,7 @@ def test_without_architectures_the_model_type_counts(folder: Path) -> None:
         (lambda h: h[BIAS].update(shape=[4.0]), "shape"),
         (lambda h: h[BIAS].update(data_offsets=[0, 16]), "overlaps|gap"),
         (lambda h: h[BIAS].update(data_offsets=[0, 2**40]), "within the file"),
-        (lambda h: h[BIAS].pop("shape"), "lacks dtype, shape or data_offsets"),
+        (lambda h: h[BIAS].pop("shape"), "does not give dtype, shape and data_offsets"),
         (lambda h: h.pop(BIAS), "gap|follow"),
     ],
 )

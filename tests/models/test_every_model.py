@@ -430,5 +430,5 @@ def test_ids_outside_of_the_vocabulary_are_refused(model: Any, wrong: int) -> No
 
 def test_token_types_outside_of_their_range_are_refused() -> None:
     ids = torch.tensor([[1, 2]])
-    with pytest.raises(InputError, match="Token types are from 0 to 1, but got 5"):
+    with pytest.raises(InputError, match="Token types must be from 0 to 1, but got 5"):
         Bert(BertConfig(**SMALL))(ids, token_types=ids + 3)

@@ -555,7 +555,7 @@ def test_a_model_is_loaded_once_and_again_when_its_files_change(tmp_path: Path) 
         (lambda m: answer("a", [5], model=m / "answer"), "context is a text.*got 5"),
         (lambda m: translate(["a", 5], "fr", model=m / "translate"), "one of them is 5"),
         (lambda m: stream_completion(None, model=m / "gpt2"), "one text .* not NoneType"),
-        (lambda m: translate("a", "fr", model=m / "translate", how="greedy"), "how is Greedy"),
+        (lambda m: translate("a", "fr", model=m / "translate", how="greedy"), "how must be Greedy"),
         (lambda m: translate("a", 5, model=m / "translate"), "not translate into 5"),
         (lambda m: translate("a", "ru", model=m / "translate"), r"'ru'.*offers deu, fra"),
         (lambda m: translate("a", model=m / "translate"), r"into deu, fra\. Choose one"),

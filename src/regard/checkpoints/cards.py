@@ -166,7 +166,9 @@ def read_card(file: Path) -> Card:
             f"{file} should have the keys {sorted(wanted)}; missing or unknown: {odd}."
         )
     if not facts["parameters"].isdecimal():
-        raise CheckpointError(f"{file} gives its parameters as {facts['parameters']!r}.")
+        raise CheckpointError(
+            f"{file}: parameters must be a whole number, but is {facts['parameters']!r}."
+        )
     count = int(facts.pop("parameters"))
     return Card(**facts, parameters=count, text=text.strip() + "\n")
 
@@ -194,12 +196,16 @@ _KINDS: dict[str, tuple[type, ...]] = {
 
 def _score(row: object, file: Path) -> Score:
     if not isinstance(row, dict) or row.keys() != _KINDS.keys():
-        raise CheckpointError(f"{file}: a score has the keys {list(_KINDS)}, but got {row!r}.")
+        raise CheckpointError(
+            f"{file}: a score must have the keys {list(_KINDS)}, but got {row!r}."
+        )
     for key, kinds in _KINDS.items():
         if type(row[key]) not in kinds:
-            raise CheckpointError(f"{file}: {key} is no {kinds[-1].__name__}: {row[key]!r}.")
+            raise CheckpointError(
+                f"{file}: {key} must be a {kinds[-1].__name__}, but is {row[key]!r}."
+            )
     if not all(isinstance(source, dict) for source in row["data"]):
-        raise CheckpointError(f"{file}: data is a list of data sources, not {row['data']!r}.")
+        raise CheckpointError(f"{file}: data must be a list of data sources, not {row['data']!r}.")
     return Score(**row)
 
 

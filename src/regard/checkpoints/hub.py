@@ -15,8 +15,8 @@ from regard.errors import UnknownModelError
 def find(name: str | os.PathLike[str]) -> Path:
     """Return the folder of a model: a shipped model, a folder, or a model of the Hugging Face hub.
 
-    If a folder has the name of a shipped model, pass ``./name``. A hub model is downloaded unless
-    it is in the local cache.
+    A shipped model is found before a folder of the same name: pass ``./name`` for the folder. A hub
+    model is downloaded unless it is in the local cache.
     """
     if not isinstance(name, str | os.PathLike) or not str(name):
         raise UnknownModelError(f"A model is given by its name or a path, not {name!r}.")

@@ -18,7 +18,7 @@ from regard.errors import CheckpointError
 
 @dataclass(frozen=True, slots=True)
 class Rename:
-    """Rename a tensor. If the checkpoint lacks it, ``otherwise`` is read instead."""
+    """Rename a tensor. If the checkpoint does not hold it, ``otherwise`` is read instead."""
 
     theirs: str
     ours: str
@@ -64,7 +64,9 @@ class Fuse:
     def load(self, parts: list[Tensor]) -> Tensor:
         if len({part.shape for part in parts}) > 1 or not parts[0].dim():
             shapes = ", ".join(str(list(part.shape)) for part in parts)
-            raise CheckpointError(f"{', '.join(self.theirs)} should share one shape: {shapes}.")
+            raise CheckpointError(
+                f"{', '.join(self.theirs)} must have one shape, but have {shapes}."
+            )
         if parts[0].is_meta:  # cat() would load PyTorch's compiler here
             rows, *rest = parts[0].shape
             return parts[0].new_empty(len(parts) * rows, *rest)
@@ -200,8 +202,8 @@ class KeyMap:
                 same = one.shape == other.shape and (one.is_meta or torch.equal(one, other))
                 if not same:
                     raise CheckpointError(
-                        f"{rule.theirs} and {rule.same} should be one tensor, but differ in this "
-                        "checkpoint: its model does not tie them."
+                        f"{rule.theirs} and {rule.same} must be equal, because this model ties "
+                        "them, but they differ in the checkpoint."
                     )
         return {
             step.ours: step.load([read(names[key]) for key in step.reads]) for step in self.steps

@@ -1,8 +1,8 @@
 """Packed weights: matrices of small integers, with a scale for each row or part of a row.
 
 ``int8`` has integers from -127 to 127 and one scale per row. ``int4`` has integers from -7 to 7,
-two in a byte, and one scale per 32 numbers of a row. Scales are float16. A packed tensor ``name``
-is stored as int8 (int4: as uint8), and its scales as ``name.scale``.
+two in a byte, and one scale per 32 numbers of a row. A checkpoint stores a packed tensor ``name``
+as an int8 matrix, or as a uint8 matrix for int4, and its float16 scales as ``name.scale``.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def pack(matrix: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     ([[64, -127, 32], [0, 0, 0]], [2, 1])
     """
     if kind not in _MOST:
-        raise InputError(f'A packing is "int8" or "int4", but got {kind!r}.')
+        raise InputError(f'A packing must be "int8" or "int4", but got {kind!r}.')
     if matrix.dim() != 2 or not matrix.is_floating_point() or not matrix.numel():
         raise InputError(f"Only matrices are packed, not {matrix.dtype} {list(matrix.shape)}.")
     rows, columns = matrix.shape
@@ -78,7 +78,7 @@ def unpack(numbers: Tensor, scale: Tensor) -> Tensor:
     else:
         whole = numbers
     if whole.numel() and whole.min() < -_MOST[_STORED[numbers.dtype]]:
-        raise CheckpointError("Packed weights are damaged: a number is below the least allowed.")
+        raise CheckpointError("Packed weights are damaged: an integer is below the allowed range.")
     parts = whole.view(rows, scale.shape[1], -1).float() * scale.float()[..., None]
     return parts.view(rows, columns)
 
@@ -105,17 +105,19 @@ def shape(numbers: Tensor, scale: Tensor) -> tuple[int, int]:
 def packed(tensors: Mapping[str, Tensor], packing: Packing) -> dict[str, Tensor]:
     """Pack the matrices of a checkpoint, and convert all other tensors to float16.
 
-    Matrices below 32 rows or columns are not packed. int4 becomes int8 for a matrix whose columns
-    32 does not divide.
+    Matrices with fewer than 32 rows or columns are not packed. A matrix whose number of columns is
+    not a multiple of 32 is packed as int8 instead of int4.
     """
     kinds = packing if isinstance(packing, Mapping) else {"": packing}
     for pattern, kind in kinds.items():
         if kind not in ("int8", "int4"):
-            raise InputError(f'A packing is "int8" or "int4", but got {kind!r}.')
+            raise InputError(f'A packing must be "int8" or "int4", but got {kind!r}.')
         try:
             re.compile(pattern)
         except (re.error, TypeError) as error:
-            raise InputError(f"A packing has patterns of names, not {pattern!r}: {error}") from None
+            raise InputError(
+                f"A packing needs patterns of names, but got {pattern!r}: {error}"
+            ) from None
     found: dict[str, Tensor] = {}
     for name, tensor in tensors.items():
         fitting = [kind for pattern, kind in kinds.items() if re.search(pattern, name)]

@@ -71,7 +71,7 @@ class Checkpoint:
     folder: Path
     config: dict[str, Any]
     entries: dict[str, Entry]
-    scales: dict[str, Entry] = field(default_factory=dict)  # of the packed entries
+    scales: dict[str, Entry] = field(default_factory=dict)  # keyed like ``entries``
 
     def meta(self, key: str) -> Tensor:
         """Return a tensor without its values, on the meta device."""
@@ -121,8 +121,8 @@ def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
         pickled = sorted(file.name for file in folder.glob("*.bin"))
         if pickled:
             raise CheckpointError(
-                f"{folder} holds its weights as {pickled[0]}, a pickle, which runs code when it is "
-                "opened; regard never does. Convert it once, where you trust it, with "
+                f"{folder} holds its weights as {pickled[0]}, a pickle. Opening a pickle can run "
+                "code, so regard does not open it. Convert it once, where you trust it, with "
                 "transformers: AutoModel.from_pretrained(folder).save_pretrained(folder)."
             )
         raise CheckpointError(f"{folder} holds neither {WEIGHTS} nor {INDEX}.")
@@ -206,7 +206,7 @@ def _header(file: Path) -> dict[str, Entry]:
         length = int.from_bytes(first, "little")
         if len(first) < 8 or length < 2 or length > min(size - 8, MAX_JSON_BYTES):
             raise CheckpointError(
-                f"{file} is no safetensors file: its header would take {length:,} of its "
+                f"{file} is not a safetensors file: its header would take {length:,} of its "
                 f"{size:,} bytes."
             )
         header = parse_object(opened.read(length), file)
@@ -231,11 +231,11 @@ def _header(file: Path) -> dict[str, Entry]:
 def _entry(file: Path, key: str, value: object, data: int, size: int) -> Entry:
     """Check one entry of a header."""
     if not isinstance(value, dict) or set(value) != {"dtype", "shape", "data_offsets"}:
-        raise CheckpointError(f"{file} lacks dtype, shape or data_offsets of {key}.")
+        raise CheckpointError(f"{file} does not give dtype, shape and data_offsets of {key}.")
     dtype, shape, offsets = value["dtype"], value["shape"], value["data_offsets"]
     if not isinstance(dtype, str) or dtype not in _DTYPES:
         raise CheckpointError(
-            f"{file} holds {key} as {dtype!r}; regard reads {', '.join(_DTYPES)}."
+            f"{file} holds {key} as {dtype!r}, but regard reads only {', '.join(_DTYPES)}."
         )
     if not _whole(shape) or len(shape) > 8 or not _whole(offsets) or len(offsets) != 2:
         raise CheckpointError(f"{file}: {key} has an invalid shape {shape} or offsets {offsets}.")

@@ -21,7 +21,7 @@ class DecodingState(Protocol):
         """Give each sentence this many beams, each a copy of its current state."""
 
     def follow(self, origins: Tensor) -> None:
-        """Let beam ``i`` of each sentence continue its beam ``origins[:, i]``."""
+        """Let beam ``i`` of each sentence continue that sentence's beam ``origins[:, i]``."""
 
     def keep(self, sentences: Tensor) -> None:
         """Keep these sentences only, in this order."""
@@ -30,7 +30,7 @@ class DecodingState(Protocol):
         """Mark these sentences as done. Their rows are unused until new sentences replace them."""
 
     def place(self, sentences: Tensor, others: Self, which: Tensor) -> None:
-        """Replace ``sentences`` by the sentences ``which`` of the state ``others``.
+        """Replace ``sentences`` by the sentences of the state ``others`` at ``which``.
 
         ``others`` has the same number of beams, and has read its prompts.
         """
@@ -89,8 +89,8 @@ def run(
 ) -> list[list[Generated]]:
     """Decode all prompts. Long prompts come first, so that a batch has similar lengths.
 
-    ``room`` is the largest number of nodes of a sentence. ``capacity`` maps the length of a prompt
-    to a batch size.
+    ``room`` is the largest number of new tokens of a sentence, over all its beams. ``capacity``
+    maps the length of a prompt to a batch size.
     """
     waiting = deque(sorted(range(len(prompts)), key=lambda index: -len(prompts[index])))
     tasks: dict[int, T] = {}
@@ -116,7 +116,7 @@ def run(
             done = [row for row, task in enumerate(live) if task.done]
             if len(done) == len(live) and not ready:
                 break
-            if done and 8 * len(done) >= len(live):  # so many that the copies pay off
+            if done and 8 * len(done) >= len(live):  # copies cost less than the unused rows
                 if not ready and waiting and capacity(len(prompts[waiting[0]])) < 2 * len(live):
                     new, first, others = enter()
                     ready = [row for row, task in enumerate(new) if not task.done]

@@ -33,7 +33,8 @@ def generate(
 
     ``how`` is greedy by default. Prompts are the ids that the model's ``start_decoding`` takes: a
     text to complete, or a source to translate. At most ``batch`` prompts of similar length run
-    together, with at most ``tokens`` ids, padding included. Results keep the order of the prompts.
+    together, with at most ``tokens`` prompt ids, padding included. Results keep the order of the
+    prompts.
 
     >>> from regard import GPT2, GPT2Config
     >>> model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2)).eval()
@@ -47,7 +48,7 @@ def generate(
     if tokens is not None:
         at_least("generate(tokens=...)", tokens, 1)
     if not isinstance(prompts, Iterable):
-        raise InputError(f"generate() takes a list of prompts, but got {prompts!r}.")
+        raise InputError(f"generate() needs a list of prompts, but got {prompts!r}.")
     begun, ends = [_prompt(prompt) for prompt in prompts], _stop(stop)
 
     def capacity(longest: int) -> int:
@@ -99,7 +100,7 @@ def _strategy(how: Strategy | None) -> Strategy:
     if how is None:
         return Greedy()
     if not isinstance(how, Strategy):
-        raise InputError(f"how is Greedy(), Sample(...) or Beam(...), but got {how!r}.")
+        raise InputError(f"how must be Greedy(), Sample(...) or Beam(...), but got {how!r}.")
     return how
 
 
@@ -111,9 +112,9 @@ def _ids(given: Any, what: str, advice: str = "") -> list[int]:
 
 
 def _prompt(prompt: Any) -> list[int]:
-    advice = " Tokenizer.encode(...).ids makes such a list of a text."
-    return _ids(prompt, "Prompts are lists", advice)
+    advice = " Tokenizer.encode(...).ids makes such a list from a text."
+    return _ids(prompt, "Prompts must be lists", advice)
 
 
 def _stop(stop: Any) -> frozenset[int]:
-    return frozenset(_ids(stop, "stop=... is a list"))
+    return frozenset(_ids(stop, "stop=... must be a list"))

@@ -32,7 +32,7 @@ class Searches:
 
         ``logits`` has a row for each beam of each search. In the first step, a search has one beam.
         """
-        # Every beam can continue even if the best candidates are all stop tokens.
+        # With so many candidates every beam can continue, even if all stop tokens score higher.
         most = max(2, 1 + len(self.stop)) * self.beams
         logits = logits.float()
         scores = torch.tensor([search.scores for search in searches], device=logits.device)
@@ -61,7 +61,7 @@ class Search:
         self.strategy, self.length, self.stop, self.begun = strategy, length, stop, begun
         self.taken = 0  # number of steps
         self.paths: list[Path] = [None]
-        self.scores: list[float] = [0.0]  # of each beam
+        self.scores: list[float] = [0.0]  # for each beam, its log-probability
         self.origins: list[int] = [0]  # for each beam, the earlier beam that it continues
         self.tokens: list[int] = []  # for each beam, its last token
         self.finished: list[Generated] = []

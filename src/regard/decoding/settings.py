@@ -20,7 +20,7 @@ _SEARCH = (
 )  # fmt: skip
 # Older checkpoints have these settings in config.json.
 _IN_CONFIG = (*_SEARCH, "bad_words_ids", "repetition_penalty")
-# Settings that regard ignores, and their values that have no effect.
+# Settings that regard ignores, each with the values that have no effect.
 _NEUTRAL: dict[str, tuple[object, ...]] = {
     "repetition_penalty": (1.0,),
     "encoder_no_repeat_ngram_size": (0,),
@@ -129,7 +129,7 @@ class Settings:
     ) -> tuple[Strategy, int | None]:
         """Return the strategy of a call, and the maximum number of new tokens, None if not set.
 
-        A strategy as ``asked`` replaces these settings. Settings as ``asked`` override them.
+        If ``asked`` is a strategy, it replaces these settings. Otherwise it overrides single ones.
         """
         if isinstance(asked, Strategy):
             return asked, self.max_new_tokens if max_new_tokens is None else max_new_tokens
@@ -137,7 +137,7 @@ class Settings:
             asked = Settings.of_call(asked)
         if not isinstance(asked, Settings | None):
             raise InputError(
-                f"how is Greedy(), Sample(...), Beam(...) or Settings(...), but got {asked!r}."
+                f"how must be Greedy(), Sample(...), Beam(...) or Settings(...), but got {asked!r}."
             )
         chosen = self if asked is None else self.updated(asked)
         if asked is not None and asked.length_penalty is not None and chosen.num_beams == 1:

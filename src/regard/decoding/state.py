@@ -1,6 +1,6 @@
 """The decoding state between steps: cached keys and values, or Transformer-XL's memories.
 
-``DecodingState`` in ``batching.py`` says what the methods that both have do.
+``DecodingState`` in ``batching.py`` documents the methods that both classes share.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class State:
 
     @property
     def _unborn(self) -> float:
-        """The initial bias of future nodes: -inf with several beams, which see only their own."""
+        """The initial bias of future nodes: -inf if they belong to one of several beams."""
         return -math.inf if self.beams > 1 else 0.0
 
     def padding(self, keys: int) -> Padding | None:
@@ -78,7 +78,7 @@ class State:
 
     def spread(self, beams: int) -> None:
         if self._trunk is not None:
-            raise InputError("Beams are spread before the first step.")
+            raise InputError("Call spread() before the first decoding step.")
         self.beams = beams
 
     def bias(self, like: Tensor) -> Tensor | None:
@@ -164,7 +164,7 @@ class State:
         self._tidy()
 
     def _place_context(self, sentences: Tensor, others: State, which: Tensor) -> None:
-        """Replace the context of ``sentences`` by that of the sentences ``which`` of ``others``."""
+        """Replace the context of ``sentences`` by the context in ``others`` at ``which``."""
         assert self.context is not None
         assert others.context is not None
         lengths = self._lengths.index_copy(0, sentences, others._lengths.index_select(0, which))
@@ -208,7 +208,7 @@ class State:
         return self._bias, self.pads
 
     def _tidy(self) -> None:
-        """Drop the first nodes hidden in all rows, if they are at least a quarter of the nodes."""
+        """Drop the leading nodes that all rows hide, if they are at least a quarter of all."""
         self._unused = 0 if self.pads is None else int(self.pads.min())
         if self._bias is None:
             return

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from regard.errors import InputError
 
-MAX_LENGTH_PENALTY = 10.0  # the minimum is -10; length ** 1000 is no float
+MAX_LENGTH_PENALTY = 10.0  # also of a negative one: length ** 1000 overflows a float
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Sample:
         share = is_number(self.top_p) and 0 < self.top_p <= 1
         _check(self, "top_p", share, "must be above 0 and at most 1")
         seed = is_whole(self.seed) and -(2**63) <= self.seed < 2**64
-        _check(self, "seed", seed, "is a whole number of 64 bits")
+        _check(self, "seed", seed, "must be a whole number of 64 bits")
         _check_counts(self, top_k=0, no_repeat_ngram_size=0, min_new_tokens=0)
 
 
@@ -97,7 +97,7 @@ class Beam:
         most, given = MAX_LENGTH_PENALTY, self.length_penalty
         bounded = is_number(given) and -most <= given <= most
         _check(self, "length_penalty", bounded, f"must be a number from {-most:g} to {most:g}")
-        _check(self, "early_stopping", known, 'is True, False or "never"')
+        _check(self, "early_stopping", known, 'must be True, False or "never"')
 
 
 Strategy = Greedy | Sample | Beam
@@ -116,7 +116,7 @@ class Generated:
 
     ids: list[int]
     score: float  # the sum of log-probabilities; with Beam, divided by length ** length_penalty
-    stopped: bool  # whether a stop token ended it, not the maximum length
+    stopped: bool  # True if a stop token ended it, False if the maximum length did
 
 
 def is_number(value: Any) -> bool:

@@ -99,7 +99,7 @@ def _block(config: BertConfig) -> Block:
 
 
 def _initialise(model: nn.Module) -> None:
-    """Initialise as the released code: normal with deviation 0.02, truncated at two; biases 0."""
+    """Initialise like the released code: normal, deviation 0.02, truncated at 0.04; biases 0."""
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             nn.init.zeros_(parameter)

@@ -58,7 +58,7 @@ class Bundle:
         return prefix if isinstance(prefix, str) else ""
 
     def check_prefix(self, text: str) -> None:
-        """Raise InputError if the model has a single task and ``text`` lacks its prefix."""
+        """Raise InputError if the model has one task and ``text`` begins without its prefix."""
         prefix = self.prefix(next(iter(self.tasks))) if len(self.tasks) == 1 else ""
         if not text.startswith(prefix.strip()):
             raise InputError(
@@ -80,7 +80,9 @@ class Bundle:
         given = self.model.config.end_token if given is None else given
         ends = given if isinstance(given, list) else [] if given is None else [given]
         if not all(type(token) is int for token in ends):
-            raise CheckpointError(f"{self.name}: eos_token_id = {given!r} is no token.")
+            raise CheckpointError(
+                f"{self.name}: eos_token_id = {given!r} is not a token id or a list of ids."
+            )
         return ends
 
     @property
@@ -88,7 +90,9 @@ class Bundle:
         """The number of tokens that the model reads at once."""
         window = self.model.longest or self.config.get("n_positions") or 512
         if type(window) is not int or window < 8:
-            raise CheckpointError(f"{self.name}: n_positions = {window!r} is no length.")
+            raise CheckpointError(
+                f"{self.name}: n_positions = {window!r} is not a whole number of at least 8."
+            )
         return window
 
 

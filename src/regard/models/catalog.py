@@ -61,7 +61,8 @@ def at(folder: Path, name: str) -> Known:
     model = _described(folder, name, "folder")
     if model is None:
         raise InputError(
-            f"{folder} holds no model of an architecture that regard has: see its config.json."
+            f"{folder} holds no model of an architecture that regard implements. Check "
+            '"architectures" in its config.json.'
         )
     return model
 
@@ -91,7 +92,7 @@ def _cached() -> Iterator[Known]:
 
 
 def _described(folder: Path, name: str, origin: str) -> Known | None:
-    """Read a model's description from its files; None if regard lacks the architecture."""
+    """Read a model's description from its files; None if regard cannot load it."""
     names = _json(folder / "config.json").get("architectures")
     hub_name = names[0] if isinstance(names, list) and names else None
     row = row_named(hub_name)

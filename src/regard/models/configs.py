@@ -29,12 +29,12 @@ class Kind:
     words: str
     accepts: Callable[[Any], bool]
     optional: bool = False
-    divides: str = ""  # a field that must be a multiple of this one
+    divides: str = ""  # the name of a field that must be a multiple of the value
 
     def __call__(self, default: object, key: str, missing: object = None) -> Any:
-        """Return a field that is ``key`` in config.json; it accepts None if that is the default.
+        """Return a field that is ``key`` in config.json. None is valid if it is the default.
 
-        ``missing`` is the value of a missing key, if that is not the default.
+        If config.json has no such key, the value is ``missing``, or the default without it.
         """
         optional = self.optional or default is None
         words = f"None or {self.words}" if optional else self.words
@@ -54,7 +54,7 @@ def _number(value: object) -> bool:
 
 size, layers = whole(2**24), whole(1024)
 heads = whole(2**24, divides="dim")  # heads that share the dimensions of the model
-rate = Kind("a number from 0 to below 1", lambda v: _number(v) and 0 <= v < 1)  # of dropout
+rate = Kind("a number from 0 to below 1", lambda v: _number(v) and 0 <= v < 1)
 positive = Kind("a number above 0", lambda v: _number(v) and 0 < v < 1e6)
 switch = Kind("true or false", lambda v: type(v) is bool)
 token = Kind("a token's id", lambda v: type(v) is int and 0 <= v < 2**31, optional=True)
@@ -87,12 +87,12 @@ class Config:
 def read(config: type[Config], raw: Mapping[str, Any], fixed: Mapping[str, object]) -> Config:
     """Return the config that ``raw``, the contents of config.json, describes.
 
-    ``fixed`` are values that regard requires: it does not implement models with others.
+    ``fixed`` maps keys to the only values that regard implements.
     """
     for key, value in fixed.items():
         if raw.get(key, value) != value:
             raise CheckpointError(
-                f"config.json says {key} = {raw[key]!r}; regard's model has {value!r}."
+                f"config.json says {key} = {raw[key]!r}, but regard implements only {value!r}."
             )
     given = {}
     for entry in fields(config):

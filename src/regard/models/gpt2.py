@@ -107,7 +107,8 @@ class GPT2(LanguageModel):
     def _initialise(self) -> None:
         """Initialise with normal deviations of 0.02 (positions 0.01) and biases of 0.
 
-        The output layers of blocks are divided by the square root of their number (section 2.3).
+        The weights of layers that end at a residual sum are divided by the square root of the
+        number of such layers (section 2.3).
         """
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):

@@ -33,9 +33,9 @@ def load(
     'Bert'
     """
     if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-        raise InputError(f"load(dtype=...) is a floating-point dtype of torch, not {dtype!r}.")
+        raise InputError(f"load(dtype=...) must be a floating-point dtype, not {dtype!r}.")
     if model is not None and not (isinstance(model, type) and issubclass(model, Model)):
-        raise InputError(f"load(model=...) is a class such as Bert, not {model!r}.")
+        raise InputError(f"load(model=...) must be a class such as Bert, not {model!r}.")
     check_device(device)
     source = open_checkpoint(name)
     if model is None:
@@ -44,7 +44,7 @@ def load(
 
 
 def check_device(device: torch.device | str | None) -> None:
-    """Raise InputError for a device that PyTorch does not have, or that holds no numbers."""
+    """Raise InputError for a device that PyTorch does not have, or that cannot store values."""
     try:
         torch.zeros(1, device=device).item()  # an error on meta
     except (RuntimeError, TypeError, AssertionError):  # AssertionError: built without CUDA

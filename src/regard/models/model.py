@@ -34,10 +34,10 @@ def check_ids(ids: Tensor, vocabulary: int, what: str = "Ids") -> None:
     Ids on a GPU are not read, because that would make the host wait.
     """
     if not isinstance(ids, Tensor):
-        raise InputError(f"{what} are a tensor [batch, n], but got {type(ids).__name__}.")
+        raise InputError(f"{what} must be a tensor [batch, n], but got {type(ids).__name__}.")
     if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         raise InputError(
-            f"{what} are whole numbers [batch, n], but got {ids.dtype} of shape {list(ids.shape)}. "
+            f"{what} must be int32 or int64 [batch, n], but got {ids.dtype} {list(ids.shape)}. "
             "For a single sequence pass ids[None]."
         )
     if ids.numel() and can_read(ids):
@@ -45,7 +45,7 @@ def check_ids(ids: Tensor, vocabulary: int, what: str = "Ids") -> None:
         if least < 0 or most >= vocabulary:
             wrong = least if least < 0 else most
             raise InputError(
-                f"{what} are from 0 to {vocabulary - 1}, but got {wrong}. "
+                f"{what} must be from 0 to {vocabulary - 1}, but got {wrong}. "
                 "Encode text with the tokenizer of this model."
             )
 
@@ -69,7 +69,7 @@ def pad(
     vocabulary: int,
     device: torch.device,
 ) -> tuple[Tensor, Padding | None]:
-    """Return sequences of ids as one tensor [batch, longest], and the padding, None if not needed.
+    """Return ids as one tensor [batch, longest], and the padding; None if all lengths are equal.
 
     >>> ids, padding = pad([[5, 6], [7]], 0, "left", 10, torch.device("cpu"))
     >>> ids.tolist(), padding
@@ -80,7 +80,7 @@ def pad(
         raise InputError("Every sequence needs at least one token.")
     for sequence in sequences:
         if not 0 <= min(sequence) <= max(sequence) < vocabulary:
-            raise InputError(f"Ids are from 0 to {vocabulary - 1}, but got {list(sequence)}.")
+            raise InputError(f"Ids must be from 0 to {vocabulary - 1}, but got {list(sequence)}.")
     longest = max(lengths)
     rows = []
     for sequence in sequences:
@@ -187,7 +187,7 @@ class AttentionLayer(NamedTuple):
 def attention_in(
     half: Literal["", "encoder", "decoder"], module: nn.Module, across: bool = False
 ) -> list[AttentionLayer]:
-    """Return the self-attention layers inside ``module``, or the cross-attention ones, in order."""
+    """Return the self-attention layers of ``module``; if ``across``, its cross-attention layers."""
     name = "cross" if across else "attention"
     parts = (getattr(block, name, None) for block in module.modules())
     layers = (part for part in parts if isinstance(part, MultiHeadAttention))
@@ -197,8 +197,9 @@ def attention_in(
 class Model(nn.Module):
     """The base class of all models. A config and a key map define how it is loaded and saved.
 
-    A new architecture needs a subclass and a row of the registry. Properties describe what a model
-    can do, so that other code need not check its class.
+    A new architecture needs a row of the registry and a subclass of :class:`LanguageModel`,
+    :class:`EncoderDecoder` or :class:`Model`. Class attributes such as ``remembers`` tell other
+    code what else sets a model apart.
 
     >>> import tempfile
     >>> from regard import GPT2, GPT2Config, load
@@ -211,7 +212,7 @@ class Model(nn.Module):
     (True, True)
     """
 
-    fixed: ClassVar[Mapping[str, object]] = {}
+    fixed: ClassVar[Mapping[str, object]] = {}  # the values that config.json must have
     generates: ClassVar[bool] = False  # has start_decoding and step
     remembers: ClassVar[bool] = False  # keeps a memory of earlier segments
     relative: ClassVar[bool] = False  # attention scores depend on relative positions
@@ -397,7 +398,9 @@ class Model(nn.Module):
         most ``shard_bytes`` of weights.
         """
         if not isinstance(shard_bytes, int | float) or not shard_bytes >= 1:
-            raise InputError(f"save(shard_bytes=...) is a number of bytes, not {shard_bytes!r}.")
+            raise InputError(
+                f"save(shard_bytes=...) must be a number of bytes, but got {shard_bytes!r}."
+            )
         with torch.device("meta"), _Uninitialised():
             expected = type(self)(self.config).state_dict()
         held = self.state_dict()
@@ -524,8 +527,8 @@ class EncoderDecoder(Model):
     def _encode_all(self, sources: Sequence[Sequence[int]]) -> tuple[Tensor, Padding | None]:
         """Return the hidden states of sources, [batch, longest, dim], and their padding.
 
-        The encoder reads eight sources at a time. Neighbours have similar lengths, so they need
-        little padding.
+        The encoder reads eight sources at a time. Decoding sorts the sources by length, so eight
+        neighbours need little padding.
         """
         parts = []
         for start in range(0, len(sources), 8):

@@ -1,7 +1,7 @@
 """Linear layers for inference on the CPU: prepacked weights, or int8 weights.
 
 ``prepack`` stores weights in the layout that oneDNN's matrix product needs, which saves converting
-them in each call. ``quantize`` stores int8 weights, a quarter of the memory to read. Each output
+them in each call. ``quantize`` stores int8 weights, a quarter of the size of float32. Each output
 and each row of the input has its own scale (https://arxiv.org/abs/2208.07339), so a row's result
 does not depend on the rest of the batch.
 
@@ -46,7 +46,7 @@ def prepack(model: M) -> M:
     for dtype in dtypes - {torch.float32, torch.bfloat16}:
         raise InputError(f"prepack takes weights in float32 or bfloat16, but got {dtype}.")
     if not torch._C._has_mkldnn:
-        raise InputError("prepack needs oneDNN, which this build of PyTorch lacks.")
+        raise InputError("prepack needs oneDNN, which this build of PyTorch does not have.")
     if torch.bfloat16 in dtypes and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         raise InputError("This processor does not compute in bfloat16. Use float32 or int8.")
     return _replace(model, Prepacked)

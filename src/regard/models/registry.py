@@ -34,7 +34,7 @@ class Architecture:
     serves: tuple[str, ...] = ()  # functions of regard.tasks that accept the model
     scored_as: str = ""  # the task whose metrics evaluate the model; "" if none do
     trains_for: tuple[str, ...] = ()  # tasks that recipes can train it for
-    tokenizers: tuple[str, ...] = ()  # kinds of tokenizer that have its special tokens
+    tokenizers: tuple[str, ...] = ()  # kinds of tokenizer with the special tokens it needs
 
     @property
     def class_name(self) -> str:
@@ -135,8 +135,9 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
                 return row
     known = ", ".join(name for row in ARCHITECTURES for name in row.hub_names)
     raise CheckpointError(
-        f"config.json names the architectures {names!r} and the model_type {model_type!r}. regard "
-        f"has {known}. To read it as one of them, pass model=."
+        f"config.json names the architectures {names!r} and the model_type {model_type!r}, which "
+        f"regard does not implement. It implements {known}. To load the checkpoint as one of "
+        "them, pass model=."
     )
 
 

@@ -150,7 +150,7 @@ def _block(config: T5Config, *, cross: bool) -> Block:
             config.heads,
             head_dim=config.head_dim,
             bias=False,
-            scale=1.0,  # folded into the initialisation
+            scale=1.0,  # the initial query weights contain the usual scale
             dropout=config.dropout,
         )
 
@@ -191,7 +191,7 @@ class T5(EncoderDecoder):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Initialise with normal deviations that make up for the missing scale of scores."""
+        """Initialise with normal deviations; that of the queries contains the scale of scores."""
         config = self.config
         nn.init.normal_(self.tokens.weight)
         if isinstance(self.head, nn.Linear):

@@ -173,7 +173,8 @@ class Transformer(EncoderDecoder):
         weight = (self.target_tokens or self.tokens).weight if self.output is None else self.output
         return weight, self.output_bias[0]
 
-    def ban(self, tokens: object) -> bool:  # Marian bans its padding token
+    def ban(self, tokens: object) -> bool:
+        # Marian's files ban the padding token.
         for token in tokens if isinstance(tokens, list) else ():
             if isinstance(token, list) and len(token) == 1 and type(token[0]) is int:
                 if 0 <= token[0] < self.output_vocabulary:

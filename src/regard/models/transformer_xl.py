@@ -54,19 +54,19 @@ class TransformerXLConfig(Config):
     head_dim: int = configs.size(64, "d_head")
     inner: int = configs.size(4096, "d_inner")
     memory: int = configs.size(1600, "mem_len")  # positions that each layer remembers
-    # clamp larger distances to this
+    # the largest distance; larger ones are clamped to it
     furthest: int | None = configs.size(None, "clamp_len", missing=1000)
     # no query attends to more than ``memory`` keys
     same_length: bool = configs.switch(True, "same_length")
     dropout: float = configs.rate(0.1, "dropout")
     attention_dropout: float = configs.rate(0.0, "dropatt")
-    # of queries, keys, values and distances
+    # dropout of projected queries, keys, values and distances
     projection_dropout: float = configs.rate(0.0, "projection_dropout")
-    # before the layers; None: dropout
+    # dropout before the layers; None: the same as ``dropout``
     embedding_dropout: float | None = configs.rate(None, "embedding_dropout")
-    # before the softmax; None: dropout
+    # dropout before the softmax; None: the same as ``dropout``
     output_dropout: float | None = configs.rate(None, "output_dropout")
-    # drops all occurrences of a word in a batch
+    # the probability to drop all occurrences of a word in a batch
     word_dropout: float = configs.rate(0.0, "word_dropout")
     epsilon: float = configs.positive(1e-5, "layer_norm_epsilon")
     end_token: int | None = configs.token(0, "eos_token_id")
@@ -320,7 +320,7 @@ class TransformerXL(LanguageModel):
         self._initialise()
 
     def _initialise(self) -> None:
-        """Initialise as the released code: normal with 0.02 (projections 0.01), biases 0."""
+        """Initialise like the released code: deviation 0.02 (projections 0.01), biases 0."""
         for name, parameter in self.named_parameters():
             if "norm.weight" in name:
                 nn.init.normal_(parameter, mean=1.0, std=0.02)
@@ -452,8 +452,8 @@ class TransformerXL(LanguageModel):
         ties = raw.get("tie_projs", [False] + [True] * len(config.cutoffs))
         if config.projected and ties != [False] + [True] * len(config.cutoffs):
             raise CheckpointError(
-                "config.json has tie_projs that regard does not implement: the output must have "
-                "its own projection for the first band, and share the embedding's for the others."
+                f"config.json says tie_projs = {ties!r}, but regard implements only false for the "
+                "first band and true for the others."
             )
         return config
 
