@@ -60,9 +60,9 @@ def test_a_real_model_in_its_own_precision() -> None:
         "S_scaled = S / √d_k = S / √32 = S / 5.657",
         "without scaling",
         "none: S_masked = S_scaled",
-        "along the row, over all keys, they sum to 1",
+        "over all keys they sum to 1",
         "C = concat(Z_0, …, Z_11) Y = C W_O + b_O",
-        "Each head filled 32 of the 384 columns",
+        "Each head fills 32 of the 384 columns",
         "within the tolerance",
     ):
         assert answer in text, answer
@@ -79,11 +79,11 @@ def test_masks_positions_and_scales_are_explained() -> None:
     relative = text(t5(), "encoder.0", target="the mat")
     assert "S_scaled = S × 1" in relative
     assert "the learned matrices of this model keep scores small without it" in relative
-    assert "a learned number for each distance between query and key" in relative
+    assert "a learned number for each bucket of distances" in relative
     assert "none: S_masked = S_scaled + B" in relative
     content = text(xl(memory=64), "1")
-    assert "how well the query matches the distance" in content
-    assert "a learned vector u is added" in content
+    assert "how well the query matches the embedding of its distance" in content
+    assert "A learned vector u is added" in content
     across = text(t5(), "cross.0", target="the mat")
     assert "K = X_encoder W_K" in across
     assert "may look at the whole source" in across
@@ -101,8 +101,8 @@ def test_the_word_to_follow_is_the_last_by_default() -> None:
         (64, TEXT, {"layer": 5}, "no layer '5'"),
         (64, TEXT, {"head": 9}, "no head 9"),
         (64, TEXT, {"word": "catt"}, "Did you mean 'cat'"),
-        (16, TEXT * 4, {}, "up to 16 tokens of this model"),
-        (512, TEXT * 20, {}, "up to 128 tokens of this model"),
+        (16, TEXT * 4, {}, "up to 16 tokens for this model"),
+        (512, TEXT * 20, {}, "up to 128 tokens for this model"),
     ],
 )
 def test_what_a_model_does_not_have_is_refused(
@@ -114,7 +114,7 @@ def test_what_a_model_does_not_have_is_refused(
 
 def test_options_of_the_other_kind_are_refused() -> None:
     assert explain_options(model=True, head=0, word=None, heads=None) == {"head": 0}
-    with pytest.raises(InputError, match="A model takes no heads and no mask"):
+    with pytest.raises(InputError, match=r"With a model, explain\(\) takes no heads and no mask"):
         explain_options(model=True, heads=2, mask=Causal(), layer=1)
     with pytest.raises(InputError, match="layer and target apply to a model: give the model, too"):
         explain_options(model=False, layer=0, target="the mat", heads=2)

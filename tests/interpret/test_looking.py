@@ -420,7 +420,7 @@ def test_invalid_arguments_are_refused(asked: dict[str, object], message: str) -
     ("call", "message"),
     [
         (lambda: look(gpt2(), TEXT), "Pass tokenizer"),
-        (lambda: look_at(gpt2(vocabulary=20)), "300 tokens and the model 20"),
+        (lambda: look_at(gpt2(vocabulary=20)), "300 tokens, but the model has 20"),
         (lambda: look_at(gpt2(), ""), "The text '' has no tokens"),
         (lambda: look_at(torch.nn.Linear(2, 2)), r"not a model of regard\. .*regard\.watch"),
         (lambda: look("translate", "The cat sat."), r"begin the text with >>deu<< or .*>>fra<<"),

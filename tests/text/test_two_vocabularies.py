@@ -108,7 +108,7 @@ def test_explain_follows_a_word_of_the_target(made: Made) -> None:
     word = words_of(made.target)[0]
     shown = explain_model(made.folder, made.source, layer="cross.0", word=word, target=made.target)
     number = made.text.target.id(f"▁{word}")
-    said = f"{word} is number {number} of the vocabulary. The decoder predicts this token: each row"
+    said = f"{word} is number {number} of the vocabulary. The decoder predicts this token. Each row"
     assert said in " ".join(str(shown).split())
     assert "<unk>" not in str(shown)
 

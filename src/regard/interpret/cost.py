@@ -30,7 +30,7 @@ MAX_TIMED_TOKENS = 2048  # tokens that the estimate runs of a text in a single c
 MAX_TIMED_QUERIES = 1024  # queries that the estimate runs with all keys
 TILE = 64  # queries whose scores are in memory at a time
 MAX_CACHED = 2**26  # bytes of freed memory that an allocator keeps
-LABEL_BYTES = 900  # at most, for the labels of a token and its word
+LABEL_BYTES = 900  # the most that the labels of a token and its word take
 
 
 @dataclass(frozen=True)
@@ -73,20 +73,21 @@ def _chunked(run: TextRun, see: SeeOf, chunks: list[Chunk]) -> float:
 
 
 def _whole(run: TextRun, see: SeeOf, chunks: list[Chunk]) -> float:
-    """The seconds of a text that runs in one chunk, where every query attends to every key.
+    """The seconds of a text that runs in one chunk.
 
-    Attention is timed with a few queries and all keys, because the scores of so many keys do not
-    fit the CPU cache. The time of the other layers is proportional to the length.
+    The time of attention is quadratic in the length. It is measured with a few queries and all
+    keys, because the scores of so many keys do not fit the CPU cache. The time of the other layers
+    is proportional to the length.
     """
     [whole] = chunks
     tokens = whole.stop - whole.start
     seen = {layer.name for layer in run.layers if see(layer, whole) is not None}
 
     def see_part(layer: AttentionLayer, chunk: Chunk) -> See | None:
-        """The ``See`` of each measured layer, even where this part lacks the chosen word."""
+        """The ``See`` of each measured layer, even if this part does not hold the chosen word."""
         return (see(layer, chunk) or See(lse=True)) if layer.name in seen else None
 
-    each = _seconds_per_query(run, see_part, tokens) / tokens  # seconds of a query with one key
+    each = _seconds_per_query(run, see_part, tokens) / tokens  # seconds of one query-key pair
     large = max(min(MAX_TIMED_TOKENS, tokens // 8), 8)
     small = large // 4
     short, long = (
@@ -104,7 +105,7 @@ def _seconds_per_query(run: TextRun, see: SeeOf, tokens: int) -> float:
     total = 0.0
     for layer in run.layers:
         if layer.half == "decoder":
-            continue  # its queries are tokens of the target, not of the text
+            continue  # the queries of a decoder layer are tokens of the target, not of the text
         module = layer.module
         seen = see(layer, Chunk(0, 2)) is not None
         kind = (seen, module.heads, module.key_heads, module.head_dim)
@@ -160,7 +161,7 @@ def _timed(run: Callable[[], None]) -> float:
 
 
 def _memory(run: TextRun, longest: int) -> int:
-    """The bytes of the widest activations and the scores of a chunk, and of the text's labels.
+    """The bytes of a chunk's widest activations, of its scores, and of the labels of the text.
 
     ``longest`` is the number of tokens of the longest chunk. Memory is proportional to it, not to
     its square.
@@ -169,13 +170,13 @@ def _memory(run: TextRun, longest: int) -> int:
     widest = heads = 0
     for module in run.model.modules():
         if isinstance(module, MultiHeadAttention):
-            # The input before and after its norm; queries, keys and values; the heads' output.
+            # The input, before and after the norm; queries, keys and values; outputs of the heads.
             width = module.heads * module.head_dim
             widest = max(widest, 3 * module.qkv.in_features + module.qkv.out_features + 4 * width)
             heads = max(heads, module.heads)
         elif isinstance(module, FeedForward | GatedFeedForward):
             widest = max(widest, 3 * module.up.in_features + 2 * module.up.out_features)
-    # Scores and their exponentials; with relative positions, the biases of all heads, too.
+    # Scores and their exponentials; with relative positions also the biases of all heads.
     relative = run.model.relative
     tiles = TILE * size * (2 + (2 + 2 * heads if relative else 0))
     held = longest * (widest * size + tiles)

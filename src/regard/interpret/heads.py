@@ -97,7 +97,7 @@ class MapMeasurement:
         if not self.pooled and len(self.rows) * len(self.columns) > MAX_EXACT:
             raise InputError(
                 f"A map of {len(self.rows):,} rows and {len(self.columns):,} columns is too large. "
-                f"Give fewer of either, for {MAX_EXACT:,} weights at most."
+                f"Give fewer rows or columns, for {MAX_EXACT:,} weights at most."
             )
         sizes = (len(self.rows), len(self.columns))
         self._cells = torch.zeros([min(MAX_CELLS, n) if self.pooled else n for n in sizes])
@@ -166,7 +166,7 @@ def _within(wanted: range | None, count: int, what: str) -> range:
     if wanted is None:
         return range(count)
     if not isinstance(wanted, range) or wanted.step != 1:
-        raise InputError(f"{what} must be a range of tokens, as range(3, 9), but got {wanted!r}.")
+        raise InputError(f"{what} must be a range, such as range(3, 9), but got {wanted!r}.")
     if not 0 <= wanted.start < wanted.stop <= count:
         raise InputError(
             f"{what} {wanted.start}:{wanted.stop} must lie within 0:{count}, the number of tokens."
@@ -202,7 +202,7 @@ class WordKeys(Look):
 
 
 class WordMeasurement:
-    """The rows of one word's tokens, of one head or averaged over layers and heads."""
+    """The weights of one word's tokens, from one head or averaged over layers and heads."""
 
     def __init__(
         self,

@@ -51,9 +51,10 @@ def look(
       one layer or of all layers;
     - ``alignment``: the source word of each word of a translation.
 
-    ``target`` is the output of an encoder-decoder; without it, the model generates one. Before a
-    long run, ``on_estimate`` is called with the cost, and may raise to cancel the run.
-    ``progress`` is called with the number of layers done and their total.
+    ``target`` is the output of an encoder-decoder. Without it, the model generates one, or only the
+    encoder runs if the text is long. Before a long run, ``on_estimate`` is called with the cost,
+    and may raise to cancel the run. ``progress`` is called with the number of layers done and their
+    total.
 
     >>> import torch
     >>> from regard import GPT2, GPT2Config, Tokenizer
@@ -67,11 +68,11 @@ def look(
     if alignment and (word is not None or part):
         raise InputError("An alignment shows every word: leave out word, rows and columns.")
     if word is not None and part:
-        raise InputError("The keys of a word are one row: leave out rows and columns.")
+        raise InputError("rows and columns select a part of a map, not of a word's keys.")
     if part and (layer is None or head is None):
         raise InputError("rows and columns select a part of one head's map: give layer and head.")
     if head is not None and layer is None:
-        raise InputError(f"Every layer has a head {head}: give the layer, too.")
+        raise InputError(f"head {head} is a head of one layer: give the layer, too.")
     run = prepare_run(model, text, tokenizer=tokenizer, target=target)
     chosen = None if layer is None else run.layer(layer)
     if alignment:

@@ -44,8 +44,9 @@ class Overview(Look):
     """The measures of every head, each [layers, heads], averaged over the queries.
 
     A value is NaN if the layer has no such head or the measure is undefined: cross-attention has no
-    distance, and a text without repeated tokens has no induction. The query of the first token
-    counts only in entropy and distance, because under a causal mask it can attend only to itself.
+    distance, and a text without repeated tokens has no induction. In self-attention, the query of
+    the first token counts only in entropy and distance, because under a causal mask it can attend
+    only to itself.
     """
 
     kind = "overview"
@@ -86,9 +87,9 @@ class Overview(Look):
                 )
             )
         if self.strongest("induction") is None:
-            notes.append("No token repeats after another token, so there is no induction.")
+            notes.append("No token repeats after another token, so induction is undefined.")
         if any(layer.startswith("cross") for layer in self.layers):
-            notes.append("Cross-attention has no distance, previous token or self.")
+            notes.append("Distance, previous token and self are undefined in cross-attention.")
         layers = f"{len(self.layers)} layer{'s' * (len(self.layers) != 1)}"
         return panels(
             f"{self.model}: what {layers} of heads do, over {self.tokens:,} tokens",
@@ -98,11 +99,11 @@ class Overview(Look):
 
 
 class OverviewMeasurement:
-    """Sums and counts of every measure, layer by layer and chunk by chunk."""
+    """The sum and the count of each measure in each layer, over all chunks."""
 
     def __init__(self, run: TextRun) -> None:
         self.run = run
-        self._last: dict[tuple[str, Chunk], list[Tensor]] = {}  # the same for all layers
+        self._last: dict[tuple[str, Chunk], list[Tensor]] = {}  # the latest result of _groups()
         self._sums: dict[tuple[str, str], Tensor | float] = defaultdict(float)
         self._counts = Counter[tuple[str, str]]()
 
@@ -113,7 +114,7 @@ class OverviewMeasurement:
         return See(entropy=True, distance=True, received=True, pairs=pairs)
 
     def _groups(self, layer: AttentionLayer, chunk: Chunk) -> list[Tensor]:
-        """The groups of :func:`_pairs` in a chunk."""
+        """The groups of :func:`_pairs` in a chunk, computed once for all layers."""
         key = (layer.half, chunk)
         if key not in self._last:
             queries, keys = self.run.ranges(layer, chunk)
@@ -163,7 +164,7 @@ class OverviewMeasurement:
 
 
 def notes_on(run: TextRun) -> tuple[str, ...]:
-    """Sentences for the caption: whether the text ran in segments, windows or the encoder only."""
+    """Sentences for the caption, if the text ran in segments, in windows or in the encoder only."""
     chunks = run.chunks
     notes = []
     if len(chunks) > 1 and chunks[1].memory:
@@ -184,10 +185,11 @@ def notes_on(run: TextRun) -> tuple[str, ...]:
 def _pairs(ids: Sequence[int], queries: int) -> list[Tensor]:
     """Pairs (query, key) in four groups: first token with itself, self, previous and induction.
 
-    ``ids`` are the keys. The last ``queries`` of them are the queries, the others are in memory.
+    ``ids`` are the token ids of the keys. The last ``queries`` tokens are the queries, too; the
+    tokens before them are in memory.
     """
     memory = len(ids) - queries
-    places = torch.arange(max(memory, 1), len(ids))  # every query's own key, except the first
+    places = torch.arange(max(memory, 1), len(ids))  # the tokens of the queries, except the first
     first = torch.zeros((0 if memory else 1), 2, dtype=torch.long)
     own = torch.stack((places - memory, places), -1)
     previous = torch.stack((places - memory, places - 1), -1)

@@ -30,7 +30,7 @@ def membership(count: int, words: Sequence[Word]) -> Tensor:
 
 
 def overlaps(tokens: Sequence[tuple[int, int]], units: Sequence[Span]) -> Tensor:
-    """The characters that each token shares with each word or sentence, [tokens, units]."""
+    """The number of characters that each token has in each word or sentence, [tokens, units]."""
     if not tokens or not units:
         return torch.zeros(len(tokens), len(units))
     token, unit = torch.tensor(tokens), torch.tensor(units)  # [n, 2]

@@ -219,8 +219,8 @@ def prepare_run(
     ):
         if len(side) > vocabulary:
             raise InputError(
-                f"The tokenizer has {len(side)} tokens and the model {vocabulary}: they do not "
-                "belong together."
+                f"The tokenizer has {len(side)} tokens, but the model has {vocabulary}: they do "
+                "not belong together. Give the tokenizer of this model."
             )
     tags = language_tags(tokenizer)
     if tags and not text.lstrip().startswith(tuple(tags)):
@@ -245,7 +245,7 @@ def prepare_run(
 
 
 def _generate_target(model: EncoderDecoder, tokenizer: Tokenizer, tokens: Tokens) -> Tokens:
-    """The output of the model for a text by greedy decoding, with its end token."""
+    """The output of the model for a text by greedy decoding, with the end token if it has one."""
     end = model.config.end_token
     stop = [] if end is None else [end]
     with evaluating(model):

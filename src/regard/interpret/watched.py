@@ -38,7 +38,7 @@ class Watched(Mapping[str, list[Seen]]):
         calls = [seen for layer, seen in self._calls if layer == name]
         if not calls:
             layers = ", ".join(self) or "none so far"
-            raise KeyError(f"No call of a layer {name!r} was seen. Layers seen: {layers}.")
+            raise KeyError(f"No call of a layer {name!r} was recorded. Recorded layers: {layers}.")
         return calls
 
     def __iter__(self) -> Iterator[str]:

@@ -1,8 +1,9 @@
 """Align each target word with a source word, by the cross-attention head that aligns best.
 
-No head is trained to align, and most heads do not. To find the best head, each source word is left
-out in turn. The effect of a source word on a target word is the log-probability that the target
-word loses. The best head has the largest mean weight on the source word with the largest effect.
+No head is trained to align words, and most heads do not. To find the best head, each source word is
+left out in turn. The effect of a source word on a target word is the log-probability that the
+target word loses without it. The best head has the largest mean weight on the source word with the
+largest effect.
 
 Many heads attend to the source of a word one decoding step later, when the word is the decoder's
 input (https://arxiv.org/abs/2004.14837). So each head is scored in both steps.
@@ -27,7 +28,7 @@ from regard.pictures.figures import Picture, alignment
 from regard.text.tokenizer import Tokenizer
 from regard.text.words import Tokens, Word, tokens_of_ids
 
-MAX_WORDS = 256  # of the source
+MAX_WORDS = 256  # words of the source
 BATCH = 32
 
 
@@ -35,9 +36,10 @@ BATCH = 32
 class Alignment(Look):
     """The weights of one cross-attention head, from target words to source words.
 
-    Rows come from the decoding step that predicts the target word or, if ``read``, from the step
-    after, whose input is the word. Weights are summed over the source word's tokens and averaged
-    over the target word's tokens. Special tokens are left out, so a row may sum to less than 1.
+    The weights are those of the decoding step that predicts the target word or, if ``read``, of the
+    next step, whose input is the target word. They are summed over the source word's tokens and
+    averaged over the target word's tokens. Special tokens are left out, so a row may sum to less
+    than 1.
     """
 
     kind = "alignment"
@@ -151,7 +153,7 @@ class TextPair(NamedTuple):
 
 
 class BestHead(NamedTuple):
-    """A cross-attention head, with its weights for each pair of texts."""
+    """A cross-attention head, with its weights and the effects for each pair of texts."""
 
     layer: int
     head: int
@@ -169,16 +171,16 @@ def best_head(
     chosen: tuple[int, int] | None = None,
     batch: int = BATCH,
 ) -> BestHead:
-    """The head that aligns the words of all pairs best, or ``chosen``, in the better of two steps.
+    """The head that aligns the words of all texts best, or ``chosen``, in the better of two steps.
 
-    ``weights`` are the outputs of :func:`cross_weights` for the pairs.
+    ``weights`` are the outputs of :func:`cross_weights` for ``pairs``.
     """
     effects = [_effect(model, pair, batch) for pair in pairs]
     depends = torch.cat([effect.amax(-1) > 0 for effect in effects])
     if not bool(depends.any()):
         depends = torch.ones_like(depends)
     by_step, scores = [], []
-    for rows in (slice(None, -1), slice(1, None)):  # steps that predict each token, or read it
+    for rows in (slice(None, -1), slice(1, None)):  # the steps that predict each token, or read it
         joined = [
             join(each[:, :, rows], pair.targets, pair.sources)
             for each, pair in zip(weights, pairs, strict=True)
@@ -209,7 +211,7 @@ def cross_weights(
 ) -> Iterator[Tensor]:
     """The cross-attention of each target to its source: [layers, heads, target + 1, source].
 
-    Row i is the step that predicts token i of the target. Row i + 1 is the step whose input is it.
+    Row i is the step that predicts token i of the target. Token i is the input of row i + 1.
     """
     crossing = nn.ModuleList(layer.module for layer in model.attention_layers() if layer.across)
     start, device = model.start_token, model.device

@@ -84,7 +84,7 @@ def _refuse_weights(model: nn.Module, _: Any, kwargs: dict[str, Any]) -> None:
 
 @contextmanager
 def _routed(configs: list[Any]) -> Iterator[None]:
-    """Set regard's attention in the configurations."""
+    """Select regard's attention in the configurations until the block ends."""
     with _lock:
         for config in configs:
             before = config._attn_implementation_internal
@@ -190,7 +190,7 @@ def _mask_and_bias(
     mask = mask[..., :keys]
     if not mask.is_floating_point():
         return mask, bias
-    # An additive mask forbids a pair by the lowest number of its dtype, perhaps plus a bias.
+    # An additive mask holds the lowest number of its dtype, perhaps plus a bias, where it forbids.
     allowed = mask > torch.finfo(mask.dtype).min / 2
     rest = mask.masked_fill(~allowed, 0)
     if rest.any():

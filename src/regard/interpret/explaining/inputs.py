@@ -79,8 +79,9 @@ def explain_tensors(
 ) -> Trace:
     """Trace every step from queries, keys and values, [length, dim] or [1, heads, length, dim].
 
-    ``tokens`` labels the queries, and ``key_tokens`` the keys if they differ. Examples in the trace
-    follow ``word``. ``mask`` is the same as in :func:`regard.attention`.
+    ``tokens`` labels the queries. ``key_tokens`` labels the keys; it is needed only if they are
+    other words. Examples in the trace follow ``word``. ``mask`` is the same as in
+    :func:`regard.attention`.
 
     >>> trace = explain_tensors(*torch.ones(3, 2, 4), tokens=["cat", "sat"])
     >>> trace["A"].tolist()  # [heads, queries, keys]
@@ -170,7 +171,10 @@ def explain_options(*, model: bool, **options: Any) -> dict[str, Any]:
     given = {name: value for name, value in options.items() if value is not None}
     wrong = [name for name in given if name in (SENTENCE_OPTIONS if model else MODEL_OPTIONS)]
     if wrong and model:
-        raise InputError(f"A model takes no {' and no '.join(wrong)}: it has its own.")
+        raise InputError(
+            f"With a model, explain() takes no {' and no '.join(wrong)}: the model sets them. "
+            "Leave them out."
+        )
     if wrong:
         raise InputError(f"{' and '.join(wrong)} apply to a model: give the model, too.")
     return given
@@ -216,15 +220,15 @@ def _worked_example(mask: Mask | Tensor | None, word: str) -> Trace:
 def _random(
     words: tuple[str, ...], heads: int, dim: int, seed: int
 ) -> tuple[Tensor, Sequence[Tensor]]:
-    """An embedding for each word, the same for equal words, and four matrices.
+    """An embedding for each word, and four matrices, all rounded to one decimal.
 
-    All are rounded to one decimal.
+    Words that differ only in case have the same embedding.
     """
     _check_heads(heads, dim, "dim")
     if dim > MAX_DIM:
         raise InputError(f"explain() takes a dim of {MAX_DIM} at most, but got dim={dim}.")
     if not -(2**63) <= seed < 2**64:
-        raise InputError(f"A seed has 64 bits, but got {seed}.")
+        raise InputError(f"seed must fit in 64 bits, but got {seed}.")
     generator = torch.Generator().manual_seed(seed)
     rows = {word: row for row, word in enumerate(dict.fromkeys(map(str.lower, words)))}
     table = torch.randn(len(rows), dim, generator=generator).round(decimals=1)

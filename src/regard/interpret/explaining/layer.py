@@ -25,7 +25,7 @@ from regard.models.model import AttentionLayer, Model
 from regard.models.transformer_xl import RelativeAttention
 from regard.text.tokenizer import Tokenizer
 
-MAX_TOKENS = 128  # of a sentence, because a trace prints every number
+MAX_TOKENS = 128  # the most tokens of a sentence, because a trace holds all their numbers
 
 
 def explain_model(
@@ -85,7 +85,7 @@ def _check_length(run: TextRun, layer: AttentionLayer, length: int, *, written: 
         if written and layer.half == "decoder" and length > len(run.tokens)
         else f"the text has {length}. Give one sentence; regard.look() reads long texts."
     )
-    raise InputError(f"explain_model() takes up to {limit} tokens of this model, but {advice}")
+    raise InputError(f"explain_model() takes up to {limit} tokens for this model, but {advice}")
 
 
 def _context(call: LayerCall) -> Any:
@@ -121,8 +121,8 @@ def _lead(
     meaning = f"Each row is the output of {depth} for a token."
     if layer.across:
         meaning = (
-            "The decoder predicts this token: each row is its state after the token before and "
-            "this layer's self-attention."
+            "The decoder predicts this token. Each row is the decoder's state before it predicts a "
+            "token, after the self-attention of this layer."
         )
     elif not layer.number:
         meaning = "Each row is the embedding of a token."
@@ -156,7 +156,7 @@ def _lead(
             f"They hold all {len(traced.heads)} heads side by side: head {head} has columns "
             f"{head * width + 1} to {(head + 1) * width}. Each token has a query and a "
             "key, which are compared, and a value, which it contributes."
-            + (" To every query a learned vector u is added." if relative else ""),
+            + (" A learned vector u is added to every query." if relative else ""),
             traced.vectors(),
             traced.example_vectors(),
         ),

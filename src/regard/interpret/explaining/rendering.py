@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 INDENT = 3
 GAP = 2  # between two columns of a table
-MAX_ROWS = 16  # of a table; ⋮ replaces rows in the middle of a longer table
+MAX_ROWS = 16  # rows of a table; ⋮ replaces rows in the middle of a longer table
 MAX_HEADS = 4
 MAX_WEIGHTS = 16  # elements of a matrix W; larger matrices are not printed
 LABEL_WIDTH = 16  # longer words are truncated

@@ -20,7 +20,7 @@ from regard.mechanism.call import Call
 from regard.mechanism.functional import attention, why
 from regard.mechanism.geometry import Tile
 
-# The rounding error of an output of size 1: the steps and attention() add in different orders.
+# Rounding errors of an output of magnitude 1: the steps and attention() add in different orders.
 TOLERANCES = {
     torch.float64: 1e-12,
     torch.float32: 1e-5,
@@ -133,8 +133,8 @@ def _stages(call: Call) -> _Stages:
     scores = query @ key.transpose(-1, -2)
     if not scores.isfinite().all():
         raise InputError(
-            f"Some products of queries and keys are larger than {wide} holds. Explain smaller "
-            "numbers, or the same as float64: q.double()."
+            f"Some dot products of queries and keys are larger than {wide} holds. Give smaller "
+            "numbers, or give them as float64: q.double()."
         )
     scaled = scores * call.scale
     extent = call.extent
@@ -159,7 +159,7 @@ def trace_call(
     subject: str = "",
     expected: Tensor | None = None,
 ) -> Trace:
-    """The trace of a call. ``lead`` has the steps up to its queries, keys and values.
+    """The trace of a call. ``lead`` has the steps up to the queries, keys and values.
 
     The output is compared with ``expected`` [queries, dim], the output of a model, or with the
     output of attention().
@@ -212,7 +212,7 @@ def _score_steps(traced: TracedCall, stages: _Stages) -> Iterator[Step]:
     )
 
     def compared(scale: float) -> Numbers:
-        """The followed word's weights with ``scale``, and below with the scale of the call."""
+        """The followed word's weights: a row with ``scale`` and a row with the call's scale."""
         scores, bias, allowed = (
             each[shown, focus] for each in (stages.scores, stages.bias, stages.allowed)
         )
@@ -243,8 +243,8 @@ def _weight_steps(traced: TracedCall, stages: _Stages) -> Iterator[Step]:
     yield Step(
         "Softmax",
         "A = exp(S_masked) / sum of exp(S_masked) along the row",
-        "Each row of scores becomes shares of one word's attention: none below 0, and along "
-        "the row, over all keys, they sum to 1.",
+        "Each row of scores becomes the weights of one word: none is below 0, and over all keys "
+        "they sum to 1.",
         (traced.grid("A", stages.weights),),
         _weight_note(f"{word} → {key}{traced.in_head}", stages.masked[head, focus], other),
         bars if len(shown) == 1 else None,
@@ -307,8 +307,8 @@ def _scaling_step(
 def _bias_step(bias: Bias, numbers: Numbers) -> Step:
     meanings: dict[type[Bias], str] = {
         Alibi: "a penalty that grows with the distance to the key",
-        RelativeBuckets: "a learned number for each distance between query and key",
-        RelativeContent: "how well the query matches the distance between it and the key",
+        RelativeBuckets: "a learned number for each bucket of distances between query and key",
+        RelativeContent: "how well the query matches the embedding of its distance to the key",
     }
     return Step(
         "Positions",
@@ -374,11 +374,11 @@ def _mask_step(traced: TracedCall, stages: _Stages) -> Step:
 def _weight_note(pair: str, scores: Tensor, other: int) -> tuple[str, ...]:
     """The calculation of one weight."""
     if scores[other] == -math.inf:
-        return (f"{pair} = 0: the mask removed it",)
+        return (f"{pair} = 0: the mask removed this score",)
     scores, less = scores.double(), ""
     highest = scores.max().item()
     if abs(highest) > 80:  # where the exponential leaves the range of float32
-        scores, less = scores - highest, f", all less {highest:.3f}, the highest,"
+        scores, less = scores - highest, f", after subtracting the highest score, {highest:.3f},"
     score, powers = scores[other].item(), scores.exp()
     total, power = powers.sum().item(), powers[other].item()
     return (
@@ -409,7 +409,7 @@ def _output_step(
     first, last = (traced.heads[at].removeprefix("head ") for at in (0, -1))
     left = f"concat(Z_{first}{', ' if count == 2 else ', …, '}Z_{last})" if count > 1 else "Z"
     split = (
-        f" Each head filled {width // count} of the {width} columns."
+        f" Each head fills {width // count} of the {width} columns."
         if len(traced.shown) < count
         else ""
     )
