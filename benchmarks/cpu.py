@@ -116,7 +116,7 @@ def memory_while_seeing() -> Iterator[dict[str, Any]]:
 
 
 def _memory_above_inputs(mask: Causal | None) -> float:
-    """Peak megabytes above inputs and outputs; for a process that does nothing else."""
+    """The peak memory above inputs and outputs, in MiB. Call this in a process of its own."""
     q, k, v = tensors(1, 32768)
     attention(q[:, :, :256], k[:, :, :256], v[:, :, :256], mask=mask, see=SEEN)
     memory.reset_peak()

@@ -25,11 +25,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import memory  # and nothing that imports PyTorch: each contestant's memory is measured
+import memory  # this file must not import PyTorch: it would count as memory of each contestant
 
 THREADS = int(os.environ.get("OMP_NUM_THREADS", "2"))
 VOCABULARY, PAD, END = 32000, 31999, 0
-TARGETS = {  # ours ("best" is our fastest), peer, and the least ratio of their speeds
+TARGETS = {  # our precision ("best" is the fastest), the peer, and the least ratio of their speeds
     "base-1": [("float32", "ctranslate2 float32", 0.95), ("best", "ctranslate2 int8", 0.8)],
     "base-32": [("float32", "ctranslate2 float32", 0.95), ("best", "ctranslate2 int8", 1.0)],
     "gpt2": [(ours, "transformers float32", 1.5) for ours in ("float32", "best")],
@@ -129,7 +129,7 @@ def regard(folder: Path, case: str, precision: str) -> Decode:
     model = load(folder / "model", dtype=dtype)
     if precision == "int8":
         model = quantize(model)
-    elif (case, precision) != ("gpt2", "float32"):  # one row in float32 is fastest without
+    elif (case, precision) != ("gpt2", "float32"):  # prepacking slows down one row in float32
         model = prepack(model)
     method = Greedy() if case == "gpt2" else Beam(4)
     rows, new = prompts(case), CASES[case].new
@@ -179,7 +179,7 @@ def ctranslate2(folder: Path, case: str, precision: str) -> Decode:
 
 
 def work(folder: Path, case: str, contestant: str) -> None:
-    """The process of a contestant: each line of input starts a decoding, whose costs it prints."""
+    """Run a contestant: for each line of input, decode and print the time, memory and output."""
     name, precision = contestant.split()
     decode = {"regard": regard, "transformers": transformers, "ctranslate2": ctranslate2}[name](
         folder, case, precision

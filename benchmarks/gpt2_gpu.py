@@ -54,7 +54,7 @@ def synchronize() -> None:
 
 
 def synchronized(function: Callable[[], object]) -> Callable[[], None]:
-    """The function, which then waits for the device."""
+    """A function that calls ``function`` and waits for the device."""
 
     def run() -> None:
         function()
@@ -140,7 +140,8 @@ def trainer(device: str, tiny: bool) -> Iterator[dict[str, Any]]:
         Tokenizer.train_bpe(lines[:2000], size=300 if tiny else 4096).save(folder / "start")
         sizes = ours.config
         matrices = sum(p.numel() for p in ours.parameters()) - ours.places.weight.numel()
-        # Forward and backward, a token: 6 for each weight; 12 n d for a layer, halved by the mask.
+        # Operations per token, forward and backward: 6 for each weight, and 12 n d for the
+        # attention of each layer, of which the causal mask leaves half.
         operations = 6 * matrices + 6 * sizes.depth * sizes.dim * length
         del ours
         for compiled in (False, True):

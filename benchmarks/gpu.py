@@ -4,7 +4,7 @@
     python benchmarks/gpu.py seeing host     some parts
 
 Times are medians, in milliseconds. Ratios compare with the fastest of PyTorch's kernels in the same
-run (cuDNN, flash): 1.00 is as fast, larger is slower, except in columns named "faster".
+run (cuDNN, flash): 1.00 is equally fast, and more is slower, except in columns named "faster".
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ EVERYTHING = See(
 
 
 def medians(*steps: Callable[[], object], budget: float = 300.0) -> list[float]:
-    """The median milliseconds of device time of each step, measured in turns.
+    """The median milliseconds of device time of each step.
 
-    Turns, because the clock of the device falls as it heats up. The cache is overwritten before
-    each step. The device sleeps while the host launches a round, so that it never waits within the
-    round. The steps have a random order in each round, because the first runs on an idle device.
-    All rounds together take about ``budget`` milliseconds.
+    The steps take turns, because the clock of the device falls as it heats up. Their order is
+    random in each round, because the first step runs on an idle device. The cache is overwritten
+    before each step. The device sleeps while the host launches a round, so that it does not wait
+    for the host within the round. All rounds together take about ``budget`` milliseconds.
     """
     once = launch_time = 0.0
     for _ in range(2):  # the first time compiles
@@ -159,11 +159,12 @@ def plain_and_seeing(only: str = "") -> Iterator[Row]:
 
 
 def passes(only: str = "") -> Iterator[Row]:
-    """Time each pass for Hopper of a call that sees its weights.
+    """Time each pass of the Hopper kernels in a call that sees its weights.
 
-    The forward pass with rows of statistics, with what everything needs, and with the threshold of
-    the top keys too; the columns pass with its map; and the top keys. Of our own backward pass the
-    share in the time of cuDNN's: while it fills the columns, and without.
+    The forward pass runs with statistics of rows (rows), with what all fields need (everything),
+    and with the threshold of the top keys in addition (bar). The columns pass (second) computes its
+    map, too, and the top pass (top) the top keys. The backward pass is compared with cuDNN's: while
+    it computes the columns (backward), and without them (bare).
     """
     rows, columns = ("entropy", "peak", "max_logit"), ("received", "map", "map_peak")
     for cell, length, width, heads, causal in cells():

@@ -1,6 +1,6 @@
-"""Thousands of broken checkpoints: loading raises RegardError alone, with bounded memory.
+"""Load thousands of broken checkpoints: the only error is RegardError, and memory is bounded.
 
-It opens no file outside the folder of the checkpoint.
+Loading opens no file outside the folder of the checkpoint.
 
 python benchmarks/malformed.py 200000        appended to results/malformed.jsonl
 """

@@ -1,4 +1,4 @@
-"""Checkpoints broken on purpose: one change to a good one, where its structure says it may hurt."""
+"""Checkpoints broken on purpose: each is an intact one with a change at a place that is parsed."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def joined(header: str | bytes, data: bytes) -> bytes:
 
 
 def weights(raw: bytes, rng: random.Random) -> bytes:
-    """A safetensors file with one thing wrong."""
+    """A safetensors file with one error."""
     header, data = split(raw)
     keys = [key for key in header if key != "__metadata__"]
     key = rng.choice(keys)
@@ -92,7 +92,7 @@ def weights(raw: bytes, rng: random.Random) -> bytes:
 
 
 def index(raw: bytes, rng: random.Random) -> bytes:
-    """An index with one thing wrong."""
+    """An index with one error."""
     value = json.loads(raw)
     places = value["weight_map"]
     key = rng.choice(list(places))
@@ -115,7 +115,7 @@ def index(raw: bytes, rng: random.Random) -> bytes:
 
 
 def config(raw: bytes, rng: random.Random) -> bytes:
-    """A config with one thing wrong, or odd."""
+    """A config with one value wrong or unusual."""
     value = json.loads(raw)
     key = rng.choice(list(value))
     kind = rng.randrange(5)
@@ -133,7 +133,7 @@ def config(raw: bytes, rng: random.Random) -> bytes:
 
 
 def broken(source: Path, target: Path, rng: random.Random) -> str:
-    """Copy a good checkpoint and break it; what was broken comes back."""
+    """Copy a good checkpoint, break one file, and return the name of this file."""
     shutil.copytree(source, target)
     files = [file.name for file in target.iterdir() if file.name.endswith(".safetensors")]
     choices = [*rng.sample(files, 1), CONFIG]
@@ -150,7 +150,7 @@ def broken(source: Path, target: Path, rng: random.Random) -> str:
 
 
 def tokenizers(folder: Path) -> list[Path]:
-    """Small tokenizers that load, one of every kind that is read."""
+    """Folders of small tokenizers that load, one for every format that regard reads."""
     lines = ["the cat sat on the mat.", "there is a hat on that cat."] * 20
     for name, text in {
         "bpe": Tokenizer.train_bpe(lines, size=270),
@@ -185,7 +185,7 @@ def tokenizers(folder: Path) -> list[Path]:
 
 
 def broken_tokenizer(sources: list[Path], target: Path, rng: random.Random) -> str:
-    """Copy one of some good tokenizers and break it; what was broken comes back."""
+    """Copy one of the good tokenizers, break one file, and return the path of this file."""
     source = rng.choice(sources)
     shutil.copytree(source, target)
     file = rng.choice(sorted(target.iterdir()))
@@ -207,7 +207,7 @@ def broken_tokenizer(sources: list[Path], target: Path, rng: random.Random) -> s
 
 
 def scratched(raw: bytes, rng: random.Random) -> bytes:
-    """Bytes with some changed, left out or put in between."""
+    """The bytes after a few random changes, deletions or insertions."""
     changed = bytearray(raw)
     for _ in range(rng.randrange(1, 4)):
         at = rng.randrange(len(changed))
@@ -228,7 +228,7 @@ def scratched(raw: bytes, rng: random.Random) -> bytes:
 
 
 def grafted(value: Any, rng: random.Random) -> Any:
-    """A JSON value with something else in one place of it."""
+    """A JSON value in which one part is replaced, deleted or repeated."""
     if not isinstance(value, dict | list) or not value or rng.random() < 0.05:
         return rng.choice(VALUES)
     key: Any = rng.choice(list(value)) if isinstance(value, dict) else rng.randrange(len(value))
@@ -243,7 +243,7 @@ def grafted(value: Any, rng: random.Random) -> Any:
 
 
 def repieced(rng: random.Random) -> bytes:
-    """A SentencePiece model whose fields are well formed and say something odd."""
+    """A SentencePiece model with well-formed fields and unusual values."""
     listed = pieces.unigrams()
     at = rng.randrange(len(listed))
     text, score, kind = listed[at]

@@ -1,4 +1,4 @@
-"""A real browser, driven over its DevTools protocol: clicks, keys and what is then on the page."""
+"""Drive a real browser over its DevTools protocol: click, press keys, and read the page."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ import pytest
 from websockets.sync.client import ClientConnection, connect
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome")
-PATIENCE = 30.0  # seconds that anything may take
+PATIENCE = 30.0  # seconds after which a step fails
 KEYS = {"ArrowRight": 39, "ArrowLeft": 37, "Enter": 13, "Escape": 27, "Tab": 9}
 
 
 class Page:
-    """The one page of a browser, with what went wrong in it, and whom it asked."""
+    """The only page of a browser, with its errors and the URLs that it has requested."""
 
-    site = ""  # the address that a test is about
+    site = ""  # the address of the tested site
 
     def __init__(self, socket: ClientConnection) -> None:
         self._socket, self._number = socket, 0
@@ -53,7 +53,7 @@ class Page:
                 self.asked.append(about["request"]["url"])
 
     def open(self, address: str) -> None:
-        # By way of an empty page: another hash alone would not load it anew.
+        # Visit an empty page first: a change of the hash alone would not reload the page.
         self._call("Page.navigate", url="about:blank")
         self._call("Page.navigate", url=address)
         self.wait(
@@ -61,7 +61,7 @@ class Page:
         )
 
     def says(self, code: str) -> Any:
-        """What some JavaScript is worth."""
+        """The value of a JavaScript expression."""
         found = self._call(
             "Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True
         )
@@ -69,14 +69,14 @@ class Page:
         return found["result"].get("value")
 
     def wait(self, code: str, seconds: float = PATIENCE) -> None:
-        """Until some JavaScript is true."""
+        """Wait until a JavaScript expression is true."""
         end = time.monotonic() + seconds
         while not self.says(f"Boolean({code})"):
             assert time.monotonic() < end, f"never: {code}; on the page: {self.text('body')}"
             time.sleep(0.02)
 
     def text(self, selector: str) -> str:
-        """The words that are seen of the first element that fits."""
+        """The visible text of the first element that matches."""
         return self.says(f"document.querySelector({json.dumps(selector)})?.innerText")
 
     def texts(self, selector: str) -> list[str]:
@@ -85,7 +85,7 @@ class Page:
         )
 
     def point(self, selector: str, number: int = 0) -> None:
-        """Move the mouse to the middle of the ``number``-th element that fits."""
+        """Move the mouse to the middle of the ``number``-th element that matches."""
         self._call("Input.dispatchMouseEvent", type="mouseMoved", **self._middle(selector, number))
 
     def click(self, selector: str, number: int = 0) -> None:
@@ -105,7 +105,7 @@ class Page:
         return found
 
     def type(self, selector: str, text: str) -> None:
-        """Write into a field, in place of what is there."""
+        """Replace the text of a field."""
         self.click(selector)
         self.says(f"document.querySelector({json.dumps(selector)}).select()")
         self._call("Input.insertText", text=text)
@@ -119,7 +119,7 @@ class Page:
             )  # fmt: skip
 
     def look_as(self, *, width: int, height: int = 900, dark: bool = False) -> None:
-        """Be a screen of some size, light or dark."""
+        """Set the size of the screen, and a light or dark colour scheme."""
         self._call(
             "Emulation.setDeviceMetricsOverride",
             width=width, height=height, deviceScaleFactor=1, mobile=width < 600,
@@ -128,12 +128,12 @@ class Page:
         self._call("Emulation.setEmulatedMedia", features=[scheme])
 
     def save_into(self, folder: Path) -> None:
-        """Where what is downloaded goes."""
+        """Save downloads in ``folder``."""
         self._call("Page.setDownloadBehavior", behavior="allow", downloadPath=str(folder))
 
 
 def program() -> str:
-    """Where the browser is."""
+    """The path of the browser. Without a browser, skip the test."""
     named = os.environ.get("CHROMIUM")
     found = named or next(filter(None, map(shutil.which, NAMES)), None)
     if found is None:
@@ -143,7 +143,7 @@ def program() -> str:
 
 @contextmanager
 def browser(folder: Path) -> Iterator[Page]:
-    """A browser with a profile of its own in ``folder``, which ends with the block."""
+    """A browser with a new profile in ``folder``. It is closed at the end of the block."""
     words = [
         program(), "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
         "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking",

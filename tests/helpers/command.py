@@ -1,4 +1,4 @@
-"""The command ``regard``: within this process, in a process of its own, and as a server."""
+"""Run the command ``regard`` in this process, in another process, or as a server."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from regard.cli import main
 ROOT = Path(__file__).parents[2]
 START = "from regard.cli import main; main()"
 PLAIN = {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
-PATIENCE = 300.0  # seconds after which something that hangs fails; nothing is timed by it
+PATIENCE = 300.0  # seconds after which a test that hangs fails; no test measures time by it
 
 Shown = subprocess.CompletedProcess[str]
 
 
 def regard(*words: object, given: str | bytes = b"", **settings: str) -> Shown:
-    """Run the command within this process, which has loaded PyTorch already.
+    """Run the command in this process, which has loaded PyTorch already.
 
-    ``given`` is its standard input, and ``settings`` are environment variables.
+    ``given`` is the standard input, and ``settings`` are environment variables.
     """
     streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2)]
     arguments = ["regard", *map(str, words)]
@@ -45,7 +45,7 @@ def regard(*words: object, given: str | bytes = b"", **settings: str) -> Shown:
         standard_input.seek(0)
         patch.setattr(sys, "stdin", standard_input)
         patch.setattr(sys, "argv", arguments)
-        patch.setattr(warnings, "showwarning", warnings.showwarning)  # the command has its own
+        patch.setattr(warnings, "showwarning", warnings.showwarning)  # main() replaces it
         for name, value in (PLAIN | settings).items():
             patch.setenv(name, value)
         with pytest.raises(SystemExit) as end:
@@ -58,7 +58,7 @@ def regard(*words: object, given: str | bytes = b"", **settings: str) -> Shown:
 
 
 def printed(*words: object, **settings: Any) -> str:
-    """What the command prints within this process, which must succeed."""
+    """What the command prints in this process. The command must succeed."""
     shown = regard(*words, **settings)
     assert shown.returncode == 0, shown.stderr
     return shown.stdout
@@ -71,14 +71,14 @@ def records(*words: object, **settings: Any) -> list[dict[str, Any]]:
 
 
 def regard_process(*words: object, start: str = START, **settings: str) -> Shown:
-    """Run the command in a process of its own, after it has imported nothing."""
+    """Run the command in a new process, which has imported nothing yet."""
     with started(*words, start=start, **settings) as process:
         out, err = process.communicate(timeout=PATIENCE)
     return subprocess.CompletedProcess(process.args, process.returncode, out, err)
 
 
 def started(*words: object, start: str = START, **settings: str) -> subprocess.Popen[str]:
-    """The command in a process of its own that goes on."""
+    """Start the command in a new process, and do not wait for its end."""
     return subprocess.Popen(
         [sys.executable, "-c", start, *map(str, words)],
         stdin=subprocess.PIPE,
@@ -90,7 +90,7 @@ def started(*words: object, start: str = START, **settings: str) -> subprocess.P
 
 
 def one_line(shown: Shown, message: str = "", status: int = 2) -> str:
-    """The line on standard error with which a command failed, having printed nothing else."""
+    """The line on standard error of a command that failed and printed nothing else."""
     assert (shown.returncode, shown.stdout) == (status, ""), shown.stderr
     assert shown.stderr.startswith("regard: ")
     assert shown.stderr.count("\n") == 1, shown.stderr
@@ -99,7 +99,7 @@ def one_line(shown: Shown, message: str = "", status: int = 2) -> str:
 
 
 def until(so: Callable[[], object]) -> None:
-    """Wait for something to be so."""
+    """Wait until ``so()`` is true."""
     end = time.monotonic() + PATIENCE
     while not so():
         assert time.monotonic() < end, f"not within {PATIENCE} seconds"
@@ -108,7 +108,7 @@ def until(so: Callable[[], object]) -> None:
 
 @contextmanager
 def serving(*words: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """A server at a free port: its address and its process, which ends with the block."""
+    """A server at a free port: its address and its process. It is killed after the block."""
     with started("serve", "--port", "0", *words) as process:
         try:
             line = process.stdout.readline()

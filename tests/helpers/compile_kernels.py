@@ -2,8 +2,8 @@
 
     python tests/helpers/compile_kernels.py [NAME ...]
 
-The calls below run on tensors in the CPU's memory; each launch compiles its kernel, as far as
-ptxas, and does not run it. Without names all calls are compiled, which takes minutes.
+The calls below have tensors in CPU memory. A launch compiles its kernel, up to and including ptxas,
+but does not run it. Without names, all calls are compiled, which takes minutes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-os.environ["TRITON_INTERPRET"] = "0"  # before Triton is imported
+os.environ["TRITON_INTERPRET"] = "0"  # must be set before Triton is imported
 
 import torch
 from torch import Tensor
@@ -33,11 +33,11 @@ BATCH, HEADS, LENGTH, WIDTH = 2, 4, 1024, 64
 ROWS = See(lse=True, entropy=True, peak=True, max_logit=True, distance=True, rows=[1], top=5)
 SUMS = See(lse=True, entropy=True, distance=True, received=True, map=(8, 8))  # with gradients
 
-made: list[str] = []  # the kernels of a call
+made: list[str] = []  # the names of the kernels compiled for a call
 
 
 class NoDevice:
-    """What Triton asks a driver while it compiles."""
+    """The part of a driver that Triton needs to compile."""
 
     map_python_to_cpp_type = staticmethod(ty_to_cpp)
 
@@ -89,7 +89,7 @@ def attend(name: str) -> None:
     """Every pass of a call, forward and backward."""
     mask, bias, softcap = CALLS[name]
     for see in (ROWS, SUMS):
-        if name == "content" and see is ROWS:  # whose top keys and rows have no kernel
+        if name == "content" and see is ROWS:  # no kernel has this bias with top keys or rows
             continue
         tensors = [leaf(BATCH, HEADS, LENGTH, WIDTH) for _ in range(3)]
         with torch.set_grad_enabled(see is SUMS):

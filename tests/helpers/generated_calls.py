@@ -1,7 +1,8 @@
-"""Generated calls of attention: every shape, layout, dtype, mask and bias there is.
+"""Generated calls of attention, with all kinds of shapes, layouts, dtypes, masks and biases.
 
-Structure is drawn by hypothesis, so that it shrinks; numbers come from a seeded generator. Every
-tensor is a view into a larger buffer of NaN, so a read past an input shows in the output.
+Hypothesis draws the structure, so that it can shrink a failing call. The numbers come from a seeded
+generator. Every tensor is a view into a larger buffer of NaN, so a read outside of a tensor shows
+in the output.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ Draw = st.DrawFn
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (1, 2, 3, 5, 5, 17, 17, 0)
-LONG = (63, 111, 257)  # less often: below, at and past the blocks of rows a backend takes
+LONG = (63, 111, 257)  # drawn less often; shorter and longer than a backend's blocks of rows
 FLAGS = dict.fromkeys(
     ("lse", "entropy", "peak", "max_logit", "distance", "received", "weights"), True
 )
@@ -36,7 +37,7 @@ LAYOUTS = ("plain", "sliced", "transposed", "strided", "expanded")
 
 @dataclass(frozen=True, repr=False)
 class Case:
-    """One call: what attention() is given, save what to see and the backend."""
+    """The arguments of a call of attention(), without ``see`` and ``backend``."""
 
     query: Tensor
     key: Tensor
@@ -49,11 +50,11 @@ class Case:
     sinks: Tensor | None
 
     def __repr__(self) -> str:
-        """Shapes and strides, not numbers: what is needed to understand a failure."""
+        """Shapes and strides without the numbers, as needed to understand a failure."""
         shown = [f"{t.dtype} {tuple(t.shape)} by {t.stride()}" for t in self.inputs]
         return f"Case({', '.join(shown)}, {self.arguments})"
 
-    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:  # what hypothesis prints
+    def _repr_pretty_(self, printer: Any, _cycle: bool) -> None:  # hypothesis prints this
         printer.text(repr(self))
 
     @property
@@ -63,7 +64,7 @@ class Case:
 
     @property
     def inputs(self) -> tuple[Tensor, ...]:
-        """Every tensor a gradient may be asked for."""
+        """Every tensor that can have a gradient."""
         others = self.bias.tensors if self.bias else ()
         others += () if self.sinks is None else (self.sinks,)
         return self.query, self.key, self.value, *others
@@ -73,7 +74,7 @@ class Case:
         return self._with(lambda tensor: tensor.detach().double())
 
     def leaves(self) -> Case:
-        """The same call on leaves that ask for a gradient, in the layout they had."""
+        """The same call with leaves that require a gradient, in the same layouts."""
         return self._with(lambda tensor: tensor.detach().requires_grad_())
 
     def _with(self, change) -> Case:  # type: ignore[no-untyped-def]
@@ -109,7 +110,7 @@ def poisoned(
 ) -> Tensor:
     """Random numbers in the given layout, inside a buffer that is NaN everywhere else."""
     shape = tuple(shape)
-    if layout == "transposed" and len(shape) >= 2:  # as projections leave heads: [b, n, h, d]
+    if layout == "transposed" and len(shape) >= 2:  # like heads after a projection: [b, n, h, d]
         swapped = (*shape[:-3], shape[-2], shape[-3], shape[-1]) if len(shape) > 2 else shape[::-1]
         inner = poisoned(swapped, dtype, "sliced", generator)
         return inner.transpose(-3, -2) if len(shape) > 2 else inner.transpose(0, 1)
@@ -139,7 +140,7 @@ def lengths(draw: Draw, batch: int, keys: int) -> Tensor | list[int] | int:
 
 @st.composite
 def starts(draw: Draw, batch: int, keys: int) -> int | list[int] | Tensor | None:
-    """Where the first query stands: rarely far outside of the keys."""
+    """The position of the first query, rarely far outside of the keys."""
     form = draw(st.sampled_from((None, None, None, "one", "list", "tensor")))
     place = st.integers(-keys - 1, keys + 1) | st.sampled_from((0, 0, 1000, -1000))
     if form is None or form == "one":
@@ -192,7 +193,7 @@ def mask_leaves(draw: Draw, extent: Extent, seed: int) -> Mask:
         counts = [draw(st.integers(1, 4)) for _ in range(rows)]
         starts = None
         keys = [draw(packing(extent.keys, count)) for count in counts]
-        if draw(st.booleans()):  # gaps: some of the keys of each segment are left out
+        if draw(st.booleans()):  # leave gaps between the keys of the segments
             starts = [list(accumulate(row, initial=0))[:-1] for row in keys]
             keys = [[draw(st.integers(0, length)) for length in row] for row in keys]
         return Segments(
@@ -207,7 +208,7 @@ def mask_leaves(draw: Draw, extent: Extent, seed: int) -> Mask:
 
 @st.composite
 def any_mask(draw: Draw, extent: Extent, depth: int = 3) -> Mask:
-    """A mask, or up to ``depth`` levels of & | ~ over some."""
+    """A mask, or masks combined by up to ``depth`` levels of & | ~."""
     join = draw(st.sampled_from(("leaf", "leaf", "and", "and", "or", "not"))) if depth else "leaf"
     if join == "leaf":
         return draw(mask_leaves(extent, draw(st.integers(0, 2**16))))
@@ -247,7 +248,7 @@ def any_bias(draw: Draw, extent: Extent, dtype: torch.dtype, generator: torch.Ge
 
 @st.composite
 def cases(draw: Draw, dtype: torch.dtype, *, softcap: bool = True) -> Case:
-    """A whole call; with ``softcap=False`` one that PyTorch's kernels can run, without sinks."""
+    """A whole call. With ``softcap=False``, PyTorch's kernels can run it, and it has no sinks."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32 - 1)))
     long = draw(st.integers(0, 19)) == 0
     pool = LONG if long else LENGTHS
@@ -289,7 +290,7 @@ def cases(draw: Draw, dtype: torch.dtype, *, softcap: bool = True) -> Case:
 
 @st.composite
 def sights(draw: Draw, case: Case) -> See:
-    """Something to look at: any set of fields, with any rows and any grid."""
+    """What to record: any set of fields, with any rows and any map size."""
     queries = case.extent.queries
     asked = {name: draw(st.booleans()) for name in FLAGS}
     asked["sink"] = case.sinks is not None and draw(st.booleans())

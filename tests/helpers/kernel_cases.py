@@ -1,4 +1,4 @@
-"""The cases of a kernel: all on a GPU; where kernels are interpreted, a core and a sweep."""
+"""The cases of a kernel test: all on a GPU, or a core and a sweep if kernels are interpreted."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ CUDA = torch.cuda.is_available()
 def cases(
     everything: Sequence[Any], core: Sequence[Any], sweep: Sequence[Any] | None = None
 ) -> list[Any]:
-    """Parameters of a test: on a GPU all; elsewhere ``core``, and marked as such the sweep's."""
+    """The parameters of a test: all on a GPU, else ``core``, and the rest with the mark sweep."""
     if CUDA:
         return list(everything)
     sweep = everything if sweep is None else sweep
@@ -25,7 +25,7 @@ def cases(
 
 
 def pairwise(*axes: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Some of all combinations: any two values of any two axes are together in one of them."""
+    """Enough combinations that any two values of any two axes occur together in one of them."""
     places = list(combinations(range(len(axes)), 2))
     rows = list(product(*(range(len(axis)) for axis in axes)))
     covers = {row: {(a, b, row[a], row[b]) for a, b in places} for row in rows}

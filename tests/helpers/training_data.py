@@ -17,7 +17,7 @@ def sentences(count: int, seed: int = 0) -> list[str]:
 
 
 def write_data(folder: Path) -> None:
-    """A pair is a sentence and the same backwards; a question asks who did it."""
+    """Write pairs of a sentence and its words reversed, and questions about who did something."""
     for part, count, seed in (("train", 120, 0), ("valid", 16, 1)):
         lines = sentences(count, seed)
         rows = [f"{line}\t{' '.join(reversed(line.split()))}" for line in lines]
@@ -56,7 +56,7 @@ TASKS = [
 
 
 def recipe_of(folder: Path, task: str = "translation", kind: str = "transformer") -> dict[str, Any]:
-    """A recipe that learns from what :func:`write_data` wrote."""
+    """A recipe that trains on the files of :func:`write_data`."""
     ending, form = "txt", "text"
     if task in ("translation", "summarization"):
         ending, form = "tsv", "tsv"
@@ -86,7 +86,7 @@ def recipe_of(folder: Path, task: str = "translation", kind: str = "transformer"
 
 
 def toml(value: Any) -> str:
-    """A value as TOML has it; tables on one line."""
+    """A value in TOML syntax, with tables on one line."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key} = {toml(part)}" for key, part in value.items()) + "}"
     if isinstance(value, list):
@@ -95,7 +95,7 @@ def toml(value: Any) -> str:
 
 
 def bytes_of(run: Path) -> dict[str, bytes]:
-    """Everything a finished run leaves, but for its log and the picture of it."""
+    """The content of every file of a finished run, except its log and the picture of the log."""
     return {
         str(file.relative_to(run)): file.read_bytes()
         for file in sorted(run.rglob("*"))

@@ -1,8 +1,8 @@
-"""Starts training processes quickly: PyTorch is imported once, then forked for each of them.
+"""Start training processes quickly, as forks of this process, which has imported PyTorch.
 
-For each line on its input, ``{"do": name, "world": n, ...}``, it forks ``n`` processes as torchrun
-starts them, or a single one without torchrun's variables where ``n`` is 0. It prints their ids, and
-when all have ended, their exit statuses.
+For each line of its input, ``{"do": name, "world": n, ...}``, this program forks ``n`` processes
+with torchrun's variables, or one process without them if ``n`` is 0. It prints the ids of the
+processes and, when all have ended, their exit statuses.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def trained(asked: dict[str, Any]) -> int:
 
 
 class Collectives(TorchDispatchMode):
-    """Within, the names of what processes do together."""
+    """Record the names of all collective operations inside the ``with`` block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,14 +47,14 @@ class Collectives(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # what its shards do is seen then
+            return NotImplemented  # the operations on its shards are recorded then
         if func.namespace in ("c10d", "_c10d_functional"):
             self.names.add(func.__name__)
         return func(*args, **(kwargs or {}))
 
 
 def trained_and_told(asked: dict[str, Any]) -> int:
-    """Train, and leave the names of all collectives in a file of each process."""
+    """Train, and write the names of all collectives to a file for each process."""
     with Collectives() as collectives:
         status = trained(asked)
     told = Path(asked["folder"]) / f"told-{os.environ['RANK']}.json"
@@ -63,7 +63,7 @@ def trained_and_told(asked: dict[str, Any]) -> int:
 
 
 def gathered_whole(asked: dict[str, Any]) -> int:
-    """Share out weights whose rows cannot be shared evenly, and bring them together again."""
+    """Shard weights whose rows cannot be split evenly, and gather them again."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 1))
     expected = {name: tensor.clone() for name, tensor in model.state_dict().items()}
@@ -79,7 +79,7 @@ def gathered_whole(asked: dict[str, Any]) -> int:
 
 
 class Full(Disk):
-    """A disk without room for a certain file."""
+    """A disk that has no space for the file called ``name``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -91,13 +91,13 @@ class Full(Disk):
 
 
 def saved_on_a_full_disk(asked: dict[str, Any]) -> int:
-    """Save step 1; then step 2, where the disk is full for one file; then step 3."""
+    """Save steps 1, 2 and 3. In step 2 the disk has no space for one file."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard
 
     with joined(torch.device("cpu")) as processes:
         mesh = init_device_mesh("cpu", (processes.count,))
-        whole = torch.arange(10.0).reshape(5, 2)  # of an odd number of rows, and one of too few
+        whole = torch.arange(10.0).reshape(5, 2)  # an odd number of rows; below also a single row
         parts = [distribute_tensor(tensor, mesh, [Shard(0)]) for tensor in (whole, whole[:1])]
         state = {"model": {"odd": parts[0], "few": parts[1], "plain": whole}}
         for step in (1, 2, 3):
@@ -108,7 +108,7 @@ def saved_on_a_full_disk(asked: dict[str, Any]) -> int:
                 if step != 2:
                     raise
             else:
-                assert step != 2, "it was saved all the same"
+                assert step != 2, "step 2 was saved although the disk was full"
         likes = {"model/odd": parts[0], "model/few": parts[1]}
         found = Keeper(asked["folder"]).load(3, likes).state["model"]
         for name, tensor in state["model"].items():
@@ -132,14 +132,14 @@ def done(asked: dict[str, Any]) -> int:
     except RegardError as error:
         print(error, file=sys.stderr, flush=True)  # noqa: T201
         status = 2
-    finally:  # a forked process must not run into the loop of its parent, whatever was raised
+    finally:  # after any error, a forked process must not return to the loop of its parent
         if status == 1:
             traceback.print_exc()
         os._exit(status)
 
 
 def environment(rank: int, world: int) -> dict[str, str]:
-    """What torchrun would set, but for the port."""
+    """The variables that torchrun sets, without the port."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -150,7 +150,10 @@ def environment(rank: int, world: int) -> dict[str, str]:
 
 
 def status_of(child: int) -> int:
-    """Its exit status once it has ended, below 0 where a signal ended it. Its id stays its own."""
+    """Wait for a child, and return its exit status, which is negative if a signal ended it.
+
+    The child is not reaped, so that no other process gets its id.
+    """
     ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
     return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
@@ -158,7 +161,7 @@ def status_of(child: int) -> int:
 def main() -> None:
     children: list[int] = []
     for line in sys.stdin:
-        for child in children:  # only now may its id be given to another process
+        for child in children:  # reap the children of the previous line; their ids become free
             os.waitpid(child, 0)
         asked = json.loads(line)
         with socket.socket() as free:

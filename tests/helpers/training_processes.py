@@ -1,4 +1,4 @@
-"""Training in processes of its own: started, waited for, stopped and killed."""
+"""Start, wait for, stop and kill training processes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from helpers.training_data import bytes_of, recipe_of, toml, write_data
 
 
 class TrainingProcesses:
-    """Trainings in one process or in several at a time, as torchrun would start them."""
+    """Runs training in one process, or in several processes as torchrun starts them."""
 
     def __init__(self, errors: IO[bytes]) -> None:
         self.errors = errors
@@ -27,30 +27,30 @@ class TrainingProcesses:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self.errors,
-            bufsize=0,  # nothing is read ahead: what can be read tells that they have ended
+            bufsize=0,  # read nothing ahead: ended() tests whether the exit statuses can be read
             env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
         )
 
     def start(self, do: str, world: int, **more: Any) -> list[int]:
-        """Their ids. A ``world`` of 0 is one process that knows of no others."""
+        """Start ``world`` processes, or one without torchrun's variables if 0; return their ids."""
         self.process.stdin.write(json.dumps({"do": do, "world": world, **more}).encode() + b"\n")
         ids: list[int] = json.loads(self._line())
         return ids
 
     def wait(self) -> list[int]:
-        """Their exit statuses: 0 finished, 3 interrupted, 2 refused, below 0 killed."""
+        """Wait, and return the statuses: 0 finished, 3 interrupted, 2 refused, negative killed."""
         statuses: list[int] = json.loads(self._line())
         return statuses
 
     def ended(self) -> bool:
-        """Whether all processes have ended, so that ``wait`` answers at once."""
+        """Whether all processes have ended, so that ``wait`` returns immediately."""
         return bool(select.select([self.process.stdout], [], [], 0)[0])
 
     def _line(self) -> bytes:
         return self.process.stdout.readline()
 
     def stderr(self) -> str:
-        """The end of what they wrote to standard error."""
+        """The last 3,000 characters that the processes have written to standard error."""
         self.errors.seek(0)
         return self.errors.read().decode()[-3000:]
 
@@ -61,14 +61,14 @@ class TrainingProcesses:
 
 
 def wait_for_a_step(log: Path, ended: Callable[[], bool], mark: bytes = b'"loss"') -> None:
-    """Until the log has a line with ``mark`` that was not there before, or training has ended."""
+    """Wait until the log has a new line with ``mark``, or training has ended."""
     before = log.stat().st_size if log.exists() else 0
     while not (log.exists() and mark in log.read_bytes()[before:]) and not ended():
         time.sleep(0.001)
 
 
 def wait_for_changes(run: Path, changes: int, ended: Callable[[], bool]) -> None:
-    """Until the files of a run were seen to change so many times, or training has ended."""
+    """Wait until ``changes`` changes of the run's files were seen, or training has ended."""
     last: set[str] = set()
     while changes and not ended():
         names = {str(Path(place) / name) for place, *_, files in os.walk(run) for name in files}
@@ -80,7 +80,7 @@ def wait_for_changes(run: Path, changes: int, ended: Callable[[], bool]) -> None
 
 
 def recipe_to_kill(folder: Path, steps: int) -> dict[str, Any]:
-    """With dropout, so that random numbers must be the same again too."""
+    """A recipe with dropout, so that a resumed run must have the same random numbers."""
     write_data(folder)
     raw = recipe_of(folder)
     raw["model"]["config"]["dropout"] = 0.1
@@ -92,7 +92,7 @@ def recipe_to_kill(folder: Path, steps: int) -> dict[str, Any]:
 def killed_and_restarted(
     raw: dict[str, Any], undisturbed: Path, kills: int, seed: int
 ) -> dict[str, Any]:
-    """Train in two processes with ``kill -9`` of one of them now and then; what came of it.
+    """Train in two processes, kill one of them ``kills`` times, and return what happened.
 
     ``undisturbed`` is the folder of a run of the same recipe in two processes.
     """
@@ -121,7 +121,7 @@ def killed_and_restarted(
 
 
 def launched(raw: dict[str, Any], output: Path, restarts: int) -> subprocess.Popen[bytes]:
-    """``regard train`` under torchrun, as a user types it."""
+    """Start ``regard train`` under torchrun, like a user."""
     recipe = output.with_suffix(".toml")
     whole = raw | {"output": str(output)}
     recipe.write_text("\n".join(f"{key} = {toml(value)}" for key, value in whole.items()))
@@ -141,6 +141,6 @@ def _output(output: Path) -> str:
 
 
 def _children(parent: int) -> list[int]:
-    """The processes that a process has started: of torchrun, those that train."""
+    """The ids of a process's children; the children of torchrun are the training processes."""
     tasks = Path(f"/proc/{parent}/task").iterdir()
     return [int(child) for task in tasks for child in (task / "children").read_text().split()]

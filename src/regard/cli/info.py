@@ -136,7 +136,7 @@ def doctor() -> None:
 
 
 def remark(package: str, installed: str) -> str:
-    """Whether an installed version is supported, and what it switches off."""
+    """Notes on an installed version: whether regard supports it, and which backend is off."""
     if package not in TESTED:
         return ""
     numbers = _numbers(installed)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from regard.interpret.cost import CostEstimate
     from regard.interpret.measurement import Look
 
-MAX_UNCONFIRMED_SECONDS = 120.0  # on a terminal, ask before a longer run
+MAX_UNCONFIRMED_SECONDS = 120.0  # a longer run needs confirmation on a terminal
 
 
 def explain(
@@ -147,7 +147,9 @@ def look(
     if "head" in changes and (layer is None or head is None):
         raise InputError(f"--compare {compare} compares two heads: add --layer and --head.")
     if without_first and as_json and to is None:
-        raise InputError("--without-first is for pictures; --json prints all numbers.")
+        raise InputError(
+            "--without-first is for pictures, but --json prints numbers: leave one out."
+        )
     if to is not None:
         savable(to)
     document = texts.document(text, file)
@@ -192,7 +194,7 @@ class _View(NamedTuple):
             bars: list[Callable[[int, int], None]] = []
 
             def progress(done: int, total: int) -> None:
-                if not bars:  # start late: a moving bar would overwrite the question of _announce
+                if not bars:  # not earlier: a moving bar would overwrite the question of _announce
                     bars.append(stack.enter_context(terminal.progress("Looking")))
                 bars[0](done, total)
 

@@ -24,7 +24,7 @@ File = Annotated[  # a list, so that a second --file can be refused; typer would
     list[Path] | None,
     typer.Option("--file", metavar="FILE", help="Read this file.", show_default=False),
 ]
-Batch = Annotated[int, typer.Option(help="How many texts go through the model together.", min=1)]
+Batch = Annotated[int, typer.Option(help="The number of inputs in one forward pass.", min=1)]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON, one object per line.")]
 Device = Annotated[
     str, typer.Option(help="cpu, cuda, cuda:1, ...; auto is cuda if there is a GPU, else cpu.")

@@ -79,7 +79,7 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
     columns = (
         bars.TextColumn("{task.description}"),
         bars.BarColumn(),
-        bars.TimeElapsedColumn(),  # shows progress even while one layer takes minutes
+        bars.TimeElapsedColumn(),  # it moves even while one layer takes minutes
         bars.TimeRemainingColumn(),
     )
     hidden = not console.is_terminal

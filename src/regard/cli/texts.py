@@ -12,7 +12,7 @@ from threading import Thread
 from regard.cli import terminal
 from regard.errors import InputError
 
-MAX_LINES = 256  # in a batch of lines
+MAX_LINES = 256  # lines in a batch
 WORDS = "some words"
 
 
@@ -63,7 +63,7 @@ def _not_empty(text: str, name: str, wanted: str = WORDS) -> str:
 def _arriving_lines() -> Iterator[list[str]]:
     """Batches of the lines of standard input that have arrived so far.
 
-    A thread reads ahead, so that a typed line is handled immediately, and a file in large batches.
+    A thread reads ahead. A typed line is yielded immediately, the lines of a file in large batches.
     """
     queue: Queue[bytes | OSError | None] = Queue(maxsize=4 * MAX_LINES)
     Thread(target=_enqueue_lines, args=(_blocks(), queue), daemon=True).start()

@@ -166,7 +166,10 @@ def _within(wanted: range | None, count: int, what: str) -> range:
     if wanted is None:
         return range(count)
     if not isinstance(wanted, range) or wanted.step != 1:
-        raise InputError(f"{what} must be a range, such as range(3, 9), but got {wanted!r}.")
+        raise InputError(
+            f"{what} must be a range of tokens with step 1, such as range(3, 9), but got "
+            f"{wanted!r}."
+        )
     if not 0 <= wanted.start < wanted.stop <= count:
         raise InputError(
             f"{what} {wanted.start}:{wanted.stop} must lie within 0:{count}, the number of tokens."

@@ -1,8 +1,8 @@
 """The colours of pictures: ramps of equal steps in lightness.
 
 Shades are computed in OKLCh (https://bottosson.github.io/posts/oklab/), where equal steps look
-equal. Larger is darker on a light page and lighter on a dark one. Signed numbers have two hues:
-blue above 0 and orange below.
+equal. Larger numbers are darker on a light page and lighter on a dark page. Signed numbers have two
+hues: blue above 0 and orange below 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _ROLES: dict[str, tuple[Colour, Colour]] = {  # on a light page and on a dark on
     "line": ((214, 217, 226), (62, 65, 78)),
     "bar": ((38, 110, 168), (92, 178, 214)),
 }
-_PAPER_FROM = {False: 0.5, True: 0.68}  # by ``signed``: the strength above which text is light
+_PAPER_FROM = {False: 0.5, True: 0.68}  # by ``signed``: the strength above which text is paper
 
 
 def roles(dark: bool) -> dict[str, Colour]:
@@ -56,7 +56,7 @@ def hexadecimal(colour: Colour) -> str:
     return "#{:02x}{:02x}{:02x}".format(*colour)
 
 
-# The same ramps as codes of a 256-colour terminal; lightness changes in even steps.
+# The same ramps as codes of a 256-colour terminal. The lightness changes in equal steps.
 _UP = (233, 17, 18, 19, 25, 31, 38, 79, 151, 194, 230)
 _BLUE = (24, 25, 32, 39, 75)
 _ORANGE = (94, 130, 166, 172, 215)

@@ -275,7 +275,9 @@ def alignment(
     title: str = "Alignment",
     caption: str = "",
 ) -> Picture:
-    """The weights of target words on source words, [target, source]; each row's largest is marked.
+    """The weights of target words on source words, [target, source].
+
+    The largest weight of each row is marked.
 
     >>> picture = alignment([[0.9, 0.1], [0.3, 0.7]], ["the", "cat"], ["le", "chat"])
     >>> print(picture.text(width=60, color="none").strip())
@@ -302,7 +304,7 @@ def panels(title: str, pictures: Sequence[Picture], *, caption: str = "") -> Pic
     """Several maps or grids in one picture, each with its own scale and legend."""
     parts = tuple(picture.drawing for picture in pictures if isinstance(picture.drawing, Cells))
     if not parts or len(parts) < len(pictures):
-        raise InputError("panels needs at least one picture, and maps and grids only.")
+        raise InputError("panels needs at least one picture, and takes only maps and grids.")
     return Picture(Panels(printable(title), parts, printable(caption)))
 
 
@@ -364,7 +366,7 @@ def _difference(one: Cells, other: Cells, title: str) -> Cells:
 
 
 def _both(one: Axis, other: Axis) -> Axis:
-    """Merge two axes; a place with different labels gets both."""
+    """Merge two axes. Where their labels differ, the merged axis shows both labels."""
     labels = tuple(
         before if before == after else f"{before}/{after}"
         for before, after in zip(one.labels, other.labels, strict=False)

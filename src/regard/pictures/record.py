@@ -11,7 +11,7 @@ from itertools import count
 
 from regard.errors import InputError
 
-MANY = 500  # positive numbers of a map whose scale may end below its largest number
+MANY = 500  # the scale of a map with as many positive numbers may end below the largest
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Cells:
             reach = max(-low, high) or 1.0
             return -reach, reach
         if low < high / 20:
-            low = 0.0  # a round end is easier to read
+            low = 0.0  # a scale from 0 is easier to read
         above = sorted(value for row in self.values for value in row if value > low)
         if len(above) >= MANY:
             usual = above[int(len(above) * 0.99)]
@@ -198,14 +198,14 @@ def brief(values: Sequence[Sequence[float]]) -> list[list[str]]:
 
 
 def table_of(values: object, what: str) -> tuple[tuple[float, ...], ...]:
-    """Check a tensor or nested lists and return rows of numbers."""
+    """The rows of a tensor or of nested lists. Raise InputError if they are no table."""
     plain = values.tolist() if hasattr(values, "tolist") else values
     shape = f"of shape {list(values.shape)}" if hasattr(values, "shape") else ""
     if not isinstance(plain, list | tuple) or not plain:
         raise InputError(f"{what} needs rows of numbers, but got {shape or repr(values)}.")
     wrong = ""
     if not all(isinstance(row, list | tuple) and row for row in plain):
-        wrong = f", but got {shape or 'something else'}"
+        wrong = f", but got {shape or 'rows that are not lists of numbers'}"
     elif len({len(row) for row in plain}) > 1 or any(isinstance(v, list) for v in plain[0]):
         lengths = ", ".join(str(len(row)) for row in plain)
         wrong = f", with rows of one length, but got {shape or f'rows of {lengths}'}"
@@ -223,7 +223,7 @@ def table_of(values: object, what: str) -> tuple[tuple[float, ...], ...]:
 
 
 def labels_of(labels: Sequence[str], count: int, what: str) -> tuple[str, ...]:
-    """Check that there is one label per place and return the labels."""
+    """The labels as printable text. Raise InputError unless there is one label per place."""
     if isinstance(labels, str) or len(labels) != count:
         given = repr(labels) if isinstance(labels, str) else f"{len(labels)} labels"
         raise InputError(f"{what} needs {count} labels, but got {given}.")

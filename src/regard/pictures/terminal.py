@@ -114,7 +114,7 @@ def _layout(cells: Cells, width: int, pen: Pen, numbers: bool = True) -> _Layout
     count = len(shown.values[0])
     longest = max(len(text) for row in brief(shown.values) for text in row)
     if shown.marks:
-        longest += 1  # for the "*" of a marked cell
+        longest += 1  # space for the "*" of a marked cell
     named = max((width_of(label) for label in shown.columns.labels), default=0)
     side = min(room // count, max(min(named, 10), longest) + 2)
     numbered = numbers and side > longest and bool(shown.columns.labels and shown.rows.labels)
@@ -128,7 +128,7 @@ def _cells(cells: Cells, width: int, pen: Pen, *, numbers: bool = True) -> list[
 
 def _grid(cells: Cells, layout: _Layout, width: int, pen: Pen) -> list[str]:
     """Draw the cells with their labels, the legend and the caption."""
-    scale, signed = cells.scale, cells.signed  # of all numbers, also if cells are merged
+    scale, signed = cells.scale, cells.signed  # the scale of all numbers, even if cells are merged
     shown, note, label_width, side, numbered = layout
     count, inside = len(shown.values[0]), brief(shown.values)
     halved = side == 1 and pen.color != "none" and not shown.rows.labels

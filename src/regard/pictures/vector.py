@@ -73,7 +73,7 @@ class Box:
 @dataclass(frozen=True)
 class Words:
     x: float
-    y: float  # of the baseline
+    y: float  # the baseline
     text: str
     paint: str = "ink"
     size: float = FONT
@@ -385,7 +385,7 @@ def _attributes(**numbers: float) -> str:
 
 def _png_of(shades: Sequence[Sequence[int | None]], palette: Sequence[tuple[int, ...]]) -> bytes:
     """Encode shades as a PNG image with one pixel per shade; None is transparent."""
-    clear = LEVELS - 1  # with empty cells this colour is transparent, and no shade uses it
+    clear = LEVELS - 1  # the transparent colour if some cells are empty; no shade uses it then
     holes = any(shade is None for row in shades for shade in row)
     lines = b"".join(
         b"\0" + bytes(clear if s is None else min(s, clear - 1) if holes else s for s in row)

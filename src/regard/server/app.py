@@ -25,7 +25,7 @@ from regard.server.pool import Models
 from regard.server.worker import Busy, Worker
 
 LOG = logging.getLogger("regard.server")
-SHADES = 64  # in the colour ramp of the page
+SHADES = 64  # shades in the colour ramp of the page
 CLIENT_LEFT = 499  # the status of a request whose client has disconnected; no client sees it
 T = TypeVar("T")
 

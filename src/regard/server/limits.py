@@ -12,7 +12,7 @@ MAX_QUESTION = 1_000
 MAX_COMPLETE = 20_000
 MAX_LOOK = 10_000  # the time grows with the square of the number of tokens
 MAX_EXPLAIN = 300
-MAX_NAME = 500  # of a model, a language, a layer or a word
+MAX_NAME = 500  # the name of a model, a language or a layer, or a word
 
 MAX_NEW_TOKENS = 1_000
 MAX_BEAMS = 8

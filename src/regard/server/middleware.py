@@ -1,4 +1,4 @@
-"""Middleware that refuses foreign host names, pages of other sites, and too large bodies."""
+"""Middleware that refuses unknown host names, pages of other sites, and oversized bodies."""
 
 from __future__ import annotations
 

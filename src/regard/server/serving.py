@@ -1,7 +1,8 @@
 """Start the HTTP server.
 
 ``api`` defines the requests and ``limits`` their limits. ``worker`` runs them, and ``app`` serves
-them over HTTP. ``middleware`` refuses foreign and oversized requests. ``web`` has the web page.
+them over HTTP. ``middleware`` refuses requests of other sites and oversized requests. ``pool`` has
+the models, and ``web`` the page.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def listen(host: str, port: int) -> socket.socket:
     family, _, _, _, address = addresses[0]
     listening = socket.socket(family, socket.SOCK_STREAM)
     try:
-        # Without SO_REUSEADDR, the port cannot be used for a while after a server has ended.
+        # Without SO_REUSEADDR, a new server cannot use the port for some time after one has ended.
         if os.name == "posix":
             listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(address)
@@ -82,7 +83,7 @@ def serve(
             worker.close()
             super().handle_exit(sig, frame)
 
-    # The application logs its own errors; uvicorn would log them again.
+    # The application logs its errors; uvicorn would log them again.
     config = uvicorn.Config(
         app,
         log_config=None,

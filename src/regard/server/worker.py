@@ -146,5 +146,5 @@ class Worker:
         except Exception as error:  # noqa: BLE001  # the caller of run() gets it
             if len(batch) == 1 or isinstance(error, ClientsLeft):
                 return [error] * len(batch)
-            # One of the requests is wrong. Run each alone, so that the others get results.
+            # A request failed. Run each request alone, so that the others get their results.
             return [result for ticket in batch for result in self._results([ticket])]

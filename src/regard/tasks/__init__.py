@@ -7,7 +7,7 @@ All tasks share these options:
 - ``how``: the decoding strategy, such as ``Beam(num_beams=4)``, or only the settings to change from
   the model's defaults, such as ``{"num_beams": 4}``.
 - ``max_new_tokens``: the maximum number of tokens to generate for a text, a sentence or a part.
-- ``batch``: how many texts go through the model together.
+- ``batch``: the number of inputs (texts, sentences, parts or windows) in one forward pass.
 - ``attended``: whether to return attention weights between words, which takes another forward pass.
 - ``device``: where the model runs. ``precision``: float32, bfloat16 or int8.
 - ``check``: a function that every loop of the task calls; it may raise to end the task early.

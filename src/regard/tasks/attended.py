@@ -34,8 +34,8 @@ class CrossWeights:
     ) -> Tensor:
         """The weights between spans of both texts, [layers, heads, queries, keys].
 
-        A token's weights are those of the step that predicts it or, with ``read``, of the next
-        step, whose input it is.
+        The weights of a token are those of the step that predicts the token or, with ``read``, of
+        the next step, whose input is the token.
         """
         rows = self.weights[:, :, 1:] if read else self.weights[:, :, :-1]
         rows = rows[..., : len(self.tokens)]  # without the end token of the source

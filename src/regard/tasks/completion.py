@@ -139,9 +139,9 @@ def _open(
     room = bundle.window - longest
     if room < (1 if max_new_tokens is None else max_new_tokens):
         raise InputError(
-            f"The text is too long: {longest} tokens and {max_new_tokens or 1} new ones are more "
-            f"than the {bundle.window} that {bundle.name} reads. Give its last part"
-            f"{', or a smaller max_new_tokens' if max_new_tokens else ''}."
+            f"The text is too long: it has {longest} tokens, and {max_new_tokens or 1} more must "
+            f"fit into the {bundle.window} that {bundle.name} reads. Give only the last part of "
+            f"the text{', or a smaller max_new_tokens' if max_new_tokens else ''}."
         )
     return bundle, prompts, min(wanted, room)
 
@@ -217,7 +217,7 @@ def _attended(bundle: Bundle, prompt: _Prompt, ids: list[int]) -> WordAttention 
     if not queries or len(ids) * total * heads * depth > MAX_ATTENDED_WEIGHTS:
         return None
     read = torch.tensor([[*prompt.ids, *ids[:-1]]], device=model.device)
-    rows = range(len(prompt.ids) - 1, total - 1)  # each row predicted the next token
+    rows = range(len(prompt.ids) - 1, total - 1)  # the rows that predict the new tokens
     with torch.inference_mode(), watch(model, See(rows=rows)) as seen:
         model.read(read)
     table = mean_rows(seen)

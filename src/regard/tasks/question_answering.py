@@ -145,7 +145,7 @@ class _BestSpan(NamedTuple):
     score: float
     probability: float
     window: Window
-    first: int  # token of the window
+    first: int  # the index of its first token in the window
     last: int
 
 
@@ -154,7 +154,7 @@ class _Batch(NamedTuple):
 
     ids: Tensor
     token_types: Tensor  # 1 for the context and the token that ends it
-    possible: Tensor  # where an answer may start or end: in the context, or at [CLS] for none
+    possible: Tensor  # where an answer may start or end: in the context; [CLS] means no answer
     padding: Padding | None
 
 

@@ -36,7 +36,7 @@ class WordAttention:
         where: str,
         sides: tuple[str, str],
     ) -> WordAttention:
-        """Build it from two texts, the spans of their words or sentences, and the weights."""
+        """Build the record from two texts, the spans of words or sentences, and the weights."""
         named = [tuple(text[low:high] for low, high in spans) for text, spans in (queries, keys)]
         return cls(named[0], named[1], tuple(map(tuple, table.tolist())), where, sides)
 
@@ -144,7 +144,7 @@ class Summary(Record):
     """A summary. ``attended`` has the weights of its sentences on the document's sentences.
 
     ``method`` is "whole" if the document fits the model, "joined" if the summaries of its parts are
-    joined, and "resummarized" if those summaries are summarized again.
+    joined, and "resummarized" if the summaries of its parts are summarized again.
 
     >>> Summary(
     ...     text="A cat sat.", score=-0.5, tokens=5, seconds=0.4, model="mine", method="whole",

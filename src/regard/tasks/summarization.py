@@ -54,7 +54,7 @@ def summarize(
         raise InputError("A document is empty. Give some words.")
     how, max_new_tokens = bundle.settings(TASK).resolve(how, max_new_tokens)
     prefix = bundle.prefix(TASK)
-    # Each document is a list of rounds; each round summarizes the summary of the one before.
+    # Each document is a list of rounds; each round summarizes the summary of the round before.
     documents = [[_round(bundle, prefix, bundle.prepared(text, TASK))] for text in texts]
     active = documents
     while active:
@@ -149,7 +149,7 @@ def _parts(bundle: Bundle, prefix: str, text: str, units: Sequence[Span]) -> lis
             f"The prefix {prefix[:40]!r} leaves no room for a text: {bundle.name} reads at most "
             f"{bundle.window} tokens."
         )
-    pieces: list[tuple[Span, int]] = []  # each with its number of tokens
+    pieces: list[tuple[Span, int]] = []  # sentences or parts of them, with their tokens counted
     for unit in units:
         offsets = encode(text[unit.start : unit.end], special=False).offsets
         for low in range(0, len(offsets), room):

@@ -88,7 +88,7 @@ def _check_length(bundle: Bundle, prefix: str, text: str, label: str) -> None:
     if count > bundle.window:
         raise InputError(
             f"{label}A sentence of {count} tokens is too long: {bundle.name} reads at most "
-            f"{bundle.window}. It begins with {text[:40]!r}; split it into shorter sentences."
+            f"{bundle.window}. The sentence begins with {text[:40]!r}; split it into shorter ones."
         )
 
 

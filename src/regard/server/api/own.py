@@ -35,7 +35,7 @@ Document = Annotated[str, Field(max_length=limits.MAX_DOCUMENT), HasWords]
 Looked = Annotated[str, Field(max_length=limits.MAX_LOOK), HasWords]
 Sentence = Annotated[str, Field(max_length=limits.MAX_EXPLAIN)]
 Name = Annotated[str, Field(max_length=limits.MAX_NAME)]
-Layer = Annotated[Name | int | None, Field(description="The layer of the head.")]
+Layer = Annotated[Name | int | None, Field(description="The name of a layer.")]
 Head = Annotated[int | None, Field(description="The number of the head in its layer, from 0.")]
 Target = "The text that an encoder-decoder writes; without it, the model writes one."
 MaxNewTokens = Annotated[
@@ -143,7 +143,7 @@ class Translate(BeamSearch):
 
 
 class Summarize(BeamSearch):
-    """Summarize a document. ``attended`` has the weights of the summary's sentences on it."""
+    """Summarize a document. ``attended`` has the weights of summary on document sentences."""
 
     path = "/summarize"
     summary = "Summarize a document."

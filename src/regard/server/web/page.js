@@ -3,9 +3,9 @@
 // Texts are never parsed as HTML: the code creates every element and sets its textContent.
 
 const KNOWN = JSON.parse(document.getElementById("known").textContent);
-const SHADES = 64; // in /colours.css
+const SHADES = 64; // the shades in /colours.css
 const MIN_SHOWN = 0.005; // smaller weights round to 0.00 and are not listed
-const MAX_CELLS = 4096; // of a table; larger tables are shown as pictures
+const MAX_CELLS = 4096; // cells of a table; larger tables are shown as pictures
 
 // ------------------------------------------------------------------------------------- elements
 
