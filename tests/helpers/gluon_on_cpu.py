@@ -1,20 +1,19 @@
-"""An interpreter for the Gluon of our Hopper kernels: Triton has none for it.
+"""An interpreter for the Gluon code of our Hopper kernels. Triton has no interpreter for Gluon.
 
-``load`` gives a package of such kernels whose functions run as they stand, in Python, on tensors of
-the CPU. Layouts mean nothing here. What does is who waits for whom, so that is taken at its worst:
+``load`` imports a package of such kernels so that their functions run in Python on CPU tensors.
+Layouts are ignored. Synchronization is modelled by the worst case:
 
-- a tile's place holds NaN from the moment its copy is asked for until somebody waits for it, and so
-  does shared memory that nothing was written to;
-- an asynchronous product is made when it is waited for, no sooner, and has no value before;
-- the roles of a program run as threads; when all of them wait, that is an error, and no hang;
+- the shared memory of a tile holds NaN from the start of its copy until a role waits for the copy;
+  floats in shared memory that were never written are NaN, too;
+- an asynchronous product is computed only when a role waits for it, and has no value before;
+- the roles of a program run as threads; if all of them wait, that is an error, not a hang;
 - a load or store outside of a tensor is an error.
 
-A product that is added to something is not rounded before: the compiler makes both one
-instruction.
+A product is not rounded before an addition, because the compiler fuses both into one instruction.
 
-A role runs as one: what its own threads have to wait for among each other, only a GPU can tell. Of
-a role that several groups of four warps share each runs by itself, with its own rows: TEAM_ROWS
-is then what one of them holds.
+A role runs as one thread: only a GPU shows whether the threads of a role synchronize correctly. If
+several groups of four warps share a role, each group runs in a thread of its own with its own rows,
+and TEAM_ROWS is the number of rows of one group.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from torch import Tensor
 
 
 class Layout:
-    """Any layout; none is looked at."""
+    """Any layout. The interpreter ignores layouts."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         self.arguments = arguments, named
@@ -50,11 +49,11 @@ def _raw(value: Any) -> Any:
 
 
 class Block:
-    """A tensor of a kernel, or a number of it."""
+    """A tensor or a number in a kernel."""
 
     def __init__(self, data: Any) -> None:
         self.data: Tensor = torch.as_tensor(data)
-        self.exact: Tensor | None = None  # of a product: what it is before it is rounded
+        self.exact: Tensor | None = None  # the value before rounding, if this is a product
 
     shape = property(lambda self: list(self.data.shape))
     dtype = property(lambda self: self.data.dtype)
@@ -91,7 +90,7 @@ class Block:
     def __truediv__(self, other: Any) -> Block:
         return self._with(other, torch.true_divide)
 
-    def __floordiv__(self, other: Any) -> Block:  # towards zero, as the machine does
+    def __floordiv__(self, other: Any) -> Block:  # rounds towards zero, like the GPU
         return self._with(other, lambda a, b: torch.div(a, b, rounding_mode="trunc"))
 
     def __rfloordiv__(self, other: Any) -> Block:
@@ -113,7 +112,7 @@ Block.__rtruediv__ = lambda self, other: self._with(other, torch.true_divide, Tr
 
 
 class Pointer:
-    """Places in a tensor, counted in its elements."""
+    """Indices of elements of a tensor."""
 
     def __init__(self, tensor: Tensor, at: Any = 0) -> None:
         self.tensor, self.at = tensor, torch.as_tensor(at)
@@ -126,9 +125,9 @@ class Pointer:
         return Pointer(self.tensor, self.at[key])
 
     def to(self, dtype: torch.dtype) -> Pointer:
-        """The same places, counted in elements of another size."""
+        """The same addresses as indices of elements of another size."""
         bytes_at = self.at * self.tensor.element_size()
-        assert not bool((bytes_at % dtype.itemsize).any()), "a place between two elements"
+        assert not bool((bytes_at % dtype.itemsize).any()), "the address is not that of an element"
         return Pointer(self.tensor.view(-1).view(dtype), bytes_at // dtype.itemsize)
 
 
@@ -164,14 +163,14 @@ class Shared:
 
 
 class Descriptor:
-    """A tensor as the copy engine sees it."""
+    """A tensor descriptor of the copy engine (TMA)."""
 
     def __init__(self, given: Any) -> None:
         self.view = given.base.detach().as_strided(given.shape, given.strides)
         self.block_shape, self.layout, self.dtype = given.block_shape, Layout(), given.base.dtype
 
     def read(self, start: list[int]) -> Tensor:
-        """One tile; what lies outside of the tensor is 0."""
+        """Read one tile. Elements outside of the tensor are 0."""
         found = torch.zeros(self.block_shape, dtype=self.dtype)
         spans = list(zip(start, self.block_shape, self.view.shape, strict=True))
         here = tuple(slice(0, max(0, min(size, whole - at))) for at, size, whole in spans)
@@ -180,7 +179,7 @@ class Descriptor:
         return found
 
     def write(self, start: list[int], tile: Tensor) -> None:
-        """One tile; what lies outside of the tensor is left out."""
+        """Write one tile. Elements outside of the tensor are dropped."""
         spans = list(zip(start, self.block_shape, self.view.shape, strict=True))
         here = tuple(slice(0, max(0, min(size, whole - at))) for at, size, whole in spans)
         there = tuple(slice(at, at + size) for at, size, _ in spans)
@@ -201,7 +200,7 @@ class _Barrier:
 
 
 class _Product:
-    """An asynchronous product; its value once it was waited for."""
+    """An asynchronous product. It has a value after a role has waited for it."""
 
     def __init__(self, make: Callable[[], Tensor]) -> None:
         self.make = make
@@ -209,7 +208,7 @@ class _Product:
 
 
 class _Machine:
-    """The program at hand: its shared memory, its barriers, and who waits."""
+    """The running program: its shared memory, its barriers, and the number of waiting roles."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -221,8 +220,8 @@ class _Machine:
         self.barriers: dict[int, _Barrier] = {}
         self.roles = self.waiting = 0
         self.failed: BaseException | None = None
-        self.sizes: list[int] = []  # of buffers, in bytes
-        self.memory = torch.empty(0, dtype=torch.int32)  # the one that PTX goes about in
+        self.sizes: list[int] = []  # the sizes of the buffers in bytes
+        self.memory = torch.empty(0, dtype=torch.int32)  # the buffer that PTX reads and writes
 
     def _words(self, places: Tensor) -> Tensor:
         words = (places - self.before()) >> 2
@@ -246,16 +245,16 @@ class _Machine:
             self.memory[self._words(places)] = what
 
     def before(self) -> int:
-        """How far its memory is from the start of all: larger buffers come first."""
+        """The offset of ``memory`` in shared memory, in bytes; larger buffers come first."""
         return sum(size for size in self.sizes if size > 4 * len(self.memory))
 
     def tell(self) -> None:
-        """Something changed: whoever waits looks again, and counts as waiting anew if it must."""
+        """Wake all waiting roles, so that each checks again whether it must wait."""
         self.waiting = 0
         self.changed.notify_all()
 
     def barrier(self, place: Shared | Tensor) -> _Barrier:
-        """The one in some shared memory, or at a place as PTX has it."""
+        """The barrier in some shared memory, or at an address in PTX."""
         if isinstance(place, Shared):
             return self.barriers[place.data.data_ptr()]
         return self.barriers[self.memory.data_ptr() + int(place) - self.before()]
@@ -275,7 +274,7 @@ class _Machine:
                     continue
                 self.waiting += 1
                 if self.waiting == self.roles:
-                    self.failed = RuntimeError("all roles of a program wait: none will go on")
+                    self.failed = RuntimeError("deadlock: all roles of the program wait")
                     self.tell()
                     raise self.failed
                 self.changed.wait()
@@ -286,12 +285,10 @@ class _Machine:
             self.local.products = []
             self.local.stores = []
             try:
-                with (
-                    self.changed
-                ):  # one at a time, until it waits: they would only hinder each other
+                with self.changed:  # one role runs at a time, until it waits
                     role(*arguments)
-                assert not self.local.stores, "a tile may be gone before the copy engine had it"
-            except BaseException as error:  # noqa: BLE001 - handed on below
+                assert not self.local.stores, "the role did not wait for its stores by TMA"
+            except BaseException as error:  # noqa: BLE001 - raised again below
                 with self.changed:
                     self.failed = self.failed or error
             finally:
@@ -322,7 +319,7 @@ def _arrive(place: Shared | Tensor, count: int = 1) -> None:
     with _machine.changed:
         barrier = _machine.barrier(place)
         barrier.missing -= count
-        assert barrier.missing >= 0, "more arrive at a barrier than it counts"
+        assert barrier.missing >= 0, "more arrivals at a barrier than its count"
         barrier.settle()
         _machine.tell()
 
@@ -354,7 +351,7 @@ def _send(descriptor: Descriptor, start: list[Any], source: Shared) -> None:
 
 
 def _sent(left: int) -> None:
-    """Wait for tiles to be read: they are read now, and no sooner."""
+    """Wait until at most ``left`` stores have not read their tiles. They read them only now."""
     stores = _machine.local.stores
     while len(stores) > left:
         stores.pop(0)()
@@ -363,7 +360,7 @@ def _sent(left: int) -> None:
 def _multiply(a: Any, b: Shared, acc: Any, use_acc: bool = True, is_async: bool = False) -> Any:
     assert is_async
     going_on = any(acc is product for product in _machine.local.products[-1:])
-    assert going_on or isinstance(acc, Block), "an accumulator that is still in flight"
+    assert going_on or isinstance(acc, Block), "the accumulator is still being computed"
 
     def make() -> Tensor:
         product = a.data.float() @ b.data.float()
@@ -382,7 +379,7 @@ def _finish(left: int, deps: list[Any]) -> Any:
     found = []
     for one in deps:
         value = one.value if isinstance(one, _Product) else one
-        assert value is not None, "a product is used that was not waited for"
+        assert value is not None, "a product is used before a role has waited for it"
         found.append(value)
     return found[0] if len(found) == 1 else tuple(found)
 
@@ -390,7 +387,7 @@ def _finish(left: int, deps: list[Any]) -> Any:
 def _chosen(pointer: Pointer, mask: Any) -> tuple[Tensor, Tensor]:
     at, may = torch.broadcast_tensors(pointer.at, torch.as_tensor(_raw(mask)))
     inside = (at >= 0) & (at < pointer.tensor.numel())
-    assert bool((inside | ~may).all()), "a place outside of its tensor"
+    assert bool((inside | ~may).all()), "an index outside of its tensor"
     return at, may
 
 
@@ -407,7 +404,7 @@ def _store(pointer: Pointer, value: Any, mask: Any = True) -> None:
 
 
 def _add(pointer: Pointer, value: Any, sem: str) -> Block:
-    """What was there before; places are different ones where that is looked at."""
+    """Add, and return the values before; indices may repeat only if these are not used."""
     at, may = _chosen(pointer, True)
     numbers = torch.as_tensor(_raw(value), dtype=pointer.tensor.dtype).expand(at.shape)
     with _machine.changed:
@@ -450,12 +447,12 @@ def _unsigned(number: Tensor) -> Tensor:
 
 
 def _highest_bit(number: Tensor) -> Tensor:
-    """Its place, and -1 of 0."""
+    """The index of the highest set bit; -1 for 0."""
     return torch.frexp(_unsigned(number).double()).exponent.int() - 1
 
 
 def _permuted(low: Tensor, high: Tensor, chosen: Tensor) -> Tensor:
-    """Four of the eight bytes of two numbers."""
+    """Four of the eight bytes of two numbers, as ``chosen`` says (prmt)."""
     both = _unsigned(low), _unsigned(high)
     found = torch.zeros_like(both[0] + both[1])
     for i in range(4):
@@ -465,7 +462,7 @@ def _permuted(low: Tensor, high: Tensor, chosen: Tensor) -> Tensor:
 
 
 def _by_table(a: Tensor, b: Tensor, c: Tensor, table: Tensor) -> Tensor:
-    """Bit by bit what a table has for three bits."""
+    """The entry of ``table`` for the bits of ``a``, ``b`` and ``c``, bit by bit (lop3)."""
     found = torch.zeros_like(a | b | c)
     for i in range(8):
         if int(table) >> i & 1:
@@ -474,7 +471,7 @@ def _by_table(a: Tensor, b: Tensor, c: Tensor, table: Tensor) -> Tensor:
 
 
 def _halves(number: Tensor) -> Tensor:
-    """The two numbers of 16 bits in one of 32, as bfloat16."""
+    """The two halves of 32-bit numbers as bfloat16."""
     return number.contiguous().view(torch.bfloat16).view(*number.shape, 2)
 
 
@@ -483,7 +480,7 @@ def _of_halves(halves: Tensor) -> Tensor:
 
 
 def _from_lane(value: Tensor, away: Tensor, _last: Tensor, _members: Tensor) -> Tensor:
-    """Of another lane: the elements of a tensor are those of threads, one after the other."""
+    """The value of another lane. Element i of a tensor belongs to lane i."""
     return value[torch.arange(len(value)) ^ int(away)]
 
 
@@ -509,7 +506,7 @@ PTX: dict[str, Callable[..., Tensor]] = {
     "max.bf16x2": lambda a, b: _of_halves(torch.fmax(_halves(a), _halves(b))),
     "cvt.rn.bf16x2": lambda high, low: _of_halves(torch.stack([low, high], -1).bfloat16()),
     "shfl.sync.bfly": _from_lane,
-    "shfl.sync.idx": lambda value, _lane, _last, _members: value,  # of what all lanes have
+    "shfl.sync.idx": lambda value, _lane, _last, _members: value,  # all lanes have the same value
     "and": torch.bitwise_and,
     "or": torch.bitwise_or,
     "xor": torch.bitwise_xor,
@@ -540,7 +537,7 @@ PTX: dict[str, Callable[..., Tensor]] = {
 
 
 class _Line(NamedTuple):
-    """An instruction of PTX: who does it, if not all, what, of which kind, and to what."""
+    """An instruction of PTX: its guard ("" for none), name, type and operands."""
 
     guard: str
     unless: bool
@@ -551,7 +548,7 @@ class _Line(NamedTuple):
 
 @cache
 def _parsed(code: str) -> tuple[list[_Line], dict[str, int]]:
-    """The lines of some PTX, and where its labels are."""
+    """The instructions of some PTX code, and the index of the instruction at each label."""
     lines: list[_Line] = []
     labels: dict[str, int] = {}
     for line in filter(None, map(str.strip, code.strip().strip("{}").split(";"))):
@@ -570,7 +567,7 @@ def _parsed(code: str) -> tuple[list[_Line], dict[str, int]]:
 
 
 class _Assembly:
-    """PTX, run for all elements of some tensors at once. All of them are one warp's."""
+    """PTX code that runs for all elements of some tensors at once. One warp has all of them."""
 
     def __init__(self, code: str) -> None:
         group = getattr(_machine.local, "group", 0)
@@ -579,7 +576,7 @@ class _Assembly:
         self.lines, self.labels = _parsed(code)
 
     def value(self, name: str, kind: str) -> Tensor:
-        """A register or a number, as ``kind`` reads it."""
+        """The value of a register or of a literal, as the type ``kind``."""
         if name.startswith("0f"):
             found = torch.tensor(struct.unpack(">f", bytes.fromhex(name[2:]))[0])
         elif name in self.registers:
@@ -618,7 +615,7 @@ class _Assembly:
                 self.set(to, rule(*values), guard)
 
     def meet(self, line: _Line) -> None:
-        """Wait at a barrier, or arrive there: each of four warps does."""
+        """Wait at a barrier, or arrive at it. An arrival counts for four warps."""
         to, where, *phase = line.operands
         place = self.value(where.strip("[]"), "s32")
         if phase:
@@ -641,7 +638,7 @@ class _Assembly:
 
 
 def _assemble(code: str, constraints: str, given: Any, dtype: Any, is_pure: bool, pack: int) -> Any:
-    """What PTX makes of some tensors, ``pack`` numbers at a time."""
+    """The results of PTX code for some tensors; each run of the code takes ``pack`` numbers."""
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     results = pack * len(dtypes)
     numbers = (torch.as_tensor(_raw(block)) for block in given)
@@ -654,7 +651,7 @@ def _assemble(code: str, constraints: str, given: Any, dtype: Any, is_pure: bool
     assembly = _Assembly(code)
     for i, column in enumerate(columns):
         assembly.registers[f"${results + i}"] = column.contiguous()
-        if kinds[results + i].isdigit():  # the register of a result
+        if kinds[results + i].isdigit():  # the input shares the register of a result
             assembly.registers[f"${kinds[results + i]}"] = column.contiguous()
     assembly.run()
     found = []
@@ -666,7 +663,7 @@ def _assemble(code: str, constraints: str, given: Any, dtype: Any, is_pure: bool
 
 
 class _Kernel:
-    """A function of a kernel: called by another one, or launched on a grid."""
+    """A kernel function, which another one calls or which is launched on a grid."""
 
     def __init__(self, function: Callable[..., Any]) -> None:
         self.function = function
@@ -686,10 +683,10 @@ class _Kernel:
 
 
 def _given(value: Any) -> Any:
-    """An argument as a kernel gets it."""
+    """An argument in the form in which a kernel gets it."""
     if hasattr(value, "block_shape"):
         return Descriptor(value)
-    if isinstance(value, Tensor):  # axes may be in any order, but without gaps
+    if isinstance(value, Tensor):  # its axes may have any order, but its elements no gaps
         last = sum(
             (size - 1) * step for size, step in zip(value.shape, value.stride(), strict=True)
         )
@@ -712,7 +709,7 @@ def _language() -> SimpleNamespace:
     return SimpleNamespace(
         **dict.fromkeys(layouts, Layout),
         float32=torch.float32, int64=torch.int64, int32=torch.int32, int8=torch.int8,
-        uint32=torch.int64, pointer_type=lambda dtype: dtype,  # no place is below 0
+        uint32=torch.int64, pointer_type=lambda dtype: dtype,  # int64 holds every uint32
         constexpr=lambda value: value,
         program_id=lambda axis: Block(_machine.program[axis]),
         num_programs=lambda axis: Block(_machine.grid[axis]),
@@ -723,7 +720,7 @@ def _language() -> SimpleNamespace:
         zeros_like=lambda given: Block(torch.zeros_like(given.data)),
         full_like=lambda given, value: Block(torch.full_like(given.data, value)),
         where=_apply(torch.where),
-        maximum=_apply(torch.fmax), minimum=_apply(torch.fmin),  # of a number and NaN the number
+        maximum=_apply(torch.fmax), minimum=_apply(torch.fmin),  # a number wins over NaN
         fma=_apply(lambda a, b, c: (a.double() * b.double() + c.double()).float()),
         exp2=_apply(torch.exp2), log2=_apply(torch.log2), abs=_apply(torch.abs),
         sum=lambda value, axis: Block(value.data.sum(axis)),
@@ -779,7 +776,7 @@ def _in_place_of_gluon() -> Iterator[None]:
 
 
 def load(package: str) -> ModuleType:
-    """A package of kernels, imported anew to be run here; its ``modules`` are these by name."""
+    """Import a package of kernels again, to run here. ``modules`` holds its modules by name."""
     kept = _taken_out(package)
     with _in_place_of_gluon():
         found = importlib.import_module(package)
@@ -787,10 +784,10 @@ def load(package: str) -> ModuleType:
     for module in modules.values():
         if hasattr(module, "TEAM_ROWS"):
             module.TEAM_ROWS = module.ROWS
-    # A kernel may have the name of its module, which the package then hides.
+    # A kernel may have the name of its module, and then hides the module in the package.
     found.modules = {name.rpartition(".")[2]: module for name, module in modules.items()}
     sys.modules.update(kept)
-    # An import leaves what it found with the package above, where the next one would find it.
+    # The import has set the package as an attribute of its parent, where another would find it.
     above, _, name = package.rpartition(".")
     if package in kept:
         setattr(sys.modules[above], name, kept[package])
