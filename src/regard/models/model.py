@@ -37,7 +37,7 @@ def check_ids(ids: Tensor, vocabulary: int, what: str = "Ids") -> None:
         raise InputError(f"{what} must be a tensor [batch, n], but got {type(ids).__name__}.")
     if ids.dim() != 2 or ids.dtype not in (torch.int64, torch.int32):
         raise InputError(
-            f"{what} must be int32 or int64 [batch, n], but got {ids.dtype} {list(ids.shape)}. "
+            f"{what} must be whole numbers [batch, n], but got {ids.dtype} {list(ids.shape)}. "
             "For a single sequence pass ids[None]."
         )
     if ids.numel() and can_read(ids):
@@ -399,7 +399,7 @@ class Model(nn.Module):
         """
         if not isinstance(shard_bytes, int | float) or not shard_bytes >= 1:
             raise InputError(
-                f"save(shard_bytes=...) must be a number of bytes, but got {shard_bytes!r}."
+                f"save(shard_bytes=...) must be a number of bytes, not {shard_bytes!r}."
             )
         with torch.device("meta"), _Uninitialised():
             expected = type(self)(self.config).state_dict()
