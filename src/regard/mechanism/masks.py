@@ -1,5 +1,7 @@
 """Masks: which keys each query may attend to. True means *may attend*, always.
 
+``docs/meanings.md`` says how queries and keys line up, and where other libraries differ.
+
 A mask is a small frozen description; ``&``, ``|`` and ``~`` combine masks. It has two methods:
 
 - ``tile`` returns a boolean tensor for a block of queries and keys: the pairs it allows;
