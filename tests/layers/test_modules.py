@@ -304,7 +304,7 @@ def renamed(theirs: nn.Module) -> dict[str, Tensor]:
 def test_what_does_not_fit_is_refused() -> None:
     with pytest.raises(InputError, match="divisor"):
         MultiHeadAttention(10, 3)
-    with pytest.raises(InputError, match="grouped"):
+    with pytest.raises(InputError, match="cannot share 2 key heads"):
         MultiHeadAttention(12, 3, key_heads=2)
     layer, x = MultiHeadAttention(8, 2), torch.zeros(1, 3, 8)
     with pytest.raises(InputError, match="CrossCache"):
