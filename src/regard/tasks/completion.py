@@ -139,9 +139,9 @@ def _open(
     room = bundle.window - longest
     if room < (1 if max_new_tokens is None else max_new_tokens):
         raise InputError(
-            f"The text is too long: it has {longest} tokens, and {max_new_tokens or 1} more must "
-            f"fit into the {bundle.window} that {bundle.name} reads. Give only the last part of "
-            f"the text{', or a smaller max_new_tokens' if max_new_tokens else ''}."
+            f"The text is too long: its {longest} and {max_new_tokens or 1} new tokens do not fit "
+            f"into the {bundle.window} that {bundle.name} reads. Give only the last part of the "
+            f"text{', or a smaller max_new_tokens' if max_new_tokens else ''}."
         )
     return bundle, prompts, min(wanted, room)
 
