@@ -306,7 +306,7 @@ def test_pytorch_116350_double_backward_is_never_silently_wrong(backend: str) ->
     query, key, value = leaves(2, 2, 9, 4)
     output = attention(query, key, value, mask=Causal(), backend=backend)
     (grad,) = torch.autograd.grad(output.square().sum(), query, create_graph=True)
-    with pytest.raises(RuntimeError, match=r"derivative for .* is not implemented"):
+    with pytest.raises(RuntimeError, match="no gradients of gradients"):
         grad.square().sum().backward()  # type: ignore[no-untyped-call]
 
 
