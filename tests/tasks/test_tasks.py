@@ -563,7 +563,7 @@ def test_a_model_is_loaded_once_and_again_when_its_files_change(tmp_path: Path) 
         (lambda m: translate("a", "fr", model=m / "untagged"), "one language only"),
         (
             lambda m: complete("a", model=m / "gpt2", max_new_tokens=5000),
-            r"5000 more .* smaller max_new",
+            r"5000 new .* smaller max_new",
         ),
         (lambda m: complete("a", model=m / "gpt2", device="bogus"), "no device 'bogus'"),
         (lambda m: complete("a", model=m / "gpt2", device="meta"), "no device 'meta'"),
