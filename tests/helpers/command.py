@@ -39,7 +39,7 @@ def regard(*words: object, given: str | bytes = b"", **settings: str) -> Shown:
     """
     streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2)]
     arguments = ["regard", *map(str, words)]
-    standard_input = io.TextIOWrapper(tempfile.TemporaryFile(), encoding="utf-8")
+    standard_input = io.TextIOWrapper(tempfile.TemporaryFile(), encoding="utf-8")  # noqa: SIM115
     open_inputs.append(standard_input)
     with (
         pytest.MonkeyPatch.context() as patch,
