@@ -158,7 +158,7 @@ def write(
     generation: Mapping[str, Any] | None = None,
     shard_bytes: float = SHARD,
 ) -> None:
-    """Write a checkpoint, in shards of at most ``shard_bytes``.
+    """Write a checkpoint, in shards of at most ``shard_bytes``, or one tensor if it is larger.
 
     Each file is written to a temporary name and then renamed, so that an interrupted save leaves no
     broken file.

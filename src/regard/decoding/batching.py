@@ -89,8 +89,8 @@ def run(
 ) -> list[list[Generated]]:
     """Decode all prompts. Long prompts come first, so that a batch has similar lengths.
 
-    ``room`` is the largest number of new tokens of a sentence, over all its beams. ``capacity``
-    maps the length of a prompt to a batch size.
+    ``room`` is the number of tokens to reserve for each prompt: the maximum number of new tokens
+    times the number of beams. ``capacity`` maps the length of a prompt to a batch size.
     """
     waiting = deque(sorted(range(len(prompts)), key=lambda index: -len(prompts[index])))
     tasks: dict[int, T] = {}

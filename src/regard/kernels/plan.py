@@ -43,7 +43,7 @@ KEPT = ("output", "lse", "entropy", "distance")  # saved for the backward pass
 # Fields that no kernel differentiates.
 ROUGH = ("peak", "max_logit", "map_peak", "top_weights", "rows")
 
-# Measured on an H200 at commit 8c94c07, see docs/log.md.
+# Chosen by measurements on an H200 (docs/log.md, "Kernels for the GPU").
 MIN_STEPS_SAVED = 24  # split the last items only if the longest program saves more steps
 MIN_QUERIES = 256  # the least for the kernels for Hopper: their largest blocks have 256 rows
 # By head width, the least number of queries at which the backward pass for Hopper, which also
@@ -379,8 +379,9 @@ class Intermediates:
 
     ``neg_lse`` is -lse to base 2, in the order in which a tile holds its queries, and -inf in the
     empty places of the last tile. ``top_threshold`` is, for each query, a score that at least
-    MAX_TOP_KEYS of its scores reach. ``work_counters`` has the number of the next item for each
-    pass and, if the columns pass may begin early, how many blocks of each head are finished.
+    MAX_TOP_KEYS of its scores reach. ``work_counters`` counts the items that the passes forward,
+    columns and top have taken from the counter and, if the columns pass may begin early, the
+    finished blocks of each head. All counts start at UNSET_COUNTER.
     """
 
     neg_lse: Tensor | None = None

@@ -199,7 +199,7 @@ class MultiHeadAttention(nn.Module):
     def _step_with_forward(
         self, x: Tensor, cache: KeyValueCache | CrossCache, bias: Tensor | None
     ) -> Tensor:
-        """A decoding step by :meth:`forward`, which runs module hooks and computes Seen."""
+        """A decoding step that calls the module itself: its hooks run, and Seen is computed."""
         mask = None if bias is None else bias > -math.inf
         bias = None if bias is None else bias.clamp(min=torch.finfo(bias.dtype).min)
         # A context selects cross-attention. Its content is not read: the cache holds the keys.

@@ -65,7 +65,10 @@ class Call:
 
     @property
     def transformed(self) -> bool:
-        """Whether torch.func transforms the call: its tensors are batched or carry tangents."""
+        """Whether a transform of torch.func (vmap, grad, jvp ...) or forward-mode AD is active.
+
+        Backends that leave PyTorch's operators cannot run such a call.
+        """
         if torch.compiler.is_compiling():
             return False
         return self.goes_forward or _functorch.peek_interpreter_stack() is not None

@@ -48,7 +48,8 @@ from regard.kernels.sizes import (
     TEAMS,
 )
 
-# Measured on an H200 at commit 8c94c07, see docs/log.md. The keys of dicts are head widths.
+# Chosen by measurements on an H200 (docs/log.md, "Kernels for the GPU").
+# The keys of dicts are head widths.
 STAGES = 2  # ring slots for tiles of keys and values in the forward pass
 TILE_STAGES = {64: 8, 128: 3}  # ring slots for tiles of queries in the columns pass
 KEY_STAGES = {64: 4, 128: 2}  # ring slots for tiles of keys in the top keys pass

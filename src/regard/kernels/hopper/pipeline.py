@@ -395,7 +395,11 @@ def key_offsets(s):
 
 @gluon.jit
 def may_attend(s, query_at, key, keys, CAUSAL: gl.constexpr):
-    """Whether the mask allows each score by lanes, for a tile whose first key is ``key``."""
+    """Return where the mask allows scores in the layout of ``by_lanes``: [rows, LANES, n].
+
+    Only the layout of ``s`` is used. ``query_at`` holds the positions of the rows, ``key`` is the
+    tile's first key, and ``keys`` the number of keys.
+    """
     fixed, lane = key_offsets(s)
     if CAUSAL:  # this also excludes padding: no query attends beyond the last key
         allowed = fixed <= query_at[:, None, None] - key - lane

@@ -166,9 +166,10 @@ def team_of_thread():
 
 @gluon.jit
 def team_rows_index(team):
-    """The index of the tensor of TEAM_ROWS rows that a role computes.
+    """Return which block of TEAM_ROWS rows a team computes.
 
-    It is 0 if one role computes all teams, and the team if a role computes one team (in tests).
+    On a GPU one tensor holds the rows of all teams, so the index is 0. The interpreter of the tests
+    sets TEAM_ROWS to the rows of one team, so the index is the team.
     """
     return team if TEAM_ROWS == ROWS else 0
 

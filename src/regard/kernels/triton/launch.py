@@ -36,7 +36,7 @@ from regard.kernels.triton.forward import merge as merge_kernel
 
 WARP = 16  # rows of a matrix product that one warp holds
 
-# Measured on an H200 at commit 8c94c07, see docs/log.md.
+# Chosen by measurements on an H200 (docs/log.md, "Kernels for the GPU").
 PROGRAMS = 256  # programs that keep a large device busy: about two for each multiprocessor
 NEAR = 2048  # the most keys per query for which smaller blocks, which mask fewer pairs, are faster
 SHARE = 512  # the fewest keys that each of several programs takes of one block of queries

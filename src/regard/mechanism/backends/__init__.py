@@ -29,7 +29,11 @@ from regard.mechanism.seeing import See, Seen
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """An implementation of attention, and the conditions under which it can run."""
+    """An implementation of attention, and the conditions under which it can run.
+
+    ``run`` returns the output and, if the call has ``see``, a Seen with its fields but ``sink`` and
+    ``scores``, which ``complete`` adds. The output of a query without keys is 0, its lse -inf.
+    """
 
     name: str
     unavailable: Callable[[], str | None]
