@@ -188,7 +188,7 @@ def _fused(
         scale=scale,
         enable_gqa=True if call.groups > 1 else False,  # noqa: SIM210 - it may be a SymBool
     )
-    if output.grad_fn is not None and not torch.compiler.is_compiling():
+    if not torch.compiler.is_compiling() and output.grad_fn is not None:
         output.grad_fn.register_hook(_name_second_gradient)
     if fit is aligned and output.requires_grad:
         output.register_hook(aligned)  # type: ignore[no-untyped-call]  # for the backward kernel
