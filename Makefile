@@ -15,7 +15,7 @@ test: .venv/.dev browser  ## all tests except the kernel sweep, with the example
 	$(PYTEST)
 
 quick: .venv/.dev  ## the fast tests: no interpreted kernels, no processes, no browser
-	$(PYTEST) -m "not kernels and not processes and not browser and not slow"
+	$(PYTEST) -m "not gpu and not kernels and not processes and not browser and not slow"
 
 test-kernels: .venv/.dev  ## the kernel sweep: more cases of each kernel in the interpreter
 	$(PYTEST) -m sweep
