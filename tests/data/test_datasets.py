@@ -105,6 +105,7 @@ def test_lines_of_text(tmp_path: Path) -> None:
     assert report.bad == [("text", 2, "no text in body")]
 
 
+@pytest.mark.slow
 def test_a_model_is_trained_from_datasets_and_other_data_have_another_cache(tmp_path: Path) -> None:
     write_data(tmp_path)
     raw = recipe_of(tmp_path)

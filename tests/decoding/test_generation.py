@@ -136,6 +136,7 @@ def alone(model, prompts: list[list[int]], how, **options: Any) -> list[list[Gen
     return [generate(model, [prompt], how, **options)[0] for prompt in prompts]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "how",
     [

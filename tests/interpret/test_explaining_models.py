@@ -68,6 +68,7 @@ def test_a_real_model_in_its_own_precision() -> None:
         assert answer in text, answer
 
 
+@pytest.mark.slow
 def test_masks_positions_and_scales_are_explained() -> None:
     def text(model: Any, layer: str, **extra: Any) -> str:
         shown = explain_model(model, TEXT, tokenizer=tokenizer(), layer=layer, **extra)

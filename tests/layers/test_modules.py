@@ -318,6 +318,7 @@ def test_what_does_not_fit_is_refused() -> None:
         Block(layer, PreNorm(LayerNorm(8)), FeedForward(8, 8), PreNorm(LayerNorm(8)), cross=layer)
 
 
+@pytest.mark.slow
 def test_a_compiled_layer_notices_an_edit() -> None:
     layer, x = MultiHeadAttention(8, 2), torch.randn(1, 3, 8)
     torch.compiler.reset()

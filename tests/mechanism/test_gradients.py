@@ -278,6 +278,7 @@ def test_batched_gradients_with_dropout(randomness: str | None) -> None:
             compare("tiled")
 
 
+@pytest.mark.slow
 def test_a_scale_may_change_between_compiled_calls() -> None:
     compiled = torch.compile(
         lambda x, scale: attention(x, x, x, scale=scale, backend="reference"),

@@ -51,6 +51,7 @@ numbers = st.sampled_from((-1e4, -1e9, -3.5e38, -float("inf")))
 dtypes = st.sampled_from((torch.float32, torch.float16, torch.bfloat16, torch.float64))
 
 
+@pytest.mark.slow
 @generated
 @given(data=st.data(), extent=extents)
 def test_any_mask_is_recognised_as_what_it_is(data: st.DataObject, extent: Extent) -> None:

@@ -450,6 +450,7 @@ def test_png_has_the_size_of_the_svg_and_its_colours(name: str, tmp_path: Path) 
             assert palette[strongest] in colours
 
 
+@pytest.mark.slow
 def test_letters_that_no_font_has_are_told_once(tmp_path: Path) -> None:
     picture = figures.top_keys([0.6, 0.4], ["\ue123\ue124", "\ue125"], word="a")
     with pytest.warns(FontWarning) as caught:

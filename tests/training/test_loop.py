@@ -760,6 +760,7 @@ def test_a_slow_second_step_does_not_end_a_run(
     assert run(raw, saving__every=1000).step == 300
 
 
+@pytest.mark.slow
 def test_a_run_ends_in_time_with_its_rate_at_the_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
