@@ -277,15 +277,20 @@ UNREGISTERED = of_five("does not let these go through its registry")
 
 
 @pytest.mark.parametrize("side", ["none", "right", "left"])
-@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-@pytest.mark.parametrize("name", [*CAUSAL, pytest.param("BertModel", marks=UNREGISTERED)])
+@pytest.mark.parametrize(
+    ("name", "implementation"),
+    [
+        (name, implementation)
+        for name in CAUSAL
+        for implementation in ("sdpa", "eager")
+        if (name, implementation) != ("Gemma2ForCausalLM", "sdpa")  # sdpa has no softcap
+    ]
+    + [pytest.param("BertModel", each, marks=UNREGISTERED) for each in ("sdpa", "eager")],
+)
 def test_their_model_computes_the_same_and_shows_its_weights(
     name: str, implementation: str, side: str
 ) -> None:
     model = hugging_face(name, implementation, **CHANGES.get(name, {}))
-    if name == "Gemma2ForCausalLM" and implementation == "sdpa":
-        # With sdpa the library drops the softcap that the config asks for.
-        model.set_attn_implementation("eager")
     mask = padding(side)
     real = mask.bool()  # the weights of padding positions do not matter
     watched = watched_as_plain(model, real=real, attention_mask=mask)
@@ -511,7 +516,9 @@ def test_what_was_compiled_before_is_seen(how: str) -> None:
 
 def test_gradient_checkpointing_is_refused() -> None:
     model = hugging_face("GPT2LMHeadModel").train()
-    model.gradient_checkpointing_enable()
+    # transformers 5.23 has renamed the method.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable()
     with pytest.raises(InputError, match="gradient checkpointing"), watch(model, See(entropy=True)):
         pass
     with torch.no_grad(), watch(model, See(entropy=True)):  # there is no backward pass

@@ -54,7 +54,8 @@ def attach(watcher: Watcher, stack: ExitStack) -> bool:
                 "this architecture, load it with regard.load(...) and watch that."
             )
     for model in outermost:
-        if model.training and torch.is_grad_enabled() and model.is_gradient_checkpointing:
+        recomputes = any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+        if recomputes and model.training and torch.is_grad_enabled():
             raise InputError(
                 f"{type(model).__name__} recomputes its layers in the backward pass (gradient "
                 "checkpointing) and would record each call twice. Turn that off while watching."

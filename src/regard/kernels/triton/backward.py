@@ -284,7 +284,7 @@ def by_key(
         bounds += batch * bounds_batch + block * 4
     parts = query_stretches(bounds, first, last, offset, queries, terms.reach, BM, KIND, SIDES)
     if ADD:  # do not change keys that none of these queries attends to
-        real &= (parts[0] < until) & (parts[5] > origin)
+        real = key_at < tl.where((parts[0] < until) & (parts[5] > origin), keys, 0)
     k = rows_of(key, batch, key_head, key_at, real, width, BD, EVEN)
     v = rows_of(value, batch, key_head, key_at, real, value_width, BV, EVEN)
     dk = tl.zeros([BN, BD], tl.float32)
