@@ -25,10 +25,6 @@ START = "from regard.cli import main; main()"
 PLAIN = {"COLUMNS": "80", "NO_COLOR": "1", "TERM": "dumb"}
 PATIENCE = 300.0  # seconds after which a test that hangs fails; no test measures time by it
 
-# The standard input of each command. A thread may read from it after the command has ended; closed,
-# its descriptor could belong to the next command's input.
-open_inputs: list[io.TextIOWrapper] = []
-
 Shown = subprocess.CompletedProcess[str]
 
 
@@ -39,9 +35,12 @@ def regard(*words: object, given: str | bytes = b"", **settings: str) -> Shown:
     """
     streams = [io.TextIOWrapper(io.BytesIO(), encoding="utf-8") for _ in range(2)]
     arguments = ["regard", *map(str, words)]
-    standard_input = io.TextIOWrapper(tempfile.TemporaryFile(), encoding="utf-8")  # noqa: SIM115
-    open_inputs.append(standard_input)
+    number, path = tempfile.mkstemp()
+    Path(path).unlink()
+    # The descriptor stays open: a thread of the command may read it after the command has ended,
+    # and must not read the input of the next command.
     with (
+        open(number, "r+", encoding="utf-8", closefd=False) as standard_input,
         pytest.MonkeyPatch.context() as patch,
         redirect_stdout(streams[0]),
         redirect_stderr(streams[1]),
