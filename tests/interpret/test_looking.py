@@ -43,7 +43,7 @@ def dense(run: TextRun) -> dict[str, Tensor]:
     def take(layer, chunk, seen) -> None:
         queries, keys = run.ranges(layer, chunk)
         sizes = [len(tokens) for tokens in run.tokens_of(layer)]
-        zeros = torch.zeros(layer.module.heads, *sizes, dtype=torch.float64)
+        zeros = torch.zeros(layer.heads, *sizes, dtype=torch.float64)
         whole = found.setdefault(layer.name, zeros)
         whole[:, queries.start : queries.stop, keys.start : keys.stop] = seen.weights[0]
 

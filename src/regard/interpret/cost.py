@@ -16,13 +16,14 @@ from statistics import median
 import torch
 
 from regard.interpret.measurement import Measurement
-from regard.interpret.runs import Chunk, SeeOf, TextRun
+from regard.interpret.runs import TextRun
+from regard.interpret.subjects.subject import Chunk, Layer, SeeOf
 from regard.layers.modules import FeedForward, GatedFeedForward, MultiHeadAttention
 from regard.mechanism.biases import Bias
 from regard.mechanism.functional import attention
 from regard.mechanism.masks import Causal, Mask
 from regard.mechanism.seeing import See
-from regard.models.model import AttentionLayer
+from regard.models.model import Model
 
 MIN_TOKENS = 8192  # a run of fewer tokens takes less time than its estimate
 MAX_TIMED_CHUNKS = 12  # chunks that the estimate runs
@@ -83,7 +84,7 @@ def _whole(run: TextRun, see: SeeOf, chunks: list[Chunk]) -> float:
     tokens = whole.stop - whole.start
     seen = {layer.name for layer in run.layers if see(layer, whole) is not None}
 
-    def see_part(layer: AttentionLayer, chunk: Chunk) -> See | None:
+    def see_part(layer: Layer, chunk: Chunk) -> See | None:
         """The ``See`` of each measured layer, even if this part does not hold the chosen word."""
         return (see(layer, chunk) or See(lse=True)) if layer.name in seen else None
 
@@ -107,24 +108,32 @@ def _seconds_per_query(run: TextRun, see: SeeOf, tokens: int) -> float:
         if layer.half == "decoder":
             continue  # the queries of a decoder layer are tokens of the target, not of the text
         module = layer.module
+        assert isinstance(module, MultiHeadAttention)
         seen = see(layer, Chunk(0, 2)) is not None
         kind = (seen, module.heads, module.key_heads, module.head_dim)
         if kind not in timed:
             # The mask and the bias that the model passes to the layer.
             given = calls[layer.name].keywords
-            timed[kind] = _one_query(layer, tokens, see, given.get("mask"), given.get("bias"))
+            timed[kind] = _one_query(
+                layer, module, tokens, see, given.get("mask"), given.get("bias")
+            )
         total += timed[kind]
     return total
 
 
 def _one_query(
-    layer: AttentionLayer, tokens: int, see: SeeOf, mask: Mask | None, bias: Bias | None
+    layer: Layer,
+    module: MultiHeadAttention,
+    tokens: int,
+    see: SeeOf,
+    mask: Mask | None,
+    bias: Bias | None,
 ) -> float:
     """The seconds of one query in one layer.
 
     The difference of two timings, of many and of few queries, excludes the overhead of a call.
     """
-    module, weight = layer.module, layer.module.qkv.weight
+    weight = module.qkv.weight
     rows = max(min(MAX_TIMED_QUERIES, tokens // 16), 4)
     # Under a causal mask a query attends to half of the keys on average.
     keys = (tokens + rows) // 2 if isinstance(mask, Causal) else tokens
@@ -166,9 +175,10 @@ def _memory(run: TextRun, longest: int) -> int:
     ``longest`` is the number of tokens of the longest chunk. Memory is proportional to it, not to
     its square.
     """
-    size = next(run.model.parameters()).element_size()
+    model = run.subject.model
+    size = next(model.parameters()).element_size()
     widest = heads = 0
-    for module in run.model.modules():
+    for module in model.modules():
         if isinstance(module, MultiHeadAttention):
             # The input, before and after the norm; queries, keys and values; outputs of the heads.
             width = module.heads * module.head_dim
@@ -177,7 +187,7 @@ def _memory(run: TextRun, longest: int) -> int:
         elif isinstance(module, FeedForward | GatedFeedForward):
             widest = max(widest, 3 * module.up.in_features + 2 * module.up.out_features)
     # Scores and their exponentials; with relative positions also the biases of all heads.
-    relative = run.model.relative
+    relative = isinstance(model, Model) and model.relative
     tiles = TILE * size * (2 + (2 + 2 * heads if relative else 0))
     held = longest * (widest * size + tiles)
     return held + min(held // 2, MAX_CACHED) + len(run.tokens) * LABEL_BYTES

@@ -10,11 +10,10 @@ from torch import Tensor
 
 from regard.errors import InputError
 from regard.interpret.measurement import Look
-from regard.interpret.overview import notes_on
 from regard.interpret.pooling import membership
-from regard.interpret.runs import Chunk, TextRun
+from regard.interpret.runs import TextRun
+from regard.interpret.subjects.subject import Chunk, Layer
 from regard.mechanism.seeing import See, Seen
-from regard.models.model import AttentionLayer
 from regard.pictures.figures import Picture, pooled_map, top_keys, weight_map
 
 MAX_NAMED = 64  # rows or columns of a map whose picture labels every token
@@ -82,7 +81,7 @@ class MapMeasurement:
     def __init__(
         self,
         run: TextRun,
-        layer: AttentionLayer,
+        layer: Layer,
         head: int,
         rows: range | None = None,
         columns: range | None = None,
@@ -102,7 +101,7 @@ class MapMeasurement:
         sizes = (len(self.rows), len(self.columns))
         self._cells = torch.zeros([min(MAX_CELLS, n) if self.pooled else n for n in sizes])
 
-    def see(self, layer: AttentionLayer, chunk: Chunk) -> See | None:
+    def see(self, layer: Layer, chunk: Chunk) -> See | None:
         if layer is not self.layer:
             return None
         if self.pooled:
@@ -120,7 +119,7 @@ class MapMeasurement:
         )
         return torch.cartesian_prod(rows, columns)
 
-    def add(self, layer: AttentionLayer, chunk: Chunk, seen: Seen) -> None:
+    def add(self, layer: Layer, chunk: Chunk, seen: Seen) -> None:
         queries, keys = self.run.ranges(layer, chunk)
         if seen.map is not None:
             self._cells = seen.map[0, self.head].float().cpu()
@@ -149,7 +148,7 @@ class MapMeasurement:
             cells = cells / row_of.bincount(minlength=len(cells))[:, None]
         queries, keys = run.tokens_of(self.layer)
         return HeadMap(
-            type(run.model).__name__,
+            run.subject.name,
             self.layer.name,
             self.head,
             cells,
@@ -158,7 +157,7 @@ class MapMeasurement:
             queries.labels[self.rows.start : self.rows.stop],
             keys.labels[self.columns.start : self.columns.stop],
             self.pooled,
-            notes_on(run),
+            run.notes,
         )
 
 
@@ -211,7 +210,7 @@ class WordMeasurement:
         self,
         run: TextRun,
         word: str,
-        layer: AttentionLayer | None = None,
+        layer: Layer | None = None,
         head: int | None = None,
     ) -> None:
         self.run = run
@@ -221,7 +220,7 @@ class WordMeasurement:
             self._heads = f"mean of all heads of {len(self.layers)} layers"
         elif head is None:
             self.layers = [layer]
-            self._heads = f"mean of the {layer.module.heads} heads of layer {layer.name}"
+            self._heads = f"mean of the {layer.heads} heads of layer {layer.name}"
         else:
             run.check_head(layer, head)
             self.layers = [layer]
@@ -230,12 +229,12 @@ class WordMeasurement:
         self.word, self.times = queries.find(word)
         self._rows = torch.zeros(len(self.word.places), len(self.keys))
 
-    def see(self, layer: AttentionLayer, chunk: Chunk) -> See | None:
+    def see(self, layer: Layer, chunk: Chunk) -> See | None:
         queries, _ = self.run.ranges(layer, chunk)
         rows = [place - queries.start for place in self.word.places if place in queries]
         return See(rows=rows) if layer in self.layers and rows else None
 
-    def add(self, layer: AttentionLayer, chunk: Chunk, seen: Seen) -> None:
+    def add(self, layer: Layer, chunk: Chunk, seen: Seen) -> None:
         assert seen.rows is not None
         queries, keys = self.run.ranges(layer, chunk)
         rows = seen.rows[0].float().cpu()  # [heads, r, k]
@@ -247,11 +246,11 @@ class WordMeasurement:
         words = self.keys.words
         of_words = self._rows.mean(0) @ membership(len(self.keys), words)
         return WordKeys(
-            type(self.run.model).__name__,
+            self.run.subject.name,
             self.word.label,
             self.times,
             self._heads,
             of_words,
             tuple(word.label for word in words),
-            notes_on(self.run),
+            self.run.notes,
         )

@@ -17,9 +17,11 @@ from regard.interpret.heads import HeadMap, MapMeasurement, WordKeys, WordMeasur
 from regard.interpret.measurement import Measurement
 from regard.interpret.overview import Overview, OverviewMeasurement
 from regard.interpret.runs import TextRun, prepare_run
+from regard.interpret.subjects.ours import OwnModel
+from regard.interpret.subjects.subject import Layer
 from regard.interpret.word_alignment import Alignment, align
 from regard.models.bundle import Bundle
-from regard.models.model import AttentionLayer, EncoderDecoder, Model
+from regard.models.model import EncoderDecoder, Model
 from regard.text.tokenizer import Tokenizer
 
 
@@ -84,7 +86,7 @@ def look(
         measurement = OverviewMeasurement(run)
     elif head is None:
         raise InputError(
-            f"Layer {chosen.name} has heads 0 to {chosen.module.heads - 1}: give the head, too."
+            f"Layer {chosen.name} has heads 0 to {chosen.heads - 1}: give the head, too."
         )
     else:
         measurement = MapMeasurement(run, chosen, head, rows, columns)
@@ -103,9 +105,10 @@ def look(
     return measurement.result()
 
 
-def _align(run: TextRun, layer: AttentionLayer | None, head: int | None) -> Alignment:
-    if not isinstance(run.model, EncoderDecoder):
-        raise InputError(f"{type(run.model).__name__} has no cross-attention to align words by.")
+def _align(run: TextRun, layer: Layer | None, head: int | None) -> Alignment:
+    subject = run.subject
+    if not subject.writes:
+        raise InputError(f"{subject.name} has no cross-attention to align words by.")
     if run.target is None:
         raise InputError(
             f"A text of {len(run.tokens):,} tokens is too long to be translated at once. Split it "
@@ -114,4 +117,7 @@ def _align(run: TextRun, layer: AttentionLayer | None, head: int | None) -> Alig
     if layer is not None and not layer.across:
         raise InputError(f"Words are aligned by cross-attention, not by layer {layer.name}.")
     number = None if layer is None else layer.number
-    return align(run.model, run.tokenizer, run.tokens.ids, run.target.ids, layer=number, head=head)
+    assert isinstance(subject, OwnModel)
+    assert isinstance(subject.model, EncoderDecoder)
+    source, target = run.tokens.ids, run.target.ids
+    return align(subject.model, subject.tokenizer, source, target, layer=number, head=head)

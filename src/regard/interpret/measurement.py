@@ -8,9 +8,8 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
-from regard.interpret.runs import Chunk
+from regard.interpret.subjects.subject import Chunk, Layer
 from regard.mechanism.seeing import See, Seen
-from regard.models.model import AttentionLayer
 from regard.pictures.figures import Picture
 
 
@@ -53,10 +52,10 @@ def _plain(value: Any) -> Any:
 class Measurement(Protocol):
     """Computes one kind of result of ``look`` while the model runs over the chunks of a text."""
 
-    def see(self, layer: AttentionLayer, chunk: Chunk) -> See | None:
+    def see(self, layer: Layer, chunk: Chunk) -> See | None:
         """The fields to record of a layer in a chunk; None to skip it."""
 
-    def add(self, layer: AttentionLayer, chunk: Chunk, seen: Seen) -> None:
+    def add(self, layer: Layer, chunk: Chunk, seen: Seen) -> None:
         """Add the fields recorded of a layer in a chunk."""
 
     def result(self) -> Look:

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from regard.errors import InputError
 from regard.interpret.measurement import Look
-from regard.interpret.runs import Chunk, TextRun
+from regard.interpret.runs import TextRun
+from regard.interpret.subjects.subject import Chunk, Layer
 from regard.mechanism.seeing import See, Seen
-from regard.models.model import AttentionLayer
 from regard.pictures.figures import Picture, head_grid, panels
 
 
@@ -107,13 +107,13 @@ class OverviewMeasurement:
         self._sums: dict[tuple[str, str], Tensor | float] = defaultdict(float)
         self._counts = Counter[tuple[str, str]]()
 
-    def see(self, layer: AttentionLayer, chunk: Chunk) -> See | None:
+    def see(self, layer: Layer, chunk: Chunk) -> See | None:
         if layer.across:
             return See(entropy=True, received=True)
         pairs = torch.cat(self._groups(layer, chunk))
         return See(entropy=True, distance=True, received=True, pairs=pairs)
 
-    def _groups(self, layer: AttentionLayer, chunk: Chunk) -> list[Tensor]:
+    def _groups(self, layer: Layer, chunk: Chunk) -> list[Tensor]:
         """The groups of :func:`_pairs` in a chunk, computed once for all layers."""
         key = (layer.half, chunk)
         if key not in self._last:
@@ -122,7 +122,7 @@ class OverviewMeasurement:
             self._last = {key: _pairs(ids, len(queries))}
         return self._last[key]
 
-    def add(self, layer: AttentionLayer, chunk: Chunk, seen: Seen) -> None:
+    def add(self, layer: Layer, chunk: Chunk, seen: Seen) -> None:
         queries, keys = self.run.ranges(layer, chunk)
         assert seen.entropy is not None
         assert seen.received is not None
@@ -136,7 +136,7 @@ class OverviewMeasurement:
             first, count = first - first_itself.sum(-1), count - sizes[0]
             for name, part in zip(("self", "previous", "induction"), parts, strict=True):
                 totals[name] = (part.sum(-1), part.shape[-1])
-        if keys.start and chunk.memory:  # the first key in memory is not the text's first token
+        if keys.start not in self.run.beginnings:  # the first key in memory has tokens before it
             first = torch.zeros_like(first)
         totals["first"] = (first, count)
         for name, (total, count) in totals.items():
@@ -145,41 +145,22 @@ class OverviewMeasurement:
 
     def result(self) -> Overview:
         run = self.run
-        heads = max(layer.module.heads for layer in run.layers)
+        heads = max(layer.heads for layer in run.layers)
         values = {}
         for name in MEASURES:
             table = torch.full((len(run.layers), heads), math.nan, dtype=torch.float64)
             for row, layer in enumerate(run.layers):
                 if count := self._counts[layer.name, name]:
                     means = self._sums[layer.name, name] / count
-                    table[row, : layer.module.heads] = means
+                    table[row, : layer.heads] = means
             values[name] = table
         return Overview(
-            type(run.model).__name__,
+            run.subject.name,
             len(run.tokens),
             tuple(layer.name for layer in run.layers),
             values,
-            notes_on(run),
+            run.notes,
         )
-
-
-def notes_on(run: TextRun) -> tuple[str, ...]:
-    """Sentences for the caption, if the text ran in segments, in windows or in the encoder only."""
-    chunks = run.chunks
-    notes = []
-    if len(chunks) > 1 and chunks[1].memory:
-        notes.append(
-            f"Run in {len(chunks):,} segments of {chunks[0].stop:,} tokens, each with the "
-            f"{chunks[1].memory:,} tokens before it in memory."
-        )
-    elif len(chunks) > 1:
-        notes.append(
-            f"The model has {chunks[0].stop:,} positions: the text runs in {len(chunks):,} "
-            "independent windows."
-        )
-    if run.target is None and any(layer.half for layer in run.layers):
-        notes.append("Only the encoder ran: the text is long, and no target was given.")
-    return tuple(notes)
 
 
 def _pairs(ids: Sequence[int], queries: int) -> list[Tensor]:

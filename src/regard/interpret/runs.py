@@ -1,9 +1,4 @@
-"""Run a model over a text of any length, with names for its tokens, words and layers.
-
-If the text has more tokens than the model has positions, it runs in independent windows. A
-Transformer-XL runs segment by segment with its memory. Models with relative or sinusoidal positions
-have no limit and run the whole text at once.
-"""
+"""Run a subject over a text of any length, with names for its tokens, words and layers."""
 
 from __future__ import annotations
 
@@ -11,44 +6,23 @@ import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
-from functools import partial
-from itertools import accumulate, chain, pairwise
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
-from regard.decoding.generation import generate
-from regard.decoding.state import Memories
 from regard.errors import InputError
-from regard.interpret.adapters.ours import uncompiled
+from regard.interpret.subjects.ours import OwnModel
+from regard.interpret.subjects.subject import Chunk, Layer, SeeOf, Subject
 from regard.interpret.watching import watch
-from regard.mechanism.seeing import See, Seen
-from regard.models.bundle import Bundle, evaluating, open_bundle
-from regard.models.model import AttentionLayer, EncoderDecoder, Model
-from regard.text.languages import language_tags
+from regard.mechanism.seeing import Seen
+from regard.models.bundle import Bundle, open_bundle
+from regard.models.model import Model
 from regard.text.tokenizer import Tokenizer
-from regard.text.words import Tokens, Word, tokens_of, tokens_of_ids
+from regard.text.words import Tokens, Word
 
-SEGMENT = 512  # tokens of a segment if the model's memory has length 0
 MAX_SOURCE = 2048  # tokens; no target is generated for a longer source
 MAX_TARGET = 256  # maximum number of tokens of a generated target
-
-
-class Chunk(NamedTuple):
-    """The tokens from ``start`` to ``stop - 1``, run together after ``memory`` tokens in memory."""
-
-    start: int
-    stop: int
-    memory: int = 0
-
-    @property
-    def first(self) -> int:
-        """The first token that this chunk can attend to."""
-        return self.start - self.memory
-
-
-SeeOf = Callable[[AttentionLayer, Chunk], See | None]  # the fields to record; None to skip
 
 
 class LayerCall(NamedTuple):
@@ -61,38 +35,36 @@ class LayerCall(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TextRun:
-    """A model and the text to run it on.
+    """A subject and the text to run it on.
 
     ``target`` is the output of an encoder-decoder; without it, only the encoder runs.
     """
 
-    model: Model
-    tokenizer: Tokenizer
+    subject: Subject
     tokens: Tokens
     chunks: tuple[Chunk, ...]
-    layers: tuple[AttentionLayer, ...]
+    layers: tuple[Layer, ...]
     target: Tokens | None = None
 
-    def layer(self, name: str | int) -> AttentionLayer:
+    def layer(self, name: str | int) -> Layer:
         """The layer of this name."""
         layers = {layer.name: layer for layer in self.layers}
         if str(name) in layers:
             return layers[str(name)]
-        encoder_only = len(layers) < len(self.model.attention_layers())
+        encoder_only = len(layers) < len(self.subject.layers)
         reason = " The decoder does not run without a target." if encoder_only else ""
         raise InputError(
             f"There is no layer {str(name)!r}. Layers are {', '.join(layers)}.{reason}"
         )
 
-    def check_head(self, layer: AttentionLayer, head: int) -> None:
+    def check_head(self, layer: Layer, head: int) -> None:
         """Raise InputError if the layer has no such head."""
-        if not 0 <= head < layer.module.heads:
+        if not 0 <= head < layer.heads:
             raise InputError(
-                f"There is no head {head}: layer {layer.name} has heads 0 to "
-                f"{layer.module.heads - 1}."
+                f"There is no head {head}: layer {layer.name} has heads 0 to {layer.heads - 1}."
             )
 
-    def tokens_of(self, layer: AttentionLayer) -> tuple[Tokens, Tokens]:
+    def tokens_of(self, layer: Layer) -> tuple[Tokens, Tokens]:
         """The tokens of a layer's queries and of its keys.
 
         A query of cross-attention is labelled with the token that it predicts. A query of the
@@ -104,13 +76,11 @@ class TextRun:
             return self.target, self.tokens
         return self._decoder_inputs, self._decoder_inputs
 
-    @property
+    @cached_property
     def _decoder_inputs(self) -> Tokens:
         """The start token, and the target without its last token."""
         assert self.target is not None
-        assert isinstance(self.model, EncoderDecoder)
-        start = self.model.start_token
-        name = self.tokenizer.target.tokenizer.id_to_token(start) or str(start)
+        start, name = self.subject.start
         last = len(self.target) - 1
         moved = (
             word._replace(places=tuple(place + 1 for place in word.places if place < last))
@@ -122,30 +92,44 @@ class TextRun:
             (Word(name, (0,), special=True), *(word for word in moved if word.places)),
         )
 
-    def ranges(self, layer: AttentionLayer, chunk: Chunk) -> tuple[range, range]:
+    def ranges(self, layer: Layer, chunk: Chunk) -> tuple[range, range]:
         """The ranges of a layer's queries and keys in one chunk."""
         if layer.half == "decoder":
             queries, keys = self.tokens_of(layer)
             return range(len(queries)), range(chunk.stop if layer.across else len(keys))
         return range(chunk.start, chunk.stop), range(chunk.first, chunk.stop)
 
+    @cached_property
+    def beginnings(self) -> frozenset[int]:
+        """The tokens that have no token before them: the first token of each window."""
+        return frozenset(chunk.start for chunk in self.chunks if not chunk.memory)
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences for captions: how the text ran, and whether the encoder alone ran."""
+        notes = self.subject.notes(self.chunks)
+        if self.target is None and self.subject.writes:
+            notes += ("Only the encoder ran: the text is long, and no target was given.",)
+        return notes
+
     def record(
         self,
         see: SeeOf,
-        add: Callable[[AttentionLayer, Chunk, Seen], None],
+        add: Callable[[Layer, Chunk, Seen], None],
         tick: Callable[[], None] | None = None,
     ) -> None:
         """Run the model chunk by chunk, and pass the fields that ``see`` requests to ``add``.
 
-        ``tick`` is called after every layer. Chunks without requested fields are skipped, unless
-        the model has a memory.
+        ``tick`` is called after every layer. Chunks that nothing depends on are skipped.
         """
 
-        def adding(layer: AttentionLayer, chunk: Chunk) -> Callable[[str, Seen], None]:
+        def adding(layer: Layer, chunk: Chunk) -> Callable[[str, Seen], None]:
             return lambda _, seen: add(layer, chunk, seen)
 
-        memories = self.model.remember()
+        memory = None
         for chunk in self.needed_chunks(see):
+            if not chunk.memory:
+                memory = self.subject.memory()
             with ExitStack() as stack:
                 for layer in self.layers:
                     if (fields := see(layer, chunk)) is not None:
@@ -153,16 +137,14 @@ class TextRun:
                     if tick is not None:
                         hook = layer.module.register_forward_hook(lambda *_: tick())
                         stack.callback(hook.remove)
-                self.forward(chunk, memories)
+                self.forward(chunk, memory)
 
-    @torch.no_grad()
-    def forward(self, chunk: Chunk, memories: Memories | None = None) -> None:
+    def forward(self, chunk: Chunk, memory: Any = None) -> None:
         """Run the model over one chunk, and discard its output."""
         target = None if self.target is None else self.target.ids
-        with evaluating(self.model), uncompiled():
-            self.model.run_over(self.tokens.ids[chunk.start : chunk.stop], target, memories)
+        self.subject.run(self.tokens.ids[chunk.start : chunk.stop], target, memory)
 
-    def calls(self, layers: Iterable[AttentionLayer], chunk: Chunk) -> dict[str, LayerCall]:
+    def calls(self, layers: Iterable[Layer], chunk: Chunk) -> dict[str, LayerCall]:
         """The last call of each layer, by its name, while the model runs over one chunk."""
         calls: dict[str, LayerCall] = {}
 
@@ -178,14 +160,14 @@ class TextRun:
         return calls
 
     def needed_chunks(self, see: SeeOf) -> list[Chunk]:
-        """The chunks to run: those with requested fields, or all if the model has a memory."""
-        if self.model.remembers:
-            return list(self.chunks)
-        return [
-            chunk
-            for chunk in self.chunks
-            if any(see(layer, chunk) is not None for layer in self.layers)
-        ]
+        """The chunks with requested fields, and those that they have in memory."""
+        needed: list[Chunk] = []
+        is_in_memory = False  # of a needed chunk
+        for chunk in reversed(self.chunks):
+            if is_in_memory or any(see(layer, chunk) is not None for layer in self.layers):
+                needed.append(chunk)
+                is_in_memory = chunk.memory > 0
+        return needed[::-1]
 
 
 def prepare_run(
@@ -199,94 +181,36 @@ def prepare_run(
 
     Without a ``target``, an encoder-decoder generates one for a text of up to MAX_SOURCE tokens.
     """
+    subject = _subject(model, tokenizer)
+    tokens = subject.read(text)
+    layers = subject.layers
+    if not subject.writes:
+        if target is not None:
+            raise InputError(f"{subject.name} takes no target: it has no decoder.")
+        written = None
+    elif target is not None:
+        written = subject.read_target(target)
+    elif len(tokens) <= MAX_SOURCE:
+        written = subject.write(tokens, MAX_TARGET)
+    else:
+        written, layers = None, tuple(layer for layer in layers if layer.half == "encoder")
+    tokens, chunks = subject.chunks(tokens)
+    return TextRun(subject, tokens, chunks, layers, written)
+
+
+def _subject(
+    model: Model | Bundle | str | os.PathLike[str], tokenizer: Tokenizer | None
+) -> Subject:
     if not isinstance(model, Model | Bundle | str | os.PathLike):
         raise InputError(
             f"{type(model).__name__} is not a model of regard. Save it and give its folder, or use "
             "regard.watch(...)."
         )
-    if not isinstance(model, Model):
-        bundle = model if isinstance(model, Bundle) else open_bundle(model)
-        bundle.check_prefix(text)
-        model, tokenizer = bundle.model, bundle.tokenizer if tokenizer is None else tokenizer
-    if tokenizer is None:
-        raise InputError(
-            "A loaded model needs its tokenizer. Pass tokenizer=Tokenizer.load(...), too."
-        )
-    tokens = tokens_of(tokenizer, text)
-    for side, vocabulary in (
-        (tokenizer, model.config.vocabulary),
-        (tokenizer.target, model.output_vocabulary),
-    ):
-        if len(side) > vocabulary:
+    if isinstance(model, Model):
+        if tokenizer is None:
             raise InputError(
-                f"The tokenizer has {len(side)} tokens, but the model has {vocabulary}: they do "
-                "not belong together. Give the tokenizer of this model."
+                "A loaded model needs its tokenizer. Pass tokenizer=Tokenizer.load(...), too."
             )
-    tags = language_tags(tokenizer)
-    if tags and not text.lstrip().startswith(tuple(tags)):
-        shortened = text if len(text) <= 30 else f"{text[:30]}…"
-        raise InputError(
-            "This model translates into several languages: begin the text with "
-            f"{' or '.join(tags)}, as in '{tags[0]} {shortened}'."
-        )
-    layers = model.attention_layers()
-    if not isinstance(model, EncoderDecoder):
-        if target is not None:
-            raise InputError(f"{type(model).__name__} takes no target: it has no decoder.")
-        tokens, chunks = _chunks(model, tokens)
-        return TextRun(model, tokenizer, tokens, chunks, tuple(layers))
-    if target is not None:
-        written: Tokens | None = tokens_of(tokenizer.target, target)
-    elif len(tokens) <= MAX_SOURCE:
-        written = _generate_target(model, tokenizer, tokens)
-    else:
-        written, layers = None, [layer for layer in layers if layer.half == "encoder"]
-    return TextRun(model, tokenizer, tokens, (Chunk(0, len(tokens)),), tuple(layers), written)
-
-
-def _generate_target(model: EncoderDecoder, tokenizer: Tokenizer, tokens: Tokens) -> Tokens:
-    """The output of the model for a text by greedy decoding, with the end token if it has one."""
-    end = model.config.end_token
-    stop = [] if end is None else [end]
-    with evaluating(model):
-        [[output]] = generate(model, [tokens.ids], max_new_tokens=MAX_TARGET, stop=stop)
-    return tokens_of_ids(tokenizer.target, [*output.ids, *(stop if output.stopped else [])])
-
-
-def _chunks(model: Model, tokens: Tokens) -> tuple[Tokens, tuple[Chunk, ...]]:
-    """The tokens to run through a model that is not an encoder-decoder, and their chunks."""
-    if model.remembers:
-        size = model.config.memory or SEGMENT
-        edges = [*range(0, len(tokens), size), len(tokens)]
-        return tokens, tuple(
-            Chunk(start, stop, min(model.config.memory, start)) for start, stop in pairwise(edges)
-        )
-    size = model.longest
-    if size is None or len(tokens) <= size:
-        return tokens, (Chunk(0, len(tokens)),)
-    # Repeat the special tokens around a text, such as [CLS] and [SEP], in every window.
-    around = set(tokens.added)
-    before = [place for place in tokens.added if place < len(tokens) // 2]
-    after = [place for place in tokens.added if place >= len(tokens) // 2]
-    inner = [place for place in range(len(tokens)) if place not in around]
-    step = size - len(around)
-    parts = [
-        [*before, *inner[start : start + step], *after] for start in range(0, len(inner), step)
-    ]
-    edges = list(accumulate(map(len, parts), initial=0))
-    chunks = tuple(Chunk(start, stop) for start, stop in pairwise(edges))
-    return _ordered(tokens, list(chain.from_iterable(parts))), chunks
-
-
-def _ordered(tokens: Tokens, order: list[int]) -> Tokens:
-    """The tokens at the places in ``order``; special tokens may be repeated."""
-    word_of = {place: word for word in tokens.words for place in word.places}
-    words: list[Word] = []
-    for index, place in enumerate(order):
-        word = word_of[place]
-        if index > 0 and not word.special and word_of[order[index - 1]] is word:
-            words[-1] = words[-1]._replace(places=(*words[-1].places, index))
-        else:
-            words.append(word._replace(places=(index,)))
-    ids, labels = tokens.ids, tokens.labels
-    return Tokens(tuple(ids[p] for p in order), tuple(labels[p] for p in order), tuple(words))
+        return OwnModel(model, tokenizer)
+    bundle = model if isinstance(model, Bundle) else open_bundle(model)
+    return OwnModel(bundle.model, bundle.tokenizer if tokenizer is None else tokenizer, bundle)

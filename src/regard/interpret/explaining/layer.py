@@ -17,11 +17,13 @@ from regard.interpret.explaining.steps import (
 )
 from regard.interpret.explaining.trace import Numbers, Step, Trace
 from regard.interpret.runs import LayerCall, TextRun, prepare_run
+from regard.interpret.subjects.subject import Layer
+from regard.layers.modules import MultiHeadAttention
 from regard.mechanism.biases import Bias
 from regard.mechanism.call import Call, check
 from regard.mechanism.masks import Mask
 from regard.models.bundle import Bundle
-from regard.models.model import AttentionLayer, Model
+from regard.models.model import Model
 from regard.models.transformer_xl import RelativeAttention
 from regard.text.tokenizer import Tokenizer
 
@@ -57,25 +59,27 @@ def explain_model(
     words = [each for each in queries.words if not each.special] or list(queries.words)
     followed = words[-1] if word is None else queries.find(word)[0]
     recorded = run.calls([chosen], run.chunks[0])[chosen.name]
+    assert isinstance(chosen.module, MultiHeadAttention)
+    output = chosen.module.output
     traced = TracedCall(
         _call(chosen, recorded),
         queries.labels,
         keys.labels,
         followed.places[0],
-        head_names(chosen.module.heads, start=0),
+        head_names(chosen.heads, start=0),
         (head,),
         chosen.across,
     )
     return trace_call(
         traced,
         _lead(run, chosen, recorded, traced),
-        OutputProjection(chosen.module.output.weight.t(), chosen.module.output.bias),
-        subject=f"{type(run.model).__name__}, layer {chosen.name}, head {head}",
+        OutputProjection(output.weight.t(), output.bias),
+        subject=f"{run.subject.name}, layer {chosen.name}, head {head}",
         expected=recorded.output[0],
     )
 
 
-def _check_length(run: TextRun, layer: AttentionLayer, length: int, *, written: bool) -> None:
+def _check_length(run: TextRun, layer: Layer, length: int, *, written: bool) -> None:
     windows = len(run.chunks) > 1
     if length <= MAX_TOKENS and not windows:
         return
@@ -94,7 +98,7 @@ def _context(call: LayerCall) -> Any:
 
 
 @torch.no_grad()
-def _call(layer: AttentionLayer, recorded: LayerCall) -> Call:
+def _call(layer: Layer, recorded: LayerCall) -> Call:
     """The arguments of attention() that the layer computes from its recorded arguments."""
     module, args, kwargs = layer.module, recorded.arguments, recorded.keywords
     mask: Mask | None
@@ -103,15 +107,14 @@ def _call(layer: AttentionLayer, recorded: LayerCall) -> Call:
         whole, queries, distances, mask = args
         query, key, value, bias = module.parts(whole, queries, distances)
     else:
+        assert isinstance(module, MultiHeadAttention)
         mask, bias = kwargs.get("mask"), kwargs.get("bias")
         heads = module.forward_heads(args[0], _context(recorded), mask=mask, bias=bias)
         query, key, value = heads.query, heads.key, heads.value
     return check(query, key, value, mask, bias, module.scale, None, 0.0, None)
 
 
-def _lead(
-    run: TextRun, layer: AttentionLayer, recorded: LayerCall, traced: TracedCall
-) -> tuple[Step, ...]:
+def _lead(run: TextRun, layer: Layer, recorded: LayerCall, traced: TracedCall) -> tuple[Step, ...]:
     """The steps before the scores: the layer's input, and its queries, keys and values."""
     queries, keys = run.tokens_of(layer)
     x = recorded.arguments[0][0]
@@ -137,6 +140,7 @@ def _lead(
     )
     relative = isinstance(layer.module, RelativeAttention)
     key_source = "X_encoder" if layer.across else "X"
+    assert isinstance(layer.module, MultiHeadAttention)
     plus = "" if layer.module.qkv.bias is None else " + b_{}"
     return (
         Step(

@@ -1,0 +1,1 @@
+"""What ``look`` and ``explain`` can show: models, each as a :class:`Subject`."""
