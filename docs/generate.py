@@ -23,6 +23,7 @@ from rich.terminal_theme import TerminalTheme
 
 import regard
 from regard.cli import app
+from regard.mechanism.labelled import Convertible
 from regard.training.recipe import describe
 
 DOCS = Path(__file__).parent
@@ -204,7 +205,7 @@ def _entry(name: str, thing: Any, home: str) -> Iterator[str]:
         return
     if rows := list(_fields(thing)):
         yield from ("| field | meaning |", "|---|---|", *rows, "")
-    for member, method in vars(thing).items():
+    for member, method in _members(thing).items():
         inner = method.__func__ if isinstance(method, classmethod | staticmethod) else method
         if isinstance(method, property):
             inner = method.fget
@@ -214,6 +215,12 @@ def _entry(name: str, thing: Any, home: str) -> Iterator[str]:
         shown = member if isinstance(method, property) else _signature(member, inner)
         yield from (f"### {name}.{member}", "", "```python", shown, "```", "")
         yield from (_markdown(inspect.cleandoc(doc)), "")
+
+
+def _members(kind: type) -> dict[str, Any]:
+    """What a class defines or has from :class:`Convertible`, which has no entry of its own."""
+    inherited = vars(Convertible) if issubclass(kind, Convertible) else {}
+    return {**vars(kind), **inherited}
 
 
 def _signature(name: str, thing: Callable[..., Any]) -> str:

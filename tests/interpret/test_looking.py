@@ -463,3 +463,73 @@ def test_the_picture_of_a_word_says_how_the_text_was_read() -> None:
     found = look_at(gpt2(), " ".join([TEXT] * 30), word="cat")
     assert found.notes
     assert found.notes[0][:20] in " ".join(found.picture().text(color="none").split())
+
+
+# Arrays, tables and print ------------------------------------------------------------------------
+
+
+def test_results_print_as_a_short_table() -> None:
+    overview = look_at(gpt2())
+    lines = repr(overview).splitlines()
+    assert lines[0] == "Overview: model GPT2, tokens 11"
+    assert [line.split()[0] for line in lines[1:]] == list(overview.values)
+    assert all("layer 2 x head 4" in line for line in lines[1:])
+    one = look_at(gpt2(), layer=1, head=2)
+    assert repr(one).startswith(
+        "HeadMap: model GPT2, layer 1, head 2\n  weights  query 11 x key 11"
+    )
+    both = repr(compare(one, one, names=("old", "new")))
+    assert both.splitlines()[:2] == ["Comparison: old and new", "old: model GPT2, layer 1, head 2"]
+    assert repr(look_at(gpt2(), word="cat")).startswith(
+        "WordKeys: model GPT2, word cat, heads mean"
+    )
+    aligned = repr(look_at(translator(), target="the dog ran", alignment=True))
+    assert aligned.startswith("Alignment: layer")
+    assert max(map(len, [*lines, *both.splitlines(), *aligned.splitlines()])) <= 80
+
+
+def test_an_overview_as_a_table_names_layers_and_heads() -> None:
+    overview = look_at(translator())
+    table = overview.to_pandas()
+    assert table.index.names == ["layer", "head"]
+    assert list(table.index.unique("layer")) == list(overview.layers)
+    assert list(table) == list(overview.values)
+    row = overview.layers.index("cross.0")
+    assert table.loc[("cross.0", 1), "entropy"] == overview.to_numpy()["entropy"][row, 1]
+
+
+def test_a_map_as_a_table_has_positions_and_tokens() -> None:
+    part = look_at(gpt2(), layer=1, head=2, rows=range(3, 5), columns=range(1, 4))
+    table = part.to_pandas()
+    assert table.index.tolist() == [(q, k) for q in (3, 4) for k in (1, 2, 3)]
+    assert table.loc[(4, 2)].to_dict() == {
+        "query_token": part.queries[1],
+        "key_token": part.keys[1],
+        "weights": part.weights[1, 1].item(),
+    }
+
+
+def test_a_pooled_map_as_a_table_says_which_tokens_a_cell_holds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(heads_module, "MAX_CELLS", 4)
+    table = look_at(gpt2(), layer=1, head=2).to_pandas()  # 11 tokens
+    assert table.index.names == ["query_bin", "key_bin"]
+    assert table["first_query"].tolist() == [first for first in (0, 3, 6, 9) for _ in range(4)]
+    assert table["first_key"].tolist() == [0, 3, 6, 9] * 4
+
+
+def test_other_results_as_tables() -> None:
+    word = look_at(gpt2(), word="cat")
+    assert word.to_pandas()["key_word"].tolist() == list(word.keys)
+    aligned = look_at(translator(), target="the dog ran", alignment=True)
+    table = aligned.to_pandas("weights", "effect")
+    assert table["target_word"].unique().tolist() == list(dict.fromkeys(aligned.target))
+    assert table.loc[(2, 1), "weights"] == aligned.weights[2, 1].item()
+    assert aligned.to_pandas("scores").index.names == ["layer", "head"]
+    first, second = (look_at(gpt2(), text, layer=1, head=2) for text in ("the cat", "the dog"))
+    both = compare(first, second, names=("one", "other"))
+    assert both.to_numpy()["weights"].tolist() == [first.weights.tolist(), second.weights.tolist()]
+    assert both.to_pandas()["key_token"].tolist() == ["the", "cat"] * 2 + ["the", "dog"] * 2
+    same = compare(first, second, names=("one", "one"))
+    assert same.to_pandas().index.unique("compared").tolist() == ["first", "second"]

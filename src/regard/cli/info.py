@@ -23,6 +23,8 @@ PACKAGES = {
     "matplotlib": "pictures as PNG",
     "sacrebleu": "BLEU and chrF",
     "datasets": "Hugging Face datasets in recipes",
+    "pandas": "results as tables",
+    "xarray": "results as datasets",
     "fastapi": "regard serve",
     "uvicorn": "regard serve",
     "transformers": "watch() on its models",

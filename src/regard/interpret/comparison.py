@@ -8,11 +8,12 @@ from regard.errors import InputError
 from regard.interpret.heads import HeadMap
 from regard.interpret.measurement import Look
 from regard.interpret.overview import Overview
+from regard.mechanism.labelled import Parts
 from regard.pictures.figures import Picture
 from regard.pictures.figures import compare as compare_pictures
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Comparison(Look):
     """Two overviews or two maps of heads; the picture shows how the second differs."""
 
@@ -21,6 +22,11 @@ class Comparison(Look):
     first: Overview | HeadMap
     second: Overview | HeadMap
     names: tuple[str, str]
+
+    def _labelled(self) -> Parts:
+        first, second = self.names if len(set(self.names)) > 1 else ("first", "second")
+        parts = {(first,): self.first._labelled(), (second,): self.second._labelled()}
+        return Parts(("compared",), parts)
 
     def picture(self, *, without_first: bool = False) -> Picture:
         both = (self.first, self.second)

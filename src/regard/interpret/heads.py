@@ -13,6 +13,7 @@ from regard.interpret.measurement import Look
 from regard.interpret.pooling import membership
 from regard.interpret.runs import TextRun
 from regard.interpret.subjects.subject import Chunk, Layer
+from regard.mechanism.labelled import Array, Labelled, Labels, bins_from
 from regard.mechanism.seeing import See, Seen
 from regard.pictures.figures import Picture, pooled_map, top_keys, weight_map
 
@@ -21,7 +22,7 @@ MAX_CELLS = 256  # rows or columns of a whole map; larger maps are pooled
 MAX_EXACT = 2**18  # weights of a map that is not pooled
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class HeadMap(Look):
     """The weights of one head, [query tokens, key tokens], exact or pooled into fewer cells.
 
@@ -69,6 +70,20 @@ class HeadMap(Look):
             without_first=without_first,
             caption=note,
         )
+
+    def _labelled(self) -> Labelled:
+        facts = {"model": self.model, "layer": self.layer, "head": self.head}
+        if self.pooled:
+            dims, places = ("query_bin", "key_bin"), (self.rows, self.columns)
+            bins = bins_from(dims, self.weights.shape, places)
+            return Labelled({"weights": Array(dims, self.weights)}, bins, facts)
+        labels = {
+            "query": Labels(("query",), tuple(self.rows)),
+            "key": Labels(("key",), tuple(self.columns)),
+            "query_token": Labels(("query",), self.queries),
+            "key_token": Labels(("key",), self.keys),
+        }
+        return Labelled({"weights": Array(("query", "key"), self.weights)}, labels, facts)
 
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()
@@ -176,7 +191,7 @@ def _within(wanted: range | None, count: int, what: str) -> range:
     return wanted
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class WordKeys(Look):
     """The weights of one word on all words, from one head or as a mean over several heads."""
 
@@ -189,6 +204,11 @@ class WordKeys(Look):
     weights: Tensor  # [keys]
     keys: tuple[str, ...]
     notes: tuple[str, ...] = ()
+
+    def _labelled(self) -> Labelled:
+        facts = {"model": self.model, "word": self.word, "heads": self.heads}
+        labels = {"key_word": Labels(("key",), self.keys)}
+        return Labelled({"weights": Array(("key",), self.weights)}, labels, facts)
 
     def picture(self, *, without_first: bool = False) -> Picture:
         which = f", the first of {self.times}," if self.times > 1 else ""

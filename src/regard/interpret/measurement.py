@@ -9,13 +9,14 @@ from typing import Any, ClassVar, Protocol
 from torch import Tensor
 
 from regard.interpret.subjects.subject import Chunk, Layer
+from regard.mechanism.labelled import Convertible
 from regard.mechanism.seeing import See, Seen
 from regard.pictures.figures import Picture
 
 
-@dataclass(frozen=True, eq=False)
-class Look:
-    """The base of every result of ``look``: a picture and plain data."""
+@dataclass(frozen=True, eq=False, repr=False)
+class Look(Convertible):
+    """The base of every result of ``look``: a picture, plain data, and arrays with labels."""
 
     kind: ClassVar[str]
 
@@ -27,6 +28,9 @@ class Look:
         """Plain lists, numbers and strings, ready for JSON; NaN becomes None."""
         values = {field.name: _plain(getattr(self, field.name)) for field in fields(self)}
         return {"kind": self.kind, **values}
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}: {self._labelled().summary()}"
 
     def _repr_html_(self) -> str:
         return self.picture()._repr_html_()

@@ -15,6 +15,7 @@ from regard.errors import InputError
 from regard.interpret.measurement import Look
 from regard.interpret.runs import TextRun
 from regard.interpret.subjects.subject import Chunk, Layer
+from regard.mechanism.labelled import Array, Labelled, Labels
 from regard.mechanism.seeing import See, Seen
 from regard.pictures.figures import Picture, head_grid, panels
 
@@ -39,7 +40,7 @@ MEASURES = {
 }
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Overview(Look):
     """The measures of every head, each [layers, heads], averaged over the queries.
 
@@ -64,6 +65,11 @@ class Overview(Look):
             return None
         layer, head = divmod(int(values.argmax()), values.shape[1])
         return self.layers[layer], head, float(values[layer, head])
+
+    def _labelled(self) -> Labelled:
+        arrays = {name: Array(("layer", "head"), values) for name, values in self.values.items()}
+        facts = {"model": self.model, "tokens": self.tokens}
+        return Labelled(arrays, {"layer": Labels(("layer",), self.layers)}, facts)
 
     def picture(self, *, without_first: bool = False) -> Picture:
         if without_first:

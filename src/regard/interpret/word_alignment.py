@@ -22,6 +22,7 @@ from regard.errors import InputError
 from regard.interpret.measurement import Look
 from regard.interpret.pooling import join, membership
 from regard.interpret.watching import watch
+from regard.mechanism.labelled import Array, Labelled, Labels
 from regard.mechanism.seeing import See
 from regard.models.model import EncoderDecoder, pad
 from regard.pictures.figures import Picture, alignment
@@ -32,7 +33,7 @@ MAX_WORDS = 256  # words of the source
 BATCH = 32
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Alignment(Look):
     """The weights of one cross-attention head, from target words to source words.
 
@@ -63,6 +64,19 @@ class Alignment(Look):
         """Each target word with the source word on which it has the largest weight."""
         best = self.weights.argmax(-1).tolist()
         return [(word, self.source[index]) for word, index in zip(self.target, best, strict=True)]
+
+    def _labelled(self) -> Labelled:
+        words = ("target", "source")
+        arrays = {
+            "weights": Array(words, self.weights),
+            "effect": Array(words, self.effect),
+            "scores": Array(("layer", "head"), self.scores),
+        }
+        labels = {
+            "target_word": Labels(("target",), self.target),
+            "source_word": Labels(("source",), self.source),
+        }
+        return Labelled(arrays, labels, {"layer": self.layer, "head": self.head})
 
     def picture(self, *, without_first: bool = False) -> Picture:
         """Target words down, source words across."""

@@ -23,8 +23,16 @@ from torch.nn.functional import pad
 from regard.errors import InputError
 from regard.kernels.plan import OVER_QUERIES, bins
 from regard.mechanism.geometry import Extent, Tile
-
-MAX_NUMBERS = 2**28  # the maximum number of elements of one field of Seen
+from regard.mechanism.labelled import (
+    MAX_NUMBERS,
+    Array,
+    Convertible,
+    Labelled,
+    Labels,
+    bin_start,
+    bins_from,
+    value_range,
+)
 
 
 class Pairs:
@@ -236,7 +244,7 @@ class Top(NamedTuple):
 
 
 @dataclass(slots=True)
-class Seen:
+class Seen(Convertible):
     """The requested statistics of one attention call. Fields that were not requested are None.
 
     On a GPU, if gradients are needed, the fields that combine queries (``received``, ``map``,
@@ -308,19 +316,24 @@ class Seen:
         batch, heads, queries, keys = json.loads(metadata["extent"])
         return cls.from_dict(tensors, (batch, heads, queries, keys))
 
+    def _labelled(self) -> Labelled:
+        tensors = self.to_dict()
+        arrays = {
+            name: Array(("batch", "head", *_dimensions(name, tensor)), tensor)
+            for name, tensor in tensors.items()
+        }
+        labels: dict[str, Labels] = {}
+        for name in _POOLED:
+            if name in tensors:
+                whole = [range(count) for count in self.extent[2:]]
+                labels |= bins_from(_DIMENSIONS[name], tensors[name].shape[-2:], whole)
+        return Labelled(arrays, labels)
+
     def _summary(self) -> Iterator[tuple[str, str, str]]:
         """The name of each field, its shape, and the range of its numbers."""
         for name, tensor in self.to_dict().items():
-            shape = " x ".join(map(str, tensor.shape))
-            if name == "top_keys":
-                continue
-            finite = tensor.detach().float()
-            finite = finite[finite.isfinite()]
-            if not finite.numel():
-                yield name, shape, "nothing finite"
-                continue
-            low, mean, high = (finite.min() + 0.0, finite.mean() + 0.0, finite.max() + 0.0)
-            yield name, shape, f"{low:.4g} to {high:.4g}, mean {mean:.4g}"
+            if name != "top_keys":
+                yield name, " x ".join(map(str, tensor.shape)), value_range(tensor)
 
     def __repr__(self) -> str:
         batch, heads, queries, keys = self.extent
@@ -368,6 +381,25 @@ _FIELDS = [f.name for f in fields(Seen) if f.name != "extent"]
 _BY_QUERY = (
     "lse", "entropy", "peak", "distance", "top_weights", "top_keys", "rows", "pairs", "weights",
 )  # fmt: skip
+_POOLED = ("map", "map_peak")
+# The names of the dimensions of each tensor after batch and head; see _dimensions() for scores.
+_DIMENSIONS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(("lse", "entropy", "peak", "distance", "sink"), ("query",)),
+    "max_logit": (),
+    "received": ("key",),
+    **dict.fromkeys(("top_weights", "top_keys"), ("query", "rank")),
+    "rows": ("row", "key"),
+    "pairs": ("pair",),
+    **dict.fromkeys(_POOLED, ("query_bin", "key_bin")),
+    "weights": ("query", "key"),
+}
+
+
+def _dimensions(name: str, tensor: Tensor) -> tuple[str, ...]:
+    """The names of the dimensions after batch and head."""
+    if name == "scores":  # of rows or of pairs, which need not be those of the other fields
+        return ("score_row", "key") if tensor.dim() == 4 else ("score_pair",)
+    return _DIMENSIONS[name]
 
 
 def bin_rows(see: See, extent: Extent, rows: range) -> list[tuple[int, range]]:
@@ -377,7 +409,7 @@ def bin_rows(see: See, extent: Extent, rows: range) -> list[tuple[int, range]]:
         return []
     first, last = (index * count // extent.queries for index in (rows.start, rows.stop - 1))
     # Bin r holds the rows i with floor(i * count / queries) == r.
-    edges = [-(-r * extent.queries // count) for r in range(first, last + 2)]
+    edges = [bin_start(r, count, extent.queries) for r in range(first, last + 2)]
     return [
         (r, range(max(start, rows.start), min(stop, rows.stop)))
         for r, (start, stop) in enumerate(pairwise(edges), first)
