@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --quiet
 
-.PHONY: demo test quick test-kernels test-conformance test-newest check bench docs browser
+.PHONY: demo test quick test-kernels test-conformance test-every-model test-newest check bench docs browser
 
 demo: .venv/.ready  ## attention explained step by step, then a translation with its word alignment
 	@$(BIN)/regard explain
@@ -22,6 +22,10 @@ test-kernels: .venv/.dev  ## the kernel sweep: more cases of each kernel in the 
 
 test-conformance: .venv/.conformance  ## the test cases of ONNX, JAX, PyTorch and xformers, with a table of counts
 	$(PYTEST) tests/conformance tests/mechanism/test_xformers_masks.py tests/mechanism/test_mask_adapters.py
+
+# Ten minutes. It appends to benchmarks/results/every_model.jsonl, and continues where it stopped.
+test-every-model: .venv/.dev  ## watch() beside a plain run, in a tiny model of every type of transformers
+	$(BIN)/python benchmarks/every_model.py
 
 # Several GB of packages, so neither `make test` nor CI does it.
 test-newest: .venv-newest/.ready  ## all tests, and GPU kernels compiled, with the newest PyTorch, Triton and transformers
