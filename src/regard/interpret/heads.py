@@ -9,15 +9,16 @@ import torch
 from torch import Tensor
 
 from regard.errors import InputError
+from regard.interpret import viewers
 from regard.interpret.measurement import Look
 from regard.interpret.pooling import membership
+from regard.interpret.recorded import MAX_NAMED
 from regard.interpret.runs import TextRun
 from regard.interpret.subjects.subject import Chunk, Layer
 from regard.mechanism.labelled import Array, Labelled, Labels, bins_from
 from regard.mechanism.seeing import See, Seen
 from regard.pictures.figures import Picture, pooled_map, top_keys, weight_map
 
-MAX_NAMED = 64  # rows or columns of a map whose picture labels every token
 MAX_CELLS = 256  # rows or columns of a whole map; larger maps are pooled
 MAX_EXACT = 2**18  # weights of a map that is not pooled
 
@@ -84,6 +85,35 @@ class HeadMap(Look):
             "key_token": Labels(("key",), self.keys),
         }
         return Labelled({"weights": Array(("query", "key"), self.weights)}, labels, facts)
+
+    def to_bertviz(self) -> dict[str, Any]:
+        """The arguments of BertViz's ``head_view`` and ``model_view``, for this head alone."""
+        weights = self._for_viewers()[None, None]
+        if self._of_one_text:
+            return viewers.bertviz([weights], self.queries)
+        return viewers.bertviz_of_pair({"cross": [weights]}, self.keys, self.queries)
+
+    def to_circuitsvis(self) -> dict[str, Any]:
+        """The arguments of CircuitsVis's ``attention_patterns``, for this head alone."""
+        if not self._of_one_text:
+            raise InputError(
+                "CircuitsVis shows the weights of tokens on the same tokens, but the rows and the "
+                "columns of this map are other tokens. to_bertviz() takes both."
+            )
+        return viewers.circuitsvis(self._for_viewers()[None], self.queries)
+
+    @property
+    def _of_one_text(self) -> bool:
+        return (self.rows, self.queries) == (self.columns, self.keys)
+
+    def _for_viewers(self) -> Tensor:
+        if self.pooled:
+            raise InputError(
+                f"The text is too long for BertViz and CircuitsVis: {len(self.rows):,} x "
+                f"{len(self.columns):,} tokens, in a pooled map. Look at a part of it, as in "
+                "look(..., rows=range(0, 64), columns=range(0, 64))."
+            )
+        return self.weights
 
     def to_dict(self) -> dict[str, Any]:
         values = super().to_dict()

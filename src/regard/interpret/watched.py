@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from typing import Any
 
 from torch import nn
 
+from regard.errors import InputError
+from regard.interpret import recorded
+from regard.mechanism.labelled import Convertible, Parts
 from regard.mechanism.seeing import See, Seen
+from regard.pictures.figures import Picture
 
 
-class Watched(Mapping[str, list[Seen]]):
+class Watched(Convertible, Mapping[str, list[Seen]]):
     """A mapping from the name of each layer to a list with one ``Seen`` for each call.
 
-    Names come from ``model.named_modules()``, in the order of the layers' first calls.
+    Names come from ``model.named_modules()``, in the order of the layers' first calls. Arrays and
+    tables have the dimensions layer and call; where calls have different sizes, the rest of an
+    array is NaN, while a table has no rows there.
 
     >>> import torch
     >>> from regard import GPT2, GPT2Config, See, watch
@@ -46,6 +53,71 @@ class Watched(Mapping[str, list[Seen]]):
 
     def __len__(self) -> int:
         return len({name for name, _ in self._calls})
+
+    def picture(
+        self,
+        *,
+        layer: str | int | None = None,
+        head: int | None = None,
+        call: int | None = None,
+        batch: int | None = None,
+        tokens: Sequence[str] | None = None,
+        query_tokens: Sequence[str] | None = None,
+    ) -> Picture:
+        """An overview of all heads or, with ``layer`` and ``head``, a map of one head.
+
+        The overview has a panel for each of these fields that was recorded: entropy, peak, distance
+        and sink, as means over all queries; received, as the mean weight on the first key; and
+        max_logit, as its maximum.
+
+        The map shows the weights or, where they were not recorded, the pooled map. ``layer`` is a
+        name or the number of a recorded layer. ``call`` and ``batch`` choose the call and the text
+        if there are several. Up to 64 ``tokens`` label the keys, and the queries unless
+        ``query_tokens`` are given.
+        """
+        if layer is None and head is None:
+            return recorded.overview(self._calls)
+        if layer is None or head is None:
+            raise InputError("A map shows one head: give layer and head, or neither.")
+        one = recorded.choose(self._calls, layer, call, batch)
+        return recorded.head_map(one, head, tokens, query_tokens)
+
+    def to_bertviz(
+        self,
+        tokens: Sequence[str],
+        target_tokens: Sequence[str] | None = None,
+        *,
+        layers: str = "*",
+        batch: int | None = None,
+    ) -> dict[str, Any]:
+        """The arguments of BertViz's ``head_view`` and ``model_view``, for a short text.
+
+        Needs ``See(weights=True)`` and one call of each layer. ``target_tokens`` are those of the
+        decoder of an encoder-decoder. ``layers`` is a pattern of names, such as ``"encoder.*"``.
+        ``batch`` is the place of the text if several ran together::
+
+            bertviz.head_view(**watched.to_bertviz(tokens))
+        """
+        return recorded.bertviz(self._calls, tokens, target_tokens, layers, batch)
+
+    def to_circuitsvis(
+        self,
+        tokens: Sequence[str],
+        layer: str | int,
+        *,
+        call: int | None = None,
+        batch: int | None = None,
+    ) -> dict[str, Any]:
+        """The arguments of CircuitsVis's ``attention_patterns``, for one layer and a short text.
+
+        Needs ``See(weights=True)``::
+
+            circuitsvis.attention.attention_patterns(**watched.to_circuitsvis(tokens, layer=0))
+        """
+        return recorded.circuitsvis(self._calls, tokens, layer, call, batch)
+
+    def _labelled(self) -> Parts:
+        return recorded.labelled(self._calls)
 
     @property
     def _counts(self) -> str:
