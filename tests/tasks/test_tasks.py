@@ -29,6 +29,7 @@ from regard import (
     Tokenizer,
     Transformer,
     TransformerConfig,
+    WordAttention,
     answer,
     complete,
     generate,
@@ -510,9 +511,33 @@ def test_records_draw_themselves_and_escape_what_they_say(made: Path) -> None:
     assert "&lt;b&gt;The cat" in shown
     assert "<b>The" not in shown
     assert "new words down, earlier words across" in found.attended.picture().text(color="none")
-    assert len(repr(found)) < 700  # the weights are left out
+    assert found.picture().drawing == found.attended.picture("What was attended to").drawing
+    assert len(repr(found)) < 400  # words and weights are left out
     with pytest.raises(AttributeError):
         found.text = "something else"
+
+
+def test_a_record_without_weights_has_no_picture(made: Path) -> None:
+    record = complete("The cat", model=made / "gpt2", max_new_tokens=2, attended=False)
+    with pytest.raises(InputError, match="This Completion has no attention weights"):
+        record.picture()
+
+
+def test_attention_between_words_prints_and_becomes_a_table() -> None:
+    queries = tuple(f"word{number}\n" for number in range(25))
+    weights = tuple((0.25, 0.5, 0.25 + number / 100) for number in range(25))
+    between = WordAttention(queries, ("the", "cat", "the"), weights, "layer 0", ("new", "earlier"))
+    assert repr(between) == "WordAttention of 25 x 3, new x earlier, layer 0"
+    lines = str(between).splitlines()
+    assert lines[1] == r"  word0\n   0.50 cat"
+    assert lines[-1] == "  ... and 5 more"
+    assert len(lines) == 22
+    table = between.to_pandas()
+    assert table.index.names == ["query", "key"]
+    row = table.loc[(24, 2)]
+    assert row["query_text"] == "word24\n"
+    assert row["key_text"] == "the"
+    assert row["weights"] == pytest.approx(0.49)
 
 
 def test_a_model_is_loaded_once_and_again_when_its_files_change(tmp_path: Path) -> None:

@@ -68,7 +68,7 @@ def translate(
             batch=batch, attended=attended, device=place, precision=precision,
         )  # fmt: skip
         for record in records:
-            _show(record, as_json, "Alignment")
+            _show(record, as_json)
 
 
 def summarize(
@@ -109,7 +109,7 @@ def summarize(
             batch=batch, attended=attended, device=place, precision=precision,
         )  # fmt: skip
         remark = None if record.method == "whole" else f"{len(record.parts)} parts, {record.method}"
-        _show(record, as_json, "Where it comes from", remark)
+        _show(record, as_json, remark)
 
 
 def answer(
@@ -155,7 +155,7 @@ def answer(
             around = " ".join(document[max(start - 40, 0) : end + 40].split())
             place = f"characters {start} to {end}"
             remark = f"{place}, probability {record.probability:.2f}: … {around} …"
-        _show(record, as_json, "What the question attended to", remark)
+        _show(record, as_json, remark)
 
 
 def complete(
@@ -200,7 +200,7 @@ def complete(
             device=place, precision=precision,
         )  # fmt: skip
         record = _consume(prompt, pieces, quiet=as_json)
-        _show(record, as_json, "What was attended to", printed=True)
+        _show(record, as_json, printed=True)
 
 
 def _consume(prompt: str, pieces: Generator[str, None, Completion], quiet: bool) -> Completion:
@@ -219,7 +219,7 @@ def _consume(prompt: str, pieces: Generator[str, None, Completion], quiet: bool)
 
 
 def _show(
-    record: Record, as_json: bool, title: str, remark: str | None = None, *, printed: bool = False
+    record: Record, as_json: bool, remark: str | None = None, *, printed: bool = False
 ) -> None:
     """Print a record: as JSON, or as its text, a remark and a picture of its weights."""
     if as_json:
@@ -230,5 +230,5 @@ def _show(
     if remark is not None and sys.stdout.isatty():
         terminal.remark(remark)
     if record.attended is not None:
-        terminal.draw(record.attended.picture(title))
+        terminal.draw(record.picture())
         print(flush=True)

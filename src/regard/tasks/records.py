@@ -4,26 +4,36 @@ from __future__ import annotations
 
 import html
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
-from typing import Any
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
+from regard.errors import InputError
+from regard.mechanism.labelled import Array, Convertible, Labelled, Labels
 from regard.pictures.figures import Picture, alignment
-from regard.pictures.record import Cells
+from regard.pictures.record import Cells, printable, shorten, width_of
 from regard.text.words import Span
 
+MAX_PRINTED = 20  # queries that print() shows
 
-@dataclass(frozen=True, slots=True)
-class WordAttention:
+
+@dataclass(frozen=True, slots=True, repr=False)
+class WordAttention(Convertible):
     """Attention weights between words or sentences: query i gives key j ``weights[i][j]``.
 
     A row can sum to less than 1. The rest is on tokens outside words, such as the end token.
+
+    >>> print(WordAttention(("chat", "noir"), ("black", "cat"), ((0.1, 0.8), (0.7, 0)), "layer 0"))
+    WordAttention of 2 x 2, query x key, layer 0
+      chat  0.80 cat
+      noir  0.70 black
     """
 
     queries: tuple[str, ...]
     keys: tuple[str, ...]
-    weights: tuple[tuple[float, ...], ...] = field(repr=False)  # [queries, keys]
+    weights: tuple[tuple[float, ...], ...]  # [queries, keys]
     where: str  # the layer and head of the weights, or the heads that they are averaged over
     sides: tuple[str, str] = ("query", "key")  # names of the axes, such as target and source
 
@@ -51,6 +61,30 @@ class WordAttention:
             best = sorted(range(len(row)), key=lambda at: -row[at])[:count]
             rows.append((query, [(self.keys[at], row[at]) for at in best]))
         return rows
+
+    def _labelled(self) -> Labelled:
+        weights = Array(("query", "key"), torch.tensor(self.weights))
+        labels = {
+            "query_text": Labels(("query",), self.queries),
+            "key_text": Labels(("key",), self.keys),
+        }
+        return Labelled({"weights": weights}, labels, {"where": self.where})
+
+    def __repr__(self) -> str:
+        sizes = f"{len(self.queries):,} x {len(self.keys):,}"
+        return f"WordAttention of {sizes}, {' x '.join(self.sides)}, {self.where}"
+
+    def __str__(self) -> str:
+        shown = [shorten(printable(query), 32) for query in self.queries[:MAX_PRINTED]]
+        width = max(map(width_of, shown), default=0)
+        lines = [repr(self)]
+        for query, row in zip(shown, self.weights, strict=False):
+            weight, at = max((weight, -at) for at, weight in enumerate(row))
+            key = shorten(printable(self.keys[-at]), 32)
+            lines.append(f"  {query}{' ' * (width - width_of(query))}  {weight:.2f} {key}")
+        if len(self.queries) > len(shown):
+            lines.append(f"  ... and {len(self.queries) - len(shown):,} more")
+        return "\n".join(lines)
 
     def picture(self, title: str = "What was attended to") -> Picture:
         """A picture of the weights, with the largest weight of each query marked."""
@@ -87,6 +121,17 @@ class Record:
     model: str
     attended: WordAttention | None = None  # if requested
 
+    title: ClassVar[str]  # of the picture
+
+    def picture(self) -> Picture:
+        """A picture of ``attended``."""
+        if self.attended is None:
+            raise InputError(
+                f"This {type(self).__name__} has no attention weights to draw. Pass attended=True "
+                "to the task. A text without words has none."
+            )
+        return self.attended.picture(self.title)
+
     def __str__(self) -> str:
         return self.text
 
@@ -108,7 +153,7 @@ class Record:
 
     def _repr_html_(self) -> str:
         facts = " · ".join((*self._facts(), self.model))
-        svg = "" if self.attended is None else self.attended.picture().svg()
+        svg = "" if self.attended is None else self.picture().svg()
         return (
             f'<p style="white-space:pre-wrap">{html.escape(str(self))}</p>'
             f"<p><small>{html.escape(facts)}</small></p>{svg}"
@@ -125,6 +170,8 @@ class Translation(Record):
     ... ))
     Le chat
     """
+
+    title = "Alignment"
 
     source: str
     to: str | None  # the model's name of the target language; None if it has only one
@@ -153,6 +200,8 @@ class Summary(Record):
     [{'start': 0, 'end': 80, 'text': 'A cat sat.'}]
     """
 
+    title = "Where it comes from"
+
     method: str
     parts: tuple[Part, ...]
 
@@ -178,6 +227,8 @@ class Answer(Record):
     >>> record.answered, str(record)
     (False, 'No answer.')
     """
+
+    title = "What the question attended to"
 
     question: str
     start: int | None
@@ -215,6 +266,8 @@ class Completion(Record):
     ... ))
     Once upon a time there was
     """
+
+    title = "What was attended to"
 
     prompt: str
     stopped: bool  # True: ended by an end token; False: by the maximum number of tokens

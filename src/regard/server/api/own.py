@@ -139,7 +139,7 @@ class Translate(BeamSearch):
             max_new_tokens=first.max_new_tokens, attended=first.attended or first.svg,
             device=models.device, check=check,
         )  # fmt: skip
-        return [_response(record, first.svg, "Alignment") for record in records]
+        return [_response(record, first.svg) for record in records]
 
 
 class Summarize(BeamSearch):
@@ -163,7 +163,7 @@ class Summarize(BeamSearch):
             join=first.join, how=first.settings, max_new_tokens=first.max_new_tokens,
             attended=first.attended or first.svg, device=models.device, check=check,
         )  # fmt: skip
-        return [_response(record, first.svg, "Where it comes from") for record in records]
+        return [_response(record, first.svg) for record in records]
 
 
 class Answer(Request):
@@ -190,7 +190,7 @@ class Answer(Request):
             model=models.name(first.model), threshold=first.threshold,
             attended=first.attended or first.svg, device=models.device, check=check,
         )  # fmt: skip
-        return [_response(record, first.svg, "What the question attended to") for record in records]
+        return [_response(record, first.svg) for record in records]
 
 
 class Complete(Request):
@@ -241,7 +241,7 @@ class Complete(Request):
             try:
                 yield {"piece": next(pieces)}
             except StopIteration as stopped:
-                yield {"record": _response(stopped.value, self.svg, "What was attended to")}
+                yield {"record": _response(stopped.value, self.svg)}
                 return
 
 
@@ -320,9 +320,9 @@ class Explain(Request):
 REQUESTS: tuple[type[Request], ...] = (Translate, Summarize, Answer, Complete, Look, Explain)
 
 
-def _response(record: Record, svg: bool, title: str) -> Response:
+def _response(record: Record, svg: bool) -> Response:
     """A record as plain values, with its picture if requested."""
     response = record.to_dict()
     if svg:
-        response["svg"] = None if record.attended is None else record.attended.picture(title).svg()
+        response["svg"] = None if record.attended is None else record.picture().svg()
     return response
