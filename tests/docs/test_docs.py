@@ -9,6 +9,7 @@ import subprocess
 import sys
 from contextlib import redirect_stdout
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -163,17 +164,25 @@ def test_the_readme_has_two_commands_to_start_with_and_five_examples():
     assert len(re.findall(r"^\*\*\d\. ", text, re.MULTILINE)) == 5
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/gpu.md", "docs/meanings.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/gpu.md", "docs/meanings.md", "docs/results.md"]
+)
 def test_python_blocks_print_what_is_shown(page):
     shared: dict[str, object] = {}  # the blocks are read one after another
     examples = [block for block in blocks(page) if block.language == "python"]
     assert examples
+    left_out = False
     for block in examples:
+        if "to_xarray" in block.code and find_spec("xarray") is None:
+            left_out = True
+            continue
         output = io.StringIO()
         with redirect_stdout(output):
             exec(compile(block.code, f"{page}:{block.line}", "exec"), shared)
         if page != "docs/gpu.md":  # what it prints depends on the machine
             assert output.getvalue() == (block.printed or ""), f"{page}:{block.line}"
+    if left_out:
+        pytest.skip("NOT TESTED: the example with xarray, which is not installed")
 
 
 @cache
