@@ -141,6 +141,16 @@ def test_arrays_that_would_be_too_large_are_refused(monkeypatch: pytest.MonkeyPa
     assert len(parts.to_pandas([])) == 3
 
 
+def test_parts_with_other_fields_share_a_table_if_their_dimensions_agree() -> None:
+    alone = Labelled({"peak": Array(("key",), torch.tensor([5.0]))})
+    both = Parts(("layer",), {("x",): part([1, 2]), ("y",): alone}).to_pandas([])
+    assert both["peak"].fillna(0).tolist() == [0, 0, 5]
+    assert both["weight"].fillna(0).tolist() == [1, 2, 0]
+    other = Labelled({"peak": Array(("query",), torch.tensor([5.0]))})
+    with pytest.raises(InputError, match=r"as in to_pandas\('weight'\)"):
+        Parts(("layer",), {("x",): part([1, 2]), ("y",): other}).to_pandas([])
+
+
 def test_no_parts() -> None:
     assert Parts(("layer",), {}).to_numpy() == {}
     with pytest.raises(InputError, match="no call was recorded"):

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     import pandas
     import xarray
 
+    Columns = dict[str, numpy.ndarray]
+
 MAX_NUMBERS = 2**28  # the maximum number of elements of one array
 
 
@@ -81,27 +83,7 @@ class Labelled:
         return {name: _numpy(array.values) for name, array in self.arrays.items()}
 
     def to_pandas(self, fields: Sequence[str]) -> pandas.DataFrame:
-        package = _package("pandas")
-        names = self.of_one_table(fields)
-        dims, values = self.arrays[names[0]]
-        sizes = dict(zip(dims, values.shape, strict=True))
-        levels = [self._index(dim, sizes[dim]) for dim in dims]
-        index = (
-            package.Index(levels[0], name=dims[0])
-            if len(levels) == 1
-            else package.MultiIndex.from_product(levels, names=dims)
-        )
-        columns: dict[str, Any] = {}
-        for name, labels in self.labels.items():
-            if name in dims or not set(labels.dims) <= set(dims):
-                continue
-            [dim] = labels.dims
-            places = torch.arange(sizes[dim]).reshape([-1 if each == dim else 1 for each in dims])
-            places = places.expand(*sizes.values()).flatten()
-            columns[name] = package.Index(labels.values).take(places.numpy())
-        columns |= {name: _numpy(self.arrays[name].values).reshape(-1) for name in names}
-        table: pandas.DataFrame = package.DataFrame(columns, index=index)
-        return table
+        return Parts((), {(): self}).to_pandas(fields)
 
     def to_xarray(self) -> xarray.Dataset:
         dataset: xarray.Dataset = _package("xarray").Dataset(
@@ -132,8 +114,22 @@ class Labelled:
             )
         return names
 
-    def _index(self, dim: str, size: int) -> Sequence[str | int]:
+    def index(self, dim: str, size: int) -> Sequence[str | int]:
+        """The values of a dimension: its labels, or its places."""
         return self.labels[dim].values if dim in self.labels else range(size)
+
+    def columns(self, fields: Sequence[str], places: Sequence[numpy.ndarray]) -> Columns:
+        """The labels and ``fields`` of a table, whose rows are at ``places`` of each dimension."""
+        import numpy
+
+        dims = self.arrays[fields[0]].dims
+        columns = {}
+        for name, labels in self.labels.items():
+            if name not in dims and set(labels.dims) <= set(dims):
+                text = isinstance(labels.values[0], str)
+                values = numpy.array(labels.values, dtype=object if text else None)
+                columns[name] = values[places[dims.index(labels.dims[0])]]
+        return columns | {name: _numpy(self.arrays[name].values).reshape(-1) for name in fields}
 
     def summary(self) -> str:
         """A line of facts, then the sizes and the range of the values of each array."""
@@ -170,12 +166,50 @@ class Parts:
 
     def to_pandas(self, fields: Sequence[str]) -> pandas.DataFrame:
         package = _package("pandas")
+        import numpy
+
         if not self.parts:
             raise InputError("to_pandas() has nothing to convert: no call was recorded.")
-        tables = [part.to_pandas(fields) for part in self.parts.values()]
-        keys = list(self.parts) if len(self.dims) > 1 else [key for (key,) in self.parts]
-        names = [*self.dims, *tables[0].index.names]
-        table: pandas.DataFrame = package.concat(tables, keys=keys, names=names)
+        names = [part.of_one_table(fields) for part in self.parts.values()]
+        arrays = [part.arrays[own[0]] for own, part in zip(names, self.parts.values(), strict=True)]
+        dims = arrays[0].dims
+        if any(array.dims != dims for array in arrays):
+            raise InputError(
+                "The results have fields with different dimensions. Name the fields of one table, "
+                f"as in to_pandas({names[0][0]!r})."
+            )
+        levels: list[dict[Any, int]] = [{} for _ in (*self.dims, *dims)]  # values and their codes
+        codes: list[list[numpy.ndarray]] = [[] for _ in levels]
+        tables: list[Columns] = []
+        for (key, part), own, (_, values) in zip(self.parts.items(), names, arrays, strict=True):
+            places = [
+                where.reshape(-1) for where in numpy.indices(tuple(values.shape), dtype=numpy.int32)
+            ]
+            tables.append(part.columns(own, places))
+            within = [part.index(*each) for each in zip(dims, values.shape, strict=True)]
+            constant = [numpy.zeros(values.numel(), dtype=numpy.int32)] * len(key)
+            indices = zip([*((one,) for one in key), *within], [*constant, *places], strict=True)
+            for level, code, (index, where) in zip(levels, codes, indices, strict=True):
+                known = [level.setdefault(value, len(level)) for value in index]
+                code.append(numpy.array(known, dtype=numpy.int32)[where])
+        index = package.MultiIndex(
+            levels=[list(level) for level in levels],
+            codes=[numpy.concatenate(code) for code in codes],
+            names=[*self.dims, *dims],
+        )
+        columns = {
+            name: numpy.concatenate(
+                [
+                    table[name] if name in table else numpy.full(values.numel(), math.nan)
+                    for table, (_, values) in zip(tables, arrays, strict=True)
+                ]
+            )
+            for name in dict.fromkeys(name for table in tables for name in table)
+        }
+        single = len(levels) == 1
+        table: pandas.DataFrame = package.DataFrame(
+            columns, index=index.get_level_values(0) if single else index
+        )
         return table
 
     def summary(self) -> str:
