@@ -334,7 +334,7 @@ def test_the_gradient_of_a_bias(dtype: torch.dtype, keys: int, alone: bool) -> N
     most = float(found[0].abs().max())
     most *= 1e-4 if dtype == torch.float32 else 8 * torch.finfo(dtype).eps
     # It is a difference of products of this size: with a single key it is all rounding.
-    most += 2e-6 * float((toward @ value.to(toward.dtype).mT).abs().max())
+    most += 2e-6 * float((toward @ value.detach().to(toward.dtype).mT).abs().max())
     for grad in found[1:]:
         assert_close(grad, found[0], most, "the gradient of a bias")
 
