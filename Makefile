@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --quiet
 
-.PHONY: demo test quick test-kernels test-conformance test-every-model test-newest check bench docs browser
+.PHONY: demo test quick test-kernels test-conformance test-every-model test-transformers test-newest check bench docs browser
 
 demo: .venv/.ready  ## attention explained step by step, then a translation with its word alignment
 	@$(BIN)/regard explain
@@ -26,6 +26,14 @@ test-conformance: .venv/.conformance  ## the test cases of ONNX, JAX, PyTorch an
 # Ten minutes. It appends to benchmarks/results/every_model.jsonl, and continues where it stopped.
 test-every-model: .venv/.dev  ## watch() beside a plain run, in a tiny model of every type of transformers
 	$(BIN)/python benchmarks/every_model.py
+
+# Hours. The tests come from the tag of the installed transformers.
+test-transformers: .venv/.dev  ## transformers' own model tests of 31 families, with every call inside watch()
+	@$(PIP) accelerate parameterized psutil timeout-decorator
+	@version=$$($(BIN)/python -c 'import transformers; print(transformers.__version__)'); \
+	test -d .transformers-$$version || git clone --quiet --depth 1 --branch v$$version \
+		https://github.com/huggingface/transformers .transformers-$$version; \
+	$(BIN)/python benchmarks/transformers_tests.py .transformers-$$version
 
 # Several GB of packages, so neither `make test` nor CI does it.
 test-newest: .venv-newest/.ready  ## all tests, and GPU kernels compiled, with the newest PyTorch, Triton and transformers

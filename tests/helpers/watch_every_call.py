@@ -1,0 +1,153 @@
+"""A pytest plugin that runs every call of a transformers model inside ``watch()``.
+
+``pytest -p helpers.watch_every_call`` with REGARD_CALLS, the path of a file. It appends a line of
+JSON for each test: its outcome, and what its calls did. With REGARD_WATCH=0 it only writes the
+outcomes. ``benchmarks/transformers_tests.py`` compares the two.
+
+The model's own output is what a test gets where regard refuses a call or fails; both are counted.
+A call in evaluation mode is also run unwatched, on copies of its arguments, and compared.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import threading
+import warnings
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import PreTrainedModel
+
+from helpers.watched_runs import difference, modules_that_run, not_seen
+from regard import InputError, See, watch
+
+CALLS = Path(os.environ["REGARD_CALLS"])
+WATCH = os.environ.get("REGARD_WATCH", "1") != "0"
+DIFFERENT = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+_inside = threading.local()
+_plain_call = PreTrainedModel.__call__
+
+
+class Record:
+    """What the calls of one test did."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.reasons: Counter[str] = Counter()
+        self.unseen: Counter[str] = Counter()
+
+    def add(self, kind: str, reason: str) -> None:
+        self.counts[kind] += 1
+        self.reasons[f"{kind}: {reason[:300]}"] += 1
+
+
+record = Record()
+
+
+def _watchable(model: PreTrainedModel) -> bool:
+    if torch.compiler.is_compiling() or torch.jit.is_tracing():
+        return False
+    if torch._guards.detect_fake_mode() is not None:
+        return False
+    return all(p.device.type == "cpu" for p in model.parameters())
+
+
+def _call(model: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+    if getattr(_inside, "model", False) or not _watchable(model):
+        return _plain_call(model, *args, **kwargs)
+    _inside.model = True
+    try:
+        return _watched(model, args, kwargs)
+    finally:
+        _inside.model = False
+
+
+def _watched(model: PreTrainedModel, args: Any, kwargs: Any) -> Any:
+    record.counts["calls"] += 1
+    copies = None
+    if not model.training:
+        try:
+            copies = copy.deepcopy((args, kwargs))
+        except (RuntimeError, TypeError):  # not a leaf, or nothing that can be copied
+            copies = None
+    random = torch.get_rng_state()
+    kind = type(model).__name__
+    try:
+        with modules_that_run(model) as ran, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=".*regard|.*not seen|.*unseen")
+            with watch(model, See(entropy=True)) as watched:
+                output = _plain_call(model, *args, **kwargs)
+    except InputError as error:
+        record.add("refused", f"{kind}: {error}")
+        torch.set_rng_state(random)
+        args, kwargs = (args, kwargs) if copies is None else copies
+        return _plain_call(model, *args, **kwargs)
+    except Exception as error:  # noqa: BLE001  raised again, or counted
+        torch.set_rng_state(random)
+        again, keywords = (args, kwargs) if copies is None else copies
+        try:
+            output = _plain_call(model, *again, **keywords)
+        except type(error):
+            raise error from None  # the model raises without regard, too
+        record.add("error", f"{kind}: {type(error).__name__}: {error}")
+        return output
+    record.counts["layers"] += len(watched.calls)
+    for name in not_seen(ran, watched):
+        named = name in getattr(watched, "unseen", ())
+        part = type(model.get_submodule(name)).__name__
+        record.unseen[f"{kind} {part}{'' if named else ', not named'}"] += 1
+        record.counts["unseen"] += 1
+        record.counts["unseen, not named"] += not named
+    if copies is not None:
+        _compare(model, copies, random, output)
+    return output
+
+
+def _compare(model: PreTrainedModel, copies: Any, random: torch.Tensor, output: Any) -> None:
+    after = torch.get_rng_state()
+    torch.set_rng_state(random)
+    try:
+        with torch.no_grad():
+            plain = _plain_call(model, *copies[0], **copies[1])
+        record.counts["compared"] += 1
+        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+        gap = difference(plain, output)
+        if gap > DIFFERENT.get(dtype, 1e-4):
+            record.add("different", f"{type(model).__name__}: {gap:.1e} in {dtype}")
+    except AssertionError as error:
+        record.add("different", f"{type(model).__name__}: {error}")
+    except Exception as error:  # noqa: BLE001  copies of these arguments cannot be run again
+        record.counts["not compared"] += 1
+        record.reasons[f"not compared: {type(error).__name__}: {error}"[:200]] += 1
+    finally:
+        torch.set_rng_state(after)
+
+
+@pytest.fixture(autouse=True)
+def _records() -> None:
+    global record  # noqa: PLW0603
+    record = Record()
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Any:
+    outcome = yield
+    report = outcome.get_result()
+    if report.when != "call" and report.passed:
+        return
+    row = {"test": item.nodeid, "outcome": report.outcome}
+    if report.failed:
+        row["reason"] = str(call.excinfo.value)[:300] if call.excinfo else ""
+    row |= {"seconds": round(report.duration, 1)}
+    row |= {"counts": record.counts, "reasons": record.reasons, "unseen": record.unseen}
+    with CALLS.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(row) + "\n")
+
+
+if WATCH:
+    PreTrainedModel.__call__ = _call
