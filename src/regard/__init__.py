@@ -152,3 +152,7 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return __all__
+
+
+# attn_implementation="regard" of transformers
+import_module("regard.interpret.adapters.transformers_import").register_when_imported()

@@ -411,7 +411,7 @@ def test_two_threads_may_watch_one_model() -> None:
         thread.start()
         assert inside.wait(30)
         model(IDS)
-    assert model.config._attn_implementation == "regard"  # the other still watches
+    assert model.config._attn_implementation.startswith("regard")  # the other still watches
     leave.set()
     thread.join()
     assert model.config._attn_implementation == "sdpa"

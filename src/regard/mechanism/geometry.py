@@ -166,8 +166,9 @@ def can_read(tensor: Tensor) -> bool:
 def check_broadcast(tensor: Tensor, extent: Extent, what: str) -> None:
     """Raise InputError unless the tensor broadcasts to [batch, heads, queries, keys]."""
     expected = (extent.batch, extent.heads, extent.queries, extent.keys)
+    # Not `in`, which torch.compile evaluates wrongly for a dynamic size.
     fits = tensor.dim() <= 4 and all(
-        size in (1, want)
+        size == 1 or size == want  # noqa: PLR1714
         for size, want in zip(reversed(tensor.shape), reversed(expected), strict=False)
     )
     if not fits:
