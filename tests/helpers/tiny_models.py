@@ -73,15 +73,24 @@ _BY_HAND: tuple[tuple[str, dict[str, Any]], ...] = (
     ("xmod", {"default_language": "en_XX"}),
     # the channels that the decoder takes are those of the encoder
     ("rt_detr rt_detr_v2 d_fine deimv2", {"decoder_in_channels": [32, 32, 32]}),
+    ("blip-2 instructblip", {"image_token_index": 3}),
+    ("moonshine", {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4}),
+    ("nemotron_h", {"n_groups": 1}),
     # layers of every kind, in few layers
     ("bamba", {"attn_layer_indices": [1]}),
     ("gemma3n_text", {"num_kv_shared_layers": 0}),
     ("gpt_neo", {"attention_types": [[["global", "local"], 1]]}),
     ("granitemoehybrid", {"layer_types": ["linear_attention", "full_attention"]}),
     ("jamba", {"attn_layer_period": 2, "attn_layer_offset": 1}),
+    ("lfm2_moe", {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1}),
     ("recurrent_gemma", {"num_hidden_layers": 3}),
     ("zamba2", {"layers_block_type": ["mamba", "hybrid"]}),
 )
+# In place of a backbone of timm, which is another package.
+BACKBONE = {
+    "model_type": "resnet", "embedding_size": 16, "hidden_sizes": [16, 32, 64, 128],
+    "depths": [1, 1, 1, 1], "layer_type": "basic",
+}  # fmt: skip
 OWN_SIZES = {name: sizes for names, sizes in _BY_HAND for name in names.split()}
 
 
@@ -147,7 +156,10 @@ def tiny_settings(
     words = "vocab_size" in dict(_fields(config)) or bool(config.sub_configs)
     for name, default in _fields(config):
         if name in config.sub_configs:
-            if isinstance(default, PreTrainedConfig):
+            if getattr(default, "model_type", "") == "timm_backbone":
+                settings[name] = BACKBONE | {"out_indices": _stages(default)}
+                settings |= {"use_timm_backbone": False, "backbone": None}
+            elif isinstance(default, PreTrainedConfig):
                 inner = _chosen(default) | tiny_settings(default, shape, ids)
                 if hasattr(default, "model_type"):
                     inner["model_type"] = default.model_type
@@ -170,6 +182,11 @@ def tiny_settings(
         if isinstance(getattr(config, window, None), int) and window in dict(_fields(config)):
             settings[window] = 4
     return settings | OWN_SIZES.get(config.model_type, {})
+
+
+def _stages(backbone: PreTrainedConfig) -> list[int]:
+    indices = getattr(backbone, "out_indices", None) or [-1]
+    return [index % 5 for index in indices]
 
 
 def _chosen(config: PreTrainedConfig) -> dict[str, Any]:
