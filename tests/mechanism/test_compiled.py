@@ -71,6 +71,17 @@ def test_one_graph_for_masks_that_are_made_inside_of_it(
             torch.testing.assert_close(*grads)
 
 
+def test_a_mask_tensor_of_fixed_sizes_fits_queries_of_dynamic_length() -> None:
+    torch.compiler.reset()
+    compiled = torch.compile(attention, fullgraph=True, backend="aot_eager")
+    for length in (9, 12):
+        query = torch.randn(2, 2, length, 8)
+        mask = torch.ones(2, 1, length, length, dtype=torch.bool).tril()
+        torch._dynamo.mark_static(mask)
+        expected = attention(query, query, query, mask=mask)
+        torch.testing.assert_close(compiled(query, query, query, mask=mask), expected)
+
+
 def test_a_key_that_no_query_sees_leaks_nothing() -> None:
     """In a graph no value is checked, so keys that are hidden from all queries become zeros."""
     query, key, value = torch.randn(3, 2, 2, 40, 8).unbind()
