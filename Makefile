@@ -7,7 +7,7 @@ PIP = $(BIN)/python -m pip install --quiet
 
 demo: .venv/.ready  ## attention explained step by step, then a translation with its word alignment
 	@$(BIN)/regard explain
-	@$(BIN)/regard translate "The cat sat on the mat." --to fr --attended
+	@$(BIN)/regard translate "The cat is sleeping on the sofa." --to fr --attended
 
 PYTEST = $(BIN)/pytest -q -n 2 --dist worksteal
 

@@ -224,16 +224,16 @@ def test_an_unknown_model_is_answered_with_the_nearest(tmp_path, monkeypatch) ->
 
 
 @pytest.mark.parametrize(
-    ("command", "does", "recipe"),
+    ("command", "does", "model", "recipe"),
     [
-        (["translate", "The cat", "--to", "fr"], "translation", "translate"),
-        (["summarize", "The cat"], "summarization", "summarize"),
-        (["answer", "Who?", "--context", "The cat"], "question answering", "answer"),
-        (["complete", "The cat", "--max-new-tokens", 3], "completion", "books-gpt2"),
+        (["translate", "The cat", "--to", "fr"], "translation", "translate", "translate-student"),
+        (["summarize", "The cat"], "summarization", "summarize", "summarize"),
+        (["answer", "Who?", "--context", "The cat"], "question answering", "answer", "answer"),
+        (["complete", "Cat", "--max-new-tokens", 3], "completion", "books-gpt2", "books-gpt2"),
     ],
 )
 def test_a_default_that_is_not_shipped_is_said_in_one_line(
-    made: Path, tmp_path, monkeypatch, command, does, recipe
+    made: Path, tmp_path, monkeypatch, command, does, model, recipe
 ) -> None:
     monkeypatch.setattr(cards, "SHIPPED", tmp_path / "shelf")
     monkeypatch.setattr("huggingface_hub.snapshot_download", None)  # nor is the hub asked
@@ -242,9 +242,9 @@ def test_a_default_that_is_not_shipped_is_said_in_one_line(
     assert "--model " in shown
     assert shown.endswith(f"or train one with recipes/{recipe}.toml.\n")
     # One that is shipped some day is simply used.
-    folder = made / {"books-gpt2": "gpt2"}.get(recipe, recipe)
+    folder = made / {"books-gpt2": "gpt2"}.get(model, model)
     (tmp_path / "shelf").mkdir()
-    (tmp_path / "shelf" / recipe).symlink_to(folder)
+    (tmp_path / "shelf" / model).symlink_to(folder)
     assert printed(*command)
 
 

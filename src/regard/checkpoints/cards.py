@@ -13,7 +13,7 @@ The folder of a model holds config.json, tokenizer.json, the weights, README.md 
     parameters: 13000000
     data: Tatoeba (CC BY 2.0 FR), ...
     trained_on: H200, 42 minutes, seed 1
-    recipe: recipes/translate.toml
+    recipe: recipes/translate-student.toml
     commit: 6cc3e7d
     ---
     # translate ...

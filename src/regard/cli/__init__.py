@@ -82,7 +82,7 @@ def _regard(
 
 
 _COMMANDS = (
-    (tasks.translate, 'regard translate "The cat sat on the mat." --to fr'),
+    (tasks.translate, 'regard translate "The cat is sleeping on the sofa." --to fr'),
     (tasks.summarize, "regard summarize --file report.txt"),
     (tasks.answer, 'regard answer "Who wrote it?" --file book.txt'),
     (tasks.complete, 'regard complete "Once upon a time" --max-new-tokens 60 --seed 7'),

@@ -10,15 +10,16 @@ from regard.checkpoints import cards
 from regard.errors import UnknownModelError
 from regard.models.bundle import Bundle, Name, Precision, open_bundle
 
-# The task of each default model, and a model of the Hugging Face hub to suggest instead.
+# The task of each default model, a model of the Hugging Face hub instead, and its recipe.
 _DEFAULTS = {
-    "translate": ("translation", "Helsinki-NLP/opus-mt-en-fr"),
-    "summarize": ("summarization", "google-t5/t5-small"),
+    "translate": ("translation", "Helsinki-NLP/opus-mt-en-fr", "translate-student"),
+    "summarize": ("summarization", "google-t5/t5-small", "summarize"),
     "answer": (
         "question answering",
         "google-bert/bert-large-uncased-whole-word-masking-finetuned-squad",
+        "answer",
     ),
-    "books-gpt2": ("completion", "openai-community/gpt2"),
+    "books-gpt2": ("completion", "openai-community/gpt2", "books-gpt2"),
 }
 
 
@@ -31,10 +32,10 @@ def open_model(
     """Open a model for a task. If a default model is not shipped, the error suggests another."""
     default = _DEFAULTS.get(str(name))
     if default is not None and name not in cards.names() and not Path(name).is_dir():
-        purpose, example = default
+        purpose, example, recipe = default
         raise UnknownModelError(
             f"No {purpose} model is shipped with this build of regard. Name one, such as "
             f"--model {example} of the Hugging Face hub (in Python, "
-            f'model="{example}"), or train one with recipes/{name}.toml.'
+            f'model="{example}"), or train one with recipes/{recipe}.toml.'
         )
     return open_bundle(name, task, device, precision)
