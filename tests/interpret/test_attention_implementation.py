@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import masking_utils
 
 from helpers.random_models import FIVE, disturb
+from helpers.tiny_models import build
 from regard import Causal, InputError, Padding, See, Segments, Window
 from regard.interpret.adapters import attention_implementation
 from regard.interpret.adapters.attention_implementation import DescribedMask, attend, describe
@@ -136,6 +137,20 @@ def test_whisper() -> None:
     )
     for one, other in zip(actual, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-3, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["bigbird_pegasus", "deepseek_v4", "git", "nllb-moe", "informer"])
+def test_models_that_do_not_support_sdpa_get_masks_to_add(kind: str) -> None:
+    """Some of them concatenate masks, have layers of their own, or mean no mask by None."""
+    model, inputs = build(kind)
+    found = []
+    for implementation in ("eager", "regard"):
+        model.set_attn_implementation(implementation)  # type: ignore[operator]
+        torch.manual_seed(0)
+        with torch.no_grad():
+            found.append(model(**inputs)[0])
+    torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "Gemma3ForCausalLM", "BertModel"])
@@ -474,6 +489,13 @@ def test_a_described_mask_is_a_tensor_to_models() -> None:
     ):
         assert type(use(found)) is Tensor
         assert torch.equal(use(found), use(dense))
+
+
+def test_a_mask_to_add_holds_what_eager_attention_adds() -> None:
+    arguments = {"attention_mask": padding("left").bool(), "dtype": torch.bfloat16}
+    found = described(**arguments, config=transformers.GptOssConfig())
+    assert (found.dtype, found.tensor) == (torch.bfloat16, None)
+    assert torch.equal(found + 0, m.eager_mask(2, 9, 9, **arguments))
 
 
 def test_what_a_model_writes_to_a_mask_counts() -> None:

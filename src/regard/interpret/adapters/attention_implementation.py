@@ -78,10 +78,11 @@ _SIZES = frozenset(
 
 
 class DescribedMask(Tensor):
-    """A boolean mask [batch, 1, queries, keys] of transformers that is stored as a description.
+    """A mask [batch, 1, queries, keys] of transformers that is stored as a description.
 
-    Models ask for its sizes and pass it on. The tensor is made if a model does anything else with
-    it, such as slicing it.
+    It stands for a boolean tensor, or for numbers that are added to scores. Models ask for its
+    sizes and pass it on. The tensor is made if a model does anything else with it, such as slicing
+    it.
     """
 
     mask: Mask
@@ -90,12 +91,16 @@ class DescribedMask(Tensor):
 
     @staticmethod
     def of(
-        mask: Mask, query_start: int | Tensor | None, sizes: tuple[int, int, int], device: Any
+        mask: Mask,
+        query_start: int | Tensor | None,
+        sizes: tuple[int, int, int],
+        device: Any,
+        dtype: torch.dtype = torch.bool,
     ) -> DescribedMask:
         batch, queries, keys = sizes
         # One element for all; not expanded, because torch.compile does not take views of that kind.
         shape, strides = (batch, 1, queries, keys), (0, 0, 0, 0)
-        element = torch.empty_strided(shape, strides, dtype=torch.bool, device=device)
+        element = torch.empty_strided(shape, strides, dtype=dtype, device=device)
         described = element.as_subclass(DescribedMask)
         described.mask, described.query_start, described.tensor = mask, query_start, None
         return described
@@ -110,7 +115,13 @@ class DescribedMask(Tensor):
             extent = Extent(batch, 1, queries, keys, self.device, start)
             tile = self.mask.tile(Tile(extent, range(queries), range(keys)))
             tile = tile.reshape((1,) * (4 - tile.dim()) + tuple(tile.shape))
-            self.tensor = tile.expand(sizes).clone(memory_format=torch.contiguous_format)
+            tensor = tile.expand(sizes).clone(memory_format=torch.contiguous_format)
+            if self.dtype != torch.bool:
+                hidden = torch.finfo(self.dtype).min
+                tensor = torch.zeros(sizes, dtype=self.dtype, device=self.device).masked_fill(
+                    ~tensor, hidden
+                )
+            self.tensor = tensor
         return self.tensor
 
     @classmethod
@@ -140,6 +151,7 @@ def describe(
     attention_mask: Tensor | None = None,
     allow_is_causal_skip: bool = True,
     allow_is_bidirectional_skip: bool = False,
+    dtype: torch.dtype = torch.float32,
     device: torch.device | str = "cpu",
     config: Any = None,
     **others: Any,
@@ -149,14 +161,24 @@ def describe(
     None stands for no mask, or for a causal one, where transformers allows it: it then passes
     ``is_causal`` to attention.
     """
-    _refuse_own_code(config)
+    own_code, additive = _traits(type(config))
+    if own_code is not None:
+        raise InputError(
+            f'{own_code} computes attention in its own code, so attn_implementation="{NAME}" '
+            'cannot replace it. Load the model with attn_implementation="eager".'
+        )
+    if additive:
+        allow_is_causal_skip = False
+    kind = dtype if additive else torch.bool
 
     def as_tensor() -> Tensor | None:
-        mask: Tensor | None = masking_utils.sdpa_mask(
+        make: Any = masking_utils.eager_mask if additive else masking_utils.sdpa_mask
+        mask: Tensor | None = make(
             batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset,
             kv_offset=kv_offset, mask_function=mask_function, attention_mask=attention_mask,
             allow_is_causal_skip=allow_is_causal_skip,
-            allow_is_bidirectional_skip=allow_is_bidirectional_skip, device=device, **others,
+            allow_is_bidirectional_skip=allow_is_bidirectional_skip, dtype=dtype, device=device,
+            **others,
         )  # fmt: skip
         return mask
 
@@ -165,7 +187,7 @@ def describe(
     tracing: bool = is_tracing(attention_mask)  # values cannot be read, and neither can closures
     if tracing and mask_function is masking_utils.causal_mask_function:
         if attention_mask is None and not isinstance(q_offset, Tensor):
-            return DescribedMask.of(Causal(), start, sizes, device)
+            return DescribedMask.of(Causal(), start, sizes, device, kind)
     # The masks of a static cache may be inputs of compiled code: torch.compile does not take a
     # DescribedMask there whose sizes change.
     static = isinstance(q_offset, Tensor) or (q_length == 1 and not allow_is_causal_skip)
@@ -186,29 +208,29 @@ def describe(
     skip = allow_is_bidirectional_skip or (allow_is_causal_skip and q_length == 1)
     if (not parts and skip) or (parts == [Causal()] and allow_is_causal_skip and start == 0):
         return None
-    return DescribedMask.of(reduce(and_, parts or [Window(None, None)]), start, sizes, device)
+    mask = reduce(and_, parts or [Window(None, None)])
+    return DescribedMask.of(mask, start, sizes, device, kind)
 
 
-_own_code: dict[type, str | None] = {}  # for a class of configurations, a model that is refused
+_known_traits: dict[type, tuple[str | None, bool]] = {}
 
 
-def _refuse_own_code(config: Any) -> None:
-    """Refuse models that compute attention in their own code, which would misread these masks."""
-    if config is None or torch.compiler.is_compiling():
-        return
-    kind = type(config)
-    if kind not in _own_code:
-        found: Any = transformers.MODEL_MAPPING.get(kind, ())
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _traits(config: type) -> tuple[str | None, bool]:
+    """For a class of configurations: a model that computes attention in its own code, or None.
+
+    And whether its models expect masks to be numbers that are added, because they do not support
+    sdpa. Where such a model passes no mask, nothing is masked.
+    """
+    if config not in _known_traits:
+        found: Any = transformers.MODEL_MAPPING.get(config, ())
         models = found if isinstance(found, tuple) else (found,)
-        # Not promised: transformers asks the same when set_attn_implementation(...) is called.
+        # Not promised: transformers asks the first when set_attn_implementation(...) is called,
+        # and the second for attn_implementation="sdpa".
         refused = [model for model in models if not model._can_set_attn_implementation()]
-        _own_code[kind] = refused[0].__name__ if refused else None
-    name = _own_code[kind]
-    if name is not None:
-        raise InputError(
-            f'{name} computes attention in its own code, so attn_implementation="{NAME}" cannot '
-            'replace it. Load the model with attn_implementation="eager".'
-        )
+        additive = any(not model._supports_sdpa for model in models)
+        _known_traits[config] = (refused[0].__name__ if refused else None, additive)
+    return _known_traits[config]
 
 
 @cache
@@ -382,17 +404,20 @@ def attend(
     start: int | Tensor | None = None
     bias = position_bias
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if attention_mask is None:
-        if causal and queries > 1:
+    if isinstance(attention_mask, DescribedMask):
+        if attention_mask.tensor is None and attention_mask.shape[-1] == keys:
+            mask, start = attention_mask.mask, attention_mask.query_start
+        else:  # a model may have written to the tensor
+            attention_mask = attention_mask[..., :keys]
+    if mask is not None:
+        pass
+    elif attention_mask is None:
+        masked = is_causal or not _traits(type(getattr(module, "config", None)))[1]
+        if causal and masked and queries > 1:
             # Query i is aligned with key i. Later keys are unfilled entries of a static cache.
             key, value = key[:, :, :queries], value[:, :, :queries]
             bias = None if bias is None else bias[..., :queries]
             mask, start = Causal(), 0
-    elif isinstance(attention_mask, DescribedMask):
-        mask, start = attention_mask.mask, attention_mask.query_start
-        made = attention_mask.tensor  # a model may have written to it
-        if made is not None or attention_mask.shape[-1] != keys:
-            mask, start = attention_mask[..., :keys], None
     elif attention_mask.dtype == torch.bool:
         mask = attention_mask
     elif attention_mask.is_floating_point():  # numbers added to the scores
