@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -23,7 +25,6 @@ from regard import (
     See,
     watch,
 )
-from regard.interpret.adapters.huggingface import _attend
 from regard.interpret.watched import Watched
 
 ALL = See(lse=True, entropy=True, distance=True, received=True, top=2, weights=True)
@@ -216,14 +217,15 @@ def test_another_thread_is_not_watched(theirs: bool) -> None:
     model = hugging_face("GPT2LMHeadModel") if theirs else our_gpt2()
     plain = model(IDS)
     outputs: list[Any] = []
-    with watch(model, See(entropy=True)) as watched:
+    named = (
+        pytest.warns(UserWarning, match="not watched where it ran in") if theirs else nullcontext()
+    )
+    with named, watch(model, See(entropy=True)) as watched:
         thread = threading.Thread(target=lambda: outputs.append(model(IDS)))
         thread.start()
         thread.join()
-    if theirs:
-        torch.testing.assert_close(outputs[0].logits, plain.logits, rtol=1e-4, atol=1e-4)
-    else:
-        torch.testing.assert_close(outputs[0], plain, rtol=0, atol=0)
+    output, plain = (outputs[0].logits, plain.logits) if theirs else (outputs[0], plain)
+    torch.testing.assert_close(output, plain, rtol=0, atol=0)
     assert repr(watched) == "Watched: 0 layers, 0 calls (the model has not run)"
 
 
@@ -249,8 +251,6 @@ def test_two_threads_may_watch_our_model_with_one_see() -> None:
 def test_an_exception_leaves_the_model_unchanged(theirs: bool) -> None:
     model = hugging_face("GPT2LMHeadModel") if theirs else our_gpt2()
     before = frozen(model)
-    with watch(model, See(entropy=True)):
-        assert frozen(model) != before
     with pytest.raises(RuntimeError, match="stop"), watch(model, See(entropy=True)):
         raise RuntimeError("stop")
     assert frozen(model) == before
@@ -271,8 +271,6 @@ def test_transformers_is_not_imported_without_need() -> None:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-UNREGISTERED = of_five("does not let these go through its registry")
-
 # Models of transformers ------------------------------------------------------------------------
 
 
@@ -285,7 +283,7 @@ UNREGISTERED = of_five("does not let these go through its registry")
         for implementation in ("sdpa", "eager")
         if (name, implementation) != ("Gemma2ForCausalLM", "sdpa")  # sdpa has no softcap
     ]
-    + [pytest.param("BertModel", each, marks=UNREGISTERED) for each in ("sdpa", "eager")],
+    + [("BertModel", each) for each in ("sdpa", "eager")],
 )
 def test_their_model_computes_the_same_and_shows_its_weights(
     name: str, implementation: str, side: str
@@ -312,9 +310,7 @@ def test_positions_without_keys_yield_zeros_as_in_sdpa() -> None:
     assert not watched.calls[0][1].weights[1, :, :3].any()
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param("T5ForConditionalGeneration", marks=UNREGISTERED), "MarianMTModel"]
-)
+@pytest.mark.parametrize("name", ["T5ForConditionalGeneration", "MarianMTModel"])
 def test_encoder_decoders_with_position_bias_and_cross_attention(name: str) -> None:
     torch.manual_seed(0)
     sizes: dict[str, Any] = {"vocab_size": 50, "d_model": 32, "decoder_start_token_id": 0}
@@ -370,9 +366,12 @@ def test_a_static_cache_is_read_as_far_as_it_is_filled() -> None:
         tokens = model.generate(IDS, disable_compile=True, **wanted)
     assert tokens.tolist() == plain.tolist()
     assert watched.calls[0][1].extent == (2, 4, 9, 9)
-    with pytest.raises(InputError, match="static cache"), watch(model, See(distance=True)):
+    with watch(model, See(distance=True)) as static:
         model.generate(IDS, disable_compile=True, **wanted)
-    assert model.config._attn_implementation == "sdpa"
+    with watch(model, See(distance=True)) as dynamic:
+        model.generate(IDS, max_new_tokens=3, do_sample=False)
+    for (_, seen), (_, expected) in zip(static.calls, dynamic.calls, strict=True):
+        torch.testing.assert_close(seen.distance, expected.distance)
 
 
 def test_a_model_inside_another_module_is_watched() -> None:
@@ -411,10 +410,8 @@ def test_two_threads_may_watch_one_model() -> None:
         thread.start()
         assert inside.wait(30)
         model(IDS)
-    assert model.config._attn_implementation.startswith("regard")  # the other still watches
     leave.set()
     thread.join()
-    assert model.config._attn_implementation == "sdpa"
     assert len(watched.calls) == 2
     assert len(found[0].calls) == 2
     assert watched.calls[0][1].peak is None
@@ -424,30 +421,11 @@ def test_two_threads_may_watch_one_model() -> None:
 # Refusals --------------------------------------------------------------------------------------
 
 
-def bloom() -> Any:
-    config = transformers.BloomConfig(vocab_size=50, hidden_size=32, n_layer=1, n_head=4)
-    return transformers.BloomForCausalLM(config)
-
-
-def test_attention_sinks_are_refused() -> None:
-    config = transformers.GptOssConfig(
-        **SMALL | {"num_hidden_layers": 1}, num_key_value_heads=2, head_dim=8,
-        num_local_experts=2, num_experts_per_tok=1,
-    )  # fmt: skip
-    config._attn_implementation = "eager"
-    model = transformers.GptOssForCausalLM(config).eval()
-    refusal = pytest.raises(InputError, match="GptOssAttention uses attention sinks")
-    with torch.no_grad(), refusal, watch(model, See(entropy=True)):
-        model(IDS)
-
-
 @pytest.mark.parametrize(
     ("make", "see", "message"),
     [
-        (lambda: nn.Linear(2, 2), See(entropy=True), "nothing to watch in Linear"),
         (lambda: "gpt2", See(entropy=True), "not str"),
         (lambda: MultiHeadAttention(8, heads=2), True, "takes See"),
-        (bloom, See(entropy=True), "BloomForCausalLM cannot be watched"),
     ],
 )
 def test_what_cannot_be_watched_is_refused(make: Callable[[], Any], see: Any, message: str) -> None:
@@ -466,15 +444,6 @@ def test_watching_twice_is_refused() -> None:
             pass
         model(IDS)
     assert len(watched) == 2
-
-
-def test_output_attentions_is_refused_not_dropped() -> None:
-    model = hugging_face("GPT2LMHeadModel", "eager")
-    with pytest.raises(InputError, match="output_attentions"), watch(model, See(entropy=True)):
-        model(IDS, output_attentions=True)
-    model.config.output_attentions = True
-    with pytest.raises(InputError, match="output_attentions"), watch(model, See(entropy=True)):
-        pass
 
 
 # The record ------------------------------------------------------------------------------------
@@ -514,25 +483,249 @@ def test_what_was_compiled_before_is_seen(how: str) -> None:
     assert len(watched) == 2
 
 
-def test_gradient_checkpointing_is_refused() -> None:
-    model = hugging_face("GPT2LMHeadModel").train()
-    # transformers 5.23 has renamed the method.
-    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
-    enable()
-    with pytest.raises(InputError, match="gradient checkpointing"), watch(model, See(entropy=True)):
-        pass
-    with torch.no_grad(), watch(model, See(entropy=True)):  # there is no backward pass
-        pass
+WEIGHTS = See(weights=True)
+
+# Operations ------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    "flags", [{"scale_attn_weights": False}, {"scale_attn_by_inverse_layer_idx": True}]
-)
-def test_a_scale_that_is_not_passed_is_refused(flags: dict[str, bool]) -> None:
-    """As transformers before 5 calls a GPT-2."""
-    module = nn.Module()
-    for name, value in flags.items():
-        setattr(module, name, value)
-    x = torch.randn(1, 2, 3, 4)
-    with pytest.raises(InputError, match="Update transformers to 5"):
-        _attend(module, x, x, x, None)
+def compared(model: nn.Module, run: Callable[[], Tensor], see: See = WEIGHTS) -> Watched:
+    """What is seen of a run whose output and gradients are those of a plain run."""
+
+    def differentiated() -> list[Tensor]:
+        torch.manual_seed(1)
+        output = run()
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        grads = torch.autograd.grad(output.square().sum(), parameters, allow_unused=True)
+        return [output, *(grad for grad in grads if grad is not None)]
+
+    plain = differentiated()
+    with watch(model, see) as watched:
+        found = differentiated()
+    for one, other in zip(found, plain, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    return watched
+
+
+def sizes(kind: str) -> dict[str, Any]:
+    return {
+        "bloom": {"hidden_size": 32, "n_head": 4, "n_layer": 2},
+        "mpt": {"d_model": 32, "n_heads": 4, "n_layers": 2, "max_seq_len": 32},
+        "gpt_oss": {
+            "num_key_value_heads": 2, "head_dim": 8, "num_local_experts": 2,
+            "num_experts_per_tok": 1,
+        },
+    }.get(kind, {})  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["bloom", "mpt", "gpt_oss", "falcon", "deberta-v2", "bert"])
+def test_a_model_with_attention_code_of_its_own_shows_its_weights(kind: str) -> None:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(kind, **SMALL | sizes(kind))
+    config._attn_implementation = "eager"
+    model = sharpened(transformers.AutoModel.from_config(config))
+    mask = padding("left")
+    see = See(weights=True, entropy=True, received=True, top=2)
+    watched = compared(model, lambda: model(IDS, attention_mask=mask).last_hidden_state, see)
+    assert not watched.unseen
+    with torch.no_grad(), watch(model, See(weights=True)) as again:
+        output = model(IDS, attention_mask=mask, output_attentions=True)
+    assert len(watched.calls) == len(again.calls) == len(output.attentions) == 2
+    for (_, seen), weights in zip(watched.calls, output.attentions, strict=True):
+        torch.testing.assert_close(seen.weights.detach(), weights, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(seen.received.detach(), weights.sum(-2), rtol=1e-4, atol=1e-5)
+
+
+def test_sinks_take_a_part_of_the_weight() -> None:
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("gpt_oss", **SMALL | sizes("gpt_oss"))
+    config._attn_implementation = "eager"
+    model = sharpened(transformers.AutoModel.from_config(config))
+    with torch.no_grad(), watch(model, See(weights=True, sink=True, entropy=True)) as watched:
+        model(IDS)
+    for _, seen in watched.calls:
+        total = seen.weights.sum(-1) + seen.sink
+        torch.testing.assert_close(total, torch.ones_like(total))
+        both = torch.cat((seen.weights, seen.sink[..., None]), -1)
+        torch.testing.assert_close(seen.entropy, torch.special.entr(both).sum(-1))
+    named = pytest.warns(UserWarning, match="subtracts the largest score")
+    with torch.no_grad(), named, watch(model, See(lse=True)):
+        model(IDS)
+
+
+@pytest.mark.parametrize("changes", [{}, {"add_bias_kv": True}, {"kdim": 6, "vdim": 10}])
+@pytest.mark.parametrize("need_weights", [True, False])
+def test_multihead_attention_of_pytorch(changes: dict[str, Any], need_weights: bool) -> None:
+    torch.manual_seed(0)
+    layer = nn.MultiheadAttention(8, 2, batch_first=True, **changes).eval()
+    x = torch.randn(2, 5, 8)
+    key = torch.randn(2, 5, changes.get("kdim", 8))
+    value = torch.randn(2, 5, changes.get("vdim", 8))
+    away = torch.arange(5) >= torch.tensor([[5], [3]])
+    causal = nn.Transformer.generate_square_subsequent_mask(5).isinf()
+
+    def run(**kwargs: Any) -> tuple[Tensor, Tensor]:
+        result: tuple[Tensor, Tensor] = layer(
+            x, key, value, key_padding_mask=away, attn_mask=causal, **kwargs
+        )
+        return result
+
+    watched = compared(layer, lambda: run(need_weights=need_weights)[0])
+    expected = run(average_attn_weights=False)[1]
+    torch.testing.assert_close(watched.calls[0][1].weights, expected)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_the_fused_encoder_of_pytorch_keeps_its_output() -> None:
+    """Its padded positions are 0, unlike those of the same layers without fusion."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2).eval()
+    x, away = torch.randn(2, 5, 8), torch.arange(5) >= torch.tensor([[5], [3]])
+    with torch.no_grad():
+        plain = model(x, src_key_padding_mask=away)
+        with watch(model, See(weights=True)) as watched:
+            output = model(x, src_key_padding_mask=away)
+    assert not plain[1, 3:].any()
+    torch.testing.assert_close(output, plain, rtol=0, atol=0)
+    assert list(watched) == ["layers.0.self_attn", "layers.1.self_attn"]
+
+
+class Plain(nn.Module):
+    """A module that calls PyTorch's attention, and one that computes it in steps."""
+
+    def __init__(self, steps: bool = False, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.attn = nn.Linear(8, 24)
+        self.steps = steps
+        self.dropout = dropout
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        query, key, value = self.attn(x).unflatten(-1, (2, 12)).transpose(1, 2).chunk(3, -1)
+        if self.steps:
+            weights = (query @ key.mT / 2).softmax(-1)
+            return nn.functional.dropout(weights, self.dropout, self.training) @ value
+        return nn.functional.scaled_dot_product_attention(
+            query, key, value, mask, self.dropout if self.training else 0.0
+        )
+
+
+class SelfAttention(Plain):
+    pass
+
+
+def test_any_module_that_calls_attention_is_named() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Plain(), SelfAttention(steps=True))
+    x = torch.randn(2, 5, 8)
+    watched = compared(model[0], lambda: model[0](x))
+    assert list(watched) == ["Plain"]
+    watched = compared(model[1], lambda: model[1](x))
+    assert list(watched) == ["SelfAttention"]
+    torch.testing.assert_close(watched.calls[0][1].weights.sum(-1), torch.ones(2, 2, 5))
+
+
+def test_masks_of_numbers_in_sdpa() -> None:
+    torch.manual_seed(0)
+    model = Plain()
+    x, lowest = torch.randn(2, 5, 8), torch.finfo(torch.float32).min
+    mask = torch.randn(2, 1, 5, 5).masked_fill(torch.ones(5, 5).triu(1).bool(), lowest)
+    mask[1, :, :2] = lowest  # such a row has equal weights on all keys
+    watched = compared(model, lambda: model(x, mask))
+    torch.testing.assert_close(watched.calls[0][1].weights[1, :, 0], torch.full((2, 5), 0.2))
+
+
+@pytest.mark.parametrize("steps", [False, True])
+def test_dropout_draws_the_same_numbers(steps: bool) -> None:
+    torch.manual_seed(0)
+    model = SelfAttention(steps, dropout=0.5).train()
+    x = torch.randn(2, 5, 8)
+    watched = compared(model, lambda: model(x))
+    torch.testing.assert_close(watched.calls[0][1].weights.sum(-1), torch.ones(2, 2, 5))
+
+
+class LinearAttention(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.exp() @ (x.mT.exp() @ x)
+
+
+def test_attention_without_weights_is_named() -> None:
+    model = nn.ModuleDict({"one": LinearAttention(), "two": SelfAttention()})
+    x = torch.randn(2, 5, 8)
+    named = pytest.warns(UserWarning, match="one of ModuleDict ran, but could not be recorded")
+    with named, watch(model, See(entropy=True)) as watched:
+        model["two"](model["one"](x))
+    assert list(watched) == ["two"]
+    assert list(watched.unseen) == ["one"]
+    assert "one  not recorded" in repr(watched)
+    linear = nn.Linear(2, 2)
+    named = pytest.warns(UserWarning, match="Linear ran, but computed no attention")
+    with named, watch(linear, See(entropy=True)):
+        linear(torch.ones(1, 2))
+
+
+def test_a_copy_of_the_model_is_named() -> None:
+    model = Plain()
+    with pytest.warns(UserWarning, match="a copy of it ran"), watch(model, See(entropy=True)):
+        copy.deepcopy(model)(torch.randn(2, 5, 8))
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_layer_that_is_computed_again_is_recorded_once(reentrant: bool) -> None:
+    model = SelfAttention()
+    x = torch.randn(2, 5, 8, requires_grad=True)
+
+    def run() -> Tensor:
+        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
+
+    watched = compared(model, run)
+    assert len(watched.calls) == 1
+    assert not watched.unseen
+
+
+def test_autocast_decides_the_precision() -> None:
+    model = SelfAttention()
+    x = torch.randn(2, 5, 8)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = model(x)
+        with watch(model, See(entropy=True)) as watched:
+            output = model(x)
+    assert output.dtype == plain.dtype == torch.bfloat16
+    torch.testing.assert_close(output, plain, rtol=2e-2, atol=2e-2)
+    assert watched.calls[0][1].entropy.dtype == torch.float32
+
+
+def test_layers_are_chosen_by_name() -> None:
+    model = hugging_face("LlamaForCausalLM", num_key_value_heads=2)
+    with torch.no_grad(), watch(model, See(entropy=True), layers=["*.1.self_attn"]) as watched:
+        model(IDS)
+    assert list(watched) == ["model.layers.1.self_attn"]
+    assert not watched.unseen
+    ours = our_gpt2()
+    with torch.no_grad(), watch(ours, See(entropy=True), layers=["*.1.attention"]) as watched:
+        ours(IDS)
+    assert list(watched) == ["stack.blocks.1.attention"]
+    for layers, message in ((["no.such"], "No module"), ("x", "list of names")):
+        with pytest.raises(InputError, match=message), watch(model, See(peak=True), layers=layers):
+            pass
+
+
+def test_queries_that_later_steps_do_not_have_are_refused_before_the_first_token() -> None:
+    model = hugging_face("LlamaForCausalLM", num_key_value_heads=2)
+    for see in (See(rows=[5]), See(pairs=[(3, 0)])):
+        with pytest.raises(InputError, match="each step of a generation"), watch(model, see):
+            model.generate(IDS, max_new_tokens=2)
+    with watch(model, See(rows=[-1])) as watched:
+        model.generate(IDS, max_new_tokens=2, min_new_tokens=2)
+    assert "generate" not in vars(model)
+    assert [seen.rows.shape[-1] for seen in watched["model.layers.0.self_attn"]] == [9, 10]
+
+
+def test_an_interrupt_ends_the_observation() -> None:
+    class Interrupted(SelfAttention):
+        def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+            raise KeyboardInterrupt
+
+    model = Interrupted()
+    with pytest.raises(KeyboardInterrupt), watch(model, See(entropy=True)):
+        model(torch.randn(2, 5, 8))
+    assert not torch.overrides._get_current_function_mode_stack()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import html
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
+from fnmatch import fnmatchcase
 from typing import Any
 
 from torch import nn
@@ -35,6 +37,8 @@ class Watched(Convertible, Mapping[str, list[Seen]]):
     def __init__(self) -> None:
         self._calls: list[tuple[str, Seen]] = []
         self._passed_on = 0  # calls passed to the ``each`` callback
+        # Modules that ran and seem to compute attention, but are not recorded; with the reason.
+        self.unseen: dict[str, str] = {}
 
     @property
     def calls(self) -> list[tuple[str, Seen]]:
@@ -136,15 +140,18 @@ class Watched(Convertible, Mapping[str, list[Seen]]):
 
     def __repr__(self) -> str:
         lines = list(self._summary())
+        unseen = [f"  {name}  not recorded: it {reason}" for name, reason in self.unseen.items()]
         if not lines and self._passed_on:
             return f"Watched: {self._passed_on} calls, each passed to the callback"
         if not lines:
-            return f"Watched: {self._counts} (the model has not run)"
+            ran = "the model has not run" if not unseen else "attention ran, but is not recorded"
+            return "\n".join([f"Watched: {self._counts} ({ran})", *unseen])
         name_width, calls_width = (max(len(line[column]) for line in lines) for column in (0, 1))
         fields = ", ".join(self._calls[0][1].to_dict())
         return "\n".join(
             [f"Watched: {self._counts} of {fields}"]
             + [f"  {name:<{name_width}}  {n:<{calls_width}}  {extent}" for name, n, extent in lines]
+            + unseen
         )
 
     def _repr_html_(self) -> str:
@@ -163,26 +170,82 @@ class Watcher:
     """One ``with watch(...)``: the watched modules, the fields to record, and the record."""
 
     def __init__(
-        self, model: nn.Module, see: See, each: Callable[[str, Seen], None] | None
+        self,
+        model: nn.Module,
+        see: See,
+        each: Callable[[str, Seen], None] | None,
+        layers: Sequence[str] | None = None,
     ) -> None:
+        self.model = model
         self.names = {
             module: name or type(module).__name__ for name, module in model.named_modules()
         }
         self.see = see
         self.each = each
         self.watched = Watched()
+        self._layers = layers
+        self._unseen: dict[str, str] = {}
+        self._done: set[str] = set()  # the layers that were recorded, or were not chosen
+        self._elsewhere = ""
+        self.started = False  # whether a module of a library ran
 
     @property
     def active(self) -> bool:
         """Whether the current thread or task is inside this watcher's ``with`` block."""
         return self in active_watchers.get()
 
+    def wants(self, module: nn.Module) -> bool:
+        """Whether the calls of a layer are to be recorded."""
+        name = self.names[module]
+        if self._layers is None or any(fnmatchcase(name, pattern) for pattern in self._layers):
+            return True
+        self._done.add(name)
+        return False
+
     def record(self, module: nn.Module, seen: Seen) -> None:
+        name = self.names[module]
+        self._done.add(name)
         if self.each is None:
-            self.watched._calls.append((self.names[module], seen))
+            self.watched._calls.append((name, seen))
         else:
             self.watched._passed_on += 1
-            self.each(self.names[module], seen)
+            self.each(name, seen)
+
+    def ran(self, name: str, reason: str) -> None:
+        """Note that a module ran which computes attention, and that it may not be recorded."""
+        self._unseen.setdefault(name, reason)
+
+    def ran_elsewhere(self, where: str) -> None:
+        """Note that the model ran where it is not watched."""
+        self._elsewhere = where
+
+    def finish(self) -> None:
+        """Warn about what ran and was not recorded."""
+        watched = self.watched
+        watched.unseen = {
+            name: reason
+            for name, reason in self._unseen.items()
+            if not any(done == name or done.startswith(f"{name}.") for done in self._done)
+        }
+        model = type(self.model).__name__
+        if self._elsewhere:
+            warnings.warn(
+                f"{model} was not watched where {self._elsewhere}: only calls of the model itself, "
+                "in the thread or task that entered watch(), are recorded.",
+                stacklevel=4,
+            )
+        elif self.started and not self._done and not watched.unseen:
+            warnings.warn(f"{model} ran, but computed no attention.", stacklevel=4)
+        if watched.unseen:
+            names = list(watched.unseen)
+            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+            warnings.warn(
+                f"{', '.join(names[:3])}{more} of {model} ran, but could not be recorded: it "
+                f"{watched.unseen[names[0]]}. watched.unseen has the reason for each.",
+                stacklevel=4,
+            )
 
 
 active_watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("regard_watchers", default=())
+# Whether regard itself computes now, for what it records: no watcher records that.
+unwatched: ContextVar[bool] = ContextVar("regard_unwatched", default=False)

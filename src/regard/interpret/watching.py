@@ -6,39 +6,47 @@ or asyncio task that entered its ``with`` block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from fnmatch import fnmatchcase
+from typing import Any
 
 from torch import nn
 
 from regard.errors import InputError
-from regard.interpret.adapters import huggingface, ours
+from regard.interpret.adapters import operations, ours
 from regard.interpret.watched import Watched, Watcher, active_watchers
-from regard.mechanism.seeing import See, Seen
+from regard.mechanism.seeing import Pairs, See, Seen
 
 
 @contextmanager
 def watch(
-    model: nn.Module, see: See, each: Callable[[str, Seen], None] | None = None
+    model: nn.Module,
+    see: See,
+    each: Callable[[str, Seen], None] | None = None,
+    *,
+    layers: Sequence[str] | None = None,
 ) -> Iterator[Watched]:
     """Record the fields of ``see`` for each call of each attention layer of ``model``.
 
-    ``model`` is a model of regard, any module that holds :class:`MultiHeadAttention`, or a model of
-    transformers 4.57 or later whose attention goes through the attention registry. (Before
-    transformers 5, BERT and T5 do not use the registry, and are refused.) Watching changes the
-    output by rounding at most, and leaves the model unchanged. Run the model under
-    ``torch.no_grad()`` unless you need gradients of the recorded fields. A query whose keys are
-    all masked, such as padding on the left, yields zeros, as everywhere in regard.
+    ``model`` is any PyTorch module: of regard, of transformers, of another library or your own. It
+    is left unchanged, and so is its output, except for rounding where the module calls
+    ``torch.nn.functional.scaled_dot_product_attention`` (then memory grows with the number of
+    tokens, not with its square). A module that computes its weights itself is seen through its
+    softmax. Modules that are named after attention, ran and could not be recorded are named in a
+    warning and in ``watched.unseen``. Calls of other threads and asyncio tasks are not recorded.
+    Run the model under ``torch.no_grad()`` unless you need gradients of the recorded fields.
 
     With ``each``, nothing is stored: after every call, ``each`` is called with the layer's name and
-    its ``Seen``. This saves memory for long texts.
+    its ``Seen``. This saves memory for long texts. ``layers`` selects layers by name or pattern,
+    such as ``["model.layers.3.*"]``.
 
     >>> import torch
     >>> from regard import See, watch
-    >>> from regard.layers.modules import MultiHeadAttention
-    >>> model = torch.nn.ModuleDict({"first": MultiHeadAttention(8, heads=2)})
+    >>> model = torch.nn.ModuleDict({"first": torch.nn.MultiheadAttention(8, 2)})
+    >>> x = torch.zeros(5, 1, 8)
     >>> with watch(model, See(entropy=True)) as watched:
-    ...     _ = model["first"](torch.zeros(1, 5, 8))
+    ...     _ = model["first"](x, x, x)
     >>> watched
     Watched: 1 layer, 1 call of entropy
       first  1 call  1 x 2 heads, 5 queries, 5 keys
@@ -49,7 +57,7 @@ def watch(
         raise InputError(f"watch takes a model, a torch.nn.Module, not {type(model).__name__}.")
     if not isinstance(see, See):
         raise InputError(f"watch takes See(...), as in See(entropy=True), not {see!r}.")
-    watcher = Watcher(model, see, each)
+    watcher = Watcher(model, see, each, _checked(layers, model))
     for other in active_watchers.get():
         shared = [type(module).__name__ for module in watcher.names if module in other.names]
         if shared:
@@ -58,12 +66,52 @@ def watch(
                 "as in See(entropy=True, top=8)."
             )
     with ExitStack() as stack:
-        attached = [adapter.attach(watcher, stack) for adapter in (ours, huggingface)]
-        if not any(attached):
-            raise InputError(
-                f"There is nothing to watch in {type(model).__name__}: it holds no "
-                "MultiHeadAttention of regard and is no model of the transformers library."
-            )
+        for adapter in (ours, operations):
+            adapter.attach(watcher, stack)
+        stack.enter_context(_no_generation(model, see))
         token = active_watchers.set((*active_watchers.get(), watcher))
         stack.callback(active_watchers.reset, token)
         yield watcher.watched
+    watcher.finish()
+
+
+def _checked(layers: Sequence[str] | None, model: nn.Module) -> Sequence[str] | None:
+    if layers is None:
+        return None
+    if isinstance(layers, str) or not all(isinstance(layer, str) for layer in layers):
+        raise InputError(f"layers is a list of names, such as ['encoder.*'], not {layers!r}.")
+    names = [name for name, _ in model.named_modules()]
+    for pattern in layers:
+        if not any(fnmatchcase(name, pattern) for name in names):
+            raise InputError(
+                f"No module of {type(model).__name__} is named {pattern!r}. model.named_modules() "
+                "lists all names; * stands for any part of a name."
+            )
+    return layers
+
+
+@contextmanager
+def _no_generation(model: nn.Module, see: See) -> Iterator[None]:
+    """Refuse ``model.generate`` if ``see`` names queries that its later steps do not have."""
+    queries = {*see.rows, *_queries(see.pairs), *_queries(see.scores)} - {0, -1}
+    if not queries or not callable(getattr(model, "generate", None)):
+        yield
+        return
+
+    def generate(*_: Any, **__: Any) -> None:
+        raise InputError(
+            f"See names query {min(queries)}, but each step of a generation has a single query. "
+            "Name query -1, or watch one call of the model over the whole text."
+        )
+
+    vars(model)["generate"] = generate
+    try:
+        yield
+    finally:
+        del vars(model)["generate"]
+
+
+def _queries(chosen: Any) -> list[int]:
+    if isinstance(chosen, Pairs):
+        return [int(query) for query in chosen.queries]
+    return list(chosen or ())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from regard.interpret.watched import Watcher
 from regard.layers.modules import MultiHeadAttention
-from regard.mechanism.seeing import Seen
+from regard.mechanism.seeing import See, Seen
 
 
 def attach(watcher: Watcher, stack: ExitStack) -> bool:
@@ -22,10 +22,14 @@ def attach(watcher: Watcher, stack: ExitStack) -> bool:
         stack.enter_context(uncompiled())
     for layer in layers:
         hook = layer.head_hooks.observe(
-            partial(_record, watcher, layer), lambda: watcher.see if watcher.active else None
+            partial(_record, watcher, layer), partial(_fields, watcher, layer)
         )
         stack.callback(hook.remove)
     return bool(layers)
+
+
+def _fields(watcher: Watcher, layer: MultiHeadAttention) -> See | None:
+    return watcher.see if watcher.active and watcher.wants(layer) else None
 
 
 def _record(watcher: Watcher, layer: MultiHeadAttention, _: Tensor, seen: Seen | None) -> None:
