@@ -60,9 +60,9 @@ def same_weights(seen: Seen, weights: Tensor, real: Tensor | None = None) -> Non
     assert seen.weights.shape == weights.shape
     if real is not None:
         rows = real[:, None, :, None].expand_as(weights)
-        torch.testing.assert_close(seen.weights[rows], weights[rows], rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(seen.weights[rows], weights[rows], rtol=1e-5, atol=1e-5)
     else:
-        torch.testing.assert_close(seen.weights, weights, rtol=1e-5, atol=2e-6)
+        torch.testing.assert_close(seen.weights, weights, rtol=1e-5, atol=1e-5)
 
 
 def consistent(seen: Seen, distance: bool = True) -> None:
@@ -73,7 +73,7 @@ def consistent(seen: Seen, distance: bool = True) -> None:
         if name == "distance" and not distance:
             continue
         actual = found[name][..., : expected.shape[-1]].double()
-        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=2e-6, msg=name)
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, msg=name)
 
 
 def masks(side: str) -> Tensor:
@@ -111,7 +111,7 @@ def test_other_models_compute_the_same_and_show_their_weights(family: str) -> No
     for weights in returned:
         assert any(
             seen.weights.shape == weights.shape
-            and torch.allclose(seen.weights, weights, rtol=1e-5, atol=2e-6)
+            and torch.allclose(seen.weights, weights, rtol=1e-5, atol=1e-5)
             for _, seen in watched.calls
         )
 
@@ -155,7 +155,7 @@ def test_each_step_of_generation_shows_its_weights(family: str, cache: str) -> N
         assert not weights[..., keys:].any()
         rows = slice(None) if real is None else real[:, None, :, None].expand_as(shown[..., :keys])
         torch.testing.assert_close(
-            shown[..., :keys][rows], weights[..., :keys][rows], rtol=1e-5, atol=2e-6
+            shown[..., :keys][rows], weights[..., :keys][rows], rtol=1e-5, atol=1e-5
         )
 
 

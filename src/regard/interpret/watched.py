@@ -5,10 +5,12 @@ from __future__ import annotations
 import html
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from contextvars import ContextVar
 from fnmatch import fnmatchcase
 from typing import Any
 
+import torch
 from torch import nn
 
 from regard.errors import InputError
@@ -247,5 +249,18 @@ class Watcher:
 
 
 active_watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("regard_watchers", default=())
-# Whether regard itself computes now, for what it records: no watcher records that.
+# Whether regard itself computes now: no watcher records the operations of that.
 unwatched: ContextVar[bool] = ContextVar("regard_unwatched", default=False)
+
+
+@contextmanager
+def computing() -> Iterator[None]:
+    """Let regard compute something that no watcher records. Compiled graphs are never watched."""
+    if torch.compiler.is_compiling() or not active_watchers.get():
+        yield
+        return
+    token = unwatched.set(True)
+    try:
+        yield
+    finally:
+        unwatched.reset(token)

@@ -24,8 +24,7 @@ from transformers import masking_utils
 from transformers.utils.import_utils import is_tracing
 
 from regard.errors import InputError
-from regard.interpret.adapters import huggingface
-from regard.interpret.watched import active_watchers
+from regard.interpret.watched import active_watchers, computing
 from regard.mechanism.functional import attention
 from regard.mechanism.geometry import Extent, Tile
 from regard.mechanism.masks import Causal, Dense, Mask, Padding, Prefix, RangeMask, Segments, Window
@@ -44,7 +43,6 @@ def register() -> None:
     # Continuous batching sets this name. Its masks come with the calls.
     transformers.AttentionInterface.register(f"paged|{NAME}", attend_paged)
     transformers.AttentionMaskInterface.register(NAME, describe)
-    huggingface.NAME = f"{NAME} while watched"  # or watch() would replace the functions above
 
 
 # Masks -----------------------------------------------------------------------------------------
@@ -447,24 +445,29 @@ def attend(
     if not torch.compiler.is_compiling():  # while a model is watched, it runs uncompiled
         active = reversed(active_watchers.get())
         watcher = next((w for w in active if module in w.names), None)
+    if watcher is not None and not watcher.wants(module):
+        watcher = None
     wants_weights = bool(others.get("output_attentions"))
     weights = None
     if watcher is None and not wants_weights:
-        output = attention(query, key, value, **given)
+        with computing():
+            output = attention(query, key, value, **given)
     else:
         see = See(weights=True) if watcher is None else watcher.see
         if see.distance and isinstance(mask, Tensor) and causal:
             # In a static cache the keys after the last query are unfilled.
             last = mask[..., -1, :].reshape(-1, keys).any(0).nonzero()
             given["query_start"] = int(last.max()) + 1 - queries if len(last) else None
-        output, seen = attention(query, key, value, **given, see=see)
+        with computing():
+            output, seen = attention(query, key, value, **given, see=see)
+            shown = seen
+            if wants_weights and seen.weights is None:
+                shown = attention(query, key, value, **given, see=See(weights=True))[1]
         if watcher is not None:
             watcher.record(module, seen)
         if wants_weights:
-            if seen.weights is None:
-                seen = attention(query, key, value, **given, see=See(weights=True))[1]
-            assert seen.weights is not None
-            weights = seen.weights.to(query.dtype)
+            assert shown.weights is not None
+            weights = shown.weights.to(query.dtype)
     return output.transpose(1, 2).contiguous(), weights
 
 

@@ -35,7 +35,7 @@ from torch.overrides import TorchFunctionMode
 
 from regard.errors import InputError
 from regard.interpret.adapters.ours import uncompiled
-from regard.interpret.watched import Watcher, active_watchers, unwatched
+from regard.interpret.watched import Watcher, active_watchers, computing, unwatched
 from regard.layers.modules import MultiHeadAttention
 from regard.mechanism.functional import attention
 from regard.mechanism.geometry import Extent, Tile
@@ -224,11 +224,10 @@ class _Observer:
         stopped = running.mode
         if stopped is not None:
             stopped.close()
-        token = unwatched.set(True)
         try:
-            yield
+            with computing():
+                yield
         finally:
-            unwatched.reset(token)
             if stopped is not None:
                 stopped.enter_context(_Mode(self))
 
@@ -259,14 +258,12 @@ class _Observer:
         """Record the fields, unless another layer was chosen or regard cannot compute them."""
         if not self.watcher.wants(frame.module):
             return
-        token = unwatched.set(True)
         try:
-            seen = see(self.watcher.see)
+            with computing():
+                seen = see(self.watcher.see)
         except _UnknownError as error:
             frame.reason = str(error)
             return
-        finally:
-            unwatched.reset(token)
         self.watcher.record(frame.module, seen)
 
     def _fused(
