@@ -76,6 +76,7 @@ _BY_HAND: tuple[tuple[str, dict[str, Any]], ...] = (
     ("blip-2 instructblip", {"image_token_index": 3}),
     ("moonshine", {"encoder_num_key_value_heads": 4, "decoder_num_key_value_heads": 4}),
     ("nemotron_h", {"n_groups": 1}),
+    ("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16}),
     # layers of every kind, in few layers
     ("bamba", {"attn_layer_indices": [1]}),
     ("gemma3n_text", {"num_kv_shared_layers": 0}),
