@@ -133,6 +133,12 @@ def test_bad_input_is_one_line_and_status_2(made, words, stdin, message) -> None
     one_line(regard(*words, "--model", made / name, given=stdin), message)
 
 
+def test_an_untrained_direction_is_one_line_that_says_what_to_do() -> None:
+    shown = one_line(regard("translate", "Le chat est sur la table.", "--to", "de"))
+    assert "was not trained from French to German. It translates English to French" in shown
+    assert "--from eng" in shown
+
+
 @pytest.mark.slow
 def test_several_files_are_read_one_after_another(made: Path, tmp_path: Path) -> None:
     one, two = tmp_path / "one.txt", tmp_path / "two.txt"

@@ -198,6 +198,7 @@ WRONG = [
     ("/translate", {"text": " ", "to": "fr"}, 400, "text is empty. Give some words."),
     ("/translate", {"text": "a"}, 400, "translates into deu, eng, fra. Choose one"),
     ("/translate", {"text": "a", "to": "klingon"}, 400, "does not translate into 'klingon'"),
+    ("/translate", {"text": "Il est là et je le vois.", "to": "de"}, 400, "French to German"),
     ("/translate", {"text": "a" * 5001, "to": "fr"}, 400, "5,001 characters.* at most 5,000"),
     ("/translate", {"text": "a", "length_penalty": 1e30}, 400, "equal to 10, but got 1e\\+30"),
     ("/translate", {"text": "a", "num_beams": 0}, 400, "num_beams .*equal to 1, but got 0"),

@@ -127,6 +127,67 @@ def test_a_language_has_many_names(made: Path, language: str) -> None:
     assert found.to == "fra"
 
 
+def test_white_space_stays_as_it_is() -> None:
+    text = "  Good morning.\tGood night.\n\n\tYes. 🎉 \n12:30\n"
+    found = translate(text, "fr").text
+    assert found == "  Bonjour.\tBonne nuit !\n\n\tOui. 🎉 \n12:30\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "to", "expected"),
+    [
+        ("I LIKE TEA.", "fr", "J'AIME LE THÉ."),
+        ("DER BAHNHOF IST HEUTE GESCHLOSSEN.", "en", "THE STATION IS CLOSED TODAY."),
+        (
+            "PLEASE WRITE TO bob@example.com NOW!",
+            "de",
+            "BITTE SCHREIBEN SIE JETZT AN bob@example.com!",
+        ),
+    ],
+)
+def test_capitals_stay_capitals(text: str, to: str, expected: str) -> None:
+    found = translate(text, to)
+    assert found.text == expected
+    assert all(word == word.upper() or "@" in word for word in found.attended.queries)
+
+
+def test_a_string_that_the_model_would_change_is_put_back() -> None:
+    """It writes example for the French exemple; with placeholders it cannot."""
+    text, string = "Écrivez à marie@exemple.fr.", "marie@exemple.fr"
+    found = translate(text, "en")
+    assert found.text == f"Write to {string}."
+    assert string in found.attended.queries
+    assert string in found.attended.keys
+
+
+def test_a_text_without_words_is_copied_and_not_read() -> None:
+    found = translate(["Привет!", "12:30 — https://a.org"], "fr")
+    assert [record.text for record in found] == ["Привет!", "12:30 — https://a.org"]
+    assert [record.tokens for record in found] == [0, 0]
+    assert found[0].attended is None
+
+
+def test_a_direction_that_was_not_trained_is_refused_by_name() -> None:
+    french = "Le chat dort sur le canapé."
+    told = "Text 2 is in French, and translate was not trained from French to German. It translates"
+    with pytest.raises(InputError, match=told):
+        translate(["The cat is on the sofa.", french], "de")
+    with pytest.raises(InputError, match=r"^translate was not trained from German to French"):
+        translate("Hallo", "fr", source="de")
+    with pytest.raises(InputError, match=r"The text is in English, and .* English to English"):
+        translate("The cat is on the sofa.", "en")
+    assert translate(french, "de", source="en").text  # the caller knows better
+
+
+def test_directions_in_a_config_are_pairs(made: Path, tmp_path: Path) -> None:
+    folder = folders.translator(tmp_path / "translate")
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    config["task_specific_params"] = {"translation": {"directions": ["en-fr"]}}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+    with pytest.raises(CheckpointError, match=r"directions = \['en-fr'\] is not a list of pairs"):
+        translate("a", "fr", model=folder)
+
+
 def test_precisions_say_nearly_the_same() -> None:
     """Of a shipped model, since random weights are near no decision."""
     text = "Where is the train station?"

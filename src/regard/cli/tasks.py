@@ -26,7 +26,9 @@ def translate(
     source: Annotated[
         str | None,
         typer.Option(
-            "--from", help="The source language, for a T5 that has several.", show_default=False
+            "--from",
+            help="The source language; by default it is told from the text.",
+            show_default=False,
         ),
     ] = None,
     model: options.Model = "translate",

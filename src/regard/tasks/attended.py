@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -61,20 +61,31 @@ def read_weights(
         yield CrossWeights(text, tokens, item, spans_of(item.ids, bundle.decode), weights)
 
 
-def align(bundle: Bundle, sentences: Sequence[CrossWeights], batch: int) -> WordAttention | None:
-    """Align the words of one text's sentences, by the head that aligns them best."""
+def align(
+    bundle: Bundle,
+    sentences: Sequence[CrossWeights],
+    batch: int,
+    shown: Sequence[Callable[[str], str]],
+) -> WordAttention | None:
+    """Align the words of one text's sentences, by the head that aligns them best.
+
+    ``shown`` has, for each sentence, how its words are shown.
+    """
     model = bundle.model
     assert isinstance(model, EncoderDecoder)
-    units = [(item, words(item.written.text), words(item.source)) for item in sentences]
-    units = [unit for unit in units if unit[1] and unit[2]]
+    found = [
+        (item, words(item.written.text), words(item.source), show)
+        for item, show in zip(sentences, shown, strict=True)
+    ]
+    units = [unit for unit in found if unit[1] and unit[2]]
     if not units:
         return None
-    pairs = [_pair(*unit) for unit in units]
-    best = best_head(model, pairs, [item.weights for item, _, _ in units], batch=batch)
+    pairs = [_pair(*unit[:3]) for unit in units]
+    best = best_head(model, pairs, [item.weights for item, *_ in units], batch=batch)
     blocks: Tensor = torch.block_diag(*best.weights)  # type: ignore[no-untyped-call]
     return WordAttention(
-        tuple(item.written.text[low:high] for item, target, _ in units for low, high in target),
-        tuple(item.source[low:high] for item, _, source in units for low, high in source),
+        tuple(show(item.written.text[low:high]) for item, to, _, show in units for low, high in to),
+        tuple(show(item.source[low:high]) for item, _, of, show in units for low, high in of),
         tuple(map(tuple, blocks.tolist())),
         f"Head {best.head} of cross-attention layer {best.layer}, {step_name(best.read)}",
         ("target", "source"),

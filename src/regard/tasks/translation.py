@@ -1,22 +1,28 @@
-"""Translation sentence by sentence, with the words of each sentence aligned."""
+"""Translation sentence by sentence, with the words of each sentence aligned.
+
+A sentence whose translation lacks a string that has to be copied is translated again with
+placeholders (``segments.py``).
+"""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from itertools import accumulate, chain, pairwise, zip_longest
+from itertools import accumulate, pairwise
 
 import torch
 
 from regard.decoding.settings import Asked
-from regard.errors import InputError
+from regard.errors import CheckpointError, InputError
 from regard.models.bundle import Bundle, Name, Precision
-from regard.tasks.attended import align, read_weights
+from regard.tasks.attended import CrossWeights, align, read_weights
 from regard.tasks.defaults import open_model
 from regard.tasks.records import Translation
-from regard.tasks.writing import Check, encode, one_or_many, write
-from regard.text.languages import language_tags, same_language
-from regard.text.words import sentences
+from regard.tasks.segments import Segment, pieces, plain, protected
+from regard.tasks.writing import Check, Written, encode, one_or_many, write
+from regard.text.copied import missing, only_copied
+from regard.text.languages import language_name, language_of, language_tags, same_language
+from regard.text.words import Span
 
 TASK = "translation"  # the task's name in a recipe
 
@@ -39,9 +45,11 @@ def translate(
     """Translate a text, or each text of a list, sentence by sentence.
 
     ``to`` is the target language ("fr", "fra" or "french"), for a model with several target
-    languages. ``source`` is the source language, for a T5 with several. ``model`` is a Transformer
-    (Marian, opus-mt) or a T5. An empty text in a list stays empty. ``attended`` aligns the words.
-    :mod:`regard.tasks` describes the other options.
+    languages. ``source`` is the source language, for a T5 with several; otherwise it is told from
+    the text, and a direction that the model was not trained on is an error. ``model`` is a
+    Transformer (Marian, opus-mt) or a T5. White space stays as it is, and numbers, addresses, code,
+    tags, emoji and other scripts are copied. An empty text in a list stays empty. ``attended``
+    aligns the words. :mod:`regard.tasks` describes the other options.
 
     >>> record = translate("The cat sat on the mat.", "fr")
     >>> record.text.split()[:2], record.attended.keys[:2]
@@ -50,37 +58,84 @@ def translate(
     bundle = open_model(model, "translate", device, precision)
     prefix, language, task = _prefix(bundle, to, source)
     how, max_new_tokens = bundle.settings(task).resolve(how, max_new_tokens)
-    cut = [sentences(text) for text in texts]
-    parts = []
-    for number, (text, spans) in enumerate(zip(texts, cut, strict=True), 1):
-        for low, high in spans:
-            part = bundle.prepared(text[low:high], TASK)
-            _check_length(bundle, prefix, part, f"Text {number}: " if len(texts) > 1 else "")
-            parts.append(part)
-    written = write(bundle, [prefix + part for part in parts], how, max_new_tokens, batch, check)
-    weights = list(read_weights(bundle, prefix, parts, written, batch, check)) if attended else None
+    for number, text in enumerate(texts, 1):
+        _check_source(bundle, language, source, text, f"Text {number}" if len(texts) > 1 else "")
+    cut = [pieces(text) for text in texts]
+    sources = [
+        plain(bundle.prepared(text[low:high], TASK))
+        for text, spans in zip(texts, cut, strict=True)
+        for low, high in spans
+    ]
+    numbers = [number for number, spans in enumerate(cut, 1) for _ in spans]
+
+    def written_for(segments: Sequence[Segment]) -> list[Written]:
+        return write(bundle, [prefix + s.read for s in segments], how, max_new_tokens, batch, check)
+
+    # A piece without words is copied, so the model does not read it.
+    read = [at for at, segment in enumerate(sources) if not only_copied(segment.text)]
+    for at in read:
+        label = f"Text {numbers[at]}: " if len(texts) > 1 else ""
+        _check_length(bundle, prefix, sources[at].read, label)
+    written = dict(zip(read, written_for([sources[at] for at in read]), strict=True))
+    again = [at for at in read if _lost(sources[at], written[at])]
+    shielded = [protected(sources[at].text) for at in again]
+    for at, segment, second in zip(again, shielded, written_for(shielded), strict=True):
+        if segment.all_held(second.text):
+            sources[at], written[at] = segment, second
+    weights = dict[int, CrossWeights]()
+    if attended:
+        found = read_weights(
+            bundle, prefix, [sources[at].read for at in read], [written[at] for at in read],
+            batch, check,
+        )  # fmt: skip
+        weights = dict(zip(read, found, strict=True))
     records = []
     ends = accumulate((len(spans) for spans in cut), initial=0)
-    for text, spans, (low, high) in zip(texts, cut, pairwise(ends), strict=True):
+    for text, spans, (first, last) in zip(texts, cut, pairwise(ends), strict=True):
         if check is not None:
             check()
-        own = written[low:high]
-        gaps = [text[before.end : after.start] for before, after in pairwise(spans)]
-        joined = chain.from_iterable(zip_longest((w.text for w in own), gaps, fillvalue=""))
+        own = [written[at] for at in range(first, last) if at in written]
         tokens = sum(w.tokens for w in own)
         records.append(
             Translation(
-                text="".join(joined),
+                text=_joined(
+                    text,
+                    spans,
+                    [
+                        sources[at].restored(written[at].text) if at in written else None
+                        for at in range(first, last)
+                    ],
+                ),
                 score=sum(w.log_probability for w in own) / max(tokens, 1),
                 tokens=tokens,
                 seconds=sum((w.seconds for w in own), 0.0),
                 model=bundle.name,
-                attended=None if weights is None else align(bundle, weights[low:high], batch),
+                attended=align(
+                    bundle,
+                    [weights[at] for at in range(first, last) if at in weights],
+                    batch,
+                    [sources[at].restored for at in range(first, last) if at in weights],
+                ),
                 source=text,
                 to=language,
             )
         )
     return records
+
+
+def _lost(segment: Segment, written: Written) -> bool:
+    """Whether a translation lacks a string that it has to copy."""
+    held = segment.all_held(written.text)
+    return not held or bool(missing(segment.text, segment.restored(written.text)))
+
+
+def _joined(text: str, spans: Sequence[Span], translations: Sequence[str | None]) -> str:
+    """A text with the translations of its pieces; None copies a piece."""
+    result, before = "", 0
+    for (low, high), translation in zip(spans, translations, strict=True):
+        result += text[before:low] + (text[low:high] if translation is None else translation)
+        before = high
+    return result + text[before:]
 
 
 def _check_length(bundle: Bundle, prefix: str, text: str, label: str) -> None:
@@ -104,7 +159,7 @@ def _prefix(
     """
     if bundle.model.prefixed:
         return _sentence_prefix(bundle, to, source)
-    if source is not None:
+    if source is not None and not _directions(bundle):
         raise InputError(
             f"{bundle.name} does not take a source language: leave out {source!r}, the language to "
             "translate from."
@@ -119,6 +174,43 @@ def _prefix(
         return "", None, None
     tag = _chosen(bundle, to, tags)
     return f">>{tag}<< ", tag, None
+
+
+def _directions(bundle: Bundle) -> list[tuple[str, str]]:
+    """The pairs of languages that a Transformer was trained on; empty if its files do not say."""
+    directions = bundle.tasks.get(TASK, {}).get("directions", [])
+    try:
+        return [(str(one), str(other)) for one, other in directions]
+    except (TypeError, ValueError):
+        raise CheckpointError(
+            f"{bundle.name}: directions = {directions!r} is not a list of pairs of languages."
+        ) from None
+
+
+def _check_source(
+    bundle: Bundle, language: str | None, source: str | None, text: str, label: str
+) -> None:
+    """Raise InputError if the model was not trained to translate a text into ``language``."""
+    directions = _directions(bundle)
+    found = source or language_of(text)
+    if not directions or language is None or found is None:
+        return
+    if any(same_language(one, found) and other == language for one, other in directions):
+        return
+    names = [(language_name(one), language_name(other)) for one, other in directions]
+    known = ", ".join(f"{one} to {other}" for one, other in names)
+    told = f"{label or 'The text'} is in {language_name(found)}, and " if source is None else ""
+    wrong = [one for one, other in directions if other == language]
+    advice = (
+        f" If the text is in {language_name(wrong[0])}, say so: --from {wrong[0]}, or "
+        f"source={wrong[0]!r} in Python and in a request."
+        if source is None
+        else ""
+    )
+    raise InputError(
+        f"{told}{bundle.name} was not trained from {language_name(found)} to "
+        f"{language_name(language)}. It translates {known}.{advice}"
+    )
 
 
 def _sentence_prefix(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 
 from regard.text.tokenizer import Tokenizer
 
@@ -19,6 +20,28 @@ ro ron rum romanian|ru rus russian|sk slk slo slovak|sl slv slovenian|sq sqi alb
 sr srp serbian|sv swe swedish|sw swa swahili|th tha thai|tr tur turkish|uk ukr ukrainian|ur urd urdu
 vi vie vietnamese|zh zho chi cmn chinese
 """
+# The most frequent words of the languages that are told apart.
+_FREQUENT = {
+    "de": "der die das und ist nicht ein eine einen dem den des zu von im auf für sich es auch "
+    "wird sind ich wir sie er dass hat mit bei nach oder aber wie wenn noch kann haben ihr mein",
+    "en": "the of and to in is that it was for on are with as this have from not be at by you he "
+    "she they we his her which will would i my your there what can has but or do does did don't",
+    "es": "el la los las de que y en un una por con es para se del al lo como más pero sus muy",
+    "fr": "le la les des et est une un du en que qui dans pour pas sur au aux avec ce il elle sont "
+    "nous vous je ne se plus par mais cette ces mon ma mes leur où très de ont été j'ai c'est d'un",
+    "it": "il lo la gli di che e un una per non con del della è sono nel alla anche come più ma",
+    "nl": "de het een en van is dat niet met op voor zijn aan maar ook er ik hij ze naar wordt",
+    "pt": "o os de que e um uma não para com da em na mais mas é são ao dos das se",
+}
+_SHARED = Counter(word for words in _FREQUENT.values() for word in set(words.split()))
+# A word of one language says more than a word of three.
+_WEIGHTS = {
+    language: {word: 1 / _SHARED[word] for word in words.split()}
+    for language, words in _FREQUENT.items()
+}
+_LETTERS = {"de": "äöüß", "fr": "çèêëîœùû", "es": "ñ¿¡", "pt": "ãõ"}
+MIN_EVIDENCE = 2.0  # the weight of a language's words, below which it is not told
+MIN_RATIO = 2.5  # how much heavier the words of a language must be than those of any other
 _NAMES = {
     name: language.split()[0]
     for language in re.split(r"[|\n]", _LANGUAGES.strip())
@@ -38,3 +61,33 @@ def same_language(one: str, other: str) -> bool:
         return True
     first, second = (_NAMES.get(name) or _NAMES.get(name.split("_")[0], name) for name in names)
     return first == second
+
+
+def language_name(language: str) -> str:
+    """The English name of a language.
+
+    >>> language_name("fra"), language_name("de")
+    ('French', 'German')
+    """
+    code = _NAMES.get(language.casefold(), language)
+    names = [name for name, known in _NAMES.items() if known == code and len(name) > 3]
+    return names[0].title() if names else language
+
+
+def language_of(text: str) -> str | None:
+    """The code of a text's language, or None if its words do not show it.
+
+    Only some European languages are known, by their most frequent words.
+
+    >>> language_of("Le chat est sur la table."), language_of("Paris 2024")
+    ('fr', None)
+    """
+    words = re.findall(r"[^\W\d_]+(?:['\u2019][^\W\d_]+)?", text.lower())
+    scores = {
+        language: sum(weights.get(word, 0.0) for word in words)
+        + sum(any(letter in word for letter in _LETTERS.get(language, "")) for word in words) / 2
+        for language, weights in _WEIGHTS.items()
+    }
+    first, second, *_ = sorted(scores, key=lambda language: -scores[language])
+    clear = scores[first] >= max(MIN_EVIDENCE, MIN_RATIO * scores[second])
+    return first if clear else None

@@ -126,7 +126,7 @@ class Translate(BeamSearch):
     text: Annotated[str, Field(max_length=limits.MAX_TRANSLATE), HasWords]
     to: Annotated[Name | None, Field(description="The target language, such as fr.")] = None
     source: Annotated[
-        Name | None, Field(description="The source language, for a T5 that has several.")
+        Name | None, Field(description="The source language; by default it is told from the text.")
     ] = None
     model: Name = "translate"
 

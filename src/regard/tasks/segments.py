@@ -1,0 +1,101 @@
+"""The pieces of a text as a translation model reads them, and how its output becomes text again.
+
+A sentence in capitals is read in lower case. Where the model lost a string that has to be copied,
+the sentence is read again with a placeholder instead of each such string.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from regard.text.copied import copied_spans
+from regard.text.words import Span, sentences
+
+_PLACEHOLDER = "XX{}"  # models copy it; capitals do not change it
+_PLACEHOLDERS = re.compile(r"XX\d+")
+LONG_WORD = 6  # letters; a shorter word in capitals that stands alone is taken for an acronym
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A sentence, what the model reads instead of it, and what placeholders in that stand for."""
+
+    text: str
+    read: str
+    capitals: bool = False
+    held: tuple[tuple[str, str], ...] = ()  # each placeholder with its string
+
+    def restored(self, written: str) -> str:
+        """The output of the model, or one of its words, with capitals and held strings.
+
+        >>> segment = protected("Write to bob@example.com.")
+        >>> segment.read, segment.restored("Écrivez à XX1.")
+        ('Write to XX1.', 'Écrivez à bob@example.com.')
+        """
+        if self.capitals:
+            written = written.upper()
+        strings = dict(self.held)
+        return _PLACEHOLDERS.sub(lambda match: strings.get(match[0], match[0]), written)
+
+    def all_held(self, written: str) -> bool:
+        """Whether the model wrote each placeholder once."""
+        found = _PLACEHOLDERS.findall(written)
+        return all(found.count(placeholder) == 1 for placeholder, _ in self.held)
+
+
+def pieces(text: str) -> list[Span]:
+    r"""The spans of the sentences of a text, which tabs end, too.
+
+    >>> text = "Name\tFirst name\nMr. Bean. Who?"
+    >>> [text[start:end] for start, end in pieces(text)]
+    ['Name', 'First name', 'Mr. Bean.', 'Who?']
+    """
+    return [
+        Span(low + cell.start(), low + cell.end())
+        for low, high in sentences(text)
+        for cell in re.finditer(r"[^\t\s][^\t]*(?<!\s)", text[low:high])
+    ]
+
+
+def plain(text: str) -> Segment:
+    """A sentence as it is, but with single spaces, and in lower case if it is in capitals.
+
+    >>> plain("I LIKE TEA AND NASA.").read
+    'I like tea and nasa.'
+    """
+    if not _in_capitals(text):
+        return Segment(text, " ".join(text.split()))
+    shielded = protected(text)
+    read = re.sub(r"\bi\b", "I", shielded.read.lower())
+    read = re.sub(r"xx(?=\d)", "XX", read)
+    first = re.search(r"[^\W\d_]", read)
+    assert first is not None  # the words in capitals have letters
+    read = read[: first.start()] + first[0].upper() + read[first.end() :]
+    return Segment(text, read, True, shielded.held)
+
+
+def protected(text: str) -> Segment:
+    """A sentence with a placeholder instead of each string that has to be copied."""
+    spans = copied_spans(text)
+    first = 1
+    while any(_PLACEHOLDER.format(first + at) in text for at in range(len(spans))):
+        first += len(spans)
+    read, held, before = "", list[tuple[str, str]](), 0
+    for number, (low, high) in enumerate(spans, first):
+        placeholder = _PLACEHOLDER.format(number)
+        read += text[before:low] + placeholder
+        held.append((placeholder, text[low:high]))
+        before = high
+    return Segment(text, " ".join((read + text[before:]).split()), False, tuple(held))
+
+
+def _in_capitals(text: str) -> bool:
+    """Whether all words outside copied strings are in capitals, and they are no acronym."""
+    for low, high in reversed(copied_spans(text)):
+        text = text[:low] + " " + text[high:]
+    words = re.findall(r"[^\W\d_]+", text)
+    long = [word for word in words if len(word) > 1]
+    if not long or any(word != word.upper() or word == word.lower() for word in long):
+        return False
+    return len(long) > 1 or len(words) > 1 or len(long[0]) >= LONG_WORD
