@@ -404,20 +404,19 @@ def attend(
     start: int | Tensor | None = None
     bias = position_bias
     causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    if isinstance(attention_mask, DescribedMask):
-        if attention_mask.tensor is None and attention_mask.shape[-1] == keys:
-            mask, start = attention_mask.mask, attention_mask.query_start
-        else:  # a model may have written to the tensor
-            attention_mask = attention_mask[..., :keys]
-    if mask is not None:
-        pass
-    elif attention_mask is None:
+    if isinstance(attention_mask, DescribedMask) and (
+        attention_mask.tensor is not None or attention_mask.shape[-1] != keys
+    ):
+        attention_mask = attention_mask[..., :keys]  # a model may have written to the tensor
+    if attention_mask is None:
         masked = is_causal or not _traits(type(getattr(module, "config", None)))[1]
         if causal and masked and queries > 1:
             # Query i is aligned with key i. Later keys are unfilled entries of a static cache.
             key, value = key[:, :, :queries], value[:, :, :queries]
             bias = None if bias is None else bias[..., :queries]
             mask, start = Causal(), 0
+    elif isinstance(attention_mask, DescribedMask):
+        mask, start = attention_mask.mask, attention_mask.query_start
     elif attention_mask.dtype == torch.bool:
         mask = attention_mask
     elif attention_mask.is_floating_point():  # numbers added to the scores
