@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextvars import ContextVar
 from typing import overload
 
 import torch
@@ -10,9 +11,12 @@ from torch import Tensor
 
 from regard.mechanism import backends
 from regard.mechanism.biases import Bias
-from regard.mechanism.call import check
+from regard.mechanism.call import Call, check
 from regard.mechanism.masks import Mask
 from regard.mechanism.seeing import See, Seen
+
+# What explain_model() sets while a watched layer runs: it gets each call with ``see``.
+observer: ContextVar[Callable[[Call], None] | None] = ContextVar("regard_observer", default=None)
 
 
 @overload
@@ -111,6 +115,8 @@ def attention(
         output, seen = run()
         if see is not None:
             seen = backends.complete(call, see, seen)
+    if see is not None and not torch.compiler.is_compiling() and (observe := observer.get()):
+        observe(call)
     if call.query is not query:  # the caller gave tensors without a heads axis
         output = output[:, 0] if query.dim() == 3 else output[0, 0]
     if seen is None:

@@ -116,6 +116,7 @@ class _Stages(NamedTuple):
     value: Tensor  # [heads, keys, d_v]
     scores: Tensor
     scaled: Tensor
+    capped: Tensor
     bias: Tensor
     allowed: Tensor
     masked: Tensor
@@ -137,6 +138,7 @@ def _stages(call: Call) -> _Stages:
             "numbers, or give them as float64: q.double()."
         )
     scaled = scores * call.scale
+    capped = _capped(scaled, call)
     extent = call.extent
     everything = Tile(extent, range(extent.queries), range(extent.keys))
     bias, allowed = torch.zeros_like(scaled), torch.ones_like(scores, dtype=torch.bool)
@@ -144,11 +146,16 @@ def _stages(call: Call) -> _Stages:
         bias = call.bias.tile(everything).detach().to(wide).expand(1, *scores.shape)[0]
     if call.mask is not None:
         allowed = call.mask.tile(everything).expand(1, *scores.shape)[0]
-    masked = (scaled + bias).masked_fill(~allowed, -math.inf)
-    weights = _softmax(masked)
+    masked = (capped + bias).masked_fill(~allowed, -math.inf)
+    weights = _softmax(masked, call.sinks)
     return _Stages(
-        query, key, value, scores, scaled, bias, allowed, masked, weights, weights @ value
+        query, key, value, scores, scaled, capped, bias, allowed, masked, weights, weights @ value
     )
+
+
+def heads_of(call: Call) -> Tensor:
+    """The outputs of all heads side by side, [queries, heads * d_v]."""
+    return _stages(call).mixed.transpose(0, 1).flatten(1)
 
 
 def trace_call(
@@ -173,7 +180,10 @@ def trace_call(
         steps.append(_output_step(traced, joined, output, result))
 
     result = result.to(call.query.dtype)
-    given = {"mask": call.mask, "bias": call.bias, "scale": call.scale}
+    given = {
+        "mask": call.mask, "bias": call.bias, "scale": call.scale, "softcap": call.softcap,
+        "sinks": call.sinks,
+    }  # fmt: skip
     if expected is None:
         fast = attention(call.query, call.key, call.value, **given).detach()  # type: ignore[call-overload]
         fast = fast[0].transpose(0, 1).flatten(1)
@@ -214,19 +224,28 @@ def _score_steps(traced: TracedCall, stages: _Stages) -> Iterator[Step]:
     def compared(scale: float) -> Numbers:
         """The followed word's weights: a row with ``scale`` and a row with the call's scale."""
         scores, bias, allowed = (
-            each[shown, focus] for each in (stages.scores, stages.bias, stages.allowed)
+            each[shown, focus, None] for each in (stages.scores, stages.bias, stages.allowed)
         )
+        sinks = None if call.sinks is None else call.sinks[shown]
         rows = [
-            _softmax((scores * each + bias).masked_fill(~allowed, -math.inf))
+            _softmax((_capped(scores * each, call) + bias).masked_fill(~allowed, -math.inf), sinks)
             for each in (scale, call.scale)
         ]
         labels = ("without scaling", "with scaling")
-        return Numbers(f"weights of {traced.word}", torch.stack(rows, 1), labels, traced.keys)
+        return Numbers(f"weights of {traced.word}", torch.cat(rows, 1), labels, traced.keys)
 
     width = stages.query.shape[-1]
     yield _scaling_step(call.scale, width, traced.grid("S_scaled", stages.scaled), compared)
+    if call.softcap is not None:
+        cap = _number(call.softcap)
+        yield Step(
+            "Soft cap",
+            f"S_capped = {cap} tanh(S_scaled / {cap})",
+            f"This model keeps every score between -{cap} and {cap}.",
+            (traced.grid("S_capped", stages.capped),),
+        )
     if call.bias is not None:
-        yield _bias_step(call.bias, traced.grid("B", stages.bias))
+        yield _bias_step(call, traced.grid("B", stages.bias))
     yield _mask_step(traced, stages)
 
 
@@ -240,13 +259,21 @@ def _weight_steps(traced: TracedCall, stages: _Stages) -> Iterator[Step]:
         traced.keys,
         tuple(traced.heads[place] for place in shown),
     )
+    sinks = traced.call.sinks
+    sink = None if sinks is None else sinks[head].item()
     yield Step(
         "Softmax",
-        "A = exp(S_masked) / sum of exp(S_masked) along the row",
+        "A = exp(S_masked) / sum of exp(S_masked) along the row"
+        if sink is None
+        else "A = exp(S_masked) / (exp(sink) + sum of exp(S_masked) along the row)",
         "Each row of scores becomes the weights of one word: none is below 0, and over all keys "
-        "they sum to 1.",
+        + (
+            "they sum to 1."
+            if sink is None
+            else f"they sum to less than 1. The rest is the weight of the learned sink, {sink:.3f}."
+        ),
         (traced.grid("A", stages.weights),),
-        _weight_note(f"{word} → {key}{traced.in_head}", stages.masked[head, focus], other),
+        _weight_note(f"{word} → {key}{traced.in_head}", stages.masked[head, focus], other, sink),
         bars if len(shown) == 1 else None,
     )
     yield Step(
@@ -304,23 +331,33 @@ def _scaling_step(
     )
 
 
-def _bias_step(bias: Bias, numbers: Numbers) -> Step:
-    meanings: dict[type[Bias], str] = {
+def _bias_step(call: Call, numbers: Numbers) -> Step:
+    meanings: dict[type[Bias | None], str] = {
         Alibi: "a penalty that grows with the distance to the key",
         RelativeBuckets: "a learned number for each bucket of distances between query and key",
         RelativeContent: "how well the query matches the embedding of its distance to the key",
     }
     return Step(
         "Positions",
-        "S_scaled + B",
+        f"{_scores_of(call)} + B",
         "A bias brings the order of words into the scores: "
-        f"{meanings.get(type(bias), 'numbers that the model adds')}.",
+        f"{meanings.get(type(call.bias), 'numbers that the model adds')}.",
         (numbers,),
     )
 
 
-def _softmax(masked: Tensor) -> Tensor:
-    """Softmax over the keys of scores, -inf where masked; a query without keys has weights 0."""
+def _capped(scaled: Tensor, call: Call) -> Tensor:
+    return scaled if call.softcap is None else call.softcap * torch.tanh(scaled / call.softcap)
+
+
+def _softmax(masked: Tensor, sinks: Tensor | None = None) -> Tensor:
+    """Softmax over the keys of scores, -inf where masked; a query without keys has weights 0.
+
+    ``sinks`` [heads] are scores that take a part of the weight of scores [heads, queries, keys].
+    """
+    if sinks is not None:
+        column = sinks.detach().to(masked)[:, None, None].expand(*masked.shape[:2], 1)
+        return torch.cat((masked, column), -1).softmax(-1)[..., :-1]
     return masked.softmax(-1).masked_fill(masked.isneginf().all(-1, keepdim=True), 0)
 
 
@@ -344,9 +381,14 @@ def _dot(query: Tensor, key: Tensor) -> str:
     return f"{' + '.join(terms)} = {_number((query @ key).item())}"
 
 
+def _scores_of(call: Call) -> str:
+    """The symbol of the scores before bias and mask."""
+    return "S_scaled" if call.softcap is None else "S_capped"
+
+
 def _mask_step(traced: TracedCall, stages: _Stages) -> Step:
     call, allowed = traced.call, stages.allowed
-    scores = f"S_scaled{' + B' if call.bias is not None else ''}"
+    scores = f"{_scores_of(call)}{' + B' if call.bias is not None else ''}"
     if call.mask is None:
         return Step(
             "Mask",
@@ -371,18 +413,20 @@ def _mask_step(traced: TracedCall, stages: _Stages) -> Step:
     )
 
 
-def _weight_note(pair: str, scores: Tensor, other: int) -> tuple[str, ...]:
+def _weight_note(pair: str, scores: Tensor, other: int, sink: float | None) -> tuple[str, ...]:
     """The calculation of one weight."""
     if scores[other] == -math.inf:
         return (f"{pair} = 0: the mask removed this score",)
     scores, less = scores.double(), ""
+    if sink is not None:
+        scores = torch.cat((scores, scores.new_tensor([sink])))
     highest = scores.max().item()
     if abs(highest) > 80:  # where the exponential leaves the range of float32
         scores, less = scores - highest, f", after subtracting the highest score, {highest:.3f},"
     score, powers = scores[other].item(), scores.exp()
     total, power = powers.sum().item(), powers[other].item()
     return (
-        f"{pair} = exp({score:.3f}) / sum of the row{less} = "
+        f"{pair} = exp({score:.3f}) / sum of the row{less}{' and the sink' * (sink is not None)} = "
         f"{_number(power)} / {_number(total)} = {power / total:.3f}",
     )
 
