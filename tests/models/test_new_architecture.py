@@ -66,7 +66,9 @@ def test_a_model_is_found_and_opened_once(
     bundle._loaded.cache_clear()
     opened: list[object] = []
     find, open_checkpoint = hub.find, bundle.open_checkpoint
-    monkeypatch.setattr(bundle.hub, "find", lambda name: opened.append("find") or find(name))
+    monkeypatch.setattr(
+        bundle.hub, "find", lambda name, **asked: opened.append("find") or find(name, **asked)
+    )
     monkeypatch.setattr(
         bundle, "open_checkpoint", lambda name: opened.append("open") or open_checkpoint(name)
     )

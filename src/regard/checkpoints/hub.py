@@ -9,14 +9,14 @@ from pathlib import Path
 
 from regard.checkpoints import cards
 from regard.checkpoints.files import CONFIG, first_line
-from regard.errors import UnknownModelError
+from regard.errors import CheckpointError, UnknownModelError
 
 
-def find(name: str | os.PathLike[str]) -> Path:
+def find(name: str | os.PathLike[str], *, with_code: bool = False) -> Path:
     """Return the folder of a model: a shipped model, a folder, or a model of the Hugging Face hub.
 
     A shipped model is found before a folder of the same name: pass ``./name`` for the folder. A hub
-    model is downloaded unless it is in the local cache.
+    model is downloaded unless it is in the local cache, with its Python files if ``with_code``.
     """
     if not isinstance(name, str | os.PathLike) or not str(name):
         raise UnknownModelError(f"A model is given by its name or a path, not {name!r}.")
@@ -47,6 +47,8 @@ def find(name: str | os.PathLike[str]) -> Path:
             f"install huggingface_hub.{_near(text)}"
         ) from None
     wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.spm", "README.md"]
+    if with_code:
+        wanted.append("*.py")
     try:
         return Path(snapshot_download(text, allow_patterns=wanted, local_files_only=True))
     except (LocalEntryNotFoundError, HFValidationError):
@@ -110,6 +112,17 @@ def _current_snapshot(folder: Path) -> Path | None:
         return None
     named = folder / "snapshots" / main.read_text(encoding="utf-8").strip()
     return named if named.is_dir() else None
+
+
+def stamps(folder: Path) -> tuple[tuple[str, int, int], ...]:
+    """Return the name, the time and the size of each file, which change if the model changes."""
+    try:
+        return tuple(
+            (file.name, file.stat().st_mtime_ns, file.stat().st_size)
+            for file in sorted(folder.iterdir())
+        )
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from None
 
 
 def size_of(folder: Path) -> int:

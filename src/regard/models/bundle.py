@@ -113,21 +113,24 @@ def open_bundle(
     if precision not in get_args(Precision):
         known = ", ".join(get_args(Precision))
         raise InputError(f"There is no precision {precision!r}. Give one of {known}.")
-    folder = hub.find(name)
-    try:
-        stamps = tuple(
-            (file.name, file.stat().st_mtime_ns, file.stat().st_size)
-            for file in sorted(folder.iterdir())
-        )
-    except OSError as error:
-        raise CheckpointError(f"{folder} cannot be read: {error.strerror or error}.") from None
-    bundle = _loaded(folder.resolve(), stamps, str(device or "cpu"), precision)
+    bundle = bundle_in(hub.find(name), name, device, precision)
     if task is not None and task not in bundle.model.row().serves:
         able = [row.class_name for row in registry.ARCHITECTURES if task in row.serves]
         raise InputError(
             f"{name} is a {type(bundle.model).__name__}, which cannot {task}: that takes a "
             f"{' or '.join(able)}."
         )
+    return bundle
+
+
+def bundle_in(
+    folder: Path,
+    name: Name,
+    device: torch.device | str | None = None,
+    precision: Precision = "float32",
+) -> Bundle:
+    """Open the model in a folder, which was found by its name."""
+    bundle = _loaded(folder.resolve(), hub.stamps(folder), str(device or "cpu"), precision)
     return replace(bundle, name=str(name))
 
 

@@ -28,7 +28,7 @@ class Known:
     name: str
     origin: str  # "shipped", "cached" or "folder"
     folder: Path
-    task: str
+    task: str  # "" if regard does not implement the architecture
     architecture: str
     parameters: int | None  # None if the safetensors files do not give it
     size: int  # bytes of all files in the folder
@@ -57,14 +57,8 @@ def one(name: str) -> Known:
 
 
 def at(folder: Path, name: str) -> Known:
-    """Return the model in a folder."""
-    model = _described(folder, name, "folder")
-    if model is None:
-        raise InputError(
-            f"{folder} holds no model of an architecture that regard implements. Check "
-            '"architectures" in its config.json.'
-        )
-    return model
+    """Return the model in a folder, of an architecture of regard or of transformers."""
+    return _described(folder, name, "folder") or _facts(folder, name, "folder", "")
 
 
 def places() -> dict[str, Path]:
@@ -96,12 +90,16 @@ def _described(folder: Path, name: str, origin: str) -> Known | None:
     names = _json(folder / "config.json").get("architectures")
     hub_name = names[0] if isinstance(names, list) and names else None
     row = row_named(hub_name)
-    if row is None:
-        return None
+    return None if row is None else _facts(folder, name, origin, row.task)
+
+
+def _facts(folder: Path, name: str, origin: str, task: str) -> Known:
+    names = _json(folder / "config.json").get("architectures")
+    architecture = str(names[0]) if isinstance(names, list) and names else ""
     card = folder / cards.CARD
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     licence = cards.front_matter(text)[0].get("license", "")
-    facts = (row.task, str(hub_name), _parameters(folder), size_of(folder), licence)
+    facts = (task, architecture, _parameters(folder), size_of(folder), licence)
     return Known(name, origin, folder, *facts)
 
 

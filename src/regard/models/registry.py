@@ -124,6 +124,23 @@ def row_named(hub_name: object) -> Architecture | None:
 
 def architecture_of(config: Mapping[str, Any]) -> Architecture:
     """Return the row that fits the contents of a config.json."""
+    if (row := _fitting(config)) is not None:
+        return row
+    names, model_type = config.get("architectures"), config.get("model_type")
+    known = ", ".join(name for row in ARCHITECTURES for name in row.hub_names)
+    raise CheckpointError(
+        f"config.json names the architectures {names!r} and the model_type {model_type!r}, which "
+        f"regard does not implement. It implements {known}. To load the checkpoint as one of "
+        "them, pass model=."
+    )
+
+
+def implements(config: Mapping[str, Any]) -> bool:
+    """Return whether regard implements the architecture of a config.json."""
+    return _fitting(config) is not None
+
+
+def _fitting(config: Mapping[str, Any]) -> Architecture | None:
     names, model_type = config.get("architectures"), config.get("model_type")
     if isinstance(names, list):
         for name in names:
@@ -133,12 +150,7 @@ def architecture_of(config: Mapping[str, Any]) -> Architecture:
         for row in ARCHITECTURES:
             if row.model_type == model_type:
                 return row
-    known = ", ".join(name for row in ARCHITECTURES for name in row.hub_names)
-    raise CheckpointError(
-        f"config.json names the architectures {names!r} and the model_type {model_type!r}, which "
-        f"regard does not implement. It implements {known}. To load the checkpoint as one of "
-        "them, pass model=."
-    )
+    return None
 
 
 def _load(place: str) -> Any:

@@ -78,16 +78,25 @@ def tokens_of(tokenizer: Tokenizer, text: str) -> Tokens:
         None if source is None else span
         for source, span in zip(encoded.texts, encoded.offsets, strict=True)
     ]
-    tokens = _named(text, encoded.ids, encoded.tokens, spans)
-    added = (place for place, source in enumerate(encoded.texts) if source is None)
-    return replace(tokens, added=tuple(added))
+    return tokens_of_spans(text, encoded.ids, encoded.tokens, spans)
 
 
 def tokens_of_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> Tokens:
     """Return the tokens of ids, with the words of the decoded text."""
+    names = [tokenizer.tokenizer.id_to_token(token) or str(token) for token in ids]
+    return tokens_of_decoded(ids, names, tokenizer.decode)
+
+
+def tokens_of_decoded(
+    ids: Sequence[int], names: Sequence[str], decode: Callable[[Sequence[int]], str]
+) -> Tokens:
+    """Return the tokens of ids, with the words of the text that ``decode`` makes of them.
+
+    ``names`` are the tokens as they stand in the vocabulary.
+    """
     before, spans = "", list[tuple[int, int] | None]()
     for count in range(1, len(ids) + 1):
-        after = tokenizer.decode(ids[:count])
+        after = decode(ids[:count])
         # An id may change the last letters of the text before it. So its span starts where the
         # texts before and after it differ.
         start = next((i for i, (a, b) in enumerate(zip(before, after, strict=False)) if a != b),
@@ -96,13 +105,16 @@ def tokens_of_ids(tokenizer: Tokenizer, ids: Sequence[int]) -> Tokens:
             start -= 1  # the id adds a byte to an incomplete character
         spans.append((start, len(after)) if len(after) > start else None)
         before = after
-    names = [tokenizer.tokenizer.id_to_token(token) or str(token) for token in ids]
-    return _named(before, ids, names, spans)
+    return replace(tokens_of_spans(before, ids, names, spans), added=())
 
 
-def _named(
+def tokens_of_spans(
     text: str, ids: Sequence[int], names: Sequence[str], spans: Sequence[tuple[int, int] | None]
 ) -> Tokens:
+    """Return the tokens of a text from the characters that each id stands for.
+
+    The span of a special token is None. ``names`` are the tokens as they stand in the vocabulary.
+    """
     starts = _words(text)
     labels, words, at = [], list[Word](), 0
     last = -1  # the index of the previous token's word
@@ -126,7 +138,8 @@ def _named(
             label = text[start : max(stop, span[1])].strip()
             words.append(Word(label, (place,)))
             last = at if inside else -1
-    return Tokens(tuple(ids), tuple(labels), tuple(words))
+    added = tuple(place for place, span in enumerate(spans) if span is None)
+    return Tokens(tuple(ids), tuple(labels), tuple(words), added)
 
 
 def _words(text: str) -> list[tuple[int, int]]:
