@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from helpers.command import one_line, printed, records, regard
+from helpers.library_models import library_folder
+from helpers.random_models import of_five
 from helpers.sine_models import TEXT, gpt2, tokenizer, translator
 from regard.cli import interpret
 from regard.interpret.cost import CostEstimate
@@ -153,3 +155,36 @@ def test_a_long_run_is_announced_and_where_very_long_asked_for(
 def test_what_can_be_known_at_once_is_said_at_once(words: list[str], said: str) -> None:
     """Before there is a model: this one does not exist."""
     one_line(regard("look", "no-such-model", TEXT, *words), said)
+
+
+# Other architectures ---------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def others(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("others")
+    for name in ("llama", "vit"):
+        library_folder(root / name, name)
+    return root
+
+
+@of_five("is too old to load other architectures")
+def test_a_folder_of_another_architecture_is_looked_into(others: Path) -> None:
+    shown = regard("look", others / "llama", TEXT)
+    assert shown.stderr == ""
+    assert shown.stdout.startswith("LlamaForCausalLM: what 2 layers of heads do, over 11 tokens\n")
+    [found] = records("look", others / "llama", TEXT, "--layer", "1", "--head", "2")
+    assert len(found["weights"]) == 11
+
+
+@of_five("is too old to load other architectures")
+def test_an_image_is_looked_into(others: Path, tmp_path: Path) -> None:
+    from PIL import Image
+
+    Image.effect_noise((32, 32), 60).convert("RGB").save(tmp_path / "noise.png")
+    asked = ("look", others / "vit", "--image", tmp_path / "noise.png")
+    shown = regard(*asked)
+    assert shown.stdout.startswith("ViTForImageClassification: what 2 layers")
+    [found] = records(*asked, "--word", "1,2", "--layer", "0", "--head", "1")
+    assert (found["kind"], found["word"], found["grid"]) == ("word", "1,2", [4, 4])
+    one_line(regard(*asked, "some words"), "Give a text or --image")

@@ -166,7 +166,14 @@ def test_the_readme_has_two_commands_to_start_with_and_five_examples():
 
 @pytest.mark.parametrize(
     "page",
-    ["README.md", "docs/gpu.md", "docs/meanings.md", "docs/results.md", "docs/transformers.md"],
+    [
+        "README.md",
+        "docs/gpu.md",
+        "docs/looking.md",
+        "docs/meanings.md",
+        "docs/results.md",
+        "docs/transformers.md",
+    ],
 )
 def test_python_blocks_print_what_is_shown(page):
     shared: dict[str, object] = {}  # the blocks are read one after another

@@ -15,7 +15,7 @@ from transformers import masking_utils
 
 from helpers.random_models import FIVE, disturb
 from helpers.tiny_models import build
-from regard import Causal, InputError, Padding, See, Segments, Window, watch
+from regard import Causal, InputError, Padding, See, Segments, Window
 from regard.interpret.adapters import attention_implementation
 from regard.interpret.adapters.attention_implementation import DescribedMask, attend, describe
 from regard.interpret.watched import Watched, Watcher, active_watchers
@@ -436,8 +436,6 @@ def test_an_unknown_mask_is_a_tensor() -> None:
     )
     assert type(found) is Tensor
     assert found[0, 0, 3].tolist() == [False, True, False, True, *[False] * 5]
-    found = described(mask_function=m.sliding_window_overlay(0), allow_is_causal_skip=False)
-    assert not found[0, 0, 3, :4].any()
     blocks = IMAGE.flip(1)
     found = described(
         mask_function=m.or_masks(m.causal_mask_function, m.blockwise_overlay(blocks)),
@@ -632,17 +630,6 @@ def test_distances_count_from_the_filled_keys_of_a_static_cache() -> None:
     for name, calls in seen["dynamic"].items():
         for one, other in zip(calls, seen["static"][name], strict=True):
             torch.testing.assert_close(one.distance, other.distance, rtol=1e-4, atol=1e-4)
-
-
-def test_watch_leaves_the_registries_as_they_are() -> None:
-    model = made("GptOssForCausalLM")
-    with watch(made("LlamaForCausalLM"), See(entropy=True)):
-        pass
-    assert transformers.AttentionInterface()["regard"] is attend
-    assert transformers.AttentionMaskInterface()["regard"] is describe
-    expected = model(IDS).logits
-    model.set_attn_implementation("regard")
-    torch.testing.assert_close(model(IDS).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 # Import order ----------------------------------------------------------------------------------

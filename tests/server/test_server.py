@@ -31,6 +31,8 @@ import regard
 from helpers import model_folders as folders
 from helpers.command import PATIENCE, ROOT, one_line, serving, until
 from helpers.command import regard as command
+from helpers.library_models import library_folder
+from helpers.random_models import of_five
 from regard.checkpoints import hub
 from regard.interpret.looking import look
 from regard.server.api import own
@@ -187,6 +189,21 @@ def test_a_folder_given_at_the_start_is_served_and_no_other(tmp_path: Path) -> N
     assert record["model"] == name
     answer = client.post("/complete", json={"text": "a", "model": str(tmp_path / "other")})
     assert answer.status_code == 404
+
+
+@of_five("is too old to load other architectures")
+def test_a_folder_of_another_architecture_is_served(tmp_path: Path) -> None:
+    name = str(library_folder(tmp_path / "llama", "llama"))
+    client = client_of(Models([name]))
+    first = client.get("/models").json()["models"][0]
+    assert (first["architecture"], first["task"]) == ("LlamaForCausalLM", "")
+    assert first["can"] == ["look", "explain"]
+    found = posted(client, "/look", text=CAT, model=name, svg=True)
+    assert found["layers"] == ["0", "1"]
+    assert found["svg"].startswith("<svg")
+    answer = client.post("/complete", json={"text": "a", "model": name})
+    assert answer.status_code == 422
+    assert "regard does not implement" in answer.json()["error"]["message"]
 
 
 # ------------------------------------------------------------------------------------------ errors

@@ -27,7 +27,7 @@ PACKAGES = {
     "xarray": "results as datasets",
     "fastapi": "regard serve",
     "uvicorn": "regard serve",
-    "transformers": "watch() on its models",
+    "transformers": "watch(), look() and explain() on its models",
     "huggingface_hub": "models by their hub names",
     "triton": "the GPU kernels",
 }

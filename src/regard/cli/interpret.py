@@ -30,7 +30,7 @@ def explain(
         typer.Argument(help="A sentence. Without it, a worked example.", show_default=False),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help=f"Use the weights of a model. {options.MODEL}")
+        str | None, typer.Option(help=f"Use the weights of a model. {options.ANY_MODEL}")
     ] = None,
     layer: options.Layer = None,
     head: options.Head = None,
@@ -48,6 +48,7 @@ def explain(
         str | None, typer.Option(help="The word to follow.", show_default=False)
     ] = None,
     causal: Annotated[bool, typer.Option("--causal", help="Use a causal mask.")] = False,
+    trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
 ) -> None:
     """Show one attention call step by step, with all its numbers.
@@ -60,6 +61,7 @@ def explain(
     chosen = inputs.explain_options(
         model=model is not None, heads=heads, dim=dim, seed=seed,
         mask=Causal() if causal else None, layer=layer, head=head, target=target, word=word,
+        trust_remote_code=trust_remote_code or None,
     )  # fmt: skip
     if model is None:
         shown = inputs.explain(sentence, **chosen)
@@ -77,16 +79,24 @@ def explain(
 
 
 def look(
-    model: options.ModelArgument,
+    model: options.AnyModelArgument,
     text: Annotated[
         str | None,
         typer.Argument(help="The text. Without it or --file, standard input is read."),
     ] = None,
     file: options.File = None,
+    image: Annotated[
+        Path | None,
+        typer.Option(help="An image for a vision model, instead of a text.", show_default=False),
+    ] = None,
     layer: options.Layer = None,
     head: options.Head = None,
     word: Annotated[
-        str | None, typer.Option(help="Show what this word attends to.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Show what this word attends to; of an image a patch, ROW,COLUMN, or [CLS].",
+            show_default=False,
+        ),
     ] = None,
     rows: Annotated[
         str | None,
@@ -127,15 +137,17 @@ def look(
             show_default=False,
         ),
     ] = None,
+    trust_remote_code: options.TrustRemoteCode = False,
     as_json: options.Json = False,
     yes: Annotated[bool, typer.Option("--yes", help="Start a long run without asking.")] = False,
     device: options.Device = "cpu",
 ) -> None:
-    """Show what the heads of a model attend to in a text.
+    r"""Show what the heads of a model attend to in a text.
 
     Without --layer and --head, show an overview of all heads. With them, show a map of that head's
     weights. Memory grows with the length of the text, not with its square, so the text can be as
-    long as a book.
+    long as a book. Architectures that regard does not implement are loaded through transformers:
+    pip install 'regard\[transformers]'.
     """
     from regard.interpret.comparison import compare as compare_looks
     from regard.pictures.figures import savable
@@ -152,8 +164,12 @@ def look(
         )
     if to is not None:
         savable(to)
-    document = texts.document(text, file)
-    view = _View(model, document, target, layer, head, word, *ranges, align)
+    if image is not None and (text is not None or file or "text" in changes):
+        raise InputError(f"Give a text or --image {image}, not both.")
+    document = None if image is not None else texts.document(text, file)
+    view = _View(
+        model, document, image, target, layer, head, word, *ranges, align, trust_remote_code
+    )
     place = terminal.device(device)
     shown = view.look(place, yes)
     if changes:
@@ -176,7 +192,8 @@ class _View(NamedTuple):
     """The arguments of a call of look()."""
 
     model: str
-    text: str
+    text: str | None
+    image: Path | None
     target: str | None
     layer: str | None
     head: int | None
@@ -184,12 +201,13 @@ class _View(NamedTuple):
     rows: range | None
     columns: range | None
     align: bool
+    trust_remote_code: bool
 
     def look(self, device: torch.device, yes: bool) -> Look:
         from regard.interpret.looking import look as run
-        from regard.models.bundle import open_bundle
+        from regard.interpret.subjects.library import open_model
 
-        bundle = open_bundle(self.model, device=device)
+        opened = open_model(self.model, device, trust_remote_code=self.trust_remote_code)
         with ExitStack() as stack:
             bars: list[Callable[[int, int], None]] = []
 
@@ -199,9 +217,10 @@ class _View(NamedTuple):
                 bars[0](done, total)
 
             return run(
-                bundle, self.text, target=self.target, layer=self.layer, head=self.head,
-                word=self.word, rows=self.rows, columns=self.columns, alignment=self.align,
-                on_estimate=lambda cost: _announce(cost, yes), progress=progress,
+                opened, self.text, image=self.image, target=self.target, layer=self.layer,
+                head=self.head, word=self.word, rows=self.rows, columns=self.columns,
+                alignment=self.align, on_estimate=lambda cost: _announce(cost, yes),
+                progress=progress,
             )  # fmt: skip
 
     def name(self, changes: dict[str, Any]) -> str:
@@ -209,7 +228,7 @@ class _View(NamedTuple):
         if "model" in changes:
             return self.model
         if "text" in changes:
-            line = " ".join(self.text.split())
+            line = " ".join((self.text or "").split())
             return line if len(line) <= 24 else line[:23] + "…"
         return f"head {self.layer}.{self.head}"
 

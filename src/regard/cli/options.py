@@ -10,12 +10,21 @@ import typer
 from regard.decoding.strategies import MAX_LENGTH_PENALTY
 
 MODEL = "A shipped model, a folder, or a model of the Hugging Face hub."
+ANY_MODEL = f"{MODEL} Any architecture of transformers."
+
+TrustRemoteCode = Annotated[
+    bool,
+    typer.Option(
+        "--trust-remote-code", help="Run the Python code that comes with the model, if any."
+    ),
+]
 
 Texts = Annotated[
     list[str] | None, typer.Argument(help="The text. Without it, standard input is read.")
 ]
 Model = Annotated[str, typer.Option(help=MODEL)]
 ModelArgument = Annotated[str, typer.Argument(help=MODEL)]
+AnyModelArgument = Annotated[str, typer.Argument(help=ANY_MODEL)]
 Files = Annotated[
     list[Path] | None,
     typer.Option("--file", metavar="FILE", help="Read this file. Repeatable.", show_default=False),

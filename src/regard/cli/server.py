@@ -20,7 +20,7 @@ def serve(
     model: Annotated[
         list[str] | None,
         typer.Option(
-            help=f"Load this model first. Repeatable. {options.MODEL}", show_default=False
+            help=f"Load this model first. Repeatable. {options.ANY_MODEL}", show_default=False
         ),
     ] = None,
     device: options.Device = "cpu",

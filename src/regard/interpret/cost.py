@@ -11,12 +11,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import pairwise
-from statistics import median
+from statistics import linear_regression, median
 
 import torch
+from torch import nn
 
 from regard.interpret.measurement import Measurement
 from regard.interpret.runs import TextRun
+from regard.interpret.subjects.ours import OwnModel
 from regard.interpret.subjects.subject import Chunk, Layer, SeeOf
 from regard.layers.modules import FeedForward, GatedFeedForward, MultiHeadAttention
 from regard.mechanism.biases import Bias
@@ -28,6 +30,7 @@ from regard.models.model import Model
 MIN_TOKENS = 8192  # a run of fewer tokens takes less time than its estimate
 MAX_TIMED_CHUNKS = 12  # chunks that the estimate runs
 MAX_TIMED_TOKENS = 2048  # tokens that the estimate runs of a text in a single chunk
+TIMED_PIECE = 256  # tokens of a chunk that the estimate runs with a cache
 MAX_TIMED_QUERIES = 1024  # queries that the estimate runs with all keys
 TILE = 64  # queries whose scores are in memory at a time
 MAX_CACHED = 2**26  # bytes of freed memory that an allocator keeps
@@ -56,9 +59,18 @@ def estimate(run: TextRun, measurement: Measurement) -> CostEstimate | None:
     tokens = sum(chunk.stop - chunk.start for chunk in chunks)
     if tokens < MIN_TOKENS:
         return None
-    seconds = (_chunked if len(chunks) > 1 else _whole)(run, measurement.see, chunks)
-    longest = max(chunk.stop - chunk.first for chunk in chunks)
-    return CostEstimate(tokens, len(run.layers), seconds, _memory(run, longest))
+    own = isinstance(run.subject, OwnModel)
+    if len(chunks) == 1:
+        seconds = _whole(run, measurement.see, chunks[0], known=own)
+    elif own or not any(chunk.memory for chunk in chunks):
+        seconds = _chunked(run, measurement.see, chunks)
+    else:
+        seconds = _cached(run, measurement.see, chunks)
+    if own:
+        memory = _memory(run, max(chunk.stop - chunk.first for chunk in chunks))
+    else:
+        memory = _memory_of_any(run, chunks)
+    return CostEstimate(tokens, len(run.layers), seconds, memory)
 
 
 def _chunked(run: TextRun, see: SeeOf, chunks: list[Chunk]) -> float:
@@ -73,28 +85,64 @@ def _chunked(run: TextRun, see: SeeOf, chunks: list[Chunk]) -> float:
     return median(after - before for before, after in pairwise(ends[1:])) * len(chunks)
 
 
-def _whole(run: TextRun, see: SeeOf, chunks: list[Chunk]) -> float:
-    """The seconds of a text that runs in one chunk.
+def _cached(run: TextRun, see: SeeOf, chunks: list[Chunk]) -> float:
+    """The seconds of chunks that attend to a cache, whose time grows with the number of keys.
 
-    The time of attention is quadratic in the length. It is measured with a few queries and all
-    keys, because the scores of so many keys do not fit the CPU cache. The time of the other layers
-    is proportional to the length.
+    A line is fitted to the times of a few short chunks. A run before them warms up.
     """
-    [whole] = chunks
-    tokens = whole.stop - whole.start
+    size = min(TIMED_PIECE, len(run.tokens) // 4)
+    some = [Chunk(start, start + size, start) for start in range(0, 4 * size, size)]
+    seen = _seen_part(run, see, chunks[-1])
+    ends: list[float] = []
+
+    def tick() -> None:
+        ends.append(time.perf_counter())
+
+    for _ in range(2):
+        ends = [time.perf_counter()]
+        _forward(run, some, lambda layer, _: seen(layer, some[0]), tick)
+    times = [after - before for before, after in pairwise(ends[:: len(run.layers)])]
+    keys = [size * (piece + 0.5) for piece in range(len(times))]  # of a mean query
+    growth, flat = linear_regression(keys, times)
+    if growth < 0 or flat < 0:  # so short that the times are noise
+        growth, flat = 0.0, median(times)
+    return sum(
+        (flat + growth * (chunk.start + chunk.stop - 2 * chunk.first) / 2)
+        * (chunk.stop - chunk.start) / size
+        for chunk in chunks
+    )  # fmt: skip
+
+
+def _seen_part(run: TextRun, see: SeeOf, whole: Chunk) -> SeeOf:
+    """The ``See`` of each measured layer, even if a part does not hold the chosen word."""
     seen = {layer.name for layer in run.layers if see(layer, whole) is not None}
 
     def see_part(layer: Layer, chunk: Chunk) -> See | None:
-        """The ``See`` of each measured layer, even if this part does not hold the chosen word."""
-        return (see(layer, chunk) or See(lse=True)) if layer.name in seen else None
+        return (see(layer, chunk) or See(entropy=True)) if layer.name in seen else None
 
-    each = _seconds_per_query(run, see_part, tokens) / tokens  # seconds of one query-key pair
+    return see_part
+
+
+def _whole(run: TextRun, see: SeeOf, whole: Chunk, *, known: bool) -> float:
+    """The seconds of a text that runs in one chunk.
+
+    The time of attention is quadratic in the length. If the layers are ``known``, it is measured
+    with a few queries and all keys, because the scores of so many keys do not fit the CPU cache.
+    The time of the other layers is proportional to the length.
+    """
+    tokens = whole.stop - whole.start
+    see_part = _seen_part(run, see, whole)
+    # The seconds of one query-key pair.
+    each = _seconds_per_query(run, see_part, tokens) / tokens if known else 0.0
     large = max(min(MAX_TIMED_TOKENS, tokens // 8), 8)
     small = large // 4
     short, long = (
         _timed(partial(_forward, run, [Chunk(0, size)], see_part)) - each * size**2
         for size in (small, large)
     )
+    if not known:  # both parts of the time are fitted to the two runs
+        each = max(long / large - short / small, 0.0) / (large - small)
+        return max(long / large - each * large, 0.0) * tokens + each * tokens**2
     growing = max(long - short, 0.0) / (large - small)
     return max(long, 0.0) + growing * (tokens - large) + each * tokens**2
 
@@ -191,6 +239,22 @@ def _memory(run: TextRun, longest: int) -> int:
     tiles = TILE * size * (2 + (2 + 2 * heads if relative else 0))
     held = longest * (widest * size + tiles)
     return held + min(held // 2, MAX_CACHED) + len(run.tokens) * LABEL_BYTES
+
+
+def _memory_of_any(run: TextRun, chunks: list[Chunk]) -> int:
+    """The bytes of the widest activations of a chunk, of its scores, of the cache and of labels."""
+    model = run.subject.model
+    size = next(model.parameters()).element_size()
+    output = getattr(model, "get_output_embeddings", lambda: None)()  # it does not run
+    linear = (
+        each for each in model.modules() if isinstance(each, nn.Linear) and each is not output
+    )
+    widest = max((each.in_features + 2 * each.out_features for each in linear), default=0)
+    longest = max(chunk.stop - chunk.start for chunk in chunks)
+    kept = max(chunk.stop - chunk.first for chunk in chunks) * run.subject.cached_bytes
+    heads = max(layer.heads for layer in run.layers)
+    held = longest * size * (3 * widest + TILE * heads)
+    return held + kept + min(held // 2, MAX_CACHED) + len(run.tokens) * LABEL_BYTES
 
 
 def _duration(seconds: float) -> str:

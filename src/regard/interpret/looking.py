@@ -10,26 +10,31 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from itertools import count
+from typing import Any
+
+from torch import nn
 
 from regard.errors import InputError
 from regard.interpret.cost import CostEstimate, estimate
 from regard.interpret.heads import HeadMap, MapMeasurement, WordKeys, WordMeasurement
 from regard.interpret.measurement import Measurement
 from regard.interpret.overview import Overview, OverviewMeasurement
-from regard.interpret.runs import TextRun, prepare_run
+from regard.interpret.patches import PatchMeasurement, PatchOverviewMeasurement
+from regard.interpret.runs import TextRun, prepare_image_run, prepare_run
+from regard.interpret.subjects.library import LibraryModel
 from regard.interpret.subjects.ours import OwnModel
-from regard.interpret.subjects.subject import Layer
-from regard.interpret.word_alignment import Alignment, align
+from regard.interpret.subjects.subject import Layer, Translator
+from regard.interpret.word_alignment import Alignment, align, align_tokens
 from regard.models.bundle import Bundle
-from regard.models.model import EncoderDecoder, Model
-from regard.text.tokenizer import Tokenizer
+from regard.models.model import EncoderDecoder
 
 
 def look(
-    model: Model | Bundle | str | os.PathLike[str],
-    text: str,
+    model: nn.Module | Bundle | LibraryModel | str | os.PathLike[str],
+    text: str | None = None,
     *,
-    tokenizer: Tokenizer | None = None,
+    image: object = None,
+    tokenizer: Any = None,
     target: str | None = None,
     layer: str | int | None = None,
     head: int | None = None,
@@ -37,13 +42,18 @@ def look(
     rows: range | None = None,
     columns: range | None = None,
     alignment: bool = False,
+    trust_remote_code: bool = False,
     on_estimate: Callable[[CostEstimate], None] | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> Overview | HeadMap | WordKeys | Alignment:
     """Show what the heads of a model attend to in a text, as ``.picture()`` or ``.to_dict()``.
 
-    ``model`` is a name, a folder, or a loaded model together with its ``tokenizer``. Layers and
-    heads count from 0; layers of an encoder-decoder are named "encoder.0", "decoder.0", "cross.0".
+    ``model`` is a name, a folder, or a loaded model together with its ``tokenizer``: a model of
+    regard, of transformers, or any PyTorch module that is called with token ids [1, n]. A folder or
+    a name of an architecture that regard does not implement is loaded through transformers, without
+    running code from the folder unless ``trust_remote_code``. Layers and heads count from 0; layers
+    of an encoder-decoder are named "encoder.0", "decoder.0", "cross.0". The name of a layer's
+    module in the model, such as "model.layers.0.self_attn", names it, too.
     The arguments select the result:
 
     - no head and no word: an overview of all heads;
@@ -52,6 +62,10 @@ def look(
     - ``word``: the weights of that word on all words, in one head, or as a mean over the heads of
       one layer or of all layers;
     - ``alignment``: the source word of each word of a translation.
+
+    A vision model takes an ``image`` instead of a text: a file, an image of Pillow, or pixel values
+    [channels, height, width]. Its patches are the tokens. ``word`` then names a patch by row and
+    column, as "3,4", or "[CLS]", and the picture is a grid of patches.
 
     ``target`` is the output of an encoder-decoder. Without it, the model generates one, or only the
     encoder runs if the text is long. Before a long run, ``on_estimate`` is called with the cost,
@@ -75,13 +89,28 @@ def look(
         raise InputError("rows and columns select a part of one head's map: give layer and head.")
     if head is not None and layer is None:
         raise InputError(f"head {head} is a head of one layer: give the layer, too.")
-    run = prepare_run(model, text, tokenizer=tokenizer, target=target)
+    if (text is None) == (image is None):
+        raise InputError("look() takes a text or an image: give one of them.")
+    vision = None
+    if text is not None:
+        run = prepare_run(
+            model, text, tokenizer=tokenizer, target=target, trust_remote_code=trust_remote_code
+        )
+    else:
+        for name, given in (("tokenizer", tokenizer), ("target", target)):
+            if given is not None:
+                raise InputError(f"An image has no {name}: leave it out.")
+        run, vision = prepare_image_run(model, image, trust_remote_code=trust_remote_code)
     chosen = None if layer is None else run.layer(layer)
     if alignment:
         return _align(run, chosen, head)
     measurement: Measurement
-    if word is not None:
+    if word is not None and vision is not None:
+        measurement = PatchMeasurement(run, vision, word, chosen, head)
+    elif word is not None:
         measurement = WordMeasurement(run, word, chosen, head)
+    elif chosen is None and vision is not None:
+        measurement = PatchOverviewMeasurement(run, vision)
     elif chosen is None:
         measurement = OverviewMeasurement(run)
     elif head is None:
@@ -116,8 +145,15 @@ def _align(run: TextRun, layer: Layer | None, head: int | None) -> Alignment:
         )
     if layer is not None and not layer.across:
         raise InputError(f"Words are aligned by cross-attention, not by layer {layer.name}.")
-    number = None if layer is None else layer.number
+    if (layer is None) != (head is None):
+        raise InputError("An alignment takes layer and head together, or neither.")
+    chosen = None if layer is None or head is None else (layer.number, head)
+    if isinstance(subject, Translator):
+        weights = subject.cross_weights(run.tokens.ids, run.target.ids)
+        likely = subject.log_probabilities
+        return align_tokens(run.tokens, run.target, weights, likely, chosen=chosen)
     assert isinstance(subject, OwnModel)
     assert isinstance(subject.model, EncoderDecoder)
+    number = None if layer is None else layer.number
     source, target = run.tokens.ids, run.target.ids
     return align(subject.model, subject.tokenizer, source, target, layer=number, head=head)

@@ -6,7 +6,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -51,6 +51,7 @@ class Overview(Look):
     """
 
     kind = "overview"
+    measures: ClassVar[dict[str, Measure]] = MEASURES
 
     model: str
     tokens: int
@@ -78,7 +79,7 @@ class Overview(Look):
                 "out of one head's map, give layer and head."
             )
         grids, notes = [], []
-        for name, measure in MEASURES.items():
+        for name, measure in self.measures.items():
             if (strongest := self.strongest(name)) is None:
                 continue
             layer, head, value = strongest
@@ -92,10 +93,7 @@ class Overview(Look):
                     caption=f"Most: layer {layer}, head {head} ({value:.3g}).",
                 )
             )
-        if self.strongest("induction") is None:
-            notes.append("No token repeats after another token, so induction is undefined.")
-        if any(layer.startswith("cross") for layer in self.layers):
-            notes.append("Distance, previous token and self are undefined in cross-attention.")
+        notes += self._undefined()
         layers = f"{len(self.layers)} layer{'s' * (len(self.layers) != 1)}"
         return panels(
             f"{self.model}: what {layers} of heads do, over {self.tokens:,} tokens",
@@ -103,29 +101,42 @@ class Overview(Look):
             caption=" ".join([*notes, *self.notes]),
         )
 
+    def _undefined(self) -> list[str]:
+        """Sentences on the measures that are undefined."""
+        notes = []
+        if self.strongest("induction") is None:
+            notes.append("No token repeats after another token, so induction is undefined.")
+        if any(layer.startswith("cross") for layer in self.layers):
+            notes.append("Distance, previous token and self are undefined in cross-attention.")
+        return notes
+
 
 class OverviewMeasurement:
     """The sum and the count of each measure in each layer, over all chunks."""
 
     def __init__(self, run: TextRun) -> None:
         self.run = run
-        self._last: dict[tuple[str, Chunk], list[Tensor]] = {}  # the latest result of _groups()
+        self._last: dict[tuple[str, Chunk], tuple[list[Tensor], See]] = {}  # the latest requests
+        self._across = See(entropy=True, received=True)
         self._sums: dict[tuple[str, str], Tensor | float] = defaultdict(float)
         self._counts = Counter[tuple[str, str]]()
 
     def see(self, layer: Layer, chunk: Chunk) -> See | None:
         if layer.across:
-            return See(entropy=True, received=True)
-        pairs = torch.cat(self._groups(layer, chunk))
-        return See(entropy=True, distance=True, received=True, pairs=pairs)
+            return self._across
+        return self._request(layer, chunk)[1]
 
-    def _groups(self, layer: Layer, chunk: Chunk) -> list[Tensor]:
-        """The groups of :func:`_pairs` in a chunk, computed once for all layers."""
+    def _request(self, layer: Layer, chunk: Chunk) -> tuple[list[Tensor], See]:
+        """The groups of :func:`_pairs` in a chunk and the request, one for all layers of a half."""
         key = (layer.half, chunk)
         if key not in self._last:
             queries, keys = self.run.ranges(layer, chunk)
             ids = self.run.tokens_of(layer)[1].ids[keys.start : keys.stop]
-            self._last = {key: _pairs(ids, len(queries))}
+            groups = _pairs(ids, len(queries))
+            see = See(entropy=True, distance=True, received=True, pairs=torch.cat(groups))
+            self._last = {key: (groups, see)} | {
+                other: kept for other, kept in self._last.items() if other[1] == chunk
+            }
         return self._last[key]
 
     def add(self, layer: Layer, chunk: Chunk, seen: Seen) -> None:
@@ -137,7 +148,7 @@ class OverviewMeasurement:
         if seen.distance is not None:
             totals["distance"] = (seen.distance[0].sum(-1), count)
         if seen.pairs is not None:
-            sizes = [len(group) for group in self._groups(layer, chunk)]
+            sizes = [len(group) for group in self._request(layer, chunk)[0]]
             first_itself, *parts = torch.split(seen.pairs[0], sizes, dim=-1)
             first, count = first - first_itself.sum(-1), count - sizes[0]
             for name, part in zip(("self", "previous", "induction"), parts, strict=True):

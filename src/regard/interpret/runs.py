@@ -9,16 +9,16 @@ from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from regard.errors import InputError
-from regard.interpret.subjects.ours import OwnModel
+from regard.interpret.subjects.images import ImageModel
+from regard.interpret.subjects.library import LibraryModel
+from regard.interpret.subjects.opening import image_subject_of, subject_of
+from regard.interpret.subjects.recording import recording
 from regard.interpret.subjects.subject import Chunk, Layer, SeeOf, Subject
-from regard.interpret.watching import watch
-from regard.mechanism.seeing import Seen
-from regard.models.bundle import Bundle, open_bundle
-from regard.models.model import Model
-from regard.text.tokenizer import Tokenizer
+from regard.mechanism.seeing import See, Seen
+from regard.models.bundle import Bundle
 from regard.text.words import Tokens, Word
 
 MAX_SOURCE = 2048  # tokens; no target is generated for a longer source
@@ -51,6 +51,9 @@ class TextRun:
         layers = {layer.name: layer for layer in self.layers}
         if str(name) in layers:
             return layers[str(name)]
+        for layer in self.layers:
+            if layer.path == name:
+                return layer
         encoder_only = len(layers) < len(self.subject.layers)
         reason = " The decoder does not run without a target." if encoder_only else ""
         raise InputError(
@@ -122,21 +125,19 @@ class TextRun:
 
         ``tick`` is called after every layer. Chunks that nothing depends on are skipped.
         """
-
-        def adding(layer: Layer, chunk: Chunk) -> Callable[[str, Seen], None]:
-            return lambda _, seen: add(layer, chunk, seen)
-
         memory = None
         for chunk in self.needed_chunks(see):
             if not chunk.memory:
                 memory = self.subject.memory()
+            asked = {layer: see(layer, chunk) for layer in self.layers}
             with ExitStack() as stack:
-                for layer in self.layers:
-                    if (fields := see(layer, chunk)) is not None:
-                        stack.enter_context(watch(layer.module, fields, adding(layer, chunk)))
-                    if tick is not None:
-                        hook = layer.module.register_forward_hook(lambda *_: tick())
-                        stack.callback(hook.remove)
+                for fields in _distinct(asked.values()):
+                    layers = [layer for layer in asked if asked[layer] is fields]
+                    stack.enter_context(recording(layers, fields, partial(_add_in, chunk, add)))
+                if tick is not None:
+                    ticking = partial(_call, tick)
+                    for module in {layer.module for layer in self.layers}:
+                        stack.callback(module.register_forward_hook(ticking).remove)
                 self.forward(chunk, memory)
 
     def forward(self, chunk: Chunk, memory: Any = None) -> None:
@@ -170,18 +171,46 @@ class TextRun:
         return needed[::-1]
 
 
+def _distinct(asked: Iterable[See | None]) -> list[See]:
+    """The requests without repetitions. A measure returns one object for layers that share it."""
+    return list({id(fields): fields for fields in asked if fields is not None}.values())
+
+
+def _add_in(
+    chunk: Chunk, add: Callable[[Layer, Chunk, Seen], None], layer: Layer, seen: Seen
+) -> None:
+    add(layer, chunk, seen)
+
+
+def _call(tick: Callable[[], None], *_: object) -> None:
+    tick()
+
+
+def prepare_image_run(
+    model: nn.Module | Bundle | LibraryModel | str | os.PathLike[str],
+    image: object,
+    *,
+    trust_remote_code: bool = False,
+) -> tuple[TextRun, ImageModel]:
+    """Load the model if necessary, and prepare a run over the patches of an image."""
+    subject = image_subject_of(model, image, trust_remote_code=trust_remote_code)
+    tokens, chunks = subject.chunks(subject.tokens())
+    return TextRun(subject, tokens, chunks, subject.layers), subject
+
+
 def prepare_run(
-    model: Model | Bundle | str | os.PathLike[str],
+    model: nn.Module | Bundle | LibraryModel | str | os.PathLike[str],
     text: str,
     *,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Any = None,
     target: str | None = None,
+    trust_remote_code: bool = False,
 ) -> TextRun:
     """Load the model if necessary, tokenize the text, and cut it into chunks.
 
     Without a ``target``, an encoder-decoder generates one for a text of up to MAX_SOURCE tokens.
     """
-    subject = _subject(model, tokenizer)
+    subject = subject_of(model, tokenizer, trust_remote_code=trust_remote_code)
     tokens = subject.read(text)
     layers = subject.layers
     if not subject.writes:
@@ -189,28 +218,16 @@ def prepare_run(
             raise InputError(f"{subject.name} takes no target: it has no decoder.")
         written = None
     elif target is not None:
+        if subject.longest is not None and len(tokens) > subject.longest:
+            raise InputError(
+                f"{subject.name} reads a source of up to {subject.longest:,} tokens, but the text "
+                f"has {len(tokens):,}. Give a shorter text, or leave out the target to look into "
+                "the encoder."
+            )
         written = subject.read_target(target)
-    elif len(tokens) <= MAX_SOURCE:
+    elif len(tokens) <= min(MAX_SOURCE, subject.longest or MAX_SOURCE):
         written = subject.write(tokens, MAX_TARGET)
     else:
         written, layers = None, tuple(layer for layer in layers if layer.half == "encoder")
     tokens, chunks = subject.chunks(tokens)
     return TextRun(subject, tokens, chunks, layers, written)
-
-
-def _subject(
-    model: Model | Bundle | str | os.PathLike[str], tokenizer: Tokenizer | None
-) -> Subject:
-    if not isinstance(model, Model | Bundle | str | os.PathLike):
-        raise InputError(
-            f"{type(model).__name__} is not a model of regard. Save it and give its folder, or use "
-            "regard.watch(...)."
-        )
-    if isinstance(model, Model):
-        if tokenizer is None:
-            raise InputError(
-                "A loaded model needs its tokenizer. Pass tokenizer=Tokenizer.load(...), too."
-            )
-        return OwnModel(model, tokenizer)
-    bundle = model if isinstance(model, Bundle) else open_bundle(model)
-    return OwnModel(bundle.model, bundle.tokenizer if tokenizer is None else tokenizer, bundle)

@@ -11,8 +11,9 @@ input (https://arxiv.org/abs/2004.14837). So each head is scored in both steps.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -121,7 +122,30 @@ def align(
     if (layer is None) != (head is None):
         raise InputError("align() takes layer and head together, or neither.")
     reader = Tokenizer(tokenizer.tokenizer)  # the source side of a tokenizer with two vocabularies
-    read, written = tokens_of_ids(reader, source), tokens_of_ids(tokenizer.target, target)
+    [weights] = cross_weights(model, [source], [target])
+    return align_tokens(
+        tokens_of_ids(reader, source),
+        tokens_of_ids(tokenizer.target, target),
+        weights,
+        partial(log_probabilities, model),
+        chosen=None if layer is None or head is None else (layer, head),
+    )
+
+
+def align_tokens(
+    read: Tokens,
+    written: Tokens,
+    weights: Tensor,
+    log_probabilities: LogProbabilities,
+    *,
+    chosen: tuple[int, int] | None = None,
+) -> Alignment:
+    """Align the words of a written text with those of its source.
+
+    ``weights`` are cross-attention weights [layers, heads, target + 1, source], as
+    :func:`cross_weights` returns them. ``chosen`` is a layer and a head; without it, use the head
+    that aligns best.
+    """
     sources, targets = _words(read, "source"), _words(written, "target")
     if len(sources) > MAX_WORDS:
         raise InputError(
@@ -129,17 +153,16 @@ def align(
             "Split it into sentences."
         )
     pair = TextPair(
-        source, target, membership(len(read), sources), membership(len(written), targets)
+        read.ids, written.ids, membership(len(read), sources), membership(len(written), targets)
     )
-    chosen = None if layer is None or head is None else (layer, head)
-    best = best_head(model, [pair], list(cross_weights(model, [source], [target])), chosen=chosen)
+    best = best_head(log_probabilities, [pair], [weights], chosen=chosen)
     source_words, target_words = (
         tuple(word.label for word in words) for words in (sources, targets)
     )
-    weights, effect = best.weights[0], best.effects[0]
     return Alignment(
-        source_words, target_words, weights, effect, best.layer, best.head, best.read, best.scores
-    )
+        source_words, target_words, best.weights[0], best.effects[0], best.layer, best.head,
+        best.read, best.scores,
+    )  # fmt: skip
 
 
 def step_name(read: bool) -> str:
@@ -166,6 +189,10 @@ class TextPair(NamedTuple):
     targets: Tensor  # [target tokens, target words]
 
 
+# The log-probability of each token of a target after each of several sources, [sources, tokens].
+LogProbabilities = Callable[[Sequence[Sequence[int]], Sequence[int]], Tensor]
+
+
 class BestHead(NamedTuple):
     """A cross-attention head, with its weights and the effects for each pair of texts."""
 
@@ -178,18 +205,17 @@ class BestHead(NamedTuple):
 
 
 def best_head(
-    model: EncoderDecoder,
+    log_probabilities: LogProbabilities,
     pairs: Sequence[TextPair],
     weights: Sequence[Tensor],
     *,
     chosen: tuple[int, int] | None = None,
-    batch: int = BATCH,
 ) -> BestHead:
     """The head that aligns the words of all texts best, or ``chosen``, in the better of two steps.
 
     ``weights`` are the outputs of :func:`cross_weights` for ``pairs``.
     """
-    effects = [_effect(model, pair, batch) for pair in pairs]
+    effects = [_effect(log_probabilities, pair) for pair in pairs]
     depends = torch.cat([effect.amax(-1) > 0 for effect in effects])
     if not bool(depends.any()):
         depends = torch.ones_like(depends)
@@ -244,7 +270,27 @@ def cross_weights(
 
 
 @torch.no_grad()
-def _effect(model: EncoderDecoder, pair: TextPair, batch: int) -> Tensor:
+def log_probabilities(
+    model: EncoderDecoder,
+    sources: Sequence[Sequence[int]],
+    target: Sequence[int],
+    *,
+    batch: int = BATCH,
+) -> Tensor:
+    """The log-probability of each token of ``target`` after each source, [sources, tokens]."""
+    written = torch.tensor([list(target)], device=model.device)
+    read = torch.tensor([[model.start_token, *target[:-1]]], device=model.device)
+    parts = []
+    for first in range(0, len(sources), batch):
+        some = sources[first : first + batch]
+        ids, padding = pad(some, 0, "right", model.config.vocabulary, model.device)
+        logits = model(ids, read.expand(len(some), -1), padding=padding).float()
+        spread = written.expand(len(some), -1)[..., None]
+        parts.append(logits.log_softmax(-1).gather(-1, spread)[..., 0].cpu())
+    return torch.cat(parts)
+
+
+def _effect(log_probabilities: LogProbabilities, pair: TextPair) -> Tensor:
     """The log-probability each target word loses without each source word, [target, source]."""
     targets, sources = pair.targets > 0, pair.sources > 0
     if sources.shape[1] == 1:
@@ -253,15 +299,5 @@ def _effect(model: EncoderDecoder, pair: TextPair, batch: int) -> Tensor:
         [token for token, left_out in zip(pair.source, column, strict=True) if not left_out]
         for column in sources.t().tolist()
     ]
-    vocabulary, device = model.config.vocabulary, model.device
-    written = torch.tensor([list(pair.target)], device=device)
-    read = torch.tensor([[model.start_token, *pair.target[:-1]]], device=device)
-    parts = []
-    for first in range(0, len(variants), batch):
-        some = variants[first : first + batch]
-        ids, padding = pad(some, 0, "right", vocabulary, device)
-        logits = model(ids, read.expand(len(some), -1), padding=padding).float()
-        spread = written.expand(len(some), -1)[..., None]
-        parts.append(logits.log_softmax(-1).gather(-1, spread)[..., 0].cpu())
-    likely = torch.cat(parts) @ targets.float()  # [variants, target words]
+    likely = log_probabilities(variants, pair.target) @ targets.float()  # [variants, target words]
     return (likely[:1] - likely[1:]).t()

@@ -218,6 +218,36 @@ def head_grid(
     return _labelled(title, table, ("layer", rows), ("head", heads), unit, caption)
 
 
+def patch_grid(
+    weights: Table,
+    *,
+    patch: tuple[int, int] | None = None,
+    title: str = "Weights on patches",
+    caption: str = "",
+) -> Picture:
+    """The weights of one query on the patches of an image, [rows, columns].
+
+    ``patch`` is the row and the column of the query, which is marked; None if it is no patch.
+
+    >>> picture = patch_grid([[0.1, 0.2], [0.3, 0.4]], patch=(1, 0))
+    >>> print(picture.text(width=60, color="none").strip())
+    Weights on patches
+    row down, column across
+          0     1
+    0   .10   .20
+    1  *.30   .40
+    <BLANKLINE>
+    0.1 [ .:-=+*#%@] 0.4 weight
+    """
+    values = table_of(weights, "patch_grid")
+    sides = (len(values), len(values[0]))
+    if patch is not None and not all(0 <= at < side for at, side in zip(patch, sides, strict=True)):
+        raise InputError(f"patch_grid has {sides[0]} x {sides[1]} patches, but got patch={patch}.")
+    rows, columns = (tuple(map(str, range(side))) for side in sides)
+    marks = frozenset() if patch is None else frozenset({patch})
+    return _labelled(title, values, ("row", rows), ("column", columns), "weight", caption, marks)
+
+
 def top_keys(
     weights: Sequence[float] | Tensor,
     keys: Sequence[str],

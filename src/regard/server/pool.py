@@ -9,8 +9,9 @@ from typing import Any
 
 from regard.checkpoints import cards, hub
 from regard.errors import UnknownModelError
+from regard.interpret.subjects.library import LibraryModel, open_model
 from regard.models import catalog
-from regard.models.bundle import Bundle, open_bundle
+from regard.models.bundle import Bundle
 from regard.models.catalog import Known
 
 # The requests that a model can answer, by its task. Every model also answers look and explain.
@@ -30,7 +31,7 @@ class Models:
         self.device = device
         self._given: dict[str, Known] = {}
         for name in given:
-            open_bundle(name, device=device)
+            open_model(name, device)
             if name not in (model.name for model in catalog.known()):
                 self._given[name] = catalog.at(hub.find(name), name)
 
@@ -51,9 +52,9 @@ class Models:
             "with regard serve --model to add one."
         )
 
-    def loaded(self, name: str) -> Bundle:
+    def loaded(self, name: str) -> Bundle | LibraryModel:
         """The model of this name, with its tokenizer, from the cache that the tasks use."""
-        return open_bundle(self.name(name), device=self.device)
+        return open_model(self.name(name), self.device)
 
     def to_dict(self) -> dict[str, Any]:
         """Each model with its task, requests, size and licence."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,7 +12,13 @@ from torch.nn.functional import pad
 
 from regard.interpret.pooling import overlaps, pool, shares
 from regard.interpret.watched import Watched
-from regard.interpret.word_alignment import TextPair, best_head, cross_weights, step_name
+from regard.interpret.word_alignment import (
+    TextPair,
+    best_head,
+    cross_weights,
+    log_probabilities,
+    step_name,
+)
 from regard.models.bundle import Bundle
 from regard.models.model import EncoderDecoder
 from regard.tasks.records import WordAttention
@@ -81,7 +88,8 @@ def align(
     if not units:
         return None
     pairs = [_pair(*unit[:3]) for unit in units]
-    best = best_head(model, pairs, [item.weights for item, *_ in units], batch=batch)
+    likely = partial(log_probabilities, model, batch=batch)
+    best = best_head(likely, pairs, [item.weights for item, *_ in units])
     blocks: Tensor = torch.block_diag(*best.weights)  # type: ignore[no-untyped-call]
     return WordAttention(
         tuple(show(item.written.text[low:high]) for item, to, _, show in units for low, high in to),

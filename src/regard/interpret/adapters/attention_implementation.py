@@ -279,8 +279,6 @@ def _parts(function: MaskFunction, extent: Extent, kv_offset: int) -> list[Mask]
             return _prefix(held["mask_functions"], extent, kv_offset)
         case "sliding_window_overlay":
             left = held["sliding_window"] - 1
-            if left < 0:
-                return None  # no key at all; Qwen2-MoE makes such a mask and does not use it
             return [Window(left, None)] if left < last else []
         case "sliding_window_bidirectional_overlay":
             size = held["sliding_window"]

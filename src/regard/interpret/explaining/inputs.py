@@ -29,7 +29,7 @@ from regard.mechanism.masks import Mask
 MAX_DIM = 4096  # width of random embeddings
 MAX_SCORES = 2**20  # heads * queries * keys
 SENTENCE_OPTIONS = ("heads", "dim", "seed", "mask")
-MODEL_OPTIONS = ("layer", "head", "target")
+MODEL_OPTIONS = ("layer", "head", "target", "trust_remote_code")
 
 
 def explain(

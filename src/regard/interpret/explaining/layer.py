@@ -6,8 +6,10 @@ import os
 from typing import Any
 
 import torch
+from torch import nn
 
 from regard.errors import InputError
+from regard.interpret.explaining.others import explain_other, record
 from regard.interpret.explaining.steps import (
     OutputProjection,
     TracedCall,
@@ -17,47 +19,52 @@ from regard.interpret.explaining.steps import (
 )
 from regard.interpret.explaining.trace import Numbers, Step, Trace
 from regard.interpret.runs import LayerCall, TextRun, prepare_run
+from regard.interpret.subjects.library import LibraryModel
+from regard.interpret.subjects.ours import OwnModel
 from regard.interpret.subjects.subject import Layer
 from regard.layers.modules import MultiHeadAttention
 from regard.mechanism.biases import Bias
 from regard.mechanism.call import Call, check
 from regard.mechanism.masks import Mask
 from regard.models.bundle import Bundle
-from regard.models.model import Model
 from regard.models.transformer_xl import RelativeAttention
-from regard.text.tokenizer import Tokenizer
 
 MAX_TOKENS = 128  # the most tokens of a sentence, because a trace holds all their numbers
 
 
 def explain_model(
-    model: Model | Bundle | str | os.PathLike[str],
+    model: nn.Module | Bundle | LibraryModel | str | os.PathLike[str],
     text: str,
     *,
-    tokenizer: Tokenizer | None = None,
+    tokenizer: Any = None,
     layer: str | int | None = None,
     head: int = 0,
     word: str | None = None,
     target: str | None = None,
+    trust_remote_code: bool = False,
 ) -> Trace:
     """Trace every step of one head of a model while the model runs over ``text``.
 
-    ``model`` is a name, a folder, or a loaded model together with its ``tokenizer``. Layers have
-    the same names as in :func:`regard.look`; the default is the first. ``target`` is the output of
-    an encoder-decoder; without it, the model generates one. Examples in the trace follow ``word``,
-    by default the last word.
+    ``model``, ``tokenizer`` and ``trust_remote_code`` are as in :func:`regard.look`, and layers
+    have the same names; the default is the first. ``target`` is the output of an encoder-decoder;
+    without it, the model generates one. Examples in the trace follow ``word``, by default the last
+    word.
 
     >>> trace = explain_model("books-gpt2", "The cat sat.", layer=1, head=2)
     >>> trace.subject, trace.agreement.holds
     ('GPT2, layer 1, head 2', True)
     """
-    run = prepare_run(model, text, tokenizer=tokenizer, target=target)
+    run = prepare_run(
+        model, text, tokenizer=tokenizer, target=target, trust_remote_code=trust_remote_code
+    )
     chosen = run.layers[0] if layer is None else run.layer(layer)
     run.check_head(chosen, head)
     queries, keys = run.tokens_of(chosen)
     _check_length(run, chosen, max(len(queries), len(keys)), written=target is None)
     words = [each for each in queries.words if not each.special] or list(queries.words)
     followed = words[-1] if word is None else queries.find(word)[0]
+    if not isinstance(run.subject, OwnModel):
+        return _of_other(run, chosen, head, followed.places[0])
     recorded = run.calls([chosen], run.chunks[0])[chosen.name]
     assert isinstance(chosen.module, MultiHeadAttention)
     output = chosen.module.output
@@ -77,6 +84,17 @@ def explain_model(
         subject=f"{run.subject.name}, layer {chosen.name}, head {head}",
         expected=recorded.output[0],
     )
+
+
+def _of_other(run: TextRun, layer: Layer, head: int, focus: int) -> Trace:
+    """The trace of a layer whose module is not regard's."""
+    recorded = record(run, layer)
+    queries, keys = run.tokens_of(layer)
+    names = head_names(layer.heads, start=0)
+    traced = TracedCall(
+        recorded.call, queries.labels, keys.labels, focus, names, (head,), layer.across
+    )
+    return explain_other(run, layer, traced, recorded)
 
 
 def _check_length(run: TextRun, layer: Layer, length: int, *, written: bool) -> None:

@@ -38,6 +38,7 @@ class OwnModel(Subject):
             Layer(each.name, each.half, each.number, each.across, each.module.heads, each.module)
             for each in model.attention_layers()
         )
+        self.longest = None if self.writes else model.longest
         self._bundle = bundle
 
     def read(self, text: str) -> Tokens:
@@ -69,9 +70,7 @@ class OwnModel(Subject):
             edges = [*range(0, len(tokens), kept or SEGMENT), len(tokens)]
             parts = pairwise(edges)
             return tokens, tuple(Chunk(start, stop, min(kept, start)) for start, stop in parts)
-        if self.writes or self.model.longest is None:
-            return tokens, (Chunk(0, len(tokens)),)
-        return windows(tokens, self.model.longest)
+        return windows(tokens, self.longest or len(tokens))
 
     def notes(self, chunks: Sequence[Chunk]) -> tuple[str, ...]:
         if len(chunks) < 2 or not chunks[1].memory:

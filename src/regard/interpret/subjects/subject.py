@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, chain, pairwise
 from typing import Any, Literal, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
 
 from regard.mechanism.seeing import See
 from regard.text.words import Tokens, Word
@@ -43,6 +43,8 @@ class Layer:
     across: bool  # whether this is cross-attention
     heads: int
     module: nn.Module
+    path: str = ""  # the name of the module in the model
+    call: int = 0  # the number of the module's call in a run; layers may share a module
 
 
 SeeOf = Callable[[Layer, Chunk], See | None]  # the fields to record; None to skip
@@ -55,6 +57,9 @@ class Subject(ABC):
     model: nn.Module
     layers: tuple[Layer, ...]
     writes: bool  # whether it is an encoder-decoder, whose decoder runs over a target
+    longest: int | None = None  # the most tokens in one window; None if there is no limit
+
+    cached_bytes = 0  # bytes that the memory keeps of each token
 
     @abstractmethod
     def read(self, text: str) -> Tokens:
@@ -66,11 +71,12 @@ class Subject(ABC):
 
     def notes(self, chunks: Sequence[Chunk]) -> tuple[str, ...]:
         """Sentences for captions on how the text ran."""
-        if len(chunks) < 2:
+        starts = [chunk.start for chunk in chunks if not chunk.memory]
+        if len(starts) < 2:
             return ()
         return (
-            f"The model has {chunks[0].stop:,} positions: the text runs in {len(chunks):,} "
-            "independent windows.",
+            f"The model has {starts[1]:,} positions: the text runs in {len(starts):,} independent "
+            "windows.",
         )
 
     def memory(self) -> Any:
@@ -98,6 +104,21 @@ class Subject(ABC):
     def start(self) -> tuple[int, str]:
         """The first token of the decoder's input: its id and its name."""
         raise NotImplementedError
+
+
+class Translator(Subject):
+    """A subject whose words can be aligned by its cross-attention."""
+
+    @abstractmethod
+    def cross_weights(self, source: Sequence[int], target: Sequence[int]) -> Tensor:
+        """The cross-attention of a target to its source, [layers, heads, target + 1, source].
+
+        Row i is the step that predicts token i of the target. Token i is the input of row i + 1.
+        """
+
+    @abstractmethod
+    def log_probabilities(self, sources: Sequence[Sequence[int]], target: Sequence[int]) -> Tensor:
+        """The log-probability of each token of a target after each source, [sources, tokens]."""
 
 
 def windows(tokens: Tokens, size: int) -> tuple[Tokens, tuple[Chunk, ...]]:
