@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --quiet
 
-.PHONY: demo test quick test-kernels test-conformance test-every-model test-transformers test-newest check bench docs browser
+.PHONY: demo test quick acceptance test-kernels test-conformance test-every-model test-transformers test-newest check bench docs browser
 
 demo: .venv/.ready  ## attention explained step by step, then a translation with its word alignment
 	@$(BIN)/regard explain
@@ -16,6 +16,9 @@ test: .venv/.dev browser  ## all tests except the kernel sweep, with the example
 
 quick: .venv/.dev  ## the fast tests: no interpreted kernels, no processes, no browser
 	$(PYTEST) -m "not gpu and not kernels and not processes and not browser and not slow"
+
+acceptance: .venv/.dev  ## what the shipped models do with 300 inputs as users have them, judged by rules
+	$(BIN)/python tests/acceptance/judge.py --failures
 
 test-kernels: .venv/.dev  ## the kernel sweep: more cases of each kernel in the interpreter
 	$(PYTEST) -m sweep
