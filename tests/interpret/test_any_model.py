@@ -32,7 +32,7 @@ from regard import (
     explain_model,
     look,
 )
-from regard.interpret import cost
+from regard.interpret import cost, heads
 from regard.interpret.cost import CostEstimate
 from regard.interpret.explaining.steps import TracedCall, trace_call
 from regard.interpret.heads import HeadMap, WordKeys
@@ -156,6 +156,28 @@ def test_a_decoder_reads_a_long_text_in_pieces_with_its_cache(
 
 
 ASKED = ((), (("layer", 1), ("head", 2)), (("word", "mat"),))
+
+
+@pytest.mark.parametrize("most", [1, 4 * 44 * 10, 2**25])
+def test_a_long_map_is_pooled_over_the_pieces(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, text = library_model("mistral"), TEXT * 4
+    monkeypatch.setattr(heads, "MAX_CELLS", 5)
+    whole = look_at(model, text, layer=1, head=2)
+    assert whole.pooled
+    monkeypatch.setattr(others, "PIECE", 13)
+    monkeypatch.setattr(heads, "MAX_WEIGHTS", most)
+    run = prepare_run(model, text, tokenizer=library_tokenizer())
+    measurement = heads.MapMeasurement(run, run.layer(1), 2)
+    kinds = {tuple(measurement.see(run.layer(1), c).requested) for c in measurement.run.chunks}
+    assert kinds == {("received",) if most == 1 else ("weights",)}
+    assert (len(measurement.run.chunks) > len(run.chunks)) == (most < 2**25)
+    found = look_at(model, text, layer=1, head=2)
+    close(found.weights.sum(-1), torch.ones(5))
+    weights = own_weights(model, list(run.tokens.ids))[1][2]
+    bins = torch.arange(44) * 5 // 44
+    pooled = torch.zeros(5, 5, dtype=torch.float64)
+    pooled.index_put_((bins[:, None].expand(-1, 44), bins.expand(44, -1)), weights, True)
+    close(found.weights, pooled / bins.bincount()[:, None])
 
 
 def test_windows_begin_anew_where_positions_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -69,7 +69,7 @@ def estimate(run: TextRun, measurement: Measurement) -> CostEstimate | None:
     if own:
         memory = _memory(run, max(chunk.stop - chunk.first for chunk in chunks))
     else:
-        memory = _memory_of_any(run, chunks)
+        memory = _memory_of_any(run, measurement.see, chunks)
     return CostEstimate(tokens, len(run.layers), seconds, memory)
 
 
@@ -241,8 +241,8 @@ def _memory(run: TextRun, longest: int) -> int:
     return held + min(held // 2, MAX_CACHED) + len(run.tokens) * LABEL_BYTES
 
 
-def _memory_of_any(run: TextRun, chunks: list[Chunk]) -> int:
-    """The bytes of the widest activations of a chunk, of its scores, of the cache and of labels."""
+def _memory_of_any(run: TextRun, see: SeeOf, chunks: list[Chunk]) -> int:
+    """The bytes of a chunk's widest activations, scores and weights, of the cache and of labels."""
     model = run.subject.model
     size = next(model.parameters()).element_size()
     output = getattr(model, "get_output_embeddings", lambda: None)()  # it does not run
@@ -254,6 +254,11 @@ def _memory_of_any(run: TextRun, chunks: list[Chunk]) -> int:
     kept = max(chunk.stop - chunk.first for chunk in chunks) * run.subject.cached_bytes
     heads = max(layer.heads for layer in run.layers)
     held = longest * size * (3 * widest + TILE * heads)
+    last = chunks[-1]
+    pairs = (last.stop - last.start) * (last.stop - last.first)
+    asked = ((layer, see(layer, last)) for layer in run.layers)
+    held += max((4 * layer.heads * pairs for layer, fields in asked if fields and fields.weights),
+                default=0)  # fmt: skip
     return held + kept + min(held // 2, MAX_CACHED) + len(run.tokens) * LABEL_BYTES
 
 

@@ -21,6 +21,7 @@ from regard.pictures.figures import Picture, pooled_map, top_keys, weight_map
 
 MAX_CELLS = 256  # rows or columns of a whole map; larger maps are pooled
 MAX_EXACT = 2**18  # weights of a map that is not pooled
+MAX_WEIGHTS = 2**25  # weights of one chunk of a layer, if the chunks of the run can be cut
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -121,7 +122,12 @@ class HeadMap(Look):
 
 
 class MapMeasurement:
-    """One head's map. If a long text runs in one chunk, the kernel pools the map."""
+    """One head's map. If a long text runs in one chunk, the kernel pools the map.
+
+    Otherwise a cell may span two chunks, so the weights of each chunk are recorded and pooled here.
+    If these are too many, chunks are cut where a row of cells begins, and what their keys receive
+    is the sum that the row needs.
+    """
 
     def __init__(
         self,
@@ -145,13 +151,27 @@ class MapMeasurement:
             )
         sizes = (len(self.rows), len(self.columns))
         self._cells = torch.zeros([min(MAX_CELLS, n) if self.pooled else n for n in sizes])
+        self._by_row = False  # whether each chunk lies in one row of cells
+        if self.pooled and len(run.chunks) > 1 and run.subject.divisible:
+            self._cut()
+
+    def _cut(self) -> None:
+        """Cut the chunks of the run, if they would record more than MAX_WEIGHTS weights."""
+        chunks, count, height = self.run.chunks, len(self.rows), len(self._cells)
+        fitting = MAX_WEIGHTS // (self.layer.heads * max(each.stop - each.first for each in chunks))
+        if fitting >= max(each.stop - each.start for each in chunks):
+            return
+        self._by_row = fitting < count / height
+        starts = (-(-row * count // height) for row in range(height))
+        self.run = self.run.cut_at(starts if self._by_row else range(0, count, fitting))
 
     def see(self, layer: Layer, chunk: Chunk) -> See | None:
         if layer is not self.layer:
             return None
         if self.pooled:
-            # A cell may span two chunks: record the weights of each chunk, and pool them in add().
-            return See(map=MAX_CELLS) if len(self.run.chunks) == 1 else See(weights=True)
+            if len(self.run.chunks) == 1:
+                return See(map=MAX_CELLS)
+            return See(received=True) if self._by_row else See(weights=True)
         pairs = self._pairs(chunk)
         return See(pairs=pairs) if len(pairs) else None
 
@@ -168,6 +188,12 @@ class MapMeasurement:
         queries, keys = self.run.ranges(layer, chunk)
         if seen.map is not None:
             self._cells = seen.map[0, self.head].float().cpu()
+        elif seen.received is not None:
+            height, width = self._cells.shape
+            received = seen.received[0, self.head].float().cpu()
+            column_of = torch.arange(keys.start, keys.stop) * width // len(self.columns)
+            row = queries.start * height // len(self.rows)
+            self._cells[row].index_add_(0, column_of, received)
         elif seen.weights is not None:
             height, width = self._cells.shape
             row_of, column_of = (

@@ -120,6 +120,7 @@ def look(
     else:
         measurement = MapMeasurement(run, chosen, head, rows, columns)
 
+    run = measurement.run
     if on_estimate is not None and (cost := estimate(run, measurement)) is not None:
         on_estimate(cost)
     total = len(run.needed_chunks(measurement.see)) * len(run.layers)

@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Protocol
 
 from torch import Tensor
 
+from regard.interpret.runs import TextRun
 from regard.interpret.subjects.subject import Chunk, Layer
 from regard.mechanism.labelled import Convertible
 from regard.mechanism.seeing import See, Seen
@@ -55,6 +56,8 @@ def _plain(value: Any) -> Any:
 
 class Measurement(Protocol):
     """Computes one kind of result of ``look`` while the model runs over the chunks of a text."""
+
+    run: TextRun  # perhaps with other chunks than the run that it was made for
 
     def see(self, layer: Layer, chunk: Chunk) -> See | None:
         """The fields to record of a layer in a chunk; None to skip it."""

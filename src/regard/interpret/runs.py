@@ -5,8 +5,9 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from torch import Tensor, nn
@@ -114,6 +115,15 @@ class TextRun:
         if self.target is None and self.subject.writes:
             notes += ("Only the encoder ran: the text is long, and no target was given.",)
         return notes
+
+    def cut_at(self, edges: Iterable[int]) -> TextRun:
+        """The same run, with chunks also cut before the given tokens, if the subject allows it."""
+        chunks, edges = [], sorted(edges)
+        for chunk in self.chunks:
+            inner = [edge for edge in edges if chunk.start < edge < chunk.stop]
+            for start, stop in pairwise([chunk.start, *inner, chunk.stop]):
+                chunks.append(Chunk(start, stop, start - chunk.first))
+        return replace(self, chunks=tuple(chunks))
 
     def record(
         self,

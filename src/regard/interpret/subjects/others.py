@@ -192,6 +192,7 @@ class TransformersModel(FoundLayers):
         self._find(calls, kinds)
         if not self.writes:
             self._cache = self._find_cache(probe)
+            self.divisible = self._cache is not None
 
     def _find_cache(self, probe: list[int]) -> Callable[[], Any] | None:
         """A function that makes a cache with which the layers see all earlier keys, or None."""

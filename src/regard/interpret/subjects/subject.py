@@ -60,6 +60,7 @@ class Subject(ABC):
     longest: int | None = None  # the most tokens in one window; None if there is no limit
 
     cached_bytes = 0  # bytes that the memory keeps of each token
+    divisible = False  # whether chunks may be cut anywhere without changing the result
 
     @abstractmethod
     def read(self, text: str) -> Tokens:
