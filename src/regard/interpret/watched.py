@@ -186,7 +186,7 @@ class Watcher:
         self.each = each
         self.watched = Watched()
         self._layers = layers
-        self._unseen: dict[str, str] = {}
+        self._ran: dict[str, str] = {}
         self._done: set[str] = set()  # the layers that were recorded, or were not chosen
         self._elsewhere = ""
         self.started = False  # whether a module of a library ran
@@ -214,8 +214,12 @@ class Watcher:
             self.each(name, seen)
 
     def ran(self, name: str, reason: str) -> None:
-        """Note that a module ran which computes attention, and that it may not be recorded."""
-        self._unseen.setdefault(name, reason)
+        """Note that a module ran which seems to compute attention, recorded or not."""
+        self._ran.setdefault(name, reason)
+
+    def missed(self, name: str, reason: str) -> None:
+        """Note a call that cannot be recorded."""
+        self.watched.unseen.setdefault(name, reason)
 
     def ran_elsewhere(self, where: str) -> None:
         """Note that the model ran where it is not watched."""
@@ -224,11 +228,9 @@ class Watcher:
     def finish(self) -> None:
         """Warn about what ran and was not recorded."""
         watched = self.watched
-        watched.unseen = {
-            name: reason
-            for name, reason in self._unseen.items()
-            if not any(done == name or done.startswith(f"{name}.") for done in self._done)
-        }
+        for name, reason in self._ran.items():
+            if not any(done == name or done.startswith(f"{name}.") for done in self._done):
+                self.missed(name, reason)
         model = type(self.model).__name__
         if self._elsewhere:
             warnings.warn(

@@ -54,6 +54,7 @@ CHANGES = frozenset({
     Tensor.masked_fill_, torch.where, torch.nan_to_num, Tensor.nan_to_num,
 })  # fmt: skip
 NAMED = re.compile(r"(attn|attention)\d*$", re.IGNORECASE)  # the end of a module's name
+BESIDE = re.compile(r"norm|dropout|output|mask|embed", re.IGNORECASE)  # in a class: no attention
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 OWN_CODE = "computes attention in a way that watch does not know"
 
@@ -95,7 +96,7 @@ def _says_attention(name: str, module: nn.Module) -> bool:
     kind = type(module).__name__.lower()
     if "attention" in kind or "attn" in kind:
         return True
-    return NAMED.search(name) is not None and any(module.children())
+    return bool(NAMED.search(name) and not BESIDE.search(kind) and any(module.children()))
 
 
 class _Softmax(NamedTuple):
@@ -115,7 +116,7 @@ class _Frame:
     says_attention: bool
     own: bool = False  # whether it is a layer of regard, which another adapter watches
     holds_attention: bool = False  # whether a module inside it is named after attention and ran
-    reason: str = ""  # why a call inside it could not be recorded
+    reason: str = ""  # why a call could not be recorded
     # Each tensor that holds weights, by its id, until they multiply values.
     weights: dict[int, tuple[Tensor, _Softmax]] = field(default_factory=dict)
 
@@ -189,10 +190,10 @@ class _Observer:
     def _finish(self, frame: _Frame, parent: _Frame | None) -> None:
         if frame.says_attention:
             self.running.attention.pop()
-        if frame.weights:
-            frame.reason = frame.reason or OWN_CODE
-        if frame.reason or (frame.says_attention and not frame.holds_attention):
-            self.watcher.ran(frame.name, frame.reason or OWN_CODE)
+        if frame.reason:
+            self.watcher.missed(frame.name, frame.reason)
+        elif frame.weights or (frame.says_attention and not frame.holds_attention):
+            self.watcher.ran(frame.name, OWN_CODE)
         if parent is not None:
             parent.holds_attention |= frame.says_attention or frame.holds_attention or frame.own
 
