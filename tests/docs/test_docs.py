@@ -173,6 +173,7 @@ def test_the_readme_has_two_commands_to_start_with_and_five_examples():
         "docs/meanings.md",
         "docs/results.md",
         "docs/transformers.md",
+        "docs/watching.md",
     ],
 )
 def test_python_blocks_print_what_is_shown(page):

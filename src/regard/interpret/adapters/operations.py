@@ -483,16 +483,18 @@ def _from_weights(see: See, scores: Tensor, weights: Tensor, heads: int) -> Seen
         raise _UnknownError("reshapes its weights before it uses them")
     keys = weights.shape[-1]
     hidden = (scores[..., :keys] < lowest) | ((scores[..., :keys] < -9000) & (weights == 0))
-    hidden = hidden & ~hidden.all(-1, keepdim=True)
+    unmasked = hidden.all(-1, keepdim=True)  # a query without keys: its weights are equal
     sink = scores[..., keys:]
     if sink.numel() and (see.lse or see.max_logit or see.scores is not None):
         if not scores.amax(-1).any():
             raise _UnknownError(
                 "subtracts the largest score, so lse, max_logit and scores are unknown"
             )
-    raw = scores[..., :keys].masked_fill(hidden, -torch.inf)
+    raw = torch.where(
+        unmasked, weights.detach().log(), scores[..., :keys].masked_fill(hidden, -torch.inf)
+    )
     lse = torch.cat((raw, sink), -1).logsumexp(-1)
-    start = _query_start(~hidden) if see.distance else None
+    start = _query_start(~hidden | unmasked) if see.distance else None
     batch, count, queries, _ = weights.shape
     extent = Extent(batch, count, queries, keys, weights.device, tuple(start) if start else None)
     see.check(extent)
