@@ -210,6 +210,18 @@ def test_a_long_source_runs_through_the_encoder_alone() -> None:
         look_at(model, TEXT * 10, target=TARGET)
 
 
+def test_attention_that_cannot_be_shown_is_named() -> None:
+    config = transformers.LongT5Config(
+        vocab_size=300, d_model=16, d_kv=4, d_ff=24, num_layers=1, num_heads=4,
+        decoder_start_token_id=0,
+    )  # fmt: skip
+    model = transformers.LongT5ForConditionalGeneration(config).eval()
+    with pytest.warns(UserWarning, match="could not be recorded"):
+        found = look_at(model, target=TARGET)
+    assert found.layers == ("decoder.0", "cross.0")
+    assert "Not recorded, because watch cannot see them: encoder.block.0" in found.notes[0]
+
+
 def test_layers_are_named_by_their_modules_too() -> None:
     model = library_model("llama")
     found = look_at(model, layer="model.layers.1.self_attn", head=1)

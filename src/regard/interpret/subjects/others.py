@@ -51,17 +51,24 @@ class Call(NamedTuple):
         return f"{self.path} ({self.batch} x {self.queries} queries, {self.keys} keys)"
 
 
-def attention_calls(model: nn.Module, run: Callable[[], object]) -> list[Call]:
-    """Every call of attention while the model runs, in order."""
-    calls: list[Call] = []
+class Calls(list[Call]):
+    """The calls of attention in one run, in order, and the modules that could not be recorded."""
+
+    unseen: tuple[str, ...] = ()
+
+
+def attention_calls(model: nn.Module, run: Callable[[], object]) -> Calls:
+    """Every call of attention while the model runs."""
+    calls = Calls()
     before: Counter[str] = Counter()
 
     def add(path: str, seen: Seen) -> None:
         calls.append(Call(path, before[path], *seen.extent[:2], *seen.extent[2:]))
         before[path] += 1
 
-    with watch(model, See(entropy=True), add):
+    with watch(model, See(entropy=True), add) as watched:
         run()
+    calls.unseen = tuple(watched.unseen)
     return calls
 
 
@@ -107,26 +114,33 @@ class FoundLayers(Subject):
     """A subject whose layers are found by running a few tokens."""
 
     _left_out: tuple[Call, ...] = ()
+    _unseen: tuple[str, ...] = ()
 
-    def _find(self, calls: Sequence[Call], kinds: Sequence[Sizes]) -> None:
+    def _find(self, calls: Calls, kinds: Sequence[Sizes]) -> None:
         """Set the layers. InputError if no call has a query and a key for each token."""
         self.layers, rest = layers_among(self.model, calls, kinds)
-        self._left_out = tuple(rest)
+        self._left_out, self._unseen = tuple(rest), calls.unseen
         if not self.layers:
             seen = ", ".join(map(str, calls)) or "none"
+            unseen = f" Not recorded: {_some(calls.unseen)}." if calls.unseen else ""
             raise InputError(
                 f"{self.name} has no attention layer with a query and a key for each token, so "
-                f"there is nothing to look at. Calls of attention, over {SOURCE} tokens: {seen}. "
-                "regard.watch(...) shows them as they are."
+                f"there is nothing to look at. Calls of attention, over {SOURCE} tokens: {seen}."
+                f"{unseen} regard.watch(...) shows calls as they are."
             )
 
     def notes(self, chunks: Sequence[Chunk]) -> tuple[str, ...]:
         notes = super().notes(chunks)
         if self._left_out:
-            paths = list(dict.fromkeys(call.path for call in self._left_out))
-            shown = ", ".join(paths[:3]) + (f" and {len(paths) - 3} more" * (len(paths) > 3))
-            notes += (f"Left out, because queries or keys are not the text's tokens: {shown}.",)
+            paths = _some(tuple(dict.fromkeys(call.path for call in self._left_out)))
+            notes += (f"Left out, because queries or keys are not the text's tokens: {paths}.",)
+        if self._unseen:
+            notes += (f"Not recorded, because watch cannot see them: {_some(self._unseen)}.",)
         return notes
+
+
+def _some(names: Sequence[str]) -> str:
+    return ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3))
 
 
 class PlainModule(FoundLayers):
