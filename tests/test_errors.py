@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy
 import pytest
 import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from regard import (
     Alibi,
     BackendError,
     Causal,
+    Dilated,
     InputError,
     Padding,
     Prefix,
@@ -64,6 +69,123 @@ def test_dtypes_and_devices() -> None:
     refused("one device", "meta", r"\.to\(device\)", key=X.to("meta"))
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+@pytest.mark.parametrize("backend", ["auto", "tiled", "reference"])
+def test_layouts(backend: str) -> None:
+    flat = X[0, 0]
+    for sparse in (flat.to_sparse(), flat.to_sparse_csr(), flat.to_mkldnn()):
+        rest: dict[str, Any] = {"key": flat, "backend": backend}
+        refused("query must be a dense", r"\.to_dense\(\)", query=sparse, value=flat, **rest)
+        refused("value must be a dense", r"\.to_dense\(\)", query=flat, value=sparse, **rest)
+    for layout in (torch.strided, torch.jagged):
+        nested = torch.nested.nested_tensor([X[0], X[1]], layout=layout)
+        refused(
+            "nested tensor", "to_padded_tensor", r"Padding\(lengths\)", backend=backend,
+            query=nested, key=nested, value=nested,
+        )  # fmt: skip
+    ones, two = torch.ones(5, 5), torch.tensor([1, 2])
+    makers: list[Callable[[], dict[str, Any]]] = [
+        lambda: {"mask": ones.bool().to_sparse()},
+        lambda: {"bias": ones.to_sparse()},
+        lambda: {"bias": Alibi(ones[0, :4].to_sparse())},
+        lambda: {"sinks": ones[0, :4].to_sparse()},
+        lambda: {"query_start": two.to_sparse()},
+        lambda: {"mask": Padding(two.to_sparse())},
+        lambda: {"mask": Segments([[3, 2]], query_starts=two[None].to_sparse())},
+    ]
+    for make in makers:
+        with pytest.raises(InputError, match=r"has the layout torch\.sparse_coo"):
+            attention(X, X, X, backend=backend, **make())
+
+
+@pytest.mark.parametrize("backend", ["auto", "tiled", "reference"])
+def test_tensors_without_values(backend: str) -> None:
+    ones, two = torch.ones(5, 5, device="meta"), torch.tensor([1, 2], device="meta")
+    every: list[dict[str, Any]] = [
+        {"mask": ones.bool()},
+        {"bias": ones},
+        {"bias": Alibi(ones[0, :4])},
+        {"bias": RelativeBuckets(torch.ones(32, 4, device="meta"))},
+        {"sinks": ones[0, :4]},
+        {"query_start": two},
+        {"mask": Padding(two)},
+        {"mask": Prefix(two)},
+    ]
+    for given in every:
+        refused("on meta", "the query is on cpu", backend=backend, **given)
+
+
+@pytest.mark.parametrize("see", [None, See(entropy=True, top=2, rows=[1], pairs=[(1, 0)], map=2)])
+@pytest.mark.parametrize(
+    "mask",
+    [None, Causal(), Padding([5, 2]), Padding(torch.tensor([5, 2])), Dilated(2) & Window(3)],
+)
+@pytest.mark.parametrize("where", ["meta", "fake"])
+def test_sizes_of_a_call_without_values(where: str, mask: Any, see: See | None) -> None:
+    if where == "fake":
+        see = None if see is None else replace(see, pairs=None)
+        mode: Any = FakeTensorMode(allow_non_fake_inputs=True)
+    else:
+        mode = torch.device("meta")
+    with mode:
+        x = torch.empty(2, 4, 5, 3)
+        result = attention(x, x, x, mask=mask, see=see, query_start=[1, 2])
+        assert "without values" in str(why(x, x, x, mask=mask).answers["tiled"])
+    output = result if isinstance(result, Tensor) else result[0]
+    assert output.shape == x.shape
+    assert not isinstance(result, tuple) or result[1].entropy.shape == (2, 4, 5)
+    # What a mode computed is not used outside of it.
+    x = torch.randn_like(X)
+    real = attention(x, x, x, mask=mask, query_start=[1, 2], backend="tiled")
+    expected = attention(x, x, x, mask=mask, query_start=[1, 2], backend="reference")
+    torch.testing.assert_close(real, expected)
+
+
+def test_pairs_under_fake_tensors() -> None:
+    with FakeTensorMode():
+        x = torch.empty(2, 4, 5, 3)
+        for see in (See(pairs=[(1, 0)]), See(scores=[(1, 0)])):
+            refused("FakeTensorMode", "Leave them out", query=x, key=x, value=x, see=see)
+
+
+@pytest.mark.parametrize("number", [2**63 - 1, 2**63, 2**70])
+@pytest.mark.parametrize("backend", ["auto", "tiled", "reference"])
+def test_numbers_beyond_those_of_tensors(number: int, backend: str) -> None:
+    x = torch.randn_like(X)
+
+    def run(mask: Any) -> Tensor:
+        return attention(x, x, x, mask=mask, backend=backend)
+
+    for mask, meant in (
+        (Window(number), Window(None)),
+        (Window(1, number), Window(1, None)),
+        (Window(number, number) & Causal(), Causal()),
+        (~Window(number), ~Window(None)),
+        (Dilated(number), Window(0)),
+        (Dilated(number) & Causal(), Window(0)),
+        (Dilated(2) & Window(number), Dilated(2) & Window(None)),
+        (Segments([3, 2], within=Window(number)), Segments([3, 2], within=Causal())),
+    ):
+        torch.testing.assert_close(run(mask), run(meant), rtol=0, atol=0)
+    refused(str(number), "only 5 keys", mask=Padding([number, 1]), backend=backend)
+    refused(str(number), "only 5 keys", mask=Prefix(number), backend=backend)
+    refused("add up to 5", mask=Segments([number]), backend=backend)
+    refused("query_start", "at most", query_start=-number, backend=backend)
+    refused("query_start", "at most", query_start=[0, number], backend=backend)
+    for starts in (number, [0, -number]):
+        with pytest.raises(InputError, match=r"query_starts=.* at most 1,073,741,824 from 0"):
+            Segments([3, 2], query_starts=starts)
+    with pytest.raises(InputError, match=r"max_distance=.* at most"):
+        RelativeBuckets(torch.ones(32, 4), max_distance=number)
+    with pytest.raises(InputError, match=r"first=.* at most"):
+        RelativeContent(X, X, first=number)
+    refused("top", "would keep", see=See(top=number), backend=backend)
+    refused("rows", "names query", see=See(rows=[number]), backend=backend)
+    with pytest.raises(InputError, match=r"See\(pairs=...\)"):
+        attention(X, X, X, see=See(pairs=[(number, 0)]), backend=backend)
+
+
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 @pytest.mark.parametrize("given", [X.numpy(), X.tolist(), None], ids=["numpy", "list", "none"])
 def test_inputs_are_tensors(name: str, given: Any) -> None:
@@ -101,6 +223,17 @@ def test_numbers_may_be_those_of_numpy() -> None:
 
 def test_numbers() -> None:
     refused("scale", "finite", "nan", scale=float("nan"))
+    for given in (1e39, 10**400, float("inf")):
+        refused("scale", "finite", scale=given)
+        refused("softcap", "finite", softcap=given)
+        refused("dropout", "probability", dropout=given)
+        with pytest.raises(InputError, match=r"RelativeContent\(scale=...\) must be a finite"):
+            RelativeContent(X, X, scale=given)
+    x = torch.randn_like(X)
+    for scale in (2**70, -(2**70)):
+        large = attention(x, x, x, scale=scale, backend="reference")
+        expected = attention(x, x, x, scale=float(scale), backend="reference")
+        torch.testing.assert_close(large, expected)
     refused("softcap", "above 0", "-1", softcap=-1.0)
     refused("softcap", "above 0", "0", softcap=0.0)
     refused("dropout", "probability", "1.5", dropout=1.5)
@@ -257,3 +390,26 @@ def test_shapes_are_told_as_they_were_given():
     query, key = torch.zeros(2, 3, 4), torch.zeros(2, 3, 5)
     with pytest.raises(InputError, match=r"query \[2, 3, 4\], key \[2, 3, 5\] and value"):
         attention(query, key, key)
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "reference"])
+def test_dropout_under_vmap(backend: str) -> None:
+    x = torch.randn(3, *X.shape)
+
+    def run(scale: Tensor, query: Tensor) -> Tensor:
+        shared = x[0]
+        return scale * attention(query, shared, shared, dropout=0.5, backend=backend)
+
+    ones = torch.ones(3)
+    for each in (0, None):  # a query of each call, or one for all calls
+        queries = x if each == 0 else x[0]
+        with pytest.raises(InputError, match=r"randomness='error'[\s\S]*Pass randomness="):
+            torch.func.vmap(run, (0, each))(ones, queries)
+        same = torch.func.vmap(run, (0, each), randomness="same")(ones, queries)
+        assert same.shape == x.shape
+        if backend == "sdpa":
+            with pytest.raises(BackendError, match="dropout under vmap"):
+                torch.func.vmap(run, (0, each), randomness="different")(ones, queries)
+            continue
+        different = torch.func.vmap(run, (0, each), randomness="different")(ones, queries)
+        assert not torch.equal(different[0], different[1])

@@ -92,13 +92,14 @@ def test_a_key_that_no_query_sees_leaks_nothing() -> None:
     torch.testing.assert_close(compiled(query, key, value, mask=~Padding(24)), expected)
 
 
-@pytest.mark.parametrize("name", ["segments", "rows"])
+@pytest.mark.parametrize("name", ["segments", "rows", "rows of a dilated mask"])
 def test_one_graph_for_a_fixed_length(name: str) -> None:
     def call(query: Tensor, key: Tensor, value: Tensor) -> list[Tensor]:
         if name == "segments":
             mask = Segments([[10, 30], [20, 20]]) & Causal()
             return values(attention(query, key, value, mask=mask))
-        return values(attention(query, key, value, see=See(rows=[5, -1])))
+        mask = Dilated(3) if "dilated" in name else None
+        return values(attention(query, key, value, mask=mask, see=See(rows=[5, -1])))
 
     torch.compiler.reset()
     tensors = torch.randn(3, 2, 2, 40, 8).unbind()

@@ -79,10 +79,10 @@ def test_each_backend_without_sinks_says_so() -> None:
     ("arguments", "message"),
     [
         ({"sinks": torch.zeros(2)}, r"sinks has 2 numbers, but the query has 3 heads"),
-        ({"sinks": torch.zeros(3, 1)}, r"sinks must be a tensor .heads., but got \[3, 1\]"),
+        ({"sinks": torch.zeros(3, 1)}, r"sinks must be a tensor .heads. .*, but got \[3, 1\]"),
         ({"sinks": torch.zeros(3, dtype=torch.long)}, r"got \[3\] of torch.int64"),
-        ({"sinks": [0.0, 1.0, 2.0]}, r"got \[0.0, 1.0, 2.0\]"),
-        ({"sinks": torch.zeros(3, device="meta")}, r"sinks are on meta, but the query is on cpu"),
+        ({"sinks": [0.0, 1.0, 2.0]}, "sinks must be a torch.Tensor, but got list"),
+        ({"sinks": torch.zeros(3, device="meta")}, "sinks is on meta, but the query is on cpu"),
         ({"see": See(sink=True)}, r"pass attention\(sinks=...\)"),
         ({"see": See(scores=[4])}, r"See\(scores=...\) names query 4, but the call has 4 queries"),
         ({"see": See(scores=[(0, 9)])}, r"See\(scores=...\) names key 9, but the call has 4 keys"),

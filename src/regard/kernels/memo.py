@@ -18,7 +18,9 @@ class GraphSafeCache(Generic[Arguments, Result]):
 
     A graph reads the same memory at every replay, so a result that a graph has used is never
     freed. A result that is computed while a graph is captured holds no values until the first
-    replay, so it is not cached.
+    replay, so it is not cached. Nor is it while a mode of PyTorch, such as FakeTensorMode, may make
+    tensors of another kind, which do not work outside of it; and tensors from outside do not work
+    inside.
 
     >>> computed = []
     >>> square = GraphSafeCache(lambda number: computed.append(number) or number**2)
@@ -32,6 +34,9 @@ class GraphSafeCache(Generic[Arguments, Result]):
         self.read_by_graphs: list[Result] = []
 
     def __call__(self, *args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        # Not promised: no public function tells whether a mode is active.
+        if torch._C._len_torch_dispatch_stack():
+            return self.function(*args, **kwargs)
         key = (args, *kwargs.items())
         recording = is_recording()
         if key in self.results:

@@ -14,7 +14,17 @@ import torch
 from torch import Tensor
 
 from regard.errors import InputError
-from regard.mechanism.geometry import Extent, Tile, check_broadcast, check_tensor, slice_tile
+from regard.mechanism.geometry import (
+    MAX_FLOAT,
+    MAX_START,
+    Extent,
+    Tile,
+    check_broadcast,
+    check_device,
+    check_tensor,
+    number,
+    slice_tile,
+)
 
 
 class Bias(ABC):
@@ -73,6 +83,8 @@ class Alibi(Bias):
 
     def __post_init__(self) -> None:
         check_tensor(self.slopes, "Alibi(slopes)")
+        if self.slopes.is_complex():
+            raise InputError(f"Alibi(slopes) must be real numbers, but is {self.slopes.dtype}.")
 
     @classmethod
     def standard(cls, heads: int, device: torch.device | str | None = None) -> Alibi:
@@ -95,6 +107,7 @@ class Alibi(Bias):
                 f"Alibi needs one slope per head, [{extent.heads}], but got "
                 f"{list(self.slopes.shape)}. Alibi.standard({extent.heads}) has the paper's slopes."
             )
+        check_device(self.slopes, extent, "tensor of slopes")
 
     def tile(self, tile: Tile) -> Tensor:
         distance = (tile.query_positions() - tile.key_positions()).abs()
@@ -136,6 +149,11 @@ class RelativeBuckets(Bias):
                 f"RelativeBuckets(max_distance={self.max_distance}) must exceed "
                 f"{self._exact}: {self._exact} distances have a bucket of their own."
             )
+        if self.max_distance > MAX_START:
+            raise InputError(
+                f"RelativeBuckets(max_distance=...) must be at most {MAX_START:,}, but got "
+                f"{self.max_distance}."
+            )
 
     @property
     def _exact(self) -> int:
@@ -153,6 +171,7 @@ class RelativeBuckets(Bias):
                 f"RelativeBuckets has a table for {self.table.shape[1]} heads, but the query has "
                 f"{extent.heads}."
             )
+        check_device(self.table, extent, "table of the bias")
 
     def bucket(self, distance: Tensor) -> Tensor:
         """The bucket of each distance; keys after the query have negative distances."""
@@ -203,6 +222,16 @@ class RelativeContent(Bias):
     def __post_init__(self) -> None:
         check_tensor(self.query, "RelativeContent(query)")
         check_tensor(self.relative, "RelativeContent(relative)")
+        if not -MAX_START <= self.first <= MAX_START:
+            raise InputError(
+                f"RelativeContent(first=...) must be at most {MAX_START:,} from 0, but got "
+                f"{self.first}."
+            )
+        if self.scale is not None and not abs(number(self.scale, "scale")) <= MAX_FLOAT:
+            raise InputError(
+                "RelativeContent(scale=...) must be a finite number of float32, but got "
+                f"{self.scale}."
+            )
 
     def check(self, extent: Extent) -> None:
         expected = (extent.batch, extent.heads, extent.queries, self.query.shape[-1])
@@ -217,6 +246,8 @@ class RelativeContent(Bias):
                 f"RelativeContent(relative=...) must be [{extent.heads} or 1, distances, "
                 f"{expected[3]}], but got {list(self.relative.shape)}."
             )
+        check_device(self.query, extent, "query of the bias")
+        check_device(self.relative, extent, "table of the bias")
 
     def tile(self, tile: Tile) -> Tensor:
         rows, columns, offset = tile.rows, tile.columns, tile.extent.offset
@@ -229,7 +260,7 @@ class RelativeContent(Bias):
         relative = self._between(most, count)
         kind = torch.promote_types(query.dtype, relative.dtype)
         query, relative = _wide(query.to(kind)), _wide(relative.to(kind))
-        scale = query.shape[-1] ** -0.5 if self.scale is None else self.scale
+        scale = query.shape[-1] ** -0.5 if self.scale is None else float(self.scale)
         # Distances decrease along a row, and the keys of each row start one column left of those of
         # the row before: a view with rows one element shorter aligns them.
         product = (query * scale) @ relative.flip(-2).transpose(-1, -2)

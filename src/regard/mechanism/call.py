@@ -2,33 +2,45 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from numbers import Real
 from operator import index
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._C import _functorch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from regard.errors import InputError
 from regard.mechanism import biases, masks
 from regard.mechanism.biases import Bias
-from regard.mechanism.geometry import Extent, can_read, check_tensor
+from regard.mechanism.geometry import (
+    MAX_FLOAT,
+    MAX_START,
+    Extent,
+    can_read,
+    check_device,
+    check_tensor,
+    check_values,
+    has_values,
+    is_whole,
+    number,
+)
 from regard.mechanism.masks import Mask
-from regard.mechanism.seeing import See
+from regard.mechanism.seeing import Pairs, See
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 _LAYOUTS = {2: "[length, dim]", 3: "[batch, length, dim]", 4: "[batch, heads, length, dim]"}
 
-MAX_START = 2**30  # kernels compute positions as 32-bit integers
 _STARTS = "query_start must be one whole number (the first query's position) or one per sequence"
 
-# The reason with which backends refuse a call under torch.func.
-TRANSFORMED = "torch.func and forward gradients need plain PyTorch operations, as in 'reference'."
+# The reason with which backends refuse a call whose tensors are ``transformed``.
+TRANSFORMED = (
+    "torch.func, forward gradients and tensors without values need plain PyTorch operations, "
+    "as in 'reference'."
+)
 
 
 @dataclass(slots=True)  # not frozen: a frozen instance takes three times as long to create
@@ -65,13 +77,16 @@ class Call:
 
     @property
     def transformed(self) -> bool:
-        """Whether a transform of torch.func (vmap, grad, jvp ...) or forward-mode AD is active.
+        """Whether a tensor cannot be read as it is, so that only PyTorch's operators can run.
 
-        Backends that leave PyTorch's operators cannot run such a call.
+        That is so under torch.func (vmap, grad, jvp ...), in forward-mode AD, and if the tensors
+        have no values: those on meta, and those of FakeTensorMode.
         """
         if torch.compiler.is_compiling():
             return False
-        return self.goes_forward or _functorch.peek_interpreter_stack() is not None
+        if self.goes_forward or _functorch.peek_interpreter_stack() is not None:
+            return True
+        return not has_values(self.query)
 
     @property
     def empty(self) -> bool:
@@ -162,17 +177,30 @@ def check(
         bias.check(extent)
     if scale is None:
         scale = dim**-0.5
-    elif not -math.inf < (scale := _number(scale, "scale")) < math.inf:
-        raise InputError(f"scale must be a finite number, but got {scale}.")
-    if softcap is not None and not 0 < (softcap := _number(softcap, "softcap")) < math.inf:
-        raise InputError(f"softcap must be a finite number above 0, but got {softcap}.")
-    if not 0 <= (dropout := _number(dropout, "dropout")) < 1:
+    elif not -MAX_FLOAT <= (scale := number(scale, "scale")) <= MAX_FLOAT:
+        raise InputError(f"scale must be a finite number of float32, but got {scale}.")
+    if softcap is not None and not 0 < (softcap := number(softcap, "softcap")) <= MAX_FLOAT:
+        raise InputError(f"softcap must be a finite number of float32 above 0, but got {softcap}.")
+    if not 0 <= (dropout := number(dropout, "dropout")) < 1:
         raise InputError(f"dropout must be a probability from 0 to below 1, but got {dropout}.")
+    if dropout and _functorch.RandomnessType.Error in vmap_randomness():
+        raise InputError(
+            "dropout draws random numbers, but torch.func.vmap was called with "
+            "randomness='error', its default. Pass randomness='different' or 'same' to vmap, or "
+            "dropout=0."
+        )
     if sinks is not None:
         _check_sinks(sinks, extent)
     if see is not None:
         if not isinstance(see, See):
             raise InputError(f"see must be a See, such as See(entropy=True), but got {see!r}.")
+        pairs = isinstance(see.pairs, Pairs) or isinstance(see.scores, Pairs)
+        if pairs and not torch.compiler.is_compiling() and isinstance(query, FakeTensor):
+            raise InputError(
+                "See(pairs=...) and pairs in See(scores=...) are numbers that regard reads, but "
+                "the query is a tensor of FakeTensorMode, where nothing can be read. "
+                "Leave them out."
+            )
         see.check(extent)
         if see.sink and sinks is None:
             raise InputError("See(sink=True) needs a call with sinks: pass attention(sinks=...).")
@@ -181,39 +209,36 @@ def check(
     return Call(query, key, value, mask, bias, scale, softcap, dropout, see, extent, groups, sinks)
 
 
-def _number(given: Any, name: str) -> float:
-    """Check a number of Python or NumPy. Tensors are refused: reading one on a GPU would wait."""
-    if isinstance(given, float | int):
-        return given
-    if isinstance(given, Real):
-        return float(given)
-    raise InputError(
-        f"{name} must be a Python number, but got {given!r}. Convert a tensor of one number with "
-        f"{name}.item(). For a learned scale, multiply the query by it."
-    )
+def vmap_randomness() -> set[Any]:
+    """How each active ``torch.func.vmap`` draws random numbers, as its ``randomness`` says."""
+    stack = () if torch.compiler.is_compiling() else _functorch.get_interpreter_stack() or ()
+    return {
+        _functorch.CVmapInterpreterPtr(level).randomness()
+        for level in stack
+        if level.key() == _functorch.TransformType.Vmap
+    }
 
 
 def _check_sinks(sinks: Tensor, extent: Extent) -> None:
-    if not isinstance(sinks, Tensor) or not sinks.is_floating_point() or sinks.dim() != 1:
-        given = (
-            f"{list(sinks.shape)} of {sinks.dtype}" if isinstance(sinks, Tensor) else repr(sinks)
+    check_tensor(sinks, "sinks")
+    if not sinks.is_floating_point() or sinks.dim() != 1:
+        raise InputError(
+            f"sinks must be a tensor [heads] of floating-point numbers, but got "
+            f"{list(sinks.shape)} of {sinks.dtype}."
         )
-        raise InputError(f"sinks must be a tensor [heads], but got {given}.")
     if len(sinks) != extent.heads:
         raise InputError(f"sinks has {len(sinks)} numbers, but the query has {extent.heads} heads.")
-    if sinks.device != extent.device:
-        raise InputError(
-            f"sinks are on {sinks.device}, but the query is on {extent.device}. "
-            "Move them with .to(device)."
-        )
+    check_device(sinks, extent, "tensor of sinks")
 
 
 def _start(given: Any, extent: Extent) -> int | tuple[int, ...] | Tensor | None:
     """Check ``query_start``. A tensor on the CPU is read; one on another device is not."""
     numbers: Any = given
     if isinstance(given, Tensor):
-        if given.dim() > 1 or given.is_floating_point() or given.dtype == torch.bool:
+        check_tensor(given, "query_start")
+        if given.dim() > 1 or not is_whole(given.dtype):
             raise InputError(f"{_STARTS}, but got a {given.dtype} tensor of {list(given.shape)}.")
+        check_values(given, extent, "query_start")
         numbers = given.reshape(-1)
         if can_read(given):
             numbers = numbers.tolist()

@@ -12,6 +12,7 @@ from torch import Tensor
 from regard.mechanism import backends
 from regard.mechanism.biases import Bias
 from regard.mechanism.call import Call, check
+from regard.mechanism.geometry import autocasts
 from regard.mechanism.masks import Mask
 from regard.mechanism.seeing import See, Seen
 
@@ -106,7 +107,7 @@ def attention(
     """
     call = check(query, key, value, mask, bias, scale, softcap, dropout, see, query_start, sinks)
     run = backends.runner(call, backend)
-    if see is not None and torch.is_autocast_enabled(query.device.type):
+    if see is not None and autocasts(query):
         # Autocast would lower the precision of the fields of Seen.
         with torch.autocast(query.device.type, enabled=False):
             output, seen = run()

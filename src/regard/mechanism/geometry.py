@@ -6,15 +6,22 @@ first query, the last query has the last key's position.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from numbers import Real
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._C import _functorch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from regard.errors import InputError
 from regard.kernels.memo import GraphSafeCache
+
+MAX_START = 2**30  # kernels compute positions as 32-bit integers
+FAR = 2**40  # more than the distance of any two positions of a call
+MAX_FLOAT = torch.finfo(torch.float32).max
 
 
 class Extent(NamedTuple):
@@ -148,19 +155,77 @@ def _extremes(end: int | Tensor, blocks: list[range]) -> tuple[list[int], list[i
 
 
 def check_tensor(given: object, what: str) -> None:
-    """Raise InputError unless ``given`` is a tensor."""
+    """Raise InputError unless ``given`` is a dense tensor."""
     if not isinstance(given, Tensor):
         raise InputError(
             f"{what} must be a torch.Tensor, but got {type(given).__name__}. "
             "Convert it with torch.as_tensor(...)."
         )
+    if given.is_nested:
+        raise InputError(
+            f"{what} must be a dense tensor, but is a nested tensor. Convert it with "
+            "torch.nested.to_padded_tensor(tensor, 0.0), and pass mask=Padding(lengths)."
+        )
+    if given.layout is not torch.strided:
+        raise InputError(
+            f"{what} must be a dense tensor, but has the layout {given.layout}. "
+            "Convert it with .to_dense()."
+        )
+
+
+def is_whole(dtype: torch.dtype) -> bool:
+    """Whether a tensor of this dtype holds whole numbers."""
+    return not (dtype.is_floating_point or dtype.is_complex or dtype == torch.bool)
+
+
+def check_device(tensor: Tensor, extent: Extent, what: str) -> None:
+    """Raise InputError unless the tensor is on the device of the call."""
+    if tensor.device != extent.device:
+        raise InputError(
+            f"The {what} is on {tensor.device}, but the query is on {extent.device}. "
+            f"Move it with .to({str(extent.device)!r})."
+        )
+
+
+def check_values(tensor: Tensor, extent: Extent, what: str) -> None:
+    """Raise InputError if the tensor has no values, but the tensors of the call have some."""
+    if tensor.is_meta and extent.device.type != "meta":
+        raise InputError(
+            f"{what} is a tensor on meta, which has no values, but the query is on "
+            f"{extent.device}. Pass a tensor with values."
+        )
+
+
+def number(given: Any, name: str) -> float:
+    """A number of Python or NumPy. Tensors are refused: reading one on a GPU would wait."""
+    if isinstance(given, float):
+        return given
+    if isinstance(given, Real):
+        try:
+            return float(given)
+        except OverflowError:
+            return -math.inf if given < 0.0 else math.inf
+    raise InputError(
+        f"{name} must be a Python number, but got {given!r}. Convert a tensor of one number with "
+        f"{name}.item(). For a learned scale, multiply the query by it."
+    )
+
+
+def has_values(tensor: Tensor) -> bool:
+    """Whether a tensor holds numbers. Those on meta and of FakeTensorMode only have sizes."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def can_read(tensor: Tensor) -> bool:
     """Whether reading values neither waits for a GPU nor breaks torch.compile or torch.func."""
     if torch.compiler.is_compiling() or not tensor.is_cpu:
         return False
-    return _functorch.peek_interpreter_stack() is None
+    return _functorch.peek_interpreter_stack() is None and has_values(tensor)
+
+
+def autocasts(tensor: Tensor) -> bool:
+    """Whether autocast converts a tensor on this device."""
+    return not tensor.is_meta and torch.is_autocast_enabled(tensor.device.type)
 
 
 def check_broadcast(tensor: Tensor, extent: Extent, what: str) -> None:
@@ -176,11 +241,7 @@ def check_broadcast(tensor: Tensor, extent: Extent, what: str) -> None:
             f"The {what} of shape {list(tensor.shape)} does not broadcast to "
             f"[batch, heads, queries, keys] = {list(expected)}."
         )
-    if tensor.device != extent.device:
-        raise InputError(
-            f"The {what} is on {tensor.device}, but the query is on {extent.device}. "
-            f"Move it: {what}.to({str(extent.device)!r})."
-        )
+    check_device(tensor, extent, what)
 
 
 def slice_tile(tensor: Tensor, tile: Tile) -> Tensor:

@@ -29,6 +29,8 @@ from torch import Tensor
 from regard.errors import InputError
 from regard.kernels.memo import GraphSafeCache
 from regard.mechanism.geometry import (
+    FAR,
+    MAX_START,
     Extent,
     Hull,
     Interval,
@@ -36,6 +38,8 @@ from regard.mechanism.geometry import (
     can_read,
     check_broadcast,
     check_tensor,
+    check_values,
+    is_whole,
     slice_tile,
 )
 
@@ -179,7 +183,8 @@ def _mask(other: object, symbol: str) -> Mask:
 def _lengths(lengths: Tensor | Sequence[int] | int, what: str) -> Tensor | tuple[int, ...]:
     """Check lengths; keep a tensor of integers, turn Python numbers into a tuple."""
     if isinstance(lengths, Tensor):
-        if lengths.dim() > 1 or lengths.is_floating_point() or lengths.dtype == torch.bool:
+        check_tensor(lengths, what)
+        if lengths.dim() > 1 or not is_whole(lengths.dtype):
             raise InputError(
                 f"{what} must hold one whole number per sequence, but got a {lengths.dtype} tensor "
                 f"of shape {list(lengths.shape)}. For a boolean mask of keys pass "
@@ -218,6 +223,7 @@ def _check_lengths(lengths: Tensor | tuple[int, ...], what: str, extent: Extent)
             "Give one length per sequence, or one for all."
         )
     if isinstance(lengths, Tensor):
+        check_values(lengths, extent, what)
         if not can_read(lengths):
             return
         lengths = tuple(_count(n, f"{what} must be whole numbers") for n in lengths.tolist())
@@ -267,10 +273,17 @@ class Window(RangeMask):
             return 0
         return min(self.left + 1 + self.right, 2**31)
 
+    @property
+    def _reach(self) -> tuple[int | None, int | None]:
+        """``left`` and ``right``, in the range of the integers of tensors."""
+        left, right = self.left, self.right
+        return None if left is None else min(left, FAR), None if right is None else min(right, FAR)
+
     def ends(self, extent: Extent) -> tuple[int | Tensor, int | Tensor]:
         at = extent.positions()
-        low = 0 if self.left is None else (at - self.left).clamp(min=0)
-        high = extent.keys if self.right is None else (at + self.right + 1).clamp(0, extent.keys)
+        left, right = self._reach
+        low = 0 if left is None else (at - left).clamp(min=0)
+        high = extent.keys if right is None else (at + right + 1).clamp(0, extent.keys)
         return low, high
 
 
@@ -353,7 +366,7 @@ class Dilated(Mask):
         object.__setattr__(self, "step", step)
 
     def tile(self, tile: Tile) -> Tensor:
-        return (tile.query_positions() - tile.key_positions()) % self.step == 0
+        return (tile.query_positions() - tile.key_positions()) % min(self.step, FAR) == 0
 
 
 Packing = tuple[tuple[int, ...], ...]  # a number for each segment of each row of the batch
@@ -408,7 +421,7 @@ class Segments(RangeMask):
                 "Combine other masks with '&'."
             )
         packed = _packing(lengths, "lengths")
-        if getattr(query_starts, "ndim", None) == 0:  # a tensor or a number of NumPy
+        if isinstance(query_starts, int) or getattr(query_starts, "ndim", None) == 0:
             query_starts = _position(query_starts, "query_starts", None)
         own_keys = keys is not None or key_starts is not None or query_starts is not None
         given: dict[str, Packing | int | None] = {
@@ -494,7 +507,7 @@ class Segments(RangeMask):
         else:
             at = torch.arange(extent.queries, device=device)[None]
         within = Window(None) if isinstance(self.within, Causal) else self.within
-        left, right = (None, None) if within is None else (within.left, within.right)
+        left, right = (None, None) if within is None else within._reach
         lows, highs = [], []
         for number, lengths in enumerate(self.lengths):
             own = at if len(self.lengths) == 1 or len(at) == 1 else at[number : number + 1]
@@ -534,6 +547,8 @@ class Segments(RangeMask):
 
 def _packing(numbers: Any, what: str, least: int | None = 0) -> Packing:
     """Turn one list of numbers per packed sequence, or one list per row, into tuples per row."""
+    if isinstance(numbers, Tensor):
+        check_tensor(numbers, f"Segments({what}=...)")
     if hasattr(numbers, "tolist"):
         numbers = numbers.tolist()
     if not isinstance(numbers, Sequence):
@@ -557,6 +572,10 @@ def _position(number: Any, what: str, least: int | None) -> int:
         raise InputError(
             f"Segments({what}=...) must be whole numbers of positions"
             f"{'' if least is None else f' from {least} on'}, but got {number!r}."
+        )
+    if least is None and not -MAX_START <= position <= MAX_START:
+        raise InputError(
+            f"Segments({what}=...) must be at most {MAX_START:,} from 0, but got {number!r}."
         )
     return position
 

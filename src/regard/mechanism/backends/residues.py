@@ -16,7 +16,7 @@ from torch import Tensor
 
 from regard.kernels.memo import GraphSafeCache
 from regard.mechanism.call import Call
-from regard.mechanism.geometry import Extent
+from regard.mechanism.geometry import Extent, has_values
 from regard.mechanism.masks import And, Causal, Dilated, Mask, Segments, Window
 from regard.mechanism.seeing import Pairs, See, Seen
 
@@ -66,7 +66,11 @@ def sort(call: Call) -> Sorted | None:
         return None
 
     offset, device = extent.offset, extent.device
-    orders = _orders if torch.compiler.is_compiling() or call.transformed else _kept_orders
+    compiling = torch.compiler.is_compiling()
+    if see is not None and (see.rows or see.pairs is not None):
+        if compiling or not has_values(call.query):
+            return None  # the sorted places of rows and pairs are read
+    orders = _orders if compiling or call.transformed else _kept_orders
     queries, query_inverse = orders(extent.queries, offset % step, step, device)
     keys, key_inverse = orders(extent.keys, 0, step, device)
     if see is not None and (see.rows or see.pairs is not None):

@@ -23,14 +23,15 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C import _functorch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from regard.kernels.autograd import no_second_gradient
 from regard.kernels.plan import aligned
 from regard.mechanism.backends.tiled import all_finite, by_rows
-from regard.mechanism.call import Call
-from regard.mechanism.geometry import Extent, Tile
+from regard.mechanism.call import Call, vmap_randomness
+from regard.mechanism.geometry import Extent, Tile, has_values
 from regard.mechanism.masks import Causal, Mask, hulls, interval_on_host
 from regard.mechanism.seeing import Seen
 
@@ -59,6 +60,8 @@ def refuses(call: Call) -> str | None:
         return "there is nothing to compute: a size is 0."
     if call.goes_forward:
         return "PyTorch's fused kernels have no forward gradient."
+    if call.dropout and _functorch.RandomnessType.Different in vmap_randomness():
+        return "PyTorch's fused kernels may refuse dropout under vmap(randomness='different')."
     bias = () if call.bias is None else call.bias.tensors
     if call.wants_gradient and any(tensor.requires_grad for tensor in bias):
         if call.extent.keys > MAX_BIAS_KEYS:
@@ -130,7 +133,7 @@ def _parts(tensor: Tensor, ranges: Sequence[range]) -> Sequence[Tensor]:
 
 
 def _can_check(call: Call) -> bool:
-    """Whether values can be read: not on a GPU (would synchronize), compiled or under vmap."""
+    """Whether values can be read: not on a GPU (would synchronize), compiled or transformed."""
     if call.extent.device.type != "cpu" or torch.compiler.is_compiling():
         return False
     return not call.transformed
@@ -314,7 +317,7 @@ def _plan(call: Call) -> list[Piece]:
     """The pieces of a call, sequence by sequence, in the order of their rows."""
     mask, extent = call.mask, call.extent
     whole = Piece(slice(None), range(extent.queries), range(extent.keys), "masked")
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_compiling() or not has_values(call.query):
         return [whole]
     static = extent.static and (mask is None or mask.static)
     if not (static or _can_check(call)):

@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint
 from regard.errors import BackendError
 from regard.kernels.plan import bins
 from regard.mechanism.backends import reference
-from regard.mechanism.call import TRANSFORMED, Call
+from regard.mechanism.call import TRANSFORMED, Call, vmap_randomness
 from regard.mechanism.geometry import Extent, Hull, Tile
 from regard.mechanism.masks import hulls
 from regard.mechanism.seeing import (
@@ -110,10 +110,8 @@ def _attend_again(call: Call, rows: range, columns: range) -> tuple[Tensor, dict
         "(vmap, is_grads_batched) do not allow. Pass backend='reference', take one gradient at a "
         "time, or pass randomness='same' to torch.func.vmap."
     )
-    top = None if torch.compiler.is_compiling() else _functorch.peek_interpreter_stack()
-    if top is not None and top.key() == _functorch.TransformType.Vmap:
-        if _functorch.CVmapInterpreterPtr(top).randomness() == _functorch.RandomnessType.Different:
-            raise BackendError(reason)
+    if _functorch.RandomnessType.Different in vmap_randomness():
+        raise BackendError(reason)
     try:
         return reference.attend(call, rows, columns)
     except RuntimeError as error:
