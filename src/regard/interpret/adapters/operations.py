@@ -49,6 +49,7 @@ PRODUCTS = frozenset({
     torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.bmm, Tensor.bmm,
     torch.baddbmm, Tensor.baddbmm, torch.einsum,
 })  # fmt: skip
+_OBSERVED = SOFTMAXES | {F.scaled_dot_product_attention, F.multi_head_attention_forward}
 CHANGES = frozenset({
     Tensor.mul, Tensor.__mul__, torch.mul, Tensor.masked_fill, torch.masked_fill,
     Tensor.masked_fill_, torch.where, torch.nan_to_num, Tensor.nan_to_num,
@@ -177,7 +178,9 @@ class _Observer:
 
     def leave(self, module: nn.Module, *_: Any) -> None:
         frames = self.running.frames
-        if unwatched.get() or not any(frame.module is module for frame in frames):
+        if not frames or unwatched.get():
+            return
+        if frames[-1].module is not module and all(frame.module is not module for frame in frames):
             return
         while True:
             frame = frames.pop()
@@ -237,15 +240,19 @@ class _Observer:
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a PyTorch function for the watched module, and record it if it is attention."""
         running = self.running
-        if not running.frames or running.frames[-1].own or not self.watcher.active:
+        frames, attention_frames = running.frames, running.attention
+        weights = attention_frames[-1].weights if attention_frames else None
+        if func not in _OBSERVED and not weights:  # most functions, so without further questions
+            return func(*args, **kwargs)
+        if not frames or frames[-1].own or not self.watcher.active:
             return func(*args, **kwargs)
         if unwatched.get() or _in_backward():
             return func(*args, **kwargs)
-        frame = running.attention[-1] if running.attention else None
+        frame = attention_frames[-1] if attention_frames else None
         if func is F.scaled_dot_product_attention:
-            return self._fused(frame or running.frames[-1], func, args, kwargs)
+            return self._fused(frame or frames[-1], func, args, kwargs)
         if func is F.multi_head_attention_forward:
-            self._multihead(frame or running.frames[-1], args, kwargs)
+            self._multihead(frame or frames[-1], args, kwargs)
             return func(*args, **kwargs)
         result = func(*args, **kwargs)
         if frame is not None:
