@@ -729,3 +729,21 @@ def test_an_interrupt_ends_the_observation() -> None:
     with pytest.raises(KeyboardInterrupt), watch(model, See(entropy=True)):
         model(torch.randn(2, 5, 8))
     assert not torch.overrides._get_current_function_mode_stack()
+
+
+def test_the_calls_of_a_generation_join() -> None:
+    model = hugging_face("LlamaForCausalLM", num_key_value_heads=2)
+    see = See(entropy=True, received=True, top=2, max_logit=True)
+    wanted = {"max_new_tokens": 4, "min_new_tokens": 4, "do_sample": False}
+    with watch(model, see, join=True) as watched:
+        tokens = model.generate(IDS, **wanted)
+    with torch.no_grad(), watch(model, see) as whole:
+        model(tokens[:, :-1])
+    for name, [expected] in whole.items():
+        [seen] = watched[name]
+        assert seen.extent == expected.extent == (2, 4, 12, 12)
+        for field, tensor in expected.to_dict().items():
+            torch.testing.assert_close(seen.to_dict()[field], tensor, rtol=1e-4, atol=1e-5)
+    for given in ({"see": See(map=4)}, {"see": see, "each": print}):
+        with pytest.raises(InputError, match="join=True"), watch(model, join=True, **given):
+            pass

@@ -11,7 +11,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.functional import pad
 
 from regard.errors import InputError
 from regard.interpret import recorded
@@ -41,6 +42,13 @@ class Watched(Convertible, Mapping[str, list[Seen]]):
         self._passed_on = 0  # calls passed to the ``each`` callback
         # Modules that ran and seem to compute attention, but are not recorded; with the reason.
         self.unseen: dict[str, str] = {}
+
+    def _add(self, name: str, seen: Seen, join: bool) -> None:
+        for index, (layer, before) in enumerate(self._calls if join else ()):
+            if layer == name and before.extent[:2] == seen.extent[:2]:
+                self._calls[index] = name, _joined(before, seen)
+                return
+        self._calls.append((name, seen))
 
     @property
     def calls(self) -> list[tuple[str, Seen]]:
@@ -168,6 +176,24 @@ class Watched(Convertible, Mapping[str, list[Seen]]):
         )
 
 
+def _joined(before: Seen, after: Seen) -> Seen:
+    """Two calls of a layer as one with the queries of both."""
+    keys = max(before.extent[3], after.extent[3])
+    values: dict[str, Tensor] = {}
+    others = after.to_dict()
+    for name, tensor in before.to_dict().items():
+        other = others[name]
+        if name == "received":
+            tensor, other = (pad(part, (0, keys - part.shape[-1])) for part in (tensor, other))
+            values[name] = tensor + other
+        elif name == "max_logit":
+            values[name] = torch.maximum(tensor, other)
+        else:
+            values[name] = torch.cat((tensor, other), dim=2)
+    batch, heads, queries, _ = before.extent
+    return Seen.from_dict(values, (batch, heads, queries + after.extent[2], keys))
+
+
 class Watcher:
     """One ``with watch(...)``: the watched modules, the fields to record, and the record."""
 
@@ -177,6 +203,7 @@ class Watcher:
         see: See,
         each: Callable[[str, Seen], None] | None,
         layers: Sequence[str] | None = None,
+        join: bool = False,
     ) -> None:
         self.model = model
         self.names = {
@@ -186,6 +213,7 @@ class Watcher:
         self.each = each
         self.watched = Watched()
         self._layers = layers
+        self._join = join
         self._ran: dict[str, str] = {}
         self._done: set[str] = set()  # the layers that were recorded, or were not chosen
         self._elsewhere = ""
@@ -208,7 +236,7 @@ class Watcher:
         name = self.names[module]
         self._done.add(name)
         if self.each is None:
-            self.watched._calls.append((name, seen))
+            self.watched._add(name, seen, self._join)
         else:
             self.watched._passed_on += 1
             self.each(name, seen)

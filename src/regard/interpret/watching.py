@@ -26,6 +26,7 @@ def watch(
     each: Callable[[str, Seen], None] | None = None,
     *,
     layers: Sequence[str] | None = None,
+    join: bool = False,
 ) -> Iterator[Watched]:
     """Record the fields of ``see`` for each call of each attention layer of ``model``.
 
@@ -39,7 +40,9 @@ def watch(
 
     With ``each``, nothing is stored: after every call, ``each`` is called with the layer's name and
     its ``Seen``. This saves memory for long texts. ``layers`` selects layers by name or pattern,
-    such as ``["model.layers.3.*"]``.
+    such as ``["model.layers.3.*"]``. With ``join``, the calls of a layer become one, so that the
+    memory of a generation grows with its length: fields of queries follow one another, and
+    ``received`` is the sum.
 
     >>> import torch
     >>> from regard import See, watch
@@ -57,7 +60,13 @@ def watch(
         raise InputError(f"watch takes a model, a torch.nn.Module, not {type(model).__name__}.")
     if not isinstance(see, See):
         raise InputError(f"watch takes See(...), as in See(entropy=True), not {see!r}.")
-    watcher = Watcher(model, see, each, _checked(layers, model))
+    parts = [
+        name for name in see.requested if name in ("rows", "pairs", "scores", "map", "weights")
+    ]
+    if join and (parts or each is not None):
+        what = f"See({parts[0]}=...) is of a single call" if parts else "each= takes single calls"
+        raise InputError(f"{what}, so it cannot be combined with join=True.")
+    watcher = Watcher(model, see, each, _checked(layers, model), join)
     for other in active_watchers.get():
         shared = [type(module).__name__ for module in watcher.names if module in other.names]
         if shared:
