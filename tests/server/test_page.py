@@ -113,6 +113,15 @@ def test_a_translation_and_where_its_words_were_read(page: Page) -> None:
     assert page.says("document.querySelector('[data-view=translate] textarea').value") == CAT
 
 
+def test_a_doubtful_result_says_why(page: Page) -> None:
+    result(page, "translate", text="Привет!", to="fr")
+    expected = "Low confidence 0.40: a text in another script was copied, not translated."
+    assert page.text(of("translate", "[role=note]")) == expected
+    result(page, "translate", text=CAT, to="fr")
+    assert page.texts(of("translate", "[role=note]")) == []
+    assert "confidence 0." in page.text(of("translate", ".facts"))
+
+
 def test_a_picture_and_a_request_to_take_along(page: Page, tmp_path: Path) -> None:
     said = {"text": "It's a cat.", "to": "fr"}
     result(page, "translate", **said)

@@ -46,6 +46,11 @@ from regard.models.conversion import convert
 from regard.models.model import pad
 from regard.tasks.attended import read_weights
 from regard.tasks.completion import stream_completion
+from regard.tasks.confidence import (
+    doubts_about_repeats,
+    doubts_about_summary,
+    doubts_about_translation,
+)
 from regard.tasks.writing import write
 from regard.text.windows import windows
 from regard.text.words import Span, sentences, words
@@ -165,6 +170,74 @@ def test_a_text_without_words_is_copied_and_not_read() -> None:
     assert [record.text for record in found] == ["Привет!", "12:30 — https://a.org"]
     assert [record.tokens for record in found] == [0, 0]
     assert found[0].attended is None
+
+
+def test_reasons_against_a_translation() -> None:
+    def doubts(source: str, text: str) -> list[str]:
+        return list(doubts_about_translation(source, text, "fra"))
+
+    assert doubts("The cat is on the sofa.", "Le chat est sur le canapé.") == []
+    assert doubts("Pay 12 euros.", "Payez 21 euros.") == [
+        "'12' is missing",
+        "the number 21 is not in the source",
+    ]
+    assert doubts("A good day.", "Un bon день.") == ["it has letters of another script"]
+    assert doubts("We are at the sea.", "Das ist nicht für die See.") == [
+        "it seems to be in German"
+    ]
+    assert doubts("The old grey fox.", "The old grey fox.") == ["it is the source"]
+    assert doubts("It is on the sofa.", "Il est sur le sur le sofa.") == ["it repeats 'sur le'"]
+    assert doubts("Yes yes yes!", "Oui oui oui !") == []
+    assert doubts("It is a long way from here to there.", "Loin.") == [
+        "it has 1 words, the source 9"
+    ]
+
+
+def test_low_confidence_comes_with_its_reasons() -> None:
+    sure, copied = translate(["Where is the station?", "Привет!"], "fr")
+    assert sure.confidence > 0.8
+    assert (sure.reasons, sure.doubtful, sure.doubt) == ((), False, "")
+    assert copied.doubtful
+    assert copied.reasons == ("a text in another script was copied, not translated",)
+    assert copied.doubt.startswith("low confidence 0.40: a text in another script")
+    both = translate("Where is the station? Привет!", "fr")  # as far as its weakest sentence
+    assert (both.confidence, both.reasons) == (copied.confidence, copied.reasons)
+    assert both.to_dict()["doubtful"]
+    odd = translate("Grzmot pchły zawsze wściekle skrobie.", "fr")
+    assert odd.confidence < sure.confidence
+
+
+def test_a_calibration_turns_scores_into_probabilities(made: Path, tmp_path: Path) -> None:
+    folder = folders.translator(tmp_path / "translate")
+    plain = translate("The cat.", "fr", model=folder, max_new_tokens=3)
+    assert plain.confidence <= math.exp(plain.score)
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+
+    def calibrated(**values: object) -> float:
+        config["task_specific_params"] = {"translation": {"confidence": values}}
+        (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
+        return translate("The cat.", "fr", model=folder, max_new_tokens=3).confidence
+
+    assert calibrated(bias=2, scale=0) > calibrated(bias=-2, scale=0)
+    with pytest.raises(CheckpointError, match="does not have the numbers bias and scale"):
+        calibrated(bias=2)
+
+
+def test_every_task_says_how_far_it_can_be_trusted() -> None:
+    story = "The cat sat on the mat while the dog slept in the garden."
+    known, unknown = answer(["Where did the dog sleep?", "Who wrote the bill?"], story)
+    assert known.confidence > 0.7
+    assert not unknown.answered
+    assert unknown.confidence > 0.5
+    written = complete("Once upon a time", how=Greedy(), max_new_tokens=40, attended=False)
+    assert 0 <= written.confidence <= 1
+    assert list(doubts_about_repeats("he said and he said no")) == []
+    assert list(doubts_about_repeats("and he said, he said no")) == ["it repeats 'he said'"]
+    summary = list(doubts_about_summary("A bridge closes on 3 May.", "The Tuesday bridge of 4 May"))
+    assert summary == [
+        "the number 4 is not in the document",
+        "the name 'Tuesday' is not in the document",
+    ]
 
 
 def test_a_direction_that_was_not_trained_is_refused_by_name() -> None:

@@ -13,6 +13,7 @@ import typer
 from regard.cli import options, terminal, texts
 from regard.decoding.settings import Settings
 from regard.errors import InputError
+from regard.pictures.record import printable, shorten
 
 if TYPE_CHECKING:
     from regard.tasks.records import Completion, Record
@@ -223,12 +224,17 @@ def _consume(prompt: str, pieces: Generator[str, None, Completion], quiet: bool)
 def _show(
     record: Record, as_json: bool, remark: str | None = None, *, printed: bool = False
 ) -> None:
-    """Print a record: as JSON, or as its text, a remark and a picture of its weights."""
+    """Print a record: as JSON, or as its text, remarks and a picture of its weights.
+
+    What speaks against a doubtful result goes to standard error.
+    """
     if as_json:
         print(json.dumps(record.to_dict(), ensure_ascii=False), flush=True)
         return
     if not printed:
         print(record, flush=True)
+    if record.doubtful:
+        terminal.remark(f"{record.doubt} ({shorten(printable(record.text), 32)})")
     if remark is not None and sys.stdout.isatty():
         terminal.remark(remark)
     if record.attended is not None:

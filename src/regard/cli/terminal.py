@@ -58,7 +58,7 @@ def show(what: Table) -> None:
 
 def remark(text: str) -> None:
     """Print a remark on standard error."""
-    Console(stderr=True).print(text, style="dim", markup=False, highlight=False)
+    Console(stderr=True).print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
 
 def draw(picture: Picture, *, dark: bool = True) -> None:

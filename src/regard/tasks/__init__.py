@@ -11,6 +11,9 @@ All tasks share these options:
 - ``attended``: whether to return attention weights between words, which takes another forward pass.
 - ``device``: where the model runs. ``precision``: float32, bfloat16 or int8.
 - ``check``: a function that every loop of the task calls; it may raise to end the task early.
+
+A record has a ``confidence`` from 0 to 1, ``reasons`` against it, and ``doubtful``, whether the
+confidence is below 0.5. The cards of the shipped models say how it was measured.
 """
 
 from regard.tasks.completion import complete, stream_completion

@@ -19,6 +19,7 @@ from regard.mechanism.seeing import See
 from regard.models.bundle import Bundle, Name, Precision
 from regard.models.model import LanguageModel
 from regard.tasks.attended import mean_rows
+from regard.tasks.confidence import chance, doubts_about_repeats, trust
 from regard.tasks.defaults import open_model
 from regard.tasks.records import Completion, WordAttention
 from regard.tasks.writing import Check, CheckedDecoder, log_probability, one_or_many
@@ -190,12 +191,17 @@ def _record(
     attended: bool,
 ) -> Completion:
     tokens = len(ids) + stopped
+    text, score = _new_text(bundle, prompt, ids), total / max(tokens, 1)
+    # How probable a usual text is depends on the model, so nothing is said without a calibration.
+    trusted = trust(chance(bundle, TASK, score, 1.0), doubts_about_repeats(text, prompt.text))
     return Completion(
-        text=_new_text(bundle, prompt, ids),
-        score=total / max(tokens, 1),
+        text=text,
+        score=score,
         tokens=tokens,
         seconds=seconds,
         model=bundle.name,
+        confidence=trusted.confidence,
+        reasons=trusted.reasons,
         attended=_attended(bundle, prompt, ids) if attended else None,
         prompt=prompt.text,
         stopped=stopped,

@@ -20,6 +20,7 @@ from regard.mechanism.seeing import See
 from regard.models.bundle import Bundle, Name, Precision
 from regard.models.model import pad
 from regard.tasks.attended import mean_rows
+from regard.tasks.confidence import chance, trust
 from regard.tasks.defaults import open_model
 from regard.tasks.records import Answer, WordAttention
 from regard.tasks.writing import Check, no_check, one_or_many
@@ -27,6 +28,7 @@ from regard.text.tokenizer import Encoded
 from regard.text.windows import Window, windows
 from regard.text.words import words
 
+TASK = "question answering"  # the task's name in a recipe
 WINDOW = 384  # tokens; most question answering models were trained with this length
 
 
@@ -104,6 +106,8 @@ def answer(
         offsets = encoded[text].offsets
         move = span.window.offset - span.window.split
         answered = span.score > threshold
+        right = chance(bundle, TASK, span.score, span.probability)
+        trusted = trust(right if answered else 1 - right)
         start, end = offsets[span.first + move][0], offsets[span.last + move][1]
         records.append(
             Answer(
@@ -112,6 +116,8 @@ def answer(
                 tokens=sum(len(part.ids) for part in parts),
                 seconds=seconds,
                 model=bundle.name,
+                confidence=trusted.confidence,
+                reasons=trusted.reasons,
                 attended=(
                     _attended(bundle, question, text, encoded, span.window) if attended else None
                 ),

@@ -14,6 +14,7 @@ from regard.errors import InputError
 from regard.mechanism.labelled import Array, Convertible, Labelled, Labels
 from regard.pictures.figures import Picture, alignment
 from regard.pictures.record import Cells, printable, shorten, width_of
+from regard.tasks.confidence import THRESHOLD
 from regard.text.words import Span
 
 MAX_PRINTED = 20  # queries that print() shows
@@ -119,9 +120,23 @@ class Record:
     tokens: int  # the number of generated tokens
     seconds: float  # the time of a batch is divided equally among its texts
     model: str
+    confidence: float  # from 0 to 1: the probability that the text is acceptable
+    reasons: tuple[str, ...]  # against it, in words
     attended: WordAttention | None = None  # if requested
 
     title: ClassVar[str]  # of the picture
+
+    @property
+    def doubtful(self) -> bool:
+        """Whether the confidence is low."""
+        return self.confidence < THRESHOLD
+
+    @property
+    def doubt(self) -> str:
+        """The confidence and the reasons of a doubtful result as one line; "" of another one."""
+        if not self.doubtful:
+            return ""
+        return f"low confidence {self.confidence:.2f}: {'; '.join(self.reasons)}"
 
     def picture(self) -> Picture:
         """A picture of ``attended``."""
@@ -144,12 +159,16 @@ class Record:
                 value = value.to_dict()
             elif isinstance(value, float):
                 value = round(value, 6)
+            elif isinstance(value, tuple):
+                value = list(value)
             if value is not None or entry.name != "attended":
                 values[entry.name] = value
-        return values
+        return {**values, "doubtful": self.doubtful}
 
     def _facts(self) -> Sequence[str]:
-        return (f"score {self.score:.3f}", f"{self.tokens} tokens", f"{self.seconds:.2f} s")
+        doubt = (self.doubt,) if self.doubtful else (f"confidence {self.confidence:.2f}",)
+        cost = (f"{self.tokens} tokens", f"{self.seconds:.2f} s")
+        return (*doubt, f"score {self.score:.3f}", *cost)
 
     def _repr_html_(self) -> str:
         facts = " · ".join((*self._facts(), self.model))
@@ -166,7 +185,7 @@ class Translation(Record):
 
     >>> print(Translation(
     ...     text="Le chat", score=-0.1, tokens=3, seconds=0.2, model="translate", source="The cat",
-    ...     to="fra",
+    ...     to="fra", confidence=0.9, reasons=(),
     ... ))
     Le chat
     """
@@ -195,7 +214,7 @@ class Summary(Record):
 
     >>> Summary(
     ...     text="A cat sat.", score=-0.5, tokens=5, seconds=0.4, model="mine", method="whole",
-    ...     parts=(Part(start=0, end=80, text="A cat sat."),),
+    ...     confidence=0.8, reasons=(), parts=(Part(start=0, end=80, text="A cat sat."),),
     ... ).to_dict()["parts"]
     [{'start': 0, 'end': 80, 'text': 'A cat sat.'}]
     """
@@ -222,7 +241,7 @@ class Answer(Record):
 
     >>> record = Answer(
     ...     text="", score=-2.0, tokens=12, seconds=0.1, model="answer", question="Who wrote it?",
-    ...     start=None, end=None, probability=0.1, windows=1,
+    ...     start=None, end=None, probability=0.1, windows=1, confidence=0.9, reasons=(),
     ... )
     >>> record.answered, str(record)
     (False, 'No answer.')
@@ -262,7 +281,7 @@ class Completion(Record):
 
     >>> print(Completion(
     ...     text=" there was", score=-1.5, tokens=2, seconds=0.1, model="books-gpt2",
-    ...     prompt="Once upon a time", stopped=False,
+    ...     prompt="Once upon a time", stopped=False, confidence=0.7, reasons=(),
     ... ))
     Once upon a time there was
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
@@ -14,6 +15,7 @@ from regard.decoding.settings import Asked
 from regard.errors import InputError
 from regard.models.bundle import Bundle, Name, Precision
 from regard.tasks.attended import CrossWeights, read_weights
+from regard.tasks.confidence import chance, doubts_about_summary, trust
 from regard.tasks.defaults import open_model
 from regard.tasks.records import Part, Summary, WordAttention
 from regard.tasks.writing import Check, Written, one_or_many, write
@@ -73,7 +75,7 @@ def summarize(
         active = [document for document in active if not join and document[-1].can_be_shortened]
         for document in active:
             document.append(_round(bundle, prefix, document[-1].summary))
-    return [_record(bundle.name, rounds) for rounds in documents]
+    return [_record(bundle, rounds) for rounds in documents]
 
 
 @dataclass(slots=True)
@@ -98,17 +100,22 @@ class _Round:
         return len(self.parts) > 1 and len(self.summary) < len(self.text)
 
 
-def _record(model: str, rounds: Sequence[_Round]) -> Summary:
+def _record(bundle: Bundle, rounds: Sequence[_Round]) -> Summary:
     first, last = rounds[0], rounds[-1]
     written = [item for each in rounds for item in each.written]
     tokens = sum(item.tokens for item in last.written)
     split = "joined" if len(last.parts) > 1 else "resummarized"
+    score = sum(item.log_probability for item in last.written) / max(tokens, 1)
+    likely = chance(bundle, TASK, score, math.exp(score))
+    trusted = trust(likely, doubts_about_summary(first.text, last.summary))
     return Summary(
         text=last.summary,
-        score=sum(item.log_probability for item in last.written) / max(tokens, 1),
+        score=score,
         tokens=sum(item.tokens for item in written),
         seconds=sum(item.seconds for item in written),
-        model=model,
+        model=bundle.name,
+        confidence=trusted.confidence,
+        reasons=trusted.reasons,
         attended=_attended(rounds),
         method="whole" if len(first.parts) == 1 else split,
         parts=tuple(

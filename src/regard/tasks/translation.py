@@ -6,6 +6,7 @@ placeholders (``segments.py``).
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
@@ -16,6 +17,14 @@ from regard.decoding.settings import Asked
 from regard.errors import CheckpointError, InputError
 from regard.models.bundle import Bundle, Name, Precision
 from regard.tasks.attended import CrossWeights, align, read_weights
+from regard.tasks.confidence import (
+    Trust,
+    chance,
+    doubts_about_copy,
+    doubts_about_translation,
+    trust,
+    weakest,
+)
 from regard.tasks.defaults import open_model
 from regard.tasks.records import Translation
 from regard.tasks.segments import Segment, pieces, plain, protected
@@ -96,6 +105,9 @@ def translate(
             check()
         own = [written[at] for at in range(first, last) if at in written]
         tokens = sum(w.tokens for w in own)
+        trusted = weakest(
+            [_trust(bundle, sources[at], written.get(at), language) for at in range(first, last)]
+        )
         records.append(
             Translation(
                 text=_joined(
@@ -110,6 +122,8 @@ def translate(
                 tokens=tokens,
                 seconds=sum((w.seconds for w in own), 0.0),
                 model=bundle.name,
+                confidence=trusted.confidence,
+                reasons=trusted.reasons,
                 attended=align(
                     bundle,
                     [weights[at] for at in range(first, last) if at in weights],
@@ -121,6 +135,15 @@ def translate(
             )
         )
     return records
+
+
+def _trust(bundle: Bundle, segment: Segment, written: Written | None, to: str | None) -> Trust:
+    """The trust in the translation of a segment, or in its copy if the model did not read it."""
+    if written is None:
+        return trust(1.0, doubts_about_copy(segment.text))
+    score = written.log_probability / max(written.tokens, 1)
+    doubts = doubts_about_translation(segment.text, segment.restored(written.text), to)
+    return trust(chance(bundle, TASK, score, math.exp(score)), doubts)
 
 
 def _lost(segment: Segment, written: Written) -> bool:

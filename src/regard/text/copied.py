@@ -47,6 +47,15 @@ def copied_spans(text: str) -> list[Span]:
     return [Span(*match.span()) for match in _COPIED.finditer(text)]
 
 
+def other_letters(text: str) -> set[str]:
+    """Return the letters of a text that are of scripts other than Latin.
+
+    >>> sorted(other_letters("Łódź and 田中"))
+    ['中', '田']
+    """
+    return set(re.findall(_OTHER_SCRIPT, text))
+
+
 def only_copied(text: str) -> bool:
     """Return whether no letter of a text is outside its copied strings, so nothing is translated.
 

@@ -40,6 +40,7 @@ _WEIGHTS = {
     for language, words in _FREQUENT.items()
 }
 _LETTERS = {"de": "äöüß", "fr": "çèêëîœùû", "es": "ñ¿¡", "pt": "ãõ"}
+TOLD_APART = tuple(_FREQUENT)  # languages that language_of can find, all in Latin letters
 MIN_EVIDENCE = 2.0  # the weight of a language's words, below which it is not told
 MIN_RATIO = 2.5  # how much heavier the words of a language must be than those of any other
 _NAMES = {

@@ -300,7 +300,15 @@ function more(view, body, svg) {
 function recordFacts(record, extra = "") {
   const score = `score ${record.score.toFixed(2).replace("-", "−")}`;
   const tokens = counted(record.tokens, "token");
-  return facts(extra, score, tokens, seconds(record.seconds), record.model);
+  return judged(record, facts(extra, `confidence ${record.confidence.toFixed(2)}`, score, tokens,
+    seconds(record.seconds), record.model));
+}
+
+/** Puts the reasons against a result of low confidence before the facts of it. */
+function judged(record, below) {
+  if (!record.doubtful) return below;
+  const said = `Low confidence ${record.confidence.toFixed(2)}: ${record.reasons.join("; ")}.`;
+  return make("div", {}, make("p", { class: "doubt", role: "note", dir: "auto" }, said), below);
 }
 
 // ---------------------------------------------------------------------------------------- views
@@ -342,8 +350,9 @@ const VIEWS = {
       showPair(out, "answer", body, record,
         ["Question", record.question], ["Context", body.context, { marked }], {
           title: "What the question attended to", above: [named("Answer"), answer],
-          below: facts(`probability ${record.probability.toFixed(2)}`, windows,
-            seconds(record.seconds), record.model),
+          below: judged(record, facts(`confidence ${record.confidence.toFixed(2)}`,
+            `probability ${record.probability.toFixed(2)}`, windows, seconds(record.seconds),
+            record.model)),
         });
       reveal(out.querySelector("mark"));
     },

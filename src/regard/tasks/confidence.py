@@ -1,0 +1,110 @@
+"""How far a result can be trusted: a probability that it is acceptable, and reasons against it.
+
+The probability is a logistic function of the model's score. Its two numbers are in the model's
+config.json, fitted on held-out text; the cards say on which, and how well they tell good from bad.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from regard.errors import CheckpointError
+from regard.models.bundle import Bundle
+from regard.text.copied import invented_numbers, missing, other_letters
+from regard.text.languages import TOLD_APART, language_name, language_of, same_language
+
+THRESHOLD = 0.5  # a result of a lower confidence is shown as doubtful
+FLAGGED = 0.4  # the factor of the confidence if there is a reason against a result
+_WORD = re.compile(r"[^\W_]+(?:['\u2019-][^\W_]+)*")
+# Three equal words in a row, or two equal runs of two or three words.
+_REPEATED = re.compile(r"\b(\w+)(?:\W+\1\b){2,}|\b(\w+(?:\W+\w+){1,2})\W+\2\b", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Trust:
+    """The confidence in a result, from 0 to 1, and the reasons against it."""
+
+    confidence: float
+    reasons: tuple[str, ...] = ()
+
+
+def chance(bundle: Bundle, task: str, score: float, otherwise: float) -> float:
+    """The probability that a result is acceptable; ``otherwise`` without a calibration."""
+    calibration = bundle.tasks.get(task, {}).get("confidence")
+    if calibration is None:
+        return otherwise
+    try:
+        logit = float(calibration["bias"]) + float(calibration["scale"]) * score
+    except (KeyError, TypeError, ValueError):
+        raise CheckpointError(
+            f"{bundle.name}: confidence = {calibration!r} does not have the numbers bias and scale."
+        ) from None
+    return 1 / (1 + math.exp(-max(min(logit, 30.0), -30.0)))
+
+
+def trust(chance: float, doubts: Iterable[str] = ()) -> Trust:
+    """The trust in a result of this probability, with other reasons against it.
+
+    >>> trust(0.9, ["'12' is missing"])
+    Trust(confidence=0.36000000000000004, reasons=("'12' is missing",))
+    """
+    found = tuple(doubts)
+    confidence = chance * (FLAGGED if found else 1.0)
+    return Trust(confidence, ("low probability", *found) if chance < THRESHOLD else found)
+
+
+def weakest(found: Sequence[Trust]) -> Trust:
+    """The trust in a text: the confidence of its weakest part, and the reasons of all parts."""
+    reasons = dict.fromkeys(reason for each in found for reason in each.reasons)
+    return Trust(min((each.confidence for each in found), default=1.0), tuple(reasons))
+
+
+# ------------------------------------------------------------------------------------- reasons
+
+
+def doubts_about_copy(text: str) -> Iterator[str]:
+    """Reasons against a text that was copied instead of translated."""
+    if other_letters(text):
+        yield "a text in another script was copied, not translated"
+
+
+def doubts_about_translation(source: str, text: str, language: str | None) -> Iterator[str]:
+    """Reasons against a translation into ``language``, if that is known."""
+    for string in missing(source, text):
+        yield f"{string!r} is missing"
+    for number in dict.fromkeys(invented_numbers(source, text)):
+        yield f"the number {number} is not in the source"
+    told = [code for code in TOLD_APART if language is not None and same_language(code, language)]
+    if told:
+        if other_letters(text) - other_letters(source):
+            yield "it has letters of another script"
+        found = language_of(text)
+        if found not in (None, *told):
+            yield f"it seems to be in {language_name(found or '')}"
+    before, after = _WORD.findall(source.lower()), _WORD.findall(text.lower())
+    if len(before) > 2 and before == after:
+        yield "it is the source"
+    if len(after) * 3 < len(before) or len(after) > 3 * len(before) + 5:
+        yield f"it has {len(after)} words, the source {len(before)}"
+    yield from doubts_about_repeats(text, source)
+
+
+def doubts_about_repeats(text: str, source: str = "") -> Iterator[str]:
+    """Reasons against a text that repeats words, unless its source does."""
+    match = _REPEATED.search(text)
+    if match and not _REPEATED.search(source):
+        yield f"it repeats {match[1] or match[2]!r}"
+
+
+def doubts_about_summary(document: str, text: str) -> Iterator[str]:
+    """Reasons against a summary: numbers and names that its document does not have, repeats."""
+    for number in dict.fromkeys(invented_numbers(document, text)):
+        yield f"the number {number} is not in the document"
+    known = {word.lower() for word in _WORD.findall(document)}
+    for word in dict.fromkeys(_WORD.findall(text)[1:]):
+        if word[0].isupper() and word.lower() not in known:
+            yield f"the name {word!r} is not in the document"
+    yield from doubts_about_repeats(text, document)
