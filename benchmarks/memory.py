@@ -1,4 +1,4 @@
-"""The memory of this process as Linux counts it, in MiB. Imports neither PyTorch nor regard."""
+"""The memory of a process as Linux counts it, in MiB. Imports neither PyTorch nor regard."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ def resident() -> float:
     return _status("VmRSS")
 
 
-def peak() -> float:
-    """The most memory since the start of the process, or since ``reset_peak``."""
-    return _status("VmHWM")
+def peak(process: int | str = "self") -> float:
+    """The most memory since the start of the process, or since ``reset_peak``; 0 if it ended."""
+    return _status("VmHWM", process)
 
 
 def reset_peak() -> None:
     Path("/proc/self/clear_refs").write_text("5")
 
 
-def _status(field: str) -> float:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    line = next(line for line in lines if line.startswith(field))
+def _status(field: str, process: int | str = "self") -> float:
+    lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    line = next((line for line in lines if line.startswith(field)), f"{field}: 0 kB")
     return int(line.split()[1]) / 1024
