@@ -494,9 +494,9 @@ def compared(model: nn.Module, run: Callable[[], Tensor], see: See = WEIGHTS) ->
     def differentiated() -> list[Tensor]:
         torch.manual_seed(1)
         output = run()
-        parameters = [p for p in model.parameters() if p.requires_grad]
-        grads = torch.autograd.grad(output.square().sum(), parameters, allow_unused=True)
-        return [output, *(grad for grad in grads if grad is not None)]
+        model.zero_grad()
+        output.square().sum().backward()
+        return [output, *(p.grad for p in model.parameters() if p.grad is not None)]
 
     plain = differentiated()
     with watch(model, see) as watched:
@@ -670,15 +670,22 @@ def test_a_copy_of_the_model_is_named() -> None:
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_layer_that_is_computed_again_is_recorded_once(reentrant: bool) -> None:
-    model = SelfAttention()
-    x = torch.randn(2, 5, 8, requires_grad=True)
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_layer_that_is_computed_again_is_recorded_once(
+    implementation: str, reentrant: bool
+) -> None:
+    model = hugging_face("LlamaForCausalLM", implementation, num_key_value_heads=2).train()
+    model.enable_input_require_grads()
+    # transformers 5.23 has renamed the method.
+    enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
+    enable({"use_reentrant": reentrant})
 
     def run() -> Tensor:
-        return torch.utils.checkpoint.checkpoint(model, x, use_reentrant=reentrant)
+        logits: Tensor = model(IDS, use_cache=False).logits / 30
+        return logits
 
     watched = compared(model, run)
-    assert len(watched.calls) == 1
+    assert len(watched.calls) == 2
     assert not watched.unseen
 
 

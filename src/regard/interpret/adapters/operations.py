@@ -246,7 +246,7 @@ class _Observer:
             return func(*args, **kwargs)
         if not frames or frames[-1].own or not self.watcher.active:
             return func(*args, **kwargs)
-        if unwatched.get() or _in_backward():
+        if unwatched.get():
             return func(*args, **kwargs)
         frame = attention_frames[-1] if attention_frames else None
         if func is F.scaled_dot_product_attention:
@@ -272,7 +272,9 @@ class _Observer:
         except _UnknownError as error:
             frame.reason = str(error)
             return
-        self.watcher.record(frame.module, seen)
+        # What a backward pass computes again must save the same tensors, but is recorded once.
+        if not _in_backward():
+            self.watcher.record(frame.module, seen)
 
     def _fused(
         self, frame: _Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -490,7 +492,8 @@ def _from_weights(see: See, scores: Tensor, weights: Tensor, heads: int) -> Seen
         raise _UnknownError("reshapes its weights before it uses them")
     keys = weights.shape[-1]
     hidden = (scores[..., :keys] < lowest) | ((scores[..., :keys] < -9000) & (weights == 0))
-    unmasked = hidden.all(-1, keepdim=True)  # a query without keys: its weights are equal
+    # A query without keys has equal weights, and its scores are too low to have digits left.
+    unmasked = scores[..., :keys].amax(-1, keepdim=True) < -9000
     sink = scores[..., keys:]
     if sink.numel() and (see.lse or see.max_logit or see.scores is not None):
         if not scores.amax(-1).any():
