@@ -36,7 +36,7 @@ import memory  # this file must not import PyTorch or regard: other environments
 
 LAYERS, HEADS, WIDTH, WORDS = 6, 8, 64, 1000
 LAYER, HEAD = 2, 3  # the head whose entropy is compared
-SHORTEST, LONGEST = 256, 131072
+LENGTHS = [2**power for power in range(8, 18)]
 TOLERANCE = 1e-3  # relative difference of entropies
 
 # A tool loads the model from a folder and returns a function that shows a text. That writes files
@@ -285,7 +285,8 @@ def attempt(python: Path, name: str, folder: Path, length: int, limits: Limits) 
             stdout=subprocess.PIPE,
             stderr=errors,
             text=True,
-            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            # With one thread, no thread uses processor time to wait for another.
+            env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         )
         started = time.perf_counter()
         stopped = ""
@@ -349,42 +350,47 @@ def make_model(folder: Path, length: int) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def compare(name: str, python: Path, folders: Path, limits: Limits) -> dict[str, Any]:
+def compare(
+    name: str, python: Path, folders: Path, lengths: list[int], limits: Limits
+) -> dict[str, Any]:
     """The row of a tool: all texts that it showed, the longest one first, and why it stopped."""
     runs: list[dict[str, Any]] = []
-    length, stopped = SHORTEST, ""
-    if not python.exists():
-        stopped = "not installed"
-    while not stopped and length <= LONGEST:
+    stopped = "" if python.exists() else "not installed"
+    for length in lengths:
         folder = folders / str(length)
-        if not folder.exists():
+        if not stopped and not folder.exists():
             make_model(folder, length)
-        run = attempt(python, name, folder, length, limits)
-        stopped = run.get("stopped", "")
-        if not stopped:
-            runs.insert(0, {"tokens": length, **run})
-            print(
-                f"{name}: {length:,} tokens, {run['processor_s']:.1f} s of processor time in "
-                f"{run['seconds']:.1f} s, {run['peak_mib']:,.0f} MiB, {run['written_mb']:.1f} MB",
-                flush=True,
-            )
-            length *= 2
-    print(f"{name}: stopped at {length:,} tokens: {stopped or 'the longest text'}", flush=True)
+        run = {"stopped": stopped} if stopped else attempt(python, name, folder, length, limits)
+        if stopped := run.get("stopped", ""):
+            print(f"{name}: stopped at {length:,} tokens: {stopped}", flush=True)
+            break
+        runs.insert(0, {"tokens": length, **run})
+        print(
+            f"{name}: {length:,} tokens, {run['processor_s']:.1f} s of processor time in "
+            f"{run['seconds']:.1f} s, {run['peak_mib']:,.0f} MiB, {run['written_mb']:.1f} MB",
+            flush=True,
+        )
     return {
         "tool": name,
         "package": TOOLS[name].package,
         "limit_mib": limits.mebibytes,
         "limit_s": limits.seconds,
         "stopped": stopped,
-        "versions": runs[0].pop("versions") if runs else {},
+        "stopped_at": length if stopped else 0,
+        "versions": runs[0]["versions"] if runs else {},
         "runs": [{key: run[key] for key in run if key != "versions"} for run in runs],
     }
 
 
 def differences(rows: list[dict[str, Any]]) -> list[str]:
     """The tools whose entropy at the shortest text is not that of the first row."""
-    entropies = {row["tool"]: row["runs"][-1]["entropy"] for row in rows if row["runs"]}
-    expected = next(iter(entropies.values()))
+    entropies = {
+        row["tool"]: run["entropy"]
+        for row in rows
+        for run in row["runs"]
+        if run["tokens"] == min(LENGTHS)
+    }
+    expected = next(iter(entropies.values()), 0.0)
     return [
         f"{name} finds an entropy of {found:.4f}, {next(iter(entropies))} of {expected:.4f}"
         for name, found in entropies.items()
@@ -429,12 +435,16 @@ def main() -> None:
         name, folder, length, out = sys.argv[2:]
         return work(name, Path(folder), int(length), Path(out))
 
+    import torch
+
     from measure import append, argument_parser
 
+    torch.set_num_threads(1)  # for the environment in the results
     parser = argument_parser(__doc__)
     parser.add_argument("tools", nargs="*", help=", ".join(TOOLS))
     parser.add_argument("--environments", type=Path, required=True)
     parser.add_argument("--install", action="store_true")
+    parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--mebibytes", type=int, default=4096)
     parser.add_argument("--seconds", type=float, default=300)
     given = parser.parse_args()
@@ -447,7 +457,7 @@ def main() -> None:
             own = given.environments.absolute() / package / "bin/python"
             python = Path(sys.executable) if package in ("regard", "transformers") else own
             limits = Limits(given.mebibytes, given.seconds)
-            rows.append(compare(name, python, Path(folders), limits))
+            rows.append(compare(name, python, Path(folders), given.lengths, limits))
             append("compare_tools", rows[-1:])
     sys.exit("\n".join(differences(rows)) or None)
 
