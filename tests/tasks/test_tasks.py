@@ -156,6 +156,22 @@ def test_capitals_stay_capitals(text: str, to: str, expected: str) -> None:
     assert all(word == word.upper() or "@" in word for word in found.attended.queries)
 
 
+@pytest.mark.parametrize(
+    ("text", "to", "expected"),
+    [
+        ("This is VERY important.", "fr", "C'est TRÈS important."),
+        ("Das ist SEHR wichtig.", "en", "That's VERY important."),
+        (
+            "The WHO and NASA met in the USA.",
+            "fr",
+            "L'OMS et la NASA se sont rencontrés aux États-Unis.",
+        ),
+    ],
+)
+def test_a_word_in_capitals_stays_in_capitals(text: str, to: str, expected: str) -> None:
+    assert translate(text, to, attended=False).text == expected
+
+
 def test_a_string_that_the_model_would_change_is_put_back() -> None:
     """It writes example for the French exemple; with placeholders it cannot."""
     text, string = "Écrivez à marie@exemple.fr.", "marie@exemple.fr"

@@ -20,7 +20,7 @@ THRESHOLD = 0.5  # a result of a lower confidence is shown as doubtful
 FLAGGED = 0.4  # the factor of the confidence if there is a reason against a result
 _WORD = re.compile(r"[^\W_]+(?:['\u2019-][^\W_]+)*")
 # Three equal words in a row, or two equal runs of two or three words.
-_REPEATED = re.compile(r"\b(\w+)(?:\W+\1\b){2,}|\b(\w+(?:\W+\w+){1,2})\W+\2\b", re.IGNORECASE)
+_REPEATED = re.compile(r"\b(\w+)\b(?:\W+\1\b){2,}|\b(\w+\b(?:\W+\w+\b){1,2})\W+\2\b", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ the sentence is read again with a placeholder instead of each such string.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from regard.text.copied import copied_spans
@@ -14,6 +15,7 @@ from regard.text.words import Span, sentences
 
 _PLACEHOLDER = "XX{}"  # models copy it; capitals do not change it
 _PLACEHOLDERS = re.compile(r"XX\d+")
+_CAPITALS = re.compile(r"\b[A-ZÀ-ÖØ-Þ]{3,}\b")
 LONG_WORD = 6  # letters; a shorter word in capitals that stands alone is taken for an acronym
 
 
@@ -25,6 +27,7 @@ class Segment:
     read: str
     capitals: bool = False
     held: tuple[tuple[str, str], ...] = ()  # each placeholder with its string
+    stressed: tuple[Span, ...] = ()  # words of ``read`` that are in capitals in ``text``
 
     def restored(self, written: str) -> str:
         """The output of the model, or one of its words, with capitals and held strings.
@@ -58,14 +61,26 @@ def pieces(text: str) -> list[Span]:
     ]
 
 
-def plain(text: str) -> Segment:
-    """A sentence as it is, but with single spaces, and in lower case if it is in capitals.
+def plain(text: str, ordinary: Callable[[str], bool]) -> Segment:
+    """A sentence with single spaces, without capitals if it or an ordinary word is in capitals.
 
-    >>> plain("I LIKE TEA AND NASA.").read
-    'I like tea and nasa.'
+    ``ordinary`` says of a word in capitals that it is no acronym.
+
+    >>> ordinary = {"VERY", "LIKE"}.__contains__
+    >>> plain("NASA is VERY big.", ordinary).read, plain("I LIKE NASA.", ordinary).read
+    ('NASA is very big.', 'I like nasa.')
     """
     if not _in_capitals(text):
-        return Segment(text, " ".join(text.split()))
+        read = " ".join(text.split())
+        copied = copied_spans(read)
+        stressed = [
+            Span(*match.span())
+            for match in _CAPITALS.finditer(read)
+            if ordinary(match[0]) and not any(low <= match.start() < high for low, high in copied)
+        ]
+        for low, high in stressed:
+            read = read[:low] + read[low:high].lower() + read[high:]
+        return Segment(text, read, stressed=tuple(stressed))
     shielded = protected(text)
     read = re.sub(r"\bi\b", "I", shielded.read.lower())
     read = re.sub(r"xx(?=\d)", "XX", read)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -30,10 +31,17 @@ from regard.tasks.records import Translation
 from regard.tasks.segments import Segment, pieces, plain, protected
 from regard.tasks.writing import Check, Written, encode, one_or_many, write
 from regard.text.copied import missing, only_copied
-from regard.text.languages import language_name, language_of, language_tags, same_language
-from regard.text.words import Span
+from regard.text.languages import (
+    is_frequent,
+    language_name,
+    language_of,
+    language_tags,
+    same_language,
+)
+from regard.text.words import Span, words
 
 TASK = "translation"  # the task's name in a recipe
+SHORT_WORD = 3  # letters; such a word in capitals is an acronym unless it is very frequent
 
 
 @one_or_many
@@ -69,66 +77,57 @@ def translate(
     how, max_new_tokens = bundle.settings(task).resolve(how, max_new_tokens)
     for number, text in enumerate(texts, 1):
         _check_source(bundle, language, source, text, f"Text {number}" if len(texts) > 1 else "")
+    ordinary = partial(_ordinary, bundle)
     cut = [pieces(text) for text in texts]
-    sources = [
-        plain(bundle.prepared(text[low:high], TASK))
+    translated = [
+        [_Piece(plain(bundle.prepared(text[low:high], TASK), ordinary)) for low, high in spans]
         for text, spans in zip(texts, cut, strict=True)
-        for low, high in spans
     ]
-    numbers = [number for number, spans in enumerate(cut, 1) for _ in spans]
+    # A piece without words is copied, so the model does not read it.
+    read = [each for own in translated for each in own if not only_copied(each.segment.text)]
+    for number, own in enumerate(translated, 1):
+        for each in own:
+            label = f"Text {number}: " if len(texts) > 1 else ""
+            _check_length(bundle, prefix, each.segment.read, label)
 
     def written_for(segments: Sequence[Segment]) -> list[Written]:
         return write(bundle, [prefix + s.read for s in segments], how, max_new_tokens, batch, check)
 
-    # A piece without words is copied, so the model does not read it.
-    read = [at for at, segment in enumerate(sources) if not only_copied(segment.text)]
-    for at in read:
-        label = f"Text {numbers[at]}: " if len(texts) > 1 else ""
-        _check_length(bundle, prefix, sources[at].read, label)
-    written = dict(zip(read, written_for([sources[at] for at in read]), strict=True))
-    again = [at for at in read if _lost(sources[at], written[at])]
-    shielded = [protected(sources[at].text) for at in again]
-    for at, segment, second in zip(again, shielded, written_for(shielded), strict=True):
-        if segment.all_held(second.text):
-            sources[at], written[at] = segment, second
-    weights = dict[int, CrossWeights]()
-    if attended:
-        found = read_weights(
-            bundle, prefix, [sources[at].read for at in read], [written[at] for at in read],
-            batch, check,
-        )  # fmt: skip
-        weights = dict(zip(read, found, strict=True))
+    for each, written in zip(read, written_for([each.segment for each in read]), strict=True):
+        each.written = written
+    again = [each for each in read if each.lost]
+    shielded = [protected(each.segment.text) for each in again]
+    for each, segment, written in zip(again, shielded, written_for(shielded), strict=True):
+        if segment.all_held(written.text):
+            each.segment, each.written = segment, written
+    seen = [each for each in read if attended or each.segment.stressed]
+    sources = [each.segment.read for each in seen]
+    outputs = [each.written for each in seen if each.written is not None]
+    weights = read_weights(bundle, prefix, sources, outputs, batch, check)
+    for each, found in zip(seen, weights, strict=True):
+        each.weights = found
     records = []
-    ends = accumulate((len(spans) for spans in cut), initial=0)
-    for text, spans, (first, last) in zip(texts, cut, pairwise(ends), strict=True):
+    for text, spans, own in zip(texts, cut, translated, strict=True):
         if check is not None:
             check()
-        own = [written[at] for at in range(first, last) if at in written]
-        tokens = sum(w.tokens for w in own)
-        trusted = weakest(
-            [_trust(bundle, sources[at], written.get(at), language) for at in range(first, last)]
-        )
+        outputs = [each.written for each in own if each.written is not None]
+        tokens = sum(written.tokens for written in outputs)
+        trusted = weakest([_trust(bundle, each, language) for each in own])
+        aligned = [each for each in own if attended and each.weights is not None]
         records.append(
             Translation(
-                text=_joined(
-                    text,
-                    spans,
-                    [
-                        sources[at].restored(written[at].text) if at in written else None
-                        for at in range(first, last)
-                    ],
-                ),
-                score=sum(w.log_probability for w in own) / max(tokens, 1),
+                text=_joined(text, spans, [each.text for each in own]),
+                score=sum(written.log_probability for written in outputs) / max(tokens, 1),
                 tokens=tokens,
-                seconds=sum((w.seconds for w in own), 0.0),
+                seconds=sum((written.seconds for written in outputs), 0.0),
                 model=bundle.name,
                 confidence=trusted.confidence,
                 reasons=trusted.reasons,
                 attended=align(
                     bundle,
-                    [weights[at] for at in range(first, last) if at in weights],
+                    [each.weights for each in aligned if each.weights is not None],
                     batch,
-                    [sources[at].restored for at in range(first, last) if at in weights],
+                    [each.segment.restored for each in aligned],
                 ),
                 source=text,
                 to=language,
@@ -137,26 +136,64 @@ def translate(
     return records
 
 
-def _trust(bundle: Bundle, segment: Segment, written: Written | None, to: str | None) -> Trust:
-    """The trust in the translation of a segment, or in its copy if the model did not read it."""
+@dataclass(slots=True)
+class _Piece:
+    """A piece of a text and its translation; ``written`` is None if the piece is copied."""
+
+    segment: Segment
+    written: Written | None = None
+    weights: CrossWeights | None = None
+
+    @property
+    def text(self) -> str:
+        """The translation."""
+        if self.written is None:
+            return self.segment.text
+        text = self.written.text
+        for low, high in self._stressed():
+            text = text[:low] + text[low:high].upper() + text[high:]
+        return self.segment.restored(text)
+
+    @property
+    def lost(self) -> bool:
+        """Whether the translation lacks a string that has to be copied."""
+        held = self.written is None or self.segment.all_held(self.written.text)
+        return not held or bool(missing(self.segment.text, self.text))
+
+    def _stressed(self) -> list[Span]:
+        """The word of the translation that attended most to each word in capitals."""
+        if self.weights is None or not self.segment.stressed:
+            return []
+        targets = words(self.weights.written.text)
+        if not targets:
+            return []
+        table = self.weights.pooled(targets, self.segment.stressed).mean((0, 1))
+        return [targets[at] for at in table.argmax(0).tolist()]
+
+
+def _trust(bundle: Bundle, piece: _Piece, language: str | None) -> Trust:
+    """The trust in the translation of a piece, or in its copy."""
+    source, written = piece.segment.text, piece.written
     if written is None:
-        return trust(1.0, doubts_about_copy(segment.text))
+        return trust(1.0, doubts_about_copy(source))
     score = written.log_probability / max(written.tokens, 1)
-    doubts = doubts_about_translation(segment.text, segment.restored(written.text), to)
+    doubts = doubts_about_translation(source, piece.text, language)
     return trust(chance(bundle, TASK, score, math.exp(score)), doubts)
 
 
-def _lost(segment: Segment, written: Written) -> bool:
-    """Whether a translation lacks a string that it has to copy."""
-    held = segment.all_held(written.text)
-    return not held or bool(missing(segment.text, segment.restored(written.text)))
+def _ordinary(bundle: Bundle, word: str) -> bool:
+    """Whether a word in capitals is no acronym: only in lower case it is a single token."""
+    upper, lower = (
+        len(bundle.tokenizer.encode(f" {form}", special=False).ids) for form in (word, word.lower())
+    )
+    return lower == 1 < upper and (len(word) > SHORT_WORD or is_frequent(word))
 
 
-def _joined(text: str, spans: Sequence[Span], translations: Sequence[str | None]) -> str:
-    """A text with the translations of its pieces; None copies a piece."""
+def _joined(text: str, spans: Sequence[Span], translations: Sequence[str]) -> str:
+    """A text with the translations of its pieces."""
     result, before = "", 0
     for (low, high), translation in zip(spans, translations, strict=True):
-        result += text[before:low] + (text[low:high] if translation is None else translation)
+        result += text[before:low] + translation
         before = high
     return result + text[before:]
 

@@ -20,11 +20,11 @@ _COPIED = re.compile(
     `[^`\n]+`                                              # code
     | </?[A-Za-z][^<>\n]*>                                 # a tag
     | (?:(?:https?|ftp)://|www\.)[^\s<>«»"]*[\w/=]         # a web address
-    | [\w.+-]+@\w[\w-]*(?:\.[\w-]+)+                       # a mail address
+    | (?<![\w.+-])[\w.+-]+@\w[\w-]*(?:\.[\w-]+)+                       # a mail address
     | \$?\{{\w*\}} | %\(\w+\)[sd] | %\d*\$?[sd]\b          # a placeholder
     | \b[A-Za-z]:\\[\w.\\-]*\w                             # a path
     | (?<![\w/<.])(?:~|\.\.?)?/[\w.+-]*\w(?:/[\w.+-]*\w)*/?
-    | \b[\w-]+(?:\.[\w-]+)*\.(?:{_ENDINGS})\b
+    | (?<![\w.-])[\w-]+(?:\.[\w-]+)*\.(?:{_ENDINGS})\b
     | (?<!\S)--?[a-z][\w-]*(?:=\w+)?                       # an option
     | (?<![\w&])[@\#][^\W\d_][\w-]*                        # a name or a topic
     | \b\w+_\w+\b | \b[A-Za-z]+[-/]?\d[\w-]*               # an identifier

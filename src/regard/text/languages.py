@@ -75,6 +75,15 @@ def language_name(language: str) -> str:
     return names[0].title() if names else language
 
 
+def is_frequent(word: str) -> bool:
+    """Return whether a word is among the most frequent ones of a language.
+
+    >>> is_frequent("NOT"), is_frequent("WHO")
+    (True, False)
+    """
+    return word.lower() in _SHARED
+
+
 def language_of(text: str) -> str | None:
     """The code of a text's language, or None if its words do not show it.
 
