@@ -90,6 +90,7 @@ _COMMANDS = (
     (interpret.look, 'regard look answer "The cat sat on the mat." --layer 2 --head 3'),
     (server.serve, "regard serve --port 8000 --model translate"),
     (training.train, "regard train recipes/tatoeba-en-fr.toml --set data.root=corpus"),
+    (training.finetune, "regard finetune translate mails.tsv --to fr --output runs/mails"),
     (evaluation.evaluate, "regard evaluate translate --data test.tsv --prefix '>>fra<< '"),
     (training.convert, "regard convert openai-community/gpt2 gpt2-small --packing int8"),
     (info.models, "regard models translate"),

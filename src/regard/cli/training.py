@@ -1,4 +1,4 @@
-"""The commands train and convert, which write models."""
+"""The commands train, finetune and convert, which write models."""
 
 from __future__ import annotations
 
@@ -32,6 +32,88 @@ def train(
     for name, score in result.scores.items():
         typer.echo(f"{name:<14} {score:.4g}")
     typer.echo(f"The model is in {result.folder / 'model'}.")
+
+
+def finetune(
+    model: options.ModelArgument,
+    data: Annotated[
+        Path,
+        typer.Argument(
+            help="Pairs as .tsv or .jsonl, questions as .jsonl, or text as .txt, by the model."
+        ),
+    ],
+    to: Annotated[
+        str | None,
+        typer.Option(help="The language of the targets, such as fr.", show_default=False),
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            help="The folder of the run; by default the names of model and data.",
+            show_default=False,
+        ),
+    ] = None,
+    epochs: Annotated[
+        float, typer.Option(help="How often each line is learned from.", min=0.01)
+    ] = 3.0,
+    minutes: Annotated[
+        float,
+        typer.Option(help="The maximum time; the schedule is shortened to it. 0: no limit.", min=0),
+    ] = 30.0,
+    fields: Annotated[
+        tuple[str, str],
+        typer.Option(metavar="A B", help="The fields of source and target in JSONL."),
+    ] = ("source", "target"),
+    prefix: Annotated[
+        str | None,
+        typer.Option(
+            help="The text before each source; by default from the model's files.",
+            show_default=False,
+        ),
+    ] = None,
+    changes: options.Set = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Continue the run; a finished run gets --epochs more."),
+    ] = False,
+    device: options.Device = "auto",
+) -> None:
+    """Train a model further on your own data, and show its scores before and after.
+
+    A tenth of the data is held back for the scores. The settings are written to a recipe in the
+    folder of the run. A checkpoint is saved every half minute, and at Ctrl-C.
+    """
+    import shlex
+    import sys
+
+    from regard.cli import terminal
+    from regard.training.finetuning import RECIPE
+    from regard.training.finetuning import finetune as run
+
+    terminal.device(device)
+    folder = output or Path(f"{Path(model).name}-{data.name.partition('.')[0]}")
+    tuned = run(
+        model, data, folder, to=to, prefix=prefix, fields=fields, epochs=epochs, minutes=minutes,
+        device=device, resume=resume, overrides=changes or (),
+    )  # fmt: skip
+    result = tuned.result
+    if not result.finished:
+        words = [word for word in sys.argv[1:] if word != "--resume"]
+        again = shlex.join(["regard", *words, "--resume"])
+        typer.echo(f"Stopped after step {result.step}. Continue with: {again}")
+        raise typer.Exit(130)
+    table = terminal.table("score", "before", "after", numbers=["before", "after"])
+    for name, after in result.scores.items():
+        table.add_row(name, f"{tuned.before[name]:.4g}", f"{after:.4g}")
+    terminal.show(table)
+    lower_is_better = tuned.metric == "loss"
+    gain = result.scores[tuned.metric] - tuned.before[tuned.metric]
+    if gain == 0 or (gain > 0) == lower_is_better:
+        typer.echo(
+            f"On the held-back data the model did not get better ({tuned.metric}). More data help, "
+            f"or another schedule.rate in {folder / RECIPE}."
+        )
+    typer.echo(f"The model is in {folder / 'model'}, its settings in {folder / RECIPE}.")
 
 
 def convert(

@@ -87,7 +87,7 @@ def parse(
     try:
         whole = rename_old_keys(raw)
         if not isinstance(overrides, Mapping):
-            overrides = dict(map(_assignment, overrides))
+            overrides = dict(map(assignment, overrides))
         for name, value in overrides.items():
             set_key(whole, OLD_KEYS.get(name, name), value)
         return build(kind, rename_old_keys(whole), "")
@@ -95,7 +95,8 @@ def parse(
         raise InputError("The keys or values of the recipe are nested too deeply.") from None
 
 
-def _assignment(text: str) -> tuple[str, Any]:
+def assignment(text: str) -> tuple[str, Any]:
+    """The key and the value of a setting such as ``seed=3``."""
     name, equals, value = text.partition("=")
     if not equals or not name.strip():
         raise InputError(f"A key is set as key=value, but got {text!r}.")

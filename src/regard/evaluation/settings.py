@@ -29,6 +29,7 @@ class Evaluation:
     """When and how a run is evaluated."""
 
     every: int = key("evaluate every this many steps; 0 for only at the end", 1000, least=0)
+    before: bool = key("also evaluate before the first step", False)
     metric: str = key("the score that decides which checkpoint is best", "loss", among=METRICS)
     examples: int = key("the number of examples to decode during training; 0 for all", 0, least=0)
     num_beams: int = key("the number of beams; 1 is greedy", 1, least=1, only=PAIR_TASKS)

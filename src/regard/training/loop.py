@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -132,25 +132,51 @@ class Pace:
         self.marks.append((step, now))
 
 
+SAVING_SHARE = 0.05  # of the time of a run, for the checkpoints of ``saving.minutes``
+
+
 class SaveTimer:
-    """Asks for a checkpoint when ``saving.minutes`` have passed without one."""
+    """Asks for a checkpoint when ``saving.minutes`` have passed without one.
+
+    If a save takes long, the timer waits longer, so that saving takes at most ``SAVING_SHARE`` of
+    the time.
+    """
 
     def __init__(self, minutes: float) -> None:
         self.limit = 60 * minutes
         self.restart()
 
-    def restart(self) -> None:
+    def restart(self, saving: float = 0.0) -> None:
+        """Start to wait; ``saving`` is the number of seconds that the latest save took."""
         self.begun = time.perf_counter()
+        self.wait = max(self.limit, saving / SAVING_SHARE)
 
     def due(self) -> bool:
         """Whether it is time for a checkpoint; if so, the timer restarts."""
-        due = bool(self.limit) and time.perf_counter() - self.begun >= self.limit
+        due = bool(self.limit) and time.perf_counter() - self.begun >= self.wait
         if due:
             self.restart()
         return due
 
 
 Log = Callable[[dict[str, Any]], None]
+
+
+class Display(Protocol):
+    """Shows the progress of a run to its user."""
+
+    def doing(self, what: str) -> None:
+        """Show what the run does besides steps, until the next report."""
+
+    def step(self, step: int, steps: int) -> None:
+        """Show that one of ``steps`` steps was taken."""
+
+    def report(self, row: dict[str, Any], steps: int, scores: Mapping[str, float]) -> None:
+        """Show a row of the log with a loss, and the scores of the latest evaluation."""
+
+
+# Keys that may change when a finished run is resumed with more steps.
+_EXTENDED = ("schedule.steps", "schedule.minutes")
 
 
 def replays(recipe: Recipe, device: torch.device) -> bool:
@@ -276,7 +302,7 @@ class Trainer:
 
     # -------------------------------------------------------------------------------- all steps
 
-    def run(self, interrupted: Interrupted, show: Callable[[dict[str, Any]], None]) -> bool:
+    def run(self, interrupted: Interrupted, display: Display) -> bool:
         """Take the remaining steps; return whether the run is finished."""
         recipe = self.recipe
         self.model.train()
@@ -284,6 +310,10 @@ class Trainer:
         norms: list[Tensor] = []
         since, seen = time.perf_counter(), self.feed.tokens
         pace = Pace(recipe.schedule, self.progress, self.processes)
+        if recipe.evaluation.before and not self.progress.step:
+            display.doing("evaluating")
+            self.log({"step": 0, "scores": self._scores()})
+            since = time.perf_counter()
         timer = SaveTimer(recipe.saving.minutes)
         while not self.finished:
             timed = self.processes.is_first and timer.due()
@@ -293,6 +323,7 @@ class Trainer:
                 self._interrupt(interrupted)
                 return False
             mean, norm = self.step()
+            display.step(self.progress.step, self.schedule.steps)
             losses.append(mean)
             norms.append(norm)
             # Estimate at the planned end too: slow first steps may have made the estimate too low.
@@ -310,13 +341,15 @@ class Trainer:
                 losses, norms = [], []
                 since, seen = now, self.feed.tokens
             if evaluating:
+                display.doing("evaluating")
                 self.evaluate()
             if row is not None:
-                show(row)
+                display.report(row, self.schedule.steps, self.progress.scores)
             if saving:
                 pace.note()
+                begun = time.perf_counter()
                 self.save()
-                timer.restart()
+                timer.restart(time.perf_counter() - begun)
                 since = time.perf_counter()  # the training speed excludes evaluating and saving
         return True
 
@@ -367,14 +400,18 @@ class Trainer:
     def evaluate(self) -> None:
         """Score the model on the validation data, and record whether the score improved."""
         progress = self.progress
-        with self.engine.gathered(self.ema) as model:
-            progress.scores = scores = self.processes.on_first(lambda: self._measure(model))
-        self.log({"step": progress.step, "scores": scores})
+        progress.scores = self._scores()
+        self.log({"step": progress.step, "scores": progress.scores})
         score = self.score()
         if score is not None:
             better = progress.best is None or score > progress.best
             progress.best = score if better else progress.best
             progress.since_best = 0 if better else progress.since_best + 1
+
+    def _scores(self) -> dict[str, float]:
+        with self.engine.gathered(self.ema) as model:
+            scores: dict[str, float] = self.processes.on_first(lambda: self._measure(model))
+        return scores
 
     def _measure(self, model: nn.Module) -> dict[str, float]:
         # Without compilation, because shapes change with every decoded token.
@@ -438,10 +475,16 @@ class Trainer:
         if saved is None:
             return False
         state = saved.state
-        if (other := difference(state["fingerprint"], self.fingerprint)) is not None:
+        progress = Progress(**state["progress"])
+        before = dict(state["fingerprint"])
+        extended = self._extended(progress, before)
+        if extended:
+            before |= {name: self.fingerprint[name] for name in _EXTENDED}
+        if (other := difference(before, self.fingerprint)) is not None:
             raise InputError(
                 f"{saved.folder} was made with {other}. Resume a run with the recipe that it began "
-                "with. To start another run from its weights, set model.start and another output."
+                "with; only a finished run may get more schedule.steps. To start another run from "
+                "its weights, set model.start and another output."
             )
         self.model.load_state_dict(state["model"])
         # If an older checkpoint lacks a field of a parameter group, keep the initial value.
@@ -464,7 +507,9 @@ class Trainer:
         rows = slice(self.processes.rank, None, self.processes.count)
         self.objective.load_state(cut(state["objective"], rows))
         self.feed.cursor = state["cursor"]
-        self.progress = Progress(**state["progress"])
+        self.progress = progress
+        if extended:  # schedule.minutes and evaluation.patience count from here
+            progress.seconds, progress.steps, progress.since_best = 0.0, None, 0
         if self.processes.is_first:
             set_random_state(state["random"], self.device)
         elif (own := state["others"].get(str(self.processes.rank))) is not None:
@@ -474,6 +519,13 @@ class Trainer:
         self.processes.on_first(lambda: self.keeper.tidy(saved.step))
         self.log({"step": saved.step, "resumed": saved.folder.name})
         return True
+
+    def _extended(self, progress: Progress, before: Mapping[str, Any]) -> bool:
+        """Whether a run that took all its steps is resumed with more steps or minutes."""
+        planned = progress.steps or before.get("schedule.steps", math.inf)
+        changed = any(before.get(name) != self.fingerprint[name] for name in _EXTENDED)
+        more = changed and self.recipe.schedule.steps > progress.step
+        return more and progress.step >= planned
 
     def _held_in_parts(self) -> dict[str, Tensor]:
         """The tensors split among processes, by their path in a checkpoint."""

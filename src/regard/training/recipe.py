@@ -114,9 +114,9 @@ class Saving:
 
     every: int = key("save a checkpoint every this many steps", 1000, least=1)
     minutes: float = key(
-        "also save a checkpoint when this many minutes have passed without one; it is kept until "
-        "the next; 0 for never",
-        5.0,
+        "also save a checkpoint when this many minutes have passed without one, or later if saving "
+        "would take more than a twentieth of the time; it is kept until the next; 0 for never",
+        0.5,
         least=0,
     )
     keep_last: int = key("the number of latest checkpoints to keep, besides the best", 3, least=1)

@@ -14,13 +14,16 @@ from typing import Any
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Column
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from regard.checkpoints.files import CONFIG, GENERATION, note
+from regard.checkpoints.files import CONFIG, GENERATION, note, read_json
+from regard.checkpoints.hub import find
 from regard.data import encoding
 from regard.data.batches import Feed, generator
 from regard.data.records import RECORDS, Pair
 from regard.data.tables import Table, place
+from regard.decoding.settings import generation_of, tasks_of
 from regard.errors import InputError
 from regard.evaluation import metrics
 from regard.evaluation.settings import WRITTEN
@@ -139,8 +142,8 @@ def _train(
             seed_all(int(generator(recipe.seed, 2, processes.rank).initial_seed()))
         if resume:
             trainer.resume()
-        with interruptible() as interrupted, _shown(trainer) as show, _kernels(recipe):
-            finished = trainer.run(interrupted, show)
+        with interruptible() as interrupted, _shown(trainer) as display, _kernels(recipe):
+            finished = trainer.run(interrupted, display)
         scores = trainer.progress.scores
         if finished:
             scores = processes.on_first(lambda: _finish(recipe, trainer, text, folder)) or scores
@@ -218,11 +221,22 @@ def _finish(recipe: Recipe, trainer: Trainer, text: Tokenizer, folder: Path) -> 
 
 
 def _note_use(recipe: Recipe, folder: Path) -> None:
-    """Store the prefix, preparations and decoding settings of the evaluation with the model."""
+    """Store the prefix, preparations and decoding settings of the evaluation with the model.
+
+    What the files of ``model.start`` say of its use is kept, such as its directions of translation.
+    """
     evaluation = recipe.evaluation
+    tasks, used = dict[str, Any](), dict[str, Any]()
+    if recipe.model.start is not None:
+        start = find(recipe.model.start)
+        config = read_json(start / CONFIG)
+        tasks = tasks_of(config, start.name)
+        used = dict(tasks.get(recipe.task, {}))
+        note(folder / CONFIG, {name: config[name] for name in ("n_positions",) if name in config})
+        if (folder / GENERATION).exists():
+            note(folder / GENERATION, generation_of(start))
     if evaluation.metric in WRITTEN:
         note(folder / GENERATION, evaluation.decoding.to_json())
-    used: dict[str, Any] = {}
     prefixes = {source.prefix for source in recipe.data.test or recipe.data.valid}
     # For a Transformer that translates, the prefix is a language tag, set in each call.
     tagged = recipe.task == "translation" and recipe.model.kind == "transformer"
@@ -231,7 +245,9 @@ def _note_use(recipe: Recipe, folder: Path) -> None:
     if recipe.data.prepare:
         used["prepare"] = list(recipe.data.prepare)
     if used:
-        note(folder / CONFIG, {"task_specific_params": {recipe.task: used}})
+        tasks[recipe.task] = used
+    if tasks:
+        note(folder / CONFIG, {"task_specific_params": tasks})
 
 
 # --------------------------------------------------------------------------------------- display
@@ -241,34 +257,46 @@ def _say(what: str) -> None:
     Console(file=sys.stderr).print(what, highlight=False, soft_wrap=True, markup=False)
 
 
-@contextmanager
-def _shown(trainer: Trainer) -> Iterator[Callable[[dict[str, Any]], None]]:
-    """Context with a progress bar in a terminal; elsewhere it prints a line per report."""
-    console = Console(file=sys.stderr)
-    bar = Progress(
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        console=console,
-        disable=not console.is_terminal or not trainer.processes.is_first,
-    )
-    with bar:
-        task = bar.add_task(
-            "starting", total=trainer.schedule.steps, completed=trainer.progress.step
+class _Bar:
+    """A progress bar in a terminal; elsewhere a line for each report.
+
+    The bar has a fixed width and comes first. Of the text after it, a narrow terminal cuts the end.
+    """
+
+    def __init__(self, trainer: Trainer, console: Console) -> None:
+        self.console, self.quiet = console, not trainer.processes.is_first
+        self.device, self.text = trainer.device, ""
+        self.bar = Progress(
+            BarColumn(bar_width=20),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.description}", table_column=Column(no_wrap=True, ratio=1)),
+            console=console,
+            expand=True,
+            disable=not console.is_terminal or self.quiet,
         )
+        steps, step = trainer.schedule.steps, trainer.progress.step
+        self.task = self.bar.add_task("", total=steps, completed=step)
 
-        def show(row: dict[str, Any]) -> None:
-            words = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,} tokens/s"
-            if trainer.device.type == "cuda":
-                words += f"  {torch.cuda.max_memory_allocated(trainer.device) / 2**30:.1f} GiB"
-            scores = trainer.progress.scores
-            scored = "".join(f"  valid {k} {v:.4g}" for k, v in scores.items())
-            steps = trainer.schedule.steps
-            bar.update(task, completed=row["step"], total=steps, description=words + scored)
-            if not console.is_terminal and trainer.processes.is_first:
-                console.print(
-                    f"step {row['step']}/{steps}  {words}{scored}", highlight=False, soft_wrap=True
-                )
+    def doing(self, what: str) -> None:
+        self.bar.update(self.task, description=f"{what}  {self.text}")
 
-        yield show
+    def step(self, step: int, steps: int) -> None:
+        self.bar.update(self.task, completed=step, total=steps, description=self.text)
+
+    def report(self, row: dict[str, Any], steps: int, scores: Mapping[str, float]) -> None:
+        words = f"loss {row['loss']:.4f}  {row['tokens_per_second']:,} tokens/s"
+        if self.device.type == "cuda":
+            words += f"  {torch.cuda.max_memory_allocated(self.device) / 2**30:.1f} GiB"
+        self.text = words + "".join(f"  valid {k} {v:.4g}" for k, v in scores.items())
+        self.step(row["step"], steps)
+        if not self.console.is_terminal and not self.quiet:
+            line = f"step {row['step']}/{steps}  {self.text}"
+            self.console.print(line, highlight=False, soft_wrap=True)
+
+
+@contextmanager
+def _shown(trainer: Trainer) -> Iterator[_Bar]:
+    display = _Bar(trainer, Console(file=sys.stderr))
+    with display.bar:
+        yield display
