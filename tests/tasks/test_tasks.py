@@ -161,6 +161,7 @@ def test_capitals_stay_capitals(text: str, to: str, expected: str) -> None:
     [
         ("This is VERY important.", "fr", "C'est TRÈS important."),
         ("Das ist SEHR wichtig.", "en", "That's VERY important."),
+        ("Ich werde diesen Tag NIE vergessen.", "en", "I'll NEVER forget this day."),
         (
             "The WHO and NASA met in the USA.",
             "fr",

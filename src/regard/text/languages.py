@@ -23,12 +23,15 @@ vi vie vietnamese|zh zho chi cmn chinese
 # The most frequent words of the languages that are told apart.
 _FREQUENT = {
     "de": "der die das und ist nicht ein eine einen dem den des zu von im auf für sich es auch "
-    "wird sind ich wir sie er dass hat mit bei nach oder aber wie wenn noch kann haben ihr mein",
+    "wird sind ich wir sie er dass hat mit bei nach oder aber wie wenn noch kann haben ihr "
+    "mein nie kein keine nur alles",
     "en": "the of and to in is that it was for on are with as this have from not be at by you he "
-    "she they we his her which will would i my your there what can has but or do does did don't",
+    "she they we his her which will would i my your there what can has but or do does did "
+    "don't never all any now",
     "es": "el la los las de que y en un una por con es para se del al lo como más pero sus muy",
     "fr": "le la les des et est une un du en que qui dans pour pas sur au aux avec ce il elle sont "
-    "nous vous je ne se plus par mais cette ces mon ma mes leur où très de ont été j'ai c'est d'un",
+    "nous vous je ne se plus par mais cette ces mon ma mes leur où très de ont été j'ai c'est d'un "
+    "jamais rien tout",
     "it": "il lo la gli di che e un una per non con del della è sono nel alla anche come più ma",
     "nl": "de het een en van is dat niet met op voor zijn aan maar ook er ik hij ze naar wordt",
     "pt": "o os de que e um uma não para com da em na mais mas é são ao dos das se",
