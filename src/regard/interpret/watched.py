@@ -16,6 +16,7 @@ from torch.nn.functional import pad
 
 from regard.errors import InputError
 from regard.interpret import recorded
+from regard.mechanism.geometry import has_values, transforms_keep_tensors
 from regard.mechanism.labelled import Convertible, Parts
 from regard.mechanism.seeing import See, Seen
 from regard.pictures.figures import Picture
@@ -40,6 +41,7 @@ class Watched(Convertible, Mapping[str, list[Seen]]):
     def __init__(self) -> None:
         self._calls: list[tuple[str, Seen]] = []
         self._passed_on = 0  # calls passed to the ``each`` callback
+        self._started = False  # whether a module of a library ran
         # Modules that ran and seem to compute attention, but are not recorded; with the reason.
         self.unseen: dict[str, str] = {}
 
@@ -154,7 +156,8 @@ class Watched(Convertible, Mapping[str, list[Seen]]):
         if not lines and self._passed_on:
             return f"Watched: {self._passed_on} calls, each passed to the callback"
         if not lines:
-            ran = "the model has not run" if not unseen else "attention ran, but is not recorded"
+            ran = "it ran, but no attention was found" if self._started else "the model has not run"
+            ran = "attention ran, but is not recorded" if unseen else ran
             return "\n".join([f"Watched: {self._counts} ({ran})", *unseen])
         name_width, calls_width = (max(len(line[column]) for line in lines) for column in (0, 1))
         fields = ", ".join(self._calls[0][1].to_dict())
@@ -167,7 +170,10 @@ class Watched(Convertible, Mapping[str, list[Seen]]):
     def _repr_html_(self) -> str:
         body = "".join(
             "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>"
-            for line in self._summary()
+            for line in (
+                *self._summary(),
+                *((name, "", f"not recorded: it {reason}") for name, reason in self.unseen.items()),
+            )
         )
         return (
             f"<table><caption>Watched: {self._counts}</caption>"
@@ -217,20 +223,29 @@ class Watcher:
         self._ran: dict[str, str] = {}
         self._done: set[str] = set()  # the layers that were recorded, or were not chosen
         self._elsewhere = ""
-        self.started = False  # whether a module of a library ran
 
     @property
     def active(self) -> bool:
         """Whether the current thread or task is inside this watcher's ``with`` block."""
         return self in active_watchers.get()
 
-    def wants(self, module: nn.Module) -> bool:
-        """Whether the calls of a layer are to be recorded."""
+    def started(self) -> None:
+        """Note that a module of a library runs."""
+        self.watched._started = True
+
+    def wants(self, module: nn.Module, *tensors: Tensor) -> bool:
+        """Whether a call of a layer, which computes with these tensors, is to be recorded.
+
+        A call whose tensors cannot be kept is noted in ``unseen``.
+        """
         name = self.names[module]
-        if self._layers is None or any(fnmatchcase(name, pattern) for pattern in self._layers):
-            return True
-        self._done.add(name)
-        return False
+        if self._layers is not None and not any(fnmatchcase(name, each) for each in self._layers):
+            self._done.add(name)
+            return False
+        reason = next((why for tensor in tensors if (why := _why_not_kept(tensor))), None)
+        if reason is not None:
+            self.missed(name, reason)
+        return reason is None
 
     def record(self, module: nn.Module, seen: Seen) -> None:
         name = self.names[module]
@@ -266,16 +281,66 @@ class Watcher:
                 "in the thread or task that entered watch(), are recorded.",
                 stacklevel=4,
             )
-        elif self.started and not self._done and not watched.unseen:
-            warnings.warn(f"{model} ran, but computed no attention.", stacklevel=4)
-        if watched.unseen:
-            names = list(watched.unseen)
-            more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+        elif watched._started and not self._done and not watched.unseen:
             warnings.warn(
-                f"{', '.join(names[:3])}{more} of {model} ran, but could not be recorded: it "
-                f"{watched.unseen[names[0]]}. watched.unseen has the reason for each.",
+                f"{model} ran, but computed no attention that watch knows: it called no "
+                "scaled_dot_product_attention, and no softmax in a module that is named after "
+                "attention.",
                 stacklevel=4,
             )
+        if watched.unseen:
+            warnings.warn(_unseen_warning(watched.unseen, model), stacklevel=4)
+
+
+def _unseen_warning(unseen: Mapping[str, str], model: str) -> str:
+    name, *others = unseen
+    reason = f"it {unseen[name]}."
+    if not others:
+        whole = name if name == model else f"{name} of {model}"
+        return f"{whole} ran, but could not be recorded: {reason}"
+    if set(unseen.values()) == {unseen[name]}:
+        reason = f"each {unseen[name]}."
+    else:
+        reason = f"{name} {unseen[name]}. watched.unseen has the reason for each."
+    shown = [name, *others][:3]
+    more = f" and {len(unseen) - 3} more" if len(unseen) > 3 else ""
+    return f"{', '.join(shown)}{more} of {model} ran, but could not be recorded: {reason}"
+
+
+def _why_not_kept(tensor: Tensor) -> str | None:
+    """Why the fields of a call with this tensor cannot be kept, or None."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return "was exported or traced, not run"
+    if tensor.is_nested:
+        return "computes attention with nested tensors"
+    if tensor.layout is not torch.strided:
+        return f"computes attention with tensors of the layout {tensor.layout}"
+    if not has_values(tensor):
+        return "computes attention with tensors that have no values, on meta or of FakeTensorMode"
+    if not transforms_keep_tensors():
+        return "ran under torch.func.vmap or functionalize, whose tensors are gone afterwards"
+    return None
+
+
+def computed_again() -> bool:
+    """Whether a gradient checkpoint computes layers again, in a backward pass of this thread.
+
+    PyTorch's own FSDP asks in this way, too.
+    """
+    return torch._C._current_graph_task_id() != -1
+
+
+def computed_later() -> bool:
+    """Whether a gradient checkpoint will compute what runs now again, and compares both runs.
+
+    What the first run saves for the backward pass, the second one must save, too. So fields must be
+    computed without gradients, and operations must not be replaced by others.
+    """
+    # Not promised: no public function tells whether torch.autograd.graph.saved_tensors_hooks, with
+    # which such a checkpoint works, are active.
+    return torch.is_grad_enabled() and bool(
+        torch._C._autograd._top_saved_tensors_default_hooks(False)
+    )
 
 
 active_watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("regard_watchers", default=())

@@ -216,6 +216,13 @@ def has_values(tensor: Tensor) -> bool:
     return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
+def transforms_keep_tensors() -> bool:
+    """Whether tensors that are computed now can be used when all transforms of torch.func end."""
+    kinds = _functorch.TransformType
+    ends = (kinds.Vmap, kinds.Functionalize)
+    return not any(level.key() in ends for level in _functorch.get_interpreter_stack() or ())
+
+
 def can_read(tensor: Tensor) -> bool:
     """Whether reading values neither waits for a GPU nor breaks torch.compile or torch.func."""
     if torch.compiler.is_compiling() or not tensor.is_cpu:

@@ -24,9 +24,14 @@ from transformers import masking_utils
 from transformers.utils.import_utils import is_tracing
 
 from regard.errors import InputError
-from regard.interpret.watched import active_watchers, computing
+from regard.interpret.watched import (
+    active_watchers,
+    computed_again,
+    computed_later,
+    computing,
+)
 from regard.mechanism.functional import attention
-from regard.mechanism.geometry import Extent, Tile
+from regard.mechanism.geometry import Extent, Tile, autocasts
 from regard.mechanism.masks import Causal, Dense, Mask, Padding, Prefix, RangeMask, Segments, Window
 from regard.mechanism.seeing import See
 
@@ -435,17 +440,22 @@ def attend(
         "dropout": dropout, "sinks": s_aux,
     }  # fmt: skip
     kind = query.device.type
-    if torch.is_autocast_enabled(kind):  # as PyTorch's own attention does
+    if autocasts(query):  # as PyTorch's own attention does
         dtype = torch.get_autocast_dtype(kind)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     watcher = None
     if not torch.compiler.is_compiling():  # while a model is watched, it runs uncompiled
         active = reversed(active_watchers.get())
         watcher = next((w for w in active if module in w.names), None)
-    if watcher is not None and not watcher.wants(module):
+    if watcher is not None and (computed_again() or not watcher.wants(module, query)):
         watcher = None
     wants_weights = bool(others.get("output_attentions"))
     weights = None
+    if watcher is not None and computed_later():
+        # The second run has no watcher, and must save the same tensors.
+        with computing(), torch.no_grad():
+            watcher.record(module, attention(query, key, value, **given, see=watcher.see)[1])
+        watcher = None
     if watcher is None and not wants_weights:
         with computing():
             output = attention(query, key, value, **given)

@@ -9,8 +9,9 @@ While a watched module runs, a torch function mode sees each PyTorch function it
 - ``multi_head_attention_forward`` of :class:`torch.nn.MultiheadAttention`: the fields are computed
   from its projections.
 
-Except for the first, the output is the module's own. The recomputation of layers in the backward
-pass (gradient checkpointing) is not recorded.
+Except for the first, the output is the module's own. So it is of the first, too, if a gradient
+checkpoint will compare this run with another one. That other run, in the backward pass, is not
+recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import inspect
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,21 +36,34 @@ from torch.overrides import TorchFunctionMode
 
 from regard.errors import InputError
 from regard.interpret.adapters.ours import uncompiled
-from regard.interpret.watched import Watcher, active_watchers, computing, unwatched
+from regard.interpret.watched import (
+    Watcher,
+    active_watchers,
+    computed_again,
+    computed_later,
+    computing,
+    unwatched,
+)
 from regard.layers.modules import MultiHeadAttention
 from regard.mechanism.functional import attention
-from regard.mechanism.geometry import Extent, Tile
+from regard.mechanism.geometry import Extent, Tile, autocasts
 from regard.mechanism.mask_adapters import mask_from_transformers
 from regard.mechanism.masks import Causal, Dense, Mask
 from regard.mechanism.seeing import Joining, Pairs, See, Seen, observe
 
+# The second is what an exported program calls.
+FUSED = frozenset({
+    F.scaled_dot_product_attention, torch.ops.aten.scaled_dot_product_attention.default,
+})  # fmt: skip
+FUSED_ON_NESTED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
+SCRIPTED = re.compile(r"aten::(scaled_dot_product_attention|_?softmax)\(")
 SOFTMAXES = frozenset({torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax})
 DROPOUTS = frozenset({F.dropout, torch.dropout, F.alpha_dropout})
 PRODUCTS = frozenset({
     torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.bmm, Tensor.bmm,
     torch.baddbmm, Tensor.baddbmm, torch.einsum,
 })  # fmt: skip
-_OBSERVED = SOFTMAXES | {F.scaled_dot_product_attention, F.multi_head_attention_forward}
+_OBSERVED = SOFTMAXES | FUSED | {F.multi_head_attention_forward}
 CHANGES = frozenset({
     Tensor.mul, Tensor.__mul__, torch.mul, Tensor.masked_fill, torch.masked_fill,
     Tensor.masked_fill_, torch.where, torch.nan_to_num, Tensor.nan_to_num,
@@ -154,7 +168,7 @@ class _Observer:
 
     # -------------------------------------------------------------------- modules that run
 
-    def enter(self, module: nn.Module, _: Any) -> None:
+    def enter(self, module: nn.Module, args: Any) -> None:
         if unwatched.get():
             return
         says_attention = self.named.get(module)
@@ -166,15 +180,20 @@ class _Observer:
             if not any(module in other.names for other in active_watchers.get()):
                 self.watcher.ran_elsewhere(f"it ran in {threading.current_thread().name}")
             return
-        self.watcher.started = True
+        self.watcher.started()
         running = self.running
         name = self.watcher.names[module]
         running.frames.append(_Frame(module, name, says_attention, own=module in self.own))
         if says_attention:
             running.attention.append(running.frames[-1])
-        if running.mode is None:
-            running.mode = ExitStack()
-            running.mode.enter_context(_Mode(self))
+        if isinstance(module, FUSED_ON_NESTED) and any(each.is_nested for each in _tensors(args)):
+            # These modules compute nested tensors only if no function mode is active.
+            self.watcher.wants(module, *_tensors(args))
+            if running.mode is not None:
+                running.mode.close()
+                running.mode = None
+        elif running.mode is None:
+            self._start_mode()
 
     def leave(self, module: nn.Module, *_: Any) -> None:
         frames = self.running.frames
@@ -189,12 +208,21 @@ class _Observer:
                 break
         if not frames:
             self._stop()
+        elif self.running.mode is None:
+            self._start_mode()
+
+    def _start_mode(self) -> None:
+        self.running.mode = ExitStack()
+        self.running.mode.enter_context(_Mode(self))
 
     def _finish(self, frame: _Frame, parent: _Frame | None) -> None:
         if frame.says_attention:
             self.running.attention.pop()
         if frame.reason:
             self.watcher.missed(frame.name, frame.reason)
+        elif isinstance(frame.module, torch.jit.ScriptModule):
+            if frame.says_attention or SCRIPTED.search(str(frame.module.inlined_graph)):
+                self.watcher.missed(frame.name, "runs as TorchScript, whose operations are hidden")
         elif frame.weights or (frame.says_attention and not frame.holds_attention):
             self.watcher.ran(frame.name, OWN_CODE)
         if parent is not None:
@@ -246,10 +274,10 @@ class _Observer:
             return func(*args, **kwargs)
         if not frames or frames[-1].own or not self.watcher.active:
             return func(*args, **kwargs)
-        if unwatched.get():
+        if unwatched.get() or computed_again():
             return func(*args, **kwargs)
         frame = attention_frames[-1] if attention_frames else None
-        if func is F.scaled_dot_product_attention:
+        if func in FUSED:
             return self._fused(frame or frames[-1], func, args, kwargs)
         if func is F.multi_head_attention_forward:
             self._multihead(frame or frames[-1], args, kwargs)
@@ -257,46 +285,50 @@ class _Observer:
         result = func(*args, **kwargs)
         if frame is not None:
             if func in SOFTMAXES:
-                _start(frame, result, args, kwargs)
+                if self.watcher.wants(frame.module, result):
+                    _start(frame, result, args, kwargs)
             elif frame.weights:
                 self._follow(frame, func, args, result)
         return result
 
-    def _record(self, frame: _Frame, see: Callable[[See], Seen]) -> None:
+    def _record(self, frame: _Frame, see: Callable[[See], Seen], tensors: Iterable[Tensor]) -> None:
         """Record the fields, unless another layer was chosen or regard cannot compute them."""
-        if not self.watcher.wants(frame.module):
+        if not self.watcher.wants(frame.module, *tensors):
             return
         try:
-            with computing():
+            with computing(), torch.no_grad() if computed_later() else nullcontext():
                 seen = see(self.watcher.see)
         except _UnknownError as error:
             frame.reason = str(error)
             return
-        # What a backward pass computes again must save the same tensors, but is recorded once.
-        if not _in_backward():
-            self.watcher.record(frame.module, seen)
+        self.watcher.record(frame.module, seen)
 
     def _fused(
         self, frame: _Frame, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         given = dict(zip(_FUSED, args, strict=False)) | kwargs
         output: Any = None
+        replaces = not given.get("dropout_p") and not computed_later()
 
         def see(fields: See) -> Seen:
             nonlocal output
             call = self._described(frame, fields.distance, **given)
             computed, seen = call.run(fields)
-            if computed is not None and not given.get("dropout_p"):
+            if computed is not None and replaces:
                 output = computed.reshape(*given["query"].shape[:-1], computed.shape[-1])
             return seen
 
-        self._record(frame, see)
+        self._record(frame, see, _tensors(given.values()))
         return func(*args, **kwargs) if output is None else output
 
     def _multihead(self, frame: _Frame, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         given = _MULTIHEAD.bind(*args, **kwargs)
         given.apply_defaults()
-        self._record(frame, lambda fields: _projected(given.arguments).run(fields)[1])
+        self._record(
+            frame,
+            lambda fields: _projected(given.arguments).run(fields)[1],
+            _tensors(given.arguments.values()),
+        )
 
     def _follow(self, frame: _Frame, func: Any, args: tuple[Any, ...], result: Any) -> None:
         """Follow weights through the functions that are applied to them, to their product."""
@@ -312,7 +344,7 @@ class _Observer:
                 see = partial(
                     _from_weights, scores=softmax.scores, weights=softmax.weights, heads=heads
                 )
-                self._record(frame, see)
+                self._record(frame, see, (softmax.scores,))
             elif isinstance(result, Tensor) and result.is_floating_point():
                 dropped = softmax.weights.shape[-1] - result.shape[-1] if result.dim() else 0
                 # If the last column is cut off, it is a sink.
@@ -344,12 +376,12 @@ class _Observer:
             raise _UnknownError(f"passes a mask with {mask.dim()} axes")
         # The layers of a model share their mask: it is described once.
         version = 0 if mask.is_inference() else mask._version
-        shapes = mask.shape, query.shape[2], key.shape[2]
+        shapes = mask.shape, query.shape[2], key.shape[2], torch.is_grad_enabled()
         place = mask.data_ptr(), mask.dtype, mask.stride(), version, shapes, distance
         if place not in self.running.masks:
             axes = mask.reshape((1,) * (4 - mask.dim()) + tuple(mask.shape))
             visible, added = (None, axes) if axes.is_floating_point() else (axes, None)
-            self.running.masks[place] = mask, _limits(visible, added, *shapes[1:], distance)
+            self.running.masks[place] = mask, _limits(visible, added, *shapes[1:3], distance)
         return call._replace(**self.running.masks[place][1])
 
 
@@ -430,11 +462,6 @@ def _limits(
     return {"mask": mask, "bias": bias, "start": start}
 
 
-def _in_backward() -> bool:
-    """Whether this thread is in a backward pass. PyTorch's own FSDP asks in this way, too."""
-    return torch._C._current_graph_task_id() != -1
-
-
 def _tensors(args: Iterable[Any]) -> Iterator[Tensor]:
     for arg in args:
         if isinstance(arg, Tensor):
@@ -467,7 +494,7 @@ def _four_axes(tensor: Tensor, heads: int) -> Tensor:
 
 def _in_autocast(tensor: Tensor) -> Tensor:
     kind = tensor.device.type
-    if torch.is_autocast_enabled(kind) and tensor.dtype != torch.float64:
+    if autocasts(tensor) and tensor.dtype != torch.float64:
         return tensor.to(torch.get_autocast_dtype(kind))
     return tensor
 

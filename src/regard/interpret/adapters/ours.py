@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from regard.interpret.watched import Watcher
+from regard.interpret.watched import Watcher, computed_again, computed_later
 from regard.layers.modules import MultiHeadAttention
 from regard.mechanism.seeing import See, Seen
 
@@ -29,11 +29,17 @@ def attach(watcher: Watcher, stack: ExitStack) -> bool:
 
 
 def _fields(watcher: Watcher, layer: MultiHeadAttention) -> See | None:
-    return watcher.see if watcher.active and watcher.wants(layer) else None
+    if not watcher.active or computed_again() or not watcher.wants(layer):
+        return None
+    if computed_later():
+        name = watcher.names[layer]
+        watcher.missed(name, "runs in a gradient checkpoint with use_reentrant=False")
+        return None
+    return watcher.see
 
 
-def _record(watcher: Watcher, layer: MultiHeadAttention, _: Tensor, seen: Seen | None) -> None:
-    if seen is not None and watcher.active:
+def _record(watcher: Watcher, layer: MultiHeadAttention, heads: Tensor, seen: Seen | None) -> None:
+    if seen is not None and watcher.active and watcher.wants(layer, heads):
         watcher.record(layer, seen)
 
 
