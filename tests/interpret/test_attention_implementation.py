@@ -16,7 +16,7 @@ from transformers import masking_utils
 from helpers.random_models import FIVE, disturb
 from helpers.tiny_models import build
 from regard import Causal, InputError, Padding, See, Segments, Window
-from regard.interpret.adapters import attention_implementation
+from regard.interpret.adapters import attention_implementation, transformers_import
 from regard.interpret.adapters.attention_implementation import DescribedMask, attend, describe
 from regard.interpret.watched import Watched, Watcher, active_watchers
 from regard.mechanism.masks import Dense, Mask, Prefix
@@ -660,3 +660,14 @@ def test_both_import_orders(order: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ
     )
     assert shown.stdout.split() == ["regard", "[]"]
+
+
+def test_a_transformers_without_the_needed_functions_can_be_imported(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    module = "regard.interpret.adapters.attention_implementation"
+    monkeypatch.setitem(sys.modules, module, None)  # importing it raises ImportError
+    with pytest.warns(UserWarning, match="is not available with transformers"):
+        transformers_import.register_when_imported()
+    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    transformers_import.register_when_imported()  # says nothing: the documentation names 5

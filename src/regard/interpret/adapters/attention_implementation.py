@@ -42,8 +42,6 @@ MaskFunction = Callable[..., Any]  # whether a query may attend to a key, from t
 
 def register() -> None:
     """Add regard to the registries of transformers 5."""
-    if int(transformers.__version__.partition(".")[0]) < 5:
-        return  # it passes other arguments to masks and attention
     transformers.AttentionInterface.register(NAME, attend)
     # Continuous batching sets this name. Its masks come with the calls.
     transformers.AttentionInterface.register(f"paged|{NAME}", attend_paged)

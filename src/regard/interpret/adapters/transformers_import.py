@@ -8,6 +8,7 @@ registers regard's attention as soon as the module has run.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -26,9 +27,19 @@ def register_when_imported() -> None:
 
 
 def _register() -> None:
-    # Late, because it imports PyTorch and transformers, which are imported by now.
-    from regard.interpret.adapters.attention_implementation import register
-
+    version: str = sys.modules["transformers"].__version__
+    if int(version.partition(".")[0]) < 5:
+        return  # it passes other arguments to masks and attention
+    try:
+        # Late, because it imports PyTorch and transformers, which are imported by now.
+        from regard.interpret.adapters.attention_implementation import register
+    except ImportError as error:
+        warnings.warn(
+            f'attn_implementation="regard" is not available with transformers {version}: {error}. '
+            "Models can be watched as before.",
+            stacklevel=2,
+        )
+        return
     register()
 
 
