@@ -669,5 +669,5 @@ def test_a_transformers_without_the_needed_functions_can_be_imported(
     monkeypatch.setitem(sys.modules, module, None)  # importing it raises ImportError
     with pytest.warns(UserWarning, match="is not available with transformers"):
         transformers_import.register_when_imported()
-    monkeypatch.setattr(transformers, "__version__", "4.57.6")
+    monkeypatch.setattr(sys.modules["transformers"], "__version__", "4.57.6")
     transformers_import.register_when_imported()  # says nothing: the documentation names 5
