@@ -37,7 +37,6 @@ MAX_SUMMARY = 0.6  # of the characters of a document
 REPEATED = 3  # times that the same three words must not occur, unless the source repeats them
 MAX_GROWTH = 2.5  # the length of a translation, as a multiple of the length of its source
 SPARE = 20  # characters that a translation may be longer than that
-LOW_CONFIDENCE = 0.5
 
 Row = dict[str, Any]
 
@@ -169,22 +168,27 @@ class Count:
     passed: int = 0
     copied: int = 0  # strings to copy
     survived: int = 0
-    # By whether the result passed: whether it was flagged by low confidence.
+    # For results that pass and for those that fail: whether each has a low confidence.
     flagged: dict[bool, list[bool]] = field(default_factory=lambda: {True: [], False: []})
     failures: list[str] = field(default_factory=list)
 
-    def add(self, row: Row, output: str, broken: Sequence[str], confidence: float | None) -> None:
-        """Count a result. Without a confidence, it is not counted as flagged or not flagged."""
+    def add(self, row: Row, record: Record, broken: Sequence[str]) -> None:
+        """Count a result, and the rules that it breaks."""
+        self._count(row, record.text, broken, f" [confidence {record.confidence:.2f}]")
+        self.flagged[not broken].append(record.doubtful)
+
+    def refuse(self, row: Row, error: InputError) -> None:
+        """Count an input that the task refuses; it has no confidence."""
+        self._count(row, "", [f"refused: {error}"], "")
+
+    def _count(self, row: Row, output: str, broken: Sequence[str], sure: str) -> None:
         passed = not broken
         self.inputs += 1
         self.passed += passed
         self.copied += len(row.get("copy", []))
         self.survived += len(row.get("copy", [])) - len(lost_strings(row, output))
-        if confidence is not None:
-            self.flagged[passed].append(confidence < LOW_CONFIDENCE)
         if broken:
             told = row.get("question", row.get("text"))
-            sure = "" if confidence is None else f" [{confidence:.2f}]"
             self.failures.append(f"{told!r} -> {output!r}{sure}: {', '.join(broken)}")
 
     def cells(self) -> tuple[str, ...]:
@@ -239,9 +243,9 @@ def count(folder: Path, task: str) -> Count:
         try:
             record = run(row)
         except InputError as error:
-            result.add(row, "", [f"refused: {error}"], None)
-            continue
-        result.add(row, record.text, judge(row, record.text), getattr(record, "confidence", None))
+            result.refuse(row, error)
+        else:
+            result.add(row, record, judge(row, record.text))
     return result
 
 

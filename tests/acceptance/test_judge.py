@@ -13,6 +13,8 @@ from acceptance.judge import (
     judge_translation,
     rows,
 )
+from regard.errors import InputError
+from regard.tasks.records import Record
 
 BUS = {
     "text": "The bus 12 leaves at 1,250 m, write to bob@example.com.",
@@ -108,11 +110,18 @@ def test_an_answer_fails_by_the_rule_that_it_breaks(row, output, broken):
 
 def test_what_is_counted():
     count = Count()
-    count.add(BUS, "12", ["without bus"], 0.2)
-    count.add(BUS, "12, 1,250, bob@example.com", [], 0.9)
-    count.add(BUS, "12, 1,250, bob@example.com", [], 0.1)
-    count.add(BUS, "12", ["without bus"], None)
-    assert count.cells() == ("2 of 4", "8 of 12", "1 of 1", "1 of 2")
+    for text, broken, confidence in (
+        ("12", ["without bus"], 0.2),
+        ("12, 1,250, bob@example.com", [], 0.9),
+        ("12, 1,250, bob@example.com", [], 0.1),
+    ):
+        record = Record(
+            text=text, score=0.0, tokens=1, seconds=0.0, model="m", confidence=confidence,
+            reasons=(),
+        )  # fmt: skip
+        count.add(BUS, record, broken)
+    count.refuse(BUS, InputError("The text is in Latin."))
+    assert count.cells() == ("2 of 4", "7 of 12", "1 of 1", "1 of 2")
     assert len(count.failures) == 2
 
 

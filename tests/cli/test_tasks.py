@@ -12,7 +12,7 @@ from helpers import model_folders as folders
 from helpers.command import PATIENCE, START, one_line, printed, records, regard, started
 from regard import Greedy, answer, complete, summarize, translate
 from regard.checkpoints import cards
-from regard.cli import main
+from regard.cli import main, texts
 
 
 def test_translate_lines_in_their_order(made: Path, tmp_path: Path) -> None:
@@ -163,6 +163,42 @@ def test_several_files_are_read_one_after_another(made: Path, tmp_path: Path) ->
     for command in (["answer", "Who?", "--model", made / "answer"], ["look", made / "answer"]):
         one_line(regard(*command, *files), "Give one file, not several: ")
         assert printed(*command, "--file", one)
+
+
+def test_a_file_is_written_batch_by_batch_and_an_interrupt_keeps_what_is_done(
+    made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from regard.tasks import translation
+
+    file, whole, batches = tmp_path / "lines", translation.translate, list[list[str]]()
+    lines = [f"The cat sat on the mat {number}." for number in range(7)]
+    file.write_text("\n".join(lines))
+
+    def interrupted(texts: list[str], *arguments: object, **settings: object) -> object:
+        batches.append(texts)
+        if len(batches) == 3:
+            raise KeyboardInterrupt
+        return whole(texts, *arguments, **settings)
+
+    options = ["--to", "fr", "--model", made / "translate", "--max-new-tokens", 4, "--batch", 1]
+    expected = printed("translate", *options, "--file", file).splitlines()
+    assert len(expected) == 7
+    monkeypatch.setattr(translation, "translate", interrupted)
+    shown = regard("translate", *options, "--file", file)
+    assert shown.returncode == 130
+    assert batches == [lines[:2], lines[2:4], lines[4:6]]
+    assert shown.stdout.splitlines() == expected[:4]
+    assert shown.stderr.splitlines()[-1] == "Stopped: 4 lines are translated and written."
+
+
+def test_progress_is_counted_in_lines_of_all_files(tmp_path: Path) -> None:
+    (tmp_path / "one").write_text("1\n2\n3\n")
+    (tmp_path / "two").write_text("4\n5")
+    shown = list[tuple[int, int]]()
+    files = [tmp_path / "one", tmp_path / "two"]
+    found = texts.lines(None, files, most=2, show=lambda *counts: shown.append(counts))
+    assert list(found) == [["1", "2"], ["3"], ["4", "5"]]
+    assert shown == [(2, 5), (3, 5), (5, 5)]
 
 
 def test_a_line_ends_where_it_does_on_standard_input(made: Path, tmp_path: Path) -> None:

@@ -18,6 +18,8 @@ from regard.pictures.record import printable, shorten
 if TYPE_CHECKING:
     from regard.tasks.records import Completion, Record
 
+GROUP = 2  # batches that are translated before their lines are written; equal lengths go together
+
 
 def translate(
     text: options.Texts = None,
@@ -54,7 +56,8 @@ def translate(
 ) -> None:
     """Translate texts, or each line of a file or of standard input.
 
-    The output has one line for each line of input, in the same order.
+    The output has one line for each line of input, in the same order. It is written batch by batch,
+    so Ctrl-C keeps what is done.
     """
     from regard.tasks.translation import translate as run
 
@@ -65,13 +68,22 @@ def translate(
     place = terminal.device(device)
     if attended is None:
         attended = sys.stdout.isatty() and len(text or ()) == 1 and not as_json
-    for lines in texts.lines(text, file):
-        records = run(
-            lines, to, source=source, model=model, how=settings, max_new_tokens=max_new_tokens,
-            batch=batch, attended=attended, device=place, precision=precision,
-        )  # fmt: skip
-        for record in records:
-            _show(record, as_json)
+    done = 0
+    try:
+        with terminal.progress("Translating", hidden=not file or sys.stdout.isatty()) as show:
+            for lines in texts.lines(text, file, most=GROUP * batch, show=show):
+                records = run(
+                    lines, to, source=source, model=model, how=settings, batch=batch,
+                    max_new_tokens=max_new_tokens, attended=attended, device=place,
+                    precision=precision,
+                )  # fmt: skip
+                for record in records:
+                    _show(record, as_json)
+                    done += 1
+    except KeyboardInterrupt:
+        if file:
+            terminal.remark(f"Stopped: {done:,} lines are translated and written.")
+        raise
 
 
 def summarize(

@@ -71,7 +71,7 @@ def draw(picture: Picture, *, dark: bool = True) -> None:
 
 
 @contextmanager
-def progress(what: str) -> Iterator[Callable[[int, int], None]]:
+def progress(what: str, *, hidden: bool = False) -> Iterator[Callable[[int, int], None]]:
     """Show a progress bar on standard error if that is a terminal."""
     from rich import progress as bars
 
@@ -82,7 +82,10 @@ def progress(what: str) -> Iterator[Callable[[int, int], None]]:
         bars.TimeElapsedColumn(),  # it moves even while one layer takes minutes
         bars.TimeRemainingColumn(),
     )
-    hidden = not console.is_terminal
-    with bars.Progress(*columns, console=console, transient=True, disable=hidden) as bar:
+    # Results go to standard output as they are: a redirected one would be printed with the bar.
+    with bars.Progress(
+        *columns, console=console, transient=True, redirect_stdout=False,
+        disable=hidden or not console.is_terminal,
+    ) as bar:  # fmt: skip
         task = bar.add_task(what, total=None)
         yield lambda done, total: bar.update(task, completed=done, total=total)

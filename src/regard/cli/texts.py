@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from queue import Empty, Queue
 from threading import Thread
@@ -37,8 +37,18 @@ def documents(
     return [_not_empty(whole, "There is no text: standard input", wanted)]
 
 
-def lines(texts: Sequence[str] | None, files: Sequence[Path] | None) -> Iterator[list[str]]:
-    """Batches of texts: the arguments, the lines of files, or the lines of standard input."""
+def lines(
+    texts: Sequence[str] | None,
+    files: Sequence[Path] | None,
+    *,
+    most: int = MAX_LINES,
+    show: Callable[[int, int], None] | None = None,
+) -> Iterator[list[str]]:
+    """Batches of texts: the arguments, the lines of files, or the lines of standard input.
+
+    A batch has at most ``most`` lines. For files, ``show`` is called with the number of lines whose
+    batches are done, and the number of all lines.
+    """
     if texts:
         _check_arguments(texts, files)
         if not any(text.strip() for text in texts):
@@ -46,12 +56,21 @@ def lines(texts: Sequence[str] | None, files: Sequence[Path] | None) -> Iterator
         yield list(texts)
         return
     if not files:
-        yield from _arriving_lines()
-    for file in files or ():
-        # Split at \n only, as in standard input: str.splitlines() also splits at other characters.
-        own = [line.removesuffix("\r") for line in _file(file).removesuffix("\n").split("\n")]
-        for start in range(0, len(own), MAX_LINES):
-            yield own[start : start + MAX_LINES]
+        yield from _arriving_lines(most)
+        return
+    # Split at \n only, as in standard input: str.splitlines() also splits at other characters.
+    found = [
+        [line.removesuffix("\r") for line in _file(file).removesuffix("\n").split("\n")]
+        for file in files
+    ]
+    done, total = 0, sum(map(len, found))
+    for own in found:
+        for start in range(0, len(own), most):
+            batch = own[start : start + most]
+            yield batch
+            done += len(batch)
+            if show is not None:
+                show(done, total)
 
 
 def _not_empty(text: str, name: str, wanted: str = WORDS) -> str:
@@ -60,7 +79,7 @@ def _not_empty(text: str, name: str, wanted: str = WORDS) -> str:
     return text
 
 
-def _arriving_lines() -> Iterator[list[str]]:
+def _arriving_lines(most: int) -> Iterator[list[str]]:
     """Batches of the lines of standard input that have arrived so far.
 
     A thread reads ahead. A typed line is yielded immediately, the lines of a file in large batches.
@@ -82,7 +101,7 @@ def _arriving_lines() -> Iterator[list[str]]:
             raise InputError(f"Standard input cannot be read: {line.strerror or line}.")
         batch.append(_decoded(line, "standard input").removesuffix("\r"))
         has_words = has_words or bool(batch[-1].strip())
-        if has_words and len(batch) >= MAX_LINES:
+        if has_words and len(batch) >= most:
             yield batch
             batch = []
     if not has_words:
