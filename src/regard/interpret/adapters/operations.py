@@ -58,7 +58,6 @@ FUSED = frozenset({
 FUSED_ON_NESTED = (nn.MultiheadAttention, nn.TransformerEncoderLayer)
 SCRIPTED = re.compile(r"aten::(scaled_dot_product_attention|_?softmax)\(")
 SOFTMAXES = frozenset({torch.softmax, Tensor.softmax, F.softmax, torch.special.softmax})
-DROPOUTS = frozenset({F.dropout, torch.dropout, F.alpha_dropout})
 PRODUCTS = frozenset({
     torch.matmul, Tensor.matmul, Tensor.__matmul__, Tensor.__rmatmul__, torch.bmm, Tensor.bmm,
     torch.baddbmm, Tensor.baddbmm, torch.einsum,
@@ -115,9 +114,8 @@ def _says_attention(name: str, module: nn.Module) -> bool:
 
 
 class _Softmax(NamedTuple):
-    """A softmax in an attention module: its scores and weights, and where it took place."""
+    """A softmax in an attention module: its scores and weights."""
 
-    frame: _Frame
     scores: Tensor
     weights: Tensor
 
@@ -505,7 +503,7 @@ def _start(frame: _Frame, result: Tensor, args: tuple[Any, ...], kwargs: dict[st
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     if not isinstance(dim, int) or scores.dim() < 3 or dim % scores.dim() != scores.dim() - 1:
         return
-    frame.weights[id(result)] = result, _Softmax(frame, scores, result)
+    frame.weights[id(result)] = result, _Softmax(scores, result)
 
 
 def _from_weights(see: See, scores: Tensor, weights: Tensor, heads: int) -> Seen:
