@@ -292,7 +292,93 @@ def gpu_models() -> str:
     )
 
 
-_FIGURES = (cpu, eager, gpu, gpu_seeing, gpu_fields, gpu_structures, gpu_few_queries, gpu_models)
+def _watched() -> list[Row]:
+    path = RESULTS / "every_model.jsonl"
+    rows = map(json.loads, path.read_text(encoding="utf-8").splitlines())
+    types = sorted({row["model_type"] for row in rows})
+    return results("every_model", lambda row: row["model_type"], types)
+
+
+def watched_counts() -> str:
+    """How many model types were watched, and how each compared."""
+    rows = _watched()
+    same = [row for row in rows if row["status"] == "same"]
+    seeing = [row for row in same if row["layers"]]
+    checked = [row for row in seeing if row.get("returned")]
+    lines = [
+        ("attention was seen, output and gradients are the same", seeing),
+        ("of these, also compared with the weights that the model returns", checked),
+        ("of these, with modules that are called attention but were not seen, each named", [
+            row for row in seeing if row.get("unseen")
+        ]),
+        ("no attention was seen, the output is the same", [r for r in same if not r["layers"]]),
+        ("different, or an error while watching", [
+            row for row in rows if row["status"] in ("different", "error", "not ended")
+        ]),
+        ("refused, with a reason", [row for row in rows if row["status"] == "refused"]),
+        ("not compared, because two plain runs differ", [
+            row for row in rows if row["status"] == "random"
+        ]),
+        ("not built: no general rule makes this model tiny, or it needs another package", [
+            row for row in rows if row["status"] == "not built"
+        ]),
+    ]  # fmt: skip
+    table = _table(
+        ("model types of transformers", "number"),
+        ((what, f"{len(found)}") for what, found in lines),
+    )
+    last = rows[-1]
+    source = f"commit {last['commit'].removesuffix('-dirty')}, {last['date'][:10]}"
+    versions = f"transformers {last['transformers']}, torch {last['torch']}"
+    return f"{table}\n\n`make test-every-model`, {source}: {versions}."
+
+
+def watched_models() -> str:
+    """Every model type that could be built, with what was seen of it."""
+    lines = (
+        (
+            row["model_type"],
+            f"{row.get('layers', 0)}",
+            f"{row['equal']} of {row['returned']}" if row.get("returned") else "",
+            f"{row['difference']:.0e}" if "difference" in row else "",
+            f"{row['gradient']:.0e}" if row.get("gradient") is not None else "",
+            "; ".join(_remarks(row)),
+        )
+        for row in _watched()
+        if row["status"] != "not built"
+    )
+    head = ("model type", "layers", "weights equal", "output", "gradient", "not seen")
+    return _table(head, lines)
+
+
+def _remarks(row: Row) -> list[str]:
+    """What was not seen, and what went wrong."""
+    wrong = f"**{row['status']}**: {row['reason']}" if row["status"] != "same" else ""
+    names = [*row.get("unseen", ()), *row.get("silent calls", ())]
+    layers = dict.fromkeys(re.sub(r"\.\d+\b", ".*", name) for name in names)
+    return [text.replace("|", "/") for text in (wrong, *layers) if text]
+
+
+def watched_unbuilt() -> str:
+    """The model types that could not be built."""
+    rows = [row for row in _watched() if row["status"] == "not built"]
+    lines = ((row["model_type"], row["reason"].replace("|", "/")[:120]) for row in rows)
+    return _table(("model type", "why it was not built"), lines)
+
+
+_FIGURES = (
+    cpu,
+    eager,
+    gpu,
+    gpu_seeing,
+    gpu_fields,
+    gpu_structures,
+    gpu_few_queries,
+    gpu_models,
+    watched_counts,
+    watched_models,
+    watched_unbuilt,
+)
 BLOCKS = {make.__name__.replace("_", "-"): make for make in _FIGURES}
 
 
