@@ -33,6 +33,8 @@ from regard.text.languages import language_of
 
 HERE = Path(__file__).parent
 MIN_SUMMARY_WORDS = 5
+MAX_STRANGE = 0.2  # of the words of a summary: those that begin like no word of the document
+STEM = 4  # letters of a word that must agree
 MAX_SUMMARY = 0.6  # of the characters of a document
 REPEATED = 3  # times that the same three words must not occur, unless the source repeats them
 MAX_GROWTH = 2.5  # the length of a translation, as a multiple of the length of its source
@@ -129,8 +131,16 @@ def judge_summary(row: Row, output: str) -> list[str]:
     broken += [f"without {group}" for group in missing_words(row["en"], output)]
     broken += [f"invented {number}" for number in invented_numbers(row, source, output)]
     broken += [f"invented the name {name}" for name in invented_names(source, output)]
+    if len(strange := strange_words(source, output)) > MAX_STRANGE * words:
+        broken.append(f"invented {' '.join(strange)}")
     broken += [f"repeats {three!r}" for three in repeats(source, output)]
     return broken
+
+
+def strange_words(source: str, output: str) -> list[str]:
+    """The longer words of the output that begin like no word of the source."""
+    known = {word[:STEM] for word in _words(source)}
+    return [word for word in _words(output) if len(word) >= STEM and word[:STEM] not in known]
 
 
 def invented_names(source: str, output: str) -> list[str]:

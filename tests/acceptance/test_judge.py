@@ -80,6 +80,11 @@ DOCUMENT = {
             ["without clos|shut", "invented the name Engineers"],
         ),
         ("The bridge in Arden closes for 3 days.", ["invented 3"]),
+        (
+            "Bridge simulation package for closed cars in Arden.",
+            ["invented simulation package"],
+        ),
+        ("The bridge in Arden is closed now, people say.", []),
         ("The bridge in London is to close.", ["invented the name London"]),
         (DOCUMENT["text"], ["too long"]),
         ("a bridge closed, a bridge closed, a bridge closed", ["repeats 'a bridge closed'"]),
