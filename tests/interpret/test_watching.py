@@ -754,3 +754,21 @@ def test_the_calls_of_a_generation_join() -> None:
     for given in ({"see": See(map=4)}, {"see": see, "each": print}):
         with pytest.raises(InputError, match="join=True"), watch(model, join=True, **given):
             pass
+
+
+class BlockAttention(nn.Module):
+    """Scores of each block with itself, whose weights are cut before they multiply the values."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        blocks = x.unflatten(1, (2, 3))[:, None]  # [batch, heads, blocks, n, dim]
+        weights = (blocks @ blocks.mT).softmax(-1)
+        return (weights[..., :2] @ blocks[..., :2, :]).flatten(1, 3)
+
+
+def test_attention_in_blocks_is_named_beside_other_attention() -> None:
+    model = nn.ModuleDict({"blocks": BlockAttention(), "all": SelfAttention()})
+    x = torch.randn(2, 6, 8)
+    with pytest.warns(UserWarning, match="5 axes"), watch(model, See(entropy=True)) as watched:
+        model["all"](model["blocks"](x))
+    assert list(watched) == ["all"]
+    assert list(watched.unseen) == ["blocks"]

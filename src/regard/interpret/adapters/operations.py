@@ -503,13 +503,14 @@ def _start(frame: _Frame, result: Tensor, args: tuple[Any, ...], kwargs: dict[st
     dim = args[1] if len(args) > 1 else kwargs.get("dim")
     if not isinstance(dim, int) or scores.dim() < 3 or dim % scores.dim() != scores.dim() - 1:
         return
-    frame.weights[id(result)] = result, _Softmax(scores, result)
+    if scores.dim() > 4:
+        frame.reason = f"computes scores with {scores.dim()} axes"
+    else:
+        frame.weights[id(result)] = result, _Softmax(scores, result)
 
 
 def _from_weights(see: See, scores: Tensor, weights: Tensor, heads: int) -> Seen:
     """The fields of ``see`` from the scores and the weights that a module computed itself."""
-    if scores.dim() > 4:
-        raise _UnknownError(f"computes scores with {scores.dim()} axes")
     lowest = torch.finfo(scores.dtype).min / 2
     precise = torch.float64 if scores.dtype == torch.float64 else torch.float32
     scores, weights = (_four_axes(tensor, heads).to(precise) for tensor in (scores, weights))
