@@ -114,7 +114,12 @@ def test_a_finished_run_is_extended_and_an_unfinished_one_is_not(
     assert longer.result.step == first.result.step + 12
     assert longer.before == first.before
     assert model.read_bytes() != before
+    with pytest.raises(InputError, match="run with another prefix of sources: >>fra<< , not >>deu"):
+        tuned(made / "translate", pairs, to="de", resume=True)
+    with pytest.raises(InputError, match="holds a run with another file: "):
+        tuned(made / "translate", pairs.rename(tmp_path / "new.tsv"), to="fr", resume=True)
     recipe = tmp_path / "run" / "recipe.toml"
+    (tmp_path / "new.tsv").rename(pairs)
     interrupt_after_two_steps(recipe, ["schedule.steps=90"])
     with pytest.raises(InputError, match=r"schedule\.steps = 90, .*only a finished run may get"):
         train(recipe, resume=True, overrides=["schedule.steps=91"])

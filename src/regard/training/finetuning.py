@@ -85,13 +85,13 @@ def finetune(
         open_bundle(model), path, folder, to=to, prefix=prefix, fields=fields, epochs=epochs,
         minutes=minutes, device=device,
     )  # fmt: skip
-    for name, value in map(assignment, overrides):
-        set_key(raw, name, value)
+    folder.mkdir(parents=True, exist_ok=True)
+    if RECORDS[raw["task"]] is str:
+        _split_lines(path, folder, raw["data"])
     if resume:
         raw = _resumed(recipe, raw)
-    folder.mkdir(parents=True, exist_ok=True)
-    if RECORDS[raw["task"]] is str and not resume:
-        _split_lines(path, folder, raw["data"])
+    for name, value in map(assignment, overrides):
+        set_key(raw, name, value)
     replace_file(recipe, _toml(raw).encode())
     result = train(read_recipe(recipe), resume=resume)
     scored = [row["scores"] for row in read_log(folder / LOG) if row.get("step") == 0]
@@ -121,7 +121,10 @@ def _plan(
     if task == "translation":
         own_prefix = _tag(bundle, to)
     elif to is not None:
-        raise InputError(f"--to is for a model that translates; {bundle.name} does not.")
+        raise InputError(
+            f"--to is for models with a tag for each language, not for {bundle.name}. If it needs "
+            "a text before each source, give that with --prefix."
+        )
     source: dict[str, Any] = {"format": _form(file, kind, bundle), "files": [file.name]}
     if source["format"] == "jsonl":
         source["fields"] = list(fields)
@@ -289,10 +292,14 @@ def _sizes(bundle: Bundle, found: Sequence[Record], prefix: str) -> tuple[int, i
 def _resumed(recipe: Path, planned: dict[str, Any]) -> dict[str, Any]:
     """The recipe of an earlier run; if the run is finished, with the planned steps added."""
     raw = tomllib.loads(recipe.read_text(encoding="utf-8"))
-    for what, one, other in (
-        ("model", raw["model"]["start"], planned["model"]["start"]),
-        ("task", raw["task"], planned["task"]),
+    for what, path in (
+        ("model", ("model", "start")),
+        ("folder of data", ("data", "root")),
+        ("file", ("data", "train", 0, "files")),
+        ("prefix of sources", ("data", "train", 0, "prefix")),
+        ("part for training", ("data", "train", 0, "part")),
     ):
+        one, other = (_at(tree, path) for tree in (raw, planned))
         if one != other:
             raise InputError(
                 f"{recipe.parent} holds a run with another {what}: {one}, not {other}. Choose "
@@ -304,6 +311,14 @@ def _resumed(recipe: Path, planned: dict[str, Any]) -> dict[str, Any]:
         raw["schedule"]["steps"] = rows[-1]["step"] + planned["schedule"]["steps"]
         raw["schedule"]["minutes"] = planned["schedule"]["minutes"]
     return raw
+
+
+def _at(tree: Any, path: Sequence[str | int]) -> Any:
+    """The value at a path in nested tables and lists; None if the last table does not have it."""
+    *outer, last = path
+    for part in outer:
+        tree = tree[part]
+    return tree.get(last)
 
 
 def _toml(raw: Mapping[str, Any], path: str = "") -> str:
