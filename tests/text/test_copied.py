@@ -13,6 +13,7 @@ from regard.text.languages import language_name, language_of
     [
         ("In 2024, 30 people came at 14:30.", ["2024", "30", "14:30"]),
         ("Call 06 12 34 56 78 or (555) 123-4567 now", ["06 12 34 56 78", "(555) 123-4567"]),
+        ("à 7 h 52, puis à 18h05", ["7 h 52", "18h05"]),
         ("He paid $1,234.56.", ["1,234.56"]),
         ("on 2026-03-12 or 12/03/2026", ["2026-03-12", "12/03/2026"]),
         ("Write to a.b+c@d.co.uk.", ["a.b+c@d.co.uk"]),
@@ -38,6 +39,9 @@ def test_strings_to_copy(text: str, strings: list[str]) -> None:
 def test_a_number_may_have_other_separators_and_no_other_digits() -> None:
     assert missing("1,250 men at 14:30", "1 250 hommes à 14 h 30") == []
     assert missing("1250 men", "1.250 Mann") == []
+    assert missing("à 7 h 52", "at 7:52") == []
+    assert missing("à 7 h 52", "at 7. 52") == ["7 h 52"]
+    assert missing("(555) 123-4567", "(555) 123-4567") == []
     assert missing("12.50 euros", "1250 euros") == ["12.50"]
     assert missing("06 12 34", "06 12 3") == ["06 12 34"]
     assert missing("5 and 5", "5") == ["5"]

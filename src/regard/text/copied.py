@@ -28,12 +28,14 @@ _COPIED = re.compile(
     | (?<!\S)--?[a-z][\w-]*(?:=\w+)?                       # an option
     | (?<![\w&])[@\#][^\W\d_][\w-]*                        # a name or a topic
     | \b\w+_\w+\b | \b[A-Za-z]+[-/]?\d[\w-]*               # an identifier
+    | \b\d\d?\ ?h\ ?\d\d\b                                  # a time in French
     | \+?\(?\d+(?:(?:[.,:/'\u2019-]|\)?[ \u00a0\u202f]\(?|\)-?)\d+)*   # a number, date or time
     | {_EMOJI}(?:[\u200d\ufe0f\u20e3]|{_EMOJI})*
     | {_OTHER_SCRIPT}+(?:[\s,.!?-]*{_OTHER_SCRIPT}+)*
     """,
     re.VERBOSE,
 )
+_SEPARATOR = r"(?:[.,:/'\s\u2019-]|\)\s|\s?h\s?)"  # between groups of digits
 _DIGITS = re.compile(r"\d+")
 
 
@@ -76,7 +78,7 @@ def missing(source: str, translation: str) -> list[str]:
     lost = []
     for start, end in copied_spans(source):
         span = source[start:end]
-        numeric = re.fullmatch(r"[+(]*\d(?:[\d\s]|[^\w\s])*", span)
+        numeric = re.fullmatch(r"[+(]*\d(?:[\d\sh]|[^\w\s])*", span)
         pattern = _number(span) if numeric else re.escape(span)
         translation, found = re.subn(pattern, "\n", translation, count=1)
         if not found:
@@ -91,7 +93,7 @@ def _number(span: str) -> str:
     joined = re.sub(r"(?<=\d)(?=(?:\d{3})+$)", thousands.replace("\\", r"\\"), first)
     for group in groups:
         # A separator of thousands may be left out; others may not.
-        joined += (thousands if len(group) == 3 else r"(?:[^\w\n]{1,2}|\s?h\s?)") + group
+        joined += _SEPARATOR + ("?" if len(group) == 3 else "") + group
     return rf"(?<!\d){joined}(?!\d)"
 
 
