@@ -366,6 +366,43 @@ def watched_unbuilt() -> str:
     return _table(("model type", "why it was not built"), lines)
 
 
+# The names in benchmarks/compare_tools.py, and what the tools are called and do.
+TOOLS = {
+    "regard": ("regard", "`watch`, then a page of all heads and a map of each of the 48 heads"),
+    "transformers": ("transformers", '`"eager"` with `output_attentions=True`'),
+    "captum": ("captum", "`LayerActivation` of the attention modules"),
+    "transformer-lens": ("TransformerLens", "`run_with_cache`, attention patterns only"),
+    "inseq": ("inseq", '`attribute` by `"attention"`'),
+    "bertviz-head": ("BertViz", "the page of `head_view`"),
+}
+
+
+def tools() -> str:
+    """The longest text that each tool shows, and the limit that stopped it at a longer one."""
+    rows = results("compare_tools", lambda row: row["tool"], TOOLS)
+    lines = []
+    for row in rows:
+        name, what = TOOLS[row["tool"]]
+        longest = row["runs"][0]
+        written = longest["written_mb"]
+        lines.append(
+            (
+                f"{name} {row['versions'][row['package']]}",
+                what,
+                f"{longest['tokens']:,}",
+                f"{longest['peak_mib'] / 1024:.1f} GiB",
+                f"{longest['processor_s']:,.0f} s",
+                f"{written:.3g} MB" if written else "nothing",
+                f"{row['stopped']}, at {row['stopped_at']:,}"
+                if row["stopped"]
+                else "not tried longer",
+            )
+        )
+    head = ("tool", "what it does", "longest text, tokens", "memory", "processor time", "writes")
+    table = _table((*head, "what stopped it"), lines)
+    return table + _source(rows, "compare_tools.py")
+
+
 _FIGURES = (
     cpu,
     eager,
@@ -378,6 +415,7 @@ _FIGURES = (
     watched_counts,
     watched_models,
     watched_unbuilt,
+    tools,
 )
 BLOCKS = {make.__name__.replace("_", "-"): make for make in _FIGURES}
 
