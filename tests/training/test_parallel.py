@@ -122,7 +122,8 @@ def test_several_processes_save_by_time_at_the_same_step(
     raw["schedule"]["steps"] = 6
     raw["evaluation"]["every"] = 0
     run = processes.train(raw | {"saving": {"every": 100, "minutes": 1e-12}}, 2)
-    assert numbers(run, "gradient").keys() == {2, 3, 4, 5, 6}  # step 1 tells the others
+    # Step 1 tells the others. After a save the timer waits for as long as the save demands.
+    assert {2, 6} <= numbers(run, "gradient").keys() <= {2, 3, 4, 5, 6}
     assert Keeper(run / "checkpoints").steps() == [6]
 
 
