@@ -1,10 +1,11 @@
 """Run transformers' own model tests, unchanged, with every call of a model inside ``watch()``.
 
-python benchmarks/transformers_tests.py SOURCE         appended to results/transformers_tests.jsonl
-python benchmarks/transformers_tests.py SOURCE t5 gpt2      only these, printed and not kept
+python benchmarks/transformers_tests.py SOURCE                    results/transformers_tests.jsonl
+python benchmarks/transformers_tests.py SOURCE t5 gpt2                 only these families
+python benchmarks/transformers_tests.py SOURCE t5 --output rows.jsonl  another file
 
 SOURCE is a checkout of transformers at the tag of the installed version. Tests that fail are run
-again unwatched: a test that then passes is different, one that fails again is a foreign error.
+again unwatched: a test that then passes is different.
 """
 
 from __future__ import annotations
@@ -19,15 +20,15 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from measure import append, argument_parser
+from measure import RESULTS, argument_parser, environment
 
 ROOT = Path(__file__).parent.parent
 LIMIT = 1800  # seconds for the tests of one family
 FAMILIES = (
-    "albert", "bart", "bert", "bloom", "clip", "deberta_v2", "deepseek_v3", "distilbert", "falcon",
-    "gemma2", "gemma3", "gpt2", "gpt_neox", "gpt_oss", "jamba", "llama", "llava", "longformer",
-    "mistral", "modernbert", "mpt", "olmo2", "phi3", "qwen2_vl", "qwen3", "roberta", "sam", "swin",
-    "t5", "vit", "whisper",
+    "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "bert", "roberta", "distilbert",
+    "albert", "electra", "deberta_v2", "bart", "mbart", "pegasus", "marian", "t5", "gpt2",
+    "mixtral", "phi3", "falcon", "mpt", "bloom", "gpt_neox", "gpt_oss", "opt", "vit", "siglip",
+    "clip", "whisper", "longformer", "detr", "sam", "olmo2",
 )  # fmt: skip
 # Neither processes of its own, nor graphs and devices that no watcher can enter, nor downloads.
 LEFT_OUT = (
@@ -39,7 +40,7 @@ LEFT_OUT = (
 Rows = dict[str, dict[str, Any]]
 
 
-def run(source: Path, tests: list[str], watch: bool) -> Rows:
+def run(source: Path, tests: list[str], watch: bool, processes: int) -> Rows:
     """Run tests or files of them; what the plugin wrote, by test."""
     with tempfile.TemporaryDirectory() as folder:
         calls = Path(folder) / "calls.jsonl"
@@ -50,8 +51,8 @@ def run(source: Path, tests: list[str], watch: bool) -> Rows:
             "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         command = [
-            sys.executable, "-m", "pytest", "-q", "-n", "2", "-p", "helpers.watch_every_call",
-            "-p", "no:cacheprovider", "-p", "no:warnings", "-k",
+            sys.executable, "-m", "pytest", "-q", "-n", str(processes),
+            "-p", "helpers.watch_every_call", "-p", "no:cacheprovider", "-p", "no:warnings", "-k",
             " and ".join(f"not {name}" for name in LEFT_OUT),
             *tests,
         ]  # fmt: skip
@@ -71,12 +72,14 @@ def run(source: Path, tests: list[str], watch: bool) -> Rows:
         return rows
 
 
-def compare(source: Path, family: str) -> dict[str, Any]:
+def compare(source: Path, family: str, processes: int) -> dict[str, Any]:
     """What the tests of one family found."""
-    watched = run(source, [f"tests/models/{family}/test_modeling_{family}.py"], watch=True)
+    file = f"tests/models/{family}/test_modeling_{family}.py"
+    watched = run(source, [file], watch=True, processes=processes)
     failed = [test for test, row in watched.items() if row["outcome"] == "failed"]
-    plain = run(source, failed, watch=False) if failed else {}
+    plain = run(source, failed, watch=False, processes=processes) if failed else {}
     different = [test for test, row in plain.items() if row["outcome"] == "passed"]
+    outcomes = Counter(row["outcome"] for row in watched.values())
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     unseen: Counter[str] = Counter()
@@ -86,11 +89,16 @@ def compare(source: Path, family: str) -> dict[str, Any]:
         unseen.update(row["unseen"])
     return {
         "family": family,
-        "passed": sum(row["outcome"] == "passed" for row in watched.values()),
-        "skipped": sum(row["outcome"] == "skipped" for row in watched.values()),
-        "foreign errors": len(failed) - len(different),
-        "different tests": {
-            test.rpartition("::")[2]: watched[test]["reason"] for test in different
+        "tests": outcomes["passed"] + outcomes["failed"],
+        "passed": outcomes["passed"],
+        "skipped": outcomes["skipped"],
+        "different tests": {_name(test): watched[test]["reason"] for test in different},
+        "failed unwatched, too": {
+            _name(test): watched[test]["reason"] for test in failed if test not in different
+        },
+        "tests with": {
+            kind: sum(kind in row["counts"] for row in watched.values())
+            for kind in ("refused", "unseen")
         },
         "counts": dict(counts),
         "reasons": dict(reasons),
@@ -98,16 +106,23 @@ def compare(source: Path, family: str) -> dict[str, Any]:
     }
 
 
+def _name(test: str) -> str:
+    return test.rpartition("::")[2]
+
+
 def main() -> None:
     parser = argument_parser(__doc__)
     parser.add_argument("source", type=Path)
-    parser.add_argument("families", nargs="*")
+    parser.add_argument("families", nargs="*", default=FAMILIES)
+    parser.add_argument("--output", type=Path, default=RESULTS / "transformers_tests.jsonl")
+    parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    for family in options.families or FAMILIES:
-        row = compare(options.source, family)
+    suffix = environment() | {"transformers": version("transformers")}
+    for family in options.families:
+        row = compare(options.source, family, options.processes)
         print(json.dumps(row, indent=1), flush=True)
-        if not options.families:
-            append("transformers_tests", [row | {"transformers": version("transformers")}])
+        with options.output.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(row | suffix) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ JSON for each test: its outcome, and what its calls did. With REGARD_WATCH=0 it 
 outcomes. ``benchmarks/transformers_tests.py`` compares the two.
 
 The model's own output is what a test gets where regard refuses a call or fails; both are counted.
-A call in evaluation mode is also run unwatched, on copies of its arguments, and compared.
+A call in evaluation mode is also run unwatched, on copies of its arguments, and compared: the
+output, and the gradients of all parameters where the output has gradients.
 """
 
 from __future__ import annotations
@@ -23,7 +24,13 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from helpers.watched_runs import difference, modules_that_run, not_seen
+from helpers.watched_runs import (
+    difference,
+    gradient_difference,
+    modules_that_run,
+    not_seen,
+    weighted_sum,
+)
 from regard import InputError, See, watch
 
 CALLS = Path(os.environ["REGARD_CALLS"])
@@ -109,23 +116,43 @@ def _watched(model: PreTrainedModel, args: Any, kwargs: Any) -> Any:
 
 
 def _compare(model: PreTrainedModel, copies: Any, random: torch.Tensor, output: Any) -> None:
+    kind = type(model).__name__
+    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+    allowed = DIFFERENT.get(dtype, 1e-4)
     after = torch.get_rng_state()
     torch.set_rng_state(random)
     try:
-        with torch.no_grad():
-            plain = _plain_call(model, *copies[0], **copies[1])
-        record.counts["compared"] += 1
-        dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-        gap = difference(plain, output)
-        if gap > DIFFERENT.get(dtype, 1e-4):
-            record.add("different", f"{type(model).__name__}: {gap:.1e} in {dtype}")
-    except AssertionError as error:
-        record.add("different", f"{type(model).__name__}: {error}")
+        plain = _plain_call(model, *copies[0], **copies[1])
+        expected = _gradients(model, plain)
     except Exception as error:  # noqa: BLE001  copies of these arguments cannot be run again
         record.counts["not compared"] += 1
         record.reasons[f"not compared: {type(error).__name__}: {error}"[:200]] += 1
+        return
     finally:
         torch.set_rng_state(after)
+    record.counts["compared"] += 1
+    try:
+        if (gap := difference(plain, output)) > allowed:
+            record.add("different", f"{kind}: {gap:.1e} in {dtype}")
+        found = _gradients(model, output)
+        if expected or found:
+            record.counts["gradients compared"] += 1
+            if (gap := gradient_difference(expected, found)) > allowed:
+                record.add("different", f"{kind}: gradients, {gap:.1e} in {dtype}")
+    except AssertionError as error:
+        record.add("different", f"{kind}: {error}")
+    except Exception as error:  # noqa: BLE001  whatever it is, it is counted
+        record.add("error", f"{kind}: gradients: {type(error).__name__}: {error}")
+
+
+def _gradients(model: PreTrainedModel, output: Any) -> dict[str, torch.Tensor]:
+    """The gradients of all parameters; the test can still compute its own."""
+    total = weighted_sum(output)
+    parameters = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    if not total.requires_grad or not parameters:
+        return {}
+    found = torch.autograd.grad(total, parameters.values(), retain_graph=True, allow_unused=True)
+    return {n: g for n, g in zip(parameters, found, strict=True) if g is not None}
 
 
 @pytest.fixture(autouse=True)

@@ -75,17 +75,22 @@ def rounding(model: nn.Module, inputs: Mapping[str, Any], plain: Any) -> float:
     return difference(run(exact, precise), plain)
 
 
+def weighted_sum(output: Any) -> Tensor:
+    """A fixed weighted sum of the outputs that have gradients."""
+    generator = torch.Generator().manual_seed(4)
+    total = torch.zeros(())
+    for _, tensor in tensors(output):
+        if tensor.requires_grad:
+            finite = tensor[tensor.isfinite()]
+            total = total + (finite * torch.randn(finite.shape, generator=generator)).sum()
+    return total
+
+
 def gradients(model: nn.Module, inputs: Mapping[str, Any]) -> dict[str, Tensor]:
     """The gradients of a fixed weighted sum of the outputs, by parameter."""
     torch.manual_seed(3)
     model.zero_grad(set_to_none=True)
-    generator = torch.Generator().manual_seed(4)
-    total = torch.zeros(())
-    for _, tensor in tensors(model(**inputs)):
-        if tensor.requires_grad:
-            finite = tensor[tensor.isfinite()]
-            total = total + (finite * torch.randn(finite.shape, generator=generator)).sum()
-    total.backward()
+    weighted_sum(model(**inputs)).backward()
     found = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
     return found
