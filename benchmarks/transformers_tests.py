@@ -40,8 +40,8 @@ LEFT_OUT = (
 Rows = dict[str, dict[str, Any]]
 
 
-def run(source: Path, tests: list[str], watch: bool, processes: int) -> Rows:
-    """Run tests or files of them; what the plugin wrote, by test."""
+def run(source: Path, tests: list[str], watch: bool, processes: int) -> tuple[Rows, bool]:
+    """Run tests or files of them; what the plugin wrote, by test, and whether all ended."""
     with tempfile.TemporaryDirectory() as folder:
         calls = Path(folder) / "calls.jsonl"
         calls.touch()
@@ -56,39 +56,43 @@ def run(source: Path, tests: list[str], watch: bool, processes: int) -> Rows:
             " and ".join(f"not {name}" for name in LEFT_OUT),
             *tests,
         ]  # fmt: skip
+        ended = True
         try:
             subprocess.run(
                 command, cwd=source, env=os.environ | settings, timeout=LIMIT, check=False,
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            print(f"{tests[0]} took more than {LIMIT} s", file=sys.stderr)
+            ended = False
         rows: Rows = {}
         for row in map(json.loads, calls.read_text(encoding="utf-8").splitlines()):
             before = rows.get(row["test"])  # a subtest, whose counts the later rows include
             if before is not None and before["outcome"] == "failed":
                 row |= {"outcome": "failed", "reason": before["reason"]}
             rows[row["test"]] = row
-        return rows
+        return rows, ended
 
 
 def compare(source: Path, family: str, processes: int) -> dict[str, Any]:
     """What the tests of one family found."""
     file = f"tests/models/{family}/test_modeling_{family}.py"
-    watched = run(source, [file], watch=True, processes=processes)
+    watched, ended = run(source, [file], watch=True, processes=processes)
     failed = [test for test, row in watched.items() if row["outcome"] == "failed"]
-    plain = run(source, failed, watch=False, processes=processes) if failed else {}
+    plain = run(source, failed, watch=False, processes=processes)[0] if failed else {}
     different = [test for test, row in plain.items() if row["outcome"] == "passed"]
     outcomes = Counter(row["outcome"] for row in watched.values())
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
     unseen: Counter[str] = Counter()
+    largest: dict[str, float] = {}
     for row in watched.values():
+        largest |= {what: max(gap, largest.get(what, 0.0)) for what, gap in row["largest"].items()}
         counts.update(row["counts"])
         reasons.update(row["reasons"])
         unseen.update(row["unseen"])
     return {
         "family": family,
+        "ended": ended,
         "tests": outcomes["passed"] + outcomes["failed"],
         "passed": outcomes["passed"],
         "skipped": outcomes["skipped"],
@@ -100,6 +104,7 @@ def compare(source: Path, family: str, processes: int) -> dict[str, Any]:
             kind: sum(kind in row["counts"] for row in watched.values())
             for kind in ("refused", "unseen")
         },
+        "largest differences": largest,
         "counts": dict(counts),
         "reasons": dict(reasons),
         "unseen": dict(unseen),

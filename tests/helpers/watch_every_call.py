@@ -25,6 +25,7 @@ import torch
 from transformers import PreTrainedModel
 
 from helpers.watched_runs import (
+    TOLERANCE,
     difference,
     gradient_difference,
     modules_that_run,
@@ -35,7 +36,7 @@ from regard import InputError, See, watch
 
 CALLS = Path(os.environ["REGARD_CALLS"])
 WATCH = os.environ.get("REGARD_WATCH", "1") != "0"
-DIFFERENT = {torch.float32: 1e-4, torch.float64: 1e-4, torch.bfloat16: 5e-2, torch.float16: 2e-2}
+DIFFERENT = {torch.bfloat16: 5e-2, torch.float16: 2e-2}  # where not TOLERANCE
 _inside = threading.local()
 _plain_call = PreTrainedModel.__call__
 
@@ -47,10 +48,18 @@ class Record:
         self.counts: Counter[str] = Counter()
         self.reasons: Counter[str] = Counter()
         self.unseen: Counter[str] = Counter()
+        self.largest: dict[str, float] = {}  # differences, by the dtype of the model
 
     def add(self, kind: str, reason: str) -> None:
         self.counts[kind] += 1
         self.reasons[f"{kind}: {reason[:300]}"] += 1
+
+    def compared(self, kind: str, what: str, gap: float, dtype: torch.dtype) -> None:
+        name = f"{what}, {dtype}".replace("torch.", "")
+        self.largest[name] = max(gap, self.largest.get(name, 0.0))
+        allowed = DIFFERENT.get(dtype, TOLERANCE) * (10 if what == "gradients" else 1)
+        if gap > allowed:
+            self.add("different", f"{kind}: {name}, by {gap:.1e}")
 
 
 record = Record()
@@ -118,7 +127,6 @@ def _watched(model: PreTrainedModel, args: Any, kwargs: Any) -> Any:
 def _compare(model: PreTrainedModel, copies: Any, random: torch.Tensor, output: Any) -> None:
     kind = type(model).__name__
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    allowed = DIFFERENT.get(dtype, 1e-4)
     after = torch.get_rng_state()
     torch.set_rng_state(random)
     try:
@@ -132,13 +140,12 @@ def _compare(model: PreTrainedModel, copies: Any, random: torch.Tensor, output: 
         torch.set_rng_state(after)
     record.counts["compared"] += 1
     try:
-        if (gap := difference(plain, output)) > allowed:
-            record.add("different", f"{kind}: {gap:.1e} in {dtype}")
+        record.compared(kind, "output", difference(plain, output), dtype)
         found = _gradients(model, output)
         if expected or found:
             record.counts["gradients compared"] += 1
-            if (gap := gradient_difference(expected, found)) > allowed:
-                record.add("different", f"{kind}: gradients, {gap:.1e} in {dtype}")
+            gap = gradient_difference(expected, found)
+            record.compared(kind, "gradients", gap, dtype)
     except AssertionError as error:
         record.add("different", f"{kind}: {error}")
     except Exception as error:  # noqa: BLE001  whatever it is, it is counted
@@ -155,8 +162,8 @@ def _gradients(model: PreTrainedModel, output: Any) -> dict[str, torch.Tensor]:
     return {n: g for n, g in zip(parameters, found, strict=True) if g is not None}
 
 
-@pytest.fixture(autouse=True)
-def _records() -> None:
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
     global record  # noqa: PLW0603
     record = Record()
 
@@ -172,6 +179,7 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
         row["reason"] = str(call.excinfo.value)[:300] if call.excinfo else ""
     row |= {"seconds": round(report.duration, 1)}
     row |= {"counts": record.counts, "reasons": record.reasons, "unseen": record.unseen}
+    row |= {"largest": record.largest}
     with CALLS.open("a", encoding="utf-8") as file:
         file.write(json.dumps(row) + "\n")
 
