@@ -31,10 +31,12 @@ FAMILIES = (
     "clip", "whisper", "longformer", "detr", "sam", "olmo2",
 )  # fmt: skip
 # Neither processes of its own, nor graphs and devices that no watcher can enter, nor downloads.
+# Saving in many precisions (bc_torch_dtype) calls no model; sdpa_kernels repeats a test with other
+# kernels of PyTorch's for GPUs.
 LEFT_OUT = (
     "fsdp", "compil", "export", "tensor_parallel", "tp_", "flash", "flex", "Integration", "fx",
     "offload", "pipeline", "parallel", "disk", "hub", "training_overfit", "jit", "multi_gpu",
-    "deepspeed",
+    "deepspeed", "bc_torch_dtype", "sdpa_kernels",
 )  # fmt: skip
 
 Rows = dict[str, dict[str, Any]]
@@ -51,7 +53,7 @@ def run(source: Path, tests: list[str], watch: bool, processes: int) -> tuple[Ro
             "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         command = [
-            sys.executable, "-m", "pytest", "-q", "-n", str(processes),
+            sys.executable, "-m", "pytest", "-q", "-n", str(processes if processes > 1 else 0),
             "-p", "helpers.watch_every_call", "-p", "no:cacheprovider", "-p", "no:warnings", "-k",
             " and ".join(f"not {name}" for name in LEFT_OUT),
             *tests,
