@@ -103,8 +103,8 @@ def compare(source: Path, family: str, processes: int) -> dict[str, Any]:
             _name(test): watched[test]["reason"] for test in failed if test not in different
         },
         "tests with": {
-            kind: sum(kind in row["counts"] for row in watched.values())
-            for kind in ("refused", "unseen")
+            kind: sum(row["counts"].get(kind, 0) > 0 for row in watched.values())
+            for kind in ("refused", "unseen", "unseen, not named")
         },
         "largest differences": largest,
         "counts": dict(counts),

@@ -366,6 +366,63 @@ def watched_unbuilt() -> str:
     return _table(("model type", "why it was not built"), lines)
 
 
+def _watched_tests() -> list[Row]:
+    """The newest row of every family."""
+    text = (RESULTS / "transformers_tests.jsonl").read_text(encoding="utf-8")
+    newest = {row["family"]: row for row in map(json.loads, text.splitlines())}
+    return [newest[family] for family in sorted(newest)]
+
+
+def watched_tests() -> str:
+    """What transformers' own tests found while every call of a model was watched, by family."""
+    rows = _watched_tests()
+    numbers = [_test_numbers(row) for row in rows]
+    lines = [
+        (row["family"], *(f"{number:,}" for number in counted), _largest([row]))
+        for row, counted in zip(rows, numbers, strict=True)
+    ]
+    sums = [f"{sum(column):,}" for column in zip(*numbers, strict=True)]
+    head = (
+        "family", "tests", "calls", "compared", "also gradients", "different", "errors",
+        "tests refused", "tests with a module not recorded", "of these, not named",
+        "largest difference",
+    )  # fmt: skip
+    table = _table(head, [*lines, ("all", *sums, _largest(rows))])
+    commits = sorted({row["commit"].removesuffix("-dirty") for row in rows})
+    last = max(rows, key=lambda row: row["date"])
+    versions = f"transformers {last['transformers']}, torch {last['torch']}"
+    where = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}, {last['date'][:10]}"
+    return f"{table}\n\n`make test-transformers`, {where}: {versions}."
+
+
+def _test_numbers(row: Row) -> list[int]:
+    counts = row["counts"]
+    return [
+        row["tests"],
+        *(counts.get(name, 0) for name in ("calls", "compared", "gradients compared")),
+        counts.get("different", 0) + len(row["different tests"]),
+        counts.get("error", 0),
+        *(row["tests with"][kind] for kind in ("refused", "unseen", "unseen, not named")),
+    ]
+
+
+def _largest(rows: Sequence[Row]) -> str:
+    found = [row["largest differences"].get("output, float32", 0.0) for row in rows]
+    return f"{max(found):.0e}"
+
+
+def watched_tests_reasons() -> str:
+    """What was refused, not recorded or different there, and in how many calls."""
+    calls: dict[str, int] = {}
+    for row in _watched_tests():
+        reasons = {k: n for k, n in row["reasons"].items() if not k.startswith("not compared")}
+        unseen = {f"not recorded: {what}": n for what, n in row["unseen"].items()}
+        for reason, number in (reasons | unseen).items():
+            calls[reason] = calls.get(reason, 0) + number
+    lines = ((reason.replace("|", "/"), f"{number:,}") for reason, number in sorted(calls.items()))
+    return _table(("reason", "calls"), lines)
+
+
 # The names in benchmarks/compare_tools.py, and what the tools are called and do.
 TOOLS = {
     "regard": ("regard", "`watch`, then a page of all heads and a map of each of the 48 heads"),
@@ -415,6 +472,8 @@ _FIGURES = (
     watched_counts,
     watched_models,
     watched_unbuilt,
+    watched_tests,
+    watched_tests_reasons,
     tools,
 )
 BLOCKS = {make.__name__.replace("_", "-"): make for make in _FIGURES}
