@@ -26,13 +26,16 @@ from transformers import PreTrainedModel
 
 from helpers.watched_runs import (
     TOLERANCE,
+    calls_not_seen,
     difference,
     gradient_difference,
     modules_that_run,
     not_seen,
+    operations,
     weighted_sum,
 )
 from regard import InputError, See, watch
+from regard.interpret.watched import Watched
 
 CALLS = Path(os.environ["REGARD_CALLS"])
 WATCH = os.environ.get("REGARD_WATCH", "1") != "0"
@@ -53,6 +56,12 @@ class Record:
     def add(self, kind: str, reason: str) -> None:
         self.counts[kind] += 1
         self.reasons[f"{kind}: {reason[:300]}"] += 1
+
+    def missed(self, model: PreTrainedModel, name: str, *, named: bool) -> None:
+        kind = f"{type(model).__name__} {type(model.get_submodule(name)).__name__}"
+        self.unseen[kind if named else f"{kind}, not named"] += 1
+        self.counts["unseen"] += 1
+        self.counts["unseen, not named"] += not named
 
     def compared(self, kind: str, what: str, gap: float, dtype: torch.dtype) -> None:
         name = f"{what}, {dtype}".replace("torch.", "")
@@ -114,23 +123,22 @@ def _watched(model: PreTrainedModel, args: Any, kwargs: Any) -> Any:
         return output
     record.counts["layers"] += len(watched.calls)
     for name in not_seen(ran, watched):
-        named = name in getattr(watched, "unseen", ())
-        part = type(model.get_submodule(name)).__name__
-        record.unseen[f"{kind} {part}{'' if named else ', not named'}"] += 1
-        record.counts["unseen"] += 1
-        record.counts["unseen, not named"] += not named
+        record.missed(model, name, named=name in watched.unseen)
     if copies is not None:
-        _compare(model, copies, random, output)
+        _compare(model, copies, random, output, watched)
     return output
 
 
-def _compare(model: PreTrainedModel, copies: Any, random: torch.Tensor, output: Any) -> None:
+def _compare(
+    model: PreTrainedModel, copies: Any, random: torch.Tensor, output: Any, watched: Watched
+) -> None:
     kind = type(model).__name__
     dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
     after = torch.get_rng_state()
     torch.set_rng_state(random)
     try:
-        plain = _plain_call(model, *copies[0], **copies[1])
+        with operations(model) as made:
+            plain = _plain_call(model, *copies[0], **copies[1])
         expected = _gradients(model, plain)
     except Exception as error:  # noqa: BLE001  copies of these arguments cannot be run again
         record.counts["not compared"] += 1
@@ -139,6 +147,8 @@ def _compare(model: PreTrainedModel, copies: Any, random: torch.Tensor, output: 
     finally:
         torch.set_rng_state(after)
     record.counts["compared"] += 1
+    for missed in calls_not_seen(made, watched):
+        record.missed(model, missed.partition(" ")[0], named=False)
     try:
         record.compared(kind, "output", difference(plain, output), dtype)
         found = _gradients(model, output)

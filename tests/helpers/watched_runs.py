@@ -148,6 +148,16 @@ def not_seen(ran: list[str], watched: Watched) -> list[str]:
     return [name for name in ran if not any(related(name, layer) for layer in seen)]
 
 
+def calls_not_seen(made: Counter[str], watched: Watched) -> list[str]:
+    """Modules of which fewer calls were recorded than they made ``operations``, without a word."""
+    recorded = Counter(name for name, _ in watched.calls)
+    return [
+        f"{name} {recorded[name]} of {count}"
+        for name, count in made.items()
+        if recorded[name] < count and name not in watched.unseen
+    ]
+
+
 @contextmanager
 def operations(model: nn.Module) -> Iterator[Counter[str]]:
     """Count the operations that may be attention, by the innermost module that says attention."""
@@ -266,11 +276,8 @@ def compare(model: nn.Module, inputs: Mapping[str, Tensor]) -> dict[str, Any]:
     silent = [name for name in missed if name not in named and name not in warned]
     if silent:
         row["silent"] = silent
-    recorded = Counter(name for name, _ in watched.calls)
     row["operations"] = sum(made.values())
-    fewer = [f"{n} {recorded[n]} of {c}" for n, c in made.items() if recorded[n] < c]
-    hidden = [text for text in fewer if text.partition(" ")[0] not in named]
-    if hidden:
+    if hidden := calls_not_seen(made, watched):
         row["silent calls"] = hidden
     try:
         row["difference"] = difference(plain, output)
