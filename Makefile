@@ -31,7 +31,7 @@ test-every-model: .venv/.dev  ## watch() beside a plain run, in a tiny model of 
 	$(BIN)/python benchmarks/every_model.py
 
 # Hours. The tests come from the tag of the installed transformers.
-test-transformers: .venv/.dev  ## transformers' own model tests of 31 families, with every call inside watch()
+test-transformers: .venv/.dev  ## transformers' own model tests of 34 families, with every call inside watch()
 	@$(PIP) accelerate parameterized psutil timeout-decorator
 	@version=$$($(BIN)/python -c 'import transformers; print(transformers.__version__)'); \
 	test -d .transformers-$$version || git clone --quiet --depth 1 --branch v$$version \

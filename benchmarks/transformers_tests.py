@@ -113,6 +113,11 @@ def compare(source: Path, family: str, processes: int) -> dict[str, Any]:
     }
 
 
+def _commit(source: Path) -> str:
+    git = ["git", "-C", str(source), "log", "-1", "--format=%h of %cs"]
+    return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
+
+
 def _name(test: str) -> str:
     return test.rpartition("::")[2]
 
@@ -124,7 +129,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, default=RESULTS / "transformers_tests.jsonl")
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
-    suffix = environment() | {"transformers": version("transformers")}
+    suffix = environment() | {
+        "transformers": version("transformers"),
+        "source": _commit(options.source),
+    }
     for family in options.families:
         row = compare(options.source, family, options.processes)
         print(json.dumps(row, indent=1), flush=True)

@@ -392,7 +392,8 @@ def watched_tests() -> str:
     last = max(rows, key=lambda row: row["date"])
     versions = f"transformers {last['transformers']}, torch {last['torch']}"
     where = f"commit{'s' * (len(commits) > 1)} {', '.join(commits)}, {last['date'][:10]}"
-    return f"{table}\n\n`make test-transformers`, {where}: {versions}."
+    tests = f"tests of transformers' commit {last['source']}"
+    return f"{table}\n\n`make test-transformers`, {where}: {tests}, {versions}."
 
 
 def _test_numbers(row: Row) -> list[int]:

@@ -6,6 +6,7 @@ import copy
 import subprocess
 import sys
 import threading
+import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -772,3 +773,24 @@ def test_attention_in_blocks_is_named_beside_other_attention() -> None:
         model["all"](model["blocks"](x))
     assert list(watched) == ["all"]
     assert list(watched.unseen) == ["blocks"]
+
+
+@pytest.mark.parametrize("in_parts", [True, False], ids=["in parts", "unused"])
+def test_weights_that_are_used_in_parts_are_named_beside_other_attention(in_parts: bool) -> None:
+    """As in Longformer: the local weights are extended and moved, the global ones multiply."""
+
+    class TwoAttentions(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            weights = (x @ x.mT).softmax(-1)
+            if in_parts:
+                x = nn.functional.pad(weights, (0, 1))[..., :-1] @ x
+            return (x @ x.mT).softmax(-1) @ x
+
+    model = TwoAttentions()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with watch(model, See(entropy=True)) as watched:
+            model(torch.randn(2, 5, 8))
+    assert len(watched["TwoAttentions"]) == 1
+    assert list(watched.unseen) == ["TwoAttentions"] * in_parts
+    assert len(caught) == in_parts

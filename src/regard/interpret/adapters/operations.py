@@ -118,6 +118,7 @@ class _Softmax(NamedTuple):
 
     scores: Tensor
     weights: Tensor
+    in_parts: bool = False  # whether a function took a part of the weights, or extended them
 
 
 @dataclass(eq=False, slots=True)
@@ -221,6 +222,8 @@ class _Observer:
         elif isinstance(frame.module, torch.jit.ScriptModule):
             if frame.says_attention or SCRIPTED.search(str(frame.module.inlined_graph)):
                 self.watcher.missed(frame.name, "runs as TorchScript, whose operations are hidden")
+        elif any(softmax.in_parts for _, softmax in frame.weights.values()):
+            self.watcher.missed(frame.name, OWN_CODE)
         elif frame.weights or (frame.says_attention and not frame.holds_attention):
             self.watcher.ran(frame.name, OWN_CODE)
         if parent is not None:
@@ -347,13 +350,16 @@ class _Observer:
                 dropped = softmax.weights.shape[-1] - result.shape[-1] if result.dim() else 0
                 # If the last column is cut off, it is a sink.
                 cut = func is Tensor.__getitem__ and dropped == 1
+                whole = cut or result.numel() == operand.numel()
                 if cut or (func in CHANGES and result.shape == softmax.weights.shape):
                     softmax = softmax._replace(weights=result)
-                elif result.numel() != operand.numel():
-                    continue
+                elif not whole:
+                    softmax = softmax._replace(in_parts=True)
                 for key, (tensor, each) in list(frame.weights.items()):
                     if each is at[1]:
                         frame.weights[key] = tensor, softmax
+                if not whole:
+                    continue  # it may take other weights, too
                 frame.weights[id(result)] = result, softmax
             return
 
