@@ -383,9 +383,9 @@ def watched_tests() -> str:
     ]
     sums = [f"{sum(column):,}" for column in zip(*numbers, strict=True)]
     head = (
-        "family", "tests", "calls", "compared", "also gradients", "different", "errors",
-        "tests refused", "tests with a module not recorded", "of these, not named",
-        "largest difference",
+        "family", "tests", "fail only watched", "fail always", "calls", "compared",
+        "also gradients", "different", "errors", "tests refused",
+        "tests with a module not recorded", "of these, not named", "largest difference",
     )  # fmt: skip
     table = _table(head, [*lines, ("all", *sums, _largest(rows))])
     commits = sorted({row["commit"].removesuffix("-dirty") for row in rows})
@@ -400,9 +400,12 @@ def _test_numbers(row: Row) -> list[int]:
     counts = row["counts"]
     return [
         row["tests"],
-        *(counts.get(name, 0) for name in ("calls", "compared", "gradients compared")),
-        counts.get("different", 0) + len(row["different tests"]),
-        counts.get("error", 0),
+        len(row["different tests"]),
+        len(row["failed unwatched, too"]),
+        *(
+            counts.get(name, 0)
+            for name in ("calls", "compared", "gradients compared", "different", "error")
+        ),
         *(row["tests with"][kind] for kind in ("refused", "unseen", "unseen, not named")),
     ]
 
