@@ -51,6 +51,7 @@ from regard.tasks.confidence import (
     doubts_about_summary,
     doubts_about_translation,
 )
+from regard.tasks.segments import continued, parts
 from regard.tasks.writing import write
 from regard.text.windows import windows
 from regard.text.words import Span, sentences, words
@@ -267,6 +268,57 @@ def test_a_direction_that_was_not_trained_is_refused_by_name() -> None:
     with pytest.raises(InputError, match=r"The text is in English, and .* English to English"):
         translate("The cat is on the sofa.", "en")
     assert translate(french, "de", source="en").text  # the caller knows better
+
+
+def test_a_long_sentence_is_cut_where_a_clause_ends() -> None:
+    def cut(text: str, most: int) -> list[str]:
+        found = parts(text, Span(2, len(text)), lambda part: len(part.split()) <= most)
+        assert all(not text[one.end : other.start].strip() for one, other in pairwise(found))
+        assert (found[0].start, found[-1].end) == (2, len(text))
+        return [text[low:high] for low, high in found]
+
+    text = "- We wrote to them, and they, our friends, came; nobody was late - they said - or lost."
+    assert cut(text, 20) == [text[2:]]
+    assert cut(text, 10) == [
+        "We wrote to them, and they, our friends, came;",
+        "nobody was late - they said - or lost.",
+    ]
+    assert cut(text, 5)[:2] == ["We wrote to them,", "and they, our friends, came;"]
+    assert cut(". one two three four five six", 2) == ["one two", "three", "four", "five six"]
+    assert cut(". 555 12 34 12 99 02 call now", 7) == ["555 12 34 12 99 02", "call now"]
+    word = "x" * 5000
+    assert [len(part) for part in cut(f". {word} is a word", 0)] == [5000, 2, 1, 4]
+
+
+def test_a_part_of_a_sentence_begins_and_ends_like_one() -> None:
+    assert continued("because it rains,", "Weil es regnet.") == "Weil es regnet,"  # may be a name
+    assert continued("that it rains", "Dass es regnet.") == "dass es regnet"
+    assert continued("That it rains...", "Dass es regnet...") == "Dass es regnet..."
+    assert continued("the end.", "Das Ende.") == "das Ende."
+    assert continued("", "") == ""
+
+
+def test_sentences_of_any_length_are_translated(made: Path, tmp_path: Path) -> None:
+    """The translation is that of the parts, and says that the sentence was cut."""
+    folder = folders.translator(tmp_path / "translate")
+    folders.edit(folder, task_specific_params={"translation": {"max_source_tokens": 24}})
+    options = {"model": folder, "max_new_tokens": 4}
+    whole = translate("The cat sat on the mat; " * 40, "fr", **options)
+    part = translate("The cat sat on the mat;", "fr", **options)
+    assert part.text in whole.text
+    assert whole.tokens >= 20 * part.tokens
+    assert any(each.startswith("a long sentence was cut into ") for each in whole.reasons)
+    assert whole.attended is not None
+    word = "zq" * 2500
+    copied = translate(word, "fr", **options)
+    assert (copied.text, copied.tokens) == (word, 0)
+    assert copied.reasons == ("a word of 5000 characters was copied, not translated",)
+    assert copied.doubtful
+    assert word in translate(f"The cat {word} sat.", "fr", **options).text
+    assert translate("a " * 200, "fr", model=made / "translate", max_new_tokens=2).tokens > 2
+    folders.edit(folder, task_specific_params={"translation": {"max_source_tokens": "24"}})
+    with pytest.raises(CheckpointError, match="max_source_tokens = '24' is not a whole number"):
+        translate("a", "fr", model=folder)
 
 
 def test_directions_in_a_config_are_pairs(made: Path, tmp_path: Path) -> None:
@@ -709,7 +761,6 @@ def test_a_model_is_loaded_once_and_again_when_its_files_change(tmp_path: Path) 
     [
         (lambda m: translate("  ", "fr", model=m / "translate"), "text is empty"),
         (lambda m: translate(3, "fr", model=m / "translate"), "not int"),
-        (lambda m: translate("a " * 200, "fr", model=m / "translate"), "too long.*most 64"),
         (lambda m: translate("a", "fr", model=m / "gpt2"), "is a GPT2, which cannot translate"),
         (lambda m: translate("a", "fr", model=m / "translate", max_new_tokens=0), "from 1 on"),
         (lambda m: summarize("", model=m / "summarize"), "empty"),
@@ -719,10 +770,6 @@ def test_a_model_is_loaded_once_and_again_when_its_files_change(tmp_path: Path) 
         (lambda m: answer("a", " ", model=m / "answer"), "context is empty"),
         (lambda m: answer("a", "\u200b", model=m / "answer"), "no token that .*answer knows"),
         (lambda m: answer("who " * 60, "a", model=m / "answer"), "question is too long"),
-        (
-            lambda m: translate(["a", "a " * 200], "fr", model=m / "translate"),
-            r"Text 2: A sentence of \d+ tokens is too long",
-        ),
         (lambda m: answer("a", "a", model=m / "answer", window=65), "8 to 64 tokens, not 65"),
         (lambda m: answer("a", "a", model=m / "gpt2"), "takes a BertAnswering"),
         (lambda m: answer("a", "a", model=m / "answer", batch=0), "from 1 on, but got 0"),

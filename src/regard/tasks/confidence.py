@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from regard.errors import CheckpointError
 from regard.models.bundle import Bundle
-from regard.text.copied import invented_numbers, missing, other_letters
+from regard.text.copied import invented_numbers, missing, only_copied, other_letters
 from regard.text.languages import TOLD_APART, language_name, language_of, same_language
 
 THRESHOLD = 0.5  # a result of a lower confidence is shown as doubtful
@@ -69,6 +69,8 @@ def doubts_about_copy(text: str) -> Iterator[str]:
     """Reasons against a text that was copied instead of translated."""
     if other_letters(text):
         yield "a text in another script was copied, not translated"
+    elif not only_copied(text):
+        yield f"a word of {len(text)} characters was copied, not translated"
 
 
 def doubts_about_translation(source: str, text: str, language: str | None) -> Iterator[str]:

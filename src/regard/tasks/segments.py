@@ -11,11 +11,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from regard.text.copied import copied_spans
+from regard.text.languages import is_frequent
 from regard.text.words import Span, sentences
 
 _PLACEHOLDER = "XX{}"  # models copy it; capitals do not change it
 _PLACEHOLDERS = re.compile(r"XX\d+")
 _CAPITALS = re.compile(r"\b[A-ZÀ-ÖØ-Þ]{3,}\b")
+# Where a long sentence may be cut, best first: between clauses, before a conjunction or a relative
+# pronoun, after another comma, between words.
+_CONJUNCTION = (
+    "(?:and|or|but|because|which|while|so|et|ou|mais|car|donc|qui|que|und|oder|aber|denn|dass|weil"
+    "|der|die|das)"
+)
+_CUTS = (
+    r"(?<=[;:\u2013\u2014])\s+|(?<=\s-)\s+",
+    rf"(?<=,)\s+(?={_CONJUNCTION}\b)",
+    r"(?<=[,)])\s+",
+    r"\s+",
+)
 LONG_WORD = 6  # letters; a shorter word in capitals that stands alone is taken for an acronym
 
 
@@ -59,6 +72,52 @@ def pieces(text: str) -> list[Span]:
         for low, high in sentences(text)
         for cell in re.finditer(r"[^\t\s][^\t]*(?<!\s)", text[low:high])
     ]
+
+
+def parts(text: str, span: Span, fits: Callable[[str], bool]) -> list[Span]:
+    """The spans of the parts of a sentence that a model can read, cut where a clause ends.
+
+    ``fits`` says whether a part is short enough. Only a part of one word may be longer.
+
+    >>> text = "I came, he saw and they left; nobody won."
+    >>> spans = parts(text, Span(0, len(text)), lambda part: len(part) < 20)
+    >>> [text[start:end] for start, end in spans]
+    ['I came,', 'he saw and they', 'left;', 'nobody won.']
+    """
+    low, high = span
+    sentence = text[low:high]
+    if fits(sentence):
+        return [span]
+    copied = copied_spans(sentence)
+
+    def allowed(cut: Span) -> bool:
+        return not any(start < cut.end and cut.start < end for start, end in copied)
+
+    for edge in (len(sentence) // 4, 0):  # in the middle half of the sentence, or in all of it
+        for pattern in _CUTS:
+            matches = re.compile(pattern).finditer(sentence, edge, len(sentence) - edge)
+            found = [Span(*match.span()) for match in matches]
+            found.sort(key=lambda cut: abs(sum(cut) - len(sentence)))
+            if cut := next(filter(allowed, found), None):
+                before, after = Span(low, low + cut.start), Span(low + cut.end, high)
+                return [*parts(text, before, fits), *parts(text, after, fits)]
+    return [span]
+
+
+def continued(source: str, written: str) -> str:
+    """The translation of a part of a sentence, without the capital and full stop of a sentence.
+
+    Only a frequent word loses its capital, since others may be names or German nouns.
+
+    >>> continued("which was late, because", "Das war spät, weil.")
+    'das war spät, weil'
+    """
+    first = re.match(r"\w+", written)
+    if first and source[:1].islower() and is_frequent(first[0]):
+        written = written[0].lower() + written[1:]
+    if written.endswith(".") and not written.endswith("..") and not source.endswith("."):
+        written = written[:-1] + (source[-1] if source[-1] in ",;:" else "")
+    return written
 
 
 def plain(text: str, ordinary: Callable[[str], bool]) -> Segment:

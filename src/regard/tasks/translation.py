@@ -28,7 +28,7 @@ from regard.tasks.confidence import (
 )
 from regard.tasks.defaults import open_model
 from regard.tasks.records import Translation
-from regard.tasks.segments import Segment, pieces, plain, protected
+from regard.tasks.segments import Segment, continued, parts, pieces, plain, protected
 from regard.tasks.writing import Check, Written, encode, one_or_many, write
 from regard.text.copied import missing, only_copied
 from regard.text.languages import (
@@ -78,28 +78,44 @@ def translate(
     for number, text in enumerate(texts, 1):
         _check_source(bundle, language, source, text, f"Text {number}" if len(texts) > 1 else "")
     ordinary = partial(_ordinary, bundle)
-    cut = [pieces(text) for text in texts]
-    translated = [
-        [_Piece(plain(bundle.prepared(text[low:high], TASK), ordinary)) for low, high in spans]
-        for text, spans in zip(texts, cut, strict=True)
+    limit = _longest_source(bundle)
+
+    def segment(text: str) -> Segment:
+        return plain(bundle.prepared(text, TASK), ordinary)
+
+    def fits(part: Segment) -> bool:
+        return len(encode(bundle, prefix + part.read)) <= limit
+
+    cut, translated = list[list[Span]](), list[list[_Piece]]()
+    for text in texts:
+        divided = [parts(text, span, lambda part: fits(segment(part))) for span in pieces(text)]
+        cut.append([span for spans in divided for span in spans])
+        translated.append(
+            [
+                _Piece(segment(text[low:high]), parts=len(spans))
+                for spans in divided
+                for low, high in spans
+            ]
+        )
+    # A piece without words is copied, so the model does not read it, nor a word that is too long.
+    read = [
+        each
+        for own in translated
+        for each in own
+        if not only_copied(each.segment.text) and fits(each.segment)
     ]
-    # A piece without words is copied, so the model does not read it.
-    read = [each for own in translated for each in own if not only_copied(each.segment.text)]
-    for number, own in enumerate(translated, 1):
-        for each in own:
-            label = f"Text {number}: " if len(texts) > 1 else ""
-            _check_length(bundle, prefix, each.segment.read, label)
 
     def written_for(segments: Sequence[Segment]) -> list[Written]:
         return write(bundle, [prefix + s.read for s in segments], how, max_new_tokens, batch, check)
 
     for each, written in zip(read, written_for([each.segment for each in read]), strict=True):
         each.written = written
-    again = [each for each in read if each.lost]
-    shielded = [protected(each.segment.text) for each in again]
-    for each, segment, written in zip(again, shielded, written_for(shielded), strict=True):
-        if segment.all_held(written.text):
-            each.segment, each.written = segment, written
+    lost = [(each, protected(each.segment.text)) for each in read if each.lost]
+    again = [(each, shielded) for each, shielded in lost if fits(shielded)]
+    rewritten = written_for([shielded for _, shielded in again])
+    for (each, shielded), written in zip(again, rewritten, strict=True):
+        if shielded.all_held(written.text):
+            each.segment, each.written = shielded, written
     seen = [each for each in read if attended or each.segment.stressed]
     sources = [each.segment.read for each in seen]
     outputs = [each.written for each in seen if each.written is not None]
@@ -141,6 +157,7 @@ class _Piece:
     """A piece of a text and its translation; ``written`` is None if the piece is copied."""
 
     segment: Segment
+    parts: int = 1  # of the sentence, which is cut if the model cannot read all of it at once
     written: Written | None = None
     weights: CrossWeights | None = None
 
@@ -152,6 +169,8 @@ class _Piece:
         text = self.written.text
         for low, high in self._stressed():
             text = text[:low] + text[low:high].upper() + text[high:]
+        if self.parts > 1:
+            text = continued(self.segment.read, text)
         return self.segment.restored(text)
 
     @property
@@ -177,7 +196,9 @@ def _trust(bundle: Bundle, piece: _Piece, language: str | None) -> Trust:
     if written is None:
         return trust(1.0, doubts_about_copy(source))
     score = written.log_probability / max(written.tokens, 1)
-    doubts = doubts_about_translation(source, piece.text, language)
+    doubts = list(doubts_about_translation(source, piece.text, language))
+    if piece.parts > 1:
+        doubts.append(f"a long sentence was cut into {piece.parts} parts")
     return trust(chance(bundle, TASK, score, math.exp(score)), doubts)
 
 
@@ -198,13 +219,14 @@ def _joined(text: str, spans: Sequence[Span], translations: Sequence[str]) -> st
     return result + text[before:]
 
 
-def _check_length(bundle: Bundle, prefix: str, text: str, label: str) -> None:
-    count = len(encode(bundle, prefix + text))
-    if count > bundle.window:
-        raise InputError(
-            f"{label}A sentence of {count} tokens is too long: {bundle.name} reads at most "
-            f"{bundle.window}. The sentence begins with {text[:40]!r}; split it into shorter ones."
+def _longest_source(bundle: Bundle) -> int:
+    """The largest number of tokens of a source: those that the model was trained on, if known."""
+    longest = bundle.tasks.get(TASK, {}).get("max_source_tokens", bundle.window)
+    if type(longest) is not int or longest < 8:
+        raise CheckpointError(
+            f"{bundle.name}: max_source_tokens = {longest!r} is not a whole number of at least 8."
         )
+    return min(longest, bundle.window)
 
 
 # ----------------------------------------------------------------------------------- languages

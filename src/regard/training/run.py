@@ -242,6 +242,8 @@ def _note_use(recipe: Recipe, folder: Path) -> None:
     tagged = recipe.task == "translation" and recipe.model.kind == "transformer"
     if len(prefixes) == 1 and RECORDS[recipe.task] is Pair and not tagged:
         used["prefix"] = prefixes.pop()
+    if recipe.task == "translation" and recipe.model.start is None:
+        used["max_source_tokens"] = recipe.data.length
     if recipe.data.prepare:
         used["prepare"] = list(recipe.data.prepare)
     if used:
