@@ -82,7 +82,7 @@ def parts(text: str, span: Span, fits: Callable[[str], bool]) -> list[Span]:
     >>> text = "I came, he saw and they left; nobody won."
     >>> spans = parts(text, Span(0, len(text)), lambda part: len(part) < 20)
     >>> [text[start:end] for start, end in spans]
-    ['I came,', 'he saw and they', 'left;', 'nobody won.']
+    ['I came,', 'he saw and', 'they left;', 'nobody won.']
     """
     low, high = span
     sentence = text[low:high]
