@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # type checkers and editors read this list, and a test compares it with _HOMES
     from regard import pictures as pictures
+    from regard.checkpoints.downloading import get as get
     from regard.decoding.generation import generate as generate
     from regard.decoding.generation import stream_tokens as stream_tokens
     from regard.decoding.settings import Settings as Settings
@@ -87,6 +88,7 @@ if TYPE_CHECKING:  # type checkers and editors read this list, and a test compar
 __version__ = "0.1.0"
 
 _HOMES = {
+    "regard.checkpoints.downloading": ("get",),
     "regard.decoding.generation": ("generate", "stream_tokens"),
     "regard.decoding.settings": ("Settings",),
     "regard.decoding.strategies": ("Beam", "Greedy", "Generated", "Sample"),

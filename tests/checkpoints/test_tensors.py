@@ -238,10 +238,10 @@ def offline(code: str, cache: Path) -> str:
 
 
 @pytest.mark.processes
-def test_offline_the_hub_is_an_error_that_says_so(tmp_path: Path) -> None:
+def test_a_model_that_is_not_here_is_an_error_that_says_how_to_get_it(tmp_path: Path) -> None:
     said = offline("import regard; regard.load('gpt2')", tmp_path)
     assert "UnknownModelError: There is no folder gpt2" in said
-    assert "give a folder" in said
+    assert "regard get gpt2" in said
 
 
 @pytest.mark.processes

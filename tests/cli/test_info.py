@@ -78,9 +78,9 @@ def test_models_shows_a_card(cache):
 
 
 def test_models_does_not_know_every_name(cache):
-    one_line(regard("models", "nothing"), "no installed or cached model 'nothing'")
+    one_line(regard("models", "nothing"), "There is no model 'nothing' here")
     near = regard("models", "answr")
-    one_line(near, "no installed or cached model 'answr'. Did you mean answer? There are: ")
+    one_line(near, "There is no model 'answr' here. Did you mean answer? There are: ")
 
 
 @pytest.mark.parametrize("damage", ["config.json", "model.safetensors"])

@@ -1,4 +1,4 @@
-"""Find the folder of a shipped, local, cached or downloadable model."""
+"""Find the folder of a shipped, local, downloaded or cached model. Nothing here goes online."""
 
 from __future__ import annotations
 
@@ -8,15 +8,17 @@ from difflib import get_close_matches
 from pathlib import Path
 
 from regard.checkpoints import cards
-from regard.checkpoints.files import CONFIG, first_line
+from regard.checkpoints.downloads import downloaded, find_downloaded
+from regard.checkpoints.files import CONFIG
+from regard.checkpoints.recommended import RECOMMENDED, full_name
 from regard.errors import CheckpointError, UnknownModelError
 
 
-def find(name: str | os.PathLike[str], *, with_code: bool = False) -> Path:
+def find(name: str | os.PathLike[str]) -> Path:
     """Return the folder of a model: a shipped model, a folder, or a model of the Hugging Face hub.
 
-    A shipped model is found before a folder of the same name: pass ``./name`` for the folder. A hub
-    model is downloaded unless it is in the local cache, with its Python files if ``with_code``.
+    A shipped model is found before a folder of the same name: pass ``./name`` for the folder. A
+    model of the hub is one that ``regard get`` has downloaded, or that the Hugging Face cache has.
     """
     if not isinstance(name, str | os.PathLike) or not str(name):
         raise UnknownModelError(f"A model is given by its name or a path, not {name!r}.")
@@ -32,51 +34,40 @@ def find(name: str | os.PathLike[str], *, with_code: bool = False) -> Path:
     plausible = text.count("/") <= 1 and not text.startswith((".", "/", "~"))
     if not plausible or not all(part.strip(".") for part in text.split("/")):
         raise UnknownModelError(f"There is no folder {text}.{_near(text)}")
-    try:
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import (
-            HfHubHTTPError,
-            HFValidationError,
-            LocalEntryNotFoundError,
-            OfflineModeIsEnabled,
-            RepositoryNotFoundError,
+    found = find_downloaded(text) or _find_cached(text)
+    if found is None:
+        raise UnknownModelError(
+            f"There is no folder {text}, and no model of that name is here. To download it from "
+            f"the Hugging Face hub: regard get {text} (in Python: regard.get({text!r}))."
+            f"{_near(text)}"
         )
+    return found
+
+
+def _find_cached(name: str) -> Path | None:
+    """Return the snapshot of a model in the Hugging Face cache, on its main branch."""
+    try:
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
     except ImportError:
-        raise UnknownModelError(
-            f"There is no folder {text}. To load a model of that name from the Hugging Face hub, "
-            f"install huggingface_hub.{_near(text)}"
-        ) from None
-    wanted = ["*.json", "*.safetensors", "*.model", "*.txt", "*.spm", "README.md"]
-    if with_code:
-        wanted.append("*.py")
+        return None
     try:
-        return Path(snapshot_download(text, allow_patterns=wanted, local_files_only=True))
-    except (LocalEntryNotFoundError, HFValidationError):
-        pass  # not in the cache: ask the hub
-    try:
-        return Path(snapshot_download(text, allow_patterns=wanted))
-    except RepositoryNotFoundError:
-        raise UnknownModelError(
-            f"There is neither a folder {text} nor a model of that name on the Hugging Face hub."
-            f"{_near(text)}"
-        ) from None
-    except (
-        LocalEntryNotFoundError,
-        HFValidationError,
-        HfHubHTTPError,
-        OfflineModeIsEnabled,
-        OSError,
-    ) as error:
-        raise UnknownModelError(
-            f"There is no folder {text}, no such model in the local cache, and the Hugging "
-            f"Face hub cannot be reached: {first_line(error)} Go online, or give a folder."
-            f"{_near(text)}"
-        ) from None
+        config = try_to_load_from_cache(full_name(name), CONFIG)
+    except HFValidationError:
+        return None
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def _near(name: str) -> str:
     """Return a hint with similar names, for an error about an unknown name."""
-    known = [*cards.names(), *(name for name, _ in cached_models())]
+    known = [
+        *cards.names(),
+        *(lock.name for _, lock in downloaded()),
+        *(model.short for model in RECOMMENDED),
+        *(name for name, _ in cached_models()),
+    ]
+    if full_name(name) != name:
+        return ""  # the name of a recommended model
     near = get_close_matches(name, known, 3) or get_close_matches(Path(name).name, known, 3)
     if near:
         return f" Did you mean {' or '.join(near)}?"

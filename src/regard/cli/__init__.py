@@ -11,7 +11,7 @@ import typer
 from rich.console import Console
 
 from regard import __version__
-from regard.cli import evaluation, info, interpret, server, tasks, training
+from regard.cli import downloads, evaluation, info, interpret, server, tasks, training
 from regard.errors import InputError, RegardError
 
 # The error that Typer raises for a wrong command line. It has no public name.
@@ -94,6 +94,7 @@ _COMMANDS = (
     (evaluation.evaluate, "regard evaluate translate --data test.tsv --prefix '>>fra<< '"),
     (training.convert, "regard convert openai-community/gpt2 gpt2-small --packing int8"),
     (info.models, "regard models translate"),
+    (downloads.get, "regard get opus-mt-en-fr"),
     (info.bench, "regard bench"),
     (info.doctor, "regard doctor"),
 )

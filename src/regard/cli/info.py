@@ -28,7 +28,7 @@ PACKAGES = {
     "fastapi": "regard serve",
     "uvicorn": "regard serve",
     "transformers": "watch(), look() and explain() on its models",
-    "huggingface_hub": "models by their hub names",
+    "huggingface_hub": "regard get, models in its cache",
     "triton": "the GPU kernels",
 }
 
@@ -48,20 +48,23 @@ def models(
     ] = None,
     as_json: options.Json = False,
 ) -> None:
-    """List the shipped models and the models in the Hugging Face cache.
+    """List the models that are here, and recommended models that "regard get" downloads.
 
-    Wherever a command needs a model, give one of these names, a folder, or the name of any model of
-    the Hugging Face hub.
+    Here are the shipped models, those that "regard get" has downloaded, and those in the Hugging
+    Face cache. Wherever a command needs a model, give one of these names or a folder.
     """
     from regard.models import catalog
 
     if name is not None:
         _show_card(catalog.one(name), as_json)
         return
-    listed = catalog.known()
+    listed, others = catalog.known(), catalog.recommended()
     if as_json:
         for model in listed:
             print(json.dumps(asdict(model), default=str))
+        for other in others:
+            facts = {"origin": "recommended", "task": catalog.task_of(other.architecture)}
+            print(json.dumps(asdict(other) | facts))
         return
     table = terminal.table(
         "name", "task", "architecture", "parameters", "size", "licence",
@@ -77,10 +80,20 @@ def models(
     for origin, place in catalog.places().items():
         count = sum(model.origin == origin for model in listed)
         typer.echo(f"{count} {origin}: {place}")
+    if others:
+        typer.echo("\nRecommended, and not here yet. To download one: regard get NAME\n")
+        table = terminal.table("name", "does", "parameters", "size", "licence",
+                               numbers=["parameters", "size"])  # fmt: skip
+        for other in others:
+            parameters = f"{other.parameters / 1e6:,.0f} M"
+            size = f"{other.size / 1e6:,.0f} MB"
+            table.add_row(other.short, other.does, parameters, size, other.licence)
+        terminal.show(table)
 
 
 def _show_card(model: Known, as_json: bool) -> None:
     from regard.checkpoints import cards
+    from regard.checkpoints.downloads import read_lock
 
     file = model.folder / cards.CARD
     facts, text = cards.front_matter(file.read_text("utf-8", "replace") if file.is_file() else "")
@@ -90,6 +103,8 @@ def _show_card(model: Known, as_json: bool) -> None:
     table = terminal.facts()
     for key, value in (facts or {"name": model.name, "task": model.task}).items():
         table.add_row(key, value)
+    if model.origin == "downloaded":
+        table.add_row("revision", read_lock(model.folder).revision)
     table.add_row("size", f"{model.size / 1e6:,.1f} MB")
     table.add_row("folder", str(model.folder))
     terminal.show(table)

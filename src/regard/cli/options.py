@@ -9,7 +9,7 @@ import typer
 
 from regard.decoding.strategies import MAX_LENGTH_PENALTY
 
-MODEL = "A shipped model, a folder, or a model of the Hugging Face hub."
+MODEL = 'A model that "regard models" lists, or a folder.'
 ANY_MODEL = f"{MODEL} Any architecture of transformers."
 
 TrustRemoteCode = Annotated[

@@ -1,4 +1,4 @@
-"""Installed and cached models: those shipped with regard, and those in the Hugging Face cache.
+"""The models that are here: shipped, downloaded and cached ones; and recommended ones.
 
 Nothing here loads PyTorch: it reads small files and the headers of large ones.
 """
@@ -8,13 +8,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from regard.checkpoints import cards
+from regard.checkpoints.downloads import Lock, downloaded, place
 from regard.checkpoints.hub import cache_folder, cached_models, size_of
+from regard.checkpoints.recommended import RECOMMENDED, Recommended, full_name
 from regard.errors import InputError
 from regard.models.registry import row_named
 
@@ -23,10 +25,10 @@ _MAX_HEADER = 32 * 2**20
 
 @dataclass(frozen=True, slots=True)
 class Known:
-    """An installed or cached model."""
+    """A model that is here."""
 
     name: str
-    origin: str  # "shipped", "cached" or "folder"
+    origin: str  # "shipped", "downloaded", "cached" or "folder"
     folder: Path
     task: str  # "" if regard does not implement the architecture
     architecture: str
@@ -36,24 +38,46 @@ class Known:
 
 
 def known() -> list[Known]:
-    """Return all installed and cached models that regard can load, shipped models first.
+    """Return the shipped and the downloaded models, and cached ones that regard implements.
 
-    >>> all(model.origin in ("shipped", "cached") for model in known())
+    >>> all(model.origin in ("shipped", "downloaded", "cached") for model in known())
     True
     """
-    return [_shipped(name) for name in cards.names()] + list(_cached())
+    shipped = [_shipped(name) for name in cards.names()]
+    downloads = [_downloaded(folder, lock) for folder, lock in downloaded()]
+    names = {model.name for model in downloads}
+    return shipped + downloads + [model for model in _cached() if model.name not in names]
 
 
 def one(name: str) -> Known:
-    """Return the installed or cached model named ``name``."""
-    for model in known():
-        if model.name == name:
+    """Return the model named ``name``, of those that are here."""
+    models = known()
+    for model in models:
+        if model.name in (name, full_name(name)):
             return model
-    names = [model.name for model in known()]
+    if any(name in (model.name, model.short) for model in RECOMMENDED):
+        raise InputError(f"{name} is not here yet. To download it: regard get {name}")
+    names = [model.name for model in models]
     near = get_close_matches(name, names, 1)
     hint = f" Did you mean {near[0]}?" if near else ""
     there = ", ".join(names) or "none"
-    raise InputError(f"There is no installed or cached model {name!r}.{hint} There are: {there}.")
+    raise InputError(f"There is no model {name!r} here.{hint} There are: {there}.")
+
+
+def recommended() -> list[Recommended]:
+    """Return the recommended models that are not here."""
+    here = {model.name for model in known()}
+    return [model for model in RECOMMENDED if model.name not in here]
+
+
+def task_of(architecture: str) -> str:
+    """Return the task of an architecture; "" if regard does not implement it.
+
+    >>> task_of("MarianMTModel"), task_of("LlamaForCausalLM")
+    ('translation', '')
+    """
+    row = row_named(architecture)
+    return "" if row is None else row.task
 
 
 def at(folder: Path, name: str) -> Known:
@@ -62,8 +86,8 @@ def at(folder: Path, name: str) -> Known:
 
 
 def places() -> dict[str, Path]:
-    """Return the folders of shipped models and, with huggingface_hub, cached models."""
-    there = {"shipped": cards.SHIPPED}
+    """Return the folders of shipped, downloaded and, with huggingface_hub, cached models."""
+    there = {"shipped": cards.SHIPPED, "downloaded": place()}
     hub = cache_folder()
     return there if hub is None else there | {"cached": hub}
 
@@ -73,6 +97,11 @@ def _shipped(name: str) -> Known:
     size = size_of(folder)
     facts = (card.task, card.architecture, card.parameters, size, card.licence)
     return Known(name, "shipped", folder, *facts)
+
+
+def _downloaded(folder: Path, lock: Lock) -> Known:
+    model = at(folder, lock.name)
+    return replace(model, origin="downloaded", licence=lock.licence)
 
 
 def _cached() -> Iterator[Known]:

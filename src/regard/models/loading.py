@@ -21,7 +21,7 @@ def load(
 ) -> Model:
     """Load a model from a checkpoint in Hugging Face's layout, in eval mode.
 
-    ``name`` names a shipped model, a folder, or a model of the Hugging Face hub. ``model``
+    ``name`` names a shipped or downloaded model (``regard models``), or a folder. ``model``
     overrides the class that config.json names, as in ``load("bert-base-uncased", model=Bert)``.
     Without ``dtype`` the weights keep their stored precision; packed weights become float32.
 

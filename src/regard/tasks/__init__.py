@@ -3,7 +3,7 @@
 A task takes one text and returns a record, or takes a list of texts and returns a list of records.
 All tasks share these options:
 
-- ``model``: the name of a shipped model, a folder, or a model of the Hugging Face hub.
+- ``model``: the name of a shipped or downloaded model (``regard models``), or a folder.
 - ``how``: the decoding strategy, such as ``Beam(num_beams=4)``, or only the settings to change from
   the model's defaults, such as ``{"num_beams": 4}``.
 - ``max_new_tokens``: the maximum number of tokens to generate for a text, a sentence or a part.

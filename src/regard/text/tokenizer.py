@@ -125,7 +125,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, name: str | os.PathLike[str]) -> Tokenizer:
-        """Load the tokenizer of a shipped model, a folder, or a model of the Hugging Face hub."""
+        """Load the tokenizer of a shipped or downloaded model, or of a folder."""
         folder = find(name)
         if (folder / _FILE).exists():
             target = folder / _TARGET

@@ -67,7 +67,7 @@ def open_model(
 
     Opened models are cached. A model is loaded again only if its files change.
     """
-    folder = hub.find(name, with_code=trust_remote_code)
+    folder = hub.find(name)
     if implements(read_json(folder / CONFIG)):
         return bundle_in(folder, name, device)
     _check_library(name)
