@@ -132,8 +132,11 @@ def test_options_are_those_of_the_tasks(client: TestClient) -> None:
     likeliest = posted(client, "/complete", text="Once upon", temperature=0, max_new_tokens=5)
     greedy = regard.complete("Once upon", how=regard.Greedy(), max_new_tokens=5)
     assert likeliest["text"] == greedy.text
-    joined = posted(client, "/summarize", text=PAPER * 60, join=True, attended=False)
+    long = {"text": PAPER * 60, "attended": False}
+    joined = posted(client, "/summarize", **long, one_line=True, join=True)
     assert (joined["method"], len(joined["parts"]) > 1) == ("joined", True)
+    chosen = posted(client, "/summarize", text=f"{STORY} {PAPER}", sentences=2)
+    assert sum(sentence["chosen"] for sentence in chosen["sentences"]) == 2
 
 
 def test_a_completion_comes_as_it_is_written(client: TestClient) -> None:
@@ -223,6 +226,9 @@ WRONG = [
     ("/translate", {"text": "a", "model": "tranlate"}, 404, "Did you mean 'translate'"),
     ("/translate", {"text": "a", "model": "/etc"}, 404, "This server has no model '/etc'"),
     ("/summarize", {"text": ""}, 400, "text is empty"),
+    ("/summarize", {"text": CAT, "sentences": 0}, 400, "sentences .* equal to 1, but got 0"),
+    ("/summarize", {"text": CAT, "num_beams": 2}, 400, "num_beams is for a summary that a model"),
+    ("/summarize", {"text": CAT, "model": "answer"}, 400, "cannot summarize"),
     ("/answer", {"question": "Who?", "context": ""}, 400, "context is empty"),
     ("/answer", {"question": "a" * 1001, "context": "a"}, 400, "1,001 characters"),
     ("/complete", {"text": " ", "stream": True}, 400, "text is empty"),

@@ -6,7 +6,7 @@ import json
 import math
 import os
 from dataclasses import replace
-from itertools import pairwise
+from itertools import pairwise, permutations
 from pathlib import Path
 from random import Random
 
@@ -26,6 +26,7 @@ from regard import (
     InputError,
     RegardError,
     Sample,
+    Summary,
     Tokenizer,
     Transformer,
     TransformerConfig,
@@ -47,6 +48,7 @@ from regard.models.model import pad
 from regard.tasks.attended import read_weights
 from regard.tasks.completion import stream_completion
 from regard.tasks.confidence import (
+    doubts_about_extract,
     doubts_about_repeats,
     doubts_about_summary,
     doubts_about_translation,
@@ -504,6 +506,117 @@ def test_a_learned_language_is_translated_and_aligned(learned: Path) -> None:
 
 
 # -------------------------------------------------------------------------------- summarize
+
+BRIDGE = (
+    "The old bridge over the river Arden will close on Tuesday for repairs. Engineers found cracks "
+    "in two of its pillars last month. Cars must use the motorway bridge, which is eight "
+    "kilometres away. The city expects the work to last until October."
+)
+
+
+def chosen_of(record: Summary, document: str) -> list[str]:
+    return [document[each.start : each.end] for each in record.sentences if each.chosen]
+
+
+def test_a_summary_has_the_best_sentences_of_the_document() -> None:
+    found = summarize(BRIDGE)
+    assert found.text == "The old bridge over the river Arden will close on Tuesday for repairs."
+    assert (found.method, found.parts, len(found.sentences)) == ("extracted", (), 4)
+    assert chosen_of(found, BRIDGE) == [found.text]
+    best = max(found.sentences, key=lambda sentence: sentence.score)
+    assert best.chosen
+    assert best.score == found.score
+    # Each sentence attends to the one that is chosen; at most all of its weight.
+    assert found.attended.sides == ("document", "summary")
+    assert [len(row) for row in found.attended.weights] == [1] * 4
+    assert all(0 < row[0] < 1 for row in found.attended.weights)
+    assert found.attended.queries[0] == found.attended.keys[0] == found.text
+
+
+def test_the_number_of_sentences_or_words_can_be_given() -> None:
+    ranked = sorted(summarize(BRIDGE).sentences, key=lambda sentence: -sentence.score)
+    for count in (1, 2, 3, 9):
+        found = summarize(BRIDGE, sentences=count, attended=False)
+        expected = sorted((each.start, each.end) for each in ranked[:count])
+        assert [(s.start, s.end) for s in found.sentences if s.chosen] == expected
+        assert found.text == " ".join(chosen_of(found, BRIDGE))  # in the order of the text
+        assert found.attended is None
+    for most in (1, 12, 25, 30, 99):
+        found = summarize(BRIDGE, words=most)
+        assert len(found.text.split()) <= max(most, 13)  # there is always one sentence
+    assert found.text == BRIDGE
+
+
+@pytest.mark.parametrize(
+    ("document", "summary"),
+    [
+        ("The cat.", "The cat."),
+        ("  One sentence of two lines\nwith a line break in lower case is kept as one.  \n",
+         "One sentence of two lines with a line break in lower case is kept as one."),
+        ("Dear Ms. Lang,\n\nyour blue lamp has arrived in the shop.\n\nKind regards\nLichthaus",
+         "your blue lamp has arrived in the shop."),
+        ("# The cat of the old house\n\nYes.\nDr. Smith fed the cat at 8 a.m. on Monday.\n- No.",
+         "Dr. Smith fed the cat at 8 a.m. on Monday."),
+        ("- milk\n- bread\n", "milk\nbread"),
+        ("...", "..."),
+    ],
+)  # fmt: skip
+def test_headings_lists_and_fragments_are_no_summary(document: str, summary: str) -> None:
+    assert summarize(document, sentences=1).text == summary
+
+
+def test_a_sentence_is_not_chosen_twice() -> None:
+    again = BRIDGE.replace("will close", "closes")
+    found = summarize(f"{BRIDGE}\n\n{again}", sentences=8)
+    assert len(chosen_of(found, "")) == 4
+
+
+@pytest.mark.slow
+def test_a_document_of_any_length_is_read_in_parts() -> None:
+    kinds = ("fish", "bread", "wool", "salt", "glass", "tea", "rope", "ink", "soap", "wine")
+    filler = [f"The shop sells {a} or {b} on {c} days." for a, b, c in permutations(kinds, 3)]
+    document = " ".join([*filler[:60], BRIDGE, *filler[60:120]])
+    found = summarize(document, sentences=2)
+    assert len(found.sentences) == len(found.attended.weights) == 124
+    assert found.tokens > 3 * 400
+    assert any(said in BRIDGE for said in chosen_of(found, document))
+    # So many sentences do not fit the model, so they are not read together.
+    many = summarize(document, sentences=100, attended=False)
+    assert len(chosen_of(many, document)) > 2
+    assert many.sentences[60].chosen
+
+
+def test_what_points_back_to_a_sentence_left_out_lowers_the_confidence() -> None:
+    after = "It never rains there. It was built of stone in the old town. He liked it."
+    alone = list(doubts_about_extract(["It was built of stone.", "The cat sat."], True))
+    assert alone == ["'It' may point to a sentence that is left out"]
+    assert summarize("milk\nbread").reasons == ("the document has no whole sentences",)
+    assert summarize(after, sentences=3).reasons == ()
+    assert summarize("It was late. Nobody came to the house by the sea.").reasons == ()
+
+
+def test_options_that_do_not_go_together_are_refused(made: Path) -> None:
+    for options, message in (
+        ({"sentences": 2, "words": 9}, "Give sentences or words, not both"),
+        ({"one_line": True, "model": "mine"}, "Give one_line or model, not both"),
+        ({"one_line": True, "words": 9}, "words is for a summary of sentences .* with one_line a"),
+        ({"model": "mine", "sentences": 1}, "sentences is for .* with model a model writes"),
+        ({"join": True}, "join is for a summary that a model writes. Ask for one_line"),
+        ({"how": {"num_beams": 2}}, "how is for a summary that a model writes"),
+        ({"how": Settings(num_beams=2)}, "num_beams is for a summary that a model writes"),
+        ({"max_new_tokens": 5}, "max_new_tokens is for a summary that a model writes"),
+        ({"sentences": 0}, r"summarize\(sentences=...\) must be a whole number from 1 on"),
+        ({"words": 2.5}, r"summarize\(words=...\) must be a whole number from 1 on"),
+        ({"batch": 0}, r"summarize\(batch=...\) must be a whole number from 1 on"),
+    ):
+        with pytest.raises(InputError, match=message):
+            summarize(BRIDGE, **options)
+
+
+def test_one_line_is_what_the_model_of_that_name_writes() -> None:
+    one, same = summarize(BRIDGE, one_line=True), summarize(BRIDGE, model="summarize")
+    assert (one.method, one.sentences) == ("whole", ())
+    assert (one.text, one.parts) == (same.text, same.parts)
 
 
 def test_a_short_document_is_summarized_as_a_whole(made: Path) -> None:

@@ -88,8 +88,29 @@ def translate(
 
 def summarize(
     text: options.Texts = None,
-    model: options.Model = "summarize",
     file: options.Files = None,
+    sentences: Annotated[
+        int | None,
+        typer.Option(
+            help="The number of sentences; by default a third of them, at most 3.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None,
+    words: Annotated[
+        int | None,
+        typer.Option(help="Choose sentences of at most so many words.", min=1, show_default=False),
+    ] = None,
+    one_line: Annotated[
+        bool,
+        typer.Option("--one-line", help="Write one line, for a description of software."),
+    ] = False,
+    model: Annotated[
+        str | None,
+        typer.Option(
+            help=f"The model that writes the summary. {options.MODEL}", show_default=False
+        ),
+    ] = None,
     join: Annotated[
         bool,
         typer.Option("--join", help="Join the summaries of the parts of a long document."),
@@ -106,25 +127,37 @@ def summarize(
     device: options.Device = "cpu",
     precision: options.Precision = "float32",
 ) -> None:
-    """Summarize documents of any length.
+    """Summarize documents of any length with their most telling sentences.
 
-    A document longer than the model's input is summarized in parts, and then the summaries are
-    summarized again.
+    These are the sentences that the others attend to most. With --one-line the model summarize
+    writes one line, as for descriptions of software, and with --model another model writes. A
+    document longer than its input is summarized in parts, and then the summaries are summarized
+    again.
     """
+    from regard.tasks.summarization import check_options
     from regard.tasks.summarization import summarize as run
 
     settings = Settings(
         num_beams=num_beams, length_penalty=length_penalty, early_stopping=early_stopping,
         no_repeat_ngram_size=no_repeat_ngram_size, min_new_tokens=min_new_tokens,
     )  # fmt: skip
+    given: dict[str, object] = {
+        "sentences": sentences, "words": words, "one_line": one_line or None, "model": model,
+        "join": join or None, "max_new_tokens": max_new_tokens, **settings.to_json(),
+    }  # fmt: skip
+    check_options((name for name, value in given.items() if value is not None), _as_option)
     place = terminal.device(device)
     for document in texts.documents(text, file):
         record = run(
-            document, model=model, join=join, how=settings, max_new_tokens=max_new_tokens,
-            batch=batch, attended=attended, device=place, precision=precision,
+            document, sentences=sentences, words=words, one_line=one_line, model=model, join=join,
+            how=settings, max_new_tokens=max_new_tokens, batch=batch, attended=attended,
+            device=place, precision=precision,
         )  # fmt: skip
-        remark = None if record.method == "whole" else f"{len(record.parts)} parts, {record.method}"
-        _show(record, as_json, remark)
+        _show(record, as_json, record.remark or None)
+
+
+def _as_option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def answer(

@@ -24,7 +24,7 @@ MAX_PRINTED = 20  # queries that print() shows
 class WordAttention(Convertible):
     """Attention weights between words or sentences: query i gives key j ``weights[i][j]``.
 
-    A row can sum to less than 1. The rest is on tokens outside words, such as the end token.
+    A row can sum to less than 1. The rest is on other tokens, such as the end token.
 
     >>> print(WordAttention(("chat", "noir"), ("black", "cat"), ((0.1, 0.8), (0.7, 0)), "layer 0"))
     WordAttention of 2 x 2, query x key, layer 0
@@ -90,7 +90,7 @@ class WordAttention(Convertible):
     def picture(self, title: str = "What was attended to") -> Picture:
         """A picture of the weights, with the largest weight of each query marked."""
         rest = 1 - sum(map(sum, self.weights)) / len(self.weights)
-        caption = f"{self.where}. {max(rest, 0.0):.0%} of the weight is on tokens outside words."
+        caption = f"{self.where}. {max(rest, 0.0):.0%} of the weight is on other tokens."
         drawn = alignment(self.weights, self.keys, self.queries, title=title, caption=caption)
         cells = drawn.drawing
         assert isinstance(cells, Cells)
@@ -206,11 +206,25 @@ class Part:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Summary(Record):
-    """A summary. ``attended`` has the weights of its sentences on the document's sentences.
+class Sentence:
+    """A sentence of a document, and whether it is in the summary."""
 
-    ``method`` is "whole" if the document fits the model, "joined" if the summaries of its parts are
-    joined, and "resummarized" if the summaries of its parts are summarized again.
+    start: int  # in characters of the document
+    end: int
+    score: float  # 1 is an average sentence far from the start of the document
+    chosen: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Summary(Record):
+    """A summary, by this ``method``:
+
+    - "extracted": it consists of sentences of the document. ``sentences`` has all of them, with
+      their scores; ``score`` is the mean of the chosen ones. ``attended`` has the weights that the
+      document's sentences give to the chosen ones. ``tokens`` counts the tokens of the document.
+    - "whole", "joined" or "resummarized": a model wrote it. The document fits the model, or the
+      summaries of its ``parts`` are joined, or they are summarized again. ``attended`` has the
+      weights of the summary's sentences on the document's sentences.
 
     >>> Summary(
     ...     text="A cat sat.", score=-0.5, tokens=5, seconds=0.4, model="mine", method="whole",
@@ -222,13 +236,26 @@ class Summary(Record):
     title = "Where it comes from"
 
     method: str
-    parts: tuple[Part, ...]
+    parts: tuple[Part, ...] = ()
+    sentences: tuple[Sentence, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
-        return {**Record.to_dict(self), "parts": [asdict(part) for part in self.parts]}
+        sentences = [
+            {**asdict(sentence), "score": round(sentence.score, 4)} for sentence in self.sentences
+        ]
+        parts = [asdict(part) for part in self.parts]
+        return {**Record.to_dict(self), "parts": parts, "sentences": sentences}
+
+    @property
+    def remark(self) -> str:
+        """How the summary was made, in a few words; "" if a model read the document at once."""
+        if self.method == "extracted":
+            chosen = sum(sentence.chosen for sentence in self.sentences)
+            return f"{chosen} of {len(self.sentences)} sentences"
+        return "" if self.method == "whole" else f"{len(self.parts)} parts, {self.method}"
 
     def _facts(self) -> Sequence[str]:
-        return (*Record._facts(self), f"{self.method}, {len(self.parts)} parts")
+        return (*Record._facts(self), self.remark) if self.remark else Record._facts(self)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

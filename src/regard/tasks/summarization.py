@@ -1,9 +1,12 @@
-"""Summarize documents of any length: in parts, whose summaries are summarized again."""
+"""Summarize documents of any length: choose some of their sentences, or let a model write.
+
+A model that writes reads a long document in parts, and then the summaries of its parts.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from itertools import islice
@@ -11,17 +14,23 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from regard.decoding.settings import Asked
+from regard.decoding.settings import Asked, Settings
+from regard.decoding.strategies import at_least
 from regard.errors import InputError
 from regard.models.bundle import Bundle, Name, Precision
 from regard.tasks.attended import CrossWeights, read_weights
 from regard.tasks.confidence import chance, doubts_about_summary, trust
 from regard.tasks.defaults import open_model
+from regard.tasks.extraction import extract
 from regard.tasks.records import Part, Summary, WordAttention
 from regard.tasks.writing import Check, Written, one_or_many, write
-from regard.text.words import Span, sentences
+from regard.text.words import Span
+from regard.text.words import sentences as sentences_of
 
 TASK = "summarization"  # the task's name in T5's config.json
+DEFAULT = "summarize"  # the model whose encoder chooses sentences, and that writes one line
+CHOOSING = ("sentences", "words")  # the options of a summary of sentences of the document
+WRITING = ("one_line", "model")  # those that let a model write
 OVERLAP = 8  # adjacent parts share at most 1/8 of the model's input length
 
 
@@ -29,7 +38,10 @@ OVERLAP = 8  # adjacent parts share at most 1/8 of the model's input length
 def summarize(
     texts: list[str],
     *,
-    model: Name = "summarize",
+    sentences: int | None = None,
+    words: int | None = None,
+    one_line: bool = False,
+    model: Name | None = None,
     join: bool = False,
     how: Asked | None = None,
     max_new_tokens: int | None = None,
@@ -41,19 +53,44 @@ def summarize(
 ) -> list[Summary]:
     """Summarize a document, or each document of a list.
 
-    ``model`` is a T5 or a Transformer. A document longer than the model's input is cut between
-    sentences into parts that overlap, and the summaries of the parts are summarized again. With
-    ``join`` they are joined instead, one per line. ``attended`` returns the attention weights of
-    the summary's sentences on the document's sentences. :mod:`regard.tasks` describes the other
-    options.
+    The summary consists of sentences of the document, in its order: those that the other sentences
+    attend to most in the encoder of the model ``summarize``. A third of the sentences are chosen,
+    at most three; or as many as ``sentences``, or as fit into a number of ``words``.
 
-    >>> record = summarize("A small web server written in C. It serves static files and scripts.")
-    >>> record.text, record.method
-    ('small web server written in C', 'whole')
+    With ``one_line``, the model ``summarize`` writes a line, as for descriptions of software, which
+    it was trained on. With ``model``, a T5 or a Transformer writes as it was trained to. A document
+    longer than the model's input is cut between sentences into parts that overlap, and the
+    summaries of the parts are summarized again. With ``join`` they are joined instead, one per
+    line. ``how``, ``max_new_tokens`` and ``join`` are for models that write.
+
+    ``attended`` returns attention weights between the sentences of both texts.
+    :mod:`regard.tasks` describes the other options.
+
+    >>> text = "This is a small web server. It serves static files. It needs little memory."
+    >>> record = summarize(text)
+    >>> record.text, [sentence.chosen for sentence in record.sentences]
+    ('This is a small web server.', [True, False, False])
+    >>> summarize(text, one_line=True).text
+    'small web server'
     """
-    bundle = open_model(model, "summarize", device, precision)
+    given: dict[str, object] = {
+        "sentences": sentences, "words": words, "one_line": one_line or None, "model": model,
+        "join": join or None, "max_new_tokens": max_new_tokens,
+        **(how.to_json() if isinstance(how, Settings) else {"how": how}),
+    }  # fmt: skip
+    check_options(name for name, value in given.items() if value is not None)
+    for name, number in (("sentences", sentences), ("words", words)):
+        if number is not None:
+            at_least(f"summarize({name}=...)", number, 1)
+    at_least("summarize(batch=...)", batch, 1)
+    bundle = open_model(model or DEFAULT, "summarize", device, precision)
     if not all(text.strip() for text in texts):
         raise InputError("A document is empty. Give some words.")
+    if not one_line and model is None:
+        return extract(
+            bundle, TASK, texts, sentences=sentences, words=words, batch=batch, attended=attended,
+            check=check,
+        )  # fmt: skip
     how, max_new_tokens = bundle.settings(TASK).resolve(how, max_new_tokens)
     prefix = bundle.prefix(TASK)
     # Each document is a list of rounds; each round summarizes the summary of the round before.
@@ -76,6 +113,29 @@ def summarize(
         for document in active:
             document.append(_round(bundle, prefix, document[-1].summary))
     return [_record(bundle, rounds) for rounds in documents]
+
+
+def check_options(given: Iterable[str], shown: Callable[[str], str] = str) -> None:
+    """Raise InputError if these options of ``summarize`` do not go together.
+
+    ``shown`` says how a user spells them.
+    """
+    names = list(given)
+    choosing, writing = ([name for name in some if name in names] for some in (CHOOSING, WRITING))
+    if len(both := choosing) == 2 or len(both := writing) == 2:
+        raise InputError(f"Give {shown(both[0])} or {shown(both[1])}, not both.")
+    if choosing and writing:
+        raise InputError(
+            f"{shown(choosing[0])} is for a summary of sentences of the document, but with "
+            f"{shown(writing[0])} a model writes the summary. Leave one of them out."
+        )
+    others = [name for name in names if name not in (*CHOOSING, *WRITING)]
+    if others and not writing:
+        raise InputError(
+            f"{shown(others[0])} is for a summary that a model writes. Ask for "
+            f"{shown('one_line')}, or name a {shown('model')}; by default a summary consists of "
+            "sentences of the document."
+        )
 
 
 @dataclass(slots=True)
@@ -134,12 +194,12 @@ def _attended(rounds: Sequence[_Round]) -> WordAttention | None:
     where = "The mean over all layers and heads of cross-attention"
     document = (rounds[0].text, rounds[0].units)
     return WordAttention.of(
-        (summary, sentences(summary)), document, table, where, ("summary", "document")
+        (summary, sentences_of(summary)), document, table, where, ("summary", "document")
     )
 
 
 def _round(bundle: Bundle, prefix: str, text: str) -> _Round:
-    units = sentences(text)
+    units = sentences_of(text)
     parts = _parts(bundle, prefix, text, units)
     return _Round(text, units, parts, [text[low:high].replace("\n", " ") for low, high in parts])
 
@@ -187,5 +247,5 @@ def _table(each: _Round, weights: Iterator[CrossWeights]) -> Tensor:
     rows = []
     for part, item in zip(each.parts, weights, strict=True):
         moved = [Span(start - part.start, end - part.start) for start, end in each.units]
-        rows.append(item.pooled(sentences(item.written.text), moved).mean((0, 1)))
+        rows.append(item.pooled(sentences_of(item.written.text), moved).mean((0, 1)))
     return torch.cat(rows)

@@ -21,10 +21,18 @@ _WORD = re.compile(
     "\\b(?i:[cdjlmnst]|qu|lorsqu|puisqu)['\u2019](?=\\w)|\\w+(?:['\u2019.-]\\w+)*|[^\\w\\s]"
 )
 # A match starts only at the first of several marks; otherwise long runs take quadratic time.
-_END = re.compile(rf"(?<![.!?…])[.!?…]+[{_CLOSING}]*\s+(?=[{_OPENING}]*[^\W_a-zß-öø-ÿ])|\n\s*")
+_END = re.compile(
+    rf"(?<![.!?…])[.!?…]+[{_CLOSING}]*\s+(?=[{_OPENING}]*[^\W_a-zß-öø-ÿ])|\n\s*"
+    "|(?<![。\uff01\uff1f])[。\uff01\uff1f]+[」』\uff09”]*(?!$)"
+)
 # Abbreviations whose full stop does not end a sentence, such as titles and single letters.
 _SHORT = re.compile(
-    rf"(?:^|[\s{_OPENING}])(?:\w|Mrs?|Ms|Dr|St|Prof|Mme|Mlle|Sgt|Capt|Gen|Nr|vs|e\.g|i\.e|z\.B)\.$"
+    rf"(?:^|[\s{_OPENING}])(?:(?:\w\.)*\w|Mrs?|Ms|Dr|St|Prof|Mme|Mlle|Sgt|Capt|Gen|Nr|vs)\.$"
+)
+# Abbreviations before a number.
+_BEFORE_NUMBER = re.compile(
+    rf"(?:^|[\s{_OPENING}])(?:Nos?|Figs?|Vol|Ch|pp|Art|Sec|Eq|Abb|Bd|Tel|"
+    r"Jan|Feb|Mar|Apr|Aug|Sept?|Oct|Nov|Dec)\.$"
 )
 MAX_ABBREVIATION = 16  # characters
 
@@ -196,7 +204,9 @@ def sentences(text: str) -> list[Span]:
         stop = end.start() + len(sign)
         # The last few characters are enough to find an abbreviation.
         near = text[max(start, stop - MAX_ABBREVIATION) : stop]
-        if "\n" not in end.group() and _SHORT.search(near):
+        if "\n" not in end.group() and (
+            _SHORT.search(near) or (text[end.end()].isdigit() and _BEFORE_NUMBER.search(near))
+        ):
             continue
         if before := text[start:stop].rstrip():
             found.append(Span(start, start + len(before)))

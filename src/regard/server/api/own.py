@@ -143,23 +143,38 @@ class Translate(BeamSearch):
 
 
 class Summarize(BeamSearch):
-    """Summarize a document. ``attended`` has the weights of summary on document sentences."""
+    """Summarize a document with some of its sentences, or let a model write.
+
+    With sentences of the document, ``attended`` has the weights that its sentences give to them.
+    If a model writes, it has the weights of the sentences of the summary on the document's.
+    """
 
     path = "/summarize"
     summary = "Summarize a document."
     varying = frozenset({"text"})
 
     text: Document
+    sentences: Annotated[
+        int | None,
+        Field(ge=1, description="The number of sentences; by default a third, at most 3."),
+    ] = None
+    words: Annotated[
+        int | None, Field(ge=1, description="Choose sentences of at most so many words.")
+    ] = None
+    one_line: Annotated[
+        bool, Field(description="Write one line, for a description of software.")
+    ] = False
+    model: Annotated[Name | None, Field(description="The model that writes the summary.")] = None
     join: Annotated[
         bool, Field(description="Join the summaries of all parts; do not summarize them again.")
     ] = False
-    model: Name = "summarize"
 
     @classmethod
     def run_many(cls, requests: Sequence[Self], models: Models, check: Check) -> list[Response]:
         first = requests[0]
         records = summarize(
-            [request.text for request in requests], model=models.name(first.model),
+            [request.text for request in requests], sentences=first.sentences, words=first.words,
+            one_line=first.one_line, model=first.model and models.name(first.model),
             join=first.join, how=first.settings, max_new_tokens=first.max_new_tokens,
             attended=first.attended or first.svg, device=models.device, check=check,
         )  # fmt: skip

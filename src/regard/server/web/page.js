@@ -247,7 +247,7 @@ function weightsCard(attended, title, svg) {
   const percent = Math.round(Math.max(rest, 0) * 100);
   const parts = many ? [pictureOf(svg, title)] : [ // the picture has its own caption
     make("h3", {}, title), named(`${down} down, ${across} across`), table.element,
-    make("p", { class: "caption" }, `${where}. ${percent}% of the weight is on tokens outside words.`),
+    make("p", { class: "caption" }, `${where}. ${percent}% of the weight is on other tokens.`),
   ];
   return { card: make("section", { class: "card", "aria-label": title }, ...parts), table };
 }
@@ -329,10 +329,16 @@ const VIEWS = {
     doing: "Summarizing",
     async run(body, signal, out) {
       const record = await postJson("/summarize", { ...body, svg: true }, signal);
-      const { method } = record;
-      const parted = method === "whole" ? "" : `${counted(record.parts.length, "part")}, ${method}`;
-      showPair(out, "summarize", body, record, ["Summary", record.text], ["Document", body.text],
-        { title: "Where it comes from", kind: "Sentences", below: recordFacts(record, parted) });
+      const { method, sentences } = record;
+      const texts = [["Summary", record.text], ["Document", body.text]];
+      let how = method === "whole" ? "" : `${counted(record.parts.length, "part")}, ${method}`;
+      if (method === "extracted") { // the document's sentences attend to those of the summary
+        texts.reverse();
+        const chosen = sentences.filter((sentence) => sentence.chosen).length;
+        how = `${chosen} of ${counted(sentences.length, "sentence")}`;
+      }
+      showPair(out, "summarize", body, record, ...texts,
+        { title: "Where it comes from", kind: "Sentences", below: recordFacts(record, how) });
     },
   },
 
@@ -637,7 +643,7 @@ function read(form) {
 
 /** Converts the values of a form to the types of the API. */
 function bodyOf(values) {
-  const numbers = ["max_new_tokens", "temperature", "seed", "head", "heads"];
+  const numbers = ["sentences", "max_new_tokens", "temperature", "seed", "head", "heads"];
   return Object.fromEntries(Object.entries(values).map(([name, value]) =>
     [name, numbers.includes(name) ? Number(value) : name === "causal" ? true : value]));
 }
@@ -680,6 +686,10 @@ function adapt(form) {
     for (const [field, shown] of [[select, languages.length > 0], [input, !languages.length]]) {
       field.hidden = field.disabled = !shown;
     }
+  }
+  if (view === "summarize") {
+    const chosen = form.querySelector(".of-chosen");
+    chosen.hidden = chosen.querySelector("input").disabled = form.elements.model.value !== "";
   }
   if (view === "explain") {
     const random = form.elements.model.value === "";
@@ -790,7 +800,8 @@ async function start() {
       const about = [model.architecture, size, model.licence].filter(Boolean).join(", ");
       const any = view === "look" || view === "explain";
       const kind = any ? ` (${model.architecture.split(" ")[0]})` : "";
-      const option = make("option", { value: model.name, title: about }, model.name + kind);
+      const name = view === "summarize" ? `written by ${model.name}` : model.name + kind;
+      const option = make("option", { value: model.name, title: about }, name);
       option.defaultSelected = view === "look" && model.name === "books-gpt2";
       form.elements.model.append(option);
     }
