@@ -305,6 +305,8 @@ def test_it_gives_a_reason_for_each_call_it_refuses() -> None:
     assert "not one range of keys" in reason(mask=~Causal())
     assert "not one range of keys" in reason(mask=masks.Dense(torch.ones(1024, 1024).bool()))
     assert "no Dense bias" in reason(bias=biases.Dense(torch.zeros(1024, 1024)))
+    step, keys = random(1, 32, 1, 64), random(1, 8, 2**15, 64)  # of a generation
+    assert "so few queries" in str(why(step, keys, keys, see=see).answers["native"])
     nothing = random(1, 1, 0, 8)
     call = check(nothing, x, x, None, None, None, None, 0.0, see)
     assert "nothing to compute" in str(cpu_backend.unsupported(call))

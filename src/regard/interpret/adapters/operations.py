@@ -69,6 +69,11 @@ CHANGES = frozenset({
 })  # fmt: skip
 NAMED = re.compile(r"(attn|attention)\d*$", re.IGNORECASE)  # the end of a module's name
 BESIDE = re.compile(r"norm|dropout|output|mask|embed", re.IGNORECASE)  # in a class: no attention
+# The modules of PyTorch that run in every block, without those that call other modules.
+PLAIN = frozenset(
+    f"torch.nn.modules.{name}"
+    for name in ("activation", "dropout", "linear", "normalization", "sparse", "conv")
+)
 HEADS = ("num_heads", "num_attention_heads", "n_heads", "n_head", "heads")
 OWN_CODE = "computes attention in a way that watch does not know"
 
@@ -146,14 +151,19 @@ class _Running(threading.local):
 
 
 class _Mode(TorchFunctionMode):
+    """Shows an observer the functions of one thread. Most pass by, at the least cost."""
+
     def __init__(self, observer: _Observer) -> None:
         super().__init__()
-        self.observer = observer
+        self.call = observer.call
+        self.attention = observer.running.attention  # of this thread
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        return self.observer.call(func, args, kwargs or {})
+        if func in _OBSERVED or (self.attention and self.attention[-1].weights):
+            return self.call(func, args, kwargs or {})
+        return func(*args, **kwargs) if kwargs else func(*args)
 
 
 class _Observer:
@@ -163,12 +173,21 @@ class _Observer:
         self.watcher = watcher
         self.named = named
         self.own = own
+        # Modules that compute no attention and hold none, as PyTorch defines them.
+        self.plain = {
+            module
+            for module, says_attention in named.items()
+            if module is not watcher.model
+            and not says_attention
+            and type(module).__module__ in PLAIN
+            and not any(module.children())
+        }
         self.running = _Running()
 
     # -------------------------------------------------------------------- modules that run
 
     def enter(self, module: nn.Module, args: Any) -> None:
-        if unwatched.get():
+        if module in self.plain or unwatched.get():
             return
         says_attention = self.named.get(module)
         if says_attention is None:
@@ -195,6 +214,8 @@ class _Observer:
             self._start_mode()
 
     def leave(self, module: nn.Module, *_: Any) -> None:
+        if module in self.plain:
+            return
         frames = self.running.frames
         if not frames or unwatched.get():
             return
@@ -268,11 +289,7 @@ class _Observer:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a PyTorch function for the watched module, and record it if it is attention."""
-        running = self.running
-        frames, attention_frames = running.frames, running.attention
-        weights = attention_frames[-1].weights if attention_frames else None
-        if func not in _OBSERVED and not weights:  # most functions, so without further questions
-            return func(*args, **kwargs)
+        frames, attention_frames = self.running.frames, self.running.attention
         if not frames or frames[-1].own or not self.watcher.active:
             return func(*args, **kwargs)
         if unwatched.get() or computed_again():

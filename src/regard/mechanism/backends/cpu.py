@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from regard.kernels.cpu import build
-from regard.mechanism.backends.tiled import by_rows
+from regard.mechanism.backends.tiled import by_rows, has_few_rows
 from regard.mechanism.biases import Alibi, Bias, RelativeBuckets
 from regard.mechanism.call import TRANSFORMED, Call
 from regard.mechanism.geometry import Extent
@@ -46,6 +46,8 @@ def refuses(call: Call) -> str | None:
         return "torch.compile cannot trace a kernel in C++."
     if extent.batch * extent.heads * extent.queries * extent.keys < MIN_SCORES:
         return f"the call has fewer than {MIN_SCORES:,} scores, too few for a compiled kernel."
+    if has_few_rows(call):
+        return "the call has so few queries that packing the keys would take most of the time."
     return unsupported(call)
 
 

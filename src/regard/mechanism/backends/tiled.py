@@ -6,6 +6,9 @@ two loops over blocks:
 - ``by_rows`` runs the reference on each block, and again in the backward pass. Every field has
   gradients of any order.
 - ``stream`` computes the same numbers without gradients, in two buffers that fit the CPU cache.
+
+A decoding step has so few queries that a block needs no buffers: ``step`` computes it in a few
+operations.
 """
 
 from __future__ import annotations
@@ -33,6 +36,7 @@ from regard.mechanism.seeing import (
     chosen,
     count_rows,
     finish,
+    observe,
     zeros,
 )
 
@@ -54,7 +58,12 @@ def run(call: Call) -> tuple[Tensor, Seen | None]:
             return by_rows(call)
         eager: Callable[[Call], tuple[Tensor, Seen | None]] = torch.compiler.disable(stream)  # type: ignore[no-untyped-call]
         return eager(call)
-    return stream(call)
+    return stream(call) if call.see is None or not has_few_rows(call) else step(call, call.see)
+
+
+def has_few_rows(call: Call) -> bool:
+    """Whether all scores of a call are no more numbers than its keys."""
+    return call.groups * call.extent.queries <= call.query.shape[-1]
 
 
 def _fits_a_graph(extent: Extent) -> bool:
@@ -118,6 +127,48 @@ def _attend_again(call: Call, rows: range, columns: range) -> tuple[Tensor, dict
         if str(error).startswith("vmap: "):
             raise BackendError(reason) from error
         raise
+
+
+def step(call: Call, see: See) -> tuple[Tensor, Seen | None]:
+    """Compute a few queries at once, without gradients."""
+    extent, groups, dtype = call.extent, call.groups, reference.compute_dtype(call)
+    if call.mask is None:
+        columns = range(extent.keys)
+    else:
+        blocks = [hull.columns for hull in hulls(call.mask, extent, ROWS)]
+        columns = range(min(b.start for b in blocks), max(b.stop for b in blocks))
+    if not columns:
+        return by_rows(call)
+    tile = Tile(extent, range(extent.queries), columns)
+    batch, heads, queries, dim = call.query.shape
+    inside = slice(columns.start, columns.stop)
+    key, value = (t[:, :, inside].to(dtype) for t in (call.key, call.value))
+    with torch.no_grad():
+        # Query heads that share a key head are stacked as rows of one product.
+        rows = (call.query.to(dtype) * call.scale).reshape(batch, -1, groups * queries, dim)
+        scores = (rows @ key.mT).view(batch, heads, queries, len(columns))
+        if call.softcap is not None:
+            scores.div_(call.softcap).tanh_().mul_(call.softcap)
+        if call.bias is not None:
+            scores += call.bias.tile(tile)
+        if call.mask is not None:
+            scores.masked_fill_(~call.mask.tile(tile), -math.inf)
+        inputs = scores
+        if call.sinks is not None:
+            sinks = call.sinks.to(dtype)[:, None, None].expand(batch, -1, queries, 1)
+            inputs = torch.cat((scores, sinks), dim=-1)
+        weights = inputs.softmax(-1)[..., : len(columns)]
+        output = weights.reshape(batch, -1, groups * queries, len(columns)) @ value
+        # Not finite: a query without keys, or an input that is not, which a mask must keep out.
+        if not math.isfinite(output.sum(dtype=torch.float32).item()):
+            return by_rows(call)
+        lse = inputs.logsumexp(-1)
+        if call.sinks is not None:  # all of the weight is on the sink
+            lse.masked_fill_(scores.amax(-1) == -math.inf, -math.inf)
+        joining = Joining(see, extent)
+        joining.add(observe(see, tile, scores, weights, lse, call.sinks))
+        output = output.view(batch, heads, queries, -1).to(call.query.dtype)
+        return output, joining.seen()
 
 
 def stream(call: Call) -> tuple[Tensor, Seen | None]:
