@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 PIP = $(BIN)/python -m pip install --quiet
 
-.PHONY: demo test quick acceptance test-kernels test-conformance test-every-model test-transformers test-newest check bench docs browser
+.PHONY: demo test quick acceptance test-kernels test-conformance test-every-model test-peft test-transformers test-newest check bench docs browser
 
 demo: .venv/.ready  ## attention explained step by step, then a translation with its word alignment
 	@$(BIN)/regard explain
@@ -29,6 +29,11 @@ test-conformance: .venv/.conformance  ## the test cases of ONNX, JAX, PyTorch an
 # Ten minutes. It appends to benchmarks/results/every_model.jsonl, and continues where it stopped.
 test-every-model: .venv/.dev  ## watch() beside a plain run, in a tiny model of every type of transformers
 	$(BIN)/python benchmarks/every_model.py
+
+# peft is not among the dependencies: the tests of `make test` compare with the layout it documents.
+test-peft: .venv/.dev  ## adapters beside peft: it reads ours, and we read its
+	@$(PIP) peft
+	$(BIN)/pytest -q tests/models/test_adapters.py -k peft
 
 # Hours. The tests come from the tag of the installed transformers.
 test-transformers: .venv/.dev  ## transformers' own model tests of 34 families, with every call inside watch()

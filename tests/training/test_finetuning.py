@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 import torch
 from rich.console import Console
+from safetensors.torch import load_file, save_file
 
 from helpers.command import PATIENCE, one_line, regard, started
 from helpers.model_folders import LINES, edit
+from regard import Tokenizer, load
+from regard.data import encoding
 from regard.errors import InputError
 from regard.models.bundle import open_bundle
-from regard.training import loop
+from regard.training import building, loop
 from regard.training.finetuning import Tuned, finetune
 from regard.training.folder import read_log
 from regard.training.loop import SaveTimer
@@ -99,6 +102,58 @@ def test_every_kind_of_model_has_its_kind_of_data(made: Path, tmp_path: Path, na
         parts = [(tmp_path / "run" / f"{part}.txt").read_text() for part in ("train", "valid")]
         assert "".join(parts) == "\n".join(rows) + "\n"
         assert parts[1].count("\n") == 4
+
+
+@pytest.mark.parametrize("name", ["translate", "gpt2"])
+def test_lora_trains_and_saves_only_its_updates(
+    made: Path, pairs: Path, tmp_path: Path, name: str
+) -> None:
+    settings: dict[str, Any] = {"lora": True}
+    if name == "translate":
+        settings["to"] = "fr"
+    else:
+        pairs = pairs.with_suffix(".txt")
+        pairs.write_text("\n".join(LINES * 8), encoding="utf-8")
+    outcome = tuned(made / name, pairs, **settings)
+    folder = tmp_path / "run" / "model"
+    assert not (folder / "model.safetensors").exists()
+    said = json.loads((folder / "adapter_config.json").read_text())
+    assert (said["r"], said["lora_alpha"]) == (8, 16)
+    assert said["base_model_name_or_path"] == str(made / name)
+    # A checkpoint holds no weight of the base.
+    [newest] = sorted((tmp_path / "run" / "checkpoints").glob("step-*"))
+    saved = load_file(newest / "model.safetensors")
+    assert all(key.endswith((".lora_a", ".lora_b", "/output_bias")) for key in saved)
+    # The adapter on its base is the model that was scored.
+    recipe = read_recipe(tmp_path / "run" / "recipe.toml")
+    text = Tokenizer.load(folder)
+    table, _ = encoding.table(recipe.data, "valid", recipe.task, text, recipe.tokenizer)
+    model = load(folder, dtype=torch.float32)
+    with torch.no_grad():
+        again = building.scorer(recipe, "valid", text, model, table)(model)
+    assert again["loss"] == pytest.approx(outcome.result.scores["loss"], rel=1e-5)
+    assert again["loss"] < outcome.before["loss"]
+    # The run is extended from its checkpoint.
+    longer = tuned(made / name, pairs, resume=True, epochs=0.4, minutes=0, **settings)
+    assert longer.result.step > outcome.result.step
+    assert longer.before == outcome.before
+    settings["lora"] = False
+    with pytest.raises(InputError, match="holds a run with --lora: add it, too"):
+        tuned(made / name, pairs, resume=True, **settings)
+    with pytest.raises(InputError, match=r"is an adapter, .*merge it first: regard convert"):
+        tuned(folder, pairs, ("lora.rank=2",), resume=True, **settings)
+
+
+def test_a_run_with_lora_needs_the_weights_that_it_began_with(
+    made: Path, pairs: Path, tmp_path: Path
+) -> None:
+    start = tmp_path / "start"
+    shutil.copytree(made / "translate", start)
+    tuned(start, pairs, to="fr", lora=True)
+    weights = load_file(start / "model.safetensors")
+    save_file({key: tensor * 1.1 for key, tensor in weights.items()}, start / "model.safetensors")
+    with pytest.raises(InputError, match=r"was made with weights of model\.start = "):
+        tuned(start, pairs, to="fr", lora=True, resume=True, epochs=0.4)
 
 
 def test_a_finished_run_is_extended_and_an_unfinished_one_is_not(

@@ -147,6 +147,17 @@ class KeyMap:
     def steps(self) -> list[Step]:
         return [rule for rule in self.rules if isinstance(rule, Step)]
 
+    def spelled(self, key: str) -> str:
+        """Return the current spelling of a key."""
+        for rule in self.rules:
+            if isinstance(rule, Spelling):
+                key = re.sub(rule.pattern, rule.replacement, key)
+        return key
+
+    def drops(self, name: str) -> bool:
+        """Return whether a key, in its current spelling, is ignored."""
+        return any(isinstance(rule, Drop) and re.search(rule.pattern, name) for rule in self.rules)
+
     def names(self, keys: Iterable[str]) -> dict[str, str]:
         """Map the current spelling of each needed key to its spelling in the checkpoint.
 
@@ -154,16 +165,12 @@ class KeyMap:
         """
         spelled: dict[str, str] = {}
         for key in keys:
-            name = key
-            for rule in self.rules:
-                if isinstance(rule, Spelling):
-                    name = re.sub(rule.pattern, rule.replacement, name)
+            name = self.spelled(key)
             if name in spelled:
                 raise CheckpointError(
                     f"The checkpoint holds {name} twice: as {spelled[name]} and as {key}."
                 )
             spelled[name] = key
-        drops = [re.compile(rule.pattern) for rule in self.rules if isinstance(rule, Drop)]
         tied = {rule.theirs for rule in self.rules if isinstance(rule, Tie)}
         needed = {key for step in self.steps for key in step.reads}
         optional = {
@@ -175,7 +182,7 @@ class KeyMap:
         for name, key in spelled.items():
             if name in needed or name in tied or name in optional.values():
                 kept[name] = key
-            elif not any(pattern.search(name) for pattern in drops):
+            elif not self.drops(name):
                 raise CheckpointError(
                     f"The checkpoint holds {key}, which this model has no place for. Its config "
                     "may describe another model."

@@ -6,10 +6,12 @@ nothing outside the checkpoint's folder is opened.
 
 from __future__ import annotations
 
+import hashlib
 import math
 import os
+import warnings
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,14 @@ import torch
 from torch import Tensor
 
 from regard.checkpoints import packing
+from regard.checkpoints.adapters import (
+    ADAPTER,
+    ADAPTER_WEIGHTS,
+    BASE_DIGEST,
+    Adapter,
+    base_of,
+    described,
+)
 from regard.checkpoints.files import (
     CONFIG,
     GENERATION,
@@ -65,13 +75,28 @@ class Entry:
 class Checkpoint:
     """A checked checkpoint: its config, and the position of each tensor.
 
-    Tensors of a packed checkpoint are read as float32.
+    Tensors of a packed checkpoint are read as float32. Those of an adapter are the base's, to which
+    the model adds the updates.
     """
 
     folder: Path
     config: dict[str, Any]
     entries: dict[str, Entry]
     scales: dict[str, Entry] = field(default_factory=dict)  # keyed like ``entries``
+    adapter: Adapter | None = None
+
+    def digest(self) -> str:
+        """A hash of the names and shapes of all tensors and of the first 4 KB of each.
+
+        It changes when a model is trained, and takes no time with large files.
+        """
+        digest = hashlib.sha256()
+        for key, entry in sorted(self.entries.items()):
+            digest.update(f"{key} {entry.dtype} {entry.shape}\n".encode())
+            with open_regular(entry.file) as file:
+                file.seek(entry.start)
+                digest.update(file.read(min(entry.length, 4096)))
+        return digest.hexdigest()
 
     def meta(self, key: str) -> Tensor:
         """Return a tensor without its values, on the meta device."""
@@ -112,8 +137,13 @@ def _meta(entry: Entry) -> Tensor:
 
 
 def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
-    """Find a checkpoint, and check its files without reading its weights."""
+    """Find a checkpoint, and check its files without reading its weights.
+
+    The weights of an adapter are those of its base.
+    """
     folder = find(name)
+    if (folder / ADAPTER).exists() and not any((folder / n).exists() for n in (WEIGHTS, INDEX)):
+        return _adapted(folder)
     config = read_json(folder / CONFIG)
     if not (folder / WEIGHTS).exists():
         if (folder / INDEX).exists():
@@ -127,6 +157,36 @@ def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
             )
         raise CheckpointError(f"{folder} holds neither {WEIGHTS} nor {INDEX}.")
     return _paired(folder, config, _header(folder / WEIGHTS))
+
+
+def _adapted(folder: Path) -> Checkpoint:
+    """Return the checkpoint of an adapter's base, with the adapter."""
+    from safetensors import safe_open
+
+    file = folder / ADAPTER_WEIGHTS
+    if not file.exists():
+        raise CheckpointError(f"{folder} holds {ADAPTER}, but not {ADAPTER_WEIGHTS}.")
+    matrices = Checkpoint(folder, {}, _header(file))
+    tensors = {key: matrices.read(key) for key in matrices.entries}
+    adapter = Adapter.of(folder, read_json(folder / ADAPTER), tensors)
+    base = open_checkpoint(base_of(folder))
+    with safe_open(file, "pt") as opened:
+        known = (opened.metadata() or {}).get(BASE_DIGEST)
+    if known is not None and known != base.digest():
+        warnings.warn(
+            f"{folder} was trained with other weights than {base.folder} has now, so its results "
+            "may be worse. Train it again, or give it the weights it was trained with.",
+            OtherBaseWarning,
+            stacklevel=2,
+        )
+    config = read_json(described(folder) / CONFIG)
+    if PACKING in base.config:
+        config[PACKING] = base.config[PACKING]
+    return replace(base, folder=folder, config=config, adapter=adapter)
+
+
+class OtherBaseWarning(UserWarning):
+    """The base of an adapter has other weights than those that the adapter was trained with."""
 
 
 def _paired(folder: Path, config: dict[str, Any], entries: dict[str, Entry]) -> Checkpoint:

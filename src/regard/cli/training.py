@@ -71,6 +71,13 @@ def finetune(
             show_default=False,
         ),
     ] = None,
+    lora: Annotated[
+        bool,
+        typer.Option(
+            "--lora",
+            help="Train low-rank updates only, and save them as an adapter that peft reads, too.",
+        ),
+    ] = False,
     changes: options.Set = None,
     resume: Annotated[
         bool,
@@ -94,7 +101,7 @@ def finetune(
     folder = output or Path(f"{Path(model).name}-{data.name.partition('.')[0]}")
     tuned = run(
         model, data, folder, to=to, prefix=prefix, fields=fields, epochs=epochs, minutes=minutes,
-        device=device, resume=resume, overrides=changes or (),
+        lora=lora, device=device, resume=resume, overrides=changes or (),
     )  # fmt: skip
     result = tuned.result
     if not result.finished:
@@ -134,7 +141,8 @@ def convert(
 ) -> None:
     """Convert a checkpoint to another data type, a packed format or smaller shards.
 
-    The tokenizer and the card are copied. If the conversion fails, TARGET is unchanged.
+    An adapter is merged into its base. The tokenizer and the card are copied. If the conversion
+    fails, TARGET is unchanged.
     """
     import torch
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
+from regard.checkpoints.adapters import described
 from regard.checkpoints.files import CONFIG, GENERATION, read_json
 from regard.decoding.strategies import Beam, Greedy, Sample, Strategy, at_least
 from regard.errors import CheckpointError, InputError
@@ -153,6 +154,7 @@ Asked = Settings | Strategy | Mapping[str, Any]  # what a call may pass
 
 def generation_of(folder: Path) -> dict[str, Any]:
     """Return the contents of generation_config.json, or the same keys of an older config.json."""
+    folder = described(folder)
     if (folder / GENERATION).exists():
         return read_json(folder / GENERATION)
     config = read_json(folder / CONFIG)

@@ -14,6 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from regard.checkpoints import hub
+from regard.checkpoints.adapters import ADAPTER, base_of
 from regard.checkpoints.tensors import open_checkpoint
 from regard.decoding.settings import Settings, SettingWarning, generation_of, not_followed, tasks_of
 from regard.errors import CheckpointError, InputError
@@ -130,7 +131,10 @@ def bundle_in(
     precision: Precision = "float32",
 ) -> Bundle:
     """Open the model in a folder, which was found by its name."""
-    bundle = _loaded(folder.resolve(), hub.stamps(folder), str(device or "cpu"), precision)
+    stamps = [hub.stamps(folder)]
+    if (folder / ADAPTER).exists():
+        stamps.append(hub.stamps(base_of(folder)))
+    bundle = _loaded(folder.resolve(), tuple(stamps), str(device or "cpu"), precision)
     return replace(bundle, name=str(name))
 
 

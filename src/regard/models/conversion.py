@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from regard.checkpoints.adapters import described
 from regard.checkpoints.files import CONFIG, GENERATION, note, place_for, read_json
 from regard.checkpoints.hub import find
 from regard.checkpoints.packing import Packing
@@ -25,6 +26,7 @@ _BESIDE = (
     "vocab.json", "target_vocab.json", "merges.txt", "encoder.json", "vocab.bpe", "spiece.model",
     "sentencepiece.model", "tokenizer.model", "source.spm", "target.spm",
 )  # fmt: skip
+_CARD = ("README.md", "scores.json")
 _OF_TASKS = ("task_specific_params", "n_positions")  # keys of config.json in no config class
 
 
@@ -39,9 +41,9 @@ def convert(
 ) -> Path:
     """Write a converted copy of the checkpoint ``source`` to the folder ``target``.
 
-    Weights are stored as ``dtype`` or packed. Tokenizer, card and generation settings are copied.
-    A failure leaves no incomplete ``target``. An existing folder is replaced only with ``force``,
-    and only if it holds a checkpoint.
+    Weights are stored as ``dtype`` or packed. An adapter is merged into its base. Tokenizer,
+    card and generation settings are copied. A failure leaves no incomplete ``target``. An existing
+    folder is replaced only with ``force``, and only if it holds a checkpoint.
 
     >>> import tempfile
     >>> from pathlib import Path
@@ -59,17 +61,19 @@ def convert(
     model = load(folder, dtype=dtype if packing is None else torch.float32)
     goal.parent.mkdir(parents=True, exist_ok=True)
     # The temporary folder is on the same file system, so that the final rename is atomic.
-    with tempfile.TemporaryDirectory(dir=goal.parent, prefix=f".{goal.name}.") as beside:
-        made, old = Path(beside, "made"), Path(beside, "old")
+    with tempfile.TemporaryDirectory(dir=goal.parent, prefix=f".{goal.name}.") as temporary:
+        made, old = Path(temporary, "made"), Path(temporary, "old")
         model.save(made, packing=packing, shard_bytes=shard_bytes)
+        beside = described(folder)
         for name in _BESIDE:
-            if (folder / name).is_file():
-                shutil.copyfile(folder / name, made / name)
+            own = beside == folder or name not in _CARD  # the card of a base is not the adapter's
+            if own and (beside / name).is_file():
+                shutil.copyfile(beside / name, made / name)
         if (made / "tokenizer.json").exists():
             Tokenizer.load(made).describe(made)
-        if (made / GENERATION).exists() and not (folder / GENERATION).exists():
-            note(made / GENERATION, generation_of(folder))
-        said = read_json(folder / CONFIG)
+        if (made / GENERATION).exists() and not (beside / GENERATION).exists():
+            note(made / GENERATION, generation_of(beside))
+        said = read_json(beside / CONFIG)
         note(made / CONFIG, {key: said[key] for key in _OF_TASKS if key in said})
         try:
             if goal.exists():

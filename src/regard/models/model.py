@@ -378,10 +378,25 @@ class Model(nn.Module):
             odd = sorted(found.keys() ^ expected.keys())
             raise CheckpointError(f"The key map and the model disagree about {', '.join(odd)}.")
 
-        def read(key: str) -> Tensor:
-            return source.read(key).to(device=device, dtype=dtype)
+        adapter = None if source.adapter is None else source.adapter.fitted(keys)
+        spelled = {key: name for name, key in names.items()}
 
-        model.load_state_dict(keys.apply(names, read), assign=True)
+        def read(key: str) -> Tensor:
+            whole = {} if adapter is None else adapter.whole
+            tensor = source.read(key)
+            if (other := whole.get(spelled[key])) is not None:
+                if other.shape != tensor.shape:
+                    raise CheckpointError(
+                        f"{source.folder} replaces {key}, {list(tensor.shape)}, by a tensor of "
+                        f"shape {list(other.shape)}."
+                    )
+                tensor = other
+            return tensor.to(device=device, dtype=dtype)
+
+        state = keys.apply(names, read)
+        if adapter is not None:
+            adapter.add_to(state, keys.steps)
+        model.load_state_dict(state, assign=True)
         return model.eval()
 
     def save(

@@ -21,6 +21,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models as algorithms
 from tokenizers import trainers as training
 
+from regard.checkpoints.adapters import described
 from regard.checkpoints.hub import find
 from regard.errors import CheckpointError, InputError
 from regard.text.files import OPTIONS, add_tokens, errors_of, read_text
@@ -126,7 +127,7 @@ class Tokenizer:
     @classmethod
     def load(cls, name: str | os.PathLike[str]) -> Tokenizer:
         """Load the tokenizer of a shipped or downloaded model, or of a folder."""
-        folder = find(name)
+        folder = described(find(name))
         if (folder / _FILE).exists():
             target = folder / _TARGET
             return cls(_read(folder / _FILE), _read(target) if target.exists() else None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from operator import itemgetter
 from typing import Any, cast
 
@@ -18,6 +18,7 @@ from regard.errors import InputError
 from regard.evaluation.losses import special_tokens, summed_loss
 from regard.evaluation.scoring import AnswerScorer, PairScorer, TextScorer, loss_scores
 from regard.layers.modules import lock_dropout
+from regard.models.adapting import adapt, check_base
 from regard.models.bert import BertConfig
 from regard.models.loading import load
 from regard.models.model import Model
@@ -53,6 +54,8 @@ def model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
             f"The model reads at most {longest} tokens, but data.length is {recipe.data.length}: "
             "lower it."
         )
+    if recipe.lora.rank:
+        adapt(built, **asdict(recipe.lora))
     if recipe.model.variational_dropout:
         lock_dropout(built)
     return built
@@ -66,6 +69,8 @@ def _model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
             raise InputError(
                 "model.config and model.start exclude each other: leave one of them out."
             )
+        if recipe.lora.rank:
+            check_base(recipe.model.start)
         loaded = load(recipe.model.start, dtype=torch.float32)
         if recipe.tokenizer.keep:
             loaded = _pruned(
@@ -73,6 +78,11 @@ def _model(recipe: Recipe, tokenizer: Tokenizer) -> Model:
             )
         if isinstance(loaded, kind):
             return loaded
+        if recipe.lora.rank:
+            raise InputError(
+                f"{recipe.model.start} is a {type(loaded).__name__}, which has no trained output "
+                f"layer for {recipe.task}. Train one with lora.rank = 0 first."
+            )
         encoder = getattr(loaded, "encoder", None)
         if type(loaded.config) is not config or encoder is None:
             raise InputError(

@@ -22,6 +22,7 @@ from regard.data.schema import assignment, set_key
 from regard.data.sources import FORMATS, Data, Source, records
 from regard.errors import InputError
 from regard.evaluation.measuring import own_settings, scored_row
+from regard.models.adapting import check_base
 from regard.models.bundle import Bundle, open_bundle
 from regard.text.languages import language_tags, same_language
 from regard.training.folder import LOG, read_log
@@ -36,6 +37,8 @@ MIN_RECORDS = 20
 MAX_LENGTH = 256  # the maximum of data.length for pairs, in tokens
 # The highest learning rates. A T5's is a multiple of the size of each matrix.
 _RATES = {"transformer": 2e-4, "t5": 1e-3, "bert": 5e-5, "gpt2": 3e-4, "transformer-xl": 3e-4}
+_LORA_RANK = 8
+_LORA_RATES = {"bert": 1e-3} | dict.fromkeys(("transformer", "t5", "gpt2", "transformer-xl"), 3e-3)
 _BATCH = {"cpu": 2048, "cuda": 8192}  # the maximum number of tokens in a batch
 _STEPS = 50  # the number of steps in an epoch of small data, by smaller batches
 _METRICS = {"translation": "bleu", "summarization": "rouge-1", "question answering": "f1"}
@@ -61,6 +64,7 @@ def finetune(
     fields: tuple[str, str] = ("source", "target"),
     epochs: float = 3.0,
     minutes: float = 30.0,
+    lora: bool = False,
     device: str = "auto",
     resume: bool = False,
     overrides: Sequence[str] = (),
@@ -69,10 +73,12 @@ def finetune(
 
     Writes a recipe into the folder ``output`` and trains by it. A tenth of the records is held
     back, and scored before and after. ``to`` is the target language of a model with several.
-    ``fields`` are the fields of source and target in JSONL. ``resume`` continues the run in
+    ``fields`` are the fields of source and target in JSONL. With ``lora``, only low-rank updates
+    of the weights are trained and saved, as an adapter. ``resume`` continues the run in
     ``output``; a finished run gets ``epochs`` more.
     """
     folder, path = Path(output), Path(file)
+    lora = lora or any(change.startswith("lora.") for change in overrides)
     recipe = folder / RECIPE
     if not resume and Keeper(folder / "checkpoints").steps():
         raise InputError(
@@ -83,7 +89,7 @@ def finetune(
         raise InputError(f"There is no run in {folder} to resume: leave out --resume.")
     raw = _plan(
         open_bundle(model), path, folder, to=to, prefix=prefix, fields=fields, epochs=epochs,
-        minutes=minutes, device=device,
+        minutes=minutes, lora=lora, device=device,
     )  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     if RECORDS[raw["task"]] is str:
@@ -111,9 +117,12 @@ def _plan(
     fields: tuple[str, str],
     epochs: float,
     minutes: float,
+    lora: bool,
     device: str,
 ) -> dict[str, Any]:
     """The recipe of a fine-tuning, as nested tables."""
+    if lora:
+        check_base(bundle.name)
     row = scored_row(bundle.model)
     task, kind = row.scored_as, RECORDS[row.scored_as]
     own = own_settings(bundle)
@@ -168,7 +177,7 @@ def _plan(
         "schedule": {
             "steps": steps,
             "minutes": minutes,
-            "rate": _RATES[row.name],
+            "rate": (_LORA_RATES if lora else _RATES)[row.name],
             "warmup": steps // 10,
             "shape": "linear",
         },
@@ -178,7 +187,9 @@ def _plan(
     }
     if task in PAIR_TASKS:
         raw["optimizer"]["label_smoothing"] = 0.1
-    if row.name == "t5":
+    if lora:
+        raw["lora"] = {"rank": _LORA_RANK}
+    elif row.name == "t5":
         raw["optimizer"]["scale_by_initial_rms"] = True
     for name, value in own.items():
         set_key(raw, name, value)
@@ -305,6 +316,9 @@ def _resumed(recipe: Path, planned: dict[str, Any]) -> dict[str, Any]:
                 f"{recipe.parent} holds a run with another {what}: {one}, not {other}. Choose "
                 "another --output."
             )
+    if ("lora" in raw) != ("lora" in planned):
+        began, now = ("with", "add") if "lora" in raw else ("without", "leave out")
+        raise InputError(f"{recipe.parent} holds a run {began} --lora: {now} it, too.")
     log = recipe.parent / LOG
     rows = read_log(log) if log.exists() else []
     if rows and "finished" in rows[-1]:

@@ -205,6 +205,8 @@ class Trainer:
         self.recipe, self.log, self.fingerprint = recipe, log, fingerprint
         self.device = next(model.parameters()).device
         self.parameters = list(model.parameters())  # collected once: model.parameters() is slow
+        # The names of tensors that do not change, which are those of the model the run started from
+        self.frozen = {name for name, p in model.named_parameters() if not p.requires_grad}
         self.optimizer = adamw(model, recipe, self.device)
         self.scaler = torch.amp.GradScaler(
             self.device.type, enabled=recipe.precision == "float16", init_scale=2.0**12
@@ -447,8 +449,9 @@ class Trainer:
         # On the CPU: gathered CUDA tensors would be on the GPU of the process that sent them.
         kept = map_tensors(self.objective.state(), Tensor.cpu)
         objective = interleave(self.processes.gather(kept))
+        weights = self.model.state_dict()
         return {
-            "model": self.model.state_dict(),
+            "model": {name: w for name, w in weights.items() if name not in self.frozen},
             "optimizer": {
                 "state": {str(index): value for index, value in optimizer["state"].items()},
                 "groups": optimizer["param_groups"],
@@ -462,6 +465,11 @@ class Trainer:
             "fingerprint": dict(self.fingerprint),
             **({} if self.ema is None else {"ema": self.ema}),
         }
+
+    def load(self, model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+        """Load the weights of a checkpoint, which lacks those that do not change."""
+        own = model.state_dict()
+        model.load_state_dict({**{name: own[name] for name in self.frozen}, **weights})
 
     def resume(self) -> bool:
         """Restore the newest undamaged checkpoint; return whether there was one."""
@@ -486,7 +494,7 @@ class Trainer:
                 "with; only a finished run may get more schedule.steps. To start another run from "
                 "its weights, set model.start and another output."
             )
-        self.model.load_state_dict(state["model"])
+        self.load(self.model, state["model"])
         # If an older checkpoint lacks a field of a parameter group, keep the initial value.
         initial = self.optimizer.state_dict()["param_groups"]
         groups = [

@@ -16,6 +16,7 @@ from regard.data.schema import check_scope, describe_keys, key, parse
 from regard.data.sources import Data, check_data
 from regard.errors import InputError
 from regard.evaluation.settings import SCORED, Evaluation
+from regard.models.adapting import TARGETS
 from regard.models.registry import NAMES, TRAINABLE
 
 SHAPES = ("inverse-sqrt", "cosine", "linear", "constant")
@@ -33,6 +34,20 @@ class Model:
     )
     config: dict[str, Any] = key("the sizes: fields of the architecture's config", dict)
     variational_dropout: bool = key("use one dropout mask for all positions of a sequence", False)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Lora:
+    """Low-rank updates instead of all weights (LoRA, https://arxiv.org/abs/2106.09685)."""
+
+    rank: int = key(
+        "the rank of the updates; only these are trained and saved; 0 trains all weights",
+        0,
+        least=0,
+    )
+    alpha: float = key("updates are multiplied by alpha / rank", 16.0, least=0)
+    dropout: float = key("dropout of the inputs of the updates", 0.0, least=0, most=0.99)
+    targets: str = key("the matrices of each block to update", "all", among=tuple(TARGETS))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +164,7 @@ class Recipe:
         "the precision of computation (weights stay float32)", "float32", among=PRECISIONS
     )
     model: Model = key("the model to train")
+    lora: Lora = key("low-rank updates", Lora)
     tokenizer: TokenizerOptions = key("the tokenizer", TokenizerOptions)
     data: Data = key("the data")
     batch: Batch = key("the batches", Batch)
@@ -194,6 +210,8 @@ class Recipe:
                 "model.variational_dropout is not for parallel = 'context': each process would "
                 "use its own mask."
             )
+        if self.lora.rank:
+            self._check_lora()
         average = self.saving.average
         if average > self.saving.keep_last:
             raise InputError(
@@ -230,6 +248,18 @@ class Recipe:
             )
         if self.data.context and self.parallel == "context":
             raise InputError("data.context is not for parallel = 'context': use ddp or fsdp.")
+
+    def _check_lora(self) -> None:
+        if self.model.start is None:
+            raise InputError("lora.rank is for a trained model: give model.start.")
+        for name, given in {
+            "optimizer.ema": self.optimizer.ema,
+            "optimizer.scale_by_initial_rms": self.optimizer.scale_by_initial_rms,
+            "tokenizer.keep": self.tokenizer.keep,
+            f"parallel = {self.parallel!r}": self.parallel != "ddp",
+        }.items():
+            if given:
+                raise InputError(f"{name} is not for lora.rank above 0: leave one of them out.")
 
 
 def read_recipe(

@@ -17,8 +17,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from regard.checkpoints.adapters import described
 from regard.checkpoints.files import CONFIG, GENERATION, note, read_json
 from regard.checkpoints.hub import find
+from regard.checkpoints.tensors import open_checkpoint
 from regard.data import encoding
 from regard.data.batches import Feed, generator
 from regard.data.records import RECORDS, Pair
@@ -27,6 +29,7 @@ from regard.decoding.settings import generation_of, tasks_of
 from regard.errors import InputError
 from regard.evaluation import metrics
 from regard.evaluation.settings import WRITTEN
+from regard.models.adapting import save_adapter
 from regard.models.loading import check_device
 from regard.models.model import Model
 from regard.text.tokenizer import Tokenizer
@@ -134,9 +137,12 @@ def _train(
                 recipe, "valid", text, model, on_device["valid"], recipe.evaluation.examples
             )
         feed = Feed(objective.plan, recipe.seed, objective.device)
-        trainer = Trainer(
-            model, objective, scorer, feed, keeper, recipe, log, fingerprint(recipe, names)
-        )
+        facts = fingerprint(recipe, names)
+        if recipe.lora.rank and recipe.model.start is not None:
+            facts["weights of model.start"] = open_checkpoint(recipe.model.start).digest()
+        trainer = Trainer(model, objective, scorer, feed, keeper, recipe, log, facts)
+        if recipe.lora.rank and processes.is_first:
+            _say(_savings(model))
         if not processes.is_first:
             # Dropout masks differ between processes.
             seed_all(int(generator(recipe.seed, 2, processes.rank).initial_seed()))
@@ -151,6 +157,24 @@ def _train(
     if processes.is_first:
         (folder / "run.svg").write_text(plot(folder / LOG), encoding="utf-8")
     return Result(folder, trainer.progress.step, finished, scores, processes.rank)
+
+
+def _savings(model: Model) -> str:
+    """What low-rank updates save."""
+    weights = list(model.parameters())
+    trained, whole = (
+        sum(weight.numel() for weight in some)
+        for some in (
+            [weight for weight in weights if weight.requires_grad],
+            [weight for weight in weights if not weight.requires_grad],
+        )
+    )
+    # AdamW keeps two numbers of 4 bytes for each trained one, and there is its gradient.
+    return (
+        f"LoRA trains {trained:,} parameters, {trained / whole:.1%} of the model's {whole:,}. "
+        f"Gradients and optimizer take {12 * trained / 1e6:,.1f} MB instead of "
+        f"{12 * whole / 1e6:,.1f}."
+    )
 
 
 def _device(name: str) -> torch.device:
@@ -204,8 +228,13 @@ def _finish(recipe: Recipe, trainer: Trainer, text: Tokenizer, folder: Path) -> 
         best = keeper.best() if average == 0 else None
         step = trainer.progress.step if best is None else best
         weights = keeper.load(step).state[section]
-    model.load_state_dict(weights)
-    model.eval().save(folder / "model")
+    trainer.load(model, weights)
+    model.eval()
+    if recipe.lora.rank:
+        assert recipe.model.start is not None
+        save_adapter(model, folder / "model", recipe.model.start)
+    else:
+        model.save(folder / "model")
     text.save(folder / "model")
     _note_use(recipe, folder / "model")
     eager = torch.compiler.set_stance("force_eager")
@@ -229,7 +258,7 @@ def _note_use(recipe: Recipe, folder: Path) -> None:
     tasks, used = dict[str, Any](), dict[str, Any]()
     if recipe.model.start is not None:
         start = find(recipe.model.start)
-        config = read_json(start / CONFIG)
+        config = read_json(described(start) / CONFIG)
         tasks = tasks_of(config, start.name)
         used = dict(tasks.get(recipe.task, {}))
         note(folder / CONFIG, {name: config[name] for name in ("n_positions",) if name in config})

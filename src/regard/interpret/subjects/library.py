@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from regard.checkpoints import hub
+from regard.checkpoints.adapters import described
 from regard.checkpoints.files import CONFIG, first_line, read_json
 from regard.checkpoints.tensors import open_checkpoint
 from regard.errors import CheckpointError, InputError
@@ -68,7 +69,7 @@ def open_model(
     Opened models are cached. A model is loaded again only if its files change.
     """
     folder = hub.find(name)
-    if implements(read_json(folder / CONFIG)):
+    if implements(read_json(described(folder) / CONFIG)):
         return bundle_in(folder, name, device)
     _check_library(name)
     check_device(device)
