@@ -42,6 +42,7 @@ from regard.checkpoints import cards
 from regard.decoding.settings import Settings, SettingWarning
 from regard.decoding.spans import LONGEST_ANSWER, best_spans
 from regard.interpret.pooling import overlaps, pool
+from regard.interpret.word_alignment import log_probabilities
 from regard.models.bundle import open_bundle
 from regard.models.conversion import convert
 from regard.models.model import pad
@@ -52,7 +53,9 @@ from regard.tasks.confidence import (
     doubts_about_repeats,
     doubts_about_summary,
     doubts_about_translation,
+    trust,
 )
+from regard.tasks.reverse import UNSURE, Reversal, surprises
 from regard.tasks.segments import continued, parts
 from regard.tasks.writing import write
 from regard.text.windows import windows
@@ -241,6 +244,60 @@ def test_a_calibration_turns_scores_into_probabilities(made: Path, tmp_path: Pat
     assert calibrated(bias=2, scale=0) > calibrated(bias=-2, scale=0)
     with pytest.raises(CheckpointError, match="does not have the numbers bias and scale"):
         calibrated(bias=2)
+    back = {"bias": 1, "scale": 0}  # this model does not translate back
+    assert calibrated(bias=2, scale=0, reversed={**back, "surprise": -1}) == calibrated(
+        bias=2, scale=0
+    )
+    with pytest.raises(CheckpointError, match="the numbers bias, scale and surprise"):
+        calibrated(bias=2, scale=0, reversed=back)
+
+
+def test_a_source_word_that_its_translation_lacks_is_named() -> None:
+    bundle = open_bundle("translate")
+    english, german, french = (f">>{tag}<< " for tag in ("eng", "deu", "fra"))
+
+    def surprised(source: str, text: str, *prefixes: str) -> tuple[float, tuple[str, ...]]:
+        [found] = surprises(bundle, [Reversal(source, text, prefixes)], 2)
+        return found.total, found.unsure
+
+    garden = ("The dog sleeps in the garden.", "Le chien dort dans le jardin.")
+    assert surprised(*garden, english) == (0.0, ())
+    total, unsure = surprised(garden[0], "Le chien dort dans le château.", english)
+    assert unsure == ("garden",)
+    assert total > 2
+    # It is the log-probability of the word's tokens, beyond the threshold.
+    model, text = bundle.model, bundle.tokenizer
+    prompt = text.encode(f"{english}Le chien dort dans le château.", special=False).ids
+    source = text.encode(garden[0], special=False)
+    [likely] = log_probabilities(model, [[*prompt, model.config.end_token]], source.ids)
+    within = [
+        float(value)
+        for (_, high), value in zip(source.offsets, likely, strict=True)
+        if garden[0].index("garden") < high < len(garden[0])
+    ]
+    assert total == pytest.approx(-sum(within) - UNSURE, abs=1e-3)
+    # What is copied is left out; the language is that in which the source is most probable.
+    assert surprised("Use XK-12 here.", "Utilisez-le ici.", english)[1] == ()
+    hund = ("Der Hund schläft im Garten.", "The dog is sleeping in the castle.")
+    both = surprised(*hund, french, german)
+    assert both[1] == ("Garten",)
+    assert both[0] == pytest.approx(surprised(*hund, german)[0], abs=1e-3)
+    assert surprises(bundle, [], 2) == []
+    many = [Reversal(*garden, (english,)), Reversal(*hund, (french, german))]
+    assert [found.unsure for found in surprises(bundle, many, 1)] == [(), ("Garten",)]
+    endless = Reversal("cat " * 3000, "chat " * 3000, (english,))  # beyond the model's positions
+    assert surprises(bundle, [endless], 2)[0].total >= 0
+
+
+def test_a_low_probability_names_words_of_the_source() -> None:
+    assert trust(0.3, (), ["mat", "fox"]).reasons == ("not sure of 'mat', 'fox'",)
+    assert trust(0.3).reasons == ("low probability",)
+    assert trust(0.6, (), ["mat"]).reasons == ()
+    mixed = ["Where is the station?", "Grzmot pchły zawsze wściekle skrobie."]
+    sure, unsure = translate(mixed, "fr", attended=False)
+    assert not sure.doubtful
+    assert unsure.reasons[0].startswith("not sure of '")
+    assert translate(" ".join(mixed), "fr", attended=False).reasons == unsure.reasons
 
 
 def test_every_task_says_how_far_it_can_be_trusted() -> None:

@@ -1,15 +1,17 @@
 """How far a result can be trusted: a probability that it is acceptable, and reasons against it.
 
-The probability is a logistic function of the model's score. Its two numbers are in the model's
-config.json, fitted on held-out text; the cards say on which, and how well they tell good from bad.
+The probability is a logistic function of the model's score and, for a translation, of how
+improbable the source is given the translation. Its numbers are in the model's config.json, fitted
+on held-out text; the cards say on which, and how well they tell good from bad.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any, cast
 
 from regard.errors import CheckpointError
 from regard.models.bundle import Bundle
@@ -36,29 +38,67 @@ class Trust:
     reasons: tuple[str, ...] = ()
 
 
-def chance(bundle: Bundle, task: str, score: float, otherwise: float) -> float:
-    """The probability that a result is acceptable; ``otherwise`` without a calibration."""
-    calibration = bundle.tasks.get(task, {}).get("confidence")
-    if calibration is None:
+def chance(
+    bundle: Bundle, task: str, score: float, otherwise: float, surprise: float | None = None
+) -> float:
+    """The probability that a result is acceptable; ``otherwise`` without a calibration.
+
+    ``surprise`` is how improbable the source of a translation is given the translation, if the
+    model has a calibration for that.
+    """
+    numbers = calibration(bundle, task)
+    if not numbers:
         return otherwise
-    try:
-        logit = float(calibration["bias"]) + float(calibration["scale"]) * score
-    except (KeyError, TypeError, ValueError):
-        raise CheckpointError(
-            f"{bundle.name}: confidence = {calibration!r} does not have the numbers bias and scale."
-        ) from None
+    if surprise is not None:
+        numbers = numbers["reversed"]
+    logit = numbers["bias"] + numbers["scale"] * score
+    if surprise is not None:
+        logit += numbers["surprise"] * math.sqrt(surprise)
     return 1 / (1 + math.exp(-max(min(logit, 30.0), -30.0)))
 
 
-def trust(chance: float, doubts: Iterable[str] = ()) -> Trust:
+def calibration(bundle: Bundle, task: str) -> Mapping[str, Any]:
+    """The numbers in a model's config.json that turn a score into a probability, if it has any.
+
+    ``reversed`` in them has those for the score and the surprise of a source.
+    """
+    given: Any = bundle.tasks.get(task, {}).get("confidence")
+    if given is None:
+        return {}
+    _check_numbers(bundle, given, "bias", "scale")
+    if "reversed" in given:
+        _check_numbers(bundle, given["reversed"], "bias", "scale", "surprise")
+    return cast("Mapping[str, Any]", given)
+
+
+def _check_numbers(bundle: Bundle, given: object, *names: str) -> None:
+    """Raise CheckpointError if a calibration lacks one of its numbers."""
+    numeric = isinstance(given, Mapping) and all(
+        isinstance(given.get(name), int | float) for name in names
+    )
+    if numeric:
+        return
+    raise CheckpointError(
+        f"{bundle.name}: confidence = {given!r} does not have the numbers "
+        f"{', '.join(names[:-1])} and {names[-1]}."
+    )
+
+
+def trust(chance: float, doubts: Iterable[str] = (), unsure: Sequence[str] = ()) -> Trust:
     """The trust in a result of this probability, with other reasons against it.
+
+    ``unsure`` are the words of a source that its translation may lack: the reason for a low
+    probability.
 
     >>> trust(0.9, ["'12' is missing"])
     Trust(confidence=0.36000000000000004, reasons=("'12' is missing",))
     """
     found = tuple(doubts)
     confidence = chance * (FLAGGED if found else 1.0)
-    return Trust(confidence, ("low probability", *found) if chance < THRESHOLD else found)
+    if chance >= THRESHOLD:
+        return Trust(confidence, found)
+    low = f"not sure of {', '.join(map(repr, unsure))}" if unsure else "low probability"
+    return Trust(confidence, (low, *found))
 
 
 def weakest(found: Sequence[Trust]) -> Trust:

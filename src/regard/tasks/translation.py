@@ -1,7 +1,8 @@
 """Translation sentence by sentence, with the words of each sentence aligned.
 
 A sentence whose translation lacks a string that has to be copied is translated again with
-placeholders (``segments.py``).
+placeholders (``segments.py``). A model that also translates back says how much of the source the
+translation carries (``reverse.py``).
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from functools import partial
 
 import torch
@@ -20,6 +21,7 @@ from regard.models.bundle import Bundle, Name, Precision
 from regard.tasks.attended import CrossWeights, align, read_weights
 from regard.tasks.confidence import (
     Trust,
+    calibration,
     chance,
     doubts_about_copy,
     doubts_about_translation,
@@ -28,6 +30,7 @@ from regard.tasks.confidence import (
 )
 from regard.tasks.defaults import open_model
 from regard.tasks.records import Translation
+from regard.tasks.reverse import Reversal, Surprise, surprises
 from regard.tasks.segments import Segment, continued, parts, pieces, plain, protected
 from regard.tasks.writing import Check, Written, encode, one_or_many, write
 from regard.text.copied import missing, only_copied
@@ -122,6 +125,7 @@ def translate(
     weights = read_weights(bundle, prefix, sources, outputs, batch, check)
     for each, found in zip(seen, weights, strict=True):
         each.weights = found
+    _reverse(bundle, texts, translated, source, language, batch, check)
     records = []
     for text, spans, own in zip(texts, cut, translated, strict=True):
         if check is not None:
@@ -160,6 +164,7 @@ class _Piece:
     parts: int = 1  # of the sentence, which is cut if the model cannot read all of it at once
     written: Written | None = None
     weights: CrossWeights | None = None
+    surprise: Surprise | None = None  # None if the model does not translate back
 
     @property
     def text(self) -> str:
@@ -199,7 +204,36 @@ def _trust(bundle: Bundle, piece: _Piece, language: str | None) -> Trust:
     doubts = list(doubts_about_translation(source, piece.text, language))
     if piece.parts > 1:
         doubts.append(f"a long sentence was cut into {piece.parts} parts")
-    return trust(chance(bundle, TASK, score, math.exp(score)), doubts)
+    total, unsure = (None, ()) if piece.surprise is None else astuple(piece.surprise)
+    likely = chance(bundle, TASK, score, math.exp(score), total)
+    return trust(likely, doubts, [piece.segment.restored(word) for word in unsure])
+
+
+def _reverse(
+    bundle: Bundle,
+    texts: Sequence[str],
+    translated: Sequence[Sequence[_Piece]],
+    source: str | None,
+    language: str | None,
+    batch: int,
+    check: Check | None,
+) -> None:
+    """Set the surprise of each translated piece, if the model and its calibration have that."""
+    if language is None or "reversed" not in calibration(bundle, TASK):
+        return
+    directions = _directions(bundle)
+    back = [one for one, to in directions if to == language and (language, one) in directions]
+    found, reversals = list[_Piece](), list[Reversal]()
+    for text, own in zip(texts, translated, strict=True):
+        told = source or language_of(text)
+        known = [one for one in back if told is not None and same_language(one, told)]
+        prefixes = tuple(map(_tag_prefix, known or back))
+        for each in own:
+            if each.written is not None and prefixes:
+                found.append(each)
+                reversals.append(Reversal(each.segment.read, each.written.text, prefixes))
+    for each, surprise in zip(found, surprises(bundle, reversals, batch, check), strict=True):
+        each.surprise = surprise
 
 
 def _ordinary(bundle: Bundle, word: str) -> bool:
@@ -255,7 +289,11 @@ def _prefix(
             )
         return "", None, None
     tag = _chosen(bundle, to, tags)
-    return f">>{tag}<< ", tag, None
+    return _tag_prefix(tag), tag, None
+
+
+def _tag_prefix(tag: str) -> str:
+    return f">>{tag}<< "
 
 
 def _directions(bundle: Bundle) -> list[tuple[str, str]]:
