@@ -26,6 +26,7 @@ from regard import (
     See,
     watch,
 )
+from regard.interpret.adapters import windows
 from regard.interpret.watched import Watched
 
 ALL = See(lse=True, entropy=True, distance=True, received=True, top=2, weights=True)
@@ -794,3 +795,96 @@ def test_weights_that_are_used_in_parts_are_named_beside_other_attention(in_part
     assert len(watched["TwoAttentions"]) == 1
     assert list(watched.unseen) == ["TwoAttentions"] * in_parts
     assert len(caught) == in_parts
+
+
+def _in_windows(model: nn.Module, inputs: dict[str, Tensor]) -> list[Tensor]:
+    """The weights of each encoder layer, from the attentions that transformers documents."""
+    output = model(**inputs, output_attentions=True)
+    attentions = getattr(output, "encoder_attentions", None) or output.attentions
+    of_global = getattr(output, "encoder_global_attentions", None) or getattr(
+        output, "global_attentions", None
+    )
+    marked = inputs.get("global_attention_mask", torch.zeros_like(inputs["input_ids"]))
+    window, layers = 2, []
+    for layer, slots in enumerate(attentions):
+        batch, heads, length, _ = slots.shape
+        weights = torch.zeros(batch, heads, length, length)
+        leading = slots.shape[-1] - 2 * window - 1
+        for each in range(batch):
+            found = marked[each].nonzero()[:, 0].tolist()
+            for query in range(length):
+                for place, key in enumerate(found):
+                    weights[each, :, query, key] += slots[each, :, query, place]
+                for key in range(max(0, query - window), min(length, query + window + 1)):
+                    place = leading + key - query + window
+                    weights[each, :, query, key] += slots[each, :, query, place]
+            for place, query in enumerate(found):
+                weights[each, :, query] = of_global[layer][each, :, :, place]
+        layers.append(weights)
+    return layers
+
+
+@pytest.mark.parametrize("global_tokens", [[], [(0, 0), (0, 5), (1, 3)]], ids=["local", "global"])
+@pytest.mark.parametrize("kind", ["Longformer", "LED"])
+def test_windows_and_global_tokens_of_longformer(
+    kind: str, global_tokens: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sizes = {
+        "Longformer": {
+            "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2,
+            "intermediate_size": 16, "max_position_embeddings": 32,
+        },
+        "LED": {
+            "d_model": 8, "encoder_layers": 2, "decoder_layers": 1, "encoder_attention_heads": 2,
+            "decoder_attention_heads": 2, "encoder_ffn_dim": 16, "decoder_ffn_dim": 16,
+        },
+    }[kind]  # fmt: skip
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{kind}Config")(vocab_size=30, attention_window=4, **sizes)
+    model = getattr(transformers, f"{kind}Model")(config).eval()
+    for parameter in model.parameters():
+        nn.init.normal_(parameter, std=0.5)
+    ids = torch.randint(3, 30, (2, 12))
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    inputs["attention_mask"][1, -3:] = 0
+    if global_tokens:
+        inputs["global_attention_mask"] = torch.zeros_like(ids)
+        for place in global_tokens:
+            inputs["global_attention_mask"][place] = 1
+    monkeypatch.setattr(windows, "SCORES", 100)  # so that there are several blocks of queries
+    with torch.no_grad():
+        expected = _in_windows(model, inputs)
+        plain = model(**inputs)
+        see = See(weights=True, entropy=True, received=True, distance=True, top=3, lse=True)
+        layers = {"Longformer": "*.self", "LED": "*.longformer_self_attn"}[kind]
+        with watch(model, see, layers=[layers]) as watched:
+            output = model(**inputs)
+    assert torch.equal(output[0], plain[0])
+    assert not watched.unseen
+    assert len(watched.calls) == 2
+    for (_, seen), weights in zip(watched.calls, expected, strict=True):
+        assert seen.extent == (2, 2, 12, 12)
+        torch.testing.assert_close(seen.weights, weights)
+        torch.testing.assert_close(seen.received, weights.sum(-2))
+        torch.testing.assert_close(seen.entropy, -torch.xlogy(weights, weights).sum(-1))
+        places = torch.arange(12)
+        apart = (places - places[:, None]).abs()
+        torch.testing.assert_close(seen.distance, (weights * apart).sum(-1))
+        torch.testing.assert_close(seen.top.weights, weights.topk(3).values)
+    with pytest.warns(UserWarning, match=r"See\(scores\)"), watch(model, See(scores=[0])):
+        model(**inputs)
+
+
+def test_windows_of_longformer_have_gradients() -> None:
+    torch.manual_seed(0)
+    config = transformers.LongformerConfig(
+        vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
+        intermediate_size=16, max_position_embeddings=32, attention_window=4,
+    )  # fmt: skip
+    model = transformers.LongformerModel(config).eval()
+    ids = torch.randint(3, 30, (1, 8))
+    with watch(model, See(entropy=True)) as watched:
+        model(ids)
+    [(_, seen)] = watched.calls
+    seen.entropy.sum().backward()
+    assert model.encoder.layer[0].attention.self.query.weight.grad.abs().max() > 0

@@ -35,7 +35,9 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from regard.errors import InputError
+from regard.interpret.adapters import windows
 from regard.interpret.adapters.ours import uncompiled
+from regard.interpret.adapters.windows import Softmax, Windows
 from regard.interpret.watched import (
     Watcher,
     active_watchers,
@@ -98,6 +100,11 @@ def attach(watcher: Watcher, stack: ExitStack) -> bool:
             for module in named
             if isinstance(module, nn.TransformerEncoder)
         ),
+        *(
+            module.register_forward_pre_hook(observer.enter_windows, with_kwargs=True)
+            for module in named
+            if type(module).__name__ in windows.CLASSES
+        ),
     ]
     for handle in handles:
         stack.callback(handle.remove)
@@ -118,14 +125,6 @@ def _says_attention(name: str, module: nn.Module) -> bool:
     return bool(NAMED.search(name) and not BESIDE.search(kind) and any(module.children()))
 
 
-class _Softmax(NamedTuple):
-    """A softmax in an attention module: its scores and weights."""
-
-    scores: Tensor
-    weights: Tensor
-    in_parts: bool = False  # whether a function took a part of the weights, or extended them
-
-
 @dataclass(eq=False, slots=True)
 class _Frame:
     """A watched module that is running."""
@@ -137,7 +136,8 @@ class _Frame:
     holds_attention: bool = False  # whether a module inside it is named after attention and ran
     reason: str = ""  # why a call could not be recorded
     # Each tensor that holds weights, by its id, until they multiply values.
-    weights: dict[int, tuple[Tensor, _Softmax]] = field(default_factory=dict)
+    weights: dict[int, tuple[Tensor, Softmax]] = field(default_factory=dict)
+    windows: Windows | None = None  # what its softmax is over, if not over keys
 
 
 class _Running(threading.local):
@@ -213,6 +213,11 @@ class _Observer:
         elif running.mode is None:
             self._start_mode()
 
+    def enter_windows(self, module: nn.Module, args: Any, kwargs: Any) -> None:
+        frames = self.running.frames
+        if frames and frames[-1].module is module:
+            frames[-1].windows = Windows.of(module, args, kwargs)
+
     def leave(self, module: nn.Module, *_: Any) -> None:
         if module in self.plain:
             return
@@ -238,6 +243,11 @@ class _Observer:
     def _finish(self, frame: _Frame, parent: _Frame | None) -> None:
         if frame.says_attention:
             self.running.attention.pop()
+        if frame.windows is not None and frame.weights:
+            [local] = {id(each): each for _, each in frame.weights.values()}.values()
+            see = partial(_from_windows, frame.windows, local)
+            frame.weights.clear()
+            self._record(frame, see, (local.scores,))
         if frame.reason:
             self.watcher.missed(frame.name, frame.reason)
         elif isinstance(frame.module, torch.jit.ScriptModule):
@@ -358,6 +368,9 @@ class _Observer:
             if func in PRODUCTS:
                 for key in [k for k, (_, each) in frame.weights.items() if each is softmax]:
                     del frame.weights[key]
+                if frame.windows is not None:
+                    frame.windows.of_global_queries.append(softmax)
+                    return
                 heads = _heads(frame.module)
                 see = partial(
                     _from_weights, scores=softmax.scores, weights=softmax.weights, heads=heads
@@ -529,31 +542,25 @@ def _start(frame: _Frame, result: Tensor, args: tuple[Any, ...], kwargs: dict[st
     if scores.dim() > 4:
         frame.reason = f"computes scores with {scores.dim()} axes"
     else:
-        frame.weights[id(result)] = result, _Softmax(scores, result)
+        frame.weights[id(result)] = result, Softmax(scores, result)
 
 
 def _from_weights(see: See, scores: Tensor, weights: Tensor, heads: int) -> Seen:
     """The fields of ``see`` from the scores and the weights that a module computed itself."""
-    lowest = torch.finfo(scores.dtype).min / 2
-    precise = torch.float64 if scores.dtype == torch.float64 else torch.float32
-    scores, weights = (_four_axes(tensor, heads).to(precise) for tensor in (scores, weights))
+    lowest = torch.finfo(scores.dtype).min
+    scores, weights = (_precise(_four_axes(tensor, heads)) for tensor in (scores, weights))
     if weights.shape[:-1] != scores.shape[:-1]:
         raise _UnknownError("reshapes its weights before it uses them")
     keys = weights.shape[-1]
-    hidden = (scores[..., :keys] < lowest) | ((scores[..., :keys] < -9000) & (weights == 0))
-    # A query without keys has equal weights, and its scores are too low to have digits left.
-    unmasked = scores[..., :keys].amax(-1, keepdim=True) < -9000
     sink = scores[..., keys:]
     if sink.numel() and (see.lse or see.max_logit or see.scores is not None):
         if not scores.amax(-1).any():
             raise _UnknownError(
                 "subtracts the largest score, so lse, max_logit and scores are unknown"
             )
-    raw = torch.where(
-        unmasked, weights.detach().log(), scores[..., :keys].masked_fill(hidden, -torch.inf)
-    )
+    raw, visible = _masked(scores[..., :keys], weights, lowest)
     lse = torch.cat((raw, sink), -1).logsumexp(-1)
-    start = _query_start(~hidden | unmasked) if see.distance else None
+    start = _query_start(visible) if see.distance else None
     batch, count, queries, _ = weights.shape
     extent = Extent(batch, count, queries, keys, weights.device, tuple(start) if start else None)
     see.check(extent)
@@ -571,6 +578,38 @@ def _from_weights(see: See, scores: Tensor, weights: Tensor, heads: int) -> Seen
         seen.scores = raw[..., see.scores.queries, see.scores.keys][..., see.scores.places]
     elif see.scores is not None:
         seen.scores = raw[:, :, list(see.scores)]
+    return seen
+
+
+def _precise(tensor: Tensor) -> Tensor:
+    return tensor if tensor.dtype == torch.float64 else tensor.float()
+
+
+def _masked(scores: Tensor, weights: Tensor, lowest: float) -> tuple[Tensor, Tensor]:
+    """The scores with -inf where the module masks them by about ``lowest``, and where not."""
+    hidden = (scores < lowest / 2) | ((scores < -9000) & (weights == 0))
+    # A query without keys has equal weights, and its scores are too low to have digits left.
+    unmasked = scores.amax(-1, keepdim=True) < -9000
+    raw = torch.where(unmasked, weights.detach().log(), scores.masked_fill(hidden, -torch.inf))
+    return raw, ~hidden | unmasked
+
+
+def _from_windows(made: Windows, local: Softmax, see: See) -> Seen:
+    """The fields of ``see`` from the softmax of a module over windows of keys."""
+    if see.scores is not None:
+        raise _UnknownError("computes scores of windows of keys, which See(scores) does not have")
+    lowest = torch.finfo(local.scores.dtype).min
+    local = Softmax(_precise(local.scores), _precise(local.weights))
+    batch, queries, heads, _ = local.weights.shape
+    extent = Extent(batch, heads, queries, queries, local.weights.device)
+    see.check(extent)
+    joining = Joining(see, extent)
+    for tile, scores, weights in made.tiles(local):
+        raw, _ = _masked(scores, weights, lowest)
+        joining.add(observe(see, tile, raw, weights, raw.logsumexp(-1), None))
+    seen = joining.seen()
+    if see.sink:
+        seen.sink = local.weights.new_zeros(extent[:3])
     return seen
 
 
