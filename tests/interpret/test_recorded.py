@@ -109,6 +109,25 @@ def test_layers_with_fewer_heads_have_empty_cells() -> None:
     assert cells.rows.labels[0] == "encoder.blocks.0.attention"
 
 
+def test_chosen_heads_keep_their_numbers() -> None:
+    model = gpt2()
+    with torch.no_grad(), watch(model, See(entropy=True, weights=True), heads=[1]) as watched:
+        model(IDS[:1])
+    assert set(watched.to_pandas("entropy").index.get_level_values("head")) == {1}
+    assert watched.to_xarray().coords["head"].values.tolist() == [1]
+    drawing = watched.picture().drawing
+    assert isinstance(drawing, Panels)
+    [cells] = drawing.parts
+    assert [[math.isnan(value) for value in row[:2]] for row in cells.values] == [[True, False]] * 2
+    cells = watched.picture(layer=0, head=1).drawing
+    assert isinstance(cells, Cells)
+    weights = watched[FIRST][0].weights
+    assert weights is not None
+    assert cells.values == tuple(map(tuple, weights[0, 0].float().tolist()))
+    with pytest.raises(InputError, match="has heads 1, but got head 0"):
+        watched.picture(layer=0, head=0)
+
+
 def test_a_map_of_one_head_names_its_tokens() -> None:
     watched = run(See(weights=True), IDS)
     picture = watched.picture(layer=1, head=2, batch=1, tokens=TOKENS)

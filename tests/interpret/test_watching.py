@@ -718,6 +718,36 @@ def test_layers_are_chosen_by_name() -> None:
             pass
 
 
+@pytest.mark.parametrize("kind", ["sdpa", "eager", "regard", "ours"])
+def test_chosen_heads_have_the_fields_of_all_heads(kind: str) -> None:
+    if kind == "ours":
+        model, heads = our_gpt2(), [1, 0]
+    else:
+        model = hugging_face("LlamaForCausalLM", kind, num_key_value_heads=2)
+        heads = [3, 1]
+    for join, see in ((False, ALL), (True, See(entropy=True, received=True, max_logit=True))):
+        with torch.no_grad(), watch(model, see, join=join) as all_heads:
+            model(IDS), model(IDS)
+        with torch.no_grad(), watch(model, see, heads=heads, join=join) as watched:
+            model(IDS), model(IDS)
+        assert len(watched.calls) == len(all_heads.calls)
+        for (name, seen), (other, whole) in zip(watched.calls, all_heads.calls, strict=True):
+            assert (name, seen.heads) == (other, tuple(heads))
+            assert seen.extent[1] == len(heads)
+            for field, tensor in whole.to_dict().items():
+                assert torch.equal(seen.to_dict()[field], tensor[:, heads]), field
+    assert f"2 heads ({heads[0]}, {heads[1]})" in repr(watched)
+    wrong = pytest.raises(InputError, match=r"names head 9, but .* has heads 0 to")
+    with torch.no_grad(), wrong, watch(model, See(peak=True), heads=[0, 9]):
+        model(IDS)
+
+
+@pytest.mark.parametrize("heads", [[], [-1], [0.5], "01", [1, 1]])
+def test_heads_are_numbers(heads: Any) -> None:
+    with pytest.raises(InputError, match="heads"), watch(our_gpt2(), See(peak=True), heads=heads):
+        pass
+
+
 def test_queries_that_later_steps_do_not_have_are_refused_before_the_first_token() -> None:
     model = hugging_face("LlamaForCausalLM", num_key_value_heads=2)
     for see in (See(rows=[5]), See(pairs=[(3, 0)])):

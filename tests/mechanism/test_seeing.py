@@ -54,6 +54,19 @@ def test_html_has_a_row_for_each_field(seen: Seen) -> None:
         assert f"<td>{name}</td>" in page
 
 
+def test_chosen_heads_are_saved_with_their_numbers(seen: Seen, tmp_path: Path) -> None:
+    chosen = seen.select_heads([2, 0])
+    assert torch.equal(chosen.top.keys, seen.top.keys[:, [2, 0]])
+    chosen.save(tmp_path / "seen.safetensors")
+    loaded = Seen.load(tmp_path / "seen.safetensors")
+    assert (loaded.heads, loaded.extent) == ((2, 0), (2, 2, 5, 5))
+    assert torch.equal(loaded.select_heads([0]).map, seen.map[:, :1])
+    with pytest.raises(InputError, match="no head 1: the heads are 2, 0"):
+        loaded.select_heads([1])
+    with pytest.raises(InputError, match="no head 3: the heads are 0 to 2"):
+        seen.select_heads([3])
+
+
 def test_fields_not_asked_for_are_none() -> None:
     x = torch.randn(4, 3)
     _, seen = attention(x, x, x, see=See(entropy=True))

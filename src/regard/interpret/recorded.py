@@ -91,7 +91,7 @@ def _names(calls: Calls) -> list[str]:
 def overview(calls: Calls) -> Picture:
     """A panel for each recorded field of PANELS, with one number for each head of each layer."""
     layers = _names(calls)
-    heads = max(seen.extent[1] for _, seen in calls)
+    heads = max(max(_head_numbers(seen), default=-1) + 1 for _, seen in calls)
     grids = []
     for field, title, unit in PANELS:
         table = torch.full((len(layers), heads), math.nan, dtype=torch.float64)
@@ -100,7 +100,8 @@ def overview(calls: Calls) -> Picture:
             if known := [values for values in of_calls if values is not None]:
                 joined = torch.cat(known, -1)
                 means = joined.amax(-1) if field == "max_logit" else joined.mean(-1)
-                table[row, : len(means)] = means.where(means.isfinite(), math.nan)
+                numbers = next(_head_numbers(seen) for name, seen in calls if name == layer)
+                table[row, list(numbers)] = means.where(means.isfinite(), math.nan)
         if table.isfinite().any():
             grids.append(head_grid(table, unit, title=title, layers=short_names(layers)))
     if not grids:
@@ -117,6 +118,10 @@ def overview(calls: Calls) -> Picture:
     if any(grid.title == "Largest score" for grid in grids):
         caption += " The largest score is a maximum."
     return panels(f"Watched: {', '.join(plural)}", grids, caption=caption)
+
+
+def _head_numbers(seen: Seen) -> Sequence[int]:
+    return range(seen.extent[1]) if seen.heads is None else seen.heads
 
 
 def _by_head(seen: Seen, field: str) -> Tensor | None:
@@ -141,15 +146,17 @@ def head_map(
 ) -> Picture:
     """The weights of one head, or its pooled map if the weights were not recorded."""
     layer, seen, batch = one
-    _, heads, queries, keys = seen.extent
-    if not 0 <= head < heads:
-        raise InputError(f"Layer {layer} has heads 0 to {heads - 1}, but got head {head}.")
+    _, _, queries, keys = seen.extent
+    numbers = _head_numbers(seen)
+    if head not in numbers:
+        there = f"0 to {numbers[-1]}" if seen.heads is None else ", ".join(map(str, numbers))
+        raise InputError(f"Layer {layer} has heads {there}, but got head {head}.")
     field = seen.map if seen.weights is None else seen.weights
     if field is None:
         raise InputError(
             "A map of a head needs See(weights=True) or See(map=...), and neither was recorded."
         )
-    weights = field[batch, head].detach().float().cpu()
+    weights = field[batch, numbers.index(head)].detach().float().cpu()
     title = f"Layer {layer}, head {head}"
     if tokens is not None:
         if weights.shape != (queries, keys):

@@ -143,11 +143,10 @@ class Watched(Convertible, Mapping[str, list[Seen]]):
     def _summary(self) -> Iterator[tuple[str, str, str]]:
         """For each layer its name, the number of its calls, and the sizes of the last call."""
         for name, calls in self.items():
-            batch, heads, queries, keys = calls[-1].extent
             yield (
                 name,
                 "1 call" if len(calls) == 1 else f"{len(calls)} calls, the last:",
-                f"{batch} x {heads} heads, {queries} queries, {keys} keys",
+                calls[-1].sizes,
             )
 
     def __repr__(self) -> str:
@@ -197,7 +196,7 @@ def _joined(before: Seen, after: Seen) -> Seen:
         else:
             values[name] = torch.cat((tensor, other), dim=2)
     batch, heads, queries, _ = before.extent
-    return Seen.from_dict(values, (batch, heads, queries + after.extent[2], keys))
+    return Seen.from_dict(values, (batch, heads, queries + after.extent[2], keys), before.heads)
 
 
 class Watcher:
@@ -210,6 +209,7 @@ class Watcher:
         each: Callable[[str, Seen], None] | None,
         layers: Sequence[str] | None = None,
         join: bool = False,
+        heads: tuple[int, ...] | None = None,
     ) -> None:
         self.model = model
         self.names = {
@@ -220,6 +220,7 @@ class Watcher:
         self.watched = Watched()
         self._layers = layers
         self._join = join
+        self._heads = heads
         self._ran: dict[str, str] = {}
         self._done: set[str] = set()  # the layers that were recorded, or were not chosen
         self._elsewhere = ""
@@ -250,6 +251,13 @@ class Watcher:
     def record(self, module: nn.Module, seen: Seen) -> None:
         name = self.names[module]
         self._done.add(name)
+        if self._heads is not None:
+            count = seen.extent[1]
+            if max(self._heads) >= count:
+                raise InputError(
+                    f"heads names head {max(self._heads)}, but {name} has heads 0 to {count - 1}."
+                )
+            seen = seen.select_heads(self._heads)
         if self.each is None:
             self.watched._add(name, seen, self._join)
         else:

@@ -16,7 +16,7 @@ from torch import nn
 from regard.errors import InputError
 from regard.interpret.adapters import operations, ours
 from regard.interpret.watched import Watched, Watcher, active_watchers
-from regard.mechanism.seeing import Pairs, See, Seen
+from regard.mechanism.seeing import Pairs, See, Seen, check_heads
 
 
 @contextmanager
@@ -26,6 +26,7 @@ def watch(
     each: Callable[[str, Seen], None] | None = None,
     *,
     layers: Sequence[str] | None = None,
+    heads: Sequence[int] | None = None,
     join: bool = False,
 ) -> Iterator[Watched]:
     """Record the fields of ``see`` for each call of each attention layer of ``model``.
@@ -40,8 +41,9 @@ def watch(
 
     With ``each``, nothing is stored: after every call, ``each`` is called with the layer's name and
     its ``Seen``. This saves memory for long texts. ``layers`` selects layers by name or pattern,
-    such as ``["model.layers.3.*"]``. With ``join``, the calls of a layer become one, so that the
-    memory of a generation grows with its length: fields of queries follow one another, and
+    such as ``["model.layers.3.*"]``, and ``heads`` the heads of each that are kept, such as
+    ``[0, 3]``; ``seen.heads`` has their numbers. With ``join``, the calls of a layer become one, so
+    that the memory of a generation grows with its length: fields of queries follow one another, and
     ``received`` is the sum.
 
     >>> import torch
@@ -66,7 +68,8 @@ def watch(
     if join and (parts or each is not None):
         what = f"See({parts[0]}=...) is of a single call" if parts else "each= takes single calls"
         raise InputError(f"{what}, so it cannot be combined with join=True.")
-    watcher = Watcher(model, see, each, _checked(layers, model), join)
+    chosen = None if heads is None else check_heads(heads)
+    watcher = Watcher(model, see, each, _checked(layers, model), join, chosen)
     for other in active_watchers.get():
         shared = [type(module).__name__ for module in watcher.names if module in other.names]
         if shared:

@@ -227,6 +227,16 @@ def _whole(numbers: Any, field: str, what: str) -> tuple[int, ...]:
         ) from None
 
 
+def check_heads(heads: Any) -> tuple[int, ...]:
+    """Check the numbers of chosen heads and return them as a tuple."""
+    numbers = heads if isinstance(heads, Sequence) and not isinstance(heads, str) else ()
+    if not numbers or not all(isinstance(n, int) and n >= 0 for n in numbers):
+        raise InputError(f"heads is a list of numbers from 0 on, such as [0, 3], not {heads!r}.")
+    if len(set(numbers)) < len(numbers):
+        raise InputError(f"heads names a head twice: {heads!r}.")
+    return tuple(numbers)
+
+
 class Top(NamedTuple):
     """The largest weights of each query, largest first, and their keys.
 
@@ -272,6 +282,27 @@ class Seen(Convertible):
     map_peak: Tensor | None = None  # [b, h, r, c] the largest weight in each cell of the map
     weights: Tensor | None = None  # [b, h, q, k] all weights
     extent: tuple[int, int, int, int] = field(default=(0, 0, 0, 0))  # batch, heads, queries, keys
+    heads: tuple[int, ...] | None = None  # the numbers of the heads, if only some were chosen
+
+    def select_heads(self, heads: Sequence[int]) -> Seen:
+        """The fields of some heads, named by their numbers in the layer.
+
+        >>> from regard import See, attention
+        >>> x = torch.zeros(1, 4, 3, 8)
+        >>> _, seen = attention(x, x, x, see=See(entropy=True))
+        >>> seen.select_heads([3, 1])
+        Seen: 1 x 2 heads (3, 1), 3 queries, 3 keys
+          entropy      1 x 2 x 3            1.099 to 1.099, mean 1.099
+        """
+        held = self.heads or tuple(range(self.extent[1]))
+        chosen = check_heads(heads)
+        if missing := [head for head in chosen if head not in held]:
+            there = f"0 to {held[-1]}" if self.heads is None else ", ".join(map(str, held))
+            raise InputError(f"There is no head {missing[0]}: the heads are {there}.")
+        places = torch.tensor([held.index(head) for head in chosen])
+        tensors = {name: t[:, places.to(t.device)] for name, t in self.to_dict().items()}
+        batch, _, queries, keys = self.extent
+        return Seen.from_dict(tensors, (batch, len(chosen), queries, keys), chosen)
 
     def to_dict(self) -> dict[str, Tensor]:
         """The fields that are not None; ``top`` becomes ``top_weights`` and ``top_keys``."""
@@ -285,18 +316,26 @@ class Seen(Convertible):
         return tensors
 
     @classmethod
-    def from_dict(cls, tensors: Mapping[str, Tensor], extent: tuple[int, int, int, int]) -> Seen:
+    def from_dict(
+        cls,
+        tensors: Mapping[str, Tensor],
+        extent: tuple[int, int, int, int],
+        heads: tuple[int, ...] | None = None,
+    ) -> Seen:
         """The inverse of :meth:`to_dict`."""
         plain = {name: tensors[name] for name in _FIELDS if name in tensors}
         top = Top(tensors["top_weights"], tensors["top_keys"]) if "top_keys" in tensors else None
-        return cls(**plain, top=top, extent=extent)
+        return cls(**plain, top=top, extent=extent, heads=heads)
 
     def save(self, path: str | PathLike[str]) -> None:
         """Write the fields to a safetensors file."""
         from safetensors.torch import save_file
 
         tensors = {name: t.detach().contiguous() for name, t in self.to_dict().items()}
-        save_file(tensors, path, {"regard": "seen", "extent": json.dumps(self.extent)})
+        metadata = {"regard": "seen", "extent": json.dumps(self.extent)}
+        if self.heads is not None:
+            metadata["heads"] = json.dumps(self.heads)
+        save_file(tensors, path, metadata)
 
     @classmethod
     def load(cls, path: str | PathLike[str]) -> Seen:
@@ -314,7 +353,8 @@ class Seen(Convertible):
         except SafetensorError as error:
             raise InputError(f"{path} cannot be read as safetensors: {error}.") from None
         batch, heads, queries, keys = json.loads(metadata["extent"])
-        return cls.from_dict(tensors, (batch, heads, queries, keys))
+        chosen = tuple(json.loads(metadata["heads"])) if "heads" in metadata else None
+        return cls.from_dict(tensors, (batch, heads, queries, keys), chosen)
 
     def _labelled(self) -> Labelled:
         tensors = self.to_dict()
@@ -323,11 +363,20 @@ class Seen(Convertible):
             for name, tensor in tensors.items()
         }
         labels: dict[str, Labels] = {}
+        if self.heads is not None:
+            labels["head"] = Labels(("head",), self.heads)
         for name in _POOLED:
             if name in tensors:
                 whole = [range(count) for count in self.extent[2:]]
                 labels |= bins_from(_DIMENSIONS[name], tensors[name].shape[-2:], whole)
         return Labelled(arrays, labels)
+
+    @property
+    def sizes(self) -> str:
+        """The batch, the heads, the queries and the keys, in words."""
+        batch, heads, queries, keys = self.extent
+        which = "" if self.heads is None else f" ({', '.join(map(str, self.heads))})"
+        return f"{batch} x {heads} heads{which}, {queries} queries, {keys} keys"
 
     def _summary(self) -> Iterator[tuple[str, str, str]]:
         """The name of each field, its shape, and the range of its numbers."""
@@ -336,20 +385,18 @@ class Seen(Convertible):
                 yield name, " x ".join(map(str, tensor.shape)), value_range(tensor)
 
     def __repr__(self) -> str:
-        batch, heads, queries, keys = self.extent
-        lines = [f"Seen: {batch} x {heads} heads, {queries} queries, {keys} keys"]
+        lines = [f"Seen: {self.sizes}"]
         lines += [f"  {name:<12} {shape:<20} {text}" for name, shape, text in self._summary()]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
-        batch, heads, queries, keys = self.extent
         body = "".join(
             "<tr>" + "".join(f"<td>{html.escape(cell)}</td>" for cell in line) + "</tr>"
             for line in self._summary()
         )
         return (
-            f"<table><caption>Seen: {batch} &times; {heads} heads, {queries} queries, {keys} keys"
-            "</caption><thead><tr><th>field</th><th>shape</th><th>values</th></tr></thead>"
+            f"<table><caption>Seen: {self.sizes.replace(' x ', ' &times; ')}</caption>"
+            "<thead><tr><th>field</th><th>shape</th><th>values</th></tr></thead>"
             f"<tbody>{body}</tbody></table>"
         )
 
@@ -374,10 +421,10 @@ class Deferred(Seen):
         return object.__getattribute__(self, name)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Seen.from_dict, (self.to_dict(), self.extent)
+        return Seen.from_dict, (self.to_dict(), self.extent, self.heads)
 
 
-_FIELDS = [f.name for f in fields(Seen) if f.name != "extent"]
+_FIELDS = [f.name for f in fields(Seen) if f.name not in ("extent", "heads")]
 _BY_QUERY = (
     "lse", "entropy", "peak", "distance", "top_weights", "top_keys", "rows", "pairs", "weights",
 )  # fmt: skip
