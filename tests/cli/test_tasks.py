@@ -67,6 +67,28 @@ def test_summarize_takes_documents_whole(made: Path, tmp_path: Path) -> None:
     assert "summary down, document across" in printed(*words, folders.LINES[2], "--attended")
 
 
+@pytest.mark.slow
+def test_summarize_chooses_sentences_unless_a_model_is_to_write(tmp_path: Path) -> None:
+    document = (
+        "The bridge in the town closes on Tuesday. Two of its pillars have cracks. "
+        "Cars must use another road."
+    )
+    for name in ("one", "two"):
+        (tmp_path / name).write_text(document)
+    found = summarize(document, attended=False)
+    files = ["--file", tmp_path / "one", "--file", tmp_path / "two"]
+    assert printed("summarize", *files) == f"{found.text}\n" * 2
+    assert printed("summarize", document, "--sentences", 3) == f"{document}\n"
+    assert "document down, summary across" in printed("summarize", document, "--attended")
+    assert printed("summarize", document, "--words", 8) == printed("summarize", document)
+    assert records("summarize", document, "--one-line")[0]["method"] == "whole"
+    one_line(
+        regard("summarize", document, "--num-beams", 2),
+        "--num-beams is for a summary that a model writes. Ask for --one-line, or name a --model",
+    )
+    one_line(regard("summarize", document, "--sentences", 2, "--words", 9), "Give --sentences or")
+
+
 def test_answer_says_where(made: Path, tmp_path: Path) -> None:
     (tmp_path / "story").write_text(folders.STORY)
     options = ["--model", made / "answer", "--file", tmp_path / "story"]

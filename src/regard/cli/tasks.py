@@ -147,13 +147,23 @@ def summarize(
     }  # fmt: skip
     check_options((name for name, value in given.items() if value is not None), _as_option)
     place = terminal.device(device)
-    for document in texts.documents(text, file):
-        record = run(
-            document, sentences=sentences, words=words, one_line=one_line, model=model, join=join,
-            how=settings, max_new_tokens=max_new_tokens, batch=batch, attended=attended,
-            device=place, precision=precision,
-        )  # fmt: skip
-        _show(record, as_json, record.remark or None)
+    documents = texts.documents(text, file)
+    done, hidden = 0, not file or sys.stdout.isatty()
+    try:
+        with terminal.progress("Summarizing", hidden=hidden) as show:
+            for document in documents:
+                record = run(
+                    document, sentences=sentences, words=words, one_line=one_line, model=model,
+                    join=join, how=settings, max_new_tokens=max_new_tokens, batch=batch,
+                    attended=attended, device=place, precision=precision,
+                )  # fmt: skip
+                _show(record, as_json, record.remark or None)
+                done += 1
+                show(done, len(documents))
+    except KeyboardInterrupt:
+        if file:
+            terminal.remark(f"Stopped: {done:,} of {len(documents):,} documents are summarized.")
+        raise
 
 
 def _as_option(name: str) -> str:

@@ -17,14 +17,10 @@ from regard.errors import CheckpointError
 from regard.models.bundle import Bundle
 from regard.text.copied import invented_numbers, missing, only_copied, other_letters
 from regard.text.languages import TOLD_APART, language_name, language_of, same_language
+from regard.text.prose import is_whole, points_back
 
 THRESHOLD = 0.5  # a result of a lower confidence is shown as doubtful
 FLAGGED = 0.4  # the factor of the confidence if there is a reason against a result
-# English words that point to an earlier sentence where they begin one.
-_POINTS_BACK = re.compile(
-    r"\W*(He|She|It|They|This|These|Those|His|Her|Its|Their|However|But|Therefore|Then|So|"
-    r"Moreover|Furthermore|Also|Both)\b"
-)
 _WORD = re.compile(r"[^\W_]+(?:['\u2019-][^\W_]+)*")
 # Three equal words in a row, or two equal runs of two or three words.
 _REPEATED = re.compile(r"\b(\w+)\b(?:\W+\1\b){2,}|\b(\w+\b(?:\W+\w+\b){1,2})\W+\2\b", re.IGNORECASE)
@@ -146,17 +142,19 @@ def doubts_about_repeats(text: str, source: str = "") -> Iterator[str]:
         yield f"it repeats {match[1] or match[2]!r}"
 
 
-def doubts_about_extract(after_gap: Iterable[str], whole: bool) -> Iterator[str]:
+def doubts_about_extract(text: str, after_gap: Iterable[str]) -> Iterator[str]:
     """Reasons against sentences of a document as its summary.
 
-    ``after_gap`` are those that do not follow the sentence before them; ``whole`` says whether the
-    document has sentences at all.
+    ``after_gap`` are those whose sentence before is left out.
     """
-    if not whole:
-        yield "the document has no whole sentences"
+    if not is_whole(text):
+        yield "it does not end like a sentence"
+    letters, other = [each for each in text if each.isalpha()], other_letters(text)
+    if sum(each in other for each in letters) * 2 > len(letters):
+        yield "it is in a script that the model does not know"
     for sentence in after_gap:
-        if match := _POINTS_BACK.match(sentence):
-            yield f"{match[1]!r} may point to a sentence that is left out"
+        if word := points_back(sentence):
+            yield f"{word!r} may point to a sentence that is left out"
 
 
 def doubts_about_summary(document: str, text: str) -> Iterator[str]:

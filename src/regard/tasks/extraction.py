@@ -1,8 +1,8 @@
 """Choose the sentences of a document that say most: those that the other sentences attend to.
 
 The score of a sentence is the attention weight that the other sentences give to it in the last
-layer of an encoder. It is divided by the square root of the sentence's length, and the first
-sentences count more. docs/log.md and the card of the model say what else was tried.
+layer of an encoder. It is divided by the square root of the sentence's length. The first sentences
+count more, and those that point back count less. docs/log.md says what else was tried.
 """
 
 from __future__ import annotations
@@ -25,16 +25,17 @@ from regard.models.model import AttentionLayer, EncoderDecoder, pad
 from regard.tasks.confidence import doubts_about_extract, trust
 from regard.tasks.records import Sentence, Summary, WordAttention
 from regard.tasks.writing import Check, no_check
-from regard.text.prose import count_words, is_whole, prose_sentences
+from regard.text.prose import count_words, is_whole, points_back, prose_sentences
 from regard.text.words import Span
 
 SHARE = 1 / 3  # of the sentences are chosen,
 MOST = 3  # at most so many
 MIN_WORDS = 5  # a shorter sentence is not chosen, if there are others
-FIRST = 3.0  # how much more the first sentence counts; the second half as much, and so on
+FIRST = 6.0  # how much more the first sentence counts; the second half as much, and so on
+POINTING = 0.7  # how much a sentence counts that points to an earlier one
 KEPT = 1 / 3  # of the sentences of a part are kept, until all fit the model's input,
 MOST_KEPT = 2 / 3  # or until so many would be kept, because so many are wanted
-CHANCE = 0.85  # that a summary is acceptable
+CHANCE = 0.9  # that a summary is acceptable; the scores do not tell better
 TOO_EQUAL = 0.7  # the share of common words at which a sentence repeats another
 
 
@@ -140,8 +141,11 @@ class _Document:
 
     def score(self, at: int) -> float:
         """The score of a sentence; that of an average sentence far from the start is 1."""
-        early = FIRST / (1 + self.rank[at]) if at in self.rank else 0.0
-        return self.received[at] * (1 + early)
+        if at not in self.rank:
+            return self.received[at]
+        early = 1 + FIRST / (1 + self.rank[at])
+        back = POINTING if self.rank[at] and points_back(self.said(at)) else 1.0
+        return self.received[at] * early * back
 
     def chosen(self, words: int | None) -> list[int]:
         """The best sentences, in the order of the text: ``wanted`` of them, or up to ``words``.
@@ -184,11 +188,8 @@ def _record(
 ) -> Summary:
     chosen = document.chosen(words)
     text, spans = _joined([document.said(at) for at in chosen])
-    after_gap = [
-        document.said(at) for at in chosen if at > document.able[0] and at - 1 not in chosen
-    ]
-    whole = any(is_whole(document.said(at)) for at in chosen)
-    trusted = trust(CHANCE, doubts_about_extract(after_gap, whole))
+    after_gap = [document.said(at) for at in chosen if document.rank[at] and at - 1 not in chosen]
+    trusted = trust(CHANCE, doubts_about_extract(text, after_gap))
     return Summary(
         text=text,
         score=sum(map(document.score, chosen)) / len(chosen),

@@ -251,7 +251,8 @@ class Summary(Record):
         """How the summary was made, in a few words; "" if a model read the document at once."""
         if self.method == "extracted":
             chosen = sum(sentence.chosen for sentence in self.sentences)
-            return f"{chosen} of {len(self.sentences)} sentences"
+            count = len(self.sentences)
+            return f"{chosen} of {count} {'sentence' if count == 1 else 'sentences'}"
         return "" if self.method == "whole" else f"{len(self.parts)} parts, {self.method}"
 
     def _facts(self) -> Sequence[str]:

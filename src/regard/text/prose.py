@@ -19,6 +19,13 @@ _WHOLE = re.compile("[.!?…。\uff01\uff1f][\"'\u2019\u201d»)\\]」』\uff09]*
 _WORD = re.compile("[\u3040-\u30ff\u3400-\u9fff]|[^\\W_]+(?:['\u2019.,-][^\\W_]+)*")
 
 
+# English words that point to an earlier sentence where they begin one.
+_POINTS_BACK = re.compile(
+    r"\W*(He|She|It|They|This|These|Those|His|Her|Its|Their|However|But|Therefore|Then|So|"
+    r"Moreover|Furthermore|Also|Both)\b"
+)
+
+
 def prose_sentences(text: str) -> list[Span]:
     r"""The spans of the sentences of a text, without the markers of list items.
 
@@ -57,6 +64,16 @@ def count_words(text: str) -> int:
 def is_whole(sentence: str) -> bool:
     """Whether a sentence ends with a mark that ends sentences; headings and list items do not."""
     return _WHOLE.search(sentence) is not None
+
+
+def points_back(sentence: str) -> str | None:
+    """The English word at its start with which a sentence points to an earlier one, if any.
+
+    >>> points_back("It is closed."), points_back("Italy is closed.")
+    ('It', None)
+    """
+    match = _POINTS_BACK.match(sentence)
+    return match and match[1]
 
 
 def _joined(block: str) -> str:
