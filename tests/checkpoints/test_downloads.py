@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 from collections import namedtuple
@@ -13,9 +14,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from helpers import hub_server
-from helpers.command import one_line, printed, records, regard
+from helpers import model_folders as folders
+from helpers.command import (
+    PATIENCE,
+    START,
+    one_line,
+    printed,
+    records,
+    regard,
+    regard_process,
+    started,
+    until,
+)
 from helpers.hub_server import Hub
 from helpers.random_models import random_marian
 from helpers.sentencepiece_files import marian
@@ -164,7 +177,71 @@ def test_after_ctrl_c_nothing_is_half_there_and_the_next_download_continues(
     assert not [file for file in left.iterdir() if file.is_dir()]
 
 
-def test_a_server_without_ranges_sends_the_whole_file(server: Hub, opus: dict[str, bytes]) -> None:
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="NOT TESTED: Windows has no such signal")
+def test_ctrl_c_at_the_keyboard_and_the_environment(
+    server: Hub, opus: dict[str, bytes], tmp_path: Path
+) -> None:
+    server.model(NAME).commit(opus)
+    server.model(NAME).token = "hf_secret"
+    server.hold["model.safetensors"] = 5000
+    environment = {"HF_ENDPOINT": server.address, "HF_HOME": str(tmp_path), "HF_TOKEN": "hf_secret"}
+    with started("get", "opus-mt-en-fr", "-y", **environment) as process:
+        assert server.holding.wait(PATIENCE)
+        part = downloads.place() / ".partial"
+        until(lambda: [f for f in part.glob("*/model.safetensors") if f.stat().st_size == 5000])
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert "are kept, and the same command continues" in err
+    assert "Traceback" not in err
+    assert not downloads.folder_of(NAME).exists()
+    server.hold.clear()
+    server.released.set()
+    server.asked.clear()
+    shown = regard_process("get", "opus-mt-en-fr", "-y", **environment)
+    assert shown.stdout.endswith(f"{downloads.folder_of(NAME)}\n")
+    assert ("model.safetensors", "bytes=5000-") in server.files_asked()
+    assert hub.find(NAME) == downloads.folder_of(NAME)
+    shown = regard_process("get", "gpt2", HF_HUB_OFFLINE="1", **environment)
+    assert "offline" in one_line(shown, status=1)
+
+
+@pytest.mark.processes
+@pytest.mark.slow
+@pytest.mark.skipif(os.name == "nt", reason="NOT TESTED: Windows has no such terminals")
+@pytest.mark.parametrize(("typed", "status"), [("n", 1), ("y", 0), ("\x04", 1), ("\x03", 130)])
+def test_the_question_at_a_terminal(
+    server: Hub, opus: dict[str, bytes], tmp_path: Path, typed: str, status: int
+) -> None:
+    import pty
+
+    server.model(NAME).commit(opus)
+    environment = {"HF_ENDPOINT": server.address, "HF_HOME": str(tmp_path), "COLUMNS": "80"}
+    child, terminal = pty.fork()
+    if child == 0:
+        os.environ.update(environment)
+        os.execv(sys.executable, [sys.executable, "-c", START, "get", "opus-mt-en-fr"])
+    shown = b""
+    while b"Download it? [y/N] " not in shown:
+        shown += os.read(terminal, 4096)
+    assert b"apache-2.0" in shown
+    assert not server.files_asked()
+    os.write(terminal, typed.encode() + (b"\n" if typed.isalpha() else b""))
+    try:
+        while more := os.read(terminal, 4096):
+            shown += more
+    except OSError:
+        pass  # the other end is closed
+    _, ended = os.waitpid(child, 0)
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(ended) == status, shown
+    assert b"Traceback" not in shown
+    assert downloads.folder_of(NAME).exists() == (status == 0)
+
+
+def test_a_damaged_start_is_removed(server: Hub, opus: dict[str, bytes]) -> None:
     commit = server.model(NAME).commit(opus)
     parts = downloading._parts(NAME, commit)
     parts.mkdir(parents=True)
@@ -306,6 +383,68 @@ def test_a_pickle_is_refused_by_name(server: Hub, opus: dict[str, bytes]) -> Non
     commit = server.model(NAME).offer(pickled | opus, "SFconvertbot")
     assert f"{commit} (refs/pr/2)" in printed("get", NAME, "--yes")
     load(NAME)
+
+
+def test_without_the_library_of_the_hub_the_error_says_how_to_install_it(
+    server: Hub, here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for broken in ("absent", "old"):
+        with monkeypatch.context() as patch:
+            if broken == "old":
+                patch.setattr("huggingface_hub.__version__", "0.36.0")
+            else:
+                patch.setitem(sys.modules, "huggingface_hub", None)
+            one_line(regard("get", "gpt2"), "pip install 'regard[hub]'")
+            assert get(NAME) == here == hub.find(NAME)  # what is here needs no library
+
+
+def test_a_lock_file_of_the_hub_or_a_damaged_one(server: Hub, opus: dict[str, bytes]) -> None:
+    server.model(NAME).commit(opus | {"regard.lock.json": b"{}"})
+    folder = get(NAME)
+    assert get(NAME) == folder == hub.find(NAME)
+    (folder / "regard.lock.json").write_text('{"name": "x"')
+    with pytest.raises(CheckpointError, match=r"regard\.lock\.json is damaged\. Remove its folder"):
+        get(NAME)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("architecture", "make", "commands"),
+    [
+        ("MarianMTModel", folders.translator, [("translate", "Hello.", "--to", "fr")]),
+        (
+            "T5ForConditionalGeneration",
+            folders.summarizer,
+            [("summarize", "The cat sat on the mat."), ("translate", "The cat.", "--to", "fr")],
+        ),
+        (
+            "BertForQuestionAnswering",
+            folders.answerer,
+            [("answer", "Who sat?", "--context", "The cat sat.", "--threshold=-inf")],
+        ),
+        ("GPT2LMHeadModel", folders.writer, [("complete", "The cat", "--max-new-tokens", "3")]),
+    ],
+)
+def test_every_recommended_architecture_runs_in_its_tasks(
+    server: Hub, tmp_path: Path, architecture: str, make: Any, commands: Any
+) -> None:
+    folder = make(tmp_path / "made")
+    tasks = {
+        "summarization": {"prefix": "summarize: ", "max_length": 20},
+        "translation_en_to_fr": {"prefix": "translate English to French: ", "max_length": 20},
+    }
+    if architecture.startswith("T5"):
+        folders.edit(folder, task_specific_params=tasks)
+    config = transformers.AutoConfig.from_pretrained(folder)
+    getattr(transformers, architecture)(config).save_pretrained(folder)  # as the hub has them
+    for model in RECOMMENDED:
+        if model.architecture == architecture:
+            server.model(model.name).commit_folder(folder)
+            get(model.short)
+            for command, *words in commands:
+                [row] = records(command, *words, "--model", model.short)
+                assert row["model"] == model.short
+    assert {command for command, *_ in commands} <= set(row_named(architecture).serves)
 
 
 def test_what_is_no_model_is_refused(server: Hub, opus: dict[str, bytes]) -> None:

@@ -304,8 +304,7 @@ def test_a_default_that_is_not_shipped_is_said_in_one_line(
     made: Path, tmp_path, monkeypatch, command, does, model, recipe
 ) -> None:
     monkeypatch.setattr(cards, "SHIPPED", tmp_path / "shelf")
-    monkeypatch.setattr("huggingface_hub.snapshot_download", None)  # nor is the hub asked
-    missing = f": No {does} model is shipped with this build of regard. Name one"
+    missing = f": No {does} model is shipped with this build of regard. Download one"
     shown = one_line(regard(*command), missing)
     assert "--model " in shown
     assert shown.endswith(f"or train one with recipes/{recipe}.toml.\n")

@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Thread
+from threading import Event, Thread
 from typing import Any
 from urllib.parse import parse_qs, unquote, urlsplit
 
@@ -61,6 +61,9 @@ class Hub:
     cut: dict[str, list[int]] = field(default_factory=dict)  # bytes to send of each answer's file
     wrong: dict[str, bytes] = field(default_factory=dict)  # other contents than those listed
     busy: list[int] = field(default_factory=list)  # statuses of the next answers with a file
+    hold: dict[str, int] = field(default_factory=dict)  # bytes to send, then nothing
+    holding: Event = field(default_factory=Event)
+    released: Event = field(default_factory=Event)
     asked: list[tuple[str, str, str]] = field(default_factory=list)  # method, path, range
 
     def model(self, name: str) -> Repository:
@@ -189,8 +192,12 @@ class _Handler(BaseHTTPRequestHandler):
         if start:
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         counts = self.hub.cut.get(name)
-        most = counts.pop(0) if counts else None
+        most = counts.pop(0) if counts else self.hub.hold.get(name)
         self._send(206 if start else 200, data[start:], headers, most)
+        if name in self.hub.hold:
+            self.wfile.flush()
+            self.hub.holding.set()
+            self.hub.released.wait()
 
     def _json(self, value: object) -> None:
         self._send(200, json.dumps(value).encode(), {"Content-Type": "application/json"})
@@ -224,5 +231,6 @@ def running() -> Iterator[Hub]:
         try:
             yield hub
         finally:
+            hub.released.set()
             server.shutdown()
             thread.join()

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from regard.checkpoints import cards
 from regard.checkpoints.downloads import (
+    LOCK,
     Lock,
     Pin,
     changed,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 Show = Callable[[int, int], None]  # bytes that are here, of how many
 
 INSTALL = "pip install 'regard[hub]'"
-_SMALL = re.compile(r"(README\.md|LICENSE[\w.-]*|[\w.-]+\.(json|txt|model|spm|py))", re.ASCII)
+_SMALL = re.compile(r"(README\.md|LICENSE[\w.-]*|[\w.-]+\.(json|txt|model|spm|bpe|py))", re.ASCII)
 _WEIGHTS = re.compile(r"model\.safetensors|model-\d+-of-\d+\.safetensors")
 _PICKLES = re.compile(r"[\w.-]+\.(bin|pt|pth|ckpt|pkl|pickle|h5|msgpack|ot)", re.ASCII)
 _NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?", re.ASCII)
@@ -112,7 +113,14 @@ def get(name: str, revision: str | None = None) -> Path:
     ...     print(str(error)[:34])
     a/b/c cannot be a name on the hub.
     """
-    return download(plan(name, revision))
+    found = plan(name, revision)
+    if found.here:
+        return found.folder
+    from huggingface_hub.utils import tqdm  # type: ignore[attr-defined]
+
+    settings = {"unit": "B", "unit_scale": True, "desc": found.name, "disable": None}
+    with tqdm(total=found.size, **settings) as bar:  # type: ignore[no-untyped-call]
+        return download(found, lambda done, _: bar.update(done - bar.n))
 
 
 def plan(name: str, revision: str | None = None) -> Plan:
@@ -164,7 +172,7 @@ def _listed(full: str, reference: str) -> Plan:
     chosen = [
         entry
         for name, entry in siblings.items()
-        if _SMALL.fullmatch(name)
+        if (_SMALL.fullmatch(name) and name != LOCK)
         or (name == "model.safetensors" if single else _WEIGHTS.fullmatch(name))
     ]
     files = []
@@ -353,7 +361,7 @@ def _hub_errors(name: str, revision: str) -> Iterator[None]:
     """Raise the errors of huggingface_hub as ours."""
     try:
         import httpx
-        from huggingface_hub import constants
+        from huggingface_hub import __version__, constants
         from huggingface_hub.errors import (
             GatedRepoError,
             HfHubHTTPError,
@@ -362,6 +370,9 @@ def _hub_errors(name: str, revision: str) -> Iterator[None]:
             RepositoryNotFoundError,
             RevisionNotFoundError,
         )
+
+        if __version__.startswith("0."):
+            raise ImportError
     except ImportError:
         raise InputError(
             f"Downloads need huggingface_hub 1 or newer, which is not installed: {INSTALL}"

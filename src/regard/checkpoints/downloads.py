@@ -99,13 +99,13 @@ def find_downloaded(name: str) -> Path | None:
 
 def read_lock(folder: Path) -> Lock:
     """Read the lock file of a downloaded model."""
-    found = read_json(folder / LOCK)
     try:
+        found = read_json(folder / LOCK)
         files = {str(name): Pin(**entry) for name, entry in found.pop("files").items()}
         lock = Lock(**found, files=files)
-    except (TypeError, KeyError, AttributeError):
+    except (CheckpointError, TypeError, KeyError, AttributeError):
         raise CheckpointError(
-            f"{folder / LOCK} is damaged. Remove the folder, and download the model again."
+            f"{folder / LOCK} is damaged. Remove its folder, and download the model again."
         ) from None
     return lock
 

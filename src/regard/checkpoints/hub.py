@@ -51,11 +51,14 @@ def _find_cached(name: str) -> Path | None:
         from huggingface_hub.errors import HFValidationError
     except ImportError:
         return None
-    try:
-        config = try_to_load_from_cache(full_name(name), CONFIG)
-    except HFValidationError:
-        return None
-    return Path(config).parent if isinstance(config, str) else None
+    for known in dict.fromkeys((full_name(name), name)):  # "gpt2" once was a name of the hub
+        try:
+            config = try_to_load_from_cache(known, CONFIG)
+        except HFValidationError:
+            return None
+        if isinstance(config, str):
+            return Path(config).parent
+    return None
 
 
 def _near(name: str) -> str:

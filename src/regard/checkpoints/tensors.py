@@ -155,7 +155,8 @@ def open_checkpoint(name: str | os.PathLike[str]) -> Checkpoint:
                 "code, so regard does not open it. Convert it once, where you trust it, with "
                 "transformers: AutoModel.from_pretrained(folder).save_pretrained(folder)."
             )
-        raise CheckpointError(f"{folder} holds neither {WEIGHTS} nor {INDEX}.")
+        whole = "" if Path(name).is_dir() else f" To download the whole model: regard get {name}"
+        raise CheckpointError(f"{folder} holds neither {WEIGHTS} nor {INDEX}.{whole}")
     return _paired(folder, config, _header(folder / WEIGHTS))
 
 

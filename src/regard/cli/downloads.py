@@ -48,7 +48,8 @@ def get(
     if not yes:
         if not sys.stdin.isatty():
             raise InputError("Nothing is downloaded without consent: pass --yes.")
-        if not typer.confirm("Download it?"):
+        print("Download it? [y/N] ", end="", flush=True)
+        if sys.stdin.readline().strip().lower() not in ("y", "yes"):
             raise typer.Exit(1)
     try:
         with terminal.progress("Downloading") as show:

@@ -10,16 +10,16 @@ from regard.checkpoints import cards
 from regard.errors import UnknownModelError
 from regard.models.bundle import Bundle, Name, Precision, open_bundle
 
-# The task of each default model, a model of the Hugging Face hub instead, and its recipe.
+# The task of each default model, a recommended model instead, and its recipe.
 _DEFAULTS = {
-    "translate": ("translation", "Helsinki-NLP/opus-mt-en-fr", "translate-student"),
-    "summarize": ("summarization", "google-t5/t5-small", "summarize"),
+    "translate": ("translation", "opus-mt-en-fr", "translate-student"),
+    "summarize": ("summarization", "t5-small", "summarize"),
     "answer": (
         "question answering",
-        "google-bert/bert-large-uncased-whole-word-masking-finetuned-squad",
+        "bert-base-cased-squad2",
         "answer",
     ),
-    "books-gpt2": ("completion", "openai-community/gpt2", "books-gpt2"),
+    "books-gpt2": ("completion", "gpt2", "books-gpt2"),
 }
 
 
@@ -34,8 +34,8 @@ def open_model(
     if default is not None and name not in cards.names() and not Path(name).is_dir():
         purpose, example, recipe = default
         raise UnknownModelError(
-            f"No {purpose} model is shipped with this build of regard. Name one, such as "
-            f"--model {example} of the Hugging Face hub (in Python, "
+            f"No {purpose} model is shipped with this build of regard. Download one, such as "
+            f"regard get {example}, and pass --model {example} (in Python, "
             f'model="{example}"), or train one with recipes/{recipe}.toml.'
         )
     return open_bundle(name, task, device, precision)
