@@ -17,12 +17,12 @@ from typing import Any
 
 from torch import Tensor
 
-from regard.checkpoints.files import CONFIG, json_bytes, read_json, replace_file
-from regard.checkpoints.hub import find
+from regard.checkpoints.bases import ADAPTER
+from regard.checkpoints.files import json_bytes, replace_file
 from regard.checkpoints.keymap import KeyMap, Step, Transpose
 from regard.errors import CheckpointError
 
-ADAPTER, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _PREFIX = "base_model.model."
 # Settings of peft that change what the matrices mean. A value other than these is refused.
 _PLAIN: dict[str, tuple[object, ...]] = {
@@ -115,34 +115,6 @@ class Adapter:
                         f"{had} there."
                     )
                 weight.copy_(weight.float() + update.to(weight.device))
-
-
-def described(folder: Path) -> Path:
-    """The folder with config.json and the tokenizer of a model: that of its base if it has none.
-
-    The adapters that peft writes have none.
-    """
-    if (folder / CONFIG).exists() or not (folder / ADAPTER).exists():
-        return folder
-    return base_of(folder)
-
-
-def base_of(folder: Path) -> Path:
-    """The folder of the base of an adapter."""
-    name = read_json(folder / ADAPTER).get("base_model_name_or_path")
-    if not isinstance(name, str) or not name:
-        raise CheckpointError(f"{folder / ADAPTER} has no base_model_name_or_path.")
-    try:
-        base = find(name)
-    except CheckpointError as error:
-        raise CheckpointError(f"{folder} is an adapter of {name}. {error}") from None
-    if (base / ADAPTER).exists():
-        raise CheckpointError(
-            f"{folder} is an adapter of {name}, which is an adapter, too. Merge that one: regard "
-            f"convert {name} MERGED. Then write MERGED as base_model_name_or_path into "
-            f"{folder / ADAPTER}."
-        )
-    return base
 
 
 def module_suffix(module: str) -> str:

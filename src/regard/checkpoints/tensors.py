@@ -19,14 +19,8 @@ import torch
 from torch import Tensor
 
 from regard.checkpoints import packing
-from regard.checkpoints.adapters import (
-    ADAPTER,
-    ADAPTER_WEIGHTS,
-    BASE_DIGEST,
-    Adapter,
-    base_of,
-    described,
-)
+from regard.checkpoints.adapters import ADAPTER_WEIGHTS, BASE_DIGEST, Adapter
+from regard.checkpoints.bases import ADAPTER, base_of, described
 from regard.checkpoints.files import (
     CONFIG,
     GENERATION,

@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
-from regard.checkpoints.adapters import described
+from regard.checkpoints.bases import described
 from regard.checkpoints.files import CONFIG, GENERATION, read_json
 from regard.decoding.strategies import Beam, Greedy, Sample, Strategy, at_least
 from regard.errors import CheckpointError, InputError

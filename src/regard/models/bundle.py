@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from regard.checkpoints import hub
-from regard.checkpoints.adapters import ADAPTER, base_of
+from regard.checkpoints.bases import ADAPTER, base_of
 from regard.checkpoints.tensors import open_checkpoint
 from regard.decoding.settings import Settings, SettingWarning, generation_of, not_followed, tasks_of
 from regard.errors import CheckpointError, InputError

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from regard.checkpoints.adapters import described
+from regard.checkpoints.bases import described
 from regard.checkpoints.files import CONFIG, GENERATION, note, place_for, read_json
 from regard.checkpoints.hub import find
 from regard.checkpoints.packing import Packing

@@ -21,7 +21,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from tokenizers import models as algorithms
 from tokenizers import trainers as training
 
-from regard.checkpoints.adapters import described
+from regard.checkpoints.bases import described
 from regard.checkpoints.hub import find
 from regard.errors import CheckpointError, InputError
 from regard.text.files import OPTIONS, add_tokens, errors_of, read_text

@@ -17,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Column
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from regard.checkpoints.adapters import described
+from regard.checkpoints.bases import described
 from regard.checkpoints.files import CONFIG, GENERATION, note, read_json
 from regard.checkpoints.hub import find
 from regard.checkpoints.tensors import open_checkpoint

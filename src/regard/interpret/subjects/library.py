@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from regard.checkpoints import hub
-from regard.checkpoints.adapters import described
+from regard.checkpoints.bases import described
 from regard.checkpoints.files import CONFIG, first_line, read_json
 from regard.checkpoints.tensors import open_checkpoint
 from regard.errors import CheckpointError, InputError
