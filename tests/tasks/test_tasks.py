@@ -73,6 +73,11 @@ def test_sentences_and_what_is_between_them_are_the_text() -> None:
     gaps = [text[one.end : other.start] for one, other in pairwise(found)]
     assert all(not gap.strip() for gap in gaps)
     assert sentences(" \n ") == words("  ") == []
+    text = "J. R. Smith of the U.S. Army wrote it in C. It runs. See Fig. 3 of No. 7! 好。是的。"
+    assert [text[a:b] for a, b in sentences(text)] == [
+        "J. R. Smith of the U.S. Army wrote it in C.", "It runs.", "See Fig. 3 of No. 7!",
+        "好。", "是的。",
+    ]  # fmt: skip
 
 
 def test_pooling_keeps_weight_and_shares_tokens_between_words() -> None:
@@ -645,8 +650,12 @@ def test_a_document_of_any_length_is_read_in_parts() -> None:
 
 def test_what_points_back_to_a_sentence_left_out_lowers_the_confidence() -> None:
     after = "It never rains there. It was built of stone in the old town. He liked it."
-    alone = list(doubts_about_extract("A.", ["It was built of stone.", "The cat sat."]))
+    parts = ["It was built of stone.", "The cat sat."]
+    alone = list(doubts_about_extract("A.", parts, introduced=True))
     assert alone == ["'It' may point to a sentence that is left out"]
+    [left_out] = doubts_about_extract("The cat sat.", [], introduced=False)
+    assert left_out == "the first sentence of a short text is left out"
+    assert "script" in next(doubts_about_extract("桥关闭。", [], introduced=True))
     assert summarize("milk\nbread").reasons == ("it does not end like a sentence",)
     assert summarize(after, sentences=3).reasons == ()
     assert summarize("It was late. Nobody came to the house by the sea.").reasons == ()

@@ -30,6 +30,7 @@ from regard.text.words import Span
 
 SHARE = 1 / 3  # of the sentences are chosen,
 MOST = 3  # at most so many
+SHORT = 4  # sentences of a document of which one is chosen
 MIN_WORDS = 5  # a shorter sentence is not chosen, if there are others
 FIRST = 6.0  # how much more the first sentence counts; the second half as much, and so on
 POINTING = 0.7  # how much a sentence counts that points to an earlier one
@@ -189,7 +190,8 @@ def _record(
     chosen = document.chosen(words)
     text, spans = _joined([document.said(at) for at in chosen])
     after_gap = [document.said(at) for at in chosen if document.rank[at] and at - 1 not in chosen]
-    trusted = trust(CHANCE, doubts_about_extract(text, after_gap))
+    introduced = document.able[0] in chosen or len(document.able) > SHORT
+    trusted = trust(CHANCE, doubts_about_extract(text, after_gap, introduced=introduced))
     return Summary(
         text=text,
         score=sum(map(document.score, chosen)) / len(chosen),

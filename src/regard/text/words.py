@@ -29,6 +29,11 @@ _END = re.compile(
 _SHORT = re.compile(
     rf"(?:^|[\s{_OPENING}])(?:(?:\w\.)*\w|Mrs?|Ms|Dr|St|Prof|Mme|Mlle|Sgt|Capt|Gen|Nr|vs)\.$"
 )
+# A letter before one of these words is no initial: "written in C. It is fast."
+_LETTER = re.compile(r"(?<![\w.])\w\.$")
+_AFTER_LETTER = re.compile(
+    r"(?:It|The|This|These|They|He|She|We|You|There|In|If|For|As|And|But|Its|An)\b"
+)
 # Abbreviations before a number.
 _BEFORE_NUMBER = re.compile(
     rf"(?:^|[\s{_OPENING}])(?:Nos?|Figs?|Vol|Ch|pp|Art|Sec|Eq|Abb|Bd|Tel|"
@@ -204,15 +209,21 @@ def sentences(text: str) -> list[Span]:
         stop = end.start() + len(sign)
         # The last few characters are enough to find an abbreviation.
         near = text[max(start, stop - MAX_ABBREVIATION) : stop]
-        if "\n" not in end.group() and (
-            _SHORT.search(near) or (text[end.end()].isdigit() and _BEFORE_NUMBER.search(near))
-        ):
+        if "\n" not in end.group() and _is_abbreviation(near, text, end.end()):
             continue
         if before := text[start:stop].rstrip():
             found.append(Span(start, start + len(before)))
             start = end.end()
     rest = text[start:].rstrip()
     return [*found, Span(start, start + len(rest))] if rest else found
+
+
+def _is_abbreviation(near: str, text: str, following: int) -> bool:
+    """Whether the full stop at the end of ``near`` belongs to an abbreviation."""
+    if _LETTER.search(near) and _AFTER_LETTER.match(text, following):
+        return False
+    numbered = text[following].isdigit() and _BEFORE_NUMBER.search(near)
+    return bool(numbered or _SHORT.search(near))
 
 
 def spans_of(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[Span]:
