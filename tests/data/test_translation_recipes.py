@@ -16,10 +16,12 @@ RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
 import copied_spans  # noqa: E402
+import translation_confidence  # noqa: E402
 import translation_data  # noqa: E402
 import translation_tokenizer  # noqa: E402
 
 from regard import Tokenizer  # noqa: E402
+from regard.models.bundle import open_bundle  # noqa: E402
 
 
 def write(file: Path, pairs: list[tuple[str, str]]) -> None:
@@ -210,3 +212,57 @@ def test_digits_and_bytes_are_tokens_and_tags_are_single(text: Tokenizer) -> Non
     assert text.encode(">>fra<< cat").tokens == [">>fra<<", " cat"]
     assert text.decode(text.encode(">>fra<< cat").ids) == " cat"
     assert text.encode("The cat sat").tokens == ["The", " cat", " sat"]
+
+
+# ---------------------------------------------------------------------------------- confidence
+
+
+def judged(score: float, surprise: float, acceptable: bool | None) -> translation_confidence.Judged:
+    return translation_confidence.Judged(
+        "test", "eng", "fra", "A", "B", score, surprise, acceptable
+    )
+
+
+def test_a_fit_finds_the_sign_that_tells_failures(capsys: pytest.CaptureFixture[str]) -> None:
+    random = Random(0)
+    rows = [judged(-random.random(), 0.0, True) for _ in range(60)]
+    rows += [judged(-random.random(), 9.0 + random.random(), False) for _ in range(20)]
+    rows += [judged(-99.0, 99.0, None)] * 5  # without a verdict
+    found = translation_confidence.fit(rows)
+    first, alone, both = capsys.readouterr().out.splitlines()
+    assert first == "80 judged, 60 acceptable"
+    assert "below 0.5: 0 of 20 failures, 0 of 60 others" in alone
+    assert "area under the curve 1.00; 100% of failures where 10% are doubted" in both
+    assert "below 0.5: 20 of 20 failures, 0 of 60 others" in both
+    assert found["reversed"]["surprise"] < -1
+
+
+def test_the_calibration_that_is_shipped_is_the_fit() -> None:
+    rows = translation_confidence.read(RECIPES / "judged-translations.jsonl")
+    assert (
+        translation_confidence.fit(rows)
+        == (open_bundle("translate").tasks["translation"]["confidence"])
+    )
+
+
+def test_a_verdict_goes_when_the_translation_changes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [
+        translation_confidence.Judged("test", "eng", "fra", "Where is the station?"),
+        translation_confidence.Judged(
+            "test", "eng", "deu", "The dog sleeps.", "Die Katze.", -1, 0, True
+        ),
+    ]
+    file = tmp_path / "judged.jsonl"
+    translation_confidence.store(file, rows)
+    translation_confidence.main(["translate", str(file)])
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].startswith("1: Where is the station? => O")
+    assert told[1].startswith("2: The dog sleeps. => Der Hund")
+    translation_confidence.main(["translate", str(file), "--failed", "2"])
+    translation_confidence.main(["translate", str(file)])
+    assert capsys.readouterr().out == ""
+    first, second = translation_confidence.read(file)
+    assert (first.acceptable, second.acceptable) == (True, False)
+    assert first.score < 0 <= first.surprise
