@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import shutil
 from dataclasses import replace
 from itertools import pairwise, permutations
 from pathlib import Path
@@ -18,6 +19,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.nn.functional import cross_entropy
 
 from helpers import model_folders as folders
+from helpers.model_folders import edit
 from regard import (
     GPT2,
     Beam,
@@ -41,6 +43,7 @@ from regard import (
 from regard.checkpoints import cards
 from regard.decoding.settings import Settings, SettingWarning
 from regard.decoding.spans import LONGEST_ANSWER, best_spans
+from regard.evaluation.measuring import own_settings
 from regard.interpret.pooling import overlaps, pool
 from regard.interpret.word_alignment import log_probabilities
 from regard.models.bundle import open_bundle
@@ -59,7 +62,7 @@ from regard.tasks.reverse import UNSURE, Reversal, surprises
 from regard.tasks.segments import continued, parts
 from regard.tasks.writing import write
 from regard.text.windows import windows
-from regard.text.words import Span, sentences, words
+from regard.text.words import Span, sentence_numbers, sentences, words
 
 # ------------------------------------------------------------------------------------ words
 
@@ -756,13 +759,14 @@ def test_the_best_span_is_the_best_of_all() -> None:
     start, end = (torch.randn(6, 50, generator=generator) * 3 for _ in range(2))
     possible = torch.rand(6, 50, generator=generator) < 0.7
     possible[:, 0] = True
-    best = best_spans(start, end, possible)
+    sentence = (torch.rand(6, 50, generator=generator) < 0.1).cumsum(1)
+    best = best_spans(start, end, possible, sentence)
     for row in range(6):
         scores = {
             (i, j): float(start[row, i] + end[row, j])
             for i in range(1, 50)
             for j in range(i, min(i + LONGEST_ANSWER, 50))
-            if possible[row, i] and possible[row, j]
+            if possible[row, i] and possible[row, j] and sentence[row, i] == sentence[row, j]
         }
         none = float(start[row, 0] + end[row, 0])
         top = max(scores, key=scores.get)
@@ -780,6 +784,8 @@ def test_the_answer_is_the_best_span_of_the_whole_document(made: Path) -> None:
     asked, context = (text.encode(t, special=False) for t in (question, folders.STORY))
     best = (-math.inf, 0, 0)
     count = 0
+    ends_of_sentences = [high for _, high in sentences(folders.STORY)]
+    sentence = [sum(high <= low for high in ends_of_sentences) for low, _ in context.offsets]
     first, last = text.id("[CLS]"), text.id("[SEP]")
     for window in windows(asked.ids, context.ids, 64, first=first, last=last):
         count += 1
@@ -791,7 +797,8 @@ def test_the_answer_is_the_best_span_of_the_whole_document(made: Path) -> None:
             for j in range(i, min(i + LONGEST_ANSWER, len(window.ids) - 1)):
                 score = float(starts[0, i] + ends[0, j] - starts[0, 0] - ends[0, 0])
                 move = window.offset - window.split
-                best = max(best, (score, i + move, j + move))
+                if sentence[i + move] == sentence[j + move]:
+                    best = max(best, (score, i + move, j + move))
     assert count > 3
     assert found.windows == count
     assert found.score == pytest.approx(best[0], abs=1e-4)
@@ -808,6 +815,42 @@ def test_there_may_be_no_answer(made: Path) -> None:
     assert (found.text, found.start, found.end, found.answered) == ("", None, None, False)
     assert str(found) == "No answer."
     assert found.to_dict()["answered"] is False
+
+
+def test_an_answer_stays_in_a_sentence(made: Path) -> None:
+    for question in folders.LINES[:6]:
+        found = answer(question, folders.STORY, model=made / "answer", threshold=-math.inf)
+        low, high = next(s for s in sentences(folders.STORY) if s.end > found.start)
+        assert low <= found.start < found.end <= high
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("A cat. The dog sat.", [0, 0, 0, 1, 1, 1, 1]),
+        ("The third\nof May. Why?", [0, 0, 0, 0, 0, 1, 1]),
+        ("A title\nThe text", [0, 0, 1, 1]),
+        ("one\n\ntwo", [0, 1]),
+        ("  lower case. Why", [0, 0, 0, 1]),
+    ],
+)
+def test_each_word_is_in_a_sentence(text: str, expected: list[int]) -> None:
+    assert sentence_numbers(text, words(text)) == expected
+
+
+def test_the_threshold_of_a_model_decides(made: Path, tmp_path: Path) -> None:
+    source, folder = made / "answer", tmp_path / "answer"
+    alone = answer("Who?", folders.STORY, model=source, threshold=-math.inf)
+    for threshold, answered in ((alone.score - 0.01, True), (alone.score, False)):
+        shutil.copytree(source, folder, dirs_exist_ok=True)
+        params = {"question answering": {"threshold": threshold}}
+        edit(folder, task_specific_params=params)
+        assert answer("Who?", folders.STORY, model=folder).answered == answered
+        assert answer("Who?", folders.STORY, model=folder, threshold=-math.inf).answered
+        assert own_settings(open_bundle(folder)) == {"evaluation.threshold": threshold}
+    edit(folder, task_specific_params={"question answering": {"threshold": "high"}})
+    with pytest.raises(CheckpointError, match="threshold = 'high' is not a number"):
+        answer("Who?", folders.STORY, model=folder)
 
 
 def test_several_questions_have_one_context_or_one_each(made: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -348,6 +349,9 @@ def test_a_model_that_knows_every_answer_is_right_every_time(length: int) -> Non
     always(Knows(answers))
     assert always.outputs[:-1] == scorer.outputs[:-1]
     assert always.outputs[-1]  # some words, where none would be right
+    strict = AnswerScorer(asked, table, words, 200, threshold=math.inf)
+    assert strict(Knows(answers))["f1"] == pytest.approx(100 / len(asked))
+    assert not any(strict.outputs)
 
 
 def test_answers_are_never_outside_the_context() -> None:

@@ -182,9 +182,13 @@ def answer(
     model: options.Model = "answer",
     file: options.File = None,
     threshold: Annotated[
-        float,
-        typer.Option(help="The score that an answer must exceed; -inf always gives an answer."),
-    ] = 0.0,
+        float | None,
+        typer.Option(
+            help="The score that an answer must exceed; by default the model's own, or 0. -inf "
+            "always gives an answer.",
+            show_default=False,
+        ),
+    ] = None,
     window: Annotated[
         int | None, typer.Option(help="The number of tokens in each window of the text.")
     ] = None,
@@ -197,7 +201,7 @@ def answer(
     """Answer questions with parts of a text of any length, or report that it has no answer."""
     from regard.tasks.question_answering import answer as run
 
-    if math.isnan(threshold):
+    if threshold is not None and math.isnan(threshold):
         raise InputError("--threshold is a number, not nan.")
     if context is not None and file is not None:
         raise InputError("Give --context or --file, not both.")
@@ -207,12 +211,12 @@ def answer(
         attended=attended, device=terminal.device(device), precision=precision,
     )  # fmt: skip
     for record in records:
-        remark = None
+        remark = f"confidence {record.confidence:.2f}"
         if record.span is not None:
             start, end = record.span
             around = " ".join(document[max(start - 40, 0) : end + 40].split())
             place = f"characters {start} to {end}"
-            remark = f"{place}, probability {record.probability:.2f}: … {around} …"
+            remark = f"{remark}, {place}: … {around} …"
         _show(record, as_json, remark)
 
 

@@ -141,7 +141,9 @@ def _scorer(
     if kind is Question:
         questions = cast("Sequence[Question]", records)[:limit]
         table = Table(window_columns(questions, tokenizer, data.length), {})
-        return AnswerScorer(questions, table, tokenizer, tokens, evaluation.always_answer)
+        return AnswerScorer(
+            questions, table, tokenizer, tokens, evaluation.always_answer, evaluation.threshold
+        )
     columns, size = text_columns(cast("Sequence[str]", records), tokenizer)
     flat, temperature = columns["text"].flat, evaluation.temperature
     return TextScorer(flat, size, data.length, data.context, tokens, temperature)
@@ -178,4 +180,6 @@ def own_settings(bundle: Bundle) -> dict[str, Any]:
         assert not isinstance(strategy, Sample)
         decoding = {"num_beams": 1} | asdict(strategy)
         result |= {f"evaluation.{name}": decoding[name] for name in DECODING if name in decoding}
+    if threshold := tasks.get(task or "", {}).get("threshold"):
+        result["evaluation.threshold"] = threshold
     return result

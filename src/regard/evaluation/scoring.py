@@ -25,6 +25,8 @@ from regard.errors import InputError
 from regard.evaluation import losses, metrics
 from regard.evaluation.settings import WRITTEN, Evaluation
 from regard.text.tokenizer import Tokenizer
+from regard.text.windows import in_window
+from regard.text.words import sentence_numbers
 
 Progress = Callable[[int, int], None]  # called with the number done and the total
 
@@ -127,6 +129,13 @@ def _by_length(lengths: Tensor, tokens: int) -> ByLength:
 # -------------------------------------------------------------------------- question answering
 
 
+class _Context(NamedTuple):
+    """The tokens of a context."""
+
+    offsets: Sequence[tuple[int, int]]  # in characters
+    sentences: list[int]  # the number of each token's sentence
+
+
 @dataclass
 class AnswerScorer:
     """The loss on all windows of questions, and the scores of the best answer to each question.
@@ -139,7 +148,9 @@ class AnswerScorer:
     tokenizer: Tokenizer
     tokens: int = 2048
     always_answer: bool = False
+    threshold: float = 0.0  # an answer must score more than this; no answer scores 0
     outputs: list[str] = field(default_factory=list)  # the outputs of the latest call
+    _contexts: dict[str, _Context] = field(default_factory=dict)
 
     unit = "questions"
 
@@ -161,7 +172,14 @@ class AnswerScorer:
             logits = losses.answer_logits(model, batch)
             nats += losses.answer_loss(logits, batch)
             facts = table["facts"].gather(rows.rows, 5, 0).tolist()
-            spans = best_spans(*logits, batch.possible)
+            lengths = table["ids"].lengths_of(rows.rows).tolist()
+            width = batch.ids.shape[1]
+            sentence = torch.tensor([
+                in_window(self._context(number).sentences, split, offset, length)
+                + [0] * (width - length)
+                for (number, split, offset, *_), length in zip(facts, lengths, strict=True)
+            ])  # fmt: skip
+            spans = best_spans(*logits, batch.possible, sentence.to(device))
             columns = (part.tolist() for part in (spans.better, spans.first, spans.last))
             for (number, split, offset, *_), margin, first, last in zip(
                 facts, *columns, strict=True
@@ -175,12 +193,18 @@ class AnswerScorer:
         exact, f1 = metrics.answered(self.outputs, references)
         return {"loss": float(nats) / (2 * len(table)), "exact": exact, "f1": f1}
 
+    def _context(self, number: int) -> _Context:
+        text = self.questions[number].context
+        if text not in self._contexts:
+            offsets = self.tokenizer.encode(text, special=False).offsets
+            self._contexts[text] = _Context(offsets, sentence_numbers(text, offsets))
+        return self._contexts[text]
+
     def _answer(self, number: int, margin: float, first: int, last: int) -> str:
-        if margin <= 0 and not self.always_answer:
+        if margin <= self.threshold and not self.always_answer:
             return ""
-        context = self.questions[number].context
-        offsets = self.tokenizer.encode(context, special=False).offsets
-        return context[offsets[first][0] : offsets[last][1]]
+        offsets = self._context(number).offsets
+        return self.questions[number].context[offsets[first][0] : offsets[last][1]]
 
 
 # --------------------------------------------------------------------------- language modelling

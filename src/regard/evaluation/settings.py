@@ -61,6 +61,9 @@ class Evaluation:
         False,
         only=QUESTION_TASKS,
     )
+    threshold: float = key(
+        "the score that an answer must exceed; no answer scores 0", 0.0, only=QUESTION_TASKS
+    )
     tokenize: str = key(
         "the tokenization of BLEU (none: for tokenized text)",
         "13a",

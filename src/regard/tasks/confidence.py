@@ -80,6 +80,14 @@ def _check_numbers(bundle: Bundle, given: object, *names: str) -> None:
     )
 
 
+def own_threshold(bundle: Bundle, task: str) -> float:
+    """The score that an answer of a model must exceed, as its config.json says; 0 by default."""
+    threshold = bundle.tasks.get(task, {}).get("threshold", 0.0)
+    if not isinstance(threshold, int | float) or not math.isfinite(threshold):
+        raise CheckpointError(f"{bundle.name}: threshold = {threshold!r} is not a number.")
+    return float(threshold)
+
+
 def trust(chance: float, doubts: Iterable[str] = (), unsure: Sequence[str] = ()) -> Trust:
     """The trust in a result of this probability, with other reasons against it.
 

@@ -20,13 +20,13 @@ from regard.mechanism.seeing import See
 from regard.models.bundle import Bundle, Name, Precision
 from regard.models.model import pad
 from regard.tasks.attended import mean_rows
-from regard.tasks.confidence import chance, trust
+from regard.tasks.confidence import chance, own_threshold, trust
 from regard.tasks.defaults import open_model
 from regard.tasks.records import Answer, WordAttention
 from regard.tasks.writing import Check, no_check, one_or_many
 from regard.text.tokenizer import Encoded
-from regard.text.windows import Window, windows
-from regard.text.words import words
+from regard.text.windows import Window, in_window, windows
+from regard.text.words import sentence_numbers, words
 
 TASK = "question answering"  # the task's name in a recipe
 WINDOW = 384  # tokens; most question answering models were trained with this length
@@ -38,7 +38,7 @@ def answer(
     context: str | Sequence[str],
     *,
     model: Name = "answer",
-    threshold: float = 0.0,
+    threshold: float | None = None,
     window: int | None = None,
     batch: int = 16,
     attended: bool = True,
@@ -49,8 +49,9 @@ def answer(
     """Answer a question with a part of a context, or report that the context has no answer.
 
     Several questions share one context, or each has its own. ``model`` is a BERT for question
-    answering. A context of any length is read in windows of ``window`` tokens. An answer must score
-    more than ``threshold`` (no answer scores 0); with ``-math.inf`` there is always an answer.
+    answering. A context of any length is read in windows of ``window`` tokens. An answer is part of
+    one sentence, and must score more than ``threshold`` (no answer scores 0). By default, that is
+    the model's own threshold, or 0. With ``-math.inf`` there is always an answer.
     ``attended`` returns the attention weights of the question's words on the context's words.
     :mod:`regard.tasks` describes the other options.
 
@@ -63,7 +64,9 @@ def answer(
     bundle = open_model(model, "answer", device, precision)
     check = check or no_check
     at_least("answer(batch=...)", batch, 1)
-    if not (is_number(threshold) or threshold in (-math.inf, math.inf)):
+    if threshold is None:
+        threshold = own_threshold(bundle, TASK)
+    elif not (is_number(threshold) or threshold in (-math.inf, math.inf)):
         raise InputError(f"answer(threshold=...) is a number, not {threshold!r}.")
     contexts = [context] * len(questions) if isinstance(context, str) else _as_texts(context)
     if len(contexts) != len(questions):
@@ -81,6 +84,9 @@ def answer(
             f"{bundle.name} reads windows of 8 to {bundle.window} tokens, not {window}."
         )
     encoded = {text: _encode(bundle, text) for text in dict.fromkeys((*questions, *contexts))}
+    numbers = {
+        text: sentence_numbers(text, encoded[text].offsets) for text in dict.fromkeys(contexts)
+    }
     ends = {"first": bundle.tokenizer.id("[CLS]"), "last": bundle.tokenizer.id("[SEP]")}
     rows = [
         (number, part)
@@ -92,7 +98,8 @@ def answer(
     for low in range(0, len(rows), batch):
         check()
         some = rows[low : low + batch]
-        spans = _read(bundle, [part for _, part in some])
+        sentences = [numbers[contexts[number]] for number, _ in some]
+        spans = _read(bundle, [part for _, part in some], sentences)
         for (number, part), *values in zip(some, *(v.tolist() for v in spans), strict=True):
             score, probability, first, last = values
             if number not in best or score > best[number].score:
@@ -175,11 +182,17 @@ def _batch(bundle: Bundle, parts: Sequence[Window]) -> _Batch:
     return _Batch(ids, token_types.long(), possible, padding)
 
 
-def _read(bundle: Bundle, parts: Sequence[Window]) -> Spans:
+def _read(bundle: Bundle, parts: Sequence[Window], sentences: Sequence[list[int]]) -> Spans:
+    """The best spans of windows, given the sentence of each token of their contexts."""
     batch = _batch(bundle, parts)
+    width = batch.ids.shape[1]
+    sentence = torch.tensor([
+        in_window(numbers, part.split, part.offset, len(part.ids)) + [0] * (width - len(part.ids))
+        for part, numbers in zip(parts, sentences, strict=True)
+    ])  # fmt: skip
     with torch.inference_mode():
         start, end = bundle.model(batch.ids, token_types=batch.token_types, padding=batch.padding)
-        return best_spans(start, end, batch.possible)
+        return best_spans(start, end, batch.possible, sentence.to(start.device))
 
 
 def _attended(

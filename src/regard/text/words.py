@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import unicodedata
-from collections.abc import Callable, Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from functools import cache
@@ -224,6 +225,22 @@ def _is_abbreviation(near: str, text: str, following: int) -> bool:
         return False
     numbered = text[following].isdigit() and _BEFORE_NUMBER.search(near)
     return bool(numbered or _SHORT.search(near))
+
+
+def sentence_numbers(text: str, spans: Iterable[tuple[int, int]]) -> list[int]:
+    r"""Return the number of the sentence in which each span of characters starts.
+
+    A line that begins with a small letter continues the sentence of the line before it.
+
+    >>> sentence_numbers("It has three\nhearts. Why?", [(0, 2), (13, 19), (21, 24)])
+    [0, 0, 1]
+    """
+    starts, before = list[int](), 0
+    for low, high in sentences(text):
+        if not (text[low].islower() and starts and text.count("\n", before, low) == 1):
+            starts.append(low)
+        before = high
+    return [max(bisect_right(starts, low) - 1, 0) for low, _ in spans]
 
 
 def spans_of(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[Span]:

@@ -193,7 +193,9 @@ def scorer(
         held_out = list(records(data, getattr(data, part), kind, Report()))
         if kind is Question:
             questions = cast("list[Question]", held_out)
-            return AnswerScorer(questions, table, tokenizer, tokens, settings.always_answer)
+            return AnswerScorer(
+                questions, table, tokenizer, tokens, settings.always_answer, settings.threshold
+            )
         names = next((names for names in _DECODED_TOGETHER if settings.metric in names), ())
         pairs = group_targets(cast("list[Pair]", held_out))[: examples or None]
         return PairScorer(pairs, tokenizer, settings, names, data.length, table, tokens)

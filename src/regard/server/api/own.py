@@ -191,8 +191,12 @@ class Answer(Request):
     question: Annotated[str, Field(max_length=limits.MAX_QUESTION), HasWords]
     context: Document
     threshold: Annotated[
-        float, Field(description="The score that an answer must exceed; no answer scores 0.")
-    ] = 0.0
+        float | None,
+        Field(
+            description="The score that an answer must exceed; no answer scores 0. By default, the "
+            "model's own, or 0."
+        ),
+    ] = None
     model: Name = "answer"
     attended: ReturnsAttended = True
     svg: Svg = False
