@@ -30,6 +30,7 @@ from helpers.command import (
     until,
 )
 from helpers.hub_server import Hub
+from helpers.library_models import library_folder, library_model
 from helpers.random_models import random_marian
 from helpers.sentencepiece_files import marian
 from regard import (
@@ -43,6 +44,10 @@ from regard import (
 from regard.checkpoints import downloading, downloads, hub
 from regard.checkpoints.recommended import RECOMMENDED
 from regard.models.registry import row_named
+
+pytest.importorskip(
+    "huggingface_hub", minversion="1", reason="NOT TESTED: huggingface_hub is older than 1"
+)
 
 NAME = "Helsinki-NLP/opus-mt-en-fr"
 CARD = b"---\nlicense: apache-2.0\n---\n# opus\n"
@@ -445,6 +450,31 @@ def test_every_recommended_architecture_runs_in_its_tasks(
                 [row] = records(command, *words, "--model", model.short)
                 assert row["model"] == model.short
     assert {command for command, *_ in commands} <= set(row_named(architecture).serves)
+
+
+@pytest.mark.slow
+def test_another_architecture_is_looked_into_and_its_code_runs_only_on_request(
+    server: Hub, tmp_path: Path
+) -> None:
+    folder = library_folder(tmp_path / "llama", "llama")
+    library_model("llama").save_pretrained(folder, max_shard_size="4KB")
+    (folder / "model.safetensors").unlink()
+    folders.edit(
+        folder, architectures=["Mine"], auto_map={"AutoModelForCausalLM": "modeling_mine.Mine"}
+    )
+    (folder / "modeling_mine.py").write_text(
+        "from transformers import LlamaForCausalLM\n\nclass Mine(LlamaForCausalLM):\n    pass\n"
+    )
+    server.model("some.body/small-2.5").commit_folder(folder)
+    shown = printed("get", "some.body/small-2.5", "--yes")
+    assert "task          none of regard's; look and watch through transformers" in shown
+    assert "modeling_mine.py: runs only with --trust-remote-code" in shown
+    assert len(list(Path(shown.splitlines()[-1]).glob("model-0*.safetensors"))) > 2
+    words = ("look", "small-2.5", "The cat sat.")
+    one_line(regard(*words), "code of its own")
+    assert "Mine" in printed(*words, "--trust-remote-code")
+    [row] = [row for row in records("models") if row["origin"] == "downloaded"]
+    assert (row["name"], row["task"]) == ("some.body/small-2.5", "")
 
 
 def test_what_is_no_model_is_refused(server: Hub, opus: dict[str, bytes]) -> None:

@@ -15,69 +15,40 @@ class Recommended:
 
     name: str  # on the hub
     architecture: str  # in config.json
-    does: str  # what it adds to the shipped models
-    parameters: int
-    size: int  # bytes of the files that are downloaded, to two digits
+    tasks: str
     licence: str
+    parameters: int
+    size: int  # bytes that are downloaded
 
     @property
     def short(self) -> str:
         return self.name.rpartition("/")[2]
 
 
-_MARIAN, _T5 = "MarianMTModel", "T5ForConditionalGeneration"
-_BERT, _GPT2 = "BertForQuestionAnswering", "GPT2LMHeadModel"
+def _table() -> tuple[Recommended, ...]:
+    marian, t5 = "MarianMTModel", "T5ForConditionalGeneration"
+    bert, gpt2 = "BertForQuestionAnswering", "GPT2LMHeadModel"
+    apache, by = "apache-2.0", "cc-by-4.0"
+    rows = (  # with millions of parameters, and megabytes
+        ("Helsinki-NLP/opus-mt-en-fr", marian, "translate en to fr", apache, 75, 300),
+        ("Helsinki-NLP/opus-mt-en-de", marian, "translate en to de", by, 74, 300),
+        ("Helsinki-NLP/opus-mt-fr-en", marian, "translate fr to en", apache, 75, 300),
+        ("Helsinki-NLP/opus-mt-de-en", marian, "translate de to en", apache, 74, 300),
+        ("google-t5/t5-small", t5, "summarize, translate", apache, 61, 240),
+        ("google-t5/t5-base", t5, "summarize, translate", apache, 223, 890),
+        ("google/flan-t5-small", t5, "summarize, translate", apache, 77, 310),
+        ("google/flan-t5-base", t5, "summarize, translate", apache, 248, 990),
+        ("deepset/bert-base-cased-squad2", bert, "answer", by, 108, 430),
+        ("distilbert/distilgpt2", gpt2, "complete", apache, 82, 350),
+        ("openai-community/gpt2", gpt2, "complete", "mit", 124, 550),
+    )
+    return tuple(
+        Recommended(name, kind, tasks, licence, millions * 10**6, megabytes * 10**6)
+        for name, kind, tasks, licence, millions, megabytes in rows
+    )
 
-RECOMMENDED = (
-    Recommended(
-        "Helsinki-NLP/opus-mt-en-fr", _MARIAN, "English to French", 75_100_000, 300_000_000,
-        "apache-2.0",
-    ),
-    Recommended(
-        "Helsinki-NLP/opus-mt-en-de", _MARIAN, "English to German", 74_400_000, 300_000_000,
-        "cc-by-4.0",
-    ),
-    Recommended(
-        "Helsinki-NLP/opus-mt-fr-en", _MARIAN, "French to English", 75_100_000, 300_000_000,
-        "apache-2.0",
-    ),
-    Recommended(
-        "Helsinki-NLP/opus-mt-de-en", _MARIAN, "German to English", 74_400_000, 300_000_000,
-        "apache-2.0",
-    ),
-    Recommended(
-        "google-t5/t5-small", _T5, "summaries of news; English to French and German", 60_500_000,
-        240_000_000, "apache-2.0",
-    ),
-    Recommended(
-        "google-t5/t5-base", _T5, "summaries of news; English to French and German", 222_900_000,
-        890_000_000, "apache-2.0",
-    ),
-    Recommended(
-        "google/flan-t5-small", _T5, "summaries; English to French and German", 77_000_000,
-        310_000_000, "apache-2.0",
-    ),
-    Recommended(
-        "google/flan-t5-base", _T5, "summaries; English to French and German", 247_600_000,
-        990_000_000, "apache-2.0",
-    ),
-    Recommended(
-        "deepset/bert-base-cased-squad2", _BERT, "answers, and says when there is none",
-        107_700_000, 430_000_000, "cc-by-4.0",
-    ),
-    Recommended(
-        "google-bert/bert-large-uncased-whole-word-masking-finetuned-squad", _BERT,
-        "answers, but cannot say that there is none", 334_100_000, 1_300_000_000, "apache-2.0",
-    ),
-    Recommended(
-        "distilbert/distilgpt2", _GPT2, "completion of English text", 81_900_000, 350_000_000,
-        "apache-2.0",
-    ),
-    Recommended(
-        "openai-community/gpt2", _GPT2, "completion of English text", 124_400_000, 550_000_000,
-        "mit",
-    ),
-)  # fmt: skip
+
+RECOMMENDED = _table()
 
 
 def full_name(name: str) -> str:

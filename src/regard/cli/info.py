@@ -82,12 +82,12 @@ def models(
         typer.echo(f"{count} {origin}: {place}")
     if others:
         typer.echo("\nRecommended, and not here yet. To download one: regard get NAME\n")
-        table = terminal.table("name", "does", "parameters", "size", "licence",
+        table = terminal.table("name", "tasks", "parameters", "size", "licence",
                                numbers=["parameters", "size"])  # fmt: skip
         for other in others:
             parameters = f"{other.parameters / 1e6:,.0f} M"
             size = f"{other.size / 1e6:,.0f} MB"
-            table.add_row(other.short, other.does, parameters, size, other.licence)
+            table.add_row(other.short, other.tasks, parameters, size, other.licence)
         terminal.show(table)
 
 
