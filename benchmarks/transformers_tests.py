@@ -23,7 +23,7 @@ from typing import Any
 from measure import RESULTS, argument_parser, environment
 
 ROOT = Path(__file__).parent.parent
-LIMIT = 1800  # seconds for the tests of one family
+LIMIT = 1800  # seconds for the tests of one family, unless --limit says otherwise
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "bert", "roberta", "distilbert",
     "albert", "electra", "deberta_v2", "bart", "mbart", "pegasus", "marian", "t5", "gpt2",
@@ -42,7 +42,9 @@ LEFT_OUT = (
 Rows = dict[str, dict[str, Any]]
 
 
-def run(source: Path, tests: list[str], watch: bool, processes: int) -> tuple[Rows, bool]:
+def run(
+    source: Path, tests: list[str], watch: bool, processes: int, limit: int
+) -> tuple[Rows, bool]:
     """Run tests or files of them; what the plugin wrote, by test, and whether all ended."""
     with tempfile.TemporaryDirectory() as folder:
         calls = Path(folder) / "calls.jsonl"
@@ -61,7 +63,7 @@ def run(source: Path, tests: list[str], watch: bool, processes: int) -> tuple[Ro
         ended = True
         try:
             subprocess.run(
-                command, cwd=source, env=os.environ | settings, timeout=LIMIT, check=False,
+                command, cwd=source, env=os.environ | settings, timeout=limit, check=False,
                 stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
@@ -75,12 +77,12 @@ def run(source: Path, tests: list[str], watch: bool, processes: int) -> tuple[Ro
         return rows, ended
 
 
-def compare(source: Path, family: str, processes: int) -> dict[str, Any]:
+def compare(source: Path, family: str, processes: int, limit: int) -> dict[str, Any]:
     """What the tests of one family found."""
     file = f"tests/models/{family}/test_modeling_{family}.py"
-    watched, ended = run(source, [file], watch=True, processes=processes)
+    watched, ended = run(source, [file], watch=True, processes=processes, limit=limit)
     failed = [test for test, row in watched.items() if row["outcome"] == "failed"]
-    plain = run(source, failed, watch=False, processes=processes)[0] if failed else {}
+    plain = run(source, failed, watch=False, processes=processes, limit=limit)[0] if failed else {}
     different = [test for test, row in plain.items() if row["outcome"] == "passed"]
     outcomes = Counter(row["outcome"] for row in watched.values())
     counts: Counter[str] = Counter()
@@ -128,13 +130,14 @@ def main() -> None:
     parser.add_argument("families", nargs="*", default=FAMILIES)
     parser.add_argument("--output", type=Path, default=RESULTS / "transformers_tests.jsonl")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--limit", type=int, default=LIMIT)
     options = parser.parse_args()
     suffix = environment() | {
         "transformers": version("transformers"),
         "source": _commit(options.source),
     }
     for family in options.families:
-        row = compare(options.source, family, options.processes)
+        row = compare(options.source, family, options.processes, options.limit)
         print(json.dumps(row, indent=1), flush=True)
         with options.output.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row | suffix) + "\n")

@@ -378,7 +378,11 @@ def watched_tests() -> str:
     rows = _watched_tests()
     numbers = [_test_numbers(row) for row in rows]
     lines = [
-        (row["family"], *(f"{number:,}" for number in counted), _largest([row]))
+        (
+            f"{row['family']}{'' if row['ended'] else ' (a part)'}",
+            *(f"{number:,}" for number in counted),
+            _largest([row]),
+        )
         for row, counted in zip(rows, numbers, strict=True)
     ]
     sums = [f"{sum(column):,}" for column in zip(*numbers, strict=True)]
