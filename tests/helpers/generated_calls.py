@@ -30,7 +30,17 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 LENGTHS = (1, 2, 3, 5, 5, 17, 17, 0)
 LONG = (63, 111, 257)  # drawn less often; shorter and longer than a backend's blocks of rows
 FLAGS = dict.fromkeys(
-    ("lse", "entropy", "peak", "max_logit", "distance", "received", "weights"), True
+    (
+        "lse",
+        "entropy",
+        "peak",
+        "max_logit",
+        "distance",
+        "distance_variance",
+        "received",
+        "weights",
+    ),
+    True,
 )
 LAYOUTS = ("plain", "sliced", "transposed", "strided", "expanded")
 

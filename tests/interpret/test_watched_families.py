@@ -20,7 +20,10 @@ from regard.mechanism.seeing import Seen
 
 pytestmark = of_five("has other configurations")
 
-ALL = See(entropy=True, peak=True, distance=True, received=True, top=3, map=3, weights=True)
+ALL = See(
+    entropy=True, peak=True, distance=True, distance_variance=True, received=True, top=3, map=3,
+    weights=True,
+)  # fmt: skip
 DECODERS = (
     "gpt2", "llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe", "gemma", "gemma2",
     "gemma3_text", "phi", "phi3", "olmo2", "cohere", "granite", "gpt_neox", "opt", "stablelm",
@@ -53,7 +56,8 @@ def statistics_of(weights: Tensor) -> dict[str, Tensor]:
     return {
         "entropy": -torch.xlogy(weights, weights).sum(-1) - torch.xlogy(sink, sink),
         "peak": weights.amax(-1),
-        "distance": (weights * apart).sum(-1),
+        "distance": (mean := (weights * apart).sum(-1)),
+        "distance_variance": (weights * (apart - mean[..., None]) ** 2).sum(-1) + sink * mean**2,
         "received": weights.sum(-2),
         "top_weights": weights.topk(min(3, keys)).values,
     }
@@ -75,7 +79,7 @@ def consistent(seen: Seen, distance: bool = True) -> None:
     assert seen.weights is not None
     found = seen.to_dict()
     for name, expected in statistics_of(seen.weights.double()).items():
-        if name == "distance" and not distance:
+        if name.startswith("distance") and not distance:
             continue
         actual = found[name][..., : expected.shape[-1]].double()
         torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5, msg=name)

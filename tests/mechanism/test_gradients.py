@@ -58,6 +58,7 @@ FIELDS: dict[str, See] = {
     "rows": See(rows=[2, 0]),
     "map": See(map=(2, 2)),
     "distance": See(distance=True),
+    "distance_variance": See(distance_variance=True),
     "weights": See(weights=True),
 }
 

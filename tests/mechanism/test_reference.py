@@ -127,6 +127,15 @@ def fields(actual: Looked, rows: list[int]) -> dict[str, object]:
             sum(w * abs(i + offset - j) for j, w in enumerate(row)) for i, row in enumerate(ws)
         ],
     )
+
+    def variance(row: list[float], place: int) -> float:
+        mean = sum(w * abs(place - j) for j, w in enumerate(row))
+        return sum(w * (abs(place - j) - mean) ** 2 for j, w in enumerate(row))
+
+    each(
+        "distance_variance",
+        lambda ws, _: [variance(row, i + offset) for i, row in enumerate(ws)],
+    )
     each("received", lambda ws, _: [sum(row[j] for row in ws) for j in range(keys)])
     each("rows", lambda ws, _: [ws[i] for i in rows])
     each("map", lambda ws, ss: cells(ws, ss, peak=False))

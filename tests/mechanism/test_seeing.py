@@ -13,6 +13,8 @@ from safetensors.torch import save_file
 
 from helpers.generated_calls import FLAGS
 from regard import Causal, InputError, See, Seen, attention
+from regard.mechanism.backends import triton
+from regard.mechanism.call import check
 from regard.mechanism.geometry import Extent
 from regard.mechanism.seeing import Deferred, Joining
 
@@ -30,7 +32,7 @@ def test_repr_is_short_and_says_what_was_seen(seen: Seen) -> None:
     assert lines[0] == "Seen: 2 x 3 heads, 5 queries, 5 keys"
     names = [line.split()[0] for line in lines[1:]]
     assert {"lse", "entropy", "received", "map", "top_weights", "weights"} <= set(names)
-    assert len(lines) <= 13
+    assert len(lines) <= 14
     assert max(map(len, lines)) <= 80
     entropy = next(line for line in lines if "entropy" in line)
     assert "2 x 3 x 5" in entropy
@@ -52,6 +54,24 @@ def test_html_has_a_row_for_each_field(seen: Seen) -> None:
     assert page.count("<tr>") == 1 + len(repr(seen).splitlines()) - 1
     for name in ("entropy", "received", "map_peak"):
         assert f"<td>{name}</td>" in page
+
+
+@pytest.mark.parametrize("backend", ["reference", "tiled", "native"])
+def test_the_variance_of_a_far_distance_keeps_its_digits(backend: str) -> None:
+    queries, keys = 1100, 1000  # two keys with the same weight, three positions apart
+    query, key = torch.ones(1, 1, queries, 2), torch.zeros(1, 1, keys, 2)
+    key[:, :, [500, 503]] = 80
+    see = See(distance=True, distance_variance=True)
+    _, seen = attention(query, key, key, see=see, query_start=2**20, backend=backend)
+    assert seen.distance[0, 0, :2].tolist() == [2**20 - 501.5, 2**20 - 500.5]
+    assert seen.distance_variance.unique().tolist() == [2.25]
+
+
+def test_the_gpu_kernels_refuse_the_variance_by_name() -> None:
+    x, see = torch.zeros(1, 1, 4, 16), See(distance_variance=True)
+    call = check(x, x, x, None, None, None, None, 0.0, see)
+    assert "do not compute distance_variance" in str(triton.unsupported(call))
+    assert triton.unsupported(replace(call, see=See(distance=True))) is None
 
 
 def test_chosen_heads_are_saved_with_their_numbers(seen: Seen, tmp_path: Path) -> None:

@@ -12,7 +12,10 @@ from torch.autograd import gradcheck, gradgradcheck
 
 from regard import Causal, InputError, Padding, See, attention, why
 
-SEE = See(lse=True, entropy=True, peak=True, received=True, sink=True, weights=True)
+SEE = See(
+    lse=True, entropy=True, peak=True, received=True, sink=True, weights=True, distance=True,
+    distance_variance=True,
+)  # fmt: skip
 
 
 def inputs(dtype: torch.dtype = torch.float64) -> list[Tensor]:
@@ -37,6 +40,14 @@ def test_a_sink_is_one_more_column_without_a_value() -> None:
     torch.testing.assert_close(seen.entropy, torch.special.entr(weights).sum(-1))
     torch.testing.assert_close(seen.peak, weights[..., :-1].amax(-1))
     torch.testing.assert_close(seen.received, weights[..., :-1].sum(-2))
+    apart = (torch.arange(4)[:, None] - torch.arange(4)).abs()
+    apart = torch.cat((apart, torch.zeros(4, 1)), dim=-1)  # the sink is at distance 0
+    mean = (weights * apart).sum(-1)
+    variance = (weights * apart**2).sum(-1) - mean**2
+    torch.testing.assert_close(seen.distance, mean.masked_fill(~allowed.any(-1)[:, None], 0))
+    torch.testing.assert_close(
+        seen.distance_variance, variance.masked_fill(~allowed.any(-1)[:, None], 0)
+    )
 
 
 @pytest.mark.parametrize("sink", [-200.0, 200.0])

@@ -24,6 +24,7 @@ PANELS = (
     ("entropy", "Entropy", "nats"),
     ("peak", "Largest weight", "of the weight"),
     ("distance", "Distance", "tokens"),
+    ("distance_variance", "Variance of the distance", "tokens squared"),
     ("sink", "Sink", "of the weight"),
     ("received", "First key", "of the weight"),
     ("max_logit", "Largest score", "before the softmax"),

@@ -82,9 +82,9 @@ class Watched(Convertible, Mapping[str, list[Seen]]):
     ) -> Picture:
         """An overview of all heads or, with ``layer`` and ``head``, a map of one head.
 
-        The overview has a panel for each of these fields that was recorded: entropy, peak, distance
-        and sink, as means over all queries; received, as the mean weight on the first key; and
-        max_logit, as its maximum.
+        The overview has a panel for each of these fields that was recorded: entropy, peak,
+        distance, distance_variance and sink, as means over all queries; received, as the mean
+        weight on the first key; and max_logit, as its maximum.
 
         The map shows the weights or, where they were not recorded, the pooled map. ``layer`` is a
         name or the number of a recorded layer. ``call`` and ``batch`` choose the call and the text

@@ -104,6 +104,7 @@ class See:
     peak: bool = False
     max_logit: bool = False
     distance: bool = False
+    distance_variance: bool = False
     sink: bool = False
     received: bool = False
     top: int = 0
@@ -150,6 +151,11 @@ class See:
     def requested(self) -> list[str]:
         """The names of the requested fields."""
         return [f.name for f in fields(self) if getattr(self, f.name) not in (False, 0, (), None)]
+
+    @property
+    def uses_positions(self) -> bool:
+        """Whether a field depends on the positions of the queries."""
+        return self.distance or self.distance_variance
 
     @property
     def of_backend(self) -> See | None:
@@ -272,6 +278,7 @@ class Seen(Convertible):
     peak: Tensor | None = None  # [b, h, q] the largest weight
     max_logit: Tensor | None = None  # [b, h] the largest score before the softmax
     distance: Tensor | None = None  # [b, h, q] weighted mean distance to the keys, in positions
+    distance_variance: Tensor | None = None  # [b, h, q] its variance; a sink is at distance 0
     sink: Tensor | None = None  # [b, h, q] the weight of the sink
     received: Tensor | None = None  # [b, h, k] the weight on each key, summed over queries
     top: Top | None = None  # weights and keys, [b, h, q, top] each
@@ -386,7 +393,9 @@ class Seen(Convertible):
 
     def __repr__(self) -> str:
         lines = [f"Seen: {self.sizes}"]
-        lines += [f"  {name:<12} {shape:<20} {text}" for name, shape, text in self._summary()]
+        parts = list(self._summary())
+        width = max([12, *(len(name) for name, *_ in parts)])
+        lines += [f"  {name:<{width}} {shape:<20} {text}" for name, shape, text in parts]
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -426,12 +435,15 @@ class Deferred(Seen):
 
 _FIELDS = [f.name for f in fields(Seen) if f.name not in ("extent", "heads")]
 _BY_QUERY = (
-    "lse", "entropy", "peak", "distance", "top_weights", "top_keys", "rows", "pairs", "weights",
+    "lse", "entropy", "peak", "distance", "distance_variance", "top_weights", "top_keys", "rows",
+    "pairs", "weights",
 )  # fmt: skip
 _POOLED = ("map", "map_peak")
 # The names of the dimensions of each tensor after batch and head; see _dimensions() for scores.
 _DIMENSIONS: dict[str, tuple[str, ...]] = {
-    **dict.fromkeys(("lse", "entropy", "peak", "distance", "sink"), ("query",)),
+    **dict.fromkeys(
+        ("lse", "entropy", "peak", "distance", "distance_variance", "sink"), ("query",)
+    ),
     "max_logit": (),
     "received": ("key",),
     **dict.fromkeys(("top_weights", "top_keys"), ("query", "rank")),
@@ -476,7 +488,7 @@ def zeros(see: See, extent: Extent, dtype: torch.dtype) -> dict[str, Tensor]:
     heads, queries, keys = (extent.batch, extent.heads), extent.queries, extent.keys
     grid = grid_of(see, extent) if see.map is not None else ()
     shapes: dict[str, tuple[int, ...]] = {
-        **dict.fromkeys(("lse", "entropy", "peak", "distance"), (queries,)),
+        **dict.fromkeys(("lse", "entropy", "peak", "distance", "distance_variance"), (queries,)),
         "received": (keys,),
         "rows": (len(see.rows), keys),
         "pairs": (len(see.pairs or ()),),
@@ -509,13 +521,14 @@ def observe(
     """Compute every requested field from the scores and weights [batch, heads, q, k] of a tile.
 
     No query of the tile may attend to keys outside of it. Scores are -inf and weights 0 where the
-    mask forbids a key. ``lse`` is -inf for a query without keys, with or without ``sinks``. Fields
-    that combine queries (received, map, max_logit) cover only the queries of the tile;
-    :class:`Joining` combines tiles.
+    mask forbids a key. ``lse`` is -inf for a query without keys, with or without ``sinks``, scores
+    that broadcast to [batch, heads, q]. Fields that combine queries (received, map, max_logit)
+    cover only the queries of the tile; :class:`Joining` combines tiles.
     """
     extent, device = tile.extent, weights.device
     columns = tile.columns
     attends = lse > -math.inf  # [b, h, q]
+    log_sink = None if sinks is None else (sinks.to(lse.dtype) - lse).masked_fill(~attends, 0)
     values: dict[str, Tensor] = {}
 
     def all_keys(part: Tensor) -> Tensor:
@@ -528,17 +541,24 @@ def observe(
         log_weights = scores - lse.masked_fill(~attends, 0)[..., None]
         log_weights = log_weights.masked_fill(scores == -math.inf, 0)
         values["entropy"] = -(weights * log_weights).sum(-1)
-        if sinks is not None:
-            log_sink = (sinks.to(lse.dtype)[:, None] - lse).masked_fill(~attends, 0)
+        if log_sink is not None:
             values["entropy"] = values["entropy"] - log_sink.exp() * log_sink
     if see.peak:
         values["peak"] = weights.amax(-1) if columns else torch.zeros_like(lse)
     if see.max_logit:
         empty = scores.new_full(scores.shape[:2], -math.inf)
         values["max_logit"] = scores.flatten(2).amax(-1) if tile.rows and columns else empty
-    if see.distance:
+    if see.uses_positions:
         distance = (tile.query_positions() - tile.key_positions()).abs()
-        values["distance"] = (weights * distance).sum(-1)
+        mean = (weights * distance).sum(-1)
+        if see.distance:
+            values["distance"] = mean
+        if see.distance_variance:
+            # Not the mean of squares minus the square of the mean, which loses all digits far away.
+            variance = (weights * (distance - mean[..., None]).square()).sum(-1)
+            if log_sink is not None:
+                variance = variance + log_sink.exp() * mean.square()
+            values["distance_variance"] = variance
     if see.received:
         values["received"] = all_keys(weights.sum(-2))
     if see.top:

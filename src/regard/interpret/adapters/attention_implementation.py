@@ -459,7 +459,7 @@ def attend(
             output = attention(query, key, value, **given)
     else:
         see = See(weights=True) if watcher is None else watcher.see
-        if see.distance and isinstance(mask, Tensor) and causal:
+        if see.uses_positions and isinstance(mask, Tensor) and causal:
             # In a static cache the keys after the last query are unfilled.
             last = mask[..., -1, :].reshape(-1, keys).any(0).nonzero()
             given["query_start"] = int(last.max()) + 1 - queries if len(last) else None

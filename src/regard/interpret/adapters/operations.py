@@ -340,7 +340,7 @@ class _Observer:
 
         def see(fields: See) -> Seen:
             nonlocal output
-            call = self._described(frame, fields.distance, **given)
+            call = self._described(frame, fields.uses_positions, **given)
             computed, seen = call.run(fields)
             if computed is not None and replaces:
                 output = computed.reshape(*given["query"].shape[:-1], computed.shape[-1])
@@ -560,17 +560,13 @@ def _from_weights(see: See, scores: Tensor, weights: Tensor, heads: int) -> Seen
             )
     raw, visible = _masked(scores[..., :keys], weights, lowest)
     lse = torch.cat((raw, sink), -1).logsumexp(-1)
-    start = _query_start(visible) if see.distance else None
+    start = _query_start(visible) if see.uses_positions else None
     batch, count, queries, _ = weights.shape
     extent = Extent(batch, count, queries, keys, weights.device, tuple(start) if start else None)
     see.check(extent)
     joining = Joining(see, extent)
     tile = Tile(extent, range(extent.queries), range(keys))
-    values = observe(see, tile, raw, weights, lse, None)
-    if sink.numel() and see.entropy:
-        log_sink = sink[..., 0] - lse
-        values["entropy"] = values["entropy"] - log_sink.exp() * log_sink
-    joining.add(values)
+    joining.add(observe(see, tile, raw, weights, lse, sink[..., 0] if sink.numel() else None))
     seen = joining.seen()
     if see.sink:
         seen.sink = (sink[..., 0] - lse).exp() if sink.numel() else torch.zeros_like(lse)

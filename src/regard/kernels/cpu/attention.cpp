@@ -5,7 +5,7 @@
 //     output       = exponentials V / total, where total is their sum over the keys of a row
 //     weights      = exponentials / total
 //
-// The fields (entropy, peak, distance, single weights, received, map) come from the weights.
+// The fields (entropy, peak, distance and its variance, single weights, received, map) come from the weights.
 //
 //     Q [batch, heads, queries, width]            V      [batch, key_heads, keys, value_width]
 //     K [batch, key_heads, keys, width]           output [batch, heads, queries, value_width]
@@ -56,7 +56,7 @@ struct Task {
     int64_t bias_heads;           // heads, or batch * heads
     int64_t bias_length;          // queries - 1 + keys + padding to whole vectors
     void *output;                 // [batch, heads, queries, value_width]
-    float *lse, *entropy, *peak, *highest, *distance;  // [batch, heads, queries]; highest score
+    float *lse, *entropy, *peak, *highest, *distance, *distance_variance;  // [batch, heads, queries]
     float *received;              // [batch, heads, chunks, keys]
     float *map, *map_peak;        // [batch, heads, map_rows, map_columns]: sums; maxima
     const int32_t *places;        // [queries]: the index of a row in `kept`, or -1
@@ -299,7 +299,13 @@ class Worker {
         if (task.lse) task.lse[index] = empty ? -INFINITY : shift + std::log(row_total);
         if (task.peak) task.peak[index] = std::exp(highest - shift) * inverse[row];
         if (task.entropy) task.entropy[index] = entropy < 0 ? 0 : entropy;
-        if (task.distance) task.distance[index] = summed_distance(row) * inverse[row];
+        if (task.distance || task.distance_variance) {
+            const float mean = summed_distance(row) * inverse[row];
+            if (task.distance) task.distance[index] = mean;
+            if (task.distance_variance)
+                task.distance_variance[index] =
+                    (summed_deviation(row, mean) + sink_power * mean * mean) * inverse[row];
+        }
         write_requested(row, at);
         for (size_t rank = 0; rank < top_scores.size(); ++rank) {
             const int64_t entry = index * task.top + rank;
@@ -346,14 +352,26 @@ class Worker {
 
     // The sum of |position of the query - key| times the row's exponentials.
     float summed_distance(int64_t row) const {
-        const int32_t position = int32_t(first_row + row) + task.starts[head / task.heads];
+        Floats total = {};
+        for (int64_t j = 0; j < key_count; j += LANES)
+            total += distances(row, j) * load(scores + row * layout.score_stride + j);
+        return sum(total);
+    }
+
+    // The sum of the squared differences of these distances from their mean.
+    float summed_deviation(int64_t row, float mean) const {
         Floats total = {};
         for (int64_t j = 0; j < key_count; j += LANES) {
-            const Ints apart = consecutive(first_key + j) - position;
-            const Floats distance = __builtin_convertvector(apart < 0 ? -apart : apart, Floats);
-            total += distance * load(scores + row * layout.score_stride + j);
+            const Floats apart = distances(row, j) - mean;
+            total += apart * apart * load(scores + row * layout.score_stride + j);
         }
         return sum(total);
+    }
+
+    Floats distances(int64_t row, int64_t j) const {
+        const int32_t position = int32_t(first_row + row) + task.starts[head / task.heads];
+        const Ints apart = consecutive(first_key + j) - position;
+        return __builtin_convertvector(apart < 0 ? -apart : apart, Floats);
     }
 
     void write_output(int64_t row) const {

@@ -33,8 +33,8 @@ class Task(ctypes.Structure):
         *[(name, ctypes.c_void_p) for name in ("low", "high", "starts", "bias")],
         *[(name, ctypes.c_int64) for name in ("bias_heads", "bias_length")],
         *[(name, ctypes.c_void_p) for name in (
-            "output", "lse", "entropy", "peak", "highest", "distance", "received", "map",
-            "map_peak", "places", "kept", "pair_first", "pair_keys", "pairs",
+            "output", "lse", "entropy", "peak", "highest", "distance", "distance_variance",
+            "received", "map", "map_peak", "places", "kept", "pair_first", "pair_keys", "pairs",
             "top_weights", "top_keys", "packed_keys", "packed_values", "scratch",
         )],
     ]  # fmt: skip

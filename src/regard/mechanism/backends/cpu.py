@@ -30,8 +30,6 @@ MAX_CHUNKS = 32  # the maximum number of chunks of a head
 MIN_CHUNK_ROWS = 64
 PADDED_KEYS = 32  # the kernel may read this far beyond the last key
 
-_BY_QUERY = ("lse", "entropy", "peak", "distance")
-
 
 def unavailable() -> str | None:
     library = build.library()

@@ -47,8 +47,8 @@ def attend(call: Call, rows: range, columns: range) -> tuple[Tensor, dict[str, T
     empty = (highest == -math.inf).expand(*raw.shape[:-1], 1)  # queries that may attend to no key
     inputs = raw.masked_fill(empty, 0)
     if call.sinks is not None:
-        sinks = call.sinks.to(raw.dtype)[:, None, None].expand(*raw.shape[:-1], 1)
-        inputs = torch.cat((inputs, sinks), dim=-1)
+        column = call.sinks.to(raw.dtype)[:, None, None].expand(*raw.shape[:-1], 1)
+        inputs = torch.cat((inputs, column), dim=-1)
     weights = inputs.softmax(-1)[..., : len(columns)].masked_fill(empty, 0)
     if allowed is not None:
         weights = weights.masked_fill(~allowed, 0)  # in a row of NaN, forbidden keys get weight 0
@@ -66,7 +66,8 @@ def attend(call: Call, rows: range, columns: range) -> tuple[Tensor, dict[str, T
     fields = {}
     if call.see is not None:
         lse = inputs.logsumexp(-1).masked_fill(empty[..., 0], -math.inf)
-        fields = observe(call.see, tile, raw, weights, lse, call.sinks)
+        sinks = None if call.sinks is None else call.sinks[:, None]
+        fields = observe(call.see, tile, raw, weights, lse, sinks)
     return output.to(call.query.dtype), fields
 
 

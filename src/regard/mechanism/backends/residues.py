@@ -21,8 +21,8 @@ from regard.mechanism.masks import And, Causal, Dilated, Mask, Segments, Window
 from regard.mechanism.seeing import Pairs, See, Seen
 
 _AXES = {
-    "lse": "q", "entropy": "q", "peak": "q", "distance": "q", "top_weights": "q", "top_keys": "q",
-    "received": "k", "rows": " k", "weights": "qk",
+    "lse": "q", "entropy": "q", "peak": "q", "distance": "q", "distance_variance": "q",
+    "top_weights": "q", "top_keys": "q", "received": "k", "rows": " k", "weights": "qk",
 }  # fmt: skip
 
 
@@ -48,6 +48,8 @@ class Sorted:
             fields[name] = tensor
         if "distance" in fields:
             fields["distance"] = fields["distance"] * self.step
+        if "distance_variance" in fields:
+            fields["distance_variance"] = fields["distance_variance"] * self.step**2
         if "top_keys" in fields and len(self.keys):
             places = fields["top_keys"]
             fields["top_keys"] = torch.where(places < 0, -1, self.keys[places.clamp(min=0).long()])
@@ -62,7 +64,9 @@ def sort(call: Call) -> Sorted | None:
         return None
     step, within = dilated
     aligned = extent.offset == 0 and extent.queries == extent.keys
-    if step > extent.queries or (see and (see.map is not None or (see.distance and not aligned))):
+    if step > extent.queries or (
+        see and (see.map is not None or (see.uses_positions and not aligned))
+    ):
         return None
 
     offset, device = extent.offset, extent.device

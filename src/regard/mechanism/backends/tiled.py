@@ -153,20 +153,20 @@ def step(call: Call, see: See) -> tuple[Tensor, Seen | None]:
             scores += call.bias.tile(tile)
         if call.mask is not None:
             scores.masked_fill_(~call.mask.tile(tile), -math.inf)
-        inputs = scores
+        inputs, sinks = scores, None
         if call.sinks is not None:
-            sinks = call.sinks.to(dtype)[:, None, None].expand(batch, -1, queries, 1)
-            inputs = torch.cat((scores, sinks), dim=-1)
+            sinks = call.sinks[:, None].to(dtype).expand(batch, -1, queries)
+            inputs = torch.cat((scores, sinks[..., None]), dim=-1)
         weights = inputs.softmax(-1)[..., : len(columns)]
         output = weights.reshape(batch, -1, groups * queries, len(columns)) @ value
         # Not finite: a query without keys, or an input that is not, which a mask must keep out.
         if not math.isfinite(output.sum(dtype=torch.float32).item()):
             return by_rows(call)
         lse = inputs.logsumexp(-1)
-        if call.sinks is not None:  # all of the weight is on the sink
+        if sinks is not None:  # all of the weight is on the sink
             lse.masked_fill_(scores.amax(-1) == -math.inf, -math.inf)
         joining = Joining(see, extent)
-        joining.add(observe(see, tile, scores, weights, lse, call.sinks))
+        joining.add(observe(see, tile, scores, weights, lse, sinks))
         output = output.view(batch, heads, queries, -1).to(call.query.dtype)
         return output, joining.seen()
 
@@ -302,8 +302,9 @@ class _Stream:
             scores.sub_(shift)
         torch.exp(scores, out=powers)
         torch.sum(powers, -1, keepdim=True, out=total)
-        if self.sinks is not None:
-            total += (self.sinks[wide] - shift).exp_()
+        sink = None if self.sinks is None else (self.sinks[wide] - shift).exp_()
+        if sink is not None:
+            total += sink
         inverse = total.reciprocal()
         if closed or bias is not None:
             inverse.masked_fill_(total == 0, 0)
@@ -322,7 +323,7 @@ class _Stream:
             for part in [split] if bias is not None else fringes:
                 part.clamp_(min=least)  # 0 * (-inf) counts as 0
             torch.sum(scores.mul_(powers), -1, out=self.fields["entropy"][place])
-        self._see(call.see, tile, place, scores, powers, inverse)
+        self._see(call.see, tile, place, scores, powers, inverse, sink)
 
     def _shift(self, highest: Tensor, heads: slice = slice(None)) -> Tensor:
         """The number subtracted from each row's scores; finite, so that -inf minus it is -inf."""
@@ -367,16 +368,24 @@ class _Stream:
         spare: Tensor,  # [h, q, k], a buffer to overwrite
         powers: Tensor,  # [h, q, k]
         inverse: Tensor,  # [h, q, 1]
+        sink: Tensor | None,  # [h, q, 1], the power of the sink
     ) -> None:
         """Compute the fields that need single weights."""
         fields, (batch, heads, _) = self.fields, place
         columns = slice(tile.columns.start, tile.columns.stop)
-        if see.distance:
+        if see.uses_positions:
             distance = (tile.query_positions() - tile.key_positions()).abs()
             if distance.dim() == 4:  # each sequence has positions of its own
                 distance = distance[batch]
             mean = torch.mul(powers, distance, out=spare).sum(-1, keepdim=True) * inverse
-            fields["distance"][place] = mean[..., 0]
+            if see.distance:
+                fields["distance"][place] = mean[..., 0]
+            if see.distance_variance:
+                squares = torch.sub(distance, mean, out=spare).square_().mul_(powers)
+                total = squares.sum(-1, keepdim=True)
+                if sink is not None:
+                    total += sink * mean.square()
+                fields["distance_variance"][place] = (total * inverse)[..., 0]
         if isinstance(see.pairs, Pairs):
             places, rows, keys = see.pairs.of(tile)
             picked = Pairs.pick(powers, rows, keys) * inverse[:, rows, 0]

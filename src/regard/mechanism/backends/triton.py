@@ -63,6 +63,8 @@ def unsupported(call: Call) -> str | None:
         return f"batch times heads is more than {MAX_HEADS}."
     if call.scale < 0:
         return "the kernels need a scale of 0 or more."
+    if call.see is not None and call.see.distance_variance:
+        return "the kernels do not compute distance_variance, which needs the mean of a row first."
     if not key_ranges(call.mask):
         return "the mask is not one range of keys for each query."
     if not isinstance(call.bias, Alibi | RelativeBuckets | RelativeContent | None):
