@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from regard.models.bundle import Bundle, open_bundle
-from regard.tasks.reverse import Reversal, surprises
+from regard.tasks.reverse import Reversal, surprises, tag_prefix
 from regard.tasks.writing import write
 
 BATCH = 32
@@ -64,10 +64,10 @@ def store(file: Path, rows: Sequence[Judged]) -> None:
 def translate_again(bundle: Bundle, rows: Sequence[Judged]) -> None:
     """Translate all sources, and forget the verdicts of translations that have changed."""
     how, _ = bundle.settings(None).resolve(None, None)
-    sources = [f">>{row.target_language}<< {row.source}" for row in rows]
+    sources = [tag_prefix(row.target_language) + row.source for row in rows]
     found = write(bundle, sources, how, MAX_NEW_TOKENS, BATCH)
     reversals = [
-        Reversal(row.source, written.text, (f">>{row.source_language}<< ",))
+        Reversal(row.source, written.text, (row.source_language,))
         for row, written in zip(rows, found, strict=True)
     ]
     for row, written, back in zip(rows, found, surprises(bundle, reversals, BATCH), strict=True):

@@ -49,6 +49,7 @@ from regard.interpret.word_alignment import log_probabilities
 from regard.models.bundle import open_bundle
 from regard.models.conversion import convert
 from regard.models.model import pad
+from regard.tasks import translation
 from regard.tasks.attended import read_weights
 from regard.tasks.completion import stream_completion
 from regard.tasks.confidence import (
@@ -59,7 +60,7 @@ from regard.tasks.confidence import (
     trust,
 )
 from regard.tasks.reverse import UNSURE, Reversal, surprises
-from regard.tasks.segments import continued, parts
+from regard.tasks.segments import continued, lost_names, parts, protected
 from regard.tasks.writing import write
 from regard.text.windows import windows
 from regard.text.words import Span, sentence_numbers, sentences, words
@@ -262,10 +263,11 @@ def test_a_calibration_turns_scores_into_probabilities(made: Path, tmp_path: Pat
 
 def test_a_source_word_that_its_translation_lacks_is_named() -> None:
     bundle = open_bundle("translate")
-    english, german, french = (f">>{tag}<< " for tag in ("eng", "deu", "fra"))
+    english, german, french = "eng", "deu", "fra"
 
-    def surprised(source: str, text: str, *prefixes: str) -> tuple[float, tuple[str, ...]]:
-        [found] = surprises(bundle, [Reversal(source, text, prefixes)], 2)
+    def surprised(source: str, text: str, *languages: str) -> tuple[float, tuple[str, ...]]:
+        [found] = surprises(bundle, [Reversal(source, text, languages)], 2)
+        assert found.language in languages
         return found.total, found.unsure
 
     garden = ("The dog sleeps in the garden.", "Le chien dort dans le jardin.")
@@ -275,7 +277,7 @@ def test_a_source_word_that_its_translation_lacks_is_named() -> None:
     assert total > 2
     # It is the log-probability of the word's tokens, beyond the threshold.
     model, text = bundle.model, bundle.tokenizer
-    prompt = text.encode(f"{english}Le chien dort dans le château.", special=False).ids
+    prompt = text.encode(">>eng<< Le chien dort dans le château.", special=False).ids
     source = text.encode(garden[0], special=False)
     [likely] = log_probabilities(model, [[*prompt, model.config.end_token]], source.ids)
     within = [
@@ -292,9 +294,49 @@ def test_a_source_word_that_its_translation_lacks_is_named() -> None:
     assert both[0] == pytest.approx(surprised(*hund, german)[0], abs=1e-3)
     assert surprises(bundle, [], 2) == []
     many = [Reversal(*garden, (english,)), Reversal(*hund, (french, german))]
-    assert [found.unsure for found in surprises(bundle, many, 1)] == [(), ("Garten",)]
+    assert [(found.language, found.unsure) for found in surprises(bundle, many, 1)] == [
+        ("eng", ()),
+        ("deu", ("Garten",)),
+    ]
     endless = Reversal("cat " * 3000, "chat " * 3000, (english,))  # beyond the model's positions
     assert surprises(bundle, [endless], 2)[0].total >= 0
+
+
+def test_a_name_that_leaves_no_trace_is_lost() -> None:
+    source = "Yesterday Anna told Fatulayeva, Rome and the Xanthi : Come, Tom ."
+    assert lost_names(source, "Hier, anna a dit Rom.", source.replace(",", "").split()) == [
+        "Fatulayeva", "Xanthi", "Tom",
+    ]  # fmt: skip
+    assert lost_names(source, "Hier.", ["Tom"]) == ["Tom"]
+    assert protected("Write to Tom at tom@a.org.", ["Tom", "org"]).held == (
+        ("XX1", "Tom"),
+        ("XX2", "tom@a.org"),
+    )
+
+
+def test_a_lost_name_is_translated_again_with_a_placeholder(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where the model loses names, as it does here in the first of two translations."""
+    read: list[str] = []
+
+    def losing(bundle, sources, *args):
+        read.extend(sources)
+        found = write(bundle, sources, *args)
+        return [replace(each, text=each.text.replace("Zuzana", "la")) for each in found]
+
+    monkeypatch.setattr(translation, "write", losing)
+    found = translate("Yesterday I saw Zuzana in the garden.", "fr")
+    assert read == [
+        ">>fra<< Yesterday I saw Zuzana in the garden.",
+        ">>fra<< Yesterday I saw XX1 in the garden.",
+    ]
+    assert "Zuzana" in found.text
+    assert "Zuzana" in found.attended.keys
+    assert not any("Zuzana" in reason for reason in found.reasons)
+    read.clear()
+    assert "Zuzana" not in translate("Gestern sah ich Zuzana im Garten.", "en").text
+    assert len(read) == 1  # German nouns have capitals, too
 
 
 def test_a_low_probability_names_words_of_the_source() -> None:

@@ -26,43 +26,49 @@ MOST_WORDS = 3  # that are named
 
 @dataclass(frozen=True, slots=True)
 class Reversal:
-    """A translation, its source, and the prefixes of the languages that the source may be in."""
+    """A translation, its source, and the tags of the languages that the source may be in."""
 
     source: str
     translation: str
-    prefixes: tuple[str, ...]
+    languages: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Surprise:
     """How improbable a source is given its translation."""
 
+    language: str  # of the source: the one in which it is the most probable
     total: float  # by how much the words are less probable than UNSURE, in nats
     unsure: tuple[str, ...]  # the words that the translation may lack, in their order
+
+
+def tag_prefix(language: str) -> str:
+    """The prefix of a source that is translated into a language, such as ">>fra<< "."""
+    return f">>{language}<< "
 
 
 def surprises(
     bundle: Bundle, reversals: Sequence[Reversal], batch: int, check: Check | None = None
 ) -> list[Surprise]:
-    """The surprise of each source, in the language in which it is the smallest."""
-    owners = [at for at, each in enumerate(reversals) for _ in each.prefixes]
-    prompts = [encode(bundle, p + each.translation) for each in reversals for p in each.prefixes]
+    """The surprise of each source, in the language in which it is the most probable."""
     read = bundle.tokenizer.target.encode_all([each.source for each in reversals], special=False)
-    targets = [read[owner].ids for owner in owners]
-    best: list[Tensor | None] = [None] * len(reversals)
+    owners = [(at, tag) for at, each in enumerate(reversals) for tag in each.languages]
+    prompts = [encode(bundle, tag_prefix(tag) + reversals[at].translation) for at, tag in owners]
+    targets = [read[at].ids for at, _ in owners]
     found = _log_probabilities(bundle, prompts, targets, batch, check or no_check)
-    for owner, likely in zip(owners, found, strict=True):
-        before = best[owner]
-        if before is None or likely.sum() > before.sum():
-            best[owner] = likely
+    best: dict[int, tuple[str, Tensor]] = {}
+    for (at, tag), likely in zip(owners, found, strict=True):
+        if at not in best or likely.sum() > best[at][1].sum():
+            best[at] = tag, likely
     return [
-        _surprise(each.source, encoded.offsets, likely)
-        for each, encoded, likely in zip(reversals, read, best, strict=True)
-        if likely is not None
+        _surprise(each.source, encoded.offsets, *best[at])
+        for at, (each, encoded) in enumerate(zip(reversals, read, strict=True))
     ]
 
 
-def _surprise(source: str, offsets: Sequence[tuple[int, int]], likely: Tensor) -> Surprise:
+def _surprise(
+    source: str, offsets: Sequence[tuple[int, int]], language: str, likely: Tensor
+) -> Surprise:
     values = list(zip(offsets, (-likely).tolist(), strict=False))  # the model's window may end them
     copied = copied_spans(source)
     total, found = 0.0, list[tuple[float, Span]]()
@@ -75,7 +81,7 @@ def _surprise(source: str, offsets: Sequence[tuple[int, int]], likely: Tensor) -
         if beyond > 0 and not is_frequent(word):
             found.append((beyond, span))
     worst = sorted(span for _, span in sorted(found, reverse=True)[:MOST_WORDS])
-    return Surprise(total, tuple(dict.fromkeys(source[low:high] for low, high in worst)))
+    return Surprise(language, total, tuple(dict.fromkeys(source[low:high] for low, high in worst)))
 
 
 def _overlap(one: tuple[int, int], other: tuple[int, int]) -> bool:

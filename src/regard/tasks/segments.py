@@ -7,12 +7,12 @@ the sentence is read again with a placeholder instead of each such string.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from regard.text.copied import copied_spans
 from regard.text.languages import is_frequent
-from regard.text.words import Span, sentences
+from regard.text.words import Span, sentences, words
 
 _PLACEHOLDER = "XX{}"  # models copy it; capitals do not change it
 _PLACEHOLDERS = re.compile(r"XX\d+")
@@ -29,6 +29,7 @@ _CUTS = (
     r"(?<=[,)])\s+",
     r"\s+",
 )
+SAME_BEGINNING = 3  # letters
 LONG_WORD = 6  # letters; a shorter word in capitals that stands alone is taken for an acronym
 
 
@@ -149,9 +150,40 @@ def plain(text: str, ordinary: Callable[[str], bool]) -> Segment:
     return Segment(text, read, True, shielded.held)
 
 
-def protected(text: str) -> Segment:
-    """A sentence with a placeholder instead of each string that has to be copied."""
+def lost_names(source: str, written: str, unsure: Collection[str]) -> list[str]:
+    """The words of ``unsure`` that are names, by their capitals, and left no trace in ``written``.
+
+    The first word of a sentence may have a capital anyway. Names that are spelled otherwise in
+    the other language begin alike.
+
+    >>> lost_names("Hi Tom, Rome is big.", "Hallo, Rom ist groß.", ["Hi", "Tom", "Rome", "big"])
+    ['Tom']
+    """
+    beginnings = {_beginning(written[low:high]) for low, high in words(written)}
+    return [
+        source[low:high]
+        for low, high in words(source)
+        if source[low].isupper()
+        and source[low:high] in unsure
+        and re.search(r"[\w,;]\s$", source[:low])
+        and _beginning(source[low:high]) not in beginnings
+    ]
+
+
+def _beginning(word: str) -> str:
+    return word[:SAME_BEGINNING].casefold()
+
+
+def protected(text: str, names: Collection[str] = ()) -> Segment:
+    """A sentence with a placeholder instead of each name and string that has to be copied."""
     spans = copied_spans(text)
+    spans += [
+        span
+        for span in words(text)
+        if text[span.start : span.end] in names
+        and not any(low < span.end and span.start < high for low, high in spans)
+    ]
+    spans.sort()
     first = 1
     while any(_PLACEHOLDER.format(first + at) in text for at in range(len(spans))):
         first += len(spans)
@@ -168,8 +200,8 @@ def _in_capitals(text: str) -> bool:
     """Whether all words outside copied strings are in capitals, and they are no acronym."""
     for low, high in reversed(copied_spans(text)):
         text = text[:low] + " " + text[high:]
-    words = re.findall(r"[^\W\d_]+", text)
-    long = [word for word in words if len(word) > 1]
+    found = re.findall(r"[^\W\d_]+", text)
+    long = [word for word in found if len(word) > 1]
     if not long or any(word != word.upper() or word == word.lower() for word in long):
         return False
-    return len(long) > 1 or len(words) > 1 or len(long[0]) >= LONG_WORD
+    return len(long) > 1 or len(found) > 1 or len(long[0]) >= LONG_WORD

@@ -2,7 +2,8 @@
 
 A sentence whose translation lacks a string that has to be copied is translated again with
 placeholders (``segments.py``). A model that also translates back says how much of the source the
-translation carries (``reverse.py``).
+translation carries (``reverse.py``). A name that is lost is translated again with a placeholder,
+too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -30,11 +31,12 @@ from regard.tasks.confidence import (
 )
 from regard.tasks.defaults import open_model
 from regard.tasks.records import Translation
-from regard.tasks.reverse import Reversal, Surprise, surprises
-from regard.tasks.segments import Segment, continued, parts, pieces, plain, protected
+from regard.tasks.reverse import Reversal, Surprise, surprises, tag_prefix
+from regard.tasks.segments import Segment, continued, lost_names, parts, pieces, plain, protected
 from regard.tasks.writing import Check, Written, encode, one_or_many, write
 from regard.text.copied import missing, only_copied
 from regard.text.languages import (
+    has_capital_nouns,
     is_frequent,
     language_name,
     language_of,
@@ -91,11 +93,12 @@ def translate(
 
     cut, translated = list[list[Span]](), list[list[_Piece]]()
     for text in texts:
+        back = _languages_back(bundle, text, source, language)
         divided = [parts(text, span, lambda part: fits(segment(part))) for span in pieces(text)]
         cut.append([span for spans in divided for span in spans])
         translated.append(
             [
-                _Piece(segment(text[low:high]), parts=len(spans))
+                _Piece(segment(text[low:high]), parts=len(spans), back=back)
                 for spans in divided
                 for low, high in spans
             ]
@@ -113,19 +116,35 @@ def translate(
 
     for each, written in zip(read, written_for([each.segment for each in read]), strict=True):
         each.written = written
+
+    def tried(shielded: Sequence[tuple[_Piece, Segment]]) -> list[tuple[_Piece, _Piece]]:
+        """Each piece with its translation by placeholders, if that has all of them."""
+        short = [(each, segment) for each, segment in shielded if fits(segment)]
+        found = zip(short, written_for([segment for _, segment in short]), strict=True)
+        return [
+            (each, replace(each, segment=segment, written=written))
+            for (each, segment), written in found
+            if segment.all_held(written.text)
+        ]
+
     lost = [(each, protected(each.segment.text)) for each in read if each.lost]
-    again = [(each, shielded) for each, shielded in lost if fits(shielded)]
-    rewritten = written_for([shielded for _, shielded in again])
-    for (each, shielded), written in zip(again, rewritten, strict=True):
-        if shielded.all_held(written.text):
-            each.segment, each.written = shielded, written
+    for each, other in tried(lost):
+        each.segment, each.written = other.segment, other.written
+    _reverse(bundle, read, batch, check)
+    unnamed = [
+        (each, protected(each.segment.text, names)) for each in read if (names := each.lost_names)
+    ]
+    named = tried(unnamed)
+    _reverse(bundle, [other for _, other in named], batch, check)
+    for each, other in named:
+        if _trust(bundle, other, language).confidence > _trust(bundle, each, language).confidence:
+            each.segment, each.written, each.surprise = other.segment, other.written, other.surprise
     seen = [each for each in read if attended or each.segment.stressed]
     sources = [each.segment.read for each in seen]
     outputs = [each.written for each in seen if each.written is not None]
     weights = read_weights(bundle, prefix, sources, outputs, batch, check)
     for each, found in zip(seen, weights, strict=True):
         each.weights = found
-    _reverse(bundle, texts, translated, source, language, batch, check)
     records = []
     for text, spans, own in zip(texts, cut, translated, strict=True):
         if check is not None:
@@ -162,6 +181,7 @@ class _Piece:
 
     segment: Segment
     parts: int = 1  # of the sentence, which is cut if the model cannot read all of it at once
+    back: tuple[str, ...] = ()  # the languages that the model translates back into
     written: Written | None = None
     weights: CrossWeights | None = None
     surprise: Surprise | None = None  # None if the model does not translate back
@@ -184,6 +204,15 @@ class _Piece:
         held = self.written is None or self.segment.all_held(self.written.text)
         return not held or bool(missing(self.segment.text, self.text))
 
+    @property
+    def lost_names(self) -> list[str]:
+        """The names that the translation lost, where names are told by their capitals."""
+        if self.written is None or self.surprise is None or self.segment.stressed:
+            return []
+        if has_capital_nouns(self.surprise.language):
+            return []
+        return lost_names(self.segment.read, self.written.text, self.surprise.unsure)
+
     def _stressed(self) -> list[Span]:
         """The word of the translation that attended most to each word in capitals."""
         if self.weights is None or not self.segment.stressed:
@@ -204,35 +233,33 @@ def _trust(bundle: Bundle, piece: _Piece, language: str | None) -> Trust:
     doubts = list(doubts_about_translation(source, piece.text, language))
     if piece.parts > 1:
         doubts.append(f"a long sentence was cut into {piece.parts} parts")
-    total, unsure = (None, ()) if piece.surprise is None else astuple(piece.surprise)
-    likely = chance(bundle, TASK, score, math.exp(score), total)
+    back = piece.surprise
+    likely = chance(bundle, TASK, score, math.exp(score), None if back is None else back.total)
+    unsure = () if back is None else back.unsure
     return trust(likely, doubts, [piece.segment.restored(word) for word in unsure])
 
 
-def _reverse(
-    bundle: Bundle,
-    texts: Sequence[str],
-    translated: Sequence[Sequence[_Piece]],
-    source: str | None,
-    language: str | None,
-    batch: int,
-    check: Check | None,
-) -> None:
-    """Set the surprise of each translated piece, if the model and its calibration have that."""
+def _languages_back(
+    bundle: Bundle, text: str, source: str | None, language: str | None
+) -> tuple[str, ...]:
+    """The languages that a text may be in, if the model and its calibration know the way back."""
     if language is None or "reversed" not in calibration(bundle, TASK):
-        return
+        return ()
     directions = _directions(bundle)
     back = [one for one, to in directions if to == language and (language, one) in directions]
-    found, reversals = list[_Piece](), list[Reversal]()
-    for text, own in zip(texts, translated, strict=True):
-        told = source or language_of(text)
-        known = [one for one in back if told is not None and same_language(one, told)]
-        prefixes = tuple(map(_tag_prefix, known or back))
-        for each in own:
-            if each.written is not None and prefixes:
-                found.append(each)
-                reversals.append(Reversal(each.segment.read, each.written.text, prefixes))
-    for each, surprise in zip(found, surprises(bundle, reversals, batch, check), strict=True):
+    told = source or language_of(text)
+    return tuple(one for one in back if told is not None and same_language(one, told)) or (*back,)
+
+
+def _reverse(bundle: Bundle, translated: Sequence[_Piece], batch: int, check: Check | None) -> None:
+    """Set the surprise of each translated piece whose model translates back."""
+    pairs = [
+        (each, Reversal(each.segment.read, each.written.text, each.back))
+        for each in translated
+        if each.written is not None and each.back
+    ]
+    found = surprises(bundle, [reversal for _, reversal in pairs], batch, check)
+    for (each, _), surprise in zip(pairs, found, strict=True):
         each.surprise = surprise
 
 
@@ -289,11 +316,7 @@ def _prefix(
             )
         return "", None, None
     tag = _chosen(bundle, to, tags)
-    return _tag_prefix(tag), tag, None
-
-
-def _tag_prefix(tag: str) -> str:
-    return f">>{tag}<< "
+    return tag_prefix(tag), tag, None
 
 
 def _directions(bundle: Bundle) -> list[tuple[str, str]]:

@@ -78,6 +78,15 @@ def language_name(language: str) -> str:
     return names[0].title() if names else language
 
 
+def has_capital_nouns(language: str) -> bool:
+    """Return whether a language writes all nouns with a capital, so that it does not tell names.
+
+    >>> has_capital_nouns("deu"), has_capital_nouns("fr")
+    (True, False)
+    """
+    return same_language(language, "de")
+
+
 def is_frequent(word: str) -> bool:
     """Return whether a word is among the most frequent ones of a language.
 
