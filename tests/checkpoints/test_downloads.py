@@ -150,6 +150,10 @@ def test_a_server_that_never_answers_is_given_up(server: Hub, opus: dict[str, by
     server.busy = [503] * 99
     with pytest.raises(CheckpointError, match=r"could not be downloaded from .*503.*continues"):
         get(NAME)
+    server.busy.clear()
+    server.wrong["model.safetensors"] = b""
+    with pytest.raises(CheckpointError, match=r"no more than 0 bytes of model\.safetensors"):
+        get(NAME)
 
 
 def test_after_ctrl_c_nothing_is_half_there_and_the_next_download_continues(

@@ -9,6 +9,7 @@ Weights are safetensors alone, and no code is run.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import time
@@ -47,7 +48,7 @@ _COMMIT = re.compile(r"[0-9a-f]{40}")
 _CONVERTER = "SFconvertbot"  # the hub's own account, which offers safetensors as pull requests
 _SECONDS = 30.0  # to wait for the hub
 _ATTEMPTS = 5  # without a byte, before a file is given up
-_PAUSE = 1.0  # seconds before another attempt
+_PAUSE = 1.0  # seconds before another attempt, doubled for each after it
 _PASSING = (408, 429, 500, 502, 503, 504)  # HTTP statuses after which another attempt may succeed
 _PARTS = ".partial"  # the folder of downloads that are not complete
 
@@ -230,8 +231,8 @@ def download(plan: Plan, show: Show | None = None) -> Path:
     if plan.here:
         return plan.folder
     parts = _parts(plan.name, plan.revision)
-    parts.mkdir(parents=True, exist_ok=True)
     with _alone(parts), _hub_errors(plan.name, plan.revision):
+        parts.mkdir(exist_ok=True)
         _check_space(plan, parts)
         done, pins = 0, {}
         for wanted in plan.files:
@@ -256,6 +257,7 @@ def _alone(parts: Path) -> Iterator[None]:
     """Keep other processes from the same download."""
     from filelock import FileLock, Timeout
 
+    parts.parent.mkdir(parents=True, exist_ok=True)
     file = FileLock(parts.with_name(f"{parts.name}.lock"))
     try:
         with file.acquire(timeout=0):
@@ -288,10 +290,11 @@ def _complete(plan: Plan, wanted: Wanted, parts: Path, tell: Callable[[int], Non
     right = wanted.digest in (sha256, git) and (before is None or before.sha256 == sha256)
     if not right:
         file.unlink()
+        expected = wanted.digest if before is None else before.sha256
         raise CheckpointError(
-            f"{wanted.name} of {plan.name} is not what it should be: its SHA-256 is {sha256}, and "
-            f"{wanted.digest if before is None else before.sha256} was expected. It is removed. "
-            "Try once more; if it happens again, do not use this model."
+            f"{wanted.name} of {plan.name} is not what it should be: its SHA-256 is {sha256} and "
+            f"its hash in Git {git}, but {expected} was expected. It is removed. Try once more; if "
+            "it happens again, do not use this model."
         )
     tell(wanted.size)
     return Pin(wanted.size, file.stat().st_mtime_ns, sha256)
@@ -307,6 +310,7 @@ def _receive(plan: Plan, wanted: Wanted, file: Path, tell: Callable[[int], None]
     url = hf_hub_url(plan.name, wanted.name, revision=plan.revision)
     headers = {**build_hf_headers(), "Accept-Encoding": "identity"}  # so that ranges count bytes
     failures = 0
+    error: Exception
     while (have := file.stat().st_size if file.exists() else 0) < wanted.size or not file.exists():
         tell(have)
         ranged = {"Range": f"bytes={have}-"} if have else {}
@@ -316,15 +320,20 @@ def _receive(plan: Plan, wanted: Wanted, file: Path, tell: Callable[[int], None]
             ) as response:
                 hf_raise_for_status(response)
                 _append(response, file, have, wanted, tell)
-        except (httpx.TransportError, HfHubHTTPError) as error:
-            answer = error.response if isinstance(error, HfHubHTTPError) else None
-            if answer is not None and answer.status_code not in _PASSING:
+            error = CheckpointError(f"The hub sent no more than {have:,} bytes of {wanted.name}.")
+        except httpx.TransportError as failure:
+            error = failure
+        except HfHubHTTPError as failure:
+            if failure.response.status_code not in _PASSING:
                 raise
-            progress = file.exists() and file.stat().st_size > have
-            failures = 0 if progress else failures + 1
-            if failures == _ATTEMPTS:
-                raise
-            time.sleep(_PAUSE)
+            error = failure
+        if file.exists() and file.stat().st_size > have:
+            failures = 0
+            continue
+        failures += 1
+        if failures == _ATTEMPTS:
+            raise error
+        time.sleep(_PAUSE * 2**failures)
 
 
 def _append(
@@ -339,6 +348,8 @@ def _append(
             if count > wanted.size:
                 break  # the hash will be wrong
             tell(count)
+        opened.flush()
+        os.fsync(opened.fileno())
 
 
 def _publish(parts: Path, folder: Path) -> None:
