@@ -13,6 +13,7 @@ from helpers.command import PATIENCE, START, one_line, printed, records, regard,
 from regard import Greedy, answer, complete, summarize, translate
 from regard.checkpoints import cards
 from regard.cli import main, texts
+from regard.decoding.settings import Settings
 
 
 def test_translate_lines_in_their_order(made: Path, tmp_path: Path) -> None:
@@ -106,7 +107,7 @@ def test_answer_says_where(made: Path, tmp_path: Path) -> None:
 
 def test_complete_writes_the_text_on(made: Path) -> None:
     model = made / "gpt2"
-    found = complete("The cat", model=model, how=Greedy(), max_new_tokens=7)
+    found = complete("The cat", model=model, how=Settings(temperature=0), max_new_tokens=7)
     options = ["--model", model, "--temperature", 0, "--max-new-tokens", 7]
     assert printed("complete", "The cat", *options) == f"The cat{found.text}\n"
     [record] = records("complete", *options, given="The cat\n")

@@ -14,6 +14,7 @@ import pytest
 import regard
 from helpers.browser import Page, browser
 from helpers.command import serving, until
+from regard.decoding.settings import Settings
 
 CAT = "The cat sat on the mat."
 VIEWS = ("translate", "summarize", "answer", "complete", "look", "explain")
@@ -191,7 +192,7 @@ def test_a_completion_grows_and_its_words_look_back(page: Page) -> None:
     page.press("Enter")
     done(page, "complete")
     assert page.says("window.sizes.size") > 6
-    how = regard.Sample(0.8, top_p=0.95, seed=1)
+    how = Settings(seed=1)
     record = regard.complete("Once upon a time", max_new_tokens=12, how=how)
     assert page.text(of("complete", ".text")) == str(record)
     page.point(of("complete", ".unit[tabindex]"), 1)

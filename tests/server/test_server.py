@@ -34,6 +34,7 @@ from helpers.command import regard as command
 from helpers.library_models import library_folder
 from helpers.random_models import of_five
 from regard.checkpoints import hub
+from regard.decoding.settings import Settings
 from regard.interpret.looking import look
 from regard.server.api import own
 from regard.server.app import build
@@ -91,7 +92,7 @@ def test_models_say_what_they_can_do_and_not_where_they_lie(client: TestClient) 
 
 def completed() -> regard.Completion:
     """The record of a text written piece by piece, as the server has it written."""
-    how = regard.Sample(0.8, top_p=0.95, seed=3)
+    how = Settings(seed=3)
     pieces = regard.stream_completion(ONCE, max_new_tokens=8, how=how, attended=True)
     while True:
         try:
@@ -130,7 +131,7 @@ def test_options_are_those_of_the_tasks(client: TestClient) -> None:
     never = posted(client, "/answer", question="Who?", context=CAT, threshold=1e9)
     assert (never["answered"], never["text"], never["start"]) == (False, "", None)
     likeliest = posted(client, "/complete", text="Once upon", temperature=0, max_new_tokens=5)
-    greedy = regard.complete("Once upon", how=regard.Greedy(), max_new_tokens=5)
+    greedy = regard.complete("Once upon", how=Settings(temperature=0), max_new_tokens=5)
     assert likeliest["text"] == greedy.text
     long = {"text": PAPER * 60, "attended": False}
     joined = posted(client, "/summarize", **long, one_line=True, join=True)

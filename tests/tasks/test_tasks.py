@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import shutil
 from dataclasses import replace
 from itertools import pairwise, permutations
 from pathlib import Path
 from random import Random
+from typing import Any, cast
 
 import pytest
 import torch
@@ -49,7 +51,7 @@ from regard.interpret.word_alignment import log_probabilities
 from regard.models.bundle import open_bundle
 from regard.models.conversion import convert
 from regard.models.model import pad
-from regard.tasks import translation
+from regard.tasks import completion, translation
 from regard.tasks.attended import read_weights
 from regard.tasks.completion import stream_completion
 from regard.tasks.confidence import (
@@ -958,6 +960,52 @@ def test_ids_that_no_token_has_say_nothing(tmp_path: Path) -> None:
     found = complete("The cat", model=folder, how=how, max_new_tokens=50)
     assert found.text == text.decode(known)
     assert found.attended.keys[0] == "The"
+
+
+class _Lettered:
+    """A tokenizer whose ids are letters."""
+
+    def decode(self, ids: list[int]) -> str:
+        return "".join(map(chr, ids))
+
+
+@pytest.mark.parametrize(
+    ("text", "whole"),
+    [
+        ("It rained all day. He saw Mr. Bean go", "It rained all day."),
+        ('She left. "I will not go." Then he', 'She left. "I will not go."'),
+        ('She left the house. "I will not go."', 'She left the house. "I will not go."'),
+        ("He left. Then she saw that nobody was", "He left. Then she saw that nobody was"),
+        ('He asked me twice if I go?\n"No," I', "He asked me twice if I go?"),
+        ("He paid 3.50 for the book of Mr. B", "He paid 3.50 for the book of Mr. B"),
+    ],
+)
+def test_a_completion_ends_with_a_whole_sentence_if_one_ends_late(text: str, whole: str) -> None:
+    bundle, prompt = cast("Any", _Lettered()), completion._Prompt("a", [ord("a")])
+    ids = list(map(ord, text))
+    limit = round(len(whole) / 0.6) if len(whole) < len(text) else len(text)
+    assert text[: completion._whole(bundle, prompt, ids, limit)] == whole
+    if len(whole) < len(text):  # a sentence that ends earlier does not count
+        assert completion._whole(bundle, prompt, ids, limit + 2) == len(text)
+
+
+def test_the_default_completion_ends_with_a_whole_sentence_streamed_or_not() -> None:
+    how = Settings(seed=4)
+    found = complete("The old man looked at the letter", how=how, attended=False)
+    assert re.search(r"[.!?][\"']?$", found.text)
+    assert 60 <= found.tokens < 100
+    pieces = stream_completion("The old man looked at the letter", how=how)
+    said, record = [], None
+    while record is None:
+        try:
+            said.append(next(pieces))
+        except StopIteration as end:
+            record = end.value
+    assert "".join(said) == record.text == found.text
+    assert record.score == pytest.approx(found.score)
+    whole = complete("The old man looked at the letter", how=how, max_new_tokens=100).text
+    assert whole.startswith(found.text)
+    assert len(whole) > len(found.text)
 
 
 def test_many_completions_keep_their_order(made: Path) -> None:

@@ -227,28 +227,32 @@ def complete(
     max_new_tokens: Annotated[
         int | None,
         typer.Option(
-            help="The maximum number of tokens to generate; by default 100, or what fits.",
+            help="The maximum number of tokens to generate; by default 100 or what fits, and the "
+            "text ends with a whole sentence, if one ends late enough.",
             min=1,
             show_default=False,
         ),
     ] = None,
     temperature: Annotated[
         float, typer.Option(help="Above 1 is more random, below 1 less; 0 is greedy decoding.")
-    ] = 0.8,
+    ] = 0.7,
     top_k: Annotated[
         int, typer.Option(help="Sample from the k likeliest tokens; 0 is all tokens.", min=0)
     ] = 0,
     top_p: Annotated[
         float, typer.Option(help="Sample from the likeliest tokens up to this total probability.")
-    ] = 0.95,
+    ] = 0.9,
     seed: Annotated[int, typer.Option(help="The seed of the sample.")] = 0,
-    no_repeat_ngram_size: options.NoRepeat = 0,
+    no_repeat_ngram_size: options.NoRepeat = 3,
     attended: options.Attended = False,
     as_json: options.Json = False,
     device: options.Device = "cpu",
     precision: options.Precision = "float32",
 ) -> None:
-    """Complete a text, and print each piece when it is generated. Empty lines are skipped."""
+    """Complete a text, and print each piece when it is generated. Empty lines are skipped.
+
+    books-gpt2 and books-xl continue a text like a book from before 1930. They are no assistants.
+    """
     from regard.tasks.completion import stream_completion
 
     settings = Settings(

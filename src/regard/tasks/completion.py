@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
+from math import ceil
 from time import perf_counter
 from typing import NamedTuple
 
@@ -23,11 +24,13 @@ from regard.tasks.confidence import chance, doubts_about_repeats, trust
 from regard.tasks.defaults import open_model
 from regard.tasks.records import Completion, WordAttention
 from regard.tasks.writing import Check, CheckedDecoder, log_probability, one_or_many
-from regard.text.words import Span, spans_of, words
+from regard.text.words import Span, sentences, spans_of, words
 
 TASK = "language modelling"  # the task's name in a recipe
-DEFAULT = Settings(do_sample=True, temperature=0.8, top_p=0.95)
+# What reads best of seven settings, by the cards of books-gpt2 and books-xl.
+DEFAULT = Settings(do_sample=True, temperature=0.7, top_p=0.9, no_repeat_ngram_size=3)
 DEFAULT_NEW_TOKENS = 100
+WHOLE_FROM = 0.6  # by default, a sentence's end after this share of the tokens may end the text
 MAX_ATTENDED_WEIGHTS = 2**26  # 256 MiB of memory
 
 
@@ -47,17 +50,19 @@ def complete(
     """Complete a text, or each text of a list.
 
     ``model`` is a GPT-2 or a Transformer-XL. By default ``how`` is sampling, which gives the same
-    text for the same seed. ``max_new_tokens`` is 100 by default, or fewer if the model's positions
-    end earlier. ``attended`` returns the attention weights of each new word on earlier words, or
-    None for very long texts. :mod:`regard.tasks` describes the other options.
+    text for the same seed. Without ``max_new_tokens`` up to 100 tokens are generated, or fewer if
+    the model's positions end earlier, and the text ends with the last sentence that is whole, if
+    one ends after 60% of them. The score is that of all generated tokens. ``attended`` returns the
+    attention weights of each new word on earlier words, or None for very long texts.
+    :mod:`regard.tasks` describes the other options.
 
     >>> from regard import Greedy
     >>> record = complete("Once upon a time", how=Greedy(), max_new_tokens=6)
     >>> record.tokens, str(record).startswith("Once upon a time")
     (6, True)
     """
-    strategy, max_new_tokens = DEFAULT.resolve(how, max_new_tokens)
-    bundle, prompts, max_new_tokens = _open(texts, model, max_new_tokens, device, precision)
+    strategy, given = DEFAULT.resolve(how, max_new_tokens)
+    bundle, prompts, max_new_tokens = _open(texts, model, given, device, precision)
     began = perf_counter()
     decoder, ids = CheckedDecoder(bundle.model, check), [prompt.ids for prompt in prompts]
     outputs = generate(
@@ -66,8 +71,11 @@ def complete(
     seconds = (perf_counter() - began) / max(len(texts), 1)
     records = []
     for prompt, (best, *_) in zip(prompts, outputs, strict=True):
-        total = log_probability(best, strategy)
-        records.append(_record(bundle, prompt, best.ids, total, best.stopped, seconds, attended))
+        score = log_probability(best, strategy) / max(len(best.ids) + best.stopped, 1)
+        kept = best.ids
+        if given is None and not best.stopped:
+            kept = kept[: _whole(bundle, prompt, kept, max_new_tokens)]
+        records.append(_record(bundle, prompt, kept, score, best.stopped, seconds, attended))
     return records
 
 
@@ -93,10 +101,10 @@ def stream_completion(
     """
     if not isinstance(text, str):
         raise InputError(f"Give one text to complete, not {type(text).__name__}.")
-    strategy, max_new_tokens = DEFAULT.resolve(how, max_new_tokens)
-    bundle, [prompt], max_new_tokens = _open([text], model, max_new_tokens, device, precision)
+    strategy, given = DEFAULT.resolve(how, max_new_tokens)
+    bundle, [prompt], max_new_tokens = _open([text], model, given, device, precision)
     decoder = _ScoringDecoder(bundle.model, check)
-    return _pieces(bundle, decoder, prompt, strategy, max_new_tokens, attended)
+    return _pieces(bundle, decoder, prompt, strategy, max_new_tokens, given is None, attended)
 
 
 class _Prompt(NamedTuple):
@@ -153,6 +161,7 @@ def _pieces(
     prompt: _Prompt,
     strategy: Strategy,
     max_new_tokens: int,
+    whole: bool,
     attended: bool,
 ) -> Generator[str, None, Completion]:
     began = perf_counter()
@@ -162,17 +171,40 @@ def _pieces(
     ):
         ids.append(token)
         total += decoder.log_probability(token)
-        text = _new_text(bundle, prompt, ids)
-        if not text.endswith("\ufffd"):  # some characters take several tokens
-            yield text[len(sent) :]
-            sent = text
+        # The text after the last whole sentence waits until that sentence is not the last.
+        kept = ids[: _whole(bundle, prompt, ids, max_new_tokens)] if whole else ids
+        if len(ids) > len(kept) or not whole or len(ids) < WHOLE_FROM * max_new_tokens:
+            text = _new_text(bundle, prompt, kept)
+            if text != sent and not text.endswith("\ufffd"):  # some characters take several tokens
+                yield text[len(sent) :]
+                sent = text
     stopped = len(ids) < max_new_tokens
-    if stopped:
-        total += max(decoder.log_probability(token) for token in bundle.ends)
+    score = total + max(decoder.log_probability(t) for t in bundle.ends) if stopped else total
+    score /= max(len(ids) + stopped, 1)
+    if whole and not stopped:
+        ids = ids[: _whole(bundle, prompt, ids, max_new_tokens)]
     text = _new_text(bundle, prompt, ids)
     if text != sent:
         yield text[len(sent) :]
-    return _record(bundle, prompt, ids, total, stopped, perf_counter() - began, attended)
+    return _record(bundle, prompt, ids, score, stopped, perf_counter() - began, attended)
+
+
+def _whole(bundle: Bundle, prompt: _Prompt, ids: Sequence[int], max_new_tokens: int) -> int:
+    """The number of new tokens up to the end of the last whole sentence; all if none ends late."""
+    text = _new_text(bundle, prompt, ids)
+    for count in range(len(ids), ceil(WHOLE_FROM * max_new_tokens) - 1, -1):
+        before = _new_text(bundle, prompt, ids[:count])
+        # A quotation mark may follow the sign that ends a sentence.
+        goes_on = text[len(before) : len(before) + 1].strip() != ""
+        if not goes_on and before == before.rstrip() and _ends_sentence(before):
+            return count
+    return len(ids)
+
+
+def _ends_sentence(text: str) -> bool:
+    """Whether a text ends with the end of a sentence, not with an abbreviation."""
+    *_, last = sentences(f"{text} The")
+    return (text + " The")[last.start :] == "The"
 
 
 def _new_text(bundle: Bundle, prompt: _Prompt, ids: Sequence[int]) -> str:
@@ -185,19 +217,18 @@ def _record(
     bundle: Bundle,
     prompt: _Prompt,
     ids: list[int],
-    total: float,
+    score: float,
     stopped: bool,
     seconds: float,
     attended: bool,
 ) -> Completion:
-    tokens = len(ids) + stopped
-    text, score = _new_text(bundle, prompt, ids), total / max(tokens, 1)
+    text = _new_text(bundle, prompt, ids)
     # How probable a usual text is depends on the model, so nothing is said without a calibration.
     trusted = trust(chance(bundle, TASK, score, 1.0), doubts_about_repeats(text, prompt.text))
     return Completion(
         text=text,
         score=score,
-        tokens=tokens,
+        tokens=len(ids) + stopped,
         seconds=seconds,
         model=bundle.name,
         confidence=trusted.confidence,

@@ -213,7 +213,9 @@ class Answer(Request):
 
 
 class Complete(Request):
-    """Complete a text. With ``stream``, the response has one JSON object per line.
+    """Complete a text; books-gpt2 and books-xl continue it like a book from before 1930.
+
+    With ``stream``, the response has one JSON object per line.
 
     All lines but the last are ``{"piece": " and"}``. The last line is ``{"record": {...}}`` or
     ``{"error": {...}}``.
@@ -226,15 +228,15 @@ class Complete(Request):
     max_new_tokens: MaxNewTokens = None
     temperature: Annotated[
         float, Field(description="Above 1 is more random, below 1 less; 0 is greedy decoding.")
-    ] = 0.8
+    ] = 0.7
     top_k: Annotated[
         int, Field(ge=0, description="Sample from the k likeliest tokens; 0 is all tokens.")
     ] = 0
     top_p: Annotated[
         float, Field(description="Sample from the likeliest tokens up to this total probability.")
-    ] = 0.95
+    ] = 0.9
     seed: Annotated[int, Field(description="The seed of the sample.")] = 0
-    no_repeat_ngram_size: NoRepeat = 0
+    no_repeat_ngram_size: NoRepeat = 3
     model: Name = "books-gpt2"
     attended: ReturnsAttended = True
     svg: Svg = False
