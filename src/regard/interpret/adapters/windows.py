@@ -54,8 +54,9 @@ class Windows:
         batch, queries, heads, slots = local.weights.shape
         extent = Extent(batch, heads, queries, queries, local.weights.device)
         own = 2 * self.window + 1
-        columns = queries if slots > own else own
-        step = max(1, SCORES // (batch * heads * columns))
+        # Without global keys, a block as long as the window has keys for three windows at most.
+        most, columns = (queries, queries) if slots > own else (self.window, 3 * self.window)
+        step = max(1, min(most, SCORES // (batch * heads * columns)))
         for start in range(0, queries, step):
             rows = range(start, min(start + step, queries))
             keys = range(max(0, start - self.window), min(queries, rows.stop + self.window))
