@@ -3,6 +3,7 @@
 python benchmarks/transformers_tests.py SOURCE                    results/transformers_tests.jsonl
 python benchmarks/transformers_tests.py SOURCE t5 gpt2                 only these families
 python benchmarks/transformers_tests.py SOURCE t5 --output rows.jsonl  another file
+python benchmarks/transformers_tests.py SOURCE --few                   the tests named in FEW alone
 
 SOURCE is a checkout of transformers at the tag of the installed version. Tests that fail are run
 again unwatched: a test that then passes is different.
@@ -10,12 +11,14 @@ again unwatched: a test that then passes is different.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import subprocess
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -23,7 +26,7 @@ from typing import Any
 from measure import RESULTS, argument_parser, environment
 
 ROOT = Path(__file__).parent.parent
-LIMIT = 1800  # seconds for the tests of one family, unless --limit says otherwise
+LIMIT = 1800  # seconds for one run of pytest, unless --limit says otherwise
 FAMILIES = (
     "llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3", "bert", "roberta", "distilbert",
     "albert", "electra", "deberta_v2", "bart", "mbart", "pegasus", "marian", "t5", "gpt2",
@@ -38,14 +41,20 @@ LEFT_OUT = (
     "offload", "pipeline", "parallel", "disk", "hub", "training_overfit", "jit", "multi_gpu",
     "deepspeed", "bc_torch_dtype", "sdpa_kernels", "fp16",
 )  # fmt: skip
+# What shows most of watching in the least time: one process runs these of all families.
+FEW = (
+    "attention_outputs", "batching_equivalence", "retain_grad", "use_reentrant_false",
+    "greedy_generate", "static_cache", "left_padding", "determinism", "cross_attention",
+)  # fmt: skip
 
 Rows = dict[str, dict[str, Any]]
 
 
-def run(
-    source: Path, tests: list[str], watch: bool, processes: int, limit: int
-) -> tuple[Rows, bool]:
+def run(tests: list[str], options: argparse.Namespace, *, watch: bool) -> tuple[Rows, bool]:
     """Run tests or files of them; what the plugin wrote, by test, and whether all ended."""
+    chosen = " and ".join(f"not {name}" for name in LEFT_OUT)
+    if options.few:
+        chosen = f"({' or '.join(FEW)}) and {chosen}"
     with tempfile.TemporaryDirectory() as folder:
         calls = Path(folder) / "calls.jsonl"
         calls.touch()
@@ -55,16 +64,16 @@ def run(
             "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1",
         }  # fmt: skip
         command = [
-            sys.executable, "-m", "pytest", "-q", "-n", str(processes if processes > 1 else 0),
-            "-p", "helpers.watch_every_call", "-p", "no:cacheprovider", "-p", "no:warnings", "-k",
-            " and ".join(f"not {name}" for name in LEFT_OUT),
-            *tests,
+            sys.executable, "-m", "pytest", "-q",
+            "-n", str(options.processes if options.processes > 1 else 0),
+            "-p", "helpers.watch_every_call", "-p", "no:cacheprovider", "-p", "no:warnings",
+            "-k", chosen, *tests,
         ]  # fmt: skip
         ended = True
         try:
             subprocess.run(
-                command, cwd=source, env=os.environ | settings, timeout=limit, check=False,
-                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                command, cwd=options.source, env=os.environ | settings, timeout=options.limit,
+                check=False, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
             ended = False
@@ -77,13 +86,27 @@ def run(
         return rows, ended
 
 
-def compare(source: Path, family: str, processes: int, limit: int) -> dict[str, Any]:
-    """What the tests of one family found."""
-    file = f"tests/models/{family}/test_modeling_{family}.py"
-    watched, ended = run(source, [file], watch=True, processes=processes, limit=limit)
+def compare(families: Sequence[str], options: argparse.Namespace) -> list[dict[str, Any]]:
+    """What the tests of each family found."""
+    files = {family: f"tests/models/{family}/test_modeling_{family}.py" for family in families}
+    watched, ended = run(list(files.values()), options, watch=True)
     failed = [test for test, row in watched.items() if row["outcome"] == "failed"]
-    plain = run(source, failed, watch=False, processes=processes, limit=limit)[0] if failed else {}
-    different = [test for test, row in plain.items() if row["outcome"] == "passed"]
+    plain = run(failed, options, watch=False)[0] if failed else {}
+    rows = []
+    for family, file in files.items():
+        mine = {test: row for test, row in watched.items() if test.startswith(f"{file}::")}
+        if not mine:
+            continue  # the time ended before
+        different = [test for test in mine if plain.get(test, {}).get("outcome") == "passed"]
+        rows.append(
+            {"family": family, "ended": ended, "few": options.few, **found(mine, different)}
+        )
+    return rows
+
+
+def found(watched: Rows, different: list[str]) -> dict[str, Any]:
+    """The sums over the tests of one family."""
+    failed = [test for test, row in watched.items() if row["outcome"] == "failed"]
     outcomes = Counter(row["outcome"] for row in watched.values())
     counts: Counter[str] = Counter()
     reasons: Counter[str] = Counter()
@@ -95,8 +118,6 @@ def compare(source: Path, family: str, processes: int, limit: int) -> dict[str, 
         reasons.update(row["reasons"])
         unseen.update(row["unseen"])
     return {
-        "family": family,
-        "ended": ended,
         "tests": outcomes["passed"] + outcomes["failed"],
         "passed": outcomes["passed"],
         "skipped": outcomes["skipped"],
@@ -130,17 +151,19 @@ def main() -> None:
     parser.add_argument("families", nargs="*", default=FAMILIES)
     parser.add_argument("--output", type=Path, default=RESULTS / "transformers_tests.jsonl")
     parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--few", action="store_true")
     parser.add_argument("--limit", type=int, default=LIMIT)
     options = parser.parse_args()
     suffix = environment() | {
         "transformers": version("transformers"),
         "source": _commit(options.source),
     }
-    for family in options.families:
-        row = compare(options.source, family, options.processes, options.limit)
-        print(json.dumps(row, indent=1), flush=True)
-        with options.output.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row | suffix) + "\n")
+    together = [options.families] if options.few else [[family] for family in options.families]
+    for families in together:
+        for row in compare(families, options):
+            print(json.dumps(row, indent=1), flush=True)
+            with options.output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(row | suffix) + "\n")
 
 
 if __name__ == "__main__":

@@ -379,7 +379,7 @@ def watched_tests() -> str:
     numbers = [_test_numbers(row) for row in rows]
     lines = [
         (
-            f"{row['family']}{'' if row['ended'] else ' (a part)'}",
+            row["family"] if row["ended"] and not row.get("few") else f"{row['family']} (a part)",
             *(f"{number:,}" for number in counted),
             _largest([row]),
         )
