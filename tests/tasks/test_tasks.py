@@ -310,6 +310,7 @@ def test_a_name_that_leaves_no_trace_is_lost() -> None:
         "Fatulayeva", "Xanthi", "Tom",
     ]  # fmt: skip
     assert lost_names(source, "Hier.", ["Tom"]) == ["Tom"]
+    assert lost_names("The Democratic party", "Le parti démocratique", ["Democratic"]) == []
     assert protected("Write to Tom at tom@a.org.", ["Tom", "org"]).held == (
         ("XX1", "Tom"),
         ("XX2", "tom@a.org"),

@@ -7,6 +7,7 @@ the sentence is read again with a placeholder instead of each such string.
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -171,7 +172,8 @@ def lost_names(source: str, written: str, unsure: Collection[str]) -> list[str]:
 
 
 def _beginning(word: str) -> str:
-    return word[:SAME_BEGINNING].casefold()
+    letters = unicodedata.normalize("NFD", word.casefold())
+    return "".join(each for each in letters if not unicodedata.combining(each))[:SAME_BEGINNING]
 
 
 def protected(text: str, names: Collection[str] = ()) -> Segment:
