@@ -26,7 +26,7 @@ from regard.evaluation import losses, metrics
 from regard.evaluation.settings import WRITTEN, Evaluation
 from regard.text.tokenizer import Tokenizer
 from regard.text.windows import in_window
-from regard.text.words import sentence_numbers
+from regard.text.words import sentence_numbers, with_whole_words
 
 Progress = Callable[[int, int], None]  # called with the number done and the total
 
@@ -204,7 +204,9 @@ class AnswerScorer:
         if margin <= self.threshold and not self.always_answer:
             return ""
         offsets = self._context(number).offsets
-        return self.questions[number].context[offsets[first][0] : offsets[last][1]]
+        context = self.questions[number].context
+        start, end = with_whole_words(context, offsets[first][0], offsets[last][1])
+        return context[start:end]
 
 
 # --------------------------------------------------------------------------- language modelling

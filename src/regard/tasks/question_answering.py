@@ -26,7 +26,7 @@ from regard.tasks.records import Answer, WordAttention
 from regard.tasks.writing import Check, no_check, one_or_many
 from regard.text.tokenizer import Encoded
 from regard.text.windows import Window, in_window, windows
-from regard.text.words import sentence_numbers, words
+from regard.text.words import sentence_numbers, with_whole_words, words
 
 TASK = "question answering"  # the task's name in a recipe
 WINDOW = 384  # tokens; most question answering models were trained with this length
@@ -115,7 +115,9 @@ def answer(
         answered = span.score > threshold
         right = chance(bundle, TASK, span.score, span.probability)
         trusted = trust(right if answered else 1 - right)
-        start, end = offsets[span.first + move][0], offsets[span.last + move][1]
+        start, end = with_whole_words(
+            text, offsets[span.first + move][0], offsets[span.last + move][1]
+        )
         records.append(
             Answer(
                 text=text[start:end] if answered else "",

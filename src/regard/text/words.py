@@ -41,6 +41,9 @@ _BEFORE_NUMBER = re.compile(
     r"Jan|Feb|Mar|Apr|Aug|Sept?|Oct|Nov|Dec)\.$"
 )
 MAX_ABBREVIATION = 16  # characters
+# A number, a file name or an address with full stops inside.
+_DOTTED = re.compile(r"\w+(?:\.[a-z0-9]{1,5})+(?![\w'\u2019])", re.ASCII)
+MAX_DOTTED = 64  # characters
 
 
 class Word(NamedTuple):
@@ -241,6 +244,20 @@ def sentence_numbers(text: str, spans: Iterable[tuple[int, int]]) -> list[int]:
             starts.append(low)
         before = high
     return [max(bisect_right(starts, low) - 1, 0) for low, _ in spans]
+
+
+def with_whole_words(text: str, start: int, end: int) -> Span:
+    """Return a span extended over numbers and file names with a full stop that it cuts.
+
+    >>> text = "Version 2.5 reads settings.ini. It is free."
+    >>> [text[slice(*with_whole_words(text, *span))] for span in ((8, 9), (18, 26), (35, 37))]
+    ['2.5', 'settings.ini', 'is']
+    """
+    for at in (start, end):
+        for match in _DOTTED.finditer(text, max(at - MAX_DOTTED, 0), at + MAX_DOTTED):
+            if match.start() < at < match.end():
+                start, end = min(start, match.start()), max(end, match.end())
+    return Span(start, end)
 
 
 def spans_of(ids: Sequence[int], decode: Callable[[Sequence[int]], str]) -> list[Span]:
