@@ -893,6 +893,12 @@ def test_the_threshold_of_a_model_decides(made: Path, tmp_path: Path) -> None:
         assert answer("Who?", folders.STORY, model=folder).answered == answered
         assert answer("Who?", folders.STORY, model=folder, threshold=-math.inf).answered
         assert own_settings(open_bundle(folder)) == {"evaluation.threshold": threshold}
+    numbers = {"bias": 0.0, "scale": 0.0, "unanswered": {"bias": math.log(9), "scale": 0.0}}
+    params = {"question answering": {"threshold": 1e6, "confidence": numbers}}
+    edit(folder, task_specific_params=params)
+    assert answer("Who?", folders.STORY, model=folder).confidence == pytest.approx(0.9)
+    anyway = answer("Who?", folders.STORY, model=folder, threshold=-math.inf)
+    assert anyway.confidence == pytest.approx(0.5)
     edit(folder, task_specific_params={"question answering": {"threshold": "high"}})
     with pytest.raises(CheckpointError, match="threshold = 'high' is not a number"):
         answer("Who?", folders.STORY, model=folder)

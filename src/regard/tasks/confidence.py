@@ -50,13 +50,24 @@ def chance(
     logit = numbers["bias"] + numbers["scale"] * score
     if surprise is not None:
         logit += numbers["surprise"] * math.sqrt(surprise)
+    return _logistic(logit)
+
+
+def chance_of_no_answer(bundle: Bundle, task: str, score: float, otherwise: float) -> float:
+    """The probability that a question has no answer; ``otherwise`` without a calibration."""
+    numbers = calibration(bundle, task).get("unanswered")
+    return otherwise if numbers is None else _logistic(numbers["bias"] + numbers["scale"] * score)
+
+
+def _logistic(logit: float) -> float:
     return 1 / (1 + math.exp(-max(min(logit, 30.0), -30.0)))
 
 
 def calibration(bundle: Bundle, task: str) -> Mapping[str, Any]:
     """The numbers in a model's config.json that turn a score into a probability, if it has any.
 
-    ``reversed`` in them has those for the score and the surprise of a source.
+    ``reversed`` in them has those for the score and the surprise of a source, and ``unanswered``
+    those for the probability that a question has no answer.
     """
     given: Any = bundle.tasks.get(task, {}).get("confidence")
     if given is None:
@@ -64,6 +75,8 @@ def calibration(bundle: Bundle, task: str) -> Mapping[str, Any]:
     _check_numbers(bundle, given, "bias", "scale")
     if "reversed" in given:
         _check_numbers(bundle, given["reversed"], "bias", "scale", "surprise")
+    if "unanswered" in given:
+        _check_numbers(bundle, given["unanswered"], "bias", "scale")
     return cast("Mapping[str, Any]", given)
 
 
