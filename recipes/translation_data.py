@@ -3,10 +3,11 @@
     python recipes/translation_data.py DATA OUT
 
 DATA holds the folder mt/ (docs/data.md). OUT receives train.en-fr.tsv, train.en-de.tsv (English,
-tab, translation, in random order), valid.en-fr.tsv, valid.en-de.tsv, and counts.json, which says
-how many pairs of each source are kept and why the others are rejected. No sentence of any
-validation or test part is in the training files. The recipes use every file in both directions, and
-put the tag of the target language before the source.
+tab, translation, in random order), everyday.en-fr.tsv, everyday.en-de.tsv (the everyday pairs among
+them, once), valid.en-fr.tsv, valid.en-de.tsv, and counts.json, which says how many pairs of each
+source are kept and why the others are rejected. No sentence of any validation or test part is in
+the training files. The recipes use every file in both directions, and put the tag of the target
+language before the source.
 """
 
 from __future__ import annotations
@@ -349,6 +350,7 @@ def prepare(data: Path, out: Path, seed: int = 0) -> dict[str, object]:
         train = list(mixture(kinds | added))
         random.shuffle(train)
         write_pairs(out / f"train.en-{language}.tsv", train)
+        write_pairs(out / f"everyday.en-{language}.tsv", kinds["everyday"])
         valid = (
             (clean(english), clean(other))
             for english, other in read_pairs(data / VALID.format(language=language))

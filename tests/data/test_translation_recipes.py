@@ -15,7 +15,10 @@ import pytest
 RECIPES = Path(__file__).parents[2] / "recipes"
 sys.path.insert(0, str(RECIPES))
 
+import back_translation  # noqa: E402
 import copied_spans  # noqa: E402
+import dictionary_pairs  # noqa: E402
+import monolingual_text  # noqa: E402
 import translation_confidence  # noqa: E402
 import translation_data  # noqa: E402
 import translation_tokenizer  # noqa: E402
@@ -266,3 +269,96 @@ def test_a_verdict_goes_when_the_translation_changes(
     first, second = translation_confidence.read(file)
     assert (first.acceptable, second.acceptable) == (True, False)
     assert first.score < 0 <= first.surprise
+
+
+# --------------------------------------------------------------------- monolingual text, words
+
+
+def test_sentences_come_from_every_kind_of_file(tmp_path: Path) -> None:
+    data, known, foreign = tmp_path, "This sentence is in a test set.", "C'est une phrase de trop."
+    tokenized = f"The bird ( Aquila ) , people 's guess is , often eats fish . {foreign}"
+    texts = {
+        "mono/common-voice/en/talk.txt": f"{known}\nWe walked to the old harbour.\nShort.\nno\n",
+        "mono/common-voice/en/cities.txt": "The city of London is very large.\n",
+        "lm/books/train-00.txt.xz": "It was a cold\nand windy night. Oh.\n\nNobody saw him go.",
+        "qa/qed-train/train.jsonl.xz": json.dumps({"context": tokenized}),
+    }
+    for name, text in texts.items():
+        file = data / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        packed = lzma.compress(text.encode()) if file.suffix == ".xz" else text.encode()
+        file.write_bytes(packed)
+    held_out = {translation_data.bare(known)}
+    found = monolingual_text.collected(data, "en", held_out, Random(0))
+    assert sorted(found) == [
+        "It was a cold and windy night.",
+        "Nobody saw him go.",
+        "The bird (Aquila), people's guess is, often eats fish.",
+        "We walked to the old harbour.",
+    ]
+
+
+def test_paragraphs_of_a_novel_in_tei_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "novel.xml"
+    file.write_text("<TEI><p>Header.</p><text><p>Ein <hi>alter</hi>\nMann.</p></text></TEI>")
+    assert list(monolingual_text.paragraphs(file)) == ["Ein alter\nMann."]
+
+
+DICTIONARY = [
+    "fox {n} (cunning person) :: Schlaukopf {m}",
+    "fox {n} (Vulpes) :: [male] Fuchs {m}, Füchsin {f}",
+    "fox {n} (a kind of terrier) SEE: fox terrier ::",
+    "fox {n} (fur) :: Fuchs {m}",
+    "the {article} :: der",
+    "house {n} (building) :: Haus {n}",
+    "to {prep} :: zu",
+    "gloomy {adj} (dark) :: düster",
+    "bark {v} (of a dog) :: bellen",
+]
+
+
+def test_rare_words_get_the_translation_of_most_senses() -> None:
+    english = Counter({"fox": 20, "house": 151, "gloomy": 3, "bark": 5})
+    german = Counter({"fuchs": 30, "schlaukopf": 20, "haus": 900, "düster": 4, "bellen": 9})
+    found = list(dictionary_pairs.pairs(DICTIONARY, english, german, "de", Random(0)))
+    assert [pair for pair in found if len(pair[0].split()) == 1] == [
+        ("fox", "Fuchs"), ("gloomy", "düster"),
+    ]  # fmt: skip
+    assert ("It is gloomy.", "Es ist düster.") in found
+    assert ("to bark", "bellen") in found
+    assert len([pair for pair in found if "the fox" in pair[0].lower()]) == 3
+    assert not any("house" in english or "Füchsin" in other for english, other in found)
+
+
+@pytest.mark.parametrize(
+    ("word", "gender", "language", "with_it"),
+    [
+        ("Katze", "f", "de", "mit der Katze"),
+        ("Haus", "n", "de", "mit dem Haus"),
+        ("renard", "m", "fr", "avec le renard"),
+        ("abeille", "f", "fr", "avec l'abeille"),
+    ],
+)
+def test_nouns_have_their_articles(word: str, gender: str, language: str, with_it: str) -> None:
+    noun = dictionary_pairs.Noun(word, gender)
+    assert ("with the thing", with_it) in dictionary_pairs.noun_pairs("thing", noun, language)
+
+
+def test_the_french_dictionary_is_read_from_its_other_format() -> None:
+    text = (
+        "fox\nrenard\n\t[b][c darkblue]fox[/c][/b] [p]<n>[/p] [c gray]/x/[/c] (Vulpes)\n"
+        "\t[m1]renard [p]<m>[/p], goupil [p]<m>[/p] \\[archaic\\][/m]\n"
+    )
+    entry = ("fox", "n", [("renard", "m"), ("goupil", "m")])
+    assert list(dictionary_pairs.entries(dictionary_pairs.read_dsl(text))) == [entry]
+
+
+def test_sentences_are_translated_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file, out = tmp_path / "mono.fr.txt", tmp_path / "back.tsv"
+    file.write_text("Je ne sais pas.\nEncore une phrase.\nJ'ai acheté trois livres.\n")
+    asked = [str(file), str(out), "--from", "fr", "--to", "en", "--part", "0", "2"]
+    monkeypatch.setattr(sys, "argv", ["back_translation.py", "translate", *asked])
+    back_translation.main()
+    pairs = [line.split("\t") for line in out.read_text().splitlines()]
+    assert [target for _, target in pairs] == ["Je ne sais pas.", "J'ai acheté trois livres."]
+    assert "books" in pairs[1][0]
