@@ -421,3 +421,21 @@ def test_what_makes_no_sense_is_refused() -> None:
         for value in values:
             with pytest.raises(InputError, match=name[1:]):
                 generate(Dice([1.0]), **good | {name: value})
+
+
+def test_decoding_does_not_use_cudnn_whose_plans_are_for_one_shape() -> None:
+    model = GPT2(GPT2Config(vocabulary=10, dim=8, depth=1, heads=2)).eval()
+    used: list[bool] = []
+    step = model.step
+
+    def watched(ids: torch.Tensor, state: object) -> torch.Tensor:
+        used.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return step(ids, state)
+
+    model.step = watched  # type: ignore[method-assign]
+    before = torch.backends.cuda.cudnn_sdp_enabled()
+    generate(model, [[1, 2]], max_new_tokens=2)
+    list(stream_tokens(model, [1, 2], max_new_tokens=2))
+    assert used == [False] * len(used)
+    assert len(used) >= 4
+    assert torch.backends.cuda.cudnn_sdp_enabled() == before

@@ -17,6 +17,7 @@ from regard.decoding.choosing import Lines
 from regard.decoding.searching import Searches
 from regard.decoding.strategies import Beam, Generated, Greedy, Strategy, at_least
 from regard.errors import InputError
+from regard.mechanism.backends.sdpa import without_cudnn
 
 
 def generate(
@@ -54,7 +55,7 @@ def generate(
     def capacity(longest: int) -> int:
         return batch if tokens is None else max(min(batch, tokens // max(longest, 1)), 1)
 
-    with torch.inference_mode():
+    with torch.inference_mode(), without_cudnn():
         if isinstance(how, Beam):
             searches = Searches(how, max_new_tokens, ends)
             return run(model, begun, searches, max_new_tokens * how.num_beams, capacity)
@@ -84,12 +85,12 @@ def stream_tokens(
             "Beam search cannot stream tokens: call generate(), or use another strategy."
         )
     lines = Lines(chosen, max_new_tokens, _stop(stop))
-    with torch.inference_mode():
+    with torch.inference_mode(), without_cudnn():
         ids, state = model.start_decoding([_prompt(prompt)], room=max_new_tokens)
         [line] = [lines.begin(begun) for begun in begun_of(ids, state)]
     returned = 0
     while not line.done:
-        with torch.inference_mode():
+        with torch.inference_mode(), without_cudnn():
             ids = lines.choose(model.step(ids, state), [line])
         if len(line.ids) > returned:
             yield line.ids[returned]

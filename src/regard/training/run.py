@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from regard.checkpoints.bases import described
 from regard.checkpoints.files import CONFIG, GENERATION, note, read_json
@@ -29,6 +28,7 @@ from regard.decoding.settings import generation_of, tasks_of
 from regard.errors import InputError
 from regard.evaluation import metrics
 from regard.evaluation.settings import WRITTEN
+from regard.mechanism.backends.sdpa import without_cudnn
 from regard.models.adapting import save_adapter
 from regard.models.loading import check_device
 from regard.models.model import Model
@@ -148,7 +148,9 @@ def _train(
             seed_all(int(generator(recipe.seed, 2, processes.rank).initial_seed()))
         if resume:
             trainer.resume()
-        with interruptible() as interrupted, _shown(trainer) as display, _kernels(recipe):
+        # Batches of text have only one or two shapes.
+        shapes = nullcontext() if RECORDS[recipe.task] is str else without_cudnn()
+        with interruptible() as interrupted, _shown(trainer) as display, shapes:
             finished = trainer.run(interrupted, display)
         scores = trainer.progress.scores
         if finished:
@@ -187,18 +189,6 @@ def _device(name: str) -> torch.device:
     if device.type == "cuda" and not torch.cuda.is_available():
         raise InputError(f"device = {name!r}, but PyTorch finds no GPU here.")
     return device
-
-
-def _kernels(recipe: Recipe) -> AbstractContextManager[None]:
-    """Context without cuDNN's attention if batches have many shapes.
-
-    cuDNN needs about 0.3 s to plan each new shape (H200, torch 2.11), which would dominate the
-    time. Batches of text have only one or two shapes.
-    """
-    if RECORDS[recipe.task] is str:
-        return nullcontext()
-    others = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
-    return sdpa_kernel(others)  # type: ignore[no-any-return, no-untyped-call, unused-ignore]
 
 
 def _tables(

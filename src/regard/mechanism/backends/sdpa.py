@@ -49,6 +49,21 @@ class Piece(NamedTuple):
     kind: Literal["full", "causal", "masked"]
 
 
+@contextmanager
+def without_cudnn() -> Iterator[None]:
+    """Context in which PyTorch's attention does not use cuDNN, for calls of many shapes.
+
+    cuDNN needs about 0.3 s to plan each new shape (H200, torch 2.11), which would dominate the time
+    of decoding, and of training on pairs. ``sdpa_kernel`` would take 0.1 ms a step.
+    """
+    enabled = torch.backends.cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    try:
+        yield
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(enabled)
+
+
 def refuses(call: Call) -> str | None:
     if call.see is not None:
         return "PyTorch's fused kernels do not show their weights."
