@@ -26,6 +26,7 @@ from torch import Tensor
 
 from regard.models.bundle import Bundle, open_bundle
 from regard.tasks.reverse import Reversal, surprises, tag_prefix
+from regard.tasks.translation import TASK
 from regard.tasks.writing import write
 
 BATCH = 32
@@ -64,11 +65,14 @@ def store(file: Path, rows: Sequence[Judged]) -> None:
 def translate_again(bundle: Bundle, rows: Sequence[Judged]) -> None:
     """Translate all sources, and forget the verdicts of translations that have changed."""
     how, _ = bundle.settings(None).resolve(None, None)
-    sources = [tag_prefix(row.target_language) + row.source for row in rows]
-    found = write(bundle, sources, how, MAX_NEW_TOKENS, BATCH)
+    sources = [bundle.prepared(row.source, TASK) for row in rows]
+    tagged = [
+        tag_prefix(row.target_language) + source for row, source in zip(rows, sources, strict=True)
+    ]
+    found = write(bundle, tagged, how, MAX_NEW_TOKENS, BATCH)
     reversals = [
-        Reversal(row.source, written.text, (row.source_language,))
-        for row, written in zip(rows, found, strict=True)
+        Reversal(source, written.text, (row.source_language,))
+        for row, source, written in zip(rows, sources, found, strict=True)
     ]
     for row, written, back in zip(rows, found, surprises(bundle, reversals, BATCH), strict=True):
         if row.translation != written.text:

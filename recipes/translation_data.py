@@ -19,7 +19,6 @@ import json
 import lzma
 import re
 import sys
-import unicodedata
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -27,6 +26,8 @@ from pathlib import Path
 from random import Random
 
 from copied_spans import Pair, from_template, span_alone, substituted
+
+from regard.text.preparing import prepare as prepare_text
 
 LANGUAGES = ("fr", "de")
 TATOEBA = {
@@ -123,18 +124,13 @@ def held_out_sentences(data: Path) -> set[str]:
 
 _SPACE = re.compile(r"\s+")
 _ACCELERATOR = re.compile(r"(?<!\w)[_~](?=\w)|(?<=\w)~(?=\w)|\(~\w\)")
-_CHARACTERS = str.maketrans(
-    dict.fromkeys("\u2019\u2018\u02bc", "'")
-    | dict.fromkeys("\u22c5\u00a0\u202f\u2009", " ")
-    | dict.fromkeys("\u00ad\u200b\u200e\u200f\ufeff")
-)
 
 
 def clean(text: str, *, interface: bool = False) -> str:
     """The text as one line in NFC, with plain spaces and apostrophes, without HTML entities."""
     if "&" in text:
         text = html.unescape(html.unescape(text))
-    text = unicodedata.normalize("NFC", text).translate(_CHARACTERS)
+    text = prepare_text(text, ["characters"])
     if interface:
         text = _ACCELERATOR.sub("", text)
     return _SPACE.sub(" ", text).strip()

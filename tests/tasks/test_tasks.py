@@ -1248,3 +1248,11 @@ def test_several_documents_are_summarized_as_each_alone(made: Path) -> None:
             )  # fmt: skip
             assert record.tokens == alone.tokens
             assert record.attended.keys == alone.attended.keys
+
+
+def test_typographic_apostrophes_are_read_as_the_model_learned_them() -> None:
+    typed, typographic = translate(
+        ["Let's just say he's wrong.", "Let\u2019s just say he\u2019s wrong."], "fr"
+    )
+    assert typed.text == typographic.text
+    assert typographic.confidence == typed.confidence
