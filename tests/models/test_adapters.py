@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from helpers.model_folders import edit
 from helpers.random_models import agree, random_bert, random_gpt2, random_marian, random_t5
-from regard import InputError, load, translate
+from regard import InputError, load, look, translate
 from regard.checkpoints.tensors import OtherBaseWarning
 from regard.errors import CheckpointError
 from regard.models.adapting import adapt, adapted, save_adapter
@@ -266,6 +266,15 @@ def test_tensors_that_do_not_fit_are_refused(
     save_file({**load_file(adapter / WEIGHTS), name: torch.zeros(shape)}, adapter / WEIGHTS)
     with pytest.raises(CheckpointError, match=message):
         load(adapter)
+
+
+def test_an_adapter_for_a_model_of_transformers_is_to_be_merged(tmp_path: Path) -> None:
+    (tmp_path / "base").mkdir()
+    edit(tmp_path / "base", architectures=["LlamaForCausalLM"], model_type="llama")
+    (tmp_path / "adapter").mkdir()
+    edit(tmp_path / "adapter", CONFIG, base_model_name_or_path=str(tmp_path / "base"))
+    with pytest.raises(InputError, match="is an adapter for an architecture that regard does not"):
+        look(tmp_path / "adapter", "The cat.")
 
 
 def test_an_adapter_of_an_adapter_is_refused(tmp_path: Path) -> None:

@@ -290,6 +290,8 @@ def test_the_progress_line_keeps_its_bar_and_its_width(width: int) -> None:
         (lambda: bar.report(report, 100, scores), "50/100"),
         (lambda: bar.doing("evaluating"), "50/100"),
         (lambda: bar.step(51, 120), "51/120"),
+        (bar.stopping, "stopping" if width > 40 else "51/120"),
+        (lambda: bar.step(52, 120), "stopping" if width > 40 else "52/120"),  # it stays
     ):
         show()
         with console.capture() as shown:
@@ -298,6 +300,16 @@ def test_the_progress_line_keeps_its_bar_and_its_width(width: int) -> None:
         assert "━━━" in line
         assert done in line
         assert len(line) <= width
+
+
+def test_ctrl_c_is_answered_at_once() -> None:
+    told = []
+    with loop.interruptible() as interrupted:
+        interrupted.told = lambda: told.append(interrupted.by)
+        signal.raise_signal(signal.SIGINT)
+        assert told == ["SIGINT"]
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
 def test_saving_by_time_takes_at_most_a_twentieth_of_it(monkeypatch: pytest.MonkeyPatch) -> None:

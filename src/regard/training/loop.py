@@ -43,6 +43,7 @@ class Interrupted:
 
     def __init__(self) -> None:
         self.by: str | None = None
+        self.told: Callable[[], None] = lambda: None  # called at the first signal
 
     def __bool__(self) -> bool:
         return self.by is not None
@@ -51,6 +52,7 @@ class Interrupted:
         if self.by is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
         self.by = signal.Signals(number).name
+        self.told()
 
 
 @contextmanager
@@ -167,6 +169,9 @@ class Display(Protocol):
 
     def doing(self, what: str) -> None:
         """Show what the run does besides steps, until the next report."""
+
+    def stopping(self) -> None:
+        """Show that the run stops when it has finished what it does."""
 
     def step(self, step: int, steps: int) -> None:
         """Show that one of ``steps`` steps was taken."""
@@ -308,6 +313,7 @@ class Trainer:
         """Take the remaining steps; return whether the run is finished."""
         recipe = self.recipe
         self.model.train()
+        interrupted.told = display.stopping
         losses: list[Tensor] = []
         norms: list[Tensor] = []
         since, seen = time.perf_counter(), self.feed.tokens

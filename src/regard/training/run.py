@@ -302,6 +302,10 @@ class _Bar:
     def doing(self, what: str) -> None:
         self.bar.update(self.task, description=f"{what}  {self.text}")
 
+    def stopping(self) -> None:
+        self.text = "stopping; a checkpoint is saved"
+        self.bar.update(self.task, description=self.text)
+
     def step(self, step: int, steps: int) -> None:
         self.bar.update(self.task, completed=step, total=steps, description=self.text)
 

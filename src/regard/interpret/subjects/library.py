@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from regard.checkpoints import hub
-from regard.checkpoints.bases import described
+from regard.checkpoints.bases import ADAPTER, described
 from regard.checkpoints.files import CONFIG, first_line, read_json
 from regard.checkpoints.tensors import open_checkpoint
 from regard.errors import CheckpointError, InputError
@@ -71,6 +71,11 @@ def open_model(
     folder = hub.find(name)
     if implements(read_json(described(folder) / CONFIG)):
         return bundle_in(folder, name, device)
+    if (folder / ADAPTER).exists():
+        raise InputError(
+            f"{name} is an adapter for an architecture that regard does not implement. Merge it "
+            "into its base with peft, merge_and_unload(), and save the result."
+        )
     _check_library(name)
     check_device(device)
     loaded = _load(folder.resolve(), hub.stamps(folder), str(device or "cpu"), trust_remote_code)
