@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -198,3 +199,20 @@ def test_bfloat16(family: str) -> None:
         assert seen.entropy is not None
         assert seen.entropy.isfinite().all()
         consistent(seen, distance=False)
+
+
+@pytest.mark.parametrize(("family", "keys"), [("codegen", 9), ("openai-gpt", 5)])
+def test_a_row_that_sees_padding_alone_has_equal_weights_on_keys(family: str, keys: int) -> None:
+    """CodeGen masks with the lowest number, GPT with it (padding) or -10,000 (later tokens)."""
+    torch.manual_seed(0)
+    model, inputs = build(family)
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[0, :4] = 0
+    inputs |= {"attention_mask": mask, "output_attentions": True}
+    with watch(model.eval(), ALL) as watched, torch.no_grad():
+        output = model(**inputs)
+    for (_, seen), weights in zip(watched.calls, output.attentions, strict=True):
+        torch.testing.assert_close(seen.weights, weights)
+        consistent(seen, distance=False)
+        equal = torch.full_like(seen.entropy[0, :, :4], math.log(keys))
+        torch.testing.assert_close(seen.entropy[0, :, :4], equal)
