@@ -905,16 +905,39 @@ def test_windows_and_global_tokens_of_longformer(
         model(**inputs)
 
 
-def test_windows_of_longformer_have_gradients() -> None:
+def _longformer() -> nn.Module:
     torch.manual_seed(0)
     config = transformers.LongformerConfig(
         vocab_size=30, hidden_size=8, num_hidden_layers=1, num_attention_heads=2,
         intermediate_size=16, max_position_embeddings=32, attention_window=4,
     )  # fmt: skip
-    model = transformers.LongformerModel(config).eval()
-    ids = torch.randint(3, 30, (1, 8))
+    return transformers.LongformerModel(config).eval()
+
+
+def test_windows_of_longformer_have_gradients() -> None:
+    model = _longformer()
     with watch(model, See(entropy=True)) as watched:
-        model(ids)
+        model(torch.randint(3, 30, (1, 8)))
     [(_, seen)] = watched.calls
     seen.entropy.sum().backward()
     assert model.encoder.layer[0].attention.self.query.weight.grad.abs().max() > 0
+
+
+def test_longformer_that_fails_between_its_softmaxes_raises_its_own_error(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = _longformer()
+    attention = model.encoder.layer[0].attention.self
+
+    def fails(**_: Any) -> None:
+        torch.randn(2, 3, 4).softmax(-1)
+        raise ValueError("no global attention")
+
+    monkeypatch.setattr(attention, "_compute_global_attn_output_from_hidden", fails)
+    ids = torch.randint(3, 30, (1, 8))
+    with (
+        pytest.raises(ValueError, match="no global attention"),
+        watch(model, See(entropy=True)) as watched,
+    ):
+        model(ids, global_attention_mask=(ids == ids[0, 0]).long())
+    assert not watched.calls

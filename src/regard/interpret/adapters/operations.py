@@ -35,9 +35,8 @@ from torch.nn.modules.module import (
 from torch.overrides import TorchFunctionMode
 
 from regard.errors import InputError
-from regard.interpret.adapters import windows
 from regard.interpret.adapters.ours import uncompiled
-from regard.interpret.adapters.windows import Softmax, Windows
+from regard.interpret.adapters.windows import Softmax, Windows, computes_windows
 from regard.interpret.watched import (
     Watcher,
     active_watchers,
@@ -103,7 +102,7 @@ def attach(watcher: Watcher, stack: ExitStack) -> bool:
         *(
             module.register_forward_pre_hook(observer.enter_windows, with_kwargs=True)
             for module in named
-            if type(module).__name__ in windows.CLASSES
+            if computes_windows(module)
         ),
     ]
     for handle in handles:
@@ -243,11 +242,12 @@ class _Observer:
     def _finish(self, frame: _Frame, parent: _Frame | None) -> None:
         if frame.says_attention:
             self.running.attention.pop()
-        if frame.windows is not None and frame.weights:
-            [local] = {id(each): each for _, each in frame.weights.values()}.values()
-            see = partial(_from_windows, frame.windows, local)
+        if frame.windows is not None and frame.windows.complete:
+            softmaxes = {id(each): each for _, each in frame.weights.values()}
             frame.weights.clear()
-            self._record(frame, see, (local.scores,))
+            for local in softmaxes.values():  # one, if it is to be recorded
+                see = partial(_from_windows, frame.windows, local)
+                self._record(frame, see, (local.scores,))
         if frame.reason:
             self.watcher.missed(frame.name, frame.reason)
         elif isinstance(frame.module, torch.jit.ScriptModule):

@@ -22,7 +22,10 @@ from torch.nn.functional import pad
 
 from regard.mechanism.geometry import Extent, Tile
 
-CLASSES = ("LongformerSelfAttention", "LEDEncoderSelfAttention")
+CLASSES = (
+    "transformers.models.longformer.modeling_longformer.LongformerSelfAttention",
+    "transformers.models.led.modeling_led.LEDEncoderSelfAttention",
+)
 SCORES = 2**22  # the most scores of a block of queries
 
 
@@ -32,6 +35,10 @@ class Softmax(NamedTuple):
     scores: Tensor
     weights: Tensor
     in_parts: bool = False  # whether a function took a part of the weights, or extended them
+
+
+def computes_windows(module: nn.Module) -> bool:
+    return f"{type(module).__module__}.{type(module).__qualname__}" in CLASSES
 
 
 @dataclass(eq=False, slots=True)
@@ -48,6 +55,11 @@ class Windows:
         window = module.one_sided_attn_window_size
         assert isinstance(window, int)
         return cls(window, given["is_index_global_attn"] if given.get("is_global_attn") else None)
+
+    @property
+    def complete(self) -> bool:
+        """Whether the queries with global attention, if there are any, have their softmax."""
+        return len(self.of_global_queries) == (self.is_global is not None)
 
     def tiles(self, local: Softmax) -> Iterator[tuple[Tile, Tensor, Tensor]]:
         """Blocks of queries, and their scores and weights [batch, heads, queries, keys]."""
