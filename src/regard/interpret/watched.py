@@ -243,7 +243,7 @@ class Watcher:
         if self._layers is not None and not any(fnmatchcase(name, each) for each in self._layers):
             self._done.add(name)
             return False
-        reason = next((why for tensor in tensors if (why := _why_not_kept(tensor))), None)
+        reason = _why_not_kept(tensors)
         if reason is not None:
             self.missed(name, reason)
         return reason is None
@@ -315,17 +315,20 @@ def _unseen_warning(unseen: Mapping[str, str], model: str) -> str:
     return f"{', '.join(shown)}{more} of {model} ran, but could not be recorded: {reason}"
 
 
-def _why_not_kept(tensor: Tensor) -> str | None:
-    """Why the fields of a call with this tensor cannot be kept, or None."""
-    if torch.compiler.is_compiling() or torch._C._is_tracing():
+def _why_not_kept(tensors: Sequence[Tensor]) -> str | None:
+    """Why the fields of a call with these tensors cannot be kept, or None."""
+    if tensors and (torch.compiler.is_compiling() or torch._C._is_tracing()):
         return "was exported or traced, not run"
-    if tensor.is_nested:
-        return "computes attention with nested tensors"
-    if tensor.layout is not torch.strided:
-        return f"computes attention with tensors of the layout {tensor.layout}"
-    if not has_values(tensor):
-        return "computes attention with tensors that have no values, on meta or of FakeTensorMode"
-    if not transforms_keep_tensors():
+    for tensor in tensors:
+        if tensor.is_nested:
+            return "computes attention with nested tensors"
+        if tensor.layout is not torch.strided:
+            return f"computes attention with tensors of the layout {tensor.layout}"
+        if not has_values(tensor):
+            return (
+                "computes attention with tensors that have no values, on meta or of FakeTensorMode"
+            )
+    if tensors and not transforms_keep_tensors():
         return "ran under torch.func.vmap or functionalize, whose tensors are gone afterwards"
     return None
 

@@ -153,6 +153,11 @@ class See:
         return [f.name for f in fields(self) if getattr(self, f.name) not in (False, 0, (), None)]
 
     @property
+    def chooses(self) -> bool:
+        """Whether a field is of chosen queries or keys, or of all pairs."""
+        return bool(self.rows or self.pairs or self.scores or self.top or self.map or self.weights)
+
+    @property
     def uses_positions(self) -> bool:
         """Whether a field depends on the positions of the queries."""
         return self.distance or self.distance_variance
@@ -174,6 +179,8 @@ class See:
 
     def check(self, extent: Extent) -> None:
         """Raise InputError if the request does not fit a call with these sizes."""
+        if not self.chooses:
+            return
         chosen: dict[str, Any] = {"rows": self.rows, "pairs": self.pairs, "scores": self.scores}
         for name, given in chosen.items():
             if isinstance(given, Pairs):

@@ -401,7 +401,8 @@ class _Observer:
         if not given.get("enable_gqa") and query.shape[1] != key.shape[1] != 1:
             raise _UnknownError("passes keys with another number of heads than queries")
         batch = max(map(len, (query, key, value)))
-        query, key, value = (t.expand(batch, *t.shape[1:]) for t in (query, key, value))
+        if not len(query) == len(key) == len(value):
+            query, key, value = (t.expand(batch, *t.shape[1:]) for t in (query, key, value))
         call = _Call(query, key, value, scale=given.get("scale"))
         mask = given.get("attn_mask")
         if mask is None:

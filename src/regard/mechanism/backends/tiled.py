@@ -157,17 +157,30 @@ def step(call: Call, see: See) -> tuple[Tensor, Seen | None]:
         if call.sinks is not None:
             sinks = call.sinks[:, None].to(dtype).expand(batch, -1, queries)
             inputs = torch.cat((scores, sinks[..., None]), dim=-1)
-        weights = inputs.softmax(-1)[..., : len(columns)]
+        weights = inputs.softmax(-1)
+        if sinks is not None:
+            weights = weights[..., :-1]
         output = weights.reshape(batch, -1, groups * queries, len(columns)) @ value
         # Not finite: a query without keys, or an input that is not, which a mask must keep out.
         if not math.isfinite(output.sum(dtype=torch.float32).item()):
             return by_rows(call)
+        output = output.view(batch, heads, queries, -1).to(call.query.dtype)
+        others = see.chooses or see.uses_positions or see.lse or see.max_logit
+        if not others and sinks is None and len(columns) == extent.keys:
+            # What is recorded of most generations, with the fewest operations.
+            fields = {}
+            if see.entropy:
+                fields["entropy"] = torch.special.entr(weights).sum(-1)
+            if see.peak:
+                fields["peak"] = weights.amax(-1)
+            if see.received:
+                fields["received"] = weights.sum(-2)
+            return output, Seen.from_dict(fields, (batch, heads, queries, extent.keys))
         lse = inputs.logsumexp(-1)
         if sinks is not None:  # all of the weight is on the sink
             lse.masked_fill_(scores.amax(-1) == -math.inf, -math.inf)
         joining = Joining(see, extent)
         joining.add(observe(see, tile, scores, weights, lse, sinks))
-        output = output.view(batch, heads, queries, -1).to(call.query.dtype)
         return output, joining.seen()
 
 
