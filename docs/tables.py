@@ -427,6 +427,8 @@ def watched_tests_reasons() -> str:
         unseen = {f"not recorded: {what}": n for what, n in row["unseen"].items()}
         for reason, number in (reasons | unseen).items():
             calls[reason] = calls.get(reason, 0) + number
+    if not calls:
+        return "Nothing was refused, different, or not recorded."
     lines = ((reason.replace("|", "/"), f"{number:,}") for reason, number in sorted(calls.items()))
     return _table(("reason", "calls"), lines)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from regard import InputError, See, watch
+from regard.interpret.adapters.windows import computes_windows
 from regard.interpret.watched import Watched
 
 TOLERANCE = 1e-5  # of the largest number of the plain run
@@ -168,7 +169,10 @@ def operations(model: nn.Module) -> Iterator[Counter[str]]:
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
             name = getattr(func, "__name__", "")
             if running and (name in _FUSED or (name == "softmax" and _over_keys(args, kwargs))):
-                counts[running[-1]] += 1
+                # Longformer's second softmax, with three axes, has rows of its first.
+                counts[running[-1]] += not (
+                    computes_windows(said[running[-1]]) and args[0].dim() == 3
+                )
             return func(*args, **(kwargs or {}))
 
     said = {n: m for n, m in model.named_modules() if n and says_attention(n, m)}
